@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ringprof.analysis.findings.comparison import Entry, Figure, as_one, compare_entries
+from ringprof.analysis.findings.comparison import Measurement, Metric, combine_recordings, compare_measurements
 
 SETTINGS = dict.fromkeys(
     ("seq", "batch", "heads", "kv_heads", "head_dim", "causal", "dtype", "world_size", "passes"), "1"
@@ -66,18 +66,18 @@ MODELS = (
 def verdict(model: Model, size: tuple[int, int], slowdown: float, random: np.random.Generator) -> str:
     """Compare two simulated sides, recorded in turns two minutes apart; the second is slower by ``slowdown``."""
     sides = [_side(model, size, factor, turn, random) for turn, factor in enumerate((1.0, slowdown))]
-    return compare_entries(sides).differences[0].verdict
+    return compare_measurements(sides).differences[0].verdict
 
 
-def _side(model: Model, size: tuple[int, int], factor: float, turn: int, random: np.random.Generator) -> Entry:
+def _side(model: Model, size: tuple[int, int], factor: float, turn: int, random: np.random.Generator) -> Measurement:
     recordings, count = size
     entries = []
     for number in range(recordings):
         times = ITERATION_MS * factor * model.iterations(count, random)
-        figure = Figure(float(np.median(times)), "ms", (tuple(times.tolist()),), False, depends_on_work=True)
+        figure = Metric(float(np.median(times)), "ms", (tuple(times.tolist()),), False, depends_on_work=True)
         created = f"2026-01-01T00:{2 * number + turn:02d}:00Z"
-        entries.append(Entry(f"side {turn}", "run", SETTINGS, {"iteration_ms": figure}, created=(created,)))
-    return as_one(entries)
+        entries.append(Measurement(f"side {turn}", "run", SETTINGS, {"iteration_ms": figure}, created=(created,)))
+    return combine_recordings(entries)
 
 
 def false_alarms(model: Model, size: tuple[int, int], cases: int, random: np.random.Generator) -> float:

@@ -36,7 +36,7 @@ from typing import Any, NoReturn
 import torch
 
 from ringprof.analysis.findings.recording_spread import SAME_SESSION
-from ringprof.analysis.findings.uncertainty import differ
+from ringprof.analysis.findings.uncertainty import significantly_different
 from ringprof.record.launcher import RankPlace
 from ringprof.record.measure import WorkloadShard, measure
 from ringprof.record.process_group import world_group
@@ -206,7 +206,7 @@ def _verdict(found: dict[str, Any]) -> list[str]:
     levels = [[max(times) / 1e6 for times in zip(*one["iterations_ns"], strict=True)] for one in found["recordings"]]
     pairs = list(zip(levels[::2], levels[1::2], strict=False))
     middles = [median(times) for times in levels] or [0.0]
-    called = sum(differ([one], [two], spread=_assumed_spread(one, two)) for one, two in pairs)
+    called = sum(significantly_different([one], [two], spread=_assumed_spread(one, two)) for one, two in pairs)
     return [
         f"{called} of {len(pairs)} pairs are called different",
         f"medians of the recordings: {min(middles):.3f} to {max(middles):.3f} ms",

@@ -12,9 +12,9 @@ import msgspec
 
 from ringprof import frames
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.findings.comparison import Entry
+from ringprof.analysis.findings.comparison import Measurement
 from ringprof.analysis.findings.findings import Findings
-from ringprof.analysis.findings.measurements import entry_of_run
+from ringprof.analysis.findings.measurements import measurement_of_run
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.transfers.clocks import Clocks
 from ringprof.errors import InputError, KernelTableError, MissingExtraError, NoKernelTableError
@@ -149,9 +149,9 @@ class Analysis:
         (entry,) = self.entries(self.name)
         return entry.values()
 
-    def entries(self, label: str) -> list[Entry]:
+    def entries(self, label: str) -> list[Measurement]:
         """The run as one side of a comparison."""
-        return [entry_of_run(label, self.findings)]
+        return [measurement_of_run(label, self.findings)]
 
     def clocks(self) -> Clocks:
         """What was added to each rank's times to put all hosts on one clock, and how sure that is."""

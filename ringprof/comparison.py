@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ringprof.analysis.findings import comparison
-from ringprof.analysis.findings.comparison import Comparison, Entry, as_one
+from ringprof.analysis.findings.comparison import Comparison, Measurement, combine_recordings
 from ringprof.analysis.findings.findings import Findings
-from ringprof.analysis.findings.measurements import labels_of
+from ringprof.analysis.findings.measurements import shortest_labels
 from ringprof.api import Analysis, load_any
 from ringprof.benchmark_logs.logs import BenchmarkLogs, logs
 from ringprof.errors import KernelTableError, UsageError
@@ -85,17 +85,17 @@ def compare(
     groups = [[one] if isinstance(one, _SINGLE) else list(one) for one in sources]
     each = [source for group in groups for source in group]
     names = [str(source) if isinstance(source, (str, os.PathLike)) else source.name for source in each]
-    labels = iter(labels_of(names) if names else [])
-    entries: list[Entry] = []
+    labels = iter(shortest_labels(names) if names else [])
+    entries: list[Measurement] = []
     runs: list[Findings] = []
     for given, group in zip(sources, groups, strict=True):
         loaded = [_loaded(source, reading or LoadOptions()) for source in group]
         made = [entry for one in loaded for entry in one.entries(next(labels))]
-        entries += made if isinstance(given, _SINGLE) or not made else [as_one(made)]
+        entries += made if isinstance(given, _SINGLE) or not made else [combine_recordings(made)]
         runs += [one.findings for one in loaded if isinstance(one, Analysis) and len(group) == 1]
     if len(entries) < 2:
         raise UsageError("a comparison needs two measurements or more: name another run, trace, table or log")
-    found = comparison.compare_entries(entries, runs, did_same_work=same_work)
+    found = comparison.compare_measurements(entries, runs, did_same_work=same_work)
     return RunComparison(**{part.name: getattr(found, part.name) for part in dataclasses.fields(found)})
 
 

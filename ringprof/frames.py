@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from ringprof.analysis.findings.findings import Findings
-from ringprof.analysis.findings.memory import memory_of
+from ringprof.analysis.findings.memory import memory_timelines
 from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.timeline.breakdown import Breakdown
 from ringprof.analysis.transfers.hops import TimedHop
@@ -199,7 +199,7 @@ def _memory_rows(found: Findings) -> list[JsonObject]:
     return [
         dict(zip(FRAMES["memory"], (held.rank, held.memory, time, allocated, None if reserved == NONE else reserved),
                  strict=True))
-        for held in memory_of(found.attribution)
+        for held in memory_timelines(found.attribution)
         for time, allocated, reserved in zip(
             held.time_ns.tolist(), held.allocated_bytes.tolist(), held.reserved_bytes.tolist(), strict=True
         )

@@ -115,7 +115,7 @@ def look_figures(attribution: Attribution) -> JsonObject:
     """What is told of one look."""
     summary, ranks = findings_in_memory(attribution).summary, attribution.ranks
     waited = waited_for(attribution)
-    rows = [row for rank in ranks for row in rank.carried]
+    rows = [row for rank in ranks for row in rank.link_totals]
     told = bool(rows) and all(row.timed == row.kernels for row in rows)
     wait, wire = (sum(getattr(row, name) for row in rows) / len(ranks) / 1e6 for name in ("wait_ns", "wire_ns"))
     return {

@@ -1,1 +1,1 @@
-"""From the columns of traces to where the time went; reads bottom up, and knows nothing of files or terminals."""
+"""Analysis of trace columns: attributes the time of a run to its causes. Independent of file formats and terminals."""

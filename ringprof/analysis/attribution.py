@@ -1,4 +1,4 @@
-"""From the traces of one run to where its time went: every rank, every hop, and what could not be told."""
+"""Attribution of one run's time from its traces: the figures of every rank, and warnings about what is uncertain."""
 
 from __future__ import annotations
 
@@ -23,29 +23,31 @@ from ringprof.trace.one_run import OF_THE_RUN, TraceFacts, one_after_another, or
 from ringprof.workload_checks import workload_problems
 
 MOST_OF_OTHER = 5
+"""Largest number of kernels of kind ``other`` that a report lists."""
 
 
 class Attribution(msgspec.Struct, frozen=True, dict=True):
-    """What the traces of one run say."""
+    """Analysis of the traces of one run."""
 
     ranks: tuple[Rank, ...]
-    """By rank."""
+    """Ranks that have a trace, in ascending order."""
     run: Run | None
+    """Contents of ``run.json``; None where there is none."""
     best_gbps: dict[LinkClass, float]
-    """The best rate seen, by (kind, link class)."""
+    """Best measured rate in GB/s, by (kind, link class)."""
     warnings: tuple[Notice, ...]
     clocks: Clocks = msgspec.field(default_factory=lambda: one_clock(()))
-    """The clocks of the ranks' hosts, and how far they can be told."""
+    """Clock offsets of the ranks' hosts, with their uncertainty."""
     world_size: int = 0
-    """How many ranks the run has, as far as is known; those without a trace are not among ``ranks``."""
+    """Number of ranks of the run, as far as is known. Ranks without a trace are not in ``ranks``."""
     kernels: tuple[RunKernel, ...] = ()
-    """What ran on the devices by name, over all ranks, longest first."""
+    """Device activities by name, summed over all ranks, longest first."""
 
     @property
     def median_iteration(self) -> int | None:
-        """Number of the iteration whose slowest rank took the median time (the lower of two middle ones).
+        """Index of the iteration whose slowest rank took the median time (the lower of two middle ones).
 
-        None where only one is marked, or not all ranks have the same number of them.
+        None where only one iteration is marked, or the ranks have different numbers of iterations.
         """
         counts = {len(rank.iteration_ns) for rank in self.ranks}
         if len(counts) != 1 or counts == {1}:
@@ -55,181 +57,204 @@ class Attribution(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def partial_window(self) -> bool:
-        """Whether a part of the iterations was chosen: a range of another name, or times."""
+        """Whether the user chose a part of the iterations: a range of another name, or times."""
         return any(rank.partial_window for rank in self.ranks)
 
     @cached_property
     def window_iterations(self) -> int | None:
-        """Number of iterations in the window; None where that is not known, and for a part of an iteration."""
+        """Number of iterations in the window; None where it is not known, and for a part of an iteration."""
         return window_iterations(self.ranks, self.run)
 
     @cached_property
     def times_are_of(self) -> str:
-        """Return, in words, what a divided time of the window stands for: ``one iteration`` and others."""
+        """Unit that a time stands for after division by the iterations, in words: ``one iteration`` and others."""
         return times_are_of(self.ranks, self.run)
 
     @cached_property
     def on_cpu(self) -> bool:
+        """Whether every rank ran on CPU."""
         return all(rank.on_cpu for rank in self.ranks)
 
     @property
     def lacks_device(self) -> bool:
-        """Whether it ran on GPUs, and no trace has anything of what ran there."""
+        """Whether the run used GPUs but no trace holds any GPU activity."""
         return self.on_cpu and any(warning.code == NO_DEVICE_ACTIVITIES for warning in self.warnings)
 
     @property
     def largest_of_other(self) -> tuple[RunKernel, ...]:
-        """The longest kernels of kind ``other``: what is left when all that is known has a name."""
+        """Longest kernels of kind ``other``, which no classification rule matches; at most `MOST_OF_OTHER`."""
         return tuple(kernel for kernel in self.kernels if kernel.kind == "other")[:MOST_OF_OTHER]
 
 
-# --- before any trace is looked at ---------------------------------------------------------------------
+# --- before any trace is analysed ----------------------------------------------------------------------
 
 
 _MOST_LISTED = 8
 
 
 class RunInfo(msgspec.Struct, frozen=True, dict=True):
-    """What is known of a run before any activity is looked at."""
+    """Ranks, hosts and clocks of a run, known before any activity is analysed."""
 
-    place: dict[int, int]
-    """Rank -> index of its trace among those given, by rank."""
+    trace_index: dict[int, int]
+    """Rank -> index of its trace in the given order; ascending by rank."""
     hosts: HostOfRank
     clock_of: dict[int, str]
+    """Rank -> name of the clock that its times are by."""
     warnings: tuple[Notice, ...]
     world_size: int
     expected: Collection[int]
-    """The ranks that should be there, ascending."""
+    """Ranks that should have a trace, ascending."""
     starts_ns: dict[int, int]
-    """The first moment of each rank's trace, by its own clock."""
+    """Rank -> start of its trace, by its own clock."""
     chosen_ns: tuple[int, int] | None
-    """The chosen times, counted from the earliest moment of any trace."""
+    """Start and end that the user chose, counted from the earliest start of any trace; None for all times."""
     offset_ns: Mapping[int, int] = msgspec.field(default_factory=dict)
-    """What to add to each rank's times; empty until the clocks are known, or where there is one."""
+    """Rank -> offset to add to its times for one common clock; empty until clocks are fitted, and for a single one."""
 
     @property
     def needs_clocks(self) -> bool:
-        """Whether times are chosen that are not the same on every rank's clock."""
+        """Whether clocks must be fitted before the chosen times apply to every rank."""
         return self.chosen_ns is not None and len(set(self.clock_of.values())) > 1
 
-    def on(self, clocks: Clocks) -> RunInfo:
-        """The same, with all ranks' times on one clock."""
+    def align(self, clocks: Clocks) -> RunInfo:
+        """Return a copy with the offsets that put all ranks' times on one clock."""
         return msgspec.structs.replace(self, offset_ns=clocks.offset_ns)
 
     def between_ns(self, rank: int) -> tuple[int, int] | None:
-        """The chosen times as unix times of one rank's clock."""
+        """Return the chosen times as Unix times by one rank's clock; None where no times are chosen."""
         if self.chosen_ns is None:
             return None
-        start = self._first_ns - self.offset_ns.get(rank, 0)
+        start = self._earliest_ns - self.offset_ns.get(rank, 0)
         return start + self.chosen_ns[0], start + self.chosen_ns[1]
 
     def chosen_by_rank(self) -> dict[int, tuple[int, int] | None]:
-        """The same for every rank; empty where no times are chosen."""
-        return {rank: self.between_ns(rank) for rank in self.place} if self.chosen_ns else {}
+        """Map every rank to the chosen times by its own clock; empty where no times are chosen."""
+        return {rank: self.between_ns(rank) for rank in self.trace_index} if self.chosen_ns else {}
 
     @cached_property
-    def _first_ns(self) -> int:
+    def _earliest_ns(self) -> int:
+        """Earliest start of any rank's trace, on the common clock."""
         return min((start + self.offset_ns.get(rank, 0) for rank, start in self.starts_ns.items()), default=0)
 
     def missing(self) -> list[Notice]:
-        """A warning where ranks have no trace."""
-        count = len(self.expected) - sum(rank in self.expected for rank in self.place)
+        """Return a warning where ranks have no trace; else an empty list."""
+        count = len(self.expected) - sum(rank in self.expected for rank in self.trace_index)
         if not count:
             return []
-        first = islice((rank for rank in self.expected if rank not in self.place), _MOST_LISTED)
+        first = islice((rank for rank in self.expected if rank not in self.trace_index), _MOST_LISTED)
         shown = ", ".join(map(str, first)) + (" ..." if count > _MOST_LISTED else "")
         return [Notice("missing_ranks", f"{count} of {self.world_size} ranks have no trace: {shown}")]
 
 
-_LEFT_OUT = (
+_EXCLUDED = (
     (CUT_OFF, "is cut off"),
     ({NO_DEVICE_ACTIVITIES}, "has no device activities, which others have"),
 )
-"""Codes of warnings of traces that are left out beside better ones, and why: means would be of unlike ranks."""
+"""Warning codes for which a trace is excluded if others lack them, each with the reason.
+
+Means over complete and incomplete traces would mislead.
+"""
 
 
 def read_run_info(facts: Sequence[TraceFacts], run: Run | None, ranks_per_host: int | None, focus: Focus) -> RunInfo:
-    """Tell the ranks, hosts and clocks of traces that are of one run. Raises `InputError` where they are not."""
-    warnings = [warning for one in facts for warning in _with_rank(one)]
-    place = _by_rank(facts, warnings)
-    warnings = _of_one_run(warnings, run, focus)
-    given = tuple(place)
-    for codes, why in _LEFT_OUT:
-        worse = {rank for rank, at in place.items() if codes & {warning.code for warning in facts[at].warnings}}
-        if worse < place.keys():
-            place = {rank: at for rank, at in place.items() if rank not in worse}
-            warnings += [Notice("left_out", f"the trace {why}: the rank is left out", rank) for rank in sorted(worse)]
-    numbered = {rank: facts[at] for rank, at in place.items()}
-    hosts = hosts_of(numbered, run, ranks_per_host)
-    sizes = [one.world_size for one in facts if one.world_size]
-    # A lone trace that names no world is one of its own, though its file be called rank2.
-    least = 1 if len(given) == 1 else max(given) + 1
-    world_size = run.topology.world_size if run else max(sizes, default=least)
+    """Determine the ranks, hosts and clocks of one run's traces. Raises `InputError` for traces of several runs."""
+    warnings = [warning for trace in facts for warning in _warnings_with_rank(trace)]
+    trace_index = _trace_index_by_rank(facts, warnings)
+    warnings = _refuse_mixed_runs(warnings, run, focus)
+    ranks_with_trace = tuple(trace_index)
+    for codes, reason in _EXCLUDED:
+        excluded = {
+            rank for rank, index in trace_index.items() if codes & {warning.code for warning in facts[index].warnings}
+        }
+        if excluded < trace_index.keys():
+            trace_index = {rank: index for rank, index in trace_index.items() if rank not in excluded}
+            warnings += [
+                Notice("left_out", f"the trace {reason}: the rank is left out", rank) for rank in sorted(excluded)
+            ]
+    trace_by_rank = {rank: facts[index] for rank, index in trace_index.items()}
+    hosts = hosts_of(trace_by_rank, run, ranks_per_host)
+    stated_sizes = [trace.world_size for trace in facts if trace.world_size]
+    # A single trace that states no world size is a run of one rank, even if its file is called rank2.
+    fallback_size = 1 if len(ranks_with_trace) == 1 else max(ranks_with_trace) + 1
+    world_size = run.topology.world_size if run else max(stated_sizes, default=fallback_size)
     return RunInfo(
-        place=place,
+        trace_index=trace_index,
         hosts=hosts,
-        clock_of=clock_of(numbered, hosts),
-        warnings=(*warnings, *_of_workload(run)),
+        clock_of=clock_of(trace_by_rank, hosts),
+        warnings=(*warnings, *_workload_warnings(run)),
         world_size=world_size,
-        expected=_expected(run, given, world_size, told=bool(sizes)),
-        starts_ns={rank: one.span_ns[0] for rank, one in numbered.items() if one.span_ns},
+        expected=_expected_ranks(run, ranks_with_trace, world_size, size_stated=bool(stated_sizes)),
+        starts_ns={rank: trace.span_ns[0] for rank, trace in trace_by_rank.items() if trace.span_ns},
         chosen_ns=focus.between_ns,
     )
 
 
-def _of_workload(run: Run | None) -> list[Notice]:
-    """List the warnings about the workload that the user of `capture` stated."""
+def _workload_warnings(run: Run | None) -> list[Notice]:
+    """Return the warnings about the workload that the user of `capture` stated."""
     return [Notice(problem.code, problem.message) for problem in workload_problems(run)] if run else []
 
 
-def _expected(run: Run | None, given: Collection[int], world_size: int, *, told: bool) -> Collection[int]:
-    """The ranks that should be there; ``told``: whether traces name the size of their world."""
+def _expected_ranks(
+    run: Run | None, ranks_with_trace: Collection[int], world_size: int, *, size_stated: bool
+) -> Collection[int]:
+    """Return the ranks that should have a trace; ``size_stated``: whether traces state their world size."""
     if run and run.topology.ranks:
         return dict.fromkeys(run.topology.ranks)
-    return range(world_size) if run or told or len(given) > 1 else given
+    return range(world_size) if run or size_stated or len(ranks_with_trace) > 1 else ranks_with_trace
 
 
-def _with_rank(one: TraceFacts) -> list[Notice]:
+def _warnings_with_rank(trace: TraceFacts) -> list[Notice]:
+    """Return the warnings of a trace, each with the trace's rank unless it concerns the whole run."""
     return [
-        w if w.rank is not None or w.code in OF_THE_RUN else msgspec.structs.replace(w, rank=one.rank)
-        for w in one.warnings
+        warning
+        if warning.rank is not None or warning.code in OF_THE_RUN
+        else msgspec.structs.replace(warning, rank=trace.rank)
+        for warning in trace.warnings
     ]
 
 
-def _by_rank(facts: Sequence[TraceFacts], warnings: list[Notice]) -> dict[int, int]:
-    """The traces by rank. A trace that names no rank takes a free one, in the order given."""
+def _trace_index_by_rank(facts: Sequence[TraceFacts], warnings: list[Notice]) -> dict[int, int]:
+    """Map each rank to the index of its trace, ascending by rank.
+
+    A trace that names no rank takes a free one, in the given order. Raises `InputError` for two traces of one rank.
+    """
     if not facts:
         raise InputError("no trace to analyse")
-    result: dict[int, int] = {}
-    for at, one in enumerate(facts):
-        if one.rank is None:
+    index_by_rank: dict[int, int] = {}
+    for index, trace in enumerate(facts):
+        if trace.rank is None:
             continue
-        if one.rank in result:
-            raise InputError(_both(facts[result[one.rank]], one, facts))
-        result[one.rank] = at
-    nameless = [at for at, one in enumerate(facts) if one.rank is None]
-    free = (rank for rank in range(len(facts) * 2 + 1) if rank not in result)
-    for at, rank in zip(nameless, free, strict=False):
-        result[rank] = at
+        if trace.rank in index_by_rank:
+            raise InputError(_same_rank_message(facts[index_by_rank[trace.rank]], trace, facts))
+        index_by_rank[trace.rank] = index
+    without_rank = [index for index, trace in enumerate(facts) if trace.rank is None]
+    free_ranks = (rank for rank in range(len(facts) * 2 + 1) if rank not in index_by_rank)
+    for index, rank in zip(without_rank, free_ranks, strict=False):
+        index_by_rank[rank] = index
         if len(facts) > 1:
-            warnings.append(Notice("unknown_rank", f"{facts[at].path} names no rank: taken as rank {rank}", rank))
+            warnings.append(Notice("unknown_rank", f"{facts[index].path} names no rank: taken as rank {rank}", rank))
     _refuse_other_sizes(facts)
-    return dict(sorted(result.items()))
+    return dict(sorted(index_by_rank.items()))
 
 
-def _both(first: TraceFacts, second: TraceFacts, facts: Sequence[TraceFacts]) -> str:
-    """That two traces are of one rank, and which traces to give instead."""
+def _same_rank_message(first: TraceFacts, second: TraceFacts, facts: Sequence[TraceFacts]) -> str:
+    """Say that two traces are of the same rank, and which traces to give instead."""
     message = f"{second.path} and {first.path} are both of rank {first.rank}: give the traces of one run"
     recordings = one_after_another(facts)
     if not recordings:
         return message
-    last = " ".join(one.path for one in sorted(recordings[-1], key=order))
-    return f"{message}; these are of {len(recordings)}, one after another (a profiler's schedule?). The last: {last}"
+    last_paths = " ".join(trace.path for trace in sorted(recordings[-1], key=order))
+    return (
+        f"{message}; these are of {len(recordings)}, one after another (a profiler's schedule?). The last: {last_paths}"
+    )
 
 
-def _of_one_run(warnings: list[Notice], run: Run | None, focus: Focus) -> list[Notice]:
-    """Means over ranks of two runs are of neither: refused. What is recorded says itself that it is one, though a rank
-    may be done before another begins."""
+def _refuse_mixed_runs(warnings: list[Notice], run: Run | None, focus: Focus) -> list[Notice]:
+    """Raise `InputError` for traces of several runs, whose means would describe neither.
+
+    Returns the warnings. With ``run.json`` the traces are known to be of one run, although one rank may end before
+    another begins, so the warning is dropped.
+    """
     mixed = [warning for warning in warnings if warning.code == "mixed_runs"]
     if mixed and run is None and not focus.mixed_runs:
         raise InputError(f"{mixed[0].message} Give those of one, or take them together with --mixed-runs")
@@ -237,10 +262,11 @@ def _of_one_run(warnings: list[Notice], run: Run | None, focus: Focus) -> list[N
 
 
 def _refuse_other_sizes(facts: Sequence[TraceFacts]) -> None:
+    """Raise `InputError` where two traces state different world sizes."""
     sizes: dict[int, TraceFacts] = {}
-    for one in facts:
-        if one.world_size is not None:
-            sizes.setdefault(one.world_size, one)
+    for trace in facts:
+        if trace.world_size is not None:
+            sizes.setdefault(trace.world_size, trace)
     if len(sizes) > 1:
         (a, first), (b, second) = list(sizes.items())[:2]
         raise InputError(f"{first.path} is of a run of {a} ranks, {second.path} of {b}: give the traces of one run")
@@ -252,17 +278,17 @@ def _refuse_other_sizes(facts: Sequence[TraceFacts]) -> None:
 def judge_matching(
     ranks: Sequence[Rank], clocks: Clocks, unmatched: Mapping[str, int], inconclusive: int, *, disagree: bool
 ) -> tuple[bool, list[Notice]]:
-    """Whether wait and wire can be told at all, and what is to be said of the matching.
+    """Decide whether wait and wire times can be separated, and collect the warnings about matched transfers.
 
-    ``unmatched``: transfers without partners, by reason; ``disagree``: the clocks contradict a transfer;
-    ``inconclusive``: transfers that the clocks do not tell well enough.
+    ``unmatched``: number of transfers without a partner, by reason. ``inconclusive``: number of transfers whose wait is
+    shorter than the uncertainty of the clocks. ``disagree``: whether the clocks contradict a transfer.
     """
     warnings = [Notice(*_UNMATCHED[reason], count=count) for reason, count in sorted(unmatched.items())]
     if clocks.pairs:
         warnings.append(Notice("clocks_fitted", _fit_in_words(clocks)))
     problem = _no_common_clock(ranks, clocks)
     if problem is None and disagree:
-        # Where nobody names the hosts, all ranks are taken to share a clock.
+        # Where no host is named, all ranks are assumed to share one clock.
         fit = (
             ""
             if all(rank.host for rank in ranks)
@@ -277,6 +303,7 @@ def judge_matching(
 
 
 def _fit_in_words(clocks: Clocks) -> str:
+    """Describe how the clocks of the hosts are aligned: largest offset and residual."""
     residual = "is not known" if clocks.residual_ns >= UNKNOWN_NS else f"is {clocks.residual_ns / 1e3:.1f} us"
     largest = max(abs(offset) for offset in clocks.offset_ns.values())
     return (
@@ -296,28 +323,35 @@ _UNMATCHED = {
 
 
 def _no_common_clock(ranks: Sequence[Rank], clocks: Clocks) -> Notice | None:
+    """Return a warning where the ranks' windows share no moment in time; None where they do, and on CPU."""
     if all(rank.on_cpu for rank in ranks):
-        return None  # nothing of theirs is set against one another
+        return None  # times of CPU ranks are not compared with each other
     latest_start = max(rank.breakdown.start_ns + clocks.offset_ns[rank.rank] for rank in ranks)
     if latest_start > min(rank.breakdown.end_ns + clocks.offset_ns[rank.rank] for rank in ranks):
         return Notice("mixed_runs", "the traces do not overlap in time: they are of different runs or clocks")
     return None
 
 
-def all_warnings(info: RunInfo, said: Sequence[Notice], of_matching: Sequence[Notice]) -> tuple[Notice, ...]:
-    """Input warnings, then analysis warnings; a `mixed_runs` that the reader raised is not repeated."""
-    codes = {warning.code for warning in said}
-    fresh = [warning for warning in of_matching if warning.code != "mixed_runs" or warning.code not in codes]
-    return merged_caveats([*said, *info.missing(), *fresh])
+def all_warnings(
+    info: RunInfo, input_warnings: Sequence[Notice], matching_warnings: Sequence[Notice]
+) -> tuple[Notice, ...]:
+    """Return input warnings, missing ranks, then matching warnings; `mixed_runs` is not repeated."""
+    input_codes = {warning.code for warning in input_warnings}
+    new_warnings = [
+        warning for warning in matching_warnings if warning.code != "mixed_runs" or warning.code not in input_codes
+    ]
+    return merge_warnings([*input_warnings, *info.missing(), *new_warnings])
 
 
-def merged_caveats(warnings: Iterable[Notice]) -> tuple[Notice, ...]:
-    """One warning where several ranks raise the same."""
-    found: dict[tuple[str, str], Notice] = {}
+def merge_warnings(warnings: Iterable[Notice]) -> tuple[Notice, ...]:
+    """Merge equal warnings of several ranks into one, and add up their counts."""
+    merged: dict[tuple[str, str], Notice] = {}
     for warning in warnings:
         key = warning.code, warning.message
-        known = found.get(key)
-        found[key] = (
-            warning if known is None else msgspec.structs.replace(known, rank=None, count=known.count + warning.count)
+        earlier = merged.get(key)
+        merged[key] = (
+            warning
+            if earlier is None
+            else msgspec.structs.replace(earlier, rank=None, count=earlier.count + warning.count)
         )
-    return tuple(found.values())
+    return tuple(merged.values())

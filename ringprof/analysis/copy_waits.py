@@ -1,16 +1,16 @@
-"""How long a rank that runs nothing was blocked on a peer's copy-engine hop, and on which peer.
+"""Idle time of a rank that is caused by a peer's copy-engine hop, with the peer.
 
-A copy by the copy engine waits without a kernel, so the waiting shows as a device that idles although its next
-activity had been launched. Two cases are told apart:
+A copy by the copy engine waits without a kernel. The wait shows as a device that idles although its next activity has
+been launched. There are two cases:
 
-* departure: the next activity is the rank's own copy, the first of its hop. It waits until the receiver posts the same
-  hop: until the receiver's launch call for it has returned, and the work that the receiver launched before on its
-  compute stream and on its copy stream has ended. The rest is wire time.
-* arrival: the next activity starts soon after the end of a copy into this rank, which a peer's trace shows. Until that
-  copy's hop begins the rank waits for the peer; while it runs, bytes are on the wire.
+* departure: the next activity is the rank's own copy, the first of its hop. The copy waits until the receiver posts the
+  same hop. The receiver has posted the hop when two things are done: its launch call for the hop, and its earlier work
+  on its compute stream and its copy stream. The rest is wire time.
+* arrival: the next activity starts soon after the end of a copy into this rank, which a peer's trace shows. Until the
+  hop of that copy begins, the rank waits for the peer. While the hop runs, bytes are on the wire.
 
-The n-th hop of a channel is the same on every rank of it. Only hops that ringprof's strategies post are known to be
-hops: their launches lie in ranges called ``ringprof::send/<channel>``.
+The n-th hop of a channel is the same on every rank of the channel. Only hops that ringprof's strategies post are
+recognised: their launches lie in ranges called ``ringprof::send/<channel>``.
 """
 
 from __future__ import annotations
@@ -31,114 +31,127 @@ from ringprof.trace.columns import NONE, Int64, Trace
 
 _SEND = re.compile(r"ringprof::send/(?P<channel>[^/]+)(/to=(?P<to>[0-9]{1,7}))?")
 SOON_NS = 20_000
-"""An activity that waited for a copy into its rank starts within this time of the copy's end."""
+"""Longest time in nanoseconds from the end of a copy into a rank to the start of an activity that waited for it."""
 
 
 class CopyHop(msgspec.Struct, frozen=True, gc=False):
-    """One hop that the copy engine carries, as its sender's trace shows it; times by the sender's clock."""
+    """One hop by the copy engine, from its sender's trace; times by the sender's clock."""
 
     channel: str
     number: int
-    """Which hop of its channel it is, from 0; equal on every rank of the channel."""
+    """Index of the hop in its channel, from 0; equal on every rank of the channel."""
     activity: int
-    """Index into the trace's activities of its first copy."""
+    """Index of the hop's first copy in the trace's activities."""
     start_ns: int
     end_ns: int
-    """End of its last copy."""
+    """End of the hop's last copy."""
     launch: int
-    """Index into the trace's launches of the first copy's."""
+    """Index of the first copy's launch in the trace's launches."""
     posted_ns: int
-    """When the rank was ready for the hop: its launch call had returned, and the work before it had ended."""
+    """Time at which the rank was ready for the hop: the launch call had returned and the earlier work had ended."""
     device: int
+    """Device that runs the copies."""
     target_device: int
-    """Device that it writes to, as the sender numbers devices; `NONE` where not given."""
+    """Device that the copies write to, in the sender's numbering; `NONE` where the trace does not state it."""
     receiver: int | None
-    """Rank that it goes to; None where the recording does not tell."""
+    """Rank that receives the hop; None where the recording does not state it."""
 
 
 def copy_hops(detail: Detail, rank: int, run: Run | None) -> tuple[CopyHop, ...]:
-    """List the copy-engine hops in a rank's window, by channel and launch."""
+    """Return the copy-engine hops in a rank's window, in order of launch."""
     trace, launch = detail.classified.trace, detail.classified.launch
-    rows = trace.activities
-    chosen = detail.window.activities()
-    copies = chosen[(detail.classified.kind[chosen] == CODE["copy_engine"]) & (launch[chosen] != NONE)]
+    activities = trace.activities
+    in_window = detail.window.activities()
+    copies = in_window[(detail.classified.kind[in_window] == CODE["copy_engine"]) & (launch[in_window] != NONE)]
     if detail.device is not None:
-        copies = copies[rows.device[copies] == detail.device]
-    ranges = _ranges_of_sends(trace)
+        copies = copies[activities.device[copies] == detail.device]
+    ranges = _send_ranges(trace)
     if not len(copies) or not ranges:
         return ()
     copies = copies[np.argsort(launch[copies], kind="stable")]
-    place = _range_of(trace, launch[copies], ranges)
-    receivers = _receivers(run, rank)
-    posted = _Posting(detail)
-    hops, count = [], dict[str, int]()
-    for number in dict.fromkeys(place[place != NONE].tolist()):
-        parts = copies[place == number]
-        channel, to = ranges[number][3], ranges[number][4]
-        first = int(parts[0])
+    range_of_copy = _range_of_launch(trace, launch[copies], ranges)
+    receivers = _recorded_receivers(run, rank)
+    posting = _Posting(detail)
+    hops, hops_of_channel = [], dict[str, int]()
+    for range_index in dict.fromkeys(range_of_copy[range_of_copy != NONE].tolist()):
+        hop_copies = copies[range_of_copy == range_index]
+        channel, receiver = ranges[range_index][3], ranges[range_index][4]
+        first_copy = int(hop_copies[0])
         hops.append(
             CopyHop(
                 channel=channel,
-                number=count.setdefault(channel, 0),
-                activity=first,
-                start_ns=int(rows.start_ns[parts].min()),
-                end_ns=int(rows.end_ns[parts].max()),
-                launch=int(launch[first]),
-                posted_ns=posted.of(first),
-                device=int(rows.device[first]),
-                target_device=int(rows.target_device[first]),
-                receiver=receivers.get(channel) if to is None else to,
+                number=hops_of_channel.setdefault(channel, 0),
+                activity=first_copy,
+                start_ns=int(activities.start_ns[hop_copies].min()),
+                end_ns=int(activities.end_ns[hop_copies].max()),
+                launch=int(launch[first_copy]),
+                posted_ns=posting.posted_ns(first_copy),
+                device=int(activities.device[first_copy]),
+                target_device=int(activities.target_device[first_copy]),
+                receiver=receivers.get(channel) if receiver is None else receiver,
             )
         )
-        count[channel] += 1
+        hops_of_channel[channel] += 1
     return tuple(hops)
 
 
 _Range = tuple[int, int, int, str, int | None]
-"""Start, end and thread of a range, the channel that it names, and the rank that its hop goes to."""
+"""Start, end and thread of a send range, the channel in its name, and the receiving rank if the name states it."""
 
 
-def _ranges_of_sends(trace: Trace) -> list[_Range]:
-    marks = trace.annotations
-    names = {index: match for index, name in enumerate(trace.names) if (match := _SEND.fullmatch(name))}
+def _send_ranges(trace: Trace) -> list[_Range]:
+    """Return the ``ringprof::send`` ranges of a trace, in order of start."""
+    annotations = trace.annotations
+    matches = {index: match for index, name in enumerate(trace.names) if (match := _SEND.fullmatch(name))}
     ranges: list[_Range] = []
-    for row in np.flatnonzero(np.isin(marks.name, list(names))).tolist() if names else ():
-        match = names[int(marks.name[row])]
-        to = int(match["to"]) if match["to"] else None
-        ranges.append((int(marks.start_ns[row]), int(marks.end_ns[row]), int(marks.thread[row]), match["channel"], to))
+    for range_index in np.flatnonzero(np.isin(annotations.name, list(matches))).tolist() if matches else ():
+        match = matches[int(annotations.name[range_index])]
+        receiver = int(match["to"]) if match["to"] else None
+        ranges.append(
+            (
+                int(annotations.start_ns[range_index]),
+                int(annotations.end_ns[range_index]),
+                int(annotations.thread[range_index]),
+                match["channel"],
+                receiver,
+            )
+        )
     return sorted(ranges)
 
 
-def _range_of(trace: Trace, launch: Int64, ranges: Sequence[_Range]) -> Int64:
-    """For each launch the range on its thread that it lies in, as a place in ``ranges``, or `NONE`."""
-    result = np.full(len(launch), NONE, np.int64)
-    time, thread = trace.launches.start_ns[launch], trace.launches.thread[launch]
-    for number in {entry[2] for entry in ranges}:
-        mine = np.array([place for place, entry in enumerate(ranges) if entry[2] == number], np.int64)
-        start = np.array([ranges[place][0] for place in mine.tolist()], np.int64)
-        end = np.array([ranges[place][1] for place in mine.tolist()], np.int64)
-        at = np.searchsorted(start, time, side="right") - 1
-        inside = (thread == number) & (at >= 0) & (time < end[np.maximum(at, 0)])
-        result[inside] = mine[at[inside]]
-    return result
+def _range_of_launch(trace: Trace, launch: Int64, ranges: Sequence[_Range]) -> Int64:
+    """Return for each launch the index in ``ranges`` of the range on its thread that contains it, or `NONE`."""
+    range_index = np.full(len(launch), NONE, np.int64)
+    launched_ns, thread = trace.launches.start_ns[launch], trace.launches.thread[launch]
+    for thread_id in {send_range[2] for send_range in ranges}:
+        on_thread = np.array([index for index, send_range in enumerate(ranges) if send_range[2] == thread_id], np.int64)
+        start = np.array([ranges[index][0] for index in on_thread.tolist()], np.int64)
+        end = np.array([ranges[index][1] for index in on_thread.tolist()], np.int64)
+        position = np.searchsorted(start, launched_ns, side="right") - 1
+        inside = (thread == thread_id) & (position >= 0) & (launched_ns < end[np.maximum(position, 0)])
+        range_index[inside] = on_thread[position[inside]]
+    return range_index
 
 
-def _receivers(run: Run | None, rank: int) -> dict[str, int]:
-    """Channel -> the rank that its hops go to, as far as the recorder told."""
+def _recorded_receivers(run: Run | None, rank: int) -> dict[str, int]:
+    """Map each channel to the rank that receives its hops, as far as the recorder stated it.
+
+    With two ranks the receiver is the other rank.
+    """
     work = run.work_of(rank) if run else None
     if run is None or work is None:
         return {}
-    copied = [entry for entry in work.sent or () if entry.operation == "copy"]
-    found = {entry.channel: entry.to for entry in copied if entry.to is not None}
+    copies = [sent for sent in work.sent or () if sent.operation == "copy"]
+    receivers = {sent.channel: sent.to for sent in copies if sent.to is not None}
     ranks = list(run.ranks())
     if len(ranks) == 2:
-        other = ranks[0] if ranks[1] == rank else ranks[1]
-        found |= {entry.channel: other for entry in copied if entry.channel not in found}
-    return found
+        partner = ranks[0] if ranks[1] == rank else ranks[1]
+        receivers |= {sent.channel: partner for sent in copies if sent.channel not in receivers}
+    return receivers
 
 
 class _Posting:
-    """When a rank was ready for each of its hops; activities before the window count."""
+    """Computes when a rank was ready for each of its hops; activities before the window count."""
 
     def __init__(self, detail: Detail) -> None:
         trace, self._launch = detail.classified.trace, detail.classified.launch
@@ -149,8 +162,8 @@ class _Posting:
         self._copies = detail.classified.kind == CODE["copy_engine"]
         self._latest: dict[int, tuple[Int64, Int64]] = {}
 
-    def of(self, copy: int) -> int:
-        """The posting time of the hop whose first copy this is."""
+    def posted_ns(self, copy: int) -> int:
+        """Return the time at which the rank posted the hop whose first copy is activity ``copy``."""
         launch = int(self._launch[copy])
         before = self._order[: np.searchsorted(self._launch[self._order], launch)]
         computing = before[~self._copies[before]]
@@ -158,137 +171,151 @@ class _Posting:
         streams = {int(self._rows.stream[copy])}
         if len(computing):
             streams.add(int(self._rows.stream[computing[-1]]))
-        return max([returned, *(self._ended(stream, launch) for stream in streams)])
+        return max([returned, *(self._stream_ended_ns(stream, launch) for stream in streams)])
 
-    def _ended(self, stream: int, launch: int) -> int:
-        """When the work of a stream that was launched before a launch had ended."""
+    def _stream_ended_ns(self, stream: int, launch: int) -> int:
+        """Return the latest end of the work that a stream had been given before a launch; 0 without any."""
         if stream not in self._latest:
-            mine = self._order[self._rows.stream[self._order] == stream]
-            self._latest[stream] = self._launch[mine], np.maximum.accumulate(self._rows.end_ns[mine])
-        launched, ended = self._latest[stream]
-        place = int(np.searchsorted(launched, launch))
-        return int(ended[place - 1]) if place else 0
+            of_stream = self._order[self._rows.stream[self._order] == stream]
+            self._latest[stream] = self._launch[of_stream], np.maximum.accumulate(self._rows.end_ns[of_stream])
+        launched, end_ns = self._latest[stream]
+        count = int(np.searchsorted(launched, launch))
+        return int(end_ns[count - 1]) if count else 0
 
 
 # --- with the other ranks' hops -------------------------------------------------------------------------
 
 
-def with_receivers(
+def name_receivers(
     hops: Mapping[int, Sequence[CopyHop]], hosts: HostOfRank, world_size: int
 ) -> dict[int, tuple[CopyHop, ...]]:
-    """Name receivers that no recording names: of two ranks the other one, else by the device that the copies write to.
+    """Fill in the receivers that no recording states: the other of two ranks, or the rank on the copies' target device.
 
-    The device tells the rank only where all ranks of a host number the devices alike: each has a device of its own, and
-    is written to by one other.
+    The target device identifies a rank only where all ranks of a host number the devices alike. This holds where each
+    rank of a host uses a device of its own.
     """
-    device = {rank: mine[0].device for rank, mine in hops.items() if mine}
-    places: dict[tuple[str | None, int], list[int]] = defaultdict(list)
-    for rank, number in device.items():
-        places[hosts.get(rank), number].append(rank)
+    device_of_rank = {rank: rank_hops[0].device for rank, rank_hops in hops.items() if rank_hops}
+    ranks_of_device: dict[tuple[str | None, int], list[int]] = defaultdict(list)
+    for rank, device in device_of_rank.items():
+        ranks_of_device[hosts.get(rank), device].append(rank)
 
     def receiver(rank: int, hop: CopyHop) -> int | None:
+        """Return the receiver of a hop; None where the target device does not identify a rank."""
         if world_size == 2:
             return next((other for other in hops if other != rank), None)
-        ranks = places.get((hosts.get(rank), hop.target_device), [])
+        ranks = ranks_of_device.get((hosts.get(rank), hop.target_device), [])
         return ranks[0] if len(ranks) == 1 and ranks[0] != rank else None
 
-    alike = world_size == 2 or all(len(ranks) == 1 for ranks in places.values())
+    identifiable = world_size == 2 or all(len(ranks) == 1 for ranks in ranks_of_device.values())
     named = {
         rank: tuple(
-            hop if hop.receiver is not None or not alike else msgspec.structs.replace(hop, receiver=receiver(rank, hop))
-            for hop in mine
+            hop
+            if hop.receiver is not None or not identifiable
+            else msgspec.structs.replace(hop, receiver=receiver(rank, hop))
+            for hop in rank_hops
         )
-        for rank, mine in hops.items()
+        for rank, rank_hops in hops.items()
     }
     return named
 
 
 class CopyPeers(msgspec.Struct, frozen=True):
-    """Copy hops of the other ranks, for one rank; times by the clocks of those ranks."""
+    """Copy hops of one rank and of the ranks it exchanges with; times by the clock of each hop's sender."""
 
     sent: tuple[CopyHop, ...] = ()
-    """Its own."""
+    """Hops that the rank sends."""
     posted: dict[int, tuple[CopyHop, ...]] = msgspec.field(default_factory=dict)
-    """Rank that it sends to -> that rank's hops."""
+    """Receiver of the rank's hops -> all hops that the receiver posts."""
     arriving: dict[int, tuple[CopyHop, ...]] = msgspec.field(default_factory=dict)
-    """Rank that sends to it -> the hops of that rank which go here and are matched."""
+    """Sender of hops to the rank -> its hops that are received here and are matched."""
 
 
 def peers_of_ranks(hops: Mapping[int, Sequence[CopyHop]]) -> dict[int, CopyPeers]:
-    """Collect for each rank that posts copy hops what it must know of the others'."""
-    into: dict[int, dict[int, list[CopyHop]]] = defaultdict(lambda: defaultdict(list))
-    count = Counter((rank, hop.channel) for rank, mine in hops.items() for hop in mine)
-    for sender, mine in hops.items():
-        for hop in mine:
-            # Where two ranks count the hops of a channel differently, the n-th are not the same.
+    """Collect for each rank that posts copy hops its own hops and those of the ranks it exchanges with."""
+    arriving: dict[int, dict[int, list[CopyHop]]] = defaultdict(lambda: defaultdict(list))
+    count = Counter((rank, hop.channel) for rank, rank_hops in hops.items() for hop in rank_hops)
+    for sender, rank_hops in hops.items():
+        for hop in rank_hops:
+            # The n-th hops of two ranks correspond only if both have the same number of hops in the channel.
             if hop.receiver is not None and count[hop.receiver, hop.channel] == count[sender, hop.channel]:
-                into[hop.receiver][sender].append(hop)
+                arriving[hop.receiver][sender].append(hop)
     return {
         rank: CopyPeers(
-            sent=tuple(mine),
-            posted={one: tuple(hops[one]) for one in {hop.receiver for hop in mine} if one is not None and one in hops},
-            arriving={sender: tuple(theirs) for sender, theirs in into[rank].items()},
+            sent=tuple(rank_hops),
+            posted={
+                receiver: tuple(hops[receiver])
+                for receiver in {hop.receiver for hop in rank_hops}
+                if receiver is not None and receiver in hops
+            },
+            arriving={sender: tuple(sender_hops) for sender, sender_hops in arriving[rank].items()},
         )
-        for rank, mine in hops.items()
-        if mine
+        for rank, rank_hops in hops.items()
+        if rank_hops
     }
 
 
-def unequal_hops(peers: Mapping[int, CopyPeers]) -> int:
-    """Count the hops of channels of which a rank and its receiver post different numbers: they match nothing."""
+def count_unequal_hops(peers: Mapping[int, CopyPeers]) -> int:
+    """Count the unmatched hops: those of channels in which a rank and its receiver post different numbers of hops."""
     count = 0
-    for mine in peers.values():
-        sent = Counter((hop.channel, hop.receiver) for hop in mine.sent)
-        for (channel, receiver), number in sent.items():
-            theirs = sum(hop.channel == channel for hop in mine.posted.get(NONE if receiver is None else receiver, ()))
-            count += number if theirs and theirs != number else 0
+    for rank_peers in peers.values():
+        sent = Counter((hop.channel, hop.receiver) for hop in rank_peers.sent)
+        for (channel, receiver), sent_count in sent.items():
+            receiver_count = sum(
+                hop.channel == channel for hop in rank_peers.posted.get(NONE if receiver is None else receiver, ())
+            )
+            count += sent_count if receiver_count and receiver_count != sent_count else 0
     return count
 
 
 def blocked_on_peers(
     detail: Detail, peers: CopyPeers, offset_ns: Mapping[int, int], rank: int, *, recorded: bool
 ) -> tuple[PeerBlock, ...]:
-    """Find the idle time of a rank that a peer caused, by start.
+    """Find the idle time of a rank that a peer caused, in order of start.
 
-    ``offset_ns`` is what to add to each rank's times for one clock. ``recorded``: whether a run.json names hops by the
-    copy engine, so that a hop whose receiver has no trace is known to wait for it, too.
+    ``offset_ns``: offset per rank to add to its times for one common clock. ``recorded``: whether ``run.json`` states
+    that the copy engine carries hops. A hop whose receiver has no trace then counts as waiting for it.
     """
     if not peers.sent:
         return ()
     rows = detail.rows()
     stretches = idle_stretches(detail.classified, rows, detail.background(rows))
-    waited = np.flatnonzero(stretches.launched_ns < stretches.end_ns)
-    own = {hop.activity: hop for hop in peers.sent}
+    already_launched = np.flatnonzero(stretches.launched_ns < stretches.end_ns)
+    own_hops = {hop.activity: hop for hop in peers.sent}
     arrivals = _Arrivals(peers, offset_ns, rank)
-    found: list[PeerBlock] = []
-    for place in waited.tolist():
-        activity = int(stretches.activity[place])
-        start, end = int(stretches.launched_ns[place]), int(stretches.end_ns[place])
-        if activity in own:
-            found += _departure(own[activity], start, end, peers, offset_ns, rank, recorded=recorded)
+    blocks: list[PeerBlock] = []
+    for index in already_launched.tolist():
+        activity = int(stretches.activity[index])
+        start, end = int(stretches.launched_ns[index]), int(stretches.end_ns[index])
+        if activity in own_hops:
+            blocks += _departure_blocks(own_hops[activity], start, end, peers, offset_ns, rank, recorded=recorded)
         elif detail.classified.kind[activity] not in (CODE["copy_engine"], CODE["memset"]):
-            found += arrivals.into(start, end, int(stretches.launch[place]))
-    return tuple(part for part in found if part.end_ns > part.start_ns)
+            blocks += arrivals.blocks_before(start, end, int(stretches.launch[index]))
+    return tuple(block for block in blocks if block.end_ns > block.start_ns)
 
 
-def _departure(
+def _departure_blocks(
     hop: CopyHop, start: int, end: int, peers: CopyPeers, offset_ns: Mapping[int, int], rank: int, *, recorded: bool
 ) -> list[PeerBlock]:
-    """The wait of a rank's own hop for its receiver, and the rest, which is wire."""
+    """Split the idle time before a rank's own hop into waiting for the receiver and wire time.
+
+    Returns one block ``unsplit`` (with ``recorded``) or nothing where the receiver's hops are not known.
+    """
     posted = peers.posted.get(-1 if hop.receiver is None else hop.receiver, ())
-    theirs, mine = ([one for one in hops if one.channel == hop.channel] for hops in (posted, peers.sent))
-    if hop.receiver is None or len(theirs) != len(mine):
+    receiver_hops, own_hops = (
+        [candidate for candidate in hops if candidate.channel == hop.channel] for hops in (posted, peers.sent)
+    )
+    if hop.receiver is None or len(receiver_hops) != len(own_hops):
         return [PeerBlock(start, end, "unsplit", hop.receiver, hop.activity)] if recorded else []
-    ready = theirs[hop.number].posted_ns + offset_ns.get(hop.receiver, 0) - offset_ns.get(rank, 0)
-    ready = min(max(ready, start), end)
+    receiver_ready = receiver_hops[hop.number].posted_ns + offset_ns.get(hop.receiver, 0) - offset_ns.get(rank, 0)
+    receiver_ready = min(max(receiver_ready, start), end)
     return [
-        PeerBlock(start, ready, "wait", hop.receiver, hop.activity),
-        PeerBlock(ready, end, "wire", hop.receiver, hop.activity),
+        PeerBlock(start, receiver_ready, "wait", hop.receiver, hop.activity),
+        PeerBlock(receiver_ready, end, "wire", hop.receiver, hop.activity),
     ]
 
 
 class _Arrivals:
-    """The hops that arrive at a rank, by their end on its clock."""
+    """Hops that arrive at a rank, sorted by their end on the rank's clock."""
 
     def __init__(self, peers: CopyPeers, offset_ns: Mapping[int, int], rank: int) -> None:
         self._own = {(hop.channel, hop.number): hop for hop in peers.sent}
@@ -300,17 +327,20 @@ class _Arrivals:
         )
         self._ends = [entry[0] for entry in self._hops]
 
-    def into(self, start: int, end: int, launch: int) -> list[PeerBlock]:
-        """The waiting for the hop whose arrival let an activity start, with ``launch`` its own launch."""
+    def blocks_before(self, start: int, end: int, launch: int) -> list[PeerBlock]:
+        """Split the idle time before an activity that an arriving hop let start; empty where no hop fits.
+
+        ``start`` and ``end`` bound the idle time, ``launch`` is the activity's own launch.
+        """
         last = int(np.searchsorted(self._ends, end, side="right"))
         first = int(np.searchsorted(self._ends, max(end - SOON_NS, start)))
-        for arrived, begun, sender, channel, number in reversed(self._hops[first:last]):
-            own = self._own[channel, number]
-            # It waits for a hop that the rank exchanged at the same time, so it was launched after that.
-            if own.launch <= launch:
-                begun = min(max(begun, start), end)
+        for arrived, began, sender, channel, number in reversed(self._hops[first:last]):
+            own_hop = self._own[channel, number]
+            # The activity waits for a hop that the rank exchanged at the same time, so its launch follows that hop's.
+            if own_hop.launch <= launch:
+                began = min(max(began, start), end)
                 return [
-                    PeerBlock(start, begun, "wait", sender, own.activity),
-                    PeerBlock(begun, min(arrived, end), "wire", sender, own.activity),
+                    PeerBlock(start, began, "wait", sender, own_hop.activity),
+                    PeerBlock(began, min(arrived, end), "wire", sender, own_hop.activity),
                 ]
         return []

@@ -1,4 +1,4 @@
-"""Checks of one rank's figures against what must hold: what a stream can run, and what ``run.json`` counted."""
+"""Consistency checks of one rank's trace: stream times against the window, and counts against ``run.json``."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _OWN_STRATEGIES = "ringprof.strategies."
 _INCOMPLETE = CUT_OFF | {"damaged_events"}
 
 
-def busier_than_the_window(rows: TimedActivities, trace: Trace, rank: int) -> list[Notice]:
-    """Warn of kinds whose activities on one stream last longer than the window: they overlap, or are repeated."""
+def warn_of_overfull_streams(rows: TimedActivities, trace: Trace, rank: int) -> list[Notice]:
+    """Warn of kinds whose activities on one stream last longer than the window: they overlap or are repeated."""
     wall_ns = int(rows.end_ns.max() - rows.start_ns.min())
-    length = rows.end_ns - rows.start_ns
+    duration_ns = rows.end_ns - rows.start_ns
     stream = trace.activities.stream[rows.activity]
     warnings = []
     for kind in KINDS:
-        mine = rows.of(kind) & (stream != NONE)
-        if int(length[mine].sum()) <= wall_ns:
+        of_kind = rows.of(kind) & (stream != NONE)
+        if int(duration_ns[of_kind].sum()) <= wall_ns:
             continue
-        for number in distinct(stream[mine]).tolist():
-            time_ns = int(length[mine & (stream == number)].sum())
+        for number in distinct(stream[of_kind]).tolist():
+            time_ns = int(duration_ns[of_kind & (stream == number)].sum())
             if time_ns > wall_ns:
                 message = (
                     f"{KIND[kind].label} on stream {number} adds up to {time_ns / max(wall_ns, 1):.1%} of the window, "
@@ -43,10 +43,10 @@ def busier_than_the_window(rows: TimedActivities, trace: Trace, rank: int) -> li
     return warnings
 
 
-def unlike_the_run(
+def warn_of_other_counts(
     run: Run | None, rank: int, trace: Trace, window: Window, transfers: Sequence[Transfer]
 ) -> list[Notice]:
-    """Warn where a recorded run's trace holds other hops or attention blocks than ``run.json`` counted."""
+    """Warn where a trace of a recorded run holds other hops or attention blocks than ``run.json`` counts."""
     work = run.work_of(rank) if run else None
     incomplete = _INCOMPLETE & {warning.code for warning in trace.warnings}
     if (
@@ -60,44 +60,49 @@ def unlike_the_run(
         return []
     profiled = dict(zip(run.ranks(), run.profiled.iterations_ns, strict=False)) if run.profiled else {}
     iterations = len(profiled.get(rank, window.span_ns))
-    # Traces of the CPU hold no transfers.
+    # Traces of CPU ranks hold no transfers.
     hops_known = work.sent is not None and len(trace.activities.start_ns)
-    differing = _hops(work.sent or (), transfers, iterations) if hops_known else []
+    differences = _hop_differences(work.sent or (), transfers, iterations) if hops_known else []
     if run.strategy and run.strategy.target.startswith(_OWN_STRATEGIES):
-        differing += _blocks(work.block_calls, trace, window, iterations)
+        differences += _block_differences(work.block_calls, trace, window, iterations)
     return [
         Notice(
             "run_counts_differ",
-            f"the trace has {in_trace}, run.json counts {counted} in {iterations} profiled "
+            f"the trace has {in_trace}, run.json counts {in_run} in {iterations} profiled "
             f"iteration{'s' if iterations > 1 else ''}: events may be repeated or missing, or be of another run",
             rank,
         )
-        for in_trace, counted in differing
+        for in_trace, in_run in differences
     ]
 
 
-def _hops(sent: Sequence[Sent], transfers: Sequence[Transfer], iterations: int) -> list[tuple[str, str]]:
-    """Return what the trace and the run say of hops, where they differ.
+def _hop_differences(
+    recorded_sends: Sequence[Sent], transfers: Sequence[Transfer], iterations: int
+) -> list[tuple[str, str]]:
+    """Return the counts of hops in the trace and in ``run.json``, as two texts each, where they differ.
 
-    A hop may be several kernels or copies, so that their bytes count where they are known.
+    One hop may be several kernels or copies, so bytes are compared instead of counts where they are known.
     """
-    found = []
+    differences = []
     for kind, operation in (("send_recv", "send_recv"), ("copy_engine", "copy")):
-        hops = [entry for entry in sent if entry.operation == operation]
-        receivers = {entry.to for entry in hops}
-        mine = [one for one in transfers if one.kind == kind and _goes_to(one, receivers)]
+        sent_hops = [sent_entry for sent_entry in recorded_sends if sent_entry.operation == operation]
+        receivers = {sent_entry.to for sent_entry in sent_hops}
+        matching = [transfer for transfer in transfers if transfer.kind == kind and _goes_to(transfer, receivers)]
         counted, counted_bytes = (
-            iterations * sum(getattr(one, name) for one in hops) for name in ("count", "sent_bytes")
+            iterations * sum(getattr(transfer, column) for transfer in sent_hops) for column in ("count", "sent_bytes")
         )
-        size = total([one.sent_bytes for one in mine])
-        alike = len(mine) == counted if size is None else size == counted_bytes
-        if not counted or alike or (size is None and kind == "copy_engine"):
+        sent_bytes = total([transfer.sent_bytes for transfer in matching])
+        equal = len(matching) == counted if sent_bytes is None else sent_bytes == counted_bytes
+        if not counted or equal or (sent_bytes is None and kind == "copy_engine"):
             continue
-        label = f"{len(mine)} {KIND[kind].label}"
-        found.append(
-            (label if size is None else f"{label} ({size:,} bytes)", f"{counted} hops ({counted_bytes:,} bytes)")
+        label = f"{len(matching)} {KIND[kind].label}"
+        differences.append(
+            (
+                label if sent_bytes is None else f"{label} ({sent_bytes:,} bytes)",
+                f"{counted} hops ({counted_bytes:,} bytes)",
+            )
         )
-    return found
+    return differences
 
 
 def _goes_to(transfer: Transfer, receivers: set[int | None]) -> bool:
@@ -107,18 +112,21 @@ def _goes_to(transfer: Transfer, receivers: set[int | None]) -> bool:
     return any(message.peer in receivers for message in transfer.sends)
 
 
-def _blocks(calls: dict[str, int], trace: Trace, window: Window, iterations: int) -> list[tuple[str, str]]:
-    """Return what the trace and the run say of attention blocks, where they differ. CUDA graphs replay no ranges."""
+def _block_differences(calls: dict[str, int], trace: Trace, window: Window, iterations: int) -> list[tuple[str, str]]:
+    """Return the counts of attention blocks in the trace and in ``run.json``, as two texts each, where they differ.
+
+    Empty for a trace without block ranges, since CUDA graphs replay none.
+    """
     ranges = trace.annotations
-    phase = {index: match[1] for index, name in enumerate(trace.names) if (match := _BLOCK.fullmatch(name))}
+    phase = {index: match[1] for index, direction in enumerate(trace.names) if (match := _BLOCK.fullmatch(direction))}
     inside = np.zeros(len(ranges.start_ns), np.bool_)
     for first, last in window.span_ns:
         inside |= (ranges.start_ns >= first) & (ranges.start_ns < last)
-    found = Counter(_PASS[phase[index]] for index in ranges.name[inside].tolist() if index in phase)
-    if not found:
+    counted = Counter(_PASS[phase[index]] for index in ranges.name[inside].tolist() if index in phase)
+    if not counted:
         return []
     return [
-        (f"{found[name]} {name} blocks", str(iterations * count))
-        for name, count in calls.items()
-        if found[name] != iterations * count
+        (f"{counted[direction]} {direction} blocks", str(iterations * count))
+        for direction, count in calls.items()
+        if counted[direction] != iterations * count
     ]

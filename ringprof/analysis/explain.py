@@ -1,4 +1,4 @@
-"""One rank's trace explained by itself: its window, its breakdown, and what its communication kernels carried."""
+"""Analysis of one rank's trace: its window, its breakdown and, with the other ranks' data, its communication."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 
 from ringprof.analysis import intervals
-from ringprof.analysis.cross_checks import busier_than_the_window
+from ringprof.analysis.cross_checks import warn_of_overfull_streams
 from ringprof.analysis.exposure import exposure_of
 from ringprof.analysis.kinds import groups
 from ringprof.analysis.kinds.classify import Classified, classify
 from ringprof.analysis.kinds.kinds import COMPUTE
-from ringprof.analysis.rank import Detail, ExposedTime, Moved, Rank, carried_by
+from ringprof.analysis.rank import BytesMoved, Detail, ExposedTime, Rank, sum_by_link
 from ringprof.analysis.timeline.breakdown import break_down
 from ringprof.analysis.timeline.cpu import (
     blocked_by_channel,
@@ -38,89 +38,92 @@ from ringprof.trace.columns import MEMCPY, NONE, Int64, Notice, Trace
 
 
 class Explained(msgspec.Struct, frozen=True):
-    """What one trace says without the others."""
+    """Analysis of one trace without the other ranks' traces."""
 
     rank: Rank
-    """Nothing of it about communication yet."""
+    """Metrics of the rank, without those of communication."""
     detail: Detail
     transfers: list[Transfer]
     warnings: tuple[Notice, ...]
     in_group: bool
-    """Whether the chosen group communicates here; true where none was chosen."""
+    """Whether the chosen process group communicates on this rank; true where no group was chosen."""
     kernels: Sequence[RankKernel] = ()
-    """What ran on its device by name; none on CPU."""
+    """Device activities by name; empty on CPU."""
 
 
 def explain(
     rank: int, host: str | None, trace: Trace, focus: Focus, between_ns: tuple[int, int] | None = None
 ) -> Explained:
-    """Explain one trace as that of ``rank``; ``between_ns`` are the chosen times as unix times.
+    """Analyse one trace as that of ``rank``; ``between_ns`` are the chosen start and end as Unix times.
 
-    Raises `TraceFormatError` where it holds nothing to analyse, `UsageError` where a chosen range is not there.
+    Raises `TraceFormatError` where the trace holds nothing to analyse, `UsageError` where it lacks a chosen range.
     """
     warnings: list[Notice] = []
-    classified, found = _classified(rank, trace, focus, warnings)
+    classified, in_group = _classify(rank, trace, focus, warnings)
     window = msgspec.structs.replace(find_window(trace, classified.launch, focus.window), between_ns=between_ns)
     if is_cpu_trace(trace):
-        return Explained(*_explain_cpu(rank, host, classified, window, warnings), [], tuple(warnings), found)
+        return Explained(*_explain_cpu(rank, host, classified, window, warnings), [], tuple(warnings), in_group)
     if not len(trace.activities.start_ns):
         raise TraceFormatError(f"{trace.path}: the trace holds no GPU activity and no CPU operator: nothing to report")
     if window.source == "trace" and window.marked:
         warnings.append(
             Notice("window_empty", "no activity was launched in the marked iterations: the whole trace is shown", rank)
         )
-    everything = window.activities()
-    device = _device(classified, window, everything, rank, warnings)
-    rows = timed_activities(classified, everything, device, between_ns)
-    warnings += busier_than_the_window(rows, trace, rank)
+    in_window = window.activities()
+    device = _busiest_device(classified, window, in_window, rank, warnings)
+    rows = timed_activities(classified, in_window, device, between_ns)
+    warnings += warn_of_overfull_streams(rows, trace, rank)
     background = OnDevice(classified, device).background(rows)
-    # Hops are matched over the whole window: cut at times, the ranks would not count the same ones.
-    on_device = everything[trace.activities.device[everything] == device]
+    # Hops are matched over the whole window: within chosen times the ranks would count different hops.
+    on_device = in_window[trace.activities.device[in_window] == device]
     transfers = transfers_of(classified, on_device, rank)
-    explained = Rank(
+    metrics = Rank(
         rank=rank,
         host=host,
-        device=next((one.name for one in trace.devices if one.index == device), None),
+        device=next((device_info.name for device_info in trace.devices if device_info.index == device), None),
         on_cpu=False,
         path=trace.path,
         world_size=trace.world_size,
         attention=classified.attention,
-        partial_window=_is_cut(window),
+        partial_window=_is_partial(window),
         window_source=window.source,
         steps=window.steps,
         breakdown=break_down(rows, background),
         iteration_ns=tuple(int(part.end_ns.max() - part.start_ns.min()) for part in window.by_iteration(rows)),
         launches=launch_statistics(classified, rows),
-        moved=Moved(total([transfer.sent_bytes for transfer in transfers]), _from_host_bytes(trace, on_device)),
+        bytes_moved=BytesMoved(
+            total([transfer.sent_bytes for transfer in transfers]), _from_host_bytes(trace, on_device)
+        ),
         part_work=device_work(classified, rows),
     )
     detail, kernels = Detail(classified, window, device), rank_kernels(rows, background, trace)
-    return Explained(explained, detail, transfers, tuple(warnings), found, kernels)
+    return Explained(metrics, detail, transfers, tuple(warnings), in_group, kernels)
 
 
 _FROM_HOST = re.compile("HtoD|H2D|HostToDevice", re.IGNORECASE)
 
 
 def _from_host_bytes(trace: Trace, activities: Int64) -> int | None:
-    """Sum the bytes copied from the host; None where the trace does not give the size of a copy."""
-    names = [number for number, name in enumerate(trace.names) if _FROM_HOST.search(name)]
+    """Sum the bytes copied from the host; None where the trace does not state the size of a copy."""
+    name_indices = [index for index, name in enumerate(trace.names) if _FROM_HOST.search(name)]
     columns = trace.activities
-    copies = (columns.category[activities] == MEMCPY) & np.isin(columns.name[activities], names)
+    copies = (columns.category[activities] == MEMCPY) & np.isin(columns.name[activities], name_indices)
     sizes = columns.size_bytes[activities[copies]]
     return None if np.any(sizes == NONE) else int(sizes.sum())
 
 
-def _classified(rank: int, trace: Trace, focus: Focus, warnings: list[Notice]) -> tuple[Classified, bool]:
+def _classify(rank: int, trace: Trace, focus: Focus, warnings: list[Notice]) -> tuple[Classified, bool]:
+    """Classify the activities; return them with whether the chosen group communicates. Adds to ``warnings``."""
     classified = classify(trace, focus.rules)
     replayed = int(np.count_nonzero(trace.activities.graph_node != NONE))
     if replayed:
         warnings.append(Notice("cuda_graph", f"{replayed} {_CUDA_GRAPH}", rank))
     if focus.group is None:
         return classified, True
-    kept = groups.keep_group(classified, focus.group)
-    if kept.unknown:
-        warnings.append(Notice("group_unknown", _GROUP_UNKNOWN, rank, kept.unknown))
-    return kept.classified, kept.found
+    selection = groups.keep_group(classified, focus.group)
+    if selection.unknown:
+        warnings.append(Notice("group_unknown", _GROUP_UNKNOWN, rank, selection.unknown))
+    return selection.classified, selection.found
 
 
 _CUDA_GRAPH = (
@@ -130,7 +133,8 @@ _CUDA_GRAPH = (
 _GROUP_UNKNOWN = "communication kernels without a record of their group do not count as the chosen group's"
 
 
-def _is_cut(window: Window) -> bool:
+def _is_partial(window: Window) -> bool:
+    """Return whether the window is a chosen range or cut at times."""
     return window.between_ns is not None or window.source == "range"
 
 
@@ -141,19 +145,20 @@ _CPU_TIMES = "on CPU a transfer's own time is not recorded: no overlap, wait and
 def _explain_cpu(
     rank: int, host: str | None, classified: Classified, window: Window, warnings: list[Notice]
 ) -> tuple[Rank, Detail]:
+    """Analyse the trace of a rank on CPU. Raises `TraceFormatError` where its operators span no time."""
     trace = classified.trace
-    whole = break_down_cpu(trace, window)
-    if whole is None:
+    breakdown = break_down_cpu(trace, window)
+    if breakdown is None:
         raise TraceFormatError(f"{trace.path}: its CPU operators span no time: nothing to report")
-    parts = [break_down_cpu(trace, window, number) for number in range(len(window.span_ns))]
-    kept = tuple(part for part in parts if part) or (whole,)
-    several = (trace.world_size or 1) > 1 and not trace.lacks_device
-    if several or marks_waiting(trace):
+    by_iteration = [break_down_cpu(trace, window, number) for number in range(len(window.span_ns))]
+    iterations = tuple(part for part in by_iteration if part) or (breakdown,)
+    distributed = (trace.world_size or 1) > 1 and not trace.lacks_device
+    if distributed or marks_waiting(trace):
         warnings.append(Notice("cpu_no_transfer_times", _CPU_TIMES, rank))
-    exposed = exposed_ranges(trace, window)
-    if several and not marks_waiting(trace) and not whole.comm_ns:
+    exposed_by_group = exposed_ranges(trace, window)
+    if distributed and not marks_waiting(trace) and not breakdown.comm_ns:
         warnings.append(Notice("cpu_no_wait_marks", _CPU_NO_MARKS, rank))
-    explained = Rank(
+    metrics = Rank(
         rank=rank,
         host=host,
         device=None,
@@ -161,20 +166,25 @@ def _explain_cpu(
         path=trace.path,
         world_size=trace.world_size,
         attention=classified.attention,
-        partial_window=_is_cut(window),
+        partial_window=_is_partial(window),
         window_source=window.source,
         steps=window.steps,
-        breakdown=whole,
-        iteration_ns=tuple(part.wall_ns for part in kept),
+        breakdown=breakdown,
+        iteration_ns=tuple(part.wall_ns for part in iterations),
         blocked_ns=blocked_by_channel(trace, window),
-        exposed=ExposedTime(by_group=exposed),
+        exposed=ExposedTime(by_group=exposed_by_group),
         part_work=cpu_work(trace, window),
     )
-    return explained, Detail(classified, window, cpu_iterations=kept)
+    return metrics, Detail(classified, window, cpu_iterations=iterations)
 
 
-def _device(classified: Classified, window: Window, activities: Int64, rank: int, warnings: list[Notice]) -> int:
-    """The device that did most: a breakdown is of one device. Raises `UsageError` where none did anything."""
+def _busiest_device(
+    classified: Classified, window: Window, activities: Int64, rank: int, warnings: list[Notice]
+) -> int:
+    """Return the device with the most activities, since a breakdown covers one device.
+
+    Warns where other devices ran activities, too. Raises `UsageError` where nothing ran in the chosen times.
+    """
     trace = classified.trace
     rows = timed_activities(classified, activities, None, window.between_ns)
     if not len(rows.activity):
@@ -182,60 +192,62 @@ def _device(classified: Classified, window: Window, activities: Int64, rank: int
             f"--between: nothing ran in {trace.path} at that time; times count from the start of the trace"
         )
     devices, counts = np.unique(trace.activities.device[rows.activity], return_counts=True)
-    chosen = int(devices[np.argmax(counts)])
+    busiest = int(devices[np.argmax(counts)])
     if len(devices) > 1:
         others = f"{int(counts.sum() - counts.max())} activities ran on others"
-        told = f"{trace.path}: of {len(devices)} devices only {chosen} is reported; {others}"
-        warnings.append(Notice("several_devices", told, rank))
-    return chosen
+        message = f"{trace.path}: of {len(devices)} devices only {busiest} is reported; {others}"
+        warnings.append(Notice("several_devices", message, rank))
+    return busiest
 
 
-# --- with what the other ranks tell -------------------------------------------------------------------
+# --- with data of the other ranks ---------------------------------------------------------------------
 
 
 def with_splits(detail: Detail, splits: list[Split], rank: int, blocks: Sequence[PeerBlock] = ()) -> Detail:
-    """Add the rank's communication and its hops, of those that begin in the chosen times.
+    """Return the detail with the rank's communication and hops that begin in the chosen times.
 
-    ``blocks`` are the times in which the device ran nothing because of peers; each belongs to one hop.
+    ``blocks`` are the times in which the device idled because of peers; each belongs to one hop.
     """
     hops, between_ns = group_into_hops(splits, rank), detail.window.between_ns
     if between_ns:
         first, last = between_ns
-        splits = [part for part in splits if first <= part.transfer.start_ns < last]
+        splits = [split for split in splits if first <= split.transfer.start_ns < last]
         hops = [hop for hop in hops if first <= hop.start_ns < last]
     activities, compute = detail.classified.trace.activities, detail.classified.of(*COMPUTE)
     computing = intervals.union(activities.start_ns[compute], activities.end_ns[compute])
-    # All hops at once: one question to the spans of computation, however many hops there are.
+    # All hops are looked up in the spans of computation at once, since there may be many.
     pieces = [(number, start, end) for number, hop in enumerate(hops) for start, end in hop.busy_ns()]
-    place, start, end = np.array(pieces, np.int64).reshape(-1, 3).T
+    hop_index, start, end = np.array(pieces, np.int64).reshape(-1, 3).T
     exposed = np.zeros(len(hops), np.int64)
-    np.add.at(exposed, place, end - start - intervals.covered_ns(computing, start, end))
+    np.add.at(exposed, hop_index, end - start - intervals.covered_ns(computing, start, end))
     blocked: dict[int, list[PeerBlock]] = defaultdict(list)
     for block in blocks:
         blocked[block.hop].append(block)
-    finished = []
-    for number, (hop, ns) in enumerate(zip(hops, exposed.tolist(), strict=True)):
-        mine = tuple(block for part in hop.parts for block in blocked.get(part.transfer.activity, ()))
-        finished.append(TimedHop(hop.parts, rank, number, ns + sum(block.time_ns for block in mine), mine))
-    return msgspec.structs.replace(detail, splits=tuple(splits), hops=tuple(finished), blocks=tuple(blocks))
+    timed_hops = []
+    for number, (hop, exposed_ns) in enumerate(zip(hops, exposed.tolist(), strict=True)):
+        hop_blocks = tuple(block for split in hop.parts for block in blocked.get(split.transfer.activity, ()))
+        timed_hops.append(
+            TimedHop(hop.parts, rank, number, exposed_ns + sum(block.time_ns for block in hop_blocks), hop_blocks)
+        )
+    return msgspec.structs.replace(detail, splits=tuple(splits), hops=tuple(timed_hops), blocks=tuple(blocks))
 
 
 def with_communication(rank: Rank, detail: Detail, waited_for: Mapping[int, int]) -> Rank:
-    """Add the figures of the rank's communication, which ``detail`` holds, and the causes of its idle time.
+    """Return the rank with the metrics of its communication in ``detail`` and the causes of its idle time.
 
-    ``waited_for``: peer -> nanoseconds that kernels of the rank waited for it.
+    ``waited_for``: peer -> nanoseconds that the rank's kernels waited for it.
     """
     exposed, breakdown, idle = rank.exposed, rank.breakdown, None
     if not rank.on_cpu:
-        found = exposure_of(detail, detail.rows())
+        exposure = exposure_of(detail, detail.rows())
         breakdown = breakdown.with_blocked(spans_of(detail.blocks))
         idle = idle_causes(detail.idle_parts(), detail.classified.trace.names)
         exposed = ExposedTime(
-            wire_ns=intervals.length_ns(found.wire),
-            wait_ns=intervals.length_ns(found.wait),
-            on_wire_ns=found.wire_ns,
-            by_group=found.by_group,
-            waited_for=_waited_for(waited_for, detail.blocks),
+            wire_ns=intervals.length_ns(exposure.wire),
+            wait_ns=intervals.length_ns(exposure.wait),
+            on_wire_ns=exposure.wire_ns,
+            by_group=exposure.by_group,
+            waited_for=_waiting_by_peer(waited_for, detail.blocks),
         )
     sends = [message.peer for hop in detail.hops for part in hop.parts for message in part.transfer.sends]
     return replace(
@@ -243,15 +255,15 @@ def with_communication(rank: Rank, detail: Detail, waited_for: Mapping[int, int]
         breakdown=breakdown,
         idle=idle,
         hop_totals=hop_totals(detail.hops),
-        carried=carried_by(detail.splits, detail.blocks),
+        link_totals=sum_by_link(detail.splits, detail.blocks),
         exposed=exposed,
         hop_peers=frozenset(sends),
     )
 
 
-def _waited_for(kernels: Mapping[int, int], blocks: Sequence[PeerBlock]) -> dict[int, int]:
-    """Peer -> waiting for it, of kernels and of the device without a kernel."""
-    times = defaultdict(int, kernels)
+def _waiting_by_peer(waited_in_kernels: Mapping[int, int], blocks: Sequence[PeerBlock]) -> dict[int, int]:
+    """Map each peer to the nanoseconds waited for it, by kernels and by the idle device."""
+    times = defaultdict(int, waited_in_kernels)
     for block in blocks:
         if block.part == "wait" and block.peer is not None:
             times[block.peer] += block.time_ns

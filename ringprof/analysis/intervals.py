@@ -1,6 +1,6 @@
 """Sets of time as disjoint spans: union, intersection, subtraction and length, exact in int64 nanoseconds.
 
-A span holds its start and not its end, so touching spans merge and an empty one vanishes.
+Spans are half-open, [start, end). Touching spans merge, and empty ones vanish.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ringprof.trace.columns import Int64
 
 
 class Spans(msgspec.Struct, frozen=True):
-    """Disjoint, non-empty, non-touching spans in ascending order; two int64 arrays of one length."""
+    """Disjoint, non-empty, non-touching spans in ascending order: two int64 arrays of equal length."""
 
     start_ns: Int64
     end_ns: Int64
@@ -25,12 +25,12 @@ NOTHING = Spans(np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 def union(start_ns: Int64, end_ns: Int64) -> Spans:
-    """The time covered by any of the intervals [start, end), which may overlap and come in any order.
+    """Return the time covered by any of the intervals [start, end), which may overlap and be in any order.
 
     An interval that ends before it starts covers nothing.
     """
-    real = end_ns > start_ns
-    start, end = start_ns[real], end_ns[real]
+    nonempty = end_ns > start_ns
+    start, end = start_ns[nonempty], end_ns[nonempty]
     if not len(start):
         return NOTHING
     order = np.argsort(start, kind="stable")
@@ -41,53 +41,58 @@ def union(start_ns: Int64, end_ns: Int64) -> Spans:
 
 
 def merged(*sets: Spans) -> Spans:
-    """The time in any of the sets."""
+    """Return the time in any of the sets."""
     return union(np.concatenate([s.start_ns for s in sets]), np.concatenate([s.end_ns for s in sets]))
 
 
 def intersection(a: Spans, b: Spans) -> Spans:
-    """The time in both."""
-    return _where(a, b, wanted_in_b=True)
+    """Return the time that is both in ``a`` and in ``b``."""
+    return _pieces_in(a, b, wanted_in_b=True)
 
 
 def subtraction(a: Spans, b: Spans) -> Spans:
-    """The time in ``a`` and not in ``b``."""
-    return _where(a, b, wanted_in_b=False)
+    """Return the time in ``a`` and not in ``b``."""
+    return _pieces_in(a, b, wanted_in_b=False)
 
 
 def length_ns(spans: Spans) -> int:
-    """Total time."""
+    """Return the total time of the spans."""
     return int(np.sum(spans.end_ns - spans.start_ns))
 
 
 def contains(spans: Spans, points_ns: Int64) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Whether each point lies in one of the spans."""
+    """Return for each point whether it lies in one of the spans; shape as ``points_ns``."""
     if not len(spans):
         return np.zeros(len(points_ns), np.bool_)
-    at = np.searchsorted(spans.start_ns, points_ns, side="right") - 1
-    return (at >= 0) & (points_ns < spans.end_ns[at])
+    index = np.searchsorted(spans.start_ns, points_ns, side="right") - 1
+    return (index >= 0) & (points_ns < spans.end_ns[index])
 
 
 def covered_ns(spans: Spans, start_ns: Int64, end_ns: Int64) -> Int64:
-    """How much of each interval [start, end) the spans cover."""
+    """Return how much of each interval [start, end) the spans cover, in nanoseconds."""
     result: Int64 = np.maximum(_covered_before(spans, end_ns) - _covered_before(spans, start_ns), 0)
     return result
 
 
 def _covered_before(spans: Spans, points_ns: Int64) -> Int64:
+    """Return how much time before each point the spans cover."""
     if not len(spans):
         return np.zeros(len(points_ns), np.int64)
     lengths = spans.end_ns - spans.start_ns
-    whole = np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths)))
-    begun = np.searchsorted(spans.start_ns, points_ns, side="right")
-    last = np.maximum(begun - 1, 0)
-    not_yet = np.where(begun > 0, np.maximum(spans.end_ns[last] - points_ns, 0), 0)
-    result: Int64 = whole[begun] - not_yet
+    covered_until = np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths)))
+    started = np.searchsorted(spans.start_ns, points_ns, side="right")
+    last = np.maximum(started - 1, 0)
+    beyond_point = np.where(started > 0, np.maximum(spans.end_ns[last] - points_ns, 0), 0)
+    result: Int64 = covered_until[started] - beyond_point
     return result
 
 
-def _where(a: Spans, b: Spans, *, wanted_in_b: bool) -> Spans:
-    """Between two neighbouring edges of either set nothing changes: test each such piece at its start."""
+def _pieces_in(a: Spans, b: Spans, *, wanted_in_b: bool) -> Spans:
+    """Return the time in ``a`` that is in ``b``, or that is not in ``b``.
+
+    Membership changes only at the edges of the spans, so each piece between two neighbouring edges is tested at its
+    start.
+    """
     # An edge of both sets makes a piece of no length, which the union drops.
     edges = np.sort(np.concatenate((a.start_ns, a.end_ns, b.start_ns, b.end_ns)))
     start, end = edges[:-1], edges[1:]

@@ -1,4 +1,4 @@
-"""How many iterations a window holds, and what its times are of once they are divided by that number."""
+"""Number of iterations in a window, and the unit that its times stand for after division by that number."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from ringprof.workload_checks import counted_over_needed, workload_fits
 
 
 def window_iterations(ranks: Sequence[Rank], run: Run | None) -> int | None:
-    """Count the iterations in the window; None where neither the traces nor the run tell, and for a part of one.
+    """Count the iterations in the window; None where they are not known, and for a part of an iteration.
 
-    In a block that `capture` recorded they are the steps that all traces show, or else those that the workload states.
+    In a block that `capture` recorded, iterations are the training steps that all traces show. Where the traces show
+    none, they are the steps that the workload states.
     """
     sources = {rank.window_source for rank in ranks}
     if any(rank.partial_window for rank in ranks) or len(sources) > 1:
@@ -27,7 +28,7 @@ def window_iterations(ranks: Sequence[Rank], run: Run | None) -> int | None:
     stated = run.workload.steps if run.workload is not None and workload_fits(run) else None
     if counted is None or stated is None:
         return counted or stated
-    # Several optimizers may step in one iteration: the FLOPs then tell that the stated number is right.
+    # Several optimizers may step in one iteration: the counted FLOPs then confirm the stated number.
     return min(counted, stated) if counted_over_needed(run) is not None else counted
 
 
@@ -46,21 +47,22 @@ def steps_warning(ranks: Sequence[Rank], run: Run | None) -> list[Notice]:
 
 
 def times_are_of(ranks: Sequence[Rank], run: Run | None) -> str:
-    """Say in words what times of the window are of, once divided: ``one iteration``, ``the captured block`` ..."""
+    """Name the unit that the window's times stand for after division: ``one iteration``, ``the captured block`` ..."""
     sources, count = {rank.window_source for rank in ranks}, window_iterations(ranks, run)
-    ours = "ringprof" in sources
+    recorded_here = "ringprof" in sources
     if count is not None:
-        captured = ours and (run is None or run.captured) and count > 1
+        captured = recorded_here and (run is None or run.captured) and count > 1
         return f"one iteration ({count} captured)" if captured else "one iteration"
     if any(rank.partial_window for rank in ranks):
         return "one chosen range" if max(len(rank.iteration_ns) for rank in ranks) > 1 else "the chosen window"
     if sources == {"trace"}:
         return "the whole trace"
-    if not ours or len(sources) > 1:
+    if not recorded_here or len(sources) > 1:
         return "each rank's window"
     return "the captured block" if run is not None else "one ringprof::iteration range"
 
 
 def _counted_steps(ranks: Sequence[Rank]) -> int | None:
+    """Return the training steps that all traces show; None where they differ or none is shown."""
     counts = {rank.steps for rank in ranks}
     return counts.pop() if len(counts) == 1 else None

@@ -1,4 +1,4 @@
-"""One rank of a run: its figures, which are few, and the detail that they come from, which is large."""
+"""One rank of a run: its metrics, which are small, and the detail that they are computed from, which is large."""
 
 from __future__ import annotations
 
@@ -19,31 +19,32 @@ from ringprof.analysis.transfers.hops import HopTotals, PeerBlock, Split, TimedH
 
 
 class Detail(msgspec.Struct, frozen=True, dict=True):
-    """What a rank's figures come from: as large as its trace."""
+    """Data that a rank's metrics are computed from; about as large as its trace."""
 
     classified: Classified
     window: Window
     device: int | None = None
-    """The device that is reported; None on CPU."""
+    """Index of the device that is reported; None on CPU."""
     cpu_iterations: tuple[Breakdown, ...] = ()
-    """On CPU: the breakdown of each iteration."""
+    """Breakdown of each iteration on CPU; empty for a rank on a GPU."""
     splits: tuple[Split, ...] = ()
-    """Its communication kernels, by start, with wait and wire."""
+    """Communication kernels and copies of the rank in order of start, with wait and wire."""
     hops: tuple[TimedHop, ...] = ()
+    """Hops of the rank in the window, in order of start."""
     blocks: tuple[PeerBlock, ...] = ()
-    """Times in which the device ran nothing because of a peer's copy-engine hop, by start."""
+    """Times in which the device idled because of a peer's copy-engine hop, in order of start."""
 
     def rows(self) -> TimedActivities:
-        """The activities of the window on the device that is reported; made anew, since they are many."""
+        """Return the activities of the window on the reported device; computed at every call to save memory."""
         return timed_activities(self.classified, self.window.activities(), self.device, self.window.between_ns)
 
     def background(self, rows: TimedActivities) -> TimedActivities:
-        """What else ran on the device meanwhile."""
+        """Return the activities outside the window that ran on the device at the same time."""
         return OnDevice(self.classified, self.device).background(rows)
 
     @cached_property
     def iterations(self) -> tuple[Breakdown, ...]:
-        """The breakdown of each marked iteration alone; one where nothing was marked."""
+        """Breakdown of each marked iteration; a single one where nothing is marked."""
         if self.cpu_iterations:
             return self.cpu_iterations
         device, blocked = OnDevice(self.classified, self.device), spans_of(self.blocks)
@@ -51,92 +52,95 @@ class Detail(msgspec.Struct, frozen=True, dict=True):
         return tuple(part.with_blocked(blocked) for part in parts)
 
     def idle_parts(self) -> IdleParts:
-        """Split the idle time of the window by cause; not for CPU."""
+        """Split the idle time of the window by cause; not for CPU ranks."""
         rows = self.rows()
         return idle_parts(self.classified, rows, self.background(rows), spans_of(self.blocks))
 
 
-class Carried(msgspec.Struct, frozen=True):
-    """One rank's communication kernels of one kind over one class of link."""
+class LinkTotals(msgspec.Struct, frozen=True):
+    """Totals of one rank's communication kernels and copies of one kind over one class of link."""
 
     kind: str
     link: str
     """``same_host``, ``other_host`` or ``unknown``."""
     kernels: int
+    """Number of kernels and copies."""
     timed: int
-    """Those of them that have wait and wire; the figures below are of these."""
+    """Number of kernels and copies that have wait and wire; the fields below cover only these."""
     wait_ns: int
     wire_ns: int
     sent_bytes: int | None
-    """None where one's is not known."""
+    """Bytes sent; None where the size of one kernel or copy is not known."""
 
 
 class ExposedTime(msgspec.Struct, frozen=True):
-    """What the exposed communication of one rank consists of, and what its wire is busy, in nanoseconds."""
+    """Exposed communication of one rank by cause, and the time its wire is busy, in nanoseconds."""
 
     wire_ns: int = 0
     wait_ns: int = 0
     on_wire_ns: int = 0
-    """All time with something on the wire, hidden or not."""
+    """All time with bytes on the wire, hidden or exposed."""
     by_group: dict[tuple[str, str], int] = msgspec.field(default_factory=dict)
-    """Exposed communication by kind and process group (empty where none is recorded); parts may run at once."""
+    """Exposed communication by (kind, process group); the group is empty where none is recorded. Groups may overlap."""
     waited_for: dict[int, int] = msgspec.field(default_factory=dict)
-    """Peer -> time that this rank's communication waited for it, hidden or not: for the last partner to begin."""
+    """Peer -> time that this rank's communication waited for it, hidden or exposed: until the last partner begins."""
 
 
-class Moved(msgspec.Struct, frozen=True):
+class BytesMoved(msgspec.Struct, frozen=True):
     """Bytes that one rank's device moved in the window; None where the size of a message or copy is not recorded."""
 
     sent_bytes: int | None = None
-    """That left the rank in communication."""
+    """Bytes that the rank sent in communication."""
     from_host_bytes: int | None = None
-    """Copied from the host's memory to the device."""
+    """Bytes copied from host memory to the device."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank over all profiled iterations."""
+    """Metrics of one rank over all profiled iterations."""
 
     rank: int
     host: str | None
+    """Name of the host; None where it is not known."""
     device: str | None
-    """What the trace calls the device."""
+    """Name of the device in the trace."""
     on_cpu: bool
     path: str
-    """Of its trace."""
+    """Path of the trace."""
     world_size: int | None
-    """That the trace names."""
+    """World size that the trace states."""
     attention: tuple[str, ...]
-    """Families of its attention kernels, most frequent first."""
+    """Families of the attention kernels, most frequent first."""
     partial_window: bool
-    """Whether the window is a chosen range or cut at times, and not of whole iterations."""
+    """Whether the window is a chosen range or cut at times, instead of whole iterations."""
     breakdown: Breakdown
     iteration_ns: tuple[int, ...]
-    """Wall of each marked iteration alone; one where nothing was marked."""
+    """Wall time of each marked iteration; a single one where nothing is marked."""
     window_source: str = "trace"
-    """What its window is made of: `ringprof.analysis.timeline.window.Window.source`."""
+    """Origin of the window: `ringprof.analysis.timeline.window.Window.source`."""
     steps: int | None = None
     """Training steps that the window shows, as `ringprof.analysis.timeline.window.Window.steps`."""
     blocked_ns: dict[str, int] = field(default_factory=dict)
-    """On CPU: time blocked in waiting, by the channel that was waited for."""
+    """Channel -> time blocked in waiting for it; CPU ranks only."""
     part_work: tuple[PartWork, ...] = ()
     """FLOPs and time of attention and matrix products; empty where the trace holds no shapes."""
     hop_totals: HopTotals = field(default_factory=lambda: hop_totals(()))
-    carried: tuple[Carried, ...] = ()
-    """By kind and link, in the order of their first kernel."""
+    link_totals: tuple[LinkTotals, ...] = ()
+    """Communication totals by kind and link, in the order of their first kernel."""
     exposed: ExposedTime = field(default_factory=ExposedTime)
     hop_peers: frozenset[int] = frozenset()
-    """Ranks that its hops send to."""
+    """Ranks that the rank's hops send to."""
     idle: IdleCauses | None = None
-    """What its idle time comes from; None on CPU."""
+    """Causes of the idle time; None on CPU."""
     launches: LaunchStatistics | None = None
-    """How its activities were launched; None on CPU, and where no launch is recorded."""
-    moved: Moved = field(default_factory=Moved)
+    """Statistics of how activities were launched; None on CPU, and where no launch is recorded."""
+    bytes_moved: BytesMoved = field(default_factory=BytesMoved)
     read_detail: Callable[[int], Detail] | None = field(default=None, repr=False, compare=False)
-    """Finds the detail of a rank again: kept where there is room for all ranks', else made anew."""
+    """Function that returns the detail of a rank: from memory if all ranks' details fit, else computed again."""
 
     @property
     def detail(self) -> Detail:
+        """Data that the metrics come from; may be read and computed again at every access."""
         assert self.read_detail is not None
         return self.read_detail(self.rank)
 
@@ -161,32 +165,35 @@ class Rank:
         return self.detail.hops
 
 
-def kept(detail: Detail) -> Callable[[int], Detail]:
-    """For `Rank.read_detail`: a detail that stays in memory."""
+def in_memory_reader(detail: Detail) -> Callable[[int], Detail]:
+    """Return a `Rank.read_detail` for a detail that stays in memory."""
     return lambda rank: detail
 
 
-def carried_by(splits: Sequence[Split], blocks: Sequence[PeerBlock] = ()) -> tuple[Carried, ...]:
-    """Sum up communication kernels and copies by kind and link; ``blocks`` add what copies waited without a kernel."""
-    waited = sum(block.time_ns for block in blocks if block.part == "wait")
-    unknown = any(block.part == "unsplit" for block in blocks)
+def sum_by_link(splits: Sequence[Split], blocks: Sequence[PeerBlock] = ()) -> tuple[LinkTotals, ...]:
+    """Sum up communication kernels and copies by kind and link.
+
+    ``blocks`` add the time that copies waited without a kernel.
+    """
+    copy_wait_ns = sum(block.time_ns for block in blocks if block.part == "wait")
+    copy_wait_unknown = any(block.part == "unsplit" for block in blocks)
     groups: dict[tuple[str, str], list[Split]] = {}
-    for part in splits:
-        groups.setdefault((part.transfer.kind, part.link), []).append(part)
+    for split in splits:
+        groups.setdefault((split.transfer.kind, split.link), []).append(split)
     rows = []
-    for (kind, link), parts in groups.items():
-        copied = kind == "copy_engine"
-        timed = [part for part in parts if part.wire_ns is not None and not (copied and unknown)]
+    for (kind, link), group in groups.items():
+        is_copy = kind == "copy_engine"
+        timed = [split for split in group if split.wire_ns is not None and not (is_copy and copy_wait_unknown)]
         rows.append(
-            Carried(
+            LinkTotals(
                 kind=kind,
                 link=link,
-                kernels=len(parts),
+                kernels=len(group),
                 timed=len(timed),
-                # All copies are within a host: there is one row of them.
-                wait_ns=sum(part.wait_ns or 0 for part in timed) + (waited if copied and timed else 0),
-                wire_ns=sum(part.wire_ns or 0 for part in timed),
-                sent_bytes=total([part.transfer.sent_bytes for part in timed]),
+                # All copies stay within a host, so they have a single row, which takes all of their waiting.
+                wait_ns=sum(split.wait_ns or 0 for split in timed) + (copy_wait_ns if is_copy and timed else 0),
+                wire_ns=sum(split.wire_ns or 0 for split in timed),
+                sent_bytes=total([split.transfer.sent_bytes for split in timed]),
             )
         )
     return tuple(rows)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from ringprof.analysis.findings.comparison import Entry
+from ringprof.analysis.findings.comparison import Measurement
 from ringprof.benchmark_logs import show
 from ringprof.benchmark_logs.audit import SPREAD, LogAudit, audit, with_flags
 from ringprof.benchmark_logs.read import read_log
@@ -56,7 +56,7 @@ class BenchmarkLogs:
         """The report of ``--format json``, schema ``ringprof.logs/1``."""
         return show.audit_dict(self._audit)
 
-    def entries(self, label: str) -> list[Entry]:
+    def entries(self, label: str) -> list[Measurement]:
         """Each row that has a figure as one side of a comparison, by file and line: ``label`` is not needed."""
         return [show.entry_of_row(one.row) for one in self.rows if not one.row.missing]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 
-from ringprof.analysis.findings.comparison import Entry, Figure
+from ringprof.analysis.findings.comparison import Measurement, Metric
 from ringprof.benchmark_logs.audit import LogAudit
 from ringprof.benchmark_logs.rows import Flag, JudgedRow, LogRow
 from ringprof.json_object import JsonObject
@@ -110,7 +110,7 @@ def audit_dict(audit: LogAudit) -> JsonObject:
     return {"schema": LOGS_SCHEMA, "rows": rows, "flags": [asdict(flag) for flag in audit.flags]}
 
 
-def entry_of_row(row: LogRow) -> Entry:
+def entry_of_row(row: LogRow) -> Measurement:
     """A row as one side of a comparison. Its TFLOP/s are what it printed."""
     kv_heads = row.kv_heads if row.kv_heads is not None else row.heads
     numbers = {"seq": row.seq, "batch": row.batch, "heads": row.heads, "kv_heads": kv_heads, "head_dim": row.head_dim}
@@ -125,12 +125,12 @@ def entry_of_row(row: LogRow) -> Entry:
     }
     times = {"forward_ms": row.forward_ms, "iteration_ms": row.forward_backward_ms}
     figures = {
-        name: Figure(value, "ms", higher_is_better=False, depends_on_work=True)
+        name: Metric(value, "ms", higher_is_better=False, depends_on_work=True)
         for name, value in times.items()
         if value is not None
     }
     if row.tflops is not None:
-        figures["tflops"] = Figure(row.tflops, "TFLOP/s", higher_is_better=True)
+        figures["tflops"] = Metric(row.tflops, "TFLOP/s", higher_is_better=True)
     if row.memory_mb is not None:
-        figures["peak_memory_mb"] = Figure(row.memory_mb, "MB", higher_is_better=False, depends_on_work=True)
-    return Entry(f"{row.file}:{row.line}", "log", settings, figures)
+        figures["peak_memory_mb"] = Metric(row.memory_mb, "MB", higher_is_better=False, depends_on_work=True)
+    return Measurement(f"{row.file}:{row.line}", "log", settings, figures)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import click
 import msgspec
 
-from ringprof.analysis.findings.comparison import Difference, Entry, recordings_to_decide
+from ringprof.analysis.findings.comparison import Difference, Measurement, recordings_to_decide
 from ringprof.analysis.findings.conditions import Condition, parse_condition, shares_among
 from ringprof.cli.values import Decorator, all_of
 from ringprof.cli.write import say
@@ -21,13 +21,13 @@ class Gate(msgspec.Struct, frozen=True):
     conditions: tuple[Condition, ...]
     undecided_fails: bool
 
-    def fails(self, entry: Entry, base: Entry | None = None, against: Sequence[Difference] = ()) -> bool:
+    def fails(self, entry: Measurement, base: Measurement | None = None, against: Sequence[Difference] = ()) -> bool:
         """Whether a condition fails the entry; says so, and which are undecided. ``against``: it beside the base."""
         answers = [self._answer(condition, entry, base, against) for condition in self.conditions]
         return any(answer or (answer is None and self.undecided_fails) for answer in answers)
 
     def _answer(
-        self, condition: Condition, entry: Entry, base: Entry | None, against: Sequence[Difference]
+        self, condition: Condition, entry: Measurement, base: Measurement | None, against: Sequence[Difference]
     ) -> bool | None:
         name, values = condition.figure, entry.values()
         beside = next((one for one in against if one.figure == name), None)
@@ -51,7 +51,7 @@ class Gate(msgspec.Struct, frozen=True):
         return answer
 
 
-def _advice(condition: Condition, entry: Entry, base: Entry | None, beside: Difference | None) -> str:
+def _advice(condition: Condition, entry: Measurement, base: Measurement | None, beside: Difference | None) -> str:
     """Say how many recordings per side would decide a condition on the base, where each side is a single recording."""
     if not condition.of_base or base is None or beside is None or beside.assumed_spread is None:
         return ""
@@ -59,7 +59,7 @@ def _advice(condition: Condition, entry: Entry, base: Entry | None, beside: Diff
     return f" (deciding takes {needed_recordings(count)})"
 
 
-def _interval(condition: Condition, entry: Entry, beside: Difference | None) -> tuple[float, float] | None:
+def _interval(condition: Condition, entry: Measurement, beside: Difference | None) -> tuple[float, float] | None:
     if not condition.of_base:
         figure = entry.figures.get(condition.figure)
         return figure.interval() if figure is not None else None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ringprof.analysis.findings.comparison import Entry
+from ringprof.analysis.findings.comparison import Measurement
 from ringprof.api import Analysis, load_any, parse_any
 from ringprof.cli.gate import Gate, gate, gated
 from ringprof.cli.progress import loading_progress
@@ -167,10 +167,10 @@ def _of_one_report(conditional: Gate) -> Gate:
     return conditional
 
 
-def _entry_of(analysis: Analysis | TableAnalysis) -> Entry:
+def _entry_of(analysis: Analysis | TableAnalysis) -> Measurement:
     if isinstance(analysis, Analysis):
         return analysis.entries(analysis.name)[0]
-    return Entry(analysis.name, "table", {}, others=analysis.figures())
+    return Measurement(analysis.name, "table", {}, others=analysis.figures())
 
 
 def _strictly(warnings: list[Notice]) -> int:

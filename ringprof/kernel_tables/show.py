@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ringprof.analysis.findings.comparison import Entry, Figure
+from ringprof.analysis.findings.comparison import Measurement, Metric
 from ringprof.formatting import percent
 from ringprof.json_object import JsonObject
 from ringprof.kernel_tables.analyse import ASSUMPTIONS, KindSum, TableReport
@@ -222,14 +222,14 @@ def figures_of_table(report: TableReport) -> dict[str, float]:
     return {f"{kind}_ns": float(time) for kind, time in times.items()} | {k: time / whole for k, time in times.items()}
 
 
-def entry_of_table(label: str, report: TableReport) -> Entry:
+def entry_of_table(label: str, report: TableReport) -> Measurement:
     """A table as one side of a comparison: times of one iteration where it is known how many the table holds."""
     figures = {
-        f"{kind.kind}_ms": Figure(kind.per_iteration_ns / 1e6, "ms", higher_is_better=False, depends_on_work=True)
+        f"{kind.kind}_ms": Metric(kind.per_iteration_ns / 1e6, "ms", higher_is_better=False, depends_on_work=True)
         for kind in report.kinds
         if kind.per_iteration_ns is not None
     }
     others = figures_of_table(report)
     for kind in ("flash_fwd", "flash_bwd", "send_recv"):
-        figures[kind] = Figure(others.pop(kind, 0.0), "share")
-    return Entry(label, "table", {}, figures, others=others)
+        figures[kind] = Metric(others.pop(kind, 0.0), "share")
+    return Measurement(label, "table", {}, figures, others=others)

@@ -6,7 +6,7 @@ import html
 import os
 from collections.abc import Sequence
 
-from ringprof.analysis.findings.comparison import Entry
+from ringprof.analysis.findings.comparison import Measurement
 from ringprof.files import read_whole
 from ringprof.kernel_tables import show
 from ringprof.kernel_tables.analyse import TableReport, analyse_table
@@ -37,7 +37,7 @@ class TableAnalysis:
         """The figures of the largest table by name, for conditions: `ringprof.kernel_tables.show.figures_of_table`."""
         return show.figures_of_table(show.largest_of(self.reports))
 
-    def entries(self, label: str) -> list[Entry]:
+    def entries(self, label: str) -> list[Measurement]:
         """Each table as one side of a comparison."""
         several = len(self.reports) > 1
         labels = [f"{label} table {number}" if several else label for number in range(1, len(self.reports) + 1)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ringprof.analysis.findings.comparison import WATERFALL_PREFIX, Comparison, Difference, Figure
+from ringprof.analysis.findings.comparison import WATERFALL_PREFIX, Comparison, Difference, Metric
 from ringprof.analysis.findings.recording_spread import MOST_RECORDINGS
 from ringprof.json_object import JsonObject, json_text
 from ringprof.report.tables import Column, table_width, text_table
@@ -95,7 +95,7 @@ def _as_code(name: str) -> str:
     return f"`{clean(name).replace('`', chr(39))}`"
 
 
-def _interval_ends(figure: Figure) -> tuple[float | None, float | None]:
+def _interval_ends(figure: Metric) -> tuple[float | None, float | None]:
     return figure.interval() or (None, None)
 
 
@@ -262,7 +262,7 @@ def _figure_row(comparison: Comparison, name: str) -> list[str]:
     return [name.removeprefix(WATERFALL_PREFIX) + suffix, *cells]
 
 
-def _format_value(figure: Figure) -> str:
+def _format_value(figure: Metric) -> str:
     value = 100 * figure.value if figure.unit == "share" else figure.value
     return f"{value:,.3f}" if abs(value) < 100 else f"{value:,.1f}"
 

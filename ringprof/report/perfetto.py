@@ -15,7 +15,7 @@ import numpy as np
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.exposure import exposure_of
 from ringprof.analysis.findings.findings import Findings
-from ringprof.analysis.findings.memory import memory_of
+from ringprof.analysis.findings.memory import memory_timelines
 from ringprof.analysis.rank import Detail, Rank
 from ringprof.analysis.steps.blocks import StepKey
 from ringprof.analysis.steps.steps import Step
@@ -194,7 +194,7 @@ def _step_events(steps: Iterable[Step], origin: dict[int, int]) -> Iterator[Trac
 
 def _memory_events(attribution: Attribution, origin: dict[int, int]) -> Iterator[TraceEvent]:
     """Generate a counter of what each allocator holds; changes before the first activity are put at time 0."""
-    for pool in memory_of(attribution):
+    for pool in memory_timelines(attribution):
         for time, size in zip(pool.time_ns.tolist(), pool.allocated_bytes.tolist(), strict=True):
             yield counter_event(
                 pool.rank, f"allocated, {pool.memory}", max(0, time - origin[pool.rank]), "MiB", size / 2**20

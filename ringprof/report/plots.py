@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringprof.analysis.findings.comparison import Comparison, Entry
+from ringprof.analysis.findings.comparison import Comparison, Measurement
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import PARTS
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS
@@ -257,7 +257,7 @@ def scaling(result: Comparison, ax: Axes | None = None) -> Axes:
     return _finish(ax, "tokens", legend=True)
 
 
-def _line_name(entry: Entry) -> str:
+def _line_name(entry: Measurement) -> str:
     """Name a line by its strategy and what else changes its speed: copied hops and the number of hosts."""
     settings = entry.settings
     world, per_host = int(settings.get("world_size") or 1), int(settings.get("ranks_per_host") or 1)

@@ -19,11 +19,11 @@ from typing import Any
 import msgspec
 
 from ringprof.analysis.attribution import Attribution, RunInfo, all_warnings, judge_matching, read_run_info
-from ringprof.analysis.copy_waits import CopyPeers, peers_of_ranks, unequal_hops, with_receivers
+from ringprof.analysis.copy_waits import CopyPeers, count_unequal_hops, name_receivers, peers_of_ranks
 from ringprof.analysis.findings.findings import Findings, findings_in_memory
 from ringprof.analysis.iterations import steps_warning
 from ringprof.analysis.kinds.groups import refuse_unknown_group
-from ringprof.analysis.rank import Rank, kept
+from ringprof.analysis.rank import Rank, in_memory_reader
 from ringprof.analysis.steps.plan import StepSummary
 from ringprof.analysis.steps.steps import ExposedByPlan, StepFinder, add_exposed
 from ringprof.analysis.timeline.kernels import KernelTotals
@@ -73,7 +73,7 @@ def attribute(
     `UsageError` where a chosen range or group is not there.
     """
     info = read_run_info([facts_of(trace) for trace in traces], run, ranks_per_host, focus)
-    by_rank = {rank: msgspec.structs.replace(traces[at], rank=rank) for rank, at in info.place.items()}
+    by_rank = {rank: msgspec.structs.replace(traces[at], rank=rank) for rank, at in info.trace_index.items()}
     return _pipeline(info, lambda: MemoryStore(by_rank), focus, run, LocalProcesses(1)).attribute()
 
 
@@ -86,7 +86,7 @@ def _pipeline(
     if info.needs_clocks:
         whole = stages.RunContext(store(), msgspec.structs.replace(focus, between_ns=None), {}, recorded, info.hosts)
         clocks = _Pipeline(whole, info, workers, notify).attribute().clocks
-        info = info.on(clocks)
+        info = info.align(clocks)
     context = stages.RunContext(store(), focus, info.chosen_by_rank(), recorded, info.hosts)
     return _Pipeline(context, info, workers, notify, clocks)
 
@@ -135,8 +135,8 @@ def _explain_in(
     info = read_run_info(facts, given.run, ranks_per_host, focus)
     store = DiskStore(
         str(folder),
-        {rank: reduced[at] for rank, at in info.place.items()},
-        {rank: facts[at].path for rank, at in info.place.items()},
+        {rank: reduced[at] for rank, at in info.trace_index.items()},
+        {rank: facts[at].path for rank, at in info.trace_index.items()},
     )
     # The files live as long as anything that reads them.
     weakref.finalize(store, remove, folder)
@@ -221,7 +221,7 @@ class _Pipeline(msgspec.Struct, dict=True):
         ]
         ranks = [one.rank for one in alone.values()]
         best, unmatched, disagree = self._rates(tiles, clocks)
-        if unequal := unequal_hops(copies):
+        if unequal := count_unequal_hops(copies):
             unmatched["counts_differ"] = unmatched.get("counts_differ", 0) + unequal
         usable, warnings = judge_matching(ranks, clocks, unmatched, 0, disagree=disagree)
         silent = not any(one.communicates for one in alone.values())
@@ -243,10 +243,10 @@ class _Pipeline(msgspec.Struct, dict=True):
 
     def _explain(self) -> dict[int, stages.RankAlone]:
         alone: dict[int, stages.RankAlone] = {}
-        for one in self.workers.map(stages.explain_alone, ((self.context, rank) for rank in self.info.place)):
+        for one in self.workers.map(stages.explain_alone, ((self.context, rank) for rank in self.info.trace_index)):
             self.kernels.add(one.rank.rank, one.kernels)
             alone[one.rank.rank] = msgspec.structs.replace(one, kernels=())
-            self.notify("ranks explained", len(alone), len(self.info.place))
+            self.notify("ranks explained", len(alone), len(self.info.trace_index))
         group = self.context.focus.group
         if group is not None and not any(one.in_group for one in alone.values()):
             refuse_unknown_group(group, {name for one in alone.values() for name in one.group_names})
@@ -287,7 +287,7 @@ class _Pipeline(msgspec.Struct, dict=True):
 
     def _fit_clocks(self, tiles: Sequence[stages.Tile], ledger: CollectiveIndex) -> Clocks:
         if not self.several_clocks:
-            return one_clock(list(self.info.place))
+            return one_clock(list(self.info.trace_index))
         ways: dict[tuple[int, int], TrafficSummary] = {}
         for found in self.workers.map(stages.traffic_of, ((self.context.store, tile, self.host) for tile in tiles)):
             ways |= found
@@ -328,7 +328,9 @@ class _Pipeline(msgspec.Struct, dict=True):
             inconclusive += found.inconclusive
             for rank, one in zip(found.ranks, found.surveyed, strict=True):
                 detail = self.context.store.detail(rank.rank)
-                finished[rank.rank] = replace(rank, read_detail=read_detail if detail is None else kept(detail))
+                finished[rank.rank] = replace(
+                    rank, read_detail=read_detail if detail is None else in_memory_reader(detail)
+                )
                 if one is not None:
                     self._take(rank.rank, one)
             self.notify("ranks split", len(finished), len(ranks))
@@ -347,7 +349,7 @@ class _Pipeline(msgspec.Struct, dict=True):
 def _copy_peers(alone: Mapping[int, stages.RankAlone], hosts: HostOfRank, world_size: int) -> dict[int, CopyPeers]:
     """For each rank that posts hops by the copy engine, its hops and those of its peers."""
     hops = {rank: one.copies for rank, one in alone.items() if one.copies}
-    return peers_of_ranks(with_receivers(hops, hosts, world_size))
+    return peers_of_ranks(name_receivers(hops, hosts, world_size))
 
 
 def _around(ranks: Sequence[int], alone: Mapping[int, stages.RankAlone]) -> tuple[int, ...]:

@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 
 from ringprof.analysis.copy_waits import CopyHop, CopyPeers, blocked_on_peers, copy_hops
-from ringprof.analysis.cross_checks import unlike_the_run
+from ringprof.analysis.cross_checks import warn_of_other_counts
 from ringprof.analysis.explain import explain, with_communication, with_splits
 from ringprof.analysis.kinds.groups import group_names
 from ringprof.analysis.kinds.kinds import POINT_TO_POINT
-from ringprof.analysis.rank import Detail, Rank, kept
+from ringprof.analysis.rank import Detail, Rank, in_memory_reader
 from ringprof.analysis.steps.plan import RankSteps, StepSummary, own_plan, survey
 from ringprof.analysis.steps.steps import ExposedBySteps, exposed_steps
 from ringprof.analysis.timeline.kernels import RankKernel
@@ -132,7 +132,7 @@ def explain_alone(context: RunContext, rank: int) -> RankAlone:
     trace = context.store.trace(rank)
     explained = explain(rank, context.hosts.get(rank), trace, context.focus, context.between_ns.get(rank))
     run = context.run() if context.focus.group is None else None
-    unlike = unlike_the_run(run, rank, trace, explained.detail.window, explained.transfers)
+    unlike = warn_of_other_counts(run, rank, trace, explained.detail.window, explained.transfers)
     transfers = fill_from_run(explained.transfers, context.run(), rank)
     context.store.put_transfers(rank, transfers)
     context.store.keep_detail(rank, explained.detail)
@@ -237,7 +237,7 @@ def split_tile(
         store.keep_detail(rank.rank, detail)
         finished.append(with_communication(rank, detail, waits[rank.rank]))
         stays = store.detail(rank.rank) is not None
-        surveyed.append(None if rank.on_cpu or stays else _survey(replace(rank, read_detail=kept(detail))))
+        surveyed.append(None if rank.on_cpu or stays else _survey(replace(rank, read_detail=in_memory_reader(detail))))
     return SplitTile(finished, surveyed, inconclusive)
 
 

@@ -1,4 +1,4 @@
-"""Traces written by hand: each test says what ran when, in nanoseconds, and gets a `Trace`."""
+"""Builder of synthetic traces: a test states what ran when, in nanoseconds, and gets a `Trace`."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from ringprof.trace.columns import (
 NCCL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 FLASH = "flash_fwd_kernel<Flash_fwd_kernel_traits<128>>"
 MAIN = 100
-"""The thread that everything is launched on unless said otherwise."""
+"""Default thread of launches, ranges and operators."""
 
 
 def kind_names(classified: Classified) -> list[str]:
-    """The kind of every activity, spelled out."""
+    """Return the kind of every activity as text."""
     return [KINDS[code] for code in classified.kind]
 
 
 def collective(name: str, **fields: Any) -> CommRecord:
-    """A communication record; a send or receive of ``elements`` bf16 numbers in the group ``cp`` of four."""
+    """Return a communication record; by default of ``elements`` bf16 numbers in the group ``cp`` of four ranks."""
     elements = fields.pop("elements", 1000)
     values: dict[str, Any] = {
         "group": "cp",
@@ -53,7 +53,7 @@ def collective(name: str, **fields: Any) -> CommRecord:
 
 @dataclass
 class Builder:
-    """Collects rows; `trace` turns them into columns sorted by start."""
+    """Collector of the rows of one rank's trace; `trace` returns them as columns sorted by start."""
 
     rank: int | None = 0
     world_size: int | None = 4
@@ -86,7 +86,7 @@ class Builder:
         size: int = NONE,
         target: int = NONE,
     ) -> Builder:
-        """An activity on the device, launched at ``launched`` (None: not recorded) by a call of ``call`` ns."""
+        """Add a device activity, launched at ``launched`` (None: not recorded) by a call of ``call`` ns."""
         joins = NONE
         if correlation is not None:
             joins = correlation
@@ -100,42 +100,46 @@ class Builder:
         return self
 
     def mark(self, name: str, start: int, end: int, thread: int = MAIN) -> Builder:
-        """A CPU annotation."""
+        """Add a CPU annotation."""
         self.annotations.append((start, end, self._name(name), thread, NONE, NONE))
         return self
 
     def mark_device(self, name: str, start: int, end: int, stream: int = 7) -> Builder:
-        """A device annotation."""
+        """Add a device annotation."""
         self.device_annotations.append((start, end, self._name(name), stream, 0, NONE))
         return self
 
     def operate(self, name: str, start: int, end: int, thread: int = MAIN) -> Builder:
-        """A CPU operator."""
+        """Add a CPU operator."""
         self.operators.append((start, end, self._name(name), thread, NONE, NONE))
         return self
 
     def on_host(self, name: str, start: int, end: int, category: int = OPERATOR, thread: int = MAIN) -> Builder:
-        """A host event that explains idle time: an operator, a range or a CUDA call."""
+        """Add a host event that explains idle time: an operator, a range or a CUDA call."""
         self.host_events.append((start, end, self._name(name), thread, category))
         return self
 
     def record(self, start: int, end: int, what: CommRecord, thread: int = MAIN) -> Builder:
-        """A ``record_param_comms`` row."""
+        """Add a ``record_param_comms`` row."""
         self.records.append((start, end, thread, NONE, self._collective(what)))
         return self
 
     def batch(
         self, launched: int, start: int, end: int, *, to: int, source: int, tensors: int = 2, **fields: Any
     ) -> Builder:
-        """A batched exchange: its records before the launch, then one kernel without metadata."""
-        at = launched - 10 * tensors
+        """Add a batched exchange: its records before the launch, then one kernel without metadata."""
+        posted = launched - 10 * tensors
         for number in range(tensors):
-            self.record(at + 10 * number, at + 10 * number + 4, collective("send", destination_rank=to, **fields))
-            self.record(at + 10 * number + 5, at + 10 * number + 9, collective("recv", source_rank=source, **fields))
+            self.record(
+                posted + 10 * number, posted + 10 * number + 4, collective("send", destination_rank=to, **fields)
+            )
+            self.record(
+                posted + 10 * number + 5, posted + 10 * number + 9, collective("recv", source_rank=source, **fields)
+            )
         return self.run(NCCL, start, end, launched=launched, stream=20)
 
     def trace(self, path: str = "") -> Trace:
-        """The columns."""
+        """Return all rows as a `Trace`."""
         ranges = (np.int64, np.int64, np.int32, np.int64, np.int32, np.int64)
         return Trace(
             path=path or f"rank{self.rank}.json",

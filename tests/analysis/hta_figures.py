@@ -1,4 +1,4 @@
-"""What HolisticTraceAnalysis says of runs, through ``run.hta()``: for the Python that can import it.
+"""Write the figures of HolisticTraceAnalysis for runs, through ``run.hta()``, in a Python that can import it.
 
 python -m tests.analysis.hta_figures OUT.json FOLDER...
 """
@@ -18,11 +18,11 @@ TEMPORAL = ("kernel_time(us)", "compute_time(us)", "non_compute_time(us)", "idle
 
 
 def figures_of(folder: str) -> dict[str, Any]:
-    """By rank: the overlap in percent, and the temporal breakdown in microseconds."""
-    # It knows no marked iterations: both look at the whole trace.
-    theirs = analysis(folder, window="trace").hta()
-    overlap = theirs.get_comm_comp_overlap(visualize=False).set_index("rank")["comp_comm_overlap_pctg"]
-    temporal = theirs.get_temporal_breakdown(visualize=False).set_index("rank")
+    """Return by rank the overlap in percent and the temporal breakdown in microseconds."""
+    # HolisticTraceAnalysis knows no marked iterations: both analyse the whole trace.
+    hta = analysis(folder, window="trace").hta()
+    overlap = hta.get_comm_comp_overlap(visualize=False).set_index("rank")["comp_comm_overlap_pctg"]
+    temporal = hta.get_temporal_breakdown(visualize=False).set_index("rank")
     return {
         "overlap": {str(rank): float(share) for rank, share in overlap.items()},
         "temporal": {str(rank): {key: float(row[key]) for key in TEMPORAL} for rank, row in temporal.iterrows()},

@@ -1,4 +1,4 @@
-"""Slow and obvious truth for idle time by cause and for time blocked on a peer's copies.
+"""Slow, simple reference for idle time by cause and for time blocked on a peer's copies.
 
 Follows the definitions one stretch at a time, from rows that it reads itself. Times are whole nanoseconds.
 """
@@ -185,7 +185,7 @@ class RunTraces:
 
     def _alike(self, rank: int, peer: int, channel: str) -> bool:
         """Return whether two ranks have equally many hops of a channel; else none of them is matched."""
-        counts = [Counter(name for name, _ in self.hops.get(one, {}))[channel] for one in (rank, peer)]
+        counts = [Counter(name for name, _ in self.hops.get(each, {}))[channel] for each in (rank, peer)]
         return counts[0] == counts[1]
 
     def _departure(self, rank: int, stretch: Stretch) -> list[Block]:
@@ -243,11 +243,11 @@ class ThreadTimeline:
 
     def add(self, totals: Counter[tuple[str, str]], start: int, end: int) -> None:
         """Add the time from ``start`` to ``end`` to the totals by class and name."""
-        place = bisect_right(self.edges, start) - 1
+        index = bisect_right(self.edges, start) - 1
         while start < end:
-            until = min(end, self.edges[place + 1] if place + 1 < len(self.edges) else end)
-            totals[self.named[place] if place >= 0 else NOTHING] += until - start
-            start, place = until, place + 1
+            until = min(end, self.edges[index + 1] if index + 1 < len(self.edges) else end)
+            totals[self.named[index] if index >= 0 else NOTHING] += until - start
+            start, index = until, index + 1
 
 
 NOTHING = ("nothing recorded", "")

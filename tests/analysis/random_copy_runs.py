@@ -1,4 +1,4 @@
-"""Random runs with copy-engine hops, host events of every sort, and what goes wrong in real traces."""
+"""Random runs with copy-engine hops, host events of every kind, and the defects of real traces."""
 
 from __future__ import annotations
 
@@ -163,9 +163,9 @@ class RandomRank(TraceText):
             self.random_hop(channel, start + time + rng.choice((0, 5000, 50_000)) + rng.randint(0, 5000))
         for _ in range(rng.randint(3, 14)):
             self.random_work(start + rng.randint(10_000, ITERATION_NS - 60_000))
-        for place in range(3 if self.choices.hosts == 2 else 0):
-            time = start + 100_000 + 150_000 * place
-            self.all_reduce(time + rng.randint(0, 40_000), time + 50_000 + rng.randint(0, 3000), place)
+        for index in range(3 if self.choices.hosts == 2 else 0):
+            time = start + 100_000 + 150_000 * index
+            self.all_reduce(time + rng.randint(0, 40_000), time + 50_000 + rng.randint(0, 3000), index)
         self.random_host_events(start, end)
         if number >= 0 and self.choices.iterations:
             self.range(self.choices.mark.format(number), start, end)

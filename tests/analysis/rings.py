@@ -1,4 +1,4 @@
-"""Whole passes of ring attention whose times are plain: step ``s`` of a pass begins at a multiple of `LENGTH`."""
+"""Synthetic passes of ring attention with simple times: step ``s`` of a pass begins at a multiple of `LENGTH`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ LENGTH = 1000
 MERGING = 10
 
 BlockTime = Callable[[int, int, str], int]
-"""Of a rank, step and phase; 0 where the rank has no work."""
+"""Function from rank, step and phase to the time of a block in nanoseconds; 0 where the rank has no work."""
 
 
 def everybody(time_ns: int) -> BlockTime:
+    """Return equal block times for all ranks and steps."""
     return lambda rank, step, phase: time_ns
 
 
 def causal(time_ns: int) -> BlockTime:
-    """As with contiguous pieces under a causal mask."""
+    """Return the block times of contiguous pieces under a causal mask: work that rises with the rank."""
     return lambda rank, step, phase: time_ns if step <= rank else 0
 
 
 class Pass:
-    """Writes one rank's trace; the hop is posted before the block that hides it, as public implementations do."""
+    """Writer of one rank's trace; each hop is posted before the block that hides it, as in public implementations."""
 
     def __init__(self, rank: int, world: int, block: BlockTime, hop_ns: int, names: str | None) -> None:
         self.builder = Builder(rank=rank, world_size=world)
@@ -36,22 +37,24 @@ class Pass:
     def step(self, phase: str, step: int, start: int, hops: int) -> None:
         for _ in range(hops):
             self._hop(start)
-        time = self.block(self.rank, step, phase)
-        if not time:
+        time_ns = self.block(self.rank, step, phase)
+        if not time_ns:
             return
-        begun = self.cpu
-        self._run(FLASH if phase == "fwd" else BACKWARD, start, start + time)
+        launched_from = self.cpu
+        self._run(FLASH if phase == "fwd" else BACKWARD, start, start + time_ns)
         if self.names:
-            self.builder.mark(self.names.format(phase=phase, step=step), begun, self.cpu - 1)
-        self._run(MERGE, start + time, start + time + MERGING)
+            self.builder.mark(self.names.format(phase=phase, step=step), launched_from, self.cpu - 1)
+        self._run(MERGE, start + time_ns, start + time_ns + MERGING)
 
     def _hop(self, start: int) -> None:
-        begun = max(start, self.free)
-        self.free = begun + self.hop_ns
+        start_ns = max(start, self.free)
+        self.free = start_ns + self.hop_ns
         to, source = (self.rank + 1) % self.world, (self.rank - 1) % self.world
         ranks = tuple(range(self.world))
         self.cpu += 200
-        self.builder.batch(self.cpu, begun, self.free, to=to, source=source, group_ranks=ranks, group_size=self.world)
+        self.builder.batch(
+            self.cpu, start_ns, self.free, to=to, source=source, group_ranks=ranks, group_size=self.world
+        )
 
     def _run(self, name: str, start: int, end: int) -> None:
         self.cpu += 200
@@ -62,22 +65,22 @@ class Pass:
 def ring_pass(
     world: int = 4, block: BlockTime | None = None, hop_ns: int = 400, layers: int = 1, names: str | None = None
 ) -> list[Builder]:
-    """Forward and backward of ``layers`` attention calls on every rank.
+    """Return the traces of forward and backward passes of ``layers`` attention calls on every rank.
 
-    Forward step s hides one hop but the last; backward step s the hop of its keys and that of the gradients before,
-    and after the last one the gradients go home.
+    Every forward step but the last hides one hop. A backward step hides the hop of its keys and that of the gradients
+    of the step before. After the last step one hop returns the gradients to their ranks.
     """
     ranks = [Pass(rank, world, block or everybody(900), hop_ns, names) for rank in range(world)]
-    for one in ranks:
-        at = 0
+    for rank_pass in ranks:
+        start = 0
         for _ in range(layers):
             for step in range(world):
-                one.step("fwd", step, at, hops=int(step < world - 1))
-                at += LENGTH
+                rank_pass.step("fwd", step, start, hops=int(step < world - 1))
+                start += LENGTH
         for _ in range(layers):
             for step in range(world):
-                one.step("bwd", step, at, hops=int(step < world - 1) + int(step > 0))
-                at += LENGTH
-            one._hop(at)
-            at += LENGTH
-    return [one.builder for one in ranks]
+                rank_pass.step("bwd", step, start, hops=int(step < world - 1) + int(step > 0))
+                start += LENGTH
+            rank_pass._hop(start)
+            start += LENGTH
+    return [rank_pass.builder for rank_pass in ranks]

@@ -1,4 +1,4 @@
-"""The slow obvious way to a breakdown: walk along the edges of all events and look at what is open in between."""
+"""Slow, simple reference for a breakdown: a sweep over the edges of all events, with the open events between them."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""From traces to an attribution: ranks, hosts, iterations, and input that does not fit together."""
+"""Attribution of traces: ranks, hosts, iterations, and inconsistent input."""
 
 from __future__ import annotations
 
 import pytest
 
 import ringprof
-from ringprof.analysis.attribution import RunInfo, merged_caveats, read_run_info
+from ringprof.analysis.attribution import RunInfo, merge_warnings, read_run_info
 from ringprof.analysis.timeline.window import EVERYTHING
 from ringprof.analysis.transfers.clocks import Clocks
 from ringprof.errors import InputError, TraceFormatError
@@ -17,7 +17,8 @@ from tests.analysis.recorded import recorded_run
 from tests.trace.kineto_text import document, kernel
 
 
-def one(rank, *, start=1000, world_size=4):
+def rank_builder(rank, *, start=1000, world_size=4):
+    """Return a trace builder for a rank with one attention kernel of 100 ns."""
     return Builder(rank=rank, world_size=world_size).run(FLASH, start, start + 100, launched=10)
 
 
@@ -30,67 +31,67 @@ def codes(attribution):
 
 
 def test_ranks_are_sorted():
-    attribution = attribute_all(one(1, world_size=2), one(0, world_size=2))
+    attribution = attribute_all(rank_builder(1, world_size=2), rank_builder(0, world_size=2))
     assert [rank.rank for rank in attribution.ranks] == [0, 1]
     assert codes(attribution) == []
 
 
 def test_two_traces_of_one_rank_are_refused_by_name():
     with pytest.raises(InputError, match=r"file1.json and file0.json are both of rank 1"):
-        attribute_all(one(1), one(1))
+        attribute_all(rank_builder(1), rank_builder(1))
 
 
 def test_of_a_schedule_that_repeats_the_files_of_its_last_recording_are_named(tmp_path):
     """Two ranks, three recordings each, as the handler of TensorBoard names them: neither rank nor number."""
-    for recording, at in enumerate((1000, 5000, 9000)):
+    for recording, start in enumerate((1000, 5000, 9000)):
         for rank in (0, 1):
             info = {"backend": "nccl", "rank": rank, "world_size": 2}
-            text = document([kernel(1, ts=at + 100 * rank, dur=500)], distributedInfo=info)
+            text = document([kernel(1, ts=start + 100 * rank, dur=500)], distributedInfo=info)
             (tmp_path / f"vm_70{1 - rank}.{recording}.pt.trace.json").write_bytes(text)
     with pytest.raises(InputError, match="both of rank") as refused:
         ringprof.load(tmp_path)
     assert "these are of 3, one after another" in str(refused.value)
-    last = [str(tmp_path / f"vm_70{number}.2.pt.trace.json") for number in (1, 0)]
-    assert str(refused.value).endswith(f"The last: {' '.join(last)}")
-    assert [rank.rank for rank in ringprof.load(last).attribution.ranks] == [0, 1]
+    last_paths = [str(tmp_path / f"vm_70{number}.2.pt.trace.json") for number in (1, 0)]
+    assert str(refused.value).endswith(f"The last: {' '.join(last_paths)}")
+    assert [rank.rank for rank in ringprof.load(last_paths).attribution.ranks] == [0, 1]
 
 
 def test_runs_of_different_size_are_refused():
     with pytest.raises(InputError, match=r"file0.json is of a run of 4 ranks, file1.json of 8"):
-        attribute_all(one(0), one(1, world_size=8))
+        attribute_all(rank_builder(0), rank_builder(1, world_size=8))
 
 
 def test_missing_ranks_are_said():
-    (warning,) = attribute_all(one(0), one(2)).warnings
+    (warning,) = attribute_all(rank_builder(0), rank_builder(2)).warnings
     assert (warning.code, warning.message) == ("missing_ranks", "2 of 4 ranks have no trace: 1, 3")
 
 
 def test_a_lone_trace_without_a_world_is_one_of_its_own():
-    attribution = attribute_all(one(2, world_size=None))
+    attribution = attribute_all(rank_builder(2, world_size=None))
     assert ([rank.rank for rank in attribution.ranks], attribution.world_size, codes(attribution)) == ([2], 1, [])
 
 
 def test_several_traces_without_a_world_are_of_one_that_has_their_ranks():
-    (warning,) = attribute_all(one(0, world_size=None), one(3, world_size=None)).warnings
+    (warning,) = attribute_all(rank_builder(0, world_size=None), rank_builder(3, world_size=None)).warnings
     assert warning.message == "2 of 4 ranks have no trace: 1, 2"
 
 
 def test_a_trace_without_a_rank_takes_a_free_one():
-    attribution = attribute_all(one(0, world_size=2), one(None, world_size=2))
+    attribution = attribute_all(rank_builder(0, world_size=2), rank_builder(None, world_size=2))
     assert [rank.rank for rank in attribution.ranks] == [0, 1]
     assert codes(attribution) == ["unknown_rank"]
 
 
 def test_one_process_alone_is_rank_0_and_nothing_is_odd():
-    attribution = attribute_all(one(None, world_size=None))
+    attribution = attribute_all(rank_builder(None, world_size=None))
     assert (attribution.ranks[0].rank, codes(attribution)) == (0, [])
 
 
 def test_traces_that_share_no_moment_are_of_different_runs():
-    builders = [one(0, world_size=2), one(1, start=10_000, world_size=2)]
+    builders = [rank_builder(0, world_size=2), rank_builder(1, start=10_000, world_size=2)]
     for rank, b in enumerate(builders):
-        at = 1000 + 9000 * rank
-        b.run(NCCL, at, at + 50, launched=30, own=collective("allreduce", group_ranks=(0, 1), group_size=2))
+        start = 1000 + 9000 * rank
+        b.run(NCCL, start, start + 50, launched=30, own=collective("allreduce", group_ranks=(0, 1), group_size=2))
     attribution = attribute_all(*builders)
     assert codes(attribution) == ["mixed_runs"]
     assert attribution.ranks[0].splits[0].wait_ns is None
@@ -98,7 +99,9 @@ def test_traces_that_share_no_moment_are_of_different_runs():
 
 def test_ranks_of_a_recorded_run_may_be_done_before_others_begin():
     """On CPU, where nothing of theirs is matched: rank 0 computes from 0 to 100, rank 1 from 5000 on."""
-    builders = [Builder(rank=rank, world_size=2).operate("aten::mm", at, at + 100) for rank, at in ((0, 0), (1, 5000))]
+    builders = [
+        Builder(rank=rank, world_size=2).operate("aten::mm", start, start + 100) for rank, start in ((0, 0), (1, 5000))
+    ]
     traces = [b.trace() for b in builders]
     facts = checked_facts([facts_of(trace) for trace in traces])
     with pytest.raises(InputError, match="have no moment in common"):
@@ -119,7 +122,7 @@ def test_no_trace_at_all_is_refused():
 
 
 def test_of_several_devices_the_busiest_is_reported():
-    b = one(0, world_size=1).run(FLASH, 1200, 1300, launched=20).run(FLASH, 1200, 1800, launched=30, device=1)
+    b = rank_builder(0, world_size=1).run(FLASH, 1200, 1300, launched=20).run(FLASH, 1200, 1800, launched=30, device=1)
     attribution = attribute_all(b)
     assert codes(attribution) == ["several_devices"]
     assert attribution.ranks[0].breakdown.wall_ns == 300
@@ -128,8 +131,8 @@ def test_of_several_devices_the_busiest_is_reported():
 def test_iterations_are_analysed_alone_and_together():
     b = Builder(world_size=1)
     for number in range(3):
-        at = 1000 * number
-        b.mark("ringprof::iteration", at, at + 500).run(FLASH, at + 20, at + 320, launched=at + 10)
+        start = 1000 * number
+        b.mark("ringprof::iteration", start, start + 500).run(FLASH, start + 20, start + 320, launched=start + 10)
     b.run(FLASH, 5000, 6000, launched=4000)
     (rank,) = attribute_all(b).ranks
     assert [part.wall_ns for part in rank.iterations] == [300, 300, 300]
@@ -146,20 +149,20 @@ def test_of_an_even_number_of_iterations_the_median_one_is_the_lower_of_the_midd
 
 
 def test_marks_that_hold_nothing_are_said():
-    b = one(0, world_size=1).mark("ringprof::iteration", 5000, 6000)
+    b = rank_builder(0, world_size=1).mark("ringprof::iteration", 5000, 6000)
     assert codes(attribute_all(b)) == ["window_empty"]
 
 
 def test_hosts_come_from_the_traces_or_the_option():
-    named, unnamed = one(0, world_size=2), one(1, world_size=2)
+    named, unnamed = rank_builder(0, world_size=2), rank_builder(1, world_size=2)
     named.host = "alpha"
     assert [rank.host for rank in attribute_all(named, unnamed).ranks] == ["alpha", None]
-    given = attribute_all(named, unnamed, ranks_per_host=1)
-    assert [rank.host for rank in given.ranks] == ["host0", "host1"]
+    with_option = attribute_all(named, unnamed, ranks_per_host=1)
+    assert [rank.host for rank in with_option.ranks] == ["host0", "host1"]
 
 
 def test_the_same_warning_of_many_ranks_is_one():
-    builders = [one(rank) for rank in range(4)]
+    builders = [rank_builder(rank) for rank in range(4)]
     for b in builders:
         b.run(NCCL, 1100, 1200, launched=30)
     (warning,) = attribute_all(*builders).warnings
@@ -169,14 +172,14 @@ def test_the_same_warning_of_many_ranks_is_one():
 def test_chosen_times_are_told_by_each_ranks_own_clock():
     """Rank 1's clock is 500 ns behind: its trace begins at 600 of its own, which is 1100 of rank 0's."""
     info = RunInfo(
-        place={0: 0, 1: 1}, hosts={0: "a", 1: "b"}, clock_of={0: "a", 1: "b"}, warnings=(), world_size=2,
+        trace_index={0: 0, 1: 1}, hosts={0: "a", 1: "b"}, clock_of={0: "a", 1: "b"}, warnings=(), world_size=2,
         expected=(0, 1), starts_ns={0: 1000, 1: 600}, chosen_ns=(10, 20),
-    ).on(Clocks(offset_ns={0: 0, 1: 500}, host={0: "a", 1: "b"}))  # fmt: skip
+    ).align(Clocks(offset_ns={0: 0, 1: 500}, host={0: "a", 1: "b"}))  # fmt: skip
     assert info.chosen_by_rank() == {0: (1010, 1020), 1: (510, 520)}
 
 
 def test_one_warning_of_several_ranks_counts_what_each_of_them_counted():
-    (merged,) = merged_caveats([Notice("code", "message", rank, count) for rank, count in ((0, 3), (1, 5), (2, 7))])
+    (merged,) = merge_warnings([Notice("code", "message", rank, count) for rank, count in ((0, 3), (1, 5), (2, 7))])
     assert merged == Notice("code", "message", None, 15)
 
 
@@ -188,25 +191,29 @@ def test_what_warnings_say():
     builders = [Builder(rank=rank, world_size=2, host=f"node{rank}") for rank in range(2)]
     for rank, b in enumerate(builders):
         for number in range(10):
-            at = 10_000_000 * number + 3_000_000 * rank
+            start = 10_000_000 * number + 3_000_000 * rank
             b.batch(
-                1000 * number + 500, at, at + 1_000_000, to=1 - rank, source=1 - rank, tensors=1,
+                1000 * number + 500, start, start + 1_000_000, to=1 - rank, source=1 - rank, tensors=1,
                 group_ranks=(0, 1), group_size=2,
             )  # fmt: skip
-    said = {warning.code: warning.message for warning in attribute([b.trace() for b in builders]).warnings}
-    assert said["clocks_fitted"].startswith(
+    message_of_code = {warning.code: warning.message for warning in attribute([b.trace() for b in builders]).warnings}
+    assert message_of_code["clocks_fitted"].startswith(
         "the clocks of 2 hosts are aligned by their transfers, not known to agree: offsets up to 3000.0 us, "
         "the largest residual is "
     )
-    silent = [Builder(rank=rank, world_size=2).run(NCCL, 0, 10, launched=1) for rank in range(2)]
-    found = [one for one in attribute([b.trace() for b in silent]).warnings if one.code == "no_record"]
-    assert [(one.count, one.rank) for one in found] == [(2, None)]
+    without_calls = [Builder(rank=rank, world_size=2).run(NCCL, 0, 10, launched=1) for rank in range(2)]
+    without_record = [
+        rank_builder
+        for rank_builder in attribute([b.trace() for b in without_calls]).warnings
+        if rank_builder.code == "no_record"
+    ]
+    assert [(rank_builder.count, rank_builder.rank) for rank_builder in without_record] == [(2, None)]
 
 
 def test_traces_of_two_runs_are_refused_unless_asked_for(tmp_path):
-    for rank, at in ((0, 1000), (1, 5000)):
+    for rank, start in ((0, 1000), (1, 5000)):
         info = {"backend": "nccl", "rank": rank, "world_size": 2}
-        text = document([kernel(number, ts=at + 100 * number) for number in range(10)], distributedInfo=info)
+        text = document([kernel(number, ts=start + 100 * number) for number in range(10)], distributedInfo=info)
         (tmp_path / f"rank{rank}.json").write_bytes(text)
     with pytest.raises(InputError, match=r"rank0.json and .*rank1.json have no moment in common.*--mixed-runs"):
         ringprof.load(tmp_path)
@@ -214,10 +221,10 @@ def test_traces_of_two_runs_are_refused_unless_asked_for(tmp_path):
 
 
 def test_a_trace_cut_off_before_others_begin_is_left_out_and_not_taken_for_another_run(tmp_path):
-    for rank, at in ((0, 5000), (1, 1000), (2, 5000)):
+    for rank, start in ((0, 5000), (1, 1000), (2, 5000)):
         info = {"backend": "nccl", "rank": rank, "world_size": 3}
-        text = document([kernel(number, ts=at + 100 * number) for number in range(10)], distributedInfo=info)
+        text = document([kernel(number, ts=start + 100 * number) for number in range(10)], distributedInfo=info)
         (tmp_path / f"rank{rank}.json").write_bytes(text if rank != 1 else text[: len(text) * 2 // 3])
-    found = ringprof.load(tmp_path)
-    assert [rank.rank for rank in found.attribution.ranks] == [0, 2]
-    assert {"truncated", "left_out", "missing_ranks"} == set(codes(found.attribution))
+    run = ringprof.load(tmp_path)
+    assert [rank.rank for rank in run.attribution.ranks] == [0, 2]
+    assert {"truncated", "left_out", "missing_ranks"} == set(codes(run.attribution))

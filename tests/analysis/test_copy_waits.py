@@ -1,4 +1,4 @@
-"""Time blocked on a peer's copy-engine hops: literal cases, and random runs against an independent oracle."""
+"""Time blocked on a peer's copy-engine hops: handwritten cases, and random runs against an independent reference."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ringprof
-from ringprof.analysis.copy_waits import CopyHop, peers_of_ranks, unequal_hops
+from ringprof.analysis.copy_waits import CopyHop, count_unequal_hops, peers_of_ranks
 from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, KINDS, MEMORY
 from ringprof.errors import InputError
 from ringprof.monitoring import look_figures
@@ -23,11 +23,11 @@ from tests.paths import DATA
 
 US = 1000
 EARLY = (1 * US, 2 * US)
-"""A launch long before what it launches."""
+"""Start and end of a launch long before the launched activity."""
 
 
 def blocks_of(rank):
-    """Part, peer, start and end of each time blocked on a peer, in whole microseconds of the trace."""
+    """Return part, peer, start and end of each time blocked on a peer, in whole microseconds of the trace."""
     return [
         (block.part, block.peer, *((time - BASE_NS - START_NS) // US for time in (block.start_ns, block.end_ns)))
         for block in rank.detail.blocks
@@ -35,7 +35,7 @@ def blocks_of(rank):
 
 
 def loaded(folder, *traces, hops=None, world=2):
-    """Write traces, with a run.json where ``hops`` are given, and return the figures of each rank."""
+    """Write traces, with a run.json where ``hops`` are given, and return the metrics of each rank."""
     for trace in traces:
         trace.write(folder)
     if hops is not None:
@@ -43,16 +43,16 @@ def loaded(folder, *traces, hops=None, world=2):
         write_run(run_with_hops(["node"] * world, hops, present=present), folder / "run.json")
     run = ringprof.load(folder)
     for rank in run.attribution.ranks:
-        figures = rank.breakdown
-        assert figures.blocked_on_peer_ns == sum(block.time_ns for block in rank.detail.blocks)
-        busy = figures.compute_ns + figures.exposed_memory_ns + figures.exposed_comm_ns
-        assert busy + figures.idle_ns == figures.wall_ns
-        assert rank.idle is not None and rank.idle.total_ns == figures.idle_ns
+        breakdown = rank.breakdown
+        assert breakdown.blocked_on_peer_ns == sum(block.time_ns for block in rank.detail.blocks)
+        busy = breakdown.compute_ns + breakdown.exposed_memory_ns + breakdown.exposed_comm_ns
+        assert busy + breakdown.idle_ns == breakdown.wall_ns
+        assert rank.idle is not None and rank.idle.total_ns == breakdown.idle_ns
     return {rank.rank: rank for rank in run.attribution.ranks}
 
 
 def sender(world=2, to=1, device=0):
-    """Rank 0: computes until 100 us, and its hop, launched at 10 us, is copied from 180 to 200 us."""
+    """Return the trace of rank 0: it computes until 100 us; its hop, launched at 10 us, runs from 180 to 200 us."""
     trace = TraceText(0, world, device)
     trace.run(0, 100 * US, launched=EARLY)
     trace.hop("kv", to, (10 * US, 12 * US, 180 * US, 200 * US))
@@ -239,18 +239,18 @@ def test_a_random_run_equals_the_oracle(seed, tmp_path):
 
 
 def classed_events(rank):
-    """(start, end, class) of what runs on a device in a rank's window; computation beside the window hides, too."""
+    """Yield (start, end, class) of device activities in a rank's window, and of computation outside it."""
     rows = rank.detail.rows()
     beside = rank.detail.background(rows)
-    for start, end, code in [(*_times(rows, at), rows.kind[at]) for at in range(len(rows.kind))]:
+    for start, end, code in [(*_times(rows, row), rows.kind[row]) for row in range(len(rows.kind))]:
         name = KINDS[code]
         yield start, end, "comm" if name in COMMUNICATION else "memory" if name in MEMORY else "compute"
-    for at in np.flatnonzero(beside.of(*COMPUTE)):
-        yield *_times(beside, at), "compute"
+    for row in np.flatnonzero(beside.of(*COMPUTE)):
+        yield *_times(beside, row), "compute"
 
 
-def _times(rows, at):
-    return int(rows.start_ns[at]), int(rows.end_ns[at])
+def _times(rows, row):
+    return int(rows.start_ns[row]), int(rows.end_ns[row])
 
 
 def test_the_same_program_by_copies_and_by_nccl_has_the_same_losses():
@@ -277,9 +277,9 @@ def test_hops_that_two_ranks_count_differently_are_reported() -> None:
         0: [*(hop("kv", number, 1) for number in range(3)), hop("dkv", 0, 1)],
         1: [*(hop("kv", number, 0) for number in range(2)), hop("dkv", 0, 0)],
     }
-    assert unequal_hops(peers_of_ranks(hops)) == 5
+    assert count_unequal_hops(peers_of_ranks(hops)) == 5
     hops[1].append(hop("kv", 2, 0))
-    assert unequal_hops(peers_of_ranks(hops)) == 0
+    assert count_unequal_hops(peers_of_ranks(hops)) == 0
 
 
 def test_a_look_of_the_monitor_sees_waiting_for_copies() -> None:

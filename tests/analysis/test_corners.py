@@ -1,4 +1,4 @@
-"""What the analysis says where there is nothing to say, or too little."""
+"""Edge cases of the analysis: no data, or too little for an answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from ringprof.analysis.findings.verdict import _waited
+from ringprof.analysis.findings.verdict import _waiting_share
 from ringprof.analysis.kinds.groups import refuse_unknown_group
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS, Pair
 from ringprof.analysis.transfers.transfers import Message, _leaving, _messages
@@ -34,8 +34,8 @@ def test_operators_that_take_no_time_are_nothing_to_report() -> None:
 
 def test_a_rank_none_of_whose_transfers_has_a_time_waited_in_communication() -> None:
     rows = (SimpleNamespace(timed=0, kind="send_recv", wait_ns=7, wire_ns=9),)
-    untimed: Any = SimpleNamespace(carried=rows)
-    assert _waited(untimed) == (0.0, "communication")
+    untimed: Any = SimpleNamespace(link_totals=rows)
+    assert _waiting_share(untimed) == (0.0, "communication")
 
 
 @pytest.mark.parametrize(
@@ -68,22 +68,24 @@ def test_an_all_to_all_that_is_a_rotation_is_a_send_and_a_receive() -> None:
 
 
 def test_one_collective_over_two_hosts_is_split_by_both_clocks() -> None:
-    """Of the one meeting that there is: rank 1 begins 400 ns after rank 0, by clocks that the fit has to align."""
+    """Rank 1 begins 400 ns after rank 0 by clocks that must be fitted to this single collective."""
     call = collective("allreduce", group_ranks=(0, 1), group_size=2)
     ranks = []
     for rank, (start, end) in enumerate([(1_000, 101_000), (1_400, 101_000)]):
-        one = Builder(rank=rank, world_size=2, host=f"host{rank}")
-        ranks.append(one.run("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", start, end, launched=500, own=call).trace())
-    found = attribute(ranks)
-    assert found.clocks.several and [len(rank.splits) for rank in found.ranks] == [1, 1]
+        builder = Builder(rank=rank, world_size=2, host=f"host{rank}")
+        ranks.append(
+            builder.run("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", start, end, launched=500, own=call).trace()
+        )
+    attribution = attribute(ranks)
+    assert attribution.clocks.several and [len(rank.splits) for rank in attribution.ranks] == [1, 1]
 
 
 def test_hosts_that_exchange_nothing_have_no_known_residual() -> None:
-    told = attribute(
+    attribution = attribute(
         [Builder(rank=rank, world_size=3, host=f"host{rank}").run(FLASH, 0, 9).trace() for rank in range(3)]
     )
     pair = Pair(hosts=("host0", "host2"), residual_ns=70, transfers=3)
-    between, number = msgspec.structs.replace(told.clocks, pairs=(pair,)).residuals()
+    between, number = msgspec.structs.replace(attribution.clocks, pairs=(pair,)).residuals()
     unknown = UNKNOWN_NS
     assert number == {"host0": 0, "host1": 1, "host2": 2} and between.dtype == np.int64
     assert between.tolist() == [[0, unknown, 70], [unknown, 0, unknown], [70, unknown, 0]]

@@ -26,14 +26,14 @@ RUN = TRACES / "h200x2-zigzag-65536"
 
 
 def rewritten(tmp_path: Path, change: Callable[[list[Event]], list[Event]]) -> Path:
-    """The run with other events, and without the reduced form of its traces."""
+    """Copy the run with changed events, without the reduced form of its traces."""
     target = tmp_path / RUN.name
     target.mkdir()
     (target / "run.json").write_bytes((RUN / "run.json").read_bytes())
     for path in RUN.glob("*.json.gz"):
-        whole = json.loads(gzip.decompress(path.read_bytes()))
-        whole["traceEvents"] = change(whole["traceEvents"])
-        (target / path.name).write_bytes(gzip.compress(json.dumps(whole).encode(), 1))
+        document = json.loads(gzip.decompress(path.read_bytes()))
+        document["traceEvents"] = change(document["traceEvents"])
+        (target / path.name).write_bytes(gzip.compress(json.dumps(document).encode(), 1))
     return target
 
 
@@ -56,22 +56,22 @@ def test_events_that_are_there_twice_count_once(tmp_path):
 
 @pytest.mark.parametrize("name", sorted(path.name for path in TRACES.iterdir() if (path / "run.json").exists()))
 def test_no_committed_run_is_warned_of(name):
-    found = codes(ringprof.load(TRACES / name))
-    assert not found & {"repeated_events", "stream_overlap", "run_counts_differ"}
+    warning_codes = codes(ringprof.load(TRACES / name))
+    assert not warning_codes & {"repeated_events", "stream_overlap", "run_counts_differ"}
 
 
 def test_events_that_are_there_twice_at_other_times(tmp_path):
-    """Of hops and the ranges of blocks, which run.json counts: 3 hops of 536,870,912 bytes, 2 and 4 blocks."""
+    """Repeat the hops and the ranges of blocks; run.json counts 3 hops of 536,870,912 bytes, 2 and 4 blocks."""
 
     def repeated(event: Event) -> bool:
         return event["ph"] == "X" and ("SendRecv" in event["name"] or event["name"].endswith("/block"))
 
     path = rewritten(
-        tmp_path, lambda events: [*events, *({**one, "ts": one["ts"] + 0.001} for one in events if repeated(one))]
+        tmp_path, lambda events: [*events, *({**each, "ts": each["ts"] + 0.001} for each in events if repeated(each))]
     )
-    messages = [one.message for one in ringprof.load(path).warnings if one.code == "run_counts_differ"]
+    messages = [each.message for each in ringprof.load(path).warnings if each.code == "run_counts_differ"]
     assert [message.partition(" in 1 profiled iteration")[0] for message in messages] == [
-        # One launch tells the bytes of one kernel: those of the repeated ones are not known.
+        # One launch states the bytes of one kernel: those of the repeated kernels are not known.
         "the trace has 6 send/recv, run.json counts 3 hops (536,870,912 bytes)",
         "the trace has 4 forward blocks, run.json counts 2",
         "the trace has 8 backward blocks, run.json counts 4",
@@ -79,7 +79,7 @@ def test_events_that_are_there_twice_at_other_times(tmp_path):
 
 
 def ring_of_two(hops: int, blocks: int, *, with_bytes: bool = True) -> list[Any]:
-    """Both ranks' traces of one iteration with so many hops and forward blocks."""
+    """Return the traces of two ranks with one iteration of this many hops and forward blocks."""
     traces = []
     for rank in (0, 1):
         builder = Builder(rank=rank, world_size=2)
@@ -97,6 +97,7 @@ def ring_of_two(hops: int, blocks: int, *, with_bytes: bool = True) -> list[Any]
 
 
 def run_with(count: int, sent_bytes: int, blocks: int, to: int | None = None) -> Any:
+    """Return a run whose run.json counts these hops, bytes and forward blocks per rank."""
     works = []
     for rank in (0, 1):
         sent = Sent(
@@ -109,7 +110,7 @@ def run_with(count: int, sent_bytes: int, blocks: int, to: int | None = None) ->
 
 
 @pytest.mark.parametrize(
-    ("hops", "blocks", "said"),
+    ("hops", "blocks", "expected"),
     [
         (3, 4, []),
         (6, 4, ["6 send/recv (12,000 bytes), run.json counts 3 hops (6,000 bytes)"]),
@@ -120,11 +121,11 @@ def run_with(count: int, sent_bytes: int, blocks: int, to: int | None = None) ->
         (3, 0, []),
     ],
 )
-def test_other_hops_and_blocks_than_run_json_counts(hops, blocks, said):
-    found = attribute(ring_of_two(hops, blocks), run_with(3, 6000, 4))
-    warnings = [warning for warning in found.warnings if warning.code == "run_counts_differ"]
+def test_other_hops_and_blocks_than_run_json_counts(hops, blocks, expected):
+    attribution = attribute(ring_of_two(hops, blocks), run_with(3, 6000, 4))
+    warnings = [warning for warning in attribution.warnings if warning.code == "run_counts_differ"]
     assert [warning.message.partition(" in 1 profiled iteration:")[0] for warning in warnings] == [
-        f"the trace has {text}" for text in said
+        f"the trace has {text}" for text in expected
     ]
     assert all((warning.rank, warning.count) == (None, 2) for warning in warnings)
 

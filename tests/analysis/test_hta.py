@@ -1,8 +1,8 @@
-"""HolisticTraceAnalysis as a second opinion on the overlap ratio and the temporal breakdown, through ``run.hta()``.
+"""Overlap ratio and temporal breakdown compared with those of HolisticTraceAnalysis, through ``run.hta()``.
 
-It rounds each event inward to whole microseconds, hence the tolerances. It needs pandas below 3, so it is asked in the
-environment that ``make test-processes`` makes for it; where there is none, and it cannot be imported here, it is not
-asked.
+HolisticTraceAnalysis rounds each event inward to whole microseconds, hence the tolerances. It needs pandas below 3, so
+it runs in an environment that ``make test-processes`` makes. Where that environment is missing and the package cannot
+be imported here, the tests are skipped.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def knows_hta(python: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What it says of every run, by folder."""
+def hta_figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the figures of HolisticTraceAnalysis for every run, by folder."""
     python = next(filter(knows_hta, PYTHONS), None)
     if python is None:
         pytest.skip("HolisticTraceAnalysis is not here: python scripts/install_hta.py")
@@ -50,38 +50,38 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.processes
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
-def test_the_overlap_ratio_is_within_three_tenths_of_a_point(path: Path, said: dict[str, Any]) -> None:
-    ours, ratios = analysis(path, window="trace"), said[str(path)]["overlap"]
-    assert len(ratios) == len(ours.ranks)
-    for rank in ours.attribution.ranks:
+def test_the_overlap_ratio_is_within_three_tenths_of_a_point(path: Path, hta_figures: dict[str, Any]) -> None:
+    run, ratios = analysis(path, window="trace"), hta_figures[str(path)]["overlap"]
+    assert len(ratios) == len(run.ranks)
+    for rank in run.attribution.ranks:
         assert rank.breakdown.overlap_ratio is not None
-        ratio, off = 100 * rank.breakdown.overlap_ratio, 0.3
+        ratio, tolerance = 100 * rank.breakdown.overlap_ratio, 0.3
         if "copy_engine" in rank.breakdown.kinds:
-            # To it a peer-to-peer copy is memory: where copies carry the hops it sees NCCL's kernels alone, if any.
+            # HTA counts peer-to-peer copies as memory: where copies carry the hops, it sees only NCCL's kernels.
             rest = [kind for name, kind in rank.breakdown.kinds.items() if kind.hidden_ns and name != "copy_engine"]
             time_ns = sum(kind.time_ns for kind in rest)
             ratio = 100 * sum(kind.hidden_ns or 0 for kind in rest) / max(time_ns, 1)
-            off += 100 * 2000 * sum(kind.calls for kind in rest) / max(time_ns, 1)
-        assert ratio == pytest.approx(ratios[str(rank.rank)], abs=off)
+            tolerance += 100 * 2000 * sum(kind.calls for kind in rest) / max(time_ns, 1)
+        assert ratio == pytest.approx(ratios[str(rank.rank)], abs=tolerance)
 
 
 @pytest.mark.processes
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
-def test_the_temporal_breakdown_is_within_two_microseconds_an_activity(path: Path, said: dict[str, Any]) -> None:
-    ours = analysis(path, window="trace")
-    copies = run_traces_of(ours, path, window="trace")
-    for rank in ours.attribution.ranks:
-        figures, row = rank.breakdown, said[str(path)]["temporal"][str(rank.rank)]
-        # Of each activity up to 2 us is lost to the rounding; what is lost shows as idle there.
-        lost = 2 * sum(kind.calls for kind in figures.kinds.values())
-        assert figures.wall_ns / 1e3 == pytest.approx(row["kernel_time(us)"], abs=2)
-        assert figures.compute_ns / 1e3 == pytest.approx(row["compute_time(us)"], abs=lost)
-        # It knows no time blocked on a peer's copies: nothing runs on the device, so it is idle.
+def test_the_temporal_breakdown_is_within_two_microseconds_an_activity(path: Path, hta_figures: dict[str, Any]) -> None:
+    run = analysis(path, window="trace")
+    copies = run_traces_of(run, path, window="trace")
+    for rank in run.attribution.ranks:
+        breakdown, row = rank.breakdown, hta_figures[str(path)]["temporal"][str(rank.rank)]
+        # Rounding loses up to 2 us of each activity, which HTA counts as idle.
+        lost = 2 * sum(kind.calls for kind in breakdown.kinds.values())
+        assert breakdown.wall_ns / 1e3 == pytest.approx(row["kernel_time(us)"], abs=2)
+        assert breakdown.compute_ns / 1e3 == pytest.approx(row["compute_time(us)"], abs=lost)
+        # HTA counts time blocked on a peer's copies as idle, since nothing runs on the device.
         blocked = sum(block.end - block.start for block in copies.blocks(rank.rank))
-        beside = figures.exposed_comm_ns - blocked + figures.exposed_memory_ns
+        beside = breakdown.exposed_comm_ns - blocked + breakdown.exposed_memory_ns
         assert beside / 1e3 == pytest.approx(row["non_compute_time(us)"], abs=lost)
-        assert (figures.idle_ns + blocked) / 1e3 == pytest.approx(row["idle_time(us)"], abs=lost)
+        assert (breakdown.idle_ns + blocked) / 1e3 == pytest.approx(row["idle_time(us)"], abs=lost)
 
 
 def test_without_it_the_error_names_the_pip_line(monkeypatch):

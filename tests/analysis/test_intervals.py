@@ -1,4 +1,4 @@
-"""Interval sets against the obvious: sets of single nanoseconds."""
+"""Interval sets compared with a simple reference: sets of single nanoseconds."""
 
 from __future__ import annotations
 
@@ -69,8 +69,10 @@ def test_covered_counts_each_interval_alone(cover, pairs):
 
 @given(INTERVALS, st.lists(POINTS, max_size=8))
 def test_contains_asks_for_single_points(pairs, points):
-    at = np.array(points, np.int64) + OFFSET
-    assert intervals.contains(spans(pairs), at).tolist() == [point + OFFSET in covered(pairs) for point in points]
+    points_ns = np.array(points, np.int64) + OFFSET
+    assert intervals.contains(spans(pairs), points_ns).tolist() == [
+        point + OFFSET in covered(pairs) for point in points
+    ]
 
 
 def test_touching_spans_merge():

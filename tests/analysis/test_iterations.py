@@ -1,4 +1,4 @@
-"""How many iterations a window holds, and figures of one iteration, however many were captured."""
+"""Number of iterations in a window, and metrics per iteration for any number of captured iterations."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from ringprof.analysis.findings.changes import changes_between
-from ringprof.analysis.findings.comparison import compare_entries
+from ringprof.analysis.findings.comparison import compare_measurements
 from ringprof.analysis.findings.findings import Findings, findings_in_memory
-from ringprof.analysis.findings.measurements import entry_of_run
+from ringprof.analysis.findings.measurements import measurement_of_run
 from ringprof.analysis.timeline.window import Focus
 from ringprof.report import as_json
 from ringprof.report.comparison import render
@@ -29,42 +29,44 @@ FLOPS = 4 * (128 * 129 // 2) * 64 * 7 // 2
 
 
 def program(steps: int, *optimizers: str, first: int = 100, rank: int = 0, world_size: int = 1) -> Builder:
-    """A step every 1000 ns: attention for 600, launched at its start, then each optimizer for 10, directly."""
+    """Return a trace with a step every 1000 ns: attention for 600 ns, then 10 ns per optimizer."""
     b = Builder(rank=rank, world_size=world_size)
     for begin in range(first, first + steps * STEP, STEP):
         b.run(FLASH, begin + 50, begin + 650, launched=begin + 10)
-        for place, name in enumerate(optimizers):
-            at = begin + 700 + 20 * place
-            b.mark(name, at, at + 10).run(f"multi_tensor_apply_kernel{place}", at + 100, at + 105, launched=at + 2)
+        for index, name in enumerate(optimizers):
+            start = begin + 700 + 20 * index
+            b.mark(name, start, start + 10).run(
+                f"multi_tensor_apply_kernel{index}", start + 100, start + 105, launched=start + 2
+            )
     return b
 
 
 def capture_of(steps: int, *optimizers: str, rank: int = 0, world_size: int = 1) -> Builder:
-    """As `capture` marks it: one range around all steps, inside a step of its own profiler."""
+    """Mark the program as `capture` does: one range around all steps, inside a step of its own profiler."""
     b = program(steps, *optimizers, rank=rank, world_size=world_size)
     return b.mark("ProfilerStep#1", 10, 200 + steps * STEP).mark("ringprof::iteration", 50, 150 + steps * STEP)
 
 
 def profiled(steps: int) -> Builder:
-    """As torch.profiler marks it: a range around each step."""
+    """Mark the program as torch.profiler does: a range around each step."""
     b = program(steps, ADAM)
     for number in range(steps):
         b.mark(f"ProfilerStep#{number + 3}", 100 + number * STEP, 95 + (number + 1) * STEP)
     return b
 
 
-def captured_run(workload: Workload | None = None, counted: int | None = None, world_size: int = 1) -> Run:
-    each = None if counted is None else counted // world_size
-    work = [Work(block_flops=each, block_calls={}, sent=[])] * world_size
+def captured_run(workload: Workload | None = None, counted_flops: int | None = None, world_size: int = 1) -> Run:
+    flops_per_rank = None if counted_flops is None else counted_flops // world_size
+    work = [Work(block_flops=flops_per_rank, block_calls={}, sent=[])] * world_size
     return recorded_run(world_size, timings=None, workload=workload, work=work, workload_ranks=workload and world_size)
 
 
-def found(*builders: Builder, run: Run | None = None, **focus: Any) -> Findings:
+def findings_of(*builders: Builder, run: Run | None = None, **focus: Any) -> Findings:
     return findings_in_memory(attribute([b.trace() for b in builders], run, None, Focus(**focus)))
 
 
-def counted(*builders: Builder, run: Run | None = None, **focus: Any) -> tuple[int | None, str]:
-    attribution = found(*builders, run=run, **focus).attribution
+def iterations_of(*builders: Builder, run: Run | None = None, **focus: Any) -> tuple[int | None, str]:
+    attribution = findings_of(*builders, run=run, **focus).attribution
     return attribution.window_iterations, attribution.times_are_of
 
 
@@ -72,49 +74,49 @@ def counted(*builders: Builder, run: Run | None = None, **focus: Any) -> tuple[i
 
 
 def test_steps_of_the_optimizer_are_the_iterations_of_a_captured_block() -> None:
-    assert counted(capture_of(3, ADAM), run=captured_run()) == (3, "one iteration (3 captured)")
-    assert counted(capture_of(1, ADAM), run=captured_run()) == (1, "one iteration")
+    assert iterations_of(capture_of(3, ADAM), run=captured_run()) == (3, "one iteration (3 captured)")
+    assert iterations_of(capture_of(1, ADAM), run=captured_run()) == (1, "one iteration")
     # The traces alone show the same.
-    assert counted(capture_of(3, ADAM)) == (3, "one iteration (3 captured)")
+    assert iterations_of(capture_of(3, ADAM)) == (3, "one iteration (3 captured)")
 
 
 def test_steps_of_a_profiler_inside_the_block_go_before_those_of_an_optimizer() -> None:
     b = capture_of(4, ADAM)
-    for at in (100, 2100):
-        b.mark(f"ProfilerStep#{at}", at, at + 1900)
-    assert counted(b, run=captured_run())[0] == 2
+    for start in (100, 2100):
+        b.mark(f"ProfilerStep#{start}", start, start + 1900)
+    assert iterations_of(b, run=captured_run())[0] == 2
 
 
 def test_optimizers_that_step_together_are_one_iteration() -> None:
     both = ADAM, "Optimizer.step#Muon.step"
-    assert counted(capture_of(2, *both), run=captured_run())[0] == 2
+    assert iterations_of(capture_of(2, *both), run=captured_run())[0] == 2
     # Work between them makes them two: a generator's and a discriminator's.
     apart = capture_of(2, *both)
     for begin in (100, 1100):
         apart.run(FLASH, begin + 900, begin + 910, launched=begin + 715)
-    assert counted(apart, run=captured_run())[0] == 4
+    assert iterations_of(apart, run=captured_run())[0] == 4
     # Unless the workload states fewer, and its FLOPs are right.
-    assert counted(apart, run=captured_run(replaced(steps=2), 2 * FLOPS))[0] == 2
+    assert iterations_of(apart, run=captured_run(replaced(steps=2), 2 * FLOPS))[0] == 2
 
 
 def test_steps_in_the_backward_pass_are_no_iterations() -> None:
     """One optimizer for each parameter, stepped by hooks: on autograd's thread, on CPU inside its operators."""
     b = program(2).mark("ringprof::iteration", 50, 2150)
     for begin in (100, 1100):
-        for at in (begin + 200, begin + 300):
-            b.mark(ADAM, at, at + 10, thread=MAIN + 1)
-            b.operate("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", at + 95, at + 195)
-            b.mark(ADAM, at + 100, at + 110)
-    assert counted(b, run=captured_run()) == (None, "the captured block")
+        for start in (begin + 200, begin + 300):
+            b.mark(ADAM, start, start + 10, thread=MAIN + 1)
+            b.operate("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", start + 95, start + 195)
+            b.mark(ADAM, start + 100, start + 110)
+    assert iterations_of(b, run=captured_run()) == (None, "the captured block")
 
 
 def test_without_steps_the_workload_tells() -> None:
     forward = msgspec.structs.replace(WORKLOAD, backward=False, steps=4)
-    assert counted(capture_of(4), run=captured_run()) == (None, "the captured block")
-    assert counted(capture_of(4), run=captured_run(forward)) == (4, "one iteration (4 captured)")
-    assert counted(capture_of(4)) == (None, "one ringprof::iteration range")
+    assert iterations_of(capture_of(4), run=captured_run()) == (None, "the captured block")
+    assert iterations_of(capture_of(4), run=captured_run(forward)) == (4, "one iteration (4 captured)")
+    assert iterations_of(capture_of(4)) == (None, "one ringprof::iteration range")
     # Not where its FLOPs are known to be others than were computed.
-    assert counted(capture_of(4), run=captured_run(WORKLOAD, 4 * FLOPS)) == (None, "the captured block")
+    assert iterations_of(capture_of(4), run=captured_run(WORKLOAD, 4 * FLOPS)) == (None, "the captured block")
 
 
 @pytest.mark.parametrize(
@@ -124,31 +126,31 @@ def test_without_steps_the_workload_tells() -> None:
 )
 def test_counted_steps_against_stated_ones(stated: int, flops: int | None, iterations: int) -> None:
     run = captured_run(msgspec.structs.replace(WORKLOAD, steps=stated), flops)
-    assert counted(capture_of(2, ADAM), run=run)[0] == iterations
+    assert iterations_of(capture_of(2, ADAM), run=run)[0] == iterations
 
 
 def test_ranks_that_show_other_steps_leave_it_unknown() -> None:
     builders = [capture_of(2, *[ADAM] * count, rank=rank, world_size=2) for rank, count in enumerate((1, 0))]
-    assert counted(*builders, run=captured_run(world_size=2)) == (None, "the captured block")
+    assert iterations_of(*builders, run=captured_run(world_size=2)) == (None, "the captured block")
 
 
 def test_marked_iterations_are_as_many_as_they_are() -> None:
-    assert counted(profiled(3)) == (3, "one iteration")
+    assert iterations_of(profiled(3)) == (3, "one iteration")
     b = program(2).mark("ringprof::iteration", 100, 1050).mark("ringprof::iteration", 1100, 2050)
-    assert counted(b, run=recorded_run(1)) == (2, "one iteration")
+    assert iterations_of(b, run=recorded_run(1)) == (2, "one iteration")
 
 
 def test_a_part_of_the_traces_holds_no_known_number() -> None:
-    assert counted(program(3, ADAM)) == (None, "the whole trace")
-    assert counted(profiled(3), between_ns=(0, 1500)) == (None, "one chosen range")
-    assert counted(capture_of(3, ADAM), run=captured_run(), between_ns=(0, 1500)) == (None, "the chosen window")
-    assert counted(program(3).mark("part", 50, 3150), window="part") == (None, "the chosen window")
+    assert iterations_of(program(3, ADAM)) == (None, "the whole trace")
+    assert iterations_of(profiled(3), between_ns=(0, 1500)) == (None, "one chosen range")
+    assert iterations_of(capture_of(3, ADAM), run=captured_run(), between_ns=(0, 1500)) == (None, "the chosen window")
+    assert iterations_of(program(3).mark("part", 50, 3150), window="part") == (None, "the chosen window")
 
 
 def test_more_steps_than_stated_are_a_warning_where_no_flops_tell() -> None:
     def codes(stated: int, steps: int, flops: int | None = None) -> list[str]:
         run = captured_run(msgspec.structs.replace(WORKLOAD, steps=stated), flops)
-        return [one.code for one in found(capture_of(steps, ADAM), run=run).attribution.warnings]
+        return [warning.code for warning in findings_of(capture_of(steps, ADAM), run=run).attribution.warnings]
 
     assert codes(1, 2) == ["workload_steps_differ"]
     assert codes(2, 2) == codes(8, 2) == codes(1, 2, FLOPS) == []
@@ -160,43 +162,51 @@ def test_more_steps_than_stated_are_a_warning_where_no_flops_tell() -> None:
 
 def test_a_capture_compares_with_a_profile_of_the_same_program() -> None:
     """Both have two steps of 600 ns of attention; the window ends 5 ns after the last optimizer's start, 100 later."""
-    base, other = found(profiled(2)), found(capture_of(2, ADAM), run=captured_run())
-    entries = [entry_of_run("torch", base), entry_of_run("capture", other)]
+    base, other = findings_of(profiled(2)), findings_of(capture_of(2, ADAM), run=captured_run())
+    entries = [measurement_of_run("torch", base), measurement_of_run("capture", other)]
     for entry in entries:
         assert entry.figures["flash_fwd_ms"].value * 1e6 == pytest.approx(600)
         assert entry.figures["wall_ms"].value * 1e6 == pytest.approx((STEP + 755) / 2)
         assert entry.figures["waterfall.attention_ms"].value * 1e6 == pytest.approx(600)
-    comparison = compare_entries(entries, (base, other), did_same_work=True)
-    ratios = {one.figure: one.ratio for one in comparison.differences if one.ratio is not None}
+    comparison = compare_measurements(entries, (base, other), did_same_work=True)
+    ratios = {
+        difference.figure: difference.ratio for difference in comparison.differences if difference.ratio is not None
+    }
     assert ratios and set(ratios.values()) == {1.0}
-    assert not any(one.share for one in changes_between(base, other).parts)
+    assert not any(difference.share for difference in changes_between(base, other).parts)
     text = render(comparison, TextStyle(width=100))
     assert "figures: base of one iteration; 1 of one iteration (2 captured)" in text
-    both = compare_entries([entries[1], msgspec.structs.replace(entries[1], label="again")], did_same_work=True)
+    both = compare_measurements([entries[1], msgspec.structs.replace(entries[1], label="again")], did_same_work=True)
     assert "figures, of one iteration (2 captured)" in render(both, TextStyle(width=100))
 
 
 def test_a_block_of_unknown_iterations_is_not_called_one() -> None:
-    entry = entry_of_run("mine", found(capture_of(2), run=captured_run()))
+    entry = measurement_of_run("mine", findings_of(capture_of(2), run=captured_run()))
     assert entry.figures["flash_fwd_ms"].value * 1e6 == pytest.approx(1200)
-    text = render(compare_entries([entry, entry]), TextStyle(width=100))
+    text = render(compare_measurements([entry, entry]), TextStyle(width=100))
     assert "figures, of the captured block" in text and "one iteration" not in text
 
 
 def test_the_same_work_is_as_much_an_iteration() -> None:
     """Two steps against four of the same workload, and data parallel 2 x 2 against a batch of 2."""
     two, four = (
-        entry_of_run(str(steps), found(capture_of(steps, ADAM), run=captured_run(replaced(steps=steps), steps * FLOPS)))
+        measurement_of_run(
+            str(steps), findings_of(capture_of(steps, ADAM), run=captured_run(replaced(steps=steps), steps * FLOPS))
+        )
         for steps in (2, 4)
     )
-    (wall,) = [one for one in compare_entries([two, four]).differences if one.figure == "flash_fwd_ms"]
+    (wall,) = [
+        difference
+        for difference in compare_measurements([two, four]).differences
+        if difference.figure == "flash_fwd_ms"
+    ]
     assert (wall.ratio, wall.verdict) == (1.0, "same")
     ranks = [capture_of(1, ADAM, rank=rank, world_size=4) for rank in range(4)]
     grouped = msgspec.structs.replace(captured_run(WORKLOAD, 2 * FLOPS, world_size=4), workload_ranks=2)
     whole = captured_run(replaced(batch=2), 2 * FLOPS, world_size=4)
-    entries = [entry_of_run("mine", found(*ranks, run=run)) for run in (grouped, whole)]
+    entries = [measurement_of_run("mine", findings_of(*ranks, run=run)) for run in (grouped, whole)]
     assert [entry.settings["batch"] for entry in entries] == ["2", "2"]
-    assert compare_entries(entries).differing == {}
+    assert compare_measurements(entries).differing == {}
 
 
 def replaced(**changes: Any) -> Workload:
@@ -204,14 +214,16 @@ def replaced(**changes: Any) -> Workload:
 
 
 def test_a_report_says_how_many_were_captured() -> None:
-    known = found(capture_of(2, ADAM), run=captured_run(replaced(steps=2), 2 * FLOPS))
+    known = findings_of(capture_of(2, ADAM), run=captured_run(replaced(steps=2), 2 * FLOPS))
     text = report(known, TextStyle(width=200))
     assert text.splitlines()[0].endswith("· 2 captured iterations")
     assert "per device achieved (2 captured iterations, under the profiler)" in text
-    unknown = report(found(capture_of(2), run=captured_run()), TextStyle(width=200))
+    unknown = report(findings_of(capture_of(2), run=captured_run()), TextStyle(width=200))
     assert unknown.splitlines()[0].endswith("· a captured block")
-    summaries = [as_json.as_dict(one, source="run", paths=[])["summary"] for one in (known, found(profiled(3)))]
-    assert [(one["iterations"], one["window_iterations"]) for one in summaries] == [(1, 2), (3, 3)]
+    summaries = [
+        as_json.as_dict(findings, source="run", paths=[])["summary"] for findings in (known, findings_of(profiled(3)))
+    ]
+    assert [(summary["iterations"], summary["window_iterations"]) for summary in summaries] == [(1, 2), (3, 3)]
 
 
 # --- what the workload needs ------------------------------------------------------------------------------
@@ -221,15 +233,15 @@ def test_the_waterfall_needs_the_work_of_every_group() -> None:
     """Data parallel 2 x 2 at the peak of an H200, 989 TFLOP/s: each rank needs half of a workload."""
     ranks = [capture_of(1, ADAM, rank=rank, world_size=4) for rank in range(4)]
     run = msgspec.structs.replace(captured_run(WORKLOAD, 2 * FLOPS, world_size=4), workload_ranks=2)
-    waterfall = found(*ranks, run=run).waterfall
+    waterfall = findings_of(*ranks, run=run).waterfall
     assert waterfall.of("peak") == round(FLOPS / 2 / 989e12 * 1e9)
     assert waterfall.of("repeated") == 0
     assert waterfall.tflops == pytest.approx(FLOPS / 2 / waterfall.wall_ns / 1e3)
 
 
 def test_a_workload_that_cannot_be_meant_makes_no_waterfall_from_the_peak() -> None:
-    """Of two steps one was stated: the other is no repeated work."""
-    waterfall = found(capture_of(2, ADAM), run=captured_run(WORKLOAD, 2 * FLOPS)).waterfall
+    """A second step that the workload does not state is no repeated work."""
+    waterfall = findings_of(capture_of(2, ADAM), run=captured_run(WORKLOAD, 2 * FLOPS)).waterfall
     assert (waterfall.peak, waterfall.of("repeated"), waterfall.of("attention")) == (None, 0, 1200)
-    again = found(capture_of(2, ADAM), run=captured_run(replaced(steps=2), 2 * FLOPS * 9 // 7)).waterfall
+    again = findings_of(capture_of(2, ADAM), run=captured_run(replaced(steps=2), 2 * FLOPS * 9 // 7)).waterfall
     assert again.peak is not None and again.of("repeated") > 0

@@ -1,7 +1,7 @@
-"""Two recorded runs of 8 GPUs: every figure of every rank against a sweep over the raw events, to the nanosecond.
+"""Two recorded runs of 8 GPUs: every metric of every rank against a sweep over the raw events, to the nanosecond.
 
-The reference here shares nothing with the package: the standard library's JSON, decimal times, and kinds from what
-the kernels of these two runs are called.
+The reference shares nothing with the package: it uses the standard library's JSON, decimal times, and kinds by the
+kernel names of these two runs.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ def nanoseconds(microseconds: str) -> int:
 
 @cache
 def raw_events(run: str, rank: int) -> list[tuple[int, int, str]]:
-    """(start, end, class) of all device activities, the base time left out."""
+    """Return (start, end, class) of all device activities, without the base time."""
     text = gzip.decompress((DATA / run / f"rank{rank}.json.gz").read_bytes())
-    found = []
+    events = []
     for event in json.loads(text, parse_float=str, parse_int=str)["traceEvents"]:
         if event.get("cat") in {"kernel", "gpu_memcpy", "gpu_memset"}:
             start = nanoseconds(event["ts"])
             memory = "comm" if "PtoP" in event["name"] else "memory"
             kernel = "comm" if event["name"].startswith("nccl") else "compute"
             kind = kernel if event["cat"] == "kernel" else memory
-            found.append((start, start + nanoseconds(event["dur"]), kind))
-    return found
+            events.append((start, start + nanoseconds(event["dur"]), kind))
+    return events
 
 
 @pytest.mark.parametrize(("run", "rank"), RANKS)

@@ -1,4 +1,4 @@
-"""Kineto traces written by hand as text, one rank each; times are whole nanoseconds."""
+"""Writer of synthetic Kineto traces as text, one rank each; times are whole nanoseconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 BASE_NS = 1_790_857_026_000_000_000
 START_NS = 1_000_000
-"""What a trace calls time 0, and earlier times, are no times to a reader: all are this much later."""
+"""Offset of all times in nanoseconds, since readers reject times at or before 0."""
 COPY_STREAM = 20
 
 

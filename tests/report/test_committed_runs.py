@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 import ringprof
-from ringprof.analysis.findings.verdict_text import blocked_on_links
+from ringprof.analysis.findings.verdict_text import blocked_by_link
 from ringprof.run import read_run
 from tests.analysis.idle_oracle import run_traces_of
 from tests.analysis.sweep import sweep
@@ -100,7 +100,7 @@ def test_a_committed_run_on_two_hosts_names_the_wire_between_them(name, leaving)
     report = ringprof.load(folder).report()
     jsonschema.validate(report, json.loads(SCHEMA.read_text()))
     assert run.topology.hosts == ["host0", "host0", "host1", "host1"] and run.work is not None
-    links = blocked_on_links(analysis(folder).attribution)
+    links = blocked_by_link(analysis(folder).attribution)
     assert links is not None and links.leaving_bytes == leaving * ELEMENTS
     exposed = sum(rank["exposed_comm_ns"] for rank in report["ranks"]) / 4
     assert links.between_hosts_ns + links.within_host_ns == pytest.approx(exposed, rel=1e-9)

@@ -13,9 +13,9 @@ import pytest
 
 from ringprof import cli
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.findings.conditions import figures_of
+from ringprof.analysis.findings.conditions import metrics_of
 from ringprof.analysis.findings.findings import Findings, findings_in_memory
-from ringprof.analysis.findings.measurements import entry_of_run
+from ringprof.analysis.findings.measurements import measurement_of_run
 from ringprof.analysis.timeline.idle import CAUSES
 from ringprof.frames import frame_of
 from ringprof.report import palette, plots
@@ -136,12 +136,12 @@ def test_the_frame_has_every_name_and_its_share() -> None:
 
 def test_the_figures_of_conditions_are_shares_of_the_wall_and_times() -> None:
     """Ranks idle 2 and 4 of 500 µs, all of it gaps, and are blocked on a peer for 200 and 50 µs."""
-    figures = figures_of(findings_of(*copied_hop()))
+    figures = metrics_of(findings_of(*copied_hop()))
     assert figures["blocked_on_peer"] == pytest.approx(0.25)
     assert figures["max(blocked_on_peer)"] == pytest.approx(0.4) and figures["min(blocked_on_peer_ns)"] == 50 * US
     assert figures["idle_gap"] == figures["idle"] == pytest.approx(0.006)
     assert (figures["idle_host"], figures["idle_blocked_ns"], figures["max(idle_gap_ns)"]) == (0.0, 0.0, 4 * US)
-    assert "idle_host" not in figures_of(findings_of(cpu_example()))
+    assert "idle_host" not in metrics_of(findings_of(cpu_example()))
 
 
 def test_a_comparison_has_times_of_one_iteration() -> None:
@@ -153,7 +153,7 @@ def test_a_comparison_has_times_of_one_iteration() -> None:
         called = (start + 10 + late) * US - 5
         b.run(FLASH, called + 5, (start + 90) * US, launched=called)
         b.on_host(f"op{number}", (start + 10) * US, called + 5)
-    figures = entry_of_run("a", findings_of(b)).figures
+    figures = measurement_of_run("a", findings_of(b)).figures
     assert figures["idle_host_ms"].value == pytest.approx(0.015)
     assert figures["idle_blocked_ms"].value == pytest.approx(0.005)
     parts = sum(figures[f"idle_{cause}_ms"].value for cause in CAUSES)

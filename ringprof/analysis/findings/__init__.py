@@ -1,1 +1,1 @@
-"""What a run comes to: summary, waterfall, verdict, comparison, and conditions on their figures."""
+"""Results derived from the attribution of a run: summary, waterfall, verdict, comparison, and conditions."""

@@ -1,4 +1,4 @@
-"""The user's own ranges (``attn(F)``, ``ProfilerStep``, NVTX): what was launched in them, and what of it was hidden."""
+"""User annotations (``attn(F)``, ``ProfilerStep``, NVTX ranges): the work launched in them, and its hidden share."""
 
 from __future__ import annotations
 
@@ -17,52 +17,56 @@ from ringprof.analysis.timeline.rows import TimedActivities
 from ringprof.trace.columns import NONE, Int64, Ranges, Trace
 
 MOST_NAMES = 500
-"""Of a rank's ranges those names are looked at whose ranges are longest together: a loop may number its own."""
+"""Largest number of range names per rank that are analysed, longest in total first; a loop may number its ranges."""
 
-_NOT_THE_USERS = re.compile(r"ringprof::|nccl:|gloo:|c10d::|mpi:|record_param_comms|## ")
+_NOT_USER_RANGES = re.compile(r"ringprof::|nccl:|gloo:|c10d::|mpi:|record_param_comms|## ")
 _NUMBERED = re.compile(r"(ProfilerStep)#[0-9]+")
 
 
 class Annotation(NamedTuple):
-    """The ranges of one name, in nanoseconds; of a rank, or the sums over all."""
+    """All ranges of one name, in nanoseconds: of one rank, or summed over all ranks."""
 
     name: str
     calls: int
-    """Ranges in which something was launched."""
+    """Number of ranges in which something was launched."""
     busy_ns: int
-    """The time in which anything runs that was launched in them."""
+    """Time in which anything runs that was launched in the ranges."""
     compute_ns: int
     communication_ns: int
     exposed_ns: int
-    """Of the communication: with no computation beside it, whoever launched that."""
+    """Communication without any computation at the same time, wherever that computation was launched."""
 
     @property
     def hidden(self) -> float | None:
-        """Share of the communication that is hidden, 0..1; None where there is none."""
+        """Share of the communication that is hidden, 0..1; None without communication."""
         return 1.0 - self.exposed_ns / self.communication_ns if self.communication_ns else None
 
 
 def annotations_of(ranks: Iterable[Rank]) -> tuple[Annotation, ...]:
-    """Those of several ranks, by name, longest first."""
-    found: dict[str, Annotation] = {}
+    """Sum the user annotations over ranks, by name, longest first."""
+    totals: dict[str, Annotation] = {}
     for rank in ranks:
-        for one in _of_rank(rank.detail):
-            known = found.get(one.name, Annotation(one.name, 0, 0, 0, 0, 0))
-            found[one.name] = Annotation(one.name, *(a + b for a, b in zip(known[1:], one[1:], strict=True)))
-    return tuple(sorted(found.values(), key=lambda one: (-one.busy_ns, one.name)))
+        for annotation in _annotations_of_rank(rank.detail):
+            earlier = totals.get(annotation.name, Annotation(annotation.name, 0, 0, 0, 0, 0))
+            totals[annotation.name] = Annotation(
+                annotation.name, *(a + b for a, b in zip(earlier[1:], annotation[1:], strict=True))
+            )
+    return tuple(sorted(totals.values(), key=lambda annotation: (-annotation.busy_ns, annotation.name)))
 
 
-def _of_rank(detail: Detail) -> Iterator[Annotation]:
+def _annotations_of_rank(detail: Detail) -> Iterator[Annotation]:
+    """Yield the annotations of one rank in which anything was launched."""
     trace, rows = detail.classified.trace, detail.rows()
     compute = intervals.merged(rows.spans(*COMPUTE), detail.background(rows).spans(*COMPUTE))
-    launched = _Launched(detail, rows)
-    for name, indices in _names(trace):
-        places, calls = launched.inside(indices)
-        if len(places):
-            yield _measured(name, calls, rows.at(places), compute)
+    launched = _LaunchedRows(detail, rows)
+    for name, name_indices in _user_names(trace):
+        row_indices, calls = launched.rows_in_ranges(name_indices)
+        if len(row_indices):
+            yield _annotation(name, calls, rows.at(row_indices), compute)
 
 
-def _measured(name: str, calls: int, rows: TimedActivities, compute: Spans) -> Annotation:
+def _annotation(name: str, calls: int, rows: TimedActivities, compute: Spans) -> Annotation:
+    """Measure the activities launched in the ranges of one name; ``compute``: all computation on the device."""
     communication = rows.spans(*COMMUNICATION)
     return Annotation(
         name=name,
@@ -74,61 +78,69 @@ def _measured(name: str, calls: int, rows: TimedActivities, compute: Spans) -> A
     )
 
 
-def _names(trace: Trace) -> list[tuple[str, list[int]]]:
-    """The names of the user's ranges, those of the longest first, each with its indices into ``trace.names``."""
-    spent = np.zeros(max(len(trace.names), 1), np.float64)
+def _user_names(trace: Trace) -> list[tuple[str, list[int]]]:
+    """Return the names of the user's ranges, longest in total first, each with its indices into ``trace.names``."""
+    time_of_name = np.zeros(max(len(trace.names), 1), np.float64)
     for ranges in (trace.annotations, trace.device_annotations):
-        np.add.at(spent, ranges.name, 1.0 + ranges.end_ns - ranges.start_ns)
-    found: dict[str, list[int]] = {}
-    for index in np.argsort(-spent, kind="stable")[: int(np.count_nonzero(spent))].tolist():
+        np.add.at(time_of_name, ranges.name, 1.0 + ranges.end_ns - ranges.start_ns)
+    indices_of_name: dict[str, list[int]] = {}
+    for index in np.argsort(-time_of_name, kind="stable")[: int(np.count_nonzero(time_of_name))].tolist():
         text = trace.names[index]
-        if not _NOT_THE_USERS.match(text):
+        if not _NOT_USER_RANGES.match(text):
             numbered = _NUMBERED.fullmatch(text)
             name = numbered[1] if numbered else text
-            if name in found or len(found) < MOST_NAMES:
-                found.setdefault(name, []).append(index)
-    return list(found.items())
+            if name in indices_of_name or len(indices_of_name) < MOST_NAMES:
+                indices_of_name.setdefault(name, []).append(index)
+    return list(indices_of_name.items())
 
 
-class _Launched:
-    """A rank's activities by when they were launched; those without a launch record by the device's own ranges."""
+class _LaunchedRows:
+    """Lookup of a rank's activities by launch time, or by device ranges where no launch is recorded."""
 
     def __init__(self, detail: Detail, rows: TimedActivities) -> None:
         trace = detail.classified.trace
         launch = detail.classified.launch[rows.activity]
-        joined = np.flatnonzero(launch != NONE)
-        moment = trace.launches.start_ns[launch[joined]]
-        order = np.argsort(moment, kind="stable")
-        self._place, self._moment = joined[order], moment[order]
-        self._rest = np.flatnonzero(launch == NONE)
-        self._rest_start = rows.start_ns[self._rest]
-        self._on_cpu, self._on_device = _ByName(trace.annotations), _ByName(trace.device_annotations)
+        with_launch = np.flatnonzero(launch != NONE)
+        launched_ns = trace.launches.start_ns[launch[with_launch]]
+        order = np.argsort(launched_ns, kind="stable")
+        self._launched_rows, self._launched_ns = with_launch[order], launched_ns[order]
+        self._rows_without_launch = np.flatnonzero(launch == NONE)
+        self._start_without_launch_ns = rows.start_ns[self._rows_without_launch]
+        self._on_cpu, self._on_device = _RangesByName(trace.annotations), _RangesByName(trace.device_annotations)
 
-    def inside(self, names: Sequence[int]) -> tuple[npt.NDArray[np.intp], int]:
-        """Places among the rows of what was launched in ranges of these names, on any thread; and how many ranges."""
-        start, end = self._on_cpu.of(names)
-        calls = int(np.count_nonzero(self._first(end) > self._first(start)))
+    def rows_in_ranges(self, names: Sequence[int]) -> tuple[npt.NDArray[np.intp], int]:
+        """Return the indices of the rows launched in ranges of these names, on any thread, and the number of ranges.
+
+        ``names`` are indices into ``trace.names``. Ranges without a launch do not count.
+        """
+        start, end = self._on_cpu.times_of(names)
+        calls = int(np.count_nonzero(self._launched_before(end) > self._launched_before(start)))
         spans = intervals.union(start, end)
-        parts = [self._place[intervals.contains(spans, self._moment)]]
-        if len(self._rest):
-            start, end = self._on_device.of(names)
-            parts.append(self._rest[intervals.contains(intervals.union(start, end), self._rest_start)])
+        row_indices = [self._launched_rows[intervals.contains(spans, self._launched_ns)]]
+        if len(self._rows_without_launch):
+            start, end = self._on_device.times_of(names)
+            row_indices.append(
+                self._rows_without_launch[
+                    intervals.contains(intervals.union(start, end), self._start_without_launch_ns)
+                ]
+            )
             calls = calls or len(start)
-        return np.sort(np.concatenate(parts)), calls
+        return np.sort(np.concatenate(row_indices)), calls
 
-    def _first(self, moment: Int64) -> npt.NDArray[np.intp]:
-        return np.searchsorted(self._moment, moment)
+    def _launched_before(self, times_ns: Int64) -> npt.NDArray[np.intp]:
+        """Count the launches before each of the times."""
+        return np.searchsorted(self._launched_ns, times_ns)
 
 
-class _ByName:
-    """Ranges in order of their names, so that those of one are found without looking at all."""
+class _RangesByName:
+    """Ranges sorted by name, so that the ranges of one name are found by binary search."""
 
     def __init__(self, ranges: Ranges) -> None:
         self._ranges = ranges
         self._order = np.argsort(ranges.name, kind="stable")
         self._name = ranges.name[self._order]
 
-    def of(self, names: Sequence[int]) -> tuple[Int64, Int64]:
-        """Start and end of those of any of these names."""
-        rows = np.concatenate([self._order[slice(*np.searchsorted(self._name, (one, one + 1)))] for one in names])
+    def times_of(self, names: Sequence[int]) -> tuple[Int64, Int64]:
+        """Return the start and end of all ranges with one of these names."""
+        rows = np.concatenate([self._order[slice(*np.searchsorted(self._name, (name, name + 1)))] for name in names])
         return self._ranges.start_ns[rows], self._ranges.end_ns[rows]

@@ -1,7 +1,7 @@
-"""What became of the time between two runs: by part of the waterfall, by ring step and by kernel, largest change first.
+"""Changes in time between two runs: by part of the waterfall, by ring step and by kernel, largest change first.
 
-All times are of one profiled iteration (of a captured block whose iterations are not known: of the block), means over
-ranks; shares are of the slowest rank's wall in the base's.
+All times are per profiled iteration, or per captured block where its iterations are not known, and means over ranks.
+Shares are relative to the slowest rank's wall time in the base run.
 """
 
 from __future__ import annotations
@@ -15,101 +15,120 @@ from ringprof.analysis.findings.shared_parts import shared_parts
 from ringprof.analysis.findings.verdict import PASSES
 from ringprof.analysis.findings.waterfall import COMMUNICATION_PARTS, WATERFALL_LABELS
 
-WORTH_SAYING = 0.01
-"""The least share of the base's wall that is named as a change."""
-MOST_SAID = 3
-MOST_OF_IT = 0.8
-"""Share of what a pass changed by that the steps which are named hold."""
+MIN_SHARE = 0.01
+"""Smallest share of the base's wall time that is named as a change."""
+MAX_PARTS = 3
+"""Largest number of waterfall parts that a sentence names."""
+STEP_COVERAGE = 0.8
+"""Share of a pass's change that the named ring steps must cover."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One thing's time in both runs, in nanoseconds."""
+    """Time of one part, ring step or kernel in both runs, in nanoseconds."""
 
     what: str
+    """Name of the part, ring step or kernel."""
     base_ns: float
     other_ns: float
     share: float
-    """Of the change, in the base's wall: negative where the other run spends less."""
+    """Difference as a share of the base's wall time; negative where the other run spends less."""
 
 
 @dataclass(frozen=True)
 class RunChanges:
-    """Every change between two runs of the same work, largest first; each sums over what is named alike."""
+    """All changes between two runs of the same work, largest first; equal names are summed."""
 
     parts: tuple[Change, ...]
-    """By part of the waterfall: they sum to the change of the slowest rank's wall."""
+    """Changes by part of the waterfall; they sum to the change of the slowest rank's wall time."""
     steps: tuple[Change, ...]
-    """By ring step, as ``bwd 3``: what it exposes."""
+    """Changes of the exposed communication by ring step, such as ``bwd 3``."""
     kernels: tuple[Change, ...]
+    """Changes by kernel name."""
 
     def sentence(self) -> str:
-        """The largest changes by part, then the steps that hold most of what is exposed; empty where none is large."""
-        said = [one for one in self.parts if abs(one.share) >= WORTH_SAYING][:MOST_SAID]
-        named = [f"{100 * one.share:+.1f} % {WATERFALL_LABELS[one.what]}" for one in said]
-        exposed = [one for one in said if one.what in COMMUNICATION_PARTS]
-        return ", ".join(named) + (self._where(exposed[0].share) if exposed else "")
+        """Name the largest changes by part, then the ring steps with most of the exposed change; empty without any."""
+        largest = [change for change in self.parts if abs(change.share) >= MIN_SHARE][:MAX_PARTS]
+        texts = [f"{100 * change.share:+.1f} % {WATERFALL_LABELS[change.what]}" for change in largest]
+        exposed = [change for change in largest if change.what in COMMUNICATION_PARTS]
+        return ", ".join(texts) + (self._step_clause(exposed[0].share) if exposed else "")
 
-    def _where(self, share: float) -> str:
-        """What of the exposed time changed in the steps that changed most, of the pass that did."""
-        way = 1 if share > 0 else -1
+    def _step_clause(self, share: float) -> str:
+        """Name the ring steps that hold most of the exposed change, in the pass that changed most.
+
+        ``share`` is the change of the exposed part; only steps that change in its direction count.
+        """
+        sign = 1 if share > 0 else -1
         passes: dict[str, dict[int, float]] = defaultdict(dict)
-        for one in self.steps:
-            phase, step = one.what.split(" ")
-            passes[phase][int(step)] = max(0.0, way * one.share)
+        for change in self.steps:
+            phase, step = change.what.split(" ")
+            passes[phase][int(step)] = max(0.0, sign * change.share)
         phase = max(passes, key=lambda name: sum(passes[name].values()), default="")
-        whole = sum(passes[phase].values()) if phase else 0.0
-        if whole < WORTH_SAYING / 2:
+        pass_change = sum(passes[phase].values()) if phase else 0.0
+        if pass_change < MIN_SHARE / 2:
             return ""
         named: list[int] = []
         for number, share in sorted(passes[phase].items(), key=lambda item: -item[1]):
-            if sum(passes[phase][one] for one in named) < MOST_OF_IT * whole and share:
+            if sum(passes[phase][earlier] for earlier in named) < STEP_COVERAGE * pass_change and share:
                 named.append(number)
-        held = way * 100 * sum(passes[phase][one] for one in named)
-        steps = f"step{'s' if len(named) > 1 else ''} {_listed(sorted(named))}"
-        return f"; by ring step {held:+.1f} % exposed in {PASSES.get(phase, phase)} {steps}"
+        covered = sign * 100 * sum(passes[phase][step_number] for step_number in named)
+        steps = f"step{'s' if len(named) > 1 else ''} {_steps_in_words(sorted(named))}"
+        return f"; by ring step {covered:+.1f} % exposed in {PASSES.get(phase, phase)} {steps}"
 
 
-def _listed(steps: list[int]) -> str:
+def _steps_in_words(steps: list[int]) -> str:
+    """Return ascending step numbers as text: ``1 to 4``, or ``1, 3``."""
     if len(steps) > 2 and steps[-1] - steps[0] == len(steps) - 1:
         return f"{steps[0]} to {steps[-1]}"
     return ", ".join(map(str, steps))
 
 
 def changes_between(base: Findings, other: Findings) -> RunChanges:
-    """What of the time changed; both must have done the same work."""
-    wall = base.waterfall.wall_ns / _iterations(base) or 1.0
+    """Compare the times of two runs, which must have done the same work."""
+    base_wall_ns = base.waterfall.wall_ns / _times_divisor(base) or 1.0
 
-    def changed(one: Mapping[str, float], two: Mapping[str, float]) -> tuple[Change, ...]:
+    def changed(base_ns: Mapping[str, float], other_ns: Mapping[str, float]) -> tuple[Change, ...]:
+        """Pair the times of both runs by name, largest change first."""
         rows = [
-            Change(name, one.get(name, 0.0), two.get(name, 0.0), (two.get(name, 0.0) - one.get(name, 0.0)) / wall)
-            for name in dict.fromkeys([*one, *two])
+            Change(
+                name,
+                base_ns.get(name, 0.0),
+                other_ns.get(name, 0.0),
+                (other_ns.get(name, 0.0) - base_ns.get(name, 0.0)) / base_wall_ns,
+            )
+            for name in dict.fromkeys([*base_ns, *other_ns])
         ]
         return tuple(sorted(rows, key=lambda row: -abs(row.share)))
 
-    parts = shared_parts([_parts(base), _parts(other)])
-    return RunChanges(changed(*parts), *(changed(of(base), of(other)) for of in (_steps, _kernels)))
+    parts = shared_parts([_time_by_part(base), _time_by_part(other)])
+    return RunChanges(
+        changed(*parts), *(changed(times(base), times(other)) for times in (_exposed_by_step, _time_by_kernel))
+    )
 
 
-def _iterations(found: Findings) -> int:
-    return found.summary.times_divisor
+def _times_divisor(findings: Findings) -> int:
+    """Return the divisor that makes a time of the window one of an iteration."""
+    return findings.summary.times_divisor
 
 
-def _parts(found: Findings) -> dict[str, float]:
-    return {part.part: part.time_ns / _iterations(found) for part in found.waterfall.parts}
+def _time_by_part(findings: Findings) -> dict[str, float]:
+    """Return the nanoseconds of each part of the waterfall."""
+    return {part.part: part.time_ns / _times_divisor(findings) for part in findings.waterfall.parts}
 
 
-def _steps(found: Findings) -> dict[str, float]:
-    whole = len(found.attribution.ranks) * _iterations(found)
+def _exposed_by_step(findings: Findings) -> dict[str, float]:
+    """Return the exposed nanoseconds of each ring step, mean over ranks."""
+    divisor = len(findings.attribution.ranks) * _times_divisor(findings)
     times: dict[str, float] = defaultdict(float)
-    for (phase, step), (time, _) in found.exposed_by_step.items():
-        times[f"{phase} {step}"] += time / whole
+    for (phase, step), (time, _) in findings.exposed_by_step.items():
+        times[f"{phase} {step}"] += time / divisor
     return times
 
 
-def _kernels(found: Findings) -> dict[str, float]:
-    whole = len(found.attribution.ranks) * _iterations(found)
+def _time_by_kernel(findings: Findings) -> dict[str, float]:
+    """Return the nanoseconds of each kernel by name, mean over ranks."""
+    divisor = len(findings.attribution.ranks) * _times_divisor(findings)
     times: dict[str, float] = defaultdict(float)
-    for one in found.attribution.kernels:
-        times[one.name] += one.time_ns / whole
+    for kernel in findings.attribution.kernels:
+        times[kernel.name] += kernel.time_ns / divisor
     return times

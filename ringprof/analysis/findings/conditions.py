@@ -1,15 +1,15 @@
-"""Figures of a report by name, and conditions on them for CI: ``exposed_comm > 5%``, ``tflops < 0.95 * base``.
+"""Metrics of a report by name, and conditions on them for CI: ``exposed_comm > 5%``, ``tflops < 0.95 * base``.
 
-A name means the same in every report and comparison: a mean over ranks, with ``max(...)`` and ``min(...)`` over them.
-``exposed_comm``, ``idle``, its causes (``idle_host``) and the other parts of the time are shares of the wall (0..1);
-with ``_ns`` they are times over the whole window, with ``_ms`` of one iteration
-(`ringprof.analysis.findings.measurements`). What is not known has no figure.
+A name means the same in every report and comparison: a mean over ranks, with ``max(...)`` and ``min(...)`` over ranks.
+``exposed_comm``, ``idle``, the causes of idle time (``idle_host``) and the other parts of the time are shares of the
+wall time (0..1). With ``_ns`` they are times over the whole window, with ``_ms`` times of one iteration
+(`ringprof.analysis.findings.measurements`). A metric whose value is not known is left out.
 
-Of a figure that was repeated a condition holds, or does not, where it does so over the figure's whole interval; else it
-is undecided. A figure that was measured once is taken as it is.
+A metric that was measured repeatedly has an interval. A condition on it is decided where the answer is the same over
+the whole interval, and otherwise undecided. A metric that was measured once counts as exact.
 
 Grammar: FIGURE OP NUMBER[%] [* base], with OP one of < <= > >= == !=, and FIGURE a name, or ``max(name)`` or
-``min(name)`` over ranks. Parsed, never evaluated as code.
+``min(name)`` over ranks. Conditions are parsed, never evaluated as code.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.rank import Rank
 from ringprof.errors import UsageError
 
-_TIMES = ("compute", "comm", "overlapped", "exposed_comm", "exposed_memory", "background", "idle")
+_TIMED_PARTS = ("compute", "comm", "overlapped", "exposed_comm", "exposed_memory", "background", "idle")
 
-IDLE_FIGURES = ("idle_host", "idle_gap", "idle_blocked", "blocked_on_peer")
-"""Causes of idle time, which sum to ``idle``; last what of ``exposed_comm`` is time blocked on a peer's copy."""
+IDLE_METRICS = ("idle_host", "idle_gap", "idle_blocked", "blocked_on_peer")
+"""Causes of idle time, which sum to ``idle``, and last the part of ``exposed_comm`` blocked on a peer's copy."""
 
 
-def figures_of(found: Findings) -> dict[str, float]:
-    """All figures of a run or traces that are known."""
-    attribution, summary = found.attribution, found.summary
-    figures: dict[str, float] = {}
-    ranks = [_of_rank(rank) for rank in attribution.ranks]
-    for name in dict.fromkeys(name for rank in ranks for name in rank):
-        values = [rank[name] for rank in ranks if name in rank]
-        figures |= {name: fmean(values), f"max({name})": max(values), f"min({name})": min(values)}
-    # The report's means are over all the ranks' time, not over their shares.
-    figures |= {part.name: part.share for part in summary.parts if part.name != "wall"}
+def metrics_of(findings: Findings) -> dict[str, float]:
+    """Return all known metrics of a run or of traces, by name."""
+    attribution, summary = findings.attribution, findings.summary
+    metrics: dict[str, float] = {}
+    by_rank = [_rank_metrics(rank) for rank in attribution.ranks]
+    for name in dict.fromkeys(name for of_rank in by_rank for name in of_rank):
+        values = [of_rank[name] for of_rank in by_rank if name in of_rank]
+        metrics |= {name: fmean(values), f"max({name})": max(values), f"min({name})": min(values)}
+    # Shares in a report are total time over total wall time of all ranks, not means of the ranks' shares.
+    metrics |= {part.name: part.share for part in summary.parts if part.name != "wall"}
     wall = summary.parts[-1].mean_ns
-    figures |= {name: figures[f"{name}_ns"] / wall for name in IDLE_FIGURES if wall and name in figures}
+    metrics |= {name: metrics[f"{name}_ns"] / wall for name in IDLE_METRICS if wall and name in metrics}
     rates, controls = summary.rates, summary.rates.controls
-    known: dict[str, float | None] = {
+    other: dict[str, float | None] = {
         "overlap_ratio": summary.overlap_ratio,
         "tflops": rates.tflops,
         "block_tflops": rates.block_tflops,
@@ -65,18 +65,18 @@ def figures_of(found: Findings) -> dict[str, float]:
     }
     inference = inference_of(attribution, summary)
     if inference is not None:
-        known["tokens_per_second"], known["read_gbps"] = inference.tokens_per_second, inference.read_gbps
-        known |= {f"bound.{name}": share for name, share in inference.shares.items()}
+        other["tokens_per_second"], other["read_gbps"] = inference.tokens_per_second, inference.read_gbps
+        other |= {f"bound.{name}": share for name, share in inference.shares.items()}
     step = step_rates_of(attribution)
     if step is not None:
-        known |= {"mfu": step.mfu, "shapes_known": step.coverage}
-        known |= {f"{row.part}_tflops": row.tflops for row in step.parts}
-    figures |= {name: float(value) for name, value in known.items() if value is not None}
-    figures |= {f"waterfall.{part.part}": part.share for part in found.waterfall.parts}
-    return figures
+        other |= {"mfu": step.mfu, "shapes_known": step.coverage}
+        other |= {f"{row.part}_tflops": row.tflops for row in step.parts}
+    metrics |= {name: float(value) for name, value in other.items() if value is not None}
+    metrics |= {f"waterfall.{part.part}": part.share for part in findings.waterfall.parts}
+    return metrics
 
 
-_NO_SHARES = {
+_NOT_SHARES = {
     "tflops",
     "wire_gbps",
     "read_gbps",
@@ -87,42 +87,43 @@ _NO_SHARES = {
 }
 
 
-def shares_among(figures: Iterable[str]) -> set[str]:
-    """Those of the figures that are shares, 0..1 or more."""
-    plain = {name: name.partition("(")[2].rstrip(")") or name for name in figures}
+def shares_among(names: Iterable[str]) -> set[str]:
+    """Return the names of the metrics that are shares, 0..1 or more."""
+    plain_names = {name: name.partition("(")[2].rstrip(")") or name for name in names}
     return {
         name
-        for name, one in plain.items()
-        if one not in _NO_SHARES and not one.endswith(("_ns", "_ms", "_bytes", "_mib", "_mb", "_tflops"))
+        for name, plain in plain_names.items()
+        if plain not in _NOT_SHARES and not plain.endswith(("_ns", "_ms", "_bytes", "_mib", "_mb", "_tflops"))
     }
 
 
-def _of_rank(rank: Rank) -> dict[str, float]:
-    b = rank.breakdown
-    figures: dict[str, float] = {"wall_ns": b.wall_ns}
-    for name in _TIMES:
-        time = getattr(b, f"{name}_ns")
-        if time is not None:
-            figures |= {f"{name}_ns": time, name: time / b.wall_ns if b.wall_ns else 0.0}
-    for name, time in _idle_of(rank).items():
-        figures |= {f"{name}_ns": time, name: time / b.wall_ns if b.wall_ns else 0.0}
-    if b.overlap_ratio is not None:
-        figures["overlap_ratio"] = b.overlap_ratio
-    figures |= {f"{kind}_ns": b.kinds[kind].time_ns if kind in b.kinds else 0 for kind in KINDS}
+def _rank_metrics(rank: Rank) -> dict[str, float]:
+    """Return the metrics of one rank by name."""
+    breakdown = rank.breakdown
+    metrics: dict[str, float] = {"wall_ns": breakdown.wall_ns}
+    for name in _TIMED_PARTS:
+        time_ns = getattr(breakdown, f"{name}_ns")
+        if time_ns is not None:
+            metrics |= {f"{name}_ns": time_ns, name: time_ns / breakdown.wall_ns if breakdown.wall_ns else 0.0}
+    for name, time_ns in _idle_times(rank).items():
+        metrics |= {f"{name}_ns": time_ns, name: time_ns / breakdown.wall_ns if breakdown.wall_ns else 0.0}
+    if breakdown.overlap_ratio is not None:
+        metrics["overlap_ratio"] = breakdown.overlap_ratio
+    metrics |= {f"{kind}_ns": breakdown.kinds[kind].time_ns if kind in breakdown.kinds else 0 for kind in KINDS}
     if rank.hop_totals.count:
         hops = rank.hop_totals
-        known = {"wait_share": hops.wait_share, "wire_gbps": hops.wire_gbps, "wait_ns": hops.wait_ns}
-        known |= {"wire_ns": hops.wire_ns, "hops": hops.count, "hop_bytes": hops.sent_bytes}
-        figures |= {name: value for name, value in known.items() if value is not None}
-    return figures
+        hop_metrics = {"wait_share": hops.wait_share, "wire_gbps": hops.wire_gbps, "wait_ns": hops.wait_ns}
+        hop_metrics |= {"wire_ns": hops.wire_ns, "hops": hops.count, "hop_bytes": hops.sent_bytes}
+        metrics |= {name: value for name, value in hop_metrics.items() if value is not None}
+    return metrics
 
 
-def _idle_of(rank: Rank) -> dict[str, int]:
-    """Return the causes of a rank's idle time, and the time blocked on a peer; nothing for a CPU rank."""
+def _idle_times(rank: Rank) -> dict[str, int]:
+    """Return the nanoseconds of each cause in `IDLE_METRICS`; empty for a CPU rank."""
     if rank.idle is None:
         return {}
-    causes = rank.idle.host_ns, rank.idle.gap_ns, rank.idle.blocked_ns
-    return dict(zip(IDLE_FIGURES, (*causes, rank.breakdown.blocked_on_peer_ns), strict=True))
+    times_ns = rank.idle.host_ns, rank.idle.gap_ns, rank.idle.blocked_ns
+    return dict(zip(IDLE_METRICS, (*times_ns, rank.breakdown.blocked_on_peer_ns), strict=True))
 
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
@@ -133,7 +134,7 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
     ">": operator.gt,
 }
-_SHAPE = re.compile(
+_GRAMMAR = re.compile(
     r"\s*(?:(?P<over>max|min)\s*\(\s*(?P<inner>[a-z_][a-z0-9_.]*)\s*\)|(?P<plain>[a-z_][a-z0-9_.]*))"
     r"\s*(?P<sign><=|>=|==|!=|<|>)\s*(?P<number>[+-]?[0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(?P<percent>%?)"
     r"\s*(?P<base>\*\s*base)?\s*",
@@ -145,13 +146,17 @@ class Condition(msgspec.Struct, frozen=True):
     """One parsed condition."""
 
     text: str
+    """Condition as the user wrote it."""
     figure: str
-    """A name, or ``max(name)`` or ``min(name)``."""
+    """Name of a metric, or ``max(name)`` or ``min(name)``."""
     sign: str
+    """Comparison operator."""
     number: float
-    """As a share where the text said percent."""
+    """Limit; a share (0..1) where the text gives percent."""
     percent: bool
+    """Whether the text gives the limit in percent."""
     of_base: bool
+    """Whether the limit is a multiple of the base's value."""
 
     def holds(
         self,
@@ -160,11 +165,12 @@ class Condition(msgspec.Struct, frozen=True):
         shares: Collection[str] | None = None,
         interval: tuple[float, float] | None = None,
     ) -> bool | None:
-        """Whether the condition holds for these figures, of which ``shares`` are 0..1 where that is known.
+        """Return whether the condition holds for these metrics; None where it is undecided.
 
-        ``interval`` is the figure's, or its ratio's to the base's, where it was repeated: None, for undecided, where
-        that lies on both sides of the limit. Raises `UsageError` for a figure that is not there, and for a number of
-        another unit: what never holds, or always, is no gate.
+        ``shares``: names of the metrics that are shares; None skips the check of units. ``interval``: 95 % interval of
+        the metric, or of its ratio to the base's; None where it was measured once. An interval that contains the limit
+        leaves the condition undecided. Raises `UsageError` for an unknown metric, and for a limit in another unit,
+        with which the condition would hold always or never.
         """
         value = self._figure(figures)
         if shares is not None and not self.of_base:
@@ -176,15 +182,17 @@ class Condition(msgspec.Struct, frozen=True):
         return test(value, self.number * (self._figure(base) if self.of_base else 1.0))
 
     def _figure(self, figures: Mapping[str, float]) -> float:
+        """Return the value of the condition's metric. Raises `UsageError` where it is unknown, with similar names."""
         if self.figure not in figures:
-            near = ", ".join(difflib.get_close_matches(self.figure, figures, n=3, cutoff=0.4))
-            hint = f" (nearest: {near})" if near else ""
+            nearest = ", ".join(difflib.get_close_matches(self.figure, figures, n=3, cutoff=0.4))
+            hint = f" (nearest: {nearest})" if nearest else ""
             raise UsageError(
-                f"--fail-if {self.text!r}: no figure {self.figure!r} here{hint}; there are: {_all(figures)}"
+                f"--fail-if {self.text!r}: no figure {self.figure!r} here{hint}; there are: {_listed_names(figures)}"
             )
         return figures[self.figure]
 
     def _refuse_other_unit(self, *, is_share: bool) -> None:
+        """Raise `UsageError` for a limit in another unit than the metric's."""
         if is_share and not self.percent and abs(self.number) > 1:
             meant = f"{self.figure} {self.sign} {self.number:g}%"
             raise UsageError(f"--fail-if {self.text!r}: {self.figure} is a share: did you mean {meant!r}?")
@@ -193,18 +201,18 @@ class Condition(msgspec.Struct, frozen=True):
             raise UsageError(f"--fail-if {self.text!r}: {self.figure} is no share: did you mean {meant!r}?")
 
 
-def _all(figures: Mapping[str, float]) -> str:
-    """The names of all figures, each in one of its forms."""
+def _listed_names(figures: Mapping[str, float]) -> str:
+    """List the names of all metrics for an error message, each in one of its forms."""
     names = [name for name in figures if "(" not in name and not name.startswith("waterfall.")]
     shown = ", ".join(sorted(name for name in names if not name.endswith("_ns") or f"{name[:-3]}_ms" not in names))
-    forms = {"(": "max(...) and min(...)", "_ns": "with _ns", "waterfall.": "waterfall.PART"}
-    more = [form for mark, form in forms.items() if any(mark in name for name in figures)]
-    return f"{shown or 'none'}" + (f"; also {', '.join(more)}" if more else "")
+    other_forms = {"(": "max(...) and min(...)", "_ns": "with _ns", "waterfall.": "waterfall.PART"}
+    also = [form for mark, form in other_forms.items() if any(mark in name for name in figures)]
+    return f"{shown or 'none'}" + (f"; also {', '.join(also)}" if also else "")
 
 
 def parse_condition(text: str) -> Condition:
-    """Read a condition. Raises `UsageError` with the grammar where it is none."""
-    match = _SHAPE.fullmatch(text)
+    """Parse a condition. Raises `UsageError` with the grammar where the text is not a condition."""
+    match = _GRAMMAR.fullmatch(text)
     number = float(match["number"]) if match else math.nan
     if match is None or not math.isfinite(number):
         raise UsageError(f"--fail-if {text!r}: write FIGURE OP NUMBER[%] [* base], such as 'tflops < 0.95 * base'")

@@ -1,4 +1,4 @@
-"""What follows from an attribution beyond its sums: its steps, its waterfall, and what to make of them."""
+"""Findings of a run, derived from its attribution: summary, ring steps, waterfall, annotations and verdict."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from ringprof.analysis.steps.steps import ExposedBySteps, Step, StepFinder, step
 
 
 class Findings(msgspec.Struct, frozen=True, dict=True):
-    """All that a report shows of a run; each part is found when it is first asked for."""
+    """Contents of a report on one run; each part is computed at its first access."""
 
     attribution: Attribution
     finder: StepFinder
 
     @cached_property
     def summary(self) -> Summary:
+        """Totals and means over ranks."""
         return summarise(self.attribution)
 
     @property
@@ -31,33 +32,35 @@ class Findings(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def steps(self) -> tuple[Step, ...]:
+        """Every ring step of every rank."""
         return self.finder.steps
 
     @property
     def exposed_by_step(self) -> ExposedBySteps:
-        """What each ring step exposes, over all ranks, calls and iterations."""
+        """Exposed communication by ring step, over all ranks, calls and iterations."""
         return self.finder.exposed_by_step
 
     @cached_property
     def annotations(self) -> tuple[Annotation, ...]:
-        """The user's own ranges over all ranks; none on CPU."""
+        """User annotations over all ranks; empty on CPU."""
         return () if self.attribution.on_cpu else annotations_of(self.attribution.ranks)
 
     @cached_property
     def waterfall(self) -> Waterfall:
+        """Parts of the slowest rank's wall time."""
         return find_waterfall(self.attribution, self.summary)
 
     @cached_property
     def verdict(self) -> tuple[str, ...]:
-        """At most four lines."""
+        """Main findings in words, at most four lines."""
         return verdict_of(self)
 
     @cached_property
     def next_step(self) -> NextStep | None:
-        """The largest loss, with what would shorten it."""
+        """Largest loss with a recommendation; None where there is none."""
         return next_step_of(self)
 
 
 def findings_in_memory(attribution: Attribution) -> Findings:
-    """The findings of an attribution whose ranks' details stay in memory."""
+    """Return the findings of an attribution whose ranks' details stay in memory."""
     return Findings(attribution, steps_in_memory(attribution.ranks))

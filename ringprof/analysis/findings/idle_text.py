@@ -29,50 +29,50 @@ from ringprof.analysis.timeline.idle import (
 from ringprof.formatting import percent
 
 LAUNCH_BOUND = "launch-bound"
-"""Many short stretches between launches, whatever the host does in them."""
+"""Kind of host cause: many short times between launches, whatever the host does in them."""
 _SLOW_LAUNCH, _SLOW_OPERATOR = "slow launch call", "slow operator"
-_ALWAYS_OWN = (DATA_LOADER, MEMORY_CALL, SYNCHRONISATION, COMPILATION, NOT_KEPT)
+_OWN_KINDS = (DATA_LOADER, MEMORY_CALL, SYNCHRONISATION, COMPILATION, NOT_KEPT)
 
 
 class HostCause(msgspec.Struct, frozen=True):
-    """Largest cause of the time in which the GPUs idle because their next work is not launched."""
+    """Largest cause of the time in which the GPUs idle because their next work is not launched yet."""
 
     kind: str
     """`LAUNCH_BOUND`, or what the host does: a class of `HOST_CLASSES`, ``slow launch call`` or ``slow operator``."""
     name: str
-    """The host event that takes most of it; empty where none is open, and for `LAUNCH_BOUND`."""
+    """Name of the host event that takes most of this time; empty where none is open, and for `LAUNCH_BOUND`."""
     share: float
-    """Of all idle time, 0..1, over all ranks: what the host spends in that event, in short gaps, or in nothing."""
+    """Share of all idle time over all ranks, 0..1, that the host spends in this event, or in short gaps."""
 
 
-def idle_of(attribution: Attribution) -> IdleCauses:
+def total_idle_causes(attribution: Attribution) -> IdleCauses:
     """Sum the causes of the idle time of all ranks on GPUs."""
     return causes_of_ranks(rank.idle for rank in attribution.ranks if rank.idle is not None)
 
 
-def host_cause(causes: IdleCauses) -> HostCause | None:
-    """Find what takes most of the time in which the next work is not launched; None where there is no such time."""
+def largest_host_cause(causes: IdleCauses) -> HostCause | None:
+    """Find the host cause of most idle time before launches; None where there is no such time."""
     times: dict[str, int] = defaultdict(int)
     names: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for event in causes.events:
-        for kind, time in _kinds(event):
-            times[kind] += time
-            names[kind][event.name] += time
+        for kind, kind_time_ns in _host_kinds(event):
+            times[kind] += kind_time_ns
+            names[kind][event.name] += kind_time_ns
     if not any(times.values()):
         return None
-    kind = max(times, key=lambda one: times[one])
+    kind = max(times, key=lambda candidate: times[candidate])
     if kind == LAUNCH_BOUND:
         return HostCause(kind, "", times[kind] / causes.total_ns)
-    name = max(names[kind], key=lambda one: names[kind][one])
-    spent = sum(event.time_ns for event in causes.events if event.cause == HOST and event.name == name)
-    return HostCause(kind, name, spent / causes.total_ns)
+    name = max(names[kind], key=lambda event: names[kind][event])
+    time_ns = sum(event.time_ns for event in causes.events if event.cause == HOST and event.name == name)
+    return HostCause(kind, name, time_ns / causes.total_ns)
 
 
-def _kinds(event: IdleEvent) -> list[tuple[str, int]]:
-    """The kinds of host cause that an event's time belongs to, with the time of each."""
+def _host_kinds(event: IdleEvent) -> list[tuple[str, int]]:
+    """Split an event's time by kind of host cause: (kind, nanoseconds); empty for blocked time."""
     if event.cause == BLOCKED:
         return []
-    if event.event_class in _ALWAYS_OWN:
+    if event.event_class in _OWN_KINDS:
         return [(event.event_class, event.time_ns)]
     if event.cause != HOST:
         return [(LAUNCH_BOUND, event.time_ns)]
@@ -80,13 +80,13 @@ def _kinds(event: IdleEvent) -> list[tuple[str, int]]:
     return [(slow, event.long_ns), (LAUNCH_BOUND, event.time_ns - event.long_ns)]
 
 
-def not_launched_in_words(attribution: Attribution, share: str) -> str:
-    """Say why the GPUs idle before launches; ``share`` is what they idle so of the time."""
+def launch_idle_sentence(attribution: Attribution, share: str) -> str:
+    """Say why the GPUs idle before launches; ``share``: this idle time as a share of the time, as text."""
     if _is_predicted(attribution):
         return f"{share} of the predicted time the GPU is idle because its next work is not launched yet."
-    causes = idle_of(attribution)
-    text = f"{share} of the time the GPU is idle {_before_launches(causes)}"
-    cause = host_cause(causes)
+    causes = total_idle_causes(attribution)
+    text = f"{share} of the time the GPU is idle {_launch_idle_reasons(causes)}"
+    cause = largest_host_cause(causes)
     if cause is None:
         return f"{text}."
     of_idle = f"{percent(cause.share)} of its idle time"
@@ -96,26 +96,26 @@ def not_launched_in_words(attribution: Attribution, share: str) -> str:
         return f"{text}; these traces do not hold what the host did meanwhile."
     if cause.kind == NOTHING_RECORDED:
         return f"{text}: for {of_idle} the launching thread has no operator, CUDA call or range open."
-    return f"{text}: for {of_idle} the host is in {cause.name}{_WITHIN.get(cause.kind, '')}."
+    return f"{text}: for {of_idle} the host is in {cause.name}{_EXPLANATIONS.get(cause.kind, '')}."
 
 
-def _before_launches(causes: IdleCauses) -> str:
-    """Name what host-bound idle time is: time before launches, gaps between launched activities, or both."""
-    least = _SMALL * (causes.host_ns + causes.gap_ns)
-    named = (
+def _launch_idle_reasons(causes: IdleCauses) -> str:
+    """Name the components of host-bound idle time: time before launches, gaps between activities, or both."""
+    threshold_ns = _MIN_SHARE * (causes.host_ns + causes.gap_ns)
+    reasons = (
         ("because its next work is not launched yet", causes.host_ns),
         ("in gaps below 5 us", causes.gap_ns),
     )
-    return " or ".join(words for words, time_ns in named if time_ns > least)
+    return " or ".join(words for words, time_ns in reasons if time_ns > threshold_ns)
 
 
-_SMALL = 0.01
+_MIN_SHARE = 0.01
 """Share of host-bound idle time below which a cause of it is not named."""
-_WITHIN = {DATA_LOADER: " (data loader)", COMPILATION: " (compilation or graph capture)"}
+_EXPLANATIONS = {DATA_LOADER: " (data loader)", COMPILATION: " (compilation or graph capture)"}
 
 
-def remedy_of_host(cause: HostCause | None, launch_bound: str) -> str:
-    """Return what would shorten the idle time before launches; ``launch_bound`` is the remedy of many short gaps."""
+def host_recommendation(cause: HostCause | None, launch_bound: str) -> str:
+    """Recommend how to shorten the idle time before launches; ``launch_bound``: the recommendation for short gaps."""
     if cause is None:
         return ""
     return {
@@ -134,39 +134,44 @@ def remedy_of_host(cause: HostCause | None, launch_bound: str) -> str:
     }[cause.kind]
 
 
-def blocked_in_words(attribution: Attribution, share: str) -> str:
-    """Say why the GPUs idle although their next work is launched; ``share`` is shown of a prediction."""
+def blocked_idle_sentence(attribution: Attribution, share: str) -> str:
+    """Say why the GPUs idle although their next work is launched.
+
+    ``share``: this idle time as a share of the time, as text; only predictions use it.
+    """
     if _is_predicted(attribution):
         return f"{share} of the predicted time the GPU is idle although its next work is launched."
-    causes, event = idle_of(attribution), _longest_blocked(attribution)
+    causes, event = total_idle_causes(attribution), _longest_blocked(attribution)
     wall = sum(rank.breakdown.wall_ns for rank in attribution.ranks)
-    unknown = sum(one.time_ns for one in causes.events if one.name == NO_LAUNCH)
+    unknown_ns = sum(idle_event.time_ns for idle_event in causes.events if idle_event.name == NO_LAUNCH)
     if event is None or event.name == NO_LAUNCH:
         return (
-            f"{percent(unknown / wall)} of the time nothing runs on the GPU and the launch of what follows is not "
+            f"{percent(unknown_ns / wall)} of the time nothing runs on the GPU and the launch of what follows is not "
             "recorded, so the cause cannot be told."
         )
-    idle, launched = causes.total_ns, percent((causes.blocked_ns - unknown) / wall)
-    text = f"{launched} of the time the GPU is idle although its next work is launched: for"
+    idle_ns, blocked_share = causes.total_ns, percent((causes.blocked_ns - unknown_ns) / wall)
+    text = f"{blocked_share} of the time the GPU is idle although its next work is launched: for"
     reason = {HOST_COPY: "a copy is staged through pageable memory", OTHER_STREAM: "it waits for another stream"}
-    said = reason.get(event.name, "it waits for something that the trace does not record")
-    return f"{text} {percent(event.time_ns / idle)} of its idle time {said}."
+    explanation = reason.get(event.name, "it waits for something that the trace does not record")
+    return f"{text} {percent(event.time_ns / idle_ns)} of its idle time {explanation}."
 
 
-def remedy_of_blocked(attribution: Attribution) -> str:
-    """Return what would shorten the time in which launched work is blocked; empty where its cause is not known."""
+def blocked_recommendation(attribution: Attribution) -> str:
+    """Recommend how to shorten the time in which launched work is blocked; empty where the cause is not known."""
     event = _longest_blocked(attribution)
-    remedies = {
+    recommendations = {
         HOST_COPY: "pinned memory for copies from and to the host",
         OTHER_STREAM: "fewer dependencies between streams",
         NO_LAUNCH: "record the CPU's launches as well (ProfilerActivity.CPU) to see the cause",
     }
-    return remedies.get(event.name, "") if event else ""
+    return recommendations.get(event.name, "") if event else ""
 
 
 def _is_predicted(attribution: Attribution) -> bool:
+    """Return whether the run is a prediction."""
     return attribution.run is not None and attribution.run.predicted is not None
 
 
 def _longest_blocked(attribution: Attribution) -> IdleEvent | None:
-    return next((event for event in idle_of(attribution).events if event.cause == BLOCKED), None)
+    """Return the blocked event with most time; None where nothing is blocked."""
+    return next((event for event in total_idle_causes(attribution).events if event.cause == BLOCKED), None)

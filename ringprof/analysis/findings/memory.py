@@ -1,4 +1,4 @@
-"""Memory over time: what each rank's allocators held, where the trace says so (``profile_memory=True``)."""
+"""Memory over time: bytes held by each rank's allocators, where the trace records them (``profile_memory=True``)."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from ringprof.analysis.attribution import Attribution
 from ringprof.trace.columns import NONE, Int64, distinct
 
 
-class Held(NamedTuple):
-    """What one allocator of one rank held, from each time on."""
+class MemoryTimeline(NamedTuple):
+    """Bytes held by one allocator of one rank over time; three arrays of equal length."""
 
     rank: int
     memory: str
-    """``cuda 0``, or ``host``."""
+    """Memory that the allocator manages: ``cuda 0``, or ``host``."""
     time_ns: Int64
-    """Unix time by the rank's own clock."""
+    """Unix times by the rank's own clock, from which on the bytes are held."""
     allocated_bytes: Int64
     reserved_bytes: Int64
-    """`NONE` where it is not told, as of the host."""
+    """Bytes that the allocator reserves; `NONE` where they are not recorded, as for the host."""
 
     def peak(self) -> int:
-        """Place of the largest amount allocated."""
+        """Return the index of the largest allocated amount."""
         return int(np.argmax(self.allocated_bytes))
 
 
-def memory_of(attribution: Attribution) -> Iterator[Held]:
-    """By rank; nothing where the traces do not say."""
+def memory_timelines(attribution: Attribution) -> Iterator[MemoryTimeline]:
+    """Yield the memory timeline of every allocator, by rank; nothing where the traces record no memory."""
     for rank in attribution.ranks:
         events = rank.classified.trace.memory
         for device in distinct(events.device).tolist():
-            mine = events.device == device
-            reserved = events.reserved_bytes[mine]
-            yield Held(
+            of_device = events.device == device
+            reserved = events.reserved_bytes[of_device]
+            yield MemoryTimeline(
                 rank.rank,
                 "host" if device == NONE else f"cuda {device}",
-                events.start_ns[mine],
-                events.allocated_bytes[mine],
-                # The host's allocator keeps nothing, and is recorded with 0.
+                events.start_ns[of_device],
+                events.allocated_bytes[of_device],
+                # The host's allocator reserves nothing; the trace records 0.
                 np.full_like(reserved, NONE) if device == NONE else reserved,
             )

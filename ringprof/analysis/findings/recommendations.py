@@ -1,7 +1,8 @@
-"""What would shorten each part of a waterfall: one short sentence, chosen from the part, its cause and the program.
+"""Recommendations for each part of a waterfall: one short clause, chosen by the part, its cause and the program.
 
-Nobody is told to choose zigzag who has, to record ranks that are there, to capture hops by copy engine in a CUDA graph,
-or to merge less in a program that merges nothing.
+A recommendation must be possible for the program. For example, zigzag is not recommended to a run that uses it, nor
+recording all ranks where all have traces. CUDA graphs are not recommended for hops by copy engine, nor fewer merges to
+a program without merges.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ from itertools import pairwise
 from statistics import fmean
 
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.findings.idle_text import host_cause, idle_of, remedy_of_blocked, remedy_of_host
+from ringprof.analysis.findings.idle_text import (
+    blocked_recommendation,
+    host_recommendation,
+    largest_host_cause,
+    total_idle_causes,
+)
 from ringprof.analysis.findings.summary import Communication, Summary
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, MEMORY
 from ringprof.analysis.transfers.hops import OTHER_HOST
@@ -21,94 +27,100 @@ from ringprof.formatting import milliseconds, percent, three_digits
 from ringprof.run import Run, StrategyUsed
 
 UNBALANCED = 1.5
-"""How many times longer one rank must compute than another, rising with the rank, to look like a causal mask."""
+"""Smallest ratio of two ranks' work that counts as unbalanced.
+
+If attention time rises with the rank, to this ratio between the last and the first, it suggests a causal mask.
+"""
 SLOW_LINK = 3.0
-"""A rank is at a slow link where its wire rate is this many times below the fastest rank's."""
-_WORTH = 0.02
-"""The least share of a rank's wall that is worth looking at."""
-_SAME_WORK = 1.02
-"""How many times another's work is still the same."""
+"""Ratio of the fastest rank's wire rate to a rank's from which on the rank's link counts as slow."""
+_MIN_IDLE_SHARE = 0.02
+"""Smallest share of a rank's wall time for which its idle time is named."""
+_MAX_WORK_RATIO = 1.02
+"""Largest ratio between two ranks' FLOPs at which their work counts as equal."""
 _MORE_TOKENS = "more tokens per rank"
-LATE = 0.2
-"""A rank is named where at least this share of all waiting is for it."""
+MIN_LATE_SHARE = 0.2
+"""Smallest share of all waiting that a rank must cause to be named."""
 
 
 def recommendations_of(attribution: Attribution, summary: Summary) -> dict[str, str]:
-    """Name for each part of a waterfall what would shorten it in this program; parts without a remedy are left out."""
-    found = {
-        "kernel": f"another kernel (ringprof kernels){_longer(attribution)}",
-        "attention": f"a faster attention kernel{_longer(attribution)}",
-        "repeated": _repeated(attribution),
-        "slowdown": _slowdown(attribution),
-        "imbalance": _imbalance(attribution),
-        "exposed_wire": _wire(attribution, longest_on_wire(summary)),
-        "peer_wait": _wait(attribution, summary),
-        "exposed_unsplit": _unsplit(attribution),
+    """Return a recommendation for each part of a waterfall; parts without one are left out."""
+    by_part = {
+        "kernel": f"another kernel (ringprof kernels){_more_tokens_clause(attribution)}",
+        "attention": f"a faster attention kernel{_more_tokens_clause(attribution)}",
+        "repeated": _repeated_advice(attribution),
+        "slowdown": _slowdown_advice(attribution),
+        "imbalance": _imbalance_advice(attribution),
+        "exposed_wire": _wire_advice(attribution, longest_on_wire(summary)),
+        "peer_wait": _waiting_advice(attribution, summary),
+        "exposed_unsplit": _unsplit_advice(attribution),
         "other_groups": "other groups' communication beside computation",
-        "merge_and_copies": _copies(attribution, summary),
-        "launch_gaps": _not_launched(attribution),
-        "blocked": "" if attribution.on_cpu else remedy_of_blocked(attribution),
+        "merge_and_copies": _copies_advice(attribution, summary),
+        "launch_gaps": _launch_idle_advice(attribution),
+        "blocked": "" if attribution.on_cpu else blocked_recommendation(attribution),
     }
-    return {part: words for part, words in found.items() if words}
+    return {part: text for part, text in by_part.items() if text}
 
 
 def has_hops(attribution: Attribution) -> bool:
-    """Whether the program passes pieces of a sequence around: a recorded strategy, or ranks with send/recv hops."""
+    """Return whether the program exchanges pieces of a sequence: a recorded strategy, or ranks with send/recv hops."""
     return _strategy(attribution) is not None or any(rank.hop_totals.count for rank in attribution.ranks)
 
 
-def _longer(attribution: Attribution) -> str:
+def _more_tokens_clause(attribution: Attribution) -> str:
+    """Recommend more tokens per rank, to be appended; empty for decode and for programs without hops."""
     run = attribution.run
     decodes = run is not None and run.workload is not None and run.workload.phase == "decode"
     return f", {_MORE_TOKENS}" if has_hops(attribution) and not decodes else ""
 
 
-def _repeated(attribution: Attribution) -> str:
+def _repeated_advice(attribution: Attribution) -> str:
+    """Recommend a way to avoid repeated work."""
     run = attribution.run
     layer = run.workload.layer if run and run.workload else None
-    again = run is not None and (run.captured or (layer is not None and layer.checkpoint))
-    return "less activation checkpointing" if again else "a strategy that computes nothing twice"
+    checkpoints = run is not None and (run.captured or (layer is not None and layer.checkpoint))
+    return "less activation checkpointing" if checkpoints else "a strategy that computes nothing twice"
 
 
-def _slowdown(attribution: Attribution) -> str:
-    used = _strategy(attribution)
-    if used is None or used.hops == "copy":
+def _slowdown_advice(attribution: Attribution) -> str:
+    """Recommend a way to slow attention kernels less by communication."""
+    strategy = _strategy(attribution)
+    if strategy is None or strategy.hops == "copy":
         return ""
-    return f"{_copy_hops(attribution, before=', ')}fewer NCCL channels"
+    return f"{_copy_hops_option(attribution, suffix=', ')}fewer NCCL channels"
 
 
-def _copy_hops(attribution: Attribution, *, before: str) -> str:
-    """The option that has copy engines carry the hops, where that is possible: on GPUs of one host, recorded here.
+def _copy_hops_option(attribution: Attribution, *, suffix: str) -> str:
+    """Return the option for hops by copy engine, followed by ``suffix``; empty where the option is not possible.
 
-    Only hops that the recorder's communicator sends can change; it counts what it sends.
+    Copy engines need GPUs of one host, and hops that the recorder's communicator sends, which it counts.
     """
     run = attribution.run
     if run is None or run.strategy is None or run.captured or attribution.on_cpu:
         return ""
     sends = any(entry.operation == "send_recv" for work in run.work or () for entry in work.sent or ())
     possible = sends and len(set(run.topology.hosts)) == 1
-    return f"--hops copy{before}" if possible and run.strategy.hops != "copy" and not run.strategy.cuda_graph else ""
+    return f"--hops copy{suffix}" if possible and run.strategy.hops != "copy" and not run.strategy.cuda_graph else ""
 
 
 def known_contiguous(attribution: Attribution) -> bool:
-    """Whether the run's ranks have contiguous pieces under a plain causal mask: work that rises with the rank."""
+    """Return whether the run has contiguous pieces under a plain causal mask, so that the work rises with the rank."""
     run = attribution.run
     if run is None or run.strategy is None or run.workload is None or not run.workload.causal:
         return False
     if run.workload.documents or run.workload.window or run.workload.phase != "training":
         return False  # their work is not a triangle
-    # An all-to-all from sequence to heads leaves every rank the same work.
+    # After an all-to-all from sequence to heads, every rank has the same work.
     return run.strategy.layout == "contiguous" and not _same_work(attribution)
 
 
 def _same_work(attribution: Attribution) -> bool:
-    """Whether the attention blocks of all ranks have the same FLOPs, as the recorder counted them."""
+    """Return whether the attention blocks of all ranks have about the same FLOPs by the recorder's count."""
     flops = attribution.run.block_flops() if attribution.run else None
-    return flops is not None and max(flops.values()) <= _SAME_WORK * min(flops.values())
+    return flops is not None and max(flops.values()) <= _MAX_WORK_RATIO * min(flops.values())
 
 
 def rises_with_rank(attribution: Attribution) -> bool:
-    """Whether traces of an unknown program look like that."""
+    """Return whether attention time in traces of an unknown program rises with the rank, as under a causal mask."""
     if attribution.run is not None and attribution.run.strategy is not None:
         return False
     times = [rank.breakdown.flash_ns for rank in attribution.ranks]
@@ -117,45 +129,54 @@ def rises_with_rank(attribution: Attribution) -> bool:
 
 
 def slow_between_hosts(summary: Summary) -> Communication | None:
-    """What moves between hosts, where that is slower than within one, or all there is."""
+    """Return the communication between hosts; None where there is none, or it is not slower than within a host.
+
+    Where there is no communication within a host to compare with, it is returned, too.
+    """
     rows = [row for row in summary.communication if row.wire_gbps is not None]
-    between = next((row for row in rows if row.link == OTHER_HOST), None)
-    within = max((row.wire_gbps or 0.0 for row in rows if row.link != OTHER_HOST), default=None)
-    if between is None or (within is not None and within < SLOW_LINK * (between.wire_gbps or 0.0)):
+    between_hosts = next((row for row in rows if row.link == OTHER_HOST), None)
+    within_host = max((row.wire_gbps or 0.0 for row in rows if row.link != OTHER_HOST), default=None)
+    if between_hosts is None or (
+        within_host is not None and within_host < SLOW_LINK * (between_hosts.wire_gbps or 0.0)
+    ):
         return None
-    return between
+    return between_hosts
 
 
 def slow_senders(attribution: Attribution) -> dict[int, float]:
-    """Ranks whose hops are far slower on the wire than the fastest's, with their GB/s: the two ends of slow links."""
+    """Return the ranks whose hops are far slower on the wire than the fastest rank's, with their GB/s.
+
+    Both ends of a slow link are among them.
+    """
     rates = {rank.rank: rank.hop_totals.wire_gbps or 0.0 for rank in attribution.ranks}
     return {rank: rate for rank, rate in rates.items() if 0 < rate * SLOW_LINK < max(rates.values())}
 
 
 def longest_on_wire(summary: Summary) -> Communication | None:
-    """The kind and link whose bytes take longest."""
+    """Return the communication (kind and link) whose bytes take longest; None where no rate is known."""
     rows = [row for row in summary.communication if row.wire_gbps and row.sent_bytes]
     return max(rows, key=lambda row: (row.sent_bytes or 0) / (row.wire_gbps or 1), default=None)
 
 
 def rate_to_hide(attribution: Attribution, row: Communication | None) -> str:
-    """At which rate these bytes would take no longer than all computation: the least that could hide them."""
-    computes = fmean(rank.breakdown.compute_ns for rank in attribution.ranks)
-    if row is None or not row.sent_bytes or not row.wire_gbps or not computes:
+    """State the lowest rate at which the computation could hide the bytes; empty where they are that fast already."""
+    compute_ns = fmean(rank.breakdown.compute_ns for rank in attribution.ranks)
+    if row is None or not row.sent_bytes or not row.wire_gbps or not compute_ns:
         return ""
-    needed = row.sent_bytes / len(attribution.ranks) / computes
-    if needed <= row.wire_gbps:
+    needed_gbps = row.sent_bytes / len(attribution.ranks) / compute_ns
+    if needed_gbps <= row.wire_gbps:
         return ""
-    return (
-        f"; {milliseconds(computes)} of computation can hide these bytes from {three_digits(needed)} GB/s per rank on"
-    )
+    needed = three_digits(needed_gbps)
+    return f"; {milliseconds(compute_ns)} of computation can hide these bytes from {needed} GB/s per rank on"
 
 
 def _strategy(attribution: Attribution) -> StrategyUsed | None:
+    """Return the recorded strategy; None where there is none."""
     return attribution.run.strategy if attribution.run else None
 
 
-def _imbalance(attribution: Attribution) -> str:
+def _imbalance_advice(attribution: Attribution) -> str:
+    """Recommend a way to balance the ranks, or where to look for the cause."""
     run = attribution.run
     if known_contiguous(attribution):
         return "zigzag or stripe (the same causal work for all)"
@@ -167,116 +188,127 @@ def _imbalance(attribution: Attribution) -> str:
         return "the same work for every rank"
     if attribution.on_cpu:
         return ""
-    by_time = sorted((rank.breakdown for rank in attribution.ranks), key=lambda one: one.compute_ns)
+    by_time = sorted((rank.breakdown for rank in attribution.ranks), key=lambda breakdown: breakdown.compute_ns)
     least, most = by_time[0], by_time[-1]
     if 2 * (most.flash_ns - least.flash_ns) >= most.compute_ns - least.compute_ns:
         return "look at the GPUs' clocks (same work, other speed)"
     return "compare what ranks compute beside attention (--kernels)"
 
 
-def _wire(attribution: Attribution, row: Communication | None) -> str:
-    used = _strategy(attribution)
-    if used is None:
+def _wire_advice(attribution: Attribution, row: Communication | None) -> str:
+    """Recommend a way to shorten exposed wire time; ``row``: the communication that takes longest on the wire."""
+    strategy = _strategy(attribution)
+    if strategy is None:
         return "fewer bytes, more computation beside them"
-    if used.name in ("allgather", "ulysses") and _trains(attribution):
+    if strategy.name in ("allgather", "ulysses") and _is_training(attribution):
         return "zigzag, burst or usp (hops beside blocks)"
     if row is not None and row.link == OTHER_HOST:
-        return _between_hosts(attribution, used)
-    return f"{_copy_hops(attribution, before=', ')}{_fewer_bytes(attribution, used)}{_longer(attribution)}"
+        return _links_between_hosts_advice(attribution, strategy)
+    copy_hops, fewer_bytes = _copy_hops_option(attribution, suffix=", "), _fewer_bytes(attribution, strategy)
+    return f"{copy_hops}{fewer_bytes}{_more_tokens_clause(attribution)}"
 
 
-def _between_hosts(attribution: Attribution, used: StrategyUsed) -> str:
-    if used.name in ("double-ring", "usp") or used.params.get("double_ring") or not _trains(attribution):
-        return f"faster links, {_fewer_bytes(attribution, used)}{_longer(attribution)}"
-    others = [name for name in ("double-ring", "burst", "usp") if name != used.name]
-    return f"{', '.join(others[:-1])} or {others[-1]} (less between hosts)"
+def _links_between_hosts_advice(attribution: Attribution, strategy: StrategyUsed) -> str:
+    """Recommend a strategy that moves less between hosts, or faster links for strategies that do so already."""
+    if strategy.name in ("double-ring", "usp") or strategy.params.get("double_ring") or not _is_training(attribution):
+        return f"faster links, {_fewer_bytes(attribution, strategy)}{_more_tokens_clause(attribution)}"
+    alternatives = [name for name in ("double-ring", "burst", "usp") if name != strategy.name]
+    return f"{', '.join(alternatives[:-1])} or {alternatives[-1]} (less between hosts)"
 
 
-def _trains(attribution: Attribution) -> bool:
-    """Whether the workload is one that every strategy can run: the strategies over a cache are others."""
+def _is_training(attribution: Attribution) -> bool:
+    """Return whether the workload is training, which every strategy can run except those over a key-value cache."""
     run = attribution.run
     return run is None or run.workload is None or run.workload.phase == "training"
 
 
-def _fewer_bytes(attribution: Attribution, used: StrategyUsed) -> str:
+def _fewer_bytes(attribution: Attribution, strategy: StrategyUsed) -> str:
+    """Recommend a way to send fewer bytes: the option for gradients where it applies."""
     run = attribution.run
     backward = run is not None and run.workload is not None and run.workload.backward
-    return "-p grad_wire=input" if backward and used.params.get("grad_wire") in ("exact", "fp32") else "fewer bytes"
+    return "-p grad_wire=input" if backward and strategy.params.get("grad_wire") in ("exact", "fp32") else "fewer bytes"
 
 
-def waiting_caused(attribution: Attribution) -> dict[int, float]:
-    """Rank -> share of all ranks' waiting that is for it, the largest first."""
-    times: dict[int, int] = defaultdict(int)
+def waiting_by_cause(attribution: Attribution) -> dict[int, float]:
+    """Return for each rank the share of all waiting that is for it, largest first."""
+    caused_ns: dict[int, int] = defaultdict(int)
     for rank in attribution.ranks:
         for peer, time in rank.exposed.waited_for.items():
-            times[peer] += time
-    whole = sum(times.values())
-    return {rank: times[rank] / whole for rank in sorted(times, key=lambda one: (-times[one], one)) if times[rank]}
+            caused_ns[peer] += time
+    total = sum(caused_ns.values())
+    ordered = sorted(caused_ns, key=lambda rank: (-caused_ns[rank], rank))
+    return {rank: caused_ns[rank] / total for rank in ordered if caused_ns[rank]}
 
 
 def late_ranks(attribution: Attribution) -> dict[int, float]:
-    """The ranks that others wait for most: those above `LATE` of all waiting, or the first where none is."""
-    shares = waiting_caused(attribution)
-    late = {rank: share for rank, share in shares.items() if share >= LATE}
+    """Return the ranks that others wait for most, with their share of all waiting.
+
+    These are the ranks with at least `MIN_LATE_SHARE`, or the one with the largest share where there is none.
+    """
+    shares = waiting_by_cause(attribution)
+    late = {rank: share for rank, share in shares.items() if share >= MIN_LATE_SHARE}
     return late or dict(list(shares.items())[:1])
 
 
-def _wait(attribution: Attribution, summary: Summary) -> str:
+def _waiting_advice(attribution: Attribution, summary: Summary) -> str:
+    """Recommend a way to shorten waiting for peers: for slow links, or else for late ranks."""
     if slow_between_hosts(summary) or slow_senders(attribution):
-        # Who waits, waits for hops, not for computation.
-        used = _strategy(attribution)
-        return _wire(attribution, longest_on_wire(summary)) if used else "faster links, fewer bytes over the slow ones"
+        # Ranks wait for slow hops, not for computation.
+        if _strategy(attribution) is None:
+            return "faster links, fewer bytes over the slow ones"
+        return _wire_advice(attribution, longest_on_wire(summary))
     late = late_ranks(attribution)
     if not late:
         return ""
-    named = [f"rank {rank} ({percent(share, 0)} of all waiting is for it)" for rank, share in late.items()]
-    return f"find what makes {' and '.join(named)} late{_idle_of_late(attribution, late)}"
+    listed = [f"rank {rank} ({percent(share, 0)} of all waiting is for it)" for rank, share in late.items()]
+    return f"find what makes {' and '.join(listed)} late{_late_idle_clause(attribution, late)}"
 
 
-def _idle_of_late(attribution: Attribution, late: Mapping[int, float]) -> str:
-    """How long the late ranks idle themselves, where that is worth looking at."""
-    idle = {
+def _late_idle_clause(attribution: Attribution, late: Mapping[int, float]) -> str:
+    """State how long the late ranks idle themselves; empty where all idle briefly."""
+    idle_ns = {
         rank.rank: rank.breakdown.idle_ns
         for rank in attribution.ranks
-        if rank.rank in late and rank.breakdown.idle_ns >= _WORTH * rank.breakdown.wall_ns
+        if rank.rank in late and rank.breakdown.idle_ns >= _MIN_IDLE_SHARE * rank.breakdown.wall_ns
     }
-    if not idle:
+    if not idle_ns:
         return ""
-    return ": " + ", ".join(f"rank {rank} idles {milliseconds(time)}" for rank, time in idle.items()) + " (--idle)"
+    return ": " + ", ".join(f"rank {rank} idles {milliseconds(time)}" for rank, time in idle_ns.items()) + " (--idle)"
 
 
-def _unsplit(attribution: Attribution) -> str:
+def _unsplit_advice(attribution: Attribution) -> str:
+    """Recommend a way to separate wire from waiting, or on CPU to shorten both."""
     if not attribution.on_cpu:
-        missing = attribution.world_size > len(attribution.ranks)
-        return "record all ranks to tell wire from wait" if missing else ""
-    used, run = _strategy(attribution), attribution.run
-    if used and run and len(set(run.topology.hosts)) > 1:
-        return _between_hosts(attribution, used)
+        is_incomplete = attribution.world_size > len(attribution.ranks)
+        return "record all ranks to tell wire from wait" if is_incomplete else ""
+    strategy, run = _strategy(attribution), attribution.run
+    if strategy and run and len(set(run.topology.hosts)) > 1:
+        return _links_between_hosts_advice(attribution, strategy)
     return ""
 
 
-def _copies(attribution: Attribution, summary: Summary) -> str:
-    """Against the kind that takes longest of merges, permutations and memory operations outside attention."""
+def _copies_advice(attribution: Attribution, summary: Summary) -> str:
+    """Recommend a way to shorten the longest kind among merges, permutations and memory operations."""
     rows = [row for row in summary.kinds if row.kind in (*COMPUTE_PARTS["merge_and_copies"], *MEMORY)]
     if not rows:
         return ""
-    where = "" if attribution.on_cpu else " on the GPU"
+    place_clause = "" if attribution.on_cpu else " on the GPU"
     return {
-        "merge": f"fewer merges{_longer(attribution)}",
-        "permute": f"fewer permutations and copies{where}",
+        "merge": f"fewer merges{_more_tokens_clause(attribution)}",
+        "permute": f"fewer permutations and copies{place_clause}",
         "memset": "fewer memory sets",
-        "memcpy": _memory_copies(attribution) if where else "fewer copies",
+        "memcpy": _memory_copies_advice(attribution) if place_clause else "fewer copies",
     }[rows[0].kind]
 
 
-def _memory_copies(attribution: Attribution) -> str:
-    """Against the direction of copies that takes longest."""
+def _memory_copies_advice(attribution: Attribution) -> str:
+    """Recommend a way to shorten memory copies, by the direction that takes longest."""
     times: dict[str, int] = defaultdict(int)
     for kernel in attribution.kernels:
         if kernel.kind == "memcpy":
-            host = "host" if _WITH_HOST.search(kernel.name) else "device"
-            times["pageable" if "ageable" in kernel.name else host] += kernel.time_ns
-    longest = max(times, key=lambda one: times[one], default="device")
+            direction = "host" if _HOST_COPY.search(kernel.name) else "device"
+            times["pageable" if "ageable" in kernel.name else direction] += kernel.time_ns
+    longest = max(times, key=lambda direction: times[direction], default="device")
     return {
         "pageable": "pinned memory and non_blocking copies, fewer copies from and to the host",
         "host": "fewer copies from and to the host, from pinned memory and beside computation",
@@ -284,28 +316,29 @@ def _memory_copies(attribution: Attribution) -> str:
     }[longest]
 
 
-_WITH_HOST = re.compile(r"HtoD|DtoH|Host")
+_HOST_COPY = re.compile(r"HtoD|DtoH|Host")
 
 
-def _not_launched(attribution: Attribution) -> str:
-    used, run = _strategy(attribution), attribution.run
-    longer = _longer(attribution)
+def _launch_idle_advice(attribution: Attribution) -> str:
+    """Recommend a way to shorten idle time before launches."""
+    strategy, run = _strategy(attribution), attribution.run
+    more_tokens = _more_tokens_clause(attribution)
     if attribution.on_cpu:
-        return longer.removeprefix(", ") if used else ""
-    if used is not None and run is not None and run.predicted is not None:
-        return f"fewer and longer kernels{longer}"
-    if used is None or run is None or run.captured:
+        return more_tokens.removeprefix(", ") if strategy else ""
+    if strategy is not None and run is not None and run.predicted is not None:
+        return f"fewer and longer kernels{more_tokens}"
+    if strategy is None or run is None or run.captured:
         replayed = any(warning.code == "cuda_graph" for warning in attribution.warnings)
-        short = f"{'more ' if replayed else ''}CUDA graphs or torch.compile, fewer and longer kernels"
-    elif _may_capture(run, used):
-        short = f"--cuda-graph{longer}"
+        short_gaps = f"{'more ' if replayed else ''}CUDA graphs or torch.compile, fewer and longer kernels"
+    elif _may_capture(run, strategy):
+        short_gaps = f"--cuda-graph{more_tokens}"
     else:
-        short = f"fewer and longer kernels{longer}"
-    return remedy_of_host(host_cause(idle_of(attribution)), short)
+        short_gaps = f"fewer and longer kernels{more_tokens}"
+    return host_recommendation(largest_host_cause(total_idle_causes(attribution)), short_gaps)
 
 
-def _may_capture(run: Run, used: StrategyUsed) -> bool:
-    """Whether `ringprof record --cuda-graph` takes the run, and it was not recorded so."""
+def _may_capture(run: Run, strategy: StrategyUsed) -> bool:
+    """Return whether `ringprof record --cuda-graph` accepts the run and was not used for it."""
     work = run.workload
-    refused = work is not None and (work.layer is not None or work.sequences is not None)
-    return not used.cuda_graph and used.hops != "copy" and not refused
+    is_refused = work is not None and (work.layer is not None or work.sequences is not None)
+    return not strategy.cuda_graph and strategy.hops != "copy" and not is_refused

@@ -1,9 +1,10 @@
-"""Decide whether two entries of a comparison did the same work, and name the evidence.
+"""Decide whether two measurements did the same work, and name the evidence.
 
-Evidence, strongest first: the user's statement, workloads that both sides state, and what the traces of both show per
-iteration. Traces as read here hold neither shapes nor masks. From traces alone, work is the same where every rank runs
-the same number of computation calls of each kind and, where both sides record them, sends and copies from the host
-the same bytes. Communication calls and kernel names may differ: a transport and an autotuner choose them.
+Evidence, strongest first: the user's statement, workloads that both sides state, and the traces of both per iteration.
+Traces as read here hold neither shapes nor masks. From traces alone, work is the same where every rank runs the same
+number of computation calls of each kind. Where both sides record bytes, each rank must also send the same bytes and
+copy the same bytes from the host. Communication calls and kernel names may differ, since a transport and an autotuner
+choose them.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from ringprof.analysis.findings.comparison import Entry
+    from ringprof.analysis.findings.comparison import Measurement
     from ringprof.analysis.findings.findings import Findings
 
 WORK = ("seq", "batch", "heads", "kv_heads", "head_dim", "causal", "dtype", "world_size", "passes")
-"""Settings that say how much work was done, and by how many."""
+"""Settings that determine the amount of work and the number of ranks."""
 _UNLESS_STATED = ("layers", "steps", "mask", "v_head_dim", "scores", "phase", "kv_length", "sequences", "layer")
-"""Settings that add to these. Unless stated: one layer and step, causal or full, v heads as large as those of q and k,
-plain scores, no key-value cache, one sequence length, attention alone."""
+"""Further settings that determine the work, with a default if they are not stated.
+
+The defaults: one layer and step, causal or full mask, v heads as large as those of q and k, plain scores, no key-value
+cache, one sequence length, attention alone.
+"""
 
 
 class RankEvidence(msgspec.Struct, frozen=True):
@@ -30,21 +34,22 @@ class RankEvidence(msgspec.Struct, frozen=True):
 
     rank: int
     calls: Mapping[str, int]
-    """Computation calls by kind, as the kind is labelled; in traces without any, all calls."""
+    """Computation calls by label of their kind; all calls in traces without computation."""
     sent_bytes: int | None = None
-    """None where the size of a message is not recorded."""
+    """Bytes sent; None where the size of a message is not recorded."""
     from_host_bytes: int | None = None
-    """Copied from the host's memory to the GPU; None where the size of a copy is not recorded."""
+    """Bytes copied from host memory to the GPU; None where the size of a copy is not recorded."""
 
 
 class WorkEvidence(msgspec.Struct, frozen=True):
-    """Evidence of the work of one entry in its traces."""
+    """Evidence of the work of one measurement in its traces."""
 
     iterations: int
+    """Number of iterations in the window."""
     world_size: int
-    """Ranks of the run, with a trace here or not."""
+    """Number of ranks of the run, including those without a trace."""
     ranks: tuple[RankEvidence, ...]
-    """By rank."""
+    """Evidence of each rank with a trace, in order of rank."""
     kernels: Mapping[str, int] = msgspec.field(default_factory=dict)
     """Calls of each computation kernel by name, over all ranks; empty on CPU."""
     computes: bool = True
@@ -52,72 +57,75 @@ class WorkEvidence(msgspec.Struct, frozen=True):
 
 
 class WorkMatch(msgspec.Struct, frozen=True):
-    """Whether an entry did the base's work."""
+    """Decision whether a measurement did the same work as the base."""
 
     same: bool
-    """False where that is not known, too."""
+    """Whether the work is the same; False where it is not known, too."""
     by: str
-    """What decides: ``user``, ``settings``, ``traces``, or ``nothing`` where a side has no evidence."""
+    """Source of the decision: ``user``, ``settings``, ``traces``, or ``nothing`` where a side has no evidence."""
     text: str = ""
-    """The evidence of ``traces``, or how the work differs; else empty."""
+    """Evidence in the traces, or the difference in the work; else empty."""
 
 
-def evidence_of(found: Findings, iterations: int) -> WorkEvidence | None:
-    """Collect what traces of this many iterations show of their work; None where they show no call."""
+def evidence_of(findings: Findings, iterations: int) -> WorkEvidence | None:
+    """Collect the evidence of work in traces of this many iterations; None where they show no call."""
     from ringprof.analysis.kinds.kinds import COMPUTE, KIND  # here: logs are read without numpy
 
-    computes = any(kind in COMPUTE for rank in found.attribution.ranks for kind in rank.breakdown.kinds)
-    counted = COMPUTE if computes else KIND
+    computes = any(kind in COMPUTE for rank in findings.attribution.ranks for kind in rank.breakdown.kinds)
+    counted_kinds = COMPUTE if computes else KIND
     ranks = tuple(
         RankEvidence(
             rank.rank,
-            {KIND[kind].label: time.calls for kind, time in rank.breakdown.kinds.items() if kind in counted},
-            rank.moved.sent_bytes,
-            rank.moved.from_host_bytes,
+            {KIND[kind].label: time.calls for kind, time in rank.breakdown.kinds.items() if kind in counted_kinds},
+            rank.bytes_moved.sent_bytes,
+            rank.bytes_moved.from_host_bytes,
         )
-        for rank in found.attribution.ranks
+        for rank in findings.attribution.ranks
     )
     if not any(rank.calls for rank in ranks):
         return None
     kernels: dict[str, int] = {}
-    for kernel in found.attribution.kernels:
+    for kernel in findings.attribution.kernels:
         if kernel.kind in COMPUTE:
             kernels[kernel.name] = kernels.get(kernel.name, 0) + kernel.calls
-    return WorkEvidence(iterations, found.attribution.world_size, ranks, kernels, computes)
+    return WorkEvidence(iterations, findings.attribution.world_size, ranks, kernels, computes)
 
 
-def match_work(base: Entry, other: Entry, *, did_same_work: bool = False) -> WorkMatch:
-    """Decide whether ``other`` did the work of ``base``; ``did_same_work``: the user says so."""
+def match_work(base: Measurement, other: Measurement, *, did_same_work: bool = False) -> WorkMatch:
+    """Decide whether ``other`` did the same work as ``base``; ``did_same_work``: whether the user states it."""
     if did_same_work:
         return WorkMatch(same=True, by="user")
-    stated = [all(entry.settings.get(name) is not None for name in WORK) for entry in (base, other)]
-    names = [name for name in (*WORK, *_UNLESS_STATED) if base.settings.get(name) != other.settings.get(name)]
-    if not all(stated):
-        names = [name for name in names if None not in (base.settings.get(name), other.settings.get(name))]
-    if names:
-        return WorkMatch(same=False, by="settings", text=", ".join(_stated(name, base, other) for name in names))
-    if all(stated):
+    is_stated = [all(entry.settings.get(name) is not None for name in WORK) for entry in (base, other)]
+    differing = [name for name in (*WORK, *_UNLESS_STATED) if base.settings.get(name) != other.settings.get(name)]
+    if not all(is_stated):
+        differing = [name for name in differing if None not in (base.settings.get(name), other.settings.get(name))]
+    if differing:
+        return WorkMatch(
+            same=False, by="settings", text=", ".join(_setting_difference(name, base, other) for name in differing)
+        )
+    if all(is_stated):
         return WorkMatch(same=True, by="settings")
     if base.evidence is None or other.evidence is None:
-        # A table and a log have no calls by rank.
-        lacking = next(entry for entry, known in zip((base, other), stated, strict=True) if not known)
+        # A table and a log have no calls per rank.
+        lacking = next(entry for entry, is_known in zip((base, other), is_stated, strict=True) if not is_known)
         unstated = [name for name in WORK if lacking.settings.get(name) is None]
-        what = "its workload" if len(unstated) == len(WORK) else ", ".join(unstated)
-        return WorkMatch(same=False, by="nothing", text=f"{lacking.label} does not state {what}")
+        missing = "its workload" if len(unstated) == len(WORK) else ", ".join(unstated)
+        return WorkMatch(same=False, by="nothing", text=f"{lacking.label} does not state {missing}")
     difference = _difference(base.evidence, other.evidence)
     if difference:
         return WorkMatch(same=False, by="traces", text=difference)
-    return WorkMatch(same=True, by="traces", text=_in_common(base.evidence, other.evidence))
+    return WorkMatch(same=True, by="traces", text=_common_work(base.evidence, other.evidence))
 
 
-def same_evidence(one: WorkEvidence | None, other: WorkEvidence | None) -> bool:
-    """Whether the traces of two recordings show the same work."""
-    return one is not None and other is not None and not _difference(one, other)
+def same_evidence(base: WorkEvidence | None, other: WorkEvidence | None) -> bool:
+    """Return whether the traces of two recordings show the same work."""
+    return base is not None and other is not None and not _difference(base, other)
 
 
-def _stated(name: str, base: Entry, other: Entry) -> str:
-    one, two = (entry.settings.get(name) or "not stated" for entry in (base, other))
-    return f"{name} {two} against {one}"
+def _setting_difference(name: str, base: Measurement, other: Measurement) -> str:
+    """State the other's and the base's value of a setting."""
+    base_value, other_value = (entry.settings.get(name) or "not stated" for entry in (base, other))
+    return f"{name} {other_value} against {base_value}"
 
 
 def _difference(base: WorkEvidence, other: WorkEvidence) -> str:
@@ -126,60 +134,80 @@ def _difference(base: WorkEvidence, other: WorkEvidence) -> str:
         return f"world size {other.world_size} against {base.world_size}"
     if len(base.ranks) != len(other.ranks):
         return f"traces of {len(other.ranks)} ranks against {len(base.ranks)}"
-    for one, two in zip(base.ranks, other.ranks, strict=True):
-        for kind in dict.fromkeys([*one.calls, *two.calls]):
-            calls = one.calls.get(kind, 0), two.calls.get(kind, 0)
+    for base_rank, other_rank in zip(base.ranks, other.ranks, strict=True):
+        for kind in dict.fromkeys([*base_rank.calls, *other_rank.calls]):
+            calls = base_rank.calls.get(kind, 0), other_rank.calls.get(kind, 0)
             if calls[0] * other.iterations != calls[1] * base.iterations:
-                mine, theirs = _per_iteration(calls[0], base), _per_iteration(calls[1], other)
-                return f"rank {two.rank} runs {theirs} calls of kind {kind} per iteration against {mine}"
-        for what, moved in _moved(one, two).items():
-            if moved[0] * other.iterations != moved[1] * base.iterations:
-                mine, theirs = (_size(size / side.iterations) for size, side in zip(moved, (base, other), strict=True))
-                return f"rank {two.rank} {what} {theirs} per iteration against {mine}"
+                base_text, other_text = _per_iteration(calls[0], base), _per_iteration(calls[1], other)
+                return (
+                    f"rank {other_rank.rank} runs {other_text} calls of kind {kind} per iteration against {base_text}"
+                )
+        for description, bytes_moved in _recorded_bytes(base_rank, other_rank).items():
+            if bytes_moved[0] * other.iterations != bytes_moved[1] * base.iterations:
+                base_text, other_text = (
+                    _bytes_in_words(size / side.iterations)
+                    for size, side in zip(bytes_moved, (base, other), strict=True)
+                )
+                return f"rank {other_rank.rank} {description} {other_text} per iteration against {base_text}"
     return ""
 
 
-def _moved(one: RankEvidence, two: RankEvidence) -> dict[str, tuple[int, int]]:
-    """Bytes that both ranks record. Nothing recorded as sent may be a transport that records no sizes."""
-    both = {
-        "sends": (one.sent_bytes, two.sent_bytes),
-        "copies from the host": (one.from_host_bytes, two.from_host_bytes),
+def _recorded_bytes(base: RankEvidence, other: RankEvidence) -> dict[str, tuple[int, int]]:
+    """Return the bytes of the base and of the other by description, where both ranks record them.
+
+    Sends are left out where a side records 0 bytes, since its transport may not record sizes.
+    """
+    by_description = {
+        "sends": (base.sent_bytes, other.sent_bytes),
+        "copies from the host": (base.from_host_bytes, other.from_host_bytes),
     }
-    known = {what: (a, b) for what, (a, b) in both.items() if a is not None and b is not None}
-    return {what: moved for what, moved in known.items() if what != "sends" or all(moved)}
+    known = {
+        description: (base_bytes, other_bytes)
+        for description, (base_bytes, other_bytes) in by_description.items()
+        if base_bytes is not None and other_bytes is not None
+    }
+    return {
+        description: bytes_moved
+        for description, bytes_moved in known.items()
+        if description != "sends" or all(bytes_moved)
+    }
 
 
-def _in_common(base: WorkEvidence, other: WorkEvidence) -> str:
-    """State what both traces show alike, and what they cannot show."""
+def _common_work(base: WorkEvidence, other: WorkEvidence) -> str:
+    """State the work that the traces of both show alike, and what they cannot show."""
     calls = sum(sum(rank.calls.values()) for rank in base.ranks)
-    what = ("computation kernels" if base.kernels else "computation operators") if base.computes else "calls"
+    noun = ("computation kernels" if base.kernels else "computation operators") if base.computes else "calls"
     ranks = f"{len(base.ranks)} ranks" if len(base.ranks) > 1 else "one rank"
-    shared = [f"the same {_per_iteration(calls, base)} {what} per iteration on {ranks}, {_named(base, other)}"]
-    moved = [_moved(one, two) for one, two in zip(base.ranks, other.ranks, strict=True)]
-    for what, words in (("sends", "bytes sent"), ("copies from the host", "bytes copied from the host")):
-        if all(what in rank for rank in moved) and any(sum(rank[what]) for rank in moved):
-            shared.append(f"the same {words}")
-    return f"{', '.join(shared)}; shapes and masks are not compared"
+    statements = [f"the same {_per_iteration(calls, base)} {noun} per iteration on {ranks}, {_name_match(base, other)}"]
+    bytes_moved = [
+        _recorded_bytes(base_rank, other_rank) for base_rank, other_rank in zip(base.ranks, other.ranks, strict=True)
+    ]
+    for noun, words in (("sends", "bytes sent"), ("copies from the host", "bytes copied from the host")):
+        if all(noun in rank for rank in bytes_moved) and any(sum(rank[noun]) for rank in bytes_moved):
+            statements.append(f"the same {words}")
+    return f"{', '.join(statements)}; shapes and masks are not compared"
 
 
-def _named(base: WorkEvidence, other: WorkEvidence) -> str:
-    """Say how many of the base's kernels have another name in the other traces."""
+def _name_match(base: WorkEvidence, other: WorkEvidence) -> str:
+    """State whether kernels are equal by name, or how many of the base's have other names in the other traces."""
     if not base.kernels or not other.kernels:
         return "equal by kind"
-    alike = sum(
+    equal = sum(
         min(Fraction(calls, base.iterations), Fraction(other.kernels.get(name, 0), other.iterations))
         for name, calls in base.kernels.items()
     )
-    renamed = Fraction(sum(base.kernels.values()), base.iterations) - alike
+    renamed = Fraction(sum(base.kernels.values()), base.iterations) - equal
     return f"equal by kind, {float(renamed):,g} of them with other names" if renamed else "equal by kind and name"
 
 
 def _per_iteration(calls: int, evidence: WorkEvidence) -> str:
+    """Return the calls per iteration as text."""
     return f"{calls / evidence.iterations:,.10g}"
 
 
-def _size(size: float) -> str:
+def _bytes_in_words(size_bytes: float) -> str:
+    """Return a number of bytes with a decimal unit."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= scale:
-            return f"{size / scale:.3g} {unit}"
-    return f"{size:.0f} B"
+        if size_bytes >= scale:
+            return f"{size_bytes / scale:.3g} {unit}"
+    return f"{size_bytes:.0f} B"

@@ -1,6 +1,6 @@
-"""FLOPs, rates and MFU of a training step whose trace holds shapes, and the sentences of the verdict about computation.
+"""FLOPs, rates and MFU of a training step whose trace holds shapes, and the verdict's sentences about computation.
 
-A sentence names the largest part first, so that matrix products never stand alone where attention takes longer.
+Sentences name the longest part first, so that matrix products are never named alone where attention takes longer.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from ringprof.analysis.timeline.work import RATED_PARTS, PartWork
 from ringprof.devices import peak_of
 from ringprof.formatting import percent, three_digits
 
-MOST_NAMED = 2
-"""Parts that a sentence names, largest first."""
-ENOUGH_COVERED = 0.99
+MAX_NAMED = 2
+"""Largest number of parts that a sentence always names, longest first."""
+MIN_COVERAGE = 0.99
 """Share of the time of attention and matrix products whose FLOPs must be known for an MFU."""
 
 
 class PartRate(msgspec.Struct, frozen=True):
-    """One part of the step over all ranks."""
+    """FLOPs and rate of one part of the step over all ranks."""
 
     part: str
     """``attention`` or ``matrix_products``."""
     time_ns: float
-    """Union of its kernels, on CPU of its operators; mean over ranks."""
+    """Time with any kernel of the part running, on CPU any operator; mean over ranks."""
     share: float
-    """Of the mean wall."""
+    """``time_ns`` as a share of the mean wall time."""
     flops: int
-    """Per device, mean over ranks."""
+    """FLOPs per device, mean over ranks."""
     tflops: float | None
-    """FLOPs over the time of the kernels whose FLOPs are known; None where there are none."""
+    """TFLOP/s over the time of the kernels whose FLOPs are known; None where no FLOPs are known."""
     coverage: float
     """Share of the time whose FLOPs are known, 0..1."""
     mask_unknown: float
@@ -46,20 +46,24 @@ class StepRates(msgspec.Struct, frozen=True):
     """FLOPs and rates of a step by the recorded shapes; all profiled iterations together."""
 
     flops: int
-    """Of attention and matrix products, per device, mean over ranks. Recomputed work counts."""
+    """FLOPs of attention and matrix products per device, mean over ranks. Recomputed work counts."""
     mfu: float | None
-    """FLOPs over the slowest rank's wall and the device's peak, 0..1; None where the peak, the shapes of over 1 % of
-    the time, or the masks of over 1 % of the FLOPs are not known."""
+    """FLOPs over the slowest rank's wall time and the device's peak, 0..1.
+
+    None where the peak, the shapes of over 1 % of the time, or the masks of over 1 % of the FLOPs are not known.
+    """
     peak_tflops: float | None
-    """Of the data type that most FLOPs are of; None where it is not known."""
+    """Peak TFLOP/s of the device in the data type with most FLOPs; None where it is not known."""
     peak_dtype: str | None
+    """Data type with most FLOPs."""
     peak_source: str | None
+    """Source of the peak."""
     other_dtypes: dict[str, float]
-    """Share of the FLOPs by data type, of other data types than the peak's."""
+    """Share of the FLOPs in each data type other than ``peak_dtype``."""
     coverage: float
     """Share of the time of all parts whose FLOPs are known, 0..1."""
     parts: tuple[PartRate, ...]
-    """Longest first."""
+    """Parts that take time, longest first."""
 
     def part(self, name: str) -> PartRate | None:
         """Return a part by name; None where it takes no time."""
@@ -80,6 +84,7 @@ def step_rates_of(attribution: Attribution) -> StepRates | None:
 
 
 def _part_rate(name: str, ranks: tuple[Rank, ...]) -> PartRate:
+    """Combine a part of all ranks."""
     works = [_work_of(rank, name) for rank in ranks]
     time_ns, covered_ns = (sum(getattr(work, field) for work in works) for field in ("time_ns", "covered_ns"))
     flops, wall_ns = sum(work.flops for work in works), sum(rank.breakdown.wall_ns for rank in ranks)
@@ -95,17 +100,18 @@ def _part_rate(name: str, ranks: tuple[Rank, ...]) -> PartRate:
 
 
 def _work_of(rank: Rank, name: str) -> PartWork:
-    """Return a rank's part; its time alone where its trace holds no shapes."""
+    """Return a rank's FLOPs and time of a part; only the time where the rank's trace holds no shapes."""
     work = next((work for work in rank.part_work if work.part == name), None)
     return work or PartWork(name, _time_without_shapes(rank, name), 0, 0, 0, {})
 
 
 def _time_without_shapes(rank: Rank, name: str) -> int:
+    """Return the nanoseconds of a part from the breakdown."""
     return rank.breakdown.flash_ns if name == "attention" else rank.breakdown.beside_ns.get(name, 0)
 
 
 def _with_peak(rates: StepRates, ranks: tuple[Rank, ...]) -> StepRates:
-    """Add the peak of the data type that most FLOPs are of, and the MFU."""
+    """Return the rates with the peak of the data type with most FLOPs, and the MFU."""
     dtypes = Counter[str]()
     for rank in ranks:
         for work in rank.part_work:
@@ -113,20 +119,20 @@ def _with_peak(rates: StepRates, ranks: tuple[Rank, ...]) -> StepRates:
     total, devices = sum(dtypes.values()), {rank.device for rank in ranks}
     if not total or len(devices) > 1:
         return rates
-    [(main, _), *others] = dtypes.most_common()
-    peak = peak_of(next(iter(devices)), main)
+    [(main_dtype, _), *others] = dtypes.most_common()
+    peak = peak_of(next(iter(devices)), main_dtype)
     if peak is None:
         return rates
-    dense = sum(row.flops * row.mask_unknown for row in rates.parts)
-    known = rates.coverage >= ENOUGH_COVERED and dense <= (1 - ENOUGH_COVERED) * rates.flops
+    dense_flops = sum(row.flops * row.mask_unknown for row in rates.parts)
+    is_known = rates.coverage >= MIN_COVERAGE and dense_flops <= (1 - MIN_COVERAGE) * rates.flops
     wall_ns = max(rank.breakdown.wall_ns for rank in ranks)
-    mfu = rates.flops / wall_ns / 1e3 / peak.tflops if known and wall_ns else None
-    # A device does not exceed its peak: the trace names another device or data type than the one that computed.
+    mfu = rates.flops / wall_ns / 1e3 / peak.tflops if is_known and wall_ns else None
+    # No device exceeds its peak: an MFU above 1 means that the trace names another device or data type than was used.
     return msgspec.structs.replace(
         rates,
         mfu=mfu if mfu is None or mfu <= 1 else None,
         peak_tflops=peak.tflops,
-        peak_dtype=main,
+        peak_dtype=main_dtype,
         peak_source=peak.source,
         other_dtypes={dtype: flops / total for dtype, flops in others},
     )
@@ -135,40 +141,46 @@ def _with_peak(rates: StepRates, ranks: tuple[Rank, ...]) -> StepRates:
 # --- in words -----------------------------------------------------------------------------------------
 
 
-def computation_in_words(attribution: Attribution, summary: Summary) -> str:
-    """Name the parts that compute longest, as shares of the mean wall, with their rates; empty where none computes."""
-    rates, rows = step_rates_of(attribution), _longest(attribution, summary)
+def computation_clause(attribution: Attribution, summary: Summary) -> str:
+    """Name the longest parts of the computation as shares of the mean wall time, with their rates.
+
+    Further parts follow if their rate is known. Empty where nothing computes.
+    """
+    rates, rows = step_rates_of(attribution), _longest_parts(attribution, summary)
     if not rows:
         return ""
-    named = [f"{label} {percent(share)}{_rate(rates, part)}" for part, label, share in rows[:MOST_NAMED]]
+    largest = [f"{label} {percent(share)}{_rate_clause(rates, part)}" for part, label, share in rows[:MAX_NAMED]]
     others = [
-        f"; {label} {percent(share)}{_rate(rates, part)}"
-        for part, label, share in rows[MOST_NAMED:]
-        if _rate(rates, part)
+        f"; {label} {percent(share)}{_rate_clause(rates, part)}"
+        for part, label, share in rows[MAX_NAMED:]
+        if _rate_clause(rates, part)
     ]
-    return f"what computes longest is {', then '.join(named)} of the time{''.join(others)}{_mfu(rates)}"
+    return f"what computes longest is {', then '.join(largest)} of the time{''.join(others)}{_mfu_clause(rates)}"
 
 
-def beside_attention(attribution: Attribution, part: str, share: float, words: str) -> str:
-    """Name a part beside attention, after attention where that takes longer; ``share`` is of the mean wall."""
-    rates, attention = step_rates_of(attribution), _share(attribution, "attention")
-    sentence = f"{percent(share)} of the time is {words}{_rate(rates, part)}"
-    if attention >= share:
-        shown = f"{percent(attention)} of the time is attention{_rate(rates, 'attention')}"
-        sentence = f"{shown}, {percent(share)} is {words}{_rate(rates, part)}"
-    return f"{sentence}{_mfu(rates)}."
+def compute_part_sentence(attribution: Attribution, part: str, share: float, part_name: str) -> str:
+    """Say how much time a part other than attention takes, after attention if that takes longer.
+
+    ``share``: share of the mean wall time. ``part_name``: name of the part in the sentence.
+    """
+    rates, attention_share = step_rates_of(attribution), _share_of_wall(attribution, "attention")
+    sentence = f"{percent(share)} of the time is {part_name}{_rate_clause(rates, part)}"
+    if attention_share >= share:
+        attention_text = f"{percent(attention_share)} of the time is attention{_rate_clause(rates, 'attention')}"
+        sentence = f"{attention_text}, {percent(share)} is {part_name}{_rate_clause(rates, part)}"
+    return f"{sentence}{_mfu_clause(rates)}."
 
 
-def attention_rate(attribution: Attribution) -> str:
+def attention_rate_clause(attribution: Attribution) -> str:
     """Return the rate of the attention kernels and the MFU, to follow "attention kernels"; empty without shapes."""
     rates = step_rates_of(attribution)
-    return f"{_rate(rates, 'attention')}{_mfu(rates)}"
+    return f"{_rate_clause(rates, 'attention')}{_mfu_clause(rates)}"
 
 
-def _longest(attribution: Attribution, summary: Summary) -> list[tuple[str, str, float]]:
-    """Return (part or kind, label, share of the mean wall) of everything that computes, longest first."""
+def _longest_parts(attribution: Attribution, summary: Summary) -> list[tuple[str, str, float]]:
+    """Return (part or kind, label, share of the mean wall time) of everything that computes, longest first."""
     merged = {kind for kinds in RATED_PARTS.values() for kind in kinds}
-    rows = [(part, label_of(part, summary), _share(attribution, part)) for part in RATED_PARTS]
+    rows = [(part, label_of(part, summary), _share_of_wall(attribution, part)) for part in RATED_PARTS]
     wall = sum(rank.breakdown.wall_ns for rank in attribution.ranks)
     rows += [
         (row.kind, KIND[row.kind].label, _busy_ns(attribution, row.kind) / wall)
@@ -178,24 +190,25 @@ def _longest(attribution: Attribution, summary: Summary) -> list[tuple[str, str,
 
 
 def _busy_ns(attribution: Attribution, kind: str) -> int:
-    """Sum over ranks the time in which activities of a kind run; several at once count once."""
-    kinds = [rank.breakdown.kinds for rank in attribution.ranks]
-    return sum(times[kind].busy_ns for times in kinds if kind in times)
+    """Sum over ranks the time in which any activity of a kind runs."""
+    kinds_by_rank = [rank.breakdown.kinds for rank in attribution.ranks]
+    return sum(times[kind].busy_ns for times in kinds_by_rank if kind in times)
 
 
 def label_of(part: str, summary: Summary) -> str:
-    """Return what a part is called in a sentence, by the kinds that occur in it."""
+    """Return the name of a part in a sentence, from the kinds that occur in it."""
     kinds = {row.kind for row in summary.kinds}
     named = {"gemm": "matrix products", "convolution": "convolutions"}
     return part if part == "attention" else " and ".join(label for kind, label in named.items() if kind in kinds)
 
 
-def _share(attribution: Attribution, name: str) -> float:
+def _share_of_wall(attribution: Attribution, name: str) -> float:
+    """Return the time of a part as a share of the mean wall time."""
     wall = sum(rank.breakdown.wall_ns for rank in attribution.ranks)
     return sum(_work_of(rank, name).time_ns for rank in attribution.ranks) / wall if wall else 0.0
 
 
-def _rate(rates: StepRates | None, part: str) -> str:
+def _rate_clause(rates: StepRates | None, part: str) -> str:
     """Return a part's rate in parentheses; empty where it is not known."""
     row = rates.part(part) if rates else None
     if row is None or row.tflops is None:
@@ -212,25 +225,23 @@ def flops_in_words(tera: float, per: str = "") -> str:
 MASKS_UNKNOWN = " at most: attention masks are not recorded"
 
 
-def _mfu(rates: StepRates | None) -> str:
-    """Return the MFU, or of how much time the shapes are known where that is not all; empty where neither is known."""
+def _mfu_clause(rates: StepRates | None) -> str:
+    """Return the MFU, or else the share of the time whose shapes are known; empty where there is nothing to say."""
     if rates is None:
         return ""
     if rates.mfu is not None and rates.peak_tflops is not None:
         return f"; MFU {percent(rates.mfu)} of {rates.peak_tflops:g} TFLOP/s ({rates.peak_dtype})"
-    missing = covered_in_words(rates)
-    return f"; {missing}" if missing else ""
+    coverage = shape_coverage_clause(rates)
+    return f"; {coverage}" if coverage else ""
 
 
-def covered_in_words(rates: StepRates) -> str:
-    """Name the parts of which shapes are missing; empty where they are recorded for at least 99 % of each."""
+def shape_coverage_clause(rates: StepRates) -> str:
+    """Name the parts with missing shapes; empty where shapes are recorded for at least 99 % of each part's time."""
     missing = [
-        f"{percent(row.coverage)} of the {_TIMES[row.part]} time"
-        for row in rates.parts
-        if row.coverage < ENOUGH_COVERED
+        f"{percent(row.coverage)} of the {_TIMES[row.part]} time" for row in rates.parts if row.coverage < MIN_COVERAGE
     ]
-    rated = ", and rates are of that time" if rates.flops else ""
-    return f"shapes are recorded for {' and '.join(missing)}{rated}" if missing else ""
+    rates_clause = ", and rates are of that time" if rates.flops else ""
+    return f"shapes are recorded for {' and '.join(missing)}{rates_clause}" if missing else ""
 
 
 _TIMES = {"attention": "attention", "matrix_products": "matrix-product"}

@@ -1,4 +1,4 @@
-"""The run as a whole: what the ranks' figures come to, ready to be shown without further arithmetic."""
+"""Summary of a run over all ranks: totals, means and shares, ready to be shown without further arithmetic."""
 
 from __future__ import annotations
 
@@ -13,45 +13,51 @@ import numpy as np
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.baselines import BaselineMetrics, baseline_metrics
 from ringprof.analysis.kinds.kinds import COMMUNICATION, KINDS, OTHER_GROUPS
-from ringprof.analysis.rank import Carried, Rank
+from ringprof.analysis.rank import LinkTotals, Rank
 from ringprof.analysis.transfers.hops import gbps, total
 from ringprof.analysis.transfers.wait_and_wire import LinkClass
 from ringprof.run import Run, slowest
 
 MOST_RANKS_LISTED = 16
+"""Largest number of ranks that are listed one by one."""
 PARTS = ("compute", "exposed_comm", "exposed_other_groups", "exposed_memory", "background", "idle", "wall")
-"""The parts of a rank's time and, last, the wall that they sum to; ``exposed_other_groups`` only where a group was
-asked for, ``background`` only where more ran than the window."""
+"""Parts of a rank's time and, last, the wall time that they sum to.
+
+``exposed_other_groups`` is present only where the user chose a process group, ``background`` only where more ran than
+the window.
+"""
 
 
-class _Part(msgspec.Struct, frozen=True):
+class TimePart(msgspec.Struct, frozen=True):
     """One part of the time over all ranks, in nanoseconds."""
 
     name: str
+    """One of `PARTS`."""
     mean_ns: float
     min_ns: int
     max_ns: int
     share: float
-    """Of the mean wall, 0..1."""
+    """Mean as a share of the mean wall time, 0..1."""
 
 
 class KindRow(msgspec.Struct, frozen=True):
-    """One kind over all ranks."""
+    """Activities of one kind over all ranks."""
 
     kind: str
     time_ns: float
-    """Mean over ranks of the sum of its activities."""
+    """Summed duration of the activities, mean over ranks."""
     share: float
-    """Of the mean wall; kinds may overlap, so shares need not sum to 1."""
+    """``time_ns`` as a share of the mean wall time; kinds may overlap, so shares need not sum to 1."""
     calls: float
-    """Mean over ranks."""
+    """Number of activities, mean over ranks."""
     average_ns: float
+    """Mean duration of one activity."""
     hidden: float | None
-    """Share of its time beside computation; of communication kinds only."""
+    """Share of the time with computation beside it; None for kinds other than communication."""
 
 
 class Communication(msgspec.Struct, frozen=True):
-    """One communication kind over all ranks: how its kernels' time splits."""
+    """Communication of one kind over one class of link, over all ranks: wait and wire of its kernels."""
 
     kind: str
     link: str
@@ -61,33 +67,36 @@ class Communication(msgspec.Struct, frozen=True):
     wait_share: float
     wire_share: float
     wire_gbps: float | None
-    """All bytes over all wire time."""
+    """All bytes over all wire time, in GB/s."""
     best_gbps: float | None
-    """The best rate of one kernel."""
+    """Best rate of one kernel, in GB/s."""
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """Figures that need what the recorder measured; each None where the run does not hold it."""
+    """Metrics from the recorder's measurements; each None where the run does not hold it."""
 
     tflops: float | None = None
-    """Per GPU: model FLOPs per device over the median of the slowest rank's time, without the profiler."""
+    """TFLOP/s per GPU: model FLOPs per device over the median of the slowest rank's time, without the profiler."""
     tflops_quantiles: dict[str, float] | None = None
-    """``p10``, ``p50`` and ``p90`` over iterations."""
+    """TFLOP/s per GPU at the quantiles ``p10``, ``p50`` and ``p90`` over iterations."""
     iterations_timed: int = 0
+    """Number of timed iterations."""
     block_tflops: float | None = None
-    """FLOPs of the attention blocks over the union of the attention kernels' intervals, mean over ranks."""
+    """TFLOP/s of the attention blocks over the union of the attention kernels' intervals, mean over ranks."""
     solo_tflops: float | None = None
-    """The same blocks alone, see `ringprof.analysis.findings.baselines`."""
+    """TFLOP/s of the attention blocks alone, see `ringprof.analysis.findings.baselines`."""
     slowest_median_ns: float | None = None
+    """Median over iterations of the slowest rank's time, without the profiler."""
     profiler_overhead: float | None = None
     """Slow-down of the profiled iterations, as a share of the time without the profiler."""
     peak_memory_bytes: int | None = None
-    """Of the rank that used most."""
+    """Peak memory of the rank that used most."""
     controls: BaselineMetrics | None = None
+    """Metrics of the baselines."""
 
 
 class RankRow(msgspec.Struct, frozen=True):
-    """One rank, or one statistic over all; times in nanoseconds, shares 0..1."""
+    """Times of one rank, or one statistic over all ranks; times in nanoseconds, shares 0..1."""
 
     label: str
     wall_ns: float
@@ -97,71 +106,75 @@ class RankRow(msgspec.Struct, frozen=True):
     idle_ns: float
     overlap_ratio: float | None
     wait_share: float | None
-    """Of the hops' time."""
+    """Waiting as a share of the hops' time."""
     wire_gbps: float | None
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """The run as a whole."""
+    """Summary of a run over all ranks."""
 
-    parts: tuple[_Part, ...]
+    parts: tuple[TimePart, ...]
+    """Parts of the time in the order of `PARTS`; the wall time is last."""
     kinds: tuple[KindRow, ...]
-    """Longest first."""
+    """Kinds of activity that occur, longest first."""
     communication: tuple[Communication, ...]
+    """Communication with known wait and wire, longest first."""
     rates: Rates
     iterations: int
-    """Marked ranges in the window; one where nothing is marked."""
+    """Number of marked ranges in the window; 1 where nothing is marked."""
     exposed_mean: float
-    """Mean exposed communication over mean wall, as in ``parts``."""
+    """Mean exposed communication as a share of the mean wall time, as in ``parts``."""
     exposed_worst: float
+    """Largest share of exposed communication of any rank."""
     exposed_worst_rank: int
     overlap_ratio: float | None
-    """All overlapped over all communication time."""
+    """Overlapped communication time of all ranks over all communication time."""
     slowest_rank: int
+    """Rank with the longest wall time."""
     slowest_wall_ns: int
     slowest_excess: float
-    """How much longer the slowest rank's wall is than the mean, as a share."""
+    """Excess of the slowest rank's wall time over the mean, as a share of the mean."""
     other_share: float
-    """Time of kind ``other`` as a share of the wall."""
+    """Time of kind ``other`` as a share of the wall time."""
     ranks: tuple[RankRow, ...]
-    """One a rank; ``mean``, ``min`` and ``max`` over them where they are many."""
+    """One row per rank; for more than `MOST_RANKS_LISTED` ranks their ``mean``, ``min`` and ``max``."""
     devices: tuple[str, ...]
     hosts: tuple[str, ...]
-    """Empty where no host is named."""
+    """Names of the hosts; empty where none is known."""
     attention: tuple[str, ...]
     """Families of the attention kernels."""
     window_iterations: int | None = None
-    """Iterations in the window, those inside a captured block counted; None where that is not known."""
+    """Number of iterations in the window, including those inside a captured block; None where it is not known."""
 
     @property
     def times_divisor(self) -> int:
-        """Number by which times over the window are divided: its iterations or, if not known, its marked ranges."""
+        """Divisor of times over the window: the number of iterations or, if that is not known, of marked ranges."""
         return self.window_iterations or max(1, self.iterations)
 
 
 def summarise(attribution: Attribution) -> Summary:
-    """The summary of a run with at least one rank."""
+    """Summarise a run with at least one rank."""
     ranks = attribution.ranks
-    parts = _parts(ranks)
+    parts = _time_parts(ranks)
     wall = parts[-1]
-    last = max(ranks, key=lambda rank: rank.breakdown.wall_ns)
+    slowest = max(ranks, key=lambda rank: rank.breakdown.wall_ns)
     shares = [rank.breakdown.exposed_comm_share for rank in ranks]
-    worst = int(np.argmax(shares))
-    kinds = _kinds(ranks, wall.mean_ns)
+    worst_index = int(np.argmax(shares))
+    kinds = _kind_rows(ranks, wall.mean_ns)
     return Summary(
         parts=parts,
         kinds=kinds,
-        communication=_communication(attribution),
+        communication=_communication_rows(attribution),
         rates=_rates(attribution),
         iterations=max(len(rank.iteration_ns) for rank in ranks),
         window_iterations=attribution.window_iterations,
         exposed_mean=next(part.share for part in parts if part.name == "exposed_comm"),
-        exposed_worst=shares[worst],
-        exposed_worst_rank=ranks[worst].rank,
-        overlap_ratio=_overlap(ranks),
-        slowest_rank=last.rank,
-        slowest_wall_ns=last.breakdown.wall_ns,
-        slowest_excess=_ratio(last.breakdown.wall_ns, wall.mean_ns) - 1.0,
+        exposed_worst=shares[worst_index],
+        exposed_worst_rank=ranks[worst_index].rank,
+        overlap_ratio=_overlap_ratio(ranks),
+        slowest_rank=slowest.rank,
+        slowest_wall_ns=slowest.breakdown.wall_ns,
+        slowest_excess=_ratio(slowest.breakdown.wall_ns, wall.mean_ns) - 1.0,
         other_share=next((row.share for row in kinds if row.kind == "other"), 0.0),
         ranks=_rank_rows(ranks),
         devices=_distinct(rank.device for rank in ranks),
@@ -170,8 +183,9 @@ def summarise(attribution: Attribution) -> Summary:
     )
 
 
-def _parts(ranks: Sequence[Rank]) -> tuple[_Part, ...]:
-    wall = fmean(rank.breakdown.wall_ns for rank in ranks)
+def _time_parts(ranks: Sequence[Rank]) -> tuple[TimePart, ...]:
+    """Return the parts of the time over all ranks; optional parts that do not occur are left out."""
+    wall_ns = fmean(rank.breakdown.wall_ns for rank in ranks)
     result = []
     for name in PARTS:
         values = [getattr(rank.breakdown, f"{name}_ns") for rank in ranks]
@@ -179,94 +193,99 @@ def _parts(ranks: Sequence[Rank]) -> tuple[_Part, ...]:
             continue
         if name == "background" and not any(values):
             continue
-        mean = fmean(values)
-        result.append(_Part(name, mean, min(values), max(values), _ratio(mean, wall)))
+        mean_ns = fmean(values)
+        result.append(TimePart(name, mean_ns, min(values), max(values), _ratio(mean_ns, wall_ns)))
     return tuple(result)
 
 
 def _rank_rows(ranks: Sequence[Rank]) -> tuple[RankRow, ...]:
+    """Return one row per rank, or statistics over them where they are more than `MOST_RANKS_LISTED`."""
     rows = [_rank_row(rank) for rank in ranks]
     if len(rows) <= MOST_RANKS_LISTED:
         return tuple(rows)
     statistics: tuple[tuple[str, Statistic], ...] = (("mean", fmean), ("min", min), ("max", max))
-    return tuple(_over_ranks(label, take, rows) for label, take in statistics)
+    return tuple(_over_ranks(label, statistic, rows) for label, statistic in statistics)
 
 
 Statistic = Callable[[list[float]], float]
+"""Function of one value per rank."""
 
 
-def _over_ranks(label: str, take: Statistic, rows: Sequence[RankRow]) -> RankRow:
-    """One statistic of every figure; of those that not every rank has, over the ranks that have it."""
+def _over_ranks(label: str, statistic: Statistic, rows: Sequence[RankRow]) -> RankRow:
+    """Return the row of one statistic over ranks; fields that some ranks lack are over the other ranks."""
     values: dict[str, Any] = {"label": label}
     for name in RankRow.__struct_fields__[1:]:
-        known = [value for row in rows if (value := getattr(row, name)) is not None]
-        values[name] = take(known) if known else None
+        known_values = [value for row in rows if (value := getattr(row, name)) is not None]
+        values[name] = statistic(known_values) if known_values else None
     return RankRow(**values)
 
 
 def _rank_row(rank: Rank) -> RankRow:
-    b, hops = rank.breakdown, rank.hop_totals
+    """Return the row of one rank."""
+    breakdown, hops = rank.breakdown, rank.hop_totals
     return RankRow(
         label=f"rank {rank.rank}",
-        wall_ns=b.wall_ns,
-        compute_ns=b.compute_ns,
-        exposed_comm_ns=b.exposed_comm_ns,
-        exposed_memory_ns=b.exposed_memory_ns,
-        idle_ns=b.idle_ns,
-        overlap_ratio=b.overlap_ratio,
+        wall_ns=breakdown.wall_ns,
+        compute_ns=breakdown.compute_ns,
+        exposed_comm_ns=breakdown.exposed_comm_ns,
+        exposed_memory_ns=breakdown.exposed_memory_ns,
+        idle_ns=breakdown.idle_ns,
+        overlap_ratio=breakdown.overlap_ratio,
         wait_share=hops.wait_share,
         wire_gbps=hops.wire_gbps,
     )
 
 
-def _kinds(ranks: Sequence[Rank], wall_ns: float) -> tuple[KindRow, ...]:
+def _kind_rows(ranks: Sequence[Rank], wall_ns: float) -> tuple[KindRow, ...]:
+    """Return one row per kind that occurs, longest first."""
     rows = []
     for kind in KINDS:
         times = [rank.breakdown.kinds[kind] for rank in ranks if kind in rank.breakdown.kinds]
         if not times:
             continue
-        time, calls = sum(t.time_ns for t in times), sum(t.calls for t in times)
-        hidden = total([t.hidden_ns for t in times])
-        mean = time / len(ranks)
+        total_ns, calls = sum(kind_time.time_ns for kind_time in times), sum(kind_time.calls for kind_time in times)
+        hidden_ns = total([kind_time.hidden_ns for kind_time in times])
+        mean_ns = total_ns / len(ranks)
         rows.append(
             KindRow(
                 kind=kind,
-                time_ns=mean,
-                share=_ratio(mean, wall_ns),
+                time_ns=mean_ns,
+                share=_ratio(mean_ns, wall_ns),
                 calls=calls / len(ranks),
-                average_ns=_ratio(time, calls),
-                hidden=None if hidden is None or kind not in COMMUNICATION else _ratio(hidden, time),
+                average_ns=_ratio(total_ns, calls),
+                hidden=None if hidden_ns is None or kind not in COMMUNICATION else _ratio(hidden_ns, total_ns),
             )
         )
     return tuple(sorted(rows, key=lambda row: -row.time_ns))
 
 
-def _communication(attribution: Attribution) -> tuple[Communication, ...]:
-    """By kind and link class, longest first; only what has wait and wire."""
-    groups: dict[LinkClass, list[Carried]] = defaultdict(list)
+def _communication_rows(attribution: Attribution) -> tuple[Communication, ...]:
+    """Sum up communication with known wait and wire by kind and class of link, longest first."""
+    groups: dict[LinkClass, list[LinkTotals]] = defaultdict(list)
     for rank in attribution.ranks:
-        for row in rank.carried:
+        for row in rank.link_totals:
             if row.timed:
                 groups[row.kind, row.link].append(row)
     rows = []
-    for (kind, link), parts in groups.items():
-        wait, wire = sum(part.wait_ns for part in parts), sum(part.wire_ns for part in parts)
-        size = total([part.sent_bytes for part in parts])
-        made = Communication(
+    for (kind, link), link_totals in groups.items():
+        wait_ns, wire_ns = sum(totals.wait_ns for totals in link_totals), sum(totals.wire_ns for totals in link_totals)
+        sent_bytes = total([totals.sent_bytes for totals in link_totals])
+        communication = Communication(
             kind=kind,
             link=link,
-            kernels=sum(part.timed for part in parts),
-            sent_bytes=size,
-            wait_share=_ratio(wait, wait + wire),
-            wire_share=_ratio(wire, wait + wire),
-            wire_gbps=gbps(size, wire),
+            kernels=sum(totals.timed for totals in link_totals),
+            sent_bytes=sent_bytes,
+            wait_share=_ratio(wait_ns, wait_ns + wire_ns),
+            wire_share=_ratio(wire_ns, wait_ns + wire_ns),
+            wire_gbps=gbps(sent_bytes, wire_ns),
             best_gbps=attribution.best_gbps.get((kind, link)),
         )
-        rows.append((wait + wire, made))
+        rows.append((wait_ns + wire_ns, communication))
     return tuple(row for _, row in sorted(rows, key=lambda item: -item[0]))
 
 
-def _overlap(ranks: Sequence[Rank]) -> float | None:
+def _overlap_ratio(ranks: Sequence[Rank]) -> float | None:
+    """Return the overlapped share of all ranks' communication time; None where it is not known."""
     overlapped = total([rank.breakdown.overlapped_ns for rank in ranks])
     communication = sum(rank.breakdown.comm_ns for rank in ranks)
     return None if overlapped is None or not communication else overlapped / communication
@@ -276,50 +295,58 @@ def _overlap(ranks: Sequence[Rank]) -> float | None:
 
 
 def _rates(attribution: Attribution) -> Rates:
+    """Compute the metrics that need the recorder's measurements."""
     run = attribution.run
     if run is None or attribution.partial_window:
-        # Rates, memory and controls are of whole iterations: beside a part of one they would be read as its own.
+        # Rates, memory and baselines cover whole iterations: they would be misread beside a part of an iteration.
         return Rates()
-    timed = slowest(run.timings.iterations_ns) if run.timings else []
-    profiled = slowest(run.profiled.iterations_ns) if run.profiled else []
-    typical = median(timed) if timed else None
-    overhead = median(profiled) / typical - 1.0 if profiled and typical else None
+    slowest_ns = slowest(run.timings.iterations_ns) if run.timings else []
+    profiled_ns = slowest(run.profiled.iterations_ns) if run.profiled else []
+    median_ns = median(slowest_ns) if slowest_ns else None
+    overhead = median(profiled_ns) / median_ns - 1.0 if profiled_ns and median_ns else None
     # A captured block was timed under the profiler only.
-    rates = _achieved(run, timed or profiled)
+    quantiles = _rate_quantiles(run, slowest_ns or profiled_ns)
     controls = baseline_metrics(run.controls, attribution.ranks)
     return Rates(
-        tflops=rates["p50"] if rates else None,
-        tflops_quantiles=rates,
-        iterations_timed=len(timed or profiled),
+        tflops=quantiles["p50"] if quantiles else None,
+        tflops_quantiles=quantiles,
+        iterations_timed=len(slowest_ns or profiled_ns),
         block_tflops=_block_tflops(attribution, run),
         solo_tflops=controls.solo_tflops if controls else None,
-        slowest_median_ns=typical,
+        slowest_median_ns=median_ns,
         profiler_overhead=overhead,
         peak_memory_bytes=max(run.peak_memory_bytes) if run.peak_memory_bytes else None,
         controls=controls,
     )
 
 
-def _achieved(run: Run, timed: list[int]) -> dict[str, float] | None:
-    """TFLOP/s a GPU by quantile over iterations; the median rate is the rate of the median time."""
-    if not timed:
+def _rate_quantiles(run: Run, iterations_ns: list[int]) -> dict[str, float] | None:
+    """Return TFLOP/s per GPU by quantile over iterations; the median rate is the rate of the median time."""
+    if not iterations_ns:
         return None
-    times = {"p10": np.quantile(timed, 0.9), "p50": median(timed), "p90": np.quantile(timed, 0.1)}
-    return {name: rate for name, time in times.items() if (rate := run.tflops(float(time)))} or None
+    time_of_quantile = {
+        "p10": np.quantile(iterations_ns, 0.9),
+        "p50": median(iterations_ns),
+        "p90": np.quantile(iterations_ns, 0.1),
+    }
+    return {name: rate for name, time in time_of_quantile.items() if (rate := run.tflops(float(time)))} or None
 
 
 def _block_tflops(attribution: Attribution, run: Run) -> float | None:
+    """Return the mean over ranks of the TFLOP/s of the attention blocks; None where their FLOPs are not known."""
     rates, flops = [], run.block_flops()
     for rank in attribution.ranks:
-        flash = rank.breakdown.flash_ns
-        if flops and rank.rank in flops and flash:
-            rates.append(flops[rank.rank] * len(rank.iteration_ns) / flash / 1e3)
+        flash_ns = rank.breakdown.flash_ns
+        if flops and rank.rank in flops and flash_ns:
+            rates.append(flops[rank.rank] * len(rank.iteration_ns) / flash_ns / 1e3)
     return fmean(rates) if rates else None
 
 
 def _ratio(part: float, whole: float) -> float:
+    """Return ``part`` / ``whole``; 0 where ``whole`` is 0."""
     return part / whole if whole else 0.0
 
 
 def _distinct(names: Iterable[str | None]) -> tuple[str, ...]:
+    """Return the different names in their order, without empty ones."""
     return tuple(dict.fromkeys(name for name in names if name))

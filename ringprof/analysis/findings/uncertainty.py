@@ -1,19 +1,19 @@
-"""How sure a ratio of repeated measurements is: its 95 % interval, and whether two sets of them differ at all.
+"""Uncertainty of a ratio of repeated measurements: its 95 % interval, and whether two sets differ significantly.
 
-A *recording* is the repeated measurements of one run, in the order in which they were made. Three things make its
-median uncertain:
+A *recording* is the repeated measurements of one run, in the order in which they were made. Its median is uncertain for
+three reasons:
 
 * Scatter of single measurements: the bootstrap distribution of the median.
-* Serial correlation: neighbouring measurements that are alike count as fewer. The scatter is widened by the variance
+* Serial correlation: similar neighbouring measurements carry less information. The scatter is widened by the variance
   inflation (1 + r) / (1 - r) of a first-order autoregression (effective sample size: Zwiers and von Storch, J. Climate
-  8, 1995), with r the lag-1 autocorrelation of the ranks, corrected for its bias in short series (Marriott and Pope,
+  8, 1995). Here r is the lag-1 autocorrelation of the ranks, corrected for its bias in short series (Marriott and Pope,
   Biometrika 41, 1954).
-* Spread between recordings of one program, as devices heat up and machines are shared. Several recordings of each side
-  measure it. For a single recording the caller assumes it (`ringprof.analysis.findings.recording_spread`); what the
-  recording itself shows (`drift`) counts where that is more.
+* Spread between recordings of one program, since devices heat up and machines are shared. Several recordings per side
+  measure it. For a single recording the caller assumes it (`ringprof.analysis.findings.recording_spread`); the spread
+  that the recording itself suggests (`between_run_sd`) counts where it is larger.
 
-All is done on logarithms, so a rate's interval is the reciprocal of its time's. Random draws are seeded: the same
-measurements give the same interval.
+All computations use logarithms, so the interval of a rate is the reciprocal of that of its time. Random draws are
+seeded: the same measurements give the same interval.
 """
 
 from __future__ import annotations
@@ -25,163 +25,177 @@ from typing import Any
 
 import numpy as np
 
-from ringprof.analysis.findings.comparison import FEWEST_TURNS, Recordings
+from ringprof.analysis.findings.comparison import MIN_INTERLEAVED, Recordings
 from ringprof.analysis.findings.recording_spread import MOST_RECORDINGS
 
-Draws = np.ndarray[Any, np.dtype[np.float64]]
+FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 
 DRAWS = 4_000
-SURE = (0.025, 0.975)
-"""Quantiles between which an interval lies."""
-_NORMAL = 1.96
+"""Number of bootstrap draws."""
+QUANTILES = (0.025, 0.975)
+"""Quantiles at the ends of a 95 % interval."""
+_NORMAL_95 = 1.96
 """Standard deviations from the middle of a normal distribution to the ends of its 95 % interval."""
 POWER = 0.8
-"""Share of cases in which `recordings_to_decide` recordings show a difference."""
-LEVEL = 0.05
-"""The largest p value of the rank test with which two recordings are said to differ."""
-_PARTS = 4
-"""Parts of a recording whose medians are set against each other."""
-QUIET = 0.02
-"""Scatter of single measurements, as a share, that a quiet machine shows: it says nothing of other recordings."""
-DRIFT_OF_SCATTER = 1.5
-"""Drift between recordings, as a share of what single measurements scatter beyond `QUIET`. Set so that of
-pairs of recordings of one command, on a machine that others use too, at most one in twenty is called different."""
-EXACT = 80
-"""Measurements up to which the rank test counts every arrangement."""
+"""Share of cases in which as many recordings as `recordings_to_decide` returns show a difference."""
+MAX_P_VALUE = 0.05
+"""Largest p value of the rank test at which two recordings are called different."""
+_PART_COUNT = 4
+"""Number of parts of a recording whose medians are compared with each other."""
+QUIET_SCATTER = 0.02
+"""Scatter of single measurements on a quiet machine, as a share; it does not predict the spread between recordings."""
+SD_PER_SCATTER = 1.5
+"""Standard deviation between recordings per scatter of single measurements beyond `QUIET_SCATTER`.
+
+The value is set so that at most one in twenty pairs of recordings of one command, on a shared machine, is called
+different.
+"""
+MAX_EXACT = 80
+"""Largest number of measurements for which the rank test counts every arrangement."""
 
 
 def ratio_interval(
     base: Recordings, other: Recordings, *, interleaved: bool = False, spread: float = 0.0
 ) -> tuple[float, float] | None:
-    """Return the 95 % interval of median(other) / median(base); None where nothing says how sure either is.
+    """Return the 95 % interval of median(other) / median(base); None where a side was measured once or has zeros.
 
-    ``interleaved``: the n-th recordings of both were made one after the other, so that what moved both cancels.
-    ``spread``: the assumed standard deviation of the ratio of two single recordings of one program, as a share. The
-    interval is at least as wide as it makes it, where a side is a single recording.
+    ``interleaved``: whether the n-th recordings of both were made one after the other, so that common drift cancels.
+    ``spread``: assumed standard deviation of the ratio of two single recordings of one program, as a share. Where a
+    side is a single recording, the interval is at least as wide as the spread makes it.
     """
     if not _positive(base) or not _positive(other):
         return None
     if len(base) + len(other) > 2:
-        return _several(base, other, interleaved=interleaved, spread=spread)
-    return _single(base[0], other[0], spread)
+        return _interval_of_several(base, other, interleaved=interleaved, spread=spread)
+    return _interval_of_single(base[0], other[0], spread)
 
 
 def own_interval(recordings: Recordings) -> tuple[float, float] | None:
-    """Return the 95 % interval of the median itself; None as in `ratio_interval`.
+    """Return the 95 % interval of the median of one side; None where it was measured once or has zeros.
 
-    A single recording's is that of its own iterations: another recording of the program may lie outside.
+    The interval of a single recording covers its own iterations: another recording of the program may lie outside.
     """
     if not _positive(recordings):
         return None
     if len(recordings) > 1:
-        levels = _levels(recordings)
-        freedom = len(levels) - 1
-        half = student_quantile(SURE[1], freedom) * float(np.std(levels, ddof=1)) / len(levels) ** 0.5
-        return _around(float(np.mean(levels)), (-half, half))
-    values = np.log(recordings[0])
-    if len(values) < 2:
+        log_medians = _log_medians(recordings)
+        dof = len(log_medians) - 1
+        half_width = student_quantile(QUANTILES[1], dof) * float(np.std(log_medians, ddof=1)) / len(log_medians) ** 0.5
+        return _interval_around(float(np.mean(log_medians)), (-half_width, half_width))
+    logs = np.log(recordings[0])
+    if len(logs) < 2:
         return None
-    freedom = len(values) - 1
-    drifted = student_quantile(SURE[1], freedom) * drift(values)
-    return _around(float(np.median(values)), _scatter([values], freedom), drifted)
+    dof = len(logs) - 1
+    between_runs = student_quantile(QUANTILES[1], dof) * between_run_sd(logs)
+    return _interval_around(float(np.median(logs)), _scatter_bounds([logs], dof), between_runs)
 
 
-def differ(base: Recordings, other: Recordings, *, interleaved: bool = False, spread: float = 0.0) -> bool:
-    """Return whether two figures differ: their ratio's interval leaves 1 out.
+def significantly_different(
+    base: Recordings, other: Recordings, *, interleaved: bool = False, spread: float = 0.0
+) -> bool:
+    """Return whether two metrics differ significantly: the interval of their ratio excludes 1.
 
-    Of single recordings the rank test must agree: it guards against few measurements, of which a bootstrap is too sure.
+    For single recordings the rank test must agree. It guards against few measurements, where a bootstrap gives too
+    narrow intervals. Parameters as in `ratio_interval`.
     """
     interval = ratio_interval(base, other, interleaved=interleaved, spread=spread)
     if interval is None or interval[0] <= 1 <= interval[1]:
         return False
-    return len(base) + len(other) > 2 or rank_test(base[0], other[0]) <= LEVEL
+    return len(base) + len(other) > 2 or rank_test(base[0], other[0]) <= MAX_P_VALUE
 
 
 def recordings_to_decide(
     base: Sequence[float], other: Sequence[float], spread: float, limit: float = 1.0
 ) -> int | None:
-    """Return how many recordings per side, made in turns, would tell the ratio of two recordings from ``limit``.
+    """Return how many interleaved recordings per side would distinguish the ratio of two recordings from ``limit``.
 
-    They do so in `POWER` of all cases, if the true ratio is the measured one; None where it takes more than
-    `MOST_RECORDINGS`. ``spread`` as in `ratio_interval`. By the usual formula for the size of a sample: the difference
-    is as many standard errors as the two quantiles of Student's t for level and power together.
+    They succeed in `POWER` of all cases, if the true ratio is the measured one. None where more than `MOST_RECORDINGS`
+    would be needed. ``spread`` as in `ratio_interval`. The usual formula for a sample size applies: the difference
+    equals the standard error times the sum of the two quantiles of Student's t for level and power.
     """
-    one, two = np.log(base), np.log(other)
-    distance = abs(float(np.median(two) - np.median(one)) - log(limit))
-    low, high = _scatter([one, two], None)
-    each = hypot(max(spread, hypot(drift(one), drift(two))), (high - low) / (2 * _NORMAL))
+    base_logs, other_logs = np.log(base), np.log(other)
+    distance = abs(float(np.median(other_logs) - np.median(base_logs)) - log(limit))
+    low, high = _scatter_bounds([base_logs, other_logs], None)
+    sd = hypot(
+        max(spread, hypot(between_run_sd(base_logs), between_run_sd(other_logs))), (high - low) / (2 * _NORMAL_95)
+    )
     for count in range(2, MOST_RECORDINGS + 1):
-        freedom = count - 1 if count >= FEWEST_TURNS else 2 * count - 2
-        errors = student_quantile(SURE[1], freedom) + student_quantile(POWER, freedom)
-        if errors * each / count**0.5 <= distance:
+        dof = count - 1 if count >= MIN_INTERLEAVED else 2 * count - 2
+        standard_errors = student_quantile(QUANTILES[1], dof) + student_quantile(POWER, dof)
+        if standard_errors * sd / count**0.5 <= distance:
             return count
     return None
 
 
-def _single(base: Sequence[float], other: Sequence[float], spread: float) -> tuple[float, float] | None:
+def _interval_of_single(base: Sequence[float], other: Sequence[float], spread: float) -> tuple[float, float] | None:
+    """Return the interval of the ratio of two single recordings; None for fewer than two measurements."""
     if min(len(base), len(other)) < 2:
         return None
-    one, two = np.log(base), np.log(other)
-    freedom = len(one) + len(two) - 2
-    seen = student_quantile(SURE[1], freedom) * hypot(drift(one), drift(two))
-    middle = float(np.median(two) - np.median(one))
-    return _around(middle, _scatter([one, two], freedom), max(seen, _NORMAL * spread))
+    base_logs, other_logs = np.log(base), np.log(other)
+    dof = len(base_logs) + len(other_logs) - 2
+    seen_spread = student_quantile(QUANTILES[1], dof) * hypot(between_run_sd(base_logs), between_run_sd(other_logs))
+    log_ratio = float(np.median(other_logs) - np.median(base_logs))
+    return _interval_around(
+        log_ratio, _scatter_bounds([base_logs, other_logs], dof), max(seen_spread, _NORMAL_95 * spread)
+    )
 
 
-def _scatter(sides: Sequence[Draws], freedom: int | None) -> tuple[float, float]:
-    """Return how far scatter moves a median, or the second side's less the first's: the ends of the 95 % interval.
+def _scatter_bounds(sides: Sequence[FloatArray], dof: int | None) -> tuple[float, float]:
+    """Return the 95 % interval of the error that scatter causes in a median, or in the difference of two medians.
 
-    Widened for serial correlation and, with ``freedom``, as Student's t is: few measurements do not tell well how much
-    they scatter.
+    ``sides``: logarithms of one or two recordings. The interval is widened for serial correlation. With ``dof``
+    (degrees of freedom) it is widened as Student's t is, since few measurements show their scatter only roughly.
     """
     random = np.random.default_rng(0)
-    off = np.zeros(DRAWS)
-    for values in sides:
-        off = (resampled_medians(values, random) - np.median(values)) * variance_inflation(values) ** 0.5 - off
-    if freedom is not None:
-        off = off * (freedom / random.chisquare(freedom, DRAWS)) ** 0.5
-    low, high = np.quantile(off, SURE)
+    deviation = np.zeros(DRAWS)
+    for logs in sides:
+        deviation = (resampled_medians(logs, random) - np.median(logs)) * variance_inflation(logs) ** 0.5 - deviation
+    if dof is not None:
+        deviation = deviation * (dof / random.chisquare(dof, DRAWS)) ** 0.5
+    low, high = np.quantile(deviation, QUANTILES)
     return min(0.0, float(low)), max(0.0, float(high))
 
 
-def _around(middle: float, scatter: tuple[float, float], between: float = 0.0) -> tuple[float, float]:
-    """Return the interval of a ratio around exp(``middle``) whose independent parts add up in squares."""
-    low, high = np.exp([middle - hypot(scatter[0], between), middle + hypot(scatter[1], between)])
+def _interval_around(middle: float, scatter: tuple[float, float], between_runs: float = 0.0) -> tuple[float, float]:
+    """Return the interval of a ratio around exp(``middle``); scatter and spread between runs add up in squares."""
+    low, high = np.exp([middle - hypot(scatter[0], between_runs), middle + hypot(scatter[1], between_runs)])
     return float(low), float(high)
 
 
-def _several(base: Recordings, other: Recordings, *, interleaved: bool, spread: float) -> tuple[float, float]:
-    """Return the interval by how far recordings of the same side are apart: Student's t over their medians."""
-    one, two = _levels(base), _levels(other)
-    each = 1 / len(one) + 1 / len(two)
-    if interleaved and len(one) == len(two):
-        pairs = two - one
-        freedom, error = len(pairs) - 1, float(np.std(pairs, ddof=1)) / len(pairs) ** 0.5
+def _interval_of_several(
+    base: Recordings, other: Recordings, *, interleaved: bool, spread: float
+) -> tuple[float, float]:
+    """Return the interval of the ratio from the spread of each side's recordings: Student's t over their medians."""
+    base_medians, other_medians = _log_medians(base), _log_medians(other)
+    inverse_counts = 1 / len(base_medians) + 1 / len(other_medians)
+    if interleaved and len(base_medians) == len(other_medians):
+        differences = other_medians - base_medians
+        dof, standard_error = len(differences) - 1, float(np.std(differences, ddof=1)) / len(differences) ** 0.5
     else:
-        freedom = len(one) + len(two) - 2
-        squares = sum(float(np.sum((levels - levels.mean()) ** 2)) for levels in (one, two))
-        error = (squares / freedom * each) ** 0.5
-    half = student_quantile(SURE[1], freedom) * error
-    if min(len(one), len(two)) == 1:
-        half = max(half, _NORMAL * spread * (each / 2) ** 0.5)
-    return _around(float(two.mean() - one.mean()), (-half, half))
+        dof = len(base_medians) + len(other_medians) - 2
+        squared_sum = sum(float(np.sum((medians - medians.mean()) ** 2)) for medians in (base_medians, other_medians))
+        standard_error = (squared_sum / dof * inverse_counts) ** 0.5
+    half_width = student_quantile(QUANTILES[1], dof) * standard_error
+    if min(len(base_medians), len(other_medians)) == 1:
+        half_width = max(half_width, _NORMAL_95 * spread * (inverse_counts / 2) ** 0.5)
+    return _interval_around(float(other_medians.mean() - base_medians.mean()), (-half_width, half_width))
 
 
 @cache
-def student_quantile(share: float, freedom: int) -> float:
-    """Return the quantile of Student's t for a share of at least one half.
+def student_quantile(share: float, dof: int) -> float:
+    """Return the quantile of Student's t with ``dof`` degrees of freedom, for a ``share`` of at least one half.
 
-    With x = sqrt(freedom) tan(angle) the density becomes cos(angle) ** (freedom - 1), which is summed over a grid.
+    With x = sqrt(dof) tan(angle) the density becomes cos(angle) ** (dof - 1), which is summed over a grid.
     """
     angles = np.linspace(0.0, np.pi / 2, 100_001)
-    heights = np.cos(angles) ** (freedom - 1)
-    below = np.concatenate([[0.0], np.cumsum(heights[1:] + heights[:-1])])
-    angle = np.interp((2 * share - 1) * below[-1], below, angles)
-    return float(freedom**0.5 * np.tan(angle))
+    heights = np.cos(angles) ** (dof - 1)
+    cumulated = np.concatenate([[0.0], np.cumsum(heights[1:] + heights[:-1])])
+    angle = np.interp((2 * share - 1) * cumulated[-1], cumulated, angles)
+    return float(dof**0.5 * np.tan(angle))
 
 
-def variance_inflation(values: Draws) -> float:
-    """Return by how much serial correlation raises the variance of the median: 1 to half the number of values."""
+def variance_inflation(values: FloatArray) -> float:
+    """Return the factor by which serial correlation raises the variance of the median: 1 to half the value count."""
     count = len(values)
     ranks = _doubled_ranks(values) - (count + 1.0)
     squares = float(np.sum(ranks**2))
@@ -192,77 +206,84 @@ def variance_inflation(values: Draws) -> float:
     return float(np.clip((1 + correlation) / (1 - correlation), 1.0, count / 2))
 
 
-def resampled_medians(values: Draws, random: np.random.Generator) -> Draws:
-    """Medians of bootstrap samples, drawn from their exact distribution: cost does not grow with the measurements.
+def resampled_medians(values: FloatArray, random: np.random.Generator) -> FloatArray:
+    """Draw medians of bootstrap samples from their exact distribution, at a cost independent of the number of values.
 
-    The k-th smallest of n resampled values is the one at place floor(n U), with U the k-th smallest of n uniform
-    numbers. An even n has two in the middle; given the lower one, the upper is the least of the n/2 above it.
+    The k-th smallest of n resampled values has the index floor(n U) among the sorted values, with U the k-th smallest
+    of n uniform numbers. For even n the median is the mean of two; given the lower one, the upper is the smallest of
+    the n/2 above it.
     """
-    ordered: Draws = np.sort(values)
+    ordered: FloatArray = np.sort(values)
     count = len(values)
     half = count // 2
     if count % 2:
-        return np.asarray(ordered[_places(random.beta(half + 1, half + 1, DRAWS), count)])
+        return np.asarray(ordered[_indices(random.beta(half + 1, half + 1, DRAWS), count)])
     lower = random.beta(half, half + 1, DRAWS)
     upper = lower + (1 - lower) * (1 - random.random(DRAWS) ** (1 / half))
-    return np.asarray((ordered[_places(lower, count)] + ordered[_places(upper, count)]) / 2)
+    return np.asarray((ordered[_indices(lower, count)] + ordered[_indices(upper, count)]) / 2)
 
 
-def _places(uniform: Draws, count: int) -> Any:
+def _indices(uniform: FloatArray, count: int) -> Any:
+    """Map uniform numbers in 0..1 to indices below ``count``."""
     return np.minimum((uniform * count).astype(np.int64), count - 1)
 
 
-def drift(values: Draws) -> float:
-    """Return how far another recording may be off by what this one shows: one standard deviation of the logarithm.
+def between_run_sd(logs: FloatArray) -> float:
+    """Estimate from one recording the standard deviation between recordings, of the logarithm of the median.
 
-    The larger of two: how far the parts of this one are apart, less what scatter alone makes of so few measurements,
-    and what single measurements scatter beyond `QUIET`.
+    ``logs``: logarithms of the measurements. The result is the larger of two estimates. The first is the spread of the
+    medians of the recording's parts, less the spread that scatter alone causes. The second is `SD_PER_SCATTER` times
+    the scatter of single measurements beyond `QUIET_SCATTER`.
     """
-    scatter = 1.4826 * float(np.median(np.abs(values - np.median(values))))
-    count = min(_PARTS, len(values) // 2)
-    inside = 0.0
+    scatter = 1.4826 * float(np.median(np.abs(logs - np.median(logs))))
+    count = min(_PART_COUNT, len(logs) // 2)
+    between_parts = 0.0
     if count > 1:
-        medians = [np.median(part) for part in np.array_split(values, count)]
-        by_chance = np.pi / 2 * scatter**2 * count / len(values) * variance_inflation(values)
-        inside = max(0.0, float(np.var(medians, ddof=1)) - by_chance) ** 0.5
-    return max(inside, DRIFT_OF_SCATTER * max(0.0, scatter - QUIET))
+        medians = [np.median(part) for part in np.array_split(logs, count)]
+        by_chance = np.pi / 2 * scatter**2 * count / len(logs) * variance_inflation(logs)
+        between_parts = max(0.0, float(np.var(medians, ddof=1)) - by_chance) ** 0.5
+    return max(between_parts, SD_PER_SCATTER * max(0.0, scatter - QUIET_SCATTER))
 
 
-def rank_test(one: Sequence[float], other: Sequence[float]) -> float:
-    """Two-sided p value of the Wilcoxon-Mann-Whitney test, ties included: over all arrangements, or beyond `EXACT`
-    measurements by the normal approximation."""
-    ranks = _doubled_ranks(np.concatenate([one, other]))
-    count, whole = len(one), len(ranks)
-    middle = count * (whole + 1)
-    off = abs(int(ranks[:count].sum()) - middle)
-    if whole <= EXACT:
+def rank_test(base: Sequence[float], other: Sequence[float]) -> float:
+    """Return the two-sided p value of the Wilcoxon-Mann-Whitney test, with ties.
+
+    Exact over all arrangements up to `MAX_EXACT` measurements, else by the normal approximation.
+    """
+    ranks = _doubled_ranks(np.concatenate([base, other]))
+    count, total = len(base), len(ranks)
+    middle = count * (total + 1)
+    distance_of_sum = abs(int(ranks[:count].sum()) - middle)
+    if total <= MAX_EXACT:
         sums = _arrangements(ranks, count)
-        return float(sums[np.abs(np.arange(len(sums)) - middle) >= off].sum() / sums.sum())
-    variance = count * (whole - count) / (whole * (whole - 1)) * float(np.sum((ranks - (whole + 1.0)) ** 2))
-    # Doubled ranks go in steps of two without ties: one is the correction for continuity.
-    distance = max(0.0, off - 1.0) / variance**0.5 if variance else 0.0
-    return float(erfc(distance / 2**0.5))
+        return float(sums[np.abs(np.arange(len(sums)) - middle) >= distance_of_sum].sum() / sums.sum())
+    variance = count * (total - count) / (total * (total - 1)) * float(np.sum((ranks - (total + 1.0)) ** 2))
+    # Without ties, doubled ranks go in steps of two, so the correction for continuity is 1.
+    z = max(0.0, distance_of_sum - 1.0) / variance**0.5 if variance else 0.0
+    return float(erfc(z / 2**0.5))
 
 
-def _doubled_ranks(values: Draws) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Twice the mean rank of each value, from 1 on: whole numbers with ties, too."""
+def _doubled_ranks(values: FloatArray) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return twice the rank of each value, ranks counted from 1; ties have their mean rank, so all are integers."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     return np.asarray((2 * last - counts + 1)[inverse], dtype=np.int64)
 
 
-def _arrangements(ranks: np.ndarray[Any, np.dtype[np.int64]], count: int) -> Draws:
-    """How many ways to choose ``count`` of the ranks sum to each number."""
-    sums = np.zeros((count + 1, int(ranks.sum()) + 1))
-    sums[0, 0] = 1
+def _arrangements(ranks: np.ndarray[Any, np.dtype[np.int64]], count: int) -> FloatArray:
+    """Return for each sum the number of ways to choose ``count`` of the ranks with that sum."""
+    ways = np.zeros((count + 1, int(ranks.sum()) + 1))
+    ways[0, 0] = 1
     for rank in ranks:
-        sums[1:, rank:] += sums[:-1, : sums.shape[1] - rank].copy()
-    return np.asarray(sums[count])
+        ways[1:, rank:] += ways[:-1, : ways.shape[1] - rank].copy()
+    return np.asarray(ways[count])
 
 
-def _levels(recordings: Recordings) -> Draws:
+def _log_medians(recordings: Recordings) -> FloatArray:
+    """Return the median of the logarithms of each recording."""
     return np.array([np.median(np.log(values)) for values in recordings])
 
 
 def _positive(recordings: Recordings) -> bool:
+    """Return whether there are recordings, and every one has measurements above 0."""
     return bool(recordings) and all(len(values) and min(values) > 0 for values in recordings)

@@ -1,7 +1,6 @@
-"""Three plain lines: what communication cost, what the cost came from, and what could be gained. What is missing of the
-traces stands before them.
+"""Verdict on a run in at most four lines: missing data, cost of communication, its cause, and the possible gain.
 
-Every line is made of figures of the report, and says nothing that they do not show.
+Every line is made of metrics of the report, and claims nothing that they do not show.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from typing import Protocol
 import msgspec
 
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.findings.idle_text import blocked_in_words as idle_blocked_in_words
-from ringprof.analysis.findings.idle_text import not_launched_in_words
+from ringprof.analysis.findings.idle_text import blocked_idle_sentence, launch_idle_sentence
 from ringprof.analysis.findings.recommendations import (
     UNBALANCED,
     known_contiguous,
@@ -25,9 +23,9 @@ from ringprof.analysis.findings.recommendations import (
     slow_between_hosts,
     slow_senders,
 )
-from ringprof.analysis.findings.step_rates import attention_rate, beside_attention, computation_in_words
+from ringprof.analysis.findings.step_rates import attention_rate_clause, computation_clause, compute_part_sentence
 from ringprof.analysis.findings.summary import KindRow, Summary
-from ringprof.analysis.findings.verdict_text import blocked_in_words, exposed_in_words, is_attention, missing_in_words
+from ringprof.analysis.findings.verdict_text import cpu_blocked_sentence, exposed_shares, is_attention, missing_sentence
 from ringprof.analysis.findings.waterfall import (
     ATTENTION_PARTS,
     COMMUNICATION_PARTS,
@@ -43,15 +41,16 @@ from ringprof.analysis.steps.steps import ExposedBySteps
 from ringprof.analysis.transfers.hops import SAME_HOST
 from ringprof.formatting import milliseconds, percent, three_digits
 
-_LEAST_GAIN = 0.0005
-"""The least gain, as a share of the wall, that is not written as nothing."""
-_MOST = 0.5
-"""Share of a rank's communication time above which most of it is waiting."""
+_MIN_GAIN = 0.0005
+"""Smallest gain that is named, as a share of the wall time; smaller ones would round to 0.0 %."""
+_MOSTLY_WAITING = 0.5
+"""Share of a rank's communication time from which on it counts as mostly waiting."""
 PASSES = {"fwd": "forward", "bwd": "backward"}
+"""Names of the passes in sentences, by their names in traces."""
 
 
 class Facts(Protocol):
-    """What the lines are made of."""
+    """Results that the verdict is made of; `Findings` has them."""
 
     @property
     def attribution(self) -> Attribution: ...
@@ -63,272 +62,297 @@ class Facts(Protocol):
     def exposed_by_step(self) -> ExposedBySteps: ...
 
 
-def verdict_of(found: Facts) -> tuple[str, ...]:
-    """What is missing, where something is; then, of what there is, at most three lines."""
-    missing = missing_in_words(found.attribution)
-    if found.attribution.lacks_device:
+def verdict_of(facts: Facts) -> tuple[str, ...]:
+    """Return the verdict: missing data, if any, then at most three lines."""
+    missing = missing_sentence(facts.attribution)
+    if facts.attribution.lacks_device:
         return (missing,)
-    cause = _cause if is_attention(found.attribution) else _computation
-    lines = (missing, _cost(found), cause(found), _gain(found))
+    cause = _cause_line if is_attention(facts.attribution) else _computation_line
+    lines = (missing, _cost_line(facts), cause(facts), _gain_line(facts))
     return tuple(line for line in lines if line)
 
 
-def _of_time(found: Facts, time_ns: float) -> float:
-    """A share of the mean wall, as all that a verdict calls "of the time": the basis of the table of parts."""
-    wall = found.summary.parts[-1].mean_ns
+def _share_of_time(facts: Facts, time_ns: float) -> float:
+    """Return a time as a share of the mean wall time; verdicts and the table of parts call it "of the time"."""
+    wall = facts.summary.parts[-1].mean_ns
     return time_ns / wall if wall else 0.0
 
 
-def _communicates(found: Facts) -> bool:
-    return any(rank.breakdown.comm_ns for rank in found.attribution.ranks)
+def _communicates(facts: Facts) -> bool:
+    """Return whether any rank communicates."""
+    return any(rank.breakdown.comm_ns for rank in facts.attribution.ranks)
 
 
-# --- what it cost -------------------------------------------------------------------------------------
+# --- cost of communication ----------------------------------------------------------------------------
 
 
-def _cost(found: Facts) -> str:
-    attribution, summary = found.attribution, found.summary
-    if not _communicates(found):
+def _cost_line(facts: Facts) -> str:
+    """Say how much of the time is exposed communication, and by which kinds or how much is hidden."""
+    attribution, summary = facts.attribution, facts.summary
+    if not _communicates(facts):
         ranks = attribution.ranks
-        size = attribution.run.topology.world_size if attribution.run else ranks[0].world_size
-        device = "process" if attribution.on_cpu else "GPU"
-        several = any(warning.code == "several_devices" for warning in attribution.warnings)
-        alone = len(ranks) == 1 and size in (None, 1) and not several
-        return f"one {device}: nothing is communicated" if alone else "no communication in these traces"
+        world_size = attribution.run.topology.world_size if attribution.run else ranks[0].world_size
+        noun = "process" if attribution.on_cpu else "GPU"
+        several_devices = any(warning.code == "several_devices" for warning in attribution.warnings)
+        single_device = len(ranks) == 1 and world_size in (None, 1) and not several_devices
+        return f"one {noun}: nothing is communicated" if single_device else "no communication in these traces"
     exposed = f"{percent(summary.exposed_mean)} of the time is exposed communication"
     if len(attribution.ranks) > 1:
         exposed += f", {percent(summary.exposed_worst)} at worst (rank {summary.exposed_worst_rank})"
-    ranges = any(rank.exposed.by_group for rank in attribution.ranks)
-    if attribution.on_cpu and not ranges:
+    has_ranges = any(rank.exposed.by_group for rank in attribution.ranks)
+    if attribution.on_cpu and not has_ranges:
         return f"{exposed}: time blocked in waiting for a transfer."
     if summary.exposed_mean < WORTH_NAMING and summary.overlap_ratio is not None:
         return f"{exposed}: {percent(summary.overlap_ratio, 0)} of all communication is hidden behind computation."
-    parts = "" if is_attention(attribution) and not attribution.on_cpu else exposed_in_words(attribution)
-    return f"{exposed}: {parts}." if parts else f"{exposed}."
+    shares = "" if is_attention(attribution) and not attribution.on_cpu else exposed_shares(attribution)
+    return f"{exposed}: {shares}." if shares else f"{exposed}."
 
 
-# --- where it came from -------------------------------------------------------------------------------
+# --- cause of the largest loss ------------------------------------------------------------------------
 
 
-def _cause(found: Facts) -> str:
-    parts = found.waterfall
-    largest = parts.largest_loss()
-    # What ranks wait holds the time from their own end to the slowest rank's: that is a share of the slowest's wall.
-    waits = largest in ("imbalance", "peer_wait", "exposed_unsplit")
-    share = parts.of(largest) / (parts.wall_ns or 1) if waits else _of_time(found, parts.of(largest))
+def _cause_line(facts: Facts) -> str:
+    """Name the cause of the largest loss of an attention job, or the attention kernels if no loss is worth naming."""
+    waterfall = facts.waterfall
+    largest = waterfall.largest_loss()
+    # Waiting includes the time from a rank's end to the slowest rank's, so it is a share of the slowest's wall time.
+    is_wait = largest in ("imbalance", "peer_wait", "exposed_unsplit")
+    share = (
+        waterfall.of(largest) / (waterfall.wall_ns or 1) if is_wait else _share_of_time(facts, waterfall.of(largest))
+    )
     if share < WORTH_NAMING:
-        return _kernels(found)
+        return _kernels_line(facts)
     if largest in COMPUTE_PARTS:
-        return _beside(found, share, largest)
+        return _beside_line(facts, share, largest)
     return {
-        "imbalance": _imbalance, "exposed_wire": _wire, "peer_wait": _wait, "exposed_unsplit": _unsplit,
-        "launch_gaps": _not_launched, "blocked": _blocked, "other_groups": _other_groups,
-    }[largest](found, share)  # fmt: skip
+        "imbalance": _imbalance_line, "exposed_wire": _wire_line, "peer_wait": _wait_line,
+        "exposed_unsplit": _unsplit_line, "launch_gaps": _not_launched_line, "blocked": _blocked_line,
+        "other_groups": _other_groups_line,
+    }[largest](facts, share)  # fmt: skip
 
 
-def _computation(found: Facts) -> str:
-    """Name what computes longest in a step that is more than attention, after idle time or copies that take longer."""
-    said = computation_in_words(found.attribution, found.summary)
-    parts = found.waterfall
-    longest = max(map(parts.of, (*IDLE_PARTS, *COMPUTE_PARTS, *ATTENTION_PARTS)))
-    lost = max((*IDLE_PARTS, "merge_and_copies"), key=parts.of)
-    share = _of_time(found, parts.of(lost))
-    if share >= WORTH_NAMING and parts.of(lost) == longest:
-        named = {"launch_gaps": _not_launched, "blocked": _blocked, "merge_and_copies": _copies}
-        why = named[lost](found, share)
-        return f"{why.removesuffix('.')}; {said}." if said else why
-    return f"{said[:1].upper()}{said[1:]}." if said else ""
+def _computation_line(facts: Facts) -> str:
+    """Name the longest computation of a step that is more than attention.
+
+    Idle time or copies come first if they take longer.
+    """
+    sentence = computation_clause(facts.attribution, facts.summary)
+    waterfall = facts.waterfall
+    longest_ns = max(map(waterfall.of, (*IDLE_PARTS, *COMPUTE_PARTS, *ATTENTION_PARTS)))
+    largest_loss = max((*IDLE_PARTS, "merge_and_copies"), key=waterfall.of)
+    share = _share_of_time(facts, waterfall.of(largest_loss))
+    if share >= WORTH_NAMING and waterfall.of(largest_loss) == longest_ns:
+        line_of_part = {"launch_gaps": _not_launched_line, "blocked": _blocked_line, "merge_and_copies": _copies_line}
+        line = line_of_part[largest_loss](facts, share)
+        return f"{line.removesuffix('.')}; {sentence}." if sentence else line
+    return f"{sentence[:1].upper()}{sentence[1:]}." if sentence else ""
 
 
-def _kernels(found: Facts) -> str:
-    parts = found.waterfall
-    spent = percent(_of_time(found, parts.of(*ATTENTION_PARTS)))
-    text = f"No loss outside the attention kernels reaches {percent(WORTH_NAMING, 0)}: {spent} of the time is"
-    rate = found.summary.rates.block_tflops
+def _kernels_line(facts: Facts) -> str:
+    """Say that no loss outside the attention kernels is worth naming, with the rate of these kernels."""
+    waterfall = facts.waterfall
+    attention_share = percent(_share_of_time(facts, waterfall.of(*ATTENTION_PARTS)))
+    text = f"No loss outside the attention kernels reaches {percent(WORTH_NAMING, 0)}: {attention_share} of the time is"
+    rate = facts.summary.rates.block_tflops
     if rate is None or rate < 1:
-        return f"{text} attention kernels{attention_rate(found.attribution)}."
-    of_peak = f", {percent(rate / parts.peak.tflops, 0)} of the device's peak" if parts.peak else ""
+        return f"{text} attention kernels{attention_rate_clause(facts.attribution)}."
+    of_peak = f", {percent(rate / waterfall.peak.tflops, 0)} of the device's peak" if waterfall.peak else ""
     return f"{text} attention kernels at {rate:,.0f} TFLOP/s{of_peak}."
 
 
-def _imbalance(found: Facts, share: float) -> str:
-    rank = min(found.attribution.ranks, key=lambda one: one.breakdown.compute_ns)
-    wait, kind = _waited(rank)
-    if wait < _MOST:
-        # It is done early, or waits in another kind than the one that takes it longest.
-        most = max(found.attribution.ranks, key=lambda one: one.breakdown.compute_ns)
-        computes = [f"rank {one.rank} computes {milliseconds(one.breakdown.compute_ns)}" for one in (rank, most)]
+def _imbalance_line(facts: Facts, share: float) -> str:
+    """Say how long the rank with the least computation waits, and for which ranks."""
+    least = min(facts.attribution.ranks, key=lambda rank: rank.breakdown.compute_ns)
+    waiting, kind = _waiting_share(least)
+    if waiting < _MOSTLY_WAITING:
+        # The rank ends early, or waits in another kind of communication than its longest.
+        most = max(facts.attribution.ranks, key=lambda rank: rank.breakdown.compute_ns)
+        computes = [f"rank {rank.rank} computes {milliseconds(rank.breakdown.compute_ns)}" for rank in (least, most)]
         return f"Imbalance takes {percent(share)} of the slowest rank's wall: {', '.join(computes)}."
-    text = f"{percent(wait, 0)} of rank {rank.rank}'s {kind} time was waiting for ranks {_more_work(found, rank)}"
-    if known_contiguous(found.attribution):
+    text = (
+        f"{percent(waiting, 0)} of rank {least.rank}'s {kind} time was waiting for ranks {_work_clause(facts, least)}"
+    )
+    if known_contiguous(facts.attribution):
         return f"{text}."
-    if rises_with_rank(found.attribution):
+    if rises_with_rank(facts.attribution):
         return f"{text}; work rises with the rank, as in contiguous pieces under a causal mask: see zigzag and stripe."
     return f"{text}; imbalance takes {percent(share)} of the slowest rank's wall."
 
 
-def _waited(rank: Rank) -> tuple[float, str]:
-    """The share of waiting in its longest kind of communication, and what that is called."""
-    times: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    for row in rank.carried:
+def _waiting_share(rank: Rank) -> tuple[float, str]:
+    """Return the share of waiting in the rank's longest kind of communication, and the name of that kind."""
+    times_of_kind: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for row in rank.link_totals:
         if row.timed:
-            times[row.kind][0] += row.wait_ns
-            times[row.kind][1] += row.wait_ns + row.wire_ns
-    if not times:
+            times_of_kind[row.kind][0] += row.wait_ns
+            times_of_kind[row.kind][1] += row.wait_ns + row.wire_ns
+    if not times_of_kind:
         return 0.0, "communication"
-    kind = max(times, key=lambda name: times[name][1])
-    wait, whole = times[kind]
-    return (wait / whole if whole else 0.0), in_a_sentence(kind)
+    kind = max(times_of_kind, key=lambda name: times_of_kind[name][1])
+    wait_ns, total_ns = times_of_kind[kind]
+    return (wait_ns / total_ns if total_ns else 0.0), in_a_sentence(kind)
 
 
-def _more_work(found: Facts, rank: Rank) -> str:
-    run = found.attribution.run
+def _work_clause(facts: Facts, rank: Rank) -> str:
+    """Say how much more the other ranks compute than this one: by FLOPs if they are known, else by time."""
+    run = facts.attribution.run
     flops = run.block_flops() if run else None
     if run and flops and flops.get(rank.rank):
         ratio = max(flops.values()) / flops[rank.rank]
         if ratio >= UNBALANCED:
             causal = "causal " if run.workload and run.workload.causal else ""
             return f"with up to {three_digits(ratio)} times its {causal}work"
-    most = max(other.breakdown.compute_ns for other in found.attribution.ranks)
-    return f"that compute up to {milliseconds(most)}, where it computes {milliseconds(rank.breakdown.compute_ns)}"
+    longest = max(other.breakdown.compute_ns for other in facts.attribution.ranks)
+    return f"that compute up to {milliseconds(longest)}, where it computes {milliseconds(rank.breakdown.compute_ns)}"
 
 
-def _wire(found: Facts, share: float) -> str:
-    slow = _slow_hosts(found) or _slow_ranks(found)
+def _wire_line(facts: Facts, share: float) -> str:
+    """Say how much time is exposed wire, with the slow links or the worst ring step."""
+    slow = _slow_hosts_clause(facts) or _slow_ranks_clause(facts)
     text = f"{percent(share)} of the time is bytes on a wire with nothing to hide them"
-    return f"{text}: {slow}." if slow else f"{text}{_worst_step(found)}."
+    return f"{text}: {slow}." if slow else f"{text}{_worst_step_clause(facts)}."
 
 
-def _other_groups(found: Facts, share: float) -> str:
+def _other_groups_line(facts: Facts, share: float) -> str:
+    """Say how much time is exposed communication of groups other than the chosen one."""
     return f"{percent(share)} of the time is exposed communication of other groups."
 
 
-def _slow_hosts(found: Facts) -> str:
-    row = slow_between_hosts(found.summary)
-    if row is None:
+def _slow_hosts_clause(facts: Facts) -> str:
+    """Compare the rate between hosts with that within a host; empty where links between hosts are not slow."""
+    between = slow_between_hosts(facts.summary)
+    if between is None:
         return ""
     within = [
-        (one.wire_gbps, one.kind) for one in found.summary.communication if one.wire_gbps and one.link == SAME_HOST
+        (row.wire_gbps, row.kind) for row in facts.summary.communication if row.wire_gbps and row.link == SAME_HOST
     ]
     rate, kind = max(within, default=(0.0, ""))
-    named = f"{in_a_sentence(kind)} " if within and kind != row.kind else ""
-    against = f", {named}{three_digits(rate)} within a host" if within else ""
-    return f"{in_a_sentence(row.kind)} between hosts moves {three_digits(row.wire_gbps or 0.0)} GB/s{against}"
+    kind_name = f"{in_a_sentence(kind)} " if within and kind != between.kind else ""
+    against = f", {kind_name}{three_digits(rate)} within a host" if within else ""
+    return f"{in_a_sentence(between.kind)} between hosts moves {three_digits(between.wire_gbps or 0.0)} GB/s{against}"
 
 
-def _slow_ranks(found: Facts) -> str:
-    rates = {rank.rank: rank.hop_totals.wire_gbps for rank in found.attribution.ranks}
-    slow = slow_senders(found.attribution)
-    if not slow:
+def _slow_ranks_clause(facts: Facts) -> str:
+    """Name the ranks that send slowly, with their rates and those of the others; empty where none is slow."""
+    rates = {rank.rank: rank.hop_totals.wire_gbps for rank in facts.attribution.ranks}
+    slow_rates = slow_senders(facts.attribution)
+    if not slow_rates:
         return ""
-    ranks = [str(rank) for rank in slow]
-    ends = ", ".join(ranks[:-1]) + (f" and {ranks[-1]}" if len(ranks) > 1 else ranks[-1])
+    ranks = [str(rank) for rank in slow_rates]
+    listed = ", ".join(ranks[:-1]) + (f" and {ranks[-1]}" if len(ranks) > 1 else ranks[-1])
     return (
-        f"rank{'s' if len(slow) > 1 else ''} {ends} send{'s' if len(slow) == 1 else ''} at {_span([*slow.values()])} "
-        f"GB/s, the others at {_span([rate for rank, rate in rates.items() if rate and rank not in slow])}"
-        f"{_links(found, set(slow))}"
+        f"rank{'s' if len(slow_rates) > 1 else ''} {listed} send{'s' if len(slow_rates) == 1 else ''} "
+        f"at {_range_text([*slow_rates.values()])} "
+        f"GB/s, the others at {_range_text([rate for rank, rate in rates.items() if rate and rank not in slow_rates])}"
+        f"{_slow_links_clause(facts, set(slow_rates))}"
     )
 
 
-def _span(values: Sequence[float]) -> str:
+def _range_text(values: Sequence[float]) -> str:
+    """Return the smallest and the largest value as ``LOW to HIGH``, or one number where they look equal."""
     low, high = three_digits(min(values)), three_digits(max(values))
     return low if low == high else f"{low} to {high}"
 
 
-def _links(found: Facts, slow: set[int]) -> str:
-    """The directions in which one slow rank sends to another."""
-    pairs = {
+def _slow_links_clause(facts: Facts, slow: set[int]) -> str:
+    """List the links on which one slow rank sends to another; empty where they do not identify the slow links."""
+    links = {
         (rank.rank, peer)
-        for rank in found.attribution.ranks
+        for rank in facts.attribution.ranks
         for peer in rank.hop_peers
         if rank.rank in slow and peer in slow
     }
-    # Neighbours that are slow for their other side's sake would be named, too, where all of a ring is.
-    if not pairs or len(pairs) > len(slow):
+    # Where all links of a ring join slow ranks, fast links would be named, too.
+    if not links or len(links) > len(slow):
         return ""
-    return " (" + ", ".join(f"{a} to {b}" for a, b in sorted(pairs)[:6]) + ")"
+    return " (" + ", ".join(f"{sender} to {receiver}" for sender, receiver in sorted(links)[:6]) + ")"
 
 
-def _worst_step(found: Facts) -> str:
-    """The ring step that exposes most, where there are several."""
-    exposed = found.exposed_by_step
-    if len(exposed) < 2:
+def _worst_step_clause(facts: Facts) -> str:
+    """Name the ring step that exposes most communication; empty where there are fewer than two."""
+    exposed_by_step = facts.exposed_by_step
+    if len(exposed_by_step) < 2:
         return ""
-    phases = {
-        phase: sum(time for key, (time, _) in exposed.items() if key[0] == phase)
-        for phase in dict.fromkeys(key[0] for key in exposed)
+    phase_ns = {
+        phase: sum(time for key, (time, _) in exposed_by_step.items() if key[0] == phase)
+        for phase in dict.fromkeys(key[0] for key in exposed_by_step)
     }
-    everything = sum(phases.values())
-    if not everything:
+    total_ns = sum(phase_ns.values())
+    if not total_ns:
         return ""
-    phase = max(phases, key=lambda name: phases[name])
-    means = {key[1]: time / count for key, (time, count) in exposed.items() if key[0] == phase}
-    worst = max(means, key=lambda step: means[step])
+    phase = max(phase_ns, key=lambda name: phase_ns[name])
+    mean_ns = {key[1]: time / count for key, (time, count) in exposed_by_step.items() if key[0] == phase}
+    worst = max(mean_ns, key=lambda step: mean_ns[step])
     return (
-        f"; of what ring steps expose, {percent(phases[phase] / everything, 0)} is in the {PASSES[phase]} pass, "
-        f"most in step {worst} (mean {milliseconds(means[worst])})"
+        f"; of what ring steps expose, {percent(phase_ns[phase] / total_ns, 0)} is in the {PASSES[phase]} pass, "
+        f"most in step {worst} (mean {milliseconds(mean_ns[worst])})"
     )
 
 
-def _wait(found: Facts, share: float) -> str:
-    slow = _slow_hosts(found) or _slow_ranks(found)
+def _wait_line(facts: Facts, share: float) -> str:
+    """Say how much of the slowest rank's wall time is waiting for peers, with the slow links or the late ranks."""
+    slow_clause = _slow_hosts_clause(facts) or _slow_ranks_clause(facts)
     waiting = "of the slowest rank's wall is waiting for peers"
-    early = ", or for the slowest rank to end" if _early(found) else ""
-    if slow:
-        on_wire = percent(found.waterfall.of("exposed_wire") / found.waterfall.wall_ns)
-        return f"{percent(share)} {waiting} whose hops are slow{early}, {on_wire} wire: {slow}."
-    late = late_ranks(found.attribution)
-    named = ", ".join(f"rank {rank} ({percent(part, 0)} of all waiting)" for rank, part in late.items())
-    for_whom = f"; most waited for: {named}" if late else ""
-    waited = f"{percent(share)} {waiting}{early}{',' if early else ''} beyond what their computation differs by"
-    return f"{waited}{for_whom}{_worst_step(found)}."
+    early_clause = ", or for the slowest rank to end" if _ends_early(facts) else ""
+    if slow_clause:
+        on_wire = percent(facts.waterfall.of("exposed_wire") / facts.waterfall.wall_ns)
+        return f"{percent(share)} {waiting} whose hops are slow{early_clause}, {on_wire} wire: {slow_clause}."
+    late = late_ranks(facts.attribution)
+    late_text = ", ".join(f"rank {rank} ({percent(caused, 0)} of all waiting)" for rank, caused in late.items())
+    late_clause = f"; most waited for: {late_text}" if late else ""
+    comma = "," if early_clause else ""
+    sentence = f"{percent(share)} {waiting}{early_clause}{comma} beyond what their computation differs by"
+    return f"{sentence}{late_clause}{_worst_step_clause(facts)}."
 
 
-def _early(found: Facts) -> bool:
-    """Whether a part of the waiting worth naming is after a rank's own end, until that of the slowest rank."""
-    wall = found.waterfall.wall_ns
-    early = sum(wall - rank.breakdown.wall_ns for rank in found.attribution.ranks) / len(found.attribution.ranks)
-    return early > _SHORT * found.waterfall.of("peer_wait")
+def _ends_early(facts: Facts) -> bool:
+    """Return whether enough of the waiting lies between the ranks' own ends and the slowest rank's end to be named."""
+    wall_ns = facts.waterfall.wall_ns
+    early_ns = sum(wall_ns - rank.breakdown.wall_ns for rank in facts.attribution.ranks) / len(facts.attribution.ranks)
+    return early_ns > _MIN_EARLY_SHARE * facts.waterfall.of("peer_wait")
 
 
-_SHORT = 0.1
-"""Share of the waiting below which what lies after a rank's own end is not named."""
+_MIN_EARLY_SHARE = 0.1
+"""Share of the waiting above which the time after a rank's own end is named."""
 
 
-def _unsplit(found: Facts, share: float) -> str:
-    if found.attribution.on_cpu:
-        # Beyond what is blocked this holds the time from a rank's end to the slowest rank's.
+def _unsplit_line(facts: Facts, share: float) -> str:
+    """Say that wire and wait cannot be separated; on CPU, how long ranks are blocked."""
+    if facts.attribution.on_cpu:
+        # The share includes the time from a rank's own end to the slowest rank's.
         blocked = f"{percent(share)} of the slowest rank's time others are blocked, or done before it"
-        return blocked_in_words(found.attribution) or f"{blocked}; what of it is waiting is not recorded on CPU."
-    return f"How much of it is waiting and how much wire is not known (see warnings){_worst_step(found)}."
+        return cpu_blocked_sentence(facts.attribution) or f"{blocked}; what of it is waiting is not recorded on CPU."
+    return f"How much of it is waiting and how much wire is not known (see warnings){_worst_step_clause(facts)}."
 
 
-def _beside(found: Facts, share: float, part: str) -> str:
-    rows = _kinds_of(found, part)
-    mostly = len(rows) > 1 and rows[0].time_ns > sum(row.time_ns for row in rows) / 2
-    most = f", most of it {KIND[rows[0].kind].label}" if mostly else ""
-    return beside_attention(found.attribution, part, share, f"{_called(found, part)}{most}")
+def _beside_line(facts: Facts, share: float, part: str) -> str:
+    """Say how much time a part of the computation other than attention takes, and most of what kind it is."""
+    rows = _kinds_of(facts, part)
+    has_main_kind = len(rows) > 1 and rows[0].time_ns > sum(row.time_ns for row in rows) / 2
+    kind_clause = f", most of it {KIND[rows[0].kind].label}" if has_main_kind else ""
+    return compute_part_sentence(facts.attribution, part, share, f"{_part_name(facts, part)}{kind_clause}")
 
 
-def _copies(found: Facts, share: float) -> str:
-    return _beside(found, share, "merge_and_copies")
+def _copies_line(facts: Facts, share: float) -> str:
+    """Say how much time merges and copies take."""
+    return _beside_line(facts, share, "merge_and_copies")
 
 
-def _kinds_of(found: Facts, part: str) -> list[KindRow]:
-    """The kinds that a part of the computation holds here, longest first."""
+def _kinds_of(facts: Facts, part: str) -> list[KindRow]:
+    """Return the kinds that a part of the computation consists of in this run, longest first."""
     kinds = COMPUTE_PARTS[part] if part != "merge_and_copies" else (*COMPUTE_PARTS[part], *MEMORY)
-    return [row for row in found.summary.kinds if row.kind in kinds]
+    return [row for row in facts.summary.kinds if row.kind in kinds]
 
 
-def _called(found: Facts, part: str) -> str:
-    """Return the name of a part in a sentence; a program without merges is not told of any."""
-    kinds = {row.kind for row in _kinds_of(found, part)} if part == "merge_and_copies" else set()
+def _part_name(facts: Facts, part: str) -> str:
+    """Return the name of a part in a sentence; merges are not named for a program without any."""
+    kinds = {row.kind for row in _kinds_of(facts, part)} if part == "merge_and_copies" else set()
     if kinds and "merge" not in kinds:
         return "copies and permutations" if len(kinds) > 1 else KIND[kinds.pop()].label
-    return _BESIDE.get(part, WATERFALL_LABELS[part])
+    return _COMPUTE_NAMES.get(part, WATERFALL_LABELS[part])
 
 
-_BESIDE = {
+_COMPUTE_NAMES = {
     "matrix_products": "matrix products",
     "optimizer": "the optimizer",
     "other_compute": "computation other than attention",
@@ -336,104 +360,114 @@ _BESIDE = {
 }
 
 
-def _not_launched(found: Facts, share: float) -> str:
-    if found.attribution.on_cpu:
+def _not_launched_line(facts: Facts, share: float) -> str:
+    """Say how much of the time nothing runs because the next work is not launched yet."""
+    if facts.attribution.on_cpu:
         text = f"{percent(share)} of the time nothing computes"
-        unmarked = any(warning.code == "cpu_no_wait_marks" for warning in found.attribution.warnings)
+        unmarked = any(warning.code == "cpu_no_wait_marks" for warning in facts.attribution.warnings)
         return f"{text}; waiting is not recorded." if unmarked else f"{text} and nothing waits."
-    return not_launched_in_words(found.attribution, percent(share))
+    return launch_idle_sentence(facts.attribution, percent(share))
 
 
-def _blocked(found: Facts, share: float) -> str:
-    return idle_blocked_in_words(found.attribution, percent(share))
+def _blocked_line(facts: Facts, share: float) -> str:
+    """Say how much of the time nothing runs although the next work is launched."""
+    return blocked_idle_sentence(facts.attribution, percent(share))
 
 
-# --- what could be gained -----------------------------------------------------------------------------
+# --- possible gain ------------------------------------------------------------------------------------
 
 
-def _gain(found: Facts) -> str:
-    if not _communicates(found) or len(found.attribution.ranks) < 2 or not found.waterfall.wall_ns:
+def _gain_line(facts: Facts) -> str:
+    """Give the wall time with free communication, perfect balance and perfect overlap; empty where none gains."""
+    if not _communicates(facts) or len(facts.attribution.ranks) < 2 or not facts.waterfall.wall_ns:
         return ""
-    wall, bounds = found.waterfall.wall_ns, found.waterfall.bounds
-    named = [(bounds.free_ns, "with free communication")]
-    if found.waterfall.of("imbalance"):
-        named.append((bounds.balanced_ns, "with perfect balance"))
-    if not found.attribution.on_cpu and not found.waterfall.of("exposed_unsplit"):
-        # What is on the wire longer than ranks compute cannot be hidden: it must be known.
-        named.append((bounds.hidden_ns, "with perfect balance and overlap"))
-    less = [(time, words) for time, words in named if 1 - time / wall >= _LEAST_GAIN]
-    if not less:
+    wall_ns, bounds = facts.waterfall.wall_ns, facts.waterfall.bounds
+    bound_texts = [(bounds.free_ns, "with free communication")]
+    if facts.waterfall.of("imbalance"):
+        bound_texts.append((bounds.balanced_ns, "with perfect balance"))
+    if not facts.attribution.on_cpu and not facts.waterfall.of("exposed_unsplit"):
+        # Wire time beyond the computation cannot be hidden, so this bound needs known wire times.
+        bound_texts.append((bounds.hidden_ns, "with perfect balance and overlap"))
+    gains = [(time, words) for time, words in bound_texts if 1 - time / wall_ns >= _MIN_GAIN]
+    if not gains:
         return ""
-    parts = [f"{milliseconds(time)} ({percent(1 - time / wall)}{'' if at else ' less'}) {words}"
-             for at, (time, words) in enumerate(less)]  # fmt: skip
-    return f"{milliseconds(wall)} could be " + ", ".join(parts) + "."
+    texts = [f"{milliseconds(time)} ({percent(1 - time / wall_ns)}{'' if index else ' less'}) {words}"
+             for index, (time, words) in enumerate(gains)]  # fmt: skip
+    return f"{milliseconds(wall_ns)} could be " + ", ".join(texts) + "."
 
 
-# --- what to do about it ------------------------------------------------------------------------------
+# --- recommendation -----------------------------------------------------------------------------------
 
 
 class NextStep(msgspec.Struct, frozen=True):
-    """The loss to go for first."""
+    """Largest loss, to be reduced first, with a recommendation."""
 
     part: str
-    """Of the waterfall."""
+    """Name of the part of the waterfall."""
     time_ns: int
-    """What the part takes, never more than the wall less the bound of `Bounds` that belongs to it. A remedy can gain
-    more: what other ranks wait because of the part, and slower kernels beside it, are counted in other parts."""
+    """Time of the part, at most the wall time less the bound of `Bounds` that belongs to the part.
+
+    A change can gain more: waiting of other ranks that the part causes, and slower kernels beside it, are counted in
+    other parts.
+    """
     share: float
-    """Of the slowest rank's wall."""
+    """``time_ns`` as a share of the slowest rank's wall time."""
     text: str
-    """The whole of it in words."""
+    """Loss and recommendation in one sentence."""
 
 
-def next_step_of(found: Facts) -> NextStep | None:
-    """Name the largest loss with what would shorten it; None where there is none, or nothing to say of it."""
-    parts, attribution = found.waterfall, found.attribution
-    largest, kernels = parts.largest_loss(), ("attention", "kernel", "repeated", "slowdown")
-    small = parts.of(largest) < WORTH_NAMING * parts.wall_ns
-    if small and is_attention(attribution):
-        largest = max(kernels, key=parts.of)
-    part = next((one for one in parts.parts if one.part == largest), None)
-    if attribution.lacks_device or part is None or (small and largest not in kernels):
+def next_step_of(facts: Facts) -> NextStep | None:
+    """Return the largest loss with a recommendation; None without a loss, or where nothing can be said about it."""
+    waterfall, attribution = facts.waterfall, facts.attribution
+    name, attention_parts = waterfall.largest_loss(), ("attention", "kernel", "repeated", "slowdown")
+    is_small = waterfall.of(name) < WORTH_NAMING * waterfall.wall_ns
+    if is_small and is_attention(attribution):
+        name = max(attention_parts, key=waterfall.of)
+    part = next((candidate for candidate in waterfall.parts if candidate.part == name), None)
+    if attribution.lacks_device or part is None or (is_small and name not in attention_parts):
         return None
-    remedy = part.remedy or _cannot_be_told(found, largest)
-    if not remedy:
+    recommendation = part.remedy or _why_no_recommendation(facts, name)
+    if not recommendation:
         return None
-    gain = parts.gain_ns(largest)
-    share = gain / parts.wall_ns if parts.wall_ns else 0.0
-    return NextStep(part=largest, time_ns=gain, share=share, text=_in_words(found, part, gain, remedy))
+    gain_ns = waterfall.gain_ns(name)
+    share = gain_ns / waterfall.wall_ns if waterfall.wall_ns else 0.0
+    return NextStep(part=name, time_ns=gain_ns, share=share, text=_next_step_text(facts, part, gain_ns, recommendation))
 
 
-def _cannot_be_told(found: Facts, part: str) -> str:
-    """Why there is no remedy for a part; empty where there is nothing to say."""
+def _why_no_recommendation(facts: Facts, part: str) -> str:
+    """Explain why there is no recommendation for a part; empty where there is nothing to say."""
     if part == "blocked":
         return "what most of it waits for is not recorded"
-    if part == "exposed_unsplit" and found.attribution.on_cpu:
+    if part == "exposed_unsplit" and facts.attribution.on_cpu:
         return "which of these it is cannot be told on CPU"
     return "why these cannot be told apart is among the warnings" if part == "exposed_unsplit" else ""
 
 
-def _in_words(found: Facts, part: WaterfallPart, gain_ns: int, remedy: str) -> str:
-    parts = found.waterfall
-    loss, wall = milliseconds(part.time_ns), milliseconds(parts.wall_ns)
+def _next_step_text(facts: Facts, part: WaterfallPart, gain_ns: int, recommendation: str) -> str:
+    """Write the sentence of `NextStep.text`."""
+    waterfall = facts.waterfall
+    loss, wall = milliseconds(part.time_ns), milliseconds(waterfall.wall_ns)
     if part.part in ATTENTION_PARTS:
-        tenth = milliseconds(parts.of(*ATTENTION_PARTS) / 10)
-        text = f"Largest loss: {WATERFALL_LABELS[part.part]}, {loss} of {wall}. To try: {remedy}"
+        tenth = milliseconds(waterfall.of(*ATTENTION_PARTS) / 10)
+        text = f"Largest loss: {WATERFALL_LABELS[part.part]}, {loss} of {wall}. To try: {recommendation}"
         return f"{text}; 10 % faster attention saves {tenth}."
-    hides = rate_to_hide(found.attribution, longest_on_wire(found.summary)) if part.part == "exposed_wire" else ""
-    together = _together(parts, part.part)
-    where = " outside attention" if parts.of(*ATTENTION_PARTS) > parts.of(*together) else ""
-    name = f"{_called(found, part.part)}, {loss} of {wall}"
-    if len(together) > 1:
-        whole, largest = milliseconds(parts.of(*together)), _called(found, part.part)
-        name = f"imbalance and exposed communication, {whole} of {wall}, its largest part {largest} ({loss})"
+    hides = rate_to_hide(facts.attribution, longest_on_wire(facts.summary)) if part.part == "exposed_wire" else ""
+    named_parts = _parts_named_with(waterfall, part.part)
+    scope = " outside attention" if waterfall.of(*ATTENTION_PARTS) > waterfall.of(*named_parts) else ""
+    name = f"{_part_name(facts, part.part)}, {loss} of {wall}"
+    if len(named_parts) > 1:
+        together_text, part_name = milliseconds(waterfall.of(*named_parts)), _part_name(facts, part.part)
+        name = f"imbalance and exposed communication, {together_text} of {wall}, its largest part {part_name} ({loss})"
     bound = f", of which free communication would gain {milliseconds(gain_ns)}" if gain_ns < part.time_ns else ""
-    what = f". To try: {remedy}{hides}" if part.remedy else f": {remedy}"
-    return f"Largest loss{where}: {name}{bound}{what}."
+    advice = f". To try: {recommendation}{hides}" if part.remedy else f": {recommendation}"
+    return f"Largest loss{scope}: {name}{bound}{advice}."
 
 
-def _together(parts: Waterfall, part: str) -> tuple[str, ...]:
-    """Return the parts that a loss is named with: all of communication where no part of it alone is the largest."""
+def _parts_named_with(waterfall: Waterfall, part: str) -> tuple[str, ...]:
+    """Return the parts that are named as one loss.
+
+    These are all parts of communication, where they are the largest loss together but not one of them alone.
+    """
     others = (*COMPUTE_PARTS, *IDLE_PARTS, "other_groups")
-    alone = part not in COMMUNICATION_PARTS or parts.of(part) >= max(map(parts.of, others))
-    return (part,) if alone else COMMUNICATION_PARTS
+    is_alone = part not in COMMUNICATION_PARTS or waterfall.of(part) >= max(map(waterfall.of, others))
+    return (part,) if is_alone else COMMUNICATION_PARTS

@@ -1,18 +1,19 @@
-"""From the device's peak to the speed achieved: the slowest rank's wall, every part of it named, nothing left over.
+"""Waterfall from the device's peak to the achieved speed: named parts that sum to the slowest rank's wall time.
 
-Each rank's time up to the slowest rank's wall is one of these parts, and every part is the mean over ranks:
+Each rank's time up to the slowest rank's wall time is split into these parts, and every part is the mean over ranks:
 
-- attention kernels, and of them what the needed work takes at peak, what the kernel alone loses against it, repeated
-  work, and the slow-down beside communication;
-- exposed communication: an exposed instant is wire before wait before memory before idle. Of what a rank waits (its
-  exposed waiting, and the time after its last activity until the slowest rank is done), imbalance is what its own
-  computation falls short of that of the rank which computes longest, peer wait the rest (not of the rank whose wall is
-  longest: where all end at one transfer, that may be any);
-- matrix products, the optimizer, other computation, and merges and copies (with exposed memory): an instant in which
-  several of them run is the first's;
-- idle time: before the launch of the next activity and in gaps below 5 us (host-bound), or after it (blocked).
+- Attention kernels: the needed work at peak, the loss of the kernel alone against the peak, repeated work, and the
+  slow-down beside communication.
+- Exposed communication. An exposed instant counts as wire before wait before memory before idle. A rank's waiting is
+  its exposed waiting and the time from its last activity until the slowest rank is done. Imbalance is the part of the
+  waiting up to the difference between the longest computation of any rank and the rank's own. Peer wait is the rest.
+  The reference is the rank that computes longest, not the one with the longest wall time: where all ranks end at one
+  transfer, the latter may be any rank.
+- Matrix products, the optimizer, other computation, and merges and copies (with exposed memory). An instant in which
+  several of them run counts for the first of them.
+- Idle time: before the launch of the next activity and in gaps below 5 us (host-bound), or after the launch (blocked).
 
-Parts that the evidence cannot tell apart are one part, named so.
+Parts that the evidence cannot separate are shown as one part with a name of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import msgspec
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.recommendations import recommendations_of
 from ringprof.analysis.findings.summary import Summary
-from ringprof.analysis.findings.waterfall_text import AttentionWork, evidence_of
+from ringprof.analysis.findings.waterfall_text import AttentionWork, part_evidence
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS
 from ringprof.analysis.rank import Rank
 from ringprof.devices import Peak, peak_of
@@ -49,87 +50,102 @@ WATERFALL_LABELS: dict[str, str] = {
     "launch_gaps": "host-bound idle",
     "blocked": "blocked idle",
 }
-"""Every part that a waterfall may have, in order, and what it is called. ``kernel`` holds ``slowdown`` where there is
-no solo rate; ``attention`` stands for the first four where the needed work or the peak is not known;
-``exposed_unsplit`` is exposed communication without wait and wire, ``other_groups`` that of process groups that were
-not asked for, ``background`` what else ran where the window is a part of it."""
+"""Labels of all parts that a waterfall may have, in order.
+
+``kernel`` contains ``slowdown`` where there is no solo rate. ``attention`` replaces the first four where the needed
+work or the peak is not known. ``exposed_unsplit`` is exposed communication whose wait and wire are not known.
+``other_groups`` is exposed communication of process groups other than the chosen one. ``background`` is time of
+activities outside the window, where the window is a part of the run.
+"""
 
 COMMUNICATION_PARTS = ("imbalance", "exposed_wire", "peer_wait", "exposed_unsplit")
-"""What ranks wait and what they send: one loss with several causes."""
+"""Parts in which ranks wait or send: one loss with several causes."""
 IDLE_PARTS = ("launch_gaps", "blocked")
+"""Parts in which the device idles."""
 ATTENTION_PARTS = ("attention", "peak", "kernel", "repeated", "slowdown")
+"""Parts in which attention kernels run."""
 WORTH_NAMING = 0.02
-"""The least share of the time that is called a loss."""
+"""Smallest share of the time that is called a loss."""
 
 
 class WaterfallPart(msgspec.Struct, frozen=True):
-    """One part of the slowest rank's wall."""
+    """One part of the slowest rank's wall time."""
 
     part: str
     """One of `WATERFALL_LABELS`."""
     time_ns: int
-    """Mean over ranks, rounded so that all parts sum to the wall. A slow-down can be negative."""
+    """Mean over ranks, rounded so that all parts sum to the wall time. A slow-down can be negative."""
     share: float
-    """Of the wall."""
+    """``time_ns`` as a share of the wall time."""
     tflops: float | None
-    """What the speed would be if this part and those before it were all there is; None where the work is not known."""
+    """TFLOP/s per device if the run consisted of this part and those before it; None where the work is not known."""
     evidence: str
-    """The figures that it comes from, in words."""
+    """Metrics that the part is computed from, in words."""
     remedy: str
-    """What would shorten it; empty where that is not known, and of a part that takes no time."""
+    """Recommendation that would shorten the part; empty where none is known, and for a part that takes no time."""
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """How long the window would take the slowest rank, in nanoseconds."""
+    """Wall time of the slowest rank under idealised conditions, in nanoseconds."""
 
     free_ns: int
-    """If communication took no time: the longest that a rank computes, copies and idles."""
+    """Wall time if communication took no time: the longest time that a rank computes, copies and idles."""
     balanced_ns: int
-    """If all ranks computed equally long: the wall less imbalance. The wall itself where that is not known."""
+    """Wall time if all ranks computed equally long: without the imbalance, where that is known."""
     hidden_ns: int
-    """If communication hid behind balanced computation: the mean of what ranks compute, copy and idle, or the longest
-    that a rank's wire is busy, whichever is longer."""
+    """Wall time if communication were hidden behind balanced computation.
+
+    This is the longer of the mean time that ranks compute, copy and idle, and the longest time that a rank's wire is
+    busy.
+    """
 
 
 class Waterfall(msgspec.Struct, frozen=True):
-    """All parts, which sum to ``wall_ns``."""
+    """Waterfall of a run: parts that sum to ``wall_ns``."""
 
     parts: tuple[WaterfallPart, ...]
+    """Parts in the order of `WATERFALL_LABELS`."""
     wall_ns: int
-    """Of the slowest rank."""
+    """Wall time of the slowest rank."""
     slowest_rank: int
     bounds: Bounds
     peak: Peak | None
+    """Peak of the device; None where it is not known, or is no bound of the measured rate."""
     tflops: float | None
-    """Needed work over the wall, per device."""
+    """Needed work per device over the wall time, in TFLOP/s; None where the work is not known."""
 
     def __post_init__(self) -> None:
         assert sum(part.time_ns for part in self.parts) == self.wall_ns
 
     def of(self, *names: str) -> int:
-        """Time of some parts together."""
+        """Return the total nanoseconds of some parts."""
         return sum(part.time_ns for part in self.parts if part.part in names)
 
     def gain_ns(self, part: str) -> int:
-        """The most that the slowest rank's wall could shrink without a part, never beyond the printed bounds."""
-        bounds = {"imbalance": self.bounds.balanced_ns}
-        bounds |= dict.fromkeys(("exposed_wire", "peer_wait", "exposed_unsplit"), self.bounds.free_ns)
-        return max(0, min(self.of(part), self.wall_ns - bounds.get(part, 0)))
+        """Return by how much the slowest rank's wall time could shrink at most without a part, within the bounds."""
+        bound_of_part = {"imbalance": self.bounds.balanced_ns}
+        bound_of_part |= dict.fromkeys(("exposed_wire", "peer_wait", "exposed_unsplit"), self.bounds.free_ns)
+        return max(0, min(self.of(part), self.wall_ns - bound_of_part.get(part, 0)))
 
     def largest_loss(self) -> str:
-        """Find the part outside the attention kernels that takes longest; communication goes before as a whole.
+        """Return the longest part outside the attention kernels.
 
-        Not where each part of the communication is too small to be named and another part is not.
+        The parts of communication count together, and the longest of them is returned if they exceed every other part.
+        If each of them is too small to be named and another part is not, the other part is returned.
         """
-        others = max((*COMPUTE_PARTS, *IDLE_PARTS, "other_groups"), key=self.of)
-        named = max(COMMUNICATION_PARTS, key=self.of)
-        least = WORTH_NAMING * self.wall_ns
-        before = self.of(*COMMUNICATION_PARTS) >= self.of(others)
-        return named if before and (self.of(named) >= least or self.of(others) < least) else others
+        largest_other = max((*COMPUTE_PARTS, *IDLE_PARTS, "other_groups"), key=self.of)
+        largest_communication = max(COMMUNICATION_PARTS, key=self.of)
+        min_ns = WORTH_NAMING * self.wall_ns
+        communication_first = self.of(*COMMUNICATION_PARTS) >= self.of(largest_other)
+        return (
+            largest_communication
+            if communication_first and (self.of(largest_communication) >= min_ns or self.of(largest_other) < min_ns)
+            else largest_other
+        )
 
 
 class _RankParts(msgspec.Struct, frozen=True):
-    """One rank's time up to the slowest rank's wall; all but the last three fields sum to that wall."""
+    """One rank's time up to the slowest rank's wall time; all but the last three fields sum to that time."""
 
     attention_ns: int
     imbalance_ns: int
@@ -141,93 +157,95 @@ class _RankParts(msgspec.Struct, frozen=True):
     """Computation other than attention, and exposed memory, by part."""
     background_ns: int
     host_bound_ns: int
-    """Idle before the launch of the next activity, and in gaps; on CPU all idle time."""
+    """Idle time before the launch of the next activity and in gaps; on CPU all idle time."""
     blocked_ns: int
     compute_ns: int
     busy_ns: int
-    """Wall less exposed communication."""
+    """Wall time less exposed communication."""
     on_wire_ns: int
 
 
 def find_waterfall(attribution: Attribution, summary: Summary) -> Waterfall:
-    """The waterfall of a run."""
+    """Compute the waterfall of a run."""
     ranks = attribution.ranks
     slowest = next(rank for rank in ranks if rank.rank == summary.slowest_rank)
-    most_compute = max(rank.breakdown.compute_ns for rank in ranks)
-    parts = [_of_rank(rank, slowest.breakdown.wall_ns, most_compute) for rank in ranks]
-    work = _work(attribution, summary)
-    totals = _attention(sum(part.attention_ns for part in parts), work)
+    longest_compute_ns = max(rank.breakdown.compute_ns for rank in ranks)
+    rank_parts = [_rank_parts(rank, slowest.breakdown.wall_ns, longest_compute_ns) for rank in ranks]
+    work = _attention_work(attribution, summary)
+    totals = _attention_parts(sum(parts.attention_ns for parts in rank_parts), work)
     totals |= {
-        "imbalance": sum(part.imbalance_ns for part in parts),
-        "exposed_wire": sum(part.wire_ns for part in parts),
-        "peer_wait": sum(part.peer_wait_ns for part in parts),
-        "exposed_unsplit": sum(part.unsplit_ns for part in parts),
-        "other_groups": sum(part.other_groups_ns for part in parts),
-        **{name: sum(part.beside_ns[name] for part in parts) for name in COMPUTE_PARTS},
-        "background": sum(part.background_ns for part in parts),
-        "launch_gaps": sum(part.host_bound_ns for part in parts),
-        "blocked": sum(part.blocked_ns for part in parts),
+        "imbalance": sum(parts.imbalance_ns for parts in rank_parts),
+        "exposed_wire": sum(parts.wire_ns for parts in rank_parts),
+        "peer_wait": sum(parts.peer_wait_ns for parts in rank_parts),
+        "exposed_unsplit": sum(parts.unsplit_ns for parts in rank_parts),
+        "other_groups": sum(parts.other_groups_ns for parts in rank_parts),
+        **{name: sum(parts.beside_ns[name] for parts in rank_parts) for name in COMPUTE_PARTS},
+        "background": sum(parts.background_ns for parts in rank_parts),
+        "launch_gaps": sum(parts.host_bound_ns for parts in rank_parts),
+        "blocked": sum(parts.blocked_ns for parts in rank_parts),
     }
-    means = _means(totals, len(ranks))
-    wall = slowest.breakdown.wall_ns
-    words = evidence_of(attribution, summary, work), recommendations_of(attribution, summary)
-    # Of whole layers the attention alone has a count here: no rate follows from it.
-    flops = work.needed / len(ranks) if work and not _in_layers(attribution) else None
+    mean_ns = _whole_means(totals, len(ranks))
+    wall_ns = slowest.breakdown.wall_ns
+    texts = part_evidence(attribution, summary, work), recommendations_of(attribution, summary)
+    # For whole layers only the FLOPs of the attention are counted, which give no rate of the step.
+    flops = work.needed / len(ranks) if work and not _has_layers(attribution) else None
     return Waterfall(
-        parts=_rows(means, wall, flops, words, _always(attribution)),
-        wall_ns=wall,
+        parts=_waterfall_parts(mean_ns, wall_ns, flops, texts, _always_shown(attribution)),
+        wall_ns=wall_ns,
         slowest_rank=slowest.rank,
-        bounds=_bounds(parts, wall, means["imbalance"]),
+        bounds=_bounds(rank_parts, wall_ns, mean_ns["imbalance"]),
         peak=work.peak if work else None,
-        tflops=flops / wall / 1e3 if flops and wall else None,
+        tflops=flops / wall_ns / 1e3 if flops and wall_ns else None,
     )
 
 
-def _of_rank(rank: Rank, wall_ns: int, most_compute_ns: int) -> _RankParts:
-    b = rank.breakdown
-    wire, waiting = rank.exposed.wire_ns, rank.exposed.wait_ns
-    unsplit = b.exposed_comm_ns - wire - waiting
-    # Who is done early waits for the slowest, if only at the next collective.
-    early = wall_ns - b.wall_ns
-    if unsplit:
-        unsplit += early
+def _rank_parts(rank: Rank, wall_ns: int, longest_compute_ns: int) -> _RankParts:
+    """Split one rank's time up to ``wall_ns``; ``longest_compute_ns``: longest computation of any rank."""
+    breakdown = rank.breakdown
+    wire_ns, waiting_ns = rank.exposed.wire_ns, rank.exposed.wait_ns
+    unsplit_ns = breakdown.exposed_comm_ns - wire_ns - waiting_ns
+    # A rank that ends early waits for the slowest, if only at the next collective.
+    early_ns = wall_ns - breakdown.wall_ns
+    if unsplit_ns:
+        unsplit_ns += early_ns
     else:
-        waiting += early
-    imbalance = min(waiting, most_compute_ns - b.compute_ns)
-    copies = b.beside_ns["merge_and_copies"] + b.exposed_memory_ns
-    blocked = rank.idle.blocked_ns if rank.idle else 0
+        waiting_ns += early_ns
+    imbalance_ns = min(waiting_ns, longest_compute_ns - breakdown.compute_ns)
+    copies_ns = breakdown.beside_ns["merge_and_copies"] + breakdown.exposed_memory_ns
+    blocked_ns = rank.idle.blocked_ns if rank.idle else 0
     return _RankParts(
         # On CPU an attention operator can contain a wait, which is not computation.
-        attention_ns=b.compute_ns - sum(b.beside_ns.values()),
-        imbalance_ns=imbalance,
-        wire_ns=wire,
-        peer_wait_ns=waiting - imbalance,
-        unsplit_ns=unsplit,
-        other_groups_ns=b.exposed_other_groups_ns,
-        beside_ns={**b.beside_ns, "merge_and_copies": copies},
-        background_ns=b.background_ns,
-        host_bound_ns=b.idle_ns - blocked,
-        blocked_ns=blocked,
-        compute_ns=b.compute_ns,
-        busy_ns=b.wall_ns - b.exposed_comm_ns,
+        attention_ns=breakdown.compute_ns - sum(breakdown.beside_ns.values()),
+        imbalance_ns=imbalance_ns,
+        wire_ns=wire_ns,
+        peer_wait_ns=waiting_ns - imbalance_ns,
+        unsplit_ns=unsplit_ns,
+        other_groups_ns=breakdown.exposed_other_groups_ns,
+        beside_ns={**breakdown.beside_ns, "merge_and_copies": copies_ns},
+        background_ns=breakdown.background_ns,
+        host_bound_ns=breakdown.idle_ns - blocked_ns,
+        blocked_ns=blocked_ns,
+        compute_ns=breakdown.compute_ns,
+        busy_ns=breakdown.wall_ns - breakdown.exposed_comm_ns,
         on_wire_ns=rank.exposed.on_wire_ns,
     )
 
 
-def _bounds(parts: Sequence[_RankParts], wall_ns: int, imbalance_ns: int) -> Bounds:
-    mean = -(-sum(part.busy_ns for part in parts) // len(parts))
+def _bounds(rank_parts: Sequence[_RankParts], wall_ns: int, imbalance_ns: int) -> Bounds:
+    """Compute the bounds of the wall time; the mean busy time is rounded up."""
+    mean_ns = -(-sum(parts.busy_ns for parts in rank_parts) // len(rank_parts))
     return Bounds(
-        free_ns=max(part.busy_ns for part in parts),
+        free_ns=max(parts.busy_ns for parts in rank_parts),
         balanced_ns=wall_ns - imbalance_ns,
-        hidden_ns=max(mean, *(part.on_wire_ns for part in parts)),
+        hidden_ns=max(mean_ns, *(parts.on_wire_ns for parts in rank_parts)),
     )
 
 
 # --- the attention kernels' time ----------------------------------------------------------------------
 
 
-def _work(attribution: Attribution, summary: Summary) -> AttentionWork | None:
-    """FLOPs and rates over all ranks; None where the run does not tell the work, or not of every rank."""
+def _attention_work(attribution: Attribution, summary: Summary) -> AttentionWork | None:
+    """Return the attention FLOPs and rates over all ranks; None where the work of every rank is not known."""
     run, ranks = attribution.run, attribution.ranks
     if run is None or run.workload is None or run.topology.world_size != len(ranks) or attribution.on_cpu:
         return None
@@ -235,31 +253,31 @@ def _work(attribution: Attribution, summary: Summary) -> AttentionWork | None:
     if len(iterations) != 1 or attribution.partial_window or not workload_fits(run):
         return None
     peak = peak_of(next(iter(summary.devices), None), run.workload.dtype)
-    count = iterations.pop()
+    iteration_count = iterations.pop()
     flops = run.block_flops()
-    done = None if flops is None else count * sum(flops.values())
-    needed = count * (run.needed_flops() or 0)
-    spent = sum(rank.breakdown.flash_ns for rank in ranks)
-    # Attention faster than the peak is not the attention of this workload.
-    if peak is None or needed / peak.tflops / 1e3 > spent or len(set(summary.devices)) > 1:
+    done_flops = None if flops is None else iteration_count * sum(flops.values())
+    needed_flops = iteration_count * (run.needed_flops() or 0)
+    attention_ns = sum(rank.breakdown.flash_ns for rank in ranks)
+    # Attention faster than the peak cannot be that of the stated workload, so there is no peak to compare with.
+    if peak is None or needed_flops / peak.tflops / 1e3 > attention_ns or len(set(summary.devices)) > 1:
         peak = None
-    return AttentionWork(peak, needed, done, summary.rates.solo_tflops)
+    return AttentionWork(peak, needed_flops, done_flops, summary.rates.solo_tflops)
 
 
-def _in_layers(attribution: Attribution) -> bool:
-    """Whether the attention was recorded in whole layers."""
+def _has_layers(attribution: Attribution) -> bool:
+    """Return whether the attention was recorded in whole layers."""
     run = attribution.run
     return run is not None and run.workload is not None and run.workload.layer is not None
 
 
-def _attention(spent_ns: int, work: AttentionWork | None) -> dict[str, int]:
-    """The attention kernels' time over all ranks, told apart as far as the evidence goes."""
+def _attention_parts(spent_ns: int, work: AttentionWork | None) -> dict[str, int]:
+    """Split the attention kernels' time over all ranks as far as the evidence allows."""
     if work is None or work.peak is None:
         return {"attention": spent_ns}
     totals = {"peak": round(work.needed / work.peak.tflops / 1e3)}
-    rate = work.solo_tflops or (work.done / spent_ns / 1e3 if work.done and spent_ns else None)
-    if work.done is not None and rate:
-        totals["repeated"] = round((work.done - work.needed) / rate / 1e3)
+    rate_tflops = work.solo_tflops or (work.done / spent_ns / 1e3 if work.done and spent_ns else None)
+    if work.done is not None and rate_tflops:
+        totals["repeated"] = round((work.done - work.needed) / rate_tflops / 1e3)
     if work.done is not None and work.solo_tflops:
         totals["slowdown"] = spent_ns - round(work.done / work.solo_tflops / 1e3)
     totals["kernel"] = spent_ns - sum(totals.values())
@@ -269,39 +287,47 @@ def _attention(spent_ns: int, work: AttentionWork | None) -> dict[str, int]:
 # --- means that sum -----------------------------------------------------------------------------------
 
 
-def _means(totals: dict[str, int], count: int) -> dict[str, int]:
-    """Each total over ``count``, as whole nanoseconds that sum to the mean of all: those cut most are rounded up."""
-    floors = {name: time // count for name, time in totals.items()}
-    missing = sum(totals.values()) // count - sum(floors.values())
-    for name in sorted(totals, key=lambda name: -(totals[name] % count))[:missing]:
-        floors[name] += 1
-    return floors
+def _whole_means(totals: dict[str, int], count: int) -> dict[str, int]:
+    """Divide each total by ``count`` into whole nanoseconds that sum to the mean of all.
+
+    The means with the largest remainders are rounded up.
+    """
+    mean_ns = {name: time // count for name, time in totals.items()}
+    missing_ns = sum(totals.values()) // count - sum(mean_ns.values())
+    for name in sorted(totals, key=lambda name: -(totals[name] % count))[:missing_ns]:
+        mean_ns[name] += 1
+    return mean_ns
 
 
-def _always(attribution: Attribution) -> set[str]:
-    """Parts that are shown though they be nothing: that they are is worth knowing."""
-    several = len(attribution.ranks) > 1
-    timed = any(row.timed for rank in attribution.ranks for row in rank.carried)
-    shown = {"merge_and_copies", "launch_gaps", "kernel", "repeated", "slowdown", "peak", "attention"}
-    return shown | ({"imbalance", "exposed_wire", "peer_wait"} if several and timed else set())
+def _always_shown(attribution: Attribution) -> set[str]:
+    """Return the parts that are shown even if they take no time, since that is worth knowing."""
+    has_several = len(attribution.ranks) > 1
+    timed = any(row.timed for rank in attribution.ranks for row in rank.link_totals)
+    always_shown = {"merge_and_copies", "launch_gaps", "kernel", "repeated", "slowdown", "peak", "attention"}
+    return always_shown | ({"imbalance", "exposed_wire", "peer_wait"} if has_several and timed else set())
 
 
-def _rows(
-    means: dict[str, int], wall_ns: int, flops: float | None, words: tuple[dict[str, str], ...], always: set[str]
+def _waterfall_parts(
+    mean_ns: dict[str, int],
+    wall_ns: int,
+    flops: float | None,
+    texts: tuple[dict[str, str], ...],
+    always_shown: set[str],
 ) -> tuple[WaterfallPart, ...]:
-    rows, spent, (evidence, remedies) = [], 0, words
+    """Build the parts in order; ``texts``: evidence and recommendations by part."""
+    rows, total_ns, (evidence, recommendations) = [], 0, texts
     for name in WATERFALL_LABELS:
-        if name not in means or (not means[name] and name not in always):
+        if name not in mean_ns or (not mean_ns[name] and name not in always_shown):
             continue
-        spent += means[name]
+        total_ns += mean_ns[name]
         rows.append(
             WaterfallPart(
                 part=name,
-                time_ns=means[name],
-                share=means[name] / wall_ns if wall_ns else 0.0,
-                tflops=flops / spent / 1e3 if flops and spent > 0 else None,
+                time_ns=mean_ns[name],
+                share=mean_ns[name] / wall_ns if wall_ns else 0.0,
+                tflops=flops / total_ns / 1e3 if flops and total_ns > 0 else None,
                 evidence=evidence[name],
-                remedy=remedies.get(name, "") if means[name] > 0 else "",
+                remedy=recommendations.get(name, "") if mean_ns[name] > 0 else "",
             )
         )
     return tuple(rows)

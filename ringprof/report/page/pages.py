@@ -9,10 +9,10 @@ from statistics import median
 from typing import Any
 
 from ringprof.analysis.findings.changes import Change
-from ringprof.analysis.findings.comparison import WATERFALL_PREFIX, Comparison, Difference, Entry, Recordings
+from ringprof.analysis.findings.comparison import WATERFALL_PREFIX, Comparison, Difference, Measurement, Recordings
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.recording_spread import SAME_SESSION
-from ringprof.analysis.findings.uncertainty import differ, ratio_interval
+from ringprof.analysis.findings.uncertainty import ratio_interval, significantly_different
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS
 from ringprof.errors import UsageError, nearest
 from ringprof.formatting import percent
@@ -171,7 +171,7 @@ def _single_part(name: str, values: Sequence[float]) -> dict[str, tuple[str, Seq
     return {name: (palette.BLUE, values)}
 
 
-def _share_figure(entries: Sequence[Entry], figures: Any) -> Any:
+def _share_figure(entries: Sequence[Measurement], figures: Any) -> Any:
     parts = {}
     for name in _TIME_PARTS:
         values = []
@@ -284,7 +284,9 @@ def _fastest_lines(done: Sequence[Mapping[str, Any]]) -> list[str]:
         first = rows[0]
         speed = f"{first['forward_backward_ms']:,.1f} ms, {rate(first['tflops'])}"
         slower = [
-            row for row in rows[1:] if differ(_recordings(first), _recordings(row), spread=_assumed_spread(first, row))
+            row
+            for row in rows[1:]
+            if significantly_different(_recordings(first), _recordings(row), spread=_assumed_spread(first, row))
         ]
         not_slower = [row for row in rows[1:] if row not in slower]
         line = f"{seq:,} tokens: {_series_name(first)} {'took the least time' if not_slower else 'is fastest'}, {speed}"

@@ -156,8 +156,8 @@ def _rank(rank: Rank) -> JsonObject:
 def _waits(rank: Rank) -> dict[str, dict[str, int]] | None:
     """Sum waiting and wire time by kind; kinds with a kernel whose split is not known are left out."""
     waits = {}
-    for kind in dict.fromkeys(row.kind for row in rank.carried):
-        rows = [row for row in rank.carried if row.kind == kind]
+    for kind in dict.fromkeys(row.kind for row in rank.link_totals):
+        rows = [row for row in rank.link_totals if row.kind == kind]
         if all(row.timed == row.kernels for row in rows):
             waits[kind] = {"wait_ns": sum(row.wait_ns for row in rows), "wire_ns": sum(row.wire_ns for row in rows)}
     return waits or None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ringprof.analysis.findings.findings import Findings
-from ringprof.analysis.findings.memory import Held, memory_of
+from ringprof.analysis.findings.memory import MemoryTimeline, memory_timelines
 from ringprof.report.page.document import Content, PageContext
 from ringprof.report.tables import Column, Table
 from ringprof.report.timeline import origins_of
@@ -21,7 +21,7 @@ _COLUMNS = (
 
 def html(findings: Findings, page: PageContext) -> Content | None:
     """Draw one line per rank and memory, with a table of peaks; None without recorded memory or for very many ranks."""
-    pools = list(memory_of(findings.attribution)) if findings.lists_steps or findings.attribution.on_cpu else []
+    pools = list(memory_timelines(findings.attribution)) if findings.lists_steps or findings.attribution.on_cpu else []
     if not pools:
         return None
     origin = origins_of(findings.attribution)
@@ -35,13 +35,13 @@ def html(findings: Findings, page: PageContext) -> Content | None:
     return Content(page.figures.memory(lines), [Table("", _COLUMNS, rows, "run.memory()").page()])
 
 
-def line_name(pool: Held, pools: list[Held]) -> str:
+def line_name(pool: MemoryTimeline, pools: list[MemoryTimeline]) -> str:
     """Return the name of a line: the rank, and the memory if the rank has several."""
     several = len({other.memory for other in pools if other.rank == pool.rank}) > 1
     return f"rank {pool.rank}" + (f", {pool.memory}" if several else "")
 
 
-def _points(pool: Held, origin: int) -> list[tuple[float, float]]:
+def _points(pool: MemoryTimeline, origin: int) -> list[tuple[float, float]]:
     """Build the points (ms, MiB) of a line; of many, only the largest of each stretch and the stretches' starts."""
     kept = thinned_indices(pool.allocated_bytes, MAX_POINTS)
     times, sizes = (pool.time_ns[kept] - origin) / 1e6, pool.allocated_bytes[kept] / 2**20

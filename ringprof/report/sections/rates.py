@@ -7,9 +7,9 @@ from ringprof.analysis.findings.step_rates import (
     MASKS_UNKNOWN,
     PartRate,
     StepRates,
-    covered_in_words,
     flops_in_words,
     label_of,
+    shape_coverage_clause,
     step_rates_of,
 )
 from ringprof.formatting import percent
@@ -40,7 +40,7 @@ def _lines(findings: Findings) -> list[str]:
     if rates.mfu is not None:
         others = "".join(f"; {percent(share)} of the FLOPs are {dtype}" for dtype, share in rates.other_dtypes.items())
         lines.append(f"MFU {percent(rates.mfu)} of {rates.peak_tflops:g} TFLOP/s ({rates.peak_source}){others}")
-    missing = covered_in_words(rates)
+    missing = shape_coverage_clause(rates)
     return [*lines, missing] if missing else lines
 
 

@@ -1,4 +1,4 @@
-"""The user's own ranges: what was launched in them, to the nanosecond."""
+"""User annotations: the work launched in them, to the nanosecond."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.loaded import analysis
 from tests.paths import TRACES
 
 
-def found_in(*builders):
+def annotations_in(*builders):
     return annotations_of(attribute([b.trace() for b in builders]).ranks)
 
 
@@ -26,7 +26,7 @@ def example(rank=0):
 
 
 def test_what_was_launched_in_a_range_is_its_own():
-    assert found_in(example()) == (
+    assert annotations_in(example()) == (
         # 100 to 900; exposed where neither attention nor, later and outside, the elementwise kernel runs.
         Annotation("forward", 1, 800, 400, 600, 300),
         Annotation("combine", 1, 600, 0, 600, 300),
@@ -35,32 +35,32 @@ def test_what_was_launched_in_a_range_is_its_own():
 
 
 def test_ranks_add_up():
-    (forward, *_) = found_in(example(0), example(1))
+    (forward, *_) = annotations_in(example(0), example(1))
     assert (forward.calls, forward.busy_ns, forward.exposed_ns, forward.hidden) == (2, 1600, 600, 0.5)
 
 
 def test_ranges_of_one_name_overlap_without_counting_twice():
     b = Builder(world_size=1).mark("a", 0, 20).mark("a", 5, 30).mark("a", 40, 50)
     b.run(FLASH, 100, 200, launched=10).run(FLASH, 150, 250, launched=25, stream=8)
-    (found,) = found_in(b)
-    assert (found.calls, found.busy_ns, found.hidden) == (2, 150, None)
+    (annotation,) = annotations_in(b)
+    assert (annotation.calls, annotation.busy_ns, annotation.hidden) == (2, 150, None)
 
 
 def test_steps_of_the_profiler_are_one_name():
     b = Builder(world_size=1).mark("ProfilerStep#4", 0, 10).mark("ProfilerStep#5", 10, 20)
     b.run(FLASH, 100, 200, launched=5).run(FLASH, 300, 400, launched=15)
-    assert found_in(b) == (Annotation("ProfilerStep", 2, 200, 200, 0, 0),)
+    assert annotations_in(b) == (Annotation("ProfilerStep", 2, 200, 200, 0, 0),)
 
 
 def test_the_libraries_own_ranges_are_not_the_users():
     b = Builder(world_size=1).mark("nccl:all_reduce", 0, 10).mark("ringprof::iteration", 0, 10)
-    assert found_in(b.run(FLASH, 100, 200, launched=5)) == ()
+    assert annotations_in(b.run(FLASH, 100, 200, launched=5)) == ()
 
 
 def test_a_graph_replayed_without_launches_is_told_by_the_devices_own_range():
     b = Builder(world_size=1).mark("step", 0, 10).mark_device("step", 90, 450)
     b.run(FLASH, 100, 200, node=1).run(FLASH, 300, 400, node=2).run(FLASH, 500, 600, node=3)
-    assert found_in(b) == (Annotation("step", 1, 200, 200, 0, 0),)
+    assert annotations_in(b) == (Annotation("step", 1, 200, 200, 0, 0),)
 
 
 def test_a_cpu_run_has_none():
@@ -75,5 +75,5 @@ def test_every_form_has_them(form):
         "json": lambda: str(run.report()["summary"]["annotations"]),
         "frame": lambda: run.annotations().to_csv(),
     }[form]()
-    names = [one.name for one in run.findings.annotations]
+    names = [annotation.name for annotation in run.findings.annotations]
     assert all(name in shown for name in names[:3])

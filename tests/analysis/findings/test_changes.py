@@ -1,4 +1,4 @@
-"""What changed between two runs, against the two runs' own reports."""
+"""Changes between two runs, compared with the two runs' own reports."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ PAIR = ("h200x4-zigzag-65536", "h200x4-zigzag-65536-copied")
 
 
 def changes(*names: str) -> RunChanges:
-    found = ringprof.compare(*(analysis(TRACES / name) for name in names)).changes
-    assert found is not None
-    return found
+    run_changes = ringprof.compare(*(analysis(TRACES / name) for name in names)).changes
+    assert run_changes is not None
+    return run_changes
 
 
 def test_what_is_worth_saying_begins_at_one_percent():
@@ -31,26 +31,26 @@ def test_what_is_worth_saying_begins_at_one_percent():
 def test_parts_sum_to_the_change_of_the_slowest_ranks_wall():
     walls = [max(rank["wall_ns"] for rank in analysis(TRACES / name).report()["ranks"]) for name in PAIR]
     parts = changes(*PAIR).parts
-    assert sum(one.base_ns for one in parts) == walls[0]
-    assert sum(one.other_ns for one in parts) == walls[1]
-    assert sum(one.share for one in parts) == pytest.approx(walls[1] / walls[0] - 1)
-    assert [abs(one.share) for one in parts] == sorted((abs(one.share) for one in parts), reverse=True)
+    assert sum(part.base_ns for part in parts) == walls[0]
+    assert sum(part.other_ns for part in parts) == walls[1]
+    assert sum(part.share for part in parts) == pytest.approx(walls[1] / walls[0] - 1)
+    assert [abs(part.share) for part in parts] == sorted((abs(part.share) for part in parts), reverse=True)
 
 
 def test_steps_and_kernels_are_those_of_the_reports():
-    found = changes(*PAIR)
+    run_changes = changes(*PAIR)
     for side, name in enumerate(PAIR):
         report = analysis(TRACES / name).report()
         exposed: dict[str, float] = defaultdict(float)
         for step in report["steps"]:
             exposed[f"{step['phase']} {step['step']}"] += step["exposed_ns"] / len(report["ranks"])
-        mine = {one.what: (one.base_ns, one.other_ns)[side] for one in found.steps}
-        assert mine == pytest.approx(dict(exposed))
+        times = {change.what: (change.base_ns, change.other_ns)[side] for change in run_changes.steps}
+        assert times == pytest.approx(dict(exposed))
         kernels: dict[str, float] = defaultdict(float)
-        for one in report["summary"]["kernels"]:
-            kernels[one["name"]] += one["time_ns"] / len(report["ranks"])
-        mine = {one.what: (one.base_ns, one.other_ns)[side] for one in found.kernels}
-        assert {name: time for name, time in mine.items() if time} == pytest.approx(dict(kernels))
+        for kernel in report["summary"]["kernels"]:
+            kernels[kernel["name"]] += kernel["time_ns"] / len(report["ranks"])
+        times = {change.what: (change.base_ns, change.other_ns)[side] for change in run_changes.kernels}
+        assert {name: time for name, time in times.items() if time} == pytest.approx(dict(kernels))
 
 
 def test_the_sentence_names_the_largest_with_their_steps():
@@ -75,11 +75,11 @@ def test_runs_of_other_work_have_no_changes():
 
 
 def test_why_a_contiguous_ring_is_slower_is_said():
-    found = ringprof.compare(*(analysis(TRACES / f"h200x4-{name}-262144") for name in ("zigzag", "ring")))
-    assert found.changes is not None
+    comparison = ringprof.compare(*(analysis(TRACES / f"h200x4-{name}-262144") for name in ("zigzag", "ring")))
+    assert comparison.changes is not None
     assert re.match(
         r"\+69\.\d % imbalance between ranks, .*; by ring step \+50.7 % exposed in backward steps 1, 2, 4$",
-        found.changes.sentence(),
+        comparison.changes.sentence(),
     )
 
 

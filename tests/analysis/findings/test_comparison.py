@@ -1,4 +1,4 @@
-"""Comparisons with figures that can be checked by hand, and conditions that are parsed, not evaluated."""
+"""Comparisons with metrics that can be checked by hand, and conditions that are parsed, not evaluated."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from ringprof.analysis.findings.comparison import Entry, Figure, as_one, compare_entries, interleaved
+from ringprof.analysis.findings.comparison import (
+    Measurement,
+    Metric,
+    combine_recordings,
+    compare_measurements,
+    interleaved,
+)
 from ringprof.analysis.findings.conditions import parse_condition
 from ringprof.analysis.findings.findings import findings_in_memory
-from ringprof.analysis.findings.measurements import entry_of_run, labels_of
+from ringprof.analysis.findings.measurements import measurement_of_run, shortest_labels
 from ringprof.analysis.findings.same_work import WORK, match_work
 from ringprof.benchmark_logs.rows import LogRow
 from ringprof.benchmark_logs.show import entry_of_row
@@ -24,14 +30,14 @@ from tests.analysis.build import Builder
 SETTINGS: dict[str, str | None] = dict.fromkeys(WORK, "1")
 
 
-def entry(label: str, settings: dict[str, str | None] | None = None, **figures: Figure) -> Entry:
-    return Entry(label, "run", SETTINGS if settings is None else settings, figures)
+def measurement(label: str, settings: dict[str, str | None] | None = None, **figures: Metric) -> Measurement:
+    return Measurement(label, "run", SETTINGS if settings is None else settings, figures)
 
 
-def rate(value: float, spread: float) -> Figure:
+def rate(value: float, spread: float) -> Metric:
     """Ten measurements around a value, none of which is it."""
-    each = tuple(value + spread * (at - 4.5) / 4.5 for at in (3, 8, 0, 5, 9, 1, 7, 2, 6, 4))
-    return Figure(value, "TFLOP/s", (each,), higher_is_better=True)
+    values = tuple(value + spread * (index - 4.5) / 4.5 for index in (3, 8, 0, 5, 9, 1, 7, 2, 6, 4))
+    return Metric(value, "TFLOP/s", (values,), higher_is_better=True)
 
 
 @pytest.mark.parametrize(
@@ -41,12 +47,12 @@ def rate(value: float, spread: float) -> Figure:
         (rate(100, 1), rate(90, 1), "worse"),
         (rate(100, 5), rate(101, 5), "noise"),
         (rate(100, 1), rate(100, 1), "same"),
-        (rate(100, 1), Figure(110, "TFLOP/s", higher_is_better=True), "differs"),
+        (rate(100, 1), Metric(110, "TFLOP/s", higher_is_better=True), "differs"),
         (replace(rate(5, 0.1), higher_is_better=None), replace(rate(9, 0.1), higher_is_better=None), "differs"),
     ],
 )
 def test_a_difference_that_is_not_proved_is_noise(base, other, verdict):
-    (difference,) = compare_entries([entry("a", x=base), entry("b", x=other)]).differences
+    (difference,) = compare_measurements([measurement("a", x=base), measurement("b", x=other)]).differences
     assert difference.verdict == verdict
     assert (difference.low is None) == (not other.recordings)
     if difference.low is not None and difference.high is not None and difference.ratio is not None:
@@ -56,25 +62,25 @@ def test_a_difference_that_is_not_proved_is_noise(base, other, verdict):
 
 
 def test_times_are_set_against_each_other_only_for_the_same_work():
-    time = Figure(5, "ms", higher_is_better=False, depends_on_work=True)
-    longer = entry("b", SETTINGS | {"seq": "2"}, t=replace(time, value=10))
-    unknown = entry("c", {}, t=time)
-    found = compare_entries([entry("a", t=time), longer, unknown, entry("d", t=time)])
-    assert [d.verdict for d in found.differences] == ["not comparable", "not comparable", "same"]
-    assert found.differing["seq"] == ("1", "2", None, "1")
+    time = Metric(5, "ms", higher_is_better=False, depends_on_work=True)
+    longer = measurement("b", SETTINGS | {"seq": "2"}, t=replace(time, value=10))
+    unknown = measurement("c", {}, t=time)
+    comparison = compare_measurements([measurement("a", t=time), longer, unknown, measurement("d", t=time)])
+    assert [d.verdict for d in comparison.differences] == ["not comparable", "not comparable", "same"]
+    assert comparison.differing["seq"] == ("1", "2", None, "1")
     assert not match_work(unknown, unknown).same
 
 
 def test_a_figure_that_one_side_lacks_is_missing():
-    found = compare_entries([entry("a", x=rate(1, 0)), entry("b", y=rate(1, 0))])
-    assert found.figures == ("x", "y")
-    assert {d.verdict for d in found.differences} == {"missing"}
+    comparison = compare_measurements([measurement("a", x=rate(1, 0)), measurement("b", y=rate(1, 0))])
+    assert comparison.figures == ("x", "y")
+    assert {d.verdict for d in comparison.differences} == {"missing"}
 
 
-def recorded(label: str, created: str, tflops: float, exposed: float) -> Entry:
-    share = Figure(exposed, "share", higher_is_better=False)
+def recorded(label: str, created: str, tflops: float, exposed: float) -> Measurement:
+    share = Metric(exposed, "share", higher_is_better=False)
     return replace(
-        entry(label, tflops=rate(tflops, 1), exposed_comm=share),
+        measurement(label, tflops=rate(tflops, 1), exposed_comm=share),
         created=(created,),
         others={"idle": exposed / 10},
         warnings=("odd",),
@@ -82,29 +88,33 @@ def recorded(label: str, created: str, tflops: float, exposed: float) -> Entry:
 
 
 def test_recordings_of_one_run_are_one_entry():
-    one = as_one(
+    combined = combine_recordings(
         [recorded("b", "2026-02", 104, 0.3), recorded("a", "2026-01", 100, 0.1), recorded("c", "2026-03", 102, 0.2)]
     )
-    assert (one.label, one.created) == ("a and 2 more", ("2026-01", "2026-02", "2026-03"))
+    assert (combined.label, combined.created) == ("a and 2 more", ("2026-01", "2026-02", "2026-03"))
     # The median over recordings; what was measured once in each is repeated by them.
-    assert one.figures["tflops"].value == 102
-    assert one.figures["exposed_comm"].recordings == ((0.1,), (0.3,), (0.2,))
-    assert one.others == {"idle": pytest.approx(0.02)}
-    assert one.warnings == ("a: odd", "b: odd", "c: odd")
-    assert as_one([one]) is one
+    assert combined.figures["tflops"].value == 102
+    assert combined.figures["exposed_comm"].recordings == ((0.1,), (0.3,), (0.2,))
+    assert combined.others == {"idle": pytest.approx(0.02)}
+    assert combined.warnings == ("a: odd", "b: odd", "c: odd")
+    assert combine_recordings([combined]) is combined
 
 
 def test_a_setting_in_which_recordings_differ_shows_all_its_values():
-    two = [replace(entry(label, SETTINGS | {"torch": version}), created=(label,)) for label, version in ("a1", "b2")]
-    one = as_one(two)
-    assert one.settings["torch"] == "1, 2"
-    assert one.settings["seq"] == "1"
-    assert not match_work(one, as_one([replace(e, settings={**e.settings, "seq": e.label}) for e in two])).same
+    two = [
+        replace(measurement(label, SETTINGS | {"torch": version}), created=(label,)) for label, version in ("a1", "b2")
+    ]
+    combined = combine_recordings(two)
+    assert combined.settings["torch"] == "1, 2"
+    assert combined.settings["seq"] == "1"
+    assert not match_work(
+        combined, combine_recordings([replace(e, settings={**e.settings, "seq": e.label}) for e in two])
+    ).same
 
 
 def test_recordings_made_in_turns_are_told_by_their_times():
-    def made(*times: str) -> Entry:
-        return replace(entry("x"), created=times)
+    def made(*times: str) -> Measurement:
+        return replace(measurement("x"), created=times)
 
     assert interleaved(made("01", "04", "05", "08"), made("02", "03", "06", "07"))
     assert not interleaved(made("01", "02", "03", "04"), made("05", "06", "07", "08"))
@@ -115,16 +125,23 @@ def test_recordings_made_in_turns_are_told_by_their_times():
 
 def test_one_entry_is_no_comparison():
     with pytest.raises(ValueError, match="two"):
-        compare_entries([entry("a")])
+        compare_measurements([measurement("a")])
 
 
 def test_a_log_row_keeps_what_it_printed():
     row = LogRow(
         file="x.log", line=7, format="columns", system="burst", label="Burst", seq=8, tflops=3.0, forward_ms=2.0
     )
-    found = entry_of_row(row)
-    assert (found.label, found.settings["seq"], found.settings["heads"]) == ("x.log:7", "8", None)
-    assert {name: figure.value for name, figure in found.figures.items()} == {"forward_ms": 2.0, "tflops": 3.0}
+    row_measurement = entry_of_row(row)
+    assert (row_measurement.label, row_measurement.settings["seq"], row_measurement.settings["heads"]) == (
+        "x.log:7",
+        "8",
+        None,
+    )
+    assert {name: metric.value for name, metric in row_measurement.figures.items()} == {
+        "forward_ms": 2.0,
+        "tflops": 3.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -136,7 +153,7 @@ def test_a_log_row_keeps_what_it_printed():
     ],
 )
 def test_labels_are_the_shortest_that_differ(paths, labels):
-    assert labels_of(paths) == labels
+    assert shortest_labels(paths) == labels
 
 
 # --- conditions -------------------------------------------------------------------------------------
@@ -195,38 +212,38 @@ def test_a_condition_is_what_python_says(value, limit, sign):
 
 def test_times_of_work_that_only_the_user_knows_are_set_against_each_other_where_he_says_so():
     entries = [
-        entry(label, {}, wall=Figure(value, "ms", depends_on_work=True)) for label, value in (("a", 8), ("b", 6))
+        measurement(label, {}, wall=Metric(value, "ms", depends_on_work=True)) for label, value in (("a", 8), ("b", 6))
     ]
-    assert [one.verdict for one in compare_entries(entries).differences] == ["not comparable"]
-    (found,) = compare_entries(entries, did_same_work=True).differences
-    assert (found.difference, found.ratio) == (-2, 0.75)
+    assert [difference.verdict for difference in compare_measurements(entries).differences] == ["not comparable"]
+    (difference,) = compare_measurements(entries, did_same_work=True).differences
+    assert (difference.difference, difference.ratio) == (-2, 0.75)
 
 
 def marked(lengths):
     """Traces of two ranks that mark iterations of these lengths in 0.1 ms; rank 0 is 0.1 ms faster in each."""
     builders = [Builder(rank=rank, world_size=2) for rank in (0, 1)]
-    at = 0
+    start = 0
     for number, length in enumerate(lengths):
         for rank, builder in enumerate(builders):
-            builder.mark(f"ProfilerStep#{number}", at, at + 100_000 * (length + rank))
-            builder.operate("aten::mm", at, at + 100_000 * (length + rank))
-        at += 100_000 * (length + 2)
-    return entry_of_run("traces", findings_in_memory(attribute([b.trace() for b in builders])))
+            builder.mark(f"ProfilerStep#{number}", start, start + 100_000 * (length + rank))
+            builder.operate("aten::mm", start, start + 100_000 * (length + rank))
+        start += 100_000 * (length + 2)
+    return measurement_of_run("traces", findings_in_memory(attribute([b.trace() for b in builders])))
 
 
 def test_of_traces_with_several_iterations_a_difference_has_an_interval():
     scatter = (-3, 2, 0, 1, -2, 3, -1, 0)
-    base, again, slower = (marked([length + off for off in scatter]) for length in (999, 1000, 1099))
-    figure = base.figures["profiled_iteration_ms"]
-    assert (figure.value, sorted(figure.recordings[0])) == (100, [99.7, 99.8, 99.9, 100, 100, 100.1, 100.2, 100.3])
-    found = compare_entries([base, again, slower], did_same_work=True)
-    same, worse = (found.against_base("profiled_iteration_ms", index) for index in (1, 2))
+    base, again, slower = (marked([length + deviation for deviation in scatter]) for length in (999, 1000, 1099))
+    metric = base.figures["profiled_iteration_ms"]
+    assert (metric.value, sorted(metric.recordings[0])) == (100, [99.7, 99.8, 99.9, 100, 100, 100.1, 100.2, 100.3])
+    comparison = compare_measurements([base, again, slower], did_same_work=True)
+    same, worse = (comparison.against_base("profiled_iteration_ms", index) for index in (1, 2))
     assert same and worse and worse.low and worse.high and worse.ratio
     assert (same.verdict, worse.verdict) == ("noise", "worse")
     # When they were recorded is not known: 1.96 * sqrt(2) * 2.64 % to each side.
     assert (worse.ratio, worse.low, worse.high) == pytest.approx((1.1, 1.1 / 1.0759, 1.1 * 1.0759), rel=1e-3)
     assert worse.assumed_spread and worse.assumed_spread.share == pytest.approx(math.hypot(0.026, 0.0044), rel=0.01)
-    assert verdict_lines(found)[1].startswith("2: slower by 10.0 % (2.3 to 18.")
+    assert verdict_lines(comparison)[1].startswith("2: slower by 10.0 % (2.3 to 18.")
 
 
 def test_one_iteration_is_no_repeated_figure():

@@ -1,4 +1,4 @@
-"""Figures that conditions compare: which of them are shares, so that ``5%`` can be said of them."""
+"""Metrics in conditions: the shares among them, which may be compared with a percentage."""
 
 from __future__ import annotations
 

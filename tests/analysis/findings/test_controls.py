@@ -1,4 +1,4 @@
-"""The controls' figures, from times that can be reckoned by hand."""
+"""Metrics of the baselines, from times that can be checked by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from ringprof.analysis.findings.conditions import figures_of
+from ringprof.analysis.findings.conditions import metrics_of
 from ringprof.analysis.findings.findings import Findings, findings_in_memory
 from ringprof.analysis.findings.summary import summarise
 from ringprof.analysis.findings.waterfall import find_waterfall
@@ -34,7 +34,7 @@ CONTROLS = Controls(
 )  # fmt: skip
 
 
-def found(focus: Focus | None = None, **changes) -> Findings:
+def findings_of(focus: Focus | None = None, **changes) -> Findings:
     run = recorded_run(controls=msgspec.structs.replace(CONTROLS, **changes))
     traces = [b.trace() for b in ring_with_compute()]
     attribution = attribute(traces, run) if focus is None else attribute(traces, run, None, focus)
@@ -42,7 +42,7 @@ def found(focus: Focus | None = None, **changes) -> Findings:
 
 
 def test_the_figures_are_the_formulas():
-    rates = found().summary.rates
+    rates = findings_of().summary.rates
     c = rates.controls
     assert c is not None and (c.rounds, c.iterations) == (3, 3)
     assert (c.iteration_ns, c.compute_only_ns, c.communication_only_ns, c.ideal_ns) == (2200, 1800, 1500, 1800)
@@ -55,7 +55,7 @@ def test_the_figures_are_the_formulas():
 
 
 def test_communication_can_be_the_ideal():
-    c = found(communication_only_ns=[[2100] * 3] * 4).summary.rates.controls
+    c = findings_of(communication_only_ns=[[2100] * 3] * 4).summary.rates.controls
     assert c is not None and c.ideal_ns == 2100 and c.ideal_efficiency == pytest.approx(2100 / 2200)
 
 
@@ -70,8 +70,8 @@ def test_of_one_rank_nothing_is_said_of_communication(recorded):
             communication_only_ns=[[100, 100]] if recorded else None,
         ),
     )  # fmt: skip
-    one = Builder(world_size=1).run("flash_fwd", 0, 1000).run("flash_bwd", 1000, 2000)
-    findings = findings_in_memory(attribute([one.trace()], run))
+    builder = Builder(world_size=1).run("flash_fwd", 0, 1000).run("flash_bwd", 1000, 2000)
+    findings = findings_in_memory(attribute([builder.trace()], run))
     c = findings.summary.rates.controls
     assert c is not None and (c.iteration_ns, c.solo_ns) == (2100, 1000) and c.of_solo == pytest.approx(1000 / 2100)
     assert (c.compute_only_ns, c.communication_only_ns, c.ideal_ns, c.ideal_efficiency, c.flash_slowdown) == (None,) * 5
@@ -81,7 +81,7 @@ def test_of_one_rank_nothing_is_said_of_communication(recorded):
 
 
 def test_a_part_of_an_iteration_has_none():
-    assert found(Focus(between_ns=(0, 1800))).summary.rates.controls is None
+    assert findings_of(Focus(between_ns=(0, 1800))).summary.rates.controls is None
 
 
 @pytest.mark.parametrize(
@@ -93,12 +93,12 @@ def test_a_part_of_an_iteration_has_none():
     ],
 )  # fmt: skip
 def test_what_is_not_complete_gives_no_figures(broken):
-    rates = found(**broken).summary.rates
+    rates = findings_of(**broken).summary.rates
     assert rates.controls is None and rates.solo_tflops is None and rates.tflops is not None
 
 
 def test_a_nanosecond_is_a_time():
-    controls = found(solo_ns=[[1]] * 4).summary.rates.controls
+    controls = findings_of(solo_ns=[[1]] * 4).summary.rates.controls
     assert controls is not None and controls.solo_ns == 1
 
 
@@ -109,20 +109,20 @@ def test_without_controls_there_is_no_solo_rate():
 
 
 def test_conditions_know_the_figures():
-    figures = figures_of(found())
+    figures = metrics_of(findings_of())
     assert figures["ideal_efficiency"] == pytest.approx(1800 / 2200)
     assert figures["of_solo"] == pytest.approx(1050 / 2200)
     assert figures["flash_slowdown"] == pytest.approx(4600 / 4200 - 1)
 
 
 def test_the_json_report_has_every_figure():
-    text = json_text(as_json.as_dict(found(), source="run", paths=["run.json"]))
+    text = json_text(as_json.as_dict(findings_of(), source="run", paths=["run.json"]))
     summary = json.loads(text)["summary"]
     assert summary["controls"]["ideal_ns"] == 1800 and summary["controls"]["solo_tflops"] == summary["solo_tflops"]
 
 
 def test_people_read_times_shares_and_what_follows():
-    text = " ".join(render(found(), TextStyle(width=100)).split())
+    text = " ".join(render(findings_of(), TextStyle(width=100)).split())
     assert "an iteration, in turns with these 2.200 µs 100.0 %" in text
     assert "ideal: the larger of the two 1.800 µs 81.8 % compute only" in text
     assert "the same blocks alone 1.050 µs 47.7 % 952.4 TFLOP/s" in text
@@ -132,7 +132,7 @@ def test_people_read_times_shares_and_what_follows():
 
 @pytest.mark.parametrize("width", [60, 80])
 def test_no_line_is_longer_than_the_terminal(width):
-    assert max(map(len, render(found(), TextStyle(width=width)).splitlines())) <= width
+    assert max(map(len, render(findings_of(), TextStyle(width=width)).splitlines())) <= width
 
 
 def test_the_profilers_cost_is_neither_slower_nor_faster_where_it_rounds_to_nothing():
@@ -183,5 +183,5 @@ def test_the_slowdown_is_that_of_one_profiled_iteration_though_there_be_two():
 
 
 def test_ranks_that_the_controls_do_not_know_have_no_slowdown():
-    c = found(solo_ns=SOLO[:3], solo_flops=[10**9] * 3).summary.rates.controls
+    c = findings_of(solo_ns=SOLO[:3], solo_flops=[10**9] * 3).summary.rates.controls
     assert c is not None and c.flash_slowdown is None and c.solo_ns == 1000

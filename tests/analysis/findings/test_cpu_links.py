@@ -1,11 +1,11 @@
-"""Which link ranks on CPU processes of two hosts are blocked on."""
+"""Blocked time of CPU ranks on two hosts, by class of link."""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
 
-from ringprof.analysis.findings.verdict_text import blocked_in_words, blocked_on_links
+from ringprof.analysis.findings.verdict_text import blocked_by_link, cpu_blocked_sentence
 from ringprof.run import Sent, Work
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import Builder
@@ -25,7 +25,7 @@ def work(*sent: tuple[str, str, int]) -> Work:
 
 
 def attributed(hosts: list[str], ranks: list[Work], waits: list[dict[str, int]]):
-    """Ranks of one iteration of 1,000,000 ns, blocked so long in each channel."""
+    """Return ranks with one iteration of 1,000,000 ns, blocked for these times in each channel."""
     run = recorded_run()
     topology = msgspec.structs.replace(run.topology, hosts=hosts, world_size=len(hosts), ranks_per_host=2)
     run = msgspec.structs.replace(run, topology=topology, work=ranks)
@@ -33,33 +33,33 @@ def attributed(hosts: list[str], ranks: list[Work], waits: list[dict[str, int]])
     for rank, blocked in enumerate(waits):
         builder = Builder(rank=rank, world_size=len(hosts)).mark("ringprof::iteration", 0, 1_000_000)
         builder.operate(BLOCK, 0, 1000)
-        at = 1000
+        start = 1000
         for channel, length in blocked.items():
-            builder.mark(f"ringprof::wait/{channel}", at, at + length)
-            at += length
+            builder.mark(f"ringprof::wait/{channel}", start, start + length)
+            start += length
         traces.append(builder.trace())
     return attribute(traces, run)
 
 
 def test_the_channel_that_crosses_hosts_is_told_from_the_one_that_does_not():
     inner, outer = ("kv_inner", "same_host", 500), ("kv_outer", "other_host", 2000)
-    found = attributed(["a", "b"], [work(inner, outer)] * 2, [{"kv_inner": 100_000, "kv_outer": 400_000},
+    attribution = attributed(["a", "b"], [work(inner, outer)] * 2, [{"kv_inner": 100_000, "kv_outer": 400_000},
                                                              {"kv_inner": 200_000, "kv_outer": 600_000}])  # fmt: skip
-    links = blocked_on_links(found)
+    links = blocked_by_link(attribution)
     assert links is not None and links.channels == ("kv_outer",)
     assert (links.between_hosts_ns, links.within_host_ns, links.leaving_bytes) == (500_000, 150_000, 2000)
-    words = blocked_in_words(found)
-    assert "50.0 % of the time ranks are blocked in hops between hosts (kv_outer), 15.0 % in hops within" in words
-    assert "0.002 MB leave each host an iteration, 2 MB/s" in words  # 2000 bytes in 1 ms
-    assert found.run is not None
-    block = msgspec.structs.replace(found, run=msgspec.structs.replace(found.run, timings=None))
-    assert "0.002 MB leave each host in the captured block, 2 MB/s" in blocked_in_words(block)
+    sentence = cpu_blocked_sentence(attribution)
+    assert "50.0 % of the time ranks are blocked in hops between hosts (kv_outer), 15.0 % in hops within" in sentence
+    assert "0.002 MB leave each host an iteration, 2 MB/s" in sentence  # 2000 bytes in 1 ms
+    assert attribution.run is not None
+    block = msgspec.structs.replace(attribution, run=msgspec.structs.replace(attribution.run, timings=None))
+    assert "0.002 MB leave each host in the captured block, 2 MB/s" in cpu_blocked_sentence(block)
 
 
 def test_a_ring_across_hosts_is_held_up_for_all_of_its_ranks():
     here, there = work(("kv", "same_host", 100)), work(("kv", "other_host", 100))
     waits = [{"kv": 100_000}] * 4
-    links = blocked_on_links(attributed(["a", "a", "b", "b"], [here, there, here, there], waits))
+    links = blocked_by_link(attributed(["a", "a", "b", "b"], [here, there, here, there], waits))
     assert links is not None
     assert (links.between_hosts_ns, links.within_host_ns, links.leaving_bytes) == (100_000, 0, 100)
 
@@ -68,11 +68,11 @@ def test_a_ring_across_hosts_is_held_up_for_all_of_its_ranks():
 def test_nothing_is_said_of_one_host_or_of_traces_that_name_no_channel(hosts: list[str]):
     named = hosts == ["a", "a"]
     waits = [{"kv": 100}] * 2 if named else [{}] * 2
-    found = attributed(hosts, [work(("kv", "same_host" if named else "other_host", 100))] * 2, waits)
-    assert blocked_on_links(found) is None and blocked_in_words(found) == ""
+    attribution = attributed(hosts, [work(("kv", "same_host" if named else "other_host", 100))] * 2, waits)
+    assert blocked_by_link(attribution) is None and cpu_blocked_sentence(attribution) == ""
 
 
 def test_the_channel_that_blocks_longest_is_named_first():
     sent = [("dq", "other_host", 1), ("kv", "other_host", 1), ("dkv", "other_host", 1)]
-    links = blocked_on_links(attributed(["a", "b"], [work(*sent)] * 2, [{"dq": 20, "kv": 300, "dkv": 90}] * 2))
+    links = blocked_by_link(attributed(["a", "b"], [work(*sent)] * 2, [{"dq": 20, "kv": 300, "dkv": 90}] * 2))
     assert links is not None and links.channels == ("kv", "dkv", "dq")

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 import ringprof
-from ringprof.analysis.findings.memory import memory_of
+from ringprof.analysis.findings.memory import memory_timelines
 from ringprof.report.page.document import PageContext
 from ringprof.report.perfetto import events_of
 from ringprof.report.sections import memory
@@ -99,7 +99,7 @@ def test_a_trace_without_it_has_none(tmp_path: Path) -> None:
     path = tmp_path / "rank0.json"
     path.write_bytes(trace_text())
     run = ringprof.load(path)
-    assert len(run.memory()) == 0 and list(memory_of(run.attribution)) == []
+    assert len(run.memory()) == 0 and list(memory_timelines(run.attribution)) == []
     assert memory.html(run.findings, NO_FIGURES) is None
 
 

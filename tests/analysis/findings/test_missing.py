@@ -1,4 +1,4 @@
-"""What of a run the traces do not hold is said before any figure."""
+"""Missing data of a run is reported before any metric."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import compare_errors, recording_spread
 from benchmarks.compare_errors import MODELS, SIZES, Model
-from ringprof.analysis.findings.comparison import Entry, Figure, compare_entries, recordings_to_decide
+from ringprof.analysis.findings.comparison import Measurement, Metric, compare_measurements, recordings_to_decide
 from ringprof.analysis.findings.recording_spread import OTHER_SESSION, SAME_SESSION, Spread, session_spread
 from ringprof.report.comparison import spread_notices, verdict_lines
 
@@ -87,10 +87,10 @@ def test_recordings_within_an_hour_are_of_one_session(created, expected):
 # --- what a comparison makes of it --------------------------------------------------------------------
 
 
-def entry(values: list[float], created: str | None, recordings: int = 1) -> Entry:
+def measurement(values: list[float], created: str | None, recordings: int = 1) -> Measurement:
     times = (tuple(values),) if recordings == 1 else tuple((value,) for value in values)
-    figure = Figure(float(np.median(values)), "ms", times, False)
-    return Entry(
+    figure = Metric(float(np.median(values)), "ms", times, False)
+    return Measurement(
         "x", "run", {}, {"iteration_ms": figure}, created=(created,) * recordings if created is not None else ()
     )
 
@@ -103,47 +103,49 @@ BASE = [100.0, 100.01, 99.99, 100.0, 100.02, 99.98, 100.01, 99.99, 100.0, 100.0]
     [("2026-01-01T00:30:00Z", SAME_SESSION), ("2026-01-02T00:00:00Z", OTHER_SESSION), (None, OTHER_SESSION)],
 )
 def test_the_interval_of_single_recordings_is_as_wide_as_is_assumed(created, assumed):
-    sides = entry(BASE, "2026-01-01T00:00:00Z"), entry([1.01 * value for value in BASE], created)
-    found = compare_entries(sides).differences[0]
+    sides = measurement(BASE, "2026-01-01T00:00:00Z"), measurement([1.01 * value for value in BASE], created)
+    difference = compare_measurements(sides).differences[0]
     each = [math.hypot(assumed.share, assumed.fixed_ms / length) for length in (100, 101)]
-    assert found.low is not None and found.high is not None and found.assumed_spread is not None
+    assert difference.low is not None and difference.high is not None and difference.assumed_spread is not None
     # Iterations that are nearly the same add next to nothing.
-    assert math.log(found.high / 1.01) == pytest.approx(1.96 * math.hypot(*each), rel=0.01)
-    assert math.log(found.low / 1.01) == pytest.approx(-1.96 * math.hypot(*each), rel=0.01)
-    assert found.assumed_spread.share == pytest.approx(math.hypot(*each) / math.sqrt(2))
-    assert (found.assumed_spread.source, found.verdict) == (assumed.source, "noise")
+    assert math.log(difference.high / 1.01) == pytest.approx(1.96 * math.hypot(*each), rel=0.01)
+    assert math.log(difference.low / 1.01) == pytest.approx(-1.96 * math.hypot(*each), rel=0.01)
+    assert difference.assumed_spread.share == pytest.approx(math.hypot(*each) / math.sqrt(2))
+    assert (difference.assumed_spread.source, difference.verdict) == (assumed.source, "noise")
 
 
 def test_what_is_assumed_and_how_many_recordings_decide_is_said():
-    at = "2026-01-01T00:00:00Z"
-    near, far = (entry([factor * value for value in BASE], at) for factor in (1.001, 1.02))
-    found = compare_entries([entry(BASE, at), near, far])
-    lines = verdict_lines(found)
+    created = "2026-01-01T00:00:00Z"
+    near, far = (measurement([factor * value for value in BASE], created) for factor in (1.001, 1.02))
+    comparison = compare_measurements([measurement(BASE, created), near, far])
+    lines = verdict_lines(comparison)
     assert lines[0].startswith("1: no difference proved: slower by 0.1 % (-2.")
     assert lines[0].endswith("; showing 0.1 % takes more than 30 recordings per side")
     # In turns, paired: (2.447 + 0.906) * sqrt(2 / 7) * 1.03 % is 1.84 %, and for six (2.571 + 0.920) 2.07 %.
     assert lines[1].endswith("; showing 2.0 % takes about 7 recordings per side")
-    assert spread_notices(found) == [
+    assert spread_notices(comparison) == [
         "one recording on a side: the intervals assume that recordings of one program differ by 1.0 % "
         "(standard deviation; from 70 programs timed twice in one session on H200)"
     ]
 
 
 def test_several_recordings_per_side_assume_nothing():
-    sides = [entry([100.0, 100.1, 100.2], "2026-01-01T00:00:00Z", 3), entry([101.0, 101.1, 101.2], None, 3)]
-    found = compare_entries(sides)
-    assert (found.differences[0].assumed_spread, found.differences[0].verdict) == (None, "worse")
-    assert spread_notices(found) == [] and "takes" not in verdict_lines(found)[0]
+    sides = [measurement([100.0, 100.1, 100.2], "2026-01-01T00:00:00Z", 3), measurement([101.0, 101.1, 101.2], None, 3)]
+    comparison = compare_measurements(sides)
+    assert (comparison.differences[0].assumed_spread, comparison.differences[0].verdict) == (None, "worse")
+    assert spread_notices(comparison) == [] and "takes" not in verdict_lines(comparison)[0]
     assert recordings_to_decide(sides[0], sides[1], "iteration_ms") is None
 
 
 def test_one_recording_against_several_assumes_the_spread_at_least():
-    group = entry([100.0, 100.1, 99.9, 100.0], "2026-01-01T00:00:00Z", 4)
-    found = compare_entries([group, entry([value * 1.02 for value in BASE], "2026-01-01T00:00:00Z")]).differences[0]
-    assert found.verdict == "noise" and found.high is not None
+    group = measurement([100.0, 100.1, 99.9, 100.0], "2026-01-01T00:00:00Z", 4)
+    difference = compare_measurements(
+        [group, measurement([value * 1.02 for value in BASE], "2026-01-01T00:00:00Z")]
+    ).differences[0]
+    assert difference.verdict == "noise" and difference.high is not None
     # The spread of the group, 0.1 %, makes less: 3.18 * 0.08 % * sqrt(5 / 4).
-    assert math.log(found.high / 1.02) == pytest.approx(1.96 * 0.01028 * math.sqrt(1 + 1 / 4), rel=0.01)
-    assert found.recordings_to_decide is None
+    assert math.log(difference.high / 1.02) == pytest.approx(1.96 * 0.01028 * math.sqrt(1 + 1 / 4), rel=0.01)
+    assert difference.recordings_to_decide is None
 
 
 # --- how often it is wrong ----------------------------------------------------------------------------
@@ -159,8 +161,8 @@ def test_one_pair_of_recordings_of_one_program_in_twenty_is_called_different(mod
 
 @pytest.mark.parametrize("model", [each for each in MODELS if not each.spread], ids=lambda model: model.name)
 def test_three_recordings_per_side_find_two_percent(model: Model):
-    found = compare_errors.power(model, (3, 10), 1.02, CASES, np.random.default_rng(2))
-    assert 1 - found <= most(0.2, CASES)
+    found_share = compare_errors.power(model, (3, 10), 1.02, CASES, np.random.default_rng(2))
+    assert 1 - found_share <= most(0.2, CASES)
 
 
 def test_as_many_recordings_as_are_advised_find_a_difference_in_four_of_five_cases():

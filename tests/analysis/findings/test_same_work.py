@@ -1,13 +1,13 @@
-"""Whether traces that state no workload are of the same work, on jobs whose work is known."""
+"""Decision whether traces without a workload are of the same work, on jobs whose work is known."""
 
 from __future__ import annotations
 
 import pytest
 from msgspec.structs import replace
 
-from ringprof.analysis.findings.comparison import Entry, Figure, as_one, compare_entries
+from ringprof.analysis.findings.comparison import Measurement, Metric, combine_recordings, compare_measurements
 from ringprof.analysis.findings.findings import findings_in_memory
-from ringprof.analysis.findings.measurements import entry_of_run
+from ringprof.analysis.findings.measurements import measurement_of_run
 from ringprof.analysis.findings.same_work import WORK, WorkMatch, match_work
 from ringprof.report.comparison import render_json, verdict_lines, work_notices
 from ringprof.scale.pipeline import attribute
@@ -31,33 +31,33 @@ def job(
     host_bytes: int = 64,
     slower: int = 0,
     hop_ns: int = 50,
-) -> Entry:
-    """Steps of an input copy, an attention kernel, matrix products, and one hop of K and V around a ring of ranks.
+) -> Measurement:
+    """Return a job whose steps are an input copy, an attention kernel, matrix products, and a hop of K and V in a ring.
 
     ``length`` in bf16 numbers sets the bytes of a hop (K and V: 4 bytes per number); ``copied`` moves them in four
     copies instead of one NCCL kernel.
     """
     builders = [Builder(rank=rank, world_size=world) for rank in range(ranks)]
     for rank, builder in enumerate(builders):
-        at = 0
+        now = 0
         for number in range(steps):
-            begin, at = at, at + 1000
-            builder.run("Memcpy HtoD (Pinned -> Device)", at, at + 10, launched=at, category=MEMCPY, size=host_bytes)
+            begin, now = now, now + 1000
+            builder.run("Memcpy HtoD (Pinned -> Device)", now, now + 10, launched=now, category=MEMCPY, size=host_bytes)
             for name in [FLASH, *[gemm] * gemms]:
-                at += 100
-                builder.run(name, at, at + 90 + slower, launched=at)
-            at += 100
+                now += 100
+                builder.run(name, now, now + 90 + slower, launched=now)
+            now += 100
             if copied:
                 for part in range(4):
-                    builder.run("Memcpy PtoP (Device -> Device)", at + part * 9, at + part * 9 + 8, launched=at,
+                    builder.run("Memcpy PtoP (Device -> Device)", now + part * 9, now + part * 9 + 8, launched=now,
                                 category=MEMCPY, size=length, stream=30)  # fmt: skip
             else:
-                builder.batch(at, at, at + hop_ns, to=(rank + 1) % world, source=(rank - 1) % world, elements=length,
+                builder.batch(now, now, now + hop_ns, to=(rank + 1) % world, source=(rank - 1) % world, elements=length,
                               group_ranks=tuple(range(world)), group_size=world)  # fmt: skip
-            at += 1000
+            now += 1000
             if marked:
-                builder.mark(f"ProfilerStep#{number}", begin, at)
-    return entry_of_run("job", findings_in_memory(attribute([builder.trace() for builder in builders])))
+                builder.mark(f"ProfilerStep#{number}", begin, now)
+    return measurement_of_run("job", findings_in_memory(attribute([builder.trace() for builder in builders])))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def job(
         (job(copied=True), "equal by kind and name, the same bytes sent"),
     ],
 )  # fmt: skip
-def test_equal_computation_and_bytes_are_the_same_work(other: Entry, evidence: str) -> None:
+def test_equal_computation_and_bytes_are_the_same_work(other: Measurement, evidence: str) -> None:
     match = match_work(job(), other)
     assert (match.same, match.by) == (True, "traces")
     assert evidence in match.text
@@ -94,20 +94,22 @@ def test_equal_computation_and_bytes_are_the_same_work(other: Entry, evidence: s
         (job(ranks=2, world=4), "world size 4 against 2"),
     ],
 )
-def test_what_the_traces_show_to_differ_is_not_the_same_work(other: Entry, reason: str) -> None:
+def test_what_the_traces_show_to_differ_is_not_the_same_work(other: Measurement, reason: str) -> None:
     assert match_work(job(), other) == WorkMatch(same=False, by="traces", text=reason)
     assert match_work(other, job()).same is False
-    found = compare_entries([job(), other])
-    assert work_notices(found) == [
+    comparison = compare_measurements([job(), other])
+    assert work_notices(comparison) == [
         f"Work not known to be the same ({reason}): times and memory are not compared. "
         "If it is the same, add --same-work."
     ]
-    assert {one.verdict for one in found.differences if one.figure in ("wall_ms", "compute_ms")} == {"not comparable"}
+    assert {
+        difference.verdict for difference in comparison.differences if difference.figure in ("wall_ms", "compute_ms")
+    } == {"not comparable"}
     assert match_work(job(), other, did_same_work=True) == WorkMatch(same=True, by="user")
 
 
 def test_a_transport_that_records_no_bytes_says_nothing_of_the_work() -> None:
-    def with_sent(sent: int | None) -> Entry:
+    def with_sent(sent: int | None) -> Measurement:
         entry = job()
         assert entry.evidence is not None
         ranks = tuple(replace(rank, sent_bytes=sent) for rank in entry.evidence.ranks)
@@ -135,12 +137,12 @@ def test_workloads_that_both_state_decide_before_any_trace() -> None:
 
 
 def test_traces_without_computation_are_compared_by_all_their_calls() -> None:
-    def benchmark(hops: int) -> Entry:
+    def benchmark(hops: int) -> Measurement:
         builders = [Builder(rank=rank, world_size=2) for rank in (0, 1)]
         for rank, builder in enumerate(builders):
             for hop in range(hops):
                 builder.batch(100 + 900 * hop, 100 + 900 * hop, 200 + 900 * hop, to=1 - rank, source=1 - rank)
-        return entry_of_run("hops", findings_in_memory(attribute([builder.trace() for builder in builders])))
+        return measurement_of_run("hops", findings_in_memory(attribute([builder.trace() for builder in builders])))
 
     match = match_work(benchmark(3), benchmark(3))
     assert match.same and match.text.startswith(
@@ -152,39 +154,39 @@ def test_traces_without_computation_are_compared_by_all_their_calls() -> None:
 
 
 def test_a_log_has_no_evidence() -> None:
-    log = Entry("x.log:7", "log", {"seq": "8"})
+    log = Measurement("x.log:7", "log", {"seq": "8"})
     assert match_work(job(), log) == WorkMatch(same=False, by="nothing", text="job does not state its workload")
     stated = replace(job(), settings=dict.fromkeys(WORK, "1"))
-    assert match_work(stated, Entry("x.log:7", "log", {})).text == "x.log:7 does not state its workload"
-    partly = Entry("x.log:7", "log", {**dict.fromkeys(WORK, "1"), "heads": None, "dtype": None})
+    assert match_work(stated, Measurement("x.log:7", "log", {})).text == "x.log:7 does not state its workload"
+    partly = Measurement("x.log:7", "log", {**dict.fromkeys(WORK, "1"), "heads": None, "dtype": None})
     assert match_work(stated, partly).text == "x.log:7 does not state heads, dtype"
 
 
 def test_recordings_keep_their_evidence_where_all_show_the_same_work() -> None:
-    assert match_work(job(), as_one([job(), job(slower=5)])).same
-    assert as_one([job(), job(gemms=4)]).evidence is None
+    assert match_work(job(), combine_recordings([job(), job(slower=5)])).same
+    assert combine_recordings([job(), job(gemms=4)]).evidence is None
 
 
 def test_the_evidence_is_said_beside_the_verdict_and_in_the_json() -> None:
     # From the input copy at 0 to the end of the hop: 550 and 605 ns.
-    found = compare_entries([job(), job(hop_ns=105)])
-    first, second, *_ = verdict_lines(found)
+    comparison = compare_measurements([job(), job(hop_ns=105)])
+    first, second, *_ = verdict_lines(comparison)
     assert first == "1: mean wall longer by 10.0 %, measured once"
     assert second.startswith("1: taken as the same work: the same 8 computation kernels")
-    assert '"by": "traces"' in render_json(found)
+    assert '"by": "traces"' in render_json(comparison)
 
 
 def test_of_several_entries_those_of_other_work_are_named() -> None:
     stated = dict.fromkeys(WORK, "1")
-    time = Figure(5, "ms", depends_on_work=True)
-    entries = [Entry(str(number), "log", {**stated, "seq": str(seq)}, {"t": time})
+    time = Metric(5, "ms", depends_on_work=True)
+    entries = [Measurement(str(number), "log", {**stated, "seq": str(seq)}, {"t": time})
                for number, seq in enumerate([1, 1, 2, 3])]  # fmt: skip
-    unknown = Entry("u", "log", {}, {"t": time})
-    assert work_notices(compare_entries([*entries, unknown])) == [
+    unknown = Measurement("u", "log", {}, {"t": time})
+    assert work_notices(compare_measurements([*entries, unknown])) == [
         "Different work (seq 2 against 1): times and memory of 2 and 3 are not compared.",
         "Work not known to be the same (u does not state its workload): times and memory of 4 are not compared. "
         "If it is the same, add --same-work.",
     ]
-    many = work_notices(compare_entries([entries[0], *[entries[2]] * 5]))
+    many = work_notices(compare_measurements([entries[0], *[entries[2]] * 5]))
     assert many == ["Different work (seq 2 against 1): times and memory of 5 entries are not compared."]
-    assert work_notices(compare_entries(entries[:2])) == []
+    assert work_notices(compare_measurements(entries[:2])) == []

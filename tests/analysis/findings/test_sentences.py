@@ -1,4 +1,4 @@
-"""Whole sentences of the verdict, of traces whose figures can be reckoned in the head."""
+"""Whole sentences of the verdict, on traces whose metrics can be checked by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from ringprof.analysis.findings.conditions import figures_of
+from ringprof.analysis.findings.conditions import metrics_of
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.analysis.findings.recommendations import longest_on_wire, rate_to_hide
 from ringprof.analysis.findings.summary import summarise
@@ -82,12 +82,12 @@ def test_rates_of_thousands_have_no_exponent():
     spans = [(10, 20), (10, 110), (10, 20), (10, 20)]
     builders = ring_of(spans, compute=[10] * 4, world=4, ms=MS // 1000)
     assert sentences(*builders)[1].endswith("rank 1 sends at 2,500 GB/s, the others at 25,000.")
-    found = findings_in_memory(attribute([b.trace() for b in builders]))
-    wire = next(part for part in found.waterfall.parts if part.part == "exposed_wire")
+    run_findings = findings_in_memory(attribute([b.trace() for b in builders]))
+    wire = next(part for part in run_findings.waterfall.parts if part.part == "exposed_wire")
     # A GB of all ranks in 130 us of hops.
     assert wire.evidence == "on the wire with no computation beside it; send_recv 7,692 GB/s"
     # 250 MB of each rank beside 10 us.
-    assert rate_to_hide(found.attribution, longest_on_wire(found.summary)) == (
+    assert rate_to_hide(run_findings.attribution, longest_on_wire(run_findings.summary)) == (
         "; 0.010 ms of computation can hide these bytes from 25,000 GB/s per rank on"
     )
 
@@ -124,7 +124,7 @@ def test_evidence_of_every_part_of_the_waterfall():
 
 
 def test_figures_by_name():
-    figures = figures_of(findings_in_memory(attribute([b.trace() for b in ring_of(
+    figures = metrics_of(findings_in_memory(attribute([b.trace() for b in ring_of(
         [(100, 250), (200, 250)], compute=[100, 200], world=2
     )])))  # fmt: skip
     expected = {
@@ -158,12 +158,12 @@ def test_what_a_rank_waits_in_is_the_communication_that_takes_it_longest():
 
 def test_the_step_that_exposes_most_is_named_in_the_pass_that_exposes_most():
     # Blocks of 600 under hops of 800: each step but a pass's last exposes 190; K, V and gradients backward 2 x 800.
-    found = findings_in_memory(attribute([b.trace() for b in ring_pass(block=everybody(600), hop_ns=800)]))
-    exposed = {key: time // count for key, (time, count) in found.exposed_by_step.items()}
+    run_findings = findings_in_memory(attribute([b.trace() for b in ring_pass(block=everybody(600), hop_ns=800)]))
+    exposed = {key: time // count for key, (time, count) in run_findings.exposed_by_step.items()}
     forward, backward = (sum(time for key, time in exposed.items() if key[0] == phase) for phase in ("fwd", "bwd"))
     assert (forward, exposed["fwd", 0], exposed["fwd", 3]) == (570, 190, 0) and backward > forward
     step = max((key[1] for key in exposed if key[0] == "bwd"), key=lambda step: exposed["bwd", step])
-    assert found.verdict[1].endswith(
+    assert run_findings.verdict[1].endswith(
         f"; of what ring steps expose, {100 * backward / (forward + backward):.0f} % is in the backward pass, most in "
         f"step {step} "
         f"(mean {exposed['bwd', step] / 1e6:.3f} ms)."

@@ -1,11 +1,11 @@
-"""Waterfalls of runs that tell different parts apart, brought to the parts of all."""
+"""Waterfalls of runs that separate different parts, reduced to the parts of all runs."""
 
 from __future__ import annotations
 
 import pytest
 
 import ringprof
-from ringprof.analysis.findings.comparison import Entry, Figure, as_one, compare_entries
+from ringprof.analysis.findings.comparison import Measurement, Metric, combine_recordings, compare_measurements
 from ringprof.analysis.findings.shared_parts import merged_parts, shared_parts
 from ringprof.report.comparison import verdict_lines
 from tests.loaded import analysis
@@ -45,32 +45,36 @@ def test_only_parts_that_are_there_are_merged():
 
 
 def unknown_gpu(name: str, tmp_path) -> ringprof.Analysis:
-    """The same run, on a GPU whose peak nobody has published."""
+    """Return the run as if recorded on a GPU without a published peak."""
     return ringprof.load(with_gpu_named(TRACES / name, "NVIDIA RTX PRO 6000", tmp_path / "unknown"))
 
 
 def test_the_same_run_with_an_unknown_peak_has_not_changed(tmp_path):
     known, unknown = analysis(TRACES / "h200x4-zigzag-65536"), unknown_gpu("h200x4-zigzag-65536", tmp_path)
     for pair in ((known, unknown), (unknown, known)):
-        found = ringprof.compare(*pair)
-        assert verdict_lines(found) == ["1: the same"]
-        assert found.changes is not None
-        assert {part.what: part.share for part in found.changes.parts if part.share} == {}
-        assert {"waterfall.peak_ms", "waterfall.kernel_ms"}.isdisjoint(found.figures)
-        (attention,) = (one for one in found.differences if one.figure == "waterfall.attention_ms")
+        comparison = ringprof.compare(*pair)
+        assert verdict_lines(comparison) == ["1: the same"]
+        assert comparison.changes is not None
+        assert {part.what: part.share for part in comparison.changes.parts if part.share} == {}
+        assert {"waterfall.peak_ms", "waterfall.kernel_ms"}.isdisjoint(comparison.figures)
+        (attention,) = (
+            difference for difference in comparison.differences if difference.figure == "waterfall.attention_ms"
+        )
         assert (attention.verdict, attention.ratio) == ("same", 1.0)
-        for entry in found.entries:
-            values = entry.values()
+        for measurement in comparison.entries:
+            values = measurement.values()
             assert "waterfall.peak" not in values and "waterfall.attention" in values
-        assert found.merged == dict.fromkeys(("peak", "kernel", "repeated", "slowdown"), "attention")
+        assert comparison.merged == dict.fromkeys(("peak", "kernel", "repeated", "slowdown"), "attention")
 
 
 def test_recordings_are_merged_one_by_one():
     def recorded(label, parts):
-        return Entry(label, "run", {}, {f"waterfall.{name}_ms": Figure(value, "ms") for name, value in parts.items()})
+        return Measurement(
+            label, "run", {}, {f"waterfall.{name}_ms": Metric(value, "ms") for name, value in parts.items()}
+        )
 
-    base = as_one([recorded("a", {"peak": 5.0, "kernel": 4.0}), recorded("b", {"peak": 5.0, "kernel": 6.0}),
+    base = combine_recordings([recorded("a", {"peak": 5.0, "kernel": 4.0}), recorded("b", {"peak": 5.0, "kernel": 6.0}),
                    recorded("c", {"peak": 5.0, "kernel": 5.0})])  # fmt: skip
-    found = compare_entries([base, recorded("d", {"attention": 10.0})])
-    figure = found.entries[0].figures["waterfall.attention_ms"]
+    comparison = compare_measurements([base, recorded("d", {"attention": 10.0})])
+    figure = comparison.entries[0].figures["waterfall.attention_ms"]
     assert (figure.value, figure.recordings) == (10.0, ((9.0,), (11.0,), (10.0,)))

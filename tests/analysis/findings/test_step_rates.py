@@ -1,4 +1,4 @@
-"""FLOPs, rates and MFU of steps whose figures can be reckoned in the head, and the sentences made of them."""
+"""FLOPs, rates and MFU of steps that can be checked by hand, and the sentences about them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 import ringprof
-from ringprof.analysis.findings.conditions import figures_of
+from ringprof.analysis.findings.conditions import metrics_of
 from ringprof.analysis.findings.findings import findings_in_memory
-from ringprof.analysis.findings.measurements import entry_of_run
+from ringprof.analysis.findings.measurements import measurement_of_run
 from ringprof.analysis.findings.step_rates import step_rates_of
 from ringprof.analysis.timeline.window import Focus
 from ringprof.errors import TraceFormatError
@@ -46,7 +46,7 @@ class Step:
         self.events: list[dict[str, Any]] = []
 
     def operate(self, name, start, end, dims=None, *, dtype=BF16, values=(), thread=9, number=None):
-        args = {} if dims is None else {"Input Dims": dims, "Input type": [dtype if one else "" for one in dims]}
+        args = {} if dims is None else {"Input Dims": dims, "Input type": [dtype if dim else "" for dim in dims]}
         args |= {"Concrete Inputs": list(values)} if values else {}
         args |= {} if number is None else {"External id": number}
         self._add("cpu_op", name, start, end, thread, args)
@@ -63,7 +63,7 @@ class Step:
 
     def product(self, start, end, *, launched, dims=((SQUARE, SQUARE), (SQUARE, WIDTH)), **named):
         """A matrix product whose operator lasts a microsecond around its launch, and its kernel."""
-        self.operate("aten::mm", launched - 0.25, launched + 0.75, dims and [list(one) for one in dims], **named)
+        self.operate("aten::mm", launched - 0.25, launched + 0.75, dims and [list(dim) for dim in dims], **named)
         return self.run(GEMM, start, end, launched=launched)
 
     def mark(self, name, start, end):
@@ -160,7 +160,7 @@ def test_a_distributed_tensors_operator_counts_its_local_shard():
 
 
 def test_matrix_products_inside_an_attention_operator_are_attention():
-    """As of torch's fallback, whose kernels count as attention too."""
+    """The kernels of torch's fallback count as attention, too."""
     step = Step().operate("aten::_scaled_dot_product_attention_math", 0, 9)
     step.product(100, 104, launched=2).product(104, 108, launched=5)
     (part,) = rates_of(step).parts
@@ -172,7 +172,7 @@ def test_without_shapes_there_are_no_rates():
     assert rates_of(step) is None
     report = as_dict(findings(step), source="trace", paths=[])
     assert report["summary"]["step_rates"] is None
-    assert "mfu" not in figures_of(findings(step))
+    assert "mfu" not in metrics_of(findings(step))
 
 
 def test_a_part_of_an_iteration_has_no_rates():
@@ -227,7 +227,7 @@ def test_no_mfu_where_no_peak_is_known_or_it_is_exceeded(device):
 
 
 def test_a_rank_without_shapes_counts_as_time_without_flops():
-    """Of two ranks one has recorded shapes: half of the time is covered."""
+    """One of two ranks has recorded shapes: half of the time is covered."""
     steps = [Step(rank=0, world=2).product(100, 108, launched=1)]
     steps.append(Step(rank=1, world=2).product(100, 108, launched=1, dims=None))
     rates = rates_of(*steps)
@@ -279,11 +279,11 @@ def test_attention_stands_before_matrix_products_without_shapes():
 def test_a_recorded_layer_names_its_attention_first():
     """Kernels of attention, one after the other, are 117.8 of 180.1 ms, by the report's own table."""
     folder = RUNS / "h200x2-zigzag-65536-layer"
-    found = ringprof.load(folder / "run.json")
-    flash = sum(row.time_ns for row in found.findings.summary.kinds if row.kind.startswith("flash"))
-    share = 100 * flash / found.findings.summary.parts[-1].mean_ns
+    run = ringprof.load(folder / "run.json")
+    flash = sum(row.time_ns for row in run.findings.summary.kinds if row.kind.startswith("flash"))
+    share = 100 * flash / run.findings.summary.parts[-1].mean_ns
     assert share == pytest.approx(65.4, abs=0.05)
-    assert found.verdict[1] == f"{share:.1f} % of the time is attention, 26.0 % is matrix products."
+    assert run.verdict[1] == f"{share:.1f} % of the time is attention, 26.0 % is matrix products."
 
 
 def test_forward_and_backward_kernels_are_one_part_of_a_step():
@@ -316,21 +316,21 @@ def test_attention_alone_says_its_rate():
 
 
 def test_the_report_has_rates_in_text_json_and_conditions():
-    found = findings(attention_step())
-    (block,) = rates_section.terminal(found, TextStyle(width=200), Listing())
+    step_findings = findings(attention_step())
+    (block,) = rates_section.terminal(step_findings, TextStyle(width=200), Listing())
     assert block.split("\n") == [
         "10.6 GFLOP per GPU by recorded shapes, recomputed work included: attention at 123 TFLOP/s, 12.4 % of peak, "
         "matrix products at 98.9 TFLOP/s, 10.0 % of peak",
         "MFU 10.7 % of 989 TFLOP/s (H200, dense bf16, vendor's figure)",
     ]
-    plain = as_dict(found, source="trace", paths=[])["summary"]["step_rates"]
+    plain = as_dict(step_findings, source="trace", paths=[])["summary"]["step_rates"]
     assert plain["flops"] == CAUSAL + PRODUCT
     assert plain["mfu"] == pytest.approx((CAUSAL + PRODUCT) / 100e-6 / 989e12)
     assert [part["flops"] for part in plain["parts"]] == [CAUSAL, PRODUCT]
-    figures = entry_of_run("a", found).values()
-    assert figures["mfu"] == figures_of(found)["mfu"] == plain["mfu"]
-    assert figures["attention_tflops"] == pytest.approx(CAUSAL / 70e-6 / 1e12)
-    assert figures["matrix_products_tflops"] == pytest.approx(PRODUCT / 20e-6 / 1e12)
+    metrics = measurement_of_run("a", step_findings).values()
+    assert metrics["mfu"] == metrics_of(step_findings)["mfu"] == plain["mfu"]
+    assert metrics["attention_tflops"] == pytest.approx(CAUSAL / 70e-6 / 1e12)
+    assert metrics["matrix_products_tflops"] == pytest.approx(PRODUCT / 20e-6 / 1e12)
 
 
 # --- reduced traces ------------------------------------------------------------------------------------

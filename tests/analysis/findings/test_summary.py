@@ -1,12 +1,12 @@
-"""The run as a whole, on figures that can be checked by hand."""
+"""Summary of a run, on metrics that can be checked by hand."""
 
 from __future__ import annotations
 
 import pytest
 
-from ringprof.analysis.findings.comparison import Figure
+from ringprof.analysis.findings.comparison import Metric
 from ringprof.analysis.findings.findings import findings_in_memory
-from ringprof.analysis.findings.measurements import entry_of_run
+from ringprof.analysis.findings.measurements import measurement_of_run
 from ringprof.analysis.findings.summary import summarise
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, Builder
@@ -83,19 +83,19 @@ def test_many_ranks_are_given_as_statistics():
 
 def test_a_run_as_an_entry_of_a_comparison():
     attribution = attribute([b.trace() for b in ring_with_compute()], recorded_run())
-    entry = entry_of_run("mine", findings_in_memory(attribution))
+    entry = measurement_of_run("mine", findings_in_memory(attribution))
     flops = 4 * 1024**2 * 8 * 64 // 2 * 7 // 2 / 4
     assert (entry.label, entry.source) == ("mine", "run")
-    timed = Figure(3, "ms", ((2, 3, 4),), higher_is_better=False, depends_on_work=True)
+    timed = Metric(3, "ms", ((2, 3, 4),), higher_is_better=False, depends_on_work=True)
     assert entry.figures["iteration_ms"] == timed
     rate = entry.figures["tflops"]
     assert (rate.value, *rate.recordings[0]) == pytest.approx((flops / 3e9, flops / 2e9, flops / 3e9, flops / 4e9))
     assert (rate.unit, rate.higher_is_better, rate.depends_on_work) == ("TFLOP/s", True, False)
-    assert entry.figures["peak_memory_mib"] == Figure(1024, "MiB", higher_is_better=False, depends_on_work=True)
+    assert entry.figures["peak_memory_mib"] == Metric(1024, "MiB", higher_is_better=False, depends_on_work=True)
     # Each rank computes 1000 to 1300 ns of a wall of 2000.
-    assert entry.figures["compute_ms"] == Figure(1150 / 1e6, "ms", higher_is_better=False, depends_on_work=True)
+    assert entry.figures["compute_ms"] == Metric(1150 / 1e6, "ms", higher_is_better=False, depends_on_work=True)
     assert entry.figures["wall_ms"].value == 2000 / 1e6
-    assert entry.figures["exposed_comm"] == Figure(0.425, "share", higher_is_better=False)
+    assert entry.figures["exposed_comm"] == Metric(0.425, "share", higher_is_better=False)
     assert entry.figures["overlap_ratio"].higher_is_better is True
     assert {name: value for name, value in entry.settings.items() if value is not None} == {
         "world_size": "4", "seq": "1024", "batch": "1", "heads": "8", "kv_heads": "8", "head_dim": "64",
@@ -110,7 +110,7 @@ def test_times_of_an_entry_are_of_one_iteration():
         b.mark("ringprof::iteration", begin, begin + 5_000).run(
             FLASH, begin + 1_000, begin + 3_000, launched=begin + 10
         )
-    figures = entry_of_run("mine", findings_in_memory(attribute([b.trace()]))).figures
+    figures = measurement_of_run("mine", findings_in_memory(attribute([b.trace()]))).figures
     # Each iteration is 2000 ns of attention; nothing runs for the 8000 ns between them.
     wanted = {"wall": 6000, "compute": 2000, "flash_fwd": 2000, "idle": 4000}
     wanted |= {"waterfall.attention": 2000, "waterfall.launch_gaps": 4000}

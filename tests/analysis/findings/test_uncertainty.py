@@ -15,12 +15,12 @@ from ringprof.analysis.findings import uncertainty
 from ringprof.analysis.findings.comparison import Recordings
 from ringprof.analysis.findings.uncertainty import (
     DRAWS,
-    differ,
     own_interval,
     rank_test,
     ratio_interval,
     recordings_to_decide,
     resampled_medians,
+    significantly_different,
     student_quantile,
     variance_inflation,
 )
@@ -35,9 +35,9 @@ ON_GPUS = [SAME_COMMAND / "zigzag-16384-h200x2.json", SAME_COMMAND / "zigzag-163
 
 
 def interval(base: Recordings, other: Recordings, interleaved: bool = False) -> tuple[float, float]:
-    found = ratio_interval(base, other, interleaved=interleaved)
-    assert found is not None
-    return found
+    bounds = ratio_interval(base, other, interleaved=interleaved)
+    assert bounds is not None
+    return bounds
 
 
 def timed(middle: float, count: int, seed: int) -> list[float]:
@@ -50,8 +50,8 @@ def test_ten_percent_with_one_hiccup_is_found():
     assert min(slower) < max(base)
     low, high = interval([base], [slower])
     assert 1.095 < low < median(slower) / median(base) < high < 1.105
-    assert differ([base], [slower])
-    assert differ([slower], [base])
+    assert significantly_different([base], [slower])
+    assert significantly_different([slower], [base])
 
 
 def test_more_iterations_make_the_interval_narrower():
@@ -120,8 +120,8 @@ def test_intervals_hold_the_true_ratio_as_often_as_they_say(name, count):
 
 def autoregressive(correlation: float, count: int, random: np.random.Generator) -> np.ndarray:
     noise = random.normal(0, 0.004, count)
-    for at in range(1, count):
-        noise[at] = correlation * noise[at - 1] + math.sqrt(1 - correlation**2) * noise[at]
+    for index in range(1, count):
+        noise[index] = correlation * noise[index - 1] + math.sqrt(1 - correlation**2) * noise[index]
     return noise
 
 
@@ -167,10 +167,10 @@ def test_students_t_is_that_of_printed_tables(share, freedom, table):
 
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_groups_of_recordings_of_one_program_differ_one_time_in_twenty(count):
-    """By the definition of the test; quantiles drawn at random were 2 to 7 % too small."""
+    """Student's t holds its level by definition; quantiles drawn at random were 2 to 7 % too small."""
     random, rounds = np.random.default_rng(count), 4000
     levels = np.exp(random.normal(0, 0.01, (rounds, 2, count, 1)))
-    called = sum(differ(base.tolist(), other.tolist()) for base, other in levels)
+    called = sum(significantly_different(base.tolist(), other.tolist()) for base, other in levels)
     assert abs(called / rounds - 0.05) <= 3 * math.sqrt(0.05 * 0.95 / rounds)
 
 
@@ -190,22 +190,22 @@ def test_recordings_that_decide_by_hand():
 # --- the rank test ------------------------------------------------------------------------------------
 
 
-def by_every_arrangement(one: list[float], other: list[float]) -> float:
+def by_every_arrangement(base: list[float], other: list[float]) -> float:
     """The share of all arrangements whose rank sum is at least as far from its mean as this one's."""
-    both = one + other
+    both = base + other
     ranks = [sum(b < a for b in both) + (sum(b == a for b in both) + 1) / 2 for a in both]
-    middle = len(one) * (len(both) + 1) / 2
-    sums = [abs(sum(chosen) - middle) for chosen in itertools.combinations(ranks, len(one))]
-    mine = abs(sum(ranks[: len(one)]) - middle)
-    return sum(value >= mine - 1e-9 for value in sums) / len(sums)
+    middle = len(base) * (len(both) + 1) / 2
+    sums = [abs(sum(chosen) - middle) for chosen in itertools.combinations(ranks, len(base))]
+    distance = abs(sum(ranks[: len(base)]) - middle)
+    return sum(value >= distance - 1e-9 for value in sums) / len(sums)
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_rank_test_is_that_of_every_arrangement(seed):
     random = np.random.default_rng(seed)
     # Few distinct values: ties within and between.
-    one, other = ([float(v) for v in random.integers(0, 6, size)] for size in random.integers(2, 7, 2))
-    assert rank_test(one, other) == pytest.approx(by_every_arrangement(one, other))
+    base, other = ([float(v) for v in random.integers(0, 6, size)] for size in random.integers(2, 7, 2))
+    assert rank_test(base, other) == pytest.approx(by_every_arrangement(base, other))
 
 
 def test_the_rank_test_by_hand():
@@ -217,27 +217,27 @@ def test_the_rank_test_by_hand():
 
 def test_many_measurements_by_the_normal_approximation(monkeypatch):
     random = np.random.default_rng(3)
-    one, other = random.integers(0, 60, 35).tolist(), random.integers(6, 66, 40).tolist()
-    exact = rank_test(one, other)
-    monkeypatch.setattr(uncertainty, "EXACT", 0)
+    base, other = random.integers(0, 60, 35).tolist(), random.integers(6, 66, 40).tolist()
+    exact = rank_test(base, other)
+    monkeypatch.setattr(uncertainty, "MAX_EXACT", 0)
     assert 0.01 < exact < 0.2
-    assert rank_test(one, other) == pytest.approx(exact, rel=0.03)
+    assert rank_test(base, other) == pytest.approx(exact, rel=0.03)
     assert rank_test([1.0] * 60, [1.0] * 60) == 1.0
 
 
 def test_three_against_three_prove_nothing():
     """However far apart: a rank test of so few finds one arrangement in ten as extreme."""
-    assert not differ([[80.0, 80.1, 80.2]], [[90.0, 90.1, 90.2]])
-    assert differ([[80.0, 80.1, 80.2, 80.3]], [[90.0, 90.1, 90.2, 90.3]])
+    assert not significantly_different([[80.0, 80.1, 80.2]], [[90.0, 90.1, 90.2]])
+    assert significantly_different([[80.0, 80.1, 80.2, 80.3]], [[90.0, 90.1, 90.2, 90.3]])
 
 
 # --- recordings of one command ------------------------------------------------------------------------
 
 
 def recordings(path) -> list[list[float]]:
-    found = json.loads(path.read_text())["recordings"]
-    assert [one["created"] for one in found] == sorted(one["created"] for one in found)
-    return [[max(times) / 1e6 for times in zip(*one["iterations_ns"], strict=True)] for one in found]
+    recorded = json.loads(path.read_text())["recordings"]
+    assert [recording["created"] for recording in recorded] == sorted(recording["created"] for recording in recorded)
+    return [[max(times) / 1e6 for times in zip(*recording["iterations_ns"], strict=True)] for recording in recorded]
 
 
 @pytest.mark.parametrize("path", ON_CPU, ids=lambda path: path.stem)
@@ -245,8 +245,8 @@ def test_pairs_of_one_command_are_called_different_one_time_in_twenty_at_most(pa
     """80 recordings of one command, one after another, on a machine whose two cores others used more and less."""
     levels = recordings(path)
     assert len(levels) == 80
-    pairs = [(levels[at], levels[at + 1]) for at in range(0, 80, 2)]
-    assert sum(differ([one], [two]) for one, two in pairs) <= 2
+    pairs = [(levels[index], levels[index + 1]) for index in range(0, 80, 2)]
+    assert sum(significantly_different([base], [other]) for base, other in pairs) <= 2
     # Scatter within each recording is not all of it: the medians of the whole set are far apart.
     middles = [median(times) for times in levels]
     assert max(middles) > 1.5 * min(middles)
@@ -257,55 +257,58 @@ def test_of_47_pairs_of_one_command_on_gpus_none_is_called_different():
     sets = [recordings(path) for path in ON_GPUS]
     assert [len(levels) for levels in sets] == [24, 70]
     pairs = [pair for levels in sets for pair in zip(levels[::2], levels[1::2], strict=True)]
-    assert len(pairs) == 47 and not any(differ([one], [two]) for one, two in pairs)
+    assert len(pairs) == 47 and not any(significantly_different([base], [other]) for base, other in pairs)
     # By the scatter within each alone some would be.
-    assert sum(rank_test(one, two) < 0.05 for one, two in pairs) > 47 / 10
+    assert sum(rank_test(base, other) < 0.05 for base, other in pairs) > 47 / 10
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("path", ON_GPUS, ids=lambda path: path.stem)
 def test_each_recording_on_gpus_with_every_other(path):
     pairs = list(itertools.combinations(recordings(path), 2))
-    assert sum(differ([one], [two]) for one, two in pairs) <= len(pairs) / 20
-    assert sum(rank_test(one, two) < 0.05 for one, two in pairs) > len(pairs) / 10
+    assert sum(significantly_different([base], [other]) for base, other in pairs) <= len(pairs) / 20
+    assert sum(rank_test(base, other) < 0.05 for base, other in pairs) > len(pairs) / 10
 
 
 def test_recordings_hours_apart_are_called_different_one_time_in_twenty_at_most():
     before, after = (recordings(path) for path in ON_GPUS)
     pairs = list(itertools.product(before, after))
-    assert sum(differ([one], [two]) for one, two in pairs) <= len(pairs) / 20
+    assert sum(significantly_different([base], [other]) for base, other in pairs) <= len(pairs) / 20
 
 
 @pytest.mark.parametrize("path", ON_CPU, ids=lambda path: path.stem)
 def test_groups_of_recordings_of_one_command_differ_one_time_in_twenty_at_most(path):
     """Four against four made in turns: 10 pairs of groups."""
     levels = recordings(path)
-    groups = [levels[at : at + 8] for at in range(0, 80, 8)]
-    assert sum(differ(group[0::2], group[1::2], interleaved=True) for group in groups) <= 1
-    assert sum(differ(group[0::2], group[1::2]) for group in groups) <= 1
+    groups = [levels[index : index + 8] for index in range(0, 80, 8)]
+    assert sum(significantly_different(group[0::2], group[1::2], interleaved=True) for group in groups) <= 1
+    assert sum(significantly_different(group[0::2], group[1::2]) for group in groups) <= 1
 
 
 def test_a_group_against_a_group_is_students_t():
     base, other = [[100.0], [102.0], [101.0]], [[110.0], [111.0], [113.0]]
-    one, two = np.log([100, 102, 101]), np.log([110, 111, 113])
-    spread = math.sqrt((one.var(ddof=1) + two.var(ddof=1)) / 2 * (2 / 3))
-    apart, t_of_4 = two.mean() - one.mean(), 2.776
+    base_logs, other_logs = np.log([100, 102, 101]), np.log([110, 111, 113])
+    spread = math.sqrt((base_logs.var(ddof=1) + other_logs.var(ddof=1)) / 2 * (2 / 3))
+    apart, t_of_4 = other_logs.mean() - base_logs.mean(), 2.776
     expected = math.exp(apart - t_of_4 * spread), math.exp(apart + t_of_4 * spread)
     assert interval(base, other) == pytest.approx(expected, abs=0.002)
-    assert differ(base, other)
+    assert significantly_different(base, other)
 
 
 def test_made_in_turns_what_moved_both_cancels():
-    drift = [1.0, 1.2, 0.9, 1.4]
-    base, other = [[100 * by] for by in drift], [[110 * by + 0.1 * at] for at, by in enumerate(drift)]
-    assert not differ(base, other)
-    assert differ(base, other, interleaved=True)
+    between_run_sd = [1.0, 1.2, 0.9, 1.4]
+    base, other = (
+        [[100 * factor] for factor in between_run_sd],
+        [[110 * factor + 0.1 * index] for index, factor in enumerate(between_run_sd)],
+    )
+    assert not significantly_different(base, other)
+    assert significantly_different(base, other, interleaved=True)
 
 
 def test_one_run_against_recordings_of_another():
     group = [[100.0], [101.0], [100.5], [99.5]]
-    assert differ(group, [[90.0, 90.1]])
-    assert not differ(group, [[100.4, 100.2]])
+    assert significantly_different(group, [[90.0, 90.1]])
+    assert not significantly_different(group, [[100.4, 100.2]])
 
 
 def test_two_measurements_of_each_say_how_sure_they_are():
@@ -316,7 +319,7 @@ def test_two_measurements_of_each_say_how_sure_they_are():
 @pytest.mark.parametrize(("counts", "student"), [((2, 2), 4.303), ((2, 3), 3.182), ((4, 5), 2.365)])
 def test_few_measurements_widen_the_interval_as_students_t_does(counts, student, monkeypatch):
     """Without scatter, each side off by a standard deviation of 0.1; one degree of freedom less would be 12.7, 4.3."""
-    monkeypatch.setattr(uncertainty, "drift", lambda values: 0.1)
+    monkeypatch.setattr(uncertainty, "between_run_sd", lambda values: 0.1)
     low, high = interval([[1.0] * counts[0]], [[1.0] * counts[1]])
     assert math.log(high) == pytest.approx(student * 0.1 * math.sqrt(2), rel=0.1)
     assert math.log(low) == pytest.approx(-student * 0.1 * math.sqrt(2), rel=0.1)
@@ -327,8 +330,8 @@ def test_drift_is_what_the_parts_are_apart_beyond_their_scatter():
     # Ranks less their mean: -2.5 and 0.5 in turns, then 2.5 and 3.5. Neighbours' products sum to 3.75, squares to 38.
     correlation = (8 * 3.75 / 38 + 1) / 4
     by_chance = math.pi / 2 * (1.4826 * 0.01) ** 2 * 4 / 8 * (1 + correlation) / (1 - correlation)
-    found = uncertainty.drift(np.array([0, 0.01, 0, 0.01, 0, 0.01, 1, 1.01]))
-    assert found == pytest.approx(math.sqrt(0.25 - by_chance), rel=1e-9)
+    sd = uncertainty.between_run_sd(np.array([0, 0.01, 0, 0.01, 0, 0.01, 1, 1.01]))
+    assert sd == pytest.approx(math.sqrt(0.25 - by_chance), rel=1e-9)
 
 
 def test_the_interval_of_three_recordings_is_students():

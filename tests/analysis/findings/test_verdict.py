@@ -1,4 +1,4 @@
-"""The verdict says what the figures show, of cases whose cause is known."""
+"""Verdicts on cases whose cause is known say what the metrics show."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ringprof.analysis.findings.findings import findings_in_memory
-from ringprof.analysis.findings.verdict import _more_work, _worst_step
-from ringprof.analysis.findings.verdict_text import exposed_in_words
+from ringprof.analysis.findings.verdict import _work_clause, _worst_step_clause
+from ringprof.analysis.findings.verdict_text import exposed_shares
 from ringprof.analysis.timeline.window import Focus
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import RUNTIME_CALL
@@ -84,14 +84,14 @@ def test_a_slow_link_between_hosts_is_named_as_such():
 
 def test_exposed_wire_names_the_step_that_exposes_most():
     attribution = attribution_of(NVLINK)
-    found = findings_in_memory(attribution)
-    _, cause, _ = found.verdict
+    run_findings = findings_in_memory(attribution)
+    _, cause, _ = run_findings.verdict
     named = re.search(r"in the (\w+) pass, most in step (\d+)", cause)
     assert named
     phase, step = named.groups()
     exposed: dict[tuple[str, int], list[int]] = {}
-    for one in found.steps:
-        exposed.setdefault((one.phase, one.step), []).append(one.exposed_ns)
+    for ring_step in run_findings.steps:
+        exposed.setdefault((ring_step.phase, ring_step.step), []).append(ring_step.exposed_ns)
     worst = max((key for key in exposed if key[0] == phase[:1] + "wd"), key=lambda key: sum(exposed[key]))
     assert (worst[1], phase) == (int(step), {"fwd": "forward", "bwd": "backward"}[worst[0]])
 
@@ -242,10 +242,10 @@ def test_the_next_step_is_the_waterfalls_own_largest_loss(folder):
     step = report["summary"]["next_step"]
     if step is None:
         # Nothing is known to shorten a layer's matrix products, or what is computed beside attention.
-        losses = [one for one in report["waterfall"] if one["part"] not in ("attention", "peak", "kernel")]
-        assert not max(losses, key=lambda one: one["time_ns"])["remedy"]
+        losses = [row for row in report["waterfall"] if row["part"] not in ("attention", "peak", "kernel")]
+        assert not max(losses, key=lambda row: row["time_ns"])["remedy"]
         return
-    part = next(one for one in report["waterfall"] if one["part"] == step["part"])
+    part = next(row for row in report["waterfall"] if row["part"] == step["part"])
     wall, bounds = report["summary"]["slowest_rank"]["wall_ns"], report["summary"]["bounds_ns"]
     bound = {"imbalance": "balanced", "exposed_wire": "free_communication", "peer_wait": "free_communication",
              "exposed_unsplit": "free_communication"}.get(step["part"])  # fmt: skip
@@ -254,12 +254,12 @@ def test_the_next_step_is_the_waterfalls_own_largest_loss(folder):
     assert part["remedy"] in step["text"]
     communication = {"imbalance", "exposed_wire", "peer_wait", "exposed_unsplit"}
     attention = {"attention", "peak", "kernel", "repeated", "slowdown"}
-    outside = [one for one in report["waterfall"] if one["part"] not in attention]
+    outside = [row for row in report["waterfall"] if row["part"] not in attention]
     if step["part"] in attention:
-        assert all(one["share"] < 0.02 for one in outside)
+        assert all(row["share"] < 0.02 for row in outside)
     else:
-        rivals = [one for one in outside if (one["part"] in communication) == (step["part"] in communication)]
-        assert part["time_ns"] == max(one["time_ns"] for one in rivals)
+        rivals = [row for row in outside if (row["part"] in communication) == (step["part"] in communication)]
+        assert part["time_ns"] == max(row["time_ns"] for row in rivals)
 
 
 def test_gaps_and_merges_have_remedies_of_their_own():
@@ -279,9 +279,9 @@ def test_communication_of_other_groups_can_be_the_largest_loss():
     b.batch(100, 600_000, 700_000, to=1, source=3)
     own = collective("_allgather_base", group="2", group_description="dp")
     b.run("ncclDevKernel_AllGather", 700_000, 10**6, launched=200, own=own, stream=20)
-    found = findings_in_memory(attribute([b.trace()], focus=Focus(group="cp")))
-    assert found.verdict[1] == "30.0 % of the time is exposed communication of other groups."
-    assert found.next_step is not None and found.next_step.text == (
+    run_findings = findings_in_memory(attribute([b.trace()], focus=Focus(group="cp")))
+    assert run_findings.verdict[1] == "30.0 % of the time is exposed communication of other groups."
+    assert run_findings.next_step is not None and run_findings.next_step.text == (
         "Largest loss outside attention: other groups' communication, 0.300 ms of 1.00 ms. To try: "
         "other groups' communication beside computation."
     )
@@ -321,14 +321,14 @@ def test_one_process_communicates_nothing():
 @pytest.mark.parametrize(("causal", "work"), [(True, "causal work"), (False, "work")])
 def test_more_work_is_called_causal_where_a_causal_mask_makes_it(causal, work):
     run = SimpleNamespace(block_flops=lambda: {0: 1e9, 1: 3e9}, workload=SimpleNamespace(causal=causal))
-    found: Any = SimpleNamespace(attribution=SimpleNamespace(run=run))
+    facts: Any = SimpleNamespace(attribution=SimpleNamespace(run=run))
     rank: Any = SimpleNamespace(rank=0)
-    assert _more_work(found, rank) == f"with up to 3 times its {work}"
+    assert _work_clause(facts, rank) == f"with up to 3 times its {work}"
 
 
 def test_no_step_is_worst_where_none_exposes_anything():
-    found: Any = SimpleNamespace(exposed_by_step={("fwd", 0): (0, 1), ("fwd", 1): (0, 1)})
-    assert _worst_step(found) == ""
+    facts: Any = SimpleNamespace(exposed_by_step={("fwd", 0): (0, 1), ("fwd", 1): (0, 1)})
+    assert _worst_step_clause(facts) == ""
 
 
 def test_what_no_group_is_known_of_is_named_without_one():
@@ -336,11 +336,11 @@ def test_what_no_group_is_known_of_is_named_without_one():
     rank = SimpleNamespace(
         exposed=SimpleNamespace(by_group=by_group), blocked_ns={}, breakdown=SimpleNamespace(wall_ns=1000)
     )
-    found: Any = SimpleNamespace(ranks=[rank])
-    assert exposed_in_words(found) == "7.0 % all-reduce, 3.0 % send/recv of group cp"
+    attribution: Any = SimpleNamespace(ranks=[rank])
+    assert exposed_shares(attribution) == "7.0 % all-reduce, 3.0 % send/recv of group cp"
     by_group[("send_recv", "cp")] = 0
-    assert exposed_in_words(found) == "7.0 % all-reduce"
+    assert exposed_shares(attribution) == "7.0 % all-reduce"
     rank.breakdown.wall_ns = 100_000
     by_group[("send_recv", "cp")] = 99  # just below 0.1 %, and rounded to it
     by_group[("all_reduce", "")] = 7000
-    assert exposed_in_words(found) == "7.0 % all-reduce"
+    assert exposed_shares(attribution) == "7.0 % all-reduce"

@@ -1,4 +1,4 @@
-"""The waterfall against a sweep over instants, on passes whose truth is plain and on every committed run."""
+"""Waterfalls compared with a sweep over instants, on synthetic passes and on every committed run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FIRST = {
     "optimizer": {"optimizer"},
     "merge_and_copies": {"merge", "permute"},
 }
-"""What an instant of computation is, the first that runs; any other is ``other_compute``."""
+"""Kinds of computation by precedence: an instant counts for the first that runs, any other is ``other_compute``."""
 
 
 def waterfall_of(attribution):
@@ -46,14 +46,14 @@ def waterfall_of(attribution):
 
 
 def instants(rank, blocks):
-    """Nanoseconds of the rank's window by what runs: (computes, on the wire, split unknown, communicates, memory), then
+    """Sum the rank's window by what runs: (computes, on the wire, split unknown, communicates, memory), then
     whether each of `FIRST` does. Time blocked on a peer communicates."""
     columns, activity = rank.classified.trace.activities, rank.window.activities()
     edges = []
-    for at in activity.tolist():
-        kind = KINDS[rank.classified.kind[at]]
+    for row in activity.tolist():
+        kind = KINDS[rank.classified.kind[row]]
         name = next(n for n, kinds in (("k", COMPUTE), ("c", COMMUNICATION), ("m", MEMORY)) if kind in kinds)
-        edges.append((int(columns.start_ns[at]), int(columns.end_ns[at]), name))
+        edges.append((int(columns.start_ns[row]), int(columns.end_ns[row]), name))
         edges += [(*edges[-1][:2], part) for part, kinds in FIRST.items() if kind in kinds]
     split = {}
     for part in rank.splits:
@@ -61,41 +61,43 @@ def instants(rank, blocks):
             split[part.transfer.activity] = part
             edges.append((part.transfer.end_ns - part.wire_ns, part.transfer.end_ns, "w"))
     for start, end, name in [
-        (int(columns.start_ns[at]), int(columns.end_ns[at]), "u")
-        for at in activity.tolist()
-        if KINDS[rank.classified.kind[at]] in COMMUNICATION and at not in split
+        (int(columns.start_ns[row]), int(columns.end_ns[row]), "u")
+        for row in activity.tolist()
+        if KINDS[rank.classified.kind[row]] in COMMUNICATION and row not in split
     ]:
         edges.append((start, end, name))
     for block in blocks:
         edges += [(block.start, block.end, name) for name in {"wait": "c", "wire": "cw", "unsplit": "cu"}[block.part]]
     moments = sorted([(start, name, 1) for start, _, name in edges] + [(end, name, -1) for _, end, name in edges])
     running: defaultdict[str, int] = defaultdict(int)
-    found: defaultdict[tuple[bool, ...], int] = defaultdict(int)
+    time_of_state: defaultdict[tuple[bool, ...], int] = defaultdict(int)
     before = moments[0][0]
     for moment, name, change in moments:
-        state = tuple(running[one] > 0 for one in (*"kwucm", *FIRST))
-        found[state] += moment - before
+        state = tuple(running[key] > 0 for key in (*"kwucm", *FIRST))
+        time_of_state[state] += moment - before
         before = moment
         running[name] += change
-    return found
+    return time_of_state
 
 
 def expected(attribution, blocks, blocked_idle):
-    """Mean of every part over ranks, as fractions, by the rule that docs/metrics.md states.
+    """Return the mean of every part over ranks, as fractions, by the rule in docs/metrics.md.
 
     Of the idle time of each rank, ``blocked_idle`` nanoseconds lie after the launch of the next activity.
     """
     ranks = attribution.ranks
     swept = {rank.rank: instants(rank, blocks.get(rank.rank, ())) for rank in ranks}
-    computes = {rank: sum(ns for state, ns in found.items() if state[0]) for rank, found in swept.items()}
-    walls = {rank: sum(found.values()) for rank, found in swept.items()}
+    computes = {
+        rank: sum(ns for state, ns in time_of_state.items() if state[0]) for rank, time_of_state in swept.items()
+    }
+    walls = {rank: sum(time_of_state.values()) for rank, time_of_state in swept.items()}
     slowest = max(walls, key=lambda rank: (walls[rank], -rank))
     parts: defaultdict[str, Fraction] = defaultdict(Fraction)
     for rank in ranks:
-        found = swept[rank.rank]
+        time_of_state = swept[rank.rank]
         wire = wait = unknown = memory = idle = 0
         computing: defaultdict[str, int] = defaultdict(int)
-        for (k, w, u, c, m, *firsts), ns in found.items():
+        for (k, w, u, c, m, *firsts), ns in time_of_state.items():
             if k:
                 first = (part for part, runs in zip(FIRST, firsts, strict=True) if runs)
                 computing[next(first, "other_compute")] += ns
@@ -128,7 +130,7 @@ def expected(attribution, blocks, blocked_idle):
 
 
 def check(attribution, blocks=NONE, blocked_idle=NONE):
-    """Compare with a sweep; the idle oracle finds ``blocks``, on a peer's copies, and ``blocked_idle`` of each rank."""
+    """Compare with a sweep; the idle reference gives ``blocks`` on peers' copies and ``blocked_idle`` of each rank."""
     waterfall = waterfall_of(attribution)
     truth, wall = expected(attribution, blocks, blocked_idle)
     assert waterfall.wall_ns == wall == sum(part.time_ns for part in waterfall.parts)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from ringprof.analysis.rank import kept
+from ringprof.analysis.rank import in_memory_reader
 from ringprof.analysis.steps.blocks import AttentionRuns, StepKey, number_like
 from ringprof.analysis.steps.steps import Step, steps_in_memory
 from ringprof.scale.pipeline import attribute
@@ -148,7 +148,7 @@ def test_order_tells_what_names_tell(run):
         columns = msgspec.structs.asdict(trace.annotations)
         bare = replace(trace, annotations=type(trace.annotations)(**{k: v[nothing] for k, v in columns.items()}))
         detail = replace(rank.detail, classified=replace(rank.classified, trace=bare))
-        ranks.append(dataclasses.replace(rank, read_detail=kept(detail)))
+        ranks.append(dataclasses.replace(rank, read_detail=in_memory_reader(detail)))
     inferred = steps_in_memory(ranks).steps
     assert Counter(step.source for step in inferred) == {"order": len(named)}
     values = [name for name in Step.__struct_fields__ if name != "source"]
