@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ringprof.analysis.findings.comparison import Measurement, Metric, combine_recordings, compare_measurements
+from ringprof.analysis.findings.comparison import combine_recordings, compare_measurements
+from ringprof.analysis.findings.metric import Measurement, Metric
 
 SETTINGS = dict.fromkeys(
     ("seq", "batch", "heads", "kv_heads", "head_dim", "causal", "dtype", "world_size", "passes"), "1"

@@ -12,9 +12,9 @@ import msgspec
 
 from ringprof import frames
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.findings.comparison import Measurement
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.measurements import measurement_of_run
+from ringprof.analysis.findings.metric import Measurement
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.transfers.clocks import Clocks
 from ringprof.errors import InputError, KernelTableError, MissingExtraError, NoKernelTableError

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ringprof.analysis.findings import comparison
-from ringprof.analysis.findings.comparison import Comparison, Measurement, combine_recordings
+from ringprof.analysis.findings.comparison import Comparison, combine_recordings
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.measurements import shortest_labels
+from ringprof.analysis.findings.metric import Measurement
 from ringprof.api import Analysis, load_any
 from ringprof.benchmark_logs.logs import BenchmarkLogs, logs
 from ringprof.errors import KernelTableError, UsageError

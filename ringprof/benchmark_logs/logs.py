@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from ringprof.analysis.findings.comparison import Measurement
+from ringprof.analysis.findings.metric import Measurement
 from ringprof.benchmark_logs import show
 from ringprof.benchmark_logs.audit import SPREAD, LogAudit, audit, with_flags
 from ringprof.benchmark_logs.read import read_log

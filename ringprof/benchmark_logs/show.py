@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 
-from ringprof.analysis.findings.comparison import Measurement, Metric
+from ringprof.analysis.findings.metric import Measurement, Metric
 from ringprof.benchmark_logs.audit import LogAudit
 from ringprof.benchmark_logs.rows import Flag, JudgedRow, LogRow
 from ringprof.json_object import JsonObject

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ringprof.analysis.findings.comparison import Measurement
+from ringprof.analysis.findings.metric import Measurement
 from ringprof.api import Analysis, load_any, parse_any
 from ringprof.cli.gate import Gate, gate, gated
 from ringprof.cli.progress import loading_progress

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ringprof.analysis.findings.comparison import Measurement, Metric
+from ringprof.analysis.findings.metric import Measurement, Metric
 from ringprof.formatting import percent
 from ringprof.json_object import JsonObject
 from ringprof.kernel_tables.analyse import ASSUMPTIONS, KindSum, TableReport

@@ -6,7 +6,7 @@ import html
 import os
 from collections.abc import Sequence
 
-from ringprof.analysis.findings.comparison import Measurement
+from ringprof.analysis.findings.metric import Measurement
 from ringprof.files import read_whole
 from ringprof.kernel_tables import show
 from ringprof.kernel_tables.analyse import TableReport, analyse_table

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ringprof.analysis.findings.comparison import WATERFALL_PREFIX, Comparison, Difference, Metric
+from ringprof.analysis.findings.comparison import Comparison, Difference
+from ringprof.analysis.findings.metric import WATERFALL_PREFIX, Metric
 from ringprof.analysis.findings.recording_spread import MOST_RECORDINGS
+from ringprof.analysis.findings.uncertainty import own_interval
 from ringprof.json_object import JsonObject, json_text
 from ringprof.report.tables import Column, table_width, text_table
 from ringprof.report.text import LONGEST_SENTENCE, TextStyle, clean, csv_text
@@ -96,7 +98,7 @@ def _as_code(name: str) -> str:
 
 
 def _interval_ends(figure: Metric) -> tuple[float | None, float | None]:
-    return figure.interval() or (None, None)
+    return own_interval(figure.recordings) or (None, None)
 
 
 def render(comparison: Comparison, style: TextStyle) -> str:

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringprof.analysis.findings.comparison import Comparison, Measurement
+from ringprof.analysis.findings.comparison import Comparison
 from ringprof.analysis.findings.findings import Findings
+from ringprof.analysis.findings.metric import Measurement
 from ringprof.analysis.findings.summary import PARTS
+from ringprof.analysis.findings.uncertainty import own_interval
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS
 from ringprof.analysis.steps.steps import Step
 from ringprof.analysis.timeline.idle import causes_of_ranks
@@ -212,7 +214,7 @@ def comparison(result: Comparison, ax: Axes | None = None) -> Axes:
     ax = _axes_or_new(ax, len(entries))
     for row, entry in enumerate(entries):
         figure = entry.figures["tflops"]
-        low, high = figure.interval() or (figure.value, figure.value)
+        low, high = own_interval(figure.recordings) or (figure.value, figure.value)
         ends = [[max(0.0, figure.value - low)], [max(0.0, high - figure.value)]]
         bar = ax.barh(row, figure.value, xerr=ends, color=palette.BLUE, height=0.7)
         ax.bar_label(bar, [f"{figure.value:,.1f}" if figure.value >= 10 else f"{figure.value:.3g}"], padding=6)

@@ -19,70 +19,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ringprof.analysis.findings.metric import MIN_INTERLEAVED, WATERFALL_PREFIX, Measurement, Metric
 from ringprof.analysis.findings.recording_spread import OTHER_SESSION, SAME_SESSION, Spread, session_spread
-from ringprof.analysis.findings.same_work import WorkEvidence, WorkMatch, match_work, same_evidence
+from ringprof.analysis.findings.same_work import WorkMatch, match_work, same_evidence
 from ringprof.analysis.findings.shared_parts import merged_parts
 
 if TYPE_CHECKING:
     from ringprof.analysis.findings.changes import RunChanges
     from ringprof.analysis.findings.findings import Findings
-
-Recordings = Sequence[Sequence[float]]
-"""Repeated values of one metric, by recording."""
-MIN_INTERLEAVED = 4
-"""Smallest number of interleaved recordings per side to compare in pairs; with fewer, pairs are less certain."""
-
-WATERFALL_PREFIX = "waterfall."
-"""Prefix of the names of metrics that are parts of the slowest rank's wall time."""
-
-
-class Metric(msgspec.Struct, frozen=True):
-    """One metric of a measurement: its value and, if it was measured repeatedly, all its values."""
-
-    value: float
-    unit: str
-    """``ms``, ``TFLOP/s``, ``share`` (0..1), ``MiB``."""
-    recordings: Recordings = ()
-    """Repeated values whose median is ``value``, by recording; empty where it was measured once."""
-    higher_is_better: bool | None = None
-    """Whether a higher value is better; None where neither direction is better."""
-    depends_on_work: bool = False
-    """Whether values are comparable only for the same work, as times and memory are."""
-
-    def interval(self) -> tuple[float, float] | None:
-        """Return the 95 % interval of the median; None where the metric was measured once.
-
-        The interval of a single recording covers its own iterations only: another recording may lie outside.
-        """
-        from ringprof.analysis.findings.uncertainty import own_interval  # here: logs are read without numpy
-
-        return own_interval(self.recordings)
-
-
-class Measurement(msgspec.Struct, frozen=True):
-    """One side of a comparison: a run, a trace, a printed table, a row of a log, or several recordings of one run."""
-
-    label: str
-    source: str
-    """``run``, ``trace``, ``table`` or ``log``."""
-    settings: Mapping[str, str | None]
-    """Settings and hardware as text; None for a setting that the source does not state."""
-    figures: Mapping[str, Metric] = msgspec.field(default_factory=dict)
-    """Metrics by name."""
-    warnings: tuple[str, ...] = ()
-    """Warnings that limit what the metrics mean."""
-    others: Mapping[str, float] = msgspec.field(default_factory=dict)
-    """Values by name of further metrics in the report; only conditions use them."""
-    created: tuple[str, ...] = ()
-    """Creation time of each recording, ISO 8601; empty where it is not known."""
-    evidence: WorkEvidence | None = None
-    """Evidence of the work in the traces; None for a table or a log."""
-    times_are_of: str = "one iteration"
-    """Unit that times stand for, in words: also ``one iteration (2 captured)``, ``the captured block``."""
-
-    def values(self) -> dict[str, float]:
-        """Return the value of every metric by name, for conditions."""
-        return {**self.others, **{name: figure.value for name, figure in self.figures.items()}}
 
 
 class AssumedSpread(msgspec.Struct, frozen=True):

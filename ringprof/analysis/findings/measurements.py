@@ -9,9 +9,9 @@ from statistics import fmean, median
 import numpy as np
 
 from ringprof.analysis.findings.baselines import BaselineMetrics
-from ringprof.analysis.findings.comparison import WATERFALL_PREFIX, Measurement, Metric
 from ringprof.analysis.findings.conditions import IDLE_METRICS, metrics_of
 from ringprof.analysis.findings.findings import Findings
+from ringprof.analysis.findings.metric import WATERFALL_PREFIX, Measurement, Metric
 from ringprof.analysis.findings.same_work import evidence_of
 from ringprof.analysis.findings.step_rates import step_rates_of
 from ringprof.analysis.findings.summary import Summary

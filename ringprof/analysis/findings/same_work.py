@@ -9,14 +9,14 @@ choose them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from ringprof.analysis.findings.metric import Measurement, RankEvidence, WorkEvidence
+
 if TYPE_CHECKING:
-    from ringprof.analysis.findings.comparison import Measurement
     from ringprof.analysis.findings.findings import Findings
 
 WORK = ("seq", "batch", "heads", "kv_heads", "head_dim", "causal", "dtype", "world_size", "passes")
@@ -27,33 +27,6 @@ _UNLESS_STATED = ("layers", "steps", "mask", "v_head_dim", "scores", "phase", "k
 The defaults: one layer and step, causal or full mask, v heads as large as those of q and k, plain scores, no key-value
 cache, one sequence length, attention alone.
 """
-
-
-class RankEvidence(msgspec.Struct, frozen=True):
-    """Evidence of one rank's work in its trace, over the whole window."""
-
-    rank: int
-    calls: Mapping[str, int]
-    """Computation calls by label of their kind; all calls in traces without computation."""
-    sent_bytes: int | None = None
-    """Bytes sent; None where the size of a message is not recorded."""
-    from_host_bytes: int | None = None
-    """Bytes copied from host memory to the GPU; None where the size of a copy is not recorded."""
-
-
-class WorkEvidence(msgspec.Struct, frozen=True):
-    """Evidence of the work of one measurement in its traces."""
-
-    iterations: int
-    """Number of iterations in the window."""
-    world_size: int
-    """Number of ranks of the run, including those without a trace."""
-    ranks: tuple[RankEvidence, ...]
-    """Evidence of each rank with a trace, in order of rank."""
-    kernels: Mapping[str, int] = msgspec.field(default_factory=dict)
-    """Calls of each computation kernel by name, over all ranks; empty on CPU."""
-    computes: bool = True
-    """Whether the traces show any computation."""
 
 
 class WorkMatch(msgspec.Struct, frozen=True):

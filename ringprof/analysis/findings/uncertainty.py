@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from ringprof.analysis.findings.comparison import MIN_INTERLEAVED, Recordings
+from ringprof.analysis.findings.metric import MIN_INTERLEAVED, Recordings
 from ringprof.analysis.findings.recording_spread import MOST_RECORDINGS
 
 FloatArray = np.ndarray[Any, np.dtype[np.float64]]

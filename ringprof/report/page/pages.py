@@ -9,8 +9,9 @@ from statistics import median
 from typing import Any
 
 from ringprof.analysis.findings.changes import Change
-from ringprof.analysis.findings.comparison import WATERFALL_PREFIX, Comparison, Difference, Measurement, Recordings
+from ringprof.analysis.findings.comparison import Comparison, Difference
 from ringprof.analysis.findings.findings import Findings
+from ringprof.analysis.findings.metric import WATERFALL_PREFIX, Measurement, Recordings
 from ringprof.analysis.findings.recording_spread import SAME_SESSION
 from ringprof.analysis.findings.uncertainty import ratio_interval, significantly_different
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS

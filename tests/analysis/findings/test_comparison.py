@@ -9,16 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from ringprof.analysis.findings.comparison import (
-    Measurement,
-    Metric,
-    combine_recordings,
-    compare_measurements,
-    interleaved,
-)
+from ringprof.analysis.findings.comparison import combine_recordings, compare_measurements, interleaved
 from ringprof.analysis.findings.conditions import parse_condition
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.analysis.findings.measurements import measurement_of_run, shortest_labels
+from ringprof.analysis.findings.metric import Measurement, Metric
 from ringprof.analysis.findings.same_work import WORK, match_work
 from ringprof.benchmark_logs.rows import LogRow
 from ringprof.benchmark_logs.show import entry_of_row

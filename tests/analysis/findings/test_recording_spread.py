@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks import compare_errors, recording_spread
 from benchmarks.compare_errors import MODELS, SIZES, Model
-from ringprof.analysis.findings.comparison import Measurement, Metric, compare_measurements, recordings_to_decide
+from ringprof.analysis.findings.comparison import compare_measurements, recordings_to_decide
+from ringprof.analysis.findings.metric import Measurement, Metric
 from ringprof.analysis.findings.recording_spread import OTHER_SESSION, SAME_SESSION, Spread, session_spread
 from ringprof.report.comparison import spread_notices, verdict_lines
 

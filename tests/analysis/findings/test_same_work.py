@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from ringprof.analysis.findings.comparison import Measurement, Metric, combine_recordings, compare_measurements
+from ringprof.analysis.findings.comparison import combine_recordings, compare_measurements
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.analysis.findings.measurements import measurement_of_run
+from ringprof.analysis.findings.metric import Measurement, Metric
 from ringprof.analysis.findings.same_work import WORK, WorkMatch, match_work
 from ringprof.report.comparison import render_json, verdict_lines, work_notices
 from ringprof.scale.pipeline import attribute

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ringprof.analysis.findings.comparison import Metric
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.analysis.findings.measurements import measurement_of_run
+from ringprof.analysis.findings.metric import Metric
 from ringprof.analysis.findings.summary import summarise
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, Builder

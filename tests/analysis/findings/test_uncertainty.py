@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ringprof.analysis.findings import uncertainty
-from ringprof.analysis.findings.comparison import Recordings
+from ringprof.analysis.findings.metric import Recordings
 from ringprof.analysis.findings.uncertainty import (
     DRAWS,
     own_interval,
