@@ -10,6 +10,7 @@ import msgspec
 from ringprof.analysis.findings.comparison import Difference, recordings_to_decide
 from ringprof.analysis.findings.conditions import Condition, parse_condition, shares_among
 from ringprof.analysis.findings.metric import Measurement
+from ringprof.analysis.findings.uncertainty import own_interval
 from ringprof.cli.values import Decorator, all_of
 from ringprof.cli.write import say
 from ringprof.errors import UsageError
@@ -62,8 +63,6 @@ def _advice(condition: Condition, entry: Measurement, base: Measurement | None, 
 
 def _interval(condition: Condition, entry: Measurement, beside: Difference | None) -> tuple[float, float] | None:
     if not condition.of_base:
-        from ringprof.analysis.findings.uncertainty import own_interval  # here: conditions on logs need no numpy
-
         figure = entry.figures.get(condition.figure)
         return own_interval(figure.recordings) if figure is not None else None
     if beside is None or beside.low is None or beside.high is None:
