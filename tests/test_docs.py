@@ -124,3 +124,23 @@ def test_every_file_that_the_docs_link_to_exists() -> None:
             target = part.partition(")")[0].partition("#")[0]
             if target and "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def slug(heading: str) -> str:
+    """Return the anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_every_section_that_the_docs_link_to_exists() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    anchors = {
+        page: {slug(title) for title in re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)}
+        for page in pages
+    }
+    links = [
+        (page, (page.parent / target).resolve() if target else page, anchor)
+        for page in pages
+        for target, anchor in re.findall(r"\]\(([\w./-]*\.md)?#([\w-]+)\)", page.read_text("utf-8"))
+    ]
+    assert len(links) > 40
+    assert [(page.name, target.name, anchor) for page, target, anchor in links if anchor not in anchors[target]] == []
