@@ -28,7 +28,7 @@ from ringprof.analysis.timeline.cpu import (
 from ringprof.analysis.timeline.idle import idle_causes
 from ringprof.analysis.timeline.kernels import RankKernel, rank_kernels
 from ringprof.analysis.timeline.launches import launch_statistics
-from ringprof.analysis.timeline.rows import OnDevice, timed_activities
+from ringprof.analysis.timeline.rows import DeviceActivities, timed_activities
 from ringprof.analysis.timeline.window import Focus, Window, find_window
 from ringprof.analysis.timeline.work import cpu_work, device_work
 from ringprof.analysis.transfers.hops import PeerBlock, Split, TimedHop, group_into_hops, hop_totals, spans_of, total
@@ -73,7 +73,7 @@ def explain(
     device = _device(classified, window, everything, rank, warnings)
     rows = timed_activities(classified, everything, device, between_ns)
     warnings += busier_than_the_window(rows, trace, rank)
-    background = OnDevice(classified, device).background(rows)
+    background = DeviceActivities(classified, device).background(rows)
     # Hops are matched over the whole window: cut at times, the ranks would not count the same ones.
     on_device = everything[trace.activities.device[everything] == device]
     transfers = transfers_of(classified, on_device, rank)
@@ -120,7 +120,7 @@ def _classified(rank: int, trace: Trace, focus: Focus, warnings: list[Notice]) -
     kept = groups.keep_group(classified, focus.group)
     if kept.unknown:
         warnings.append(Notice("group_unknown", _GROUP_UNKNOWN, rank, kept.unknown))
-    return kept.classified, kept.found
+    return kept.classified, kept.in_group
 
 
 _CUDA_GRAPH = (

@@ -59,7 +59,7 @@ def _of_rank(detail: Detail) -> Iterator[Annotation]:
     for name, indices in _names(trace):
         places, calls = launched.inside(indices)
         if len(places):
-            yield _measured(name, calls, rows.at(places), compute)
+            yield _measured(name, calls, rows.take(places), compute)
 
 
 def _measured(name: str, calls: int, rows: TimedActivities, compute: Spans) -> Annotation:

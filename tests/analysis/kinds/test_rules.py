@@ -8,12 +8,12 @@ import pytest
 
 from ringprof.analysis.kinds.kinds import KIND, KINDS
 from ringprof.analysis.kinds.operators import (
-    kind_enclosing,
     kind_of_attention_operator,
     kind_of_collective,
-    kind_of_its_kernel,
+    kind_of_enclosed_kernels,
+    kind_of_own_kernel,
 )
-from ringprof.analysis.kinds.rules import RULES, rule_for, words_needed
+from ringprof.analysis.kinds.rules import RULES, required_words, rule_for
 from tests.analysis.kinds.truth import rows
 from tests.paths import ROOT
 
@@ -413,7 +413,7 @@ def test_recorded_calls(name, kind):
     ],
 )
 def test_what_runs_in_an_operator_or_annotation(name, kind):
-    assert kind_enclosing(name) == kind
+    assert kind_of_enclosed_kernels(name) == kind
 
 
 @pytest.mark.parametrize(
@@ -432,13 +432,13 @@ def test_what_runs_in_an_operator_or_annotation(name, kind):
     ],
 )
 def test_whose_kernel_an_operator_launches(name, kind):
-    assert kind_of_its_kernel(name) == kind
+    assert kind_of_own_kernel(name) == kind
 
 
 def test_a_name_of_a_million_letters_takes_no_time():
     for name in ("a" * 10**6, "aten::" + "norm" * 250_000 + "!", "fused_" + "x_" * 500_000, "flash" * 200_000):
-        assert kind_enclosing(name) in (None, "norm")
-        assert kind_of_its_kernel(name) is None
+        assert kind_of_enclosed_kernels(name) in (None, "norm")
+        assert kind_of_own_kernel(name) is None
         rule_for(name)
 
 
@@ -446,7 +446,7 @@ def test_a_name_that_a_rule_fits_holds_a_word_that_the_rule_needs():
     """Words only save the work of expressions: without them the same rules fit."""
     names = {name.lower() for _, name in EVERY_NAME} | {row.name.lower() for row in rows()}
     for rule in RULES:
-        words = words_needed(rule.pattern)
+        words = required_words(rule.pattern)
         assert not [name for name in names if re.search(rule.pattern, name) and not any(word in name for word in words)]
 
 
@@ -464,4 +464,4 @@ def test_a_name_that_a_rule_fits_holds_a_word_that_the_rule_needs():
     ],
 )
 def test_words_that_a_pattern_needs(pattern, words):
-    assert words_needed(pattern) == words
+    assert required_words(pattern) == words

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from ringprof.analysis.rank import kept
-from ringprof.analysis.steps.blocks import AttentionRuns, StepKey, number_like
+from ringprof.analysis.steps.blocks import AttentionRuns, StepKey, number_runs_like
 from ringprof.analysis.steps.steps import Step, steps_in_memory
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, NCCL, Builder, collective
@@ -209,6 +209,6 @@ def runs_with(hops_before, phase, iteration):
 def test_a_run_is_the_step_of_the_models_run_that_follows_as_many_hops():
     model = runs_with((0, 1, 1, 2), ("fwd", "fwd", "bwd", "bwd"), (0, 0, 0, 0))
     keys = [StepKey(0, "fwd", 0, 0), StepKey(0, "fwd", 0, 1), StepKey(0, "bwd", 0, 0), StepKey(0, "bwd", 0, 1)]
-    assert number_like(runs_with((1, 1, 2), ("fwd", "bwd", "bwd"), (0, 0, 0)), model, keys) == keys[1:]
-    assert number_like(runs_with((1, 1), ("fwd", "fwd"), (0, 0)), model, keys) is None
-    assert number_like(runs_with((1,), ("fwd",), (1,)), model, keys) is None
+    assert number_runs_like(runs_with((1, 1, 2), ("fwd", "bwd", "bwd"), (0, 0, 0)), model, keys) == keys[1:]
+    assert number_runs_like(runs_with((1, 1), ("fwd", "fwd"), (0, 0)), model, keys) is None
+    assert number_runs_like(runs_with((1,), ("fwd",), (1,)), model, keys) is None

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from ringprof.analysis.timeline.work import _holders, _nest
+from ringprof.analysis.timeline.work import _enclosing_rows, _find_nesting
 from ringprof.trace.columns import NONE, FlopRecords
 
 
@@ -42,7 +42,7 @@ def test_operators_nest_on_their_own_thread():
     for seed in range(60):
         rng = random.Random(seed)
         rows = sorted({row for thread in (5, 1, 9)[: rng.randint(1, 3)] for row in nested(rng, 0, 120, 3, thread)})
-        nesting = _nest(records_of(rows))
+        nesting = _find_nesting(records_of(rows))
         for number, row in enumerate(rows):
             assert nesting.innermost[number] == (not any(inside(other, row) for other in rows))
             root = rows[nesting.root_row[nesting.root[number]]]
@@ -57,7 +57,7 @@ def test_a_point_is_held_by_the_interval_around_it_on_its_thread():
         rng.shuffle(rows)
         points = [(rng.randint(-5, 130), rng.choice((1, 5, 7))) for _ in range(50)]
         start, end, thread = np.array(rows, np.int64).reshape(-1, 3).T
-        found = _holders((start, end, thread), *np.array(points, np.int64).T)
+        found = _enclosing_rows((start, end, thread), *np.array(points, np.int64).T)
         for (point, on), row in zip(points, found.tolist(), strict=True):
             around = [n for n, (first, last, other) in enumerate(rows) if other == on and first <= point < last]
             assert [row] == (around or [NONE])
@@ -65,5 +65,5 @@ def test_a_point_is_held_by_the_interval_around_it_on_its_thread():
 
 def test_nothing_holds_nothing():
     none = np.empty(0, np.int64)
-    assert _holders((none, none, none), np.array([3]), np.array([1])).tolist() == [NONE]
-    assert _holders((none, none, none), none, none).tolist() == []
+    assert _enclosing_rows((none, none, none), np.array([3]), np.array([1])).tolist() == [NONE]
+    assert _enclosing_rows((none, none, none), none, none).tolist() == []

@@ -208,7 +208,7 @@ def test_no_two_communicators_are_ever_joined(seed):
     ]
     streams = streams_of(random, communicators)
     # A transfer's place names its stream here.
-    calls = [msgspec.structs.replace(stream, places=(place,) * 5) for place, (_, stream) in enumerate(streams)]
+    calls = [msgspec.structs.replace(stream, indices=(place,) * 5) for place, (_, stream) in enumerate(streams)]
     found = find_communicators(calls, dict.fromkeys(range(world), "one"))
     members: dict[str | None, set[int]] = {}
     for groups in found.group_of.values():

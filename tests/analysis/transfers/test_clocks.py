@@ -12,19 +12,19 @@ import pytest
 from msgspec.structs import replace
 
 from ringprof.analysis.transfers.clocks import (
-    CollectiveMatches,
+    CollectiveTimes,
     Spread,
     Traffic,
     TrafficSamples,
     TrafficSummary,
-    _by_messages,
     _equations,
-    _fit_together,
-    _Reading,
-    _readings,
-    collect,
-    collect_matches,
-    fit_ways,
+    _fit_offsets,
+    _message_interval,
+    _offset_estimates,
+    _OffsetEstimate,
+    collect_collectives,
+    collect_traffic,
+    fit_clocks,
     hosts_in_order,
 )  # fmt: skip
 from ringprof.analysis.transfers.hops import hop_totals
@@ -180,8 +180,8 @@ def test_the_bounds_hold_the_truth_on_random_splits_of_one_clock():
         hosts = draw.choice([2, 2, 3])
         host = {rank: f"host{draw.randrange(hosts)}" for rank in ranks}
         names = hosts_in_order(host)
-        found = collect(matches, {rank: names.index(name) for rank, name in host.items()})
-        clocks = fit_ways({key: way.summed() for key, way in found.items()}, host)
+        found = collect_traffic(matches, {rank: names.index(name) for rank, name in host.items()})
+        clocks = fit_clocks({key: way.summary() for key, way in found.items()}, host)
         for pair in clocks.pairs:
             first, second = (clocks.offset_ns[next(r for r in ranks if host[r] == name)] for name in pair.hosts)
             held.append(abs(second - first) <= pair.residual_ns)
@@ -223,7 +223,7 @@ def test_a_collective_of_many_hosts_ties_all_their_clocks(hosts):
     true = np.concatenate([[0], draw.integers(-(10**9), 10**9, hosts - 1)])
     begun = np.arange(40) * 1_000_000
     on_host = {
-        host: CollectiveMatches(
+        host: CollectiveTimes(
             begun + draw.integers(0, 1_000, 40) + true[host],
             begun + 5_000 + draw.integers(0, 300, 40) + true[host],
             begun + 5_300 + draw.integers(0, 300, 40) + true[host],
@@ -231,9 +231,9 @@ def test_a_collective_of_many_hosts_ties_all_their_clocks(hosts):
         for host in range(hosts)
     }
     found: Traffic = defaultdict(TrafficSamples)
-    collect_matches(on_host, "all_reduce", found)
-    ways = {pair: way.summed() for pair, way in found.items()}
-    clocks = fit_ways(ways, {rank: f"host{rank // 8}" for rank in range(8 * hosts)})
+    collect_collectives(on_host, "all_reduce", found)
+    ways = {pair: way.summary() for pair, way in found.items()}
+    clocks = fit_clocks(ways, {rank: f"host{rank // 8}" for rank in range(8 * hosts)})
     assert len(clocks.pairs) == hosts * (hosts - 1) // 2
     for rank, offset in clocks.offset_ns.items():
         assert abs(offset + true[rank // 8]) <= clocks.residual_ns < 200_000
@@ -242,8 +242,8 @@ def test_a_collective_of_many_hosts_ties_all_their_clocks(hosts):
 def test_of_many_hosts_each_is_compared_with_the_first_and_with_its_neighbours():
     found: Traffic = defaultdict(TrafficSamples)
     one = np.array([0])
-    collect_matches({host: CollectiveMatches(one, one + 1, one + 2) for host in range(40)}, "all_reduce", found)
-    compared = {pair for pair, samples in found.items() if samples.together}
+    collect_collectives({host: CollectiveTimes(one, one + 1, one + 2) for host in range(40)}, "all_reduce", found)
+    compared = {pair for pair, samples in found.items() if samples.collective_ends}
     assert compared == {(0, other) for other in range(1, 40)} | {(host, host + 1) for host in range(39)}
 
 
@@ -259,37 +259,37 @@ def test_of_many_hosts_each_is_compared_with_the_first_and_with_its_neighbours()
     ],
 )
 def test_ends_one_way_tell_where_three_are_within_two_ms(ends, read):
-    found = _readings(0, 1, TrafficSummary(ends=ends), TrafficSummary())
+    found = _offset_estimates(0, 1, TrafficSummary(message_ends=ends), TrafficSummary())
     assert [(one.offset_ns, one.width_ns) for one in found] == read
 
 
 @pytest.mark.parametrize(("number", "between"), [(3, (-50_000, 50_020)), (2, (-np.inf, np.inf))])
 def test_ends_both_ways_tell_from_three_on(number, between):
-    there, back = (TrafficSummary(ends=Spread(*ends, number)) for ends in ((0, 10), (-20, -5)))
-    assert _by_messages(there, back) == between
+    there, back = (TrafficSummary(message_ends=Spread(*ends, number)) for ends in ((0, 10), (-20, -5)))
+    assert _message_interval(there, back) == between
 
 
 def test_the_surer_reading_counts_more():
     """Weights 1 and 1/2, squared in least squares: (100 + 400 / 4) / (1 + 1/4)."""
-    readings = [_Reading(0, 1, 100.0, 1_000.0, lags=False), _Reading(0, 1, 400.0, 2_000.0, lags=False)]
-    assert _fit_together(readings, 2).offsets == pytest.approx([0.0, 160.0])
+    readings = [_OffsetEstimate(0, 1, 100.0, 1_000.0, lags=False), _OffsetEstimate(0, 1, 400.0, 2_000.0, lags=False)]
+    assert _fit_offsets(readings, 2).offsets == pytest.approx([0.0, 160.0])
     assert [one.tolist() for one in _equations(readings, 2)] == [[[-1.0, 1.0, 0.0], [-0.5, 0.5, 0.0]], [1.0, 0.5]]
 
 
-def _lagging(a: int, b: int, offset_ns: float) -> _Reading:
-    return _Reading(a, b, offset_ns, 1_000.0, lags=True)
+def _lagging(a: int, b: int, offset_ns: float) -> _OffsetEstimate:
+    return _OffsetEstimate(a, b, offset_ns, 1_000.0, lags=True)
 
 
 def test_a_circle_of_hosts_tells_lag_and_offsets_apart():
     """Clocks at 0, 10 and 20, and 5 on the way: 10 - 5, 10 - 5 and -20 - 5."""
-    found = _fit_together([_lagging(0, 1, 5.0), _lagging(1, 2, 5.0), _lagging(2, 0, -25.0)], 3)
+    found = _fit_offsets([_lagging(0, 1, 5.0), _lagging(1, 2, 5.0), _lagging(2, 0, -25.0)], 3)
     assert found.offsets == pytest.approx([0.0, 10.0, 20.0]) and found.lag_ns == pytest.approx(5.0)
 
 
 def test_what_lags_tells_nothing_of_hosts_in_a_row():
     row = [_lagging(0, 1, 5.0), _lagging(1, 2, 5.0)]
-    found = _fit_together(row, 3)
+    found = _fit_offsets(row, 3)
     assert (found.offsets, found.lag_ns, found.residual(0, 2)) == ([0.0, 0.0, 0.0], 0.0, math.inf)
     # Of the third host 16 is known by other means: 16 = 5 + 5 + 2 x 3 on the way.
-    found = _fit_together([*row, _Reading(0, 2, 16.0, 1_000.0, lags=False)], 3)
+    found = _fit_offsets([*row, _OffsetEstimate(0, 2, 16.0, 1_000.0, lags=False)], 3)
     assert found.offsets == pytest.approx([0.0, 8.0, 16.0]) and found.lag_ns == pytest.approx(3.0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ringprof.analysis.transfers.hops import _joined, hop_totals
-from ringprof.analysis.transfers.matching import refusal_of_collective
+from ringprof.analysis.transfers.hops import _merged_spans, hop_totals
+from ringprof.analysis.transfers.matching import collective_mismatch
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, NCCL, Builder, collective
 
@@ -309,11 +309,11 @@ def test_what_leaves_a_rank_in_an_all_to_all(split, sent):
 
 
 def test_spans_that_touch_are_one():
-    assert _joined([(5, 9), (0, 5), (11, 12)]) == [(0, 9), (11, 12)]
+    assert _merged_spans([(5, 9), (0, 5), (11, 12)]) == [(0, 9), (11, 12)]
 
 
 @pytest.mark.parametrize(
     ("counts", "reason"), [({0: 3, 1: 3}, ""), ({0: 3, 1: 4}, "counts_differ"), ({0: 3}, "counts_differ")]
 )
 def test_ranks_of_a_group_must_call_equally_often(counts, reason):
-    assert refusal_of_collective(("cp", (0, 1)), {0, 1}, counts) == reason
+    assert collective_mismatch(("cp", (0, 1)), {0, 1}, counts) == reason
