@@ -339,7 +339,7 @@ class _Pipeline(msgspec.Struct, dict=True):
         inconclusive = 0
         for split_tile in self.workers.map(stages.split_tile, items):
             inconclusive += split_tile.inconclusive
-            for rank, step_result in zip(split_tile.ranks, split_tile.step_summaries, strict=True):
+            for rank, step_result in zip(split_tile.ranks, split_tile.step_results, strict=True):
                 detail = self.context.store.detail(rank.rank)
                 finished[rank.rank] = replace(rank, read_detail=read_detail if detail is None else kept(detail))
                 if step_result is not None:
