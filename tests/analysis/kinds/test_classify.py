@@ -1,4 +1,4 @@
-"""The strongest evidence decides: metadata, then the CPU's records of the launch, then annotations, then the name."""
+"""Evidence for kinds, strongest first: metadata, CPU records of the launch, annotations, the name."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_an_all_to_all_that_keeps_a_part_is_none():
 
 
 def test_a_kernel_whose_launch_was_cut_off_is_what_its_stream_is():
-    """The first all-to-all of a trace, launched before it begins, is no hop."""
+    """Check the first all-to-all of a trace, launched before the trace begins: it is not a hop."""
     b = Builder().run(NCCL, 0, 8, stream=20)
     b.record(9, 11, collective("all_to_all")).run(NCCL, 20, 30, launched=10, stream=20)
     assert kinds_of(b) == ["all_to_all", "all_to_all"]

@@ -1,4 +1,4 @@
-"""Every family of kernels in public use is told by name."""
+"""Name rules: every family of kernels in public use is recognised by its name."""
 
 from __future__ import annotations
 
@@ -344,7 +344,7 @@ def test_what_each_kind_counts_as():
 
 
 def test_the_table_of_the_definitions_has_every_kind():
-    """But communication of other groups, which is no kind of its own there."""
+    """Check every kind except communication of other groups, which is not listed there."""
     page = (ROOT / "docs" / "metrics.md").read_text("utf-8")
     lines = page.partition("| class | kinds |\n")[2].partition("\n\n")[0].splitlines()[1:]
     groups = ("attention", "compute", "communication", "memory")
@@ -443,7 +443,7 @@ def test_a_name_of_a_million_letters_takes_no_time():
 
 
 def test_a_name_that_a_rule_fits_holds_a_word_that_the_rule_needs():
-    """Words only save the work of expressions: without them the same rules fit."""
+    """Check that the words only save time: without them, the same rules match."""
     names = {name.lower() for _, name in EVERY_NAME} | {row.name.lower() for row in rows()}
     for rule in RULES:
         words = required_words(rule.pattern)

@@ -1,4 +1,4 @@
-"""The window: what was launched inside the marked iterations."""
+"""Analysis window: the activities launched inside the marked iterations."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def window_of(builder):
 
 def kernels(*launched):
     b = Builder()
-    for number, at in enumerate(launched):
-        b.run(FLASH, 1000 + 10 * number, 1005 + 10 * number, launched=at)
+    for number, launch_ns in enumerate(launched):
+        b.run(FLASH, 1000 + 10 * number, 1005 + 10 * number, launched=launch_ns)
     return b
 
 
