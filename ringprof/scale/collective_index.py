@@ -49,10 +49,12 @@ class CollectiveExtract(msgspec.Struct, frozen=True):
     """(Group, kind) -> its calls, or the reason why they are not matched."""
 
     def mismatch(self, group: Group, kind: str) -> str:
+        """Return why the group's calls of this kind are not matched; empty where they are."""
         calls = self.calls.get((group, kind), "rank_missing")
         return calls if isinstance(calls, str) else ""
 
     def calls_of(self, group: Group, kind: str, rank: int, rows: Int64) -> AbsentPeers:
+        """Return what the group's other ranks did in the calls of ``rank``."""
         calls = self.calls[group, kind]
         assert isinstance(calls, KnownCalls)
         return AbsentPeers(rows, calls.peers_ready_ns, calls.last_rank, calls.clock_error_ns[rank])
@@ -78,6 +80,7 @@ class CollectiveIndex:
             self._merge(self._calls[groups[number], kind], rank, CollectiveTimes(start, end, end))
 
     def _merge(self, calls: _Calls, rank: int, times: CollectiveTimes) -> None:
+        """Merge one rank's times into those of its host."""
         calls.counts[rank] = len(times.last_end)
         host = self._host[rank]
         host_times = calls.on_host.get(host)
@@ -102,12 +105,16 @@ class CollectiveIndex:
     def extract(self, ranks: Sequence[int], clocks: Clocks) -> CollectiveExtract:
         """Return the calls of all groups that these ranks belong to."""
         wanted = {key: calls for key, calls in self._calls.items() if any(rank in calls.counts for rank in ranks)}
-        return CollectiveExtract({key: self._known(key[0], calls, ranks, clocks) for key, calls in wanted.items()})
+        return CollectiveExtract(
+            {key: self._known_calls(key[0], calls, ranks, clocks) for key, calls in wanted.items()}
+        )
 
     def _mismatch(self, group: Group, calls: _Calls) -> str:
+        """Return why a group's calls are not matched; empty where they are."""
         return collective_mismatch(group, self._host.keys(), calls.counts)
 
-    def _known(self, group: Group, calls: _Calls, ranks: Sequence[int], clocks: Clocks) -> KnownCalls | str:
+    def _known_calls(self, group: Group, calls: _Calls, ranks: Sequence[int], clocks: Clocks) -> KnownCalls | str:
+        """Return a group's calls as its ranks among ``ranks`` need them, or why they are not matched."""
         reason = self._mismatch(group, calls)
         if reason:
             return reason

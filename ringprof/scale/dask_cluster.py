@@ -59,9 +59,12 @@ class DaskCluster:
                 raise self._usage_error(f"worker {worker} cannot import this version of ringprof")
 
     def _usage_error(self, problem: str) -> UsageError:
+        """Build an error that names the scheduler."""
         return UsageError(f"--scheduler {self._address}: {problem}")
 
     def map(self, function: Callable[..., Any], items: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+        """Yield the results in order; a failure of the cluster becomes `UsageError`."""
+
         def submit(*item: Any) -> Any:
             # Not pure: Dask would return the remembered result of a trace that has been rewritten since.
             return self._client.submit(function, *item, pure=False)

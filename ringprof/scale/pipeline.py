@@ -74,10 +74,10 @@ def attribute(
     """
     info = read_run_info([facts_of(trace) for trace in traces], run, ranks_per_host, focus)
     by_rank = {rank: msgspec.structs.replace(traces[index], rank=rank) for rank, index in info.place.items()}
-    return _pipeline(info, lambda: MemoryStore(by_rank), focus, run, LocalProcesses(1)).attribute()
+    return _build_pipeline(info, lambda: MemoryStore(by_rank), focus, run, LocalProcesses(1)).attribute()
 
 
-def _pipeline(
+def _build_pipeline(
     info: RunInfo, store: Callable[[], RankStore], focus: Focus, recorded: Run | str | None, workers: Workers,
     notify: Notify = ignore_progress,
 ) -> _Pipeline:  # fmt: skip
@@ -116,7 +116,7 @@ def explain_stored(
     try:
         folder = scratch_folder("report")
         try:
-            facts, reduced = _reduce(trace_set, folder, readers or workers, limits, notify)
+            facts, reduced = _reduce_traces(trace_set, folder, readers or workers, limits, notify)
             return _explain_in(folder, facts, reduced, trace_set, ranks_per_host, focus, workers, notify)
         except BaseException:
             remove(folder)
@@ -132,6 +132,7 @@ def _explain_in(
     folder: Path, facts: Sequence[TraceFacts], reduced: Sequence[str], trace_set: TraceSet, ranks_per_host: int | None,
     focus: Focus, workers: Workers, notify: Notify,
 ) -> Findings:  # fmt: skip
+    """Explain traces whose reduced forms are in ``folder``, which the result keeps alive."""
     info = read_run_info(facts, trace_set.run, ranks_per_host, focus)
     store = DiskStore(
         str(folder),
@@ -140,7 +141,7 @@ def _explain_in(
     )
     # The files are removed when nothing refers to the store any more.
     weakref.finalize(store, remove, folder)
-    pipeline = _pipeline(info, lambda: store, focus, trace_set.run_path, workers, notify)
+    pipeline = _build_pipeline(info, lambda: store, focus, trace_set.run_path, workers, notify)
     attribution = pipeline.attribute()
     ranks = [rank for rank in attribution.ranks if not rank.on_cpu]
     summaries = [pipeline.step_summaries[rank.rank] for rank in ranks]
@@ -148,14 +149,14 @@ def _explain_in(
     return Findings(msgspec.structs.replace(attribution, run=trace_set.run), finder)
 
 
-def _reduce(
+def _reduce_traces(
     trace_set: TraceSet, folder: Path, readers: Workers, limits: Limits, notify: Notify
 ) -> tuple[list[TraceFacts], list[str]]:
     """Return the facts of every trace and the path of its reduced form; unreadable traces of a run are left out."""
     facts: list[TraceFacts] = []
     reduced: list[str] = []
     errors = list(trace_set.left_out)
-    for index, result in enumerate(_reduced(trace_set.paths, readers, limits)):
+    for index, result in enumerate(_reduction_results(trace_set.paths, readers, limits)):
         notify("traces read", index + 1, len(trace_set.paths))
         if isinstance(result, InputError):
             if trace_set.run is None and not trace_set.in_folder:
@@ -175,7 +176,7 @@ def _reduce(
     return [checked[kept_index] for kept_index in reported], [reduced[kept_index] for kept_index in reported]
 
 
-def _reduced(paths: Sequence[str], readers: Workers, limits: Limits) -> Iterator[Any]:
+def _reduction_results(paths: Sequence[str], readers: Workers, limits: Limits) -> Iterator[Any]:
     """Yield the result of `stages.reduce_at` for each path, without starting a local process for a missing file."""
     is_local = isinstance(readers, LocalProcesses)
     absent = {path for path in paths if is_local and not is_url(path) and not os.path.lexists(path)}
@@ -205,7 +206,8 @@ class _Pipeline(msgspec.Struct, dict=True):
         self.in_memory = isinstance(self.context.store, MemoryStore)
 
     def attribute(self) -> Attribution:
-        explained = self._explain()
+        """Run all steps: explain ranks, group and match transfers, fit clocks, split, and collect warnings."""
+        explained = self._explain_ranks()
         communicators = self._group_by_end(explained)
         collective_index = CollectiveIndex(self.host)
         if not self.in_memory:
@@ -222,12 +224,12 @@ class _Pipeline(msgspec.Struct, dict=True):
             for tile in tiles
         ]
         ranks = [explained_rank.rank for explained_rank in explained.values()]
-        best, unmatched, disagree = self._rates(tiles, clocks)
+        best, unmatched, disagree = self._match_tiles(tiles, clocks)
         if unequal_count := unequal_hops(copies):
             unmatched["counts_differ"] = unmatched.get("counts_differ", 0) + unequal_count
         usable, warnings = judge_matching(ranks, clocks, unmatched, 0, disagree=disagree)
         no_communication = not any(explained_rank.communicates for explained_rank in explained.values())
-        finished, inconclusive = self._split(tiles, ranks, clocks, best if usable else None)
+        finished, inconclusive = self._split_tiles(tiles, ranks, clocks, best if usable else None)
         if usable and inconclusive:
             usable, warnings = judge_matching(ranks, clocks, unmatched, inconclusive, disagree=disagree)
         warnings += communicators.warnings()
@@ -248,7 +250,8 @@ class _Pipeline(msgspec.Struct, dict=True):
             kernels=self.kernels.sorted(),
         )
 
-    def _explain(self) -> dict[int, stages.RankExplanation]:
+    def _explain_ranks(self) -> dict[int, stages.RankExplanation]:
+        """Explain every rank by itself. Raises `UsageError` where the chosen group occurs on no rank."""
         explained: dict[int, stages.RankExplanation] = {}
         for explained_rank in self.workers.map(stages.explain_rank, ((self.context, rank) for rank in self.info.place)):
             self.kernels.add(explained_rank.rank.rank, explained_rank.kernels)
@@ -278,6 +281,7 @@ class _Pipeline(msgspec.Struct, dict=True):
     def _index_collectives(
         self, collective_index: CollectiveIndex, explained: Mapping[int, stages.RankExplanation]
     ) -> None:
+        """Fill the index with the collectives of all ranks."""
         for rank, explained_rank in explained.items():
             if explained_rank.in_collectives:
                 collective_index.add(rank, self.context.store.transfers(rank))
@@ -297,6 +301,7 @@ class _Pipeline(msgspec.Struct, dict=True):
         return [stages.Tile(tuple(ranks), _with_neighbours(ranks, explained), CollectiveExtract({})) for ranks in tiles]
 
     def _fit_clocks(self, tiles: Sequence[stages.Tile], collective_index: CollectiveIndex) -> Clocks:
+        """Fit the clocks of the hosts to the traffic within tiles and to the collectives."""
         if not self.several_clocks:
             return one_clock(list(self.info.place))
         traffic: dict[tuple[int, int], TrafficSummary] = {}
@@ -310,9 +315,10 @@ class _Pipeline(msgspec.Struct, dict=True):
             traffic[key] = _merged_summaries(traffic.get(key, TrafficSummary()), samples.summary())
         return fit_clocks(traffic, self.info.clock_of)
 
-    def _rates(
+    def _match_tiles(
         self, tiles: Sequence[stages.Tile], clocks: Clocks
     ) -> tuple[dict[LinkClass, Rate], dict[str, int], bool]:
+        """Match all tiles; return the best rates, the unmatched transfers by reason, and whether clocks disagree."""
         best: dict[LinkClass, Rate] = {}
         unmatched: Counter[str] = Counter()
         disagree = False
@@ -324,13 +330,14 @@ class _Pipeline(msgspec.Struct, dict=True):
             self.notify("groups of ranks matched", completed, len(tiles))
         return best, dict(unmatched), disagree
 
-    def _split(
+    def _split_tiles(
         self,
         tiles: Sequence[stages.Tile],
         ranks: Sequence[Rank],
         clocks: Clocks,
         best: dict[LinkClass, Rate] | None,
     ) -> tuple[tuple[Rank, ...], int]:
+        """Split the transfers of all tiles; return the finished ranks and the number of inconclusive kernels."""
         by_rank = {rank.rank: rank for rank in ranks}
         # In memory, the store holds the details and the traces; a rank shall hold only its own detail.
         read_detail = lru_cache(MAX_DETAILS)(self.context.detail)

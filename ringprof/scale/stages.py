@@ -21,7 +21,7 @@ from ringprof.analysis.explain import explain, with_communication, with_splits
 from ringprof.analysis.kinds.groups import group_names
 from ringprof.analysis.kinds.kinds import POINT_TO_POINT
 from ringprof.analysis.rank import Detail, Rank, kept
-from ringprof.analysis.steps.plan import RankSteps, StepSummary, plan_of_rank, summarize_steps
+from ringprof.analysis.steps.plan import RankSteps, StepSummary, plan_of_rank, summarise_steps
 from ringprof.analysis.steps.steps import ExposedBySteps, exposed_steps
 from ringprof.analysis.timeline.kernels import RankKernel
 from ringprof.analysis.timeline.window import Focus
@@ -57,7 +57,8 @@ class RunContext(msgspec.Struct, frozen=True):
     hosts: HostOfRank
 
     def run(self) -> Run | None:
-        return _run_at(self.recorded) if isinstance(self.recorded, str) else self.recorded
+        """Return the run.json, or None without one."""
+        return _cached_run(self.recorded) if isinstance(self.recorded, str) else self.recorded
 
     def detail(self, rank: int) -> Detail:
         """Return a rank's detail with its split transfers, for `ringprof.analysis.rank.Rank.read_detail`."""
@@ -82,7 +83,8 @@ class RunContext(msgspec.Struct, frozen=True):
 
 
 @lru_cache(maxsize=1)
-def _run_at(path: str) -> Run:
+def _cached_run(path: str) -> Run:
+    """Read a run.json; the last one read is cached."""
     return read_run(path)
 
 
@@ -168,8 +170,10 @@ class Tile(msgspec.Struct, frozen=True):
     """Rank -> its copy-engine hops and those of its peers, for ranks that post such hops."""
 
 
-def _matched(store: RankStore, tile: Tile) -> Matches:
-    def match_tile() -> Matches:
+def _match_tile(store: RankStore, tile: Tile) -> Matches:
+    """Match the transfers of a tile; of ranks around it, only send/recv messages take part."""
+
+    def compute() -> Matches:
         ranks = set(tile.ranks)
         transfers = {
             rank: [transfer for transfer in store.transfers(rank) if rank in ranks or transfer.kind == "send_recv"]
@@ -177,13 +181,13 @@ def _matched(store: RankStore, tile: Tile) -> Matches:
         }
         return match(transfers, tile.absent)
 
-    return store.matched(match_tile)
+    return store.matched(compute)
 
 
 def traffic_of(store: RankStore, tile: Tile, host: Mapping[int, int]) -> dict[tuple[int, int], TrafficSummary]:
     """Return the evidence about clocks from messages of the tile's hosts with others; a tile holds whole hosts."""
     hosts = {host[rank] for rank in tile.ranks}
-    traffic = collect_traffic(_matched(store, tile), host)
+    traffic = collect_traffic(_match_tile(store, tile), host)
     return {key: samples.summary() for key, samples in traffic.items() if hosts & set(key)}
 
 
@@ -197,7 +201,7 @@ class TileRates(msgspec.Struct, frozen=True):
 
 def rates_of_tile(context: RunContext, tile: Tile, clocks: Clocks) -> TileRates:
     """Match a tile; return the best measured rates and the counts of unmatched transfers."""
-    matches = _matched(context.store, tile)
+    matches = _match_tile(context.store, tile)
     waiting = WaitSplitter(matches, context.hosts, clocks)
     return TileRates(waiting.best_rates(), matches.unmatched(set(tile.ranks)), waiting.clocks_disagree())
 
@@ -226,13 +230,13 @@ def split_tile(
 ) -> SplitTile:
     """Split a tile's transfers, store them, and complete its ranks' figures; ``best`` as in `WaitSplitter.split`."""
     store = context.store
-    matches = _matched(store, tile)
+    matches = _match_tile(store, tile)
     by_rank, inconclusive = WaitSplitter(matches, context.hosts, clocks).split(best, set(tile.ranks))
     waits = waits_by_peer(matches, clocks, by_rank)
     finished, step_results = [], []
     for rank in ranks:
         splits, unsplit = by_rank[rank.rank], context.unsplit_detail(rank.rank)
-        blocks = _blocks(context, tile, rank, unsplit, clocks, one_clock=best is not None)
+        blocks = _peer_blocks(context, tile, rank, unsplit, clocks, one_clock=best is not None)
         detail = with_splits(unsplit, splits, rank.rank, blocks)
         store.put_splits(rank.rank, splits)
         store.put_blocks(rank.rank, blocks)
@@ -245,7 +249,7 @@ def split_tile(
     return SplitTile(finished, step_results, inconclusive)
 
 
-def _blocks(
+def _peer_blocks(
     context: RunContext, tile: Tile, rank: Rank, detail: Detail, clocks: Clocks, *, one_clock: bool
 ) -> tuple[PeerBlock, ...]:
     """Return the idle intervals that a rank's peers caused; empty on CPU, and for hops by kernels."""
@@ -258,10 +262,11 @@ def _blocks(
 
 
 def _step_result(rank: Rank) -> RankStepResult:
+    """Plan one rank's steps from its own trace."""
     rank_steps = RankSteps(rank)
     plan = plan_of_rank(rank_steps)
     return RankStepResult(
-        summarize_steps(rank_steps), plan.digest if plan else None, exposed_steps(rank_steps, plan) if plan else {}
+        summarise_steps(rank_steps), plan.digest if plan else None, exposed_steps(rank_steps, plan) if plan else {}
     )
 
 
@@ -278,11 +283,12 @@ class StoredRanks(msgspec.Struct, frozen=True):
     def map(self, function: Callable[..., Any], *arguments: Any, skip: Container[int] = ()) -> Iterator[Any]:
         # Details do not travel to another process: it reads them from the store itself.
         without_reader = (replace(rank, read_detail=None) for rank in self.ranks if rank.rank not in skip)
-        return self.workers.map(_with_steps, ((self.context, rank, function, arguments) for rank in without_reader))
+        return self.workers.map(_apply_to_steps, ((self.context, rank, function, arguments) for rank in without_reader))
 
     def rank_at(self, index: int) -> RankSteps:
         return RankSteps(self.ranks[index])
 
 
-def _with_steps(context: RunContext, rank: Rank, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _apply_to_steps(context: RunContext, rank: Rank, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Call ``function`` with a rank's `RankSteps`, which read details from the store."""
     return function(RankSteps(replace(rank, read_detail=context.detail)), *arguments)

@@ -89,6 +89,8 @@ class _Content(msgspec.Struct, frozen=True):
 
 
 class _Transfers(msgspec.Struct, frozen=True):
+    """File format of one rank's transfers."""
+
     contents: list[_Content]
     content: bytes
     """Index into ``contents`` for each transfer, as int64."""
@@ -96,6 +98,8 @@ class _Transfers(msgspec.Struct, frozen=True):
 
 
 class _Splits(msgspec.Struct, frozen=True):
+    """File format of one rank's splits."""
+
     links: list[str]
     link: bytes
     times: dict[str, bytes]
@@ -206,8 +210,10 @@ RankStore = MemoryStore | DiskStore
 
 
 def _packed(values: list[int]) -> bytes:
+    """Return integers as int64 bytes."""
     return np.array(values, np.int64).tobytes()
 
 
 def _unpacked(data: bytes) -> Int64:
+    """Return int64 bytes as an array."""
     return np.frombuffer(data, np.int64)

@@ -32,6 +32,7 @@ class LocalProcesses:
         return self._map_in_processes(function, items)
 
     def _map_in_processes(self, function: Callable[..., Any], items: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+        """Yield the results of worker processes. Raises `InputError` where a process ends early."""
         from ringprof.process_pool import ProcessEnded, mapped
 
         try:

@@ -22,7 +22,7 @@ from tests.trace.kineto_text import document, kernel
 
 
 def test_a_group_where_no_trace_tells_any() -> None:
-    with pytest.raises(UsageError, match=r"^--group 'cp': no trace tells the group .* \(on CPU none does\)$"):
+    with pytest.raises(UsageError, match=r"^--group 'cp': no trace records the group .* \(CPU traces never do\)$"):
         refuse_unknown_group("cp", [])
 
 

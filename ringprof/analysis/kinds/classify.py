@@ -126,6 +126,7 @@ def _activities_with_rule(
 
 
 def _attention_families(trace: Trace, rules: Rules) -> tuple[str, ...]:
+    """Return the families of the attention kernels that ran, most frequent first."""
     counts = np.bincount(trace.activities.name, minlength=len(trace.names))
     activity_count: dict[str, int] = {}
     for index, rule in rules.items():
@@ -233,6 +234,7 @@ def _calls_by_activity(trace: Trace, launch: Int64, kind: Int8) -> Iterator[tupl
 
 
 def _has_own_launch(launch: Int64) -> npt.NDArray[np.bool_]:
+    """Return a mask of the activities that share their launch with no other activity."""
     counts = np.bincount(launch + 1, minlength=1)
     alone: npt.NDArray[np.bool_] = counts[launch + 1] == 1
     return alone
@@ -261,6 +263,7 @@ def _records_before(
 
 
 def _kind_of_calls(calls: Calls, rank: int | None) -> str:
+    """Return the kind of a kernel from its communication calls."""
     kinds = {kind_of_collective(call.name) or "comm_other" for call in calls}
     if kinds == {"all_to_all"} and all(single_peer(call, rank) is not None for call in calls):
         return "send_recv"
@@ -320,7 +323,8 @@ def _classify_by_stream(trace: Trace, launch: Int64, kind: Int8, evidence: Int8)
 
 
 def _kind_of_comm_range(name: str) -> str | None:
+    """Return the kind that a communication annotation names; None for other ranges and for batches."""
     match = _COMM_RANGE.match(name)
     kind = kind_of_collective(match[1]) if match else None
-    # nccl:coalesced marks a batch but does not say of which calls.
+    # nccl:coalesced marks a batch of calls without naming them.
     return None if kind == "comm_other" else kind

@@ -67,19 +67,20 @@ def name_of_group(calls: Calls) -> str:
 
 def group_names(trace: Trace) -> set[str]:
     """Return the groups that one trace has a record of, with their ranks, for messages."""
-    return {_shown(record, trace) for record in trace.collectives if record.group is not None}
+    return {_describe_group(record, trace) for record in trace.collectives if record.group is not None}
 
 
 def refuse_unknown_group(group: str, names: Iterable[str]) -> None:
     """Raise `UsageError`: no trace has a record of this group; the message lists the groups that exist."""
     listed = "; ".join(sorted(names)[:12])
     if not listed:
-        raise UsageError(f"--group {group!r}: no trace tells the group of its communication (on CPU none does)")
+        raise UsageError(f"--group {group!r}: no trace records the group of its communication (CPU traces never do)")
     raise UsageError(f"--group {group!r}: nothing was communicated in such a group; the traces have: {listed}")
 
 
-def _shown(record: CommRecord, trace: Trace) -> str:
-    ranks = _ranks_of(record, trace)
+def _describe_group(record: CommRecord, trace: Trace) -> str:
+    """Return a record's group for messages: name, description and first ranks."""
+    ranks = _group_ranks(record, trace)
     description = f" ({record.group_description})" if record.group_description else ""
     members = f" of ranks {','.join(map(str, ranks[:8]))}{',...' if len(ranks) > 8 else ''}" if ranks else ""
     return f"{record.group}{description}{members}"
@@ -97,12 +98,13 @@ class _Choice(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str, trace: Trace) -> _Choice:
+        """Resolve the user's choice of groups (`keep_group`) for one trace."""
         choices = [choice.strip() for choice in text.split(";")]
         # A lone number is a name: PyTorch numbers its groups.
         rank_lists = [choice for choice in choices if _RANKS.fullmatch(choice) and ("," in choice or "-" in choice)]
         names = [name.strip() for choice in choices if choice not in rank_lists for name in choice.split(",")]
         patterns = tuple(re.compile(wildcards(name), re.IGNORECASE | re.DOTALL) for name in names if name)
-        ranks = frozenset(frozenset(_listed(choice)) for choice in rank_lists)
+        ranks = frozenset(frozenset(_parse_ranks(choice)) for choice in rank_lists)
         listed = {group_ranks for name, group_ranks in trace.groups.items() if any(p.fullmatch(name) for p in patterns)}
         return cls(patterns, ranks, (*ranks, *map(frozenset, listed)), trace)
 
@@ -111,17 +113,18 @@ class _Choice(msgspec.Struct, frozen=True):
         named = (record.group or "", record.group_description or "")
         if any(pattern.fullmatch(name) for pattern in self.patterns for name in named):
             return True
-        ranks = frozenset(_ranks_of(record, self.trace))
+        ranks = frozenset(_group_ranks(record, self.trace))
         if not named[1].startswith(_OWN_CHANNEL):
             return ranks in self.ranks
         return bool(ranks) and any(ranks <= members for members in self.members)
 
 
-def _ranks_of(record: CommRecord, trace: Trace) -> tuple[int, ...]:
+def _group_ranks(record: CommRecord, trace: Trace) -> tuple[int, ...]:
     return record.group_ranks or trace.groups.get(record.group or "", ())
 
 
-def _listed(text: str) -> set[int]:
+def _parse_ranks(text: str) -> set[int]:
+    """Parse ranks and ranges of ranks, such as ``0-3,6``."""
     ranks: set[int] = set()
     for term in text.split(","):
         first, _, last = term.partition("-")

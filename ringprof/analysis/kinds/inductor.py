@@ -13,25 +13,26 @@ import re
 _NAME = re.compile(r"triton_(poi|red|per|tem|for|spl|mix|unk)_fused_?(\w*)")
 
 
-def _word(*names: str) -> re.Pattern[str]:
+def _any_word(*names: str) -> re.Pattern[str]:
+    """Return a pattern for any of these operator names between underscores."""
     return re.compile(rf"(?:^|_)(?:{'|'.join(names)})(?=_|$)")
 
 
 _MERGE = re.compile(r"sub_sigmoid_\w*mul_sub")  # ring-flash-attention's update of out and LSE
-_BACKWARD_ATTENTION = _word("flex_attention_backward")
-_ATTENTION = _word("flex_attention", "flex_decoding")
-_CONVOLUTION = _word("convolution")
+_BACKWARD_ATTENTION = _any_word("flex_attention_backward")
+_ATTENTION = _any_word("flex_attention", "flex_decoding")
+_CONVOLUTION = _any_word("convolution")
 _SOFTMAX = re.compile(r"softmax|cross_entropy")
 _NORM = re.compile(r"(?:layer|rms|batch|group|instance)_norm|var_mean")
-_ROOT, _MEAN = _word("rsqrt"), _word("mean", "var")
+_ROOT, _MEAN = _any_word("rsqrt"), _any_word("mean", "var")
 _EMBEDDING = re.compile(r"embedding")
-_ARITHMETIC = _word(
+_ARITHMETIC = _any_word(
     "r?add", "r?sub", "mul", "div", "pow", "exp", "log", "log1p", "sigmoid", "silu", "gelu", "relu", "tanh", "r?sqrt",
     "where", "native_dropout", "dropout", "clamp", "neg", "maximum", "minimum", "lerp", "addc(?:mul|div)", "cos", "sin",
     "erf", "abs", "threshold", "masked_fill", "logical", "bitwise", "round", "floor", "addmm", "b?mm", "convolution",
     "sum", "mean", "zeros", "ones", "full", "fill", "arange", "bernoulli", "rand", "reciprocal", "eq", "ne", "[lg][te]",
 )  # fmt: skip
-_MOVES = _word(
+_MOVES = _any_word(
     "cat", "clone", "slice", "split", "split_with_sizes", "index", "gather", "scatter", "permute", "transpose", "stack",
     "select", "pad", "constant_pad_nd", "copy", "repeat", "flip", "roll", "sort", "topk", "index_put", "unbind",
 )  # fmt: skip
@@ -59,6 +60,7 @@ def kind_of_inductor(name: str) -> str | None:
 
 
 def _kind_of_template(operators: str) -> str:
+    """Return the kind of a template kernel by its operators."""
     if _BACKWARD_ATTENTION.search(operators):
         return "flash_bwd"
     if _ATTENTION.search(operators):
@@ -67,6 +69,7 @@ def _kind_of_template(operators: str) -> str:
 
 
 def _kind_of_pointwise(operators: str) -> str:
+    """Return the kind of a pointwise kernel by its operators."""
     if _ARITHMETIC.search(operators):
         return "elementwise"
     if _MOVES.search(operators.replace("_to_copy", "")):

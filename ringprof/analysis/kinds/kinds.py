@@ -67,6 +67,7 @@ CODE = {key: code for code, key in enumerate(KINDS)}
 
 
 def _kinds_in(*groups: str) -> tuple[str, ...]:
+    """Return the keys of all kinds in these groups."""
     return tuple(kind.key for kind in _RECORDS if kind.group in groups)
 
 

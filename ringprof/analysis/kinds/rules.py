@@ -54,7 +54,7 @@ def _rules(kind: str, *rows: tuple[str, ...], loose: bool = False) -> list[Rule]
 # "collective" alone (flash-attn 3's own kernels contain CollectiveMainloop), nor a word that others contain: "gemm" in
 # "fbgemm", "cast" in "broadcast" and "LoadWithCast".
 RULES: tuple[Rule, ...] = (
-    # --- copies: ROCm's are kernels ---
+    # --- copies: kernels on ROCm ---
     Rule("memcpy", "ROCm", r"__amd_rocclr_copybuffer"),
     Rule("memset", "ROCm", r"__amd_rocclr_fillbuffer"),
     # --- communication ---
@@ -66,7 +66,7 @@ RULES: tuple[Rule, ...] = (
     Rule("send_recv", "NCCL", r"nccl", then=r"sendrecv"),
     Rule("comm_other", "NCCL", r"nccl(symk?)?(dev)?kernel|rcclgenerickernel|rccl_main_kernel"),
     Rule("comm_other", "NCCL", r"nccl", then=r"kernel"),
-    # Huawei's, and XLA's where nothing below it was recorded.
+    # Huawei's HCCL, and XLA's calls for traces without the kernels below them.
     Rule("send_recv", "HCCL", r"hcom_(batch)?(send|receive)"),
     Rule("broadcast", "HCCL", r"hcom_broadcast"),
     Rule("send_recv", "XLA", r"collective[-_]permute"),
@@ -74,14 +74,14 @@ RULES: tuple[Rule, ...] = (
     Rule("send_recv", "userbuffers", r"kuserbuffers_(pull|push)(send|recv)"),
     Rule("comm_other", "userbuffers", r"kuserbuffers|userbuffers_fp16_sum|ub_comm"),
     Rule("all_reduce", "quickreduce", r"quickreduce"),
-    # Of torch's symmetric memory, vLLM, AITER, FlashInfer, TensorRT-LLM, SGLang, MSCCL++ and others.
+    # torch's symmetric memory, vLLM, AITER, FlashInfer, TensorRT-LLM, SGLang, MSCCL++ and others.
     Rule("all_reduce", "vLLM or TensorRT-LLM", r"cross_device_reduce"),
     Rule("all_gather", "symmetric memory", r"multimem_all_gather"),
     Rule("reduce_scatter", "custom", r"reduce[-_]?scatter", loose=True),
     Rule("all_reduce", "custom", r"(?<!warp)(?<!block)(?<!warp_)(?<!block_)all[-_]?reduce", loose=True),
     Rule("all_gather", "custom", r"all[-_]?gather", loose=True),
     Rule("all_to_all", "custom", r"all[-_]?to[-_]?all|moe_?a2a|(?<![a-z])a2a(?![a-z])", loose=True),
-    # Expert parallelism: tokens go to the ranks of their experts, and back.
+    # Expert parallelism: tokens are sent to the ranks of their experts and back.
     Rule("send_recv", "DeepEP", r"deep_ep", later=r"pp_(send|recv)"),
     Rule("all_to_all", "DeepEP", r"deep_ep|dpsk::ep|dpsk2ep|hybrid_ep|uccl::ep|nccl_ep"),
     Rule("all_to_all", "mori", r"mori::|4mori3|(?<![a-z])ep_?(dispatch|combine)"),
@@ -107,16 +107,16 @@ RULES: tuple[Rule, ...] = (
     Rule("merge", "ring-flash-attention", r"fused_to_sub_sigmoid"),
     Rule("merge", "ring-flash-attention", r"sub_sigmoid_", then=r"mul_sub"),
     Rule("merge", "FlashInfer or vLLM", r"merge_?states?|merge_attn_states"),
-    # --- what stands beside attention and has words of its names ---
+    # --- helpers around attention whose names contain attention's words ---
     Rule("permute", "", r"_and_cache|kv_?cache_kernel|kv_buffer|store_?kv|append\w{0,20}kv_?cache|copy_blocks_kernel"),
     Rule("permute", "", r"(?<![a-z])gather_\w{0,30}_cache|slot_mapping|destindex_copy|kv_indic|to_token_pool"),
-    # CANN's names end with what runs, behind the call that it belongs to.
+    # CANN's names begin with the call and end with the operator that runs.
     Rule("cast", "CANN", r"^aclnn\w{1,80}_cast(ai(core|cpu)_cast)?$|^trans_cast_\d"),
     Rule("permute", "CANN", r"^aclnn\w{1,80}_transdata_transdata$"),
     Rule("permute", "", r"thd_(read_half_tensor|partition_indices|reorder)"),
     Rule("norm", "", r"rms_?norm|layer_?norm|qk_?norm|(?<![a-z])[qk]_norm|[qk]norm(_|rope)|(?<![a-z])rms_"),
     Rule("elementwise", "", r"rotary|(?<![a-z])(?<!stage1_)m?rope(?![a-z])|(fused|apply)_?m?rope|kn_entry_\dc_sbhd"),
-    # Neither attention as it is here nor anything of the other kinds: what has no scores to keep.
+    # Linear attention and state-space models have no attention scores, and fit no other kind either.
     *_rules(
         "other",
         ("linear attention", r"delta_rule|gated_delta|linear_?attention|linear_?attn|lightning_?attn|recompute_w_u"),
@@ -143,7 +143,7 @@ RULES: tuple[Rule, ...] = (
         ("NATTEN", r"natten", "", r"bwd|backward"),
         ("Triton", r"attn", r"bwd|backward"),
         ("HSTU", r"hstu_(attn_)?bwd"),
-        # Of the backward pass as dot_do_o is, where a strategy runs it once for all its blocks.
+        # Part of the backward pass, like dot_do_o; some strategies run it once for all blocks.
         ("", r"ringprof_(row_product|output_with_delta)"),
         ("other", r"fmha|flash_?attn|(?<!linear)(?<!linear_)attention|mha_|sdpa", "", r"bwd|backward|scoregrad"),
     ),
@@ -172,7 +172,7 @@ RULES: tuple[Rule, ...] = (
         ("FlashInfer", r"(prefill|decode)with(paged|ragged)?kvcache|batchmla"),
         ("TensorRT-LLM", r"fmhasm\d+|fmha_v2|gemm_mha_v2|masked_multihead_attention|kernel_mha|xqa_kernel"),
         ("vLLM", r"(paged|unified|cached_kv)_attention|pagedattn|^reduce_segments"),
-        # Also the name of Triton layer norms; kept for old flash-attention kernels that are called just this.
+        # Old flash-attention kernels have exactly this name; Triton layer norms have it too.
         ("Triton", r"^_fwd_kernel(\b|_splitk|_aligned|_int8kv)|^_fwd_(grouped_)?kernel_stage\d"),
     ),
     *_rules(
@@ -191,7 +191,7 @@ RULES: tuple[Rule, ...] = (
         ("MIOpen", r"sp3asmconv|naive_conv|[shi]\d*cudnn"),
         ("MIOpen", r"miopen", r"conv"),
     ),
-    # Pooling and recurrent layers run it, too.
+    # Pooling and recurrent layers run this kernel too.
     Rule("convolution", "cuDNN", r"scalepackedtensor", loose=True),
     *_rules(
         "norm",
@@ -214,18 +214,18 @@ RULES: tuple[Rule, ...] = (
         ("mixture of experts", r"moe", r"stage\d|batched|_i?q\d|_sm\d\d"),
         ("sparse", r"(?<![a-z])(sdd|dsd|dds)_kernel|csrmm|spmm|sddmm"),
         ("", r"mul_mat_|(?<![a-z])dot_kernel|_mm(?![a-z])|addmm"),
-        # The types of both factors, with or without that of the product.
+        # Data types of both factors, with or without that of the product.
         ("", r"(?<![a-z])(w4a16|w8a16|w4a8|w8a8|w4a4|a16w4|a16w8|a8w4|a8w8|a4w4)(?![a-z])"),
         ("", r"f8f8bf16|f8i4bf16|f4f4bf16|i8i8bf16|bf16i4bf16|bf16bf16bf16"),
     ),
-    # --- embedding tables, which some libraries update as they go back through them ---
+    # --- embedding tables, which some libraries update during the backward pass ---
     *_rules(
         "embedding",
         ("FBGEMM", r"embedding_codegen|codegen_(forward|backward)|rowwise_adagrad|find_long_segments"),
         ("FBGEMM", r"bounds_check_indices|linearize_(index|cache)|(?<![a-z])l[xf]u_cache"),
         ("torch", r"embedding|krn_partial|compute_grad_weight|sum_and_scatter"),
     ),
-    # --- the optimizer, and what works on all its tensors at once ---
+    # --- the optimizer, and operations on lists of its tensors ---
     Rule("reduction", "norm of gradients", r"lpnorm|l2norm(functor|op)|maxnorm"),
     Rule("permute", "torch", r"multi_tensor_apply", later=r"at::native::copy<"),
     *_rules(
@@ -242,7 +242,7 @@ RULES: tuple[Rule, ...] = (
     Rule("permute", "XLA", r"^(loop|input|wrapped)_(dynamic_|transpose|slice|gather|scatter|concat|copy|pad|reverse)"),
     Rule("reduction", "XLA", r"^(input|wrapped|row|column)_\w{0,60}reduc"),
     Rule("elementwise", "XLA", r"^(loop|input)_\w{0,80}fusion"),
-    # TensorRT's Myelin lists what it fused.
+    # TensorRT's Myelin lists the fused operations.
     Rule("norm", "TensorRT", r"__myl_", then=r"mean\w{0,80}sqrt"),
     Rule("elementwise", "TensorRT", r"__myl_", then=r"add|mul|sub|silu|sigmoid|erf|tanh", loose=True),
     Rule("norm", "nvFuser", r"nvfuser_", r"persistent"),
@@ -261,7 +261,7 @@ RULES: tuple[Rule, ...] = (
         ("", r"(?<![a-z])k?(de)?quant|fp4quant|fp8quant"),
         ("", r"_quant_|quantize|(?<![a-z])to_fp8|(?<![a-z])(cvt|convert)_"),
     ),
-    # --- what only moves elements ---
+    # --- data movement ---
     *_rules(
         "permute",
         ("torch", r"direct_copy_kernel|catarray|split_with_sizes_copy|chunk_cat|copy_device_to_device"),
@@ -278,7 +278,7 @@ RULES: tuple[Rule, ...] = (
         ("", r"radixsort|bitonicsort|mergesort|topk|sort_by|sorting|_sort_|unique|nonzero"),
         loose=True,
     ),
-    # --- templates and common words: sums, and what works element by element ---
+    # --- templates and common words: reductions and pointwise operations ---
     *_rules(
         "reduction",
         ("torch", r"reduce_kernel|reduceop"),
@@ -301,7 +301,7 @@ RULES: tuple[Rule, ...] = (
         ("", r"(?<![a-z])(add|mul|scale|axpy|residual|bias)_(\w{0,20}_)?kernel|pointwise"),
         loose=True,
     ),
-    # CANN's: the call, and the operator that it runs, each with a version.
+    # CANN: names of the call and of the operator that it runs, each with a version.
     Rule("optimizer", "CANN", r"applyadam|fusedemaadam"),
     Rule("cast", "CANN", r"^(aclnn)?cast(aicore)?[v_\d]|^cast$|(dynamic|ascend)(anti)?quant"),
     Rule("permute", "CANN", r"transdata|(init|finalize)routing|stridedslice"),
@@ -408,7 +408,7 @@ def rule_for(name: str, user_rules: Sequence[Rule] = ()) -> Rule | None:
     if kind := kind_of_inductor(name):
         # An Inductor name lists the fused operators, which decides the kind.
         return Rule(kind, "Triton", "")
-    return _built_in(_without_parameters(name).lower())
+    return _built_in_rule_for(_without_parameters(name).lower())
 
 
 def _without_parameters(name: str) -> str:
@@ -429,7 +429,8 @@ def _without_parameters(name: str) -> str:
     return name
 
 
-def _built_in(name: str) -> Rule | None:
+def _built_in_rule_for(name: str) -> Rule | None:
+    """Return the first built-in rule that matches a lower-case name without parameters."""
     for index in _candidate_rules(name):
         rule, words, sufficient = _table()[index]
         if not any(word in name for word in words):

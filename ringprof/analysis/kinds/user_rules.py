@@ -38,6 +38,7 @@ def parse_rules(text: str, name: str) -> tuple[Rule, ...]:
 
 
 def _rule(line: str, where: str) -> Rule:
+    """Parse one line; ``where`` names it in errors."""
     kind, *rest = line.split(maxsplit=1)
     if kind not in KNOWN:
         near = difflib.get_close_matches(kind, KNOWN, n=1)

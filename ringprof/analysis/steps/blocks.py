@@ -75,6 +75,8 @@ def launch_order(detail: Detail, rows: TimedActivities, exchanges: list[list[int
 
 
 class _Range(NamedTuple):
+    """One step annotation of a CPU thread."""
+
     start_ns: int
     end_ns: int
     thread: int

@@ -110,10 +110,10 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 def plan_of_rank(rank_steps: RankSteps) -> StepPlan | None:
     """Plan the steps from one rank alone; None where its trace shows none."""
-    return plan_steps([summarize_steps(rank_steps)], InMemoryRanks(lambda: [rank_steps]))
+    return plan_steps([summarise_steps(rank_steps)], InMemoryRanks(lambda: [rank_steps]))
 
 
-def summarize_steps(rank_steps: RankSteps) -> StepSummary:
+def summarise_steps(rank_steps: RankSteps) -> StepSummary:
     """Summarize what one rank's trace says about the run's steps."""
     named = rank_steps.named
     groups = {len(part.transfer.group[1]) for hop in rank_steps.detail.hops for part in hop.parts}
@@ -184,14 +184,15 @@ def assign_steps(rank_steps: RankSteps, plan: StepPlan) -> tuple[StepBlocks, Int
 
     Returns the attention by step, and for each exchange its step as an index into the keys.
     """
-    blocks = _blocks(rank_steps, plan)
+    blocks = _blocks_of_rank(rank_steps, plan)
     keys, slots = plan.keys, plan.slots
     if len(rank_steps.exchanges) != len(slots) or not set(blocks.keys) <= set(keys):
         keys, slots = blocks.keys, _slots_of_exchanges(rank_steps, blocks)
     return _reindexed(blocks, keys), slots
 
 
-def _blocks(rank_steps: RankSteps, plan: StepPlan) -> StepBlocks:
+def _blocks_of_rank(rank_steps: RankSteps, plan: StepPlan) -> StepBlocks:
+    """Return one rank's attention by step: by annotations, or by runs that are numbered like the model's."""
     if plan.model is None:
         empty = np.empty(0, np.int64)
         return rank_steps.named or StepBlocks((), empty, empty, empty, plan.source)

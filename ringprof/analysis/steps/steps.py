@@ -27,7 +27,7 @@ from ringprof.analysis.steps.plan import (
     StepSummary,
     assign_steps,
     plan_steps,
-    summarize_steps,
+    summarise_steps,
 )
 from ringprof.analysis.timeline.rows import TimedActivities
 from ringprof.analysis.transfers.hops import Exchange, total
@@ -102,7 +102,7 @@ class StepFinder:
     @cached_property
     def plan(self) -> StepPlan | None:
         """Plan of the run's steps; None where the traces show no steps."""
-        summaries = list(self._ranks.map(summarize_steps)) if self._summaries is None else self._summaries
+        summaries = list(self._ranks.map(summarise_steps)) if self._summaries is None else self._summaries
         return plan_steps(summaries, self._ranks) if summaries else None
 
     @cached_property
@@ -141,7 +141,7 @@ def exposed_steps(rank_steps: RankSteps, plan: StepPlan) -> ExposedBySteps:
     result: ExposedBySteps = {}
     if blocks.keys:
         exposed = intervals.covered_ns(
-            exposure_of(rank_steps.detail, rank_steps.rows).everything, *_bounds(rank_steps, blocks, slots)
+            exposure_of(rank_steps.detail, rank_steps.rows).everything, *_step_bounds(rank_steps, blocks, slots)
         )
         for key, time in zip(blocks.keys, exposed.tolist(), strict=True):
             add_exposed(result, {(key.phase, key.step): (time, 1)})
@@ -150,7 +150,7 @@ def exposed_steps(rank_steps: RankSteps, plan: StepPlan) -> ExposedBySteps:
 
 def steps_of(rank_steps: RankSteps, plan: StepPlan) -> list[Step]:
     """Return the steps of one rank, by time."""
-    return _steps_of(rank_steps, *assign_steps(rank_steps, plan))
+    return _compute_steps(rank_steps, *assign_steps(rank_steps, plan))
 
 
 def keys_of_activities(rank_steps: RankSteps, plan: StepPlan) -> tuple[int, dict[int, StepKey]]:
@@ -175,10 +175,11 @@ def add_exposed(totals: ExposedBySteps, others: ExposedBySteps) -> None:
 # --- figures ------------------------------------------------------------------------------------------
 
 
-def _steps_of(rank_steps: RankSteps, blocks: StepBlocks, slots: Int64) -> list[Step]:
+def _compute_steps(rank_steps: RankSteps, blocks: StepBlocks, slots: Int64) -> list[Step]:
+    """Compute the steps of one rank from its blocks and the steps of its exchanges."""
     if not blocks.keys:
         return []
-    start, end = _bounds(rank_steps, blocks, slots)
+    start, end = _step_bounds(rank_steps, blocks, slots)
     rows, exposure = rank_steps.rows, exposure_of(rank_steps.detail, rank_steps.rows)
     exposed = intervals.covered_ns(exposure.everything, start, end)
     columns: dict[str, Int64] = {
@@ -198,14 +199,14 @@ def _steps_of(rank_steps: RankSteps, blocks: StepBlocks, slots: Int64) -> list[S
             **times,
             **exchanged,
             exposed_wire_ns=exposed_wire_ns,
-            bound=_bound(times["end_ns"] - times["start_ns"], times["exposed_ns"], exposed_wire_ns),
+            bound=_bound_of_step(times["end_ns"] - times["start_ns"], times["exposed_ns"], exposed_wire_ns),
             source=blocks.source,
         )
         for key, times, exchanged, exposed_wire_ns in zip(blocks.keys, values, communication, exposed_wire, strict=True)
     ]
 
 
-def _bounds(rank_steps: RankSteps, blocks: StepBlocks, slots: Int64) -> tuple[Int64, Int64]:
+def _step_bounds(rank_steps: RankSteps, blocks: StepBlocks, slots: Int64) -> tuple[Int64, Int64]:
     """Return start and end of every step."""
     count, minimum, maximum = len(blocks.keys), np.iinfo(np.int64).min, np.iinfo(np.int64).max
     block_start, block_end = np.full(count, maximum), np.full(count, minimum)
@@ -268,7 +269,8 @@ def _communication_columns(rank_steps: RankSteps, slots: Int64, count: int) -> l
     ]
 
 
-def _bound(time_ns: int, exposed_ns: int, exposed_wire_ns: int | None) -> str | None:
+def _bound_of_step(time_ns: int, exposed_ns: int, exposed_wire_ns: int | None) -> str | None:
+    """Return what a step's length came from, see `Step.bound`."""
     if exposed_ns * NEGLIGIBLE <= time_ns:
         return "compute"
     if exposed_wire_ns is None:

@@ -130,6 +130,7 @@ def beside_attention(spans_of: Callable[[tuple[str, ...]], Spans]) -> dict[str, 
 
 
 def _kind_times(rows: TimedActivities, compute: Spans) -> dict[str, KindTime]:
+    """Return the totals of each kind that occurs; ``compute`` is what hides communication."""
     result = {}
     for name in KINDS:
         rows_of_kind = rows.of(name)

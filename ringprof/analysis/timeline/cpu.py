@@ -148,6 +148,7 @@ def window_bounds(trace: Trace, window: Window, number: int | None) -> tuple[int
 
 
 def _spans_named(trace: Trace, ranges: Ranges, pattern: re.Pattern[str]) -> Spans:
+    """Return the union of the ranges whose whole name matches ``pattern``."""
     rows = trace.names_that(pattern.fullmatch)[ranges.name]
     return intervals.union(ranges.start_ns[rows], ranges.end_ns[rows])
 
@@ -211,11 +212,13 @@ def _kind_of_operator(name: str) -> int:
 
 
 def _spans_of_kinds(start: Int64, end: Int64, kind: Int8, kinds: tuple[str, ...]) -> Spans:
+    """Return the union of the intervals with one of these kinds."""
     rows = is_kind(kind, *kinds)
     return intervals.union(start[rows], end[rows])
 
 
 def _kind_times(start: Int64, end: Int64, kind: Int8, communication: CpuCommunication) -> dict[str, KindTime]:
+    """Return the totals of each kind that occurs, with the time marked as blocked as send/recv."""
     start, end = np.concatenate((start, communication.start_ns)), np.concatenate((end, communication.end_ns))
     kind = np.concatenate((kind, communication.kind))
     result = {}

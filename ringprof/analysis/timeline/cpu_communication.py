@@ -39,9 +39,11 @@ class CpuCommunication(msgspec.Struct, frozen=True):
 
     @property
     def ranges(self) -> Spans:
+        """Union of the ranges that no mark replaces."""
         return intervals.union(self.start_ns, self.end_ns)
 
     def of(self, kind: str) -> Spans:
+        """Return the union of these ranges of one kind."""
         rows = self.kind == CODE[kind]
         return intervals.union(self.start_ns[rows], self.end_ns[rows])
 

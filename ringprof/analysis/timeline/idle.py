@@ -108,6 +108,7 @@ class IdleCauses(msgspec.Struct, frozen=True):
 
     @property
     def total_ns(self) -> int:
+        """Sum of host, gap and blocked time."""
         return self.host_ns + self.gap_ns + self.blocked_ns
 
 

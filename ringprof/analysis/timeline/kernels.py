@@ -41,6 +41,7 @@ class RunKernel(NamedTuple):
 
     @property
     def mean_ns(self) -> float:
+        """Mean time per call."""
         return self.time_ns / self.calls
 
     @property
@@ -93,6 +94,7 @@ class KernelTotals(msgspec.Struct):
     totals: dict[tuple[str, str], RunKernel] = msgspec.field(default_factory=dict)
 
     def add(self, rank: int, kernels: Iterable[RankKernel]) -> None:
+        """Add the kernels of one rank."""
         for kernel in kernels:
             key = kernel.name, kernel.kind
             total = self.totals.get(key, RunKernel(*key, 0, 0, None if kernel.exposed_ns is None else 0, rank, -1))

@@ -125,6 +125,7 @@ def find_window(trace: Trace, launch: Int64, name: str | None = None) -> Window:
 
 
 def _named_window(trace: Trace, launch: Int64, name: str) -> Window:
+    """Return the window of all ranges called ``name``. Raises `UsageError` where they hold nothing."""
     marked = trace.names_that(re.compile(wildcards(name), re.DOTALL).fullmatch)
     rows = np.flatnonzero(marked[trace.annotations.name])
     if not len(rows):
@@ -148,6 +149,7 @@ def _named_window(trace: Trace, launch: Int64, name: str) -> Window:
 def _marked_window(
     trace: Trace, source: str, rows: npt.NDArray[np.intp], launched_in: list[Int64], spans: list[tuple[int, int]]
 ) -> Window:
+    """Build a window from marked ranges, which are ``rows`` of the annotations."""
     steps = count_steps(trace, rows, source)
     return Window(source, tuple(launched_in), tuple(spans), marked=True, steps=steps)
 
@@ -168,6 +170,7 @@ def count_steps(trace: Trace, rows: npt.NDArray[np.intp], source: str) -> int | 
 
 
 def _steps_inside(trace: Trace, row: int) -> int:
+    """Count the training steps inside one marked range; 0 where the range shows none."""
     ranges = trace.annotations
     inside = (ranges.start_ns > ranges.start_ns[row]) & (ranges.start_ns < ranges.end_ns[row])
     # Hooks that step the optimizer in the backward pass run on another thread, or inside an operator of this thread.

@@ -65,7 +65,7 @@ def device_work(classified: Classified, rows: TimedActivities) -> tuple[PartWork
     for number in reversed(range(len(RATED_PARTS))):
         part_of_root[root[(root != NONE) & (part == number)]] = number
     covered = (part != NONE) & (part_of_root[root] == part)
-    return _parts(records, nesting, part_of_root, (rows.start_ns, rows.end_ns, part, covered))
+    return _work_of_parts(records, nesting, part_of_root, (rows.start_ns, rows.end_ns, part, covered))
 
 
 def cpu_work(trace: Trace, window: Window) -> tuple[PartWork, ...]:
@@ -83,7 +83,7 @@ def cpu_work(trace: Trace, window: Window) -> tuple[PartWork, ...]:
     part_of_root = np.append(part, NONE)[enclosing]
     covered[enclosing[enclosing != NONE]] = True
     clipped = np.clip(start, window_start, window_end), np.clip(end, window_start, window_end)
-    return _parts(records, nesting, part_of_root, (*clipped, part, covered))
+    return _work_of_parts(records, nesting, part_of_root, (*clipped, part, covered))
 
 
 def _part_numbers(kind: Int8) -> Int64:
@@ -98,7 +98,7 @@ _Rows = tuple[Int64, Int64, Int64, npt.NDArray[np.bool_]]
 """Start, end and part of the timed activities or operators, and whether their FLOPs are known."""
 
 
-def _parts(records: FlopRecords, nesting: _Nesting, part_of_root: Int64, rows: _Rows) -> tuple[PartWork, ...]:
+def _work_of_parts(records: FlopRecords, nesting: _Nesting, part_of_root: Int64, rows: _Rows) -> tuple[PartWork, ...]:
     """Compute `PartWork` for every part; ``part_of_root`` is `NONE` for outermost operators outside the window."""
     part_of_record = np.where(nesting.innermost, part_of_root[nesting.root], NONE)
     parts = []
@@ -124,6 +124,7 @@ def _parts(records: FlopRecords, nesting: _Nesting, part_of_root: Int64, rows: _
 
 
 def _sum_flops(records: FlopRecords, chosen: npt.NDArray[np.bool_]) -> int:
+    """Sum the FLOPs of the chosen records."""
     # Python integers: the sum of many counts may exceed 64 bits.
     return sum(records.flops[chosen].tolist())
 

@@ -326,6 +326,7 @@ class _Fit(msgspec.Struct, dict=True):
 
     @cached_property
     def _widths(self) -> npt.NDArray[np.float64]:
+        """Width of each estimate, widened by its distance from the fit."""
         return np.array([estimate.width_ns + self.misfit(estimate) for estimate in self.estimates])
 
 
@@ -393,6 +394,7 @@ def _message_interval(a_to_b: TrafficSummary, b_to_a: TrafficSummary) -> tuple[f
 
 
 def _intersection(first: tuple[float, float], second: tuple[float, float]) -> tuple[float, float]:
+    """Return the intersection of two intervals; low exceeds high where they are disjoint."""
     return max(first[0], second[0]), min(first[1], second[1])
 
 
@@ -403,6 +405,7 @@ def _distance_from_causal(a_to_b: TrafficSummary, b_to_a: TrafficSummary, offset
 
 
 def _spread(differences: Sequence[Int64]) -> Spread:
+    """Return range and number of all differences."""
     all_differences = np.concatenate(differences)
     return Spread(float(all_differences.min()), float(all_differences.max()), len(all_differences))
 
@@ -440,6 +443,7 @@ def _equations(
 
 
 def _connected_hosts(estimates: Sequence[_OffsetEstimate], count: int) -> list[int]:
+    """Return for each host the lowest-numbered host that estimates connect it to."""
     first_connected = list(range(count))
     for _ in range(count):
         previous = list(first_connected)

@@ -63,10 +63,12 @@ class Exchange(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def start_ns(self) -> int:
+        """Start of the first activity."""
         return min([part.transfer.start_ns for part in self.parts])
 
     @property
     def end_ns(self) -> int:
+        """End of the last activity."""
         return max([part.transfer.end_ns for part in self.parts])
 
     @property
@@ -184,6 +186,7 @@ def _merged_spans(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _total_length(spans: list[tuple[int, int]]) -> int:
+    """Return the sum of the spans' lengths."""
     return sum(end - start for start, end in spans)
 
 

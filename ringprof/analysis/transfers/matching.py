@@ -150,6 +150,7 @@ class _Channel(msgspec.Struct):
 def _match_messages(
     all_transfers: Sequence[Transfer], group_of: Sequence[int], ranks: set[int], builder: _MatchBuilder
 ) -> None:
+    """Match the sends and receives of each channel in order, where counts and bytes agree."""
     channels: dict[tuple[int, int, int], _Channel] = defaultdict(_Channel)
     for number, (transfer, group) in enumerate(zip(all_transfers, group_of, strict=True)):
         for message in transfer.sends:
@@ -170,6 +171,7 @@ def _match_messages(
 
 
 def _channel_mismatch(channel: _Channel, *, both_here: bool) -> str:
+    """Return why the messages of a channel are not matched; empty where they are."""
     if not both_here:
         return "rank_missing"
     if len(channel.sent) != len(channel.received):
@@ -188,6 +190,7 @@ def _match_collectives(
     builder: _MatchBuilder,
     absent: AbsentRanks | None,
 ) -> None:
+    """Match the n-th calls of each kind over the ranks of each group."""
     calls: dict[tuple[int, str], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for number, transfer in enumerate(all_transfers):
         if transfer.kind in ("send_recv", "copy_engine"):

@@ -51,6 +51,7 @@ class Transfer(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def duration_ns(self) -> int:
+        """Length of the transfer."""
         return self.end_ns - self.start_ns
 
 
@@ -82,7 +83,7 @@ def transfers_of(classified: Classified, activities: Int64, rank: int) -> list[T
             content, source = _Content((None, ()), (), (), size if size != NONE else None), "copy"
         else:
             # Equal batches share one calls object (`classify`), which lives as long as ``classified``.
-            content = contents.get((id(calls), code)) or _content(trace, calls, kind, rank)
+            content = contents.get((id(calls), code)) or _content_of(trace, calls, kind, rank)
             contents[id(calls), code] = content
             source = EVIDENCE[evidence] if calls else "none"
         result.append(
@@ -94,9 +95,10 @@ def transfers_of(classified: Classified, activities: Int64, rank: int) -> list[T
     return result
 
 
-def _content(trace: Trace, calls: Calls, kind: str, rank: int) -> _Content:
+def _content_of(trace: Trace, calls: Calls, kind: str, rank: int) -> _Content:
+    """Return group, messages and bytes of a kernel that executes ``calls``."""
     sends, receives = _messages(calls, kind, rank)
-    return _Content(_group(trace, calls), sends, receives, _sent_bytes(calls, kind, sends, rank))
+    return _Content(_group_of(trace, calls), sends, receives, _sent_bytes(calls, kind, sends, rank))
 
 
 def _launch_order(classified: Classified) -> Int64:
@@ -107,7 +109,8 @@ def _launch_order(classified: Classified) -> Int64:
     return order
 
 
-def _group(trace: Trace, calls: Calls) -> Group:
+def _group_of(trace: Trace, calls: Calls) -> Group:
+    """Return the process group of the first call; without calls, an unknown group."""
     for call in calls:
         ranks = call.group_ranks or trace.groups.get(call.group or "", ())
         return call.group, tuple(ranks)
@@ -115,6 +118,7 @@ def _group(trace: Trace, calls: Calls) -> Group:
 
 
 def _messages(calls: Calls, kind: str, rank: int) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+    """Return the sends and receives of a send/recv kernel."""
     sends, receives = [], []
     for call in calls if kind == "send_recv" else ():
         rotation = single_peer(call, rank)
@@ -129,6 +133,7 @@ def _messages(calls: Calls, kind: str, rank: int) -> tuple[tuple[Message, ...], 
 
 
 def _size_bytes(call: CommRecord, elements: int | None) -> int | None:
+    """Return the bytes of a call's elements; None where number or data type is unknown."""
     if elements is None or call.dtype is None:
         return None
     name = call.dtype.lower()

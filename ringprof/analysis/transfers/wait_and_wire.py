@@ -190,6 +190,7 @@ def link_of(transfer: Transfer, hosts: HostOfRank) -> str:
 
 
 def _transfer_times(matches: Matches, clocks: Clocks) -> _TransferTimes:
+    """Compute the times of all transfers on the common clock, and when their partners were ready."""
     transfers, sender, receiver = matches.transfers, matches.sender, matches.receiver
     offset = np.array([clocks.offset_ns[transfer.rank] for transfer in transfers], np.int64)
     start = np.array([transfer.start_ns for transfer in transfers], np.int64) + offset
@@ -250,6 +251,7 @@ def _has_repeated_peer(transfers: tuple[Transfer, ...]) -> npt.NDArray[np.bool_]
 
 
 def _links(transfers: tuple[Transfer, ...], hosts: HostOfRank) -> list[str]:
+    """Return the slowest link class of each transfer."""
     link_by_contents: dict[tuple[int, str, int, int, int], str] = {}
     result = []
     for transfer in transfers:
@@ -288,6 +290,7 @@ def _best_rates(matches: Matches, times: _TransferTimes, links: list[str]) -> di
 
 
 def _split(transfer: Transfer, link: str, after_ready: int | None, best: Rate | None) -> Split:
+    """Split one transfer into wait and wire; wire takes at least as long as at the best rate."""
     duration = transfer.end_ns - transfer.start_ns
     if transfer.kind == "copy_engine":
         return Split(transfer, link, transfer.start_ns, 0, duration)
