@@ -92,7 +92,7 @@ def test_a_signal_ends_it_and_leaves_nothing(many, tmp_path, jobs, number):
     code, errors = signalled_report(many, tmp_path / "scratch", jobs, number)
     assert code == 128 + number and "Traceback" not in errors, errors
     assert leftover_folders(tmp_path / "scratch") == []
-    # A process that stays makes the test run into its time limit.
+    # A process that survives makes the test run into its time limit.
     while running(tmp_path / "scratch"):
         time.sleep(0.05)
 
@@ -159,7 +159,7 @@ def test_a_recorded_run_needs_no_trace(tmp_path):
         (tmp_path / entry.reduced).write_bytes(reduce_trace(read_trace(RING / entry.path)))
     apart, whole = (report(path, scratch=tmp_path / "scratch") for path in (tmp_path / "run.json", RING / "run.json"))
     assert apart.returncode == 0 and without_hint(apart) == without_hint(whole)
-    # The report is of the trace that is there: rewritten since it was reduced, or none.
+    # A trace that was rewritten after it was reduced is read itself.
     other = RING.parent / "h200x4-burst-262144" / "rank1.json.gz"
     shutil.copy(other, tmp_path / "rank1.json.gz")
     done = report(tmp_path / "run.json", scratch=tmp_path / "scratch")

@@ -68,7 +68,7 @@ def test_reduced_traces_in_another_file_system(memory):
     assert report_of("memory://small") == report_of(*traces)
 
 
-def test_what_is_not_there(memory):
+def test_missing_files_are_reported(memory):
     for name in ("memory://nothing/run.json", "memory://nothing"):
         with pytest.raises(InputError, match="no such file"):
             ringprof.load(name)

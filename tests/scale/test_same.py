@@ -211,7 +211,7 @@ def test_details_live_as_long_as_a_rank_does(load_few_at_a_time):
     assert rank.hops == together.hops
 
 
-def test_a_host_of_unequal_ranks_tells_its_clock_by_the_one_that_ends_first(load_few_at_a_time, tmp_path):
+def test_the_first_end_on_a_host_bounds_its_clock(load_few_at_a_time, tmp_path):
     """Check an all-reduce of ranks that end at different times.
 
     Rank 3, until 700, ended after rank 1 began, at 1000: the clocks are 300 to 9000 us apart.

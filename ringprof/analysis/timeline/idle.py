@@ -45,7 +45,7 @@ class IdleStretches(msgspec.Struct, frozen=True):
     launch: Int64
     """Index into the trace's launches: the launch of that activity, or `NONE`."""
     launched_ns: Int64
-    """Return of that launch call, clipped to the stretch: time before it is host time."""
+    """Time at which that launch call returned, clipped to the stretch; the time before is host time."""
 
     def __len__(self) -> int:
         return len(self.start_ns)

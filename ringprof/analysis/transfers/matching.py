@@ -162,7 +162,7 @@ def _match_messages(
             channel.received.append(number)
             channel.received_bytes.append(message.size_bytes)
     for (_, sender, receiver), channel in channels.items():
-        reason = _channel_mismatch(channel, both_here=sender in ranks and receiver in ranks)
+        reason = _channel_mismatch(channel, both_loaded=sender in ranks and receiver in ranks)
         if reason:
             builder.mark_unmatched((*channel.sent, *channel.received), reason)
         else:
@@ -170,9 +170,9 @@ def _match_messages(
             builder.receiver += channel.received
 
 
-def _channel_mismatch(channel: _Channel, *, both_here: bool) -> str:
+def _channel_mismatch(channel: _Channel, *, both_loaded: bool) -> str:
     """Return why the messages of a channel are not matched; empty where they are."""
-    if not both_here:
+    if not both_loaded:
         return "rank_missing"
     if len(channel.sent) != len(channel.received):
         return "counts_differ"

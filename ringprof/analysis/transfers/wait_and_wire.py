@@ -48,7 +48,7 @@ class _TransferTimes(msgspec.Struct, frozen=True):
 
 
 def better_rates(first: dict[LinkClass, Rate], second: dict[LinkClass, Rate]) -> dict[LinkClass, Rate]:
-    """Return the better of two rates for each (kind, link)."""
+    """Merge two tables of rates, keeping the higher rate of each (kind, link)."""
     result = dict(first)
     for key, (size, span) in second.items():
         rate = result.get(key)

@@ -62,7 +62,7 @@ def test_several_groups_are_kept_together():
 
 
 @pytest.mark.parametrize("group", ["mesh_cp", "MESH_C?", "4", "0-3"])
-def test_the_channels_of_our_own_strategies_are_the_groups_that_they_were_made_in(group):
+def test_groups_of_ringprofs_strategies_count_as_the_groups_they_were_made_from(group):
     # Two rings of two ranks within the context-parallel group of four; the data-parallel group belongs to others.
     inner = {"group": "9", "group_description": "ringprof:read_inner", "group_ranks": (0, 1), "group_size": 2}
     b = Builder(world_size=8).run(FLASH, 0, 1000, launched=10)

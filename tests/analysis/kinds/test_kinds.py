@@ -70,7 +70,7 @@ def test_there_is_a_colour_for_another_kind():
     assert free_colours()
 
 
-def test_what_is_beside_attention_is_in_one_part():
+def test_every_compute_kind_outside_attention_is_in_one_part():
     parts = [kind for kinds in COMPUTE_PARTS.values() for kind in kinds]
     assert sorted(parts) == sorted(set(COMPUTE) - {"flash_fwd", "flash_bwd"})
 

@@ -145,7 +145,7 @@ NAMES = {
         "void cutlass::device_kernel<Unknown",
         "main_kernel",
         "kernel_0",
-        # State-space models and linear attention, whose kernels are none of these.
+        # State-space models and linear attention fit no other kind.
         "_chunk_scan_fwd_kernel",
         "chunk_gated_delta_rule_fwd_kernel_h_blockdim64",
         "fused_sigmoid_gating_delta_rule_update_kernel",
@@ -169,7 +169,7 @@ GROUPS = {
 }  # fmt: skip
 
 
-# Names of jobs that no rule was written for: XLA, llama.cpp, MIOpen, Transformer Engine, NATTEN, HSTU, serving engines.
+# Kernel names from traces that no rule was written for: XLA, llama.cpp, MIOpen, Transformer Engine, NATTEN, HSTU, serving engines.
 OF_OTHER_JOBS = {
     "elementwise": [
         "loop_add_fusion",
@@ -249,7 +249,7 @@ EVERY_NAME = [(kind, name) for table in (NAMES, OF_OTHER_JOBS) for kind, names i
 
 
 @pytest.mark.parametrize(("kind", "name"), EVERY_NAME)
-def test_every_family_is_told_by_its_name(kind, name):
+def test_every_family_is_recognised_by_its_name(kind, name):
     rule = rule_for(name)
     assert (rule.kind if rule else "other") == kind
 
@@ -295,7 +295,7 @@ def test_every_family_is_told_by_its_name(kind, name):
         ("_sage_fwd", "SageAttention"),
     ],
 )
-def test_whose_kernel_it_is(name, family):
+def test_the_family_of_a_kernel(name, family):
     rule = rule_for(name)
     assert rule is not None and rule.family == family
 
@@ -312,7 +312,7 @@ FUNCTOR = "at::native::CUDAFunctor_add<float>"
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        # A word of a parameter's type is no word of the kernel's.
+        # Words in a parameter's type do not count.
         ("void compute(cudnn::reduced_divisor, int)", None),
         ("void work<float>(flash::Flash_fwd_params)", None),
         ("void ns::work<(ns::Mode)1, float>(ncclDevKernelArgs<4096ul>*, int)", None),
@@ -320,7 +320,7 @@ FUNCTOR = "at::native::CUDAFunctor_add<float>"
         ("void work<float>(gemm::Par", None),
         ("void Work::operator()<float>(gemm::Params) const", None),
         ("void work<(8 < 4), float>(gemm::Params)", None),
-        # All that stands before the parameters counts.
+        # Everything before the parameters counts.
         (f"void at::native::elementwise_kernel<128, 4, at::native::gpu<{FUNCTOR}>(at::It&)::{{lambda(int)#1}}>(int)",
          "elementwise"),
         ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<Metadata<4>, (anonymous namespace)::Adam"
@@ -333,12 +333,12 @@ FUNCTOR = "at::native::CUDAFunctor_add<float>"
         ("(gemm)", "gemm"),
     ],
 )  # fmt: skip
-def test_what_stands_before_the_parameters_tells(name, kind):
+def test_only_text_before_the_parameters_decides(name, kind):
     rule = rule_for(name)
     assert (rule.kind if rule else None) == kind
 
 
-def test_what_each_kind_counts_as():
+def test_the_category_of_each_kind():
     assert {group: [kind.key for kind in KIND.values() if kind.group == group] for group in GROUPS} == GROUPS
     assert sum(map(len, GROUPS.values())) == len(KINDS)
 
@@ -412,7 +412,7 @@ def test_recorded_calls(name, kind):
         ("aten::add_", None),
     ],
 )
-def test_what_runs_in_an_operator_or_annotation(name, kind):
+def test_the_kind_of_kernels_inside_an_operator_or_annotation(name, kind):
     assert kind_of_enclosed_kernels(name) == kind
 
 
@@ -431,7 +431,7 @@ def test_what_runs_in_an_operator_or_annotation(name, kind):
         ("my_norm_of_nothing", None),
     ],
 )
-def test_whose_kernel_an_operator_launches(name, kind):
+def test_the_kind_of_an_operators_own_kernel(name, kind):
     assert kind_of_own_kernel(name) == kind
 
 

@@ -74,7 +74,7 @@ def test_wire_and_wait_have_nothing_beside_what_was_launched_elsewhere():
         )  # fmt: skip
     builders[0].run(FLASH, 1100, 1500, launched=900)
     first, second = attribute([b.trace() for b in builders], focus=Focus(window="mine")).ranks
-    # Waiting from 1000 to 1100, beside the block until 1500, then wire alone.
+    # Wait from 1000 to 1100, then overlapped by the block until 1500, then exposed wire.
     assert (first.exposed.wait_ns, first.exposed.wire_ns, first.breakdown.exposed_comm_ns) == (100, 500, 600)
     assert first.exposed.by_group == {("send_recv", "cp"): 600}
     assert (second.exposed.wait_ns, second.exposed.wire_ns) == (0, 700)

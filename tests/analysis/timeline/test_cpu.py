@@ -52,12 +52,12 @@ def test_the_kinds_of_a_cpu_run():
     }
 
 
-def test_no_wait_and_wire_and_a_warning_that_says_why():
+def test_cpu_transfers_are_not_split_and_a_warning_names_the_reason():
     assert codes(example()) == {"cpu_no_transfer_times"}
     assert rank_of(example()).splits == ()
 
 
-def test_without_marks_of_waiting_a_warning_says_that_communication_is_unknown():
+def test_without_wait_marks_a_warning_reports_unknown_communication():
     b = Builder(world_size=2).operate(FORWARD, 0, 100)
     assert "cpu_no_wait_marks" in codes(b)
 
@@ -186,7 +186,7 @@ def test_a_compiled_graph_computes_nothing_while_it_waits_for_a_functional_colle
     assert (breakdown.exposed_comm_ns, breakdown.idle_ns) == (220 + 190, 20)
 
 
-def test_what_fsdp_packs_for_a_gather_is_no_gather():
+def test_fsdp_copies_around_a_gather_are_not_gathers():
     b = Builder(world_size=2).mark("ProfilerStep#1", 0, 1000).mark("gloo:all_gather", 300, 500, thread=7)
     b.operate("fsdp::all_gather_copy_in", 0, 200).operate("aten::_foreach_copy_", 50, 150)
     b.operate("c10d::_allgather_base_", 250, 300).operate("fsdp::split_with_sizes_copy", 500, 600)

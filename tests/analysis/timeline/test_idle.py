@@ -91,7 +91,7 @@ def test_the_class_of_an_event_and_of_what_lies_in_it(trace, tmp_path, name, cat
         ("python_function", "train.py(1): step"),
     ],
 )
-def test_what_is_open_around_everything_explains_nothing(trace, tmp_path, category, name):
+def test_ranges_around_everything_are_ignored(trace, tmp_path, category, name):
     trace.event(category, name, -20 * US, 100 * US)
     trace.run(60 * US, 70 * US, launched=(60 * US, 60 * US))
     assert idle_of(trace, tmp_path) == {("nothing recorded", ""): 50 * US}
@@ -150,7 +150,7 @@ def test_a_launch_call_that_outlasts_the_start_of_its_kernel_is_host_time_until_
         (90 * US, {"launched": None}, ("blocked", "no launch record")),
     ],
 )  # fmt: skip
-def test_what_had_been_launched_is_a_gap_or_blocked(trace, tmp_path, length, options, expected):
+def test_idle_time_after_the_launch_is_a_gap_or_blocked(trace, tmp_path, length, options, expected):
     trace.run(10 * US + length, 200 * US, **{"launched": (2 * US, 5 * US), **options})
     assert idle_of(trace, tmp_path) == {expected: length}
 

@@ -76,7 +76,7 @@ def test_kernels_sum_to_their_kinds(folder, between) -> None:
             assert of_kind["exposed_ns"].sum() == exposed
 
 
-def test_what_is_left_in_other_is_named_longest_first() -> None:
+def test_unclassified_kernels_are_named_longest_first() -> None:
     b = Builder(world_size=1)
     for number in range(7):
         b.run(f"unheard_of_{number}", 100 * number, 100 * number + 10 + number, launched=number)

@@ -66,7 +66,7 @@ def test_kernels_of_another_kind_are_not_matched():
     assert "no_record" in codes(attribution_of(reduces(0, spans), reduces(1, spans, name=GATHER)))
 
 
-def test_two_communicators_of_a_rank_are_told_apart():
+def test_two_communicators_of_a_rank_are_distinguished():
     """Check three communicators: ranks 0 and 1 reduce, ranks 2 and 3 reduce, and all four gather."""
     pairs = {0: (1 * MS, 4 * MS), 1: (3 * MS, 4 * MS), 2: (1 * MS, 2 * MS), 3: (1_200 * US, 2 * MS)}
     gather_starts = {0: 5 * MS, 1: 5 * MS, 2: 5 * MS, 3: 6 * MS}

@@ -44,7 +44,7 @@ def attribution_without_records(hops, *entries, step=1, **changes):
     return attribute([b.trace() for b in builders], recorded_run(work=work, **changes))
 
 
-def test_hops_of_one_size_take_it_and_say_so():
+def test_hops_of_one_size_take_it_from_the_run():
     attribution = attribution_without_records(6, sent("kv", "forward", 3, 4000))
     for rank in attribution.ranks:
         assert [part.transfer.source for part in rank.splits] == ["run"] * 6
@@ -84,7 +84,7 @@ def test_peers_are_known_only_of_one_ring_over_all_ranks(step):
 
 
 @pytest.mark.parametrize("name", ["h200x4-zigzag-262144", "h200x4-ring-262144", "h200x4-stripe-262144"])
-def test_what_it_fills_in_is_what_the_records_of_a_real_run_say(name):
+def test_filled_values_equal_the_records_of_a_real_run(name):
     run = read_run(TRACES / name / "run.json")
     traces = read_traces([TRACES / name / trace.path for trace in run.traces])
     none = np.empty(0, np.int64)
@@ -113,7 +113,7 @@ def test_what_it_fills_in_is_what_the_records_of_a_real_run_say(name):
     assert sizes_compared
 
 
-def test_replayed_graphs_are_said_to_hide_what_made_them():
+def test_replayed_graphs_get_a_warning():
     b = Builder(world_size=1).run(NCCL, 0, 500, correlation=7, node=3).run(NCCL, 600, 700, correlation=7, node=4)
     (warning, other) = attribute([b.trace()]).warnings
     assert (warning.code, other.code) == ("cuda_graph", "no_record")

@@ -121,7 +121,7 @@ def test_unequal_bytes_are_reported():
     assert "bytes_differ" in codes(attribution_of(builders))
 
 
-def test_a_kernel_without_records_is_said_to_have_none():
+def test_a_kernel_without_records_gets_a_warning():
     b = Builder(world_size=1).run(FLASH, 0, 10, launched=1).run(NCCL, 10, 30, launched=2)
     attribution = attribution_of([b])
     assert codes(attribution) == ["no_record"]
