@@ -69,8 +69,8 @@ def attribute(
     """Explain the traces of one run, one per rank, in memory; ``focus`` chooses the part of them to analyse.
 
     ``ranks_per_host`` names the hosts where neither ``run`` nor the traces do. Raises `InputError` where two traces
-    are of the same rank or of runs of different size, `TraceFormatError` where a trace holds nothing to analyse,
-    `UsageError` where a chosen range or group does not exist.
+    are of the same rank or of runs of different size. Raises `TraceFormatError` for a trace with nothing to analyse,
+    and `UsageError` for a chosen range or group that does not exist.
     """
     info = read_run_info([facts_of(trace) for trace in traces], run, ranks_per_host, focus)
     by_rank = {rank: msgspec.structs.replace(traces[index], rank=rank) for rank, index in info.place.items()}

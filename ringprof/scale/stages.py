@@ -46,7 +46,7 @@ from ringprof.trace.reduced import reduce_trace
 
 
 class RunContext(msgspec.Struct, frozen=True):
-    """Inputs that all ranks share; with a store on disk, little and plain data."""
+    """Inputs that all ranks share; with a store on disk, the context is small, plain data."""
 
     store: RankStore
     focus: Focus

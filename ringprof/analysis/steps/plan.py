@@ -216,7 +216,7 @@ def _move_last_gradients(slots: Int64, keys: Sequence[StepKey]) -> Int64:
     """Move a previous layer's last gradients back to its own pass.
 
     Where one layer's backward pass meets the next, the first of several hops carries the previous layer's last dK and
-    dV and belongs to that layer's last step.
+    dV. That hop belongs to the previous layer's last step.
     """
     result: Int64 = slots.copy()
     for slot in distinct(slots).tolist():

@@ -125,7 +125,7 @@ def find_window(trace: Trace, launch: Int64, name: str | None = None) -> Window:
 
 
 def _named_window(trace: Trace, launch: Int64, name: str) -> Window:
-    """Return the window of all ranges called ``name``. Raises `UsageError` where they hold nothing."""
+    """Return the window of all ranges called ``name``. Raises `UsageError` without such ranges or launches."""
     marked = trace.names_that(re.compile(wildcards(name), re.DOTALL).fullmatch)
     rows = np.flatnonzero(marked[trace.annotations.name])
     if not len(rows):

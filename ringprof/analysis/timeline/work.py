@@ -133,7 +133,7 @@ def _find_nesting(records: FlopRecords) -> _Nesting:
     """Find which records lie inside others on their thread."""
     order = np.lexsort((-records.end_ns, records.start_ns, records.thread))
     start, end, thread = records.start_ns[order], records.end_ns[order], records.thread[order]
-    # Ends are ranked by thread first, so that the ends of earlier threads rank below.
+    # Find the latest end so far by its rank among all ends. Ranks go by thread first: earlier threads rank below.
     by_end = np.lexsort((end, thread))
     rank_of_end = np.empty(len(order), np.int64)
     rank_of_end[by_end] = np.arange(len(order))

@@ -1,8 +1,8 @@
 """Split each communication kernel's time into wait for its peers and wire.
 
 A send/recv kernel starts when its rank reaches it and spins until its peers do. With all ranks on one clock, the time
-at which all were ready is known: the latest start among the kernel's own peers. Where the kernel carries more than one
-message per peer (K and V in one group), the peers' own peers in the same hop count too. The time before is wait; the
+at which all were ready is known: the latest start among the kernel's own peers. Where the kernel carries several
+messages per peer (K and V in one group), the peers' own peers in that hop count too. The time before is wait; the
 rest is wire. A peer-to-peer copy does not start before the peer is ready: all of it is wire.
 """
 

@@ -169,7 +169,7 @@ GROUPS = {
 }  # fmt: skip
 
 
-# Kernel names from traces that no rule was written for: XLA, llama.cpp, MIOpen, Transformer Engine, NATTEN, HSTU, serving engines.
+# Kernel names that no rule was written for: XLA, llama.cpp, MIOpen, Transformer Engine, NATTEN, HSTU, serving engines.
 OF_OTHER_JOBS = {
     "elementwise": [
         "loop_add_fusion",
