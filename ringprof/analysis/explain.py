@@ -28,7 +28,7 @@ from ringprof.analysis.timeline.cpu import (
 from ringprof.analysis.timeline.idle import idle_causes
 from ringprof.analysis.timeline.kernels import RankKernel, rank_kernels
 from ringprof.analysis.timeline.launches import launch_statistics
-from ringprof.analysis.timeline.rows import OnDevice, timed_activities
+from ringprof.analysis.timeline.rows import DeviceActivities, timed_activities
 from ringprof.analysis.timeline.window import Focus, Window, find_window
 from ringprof.analysis.timeline.work import cpu_work, device_work
 from ringprof.analysis.transfers.hops import PeerBlock, Split, TimedHop, group_into_hops, hop_totals, spans_of, total
@@ -73,7 +73,7 @@ def explain(
     device = _busiest_device(classified, window, in_window, rank, warnings)
     rows = timed_activities(classified, in_window, device, between_ns)
     warnings += warn_of_overfull_streams(rows, trace, rank)
-    background = OnDevice(classified, device).background(rows)
+    background = DeviceActivities(classified, device).background(rows)
     # Hops are matched over the whole window: within chosen times the ranks would count different hops.
     on_device = in_window[trace.activities.device[in_window] == device]
     transfers = transfers_of(classified, on_device, rank)
@@ -123,7 +123,7 @@ def _classify(rank: int, trace: Trace, focus: Focus, warnings: list[Notice]) -> 
     selection = groups.keep_group(classified, focus.group)
     if selection.unknown:
         warnings.append(Notice("group_unknown", _GROUP_UNKNOWN, rank, selection.unknown))
-    return selection.classified, selection.found
+    return selection.classified, selection.in_group
 
 
 _CUDA_GRAPH = (

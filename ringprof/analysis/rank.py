@@ -12,7 +12,7 @@ from ringprof.analysis.kinds.classify import Classified
 from ringprof.analysis.timeline.breakdown import Breakdown, break_down
 from ringprof.analysis.timeline.idle import IdleCauses, IdleParts, idle_parts
 from ringprof.analysis.timeline.launches import LaunchStatistics
-from ringprof.analysis.timeline.rows import OnDevice, TimedActivities, timed_activities
+from ringprof.analysis.timeline.rows import DeviceActivities, TimedActivities, timed_activities
 from ringprof.analysis.timeline.window import Window
 from ringprof.analysis.timeline.work import PartWork
 from ringprof.analysis.transfers.hops import HopTotals, PeerBlock, Split, TimedHop, hop_totals, spans_of, total
@@ -40,14 +40,14 @@ class Detail(msgspec.Struct, frozen=True, dict=True):
 
     def background(self, rows: TimedActivities) -> TimedActivities:
         """Return the activities outside the window that ran on the device at the same time."""
-        return OnDevice(self.classified, self.device).background(rows)
+        return DeviceActivities(self.classified, self.device).background(rows)
 
     @cached_property
     def iterations(self) -> tuple[Breakdown, ...]:
         """Breakdown of each marked iteration; a single one where nothing is marked."""
         if self.cpu_iterations:
             return self.cpu_iterations
-        device, blocked = OnDevice(self.classified, self.device), spans_of(self.blocks)
+        device, blocked = DeviceActivities(self.classified, self.device), spans_of(self.blocks)
         parts = (break_down(rows, device.background(rows)) for rows in self.window.by_iteration(self.rows()))
         return tuple(part.with_blocked(blocked) for part in parts)
 

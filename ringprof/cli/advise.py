@@ -16,7 +16,7 @@ from ringprof.prediction.advise import advice_dict, advise
 from ringprof.prediction.calibration import read_calibration
 from ringprof.prediction.recommendation_text import advice_text, document
 from ringprof.report.page.html import render as page
-from ringprof.scale.trace_set import unheard
+from ringprof.scale.trace_set import ignore_progress
 
 _UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}
 
@@ -39,7 +39,7 @@ def command(**options: Any) -> int:
         found = advise(
             asked_workload(options), cluster, machine, ScheduleCache().of, kernel=options["kernel"],
             memory_bytes=_size(options["memory"]) if options["memory"] else None, strategies=options["strategies"],
-            tell=tell or unheard,
+            tell=tell or ignore_progress,
         )  # fmt: skip
     click.echo(
         json_text(advice_dict(found)) if options["form"] == "json" else advice_text(found, text_style(None)), nl=False

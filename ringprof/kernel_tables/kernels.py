@@ -16,10 +16,10 @@ from typing import Literal
 
 from ringprof.analysis.kinds.kinds import ATTENTION, COMPUTE
 from ringprof.analysis.kinds.operators import (
-    kind_enclosing,
     kind_of_attention_operator,
     kind_of_collective,
-    kind_of_its_kernel,
+    kind_of_enclosed_kernels,
+    kind_of_own_kernel,
 )
 from ringprof.analysis.kinds.rules import rule_for
 from ringprof.kernel_tables.rows import CUT_MARKS, KernelTable, TableRow
@@ -96,7 +96,7 @@ def kind_of_row(name: str) -> str:
         return "copy_engine" if "PtoP" in stem or "peer" in bare else "memcpy"
     if bare.startswith("memset"):
         return "memset"
-    if kind := kind_of_attention_operator(stem) or kind_enclosing(stem) or kind_of_its_kernel(stem):
+    if kind := kind_of_attention_operator(stem) or kind_of_enclosed_kernels(stem) or kind_of_own_kernel(stem):
         return kind
     if stem.startswith(("c10d::", "nccl:")):
         return kind_of_collective(stem) or "other"

@@ -17,7 +17,7 @@ from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import PredictionResult, TapeOf, predict, prediction_dict
 from ringprof.prediction.query import Query
 from ringprof.run import Workload
-from ringprof.scale.trace_set import Notify, unheard
+from ringprof.scale.trace_set import Notify, ignore_progress
 
 _SCHEMA = "ringprof.advice/1"
 HIDDEN = 0.02
@@ -126,7 +126,7 @@ _MEASURES = {
 
 def advise(
     workload: Workload, cluster: Cluster, machine: Calibration, schedule_of: TapeOf, *, kernel: str = "auto",
-    memory_bytes: int | None = None, strategies: Sequence[str] = (), tell: Notify = unheard,
+    memory_bytes: int | None = None, strategies: Sequence[str] = (), tell: Notify = ignore_progress,
 ) -> Advice:  # fmt: skip
     """All candidates foreseen, by time; of ``strategies`` alone, where some are named.
 

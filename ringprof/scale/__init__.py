@@ -1,1 +1,1 @@
-"""Runs of many ranks: the analysis as a map over ranks and a small reduce, in memory that ranks do not add to."""
+"""Analysis of runs with many ranks: a map over ranks and a small reduce, with memory independent of the rank count."""

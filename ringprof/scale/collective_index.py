@@ -1,8 +1,7 @@
-"""Collectives of many ranks, taken in one rank after another: what a group's ranks did, without all their transfers.
+"""Index of collectives over many ranks, filled rank by rank: group-wide times without all ranks' transfers.
 
-The n-th call of a kind is the same collective on every rank of a group (`ringprof.analysis.transfers.matching`). Of
-each call only three moments a host are kept, so that what is held grows with the hosts of a group and not with its
-ranks.
+The n-th call of a kind is the same collective on every rank of a group (`ringprof.analysis.transfers.matching`). The
+index keeps only three times per call and host, so its size grows with the hosts of a group and not with its ranks.
 """
 
 from __future__ import annotations
@@ -13,112 +12,126 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from ringprof.analysis.transfers.clocks import Clocks, CollectiveMatches, Traffic, collect_matches
-from ringprof.analysis.transfers.matching import AbsentPeers, number_groups, refusal_of_collective
+from ringprof.analysis.transfers.clocks import Clocks, CollectiveTimes, Traffic, collect_collectives
+from ringprof.analysis.transfers.matching import AbsentPeers, collective_mismatch, number_groups
 from ringprof.analysis.transfers.transfers import Group, Transfer
 from ringprof.trace.columns import Int64
 
 
 class _Calls(msgspec.Struct):
-    """One group's calls of one kind."""
+    """Calls of one kind in one group."""
 
     counts: dict[int, int] = msgspec.field(default_factory=dict)
-    """Rank -> how many."""
-    on_host: dict[int, CollectiveMatches] = msgspec.field(default_factory=dict)
+    """Rank -> number of calls."""
+    on_host: dict[int, CollectiveTimes] = msgspec.field(default_factory=dict)
     last_on_host: dict[int, Int64] = msgspec.field(default_factory=dict)
-    """Host -> for each call the rank of the host that began it last."""
+    """Host -> for each call, the host's last rank to begin it."""
 
 
 class KnownCalls(msgspec.Struct, frozen=True):
-    """Of one group's matched calls of one kind what a rank of it must know; plain data."""
+    """Matched calls of one kind in one group, as its ranks need them; plain data."""
 
     peers_ready_ns: Int64
-    """The latest start over the group, on the common clock."""
+    """Latest start over the group, per call, on the common clock."""
     last_rank: Int64
-    """The rank of that start."""
+    """Rank with the latest start, per call."""
     clock_error_ns: dict[int, int]
-    """Rank -> how far the clocks of the group's hosts may be off its own."""
+    """Rank -> largest possible error between the clocks of the group's hosts and its own."""
 
 
 class CollectiveExtract(msgspec.Struct, frozen=True):
-    """What some ranks must know of the others' collectives, as plain data.
+    """Extract of the index for some ranks: the collectives of all their groups; plain data.
 
-    A `ringprof.analysis.transfers.matching.AbsentRanks`."""
+    Implements `ringprof.analysis.transfers.matching.AbsentRanks`.
+    """
 
     calls: dict[tuple[Group, str], KnownCalls | str]
-    """What is known, or why it is not matched."""
+    """(Group, kind) -> its calls, or the reason why they are not matched."""
 
-    def refusal(self, group: Group, kind: str) -> str:
-        found = self.calls.get((group, kind), "rank_missing")
-        return found if isinstance(found, str) else ""
+    def mismatch(self, group: Group, kind: str) -> str:
+        """Return why the group's calls of this kind are not matched; empty where they are."""
+        calls = self.calls.get((group, kind), "rank_missing")
+        return calls if isinstance(calls, str) else ""
 
     def calls_of(self, group: Group, kind: str, rank: int, rows: Int64) -> AbsentPeers:
-        found = self.calls[group, kind]
-        assert isinstance(found, KnownCalls)
-        return AbsentPeers(rows, found.peers_ready_ns, found.last_rank, found.clock_error_ns[rank])
+        """Return what the group's other ranks did in the calls of ``rank``."""
+        calls = self.calls[group, kind]
+        assert isinstance(calls, KnownCalls)
+        return AbsentPeers(rows, calls.peers_ready_ns, calls.last_rank, calls.clock_error_ns[rank])
 
 
 class CollectiveIndex:
-    """What all ranks did in collectives; ``host`` is the number of every rank's host."""
+    """Index of the collectives of all ranks; ``host`` maps each rank to the number of its host."""
 
     def __init__(self, host: Mapping[int, int]) -> None:
         self._host = host
         self._calls: dict[tuple[Group, str], _Calls] = defaultdict(_Calls)
 
     def add(self, rank: int, transfers: Sequence[Transfer]) -> None:
-        """Take in the transfers of one rank, in order."""
+        """Add the transfers of one rank, in order."""
         groups, group_of = number_groups(transfers)
-        mine: dict[tuple[int, str], list[Transfer]] = defaultdict(list)
+        calls_by_collective: dict[tuple[int, str], list[Transfer]] = defaultdict(list)
         for number, transfer in zip(group_of, transfers, strict=True):
             if transfer.kind not in ("send_recv", "copy_engine") and transfer.source != "none":
-                mine[number, transfer.kind].append(transfer)
-        for (number, kind), calls in mine.items():
+                calls_by_collective[number, transfer.kind].append(transfer)
+        for (number, kind), calls in calls_by_collective.items():
             start = np.array([call.start_ns for call in calls], np.int64)
             end = np.array([call.end_ns for call in calls], np.int64)
-            self._take(self._calls[groups[number], kind], rank, CollectiveMatches(start, end, end))
+            self._merge(self._calls[groups[number], kind], rank, CollectiveTimes(start, end, end))
 
-    def _take(self, known: _Calls, rank: int, moments: CollectiveMatches) -> None:
-        known.counts[rank] = len(moments.last_end)
+    def _merge(self, calls: _Calls, rank: int, times: CollectiveTimes) -> None:
+        """Merge one rank's times into those of its host."""
+        calls.counts[rank] = len(times.last_end)
         host = self._host[rank]
-        others = known.on_host.get(host)
-        if others is None:
-            known.on_host[host] = moments
-            known.last_on_host[host] = np.full(len(moments.last_end), rank, np.int64)
-        elif len(others.last_end) == len(moments.last_end):
-            later = moments.last_start > others.last_start
-            known.last_on_host[host] = np.where(later, rank, known.last_on_host[host])
-            known.on_host[host] = CollectiveMatches(
-                np.maximum(others.last_start, moments.last_start),
-                np.minimum(others.first_end, moments.first_end),
-                np.maximum(others.last_end, moments.last_end),
+        host_times = calls.on_host.get(host)
+        if host_times is None:
+            calls.on_host[host] = times
+            calls.last_on_host[host] = np.full(len(times.last_end), rank, np.int64)
+        elif len(host_times.last_end) == len(times.last_end):
+            is_later = times.last_start > host_times.last_start
+            calls.last_on_host[host] = np.where(is_later, rank, calls.last_on_host[host])
+            calls.on_host[host] = CollectiveTimes(
+                np.maximum(host_times.last_start, times.last_start),
+                np.minimum(host_times.first_end, times.first_end),
+                np.maximum(host_times.last_end, times.last_end),
             )
 
-    def traffic(self, found: Traffic) -> None:
-        """Add what matched calls say of the hosts' clocks."""
+    def traffic(self, traffic: Traffic) -> None:
+        """Add the evidence of matched calls about the hosts' clocks to ``traffic``."""
         for (group, kind), calls in self._calls.items():
-            if not self._refusal(group, calls):
-                collect_matches(calls.on_host, kind, found)
+            if not self._mismatch(group, calls):
+                collect_collectives(calls.on_host, kind, traffic)
 
     def extract(self, ranks: Sequence[int], clocks: Clocks) -> CollectiveExtract:
-        """What these ranks must know of their own groups."""
+        """Return the calls of all groups that these ranks belong to."""
         wanted = {key: calls for key, calls in self._calls.items() if any(rank in calls.counts for rank in ranks)}
-        return CollectiveExtract({key: self._known(key[0], calls, ranks, clocks) for key, calls in wanted.items()})
+        return CollectiveExtract(
+            {key: self._known_calls(key[0], calls, ranks, clocks) for key, calls in wanted.items()}
+        )
 
-    def _refusal(self, group: Group, calls: _Calls) -> str:
-        return refusal_of_collective(group, self._host.keys(), calls.counts)
+    def _mismatch(self, group: Group, calls: _Calls) -> str:
+        """Return why a group's calls are not matched; empty where they are."""
+        return collective_mismatch(group, self._host.keys(), calls.counts)
 
-    def _known(self, group: Group, calls: _Calls, ranks: Sequence[int], clocks: Clocks) -> KnownCalls | str:
-        reason = self._refusal(group, calls)
+    def _known_calls(self, group: Group, calls: _Calls, ranks: Sequence[int], clocks: Clocks) -> KnownCalls | str:
+        """Return a group's calls as its ranks among ``ranks`` need them, or why they are not matched."""
+        reason = self._mismatch(group, calls)
         if reason:
             return reason
         offset = {self._host[rank]: clocks.offset_ns[rank] for rank in calls.counts}
-        starts = np.array([moments.last_start + offset[host] for host, moments in calls.on_host.items()])
-        latest = starts.argmax(axis=0)[None, :]
-        ready = np.take_along_axis(starts, latest, axis=0)[0]
-        last = np.take_along_axis(np.array([calls.last_on_host[host] for host in calls.on_host]), latest, axis=0)[0]
-        here = [rank for rank in ranks if rank in calls.counts]
+        starts = np.array([times.last_start + offset[host] for host, times in calls.on_host.items()])
+        latest_host = starts.argmax(axis=0)[None, :]
+        peers_ready = np.take_along_axis(starts, latest_host, axis=0)[0]
+        last_rank = np.take_along_axis(
+            np.array([calls.last_on_host[host] for host in calls.on_host]), latest_host, axis=0
+        )[0]
+        local_ranks = [rank for rank in ranks if rank in calls.counts]
         if not clocks.several:
-            return KnownCalls(ready, last, dict.fromkeys(here, 0))
-        between, number = clocks.residuals()
-        hosts = sorted({number[clocks.host[rank]] for rank in calls.counts})
-        return KnownCalls(ready, last, {rank: int(between[number[clocks.host[rank]], hosts].max()) for rank in here})
+            return KnownCalls(peers_ready, last_rank, dict.fromkeys(local_ranks, 0))
+        clock_errors, host_number = clocks.residuals()
+        hosts = sorted({host_number[clocks.host[rank]] for rank in calls.counts})
+        return KnownCalls(
+            peers_ready,
+            last_rank,
+            {rank: int(clock_errors[host_number[clocks.host[rank]], hosts].max()) for rank in local_ranks},
+        )

@@ -1,6 +1,6 @@
-"""The workers of a Dask cluster, which read the traces where they are.
+"""Workers of a Dask cluster, which read the traces where they are stored.
 
-A module of its own, loaded where a scheduler is asked for: what Dask needs takes long to import.
+A separate module, loaded only where a scheduler is given: importing Dask takes long.
 """
 
 from __future__ import annotations
@@ -17,27 +17,30 @@ from ringprof.errors import MissingExtraError, RingprofError, UsageError
 from ringprof.process_pool import in_order
 
 PATIENCE_S = 10
-"""For a scheduler to answer, and to have a worker."""
+"""Seconds to wait for a scheduler to answer and to have a worker."""
 _ADDRESS = re.compile(r"(tcp|tls|ws|wss|ucx)://[^/\s]{1,500}:[0-9]{1,5}")
 
 
 class DaskCluster:
-    """The workers of a Dask cluster that exists, which must see the same files and have ringprof installed."""
+    """Workers of an existing Dask cluster, which must see the same files and have ringprof installed."""
 
     def __init__(self, address: str) -> None:
-        """Raises `MissingExtraError` without Dask, `UsageError` where no workers with this ringprof are to be had."""
+        """Connect to the scheduler at ``address``.
+
+        Raises `MissingExtraError` without Dask, `UsageError` where no worker with this version of ringprof is found.
+        """
         try:
             import distributed
         except ImportError:
             raise MissingExtraError("--scheduler needs Dask: pip install 'ringprof[cluster]'") from None
         self._address = address
         if not _ADDRESS.fullmatch(address):
-            raise self._trouble("an address is tcp://HOST:PORT (or tls, ws, wss, ucx)")
+            raise self._usage_error("an address is tcp://HOST:PORT (or tls, ws, wss, ucx)")
         client: Any = distributed.Client
         try:
             self._client = client(address, timeout=f"{PATIENCE_S}s", set_as_default=False)
         except (OSError, ValueError) as error:
-            raise self._trouble(f"no Dask scheduler answers there ({_first_line(error)})") from None
+            raise self._usage_error(f"no Dask scheduler answers there ({_first_line(error)})") from None
         try:
             self._check_workers()
         except BaseException:
@@ -45,22 +48,25 @@ class DaskCluster:
             raise
 
     def _check_workers(self) -> None:
-        """Dask itself would wait for workers for ever, and for those that cannot do the work."""
+        """Raise `UsageError` without usable workers: Dask itself would wait for them for ever."""
         try:
             self._client.wait_for_workers(1, timeout=PATIENCE_S)
         except TimeoutError:
-            raise self._trouble("the scheduler has no workers") from None
-        found = self._client.run(find_spec, __name__, on_error="return")
-        for worker, spec in found.items():
+            raise self._usage_error("the scheduler has no workers") from None
+        specs = self._client.run(find_spec, __name__, on_error="return")
+        for worker, spec in specs.items():
             if not isinstance(spec, ModuleSpec):
-                raise self._trouble(f"worker {worker} cannot import this version of ringprof")
+                raise self._usage_error(f"worker {worker} cannot import this version of ringprof")
 
-    def _trouble(self, what: str) -> UsageError:
-        return UsageError(f"--scheduler {self._address}: {what}")
+    def _usage_error(self, problem: str) -> UsageError:
+        """Build an error that names the scheduler."""
+        return UsageError(f"--scheduler {self._address}: {problem}")
 
     def map(self, function: Callable[..., Any], items: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+        """Yield the results in order; a failure of the cluster becomes `UsageError`."""
+
         def submit(*item: Any) -> Any:
-            # Pure by default: the result of a trace that has since been written again would be remembered.
+            # Not pure: Dask would return the remembered result of a trace that has been rewritten since.
             return self._client.submit(function, *item, pure=False)
 
         try:
@@ -68,11 +74,11 @@ class DaskCluster:
         except RingprofError:
             raise
         except (Exception, CancelledError) as error:
-            # A cluster has many ways to go: its scheduler ends, a worker is killed, the network fails.
-            raise self._trouble(f"the work was not done ({_first_line(error)})") from None
+            # A cluster can fail in many ways: its scheduler ends, a worker is killed, the network fails.
+            raise self._usage_error(f"the work was not done ({_first_line(error)})") from None
 
     def close(self) -> None:
-        """Leave the cluster; what it still computes for this client is dropped."""
+        """Disconnect from the cluster, which drops the work that it still does for this client."""
         logging.getLogger("distributed").setLevel(logging.CRITICAL)
         self._client.close(timeout=PATIENCE_S)
 

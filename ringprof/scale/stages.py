@@ -1,7 +1,7 @@
-"""What the pipeline does for one rank, or for a tile of ranks; each a function that another process can carry out.
+"""Stages of the pipeline for one rank, or for a tile of ranks; each is a function that another process can run.
 
-A rank's wait and wire hang on the ranks that it exchanges messages with, and on theirs. So a tile of ranks is split
-with those two rings of neighbours around it, and of what comes out only the tile's part is kept. In memory one tile
+The wait and wire of a rank depend on the ranks that it exchanges messages with, and on their peers. So a tile of ranks
+is split together with these two rings of neighbours, and only the tile's own results are kept. In memory, one tile
 holds all ranks.
 """
 
@@ -21,16 +21,16 @@ from ringprof.analysis.explain import explain, with_communication, with_splits
 from ringprof.analysis.kinds.groups import group_names
 from ringprof.analysis.kinds.kinds import POINT_TO_POINT
 from ringprof.analysis.rank import Detail, Rank, in_memory_reader
-from ringprof.analysis.steps.plan import RankSteps, StepSummary, own_plan, survey
+from ringprof.analysis.steps.plan import RankSteps, StepSummary, plan_of_rank, summarise_steps
 from ringprof.analysis.steps.steps import ExposedBySteps, exposed_steps
 from ringprof.analysis.timeline.kernels import RankKernel
 from ringprof.analysis.timeline.window import Focus
-from ringprof.analysis.transfers.clocks import Clocks, TrafficSummary, collect
+from ringprof.analysis.transfers.clocks import Clocks, TrafficSummary, collect_traffic
 from ringprof.analysis.transfers.from_run import fill_from_run
 from ringprof.analysis.transfers.hops import HostOfRank, PeerBlock
 from ringprof.analysis.transfers.match_by_end import StreamCalls, unrecorded_calls
 from ringprof.analysis.transfers.matching import Matches, match
-from ringprof.analysis.transfers.wait_and_wire import Best, LinkClass, Waiting, waited_for
+from ringprof.analysis.transfers.wait_and_wire import LinkClass, Rate, WaitSplitter, waits_by_peer
 from ringprof.errors import InputError
 from ringprof.files import is_url
 from ringprof.limits import Limits, MemoryBudget
@@ -46,105 +46,109 @@ from ringprof.trace.reduced import reduce_trace
 
 
 class RunContext(msgspec.Struct, frozen=True):
-    """What all ranks have in common; with a store on disk plain data, and little."""
+    """Inputs that all ranks share; with a store on disk, the context is small, plain data."""
 
     store: RankStore
     focus: Focus
     between_ns: Mapping[int, tuple[int, int] | None]
-    """The chosen times by rank, as unix times of its clock; empty where none are chosen."""
+    """Rank -> the chosen times as Unix times of its clock; empty where none are chosen."""
     recorded: Run | str | None
-    """What the recorder wrote, or the path of it."""
+    """The recorder's run.json, or its path."""
     hosts: HostOfRank
 
     def run(self) -> Run | None:
-        return _run_at(self.recorded) if isinstance(self.recorded, str) else self.recorded
+        """Return the run.json, or None without one."""
+        return _cached_run(self.recorded) if isinstance(self.recorded, str) else self.recorded
 
     def detail(self, rank: int) -> Detail:
-        """The detail of a rank whose transfers are split; for `ringprof.analysis.rank.Rank.read_detail`."""
-        found = self.store.detail(rank)
-        if found is not None:
-            return found
-        return with_splits(self.detail_alone(rank), self.store.splits(rank), rank, self.store.blocks(rank))
+        """Return a rank's detail with its split transfers, for `ringprof.analysis.rank.Rank.read_detail`."""
+        detail = self.store.detail(rank)
+        if detail is not None:
+            return detail
+        return with_splits(self.unsplit_detail(rank), self.store.splits(rank), rank, self.store.blocks(rank))
 
     @property
-    def copies_hops(self) -> bool:
-        """Whether a run.json names hops by the copy engine."""
+    def uses_copy_engine(self) -> bool:
+        """Whether run.json says that hops use the copy engine."""
         run = self.run()
         return run is not None and run.strategy is not None and run.strategy.hops == "copy"
 
-    def detail_alone(self, rank: int) -> Detail:
-        """The same without its communication."""
-        found = self.store.detail(rank)
-        if found is not None:
-            return found
+    def unsplit_detail(self, rank: int) -> Detail:
+        """Return a rank's detail without its split transfers."""
+        detail = self.store.detail(rank)
+        if detail is not None:
+            return detail
         trace, host = self.store.trace(rank), self.hosts.get(rank)
         return explain(rank, host, trace, self.focus, self.between_ns.get(rank)).detail
 
 
 @lru_cache(maxsize=1)
-def _run_at(path: str) -> Run:
+def _cached_run(path: str) -> Run:
+    """Read a run.json; the last one read is cached."""
     return read_run(path)
 
 
 def reduce_at(path: str, limits: Limits) -> tuple[TraceFacts, bytes | None] | InputError:
-    """The facts of a trace, and its reduced form; None where a file of this machine is that already.
+    """Read a trace and return its facts and its reduced form (None for a local file that is reduced already).
 
-    Returns the error of a trace that cannot be read.
+    Returns the error instead where the trace cannot be read.
     """
-    read = try_file(path, MemoryBudget(limits))
-    if isinstance(read, InputError):
-        return read
-    (trace,) = read
-    here = not is_url(path) and format_at(path) is REDUCED
-    return facts_of(trace), None if here else reduce_trace(trace)
+    result = try_file(path, MemoryBudget(limits))
+    if isinstance(result, InputError):
+        return result
+    (trace,) = result
+    is_reduced = not is_url(path) and format_at(path) is REDUCED
+    return facts_of(trace), None if is_reduced else reduce_trace(trace)
 
 
-def scratch_file(folder: str, at: int) -> str:
-    """Where the reduced form of the trace that was given as number ``at`` is kept."""
-    return os.path.join(folder, f"reduced{at}")
+def scratch_file(folder: str, number: int) -> str:
+    """Return the path of the reduced form of the trace with index ``number``."""
+    return os.path.join(folder, f"reduced{number}")
 
 
 # --- one rank -----------------------------------------------------------------------------------------
 
 
-class RankAlone(msgspec.Struct, frozen=True):
-    """What one trace says without the others."""
+class RankExplanation(msgspec.Struct, frozen=True):
+    """Results from one trace without the others."""
 
     rank: Rank
     warnings: tuple[Notice, ...]
     in_group: bool
     group_names: frozenset[str]
-    """Where the chosen group is not there: those that are."""
+    """Groups in the trace, where the chosen group is not among them."""
     peers: frozenset[int]
-    """Ranks that it exchanges messages with."""
+    """Ranks that this rank exchanges messages with."""
     communicates: bool
     in_collectives: bool
     unrecorded: tuple[StreamCalls, ...]
-    """Collectives of which no record tells the group."""
+    """Collectives whose group no record names."""
     kernels: Sequence[RankKernel] = ()
-    """What ran on its device by name, until it is added up."""
+    """Activities of the rank's device by name, until they are summed over ranks."""
     copies: tuple[CopyHop, ...] = ()
-    """Its hops by the copy engine."""
+    """Hops of the rank that use the copy engine."""
 
 
-def explain_alone(context: RunContext, rank: int) -> RankAlone:
-    """Explain one rank by itself, and keep its transfers and detail."""
+def explain_rank(context: RunContext, rank: int) -> RankExplanation:
+    """Explain one rank by itself; store its transfers and detail."""
     trace = context.store.trace(rank)
     explained = explain(rank, context.hosts.get(rank), trace, context.focus, context.between_ns.get(rank))
     run = context.run() if context.focus.group is None else None
-    unlike = warn_of_other_counts(run, rank, trace, explained.detail.window, explained.transfers)
+    differences = warn_of_other_counts(run, rank, trace, explained.detail.window, explained.transfers)
     transfers = fill_from_run(explained.transfers, context.run(), rank)
     context.store.put_transfers(rank, transfers)
     context.store.keep_detail(rank, explained.detail)
-    exchanges = {id(one.sends): one.sends for one in transfers} | {id(one.receives): one.receives for one in transfers}
-    return RankAlone(
+    message_lists = {id(transfer.sends): transfer.sends for transfer in transfers} | {
+        id(transfer.receives): transfer.receives for transfer in transfers
+    }
+    return RankExplanation(
         rank=explained.rank,
-        warnings=(*explained.warnings, *unlike),
+        warnings=(*explained.warnings, *differences),
         in_group=explained.in_group,
         group_names=frozenset() if explained.in_group else frozenset(group_names(trace)),
-        peers=frozenset(message.peer for messages in exchanges.values() for message in messages) - {rank},
+        peers=frozenset(message.peer for messages in message_lists.values() for message in messages) - {rank},
         communicates=bool(transfers),
-        in_collectives=any(one.kind not in POINT_TO_POINT for one in transfers),
+        in_collectives=any(transfer.kind not in POINT_TO_POINT for transfer in transfers),
         unrecorded=tuple(unrecorded_calls(rank, transfers)),
         kernels=explained.kernels,
         copies=() if explained.rank.on_cpu else copy_hops(explained.detail, rank, context.run()),
@@ -155,128 +159,136 @@ def explain_alone(context: RunContext, rank: int) -> RankAlone:
 
 
 class Tile(msgspec.Struct, frozen=True):
-    """Ranks that are looked at together, and what must be known of others."""
+    """Ranks that are analysed together, and the data of other ranks that they need."""
 
     ranks: tuple[int, ...]
     around: tuple[int, ...]
-    """These and their neighbours and theirs."""
+    """Ranks of the tile, their neighbours, and the neighbours' neighbours."""
     absent: CollectiveExtract | None = None
-    """What ranks outside did in collectives; None where no rank is outside."""
+    """Collectives of ranks outside the tile; None where no rank is outside."""
     copies: Mapping[int, CopyPeers] = {}
-    """For the ranks that post hops by the copy engine: their hops and those of their peers."""
+    """Rank -> its copy-engine hops and those of its peers, for ranks that post such hops."""
 
 
-def _matched(store: RankStore, tile: Tile) -> Matches:
-    def find() -> Matches:
-        mine = set(tile.ranks)
+def _match_tile(store: RankStore, tile: Tile) -> Matches:
+    """Match the transfers of a tile; of ranks around it, only send/recv messages take part."""
+
+    def compute() -> Matches:
+        ranks = set(tile.ranks)
         transfers = {
-            rank: [one for one in store.transfers(rank) if rank in mine or one.kind == "send_recv"]
+            rank: [transfer for transfer in store.transfers(rank) if rank in ranks or transfer.kind == "send_recv"]
             for rank in tile.around
         }
         return match(transfers, tile.absent)
 
-    return store.matched(find)
+    return store.matched(compute)
 
 
 def traffic_of(store: RankStore, tile: Tile, host: Mapping[int, int]) -> dict[tuple[int, int], TrafficSummary]:
-    """What the messages of the tile's hosts with others say of their clocks; the tile holds whole hosts."""
+    """Return the evidence about clocks from messages of the tile's hosts with others; a tile holds whole hosts."""
     hosts = {host[rank] for rank in tile.ranks}
-    found = collect(_matched(store, tile), host)
-    return {key: way.summed() for key, way in found.items() if hosts & set(key)}
+    traffic = collect_traffic(_match_tile(store, tile), host)
+    return {key: samples.summary() for key, samples in traffic.items() if hosts & set(key)}
 
 
 class TileRates(msgspec.Struct, frozen=True):
-    """What the matching of one tile says for the whole run."""
+    """Results of matching one tile that the whole run needs."""
 
-    best: dict[LinkClass, Best]
+    best: dict[LinkClass, Rate]
     unmatched: dict[str, int]
     clocks_disagree: bool
 
 
 def rates_of_tile(context: RunContext, tile: Tile, clocks: Clocks) -> TileRates:
-    """The best rates seen, and what does not match."""
-    matches = _matched(context.store, tile)
-    waiting = Waiting(matches, context.hosts, clocks)
+    """Match a tile; return the best measured rates and the counts of unmatched transfers."""
+    matches = _match_tile(context.store, tile)
+    waiting = WaitSplitter(matches, context.hosts, clocks)
     return TileRates(waiting.best_rates(), matches.unmatched(set(tile.ranks)), waiting.clocks_disagree())
 
 
-class RankSurvey(msgspec.Struct, frozen=True):
-    """One rank's steps as it tells them alone: in most runs all ranks tell the same."""
+class RankStepResult(msgspec.Struct, frozen=True):
+    """Steps of one rank, planned from its own trace; in most runs all ranks have the same plan."""
 
-    survey: StepSummary
+    summary: StepSummary
     plan: str | None
-    """The plan's mark; None where it tells none."""
+    """Digest of the plan; None without a plan."""
     exposed: ExposedBySteps
 
 
 class SplitTile(msgspec.Struct, frozen=True):
-    """The ranks of one tile with their communication."""
+    """Ranks of one tile, with their communication split."""
 
     ranks: list[Rank]
-    surveyed: list[RankSurvey | None]
-    """None on CPU, and where details stay in memory, to be surveyed when steps are asked for."""
+    step_results: list[RankStepResult | None]
+    """None on CPU, and where details stay in memory: those are summarised when steps are needed."""
     inconclusive: int
-    """Kernels left unsplit because the clocks are not known well enough to tell their wait."""
+    """Number of kernels left unsplit because of uncertain clocks."""
 
 
 def split_tile(
-    context: RunContext, tile: Tile, ranks: list[Rank], clocks: Clocks, best: dict[LinkClass, Best] | None
+    context: RunContext, tile: Tile, ranks: list[Rank], clocks: Clocks, best: dict[LinkClass, Rate] | None
 ) -> SplitTile:
-    """Split the tile's transfers, keep them, and finish its ranks' figures; as `Waiting.split`."""
+    """Split a tile's transfers, store them, and complete its ranks' figures; ``best`` as in `WaitSplitter.split`."""
     store = context.store
-    matches = _matched(store, tile)
-    by_rank, inconclusive = Waiting(matches, context.hosts, clocks).split(best, set(tile.ranks))
-    waits = waited_for(matches, clocks, by_rank)
-    finished, surveyed = [], []
+    matches = _match_tile(store, tile)
+    by_rank, inconclusive = WaitSplitter(matches, context.hosts, clocks).split(best, set(tile.ranks))
+    waits = waits_by_peer(matches, clocks, by_rank)
+    finished, step_results = [], []
     for rank in ranks:
-        splits, alone = by_rank[rank.rank], context.detail_alone(rank.rank)
-        blocks = _blocks(context, tile, rank, alone, clocks, one_clock=best is not None)
-        detail = with_splits(alone, splits, rank.rank, blocks)
+        splits, unsplit = by_rank[rank.rank], context.unsplit_detail(rank.rank)
+        blocks = _peer_blocks(context, tile, rank, unsplit, clocks, one_clock=best is not None)
+        detail = with_splits(unsplit, splits, rank.rank, blocks)
         store.put_splits(rank.rank, splits)
         store.put_blocks(rank.rank, blocks)
         store.keep_detail(rank.rank, detail)
         finished.append(with_communication(rank, detail, waits[rank.rank]))
-        stays = store.detail(rank.rank) is not None
-        surveyed.append(None if rank.on_cpu or stays else _survey(replace(rank, read_detail=in_memory_reader(detail))))
-    return SplitTile(finished, surveyed, inconclusive)
+        is_in_memory = store.detail(rank.rank) is not None
+        step_results.append(
+            None if rank.on_cpu or is_in_memory else _step_result(replace(rank, read_detail=in_memory_reader(detail)))
+        )
+    return SplitTile(finished, step_results, inconclusive)
 
 
-def _blocks(
+def _peer_blocks(
     context: RunContext, tile: Tile, rank: Rank, detail: Detail, clocks: Clocks, *, one_clock: bool
 ) -> tuple[PeerBlock, ...]:
-    """The idle time that peers of the rank caused; none on CPU, and where its hops go by kernels."""
+    """Return the idle intervals that a rank's peers caused; empty on CPU, and for hops by kernels."""
     peers = tile.copies.get(rank.rank)
     if rank.on_cpu or peers is None:
         return ()
-    # Without a common clock nothing of a peer's trace can be set against this one.
+    # Without a common clock, the times of a peer's trace cannot be compared with this one.
     peers = peers if one_clock else CopyPeers(peers.sent)
-    return blocked_on_peers(detail, peers, clocks.offset_ns, rank.rank, recorded=context.copies_hops)
+    return blocked_on_peers(detail, peers, clocks.offset_ns, rank.rank, recorded=context.uses_copy_engine)
 
 
-def _survey(rank: Rank) -> RankSurvey:
-    side = RankSteps(rank)
-    plan = own_plan(side)
-    return RankSurvey(survey(side), plan.mark if plan else None, exposed_steps(side, plan) if plan else {})
+def _step_result(rank: Rank) -> RankStepResult:
+    """Plan one rank's steps from its own trace."""
+    rank_steps = RankSteps(rank)
+    plan = plan_of_rank(rank_steps)
+    return RankStepResult(
+        summarise_steps(rank_steps), plan.digest if plan else None, exposed_steps(rank_steps, plan) if plan else {}
+    )
 
 
-# --- steps of ranks whose details are made anew -----------------------------------------------------------
+# --- steps of ranks whose details are rebuilt -------------------------------------------------------------
 
 
 class StoredRanks(msgspec.Struct, frozen=True):
-    """The ranks of a run while its steps are found, as `ringprof.analysis.steps.plan.RanksOfSteps`."""
+    """Stored ranks of a run as a `ringprof.analysis.steps.plan.RankStepsSource`."""
 
     context: RunContext
     ranks: Sequence[Rank]
     workers: Workers
 
     def map(self, function: Callable[..., Any], *arguments: Any, skip: Container[int] = ()) -> Iterator[Any]:
-        # Another process is told how to find details, and finds them by itself.
-        bare = (replace(rank, read_detail=None) for rank in self.ranks if rank.rank not in skip)
-        return self.workers.map(_with_steps, ((self.context, rank, function, arguments) for rank in bare))
+        # Details do not travel to another process: it reads them from the store itself.
+        without_reader = (replace(rank, read_detail=None) for rank in self.ranks if rank.rank not in skip)
+        return self.workers.map(_apply_to_steps, ((self.context, rank, function, arguments) for rank in without_reader))
 
-    def at(self, place: int) -> RankSteps:
-        return RankSteps(self.ranks[place])
+    def rank_at(self, index: int) -> RankSteps:
+        return RankSteps(self.ranks[index])
 
 
-def _with_steps(context: RunContext, rank: Rank, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _apply_to_steps(context: RunContext, rank: Rank, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Call ``function`` with a rank's `RankSteps`, which read details from the store."""
     return function(RankSteps(replace(rank, read_detail=context.detail)), *arguments)

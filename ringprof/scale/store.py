@@ -1,4 +1,4 @@
-"""What the pipeline keeps of each rank between its steps: in memory, or in files so that ranks do not add to memory."""
+"""Storage of each rank's data between pipeline steps: in memory, or in files to keep memory independent of ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NOT_KNOWN = np.iinfo(np.int64).min
 
 
 class MemoryStore(msgspec.Struct, frozen=True):
-    """Traces, transfers and their splits by rank: all in memory, each thing once."""
+    """Traces, transfers and splits by rank, all in memory."""
 
     traces: Mapping[int, Trace]
     _details: dict[int, Detail] = msgspec.field(default_factory=dict)
@@ -32,41 +32,41 @@ class MemoryStore(msgspec.Struct, frozen=True):
     _matches: list[Matches] = msgspec.field(default_factory=list)
 
     def trace(self, rank: int) -> Trace:
-        """One rank's trace."""
+        """Return one rank's trace."""
         return self.traces[rank]
 
     def keep_detail(self, rank: int, detail: Detail) -> None:
-        """Keep what its figures come from, where there is room for it."""
+        """Keep the rank's `Detail`, where there is room for it."""
         self._details[rank] = detail
 
     def detail(self, rank: int) -> Detail | None:
-        """What was last kept of it; None where there is no room, so that it is made from the trace again."""
+        """Return the `Detail` last kept; None where there is no room, so that it is rebuilt from the trace."""
         return self._details[rank]
 
     def matched(self, match: Callable[[], Matches]) -> Matches:
-        """The matches of a tile, found once where there is one tile only."""
+        """Return the matches of a tile; in memory, where there is one tile, they are computed once."""
         if not self._matches:
             self._matches.append(match())
         return self._matches[0]
 
     def put_transfers(self, rank: int, transfers: Sequence[Transfer]) -> None:
-        """Keep its communication, in order."""
+        """Keep the rank's transfers, in order."""
         self._transfers[rank] = list(transfers)
 
     def transfers(self, rank: int) -> list[Transfer]:
-        """Its transfers, as they were kept."""
+        """Return the transfers that `put_transfers` kept."""
         return self._transfers[rank]
 
     def put_splits(self, rank: int, splits: Sequence[Split]) -> None:
-        """Keep wait and wire of its transfers, in their order."""
+        """Keep wait and wire of the rank's transfers, in their order."""
         self._splits[rank] = list(splits)
 
     def splits(self, rank: int) -> list[Split]:
-        """What `put_splits` kept."""
+        """Return the splits that `put_splits` kept."""
         return self._splits[rank]
 
     def put_blocks(self, rank: int, blocks: Sequence[PeerBlock]) -> None:
-        """Keep the times in which its device ran nothing because of peers."""
+        """Keep the intervals in which the rank's device ran nothing because of peers."""
         self._blocks[rank] = tuple(blocks)
 
     def blocks(self, rank: int) -> tuple[PeerBlock, ...]:
@@ -74,11 +74,11 @@ class MemoryStore(msgspec.Struct, frozen=True):
         return self._blocks[rank]
 
 
-# --- files: between processes of one run of this program, not for others ----------------------------------
+# --- files: shared by processes of one run of this program, not a format for others -----------------------
 
 
 class _Content(msgspec.Struct, frozen=True):
-    """What many transfers of a rank have in common."""
+    """Data that many transfers of a rank share."""
 
     kind: str
     group: tuple[str | None, tuple[int, ...]]
@@ -89,26 +89,33 @@ class _Content(msgspec.Struct, frozen=True):
 
 
 class _Transfers(msgspec.Struct, frozen=True):
+    """File format of one rank's transfers."""
+
     contents: list[_Content]
     content: bytes
-    """For each transfer an index into ``contents``, as int64."""
+    """Index into ``contents`` for each transfer, as int64."""
     numbers: dict[str, bytes]
 
 
 class _Splits(msgspec.Struct, frozen=True):
+    """File format of one rank's splits."""
+
     links: list[str]
     link: bytes
     times: dict[str, bytes]
 
 
 class DiskStore(msgspec.Struct, frozen=True, weakref=True):
-    """As `MemoryStore`, in a scratch folder, with the reduced traces: plain data, for other processes, too."""
+    """File-based counterpart of `MemoryStore`, in a scratch folder with the reduced traces.
+
+    The store is plain data, which other processes can use too.
+    """
 
     folder: str
     reduced: dict[int, str]
-    """Rank -> reduced trace."""
+    """Rank -> path of its reduced trace."""
     shown: dict[int, str]
-    """Rank -> the path of its trace, for people."""
+    """Rank -> display path of its trace."""
 
     def trace(self, rank: int) -> Trace:
         return msgspec.structs.replace(read_reduced(self.reduced[rank]), path=self.shown[rank], rank=rank)
@@ -123,19 +130,35 @@ class DiskStore(msgspec.Struct, frozen=True, weakref=True):
         return match()
 
     def put_transfers(self, rank: int, transfers: Sequence[Transfer]) -> None:
-        places: dict[tuple[Any, ...], int] = {}
+        index_of: dict[tuple[Any, ...], int] = {}
         contents: list[_Content] = []
-        content = []
-        for one in transfers:
-            # By identity where it can be: a group has as many members as the run has ranks.
-            key = (one.kind, id(one.group), one.sends, one.receives, one.sent_bytes, one.source)
-            if key not in places:
-                places[key] = len(contents)
-                contents.append(_Content(one.kind, one.group, one.sends, one.receives, one.sent_bytes, one.source))
-            content.append(places[key])
-        numbers = {name: _packed([getattr(one, name) for one in transfers]) for name in _NUMBERS}
+        content_indices = []
+        for transfer in transfers:
+            # Compared by identity where possible: a group can have as many members as the run has ranks.
+            key = (
+                transfer.kind,
+                id(transfer.group),
+                transfer.sends,
+                transfer.receives,
+                transfer.sent_bytes,
+                transfer.source,
+            )
+            if key not in index_of:
+                index_of[key] = len(contents)
+                contents.append(
+                    _Content(
+                        transfer.kind,
+                        transfer.group,
+                        transfer.sends,
+                        transfer.receives,
+                        transfer.sent_bytes,
+                        transfer.source,
+                    )
+                )
+            content_indices.append(index_of[key])
+        numbers = {name: _packed([getattr(transfer, name) for transfer in transfers]) for name in _NUMBERS}
         self._path("transfers", rank).write_bytes(
-            msgspec.msgpack.encode(_Transfers(contents, _packed(content), numbers))
+            msgspec.msgpack.encode(_Transfers(contents, _packed(content_indices), numbers))
         )
 
     def transfers(self, rank: int) -> list[Transfer]:
@@ -143,8 +166,8 @@ class DiskStore(msgspec.Struct, frozen=True, weakref=True):
         columns = [_unpacked(file.numbers[name]).tolist() for name in _NUMBERS]
         result = []
         rows = zip(_unpacked(file.content).tolist(), *columns, strict=True)
-        for place, activity, start, end, stream, launched in rows:
-            content = file.contents[place]
+        for content_index, activity, start, end, stream, launched in rows:
+            content = file.contents[content_index]
             result.append(
                 Transfer(
                     rank, activity, content.kind, start, end, stream, launched,
@@ -154,13 +177,13 @@ class DiskStore(msgspec.Struct, frozen=True, weakref=True):
         return result
 
     def put_splits(self, rank: int, splits: Sequence[Split]) -> None:
-        links = list(dict.fromkeys(part.link for part in splits))
-        place = {link: number for number, link in enumerate(links)}
+        links = list(dict.fromkeys(split.link for split in splits))
+        index_of = {link: number for number, link in enumerate(links)}
         times = {
-            name: _packed([_NOT_KNOWN if (value := getattr(part, name)) is None else value for part in splits])
+            name: _packed([_NOT_KNOWN if (value := getattr(split, name)) is None else value for split in splits])
             for name in _TIMES
         }
-        file = _Splits(links, _packed([place[part.link] for part in splits]), times)
+        file = _Splits(links, _packed([index_of[split.link] for split in splits]), times)
         self._path("splits", rank).write_bytes(msgspec.msgpack.encode(file))
 
     def splits(self, rank: int) -> list[Split]:
@@ -179,16 +202,18 @@ class DiskStore(msgspec.Struct, frozen=True, weakref=True):
     def blocks(self, rank: int) -> tuple[PeerBlock, ...]:
         return msgspec.msgpack.decode(self._path("blocks", rank).read_bytes(), type=tuple[PeerBlock, ...])
 
-    def _path(self, what: str, rank: int) -> Path:
-        return Path(self.folder, f"{what}{rank}")
+    def _path(self, contents: str, rank: int) -> Path:
+        return Path(self.folder, f"{contents}{rank}")
 
 
 RankStore = MemoryStore | DiskStore
 
 
 def _packed(values: list[int]) -> bytes:
+    """Return integers as int64 bytes."""
     return np.array(values, np.int64).tobytes()
 
 
 def _unpacked(data: bytes) -> Int64:
+    """Return int64 bytes as an array."""
     return np.frombuffer(data, np.int64)

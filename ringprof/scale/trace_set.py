@@ -1,4 +1,4 @@
-"""What a run is read from."""
+"""Input traces of one run, and the callback for progress."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ringprof.errors import InputError
 from ringprof.run import Run
 
 Notify = Callable[[str, int, int], None]
-"""Told what is being done, and how much of how many is done."""
+"""Progress callback: (name of the current step, completed items, total items)."""
 
 
-def unheard(what: str, done: int, of: int) -> None:
-    """Where nobody looks on."""
+def ignore_progress(step: str, completed: int, total: int) -> None:
+    """Ignore progress notifications."""
 
 
 class TraceSet(msgspec.Struct, frozen=True):
@@ -22,12 +22,13 @@ class TraceSet(msgspec.Struct, frozen=True):
 
     paths: Sequence[str]
     ranks: Sequence[int | None]
-    """The rank of each where the run names it."""
+    """Rank of each trace, where the run names it."""
     shown: Sequence[str]
-    """The path of each for people."""
+    """Display path of each trace."""
     run: Run | None = None
     run_path: str | None = None
     in_folder: bool = False
-    """Whether they were found in a folder: one that cannot be read is left out, as one of a run."""
+    """Whether the traces were found in a folder: then an unreadable trace is left out, like an unreadable trace of a
+    run."""
     left_out: Sequence[InputError] = ()
-    """Why others are left out already."""
+    """Errors of traces that were left out earlier."""

@@ -1,4 +1,4 @@
-"""Where a map over ranks is carried out: in this process, in several of this machine, or elsewhere."""
+"""Workers that run a map over ranks: this process, several processes of this machine, or a cluster."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from ringprof.errors import InputError
 
 
 class Workers(Protocol):
-    """Carries out a function for many arguments."""
+    """Maps a function over many arguments."""
 
     def map(self, function: Callable[..., Any], items: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-        """The results in the order of ``items``, of which only a few are under way at a time."""
+        """Yield the results in the order of ``items``; only a few items are in progress at a time."""
 
 
 class LocalProcesses:
-    """As many processes of this machine as it has CPUs, or ``jobs``; one is this one."""
+    """Processes of this machine: ``jobs``, or as many as it has CPUs. A single job runs in this process."""
 
     def __init__(self, jobs: int | None = None) -> None:
         if jobs is None:
-            # Imported here and below: few reports need more processes, and this is a tenth of the time to start.
+            # Imported lazily, here and below: few reports need processes, and the import is a tenth of the start time.
             from ringprof.process_pool import cpu_count
 
             jobs = cpu_count()
@@ -29,9 +29,10 @@ class LocalProcesses:
     def map(self, function: Callable[..., Any], items: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
         if self.jobs == 1:
             return (function(*item) for item in items)
-        return self._elsewhere(function, items)
+        return self._map_in_processes(function, items)
 
-    def _elsewhere(self, function: Callable[..., Any], items: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+    def _map_in_processes(self, function: Callable[..., Any], items: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+        """Yield the results of worker processes. Raises `InputError` where a process ends early."""
         from ringprof.process_pool import ProcessEnded, mapped
 
         try:

@@ -12,7 +12,7 @@ import pytest
 from ringprof.analysis.findings.verdict import _waiting_share
 from ringprof.analysis.kinds.groups import refuse_unknown_group
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS, Pair
-from ringprof.analysis.transfers.transfers import Message, _leaving, _messages
+from ringprof.analysis.transfers.transfers import Message, _collective_sent_bytes, _messages
 from ringprof.errors import TraceFormatError, UsageError
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import CommRecord
@@ -22,7 +22,7 @@ from tests.trace.kineto_text import document, kernel
 
 
 def test_a_group_where_no_trace_tells_any() -> None:
-    with pytest.raises(UsageError, match=r"^--group 'cp': no trace tells the group .* \(on CPU none does\)$"):
+    with pytest.raises(UsageError, match=r"^--group 'cp': no trace records the group .* \(CPU traces never do\)$"):
         refuse_unknown_group("cp", [])
 
 
@@ -58,7 +58,7 @@ def test_bytes_that_leave_a_rank_in_a_collective(
         name=name, group="1", group_description=None, group_ranks=None, group_size=size, in_elements=elements,
         out_elements=elements, dtype="BFloat16", source_rank=None, destination_rank=None,
     )  # fmt: skip
-    assert _leaving(call, kind, 0) == leaving
+    assert _collective_sent_bytes(call, kind, 0) == leaving
 
 
 def test_an_all_to_all_that_is_a_rotation_is_a_send_and_a_receive() -> None:

@@ -1,4 +1,4 @@
-"""``ringprof report`` of more ranks than are held in memory, as a user meets it."""
+"""``ringprof report`` of more ranks than memory holds at once, run as a command."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def command(*arguments: str | Path, scratch: Path) -> list[str]:
 
 
 def report(*arguments: str | Path, scratch: Path) -> subprocess.CompletedProcess[str]:
-    surroundings = {**os.environ, "TMPDIR": str(scratch)}
-    done = command(*arguments, scratch=scratch)
-    return subprocess.run(done, capture_output=True, text=True, env=surroundings, check=False)
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    command_line = command(*arguments, scratch=scratch)
+    return subprocess.run(command_line, capture_output=True, text=True, env=environment, check=False)
 
 
-def ours(scratch: Path) -> list[Path]:
-    """What the command left in the temporary folder."""
+def leftover_folders(scratch: Path) -> list[Path]:
+    """Return the folders that the command left in the temporary folder."""
     return sorted(scratch.glob("ringprof-*"))
 
 
@@ -49,29 +49,29 @@ def test_a_report_of_many_ranks(many, tmp_path):
     done = report(many, "--steps", "--format", "terminal", scratch=tmp_path / "scratch")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{WORLD} ranks") and "ring steps" in done.stdout
-    assert ours(tmp_path / "scratch") == []
+    assert leftover_folders(tmp_path / "scratch") == []
 
 
 def running(scratch: Path) -> list[int]:
-    """Processes that were started with this temporary folder."""
-    found = []
+    """Return the processes that were started with this temporary folder."""
+    pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if f"TMPDIR={scratch}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
+                pids.append(int(entry.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 def obey_signals() -> None:
-    """A test run in the background, or under nohup, has some ignored, and what it starts inherits that."""
+    """Restore default signal handling: a test run in the background, or under nohup, passes on ignored signals."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
 
 
-def disturbed(many: Path, scratch: Path, jobs: str, number: signal.Signals) -> tuple[int, str]:
-    """A report that is sent a signal while it explains ranks: exit code, and what it printed of errors."""
+def signalled_report(many: Path, scratch: Path, jobs: str, number: signal.Signals) -> tuple[int, str]:
+    """Send a signal to a report while it explains ranks; return its exit code and error output."""
     process = subprocess.Popen(
         command(many, "--jobs", jobs, scratch=scratch),
         env={**os.environ, "TMPDIR": str(scratch)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -89,43 +89,43 @@ def disturbed(many: Path, scratch: Path, jobs: str, number: signal.Signals) -> t
 @pytest.mark.parametrize("jobs", ["1", "2"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_it_and_leaves_nothing(many, tmp_path, jobs, number):
-    code, errors = disturbed(many, tmp_path / "scratch", jobs, number)
+    code, errors = signalled_report(many, tmp_path / "scratch", jobs, number)
     assert code == 128 + number and "Traceback" not in errors, errors
-    assert ours(tmp_path / "scratch") == []
-    # A process that stays holds the test until its limit.
+    assert leftover_folders(tmp_path / "scratch") == []
+    # A process that survives makes the test run into its time limit.
     while running(tmp_path / "scratch"):
         time.sleep(0.05)
 
 
 @pytest.mark.processes
 def test_what_a_killed_report_left_goes_with_the_next(many, tmp_path):
-    code, _ = disturbed(many, tmp_path / "scratch", "1", signal.SIGKILL)
-    assert code == -signal.SIGKILL and len(ours(tmp_path / "scratch")) == 1
+    code, _ = signalled_report(many, tmp_path / "scratch", "1", signal.SIGKILL)
+    assert code == -signal.SIGKILL and len(leftover_folders(tmp_path / "scratch")) == 1
     assert report(many, scratch=tmp_path / "scratch").returncode == 0
-    assert ours(tmp_path / "scratch") == []
+    assert leftover_folders(tmp_path / "scratch") == []
 
 
 @pytest.mark.processes
 def test_no_room_for_scratch_files_is_one_line(many, tmp_path):
-    surroundings = {**os.environ, "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
     done = subprocess.run(
         ["bash", "-c", 'ulimit -f 1; exec "$@"', "_", *command(many, "--jobs", "1", scratch=tmp_path / "unused")],
-        capture_output=True, text=True, env=surroundings, check=False,
+        capture_output=True, text=True, env=environment, check=False,
     )  # fmt: skip
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert "TMPDIR" in done.stderr and "File too large" in done.stderr and ours(tmp_path) == []
+    assert "TMPDIR" in done.stderr and "File too large" in done.stderr and leftover_folders(tmp_path) == []
 
 
 @pytest.mark.processes
-def test_a_damaged_trace_of_many_in_a_folder_is_left_out_and_said(many, tmp_path):
+def test_a_damaged_trace_of_many_in_a_folder_is_left_out_with_a_warning(many, tmp_path):
     folder = tmp_path / "damaged"
     shutil.copytree(many, folder)
     (folder / "rank40.ringprof").write_bytes(MAGIC + b"nothing")
     (folder / "rank7.ringprof").write_bytes(b"")
     done = report(folder, scratch=tmp_path / "scratch")
     assert done.returncode == 0 and done.stdout.startswith("70 of 72 ranks"), done.stderr
-    told = json.loads(report(folder, "--format", "json", scratch=tmp_path / "scratch").stdout)["warnings"]
-    (message,) = [warning["message"] for warning in told if warning["code"] == "left_out"]
+    warnings = json.loads(report(folder, "--format", "json", scratch=tmp_path / "scratch").stdout)["warnings"]
+    (message,) = [warning["message"] for warning in warnings if warning["code"] == "left_out"]
     assert message.endswith(f"are left out: {folder}/rank7.ringprof: the file is empty, and 1 more")
     assert report(folder, "--strict", scratch=tmp_path / "scratch").returncode == 2
 
@@ -138,16 +138,16 @@ def test_a_damaged_trace_among_many_that_are_named_is_one_line(many, tmp_path):
     done = report(*sorted(folder.iterdir()), scratch=tmp_path / "scratch")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "rank40.ringprof: damaged reduced trace" in done.stderr
-    assert ours(tmp_path / "scratch") == []
+    assert leftover_folders(tmp_path / "scratch") == []
 
 
 def without_hint(done):
-    """The report without its last line, which names the path."""
+    """Return the report without its last line, which names the path."""
     return done.stdout.rpartition("\nnext: ")[0]
 
 
 def test_a_recorded_run_needs_no_trace(tmp_path):
-    """``run.json`` and the reduced traces are enough, and give the same report."""
+    """Check that ``run.json`` and the reduced traces alone give the same report."""
     run = parse_run((RING / "run.json").read_bytes(), "run.json")
     entries = [
         RankTrace(rank=t.rank, path=t.path, reduced=f"rank{t.rank}.ringprof", size_bytes=(RING / t.path).stat().st_size)
@@ -159,7 +159,7 @@ def test_a_recorded_run_needs_no_trace(tmp_path):
         (tmp_path / entry.reduced).write_bytes(reduce_trace(read_trace(RING / entry.path)))
     apart, whole = (report(path, scratch=tmp_path / "scratch") for path in (tmp_path / "run.json", RING / "run.json"))
     assert apart.returncode == 0 and without_hint(apart) == without_hint(whole)
-    # The report is of the trace that is there: another one since it was reduced, or none.
+    # A trace that was rewritten after it was reduced is read itself.
     other = RING.parent / "h200x4-burst-262144" / "rank1.json.gz"
     shutil.copy(other, tmp_path / "rank1.json.gz")
     done = report(tmp_path / "run.json", scratch=tmp_path / "scratch")
@@ -167,7 +167,7 @@ def test_a_recorded_run_needs_no_trace(tmp_path):
     shutil.copy(RING / "rank1.json.gz", tmp_path / "rank1.json.gz")
     assert without_hint(report(tmp_path / "run.json", scratch=tmp_path / "scratch")) == without_hint(whole)
     (tmp_path / "rank1.json.gz").unlink()
-    # One that another version wrote is not read: then the trace must be there.
+    # A reduced trace of another version is not read: then the trace itself is needed.
     (tmp_path / "rank2.ringprof").write_bytes(b"ringprof.trace/9\n")
     done = report(tmp_path / "run.json", scratch=tmp_path / "scratch")
     assert done.returncode == 0 and done.stdout.startswith("3 of 4 ranks")

@@ -1,4 +1,4 @@
-"""Traces that lie elsewhere, and workers elsewhere that read them: the report stays the same."""
+"""Traces on other file systems, and cluster workers that read them: the report stays the same."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def memory() -> Iterator[Any]:
     system.rm("/", recursive=True)
 
 
-def report_of(*paths: str | Path, **how: Any) -> Any:
-    """What the report says but for where the files are."""
-    analysis: Any = ringprof.load(paths, **how)
+def report_of(*paths: str | Path, **options: Any) -> Any:
+    """Return the report without the parts that depend on where the files are."""
+    analysis: Any = ringprof.load(paths, **options)
     report = analysis.report()
-    for listed in ("steps_listed", "annotations"):
-        report["summary"].pop(listed)
+    for key in ("steps_listed", "annotations"):
+        report["summary"].pop(key)
     return report | {"source": None, "steps": None}
 
 
@@ -68,7 +68,7 @@ def test_reduced_traces_in_another_file_system(memory):
     assert report_of("memory://small") == report_of(*traces)
 
 
-def test_what_is_not_there(memory):
+def test_missing_files_are_reported(memory):
     for name in ("memory://nothing/run.json", "memory://nothing"):
         with pytest.raises(InputError, match="no such file"):
             ringprof.load(name)
@@ -87,13 +87,13 @@ def test_a_run_elsewhere_leads_nowhere_else(memory, path, field):
 
 
 @contextmanager
-def cluster_of(workers: int, first: str = "") -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A scheduler and workers, in processes of their own, each of which carries out ``first`` first."""
+def cluster_of(workers: int, setup: str = "") -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Start a scheduler and workers in processes of their own, each of which runs ``setup`` first."""
     program = (
-        f"{first}\n"
+        f"{setup}\n"
         "from distributed import LocalCluster; import sys\n"
         "if __name__ == '__main__':\n"
-        f"    with LocalCluster(n_workers={workers}, threads_per_worker=1, processes={not first}, host='127.0.0.1',\n"
+        f"    with LocalCluster(n_workers={workers}, threads_per_worker=1, processes={not setup}, host='127.0.0.1',\n"
         "                      protocol='tcp', dashboard_address=None) as made:\n"
         "        print(made.scheduler_address, flush=True)\n"
         "        sys.stdin.read()\n"
@@ -139,7 +139,7 @@ def test_workers_find_a_path_that_is_relative_here(cluster, monkeypatch):
 @pytest.mark.processes
 @pytest.mark.parametrize("address", ["bogus", "http://127.0.0.1:1", "tcp://127.0.0.1:1", "tcp://", ""])
 def test_no_scheduler_there(address):
-    """One line, and no wait longer than the patience: as a process, since Dask leaves threads behind."""
+    """Check for one line within the time limit; run as a process, because Dask leaves threads behind."""
     program = "import ringprof.scale.dask_cluster as d; d.PATIENCE_S = 1; from ringprof.cli import main; main()"
     command = [sys.executable, "-c", program, "report", str(RING), "--scheduler", address]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

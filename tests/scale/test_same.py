@@ -1,4 +1,4 @@
-"""Ranks taken a few at a time give the report that all of them together give."""
+"""Ranks analysed a few at a time give the same report as all ranks together."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ RECORDED = [folder.name for folder in COMMITTED]
 
 
 @pytest.fixture
-def few_at_a_time(monkeypatch):
-    """Loads as if memory had no room, two ranks at a time."""
+def load_few_at_a_time(monkeypatch):
+    """Return a loader that behaves as if memory had no room, with two ranks at a time."""
 
-    def load(*paths: Any, tile: int = 2, **how: Any) -> Any:
+    def load(*paths: Any, tile: int = 2, **options: Any) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(api, "MOST_IN_MEMORY", 0)
             patch.setattr(pipeline, "_TILE", tile)
-            return loaded(paths, **{"jobs": 1, **how})
+            return load_together(paths, **{"jobs": 1, **options})
 
     return load
 
 
-def loaded(paths: Any, **how: Any) -> Any:
-    return ringprof.load(paths, **how)
+def load_together(paths: Any, **options: Any) -> Any:
+    return ringprof.load(paths, **options)
 
 
-def told(analysis: Any) -> Any:
-    """The report but for the lists of steps and annotations."""
+def comparable_report(analysis: Any) -> Any:
+    """Return the report without the lists of steps and annotations."""
     report = analysis.report()
-    warnings = sorted(json.dumps(one) for one in report["warnings"])
+    warnings = sorted(json.dumps(warning) for warning in report["warnings"])
     summary = {key: value for key, value in report["summary"].items() if key not in ("steps_listed", "annotations")}
     return report | {"steps": None, "summary": summary, "warnings": warnings}
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_every_recorded_run(few_at_a_time, name):
-    together, apart = loaded(TRACES / name), few_at_a_time(TRACES / name)
-    assert told(apart) == told(together)
+def test_every_recorded_run(load_few_at_a_time, name):
+    together, apart = load_together(TRACES / name), load_few_at_a_time(TRACES / name)
+    assert comparable_report(apart) == comparable_report(together)
     assert apart.findings.steps == together.findings.steps
     assert apart.findings.exposed_by_step == together.findings.exposed_by_step
     assert apart.findings.annotations == together.findings.annotations
@@ -69,19 +69,19 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("how", OPTIONS, ids=lambda how: next(iter(how)))
 @pytest.mark.parametrize("name", ["h200x4-zigzag-65536", "h200x4-allgather-262144", "h200x4-usp-262144"])
-def test_with_options(few_at_a_time, name, how):
+def test_with_options(load_few_at_a_time, name, how):
     traces = sorted((TRACES / name).glob("rank*.json.gz"))
-    assert told(few_at_a_time(*traces, **how)) == told(loaded(traces, **how))
+    assert comparable_report(load_few_at_a_time(*traces, **how)) == comparable_report(load_together(traces, **how))
 
 
 @pytest.mark.parametrize("lost", [0, 3])
-def test_with_a_rank_missing(few_at_a_time, lost):
+def test_with_a_rank_missing(load_few_at_a_time, lost):
     traces = [path for rank, path in enumerate(sorted((TRACES / RECORDED[-1]).glob("rank*.json.gz"))) if rank != lost]
-    assert told(few_at_a_time(*traces)) == told(loaded(traces))
+    assert comparable_report(load_few_at_a_time(*traces)) == comparable_report(load_together(traces))
 
 
 def spoil(folder: Path, how: str) -> None:
-    """Rank 2's trace is gone, empty, cut off, or that of nothing."""
+    """Make rank 2's trace missing, empty, cut off, or a trace without activities."""
     path = folder / "rank2.json.gz"
     data = path.read_bytes()
     path.unlink()
@@ -90,15 +90,15 @@ def spoil(folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["gone", "empty", "cut", "nothing"])
-def test_a_run_with_a_rank_that_cannot_be_read(few_at_a_time, tmp_path, how):
-    """Its figures are those of the other ranks, whichever way the rank is missing, and the report says so."""
+def test_a_run_with_a_rank_that_cannot_be_read(load_few_at_a_time, tmp_path, how):
+    """Check that the figures are those of the other ranks, however the rank is missing, and that a warning says so."""
     folders = [tmp_path / "mine", tmp_path / "without"]
     for folder in folders:
         shutil.copytree(TRACES / "h200x4-zigzag-65536", folder)
     spoil(folders[0], how)
     spoil(folders[1], "gone")
-    together, without = (loaded(folder) for folder in folders)
-    assert told(few_at_a_time(folders[0])) == told(together)
+    together, without = (load_together(folder) for folder in folders)
+    assert comparable_report(load_few_at_a_time(folders[0])) == comparable_report(together)
     assert together.ranks == [0, 1, 3]
     assert together.figures() | {"warnings": 0} == without.figures() | {"warnings": 0}
     codes = {warning.code for warning in together.warnings}
@@ -106,7 +106,7 @@ def test_a_run_with_a_rank_that_cannot_be_read(few_at_a_time, tmp_path, how):
     assert together.to_terminal().startswith("3 of 4 ranks")
 
 
-def test_a_run_that_names_its_ranks_needs_no_trace_to(few_at_a_time, tmp_path):
+def test_a_run_that_names_its_ranks_needs_no_trace_to(load_few_at_a_time, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(TRACES / "h200x4-zigzag-65536", folder)
     run = json.loads((folder / "run.json").read_text())
@@ -117,38 +117,38 @@ def test_a_run_that_names_its_ranks_needs_no_trace_to(few_at_a_time, tmp_path):
         entry["path"] = f"{'abcd'[entry['rank']]}.json.gz"
         (folder / entry["path"]).write_bytes(gzip.compress(json.dumps(trace).encode()))
     (folder / "run.json").write_text(json.dumps(run))
-    together = loaded(folder)
+    together = load_together(folder)
     assert together.ranks == [0, 1, 2, 3] and not together.warnings
-    assert told(few_at_a_time(folder)) == told(together)
+    assert comparable_report(load_few_at_a_time(folder)) == comparable_report(together)
 
 
 @pytest.mark.parametrize("late_ns", [0, 3_000_000, -50_000])
-def test_hosts_with_clocks_of_their_own(few_at_a_time, tmp_path, late_ns):
+def test_hosts_with_clocks_of_their_own(load_few_at_a_time, tmp_path, late_ns):
     paths = write_ring(tmp_path, 24, per_host=4, late_ns=late_ns)
-    together = loaded(paths)
-    assert told(few_at_a_time(*paths, tile=4)) == told(together)
+    together = load_together(paths)
+    assert comparable_report(load_few_at_a_time(*paths, tile=4)) == comparable_report(together)
     offsets = together.clocks().offset_ns
     assert all(abs(offsets[rank] + late_ns * (rank // 4)) < 100_000 for rank in range(24))
 
 
 @pytest.mark.parametrize("late_ns", [0, 1_000_000, 200_000_000])
-def test_chosen_times_are_the_same_moments_on_every_clock(few_at_a_time, tmp_path, late_ns):
-    """Ranks 0 and 4 are the same rank of the small ring on two hosts: they do the same at the same moments."""
+def test_chosen_times_are_the_same_moments_on_every_clock(load_few_at_a_time, tmp_path, late_ns):
+    """Check ranks 0 and 4, made from one rank of the small ring: both do the same at the same time."""
     paths = write_ring(tmp_path, 8, per_host=4, late_ns=late_ns)
-    together = loaded(paths, between="10ms,30ms")
+    together = load_together(paths, between="10ms,30ms")
     ranks = together.report()["ranks"]
     for rank in range(4):
         here, there = ranks[rank]["kinds_ns"], ranks[rank + 4]["kinds_ns"]
-        # To the microseconds that the clocks can be told to.
+        # Equal within the error of the fitted clocks.
         assert here.keys() == there.keys() and all(abs(here[kind] - there[kind]) < 100_000 for kind in here)
     assert not {"mixed_runs", "clocks_disagree"} & {warning.code for warning in together.warnings}
-    assert told(few_at_a_time(*paths, between="10ms,30ms", tile=4)) == told(together)
+    assert comparable_report(load_few_at_a_time(*paths, between="10ms,30ms", tile=4)) == comparable_report(together)
 
 
-def test_a_ring_of_many_is_the_small_ring_again(few_at_a_time, tmp_path):
-    """Each rank of the large ring has the figures of the small ring's rank that it was made of."""
+def test_a_ring_of_many_is_the_small_ring_again(load_few_at_a_time, tmp_path):
+    """Check that each rank of the large ring has the figures of the small ring's rank that it was made from."""
     small: Any = api.Analysis(pipeline.explain_traces(real_ring()), Input("trace", ("small",)))
-    large = few_at_a_time(*write_ring(tmp_path, 48), tile=16)
+    large = load_few_at_a_time(*write_ring(tmp_path, 48), tile=16)
     ranks = small.report()["ranks"]
     for number, rank in enumerate(large.report()["ranks"]):
         assert rank == ranks[number % 4] | {"rank": number}
@@ -161,17 +161,17 @@ def test_a_ring_of_many_is_the_small_ring_again(few_at_a_time, tmp_path):
     }
 
 
-def test_steps_that_no_name_tells(few_at_a_time, monkeypatch):
-    """Where the order of hops tells the steps, too, all ranks are planned alike."""
+def test_steps_inferred_from_order(load_few_at_a_time, monkeypatch):
+    """Check that all ranks get the same plan where the order of hops defines the steps."""
     monkeypatch.setattr("ringprof.analysis.steps.plan.named_blocks", lambda *_: None)
-    together, apart = loaded(TRACES / RECORDED[-1]), few_at_a_time(TRACES / RECORDED[-1])
+    together, apart = load_together(TRACES / RECORDED[-1]), load_few_at_a_time(TRACES / RECORDED[-1])
     assert {step.source for step in together.findings.steps} == {"order"}
     assert apart.findings.steps == together.findings.steps
 
 
-def test_what_is_left_out_is_said(few_at_a_time, tmp_path):
+def test_the_page_names_what_it_leaves_out(load_few_at_a_time, tmp_path):
     pytest.importorskip("bokeh")
-    together, apart = loaded(TRACES / RECORDED[-1]), few_at_a_time(TRACES / RECORDED[-1])
+    together, apart = load_together(TRACES / RECORDED[-1]), load_few_at_a_time(TRACES / RECORDED[-1])
     assert together.report()["summary"]["steps_listed"] and together.report()["steps"]
     assert not apart.report()["summary"]["steps_listed"] and apart.report()["steps"] == []
     assert "leaves out timeline" in apart.to_html() and "leaves out timeline" not in together.to_html()
@@ -179,38 +179,43 @@ def test_what_is_left_out_is_said(few_at_a_time, tmp_path):
         assert getattr(apart.plot, kind)().has_data()
 
 
-def test_other_processes(few_at_a_time):
+def test_other_processes(load_few_at_a_time):
     name = "h200x4-burst-262144"
-    assert told(few_at_a_time(TRACES / name, jobs=2)) == told(loaded(TRACES / name))
+    assert comparable_report(load_few_at_a_time(TRACES / name, jobs=2)) == comparable_report(
+        load_together(TRACES / name)
+    )
 
 
-def test_the_scratch_folder_goes_with_the_analysis(few_at_a_time, tmp_path, monkeypatch):
+def test_the_scratch_folder_goes_with_the_analysis(load_few_at_a_time, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    analysis = few_at_a_time(TRACES / RECORDED[-1])
+    analysis = load_few_at_a_time(TRACES / RECORDED[-1])
     assert list(tmp_path.iterdir())
     del analysis
     assert not list(tmp_path.iterdir())
 
 
-def test_nothing_is_left_where_reading_fails(few_at_a_time, tmp_path, monkeypatch):
+def test_nothing_is_left_where_reading_fails(load_few_at_a_time, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     bad: Path = tmp_path / "rank9.json"
     bad.write_text('{"traceEvents": []}')
     with pytest.raises(InputError, match="rank9"):
-        few_at_a_time(*sorted((TRACES / RECORDED[-1]).glob("rank*.json.gz")), bad)
+        load_few_at_a_time(*sorted((TRACES / RECORDED[-1]).glob("rank*.json.gz")), bad)
     assert list(tmp_path.iterdir()) == [bad]
 
 
-def test_details_live_as_long_as_a_rank_does(few_at_a_time):
-    """Whoever keeps one rank of a run keeps the files that its hops are read from."""
-    together = loaded(TRACES / RECORDED[-1]).attribution.ranks[1]
-    rank = few_at_a_time(TRACES / RECORDED[-1]).attribution.ranks[1]
+def test_details_live_as_long_as_a_rank_does(load_few_at_a_time):
+    """Check that keeping one rank of a run keeps the files that its hops are read from."""
+    together = load_together(TRACES / RECORDED[-1]).attribution.ranks[1]
+    rank = load_few_at_a_time(TRACES / RECORDED[-1]).attribution.ranks[1]
     gc.collect()
     assert rank.hops == together.hops
 
 
-def test_a_host_of_unequal_ranks_tells_its_clock_by_the_one_that_ends_first(few_at_a_time, tmp_path):
-    """All need all: rank 3, until 700, ended after rank 1 began, at 1000: the clocks are 300 to 9000 us apart."""
+def test_the_first_end_on_a_host_bounds_its_clock(load_few_at_a_time, tmp_path):
+    """Check an all-reduce of ranks that end at different times.
+
+    Rank 3, until 700, ended after rank 1 began, at 1000: the clocks are 300 to 9000 us apart.
+    """
     spans_us = [(0, 9000), (1000, 9000), (0, 9000), (0, 700)]
     for rank, (start, end) in enumerate(spans_us):
         builder = Builder(rank=rank, host=f"node{rank // 2}")
@@ -220,21 +225,21 @@ def test_a_host_of_unequal_ranks_tells_its_clock_by_the_one_that_ends_first(few_
                 NCCL, 1000 * (begin + start), 1000 * (begin + end), launched=100 * number + 1, own=own, stream=20
             )
         (tmp_path / f"rank{rank}.ringprof").write_bytes(reduce_trace(builder.trace()))
-    for run in (loaded(tmp_path), few_at_a_time(tmp_path)):
+    for run in (load_together(tmp_path), load_few_at_a_time(tmp_path)):
         (pair,) = run.attribution.clocks.pairs
         assert (pair.hosts, pair.residual_ns) == (("node0", "node1"), 4_350_000)
 
 
-def test_collectives_without_records_that_end_together(few_at_a_time, tmp_path):
-    """Rank r comes r ms after rank 0 to each of four all-reduces."""
+def test_collectives_without_records_that_end_together(load_few_at_a_time, tmp_path):
+    """Check four all-reduces to which rank r comes r ms after rank 0."""
     ms = 1_000_000
     for rank in range(6):
         b = Builder(rank=rank, world_size=6)
-        for at in range(0, 40 * ms, 10 * ms):
-            b.run("ncclKernel_AllReduce_RING_LL_Sum_float", at + rank * ms, at + 8 * ms + rank, stream=20)
+        for start in range(0, 40 * ms, 10 * ms):
+            b.run("ncclKernel_AllReduce_RING_LL_Sum_float", start + rank * ms, start + 8 * ms + rank, stream=20)
         (tmp_path / f"rank{rank}.ringprof").write_bytes(reduce_trace(b.trace()))
-    together, apart = loaded(tmp_path), few_at_a_time(tmp_path)
-    assert told(apart) == told(together)
+    together, apart = load_together(tmp_path), load_few_at_a_time(tmp_path)
+    assert comparable_report(apart) == comparable_report(together)
     for analysis in (together, apart):
         waits = [sum(part.wait_ns for part in rank.splits) for rank in analysis.attribution.ranks]
         assert waits == [4 * (5 - rank) * ms for rank in range(6)]

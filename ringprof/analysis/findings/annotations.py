@@ -62,7 +62,7 @@ def _annotations_of_rank(detail: Detail) -> Iterator[Annotation]:
     for name, name_indices in _user_names(trace):
         row_indices, calls = launched.rows_in_ranges(name_indices)
         if len(row_indices):
-            yield _annotation(name, calls, rows.at(row_indices), compute)
+            yield _annotation(name, calls, rows.take(row_indices), compute)
 
 
 def _annotation(name: str, calls: int, rows: TimedActivities, compute: Spans) -> Annotation:

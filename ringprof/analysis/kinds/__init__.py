@@ -1,1 +1,1 @@
-"""What each activity is: the rules, the evidence, and the process groups."""
+"""Classification of activities into kinds: rules, evidence, and process groups."""

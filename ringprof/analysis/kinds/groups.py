@@ -1,7 +1,8 @@
-"""Communication of one process group told from that of all others.
+"""Separation of one process group's communication from that of all other groups.
 
-In a training step pipeline stages send and receive too: with the context-parallel group named, only its transfers
-are the ring's. What other groups did is of the kind ``other_groups``: neither the ring's communication nor idle.
+In a training step, pipeline stages send and receive too. Where the user names the context-parallel group, only its
+transfers count as the ring's. Communication of other groups gets the kind ``other_groups``: neither the ring's
+communication nor idle.
 """
 
 from __future__ import annotations
@@ -19,45 +20,45 @@ from ringprof.errors import UsageError
 from ringprof.trace.columns import CommRecord, Trace
 
 _OWN_CHANNEL = "ringprof:"
-"""What the descriptions of the groups begin with that ringprof's own strategies communicate in."""
+"""Prefix of the descriptions of the process groups that ringprof's own strategies create."""
 _RANKS = re.compile(r"\s*[0-9]+(\s*-\s*[0-9]+)?(\s*,\s*[0-9]+(\s*-\s*[0-9]+)?)*\s*")
 
 
 class _Kept(msgspec.Struct, frozen=True):
-    """One rank's activities after the others' communication was set apart."""
+    """Activities of one rank after the communication of other groups was reclassified."""
 
     classified: Classified
-    found: bool
+    in_group: bool
     """Whether the group communicates on this rank."""
     unknown: int
-    """Communication kernels of which no record tells the group; set apart with the others'."""
+    """Communication kernels whose group no record names; reclassified with those of other groups."""
 
 
 def keep_group(classified: Classified, group: str) -> _Kept:
-    """Set apart all communication of other groups than ``group``: names or descriptions in which ``*`` and ``?`` stand
-    for anything, with commas between them, or one group's ranks (``0,1`` ``0-3``); semicolons stand between choices.
+    """Reclassify all communication outside ``group`` as ``other_groups``.
 
-    A channel of ringprof's own strategies counts as the group that it was made in, which has all its ranks.
-    Peer-to-peer copies belong to no process group and stay.
+    ``group`` holds names or descriptions, separated by commas, with ``*`` and ``?`` as wildcards; or the ranks of one
+    group (``0,1`` ``0-3``). Semicolons separate alternatives. A group that ringprof's own strategies create counts as
+    the group that it was made from, which has all its ranks. Peer-to-peer copies belong to no process group and stay.
     """
-    choice = _Choice.of(group, classified.trace)
+    choice = _Choice.parse(group, classified.trace)
     wanted: dict[int, bool] = {}
     rows = np.flatnonzero(classified.of(*(kind for kind in COMMUNICATION if kind != "copy_engine")))
-    kind, unknown, found = classified.kind.copy(), 0, False
+    kind, unknown_count, in_group = classified.kind.copy(), 0, False
     for activity in rows.tolist():
         calls = classified.calls.get(activity, ())
         if id(calls) not in wanted:
-            wanted[id(calls)] = bool(calls) and all(map(choice.has, calls))
+            wanted[id(calls)] = bool(calls) and all(map(choice.contains, calls))
         if wanted[id(calls)]:
-            found = True
+            in_group = True
         else:
             kind[activity] = CODE[OTHER_GROUPS]
-            unknown += not calls
-    return _Kept(msgspec.structs.replace(classified, kind=kind), found, unknown)
+            unknown_count += not calls
+    return _Kept(msgspec.structs.replace(classified, kind=kind), in_group, unknown_count)
 
 
 def name_of_group(calls: Calls) -> str:
-    """What people call the group of a kernel's calls: its description, else its name; empty where none tells."""
+    """Return the display name of the calls' group: its description, else its name; empty where no record has one."""
     for call in calls:
         described = call.group_description or ""
         return described if described not in ("", "default_pg", "undefined") else call.group or ""
@@ -65,64 +66,67 @@ def name_of_group(calls: Calls) -> str:
 
 
 def group_names(trace: Trace) -> set[str]:
-    """The groups that one trace has a record of, with their ranks, for a message."""
-    return {_shown(record, trace) for record in trace.collectives if record.group is not None}
+    """Return the groups that one trace has a record of, with their ranks, for messages."""
+    return {_describe_group(record, trace) for record in trace.collectives if record.group is not None}
 
 
 def refuse_unknown_group(group: str, names: Iterable[str]) -> None:
-    """Say that no trace has a record of this group, and which groups there are."""
+    """Raise `UsageError`: no trace has a record of this group; the message lists the groups that exist."""
     listed = "; ".join(sorted(names)[:12])
     if not listed:
-        raise UsageError(f"--group {group!r}: no trace tells the group of its communication (on CPU none does)")
+        raise UsageError(f"--group {group!r}: no trace records the group of its communication (CPU traces never do)")
     raise UsageError(f"--group {group!r}: nothing was communicated in such a group; the traces have: {listed}")
 
 
-def _shown(record: CommRecord, trace: Trace) -> str:
-    ranks = _ranks_of(record, trace)
+def _describe_group(record: CommRecord, trace: Trace) -> str:
+    """Return a record's group for messages: name, description and first ranks."""
+    ranks = _group_ranks(record, trace)
     description = f" ({record.group_description})" if record.group_description else ""
     members = f" of ranks {','.join(map(str, ranks[:8]))}{',...' if len(ranks) > 8 else ''}" if ranks else ""
     return f"{record.group}{description}{members}"
 
 
 class _Choice(msgspec.Struct, frozen=True):
-    """The groups that the user chose, of one trace."""
+    """The groups that the user chose, resolved for one trace."""
 
     patterns: tuple[re.Pattern[str], ...]
     ranks: frozenset[frozenset[int]]
-    """Of groups that were chosen by their ranks."""
+    """Ranks of the groups that were chosen by their ranks."""
     members: tuple[frozenset[int], ...]
-    """Ranks of each chosen group."""
+    """Ranks of every chosen group."""
     trace: Trace
 
     @classmethod
-    def of(cls, text: str, trace: Trace) -> _Choice:
-        choices = [one.strip() for one in text.split(";")]
+    def parse(cls, text: str, trace: Trace) -> _Choice:
+        """Resolve the user's choice of groups (`keep_group`) for one trace."""
+        choices = [choice.strip() for choice in text.split(";")]
         # A lone number is a name: PyTorch numbers its groups.
-        by_ranks = [one for one in choices if _RANKS.fullmatch(one) and ("," in one or "-" in one)]
-        names = [name.strip() for one in choices if one not in by_ranks for name in one.split(",")]
+        rank_lists = [choice for choice in choices if _RANKS.fullmatch(choice) and ("," in choice or "-" in choice)]
+        names = [name.strip() for choice in choices if choice not in rank_lists for name in choice.split(",")]
         patterns = tuple(re.compile(wildcards(name), re.IGNORECASE | re.DOTALL) for name in names if name)
-        ranks = frozenset(frozenset(_listed(one)) for one in by_ranks)
-        listed = {of for name, of in trace.groups.items() if any(p.fullmatch(name) for p in patterns)}
+        ranks = frozenset(frozenset(_parse_ranks(choice)) for choice in rank_lists)
+        listed = {group_ranks for name, group_ranks in trace.groups.items() if any(p.fullmatch(name) for p in patterns)}
         return cls(patterns, ranks, (*ranks, *map(frozenset, listed)), trace)
 
-    def has(self, record: CommRecord) -> bool:
-        """Whether a call is of a chosen group."""
+    def contains(self, record: CommRecord) -> bool:
+        """Return whether a call belongs to a chosen group."""
         named = (record.group or "", record.group_description or "")
         if any(pattern.fullmatch(name) for pattern in self.patterns for name in named):
             return True
-        ranks = frozenset(_ranks_of(record, self.trace))
+        ranks = frozenset(_group_ranks(record, self.trace))
         if not named[1].startswith(_OWN_CHANNEL):
             return ranks in self.ranks
         return bool(ranks) and any(ranks <= members for members in self.members)
 
 
-def _ranks_of(record: CommRecord, trace: Trace) -> tuple[int, ...]:
+def _group_ranks(record: CommRecord, trace: Trace) -> tuple[int, ...]:
     return record.group_ranks or trace.groups.get(record.group or "", ())
 
 
-def _listed(text: str) -> set[int]:
+def _parse_ranks(text: str) -> set[int]:
+    """Parse ranks and ranges of ranks, such as ``0-3,6``."""
     ranks: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.partition("-")
+    for term in text.split(","):
+        first, _, last = term.partition("-")
         ranks.update(range(int(first), min(int(last or first), int(first) + (1 << 20)) + 1))
     return ranks

@@ -1,8 +1,8 @@
-"""Every kind of activity: its key, what people and NCCL call it, what it counts as, and the colour it is drawn in.
+"""Kinds of activities: the key, label, NCCL name, group and colour of each.
 
-A new kind is a record here and rules that tell it (`ringprof.analysis.kinds.rules`). The first colours are Okabe and
-Ito's, which people with any colour vision tell apart (M. Okabe, K. Ito, "Color Universal Design", 2008); those of other
-computation are as far from these, and from one another, as these are.
+A new kind needs a record here and rules that recognise it (`ringprof.analysis.kinds.rules`). The first colours are from
+Okabe and Ito, chosen to be distinguishable with any colour vision (M. Okabe, K. Ito, "Color Universal Design", 2008).
+The colours of other compute kinds are as far from these, and from one another, as these are.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class Kind(NamedTuple):
     """One kind of device activity."""
 
     key: str
-    """In JSON, frames and rules."""
+    """Key in JSON, frames and rules."""
     label: str
-    """For people."""
+    """Name in reports."""
     group: str
-    """What it counts as: ``attention`` and ``compute`` are computation; ``communication``; ``memory``;
-    ``other_groups``."""
+    """Category that its time counts in: ``attention`` and ``compute`` (both computation), ``communication``, ``memory``
+    or ``other_groups``."""
     colour: str
     operation: str = ""
-    """Of communication: what NCCL calls it, for sentences; empty where the label serves."""
+    """NCCL's name of a communication kind, for sentences; empty where the label serves."""
 
 
 _RECORDS = (
@@ -62,20 +62,21 @@ _RECORDS = (
 
 KIND = {kind.key: kind for kind in _RECORDS}
 KINDS = tuple(KIND)
-"""The key of every kind; a column of kinds holds indices into this tuple."""
+"""Keys of all kinds; a column of kinds holds indices into this tuple."""
 CODE = {key: code for code, key in enumerate(KINDS)}
 
 
-def _of(*groups: str) -> tuple[str, ...]:
+def _kinds_in(*groups: str) -> tuple[str, ...]:
+    """Return the keys of all kinds in these groups."""
     return tuple(kind.key for kind in _RECORDS if kind.group in groups)
 
 
-ATTENTION = _of("attention")
-COMPUTE = _of("attention", "compute")
-COMMUNICATION = _of("communication")
-MEMORY = _of("memory")
+ATTENTION = _kinds_in("attention")
+COMPUTE = _kinds_in("attention", "compute")
+COMMUNICATION = _kinds_in("communication")
+MEMORY = _kinds_in("memory")
 OTHER_GROUPS = "other_groups"
-"""Communication of process groups that the user did not ask for; only where one was asked for."""
+"""Communication of process groups that the user did not choose; occurs only where a group was chosen."""
 _NAMED = {
     "matrix_products": ("gemm", "convolution"),
     "optimizer": ("optimizer",),
@@ -83,18 +84,20 @@ _NAMED = {
 }
 COMPUTE_PARTS = {
     **_NAMED,
-    "other_compute": tuple(kind for kind in _of("compute") if not any(kind in named for named in _NAMED.values())),
+    "other_compute": tuple(
+        kind for kind in _kinds_in("compute") if not any(kind in named for named in _NAMED.values())
+    ),
 }
-"""The parts of what is computed beside attention. Where kernels of two run at once, the first has the time."""
+"""Parts of the compute time outside attention. Where kernels of two parts overlap, the first gets the time."""
 POINT_TO_POINT = ("send_recv", "copy_engine")
-"""Communication between two ranks; all other kinds are of a whole group."""
+"""Kinds of communication between two ranks; all other communication kinds involve a whole group."""
 
 
-def are(codes: npt.NDArray[np.int8], *kinds: str) -> npt.NDArray[np.bool_]:
-    """Whether each of a column of codes is that of one of these kinds; -1 is none's."""
+def is_kind(codes: npt.NDArray[np.int8], *kinds: str) -> npt.NDArray[np.bool_]:
+    """Return a mask of the codes that are one of these kinds; code -1 is no kind."""
     return np.array([*(key in kinds for key in KINDS), False])[codes]
 
 
 def in_a_sentence(kind: str) -> str:
-    """What a kind is called within a sentence: ``SendRecv``, ``peer copy``."""
+    """Return a kind's name for use in a sentence: ``SendRecv``, ``peer copy``."""
     return KIND[kind].operation or KIND[kind].label

@@ -1,4 +1,4 @@
-"""What CPU operators, annotations and recorded communication calls do, by their names."""
+"""Kinds of CPU operators, annotations and recorded communication calls, by their names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from functools import lru_cache
 
 # CPU operators that launch one attention pass and nothing else. Wrappers such as autograd functions of whole ring
-# loops are not among them: what they launch is more than attention.
+# loops are excluded: they launch more than attention.
 _ATTENTION = re.compile(
     r"aten::_?(scaled_dot_product_(?=\w*attention)|flash_attention|efficient_attention|cudnn_attention)\w*"
     r"|flash_attn(_3)?::_?(flash_attn|bwd|fwd)\w*"
@@ -22,10 +22,10 @@ ENCLOSING = {
     "norm": r"\w+::\w*(rms|layer|batch|group|instance)_?norm\w*",
     "permute": r"fbgemm::\w*permute\w*|aten::(_index_put_impl_|sort|topk)",
 }
-"""Operators and annotations that say what all that runs in them is for, though it be sums and fills; the first of the
-table that a launch lies in decides."""
+"""Operators and annotations that give their kind to all kernels inside, even to sums and fills. Where several enclose a
+launch, the first of the table decides."""
 
-_ITS_OWN = {
+_OWN_KERNEL = {
     "flash_fwd": r"(vllm|sglang)::unified_\w*attention\w*|_vllm_fa\d_C::\w*fwd\w*|sgl_kernel::(flash_mla_)?\w*fwd\w*",
     "gemm": r"aten::(mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|_scaled_mm|_grouped_mm|_scaled_grouped_mm|_int_mm)"
     r"|aten::_addmm_activation|fbgemm::f8f8bf16\w*",
@@ -37,7 +37,8 @@ _ITS_OWN = {
     "reduce_scatter": r"\w+::\w*reduce_?scatter\w*",
     "all_to_all": r"\w+::\w*all_?to_?all\w*|(deep_ep|pplx|mori|uccl)\w*::\w*(dispatch|combine)\w*",
 }
-"""Operators whose own kernel it is, where its name says nothing; what else runs in them has names of its own."""
+"""Operators that give their kind to their own kernel where its name is unspecific; other kernels inside have specific
+names."""
 
 _FILES = {
     "norm": r"\w*(rms|layer|group)_?norm\w*",
@@ -47,32 +48,35 @@ _FILES = {
     "embedding": r"\w*embedding\w*",
 }
 KERNEL_FILE = "kernel_file "
-"""What the reader writes before the name of the file that a Triton kernel was compiled from."""
+"""Prefix that the trace reader puts before the name of the file that a Triton kernel was compiled from."""
 
 
 _LONGEST_NAME = 1024
-"""Names of operators are looked at this far: torch's own are shorter, and these may be a stranger's."""
+"""Length up to which operator names are matched: names in an untrusted trace may be far longer than torch's own."""
 
 
 @lru_cache(maxsize=4096)
-def kind_enclosing(name: str) -> str | None:
-    """The kind of all that is launched in this operator or annotation, matrix products and the like apart."""
+def kind_of_enclosed_kernels(name: str) -> str | None:
+    """Return the kind that an operator or annotation gives to kernels launched inside; None where it gives none.
+
+    Kernels with specific names, such as matrix products, keep their own kind.
+    """
     name = name[:_LONGEST_NAME]
     return next((kind for kind, pattern in ENCLOSING.items() if re.fullmatch(pattern, name)), None)
 
 
 @lru_cache(maxsize=4096)
-def kind_of_its_kernel(name: str) -> str | None:
-    """The kind of this operator's own kernel."""
+def kind_of_own_kernel(name: str) -> str | None:
+    """Return the kind of an operator's own kernel; None where the operator is not in the table."""
     name = name[:_LONGEST_NAME]
     if name.startswith(KERNEL_FILE):
         stem = name.removeprefix(KERNEL_FILE).removesuffix(".py")
         return next((kind for kind, pattern in _FILES.items() if re.fullmatch(pattern, stem)), None)
-    return next((kind for kind, pattern in _ITS_OWN.items() if re.fullmatch(pattern, name)), None)
+    return next((kind for kind, pattern in _OWN_KERNEL.items() if re.fullmatch(pattern, name)), None)
 
 
 def kind_of_attention_operator(name: str) -> str | None:
-    """``flash_fwd`` or ``flash_bwd`` for a CPU operator that is one attention pass, else None."""
+    """Return ``flash_fwd`` or ``flash_bwd`` for a CPU operator that is one attention pass, else None."""
     if not _ATTENTION.fullmatch(name[:_LONGEST_NAME]):
         return None
     return "flash_bwd" if _BACKWARD.search(name) else "flash_fwd"
@@ -80,7 +84,7 @@ def kind_of_attention_operator(name: str) -> str | None:
 
 @lru_cache(maxsize=1024)
 def kind_of_collective(name: str) -> str | None:
-    """The kind of a communication call by its recorded name; None for what moves nothing (``wait``)."""
+    """Return the kind of a communication call by its recorded name; None for calls that move nothing (``wait``)."""
     plain = name.lower().replace("_", "").removeprefix("nccl:").removeprefix("c10d::")
     if plain in {"wait", "init", ""}:
         return None

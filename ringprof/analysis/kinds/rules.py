@@ -1,7 +1,7 @@
-"""What kernels are by their names: the one table of rules.
+"""Table of rules that classify kernels by their names.
 
-A kind is decided from the strongest evidence there is (`ringprof.analysis.kinds.classify`); these rules are its last
-resort, and for compute kernels mostly the only one.
+The strongest evidence decides a kind (`ringprof.analysis.kinds.classify`). These rules are the last resort, and for
+compute kernels mostly the only evidence.
 """
 
 from __future__ import annotations
@@ -17,43 +17,44 @@ from ringprof.analysis.kinds.inductor import kind_of_inductor
 class Rule(NamedTuple):
     """A kernel whose name, in lower case, contains ``pattern`` (a regular expression) is of this kind.
 
-    ``then`` must follow in the same word, ``later`` anywhere behind. Both stand apart because a name may be a
-    stranger's: ``a.*b`` in one expression takes time with the square of what was made to look like many an ``a``.
+    ``then`` must follow in the same word, ``later`` anywhere behind. Both are separate because a name may come from an
+    untrusted file: ``a.*b`` in one expression takes quadratic time on a name that holds many an ``a``.
     """
 
     kind: str
     family: str
-    """Whose kernel it is, for people; those of attention are printed as the run's. Empty for a helper of any."""
+    """Library of the kernel, for display; reports print the families of attention kernels. Empty for any library's
+    helper."""
     pattern: str
     then: str = ""
     later: str = ""
     loose: bool = False
-    """Whether the name is a template that many operators run, or a common word: the operator tells better."""
+    """Whether the name is a template that many operators run, or a common word: the operator is better evidence."""
 
     @property
     def guessed(self) -> bool:
-        """Whether one word is all that tells: the operator whose own kernel it is tells better still."""
-        return self.family == A_WORD
+        """Whether a single word decides: then the operator that owns the kernel is better evidence."""
+        return self.family == WORD_ONLY
 
 
-A_WORD = "a word of its name"
+WORD_ONLY = "a word of its name"
 
 
-def _rules(kind: str, *given: tuple[str, ...], loose: bool = False) -> list[Rule]:
-    """Rules of one kind, each given as (family, pattern, then, later), the last two where they are needed."""
+def _rules(kind: str, *rows: tuple[str, ...], loose: bool = False) -> list[Rule]:
+    """Return rules of one kind; a row is (family, pattern, then, later), the last two where needed."""
     rules = []
-    for texts in given:
-        family, pattern, then, later = (*texts, "", "")[:4]
+    for row in rows:
+        family, pattern, then, later = (*row, "", "")[:4]
         rules.append(Rule(kind, family, pattern, then, later, loose))
     return rules
 
 
-# The first rule that fits wins, so what is particular stands before what is common. Names come demangled or mangled,
-# and may be cut by whoever wrote the trace: (?<![a-z]) is the beginning of a word in any of them. No rule may look for
-# "collective" alone (flash-attn 3's own kernels contain CollectiveMainloop), nor for a word that others hold: "gemm" in
+# The first matching rule wins, so specific rules stand before general ones. Names come demangled or mangled, and the
+# writer of the trace may have cut them: (?<![a-z]) matches the beginning of a word in any form. No rule may match
+# "collective" alone (flash-attn 3's own kernels contain CollectiveMainloop), nor a word that others contain: "gemm" in
 # "fbgemm", "cast" in "broadcast" and "LoadWithCast".
 RULES: tuple[Rule, ...] = (
-    # --- copies: ROCm's are kernels ---
+    # --- copies: kernels on ROCm ---
     Rule("memcpy", "ROCm", r"__amd_rocclr_copybuffer"),
     Rule("memset", "ROCm", r"__amd_rocclr_fillbuffer"),
     # --- communication ---
@@ -65,7 +66,7 @@ RULES: tuple[Rule, ...] = (
     Rule("send_recv", "NCCL", r"nccl", then=r"sendrecv"),
     Rule("comm_other", "NCCL", r"nccl(symk?)?(dev)?kernel|rcclgenerickernel|rccl_main_kernel"),
     Rule("comm_other", "NCCL", r"nccl", then=r"kernel"),
-    # Huawei's, and XLA's where nothing below it was recorded.
+    # Huawei's HCCL, and XLA's calls for traces without the kernels below them.
     Rule("send_recv", "HCCL", r"hcom_(batch)?(send|receive)"),
     Rule("broadcast", "HCCL", r"hcom_broadcast"),
     Rule("send_recv", "XLA", r"collective[-_]permute"),
@@ -73,14 +74,14 @@ RULES: tuple[Rule, ...] = (
     Rule("send_recv", "userbuffers", r"kuserbuffers_(pull|push)(send|recv)"),
     Rule("comm_other", "userbuffers", r"kuserbuffers|userbuffers_fp16_sum|ub_comm"),
     Rule("all_reduce", "quickreduce", r"quickreduce"),
-    # Of torch's symmetric memory, vLLM, AITER, FlashInfer, TensorRT-LLM, SGLang, MSCCL++ and others.
+    # torch's symmetric memory, vLLM, AITER, FlashInfer, TensorRT-LLM, SGLang, MSCCL++ and others.
     Rule("all_reduce", "vLLM or TensorRT-LLM", r"cross_device_reduce"),
     Rule("all_gather", "symmetric memory", r"multimem_all_gather"),
     Rule("reduce_scatter", "custom", r"reduce[-_]?scatter", loose=True),
     Rule("all_reduce", "custom", r"(?<!warp)(?<!block)(?<!warp_)(?<!block_)all[-_]?reduce", loose=True),
     Rule("all_gather", "custom", r"all[-_]?gather", loose=True),
     Rule("all_to_all", "custom", r"all[-_]?to[-_]?all|moe_?a2a|(?<![a-z])a2a(?![a-z])", loose=True),
-    # Expert parallelism: tokens go to the ranks of their experts, and back.
+    # Expert parallelism: tokens are sent to the ranks of their experts and back.
     Rule("send_recv", "DeepEP", r"deep_ep", later=r"pp_(send|recv)"),
     Rule("all_to_all", "DeepEP", r"deep_ep|dpsk::ep|dpsk2ep|hybrid_ep|uccl::ep|nccl_ep"),
     Rule("all_to_all", "mori", r"mori::|4mori3|(?<![a-z])ep_?(dispatch|combine)"),
@@ -106,16 +107,16 @@ RULES: tuple[Rule, ...] = (
     Rule("merge", "ring-flash-attention", r"fused_to_sub_sigmoid"),
     Rule("merge", "ring-flash-attention", r"sub_sigmoid_", then=r"mul_sub"),
     Rule("merge", "FlashInfer or vLLM", r"merge_?states?|merge_attn_states"),
-    # --- what stands beside attention and has words of its names ---
+    # --- helpers around attention whose names contain attention's words ---
     Rule("permute", "", r"_and_cache|kv_?cache_kernel|kv_buffer|store_?kv|append\w{0,20}kv_?cache|copy_blocks_kernel"),
     Rule("permute", "", r"(?<![a-z])gather_\w{0,30}_cache|slot_mapping|destindex_copy|kv_indic|to_token_pool"),
-    # CANN's names end with what runs, behind the call that it belongs to.
+    # CANN's names begin with the call and end with the operator that runs.
     Rule("cast", "CANN", r"^aclnn\w{1,80}_cast(ai(core|cpu)_cast)?$|^trans_cast_\d"),
     Rule("permute", "CANN", r"^aclnn\w{1,80}_transdata_transdata$"),
     Rule("permute", "", r"thd_(read_half_tensor|partition_indices|reorder)"),
     Rule("norm", "", r"rms_?norm|layer_?norm|qk_?norm|(?<![a-z])[qk]_norm|[qk]norm(_|rope)|(?<![a-z])rms_"),
     Rule("elementwise", "", r"rotary|(?<![a-z])(?<!stage1_)m?rope(?![a-z])|(fused|apply)_?m?rope|kn_entry_\dc_sbhd"),
-    # Neither attention as it is here nor anything of the other kinds: what has no scores to keep.
+    # Linear attention and state-space models have no attention scores, and fit no other kind either.
     *_rules(
         "other",
         ("linear attention", r"delta_rule|gated_delta|linear_?attention|linear_?attn|lightning_?attn|recompute_w_u"),
@@ -142,7 +143,7 @@ RULES: tuple[Rule, ...] = (
         ("NATTEN", r"natten", "", r"bwd|backward"),
         ("Triton", r"attn", r"bwd|backward"),
         ("HSTU", r"hstu_(attn_)?bwd"),
-        # Of the backward pass as dot_do_o is, where a strategy runs it once for all its blocks.
+        # Part of the backward pass, like dot_do_o; some strategies run it once for all blocks.
         ("", r"ringprof_(row_product|output_with_delta)"),
         ("other", r"fmha|flash_?attn|(?<!linear)(?<!linear_)attention|mha_|sdpa", "", r"bwd|backward|scoregrad"),
     ),
@@ -171,7 +172,7 @@ RULES: tuple[Rule, ...] = (
         ("FlashInfer", r"(prefill|decode)with(paged|ragged)?kvcache|batchmla"),
         ("TensorRT-LLM", r"fmhasm\d+|fmha_v2|gemm_mha_v2|masked_multihead_attention|kernel_mha|xqa_kernel"),
         ("vLLM", r"(paged|unified|cached_kv)_attention|pagedattn|^reduce_segments"),
-        # Also the name of Triton layer norms; kept for old flash-attention kernels that are called just this.
+        # Old flash-attention kernels have exactly this name; Triton layer norms have it too.
         ("Triton", r"^_fwd_kernel(\b|_splitk|_aligned|_int8kv)|^_fwd_(grouped_)?kernel_stage\d"),
     ),
     *_rules(
@@ -190,7 +191,7 @@ RULES: tuple[Rule, ...] = (
         ("MIOpen", r"sp3asmconv|naive_conv|[shi]\d*cudnn"),
         ("MIOpen", r"miopen", r"conv"),
     ),
-    # Pooling and recurrent layers run it, too.
+    # Pooling and recurrent layers run this kernel too.
     Rule("convolution", "cuDNN", r"scalepackedtensor", loose=True),
     *_rules(
         "norm",
@@ -213,18 +214,18 @@ RULES: tuple[Rule, ...] = (
         ("mixture of experts", r"moe", r"stage\d|batched|_i?q\d|_sm\d\d"),
         ("sparse", r"(?<![a-z])(sdd|dsd|dds)_kernel|csrmm|spmm|sddmm"),
         ("", r"mul_mat_|(?<![a-z])dot_kernel|_mm(?![a-z])|addmm"),
-        # The types of both factors, with or without that of the product.
+        # Data types of both factors, with or without that of the product.
         ("", r"(?<![a-z])(w4a16|w8a16|w4a8|w8a8|w4a4|a16w4|a16w8|a8w4|a8w8|a4w4)(?![a-z])"),
         ("", r"f8f8bf16|f8i4bf16|f4f4bf16|i8i8bf16|bf16i4bf16|bf16bf16bf16"),
     ),
-    # --- embedding tables, which some libraries update as they go back through them ---
+    # --- embedding tables, which some libraries update during the backward pass ---
     *_rules(
         "embedding",
         ("FBGEMM", r"embedding_codegen|codegen_(forward|backward)|rowwise_adagrad|find_long_segments"),
         ("FBGEMM", r"bounds_check_indices|linearize_(index|cache)|(?<![a-z])l[xf]u_cache"),
         ("torch", r"embedding|krn_partial|compute_grad_weight|sum_and_scatter"),
     ),
-    # --- the optimizer, and what works on all its tensors at once ---
+    # --- the optimizer, and operations on lists of its tensors ---
     Rule("reduction", "norm of gradients", r"lpnorm|l2norm(functor|op)|maxnorm"),
     Rule("permute", "torch", r"multi_tensor_apply", later=r"at::native::copy<"),
     *_rules(
@@ -241,7 +242,7 @@ RULES: tuple[Rule, ...] = (
     Rule("permute", "XLA", r"^(loop|input|wrapped)_(dynamic_|transpose|slice|gather|scatter|concat|copy|pad|reverse)"),
     Rule("reduction", "XLA", r"^(input|wrapped|row|column)_\w{0,60}reduc"),
     Rule("elementwise", "XLA", r"^(loop|input)_\w{0,80}fusion"),
-    # TensorRT's Myelin lists what it fused.
+    # TensorRT's Myelin lists the fused operations.
     Rule("norm", "TensorRT", r"__myl_", then=r"mean\w{0,80}sqrt"),
     Rule("elementwise", "TensorRT", r"__myl_", then=r"add|mul|sub|silu|sigmoid|erf|tanh", loose=True),
     Rule("norm", "nvFuser", r"nvfuser_", r"persistent"),
@@ -260,7 +261,7 @@ RULES: tuple[Rule, ...] = (
         ("", r"(?<![a-z])k?(de)?quant|fp4quant|fp8quant"),
         ("", r"_quant_|quantize|(?<![a-z])to_fp8|(?<![a-z])(cvt|convert)_"),
     ),
-    # --- what only moves elements ---
+    # --- data movement ---
     *_rules(
         "permute",
         ("torch", r"direct_copy_kernel|catarray|split_with_sizes_copy|chunk_cat|copy_device_to_device"),
@@ -277,7 +278,7 @@ RULES: tuple[Rule, ...] = (
         ("", r"radixsort|bitonicsort|mergesort|topk|sort_by|sorting|_sort_|unique|nonzero"),
         loose=True,
     ),
-    # --- templates and common words: sums, and what works element by element ---
+    # --- templates and common words: reductions and pointwise operations ---
     *_rules(
         "reduction",
         ("torch", r"reduce_kernel|reduceop"),
@@ -300,7 +301,7 @@ RULES: tuple[Rule, ...] = (
         ("", r"(?<![a-z])(add|mul|scale|axpy|residual|bias)_(\w{0,20}_)?kernel|pointwise"),
         loose=True,
     ),
-    # CANN's: the call, and the operator that it runs, each with a version.
+    # CANN: names of the call and of the operator that it runs, each with a version.
     Rule("optimizer", "CANN", r"applyadam|fusedemaadam"),
     Rule("cast", "CANN", r"^(aclnn)?cast(aicore)?[v_\d]|^cast$|(dynamic|ascend)(anti)?quant"),
     Rule("permute", "CANN", r"transdata|(init|finalize)routing|stridedslice"),
@@ -308,14 +309,14 @@ RULES: tuple[Rule, ...] = (
     Rule("elementwise", "CANN", r"dsarandom|genmask|^(aclnn)?(inplace)?(add|sub|mul|div|axpy)[ns]?(aicore)?(v?\d|_|$)"),
     Rule("elementwise", "CANN", r"^(aclnn)?(inplace)?(fill|zero|exp(?!ert|and)|neg|pow|r?sqrt|tanh|(real|floor)div)"),
     Rule("elementwise", "CANN", r"^(aclnn)?(inplace)?(select|sigmoid|maximum|minimum|greater|less|equal|logical)"),
-    Rule("norm", A_WORD, r"norm(?!al)|normaliz", loose=True),
-    Rule("elementwise", A_WORD, r"broadcast|residual|add_?bias|_scale|grid_sampl|_loss", loose=True),
-    Rule("permute", A_WORD, r"expert|copy|(?<![a-z])cpy_|sort|flip_|swap|stack|sampl", loose=True),
+    Rule("norm", WORD_ONLY, r"norm(?!al)|normaliz", loose=True),
+    Rule("elementwise", WORD_ONLY, r"broadcast|residual|add_?bias|_scale|grid_sampl|_loss", loose=True),
+    Rule("permute", WORD_ONLY, r"expert|copy|(?<![a-z])cpy_|sort|flip_|swap|stack|sampl", loose=True),
 )  # fmt: skip
 
 
 _LONGEST_NAME = 8192
-"""Names are looked at this far: templates' are long, and a stranger's may be longer."""
+"""Length up to which names are matched: template names are long, and names in an untrusted file may be longer."""
 
 _BRACKET = re.compile(r"operator\s*(?:\(\)|[<>=-]+)|\(anonymous namespace\)|[<>()]")
 
@@ -326,13 +327,13 @@ _WORDS = re.compile(r"[\w:-]+|[<> &]")
 _PASS = re.compile(r"fwd|bwd|forward|backward|[fb]prop|cutlass[fb]|do_o|odo|dk_?dv|_dq|prefill|decode", re.IGNORECASE)
 
 
-def words_needed(pattern: str) -> tuple[str, ...]:
-    """Plain text of which a name must hold one for a rule's pattern to be found in it; empty text is in every name."""
-    return tuple(word for branch in _branches(pattern) for word in _words_of(branch))
+def required_words(pattern: str) -> tuple[str, ...]:
+    """Return the literal words of a pattern, one of which must occur in every matching name; "" occurs in any name."""
+    return tuple(word for branch in _branches(pattern) for word in _most_selective_words(branch))
 
 
 def _branches(pattern: str) -> list[list[str]]:
-    """What a pattern offers to choose from: its branches, each in pieces, of which a group with its brackets is one."""
+    """Split a pattern into its alternatives, each a list of pieces; a bracketed group is one piece."""
     branches, group, depth = [list[str]()], "", 0
     for piece in _PIECE.finditer(pattern):
         depth += (piece[1] == "(") - (piece[1] == ")")
@@ -347,71 +348,71 @@ def _branches(pattern: str) -> list[list[str]]:
     return branches
 
 
-def _words_of(branch: list[str]) -> tuple[str, ...]:
-    """Of the words that each piece of a branch needs, those of the piece whose shortest is longest."""
-    run, found = "", list[tuple[str, ...]]([("",)])
+def _most_selective_words(branch: list[str]) -> tuple[str, ...]:
+    """Return the most selective literal words of a branch: those of the piece whose shortest word is longest."""
+    plain_run, choices = "", list[tuple[str, ...]]([("",)])
     for piece in branch:
-        run = run + piece if _WORDS.fullmatch(piece) else ""
-        found.append((run,))
-        # What may be missing or only looks around needs nothing.
+        plain_run = plain_run + piece if _WORDS.fullmatch(piece) else ""
+        choices.append((plain_run,))
+        # Optional pieces and lookarounds require no word.
         if piece.endswith(")") and not piece.startswith(("(?<", "(?=", "(?!")):
-            found.append(words_needed(piece[1:-1]))
-    return max(found, key=lambda words: min(map(len, words)))
+            choices.append(required_words(piece[1:-1]))
+    return max(choices, key=lambda words: min(map(len, words)))
 
 
 @cache
 def _table() -> list[tuple[Rule, tuple[str, ...], bool]]:
-    """Each rule, the words that a name must hold for it, and whether one of them is enough.
+    """Return for each rule: the rule, its required words, and whether one such word is sufficient.
 
-    Words are found many times quicker than expressions, and few expressions are ever compiled: to compile all takes
-    longer than to read a small trace.
+    Searching words is many times faster than searching expressions, and few expressions are ever compiled: compiling
+    all of them takes longer than reading a small trace.
     """
     table = []
     for rule in RULES:
-        plain = _PLAIN.fullmatch(rule.pattern) is not None
-        words = tuple(rule.pattern.split("|")) if plain else words_needed(rule.pattern)
-        table.append((rule, words, plain and not (rule.then or rule.later)))
+        is_plain = _PLAIN.fullmatch(rule.pattern) is not None
+        words = tuple(rule.pattern.split("|")) if is_plain else required_words(rule.pattern)
+        table.append((rule, words, is_plain and not (rule.then or rule.later)))
     return table
 
 
-_GRAM = 3
-"""Letters of a word by which rules are looked up: a stranger's trace may hold a million names."""
+_PREFIX_LENGTH = 3
+"""Letters of a word by which rules are looked up: an untrusted trace may hold a million names."""
 
 
 @cache
-def _places() -> tuple[dict[str, list[int]], list[int]]:
-    """Places in the table: of the rules with a word that begins with these letters; of those that any name may fit."""
-    places, of_any = dict[str, list[int]](), list[int]()
-    for place, (_, words, _) in enumerate(_table()):
-        if min(map(len, words)) < _GRAM:
-            of_any.append(place)
+def _rules_by_prefix() -> tuple[dict[str, list[int]], list[int]]:
+    """Return indices into the table: rules by the prefix of a required word, and rules that any name may match."""
+    by_prefix, always = dict[str, list[int]](), list[int]()
+    for index, (_, words, _) in enumerate(_table()):
+        if min(map(len, words)) < _PREFIX_LENGTH:
+            always.append(index)
             continue
         for word in words:
-            places.setdefault(word[:_GRAM], []).append(place)
-    return places, of_any
+            by_prefix.setdefault(word[:_PREFIX_LENGTH], []).append(index)
+    return by_prefix, always
 
 
-def _possible(name: str) -> list[int]:
-    """Places of the rules that may fit a name, in order."""
-    places, of_any = _places()
-    grams = {name[at : at + _GRAM] for at in range(len(name) - _GRAM + 1)}
-    return sorted({place for gram in places.keys() & grams for place in places[gram]}.union(of_any))
+def _candidate_rules(name: str) -> list[int]:
+    """Return the indices of the rules that may match a name, in order."""
+    by_prefix, always = _rules_by_prefix()
+    prefixes = {name[start : start + _PREFIX_LENGTH] for start in range(len(name) - _PREFIX_LENGTH + 1)}
+    return sorted({index for prefix in by_prefix.keys() & prefixes for index in by_prefix[prefix]}.union(always))
 
 
-def rule_for(name: str, own: Sequence[Rule] = ()) -> Rule | None:
-    """The first rule that fits a kernel's name, ``own`` rules before the built-in; None where none knows it."""
-    for rule in own:
+def rule_for(name: str, user_rules: Sequence[Rule] = ()) -> Rule | None:
+    """Return the first rule that matches a kernel's name, or None; ``user_rules`` come before the built-in ones."""
+    for rule in user_rules:
         if re.search(rule.pattern, name, re.IGNORECASE | re.DOTALL):
             return rule
     name = name[:_LONGEST_NAME]
     if kind := kind_of_inductor(name):
-        # Its name lists what was fused into it, and no more.
+        # An Inductor name lists the fused operators, which decides the kind.
         return Rule(kind, "Triton", "")
-    return _built_in(_without_parameters(name).lower())
+    return _built_in_rule_for(_without_parameters(name).lower())
 
 
 def _without_parameters(name: str) -> str:
-    """Return a demangled name up to its parameter list: a parameter's type says nothing of what a kernel does."""
+    """Return a demangled name without its parameter list: parameter types do not say what a kernel does."""
     opened: list[str] = []
     for token in _BRACKET.finditer(name):
         bracket = token[0]
@@ -420,7 +421,7 @@ def _without_parameters(name: str) -> str:
         if bracket in "<(":
             opened.append(bracket)
         elif bracket == ")":
-            # What is open within parentheses was no bracket, but "less than".
+            # An angle bracket still open inside parentheses was a "less than".
             while opened and opened.pop() != "(":
                 pass
         elif bracket == ">" and opened[-1:] == ["<"]:
@@ -428,33 +429,34 @@ def _without_parameters(name: str) -> str:
     return name
 
 
-def _built_in(name: str) -> Rule | None:
-    for place in _possible(name):
-        rule, words, enough = _table()[place]
+def _built_in_rule_for(name: str) -> Rule | None:
+    """Return the first built-in rule that matches a lower-case name without parameters."""
+    for index in _candidate_rules(name):
+        rule, words, sufficient = _table()[index]
         if not any(word in name for word in words):
             continue
-        if enough:
+        if sufficient:
             return rule
         pattern = re.compile(rule.pattern)
-        found = pattern.search(name)
-        if found is None or (rule.later and not re.compile(rule.later).search(name, found.end())):
+        match = pattern.search(name)
+        if match is None or (rule.later and not re.compile(rule.later).search(name, match.end())):
             continue
-        if not rule.then or _follows(name, pattern, re.compile(rule.then), found):
+        if not rule.then or _word_contains(name, pattern, re.compile(rule.then), match):
             return rule
     return None
 
 
-def _follows(name: str, pattern: re.Pattern[str], then: re.Pattern[str], found: re.Match[str] | None) -> bool:
-    """Whether ``then`` stands in a word behind what ``pattern`` finds; each word is looked at once."""
-    while found is not None:
-        word = _WORD.match(name, found.end())
+def _word_contains(name: str, pattern: re.Pattern[str], then: re.Pattern[str], match: re.Match[str] | None) -> bool:
+    """Return whether ``then`` occurs in a word behind a match of ``pattern``; each word is searched once."""
+    while match is not None:
+        word = _WORD.match(name, match.end())
         assert word is not None
         if then.search(name, *word.span()):
             return True
-        found = pattern.search(name, max(word.end(), found.start() + 1))
+        match = pattern.search(name, max(word.end(), match.start() + 1))
     return False
 
 
-def tells_no_pass(name: str) -> bool:
-    """Whether an attention kernel's name does not say forward or backward: of helpers of both, and names cut."""
+def lacks_pass_word(name: str) -> bool:
+    """Return whether an attention kernel's name lacks the pass: a helper of both passes, or a name cut short."""
     return _PASS.search(name[:_LONGEST_NAME]) is None

@@ -1,13 +1,13 @@
-"""Rules of the user's own: a small text file that says what kernels and copies are.
+"""User rules: a small text file that gives kernels and copies their kinds.
 
     # kind        pattern
     flash_fwd     my_fused_attention
     send_recv     ring_push_*
     copy_engine   Memcpy DtoD*
 
-One rule a line: a kind, then the rest of the line is the pattern. A pattern with ``*`` or ``?`` must fit the whole
-name, any other must occur in it; upper and lower case are the same. Empty lines, and lines that begin with ``#``,
-count for nothing. The first rule that fits wins, before any rule of ringprof's own.
+Each line is one rule: a kind, then a pattern up to the end of the line. A pattern with ``*`` or ``?`` must match the
+whole name; any other must occur in it. Case does not matter. Empty lines and lines that begin with ``#`` are ignored.
+The first matching rule wins, before any built-in rule.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ringprof.analysis.kinds.rules import Rule
 from ringprof.errors import UsageError
 
 KNOWN = tuple(kind for kind in KINDS if kind != OTHER_GROUPS)
-"""The kinds that a rule may give."""
+"""Kinds that a rule may assign."""
 
 _STARS = re.compile(r"\*+")
 
 
 def parse_rules(text: str, name: str) -> tuple[Rule, ...]:
-    """The rules in ``text``; ``name`` stands for it in errors. Raises `UsageError` naming the line."""
+    """Parse the rules in ``text``; ``name`` stands for it in errors. Raises `UsageError` naming the line."""
     rules = []
     for number, line in enumerate(text.splitlines(), start=1):
         stripped = line.strip()
@@ -38,6 +38,7 @@ def parse_rules(text: str, name: str) -> tuple[Rule, ...]:
 
 
 def _rule(line: str, where: str) -> Rule:
+    """Parse one line; ``where`` names it in errors."""
     kind, *rest = line.split(maxsplit=1)
     if kind not in KNOWN:
         near = difflib.get_close_matches(kind, KNOWN, n=1)
@@ -49,18 +50,17 @@ def _rule(line: str, where: str) -> Rule:
 
 
 def _expression(pattern: str) -> str:
-    """As a regular expression that is searched for."""
+    """Return the regular expression to search for."""
     if "*" not in pattern and "?" not in pattern:
         return re.escape(pattern)
     return rf"\A{wildcards(pattern)}\Z"
 
 
 def wildcards(pattern: str) -> str:
-    """A regular expression for the whole of a name, of a pattern in which ``*`` and ``?`` stand for anything.
+    """Return a regular expression for a whole name, from a pattern with ``*`` and ``?`` as wildcards.
 
-    What stands between two ``*`` is taken where it first occurs and never again: trying all places of all takes for
-    ever.
+    Text between two ``*`` matches its first occurrence only: trying every combination of positions takes far too long.
     """
-    first, *others = (re.escape(part).replace(r"\?", ".") for part in _STARS.split(pattern))
-    once = [f"(?=(?P<p{place}>.*?{part}))(?P=p{place})" for place, part in enumerate(others[:-1])]
-    return "".join([first, *once, *(f".*{last}" for last in others[-1:])])
+    first, *rest = (re.escape(text).replace(r"\?", ".") for text in _STARS.split(pattern))
+    once = [f"(?=(?P<p{index}>.*?{text}))(?P=p{index})" for index, text in enumerate(rest[:-1])]
+    return "".join([first, *once, *(f".*{last}" for last in rest[-1:])])

@@ -1,1 +1,1 @@
-"""Ring steps: which attention block hides which hop."""
+"""Ring steps: the attention block of each step and the hops that it should hide."""

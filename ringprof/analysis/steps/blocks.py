@@ -1,9 +1,9 @@
-"""Which attention kernels make up which ring step of one rank: from annotations, else from their order among hops.
+"""Attention kernels of one rank by ring step, from annotations, else from the order of attention kernels and hops.
 
-ringprof's strategies name their steps (``ringprof::fwd/step=3/block``); other people name theirs, too
-(``ring_step_fwd_3``). Where nobody did, a ring step is the attention that was launched between one hop and the next:
-so do the public implementations go (ring-flash-attention, Transformer Engine, PyTorch's rotation by all-to-all), which
-post the hop first and then compute what hides it.
+ringprof's strategies annotate their steps (``ringprof::fwd/step=3/block``), and so does other software
+(``ring_step_fwd_3``). Without such annotations, a ring step is the attention launched between one hop and the next.
+Public implementations work this way (ring-flash-attention, Transformer Engine, PyTorch's rotation by all-to-all): they
+post a hop first and then compute the block that hides it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ringprof.trace.columns import NONE, Int64, Trace, among
 
 PHASES = ("fwd", "bwd")
 
-_OWN = re.compile(r"ringprof::(?P<phase>fwd|bwd)/step=(?P<step>[0-9]{1,6})/(?P<part>\w+)")
-_OTHERS = re.compile(
+_RINGPROF_RANGE = re.compile(r"ringprof::(?P<phase>fwd|bwd)/step=(?P<step>[0-9]{1,6})/(?P<part>\w+)")
+_FOREIGN_RANGE = re.compile(
     r"(?:\w+[./:])*(?:ring|cp|context_parallel)[_ -]?step[_ -]"
     r"(?P<phase>fwd|bwd|forward|backward)[_ =-]*(?P<step>[0-9]{1,6})",
     re.IGNORECASE,
@@ -31,50 +31,52 @@ _OTHERS = re.compile(
 
 
 class StepKey(NamedTuple):
-    """One ring step, the same on every rank."""
+    """Identifier of one ring step, equal on every rank."""
 
     iteration: int
     phase: str
     """``fwd`` or ``bwd``."""
     call: int
-    """Which attention call of the iteration and phase: a model has one a layer."""
+    """Index of the attention call within the iteration and phase; a model has one call per layer."""
     step: int
 
 
 class StepBlocks(msgspec.Struct, frozen=True):
-    """The attention kernels of one rank by ring step."""
+    """Attention kernels of one rank, assigned to ring steps."""
 
     keys: tuple[StepKey, ...]
-    """In the order of their launch."""
+    """Ring steps, in launch order."""
     row: Int64
-    """Places in `TimedActivities` of the attention kernels that belong to a step."""
+    """Indices into `TimedActivities` of the attention kernels that belong to a step."""
     slot: Int64
-    """Index into ``keys`` for each of them."""
+    """Index into ``keys`` for each of these kernels."""
     order: Int64
-    """When each was launched, as `launch_order` counts."""
+    """Launch position of each of these kernels, from `launch_order`."""
     source: str
-    """``ringprof``, ``annotation`` or ``order``."""
+    """Source of the steps: ``ringprof``, ``annotation`` or ``order``."""
 
 
 def launch_order(detail: Detail, rows: TimedActivities, exchanges: list[list[int]]) -> tuple[Int64, Int64]:
-    """The order in which the CPU launched every one of ``rows`` and each exchange (lists of activities).
+    """Return launch positions of every row of ``rows`` and of each exchange (a list of activities).
 
-    Without launch records (CUDA graphs) an exchange counts before every activity that ends after it began: so the
-    attention kernel beside it comes next.
+    Without launch records (CUDA graphs), an exchange counts before every activity that ends after the exchange began.
+    So the attention kernel that overlaps the exchange comes next.
     """
     launch, columns = detail.classified.launch, detail.classified.trace.activities
     attention = rows.activity[rows.of(*ATTENTION)]
     first = [min(exchange, key=lambda activity: int(launch[activity])) for exchange in exchanges]
-    at = np.array(first, np.int64)
-    if np.any(launch[attention] == NONE) or np.any(launch[at] == NONE):
-        return columns.end_ns[rows.activity], columns.start_ns[at]
-    return launch[rows.activity], launch[at]
+    first_activity = np.array(first, np.int64)
+    if np.any(launch[attention] == NONE) or np.any(launch[first_activity] == NONE):
+        return columns.end_ns[rows.activity], columns.start_ns[first_activity]
+    return launch[rows.activity], launch[first_activity]
 
 
 # --- named steps ------------------------------------------------------------------------------------
 
 
 class _Range(NamedTuple):
+    """One step annotation of a CPU thread."""
+
     start_ns: int
     end_ns: int
     thread: int
@@ -84,87 +86,107 @@ class _Range(NamedTuple):
 
 
 def named_blocks(detail: Detail, rows: TimedActivities, iteration: Int64, order: Int64) -> StepBlocks | None:
-    """The steps that the trace names; None where it names none. ``iteration`` and ``order`` are of every row."""
+    """Group attention kernels by the trace's step annotations; None without such annotations.
+
+    ``iteration`` and ``order`` have one element per row of ``rows``.
+    """
     trace = detail.classified.trace
-    for source, pattern in (("ringprof", _OWN), ("annotation", _OTHERS)):
+    for source, pattern in (("ringprof", _RINGPROF_RANGE), ("annotation", _FOREIGN_RANGE)):
         ranges = _ranges(trace, pattern)
-        blocks = [place for place, item in enumerate(ranges) if item.part == "block"]
-        if not blocks:
+        block_ranges = [range_index for range_index, item in enumerate(ranges) if item.part == "block"]
+        if not block_ranges:
             continue
-        flash = np.flatnonzero(rows.of(*ATTENTION))
-        place = _launched_in(trace, detail.classified.launch[rows.activity[flash]], ranges, blocks)
-        flash, place = flash[place != NONE], place[place != NONE]
-        if len(flash):
-            return _keyed(flash, place, _calls(ranges), ranges, iteration, order, source)
+        attention_rows = np.flatnonzero(rows.of(*ATTENTION))
+        range_index = _enclosing_ranges(
+            trace, detail.classified.launch[rows.activity[attention_rows]], ranges, block_ranges
+        )
+        attention_rows, range_index = attention_rows[range_index != NONE], range_index[range_index != NONE]
+        if len(attention_rows):
+            return _blocks_of_ranges(
+                attention_rows, range_index, _number_calls(ranges), ranges, iteration, order, source
+            )
     return None
 
 
 def _ranges(trace: Trace, pattern: re.Pattern[str]) -> list[_Range]:
-    """The annotations that fit, by start."""
-    matches = {index: found for index, name in enumerate(trace.names) if (found := pattern.fullmatch(name))}
-    marks = trace.annotations
-    wanted = np.flatnonzero(among(marks.name, np.array(list(matches), np.int32)))
-    columns = (marks.start_ns[wanted], marks.end_ns[wanted], marks.thread[wanted], marks.name[wanted])
+    """Return the annotations that match ``pattern``, sorted by start."""
+    matches = {index: match for index, name in enumerate(trace.names) if (match := pattern.fullmatch(name))}
+    annotations = trace.annotations
+    rows = np.flatnonzero(among(annotations.name, np.array(list(matches), np.int32)))
+    columns = (annotations.start_ns[rows], annotations.end_ns[rows], annotations.thread[rows], annotations.name[rows])
     result = []
     for start, end, thread, name in zip(*(column.tolist() for column in columns), strict=True):
-        groups = matches[name].groupdict()
-        phase = "bwd" if groups["phase"].lower().startswith("b") else "fwd"
-        result.append(_Range(start, end, thread, phase, int(groups["step"]), groups.get("part", "block")))
+        fields = matches[name].groupdict()
+        phase = "bwd" if fields["phase"].lower().startswith("b") else "fwd"
+        result.append(_Range(start, end, thread, phase, int(fields["step"]), fields.get("part", "block")))
     return result
 
 
-def _calls(ranges: list[_Range]) -> list[int]:
-    """The attention call of each range: a new one begins where the steps of a phase begin again."""
+def _number_calls(ranges: list[_Range]) -> list[int]:
+    """Return the attention call of each range: a new call begins where the steps of a phase start over."""
     calls = []
-    number, last = dict.fromkeys(PHASES, 0), dict.fromkeys(PHASES, (-1, ""))
+    call, previous = dict.fromkeys(PHASES, 0), dict.fromkeys(PHASES, (-1, ""))
     for item in ranges:
-        step, part = last[item.phase]
-        again = item.step == step and part == "merge" and item.part == "block"
-        number[item.phase] += item.step < step or again
-        last[item.phase] = item.step, item.part
-        calls.append(number[item.phase])
+        step, part = previous[item.phase]
+        repeats = item.step == step and part == "merge" and item.part == "block"
+        call[item.phase] += item.step < step or repeats
+        previous[item.phase] = item.step, item.part
+        calls.append(call[item.phase])
     return calls
 
 
-def _launched_in(trace: Trace, launch: Int64, ranges: list[_Range], blocks: list[int]) -> Int64:
-    """For each launch the block range on its thread that it lies in, as a place in ``ranges``; else `NONE`."""
+def _enclosing_ranges(trace: Trace, launch: Int64, ranges: list[_Range], block_ranges: list[int]) -> Int64:
+    """Return for each launch the index in ``ranges`` of the block range around it on its thread, or `NONE`."""
     result = np.full(len(launch), NONE, np.int64)
-    joined = launch != NONE
-    at = np.where(joined, launch, 0)
-    if not joined.any():
+    has_launch = launch != NONE
+    launch_row = np.where(has_launch, launch, 0)
+    if not has_launch.any():
         return result
-    for thread in {ranges[place].thread for place in blocks}:
-        mine = np.array([place for place in blocks if ranges[place].thread == thread], np.int64)
-        start = np.array([ranges[place].start_ns for place in mine], np.int64)
-        end = np.array([ranges[place].end_ns for place in mine], np.int64)
-        time = trace.launches.start_ns[at]
-        found = np.searchsorted(start, time, side="right") - 1
-        inside = joined & (trace.launches.thread[at] == thread) & (found >= 0) & (time < end[np.maximum(found, 0)])
-        result[inside] = mine[found[inside]]
+    for thread in {ranges[index].thread for index in block_ranges}:
+        of_thread = np.array([index for index in block_ranges if ranges[index].thread == thread], np.int64)
+        start = np.array([ranges[index].start_ns for index in of_thread], np.int64)
+        end = np.array([ranges[index].end_ns for index in of_thread], np.int64)
+        time = trace.launches.start_ns[launch_row]
+        candidate = np.searchsorted(start, time, side="right") - 1
+        inside = (
+            has_launch
+            & (trace.launches.thread[launch_row] == thread)
+            & (candidate >= 0)
+            & (time < end[np.maximum(candidate, 0)])
+        )
+        result[inside] = of_thread[candidate[inside]]
     return result
 
 
-def _keyed(
-    flash: Int64, place: Int64, calls: list[int], ranges: list[_Range], iteration: Int64, order: Int64, source: str
+def _blocks_of_ranges(
+    attention_rows: Int64,
+    range_index: Int64,
+    calls: list[int],
+    ranges: list[_Range],
+    iteration: Int64,
+    order: Int64,
+    source: str,
 ) -> StepBlocks:
-    """Calls are counted from 0 in every iteration."""
-    full = [
-        StepKey(number, ranges[at].phase, calls[at], ranges[at].step)
-        for number, at in zip(iteration[flash].tolist(), place.tolist(), strict=True)
+    """Build `StepBlocks` from kernels and their ranges; calls are counted from 0 in every iteration."""
+    absolute_keys = [
+        StepKey(number, ranges[index].phase, calls[index], ranges[index].step)
+        for number, index in zip(iteration[attention_rows].tolist(), range_index.tolist(), strict=True)
     ]
-    first: dict[tuple[int, str], int] = {}
-    for key in full:
-        known = first.setdefault((key.iteration, key.phase), key.call)
-        first[key.iteration, key.phase] = min(known, key.call)
-    named = [StepKey(number, phase, call - first[number, phase], step) for number, phase, call, step in full]
-    return blocks_in_order(flash, named, order[flash], source)
+    first_call: dict[tuple[int, str], int] = {}
+    for key in absolute_keys:
+        lowest = first_call.setdefault((key.iteration, key.phase), key.call)
+        first_call[key.iteration, key.phase] = min(lowest, key.call)
+    keys = [
+        StepKey(number, phase, call - first_call[number, phase], step) for number, phase, call, step in absolute_keys
+    ]
+    return blocks_in_order(attention_rows, keys, order[attention_rows], source)
 
 
 def blocks_in_order(row: Int64, keys: list[StepKey], order: Int64, source: str) -> StepBlocks:
-    """Kernels with their keys as `StepBlocks`."""
+    """Build `StepBlocks` from kernels and their keys, sorted by launch order."""
     sequence = np.argsort(order, kind="stable")
-    slots = {key: slot for slot, key in enumerate(dict.fromkeys(keys[at] for at in sequence.tolist()))}
-    slot = np.array([slots[keys[at]] for at in sequence.tolist()], np.int64)
+    slots = {key: slot for slot, key in enumerate(dict.fromkeys(keys[index] for index in sequence.tolist()))}
+    slot = np.array([slots[keys[index]] for index in sequence.tolist()], np.int64)
     return StepBlocks(tuple(slots), row[sequence], slot, order[sequence], source)
 
 
@@ -172,83 +194,85 @@ def blocks_in_order(row: Int64, keys: list[StepKey], order: Int64, source: str) 
 
 
 class AttentionRuns(msgspec.Struct, frozen=True):
-    """Attention kernels that were launched with no hop between them."""
+    """Attention kernels of one rank in runs: a run is launched with no hop in between."""
 
     row: Int64
-    """Places in `TimedActivities`, in launch order."""
+    """Indices into `TimedActivities`, in launch order."""
     order: Int64
     run: Int64
-    """Number of the run that each belongs to, ascending."""
+    """Number of each kernel's run, ascending."""
     hops_before: tuple[int, ...]
-    """Of each run: how many hops were launched before it."""
+    """Number of hops launched before each run."""
     phase: tuple[str, ...]
     iteration: tuple[int, ...]
 
 
-def runs_of(rows: TimedActivities, iteration: Int64, order: Int64, hops: Int64, ring_size: int) -> AttentionRuns:
-    """The runs of one rank; ``hops`` is the launch order of its hops, ascending."""
-    flash = np.flatnonzero(rows.of(*ATTENTION))
-    flash = flash[np.argsort(order[flash], kind="stable")]
-    backward = rows.kind[flash] == CODE["flash_bwd"]
-    before, number = np.searchsorted(hops, order[flash]), iteration[flash]
-    changes = (np.diff(before) != 0) | (np.diff(backward) != 0) | (np.diff(number) != 0)
-    run = np.concatenate((np.zeros(min(len(flash), 1), np.int64), np.cumsum(changes)))
-    run = _halved(run, backward, ring_size)
+def attention_runs(rows: TimedActivities, iteration: Int64, order: Int64, hops: Int64, ring_size: int) -> AttentionRuns:
+    """Group one rank's attention kernels into runs; ``hops`` is the launch order of its hops, ascending."""
+    attention_rows = np.flatnonzero(rows.of(*ATTENTION))
+    attention_rows = attention_rows[np.argsort(order[attention_rows], kind="stable")]
+    backward = rows.kind[attention_rows] == CODE["flash_bwd"]
+    hops_before, iterations = np.searchsorted(hops, order[attention_rows]), iteration[attention_rows]
+    changes = (np.diff(hops_before) != 0) | (np.diff(backward) != 0) | (np.diff(iterations) != 0)
+    run = np.concatenate((np.zeros(min(len(attention_rows), 1), np.int64), np.cumsum(changes)))
+    run = _split_double_runs(run, backward, ring_size)
     first = np.unique(run, return_index=True)[1]
     return AttentionRuns(
-        row=flash,
-        order=order[flash],
+        row=attention_rows,
+        order=order[attention_rows],
         run=run,
-        hops_before=tuple(before[first].tolist()),
+        hops_before=tuple(hops_before[first].tolist()),
         phase=tuple(PHASES[int(late)] for late in backward[first]),
-        iteration=tuple(number[first].tolist()),
+        iteration=tuple(iterations[first].tolist()),
     )
 
 
-def _halved(run: Int64, backward: Int64, ring_size: int) -> Int64:
-    """Split runs that hold two ring steps: a pass's last step has no hop before it, so its kernels join the previous
-    run, which then has twice the usual count. In a ring of two, every forward run is one.
+def _split_double_runs(run: Int64, backward: Int64, ring_size: int) -> Int64:
+    """Split runs that hold two ring steps.
+
+    A pass's last step has no hop before it, so its kernels join the previous run, which then has twice the usual
+    number of kernels. In a ring of two, every forward run holds two steps.
     """
     starts, lengths = np.unique(run, return_index=True, return_counts=True)[1:]
     result = run.astype(np.int64)
-    for late in (False, True):
-        mine = np.flatnonzero(backward[starts] == late) if len(starts) else starts
-        if not len(mine) or (late and ring_size == 2):
+    for is_backward in (False, True):
+        phase_runs = np.flatnonzero(backward[starts] == is_backward) if len(starts) else starts
+        if not len(phase_runs) or (is_backward and ring_size == 2):
             continue
-        usual = Counter(lengths[mine].tolist()).most_common(1)[0][0]
-        twice = mine[lengths[mine] == (usual if ring_size == 2 else 2 * usual)]
-        for at in twice[lengths[twice] % 2 == 0].tolist():
-            result[starts[at] + lengths[at] // 2 :] += 1
+        usual_length = Counter(lengths[phase_runs].tolist()).most_common(1)[0][0]
+        double_runs = phase_runs[lengths[phase_runs] == (usual_length if ring_size == 2 else 2 * usual_length)]
+        for index in double_runs[lengths[double_runs] % 2 == 0].tolist():
+            result[starts[index] + lengths[index] // 2 :] += 1
     return result
 
 
 def number_runs(runs: AttentionRuns, ring_size: int) -> list[StepKey]:
-    """Each run of the rank with most of them as a step: ``ring_size`` to an attention call."""
+    """Number the runs of the rank with the most runs as steps: ``ring_size`` steps per attention call."""
     keys = []
     count: Counter[tuple[int, str]] = Counter()
-    for number, phase in zip(runs.iteration, runs.phase, strict=True):
-        call, step = divmod(count[number, phase], max(1, ring_size))
-        count[number, phase] += 1
-        keys.append(StepKey(number, phase, call, step))
+    for iteration, phase in zip(runs.iteration, runs.phase, strict=True):
+        call, step = divmod(count[iteration, phase], max(1, ring_size))
+        count[iteration, phase] += 1
+        keys.append(StepKey(iteration, phase, call, step))
     return keys
 
 
-def number_like(runs: AttentionRuns, model: AttentionRuns, keys: list[StepKey]) -> list[StepKey] | None:
-    """Each run as the step of the model's run that follows as many hops; None where the model has none like it."""
-    places: dict[tuple[int, str, int], list[StepKey]] = {}
-    for before, phase, number, key in zip(model.hops_before, model.phase, model.iteration, keys, strict=True):
-        places.setdefault((number, phase, before), []).append(key)
+def number_runs_like(runs: AttentionRuns, model: AttentionRuns, keys: list[StepKey]) -> list[StepKey] | None:
+    """Give each run the step of the model's run that follows as many hops; None where the model has no such run."""
+    keys_of_model: dict[tuple[int, str, int], list[StepKey]] = {}
+    for hops_before, phase, iteration, key in zip(model.hops_before, model.phase, model.iteration, keys, strict=True):
+        keys_of_model.setdefault((iteration, phase, hops_before), []).append(key)
     used: Counter[tuple[int, str, int]] = Counter()
     result = []
-    for before, phase, number in zip(runs.hops_before, runs.phase, runs.iteration, strict=True):
-        place = number, phase, before
-        if used[place] >= len(places.get(place, ())):
+    for hops_before, phase, iteration in zip(runs.hops_before, runs.phase, runs.iteration, strict=True):
+        position = iteration, phase, hops_before
+        if used[position] >= len(keys_of_model.get(position, ())):
             return None
-        result.append(places[place][used[place]])
-        used[place] += 1
+        result.append(keys_of_model[position][used[position]])
+        used[position] += 1
     return result
 
 
 def inferred_blocks(runs: AttentionRuns, keys: list[StepKey]) -> StepBlocks:
-    """The kernels of the runs by step."""
-    return blocks_in_order(runs.row, [keys[number] for number in runs.run.tolist()], runs.order, "order")
+    """Build `StepBlocks` from runs; ``keys`` has the step of each run."""
+    return blocks_in_order(runs.row, [keys[index] for index in runs.run.tolist()], runs.order, "order")

@@ -1,8 +1,8 @@
-"""Which attention and which hops make up which ring step: planned from the rank that has most steps, for every rank.
+"""Plan of a run's ring steps, taken from the rank with the most steps and applied to every rank.
 
-A hop belongs to the step whose attention was launched next after it: it was posted so that this block hides it. That
-order is the same on every rank, so a rank without work in a step (causal, contiguous layout) takes the hops of that
-step from the rank that has all of them.
+A hop belongs to the step whose attention was launched next after the hop: the hop was posted so that this block hides
+it. The order is the same on every rank. So a rank without work in a step (causal mask, contiguous layout) takes the
+hops of that step from the rank that has all steps.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ringprof.analysis.steps.blocks import (
     AttentionRuns,
     StepBlocks,
     StepKey,
+    attention_runs,
     inferred_blocks,
     launch_order,
     named_blocks,
-    number_like,
     number_runs,
-    runs_of,
+    number_runs_like,
 )
 from ringprof.analysis.timeline.rows import TimedActivities
 from ringprof.analysis.transfers.hops import Exchange
@@ -32,191 +32,206 @@ from ringprof.trace.columns import NONE, Int64, distinct
 
 
 class RankSteps:
-    """One rank while its steps are found: its activities, and what it exchanged, in the order of their launch."""
+    """Activities and exchanges of one rank, in launch order: the input for finding its ring steps."""
 
     def __init__(self, rank: Rank) -> None:
         detail = rank.detail
         self.rank = rank
         self.detail = detail
         self.rows: TimedActivities = detail.rows()
-        number = np.full(len(detail.classified.trace.activities.start_ns), NONE, np.int64)
-        for place, activities in enumerate(detail.window.iterations):
-            number[activities] = place
+        iteration_of = np.full(len(detail.classified.trace.activities.start_ns), NONE, np.int64)
+        for index, activities in enumerate(detail.window.iterations):
+            iteration_of[activities] = index
         exchanges: list[Exchange] = list(detail.hops)
-        exchanges += [Exchange((p,)) for p in detail.splits if p.transfer.kind in ("all_gather", "reduce_scatter")]
-        order, launched = launch_order(detail, self.rows, [[p.transfer.activity for p in e.parts] for e in exchanges])
+        exchanges += [
+            Exchange((part,)) for part in detail.splits if part.transfer.kind in ("all_gather", "reduce_scatter")
+        ]
+        order, launched = launch_order(
+            detail, self.rows, [[part.transfer.activity for part in exchange.parts] for exchange in exchanges]
+        )
         sequence = np.argsort(launched, kind="stable")
-        self.iteration: Int64 = number[self.rows.activity]
-        """Of every row."""
+        self.iteration: Int64 = iteration_of[self.rows.activity]
+        """Iteration of every row."""
         self.order = order
-        self.exchanges = tuple(exchanges[at] for at in sequence.tolist())
-        """In the order of their launch."""
+        self.exchanges = tuple(exchanges[index] for index in sequence.tolist())
+        """Hops, gathers and scatters, in launch order."""
         self.launched: Int64 = launched[sequence]
-        """That order."""
+        """Launch position of each exchange, ascending."""
         self._runs: dict[int, AttentionRuns] = {}
 
     @cached_property
     def named(self) -> StepBlocks | None:
-        """The steps that the trace names."""
+        """The steps that the trace's annotations name; None without such annotations."""
         return named_blocks(self.detail, self.rows, self.iteration, self.order)
 
     def runs(self, ring_size: int) -> AttentionRuns:
-        """Its attention between hops."""
+        """Group the rank's attention kernels into runs between hops."""
         if ring_size not in self._runs:
-            self._runs[ring_size] = runs_of(self.rows, self.iteration, self.order, self.launched, ring_size)
+            self._runs[ring_size] = attention_runs(self.rows, self.iteration, self.order, self.launched, ring_size)
         return self._runs[ring_size]
 
 
 class StepSummary(msgspec.Struct, frozen=True):
-    """What one rank can tell of the run's steps."""
+    """Summary of one rank's trace for planning the run's steps."""
 
     source: str
-    """Of the names of its steps; empty where it names none."""
-    named: int
-    """How many it names."""
+    """Source of the step annotations; empty without any."""
+    named_steps: int
+    """Number of annotated steps."""
     hops: int
     ring_size: int
-    """Of the largest group that a hop of its belongs to."""
+    """Size of the largest group among the rank's hops."""
     world_size: int
-    """That its trace names; 0 where it names none."""
+    """World size in the trace; 0 where it names none."""
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """The steps of a run, as the rank that has most of them has them; plain data."""
+    """Steps of a run, as found on the rank with the most steps; plain data."""
 
     source: str
     keys: tuple[StepKey, ...]
     slots: Int64
-    """For each exchange of a rank that has all, the step whose block should hide it, as an index into ``keys``."""
+    """For each exchange of a rank with all exchanges: the step whose block should hide it, as index into ``keys``."""
     ring_size: int
     model: AttentionRuns | None
-    """Where the order of hops tells the steps: the model's attention between hops."""
+    """Attention runs of the model rank where the order of hops defines the steps; else None."""
     run_keys: tuple[StepKey, ...] = ()
-    """Of each run of the model."""
+    """Step of each run of the model rank."""
 
     @property
-    def mark(self) -> str:
-        """The same for plans that place every rank's attention and hops alike."""
-        import hashlib  # here: loading OpenSSL takes 2 ms
+    def digest(self) -> str:
+        """Hash of the plan: equal for plans that assign every rank's attention and hops alike."""
+        import hashlib  # imported here: loading OpenSSL takes 2 ms
 
         runs = (self.model.hops_before, self.model.phase, self.model.iteration) if self.model else None
-        told = (self.source, self.keys, self.slots.tolist(), self.ring_size, self.run_keys, runs)
-        return hashlib.sha256(repr(told).encode()).hexdigest()
+        content = (self.source, self.keys, self.slots.tolist(), self.ring_size, self.run_keys, runs)
+        return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
-def own_plan(side: RankSteps) -> StepPlan | None:
-    """The steps as one rank alone tells them."""
-    return plan_steps([survey(side)], HeldRanks(lambda: [side]))
+def plan_of_rank(rank_steps: RankSteps) -> StepPlan | None:
+    """Plan the steps from one rank alone; None where its trace shows none."""
+    return plan_steps([summarise_steps(rank_steps)], InMemoryRanks(lambda: [rank_steps]))
 
 
-def survey(side: RankSteps) -> StepSummary:
-    """What one rank can tell."""
-    named = side.named
-    groups = {len(part.transfer.group[1]) for hop in side.detail.hops for part in hop.parts}
+def summarise_steps(rank_steps: RankSteps) -> StepSummary:
+    """Summarize what one rank's trace says about the run's steps."""
+    named = rank_steps.named
+    groups = {len(part.transfer.group[1]) for hop in rank_steps.detail.hops for part in hop.parts}
     return StepSummary(
         source=named.source if named else "",
-        named=len(named.keys) if named else 0,
-        hops=len(side.detail.hops),
+        named_steps=len(named.keys) if named else 0,
+        hops=len(rank_steps.detail.hops),
         ring_size=max(groups, default=0),
-        world_size=side.rank.world_size or 0,
+        world_size=rank_steps.rank.world_size or 0,
     )
 
 
-class RanksOfSteps(Protocol):
-    """The ranks of a run while its steps are found, by rank: held in memory, or made anew whenever one is asked for."""
+class RankStepsSource(Protocol):
+    """Access to the `RankSteps` of a run, by rank: held in memory, or rebuilt whenever one is needed."""
 
     def map(self, function: Callable[..., Any], *arguments: Any, skip: Container[int] = ()) -> Iterator[Any]:
-        """``function(side, *arguments)`` for every rank but those to skip; the function may run in another process."""
+        """Yield ``function(rank_steps, *arguments)`` for every rank not in ``skip``; may run in another process."""
 
-    def at(self, place: int) -> RankSteps:
-        """One rank by its place."""
+    def rank_at(self, index: int) -> RankSteps:
+        """Return the rank at an index."""
 
 
-class HeldRanks:
-    """Ranks that stay in memory, made when the first is asked for."""
+class InMemoryRanks:
+    """`RankSteps` that stay in memory, built at the first access."""
 
     def __init__(self, make: Callable[[], Sequence[RankSteps]]) -> None:
         self._make = make
 
     @cached_property
-    def _sides(self) -> Sequence[RankSteps]:
+    def _all_rank_steps(self) -> Sequence[RankSteps]:
         return self._make()
 
     def map(self, function: Callable[..., Any], *arguments: Any, skip: Container[int] = ()) -> Iterator[Any]:
-        return (function(side, *arguments) for side in self._sides if side.rank.rank not in skip)
+        return (
+            function(rank_steps, *arguments) for rank_steps in self._all_rank_steps if rank_steps.rank.rank not in skip
+        )
 
-    def at(self, place: int) -> RankSteps:
-        return self._sides[place]
+    def rank_at(self, index: int) -> RankSteps:
+        return self._all_rank_steps[index]
 
 
-def plan_steps(surveys: Sequence[StepSummary], ranks: RanksOfSteps) -> StepPlan | None:
-    """The steps of a run, by name, else by the order of hops; None where nothing tells them."""
-    source = next((found.source for found in surveys if found.source), None)
+def plan_steps(summaries: Sequence[StepSummary], ranks: RankStepsSource) -> StepPlan | None:
+    """Plan the steps of a run from annotations, else from the order of hops; None where the traces show neither."""
+    source = next((summary.source for summary in summaries if summary.source), None)
     if source is not None:
-        model = ranks.at(max(range(len(surveys)), key=lambda place: surveys[place].named))
+        model = ranks.rank_at(max(range(len(summaries)), key=lambda index: summaries[index].named_steps))
         assert model.named is not None
-        return StepPlan(source, model.named.keys, _slots(model, model.named), 0, None)
-    if not any(found.hops for found in surveys):
+        return StepPlan(source, model.named.keys, _slots_of_exchanges(model, model.named), 0, None)
+    if not any(summary.hops for summary in summaries):
         return None
-    size = max(found.ring_size for found in surveys)
-    size = size or max(found.world_size for found in surveys) or len(surveys)
+    size = max(summary.ring_size for summary in summaries)
+    size = size or max(summary.world_size for summary in summaries) or len(summaries)
     counts = list(ranks.map(count_runs, size))
-    model = ranks.at(max(range(len(counts)), key=counts.__getitem__))
+    model = ranks.rank_at(max(range(len(counts)), key=counts.__getitem__))
     runs = model.runs(size)
     keys = number_runs(runs, size)
     blocks = inferred_blocks(runs, keys)
-    return StepPlan(blocks.source, blocks.keys, _slots(model, blocks), size, runs, tuple(keys))
+    return StepPlan(blocks.source, blocks.keys, _slots_of_exchanges(model, blocks), size, runs, tuple(keys))
 
 
-def count_runs(side: RankSteps, ring_size: int) -> int:
-    """How many runs of attention between hops a rank has."""
-    return len(side.runs(ring_size).phase)
+def count_runs(rank_steps: RankSteps, ring_size: int) -> int:
+    """Return how many runs of attention between hops a rank has."""
+    return len(rank_steps.runs(ring_size).phase)
 
 
-def placed(side: RankSteps, plan: StepPlan) -> tuple[StepBlocks, Int64]:
-    """One rank's attention by step, and the step of each of its exchanges as an index into the steps' keys."""
-    mine = _blocks(side, plan)
+def assign_steps(rank_steps: RankSteps, plan: StepPlan) -> tuple[StepBlocks, Int64]:
+    """Assign one rank's attention and exchanges to steps.
+
+    Returns the attention by step, and for each exchange its step as an index into the keys.
+    """
+    blocks = _blocks_of_rank(rank_steps, plan)
     keys, slots = plan.keys, plan.slots
-    if len(side.exchanges) != len(slots) or not set(mine.keys) <= set(keys):
-        keys, slots = mine.keys, _slots(side, mine)
-    return _under(mine, keys), slots
+    if len(rank_steps.exchanges) != len(slots) or not set(blocks.keys) <= set(keys):
+        keys, slots = blocks.keys, _slots_of_exchanges(rank_steps, blocks)
+    return _reindexed(blocks, keys), slots
 
 
-def _blocks(side: RankSteps, plan: StepPlan) -> StepBlocks:
+def _blocks_of_rank(rank_steps: RankSteps, plan: StepPlan) -> StepBlocks:
+    """Return one rank's attention by step: by annotations, or by runs that are numbered like the model's."""
     if plan.model is None:
-        nothing = np.empty(0, np.int64)
-        return side.named or StepBlocks((), nothing, nothing, nothing, plan.source)
-    runs = side.runs(plan.ring_size)
-    mine = number_like(runs, plan.model, list(plan.run_keys))
-    return inferred_blocks(runs, number_runs(runs, plan.ring_size) if mine is None else mine)
+        empty = np.empty(0, np.int64)
+        return rank_steps.named or StepBlocks((), empty, empty, empty, plan.source)
+    runs = rank_steps.runs(plan.ring_size)
+    keys = number_runs_like(runs, plan.model, list(plan.run_keys))
+    return inferred_blocks(runs, number_runs(runs, plan.ring_size) if keys is None else keys)
 
 
-def _slots(side: RankSteps, blocks: StepBlocks) -> Int64:
-    """For each of the rank's exchanges the step, as an index into the keys, whose block was launched next."""
+def _slots_of_exchanges(rank_steps: RankSteps, blocks: StepBlocks) -> Int64:
+    """Return for each of the rank's exchanges the step whose block was launched next, as an index into the keys."""
     first = np.full(len(blocks.keys), np.iinfo(np.int64).max)
     np.minimum.at(first, blocks.slot, blocks.order)
-    slots = np.searchsorted(first, side.launched, side="right")
+    slots = np.searchsorted(first, rank_steps.launched, side="right")
     if blocks.source == "order":
-        slots = _home(slots, blocks.keys)
+        slots = _move_last_gradients(slots, blocks.keys)
     result: Int64 = np.minimum(slots, len(blocks.keys) - 1)
     return result
 
 
-def _home(slots: Int64, keys: Sequence[StepKey]) -> Int64:
-    """Where one layer's backward pass meets the next, the first of several hops carries the previous layer's last
-    dK and dV: assign it there."""
+def _move_last_gradients(slots: Int64, keys: Sequence[StepKey]) -> Int64:
+    """Move a previous layer's last gradients back to its own pass.
+
+    Where one layer's backward pass meets the next, the first of several hops carries the previous layer's last dK and
+    dV. That hop belongs to the previous layer's last step.
+    """
     result: Int64 = slots.copy()
     for slot in distinct(slots).tolist():
-        here = np.flatnonzero(slots == slot)
-        if 0 < slot < len(keys) and len(here) > 1 and keys[slot - 1].phase == "bwd" and keys[slot].step == 0:
-            result[here[0]] = slot - 1
+        exchanges = np.flatnonzero(slots == slot)
+        if 0 < slot < len(keys) and len(exchanges) > 1 and keys[slot - 1].phase == "bwd" and keys[slot].step == 0:
+            result[exchanges[0]] = slot - 1
     return result
 
 
-def _under(blocks: StepBlocks, keys: tuple[StepKey, ...]) -> StepBlocks:
-    """Re-index onto ``keys``, a superset of ``blocks.keys``."""
+def _reindexed(blocks: StepBlocks, keys: tuple[StepKey, ...]) -> StepBlocks:
+    """Return ``blocks`` indexed by ``keys``, a superset of ``blocks.keys``."""
     if blocks.keys == keys:
         return blocks
-    place = {key: slot for slot, key in enumerate(keys)}
-    slot = np.array([place[key] for key in blocks.keys], np.int64)[blocks.slot] if len(blocks.slot) else blocks.slot
+    slot_of_key = {key: slot for slot, key in enumerate(keys)}
+    slot = (
+        np.array([slot_of_key[key] for key in blocks.keys], np.int64)[blocks.slot] if len(blocks.slot) else blocks.slot
+    )
     return StepBlocks(keys, blocks.row, slot, blocks.order, blocks.source)

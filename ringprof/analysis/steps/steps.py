@@ -1,8 +1,8 @@
-"""Ring steps: what each rank's block took, which hops it should have hidden, and what of them it did not.
+"""Ring steps of each rank: how long the block took, which hops it should have hidden, and how much stayed exposed.
 
-Which attention and which hops belong to a step is planned in `ringprof.analysis.steps.plan`. A step lasts from the
-start of its block (without one: from the arrival of its keys) to the start of the next step; the last of a pass to the
-end of its block and hops.
+`ringprof.analysis.steps.plan` decides which attention and hops belong to a step. A step lasts from the start of its
+block to the start of the next step; without a block, it starts when its keys arrive. The last step of a pass ends with
+its block and hops.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from ringprof.analysis.kinds.kinds import COMPUTE
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.steps.blocks import StepBlocks, StepKey
 from ringprof.analysis.steps.plan import (
-    HeldRanks,
-    RanksOfSteps,
+    InMemoryRanks,
     RankSteps,
+    RankStepsSource,
     StepPlan,
     StepSummary,
-    placed,
+    assign_steps,
     plan_steps,
-    survey,
+    summarise_steps,
 )
 from ringprof.analysis.timeline.rows import TimedActivities
 from ringprof.analysis.transfers.hops import Exchange, total
 from ringprof.trace.columns import Int64
 
 NEGLIGIBLE = 50
-"""A step whose exposed communication is less than one part in this many is bound by computation."""
+"""A step counts as compute-bound where its exposed communication is below one part in this many of its length."""
 
 
 class Step(msgspec.Struct, frozen=True, gc=False):
@@ -46,225 +46,233 @@ class Step(msgspec.Struct, frozen=True, gc=False):
     phase: str
     """``fwd`` or ``bwd``."""
     call: int
-    """Which attention call of the iteration and phase, from 0: a model has one a layer."""
+    """Index of the attention call in the iteration and phase, from 0; a model has one call per layer."""
     step: int
     start_ns: int
-    """Unix time by the rank's own clock, as ``end_ns``."""
+    """Unix time by the rank's own clock, like ``end_ns``."""
     end_ns: int
     block_ns: int
-    """Union of the attention kernels of the step; 0 where the rank has no work in it."""
+    """Union of the step's attention kernels; 0 where the rank has no work in the step."""
     compute_ns: int
-    """Time in the step in which anything computes."""
+    """Time in the step during which any computation runs."""
     hops: int
-    """Exchanges that the block should hide."""
+    """Number of exchanges that the block should hide."""
     bytes: int | None
-    """Those they send; None where one's is not known."""
+    """Bytes that these exchanges send; None where any size is unknown."""
     wait_ns: int | None
-    """Of these exchanges, summed; None where one's is not known."""
+    """Sum of the waits of these exchanges; None where any is unknown."""
     wire_ns: int | None
+    """Sum of the wire times of these exchanges; None where any is unknown."""
     exposed_ns: int
-    """Communication within the step with no computation beside it."""
+    """Communication within the step that no computation overlaps."""
     exposed_wire_ns: int | None
-    """Of it, the part with something on the wire; None where that is not known."""
+    """Part of ``exposed_ns`` with data on the wire; None where that is unknown."""
     bound: str | None
-    """What the step's length came from: ``compute``, ``wire`` or ``peer`` (waiting); None where exposed communication
-    cannot be told apart."""
+    """Cause of the step's length: ``compute``, ``wire`` or ``peer`` (waiting); None where exposed communication cannot
+    be split into wire and wait."""
     source: str
-    """What tells the steps: ``ringprof`` (its annotations), ``annotation`` (someone else's), ``order`` (of hops and
-    attention kernels)."""
+    """Source of the steps: ``ringprof`` (its annotations), ``annotation`` (annotations of other software), ``order``
+    (of hops and attention kernels)."""
 
 
 ExposedBySteps = dict[tuple[str, int], tuple[int, int]]
-"""(phase, step) -> exposed communication in nanoseconds and the number of steps that it is the sum of."""
+"""(phase, step) -> exposed communication in nanoseconds, and the number of steps summed."""
 
 ExposedByPlan = dict[str, tuple[ExposedBySteps, set[int]]]
-"""The mark of a plan -> what the steps of the ranks that tell this plan expose, and which ranks these are."""
+"""Digest of a plan -> sums of exposed communication, and the ranks in these sums: those whose own plan this is."""
 
 
 class StepFinder:
-    """The ring steps of a run's ranks on GPUs, found when they are first asked for."""
+    """Ring steps of a run's GPU ranks, computed on first access."""
 
     def __init__(
-        self, ranks: RanksOfSteps, surveys: Sequence[StepSummary] | None = None, told: ExposedByPlan | None = None
+        self,
+        ranks: RankStepsSource,
+        summaries: Sequence[StepSummary] | None = None,
+        exposed_by_plan: ExposedByPlan | None = None,
     ) -> None:
-        """``surveys`` and ``told``: what was found before, so that fewer ranks must be looked at again."""
-        self._ranks, self._surveys, self._told = ranks, surveys, told or {}
+        """``summaries`` and ``exposed_by_plan`` hold earlier results, so that fewer ranks must be analysed again."""
+        self._ranks, self._summaries, self._exposed_by_plan = ranks, summaries, exposed_by_plan or {}
 
     @property
     def listed(self) -> bool:
-        """Whether a report lists every rank's steps: where their ranks are in memory."""
-        return isinstance(self._ranks, HeldRanks)
+        """Whether a report lists every rank's steps: only where the ranks are in memory."""
+        return isinstance(self._ranks, InMemoryRanks)
 
     @cached_property
     def plan(self) -> StepPlan | None:
-        """None where nothing tells steps."""
-        surveys = list(self._ranks.map(survey)) if self._surveys is None else self._surveys
-        return plan_steps(surveys, self._ranks) if surveys else None
+        """Plan of the run's steps; None where the traces show no steps."""
+        summaries = list(self._ranks.map(summarise_steps)) if self._summaries is None else self._summaries
+        return plan_steps(summaries, self._ranks) if summaries else None
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        """All steps, by rank and time; they take as much memory as there are."""
+        """All steps, by rank and time; memory grows with their number."""
         if self.plan is None:
             return ()
         return tuple(step for steps in self._ranks.map(steps_of, self.plan) for step in steps)
 
     @cached_property
     def by_activity(self) -> dict[int, dict[int, StepKey]]:
-        """Rank -> the step that each of its attention kernels and exchanges belongs to, by activity."""
+        """Rank -> activity -> step, for the attention kernels and exchanges of each rank."""
         return {} if self.plan is None else dict(self._ranks.map(keys_of_activities, self.plan))
 
     @cached_property
     def exposed_by_step(self) -> ExposedBySteps:
-        """What each ring step exposes, over all ranks, calls and iterations."""
+        """Exposed communication of each ring step, summed over all ranks, calls and iterations."""
         if self.plan is None:
             return {}
-        # What a rank computed alone holds for the run where its own plan equals the run's.
-        known, ranks = self._told.get(self.plan.mark if self._told else "", ({}, set()))
-        found = dict(known)
-        for mine in self._ranks.map(exposed_steps, self.plan, skip=ranks):
-            add_exposed(found, mine)
-        return found
+        # A rank's own sums are valid for the run where its own plan equals the run's plan.
+        known, ranks = self._exposed_by_plan.get(self.plan.digest if self._exposed_by_plan else "", ({}, set()))
+        exposed = dict(known)
+        for rank_exposed in self._ranks.map(exposed_steps, self.plan, skip=ranks):
+            add_exposed(exposed, rank_exposed)
+        return exposed
 
 
 def steps_in_memory(ranks: Iterable[Rank]) -> StepFinder:
-    """The steps of ranks whose details stay in memory; none on CPU."""
-    return StepFinder(HeldRanks(lambda: [RankSteps(rank) for rank in ranks if not rank.on_cpu]))
+    """Return the steps of ranks whose details stay in memory; CPU ranks have none."""
+    return StepFinder(InMemoryRanks(lambda: [RankSteps(rank) for rank in ranks if not rank.on_cpu]))
 
 
-def exposed_steps(side: RankSteps, plan: StepPlan) -> ExposedBySteps:
-    """What each step of one rank exposes."""
-    blocks, slots = placed(side, plan)
-    found: ExposedBySteps = {}
+def exposed_steps(rank_steps: RankSteps, plan: StepPlan) -> ExposedBySteps:
+    """Return the exposed communication of each of one rank's steps."""
+    blocks, slots = assign_steps(rank_steps, plan)
+    result: ExposedBySteps = {}
     if blocks.keys:
-        exposed = intervals.covered_ns(exposure_of(side.detail, side.rows).everything, *_bounds(side, blocks, slots))
+        exposed = intervals.covered_ns(
+            exposure_of(rank_steps.detail, rank_steps.rows).everything, *_step_bounds(rank_steps, blocks, slots)
+        )
         for key, time in zip(blocks.keys, exposed.tolist(), strict=True):
-            add_exposed(found, {(key.phase, key.step): (time, 1)})
-    return found
+            add_exposed(result, {(key.phase, key.step): (time, 1)})
+    return result
 
 
-def steps_of(side: RankSteps, plan: StepPlan) -> list[Step]:
-    """The steps of one rank, by time."""
-    return _steps(side, *placed(side, plan))
+def steps_of(rank_steps: RankSteps, plan: StepPlan) -> list[Step]:
+    """Return the steps of one rank, by time."""
+    return _compute_steps(rank_steps, *assign_steps(rank_steps, plan))
 
 
-def keys_of_activities(side: RankSteps, plan: StepPlan) -> tuple[int, dict[int, StepKey]]:
-    """A rank, and the step that each of its attention kernels and exchanges belongs to, by activity."""
-    blocks, slots = placed(side, plan)
-    attention = zip(side.rows.activity[blocks.row].tolist(), blocks.slot.tolist(), strict=True)
-    found = {activity: blocks.keys[slot] for activity, slot in attention}
+def keys_of_activities(rank_steps: RankSteps, plan: StepPlan) -> tuple[int, dict[int, StepKey]]:
+    """Return a rank, and activity -> step for its attention kernels and exchanges."""
+    blocks, slots = assign_steps(rank_steps, plan)
+    attention = zip(rank_steps.rows.activity[blocks.row].tolist(), blocks.slot.tolist(), strict=True)
+    keys = {activity: blocks.keys[slot] for activity, slot in attention}
     if not blocks.keys:
-        return side.rank.rank, found
-    for slot, exchange in zip(slots.tolist(), side.exchanges, strict=True):
-        found |= {part.transfer.activity: blocks.keys[slot] for part in exchange.parts}
-    return side.rank.rank, found
+        return rank_steps.rank.rank, keys
+    for slot, exchange in zip(slots.tolist(), rank_steps.exchanges, strict=True):
+        keys |= {part.transfer.activity: blocks.keys[slot] for part in exchange.parts}
+    return rank_steps.rank.rank, keys
 
 
-def add_exposed(found: ExposedBySteps, more: ExposedBySteps) -> None:
-    """Add what other steps expose."""
-    for key, (time, count) in more.items():
-        known = found.get(key, (0, 0))
-        found[key] = known[0] + time, known[1] + count
+def add_exposed(totals: ExposedBySteps, others: ExposedBySteps) -> None:
+    """Add the sums of ``others`` to ``totals``."""
+    for key, (time, count) in others.items():
+        total = totals.get(key, (0, 0))
+        totals[key] = total[0] + time, total[1] + count
 
 
 # --- figures ------------------------------------------------------------------------------------------
 
 
-def _steps(side: RankSteps, blocks: StepBlocks, slots: Int64) -> list[Step]:
+def _compute_steps(rank_steps: RankSteps, blocks: StepBlocks, slots: Int64) -> list[Step]:
+    """Compute the steps of one rank from its blocks and the steps of its exchanges."""
     if not blocks.keys:
         return []
-    start, end = _bounds(side, blocks, slots)
-    rows, exposure = side.rows, exposure_of(side.detail, side.rows)
+    start, end = _step_bounds(rank_steps, blocks, slots)
+    rows, exposure = rank_steps.rows, exposure_of(rank_steps.detail, rank_steps.rows)
     exposed = intervals.covered_ns(exposure.everything, start, end)
     columns: dict[str, Int64] = {
         "start_ns": start,
         "end_ns": end,
-        "block_ns": _block_ns(rows, blocks),
+        "block_ns": _attention_ns(rows, blocks),
         "compute_ns": intervals.covered_ns(rows.spans(*COMPUTE), start, end),
         "exposed_ns": exposed,
     }
     values = [dict(zip(columns, row, strict=True)) for row in zip(*(c.tolist() for c in columns.values()), strict=True)]
-    wire = _known(exposure, start, end)
-    carried = _carried(side, slots, len(blocks.keys))
+    exposed_wire = _exposed_wire(exposure, start, end)
+    communication = _communication_columns(rank_steps, slots, len(blocks.keys))
     return [
         Step(
-            rank=side.rank.rank,
+            rank=rank_steps.rank.rank,
             **key._asdict(),
-            **figures,
-            **moved,
-            exposed_wire_ns=on_wire,
-            bound=_bound(figures["end_ns"] - figures["start_ns"], figures["exposed_ns"], on_wire),
+            **times,
+            **exchanged,
+            exposed_wire_ns=exposed_wire_ns,
+            bound=_bound_of_step(times["end_ns"] - times["start_ns"], times["exposed_ns"], exposed_wire_ns),
             source=blocks.source,
         )
-        for key, figures, moved, on_wire in zip(blocks.keys, values, carried, wire, strict=True)
+        for key, times, exchanged, exposed_wire_ns in zip(blocks.keys, values, communication, exposed_wire, strict=True)
     ]
 
 
-def _bounds(side: RankSteps, blocks: StepBlocks, slots: Int64) -> tuple[Int64, Int64]:
-    """Start and end of every step."""
-    count, never, always = len(blocks.keys), np.iinfo(np.int64).min, np.iinfo(np.int64).max
-    begun, ended = np.full(count, always), np.full(count, never)
-    np.minimum.at(begun, blocks.slot, side.rows.start_ns[blocks.row])
-    np.maximum.at(ended, blocks.slot, side.rows.end_ns[blocks.row])
-    sent, arrived = np.full(count, always), np.full(count, never)
-    np.minimum.at(sent, slots, np.array([exchange.start_ns for exchange in side.exchanges], np.int64))
-    np.maximum.at(arrived, slots, np.array([exchange.end_ns for exchange in side.exchanges], np.int64))
-    done = np.maximum.accumulate(np.maximum(ended, arrived))
-    before = np.concatenate(([never], done[:-1]))
-    # Without a block, a step begins when what it waited for has come.
-    start = np.where(begun < always, begun, np.where(before > never, before, sent))
+def _step_bounds(rank_steps: RankSteps, blocks: StepBlocks, slots: Int64) -> tuple[Int64, Int64]:
+    """Return start and end of every step."""
+    count, minimum, maximum = len(blocks.keys), np.iinfo(np.int64).min, np.iinfo(np.int64).max
+    block_start, block_end = np.full(count, maximum), np.full(count, minimum)
+    np.minimum.at(block_start, blocks.slot, rank_steps.rows.start_ns[blocks.row])
+    np.maximum.at(block_end, blocks.slot, rank_steps.rows.end_ns[blocks.row])
+    hop_start, hop_end = np.full(count, maximum), np.full(count, minimum)
+    np.minimum.at(hop_start, slots, np.array([exchange.start_ns for exchange in rank_steps.exchanges], np.int64))
+    np.maximum.at(hop_end, slots, np.array([exchange.end_ns for exchange in rank_steps.exchanges], np.int64))
+    all_done = np.maximum.accumulate(np.maximum(block_end, hop_end))
+    previous_done = np.concatenate(([minimum], all_done[:-1]))
+    # Without a block, a step begins when all earlier blocks and hops are done.
+    start = np.where(block_start < maximum, block_start, np.where(previous_done > minimum, previous_done, hop_start))
     passes = [key[:3] for key in blocks.keys]
-    first = np.array([at == 0 or passes[at] != passes[at - 1] for at in range(count)], np.bool_)
-    computed = np.concatenate(([never], np.maximum.accumulate(ended)[:-1]))
-    start = np.where(first, np.maximum(np.minimum(start, sent), computed), start)
-    start = np.minimum.accumulate(np.where(start < always, start, done[-1])[::-1])[::-1]
-    following = np.concatenate((start[1:], [always]))
+    first = np.array([index == 0 or passes[index] != passes[index - 1] for index in range(count)], np.bool_)
+    blocks_done = np.concatenate(([minimum], np.maximum.accumulate(block_end)[:-1]))
+    start = np.where(first, np.maximum(np.minimum(start, hop_start), blocks_done), start)
+    start = np.minimum.accumulate(np.where(start < maximum, start, all_done[-1])[::-1])[::-1]
+    following = np.concatenate((start[1:], [maximum]))
     last = np.concatenate((first[1:], [True]))
-    end = np.where(last, np.minimum(np.maximum(done, start), following), following)
+    end = np.where(last, np.minimum(np.maximum(all_done, start), following), following)
     return start, end
 
 
-def _known(exposure: Exposure, start: Int64, end: Int64) -> list[int | None]:
-    """Exposed wire time of each step, None where some of what is exposed there is not known."""
+def _exposed_wire(exposure: Exposure, start: Int64, end: Int64) -> list[int | None]:
+    """Return each step's exposed wire time; None where some of its exposed communication is unsplit."""
     wire = intervals.covered_ns(exposure.wire, start, end)
     unknown = intervals.covered_ns(exposure.unknown, start, end)
-    return [None if lost else time for time, lost in zip(wire.tolist(), unknown.tolist(), strict=True)]
+    return [None if unknown_ns else time for time, unknown_ns in zip(wire.tolist(), unknown.tolist(), strict=True)]
 
 
-def _block_ns(rows: TimedActivities, blocks: StepBlocks) -> Int64:
-    """Union of each step's attention kernels: what each adds to those that began before it in the same step."""
+def _attention_ns(rows: TimedActivities, blocks: StepBlocks) -> Int64:
+    """Return each step's union of attention kernels: the sum of what each kernel adds to the earlier ones."""
     start, end = rows.start_ns[blocks.row], rows.end_ns[blocks.row]
     sequence = np.lexsort((start, blocks.slot))
     slot, start, end = blocks.slot[sequence], start[sequence], end[sequence]
     result = np.zeros(len(blocks.keys), np.int64)
     if not len(slot):
         return result
-    # Steps are set apart by more than the whole window, so that one running maximum serves all.
-    apart = slot * (int(end.max()) - int(start.min()) + 1) - int(start.min())
-    reached = np.maximum.accumulate(end + apart)
-    before = np.concatenate(([np.iinfo(np.int64).min], reached[:-1]))
-    np.add.at(result, slot, np.maximum(reached - np.maximum(start + apart, before), 0))
+    # Shift the steps apart by more than the whole window, so that one running maximum serves all of them.
+    shift = slot * (int(end.max()) - int(start.min()) + 1) - int(start.min())
+    latest_end = np.maximum.accumulate(end + shift)
+    previous_end = np.concatenate(([np.iinfo(np.int64).min], latest_end[:-1]))
+    np.add.at(result, slot, np.maximum(latest_end - np.maximum(start + shift, previous_end), 0))
     return result
 
 
-def _carried(side: RankSteps, slots: Int64, count: int) -> list[dict[str, Any]]:
-    """The hops of each step: their number, the bytes that they send, and their waits and wires."""
+def _communication_columns(rank_steps: RankSteps, slots: Int64, count: int) -> list[dict[str, Any]]:
+    """Return per step: the number of exchanges, the bytes that they send, and their wait and wire times."""
     exchanges: list[list[Exchange]] = [[] for _ in range(count)]
-    for slot, exchange in zip(slots.tolist(), side.exchanges, strict=True):
+    for slot, exchange in zip(slots.tolist(), rank_steps.exchanges, strict=True):
         exchanges[slot].append(exchange)
     return [
         {
-            "hops": len(mine),
-            "bytes": total([part.transfer.sent_bytes for exchange in mine for part in exchange.parts]),
-            "wait_ns": total([wait for exchange in mine for wait in exchange.waits_ns]),
-            "wire_ns": total([part.wire_ns for exchange in mine for part in exchange.parts]),
+            "hops": len(in_step),
+            "bytes": total([part.transfer.sent_bytes for exchange in in_step for part in exchange.parts]),
+            "wait_ns": total([wait for exchange in in_step for wait in exchange.waits_ns]),
+            "wire_ns": total([part.wire_ns for exchange in in_step for part in exchange.parts]),
         }
-        for mine in exchanges
+        for in_step in exchanges
     ]
 
 
-def _bound(time_ns: int, exposed_ns: int, on_wire: int | None) -> str | None:
+def _bound_of_step(time_ns: int, exposed_ns: int, exposed_wire_ns: int | None) -> str | None:
+    """Return what a step's length came from, see `Step.bound`."""
     if exposed_ns * NEGLIGIBLE <= time_ns:
         return "compute"
-    if on_wire is None:
+    if exposed_wire_ns is None:
         return None
-    return "wire" if 2 * on_wire >= exposed_ns else "peer"
+    return "wire" if 2 * exposed_wire_ns >= exposed_ns else "peer"

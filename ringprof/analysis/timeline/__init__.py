@@ -1,1 +1,1 @@
-"""One rank's time: which part of the trace is looked at, and where it went."""
+"""Timeline of one rank: the analysed part of the trace, and where its time went."""

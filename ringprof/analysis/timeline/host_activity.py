@@ -1,4 +1,4 @@
-"""What the host did on a thread at each moment: the innermost host event that is open, and its class."""
+"""Host activity of a thread at each time: the innermost open host event, and its class."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ HOST_CLASSES = (
     LAUNCH_CALL, MEMORY_CALL, SYNCHRONISATION, DATA_LOADER, COMPILATION, USER_RANGE, OPERATOR_CLASS, NOTHING_RECORDED,
     NOT_KEPT,
 )  # fmt: skip
-"""Classes of host time, in the order of their codes. ``host events not kept`` stands for all host time of a trace
-without host events: of reduced traces of older versions, and where memory was too small for them."""
+"""Classes of host time, in the order of their codes. ``host events not kept`` is all host time of a trace without host
+events: reduced traces of older versions, and traces whose host events did not fit into memory."""
 _NO_CLASS = -1
 
-# Marks of whole iterations and of communication calls: they are open around everything, and tell nothing.
-_MARK = re.compile(r"ProfilerStep#[0-9]+|ringprof::iteration\b.*|PyTorch Profiler \([0-9]+\)|record_param_comms")
-_CALLS = (
+# Ranges of whole iterations and of communication calls enclose everything and carry no information.
+_IGNORED_RANGE = re.compile(
+    r"ProfilerStep#[0-9]+|ringprof::iteration\b.*|PyTorch Profiler \([0-9]+\)|record_param_comms"
+)
+_CLASS_OF_CALL = (
     (MEMORY_CALL, re.compile(r"Malloc|Free|Host(?:Alloc|Register|Unregister)|Mem(?:Create|Map|Unmap|Release|Alloc)")),
     (MEMORY_CALL, re.compile(r"MemAddress|MemSetAccess|MemPool|ArrayCreate|ArrayDestroy")),
     (
@@ -36,79 +38,79 @@ _CALLS = (
         re.compile(r"Capture(?!Status|Mode|Info)|Graph(?:Instantiate|ExecUpdate)|(?:Module|Library)Load|nvrtc"),
     ),
     (SYNCHRONISATION, re.compile(r"Synchronize")),
-    # A query of how many blocks fit is made for the launch that follows, and loads its kernel as that would.
+    # An occupancy query precedes a launch and loads the kernel, as the launch would.
     (LAUNCH_CALL, re.compile(r"Launch|Memcpy|Memset|Occupancy")),
 )
-_RANGES = (
+_CLASS_OF_RANGE = (
     (DATA_LOADER, re.compile(r"enumerate\(DataLoader\)|DataLoaderIter")),
     (COMPILATION, re.compile(r"CUDAGraphNode\.record|cudagraphify|dynamo_timed|compile_fx|compile_inner|TorchDynamo")),
 )
 
 
 def class_of_name(name: str, category: int) -> int:
-    """Return the index into `HOST_CLASSES` that an event's own name tells, or -1 where only what is around it does."""
-    for label, pattern in _CALLS if category == RUNTIME_CALL else _RANGES:
+    """Return the index into `HOST_CLASSES` that an event's own name implies, or -1 where its context decides."""
+    for label, pattern in _CLASS_OF_CALL if category == RUNTIME_CALL else _CLASS_OF_RANGE:
         if pattern.search(name):
             return HOST_CLASSES.index(label)
     return HOST_CLASSES.index(USER_RANGE) if category == RANGE else _NO_CLASS
 
 
 class HostThread:
-    """The host events of one thread, for asking which is innermost at a time."""
+    """Host events of one thread, to look up the innermost event at a time."""
 
     def __init__(self, trace: Trace, thread: int) -> None:
         events = trace.host_events
-        marks = trace.names_that(_MARK.fullmatch)
-        rows = np.flatnonzero((events.thread == thread) & ~marks[events.name])
-        # Of events that start together the longest is around the others.
+        ignored = trace.names_that(_IGNORED_RANGE.fullmatch)
+        rows = np.flatnonzero((events.thread == thread) & ~ignored[events.name])
+        # Of events that start together, the longest encloses the others.
         rows = rows[np.lexsort((-events.end_ns[rows], events.start_ns[rows]))]
         self.start_ns, self.end_ns, self.name = events.start_ns[rows], events.end_ns[rows], events.name[rows]
-        self._around = self._enclosing()
+        self._enclosing_event = self._find_enclosing_events()
         self._own_class = self._classes_of_names(trace, events.category[rows])
 
-    def _enclosing(self) -> Int64:
-        """For each event the latest that began before it and is still open when it begins, or -1."""
-        around = np.arange(-1, len(self.start_ns) - 1, dtype=np.int64)
-        open_rows = np.flatnonzero((around >= 0) & (self.end_ns[around] <= self.start_ns))
-        # What has ended is replaced by what was open around it. The distance doubles with every turn.
+    def _find_enclosing_events(self) -> Int64:
+        """Return for each event the latest that began before it and is still open when it begins, or -1."""
+        enclosing = np.arange(-1, len(self.start_ns) - 1, dtype=np.int64)
+        open_rows = np.flatnonzero((enclosing >= 0) & (self.end_ns[enclosing] <= self.start_ns))
+        # Replace an ended event by the event that enclosed it. The distance doubles with every pass.
         while len(open_rows):
-            around[open_rows] = around[around[open_rows]]
-            ended = (around[open_rows] >= 0) & (self.end_ns[around[open_rows]] <= self.start_ns[open_rows])
-            open_rows = open_rows[ended]
-        return around
+            enclosing[open_rows] = enclosing[enclosing[open_rows]]
+            has_ended = (enclosing[open_rows] >= 0) & (self.end_ns[enclosing[open_rows]] <= self.start_ns[open_rows])
+            open_rows = open_rows[has_ended]
+        return enclosing
 
     def _classes_of_names(self, trace: Trace, category: npt.NDArray[np.int8]) -> Int64:
-        """Return for each event the index into `HOST_CLASSES` that its own name tells, or -1."""
+        """Return for each event the index into `HOST_CLASSES` that its own name implies, or -1."""
         key = self.name.astype(np.int64) * 4 + category
-        known = {one: class_of_name(trace.names[one // 4], one % 4) for one in distinct(key).tolist()}
-        return np.array([known[one] for one in key.tolist()], np.int64)
+        class_of = {code: class_of_name(trace.names[code // 4], code % 4) for code in distinct(key).tolist()}
+        return np.array([class_of[code] for code in key.tolist()], np.int64)
 
     def classes(self, times_ns: Int64, events: Int64) -> Int64:
-        """Return the index into `HOST_CLASSES` of the innermost open event that has a class, at each time.
+        """Return the index into `HOST_CLASSES` of the innermost open event with a class, at each time.
 
-        ``events`` is what `innermost` says of the same times. Events may overlap in part: one that has ended by then
-        gives its class to nothing.
+        ``events`` holds the innermost event at each time, from `innermost`. Events may overlap partly: an event that
+        has ended by then gives its class to nothing.
         """
-        place = events.copy()
-        rows = np.flatnonzero(place >= 0)
-        rows = rows[self._own_class[place[rows]] == _NO_CLASS]
+        event = events.copy()
+        rows = np.flatnonzero(event >= 0)
+        rows = rows[self._own_class[event[rows]] == _NO_CLASS]
         while len(rows):
-            place[rows] = self._around[place[rows]]
-            rows = rows[place[rows] >= 0]
-            ended = self.end_ns[place[rows]] <= times_ns[rows]
-            rows = rows[ended | (self._own_class[place[rows]] == _NO_CLASS)]
+            event[rows] = self._enclosing_event[event[rows]]
+            rows = rows[event[rows] >= 0]
+            has_ended = self.end_ns[event[rows]] <= times_ns[rows]
+            rows = rows[has_ended | (self._own_class[event[rows]] == _NO_CLASS)]
         result = np.full(len(events), HOST_CLASSES.index(NOTHING_RECORDED), np.int64)
         result[events >= 0] = HOST_CLASSES.index(OPERATOR_CLASS)
-        result[place >= 0] = self._own_class[place[place >= 0]]
+        result[event >= 0] = self._own_class[event[event >= 0]]
         return result
 
     def innermost(self, times_ns: Int64) -> Int64:
-        """For each time the event that is open and began last, or -1."""
+        """Return for each time the latest-started event that is still open, or -1."""
         if not len(self.start_ns):
             return np.full(len(times_ns), -1, np.int64)
-        place = np.searchsorted(self.start_ns, times_ns, side="right").astype(np.int64) - 1
-        rows = np.flatnonzero((place >= 0) & (self.end_ns[place] <= times_ns))
+        event = np.searchsorted(self.start_ns, times_ns, side="right").astype(np.int64) - 1
+        rows = np.flatnonzero((event >= 0) & (self.end_ns[event] <= times_ns))
         while len(rows):
-            place[rows] = self._around[place[rows]]
-            rows = rows[(place[rows] >= 0) & (self.end_ns[place[rows]] <= times_ns[rows])]
-        return place
+            event[rows] = self._enclosing_event[event[rows]]
+            rows = rows[(event[rows] >= 0) & (self.end_ns[event[rows]] <= times_ns[rows])]
+        return event

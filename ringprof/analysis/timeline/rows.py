@@ -1,7 +1,7 @@
-"""The activities that a rank's figures are made of: of one device, over one window, cut where the window is cut.
+"""Activities with their times and kinds: of one device, over one window, clipped to the window.
 
-Those of the window are *selected*. What else ran on the device meanwhile is the *background*: it is not counted, but it
-hides communication, and is not idle.
+Activities of the window are *selected*. What else ran on the device meanwhile is the *background*: it is not counted,
+but it hides communication, and the device is not idle while it runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ringprof.analysis import intervals
 from ringprof.analysis.intervals import Spans
 from ringprof.analysis.kinds.classify import Classified
-from ringprof.analysis.kinds.kinds import are
+from ringprof.analysis.kinds.kinds import is_kind
 from ringprof.trace.columns import Int8, Int64
 
 
@@ -24,28 +24,28 @@ class TimedActivities(msgspec.Struct, frozen=True):
     """Indices into ``trace.activities``, ascending."""
     start_ns: Int64
     end_ns: Int64
-    """Never before the start; both cut where the window is."""
+    """Never before the start; both are clipped to the window."""
     kind: Int8
     """Index into `KINDS`."""
 
     def of(self, *kinds: str) -> npt.NDArray[np.bool_]:
-        """Whether each is one of these kinds."""
-        return are(self.kind, *kinds)
+        """Return a mask of the activities that are one of these kinds."""
+        return is_kind(self.kind, *kinds)
 
     def spans(self, *kinds: str) -> Spans:
-        """The time in which any activity of these kinds runs."""
+        """Return the union of the intervals in which activities of these kinds run."""
         rows = self.of(*kinds)
         return intervals.union(self.start_ns[rows], self.end_ns[rows])
 
-    def at(self, places: npt.NDArray[np.intp]) -> TimedActivities:
-        """Those at some places."""
-        return TimedActivities(self.activity[places], self.start_ns[places], self.end_ns[places], self.kind[places])
+    def take(self, indices: npt.NDArray[np.intp]) -> TimedActivities:
+        """Return the activities at the given indices."""
+        return TimedActivities(self.activity[indices], self.start_ns[indices], self.end_ns[indices], self.kind[indices])
 
     def among(self, activities: Int64) -> TimedActivities:
-        """Those of them that are among ``activities`` (ascending)."""
-        place = np.searchsorted(self.activity, activities)
-        place = place[place < len(self.activity)]
-        return self.at(place[self.activity[place] == activities[: len(place)]])
+        """Return the activities that are among ``activities`` (ascending)."""
+        index = np.searchsorted(self.activity, activities)
+        index = index[index < len(self.activity)]
+        return self.take(index[self.activity[index] == activities[: len(index)]])
 
 
 _NONE = np.empty(0, np.int64)
@@ -55,21 +55,25 @@ NO_ROWS = TimedActivities(_NONE, _NONE, _NONE, np.empty(0, np.int8))
 def timed_activities(
     classified: Classified, activities: Int64, device: int | None, between_ns: tuple[int, int] | None
 ) -> TimedActivities:
-    """The ``activities`` of one device (of every one where None) that reach into the chosen times, cut at both."""
+    """Return the ``activities`` of one device (None: of all) that overlap ``between_ns``, clipped to it."""
     columns = classified.trace.activities
     if device is not None:
         activities = activities[columns.device[activities] == device]
     start = columns.start_ns[activities]
     end = np.maximum(columns.end_ns[activities], start)
     if between_ns is not None:
-        first, last = between_ns
-        inside = (start < last) & (end > first)
-        activities, start, end = activities[inside], np.maximum(start[inside], first), np.minimum(end[inside], last)
+        window_start, window_end = between_ns
+        inside = (start < window_end) & (end > window_start)
+        activities, start, end = (
+            activities[inside],
+            np.maximum(start[inside], window_start),
+            np.minimum(end[inside], window_end),
+        )
     return TimedActivities(activities, start, end, classified.kind[activities])
 
 
-class OnDevice:
-    """All that one device did, to find what of it ran beside a window."""
+class DeviceActivities:
+    """All activities of one device, to find those that ran beside a window."""
 
     def __init__(self, classified: Classified, device: int | None) -> None:
         columns = classified.trace.activities
@@ -79,11 +83,13 @@ class OnDevice:
         self._latest_end: Int64 = np.maximum.accumulate(columns.end_ns[self._activity])
 
     def background(self, selected: TimedActivities) -> TimedActivities:
-        """What ran from the first start to the last end of ``selected`` and is not among them, cut at both."""
-        first, last = int(selected.start_ns.min()), int(selected.end_ns.max())
-        # Activities are sorted by start, and no activity before the first of these ends after the window's start.
-        begin = np.searchsorted(self._latest_end, first, side="right")
-        end = np.searchsorted(self._start, last, side="left")
-        near = self._activity[begin:end]
-        other = near[~np.isin(near, selected.activity, assume_unique=True)] if len(near) else near
-        return timed_activities(self._classified, other, None, (first, last))
+        """Return what ran between the first start and last end of ``selected`` besides it, clipped to these times."""
+        window_start, window_end = int(selected.start_ns.min()), int(selected.end_ns.max())
+        # Activities are sorted by start, and none before ``begin`` ends after the window's start.
+        begin = np.searchsorted(self._latest_end, window_start, side="right")
+        end = np.searchsorted(self._start, window_end, side="left")
+        candidates = self._activity[begin:end]
+        other = (
+            candidates[~np.isin(candidates, selected.activity, assume_unique=True)] if len(candidates) else candidates
+        )
+        return timed_activities(self._classified, other, None, (window_start, window_end))

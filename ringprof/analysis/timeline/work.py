@@ -1,7 +1,7 @@
 """FLOPs and time of attention and of matrix products in one rank's window, where the profiler recorded shapes.
 
-Operators nest: an attention operator calls the one of its kernel, and an operator on DTensors, with global shapes, the
-same one on the local shard. FLOPs are those of the innermost operators; kernels belong to the outermost.
+Operators nest: an attention operator calls the operator of its kernel, and an operator on DTensors, with global shapes,
+calls the same operator on the local shard. FLOPs are those of the innermost operators; kernels belong to the outermost.
 """
 
 from __future__ import annotations
@@ -14,83 +14,83 @@ import numpy.typing as npt
 
 from ringprof.analysis import intervals
 from ringprof.analysis.kinds.classify import Classified
-from ringprof.analysis.kinds.kinds import ATTENTION, COMPUTE_PARTS, are
+from ringprof.analysis.kinds.kinds import ATTENTION, COMPUTE_PARTS, is_kind
 from ringprof.analysis.timeline.cpu import outermost_operators, window_bounds
 from ringprof.analysis.timeline.rows import TimedActivities
 from ringprof.analysis.timeline.window import Window
 from ringprof.trace.columns import FLOP_DTYPES, NONE, FlopRecords, Int8, Int64, Trace
 
 RATED_PARTS = {"attention": ATTENTION, "matrix_products": COMPUTE_PARTS["matrix_products"]}
-"""Parts of a step whose FLOPs can be known, and their kinds."""
+"""Parts of a step whose FLOPs can be known, with their kinds."""
 
 
 class PartWork(msgspec.Struct, frozen=True):
-    """One part of a step on one rank."""
+    """FLOPs and time of one part of a step on one rank."""
 
     part: str
     """Key of `RATED_PARTS`."""
     time_ns: int
-    """Union of its kernels, on CPU of its operators, within the window."""
+    """Union of the part's kernels (on CPU: operators) within the window."""
     covered_ns: int
-    """Union of those whose FLOPs are known."""
+    """Union of those kernels whose FLOPs are known."""
     flops: int
-    """FLOPs of the operators that launched them."""
+    """FLOPs of the operators that launched the kernels."""
     dense_flops: int
-    """FLOPs that are counted dense because the attention mask is not recorded: an upper bound."""
+    """FLOPs of attention without a recorded mask, counted as dense: an upper bound."""
     flops_by_dtype: dict[str, int]
-    """FLOPs by `FLOP_DTYPES`; those whose data type is not recorded are left out."""
+    """FLOPs by `FLOP_DTYPES`, without operators whose data type is not recorded."""
 
 
 class _Nesting(NamedTuple):
-    """How the operators with FLOPs nest."""
+    """Nesting of the operators with FLOPs."""
 
     root: Int64
-    """Number of the outermost operator around each record, its own where there is none around it."""
+    """Number of the outermost operator around each record; the record's own number if nothing encloses it."""
     innermost: npt.NDArray[np.bool_]
-    """Whether no other record lies in it."""
+    """Whether a record contains no other record."""
     root_row: Int64
     """Row of each outermost operator, by number: ascending by thread, then by start."""
 
 
 def device_work(classified: Classified, rows: TimedActivities) -> tuple[PartWork, ...]:
-    """Return the work that launched ``rows``, the window's activities on one device; empty without shapes."""
+    """Return the work that launched ``rows``, the window's activities on one device; empty without recorded shapes."""
     records = classified.trace.flop_records
     if not len(records.start_ns):
         return ()
-    nesting, part = _nest(records), _part_of(rows.kind)
-    root = _root_of_activities(classified, rows.activity, nesting)
-    # The last place stands for activities outside of all operators.
+    nesting, part = _find_nesting(records), _part_numbers(rows.kind)
+    root = _roots_of_activities(classified, rows.activity, nesting)
+    # The last element stands for activities outside of all operators.
     part_of_root = np.full(len(nesting.root_row) + 1, NONE, np.int64)
-    # Attention comes last: matrix products inside an attention operator are part of it.
+    # Attention is assigned last: matrix products inside an attention operator are part of it.
     for number in reversed(range(len(RATED_PARTS))):
         part_of_root[root[(root != NONE) & (part == number)]] = number
     covered = (part != NONE) & (part_of_root[root] == part)
-    return _parts(records, nesting, part_of_root, (rows.start_ns, rows.end_ns, part, covered))
+    return _work_of_parts(records, nesting, part_of_root, (rows.start_ns, rows.end_ns, part, covered))
 
 
 def cpu_work(trace: Trace, window: Window) -> tuple[PartWork, ...]:
-    """Return the work of the window's operators on a CPU rank; empty without shapes."""
+    """Return the work of the window's operators on a CPU rank; empty without recorded shapes."""
     records = trace.flop_records
     if not len(records.start_ns):
         return ()
-    nesting = _nest(records)
-    first, last = window_bounds(trace, window, None)
+    nesting = _find_nesting(records)
+    window_start, window_end = window_bounds(trace, window, None)
     start, end, kind, thread = outermost_operators(trace)
-    part, covered = _part_of(kind), np.zeros(len(kind), np.bool_)
+    part, covered = _part_numbers(kind), np.zeros(len(kind), np.bool_)
     begins = records.start_ns[nesting.root_row]
-    holder = _holders((start, end, thread), begins, records.thread[nesting.root_row])
-    holder[(begins < first) | (begins >= last)] = NONE
-    part_of_root = np.append(part, NONE)[holder]
-    covered[holder[holder != NONE]] = True
-    clipped = np.clip(start, first, last), np.clip(end, first, last)
-    return _parts(records, nesting, part_of_root, (*clipped, part, covered))
+    enclosing = _enclosing_rows((start, end, thread), begins, records.thread[nesting.root_row])
+    enclosing[(begins < window_start) | (begins >= window_end)] = NONE
+    part_of_root = np.append(part, NONE)[enclosing]
+    covered[enclosing[enclosing != NONE]] = True
+    clipped = np.clip(start, window_start, window_end), np.clip(end, window_start, window_end)
+    return _work_of_parts(records, nesting, part_of_root, (*clipped, part, covered))
 
 
-def _part_of(kind: Int8) -> Int64:
-    """Return the number of each row's part among `RATED_PARTS`, or `NONE`."""
+def _part_numbers(kind: Int8) -> Int64:
+    """Return the index of each row's part in `RATED_PARTS`, or `NONE`."""
     part = np.full(len(kind), NONE, np.int64)
     for number, kinds in enumerate(RATED_PARTS.values()):
-        part[are(kind, *kinds)] = number
+        part[is_kind(kind, *kinds)] = number
     return part
 
 
@@ -98,80 +98,86 @@ _Rows = tuple[Int64, Int64, Int64, npt.NDArray[np.bool_]]
 """Start, end and part of the timed activities or operators, and whether their FLOPs are known."""
 
 
-def _parts(records: FlopRecords, nesting: _Nesting, part_of_root: Int64, rows: _Rows) -> tuple[PartWork, ...]:
-    """Sum up every part; ``part_of_root`` is `NONE` for outermost operators outside the window."""
+def _work_of_parts(records: FlopRecords, nesting: _Nesting, part_of_root: Int64, rows: _Rows) -> tuple[PartWork, ...]:
+    """Compute `PartWork` for every part; ``part_of_root`` is `NONE` for outermost operators outside the window."""
     part_of_record = np.where(nesting.innermost, part_of_root[nesting.root], NONE)
     parts = []
     for number, name in enumerate(RATED_PARTS):
-        start, end, part, known = rows
-        mine, counted = part == number, part_of_record == number
-        covered = mine & known
-        by_dtype = {dtype: _total(records, counted & (records.dtype == code)) for code, dtype in enumerate(FLOP_DTYPES)}
+        start, end, part, flops_known = rows
+        in_part, records_of_part = part == number, part_of_record == number
+        covered = in_part & flops_known
+        by_dtype = {
+            dtype: _sum_flops(records, records_of_part & (records.dtype == code))
+            for code, dtype in enumerate(FLOP_DTYPES)
+        }
         parts.append(
             PartWork(
                 part=name,
-                time_ns=intervals.length_ns(intervals.union(start[mine], end[mine])),
+                time_ns=intervals.length_ns(intervals.union(start[in_part], end[in_part])),
                 covered_ns=intervals.length_ns(intervals.union(start[covered], end[covered])),
-                flops=_total(records, counted),
-                dense_flops=_total(records, counted & (records.causal == NONE)),
+                flops=_sum_flops(records, records_of_part),
+                dense_flops=_sum_flops(records, records_of_part & (records.causal == NONE)),
                 flops_by_dtype={dtype: flops for dtype, flops in by_dtype.items() if flops},
             )
         )
     return tuple(parts)
 
 
-def _total(records: FlopRecords, chosen: npt.NDArray[np.bool_]) -> int:
-    # Python's integers: the sum of many counts may be beyond 64 bits.
+def _sum_flops(records: FlopRecords, chosen: npt.NDArray[np.bool_]) -> int:
+    """Sum the FLOPs of the chosen records."""
+    # Python integers: the sum of many counts may exceed 64 bits.
     return sum(records.flops[chosen].tolist())
 
 
-def _nest(records: FlopRecords) -> _Nesting:
-    """Tell which records lie in others on their thread."""
+def _find_nesting(records: FlopRecords) -> _Nesting:
+    """Find which records lie inside others on their thread."""
     order = np.lexsort((-records.end_ns, records.start_ns, records.thread))
     start, end, thread = records.start_ns[order], records.end_ns[order], records.thread[order]
-    # The latest end so far as its place among all ends by thread, so that earlier threads' are below.
+    # Find the latest end so far by its rank among all ends. Ranks go by thread first: earlier threads rank below.
     by_end = np.lexsort((end, thread))
-    place = np.empty(len(order), np.int64)
-    place[by_end] = np.arange(len(order))
-    latest = by_end[np.maximum.accumulate(place)[:-1]]
-    outermost = np.append(True, (thread[latest] != thread[1:]) | (end[latest] <= start[1:]))
+    rank_of_end = np.empty(len(order), np.int64)
+    rank_of_end[by_end] = np.arange(len(order))
+    latest_ending = by_end[np.maximum.accumulate(rank_of_end)[:-1]]
+    outermost = np.append(True, (thread[latest_ending] != thread[1:]) | (end[latest_ending] <= start[1:]))
     holds_next = np.append((thread[1:] == thread[:-1]) & (start[1:] < end[:-1]), False)
     root, innermost = np.empty(len(order), np.int64), np.empty(len(order), np.bool_)
     root[order], innermost[order] = np.cumsum(outermost) - 1, ~holds_next
     return _Nesting(root, innermost, order[outermost])
 
 
-def _root_of_activities(classified: Classified, activities: Int64, nesting: _Nesting) -> Int64:
-    """Return the outermost operator that each activity was launched in, else the one that it names; or `NONE`."""
+def _roots_of_activities(classified: Classified, activities: Int64, nesting: _Nesting) -> Int64:
+    """Return the outermost operator that each activity was launched in, else the one that it names, else `NONE`."""
     trace, records = classified.trace, classified.trace.flop_records
     root = np.full(len(activities), NONE, np.int64)
     launch = classified.launch[activities]
-    joined = np.flatnonzero(launch != NONE)
-    rows, launched = nesting.root_row, launch[joined]
+    with_launch = np.flatnonzero(launch != NONE)
+    rows, launched = nesting.root_row, launch[with_launch]
     roots = records.start_ns[rows], records.end_ns[rows], records.thread[rows]
-    root[joined] = _holders(roots, trace.launches.start_ns[launched], trace.launches.thread[launched])
+    root[with_launch] = _enclosing_rows(roots, trace.launches.start_ns[launched], trace.launches.thread[launched])
     named = np.flatnonzero((launch == NONE) & (trace.activities.external_id[activities] != NONE))
     ids = np.flatnonzero(records.external_id != NONE)
     ids = ids[np.argsort(records.external_id[ids], kind="stable")]
     if len(named) and len(ids):
         wanted, known = trace.activities.external_id[activities[named]], records.external_id[ids]
-        place = np.minimum(np.searchsorted(known, wanted), len(ids) - 1)
-        equal = known[place] == wanted
-        root[named[equal]] = nesting.root[ids[place[equal]]]
+        index = np.minimum(np.searchsorted(known, wanted), len(ids) - 1)
+        equal = known[index] == wanted
+        root[named[equal]] = nesting.root[ids[index[equal]]]
     return root
 
 
-def _holders(rows: tuple[Int64, Int64, Int64], points_ns: Int64, thread: Int64) -> Int64:
-    """Return the row that holds each point, or `NONE`; ``rows`` are start, end and thread of disjoint intervals."""
+def _enclosing_rows(rows: tuple[Int64, Int64, Int64], points_ns: Int64, thread: Int64) -> Int64:
+    """Return the row that contains each point, or `NONE`; ``rows`` are start, end and thread of disjoint intervals."""
     start, end, row_thread = rows
     threads, times = np.append(row_thread, thread), np.append(start, points_ns)
     is_point = np.arange(len(times)) >= len(start)
     order = np.lexsort((is_point, times, threads))
-    # The last interval that begins at or before each place in this order.
-    last = np.maximum.accumulate(np.where(is_point[order], NONE, np.arange(len(order))))
-    before = np.full(len(times), NONE, np.int64)
-    before[order] = np.where(last == NONE, NONE, order[last])
-    row = before[len(start) :]
-    held = row != NONE
-    held[held] = (row_thread[row[held]] == thread[held]) & (points_ns[held] < end[row[held]])
-    return np.where(held, row, NONE)
+    # Position of the last interval that begins at or before each position in this order.
+    last_start = np.maximum.accumulate(np.where(is_point[order], NONE, np.arange(len(order))))
+    row_before = np.full(len(times), NONE, np.int64)
+    row_before[order] = np.where(last_start == NONE, NONE, order[last_start])
+    row = row_before[len(start) :]
+    is_inside = row != NONE
+    is_inside[is_inside] = (row_thread[row[is_inside]] == thread[is_inside]) & (
+        points_ns[is_inside] < end[row[is_inside]]
+    )
+    return np.where(is_inside, row, NONE)

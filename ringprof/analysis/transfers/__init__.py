@@ -1,1 +1,1 @@
-"""What ranks sent to each other: peers and bytes, matched over all ranks, on one clock, split into wait and wire."""
+"""Transfers between ranks: matching, hops, clock offsets, and the split of each transfer into wait and wire."""

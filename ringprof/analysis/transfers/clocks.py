@@ -1,16 +1,16 @@
-"""How far apart the clocks of several hosts are, from the transfers between them.
+"""Clock offsets between hosts, estimated from the transfers between them.
 
-Two things are known of a transfer between two hosts, whatever their clocks say:
+Two facts hold for a transfer between two hosts, whatever their clocks show:
 
-* It cannot end at its receiver before it began at its sender, nor, where it is too large for NCCL's buffers, at its
-  sender before its receiver was there. Traffic both ways bounds the offset from both sides.
-* No kernel outlives all its partners: it ends with its last message, and so does the partner of that message, a little
-  later where messages lag on the way. A kernel that ends after its partners on its own host was held by its partner on
-  the other: both ended then. Collectives end everywhere at about the same time.
+* A transfer cannot end at its receiver before it began at its sender. If it is too large for NCCL's buffers, it also
+  cannot end at its sender before its receiver began. Traffic both ways bounds the offset from both sides.
+* No kernel outlives all its partners. A kernel ends with its last message, and so does the partner of that message, a
+  little later if messages lag. So a kernel that ends after its partners on its own host was held by its partner on the
+  other host: both ended then. Collectives end everywhere at about the same time.
 
-The second is much the sharper, and what is left unknown is half the width of what all of it allows. Where messages go
-one way only, as around a ring of hosts, offset and lag are told apart by the circle: all hosts are fitted together,
-with one lag for all, since the offsets around it sum to nothing.
+The second fact gives much tighter bounds. The remaining uncertainty is half the width of the interval that both facts
+allow. Where messages go one way only, as around a ring of hosts, the circle separates offset from lag: all hosts are
+fitted together with one common lag, because the offsets around the circle sum to zero.
 """
 
 from __future__ import annotations
@@ -29,59 +29,59 @@ from ringprof.analysis.transfers.matching import Matches
 from ringprof.trace.columns import Int64
 
 UNBUFFERED_BYTES = 64 << 20
-"""A message this large cannot sit in NCCL's buffers: its sender cannot end before its receiver began."""
+"""Size from which a message cannot sit in NCCL's buffers: its sender cannot end before its receiver began."""
 
 UNKNOWN_NS = 1 << 62
-"""A residual: nothing is known."""
+"""Residual of a pair of hosts whose offset is unknown."""
 
 END_TOGETHER_NS = 50_000
-"""A kernel ends at most this much after the last of its partners. On NVLink 99 of 100 do within 25 us, the rest mostly
-within 50 (`tests/analysis/transfers/test_clocks.py` holds it against recorded runs)."""
+"""Longest time by which a kernel outlasts its last partner. On NVLink, 99 of 100 kernels end within 25 us of it, and
+most others within 50 us (`tests/analysis/transfers/test_clocks.py` checks this against recorded runs)."""
 
-# No reading is surer than this.
-_SUREST_NS = 1_000.0
-# Fewer differences than these say nothing about their own spread.
-_FEWEST = 3
-# Differences that lie farther apart than this do not tell where between them the truth is.
-_TELLING_NS = 1_000_000
+# Smallest error assumed for an estimate.
+_SMALLEST_ERROR_NS = 1_000.0
+# Fewer differences than this do not show their own spread.
+_MIN_DIFFERENCES = 3
+# Differences further apart than this do not show where between them the true offset lies.
+_MAX_HALF_WIDTH_NS = 1_000_000
 _NEVER = np.iinfo(np.int64).min // 2
-# Every member of these needs what every other has: none can end before the last has begun.
-NEED_ALL = ("all_gather", "all_reduce", "reduce_scatter")
-"""Collectives of which no kernel ends before all its ranks have begun, however few bytes there are."""
-_NEED_ALL = (*NEED_ALL, "all_to_all")
+# Each member of these collectives needs data of every other, so none can end before the last has begun.
+SYNCHRONISING = ("all_gather", "all_reduce", "reduce_scatter")
+"""Collectives of which no kernel ends before all its ranks have begun, even if they move few bytes."""
+_LIMITING = (*SYNCHRONISING, "all_to_all")
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """Two hosts that exchange something."""
+    """Two hosts that exchange data."""
 
     hosts: tuple[str, str]
     residual_ns: int
-    """How far the fitted offset between the two may be off; `UNKNOWN_NS` where nothing tells."""
+    """Largest possible error of the fitted offset between the two; `UNKNOWN_NS` where it is unknown."""
     transfers: int
-    """Transfers between the two that it rests on."""
+    """Number of transfers between the two."""
 
 
 class Clocks(msgspec.Struct, frozen=True):
-    """What to add to each rank's times so that all are of one clock."""
+    """Offsets that bring every rank's times to one common clock."""
 
     offset_ns: dict[int, int]
-    """By rank; 0 on the host of the lowest rank, and on hosts that exchange nothing with it."""
+    """Rank -> offset to add to its times; 0 on the host of the lowest rank and on hosts that never exchange with it."""
     host: dict[int, str]
-    """By rank: ranks of one host share a clock."""
+    """Rank -> host; ranks of one host share a clock."""
     residual_ns: int = 0
-    """How far the offset between any two hosts that exchange something may be off."""
+    """Largest possible error of the offset between any two hosts that exchange data."""
     lag_ns: int = 0
     """How much later a message between hosts ends at its receiver than at its sender."""
     pairs: tuple[Pair, ...] = ()
 
     @property
     def several(self) -> bool:
-        """Whether there is more than one clock."""
+        """Whether the ranks read more than one clock."""
         return len(set(self.host.values())) > 1
 
     def residuals(self) -> tuple[Int64, dict[str, int]]:
-        """How far the clocks of any two hosts may be off each other (hosts, hosts), and each host's number in it."""
-        number = {name: at for at, name in enumerate(dict.fromkeys(self.host.values()))}
+        """Return the largest clock error between any two hosts, shape (hosts, hosts), and each host's index."""
+        number = {name: index for index, name in enumerate(dict.fromkeys(self.host.values()))}
         between = np.full((len(number), len(number)), UNKNOWN_NS, np.int64)
         np.fill_diagonal(between, 0)
         for pair in self.pairs:
@@ -91,35 +91,42 @@ class Clocks(msgspec.Struct, frozen=True):
 
 
 def one_clock(ranks: Sequence[int]) -> Clocks:
-    """The clocks of ranks that share one."""
+    """Return the clocks of ranks that share one clock."""
     return Clocks(dict.fromkeys(ranks, 0), dict.fromkeys(ranks, ""))
 
 
 def hosts_in_order(host: Mapping[int, str]) -> list[str]:
-    """The hosts in the order of their lowest ranks: a host's number is its place in here."""
+    """Return the hosts ordered by their lowest rank; a host's number is its index here."""
     return list(dict.fromkeys(host[rank] for rank in sorted(host)))
 
 
-def fit_ways(found: Mapping[tuple[int, int], TrafficSummary], host: Mapping[int, str]) -> Clocks:
-    """Fit the clocks of the hosts from what is known of the traffic between them, both ways for every two.
+def fit_clocks(traffic: Mapping[tuple[int, int], TrafficSummary], host: Mapping[int, str]) -> Clocks:
+    """Fit the clocks of the hosts to the traffic between them.
 
-    ``host`` names the host of every rank.
+    ``traffic`` has both directions of every pair of hosts; ``host`` names the host of every rank.
     """
     names = hosts_in_order(host)
-    fit = _fit_together([r for (a, b), way in found.items() for r in _readings(a, b, way, found[b, a])], len(names))
+    fit = _fit_offsets(
+        [
+            estimate
+            for (a, b), summary in traffic.items()
+            for estimate in _offset_estimates(a, b, summary, traffic[b, a])
+        ],
+        len(names),
+    )
     pairs = []
-    for a, b in sorted((a, b) for a, b in found if a < b):
-        beyond = _beyond(found[a, b], found[b, a], fit.offsets[b] - fit.offsets[a])
+    for a, b in sorted((a, b) for a, b in traffic if a < b):
+        outside = _distance_from_causal(traffic[a, b], traffic[b, a], fit.offsets[b] - fit.offsets[a])
         pairs.append(
             Pair(
                 hosts=(names[a], names[b]),
-                residual_ns=round(min(fit.residual(a, b) + beyond, UNKNOWN_NS)),
-                transfers=found[a, b].count + found[b, a].count,
+                residual_ns=round(min(fit.residual(a, b) + outside, UNKNOWN_NS)),
+                transfers=traffic[a, b].count + traffic[b, a].count,
             )
         )
-    place = {name: number for number, name in enumerate(names)}
+    number_of_host = {name: index for index, name in enumerate(names)}
     return Clocks(
-        offset_ns={rank: round(fit.offsets[place[name]]) for rank, name in host.items()},
+        offset_ns={rank: round(fit.offsets[number_of_host[name]]) for rank, name in host.items()},
         host=dict(host),
         residual_ns=max((pair.residual_ns for pair in pairs), default=0),
         lag_ns=round(fit.lag_ns),
@@ -127,292 +134,323 @@ def fit_ways(found: Mapping[tuple[int, int], TrafficSummary], host: Mapping[int,
     )
 
 
-# --- what the transfers between two hosts say -----------------------------------------------------------
+# --- evidence from the transfers between two hosts ------------------------------------------------------
 
 
 class Spread(NamedTuple):
-    """Differences between the ends of what two hosts exchanged, in ns."""
+    """Range and number of differences between the ends of what two hosts exchanged, in ns."""
 
     low: float
     high: float
-    number: int
+    samples: int
+    """Number of differences."""
 
 
 class TrafficSummary(msgspec.Struct, frozen=True):
-    """What is known of the clocks of two hosts from what went from the first to the second, in ns."""
+    """Evidence about two hosts' clocks from traffic from the first to the second, in ns."""
 
-    ends: Spread | None = None
-    """Of messages: end at the receiver less end at the sender."""
-    together: Spread | None = None
-    """Of collectives: end on the second host less end on the first."""
+    message_ends: Spread | None = None
+    """Messages: end at the receiver minus end at the sender."""
+    collective_ends: Spread | None = None
+    """Collectives: end on the second host minus end on the first."""
     outlived: int | None = None
-    """The most that a kernel of the second host outlived its partners on the first, where these alone held it."""
-    limit: int | None = None
-    """What the second clock shows less what the first shows cannot be less than this."""
+    """Longest time by which a kernel of the second host outlived its partners on the first, where only these held
+    it."""
+    lower_bound: int | None = None
+    """Lower bound of the second clock minus the first."""
     count: int = 0
 
 
 class TrafficSamples(msgspec.Struct):
-    """What travelled from one host to another, as differences between their own clocks, in ns."""
+    """Samples of traffic from one host to another: differences between times of their own clocks, in ns."""
 
-    ends: list[Int64] = msgspec.field(default_factory=list)
-    together: list[Int64] = msgspec.field(default_factory=list)
+    message_ends: list[Int64] = msgspec.field(default_factory=list)
+    collective_ends: list[Int64] = msgspec.field(default_factory=list)
     outlived: list[int] = msgspec.field(default_factory=list)
-    limits: list[int] = msgspec.field(default_factory=list)
+    lower_bounds: list[int] = msgspec.field(default_factory=list)
     count: int = 0
 
-    def summed(self) -> TrafficSummary:
-        """What the fit needs of it."""
+    def summary(self) -> TrafficSummary:
+        """Reduce the samples to what the fit needs."""
         return TrafficSummary(
-            ends=_spread(self.ends) if self.ends else None,
-            together=_spread(self.together) if self.together else None,
+            message_ends=_spread(self.message_ends) if self.message_ends else None,
+            collective_ends=_spread(self.collective_ends) if self.collective_ends else None,
             outlived=max(self.outlived, default=None),
-            limit=max(self.limits, default=None),
+            lower_bound=max(self.lower_bounds, default=None),
             count=self.count,
         )
 
 
-class CollectiveMatches(msgspec.Struct, frozen=True):
-    """The calls of one collective on the ranks of one host: a figure a call, by that host's clock."""
+class CollectiveTimes(msgspec.Struct, frozen=True):
+    """Times of one collective on the ranks of one host: one element per call, by that host's clock."""
 
     last_start: Int64
     first_end: Int64
     last_end: Int64
 
 
-MOST_COMPARED = 32
-"""HostOfRank of a collective, up to which every two are compared."""
+MAX_COMPARED_HOSTS = 32
+"""Number of hosts of a collective up to which every pair is compared."""
 
 Traffic = dict[tuple[int, int], TrafficSamples]
-"""By (host, other host), both ways for every two that exchange something."""
+"""(host, other host) -> samples; both directions of every pair that exchanges data."""
 
 
-def collect(matches: Matches, host: Mapping[int, int]) -> Traffic:
-    """What the matched transfers say; ``host`` is the number of every rank's host."""
+def collect_traffic(matches: Matches, host: Mapping[int, int]) -> Traffic:
+    """Collect the differences that matched transfers show; ``host`` maps each rank to the number of its host."""
     transfers = matches.transfers
     start = np.array([t.start_ns for t in transfers], np.int64)
     end = np.array([t.end_ns for t in transfers], np.int64)
-    place = np.array([host[t.rank] for t in transfers], np.int64)
+    host_of_transfer = np.array([host[t.rank] for t in transfers], np.int64)
     large = np.array([(t.sent_bytes or 0) >= UNBUFFERED_BYTES for t in transfers], np.bool_)
-    found: Traffic = defaultdict(TrafficSamples)
-    crossing = place[matches.sender] != place[matches.receiver]
+    traffic: Traffic = defaultdict(TrafficSamples)
+    crossing = host_of_transfer[matches.sender] != host_of_transfer[matches.receiver]
     sender, receiver = matches.sender[crossing], matches.receiver[crossing]
-    ways = np.unique(np.stack((place[sender], place[receiver]), axis=1), axis=0)
-    for a, b in ways.tolist():
-        rows = (place[sender] == a) & (place[receiver] == b)
-        out, into = sender[rows], receiver[rows]
-        there, back = found[a, b], found[b, a]
-        there.ends.append(end[into] - end[out])
-        there.count += len(out)
-        # The receiver does not end before the sender has begun, nor the sender before the receiver where it must wait.
-        back.limits.append(int((start[out] - end[into]).max()))
-        if (big := large[out]).any():
-            there.limits.append(int((start[into[big]] - end[out[big]]).max()))
-    _collect_outlived(matches, place, end, found)
-    for meeting in matches.meetings:
-        where = place[meeting[:, 0]]
-        rows_of = {one: meeting[where == one] for one in np.unique(where).tolist()}
+    host_pairs = np.unique(np.stack((host_of_transfer[sender], host_of_transfer[receiver]), axis=1), axis=0)
+    for a, b in host_pairs.tolist():
+        rows = (host_of_transfer[sender] == a) & (host_of_transfer[receiver] == b)
+        sent, received = sender[rows], receiver[rows]
+        a_to_b, b_to_a = traffic[a, b], traffic[b, a]
+        a_to_b.message_ends.append(end[received] - end[sent])
+        a_to_b.count += len(sent)
+        # No receiver ends before its sender has begun, and no sender of a large message before its receiver.
+        b_to_a.lower_bounds.append(int((start[sent] - end[received]).max()))
+        if (large_sends := large[sent]).any():
+            a_to_b.lower_bounds.append(int((start[received[large_sends]] - end[sent[large_sends]]).max()))
+    _collect_outlived(matches, host_of_transfer, end, traffic)
+    for calls in matches.collective_matches:
+        host_of_row = host_of_transfer[calls[:, 0]]
+        rows_of = {number: calls[host_of_row == number] for number in np.unique(host_of_row).tolist()}
         on_host = {
-            one: CollectiveMatches(start[rows].max(axis=0), end[rows].min(axis=0), end[rows].max(axis=0))
-            for one, rows in rows_of.items()
+            number: CollectiveTimes(start[rows].max(axis=0), end[rows].min(axis=0), end[rows].max(axis=0))
+            for number, rows in rows_of.items()
         }
-        collect_matches(on_host, transfers[int(meeting[0, 0])].kind, found)
-    return found
+        collect_collectives(on_host, transfers[int(calls[0, 0])].kind, traffic)
+    return traffic
 
 
-def _collect_outlived(matches: Matches, place: Int64, end: Int64, found: Traffic) -> None:
-    """Kernels that ended after all their partners on their own host: the last message was one with the other host."""
+def _collect_outlived(matches: Matches, host_of_transfer: Int64, end: Int64, traffic: Traffic) -> None:
+    """Collect kernels that ended after all partners on their own host: their last message was with the other host."""
     kernel = np.concatenate((matches.sender, matches.receiver))
     partner = np.concatenate((matches.receiver, matches.sender))
-    away = place[kernel] != place[partner]
-    latest_here = np.full(len(place), _NEVER)
-    np.maximum.at(latest_here, kernel[~away], end[partner[~away]] + _lags(matches, kernel[~away], partner[~away], end))
-    latest_away, nearest, farthest = (
-        np.full(len(place), _NEVER),
-        np.full(len(place), len(place)),
-        np.full(len(place), -1),
+    crossing = host_of_transfer[kernel] != host_of_transfer[partner]
+    latest_local_end = np.full(len(host_of_transfer), _NEVER)
+    np.maximum.at(
+        latest_local_end,
+        kernel[~crossing],
+        end[partner[~crossing]] + _allowed_lag(matches, kernel[~crossing], partner[~crossing], end),
     )
-    np.maximum.at(latest_away, kernel[away], end[partner[away]])
-    np.minimum.at(nearest, kernel[away], place[partner[away]])
-    np.maximum.at(farthest, kernel[away], place[partner[away]])
-    # With partners on several hosts nobody knows whose message was the last.
-    held = (nearest == farthest) & (end > latest_here + END_TOGETHER_NS)
-    for row in np.flatnonzero(held).tolist():
-        found[int(nearest[row]), int(place[row])].outlived.append(int(end[row] - latest_away[row]))
+    latest_remote_end, lowest_host, highest_host = (
+        np.full(len(host_of_transfer), _NEVER),
+        np.full(len(host_of_transfer), len(host_of_transfer)),
+        np.full(len(host_of_transfer), -1),
+    )
+    np.maximum.at(latest_remote_end, kernel[crossing], end[partner[crossing]])
+    np.minimum.at(lowest_host, kernel[crossing], host_of_transfer[partner[crossing]])
+    np.maximum.at(highest_host, kernel[crossing], host_of_transfer[partner[crossing]])
+    # With partners on several hosts, the host of the last message is unknown.
+    held_by_one_host = (lowest_host == highest_host) & (end > latest_local_end + END_TOGETHER_NS)
+    for row in np.flatnonzero(held_by_one_host).tolist():
+        traffic[int(lowest_host[row]), int(host_of_transfer[row])].outlived.append(
+            int(end[row] - latest_remote_end[row])
+        )
 
 
-def _lags(matches: Matches, kernel: Int64, partner: Int64, end: Int64) -> Int64:
-    """How much later than its partner a kernel may end: nothing on links on which some kernels do end together."""
+def _allowed_lag(matches: Matches, kernel: Int64, partner: Int64, end: Int64) -> Int64:
+    """Return how much later than its partner a kernel may end: 0 on links where some kernels end together."""
     rank = np.array([transfer.rank for transfer in matches.transfers], np.int64)
-    link = np.unique(rank[kernel] * (rank.max(initial=0) + 1) + rank[partner], return_inverse=True)[1]
-    apart = np.abs(end[kernel] - end[partner])
-    least, most = np.full(len(link), -_NEVER), np.zeros(len(link), np.int64)
-    np.minimum.at(least, link, apart)
-    np.maximum.at(most, link, apart)
-    return np.where(least[link] <= END_TOGETHER_NS, 0, most[link])
+    link_of = np.unique(rank[kernel] * (rank.max(initial=0) + 1) + rank[partner], return_inverse=True)[1]
+    difference = np.abs(end[kernel] - end[partner])
+    smallest, largest = np.full(len(link_of), -_NEVER), np.zeros(len(link_of), np.int64)
+    np.minimum.at(smallest, link_of, difference)
+    np.maximum.at(largest, link_of, difference)
+    return np.where(smallest[link_of] <= END_TOGETHER_NS, 0, largest[link_of])
 
 
-def collect_matches(on_host: Mapping[int, CollectiveMatches], kind: str, found: Traffic) -> None:
-    """A collective ends on all its ranks together, and where all need all, on none before the last begins.
+def collect_collectives(on_host: Mapping[int, CollectiveTimes], kind: str, traffic: Traffic) -> None:
+    """Collect the differences that one collective's calls show.
 
-    Of very many hosts each is compared with the first and with its neighbours: that ties all of them, where all pairs
-    would say the same again in time and memory that grow with their square.
+    A collective ends on all its ranks together. Where all ranks need all data, none ends before the last begins. Above
+    `MAX_COMPARED_HOSTS`, each host is compared only with the first and with its neighbours: that connects all hosts,
+    while time and memory for all pairs would grow with the square of their number.
     """
     hosts = sorted(on_host)
-    for at, other in combinations(range(len(hosts)), 2):
-        a, b = hosts[at], hosts[other]
+    for index, other_index in combinations(range(len(hosts)), 2):
+        a, b = hosts[index], hosts[other_index]
         first, second = on_host[a], on_host[b]
-        there, back = found[a, b], found[b, a]
-        there.count += len(first.last_end)
-        if len(hosts) > MOST_COMPARED and at != 0 and other != at + 1:
+        a_to_b, b_to_a = traffic[a, b], traffic[b, a]
+        a_to_b.count += len(first.last_end)
+        if len(hosts) > MAX_COMPARED_HOSTS and index != 0 and other_index != index + 1:
             continue
-        there.together.append(second.last_end - first.last_end)
-        if kind in _NEED_ALL:
-            there.limits.append(int((second.last_start - first.first_end).max()))
-            back.limits.append(int((first.last_start - second.first_end).max()))
+        a_to_b.collective_ends.append(second.last_end - first.last_end)
+        if kind in _LIMITING:
+            a_to_b.lower_bounds.append(int((second.last_start - first.first_end).max()))
+            b_to_a.lower_bounds.append(int((first.last_start - second.first_end).max()))
 
 
-class _Reading(msgspec.Struct, frozen=True):
-    """One figure for the offset between two hosts: what to add to the second's times to get the first's, in ns."""
+class _OffsetEstimate(msgspec.Struct, frozen=True):
+    """One estimate of the offset between two hosts: what to add to the times of ``b`` to get those of ``a``, in ns."""
 
     a: int
     b: int
     offset_ns: float
     width_ns: float
-    """How far it may be off."""
+    """Largest possible error of the estimate."""
     lags: bool
-    """Whether it is short by the time that a message is on the way."""
+    """Whether the estimate is too low by the lag of a message."""
 
 
 class _Fit(msgspec.Struct, dict=True):
-    """All hosts fitted together."""
+    """Joint fit of all hosts' clocks."""
 
-    readings: tuple[_Reading, ...]
-    """Those that it rests on."""
+    estimates: tuple[_OffsetEstimate, ...]
+    """Estimates that the fit used."""
     offsets: list[float]
-    """By host."""
+    """Fitted offset of each host."""
     lag_ns: float
     first: list[int]
-    """For each host the first of those that it is tied to, over however many others."""
+    """For each host, the lowest-numbered host connected to it, directly or through other hosts."""
     influence: npt.NDArray[np.floating]
-    """How much an offset (row) follows a reading (column)."""
+    """Derivative of each offset (row) by each estimate (column)."""
 
-    def misfit(self, reading: _Reading) -> float:
-        """How far a reading is from the fit, beyond its own width."""
-        fitted = self.offsets[reading.b] - self.offsets[reading.a] - reading.lags * self.lag_ns
-        return max(abs(reading.offset_ns - fitted) - reading.width_ns, 0.0)
+    def misfit(self, estimate: _OffsetEstimate) -> float:
+        """Return the distance of an estimate from the fit, beyond the estimate's own width."""
+        fitted = self.offsets[estimate.b] - self.offsets[estimate.a] - estimate.lags * self.lag_ns
+        return max(abs(estimate.offset_ns - fitted) - estimate.width_ns, 0.0)
 
     def residual(self, a: int, b: int) -> float:
-        """How far the offset between two hosts may be off, were each reading off by its width."""
+        """Return the error of the offset between two hosts if every estimate were off by its width."""
         if self.first[a] != self.first[b]:
             return float(np.inf)
         return float(np.abs(self.influence[b] - self.influence[a]) @ self._widths)
 
     @cached_property
     def _widths(self) -> npt.NDArray[np.float64]:
-        return np.array([reading.width_ns + self.misfit(reading) for reading in self.readings])
+        """Width of each estimate, widened by its distance from the fit."""
+        return np.array([estimate.width_ns + self.misfit(estimate) for estimate in self.estimates])
 
 
-def _readings(a: int, b: int, there: TrafficSummary, back: TrafficSummary) -> Iterator[_Reading]:
-    """What is read off the traffic between two hosts; what bounds the offset from both sides, once for both ways."""
-    if there.ends and not back.ends:
-        low, high = there.outlived, back.outlived
-        if low is not None and high is not None:
-            yield _Reading(a, b, (high - low) / 2, abs(low + high) / 2 + END_TOGETHER_NS, lags=True)
+def _offset_estimates(a: int, b: int, a_to_b: TrafficSummary, b_to_a: TrafficSummary) -> Iterator[_OffsetEstimate]:
+    """Yield the estimates from the traffic between two hosts; two-sided bounds only once, for ``a < b``."""
+    if a_to_b.message_ends and not b_to_a.message_ends:
+        outlived_b, outlived_a = a_to_b.outlived, b_to_a.outlived
+        if outlived_b is not None and outlived_a is not None:
+            yield _OffsetEstimate(
+                a, b, (outlived_a - outlived_b) / 2, abs(outlived_b + outlived_a) / 2 + END_TOGETHER_NS, lags=True
+            )
         else:
-            middle, half = (there.ends.low + there.ends.high) / 2, (there.ends.high - there.ends.low) / 2
-            if there.ends.number >= _FEWEST and half <= _TELLING_NS:
-                yield _Reading(a, b, -middle, half + END_TOGETHER_NS, lags=True)
+            middle, half_width = (
+                (a_to_b.message_ends.low + a_to_b.message_ends.high) / 2,
+                (a_to_b.message_ends.high - a_to_b.message_ends.low) / 2,
+            )
+            if a_to_b.message_ends.samples >= _MIN_DIFFERENCES and half_width <= _MAX_HALF_WIDTH_NS:
+                yield _OffsetEstimate(a, b, -middle, half_width + END_TOGETHER_NS, lags=True)
     if a < b:
-        low_ns, high_ns = _interval(there, back)
-        if np.isfinite(low_ns) and np.isfinite(high_ns):
-            yield _Reading(a, b, -(low_ns + high_ns) / 2, abs(high_ns - low_ns) / 2, lags=False)
+        low, high = _offset_interval(a_to_b, b_to_a)
+        if np.isfinite(low) and np.isfinite(high):
+            yield _OffsetEstimate(a, b, -(low + high) / 2, abs(high - low) / 2, lags=False)
 
 
-def _interval(there: TrafficSummary, back: TrafficSummary) -> tuple[float, float]:
-    """Between what the second clock less the first must lie; the first is the larger where the traffic contradicts."""
-    causal = _causal(there, back)
+def _offset_interval(a_to_b: TrafficSummary, b_to_a: TrafficSummary) -> tuple[float, float]:
+    """Return the interval of second clock minus first; low exceeds high where the traffic contradicts itself."""
+    causal = _causal_interval(a_to_b, b_to_a)
     low, high = causal
-    if there.ends and back.ends:
-        low, high = _within((low, high), _by_messages(there, back))
-    if there.together and there.together.number >= _FEWEST:
-        spread = there.together
-        low, high = _within((low, high), (spread.low - END_TOGETHER_NS, spread.high + END_TOGETHER_NS))
+    if a_to_b.message_ends and b_to_a.message_ends:
+        low, high = _intersection((low, high), _message_interval(a_to_b, b_to_a))
+    if a_to_b.collective_ends and a_to_b.collective_ends.samples >= _MIN_DIFFERENCES:
+        spread = a_to_b.collective_ends
+        low, high = _intersection((low, high), (spread.low - END_TOGETHER_NS, spread.high + END_TOGETHER_NS))
     return causal if low > high else (low, high)
 
 
-def _causal(there: TrafficSummary, back: TrafficSummary) -> tuple[float, float]:
-    """The interval that the order of cause and effect allows."""
-    return -np.inf if there.limit is None else there.limit, np.inf if back.limit is None else -back.limit
+def _causal_interval(a_to_b: TrafficSummary, b_to_a: TrafficSummary) -> tuple[float, float]:
+    """Return the interval that causality allows: no effect before its cause."""
+    return (
+        -np.inf if a_to_b.lower_bound is None else a_to_b.lower_bound,
+        np.inf if b_to_a.lower_bound is None else -b_to_a.lower_bound,
+    )
 
 
-def _by_messages(there: TrafficSummary, back: TrafficSummary) -> tuple[float, float]:
-    """The interval that messages both ways leave.
+def _message_interval(a_to_b: TrafficSummary, b_to_a: TrafficSummary) -> tuple[float, float]:
+    """Return the interval that messages in both directions allow.
 
-    Who outlives whom bounds it. Where messages lag on the way, each way contradicts the other by its own lag, and the
-    truth lies between the two. Without such kernels on both sides it lies among the differences of the ends: now one
-    side is held up by others, now the other.
+    The times by which kernels outlive their partners bound it. Where messages lag, each direction contradicts the other
+    by its own lag, and the true offset lies between the two. Without such kernels on both sides, the offset lies among
+    the differences of the ends: at times one side is held up by other ranks, at times the other.
     """
-    if there.outlived is not None and back.outlived is not None:
-        least, most = there.outlived - END_TOGETHER_NS, END_TOGETHER_NS - back.outlived
+    if a_to_b.outlived is not None and b_to_a.outlived is not None:
+        least, most = a_to_b.outlived - END_TOGETHER_NS, END_TOGETHER_NS - b_to_a.outlived
         return (least, most) if least <= most else (most - END_TOGETHER_NS, least + END_TOGETHER_NS)
-    assert there.ends and back.ends
-    low, high = min(there.ends.low, -back.ends.high), max(there.ends.high, -back.ends.low)
-    told = min(there.ends.number, back.ends.number) >= _FEWEST and high - low <= 2 * _TELLING_NS
-    return (low - END_TOGETHER_NS, high + END_TOGETHER_NS) if told else (-np.inf, np.inf)
+    assert a_to_b.message_ends and b_to_a.message_ends
+    low, high = (
+        min(a_to_b.message_ends.low, -b_to_a.message_ends.high),
+        max(a_to_b.message_ends.high, -b_to_a.message_ends.low),
+    )
+    conclusive = (
+        min(a_to_b.message_ends.samples, b_to_a.message_ends.samples) >= _MIN_DIFFERENCES
+        and high - low <= 2 * _MAX_HALF_WIDTH_NS
+    )
+    return (low - END_TOGETHER_NS, high + END_TOGETHER_NS) if conclusive else (-np.inf, np.inf)
 
 
-def _within(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
-    return max(one[0], other[0]), min(one[1], other[1])
+def _intersection(first: tuple[float, float], second: tuple[float, float]) -> tuple[float, float]:
+    """Return the intersection of two intervals; low exceeds high where they are disjoint."""
+    return max(first[0], second[0]), min(first[1], second[1])
 
 
-def _beyond(there: TrafficSummary, back: TrafficSummary, offset_ns: float) -> float:
-    """How far the offset lies outside the interval that causality allows; 0 inside."""
-    low, high = _causal(there, back)
+def _distance_from_causal(a_to_b: TrafficSummary, b_to_a: TrafficSummary, offset_ns: float) -> float:
+    """Return how far the offset lies outside the interval that causality allows; 0 inside."""
+    low, high = _causal_interval(a_to_b, b_to_a)
     return float(max(low + offset_ns, -offset_ns - high, 0.0))
 
 
 def _spread(differences: Sequence[Int64]) -> Spread:
-    everything = np.concatenate(differences)
-    return Spread(float(everything.min()), float(everything.max()), len(everything))
+    """Return range and number of all differences."""
+    all_differences = np.concatenate(differences)
+    return Spread(float(all_differences.min()), float(all_differences.max()), len(all_differences))
 
 
 # --- all hosts together ------------------------------------------------------------------------------
 
 
-def _fit_together(readings: Sequence[_Reading], count: int) -> _Fit:
-    """The offset of each host, and the lag of a message; least squares over the readings, the surer counting more.
+def _fit_offsets(estimates: Sequence[_OffsetEstimate], count: int) -> _Fit:
+    """Fit the offset of each host and one common lag by least squares, weighted by the estimates' certainty.
 
-    The lag is one for all: around a ring of hosts each message goes one way only, and offsets sum to nothing. Where
-    the traffic does not close a circle, lag and offset cannot be told apart: then only what does not lag is used.
+    Around a ring of hosts each message goes one way only, and the offsets sum to zero. Where the traffic closes no
+    circle, lag and offset cannot be separated: then only estimates without lag are used.
     """
-    known = tuple(reading for reading in readings if np.isfinite(reading.width_ns))
-    first = _sets(known, count)
-    rows, weights = _equations(known, count)
-    lags = any(reading.lags for reading in known)
-    if lags and np.linalg.matrix_rank(rows / weights[:, None]) < count + 1 - len(set(first)):
-        return _fit_together([reading for reading in known if not reading.lags], count)
+    usable = tuple(estimate for estimate in estimates if np.isfinite(estimate.width_ns))
+    first_connected = _connected_hosts(usable, count)
+    rows, weights = _equations(usable, count)
+    lags = any(estimate.lags for estimate in usable)
+    if lags and np.linalg.matrix_rank(rows / weights[:, None]) < count + 1 - len(set(first_connected)):
+        return _fit_offsets([estimate for estimate in usable if not estimate.lags], count)
     influence = np.linalg.pinv(rows) * weights
-    solution = influence @ np.array([reading.offset_ns for reading in known])
-    offsets = [float(solution[number] - solution[first[number]]) for number in range(count)]
-    return _Fit(known, offsets, float(solution[count]) if lags else 0.0, first, influence)
+    solution = influence @ np.array([estimate.offset_ns for estimate in usable])
+    offsets = [float(solution[number] - solution[first_connected[number]]) for number in range(count)]
+    return _Fit(usable, offsets, float(solution[count]) if lags else 0.0, first_connected, influence)
 
 
-def _equations(readings: Sequence[_Reading], count: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """A row a reading over the hosts' offsets and the lag, weighted; and the weights."""
-    rows, weights = np.zeros((len(readings), count + 1)), np.zeros(len(readings))
-    for row, reading in enumerate(readings):
-        weights[row] = _SUREST_NS / max(reading.width_ns, _SUREST_NS)
-        rows[row, [reading.a, reading.b, count]] = -1, 1, -float(reading.lags)
+def _equations(
+    estimates: Sequence[_OffsetEstimate], count: int
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Return one weighted row per estimate over the hosts' offsets and the lag, and the weights."""
+    rows, weights = np.zeros((len(estimates), count + 1)), np.zeros(len(estimates))
+    for row, estimate in enumerate(estimates):
+        weights[row] = _SMALLEST_ERROR_NS / max(estimate.width_ns, _SMALLEST_ERROR_NS)
+        rows[row, [estimate.a, estimate.b, count]] = -1, 1, -float(estimate.lags)
     return rows * weights[:, None], weights
 
 
-def _sets(readings: Sequence[_Reading], count: int) -> list[int]:
-    first = list(range(count))
+def _connected_hosts(estimates: Sequence[_OffsetEstimate], count: int) -> list[int]:
+    """Return for each host the lowest-numbered host that estimates connect it to."""
+    first_connected = list(range(count))
     for _ in range(count):
-        before = list(first)
-        for reading in readings:
-            first[reading.a] = first[reading.b] = min(first[reading.a], first[reading.b])
-        if first == before:
+        previous = list(first_connected)
+        for estimate in estimates:
+            first_connected[estimate.a] = first_connected[estimate.b] = min(
+                first_connected[estimate.a], first_connected[estimate.b]
+            )
+        if first_connected == previous:
             break
-    return first
+    return first_connected

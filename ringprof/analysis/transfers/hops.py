@@ -1,4 +1,4 @@
-"""Hops: the exchanges of a rank with its neighbours, each with what of it was waiting and what was wire."""
+"""Hops: a rank's exchanges with its neighbours, each split into wait and wire."""
 
 from __future__ import annotations
 
@@ -13,149 +13,153 @@ from ringprof.analysis.transfers.transfers import Transfer
 SAME_HOST, OTHER_HOST, UNKNOWN_LINK = "same_host", "other_host", "unknown"
 
 EMULATED = "/"
-"""Stands between the name of a real host and the number of a host that was emulated on it."""
+"""Separator between the name of a real host and the number of a host emulated on it."""
 
 HostOfRank = Mapping[int, str | None]
-"""Host of each rank; None where nothing names it."""
+"""Rank -> host; None where no source names the host."""
 
 
 class Split(msgspec.Struct, frozen=True, gc=False):
-    """One communication activity with its wait and wire; ``wait_ns + wire_ns`` is its duration."""
+    """One communication activity split into wait and wire; ``wait_ns + wire_ns`` is its duration."""
 
     transfer: Transfer
     link: str
-    """The slower of the links that it uses: ``other_host``, ``same_host``, or ``unknown`` where no host is named."""
+    """Slowest link that the activity uses: ``other_host``, ``same_host``, or ``unknown`` where a host has no name."""
     ready_ns: int | None
-    """When the last rank that it depends on had started, by its own rank's clock; None where that is not known."""
+    """Start of the last rank that the activity depends on, by the clock of the activity's rank; None where unknown."""
     wait_ns: int | None = None
     wire_ns: int | None = None
 
 
 class PeerBlock(msgspec.Struct, frozen=True, gc=False):
-    """A time in which a device ran nothing because of a peer's copy-engine hop; times by the rank's own clock."""
+    """Interval in which a device ran nothing because of a peer's copy-engine hop; times by the rank's own clock."""
 
     start_ns: int
     end_ns: int
     part: str
-    """``wait``, ``wire``, or ``unsplit`` where the peer's trace is not there."""
+    """``wait``, ``wire``, or ``unsplit`` where the peer's trace is missing."""
     peer: int | None
-    """The rank that is waited for, or that is at the other end of the wire."""
+    """Rank that the device waited for, or the rank at the other end of the wire."""
     hop: int
-    """Index into the trace's activities of the first copy of the rank's own hop that it belongs to."""
+    """Index into the trace's activities: the first copy of the rank's own hop that the interval belongs to."""
 
     @property
     def time_ns(self) -> int:
-        """How long it lasts."""
+        """Length of the interval."""
         return self.end_ns - self.start_ns
 
 
 def spans_of(blocks: Iterable[PeerBlock], *parts: str) -> Spans:
-    """Unite the times of the blocks of some parts (``wait``, ``wire``, ``unsplit``), or of all."""
+    """Return the union of the blocks' intervals, of all blocks or of some parts (``wait``, ``wire``, ``unsplit``)."""
     chosen = [block for block in blocks if not parts or block.part in parts]
     start, end = ([getattr(block, name) for block in chosen] for name in ("start_ns", "end_ns"))
     return union(np.array(start, np.int64), np.array(end, np.int64))
 
 
 class Exchange(msgspec.Struct, frozen=True, gc=False):
-    """What goes on at once: a hop, or one gather or scatter."""
+    """Communication activities that run together: a hop, or one gather or scatter."""
 
     parts: tuple[Split, ...]
 
     @property
     def start_ns(self) -> int:
+        """Start of the first activity."""
         return min([part.transfer.start_ns for part in self.parts])
 
     @property
     def end_ns(self) -> int:
+        """End of the last activity."""
         return max([part.transfer.end_ns for part in self.parts])
 
     @property
     def waits_ns(self) -> list[int | None]:
-        """Every wait of it: of its kernels, and of the device while nothing ran; None for one that is not known."""
+        """Wait of each activity; None for an unknown wait."""
         return [part.wait_ns for part in self.parts]
 
 
 class TimedHop(Exchange, frozen=True, gc=False):
-    """One exchange with neighbours: one kernel, a send and a receive kernel launched one after the other, or the
-    peer-to-peer copies launched one after the other."""
+    """One exchange with neighbours: one kernel, a send and a receive kernel launched in a row, or the peer-to-peer
+    copies launched in a row."""
 
     rank: int
     number: int
-    """Place among the rank's hops, by start."""
+    """Index among the rank's hops, by start."""
     exposed_ns: int = 0
-    """Time of this hop with no computation beside it, and of the device idling for its sake."""
+    """Time of the hop that no computation overlaps, including the time in which the device idled because of it."""
     blocks: tuple[PeerBlock, ...] = ()
-    """Times in which the device ran nothing because of the peers of this hop."""
+    """Intervals in which the device ran nothing because of the hop's peers."""
 
     @property
     def waits_ns(self) -> list[int | None]:
-        """Every wait of it: of its kernels, and of the device while nothing ran; None for one that is not known."""
+        """Wait of each activity, and of the device while it ran nothing; None for an unknown wait."""
         blocked = [{"wait": block.time_ns, "wire": 0}.get(block.part) for block in self.blocks]
         return [*(part.wait_ns for part in self.parts), *blocked]
 
     @property
     def sent_to(self) -> tuple[int, ...]:
-        """The ranks that it sends to."""
+        """Ranks that the hop sends to."""
         return tuple(dict.fromkeys([message.peer for part in self.parts for message in part.transfer.sends]))
 
     @property
     def received_from(self) -> tuple[int, ...]:
-        """The ranks that it receives from."""
+        """Ranks that the hop receives from."""
         return tuple(dict.fromkeys([message.peer for part in self.parts for message in part.transfer.receives]))
 
     @property
     def sent_bytes(self) -> int | None:
-        """Bytes sent; None where a message's size is not known."""
+        """Bytes sent; None where a message's size is unknown."""
         if len(self.parts) == 1:
             return self.parts[0].transfer.sent_bytes
         return total([part.transfer.sent_bytes for part in self.parts])
 
     @property
     def wire_ns(self) -> int | None:
-        """Time in which one of its kernels was on the wire."""
+        """Time in which at least one of the hop's kernels was on the wire."""
         if len(self.parts) == 1:
             return self.parts[0].wire_ns
         if any(part.wire_ns is None for part in self.parts):
             return None
-        return _length(_joined([(p.transfer.end_ns - (p.wire_ns or 0), p.transfer.end_ns) for p in self.parts]))
+        return _total_length(
+            _merged_spans([(part.transfer.end_ns - (part.wire_ns or 0), part.transfer.end_ns) for part in self.parts])
+        )
 
     @property
     def wait_ns(self) -> int | None:
-        """The rest of its kernels' time, and the time in which the device waited for its peers without a kernel."""
+        """Kernel time without wire time, plus the time in which the device waited for peers without a kernel."""
         blocked = total(self.waits_ns[len(self.parts) :])
         if len(self.parts) == 1:
             own = self.parts[0].wait_ns
         else:
             wire = self.wire_ns
-            own = None if wire is None else _length(self.busy_ns()) - wire
+            own = None if wire is None else _total_length(self.busy_ns()) - wire
         return None if own is None or blocked is None else own + blocked
 
     @property
     def wire_gbps(self) -> float | None:
-        """Its rate while it is on the wire."""
+        """Bytes sent over wire time, in GB/s."""
         return gbps(self.sent_bytes, self.wire_ns)
 
     def busy_ns(self) -> list[tuple[int, int]]:
-        """The spans in which one of its kernels ran: one, or several that do not touch."""
-        return _joined([(part.transfer.start_ns, part.transfer.end_ns) for part in self.parts])
+        """Return the disjoint intervals in which at least one of the hop's kernels ran."""
+        return _merged_spans([(part.transfer.start_ns, part.transfer.end_ns) for part in self.parts])
 
 
 class HopTotals(msgspec.Struct, frozen=True):
-    """All hops of one rank, or of several."""
+    """Totals of all hops of one rank, or of several."""
 
     count: int
     sent_bytes: int
-    """Of those whose size is known."""
+    """Sum over the hops whose size is known."""
     wait_ns: int | None
     wire_ns: int | None
     wire_gbps: float | None
-    """All bytes over all wire time; None where either is not known of every hop."""
+    """All bytes over all wire time; None where either is unknown for a hop."""
     wait_share: float | None
-    """Waiting over waiting and wire."""
+    """Wait over the sum of wait and wire."""
 
 
 def hop_totals(hops: Sequence[TimedHop]) -> HopTotals:
-    """What the hops come to."""
+    """Sum up the hops."""
     wait, wire = total([hop.wait_ns for hop in hops]), total([hop.wire_ns for hop in hops])
     size = total([hop.sent_bytes for hop in hops])
     return HopTotals(
@@ -168,52 +172,53 @@ def hop_totals(hops: Sequence[TimedHop]) -> HopTotals:
     )
 
 
-def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The union of a few spans: too few for arrays to pay."""
+def _merged_spans(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the union of a few spans; arrays would be slower for so few."""
     if len(spans) == 1:
         return spans
-    joined: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for start, end in sorted(spans):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(joined[-1][1], end)
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
         else:
-            joined.append((start, end))
-    return joined
+            merged.append((start, end))
+    return merged
 
 
-def _length(spans: list[tuple[int, int]]) -> int:
+def _total_length(spans: list[tuple[int, int]]) -> int:
+    """Return the sum of the spans' lengths."""
     return sum(end - start for start, end in spans)
 
 
 def gbps(size_bytes: int | None, time_ns: int | None) -> float | None:
-    """A rate in GB/s; None where size or time is not known, or no time passed."""
+    """Return a rate in GB/s; None where size or time is unknown, or no time passed."""
     return size_bytes / time_ns if size_bytes is not None and time_ns else None
 
 
 def total(values: list[int | None]) -> int | None:
-    """The sum, or None if one is not known."""
+    """Return the sum; None where a value is unknown."""
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None
 
 
 def mean(values: list[int | None]) -> float | None:
-    """The mean; None where one is not known."""
-    whole = total(values)
-    return None if whole is None else whole / len(values)
+    """Return the mean; None where a value is unknown."""
+    sum_of_values = total(values)
+    return None if sum_of_values is None else sum_of_values / len(values)
 
 
 def group_into_hops(splits: Sequence[Split], rank: int) -> list[TimedHop]:
-    """The hops of one rank, by start.
+    """Group one rank's transfers into hops, by start.
 
-    A send/recv kernel is one; so are a lone send and the lone receive beside it, and peer-to-peer copies that were
-    launched with nothing between them: K's and V's, that one kernel would have carried together.
+    A send/recv kernel is one hop. So are a lone send and the lone receive beside it, and peer-to-peer copies launched
+    in a row: K's and V's copies, which one kernel would have carried together.
     """
-    sent = (part for part in splits if part.transfer.kind in ("send_recv", "copy_engine"))
-    mine = sorted(sent, key=lambda part: (part.transfer.launched, part.transfer.start_ns))
+    candidates = (part for part in splits if part.transfer.kind in ("send_recv", "copy_engine"))
+    by_launch = sorted(candidates, key=lambda part: (part.transfer.launched, part.transfer.start_ns))
     exchanges: list[list[Split]] = []
     last: Split | None = None
-    for part in mine:
-        if last is not None and _one_exchange(exchanges[-1], last.transfer, part.transfer):
+    for part in by_launch:
+        if last is not None and _same_hop(exchanges[-1], last.transfer, part.transfer):
             exchanges[-1].append(part)
         else:
             exchanges.append([part])
@@ -222,13 +227,13 @@ def group_into_hops(splits: Sequence[Split], rank: int) -> list[TimedHop]:
     return [TimedHop(tuple(parts), rank, number) for number, parts in enumerate(exchanges)]
 
 
-def _one_exchange(begun: Sequence[Split], last: Transfer, next_one: Transfer) -> bool:
-    """Whether a transfer belongs to the hop that the ones before it have begun."""
-    if last.launched < 0 or next_one.launched != last.launched + 1 or last.kind != next_one.kind:
+def _same_hop(hop_parts: Sequence[Split], previous: Transfer, transfer: Transfer) -> bool:
+    """Return whether a transfer belongs to the same hop as the transfers launched before it."""
+    if previous.launched < 0 or transfer.launched != previous.launched + 1 or previous.kind != transfer.kind:
         return False
-    if last.kind == "copy_engine":
+    if previous.kind == "copy_engine":
         return True
-    if len(begun) != 1 or last.group != next_one.group:
+    if len(hop_parts) != 1 or previous.group != transfer.group:
         return False
-    lone = (bool(last.sends), bool(last.receives)), (bool(next_one.sends), bool(next_one.receives))
-    return set(lone) == {(True, False), (False, True)}
+    directions = (bool(previous.sends), bool(previous.receives)), (bool(transfer.sends), bool(transfer.receives))
+    return set(directions) == {(True, False), (False, True)}

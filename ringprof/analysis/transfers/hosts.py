@@ -1,4 +1,4 @@
-"""Which host each rank is on, who says so, and whose clock it reads."""
+"""Hosts of ranks: the host of each rank, the source of its name, and the clock that each rank reads."""
 
 from __future__ import annotations
 
@@ -12,28 +12,31 @@ from ringprof.trace.one_run import TraceFacts
 
 
 def hosts_of(facts: Mapping[int, TraceFacts], run: Run | None, ranks_per_host: int | None) -> HostOfRank:
-    """The host of each rank: as ``ranks_per_host`` groups them, else as the run names them, else the traces."""
+    """Return each rank's host: grouped by ``ranks_per_host``, else named by the run, else named by the traces."""
     if ranks_per_host:
-        size = min(max([*facts, *(one.largest_peer for one in facts.values())]) + 1, RANKS_LIMIT)
+        size = min(max([*facts, *(rank_facts.largest_peer for rank_facts in facts.values())]) + 1, RANKS_LIMIT)
         return {rank: f"host{rank // ranks_per_host}" for rank in range(size)}
     if run and run.topology.hosts:
         return _hosts_of_run(run)
-    return {rank: one.host for rank, one in facts.items()}
+    return {rank: rank_facts.host for rank, rank_facts in facts.items()}
 
 
 def _hosts_of_run(run: Run) -> HostOfRank:
-    """The hosts as the strategy saw them: where ranks of one real host were told apart, ``name/0``, ``name/1`` ..."""
+    """Return the hosts as the strategy saw them: ``name/0``, ``name/1`` ... where one real host emulated several."""
     names, per_host = run.topology.hosts, run.topology.ranks_per_host
     if max(Counter(names).values()) <= per_host:
         return dict(zip(run.ranks(), names, strict=True))
     return {
-        rank: f"{name}{EMULATED}{place // per_host}"
-        for place, (rank, name) in enumerate(zip(run.ranks(), names, strict=True))
+        rank: f"{name}{EMULATED}{index // per_host}"
+        for index, (rank, name) in enumerate(zip(run.ranks(), names, strict=True))
     }
 
 
 def clock_of(ranks: Iterable[int], hosts: HostOfRank) -> dict[int, str]:
-    """The host whose clock each rank reads. Emulated hosts are one real host; no host named at all is taken as one."""
+    """Return the host whose clock each rank reads.
+
+    Hosts emulated on one real host share its clock. Where no host has a name, all ranks count as one host.
+    """
     named = {rank: (hosts.get(rank) or "").partition(EMULATED)[0] for rank in ranks}
     if not any(named.values()):
         return named

@@ -1,4 +1,4 @@
-"""What each communication activity carried: its messages with peers and bytes, and its process group."""
+"""Contents of each communication activity: its messages with peers and bytes, and its process group."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from ringprof.analysis.kinds.classify import EVIDENCE, Calls, Classified, single_peer
-from ringprof.analysis.kinds.kinds import COMMUNICATION, KINDS, are
+from ringprof.analysis.kinds.kinds import COMMUNICATION, KINDS, is_kind
 from ringprof.trace.columns import NONE, CommRecord, Int64, Trace
 
 _ELEMENT_BYTES = {
@@ -15,16 +15,16 @@ _ELEMENT_BYTES = {
 }  # fmt: skip
 
 Group = tuple[str | None, tuple[int, ...]]
-"""A process group as all its ranks name it: its name, and its global ranks where they are known."""
+"""A process group, equal on all its ranks: its name, and its global ranks where known."""
 
 
-# A large trace holds hundreds of thousands of these: structs are made several times faster than data classes, and
+# A large trace holds hundreds of thousands of these. Structs are created several times faster than data classes, and
 # the garbage collector need not visit them, since they cannot refer to themselves.
 class Message(msgspec.Struct, frozen=True, gc=False):
     """One send or one receive within a kernel."""
 
     peer: int
-    """Global rank."""
+    """Global rank of the other end."""
     size_bytes: int | None
 
 
@@ -39,24 +39,24 @@ class Transfer(msgspec.Struct, frozen=True, gc=False):
     end_ns: int
     stream: int
     launched: int
-    """Place in the launch order of the rank's device work, or `NONE`."""
+    """Index in the launch order of the rank's device work, or `NONE`."""
     group: Group
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
     sent_bytes: int | None
-    """Bytes that leave this rank: of a collective, by its ring or pairwise algorithm; of a copy, all."""
+    """Bytes that leave this rank: for a collective, by its ring or pairwise algorithm; for a copy, all bytes."""
     source: str
-    """Which evidence the messages come from: ``metadata``, ``cpu_records``, ``run`` (what the recorder counted),
-    ``copy`` (a copy's own size) or ``ends`` (`ringprof.analysis.transfers.match_by_end`); ``none`` where nothing
-    tells."""
+    """Evidence for the messages: ``metadata``, ``cpu_records``, ``run`` (counts from the recorder), ``copy`` (size of
+    the copy) or ``ends`` (`ringprof.analysis.transfers.match_by_end`); ``none`` without evidence."""
 
     @property
     def duration_ns(self) -> int:
+        """Length of the transfer."""
         return self.end_ns - self.start_ns
 
 
 class _Content(msgspec.Struct, frozen=True, gc=False):
-    """What the calls of a kernel say; the same for all kernels that carry out the same calls."""
+    """Messages and group of a kernel, shared by all kernels that execute the same calls."""
 
     group: Group
     sends: tuple[Message, ...]
@@ -65,9 +65,9 @@ class _Content(msgspec.Struct, frozen=True, gc=False):
 
 
 def transfers_of(classified: Classified, activities: Int64, rank: int) -> list[Transfer]:
-    """The communication kernels and peer-to-peer copies among ``activities`` (ascending indices), by start."""
+    """Return the communication kernels and peer-to-peer copies among ``activities`` (ascending indices), by start."""
     trace, rows = classified.trace, classified.trace.activities
-    chosen = activities[are(classified.kind[activities], *COMMUNICATION)]
+    chosen = activities[is_kind(classified.kind[activities], *COMMUNICATION)]
     start = rows.start_ns[chosen]
     columns = (
         chosen, classified.kind[chosen], classified.evidence[chosen], start, np.maximum(rows.end_ns[chosen], start),
@@ -75,15 +75,17 @@ def transfers_of(classified: Classified, activities: Int64, rank: int) -> list[T
     )  # fmt: skip
     contents: dict[tuple[int, int], _Content] = {}
     result = []
-    for activity, code, proof, begin, end, stream, launched, size in zip(*(c.tolist() for c in columns), strict=True):
+    for activity, code, evidence, begin, end, stream, launched, size in zip(
+        *(column.tolist() for column in columns), strict=True
+    ):
         kind, calls = KINDS[code], classified.calls.get(activity, ())
         if kind == "copy_engine":
             content, source = _Content((None, ()), (), (), size if size != NONE else None), "copy"
         else:
-            # The calls of equal batches are one object (`classify`), which lives as long as ``classified``.
-            content = contents.get((id(calls), code)) or _content(trace, calls, kind, rank)
+            # Equal batches share one calls object (`classify`), which lives as long as ``classified``.
+            content = contents.get((id(calls), code)) or _content_of(trace, calls, kind, rank)
             contents[id(calls), code] = content
-            source = EVIDENCE[proof] if calls else "none"
+            source = EVIDENCE[evidence] if calls else "none"
         result.append(
             Transfer(
                 rank, activity, kind, begin, end, stream, launched,
@@ -93,20 +95,22 @@ def transfers_of(classified: Classified, activities: Int64, rank: int) -> list[T
     return result
 
 
-def _content(trace: Trace, calls: Calls, kind: str, rank: int) -> _Content:
+def _content_of(trace: Trace, calls: Calls, kind: str, rank: int) -> _Content:
+    """Return group, messages and bytes of a kernel that executes ``calls``."""
     sends, receives = _messages(calls, kind, rank)
-    return _Content(_group(trace, calls), sends, receives, _sent(calls, kind, sends, rank))
+    return _Content(_group_of(trace, calls), sends, receives, _sent_bytes(calls, kind, sends, rank))
 
 
 def _launch_order(classified: Classified) -> Int64:
-    """Position of each activity's launch among all launches that made one, NONE where unknown."""
+    """Return the position of each activity's launch among all launches of activities; `NONE` where unknown."""
     order = np.full(len(classified.launch), NONE, np.int64)
-    joined = np.flatnonzero(classified.launch != NONE)
-    order[joined[np.argsort(classified.launch[joined], kind="stable")]] = np.arange(len(joined))
+    launched = np.flatnonzero(classified.launch != NONE)
+    order[launched[np.argsort(classified.launch[launched], kind="stable")]] = np.arange(len(launched))
     return order
 
 
-def _group(trace: Trace, calls: Calls) -> Group:
+def _group_of(trace: Trace, calls: Calls) -> Group:
+    """Return the process group of the first call; without calls, an unknown group."""
     for call in calls:
         ranks = call.group_ranks or trace.groups.get(call.group or "", ())
         return call.group, tuple(ranks)
@@ -114,20 +118,22 @@ def _group(trace: Trace, calls: Calls) -> Group:
 
 
 def _messages(calls: Calls, kind: str, rank: int) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+    """Return the sends and receives of a send/recv kernel."""
     sends, receives = [], []
     for call in calls if kind == "send_recv" else ():
         rotation = single_peer(call, rank)
         if rotation:
-            sends.append(Message(rotation[0], _size(call, call.in_elements)))
-            receives.append(Message(rotation[1], _size(call, call.out_elements)))
+            sends.append(Message(rotation[0], _size_bytes(call, call.in_elements)))
+            receives.append(Message(rotation[1], _size_bytes(call, call.out_elements)))
         elif "send" in call.name and call.destination_rank is not None:
-            sends.append(Message(call.destination_rank, _size(call, call.in_elements)))
+            sends.append(Message(call.destination_rank, _size_bytes(call, call.in_elements)))
         elif "recv" in call.name and call.source_rank is not None:
-            receives.append(Message(call.source_rank, _size(call, call.out_elements)))
+            receives.append(Message(call.source_rank, _size_bytes(call, call.out_elements)))
     return tuple(sends), tuple(receives)
 
 
-def _size(call: CommRecord, elements: int | None) -> int | None:
+def _size_bytes(call: CommRecord, elements: int | None) -> int | None:
+    """Return the bytes of a call's elements; None where number or data type is unknown."""
     if elements is None or call.dtype is None:
         return None
     name = call.dtype.lower()
@@ -135,30 +141,36 @@ def _size(call: CommRecord, elements: int | None) -> int | None:
     return None if element is None else elements * element
 
 
-def _sent(calls: Calls, kind: str, sends: tuple[Message, ...], rank: int) -> int | None:
-    """Bytes that leave the rank; None where a size is not known."""
-    sizes = [m.size_bytes for m in sends] if kind == "send_recv" else [_leaving(c, kind, rank) for c in calls]
-    lost = kind == "send_recv" and any("send" in call.name and call.destination_rank is None for call in calls)
-    if not calls or lost or any(size is None for size in sizes):
+def _sent_bytes(calls: Calls, kind: str, sends: tuple[Message, ...], rank: int) -> int | None:
+    """Return the bytes that leave the rank; None where a size is unknown."""
+    sizes = (
+        [message.size_bytes for message in sends]
+        if kind == "send_recv"
+        else [_collective_sent_bytes(call, kind, rank) for call in calls]
+    )
+    has_unknown_peer = kind == "send_recv" and any(
+        "send" in call.name and call.destination_rank is None for call in calls
+    )
+    if not calls or has_unknown_peer or any(size is None for size in sizes):
         return None
     return sum(size for size in sizes if size is not None)
 
 
-def _leaving(call: CommRecord, kind: str, rank: int) -> int | None:
-    """Bytes one rank sends in a collective of ``n`` ranks: what is not its own, by the ring's or pairwise count."""
-    size, n = _size(call, call.in_elements), call.group_size or len(call.group_ranks or ())
+def _collective_sent_bytes(call: CommRecord, kind: str, rank: int) -> int | None:
+    """Return the bytes that one rank sends in a collective, by its ring or pairwise algorithm."""
+    size, group_size = _size_bytes(call, call.in_elements), call.group_size or len(call.group_ranks or ())
     if kind == "all_to_all" and call.name in ("send", "recv"):
         return size if call.name == "send" and call.destination_rank != rank else 0
-    if size is None or n < 1:
+    if size is None or group_size < 1:
         return None
     if kind == "all_gather":
-        return size * (n - 1)
+        return size * (group_size - 1)
     if kind == "all_reduce":
-        return 2 * size * (n - 1) // n
+        return 2 * size * (group_size - 1) // group_size
     rows: int = sum(call.in_split)
     if kind == "all_to_all" and rows and call.group_ranks and rank in call.group_ranks:
-        own = call.in_split[call.group_ranks.index(rank)] if len(call.in_split) == n else 0
-        return size * (rows - own) // rows
+        own_rows = call.in_split[call.group_ranks.index(rank)] if len(call.in_split) == group_size else 0
+        return size * (rows - own_rows) // rows
     if kind in {"all_to_all", "reduce_scatter"}:
-        return size * (n - 1) // n
+        return size * (group_size - 1) // group_size
     return None

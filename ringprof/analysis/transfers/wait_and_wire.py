@@ -1,9 +1,9 @@
-"""How long each communication kernel waited for its peers before its bytes were on the wire.
+"""Split each communication kernel's time into wait for its peers and wire.
 
-A send/recv kernel starts when its rank gets there and spins until its peers do. With all ranks on one clock the
-moment they were all ready is known: the latest start among the kernel's own peers and, where it carries more than
-one message a peer (K and V in one group), their peers in the same hop. What lies before is wait; the rest is wire.
-A peer-to-peer copy does not start before its rank's peer is ready: all of it is wire.
+A send/recv kernel starts when its rank reaches it and spins until its peers do. With all ranks on one clock, the time
+at which all were ready is known: the latest start among the kernel's own peers. Where the kernel carries several
+messages per peer (K and V in one group), the peers' own peers in that hop count too. The time before is wait; the
+rest is wire. A peer-to-peer copy does not start before the peer is ready: all of it is wire.
 """
 
 from __future__ import annotations
@@ -14,133 +14,143 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ringprof.analysis.transfers.clocks import NEED_ALL, UNBUFFERED_BYTES, Clocks
+from ringprof.analysis.transfers.clocks import SYNCHRONISING, UNBUFFERED_BYTES, Clocks
 from ringprof.analysis.transfers.hops import OTHER_HOST, SAME_HOST, UNKNOWN_LINK, HostOfRank, Split
 from ringprof.analysis.transfers.matching import Matches
 from ringprof.analysis.transfers.transfers import Transfer
 from ringprof.trace.columns import Int64
 
 LinkClass = tuple[str, str]
-"""(kind, link)."""
+"""(kind, link)"""
 
-Best = tuple[int, int]
-"""A rate, as bytes and nanoseconds."""
+Rate = tuple[int, int]
+"""A rate as (bytes, nanoseconds)."""
 
-# The device clocks of one host agree to about a microsecond.
+# The device clocks of one host agree within about a microsecond.
 _CLOCK_TOLERANCE_NS = 2_000
-# A residual below one part in this many of a kernel changes none of its figures that anyone would act on.
+# A clock error below one part in this many of a kernel's duration does not change its figures noticeably.
 _NEGLIGIBLE = 10
 
 
-class _Moments(msgspec.Struct, frozen=True):
-    """Of each transfer, on the common clock."""
+class _TransferTimes(msgspec.Struct, frozen=True):
+    """Times of each transfer, on the common clock; arrays with one element per transfer."""
 
     start: Int64
     end: Int64
     peers_ready: Int64
-    """The latest start over it and its own partners."""
+    """Latest start over the transfer and its own partners."""
     all_ready: Int64
-    """The latest start over all that it depends on."""
+    """Latest start over everything that the transfer depends on."""
     resolved: npt.NDArray[np.bool_]
-    """Whether all that it depends on is matched."""
+    """Whether everything that the transfer depends on is matched."""
     clock_error: Int64
-    """How far the clocks of those that it depends on may be off its own."""
+    """Largest clock error between the transfer and those that it depends on."""
 
 
-def better(one: dict[LinkClass, Best], other: dict[LinkClass, Best]) -> dict[LinkClass, Best]:
-    """The better of two rates, by (kind, link)."""
-    result = dict(one)
-    for key, (size, span) in other.items():
-        known = result.get(key)
-        if known is None or size * known[1] > known[0] * span:
+def better_rates(first: dict[LinkClass, Rate], second: dict[LinkClass, Rate]) -> dict[LinkClass, Rate]:
+    """Merge two tables of rates, keeping the higher rate of each (kind, link)."""
+    result = dict(first)
+    for key, (size, span) in second.items():
+        rate = result.get(key)
+        if rate is None or size * rate[1] > rate[0] * span:
             result[key] = size, span
     return result
 
 
-class Waiting:
-    """Matched transfers on one clock: their best rates, and each with its wait and wire."""
+class WaitSplitter:
+    """Splits matched transfers into wait and wire on one clock, and measures the best rates."""
 
     def __init__(self, matches: Matches, hosts: HostOfRank, clocks: Clocks) -> None:
         self._matches = matches
-        self._moments = _moments(matches, clocks)
+        self._transfer_times = _transfer_times(matches, clocks)
         self._links = _links(matches.transfers, hosts)
 
-    def best_rates(self) -> dict[LinkClass, Best]:
-        """The best rate seen by (kind, link)."""
-        return _best(self._matches, self._moments, self._links)
+    def best_rates(self) -> dict[LinkClass, Rate]:
+        """Return the best measured rate of each (kind, link)."""
+        return _best_rates(self._matches, self._transfer_times, self._links)
 
     def clocks_disagree(self) -> bool:
-        """Whether a transfer ended on one rank before its partner began on another: no common clock says so.
+        """Return whether a transfer ended on one rank before its partner began on another: the clocks then disagree.
 
-        Of large ones and of collectives: a small message may sit in a buffer.
+        Only large transfers and collectives count: a small message may sit in a buffer.
         """
-        moments, transfers = self._moments, self._matches.transfers
-        large = np.array([t.kind in NEED_ALL or (t.sent_bytes or 0) >= UNBUFFERED_BYTES for t in transfers], np.bool_)
-        late = moments.peers_ready - moments.end > _CLOCK_TOLERANCE_NS + moments.clock_error
+        times, transfers = self._transfer_times, self._matches.transfers
+        large = np.array(
+            [
+                transfer.kind in SYNCHRONISING or (transfer.sent_bytes or 0) >= UNBUFFERED_BYTES
+                for transfer in transfers
+            ],
+            np.bool_,
+        )
+        late = times.peers_ready - times.end > _CLOCK_TOLERANCE_NS + times.clock_error
         return bool(np.any(late & large & self._matches.matched()))
 
     def split(
-        self, best: Mapping[LinkClass, Best] | None, ranks: Collection[int]
+        self, best: Mapping[LinkClass, Rate] | None, ranks: Collection[int]
     ) -> tuple[dict[int, list[Split]], int]:
-        """The transfers of ``ranks``, with wait and wire where their partners are known.
+        """Split the transfers of ``ranks`` into wait and wire, where their partners are known.
 
-        ``best`` are the best rates over the whole run; None for ranks that share no clock: then copies alone, which
-        wait for nobody, are split. Returns also how many are left unsplit because the clocks are not known well enough
-        to tell their wait.
+        ``best`` holds the best rates of the whole run. None means that the ranks share no clock: then only copies are
+        split, which wait for nobody. Returns the splits by rank, and the number of transfers left unsplit because of
+        uncertain clocks.
         """
         result: dict[int, list[Split]] = {rank: [] for rank in ranks}
         inconclusive = 0
-        moments = self._moments
-        columns = (moments.end, moments.all_ready, moments.resolved, moments.clock_error)
+        times = self._transfer_times
+        columns = (times.end, times.all_ready, times.resolved, times.clock_error)
         for transfer, link, end, ready, resolved, error in zip(
             self._matches.transfers, self._links, *(column.tolist() for column in columns), strict=True
         ):
             if transfer.rank not in result:
                 continue
-            known = resolved and best is not None
-            part = _split(transfer, link, end - ready if known else None, (best or {}).get((transfer.kind, link)))
-            if error and part.wait_ns is not None and error > max(part.wait_ns, transfer.duration_ns // _NEGLIGIBLE):
-                part, inconclusive = Split(transfer, link, None), inconclusive + 1
-            result[transfer.rank].append(part)
+            can_split = resolved and best is not None
+            split = _split(transfer, link, end - ready if can_split else None, (best or {}).get((transfer.kind, link)))
+            if error and split.wait_ns is not None and error > max(split.wait_ns, transfer.duration_ns // _NEGLIGIBLE):
+                split, inconclusive = Split(transfer, link, None), inconclusive + 1
+            result[transfer.rank].append(split)
         return result, inconclusive
 
 
-def waited_for(matches: Matches, clocks: Clocks, splits: Mapping[int, Sequence[Split]]) -> dict[int, dict[int, int]]:
-    """For each rank of ``splits``: peer -> nanoseconds that its kernels waited for that peer.
+def waits_by_peer(matches: Matches, clocks: Clocks, splits: Mapping[int, Sequence[Split]]) -> dict[int, dict[int, int]]:
+    """Return for each rank of ``splits``: peer -> nanoseconds that the rank's kernels waited for that peer.
 
-    The whole wait of a kernel is charged to the rank that began last of all that it depends on.
+    The whole wait of a kernel counts for the last rank to begin, among those that the kernel depends on.
     """
-    last = _last_partner(matches, clocks)
-    waits = {(part.transfer.rank, part.transfer.activity): part.wait_ns for parts in splits.values() for part in parts}
-    found: dict[int, dict[int, int]] = {rank: {} for rank in splits}
-    for transfer, peer in zip(matches.transfers, last.tolist(), strict=True):
-        wait = waits.get((transfer.rank, transfer.activity))
-        if wait and peer not in (transfer.rank, _NOBODY):
-            times = found[transfer.rank]
-            times[peer] = times.get(peer, 0) + wait
-    return found
+    last_partner = _last_partner(matches, clocks)
+    wait_of = {
+        (split.transfer.rank, split.transfer.activity): split.wait_ns
+        for rank_splits in splits.values()
+        for split in rank_splits
+    }
+    waits: dict[int, dict[int, int]] = {rank: {} for rank in splits}
+    for transfer, peer in zip(matches.transfers, last_partner.tolist(), strict=True):
+        wait = wait_of.get((transfer.rank, transfer.activity))
+        if wait and peer not in (transfer.rank, _NO_RANK):
+            rank_waits = waits[transfer.rank]
+            rank_waits[peer] = rank_waits.get(peer, 0) + wait
+    return waits
 
 
-_NOBODY = -1
+_NO_RANK = -1
 
 
 def _last_partner(matches: Matches, clocks: Clocks) -> Int64:
-    """Find for each transfer the rank that began last of all that it depends on; -1 where partners are not known."""
-    rank = np.array([t.rank for t in matches.transfers], np.int64)
-    offset = np.array([clocks.offset_ns[t.rank] for t in matches.transfers], np.int64)
-    start = np.array([t.start_ns for t in matches.transfers], np.int64) + offset
-    latest, last = start.copy(), np.where(matches.matched(), rank, _NOBODY)
+    """Return for each transfer the last rank to begin among those it depends on; -1 where partners are unknown."""
+    rank = np.array([transfer.rank for transfer in matches.transfers], np.int64)
+    offset = np.array([clocks.offset_ns[transfer.rank] for transfer in matches.transfers], np.int64)
+    start = np.array([transfer.start_ns for transfer in matches.transfers], np.int64) + offset
+    latest, last = start.copy(), np.where(matches.matched(), rank, _NO_RANK)
     sender, receiver = matches.sender, matches.receiver
-    mine, other = np.concatenate((sender, receiver)), np.concatenate((receiver, sender))
-    # Of several assignments to one place the last stands: that of the partner which began last.
-    order = np.argsort(start[other], kind="stable")
-    mine, other = mine[order], other[order]
-    later = start[other] > start[mine]
-    last[mine[later]], latest[mine[later]] = rank[other[later]], start[other[later]]
-    for meeting in matches.meetings:
-        at = start[meeting].argmax(axis=0)
-        row = np.take_along_axis(meeting, at[None, :], axis=0)[0]
-        last[meeting] = np.where(start[row] > latest[meeting], rank[row], last[meeting])
+    transfer_index, partner = np.concatenate((sender, receiver)), np.concatenate((receiver, sender))
+    # NumPy keeps the last of several assignments to one index: that of the partner which began last.
+    order = np.argsort(start[partner], kind="stable")
+    transfer_index, partner = transfer_index[order], partner[order]
+    later = start[partner] > start[transfer_index]
+    last[transfer_index[later]], latest[transfer_index[later]] = rank[partner[later]], start[partner[later]]
+    for calls in matches.collective_matches:
+        latest_row = start[calls].argmax(axis=0)
+        latest_call = np.take_along_axis(calls, latest_row[None, :], axis=0)[0]
+        last[calls] = np.where(start[latest_call] > latest[calls], rank[latest_call], last[calls])
     for absent in matches.absent_peers:
         later = absent.peers_ready_ns > latest[absent.rows]
         last[absent.rows] = np.where(later, absent.last_rank, last[absent.rows])
@@ -148,91 +158,92 @@ def _last_partner(matches: Matches, clocks: Clocks) -> Int64:
 
 
 def _with_peers_of_peers(matches: Matches, last: Int64, latest: Int64) -> Int64:
-    """Name the peers' last partners instead, where a kernel of several messages waited for these, too."""
-    several = _several_messages(matches.transfers)
+    """Replace last partners by the peers' last partners, where a kernel of several messages waited for these."""
+    has_repeated_peer = _has_repeated_peer(matches.transfers)
     result: Int64 = last.copy()
-    mine = np.concatenate((matches.sender, matches.receiver))
-    other = np.concatenate((matches.receiver, matches.sender))
-    later = several[mine] & (last[other] != _NOBODY) & (latest[other] > latest[mine])
-    mine, other = mine[later], other[later]
-    # Of several assignments to one place the last stands: that of the peer whose own partner began last.
-    order = np.argsort(latest[other], kind="stable")
-    result[mine[order]] = last[other[order]]
+    transfer_index = np.concatenate((matches.sender, matches.receiver))
+    partner = np.concatenate((matches.receiver, matches.sender))
+    later = has_repeated_peer[transfer_index] & (last[partner] != _NO_RANK) & (latest[partner] > latest[transfer_index])
+    transfer_index, partner = transfer_index[later], partner[later]
+    # NumPy keeps the last of several assignments to one index: that of the peer whose own partner began last.
+    order = np.argsort(latest[partner], kind="stable")
+    result[transfer_index[order]] = last[partner[order]]
     return result
 
 
 def link_of(transfer: Transfer, hosts: HostOfRank) -> str:
-    """The slowest link class that a transfer uses."""
+    """Return the slowest link class that a transfer uses."""
     if transfer.kind == "copy_engine":
-        # One process reaches the memory of another by copies only within a host.
+        # One process can copy into another's memory only within a host.
         return SAME_HOST
     partners = {message.peer for message in (*transfer.sends, *transfer.receives)}
     if transfer.kind != "send_recv":
         partners = set(transfer.group[1])
-    here = hosts.get(transfer.rank)
-    there = [hosts.get(peer) for peer in partners]
-    if here is None or None in there or not there:
+    own_host = hosts.get(transfer.rank)
+    peer_hosts = [hosts.get(peer) for peer in partners]
+    if own_host is None or None in peer_hosts or not peer_hosts:
         return UNKNOWN_LINK
-    return SAME_HOST if all(host == here for host in there) else OTHER_HOST
+    return SAME_HOST if all(host == own_host for host in peer_hosts) else OTHER_HOST
 
 
 # --- when all were ready ------------------------------------------------------------------------------
 
 
-def _moments(matches: Matches, clocks: Clocks) -> _Moments:
+def _transfer_times(matches: Matches, clocks: Clocks) -> _TransferTimes:
+    """Compute the times of all transfers on the common clock, and when their partners were ready."""
     transfers, sender, receiver = matches.transfers, matches.sender, matches.receiver
-    offset = np.array([clocks.offset_ns[t.rank] for t in transfers], np.int64)
-    start = np.array([t.start_ns for t in transfers], np.int64) + offset
-    end = np.array([t.end_ns for t in transfers], np.int64) + offset
+    offset = np.array([clocks.offset_ns[transfer.rank] for transfer in transfers], np.int64)
+    start = np.array([transfer.start_ns for transfer in transfers], np.int64) + offset
+    end = np.array([transfer.end_ns for transfer in transfers], np.int64) + offset
     peers_ready, matched = start.copy(), matches.matched()
     np.maximum.at(peers_ready, sender, start[receiver])
     np.maximum.at(peers_ready, receiver, start[sender])
-    for meeting in matches.meetings:
-        peers_ready[meeting] = start[meeting].max(axis=0)
+    for calls in matches.collective_matches:
+        peers_ready[calls] = start[calls].max(axis=0)
     for absent in matches.absent_peers:
         peers_ready[absent.rows] = absent.peers_ready_ns
     own_error = _clock_error(matches, clocks)
     all_ready, resolved, clock_error = peers_ready.copy(), matched.copy(), own_error.copy()
-    several = _several_messages(transfers)
-    # Peers' peers, and no further: `ringprof.scale.pipeline.NEIGHBOURHOOD` counts on it.
-    for mine, other in ((sender, receiver), (receiver, sender)):
-        rows = several[mine]
-        np.maximum.at(all_ready, mine[rows], peers_ready[other[rows]])
-        np.maximum.at(clock_error, mine[rows], own_error[other[rows]])
-        # A peer's own peers are unknown, so is what may have held it up.
-        np.logical_and.at(resolved, mine[rows], matched[other[rows]])
-    return _Moments(start, end, peers_ready, all_ready, resolved, clock_error)
+    has_repeated_peer = _has_repeated_peer(transfers)
+    # Peers of peers, but no further: `ringprof.scale.pipeline.NEIGHBOURHOOD` relies on this limit.
+    for transfer_index, partner in ((sender, receiver), (receiver, sender)):
+        rows = has_repeated_peer[transfer_index]
+        np.maximum.at(all_ready, transfer_index[rows], peers_ready[partner[rows]])
+        np.maximum.at(clock_error, transfer_index[rows], own_error[partner[rows]])
+        # Where a peer's own peers are unknown, so is what may have delayed it.
+        np.logical_and.at(resolved, transfer_index[rows], matched[partner[rows]])
+    return _TransferTimes(start, end, peers_ready, all_ready, resolved, clock_error)
 
 
 def _clock_error(matches: Matches, clocks: Clocks) -> Int64:
-    """How far the clocks of a transfer's own partners may be off its own."""
+    """Return the largest clock error between each transfer and its own partners."""
     error = np.zeros(len(matches.transfers), np.int64)
     if not clocks.several:
         return error
     between, number = clocks.residuals()
-    place = np.array([number[clocks.host[t.rank]] for t in matches.transfers], np.int64)
-    for mine, other in ((matches.sender, matches.receiver), (matches.receiver, matches.sender)):
-        np.maximum.at(error, mine, between[place[mine], place[other]])
-    for meeting in matches.meetings:
-        where = place[meeting[:, 0]]
-        error[meeting] = between[np.ix_(where, where)].max(axis=1)[:, None]
+    host_of_transfer = np.array([number[clocks.host[transfer.rank]] for transfer in matches.transfers], np.int64)
+    for transfer_index, partner in ((matches.sender, matches.receiver), (matches.receiver, matches.sender)):
+        np.maximum.at(error, transfer_index, between[host_of_transfer[transfer_index], host_of_transfer[partner]])
+    for calls in matches.collective_matches:
+        host_of_row = host_of_transfer[calls[:, 0]]
+        error[calls] = between[np.ix_(host_of_row, host_of_row)].max(axis=1)[:, None]
     for absent in matches.absent_peers:
         error[absent.rows] = absent.clock_error_ns
     return error
 
 
-def _several_messages(transfers: tuple[Transfer, ...]) -> npt.NDArray[np.bool_]:
-    """Whether some peer gets or gives more than one message in a kernel."""
-    answers: dict[tuple[int, int], bool] = {}
+def _has_repeated_peer(transfers: tuple[Transfer, ...]) -> npt.NDArray[np.bool_]:
+    """Return for each transfer whether a peer sends or receives more than one of the kernel's messages."""
+    repeated: dict[tuple[int, int], bool] = {}
     result = np.zeros(len(transfers), np.bool_)
     for number, transfer in enumerate(transfers):
-        # Kernels that carry the same share their messages.
+        # Kernels with the same messages share these tuples.
         key = id(transfer.sends), id(transfer.receives)
-        if key not in answers:
-            to = [message.peer for message in transfer.sends]
-            source = [message.peer for message in transfer.receives]
-            answers[key] = len(to) > len(set(to)) or len(source) > len(set(source))
-        result[number] = answers[key]
+        if key not in repeated:
+            receivers = [message.peer for message in transfer.sends]
+            senders = [message.peer for message in transfer.receives]
+            repeated[key] = len(receivers) > len(set(receivers)) or len(senders) > len(set(senders))
+        result[number] = repeated[key]
     return result
 
 
@@ -240,41 +251,46 @@ def _several_messages(transfers: tuple[Transfer, ...]) -> npt.NDArray[np.bool_]:
 
 
 def _links(transfers: tuple[Transfer, ...], hosts: HostOfRank) -> list[str]:
-    answers: dict[tuple[int, str, int, int, int], str] = {}
+    """Return the slowest link class of each transfer."""
+    link_by_contents: dict[tuple[int, str, int, int, int], str] = {}
     result = []
     for transfer in transfers:
         key = transfer.rank, transfer.kind, id(transfer.sends), id(transfer.receives), id(transfer.group)
-        if key not in answers:
-            answers[key] = link_of(transfer, hosts)
-        result.append(answers[key])
+        if key not in link_by_contents:
+            link_by_contents[key] = link_of(transfer, hosts)
+        result.append(link_by_contents[key])
     return result
 
 
-def _best(matches: Matches, moments: _Moments, links: list[str]) -> dict[LinkClass, Best]:
-    """The best rate seen by (kind, link), as bytes and nanoseconds.
+def _best_rates(matches: Matches, times: _TransferTimes, links: list[str]) -> dict[LinkClass, Rate]:
+    """Return the best measured rate of each (kind, link), as (bytes, nanoseconds).
 
-    Only a kernel's own peers count here: ready is then never too late, so no rate is better than was possible.
+    Only a kernel's own peers count here. The ready time is then never too late, so no rate exceeds what was possible.
     """
-    size = np.array([t.sent_bytes or 0 for t in matches.transfers], np.int64)
-    copies = np.array([t.kind == "copy_engine" for t in matches.transfers], np.bool_)
-    span = moments.end - moments.peers_ready
+    size = np.array([transfer.sent_bytes or 0 for transfer in matches.transfers], np.int64)
+    copies = np.array([transfer.kind == "copy_engine" for transfer in matches.transfers], np.bool_)
+    span = times.end - times.peers_ready
     usable = (matches.matched() | copies) & (span > 0) & (size > 0)
     rate = np.where(usable, size / np.maximum(span, 1), 0.0)
     classes: dict[LinkClass, int] = {}
     code = np.array(
-        [classes.setdefault((t.kind, link), len(classes)) for t, link in zip(matches.transfers, links, strict=True)],
+        [
+            classes.setdefault((transfer.kind, link), len(classes))
+            for transfer, link in zip(matches.transfers, links, strict=True)
+        ],
         np.int64,
     )
     best = {}
     for key, number in classes.items():
         rows = np.flatnonzero(usable & (code == number))
         if len(rows):
-            at = rows[np.argmax(rate[rows])]
-            best[key] = int(size[at]), int(span[at])
+            fastest = rows[np.argmax(rate[rows])]
+            best[key] = int(size[fastest]), int(span[fastest])
     return best
 
 
-def _split(transfer: Transfer, link: str, after_ready: int | None, best: Best | None) -> Split:
+def _split(transfer: Transfer, link: str, after_ready: int | None, best: Rate | None) -> Split:
+    """Split one transfer into wait and wire; wire takes at least as long as at the best rate."""
     duration = transfer.end_ns - transfer.start_ns
     if transfer.kind == "copy_engine":
         return Split(transfer, link, transfer.start_ns, 0, duration)

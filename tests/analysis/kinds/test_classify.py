@@ -1,4 +1,4 @@
-"""The strongest evidence decides: metadata, then the CPU's records of the launch, then annotations, then the name."""
+"""Evidence for kinds, strongest first: metadata, CPU records of the launch, annotations, the name."""
 
 from __future__ import annotations
 
@@ -80,15 +80,15 @@ def test_an_all_to_all_that_keeps_a_part_is_none():
     assert kinds_of(b) == ["all_to_all"]
 
 
-def test_a_kernel_whose_launch_was_cut_off_is_what_its_stream_is():
-    """The first all-to-all of a trace, launched before it begins, is no hop."""
+def test_a_kernel_without_a_launch_record_takes_the_kind_of_its_stream():
+    """Check the first all-to-all of a trace, launched before the trace begins: it is not a hop."""
     b = Builder().run(NCCL, 0, 8, stream=20)
     b.record(9, 11, collective("all_to_all")).run(NCCL, 20, 30, launched=10, stream=20)
     assert kinds_of(b) == ["all_to_all", "all_to_all"]
     assert evidence_of(b) == ["stream", "cpu_records"]
 
 
-def test_a_stream_of_several_kinds_says_nothing():
+def test_a_stream_of_several_kinds_is_no_evidence():
     b = Builder().run(NCCL, 0, 8, stream=20)
     b.record(9, 11, collective("all_to_all")).run(NCCL, 20, 30, launched=10, stream=20)
     b.record(31, 33, collective("allreduce")).run(NCCL, 40, 50, launched=32, stream=20)
@@ -96,13 +96,13 @@ def test_a_stream_of_several_kinds_says_nothing():
     assert kinds_of(b) == ["send_recv", "all_to_all", "all_reduce", "send_recv"]
 
 
-def test_an_annotation_speaks_where_no_record_does():
+def test_an_annotation_decides_where_no_record_exists():
     b = Builder().mark("nccl:all_to_all", 5, 15).run(NCCL, 20, 30, launched=10)
     assert kinds_of(b) == ["all_to_all"]
     assert evidence_of(b) == ["annotation"]
 
 
-def test_the_annotation_of_a_batch_says_nothing():
+def test_the_annotation_of_a_batch_is_no_evidence():
     b = Builder().mark("nccl:coalesced", 5, 15).run(NCCL, 20, 30, launched=10)
     assert evidence_of(b) == ["name"]
 
@@ -150,16 +150,16 @@ CUT = "void cutlass::device_kernel<flash::enable_sm90_or_la"
         (CUT, "flash_attn_3::fwd", "flash_fwd"),
         (CUT, "aten::add", "other"),
         ("void flash::prepare_varlen_num_blocks_kernel<1>", "flash_attn_3::bwd", "flash_bwd"),
-        # What its name says is right, whatever it was launched in.
+        # A specific name is right, whatever operator the kernel was launched in.
         ("void flash_fwd_kernel<2>", "flash_attn_3::bwd", "flash_fwd"),
     ],
 )
-def test_the_operator_tells_the_pass_where_a_name_was_cut_before_it(name, operator, kind):
+def test_the_operator_decides_the_pass_where_the_name_is_cut_short(name, operator, kind):
     assert kinds_of(Builder().operate(operator, 0, 30).run(name, 100, 200, launched=10)) == [kind]
 
 
 @pytest.mark.parametrize(("operator", "kind"), [("_C_custom_ar::all_reduce", "all_reduce"), ("aten::add", "permute")])
-def test_one_word_of_a_name_says_less_than_the_operator_whose_kernel_it_is(operator, kind):
+def test_the_owning_operator_outranks_a_single_word_of_the_name(operator, kind):
     assert kinds_of(Builder().operate(operator, 0, 30).run("push_expert_rows", 100, 200, launched=10)) == [kind]
 
 

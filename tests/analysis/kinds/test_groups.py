@@ -1,4 +1,4 @@
-"""One process group's communication told from the others'."""
+"""Communication of one process group, separated from that of other groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PP = {"group": "7", "group_description": "PIPELINE", "group_ranks": (0, 2), "gro
 
 
 def training(rank=0):
-    """A ring hop, then a pipeline send that runs into it, beside a little computation."""
+    """Build a ring hop and a pipeline send that overlaps it, beside a little computation."""
     b = Builder(rank=rank, world_size=2)
     b.run(FLASH, 0, 1000, launched=10)
     b.batch(100, 500, 2000, to=1 - rank, source=1 - rank, tensors=1, **CP)
@@ -29,13 +29,13 @@ def training(rank=0):
     return b.run("Memset (Device)", 2900, 3100, launched=220, category=2)
 
 
-def chosen(group, *builders):
+def attribution_of_group(group, *builders):
     return attribute([b.trace() for b in builders or (training(0), training(1))], focus=Focus(group=group))
 
 
 @pytest.mark.parametrize("group", ["4", "context_parallel_group", "0,1", "0-1", "CONTEXT*", "tp,*parallel*", "3-5;0-1"])
 def test_only_the_groups_communication_counts(group):
-    for rank in chosen(group).ranks:
+    for rank in attribution_of_group(group).ranks:
         figures = rank.breakdown
         assert (figures.comm_ns, figures.overlapped_ns, figures.exposed_comm_ns) == (1500, 500, 1000)
         assert figures.exposed_other_groups_ns == 900
@@ -58,12 +58,12 @@ def test_without_a_choice_all_of_it_counts():
 
 def test_several_groups_are_kept_together():
     for group in ("4;7", "*", "*PARALLEL*,PIPE*", "0,1;0,2"):
-        assert chosen(group).ranks[0].breakdown.comm_ns == 2500
+        assert attribution_of_group(group).ranks[0].breakdown.comm_ns == 2500
 
 
 @pytest.mark.parametrize("group", ["mesh_cp", "MESH_C?", "4", "0-3"])
-def test_the_channels_of_our_own_strategies_are_the_groups_that_they_were_made_in(group):
-    # Two rings of two ranks within the context-parallel group of four, and the data-parallel group of others.
+def test_groups_of_ringprofs_strategies_count_as_the_groups_they_were_made_from(group):
+    # Two rings of two ranks within the context-parallel group of four; the data-parallel group belongs to others.
     inner = {"group": "9", "group_description": "ringprof:read_inner", "group_ranks": (0, 1), "group_size": 2}
     b = Builder(world_size=8).run(FLASH, 0, 1000, launched=10)
     b.batch(100, 1000, 2000, to=1, source=1, tensors=1, **inner)
@@ -78,23 +78,23 @@ def test_the_channels_of_our_own_strategies_are_the_groups_that_they_were_made_i
 
 def test_an_unknown_group_is_refused_with_those_there_are():
     with pytest.raises(UsageError, match=r"--group 'dp'.* 4 \(CONTEXT_PARALLEL_GROUP\) of ranks 0,1; 7 \(PIPELINE\)"):
-        chosen("dp")
+        attribution_of_group("dp")
 
 
 def test_kernels_without_a_record_are_apart_and_counted():
     b = training(0).run(NCCL, 3100, 3200, launched=300)
-    attribution = chosen("4", b, training(1))
-    assert [(w.code, w.count) for w in attribution.warnings] == [("group_unknown", 1)]
+    attribution = attribution_of_group("4", b, training(1))
+    assert [(warning.code, warning.count) for warning in attribution.warnings] == [("group_unknown", 1)]
     assert attribution.ranks[0].breakdown.exposed_other_groups_ns == 1000
 
 
 def test_peer_copies_belong_to_the_ring():
     b = training(0).run("Memcpy PtoP (Device -> Device)", 3100, 3400, launched=300, category=1, size=64)
-    assert chosen("4", b, training(1)).ranks[0].breakdown.exposed_comm_ns == 1300
+    assert attribution_of_group("4", b, training(1)).ranks[0].breakdown.exposed_comm_ns == 1300
 
 
 def test_the_report_shows_them_as_a_part_of_their_own():
-    attribution = chosen("4")
+    attribution = attribution_of_group("4")
     summary = summarise(attribution)
     *parts, wall = summary.parts
     assert sum(part.mean_ns for part in parts) == wall.mean_ns
@@ -105,25 +105,25 @@ def test_the_report_shows_them_as_a_part_of_their_own():
 
 
 def test_the_parts_equal_a_sweep_whatever_overlaps():
-    """With one more class, brute force over every edge, on random intervals."""
+    """Check random intervals of four classes against a sweep over all edges."""
     random = np.random.default_rng(3)
     for _ in range(20):
         b, events = Builder(world_size=1), []
         for number in range(30):
             start = int(random.integers(0, 400))
-            end, what = start + int(random.integers(0, 60)), int(random.integers(0, 4))
-            events.append((start, end, ("compute", "comm", "others", "memory")[what]))
-            own = {1: collective("allreduce", **CP), 2: collective("allreduce", **PP)}.get(what)
-            name = FLASH if what == 0 else NCCL if what < 3 else "Memset (Device)"
-            b.run(name, start, end, launched=number, own=own, category=2 if what == 3 else 0)
-        figures = chosen("4", b).ranks[0].breakdown
-        # Without the other groups' activities idle time is larger by what only they covered.
+            end, choice = start + int(random.integers(0, 60)), int(random.integers(0, 4))
+            events.append((start, end, ("compute", "comm", "others", "memory")[choice]))
+            own = {1: collective("allreduce", **CP), 2: collective("allreduce", **PP)}.get(choice)
+            name = FLASH if choice == 0 else NCCL if choice < 3 else "Memset (Device)"
+            b.run(name, start, end, launched=number, own=own, category=2 if choice == 3 else 0)
+        figures = attribution_of_group("4", b).ranks[0].breakdown
+        # The sweep lacks the other groups' activities: the time that only they cover is idle there.
         expected = sweep([event for event in events if event[2] != "others"])
         assert figures.compute_ns == expected["compute"]
         assert figures.exposed_comm_ns == expected["exposed_comm"]
-        apart = sum(
-            any(e[0] <= t < e[1] for e in events if e[2] == "others")
-            and not any(e[0] <= t < e[1] for e in events if e[2] in ("compute", "comm"))
-            for t in range(500)
+        other_groups_ns = sum(
+            any(event[0] <= time < event[1] for event in events if event[2] == "others")
+            and not any(event[0] <= time < event[1] for event in events if event[2] in ("compute", "comm"))
+            for time in range(500)
         )
-        assert figures.exposed_other_groups_ns == apart
+        assert figures.exposed_other_groups_ns == other_groups_ns

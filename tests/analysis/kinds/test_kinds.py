@@ -1,4 +1,4 @@
-"""Colours of kinds that are drawn side by side can be told apart, on a light and on a dark page."""
+"""Colours of kinds: any two that are drawn side by side differ visibly, on a light and on a dark page."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def linear(channel):
 
 
 def xyz(colour):
-    r, g, b = (linear(int(colour[at : at + 2], 16) / 255) for at in (1, 3, 5))
+    r, g, b = (linear(int(colour[offset : offset + 2], 16) / 255) for offset in (1, 3, 5))
     weights = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
     return [red * r + green * g + blue * b for red, green, blue in weights]
 
 
 def lab(colour):
-    """CIE 1976 L*a*b*, under daylight."""
+    """Return CIE 1976 L*a*b* coordinates, under daylight."""
     x, y, z = (
         (value / white) ** (1 / 3) if value / white > 0.008856 else 7.787 * value / white + 16 / 116
         for value, white in zip(xyz(colour), (0.95047, 1.0, 1.08883), strict=True)
@@ -39,16 +39,18 @@ DRAWN = {**{kind: KIND[kind].colour for kind in COMPUTE}, **COMMUNICATION, "memo
 
 
 FAR = 25
-"""A difference of 2.3 is just noticeable; the two blues of attention are 26 apart."""
+"""Least distance in L*a*b* between two colours. 2.3 is just noticeable; the two blues of attention are 26 apart."""
 
 
 def free_colours():
-    """Those that a new kind can have, the farthest from all others first; none as garish as a warning."""
-    known = [lab(colour) for colour in DRAWN.values()]
+    """Return the colours left for a new kind, farthest from all others first; none as bright as a warning."""
+    used = [lab(colour) for colour in DRAWN.values()]
     grid = (f"#{red:02X}{green:02X}{blue:02X}" for red, green, blue in product(range(15, 256, 30), repeat=3))
-    fit = [one for one in grid if stands_out(one) and 15 < math.hypot(*lab(one)[1:]) < 60]
-    apart = {one: min(math.dist(lab(one), other) for other in known) for one in fit}
-    return sorted((one for one in fit if apart[one] >= FAR), key=lambda one: -apart[one])
+    candidates = [colour for colour in grid if stands_out(colour) and 15 < math.hypot(*lab(colour)[1:]) < 60]
+    distance_of = {colour: min(math.dist(lab(colour), other) for other in used) for colour in candidates}
+    return sorted(
+        (colour for colour in candidates if distance_of[colour] >= FAR), key=lambda colour: -distance_of[colour]
+    )
 
 
 def stands_out(colour):
@@ -68,7 +70,7 @@ def test_there_is_a_colour_for_another_kind():
     assert free_colours()
 
 
-def test_what_is_beside_attention_is_in_one_part():
+def test_every_compute_kind_outside_attention_is_in_one_part():
     parts = [kind for kinds in COMPUTE_PARTS.values() for kind in kinds]
     assert sorted(parts) == sorted(set(COMPUTE) - {"flash_fwd", "flash_bwd"})
 

@@ -1,4 +1,4 @@
-"""Every family of kernels in public use is told by name."""
+"""Name rules: every family of kernels in public use is recognised by its name."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 
 from ringprof.analysis.kinds.kinds import KIND, KINDS
 from ringprof.analysis.kinds.operators import (
-    kind_enclosing,
     kind_of_attention_operator,
     kind_of_collective,
-    kind_of_its_kernel,
+    kind_of_enclosed_kernels,
+    kind_of_own_kernel,
 )
-from ringprof.analysis.kinds.rules import RULES, rule_for, words_needed
+from ringprof.analysis.kinds.rules import RULES, required_words, rule_for
 from tests.analysis.kinds.truth import rows
 from tests.paths import ROOT
 
@@ -145,7 +145,7 @@ NAMES = {
         "void cutlass::device_kernel<Unknown",
         "main_kernel",
         "kernel_0",
-        # State-space models and linear attention, whose kernels are none of these.
+        # State-space models and linear attention fit no other kind.
         "_chunk_scan_fwd_kernel",
         "chunk_gated_delta_rule_fwd_kernel_h_blockdim64",
         "fused_sigmoid_gating_delta_rule_update_kernel",
@@ -169,7 +169,7 @@ GROUPS = {
 }  # fmt: skip
 
 
-# Names of jobs that no rule was written for: XLA, llama.cpp, MIOpen, Transformer Engine, NATTEN, HSTU, serving engines.
+# Kernel names that no rule was written for: XLA, llama.cpp, MIOpen, Transformer Engine, NATTEN, HSTU, serving engines.
 OF_OTHER_JOBS = {
     "elementwise": [
         "loop_add_fusion",
@@ -249,7 +249,7 @@ EVERY_NAME = [(kind, name) for table in (NAMES, OF_OTHER_JOBS) for kind, names i
 
 
 @pytest.mark.parametrize(("kind", "name"), EVERY_NAME)
-def test_every_family_is_told_by_its_name(kind, name):
+def test_every_family_is_recognised_by_its_name(kind, name):
     rule = rule_for(name)
     assert (rule.kind if rule else "other") == kind
 
@@ -295,7 +295,7 @@ def test_every_family_is_told_by_its_name(kind, name):
         ("_sage_fwd", "SageAttention"),
     ],
 )
-def test_whose_kernel_it_is(name, family):
+def test_the_family_of_a_kernel(name, family):
     rule = rule_for(name)
     assert rule is not None and rule.family == family
 
@@ -312,7 +312,7 @@ FUNCTOR = "at::native::CUDAFunctor_add<float>"
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        # A word of a parameter's type is no word of the kernel's.
+        # Words in a parameter's type do not count.
         ("void compute(cudnn::reduced_divisor, int)", None),
         ("void work<float>(flash::Flash_fwd_params)", None),
         ("void ns::work<(ns::Mode)1, float>(ncclDevKernelArgs<4096ul>*, int)", None),
@@ -320,7 +320,7 @@ FUNCTOR = "at::native::CUDAFunctor_add<float>"
         ("void work<float>(gemm::Par", None),
         ("void Work::operator()<float>(gemm::Params) const", None),
         ("void work<(8 < 4), float>(gemm::Params)", None),
-        # All that stands before the parameters counts.
+        # Everything before the parameters counts.
         (f"void at::native::elementwise_kernel<128, 4, at::native::gpu<{FUNCTOR}>(at::It&)::{{lambda(int)#1}}>(int)",
          "elementwise"),
         ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<Metadata<4>, (anonymous namespace)::Adam"
@@ -333,18 +333,18 @@ FUNCTOR = "at::native::CUDAFunctor_add<float>"
         ("(gemm)", "gemm"),
     ],
 )  # fmt: skip
-def test_what_stands_before_the_parameters_tells(name, kind):
+def test_only_text_before_the_parameters_decides(name, kind):
     rule = rule_for(name)
     assert (rule.kind if rule else None) == kind
 
 
-def test_what_each_kind_counts_as():
+def test_the_category_of_each_kind():
     assert {group: [kind.key for kind in KIND.values() if kind.group == group] for group in GROUPS} == GROUPS
     assert sum(map(len, GROUPS.values())) == len(KINDS)
 
 
 def test_the_table_of_the_definitions_has_every_kind():
-    """But communication of other groups, which is no kind of its own there."""
+    """Check every kind except communication of other groups, which is not listed there."""
     page = (ROOT / "docs" / "metrics.md").read_text("utf-8")
     lines = page.partition("| class | kinds |\n")[2].partition("\n\n")[0].splitlines()[1:]
     groups = ("attention", "compute", "communication", "memory")
@@ -412,8 +412,8 @@ def test_recorded_calls(name, kind):
         ("aten::add_", None),
     ],
 )
-def test_what_runs_in_an_operator_or_annotation(name, kind):
-    assert kind_enclosing(name) == kind
+def test_the_kind_of_kernels_inside_an_operator_or_annotation(name, kind):
+    assert kind_of_enclosed_kernels(name) == kind
 
 
 @pytest.mark.parametrize(
@@ -431,22 +431,22 @@ def test_what_runs_in_an_operator_or_annotation(name, kind):
         ("my_norm_of_nothing", None),
     ],
 )
-def test_whose_kernel_an_operator_launches(name, kind):
-    assert kind_of_its_kernel(name) == kind
+def test_the_kind_of_an_operators_own_kernel(name, kind):
+    assert kind_of_own_kernel(name) == kind
 
 
 def test_a_name_of_a_million_letters_takes_no_time():
     for name in ("a" * 10**6, "aten::" + "norm" * 250_000 + "!", "fused_" + "x_" * 500_000, "flash" * 200_000):
-        assert kind_enclosing(name) in (None, "norm")
-        assert kind_of_its_kernel(name) is None
+        assert kind_of_enclosed_kernels(name) in (None, "norm")
+        assert kind_of_own_kernel(name) is None
         rule_for(name)
 
 
 def test_a_name_that_a_rule_fits_holds_a_word_that_the_rule_needs():
-    """Words only save the work of expressions: without them the same rules fit."""
+    """Check that the words only save time: without them, the same rules match."""
     names = {name.lower() for _, name in EVERY_NAME} | {row.name.lower() for row in rows()}
     for rule in RULES:
-        words = words_needed(rule.pattern)
+        words = required_words(rule.pattern)
         assert not [name for name in names if re.search(rule.pattern, name) and not any(word in name for word in words)]
 
 
@@ -464,4 +464,4 @@ def test_a_name_that_a_rule_fits_holds_a_word_that_the_rule_needs():
     ],
 )
 def test_words_that_a_pattern_needs(pattern, words):
-    assert words_needed(pattern) == words
+    assert required_words(pattern) == words

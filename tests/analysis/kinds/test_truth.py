@@ -1,4 +1,4 @@
-"""Every kernel that public traces and projects are known to run is told as what it is."""
+"""Kernels of public traces and projects, classified and compared with their known kinds."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import pytest
 from ringprof.analysis.kinds.classify import classify
 from ringprof.analysis.kinds.kinds import KINDS
 from tests.analysis.build import Builder, kind_names
-from tests.analysis.kinds.truth import Row, rows, side
+from tests.analysis.kinds.truth import Row, kind_group, rows
 
 ROWS = rows()
 
 
-def told(row: Row) -> str:
-    """The kind of the row's kernel, launched as the row says."""
+def classified_kind(row: Row) -> str:
+    """Classify the row's kernel, launched inside the operators that the row names."""
     b = Builder()
     for depth, name in enumerate(row.operators):
         (b.mark if name.startswith(("Optimizer", "nccl:", "merge")) else b.operate)(name, depth, 100 - depth)
@@ -22,16 +22,20 @@ def told(row: Row) -> str:
 
 
 @pytest.mark.parametrize("kind", sorted({row.kind for row in ROWS}))
-def test_every_kernel_of_the_table_is_told(kind):
-    wrong = [(found, row) for row in ROWS if row.kind == kind and (found := told(row)) != kind]
+def test_every_kernel_of_the_table_is_classified(kind):
+    wrong = [(kind_found, row) for row in ROWS if row.kind == kind and (kind_found := classified_kind(row)) != kind]
     if kind == "optimizer":
-        # Launched before its trace began: no operator says that this product is an optimizer's.
-        wrong = [(found, row) for found, row in wrong if row.operators or "addcmul" not in row.name]
+        # These were launched before their trace began: no operator shows that the product is an optimizer's.
+        wrong = [(kind_found, row) for kind_found, row in wrong if row.operators or "addcmul" not in row.name]
     assert not wrong
 
 
 def test_nothing_is_mistaken_for_communication_or_attention_nor_they_for_it():
-    assert not [(row.kind, found, row.name) for row in ROWS if side(found := told(row)) != side(row.kind)]
+    assert not [
+        (row.kind, kind_found, row.name)
+        for row in ROWS
+        if kind_group(kind_found := classified_kind(row)) != kind_group(row.kind)
+    ]
 
 
 def test_the_table_holds_every_kind_that_a_kernel_can_be():

@@ -1,4 +1,4 @@
-"""Rules of the user's own: reading them, and what they stand before."""
+"""User rules: parsing, and their precedence over other evidence."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_wildcards_are_those_of_a_shell(pattern, name):
 
 
 def test_many_stars_take_no_time():
-    """Tried one place after another, they would take longer than the universe is old."""
+    """Check a pattern for which trying every combination of positions would take longer than the universe is old."""
     assert rule_for("a" * 8000, parse_rules(f"gemm {'*a' * 60}*b", "r")) is None
 
 

@@ -1,4 +1,4 @@
-"""Ring steps on passes whose truth is known, and on recorded runs whose names are taken away."""
+"""Ring steps on passes with known steps, and on recorded runs without their annotations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from ringprof.analysis.rank import in_memory_reader
-from ringprof.analysis.steps.blocks import AttentionRuns, StepKey, number_like
+from ringprof.analysis.steps.blocks import AttentionRuns, StepKey, number_runs_like
 from ringprof.analysis.steps.steps import Step, steps_in_memory
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, NCCL, Builder, collective
@@ -27,7 +27,7 @@ def steps_of(builders):
     return steps_in_memory(attribute([b.trace() for b in builders]).ranks).steps
 
 
-def of(steps, rank, phase, call=0):
+def steps_of_rank(steps, rank, phase, call=0):
     return [step for step in steps if (step.rank, step.phase, step.call) == (rank, phase, call)]
 
 
@@ -35,7 +35,7 @@ def of(steps, rank, phase, call=0):
 def test_a_block_that_is_longer_than_its_hop_hides_it(source):
     steps = steps_of(ring_pass(block=everybody(900), hop_ns=400, names=NAMES[source]))
     assert {step.source for step in steps} == {source}
-    forward = of(steps, 2, "fwd")
+    forward = steps_of_rank(steps, 2, "fwd")
     assert [(s.step, s.start_ns, s.end_ns) for s in forward] == [
         (0, 0, 1000), (1, 1000, 2000), (2, 2000, 3000), (3, 3000, 3900),
     ]  # fmt: skip
@@ -47,8 +47,8 @@ def test_a_block_that_is_longer_than_its_hop_hides_it(source):
 @pytest.mark.parametrize("source", NAMES)
 def test_a_step_is_charged_for_what_its_own_block_does_not_hide(source):
     steps = steps_of(ring_pass(block=everybody(600), hop_ns=800, names=NAMES[source]))
-    forward = of(steps, 0, "fwd")
-    # Block and merge cover 610 of the hop's 800.
+    forward = steps_of_rank(steps, 0, "fwd")
+    # Block and merge overlap 610 of the hop's 800 ns.
     assert [(s.exposed_ns, s.exposed_wire_ns, s.bound) for s in forward] == [(190, 190, "wire")] * 3 + [
         (0, 0, "compute")
     ]
@@ -56,8 +56,8 @@ def test_a_step_is_charged_for_what_its_own_block_does_not_hide(source):
 
 @pytest.mark.parametrize("source", NAMES)
 def test_gradients_hide_behind_the_next_block(source):
-    backward = of(steps_of(ring_pass(names=NAMES[source])), 1, "bwd")
-    # K and V in steps 0 to 2, the gradients of the step before in 1 to 3, and those of the last go home behind nothing.
+    backward = steps_of_rank(steps_of(ring_pass(names=NAMES[source])), 1, "bwd")
+    # K and V move in steps 0 to 2, the previous step's gradients in 1 to 3; no block overlaps the last gradients.
     assert [(s.step, s.hops) for s in backward] == [(0, 1), (1, 2), (2, 2), (3, 2)]
     assert [s.exposed_ns for s in backward] == [0, 0, 0, 400]
     assert backward[3].end_ns == 8400
@@ -65,13 +65,20 @@ def test_gradients_hide_behind_the_next_block(source):
 
 @pytest.mark.parametrize("source", NAMES)
 def test_steps_without_work_belong_to_those_who_wait(source):
-    # Rank 0 computes in step 0 only; what it waits for is still told by step.
+    # Rank 0 computes in step 0 only, but its waits are still assigned to steps.
     builders = ring_pass(block=causal(900), hop_ns=950, names=NAMES[source])
     steps = steps_of(builders)
-    assert [(s.step, s.block_ns, s.hops) for s in of(steps, 0, "fwd")] == [(0, 900, 1), (1, 0, 1), (2, 0, 1), (3, 0, 0)]
-    assert [s.exposed_ns for s in of(steps, 0, "fwd")] == [40, 950, 950, 0]
-    assert [(s.step, s.block_ns) for s in of(steps, 3, "fwd")] == [(step, 900) for step in range(4)]
-    assert [(s.step, s.hops) for s in of(steps, 0, "bwd")] == [(s.step, s.hops) for s in of(steps, 3, "bwd")]
+    assert [(s.step, s.block_ns, s.hops) for s in steps_of_rank(steps, 0, "fwd")] == [
+        (0, 900, 1),
+        (1, 0, 1),
+        (2, 0, 1),
+        (3, 0, 0),
+    ]
+    assert [s.exposed_ns for s in steps_of_rank(steps, 0, "fwd")] == [40, 950, 950, 0]
+    assert [(s.step, s.block_ns) for s in steps_of_rank(steps, 3, "fwd")] == [(step, 900) for step in range(4)]
+    assert [(s.step, s.hops) for s in steps_of_rank(steps, 0, "bwd")] == [
+        (s.step, s.hops) for s in steps_of_rank(steps, 3, "bwd")
+    ]
 
 
 @pytest.mark.parametrize("source", NAMES)
@@ -80,26 +87,26 @@ def test_layers_are_calls(world, source):
     steps = steps_of(ring_pass(world=world, layers=3, names=NAMES[source]))
     for rank in range(world):
         for phase in ("fwd", "bwd"):
-            found = [(s.call, s.step) for s in steps if (s.rank, s.phase) == (rank, phase)]
-            assert found == [(call, step) for call in range(3) for step in range(world)]
+            numbers = [(step.call, step.step) for step in steps if (step.rank, step.phase) == (rank, phase)]
+            assert numbers == [(call, step) for call in range(3) for step in range(world)]
 
 
 def test_the_last_gradients_of_a_layer_are_its_own():
     steps = steps_of(ring_pass(layers=2))
     for call in (0, 1):
-        assert [s.hops for s in of(steps, 0, "bwd", call)] == [1, 2, 2, 2]
+        assert [s.hops for s in steps_of_rank(steps, 0, "bwd", call)] == [1, 2, 2, 2]
 
 
-def test_a_step_that_waits_for_a_peer_says_so():
+def test_a_step_that_waits_for_a_peer_shows_the_wait():
     builders = ring_pass(world=4, block=everybody(900), hop_ns=950)
     late = builders[2]
-    # Rank 2 posts its first hop 700 late, and all end together.
+    # Rank 2 posts its first hop 700 ns late, and all ranks end together.
     for rank, b in enumerate(builders):
         start, end = (700, 1650) if rank == 2 else (0, 1650)
         rows = [row for row in b.activities if row[5] == 20]
         b.activities[b.activities.index(rows[0])] = (start, end, *rows[0][2:])
     assert late.rank == 2
-    first = of(steps_of(builders), 0, "fwd")[0]
+    first = steps_of_rank(steps_of(builders), 0, "fwd")[0]
     assert (first.wait_ns, first.wire_ns) == (700, 950)
     assert first.exposed_ns == 90
 
@@ -109,16 +116,20 @@ def test_without_launch_records_the_order_is_that_of_the_device():
     for b in builders:
         b.launches.clear()
     steps = steps_of(builders)
-    assert [(s.step, s.hops, s.block_ns) for s in of(steps, 0, "fwd")] == [(s, int(s < 3), 900) for s in range(4)]
+    assert [(s.step, s.hops, s.block_ns) for s in steps_of_rank(steps, 0, "fwd")] == [
+        (s, int(s < 3), 900) for s in range(4)
+    ]
 
 
 def test_one_rank_alone_has_steps_without_a_bound_where_something_is_exposed():
     steps = steps_of(ring_pass(block=everybody(600), hop_ns=800)[:1])
-    assert [(s.exposed_ns, s.exposed_wire_ns, s.bound) for s in of(steps, 0, "fwd")][:2] == [(190, None, None)] * 2
-    assert of(steps, 0, "fwd")[3].bound == "compute"
+    assert [(s.exposed_ns, s.exposed_wire_ns, s.bound) for s in steps_of_rank(steps, 0, "fwd")][:2] == [
+        (190, None, None)
+    ] * 2
+    assert steps_of_rank(steps, 0, "fwd")[3].bound == "compute"
 
 
-def test_nothing_tells_steps_without_hops_or_names():
+def test_without_hops_or_names_there_are_no_steps():
     assert steps_of([Builder(world_size=1).run(FLASH, 0, 10, launched=1).run(BACKWARD, 20, 30, launched=2)]) == ()
     assert steps_of([Builder(world_size=1).run(NCCL, 0, 10, launched=1)]) == ()
 
@@ -129,25 +140,27 @@ def test_the_steps_of_a_ring_hold_all_its_exposed_communication(run):
     steps = steps_in_memory(attribution.ranks).steps
     assert len(steps) == 8 * 16
     for rank in attribution.ranks:
-        mine = [step for step in steps if step.rank == rank.rank]
-        assert [(s.phase, s.step) for s in mine] == [(phase, s) for phase in ("fwd", "bwd") for s in range(8)]
-        assert sum(s.exposed_ns for s in mine) == rank.breakdown.exposed_comm_ns
-        assert sum(s.hops for s in mine) == len(rank.hops)
-        assert sum(s.bytes or 0 for s in mine) == sum(hop.sent_bytes or 0 for hop in rank.hops)
-        assert all(a.end_ns <= b.start_ns for a, b in pairwise(mine))
+        rank_steps = [step for step in steps if step.rank == rank.rank]
+        assert [(s.phase, s.step) for s in rank_steps] == [(phase, s) for phase in ("fwd", "bwd") for s in range(8)]
+        assert sum(s.exposed_ns for s in rank_steps) == rank.breakdown.exposed_comm_ns
+        assert sum(s.hops for s in rank_steps) == len(rank.hops)
+        assert sum(s.bytes or 0 for s in rank_steps) == sum(hop.sent_bytes or 0 for hop in rank.hops)
+        assert all(a.end_ns <= b.start_ns for a, b in pairwise(rank_steps))
 
 
 @pytest.mark.parametrize("run", [NVLINK, TWO_HOSTS])
-def test_order_tells_what_names_tell(run):
+def test_steps_by_order_equal_steps_by_name(run):
     attribution = attribution_of(run)
     named = steps_in_memory(attribution.ranks).steps
     ranks = []
     for rank in attribution.ranks:
         trace = rank.classified.trace
-        nothing = np.zeros(len(trace.annotations.start_ns), np.bool_)
+        nowhere = np.zeros(len(trace.annotations.start_ns), np.bool_)
         columns = msgspec.structs.asdict(trace.annotations)
-        bare = replace(trace, annotations=type(trace.annotations)(**{k: v[nothing] for k, v in columns.items()}))
-        detail = replace(rank.detail, classified=replace(rank.classified, trace=bare))
+        without_annotations = replace(
+            trace, annotations=type(trace.annotations)(**{k: v[nowhere] for k, v in columns.items()})
+        )
+        detail = replace(rank.detail, classified=replace(rank.classified, trace=without_annotations))
         ranks.append(dataclasses.replace(rank, read_detail=in_memory_reader(detail)))
     inferred = steps_in_memory(ranks).steps
     assert Counter(step.source for step in inferred) == {"order": len(named)}
@@ -159,29 +172,29 @@ def test_order_tells_what_names_tell(run):
 
 @pytest.mark.parametrize(("hop_ns", "exposed", "bound"), [(630, 20, "compute"), (631, 21, "wire")])
 def test_exposed_communication_of_a_fiftieth_of_a_step_is_negligible(hop_ns, exposed, bound):
-    # Block and merge cover 610 of each step's 1000.
-    step = of(steps_of(ring_pass(block=everybody(600), hop_ns=hop_ns)), 1, "fwd")[1]
+    # Block and merge overlap 610 of each step's 1000 ns.
+    step = steps_of_rank(steps_of(ring_pass(block=everybody(600), hop_ns=hop_ns)), 1, "fwd")[1]
     assert (step.end_ns - step.start_ns, step.exposed_ns, step.bound) == (1000, exposed, bound)
 
 
 @pytest.mark.parametrize(("late", "exposed_wire", "bound"), [(805, 195, "wire"), (806, 194, "peer")])
 def test_half_of_what_is_exposed_on_the_wire_makes_the_wire_the_bound(late, exposed_wire, bound):
-    # The first hop lasts until 1000, 390 longer than block and merge, and moves nothing before the late rank has come.
+    # The first hop lasts until 1000, 390 longer than block and merge, and moves nothing before the late rank arrives.
     builders = ring_pass(block=everybody(600), hop_ns=800)
     for rank, b in enumerate(builders):
         hop = next(row for row in b.activities if row[5] == 20)
         b.activities[b.activities.index(hop)] = (late if rank == 2 else 0, 1000, *hop[2:])
-    step = of(steps_of(builders), 0, "fwd")[0]
+    step = steps_of_rank(steps_of(builders), 0, "fwd")[0]
     assert (step.exposed_ns, step.exposed_wire_ns, step.bound) == (390, exposed_wire, bound)
 
 
 def test_a_blocks_time_is_the_union_of_its_kernels_whatever_other_steps_do():
-    # The second kernel of step 0 runs within its first, and beyond the start of step 1's on another stream.
+    # The second kernel of step 0 begins during the first, and ends after the start of step 1's on another stream.
     b = Builder(world_size=1)
-    for step, (at, spans) in enumerate([(10, [(0, 1000), (400, 1300)]), (500, [(1100, 1500)])]):
+    for step, (launched, spans) in enumerate([(10, [(0, 1000), (400, 1300)]), (500, [(1100, 1500)])]):
         for number, (start, end) in enumerate(spans):
-            b.run(FLASH, start, end, launched=at + 10 * (number + 1), stream=7 + step)
-        b.mark(f"ringprof::fwd/step={step}/block", at, at + 100)
+            b.run(FLASH, start, end, launched=launched + 10 * (number + 1), stream=7 + step)
+        b.mark(f"ringprof::fwd/step={step}/block", launched, launched + 100)
     b.run(NCCL, 0, 200, launched=5, stream=20)
     first, second = steps_of([b])
     assert (first.block_ns, second.block_ns) == (1300, 400)
@@ -209,6 +222,6 @@ def runs_with(hops_before, phase, iteration):
 def test_a_run_is_the_step_of_the_models_run_that_follows_as_many_hops():
     model = runs_with((0, 1, 1, 2), ("fwd", "fwd", "bwd", "bwd"), (0, 0, 0, 0))
     keys = [StepKey(0, "fwd", 0, 0), StepKey(0, "fwd", 0, 1), StepKey(0, "bwd", 0, 0), StepKey(0, "bwd", 0, 1)]
-    assert number_like(runs_with((1, 1, 2), ("fwd", "bwd", "bwd"), (0, 0, 0)), model, keys) == keys[1:]
-    assert number_like(runs_with((1, 1), ("fwd", "fwd"), (0, 0)), model, keys) is None
-    assert number_like(runs_with((1,), ("fwd",), (1,)), model, keys) is None
+    assert number_runs_like(runs_with((1, 1, 2), ("fwd", "bwd", "bwd"), (0, 0, 0)), model, keys) == keys[1:]
+    assert number_runs_like(runs_with((1, 1), ("fwd", "fwd"), (0, 0)), model, keys) is None
+    assert number_runs_like(runs_with((1,), ("fwd",), (1,)), model, keys) is None

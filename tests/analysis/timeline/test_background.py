@@ -1,4 +1,4 @@
-"""A window that is a part of what runs: the rest hides communication and is not idle, and the parts sum to the wall."""
+"""Windows that are part of what runs: the rest hides communication, is not idle, and all parts sum to the wall."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ KERNELS = {"compute": (FLASH, 0), "comm": (NCCL, 0), "memory": ("Memcpy DtoD (De
 EVENT = st.tuples(st.integers(0, 60), st.integers(1, 20), st.sampled_from(sorted(KERNELS)), st.booleans())
 
 
-def chosen(events, **focus):
-    """Activities launched inside the range ``mine`` where the last of four says so, else outside of it."""
+def breakdown_of_range(events, **focus):
+    """Break down a rank whose events ran inside the range ``mine`` where their last element is true, else outside."""
     b = Builder(world_size=1).mark("mine", 1000, 2000)
     for number, (start, length, name, inside) in enumerate(events):
         kernel, category = KERNELS[name]
@@ -29,10 +29,10 @@ def chosen(events, **focus):
     return rank.breakdown
 
 
-def by_the_nanosecond(events):
-    """Which part each nanosecond of the wall is, told one by one."""
-    mine = [event for event in events if event[3]]
-    first, last = min(start for start, *_ in mine), max(start + length for start, length, *_ in mine)
+def count_nanoseconds(events):
+    """Count the nanoseconds of each part by classifying every single one."""
+    in_range = [event for event in events if event[3]]
+    first, last = min(start for start, *_ in in_range), max(start + length for start, length, *_ in in_range)
     parts = dict.fromkeys(("compute", "exposed_comm", "exposed_memory", "background", "idle"), 0)
     overlapped = 0
     for moment in range(first, last):
@@ -53,20 +53,20 @@ def by_the_nanosecond(events):
 
 @given(st.lists(EVENT, min_size=1, max_size=20).filter(lambda events: any(event[3] for event in events)))
 def test_every_part_equals_a_count_of_nanoseconds(events):
-    expected = by_the_nanosecond(events)
-    found = chosen(events)
-    assert {name: getattr(found, f"{name}_ns") for name in expected} == expected
+    expected = count_nanoseconds(events)
+    breakdown = breakdown_of_range(events)
+    assert {name: getattr(breakdown, f"{name}_ns") for name in expected} == expected
 
 
 def test_communication_is_hidden_by_what_was_launched_elsewhere():
-    found = chosen([(0, 100, "comm", True), (10, 80, "compute", False), (150, 10, "comm", True)])
-    assert (found.comm_ns, found.overlapped_ns, found.exposed_comm_ns) == (110, 80, 30)
-    assert (found.background_ns, found.idle_ns, found.wall_ns) == (80, 50, 160)
-    assert found.kinds["send_recv"].hidden_ns == 80
+    breakdown = breakdown_of_range([(0, 100, "comm", True), (10, 80, "compute", False), (150, 10, "comm", True)])
+    assert (breakdown.comm_ns, breakdown.overlapped_ns, breakdown.exposed_comm_ns) == (110, 80, 30)
+    assert (breakdown.background_ns, breakdown.idle_ns, breakdown.wall_ns) == (80, 50, 160)
+    assert breakdown.kinds["send_recv"].hidden_ns == 80
 
 
 def test_wire_and_wait_have_nothing_beside_what_was_launched_elsewhere():
-    """One hop of two ranks, of which the second is 300 ns late, beside a block of 400 ns outside of the range."""
+    """Check one hop of two ranks, the second 300 ns late, with a block of 400 ns outside the range beside it."""
     builders = [Builder(rank=rank, world_size=2).mark("mine", 0, 200) for rank in range(2)]
     for rank, b in enumerate(builders):
         b.batch(
@@ -74,14 +74,14 @@ def test_wire_and_wait_have_nothing_beside_what_was_launched_elsewhere():
         )  # fmt: skip
     builders[0].run(FLASH, 1100, 1500, launched=900)
     first, second = attribute([b.trace() for b in builders], focus=Focus(window="mine")).ranks
-    # Waiting from 1000 to 1100, beside the block until 1500, then wire alone.
+    # Wait from 1000 to 1100, then overlapped by the block until 1500, then exposed wire.
     assert (first.exposed.wait_ns, first.exposed.wire_ns, first.breakdown.exposed_comm_ns) == (100, 500, 600)
     assert first.exposed.by_group == {("send_recv", "cp"): 600}
     assert (second.exposed.wait_ns, second.exposed.wire_ns) == (0, 700)
 
 
 def test_a_window_of_all_that_runs_has_no_background():
-    assert chosen([(0, 10, "compute", True), (5, 10, "comm", True)]).background_ns == 0
+    assert breakdown_of_range([(0, 10, "compute", True), (5, 10, "comm", True)]).background_ns == 0
 
 
 def test_rates_of_whole_iterations_do_not_stand_beside_a_part_of_one():
@@ -91,7 +91,7 @@ def test_rates_of_whole_iterations_do_not_stand_beside_a_part_of_one():
     whole = findings_in_memory(attribute(traces, run))
     part = findings_in_memory(attribute(traces, run, focus=Focus(between_ns=(0, 500))))
     assert whole.summary.rates.block_tflops is not None and whole.summary.rates.tflops is not None
-    summaries = [as_json.as_dict(found, source="run", paths=[])["summary"] for found in (whole, part)]
+    summaries = [as_json.as_dict(findings, source="run", paths=[])["summary"] for findings in (whole, part)]
     assert [summary["partial_window"] for summary in summaries] == [False, True]
     rates = ("tflops", "tflops_quantiles", "block_tflops", "solo_tflops", "controls", "profiler_overhead")
     assert [summaries[1][name] for name in rates] == [None] * len(rates)

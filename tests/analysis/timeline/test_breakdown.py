@@ -1,4 +1,4 @@
-"""The breakdown adds up and equals a sweep along all edges."""
+"""Breakdown: its parts sum to the wall and equal those of a sweep over all edges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs on CPU processes: operators compute, ringprof::wait is exposed communication, nothing overlaps."""
+"""Runs on CPU processes: operators compute, ringprof::wait is exposed communication, and nothing overlaps."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def test_the_kinds_of_a_cpu_run():
     }
 
 
-def test_no_wait_and_wire_and_a_warning_that_says_why():
+def test_cpu_transfers_are_not_split_and_a_warning_names_the_reason():
     assert codes(example()) == {"cpu_no_transfer_times"}
     assert rank_of(example()).splits == ()
 
 
-def test_without_marks_of_waiting_a_warning_says_that_communication_is_unknown():
+def test_without_wait_marks_a_warning_reports_unknown_communication():
     b = Builder(world_size=2).operate(FORWARD, 0, 100)
     assert "cpu_no_wait_marks" in codes(b)
 
@@ -80,8 +80,8 @@ def test_without_an_iteration_mark_communication_outside_the_operators_counts():
 
 def test_each_iteration_alone():
     b = Builder(world_size=1)
-    for at in (0, 1000):
-        b.mark("ringprof::iteration", at, at + 500).operate(FORWARD, at + 100, at + 200)
+    for start in (0, 1000):
+        b.mark("ringprof::iteration", start, start + 500).operate(FORWARD, start + 100, start + 200)
     rank = rank_of(b)
     assert [part.wall_ns for part in rank.iterations] == [500, 500]
     assert rank.breakdown.wall_ns == 1500
@@ -107,7 +107,7 @@ def test_the_parts_sum_to_the_wall(operators, waits):
 
 
 def data_parallel():
-    """Backward computes while a worker's thread reduces the first gradients; the last are waited for; a barrier."""
+    """Build a data-parallel step: reductions beside the backward pass, waited for at the end; then a barrier."""
     b = Builder(world_size=2).mark("ProfilerStep#5", 0, 1000)
     b.operate("aten::mm", 0, 400).operate("c10d::allreduce_", 100, 110)
     b.mark("gloo:all_reduce", 110, 300, thread=7).mark("gloo:all_reduce", 380, 700, thread=8)
@@ -117,7 +117,7 @@ def data_parallel():
 def test_the_ranges_of_gloo_are_communication():
     rank = rank_of(data_parallel())
     b = rank.breakdown
-    # 110 to 300 and 20 of the second are beside the product.
+    # Computation overlaps the first range (110 to 300), and 20 ns of the second.
     assert (b.comm_ns, b.exposed_comm_ns, b.compute_ns, b.idle_ns) == (190 + 320 + 50, 300 + 50, 500, 150)
     assert b.overlapped_ns is None
     assert {kind: (t.time_ns, t.calls) for kind, t in b.kinds.items()} == {
@@ -138,30 +138,30 @@ def test_posting_calls_count_where_there_is_no_range():
     assert rank_of(b).breakdown.exposed_comm_ns == 100
 
 
-def test_a_range_that_is_waited_for_in_a_mark_is_told_by_it_and_others_beside_it_count():
+def test_a_mark_replaces_ranges_that_end_in_it_and_others_count():
     b = example()
-    # A hop of the ring's own, posted before the block that hides it, and a reduction of somebody else's.
+    # A hop of the ring, posted before the block that hides it, and an unrelated reduction.
     b.mark("gloo:send", 120, 400).mark("gloo:all_reduce", 800, 870, thread=7)
-    found = rank_of(b).breakdown
-    assert found.exposed_comm_ns == 100 + 70
-    assert found.kinds["send_recv"].time_ns == 100
-    assert found.kinds["all_reduce"].time_ns == 70
+    breakdown = rank_of(b).breakdown
+    assert breakdown.exposed_comm_ns == 100 + 70
+    assert breakdown.kinds["send_recv"].time_ns == 100
+    assert breakdown.kinds["all_reduce"].time_ns == 70
 
 
 def test_what_a_compiled_graph_runs_outside_of_operators_is_computed():
-    """A product, a wait and a reduction beside it inside a graph of torch.compile; idle before and after it."""
+    """Check a product, a wait and a reduction inside a graph of torch.compile; idle before and after it."""
     b = Builder(world_size=2).mark("ProfilerStep#1", 0, 1000)
     b.operate("Torch-Compiled Region: 0/0", 50, 950).operate("## Call CompiledFxGraph fex62z2pad6 ##", 100, 900)
     b.operate("aten::addmm", 200, 300).mark("ringprof::wait/kv", 400, 450).mark("gloo:all_reduce", 850, 960, thread=7)
-    found = rank_of(b).breakdown
-    assert {kind: t.time_ns for kind, t in found.kinds.items()} == {
+    breakdown = rank_of(b).breakdown
+    assert {kind: t.time_ns for kind, t in breakdown.kinds.items()} == {
         "gemm": 100, "other": 650, "send_recv": 50, "all_reduce": 110,
     }  # fmt: skip
-    assert (found.compute_ns, found.exposed_comm_ns, found.idle_ns) == (750, 50 + 60, 140)
+    assert (breakdown.compute_ns, breakdown.exposed_comm_ns, breakdown.idle_ns) == (750, 50 + 60, 140)
 
 
 def tensor_parallel():
-    """As DTensor records it: a product waits in itself for its input's reduction, a backward pass waits alone."""
+    """Build a DTensor step: a product that waits inside for its input's reduction, and a backward pass that waits."""
     b = Builder(world_size=2).mark("ProfilerStep#1", 0, 1000)
     b.operate("_c10d_functional::all_reduce", 0, 20).mark("gloo:all_reduce", 10, 300, thread=7)
     b.operate("aten::linear", 50, 400).operate("aten::addmm", 60, 390).operate("PythonSubclass", 70, 380)
@@ -171,31 +171,31 @@ def tensor_parallel():
 
 
 def test_nothing_is_computed_while_a_functional_collective_is_waited_for():
-    found = rank_of(tensor_parallel()).breakdown
-    assert (found.compute_ns, found.exposed_comm_ns, found.idle_ns) == (50 + 200, 290 + 250, 210)
-    assert {kind: (t.time_ns, t.calls) for kind, t in found.kinds.items()} == {
+    breakdown = rank_of(tensor_parallel()).breakdown
+    assert (breakdown.compute_ns, breakdown.exposed_comm_ns, breakdown.idle_ns) == (50 + 200, 290 + 250, 210)
+    assert {kind: (t.time_ns, t.calls) for kind, t in breakdown.kinds.items()} == {
         "gemm": (250, 2), "all_reduce": (540, 2),
     }  # fmt: skip
 
 
 def test_a_compiled_graph_computes_nothing_while_it_waits_for_a_functional_collective():
     b = tensor_parallel().operate("## Call CompiledFxGraph fex62z2pad6 ##", 0, 1000)
-    found = rank_of(b).breakdown
-    # All but the two waits and the two products; each reduction ends 10 before its wait does.
-    assert found.kinds["other"].time_ns == 1000 - 230 - 200 - 250
-    assert (found.exposed_comm_ns, found.idle_ns) == (220 + 190, 20)
+    breakdown = rank_of(b).breakdown
+    # Everything except the two waits and the two products; each reduction ends 10 ns before its wait.
+    assert breakdown.kinds["other"].time_ns == 1000 - 230 - 200 - 250
+    assert (breakdown.exposed_comm_ns, breakdown.idle_ns) == (220 + 190, 20)
 
 
-def test_what_fsdp_packs_for_a_gather_is_no_gather():
+def test_fsdp_copies_around_a_gather_are_not_gathers():
     b = Builder(world_size=2).mark("ProfilerStep#1", 0, 1000).mark("gloo:all_gather", 300, 500, thread=7)
     b.operate("fsdp::all_gather_copy_in", 0, 200).operate("aten::_foreach_copy_", 50, 150)
     b.operate("c10d::_allgather_base_", 250, 300).operate("fsdp::split_with_sizes_copy", 500, 600)
     b.operate("fsdp::chunk_cat", 600, 700).operate("aten::_foreach_copy_", 800, 850)
-    found = rank_of(b).breakdown
-    assert {kind: (t.time_ns, t.calls) for kind, t in found.kinds.items()} == {
+    breakdown = rank_of(b).breakdown
+    assert {kind: (t.time_ns, t.calls) for kind, t in breakdown.kinds.items()} == {
         "permute": (400, 3), "all_gather": (200, 1), "memcpy": (50, 1),
     }  # fmt: skip
-    assert (found.compute_ns, found.exposed_comm_ns, found.exposed_memory_ns) == (400, 200, 50)
+    assert (breakdown.compute_ns, breakdown.exposed_comm_ns, breakdown.exposed_memory_ns) == (400, 200, 50)
 
 
 def test_ranges_alone_are_a_report():

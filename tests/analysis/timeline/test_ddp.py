@@ -1,6 +1,6 @@
-"""Two ranks of DistributedDataParallel over gloo as torch 2.13 recorded them: two steps of AdamW, four all-reduces.
+"""DistributedDataParallel on two ranks over gloo, recorded with torch 2.13: two AdamW steps, four all-reduces.
 
-Truth is what the files say themselves, added up here.
+The expected values are sums over the events in the files.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def ranks():
 
 def events(rank):
     text = gzip.decompress((FOLDER / f"rank{rank}.json.gz").read_bytes())
-    return [one for one in json.loads(text, parse_float=Decimal)["traceEvents"] if one["ph"] == "X"]
+    return [event for event in json.loads(text, parse_float=Decimal)["traceEvents"] if event["ph"] == "X"]
 
 
 def nanoseconds(spans):
-    """Time that any of the spans covers."""
+    """Return the time that any of the spans covers."""
     covered, until = 0, -1
     for start, end in sorted(spans):
         covered += max(0, end - max(start, until))
@@ -39,16 +39,16 @@ def nanoseconds(spans):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_gloo_is_communication_and_ddp_is_no_gap(ranks, rank):
     gloo = [
-        (int(one["ts"] * 1000), int((one["ts"] + one["dur"]) * 1000))
-        for one in events(rank)
-        if one["name"].startswith("gloo:")
+        (int(event["ts"] * 1000), int((event["ts"] + event["dur"]) * 1000))
+        for event in events(rank)
+        if event["name"].startswith("gloo:")
     ]
     assert len(gloo) == 4
     breakdown = ranks[rank].breakdown
-    told = breakdown.kinds["all_reduce"]
-    assert (told.calls, told.time_ns) == (4, nanoseconds(gloo))
+    all_reduce = breakdown.kinds["all_reduce"]
+    assert (all_reduce.calls, all_reduce.time_ns) == (4, nanoseconds(gloo))
     assert breakdown.comm_ns == nanoseconds(gloo)
-    # Nothing computes while gloo's worker reduces the last bucket: it is exposed, and none of it idle.
+    # Nothing computes while gloo's worker reduces the last bucket: all of it is exposed, none idle.
     assert breakdown.exposed_comm_ns == nanoseconds(gloo)
     assert {kind for kind in breakdown.kinds if kind.startswith(("all_", "send", "broad", "comm"))} == {"all_reduce"}
 

@@ -1,4 +1,4 @@
-"""What part of a trace is looked at: ranges by name, profiler steps, times."""
+"""Choice of the analysed part of a trace: ranges by name, profiler steps, and times."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from tests.analysis.sweep import sweep
 
 
 def steps():
-    """Three profiler steps of 300, 100 and 200 ns, two of them with a layer marked inside."""
+    """Build three profiler steps of 300, 100 and 200 ns, two of them with a marked layer inside."""
     b = Builder(world_size=1)
     for number, length in enumerate((300, 100, 200)):
-        at = 1000 * number
-        b.mark(f"ProfilerStep#{number + 4}", at, at + 900)
-        b.run(FLASH, at + 50, at + 50 + length, launched=at + 10)
+        start = 1000 * number
+        b.mark(f"ProfilerStep#{number + 4}", start, start + 900)
+        b.run(FLASH, start + 50, start + 50 + length, launched=start + 10)
         if number < 2:
-            b.mark(f"layer {number}", at + 500, at + 600).run(FLASH, at + 700, at + 720, launched=at + 550)
+            b.mark(f"layer {number}", start + 500, start + 600).run(
+                FLASH, start + 700, start + 720, launched=start + 550
+            )
     return b
 
 
@@ -63,10 +65,12 @@ def test_the_median_iteration_is_that_of_the_slowest_rank():
     for rank, lengths in enumerate([(100, 500, 300), (200, 100, 350)]):
         b = Builder(rank=rank, world_size=2)
         for number, length in enumerate(lengths):
-            at = 1000 * number
-            b.mark("ringprof::iteration", at, at + 900).run(FLASH, at + 20, at + 20 + length, launched=at + 10)
+            start = 1000 * number
+            b.mark("ringprof::iteration", start, start + 900).run(
+                FLASH, start + 20, start + 20 + length, launched=start + 10
+            )
         builders.append(b.trace())
-    # The slowest take 200, 500 and 350.
+    # The slowest ranks take 200, 500 and 350.
     assert attribute(builders).median_iteration == 2
     assert attribute(builders, focus=Focus(window="trace")).median_iteration is None
 

@@ -21,7 +21,7 @@ PAGEABLE, PINNED = "Memcpy HtoD (Pageable -> Device)", "Memcpy HtoD (Pinned -> D
 
 
 def idle_of(trace: TraceText, folder):
-    """Idle nanoseconds of the one rank of a trace, by class and name."""
+    """Return the idle time of a one-rank trace by (class, name), in ns."""
     trace.write(folder)
     (rank,) = ringprof.load(folder).attribution.ranks
     assert rank.idle is not None
@@ -32,7 +32,7 @@ def idle_of(trace: TraceText, folder):
 
 @pytest.fixture
 def trace():
-    """A device that is busy until 10 us, with nothing after it yet."""
+    """Build a trace whose device is busy until 10 us and has nothing after that yet."""
     trace = TraceText()
     trace.run(0, 10 * US, launched=(-5 * US, -2 * US))
     return trace
@@ -91,7 +91,7 @@ def test_the_class_of_an_event_and_of_what_lies_in_it(trace, tmp_path, name, cat
         ("python_function", "train.py(1): step"),
     ],
 )
-def test_what_is_open_around_everything_explains_nothing(trace, tmp_path, category, name):
+def test_ranges_around_everything_are_ignored(trace, tmp_path, category, name):
     trace.event(category, name, -20 * US, 100 * US)
     trace.run(60 * US, 70 * US, launched=(60 * US, 60 * US))
     assert idle_of(trace, tmp_path) == {("nothing recorded", ""): 50 * US}
@@ -108,7 +108,7 @@ def test_only_the_thread_that_launches_counts_and_an_empty_event_does_not(trace,
 
 
 def test_an_event_that_has_ended_gives_its_class_to_nothing(trace, tmp_path):
-    # The operator begins in the range and outlives it; a child of it begins beside the range's end.
+    # The operator begins inside the range and outlives it; a child of the operator begins after the range's end.
     trace.range("forward", 10 * US, 20 * US)
     trace.operator("aten::mm", 15 * US, 50 * US)
     trace.operator("aten::view", 30 * US, 40 * US)
@@ -150,15 +150,15 @@ def test_a_launch_call_that_outlasts_the_start_of_its_kernel_is_host_time_until_
         (90 * US, {"launched": None}, ("blocked", "no launch record")),
     ],
 )  # fmt: skip
-def test_what_had_been_launched_is_a_gap_or_blocked(trace, tmp_path, length, options, expected):
+def test_idle_time_after_the_launch_is_a_gap_or_blocked(trace, tmp_path, length, options, expected):
     trace.run(10 * US + length, 200 * US, **{"launched": (2 * US, 5 * US), **options})
     assert idle_of(trace, tmp_path) == {expected: length}
 
 
 def test_the_kernels_of_a_graph_share_its_launch(trace, tmp_path):
-    joins = trace.call("cudaGraphLaunch", 12 * US, 20 * US)
+    correlation = trace.call("cudaGraphLaunch", 12 * US, 20 * US)
     for start in (22 * US, 40 * US):
-        trace.activity("kernel", "gemm", start, start + 10 * US, correlation=joins)
+        trace.activity("kernel", "gemm", start, start + 10 * US, correlation=correlation)
     assert idle_of(trace, tmp_path) == {
         ("nothing recorded", ""): 2 * US,
         ("launch call", "cudaGraphLaunch"): 8 * US,
@@ -175,9 +175,9 @@ def test_a_random_run_equals_the_oracle_with_every_option(seed, tmp_path):
     between = rng.choice((None, f"{first}us,{first + rng.randint(100, 900)}us"))
     try:
         run = ringprof.load(tmp_path, window=window, between=between)
-    except (InputError, UsageError) as refused:
-        # The draw left a rank nothing to show, or two ranks no moment in common.
-        assert any(text in str(refused) for text in ("nothing was launched", "nothing ran", "no moment in common"))
+    except (InputError, UsageError) as error:
+        # This draw left a rank without activities, or two ranks without a common time.
+        assert any(text in str(error) for text in ("nothing was launched", "nothing ran", "no moment in common"))
         return
     assert_same_idle(run, run_traces_of(run, tmp_path, window))
 
@@ -207,21 +207,27 @@ def test_a_recorded_run_equals_the_oracle(folder, window):
 @pytest.mark.parametrize("seed", range(200))
 def test_the_host_events_that_are_kept_are_those_that_overlap_host_time(seed):
     rng = Random(seed)
-    joins = [rng.choice((-1, *range(6))) for _ in range(12)]
-    activities = sorted((at := rng.randrange(40), at + rng.randrange(6), rng.randrange(2), join) for join in joins)
-    launches = sorted((at := rng.randrange(40), at + rng.randrange(8), rng.randrange(2), join) for join in range(5))
-    events = sorted((at := rng.randrange(45), at + rng.randint(1, 9), rng.randrange(3)) for _ in range(12))
+    correlations = [rng.choice((-1, *range(6))) for _ in range(12)]
+    activities = sorted(
+        (start := rng.randrange(40), start + rng.randrange(6), rng.randrange(2), correlation)
+        for correlation in correlations
+    )
+    launches = sorted(
+        (start := rng.randrange(40), start + rng.randrange(8), rng.randrange(2), correlation)
+        for correlation in range(5)
+    )
+    events = sorted((start := rng.randrange(45), start + rng.randint(1, 9), rng.randrange(3)) for _ in range(12))
     expected = [False] * len(events)
     for device in (0, 1):
-        mine = [activity for activity in activities if activity[2] == device]
-        for now in range(mine[0][0] if mine else 0, max((end for _, end, *_ in mine), default=0)):
-            if any(start <= now < end for start, end, *_ in mine):
+        on_device = [activity for activity in activities if activity[2] == device]
+        for time in range(on_device[0][0] if on_device else 0, max((end for _, end, *_ in on_device), default=0)):
+            if any(start <= time < end for start, end, *_ in on_device):
                 continue
-            following = next(activity for activity in mine if activity[0] > now)
-            for _, returned, thread, join in launches:
-                if join == following[3] and now < returned:
-                    for place, (start, end, on) in enumerate(events):
-                        expected[place] |= on == thread and start <= now < end
+            next_activity = next(activity for activity in on_device if activity[0] > time)
+            for _, returned, thread, correlation in launches:
+                if correlation == next_activity[3] and time < returned:
+                    for index, (start, end, event_thread) in enumerate(events):
+                        expected[index] |= event_thread == thread and start <= time < end
     kept = rows_in_idle(
         _columns(events, "start_ns", "end_ns", "thread"),
         _columns(activities, "start_ns", "end_ns", "device", "correlation"),
@@ -231,4 +237,4 @@ def test_the_host_events_that_are_kept_are_those_that_overlap_host_time(seed):
 
 
 def _columns(rows, *names):
-    return {name: np.array([row[place] for row in rows], np.int64) for place, name in enumerate(names)}
+    return {name: np.array([row[index] for row in rows], np.int64) for index, name in enumerate(names)}

@@ -1,4 +1,4 @@
-"""Kernels by name on traces that can be checked by hand, and against the kinds of real ones."""
+"""Kernels by name: traces that can be checked by hand, and recorded ones against their kinds."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from tests.paths import DATA, TRACES
 
 
 def builders() -> list[Builder]:
-    """Computation 0 to 100, a send that 40 of its 80 ns are beside it, a copy that 10 of its 30 are beside the send."""
-    made = []
+    """Build two ranks: computation overlaps 40 of a send's 80 ns, and the send 10 of a copy's 30 ns."""
+    result = []
     for rank in range(2):
         b = Builder(rank=rank, world_size=2).run(FLASH, 0, 100, launched=1).run(FLASH, 200, 210 + rank, launched=2)
         b.run(NCCL, 60, 140, launched=3, stream=20).run("Memcpy DtoD", 130, 160, launched=4, category=MEMCPY)
-        made.append(b)
-    return made
+        result.append(b)
+    return result
 
 
 def kernels_of(between_ns: tuple[int, int] | None = None) -> dict[str, tuple[int, int, int | None, int, int]]:
-    found = attribute([b.trace() for b in builders()], focus=Focus(between_ns=between_ns)).kernels
-    return {one.kind: (one.calls, one.time_ns, one.exposed_ns, one.worst_rank, one.worst_ns) for one in found}
+    kernels = attribute([b.trace() for b in builders()], focus=Focus(between_ns=between_ns)).kernels
+    return {
+        kernel.kind: (kernel.calls, kernel.time_ns, kernel.exposed_ns, kernel.worst_rank, kernel.worst_ns)
+        for kernel in kernels
+    }
 
 
 def test_times_calls_and_what_nothing_hides() -> None:
@@ -39,7 +42,7 @@ def test_times_calls_and_what_nothing_hides() -> None:
 
 
 def test_a_part_is_cut_at_its_times() -> None:
-    """The trace begins at 0; 80 to 135 holds 20 of the computation, 55 of the send and 5 of the copy."""
+    """Check the window 80 to 135 ns, with 20 ns of computation, 55 of the send and 5 of the copy."""
     assert kernels_of((80, 135)) == {
         "flash_fwd": (2, 40, None, 0, 20),
         "send_recv": (2, 110, 70, 0, 55),
@@ -60,22 +63,24 @@ def test_kernels_sum_to_their_kinds(folder, between) -> None:
     run = analysis(folder, between=between)
     kinds: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for rank in run.attribution.ranks:
-        for kind, one in rank.breakdown.kinds.items():
-            kinds[kind][0] += one.calls
-            kinds[kind][1] += one.time_ns
-            kinds[kind][2] += one.time_ns - one.hidden_ns if one.hidden_ns is not None else 0
+        for kind, kind_time in rank.breakdown.kinds.items():
+            kinds[kind][0] += kind_time.calls
+            kinds[kind][1] += kind_time.time_ns
+            kinds[kind][2] += kind_time.time_ns - kind_time.hidden_ns if kind_time.hidden_ns is not None else 0
     frame = run.kernels()
     assert frame["share"].sum() == pytest.approx(1.0) and (frame["time_ns"].diff()[1:] <= 0).all()
     for kind, (calls, time, exposed) in kinds.items():
-        mine = frame[frame["kind"] == kind]
-        assert (mine["calls"].sum(), mine["time_ns"].sum()) == (calls, time)
+        of_kind = frame[frame["kind"] == kind]
+        assert (of_kind["calls"].sum(), of_kind["time_ns"].sum()) == (calls, time)
         if kind in ("send_recv", "copy_engine"):
-            assert mine["exposed_ns"].sum() == exposed
+            assert of_kind["exposed_ns"].sum() == exposed
 
 
-def test_what_is_left_in_other_is_named_longest_first() -> None:
+def test_unclassified_kernels_are_named_longest_first() -> None:
     b = Builder(world_size=1)
     for number in range(7):
         b.run(f"unheard_of_{number}", 100 * number, 100 * number + 10 + number, launched=number)
     attribution = attribute([b.trace()])
-    assert [one.name for one in attribution.largest_of_other] == [f"unheard_of_{number}" for number in (6, 5, 4, 3, 2)]
+    assert [kernel.name for kernel in attribution.largest_of_other] == [
+        f"unheard_of_{number}" for number in (6, 5, 4, 3, 2)
+    ]

@@ -1,4 +1,4 @@
-"""The window: what was launched inside the marked iterations."""
+"""Analysis window: the activities launched inside the marked iterations."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def window_of(builder):
 
 def kernels(*launched):
     b = Builder()
-    for number, at in enumerate(launched):
-        b.run(FLASH, 1000 + 10 * number, 1005 + 10 * number, launched=at)
+    for number, launch_ns in enumerate(launched):
+        b.run(FLASH, 1000 + 10 * number, 1005 + 10 * number, launched=launch_ns)
     return b
 
 
@@ -24,7 +24,7 @@ def test_without_marks_it_is_the_whole_trace():
     assert (window.source, window.activities().tolist(), window.span_ns) == ("trace", [0, 1, 2], ())
 
 
-def test_it_holds_what_was_launched_inside_on_any_thread():
+def test_the_window_holds_launches_of_any_thread():
     b = kernels(5, 15, 25).mark("ringprof::iteration", 10, 20)
     b.run(FLASH, 2000, 2005, launched=12, thread=MAIN + 1)
     window = window_of(b)
@@ -37,19 +37,19 @@ def test_each_iteration_is_kept_apart():
     assert [part.tolist() for part in window_of(b).iterations] == [[0], [1, 2]]
 
 
-def test_profiler_steps_serve_where_ringprof_marked_nothing():
+def test_profiler_steps_are_used_without_ringprof_marks():
     b = kernels(5, 15, 25).mark("ProfilerStep#3", 0, 10).mark("ProfilerStep#4", 12, 20)
     window = window_of(b)
     assert window.source == "profiler"
     assert window.activities().tolist() == [0, 1]
 
 
-def test_ringprofs_mark_wins():
+def test_ringprof_marks_come_before_profiler_steps():
     b = kernels(5, 15, 25).mark("ProfilerStep#3", 0, 30).mark("ringprof::iteration", 12, 20)
     assert window_of(b).activities().tolist() == [1]
 
 
-def test_other_peoples_ranges_never_set_it():
+def test_other_ranges_never_define_the_window():
     b = kernels(5, 15).mark("iter", 0, 10).mark("ProfilerStep#x", 0, 10).mark("ringprof::fwd/step=1/block", 0, 10)
     assert window_of(b).source == "trace"
 

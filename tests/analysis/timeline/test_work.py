@@ -1,4 +1,4 @@
-"""Which operator holds which, and which holds a launch: against one look at every pair."""
+"""Nesting of operators and lookup of launches, checked against comparisons of all pairs."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ import random
 
 import numpy as np
 
-from ringprof.analysis.timeline.work import _holders, _nest
+from ringprof.analysis.timeline.work import _enclosing_rows, _find_nesting
 from ringprof.trace.columns import NONE, FlopRecords
 
 
 def nested(rng, start, end, depth, thread):
-    """Operators in [start, end), disjoint or one inside the other."""
-    rows, at = [], start
-    while at < end:
-        first = at + rng.randint(0, 3)
+    """Draw operators in [start, end) that are disjoint or nested."""
+    rows, position = [], start
+    while position < end:
+        first = position + rng.randint(0, 3)
         last = min(end, first + rng.randint(1, 30))
         if first >= last:
             break
         rows.append((first, last, thread))
         if depth and rng.random() < 0.6:
             rows += nested(rng, first + rng.randint(0, 1), last, depth - 1, thread)
-        at = last
+        position = last
     return rows
 
 
 def records_of(rows):
     columns = np.array(sorted(rows), np.int64).reshape(-1, 3)
-    nothing = np.zeros(len(columns), np.int64)
+    zeros = np.zeros(len(columns), np.int64)
     return FlopRecords(
-        columns[:, 0], columns[:, 1], nothing.astype(np.int32), columns[:, 2], nothing, nothing,
-        nothing.astype(np.int8), nothing.astype(np.int8),
+        columns[:, 0], columns[:, 1], zeros.astype(np.int32), columns[:, 2], zeros, zeros,
+        zeros.astype(np.int8), zeros.astype(np.int8),
     )  # fmt: skip
 
 
@@ -42,7 +42,7 @@ def test_operators_nest_on_their_own_thread():
     for seed in range(60):
         rng = random.Random(seed)
         rows = sorted({row for thread in (5, 1, 9)[: rng.randint(1, 3)] for row in nested(rng, 0, 120, 3, thread)})
-        nesting = _nest(records_of(rows))
+        nesting = _find_nesting(records_of(rows))
         for number, row in enumerate(rows):
             assert nesting.innermost[number] == (not any(inside(other, row) for other in rows))
             root = rows[nesting.root_row[nesting.root[number]]]
@@ -57,13 +57,17 @@ def test_a_point_is_held_by_the_interval_around_it_on_its_thread():
         rng.shuffle(rows)
         points = [(rng.randint(-5, 130), rng.choice((1, 5, 7))) for _ in range(50)]
         start, end, thread = np.array(rows, np.int64).reshape(-1, 3).T
-        found = _holders((start, end, thread), *np.array(points, np.int64).T)
-        for (point, on), row in zip(points, found.tolist(), strict=True):
-            around = [n for n, (first, last, other) in enumerate(rows) if other == on and first <= point < last]
-            assert [row] == (around or [NONE])
+        enclosing_row = _enclosing_rows((start, end, thread), *np.array(points, np.int64).T)
+        for (point, point_thread), row in zip(points, enclosing_row.tolist(), strict=True):
+            containing = [
+                index
+                for index, (first, last, other) in enumerate(rows)
+                if other == point_thread and first <= point < last
+            ]
+            assert [row] == (containing or [NONE])
 
 
 def test_nothing_holds_nothing():
     none = np.empty(0, np.int64)
-    assert _holders((none, none, none), np.array([3]), np.array([1])).tolist() == [NONE]
-    assert _holders((none, none, none), none, none).tolist() == []
+    assert _enclosing_rows((none, none, none), np.array([3]), np.array([1])).tolist() == [NONE]
+    assert _enclosing_rows((none, none, none), none, none).tolist() == []

@@ -1,4 +1,4 @@
-"""Collectives without a record, matched by when they end, on ranks whose truth is known."""
+"""Collectives without a record, matched by their ends, on ranks with known groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ US, MS = 1_000, 1_000_000
 
 
 def reduces(rank, spans, stream=20, name=REDUCE, host=None, world=2, builder=None):
-    """All-reduces without a record, as older PyTorch leaves them."""
+    """Build all-reduces without a record, as older PyTorch writes them."""
     b = builder or Builder(rank=rank, world_size=world, host=host)
     for start, end in spans:
         b.run(name, start, end, stream=stream, launched=start - US)
@@ -31,50 +31,50 @@ def codes(attribution):
     return {warning.code for warning in attribution.warnings}
 
 
-def of(*builders, **options):
+def attribution_of(*builders, **options):
     return attribute([b.trace() for b in builders], **options)
 
 
 def test_kernels_that_end_together_wait_for_the_last_to_begin():
-    # Rank 1 comes 2 ms, then 0.5 ms after rank 0; both end 4 us apart.
+    # Rank 1 arrives 2 ms, then 0.5 ms after rank 0; the ends are 4 us apart.
     first = [(1 * MS, 4 * MS), (6 * MS, 7 * MS)]
     second = [(3 * MS, 4 * MS + 4 * US), (6 * MS + 500 * US, 7 * MS - 4 * US)]
-    attribution = of(reduces(0, first), reduces(1, second))
-    assert [[wait for wait, _ in of_rank] for of_rank in splits(attribution)] == [[2 * MS, 500 * US], [0, 0]]
-    (said,) = (warning for warning in attribution.warnings if warning.code == "matched_by_ends")
-    assert "within 4.0 us" in said.message and said.count == 4
+    attribution = attribution_of(reduces(0, first), reduces(1, second))
+    assert [[wait for wait, _ in rank_splits] for rank_splits in splits(attribution)] == [[2 * MS, 500 * US], [0, 0]]
+    (warning,) = (notice for notice in attribution.warnings if notice.code == "matched_by_ends")
+    assert "within 4.0 us" in warning.message and warning.count == 4
     assert "no_record" not in codes(attribution)
 
 
 @pytest.mark.parametrize(
     "second",
     [
-        # An eighth of the shorter kernel, which takes 1.14 ms, is less.
+        # An eighth of the shorter kernel (1.14 ms) is less than this difference.
         pytest.param([(3 * MS, 4 * MS + 143 * US), (6 * MS, 7 * MS)], id="ends apart"),
         pytest.param([(3 * MS, 4 * MS)], id="another count"),
         pytest.param([(4 * MS - US, 4 * MS), (7 * MS + 60 * US, 7 * MS + 61 * US)], id="begins after the other ended"),
     ],
 )
 def test_kernels_that_do_not_end_together_are_not_matched(second):
-    attribution = of(reduces(0, [(1 * MS, 4 * MS), (6 * MS, 7 * MS)]), reduces(1, second))
+    attribution = attribution_of(reduces(0, [(1 * MS, 4 * MS), (6 * MS, 7 * MS)]), reduces(1, second))
     assert splits(attribution)[0] == [(None, None)] * 2
     assert "no_record" in codes(attribution) and "matched_by_ends" not in codes(attribution)
 
 
 def test_kernels_of_another_kind_are_not_matched():
     spans = [(1 * MS, 4 * MS)]
-    assert "no_record" in codes(of(reduces(0, spans), reduces(1, spans, name=GATHER)))
+    assert "no_record" in codes(attribution_of(reduces(0, spans), reduces(1, spans, name=GATHER)))
 
 
-def test_two_communicators_of_a_rank_are_told_apart():
-    """Ranks 0 and 1 reduce, 2 and 3 reduce, and all four gather: three communicators, each with waits of its own."""
+def test_two_communicators_of_a_rank_are_distinguished():
+    """Check three communicators: ranks 0 and 1 reduce, ranks 2 and 3 reduce, and all four gather."""
     pairs = {0: (1 * MS, 4 * MS), 1: (3 * MS, 4 * MS), 2: (1 * MS, 2 * MS), 3: (1_200 * US, 2 * MS)}
-    everyone = {0: 5 * MS, 1: 5 * MS, 2: 5 * MS, 3: 6 * MS}
+    gather_starts = {0: 5 * MS, 1: 5 * MS, 2: 5 * MS, 3: 6 * MS}
     builders = [reduces(rank, [span], world=4) for rank, span in pairs.items()]
-    for rank, start in everyone.items():
+    for rank, start in gather_starts.items():
         reduces(rank, [(start, 8 * MS)], stream=24, name=GATHER, builder=builders[rank])
-    attribution = of(*builders)
-    waits = [[wait for wait, _ in of_rank] for of_rank in splits(attribution)]
+    attribution = attribution_of(*builders)
+    waits = [[wait for wait, _ in rank_splits] for rank_splits in splits(attribution)]
     assert waits == [[2 * MS, 1 * MS], [0, 1 * MS], [200 * US, 1 * MS], [0, 0]]
     groups = [part.transfer.group[1] for part in attribution.ranks[2].splits]
     assert groups == [(2, 3), (0, 1, 2, 3)]
@@ -82,112 +82,115 @@ def test_two_communicators_of_a_rank_are_told_apart():
 
 def test_a_rank_without_a_trace_may_be_in_any_communicator():
     spans = [(1 * MS, 4 * MS), (6 * MS, 7 * MS)]
-    attribution = of(reduces(0, spans, world=3), reduces(1, spans, world=3))
+    attribution = attribution_of(reduces(0, spans, world=3), reduces(1, spans, world=3))
     assert "matched_by_ends" not in codes(attribution) and "no_record" in codes(attribution)
 
 
 def test_records_go_before_ends():
-    b = [Builder(rank=rank, world_size=2) for rank in range(2)]
-    for rank, one in enumerate(b):
+    builders = [Builder(rank=rank, world_size=2) for rank in range(2)]
+    for rank, builder in enumerate(builders):
         ranks = collective("allreduce", group="dp", group_ranks=(0, 1), group_size=2)
-        one.run(REDUCE, (1 + rank) * MS, 4 * MS, launched=US, own=ranks)
-    attribution = of(*b)
+        builder.run(REDUCE, (1 + rank) * MS, 4 * MS, launched=US, own=ranks)
+    attribution = attribution_of(*builders)
     assert [part.transfer.group for part in attribution.ranks[0].splits] == [("dp", (0, 1))]
     assert "matched_by_ends" not in codes(attribution)
 
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_hosts_with_clocks_of_their_own_need_several_kernels(count):
-    """One offset fits any single pair of kernels; three that agree to 50 us are no chance."""
-    later = 40 * MS
-    first = [((10 * at + 1) * MS, (10 * at + 4) * MS) for at in range(1, 1 + count)]
-    second = [(start + MS + later, end + later) for start, end in first]
-    attribution = of(reduces(0, first, host="a"), reduces(1, second, host="b"))
+    """Check that two kernels are not enough: one offset fits any single pair, but three within 50 us are no chance."""
+    clock_offset = 40 * MS
+    first = [((10 * number + 1) * MS, (10 * number + 4) * MS) for number in range(1, 1 + count)]
+    second = [(start + MS + clock_offset, end + clock_offset) for start, end in first]
+    attribution = attribution_of(reduces(0, first, host="a"), reduces(1, second, host="b"))
     assert ("matched_by_ends" in codes(attribution)) == (count == 3)
 
 
 def test_the_spread_is_that_around_the_first_rank():
     # 4 us after rank 0 and 3 us before it: 7 us apart from each other.
     ends = [4 * MS, 4 * MS + 4 * US, 4 * MS - 3 * US]
-    attribution = of(*(reduces(rank, [(1 * MS, end)] * 2, world=3) for rank, end in enumerate(ends)))
-    (said,) = (warning for warning in attribution.warnings if warning.code == "matched_by_ends")
-    assert "within 4.0 us" in said.message
+    attribution = attribution_of(*(reduces(rank, [(1 * MS, end)] * 2, world=3) for rank, end in enumerate(ends)))
+    (warning,) = (notice for notice in attribution.warnings if notice.code == "matched_by_ends")
+    assert "within 4.0 us" in warning.message
 
 
-def over_pcie(rank, count=6, world=2, **more):
-    """Kernels of 3 to 4 ms, of which rank r ends r x 73 to r x 388 us after rank 0; rank 1 waits 2 ms for rank 0."""
-    apart = [73, 388, 208, 250, 348, 192, 241]
+def over_pcie(rank, count=6, world=2, **options):
+    """Build kernels of 3 to 4 ms; rank r ends r x 73 to r x 388 us after rank 0, and rank 1 waits 2 ms for rank 0."""
+    end_differences = [73, 388, 208, 250, 348, 192, 241]
     spans = []
     for number in range(count):
         begin, end = 10 * number * MS + (2 - 2 * (rank == 1)) * MS, (10 * number + 6) * MS
-        spans.append((begin, end + rank * apart[number % len(apart)] * US))
-    return reduces(rank, spans, world=world, **more)
+        spans.append((begin, end + rank * end_differences[number % len(end_differences)] * US))
+    return reduces(rank, spans, world=world, **options)
 
 
 def test_ends_over_pcie_match_where_there_is_one_communicator():
-    """As on two GPUs without a record of the group: the kernel that waits least takes 4 ms, and ends are 10 % apart."""
-    attribution = of(over_pcie(0), over_pcie(1))
-    assert [[wait for wait, _ in of_rank] for of_rank in splits(attribution)] == [[0] * 6, [2 * MS] * 6]
-    (said,) = (warning for warning in attribution.warnings if warning.code == "matched_by_ends")
-    assert "within 388.0 us" in said.message and said.count == 12
+    """Check two GPUs without group records: the kernel that waits least takes 4 ms, and ends are 10 % apart."""
+    attribution = attribution_of(over_pcie(0), over_pcie(1))
+    assert [[wait for wait, _ in rank_splits] for rank_splits in splits(attribution)] == [[0] * 6, [2 * MS] * 6]
+    (warning,) = (notice for notice in attribution.warnings if notice.code == "matched_by_ends")
+    assert "within 388.0 us" in warning.message and warning.count == 12
     assert "no_record" not in codes(attribution)
 
 
 def test_ends_over_pcie_of_three_ranks():
     spans = [(10 * number * MS, (10 * number + 4) * MS) for number in range(3)]
     ranks = [[(begin, end + rank * 200 * US) for begin, end in spans] for rank in range(3)]
-    attribution = of(*(reduces(rank, ranks[rank], world=3) for rank in range(3)))
+    attribution = attribution_of(*(reduces(rank, ranks[rank], world=3) for rank in range(3)))
     assert {part.transfer.group[1] for rank in attribution.ranks for part in rank.splits} == {(0, 1, 2)}
     # Ranks 0 and 2 are more than an eighth apart.
     far = [ranks[0], ranks[1], [(begin, end + 501 * US) for begin, end in spans]]
-    assert "matched_by_ends" not in codes(of(*(reduces(rank, far[rank], world=3) for rank in range(3))))
+    assert "matched_by_ends" not in codes(attribution_of(*(reduces(rank, far[rank], world=3) for rank in range(3))))
 
 
 def test_groups_in_lockstep_are_not_taken_for_one():
-    """Two pairs of ranks that begin and end their reductions almost together, as replicas of a model do."""
+    """Check two pairs of ranks that reduce almost at the same time, like replicas of a model."""
 
-    def pair(first, second, within):
-        """Ranks of which the second ends so much later than the first, 100 us after those of the pair before."""
+    def pair(first, second, difference):
+        """Build two ranks; the second ends ``difference`` us after the first, and each pair 200 us after the last."""
         return [
             reduces(
                 rank,
                 [
-                    ((10 * at + 1) * MS, (10 * at + 5) * MS + (100 * first + within * (rank == second)) * US)
-                    for at in range(6)
+                    (
+                        (10 * number + 1) * MS,
+                        (10 * number + 5) * MS + (100 * first + difference * (rank == second)) * US,
+                    )
+                    for number in range(6)
                 ],
                 world=4,
             )
             for rank in (first, second)
         ]
 
-    apart = of(*pair(0, 1, 90), *pair(2, 3, 90))
+    apart = attribution_of(*pair(0, 1, 90), *pair(2, 3, 90))
     assert "matched_by_ends" not in codes(apart) and "no_record" in codes(apart)
-    one_of_them = of(*pair(0, 1, 20), *pair(2, 3, 90))
-    groups = [{part.transfer.group[1] for part in rank.splits} for rank in one_of_them.ranks]
+    one_close_pair = attribution_of(*pair(0, 1, 20), *pair(2, 3, 90))
+    groups = [{part.transfer.group[1] for part in rank.splits} for rank in one_close_pair.ranks]
     assert groups == [{(0, 1)}, {(0, 1)}, {()}, {()}]
 
 
 def test_two_communicators_of_the_same_ranks_are_not_mixed_up():
-    """Both reduce as often, on streams of their own: which of them is whose, ends that lie apart do not tell."""
+    """Check two communicators that reduce equally often on separate streams: ends that lie apart cannot tell which."""
     builders = [over_pcie(rank) for rank in (0, 1)]
     for rank, builder in enumerate(builders):
         spans = [((10 * number + 1) * MS, (10 * number + 6) * MS + (100 + 90 * rank) * US) for number in range(6)]
         reduces(rank, spans, stream=24, builder=builder)
-    attribution = of(*builders)
+    attribution = attribution_of(*builders)
     assert "matched_by_ends" not in codes(attribution) and "no_record" in codes(attribution)
 
 
 def test_hosts_with_clocks_of_their_own_need_ends_that_agree_closely():
     hosts = (over_pcie(0, host="a"), over_pcie(1, host="b"))
-    assert "matched_by_ends" not in codes(of(*hosts))
+    assert "matched_by_ends" not in codes(attribution_of(*hosts))
 
 
 def streams_of(random, communicators):
-    """The streams of communicators in lockstep, and which of them each is: all reduce five times, 4 ms at a time."""
+    """Draw the streams of communicators in lockstep, with their communicators: five reductions of about 4 ms each."""
     streams: list[tuple[int, StreamCalls]] = []
     for number, ranks in enumerate(communicators):
-        behind = random.integers(-400, 400) * US
-        ends = [(10 * call + 8) * MS + behind + random.integers(-100, 100) * US for call in range(5)]
+        delay = random.integers(-400, 400) * US
+        ends = [(10 * call + 8) * MS + delay + random.integers(-100, 100) * US for call in range(5)]
         for rank in ranks:
             last = np.array([end + random.integers(0, 350) * US for end in ends], np.int64)
             first = last - random.integers(3, 5, 5) * MS
@@ -199,7 +202,7 @@ def streams_of(random, communicators):
 
 @pytest.mark.parametrize("seed", range(200))
 def test_no_two_communicators_are_ever_joined(seed):
-    """Whatever groups the ranks of a world form, in lockstep within 0.4 ms, with ends up to 0.35 ms apart."""
+    """Check random groups of ranks in lockstep within 0.4 ms, with ends up to 0.35 ms apart."""
     random = np.random.default_rng(seed)
     world = int(random.integers(2, 7))
     communicators = [
@@ -207,13 +210,13 @@ def test_no_two_communicators_are_ever_joined(seed):
         for _ in range(int(random.integers(1, 4)))
     ]
     streams = streams_of(random, communicators)
-    # A transfer's place names its stream here.
-    calls = [msgspec.structs.replace(stream, places=(place,) * 5) for place, (_, stream) in enumerate(streams)]
-    found = find_communicators(calls, dict.fromkeys(range(world), "one"))
+    # The index of a transfer stands for its stream here.
+    calls = [msgspec.structs.replace(stream, indices=(index,) * 5) for index, (_, stream) in enumerate(streams)]
+    communicators_found = find_communicators(calls, dict.fromkeys(range(world), "one"))
     members: dict[str | None, set[int]] = {}
-    for groups in found.group_of.values():
-        for place, (name, _) in groups.items():
-            members.setdefault(name, set()).add(streams[place][0])
+    for groups in communicators_found.group_of.values():
+        for index, (name, _) in groups.items():
+            members.setdefault(name, set()).add(streams[index][0])
     assert all(len(numbers) == 1 for numbers in members.values())
     if world <= 3 and communicators == [tuple(range(world))]:
         assert len(members) <= 1

@@ -1,4 +1,4 @@
-"""Hosts' clocks, recovered from rings and collectives whose true times are known."""
+"""Clock offsets of hosts, recovered from rings and collectives with known times."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import pytest
 from msgspec.structs import replace
 
 from ringprof.analysis.transfers.clocks import (
-    CollectiveMatches,
+    CollectiveTimes,
     Spread,
     Traffic,
     TrafficSamples,
     TrafficSummary,
-    _by_messages,
     _equations,
-    _fit_together,
-    _Reading,
-    _readings,
-    collect,
-    collect_matches,
-    fit_ways,
+    _fit_offsets,
+    _message_interval,
+    _offset_estimates,
+    _OffsetEstimate,
+    collect_collectives,
+    collect_traffic,
+    fit_clocks,
     hosts_in_order,
 )  # fmt: skip
 from ringprof.analysis.transfers.hops import hop_totals
@@ -40,10 +40,10 @@ MS, US = 1_000_000, 1_000
 
 
 def ring(skews, per_host=2, hops=40, *, slow=10, lag=0, seed=0, elements=1 << 20):
-    """Traces of a ring over several hosts, the clock of each set off by its skew.
+    """Build traces of a ring over several hosts; each host's clock is off by its skew.
 
-    Ranks come to each hop at random times. A message arrives its wire time after both ends are there (``slow`` times
-    longer between hosts, where the receiver sees its end ``lag`` later), and a kernel ends with its last message.
+    Ranks reach each hop at random times. A message arrives its wire time after both ends are ready. Between hosts, the
+    wire time is ``slow`` times longer and the receiver sees its end ``lag`` later. A kernel ends with its last message.
     """
     draw = np.random.default_rng(seed)
     world = len(skews) * per_host
@@ -51,13 +51,13 @@ def ring(skews, per_host=2, hops=40, *, slow=10, lag=0, seed=0, elements=1 << 20
     builders = [Builder(rank=rank, world_size=world, host=f"node{host[rank]}") for rank in range(world)]
     crossing = host != np.roll(host, -1)
     for number in range(hops):
-        come = 10 * MS * (number + 1) + draw.integers(0, 300 * US, world)
-        sent = np.maximum(come, np.roll(come, -1)) + np.where(crossing, slow * 100 * US, 100 * US)
+        arrival = 10 * MS * (number + 1) + draw.integers(0, 300 * US, world)
+        sent = np.maximum(arrival, np.roll(arrival, -1)) + np.where(crossing, slow * 100 * US, 100 * US)
         arrived = np.roll(sent + np.where(crossing, lag, 0), 1)
         end = np.maximum(sent, arrived) + draw.integers(0, US, world)
         for rank, builder in enumerate(builders):
             builder.batch(
-                1000 * (number + 1), int(come[rank] + skews[host[rank]]), int(end[rank] + skews[host[rank]]),
+                1000 * (number + 1), int(arrival[rank] + skews[host[rank]]), int(end[rank] + skews[host[rank]]),
                 to=(rank + 1) % world, source=(rank - 1) % world, tensors=1, elements=elements,
                 group_ranks=tuple(range(world)), group_size=world,
             )  # fmt: skip
@@ -69,8 +69,8 @@ def codes(attribution):
 
 
 def recovered(attribution, skews, per_host=2):
-    """How far each host's offset is off the truth, in ns; the first host's clock is the one kept."""
-    return [attribution.clocks.offset_ns[n * per_host] + skew - skews[0] for n, skew in enumerate(skews)]
+    """Return the error of each host's offset, in ns, relative to the first host's clock."""
+    return [attribution.clocks.offset_ns[index * per_host] + skew - skews[0] for index, skew in enumerate(skews)]
 
 
 @pytest.mark.parametrize("skews", [(0, 5 * MS), (3 * MS, -2 * MS), (0, 700), (0, 5 * MS, -4 * MS), (1, 2, 5 * MS, 3)])
@@ -79,7 +79,7 @@ def test_offsets_up_to_5_ms_are_recovered_to_5_us(skews, slow):
     attribution = attribute(ring(skews, slow=slow))
     errors = recovered(attribution, skews)
     assert max(map(abs, errors)) <= 5 * US
-    # Real kernels end up to 50 us apart, so no fit claims more.
+    # Real kernels end up to 50 us apart, so no fit claims a smaller error.
     assert 45 * US <= attribution.clocks.residual_ns <= 100 * US
     assert codes(attribution)[0] == "clocks_fitted"
 
@@ -91,10 +91,10 @@ def test_a_lag_on_the_way_does_not_count_as_an_offset():
 
 def test_waits_are_those_of_one_clock():
     skewed, together = attribute(ring((0, 5 * MS))), attribute(ring((0, 0)))
-    for a, b in zip(skewed.ranks, together.ranks, strict=True):
-        mine, truth = hop_totals(a.hops), hop_totals(b.hops)
-        assert mine.wait_ns == pytest.approx(truth.wait_ns, abs=40 * 2 * US)
-        assert mine.wait_share == pytest.approx(truth.wait_share, abs=0.01)
+    for skewed_rank, expected_rank in zip(skewed.ranks, together.ranks, strict=True):
+        totals, expected_totals = hop_totals(skewed_rank.hops), hop_totals(expected_rank.hops)
+        assert totals.wait_ns == pytest.approx(expected_totals.wait_ns, abs=40 * 2 * US)
+        assert totals.wait_share == pytest.approx(expected_totals.wait_share, abs=0.01)
 
 
 def test_hops_keep_their_own_clocks_times():
@@ -104,17 +104,17 @@ def test_hops_keep_their_own_clocks_times():
         assert all(abs(part.transfer.end_ns - (part.ready_ns or 0)) < 2 * MS for part in timed)
 
 
-def test_collectives_alone_do():
+def test_collectives_alone_are_enough():
     skews, builders = (0, -5 * MS), []
     draw = np.random.default_rng(1)
-    come = draw.integers(0, 300 * US, (10, 4)) + 10 * MS * np.arange(1, 11)[:, None]
-    end = come.max(axis=1) + 200 * US
+    arrival = draw.integers(0, 300 * US, (10, 4)) + 10 * MS * np.arange(1, 11)[:, None]
+    end = arrival.max(axis=1) + 200 * US
     for rank in range(4):
         builder, skew = Builder(rank=rank, host=f"node{rank // 2}"), skews[rank // 2]
         for number in range(10):
             own = collective("allreduce", elements=1 << 20)
             builder.run(
-                NCCL, int(come[number, rank] + skew), int(end[number] + skew), launched=10 * number + 1, own=own
+                NCCL, int(arrival[number, rank] + skew), int(end[number] + skew), launched=10 * number + 1, own=own
             )
         builders.append(builder)
     attribution = attribute([builder.trace() for builder in builders])
@@ -122,8 +122,8 @@ def test_collectives_alone_do():
     assert attribution.ranks[0].splits[0].wire_ns == 200 * US
 
 
-def test_a_residual_larger_than_the_waits_leaves_them_untold():
-    # The two directions disagree by 200 us from hop to hop: nothing finer can be told, and nobody waits that long.
+def test_waits_below_the_clock_error_are_not_reported():
+    # The two directions disagree by 200 us from hop to hop, and no rank waits that long.
     builders = [Builder(rank=rank, world_size=2, host=f"node{rank}") for rank in range(2)]
     draw = np.random.default_rng(0)
     for number in range(20):
@@ -160,12 +160,12 @@ def test_hosts_that_exchange_nothing_keep_their_times():
     assert [part.wire_ns for rank in attribution.ranks for part in rank.splits] == [1000] * 4
 
 
-# --- runs of one clock, split into hosts that nobody had ------------------------------------------------
+# --- runs of one clock, split into made-up hosts --------------------------------------------------------
 
 
 @cache
 def one_clock_runs():
-    """The matched transfers of the recorded runs on one host; all their ranks read one clock."""
+    """Return the matched transfers of the recorded runs on one host, where all ranks read one clock."""
     runs = [analysis(folder).attribution for folder in sorted(TRACES.glob("h200x4-*-262144"))]
     runs.append(attribute(read_traces(sorted((DATA / "h200x8-zigzag-131072").glob("rank*.json.gz")))))
     return [match({rank.rank: [part.transfer for part in rank.splits] for rank in run.ranks}) for run in runs]
@@ -173,24 +173,26 @@ def one_clock_runs():
 
 def test_the_bounds_hold_the_truth_on_random_splits_of_one_clock():
     draw = random.Random(7)
-    held, widths = [], []
+    within_bounds, widths = [], []
     for _ in range(200):
         matches = draw.choice(one_clock_runs())
         ranks = sorted({transfer.rank for transfer in matches.transfers})
         hosts = draw.choice([2, 2, 3])
         host = {rank: f"host{draw.randrange(hosts)}" for rank in ranks}
         names = hosts_in_order(host)
-        found = collect(matches, {rank: names.index(name) for rank, name in host.items()})
-        clocks = fit_ways({key: way.summed() for key, way in found.items()}, host)
+        traffic = collect_traffic(matches, {rank: names.index(name) for rank, name in host.items()})
+        clocks = fit_clocks({key: samples.summary() for key, samples in traffic.items()}, host)
         for pair in clocks.pairs:
-            first, second = (clocks.offset_ns[next(r for r in ranks if host[r] == name)] for name in pair.hosts)
-            held.append(abs(second - first) <= pair.residual_ns)
+            first, second = (
+                clocks.offset_ns[next(rank for rank in ranks if host[rank] == name)] for name in pair.hosts
+            )
+            within_bounds.append(abs(second - first) <= pair.residual_ns)
             widths.append(pair.residual_ns)
-    assert len(held) >= 200 and np.mean(held) >= 0.95
+    assert len(within_bounds) >= 200 and np.mean(within_bounds) >= 0.95
     assert np.median(widths) < 200 * US
 
 
-# --- the recorded run on two hosts that were one: their clocks do agree --------------------------------
+# --- a run that was recorded as two hosts on one machine: the clocks agree -----------------------------
 
 
 @cache
@@ -206,48 +208,48 @@ def shifted(trace: Trace, by: int) -> Trace:
 
 @pytest.mark.parametrize("skew", [0, 5 * MS, -3 * MS])
 def test_recorded_hosts_are_aligned_and_keep_their_figures(skew):
-    alike = attribute(recorded())
-    apart = attribute([shifted(t, skew if (t.rank or 0) >= 4 else 0) for t in recorded()], ranks_per_host=4)
-    # Messages are 300 us on the way here and longer at times, which nobody can tell from an offset.
-    assert abs(apart.clocks.offset_ns[4] + skew) < 50 * US
-    assert 300 * US < apart.clocks.residual_ns < 600 * US
-    for one, other in zip(alike.ranks, apart.ranks, strict=True):
-        mine, truth = hop_totals(other.hops), hop_totals(one.hops)
-        assert mine.wait_share == pytest.approx(truth.wait_share, abs=0.001)
-        assert mine.wire_gbps == pytest.approx(truth.wire_gbps, rel=0.001)
+    expected = attribute(recorded())
+    shifted_run = attribute([shifted(t, skew if (t.rank or 0) >= 4 else 0) for t in recorded()], ranks_per_host=4)
+    # Messages take 300 us here, at times more, which cannot be told from an offset.
+    assert abs(shifted_run.clocks.offset_ns[4] + skew) < 50 * US
+    assert 300 * US < shifted_run.clocks.residual_ns < 600 * US
+    for expected_rank, rank in zip(expected.ranks, shifted_run.ranks, strict=True):
+        totals, expected_totals = hop_totals(rank.hops), hop_totals(expected_rank.hops)
+        assert totals.wait_share == pytest.approx(expected_totals.wait_share, abs=0.001)
+        assert totals.wire_gbps == pytest.approx(expected_totals.wire_gbps, rel=0.001)
 
 
 @pytest.mark.parametrize("hosts", [3, 33, 100])
 def test_a_collective_of_many_hosts_ties_all_their_clocks(hosts):
     draw = np.random.default_rng(hosts)
-    true = np.concatenate([[0], draw.integers(-(10**9), 10**9, hosts - 1)])
-    begun = np.arange(40) * 1_000_000
+    true_offset = np.concatenate([[0], draw.integers(-(10**9), 10**9, hosts - 1)])
+    begin = np.arange(40) * 1_000_000
     on_host = {
-        host: CollectiveMatches(
-            begun + draw.integers(0, 1_000, 40) + true[host],
-            begun + 5_000 + draw.integers(0, 300, 40) + true[host],
-            begun + 5_300 + draw.integers(0, 300, 40) + true[host],
+        host: CollectiveTimes(
+            begin + draw.integers(0, 1_000, 40) + true_offset[host],
+            begin + 5_000 + draw.integers(0, 300, 40) + true_offset[host],
+            begin + 5_300 + draw.integers(0, 300, 40) + true_offset[host],
         )
         for host in range(hosts)
     }
-    found: Traffic = defaultdict(TrafficSamples)
-    collect_matches(on_host, "all_reduce", found)
-    ways = {pair: way.summed() for pair, way in found.items()}
-    clocks = fit_ways(ways, {rank: f"host{rank // 8}" for rank in range(8 * hosts)})
+    traffic: Traffic = defaultdict(TrafficSamples)
+    collect_collectives(on_host, "all_reduce", traffic)
+    summaries = {pair: samples.summary() for pair, samples in traffic.items()}
+    clocks = fit_clocks(summaries, {rank: f"host{rank // 8}" for rank in range(8 * hosts)})
     assert len(clocks.pairs) == hosts * (hosts - 1) // 2
     for rank, offset in clocks.offset_ns.items():
-        assert abs(offset + true[rank // 8]) <= clocks.residual_ns < 200_000
+        assert abs(offset + true_offset[rank // 8]) <= clocks.residual_ns < 200_000
 
 
 def test_of_many_hosts_each_is_compared_with_the_first_and_with_its_neighbours():
-    found: Traffic = defaultdict(TrafficSamples)
-    one = np.array([0])
-    collect_matches({host: CollectiveMatches(one, one + 1, one + 2) for host in range(40)}, "all_reduce", found)
-    compared = {pair for pair, samples in found.items() if samples.together}
+    traffic: Traffic = defaultdict(TrafficSamples)
+    time = np.array([0])
+    collect_collectives({host: CollectiveTimes(time, time + 1, time + 2) for host in range(40)}, "all_reduce", traffic)
+    compared = {pair for pair, samples in traffic.items() if samples.collective_ends}
     assert compared == {(0, other) for other in range(1, 40)} | {(host, host + 1) for host in range(39)}
 
 
-# --- readings and their weights --------------------------------------------------------------------------
+# --- estimates and their weights -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -258,38 +260,38 @@ def test_of_many_hosts_each_is_compared_with_the_first_and_with_its_neighbours()
         (Spread(0, 4_000_000, 3), []),
     ],
 )
-def test_ends_one_way_tell_where_three_are_within_two_ms(ends, read):
-    found = _readings(0, 1, TrafficSummary(ends=ends), TrafficSummary())
-    assert [(one.offset_ns, one.width_ns) for one in found] == read
+def test_ends_one_way_give_an_estimate_where_three_are_within_two_ms(ends, read):
+    estimates = _offset_estimates(0, 1, TrafficSummary(message_ends=ends), TrafficSummary())
+    assert [(estimate.offset_ns, estimate.width_ns) for estimate in estimates] == read
 
 
 @pytest.mark.parametrize(("number", "between"), [(3, (-50_000, 50_020)), (2, (-np.inf, np.inf))])
-def test_ends_both_ways_tell_from_three_on(number, between):
-    there, back = (TrafficSummary(ends=Spread(*ends, number)) for ends in ((0, 10), (-20, -5)))
-    assert _by_messages(there, back) == between
+def test_ends_both_ways_give_an_interval_from_three_on(number, between):
+    a_to_b, b_to_a = (TrafficSummary(message_ends=Spread(*ends, number)) for ends in ((0, 10), (-20, -5)))
+    assert _message_interval(a_to_b, b_to_a) == between
 
 
-def test_the_surer_reading_counts_more():
-    """Weights 1 and 1/2, squared in least squares: (100 + 400 / 4) / (1 + 1/4)."""
-    readings = [_Reading(0, 1, 100.0, 1_000.0, lags=False), _Reading(0, 1, 400.0, 2_000.0, lags=False)]
-    assert _fit_together(readings, 2).offsets == pytest.approx([0.0, 160.0])
-    assert [one.tolist() for one in _equations(readings, 2)] == [[[-1.0, 1.0, 0.0], [-0.5, 0.5, 0.0]], [1.0, 0.5]]
+def test_the_more_certain_estimate_counts_more():
+    """Check weights 1 and 1/2, squared in least squares: (100 + 400 / 4) / (1 + 1/4)."""
+    estimates = [_OffsetEstimate(0, 1, 100.0, 1_000.0, lags=False), _OffsetEstimate(0, 1, 400.0, 2_000.0, lags=False)]
+    assert _fit_offsets(estimates, 2).offsets == pytest.approx([0.0, 160.0])
+    assert [array.tolist() for array in _equations(estimates, 2)] == [[[-1.0, 1.0, 0.0], [-0.5, 0.5, 0.0]], [1.0, 0.5]]
 
 
-def _lagging(a: int, b: int, offset_ns: float) -> _Reading:
-    return _Reading(a, b, offset_ns, 1_000.0, lags=True)
+def _lagging(a: int, b: int, offset_ns: float) -> _OffsetEstimate:
+    return _OffsetEstimate(a, b, offset_ns, 1_000.0, lags=True)
 
 
-def test_a_circle_of_hosts_tells_lag_and_offsets_apart():
-    """Clocks at 0, 10 and 20, and 5 on the way: 10 - 5, 10 - 5 and -20 - 5."""
-    found = _fit_together([_lagging(0, 1, 5.0), _lagging(1, 2, 5.0), _lagging(2, 0, -25.0)], 3)
-    assert found.offsets == pytest.approx([0.0, 10.0, 20.0]) and found.lag_ns == pytest.approx(5.0)
+def test_a_circle_of_hosts_separates_lag_from_offsets():
+    """Check clocks at 0, 10 and 20 with a lag of 5: 10 - 5, 10 - 5 and -20 - 5."""
+    fit = _fit_offsets([_lagging(0, 1, 5.0), _lagging(1, 2, 5.0), _lagging(2, 0, -25.0)], 3)
+    assert fit.offsets == pytest.approx([0.0, 10.0, 20.0]) and fit.lag_ns == pytest.approx(5.0)
 
 
-def test_what_lags_tells_nothing_of_hosts_in_a_row():
-    row = [_lagging(0, 1, 5.0), _lagging(1, 2, 5.0)]
-    found = _fit_together(row, 3)
-    assert (found.offsets, found.lag_ns, found.residual(0, 2)) == ([0.0, 0.0, 0.0], 0.0, math.inf)
-    # Of the third host 16 is known by other means: 16 = 5 + 5 + 2 x 3 on the way.
-    found = _fit_together([*row, _Reading(0, 2, 16.0, 1_000.0, lags=False)], 3)
-    assert found.offsets == pytest.approx([0.0, 8.0, 16.0]) and found.lag_ns == pytest.approx(3.0)
+def test_estimates_with_lag_are_not_used_for_hosts_in_a_row():
+    chain = [_lagging(0, 1, 5.0), _lagging(1, 2, 5.0)]
+    fit = _fit_offsets(chain, 3)
+    assert (fit.offsets, fit.lag_ns, fit.residual(0, 2)) == ([0.0, 0.0, 0.0], 0.0, math.inf)
+    # The third host has another estimate of 16, without lag: 16 = 5 + 5 + 2 x 3 of lag.
+    fit = _fit_offsets([*chain, _OffsetEstimate(0, 2, 16.0, 1_000.0, lags=False)], 3)
+    assert fit.offsets == pytest.approx([0.0, 8.0, 16.0]) and fit.lag_ns == pytest.approx(3.0)

@@ -1,4 +1,4 @@
-"""A ring whose hops are peer-to-peer copies, against the same ring over NCCL."""
+"""Rings whose hops are peer-to-peer copies, against the same ring over NCCL."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ BYTES = 2 * ELEMENTS  # of K, and of V
 
 
 def ring(kind):
-    """Every rank computes 700 of every 1000 ns and exchanges K and V for 900; nobody is late."""
+    """Build ranks that compute 700 of every 1000 ns and exchange K and V for 900 ns; no rank is late."""
     builders = []
     for rank in range(WORLD):
         b = Builder(rank=rank, world_size=WORLD)
         to, source = (rank + 1) % WORLD, (rank - 1) % WORLD
         for step in range(HOPS):
-            at, launched = 1000 * step, 100 * (step + 1)
-            b.run(FLASH, at, at + 700, launched=launched - 45)
+            start, launched = 1000 * step, 100 * (step + 1)
+            b.run(FLASH, start, start + 700, launched=launched - 45)
             if kind == "nccl":
-                b.batch(launched, at, at + 900, to=to, source=source, elements=ELEMENTS)
+                b.batch(launched, start, start + 900, to=to, source=source, elements=ELEMENTS)
             else:
-                b.run(COPY, at, at + 450, launched=launched, stream=20, category=1, size=BYTES)
-                b.run(COPY, at + 450, at + 900, launched=launched + 6, stream=20, category=1, size=BYTES)
+                b.run(COPY, start, start + 450, launched=launched, stream=20, category=1, size=BYTES)
+                b.run(COPY, start + 450, start + 900, launched=launched + 6, stream=20, category=1, size=BYTES)
         builders.append(b)
     return attribute([b.trace() for b in builders])
 

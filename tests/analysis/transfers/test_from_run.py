@@ -1,4 +1,4 @@
-"""Bytes and peers from ``run.json`` where no trace record tells them."""
+"""Bytes and peers from ``run.json`` where no trace record has them."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ def sent(channel, phase, count, size, operation="send_recv"):
     )
 
 
-def round_a_ring(work, step=1):
-    """The same work, with hops from each rank to the one ``step`` further."""
+def with_ring_receivers(work, step=1):
+    """Return ``work`` with each rank's messages addressed to the rank ``step`` further."""
     return [
         msgspec.structs.replace(
-            one, sent=[msgspec.structs.replace(entry, to=(rank + step) % len(work)) for entry in one.sent]
+            rank_work, sent=[msgspec.structs.replace(entry, to=(rank + step) % len(work)) for entry in rank_work.sent]
         )
-        for rank, one in enumerate(work)
+        for rank, rank_work in enumerate(work)
     ]  # fmt: skip
 
 
-def bare(hops, *entries, step=1, **changes):
-    """Four ranks whose kernels carry no record, and a run that counted ``entries`` on a ring."""
+def attribution_without_records(hops, *entries, step=1, **changes):
+    """Attribute four ranks whose kernels have no record, with a run that counted ``entries`` on a ring."""
     builders = [Builder(rank=rank) for rank in range(4)]
     for b in builders:
         for number in range(hops):
             b.run(NCCL, 1000 * number, 1000 * number + 500, launched=10 * number + 1, stream=20)
     work = [Work(block_flops=1, block_calls={}, sent=list(entries)) for _ in range(4)]
-    work = round_a_ring(work, step) if step else work
+    work = with_ring_receivers(work, step) if step else work
     return attribute([b.trace() for b in builders], recorded_run(work=work, **changes))
 
 
-def test_hops_of_one_size_take_it_and_say_so():
-    attribution = bare(6, sent("kv", "forward", 3, 4000))
+def test_hops_of_one_size_take_it_from_the_run():
+    attribution = attribution_without_records(6, sent("kv", "forward", 3, 4000))
     for rank in attribution.ranks:
         assert [part.transfer.source for part in rank.splits] == ["run"] * 6
         assert hop_totals(rank.hops).sent_bytes == 6 * 4000
@@ -55,61 +55,65 @@ def test_hops_of_one_size_take_it_and_say_so():
 
 
 def test_a_pass_with_hops_of_two_sizes_leaves_them_open():
-    attribution = bare(
+    attribution = attribution_without_records(
         5, sent("kv", "forward", 1, 4000), sent("kv", "backward", 2, 4000), sent("dkv", "backward", 2, 8000)
     )
     assert [hop.sent_bytes for hop in attribution.ranks[0].hops] == [4000, None, None, None, None]
 
 
 def test_counts_that_do_not_fit_leave_all_open():
-    attribution = bare(5, sent("kv", "forward", 3, 4000))
+    attribution = attribution_without_records(5, sent("kv", "forward", 3, 4000))
     assert {part.transfer.source for rank in attribution.ranks for part in rank.splits} == {"none"}
     assert [warning.code for warning in attribution.warnings] == ["no_record"]
 
 
 def test_a_run_with_all_to_all_leaves_all_open():
-    attribution = bare(3, sent("kv", "forward", 3, 4000), sent("q", "forward", 1, 10, "all_to_all"))
+    attribution = attribution_without_records(
+        3, sent("kv", "forward", 3, 4000), sent("q", "forward", 1, 10, "all_to_all")
+    )
     assert {part.transfer.source for rank in attribution.ranks for part in rank.splits} == {"none"}
 
 
 @pytest.mark.parametrize("step", [2, 0])
 def test_peers_are_known_only_of_one_ring_over_all_ranks(step):
-    """Two rings of two, and a run of before peers were recorded."""
-    attribution = bare(3, sent("kv", "forward", 3, 4000), step=step)
+    """Check two rings of two ranks, and a run recorded before peers were."""
+    attribution = attribution_without_records(3, sent("kv", "forward", 3, 4000), step=step)
     (part, *_) = attribution.ranks[0].splits
     assert (part.transfer.sent_bytes, part.transfer.sends, part.wait_ns) == (4000, (), None)
     assert [warning.code for warning in attribution.warnings] == ["no_record"]
 
 
 @pytest.mark.parametrize("name", ["h200x4-zigzag-262144", "h200x4-ring-262144", "h200x4-stripe-262144"])
-def test_what_it_fills_in_is_what_the_records_of_a_real_run_say(name):
+def test_filled_values_equal_the_records_of_a_real_run(name):
     run = read_run(TRACES / name / "run.json")
     traces = read_traces([TRACES / name / trace.path for trace in run.traces])
     none = np.empty(0, np.int64)
-    blank = []
+    without_records = []
     for trace in traces:
         rows = replace(trace.activities, collective=np.full_like(trace.activities.collective, NONE))
         records = replace(
             trace.comm_records, start_ns=none, end_ns=none, thread=none, external_id=none,
             collective=none.astype(np.int32),
         )  # fmt: skip
-        blank.append(replace(trace, activities=rows, comm_records=records))
+        without_records.append(replace(trace, activities=rows, comm_records=records))
     assert run.work is not None
-    # These were recorded before runs said where hops go to.
-    run = msgspec.structs.replace(run, work=round_a_ring(run.work))
-    told, filled = attribute(traces, run), attribute(blank, run)
-    known = 0
-    for a, b in zip(told.ranks, filled.ranks, strict=True):
-        for mine, truth in zip(b.hops, a.hops, strict=True):
-            assert mine.parts[0].transfer.source == "run"
-            assert {m.peer for m in mine.parts[0].transfer.sends} == {m.peer for m in truth.parts[0].transfer.sends}
-            if mine.sent_bytes is not None:
-                known += 1
-                assert mine.sent_bytes == truth.sent_bytes
-    assert known
+    # These runs were recorded before run.json named the receivers.
+    run = msgspec.structs.replace(run, work=with_ring_receivers(run.work))
+    recorded, filled = attribute(traces, run), attribute(without_records, run)
+    sizes_compared = 0
+    for recorded_rank, filled_rank in zip(recorded.ranks, filled.ranks, strict=True):
+        for hop, expected in zip(filled_rank.hops, recorded_rank.hops, strict=True):
+            assert hop.parts[0].transfer.source == "run"
+            assert {message.peer for message in hop.parts[0].transfer.sends} == {
+                message.peer for message in expected.parts[0].transfer.sends
+            }
+            if hop.sent_bytes is not None:
+                sizes_compared += 1
+                assert hop.sent_bytes == expected.sent_bytes
+    assert sizes_compared
 
 
-def test_replayed_graphs_are_said_to_hide_what_made_them():
+def test_replayed_graphs_get_a_warning():
     b = Builder(world_size=1).run(NCCL, 0, 500, correlation=7, node=3).run(NCCL, 600, 700, correlation=7, node=4)
     (warning, other) = attribute([b.trace()]).warnings
     assert (warning.code, other.code) == ("cuda_graph", "no_record")

@@ -1,11 +1,11 @@
-"""Waiting and wire on rings whose truth is known."""
+"""Wait and wire of hops and collectives on rings with known times."""
 
 from __future__ import annotations
 
 import pytest
 
-from ringprof.analysis.transfers.hops import _joined, hop_totals
-from ringprof.analysis.transfers.matching import refusal_of_collective
+from ringprof.analysis.transfers.hops import _merged_spans, hop_totals
+from ringprof.analysis.transfers.matching import collective_mismatch
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, NCCL, Builder, collective
 
@@ -14,7 +14,7 @@ BYTES = 2000  # of one tensor of 1000 bf16 numbers
 
 
 def ring(starts, ends, tensors=2, world=SIZE, **fields):
-    """One batched hop on each rank of a ring; ``starts`` and ``ends`` by rank."""
+    """Build one batched hop on each rank of a ring; ``starts`` and ``ends`` are by rank."""
     builders = [Builder(rank=rank, world_size=world) for rank in range(world)]
     for rank, b in enumerate(builders):
         b.batch(
@@ -29,7 +29,7 @@ def attribution_of(builders, **options):
 
 
 def splits(attribution):
-    return [(part.wait_ns, part.wire_ns) for rank in attribution.ranks for part in rank.splits]
+    return [(split.wait_ns, split.wire_ns) for rank in attribution.ranks for split in rank.splits]
 
 
 def codes(attribution):
@@ -38,12 +38,12 @@ def codes(attribution):
 
 def test_peers_and_bytes_come_from_the_cpu_records_of_the_launch():
     attribution = attribution_of(ring([1000] * 4, [2000] * 4))
-    (part,) = attribution.ranks[1].splits
-    assert part.transfer.source == "cpu_records"
-    assert [(m.peer, m.size_bytes) for m in part.transfer.sends] == [(2, BYTES), (2, BYTES)]
-    assert [(m.peer, m.size_bytes) for m in part.transfer.receives] == [(0, BYTES), (0, BYTES)]
-    assert part.transfer.sent_bytes == 2 * BYTES
-    assert part.transfer.group == ("cp", (0, 1, 2, 3))
+    (split,) = attribution.ranks[1].splits
+    assert split.transfer.source == "cpu_records"
+    assert [(message.peer, message.size_bytes) for message in split.transfer.sends] == [(2, BYTES), (2, BYTES)]
+    assert [(message.peer, message.size_bytes) for message in split.transfer.receives] == [(0, BYTES), (0, BYTES)]
+    assert split.transfer.sent_bytes == 2 * BYTES
+    assert split.transfer.group == ("cp", (0, 1, 2, 3))
 
 
 def test_nobody_waits_when_all_start_together():
@@ -57,22 +57,22 @@ def test_one_message_a_peer_waits_for_the_own_peers_only():
 
 
 def test_two_messages_a_peer_wait_for_the_peers_peers_too():
-    # Now rank 1, two steps away, is held up as well: its peers' V cannot move before their K has.
+    # Rank 1, two hops away, is delayed too: its peers' V cannot move before their K has.
     attribution = attribution_of(ring([1000, 1000, 1000, 1500], [2500] * 4, tensors=2))
     assert splits(attribution) == [(500, 1000)] * 3 + [(0, 1000)]
 
 
 @pytest.mark.parametrize(("tensors", "waited_for"), [(1, [{3: 500}, {}, {3: 500}, {}]), (2, [{3: 500}] * 3 + [{}])])
 def test_a_wait_is_for_the_rank_that_began_last_of_all_that_it_depends_on(tensors, waited_for):
-    # With two messages per peer rank 1 waits for rank 3, which none of its own peers 0 and 2 is.
+    # With two messages per peer, rank 1 waits for rank 3, which is not one of its own peers 0 and 2.
     starts, ends = [1000, 1000, 1000, 1500], [2500, 2500 if tensors == 2 else 2000, 2500, 2500]
     attribution = attribution_of(ring(starts, ends, tensors=tensors))
     assert [rank.exposed.waited_for for rank in attribution.ranks] == waited_for
 
 
 def test_wire_is_never_faster_than_the_best_rate_seen():
-    # Six ranks; rank 3 is last by far, and rank 1, whose peer's peer it is, ends soon after. That it sent all its
-    # bytes in the 10 ns left cannot be: a kernel of its own direct peers took 100 ns at best.
+    # Six ranks; rank 3 is last by far. Rank 1, whose peer's peer is rank 3, ends soon after. It cannot have sent all
+    # its bytes in the 10 ns left: a kernel of its own direct peers took 100 ns at best.
     starts = [1000, 1000, 1000, 1990, 1000, 1000]
     ends = [1100, 2000, 2090, 2090, 2090, 1100]
     builders = ring(starts, ends, world=6)
@@ -121,7 +121,7 @@ def test_unequal_bytes_are_reported():
     assert "bytes_differ" in codes(attribution_of(builders))
 
 
-def test_a_kernel_without_records_is_said_to_have_none():
+def test_a_kernel_without_records_gets_a_warning():
     b = Builder(world_size=1).run(FLASH, 0, 10, launched=1).run(NCCL, 10, 30, launched=2)
     attribution = attribution_of([b])
     assert codes(attribution) == ["no_record"]
@@ -149,7 +149,7 @@ def test_a_send_and_a_receive_launched_together_are_one_hop():
     (hop,) = attribution.ranks[0].hops
     assert len(hop.parts) == 2
     assert (hop.start_ns, hop.end_ns, hop.sent_bytes) == (1000, 2500, BYTES)
-    # Each send is ready when the peer's receive starts, 500 in; either kernel is on the wire from 1500 to 2500.
+    # Each send is ready when the peer's receive starts, 500 ns in; both kernels are on the wire from 1500 to 2500.
     assert (hop.wait_ns, hop.wire_ns) == (500, 1000)
 
 
@@ -187,7 +187,7 @@ def test_hops_of_named_hosts_have_a_link_class():
 
 
 def test_clocks_of_several_hosts_are_not_taken_to_agree():
-    # One hop bounds the offset to within its own length, and nobody waits that long.
+    # One hop bounds the offset to within its own length, and no rank waits that long.
     builders = ring([1000] * 4, [2000] * 4)
     for rank, b in enumerate(builders):
         b.host = f"node{rank // 2}"
@@ -208,7 +208,7 @@ def test_a_transfer_that_ends_before_its_partner_begins_disproves_a_common_clock
 
 
 def all_reduces(offset):
-    """A small and a long all-reduce on four ranks, whose clocks are one but for ranks 2 and 3, which are ahead."""
+    """Build a small and a long all-reduce on four ranks; the clocks of ranks 2 and 3 are ahead by ``offset``."""
     builders = [Builder(rank=rank) for rank in range(4)]
     for rank, b in enumerate(builders):
         ahead = offset if rank >= 2 else 0
@@ -222,7 +222,7 @@ def test_a_collective_that_ends_before_a_rank_begins_disproves_a_common_clock():
     assert splits(attribution_of(all_reduces(0)))[:2] == [(30, 18_970), (30, 8_099_970)]
     apart = attribution_of(all_reduces(5_000_000))
     assert splits(apart) == [(None, None)] * 8
-    (warning,) = (one for one in apart.warnings if one.code == "clocks_disagree")
+    (warning,) = (notice for notice in apart.warnings if notice.code == "clocks_disagree")
     assert warning.message.endswith("if these ranks are of several hosts, --ranks-per-host has their clocks fitted")
     named = attribution_of(all_reduces(5_000_000), ranks_per_host=2)
     assert "clocks_disagree" not in codes(named) and splits(named)[1][1] is not None
@@ -253,7 +253,7 @@ def test_a_hop_is_one_send_and_one_receive_and_no_third():
     ("name", "sent"), [("allreduce", 3000), ("_allgather_base", 6000), ("_reduce_scatter_base", 1500)]
 )
 def test_what_leaves_a_rank_in_a_ring_collective(name, sent):
-    # 2000 bytes on each of 4 ranks: three quarters twice; all of it three times; three quarters once.
+    # 2000 bytes on each of 4 ranks: three quarters twice; all bytes three times; three quarters once.
     builders = [Builder(rank=rank) for rank in range(4)]
     for b in builders:
         b.run(NCCL, 1000, 2000, launched=10, own=collective(name), stream=20)
@@ -289,12 +289,15 @@ def test_an_all_to_all_of_one_peer_each_way_is_a_hop(to, source, fields, peers):
     values = {"group_ranks": (0, 1, 2), "group_size": 3, **fields}
     own = collective("all_to_allv", in_split=to, out_split=source, **values)
     b = Builder(world_size=3).run(NCCL, 0, 10, launched=1, own=own, stream=20)
-    (part,) = attribution_of([b]).ranks[0].splits
+    (split,) = attribution_of([b]).ranks[0].splits
     if peers is None:
-        assert (part.transfer.kind, part.transfer.sends) == ("all_to_all", ())
+        assert (split.transfer.kind, split.transfer.sends) == ("all_to_all", ())
     else:
-        assert part.transfer.kind == "send_recv"
-        assert ([m.peer for m in part.transfer.sends], [m.peer for m in part.transfer.receives]) == (
+        assert split.transfer.kind == "send_recv"
+        assert (
+            [message.peer for message in split.transfer.sends],
+            [message.peer for message in split.transfer.receives],
+        ) == (
             [peers[0]],
             [peers[1]],
         )
@@ -302,18 +305,18 @@ def test_an_all_to_all_of_one_peer_each_way_is_a_hop(to, source, fields, peers):
 
 @pytest.mark.parametrize(("split", "sent"), [((2, 1, 1), 1000), ((4, 0, 0), 0), ((), 1333)])
 def test_what_leaves_a_rank_in_an_all_to_all(split, sent):
-    # 2000 bytes on each of 3 ranks: what its own split keeps stays; two thirds without splits.
+    # 2000 bytes on each of 3 ranks: the rank's own split stays; without splits, two thirds leave.
     own = collective("all_to_all", group_ranks=(0, 1, 2), group_size=3, in_split=split)
     b = Builder(world_size=3).run(NCCL, 0, 10, launched=1, own=own, stream=20)
     assert attribution_of([b]).ranks[0].splits[0].transfer.sent_bytes == sent
 
 
 def test_spans_that_touch_are_one():
-    assert _joined([(5, 9), (0, 5), (11, 12)]) == [(0, 9), (11, 12)]
+    assert _merged_spans([(5, 9), (0, 5), (11, 12)]) == [(0, 9), (11, 12)]
 
 
 @pytest.mark.parametrize(
     ("counts", "reason"), [({0: 3, 1: 3}, ""), ({0: 3, 1: 4}, "counts_differ"), ({0: 3}, "counts_differ")]
 )
 def test_ranks_of_a_group_must_call_equally_often(counts, reason):
-    assert refusal_of_collective(("cp", (0, 1)), {0, 1}, counts) == reason
+    assert collective_mismatch(("cp", (0, 1)), {0, 1}, counts) == reason
