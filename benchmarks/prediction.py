@@ -223,7 +223,7 @@ def from_others(name: str, others: Sequence[Observed]) -> Score:
     """A run foreseen by the machine that other runs tell of."""
     run = observed()[name].run
     machine = calibrate_from(others, base())
-    return scored(name, measured_ms(run), predict(Query.like(run), machine, schedule_of))
+    return scored(name, measured_ms(run), predict(Query.of_run(run), machine, schedule_of))
 
 
 def runs() -> Iterator[Score]:
@@ -261,7 +261,7 @@ def eight() -> Iterator[Score]:
     assert isinstance(loaded, ringprof.Analysis)
     wall = max(rank.breakdown.wall_ns for rank in loaded.attribution.ranks) / 1e6
     workload = Workload(seq=131072, heads=40, kv_heads=40, head_dim=128)
-    query = Query("zigzag", workload, Cluster(1, 8), "cudnn", older=True)
+    query = Query("zigzag", workload, Cluster(1, 8), "cudnn", legacy_schedule=True)
     four = [one for one in observed().values() if one.run.topology.world_size == 4]
     yield scored(EIGHT.name, wall, predict(query, calibrate_from(four, base()), schedule_of))
 
@@ -304,7 +304,7 @@ def rows() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def elsewhere(scores: Sequence[Score], bound: str, share: float = 0.8) -> float:
+def transfer_margin(scores: Sequence[Score], bound: str, share: float = 0.8) -> float:
     """How many times as wide intervals must be for a ``share`` of further cases to lie within: split conformal.
 
     (Vovk, Gammerman and Shafer, Algorithmic Learning in a Random World, section 4.1; Papadopoulos et al. 2002 for the
@@ -318,7 +318,7 @@ def elsewhere(scores: Sequence[Score], bound: str, share: float = 0.8) -> float:
 def inside(score: Score, bound: str, factor: float) -> bool:
     """Whether it would lie in the interval with another `Calibration.elsewhere`."""
     assert score.prediction is not None
-    time, known = score.prediction.time, score.prediction.machine.elsewhere.get(bound)
+    time, known = score.prediction.time, score.prediction.machine.transfer_margin.get(bound)
     one = getattr(time, bound)
     one = replace(one, spread=one.spread * factor / (known.value if known else 1.0))
     time = replace(time, **{bound: one})

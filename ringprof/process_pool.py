@@ -45,7 +45,7 @@ def isolated(what: str, *arguments: str) -> list[str]:
     except OSError:
         here = ""  # the folder is gone, and nothing can be imported from it
     paths = [path for path in sys.path if path and os.path.realpath(path) != here]
-    script = str(Path(__file__).absolute().with_name("isolated.py"))
+    script = str(Path(__file__).absolute().with_name("spawn.py"))
     return [sys.executable, "-u", script, json.dumps(paths), what, *arguments]
 
 

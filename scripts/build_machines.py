@@ -26,11 +26,11 @@ from ringprof.prediction.calibration import (
     Link,
     Nccl,
     Value,
-    assumed,
+    assumed_calibration,
     calibration_json,
 )
 from ringprof.prediction.fit import calibrate_from, observed_run
-from ringprof.prediction.host_model import explained
+from ringprof.prediction.host_model import fit_host_times
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "benchmarks" / "data"
@@ -80,16 +80,16 @@ def h200() -> Calibration:
         msgspec.structs.replace(
             kernel,
             samples=[*kernel.samples, *_calibrated(kernel), *_of_other_heads(kernel.name)],
-            heat=None if kernel.fills_device else Value(0.04, 0.5, "measured", HEAT),
+            throttling=None if kernel.fills_device else Value(0.04, 0.5, "measured", HEAT),
         )
         for kernel in found.kernels
     ]
     found = _with_host(msgspec.structs.replace(found, kernels=kernels))
     return msgspec.structs.replace(
-        found, created="2026-11-22", elsewhere=ELSEWHERE,
+        found, created="2026-11-22", transfer_margin=ELSEWHERE,
         memory_gb_s=Value(4176.0, 0.02, "measured", CALIBRATED),
         reorder_gb_s=Value(1002.0, 0.1, "measured", CALIBRATED),
-        unsteady_us=Value(200.0, 0.3, "measured", UNSTEADY),
+        run_to_run_noise_us=Value(200.0, 0.3, "measured", UNSTEADY),
     )  # fmt: skip
 
 
@@ -141,26 +141,27 @@ def _with_host(machine: Calibration) -> Calibration:
         named = dict(zip(("forward_us", "backward_us"), of_kernel, strict=False))
         kernels.append(msgspec.structs.replace(kernel, **named))
     machine = msgspec.structs.replace(machine, host=Host(**usual), kernels=kernels)
-    found = explained(machine, [_pass(row) for row in _rows("h200_host.csv")], HOST)
+    found = fit_host_times(machine, [_pass(row) for row in _rows("h200_host.csv")], HOST)
     host = {
         name: msgspec.structs.replace(getattr(found.host, name), spread=OF_HOSTS)
         for name in found.host.__struct_fields__
-        if name != "unlike"
+        if name != "host_variation"
     }  # fmt: skip
-    return msgspec.structs.replace(found, host=Host(**host, unlike=OF_RANKS), passes=[])
+    return msgspec.structs.replace(found, host=Host(**host, host_variation=OF_RANKS), passes=[])
 
 
 def _pass(row: dict[str, str]) -> HostPass:
     counted = {name: int(row[name.removesuffix("_us")]) for name in Host.__struct_fields__ if name.endswith("_us")}
     return HostPass(
-        strategy=row["strategy"], kernel=row["kernel"], hops=row["hops"], ranks=int(row["ranks"]),  # type: ignore[arg-type]
+        strategy=row["strategy"], kernel=row["kernel"], hops=row["hops"], ranks=int(row["ranks"]),
+         # type: ignore[arg-type]
         backward=row["trains"] == "1", kinds=counted, us=float(row["us"]), source=HOST,
     )  # fmt: skip
 
 
 def h200_of_runs() -> Calibration:
     """What the committed runs tell of an H200; other machines are told by it, too."""
-    base = assumed("h200", "NVIDIA H200", 132, 150_109_880_320)
+    base = assumed_calibration("h200", "NVIDIA H200", 132, 150_109_880_320)
     source = "benchmarks/data/h200_links.csv: 2 and 4 H200 of one host, NCCL 2.28.9"
     link = msgspec.structs.replace(
         base.same_host,
@@ -170,7 +171,7 @@ def h200_of_runs() -> Calibration:
     )  # fmt: skip
     base = msgspec.structs.replace(
         base, same_host=link, nccl=Nccl(version="2.28.9"),
-        heat=Value(0.16, 0.15, "measured", HEAT), heat_s=Value(0.15, 0.3, "measured", HEAT),
+        throttling=Value(0.16, 0.15, "measured", HEAT), throttling_s=Value(0.15, 0.3, "measured", HEAT),
     )  # fmt: skip
     runs = [observed_run(path.parent, base) for path in sorted((ROOT / "traces").glob("h200x4*/run.json"))]
     found = calibrate_from(runs, base)
@@ -199,14 +200,15 @@ def published(name: str, device: str, hardware: str, multiprocessors: int, memor
         memory_bytes=memory_bytes, environment={}, kernels=found, memory_gb_s=_as_h200(like.memory_gb_s, memory),
         reorder_gb_s=_as_h200(like.reorder_gb_s, memory), same_host=_link_as_h200(like.same_host, nvlink),
         other_host=NIC, nccl=Nccl(version="2.28"), contention=_as_h200(like.contention, 1.0),
-        hop_first=_as_h200(like.hop_first, 1.0), unlike=_as_h200(like.unlike, 1.0), heat=_as_h200(like.heat, 1.0),
+        hop_first=_as_h200(like.hop_first, 1.0), device_variation=_as_h200(like.device_variation, 1.0),
+        throttling=_as_h200(like.throttling, 1.0),
         noise=Value(0.06, 0.5, "assumed", "other people's kernels, clocks and power"),
     )  # fmt: skip
 
 
 def a800() -> Calibration:
     """The kernel from the table beside row V0135, the NIC from the flat ring of row V0109; NVLink by its data sheet."""
-    base = assumed("a800", "NVIDIA A800-SXM4-80GB", 108, 80 << 30)
+    base = assumed_calibration("a800", "NVIDIA A800-SXM4-80GB", 108, 80 << 30)
     table = "thunlp/BurstEngine, kernel table beside V0135 (benchmarks/data/attention.csv)"
     times = (
         ("forward", False, 13.728),
@@ -254,7 +256,7 @@ def a800() -> Calibration:
         base, created="2026-11-22", kernels=[kernel],
         memory_gb_s=Value(1600.0, 0.1, "assumed", "as much of 2,039 GB/s as an H200 reaches"),
         same_host=nvlink, other_host=nic, nccl=Nccl(version="2.18"),
-        heat=Value(0.0, 0.5, "assumed", "the samples are from runs"),
+        throttling=Value(0.0, 0.5, "assumed", "the samples are from runs"),
         noise=Value(0.05, 0.5, "assumed", "repeats in the source differ by 5 %"),
     )  # fmt: skip
 
@@ -271,7 +273,7 @@ def _samples(hardware: str, kernel: str) -> list[KernelSample]:
             KernelSample(
                 phase="forward" if forward else "backward", q=seq, kv=seq, heads=heads, kv_heads=int(row["kv_heads"]),
                 head_dim=head_dim, causal=causal, ns=flops / float(row["tflops"]) / 1e3, spread=0.02,
-                duty=PUBLISHED_DUTY, origin="published", source=row["source"],
+                utilisation=PUBLISHED_DUTY, origin="published", source=row["source"],
             )
         )  # fmt: skip
     return samples

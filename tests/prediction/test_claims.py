@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="a prediction runs strategies on shapes")
 from benchmarks import prediction
 from benchmarks.prediction import Score
 from ringprof.prediction.calibration import read_calibration
-from ringprof.prediction.lognormal import Lognormal, Longer
+from ringprof.prediction.lognormal import Lognormal, MaxLognormal
 from ringprof.prediction.schedules import schedule_of
 
 
@@ -81,16 +81,18 @@ def test_zigzags_grid_on_4_gpus() -> None:
     # Older code, which took a fifth more of its host.
     assert within(list(prediction.grid_host()), 0.235, 0.41)
     # What the bundled machine says that intervals elsewhere are, by these and the shapes of three sessions, rounded up.
-    found = {bound: prediction.elsewhere(of, bound) for bound, of in prediction.held_out().items()}
-    known = {bound: value.value for bound, value in read_calibration("h200").elsewhere.items()}
+    found = {bound: prediction.transfer_margin(of, bound) for bound, of in prediction.held_out().items()}
+    known = {bound: value.value for bound, value in read_calibration("h200").transfer_margin.items()}
     assert all(found[bound] <= known[bound] < found[bound] + 0.1 for bound in known)
 
 
 def test_conformal_by_hand() -> None:
     """Nine cases that are off by 1 to 9 spreads: the eighth of ten, over the 1.2816 of a normal distribution."""
-    foreseen: Any = SimpleNamespace(time=Longer(Lognormal(1e6, 0.01)), machine=SimpleNamespace(elsewhere={}))
+    foreseen: Any = SimpleNamespace(
+        time=MaxLognormal(Lognormal(1e6, 0.01)), machine=SimpleNamespace(transfer_margin={})
+    )
     scores = [Score("", math.exp(0.01 * off), 1.0, prediction=foreseen) for off in range(1, 10)]
-    assert prediction.elsewhere(scores, "device") == pytest.approx(8 / 1.2816, abs=0.01)
+    assert prediction.transfer_margin(scores, "device") == pytest.approx(8 / 1.2816, abs=0.01)
 
 
 def test_peak_memory_of_the_later_session() -> None:

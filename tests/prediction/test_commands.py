@@ -96,7 +96,7 @@ def test_a_prediction_over_hosts_is_of_one_clock_and_says_that_it_is_predicted(t
         (("what-if", ZIGZAG, "--kernel-speed", "0"), "--kernel-speed: '0' is not a factor"),
         (("predict", "--machine", "h200", *SMALL, "--dtype", "fp32"), "bf16 and fp16 only"),
         (("predict", "--machine", "h200", *SMALL, "--head-dim", "96"), "calibrated for head_dim [64, 128], not 96"),
-        (("predict", "--machine", "h200", *SMALL, "--hosts", "2"), "Sockets cannot be foreseen"),
+        (("predict", "--machine", "h200", *SMALL, "--hosts", "2"), "Sockets cannot be predicted"),
         (("predict", "--machine", "h200", *SMALL, "--kernel", "cudn"), "no curves of kernel 'cudn'"),
         (("predict", "--machine", "h100", *SMALL, "--seq", "1000003"), "divisible"),
         (("predict", "--machine", "h200", "--like", str(TRACES / "cpu4-burst-4096")), "CPU processes"),
@@ -208,14 +208,14 @@ def test_the_network_is_told_beside_a_run(capsys: pytest.CaptureFixture[str]) ->
 def test_runs_that_cannot_calibrate_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layer = str(TRACES / "h200x2-zigzag-65536-layer")
     code, _, err = run(capsys, "calibrate", ZIGZAG, layer, "-o", str(tmp_path / "machine.json"))
-    assert code == 2 and err.startswith(f"ringprof: {layer}: training's attention alone is foreseen")
+    assert code == 2 and err.startswith(f"ringprof: {layer}: only training's attention can be predicted")
 
 
 def test_hosts_of_unlike_numbers_are_refused() -> None:
     recorded = read_run(Path(ZIGZAG) / "run.json")
     topology = msgspec.structs.replace(recorded.topology, world_size=6, ranks_per_host=4)
     with pytest.raises(UnsupportedWorkloadError, match="6 ranks are not hosts of 4"):
-        Query.like(msgspec.structs.replace(recorded, topology=topology))
+        Query.of_run(msgspec.structs.replace(recorded, topology=topology))
 
 
 HEADER = "id,strategy,seq_global,heads,head_dim,n_gpus,hosts,causal,pass,kernel,time_ms,tflops\n"
@@ -257,4 +257,4 @@ def test_where_nothing_fits_the_least_is_named(capsys: pytest.CaptureFixture[str
     cluster = ("--gpus-per-host", "6", "--machine", "h100", "--seq", "9216", "--heads", "14", "--forward-only")
     code, out, _ = run(capsys, "advise", *cluster, "--memory", "20MB")
     assert code == 0 and "nothing fits: the least that any needs is" in out and out.count("does not fit") > 3
-    assert "not foreseen: ulysses: a Ulysses degree of 6 does not divide 14 heads" in out
+    assert "not predicted: ulysses: a Ulysses degree of 6 does not divide 14 heads" in out

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from ringprof.prediction.calibration import KernelSample, read_calibration
-from ringprof.prediction.kernel_model import SHORT_SPREAD, Curve, OutsideCalibration
+from ringprof.prediction.kernel_model import EXTRAPOLATED_SPREAD, Curve, OutsideCalibration
 from ringprof.prediction.machine import Curves
 from ringprof.record.dryrun.schedule import AttentionOp
 
@@ -57,18 +57,18 @@ SQUARES = [block(length, length, causal) for length in LENGTHS for causal in (Fa
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("length", [1536, 3000, 6144, 12288, 24576])
 def test_lengths_between_samples_follow_the_law(length: int, causal: bool) -> None:
-    found = curve(law, SQUARES).at(block(length, length, causal))
+    found = curve(law, SQUARES).estimate(block(length, length, causal))
     assert found.ns == pytest.approx(law(block(length, length, causal)), rel=0.05)
 
 
 def test_oblong_blocks_follow_the_law() -> None:
     for q, kv in ((8192, 16384), (4096, 32768)):
-        assert curve(law, SQUARES).at(block(q, kv)).ns == pytest.approx(law(block(q, kv)), rel=0.08)
+        assert curve(law, SQUARES).estimate(block(q, kv)).ns == pytest.approx(law(block(q, kv)), rel=0.08)
 
 
 def test_the_farther_from_samples_the_less_sure() -> None:
     known = curve(lambda one: law(one) * (1.1 if one.kv > 4096 else 1.0), SQUARES, noise=0.02)
-    spreads = [known.at(block(length, length)).spread for length in (16384, 65536, 262144)]
+    spreads = [known.estimate(block(length, length)).spread for length in (16384, 65536, 262144)]
     assert spreads == sorted(spreads) and spreads[0] < 0.5 * spreads[-1]
 
 
@@ -76,18 +76,18 @@ def test_a_short_part_of_a_mask_has_the_forms_time_and_its_spread() -> None:
     """Parts of a mask that are too short: 600 TFLOP/s, and what `law` says beside it, on a device that is not full."""
     masked = [replace(one, pairs=one.q * one.kv // 2) for one in SQUARES if not one.causal]
     known = curve(lambda one: 2e4 + 4 * one.heads * one.head_dim * (one.q * one.kv / 2 + 300 * one.q) / 600e3, masked)
-    few = known.at(replace(block(8192, 64), pairs=8192 * 64))
-    assert few.spread == SHORT_SPREAD
+    few = known.estimate(replace(block(8192, 64), pairs=8192 * 64))
+    assert few.spread == EXTRAPOLATED_SPREAD
     assert few.ns == pytest.approx(law(block(8192, 64)), rel=0.5)
-    assert known.at(masked[2]).spread < 0.1
+    assert known.estimate(masked[2]).spread < 0.1
     with pytest.raises(OutsideCalibration, match="too unlike"):
-        known.at(replace(block(2**24, 64), pairs=2**30))
+        known.estimate(replace(block(2**24, 64), pairs=2**30))
 
 
 def test_what_was_not_measured_is_refused() -> None:
     known = curve(law, SQUARES)
     with pytest.raises(OutsideCalibration, match="64 x 64 tokens is too unlike"):
-        known.at(block(64, 64))
+        known.estimate(block(64, 64))
     with pytest.raises(OutsideCalibration, match="nothing measured"):
         Curve("none", [], 132, alike)
 
@@ -96,9 +96,9 @@ def test_heads_of_each_size_have_curves_of_their_own() -> None:
     """4 x 32 x 16384^2 x 64 FLOPs in 4.77 ms: 461 TFLOP/s, where heads of 128 reach 613 (h200_heads.csv)."""
     known = Curves(read_calibration("h200"), "cudnn")
     asked = msgspec.structs.replace(block(16384, 16384, head_dim=64), heads=32, kv_heads=32)
-    assert asked.flops() / known.at(asked).ns / 1e3 == pytest.approx(461, rel=0.01)
+    assert asked.flops() / known.estimate(asked).ns / 1e3 == pytest.approx(461, rel=0.01)
     with pytest.raises(OutsideCalibration, match=r"'cudnn forward' is calibrated for head_dim \[64, 128\], not 96"):
-        known.at(msgspec.structs.replace(asked, head_dim=96))
+        known.estimate(msgspec.structs.replace(asked, head_dim=96))
 
 
 @pytest.mark.parametrize(("name", "within"), [("h200", 0.05), ("h100", 0.05), ("b200", 0.07)])
@@ -115,5 +115,5 @@ def test_bundled_curves_foresee_the_lengths_left_out(name: str, within: float) -
                     asked = block(
                         sample.q, sample.kv, sample.causal, sample.heads, sample.kv_heads, sample.head_dim, sample.phase
                     )
-                    errors.append(others.at(asked).ns / sample.ns - 1)
+                    errors.append(others.estimate(asked).ns / sample.ns - 1)
     assert sum(map(abs, errors)) / len(errors) < within

@@ -36,7 +36,7 @@ def test_channels_between_hosts() -> None:
     found = [channels(64 * MIB, ranks, ranks // 8, theirs, 50.0) for ranks in (16, 32, 64, 128, 256)]
     assert found == [4, 4, 2, 1, 1]
     assert [channels(64 * MIB, ranks, ranks // 8, HOPPER, 50.0) for ranks in (16, 64, 128)] == [2, 2, 1]
-    assert channels(64 * MIB, 128, 16, HOPPER, 50.0, given=4) == 4
+    assert channels(64 * MIB, 128, 16, HOPPER, 50.0, net_channels=4) == 4
 
 
 def test_h200_hops_take_what_was_measured() -> None:
@@ -48,7 +48,7 @@ def test_h200_hops_take_what_was_measured() -> None:
             size, count = int(row["mib_each_way"]) * MIB, int(row["tensors"])
             if size >= 64 * MIB:
                 post = hop(*range(int(row["communicator_ranks"])), messages=(size // count,) * count)
-                leg = links.leg(post, 0, 1)
+                leg = links.transfer(post, 0, 1)
                 errors.append((leg.latency_ns + leg.size_bytes / leg.cap) / (float(row["us"]) * 1e3) - 1)
     assert len(errors) >= 10
     assert max(map(abs, errors)) < 0.16 and sum(map(abs, errors)) / len(errors) < 0.07
@@ -59,7 +59,7 @@ def test_transfers_share_nics_and_up_links() -> None:
     machine = read_calibration("h100")
     cluster = Cluster(hosts=2, gpus_per_host=4, nic_gbit=400.0, gpus_per_nic=2, oversubscription=2.0)
     links = Links(machine, cluster)
-    paths = {to: links.leg(hop(*range(8)), 0, to).links for to in (1, 4, 6)}
+    paths = {to: links.transfer(hop(*range(8)), 0, to).links for to in (1, 4, 6)}
     assert paths == {
         1: (("out", 0), ("in", 1)),
         4: (("nic-out", (0, 0)), ("nic-in", (1, 0))),
@@ -77,14 +77,14 @@ def test_collectives_by_their_formulas() -> None:
     inside = Links(machine, Cluster(gpus_per_host=4))
     for name in ("all_to_all", "all_gather", "reduce_scatter"):
         post = hop(0, 1, 2, 3, operation=name, messages=(64 * MIB,))
-        assert inside.collective(post) == pytest.approx(3 * 64 * MIB / rates[name] + latency)
+        assert inside.collective_ns(post) == pytest.approx(3 * 64 * MIB / rates[name] + latency)
     across = Links(machine, Cluster(hosts=2, gpus_per_host=2, nic_gbit=400.0))
     post = hop(0, 1, 2, 3, operation="all_to_all", messages=(64 * MIB,))
     wire = 2 * 64 * MIB / 43.0
-    assert across.collective(post) == pytest.approx(wire + machine.other_host.latency_us.value * 1e3)
+    assert across.collective_ns(post) == pytest.approx(wire + machine.other_host.latency_us.value * 1e3)
 
 
 def test_copies_hold_no_multiprocessors() -> None:
     links = Links(read_calibration("h200"), Cluster(gpus_per_host=4))
-    assert links.share(hop(0, 1, operation="copy")) == 0
-    assert links.held(hop(0, 1, 2, 3, messages=(512 * MIB,))) == pytest.approx(32 / 132)
+    assert links.device_share(hop(0, 1, operation="copy")) == 0
+    assert links.held_share(hop(0, 1, 2, 3, messages=(512 * MIB,))) == pytest.approx(32 / 132)

@@ -266,7 +266,7 @@ def test_refusals_are_those_of_a_recording() -> None:
         schedule("zigzga", SMALL, 2)
     with pytest.raises(UnsupportedWorkloadError, match="takes no packed documents and no sliding window"):
         schedule("torch-cp", Workload(seq=64, heads=2, kv_heads=2, head_dim=8, window=16), 2, kernel="flash-attn")
-    with pytest.raises(UnsupportedWorkloadError, match="a softcap cannot be foreseen"):
+    with pytest.raises(UnsupportedWorkloadError, match="a softcap cannot be predicted"):
         schedule("zigzag", Workload(seq=64, heads=2, kv_heads=2, head_dim=8, softcap=5.0), 2)
     with pytest.raises(UsageError, match="no kernel 'cudn'"):
         schedule("zigzag", SMALL, 2, kernel="cudn")

@@ -56,30 +56,30 @@ class Machine:
     taken: float = 0.0
     first: bool = True
     host_ns: float = 0.0
-    collective_ns: float = 70.0
+    collective_time_ns: float = 70.0
 
-    def block(self, rank: int, place: int, block: AttentionOp) -> BlockTime:
+    def attention_time(self, rank: int, place: int, block: AttentionOp) -> BlockTime:
         return BlockTime(self.blocks(rank, place), self.lead_ns, self.tail_ns, self.fills)
 
-    def touch(self, rank: int, place: int, touch: MemoryOp) -> float:
+    def memory_op_ns(self, rank: int, place: int, touch: MemoryOp) -> float:
         return float(touch.bytes)
 
-    def host(self, program: Program) -> list[float]:
+    def host_ns_per_op(self, program: Program) -> list[float]:
         return [self.host_ns] * len(program.ops)
 
-    def leg(self, post: CommStart, sender: int, receiver: int) -> Transfer:
+    def transfer(self, post: CommStart, sender: int, receiver: int) -> Transfer:
         return Transfer(sum(post.messages), self.rate, self.latency_ns, (("out", sender), ("in", receiver)))
 
-    def collective(self, post: CommStart) -> float:
-        return self.collective_ns
+    def collective_ns(self, post: CommStart) -> float:
+        return self.collective_time_ns
 
-    def share(self, post: CommStart) -> float:
+    def device_share(self, post: CommStart) -> float:
         return 0.0 if post.operation == "copy" else self.taken
 
     def capacity(self, link: Hashable) -> float:
         return self.rate
 
-    def hop_is_first(self, rank: int, place: int) -> bool:
+    def hop_starts_first(self, rank: int, place: int) -> bool:
         return self.first
 
 

@@ -166,8 +166,8 @@ def test_fewer_ranks_stand_for_many(name: str) -> None:
     """Five and six hosts of eight for eight of them, whose ranks are taken one by one."""
     workload = replace(WORKLOAD, seq=4096 * 64, heads=64, kv_heads=64, causal=True)
     request = asked(name, 64, params=find(name).load().placed(64, 8))
-    assumed = memory._Assumed(request, "flash-attn", 8)
-    largest = max(memory._Rank(assumed, workload, rank, 64).run() for rank in (0, 1, 9, 31, 62, 63))
+    assumed = memory._Setup(request, "flash-attn", 8)
+    largest = max(memory._RankDryRun(assumed, workload, rank, 64).run() for rank in (0, 1, 9, 31, 62, 63))
     assert peak_bytes(request, workload, "flash-attn", 8) == pytest.approx(largest, rel=0.001)
 
 
@@ -175,7 +175,7 @@ def test_fewer_ranks_stand_for_many(name: str) -> None:
 def test_of_many_ranks_three_are_enough(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     workload = replace(WORKLOAD, seq=4096 * 12, heads=12, kv_heads=12, causal=True)
     three = peak_bytes(asked(name, 12), workload, "flash-attn", 4)
-    monkeypatch.setattr(memory, "ALL", 12)
+    monkeypatch.setattr(memory, "MAX_ALL_RANKS", 12)
     assert three == peak_bytes(asked(name, 12), workload, "flash-attn", 4)
 
 
@@ -222,7 +222,7 @@ def test_a_strangers_strategy_is_taped_in_a_fork(name: str, capfd: pytest.Captur
 )
 def test_what_a_strangers_strategy_does_is_a_reason(name: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "Hangs":
-        monkeypatch.setattr(memory, "_STRANGERS_S", 1.0)
+        monkeypatch.setattr(memory, "USER_STRATEGY_LIMIT_S", 1.0)
     with pytest.raises(UnsupportedWorkloadError, match=why) as refused:
         of_stranger(name)
     assert "\n" not in str(refused.value)

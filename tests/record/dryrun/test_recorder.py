@@ -8,7 +8,7 @@ pytest.importorskip("torch", reason="the tape runs strategies on shapes")
 
 import torch
 
-from ringprof.record.dryrun.dispatch import Recorder, _block_bytes
+from ringprof.record.dryrun.dispatch import Recorder, _allocated_bytes
 from ringprof.record.dryrun.fakes import _split_bytes
 
 
@@ -16,7 +16,7 @@ def test_what_the_allocator_counts() -> None:
     """From 10 MiB on a segment of its own, a multiple of 2 MiB; of it up to 1 MiB that is left over stays with it."""
     mib = 1 << 20
     sizes = {1: 512, 9 * mib + 1: 9 * mib + 512, 27 * mib: 28 * mib, 28 * mib: 28 * mib, 26 * mib + 1: 26 * mib + 512}
-    assert {size: _block_bytes(size) for size in sizes} == sizes
+    assert {size: _allocated_bytes(size) for size in sizes} == sizes
 
 
 @pytest.mark.parametrize(

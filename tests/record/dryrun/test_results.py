@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ringprof.record.dryrun.meta_results import kind_of, result_of
+from ringprof.record.dryrun.meta_results import meta_result, op_info
 
 
 class _Ours(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return result_of(func, kind_of(func), args, kwargs or {})
+        return meta_result(func, op_info(func), args, kwargs or {})
 
 
 def _form(result: Tensor) -> tuple[object, ...]:
