@@ -94,7 +94,7 @@ class Advice:
         return _first_hidden(self.nics)
 
     def why_not_the_second(self) -> str:
-        """Name the largest loss of the runner-up, and its largest gain where a gain exists."""
+        """Name the largest loss of the runner-up, and its largest gain where the loss exceeds the difference."""
         if len(self.choices) < 2:
             return "there is no other"
         first, second = (choice.prediction for choice in self.choices[:2])
@@ -132,7 +132,7 @@ _HOW_TO_MEASURE = {
 
 def advise(
     workload: Workload, cluster: Cluster, machine: Calibration, schedule_of: ScheduleOf, *, kernel: str = "auto",
-    memory_bytes: int | None = None, strategies: Sequence[str] = (), tell: Notify = unheard,
+    memory_bytes: int | None = None, strategies: Sequence[str] = (), notify: Notify = unheard,
 ) -> Advice:  # fmt: skip
     """Predict all candidates, or those of ``strategies`` only, and order them by time.
 
@@ -147,7 +147,7 @@ def advise(
     queries = [query for query in all_queries if not selected or query.strategy in selected]
     predictions, refusals = [], []
     for number, query in enumerate(queries):
-        tell("strategies", number, len(queries))
+        notify("strategies", number, len(queries))
         try:
             predictions.append(predict(query, machine, schedule_of, draws=_FIRST_PASS_DRAWS))
         except RingprofError as error:
@@ -188,7 +188,7 @@ def advise(
     ):
         axis_points: list[Point] = []
         for number, (value, change) in enumerate(sweep):
-            tell(axis, number, len(sweep))
+            notify(axis, number, len(sweep))
             axis_points += _point(
                 value, [(prediction, change(prediction.query)) for prediction in to_compare], machine, schedule_of
             )

@@ -208,15 +208,15 @@ class RecommendationPlots:
         return plots.intervals(names, values, "ms an iteration, predicted; 80 % within the bar", ax)
 
     def tokens(self, ax: Axes | None = None) -> Axes:
-        """Plot predicted TFLOP/s over the sequence length, with intervals and crossings of the first choice."""
+        """Plot predicted TFLOP/s of the compared choices over the sequence length, with intervals and crossings."""
         return self._over("tokens", ax)
 
     def hosts(self, ax: Axes | None = None) -> Axes:
-        """Plot predicted TFLOP/s over the number of hosts."""
+        """Plot predicted TFLOP/s of the compared choices over the number of hosts."""
         return self._over("hosts", ax)
 
     def nic(self, ax: Axes | None = None) -> Axes:
-        """Plot predicted TFLOP/s over the rate of a NIC."""
+        """Plot predicted TFLOP/s of the compared choices over the rate of a NIC."""
         return self._over("nic", ax)
 
     def _over(self, name: str, ax: Axes | None) -> Axes:

@@ -97,8 +97,9 @@ def run_of(prediction: PredictionResult, traces: list[RankTrace], command: Seque
             devices=[f"{prediction.machine.device} {MARK}"] * world_size, versions={"ringprof": __version__},
             variables={}
         ),
-        timings=Timings(warmup=0,
-        iterations_ns=[[round(ns * by_rank[rank]) for ns in quantiles] for rank in representatives]),
+        timings=Timings(
+            warmup=0, iterations_ns=[[round(ns * by_rank[rank]) for ns in quantiles] for rank in representatives]
+        ),
         profiled=Profiled(iterations_ns=[[round(slowest * by_rank[rank])] for rank in representatives]),
         peak_memory_bytes=[programs[rank].peak_bytes for rank in representatives],
         work=[programs[rank].work for rank in representatives],

@@ -40,7 +40,7 @@ EXTRAPOLATED_SPREAD = 1.2
 """
 _CALL_NS_GRID = (0.0, 2e3, 5e3, 1e4, 2e4, 4e4)
 _KAPPA_GRID = (0.0, 64.0, 128.0, 256.0, 384.0, 512.0, 768.0, 1024.0, 1536.0)
-_TYPICAL_KAPPA, _USUAL_CALL_NS = 256.0, 1e4
+_TYPICAL_KAPPA, _TYPICAL_CALL_NS = 256.0, 1e4
 _FORM_ERROR = 0.03
 """Typical distance of the form from samples, in the logarithm."""
 _AMPLITUDE_GRID, _LENGTH_SCALE_GRID = (0.02, 0.04, 0.08, 0.16, 0.32), (1.0, 2.0, 4.0)
@@ -139,7 +139,7 @@ class Curve:
             log_rate = float(np.median(log_work - log_scaled_ns))
             errors = np.log(call_ns + np.exp(log_work - log_rate)) - self._log_ns
             prior = ((kappa - _TYPICAL_KAPPA) / _TYPICAL_KAPPA) ** 2 + (
-                (call_ns - _USUAL_CALL_NS) / _USUAL_CALL_NS
+                (call_ns - _TYPICAL_CALL_NS) / _TYPICAL_CALL_NS
             ) ** 2
             cost = float(np.mean(errors**2)) / _FORM_ERROR**2 + prior
             if best is None or cost < best[0]:

@@ -142,7 +142,7 @@ def predict(
     does not cover it.
     """
     cluster = query.cluster
-    refuse_unknown(query, machine)
+    refuse_unsupported(query, machine)
     kernel = query.kernel_on(machine)
     query = replace(query, kernel=kernel, hops=query.hops_on(machine))
     curves = curves_of(machine, query.kernel)
@@ -168,8 +168,8 @@ def _gains_ring_steps(query: Query, schedule_of: ScheduleOf, small: Cluster, lar
     return small_ops < large_ops
 
 
-def refuse_unknown(query: Query, machine: Calibration) -> None:
-    """Refuse what no calibration covers. Raises `UnsupportedWorkloadError`."""
+def refuse_unsupported(query: Query, machine: Calibration) -> None:
+    """Refuse data types, networks and transports that no calibration covers. Raises `UnsupportedWorkloadError`."""
     if query.workload.dtype not in ("bf16", "fp16"):
         raise UnsupportedWorkloadError(f"{query.workload.dtype}: curves are of bf16 and fp16 only")
     if query.cluster.hosts > 1 and query.cluster.nic_gbit is None and machine.other_host.total_gb_s.origin == "assumed":

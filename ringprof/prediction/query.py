@@ -72,7 +72,7 @@ class Query:
 
     @classmethod
     def of_run(cls, run: Run) -> Query:
-        """Return the query that a recorded run answers.
+        """Return the query for the performance of a recorded run.
 
         Raises `InputError` for a run that does not name its strategy, `UnsupportedWorkloadError` for CPU runs.
         """

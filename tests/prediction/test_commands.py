@@ -1,4 +1,4 @@
-"""predict, what-if, calibrate and check from the command line; a prediction is read as a recorded run is."""
+"""The commands predict, what-if, calibrate and check; a prediction is read like a recorded run."""
 
 from __future__ import annotations
 
@@ -33,17 +33,19 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 def test_a_prediction_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "predict", *SMALL, "--machine", "h200", "--format", "json")
-    found = json.loads(out)
-    assert code == 0 and found["schema"] == "ringprof.prediction/1" and found["predicted"] is True
-    time = found["iteration_ms"]
+    report = json.loads(out)
+    assert code == 0 and report["schema"] == "ringprof.prediction/1" and report["predicted"] is True
+    time = report["iteration_ms"]
     assert time["p10"] < time["p50"] < time["p90"]
     # 14 · S²/2 · heads · head_dim FLOPs on two GPUs.
     flops = 14 * 65536**2 / 2 * 40 * 128
-    assert found["tflops"]["p50"] == pytest.approx(flops / 2 / time["p50"] / 1e9, rel=1e-3)
-    assert found["tflops"]["p10"] < found["tflops"]["p90"]
-    assert set(found["bound_by"]) == {"forward", "backward"} and 0 <= found["exposed_comm"] < 0.2
-    assert all(one["origin"] in ("measured", "published", "assumed") and one["source"] for one in found["inputs"])
-    parts = sum(sum(phase.values()) for phase in found["parts_ms"].values())
+    assert report["tflops"]["p50"] == pytest.approx(flops / 2 / time["p50"] / 1e9, rel=1e-3)
+    assert report["tflops"]["p10"] < report["tflops"]["p90"]
+    assert set(report["bound_by"]) == {"forward", "backward"} and 0 <= report["exposed_comm"] < 0.2
+    assert all(
+        value["origin"] in ("measured", "published", "assumed") and value["source"] for value in report["inputs"]
+    )
+    parts = sum(sum(phase.values()) for phase in report["parts_ms"].values())
     assert parts == pytest.approx(time["p50"], rel=0.05)
 
 
@@ -52,15 +54,15 @@ def test_a_prediction_is_read_as_a_run(tmp_path: Path, capsys: pytest.CaptureFix
     code, out, err = run(capsys, "predict", "--like", ZIGZAG, "--machine", "h200", "-o", str(folder))
     assert code == 0 and out.startswith("PREDICTED: zigzag on 4 x NVIDIA H200") and "in four of five cases" in out
     assert err == f"Wrote {folder}: ringprof report {shlex.quote(str(folder))}\n"
-    made = read_run(folder / "run.json")
-    assert made.predicted is not None and made.predicted.machine == "h200"
-    assert made.predicted.p10_ns < made.predicted.p50_ns < made.predicted.p90_ns
+    predicted = read_run(folder / "run.json")
+    assert predicted.predicted is not None and predicted.predicted.machine == "h200"
+    assert predicted.predicted.p10_ns < predicted.predicted.p50_ns < predicted.predicted.p90_ns
     loaded, recorded = ringprof.load(folder), ringprof.load(ZIGZAG)
     assert isinstance(loaded, ringprof.Analysis) and isinstance(recorded, ringprof.Analysis)
-    # Every hop and block of the recording, and no time that does not add up.
+    # It has every hop and block of the recording, and its times add up.
     assert len(loaded.hops()) == len(recorded.hops())
     assert loaded.breakdown()["idle_ns"].ge(0).all()
-    blocks = {one.kernel for one in loaded.steps().itertuples() if "kernel" in one._fields} or {""}
+    blocks = {step.kernel for step in loaded.steps().itertuples() if "kernel" in step._fields} or {""}
     assert blocks
     assert run(capsys, "report", str(folder))[0] == 0
     code, out, _ = run(capsys, "compare", str(folder), ZIGZAG)
@@ -109,7 +111,7 @@ def test_a_prediction_over_hosts_is_of_one_clock_and_says_that_it_is_predicted(t
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value[-2:]),
 )
-def test_what_cannot_be_foreseen_is_refused_in_a_line(
+def test_what_cannot_be_predicted_is_refused_in_a_line(
     arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = run(capsys, *arguments)
@@ -118,15 +120,15 @@ def test_what_cannot_be_foreseen_is_refused_in_a_line(
 
 def test_what_if_says_what_a_change_would_have_done(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "what-if", ZIGZAG, "--format", "json", "--slow", "3=1.25")
-    found = json.loads(out)
-    assert code == 0 and abs(found["replay_error"]) < 0.02
+    report = json.loads(out)
+    assert code == 0 and abs(report["replay_error"]) < 0.02
     # The ring goes at the pace of its slowest rank; nine tenths of the time are blocks.
-    assert found["change"] == pytest.approx(0.9 * 0.25, abs=0.03)
+    assert report["change"] == pytest.approx(0.9 * 0.25, abs=0.03)
     _, out, _ = run(capsys, "what-if", ZIGZAG, "--format", "json", "--kernel-speed", "1.1x")
     assert -0.1 < json.loads(out)["change"] < -0.07
 
 
-def test_copied_hops_foreseen_are_as_those_recorded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_predicted_copied_hops_match_the_recorded_ones(capsys: pytest.CaptureFixture[str]) -> None:
     """From the run with NCCL's hops; the recorded one with copied hops took 75.15 ms in its profiled iteration."""
     _, out, _ = run(capsys, "what-if", ZIGZAG, "--format", "json", "--hops", "copy")
     assert json.loads(out)["changed_ms"] == pytest.approx(75.15, rel=0.05)
@@ -143,19 +145,19 @@ def test_calibrate_from_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     output = tmp_path / "machine.json"
     code, out, err = run(capsys, "calibrate", ZIGZAG, ZIGZAG + "-copied", "-o", str(output), "--name", "ours")
     assert code == 0 and f"Wrote {output}" in err
-    # What it found, in words: of each kernel its best, and every figure with how sure and where from.
+    # The text names each kernel's best rate, and every figure with its spread and source.
     assert "ours, NVIDIA H200" in out and "cudnn forward" in out and "best TFLOP/s of" in out
     (copied,) = (line for line in out.splitlines() if "same_host.copy_gb_s" in line)
     assert "measured" in copied and "±" in copied
-    found = read_calibration(output)
-    assert found.name == "ours" and found.device == "NVIDIA H200"
-    kernel = found.kernel("cudnn")
+    calibration = read_calibration(output)
+    assert calibration.name == "ours" and calibration.device == "NVIDIA H200"
+    kernel = calibration.kernel("cudnn")
     assert {sample.q for sample in kernel.samples} == {8192, 16384}
     assert all(sample.origin == "measured" and "zigzag-65536" in sample.source for sample in kernel.samples)
     # A kernel that did not run stays as the bundled machine of this device has it.
-    assert found.kernel("flash-attn") == read_calibration("h200").kernel("flash-attn")
-    assert found.same_host.copy_gb_s is not None and 370 < found.same_host.copy_gb_s.value < 395
-    assert parse_calibration(calibration_json(found), "again") == found
+    assert calibration.kernel("flash-attn") == read_calibration("h200").kernel("flash-attn")
+    assert calibration.same_host.copy_gb_s is not None and 370 < calibration.same_host.copy_gb_s.value < 395
+    assert parse_calibration(calibration_json(calibration), "again") == calibration
     code, out, _ = run(capsys, "predict", "--like", ZIGZAG, "--machine", str(output), "--format", "json")
     assert code == 0 and json.loads(out)["iteration_ms"]["p50"] == pytest.approx(80.87, rel=0.03)
 
@@ -195,11 +197,19 @@ def test_what_would_change_nothing_is_refused(
 
 
 def test_the_network_is_told_beside_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """Two hosts of two GPUs whose hops are bound by 2 of NCCL's channels: 8 of them are faster."""
-    asked = ("predict", "--like", str(TRACES / "h200x4-zigzag-65536-two-hosts"), "--machine", "h200", "--nic", "400")
+    """Two hosts of two GPUs whose hops are bound by 2 NCCL channels: 8 channels are faster."""
+    arguments = (
+        "predict",
+        "--like",
+        str(TRACES / "h200x4-zigzag-65536-two-hosts"),
+        "--machine",
+        "h200",
+        "--nic",
+        "400",
+    )
     times = []
-    for more in ((), ("--net-channels", "8")):
-        code, out, _ = run(capsys, *asked, *more, "--format", "json")
+    for options in ((), ("--net-channels", "8")):
+        code, out, _ = run(capsys, *arguments, *options, "--format", "json")
         assert code == 0
         times.append(json.loads(out)["iteration_ms"]["p50"])
     assert times[1] < 0.7 * times[0]
@@ -222,7 +232,7 @@ HEADER = "id,strategy,seq_global,heads,head_dim,n_gpus,hosts,causal,pass,kernel,
 
 
 def test_published_tables_are_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Good; beyond any H100; beyond the kernel; the time of a quarter of its length; of a strategy that is not ours."""
+    """A good row; beyond any H100; beyond the kernel; the time of a quarter of its length; an unknown strategy."""
     table = tmp_path / "table.csv"
     table.write_text(
         HEADER + "good,ulysses,131072,64,128,16,2,False,fwd,fa3,61.33,\n"

@@ -1,4 +1,4 @@
-"""The longer of two lognormal times against draws of them, and against what is known of one alone."""
+"""Distribution of the maximum of two lognormal times, against draws and against one of them alone."""
 
 from __future__ import annotations
 

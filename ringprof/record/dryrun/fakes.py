@@ -230,7 +230,10 @@ class RecordingRing(HopRing):
         return _RecordedHop(recorder, number, list(message.messages), received if into is None else into)
 
     def _owned(self, message: Message) -> Message:
-        """Return a message in memory of its own, like `ringprof.strategies.transport.copy_engine.owned`."""
+        """Return a message that lies in no other ring's receive slots; copy it if needed.
+
+        `ringprof.strategies.transport.copy_engine.owned` does the same in a run.
+        """
         owners = [self._comm.slots.get(_storage_key(tensor)) for tensor in message.messages]
         if all(slots is None or slots is self.slots for slots in owners):
             return message
