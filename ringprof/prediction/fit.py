@@ -189,7 +189,7 @@ def _device_variation(runs: Sequence[Observed], contention: float, throttling: f
 
 
 def _contention(runs: Sequence[Observed]) -> Value | None:
-    """Fit the fraction of the contended time that blocks lose: the slope over blocks of one shape and run."""
+    """Fit the fraction of the contended time that blocks lose: a slope over blocks of equal shape and run."""
     x, y = [], []
     for observed in runs:
         groups: dict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)

@@ -103,12 +103,12 @@ class Links:
 
     def __init__(self, calibration: Calibration, cluster: Cluster) -> None:
         self._nccl, self.cluster = calibration.nccl, cluster
-        self._same, self._other = calibration.same_host, calibration.other_host
-        self._units, self._contention = calibration.multiprocessors, calibration.contention.value
+        self._same_host, self._other_host = calibration.same_host, calibration.other_host
+        self._multiprocessors, self._contention = calibration.multiprocessors, calibration.contention.value
         self._copy = calibration.same_host.copy_gb_s
-        line = self._other.total_gb_s.value
-        # What a NIC reaches of its line rate is taken from the machine that was calibrated.
-        self.nic_gb_s = line if cluster.nic_gbit is None else cluster.nic_gbit / 8 * _nic_efficiency(self._other)
+        line = self._other_host.total_gb_s.value
+        # The fraction of the line rate that a NIC reaches is the one measured on the calibrated machine.
+        self.nic_gb_s = line if cluster.nic_gbit is None else cluster.nic_gbit / 8 * _nic_efficiency(self._other_host)
         self._transfers: dict[tuple[object, ...], Transfer] = {}
         self._held_shares: dict[tuple[object, ...], float] = {}
 
@@ -121,8 +121,9 @@ class Links:
         return self._transfers[key]
 
     def _transfer(self, comm_op: CommStart, sender: int, receiver: int) -> Transfer:
+        """Compute the transfer of one hop: its size, its highest rate, its latency and its links."""
         same_host = self.cluster.host(sender) == self.cluster.host(receiver)
-        link = self._same if same_host else self._other
+        link = self._same_host if same_host else self._other_host
         total_bytes = sum(comm_op.messages)
         if comm_op.operation == "copy":
             assert self._copy is not None, "refused before"
@@ -138,7 +139,7 @@ class Links:
         members, (piece,) = comm_op.members, comm_op.messages
         on_first_host = sum(self.cluster.host(member) == self.cluster.host(members[0]) for member in members)
         hosts = self.cluster.hosts_of(members)
-        nvlink = self._same.collective_gb_s[comm_op.operation].value
+        nvlink = self._same_host.collective_gb_s[comm_op.operation].value
         nic = self.nic_gb_s / self.cluster.gpus_per_nic / self.cluster.oversubscription
         if comm_op.operation == "all_to_all":
             wire_ns = max(
@@ -148,7 +149,7 @@ class Links:
             # Every channel's ring crosses between hosts over its own NIC.
             rate = nvlink if hosts == 1 else min(nvlink, nic * on_first_host)
             wire_ns = (len(members) - 1) * piece / rate
-        latency = self._same.latency_us if hosts == 1 else self._other.latency_us
+        latency = self._same_host.latency_us if hosts == 1 else self._other_host.latency_us
         return wire_ns + latency.value * 1e3
 
     def device_share(self, comm_op: CommStart) -> float:
@@ -161,7 +162,7 @@ class Links:
             return 0.0
         key = comm_op.operation, comm_op.communicator, len(comm_op.members), comm_op.messages
         if key not in self._held_shares:
-            self._held_shares[key] = min(self.channels_of(comm_op), self._nccl.peer_channels) / self._units
+            self._held_shares[key] = min(self.channels_of(comm_op), self._nccl.peer_channels) / self._multiprocessors
         return self._held_shares[key]
 
     def channels_of(self, comm_op: CommStart) -> int:
@@ -179,7 +180,7 @@ class Links:
         """Return the capacity in GB/s (bytes per nanosecond) of a link named by `transfer`."""
         assert isinstance(link, tuple)
         if link[0] in ("out", "in"):
-            return self._same.total_gb_s.value
+            return self._same_host.total_gb_s.value
         nic = self.nic_gb_s
         if link[0] in ("nic-out", "nic-in"):
             return nic
@@ -187,7 +188,7 @@ class Links:
 
     def hop_gb_s(self, comm_op: CommStart) -> float:
         """Return the GB/s that NCCL's channels allow one hop between hosts."""
-        return min(self._message_gb_s(comm_op, message, self._other) for message in comm_op.messages)
+        return min(self._message_gb_s(comm_op, message, self._other_host) for message in comm_op.messages)
 
     def _path(self, sender: int, receiver: int) -> tuple[Hashable, ...]:
         """Return the links that a transfer crosses."""

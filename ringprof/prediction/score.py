@@ -315,8 +315,8 @@ def _check_dict(checked_rows: Sequence[CheckedRow], unknown: Sequence[str]) -> J
         "rows": [
             {
                 "line": checked.row.number, "name": checked.row.name, "measured_ms": checked.row.measured_ms,
-                "predicted_ms": checked.predicted_ms and dict(zip(("p10", "p50", "p90"), checked.predicted_ms,
-                strict=True)),
+                "predicted_ms": checked.predicted_ms
+                and dict(zip(("p10", "p50", "p90"), checked.predicted_ms, strict=True)),
                 "error": checked.error, "reason": checked.reason or None,
                 "flags": [{"code": code, "message": message} for code, message in checked.flags],
             }

@@ -202,7 +202,7 @@ class RecordingRing(HopRing):
         self, channel: str, members: Sequence[int], comm: RecordingCommunicator, shares: Any, *, keeps: bool
     ) -> None:
         super().__init__(channel, members, None, comm, keeps=keeps)
-        self._comm, self._everyone = comm, tuple(members)
+        self._comm, self._all_members = comm, tuple(members)
         self.communicator: str = shares.communicator if shares is not None else _communicator_name(channel, members)
         on_one_host = all(comm.hosts.link(members[0], other) == SAME_HOST for other in members)
         self.copied = comm.hops == "copy" and on_one_host and not keeps
@@ -225,7 +225,7 @@ class RecordingRing(HopRing):
         sizes = [tensor.nbytes for tensor in message.messages]
         recorder = self._comm.recorder
         number = recorder.comm_start(
-            self.channel, self._meter.phase, operation, self._everyone, self.communicator, sizes
+            self.channel, self._meter.phase, operation, self._all_members, self.communicator, sizes
         )
         return _RecordedHop(recorder, number, list(message.messages), received if into is None else into)
 
@@ -269,7 +269,7 @@ class RecordingCollective(Collective):
 
     def __init__(self, channel: str, members: Sequence[int], comm: RecordingCommunicator) -> None:
         super().__init__(channel, members, None, comm)
-        self._comm, self._everyone = comm, tuple(members)
+        self._comm, self._all_members = comm, tuple(members)
 
     def all_to_all(self, tensor: Tensor) -> Any:
         if self.size == 1:
@@ -277,7 +277,7 @@ class RecordingCollective(Collective):
         tensor = tensor.contiguous()
         piece = tensor.nbytes // self.size
         self._count("all_to_all", self._links, piece)
-        return self._arriving("all_to_all", tensor, _like(tensor), piece)
+        return self._start_transfer("all_to_all", tensor, _like(tensor), piece)
 
     def all_gather(self, tensor: Tensor) -> Any:
         if self.size == 1:
@@ -286,7 +286,7 @@ class RecordingCollective(Collective):
         piece = tensor.nbytes
         self._count("all_gather", self._links[:1] * (self.size - 1), piece)
         received = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        return self._arriving("all_gather", tensor, received, piece)
+        return self._start_transfer("all_gather", tensor, received, piece)
 
     def reduce_scatter(self, tensor: Tensor) -> Any:
         if self.size == 1:
@@ -294,11 +294,11 @@ class RecordingCollective(Collective):
         tensor = tensor.contiguous()
         piece = tensor.nbytes // self.size
         self._count("reduce_scatter", self._links[:1] * (self.size - 1), piece)
-        return self._arriving("reduce_scatter", tensor, _like(tensor[0]), piece)
+        return self._start_transfer("reduce_scatter", tensor, _like(tensor[0]), piece)
 
-    def _arriving(self, operation: str, sent: Tensor, received: Tensor, piece_bytes: int) -> Any:
-        recorder, name = self._comm.recorder, _communicator_name(self.channel, self._everyone)
-        number = recorder.comm_start(self.channel, self.meter.phase, operation, self._everyone, name, [piece_bytes])
+    def _start_transfer(self, operation: str, sent: Tensor, received: Tensor, piece_bytes: int) -> Any:
+        recorder, name = self._comm.recorder, _communicator_name(self.channel, self._all_members)
+        number = recorder.comm_start(self.channel, self.meter.phase, operation, self._all_members, name, [piece_bytes])
         return _RecordedHop(recorder, number, [sent], [received])
 
 

@@ -121,7 +121,7 @@ class _RankDryRun:
         """Return the bytes at the peak."""
         request = self._setup.request
         with refuse_on_failure(request.strategy), recording(self._recorder, on_gpus=request.device == "cuda"):
-            shard = self._problem()
+            shard = self._shard()
             for _ in dry_run_iterations(shard, self._setup.hops):
                 self._recorder.start()
                 shard.results()
@@ -142,16 +142,16 @@ class _RankDryRun:
         """Communicator of all ranks."""
         return self.of(self._world).comm
 
-    def _create(self, size: int, kind_of_comm: type[RecordingCommunicator] = RecordingCommunicator) -> Any:
+    def _create(self, size: int, comm_class: type[RecordingCommunicator] = RecordingCommunicator) -> Any:
         request, kernel, per_host = self._setup
         ranks_per_host = min(per_host, size)
         rank_position = self._rank % size, size, size if size % ranks_per_host else ranks_per_host
-        comm = kind_of_comm(self._recorder, *rank_position, self._setup.hops)
+        comm = comm_class(self._recorder, *rank_position, self._setup.hops)
         return recording_strategy(
             load_strategy(request.strategy), request.params, comm, kernel, self._workload.softcap
         )[0]
 
-    def _problem(self) -> WorkloadShard:
+    def _shard(self) -> WorkloadShard:
         workload, world = self._workload, self._world
         if workload.sequences is not None:
             return StepsProblem.over(self, workload, tuple(world // count for count in workload.sequences), META)

@@ -104,13 +104,15 @@ def _meta_form(func: Any, name: str, *operands: Any, **named: Any) -> tuple[Any,
 
 
 def _same_layout(tensors: Sequence[Any]) -> bool:
-    """Return whether all are floating-point tensors of one shape and dtype, dense in dimension order."""
+    """Return whether all are floating-point tensors of one shape and dtype, with their dimensions in memory order."""
     first = tensors[0]
     return all(
-        isinstance(tensor, Tensor) and tensor.is_floating_point() and (tensor.shape, tensor.dtype) == (first.shape,
-        first.dtype)
-        and list(tensor.stride()) == sorted(tensor.stride(), reverse=True) for tensor in tensors
-    )  # fmt: skip
+        isinstance(tensor, Tensor)
+        and tensor.is_floating_point()
+        and (tensor.shape, tensor.dtype) == (first.shape, first.dtype)
+        and list(tensor.stride()) == sorted(tensor.stride(), reverse=True)
+        for tensor in tensors
+    )
 
 
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:

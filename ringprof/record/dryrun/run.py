@@ -61,7 +61,7 @@ def dry_run_rank(
             reset_counts([strategy])
             fake_kernel.flops, fake_kernel.calls = 0, dict.fromkeys(fake_kernel.calls, 0)
             shard.iteration()
-    # The recording kernel does not belong to the strategy, so its counts are added.
+    # The recording kernel does not belong to the strategy, so its counts replace the strategy's.
     work = msgspec.structs.replace(
         counted_work([strategy]), block_flops=fake_kernel.flops, block_calls=dict(fake_kernel.calls)
     )
@@ -94,7 +94,7 @@ def recording_strategy(
     strategy: Any = strategy_class(Context(comm, kernel), **params)
     deterministic = bool(params.get("deterministic"))
     fake_kernel = recording_kernel(KERNELS[kernel], comm.recorder, deterministic=deterministic, softcap=softcap or 0.0)
-    strategy.kernel_for = lambda q, **asks: fake_kernel
+    strategy.kernel_for = lambda q, **options: fake_kernel
     return strategy, fake_kernel
 
 
