@@ -1,12 +1,12 @@
-"""Every error of foresight against what was measured, with its sign: predicted over measured, less 1.
+"""Every error of a prediction against a measurement, with its sign: predicted over measured, minus 1.
 
     python benchmarks/prediction.py [PART...]
 
 Parts: shapes, host, later, masks, other_heads, grid, grid_host, runs, strategies, lengths, eight, replays, h100, a800.
-The first two are the runs of benchmarks/data/h200_shapes.csv (benchmarks/prediction_truth.py recorded them), of shapes
-that no committed run has; later and masks those of h200_shapes_2.csv; grid and grid_host the cells of h200_grid.csv
-(benchmarks/strategy_speed.py, zigzag on 4 H200); h100 and a800 the published rows of attention.csv; all others the
-committed runs. What was fitted to which rows, docs/prediction.md says.
+The first two are the runs of benchmarks/data/h200_shapes.csv (recorded by benchmarks/prediction_truth.py), of shapes
+that no committed run has. later and masks are those of h200_shapes_2.csv. grid and grid_host are the cells of
+h200_grid.csv (benchmarks/strategy_speed.py, zigzag on 4 H200). h100 and a800 are the published rows of attention.csv.
+All others are the committed runs. docs/prediction.md says what was fitted to which rows.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ EIGHT = ROOT / "tests" / "data" / "h200x8-zigzag-131072"
 
 @dataclass(frozen=True)
 class Score:
-    """One prediction held against one measurement; times in milliseconds."""
+    """One prediction against one measurement; times in milliseconds."""
 
     name: str
     measured: float
     predicted: float
     low: float | None = None
-    """Of the 80 % interval, as ``high``."""
+    """Lower end of the 80 % interval; ``high`` is its upper end."""
     high: float | None = None
     prediction: PredictionResult | None = None
 
@@ -59,12 +59,14 @@ class Score:
 
 
 MIDDLE_MS = 2.5
-"""Runs of the later session below that are bound by the host."""
+"""Milliseconds below which runs of the later session are host-bound."""
 _ITERATIONS = 10
-"""From a recorded run's first to the middle one of those that were timed; of short ones ten times as many, which the
-host was the bound of."""
+"""Iterations of a recorded run from its first to its middle timed one.
+
+Short, host-bound runs have ten times as many.
+"""
 HOST_MS = 5.0
-"""Runs below that are bound by the host."""
+"""Milliseconds below which runs are host-bound."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Shape:
     query: Query
     ms: float
     peak_mib: float | None = None
-    """Of the rank that held most, where that was kept."""
+    """Peak memory of the rank that held most, where it was recorded."""
 
     @property
     def plain(self) -> bool:
@@ -108,18 +110,18 @@ def _shape(row: dict[str, str]) -> Shape:
 
 
 def shapes() -> Iterator[Score]:
-    """Shapes that no committed run has, on 2 H200, by the bundled h200: the device is the bound."""
-    yield from _foreseen(shape for shape in recorded_shapes() if shape.ms > HOST_MS)
+    """Score device-bound shapes on 2 H200 that no committed run has, by the bundled h200."""
+    yield from _predicted_shapes(shape for shape in recorded_shapes() if shape.ms > HOST_MS)
 
 
 def host() -> Iterator[Score]:
-    """23 short programs on 2 H200, each in two processes, the host that told the bundled h200 its times by passes."""
-    yield from (one for one in _foreseen(recorded_shapes("h200_shapes_4.csv")) if _by_host(one))
+    """Score 23 short host-bound programs on 2 H200, in two processes, on the host that the h200 was fitted to."""
+    yield from (score for score in _predicted_shapes(recorded_shapes("h200_shapes_4.csv")) if _by_host(score))
 
 
 def short() -> Iterator[Score]:
-    """16 more of 2 to 10 ms, each in the same two processes: the device is the bound."""
-    yield from (one for one in _foreseen(recorded_shapes("h200_shapes_4.csv")) if not _by_host(one))
+    """Score 16 more device-bound programs of 2 to 10 ms, each in the same two processes."""
+    yield from (score for score in _predicted_shapes(recorded_shapes("h200_shapes_4.csv")) if not _by_host(score))
 
 
 def _by_host(score: Score) -> bool:
@@ -128,58 +130,60 @@ def _by_host(score: Score) -> bool:
 
 
 def host_elsewhere() -> Iterator[Score]:
-    """Short sequences of older code, on 2 and 4 H200 of two more sessions: other hosts."""
+    """Score short sequences of older code, on 2 and 4 H200 of two more sessions, with other hosts."""
     before = [*later_shapes(), *recorded_shapes("h200_shapes_3.csv")]
-    yield from (one for one in _foreseen(shape for shape in before if shape.plain) if _by_host(one))
+    yield from (score for score in _predicted_shapes(shape for shape in before if shape.plain) if _by_host(score))
 
 
 def last() -> Iterator[Score]:
-    """Seven shapes of the last session, of which no machine was told: the device is the bound."""
-    yield from _foreseen(shape for shape in recorded_shapes("h200_shapes_3.csv") if shape.ms > 2 * HOST_MS)
+    """Score seven device-bound shapes of the last session, which no machine was fitted to."""
+    yield from _predicted_shapes(shape for shape in recorded_shapes("h200_shapes_3.csv") if shape.ms > 2 * HOST_MS)
 
 
 def later() -> Iterator[Score]:
-    """14 more shapes, recorded three hours later, of which no machine was told: the device is the bound, or nearly."""
-    yield from _foreseen(shape for shape in later_shapes() if shape.plain and shape.ms > MIDDLE_MS)
+    """Score 14 more shapes, recorded three hours later, which no machine was fitted to: device-bound, or nearly."""
+    yield from _predicted_shapes(shape for shape in later_shapes() if shape.plain and shape.ms > MIDDLE_MS)
 
 
 def masks() -> Iterator[Score]:
-    """Packed documents and windows of the same session; the kernel's curves of them are of that session, too."""
-    yield from _foreseen(shape for shape in later_shapes() if not shape.plain)
+    """Score packed documents and windows of the same session; the kernel's curves of them are also of that session."""
+    yield from _predicted_shapes(shape for shape in later_shapes() if not shape.plain)
 
 
 def later_shapes() -> list[Shape]:
     return recorded_shapes("h200_shapes_2.csv")
 
 
-def _foreseen(chosen: Iterable[Shape]) -> Iterator[Score]:
+def _predicted_shapes(chosen: Iterable[Shape]) -> Iterator[Score]:
     for shape in chosen:
         yield scored(shape.name, shape.ms, predict(shape.query, read_calibration("h200"), schedule_of))
 
 
 def other_heads() -> Iterator[Score]:
-    """Other head sizes, MLA and sinks, on 2 H200; the curves of these sizes are of the same session."""
-    yield from _foreseen(shape for shape in recorded_shapes("h200_shapes_5.csv") if shape.query.workload.head_dim != 96)
+    """Score other head sizes, MLA and sinks, on 2 H200; the curves of these sizes are of the same session."""
+    yield from _predicted_shapes(
+        shape for shape in recorded_shapes("h200_shapes_5.csv") if shape.query.workload.head_dim != 96
+    )
 
 
 def grid() -> Iterator[Score]:
-    """Zigzag on 4 H200, two kernels, both hop engines, two sessions, by the bundled h200: the device is the bound."""
+    """Score device-bound cells of zigzag on 4 H200: two kernels, both transports, two sessions, by the bundled h200."""
     yield from _grid(host_bound=False)
 
 
 def grid_host() -> Iterator[Score]:
-    """Of the same those of which the prediction says that the host is the bound."""
+    """Score the cells of the grid that are predicted to be host-bound."""
     yield from _grid(host_bound=True)
 
 
 def _grid(*, host_bound: bool) -> Iterator[Score]:
-    for name, ms, prediction in foreseen_grid():
+    for name, ms, prediction in predicted_grid():
         if prediction.host_bound == host_bound:
             yield scored(name, ms, prediction)
 
 
 @cache
-def foreseen_grid() -> list[tuple[str, float, PredictionResult]]:
+def predicted_grid() -> list[tuple[str, float, PredictionResult]]:
     with open(DATA / "h200_grid.csv", encoding="utf-8", newline="") as file:
         return [_cell(row) for row in csv.DictReader(file)]
 
@@ -194,19 +198,19 @@ def _cell(row: dict[str, str]) -> tuple[str, float, PredictionResult]:
 
 @cache
 def base() -> Calibration:
-    """H200 without samples of kernels: those come from the runs that a score allows."""
+    """Return the H200 without kernel samples; these come from the runs that a score allows."""
     machine = read_calibration("h200")
     return msgspec.structs.replace(machine, kernels=[msgspec.structs.replace(k, samples=[]) for k in machine.kernels])
 
 
 @cache
 def observed() -> dict[str, Observed]:
-    """The committed GPU runs by the names of their folders."""
+    """Return the committed GPU runs by the names of their folders."""
     return {path.parent.name: observed_run(path.parent, base()) for path in sorted(TRACES.glob("h200x4*/run.json"))}
 
 
 def one_host() -> dict[str, Observed]:
-    return {name: one for name, one in observed().items() if one.links.cluster.hosts == 1}
+    return {name: run for name, run in observed().items() if run.links.cluster.hosts == 1}
 
 
 def measured_ms(run: Run) -> float:
@@ -215,86 +219,92 @@ def measured_ms(run: Run) -> float:
 
 
 def scored(name: str, measured: float, prediction: PredictionResult) -> Score:
-    low, middle, high = prediction.interval_ms
-    return Score(name, measured, middle, low, high, prediction)
+    low, median_ms, high = prediction.interval_ms
+    return Score(name, measured, median_ms, low, high, prediction)
 
 
 def from_others(name: str, others: Sequence[Observed]) -> Score:
-    """A run foreseen by the machine that other runs tell of."""
+    """Predict a run with a machine that is fitted to other runs."""
     run = observed()[name].run
     machine = calibrate_from(others, base())
-    return scored(name, measured_ms(run), predict(Query.like(run), machine, schedule_of))
+    return scored(name, measured_ms(run), predict(Query.of_run(run), machine, schedule_of))
 
 
 def runs() -> Iterator[Score]:
-    """Every run of one host from all others."""
+    """Predict every run on one host from all others."""
     for name in one_host():
-        yield from_others(name, [one for other, one in observed().items() if other != name])
+        yield from_others(name, [run for other, run in observed().items() if other != name])
 
 
 def strategies() -> Iterator[Score]:
-    """Every run of one host from those of other strategies."""
-    for name, mine in one_host().items():
-        assert mine.run.strategy
+    """Predict every run on one host from those of other strategies."""
+    for name, held_out_run in one_host().items():
+        assert held_out_run.run.strategy
         others = [
-            one for one in observed().values() if one.run.strategy and one.run.strategy.name != mine.run.strategy.name
+            run
+            for run in observed().values()
+            if run.run.strategy and run.run.strategy.name != held_out_run.run.strategy.name
         ]
         yield from_others(name, others)
 
 
 def lengths() -> Iterator[Score]:
-    """Runs of 65536 tokens from those of 262144, and back."""
-    for name, mine in one_host().items():
-        others = [one for one in observed().values() if _seq(one) != _seq(mine)]
-        if others and any(_seq(one) in (65536, 262144) for one in others):
+    """Predict runs of 65536 tokens from those of 262144, and the reverse."""
+    for name, held_out_run in one_host().items():
+        others = [run for run in observed().values() if _seq(run) != _seq(held_out_run)]
+        if others and any(_seq(run) in (65536, 262144) for run in others):
             yield from_others(name, others)
 
 
-def _seq(one: Observed) -> int:
-    assert one.run.workload is not None
-    return one.run.workload.seq
+def _seq(recording: Observed) -> int:
+    assert recording.run.workload is not None
+    return recording.run.workload.seq
 
 
 def eight() -> Iterator[Score]:
-    """8 GPUs from the runs of 4: the slowest rank of the profiled iteration, the only time that there is."""
-    loaded = ringprof.load(EIGHT)
-    assert isinstance(loaded, ringprof.Analysis)
-    wall = max(rank.breakdown.wall_ns for rank in loaded.attribution.ranks) / 1e6
+    """Predict 8 GPUs from the runs of 4: the slowest rank of the profiled iteration, the only measured time."""
+    analysis = ringprof.load(EIGHT)
+    assert isinstance(analysis, ringprof.Analysis)
+    wall = max(rank.breakdown.wall_ns for rank in analysis.attribution.ranks) / 1e6
     workload = Workload(seq=131072, heads=40, kv_heads=40, head_dim=128)
-    query = Query("zigzag", workload, Cluster(1, 8), "cudnn", older=True)
-    four = [one for one in observed().values() if one.run.topology.world_size == 4]
+    query = Query("zigzag", workload, Cluster(1, 8), "cudnn", legacy_schedule=True)
+    four = [run for run in observed().values() if run.run.topology.world_size == 4]
     yield scored(EIGHT.name, wall, predict(query, calibrate_from(four, base()), schedule_of))
 
 
 def replays() -> Iterator[Score]:
-    """Every GPU run from its own blocks and hops, against its profiled iteration."""
+    """Replay every GPU run from its own blocks and hops, against its profiled iteration."""
     machine = calibrate_from(list(observed().values()), base())
-    for name, one in observed().items():
-        found = what_if(one, machine, Changes())
-        yield Score(name, found.recorded_ns / 1e6, found.replayed_ns / 1e6)
+    for name, run in observed().items():
+        replay = what_if(run, machine, Changes())
+        yield Score(name, replay.recorded_ns / 1e6, replay.replayed_ns / 1e6)
 
 
 def h100(*ids: str) -> Iterator[Score]:
-    """Published multi-host cells of MagiAttention on H100 that are of strategies that ringprof has."""
+    """Score published multi-host cells of MagiAttention on H100, for the strategies that ringprof has."""
     yield from _published("H100", "h100", Cluster(nic_gbit=400.0), ids)
 
 
 def a800(*ids: str) -> Iterator[Score]:
-    """Published cells of BurstEngine on 32 A800."""
+    """Score published cells of BurstEngine on 32 A800."""
     yield from _published("A800", "a800", Cluster(nic_gbit=200.0, gpus_per_nic=2), ids)
 
 
 def _published(hardware: str, machine: str, cluster: Cluster, ids: Sequence[str]) -> Iterator[Score]:
-    """Rows on several hosts; those of ``ids``, or all."""
+    """Yield rows on several hosts: those of ``ids``, or all."""
     chosen = [row for row in rows() if row["hardware"].startswith(hardware) and int(row["hosts"]) > 1]
     chosen = [row for row in chosen if not ids or row["id"] in ids]
-    for found in check_rows(chosen, read_calibration(machine), schedule_of, cluster):
-        if found.predicted_ms and found.row.measured_ms:
-            low, middle, high = found.predicted_ms
-            row = chosen[found.row.number - 2]
+    for checked in check_rows(chosen, read_calibration(machine), schedule_of, cluster):
+        if checked.predicted_ms and checked.row.measured_ms:
+            low, median_ms, high = checked.predicted_ms
+            row = chosen[checked.row.number - 2]
             name = f"{row['id']} {row['strategy']} {row['n_gpus']} {row['seq_global']} {row['pass']}"
             yield Score(
-                f"{name} {'causal' if row['causal'] == 'True' else 'full'}", found.row.measured_ms, middle, low, high
+                f"{name} {'causal' if row['causal'] == 'True' else 'full'}",
+                checked.row.measured_ms,
+                median_ms,
+                low,
+                high,
             )
 
 
@@ -304,40 +314,42 @@ def rows() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def elsewhere(scores: Sequence[Score], bound: str, share: float = 0.8) -> float:
-    """How many times as wide intervals must be for a ``share`` of further cases to lie within: split conformal.
+def transfer_margin(scores: Sequence[Score], bound: str, share: float = 0.8) -> float:
+    """Return the factor by which intervals must be widened to contain a ``share`` of further cases: split conformal.
 
     (Vovk, Gammerman and Shafer, Algorithmic Learning in a Random World, section 4.1; Papadopoulos et al. 2002 for the
-    division by each case's own spread.) ``bound`` is whose spread it is, ``device`` or ``host``.
+    division by each case's own spread.) ``bound`` selects the spread, ``device`` or ``host``.
     """
-    enough = min(math.ceil((len(scores) + 1) * share), len(scores))
-    hundredths = (one for one in range(1, 10_000) if sum(inside(score, bound, one / 100) for score in scores) >= enough)
-    return next(hundredths) / 100
+    needed = min(math.ceil((len(scores) + 1) * share), len(scores))
+    factors = (
+        factor for factor in range(1, 10_000) if sum(inside(score, bound, factor / 100) for score in scores) >= needed
+    )
+    return next(factors) / 100
 
 
 def inside(score: Score, bound: str, factor: float) -> bool:
-    """Whether it would lie in the interval with another `Calibration.elsewhere`."""
+    """Return whether the measurement lies in the interval with another `Calibration.transfer_margin`."""
     assert score.prediction is not None
-    time, known = score.prediction.time, score.prediction.machine.elsewhere.get(bound)
-    one = getattr(time, bound)
-    one = replace(one, spread=one.spread * factor / (known.value if known else 1.0))
-    time = replace(time, **{bound: one})
+    time, margin = score.prediction.time, score.prediction.machine.transfer_margin.get(bound)
+    distribution = getattr(time, bound)
+    distribution = replace(distribution, spread=distribution.spread * factor / (margin.value if margin else 1.0))
+    time = replace(time, **{bound: distribution})
     return time.quantile_ns(0.1) <= score.measured * 1e6 <= time.quantile_ns(0.9)
 
 
 def held_out() -> dict[str, list[Score]]:
-    """By what is the bound, the runs of other machines and days that told no curve of the bundled h200.
+    """Return per bound the runs of other machines and days that no curve of the bundled h200 was fitted to.
 
-    Not the cells of the grid that the host decides: older code recorded them, which took a fifth more of its time.
+    Host-bound cells of the grid are left out: older code recorded them, with a fifth more host time.
     """
-    found: dict[str, list[Score]] = {"device": [], "host": []}
-    for one in (*shapes(), *later(), *last(), *short(), *host(), *host_elsewhere(), *grid()):
-        found["host" if _by_host(one) else "device"].append(one)
-    return found
+    by_bound: dict[str, list[Score]] = {"device": [], "host": []}
+    for score in (*shapes(), *later(), *last(), *short(), *host(), *host_elsewhere(), *grid()):
+        by_bound["host" if _by_host(score) else "device"].append(score)
+    return by_bound
 
 
 def measured_twice() -> dict[str, tuple[float, float]]:
-    """Milliseconds of one program, recorded in two processes on one host within two minutes."""
+    """Return milliseconds per program of two processes on one host, recorded within two minutes."""
     times: dict[str, list[float]] = {}
     for shape in recorded_shapes("h200_shapes_4.csv"):
         times.setdefault(shape.name, []).append(shape.ms)
@@ -345,16 +357,17 @@ def measured_twice() -> dict[str, tuple[float, float]]:
 
 
 def ranking(scores: Sequence[Score], slack: float = 0.03) -> tuple[int, int]:
-    """In how many cells (GPUs, length, pass, mask) the strategy foreseen as the best is, or is within ``slack``."""
+    """Count the cells (GPUs, length, pass, mask) in which the predicted best strategy is the best, or within ``slack``
+    of it."""
     cells: dict[tuple[str, ...], list[Score]] = {}
     for score in scores:
         cells.setdefault(tuple(score.name.split()[2:]), []).append(score)
-    several = [cell for cell in cells.values() if len(cell) > 1]
+    compared = [cell for cell in cells.values() if len(cell) > 1]
     good = 0
-    for cell in several:
-        best = min(one.measured for one in cell)
-        good += min(cell, key=lambda one: one.predicted).measured <= best * (1 + slack)
-    return good, len(several)
+    for cell in compared:
+        best = min(score.measured for score in cell)
+        good += min(cell, key=lambda score: score.predicted).measured <= best * (1 + slack)
+    return good, len(compared)
 
 
 PARTS: dict[str, Callable[[], Iterator[Score]]] = {
@@ -367,14 +380,15 @@ PARTS: dict[str, Callable[[], Iterator[Score]]] = {
 
 def show(name: str, scores: Sequence[Score]) -> None:
     print(f"\n{name}: {(PARTS[name].__doc__ or '').splitlines()[0]}")
-    for one in scores:
-        inside = {True: "inside", False: "outside", None: ""}[one.inside]
-        print(f"  {one.name:48} {one.measured:12.2f} ms {one.predicted:12.2f} {100 * one.error:+7.1f} %  {inside}")
-    errors = [100 * one.error for one in scores]
-    known = [one.inside for one in scores if one.inside is not None]
+    for score in scores:
+        position = {True: "inside", False: "outside", None: ""}[score.inside]
+        times = f"{score.measured:12.2f} ms {score.predicted:12.2f}"
+        print(f"  {score.name:48} {times} {100 * score.error:+7.1f} %  {position}")
+    errors = [100 * score.error for score in scores]
+    flags = [score.inside for score in scores if score.inside is not None]
     mean, bias = sum(map(abs, errors)) / len(errors), sum(errors) / len(errors)
     print(f"  {len(scores)}: mean error {mean:.2f} %, most {max(map(abs, errors)):.1f} %, bias {bias:+.2f} %", end="")
-    print(f", {100 * sum(known) / len(known):.0f} % inside the 80 % interval" if known else "")
+    print(f", {100 * sum(flags) / len(flags):.0f} % inside the 80 % interval" if flags else "")
     if name == "h100":
         good, cells = ranking(scores)
         print(f"  the best, or one within 3 % of it, is chosen in {good} of {cells} cells")

@@ -1,8 +1,8 @@
-"""Record runs to hold predictions against: shapes, masks and kernels that no committed run has, and host-bound ones.
+"""Record runs for tests of predictions: shapes, masks and kernels that no committed run has, and host-bound ones.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/prediction_truth.py FOLDER [SECONDS [host,masks,device,short]]
 
-Under one launcher, so that each takes seconds. Writes a run.json each; what fails or does not fit into the time is
+All runs share one launcher, so that each takes seconds. Each writes a run.json; failures and runs without time left are
 named on stderr.
 """
 
@@ -30,14 +30,14 @@ from ringprof.run import Timings, Workload, write_run
 from ringprof.strategies import create
 
 WARMUP, ITERS = 4, 12
-SMALL, OF_SMALL = 8192, 10
-"""Tokens up to which the host is likely to be the bound, and how many times as often such a run is repeated."""
+SMALL, SMALL_FACTOR = 8192, 10
+"""Tokens up to which the host is likely to be the bound, and the factor on such a run's repetitions."""
 _PACKED = (9000, 300, 2100, 14000, 1200, 700, 5852, 3000, 450, 12550)
 """Lengths of documents."""
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Case:
     strategy: str
     seq: int
     heads: int
@@ -69,120 +69,120 @@ class Wanted:
         )  # fmt: skip
 
 
-WANTED = {
+CASES = {
     "host": (
-        Wanted("zigzag", 3072, 8, 8),
-        Wanted("zigzag", 4096, 8, 8, "flash-attn"),
-        Wanted("zigzag", 8192, 16, 4),
-        Wanted("zigzag", 2048, 16, 16, hops="copy"),
-        Wanted("zigzag", 4096, 8, 8, "flash-attn", backward=False),
-        Wanted("ring", 2048, 8, 8, causal=False),
-        Wanted("ring", 4096, 16, 16, "flash-attn", causal=False, hops="copy"),
-        Wanted("ring", 3072, 8, 8, "flash-attn"),
-        Wanted("stripe", 2048, 16, 16),
-        Wanted("stripe", 4096, 8, 8, backward=False),
-        Wanted("stripe", 4096, 8, 8, "flash-attn", hops="copy"),
-        Wanted("burst", 4096, 8, 8),
-        Wanted("burst", 3072, 16, 16, "flash-attn", hops="copy"),
-        Wanted("double-ring", 2048, 8, 8, "flash-attn"),
-        Wanted("double-ring", 4096, 8, 8, hops="copy"),
-        Wanted("ulysses", 2048, 8, 4),
-        Wanted("ulysses", 4096, 16, 16, "flash-attn", backward=False),
-        Wanted("usp", 3072, 8, 8),
-        Wanted("usp", 4096, 16, 16, "flash-attn", hops="copy"),
-        Wanted("allgather", 1536, 8, 8, params={"layout": "zigzag"}),
-        Wanted("allgather", 4096, 8, 4, "flash-attn", params={"layout": "zigzag"}),
-        Wanted("megatron", 3072, 8, 8),
-        Wanted("megatron", 4096, 16, 16, "flash-attn", backward=False),
+        Case("zigzag", 3072, 8, 8),
+        Case("zigzag", 4096, 8, 8, "flash-attn"),
+        Case("zigzag", 8192, 16, 4),
+        Case("zigzag", 2048, 16, 16, hops="copy"),
+        Case("zigzag", 4096, 8, 8, "flash-attn", backward=False),
+        Case("ring", 2048, 8, 8, causal=False),
+        Case("ring", 4096, 16, 16, "flash-attn", causal=False, hops="copy"),
+        Case("ring", 3072, 8, 8, "flash-attn"),
+        Case("stripe", 2048, 16, 16),
+        Case("stripe", 4096, 8, 8, backward=False),
+        Case("stripe", 4096, 8, 8, "flash-attn", hops="copy"),
+        Case("burst", 4096, 8, 8),
+        Case("burst", 3072, 16, 16, "flash-attn", hops="copy"),
+        Case("double-ring", 2048, 8, 8, "flash-attn"),
+        Case("double-ring", 4096, 8, 8, hops="copy"),
+        Case("ulysses", 2048, 8, 4),
+        Case("ulysses", 4096, 16, 16, "flash-attn", backward=False),
+        Case("usp", 3072, 8, 8),
+        Case("usp", 4096, 16, 16, "flash-attn", hops="copy"),
+        Case("allgather", 1536, 8, 8, params={"layout": "zigzag"}),
+        Case("allgather", 4096, 8, 4, "flash-attn", params={"layout": "zigzag"}),
+        Case("megatron", 3072, 8, 8),
+        Case("megatron", 4096, 16, 16, "flash-attn", backward=False),
     ),
     "masks": (
-        Wanted("ring", 49152, 24, 8, "flash-attn", window=6144),
-        Wanted("zigzag", 49152, 32, 8, "flash-attn", documents=_PACKED),
-        Wanted("ulysses", 49152, 16, 16, "flash-attn", documents=_PACKED),
-        Wanted("allgather", 49152, 32, 8, "flash-attn", window=2048, params={"layout": "zigzag"}),
+        Case("ring", 49152, 24, 8, "flash-attn", window=6144),
+        Case("zigzag", 49152, 32, 8, "flash-attn", documents=_PACKED),
+        Case("ulysses", 49152, 16, 16, "flash-attn", documents=_PACKED),
+        Case("allgather", 49152, 32, 8, "flash-attn", window=2048, params={"layout": "zigzag"}),
     ),
     "device": (
-        Wanted("zigzag", 73728, 20, 20),
-        Wanted("burst", 49152, 28, 28),
-        Wanted("stripe", 57344, 16, 16),
-        Wanted("ring", 40960, 32, 8, causal=False),
-        Wanted("ulysses", 65536, 24, 8),
-        Wanted("allgather", 57344, 16, 4, params={"layout": "zigzag"}),
-        Wanted("megatron", 40960, 24, 24),
-        Wanted("double-ring", 49152, 24, 24),
-        Wanted("zigzag", 32768, 64, 8, "flash-attn"),
-        Wanted("zigzag", 81920, 40, 8, hops="copy"),
+        Case("zigzag", 73728, 20, 20),
+        Case("burst", 49152, 28, 28),
+        Case("stripe", 57344, 16, 16),
+        Case("ring", 40960, 32, 8, causal=False),
+        Case("ulysses", 65536, 24, 8),
+        Case("allgather", 57344, 16, 4, params={"layout": "zigzag"}),
+        Case("megatron", 40960, 24, 24),
+        Case("double-ring", 49152, 24, 24),
+        Case("zigzag", 32768, 64, 8, "flash-attn"),
+        Case("zigzag", 81920, 40, 8, hops="copy"),
         # Between host and device.
-        Wanted("zigzag", 24576, 8, 8),
-        Wanted("burst", 12288, 16, 16),
-        Wanted("stripe", 16384, 12, 12),
-        Wanted("ulysses", 16384, 8, 8),
+        Case("zigzag", 24576, 8, 8),
+        Case("burst", 12288, 16, 16),
+        Case("stripe", 16384, 12, 12),
+        Case("ulysses", 16384, 8, 8),
     ),
     "short": (
-        Wanted("zigzag", 10240, 32, 32),
-        Wanted("zigzag", 8192, 48, 8, "flash-attn"),
-        Wanted("zigzag", 14336, 28, 4, hops="copy"),
-        Wanted("ring", 6144, 32, 8, causal=False),
-        Wanted("ring", 12288, 20, 20, "flash-attn"),
-        Wanted("stripe", 12288, 24, 24),
-        Wanted("stripe", 20480, 16, 4, "flash-attn", hops="copy"),
-        Wanted("burst", 8192, 40, 40),
-        Wanted("burst", 16384, 24, 24, "flash-attn"),
-        Wanted("double-ring", 18432, 12, 12),
-        Wanted("megatron", 10240, 24, 24),
-        Wanted("ulysses", 12288, 32, 8),
-        Wanted("ulysses", 8192, 64, 64, "flash-attn"),
-        Wanted("usp", 14336, 16, 16),
-        Wanted("allgather", 16384, 20, 4, params={"layout": "zigzag"}),
-        Wanted("zigzag", 16384, 40, 40, backward=False),
+        Case("zigzag", 10240, 32, 32),
+        Case("zigzag", 8192, 48, 8, "flash-attn"),
+        Case("zigzag", 14336, 28, 4, hops="copy"),
+        Case("ring", 6144, 32, 8, causal=False),
+        Case("ring", 12288, 20, 20, "flash-attn"),
+        Case("stripe", 12288, 24, 24),
+        Case("stripe", 20480, 16, 4, "flash-attn", hops="copy"),
+        Case("burst", 8192, 40, 40),
+        Case("burst", 16384, 24, 24, "flash-attn"),
+        Case("double-ring", 18432, 12, 12),
+        Case("megatron", 10240, 24, 24),
+        Case("ulysses", 12288, 32, 8),
+        Case("ulysses", 8192, 64, 64, "flash-attn"),
+        Case("usp", 14336, 16, 16),
+        Case("allgather", 16384, 20, 4, params={"layout": "zigzag"}),
+        Case("zigzag", 16384, 40, 40, backward=False),
     ),
 }
-"""By what is the bound, or what they are about."""
+"""Runs to record, by their bound or by their topic."""
 
 
-def record(wanted: Wanted, folder: Path, device: torch.device) -> str:
-    """Record one run; returns what it took."""
-    strategy = create(wanted.strategy, kernel=wanted.kernel, hops=wanted.hops, **wanted.params)
-    problem = WorkloadShard.of(strategy, wanted.workload, device)
-    often = OF_SMALL if wanted.seq <= SMALL else 1
-    measured = measure(problem, device, often * WARMUP, often * ITERS, SilentReporter())
+def record(case: Case, folder: Path, device: torch.device) -> str:
+    """Record one run; return its median time."""
+    strategy = create(case.strategy, kernel=case.kernel, hops=case.hops, **case.params)
+    shard = WorkloadShard.of(strategy, case.workload, device)
+    factor = SMALL_FACTOR if case.seq <= SMALL else 1
+    measured = measure(shard, device, factor * WARMUP, factor * ITERS, SilentReporter())
     rank = strategy.comm.rank
     result = RankResult(
         host=host_name(), local_rank=rank, device=device_name(device), trace="",
         iterations_ns=measured.iterations_ns, peak_bytes=measured.peak_bytes, work=measured.work,
     )  # fmt: skip
     results = exchange(result, device)
-    timings = Timings(warmup=often * WARMUP, iterations_ns=[one.iterations_ns for one in results])
+    timings = Timings(warmup=factor * WARMUP, iterations_ns=[rank_result.iterations_ns for rank_result in results])
     if rank == 0:
-        here = folder / wanted.name
-        here.mkdir(parents=True, exist_ok=True)
-        run = assemble(wanted.name, f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", [], results, device)
-        used = strategy_used(strategy, wanted.strategy)
+        run_folder = folder / case.name
+        run_folder.mkdir(parents=True, exist_ok=True)
+        run = assemble(case.name, f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", [], results, device)
+        strategy_info = strategy_used(strategy, case.strategy)
         run = msgspec.structs.replace(
-            run, traces=[], workload=wanted.workload, strategy=used, kernel=wanted.kernel, timings=timings
+            run, traces=[], workload=case.workload, strategy=strategy_info, kernel=case.kernel, timings=timings
         )
-        write_run(run, here / "run.json")
+        write_run(run, run_folder / "run.json")
     return f"{(timings.median_ns() or 0.0) / 1e6:.3f} ms"
 
 
 def main(folder: Path, seconds: float, lists: Sequence[str]) -> None:
     until = time.monotonic() + seconds
-    place = launcher_rank()
-    assert place is not None, "start it under torchrun"
-    with world_group(place, "cuda", seconds + 120) as device:
-        for wanted in (one for name in lists for one in WANTED[name]):
+    launcher = launcher_rank()
+    assert launcher is not None, "start it under torchrun"
+    with world_group(launcher, "cuda", seconds + 120) as device:
+        for current in (case for name in lists for case in CASES[name]):
             late = torch.tensor([time.monotonic() > until], dtype=torch.int32, device=device)
             torch.distributed.all_reduce(late, op=torch.distributed.ReduceOp.MAX)
             try:
-                said = "no time left" if late.item() else record(wanted, folder, device)
+                outcome = "no time left" if late.item() else record(current, folder, device)
             except Exception as error:  # the others are still wanted
-                said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                outcome = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             gc.collect()
             torch.cuda.empty_cache()
-            if place.rank == 0:
-                print(f"{wanted.name}: {said}", file=sys.stderr, flush=True)
+            if launcher.rank == 0:
+                print(f"{current.name}: {outcome}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
     _, output, *others = sys.argv
-    main(Path(output), float(others[0]) if others else 120.0, others[1].split(",") if others[1:] else list(WANTED))
+    main(Path(output), float(others[0]) if others else 120.0, others[1].split(",") if others[1:] else list(CASES))

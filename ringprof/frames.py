@@ -146,7 +146,7 @@ FRAMES: dict[str, dict[str, str]] = {
 """Tables that can be had of an analysis, by the method that makes them: their columns, each with what it means and its
 unit where the name does not hold it."""
 
-FORESEEN: dict[str, dict[str, str]] = {
+PREDICTION_COLUMNS: dict[str, dict[str, str]] = {
     "choices": {
         **_CHOICE,
         "best": "probability that no other is faster, 0..1",

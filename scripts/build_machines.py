@@ -1,9 +1,9 @@
 """Write the calibrations that come with the package, ringprof/prediction/machines/*.json.
 
-h200 is measured: from the committed runs, benchmarks/data/h200_links.csv and what `ringprof calibrate` found, of which
-benchmarks/data/h200_kernels.csv has the kernels, and h200_heads.csv those of other head sizes. h100, b200 and a800 are
-put together from published figures, by the rules below; which figures, docs/prediction.md says. Nothing that
-docs/prediction.md scores a prediction against enters, but the rows that it names.
+h200 is measured: from the committed runs, from benchmarks/data/h200_links.csv and from `ringprof calibrate`.
+benchmarks/data/h200_kernels.csv has the kernels of the latter, and h200_heads.csv those of other head sizes. h100, b200
+and a800 are assembled from published figures by the rules below; docs/prediction.md says which. No data enters that
+docs/prediction.md scores a prediction against, except the rows that it names.
 
     python -m scripts.build_machines [NAME...]
 """
@@ -26,18 +26,18 @@ from ringprof.prediction.calibration import (
     Link,
     Nccl,
     Value,
-    assumed,
+    assumed_calibration,
     calibration_json,
 )
 from ringprof.prediction.fit import calibrate_from, observed_run
-from ringprof.prediction.host_model import explained
+from ringprof.prediction.host_model import fit_host_times
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "benchmarks" / "data"
 MACHINES = ROOT / "ringprof" / "prediction" / "machines"
-PUBLISHED_DUTY = 1.0
-"""Of a kernel benchmark, which pauses between shapes and flushes caches: cooler than a run is. Assumed."""
-OF_H200 = "as measured on H200"
+PUBLISHED_UTILISATION = 1.0
+"""Utilisation assumed for published kernel benchmarks, which pause between shapes and flush caches."""
+AS_MEASURED = "as measured on H200"
 NIC_SOURCE = "8 x 400 Gbit/s, B200: Together AI, NCCL SendRecv P2P Scaling Report, 2026-04-10"
 NIC = Link(
     channel_gb_s=Value(14.5, 0.1, "published", NIC_SOURCE), hop_gb_s=Value(44.0, 0.1, "published", NIC_SOURCE),
@@ -48,53 +48,57 @@ NIC = Link(
 
 CALIBRATED = "ringprof calibrate, 2 H200, 2026-11-22"
 OTHER_HEADS = "ringprof calibrate, 2 H200, 2026-11-22, torch 2.11 (benchmarks/data/h200_heads.csv)"
-HEAT = "ringprof calibrate, 2 H200: 89 shapes of cuDNN, 61 of flash-attn, by how long the device had computed before"
+THROTTLING_SOURCE = (
+    "ringprof calibrate, 2 H200: 89 shapes of cuDNN, 61 of flash-attn, by how long the device had computed before"
+)
 SHORT = 8192
 """Tokens below which committed runs have no blocks."""
-HOST = "ringprof calibrate, 2 H200, in two processes: 112 passes of strategies (benchmarks/data/h200_host.csv)"
-USUAL_US = {
+HOST_SOURCE = "ringprof calibrate, 2 H200, in two processes: 112 passes of strategies (benchmarks/data/h200_host.csv)"
+PRIOR_US = {
     "call_us": 3.13, "launch_us": 22.11, "forward_us": 120.6, "backward_us": 139.92, "post_us": 165.96,
     "wait_us": 17.43, "collective_us": 92.65, "copy_us": 133.58, "autograd_us": 467.24,
 }  # fmt: skip
-USUAL_OF_KERNELS_US = {"cudnn": (120.6, 139.92), "flash-attn": (77.13, 64.53)}
-"""What 116 passes on 2 and 4 H200 of older code told: the proportion that today's passes are held to."""
-OF_RANKS = Value(0.095, 0.3, "measured", "both ranks' medians in the runs of h200_shapes_2.csv that the host decides")
-OF_HOSTS = 0.15
-"""How far hosts of this kind, and one at two times, are apart."""
+PRIOR_KERNEL_US = {"cudnn": (120.6, 139.92), "flash-attn": (77.13, 64.53)}
+"""Times from 116 passes of older code on 2 and 4 H200, whose proportions hold today's passes."""
+HOST_VARIATION = Value(
+    0.095, 0.3, "measured", "both ranks' medians in the runs of h200_shapes_2.csv that the host decides"
+)
+HOST_SPREAD = 0.15
+"""Relative difference between hosts of this kind, and of one host at two times."""
 
 
 HELD_OUT = "runs of other machines, processes and days (benchmarks/prediction.py held_out), split conformal"
-ELSEWHERE = {
+TRANSFER_MARGIN = {
     "device": Value(0.9, 0.1, "measured", f"181 {HELD_OUT}"), "host": Value(0.75, 0.2, "measured", f"89 {HELD_OUT}")
 }  # fmt: skip
-UNSTEADY = "the same runs: with so much those of 2 to 8 ms lie within as often as longer ones"
+NOISE_SOURCE = "the same runs: with so much those of 2 to 8 ms lie within as often as longer ones"
 
 
 def h200() -> Calibration:
-    """From the runs; from ``calibrate`` kernels that they do not have, and what is better measured alone.
+    """Return the H200 fitted to runs, with kernels and better isolated figures from ``calibrate``.
 
-    Not its links: hops one after another hide most of a hop's latency.
+    The links of ``calibrate`` are not used: hops one after another hide most of a hop's latency.
     """
-    found = h200_of_runs()
+    machine = fit_h200()
     kernels = [
         msgspec.structs.replace(
             kernel,
-            samples=[*kernel.samples, *_calibrated(kernel), *_of_other_heads(kernel.name)],
-            heat=None if kernel.fills_device else Value(0.04, 0.5, "measured", HEAT),
+            samples=[*kernel.samples, *_calibrated_samples(kernel), *_other_head_samples(kernel.name)],
+            throttling=None if kernel.fills_device else Value(0.04, 0.5, "measured", THROTTLING_SOURCE),
         )
-        for kernel in found.kernels
+        for kernel in machine.kernels
     ]
-    found = _with_host(msgspec.structs.replace(found, kernels=kernels))
+    machine = _with_host(msgspec.structs.replace(machine, kernels=kernels))
     return msgspec.structs.replace(
-        found, created="2026-11-22", elsewhere=ELSEWHERE,
+        machine, created="2026-11-22", transfer_margin=TRANSFER_MARGIN,
         memory_gb_s=Value(4176.0, 0.02, "measured", CALIBRATED),
         reorder_gb_s=Value(1002.0, 0.1, "measured", CALIBRATED),
-        unsteady_us=Value(200.0, 0.3, "measured", UNSTEADY),
+        run_to_run_noise_us=Value(200.0, 0.3, "measured", NOISE_SOURCE),
     )  # fmt: skip
 
 
-def _of_other_heads(kernel: str) -> list[KernelSample]:
-    """On a device that had computed for 0.3 s before each, which counts as long."""
+def _other_head_samples(kernel: str) -> list[KernelSample]:
+    """Return samples from a device that had computed for 0.3 s before each, which counts as a long time."""
     return [
         KernelSample(
             phase=row["phase"], causal=row["causal"] == "1", ns=float(row["us"]) * 1e3, spread=float(row["spread"]),
@@ -105,10 +109,11 @@ def _of_other_heads(kernel: str) -> list[KernelSample]:
     ]  # fmt: skip
 
 
-def _calibrated(kernel: KernelFigures) -> list[KernelSample]:
-    """What ``calibrate`` measured of shapes that the runs do not have.
+def _calibrated_samples(kernel: KernelFigures) -> list[KernelSample]:
+    """Return the samples of ``calibrate`` for shapes that the runs do not have.
 
-    It let cuDNN's device cool between short samples. Flash-attn draws less: its rate at 65536 tokens is that at 16384.
+    The measurement let cuDNN's device cool between short samples. flash-attn draws less power: its rate at 65536 tokens
+    is that at 16384.
     """
     samples = []
     for row in _rows("h200_kernels.csv"):
@@ -128,39 +133,40 @@ def _calibrated(kernel: KernelFigures) -> list[KernelSample]:
 
 
 def _busy_s(ns: float, count: int) -> float:
-    """Two calls went before those that counted, and nothing before these."""
+    """Return the seconds of computing before a sample: two warm-up calls and, on average, half of the counted ones."""
     return round(ns * (2 + count / 2) / 1e9, 5)
 
 
 def _with_host(machine: Calibration) -> Calibration:
-    """The host's times by the passes that `calibrate` made on 2 and on 4 GPUs of one host."""
-    usual = {name: Value(us, OF_HOSTS, "measured", HOST) for name, us in USUAL_US.items()}
+    """Fit the host times to the passes that `calibrate` measured on 2 and 4 GPUs of one host."""
+    prior = {name: Value(us, HOST_SPREAD, "measured", HOST_SOURCE) for name, us in PRIOR_US.items()}
     kernels = []
     for kernel in machine.kernels:
-        of_kernel = (Value(us, OF_HOSTS, "measured", HOST) for us in USUAL_OF_KERNELS_US.get(kernel.name, ()))
-        named = dict(zip(("forward_us", "backward_us"), of_kernel, strict=False))
-        kernels.append(msgspec.structs.replace(kernel, **named))
-    machine = msgspec.structs.replace(machine, host=Host(**usual), kernels=kernels)
-    found = explained(machine, [_pass(row) for row in _rows("h200_host.csv")], HOST)
+        of_kernel = (Value(us, HOST_SPREAD, "measured", HOST_SOURCE) for us in PRIOR_KERNEL_US.get(kernel.name, ()))
+        times = dict(zip(("forward_us", "backward_us"), of_kernel, strict=False))
+        kernels.append(msgspec.structs.replace(kernel, **times))
+    machine = msgspec.structs.replace(machine, host=Host(**prior), kernels=kernels)
+    fitted = fit_host_times(machine, [_pass(row) for row in _rows("h200_host.csv")], HOST_SOURCE)
     host = {
-        name: msgspec.structs.replace(getattr(found.host, name), spread=OF_HOSTS)
-        for name in found.host.__struct_fields__
-        if name != "unlike"
+        name: msgspec.structs.replace(getattr(fitted.host, name), spread=HOST_SPREAD)
+        for name in fitted.host.__struct_fields__
+        if name != "host_variation"
     }  # fmt: skip
-    return msgspec.structs.replace(found, host=Host(**host, unlike=OF_RANKS), passes=[])
+    return msgspec.structs.replace(fitted, host=Host(**host, host_variation=HOST_VARIATION), passes=[])
 
 
 def _pass(row: dict[str, str]) -> HostPass:
-    counted = {name: int(row[name.removesuffix("_us")]) for name in Host.__struct_fields__ if name.endswith("_us")}
+    counts = {name: int(row[name.removesuffix("_us")]) for name in Host.__struct_fields__ if name.endswith("_us")}
     return HostPass(
-        strategy=row["strategy"], kernel=row["kernel"], hops=row["hops"], ranks=int(row["ranks"]),  # type: ignore[arg-type]
-        backward=row["trains"] == "1", kinds=counted, us=float(row["us"]), source=HOST,
+        strategy=row["strategy"], kernel=row["kernel"], hops=row["hops"], ranks=int(row["ranks"]),
+         # type: ignore[arg-type]
+        backward=row["trains"] == "1", kinds=counts, us=float(row["us"]), source=HOST_SOURCE,
     )  # fmt: skip
 
 
-def h200_of_runs() -> Calibration:
-    """What the committed runs tell of an H200; other machines are told by it, too."""
-    base = assumed("h200", "NVIDIA H200", 132, 150_109_880_320)
+def fit_h200() -> Calibration:
+    """Fit an H200 to the committed runs; other machines are derived from it, too."""
+    base = assumed_calibration("h200", "NVIDIA H200", 132, 150_109_880_320)
     source = "benchmarks/data/h200_links.csv: 2 and 4 H200 of one host, NCCL 2.28.9"
     link = msgspec.structs.replace(
         base.same_host,
@@ -170,43 +176,53 @@ def h200_of_runs() -> Calibration:
     )  # fmt: skip
     base = msgspec.structs.replace(
         base, same_host=link, nccl=Nccl(version="2.28.9"),
-        heat=Value(0.16, 0.15, "measured", HEAT), heat_s=Value(0.15, 0.3, "measured", HEAT),
+        throttling=Value(0.16, 0.15, "measured", THROTTLING_SOURCE),
+        throttling_s=Value(0.15, 0.3, "measured", THROTTLING_SOURCE),
     )  # fmt: skip
     runs = [observed_run(path.parent, base) for path in sorted((ROOT / "traces").glob("h200x4*/run.json"))]
-    found = calibrate_from(runs, base)
-    # The rates of hops that ran beside blocks are no link rates: those measured alone stay.
-    same = msgspec.structs.replace(found.same_host, channel_gb_s=link.channel_gb_s, hop_gb_s=link.hop_gb_s)
-    return msgspec.structs.replace(found, same_host=same)
+    fitted = calibrate_from(runs, base)
+    # Hops that ran beside blocks do not show link rates, so those measured alone stay.
+    same_host = msgspec.structs.replace(fitted.same_host, channel_gb_s=link.channel_gb_s, hop_gb_s=link.hop_gb_s)
+    return msgspec.structs.replace(fitted, same_host=same_host)
 
 
 def published(name: str, device: str, hardware: str, multiprocessors: int, memory_bytes: int) -> Calibration:
-    """From kernel_curves.csv, and the rest as on H200 by the ratio of the data sheets."""
-    like = h200_of_runs()
+    """Build a machine from kernel_curves.csv; other figures are the H200's, scaled by the data sheets."""
+    reference = fit_h200()
     kernels = {"cudnn": "cudnn", "fa2": "flash-attn", "fa3": "flash-attn-3", "fa4": "flash-attn-4"}
     fills = ("cudnn", "flash-attn-3", "flash-attn-4")
-    found = []
-    for theirs, ours in kernels.items():
-        samples = _samples(hardware, theirs)
+    kernel_figures = []
+    for source_name, kernel_name in kernels.items():
+        samples = _samples(hardware, source_name)
         if samples:
             tail = (
-                _as_h200(like.kernel("cudnn").tail, 1.0) if ours in fills else Value(0.0, 0.5, "assumed", "many blocks")
+                _as_h200(reference.kernel("cudnn").tail, 1.0)
+                if kernel_name in fills
+                else Value(0.0, 0.5, "assumed", "many blocks")
             )
-            lead = _as_h200(like.kernel("cudnn").lead, 1.0)
-            found.append(KernelFigures(name=ours, fills_device=ours in fills, tail=tail, lead=lead, samples=samples))
+            lead = _as_h200(reference.kernel("cudnn").lead, 1.0)
+            kernel_figures.append(
+                KernelFigures(
+                    name=kernel_name, fills_device=kernel_name in fills, tail=tail, lead=lead, samples=samples
+                )
+            )
     memory, nvlink = {"H100": (3.35 / 4.8, 1.0), "B200": (8.0 / 4.8, 2.0)}[hardware]
     return msgspec.structs.replace(
-        like, name=name, device=device, created="2026-11-22", multiprocessors=multiprocessors,
-        memory_bytes=memory_bytes, environment={}, kernels=found, memory_gb_s=_as_h200(like.memory_gb_s, memory),
-        reorder_gb_s=_as_h200(like.reorder_gb_s, memory), same_host=_link_as_h200(like.same_host, nvlink),
-        other_host=NIC, nccl=Nccl(version="2.28"), contention=_as_h200(like.contention, 1.0),
-        hop_first=_as_h200(like.hop_first, 1.0), unlike=_as_h200(like.unlike, 1.0), heat=_as_h200(like.heat, 1.0),
+        reference, name=name, device=device, created="2026-11-22", multiprocessors=multiprocessors,
+        memory_bytes=memory_bytes, environment={}, kernels=kernel_figures,
+        memory_gb_s=_as_h200(reference.memory_gb_s, memory),
+        reorder_gb_s=_as_h200(reference.reorder_gb_s, memory), same_host=_link_as_h200(reference.same_host, nvlink),
+        other_host=NIC, nccl=Nccl(version="2.28"), contention=_as_h200(reference.contention, 1.0),
+        hop_first=_as_h200(reference.hop_first, 1.0), device_variation=_as_h200(reference.device_variation, 1.0),
+        throttling=_as_h200(reference.throttling, 1.0),
         noise=Value(0.06, 0.5, "assumed", "other people's kernels, clocks and power"),
     )  # fmt: skip
 
 
 def a800() -> Calibration:
-    """The kernel from the table beside row V0135, the NIC from the flat ring of row V0109; NVLink by its data sheet."""
-    base = assumed("a800", "NVIDIA A800-SXM4-80GB", 108, 80 << 30)
+    """Build the A800: its kernel from the table beside row V0135, its NIC from row V0109's flat ring, NVLink by data
+    sheet."""
+    base = assumed_calibration("a800", "NVIDIA A800-SXM4-80GB", 108, 80 << 30)
     table = "thunlp/BurstEngine, kernel table beside V0135 (benchmarks/data/attention.csv)"
     times = (
         ("forward", False, 13.728),
@@ -232,8 +248,8 @@ def a800() -> Calibration:
                     source=table,
                 )
             )
-    nothing = Value(0.0, 0.5, "assumed", "a kernel of many short blocks")
-    kernel = KernelFigures(name="flash-attn", fills_device=False, tail=nothing, lead=nothing, samples=samples)
+    unknown = Value(0.0, 0.5, "assumed", "a kernel of many short blocks")
+    kernel = KernelFigures(name="flash-attn", fills_device=False, tail=unknown, lead=unknown, samples=samples)
     ring = "thunlp/BurstEngine, V0109: flat ring, forward, 262144 tokens, 168 MB a step in 7.76 ms"
     nccl_tests = "8xA100, nccl-tests sendrecv_perf: 110.8 GB/s on 8 channels at 128 MiB, 195 at 1 GiB"
     nvlink = Link(
@@ -254,7 +270,7 @@ def a800() -> Calibration:
         base, created="2026-11-22", kernels=[kernel],
         memory_gb_s=Value(1600.0, 0.1, "assumed", "as much of 2,039 GB/s as an H200 reaches"),
         same_host=nvlink, other_host=nic, nccl=Nccl(version="2.18"),
-        heat=Value(0.0, 0.5, "assumed", "the samples are from runs"),
+        throttling=Value(0.0, 0.5, "assumed", "the samples are from runs"),
         noise=Value(0.05, 0.5, "assumed", "repeats in the source differ by 5 %"),
     )  # fmt: skip
 
@@ -271,15 +287,15 @@ def _samples(hardware: str, kernel: str) -> list[KernelSample]:
             KernelSample(
                 phase="forward" if forward else "backward", q=seq, kv=seq, heads=heads, kv_heads=int(row["kv_heads"]),
                 head_dim=head_dim, causal=causal, ns=flops / float(row["tflops"]) / 1e3, spread=0.02,
-                duty=PUBLISHED_DUTY, origin="published", source=row["source"],
+                utilisation=PUBLISHED_UTILISATION, origin="published", source=row["source"],
             )
         )  # fmt: skip
     return samples
 
 
 def _as_h200(value: Value, scale: float) -> Value:
-    words = OF_H200 if scale == 1.0 else f"{OF_H200}, times {scale:.3g} by the data sheets"
-    return Value(value.value * scale, max(0.1, value.spread), "assumed", words)
+    source = AS_MEASURED if scale == 1.0 else f"{AS_MEASURED}, times {scale:.3g} by the data sheets"
+    return Value(value.value * scale, max(0.1, value.spread), "assumed", source)
 
 
 def _link_as_h200(link: Link, scale: float) -> Link:

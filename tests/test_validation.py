@@ -81,7 +81,7 @@ def test_a_cell_too_wide_is_told_of(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("hosts", "seq", "heads", "reason"),
     [
-        (65536, 1 << 30, 40, "67108864 ranks cannot be foreseen: at most 1048576"),
+        (65536, 1 << 30, 40, "67108864 ranks cannot be predicted: at most 1048576"),
         (1000, 4096, 40, "4096 tokens on 1024000 ranks are less than one each"),
         (1, 1 << 30, 1 << 40, "more bytes than 64 bits count"),
     ],

@@ -39,7 +39,7 @@ def command(**options: Any) -> int:
         found = advise(
             asked_workload(options), cluster, machine, ScheduleCache().of, kernel=options["kernel"],
             memory_bytes=_size(options["memory"]) if options["memory"] else None, strategies=options["strategies"],
-            tell=tell or ignore_progress,
+            notify=tell or ignore_progress,
         )  # fmt: skip
     click.echo(
         json_text(advice_dict(found)) if options["form"] == "json" else advice_text(found, text_style(None)), nl=False

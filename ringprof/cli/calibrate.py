@@ -18,13 +18,13 @@ from ringprof.files import write_atomically
 from ringprof.prediction.calibration import (
     TIME_SHARES,
     Calibration,
-    assumed,
+    assumed_calibration,
     base_for,
     calibration_json,
     read_calibration,
 )
 from ringprof.prediction.fit import calibrate_from, observed_run
-from ringprof.prediction.query import run_at
+from ringprof.prediction.query import find_run
 from ringprof.prediction.text import calibration_text
 from ringprof.record.launcher import launcher_rank
 from ringprof.report.text import clean, shell_words
@@ -59,7 +59,7 @@ def command(
     """
     path = Path(output)
     if runs:
-        known = read_calibration(base) if base else base_for(run_at(runs[0]).environment.devices[0])
+        known = read_calibration(base) if base else base_for(find_run(runs[0]).environment.devices[0])
         _save(calibrate_from([observed_run(run, known) for run in runs], known), name, path)
     else:
         _refuse_unwritable(path)
@@ -91,7 +91,9 @@ def _measured(
     properties = torch.cuda.get_device_properties(device)
     known = read_calibration(base) if base else base_for(properties.name)
     if known.device != properties.name:
-        known = assumed(properties.name, properties.name, properties.multi_processor_count, properties.total_memory)
+        known = assumed_calibration(
+            properties.name, properties.name, properties.multi_processor_count, properties.total_memory
+        )
 
     def run(bench: Bench) -> None:
         usable = usable_kernels(bench.device)

@@ -74,11 +74,11 @@ def command(files: tuple[str, ...], **options: Any) -> int:
 def _held(found: BenchmarkLogs, machine: str, gpus_per_host: int, nic: float | None) -> Iterator[Flag]:
     from ringprof.prediction.calibration import read_calibration
     from ringprof.prediction.network import Cluster
-    from ringprof.prediction.plausibility import logs_held
+    from ringprof.prediction.plausibility import check_log_rows
     from ringprof.prediction.schedules import schedule_of
 
     cluster = Cluster(gpus_per_host=gpus_per_host, nic_gbit=nic)
-    return logs_held(found.rows, read_calibration(machine), schedule_of, cluster)
+    return check_log_rows(found.rows, read_calibration(machine), schedule_of, cluster)
 
 
 def _read(file: str, limits: Limits) -> BenchmarkLog:

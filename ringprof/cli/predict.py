@@ -19,7 +19,7 @@ from ringprof.prediction.as_run import write_prediction
 from ringprof.prediction.calibration import read_calibration
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import predict, prediction_dict
-from ringprof.prediction.query import Query, run_at
+from ringprof.prediction.query import Query, find_run
 from ringprof.prediction.score import check_rows, check_text, read_rows, unknown_columns
 from ringprof.prediction.text import prediction_text
 from ringprof.report.text import shell_words
@@ -115,7 +115,7 @@ def _refuse_beside(options: Options) -> None:
 
 def _question(options: Options) -> Query:
     if options["like"]:
-        question = Query.like(run_at(options["like"]))
+        question = Query.of_run(find_run(options["like"]))
         network = {name: options[name] for name in _NETWORK}
         return replace(question, cluster=replace(question.cluster, **network))
     if not options["strategy"]:

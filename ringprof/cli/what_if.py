@@ -13,7 +13,7 @@ from ringprof.formatting import percent
 from ringprof.json_object import json_text
 from ringprof.prediction.calibration import base_for, read_calibration
 from ringprof.prediction.fit import observed_run
-from ringprof.prediction.query import run_at
+from ringprof.prediction.query import find_run
 from ringprof.prediction.what_if import Changes, WhatIf, what_if
 from ringprof.report.text import duration
 from ringprof.validation import whole
@@ -39,7 +39,7 @@ def command(**options: Any) -> int:
     ringprof what-if traces/h200x4-zigzag-262144 --hops copy
     ringprof what-if traces/h200x4-burst-65536-two-hosts --link other_host=10x --slow 3=1.25
     """
-    run = run_at(options["run"])
+    run = find_run(options["run"])
     machine = read_calibration(options["machine"]) if options["machine"] else base_for(run.environment.devices[0])
     changes = Changes(
         links={name: _factor("--link", value) for name, value in _pairs(options["links"], "--link")},

@@ -1,1 +1,1 @@
-"""Foresight: strategies run on shapes, timed by a calibration of the machine that they would run on."""
+"""Performance prediction: dry runs of strategies, timed with the calibration of a machine."""

@@ -1,4 +1,4 @@
-"""Which strategy, degrees and hops for a problem on a cluster: all that fit, foreseen, and the choice among them."""
+"""Choose a strategy, its degrees and its transport for a workload on a cluster, by predicting every candidate."""
 
 from __future__ import annotations
 
@@ -14,108 +14,114 @@ from ringprof.errors import RingprofError, UnknownStrategyError, UnsupportedWork
 from ringprof.json_object import JsonObject
 from ringprof.prediction.calibration import Calibration
 from ringprof.prediction.network import Cluster
-from ringprof.prediction.predict import PredictionResult, TapeOf, predict, prediction_dict
+from ringprof.prediction.predict import PredictionResult, ScheduleOf, predict, prediction_dict
 from ringprof.prediction.query import Query
 from ringprof.run import Workload
 from ringprof.scale.trace_set import Notify, ignore_progress
 
 _SCHEMA = "ringprof.advice/1"
 HIDDEN = 0.02
-"""Part of the time up to which waiting for transfers counts as hidden."""
-_EQUAL = 0.005
-"""Times that are no further apart are equal: which is the shorter, chance says."""
-_COMPARED = 3
-"""Strategies that are looked at over lengths, hosts and NICs."""
-_DRAWS, _DRAWS_FIRST, _NEAR = 4000, 1, 1.1
-"""Of all choices' times against each other; of every choice, before those that take up to so many times as long as the
-fastest are drawn as often as any prediction."""
-_LENGTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
-_NICS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
-_HOSTS = (0.25, 0.5, 1, 2, 4)
-_SHARED = ("forward kernel", "backward kernel", "memory", "unexplained", "host")
-"""What two strategies on one machine have in common: it moves both alike."""
+"""Largest fraction of the time spent waiting for transfers that still counts as hidden communication."""
+_TIE = 0.005
+"""Largest difference of log times that counts as equal."""
+_MAX_COMPARED = 3
+"""Number of strategies that are compared over lengths, hosts and NICs."""
+_DRAWS, _FIRST_PASS_DRAWS, _REDRAW_FACTOR = 4000, 1, 1.1
+"""Monte Carlo draws: for ranking all choices, and for the first, cheap pass over each.
+
+Choices within ``_REDRAW_FACTOR`` of the fastest are then predicted again with the usual number of draws.
+"""
+_LENGTH_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+_NIC_FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
+_HOST_FACTORS = (0.25, 0.5, 1, 2, 4)
+_SHARED_INPUTS = ("forward kernel", "backward kernel", "memory", "unexplained", "host")
+"""Uncertain inputs that two strategies on one machine share: an error moves both alike."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way of running the problem."""
+    """One way to run the workload."""
 
     prediction: PredictionResult
     best: float
-    """Probability that no other is faster."""
+    """Probability that no other choice is faster."""
     on_front: bool
-    """Whether no other is faster with as little memory."""
+    """Whether no other choice is faster with at most as much memory (Pareto front)."""
     fits: bool
+    """Whether the peak memory fits into a GPU."""
 
     @property
     def label(self) -> str:
+        """Strategy with its parameters, as shown in tables."""
         return _label(self.prediction.query)
 
 
 @dataclass(frozen=True)
 class Point:
-    """The `compared` choices at another length, NIC or number of hosts."""
+    """Predictions of the `compared` choices at another length, NIC rate or number of hosts."""
 
-    at: float
+    value: float
+    """Tokens, Gbit/s or number of hosts."""
     predictions: tuple[PredictionResult, ...]
-    """In the order of those."""
+    """One prediction per compared choice, in their order."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The choices by time, and what would change the first of them."""
+    """All choices ordered by time, and what would change the first of them."""
 
     choices: tuple[Choice, ...]
     refused: tuple[tuple[str, str], ...]
-    """(what, why)."""
+    """Pairs of (label, reason) of candidates that cannot be predicted."""
     lengths: tuple[Point, ...]
-    """By tokens."""
+    """Points by number of tokens."""
     nics: tuple[Point, ...]
-    """By Gbit/s; empty on one host."""
+    """Points by NIC rate in Gbit/s; empty on one host."""
     hosts: tuple[Point, ...]
-    """By hosts, of the same problem; empty where only one can be foreseen."""
+    """Points by number of hosts for the same workload; empty where only one host can be predicted."""
 
     @property
     def first(self) -> Choice:
+        """The fastest choice that fits into memory."""
         return self.choices[0]
 
     def hidden_from_tokens(self) -> float | None:
-        """The length from which on the first choice's transfers are hidden; None where they are at none looked at."""
+        """Return the length from which the first choice's transfers are hidden; None if at no length examined."""
         return _first_hidden(self.lengths)
 
     def hidden_from_gbit(self) -> float | None:
-        """The rate of a NIC from which on they are."""
+        """Return the NIC rate from which the first choice's transfers are hidden; None if at no rate examined."""
         return _first_hidden(self.nics)
 
     def why_not_the_second(self) -> str:
-        """What the runner-up loses most by, and what it gains where that is more than the difference."""
+        """Name the largest loss of the runner-up, and its largest gain where the loss exceeds the difference."""
         if len(self.choices) < 2:
             return "there is no other"
-        one, other = (choice.prediction for choice in self.choices[:2])
-        more = {
-            part: other.spans.total(part) - one.spans.total(part)
+        first, second = (choice.prediction for choice in self.choices[:2])
+        excess = {
+            part: second.breakdown.total(part) - first.breakdown.total(part)
             for part in ("kernel", "memory", "same_host", "other_host", "peers", "host")
         }
-        most, least = max(more, key=lambda name: more[name]), min(more, key=lambda name: more[name])
-        longer = other.median_ns - one.median_ns
-        named = [most, least] if more[least] < 0 and more[most] > longer else [most]
-        apart = f"{100 * longer / one.median_ns:.1f} % ({longer / 1e6:.2f} ms)"
-        parts = ", ".join(f"{more[part] / 1e6:+.2f} ms of {_PARTS[part]}" for part in named)
-        return f"{self.choices[1].label} takes {apart} longer: {parts}"
+        largest, smallest = max(excess, key=lambda name: excess[name]), min(excess, key=lambda name: excess[name])
+        difference = second.median_ns - first.median_ns
+        shown = [largest, smallest] if excess[smallest] < 0 and excess[largest] > difference else [largest]
+        behind = f"{100 * difference / first.median_ns:.1f} % ({difference / 1e6:.2f} ms)"
+        parts = ", ".join(f"{excess[part] / 1e6:+.2f} ms of {_PART_NAMES[part]}" for part in shown)
+        return f"{self.choices[1].label} takes {behind} longer: {parts}"
 
     def what_to_measure(self) -> str:
-        """The input whose measurement would narrow the first choice's interval most."""
-        parts = self.first.prediction.parts
-        most = max(parts, key=lambda name: parts[name])
-        left = math.sqrt(sum(parts.values()) - parts[most]) / math.sqrt(sum(parts.values()))
-        return f"{_MEASURES.get(most, most)}: the interval would be {100 * left:.0f} % as wide"
+        """Name the input whose measurement would narrow the first choice's interval most."""
+        variances = self.first.prediction.variance_by_input
+        largest = max(variances, key=lambda name: variances[name])
+        remaining = math.sqrt(sum(variances.values()) - variances[largest]) / math.sqrt(sum(variances.values()))
+        return f"{_HOW_TO_MEASURE.get(largest, largest)}: the interval would be {100 * remaining:.0f} % as wide"
 
 
-_PARTS = {
+_PART_NAMES = {
     "kernel": "attention", "memory": "merges and copies", "same_host": "bytes inside hosts",
     "other_host": "bytes between hosts", "peers": "waiting for peers", "host": "launching",
 }  # fmt: skip
-_MEASURES = {
+_HOW_TO_MEASURE = {
     "forward kernel": "calibrate the kernel's forward pass at these shapes (ringprof calibrate on one GPU)",
     "backward kernel": "calibrate the kernel's backward pass at these shapes (ringprof calibrate on one GPU)",
     "unexplained": "record one run on such a machine, and calibrate from it",
@@ -125,185 +131,232 @@ _MEASURES = {
 
 
 def advise(
-    workload: Workload, cluster: Cluster, machine: Calibration, schedule_of: TapeOf, *, kernel: str = "auto",
-    memory_bytes: int | None = None, strategies: Sequence[str] = (), tell: Notify = ignore_progress,
+    workload: Workload, cluster: Cluster, machine: Calibration, schedule_of: ScheduleOf, *, kernel: str = "auto",
+    memory_bytes: int | None = None, strategies: Sequence[str] = (), notify: Notify = ignore_progress,
 ) -> Advice:  # fmt: skip
-    """All candidates foreseen, by time; of ``strategies`` alone, where some are named.
+    """Predict all candidates, or those of ``strategies`` only, and order them by time.
 
-    Raises `UnsupportedWorkloadError` where none can run, `UnknownStrategyError` for a name that is none of theirs.
+    Raises `UnsupportedWorkloadError` if none can run and `UnknownStrategyError` for a name that no candidate has.
     """
-    chosen = (strategies,) if isinstance(strategies, str) else strategies
-    every = [*candidates(workload, cluster, machine, kernel)]
-    names = dict.fromkeys(query.strategy for query in every)
-    for name in chosen:
-        if name not in names:
-            raise UnknownStrategyError(f"advise has no strategy {name!r} to choose; it has: {', '.join(names)}")
-    asked = [query for query in every if not chosen or query.strategy in chosen]
-    found, refused = [], []
-    for number, query in enumerate(asked):
-        tell("strategies", number, len(asked))
+    selected = (strategies,) if isinstance(strategies, str) else strategies
+    all_queries = [*candidates(workload, cluster, machine, kernel)]
+    known_names = dict.fromkeys(query.strategy for query in all_queries)
+    for name in selected:
+        if name not in known_names:
+            raise UnknownStrategyError(f"advise has no strategy {name!r} to choose; it has: {', '.join(known_names)}")
+    queries = [query for query in all_queries if not selected or query.strategy in selected]
+    predictions, refusals = [], []
+    for number, query in enumerate(queries):
+        notify("strategies", number, len(queries))
         try:
-            found.append(predict(query, machine, schedule_of, draws=_DRAWS_FIRST))
+            predictions.append(predict(query, machine, schedule_of, draws=_FIRST_PASS_DRAWS))
         except RingprofError as error:
-            refused.append((_label(query), str(error)))
-    if not found:
-        reasons = dict.fromkeys(why for _, why in refused)
+            refusals.append((_label(query), str(error)))
+    if not predictions:
+        reasons = dict.fromkeys(why for _, why in refusals)
         raise UnsupportedWorkloadError(f"no strategy can run this: {'; '.join(list(reasons)[:3])}")
-    room = memory_bytes or machine.memory_bytes
+    available_bytes = memory_bytes or machine.memory_bytes
 
-    def order(one: PredictionResult) -> tuple[bool, float]:
-        return one.peak_bytes > room, one.median_ns
+    def order(prediction: PredictionResult) -> tuple[bool, float]:
+        return prediction.peak_bytes > available_bytes, prediction.median_ns
 
-    least, ns = min(map(order, found))
-    near = [order(one) < (least, _NEAR * ns) for one in found]
-    found = [predict(one.query, machine, schedule_of) if close else one for one, close in zip(found, near, strict=True)]
-    found.sort(key=order)
-    chances = chances_of_being_best([one for one in found if one.peak_bytes <= room])
-    choices = tuple(
-        Choice(one, chances[at] if at < len(chances) else 0.0, _on_front(one, found), one.peak_bytes <= room)
-        for at, one in enumerate(found)
+    exceeds_memory, fastest_ns = min(map(order, predictions))
+    redraw = [order(prediction) < (exceeds_memory, _REDRAW_FACTOR * fastest_ns) for prediction in predictions]
+    predictions = [
+        predict(prediction.query, machine, schedule_of) if again else prediction
+        for prediction, again in zip(predictions, redraw, strict=True)
+    ]
+    predictions.sort(key=order)
+    probabilities = probabilities_of_being_best(
+        [prediction for prediction in predictions if prediction.peak_bytes <= available_bytes]
     )
-    firsts = [choice.prediction for choice in compared(choices)]
+    choices = tuple(
+        Choice(
+            prediction,
+            probabilities[index] if index < len(probabilities) else 0.0,
+            _on_front(prediction, predictions),
+            prediction.peak_bytes <= available_bytes,
+        )
+        for index, prediction in enumerate(predictions)
+    )
+    to_compare = [choice.prediction for choice in compared(choices)]
     points: list[tuple[Point, ...]] = []
-    for what, over in (("lengths", _lengths(workload)), ("NICs", _nics(cluster)), ("hosts", _hosts(cluster))):
-        found_at: list[Point] = []
-        for number, (at, changed) in enumerate(over):
-            tell(what, number, len(over))
-            found_at += _point(at, [(one, changed(one.query)) for one in firsts], machine, schedule_of)
-        points.append(tuple(found_at))
-    return Advice(choices, tuple(refused), *points)
+    for axis, sweep in (
+        ("lengths", _length_sweep(workload)),
+        ("NICs", _nic_sweep(cluster)),
+        ("hosts", _host_sweep(cluster)),
+    ):
+        axis_points: list[Point] = []
+        for number, (value, change) in enumerate(sweep):
+            notify(axis, number, len(sweep))
+            axis_points += _point(
+                value, [(prediction, change(prediction.query)) for prediction in to_compare], machine, schedule_of
+            )
+        points.append(tuple(axis_points))
+    return Advice(choices, tuple(refusals), *points)
 
 
 def candidates(workload: Workload, cluster: Cluster, machine: Calibration, kernel: str) -> Iterator[Query]:
-    """Every strategy with the degrees, placements, windows and hops that make a difference on this cluster."""
-    size, per_host = cluster.size, cluster.gpus_per_host
+    """Yield every strategy with the degrees, placements, windows and transports that differ on this cluster."""
+    world_size, per_host = cluster.size, cluster.gpus_per_host
     engines = ("nccl", "copy") if machine.same_host.copy_gb_s is not None and per_host > 1 else ("nccl",)
-    several = cluster.hosts > 1
-    sets: list[tuple[str, JsonObject, bool]] = [("zigzag", {}, not several), ("stripe", {}, not several)]
-    sets += [("ring", {}, not several)] if not workload.causal else []
-    sets += [("burst", {"double_ring": False}, not several), ("megatron", {}, False), ("ulysses", {}, False)]
-    sets += [("allgather", {"layout": "zigzag" if workload.causal else "contiguous"}, False)]
-    if several:
-        sets += [("burst", {"double_ring": True}, True), ("double-ring", {}, True)]
-    for degree in (degree for degree in range(2, size) if size % degree == 0 and degree <= workload.heads):
-        sets.append(("usp", {"ulysses_degree": degree}, not several))
-        if several and degree == per_host:
-            sets.append(("double-ring", {"ulysses_degree": degree}, False))
-            sets.append(("usp", {"ulysses_degree": degree, "placement": "ring-first"}, False))
-    for name, params, copies in sets:
-        for hops in engines if copies else engines[:1]:
+    multi_host = cluster.hosts > 1
+    options: list[tuple[str, JsonObject, bool]] = [("zigzag", {}, not multi_host), ("stripe", {}, not multi_host)]
+    options += [("ring", {}, not multi_host)] if not workload.causal else []
+    options += [("burst", {"double_ring": False}, not multi_host), ("megatron", {}, False), ("ulysses", {}, False)]
+    options += [("allgather", {"layout": "zigzag" if workload.causal else "contiguous"}, False)]
+    if multi_host:
+        options += [("burst", {"double_ring": True}, True), ("double-ring", {}, True)]
+    for degree in (degree for degree in range(2, world_size) if world_size % degree == 0 and degree <= workload.heads):
+        options.append(("usp", {"ulysses_degree": degree}, not multi_host))
+        if multi_host and degree == per_host:
+            options.append(("double-ring", {"ulysses_degree": degree}, False))
+            options.append(("usp", {"ulysses_degree": degree, "placement": "ring-first"}, False))
+    for name, params, copy_engines_apply in options:
+        for hops in engines if copy_engines_apply else engines[:1]:
             yield Query(name, workload, cluster, kernel, hops, params)
 
 
-def chances_of_being_best(found: Sequence[PredictionResult]) -> list[float]:
-    """How often each is the fastest, over draws in which what they share is drawn once for all."""
-    if not found:
+def probabilities_of_being_best(predictions: Sequence[PredictionResult]) -> list[float]:
+    """Return per prediction the fraction of draws in which it is fastest; shared inputs are drawn once for all."""
+    if not predictions:
         return []
-    draw = np.random.default_rng(0)
-    shared = {name: draw.standard_normal(_DRAWS) for name in _SHARED}
+    generator = np.random.default_rng(0)
+    shared = {name: generator.standard_normal(_DRAWS) for name in _SHARED_INPUTS}
     times = []
-    for one in found:
-        parts = one.device_parts
-        moved = sum(math.sqrt(part) * shared[name] for name, part in parts.items() if name in shared)
-        own = math.sqrt(sum(part for name, part in parts.items() if name not in shared))
-        device = one.time.device.median_ns * np.exp(moved + own * draw.standard_normal(_DRAWS))
-        times.append(np.maximum(device, one.time.host.median_ns * np.exp(one.time.host.spread * shared["host"])))
+    for prediction in predictions:
+        variances = prediction.device_variance
+        shared_shift = sum(math.sqrt(variance) * shared[name] for name, variance in variances.items() if name in shared)
+        own_spread = math.sqrt(sum(variance for name, variance in variances.items() if name not in shared))
+        device = prediction.time.device.median_ns * np.exp(
+            shared_shift + own_spread * generator.standard_normal(_DRAWS)
+        )
+        times.append(
+            np.maximum(device, prediction.time.host.median_ns * np.exp(prediction.time.host.spread * shared["host"]))
+        )
     best = np.argmin(np.array(times), axis=0)
-    return [float(np.mean(best == at)) for at in range(len(found))]
+    return [float(np.mean(best == index)) for index in range(len(predictions))]
 
 
-def _on_front(one: PredictionResult, found: Sequence[PredictionResult]) -> bool:
+def _on_front(prediction: PredictionResult, predictions: Sequence[PredictionResult]) -> bool:
+    """Return whether no other prediction is faster with at most as much memory."""
     return not any(
-        other.median_ns < one.median_ns and other.peak_bytes <= one.peak_bytes for other in found if other is not one
+        other.median_ns < prediction.median_ns and other.peak_bytes <= prediction.peak_bytes
+        for other in predictions
+        if other is not prediction
     )
 
 
-_Over = Sequence[tuple[float, Callable[[Query], Query]]]
-"""Places to look at, and what a question is there."""
+_Sweep = Sequence[tuple[float, Callable[[Query], Query]]]
+"""Values to examine, each with a function that applies it to a query."""
 
 
-def _lengths(workload: Workload) -> _Over:
-    def at(seq: int) -> Callable[[Query], Query]:
-        return lambda one: replace(one, workload=msgspec.structs.replace(one.workload, seq=seq))
+def _length_sweep(workload: Workload) -> _Sweep:
+    """Return sequence lengths around the workload's own."""
 
-    return [(seq, at(seq)) for seq in (int(workload.seq * factor) for factor in _LENGTHS)]
+    def with_length(seq: int) -> Callable[[Query], Query]:
+        return lambda query: replace(query, workload=msgspec.structs.replace(query.workload, seq=seq))
 
-
-def _nics(cluster: Cluster) -> _Over:
-    def at(gbit: float) -> Callable[[Query], Query]:
-        return lambda one: replace(one, cluster=replace(one.cluster, nic_gbit=gbit))
-
-    given = cluster.nic_gbit
-    return [] if cluster.hosts == 1 or given is None else [(given * factor, at(given * factor)) for factor in _NICS]
+    return [(seq, with_length(seq)) for seq in (int(workload.seq * factor) for factor in _LENGTH_FACTORS)]
 
 
-def _hosts(cluster: Cluster) -> _Over:
-    def at(hosts: int) -> Callable[[Query], Query]:
-        return lambda one: replace(one, cluster=replace(one.cluster, hosts=hosts))
+def _nic_sweep(cluster: Cluster) -> _Sweep:
+    """Return NIC rates around the cluster's own; none where there is no network."""
+
+    def with_rate(gbit: float) -> Callable[[Query], Query]:
+        return lambda query: replace(query, cluster=replace(query.cluster, nic_gbit=gbit))
+
+    base_gbit = cluster.nic_gbit
+    return (
+        []
+        if cluster.hosts == 1 or base_gbit is None
+        else [(base_gbit * factor, with_rate(base_gbit * factor)) for factor in _NIC_FACTORS]
+    )
+
+
+def _host_sweep(cluster: Cluster) -> _Sweep:
+    """Return numbers of hosts around the cluster's own."""
+
+    def with_hosts(hosts: int) -> Callable[[Query], Query]:
+        return lambda query: replace(query, cluster=replace(query.cluster, hosts=hosts))
 
     if cluster.hosts == 1 and cluster.nic_gbit is None:
         return []
-    return [(hosts, at(hosts)) for hosts in sorted({round(cluster.hosts * factor) for factor in _HOSTS} - {0})]
+    return [
+        (hosts, with_hosts(hosts))
+        for hosts in sorted({round(cluster.hosts * factor) for factor in _HOST_FACTORS} - {0})
+    ]
 
 
 def _point(
-    at: float, asked: Sequence[tuple[PredictionResult, Query]], machine: Calibration, schedule_of: TapeOf
+    value: float, queries: Sequence[tuple[PredictionResult, Query]], machine: Calibration, schedule_of: ScheduleOf
 ) -> Iterator[Point]:
+    """Yield the predictions at one value of a sweep, or nothing if one of them is refused."""
     try:
-        yield Point(at, tuple(
-            known if known.query == query else predict(query, machine, schedule_of, draws=_DRAWS_FIRST)
-            for known, query in asked
+        yield Point(value, tuple(
+            prediction if prediction.query == query else predict(query, machine, schedule_of, draws=_FIRST_PASS_DRAWS)
+            for prediction, query in queries
         ))  # fmt: skip
     except RingprofError:
         return
 
 
 def _first_hidden(points: Sequence[Point]) -> float | None:
-    """Where, for good, the exposed part falls to what counts as hidden; None where the last point has more."""
-    over = [point.predictions[0].exposed_share - HIDDEN for point in points]
-    if not points or over[-1] > 0:
+    """Return the value from which the exposed share stays below `HIDDEN`; None if the last point exceeds it."""
+    excess = [point.predictions[0].exposed_share - HIDDEN for point in points]
+    if not points or excess[-1] > 0:
         return None
-    last = max((at for at, more in enumerate(over) if more > 0), default=None)
-    return points[0].at if last is None else _zero(points[last].at, points[last + 1].at, over[last], over[last + 1])
+    last_exposed = max((index for index, share in enumerate(excess) if share > 0), default=None)
+    return (
+        points[0].value
+        if last_exposed is None
+        else _zero_crossing(
+            points[last_exposed].value, points[last_exposed + 1].value, excess[last_exposed], excess[last_exposed + 1]
+        )
+    )
 
 
 def compared(choices: Sequence[Choice]) -> list[Choice]:
-    """The first, and the best of each of the next other strategies: its like differ from it by little anywhere."""
+    """Return the first choice and the best choice of each of the next strategies.
+
+    Choices of one strategy differ little from each other, so one of each is enough.
+    """
     best = {choice.prediction.query.strategy: choice for choice in reversed(choices)}
     others = sorted(best.values(), key=choices.index)
-    return others[:_COMPARED]
+    return others[:_MAX_COMPARED]
 
 
 def crossings(points: Sequence[Point]) -> list[tuple[float, int]]:
-    """Where one of the `compared` is as fast as the first, and which."""
-    found = []
-    for other in range(1, _COMPARED):
-        ahead = [
-            (point.at, math.log(point.predictions[other].median_ns / point.predictions[0].median_ns))
+    """Return (value, index) wherever a compared choice becomes as fast as the first one, or stops being so."""
+    crossing_points = []
+    for other in range(1, _MAX_COMPARED):
+        log_ratios = [
+            (point.value, math.log(point.predictions[other].median_ns / point.predictions[0].median_ns))
             for point in points if len(point.predictions) > other
         ]  # fmt: skip
-        told_apart = [(at, by) for at, by in ahead if abs(by) > _EQUAL]
-        found += [
-            (_zero(a, b, one, two), other)
-            for (a, one), (b, two) in pairwise(told_apart)
-            if (one > 0) != (two > 0)
+        distinct = [(value, log_ratio) for value, log_ratio in log_ratios if abs(log_ratio) > _TIE]
+        crossing_points += [
+            (_zero_crossing(a, b, ratio_a, ratio_b), other)
+            for (a, ratio_a), (b, ratio_b) in pairwise(distinct)
+            if (ratio_a > 0) != (ratio_b > 0)
         ]  # fmt: skip
-    return sorted(found)
+    return sorted(crossing_points)
 
 
-def _zero(a: float, b: float, at_a: float, at_b: float) -> float:
-    """Where a straight line over a logarithmic axis is 0."""
+def _zero_crossing(a: float, b: float, at_a: float, at_b: float) -> float:
+    """Return where a line through two points is 0; the x-axis is logarithmic."""
     return float(a * (b / a) ** (at_a / (at_a - at_b)))
 
 
 def _label(query: Query) -> str:
-    given = ", ".join(f"{key}={value}" for key, value in query.params.items())
-    copied = ", hops copied" if query.hops == "copy" else ""
-    return f"{query.strategy}{f' ({given})' if given else ''}{copied}"
+    """Return the strategy with its parameters and its transport."""
+    params = ", ".join(f"{key}={value}" for key, value in query.params.items())
+    copy_note = ", hops copied" if query.hops == "copy" else ""
+    return f"{query.strategy}{f' ({params})' if params else ''}{copy_note}"
 
 
 def advice_dict(advice: Advice) -> JsonObject:
-    """Schema ``ringprof.advice/1``."""
+    """Return advice as a dict of schema ``ringprof.advice/1``."""
     return {
         "schema": _SCHEMA,
         "predicted": True,

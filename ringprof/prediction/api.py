@@ -1,4 +1,4 @@
-"""The public functions of foresight: `predict` and `advise`, as objects with frames and plots."""
+"""The public functions `predict` and `advise`: predictions as objects with data frames and plots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 from ringprof.errors import UsageError
 from ringprof.formatting import percent
-from ringprof.frames import FORESEEN
+from ringprof.frames import PREDICTION_COLUMNS
 from ringprof.json_object import JsonObject
 from ringprof.prediction import recommendation_text
 from ringprof.prediction.advise import Advice, advice_dict
@@ -34,25 +34,25 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 ONE_HOST = Cluster()
-"""Eight GPUs."""
+"""One host with eight GPUs."""
 MachineLike = str | os.PathLike[str] | Calibration
-"""A bundled machine's name (`ringprof.prediction.calibration.BUNDLED`), a file of ``ringprof calibrate``, or one
-read."""
+"""The name of a bundled machine (`ringprof.prediction.calibration.BUNDLED`), the path of a file written by ``ringprof
+calibrate``, or a `Calibration`."""
 
 
 def predict(
     strategy: str, workload: Workload, cluster: Cluster = ONE_HOST, *, machine: MachineLike, kernel: str = "auto",
     hops: str = "auto", params: Mapping[str, Any] | None = None,
 ) -> Prediction:  # fmt: skip
-    """What a strategy will take: ``predict("burst", Workload(seq=1 << 20, ...), Cluster(hosts=4), machine="h100")``.
+    """Predict the performance of a strategy: ``predict("burst", Workload(seq=1 << 20, ...), Cluster(hosts=4),
+    machine="h100")``.
 
-    Raises what ``ringprof predict`` says: `UnsupportedWorkloadError` where the strategy cannot run so, `UsageError`
-    outside
-    of what the machine's file tells.
+    Raises the errors of ``ringprof predict``: `UnsupportedWorkloadError` if the strategy cannot run this way,
+    `UsageError` for anything that the machine's file does not cover.
     """
     from ringprof.prediction.schedules import schedule_of
 
-    query = Query(strategy, _checked(workload, Workload), _checked(cluster, Cluster), kernel, hops, params or {})
+    query = Query(strategy, _converted(workload, Workload), _converted(cluster, Cluster), kernel, hops, params or {})
     return Prediction(_predict(query, _read(machine), schedule_of))
 
 
@@ -60,76 +60,79 @@ def advise(
     workload: Workload, cluster: Cluster = ONE_HOST, *, machine: MachineLike, kernel: str = "auto",
     memory_bytes: int | None = None, strategies: Sequence[str] = (),
 ) -> Recommendation:  # fmt: skip
-    """Every strategy, degree, placement, window and hop engine foreseen, by time; raises as `predict`."""
+    """Predict every strategy, degree, placement, window and transport, and order them by time.
+
+    Raises the errors of `predict`.
+    """
     from ringprof.prediction.schedule_cache import ScheduleCache
 
-    chosen = _advise(
-        _checked(workload, Workload), _checked(cluster, Cluster), _read(machine), ScheduleCache().of, kernel=kernel,
+    advice = _advise(
+        _converted(workload, Workload), _converted(cluster, Cluster), _read(machine), ScheduleCache().of, kernel=kernel,
         memory_bytes=memory_bytes, strategies=strategies,
     )  # fmt: skip
-    return Recommendation(chosen)
+    return Recommendation(advice)
 
 
 def _read(machine: MachineLike) -> Calibration:
     return machine if isinstance(machine, Calibration) else read_calibration(machine)
 
 
-def _checked(given: Any, kind: type[_T]) -> _T:
-    """A problem or a cluster, or a dict of its fields. Raises `UsageError` for what is neither."""
+def _converted(value: Any, kind: type[_T]) -> _T:
+    """Convert a workload or a cluster, or a dict of its fields, to ``kind``. Raises `UsageError` for anything else."""
     try:
-        return msgspec.convert(msgspec.to_builtins(given), kind)
+        return msgspec.convert(msgspec.to_builtins(value), kind)
     except (msgspec.ValidationError, TypeError) as error:
         raise UsageError(f"{kind.__name__}: {error}") from None
 
 
 class Prediction:
-    """One prediction."""
+    """The predicted performance of one run."""
 
     def __init__(self, prediction: PredictionResult) -> None:
         self.prediction = prediction
 
     @property
     def interval_ms(self) -> tuple[float, float, float]:
-        """Milliseconds an iteration: in nine of ten cases more, the middle, in one of ten more."""
+        """Milliseconds per iteration as 10th, 50th and 90th percentile."""
         return self.prediction.interval_ms
 
     @property
     def tflops(self) -> float:
-        """Per GPU, of the middle."""
+        """TFLOP/s per GPU at the median time."""
         return self.prediction.tflops(self.prediction.median_ns)
 
     def report(self) -> JsonObject:
-        """Schema ``ringprof.prediction/1``."""
+        """Return the prediction as a dict of schema ``ringprof.prediction/1``."""
         return prediction_dict(self.prediction)
 
     def parts(self) -> pd.DataFrame:
-        """A row a phase and part of the slowest rank's time."""
+        """Return the time of the slowest rank, with one row per phase and part."""
         rows = [
             {"phase": phase, "part": PART_LABELS[part], "time_ms": ns / 1e6}
-            for phase, found in self._phases().items() for part, ns in found.items()
+            for phase, parts in self._phases().items() for part, ns in parts.items()
         ]  # fmt: skip
         return _frame("parts", rows)
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Where the time goes: a bar a phase, in parts."""
+        """Plot where the time goes, with one stacked bar per phase."""
         rows = {
-            phase: {PART_LABELS[part]: ns / 1e6 for part, ns in found.items()}
-            for phase, found in self._phases().items()
+            phase: {PART_LABELS[part]: ns / 1e6 for part, ns in parts.items()}
+            for phase, parts in self._phases().items()
         }
-        drawn = plots.parts(rows, "ms of the slowest rank, predicted", ax)
-        drawn.set_title(repr(self))
-        return drawn
+        axes = plots.parts(rows, "ms of the slowest rank, predicted", ax)
+        axes.set_title(repr(self))
+        return axes
 
     def _phases(self) -> dict[str, dict[str, float]]:
-        spans = self.prediction.spans
-        return {name: found for name, found in (("forward", spans.forward), ("backward", spans.backward)) if found}
+        spans = self.prediction.breakdown
+        return {name: parts for name, parts in (("forward", spans.forward), ("backward", spans.backward)) if parts}
 
     def write(self, folder: str | os.PathLike[str]) -> Run:
         """Write ``run.json`` and traces of the ranks that were simulated, for `ringprof.load`."""
         return write_prediction(self.prediction, Path(folder), ["ringprof.predict"])
 
     def to_terminal(self, style: TextStyle | None = None) -> str:
-        """As ``ringprof predict`` prints it."""
+        """Return the text that ``ringprof predict`` prints."""
         return prediction_text(self.prediction, style or TextStyle())
 
     def __repr__(self) -> str:
@@ -138,14 +141,14 @@ class Prediction:
 
 
 class Recommendation:
-    """The choices for a problem on a cluster."""
+    """Ranked choices for a workload on a cluster."""
 
     def __init__(self, advice: Advice) -> None:
         self.advice = advice
 
     @property
     def first(self) -> Prediction:
-        """The fastest that fits."""
+        """Prediction of the fastest choice that fits into memory."""
         return Prediction(self.advice.first.prediction)
 
     @property
@@ -153,37 +156,38 @@ class Recommendation:
         return RecommendationPlots(self.advice)
 
     def report(self) -> JsonObject:
-        """Schema ``ringprof.advice/1``."""
+        """Return the recommendation as a dict of schema ``ringprof.advice/1``."""
         return advice_dict(self.advice)
 
     def choices(self) -> pd.DataFrame:
-        """A row a choice, the fastest that fits first."""
+        """Return one row per choice; the fastest that fits into memory comes first."""
         rows = []
         for choice in self.advice.choices:
-            one = choice.prediction
-            low, middle, high = one.interval_ms
+            prediction = choice.prediction
+            low, middle, high = prediction.interval_ms
             rows.append({
                 "choice": choice.label, "best": choice.best, "low_ms": low, "middle_ms": middle, "high_ms": high,
-                "tflops": one.tflops(one.median_ns), "exposed": one.exposed_share, "peak_bytes": one.peak_bytes,
+                "tflops": prediction.tflops(prediction.median_ns), "exposed": prediction.exposed_share,
+                "peak_bytes": prediction.peak_bytes,
                 "fits": choice.fits, "on_front": choice.on_front,
             })  # fmt: skip
         return _frame("choices", rows)
 
     def over(self, what: str = "tokens") -> pd.DataFrame:
-        """The first strategies over ``tokens``, ``hosts`` or ``nic``: a row a choice and place."""
+        """Return the compared choices over ``tokens``, ``hosts`` or ``nic``, with one row per choice and value."""
         rows = [
-            {"choice": name, "at": at, "low_ms": low, "middle_ms": middle, "high_ms": high}
+            {"choice": name, "at": value, "low_ms": low, "middle_ms": middle, "high_ms": high}
             for name, points in recommendation_text.series(self.advice, what).items()
-            for at, (low, middle, high) in points
+            for value, (low, middle, high) in points
         ]  # fmt: skip
         return _frame("over", rows)
 
     def to_terminal(self, style: TextStyle | None = None) -> str:
-        """As ``ringprof advise`` prints it."""
+        """Return the text that ``ringprof advise`` prints."""
         return recommendation_text.advice_text(self.advice, style or TextStyle())
 
     def to_html(self) -> str:
-        """The page of ``ringprof advise --html``."""
+        """Return the page that ``ringprof advise --html`` writes."""
         return page(recommendation_text.document(self.advice))
 
     def __repr__(self) -> str:
@@ -192,38 +196,38 @@ class Recommendation:
 
 
 class RecommendationPlots:
-    """``advised.plot``."""
+    """Plots of a recommendation: ``recommendation.plot``."""
 
     def __init__(self, advice: Advice) -> None:
         self._advice = advice
 
     def choices(self, ax: Axes | None = None) -> Axes:
-        """The interval of every choice, ms an iteration."""
-        shown = self._advice.choices[: recommendation_text.MOST_SHOWN]
-        names, values = [choice.label for choice in shown], [choice.prediction.interval_ms for choice in shown]
+        """Plot the predicted interval of every choice in ms per iteration."""
+        choices = self._advice.choices[: recommendation_text.MOST_SHOWN]
+        names, values = [choice.label for choice in choices], [choice.prediction.interval_ms for choice in choices]
         return plots.intervals(names, values, "ms an iteration, predicted; 80 % within the bar", ax)
 
     def tokens(self, ax: Axes | None = None) -> Axes:
-        """Speed of the first strategies against length, with bands and where one overtakes the first."""
+        """Plot predicted TFLOP/s of the compared choices over the sequence length, with intervals and crossings."""
         return self._over("tokens", ax)
 
     def hosts(self, ax: Axes | None = None) -> Axes:
-        """The same against hosts."""
+        """Plot predicted TFLOP/s of the compared choices over the number of hosts."""
         return self._over("hosts", ax)
 
     def nic(self, ax: Axes | None = None) -> Axes:
-        """The same against the rate of a NIC."""
+        """Plot predicted TFLOP/s of the compared choices over the rate of a NIC."""
         return self._over("nic", ax)
 
     def _over(self, name: str, ax: Axes | None) -> Axes:
         advice = self._advice
-        drawn = recommendation_text.speeds(advice, name), recommendation_text.marks(advice, name)
-        return plots.bands(recommendation_text.ACROSS[name], recommendation_text.SPEED, *drawn, ax)
+        lines_and_marks = recommendation_text.speeds(advice, name), recommendation_text.marks(advice, name)
+        return plots.bands(recommendation_text.ACROSS[name], recommendation_text.SPEED, *lines_and_marks, ax)
 
 
 def _frame(name: str, rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     import pandas as pd
 
-    frame = pd.DataFrame(list(rows), columns=list(FORESEEN[name]))
-    frame.attrs["columns"] = dict(FORESEEN[name])
+    frame = pd.DataFrame(list(rows), columns=list(PREDICTION_COLUMNS[name]))
+    frame.attrs["columns"] = dict(PREDICTION_COLUMNS[name])
     return frame

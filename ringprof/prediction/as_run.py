@@ -1,7 +1,7 @@
-"""A prediction in the recorder's form: a Run, and a Kineto trace for each of its ranks.
+"""A prediction written in the recorder's format: a `Run`, and a Kineto trace per simulated rank.
 
-Everything that reads recorded runs reads these. What they are shows in every name that people see: the run's, the
-hosts' and the devices', and in the run's field ``predicted``.
+Everything that reads recorded runs can read it. Every visible name marks it as predicted: the run, the hosts and the
+devices; so does the run's field ``predicted``.
 """
 
 from __future__ import annotations
@@ -26,29 +26,33 @@ from ringprof.record.dryrun.schedule import AttentionOp, CommStart, CommWait, Me
 from ringprof.run import Environment, Predicted, Profiled, RankTrace, Run, StrategyUsed, Timings, Topology, write_run
 
 MARK = "(predicted)"
-_COMPUTE_STREAM, _FIRST_CARRYING = 7, 20
+_COMPUTE_STREAM, _FIRST_TRANSFER_STREAM = 7, 20
 _THREAD, _ORIGIN_NS = 1, 10**15
-_KERNELS = {
+_ATTENTION_KERNELS = {
     "cudnn": ("cudnn_sdpa_flash_fprop", "cudnn_sdpa_flash_bprop"),
     "torch-flash": ("pytorch_flash::flash_fwd_kernel", "pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel"),
     "flash-attn-3": ("FlashAttnFwdSm90", "FlashAttnBwdSm90"),
     "flash-attn-4": ("FlashAttentionForwardSm100", "FlashAttentionBackwardSm100"),
 }
-_USUAL_KERNELS = ("flash_fwd_kernel", "flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel")
-_CARRYING = {
+_DEFAULT_ATTENTION_KERNELS = ("flash_fwd_kernel", "flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel")
+_TRANSFER_KERNELS = {
     "send_recv": "ncclDevKernel_SendRecv", "all_to_all": "ncclDevKernel_SendRecv",
     "all_gather": "ncclDevKernel_AllGather_RING_LL", "reduce_scatter": "ncclDevKernel_ReduceScatter_Sum_RING_LL",
 }  # fmt: skip
-_CALLED = {"all_to_all": "all_to_allv", "all_gather": "_allgather_base", "reduce_scatter": "_reduce_scatter_base"}
+_COLLECTIVE_NAMES = {
+    "all_to_all": "all_to_allv",
+    "all_gather": "_allgather_base",
+    "reduce_scatter": "_reduce_scatter_base",
+}
 
 _Event = JsonObject
 
 
 def write_prediction(prediction: PredictionResult, folder: Path, command: Sequence[str]) -> Run:
-    """Write ``run.json`` and the traces of the ranks that were simulated into ``folder``; returns the run."""
+    """Write ``run.json`` and the traces of the simulated ranks into ``folder``; return the run."""
     folder.mkdir(parents=True, exist_ok=True)
     traces = []
-    # Of a prediction before, whose traces go: until the last is there, the folder is no run.
+    # An earlier prediction's file, whose traces are replaced: until the last trace exists, the folder is not a run.
     (folder / "run.json").unlink(missing_ok=True)
     for program, timeline in zip(prediction.schedule.programs, prediction.timelines, strict=True):
         path = folder / f"rank{program.rank}.json.gz"
@@ -61,14 +65,14 @@ def write_prediction(prediction: PredictionResult, folder: Path, command: Sequen
 
 
 def run_of(prediction: PredictionResult, traces: list[RankTrace], command: Sequence[str]) -> Run:
-    """The run; its three iterations are the tenth, the middle and the ninetieth percentile."""
+    """Return the prediction as a run, whose three iterations are the 10th, 50th and 90th percentile."""
     query, cluster = prediction.query, prediction.query.cluster
-    size, now = cluster.size, datetime.now(UTC)
-    slowest = max(one.end_ns for one in prediction.timelines)
+    world_size, now = cluster.size, datetime.now(UTC)
+    slowest = max(timeline.end_ns for timeline in prediction.timelines)
     by_rank = {
         p.rank: t.end_ns / slowest for p, t in zip(prediction.schedule.programs, prediction.timelines, strict=True)
     }
-    like = [prediction.stands_for(rank) for rank in range(size)]
+    representatives = [prediction.representative_of(rank) for rank in range(world_size)]
     quantiles = prediction.interval_ns
     programs = {program.rank: program for program in prediction.schedule.programs}
     return Run(
@@ -77,10 +81,10 @@ def run_of(prediction: PredictionResult, traces: list[RankTrace], command: Seque
         command=list(command),
         workload=query.workload,
         topology=Topology(
-            world_size=size,
-            # Of one clock, so emulated.
-            hosts=[f"predicted{EMULATED}{cluster.host(rank)}" for rank in range(size)],
-            local_ranks=[rank % cluster.gpus_per_host for rank in range(size)],
+            world_size=world_size,
+            # The hosts share one clock, so they are marked as emulated.
+            hosts=[f"predicted{EMULATED}{cluster.host(rank)}" for rank in range(world_size)],
+            local_ranks=[rank % cluster.gpus_per_host for rank in range(world_size)],
             ranks_per_host=cluster.gpus_per_host, device_type="cuda", backend="nccl",
         ),
         strategy=StrategyUsed(
@@ -90,12 +94,15 @@ def run_of(prediction: PredictionResult, traces: list[RankTrace], command: Seque
         ),
         kernel=query.kernel,
         environment=Environment(
-            devices=[f"{prediction.machine.device} {MARK}"] * size, versions={"ringprof": __version__}, variables={}
+            devices=[f"{prediction.machine.device} {MARK}"] * world_size, versions={"ringprof": __version__},
+            variables={}
         ),
-        timings=Timings(warmup=0, iterations_ns=[[round(ns * by_rank[one]) for ns in quantiles] for one in like]),
-        profiled=Profiled(iterations_ns=[[round(slowest * by_rank[one])] for one in like]),
-        peak_memory_bytes=[programs[one].peak_bytes for one in like],
-        work=[programs[one].work for one in like],
+        timings=Timings(
+            warmup=0, iterations_ns=[[round(ns * by_rank[rank]) for ns in quantiles] for rank in representatives]
+        ),
+        profiled=Profiled(iterations_ns=[[round(slowest * by_rank[rank])] for rank in representatives]),
+        peak_memory_bytes=[programs[rank].peak_bytes for rank in representatives],
+        work=[programs[rank].work for rank in representatives],
         traces=traces,
         predicted=Predicted(
             machine=prediction.machine.name, evidence=prediction.evidence, simulated_ranks=len(programs),
@@ -105,7 +112,7 @@ def run_of(prediction: PredictionResult, traces: list[RankTrace], command: Seque
 
 
 def trace_of(prediction: PredictionResult, program: Program, timeline: Timeline) -> JsonObject:
-    """One rank's trace, as torch's profiler would have written it."""
+    """Return one rank's trace in the format of torch's profiler."""
     cluster, machine = prediction.query.cluster, prediction.machine
     return {
         "schemaVersion": 1,
@@ -128,35 +135,35 @@ def _events(prediction: PredictionResult, program: Program, timeline: Timeline) 
     origin = _ORIGIN_NS + round(min(prediction.lead_ns, host[-1]))
     writer = _Writer(prediction, program, timeline, origin)
     begin = _ORIGIN_NS
-    for place, op in enumerate(program.ops):
-        # The host is done with an operation before the device begins it.
-        end = _ORIGIN_NS + round(host[place])
-        yield from writer.of(place, op, begin, max(begin + 100, end))
+    for op_index, op in enumerate(program.ops):
+        # The host finishes issuing an operation before the device starts it.
+        end = _ORIGIN_NS + round(host[op_index])
+        yield from writer.op_events(op_index, op, begin, max(begin + 100, end))
         begin = max(begin + 100, end)
     yield writer.range("ringprof::iteration", _ORIGIN_NS, begin)
 
 
 class _Writer:
-    """The events of one rank's operations: on the host, and on the device."""
+    """Events of one rank's operations, on the host and on the device."""
 
     def __init__(self, prediction: PredictionResult, program: Program, timeline: Timeline, origin: int) -> None:
         self._prediction, self._program, self._timeline, self._origin = prediction, program, timeline, origin
         self._streams: dict[str, int] = {}
         self._launches = 0
-        forward, backward = _KERNELS.get(prediction.query.kernel, _USUAL_KERNELS)
+        forward, backward = _ATTENTION_KERNELS.get(prediction.query.kernel, _DEFAULT_ATTENTION_KERNELS)
         self._names = {"forward": f"{forward} {MARK}", "backward": f"{backward} {MARK}"}
 
-    def of(self, place: int, op: Op, begin: int, end: int) -> Iterator[_Event]:
-        """An operation that the host issues from ``begin`` to ``end``."""
+    def op_events(self, op_index: int, op: Op, begin: int, end: int) -> Iterator[_Event]:
+        """Yield the events of an operation that the host issues from ``begin`` to ``end``."""
         if isinstance(op, CommStart):
-            to = f"/to={_neighbours(self._program.rank, op)[0]}" if op.operation == "copy" else ""
-            yield self.range(f"ringprof::send/{op.channel}{to}", begin, end)
-            yield from self._carried(place, op, begin, end)
+            destination = f"/to={_neighbours(self._program.rank, op)[0]}" if op.operation == "copy" else ""
+            yield self.range(f"ringprof::send/{op.channel}{destination}", begin, end)
+            yield from self._transfer(op_index, op, begin, end)
         elif isinstance(op, AttentionOp | MemoryOp):
             if op.label:
                 yield self.range(f"ringprof::{op.label}", begin, end)
             name = self._names[op.phase] if isinstance(op, AttentionOp) else op.name
-            start, stop = self._timeline.ops[place]
+            start, stop = self._timeline.ops[op_index]
             yield from self._kernel(name, _COMPUTE_STREAM + op.stream, start, stop, begin, end)
         elif isinstance(op, CommWait):
             yield self.range("ringprof::wait", begin, end)
@@ -170,7 +177,7 @@ class _Writer:
         self, name: str, stream: int, start: float, stop: float, begin: int, end: int, category: str = "kernel",
         **args: Any,
     ) -> Iterator[_Event]:  # fmt: skip
-        """Yield a launch when the host is done, before which the device cannot begin, and what it launched."""
+        """Yield a launch at the end of the host's work and the kernel that it started."""
         self._launches += 1
         args |= {"device": 0, "stream": stream, "correlation": self._launches}
         launch = {"correlation": self._launches}
@@ -178,56 +185,59 @@ class _Writer:
         first, last = (self._origin + round(time_ns) for time_ns in (start, stop))
         yield _slice(category, name, 1, stream, first, last, args)
 
-    def _carried(self, place: int, post: CommStart, begin: int, end: int) -> Iterator[_Event]:
-        stream = self._streams.setdefault(post.communicator, _FIRST_CARRYING + 2 * len(self._streams))
-        start, ready, stop = self._timeline.kernels[place]
-        if post.operation == "copy":
-            total, at = sum(post.messages), ready
-            for size in post.messages:
-                until = at + (stop - ready) * size / total
+    def _transfer(self, op_index: int, comm_op: CommStart, begin: int, end: int) -> Iterator[_Event]:
+        """Yield the events of a transfer: one copy per message, or one NCCL kernel with its recorded calls."""
+        stream = self._streams.setdefault(comm_op.communicator, _FIRST_TRANSFER_STREAM + 2 * len(self._streams))
+        start, ready, stop = self._timeline.kernels[op_index]
+        if comm_op.operation == "copy":
+            total_bytes, copy_start = sum(comm_op.messages), ready
+            for size in comm_op.messages:
+                copy_end = copy_start + (stop - ready) * size / total_bytes
                 name = "Memcpy PtoP (Device -> Device)"
-                yield from self._kernel(name, stream, at, until, begin, end, "gpu_memcpy", bytes=size)
-                at = until
+                yield from self._kernel(name, stream, copy_start, copy_end, begin, end, "gpu_memcpy", bytes=size)
+                copy_start = copy_end
             return
-        yield from (_record(self._program.rank, post, begin, call) for call in _calls(self._program.rank, post))
-        args = {} if post.operation in RINGS else _collective_args(self._program.rank, post)
-        name = f"{_CARRYING[post.operation]} {MARK}"
+        yield from (
+            _record(self._program.rank, comm_op, begin, call) for call in _recorded_calls(self._program.rank, comm_op)
+        )
+        args = {} if comm_op.operation in RINGS else _collective_args(self._program.rank, comm_op)
+        name = f"{_TRANSFER_KERNELS[comm_op.operation]} {MARK}"
         yield from self._kernel(name, stream, start, stop, begin, end, **args)
 
 
-def _calls(rank: int, post: CommStart) -> Iterator[JsonObject]:
-    """What the host records of a transfer's messages."""
-    if post.operation not in RINGS:
-        yield _collective_args(rank, post)
+def _recorded_calls(rank: int, comm_op: CommStart) -> Iterator[JsonObject]:
+    """Yield the arguments that the host records for each message of a transfer."""
+    if comm_op.operation not in RINGS:
+        yield _collective_args(rank, comm_op)
         return
-    following, previous = _neighbours(rank, post)
-    for size in post.messages:
-        yield {"Collective name": "send", "Dst Rank": following, **_sizes(post, size, size)}
-        yield {"Collective name": "recv", "Src Rank": previous, **_sizes(post, size, size)}
+    following, previous = _neighbours(rank, comm_op)
+    for size in comm_op.messages:
+        yield {"Collective name": "send", "Dst Rank": following, **_sizes(comm_op, size, size)}
+        yield {"Collective name": "recv", "Src Rank": previous, **_sizes(comm_op, size, size)}
 
 
-def _neighbours(rank: int, post: CommStart) -> tuple[int, int]:
-    """The ranks that a hop goes to and comes from."""
-    place = post.members.index(rank)
-    return post.members[(place + 1) % len(post.members)], post.members[place - 1]
+def _neighbours(rank: int, comm_op: CommStart) -> tuple[int, int]:
+    """Return the ranks that a hop goes to and comes from."""
+    position = comm_op.members.index(rank)
+    return comm_op.members[(position + 1) % len(comm_op.members)], comm_op.members[position - 1]
 
 
-def _collective_args(rank: int, post: CommStart) -> JsonObject:
-    (piece,) = post.messages
-    whole = piece * len(post.members)
-    taken = {"all_gather": (piece, whole), "reduce_scatter": (whole, piece)}.get(post.operation, (whole, whole))
-    return {"Collective name": _CALLED[post.operation], "Rank": rank, **_sizes(post, *taken)}
+def _collective_args(rank: int, comm_op: CommStart) -> JsonObject:
+    (piece,) = comm_op.messages
+    total = piece * len(comm_op.members)
+    sizes = {"all_gather": (piece, total), "reduce_scatter": (total, piece)}.get(comm_op.operation, (total, total))
+    return {"Collective name": _COLLECTIVE_NAMES[comm_op.operation], "Rank": rank, **_sizes(comm_op, *sizes)}
 
 
-def _sizes(post: CommStart, given: int, taken: int) -> JsonObject:
+def _sizes(comm_op: CommStart, sent: int, received: int) -> JsonObject:
     return {
-        "dtype": "Byte", "In msg nelems": given, "Out msg nelems": taken, "Group size": len(post.members),
-        "Process Group Name": post.communicator, "Process Group Description": f"ringprof:{post.channel}",
-        "Process Group Ranks": str(list(post.members)), "In split size": "[]", "Out split size": "[]",
+        "dtype": "Byte", "In msg nelems": sent, "Out msg nelems": received, "Group size": len(comm_op.members),
+        "Process Group Name": comm_op.communicator, "Process Group Description": f"ringprof:{comm_op.channel}",
+        "Process Group Ranks": str(list(comm_op.members)), "In split size": "[]", "Out split size": "[]",
     }  # fmt: skip
 
 
-def _record(rank: int, post: CommStart, begin: int, call: JsonObject) -> _Event:
+def _record(rank: int, comm_op: CommStart, begin: int, call: JsonObject) -> _Event:
     return _slice("cpu_op", "record_param_comms", 0, _THREAD, begin, begin + 1, {"Rank": rank, **call})
 
 

@@ -1,6 +1,6 @@
-"""The calibration file (schema ``ringprof.calibration/1``): what is known of a machine, every value with its origin.
+"""The calibration file (schema ``ringprof.calibration/1``): figures of a machine, each with its origin.
 
-``ringprof calibrate`` writes one from measurements or from recorded runs; `bundled` names those that come with the
+``ringprof calibrate`` writes one from measurements or from recorded runs. `BUNDLED` names the files that come with the
 package.
 """
 
@@ -22,7 +22,7 @@ from ringprof.run import Size
 _SCHEMA = "ringprof.calibration/1"
 BUNDLED = ("h200", "h100", "b200", "a800")
 TIME_SHARES = {"kernels": 0.55, "host": 0.15, "memory": 0.01, "links": 0.16, "heat": 0.13}
-"""What `ringprof calibrate` measures, and the part of its time that each is given."""
+"""Parts that `ringprof calibrate` measures, with the share of the time limit that each gets."""
 
 COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter")
 Origin = Literal["measured", "published", "assumed"]
@@ -31,18 +31,18 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class Value(msgspec.Struct, frozen=True):
-    """One figure: what it is, how sure, and where it is from."""
+    """A figure with its uncertainty and its source."""
 
     value: Annotated[float, msgspec.Meta(ge=0, lt=1e18)]
     spread: Annotated[float, msgspec.Meta(ge=0, le=2)]
-    """Standard deviation, as a part of the value."""
+    """Standard deviation, as a fraction of the value."""
     origin: Origin
     source: str
-    """What measured it, who published it, or why it is assumed."""
+    """The measurement or the publication behind the value, or the reason why it is assumed."""
 
 
 class KernelSample(msgspec.Struct, frozen=True, kw_only=True):
-    """The time of one attention call, helpers included, on a device that does nothing else."""
+    """Measured time of one attention call, helper kernels included, on a device that does nothing else."""
 
     phase: Literal["forward", "backward"]
     batch: Size = 1
@@ -53,102 +53,109 @@ class KernelSample(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: Size
     causal: bool
     pairs: Size | None = None
-    """As in `ringprof.record.dryrun.schedule.AttentionCall`, also below."""
+    """Query-key pairs that the mask keeps; None for a causal or a full mask (see
+    `ringprof.record.dryrun.schedule.AttentionOp.pairs`)."""
     sequences: Size = 1
     ns: Positive
     spread: Share = 0.01
-    """Standard deviation of the calls, as a part of the time."""
+    """Standard deviation over the calls, as a fraction of the time."""
     count: Size = 1
-    """Calls."""
-    duty: Share = 1.0
-    """Part of the time around the calls in which the device computed: a cool device is faster."""
+    """Number of calls."""
+    utilisation: Share = msgspec.field(default=1.0, name="duty")
+    """Fraction of the time around the calls in which the device computed. A cool device is faster."""
     busy_s: Positive | None = None
-    """Seconds that the device had been at it; None: for long."""
+    """Seconds for which the device had computed before the calls; None means a long time."""
     origin: Origin
     source: str
 
     @property
     def tflops(self) -> float:
-        """Its rate, by model FLOPs."""
+        """TFLOP/s of the call, by model FLOPs."""
         pairs = self.pairs or self.q * self.kv / (2 if self.causal else 1)
         flops = (4 if self.phase == "forward" else 10) * self.batch * self.heads * self.head_dim * pairs
         return flops / self.ns / 1e3
 
 
 class KernelFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One attention kernel on this device."""
+    """Figures of one attention kernel on this device."""
 
     name: str
     fills_device: bool
-    """Whether it is one wave of persistent blocks, so that a hop's kernel that comes later waits for its end."""
+    """Whether the kernel is one wave of persistent blocks, so that a later transfer kernel waits for its end."""
     tail: Value
-    """The part of a call, at its end, in which the device drains and others find room."""
+    """Fraction of a call, at its end, in which the device drains and other kernels can start."""
     lead: Value
-    """The part of a backward call, at its beginning, that helpers take before the kernel that fills the device."""
+    """Fraction of a backward call, at its start, that helper kernels take before the main kernel fills the device."""
     samples: list[KernelSample]
-    heat: Value | None = None
-    """As the machine's, of this kernel: those that draw less power warm it less; None: as the machine's."""
+    throttling: Value | None = msgspec.field(default=None, name="heat")
+    """Thermal throttling under this kernel; None means `Calibration.throttling`. A kernel that draws less power heats
+    the device less."""
     forward_us: Value | None = None
-    """Of the host, a call; None: as `Host` has it."""
+    """Host time per forward call, in microseconds; None means `Host.forward_us`."""
     backward_us: Value | None = None
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast transfers go over one class of link, in each direction with both in use."""
+    """Transfer rates over one class of link, per direction with both directions in use."""
 
     channel_gb_s: Value
-    """Of one of NCCL's channels."""
+    """GB/s of one NCCL channel."""
     hop_gb_s: Value
-    """The most that one hop by NCCL reaches, however many its channels."""
+    """Highest GB/s of one NCCL hop, with any number of channels."""
     total_gb_s: Value
-    """The most that all transfers of a device reach together; between hosts of a device's NIC."""
+    """Highest GB/s of all transfers of one device together; between hosts, the rate of the device's NIC."""
     latency_us: Value
-    """Of a hop."""
+    """Latency of a hop in microseconds."""
     collective_gb_s: dict[str, Value] = {}
-    """Bytes that leave a rank over time, by operation: inside a host all of `COLLECTIVES`."""
+    """Bytes that leave a rank divided by the time, per operation; inside a host the keys are `COLLECTIVES`."""
     copy_gb_s: Value | None = None
-    """By copy engine."""
+    """GB/s of a hop by copy engine."""
     line_gbit: Positive | None = None
-    """Line rate of the NICs that ``total_gb_s`` was seen on."""
+    """Line rate in Gbit/s of the NICs that ``total_gb_s`` was measured on."""
 
 
 class Nccl(msgspec.Struct, frozen=True, kw_only=True):
-    """What decides how many channels a message gets; see `ringprof.prediction.network`."""
+    """Inputs of NCCL's rule for the number of channels per message; see `ringprof.prediction.network`."""
 
     version: str
     peer_channels: Size = 32
-    """Channels to a peer that NCCL begins with (p2pnChannelsPerPeer, p2pnChannels)."""
+    """Number of channels to a peer that NCCL starts from (p2pnChannelsPerPeer, p2pnChannels)."""
     collective_channels: Size = 24
-    """Multiprocessors that a ring collective holds."""
+    """Number of multiprocessors that a ring collective occupies."""
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
-    """Time of the host, in microseconds: small problems are bound by it."""
+    """Host time per operation in microseconds; it bounds small workloads."""
 
     call_us: Value
-    """A call into torch: a view, an allocation."""
+    """A call into torch, such as a view or an allocation."""
     launch_us: Value
-    """A kernel that moves memory."""
+    """The launch of a kernel that moves memory."""
     forward_us: Value
-    """An attention call."""
+    """A forward attention call."""
     backward_us: Value
     post_us: Value
-    """A hop by NCCL begun."""
+    """The start of an NCCL hop."""
     wait_us: Value
     collective_us: Value | None = None
-    """A collective begun; None, also below: as `post_us`."""
+    """The start of a collective; None means `post_us`."""
     copy_us: Value | None = None
-    """A hop by copy engine begun."""
+    """The start of a hop by copy engine; None means `post_us`."""
     autograd_us: Value | None = None
-    """What a backward pass takes beside its operations; None: nothing."""
-    unlike: Value = Value(0.095, 0.3, "assumed", "as ranks of recorded runs of 2 H200")
-    """How far ranks' hosts are apart in one run: the standard deviation. All go at the slowest one's pace."""
+    """Overhead of a backward pass beyond its operations; None means 0."""
+    host_variation: Value = msgspec.field(
+        default=Value(0.095, 0.3, "assumed", "as ranks of recorded runs of 2 H200"), name="unlike"
+    )
+    """Relative standard deviation of host speed between the ranks of a run. All ranks wait for the slowest one."""
     pass_spread: Share | None = None
-    """Standard deviation of a whole pass's host time, as a part of it: kinds' errors cancel. None: `launch_us`'s."""
+    """Relative standard deviation of a whole pass's host time; None means the spread of ``launch_us``.
+
+    It is usually smaller than the spreads of the kinds, because their errors partly cancel in a pass.
+    """
 
 
 class HostPass(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pass of a strategy took that the host was the bound of."""
+    """Measured time of a host-bound pass of one strategy."""
 
     strategy: str
     kernel: str
@@ -156,19 +163,19 @@ class HostPass(msgspec.Struct, frozen=True, kw_only=True):
     ranks: Size
     backward: bool
     kinds: dict[str, int]
-    """How many operations of each kind, by the names of `Host`, its program had."""
+    """Number of operations in the pass per kind; the keys are field names of `Host`."""
     us: Positive
-    """Of the slowest rank."""
+    """Microseconds on the slowest rank."""
     spread: Share = 0.1
-    """Standard deviation from turn to turn, as a part of the time."""
+    """Standard deviation between turns, as a fraction of the time."""
     turns: Size = 1
     ranks_us: list[float] = []
-    """Of every rank, from the call of a pass to its return."""
+    """Microseconds per rank from the call of a pass to its return."""
     source: str
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """One machine."""
+    """Figures of one machine."""
 
     schema: str = _SCHEMA
     name: str
@@ -176,51 +183,61 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     created: str
     multiprocessors: Size
     memory_bytes: Size
-    """Of a device."""
+    """Memory of one device."""
     environment: dict[str, str]
-    """Versions of driver, torch, NCCL, cuDNN and flash-attn that the figures are of."""
+    """Versions of the driver, torch, NCCL, cuDNN and flash-attn that the figures were measured with."""
     kernels: list[KernelFigures]
     memory_gb_s: Value
-    """Of kernels that only move memory, read and written together."""
+    """GB/s of kernels that only move memory, reads and writes added."""
     reorder_gb_s: Value
-    """Of those that change the order in memory, as packing for an all-to-all does."""
-    touch_us: Value
-    """Shortest time of such a kernel, with the gap after it."""
+    """GB/s of kernels that change the order in memory, such as packing for an all-to-all."""
+    memory_op_us: Value = msgspec.field(name="touch_us")
+    """Shortest time of a kernel that only moves memory, with the gap after it."""
     same_host: Link
     other_host: Link
     nccl: Nccl
     contention: Value
-    """How much of the multiprocessors that a hop's kernel holds is lost to a block beside it."""
+    """Fraction of the multiprocessors held by a transfer kernel that a concurrent attention block loses."""
     hop_first: Value
-    """How often a hop begins before the block that it became ready together with."""
+    """Probability that a hop starts before an attention block that became ready at the same time."""
     host: Host
     passes: list[HostPass] = []
-    """What the host's times are told by, where they were measured."""
-    elsewhere: dict[str, Value] = {}
-    """By what is the bound, ``device`` or ``host``: how many times as wide as by its inputs an interval is on another
-    machine of the kind, for four of five runs that were held out to lie within. One's own machine needs none."""
-    handover_us: Value
-    """From an event on one stream to another that waited for it."""
-    heat: Value
-    """How much longer a block takes on a device that always computes than on a cool one."""
-    heat_s: Value = Value(0.15, 0.3, "assumed", "as an H200 does")
-    """Seconds of computing after which all but 1 / e of that is there."""
-    unlike: Value
-    """How far devices of this kind differ in speed: the standard deviation. A ring goes at its slowest one's."""
-    noise: Value
-    """Spread of a run's time from day to day that nothing here explains."""
-    unsteady_us: Value = Value(200.0, 0.5, "assumed", "as on H200: of runs of 2 to 8 ms that were held out")
-    """And of that, what a run has however short it is."""
-    unmeasured: list[str] = []
-    """What could not be measured, and why."""
+    """Passes that the host times were fitted to, where they were measured."""
+    transfer_margin: dict[str, Value] = msgspec.field(default_factory=dict, name="elsewhere")
+    """Factor by which intervals are widened on other machines of this kind, per bound (``device`` or ``host``).
 
-    def slowed(self, kernel: KernelFigures, duty: float, busy_s: float | None) -> float:
-        """How many times as long as on a cool device a block takes, of a duty that has lasted for some time."""
-        warm = 1.0 if busy_s is None or not self.heat_s.value else 1 - math.exp(-busy_s / self.heat_s.value)
-        return 1 + (kernel.heat or self.heat).value * duty * warm
+    It is chosen so that four of five held-out runs lie within their interval. The calibrated machine itself needs none.
+    """
+    handover_us: Value
+    """Microseconds from an event on one stream to the start of another stream that waited for it."""
+    throttling: Value = msgspec.field(name="heat")
+    """Relative slowdown of a block on a device that always computes, compared with a cool one."""
+    throttling_s: Value = msgspec.field(default=Value(0.15, 0.3, "assumed", "as an H200 does"), name="heat_s")
+    """Time constant of the throttling: seconds of computing after which all but 1 / e of it is reached."""
+    device_variation: Value = msgspec.field(name="unlike")
+    """Relative standard deviation of speed between devices of this kind. A ring runs at the speed of its slowest one.
+    """
+    noise: Value
+    """Relative spread of a run's time from day to day that no other figure explains."""
+    run_to_run_noise_us: Value = msgspec.field(
+        default=Value(200.0, 0.5, "assumed", "as on H200: of runs of 2 to 8 ms that were held out"), name="unsteady_us"
+    )
+    """Part of the run-to-run noise that does not shrink with the length of the run, in microseconds."""
+    unmeasured: list[str] = []
+    """Parts that could not be measured, each with the reason."""
+
+    def slowdown(self, kernel: KernelFigures, utilisation: float, busy_s: float | None) -> float:
+        """Return the factor by which a block is slower than on a cool device.
+
+        The device has computed for a fraction ``utilisation`` of the last ``busy_s`` seconds; None means a long time.
+        """
+        warmth = (
+            1.0 if busy_s is None or not self.throttling_s.value else 1 - math.exp(-busy_s / self.throttling_s.value)
+        )
+        return 1 + (kernel.throttling or self.throttling).value * utilisation * warmth
 
     def kernel(self, name: str) -> KernelFigures:
-        """Raises `UsageError` where the file has no curves of it."""
+        """Return the figures of the named kernel. Raises `UsageError` if the file has none."""
         for kernel in self.kernels:
             if kernel.name == name:
                 return kernel
@@ -230,88 +247,96 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_calibration(path: str | os.PathLike[str]) -> Calibration:
     """Read a calibration file, or a bundled one by its name. Raises `InputError` and `UsageError`."""
-    name = os.fspath(path)
-    if name in BUNDLED:
-        return _bundled(name)
-    if not name.endswith(".json") and not os.path.exists(name):
-        raise UsageError(f"no machine {name!r}; there are: {', '.join(BUNDLED)}, or a file of `ringprof calibrate`")
-    return parse_calibration(read_small(name, "a calibration"), name)
+    name_or_path = os.fspath(path)
+    if name_or_path in BUNDLED:
+        return _bundled(name_or_path)
+    if not name_or_path.endswith(".json") and not os.path.exists(name_or_path):
+        raise UsageError(
+            f"no machine {name_or_path!r}; there are: {', '.join(BUNDLED)}, or a file of `ringprof calibrate`"
+        )
+    return parse_calibration(read_small(name_or_path, "a calibration"), name_or_path)
 
 
 @cache
 def _bundled(name: str) -> Calibration:
-    """Read once: curves that were fitted to a machine are kept with it."""
+    """Read a bundled file once, because the curves fitted to a machine are cached with it."""
     return parse_calibration((files(__package__) / "machines" / f"{name}.json").read_bytes(), name)
 
 
-def parse_calibration(data: bytes, name: str) -> Calibration:
-    """Decode a calibration; ``name`` is where it lies. Raises `InputError`."""
-    calibration = decode_json(data, Calibration, name, "a calibration")
+def parse_calibration(data: bytes, path: str) -> Calibration:
+    """Decode a calibration; ``path`` is where it was read from. Raises `InputError`."""
+    calibration = decode_json(data, Calibration, path, "a calibration")
     if calibration.schema != _SCHEMA:
-        raise InputError(f"{name}: schema {calibration.schema!r} is not {_SCHEMA!r}: calibrate again")
+        raise InputError(f"{path}: schema {calibration.schema!r} is not {_SCHEMA!r}: calibrate again")
     if not all(math.isfinite(sample.ns) for kernel in calibration.kernels for sample in kernel.samples):
-        raise InputError(f"{name}: not a calibration: a time is not finite")
-    missing = (f"same_host.{one}_gb_s" for one in COLLECTIVES if one not in calibration.same_host.collective_gb_s)
-    zero = (figure for figure, value in figures(calibration) if figure.endswith("_gb_s") and not value.value)
-    for figure in (*missing, *zero):
-        raise InputError(f"{name}: not a calibration: {figure} must be more than 0")
+        raise InputError(f"{path}: not a calibration: a time is not finite")
+    missing = (f"same_host.{name}_gb_s" for name in COLLECTIVES if name not in calibration.same_host.collective_gb_s)
+    not_positive = (
+        figure for figure, value in named_values(calibration) if figure.endswith("_gb_s") and not value.value
+    )
+    for figure in (*missing, *not_positive):
+        raise InputError(f"{path}: not a calibration: {figure} must be more than 0")
     return calibration
 
 
-def figures(of: Any, within: str = "") -> Iterator[tuple[str, Value]]:
-    """Every `Value` of a calibration by its name in the file; of kernels and what only a machine's kind has, none."""
-    for name in of.__struct_fields__:
-        found = getattr(of, name)
-        if isinstance(found, Value):
-            yield within + name, found
-        elif isinstance(found, Host | Link):
-            yield from figures(found, f"{name}.")
-        elif name == "collective_gb_s":
-            yield from ((f"{within}{operation}_gb_s", value) for operation, value in found.items())
+def named_values(owner: Any, prefix: str = "") -> Iterator[tuple[str, Value]]:
+    """Yield every `Value` of a calibration with its key in the file, except those of kernels and optional structs."""
+    for attribute, key in zip(owner.__struct_fields__, owner.__struct_encode_fields__, strict=True):
+        field = getattr(owner, attribute)
+        if isinstance(field, Value):
+            yield prefix + key, field
+        elif isinstance(field, Host | Link):
+            yield from named_values(field, f"{key}.")
+        elif key == "collective_gb_s":
+            yield from ((f"{prefix}{operation}_gb_s", value) for operation, value in field.items())
 
 
 def calibration_json(calibration: Calibration) -> bytes:
-    """The text of a calibration file."""
+    """Return the text of a calibration file."""
     return msgspec.json.format(msgspec.json.encode(calibration), indent=1) + b"\n"
 
 
-def assumed(name: str, device: str, multiprocessors: int, memory_bytes: int) -> Calibration:
-    """What is known of no machine in particular: of the order of a Hopper GPU's figures. A place to begin from."""
+def assumed_calibration(name: str, device: str, multiprocessors: int, memory_bytes: int) -> Calibration:
+    """Return a starting calibration for an unknown machine, with figures in the order of a Hopper GPU's."""
 
-    def about(value: float, why: str = "of the usual order") -> Value:
-        return Value(value, 0.3, "assumed", why)
+    def typical(value: float, reason: str = "of the usual order") -> Value:
+        return Value(value, 0.3, "assumed", reason)
 
     def kernel(name: str, *, fills: bool) -> KernelFigures:
-        lead, tail = about(0.007), about(0.012) if fills else about(0.0, "a kernel of many short blocks")
+        lead, tail = typical(0.007), typical(0.012) if fills else typical(0.0, "a kernel of many short blocks")
         return KernelFigures(name=name, fills_device=fills, tail=tail, lead=lead, samples=[])
 
-    kernels = [kernel(one, fills=one == "cudnn") for one in ("cudnn", "flash-attn", "torch-flash")]
+    kernels = [
+        kernel(kernel_name, fills=kernel_name == "cudnn") for kernel_name in ("cudnn", "flash-attn", "torch-flash")
+    ]
     host = Host(
-        call_us=about(2.0), launch_us=about(12.0), forward_us=about(60.0), backward_us=about(100.0),
-        post_us=about(150.0), wait_us=about(15.0), collective_us=about(150.0), copy_us=about(150.0),
-        autograd_us=about(300.0),
+        call_us=typical(2.0), launch_us=typical(12.0), forward_us=typical(60.0), backward_us=typical(100.0),
+        post_us=typical(150.0), wait_us=typical(15.0), collective_us=typical(150.0), copy_us=typical(150.0),
+        autograd_us=typical(300.0),
     )  # fmt: skip
     return Calibration(
         name=name, device=device, created="", multiprocessors=multiprocessors, memory_bytes=memory_bytes,
         environment={}, kernels=kernels,
-        memory_gb_s=about(3000.0), reorder_gb_s=about(1000.0), touch_us=about(4.0),
+        memory_gb_s=typical(3000.0), reorder_gb_s=typical(1000.0), memory_op_us=typical(4.0),
         same_host=Link(
-            channel_gb_s=about(18.0), hop_gb_s=about(350.0), total_gb_s=about(390.0), latency_us=about(40.0),
-            collective_gb_s={"all_to_all": about(310.0), "all_gather": about(300.0), "reduce_scatter": about(300.0)},
+            channel_gb_s=typical(18.0), hop_gb_s=typical(350.0), total_gb_s=typical(390.0), latency_us=typical(40.0),
+            collective_gb_s={"all_to_all": typical(310.0), "all_gather": typical(300.0),
+            "reduce_scatter": typical(300.0)},
         ),
         other_host=Link(
-            channel_gb_s=about(13.0), hop_gb_s=about(45.0), total_gb_s=about(40.0), latency_us=about(50.0),
+            channel_gb_s=typical(13.0), hop_gb_s=typical(45.0), total_gb_s=typical(40.0), latency_us=typical(50.0),
             collective_gb_s={},
         ),
-        nccl=Nccl(version="2.28"), contention=about(0.83), hop_first=about(0.35), host=host, handover_us=about(5.0),
-        heat=about(0.1), unlike=about(0.015), noise=about(0.0185),
+        nccl=Nccl(version="2.28"), contention=typical(0.83), hop_first=typical(0.35), host=host,
+        handover_us=typical(5.0),
+        throttling=typical(0.1), device_variation=typical(0.015), noise=typical(0.0185),
     )  # fmt: skip
 
 
 def base_for(device: str) -> Calibration:
-    """The bundled machine of this device; where there is none, one that knows nothing."""
+    """Return the bundled machine of this device, or an assumed one if there is none."""
     for name in BUNDLED:
-        known = read_calibration(name)
-        if known.device == device:
-            return known
-    return assumed(device, device, 132, 80 << 30)
+        machine = read_calibration(name)
+        if machine.device == device:
+            return machine
+    return assumed_calibration(device, device, 132, 80 << 30)

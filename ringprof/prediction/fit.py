@@ -1,6 +1,6 @@
-"""A calibration from recorded runs: what their traces say of blocks, memory, links and contention.
+"""A calibration fitted to recorded runs: attention blocks, memory rates, links and contention, from their traces.
 
-What runs do not tell, the host's own time above all, is taken from another calibration, and stays marked as its.
+Figures that runs do not show, the host times above all, are taken from another calibration and keep its source.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from ringprof.errors import InputError, UnsupportedWorkloadError, UsageError
 from ringprof.prediction.calibration import Calibration, KernelFigures, KernelSample, Link, Value
 from ringprof.prediction.network import Links
 from ringprof.prediction.observed_schedule import ObservedRank, observe
-from ringprof.prediction.query import busy_s, cluster_of, is_older
+from ringprof.prediction.query import busy_s, cluster_of, uses_legacy_schedule
 from ringprof.record.dryrun.schedule import AttentionOp, MemoryOp, Schedule
 from ringprof.run import Run
 
 LARGE_BYTES = 16 << 20
-"""Kernels that move less are bound by their launch."""
-_BEST = 90
-"""Percentile of the rates seen: the others shared the link, or the device, with something."""
+"""Bytes from which a kernel's rate counts; smaller kernels are bound by their launch."""
+_BEST_PERCENTILE = 90
+"""Percentile of the observed rates; slower transfers shared the link or the device with something else."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """One run and what its traces say."""
+    """One recorded run with its operations matched to their measured times."""
 
     run: Run
     ranks: list[ObservedRank]
@@ -41,29 +41,31 @@ class Observed:
 
     @property
     def source(self) -> str:
+        """Name of the run, as the source of the figures fitted to it."""
         return self.run.name
 
 
 def schedule_of_run(run: Run) -> Schedule:
-    """The tape of what a run did. Raises `InputError` for a run that does not say."""
+    """Return the schedule that a run executed. Raises `InputError` for a run that does not name its strategy."""
     from ringprof.prediction.schedules import schedule
 
     if run.strategy is None or run.workload is None or run.kernel is None:
         raise InputError(f"run {run.name}: it does not name its strategy, kernel and workload")
     return schedule(
         run.strategy.name, run.workload, run.topology.world_size, ranks_per_host=run.topology.ranks_per_host,
-        kernel=run.kernel, hops=run.strategy.hops, params=run.strategy.params, older=is_older(run),
+        kernel=run.kernel, hops=run.strategy.hops, params=run.strategy.params,
+        legacy_schedule=uses_legacy_schedule(run),
     )  # fmt: skip
 
 
 def observed_run(path: str | os.PathLike[str], base: Calibration) -> Observed:
-    """Read a run and its traces. Raises `InputError` and `UsageError` for one that cannot calibrate a GPU."""
+    """Read a run and its traces. Raises `InputError` and `UsageError` for a run that cannot calibrate a GPU."""
     analysis = load(path)
     run = analysis.run
     if not isinstance(analysis, Analysis) or run is None:
         raise InputError(f"{os.fspath(path)}: not a recorded run: name its folder or its run.json")
     if run.topology.device_type != "cuda":
-        raise UsageError(f"{os.fspath(path)}: recorded on CPU processes, which cannot be foreseen")
+        raise UsageError(f"{os.fspath(path)}: recorded on CPU processes, which cannot be predicted")
     if run.workload and not run.workload.mask().plain:
         raise UsageError(f"{os.fspath(path)}: runs of packed documents and windows are not taken apart")
     try:
@@ -75,7 +77,7 @@ def observed_run(path: str | os.PathLike[str], base: Calibration) -> Observed:
 
 
 def calibrate_from(runs: Sequence[Observed], base: Calibration) -> Calibration:
-    """``base`` with what ``runs`` say put in its place. Raises `UsageError` where they are of several devices."""
+    """Return ``base`` with the figures that ``runs`` show. Raises `UsageError` if the runs are of several devices."""
     devices = {device for observed in runs for device in observed.run.environment.devices}
     if len(devices) != 1:
         raise UsageError(f"one calibration is of one device, and these runs are of {', '.join(sorted(devices))}")
@@ -87,11 +89,11 @@ def calibrate_from(runs: Sequence[Observed], base: Calibration) -> Calibration:
         "kernels": _kernels(runs, base, contention.value),
         "contention": contention,
         "hop_first": _hop_first(runs) or base.hop_first,
-        "unlike": _unlike(runs, contention.value, base.heat.value) or base.unlike,
+        "device_variation": _device_variation(runs, contention.value, base.throttling.value) or base.device_variation,
         "memory_gb_s": _memory(runs, strided=False) or base.memory_gb_s,
         "reorder_gb_s": _memory(runs, strided=True) or base.reorder_gb_s,
         "same_host": _same_host(runs, base.same_host),
-        "elsewhere": {},
+        "transfer_margin": {},
     }
     return msgspec.structs.replace(base, **measured)
 
@@ -100,167 +102,180 @@ def calibrate_from(runs: Sequence[Observed], base: Calibration) -> Calibration:
 
 
 def _kernels(runs: Sequence[Observed], base: Calibration, contention: float) -> list[KernelFigures]:
-    """The kernels that ran, with samples of their blocks alone; the base's others as they are."""
-    known = {kernel.name: kernel for kernel in base.kernels}
+    """Return the kernels that ran, with samples of their blocks, and the other kernels of ``base`` unchanged."""
+    by_name = {kernel.name: kernel for kernel in base.kernels}
     for name in {observed.run.kernel for observed in runs}:
         assert name is not None
-        mine = [observed for observed in runs if observed.run.kernel == name]
-        samples = [sample for observed in mine for sample in _samples(observed, contention)]
-        before = known.get(name) or KernelFigures(
-            name=name, fills_device=False, tail=_assumed("a kernel of many short blocks"),
-            lead=_assumed("not seen"), samples=[],
+        observed_runs = [observed for observed in runs if observed.run.kernel == name]
+        samples = [sample for observed in observed_runs for sample in _samples(observed, contention)]
+        current = by_name.get(name) or KernelFigures(
+            name=name, fills_device=False, tail=_assumed_value("a kernel of many short blocks"),
+            lead=_assumed_value("not seen"), samples=[],
         )  # fmt: skip
-        tail = [part for observed in mine for part in _tails(observed)] if before.fills_device else []
+        tails = [tail for observed in observed_runs for tail in _tails(observed)] if current.fills_device else []
         leads = [
             (block.main_ns - block.start_ns) / (block.end_ns - block.start_ns)
-            for observed in mine for rank in observed.ranks for place, block in rank.blocks.items()
-            if _block(rank, place).phase == "backward"
+            for observed in observed_runs for rank in observed.ranks for op_index, block in rank.blocks.items()
+            if _attention_op(rank, op_index).phase == "backward"
         ]  # fmt: skip
-        known[name] = msgspec.structs.replace(
-            before,
+        by_name[name] = msgspec.structs.replace(
+            current,
             samples=samples,
-            tail=_measured(tail, mine) or before.tail,
-            lead=_measured(leads, mine) or before.lead,
+            tail=_median_value(tails, observed_runs) or current.tail,
+            lead=_median_value(leads, observed_runs) or current.lead,
         )
-    return list(known.values())
+    return list(by_name.values())
 
 
 def _samples(observed: Observed, contention: float) -> list[KernelSample]:
-    """One sample for each shape of a run: the median over ranks and steps of what the block alone would have taken."""
-    found: dict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)
-    for rank, op, length, lost in _blocks(observed):
-        key = (op.phase, op.batch, op.q, op.kv, op.heads, op.kv_heads, op.head_dim, op.causal)
-        found[key].append((length - contention * lost, rank.duty))
+    """Return one sample per shape of a run: the median over ranks and steps of the block's time without contention."""
+    times_by_shape: dict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)
+    for rank, op, duration_ns, contended in _observed_blocks(observed):
+        shape = (op.phase, op.batch, op.q, op.kv, op.heads, op.kv_heads, op.head_dim, op.causal)
+        times_by_shape[shape].append((duration_ns - contention * contended, rank.utilisation))
     names = ("phase", "batch", "q", "kv", "heads", "kv_heads", "head_dim", "causal")
     return [
         KernelSample(
-            **dict(zip(names, key, strict=True)), ns=median(ns for ns, _ in seen),
-            spread=min(1.0, float(np.std([ns for ns, _ in seen]) / np.mean([ns for ns, _ in seen]))), count=len(seen),
-            duty=min(1.0, float(np.mean([duty for _, duty in seen]))), busy_s=busy_s(observed.run, 1.0),
+            **dict(zip(names, shape, strict=True)), ns=median(ns for ns, _ in times),
+            spread=min(1.0, float(np.std([ns for ns, _ in times]) / np.mean([ns for ns, _ in times]))),
+            count=len(times),
+            utilisation=min(1.0, float(np.mean([duty for _, duty in times]))), busy_s=busy_s(observed.run, 1.0),
             origin="measured", source=observed.source,
         )
-        for key, seen in found.items()
+        for shape, times in times_by_shape.items()
     ]  # fmt: skip
 
 
-def _blocks(observed: Observed) -> Iterator[tuple[ObservedRank, AttentionOp, int, float]]:
-    """Every block: its rank, what it was asked, nanoseconds that it took, and what transfers beside it held of them."""
+def _observed_blocks(observed: Observed) -> Iterator[tuple[ObservedRank, AttentionOp, int, float]]:
+    """Yield each block's rank, operation, duration in nanoseconds and contended nanoseconds."""
     for rank in observed.ranks:
-        for place, block in rank.blocks.items():
-            yield rank, _block(rank, place), block.end_ns - block.start_ns, lost_ns(observed, rank, place)
+        for op_index, block in rank.blocks.items():
+            yield (
+                rank,
+                _attention_op(rank, op_index),
+                block.end_ns - block.start_ns,
+                contended_ns(observed, rank, op_index),
+            )
 
 
-def lost_ns(observed: Observed, rank: ObservedRank, place: int) -> float:
-    """Time beside transfers' kernels, each counted by the part of the multiprocessors that it holds."""
+def contended_ns(observed: Observed, rank: ObservedRank, op_index: int) -> float:
+    """Return the block's time beside transfer kernels, weighted by the fraction of multiprocessors that each holds."""
     return sum(
-        rank.beside_ns(place, at) * observed.links.held(transfer.post) for at, transfer in rank.transfers.items()
+        rank.beside_ns(op_index, transfer_index) * observed.links.held_share(transfer.comm_op)
+        for transfer_index, transfer in rank.transfers.items()
     )
 
 
-def _unlike(runs: Sequence[Observed], contention: float, heat: float) -> Value | None:
-    """How far ranks of one run are apart in the time of equal blocks, were they equally warm."""
+def _device_variation(runs: Sequence[Observed], contention: float, throttling: float) -> Value | None:
+    """Fit how far the ranks of one run differ in the time of equal blocks, corrected for throttling."""
     variances = []
     for observed in runs:
         groups: dict[tuple[Any, ...], list[tuple[int, float]]] = defaultdict(list)
-        for rank, op, length, lost in _blocks(observed):
-            alone = (length - contention * lost) / (1 + heat * rank.duty)
+        for rank, op, duration_ns, contended in _observed_blocks(observed):
+            alone = (duration_ns - contention * contended) / (1 + throttling * rank.utilisation)
             groups[op.phase, op.q, op.kv, op.heads, op.causal].append((rank.program.rank, alone))
-        off: dict[int, list[float]] = defaultdict(list)
-        for seen in groups.values():
-            if len({rank for rank, _ in seen}) == len(observed.ranks):
-                middle = float(np.mean([ns for _, ns in seen]))
-                for number, ns in seen:
-                    off[number].append(ns / middle)
-        if len(off) > 1:
-            variances.append(float(np.var([np.mean(parts) for parts in off.values()], ddof=1)))
+        relative_times: dict[int, list[float]] = defaultdict(list)
+        for times in groups.values():
+            if len({rank for rank, _ in times}) == len(observed.ranks):
+                mean = float(np.mean([ns for _, ns in times]))
+                for number, ns in times:
+                    relative_times[number].append(ns / mean)
+        if len(relative_times) > 1:
+            variances.append(float(np.var([np.mean(ratios) for ratios in relative_times.values()], ddof=1)))
     if not variances:
         return None
     spread = float(np.mean(variances)) ** 0.5
-    return Value(spread, min(1.0, (2 / len(variances)) ** 0.5), "measured", _names(runs))
+    return Value(spread, min(1.0, (2 / len(variances)) ** 0.5), "measured", _source_of(runs))
 
 
 def _contention(runs: Sequence[Observed]) -> Value | None:
-    """How much of what hops hold blocks lose: the slope, over blocks of one shape and run, of time over time lost."""
+    """Fit the fraction of the contended time that blocks lose: a slope over blocks of equal shape and run."""
     x, y = [], []
     for observed in runs:
         groups: dict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)
-        for _, op, length, lost in _blocks(observed):
-            groups[op.phase, op.q, op.kv, op.heads, op.causal].append((lost / length, 1.0 / length))
-        for seen in groups.values():
-            lost, speed = np.array(seen).T
-            if np.ptp(lost) > 0.05:
-                x += list(lost - lost.mean())
-                y += list(1 - speed / speed.mean())
+        for _, op, duration_ns, contended in _observed_blocks(observed):
+            groups[op.phase, op.q, op.kv, op.heads, op.causal].append((contended / duration_ns, 1.0 / duration_ns))
+        for points in groups.values():
+            contended, inverse_ns = np.array(points).T
+            if np.ptp(contended) > 0.05:
+                x += list(contended - contended.mean())
+                y += list(1 - inverse_ns / inverse_ns.mean())
     if len(x) < 8:
         return None
     slope = float(np.dot(x, y) / np.dot(x, x))
-    off = np.array(y) - slope * np.array(x)
-    spread = float(np.sqrt(np.mean(off**2) / np.dot(x, x))) / max(slope, 1e-3)
-    return Value(min(max(slope, 0.0), 1.5), min(spread, 1.0), "measured", _names(runs))
+    residuals = np.array(y) - slope * np.array(x)
+    spread = float(np.sqrt(np.mean(residuals**2) / np.dot(x, x))) / max(slope, 1e-3)
+    return Value(min(max(slope, 0.0), 1.5), min(spread, 1.0), "measured", _source_of(runs))
 
 
 def _tails(observed: Observed) -> list[float]:
-    """How long before a block's end hops began that had waited for it, as parts of the block."""
+    """Return how long before a block's end the delayed hops began, as fractions of the block."""
     return [
         (block.end_ns - transfer.start_ns) / (block.end_ns - block.start_ns)
         for rank in observed.ranks
-        for block, transfer in _held_up(rank)
+        for block, transfer in _delayed_transfers(rank)
     ]
 
 
-def _held_up(rank: ObservedRank) -> list[tuple[Any, Any]]:
-    """Transfers that began in the last tenth of the block after their post, with that block."""
+def _delayed_transfers(rank: ObservedRank) -> list[tuple[Any, Any]]:
+    """Return transfers that began in the last tenth of the block after their start, with that block."""
     return [
         (block, transfer)
-        for place, transfer in rank.transfers.items()
-        if (block := _next_block(rank, place)) is not None
+        for op_index, transfer in rank.transfers.items()
+        if (block := _next_block(rank, op_index)) is not None
         and block.end_ns - 0.1 * (block.end_ns - block.start_ns) < transfer.start_ns < block.end_ns
     ]
 
 
 def _hop_first(runs: Sequence[Observed]) -> Value | None:
-    """Of the hops posted right before a forward block that fills the device, how many came before it.
+    """Fit how often a hop begins before a forward block that fills the device and directly follows the hop.
 
-    Not of the first step: there the host, which the profiler slows down, decides.
+    Hops of the first step do not count: the host decides there, and the profiler slows it down.
     """
-    first = later = 0
+    hops_first = blocks_first = 0
     for observed in runs:
         for rank in observed.ranks if observed.fills else ():
-            held_up = {id(transfer) for _, transfer in _held_up(rank)}
-            for place, transfer in rank.transfers.items():
-                block = _next_block(rank, place)
-                before = any(other < place for other in rank.blocks)
+            delayed = {id(transfer) for _, transfer in _delayed_transfers(rank)}
+            for op_index, transfer in rank.transfers.items():
+                block = _next_block(rank, op_index)
+                earlier_block_exists = any(index < op_index for index in rank.blocks)
                 if (
                     block is None
-                    or not before
-                    or _block(rank, min(p for p in rank.blocks if p > place)).phase != "forward"
+                    or not earlier_block_exists
+                    or _attention_op(rank, min(index for index in rank.blocks if index > op_index)).phase != "forward"
                 ):
                     continue
-                previous = [t.end_ns for p, t in rank.transfers.items() if p < place]
+                previous = [other.end_ns for index, other in rank.transfers.items() if index < op_index]
                 if previous and transfer.start_ns - max(previous) < 2e4:
                     continue
-                later += id(transfer) in held_up
-                first += abs(transfer.start_ns - block.start_ns) < 5e4
-    if first + later < 8:
+                blocks_first += id(transfer) in delayed
+                hops_first += abs(transfer.start_ns - block.start_ns) < 5e4
+    if hops_first + blocks_first < 8:
         return None
-    part = first / (first + later)
-    return Value(part, (part * (1 - part) / (first + later)) ** 0.5 / max(part, 0.01), "measured", _names(runs))
+    share = hops_first / (hops_first + blocks_first)
+    return Value(
+        share,
+        (share * (1 - share) / (hops_first + blocks_first)) ** 0.5 / max(share, 0.01),
+        "measured",
+        _source_of(runs),
+    )
 
 
 # --- memory and links -------------------------------------------------------------------------------
 
 
 def _memory(runs: Sequence[Observed], *, strided: bool) -> Value | None:
+    """Fit the rate of kernels that only move memory."""
     rates = [
-        op.bytes / took
-        for observed in runs for rank in observed.ranks for place, took in rank.touches.items()
-        if isinstance(op := rank.program.ops[place], MemoryOp) and op.bytes > LARGE_BYTES and op.strided is strided
+        op.bytes / duration_ns
+        for observed in runs for rank in observed.ranks for op_index, duration_ns in rank.memory_op_ns.items()
+        if isinstance(op := rank.program.ops[op_index], MemoryOp) and op.bytes > LARGE_BYTES and op.strided is strided
     ]  # fmt: skip
-    return _measured(rates, runs)
+    return _median_value(rates, runs)
 
 
 def _same_host(runs: Sequence[Observed], base: Link) -> Link:
-    """Rates of hops by the channels that they had, of collectives, and of copies."""
+    """Fit the rates of hops per number of channels, of collectives and of copies inside a host."""
     by_channels: dict[int, list[float]] = defaultdict(list)
     collectives: dict[str, list[float]] = defaultdict(list)
     copies: list[float] = []
@@ -269,62 +284,64 @@ def _same_host(runs: Sequence[Observed], base: Link) -> Link:
             continue
         for rank in observed.ranks:
             for transfer in rank.transfers.values():
-                post = transfer.post
+                comm_op = transfer.comm_op
                 if not transfer.wire_ns:
                     continue
-                if post.operation == "copy":
-                    copies.append(sum(post.messages) / (transfer.end_ns - transfer.start_ns))
-                elif post.operation == "send_recv":
-                    by_channels[observed.links.channels_of(post)].append(sum(post.messages) / transfer.wire_ns)
+                if comm_op.operation == "copy":
+                    copies.append(sum(comm_op.messages) / (transfer.end_ns - transfer.start_ns))
+                elif comm_op.operation == "send_recv":
+                    by_channels[observed.links.channels_of(comm_op)].append(sum(comm_op.messages) / transfer.wire_ns)
                 else:
-                    leaves = (len(post.members) - 1) * post.messages[0]
-                    collectives[post.operation].append(leaves / transfer.wire_ns)
-    few = [rate / count for count, rates in by_channels.items() if count < 32 for rate in _best(rates)]
-    many = [rate for count, rates in by_channels.items() if count >= 32 for rate in _best(rates)]
+                    sent_bytes = (len(comm_op.members) - 1) * comm_op.messages[0]
+                    collectives[comm_op.operation].append(sent_bytes / transfer.wire_ns)
+    per_channel = [rate / count for count, rates in by_channels.items() if count < 32 for rate in _best_tenth(rates)]
+    per_hop = [rate for count, rates in by_channels.items() if count >= 32 for rate in _best_tenth(rates)]
     return msgspec.structs.replace(
         base,
-        channel_gb_s=_measured(few, runs) or base.channel_gb_s,
-        hop_gb_s=_measured(many, runs) or base.hop_gb_s,
-        copy_gb_s=_measured(copies, runs) or base.copy_gb_s,
+        channel_gb_s=_median_value(per_channel, runs) or base.channel_gb_s,
+        hop_gb_s=_median_value(per_hop, runs) or base.hop_gb_s,
+        copy_gb_s=_median_value(copies, runs) or base.copy_gb_s,
         collective_gb_s={
             **base.collective_gb_s,
-            **{name: found for name, rates in collectives.items() if (found := _measured(_best(rates), runs))},
+            **{
+                name: value for name, rates in collectives.items() if (value := _median_value(_best_tenth(rates), runs))
+            },
         },
     )
 
 
-def _best(rates: Sequence[float]) -> list[float]:
-    """The upper tenth."""
-    least = float(np.percentile(rates, _BEST))
-    return [rate for rate in rates if rate >= least]
+def _best_tenth(rates: Sequence[float]) -> list[float]:
+    """Return the highest tenth of the rates."""
+    threshold = float(np.percentile(rates, _BEST_PERCENTILE))
+    return [rate for rate in rates if rate >= threshold]
 
 
 # --- small pieces -----------------------------------------------------------------------------------
 
 
-def _block(rank: ObservedRank, place: int) -> AttentionOp:
-    op = rank.program.ops[place]
+def _attention_op(rank: ObservedRank, op_index: int) -> AttentionOp:
+    op = rank.program.ops[op_index]
     assert isinstance(op, AttentionOp)
     return op
 
 
-def _next_block(rank: ObservedRank, place: int) -> Any:
-    later = [other for other in rank.blocks if other > place]
+def _next_block(rank: ObservedRank, op_index: int) -> Any:
+    later = [index for index in rank.blocks if index > op_index]
     return rank.blocks[min(later)] if later else None
 
 
-def _measured(figures: Sequence[float], runs: Iterable[Observed]) -> Value | None:
-    if not figures:
+def _median_value(values: Sequence[float], runs: Iterable[Observed]) -> Value | None:
+    if not values:
         return None
-    middle = median(figures)
-    spread = float(np.median(np.abs(np.array(figures) - middle))) * 1.4826 / middle if middle else 0.0
-    return Value(middle, min(spread, 1.0), "measured", _names(runs))
+    middle = median(values)
+    spread = float(np.median(np.abs(np.array(values) - middle))) * 1.4826 / middle if middle else 0.0
+    return Value(middle, min(spread, 1.0), "measured", _source_of(runs))
 
 
-def _assumed(why: str) -> Value:
-    return Value(0.0, 0.5, "assumed", why)
+def _assumed_value(reason: str) -> Value:
+    return Value(0.0, 0.5, "assumed", reason)
 
 
-def _names(runs: Iterable[Observed]) -> str:
+def _source_of(runs: Iterable[Observed]) -> str:
     names = sorted({observed.source for observed in runs})
     return names[0] if len(names) == 1 else f"{len(names)} recorded runs, {names[0]} to {names[-1]}"

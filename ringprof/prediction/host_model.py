@@ -1,8 +1,8 @@
-"""The host's own time: what each kind of operation takes it, and how the passes of strategies tell of that.
+"""Host time per kind of operation, fitted to the measured passes of strategies.
 
-A pass takes the host the sum over its operations of what one of their kind takes. In a loop of its own a call takes a
-third of that, for it finds all it needs in the processor's caches; so the kinds' times are those that explain whole
-passes of many strategies, and stay near what they usually are where these do not tell two kinds apart.
+A pass takes the host the sum of the times of its operations. In a loop of its own a call takes only a third of that,
+because all it needs is in the processor's caches. So the times are fitted to whole passes of many strategies, and stay
+near their usual values where the passes do not separate two kinds.
 """
 
 from __future__ import annotations
@@ -21,147 +21,161 @@ import numpy.typing as npt
 from ringprof.prediction.calibration import Calibration, Host, HostPass, KernelFigures, Value
 from ringprof.record.dryrun.schedule import AttentionOp, CommStart, MemoryOp, Op, Program
 
-_POSTS = {"send_recv": "post_us", "copy": "copy_us"}
-_OF_KERNELS = ("forward_us", "backward_us")
-_HELD = 0.3
-"""How strongly the kinds' times are held to the usual proportion: as much as passes that are off by so much."""
-_LEAST_PRIOR = 0.3
-"""How far a kind's time lies from its usual proportion on another host, where a calibration states less."""
-_IN_PROPORTION = "no pass has this operation: in its usual proportion to the others"
-_LEAST_SPREAD = 0.05
-"""Hosts of one kind, and one host at two times, differ by more than the fit shows."""
+_START_KINDS = {"send_recv": "post_us", "copy": "copy_us"}
+_KERNEL_KINDS = ("forward_us", "backward_us")
+_PRIOR_WEIGHT = 0.3
+"""Weight that holds the kinds to their usual proportions, in units of relative errors of passes."""
+_MIN_PRIOR_SPREAD = 0.3
+"""Smallest relative error assumed for the usual proportion of a kind on another host."""
+_UNMEASURED_SOURCE = "no pass has this operation: in its usual proportion to the others"
+"""Source of a kind's time that the fit takes from the usual proportions alone."""
+_MIN_SPREAD = 0.05
+"""Smallest spread of a fitted time: hosts of one kind, and one host at two times, differ by more than the fit shows."""
 
 
-def kind_of(op: Op) -> str:
-    """The name in `Host` of what an operation takes."""
+def op_kind(op: Op) -> str:
+    """Return the field name of `Host` with the time of an operation."""
     if isinstance(op, AttentionOp):
         return f"{op.phase}_us"
     if isinstance(op, CommStart):
-        return _POSTS.get(op.operation, "collective_us")
+        return _START_KINDS.get(op.operation, "collective_us")
     return "launch_us" if isinstance(op, MemoryOp) else "wait_us"
 
 
-def kinds(program: Program) -> Counter[str]:
-    """How many operations of each kind a pass has."""
-    found = Counter(kind_of(op) for op in program.ops)
-    found["call_us"] = sum(op.calls for op in program.ops)
-    found["autograd_us"] = int(_first_backward(program) is not None)
-    return found
+def count_kinds(program: Program) -> Counter[str]:
+    """Count the operations of each kind in a pass."""
+    counts = Counter(op_kind(op) for op in program.ops)
+    counts["call_us"] = sum(op.calls for op in program.ops)
+    counts["autograd_us"] = int(_first_backward(program) is not None)
+    return counts
 
 
 def host_ns(calibration: Calibration, kernel: KernelFigures, program: Program) -> list[float]:
-    """What the host spends on each operation of a pass, and on the calls into torch before it."""
-    us = times_us(calibration, kernel)
-    found = [(us[kind_of(op)] + op.calls * us["call_us"]) * 1e3 for op in program.ops]
+    """Return the host time of each operation of a pass, including the calls into torch before it."""
+    us_by_kind = times_us(calibration, kernel)
+    times_ns = [(us_by_kind[op_kind(op)] + op.calls * us_by_kind["call_us"]) * 1e3 for op in program.ops]
     first = _first_backward(program)
     if first is not None:
-        found[first] += us["autograd_us"] * 1e3
-    return found
+        times_ns[first] += us_by_kind["autograd_us"] * 1e3
+    return times_ns
 
 
 def times_us(calibration: Calibration, kernel: KernelFigures) -> dict[str, float]:
-    """Microseconds by kind; what older files do not know is as what is most like it."""
+    """Return microseconds per kind; a field that older files lack falls back to the most similar one."""
     host = calibration.host
-    like = {"collective_us": host.post_us, "copy_us": host.post_us}
-    known = {name: getattr(host, name) or like.get(name) for name in host.__struct_fields__ if name.endswith("_us")}
-    known |= {name: getattr(kernel, name) for name in _OF_KERNELS if getattr(kernel, name)}
-    return {name: 0.0 if value is None else value.value for name, value in known.items()}
+    fallbacks = {"collective_us": host.post_us, "copy_us": host.post_us}
+    values = {
+        name: getattr(host, name) or fallbacks.get(name) for name in host.__struct_fields__ if name.endswith("_us")
+    }
+    values |= {name: getattr(kernel, name) for name in _KERNEL_KINDS if getattr(kernel, name)}
+    return {name: 0.0 if value is None else value.value for name, value in values.items()}
 
 
 def _first_backward(program: Program) -> int | None:
-    """Where the backward pass begins."""
-    for place, op in enumerate(program.ops):
+    """Return the index of the first operation of the backward pass."""
+    for op_index, op in enumerate(program.ops):
         if getattr(op, "label", "").startswith("bwd") or getattr(op, "phase", "") == "backward":
-            return place
+            return op_index
     return None
 
 
-def explained(before: Calibration, passes: Sequence[HostPass], source: str) -> Calibration:
-    """The calibration with ``passes`` and the host's times that explain them, by least squares of relative errors."""
-    kernels = sorted({one.kernel for one in passes})
+def fit_host_times(base: Calibration, passes: Sequence[HostPass], source: str) -> Calibration:
+    """Fit host time per operation to measured passes and store both; least squares of relative errors."""
+    kernels = sorted({host_pass.kernel for host_pass in passes})
     usual: dict[str, float] = {}
     for name in kernels:
-        for kind, us in times_us(before, _kernel(before, name)).items():
+        for kind, us in times_us(base, _kernel(base, name)).items():
             usual[_column(name, kind)] = us or 1.0
     columns = list(usual)
     rows = np.array([
-        [one.kinds.get(_kind(column), 0) if _column(one.kernel, _kind(column)) == column else 0 for column in columns]
-        for one in passes
+        [
+            host_pass.kinds.get(_kind(column), 0) if _column(host_pass.kernel, _kind(column)) == column else 0
+            for column in columns
+        ]
+        for host_pass in passes
     ], dtype=float)  # fmt: skip
-    unlike = before.host.unlike.value
-    took = np.array([one.us / slowest_of(one.ranks, unlike) for one in passes])
+    variation = base.host.host_variation.value
+    measured = np.array([host_pass.us / slowest_ratio(host_pass.ranks, variation) for host_pass in passes])
     prior = np.array([usual[column] for column in columns])
-    prior *= float(np.median(took / (rows @ prior)))
-    system = np.vstack([rows / took[:, None], _HELD * np.diag(1 / prior)])
-    found = np.linalg.lstsq(system, np.concatenate([np.ones(len(took)), np.full(len(prior), _HELD)]), rcond=None)[0]
-    found = np.maximum(found, 0.1 * prior)
-    off = max(math.sqrt(float(np.mean((rows @ found / took - 1) ** 2))), _LEAST_SPREAD)
-    spreads = _spreads(rows / took[:, None], off, np.array([_spread_of(before, column) for column in columns]), prior)
-    ran = [bool(column.any()) for column in rows.T]
-    hosts = _slowest_spread(max(one.ranks for one in passes), unlike)
+    prior *= float(np.median(measured / (rows @ prior)))
+    system = np.vstack([rows / measured[:, None], _PRIOR_WEIGHT * np.diag(1 / prior)])
+    fitted = np.linalg.lstsq(
+        system, np.concatenate([np.ones(len(measured)), np.full(len(prior), _PRIOR_WEIGHT)]), rcond=None
+    )[0]
+    fitted = np.maximum(fitted, 0.1 * prior)
+    error = max(math.sqrt(float(np.mean((rows @ fitted / measured - 1) ** 2))), _MIN_SPREAD)
+    prior_spreads = np.array([_prior_spread(base, column) for column in columns])
+    stds_us = _kind_stds_us(rows / measured[:, None], error, prior_spreads, prior)
+    has_passes = [bool(counts.any()) for counts in rows.T]
+    slowest_spread = _slowest_spread(max(host_pass.ranks for host_pass in passes), variation)
     values = {
-        column: Value(round(float(us), 2), round(min(math.hypot(spread / us, hosts), 1.0), 3),
-                      *(("measured", source) if used else ("assumed", _IN_PROPORTION)))
-        for column, us, spread, used in zip(columns, found, spreads, ran, strict=True)
+        column: Value(round(float(fitted_us), 2), round(min(math.hypot(std_us / fitted_us, slowest_spread), 1.0), 3),
+                      *(("measured", source) if is_measured else ("assumed", _UNMEASURED_SOURCE)))
+        for column, fitted_us, std_us, is_measured in zip(columns, fitted, stds_us, has_passes, strict=True)
     }  # fmt: skip
-    host = msgspec.structs.replace(before.host, pass_spread=round(min(math.hypot(off, hosts), 1.0), 3))
-    return _with(msgspec.structs.replace(before, host=host, passes=list(passes)), values, kernels)
+    host = msgspec.structs.replace(base.host, pass_spread=round(min(math.hypot(error, slowest_spread), 1.0), 3))
+    return _with_values(msgspec.structs.replace(base, host=host, passes=list(passes)), values, kernels)
 
 
-def _spreads(
-    shares: npt.NDArray[np.float64], off: float, known: npt.NDArray[np.float64], prior: npt.NDArray[np.float64]
+def _kind_stds_us(
+    counts_per_us: npt.NDArray[np.float64],
+    pass_spread: float,
+    prior_spreads: npt.NDArray[np.float64],
+    prior_us: npt.NDArray[np.float64],
 ) -> npt.NDArray[np.float64]:
-    """Return each kind's standard deviation in microseconds.
+    """Return the standard deviation of each kind's time after the fit, in microseconds.
 
-    ``shares`` has a pass's counts by kind over its time, each pass known to within ``off``. Before the passes, a kind
-    lies within ``known`` parts of ``prior``.
+    ``counts_per_us`` has a row per pass: its counts by kind, divided by its time. ``pass_spread`` is the relative error
+    of a pass. Before the fit, a kind's time is ``prior_us`` with a relative error of ``prior_spreads``.
     """
-    precision = shares.T @ shares / off**2 + np.diag(1 / (known * prior) ** 2)
+    precision = counts_per_us.T @ counts_per_us / pass_spread**2 + np.diag(1 / (prior_spreads * prior_us) ** 2)
     result: npt.NDArray[np.float64] = np.sqrt(np.diag(np.linalg.inv(precision)))
     return result
 
 
-def _spread_of(before: Calibration, column: str) -> float:
-    """Return how far a kind's time lies from its usual proportion to the others, before any pass is measured."""
-    value = getattr(before.host, _kind(column))
-    return max(_LEAST_PRIOR, value.spread if value is not None else 0.0)
+def _prior_spread(base: Calibration, column: str) -> float:
+    """Return the relative error of a kind's usual proportion to the other kinds, before any pass is measured."""
+    value = getattr(base.host, _kind(column))
+    return max(_MIN_PRIOR_SPREAD, value.spread if value is not None else 0.0)
 
 
-def slowest_of(ranks: int, unlike: float) -> float:
-    """How many times as long as one rank takes the slowest of some, in the mean (Blom 1958)."""
-    return 1.0 if ranks == 1 else 1 + unlike * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+def slowest_ratio(ranks: int, variation: float) -> float:
+    """Return the expected time of the slowest of ``ranks`` ranks, relative to one rank (Blom 1958)."""
+    return 1.0 if ranks == 1 else 1 + variation * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
 @cache
-def _slowest_spread(ranks: int, unlike: float) -> float:
-    """Return the standard deviation of the slowest of some ranks' hosts, as a part of its mean."""
-    chance = random.Random(0)
-    slowest = [max(chance.gauss(1.0, unlike) for _ in range(ranks)) for _ in range(2000)]
+def _slowest_spread(ranks: int, variation: float) -> float:
+    """Return the relative standard deviation of the slowest host's time among ``ranks`` ranks."""
+    generator = random.Random(0)
+    slowest = [max(generator.gauss(1.0, variation) for _ in range(ranks)) for _ in range(2000)]
     return pstdev(slowest) / fmean(slowest)
 
 
-def _with(before: Calibration, values: Mapping[str, Value], kernels: Sequence[str]) -> Calibration:
+def _with_values(base: Calibration, values: Mapping[str, Value], kernels: Sequence[str]) -> Calibration:
+    """Return ``base`` with the fitted values in its host and its kernels."""
     shared = {name: values[name] for name in Host.__struct_fields__ if name in values}
-    first = {name: values[_column(kernels[0], name)] for name in _OF_KERNELS}
-    own = [
-        msgspec.structs.replace(kernel, **{name: values[_column(kernel.name, name)] for name in _OF_KERNELS})
+    first = {name: values[_column(kernels[0], name)] for name in _KERNEL_KINDS}
+    kernel_figures = [
+        msgspec.structs.replace(kernel, **{name: values[_column(kernel.name, name)] for name in _KERNEL_KINDS})
         if kernel.name in kernels else kernel
-        for kernel in before.kernels
+        for kernel in base.kernels
     ]  # fmt: skip
     return msgspec.structs.replace(
-        before, host=msgspec.structs.replace(before.host, **shared, **first), kernels=own
+        base, host=msgspec.structs.replace(base.host, **shared, **first), kernels=kernel_figures
     )  # fmt: skip
 
 
 def _kernel(calibration: Calibration, name: str) -> KernelFigures:
-    """The kernel, or one that nothing is known of."""
-    nothing = Value(0.0, 0.5, "assumed", "")
-    known = (kernel for kernel in calibration.kernels if kernel.name == name)
-    return next(known, KernelFigures(name=name, fills_device=False, tail=nothing, lead=nothing, samples=[]))
+    """Return the named kernel, or a placeholder if the calibration has none."""
+    unknown = Value(0.0, 0.5, "assumed", "")
+    matching = (kernel for kernel in calibration.kernels if kernel.name == name)
+    return next(matching, KernelFigures(name=name, fills_device=False, tail=unknown, lead=unknown, samples=[]))
 
 
 def _column(kernel: str, kind: str) -> str:
-    return f"{kernel}:{kind}" if kind in _OF_KERNELS else kind
+    """Return the name of a column of the fit; times of kernels have one column per kernel."""
+    return f"{kernel}:{kind}" if kind in _KERNEL_KINDS else kind
 
 
 def _kind(column: str) -> str:

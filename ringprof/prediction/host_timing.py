@@ -1,5 +1,5 @@
-"""Passes of strategies over so few tokens that the host is the bound: what `ringprof.prediction.host_model`
-explains."""
+"""Measured passes of strategies over so few tokens that the host is the bound; input of
+`ringprof.prediction.host_model`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 from ringprof.errors import UnsupportedWorkloadError
 from ringprof.json_object import JsonObject
 from ringprof.prediction.calibration import HostPass
-from ringprof.prediction.host_model import kinds
+from ringprof.prediction.host_model import count_kinds
 from ringprof.prediction.microbenchmark import Bench
 from ringprof.prediction.schedules import schedule
 from ringprof.prediction.shapes import HEAD_DIM
@@ -23,62 +23,68 @@ from ringprof.run import Workload
 from ringprof.strategies import create
 from ringprof.strategies.registry import SPECS
 
-_WARM, _TURN, _UNCOUNTED, _TURNS = 5, 14, 4, 3
-"""Passes before any is timed; those of a turn, and of them the first, which find other strategies' code in the
-processor's caches; turns that there are at least."""
+_WARM_UP_PASSES, _PASSES_PER_TURN, _SKIPPED_PASSES, _MIN_TURNS = 5, 14, 4, 3
+"""Passes before the first timed one; passes per turn; skipped first passes of a turn; and the minimum number of turns.
+
+The first passes of a turn are skipped because the processor's caches still hold another strategy's code.
+"""
 _TOKENS, _HEADS = 256, 8
-"""Of a rank, and times the ranks."""
+"""Tokens per rank, and heads per rank."""
 _PARAMS: dict[str, JsonObject] = {"allgather": {"layout": "zigzag"}}
 
 
 @dataclass
-class _Timed:
-    """A strategy's pass, and what its turns took on this rank."""
+class _TimedPass:
+    """A strategy's pass with the times of its turns on this rank."""
 
-    about: HostPass
-    problem: WorkloadShard
+    host_pass: HostPass
+    shard: WorkloadShard
     turns_us: list[list[float]] = field(default_factory=list)
-    """By turn, of each pass, by the recorder's clock."""
+    """Microseconds per turn and pass, by the recorder's clock."""
     issued_us: list[float] = field(default_factory=list)
-    """By turn, the median from the call of a pass to its return."""
+    """Median microseconds per turn from the call of a pass to its return."""
 
-    def turn(self, bench: Bench) -> None:
-        """Some passes one after another, as a recording makes them."""
-        issued = []
+    def run_turn(self, bench: Bench) -> None:
+        """Run several passes one after another, as a recording does."""
+        host_us = []
 
-        def body() -> None:
-            before = time.perf_counter_ns()
-            self.problem.iteration()
-            issued.append((time.perf_counter_ns() - before) / 1e3)
+        def run_pass() -> None:
+            start_ns = time.perf_counter_ns()
+            self.shard.iteration()
+            host_us.append((time.perf_counter_ns() - start_ns) / 1e3)
 
         if bench.size == 1:
-            for _ in range(_TURN):
-                body()
-            times = issued
+            for _ in range(_PASSES_PER_TURN):
+                run_pass()
+            times_us = host_us
         else:
             clock = clock_for(bench.device)
-            for _ in range(_TURN):
-                clock.run(body)
-            times = [ns / 1e3 for ns in clock.times_ns()]
-        self.turns_us.append(times[_UNCOUNTED:])
-        self.issued_us.append(median(issued[_UNCOUNTED:]))
+            for _ in range(_PASSES_PER_TURN):
+                clock.run(run_pass)
+            times_us = [ns / 1e3 for ns in clock.times_ns()]
+        self.turns_us.append(times_us[_SKIPPED_PASSES:])
+        self.issued_us.append(median(host_us[_SKIPPED_PASSES:]))
 
 
-def measured_passes(bench: Bench, kernels: Sequence[str], until: float) -> list[HostPass]:
-    """Passes of all strategies, in turns until the time ``until``. Raises RuntimeError where none can be made."""
-    timed = [one for about, workload in _wanted(bench, kernels) if (one := _made(bench, about, workload)) is not None]
-    if not timed:
+def measure_passes(bench: Bench, kernels: Sequence[str], deadline: float) -> list[HostPass]:
+    """Measure passes of all strategies in turns until the deadline. Raises RuntimeError if no strategy runs."""
+    timed_passes = [
+        timed_pass
+        for host_pass, workload in _passes_to_measure(bench, kernels)
+        if (timed_pass := _prepare(bench, host_pass, workload)) is not None
+    ]
+    if not timed_passes:
         raise RuntimeError("no strategy ran")
     turns = 0
-    while not any(bench.together(turns >= _TURNS and time.monotonic() > until, bool)):
-        for one in timed:
-            one.turn(bench)
+    while not any(bench.gather(turns >= _MIN_TURNS and time.monotonic() > deadline, bool)):
+        for timed_pass in timed_passes:
+            timed_pass.run_turn(bench)
         turns += 1
-    return [_found(bench, one) for one in timed]
+    return [_with_times(bench, timed_pass) for timed_pass in timed_passes]
 
 
-def _wanted(bench: Bench, kernels: Sequence[str]) -> Iterator[tuple[HostPass, Workload]]:
-    """Every strategy with every kernel, forward alone and with its backward pass, by NCCL's hops and by copied ones."""
+def _passes_to_measure(bench: Bench, kernels: Sequence[str]) -> Iterator[tuple[HostPass, Workload]]:
+    """Yield every strategy with every kernel, without and with backward pass, with NCCL and with copied hops."""
     heads = _HEADS * bench.size
     for kernel in kernels:
         for name in SPECS:
@@ -88,39 +94,45 @@ def _wanted(bench: Bench, kernels: Sequence[str]) -> Iterator[tuple[HostPass, Wo
                         seq=_TOKENS * bench.size, heads=heads, kv_heads=heads, head_dim=HEAD_DIM, causal=name != "ring",
                         backward=backward,
                     )  # fmt: skip
-                    counted = _counted(bench, name, kernel, hops, workload)
-                    if counted and (hops == "nccl" or "copy_us" in counted):
+                    counts = _kind_counts(bench, name, kernel, hops, workload)
+                    if counts and (hops == "nccl" or "copy_us" in counts):
                         yield HostPass(strategy=name, kernel=kernel, hops=hops, ranks=bench.size, backward=backward,
-                                       kinds=counted, us=1.0, source="ringprof calibrate"), workload  # fmt: skip
+                                       kinds=counts, us=1.0, source="ringprof calibrate"), workload  # fmt: skip
 
 
-def _counted(bench: Bench, name: str, kernel: str, hops: str, workload: Workload) -> dict[str, int] | None:
+def _kind_counts(bench: Bench, name: str, kernel: str, hops: str, workload: Workload) -> dict[str, int] | None:
+    """Count the kinds of operations in a pass; None if the strategy cannot run it."""
     try:
-        found = schedule(
+        dry_run = schedule(
             name, workload, bench.size, kernel=kernel, hops=hops, params=dict(_PARAMS.get(name, {})), ranks=[0]
         )  # fmt: skip
     except UnsupportedWorkloadError:
         return None
-    return dict(kinds(found.programs[0]))
+    return dict(count_kinds(dry_run.programs[0]))
 
 
-def _made(bench: Bench, about: HostPass, workload: Workload) -> _Timed | None:
-    """What cannot run here fails on all ranks alike, and is left out."""
+def _prepare(bench: Bench, host_pass: HostPass, workload: Workload) -> _TimedPass | None:
+    """Create and warm up a pass; return None if it cannot run, which is the same on all ranks."""
     try:
-        strategy = create(about.strategy, kernel=about.kernel, hops=about.hops, **_PARAMS.get(about.strategy, {}))
-        problem = WorkloadShard.of(strategy, workload, bench.device)
-        for _ in range(_WARM):
-            problem.iteration()
+        strategy = create(
+            host_pass.strategy, kernel=host_pass.kernel, hops=host_pass.hops, **_PARAMS.get(host_pass.strategy, {})
+        )
+        shard = WorkloadShard.of(strategy, workload, bench.device)
+        for _ in range(_WARM_UP_PASSES):
+            shard.iteration()
     except (RuntimeError, ValueError):
         return None
-    return _Timed(about, problem)
+    return _TimedPass(host_pass, shard)
 
 
-def _found(bench: Bench, one: _Timed) -> HostPass:
-    """A pass takes as long as on the slowest rank, in every iteration."""
-    everyone = bench.together(one.turns_us, list[list[float]])
-    turns = [median(max(passes) for passes in zip(*turn, strict=True)) for turn in zip(*everyone, strict=True)]
-    us = median(turns)
-    issued = [median(ranks) for ranks in bench.together(one.issued_us, list[float])]
-    spread = min(1.0, pstdev(turns) / us)
-    return msgspec.structs.replace(one.about, us=us, spread=spread, turns=len(turns), ranks_us=issued)
+def _with_times(bench: Bench, timed_pass: _TimedPass) -> HostPass:
+    """Return the pass with its measured times; an iteration takes as long as on the slowest rank."""
+    all_turns_us = bench.gather(timed_pass.turns_us, list[list[float]])
+    medians = [
+        median(max(rank_times) for rank_times in zip(*rank_turns, strict=True))
+        for rank_turns in zip(*all_turns_us, strict=True)
+    ]
+    us = median(medians)
+    host_us = [median(rank_host_us) for rank_host_us in bench.gather(timed_pass.issued_us, list[float])]
+    spread = min(1.0, pstdev(medians) / us)
+    return msgspec.structs.replace(timed_pass.host_pass, us=us, spread=spread, turns=len(medians), ranks_us=host_us)

@@ -1,14 +1,15 @@
-"""How long a block takes on a device: a form with few parameters, and what the samples show beside it.
+"""Kernel time model: a roofline form with few parameters, plus a Gaussian process over the samples' residuals.
 
-A flash kernel walks through tiles of 128 rows. Each costs its length and a fixed part; the multiprocessors take them in
-waves. With R the plateau's rate, κ a tile's fixed cost in columns, W waves' efficiency and c calls' fixed time:
+A flash kernel processes tiles of 128 rows. Each tile costs its length and a fixed part; the multiprocessors take the
+tiles in waves. With R the plateau's rate, κ a tile's fixed cost in columns, W the efficiency of the waves and c the
+fixed time of a call:
 
-    t = c + FLOPs a pair · heads · (pairs + κ · rows) / (R · W)
+    t = c + FLOPs per pair · heads · (pairs + κ · rows) / (R · W)
 
-rows are queries forward and keys backward, as the kernels go; both are rounded up to whole tiles. What is left in the
-logarithm is smooth in the logarithms of the sizes; a Gaussian process carries it from the samples to their neighbours
-and says how sure that is.
-(Rasmussen and Williams, Gaussian Processes for Machine Learning, algorithm 2.1.)
+Rows are queries in the forward pass and keys in the backward pass, because that is how the kernels proceed. Both
+lengths are rounded up to whole tiles. The residual of the logarithm is smooth in the logarithms of the sizes. The
+Gaussian process carries it from the samples to their neighbours and says how certain the result is. (Rasmussen and
+Williams, Gaussian Processes for Machine Learning, algorithm 2.1.)
 """
 
 from __future__ import annotations
@@ -31,157 +32,191 @@ from ringprof.record.dryrun.schedule import AttentionOp
 Floats = npt.NDArray[np.float64]
 
 _TILE = 128
-MOST_LONGER, MOST_SHORTER = 6.0, 2.0
-"""How far in one size, as a power of two, a block may lie from the nearest sample."""
-SHORT_SPREAD = 1.2
-"""Of a shorter part of a mask by the form alone: 61376 queries of 64 keys took 0.39 ms forward and 4.9 backward on an
-H200, where it says 0.99 and 1.53."""
-_CALLS_NS = (0.0, 2e3, 5e3, 1e4, 2e4, 4e4)
-_KAPPAS = (0.0, 64.0, 128.0, 256.0, 384.0, 512.0, 768.0, 1024.0, 1536.0)
-_USUAL_KAPPA, _USUAL_CALL_NS = 256.0, 1e4
-_FORM_OFF = 0.03
-"""How far the form usually is from samples, in the logarithm."""
-_AMPLITUDES, _LENGTHS = (0.02, 0.04, 0.08, 0.16, 0.32), (1.0, 2.0, 4.0)
-_OF_MASK = 1.5
-"""How far causal and full blocks of one size lie apart, in octaves."""
+MAX_OCTAVES_ABOVE, MAX_OCTAVES_BELOW = 6.0, 2.0
+"""Largest distance in one size, in powers of two, of a block above and below its nearest sample."""
+EXTRAPOLATED_SPREAD = 1.2
+"""Relative error assumed for mask pieces shorter than any sample, whose time the form alone gives.
+
+61376 queries of 64 keys took 0.39 ms forward and 4.9 ms backward on an H200; the form says 0.99 ms and 1.53 ms.
+"""
+_CALL_NS_GRID = (0.0, 2e3, 5e3, 1e4, 2e4, 4e4)
+_KAPPA_GRID = (0.0, 64.0, 128.0, 256.0, 384.0, 512.0, 768.0, 1024.0, 1536.0)
+_TYPICAL_KAPPA, _TYPICAL_CALL_NS = 256.0, 1e4
+_FORM_ERROR = 0.03
+"""Typical distance of the form from samples, in the logarithm."""
+_AMPLITUDE_GRID, _LENGTH_SCALE_GRID = (0.02, 0.04, 0.08, 0.16, 0.32), (1.0, 2.0, 4.0)
+_MASK_DISTANCE = 1.5
+"""Distance between causal and full blocks of one size, in octaves."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A time and how sure it is: ``spread`` is a standard deviation, as a part of the time."""
+    """A predicted time; ``spread`` is its standard deviation as a fraction of the time."""
 
     ns: float
     spread: float
-    by_form: bool = False
-    """Of a part of a mask that is shorter than all samples."""
+    extrapolated: bool = False
+    """Whether the block is a piece of a mask shorter than all samples, so that the form alone gives the time."""
 
 
 class OutsideCalibration(UsageError):
-    """Asked for what the calibration does not cover."""
+    """The calibration does not cover the requested block."""
 
 
 class Curve:
-    """The times of one kernel in one phase, with heads of one size, on one device, hot."""
+    """Times of one kernel in one phase with heads of one size, on one device at its operating temperature."""
 
     def __init__(
-        self, name: str, samples: Sequence[KernelSample], multiprocessors: int, cooler: Callable[[KernelSample], float]
+        self,
+        name: str,
+        samples: Sequence[KernelSample],
+        multiprocessors: int,
+        cool_speedup: Callable[[KernelSample], float],
     ) -> None:
-        """``cooler`` is how many times as fast as on a hot device a sample was. Raises `OutsideCalibration` without."""
+        """Fit the samples; ``cool_speedup`` is how much faster than on a hot device a sample ran.
+
+        Raises `OutsideCalibration` without samples.
+        """
         if not samples:
             raise OutsideCalibration(f"kernel {name!r}: nothing measured of this phase")
         self.name = name
-        self._samples, self._units = list(samples), multiprocessors
-        self._blocks = [_block(sample) for sample in samples]
-        self._log_ns = np.log([sample.ns * cooler(sample) for sample in samples])
+        self._samples, self._multiprocessors = list(samples), multiprocessors
+        self._blocks = [_sample_op(sample) for sample in samples]
+        self._log_ns = np.log([sample.ns * cool_speedup(sample) for sample in samples])
         self._noise = np.array([max(0.01, sample.spread) for sample in samples])
-        self._places = np.array([_place(block) for block in self._blocks])
+        self._coordinates = np.array([_coordinates(block) for block in self._blocks])
 
-    def at(self, block: AttentionOp) -> Estimate:
-        """Raises `OutsideCalibration` where the block is too unlike all samples."""
-        place = np.array(_place(block))
-        if self._short(block, place):
-            return Estimate(float(np.exp(self._form(block))), SHORT_SPREAD, by_form=True)
-        amplitude, length, solved, inverse = self._process
-        likeness = _likeness(place[None], self._places, amplitude, length)[0]
+    def estimate(self, block: AttentionOp) -> Estimate:
+        """Estimate the time of a block. Raises `OutsideCalibration` if it is too far from all samples."""
+        point = np.array(_coordinates(block))
+        if self._is_extrapolated(block, point):
+            return Estimate(float(np.exp(self._form(block))), EXTRAPOLATED_SPREAD, extrapolated=True)
+        amplitude, length_scale, weights, inverse = self._process
+        covariances = _covariance(point[None], self._coordinates, amplitude, length_scale)[0]
         with _one_thread():
-            left = float(likeness @ solved)
-            variance = amplitude**2 - float(likeness @ inverse @ likeness)
-            slopes, (known, uncertain_solved, uncertain_inverse) = self._slopes([block])[0], self._uncertain_form
-            likeness = likeness + known @ slopes
-            uncertain = amplitude**2 + float(slopes @ slopes) - float(likeness @ uncertain_inverse @ likeness)
-            apart = float(likeness @ uncertain_solved) - left
-        spread = float(np.sqrt(max(variance, uncertain, 0.0) + apart**2 + 0.005**2))
-        return Estimate(float(np.exp(self._form(block) + left)), spread)
+            residual = float(covariances @ weights)
+            variance = amplitude**2 - float(covariances @ inverse @ covariances)
+            # The same estimate with uncertain parameters of the form: see `_uncertain_form_process`.
+            sensitivity = self._form_sensitivities([block])[0]
+            sample_sensitivities, uncertain_weights, uncertain_inverse = self._uncertain_form_process
+            covariances = covariances + sample_sensitivities @ sensitivity
+            uncertain_variance = (
+                amplitude**2 + float(sensitivity @ sensitivity) - float(covariances @ uncertain_inverse @ covariances)
+            )
+            difference = float(covariances @ uncertain_weights) - residual
+        spread = float(np.sqrt(max(variance, uncertain_variance, 0.0) + difference**2 + 0.005**2))
+        return Estimate(float(np.exp(self._form(block) + residual)), spread)
 
-    def _short(self, block: AttentionOp, place: Floats) -> bool:
-        """Whether it is a part of a mask that is too short for all samples. Raises where the form says nothing."""
-        beyond = place[:2] - self._places[:, :2]
-        # Longer blocks go on at the plateau; shorter ones leave it, nobody knows how soon.
-        short = bool((np.maximum(beyond / MOST_LONGER, -beyond / MOST_SHORTER).max(axis=1) > 1).all())
-        if short and (block.pairs is None or (beyond.max(axis=1) > MOST_LONGER).all()):
+    def _is_extrapolated(self, block: AttentionOp, point: Floats) -> bool:
+        """Return whether a piece of a mask is shorter than the samples cover.
+
+        Raises `OutsideCalibration` where the form does not apply either.
+        """
+        distance = point[:2] - self._coordinates[:, :2]
+        # Longer blocks stay at the plateau. Shorter ones leave it at an unknown length.
+        too_short = bool(
+            (np.maximum(distance / MAX_OCTAVES_ABOVE, -distance / MAX_OCTAVES_BELOW).max(axis=1) > 1).all()
+        )
+        if too_short and (block.pairs is None or (distance.max(axis=1) > MAX_OCTAVES_ABOVE).all()):
             raise OutsideCalibration(
                 f"kernel {self.name!r}: a block of {block.q} x {block.kv} tokens is too unlike those that are"
-                f" calibrated, {_extent(self._blocks)}"
+                f" calibrated, {_size_range(self._blocks)}"
             )
-        return short
+        return too_short
 
     # --- the form ---------------------------------------------------------------------------------
 
     def _form(self, block: AttentionOp) -> float:
-        """Logarithm of the form's nanoseconds."""
+        """Return the logarithm of the form's nanoseconds."""
         call_ns, kappa, log_rate = self._parameters
-        return float(np.log(call_ns + np.exp(_log_work(block, kappa, self._units) - log_rate)))
+        return float(np.log(call_ns + np.exp(_log_work(block, kappa, self._multiprocessors) - log_rate)))
 
     @cached_property
     def _parameters(self) -> tuple[float, float, float]:
-        """Of the form: nanoseconds a call, κ, and the logarithm of FLOPs a nanosecond; the likeliest of a grid.
+        """Fit the roofline form by grid search: (nanoseconds per call, κ, log of FLOPs per nanosecond).
 
-        Few samples, all of them large, leave the first two open: then they are what they usually are.
+        Few samples that are all large leave the first two undetermined; a prior then holds them to their typical
+        values.
         """
         best: tuple[float, tuple[float, float, float]] | None = None
-        works = {kappa: np.array([_log_work(one, kappa, self._units) for one in self._blocks]) for kappa in _KAPPAS}
-        for call_ns, kappa in product(_CALLS_NS, _KAPPAS):
-            work = works[kappa]
-            beyond = np.log(np.maximum(np.exp(self._log_ns) - call_ns, 0.02 * np.exp(self._log_ns)))
-            log_rate = float(np.median(work - beyond))
-            off = np.log(call_ns + np.exp(work - log_rate)) - self._log_ns
-            usual = ((kappa - _USUAL_KAPPA) / _USUAL_KAPPA) ** 2 + ((call_ns - _USUAL_CALL_NS) / _USUAL_CALL_NS) ** 2
-            cost = float(np.mean(off**2)) / _FORM_OFF**2 + usual
+        log_work_by_kappa = {
+            kappa: np.array([_log_work(block, kappa, self._multiprocessors) for block in self._blocks])
+            for kappa in _KAPPA_GRID
+        }
+        for call_ns, kappa in product(_CALL_NS_GRID, _KAPPA_GRID):
+            log_work = log_work_by_kappa[kappa]
+            log_scaled_ns = np.log(np.maximum(np.exp(self._log_ns) - call_ns, 0.02 * np.exp(self._log_ns)))
+            log_rate = float(np.median(log_work - log_scaled_ns))
+            errors = np.log(call_ns + np.exp(log_work - log_rate)) - self._log_ns
+            prior = ((kappa - _TYPICAL_KAPPA) / _TYPICAL_KAPPA) ** 2 + (
+                (call_ns - _TYPICAL_CALL_NS) / _TYPICAL_CALL_NS
+            ) ** 2
+            cost = float(np.mean(errors**2)) / _FORM_ERROR**2 + prior
             if best is None or cost < best[0]:
                 best = cost, (call_ns, kappa, log_rate)
         assert best is not None
         return best[1]
 
-    def _slopes(self, blocks: Sequence[AttentionOp]) -> Floats:
-        """Return how far the form's logarithm moves, by block, where a call's fixed time and κ are as far off as usual.
+    def _form_sensitivities(self, blocks: Sequence[AttentionOp]) -> Floats:
+        """Return the change of the form's logarithm for typical errors of its parameters, shape (blocks, 2).
 
-        Samples of long blocks leave both uncertain, and short blocks consist of them.
+        The columns are for the fixed time of a call and for κ. Samples of long blocks leave both uncertain, and they
+        make up the time of short blocks.
         """
         call_ns, kappa, _ = self._parameters
-        slopes = []
+        sensitivities = []
         for block in blocks:
-            in_call = float(np.exp(-self._form(block)))
-            work = _log_work(block, kappa + 1, self._units) - _log_work(block, kappa, self._units)
-            slopes.append((_USUAL_CALL_NS * in_call, _USUAL_KAPPA * (1 - call_ns * in_call) * work))
-        return np.array(slopes)
+            per_ns = float(np.exp(-self._form(block)))
+            log_work_per_column = _log_work(block, kappa + 1, self._multiprocessors) - _log_work(
+                block, kappa, self._multiprocessors
+            )
+            sensitivities.append(
+                (_TYPICAL_CALL_NS * per_ns, _TYPICAL_KAPPA * (1 - call_ns * per_ns) * log_work_per_column)
+            )
+        return np.array(sensitivities)
 
     @cached_property
-    def _uncertain_form(self) -> tuple[Floats, Floats, Floats]:
-        """Repeat `_process` with the form's parameters uncertain: the samples' slopes, what it solves, the inverse.
+    def _uncertain_form_process(self) -> tuple[Floats, Floats, Floats]:
+        """Fit the process of `_process` with uncertain parameters of the form.
 
-        Estimates do not use it: on samples of recorded runs it foresees worse. How far it lies from them counts as
-        spread.
+        Returns the samples' sensitivities, the inverse times the residuals, and the inverse. Estimated times do not use
+        this process, because it predicts the samples of recorded runs less well. Its distance from an estimated time
+        counts as spread.
         """
-        slopes = self._slopes(self._blocks)
-        amplitude, length, _, _ = self._process
-        left = self._log_ns - np.array([self._form(block) for block in self._blocks])
-        covariance = _likeness(self._places, self._places, amplitude, length) + np.diag(self._noise**2)
+        sensitivities = self._form_sensitivities(self._blocks)
+        amplitude, length_scale, _, _ = self._process
+        residuals = self._log_ns - np.array([self._form(block) for block in self._blocks])
+        covariance = _covariance(self._coordinates, self._coordinates, amplitude, length_scale) + np.diag(
+            self._noise**2
+        )
         with _one_thread():
-            inverse = np.linalg.inv(covariance + slopes @ slopes.T).astype(np.float64)
-            return slopes, inverse @ left, inverse
+            inverse = np.linalg.inv(covariance + sensitivities @ sensitivities.T).astype(np.float64)
+            return sensitivities, inverse @ residuals, inverse
 
-    # --- what is left ------------------------------------------------------------------------------
+    # --- residuals ------------------------------------------------------------------------------
 
     @cached_property
     def _process(self) -> tuple[float, float, Floats, Floats]:
-        """Amplitude, length, the inverse applied to what the form leaves, and the inverse; the likeliest of a grid."""
-        left = self._log_ns - np.array([self._form(block) for block in self._blocks])
+        """Fit the Gaussian process by grid search: (amplitude, length scale, inverse times residuals, inverse)."""
+        residuals = self._log_ns - np.array([self._form(block) for block in self._blocks])
         best: tuple[float, tuple[float, float, Floats, Floats]] | None = None
-        for amplitude, length in product(_AMPLITUDES, _LENGTHS):
-            covariance = _likeness(self._places, self._places, amplitude, length) + np.diag(self._noise**2)
+        for amplitude, length_scale in product(_AMPLITUDE_GRID, _LENGTH_SCALE_GRID):
+            covariance = _covariance(self._coordinates, self._coordinates, amplitude, length_scale) + np.diag(
+                self._noise**2
+            )
             with _one_thread():
                 lower = np.linalg.cholesky(covariance)
-                half = np.linalg.solve(lower, left)
-                likelihood = -0.5 * float(half @ half) - float(np.log(np.diag(lower)).sum())
+                whitened = np.linalg.solve(lower, residuals)
+                likelihood = -0.5 * float(whitened @ whitened) - float(np.log(np.diag(lower)).sum())
                 if best is None or likelihood > best[0]:
                     inverse = np.linalg.inv(covariance).astype(np.float64)
-                    best = likelihood, (amplitude, length, inverse @ left, inverse)
+                    best = likelihood, (amplitude, length_scale, inverse @ residuals, inverse)
         assert best is not None
         return best[1]
 
 
 def _one_thread() -> AbstractContextManager[object]:
-    """Matrices this small gain nothing from a thread a CPU, and lose a hundredfold where other processes are busy."""
+    """Limit BLAS to one thread: small matrices gain nothing from more, and lose a hundredfold on busy CPUs."""
     limit: AbstractContextManager[object] = _libraries().limit(limits=1, user_api="blas")
     return limit
 
@@ -191,16 +226,17 @@ def _libraries() -> ThreadpoolController:
     return ThreadpoolController()
 
 
-def _likeness(a: Floats, b: Floats, amplitude: float, length: float) -> Floats:
-    squares = ((a[:, None] - b[None]) ** 2).sum(-1)
-    result: Floats = amplitude**2 * np.exp(-0.5 * squares / length**2)
+def _covariance(a: Floats, b: Floats, amplitude: float, length_scale: float) -> Floats:
+    """Return the covariance matrix of two sets of points under a squared-exponential kernel."""
+    squared_distances = ((a[:, None] - b[None]) ** 2).sum(-1)
+    result: Floats = amplitude**2 * np.exp(-0.5 * squared_distances / length_scale**2)
     return result
 
 
-def _place(block: AttentionOp) -> tuple[float, ...]:
-    """Where a block lies among others: octaves of its sizes. Heads count less than lengths.
+def _coordinates(block: AttentionOp) -> tuple[float, ...]:
+    """Return a block's point in sample space: octaves of its sizes. Heads count less than lengths.
 
-    Under a mask of documents or windows the keys that a query sees, in the mean, stand for those that there are.
+    Under a mask of documents or windows, the mean number of keys that a query sees replaces the number of keys.
     """
     if block.pairs is not None:
         return (
@@ -215,39 +251,45 @@ def _place(block: AttentionOp) -> tuple[float, ...]:
         float(np.log2(block.kv)),
         0.5 * float(np.log2(block.heads * block.batch)),
         0.5 * float(np.log2(block.heads / block.kv_heads)),
-        _OF_MASK * block.causal,
+        _MASK_DISTANCE * block.causal,
     )
 
 
-def _log_work(block: AttentionOp, kappa: float, units: int) -> float:
-    """Logarithm of FLOPs, a tile's fixed cost and what waves leave empty included."""
+def _log_work(block: AttentionOp, kappa: float, multiprocessors: int) -> float:
+    """Return the logarithm of FLOPs, including the tiles' fixed cost and the idle part of waves."""
     block = _in_whole_tiles(block)
     rows = block.q if block.phase == "forward" else block.kv
     per_pair = (4 if block.phase == "forward" else 10) * block.batch * block.heads * block.head_dim
-    # Of every sequence of a pack the last tile is half full, in the mean.
+    # On average the last tile of every packed sequence is half full.
     tiles = block.batch * block.heads * (-(-rows // _TILE) + block.sequences // 2)
-    # Causal tiles are of all lengths: the long ones first, they fill up with half a tile to spare.
-    uneven = block.causal or block.pairs is not None
-    waves = tiles / (tiles + 0.5 * units) if uneven else tiles / (units * -(-tiles // units))
+    # Causal tiles have all lengths. Longest first, they fill the multiprocessors up to half a tile.
+    lengths_differ = block.causal or block.pairs is not None
+    waves = (
+        tiles / (tiles + 0.5 * multiprocessors)
+        if lengths_differ
+        else tiles / (multiprocessors * -(-tiles // multiprocessors))
+    )
     return float(np.log((block.flops() + per_pair * kappa * rows) / waves))
 
 
 def _in_whole_tiles(block: AttentionOp) -> AttentionOp:
     """Round queries and keys up to whole tiles: a kernel computes a partial tile in full.
 
-    Leave a mask's parts as they are: ``pairs`` counts them, and `_log_work` adds their partial tiles.
+    The sizes of a mask's pieces stay: ``pairs`` counts them, and `_log_work` adds their partial tiles.
     """
     if block.pairs is not None:
         return block
     return msgspec.structs.replace(block, q=-(-block.q // _TILE) * _TILE, kv=-(-block.kv // _TILE) * _TILE)
 
 
-def _extent(blocks: Sequence[AttentionOp]) -> str:
+def _size_range(blocks: Sequence[AttentionOp]) -> str:
+    """Return the range of queries and keys of the samples, for a message."""
     q, kv = sorted(block.q for block in blocks), sorted(block.kv for block in blocks)
     return f"{q[0]} to {q[-1]} queries by {kv[0]} to {kv[-1]} keys"
 
 
-def _block(sample: KernelSample) -> AttentionOp:
+def _sample_op(sample: KernelSample) -> AttentionOp:
+    """Return a sample as an attention operation."""
     return AttentionOp(
         label="", phase=sample.phase, batch=sample.batch, q=sample.q, kv=sample.kv, heads=sample.heads,
         kv_heads=sample.kv_heads, head_dim=sample.head_dim, causal=sample.causal, pairs=sample.pairs,

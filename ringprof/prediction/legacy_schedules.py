@@ -1,6 +1,6 @@
-"""Strategies as they were when runs were recorded, where that is another course than today's.
+"""Legacy backward schedule of rings, to replay and predict runs that were recorded before November 2026.
 
-A run is observed, replayed and foreseen by what its ranks did; `question.is_older` tells from its ``run.json``.
+`ringprof.prediction.query.uses_legacy_schedule` detects it from a run's ``run.json``.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from ringprof.strategies.transport.gradient_ring import LocalGrads, add_and_cast
 
 
 def use_legacy_schedule(strategy: Strategy) -> None:
-    """Give the strategy the backward pass that it had."""
+    """Replace the strategy's backward pass with the legacy one, if it is a plain ring."""
     if isinstance(strategy, Ring) and type(strategy).backward is Ring.backward:
-        strategy.backward = MethodType(_n_hops, strategy)  # type: ignore[method-assign]
+        strategy.backward = MethodType(_backward_with_n_hops, strategy)  # type: ignore[method-assign]
 
 
-def _n_hops(self: Any, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-    """dK and dV travel from the first block on, which is the rank's own."""
-    early, rest = self.split_local_block(call, q, k)
+def _backward_with_n_hops(self: Any, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+    """Run the legacy backward pass, in which dK and dV travel from the first (local) block on, one hop per rank."""
+    local_block, deferred_blocks = self.split_local_block(call, q, k)
     wire, dq = wire_type(self.parameters["grad_wire"], k), Sum(q)
-    home: LocalGrads = []
-    late = []
+    local_grads: LocalGrads = []
+    deferred_dq = []
     hop: Any = None
     for step, (kv_rank, kv) in enumerate(self.kv_ring.tour([k, v])):
-        block = early if step == 0 else self.block(call, kv_rank, q)
+        block = local_block if step == 0 else self.block(call, kv_rank, q)
         grads = None
         if block is not None:
             with ring_step("bwd", step, "block"):
@@ -44,11 +44,11 @@ def _n_hops(self: Any, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v:
             dkv = forward_grads(self.dkv_ring, arrived, *kv_grads(grads, block), (k, v), wire)
         grads = None
         hop = self.dkv_ring.post(dkv)
-    for block in rest:
+    for block in deferred_blocks:
         with ring_step("bwd", self.ring_size, "block"):
-            own, *pair = call.backward(rows, q, k, v, block)
-        home.append((block, pair))
-        late.append((block.q, own))
+            block_dq, *block_dkv = call.backward(rows, q, k, v, block)
+        local_grads.append((block, block_dkv))
+        deferred_dq.append((block.q, block_dq))
     dkv = hop.wait()
     with ring_step("bwd", self.ring_size, "merge"):
-        return dq.result(q.dtype, late), *add_and_cast_dkv(dkv, home, k.dtype)
+        return dq.result(q.dtype, deferred_dq), *add_and_cast_dkv(dkv, local_grads, k.dtype)

@@ -1,7 +1,7 @@
-"""The longer of two times of which only the likely size is known: what the devices need, and what the hosts do.
+"""Distribution of max(device time, host time), both lognormal.
 
-A host issues an iteration while the devices compute the one before, so an iteration takes as long as the longer of
-both. Each is lognormal, and they are independent, so the chance that both are over is the product of the chances.
+A host issues an iteration while the devices compute the previous one, so an iteration takes the maximum of the two
+times. Both are lognormal and independent, so P(max < t) is the product of both probabilities.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ _HALVINGS = 40
 
 @dataclass(frozen=True)
 class Lognormal:
-    """A time by its median; ``spread`` is the standard deviation of its logarithm."""
+    """A lognormal time; ``spread`` is the standard deviation of its logarithm."""
 
     median_ns: float
     spread: float
 
     def below(self, ns: float) -> float:
-        """The chance that it is no longer."""
+        """Return the probability that the time is at most ``ns``."""
         if not self.median_ns or not self.spread:
             return float(ns >= self.median_ns)
         return _NORMAL.cdf(math.log(ns / self.median_ns) / self.spread)
 
     def quantile_ns(self, share: float) -> float:
+        """Return the time that is not exceeded with probability ``share``."""
         return self.median_ns * math.exp(_NORMAL.inv_cdf(share) * self.spread)
 
 
@@ -36,17 +37,21 @@ NO_TIME = Lognormal(0.0, 0.0)
 
 
 @dataclass(frozen=True)
-class Longer:
-    """What an iteration takes."""
+class MaxLognormal:
+    """Time of an iteration: the maximum of device time and host time."""
 
     device: Lognormal
     host: Lognormal = NO_TIME
 
     def quantile_ns(self, share: float) -> float:
-        """Neither alone can be over it more often than ``share``; both are where each is as often as the root of it."""
-        both = (self.device, self.host)
-        low = max(one.quantile_ns(share) for one in both)
-        high = max(one.quantile_ns(math.sqrt(share)) for one in both)
+        """Return the time that is not exceeded with probability ``share``, by bisection.
+
+        The quantile is at least each time's own quantile of ``share``, and at most the larger quantile of
+        sqrt(``share``).
+        """
+        times = (self.device, self.host)
+        low = max(time.quantile_ns(share) for time in times)
+        high = max(time.quantile_ns(math.sqrt(share)) for time in times)
         for _ in range(_HALVINGS if high > low else 0):
             middle = (low + high) / 2
             if self.device.below(middle) * self.host.below(middle) < share:
@@ -57,13 +62,14 @@ class Longer:
 
     @cached_property
     def median_ns(self) -> float:
+        """Median of the iteration's time."""
         return self.quantile_ns(0.5)
 
     @cached_property
     def host_share(self) -> float:
-        """How likely it is that the host is the bound."""
+        """Probability that the host is the bound."""
         if not self.host.median_ns:
             return 0.0
-        apart = math.hypot(self.device.spread, self.host.spread)
-        ahead = math.log(self.host.median_ns / self.device.median_ns)
-        return _NORMAL.cdf(ahead / apart) if apart else float(ahead > 0)
+        spread = math.hypot(self.device.spread, self.host.spread)
+        log_ratio = math.log(self.host.median_ns / self.device.median_ns)
+        return _NORMAL.cdf(log_ratio / spread) if spread else float(log_ratio > 0)

@@ -1,4 +1,4 @@
-"""A rank's device, and how long things take on it."""
+"""One rank's device, with timing functions for calls and transfers on it."""
 
 from __future__ import annotations
 
@@ -16,28 +16,32 @@ from torch import Tensor
 from ringprof.record.dryrun.schedule import AttentionOp
 from ringprof.record.process_group import gather_bytes
 
-_SAMPLE_NS, _CALLS = 40e6, (2, 24)
-"""Least time that is measured of a shape, and the fewest and the most calls."""
-_HOT_NS, _LONG_NS = 300e6, 3e5
-"""How long a device computes before it is as slow as in a long run (on an H200 cuDNN is an eighth faster right after an
-idle moment, a twentieth after a tenth of a second); and a call that is long enough to heat it."""
-_TRANSFERS = 11
+_SAMPLE_NS, _CALL_LIMITS = 40e6, (2, 24)
+"""Minimum time measured per shape, and the minimum and maximum number of calls."""
+_HEATING_NS, _LONG_CALL_NS = 300e6, 3e5
+"""Heating time before a measurement, and the minimum length of a call that can heat the device.
+
+The device must be as slow as in a long run. On an H200, cuDNN is an eighth faster right after an idle moment, and a
+twentieth faster after a tenth of a second.
+"""
+_TRANSFER_CALLS = 11
 _AHEAD_CYCLES = 10_000_000
-"""Of the device: some milliseconds."""
+"""Device cycles, some milliseconds, in which the host gets ahead."""
 
 
 @dataclass
 class Bench:
-    """One rank's device, and what it takes to measure on it."""
+    """One rank's device and the means to measure on it."""
 
     device: torch.device
     rank: int = 0
     size: int = 1
     heater: tuple[Callable[[], object], float] | None = None
-    """A long call and its nanoseconds; None: nothing is heated."""
+    """A long call and its nanoseconds; None means that nothing is heated."""
 
-    def times_ns(self, body: Callable[[], object], calls: int, *, heated_by: float = 0.0) -> list[float]:
-        """Each of ``calls`` calls, back to back; on a hot device where it is told what a call takes, ``heated_by``."""
+    def times_ns(self, body: Callable[[], object], calls: int, *, call_ns: float = 0.0) -> list[float]:
+        """Time each of ``calls`` back-to-back calls; heat the device first if ``call_ns``, the time of a call, is
+        given."""
         if self.device.type != "cuda":
             marks = [time.perf_counter_ns()]
             for _ in range(calls):
@@ -45,11 +49,11 @@ class Bench:
                 marks.append(time.perf_counter_ns())
             return [float(b - a) for a, b in pairwise(marks)]
         events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]  # type: ignore[no-untyped-call]
-        # While the device is at work, or sleeps, the host gets ahead: else small calls would take the host's time.
-        if heated_by and self.heater is not None:
-            heat, ns = (body, heated_by) if heated_by > _LONG_NS else self.heater
-            for _ in range(int(_HOT_NS / ns)):
-                heat()
+        # While the device computes or sleeps, the host gets ahead. Otherwise small calls would measure the host.
+        if call_ns and self.heater is not None:
+            heating_call, heating_ns = (body, call_ns) if call_ns > _LONG_CALL_NS else self.heater
+            for _ in range(int(_HEATING_NS / heating_ns)):
+                heating_call()
         else:
             torch.cuda._sleep(_AHEAD_CYCLES)  # type: ignore[no-untyped-call]
         events[0].record()
@@ -60,36 +64,40 @@ class Bench:
         return [a.elapsed_time(b) * 1e6 for a, b in pairwise(events)]
 
     def typical_ns(self, body: Callable[[], object]) -> tuple[float, float, int]:
-        """Median, relative spread and count, of as many calls as fill some time, after some that do not count."""
-        # A first call also chooses its algorithm and makes room, which may take a hundred times as long.
-        once = min(self.times_ns(body, 1)[0] for _ in range(2))
-        calls = min(max(int(_SAMPLE_NS / max(once, 1.0)), _CALLS[0]), _CALLS[1])
-        taken = self.times_ns(body, calls, heated_by=once)
-        middle = median(taken)
-        return middle, pstdev(taken) / middle, calls
+        """Return median, relative spread and count of the calls that fill the minimum time, after warm-up calls."""
+        # The first call also chooses its algorithm and allocates memory, which may take a hundred times as long.
+        first_ns = min(self.times_ns(body, 1)[0] for _ in range(2))
+        calls = min(max(int(_SAMPLE_NS / max(first_ns, 1.0)), _CALL_LIMITS[0]), _CALL_LIMITS[1])
+        times = self.times_ns(body, calls, call_ns=first_ns)
+        typical = median(times)
+        return typical, pstdev(times) / typical, calls
 
-    def together_ns(self, body: Callable[[], object]) -> float:
-        """Median of a transfer that all ranks make, of as many calls on each."""
+    def collective_ns(self, body: Callable[[], object]) -> float:
+        """Return the median time of a transfer that all ranks make; the number of calls is the same on all."""
         self.times_ns(body, 2)
-        return median(self.times_ns(body, _TRANSFERS))
+        return median(self.times_ns(body, _TRANSFER_CALLS))
 
-    def together(self, part: Any, kind: Any) -> list[Any]:
-        """What every rank found."""
+    def gather(self, value: Any, type_: Any) -> list[Any]:
+        """Return every rank's value."""
         if self.size == 1:
-            return [part]
-        return [msgspec.json.decode(one, type=kind) for one in gather_bytes(msgspec.json.encode(part), self.device)]
+            return [value]
+        return [
+            msgspec.json.decode(encoded, type=type_)
+            for encoded in gather_bytes(msgspec.json.encode(value), self.device)
+        ]
 
-    def draw(self, *shape: int) -> Tensor:
+    def random_tensor(self, *shape: int) -> Tensor:
+        """Return a normally distributed bfloat16 tensor on the device."""
         return torch.randn(shape, device=self.device, dtype=torch.bfloat16)
 
 
-def call_of(kernel: Any, block: AttentionOp, bench: Bench, parts: Any = None) -> Callable[[], object]:
-    """A call of the block, or of its ``parts``, on random numbers."""
-    q = bench.draw(block.batch, block.q, block.heads, block.head_dim)
-    k, v = (bench.draw(block.batch, block.kv, block.kv_heads, block.head_dim) for _ in range(2))
-    how = {"scale": block.head_dim**-0.5, "causal": block.causal and parts is None, "parts": parts}
+def call_of(kernel: Any, block: AttentionOp, bench: Bench, blocks: Any = None) -> Callable[[], object]:
+    """Return a call of the attention block, or of the ``blocks`` of a mask, on random inputs."""
+    q = bench.random_tensor(block.batch, block.q, block.heads, block.head_dim)
+    k, v = (bench.random_tensor(block.batch, block.kv, block.kv_heads, block.head_dim) for _ in range(2))
+    options = {"scale": block.head_dim**-0.5, "causal": block.causal and blocks is None, "parts": blocks}
     if block.phase == "forward":
-        return lambda: kernel.forward(q, k, v, **how)
-    out, lse = kernel.forward(q, k, v, **how)
-    dout = bench.draw(*q.shape)
-    return lambda: kernel.backward(dout, q, k, v, lse, out=out, **how)
+        return lambda: kernel.forward(q, k, v, **options)
+    out, lse = kernel.forward(q, k, v, **options)
+    dout = bench.random_tensor(*q.shape)
+    return lambda: kernel.backward(dout, q, k, v, lse, out=out, **options)

@@ -1,7 +1,7 @@
-"""What a transfer gets of the links: NCCL's channels, NVLink, NICs, and who shares what.
+"""Rates of transfers on a cluster: NCCL's channels, NVLink, NICs, and which transfers share them.
 
-NCCL's rate is no property of the link alone. A hop moves over as many channels as the size of its communicator and of
-its largest message allow, each channel with a rate of its own (NCCL 2.28, `addP2pToPlan`):
+NCCL's rate is not a property of the link alone. A hop uses as many channels as the size of its communicator and of its
+largest message allow, and each channel has its own rate (NCCL 2.28, `addP2pToPlan`):
 
 * one host: all channels to a peer, halved while channels x ranks exceed them, doubled while a channel would carry
   more than 16 MiB of a message;
@@ -21,30 +21,30 @@ from ringprof.prediction.simulator import Transfer
 from ringprof.record.dryrun.schedule import CommStart
 from ringprof.validation import refuse_below_one, whole
 
-MESSAGE_A_CHANNEL = 16 << 20
-NIC_GB_S_A_CHANNEL = 14
-RANKS_A_NODE = 8
-"""What NCCL 2.29 takes for a host when it counts hosts."""
+MESSAGE_BYTES_PER_CHANNEL = 16 << 20
+NIC_GB_S_PER_CHANNEL = 14
+RANKS_PER_NODE = 8
+"""Number of ranks that NCCL 2.29 assumes per host when it counts hosts."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machine's network, as far as a calibration does not tell it."""
+    """Nodes, GPUs per node and the network between nodes, as far as a calibration does not define them."""
 
     hosts: int = 1
     gpus_per_host: int = 8
     nic_gbit: float | None = None
-    """Line rate of a NIC, Gbit/s; None: what the calibration measured."""
+    """Line rate of a NIC in Gbit/s; None means the rate that the calibration measured."""
     gpus_per_nic: int = 1
     oversubscription: float = 1.0
-    """Rate of a host's NICs over that of its up-links."""
+    """Rate of a host's NICs divided by the rate of its up-links."""
     net_channels: int | None = None
-    """``NCCL_NCHANNELS_PER_NET_PEER``."""
+    """Value of ``NCCL_NCHANNELS_PER_NET_PEER``."""
     stretch: float = 1.0
-    """How many times as large communicators across hosts are as those simulated, which stand for them."""
+    """Size of the real communicators across hosts, relative to the simulated ones that stand for them."""
 
     def __post_init__(self) -> None:
-        """Raises `UsageError` for a count below 1."""
+        """Check the counts. Raises `UsageError` for a count below 1."""
         refuse_below_one({name: getattr(self, name) for name in ("hosts", "gpus_per_host", "gpus_per_nic")})
 
     @property
@@ -63,27 +63,32 @@ def _hosts_of(ranks: tuple[int, ...], per_host: int) -> int:
     return len({rank // per_host for rank in ranks})
 
 
-def channels(message_bytes: int, ranks: int, hosts: int, nccl: Nccl, nic_gb_s: float, given: int | None = None) -> int:
-    """Channels to one peer of a message in a communicator of ``ranks`` on ``hosts``."""
-    most = nccl.peer_channels
+def channels(
+    message_bytes: int, ranks: int, hosts: int, nccl: Nccl, nic_gb_s: float, net_channels: int | None = None
+) -> int:
+    """Return the number of NCCL channels to one peer, for a message in a communicator of ``ranks`` on ``hosts``."""
+    max_channels = nccl.peer_channels
     if hosts > 1:
-        return given or _net_channels(ranks, nccl, nic_gb_s)
-    count = most
-    while count > 1 and count * ranks > most:
+        return net_channels or _net_channels(ranks, nccl, nic_gb_s)
+    count = max_channels
+    while count > 1 and count * ranks > max_channels:
         count //= 2
-    while count < most and message_bytes > count * MESSAGE_A_CHANNEL:
+    while count < max_channels and message_bytes > count * MESSAGE_BYTES_PER_CHANNEL:
         count *= 2
     return count
 
 
 def _net_channels(ranks: int, nccl: Nccl, nic_gb_s: float) -> int:
-    newer = _version(nccl.version) >= (2, 29)
-    count = math.ceil(nic_gb_s / NIC_GB_S_A_CHANNEL) if newer else 2
-    # Of a NIC: half of what peers get inside a host.
-    most = nccl.peer_channels // 2
-    while count > 1 and (count * math.ceil(ranks / RANKS_A_NODE) > most if newer else ranks > 4 * most):
+    """Return the number of channels to a peer on another host."""
+    since_2_29 = _version(nccl.version) >= (2, 29)
+    count = math.ceil(nic_gb_s / NIC_GB_S_PER_CHANNEL) if since_2_29 else 2
+    # A NIC gets half of the channels that peers get inside a host.
+    max_channels = nccl.peer_channels // 2
+    while count > 1 and (
+        count * math.ceil(ranks / RANKS_PER_NODE) > max_channels if since_2_29 else ranks > 4 * max_channels
+    ):
         count //= 2
-        if not newer:
+        if not since_2_29:
             break
     return count
 
@@ -94,110 +99,120 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 class Links:
-    """The transfers of one cluster by a calibration."""
+    """Rates and paths of the transfers on one cluster, by a calibration."""
 
     def __init__(self, calibration: Calibration, cluster: Cluster) -> None:
         self._nccl, self.cluster = calibration.nccl, cluster
-        self._same, self._other = calibration.same_host, calibration.other_host
-        self._units, self._contention = calibration.multiprocessors, calibration.contention.value
+        self._same_host, self._other_host = calibration.same_host, calibration.other_host
+        self._multiprocessors, self._contention = calibration.multiprocessors, calibration.contention.value
         self._copy = calibration.same_host.copy_gb_s
-        line = self._other.total_gb_s.value
-        # What a NIC reaches of its line rate is taken from the machine that was calibrated.
-        self.nic_gb_s = line if cluster.nic_gbit is None else cluster.nic_gbit / 8 * _reached(self._other)
-        self._legs: dict[tuple[object, ...], Transfer] = {}
-        self._held: dict[tuple[object, ...], float] = {}
+        line = self._other_host.total_gb_s.value
+        # The fraction of the line rate that a NIC reaches is the one measured on the calibrated machine.
+        self.nic_gb_s = line if cluster.nic_gbit is None else cluster.nic_gbit / 8 * _nic_efficiency(self._other_host)
+        self._transfers: dict[tuple[object, ...], Transfer] = {}
+        self._held_shares: dict[tuple[object, ...], float] = {}
 
-    def leg(self, post: CommStart, sender: int, receiver: int) -> Transfer:
-        """One hop from a member of a ring to the next."""
-        # As many as there are hops, and only some of them unlike.
-        key = post.operation, post.communicator, len(post.members), post.messages, sender, receiver
-        if key not in self._legs:
-            self._legs[key] = self._leg(post, sender, receiver)
-        return self._legs[key]
+    def transfer(self, comm_op: CommStart, sender: int, receiver: int) -> Transfer:
+        """Return the transfer of one hop from a member of a ring to the next."""
+        # Cached: there are many hops, and few of them differ.
+        key = comm_op.operation, comm_op.communicator, len(comm_op.members), comm_op.messages, sender, receiver
+        if key not in self._transfers:
+            self._transfers[key] = self._transfer(comm_op, sender, receiver)
+        return self._transfers[key]
 
-    def _leg(self, post: CommStart, sender: int, receiver: int) -> Transfer:
-        same = self.cluster.host(sender) == self.cluster.host(receiver)
-        link = self._same if same else self._other
-        size = sum(post.messages)
-        if post.operation == "copy":
+    def _transfer(self, comm_op: CommStart, sender: int, receiver: int) -> Transfer:
+        """Compute the transfer of one hop: its size, its highest rate, its latency and its links."""
+        same_host = self.cluster.host(sender) == self.cluster.host(receiver)
+        link = self._same_host if same_host else self._other_host
+        total_bytes = sum(comm_op.messages)
+        if comm_op.operation == "copy":
             assert self._copy is not None, "refused before"
-            cap = self._copy.value
+            max_rate = self._copy.value
         else:
-            cap = size / sum(message / self._message_gb_s(post, message, link) for message in post.messages)
-        return Transfer(size, cap, link.latency_us.value * 1e3, self._path(sender, receiver))
+            max_rate = total_bytes / sum(
+                message / self._message_gb_s(comm_op, message, link) for message in comm_op.messages
+            )
+        return Transfer(total_bytes, max_rate, link.latency_us.value * 1e3, self._path(sender, receiver))
 
-    def collective(self, post: CommStart) -> float:
-        """Nanoseconds of a collective that has the links to itself."""
-        members, (piece,) = post.members, post.messages
-        here = sum(self.cluster.host(member) == self.cluster.host(members[0]) for member in members)
+    def collective_ns(self, comm_op: CommStart) -> float:
+        """Return the nanoseconds of a collective that has the links to itself."""
+        members, (piece,) = comm_op.members, comm_op.messages
+        on_first_host = sum(self.cluster.host(member) == self.cluster.host(members[0]) for member in members)
         hosts = self.cluster.hosts_of(members)
-        nvlink = self._same.collective_gb_s[post.operation].value
+        nvlink = self._same_host.collective_gb_s[comm_op.operation].value
         nic = self.nic_gb_s / self.cluster.gpus_per_nic / self.cluster.oversubscription
-        if post.operation == "all_to_all":
-            busy = max((here - 1) * piece / nvlink, (len(members) - here) * piece / nic if hosts > 1 else 0.0)
+        if comm_op.operation == "all_to_all":
+            wire_ns = max(
+                (on_first_host - 1) * piece / nvlink, (len(members) - on_first_host) * piece / nic if hosts > 1 else 0.0
+            )
         else:
-            # A ring of every channel crosses from host to host over a NIC of its own.
-            rate = nvlink if hosts == 1 else min(nvlink, nic * here)
-            busy = (len(members) - 1) * piece / rate
-        latency = self._same.latency_us if hosts == 1 else self._other.latency_us
-        return busy + latency.value * 1e3
+            # Every channel's ring crosses between hosts over its own NIC.
+            rate = nvlink if hosts == 1 else min(nvlink, nic * on_first_host)
+            wire_ns = (len(members) - 1) * piece / rate
+        latency = self._same_host.latency_us if hosts == 1 else self._other_host.latency_us
+        return wire_ns + latency.value * 1e3
 
-    def share(self, post: CommStart) -> float:
-        """What of a block's rate a transfer's kernel takes."""
-        return self._contention * self.held(post)
+    def device_share(self, comm_op: CommStart) -> float:
+        """Return the fraction of a concurrent block's rate that the transfer's kernel takes."""
+        return self._contention * self.held_share(comm_op)
 
-    def held(self, post: CommStart) -> float:
-        """The part of the multiprocessors that a transfer's kernel holds; none where copy engines carry it."""
-        if post.operation == "copy":
+    def held_share(self, comm_op: CommStart) -> float:
+        """Return the fraction of the multiprocessors that a transfer's kernel holds; 0 for copy engines."""
+        if comm_op.operation == "copy":
             return 0.0
-        key = post.operation, post.communicator, len(post.members), post.messages
-        if key not in self._held:
-            self._held[key] = min(self.channels_of(post), self._nccl.peer_channels) / self._units
-        return self._held[key]
+        key = comm_op.operation, comm_op.communicator, len(comm_op.members), comm_op.messages
+        if key not in self._held_shares:
+            self._held_shares[key] = min(self.channels_of(comm_op), self._nccl.peer_channels) / self._multiprocessors
+        return self._held_shares[key]
 
-    def channels_of(self, post: CommStart) -> int:
-        """Channels that a transfer holds: each is a block of its kernel."""
-        if post.operation in ("all_gather", "reduce_scatter"):
+    def channels_of(self, comm_op: CommStart) -> int:
+        """Return the number of channels of a transfer; each is a thread block of its kernel."""
+        if comm_op.operation in ("all_gather", "reduce_scatter"):
             return self._nccl.collective_channels
-        each = max(self._channels(post, message) for message in post.messages)
-        return each if post.operation == "send_recv" else min(each * (len(post.members) - 1), self._nccl.peer_channels)
+        per_peer = max(self._channels(comm_op, message) for message in comm_op.messages)
+        return (
+            per_peer
+            if comm_op.operation == "send_recv"
+            else min(per_peer * (len(comm_op.members) - 1), self._nccl.peer_channels)
+        )
 
     def capacity(self, link: Hashable) -> float:
-        """GB/s, which is bytes a nanosecond, of what `leg` names."""
+        """Return the capacity in GB/s (bytes per nanosecond) of a link named by `transfer`."""
         assert isinstance(link, tuple)
         if link[0] in ("out", "in"):
-            return self._same.total_gb_s.value
+            return self._same_host.total_gb_s.value
         nic = self.nic_gb_s
         if link[0] in ("nic-out", "nic-in"):
             return nic
         return nic * self.cluster.gpus_per_host / self.cluster.gpus_per_nic / self.cluster.oversubscription
 
-    def hop_gb_s(self, post: CommStart) -> float:
-        """What NCCL's channels let one hop between hosts have."""
-        return min(self._message_gb_s(post, message, self._other) for message in post.messages)
+    def hop_gb_s(self, comm_op: CommStart) -> float:
+        """Return the GB/s that NCCL's channels allow one hop between hosts."""
+        return min(self._message_gb_s(comm_op, message, self._other_host) for message in comm_op.messages)
 
     def _path(self, sender: int, receiver: int) -> tuple[Hashable, ...]:
+        """Return the links that a transfer crosses."""
         cluster = self.cluster
         if cluster.host(sender) == cluster.host(receiver):
             return (("out", sender), ("in", receiver))
-        places = [divmod(rank, cluster.gpus_per_host) for rank in (sender, receiver)]
-        nics = [(host, local // cluster.gpus_per_nic) for host, local in places]
+        positions = [divmod(rank, cluster.gpus_per_host) for rank in (sender, receiver)]
+        nics = [(host, local // cluster.gpus_per_nic) for host, local in positions]
         path: list[Hashable] = [("nic-out", nics[0]), ("nic-in", nics[1])]
-        # NICs of one place in their hosts share a switch (a rail): only other transfers take the up-links.
+        # NICs with the same index in their hosts share a switch (a rail). Only other transfers use the up-links.
         if cluster.oversubscription > 1 and nics[0][1] != nics[1][1]:
             path += [("up", nics[0][0]), ("down", nics[1][0])]
         return tuple(path)
 
-    def _message_gb_s(self, post: CommStart, message: int, link: Link) -> float:
-        return min(self._channels(post, message) * link.channel_gb_s.value, link.hop_gb_s.value)
+    def _message_gb_s(self, comm_op: CommStart, message: int, link: Link) -> float:
+        return min(self._channels(comm_op, message) * link.channel_gb_s.value, link.hop_gb_s.value)
 
-    def _channels(self, post: CommStart, message: int) -> int:
-        hosts = self.cluster.hosts_of(post.members)
-        crosses = hosts > 1 or len(post.members) == self.cluster.size
-        ranks = round(len(post.members) * self.cluster.stretch) if crosses else len(post.members)
+    def _channels(self, comm_op: CommStart, message: int) -> int:
+        hosts = self.cluster.hosts_of(comm_op.members)
+        crosses_hosts = hosts > 1 or len(comm_op.members) == self.cluster.size
+        ranks = round(len(comm_op.members) * self.cluster.stretch) if crosses_hosts else len(comm_op.members)
         return channels(message, ranks, hosts, self._nccl, self.nic_gb_s, self.cluster.net_channels)
 
 
-def _reached(link: Link) -> float:
-    """The part of a NIC's line rate that transfers get."""
+def _nic_efficiency(link: Link) -> float:
+    """Return the fraction of a NIC's line rate that transfers reach."""
     return link.total_gb_s.value / (link.line_gbit / 8) if link.line_gbit else 1.0

@@ -1,6 +1,6 @@
-"""What a recorded run's traces say of each operation of its tape: blocks, transfers, and what ran between.
+"""Match each scheduled operation to its measured start and end in a recorded run's traces.
 
-Blocks and transfers are found by the ranges that ringprof's strategies name, which the tape has in the same order.
+Blocks and transfers are found by the annotations of ringprof's strategies, which occur in the schedule's order.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from ringprof.record.dryrun.schedule import AttentionOp, CommStart, MemoryOp, Pr
 
 _BLOCK = re.compile(r"ringprof::(?:fwd|bwd)/step=[0-9]+/block")
 _SEND = re.compile(r"ringprof::send/.+")
-_CARRIED = ("send_recv", "copy_engine", "all_to_all", "all_gather", "reduce_scatter")
+_TRANSFER_KINDS = ("send_recv", "copy_engine", "all_to_all", "all_gather", "reduce_scatter")
 
 
 @dataclass(frozen=True)
 class ObservedBlock:
-    """An attention call with its helpers."""
+    """Measured times of an attention call with its helper kernels."""
 
     start_ns: int
     end_ns: int
     main_ns: int
-    """Start of its longest kernel."""
+    """Start of the longest kernel of the call."""
 
 
 @dataclass(frozen=True)
 class ObservedTransfer:
-    """A transfer's kernel, or its copies one after the other."""
+    """Measured times of a transfer's kernel, or of its copies together."""
 
-    post: CommStart
-    """With the messages that were seen, which other versions of a strategy may have cut otherwise."""
+    comm_op: CommStart
+    """The operation with the messages in the trace; other versions of a strategy may have split them differently."""
     start_ns: int
     end_ns: int
     wire_ns: int | None
-    """From the arrival of the last rank that it depends on; None where ranks' clocks do not tell."""
+    """Nanoseconds from the arrival of the last participating rank; None if the ranks' clocks are not aligned."""
 
 
 @dataclass(frozen=True)
@@ -53,113 +53,120 @@ class ObservedRank:
 
     program: Program
     blocks: dict[int, ObservedBlock]
-    """By place in the program, as the others."""
+    """Attention blocks by the index of their operation in the program; `transfers` and `memory_op_ns` have the same
+    keys."""
     transfers: dict[int, ObservedTransfer]
-    touches: dict[int, int]
-    """Nanoseconds of the kernels between blocks; empty where the traces have others than the tape."""
-    touches_ns: int
-    """All their time."""
+    memory_op_ns: dict[int, int]
+    """Nanoseconds per memory operation; empty if the traces have a different number of such kernels."""
+    memory_total_ns: int
+    """Total nanoseconds of all kernels between blocks."""
     wall_ns: int
 
-    def beside_ns(self, place: int, transfer: int) -> int:
-        """How long a transfer's kernel ran beside a block."""
-        block, other = self.blocks[place], self.transfers[transfer]
-        return max(0, min(block.end_ns, other.end_ns) - max(block.start_ns, other.start_ns))
+    def beside_ns(self, op_index: int, transfer_index: int) -> int:
+        """Return how long a transfer's kernel ran concurrently with a block."""
+        block, transfer = self.blocks[op_index], self.transfers[transfer_index]
+        return max(0, min(block.end_ns, transfer.end_ns) - max(block.start_ns, transfer.start_ns))
 
     @property
-    def duty(self) -> float:
-        """The part of the time in which it computed."""
+    def utilisation(self) -> float:
+        """Fraction of the iteration in which the rank computed attention."""
         return sum(block.end_ns - block.start_ns for block in self.blocks.values()) / self.wall_ns
 
 
 def observe(attribution: Attribution, schedule: Schedule) -> list[ObservedRank]:
-    """Every rank of a run, against its tape.
+    """Match every rank of a run with its program.
 
-    Raises `InputError` where the traces hold other blocks or transfers than the tape: another version's strategy, say.
+    Raises `InputError` if the traces hold other blocks or transfers than the schedule, for example of another version.
     """
     programs = {program.rank: program for program in schedule.programs}
     return [_rank(rank, programs[rank.rank]) for rank in attribution.ranks if rank.rank in programs]
 
 
 def _rank(rank: Rank, program: Program) -> ObservedRank:
+    """Match one rank's activities with its program."""
     classified, rows = rank.classified, rank.window.iterations[0]
     activities = classified.trace.activities
     launch = classified.launch[rows]
     spans = _spans(rank, _BLOCK)
-    places = [place for place, op in enumerate(program.ops) if isinstance(op, AttentionOp)]
-    if len(spans) != len(places):
+    op_indices = [op_index for op_index, op in enumerate(program.ops) if isinstance(op, AttentionOp)]
+    if len(spans) != len(op_indices):
         raise InputError(
-            f"{rank.path}: {len(spans)} attention blocks, where the strategy of this version has {len(places)}"
+            f"{rank.path}: {len(spans)} attention blocks, where the strategy of this version has {len(op_indices)}"
         )
     launched = classified.trace.launches.start_ns[np.maximum(launch, 0)]
-    found = np.searchsorted([start for start, _ in spans], launched, side="right") - 1
-    inside = (launch >= 0) & (found >= 0)
-    inside[inside] = launched[inside] < np.array([end for _, end in spans])[found[inside]]
-    carried, flash = classified.of(*_CARRIED)[rows], classified.of("flash_fwd", "flash_bwd")[rows]
+    span_index = np.searchsorted([start for start, _ in spans], launched, side="right") - 1
+    in_attention = (launch >= 0) & (span_index >= 0)
+    in_attention[in_attention] = launched[in_attention] < np.array([end for _, end in spans])[span_index[in_attention]]
+    is_transfer, is_flash = classified.of(*_TRANSFER_KINDS)[rows], classified.of("flash_fwd", "flash_bwd")[rows]
     origin = int(activities.start_ns[rows].min())
     blocks = {}
-    for number, place in enumerate(places):
-        mine = rows[inside & (found == number) & flash]
-        begin, end = activities.start_ns[mine], activities.end_ns[mine]
+    for number, op_index in enumerate(op_indices):
+        kernels = rows[in_attention & (span_index == number) & is_flash]
+        begin, end = activities.start_ns[kernels], activities.end_ns[kernels]
         main = int(begin[np.argmax(end - begin)])
-        blocks[place] = ObservedBlock(int(begin.min()) - origin, int(end.max()) - origin, main - origin)
-    others = rows[~inside & ~carried & ~classified.of("all_reduce")[rows]]
-    others = others[np.argsort(classified.launch[others], kind="stable")]
-    took = (activities.end_ns[others] - activities.start_ns[others]).tolist()
-    touches = [place for place, op in enumerate(program.ops) if isinstance(op, MemoryOp)]
+        blocks[op_index] = ObservedBlock(int(begin.min()) - origin, int(end.max()) - origin, main - origin)
+    other_kernels = rows[~in_attention & ~is_transfer & ~classified.of("all_reduce")[rows]]
+    other_kernels = other_kernels[np.argsort(classified.launch[other_kernels], kind="stable")]
+    durations = (activities.end_ns[other_kernels] - activities.start_ns[other_kernels]).tolist()
+    memory_indices = [op_index for op_index, op in enumerate(program.ops) if isinstance(op, MemoryOp)]
     return ObservedRank(
         program=program,
         blocks=blocks,
         transfers=_transfers(rank, program, origin),
-        touches=dict(zip(touches, took, strict=True)) if len(touches) == len(took) else {},
-        touches_ns=sum(took),
+        memory_op_ns=dict(zip(memory_indices, durations, strict=True)) if len(memory_indices) == len(durations) else {},
+        memory_total_ns=sum(durations),
         wall_ns=int(activities.end_ns[rows].max()) - origin,
     )
 
 
 def _spans(rank: Rank, name: re.Pattern[str]) -> list[tuple[int, int]]:
-    """The ranges of such a name on the host in the first profiled iteration, by start."""
+    """Return (start, end) of the host's annotations with a matching name in the first profiled iteration, by start."""
     trace, window = rank.classified.trace, rank.window
-    marks = trace.annotations
-    chosen = np.flatnonzero(trace.names_that(name.fullmatch)[marks.name])
-    first, last = window.span_ns[0] if window.span_ns else (0, marks.end_ns.max(initial=0))
-    spans = sorted(zip(marks.start_ns[chosen].tolist(), marks.end_ns[chosen].tolist(), strict=True))
+    annotations = trace.annotations
+    matching = np.flatnonzero(trace.names_that(name.fullmatch)[annotations.name])
+    first, last = window.span_ns[0] if window.span_ns else (0, annotations.end_ns.max(initial=0))
+    spans = sorted(zip(annotations.start_ns[matching].tolist(), annotations.end_ns[matching].tolist(), strict=True))
     return [(start, end) for start, end in spans if first <= start <= last]
 
 
 def _transfers(rank: Rank, program: Program, origin: int) -> dict[int, ObservedTransfer]:
-    posts = [(place, op) for place, op in enumerate(program.ops) if isinstance(op, CommStart)]
+    """Match the transfers of a rank with the communication operations of its program."""
+    comm_ops = [(op_index, op) for op_index, op in enumerate(program.ops) if isinstance(op, CommStart)]
     spans = _spans(rank, _SEND)
-    if len(spans) != len(posts):
-        raise InputError(f"{rank.path}: {len(spans)} transfers, where the strategy of this version has {len(posts)}")
+    if len(spans) != len(comm_ops):
+        raise InputError(f"{rank.path}: {len(spans)} transfers, where the strategy of this version has {len(comm_ops)}")
     launches, launch = rank.classified.trace.launches.start_ns, rank.classified.launch
-    parts: list[list[Split]] = [[] for _ in posts]
+    splits: list[list[Split]] = [[] for _ in comm_ops]
     starts = [start for start, _ in spans]
     for split in rank.splits:
         index = int(launch[split.transfer.activity])
-        at = bisect_right(starts, int(launches[index])) - 1 if index >= 0 else -1
-        if split.transfer.kind in _CARRIED and at >= 0 and launches[index] < spans[at][1]:
-            parts[at].append(split)
-    if not all(parts):
+        position = bisect_right(starts, int(launches[index])) - 1 if index >= 0 else -1
+        if split.transfer.kind in _TRANSFER_KINDS and position >= 0 and launches[index] < spans[position][1]:
+            splits[position].append(split)
+    if not all(splits):
         raise InputError(f"{rank.path}: a transfer was posted of which the trace shows nothing")
-    return {place: _joined(op, part, origin) for (place, op), part in zip(posts, parts, strict=True)}
+    return {
+        op_index: _merge_splits(op, op_splits, origin)
+        for (op_index, op), op_splits in zip(comm_ops, splits, strict=True)
+    }
 
 
-def _joined(post: CommStart, parts: Sequence[Split], origin: int) -> ObservedTransfer:
-    wires = [part.wire_ns for part in parts]
-    sent = [part.transfer.sent_bytes for part in parts]
-    if post.operation == "send_recv":
-        sent = [message.size_bytes for part in parts for message in part.transfer.sends]
-    if post.operation in RINGS and sent and None not in sent:
-        post = msgspec.structs.replace(post, messages=tuple(size for size in sent if size))
+def _merge_splits(comm_op: CommStart, splits: Sequence[Split], origin: int) -> ObservedTransfer:
+    """Merge a transfer's kernels or copies into one observed transfer."""
+    wire_times = [split.wire_ns for split in splits]
+    sent_bytes = [split.transfer.sent_bytes for split in splits]
+    if comm_op.operation == "send_recv":
+        sent_bytes = [message.size_bytes for split in splits for message in split.transfer.sends]
+    if comm_op.operation in RINGS and sent_bytes and None not in sent_bytes:
+        comm_op = msgspec.structs.replace(comm_op, messages=tuple(size for size in sent_bytes if size))
     return ObservedTransfer(
-        post,
-        min(part.transfer.start_ns for part in parts) - origin,
-        max(part.transfer.end_ns for part in parts) - origin,
-        None if None in wires else sum(wire for wire in wires if wire is not None),
+        comm_op,
+        min(split.transfer.start_ns for split in splits) - origin,
+        max(split.transfer.end_ns for split in splits) - origin,
+        None if None in wire_times else sum(wire for wire in wire_times if wire is not None),
     )
 
 
-def touch_bytes(program: Program) -> int:
-    """Bytes that the kernels between blocks move."""
+def memory_op_bytes(program: Program) -> int:
+    """Return the bytes that the kernels between blocks move."""
     return sum(op.bytes for op in program.ops if isinstance(op, MemoryOp))

@@ -1,4 +1,5 @@
-"""A prediction: the tape's programs on a machine, drawn several times, with an interval and what binds each phase."""
+"""Predict a run: simulate the schedule's programs on several draws of a machine; give an interval and the bound of each
+phase."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from ringprof.json_object import JsonObject
 from ringprof.prediction.calibration import Calibration, Origin, Value
 from ringprof.prediction.host_model import host_ns, times_us
 from ringprof.prediction.kernel_model import OutsideCalibration
-from ringprof.prediction.lognormal import NO_TIME, Lognormal, Longer
+from ringprof.prediction.lognormal import NO_TIME, Lognormal, MaxLognormal
 from ringprof.prediction.machine import LIKELIEST, CalibratedMachine, Curves, Draw, curves_of
 from ringprof.prediction.network import Cluster, Links
 from ringprof.prediction.query import Query
@@ -25,21 +26,24 @@ from ringprof.prediction.simulator import Timeline, simulate
 from ringprof.record.dryrun.schedule import AttentionOp, CommStart, CommWait, MemoryOp, Op, Program, Schedule
 
 _SCHEMA = "ringprof.prediction/1"
-DIRECT = 64
-"""Ranks up to which every one is simulated."""
-_HOSTS = 101
-"""Draws of how far hosts are apart."""
-SMALL, LARGE = 16, 32
-"""About how many ranks stand for more: a ring's time grows by as much with every host more."""
-MOST_SHORT = 0.1
-"""Of a pass, in parts of a mask whose time the form alone says."""
-TapeOf = Callable[[Query, Cluster, "Sequence[int] | None"], Schedule]
-"""The programs of some ranks (all where None) of a question, on a cluster of its own or a smaller one."""
+MAX_SIMULATED_RANKS = 64
+"""Number of ranks up to which every rank is simulated."""
+_HOST_DRAWS = 101
+"""Monte Carlo draws of the variation between hosts."""
+SMALL_RANKS, LARGE_RANKS = 16, 32
+"""Approximate sizes of the two smaller clusters that stand for a larger one.
+
+A ring's time grows by the same amount with every additional host, so two sizes determine it.
+"""
+MAX_EXTRAPOLATED_SHARE = 0.1
+"""Largest share of a pass that may rest on extrapolated kernel times."""
+ScheduleOf = Callable[[Query, Cluster, "Sequence[int] | None"], Schedule]
+"""Function that returns the programs of some ranks (all if None) of a query, on its own cluster or a smaller one."""
 
 
 @dataclass(frozen=True)
-class _Spans:
-    """Where one rank's time goes, in nanoseconds, by phase."""
+class _Breakdown:
+    """Nanoseconds of one rank per part, for each phase."""
 
     forward: dict[str, float]
     backward: dict[str, float]
@@ -49,37 +53,42 @@ class _Spans:
 
 
 _PARTS = ("kernel", "memory", "same_host", "other_host", "peers", "host")
-"""Blocks; kernels between them; waiting for bytes on links inside and between hosts; for peers that came later; and
-time in which the host had not yet issued anything."""
+"""Parts of a rank's time, in order of precedence.
+
+``kernel`` is attention and ``memory`` the kernels between attention blocks. ``same_host`` and ``other_host`` wait for
+bytes on links inside and between hosts, ``peers`` for ranks that came later, and ``host`` for launches.
+"""
 
 
 @dataclass(frozen=True)
 class PredictionResult:
-    """What a run would take."""
+    """Predicted time, memory and bounds of one run."""
 
     query: Query
-    """With kernel and hops named."""
+    """The query with kernel and transport resolved."""
     machine: Calibration
-    time: Longer
-    device_parts: dict[str, float]
-    """Of the variance of what the devices need, in its logarithm, by what is not known exactly."""
-    spans: _Spans
-    """Of the slowest rank."""
+    time: MaxLognormal
+    device_variance: dict[str, float]
+    """Log-variance of the device time by uncertain input (kernels, memory, links, noise)."""
+    breakdown: _Breakdown
+    """Time of the slowest rank by phase and part."""
     exposed_share: float
-    """Of the time, the mean over ranks of waiting for transfers."""
+    """Fraction of the time that waits for transfers, averaged over the ranks."""
     peak_bytes: int
     peak_label: str
     lead_ns: float
-    """How long before the devices come to an iteration its host began it, where that is the bound; else infinite."""
+    """How long before the devices the host starts an iteration when the host is the bound; else infinite."""
     schedule: Schedule
-    """Of the ranks that were simulated last."""
+    """Programs of the ranks that were simulated last."""
     timelines: list[Timeline]
 
-    def stands_for(self, rank: int) -> int:
-        """The simulated rank that ``rank`` is taken to be like: the nearest in its place on a host, or of all."""
-        known = [program.rank for program in self.schedule.programs]
-        like = [one for one in known if (one - rank) % self.query.cluster.gpus_per_host == 0]
-        return min(like or known, key=lambda one: abs(one - rank))
+    def representative_of(self, rank: int) -> int:
+        """Return the simulated rank that stands for ``rank``: the nearest one, if possible with the same local rank."""
+        simulated = [program.rank for program in self.schedule.programs]
+        same_local_rank = [
+            candidate for candidate in simulated if (candidate - rank) % self.query.cluster.gpus_per_host == 0
+        ]
+        return min(same_local_rank or simulated, key=lambda candidate: abs(candidate - rank))
 
     @property
     def median_ns(self) -> float:
@@ -90,15 +99,15 @@ class PredictionResult:
         return self.lead_ns < math.inf
 
     @property
-    def parts(self) -> dict[str, float]:
-        """Of the variance of the time's logarithm, by what is not known exactly, each as likely as it decides."""
-        host = self.time.host_share
-        found = {name: part * (1 - host) ** 2 for name, part in self.device_parts.items()}
-        return {**found, "host": (host * self.time.host.spread) ** 2}
+    def variance_by_input(self) -> dict[str, float]:
+        """Log-variance of the time by uncertain input, weighted by how likely the device or the host is the bound."""
+        host_share = self.time.host_share
+        variances = {name: variance * (1 - host_share) ** 2 for name, variance in self.device_variance.items()}
+        return {**variances, "host": (host_share * self.time.host.spread) ** 2}
 
     @cached_property
     def interval_ns(self) -> tuple[float, float, float]:
-        """What the time lies above in nine of ten cases, in half, and in one of ten."""
+        """Nanoseconds per iteration as 10th, 50th and 90th percentile."""
         low, middle, high = map(self.time.quantile_ns, (0.1, 0.5, 0.9))
         return low, middle, high
 
@@ -108,66 +117,65 @@ class PredictionResult:
         return low / 1e6, middle / 1e6, high / 1e6
 
     def tflops(self, time_ns: float) -> float:
-        """Per GPU, model FLOPs as everywhere."""
+        """Return TFLOP/s per GPU by model FLOPs, for a time in nanoseconds."""
         return self.query.workload.model_flops() / self.query.cluster.size / time_ns / 1e3
 
     @property
     def bound_by(self) -> dict[str, str]:
-        """By phase, what takes the largest part of the slowest rank's time."""
-        phases = {"forward": self.spans.forward, "backward": self.spans.backward}
+        """The part that takes most of the slowest rank's time, per phase."""
+        phases = {"forward": self.breakdown.forward, "backward": self.breakdown.backward}
         return {name: max(parts, key=lambda part: parts[part]) for name, parts in phases.items() if parts}
 
     @cached_property
     def evidence(self) -> str:
-        """The weakest origin among the inputs that decide: ``measured``, ``published`` or ``assumed``."""
+        """Weakest origin among the inputs that decide: ``measured``, ``published`` or ``assumed``."""
         origins = {value.origin for value in inputs(self).values()}
         return next(origin for origin in ("assumed", "published", "measured") if origin in origins)
 
 
 def predict(
-    query: Query, machine: Calibration, schedule_of: TapeOf, *, draws: int = 15
+    query: Query, machine: Calibration, schedule_of: ScheduleOf, *, draws: int = 15
 ) -> PredictionResult:  # fmt: skip
-    """Foresee one run, drawn ``draws`` times at most.
+    """Predict one run from at most ``draws`` Monte Carlo draws.
 
-    Raises `UnsupportedWorkloadError` where the strategy cannot run so, `OutsideCalibration` where the machine's file
-    does not
-    tell.
+    Raises `UnsupportedWorkloadError` if the strategy cannot run this way, `OutsideCalibration` if the machine's file
+    does not cover it.
     """
     cluster = query.cluster
-    refuse_unknown(query, machine)
+    refuse_unsupported(query, machine)
     kernel = query.kernel_on(machine)
     query = replace(query, kernel=kernel, hops=query.hops_on(machine))
     curves = curves_of(machine, query.kernel)
-    if cluster.size <= DIRECT:
-        return _simulated(query, machine, curves, schedule_of(query, cluster, None), draws)
-    small, large = _smaller(cluster, SMALL), _smaller(cluster, LARGE)
-    if _grows(query, schedule_of, small, large):
-        return _continued(query, machine, curves, schedule_of, (small, large), draws)
-    some = sorted({0, 1, cluster.size // 2, cluster.size - 1})
-    return _simulated(query, machine, curves, schedule_of(query, cluster, some), draws)
+    if cluster.size <= MAX_SIMULATED_RANKS:
+        return _simulate_draws(query, machine, curves, schedule_of(query, cluster, None), draws)
+    small, large = _resized(cluster, SMALL_RANKS), _resized(cluster, LARGE_RANKS)
+    if _gains_ring_steps(query, schedule_of, small, large):
+        return _extrapolate(query, machine, curves, schedule_of, (small, large), draws)
+    sample_ranks = sorted({0, 1, cluster.size // 2, cluster.size - 1})
+    return _simulate_draws(query, machine, curves, schedule_of(query, cluster, sample_ranks), draws)
 
 
-def _grows(query: Query, schedule_of: TapeOf, small: Cluster, large: Cluster) -> bool:
-    """Whether more ranks are more ring steps of the same kind.
+def _gains_ring_steps(query: Query, schedule_of: ScheduleOf, small: Cluster, large: Cluster) -> bool:
+    """Return whether a larger cluster adds ring steps of the same kind.
 
-    If not, programs are as long on however many ranks, or fewer cannot have such degrees: then some ranks, as they are,
-    stand for all.
+    Otherwise programs have the same length on any number of ranks, or a smaller cluster cannot have such degrees. Some
+    ranks of the full cluster then stand for all.
     """
     try:
-        first, second = (len(schedule_of(query, to, [0]).programs[0].ops) for to in (small, large))
+        small_ops, large_ops = (len(schedule_of(query, cluster, [0]).programs[0].ops) for cluster in (small, large))
     except UnsupportedWorkloadError:
         return False
-    return first < second
+    return small_ops < large_ops
 
 
-def refuse_unknown(query: Query, machine: Calibration) -> None:
-    """Raises `UnsupportedWorkloadError` for what no calibration speaks of."""
+def refuse_unsupported(query: Query, machine: Calibration) -> None:
+    """Refuse data types, networks and transports that no calibration covers. Raises `UnsupportedWorkloadError`."""
     if query.workload.dtype not in ("bf16", "fp16"):
         raise UnsupportedWorkloadError(f"{query.workload.dtype}: curves are of bf16 and fp16 only")
     if query.cluster.hosts > 1 and query.cluster.nic_gbit is None and machine.other_host.total_gb_s.origin == "assumed":
         raise UnsupportedWorkloadError(
             f"machine {machine.name!r} does not say how hosts are joined: give the NICs' rate (--nic, Gbit/s a GPU)."
-            " Sockets cannot be foreseen, their rate depends on the pattern of traffic"
+            " Sockets cannot be predicted, their rate depends on the pattern of traffic"
         )
     if query.hops == "copy" and machine.same_host.copy_gb_s is None:
         raise UnsupportedWorkloadError(
@@ -178,193 +186,214 @@ def refuse_unknown(query: Query, machine: Calibration) -> None:
 # --- one simulation, drawn several times ------------------------------------------------------------
 
 
-def _simulated(
+def _simulate_draws(
     query: Query, machine: Calibration, curves: Curves, schedule: Schedule, most_draws: int,
     cluster: Cluster | None = None,
 ) -> PredictionResult:  # fmt: skip
+    """Simulate a schedule on several draws of the machine and return the prediction."""
     programs, cluster = schedule.programs, cluster or query.cluster
     links = Links(machine, cluster)
 
-    def run(draw: Draw, duty: Mapping[int, float] | None, lead_ns: float = math.inf) -> list[Timeline]:
-        drawn = CalibratedMachine(machine, links, curves, draw, duty, query.busy_s)
-        return simulate(programs, drawn, lead_ns=lead_ns)
+    def run(draw: Draw, utilisation: Mapping[int, float] | None, lead_ns: float = math.inf) -> list[Timeline]:
+        machine_draw = CalibratedMachine(machine, links, curves, draw, utilisation, query.busy_s)
+        return simulate(programs, machine_draw, lead_ns=lead_ns)
 
     timelines = run(LIKELIEST, None)
-    end = _end(timelines)
-    duty = {program.rank: busy_share(program, one, end) for program, one in zip(programs, timelines, strict=True)}
-    draws = [run(Draw(seed=seed), duty) for seed in range(1, 1 + min(most_draws, _draws(len(programs))))]
-    ends = [_end(drawn) for drawn in draws]
-    device_ns, chance = median(ends), pvariance([math.log(end) for end in ends])
-    timelines = min(draws, key=lambda drawn: abs(_end(drawn) - device_ns))
-    issued = [sum(host_ns(machine, curves.kernel, program)) for program in programs]
-    host, lead_ns = _host(machine, issued), math.inf
+    end_ns = _latest_end_ns(timelines)
+    utilisation = {
+        program.rank: busy_share(program, timeline, end_ns)
+        for program, timeline in zip(programs, timelines, strict=True)
+    }
+    draws = [run(Draw(seed=seed), utilisation) for seed in range(1, 1 + min(most_draws, _max_draws(len(programs))))]
+    ends_ns = [_latest_end_ns(drawn) for drawn in draws]
+    device_ns, run_variance = median(ends_ns), pvariance([math.log(end_ns) for end_ns in ends_ns])
+    timelines = min(draws, key=lambda candidate: abs(_latest_end_ns(candidate) - device_ns))
+    issued_ns = [sum(host_ns(machine, curves.kernel, program)) for program in programs]
+    host, lead_ns = _host_time(machine, issued_ns), math.inf
     if host.median_ns > device_ns:
-        slower = Draw(host=host.median_ns / max(issued))
-        # A host that is done goes on to the next iteration, once it has told the ranks to meet.
+        slow_host = Draw(host=host.median_ns / max(issued_ns))
+        # A finished host continues with the next iteration after it has launched the collective between iterations.
         between_ns = 1e3 * times_us(machine, curves.kernel)["collective_us"]
-        lead_ns = max(0.0, _end(run(slower, duty, 0.0)) - host.median_ns - between_ns)
-        timelines = run(slower, duty, lead_ns)
-        host = replace(host, median_ns=_end(timelines))
-    slowest = max(range(len(programs)), key=lambda at: timelines[at].end_ns)
-    spans = spans_of(programs[slowest], timelines[slowest], cluster)
-    parts = _variances(machine, curves, programs[slowest], spans, timelines[slowest].end_ns) | {"chance": chance}
-    wider = _elsewhere(machine, "device")
-    device = Lognormal(device_ns, wider * math.sqrt(sum(parts.values())))
-    time = Longer(device, replace(host, spread=host.spread * _elsewhere(machine, "host")))
-    waits = [
-        spans_of(program, one, cluster).total("same_host", "other_host", "peers") / one.end_ns
-        for program, one in zip(programs, timelines, strict=True)
+        lead_ns = max(0.0, _latest_end_ns(run(slow_host, utilisation, 0.0)) - host.median_ns - between_ns)
+        timelines = run(slow_host, utilisation, lead_ns)
+        host = replace(host, median_ns=_latest_end_ns(timelines))
+    slowest = max(range(len(programs)), key=lambda index: timelines[index].end_ns)
+    breakdown = time_breakdown(programs[slowest], timelines[slowest], cluster)
+    variances = _variances(machine, curves, programs[slowest], breakdown, timelines[slowest].end_ns) | {
+        "chance": run_variance
+    }
+    margin = _transfer_margin(machine, "device")
+    device = Lognormal(device_ns, margin * math.sqrt(sum(variances.values())))
+    time = MaxLognormal(device, replace(host, spread=host.spread * _transfer_margin(machine, "host")))
+    exposed_shares = [
+        time_breakdown(program, timeline, cluster).total("same_host", "other_host", "peers") / timeline.end_ns
+        for program, timeline in zip(programs, timelines, strict=True)
     ]
     peak = max(programs, key=lambda program: program.peak_bytes)
     return PredictionResult(
         query=query, machine=machine, time=time,
-        device_parts={name: wider**2 * part for name, part in parts.items()}, spans=spans,
-        exposed_share=sum(waits) / len(waits), peak_bytes=peak.peak_bytes, peak_label=peak.peak_label,
+        device_variance={name: margin**2 * part for name, part in variances.items()}, breakdown=breakdown,
+        exposed_share=sum(exposed_shares) / len(exposed_shares), peak_bytes=peak.peak_bytes, peak_label=peak.peak_label,
         lead_ns=lead_ns, schedule=schedule, timelines=timelines,
     )  # fmt: skip
 
 
-def _end(timelines: Sequence[Timeline]) -> float:
-    return max(one.end_ns for one in timelines)
+def _latest_end_ns(timelines: Sequence[Timeline]) -> float:
+    """Return the end of the slowest rank."""
+    return max(timeline.end_ns for timeline in timelines)
 
 
-def _elsewhere(machine: Calibration, bound: str) -> float:
-    return machine.elsewhere[bound].value if bound in machine.elsewhere else 1.0
+def _transfer_margin(machine: Calibration, bound: str) -> float:
+    """Return the factor by which intervals are widened for a bound; 1 for the calibrated machine itself."""
+    return machine.transfer_margin[bound].value if bound in machine.transfer_margin else 1.0
 
 
-def _host(machine: Calibration, issued_ns: Sequence[float]) -> Lognormal:
-    """What the slowest of the ranks' hosts takes, each of which takes so long where it is one like the mean."""
-    figures, chance = machine.host, random.Random(0)
-    slowest = [max(ns * chance.gauss(1.0, figures.unlike.value) for ns in issued_ns) for _ in range(_HOSTS)]
-    middle = median(slowest)
-    if not middle:
+def _host_time(machine: Calibration, issued_ns: Sequence[float]) -> Lognormal:
+    """Return the distribution of the slowest host's time, given the mean host's time per rank."""
+    host, generator = machine.host, random.Random(0)
+    slowest_ns = [
+        max(ns * generator.gauss(1.0, host.host_variation.value) for ns in issued_ns) for _ in range(_HOST_DRAWS)
+    ]
+    median_ns = median(slowest_ns)
+    if not median_ns:
         return NO_TIME
-    unsteady = 1e3 * machine.unsteady_us.value / middle
-    spread = figures.launch_us.spread if figures.pass_spread is None else figures.pass_spread
-    return Lognormal(middle, math.hypot(spread, unsteady, pstdev(slowest) / middle))
+    noise = 1e3 * machine.run_to_run_noise_us.value / median_ns
+    spread = host.launch_us.spread if host.pass_spread is None else host.pass_spread
+    return Lognormal(median_ns, math.hypot(spread, noise, pstdev(slowest_ns) / median_ns))
 
 
-def _draws(ranks: int) -> int:
-    return 15 if ranks <= 8 else 7 if ranks <= LARGE else 3
+def _max_draws(ranks: int) -> int:
+    """Return the maximum number of draws for a number of simulated ranks."""
+    return 15 if ranks <= 8 else 7 if ranks <= LARGE_RANKS else 3
 
 
-def busy_share(program: Program, timeline: Timeline, end: float) -> float:
-    """The part of an iteration of ``end`` nanoseconds in which a rank computes blocks."""
-    spans = (timeline.ops[place] for place, op in enumerate(program.ops) if isinstance(op, AttentionOp))
-    return min(1.0, sum(stop - start for start, stop in spans) / end) if end else 0.0
+def busy_share(program: Program, timeline: Timeline, iteration_ns: float) -> float:
+    """Return the fraction of an iteration in which a rank computes attention."""
+    spans = (timeline.ops[op_index] for op_index, op in enumerate(program.ops) if isinstance(op, AttentionOp))
+    return min(1.0, sum(stop - start for start, stop in spans) / iteration_ns) if iteration_ns else 0.0
 
 
-def spans_of(program: Program, timeline: Timeline, cluster: Cluster) -> _Spans:
-    """A rank's time by phase and part; where streams run beside each other, a moment is the first's of `_PARTS`."""
-    marks: list[tuple[float, int, tuple[int, str]]] = []
-    for start, end, part, phase in _pieces(program, timeline, cluster):
+def time_breakdown(program: Program, timeline: Timeline, cluster: Cluster) -> _Breakdown:
+    """Return a rank's time by phase and part; concurrent activities count as the first of `_PARTS`."""
+    events: list[tuple[float, int, tuple[int, str]]] = []
+    for start, end, part, phase in _busy_pieces(program, timeline, cluster):
         if end > start:
-            marks += [(start, 1, (_PARTS.index(part), phase)), (end, -1, (_PARTS.index(part), phase))]
+            events += [(start, 1, (_PARTS.index(part), phase)), (end, -1, (_PARTS.index(part), phase))]
     phases: dict[str, dict[str, float]] = {"forward": {}, "backward": {}}
     active: Counter[tuple[int, str]] = Counter()
-    last, phase = 0.0, "forward"
-    for time_ns, change, key in sorted(marks):
-        if time_ns > last:
-            index, phase = min((one for one, count in active.items() if count), default=(_PARTS.index("host"), phase))
-            phases[phase][_PARTS[index]] = phases[phase].get(_PARTS[index], 0.0) + time_ns - last
+    last_ns, phase = 0.0, "forward"
+    for time_ns, change, key in sorted(events):
+        if time_ns > last_ns:
+            part_index, phase = min(
+                (active_key for active_key, count in active.items() if count), default=(_PARTS.index("host"), phase)
+            )
+            phases[phase][_PARTS[part_index]] = phases[phase].get(_PARTS[part_index], 0.0) + time_ns - last_ns
         active[key] += change
-        last = time_ns
-    return _Spans(phases["forward"], phases["backward"])
+        last_ns = time_ns
+    return _Breakdown(phases["forward"], phases["backward"])
 
 
-def _pieces(program: Program, timeline: Timeline, cluster: Cluster) -> Iterator[tuple[float, float, str, str]]:
-    """(start, end, part, phase) of what took time on a stream."""
-    posts = {op.id: (place, op) for place, op in enumerate(program.ops) if isinstance(op, CommStart)}
+def _busy_pieces(program: Program, timeline: Timeline, cluster: Cluster) -> Iterator[tuple[float, float, str, str]]:
+    """Yield (start, end, part, phase) of everything that takes time on a stream."""
+    comm_ops = {op.id: (op_index, op) for op_index, op in enumerate(program.ops) if isinstance(op, CommStart)}
     phase = "forward"
-    for place, op in enumerate(program.ops):
-        start, end = timeline.ops[place]
-        phase = _phase(op, posts, phase)
+    for op_index, op in enumerate(program.ops):
+        start, end = timeline.ops[op_index]
+        phase = _phase(op, comm_ops, phase)
         if isinstance(op, CommWait):
-            at, post = posts[op.id]
-            ready = min(max(timeline.kernels[at][1], start), end)
-            yield start, ready, "peers", phase
-            yield ready, end, "other_host" if cluster.hosts_of(post.members) > 1 else "same_host", phase
+            comm_index, comm_op = comm_ops[op.id]
+            ready_ns = min(max(timeline.kernels[comm_index][1], start), end)
+            yield start, ready_ns, "peers", phase
+            yield ready_ns, end, "other_host" if cluster.hosts_of(comm_op.members) > 1 else "same_host", phase
         elif isinstance(op, AttentionOp | MemoryOp):
             yield start, end, "kernel" if isinstance(op, AttentionOp) else "memory", phase
 
 
-def _phase(op: Op, posts: Mapping[int, tuple[int, CommStart]], before: str) -> str:
+def _phase(op: Op, comm_ops: Mapping[int, tuple[int, CommStart]], current: str) -> str:
+    """Return the phase of an operation; ``current`` if the operation does not say."""
     if isinstance(op, AttentionOp | CommStart):
         return op.phase
     if isinstance(op, CommWait):
-        return posts[op.id][1].phase
-    return "backward" if isinstance(op, MemoryOp) and op.label.startswith("bwd") else before
+        return comm_ops[op.id][1].phase
+    return "backward" if isinstance(op, MemoryOp) and op.label.startswith("bwd") else current
 
 
 def _variances(
-    machine: Calibration, curves: Curves, program: Program, spans: _Spans, end_ns: float
+    machine: Calibration, curves: Curves, program: Program, breakdown: _Breakdown, end_ns: float
 ) -> dict[str, float]:
-    """Variance of the logarithm of the time, by input: what takes a part of the time moves it by as much."""
-    parts = {}
+    """Return the log-variance of the time by input; an input counts by the share of the time that depends on it."""
+    variances = {}
     for phase in ("forward", "backward"):
-        blocks = [curves.at(op) for op in program.ops if isinstance(op, AttentionOp) and op.phase == phase]
-        if blocks:
-            whole = sum(one.ns for one in blocks)
-            short = sum(one.ns for one in blocks if one.by_form) / whole
-            if short > MOST_SHORT:
+        estimates = [curves.estimate(op) for op in program.ops if isinstance(op, AttentionOp) and op.phase == phase]
+        if estimates:
+            total_ns = sum(estimate.ns for estimate in estimates)
+            extrapolated_share = sum(estimate.ns for estimate in estimates if estimate.extrapolated) / total_ns
+            if extrapolated_share > MAX_EXTRAPOLATED_SHARE:
                 raise OutsideCalibration(
-                    f"{short:.0%} of the {phase} pass are parts of the mask shorter than calibrated"
+                    f"{extrapolated_share:.0%} of the {phase} pass are parts of the mask shorter than calibrated"
                 )
-            spread = sum(one.ns * one.spread for one in blocks) / whole
-            share = (spans.forward if phase == "forward" else spans.backward).get("kernel", 0.0) / end_ns
-            parts[f"{phase} kernel"] = (share * spread) ** 2
+            spread = sum(estimate.ns * estimate.spread for estimate in estimates) / total_ns
+            share = (breakdown.forward if phase == "forward" else breakdown.backward).get("kernel", 0.0) / end_ns
+            variances[f"{phase} kernel"] = (share * spread) ** 2
     for part, value in (
         ("memory", machine.memory_gb_s), ("same_host", machine.same_host.hop_gb_s),
         ("other_host", machine.other_host.total_gb_s), ("peers", Value(1.0, 0.1, "assumed", "")),
     ):  # fmt: skip
-        parts[part] = (spans.total(part) / end_ns * value.spread) ** 2
-    parts["unexplained"] = machine.noise.value**2 + (1e3 * machine.unsteady_us.value / end_ns) ** 2
-    return parts
+        variances[part] = (breakdown.total(part) / end_ns * value.spread) ** 2
+    variances["unexplained"] = machine.noise.value**2 + (1e3 * machine.run_to_run_noise_us.value / end_ns) ** 2
+    return variances
 
 
 # --- more ranks than are simulated ------------------------------------------------------------------
 
 
-def _smaller(cluster: Cluster, about: int) -> Cluster:
-    """The same with about so many ranks: fewer hosts, or fewer GPUs where there are not two hosts."""
+def _resized(cluster: Cluster, ranks: int) -> Cluster:
+    """Return the cluster with about ``ranks`` ranks: fewer hosts, or fewer GPUs if there is only one host."""
     if cluster.hosts == 1:
-        return replace(cluster, gpus_per_host=about)
-    return replace(cluster, hosts=max(about // cluster.gpus_per_host, about // SMALL * 2))
+        return replace(cluster, gpus_per_host=ranks)
+    return replace(cluster, hosts=max(ranks // cluster.gpus_per_host, ranks // SMALL_RANKS * 2))
 
 
-def _continued(
-    query: Query, machine: Calibration, curves: Curves, schedule_of: TapeOf,
+def _extrapolate(
+    query: Query, machine: Calibration, curves: Curves, schedule_of: ScheduleOf,
     clusters: tuple[Cluster, Cluster], draws: int,
 ) -> PredictionResult:  # fmt: skip
-    """By two smaller clusters: every rank's share, messages and communicators as they are, only fewer ring steps.
+    """Extrapolate from two smaller clusters, where each rank has the same share and messages but fewer ring steps.
 
-    A ring that is long compared with what it takes to fill goes on as it has begun, so time and memory grow by as much
-    with every rank more.
+    A ring that is long compared with its start-up repeats the same step, so time and memory grow linearly with the
+    ranks.
     """
     ranks = query.cluster.size
-    few, many = (to.size for to in clusters)
+    small_ranks, large_ranks = (cluster.size for cluster in clusters)
     small, large = (
-        _simulated(query, machine, curves, schedule_of(query, to, None), draws, replace(to, stretch=ranks / to.size))
-        for to in clusters
+        _simulate_draws(
+            query,
+            machine,
+            curves,
+            schedule_of(query, cluster, None),
+            draws,
+            replace(cluster, stretch=ranks / cluster.size),
+        )
+        for cluster in clusters
     )
 
-    def onward(a: float, b: float) -> float:
-        return b + (b - a) * (ranks - many) / (many - few)
+    def extrapolate(a: float, b: float) -> float:
+        return b + (b - a) * (ranks - large_ranks) / (large_ranks - small_ranks)
 
-    def spans(name: str) -> dict[str, float]:
-        one, other = getattr(small.spans, name), getattr(large.spans, name)
-        return {part: max(0.0, onward(one.get(part, 0.0), ns)) for part, ns in other.items()}
+    def phase(name: str) -> dict[str, float]:
+        small_parts, large_parts = getattr(small.breakdown, name), getattr(large.breakdown, name)
+        return {part: max(0.0, extrapolate(small_parts.get(part, 0.0), ns)) for part, ns in large_parts.items()}
 
-    held = [
-        max(program.peak_bytes for program in schedule_of(query, to, [0, to.size - 1]).programs)
-        for to in (clusters[1], _smaller(clusters[1], 2 * LARGE))
+    peaks = [
+        max(program.peak_bytes for program in schedule_of(query, cluster, [0, cluster.size - 1]).programs)
+        for cluster in (clusters[1], _resized(clusters[1], 2 * LARGE_RANKS))
     ]
     return replace(
-        large, time=Longer(*(
-            Lognormal(onward(one.median_ns, other.median_ns), other.spread)
-            for one, other in ((small.time.device, large.time.device), (small.time.host, large.time.host))
-        )), spans=_Spans(spans("forward"), spans("backward")),
-        peak_bytes=round(large.peak_bytes + (held[1] - held[0]) * (ranks / many - 1)),
+        large, time=MaxLognormal(*(
+            Lognormal(extrapolate(small_time.median_ns, large_time.median_ns), large_time.spread)
+            for small_time, large_time in ((small.time.device, large.time.device), (small.time.host, large.time.host))
+        )), breakdown=_Breakdown(phase("forward"), phase("backward")),
+        peak_bytes=round(large.peak_bytes + (peaks[1] - peaks[0]) * (ranks / large_ranks - 1)),
     )  # fmt: skip
 
 
@@ -372,28 +401,30 @@ def _continued(
 
 
 def inputs(prediction: PredictionResult) -> dict[str, Value]:
-    """The figures that a prediction rests on, with their origins."""
+    """Return the figures that a prediction rests on, with their origins."""
     machine, query = prediction.machine, prediction.query
     kernel = machine.kernel(query.kernel)
-    found = {"memory_gb_s": machine.memory_gb_s, "contention": machine.contention, "heat": machine.heat}
+    values = {"memory_gb_s": machine.memory_gb_s, "contention": machine.contention, "heat": machine.throttling}
     for phase in ("forward", "backward") if query.workload.backward else ("forward",):
-        of = phase, query.workload.head_dim
-        samples = [sample for sample in kernel.samples if (sample.phase, sample.head_dim) == of]
-        spread = math.sqrt(prediction.parts.get(f"{phase} kernel", 0.0))
+        shape = phase, query.workload.head_dim
+        samples = [sample for sample in kernel.samples if (sample.phase, sample.head_dim) == shape]
+        spread = math.sqrt(prediction.variance_by_input.get(f"{phase} kernel", 0.0))
         origin: Origin = "measured" if all(sample.origin == "measured" for sample in samples) else "published"
         sources = sorted({sample.source for sample in samples})
-        found[f"{phase}_kernel_samples"] = Value(len(samples), spread, origin, _shortened(sources))
+        values[f"{phase}_kernel_samples"] = Value(len(samples), spread, origin, _shortened(sources))
     if query.cluster.size > 1:
-        found["hop_gb_s"] = machine.same_host.hop_gb_s
+        values["hop_gb_s"] = machine.same_host.hop_gb_s
         if query.hops == "copy" and machine.same_host.copy_gb_s is not None:
-            found["copy_gb_s"] = machine.same_host.copy_gb_s
+            values["copy_gb_s"] = machine.same_host.copy_gb_s
     if query.cluster.hosts > 1:
-        given = query.cluster.nic_gbit
-        line = machine.other_host.total_gb_s
-        found["nic_gb_s"] = line if given is None else Value(given / 8, line.spread, "assumed", "given: --nic")
+        nic_gbit = query.cluster.nic_gbit
+        nic_value = machine.other_host.total_gb_s
+        values["nic_gb_s"] = (
+            nic_value if nic_gbit is None else Value(nic_gbit / 8, nic_value.spread, "assumed", "given: --nic")
+        )
     if prediction.host_bound:
-        found["launch_us"] = machine.host.launch_us
-    return found
+        values["launch_us"] = machine.host.launch_us
+    return values
 
 
 def _shortened(sources: Sequence[str]) -> str:
@@ -401,10 +432,10 @@ def _shortened(sources: Sequence[str]) -> str:
 
 
 def prediction_dict(prediction: PredictionResult, *, whole: bool = True) -> JsonObject:
-    """Schema ``ringprof.prediction/1``; without ``whole`` its figures alone, as a part of something larger."""
+    """Return a prediction as a dict of schema ``ringprof.prediction/1``; without ``whole``, its figures only."""
     query = prediction.query
-    times = dict(zip(_OPPOSITE, prediction.interval_ns, strict=True))
-    about = {
+    times = dict(zip(_OPPOSITE_PERCENTILES, prediction.interval_ns, strict=True))
+    header = {
         "schema": _SCHEMA,
         "predicted": True,
         "evidence": prediction.evidence,
@@ -419,20 +450,20 @@ def prediction_dict(prediction: PredictionResult, *, whole: bool = True) -> Json
             "machine": prediction.machine.name, "device": prediction.machine.device,
         },
         "iteration_ms": {name: round(ns / 1e6, 4) for name, ns in times.items()},
-        "tflops": {name: round(prediction.tflops(times[other]), 2) for name, other in _OPPOSITE.items()},
+        "tflops": {name: round(prediction.tflops(times[other]), 2) for name, other in _OPPOSITE_PERCENTILES.items()},
         "exposed_comm": round(prediction.exposed_share, 5),
         "peak_memory_mib": round(prediction.peak_bytes / 2**20, 1),
         "peak_memory_at": prediction.peak_label,
         "bound_by": prediction.bound_by,
         "parts_ms": {
             phase: {part: round(ns / 1e6, 4) for part, ns in parts.items()}
-            for phase, parts in (("forward", prediction.spans.forward), ("backward", prediction.spans.backward))
+            for phase, parts in (("forward", prediction.breakdown.forward), ("backward", prediction.breakdown.backward))
         },
-        "uncertainty": {name: round(math.sqrt(part), 5) for name, part in prediction.parts.items()},
+        "uncertainty": {name: round(math.sqrt(part), 5) for name, part in prediction.variance_by_input.items()},
         "host_bound": prediction.host_bound,
         "simulated_ranks": len(prediction.timelines),
     }  # fmt: skip
-    return {**about, **figures} if whole else figures
+    return {**header, **figures} if whole else figures
 
 
-_OPPOSITE = {"p10": "p90", "p50": "p50", "p90": "p10"}
+_OPPOSITE_PERCENTILES = {"p10": "p90", "p50": "p50", "p90": "p10"}

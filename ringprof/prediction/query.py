@@ -1,4 +1,4 @@
-"""What is asked: which strategy, on which problem, on which cluster."""
+"""A query: which strategy, on which workload, on which cluster."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from ringprof.run import Run, Workload, read_run
 from ringprof.trace.inputs import detect
 
 
-def run_at(path: str | os.PathLike[str]) -> Run:
-    """The run of a folder or a ``run.json``. Raises `InputError` where it is something else."""
-    found = detect([path])
-    if found.run is None:
+def find_run(path: str | os.PathLike[str]) -> Run:
+    """Read the run of a folder or a ``run.json``. Raises `InputError` if the path is something else."""
+    inputs = detect([path])
+    if inputs.run is None:
         raise InputError(f"{os.fspath(path)}: not a recorded run: name its folder or its run.json")
-    return read_run(found.run)
+    return read_run(inputs.run)
 
 
-def is_older(run: Run) -> bool:
-    """Whether dK and dV of its ring made as many hops as there are ranks, as until November 2026: today one less."""
+def uses_legacy_schedule(run: Run) -> bool:
+    """Return whether dK and dV made one hop per rank, as they did until November 2026; today it is one hop less."""
     hops = {
         (sent.channel, sent.phase): sent.count
         for work in run.work or () for sent in work.sent or ()
     }  # fmt: skip
-    keys, gradients = hops.get(("kv", "backward")), hops.get(("dkv", "backward"))
-    return keys is not None and gradients == keys + 1
+    key_hops, gradient_hops = hops.get(("kv", "backward")), hops.get(("dkv", "backward"))
+    return key_hops is not None and gradient_hops == key_hops + 1
 
 
 def busy_s(run: Run, share: float = 0.5) -> float | None:
-    """Seconds from the first iteration of a recording to a ``share`` of those that were timed."""
+    """Return the seconds from the first iteration of a recording to a ``share`` of its timed iterations."""
     timings = run.timings
     if timings is None or not timings.median_ns():
         return None
@@ -41,8 +41,10 @@ def busy_s(run: Run, share: float = 0.5) -> float | None:
 
 
 def cluster_of(run: Run) -> Cluster:
-    """Hosts and GPUs of a run, as its strategy saw them. Raises `UnsupportedWorkloadError` for hosts of unlike
-    numbers."""
+    """Return hosts and GPUs of a run as its strategy saw them.
+
+    Raises `UnsupportedWorkloadError` if hosts have different numbers of ranks.
+    """
     size, per_host = run.topology.world_size, min(run.topology.ranks_per_host, run.topology.world_size)
     if size % per_host:
         raise UnsupportedWorkloadError(f"run {run.name}: {size} ranks are not hosts of {per_host}: unlike hosts")
@@ -51,38 +53,43 @@ def cluster_of(run: Run) -> Cluster:
 
 @dataclass(frozen=True)
 class Query:
-    """One run that nobody has made."""
+    """A run whose performance is to be predicted."""
 
     strategy: str
-    """A bundled one's name, or ``package.module:Class``."""
+    """Name of a bundled strategy, or ``package.module:Class``."""
     workload: Workload
     cluster: Cluster
     kernel: str = "auto"
-    """``auto``: the first of the machine's that has been measured, with heads of this size where one has."""
+    """Name of the kernel; ``auto`` is the first one that was measured on the machine, if possible with this head size.
+    """
     hops: str = "nccl"
-    """``auto``: as the recorder chooses them, copy engines where the machine has a rate of them."""
+    """``nccl``, ``copy`` or ``auto``, which selects copy engines if the machine has a rate for them."""
     params: Mapping[str, Any] = field(default_factory=dict)
-    older: bool = False
-    """As runs of before were recorded; see `is_older`."""
+    legacy_schedule: bool = False
+    """Whether to use the legacy backward schedule; see `uses_legacy_schedule`."""
     busy_s: float | None = None
-    """For how long the devices have computed when the time is taken; None: for long, as in training."""
+    """Seconds for which the devices have computed when the time is taken; None means a long time, as in training."""
 
     @classmethod
-    def like(cls, run: Run) -> Query:
-        """What a recorded run did. Raises `InputError` for one that does not say, `UnsupportedWorkloadError` for CPU
-        runs."""
+    def of_run(cls, run: Run) -> Query:
+        """Return the query for the performance of a recorded run.
+
+        Raises `InputError` for a run that does not name its strategy, `UnsupportedWorkloadError` for CPU runs.
+        """
         if run.strategy is None or run.workload is None or run.kernel is None:
             raise InputError(f"run {run.name}: it does not name its strategy, kernel and workload")
         if run.topology.device_type != "cuda":
-            raise UnsupportedWorkloadError(f"run {run.name}: recorded on CPU processes, whose speed cannot be foreseen")
+            raise UnsupportedWorkloadError(
+                f"run {run.name}: recorded on CPU processes, whose speed cannot be predicted"
+            )
         used = run.strategy
         return cls(
-            used.name, run.workload, cluster_of(run), run.kernel, used.hops, used.params, is_older(run),
+            used.name, run.workload, cluster_of(run), run.kernel, used.hops, used.params, uses_legacy_schedule(run),
             busy_s=busy_s(run),
         )  # fmt: skip
 
     def hops_on(self, machine: Calibration) -> str:
-        """``nccl`` or ``copy``. Raises `UsageError` where the question names something else."""
+        """Return ``nccl`` or ``copy``. Raises `UsageError` if the query names another transport."""
         if self.hops not in ("auto", "nccl", "copy"):
             raise UsageError(f"hops {self.hops!r} is not one of auto, nccl, copy")
         if self.hops != "auto":
@@ -90,20 +97,20 @@ class Query:
         return "nccl" if machine.same_host.copy_gb_s is None else "copy"
 
     def kernel_on(self, machine: Calibration) -> str:
-        """The kernel's name."""
+        """Return the kernel's name. Raises `InputError` or `UnsupportedWorkloadError` if none is calibrated."""
         if self.kernel != "auto":
             return self.kernel
         masked = not self.workload.mask().plain
-        of = [
+        calibrated = [
             (kernel.name, sample.head_dim) for kernel in machine.kernels
             for sample in kernel.samples if sample.pairs is not None or not masked
         ]  # fmt: skip
-        fitting = [name for name, head_dim in of if head_dim == self.workload.head_dim]
-        if masked and not of:
+        same_head_dim = [name for name, head_dim in calibrated if head_dim == self.workload.head_dim]
+        if masked and not calibrated:
             raise UnsupportedWorkloadError(
                 f"machine {machine.name!r}: no kernel is calibrated for packed documents and windows"
                 " (ringprof calibrate, with flash-attn installed)"
             )
-        if not of:
+        if not calibrated:
             raise InputError(f"machine {machine.name!r}: no kernel has been measured on it")
-        return (fitting or [name for name, _ in of])[0]
+        return (same_head_dim or [name for name, _ in calibrated])[0]

@@ -1,4 +1,4 @@
-"""Advice as text, and as a page with plots."""
+"""A recommendation as text, and as a page with plots."""
 
 from __future__ import annotations
 
@@ -23,43 +23,44 @@ _COLUMNS = (
 
 
 def advice_text(advice: Advice, style: TextStyle) -> str:
-    """The choices and what would change them, ending with a newline."""
+    """Return the choices and what would change them, ending with a newline."""
     query, machine = advice.first.prediction.query, advice.first.prediction.machine
     head = [
         f"PREDICTED for {cluster_text(query.cluster, machine.device)}, machine {machine.name}",
         described(query.workload),
     ]
-    left = len(advice.choices) - MOST_SHOWN
+    hidden_choices = len(advice.choices) - MOST_SHOWN
     tail = [
-        *([f"and {left} more: --format json has them"] if left > 0 else []),
+        *([f"and {hidden_choices} more: --format json has them"] if hidden_choices > 0 else []),
         "* nothing is faster with as little memory",
         "",
         *_nothing_fits(advice),
         f"why not the second: {clean(advice.why_not_the_second())}",
-        *(f"crossing: {line}" for line in _crossings(advice)),
+        *(f"crossing: {line}" for line in _crossing_lines(advice)),
         *(f"first: {line}" for line in remarks(advice.first.prediction) if line),
         f"to be surer: {advice.what_to_measure()}",
     ]
     if advice.refused:
-        tail.append(f"not foreseen: {_refused(advice)}")
-    rows = [_row(choice) for choice in advice.choices[:MOST_SHOWN]]
+        tail.append(f"not predicted: {_refusal_text(advice)}")
+    rows = [_table_row(choice) for choice in advice.choices[:MOST_SHOWN]]
     table = text_table(_COLUMNS, rows, style)
     return style.finish(style.fit("\n".join(head)) + "\n\n" + table + "\n" + style.fit("\n".join(tail)))
 
 
 def _nothing_fits(advice: Advice) -> list[str]:
-    """Where that is so: what needs the least."""
+    """Return a line with the smallest memory requirement if no choice fits."""
     if advice.first.fits:
         return []
-    least = min(advice.choices, key=lambda choice: choice.prediction.peak_bytes)
-    needs = binary_size(least.prediction.peak_bytes)
+    smallest = min(advice.choices, key=lambda choice: choice.prediction.peak_bytes)
+    required = binary_size(smallest.prediction.peak_bytes)
     return [
-        f"nothing fits: the least that any needs is {needs} a GPU, of {clean(least.label)}. More GPUs need less each"
+        f"nothing fits: the least that any needs is {required} a GPU, of {clean(smallest.label)}."
+        " More GPUs need less each"
     ]
 
 
-def _refused(advice: Advice) -> str:
-    """What was not foreseen and why, with the strategy named once."""
+def _refusal_text(advice: Advice) -> str:
+    """Return what cannot be predicted and why, with each strategy named once."""
     shown = [
         clean(f"{label}: {why.partition(' cannot run this: ')[2] or why}")
         for label, why in advice.refused[:MOST_REFUSED]
@@ -68,17 +69,17 @@ def _refused(advice: Advice) -> str:
     return "; ".join([*shown, f"and {more} more"] if more else shown)
 
 
-def _row(choice: Choice) -> list[str]:
-    one = choice.prediction
-    low, middle, high = map(_ms, one.interval_ms)
+def _table_row(choice: Choice) -> list[str]:
+    prediction = choice.prediction
+    low, middle, high = map(_ms, prediction.interval_ms)
     return [
         f"{'*' if choice.on_front else ' '} {clean(choice.label)}{'' if choice.fits else ', does not fit'}",
-        percent(choice.best, 0), middle, f"{low} to {high}", f"{one.tflops(one.median_ns):.1f}",
-        percent(one.exposed_share), binary_size(one.peak_bytes),
+        percent(choice.best, 0), middle, f"{low} to {high}", f"{prediction.tflops(prediction.median_ns):.1f}",
+        percent(prediction.exposed_share), binary_size(prediction.peak_bytes),
     ]  # fmt: skip
 
 
-def _crossings(advice: Advice) -> list[str]:
+def _crossing_lines(advice: Advice) -> list[str]:
     tokens, gbit = advice.hidden_from_tokens(), advice.hidden_from_gbit()
     hidden = f"transfers are hidden (under {percent(HIDDEN, 0)} of the time)"
     if tokens is not None:
@@ -91,12 +92,15 @@ def _crossings(advice: Advice) -> list[str]:
         lines.append("transfers would not be hidden by NICs four times as fast")
     names = [clean(choice.label) for choice in compared(advice.choices)]
     for points, what in ((advice.lengths, "tokens"), (advice.hosts, "hosts"), (advice.nics, "Gbit/s")):
-        lines += [f"at {at:,.0f} {what} {names[which]} is as fast as {names[0]}" for at, which in crossings(points)]
+        lines += [
+            f"at {value:,.0f} {what} {names[index]} is as fast as {names[0]}" for value, index in crossings(points)
+        ]
     return lines
 
 
 def document(advice: Advice) -> Document:
-    """The page: what to choose, all choices, and speed over length, hosts and NICs. Raises `MissingExtraError`."""
+    """Return the page: the recommendation, all choices, and speed over length, hosts and NICs. Raises
+    `MissingExtraError`."""
     figures = drawing()
     first = advice.first.prediction
     shown = advice.choices[:MOST_SHOWN]
@@ -120,9 +124,9 @@ def document(advice: Advice) -> Document:
         if points_of(advice, name):
             sections.append(PageSection(name, title, "Predicted, as above.", Content(_bands(advice, name))))
     lines = [
-        *(_nothing_fits(advice) or [_choose(advice)]),
+        *(_nothing_fits(advice) or [_recommendation_line(advice)]),
         advice.why_not_the_second(),
-        *_crossings(advice),
+        *_crossing_lines(advice),
         f"to be surer: {advice.what_to_measure()}",
     ]
     tiles = [
@@ -136,63 +140,66 @@ def document(advice: Advice) -> Document:
 
 SPEED = "TFLOP/s per GPU, predicted"
 ACROSS = {"tokens": "tokens", "hosts": "hosts", "nic": "Gbit/s of a NIC"}
-"""What the first choices were looked at over, by the name of the plot."""
+"""Axis label of each sweep, by the name of its plot."""
 
 
 def points_of(advice: Advice, name: str) -> Sequence[Point]:
-    """Of one of `ACROSS`."""
+    """Return the points of one sweep of `ACROSS`."""
     return {"tokens": advice.lengths, "hosts": advice.hosts, "nic": advice.nics}[name]
 
 
 def series(advice: Advice, name: str) -> dict[str, list[tuple[float, Interval]]]:
-    """By choice, the interval of an iteration in ms at each place."""
-    return _at_each(advice, name, lambda one: one.interval_ms)
+    """Return the interval of an iteration in ms at each value of a sweep, per choice."""
+    return _series_of(advice, name, lambda prediction: prediction.interval_ms)
 
 
 def speeds(advice: Advice, name: str) -> dict[str, list[tuple[float, Interval]]]:
-    """By choice, the interval of TFLOP/s per GPU at each place: there lines over length lie apart."""
+    """Return the interval of TFLOP/s per GPU at each value of a sweep, per choice. Lines over length stay apart this
+    way."""
 
-    def interval(one: PredictionResult) -> Interval:
-        low, middle, high = (one.tflops(1e6 * time) for time in reversed(one.interval_ms))
+    def interval(prediction: PredictionResult) -> Interval:
+        low, middle, high = (prediction.tflops(1e6 * time) for time in reversed(prediction.interval_ms))
         return low, middle, high
 
-    return _at_each(advice, name, interval)
+    return _series_of(advice, name, interval)
 
 
-def _at_each(
+def _series_of(
     advice: Advice, name: str, interval: Callable[[PredictionResult], Interval]
 ) -> dict[str, list[tuple[float, Interval]]]:
+    """Return ``interval`` of each prediction of a sweep, per choice."""
     return {
         choice.label: [
-            (point.at, interval(point.predictions[which]))
+            (point.value, interval(point.predictions[index]))
             for point in points_of(advice, name)
-            if which < len(point.predictions)
+            if index < len(point.predictions)
         ]
-        for which, choice in enumerate(compared(advice.choices))
+        for index, choice in enumerate(compared(advice.choices))
     }
 
 
 def marks(advice: Advice, name: str) -> list[tuple[float, str]]:
-    """Where something changes: another strategy is as fast as the first, or transfers are hidden."""
+    """Return where another strategy becomes as fast as the first, or transfers become hidden."""
     names = [choice.prediction.query.strategy for choice in compared(advice.choices)]
-    found = [(at, f"{names[which]} as fast") for at, which in crossings(points_of(advice, name))]
+    crossing_marks = [(value, f"{names[index]} as fast") for value, index in crossings(points_of(advice, name))]
     hidden = {"tokens": advice.hidden_from_tokens, "nic": advice.hidden_from_gbit}.get(name)
-    at = hidden() if hidden else None
-    return [*found, (at, "transfers hidden")] if at is not None else found
+    value = hidden() if hidden else None
+    return [*crossing_marks, (value, "transfers hidden")] if value is not None else crossing_marks
 
 
-def _choose(advice: Advice) -> str:
-    one = advice.first.prediction
-    low, middle, high = (_ms(time) for time in one.interval_ms)
+def _recommendation_line(advice: Advice) -> str:
+    """Return the sentence that names the first choice, its time, its speed and its memory."""
+    prediction = advice.first.prediction
+    low, middle, high = (_ms(time) for time in prediction.interval_ms)
     return (
         f"choose {advice.first.label}: {middle} ms an iteration ({low} to {high} in four of five cases), "
-        f"{one.tflops(one.median_ns):,.0f} TFLOP/s per GPU, {binary_size(one.peak_bytes)} a GPU; the fastest in "
-        f"{percent(advice.first.best, 0)} of cases"
+        f"{prediction.tflops(prediction.median_ns):,.0f} TFLOP/s per GPU, {binary_size(prediction.peak_bytes)} a GPU; "
+        f"the fastest in {percent(advice.first.best, 0)} of cases"
     )
 
 
 def _ms(time: float) -> str:
-    """With no more digits than a prediction has."""
+    """Format milliseconds with no more digits than a prediction supports."""
     return f"{time:,.{0 if time >= 1000 else 1 if time >= 100 else 2 if time >= 10 else 3}f}"
 
 
@@ -204,11 +211,11 @@ def _table(advice: Advice) -> PageTable:
     titles = ["strategy", "best %", "ms", "10 %", "90 %", "TFLOP/s", "exposed %", "MiB a GPU", "front"]
     rows = []
     for choice in advice.choices:
-        one = choice.prediction
-        low, middle, high = one.interval_ms
+        prediction = choice.prediction
+        low, middle, high = prediction.interval_ms
         rows.append([
             text(choice.label), number(100 * choice.best, 0), number(middle), number(low), number(high),
-            number(one.tflops(one.median_ns), 1), number(100 * one.exposed_share, 1),
-            number(one.peak_bytes / 2**20, 0), text("yes" if choice.on_front else ""),
+            number(prediction.tflops(prediction.median_ns), 1), number(100 * prediction.exposed_share, 1),
+            number(prediction.peak_bytes / 2**20, 0), text("yes" if choice.on_front else ""),
         ])  # fmt: skip
     return PageTable(titles, rows, "Predicted, not measured.")

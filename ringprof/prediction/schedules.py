@@ -1,4 +1,4 @@
-"""The tapes of a problem that is to be foreseen: which can be, and the programs of its ranks on a cluster."""
+"""Dry runs for a prediction: the schedule of a query on its own cluster, or on a smaller one that stands for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ringprof.prediction.network import Cluster
 from ringprof.prediction.query import Query
 from ringprof.record.dryrun.dispatch import Recorder
 from ringprof.record.dryrun.fakes import RecordingCommunicator
-from ringprof.record.dryrun.run import dry_run_rank, refusals
+from ringprof.record.dryrun.run import dry_run_rank, refuse_on_failure
 from ringprof.record.dryrun.schedule import Schedule
 from ringprof.record.resolve import fits, load_strategy, strategy_errors, typed_params
 from ringprof.run import MOST_RANKS, Workload
@@ -22,128 +22,135 @@ from ringprof.strategies.base import Context
 from ringprof.strategies.kernels.builtin import KERNELS
 
 MOST_PACKED = 64
-"""Ranks that documents are foreseen on: on more, fewer ranks stand for all, and these hold other documents."""
+"""Largest number of ranks for packed documents. Fewer ranks cannot stand for more, because their documents differ."""
 _MOST_ELEMENTS = 1 << 58
-_LIKE = {"flash-attn-3": "flash-attn", "flash-attn-4": "flash-attn", "ffa": "flash-attn"}
-"""Kernels of calibrations that others made, and which of ringprof's own takes and gives the like."""
+_SIMILAR_KERNELS = {"flash-attn-3": "flash-attn", "flash-attn-4": "flash-attn", "ffa": "flash-attn"}
+"""Kernels that only calibrations name, with ringprof's kernel of the same inputs and outputs."""
 
 
 def schedule(
     strategy: str, workload: Workload, size: int, *, ranks_per_host: int | None = None, kernel: str = "cudnn",
     hops: str = "nccl", params: Params | None = None, ranks: Iterable[int] | None = None,
-    older: bool = False,
+    legacy_schedule: bool = False,
 ) -> Schedule:  # fmt: skip
-    """The programs of ``ranks`` (all where None) of ``size``, of which ``ranks_per_host`` share a host.
+    """Dry-run the ``ranks`` (all if None) of ``size`` ranks, of which ``ranks_per_host`` share a host.
 
-    ``strategy`` is a bundled one's name or ``package.module:Class``; ``older`` is for `older.make_older`. Raises
-    `UnknownStrategyError`, `UsageError` and `UnsupportedWorkloadError`; the last also where its course depends on
-    values.
+    ``strategy`` is the name of a bundled strategy or ``package.module:Class``; ``legacy_schedule`` applies
+    `ringprof.prediction.legacy_schedules`. Raises `UnknownStrategyError`, `UsageError` and `UnsupportedWorkloadError`,
+    the last also if the strategy's operations depend on tensor values.
     """
-    behaves = _LIKE.get(kernel, kernel)
-    if behaves not in KERNELS:
-        raise UsageError(f"no kernel {kernel!r}; there are: {', '.join(dict.fromkeys((*KERNELS, *_LIKE)))}")
-    _refuse_unforeseen(workload)
+    dry_run_kernel = _SIMILAR_KERNELS.get(kernel, kernel)
+    if dry_run_kernel not in KERNELS:
+        raise UsageError(f"no kernel {kernel!r}; there are: {', '.join(dict.fromkeys((*KERNELS, *_SIMILAR_KERNELS)))}")
+    _refuse_unsupported(workload)
     if workload.batch * workload.seq * workload.heads * workload.head_dim > _MOST_ELEMENTS:
         raise UnsupportedWorkloadError("a tensor of so many heads and tokens has more bytes than 64 bits count")
     per_host = ranks_per_host or size
     if size % per_host:
         raise UnsupportedWorkloadError(f"{per_host} ranks a host do not divide {size} ranks")
-    kind = load_strategy(strategy)
-    if kind.phase != "training":
+    strategy_class = load_strategy(strategy)
+    if strategy_class.phase != "training":
         raise UnsupportedWorkloadError(
-            f"strategy {strategy!r} is for {kind.phase}; training's attention alone is foreseen"
+            f"strategy {strategy!r} is for {strategy_class.phase}; only training's attention can be predicted"
         )
-    given = kind.with_placement(size, per_host, **typed_params(kind, strategy, params or {}))
+    placed_params = strategy_class.with_placement(
+        size, per_host, **typed_params(strategy_class, strategy, params or {})
+    )
     with strategy_errors():
-        reason = fits(kind, workload, size, given)
+        reason = fits(strategy_class, workload, size, placed_params)
     if reason:
         raise UnsupportedWorkloadError(f"strategy {strategy!r} cannot run this: {reason}")
-    programs, made = [], None
+    programs, instance = [], None
     for rank in range(size) if ranks is None else ranks:
-        with refusals(strategy), strategy_errors():
-            place, prepare = (rank, size, per_host), use_legacy_schedule if older else None
-            program, made = dry_run_rank(kind, given, workload, place, behaves, hops, prepare=prepare)
+        with refuse_on_failure(strategy), strategy_errors():
+            rank_position, prepare = (rank, size, per_host), use_legacy_schedule if legacy_schedule else None
+            program, instance = dry_run_rank(
+                strategy_class, placed_params, workload, rank_position, dry_run_kernel, hops, prepare=prepare
+            )
         programs.append(program)
-    assert made is not None
+    assert instance is not None
     return Schedule(
-        target=find(strategy).target, params=dict(made.parameters), layout=made.layout.name, workload=workload,
+        target=find(strategy).target, params=dict(instance.parameters), layout=instance.layout.name, workload=workload,
         programs=programs,
     )  # fmt: skip
 
 
-def _refuse_unforeseen(workload: Workload) -> None:
+def _refuse_unsupported(workload: Workload) -> None:
+    """Refuse workloads that cannot be predicted. Raises `UnsupportedWorkloadError`."""
     if workload.kv_length is not None or workload.layer is not None or workload.sequences is not None:
         raise UnsupportedWorkloadError(
-            "training's attention alone is foreseen: no prefill, decode, whole layers and changing sizes"
+            "only training's attention can be predicted: no prefill, decode, whole layers and changing sizes"
         )
     if workload.softcap:
-        raise UnsupportedWorkloadError("a softcap cannot be foreseen: no kernel is calibrated with one")
+        raise UnsupportedWorkloadError("a softcap cannot be predicted: no kernel is calibrated with one")
 
 
 def schedule_of(query: Query, cluster: Cluster, ranks: Sequence[int] | None) -> Schedule:
-    """For `predict`: a question's programs on its own cluster, or on a smaller one that stands for it."""
-    return stand_in_schedule(query, cluster, *shared(query, cluster), ranks)
+    """Return a query's schedule on its own cluster, or on a smaller one that stands for it; input of `predict`."""
+    return stand_in_schedule(query, cluster, *stand_in_workload(query, cluster), ranks)
 
 
 def stand_in_schedule(
     query: Query, cluster: Cluster, workload: Workload, params: Params, ranks: Sequence[int] | None
 ) -> Schedule:
-    """As `schedule_of`, of what `shared` returned."""
+    """Return the schedule of the workload and the parameters that `stand_in_workload` returned."""
     return schedule(
         query.strategy, workload, cluster.size, ranks_per_host=cluster.gpus_per_host, kernel=query.kernel,
-        hops=query.hops, params=params, ranks=ranks, older=query.older,
+        hops=query.hops, params=params, ranks=ranks, legacy_schedule=query.legacy_schedule,
     )  # fmt: skip
 
 
-def shared(query: Query, cluster: Cluster) -> tuple[Workload, Params]:
-    """The problem and the parameters on the question's own cluster, or on a smaller one that stands for it.
+def stand_in_workload(query: Query, cluster: Cluster) -> tuple[Workload, Params]:
+    """Return workload and parameters for ``cluster``: the query's own, or a smaller one that stands for it.
 
-    There every rank has the same share of the sequence, and the parameters that the whole cluster gave the strategy are
-    kept, as far as they fit.
+    On a smaller cluster every rank keeps its share of the sequence. Parameters that the strategy derived from the whole
+    cluster are kept as far as they fit.
     """
     size, params, workload = query.cluster.size, dict(query.params), query.workload
-    _refuse_unforeseen(workload)
+    _refuse_unsupported(workload)
     if size > MOST_RANKS:
-        raise UnsupportedWorkloadError(f"{size} ranks cannot be foreseen: at most {MOST_RANKS}")
+        raise UnsupportedWorkloadError(f"{size} ranks cannot be predicted: at most {MOST_RANKS}")
     if workload.seq < size:
         raise UnsupportedWorkloadError(f"{workload.seq} tokens on {size} ranks are less than one each")
     if cluster.size != size:
         if workload.documents is not None:
             raise UnsupportedWorkloadError(
-                f"packed documents on {size} ranks cannot be foreseen: on {MOST_PACKED} at most"
+                f"packed documents on {size} ranks cannot be predicted: on {MOST_PACKED} at most"
             )
         workload = msgspec.structs.replace(workload, seq=workload.seq // size * cluster.size)
-        params = _fitting(query, workload, cluster)
+        params = _stand_in_params(query, workload, cluster)
     return workload, params
 
 
-def _fitting(query: Query, workload: Workload, cluster: Cluster) -> JsonObject:
-    """The whole cluster's parameters, without a number that follows from its size: a ring degree, a window of all.
+def _stand_in_params(query: Query, workload: Workload, cluster: Cluster) -> JsonObject:
+    """Return the whole cluster's parameters, without a number that follows from its size, such as a ring degree.
 
-    Raises `UnsupportedWorkloadError` where fewer ranks cannot have those, or would have rings and groups that lie
-    otherwise
-    over the hosts.
+    Raises `UnsupportedWorkloadError` if fewer ranks cannot have these parameters, or would place rings and groups
+    differently over the hosts.
     """
-    kind = load_strategy(query.strategy)
-    typed = typed_params(kind, query.strategy, dict(query.params))
-    made, spread = _arranged(query, query.cluster, typed)
-    derived = (name for name, value in made.items() if type(value) is int and name not in typed)
-    numbers = sorted(derived, key=lambda name: int(made[name]))
-    # The largest number is the likeliest to follow from the number of ranks; what the user gave stays.
-    without = [{key: value for key, value in made.items() if key != name} for name in reversed(numbers)]
-    for params in (typed, made, *without):
-        placed = kind.with_placement(cluster.size, cluster.gpus_per_host, **params)
-        if fits(kind, workload, cluster.size, placed) is None and _arranged(query, cluster, placed)[1] == spread:
+    strategy_class = load_strategy(query.strategy)
+    typed = typed_params(strategy_class, query.strategy, dict(query.params))
+    resolved, hosts_per_channel = _instantiate(query, query.cluster, typed)
+    derived_names = (name for name, value in resolved.items() if type(value) is int and name not in typed)
+    largest_last = sorted(derived_names, key=lambda name: int(resolved[name]))
+    # The largest number most likely follows from the number of ranks. Parameters set by the user stay.
+    without = [{key: value for key, value in resolved.items() if key != name} for name in reversed(largest_last)]
+    for params in (typed, resolved, *without):
+        placed_params = strategy_class.with_placement(cluster.size, cluster.gpus_per_host, **params)
+        if (
+            fits(strategy_class, workload, cluster.size, placed_params) is None
+            and _instantiate(query, cluster, placed_params)[1] == hosts_per_channel
+        ):
             return dict(params)
-    given = ", ".join(f"{name}={value}" for name, value in made.items())
+    resolved_text = ", ".join(f"{name}={value}" for name, value in resolved.items())
     raise UnsupportedWorkloadError(
-        f"strategy {query.strategy!r}: {cluster.size} ranks cannot stand for {query.cluster.size} with {given}"
+        f"strategy {query.strategy!r}: {cluster.size} ranks cannot stand for {query.cluster.size} with {resolved_text}"
     )
 
 
-def _arranged(query: Query, cluster: Cluster, params: JsonObject) -> tuple[JsonObject, dict[str, int]]:
-    """The parameters that a strategy takes on a cluster, and how its channels lie over the hosts."""
+def _instantiate(query: Query, cluster: Cluster, params: JsonObject) -> tuple[JsonObject, dict[str, int]]:
+    """Return the parameters that a strategy resolves on a cluster, and how its channels lie over the hosts."""
     comm = RecordingCommunicator(Recorder(), 0, cluster.size, cluster.gpus_per_host, query.hops)
     with strategy_errors():
-        made = load_strategy(query.strategy)(Context(comm, query.kernel), **params)
-    return made.parameters, comm.spread
+        instance = load_strategy(query.strategy)(Context(comm, query.kernel), **params)
+    return instance.parameters, comm.spread

@@ -1,8 +1,8 @@
-"""Published or own measurements held against a machine: what it would take, and what it cannot have done.
+"""Score published or own measurements against a machine: the predicted time, and values that it cannot have reached.
 
-A CSV with a column each for ``strategy, seq_global, heads, n_gpus`` and ``time_ms`` or ``tflops`` (per GPU); where they
-are there also ``hardware, hosts, gpus_per_host, kv_heads, head_dim, batch, causal, dtype, pass, kernel, degrees``. A
-row that says what is not understood is not foreseen.
+The CSV has the columns ``strategy, seq_global, heads, n_gpus`` and ``time_ms`` or ``tflops`` (per GPU). Optional
+columns are ``hardware, hosts, gpus_per_host, kv_heads, head_dim, batch, causal, dtype, pass, kernel, degrees``. A row
+with an unknown value is not predicted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ringprof.files import read_whole
 from ringprof.json_object import JsonObject, Params, json_text
 from ringprof.prediction.calibration import Calibration
 from ringprof.prediction.network import Cluster
-from ringprof.prediction.predict import TapeOf, predict
+from ringprof.prediction.predict import ScheduleOf, predict
 from ringprof.prediction.query import Query
 from ringprof.report.text import TextStyle, clean
 from ringprof.run import Workload
@@ -32,15 +32,15 @@ from ringprof.validation import whole
 _SCHEMA = "ringprof.check/1"
 _MOST_ROWS = 20_000
 SLACK = 1.05
-"""How far above the best that was measured of a kernel a rate may lie."""
-_LIKE = 0.25
-"""How near a time must be to that of another length to be taken for it."""
+"""Factor by which a rate may exceed the best one that was measured of a kernel."""
+_LENGTH_TOLERANCE = 0.25
+"""Largest relative difference at which a time is attributed to another sequence length."""
 _NUMBER = re.compile(r"[0-9]{1,18}(\.[0-9]{0,18})?([eE][+-]?[0-9]{1,2})?")
 _TIMES = ("time_ms", "tflops", "tflops_per_gpu_computed", "tflops_per_gpu_printed")
 _COUNTS = {"seq_global": "", "heads": "", "n_gpus": "", "kv_heads": "", "head_dim": "128", "batch": "1"}
-"""And what they are where a table does not say."""
-_PLACES = ("hosts", "gpus_per_host")
-_WORDS: Mapping[str, Mapping[str, str]] = {
+"""Columns with counts, and their defaults."""
+_CLUSTER_COLUMNS = ("hosts", "gpus_per_host")
+_SPELLINGS: Mapping[str, Mapping[str, str]] = {
     "pass": {"": "fwd+bwd", "fwd": "fwd", "forward": "fwd", "bwd": "bwd", "backward": "bwd", "fwd+bwd": "fwd+bwd",
              "forward+backward": "fwd+bwd"},
     "causal": dict.fromkeys(("", "true", "t", "yes", "y", "1", "causal"), "causal")
@@ -48,50 +48,50 @@ _WORDS: Mapping[str, Mapping[str, str]] = {
     "dtype": {"": "bf16", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16",
               "fp32": "fp32", "float32": "fp32"},
 }  # fmt: skip
-"""What people write, and what it means."""
+"""Accepted spellings of a column, with their meaning."""
 _FLASH = re.compile(r"(?:fa|flash[-_ ]?att(?:entio)?n)[-_ v]*([234]?)(?![0-9])")
-_KNOWN = {"id", "strategy", "degrees", "kernel", "hardware", *_TIMES, *_COUNTS, *_PLACES, *_WORDS}
+_KNOWN = {"id", "strategy", "degrees", "kernel", "hardware", *_TIMES, *_COUNTS, *_CLUSTER_COLUMNS, *_SPELLINGS}
 
 
 @dataclass(frozen=True)
-class _Row:
-    """One measurement."""
+class _Measurement:
+    """One row of the table."""
 
     number: int
     """Line of the file."""
     name: str
     query: Query | None
-    """None where it cannot be told, for the reason in ``unread``."""
+    """Query for the prediction; None if the row is unreadable, for the reason in ``unreadable_reason``."""
     measured_ms: float | None
     tflops: float | None
-    """Per GPU, as measured."""
+    """Measured TFLOP/s per GPU."""
     part: str
     """``fwd``, ``bwd`` or ``fwd+bwd``."""
-    unread: str = ""
+    unreadable_reason: str = ""
 
 
 @dataclass(frozen=True)
-class Checked:
-    """A measurement and what the machine says to it."""
+class CheckedRow:
+    """A measurement with its prediction and its flags."""
 
-    row: _Row
+    row: _Measurement
     predicted_ms: tuple[float, float, float] | None
-    """Tenth, middle and ninetieth percentile; None where it cannot be foreseen."""
+    """10th, 50th and 90th percentile in milliseconds; None if the row cannot be predicted."""
     reason: str = ""
-    """Why not."""
+    """Reason why the row cannot be predicted."""
     flags: list[tuple[str, str]] = field(default_factory=list)
-    """(code, message)."""
+    """Pairs of (code, message)."""
 
     @property
     def error(self) -> float | None:
-        """Predicted over measured, less 1."""
+        """Predicted over measured time, minus 1."""
         if self.predicted_ms is None or not self.row.measured_ms:
             return None
         return self.predicted_ms[1] / self.row.measured_ms - 1
 
 
 def read_rows(path: str) -> list[dict[str, str]]:
-    """The rows of a CSV file, by its columns' names in small letters. Raises `InputError`."""
+    """Read the rows of a CSV file, keyed by its lower-case column names. Raises `InputError`."""
     text = read_whole(path).decode("utf-8-sig", errors="replace")
     header, _, body = text.partition("\n")
     between = max(",;\t", key=header.count)
@@ -108,94 +108,101 @@ def read_rows(path: str) -> list[dict[str, str]]:
 
 
 def unknown_columns(rows: Sequence[Mapping[str, str | None]]) -> list[str]:
-    """Columns that are not looked at, whatever they mean."""
+    """Return the columns that are ignored."""
     return [name for name in rows[0] if name and name not in _KNOWN]
 
 
 def check_rows(
-    rows: Sequence[Mapping[str, str | None]], machine: Calibration, schedule_of: TapeOf, cluster: Cluster
-) -> list[Checked]:
-    """Rows against a machine; ``cluster`` says how hosts are joined, and how many GPUs one has where a row does not."""
-    known: dict[Any, Any] = {}
-    return [_checked(_row(n, row, machine, cluster), machine, schedule_of, known) for n, row in enumerate(rows, 2)]
+    rows: Sequence[Mapping[str, str | None]], machine: Calibration, schedule_of: ScheduleOf, cluster: Cluster
+) -> list[CheckedRow]:
+    """Check rows against a machine; ``cluster`` gives the network, and the GPUs per host where a row does not."""
+    cache: dict[Any, Any] = {}
+    return [_check(_read_row(n, row, machine, cluster), machine, schedule_of, cache) for n, row in enumerate(rows, 2)]
 
 
-class _Unread(Exception):
-    """What of a row cannot be told."""
+class _UnreadableRowError(Exception):
+    """A value of a row is missing or not understood."""
 
 
-def _row(number: int, row: Mapping[str, str | None], machine: Calibration, cluster: Cluster) -> _Row:
-    given = {key: value.strip() for key, value in row.items() if key and isinstance(value, str) and value.strip()}
-    found = _Row(number, given.get("id") or given.get("strategy") or "", None, None, None, "")
+def _read_row(number: int, row: Mapping[str, str | None], machine: Calibration, cluster: Cluster) -> _Measurement:
+    """Read one row of the table."""
+    cells = {key: value.strip() for key, value in row.items() if key and isinstance(value, str) and value.strip()}
+    measurement = _Measurement(number, cells.get("id") or cells.get("strategy") or "", None, None, None, "")
     try:
-        part, workload, cluster = _asked(given, cluster)
-        figures = {name: _figure(name, given[name]) for name in _TIMES if name in given}
-        ms, rate = figures.pop("time_ms", None), next(iter(figures.values()), None)
+        part, workload, cluster = _read_workload(cells, cluster)
+        speeds = {name: _number(name, cells[name]) for name in _TIMES if name in cells}
+        measured_ms, tflops = speeds.pop("time_ms", None), next(iter(speeds.values()), None)
         flops = _flops(workload, part) / cluster.size / 1e9
-        if ms is None and rate:
-            ms = flops / rate
-        found = replace(found, part=part, measured_ms=ms, tflops=flops / ms if ms else None)
-        return replace(found, query=_question(given, workload, cluster, machine))
-    except _Unread as error:
-        return replace(found, unread=str(error))
+        if measured_ms is None and tflops:
+            measured_ms = flops / tflops
+        measurement = replace(
+            measurement, part=part, measured_ms=measured_ms, tflops=flops / measured_ms if measured_ms else None
+        )
+        return replace(measurement, query=_query_of(cells, workload, cluster, machine))
+    except _UnreadableRowError as error:
+        return replace(measurement, unreadable_reason=str(error))
 
 
-def _figure(name: str, text: str) -> float:
-    found = float(text) if _NUMBER.fullmatch(text) else 0.0
-    if not found:
-        raise _Unread(f"{name} {text[:40]!r} is no such number")
-    return found
+def _number(name: str, text: str) -> float:
+    """Read a positive number. Raises `_UnreadableRowError`."""
+    number = float(text) if _NUMBER.fullmatch(text) else 0.0
+    if not number:
+        raise _UnreadableRowError(f"{name} {text[:40]!r} is no such number")
+    return number
 
 
 def _count(name: str, text: str) -> int:
-    # Whoever writes a table with pandas writes 65536.0 where another row lacks the figure.
-    found = whole(text.removesuffix(".0"))
-    if not found or found > 1 << 40:
-        raise _Unread(f"{name} {text[:40]!r} is no such number" if text else f"no {name}")
-    return found
+    # pandas writes 65536.0 if another row lacks the value.
+    """Read a positive integer. Raises `_UnreadableRowError`."""
+    count = whole(text.removesuffix(".0"))
+    if not count or count > 1 << 40:
+        raise _UnreadableRowError(f"{name} {text[:40]!r} is no such number" if text else f"no {name}")
+    return count
 
 
-def _asked(given: Mapping[str, str], cluster: Cluster) -> tuple[str, Workload, Cluster]:
-    """The pass, the problem and the cluster of a row."""
-    said = {}
-    for column, words in _WORDS.items():
-        word = given.get(column, "").lower().removeprefix("torch.")
-        if word not in words:
-            raise _Unread(f"{column} {word[:40]!r} is none of {', '.join(filter(None, words))}")
-        said[column] = words[word]
-    usual = _COUNTS | {"kv_heads": given.get("heads", "")}
-    seq, heads, size, kv_heads, head_dim, batch = (_count(name, given.get(name, usual[name])) for name in _COUNTS)
+def _read_workload(cells: Mapping[str, str], cluster: Cluster) -> tuple[str, Workload, Cluster]:
+    """Return pass, workload and cluster of a row. Raises `_UnreadableRowError`."""
+    meanings = {}
+    for column, meaning_of in _SPELLINGS.items():
+        spelling = cells.get(column, "").lower().removeprefix("torch.")
+        if spelling not in meaning_of:
+            raise _UnreadableRowError(f"{column} {spelling[:40]!r} is none of {', '.join(filter(None, meaning_of))}")
+        meanings[column] = meaning_of[spelling]
+    defaults = _COUNTS | {"kv_heads": cells.get("heads", "")}
+    seq, heads, world_size, kv_heads, head_dim, batch = (
+        _count(name, cells.get(name, defaults[name])) for name in _COUNTS
+    )
     workload = Workload(
-        seq=seq, heads=heads, kv_heads=kv_heads, head_dim=head_dim, batch=batch, causal=said["causal"] == "causal",
-        backward=said["pass"] != "fwd", dtype=said["dtype"],
+        seq=seq, heads=heads, kv_heads=kv_heads, head_dim=head_dim, batch=batch, causal=meanings["causal"] == "causal",
+        backward=meanings["pass"] != "fwd", dtype=meanings["dtype"],
     )  # fmt: skip
-    places = {name: _count(name, given[name]) for name in _PLACES if name in given}
-    usual_per_host = size // places["hosts"] if "hosts" in places else cluster.gpus_per_host
-    per_host = min(size, places.get("gpus_per_host", usual_per_host))
-    hosts = places.get("hosts") or size // per_host
-    if hosts * per_host != size:
-        raise _Unread(f"n_gpus {size} is not {hosts} hosts of {per_host}")
-    return said["pass"], workload, replace(cluster, hosts=hosts, gpus_per_host=per_host)
+    cluster_sizes = {name: _count(name, cells[name]) for name in _CLUSTER_COLUMNS if name in cells}
+    usual_per_host = world_size // cluster_sizes["hosts"] if "hosts" in cluster_sizes else cluster.gpus_per_host
+    per_host = min(world_size, cluster_sizes.get("gpus_per_host", usual_per_host))
+    hosts = cluster_sizes.get("hosts") or world_size // per_host
+    if hosts * per_host != world_size:
+        raise _UnreadableRowError(f"n_gpus {world_size} is not {hosts} hosts of {per_host}")
+    return meanings["pass"], workload, replace(cluster, hosts=hosts, gpus_per_host=per_host)
 
 
 def _flops(workload: Workload, part: str) -> float:
-    """Model FLOPs of the pass."""
+    """Return the model FLOPs of the pass."""
     flops = workload.model_flops()
     return flops * 5 / 7 if part == "bwd" else flops
 
 
-def _question(given: Mapping[str, str], workload: Workload, cluster: Cluster, machine: Calibration) -> Query:
-    """Raises `_Unread` for what ringprof has not, or the machine is not."""
+def _query_of(cells: Mapping[str, str], workload: Workload, cluster: Cluster, machine: Calibration) -> Query:
+    """Return the query of a row. Raises `_UnreadableRowError` for an unknown strategy or another device."""
     from ringprof.strategies.registry import SPECS
 
-    name = given.get("strategy", "").lower().replace("_", "-")
+    name = cells.get("strategy", "").lower().replace("_", "-")
     if name not in SPECS:
-        raise _Unread("a strategy that ringprof has not")
-    of, here = (device_named(device) for device in (given.get("hardware"), machine.device))
-    if of and here and of != here:
-        raise _Unread(f"measured on {of}, and the machine is {here}")
+        raise _UnreadableRowError("a strategy that ringprof has not")
+    measured_device, machine_device = (device_named(device) for device in (cells.get("hardware"), machine.device))
+    if measured_device and machine_device and measured_device != machine_device:
+        raise _UnreadableRowError(f"measured on {measured_device}, and the machine is {machine_device}")
     params: Params = {}
-    degrees = given.get("degrees", "").lower()
+    degrees = cells.get("degrees", "").lower()
     ulysses, window = re.search(r"ulysses=([0-9]{1,9})", degrees), re.search(r"window=([0-9]{1,9})", degrees)
     if ulysses and name in ("usp", "double-ring"):
         params["ulysses_degree"] = int(ulysses[1])
@@ -205,124 +212,140 @@ def _question(given: Mapping[str, str], workload: Workload, cluster: Cluster, ma
         params["double_ring"] = False
     if name == "allgather" and workload.causal:
         params["layout"] = "zigzag"
-    return Query(name, workload, cluster, _kernel(given.get("kernel", "").lower()), params=params)
+    return Query(name, workload, cluster, _kernel_name(cells.get("kernel", "").lower()), params=params)
 
 
-def _kernel(text: str) -> str:
+def _kernel_name(text: str) -> str:
+    """Return ringprof's name of a kernel. Raises `_UnreadableRowError` for an unknown one."""
     from ringprof.strategies.kernels.builtin import KERNELS
 
     flash = _FLASH.match(text)
     if flash:
         return "flash-attn" + (f"-{flash[1]}" if flash[1] in ("3", "4") else "")
-    found = next((name for name in KERNELS if name in text), None)
-    if text and found is None:
-        raise _Unread(f"a kernel that ringprof has not, {text[:40]!r}")
-    return found or "auto"
+    name = next((name for name in KERNELS if name in text), None)
+    if text and name is None:
+        raise _UnreadableRowError(f"a kernel that ringprof has not, {text[:40]!r}")
+    return name or "auto"
 
 
-def _checked(row: _Row, machine: Calibration, schedule_of: TapeOf, known: dict[Any, Any]) -> Checked:
-    flags = list(_impossible(row, machine))
+def _check(row: _Measurement, machine: Calibration, schedule_of: ScheduleOf, cache: dict[Any, Any]) -> CheckedRow:
+    """Predict a measurement and flag it if the times cannot belong together."""
+    flags = list(_flag_impossible_rates(row, machine))
     if row.query is None:
-        return Checked(row, None, row.unread, flags)
+        return CheckedRow(row, None, row.unreadable_reason, flags)
     try:
-        predicted = _times(row, row.query, machine, schedule_of, known)
+        predicted = _predicted_ms(row, row.query, machine, schedule_of, cache)
     except RingprofError as error:
-        return Checked(row, None, str(error), flags)
-    found = Checked(row, predicted, "", flags)
+        return CheckedRow(row, None, str(error), flags)
+    checked = CheckedRow(row, predicted, "", flags)
     if row.measured_ms and not 0.4 < predicted[1] / row.measured_ms < 2.5:
-        flags += _other_length(row, machine, schedule_of, known)
+        flags += _flag_other_length(row, machine, schedule_of, cache)
     if row.measured_ms and row.measured_ms < predicted[0] / 1.5 and not flags:
         flags.append(
             ("too_fast", f"{row.measured_ms:.2f} ms, where this machine needs {predicted[0]:.2f} at the least")
         )
-    return found
+    return checked
 
 
-def _impossible(row: _Row, machine: Calibration) -> list[tuple[str, str]]:
-    """Rates that no such device has reached, whatever the strategy."""
+def _flag_impossible_rates(row: _Measurement, machine: Calibration) -> list[tuple[str, str]]:
+    """Flag rates that no such device has reached with any strategy."""
     if row.tflops is None:
         return []
     peak = peak_of(machine.device, "bf16")
     if peak and row.tflops > peak.tflops:
         return [("above_peak", f"{row.tflops:.0f} TFLOP/s per GPU, the device's peak is {peak.tflops:.0f}")]
-    wanted = row.query.kernel if row.query else "auto"
-    kernels = [kernel for kernel in machine.kernels if kernel.name == wanted] or machine.kernels
+    kernel_name = row.query.kernel if row.query else "auto"
+    kernels = [kernel for kernel in machine.kernels if kernel.name == kernel_name] or machine.kernels
     phases = {"fwd": ("forward",), "bwd": ("backward",)}.get(row.part, ("forward", "backward"))
-    best = max((s.tflops for kernel in kernels for s in kernel.samples if s.phase in phases), default=float("inf"))
+    best = max(
+        (sample.tflops for kernel in kernels for sample in kernel.samples if sample.phase in phases),
+        default=float("inf"),
+    )
     if row.tflops > SLACK * best:
         return [("above_kernel", f"{row.tflops:.0f} TFLOP/s per GPU, the kernel alone reaches {best:.0f} at its best")]
     return []
 
 
-def _other_length(row: _Row, machine: Calibration, schedule_of: TapeOf, known: dict[Any, Any]) -> list[tuple[str, str]]:
-    """Whether the time is that of a sequence two or four times as long or as short."""
+def _flag_other_length(
+    row: _Measurement, machine: Calibration, schedule_of: ScheduleOf, cache: dict[Any, Any]
+) -> list[tuple[str, str]]:
+    """Flag a time that fits a sequence two or four times as long or as short."""
     assert row.query is not None and row.measured_ms
     for factor in (4.0, 2.0, 0.5, 0.25):
         seq = int(row.query.workload.seq * factor)
         other = replace(row.query, workload=msgspec.structs.replace(row.query.workload, seq=seq))
         try:
-            middle = _times(row, other, machine, schedule_of, known)[1]
+            median_ms = _predicted_ms(row, other, machine, schedule_of, cache)[1]
         except RingprofError:
             continue
-        if abs(middle / row.measured_ms - 1) < _LIKE:
+        if abs(median_ms / row.measured_ms - 1) < _LENGTH_TOLERANCE:
             return [("length", f"{row.measured_ms:.2f} ms is what {seq} tokens take, not {row.query.workload.seq}")]
     return []
 
 
-def _times(
-    row: _Row, query: Query, machine: Calibration, schedule_of: TapeOf, known: dict[Any, Any]
+def _predicted_ms(
+    row: _Measurement, query: Query, machine: Calibration, schedule_of: ScheduleOf, cache: dict[Any, Any]
 ) -> tuple[float, float, float]:
-    """Milliseconds of the row's pass; a backward pass is what it adds to the forward pass."""
+    """Return percentiles in milliseconds of the row's pass; a backward pass is what it adds to the forward pass."""
 
-    def foreseen(*, backward: bool) -> Any:
-        asked = replace(query, workload=msgspec.structs.replace(query.workload, backward=backward))
-        key = (asked.strategy, asked.workload, asked.cluster, asked.kernel, tuple(sorted(asked.params.items())))
-        if key not in known:
-            known[key] = predict(asked, machine, schedule_of)
-        return known[key]
+    def prediction(*, backward: bool) -> Any:
+        phase_query = replace(query, workload=msgspec.structs.replace(query.workload, backward=backward))
+        key = (
+            phase_query.strategy,
+            phase_query.workload,
+            phase_query.cluster,
+            phase_query.kernel,
+            tuple(sorted(phase_query.params.items())),
+        )
+        if key not in cache:
+            cache[key] = predict(phase_query, machine, schedule_of)
+        return cache[key]
 
-    whole = foreseen(backward=row.part != "fwd")
-    first = foreseen(backward=False).median_ns if row.part == "bwd" else 0.0
-    low, middle, high = ((ns - first) / 1e6 for ns in whole.interval_ns)
+    full = prediction(backward=row.part != "fwd")
+    forward_ns = prediction(backward=False).median_ns if row.part == "bwd" else 0.0
+    low, middle, high = ((ns - forward_ns) / 1e6 for ns in full.interval_ns)
     return low, middle, high
 
 
-def _as_dict(found: Sequence[Checked], unknown: Sequence[str]) -> JsonObject:
-    """Schema ``ringprof.check/1``."""
+def _check_dict(checked_rows: Sequence[CheckedRow], unknown: Sequence[str]) -> JsonObject:
+    """Return the checked rows as a dict of schema ``ringprof.check/1``."""
     return {
         "schema": _SCHEMA,
         "columns_not_looked_at": list(unknown),
         "rows": [
             {
-                "line": one.row.number, "name": one.row.name, "measured_ms": one.row.measured_ms,
-                "predicted_ms": one.predicted_ms and dict(zip(("p10", "p50", "p90"), one.predicted_ms, strict=True)),
-                "error": one.error, "reason": one.reason or None,
-                "flags": [{"code": code, "message": message} for code, message in one.flags],
+                "line": checked.row.number, "name": checked.row.name, "measured_ms": checked.row.measured_ms,
+                "predicted_ms": checked.predicted_ms
+                and dict(zip(("p10", "p50", "p90"), checked.predicted_ms, strict=True)),
+                "error": checked.error, "reason": checked.reason or None,
+                "flags": [{"code": code, "message": message} for code, message in checked.flags],
             }
-            for one in found
+            for checked in checked_rows
         ],
     }  # fmt: skip
 
 
-def check_text(found: Sequence[Checked], unknown: Sequence[str], form: str, style: TextStyle) -> str:
-    """The checked table and the columns that nobody looked at, for people or as JSON."""
+def check_text(checked_rows: Sequence[CheckedRow], unknown: Sequence[str], form: str, style: TextStyle) -> str:
+    """Return the checked table and the ignored columns, as text or as JSON."""
     if form == "json":
-        return json_text(_as_dict(found, unknown))
+        return json_text(_check_dict(checked_rows, unknown))
     lines = ["line  measured ms  PREDICTED ms         error"]
-    for one in found:
-        measured = f"{one.row.measured_ms:,.2f}" if one.row.measured_ms else "-"
-        foreseen = f"{one.predicted_ms[1]:,.2f}" if one.predicted_ms else "-"
-        error = f"{100 * one.error:+.1f} %" if one.error is not None else ""
-        lines.append(f"{one.row.number:>4}  {measured:>11}  {foreseen:>12}  {error:>12}  {clean(one.row.name)}")
-        lines += [f"      {code}: {clean(message)}" for code, message in one.flags]
-        if one.reason:
-            lines.append(f"      not foreseen: {clean(one.reason)}")
-    errors = [abs(one.error) for one in found if one.error is not None]
-    flagged = sum(bool(one.flags) for one in found)
+    for checked in checked_rows:
+        measured = f"{checked.row.measured_ms:,.2f}" if checked.row.measured_ms else "-"
+        predicted = f"{checked.predicted_ms[1]:,.2f}" if checked.predicted_ms else "-"
+        error = f"{100 * checked.error:+.1f} %" if checked.error is not None else ""
+        lines.append(
+            f"{checked.row.number:>4}  {measured:>11}  {predicted:>12}  {error:>12}  {clean(checked.row.name)}"
+        )
+        lines += [f"      {code}: {clean(message)}" for code, message in checked.flags]
+        if checked.reason:
+            lines.append(f"      not predicted: {clean(checked.reason)}")
+    errors = [abs(checked.error) for checked in checked_rows if checked.error is not None]
+    flagged = sum(bool(checked.flags) for checked in checked_rows)
     if errors:
         mean = 100 * sum(errors) / len(errors)
-        lines.append(f"{len(errors)} rows foreseen: mean error {mean:.1f} %, most {100 * max(errors):.1f} %")
-    lines.append(f"{flagged} of {len(found)} rows flagged")
+        lines.append(f"{len(errors)} rows predicted: mean error {mean:.1f} %, most {100 * max(errors):.1f} %")
+    lines.append(f"{flagged} of {len(checked_rows)} rows flagged")
     if unknown:
         lines.append(f"columns not looked at: {clean(', '.join(unknown))}")
     return style.finish(style.fit("\n".join(lines)))

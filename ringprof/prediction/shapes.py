@@ -1,6 +1,7 @@
-"""Which blocks and messages a calibration measures: what layouts make of 512 to 131,072 tokens, MHA to MQA.
+"""Attention blocks and message sizes that a calibration measures.
 
-And, of kernels that compute them, packed documents and sliding windows.
+The blocks are those that layouts produce from 512 to 131,072 tokens, from MHA to MQA. Kernels that support them are
+also measured on packed documents and sliding windows.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from ringprof.strategies.masks.mask_blocks import AttnRectangle, MaskBlocks
 
 HEADS = ((40, 40), (32, 8), (64, 8), (24, 4), (64, 1), (10, 10))
 HEAD_DIM = 128
-_MANY, _FEW = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072), (1024, 4096, 16384, 65536)
-_BETWEEN = (3072, 6144, 12288, 24576, 49152)
+_LENGTHS, _SHORT_LIST_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072), (1024, 4096, 16384, 65536)
+_INTERMEDIATE_LENGTHS = (3072, 6144, 12288, 24576, 49152)
 _GATHERED = ((4096, 32768), (8192, 65536), (8192, 131072), (16384, 131072))
-"""Queries and keys where a rank has gathered all keys."""
+"""Numbers of queries and keys of a rank that has gathered all keys."""
 _WINDOWS = ((4096, 1024), (16384, 1024), (16384, 4096), (65536, 1024), (65536, 4096), (65536, 16384))
-"""Tokens, and the keys that each sees."""
+"""Numbers of tokens, and of keys that each token sees."""
 _DOCUMENTS = ((4096, 4), (16384, 4), (16384, 32), (65536, 8), (65536, 64))
-"""Tokens, and the documents that they are of."""
-_LONGEST_FLOPS = 5e14
-"""A call of more is left out: on an H200 it takes a second."""
+"""Numbers of tokens, and of documents that they are packed from."""
+_MAX_FLOPS = 5e14
+"""Calls with more FLOPs are left out; such a call takes a second on an H200."""
 _MIB = 1 << 20
 MESSAGES = tuple(size * _MIB for size in (1, 4, 16, 32, 64, 128, 256, 512, 1024))
 COLLECTIVE_BYTES = tuple(size * _MIB for size in (16, 128, 512))
 
 
-class Wanted(NamedTuple):
+class KernelCase(NamedTuple):
     """A block to measure with a kernel."""
 
     kernel: str
@@ -42,73 +43,85 @@ class Wanted(NamedTuple):
     parts: MaskBlocks | None = None
 
 
-def blocks(kernels: Sequence[str]) -> list[Wanted]:
-    """What to measure, in an order that leaves a use for every beginning of the list.
+def kernel_cases(kernels: Sequence[str]) -> list[KernelCase]:
+    """Return the blocks to measure, ordered so that every prefix of the list is useful.
 
-    The first kernel gets all shapes, others those of equal heads and of one grouped.
+    The first kernel gets all shapes; other kernels get equal heads and one grouped-query shape.
     """
-    found: list[Wanted] = []
+    cases: list[KernelCase] = []
     for number, kernel in enumerate(kernels):
         for heads, kv_heads in HEADS if number == 0 else HEADS[:2]:
-            equal = (heads, kv_heads) == HEADS[0]
-            lengths = (*_MANY, *(_BETWEEN if number == 0 else ())) if equal else _FEW
-            shapes = [*_of(lengths, heads, kv_heads), *(_gathered(heads, kv_heads) if equal else ())]
-            found += [Wanted(kernel, block) for block in shapes if block.flops() < _LONGEST_FLOPS]
+            is_first_shape = (heads, kv_heads) == HEADS[0]
+            lengths = (
+                (*_LENGTHS, *(_INTERMEDIATE_LENGTHS if number == 0 else ())) if is_first_shape else _SHORT_LIST_LENGTHS
+            )
+            shapes = [
+                *_square_blocks(lengths, heads, kv_heads),
+                *(_gathered_blocks(heads, kv_heads) if is_first_shape else ()),
+            ]
+            cases += [KernelCase(kernel, block) for block in shapes if block.flops() < _MAX_FLOPS]
         if KERNELS[kernel].takes_windows and KERNELS[kernel].several_lengths:
-            found += _masked(kernel)
-    random.Random(0).shuffle(found)
-    # Kernels in turn, so that none is left out where time is short; the stable sort keeps each one's shuffled order.
-    turn = dict.fromkeys(kernels, 0)
-    keys = []
-    for number, kernel in enumerate(one.kernel for one in found):
-        turn[kernel] += 1
-        keys.append((turn[kernel], number))
-    return [found[at] for _, at in sorted(keys)]
+            cases += _masked_cases(kernel)
+    random.Random(0).shuffle(cases)
+    # Alternate between kernels, so that none is left out if time is short. Each kernel's cases stay shuffled.
+    counts = dict.fromkeys(kernels, 0)
+    order = []
+    for number, kernel in enumerate(case.kernel for case in cases):
+        counts[kernel] += 1
+        order.append((counts[kernel], number))
+    return [cases[index] for _, index in sorted(order)]
 
 
-def _of(lengths: Sequence[int], heads: int, kv_heads: int) -> Iterator[AttentionOp]:
+def _square_blocks(lengths: Sequence[int], heads: int, kv_heads: int) -> Iterator[AttentionOp]:
+    """Yield the blocks that layouts make of a rank's share of a sequence."""
     for length in lengths:
         half = length // 2
         for phase in ("forward", "backward"):
-            # A rank's own keys; all, none masked; zigzag's halves; stripe's triangle, a row and a column short.
-            yield _block(phase, length, length, heads, kv_heads, causal=True)
-            yield _block(phase, length, length, heads, kv_heads, causal=False)
-            yield _block(phase, half, length, heads, kv_heads, causal=False)
-            yield _block(phase, length, half, heads, kv_heads, causal=False)
-            if length in _FEW and heads == kv_heads:
-                yield _block(phase, length - 1, length - 1, heads, kv_heads, causal=True)
+            # The local block; a full block; zigzag's halves; stripe's triangle, one row and one column short.
+            yield _attention_op(phase, length, length, heads, kv_heads, causal=True)
+            yield _attention_op(phase, length, length, heads, kv_heads, causal=False)
+            yield _attention_op(phase, half, length, heads, kv_heads, causal=False)
+            yield _attention_op(phase, length, half, heads, kv_heads, causal=False)
+            if length in _SHORT_LIST_LENGTHS and heads == kv_heads:
+                yield _attention_op(phase, length - 1, length - 1, heads, kv_heads, causal=True)
 
 
-def _masked(kernel: str) -> Iterator[Wanted]:
-    """Windows over one document; documents of uneven lengths, each with a causal mask."""
+def _masked_cases(kernel: str) -> Iterator[KernelCase]:
+    """Yield sliding windows over one document, and packed documents of uneven lengths with causal masks."""
     for heads, kv_heads in HEADS[:2]:
         for tokens, window in _WINDOWS:
-            yield from _of_parts(kernel, [AttnRectangle(0, tokens, 0, tokens, window - 1, 0)], heads, kv_heads)
+            yield from _mask_cases(kernel, [AttnRectangle(0, tokens, 0, tokens, window - 1, 0)], heads, kv_heads)
         for tokens, count in _DOCUMENTS:
-            # The longest is some times the mean, as in packed text.
-            draw = random.Random(count)
-            weights = [draw.lognormvariate(0.0, 1.0) for _ in range(count)]
-            ends = [round(tokens * part / sum(weights)) for part in accumulate(weights)]
+            # The longest document is several times the mean, as in packed text.
+            generator = random.Random(count)
+            weights = [generator.lognormvariate(0.0, 1.0) for _ in range(count)]
+            ends = [round(tokens * end / sum(weights)) for end in accumulate(weights)]
             spans = [(a, b) for a, b in pairwise([0, *ends]) if b > a]
-            yield from _of_parts(kernel, [AttnRectangle(a, b, a, b, NO_LIMIT, 0) for a, b in spans], heads, kv_heads)
+            yield from _mask_cases(kernel, [AttnRectangle(a, b, a, b, NO_LIMIT, 0) for a, b in spans], heads, kv_heads)
 
 
-def _of_parts(kernel: str, parts: Sequence[AttnRectangle], heads: int, kv_heads: int) -> Iterator[Wanted]:
-    together = MaskBlocks(tuple(parts), parts[-1].q_end, parts[-1].kv_end)
+def _mask_cases(kernel: str, rectangles: Sequence[AttnRectangle], heads: int, kv_heads: int) -> Iterator[KernelCase]:
+    """Yield the forward and the backward pass over a mask's rectangles."""
+    mask_blocks = MaskBlocks(tuple(rectangles), rectangles[-1].q_end, rectangles[-1].kv_end)
     for phase in ("forward", "backward"):
-        block = _block(phase, together.queries, together.keys, heads, kv_heads, causal=parts[0].left == NO_LIMIT)
-        yield Wanted(
-            kernel, msgspec.structs.replace(block, pairs=together.area, sequences=len(parts)), together
+        block = _attention_op(
+            phase, mask_blocks.queries, mask_blocks.keys, heads, kv_heads, causal=rectangles[0].left == NO_LIMIT
+        )
+        yield KernelCase(
+            kernel, msgspec.structs.replace(block, pairs=mask_blocks.area, sequences=len(rectangles)), mask_blocks
         )  # fmt: skip
 
 
-def _gathered(heads: int, kv_heads: int) -> list[AttentionOp]:
+def _gathered_blocks(heads: int, kv_heads: int) -> list[AttentionOp]:
+    """Return blocks of a rank's queries against all keys."""
     return [
-        _block(phase, q, kv, heads, kv_heads, causal=False) for q, kv in _GATHERED for phase in ("forward", "backward")
+        _attention_op(phase, q, kv, heads, kv_heads, causal=False)
+        for q, kv in _GATHERED
+        for phase in ("forward", "backward")
     ]
 
 
-def _block(phase: str, q: int, kv: int, heads: int, kv_heads: int, *, causal: bool) -> AttentionOp:
+def _attention_op(phase: str, q: int, kv: int, heads: int, kv_heads: int, *, causal: bool) -> AttentionOp:
     return AttentionOp(
         label="", phase=phase, batch=1, q=q, kv=kv, heads=heads, kv_heads=kv_heads, head_dim=HEAD_DIM, causal=causal  # type: ignore[arg-type]
     )  # fmt: skip

@@ -1,12 +1,12 @@
-"""When each operation of each rank begins and ends: an event at a time, on ranks with streams.
+"""Discrete-event simulator: start and end of each operation of each rank, on ranks with streams.
 
-A rank has its compute streams and one stream for each communicator. Three things make it more than a sum:
+A rank has its compute streams and one stream per communicator. Three effects make the result more than a sum:
 
-* A hop is a rendezvous: what a rank sends moves when the kernels of both ends run, and a rank's kernel ends when what
-  it sends and what it receives have arrived. Flows that share a link share its rate (see `flows`).
-* A flash kernel that is one wave of persistent blocks fills the device: a kernel of a hop that comes later starts when
-  it drains. One that came first keeps its multiprocessors, waiting or sending, and the flash kernel has the rest.
-* Of a hop and a block that become ready together, chance says which comes first.
+* A hop is a rendezvous: a rank's data moves when the kernels of both ends run, and a rank's kernel ends when the data
+  that it sends and receives has arrived. Flows that share a link share its rate (see `flows`).
+* A flash kernel that is one wave of persistent blocks fills the device: a later transfer kernel starts when it drains.
+  An earlier one keeps its multiprocessors, waiting or sending, and the flash kernel has the rest.
+* If a hop and a block become ready together, chance decides which starts first.
 
 Times are nanoseconds as floats, from the start of the iteration.
 """
@@ -26,70 +26,76 @@ from ringprof.prediction.flows import Flow, Flows
 from ringprof.record.dryrun.schedule import AttentionOp, CommStart, CommWait, MemoryOp, Op, Program, StreamWait
 
 RINGS = ("send_recv", "copy")
-"""Operations in which every member sends to the next; in others all members trade with all."""
+"""Operations in which every member sends to the next one; in other operations all members exchange data."""
 
 
 @dataclass(frozen=True)
 class BlockTime:
-    """One attention call on a device that has nothing else to do."""
+    """Time of one attention call on an otherwise idle device."""
 
     total_ns: float
     lead_ns: float = 0.0
-    """Of it, at the beginning: small kernels, beside which others find room."""
+    """Time at the start with small helper kernels, during which other kernels can start."""
     tail_ns: float = 0.0
-    """Of it, at the end: the device drains, and others find room again."""
+    """Time at the end in which the device drains, so that other kernels can start."""
     fills: bool = False
-    """Whether it fills the device between."""
+    """Whether the call fills the device between lead and tail."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What one member of a ring sends to the next."""
+    """Data that one member of a ring sends to the next."""
 
     size_bytes: float
     cap: float
-    """Most bytes a nanosecond."""
+    """Highest rate in bytes per nanosecond."""
     latency_ns: float
     links: tuple[Hashable, ...]
 
 
 class Machine(Protocol):
-    """What `simulate` asks. Ranks are global, ``place`` is an operation's place in its rank's program."""
+    """Interface of the machine that `simulate` runs on.
+
+    Ranks are global; ``op_index`` is an operation's index in its rank's program.
+    """
 
     handover_ns: float
-    """From an event on one stream to another stream that waited for it."""
+    """Nanoseconds from an event on one stream to the start of another stream that waited for it."""
 
-    def block(self, rank: int, place: int, block: AttentionOp) -> BlockTime: ...
+    def attention_time(self, rank: int, op_index: int, block: AttentionOp) -> BlockTime:
+        """Return the time of an attention operation."""
 
-    def touch(self, rank: int, place: int, touch: MemoryOp) -> float:
-        """Nanoseconds."""
+    def memory_op_ns(self, rank: int, op_index: int, op: MemoryOp) -> float:
+        """Return the nanoseconds of a memory operation."""
 
-    def host(self, program: Program) -> Sequence[float]:
-        """Nanoseconds that the host needs for each operation of a rank before the device can begin it."""
+    def host_ns_per_op(self, program: Program) -> Sequence[float]:
+        """Return the host's nanoseconds per operation of a rank, before the device can start the operation."""
 
-    def leg(self, post: CommStart, sender: int, receiver: int) -> Transfer: ...
+    def transfer(self, comm_op: CommStart, sender: int, receiver: int) -> Transfer:
+        """Return the transfer of one hop from ``sender`` to ``receiver``."""
 
-    def collective(self, post: CommStart) -> float:
-        """Nanoseconds from the last member's arrival."""
+    def collective_ns(self, comm_op: CommStart) -> float:
+        """Return the nanoseconds of a collective from the last member's arrival."""
 
-    def share(self, post: CommStart) -> float:
-        """Part of the device's rate that the transfer's kernel takes from a block; 0 for copy engines."""
+    def device_share(self, comm_op: CommStart) -> float:
+        """Return the fraction of the device's rate that a transfer kernel takes from a block; 0 for copy engines."""
 
     def capacity(self, link: Hashable) -> float:
-        """Bytes a nanosecond of a link that a `Leg` names."""
+        """Return the bytes per nanosecond of a link that a `Transfer` names."""
 
-    def hop_is_first(self, rank: int, place: int) -> bool:
-        """Whether a hop begins before the block that it became ready together with."""
+    def hop_starts_first(self, rank: int, op_index: int) -> bool:
+        """Return whether a hop starts before a block that became ready at the same time."""
 
 
 @dataclass
 class Timeline:
-    """One rank's times, start and end, by the operation's place in the program."""
+    """Start and end times of one rank's operations."""
 
     ops: list[tuple[float, float]]
-    """On its stream; of a post the moment it was reached, of a wait the time stood still."""
+    """(start, end) per operation on its stream: of a `CommStart` the moment it is reached, of a `CommWait` the time
+    waited."""
     kernels: dict[int, tuple[float, float, float]]
-    """By the place of its post: a transfer's kernel: start, when its peers were there too, end."""
+    """(start, time when all peers have started, end) of each transfer kernel, by the index of its `CommStart`."""
 
     @property
     def end_ns(self) -> float:
@@ -97,44 +103,44 @@ class Timeline:
 
 
 def simulate(programs: Sequence[Program], machine: Machine, *, lead_ns: float = math.inf) -> list[Timeline]:
-    """Every rank's iteration; all start together, and hosts began to issue it ``lead_ns`` before.
+    """Simulate an iteration of every rank; all start together, and hosts began to issue it ``lead_ns`` earlier.
 
-    A rank without a program is taken to do what those do that trade with it, when they do it.
+    A rank without a program is assumed to start its transfers when its peers do.
     """
-    world = Simulator(machine, {program.rank for program in programs})
-    ranks = [_Rank(world, program, lead_ns) for program in programs]
+    simulator = Simulator(machine, {program.rank for program in programs})
+    ranks = [_Rank(simulator, program, lead_ns) for program in programs]
     for rank in ranks:
         rank.start()
-    world.run()
+    simulator.run()
     for rank in ranks:
-        if rank.stuck:
+        if rank.blocked:
             raise RuntimeError(f"rank {rank.number} waits for a transfer that its peers never post")
     return [rank.timeline for rank in ranks]
 
 
 class Simulator:
-    """What ranks share: the events to come, the links, and the transfers."""
+    """State that ranks share: future events, links and running transfers."""
 
     def __init__(self, machine: Machine, ranks: set[int]) -> None:
         self.machine, self.ranks = machine, ranks
-        self.flows = Flows(machine.capacity, self.at)
+        self.flows = Flows(machine.capacity, self.call_at)
         self._transfers: dict[tuple[str, int], _RunningTransfer] = {}
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = count()
 
-    def at(self, time_ns: float, what: Callable[[float], None]) -> None:
-        heapq.heappush(self._events, (time_ns, next(self._numbers), what))
+    def call_at(self, time_ns: float, callback: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (time_ns, next(self._numbers), callback))
 
     def run(self) -> None:
         while self._events:
-            time_ns, _, what = heapq.heappop(self._events)
-            what(time_ns)
+            time_ns, _, callback = heapq.heappop(self._events)
+            callback(time_ns)
 
-    def transfer(self, post: CommStart, number: int) -> _RunningTransfer:
-        """The ``number``-th of a communicator, which all members post in one order."""
-        key = (post.communicator, number)
+    def running_transfer(self, comm_op: CommStart, number: int) -> _RunningTransfer:
+        """Return the ``number``-th transfer of a communicator; all members start them in the same order."""
+        key = (comm_op.communicator, number)
         if key not in self._transfers:
-            self._transfers[key] = _RunningTransfer(self, post)
+            self._transfers[key] = _RunningTransfer(self, comm_op)
         return self._transfers[key]
 
 
@@ -142,163 +148,164 @@ class Simulator:
 
 
 @dataclass(eq=False)
-class _Running:
-    """A block under way."""
+class _RunningBlock:
+    """A running attention block."""
 
     left_ns: float
-    """What is left of it at full rate."""
+    """Nanoseconds left at full rate."""
     since: float
     times: BlockTime
-    done: Callable[[float], None]
+    on_end: Callable[[float], None]
     rate: float = 1.0
     draining: bool = False
     version: int = 0
-    """An event that was planned for another version does not come."""
+    """Number of rate changes; an event that was scheduled for an earlier version is ignored."""
 
 
 class _Device:
-    """What runs on one device beside each other: blocks, and kernels of transfers."""
+    """Blocks and transfer kernels that run concurrently on one device."""
 
-    def __init__(self, world: Simulator) -> None:
-        self._world = world
-        self._running: list[_Running] = []
-        self._taken = 0.0
-        self._held_up: list[Callable[[float], None]] = []
+    def __init__(self, simulator: Simulator) -> None:
+        self._simulator = simulator
+        self._running: list[_RunningBlock] = []
+        self._taken_share = 0.0
+        self._waiting: list[Callable[[float], None]] = []
 
-    def when_there_is_room(self, now: float, begin: Callable[[float], None]) -> None:
-        """Now, or when the block that fills the device drains."""
+    def when_admitted(self, now: float, begin: Callable[[float], None]) -> None:
+        """Call ``begin`` now, or as soon as the block that fills the device drains."""
         if any(block.times.fills and not block.draining and self._past_lead(block, now) for block in self._running):
-            self._held_up.append(begin)
+            self._waiting.append(begin)
         else:
             begin(now)
 
     def run(self, times: BlockTime, now: float, done: Callable[[float], None]) -> None:
-        block = _Running(times.total_ns, now, times, done)
+        block = _RunningBlock(times.total_ns, now, times, done)
         self._running.append(block)
         self._plan(block, now)
 
-    def take(self, share: float, now: float) -> None:
-        """A kernel takes (or, below 0, gives back) a part of the device."""
+    def take_share(self, share: float, now: float) -> None:
+        """Take a share of the device for a kernel; a negative share gives it back."""
         if not share:
             return
-        self._taken += share
+        self._taken_share += share
         for block in self._running:
             if not block.draining:
                 self._plan(block, now)
 
-    def _past_lead(self, block: _Running, now: float) -> bool:
+    def _past_lead(self, block: _RunningBlock, now: float) -> bool:
         done_ns = block.times.total_ns - block.left_ns + (now - block.since) * block.rate
         return done_ns >= block.times.lead_ns
 
-    def _plan(self, block: _Running, now: float) -> None:
+    def _plan(self, block: _RunningBlock, now: float) -> None:
         block.left_ns -= (now - block.since) * block.rate
-        block.since, block.rate = now, max(1.0 - self._taken, 0.05)
+        block.since, block.rate = now, max(1.0 - self._taken_share, 0.05)
         block.version += 1
         if block.times.fills:
             drains = now + max(block.left_ns - block.times.tail_ns, 0.0) / block.rate
-            self._world.at(drains, partial(self._drain, block, block.version))
-        self._world.at(now + block.left_ns / block.rate, partial(self._end, block, block.version))
+            self._simulator.call_at(drains, partial(self._drain, block, block.version))
+        self._simulator.call_at(now + block.left_ns / block.rate, partial(self._end, block, block.version))
 
-    def _drain(self, block: _Running, version: int, now: float) -> None:
+    def _drain(self, block: _RunningBlock, version: int, now: float) -> None:
         if version == block.version:
             block.draining = True
             self._admit(now)
 
-    def _end(self, block: _Running, version: int, now: float) -> None:
+    def _end(self, block: _RunningBlock, version: int, now: float) -> None:
         if version == block.version:
             self._running.remove(block)
             self._admit(now)
-            block.done(now)
+            block.on_end(now)
 
     def _admit(self, now: float) -> None:
-        waiting, self._held_up = self._held_up, []
+        waiting, self._waiting = self._waiting, []
         for begin in waiting:
-            self.when_there_is_room(now, begin)
+            self.when_admitted(now, begin)
 
 
 # --- transfers --------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
-class _Kernel:
+class _TransferKernel:
     """A transfer's kernel on one rank."""
 
     rank: _Rank
-    place: int
-    post: CommStart
-    transfer: _RunningTransfer
+    op_index: int
+    comm_op: CommStart
+    running_transfer: _RunningTransfer
     start_ns: float = 0.0
     ready_ns: float = 0.0
     end_ns: float | None = None
     unfinished: int = 0
-    """Flows that it sends or receives and that have not arrived."""
-    waiting: list[Callable[[float], None]] = field(default_factory=list)
+    """Number of its flows that have not arrived."""
+    waiters: list[Callable[[float], None]] = field(default_factory=list)
 
     def begin(self, now: float) -> None:
         self.start_ns = now
-        self.rank.device.take(self.transfer.share, now)
-        self.transfer.arrive(self, now)
+        self.rank.device.take_share(self.running_transfer.device_share, now)
+        self.running_transfer.arrive(self, now)
 
-    def arrived(self, now: float) -> None:
-        """One of its flows, or the whole collective."""
+    def flow_arrived(self, now: float) -> None:
+        """Count an arrived flow, or a whole collective; end the kernel after the last one."""
         self.unfinished -= 1
         if self.unfinished:
             return
         self.end_ns = now
-        self.rank.ended(self, now)
-        self.rank.device.take(-self.transfer.share, now)
-        for go_on in self.waiting:
-            self.rank.world.at(now + self.rank.world.machine.handover_ns, go_on)
+        self.rank.kernel_ended(self, now)
+        self.rank.device.take_share(-self.running_transfer.device_share, now)
+        for resume in self.waiters:
+            self.rank.simulator.call_at(now + self.rank.simulator.machine.handover_ns, resume)
 
 
 class _RunningTransfer:
     """One hop of a ring, or one collective, of all its members."""
 
-    def __init__(self, world: Simulator, post: CommStart) -> None:
-        self._world, self._post = world, post
-        self.share = world.machine.share(post)
-        self._kernels: dict[int, _Kernel] = {}
-        self._next, self._previous = _neighbours(post.members)
-        self._expected = len(world.ranks.intersection(post.members))
+    def __init__(self, simulator: Simulator, comm_op: CommStart) -> None:
+        self._simulator, self._comm_op = simulator, comm_op
+        self.device_share = simulator.machine.device_share(comm_op)
+        self._kernels: dict[int, _TransferKernel] = {}
+        self._next, self._previous = _neighbours(comm_op.members)
+        self._expected = len(simulator.ranks.intersection(comm_op.members))
 
-    def arrive(self, kernel: _Kernel, now: float) -> None:
-        me = kernel.rank.number
-        self._kernels[me] = kernel
-        if self._post.operation not in RINGS:
+    def arrive(self, kernel: _TransferKernel, now: float) -> None:
+        """Register a member's kernel, and start what all its peers are ready for."""
+        rank = kernel.rank.number
+        self._kernels[rank] = kernel
+        if self._comm_op.operation not in RINGS:
             kernel.unfinished = 1
             if len(self._kernels) == self._expected:
-                end = now + self._world.machine.collective(self._post)
+                end_ns = now + self._simulator.machine.collective_ns(self._comm_op)
                 for other in self._kernels.values():
                     other.ready_ns = now
-                    self._world.at(end, other.arrived)
+                    self._simulator.call_at(end_ns, other.flow_arrived)
             return
         kernel.unfinished = 2
-        self._send(me, self._next[me], now)
-        self._send(self._previous[me], me, now)
+        self._send(rank, self._next[rank], now)
+        self._send(self._previous[rank], rank, now)
 
     def _send(self, sender: int, receiver: int, now: float) -> None:
-        """Where both ends are there."""
-        ends = [self._kernels.get(rank) for rank in (sender, receiver) if rank in self._world.ranks]
+        """Start a flow if the kernels of both ends run."""
+        ends = [self._kernels.get(rank) for rank in (sender, receiver) if rank in self._simulator.ranks]
         if None in ends:
             return
-        leg = self._world.machine.leg(self._post, sender, receiver)
+        transfer = self._simulator.machine.transfer(self._comm_op, sender, receiver)
 
-        def done(time_ns: float) -> None:
+        def on_arrival(time_ns: float) -> None:
             for kernel in ends:
                 assert kernel is not None
-                kernel.arrived(time_ns)
+                kernel.flow_arrived(time_ns)
 
         for kernel in ends:
             assert kernel is not None
             kernel.ready_ns = now
 
-        flow = Flow(leg.size_bytes, leg.cap, leg.links, done)
-        self._world.at(now + leg.latency_ns, partial(self._world.flows.begin, flow))
+        flow = Flow(transfer.size_bytes, transfer.cap, transfer.links, on_arrival)
+        self._simulator.call_at(now + transfer.latency_ns, partial(self._simulator.flows.begin, flow))
 
 
 @lru_cache(maxsize=256)
 def _neighbours(members: tuple[int, ...]) -> tuple[dict[int, int], dict[int, int]]:
-    """By member of a ring, the next and the one before."""
+    """Return the next and the previous member of each member of a ring."""
     following = dict(zip(members, (*members[1:], members[0]), strict=True))
     return following, {receiver: sender for sender, receiver in following.items()}
 
@@ -309,113 +316,115 @@ def _neighbours(members: tuple[int, ...]) -> tuple[dict[int, int], dict[int, int
 class _Rank:
     """One rank's program on its streams."""
 
-    def __init__(self, world: Simulator, program: Program, lead_ns: float) -> None:
-        self.world, self.number = world, program.rank
-        self.device = _Device(world)
+    def __init__(self, simulator: Simulator, program: Program, lead_ns: float) -> None:
+        self.simulator, self.number = simulator, program.rank
+        self.device = _Device(simulator)
         self.timeline = Timeline([(0.0, 0.0)] * len(program.ops), {})
         self._ops = program.ops
-        self._issued = [0.0] * len(program.ops)
+        self._issue_ns = [0.0] * len(program.ops)
         if lead_ns < math.inf:
-            self._issued = [max(0.0, ns - lead_ns) for ns in accumulate(world.machine.host(program))]
+            self._issue_ns = [max(0.0, ns - lead_ns) for ns in accumulate(simulator.machine.host_ns_per_op(program))]
         self._streams: dict[int, list[int]] = defaultdict(list)
-        for place, op in enumerate(program.ops):
-            self._streams[op.stream].append(place)
-        self._at = dict.fromkeys(self._streams, 0)
-        self._posted: dict[int, _Kernel] = {}
+        for op_index, op in enumerate(program.ops):
+            self._streams[op.stream].append(op_index)
+        self._next = dict.fromkeys(self._streams, 0)
+        self._kernels: dict[int, _TransferKernel] = {}
         self._counts: dict[str, int] = defaultdict(int)
-        self._queues: dict[str, deque[_Kernel]] = defaultdict(deque)
-        self._joining: list[tuple[int, Callable[[float], None]]] = []
-        """The stream that is waited for, and how to go on."""
+        self._queues: dict[str, deque[_TransferKernel]] = defaultdict(deque)
+        self._stream_waits: list[tuple[int, Callable[[float], None]]] = []
+        """Stream that is waited for, and the callback that resumes the waiting stream."""
 
     @property
-    def stuck(self) -> bool:
-        return any(self._at[stream] < len(places) for stream, places in self._streams.items())
+    def blocked(self) -> bool:
+        return any(self._next[stream] < len(op_indices) for stream, op_indices in self._streams.items())
 
     def start(self) -> None:
         for stream in self._streams:
             self._advance(stream, 0.0)
 
     def _advance(self, stream: int, now: float) -> None:
-        """Do what the stream comes to, until something takes time."""
-        places = self._streams[stream]
-        while self._at[stream] < len(places):
-            place = places[self._at[stream]]
-            if self._issued[place] > now:
-                self.world.at(self._issued[place], partial(self._advance, stream))
+        """Process the stream's operations until one takes time."""
+        op_indices = self._streams[stream]
+        while self._next[stream] < len(op_indices):
+            op_index = op_indices[self._next[stream]]
+            if self._issue_ns[op_index] > now:
+                self.simulator.call_at(self._issue_ns[op_index], partial(self._advance, stream))
                 return
-            if self._takes_time(stream, place, self._ops[place], now):
+            if self._begin_op(stream, op_index, self._ops[op_index], now):
                 return
-            self._past(stream, place, now, now)
+            self._finish(stream, op_index, now, now)
 
-    def _past(self, stream: int, place: int, start: float, end: float) -> None:
-        self.timeline.ops[place] = (start, end)
-        self._at[stream] += 1
-        joining, self._joining = self._joining, []
-        for other, advance in joining:
+    def _finish(self, stream: int, op_index: int, start: float, end: float) -> None:
+        self.timeline.ops[op_index] = (start, end)
+        self._next[stream] += 1
+        stream_waits, self._stream_waits = self._stream_waits, []
+        for other, advance in stream_waits:
             if other == stream:
-                self.world.at(end + self.world.machine.handover_ns, advance)
+                self.simulator.call_at(end + self.simulator.machine.handover_ns, advance)
             else:
-                self._joining.append((other, advance))
+                self._stream_waits.append((other, advance))
 
-    def _goes_on(self, stream: int, place: int, start: float, now: float) -> None:
-        self._past(stream, place, start, now)
+    def _finish_and_advance(self, stream: int, op_index: int, start: float, now: float) -> None:
+        self._finish(stream, op_index, start, now)
         self._advance(stream, now)
 
-    def _takes_time(self, stream: int, place: int, op: Op, now: float) -> bool:
+    def _begin_op(self, stream: int, op_index: int, op: Op, now: float) -> bool:
+        """Begin an operation; return whether the stream must wait for it."""
         if isinstance(op, MemoryOp):
-            end = now + self.world.machine.touch(self.number, place, op)
-            self.world.at(end, partial(self._goes_on, stream, place, now))
+            end = now + self.simulator.machine.memory_op_ns(self.number, op_index, op)
+            self.simulator.call_at(end, partial(self._finish_and_advance, stream, op_index, now))
         elif isinstance(op, AttentionOp):
-            times = self.world.machine.block(self.number, place, op)
-            begin = partial(self._begin_block, stream, place, times)
-            self.device.when_there_is_room(now, begin)
+            times = self.simulator.machine.attention_time(self.number, op_index, op)
+            begin = partial(self._begin_block, stream, op_index, times)
+            self.device.when_admitted(now, begin)
         elif isinstance(op, CommStart):
-            self._post(place, op, now)
+            self._start_comm(op_index, op, now)
             return False
         elif isinstance(op, CommWait):
-            kernel = self._posted[op.id]
+            kernel = self._kernels[op.id]
             if kernel.end_ns is not None:
                 return False
-            kernel.waiting.append(partial(self._goes_on, stream, place, now))
+            kernel.waiters.append(partial(self._finish_and_advance, stream, op_index, now))
         else:
-            return self._must_join(stream, place, op, now)
+            return self._waits_for_stream(stream, op_index, op, now)
         return True
 
-    def _begin_block(self, stream: int, place: int, times: BlockTime, now: float) -> None:
-        self.device.run(times, now, partial(self._goes_on, stream, place, now))
+    def _begin_block(self, stream: int, op_index: int, times: BlockTime, now: float) -> None:
+        self.device.run(times, now, partial(self._finish_and_advance, stream, op_index, now))
 
-    def _must_join(self, stream: int, place: int, op: StreamWait, now: float) -> bool:
-        """Whether the other stream is not yet as far as the program was when it asked; then this one looks again."""
-        others, at = self._streams[op.after], self._at[op.after]
-        if at == len(others) or others[at] > place:
+    def _waits_for_stream(self, stream: int, op_index: int, op: StreamWait, now: float) -> bool:
+        """Return whether the other stream is behind this operation; if so, check again when it advances."""
+        other_indices, next_position = self._streams[op.after], self._next[op.after]
+        if next_position == len(other_indices) or other_indices[next_position] > op_index:
             return False
-        self._joining.append((op.after, partial(self._advance, stream)))
+        self._stream_waits.append((op.after, partial(self._advance, stream)))
         return True
 
-    def _post(self, place: int, post: CommStart, now: float) -> None:
-        number = self._counts[post.communicator]
-        self._counts[post.communicator] += 1
-        kernel = _Kernel(self, place, post, self.world.transfer(post, number))
-        self._posted[post.id] = kernel
-        queue = self._queues[post.communicator]
+    def _start_comm(self, op_index: int, comm_op: CommStart, now: float) -> None:
+        """Queue a transfer's kernel on its communicator and start it if the queue is empty."""
+        number = self._counts[comm_op.communicator]
+        self._counts[comm_op.communicator] += 1
+        kernel = _TransferKernel(self, op_index, comm_op, self.simulator.running_transfer(comm_op, number))
+        self._kernels[comm_op.id] = kernel
+        queue = self._queues[comm_op.communicator]
         queue.append(kernel)
         if queue[0] is not kernel:
             return
-        if self.world.machine.hop_is_first(self.number, place):
-            self._begin(kernel, now)
+        if self.simulator.machine.hop_starts_first(self.number, op_index):
+            self._begin_kernel(kernel, now)
         else:
-            self.world.at(now + self.world.machine.handover_ns, partial(self._begin, kernel))
+            self.simulator.call_at(now + self.simulator.machine.handover_ns, partial(self._begin_kernel, kernel))
 
-    def _begin(self, kernel: _Kernel, now: float) -> None:
-        if kernel.transfer.share:
-            self.device.when_there_is_room(now, kernel.begin)
+    def _begin_kernel(self, kernel: _TransferKernel, now: float) -> None:
+        if kernel.running_transfer.device_share:
+            self.device.when_admitted(now, kernel.begin)
         else:
             kernel.begin(now)
 
-    def ended(self, kernel: _Kernel, now: float) -> None:
-        """The next of the communicator begins at once."""
-        self.timeline.kernels[kernel.place] = (kernel.start_ns, kernel.ready_ns, now)
-        queue = self._queues[kernel.post.communicator]
+    def kernel_ended(self, kernel: _TransferKernel, now: float) -> None:
+        """Record a finished transfer kernel and start the next one of its communicator."""
+        self.timeline.kernels[kernel.op_index] = (kernel.start_ns, kernel.ready_ns, now)
+        queue = self._queues[kernel.comm_op.communicator]
         queue.popleft()
         if queue:
-            self._begin(queue[0], now)
+            self._begin_kernel(queue[0], now)

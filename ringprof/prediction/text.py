@@ -1,4 +1,4 @@
-"""A prediction as text: what, how sure, where the time goes, and what it rests on."""
+"""A prediction as text: time, uncertainty, breakdown and inputs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 from ringprof.devices import peak_of
 from ringprof.formatting import percent
-from ringprof.prediction.calibration import Calibration, Value, figures
+from ringprof.prediction.calibration import Calibration, Value, named_values
 from ringprof.prediction.network import Cluster, Links
 from ringprof.prediction.predict import PredictionResult, inputs
 from ringprof.record.dryrun.schedule import CommStart
@@ -18,12 +18,12 @@ PART_LABELS = {
     "kernel": "attention", "memory": "merges, copies", "same_host": "wire in host", "other_host": "wire between",
     "peers": "waiting for peers", "host": "launching",
 }  # fmt: skip
-_NOTICED = 0.02
-"""Part of the time from which on a transfer is worth a remark."""
+_NOTABLE = 0.02
+"""Fraction of the time from which a transfer gets a remark."""
 
 
 def described(workload: Workload) -> str:
-    """A problem in a few words."""
+    """Describe a workload in a few words."""
     batch = f"batch {workload.batch}, " if workload.batch > 1 else ""
     mask = str(workload.mask()) if workload.causal or not workload.mask().plain else "full attention"
     mask = ", ".join([mask, *workload.extras()])
@@ -32,7 +32,7 @@ def described(workload: Workload) -> str:
 
 
 def cluster_text(cluster: Cluster, device: str) -> str:
-    """A cluster in a few words."""
+    """Describe a cluster in a few words."""
     network = ""
     if cluster.hosts > 1 and cluster.nic_gbit is not None:
         shared = f" for {cluster.gpus_per_nic} GPUs" if cluster.gpus_per_nic > 1 else " a GPU"
@@ -42,47 +42,49 @@ def cluster_text(cluster: Cluster, device: str) -> str:
 
 
 def prediction_text(prediction: PredictionResult, style: TextStyle) -> str:
-    """The whole answer, ending with a newline."""
+    """Return the full text of a prediction, ending with a newline."""
     query, machine = prediction.query, prediction.machine
-    low, middle, high = prediction.interval_ns
-    unit_ns, unit = unit_for(middle)
+    low_ns, median_ns, high_ns = prediction.interval_ns
+    unit_ns, unit = unit_for(median_ns)
     params = ", ".join(f"{key}={value}" for key, value in prediction.schedule.params.items())
     hops = " · hops by copy engine" if query.hops == "copy" else ""
-    place = f", in {clean(prediction.peak_label)}" if prediction.peak_label else ""
+    peak_place = f", in {clean(prediction.peak_label)}" if prediction.peak_label else ""
     head = [
         f"PREDICTED: {clean(query.strategy)} on {cluster_text(query.cluster, machine.device)}",
         f"{described(query.workload)} · kernel {query.kernel}{hops}",
         f"{clean(params)}",
         "",
-        f"time      {duration(middle)} an iteration; in four of five cases {in_unit(low, unit_ns, 2)} {unit} to "
-        f"{in_unit(high, unit_ns, 2)} {unit}",
-        f"rate      {rate(prediction.tflops(middle))} per GPU ({rate(prediction.tflops(high))} to"
-        f" {rate(prediction.tflops(low))}){_of_peak(prediction, middle)}",
-        f"memory    {binary_size(prediction.peak_bytes)} a GPU at most{place}",
+        f"time      {duration(median_ns)} an iteration; in four of five cases {in_unit(low_ns, unit_ns, 2)} {unit} to "
+        f"{in_unit(high_ns, unit_ns, 2)} {unit}",
+        f"rate      {rate(prediction.tflops(median_ns))} per GPU ({rate(prediction.tflops(high_ns))} to"
+        f" {rate(prediction.tflops(low_ns))}){_of_peak(prediction, median_ns)}",
+        f"memory    {binary_size(prediction.peak_bytes)} a GPU at most{peak_place}",
         f"exposed   {percent(prediction.exposed_share)} of the time waits for transfers and peers (mean of ranks)",
         f"bound by  {', '.join(f'{phase}: {PART_LABELS[part]}' for phase, part in prediction.bound_by.items())}",
     ]
     tail = [
         *remarks(prediction),
         "how sure, one standard deviation: " + ", ".join(
-            f"{name} {percent(math.sqrt(part))}" for name, part in prediction.parts.items() if part > 1e-6
+            f"{name} {percent(math.sqrt(variance))}" for name,
+            variance in prediction.variance_by_input.items() if variance > 1e-6
         ),
         "",
         "what it rests on",
         *(_input(name, value) for name, value in inputs(prediction).items()),
     ]  # fmt: skip
-    parts = [style.fit("\n".join(head)), _table(prediction).text(style), style.fit("\n".join(tail))]
-    return style.finish("\n\n".join(parts))
+    sections = [style.fit("\n".join(head)), _table(prediction).text(style), style.fit("\n".join(tail))]
+    return style.finish("\n\n".join(sections))
 
 
 def _of_peak(prediction: PredictionResult, time_ns: float) -> str:
+    """Return the rate as a fraction of the device's peak, if the peak is known."""
     peak = peak_of(prediction.machine.device, prediction.query.workload.dtype)
     return f", {percent(prediction.tflops(time_ns) / peak.tflops, 0)} of the device's peak" if peak else ""
 
 
 def _table(prediction: PredictionResult) -> Table:
-    """The slowest rank's time by phase and part."""
-    spans = prediction.spans
+    """Return the slowest rank's time by phase and part."""
+    spans = prediction.breakdown
     present = [part for part in PART_LABELS if spans.total(part) > 0]
     rows = [
         [name, *(f"{parts.get(part, 0.0) / 1e6:,.3f}" for part in present)]
@@ -93,14 +95,14 @@ def _table(prediction: PredictionResult) -> Table:
 
 
 def remarks(prediction: PredictionResult) -> list[str]:
-    """What stands out, and what might help."""
-    spans, lines = prediction.spans, []
+    """Return what stands out, and what may help."""
+    spans, lines = prediction.breakdown, []
     time_ns = prediction.median_ns
     if prediction.host_bound:
         lines.append("the host is the bound: it needs longer to launch than the devices to compute")
-    if spans.total("other_host") > _NOTICED * time_ns:
+    if spans.total("other_host") > _NOTABLE * time_ns:
         lines.append(_channels_line(prediction))
-    if spans.total("same_host") > _NOTICED * time_ns and prediction.query.hops == "nccl":
+    if spans.total("same_host") > _NOTABLE * time_ns and prediction.query.hops == "nccl":
         lines.append("hops inside a host are exposed: --hops copy keeps NCCL's kernels off the multiprocessors")
     if prediction.peak_bytes > prediction.machine.memory_bytes:
         lines.append(f"this does not fit: a GPU has {binary_size(prediction.machine.memory_bytes)}")
@@ -108,39 +110,39 @@ def remarks(prediction: PredictionResult) -> list[str]:
 
 
 def _channels_line(prediction: PredictionResult) -> str:
-    """NCCL's channels of the hops between hosts, and the variable that changes them."""
+    """Return the number of NCCL channels of hops between hosts, and the variable that changes it."""
     cluster, machine = prediction.query.cluster, prediction.machine
     links = Links(machine, cluster)
-    posts = (
+    inter_node_ops = (
         op for op in prediction.schedule.programs[0].ops
         if isinstance(op, CommStart) and cluster.hosts_of(op.members) > 1
     )  # fmt: skip
-    post = next(posts, None)
-    waiting = percent(prediction.spans.total("other_host") / prediction.median_ns)
-    share = f"{waiting} of the time waits for bytes between hosts"
-    if post is None or post.operation != "send_recv":
-        return share
-    count, gb_s = links.channels_of(post), links.hop_gb_s(post)
+    comm_op = next(inter_node_ops, None)
+    waiting = percent(prediction.breakdown.total("other_host") / prediction.median_ns)
+    waiting_text = f"{waiting} of the time waits for bytes between hosts"
+    if comm_op is None or comm_op.operation != "send_recv":
+        return waiting_text
+    count, gb_s = links.channels_of(comm_op), links.hop_gb_s(comm_op)
     if gb_s >= links.nic_gb_s:
-        return f"{share}: the NIC is the bound, {links.nic_gb_s:.0f} GB/s"
+        return f"{waiting_text}: the NIC is the bound, {links.nic_gb_s:.0f} GB/s"
     return (
-        f"{share}: a hop gets {count} of NCCL's channels, {gb_s:.0f} GB/s where the NIC has {links.nic_gb_s:.0f}"
+        f"{waiting_text}: a hop gets {count} of NCCL's channels, {gb_s:.0f} GB/s where the NIC has {links.nic_gb_s:.0f}"
         f" (the rule of {machine.nccl.version}; NCCL_NCHANNELS_PER_NET_PEER={2 * count} doubles them)"
     )
 
 
 def calibration_text(machine: Calibration, style: TextStyle) -> str:
-    """A machine's figures with their spread and origin, ending with a newline."""
+    """Return a machine's figures with spread and origin, ending with a newline."""
     rates = [
-        f"  {kernel.name + ' ' + phase:30}{max(one.tflops for one in samples):>12,.4g}  best TFLOP/s of"
+        f"  {kernel.name + ' ' + phase:30}{max(sample.tflops for sample in samples):>12,.4g}  best TFLOP/s of"
         f" {len(samples)} shapes"
         for kernel in machine.kernels
         for phase in ("forward", "backward")
-        if (samples := [one for one in kernel.samples if one.phase == phase])
+        if (samples := [sample for sample in kernel.samples if sample.phase == phase])
     ]
-    failed = [f"  not measured: {clean(line)}" for line in machine.unmeasured]
-    told = [_input(name, value) for name, value in figures(machine)]
-    lines = [f"{clean(machine.name)}, {clean(machine.device)}", *rates, *told, *failed]
+    failures = [f"  not measured: {clean(line)}" for line in machine.unmeasured]
+    values = [_input(name, value) for name, value in named_values(machine)]
+    lines = [f"{clean(machine.name)}, {clean(machine.device)}", *rates, *values, *failures]
     return style.finish(style.fit("\n".join(lines)))
 
 

@@ -1,4 +1,4 @@
-"""`ringprof.predict` and `ringprof.advise`: frames that add up, plots that show the same figures, the page."""
+"""`ringprof.predict` and `ringprof.advise`: frames that add up, plots that show the same figures, and the page."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ TWO_HOSTS = ringprof.Cluster(hosts=2, gpus_per_host=2, nic_gbit=200.0)
 
 
 @cache
-def advised() -> Recommendation:
+def recommendation() -> Recommendation:
     return ringprof.advise(PROBLEM, TWO_HOSTS, machine="h200", strategies=("burst", "ulysses", "zigzag"))
 
 
 @cache
-def foreseen() -> Prediction:
+def prediction() -> Prediction:
     return ringprof.predict("zigzag", PROBLEM, TWO_HOSTS, machine="h200")
 
 
@@ -39,72 +39,72 @@ def test_a_problem_is_a_workload_or_its_fields() -> None:
     fields = {"seq": 131072, "heads": 16, "kv_heads": 8, "head_dim": 128}
     hosts: Any = {"hosts": 2, "gpus_per_host": 2, "nic_gbit": 200.0}
     problem: Any = fields
-    assert ringprof.predict("zigzag", problem, hosts, machine="h200").interval_ms == foreseen().interval_ms
-    for wrong, said in (({**fields, "seq": "64k"}, "seq"), ("64k", "Workload")):
-        with pytest.raises(UsageError, match=said):
+    assert ringprof.predict("zigzag", problem, hosts, machine="h200").interval_ms == prediction().interval_ms
+    for wrong, message in (({**fields, "seq": "64k"}, "seq"), ("64k", "Workload")):
+        with pytest.raises(UsageError, match=message):
             ringprof.predict("zigzag", wrong, hosts, machine="h200")  # type: ignore[arg-type]
 
 
 def test_parts_add_up_to_the_simulated_time_of_the_slowest_rank() -> None:
-    frame = foreseen().parts()
-    timelines = foreseen().prediction.timelines
-    assert frame.time_ms.sum() == pytest.approx(max(one.end_ns for one in timelines) / 1e6, rel=1e-6)
+    frame = prediction().parts()
+    timelines = prediction().prediction.timelines
+    assert frame.time_ms.sum() == pytest.approx(max(timeline.end_ns for timeline in timelines) / 1e6, rel=1e-6)
     assert set(frame.phase) == {"forward", "backward"} and set(frame.attrs["columns"]) == set(frame.columns)
 
 
 def test_choices_are_in_the_order_of_their_times_and_share_one_probability() -> None:
-    frame = advised().choices()
+    frame = recommendation().choices()
     assert frame.fits.all() and frame.middle_ms.is_monotonic_increasing
     assert frame.best.sum() == pytest.approx(1.0)
     assert (frame.low_ms < frame.middle_ms).all() and (frame.middle_ms < frame.high_ms).all()
-    report = advised().report()["choices"]
-    assert [round(ms, 4) for ms in frame.middle_ms] == [one["iteration_ms"]["p50"] for one in report]
+    report = recommendation().report()["choices"]
+    assert [round(ms, 4) for ms in frame.middle_ms] == [row["iteration_ms"]["p50"] for row in report]
 
 
-@pytest.mark.parametrize(("name", "places"), [("tokens", 5), ("hosts", 4), ("nic", 6)])
-def test_frames_and_plots_over_a_size_show_the_same(name: str, places: int) -> None:
-    frame = advised().over(name)
-    assert frame["at"].nunique() == places
-    drawn = getattr(advised().plot, name)()
-    lines = [line for line in drawn.lines if len(line.get_xdata()) == places]
+@pytest.mark.parametrize(("name", "points"), [("tokens", 5), ("hosts", 4), ("nic", 6)])
+def test_frames_and_plots_over_a_size_show_the_same(name: str, points: int) -> None:
+    frame = recommendation().over(name)
+    assert frame["at"].nunique() == points
+    axes = getattr(recommendation().plot, name)()
+    lines = [line for line in axes.lines if len(line.get_xdata()) == points]
     assert [line.get_label() for line in lines] == list(frame.choice.unique())
     for line in lines:
-        mine = frame[frame.choice == line.get_label()]
+        rows = frame[frame.choice == line.get_label()]
         # Per GPU, of two to a host.
         flops = [
-            replace(PROBLEM, seq=int(at)).model_flops() if name == "tokens" else PROBLEM.model_flops()
-            for at in mine["at"]
+            replace(PROBLEM, seq=int(value)).model_flops() if name == "tokens" else PROBLEM.model_flops()
+            for value in rows["at"]
         ]
-        gpus = [2 * at if name == "hosts" else 4 for at in mine["at"]]
-        speeds = [work / size / ms / 1e9 for work, size, ms in zip(flops, gpus, mine.middle_ms, strict=True)]
+        gpus = [2 * value if name == "hosts" else 4 for value in rows["at"]]
+        speeds = [work / size / ms / 1e9 for work, size, ms in zip(flops, gpus, rows.middle_ms, strict=True)]
         assert list(line.get_ydata()) == pytest.approx(speeds)
 
 
 def test_plots_of_choices_and_parts() -> None:
-    drawn = advised().plot.choices()
-    assert [tick.get_text() for tick in drawn.get_yticklabels()] == list(advised().choices().choice[:12])
-    bars: list[Any] = list(foreseen().plot().patches)
-    assert sum(bar.get_width() for bar in bars) == pytest.approx(foreseen().parts().time_ms.sum())
+    axes = recommendation().plot.choices()
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == list(recommendation().choices().choice[:12])
+    bars: list[Any] = list(prediction().plot().patches)
+    assert sum(bar.get_width() for bar in bars) == pytest.approx(prediction().parts().time_ms.sum())
 
 
 def test_choices_that_are_not_shown_are_counted() -> None:
-    advice = advised().advice
+    advice = recommendation().advice
     threefold = dataclasses.replace(advice, choices=advice.choices * 3)
     assert "\nand 3 more: --format json has them\n" in Recommendation(threefold).to_terminal()
-    assert " more:" not in advised().to_terminal()
+    assert " more:" not in recommendation().to_terminal()
     assert "The slowest are in the table alone." in Recommendation(threefold).to_html()
 
 
 def test_a_word_beside_a_line_stays_inside_the_picture() -> None:
     marks = [(2.0, "near the left"), (60.0, "near the right")]
-    drawn = plots.bands("tokens", "speed", {"a": [(1.0, (1.0, 2.0, 3.0)), (64.0, (1.0, 2.0, 3.0))]}, marks)
-    assert {text.get_text(): text.get_horizontalalignment() for text in drawn.texts} == {
+    axes = plots.bands("tokens", "speed", {"a": [(1.0, (1.0, 2.0, 3.0)), (64.0, (1.0, 2.0, 3.0))]}, marks)
+    assert {text.get_text(): text.get_horizontalalignment() for text in axes.texts} == {
         "near the left": "left", "near the right": "right",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("others", "at"),
+    ("others", "expected"),
     [
         # Ahead by a tenth at 1, behind by a tenth at 4: halfway on a logarithmic axis.
         ((1.1, 1 / 1.1), [2.0]),
@@ -113,13 +113,16 @@ def test_a_word_beside_a_line_stays_inside_the_picture() -> None:
         ((1.1, 1.2), []),
     ],
 )
-def test_crossings_by_hand(others: tuple[float, float], at: list[float]) -> None:
-    points = [Point(x, (_told(1.0), _told(ms))) for x, ms in zip((1.0, 4.0), others, strict=True)]
-    assert [place for place, _ in crossings(points)] == pytest.approx(at)
+def test_crossings_by_hand(others: tuple[float, float], expected: list[float]) -> None:
+    points = [
+        Point(position, (_prediction_of(1.0), _prediction_of(ms)))
+        for position, ms in zip((1.0, 4.0), others, strict=True)
+    ]
+    assert [value for value, _ in crossings(points)] == pytest.approx(expected)
 
 
-def _told(ms: float) -> Any:
-    """A prediction of which only the time is asked."""
+def _prediction_of(ms: float) -> Any:
+    """Return a stand-in for a prediction that has only a time."""
     return SimpleNamespace(median_ns=ms * 1e6)
 
 
@@ -131,15 +134,15 @@ def test_a_choice_is_on_the_front_where_nothing_faster_needs_as_little_memory(
     ms: float, peak_bytes: int, on_front: bool
 ) -> None:
     other: Any = SimpleNamespace(median_ns=1.0, peak_bytes=100)
-    one: Any = SimpleNamespace(median_ns=ms, peak_bytes=peak_bytes)
-    assert _on_front(one, [other, one]) is on_front
+    choice: Any = SimpleNamespace(median_ns=ms, peak_bytes=peak_bytes)
+    assert _on_front(choice, [other, choice]) is on_front
 
 
 def test_a_prediction_is_written_and_read_again(tmp_path: Path) -> None:
-    run = foreseen().write(tmp_path / "predicted")
+    run = prediction().write(tmp_path / "predicted")
     loaded = ringprof.load(tmp_path / "predicted")
     assert isinstance(loaded, ringprof.Analysis) and len(loaded.ranks) == 4 and run.predicted is not None
-    assert "PREDICTED zigzag" in repr(foreseen()) and "PREDICTED" in foreseen().to_terminal()
+    assert "PREDICTED zigzag" in repr(prediction()) and "PREDICTED" in prediction().to_terminal()
 
 
 def test_masks_are_refused_by_name_where_nothing_is_calibrated_for_them() -> None:
@@ -151,14 +154,14 @@ def test_masks_are_refused_by_name_where_nothing_is_calibrated_for_them() -> Non
 
 
 def choice(label: str, **parts_ms: float) -> Any:
-    """A choice that takes as long as its parts together."""
-    spans = SimpleNamespace(total=lambda part: parts_ms.get(part, 0.0) * 1e6)
-    prediction = SimpleNamespace(spans=spans, median_ns=sum(parts_ms.values()) * 1e6)
-    return SimpleNamespace(label=label, prediction=prediction)
+    """Return a stand-in for a choice whose time is the sum of its parts."""
+    breakdown = SimpleNamespace(total=lambda part: parts_ms.get(part, 0.0) * 1e6)
+    choice_prediction = SimpleNamespace(breakdown=breakdown, median_ns=sum(parts_ms.values()) * 1e6)
+    return SimpleNamespace(label=label, prediction=choice_prediction)
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("other", "expected"),
     [
         ({"kernel": 1100.0, "peers": 10.0}, "b takes 0.9 % (10.00 ms) longer: +100.00 ms of attention, -90.00 ms of "
          "waiting for peers"),
@@ -166,14 +169,14 @@ def choice(label: str, **parts_ms: float) -> Any:
     ],
 )  # fmt: skip
 def test_what_the_second_gains_is_said_where_it_loses_more_than_the_difference(
-    other: dict[str, float], said: str
+    other: dict[str, float], expected: str
 ) -> None:
     choices: tuple[Choice, ...] = (choice("a", kernel=1000.0, peers=100.0), choice("b", **other))
-    assert Advice(choices, (), (), (), ()).why_not_the_second() == said
+    assert Advice(choices, (), (), (), ()).why_not_the_second() == expected
 
 
 def test_what_cannot_be_meant_is_refused() -> None:
-    """Hops that are none were foreseen as NCCL's, and one name as text chose every strategy whose name is in it."""
+    """An unknown transport was once predicted as NCCL's, and a name as text chose every strategy that contains it."""
     with pytest.raises(UsageError, match="hops 'zz' is not one of auto, nccl, copy"):
         ringprof.predict("zigzag", PROBLEM, machine="h200", hops="zz")
     with pytest.raises(UsageError, match="hosts must be at least 1, not 0"):

@@ -1,5 +1,4 @@
-"""What docs/prediction.md claims of errors on committed data, part by part, as benchmarks/prediction.py reckons
-them."""
+"""Claims of docs/prediction.md on errors on committed data, part by part, computed by benchmarks/prediction.py."""
 
 from __future__ import annotations
 
@@ -15,17 +14,17 @@ pytest.importorskip("torch", reason="a prediction runs strategies on shapes")
 from benchmarks import prediction
 from benchmarks.prediction import Score
 from ringprof.prediction.calibration import read_calibration
-from ringprof.prediction.lognormal import Lognormal, Longer
+from ringprof.prediction.lognormal import Lognormal, MaxLognormal
 from ringprof.prediction.schedules import schedule_of
 
 
 def within(scores: Sequence[Score], mean: float, most: float) -> bool:
-    errors = [abs(one.error) for one in scores]
+    errors = [abs(score.error) for score in scores]
     return sum(errors) / len(errors) <= mean and max(errors) <= most
 
 
 def inside(scores: Sequence[Score]) -> float:
-    return sum(bool(one.inside) for one in scores) / len(scores)
+    return sum(bool(score.inside) for score in scores) / len(scores)
 
 
 def test_shapes_that_no_committed_run_has() -> None:
@@ -34,9 +33,9 @@ def test_shapes_that_no_committed_run_has() -> None:
 
 
 def test_shapes_of_a_later_session() -> None:
-    """Ten that the device decides, and four between, which take 2.5 to 5 ms."""
+    """Ten runs are bound by the device, and four, which take 2.5 to 5 ms, are in between."""
     scores = list(prediction.later())
-    of_device = [one for one in scores if one.measured > prediction.HOST_MS]
+    of_device = [score for score in scores if score.measured > prediction.HOST_MS]
     assert len(scores) == 14 and len(of_device) == 10 and within(of_device, 0.02, 0.04) and within(scores, 0.03, 0.08)
 
 
@@ -46,10 +45,10 @@ def test_shapes_of_the_last_session() -> None:
 
 
 def test_short_sequences_that_the_host_decides() -> None:
-    """The docs say that 5 % cannot be had: one program, recorded twice, differs by more. The interval says so."""
-    same, elsewhere = list(prediction.host()), list(prediction.host_elsewhere())
+    """The docs say that 5 % is out of reach: one program, recorded twice, differs by more. The interval shows it."""
+    same, other_hosts = list(prediction.host()), list(prediction.host_elsewhere())
     assert len(same) == 46 and 0.7 <= inside(same) <= 0.95
-    assert len(elsewhere) == 43 and 0.7 <= inside(elsewhere) <= 0.95
+    assert len(other_hosts) == 43 and 0.7 <= inside(other_hosts) <= 0.95
 
 
 def test_short_sequences_that_the_device_decides() -> None:
@@ -58,17 +57,17 @@ def test_short_sequences_that_the_device_decides() -> None:
 
 
 def test_one_program_in_two_processes_on_one_host() -> None:
-    """Of 23 that the host decides the mean differs by 16.2 %, of 16 that the device decides by 0.9 %."""
-    by_device = {one.name for one in prediction.short()}
-    off = {name: abs(second / first - 1) for name, (first, second) in prediction.measured_twice().items()}
-    host = [part for name, part in off.items() if name not in by_device]
-    device = [part for name, part in off.items() if name in by_device]
+    """23 host-bound programs differ by 16.2 % on average, 16 device-bound ones by 0.9 %."""
+    by_device = {score.name for score in prediction.short()}
+    differences = {name: abs(second / first - 1) for name, (first, second) in prediction.measured_twice().items()}
+    host = [difference for name, difference in differences.items() if name not in by_device]
+    device = [difference for name, difference in differences.items() if name in by_device]
     assert sum(host) / len(host) == pytest.approx(0.162, abs=0.001)
     assert sum(device) / len(device) == pytest.approx(0.009, abs=0.001)
 
 
 def test_packed_documents_and_windows() -> None:
-    """The all-gather's was recorded by code that took dQ through float32 once more, half a millisecond of its 12.8."""
+    """The all-gather run converted dQ to float32 once more, which takes half a millisecond of its 12.8."""
     scores = list(prediction.masks())
     assert len(scores) == 4 and within(scores, 0.04, 0.125)
 
@@ -78,39 +77,44 @@ def test_zigzags_grid_on_4_gpus() -> None:
     """The docs say that intervals are too narrow here, and that sizes which the host decides are missed."""
     scores = list(prediction.grid())
     assert within(scores, 0.035, 0.25) and 0.7 <= inside(scores) <= 0.9
-    # Older code, which took a fifth more of its host.
+    # Older code, which took a fifth more host time.
     assert within(list(prediction.grid_host()), 0.235, 0.41)
-    # What the bundled machine says that intervals elsewhere are, by these and the shapes of three sessions, rounded up.
-    found = {bound: prediction.elsewhere(of, bound) for bound, of in prediction.held_out().items()}
-    known = {bound: value.value for bound, value in read_calibration("h200").elsewhere.items()}
-    assert all(found[bound] <= known[bound] < found[bound] + 0.1 for bound in known)
+    # The bundled machine's margins are those of these runs and of the shapes of three sessions, rounded up.
+    margins = {
+        bound: prediction.transfer_margin(scores_of_bound, bound)
+        for bound, scores_of_bound in prediction.held_out().items()
+    }
+    bundled = {bound: value.value for bound, value in read_calibration("h200").transfer_margin.items()}
+    assert all(margins[bound] <= bundled[bound] < margins[bound] + 0.1 for bound in bundled)
 
 
 def test_conformal_by_hand() -> None:
-    """Nine cases that are off by 1 to 9 spreads: the eighth of ten, over the 1.2816 of a normal distribution."""
-    foreseen: Any = SimpleNamespace(time=Longer(Lognormal(1e6, 0.01)), machine=SimpleNamespace(elsewhere={}))
-    scores = [Score("", math.exp(0.01 * off), 1.0, prediction=foreseen) for off in range(1, 10)]
-    assert prediction.elsewhere(scores, "device") == pytest.approx(8 / 1.2816, abs=0.01)
+    """Nine cases are off by 1 to 9 spreads: the eighth of ten, over the 1.2816 of a normal distribution."""
+    prediction_stub: Any = SimpleNamespace(
+        time=MaxLognormal(Lognormal(1e6, 0.01)), machine=SimpleNamespace(transfer_margin={})
+    )
+    scores = [Score("", math.exp(0.01 * off), 1.0, prediction=prediction_stub) for off in range(1, 10)]
+    assert prediction.transfer_margin(scores, "device") == pytest.approx(8 / 1.2816, abs=0.01)
 
 
 def test_peak_memory_of_the_later_session() -> None:
-    """The 32 MiB are what torch holds beside on a GPU. The runs are of older code, which held on to more.
+    """Torch holds 32 MiB besides on a GPU. The runs are of older code, which held more.
 
-    That is K and V of the last step, dK and dV that had been sent, what had been gathered, slots for K and V and others
-    for dK and dV, and whole shards of packed documents.
+    It kept K and V of the last step, sent dK and dV, and gathered tensors. K and V had other slots than dK and dV, and
+    packed documents whole shards.
     """
     ratios = []
     for shape in prediction.later_shapes():
         assert shape.peak_mib is not None
         schedule = schedule_of(shape.query, shape.query.cluster, [0, 1])
-        held = max(program.peak_bytes for program in schedule.programs) / 2**20 + 32
-        ratios.append(held / shape.peak_mib)
+        predicted_mib = max(program.peak_bytes for program in schedule.programs) / 2**20 + 32
+        ratios.append(predicted_mib / shape.peak_mib)
     assert 0.81 < min(ratios) < max(ratios) < 1.001
     assert sum(ratio > 0.99 for ratio in ratios) == 18 and len(ratios) == 29
 
 
 def test_peak_memory_of_short_sequences() -> None:
-    """Of 39 runs 14 hold up to 22 % less since, the others are foreseen to 0.3 %, small blocks of flash-attn, too."""
+    """14 of 39 runs hold up to 22 % less today; the others are predicted within 0.3 %, also small flash-attn blocks."""
     same = set()
     for shape in prediction.recorded_shapes("h200_shapes_4.csv")[:39]:
         assert shape.peak_mib is not None
@@ -157,7 +161,7 @@ def test_runs_are_replayed_from_their_own_blocks() -> None:
 
 
 def test_published_h100_cells() -> None:
-    """Causal backward passes on 16 GPUs, in which the best is ahead by 2 %; the benchmark has all 60."""
+    """Causal backward passes on 16 GPUs, in which the best one leads by 2 %; the benchmark has all 60 cells."""
     scores = list(prediction.h100("V0241", "V0242", "V0243", "V0244", "V0245"))
     assert len(scores) == 5 and within(scores, 0.06, 0.09)
     assert prediction.ranking(scores) == (1, 1)
@@ -173,7 +177,7 @@ def test_all_published_h100_cells() -> None:
 
 @pytest.mark.long
 def test_published_burst_on_32_a800() -> None:
-    """At 262144 and 524288 tokens, double rings of the settings that have repeats, forward and backward."""
+    """Double rings at 262144 and 524288 tokens with the settings that have repeats, forward and backward."""
     rows = {"V0035", "V0038", "V0044", "V0047", "V0060", "V0061", "V0102", "V0104", "V0132", "V0135"}
     scores = list(prediction.a800(*rows))
     assert len(scores) == len(rows) and within(scores, 0.05, 0.06)

@@ -1,4 +1,4 @@
-"""predict, what-if, calibrate and check from the command line; a prediction is read as a recorded run is."""
+"""The commands predict, what-if, calibrate and check; a prediction is read like a recorded run."""
 
 from __future__ import annotations
 
@@ -35,17 +35,19 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 def test_a_prediction_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "predict", *SMALL, "--machine", "h200", "--format", "json")
-    found = json.loads(out)
-    assert code == 0 and found["schema"] == "ringprof.prediction/1" and found["predicted"] is True
-    time = found["iteration_ms"]
+    report = json.loads(out)
+    assert code == 0 and report["schema"] == "ringprof.prediction/1" and report["predicted"] is True
+    time = report["iteration_ms"]
     assert time["p10"] < time["p50"] < time["p90"]
     # 14 · S²/2 · heads · head_dim FLOPs on two GPUs.
     flops = 14 * 65536**2 / 2 * 40 * 128
-    assert found["tflops"]["p50"] == pytest.approx(flops / 2 / time["p50"] / 1e9, rel=1e-3)
-    assert found["tflops"]["p10"] < found["tflops"]["p90"]
-    assert set(found["bound_by"]) == {"forward", "backward"} and 0 <= found["exposed_comm"] < 0.2
-    assert all(one["origin"] in ("measured", "published", "assumed") and one["source"] for one in found["inputs"])
-    parts = sum(sum(phase.values()) for phase in found["parts_ms"].values())
+    assert report["tflops"]["p50"] == pytest.approx(flops / 2 / time["p50"] / 1e9, rel=1e-3)
+    assert report["tflops"]["p10"] < report["tflops"]["p90"]
+    assert set(report["bound_by"]) == {"forward", "backward"} and 0 <= report["exposed_comm"] < 0.2
+    assert all(
+        value["origin"] in ("measured", "published", "assumed") and value["source"] for value in report["inputs"]
+    )
+    parts = sum(sum(phase.values()) for phase in report["parts_ms"].values())
     assert parts == pytest.approx(time["p50"], rel=0.05)
 
 
@@ -54,15 +56,15 @@ def test_a_prediction_is_read_as_a_run(tmp_path: Path, capsys: pytest.CaptureFix
     code, out, err = run(capsys, "predict", "--like", ZIGZAG, "--machine", "h200", "-o", str(folder))
     assert code == 0 and out.startswith("PREDICTED: zigzag on 4 x NVIDIA H200") and "in four of five cases" in out
     assert err == f"Wrote {folder}: ringprof report {shlex.quote(str(folder))}\n"
-    made = read_run(folder / "run.json")
-    assert made.predicted is not None and made.predicted.machine == "h200"
-    assert made.predicted.p10_ns < made.predicted.p50_ns < made.predicted.p90_ns
+    predicted = read_run(folder / "run.json")
+    assert predicted.predicted is not None and predicted.predicted.machine == "h200"
+    assert predicted.predicted.p10_ns < predicted.predicted.p50_ns < predicted.predicted.p90_ns
     loaded, recorded = ringprof.load(folder), ringprof.load(ZIGZAG)
     assert isinstance(loaded, ringprof.Analysis) and isinstance(recorded, ringprof.Analysis)
-    # Every hop and block of the recording, and no time that does not add up.
+    # It has every hop and block of the recording, and its times add up.
     assert len(loaded.hops()) == len(recorded.hops())
     assert loaded.breakdown()["idle_ns"].ge(0).all()
-    blocks = {one.kernel for one in loaded.steps().itertuples() if "kernel" in one._fields} or {""}
+    blocks = {step.kernel for step in loaded.steps().itertuples() if "kernel" in step._fields} or {""}
     assert blocks
     assert run(capsys, "report", str(folder))[0] == 0
     code, out, _ = run(capsys, "compare", str(folder), ZIGZAG)
@@ -98,7 +100,7 @@ def test_a_prediction_over_hosts_is_of_one_clock_and_says_that_it_is_predicted(t
         (("what-if", ZIGZAG, "--kernel-speed", "0"), "--kernel-speed: '0' is not a factor"),
         (("predict", "--machine", "h200", *SMALL, "--dtype", "fp32"), "bf16 and fp16 only"),
         (("predict", "--machine", "h200", *SMALL, "--head-dim", "96"), "calibrated for head_dim [64, 128], not 96"),
-        (("predict", "--machine", "h200", *SMALL, "--hosts", "2"), "Sockets cannot be foreseen"),
+        (("predict", "--machine", "h200", *SMALL, "--hosts", "2"), "Sockets cannot be predicted"),
         (("predict", "--machine", "h200", *SMALL, "--kernel", "cudn"), "no curves of kernel 'cudn'"),
         (("predict", "--machine", "h100", *SMALL, "--seq", "1000003"), "divisible"),
         (("predict", "--machine", "h200", "--like", str(TRACES / "cpu4-burst-4096")), "CPU processes"),
@@ -111,7 +113,7 @@ def test_a_prediction_over_hosts_is_of_one_clock_and_says_that_it_is_predicted(t
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value[-2:]),
 )
-def test_what_cannot_be_foreseen_is_refused_in_a_line(
+def test_what_cannot_be_predicted_is_refused_in_a_line(
     arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = run(capsys, *arguments)
@@ -120,15 +122,15 @@ def test_what_cannot_be_foreseen_is_refused_in_a_line(
 
 def test_what_if_says_what_a_change_would_have_done(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "what-if", ZIGZAG, "--format", "json", "--slow", "3=1.25")
-    found = json.loads(out)
-    assert code == 0 and abs(found["replay_error"]) < 0.02
+    report = json.loads(out)
+    assert code == 0 and abs(report["replay_error"]) < 0.02
     # The ring goes at the pace of its slowest rank; nine tenths of the time are blocks.
-    assert found["change"] == pytest.approx(0.9 * 0.25, abs=0.03)
+    assert report["change"] == pytest.approx(0.9 * 0.25, abs=0.03)
     _, out, _ = run(capsys, "what-if", ZIGZAG, "--format", "json", "--kernel-speed", "1.1x")
     assert -0.1 < json.loads(out)["change"] < -0.07
 
 
-def test_copied_hops_foreseen_are_as_those_recorded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_predicted_copied_hops_match_the_recorded_ones(capsys: pytest.CaptureFixture[str]) -> None:
     """From the run with NCCL's hops; the recorded one with copied hops took 75.15 ms in its profiled iteration."""
     _, out, _ = run(capsys, "what-if", ZIGZAG, "--format", "json", "--hops", "copy")
     assert json.loads(out)["changed_ms"] == pytest.approx(75.15, rel=0.05)
@@ -142,10 +144,10 @@ def test_sockets_ten_times_as_fast(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_exchanges_inside_a_host_follow_the_links_and_the_hosts(capsys: pytest.CaptureFixture[str]) -> None:
-    """Eight all-to-alls of Ulysses on 4 GPUs: of three pieces of 65536 tokens and 10 heads, at 299 GB/s on the wire.
+    """Ulysses on 4 GPUs makes eight all-to-alls of three pieces of 65536 tokens and 10 heads, at 299 GB/s on the wire.
 
-    Ten times as slow they take nine times as long in addition. With two GPUs to a host two pieces of each cross, over
-    400 Gbit/s of which 43 GB/s are reached.
+    Links ten times as slow add nine times that time. With two GPUs per host, two pieces of each all-to-all cross the
+    network between the hosts, over 400 Gbit/s of which 43 GB/s are reached.
     """
     piece = 65536 * 10 * 128 * 2
     wire_ms = 8 * 3 * piece / 299e6
@@ -155,27 +157,27 @@ def test_exchanges_inside_a_host_follow_the_links_and_the_hosts(capsys: pytest.C
         (("--ranks-per-host", "2", "--machine", "h100"), 8 * 2 * piece / 43e6 - wire_ms),
     ):
         _, out, _ = run(capsys, "what-if", path, "--format", "json", *options)
-        found = json.loads(out)
-        assert found["changed_ms"] - found["replayed_ms"] == pytest.approx(expected_ms, rel=0.05)
+        report = json.loads(out)
+        assert report["changed_ms"] - report["replayed_ms"] == pytest.approx(expected_ms, rel=0.05)
 
 
 def test_calibrate_from_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "machine.json"
     code, out, err = run(capsys, "calibrate", ZIGZAG, ZIGZAG + "-copied", "-o", str(output), "--name", "ours")
     assert code == 0 and f"Wrote {output}" in err
-    # What it found, in words: of each kernel its best, and every figure with how sure and where from.
+    # The text names each kernel's best rate, and every figure with its spread and source.
     assert "ours, NVIDIA H200" in out and "cudnn forward" in out and "best TFLOP/s of" in out
     (copied,) = (line for line in out.splitlines() if "same_host.copy_gb_s" in line)
     assert "measured" in copied and "±" in copied
-    found = read_calibration(output)
-    assert found.name == "ours" and found.device == "NVIDIA H200"
-    kernel = found.kernel("cudnn")
+    calibration = read_calibration(output)
+    assert calibration.name == "ours" and calibration.device == "NVIDIA H200"
+    kernel = calibration.kernel("cudnn")
     assert {sample.q for sample in kernel.samples} == {8192, 16384}
     assert all(sample.origin == "measured" and "zigzag-65536" in sample.source for sample in kernel.samples)
     # A kernel that did not run stays as the bundled machine of this device has it.
-    assert found.kernel("flash-attn") == read_calibration("h200").kernel("flash-attn")
-    assert found.same_host.copy_gb_s is not None and 370 < found.same_host.copy_gb_s.value < 395
-    assert parse_calibration(calibration_json(found), "again") == found
+    assert calibration.kernel("flash-attn") == read_calibration("h200").kernel("flash-attn")
+    assert calibration.same_host.copy_gb_s is not None and 370 < calibration.same_host.copy_gb_s.value < 395
+    assert parse_calibration(calibration_json(calibration), "again") == calibration
     code, out, _ = run(capsys, "predict", "--like", ZIGZAG, "--machine", str(output), "--format", "json")
     assert code == 0 and json.loads(out)["iteration_ms"]["p50"] == pytest.approx(80.87, rel=0.03)
 
@@ -215,11 +217,19 @@ def test_what_would_change_nothing_is_refused(
 
 
 def test_the_network_is_told_beside_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """Two hosts of two GPUs whose hops are bound by 2 of NCCL's channels: 8 of them are faster."""
-    asked = ("predict", "--like", str(TRACES / "h200x4-zigzag-65536-two-hosts"), "--machine", "h200", "--nic", "400")
+    """Two hosts of two GPUs whose hops are bound by 2 NCCL channels: 8 channels are faster."""
+    arguments = (
+        "predict",
+        "--like",
+        str(TRACES / "h200x4-zigzag-65536-two-hosts"),
+        "--machine",
+        "h200",
+        "--nic",
+        "400",
+    )
     times = []
-    for more in ((), ("--net-channels", "8")):
-        code, out, _ = run(capsys, *asked, *more, "--format", "json")
+    for options in ((), ("--net-channels", "8")):
+        code, out, _ = run(capsys, *arguments, *options, "--format", "json")
         assert code == 0
         times.append(json.loads(out)["iteration_ms"]["p50"])
     assert times[1] < 0.7 * times[0]
@@ -228,21 +238,21 @@ def test_the_network_is_told_beside_a_run(capsys: pytest.CaptureFixture[str]) ->
 def test_runs_that_cannot_calibrate_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layer = str(TRACES / "h200x2-zigzag-65536-layer")
     code, _, err = run(capsys, "calibrate", ZIGZAG, layer, "-o", str(tmp_path / "machine.json"))
-    assert code == 2 and err.startswith(f"ringprof: {layer}: training's attention alone is foreseen")
+    assert code == 2 and err.startswith(f"ringprof: {layer}: only training's attention can be predicted")
 
 
 def test_hosts_of_unlike_numbers_are_refused() -> None:
     recorded = read_run(Path(ZIGZAG) / "run.json")
     topology = msgspec.structs.replace(recorded.topology, world_size=6, ranks_per_host=4)
     with pytest.raises(UnsupportedWorkloadError, match="6 ranks are not hosts of 4"):
-        Query.like(msgspec.structs.replace(recorded, topology=topology))
+        Query.of_run(msgspec.structs.replace(recorded, topology=topology))
 
 
 HEADER = "id,strategy,seq_global,heads,head_dim,n_gpus,hosts,causal,pass,kernel,time_ms,tflops\n"
 
 
 def test_published_tables_are_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Good; beyond any H100; beyond the kernel; the time of a quarter of its length; of a strategy that is not ours."""
+    """A good row; beyond any H100; beyond the kernel; the time of a quarter of its length; an unknown strategy."""
     table = tmp_path / "table.csv"
     table.write_text(
         HEADER + "good,ulysses,131072,64,128,16,2,False,fwd,fa3,61.33,\n"
@@ -277,11 +287,11 @@ def test_where_nothing_fits_the_least_is_named(capsys: pytest.CaptureFixture[str
     cluster = ("--gpus-per-host", "6", "--machine", "h100", "--seq", "9216", "--heads", "14", "--forward-only")
     code, out, _ = run(capsys, "advise", *cluster, "--memory", "20MB")
     assert code == 0 and "nothing fits: the least that any needs is" in out and out.count("does not fit") > 3
-    assert "not foreseen: ulysses: a Ulysses degree of 6 does not divide 14 heads" in out
+    assert "not predicted: ulysses: a Ulysses degree of 6 does not divide 14 heads" in out
 
 
 def test_ulysses_degrees_go_up_to_the_query_heads() -> None:
-    """Of 8 heads and 2 kv heads on 16 GPUs: degrees 2, 4 and 8, beyond 2 with repeated kv heads."""
+    """Degrees of 8 heads and 2 kv heads on 16 GPUs are 2, 4 and 8; those above 2 repeat kv heads."""
     workload = Workload(seq=65536, heads=8, kv_heads=2, head_dim=128)
-    asked = candidates(workload, Cluster(gpus_per_host=16), read_calibration("h200"), "cudnn")
-    assert {one.params["ulysses_degree"] for one in asked if one.strategy == "usp"} == {2, 4, 8}
+    queries = candidates(workload, Cluster(gpus_per_host=16), read_calibration("h200"), "cudnn")
+    assert {query.params["ulysses_degree"] for query in queries if query.strategy == "usp"} == {2, 4, 8}

@@ -1,4 +1,4 @@
-"""The longer of two lognormal times against draws of them, and against what is known of one alone."""
+"""Distribution of the maximum of two lognormal times, against draws and against one of them alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from statistics import quantiles
 
 import pytest
 
-from ringprof.prediction.lognormal import Lognormal, Longer
+from ringprof.prediction.lognormal import Lognormal, MaxLognormal
 
 
 def test_as_many_draws_lie_below_each_quantile() -> None:
@@ -18,7 +18,7 @@ def test_as_many_draws_lie_below_each_quantile() -> None:
             (1e6 * math.exp(chance.gauss(0, 0.03)), host_ns * math.exp(chance.gauss(0, host_spread)))
             for _ in range(20_000)
         ]
-        time = Longer(Lognormal(1e6, 0.03), Lognormal(host_ns, host_spread))
+        time = MaxLognormal(Lognormal(1e6, 0.03), Lognormal(host_ns, host_spread))
         tenths = quantiles(map(max, pairs), n=10)
         for share, expected in ((0.1, tenths[0]), (0.5, tenths[4]), (0.9, tenths[8])):
             assert time.quantile_ns(share) == pytest.approx(expected, rel=0.01)
@@ -26,7 +26,7 @@ def test_as_many_draws_lie_below_each_quantile() -> None:
 
 
 def test_a_host_that_needs_next_to_nothing_changes_nothing() -> None:
-    alone, beside = Longer(Lognormal(5e6, 0.1)), Longer(Lognormal(5e6, 0.1), Lognormal(1e4, 0.2))
+    alone, beside = MaxLognormal(Lognormal(5e6, 0.1)), MaxLognormal(Lognormal(5e6, 0.1), Lognormal(1e4, 0.2))
     for share in (0.1, 0.5, 0.9):
         # exp(±1.2816 · 0.1) of the median.
         assert alone.quantile_ns(share) == pytest.approx(5e6 * {0.1: 0.8797, 0.5: 1.0, 0.9: 1.1367}[share], rel=1e-4)
@@ -35,7 +35,7 @@ def test_a_host_that_needs_next_to_nothing_changes_nothing() -> None:
 
 
 def test_of_two_alike_each_is_the_bound_as_often_and_their_longer_lies_above_both() -> None:
-    both = Longer(Lognormal(1e6, 0.1), Lognormal(1e6, 0.1))
+    both = MaxLognormal(Lognormal(1e6, 0.1), Lognormal(1e6, 0.1))
     assert both.host_share == pytest.approx(0.5)
     # F² = 1/2 where F = 0.7071: 0.5450 standard deviations above the middle.
     assert both.median_ns == pytest.approx(1e6 * math.exp(0.05450), rel=1e-4)

@@ -1,4 +1,4 @@
-"""More ranks than are simulated one by one, held against formulas that need no simulation."""
+"""More ranks than are simulated one by one, against formulas that need no simulation."""
 
 from __future__ import annotations
 

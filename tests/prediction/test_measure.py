@@ -1,4 +1,4 @@
-"""What `calibrate` finds of a host, where its parts need no GPU."""
+"""Host times that `calibrate` measures, where its parts need no GPU."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ pytest.importorskip("torch", reason="a calibration computes")
 import torch
 
 from ringprof.prediction import host_timing
-from ringprof.prediction.calibration import HostPass, assumed
-from ringprof.prediction.host_model import explained, host_ns, kinds, times_us
+from ringprof.prediction.calibration import HostPass, assumed_calibration
+from ringprof.prediction.host_model import count_kinds, fit_host_times, host_ns, times_us
 from ringprof.prediction.microbenchmark import Bench
 from ringprof.prediction.schedules import schedule
 from ringprof.record.dryrun.schedule import Program
@@ -33,40 +33,44 @@ def took(counts: Counter[str]) -> float:
     return sum(TRUE[kind] * count for kind, count in counts.items())
 
 
-def a_pass(kernel: str, counts: Counter[str], us: float, strategy: str = "zigzag") -> HostPass:
+def host_pass_of(kernel: str, counts: Counter[str], us: float, strategy: str = "zigzag") -> HostPass:
     return HostPass(
         strategy=strategy, kernel=kernel, hops="nccl", ranks=2, backward=True, kinds=dict(counts), us=us, source="test"
     )
 
 
 def test_passes_of_some_strategies_tell_of_another() -> None:
-    """By hand: every kind has a time; passes of five strategies that are made of them foretell a sixth within 6 %."""
-    known = [kinds(program(name)) for name in ("zigzag", "ring", "ulysses", "megatron", "allgather")]
-    known.append(kinds(program("zigzag", "copy")))
-    machine = explained(
-        assumed("x", "x", 132, 1 << 30), [a_pass("cudnn", counts, took(counts)) for counts in known], "test"
+    """Passes of five strategies, built from known times per kind, predict a sixth within 6 %."""
+    counts_by_strategy = [count_kinds(program(name)) for name in ("zigzag", "ring", "ulysses", "megatron", "allgather")]
+    counts_by_strategy.append(count_kinds(program("zigzag", "copy")))
+    machine = fit_host_times(
+        assumed_calibration("x", "x", 132, 1 << 30),
+        [host_pass_of("cudnn", counts, took(counts)) for counts in counts_by_strategy],
+        "test",
     )
     other = program("burst")
     # A pass took what the slower of two ranks took: 1.056 times one, where hosts are 9.5 % apart.
-    foretold = 1.056 * sum(host_ns(machine, machine.kernel("cudnn"), other)) / 1e3
-    assert foretold == pytest.approx(took(kinds(other)), rel=0.06)
+    predicted_us = 1.056 * sum(host_ns(machine, machine.kernel("cudnn"), other)) / 1e3
+    assert predicted_us == pytest.approx(took(count_kinds(other)), rel=0.06)
     assert machine.host.post_us.origin == "measured" and machine.kernel("cudnn").forward_us is not None
 
 
 def test_kernels_have_host_times_of_their_own() -> None:
-    counts = kinds(program("zigzag"))
-    passes = [a_pass(kernel, counts, took(counts) * slower) for kernel, slower in (("cudnn", 1.0), ("flash-attn", 0.8))]
-    machine = explained(assumed("x", "x", 132, 1 << 30), passes, "test")
+    counts = count_kinds(program("zigzag"))
+    passes = [
+        host_pass_of(kernel, counts, took(counts) * slower) for kernel, slower in (("cudnn", 1.0), ("flash-attn", 0.8))
+    ]
+    machine = fit_host_times(assumed_calibration("x", "x", 132, 1 << 30), passes, "test")
     cudnn, flash = (times_us(machine, machine.kernel(name)) for name in ("cudnn", "flash-attn"))
     assert flash["forward_us"] < cudnn["forward_us"] and flash["post_us"] == cudnn["post_us"]
 
 
 def test_a_pass_costs_the_host_what_its_operations_do() -> None:
-    """Two blocks a phase, three hops: the backward pass's own part is counted once."""
-    machine = assumed("x", "x", 132, 1 << 30)
+    """Two blocks per phase, three hops; the backward pass's own overhead counts once."""
+    machine = assumed_calibration("x", "x", 132, 1 << 30)
     ring = program("zigzag")
     us = times_us(machine, machine.kernel("cudnn"))
-    counts = kinds(ring)
+    counts = count_kinds(ring)
     assert (counts["forward_us"], counts["backward_us"], counts["post_us"], counts["autograd_us"]) == (2, 2, 3, 1)
     assert sum(host_ns(machine, machine.kernel("cudnn"), ring)) / 1e3 == pytest.approx(
         sum(us[kind] * count for kind, count in counts.items())
@@ -74,13 +78,19 @@ def test_a_pass_costs_the_host_what_its_operations_do() -> None:
 
 
 def test_host_times_are_measured_from_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On this CPU, on one rank: strategies run, and what runs here is enough for all kinds that it has."""
+    """On this CPU, on one rank, strategies run, and their passes suffice for all kinds that occur."""
     monkeypatch.setattr(host_timing, "SPECS", ("zigzag", "ulysses", "megatron", "allgather"))
-    for name, value in (("_WARM", 1), ("_TURN", 2), ("_UNCOUNTED", 1), ("_TURNS", 2), ("_TOKENS", 16)):
+    for name, value in (
+        ("_WARM_UP_PASSES", 1),
+        ("_PASSES_PER_TURN", 2),
+        ("_SKIPPED_PASSES", 1),
+        ("_MIN_TURNS", 2),
+        ("_TOKENS", 16),
+    ):
         monkeypatch.setattr(host_timing, name, value)
-    passes = host_timing.measured_passes(Bench(torch.device("cpu")), ["reference"], until=0.0)
-    assert {one.strategy for one in passes} == {"zigzag", "ulysses", "megatron", "allgather"}
-    assert all(one.turns == 2 and one.us > 0 and len(one.ranks_us) == 1 for one in passes)
-    assert {one.backward for one in passes} == {True, False}
-    found = explained(assumed("x", "x", 132, 1 << 30), passes, "test")
-    assert found.host.forward_us.origin == "measured" and found.host.forward_us.value > 0
+    passes = host_timing.measure_passes(Bench(torch.device("cpu")), ["reference"], deadline=0.0)
+    assert {host_pass.strategy for host_pass in passes} == {"zigzag", "ulysses", "megatron", "allgather"}
+    assert all(host_pass.turns == 2 and host_pass.us > 0 and len(host_pass.ranks_us) == 1 for host_pass in passes)
+    assert {host_pass.backward for host_pass in passes} == {True, False}
+    machine = fit_host_times(assumed_calibration("x", "x", 132, 1 << 30), passes, "test")
+    assert machine.host.forward_us.origin == "measured" and machine.host.forward_us.value > 0

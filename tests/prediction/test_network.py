@@ -1,4 +1,4 @@
-"""NCCL's channel rule against public measurements, and who shares which link."""
+"""NCCL's channel rule against public measurements, and which transfers share a link."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ def hop(*members: int, messages: tuple[int, ...] = (64 * MIB,), operation: str =
     ("ranks", "by_size"), [(8, [4, 8, 16, 32]), (4, [8, 8, 16, 32]), (2, [16, 16, 16, 32])], ids=str
 )
 def test_channels_inside_a_host(ranks: int, by_size: list[int]) -> None:
-    """As mghpcc/aicr-benchmarks' sweeps of 1 to 8 B200 show them at 64, 128, 256 and 512 MiB."""
+    """Sweeps of mghpcc/aicr-benchmarks on 1 to 8 B200 show these counts at 64, 128, 256 and 512 MiB."""
     assert [channels(size * MIB, ranks, 1, HOPPER, 0.0) for size in (64, 128, 256, 512)] == by_size
 
 
 def test_channels_between_hosts() -> None:
     """Together AI's 8 x 400 Gbit/s B200, NCCL 2.29.7: 42, 44, 26, 14.5, 14.5 GB/s at 16 to 256 ranks."""
-    theirs = msgspec.structs.replace(HOPPER, version="2.29.7")
-    found = [channels(64 * MIB, ranks, ranks // 8, theirs, 50.0) for ranks in (16, 32, 64, 128, 256)]
-    assert found == [4, 4, 2, 1, 1]
+    nccl_2_29 = msgspec.structs.replace(HOPPER, version="2.29.7")
+    counts = [channels(64 * MIB, ranks, ranks // 8, nccl_2_29, 50.0) for ranks in (16, 32, 64, 128, 256)]
+    assert counts == [4, 4, 2, 1, 1]
     assert [channels(64 * MIB, ranks, ranks // 8, HOPPER, 50.0) for ranks in (16, 64, 128)] == [2, 2, 1]
-    assert channels(64 * MIB, 128, 16, HOPPER, 50.0, given=4) == 4
+    assert channels(64 * MIB, 128, 16, HOPPER, 50.0, net_channels=4) == 4
 
 
 def test_h200_hops_take_what_was_measured() -> None:
-    """Messages of 64 MiB and more, in communicators of 2 and 4, one and two tensors: within 16 %, 7 in the mean."""
+    """Messages from 64 MiB, in communicators of 2 and 4, of one and two tensors: within 16 %, 7 % on average."""
     links = Links(read_calibration("h200"), Cluster(gpus_per_host=8))
     errors = []
     with open(ROOT / "benchmarks" / "data" / "h200_links.csv", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             size, count = int(row["mib_each_way"]) * MIB, int(row["tensors"])
             if size >= 64 * MIB:
-                post = hop(*range(int(row["communicator_ranks"])), messages=(size // count,) * count)
-                leg = links.leg(post, 0, 1)
-                errors.append((leg.latency_ns + leg.size_bytes / leg.cap) / (float(row["us"]) * 1e3) - 1)
+                comm_op = hop(*range(int(row["communicator_ranks"])), messages=(size // count,) * count)
+                transfer = links.transfer(comm_op, 0, 1)
+                errors.append((transfer.latency_ns + transfer.size_bytes / transfer.cap) / (float(row["us"]) * 1e3) - 1)
     assert len(errors) >= 10
     assert max(map(abs, errors)) < 0.16 and sum(map(abs, errors)) / len(errors) < 0.07
 
 
 def test_transfers_share_nics_and_up_links() -> None:
-    """4 GPUs a host, two to a NIC; rails keep what stays in its place on a host off the up-links."""
+    """4 GPUs per host, two per NIC; a rail keeps transfers between equal positions off the up-links."""
     machine = read_calibration("h100")
     cluster = Cluster(hosts=2, gpus_per_host=4, nic_gbit=400.0, gpus_per_nic=2, oversubscription=2.0)
     links = Links(machine, cluster)
-    paths = {to: links.leg(hop(*range(8)), 0, to).links for to in (1, 4, 6)}
+    paths = {receiver: links.transfer(hop(*range(8)), 0, receiver).links for receiver in (1, 4, 6)}
     assert paths == {
         1: (("out", 0), ("in", 1)),
         4: (("nic-out", (0, 0)), ("nic-in", (1, 0))),
@@ -76,12 +76,12 @@ def test_collectives_by_their_formulas() -> None:
     latency = machine.same_host.latency_us.value * 1e3
     inside = Links(machine, Cluster(gpus_per_host=4))
     for name in ("all_to_all", "all_gather", "reduce_scatter"):
-        post = hop(0, 1, 2, 3, operation=name, messages=(64 * MIB,))
-        assert inside.collective(post) == pytest.approx(3 * 64 * MIB / rates[name] + latency)
+        comm_op = hop(0, 1, 2, 3, operation=name, messages=(64 * MIB,))
+        assert inside.collective_ns(comm_op) == pytest.approx(3 * 64 * MIB / rates[name] + latency)
     across = Links(machine, Cluster(hosts=2, gpus_per_host=2, nic_gbit=400.0))
-    post = hop(0, 1, 2, 3, operation="all_to_all", messages=(64 * MIB,))
+    comm_op = hop(0, 1, 2, 3, operation="all_to_all", messages=(64 * MIB,))
     wire = 2 * 64 * MIB / 43.0
-    assert across.collective(post) == pytest.approx(wire + machine.other_host.latency_us.value * 1e3)
+    assert across.collective_ns(comm_op) == pytest.approx(wire + machine.other_host.latency_us.value * 1e3)
 
 
 def test_collectives_between_hosts_have_the_latency_between_hosts() -> None:
@@ -92,25 +92,25 @@ def test_collectives_between_hosts_have_the_latency_between_hosts() -> None:
         same_host=msgspec.structs.replace(machine.same_host, latency_us=same),
         other_host=msgspec.structs.replace(machine.other_host, latency_us=other),
     )
-    post = hop(0, 1, operation="all_gather", messages=(1000,))
+    comm_op = hop(0, 1, operation="all_gather", messages=(1000,))
     inside, across = (
-        Links(machine, Cluster(hosts=hosts, gpus_per_host=2 // hosts, nic_gbit=400.0)).collective(post)
+        Links(machine, Cluster(hosts=hosts, gpus_per_host=2 // hosts, nic_gbit=400.0)).collective_ns(comm_op)
         for hosts in (1, 2)
     )
-    # A thousand bytes take less than a microsecond.
+    # Transferring 1000 bytes takes less than a microsecond.
     assert 10_000 < inside < 11_000 and 70_000 < across < 71_000
 
 
 def test_gpus_that_share_a_nic_share_its_rate_in_a_collective() -> None:
-    """Two of two hosts to a NIC of 43 GB/s, and half of that beyond the host: two pieces of 64 MiB at 10.75 GB/s."""
+    """Two GPUs share a NIC of 43 GB/s, halved by oversubscription: two pieces of 64 MiB move at 10.75 GB/s."""
     machine = read_calibration("h100")
     cluster = Cluster(hosts=2, gpus_per_host=2, nic_gbit=400.0, gpus_per_nic=2, oversubscription=2.0)
-    post = hop(0, 1, 2, 3, operation="all_to_all", messages=(64 * MIB,))
+    comm_op = hop(0, 1, 2, 3, operation="all_to_all", messages=(64 * MIB,))
     latency_ns = machine.other_host.latency_us.value * 1e3
-    assert Links(machine, cluster).collective(post) == pytest.approx(2 * 64 * MIB / 10.75 + latency_ns)
+    assert Links(machine, cluster).collective_ns(comm_op) == pytest.approx(2 * 64 * MIB / 10.75 + latency_ns)
 
 
 def test_copies_hold_no_multiprocessors() -> None:
     links = Links(read_calibration("h200"), Cluster(gpus_per_host=4))
-    assert links.share(hop(0, 1, operation="copy")) == 0
-    assert links.held(hop(0, 1, 2, 3, messages=(512 * MIB,))) == pytest.approx(32 / 132)
+    assert links.device_share(hop(0, 1, operation="copy")) == 0
+    assert links.held_share(hop(0, 1, 2, 3, messages=(512 * MIB,))) == pytest.approx(32 / 132)

@@ -1,4 +1,4 @@
-"""Rows of benchmark logs that a machine cannot have done are flagged, on a log of the repository."""
+"""Rows of benchmark logs that a machine cannot have reached are flagged, for a log of the repository."""
 
 from __future__ import annotations
 
@@ -16,27 +16,30 @@ LOG = next((DATA / "logs").glob("000_*"))
 
 @pytest.mark.long
 def test_what_is_above_the_flash_kernel_is_flagged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Transformer Engine's rows: 343.59 and 1303.94 ms are 224 and 236 TFLOP/s per A800 by hand, 4 x 262144^2 x 40 x
-    128 / 2 x 3.5 / 32 / 0.34359 s; the flash kernel of the same source has 200 at its best. The first row is slower."""
+    """Transformer Engine's rows of 343.59 and 1303.94 ms are 224 and 236 TFLOP/s per A800.
+
+    By hand: 4 x 262144^2 x 40 x 128 / 2 x 3.5 / 32 / 0.34359 s. The flash kernel of the same source reaches at most
+    200. The first row is slower.
+    """
     log = tmp_path / "te.txt"
     log.write_text("".join(LOG.read_text().splitlines(keepends=True)[:7]))
-    stated = ["--heads", "40", "--head-dim", "128", "--world", "32", "--causal"]
-    assert "above_kernel" not in run(capsys, "logs", str(log), *stated)[1]
-    code, out, _ = run(capsys, "logs", str(log), *stated, "--machine", "a800")
-    said = " ".join(out.split())
+    options = ["--heads", "40", "--head-dim", "128", "--world", "32", "--causal"]
+    assert "above_kernel" not in run(capsys, "logs", str(log), *options)[1]
+    code, out, _ = run(capsys, "logs", str(log), *options, "--machine", "a800")
+    output = " ".join(out.split())
     assert code == 0
-    assert "224 TFLOP/s per GPU, the kernel alone reaches 200 at its best [above_kernel]" in said
-    assert "236 TFLOP/s per GPU, the kernel alone reaches 200 at its best [above_kernel]" in said
-    assert said.count("[above_kernel]") == 2
+    assert "224 TFLOP/s per GPU, the kernel alone reaches 200 at its best [above_kernel]" in output
+    assert "236 TFLOP/s per GPU, the kernel alone reaches 200 at its best [above_kernel]" in output
+    assert output.count("[above_kernel]") == 2
 
 
 def test_a_time_of_another_length_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A quarter of the length on the label: the time is that of the true one, which the machine tells."""
+    """The label states four times the true length; the machine finds the true one."""
     log = tmp_path / "short.txt"
     log.write_text(
         "# Ulysses\n| B | Seq Len | FWD (ms) | FWD+BWD (ms) | Memory (MB) | TFLOPs/s |\n"
         "|---|---|---|---|---|---|\n| 1 | 524288 | 61.33 | 227.0 | 1000 | 100 |\n"
     )
-    stated = ["--heads", "64", "--head-dim", "128", "--world", "16", "--no-causal", "--nic", "400"]
-    _, out, _ = run(capsys, "logs", str(log), *stated, "--machine", "h100")
+    options = ["--heads", "64", "--head-dim", "128", "--world", "16", "--no-causal", "--nic", "400"]
+    _, out, _ = run(capsys, "logs", str(log), *options, "--machine", "h100")
     assert "is what 131072 tokens take, not 524288 [length]" in " ".join(out.split())

@@ -1,4 +1,4 @@
-"""The tape says what recordings counted: blocks, bytes, memory; and refuses what shapes alone do not tell."""
+"""Dry runs show what recordings counted (blocks, bytes, memory), and refuse what shapes alone do not determine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.paths import TRACES
 
-pytest.importorskip("torch", reason="the tape runs strategies on shapes")
+pytest.importorskip("torch", reason="a dry run runs strategies on shapes")
 
 from ringprof.errors import UnknownStrategyError, UnsupportedWorkloadError, UsageError
 from ringprof.prediction.fit import schedule_of_run
@@ -21,15 +21,17 @@ RUNS = [
     path for path in sorted(TRACES.glob("*/run.json"))
     if (work := read_run(path).workload) and not (work.kv_length or work.layer or work.sequences)
 ]  # fmt: skip
-"""Prefill, decode, whole layers and changing sizes are refused."""
-USERS = "tests.prediction.user_strategies"
+"""Recorded runs without prefill, decode, whole layers and dynamic CP, which are refused."""
+USER_MODULE = "tests.prediction.user_strategies"
 SMALL = Workload(seq=64, heads=2, kv_heads=1, head_dim=8)
 
-CHECK_LEAVES_BYTES = 32 << 20
-"""The verification's matrix products leave cuBLAS its workspace, which torch's allocator counts."""
+CHECK_WORKSPACE_BYTES = 32 << 20
+"""Workspace that the check's matrix products leave to cuBLAS; torch's allocator counts it."""
 NEWER_FROM = "2026-11-22T03:00"
-"""Runs recorded before are of code that held up to half as much again: wide totals, sums beside what was added, all
-that had been gathered."""
+"""Time from which recorded runs hold as little memory as today.
+
+Earlier code held up to half as much again: wide totals, sums besides their operands, all gathered tensors.
+"""
 
 
 def by_name(sent: list[Sent] | None) -> list[tuple[str, str, str, str, int, int]]:
@@ -40,15 +42,15 @@ def by_name(sent: list[Sent] | None) -> list[tuple[str, str, str, str, int, int]
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.parent.name)
 def test_blocks_and_bytes_are_those_of_the_recording(path: Path) -> None:
     run = read_run(path)
-    foreseen = schedule_of_run(run)
+    dry_run = schedule_of_run(run)
     assert run.work and run.strategy
-    # Parameters of today that the run has not are at their defaults.
-    assert foreseen.params | run.strategy.params == foreseen.params and foreseen.layout == run.strategy.layout
-    for program, work in zip(foreseen.programs, run.work, strict=True):
+    # Parameters that did not exist when the run was recorded have their defaults.
+    assert dry_run.params | run.strategy.params == dry_run.params and dry_run.layout == run.strategy.layout
+    for program, work in zip(dry_run.programs, run.work, strict=True):
         assert by_name(program.work.sent) == by_name(work.sent)
         assert program.work.block_flops == work.block_flops
         if run.topology.device_type == "cuda":
-            # The tape is of GPUs, where a small block is not cut to hide its last hop.
+            # A dry run is of GPUs, where a small block is not split to overlap its last hop.
             assert program.work.block_calls == work.block_calls
         blocks = [op for op in program.ops if isinstance(op, AttentionOp)]
         assert sum(block.flops() for block in blocks) == work.block_flops
@@ -60,24 +62,29 @@ def test_blocks_and_bytes_are_those_of_the_recording(path: Path) -> None:
 def test_memory_is_what_the_recording_held(path: Path) -> None:
     run = read_run(path)
     assert run.peak_memory_bytes
-    left = CHECK_LEAVES_BYTES if run.verification else 0
+    workspace = CHECK_WORKSPACE_BYTES if run.verification else 0
     for program, held in zip(schedule_of_run(run).programs, run.peak_memory_bytes, strict=True):
-        error = (program.peak_bytes + left) / held - 1
-        # The one with whole shards held K and V of its last step, and dK and dV that had been sent; the one with a
-        # prefix a result of 0 beside that of the window, which today is what the prefix's is merged into.
-        least = -0.05 if path.parent.name in ("h200x2-zigzag-65536", "h200x2-zigzag-65536-prefix") else -0.001
-        assert least < error < 0.001 if run.created >= NEWER_FROM else -0.34 < error < 0.01
+        error = (program.peak_bytes + workspace) / held - 1
+        # The run with whole shards held K and V of its last step, and sent dK and dV. The run with a prefix held a
+        # zero result besides that of the window; today the prefix is merged into the window's result.
+        lowest_error = -0.05 if path.parent.name in ("h200x2-zigzag-65536", "h200x2-zigzag-65536-prefix") else -0.001
+        assert lowest_error < error < 0.001 if run.created >= NEWER_FROM else -0.34 < error < 0.01
 
 
 def test_sinks_are_kernels_over_the_output_and_v_is_filled_up() -> None:
-    """Of 32 local tokens of 2 heads; v of 8 of 16 channels travels as it is, and is as large as k for the kernel."""
+    """32 local tokens of 2 heads; v has 8 of 16 channels.
+
+    It is sent as it is, and padded to k's size for the kernel.
+    """
     plain = Workload(seq=64, heads=2, kv_heads=2, head_dim=16, backward=False)
     (with_sinks,) = schedule("zigzag", msgspec.structs.replace(plain, sinks="learned"), 2, ranks=[0]).programs
     (without,) = schedule("zigzag", plain, 2, ranks=[0]).programs
     assert with_sinks.work.block_flops == without.work.block_flops
-    more = sum(isinstance(op, MemoryOp) for op in with_sinks.ops) - sum(isinstance(op, MemoryOp) for op in without.ops)
-    # sigmoid of a difference, a product, its conversion, the new LSE.
-    assert more >= 5
+    extra_ops = sum(isinstance(op, MemoryOp) for op in with_sinks.ops) - sum(
+        isinstance(op, MemoryOp) for op in without.ops
+    )
+    # Sigmoid of a difference, a product, its conversion, the new LSE.
+    assert extra_ops >= 5
     (mla,) = schedule("zigzag", msgspec.structs.replace(plain, v_head_dim=8), 2, ranks=[0]).programs
     (sent,) = mla.work.sent or []
     assert sent.sent_bytes == 32 * 2 * (16 + 8) * 2
@@ -113,8 +120,11 @@ def test_the_operations_of_a_small_ring_in_their_order(monkeypatch: pytest.Monke
 
 
 def test_pairs_of_documents_and_windows_by_hand() -> None:
-    """Rank 1 of 2 holds tokens 16 to 31. Documents of 20 and 12: 4 of its queries see 16 keys of rank 0's each, and of
-    its own 1 to 4; 12 see 1 to 12. With a window of 4 the first 3 see 3, 2 and 1 keys of rank 0."""
+    """Rank 1 of 2 holds tokens 16 to 31 of documents of 20 and 12.
+
+    4 of its queries see 16 keys of rank 0 each, and 1 to 4 of its own; 12 see 1 to 12. With a window of 4, the first 3
+    see 3, 2 and 1 keys of rank 0.
+    """
     packed = Workload(seq=32, heads=1, kv_heads=1, head_dim=8, documents=(20, 12), backward=False)
     windowed = Workload(seq=32, heads=1, kv_heads=1, head_dim=8, window=4, backward=False)
     seen = [
@@ -130,45 +140,48 @@ def test_pairs_of_documents_and_windows_by_hand() -> None:
 
 
 def test_a_prefix_and_sinks_by_hand() -> None:
-    """Two ranks of 16 of 32 tokens; the first 6 see each other. Sinks add kernels that move memory, and no pairs."""
+    """Two ranks of 16 of 32 tokens; the first 6 see each other. Sinks add memory kernels, and no pairs."""
     both_ways = Workload(seq=32, heads=1, kv_heads=1, head_dim=8, prefix=6, causal=False, backward=False)
-    beside = Workload(seq=32, heads=1, kv_heads=1, head_dim=8, window=4, prefix=2, backward=False)
-    found = [
+    with_window = Workload(seq=32, heads=1, kv_heads=1, head_dim=8, window=4, prefix=2, backward=False)
+    flops = [
         [program.work.block_flops for program in schedule("ring", workload, 2, kernel="flash-attn").programs]
-        for workload in (both_ways, beside)
+        for workload in (both_ways, with_window)
     ]
     # The window shows 1, 2, 3 and then 4 keys: from the fifth token on key 0 is seen beside it, and key 1 one later.
     window = [1 + 2 + 3 + 13 * 4, 16 * 4]
-    assert found == [
+    assert flops == [
         [4 * 8 * (16 * 17 // 2 + 15), 4 * 8 * (16 * 16 + 16 * 17 // 2)],
         [4 * 8 * (window[0] + 12 + 11), 4 * 8 * (window[1] + 32)],
     ]
     plain, sinks = (
         schedule(
-            "zigzag", Workload(seq=64, heads=2, kv_heads=2, head_dim=8, sinks=one), 2, kernel="flash-attn"
+            "zigzag", Workload(seq=64, heads=2, kv_heads=2, head_dim=8, sinks=sinks_kind), 2, kernel="flash-attn"
         ).programs[0]
-        for one in (None, "learned")
+        for sinks_kind in (None, "learned")
     )
     assert plain.work == sinks.work
     # Out (32 rows of 2 heads of 8, bf16) is read at least, and written, in both passes.
-    moved = [sum(op.bytes for op in one.ops if isinstance(op, MemoryOp)) for one in (plain, sinks)]
-    assert moved[1] - moved[0] > 2 * 2 * 32 * 2 * 8 * 2
+    moved_bytes = [sum(op.bytes for op in program.ops if isinstance(op, MemoryOp)) for program in (plain, sinks)]
+    assert moved_bytes[1] - moved_bytes[0] > 2 * 2 * 32 * 2 * 8 * 2
 
 
 def test_hops_carry_the_rows_that_a_window_leaves() -> None:
-    """Four ranks with chunks of 8 and a window of 5: 4 rows at the end of both of a rank's chunks, one of them far."""
+    """Four ranks with chunks of 8 and a window of 5: 4 rows at the end of both chunks of a rank, one of them far."""
     workload = Workload(seq=64, heads=2, kv_heads=1, head_dim=8, window=5)
     for program in schedule("zigzag", workload, 4, kernel="flash-attn").programs:
-        posts = [(op.channel, sum(op.messages)) for op in program.ops if isinstance(op, CommStart)]
+        hops = [(op.channel, sum(op.messages)) for op in program.ops if isinstance(op, CommStart)]
         # K and V of a row are 32 bytes; their gradients travel in float32, 64.
         kv, dkv = [rows * 32 for rows in (8, 4, 4)], [rows * 64 for rows in (4, 4, 8)]
-        assert [size for channel, size in posts if channel == "kv"] == kv + kv
-        assert [size for channel, size in posts if channel == "dkv"] == dkv
+        assert [size for channel, size in hops if channel == "kv"] == kv + kv
+        assert [size for channel, size in hops if channel == "dkv"] == dkv
 
 
 def test_memory_of_a_small_block_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank, 64 tokens x 2 heads x 8 in bf16: 2048 bytes a tensor, 4096 in float32. At the peak, in the backward
-    block: q, k, v, dO and O, the LSE, three gradients, and the kernel's own dQ in float32 and row sums."""
+    """One rank, 64 tokens x 2 heads x 8 in bf16: 2048 bytes per tensor, 4096 in float32.
+
+    The peak is in the backward block: q, k, v, dO and O, the LSE, three gradients, the kernel's own dQ in float32 and
+    row sums.
+    """
     monkeypatch.setattr("ringprof.strategies.kernels.merge.FUSED_FROM", 1)
     (program,) = schedule("zigzag", Workload(seq=64, heads=2, kv_heads=2, head_dim=8), 1).programs
     assert program.peak_bytes == 5 * 2048 + 512 + 3 * 2048 + 4096 + 512
@@ -176,7 +189,7 @@ def test_memory_of_a_small_block_by_hand(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("hops", ["nccl", "copy"])
 @pytest.mark.parametrize(
-    ("size", "seq", "heads", "kv_heads", "theirs"),
+    ("size", "seq", "heads", "kv_heads", "reference_mib"),
     [
         (4, 4096, 40, 40, 251), (4, 8192, 40, 40, 501), (4, 4096, 32, 8, 108), (4, 16384, 64, 1, 596),
         (2, 4096, 40, 40, 460), (2, 8192, 40, 40, 921), (2, 16384, 40, 40, 1842), (2, 32768, 32, 8, 1605),
@@ -184,12 +197,12 @@ def test_memory_of_a_small_block_by_hand(monkeypatch: pytest.MonkeyPatch) -> Non
     ],
 )  # fmt: skip
 def test_a_ring_holds_no_more_than_one_that_waits_for_each_block(
-    hops: str, size: int, seq: int, heads: int, kv_heads: int, theirs: int
+    hops: str, size: int, seq: int, heads: int, kv_heads: int, reference_mib: int
 ) -> None:
-    """As ring-flash-attn 0.1.8 held on H200 with flash-attn, in MiB (docs/speed.md)."""
-    work = Workload(seq=seq, heads=heads, kv_heads=kv_heads, head_dim=128)
-    programs = schedule("zigzag", work, size, kernel="flash-attn", hops=hops).programs
-    assert max(program.peak_bytes for program in programs) <= theirs << 20
+    """ring-flash-attn 0.1.8 held these MiB on H200 with flash-attn (docs/speed.md)."""
+    workload = Workload(seq=seq, heads=heads, kv_heads=kv_heads, head_dim=128)
+    programs = schedule("zigzag", workload, size, kernel="flash-attn", hops=hops).programs
+    assert max(program.peak_bytes for program in programs) <= reference_mib << 20
 
 
 @pytest.mark.parametrize(
@@ -203,19 +216,22 @@ def test_a_ring_holds_no_more_than_one_that_waits_for_each_block(
     ],
 )  # fmt: skip
 def test_memory_of_zigzag_on_two_gpus(seq: int, heads: int, kv_heads: int, kernel: str, copied: int, nccl: int) -> None:
-    """As benchmarks/strategy_speed.py measured on 2 H200, in MiB."""
-    work = Workload(seq=seq, heads=heads, kv_heads=kv_heads, head_dim=128)
+    """Results of benchmarks/strategy_speed.py on 2 H200, in MiB."""
+    workload = Workload(seq=seq, heads=heads, kv_heads=kv_heads, head_dim=128)
     for hops, measured in (("copy", copied), ("nccl", nccl)):
-        programs = schedule("zigzag", work, 2, kernel=kernel, hops=hops).programs
+        programs = schedule("zigzag", workload, 2, kernel=kernel, hops=hops).programs
         assert max(program.peak_bytes for program in programs) / 2**20 == pytest.approx(measured, abs=1.01)
 
 
 def test_two_members_have_two_slots_for_all_channels() -> None:
-    """By hand: 8192 tokens of 40 heads on two ranks are 40 MiB a tensor. While rank 0 adds up dK and dV at the end it
-    holds q, k, v, dO and O, two slots of K and V, dK and dV of three blocks of half the rows, dQ of two, the three
-    gradients, and in float32 the half of dK and dV that two blocks share."""
-    work = Workload(seq=8192, heads=40, kv_heads=40, head_dim=128)
-    (program,) = schedule("zigzag", work, 2, kernel="flash-attn", hops="copy", ranks=[0]).programs
+    """8192 tokens of 40 heads on two ranks are 40 MiB per tensor.
+
+    Rank 0 adds up dK and dV at the end. Then it holds q, k, v, dO and O, two slots of K and V, and the three gradients.
+    It also holds dK and dV of three blocks of half the rows, dQ of two, and in float32 the half of dK and dV that two
+    share.
+    """
+    workload = Workload(seq=8192, heads=40, kv_heads=40, head_dim=128)
+    (program,) = schedule("zigzag", workload, 2, kernel="flash-attn", hops="copy", ranks=[0]).programs
     lse = 40 * 4096 * 4
     assert program.peak_bytes == (5 * 40 + 2 * 80 + 3 * 40 + 2 * 20 + 3 * 40 + 80 << 20) + 2 * lse
 
@@ -227,15 +243,15 @@ def test_copied_hops_hold_two_slots_and_take_no_kernel() -> None:
     assert copied.peak_bytes > nccl.peak_bytes
 
 
-def test_ranks_that_do_alike_have_alike_programs() -> None:
-    """Memory that is given again is not taken for the slot that was there before."""
+def test_ranks_with_equal_roles_have_equal_programs() -> None:
+    """Reused memory is not mistaken for the slot that was there before."""
     unmasked = msgspec.structs.replace(SMALL, causal=False)
     ranks = schedule("burst", unmasked, 16, ranks_per_host=8, hops="copy").programs
     assert len({len(rank.ops) for rank in ranks}) == 1
 
 
 def test_strategies_of_users_are_recorded_as_they_are() -> None:
-    theirs = schedule(f"{USERS}:Chatty", SMALL, 4, params={"extra": "7"}, ranks=[2])
+    theirs = schedule(f"{USER_MODULE}:Chatty", SMALL, 4, params={"extra": "7"}, ranks=[2])
     ours = schedule("zigzag", SMALL, 4, ranks=[2])
     assert theirs.params["extra"] == 7
     key_bytes = 16 * 8 * 2
@@ -245,15 +261,15 @@ def test_strategies_of_users_are_recorded_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("Looks", r"looks at values \(user_strategies.py, line \d+\)"),
         ("Broken", r"fails on shapes alone \(user_strategies.py, line \d+\): AttributeError"),
     ],
 )
-def test_what_shapes_do_not_tell_is_refused_in_a_line(name: str, says: str) -> None:
-    with pytest.raises(UnsupportedWorkloadError, match=says) as refused:
-        schedule(f"{USERS}:{name}", SMALL, 2)
+def test_what_a_dry_run_cannot_know_is_refused_in_a_line(name: str, message: str) -> None:
+    with pytest.raises(UnsupportedWorkloadError, match=message) as refused:
+        schedule(f"{USER_MODULE}:{name}", SMALL, 2)
     assert "\n" not in str(refused.value)
 
 
@@ -266,14 +282,14 @@ def test_refusals_are_those_of_a_recording() -> None:
         schedule("zigzga", SMALL, 2)
     with pytest.raises(UnsupportedWorkloadError, match="takes no packed documents and no sliding window"):
         schedule("torch-cp", Workload(seq=64, heads=2, kv_heads=2, head_dim=8, window=16), 2, kernel="flash-attn")
-    with pytest.raises(UnsupportedWorkloadError, match="a softcap cannot be foreseen"):
+    with pytest.raises(UnsupportedWorkloadError, match="a softcap cannot be predicted"):
         schedule("zigzag", Workload(seq=64, heads=2, kv_heads=2, head_dim=8, softcap=5.0), 2)
     with pytest.raises(UsageError, match="no kernel 'cudn'"):
         schedule("zigzag", SMALL, 2, kernel="cudn")
 
 
-def test_the_tape_leaves_nothing_behind() -> None:
-    """Strategies run as ever after a tape, also after one that was refused."""
+def test_a_dry_run_leaves_no_state_behind() -> None:
+    """Strategies run normally after a dry run, also after a refused one."""
     import torch
 
     from ringprof.strategies import annotate
@@ -281,7 +297,7 @@ def test_the_tape_leaves_nothing_behind() -> None:
     from ringprof.strategies.transport import streams
 
     with pytest.raises(UnsupportedWorkloadError):
-        schedule(f"{USERS}:Looks", SMALL, 2)
+        schedule(f"{USER_MODULE}:Looks", SMALL, 2)
     assert "meta" not in merge.FUSED and "meta" not in streams.SIDE_STREAMS and annotate._listener is None
     assert (torch.ones(2) + 1).sum().item() == 4
 
@@ -293,13 +309,13 @@ def test_the_tape_leaves_nothing_behind() -> None:
 def test_the_type_in_which_gradients_travel_between_two_ranks(
     documents: tuple[int, ...] | None, grad_wire: str, rows: int, number_bytes: int
 ) -> None:
-    """One hop brings dK and dV home: of a plain mask one kernel call's, of documents the sum of several calls'.
+    """One hop returns dK and dV to their rank: one kernel call's under a plain mask, the sum of several for documents.
 
     Each rank holds 256 tokens. The second document begins with token 100, so rank 1 needs rank 0's last 156.
     """
     workload = Workload(seq=512, heads=1, kv_heads=1, head_dim=8, dtype="bf16", documents=documents)
-    made = schedule("ring", workload, 2, params={"grad_wire": grad_wire})
-    for program in made.programs:
+    dry_run = schedule("ring", workload, 2, params={"grad_wire": grad_wire})
+    for program in dry_run.programs:
         hops = [op for op in program.ops if isinstance(op, CommStart) and op.phase == "backward"]
         (gradients,) = (hop.messages for hop in hops if hop.channel.startswith("dkv"))
         assert gradients == (2 * rows * 8 * number_bytes,)
@@ -307,14 +323,15 @@ def test_the_type_in_which_gradients_travel_between_two_ranks(
 
 @pytest.mark.parametrize(("grad_wire", "number_bytes"), [("fp32", 4), ("input", 2)])
 def test_bytes_of_the_exchanges_of_ulysses(grad_wire: str, number_bytes: int) -> None:
-    """Of 12 heads and 6 kv heads on 4 ranks each kv head is there twice, so that all four tensors have 3 heads a rank.
+    """With 12 heads and 6 kv heads on 4 ranks, each kv head is repeated, so all four tensors have 3 heads per rank.
 
-    Q, K, V and the output forward; back the output's gradient as it is, and dQ, dK and dV in their wire type.
+    The forward pass exchanges Q, K, V and the output. The backward pass exchanges the output's gradient in the input
+    type, and dQ, dK and dV in their wire type.
     """
     workload = Workload(seq=64, heads=12, kv_heads=6, head_dim=8, dtype="bf16")
     (program,) = schedule("ulysses", workload, 4, params={"grad_wire": grad_wire}, ranks=[0]).programs
-    numbers = 64 // 4 * 3 * 8
+    elements = 64 // 4 * 3 * 8
     sent = {phase: [op.messages for op in program.ops if isinstance(op, CommStart) and op.phase == phase]
             for phase in ("forward", "backward")}  # fmt: skip
-    assert sent["forward"] == [(2 * numbers,)] * 4
-    assert sent["backward"] == [(2 * numbers,), *[(number_bytes * numbers,)] * 3]
+    assert sent["forward"] == [(2 * elements,)] * 4
+    assert sent["backward"] == [(2 * elements,), *[(number_bytes * elements,)] * 3]

@@ -1,4 +1,4 @@
-"""What a row of measurements says is understood, or the row is not foreseen: nothing is guessed in silence."""
+"""A row of measurements is either understood, or not predicted: nothing is guessed silently."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ringprof.prediction.score import check_rows, read_rows, unknown_columns
 ROW = {"strategy": "zigzag", "seq_global": "65536", "heads": "40", "n_gpus": "8", "time_ms": "40"}
 
 
-def asked(**changes: str) -> tuple[Any, str]:
-    """The question that a row asks, and why not."""
+def query_of(**changes: str) -> tuple[Any, str]:
+    """Return the query of a row, and the reason if there is none."""
 
     def refuse(*_: object) -> Any:
-        raise UsageError("asked")
+        raise UsageError("reached")
 
-    (found,) = check_rows([{**ROW, **changes}], read_calibration("h200"), refuse, Cluster())
-    return found.row.query, "" if found.reason == "asked" else found.reason
+    (checked,) = check_rows([{**ROW, **changes}], read_calibration("h200"), refuse, Cluster())
+    return checked.row.query, "" if checked.reason == "reached" else checked.reason
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def asked(**changes: str) -> tuple[Any, str]:
 )
 def test_words_of_a_pass_and_a_mask(column: str, words: dict[str, bool]) -> None:
     for word, expected in words.items():
-        workload = asked(**{column: word})[0].workload
+        workload = query_of(**{column: word})[0].workload
         assert (workload.backward if column == "pass" else workload.causal) is expected
 
 
@@ -49,7 +49,7 @@ def test_words_of_a_pass_and_a_mask(column: str, words: dict[str, bool]) -> None
     ],
 )  # fmt: skip
 def test_names_of_kernels(kernel: str, expected: str) -> None:
-    assert asked(kernel=kernel)[0].kernel == expected
+    assert query_of(kernel=kernel)[0].kernel == expected
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_names_of_kernels(kernel: str, expected: str) -> None:
         ({"n_gpus": "12"}, "n_gpus 12 is not 1 hosts of 8"),
     ],
 )
-def test_what_is_not_understood_is_not_foreseen(changes: dict[str, str], reason: str) -> None:
-    query, why = asked(**changes)
+def test_a_row_with_an_unknown_value_is_not_predicted(changes: dict[str, str], reason: str) -> None:
+    query, why = query_of(**changes)
     assert query is None and why.startswith(reason)
 
 
@@ -82,8 +82,8 @@ def test_what_is_not_understood_is_not_foreseen(changes: dict[str, str], reason:
         ({"n_gpus": "16.0", "hosts": "16"}, 16, 1),
     ],
 )  # fmt: skip
-def test_hosts_follow_from_what_is_said(changes: dict[str, str], hosts: int, per_host: int) -> None:
-    cluster = asked(**changes)[0].cluster
+def test_hosts_follow_from_the_given_columns(changes: dict[str, str], hosts: int, per_host: int) -> None:
+    cluster = query_of(**changes)[0].cluster
     assert (cluster.hosts, cluster.gpus_per_host) == (hosts, per_host)
 
 

@@ -1,4 +1,4 @@
-"""The event model against closed formulas, and against a recurrence that knows nothing of events."""
+"""The simulator against closed formulas, and against a recurrence that does not use events."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def hop(number: int, size: int, messages: int = 1000, operation: str = "send_rec
 
 
 def ring(rank: int, size: int) -> Program:
-    """Post, compute, wait; the last block sends nothing on."""
+    """Return a program that starts a hop, computes and waits; the last block sends nothing."""
     ops: list[Op] = []
     for step in range(size):
         last = step + 1 == size
@@ -44,47 +44,47 @@ def ring(rank: int, size: int) -> Program:
 
 @dataclass
 class Machine:
-    """Every figure by hand; 1 byte a nanosecond."""
+    """Machine whose figures are set by hand; 1 byte per nanosecond."""
 
-    blocks: Callable[[int, int], float] = lambda rank, place: 100.0
+    blocks: Callable[[int, int], float] = lambda rank, op_index: 100.0
     fills: bool = False
     lead_ns: float = 0.0
     tail_ns: float = 0.0
     rate: float = 1.0
     latency_ns: float = 0.0
     handover_ns: float = 0.0
-    taken: float = 0.0
-    first: bool = True
+    transfer_share: float = 0.0
+    hops_first: bool = True
     host_ns: float = 0.0
-    collective_ns: float = 70.0
+    collective_time_ns: float = 70.0
 
-    def block(self, rank: int, place: int, block: AttentionOp) -> BlockTime:
-        return BlockTime(self.blocks(rank, place), self.lead_ns, self.tail_ns, self.fills)
+    def attention_time(self, rank: int, op_index: int, block: AttentionOp) -> BlockTime:
+        return BlockTime(self.blocks(rank, op_index), self.lead_ns, self.tail_ns, self.fills)
 
-    def touch(self, rank: int, place: int, touch: MemoryOp) -> float:
-        return float(touch.bytes)
+    def memory_op_ns(self, rank: int, op_index: int, op: MemoryOp) -> float:
+        return float(op.bytes)
 
-    def host(self, program: Program) -> list[float]:
+    def host_ns_per_op(self, program: Program) -> list[float]:
         return [self.host_ns] * len(program.ops)
 
-    def leg(self, post: CommStart, sender: int, receiver: int) -> Transfer:
-        return Transfer(sum(post.messages), self.rate, self.latency_ns, (("out", sender), ("in", receiver)))
+    def transfer(self, comm_op: CommStart, sender: int, receiver: int) -> Transfer:
+        return Transfer(sum(comm_op.messages), self.rate, self.latency_ns, (("out", sender), ("in", receiver)))
 
-    def collective(self, post: CommStart) -> float:
-        return self.collective_ns
+    def collective_ns(self, comm_op: CommStart) -> float:
+        return self.collective_time_ns
 
-    def share(self, post: CommStart) -> float:
-        return 0.0 if post.operation == "copy" else self.taken
+    def device_share(self, comm_op: CommStart) -> float:
+        return 0.0 if comm_op.operation == "copy" else self.transfer_share
 
     def capacity(self, link: Hashable) -> float:
         return self.rate
 
-    def hop_is_first(self, rank: int, place: int) -> bool:
-        return self.first
+    def hop_starts_first(self, rank: int, op_index: int) -> bool:
+        return self.hops_first
 
 
-def ends(programs: list[Program], machine: Machine, lead_ns: float = math.inf) -> list[float]:
-    return [one.end_ns for one in simulate(programs, machine, lead_ns=lead_ns)]
+def end_times(programs: list[Program], machine: Machine, lead_ns: float = math.inf) -> list[float]:
+    return [timeline.end_ns for timeline in simulate(programs, machine, lead_ns=lead_ns)]
 
 
 def rings(size: int) -> list[Program]:
@@ -92,79 +92,87 @@ def rings(size: int) -> list[Program]:
 
 
 def test_hidden_hops_cost_nothing_and_others_their_excess() -> None:
-    """Four blocks of 100; three hops of 1000 bytes at 20 a nanosecond take 50, at 5 they take 200."""
-    assert ends(rings(4), Machine(rate=20)) == [400] * 4
-    assert ends(rings(4), Machine(rate=5)) == [3 * 200 + 100] * 4
-    assert ends(rings(4), Machine(rate=5, latency_ns=7)) == [3 * 207 + 100] * 4
+    """Four blocks of 100; three hops of 1000 bytes take 50 at 20 bytes per nanosecond, and 200 at 5."""
+    assert end_times(rings(4), Machine(rate=20)) == [400] * 4
+    assert end_times(rings(4), Machine(rate=5)) == [3 * 200 + 100] * 4
+    assert end_times(rings(4), Machine(rate=5, latency_ns=7)) == [3 * 207 + 100] * 4
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_ring_follows_its_recurrence(seed: int) -> None:
-    """A step begins when the one before is done and its hop has arrived, which takes its time from when both ends have
-    posted it: max-plus, in a line."""
-    chance = random.Random(seed)
-    size, hop_ns = chance.choice((2, 3, 5, 8)), chance.uniform(10, 200)
-    took = {(rank, step): chance.uniform(20, 200) for rank in range(size) for step in range(size)}
-    begins = {(rank, 0): 0.0 for rank in range(size)}
+    """A step starts when the previous one is done and its hop has arrived (max-plus).
+
+    A hop takes its time from the moment when both ends have started it.
+    """
+    generator = random.Random(seed)
+    size, hop_ns = generator.choice((2, 3, 5, 8)), generator.uniform(10, 200)
+    block_ns = {(rank, step): generator.uniform(20, 200) for rank in range(size) for step in range(size)}
+    starts = {(rank, 0): 0.0 for rank in range(size)}
     for step in range(1, size):
         for rank in range(size):
             left = (rank - 1) % size
             right = (rank + 1) % size
             # A rank's kernel ends when what it sends has arrived, too.
-            posted = {other: begins[other, step - 1] for other in (left, rank, right)}
-            arrived = max(posted[left], posted[rank]) + hop_ns
-            gone = max(posted[rank], posted[right]) + hop_ns
-            begins[rank, step] = max(begins[rank, step - 1] + took[rank, step - 1], arrived, gone)
-    expected = [begins[rank, size - 1] + took[rank, size - 1] for rank in range(size)]
-    places = [place for place, op in enumerate(ring(0, size).ops) if isinstance(op, AttentionOp)]
-    machine = Machine(blocks=lambda rank, place: took[rank, places.index(place)], rate=1000 / hop_ns)
-    assert ends(rings(size), machine) == pytest.approx(expected)
+            started = {other: starts[other, step - 1] for other in (left, rank, right)}
+            arrived = max(started[left], started[rank]) + hop_ns
+            sent = max(started[rank], started[right]) + hop_ns
+            starts[rank, step] = max(starts[rank, step - 1] + block_ns[rank, step - 1], arrived, sent)
+    expected = [starts[rank, size - 1] + block_ns[rank, size - 1] for rank in range(size)]
+    op_indices = [op_index for op_index, op in enumerate(ring(0, size).ops) if isinstance(op, AttentionOp)]
+    machine = Machine(blocks=lambda rank, op_index: block_ns[rank, op_indices.index(op_index)], rate=1000 / hop_ns)
+    assert end_times(rings(size), machine) == pytest.approx(expected)
 
 
 def test_a_slow_rank_holds_up_the_ring() -> None:
-    """Rank 2's blocks take 150, the others' 100. It posts its last hop when it begins its third block, at 300: all
-    have what they wait for then, and one block to do."""
-    slow = Machine(blocks=lambda rank, place: 150.0 if rank == 2 else 100.0, rate=1e9)
-    assert ends(rings(4), slow) == pytest.approx([400, 400, 600, 400])
-    assert ends(rings(8), slow)[3] == pytest.approx(6 * 150 + 100)
+    """Rank 2's blocks take 150, the others' 100.
+
+    It starts its last hop when it begins its third block, at 300. All ranks then have what they wait for, and one block
+    left.
+    """
+    slow = Machine(blocks=lambda rank, op_index: 150.0 if rank == 2 else 100.0, rate=1e9)
+    assert end_times(rings(4), slow) == pytest.approx([400, 400, 600, 400])
+    assert end_times(rings(8), slow)[3] == pytest.approx(6 * 150 + 100)
 
 
 def test_a_hop_posted_into_a_block_that_fills_the_device_begins_when_it_drains() -> None:
-    """The hop becomes ready with the block, loses the race by the handover, and waits for the block's tail."""
+    """The hop becomes ready with the block, loses by the handover, and waits for the block's tail."""
     programs = [program(rank, hop(0, 2), block(), CommWait(id=0)) for rank in range(2)]
-    late = Machine(fills=True, tail_ns=10, rate=20, first=False, handover_ns=1, taken=0.25)
-    for one in simulate(programs, late):
-        assert one.kernels[0] == (90, 90, 140)
+    late = Machine(fills=True, tail_ns=10, rate=20, hops_first=False, handover_ns=1, transfer_share=0.25)
+    for timeline in simulate(programs, late):
+        assert timeline.kernels[0] == (90, 90, 140)
     # Where it is first, it is hidden, and the block has the rest of the device meanwhile.
-    assert ends(programs, Machine(fills=True, tail_ns=10, rate=20, taken=0.25)) == [112.5, 112.5]
+    assert end_times(programs, Machine(fills=True, tail_ns=10, rate=20, transfer_share=0.25)) == [112.5, 112.5]
 
 
 def test_small_kernels_at_the_beginning_of_a_backward_block_leave_room() -> None:
     programs = [program(rank, hop(0, 2), block(), CommWait(id=0)) for rank in range(2)]
-    early = Machine(fills=True, lead_ns=5, tail_ns=10, rate=20, first=False, handover_ns=1, taken=0.25)
-    assert [one.kernels[0][0] for one in simulate(programs, early)] == [1, 1]
+    early = Machine(fills=True, lead_ns=5, tail_ns=10, rate=20, hops_first=False, handover_ns=1, transfer_share=0.25)
+    assert [timeline.kernels[0][0] for timeline in simulate(programs, early)] == [1, 1]
 
 
 def test_a_block_beside_a_hop_has_what_the_hop_leaves() -> None:
-    """A quarter is taken for 50: the block has done 37.5 of its 100 by then, and ends at 112.5. Copies take nothing."""
+    """A hop takes a quarter for 50: the block has done 37.5 of its 100 by then, and ends at 112.5.
+
+    Copies take nothing.
+    """
     for operation, expected in (("send_recv", 112.5), ("copy", 100.0)):
         programs = [program(rank, hop(0, 2, operation=operation), block(), CommWait(id=0)) for rank in range(2)]
-        assert ends(programs, Machine(rate=20, taken=0.25)) == [expected] * 2
+        assert end_times(programs, Machine(rate=20, transfer_share=0.25)) == [expected] * 2
 
 
 def test_two_rings_share_a_link() -> None:
-    """1000 bytes each over one link of 10 a nanosecond: 200 together, or 100 each after the other."""
+    """1000 bytes each over one link of 10 per nanosecond: 200 together, or 100 each one after the other."""
     both = [program(r, hop(0, 2), hop(1, 2, channel="other"), CommWait(id=0), CommWait(id=1)) for r in range(2)]
-    assert ends(both, Machine(rate=10)) == [200, 200]
+    assert end_times(both, Machine(rate=10)) == [200, 200]
     queued = [program(r, hop(0, 2), hop(1, 2), CommWait(id=0), block(), CommWait(id=1)) for r in range(2)]
-    assert ends(queued, Machine(rate=10)) == [200, 200]
+    assert end_times(queued, Machine(rate=10)) == [200, 200]
 
 
 def test_a_collective_begins_with_its_last_member() -> None:
     gather = hop(0, 3, operation="all_gather")
-    late = Machine(blocks=lambda rank, place: 10.0 * rank)
+    late = Machine(blocks=lambda rank, op_index: 10.0 * rank)
     programs = [program(rank, block(), gather, CommWait(id=0)) for rank in range(3)]
-    assert ends(programs, late) == [20 + 70] * 3
+    assert end_times(programs, late) == [20 + 70] * 3
 
 
 def test_streams_run_beside_each_other_until_they_meet() -> None:
@@ -173,21 +181,21 @@ def test_streams_run_beside_each_other_until_they_meet() -> None:
         StreamWait(stream=0, after=2),
         MemoryOp(label="", name="", bytes=7),
     ]
-    machine = Machine(blocks=lambda rank, place: 100.0 + 50 * place)
-    assert ends([program(0, block(stream=1), block(stream=2), *meet)], machine) == [157]
+    machine = Machine(blocks=lambda rank, op_index: 100.0 + 50 * op_index)
+    assert end_times([program(0, block(stream=1), block(stream=2), *meet)], machine) == [157]
 
 
 def test_a_stream_that_waited_for_another_goes_on_after_the_handover() -> None:
     ops: list[Op] = [block(stream=1), StreamWait(stream=0, after=1), MemoryOp(label="", name="", bytes=7)]
-    assert ends([program(0, *ops)], Machine(handover_ns=3)) == [100 + 3 + 7]
+    assert end_times([program(0, *ops)], Machine(handover_ns=3)) == [100 + 3 + 7]
 
 
 def test_the_host_is_the_bound_where_it_takes_longer() -> None:
     """Ten blocks of 100 that take the host 300 each to launch: the last begins at 3000."""
     programs = [program(0, *(block() for _ in range(10)))]
-    assert ends(programs, Machine(host_ns=300), lead_ns=0) == [3100]
-    assert ends(programs, Machine(host_ns=300)) == [1000]
-    assert ends(programs, Machine(host_ns=20), lead_ns=0) == [1020]
+    assert end_times(programs, Machine(host_ns=300), lead_ns=0) == [3100]
+    assert end_times(programs, Machine(host_ns=300)) == [1000]
+    assert end_times(programs, Machine(host_ns=20), lead_ns=0) == [1020]
 
 
 def test_a_transfer_that_a_peer_never_posts_is_an_error_and_no_short_run() -> None:
@@ -197,10 +205,10 @@ def test_a_transfer_that_a_peer_never_posts_is_an_error_and_no_short_run() -> No
 
 
 def test_ranks_without_a_program_come_with_those_that_trade_with_them() -> None:
-    """Of a ring of 8, ranks 2 and 3; the others are there when they are."""
-    assert ends([ring(2, 8), ring(3, 8)], Machine(rate=5)) == [7 * 200 + 100] * 2
+    """Ranks 2 and 3 of a ring of 8; the others are ready when these two are."""
+    assert end_times([ring(2, 8), ring(3, 8)], Machine(rate=5)) == [7 * 200 + 100] * 2
 
 
 def test_timelines_say_when_everything_was() -> None:
-    (one,) = simulate([program(0, block(), MemoryOp(label="", name="", bytes=5))], Machine())
-    assert one == Timeline([(0.0, 100.0), (100.0, 105.0)], {})
+    (timeline,) = simulate([program(0, block(), MemoryOp(label="", name="", bytes=5))], Machine())
+    assert timeline == Timeline([(0.0, 100.0), (100.0, 105.0)], {})

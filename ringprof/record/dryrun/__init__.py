@@ -1,1 +1,1 @@
-"""What one rank does and holds, told by its strategy's own code without a device: it runs on shapes alone."""
+"""Dry runs: operations and memory of one rank, found by running its strategy on shapes without a device."""

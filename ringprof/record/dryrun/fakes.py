@@ -1,4 +1,4 @@
-"""A kernel that computes nothing and a communicator that sends nothing; both tell a `Recorder` what they were asked."""
+"""Fakes for dry runs: a kernel that computes nothing and a communicator that sends nothing; both record their calls."""
 
 from __future__ import annotations
 
@@ -25,23 +25,22 @@ from ringprof.strategies.transport.message import Message, Shapes, shapes_of
 from ringprof.strategies.transport.ring_channel import Hop, HopRing
 
 KNOWN_KERNELS = ("cudnn", "flash-attn", "torch-flash", "cpu-flash", "reference")
-"""Those of which it is known what they hold beside their results; others are taken to hold what flash attention does.
-"""
-_RESIDENT = 2 * 132
-"""Blocks that flash-attn 2 counts on at once, on a Hopper GPU."""
+"""Kernels whose temporary memory is known; others are assumed to hold what flash attention holds."""
+_RESIDENT_BLOCKS = 2 * 132
+"""Number of thread blocks that flash-attn 2 assumes to run at once on a Hopper GPU."""
 
 
 def recording_kernel(
     kind: type[Kernel], recorder: Recorder, *, deterministic: bool, softcap: float = 0.0
 ) -> Kernel:  # fmt: skip
-    """A kernel that records the calls of ``kind`` and returns results of the right shapes."""
-    recording: Any = type("Recording", (_Recording, kind), {"recorder": recorder})
-    made: Kernel = recording(deterministic=deterministic, softcap=softcap)
-    return made
+    """Return a kernel that records the calls of ``kind`` and returns results of the right shapes."""
+    kernel_class: Any = type("Recording", (_RecordingKernel, kind), {"recorder": recorder})
+    kernel: Kernel = kernel_class(deterministic=deterministic, softcap=softcap)
+    return kernel
 
 
-class _Recording(Kernel):
-    """What is put before a kernel's own class: its checks and preparations stay, its computation goes."""
+class _RecordingKernel(Kernel):
+    """Mix-in before a kernel's class: its checks and preparations stay, its computation is replaced."""
 
     recorder: Recorder
 
@@ -49,13 +48,13 @@ class _Recording(Kernel):
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, *_: Tensor
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if not self.production:
-            # Made of torch's operations, which say for themselves what they hold.
-            self.recorder.block("forward", q, k, 0, causal=causal)
+            # A reference kernel of torch operations: the dispatcher records what they hold.
+            self.recorder.attention("forward", q, k, 0, causal=causal)
             return super()._forward(q, k, v, scale, causal)  # type: ignore[safe-super]
         batch, seq, heads = q.shape[:3]
         out = _like(q)
         lse = torch.empty(batch, heads, seq, dtype=wide_type(q), device=q.device)
-        self.recorder.block("forward", q, k, _split_bytes(self.name, q, k), causal=causal)
+        self.recorder.attention("forward", q, k, _split_bytes(self.name, q, k), causal=causal)
         return out, lse
 
     def _backward(
@@ -63,13 +62,13 @@ class _Recording(Kernel):
         out: Tensor | None, delta: Tensor | None, scale: float, causal: bool, *_: Tensor,
     ) -> Gradients:  # fmt: skip
         if not self.production:
-            self.recorder.block("backward", q, k, 0, causal=causal)
+            self.recorder.attention("backward", q, k, 0, causal=causal)
             return super()._backward(dout, q, k, v, lse, out, delta, scale, causal)  # type: ignore[safe-super]
         dq, (dk, dv) = _like(q), beside(k) if self.pairs_gradients else (_like(k), _like(v))
-        self.recorder.block("backward", q, k, _scratch_bytes(self.name, q, k), causal=causal)
+        self.recorder.attention("backward", q, k, _scratch_bytes(self.name, q, k), causal=causal)
         return dq, dk, dv
 
-    # Kernels for sequences of several lengths get them all at once, packed: q (T, H, D), k and v (T', Hkv, D).
+    # Varlen kernels get all sequences at once, packed: q (T, H, D), k and v (T', Hkv, D).
 
     def _forward_parts(self, q: Tensor, k: Tensor, v: Tensor, scale: float, parts: MaskBlocks) -> tuple[Tensor, Tensor]:
         if not self.several_lengths:
@@ -89,7 +88,9 @@ class _Recording(Kernel):
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, batch: Batch, scale: float
     ) -> tuple[Tensor, Tensor]:
         out, lse = _like(q), torch.empty(q.shape[1], q.shape[0], dtype=wide_type(q), device=q.device)
-        self.recorder.block("forward", q[None], k[None], 0, *_seen(batch, q.shape[0]), causal=batch.causal)
+        self.recorder.attention(
+            "forward", q[None], k[None], 0, *_pairs_and_sequences(batch, q.shape[0]), causal=batch.causal
+        )
         return out, lse
 
     def _packed_backward(
@@ -97,67 +98,69 @@ class _Recording(Kernel):
         scale: float,
     ) -> Gradients:  # fmt: skip
         gradients = _like(q), _like(k), _like(v)
-        pairs, sequences = _seen(batch, q.shape[0])
+        pairs, sequences = _pairs_and_sequences(batch, q.shape[0])
         scratch = _scratch_bytes(self.name, q[None], k[None], sequences)
-        self.recorder.block("backward", q[None], k[None], scratch, pairs, sequences, causal=batch.causal)
+        self.recorder.attention("backward", q[None], k[None], scratch, pairs, sequences, causal=batch.causal)
         return gradients
 
 
-def _seen(batch: Batch, rows: int) -> tuple[int, int]:
-    """Pairs and sequences of a packed call of ``rows`` queries, which may hold the batch of parts several times."""
-    entries = rows // sum(part.queries for part in batch.parts)
-    return entries * sum(part.area for part in batch.parts), entries * len(batch.parts)
+def _pairs_and_sequences(batch: Batch, rows: int) -> tuple[int, int]:
+    """Return pairs and sequences of a packed call of ``rows`` queries, which may hold several copies of the batch."""
+    copies = rows // sum(part.queries for part in batch.parts)
+    return copies * sum(part.area for part in batch.parts), copies * len(batch.parts)
 
 
 def _scratch_bytes(kernel: str, q: Tensor, k: Tensor, sequences: int = 0) -> int:
-    """What a backward call holds beside its results.
+    """Return the bytes that a backward call holds besides its results.
 
-    Flash attention adds up dQ in float32, and keeps rowsum(dO · O) of its rows. flash-attn 2 rounds the rows up to a
+    Flash attention accumulates dQ in float32 and keeps rowsum(dO · O) of its rows. flash-attn 2 rounds the rows up to a
     tile's 128, or adds as many for each packed sequence (``mha_bwd`` and ``mha_varlen_bwd`` of its flash_api.cpp). It
-    and cuDNN have dK and dV of every query head before they add those of a group up.
+    and cuDNN keep dK and dV of every query head before they reduce them over a group.
     """
     if kernel == "cpu-flash":
-        # A buffer a thread, however long the block is.
+        # One buffer per thread, independent of the block's length.
         return 0
     batch, rows, heads, head_dim = q.shape
-    rounded = -(-rows // 128) * 128 if kernel == "flash-attn" and not sequences else rows + 128 * sequences
-    groups = 2 * q.nbytes // rows * k.shape[1] if heads != k.shape[2] else 0
-    return 4 * batch * rounded * heads * (head_dim + 1) + groups
+    rounded_rows = -(-rows // 128) * 128 if kernel == "flash-attn" and not sequences else rows + 128 * sequences
+    group_bytes = 2 * q.nbytes // rows * k.shape[1] if heads != k.shape[2] else 0
+    return 4 * batch * rounded_rows * heads * (head_dim + 1) + group_bytes
 
 
 def _split_bytes(kernel: str, q: Tensor, k: Tensor) -> int:
-    """What a forward call of flash-attn 2 holds beside its results, in torch, too: where few blocks of queries leave
-    multiprocessors idle it cuts the keys into parts, whose outputs and LSE it keeps in float32 until it adds them up
-    (``num_splits_heuristic`` of its flash_api.cpp): the fewest that fill the last wave nearly as well as any number.
+    """Return the bytes that a forward call of flash-attn 2 holds besides its results, also inside torch.
+
+    If few blocks of queries leave multiprocessors idle, it splits the keys. It keeps the outputs and LSE of the splits
+    in float32 until it combines them (``num_splits_heuristic`` of its flash_api.cpp). It chooses the smallest number of
+    splits that fills the last wave nearly as well as any number.
     """
     if kernel == "cpu-flash":
-        # Keys and values in another order, for matrix products in bfloat16.
+        # Reordered keys and values, for matrix products in bfloat16.
         return 2 * k.nbytes if k.itemsize == 2 else 0
     batch, rows, heads, head_dim = q.shape
     tiles = batch * heads * -(-rows // 64)
-    if kernel not in ("flash-attn", "torch-flash") or tiles >= 0.8 * _RESIDENT:
+    if kernel not in ("flash-attn", "torch-flash") or tiles >= 0.8 * _RESIDENT_BLOCKS:
         return 0
-    blocks = -(-k.shape[1] // (256 if head_dim <= 64 else 128 if head_dim <= 128 else 64))
-    fills = {}
-    for splits in range(1, min(128, _RESIDENT, blocks) + 1):
-        if splits == 1 or -(-blocks // splits) != -(-blocks // (splits - 1)):
-            waves = tiles * splits / _RESIDENT
-            fills[splits] = waves / math.ceil(waves)
-    splits = next(splits for splits, full in fills.items() if full >= 0.85 * max(fills.values()))
+    key_blocks = -(-k.shape[1] // (256 if head_dim <= 64 else 128 if head_dim <= 128 else 64))
+    fill_by_splits = {}
+    for splits in range(1, min(128, _RESIDENT_BLOCKS, key_blocks) + 1):
+        if splits == 1 or -(-key_blocks // splits) != -(-key_blocks // (splits - 1)):
+            waves = tiles * splits / _RESIDENT_BLOCKS
+            fill_by_splits[splits] = waves / math.ceil(waves)
+    splits = next(splits for splits, fill in fill_by_splits.items() if fill >= 0.85 * max(fill_by_splits.values()))
     return 4 * splits * batch * heads * rows * (head_dim + 1) if splits > 1 else 0
 
 
 class RecordingCommunicator(Communicator):
-    """One rank of ``size``, alone: every transfer is recorded, and nothing travels."""
+    """Communicator of one rank of ``size``: every transfer is recorded, and nothing is sent."""
 
     def __init__(self, recorder: Recorder, rank: int, size: int, per_host: int, hops: str) -> None:
         self.hops, self.meter, self.recorder = hops, Meter(), recorder
         self.rank, self.size, self._per_host = rank, size, per_host
         self.hosts = _hosts(size, per_host)
-        self.slots: dict[StorageWeakRef, _Slots] = {}
-        """By their memory, those that rings receive in."""
+        self.slots: dict[StorageWeakRef, _ReceiveSlots] = {}
+        """Receive slots of rings, by their memory."""
         self.spread: dict[str, int] = {}
-        """By channel, over hosts, the most members that are on one; 0 where all are."""
+        """Largest number of members on one host per channel; 0 if all are on one host."""
 
     def global_rank(self, rank: int) -> int:
         return rank
@@ -168,29 +171,30 @@ class RecordingCommunicator(Communicator):
     def ring(
         self, channel: str, members: Sequence[int] | None = None, *, shares: Any = None, keeps: bool = False
     ) -> HopRing:
-        return RecordingRing(channel, self._spread_over(channel, members), self, shares, keeps=keeps)
+        return RecordingRing(channel, self._members_of(channel, members), self, shares, keeps=keeps)
 
     def collective(self, channel: str, members: Sequence[int] | None = None) -> Collective:
-        return RecordingCollective(channel, self._spread_over(channel, members), self)
+        return RecordingCollective(channel, self._members_of(channel, members), self)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         return [_like(tensor) for _ in range(self.size)]
 
-    def _spread_over(self, channel: str, members: Sequence[int] | None) -> list[int]:
-        found = list(range(self.size)) if members is None else list(members)
-        most = Counter(member // self._per_host for member in found)
-        self.spread[channel] = max(most.values()) if len(most) > 1 else 0
-        return found
+    def _members_of(self, channel: str, members: Sequence[int] | None) -> list[int]:
+        """Return the members of a channel and record how they lie over the hosts."""
+        ranks = list(range(self.size)) if members is None else list(members)
+        per_host_counts = Counter(member // self._per_host for member in ranks)
+        self.spread[channel] = max(per_host_counts.values()) if len(per_host_counts) > 1 else 0
+        return ranks
 
 
 @lru_cache(maxsize=4)
 def _hosts(size: int, per_host: int) -> Hosts:
-    """Shared by all ranks of a tape."""
+    """Return the hosts of all ranks, shared by all ranks of a dry run."""
     return Hosts({rank: rank // per_host for rank in range(size)})
 
 
 class RecordingRing(HopRing):
-    """A ring whose hops are recorded; what arrives is fresh memory, or a slot where copy engines carry the hop."""
+    """Ring whose hops are recorded. Received data is fresh memory, or a slot if copy engines carry the hop."""
 
     _comm: RecordingCommunicator
 
@@ -198,16 +202,16 @@ class RecordingRing(HopRing):
         self, channel: str, members: Sequence[int], comm: RecordingCommunicator, shares: Any, *, keeps: bool
     ) -> None:
         super().__init__(channel, members, None, comm, keeps=keeps)
-        self._comm, self._everyone = comm, tuple(members)
-        self.communicator: str = shares.communicator if shares is not None else _name(channel, members)
-        alone = all(comm.hosts.link(members[0], other) == SAME_HOST for other in members)
-        self.copied = comm.hops == "copy" and alone and not keeps
+        self._comm, self._all_members = comm, tuple(members)
+        self.communicator: str = shares.communicator if shares is not None else _communicator_name(channel, members)
+        on_one_host = all(comm.hosts.link(members[0], other) == SAME_HOST for other in members)
+        self.copied = comm.hops == "copy" and on_one_host and not keeps
         # Two members have one ring of copies for all channels, as in
         # `ringprof.strategies.transport.copy_engine.copy_ring`.
         pair = self.size == 2
-        self.slots: _Slots = shares.slots if shares is not None and pair else _Slots(comm.slots)
+        self.slots: _ReceiveSlots = shares.slots if shares is not None and pair else _ReceiveSlots(comm.slots)
         if self.copied:
-            self.communicator = f"{self.communicator if pair else _name(channel, members)}/copy"
+            self.communicator = f"{self.communicator if pair else _communicator_name(channel, members)}/copy"
 
     def post(self, message: Message, *, into: Message | None = None) -> Any:
         if self.size == 1:
@@ -216,16 +220,21 @@ class RecordingRing(HopRing):
         operation = "copy" if self.copied else "send_recv"
         self.slots.number += 1
         buffers = self.slots.last(shapes_of(message.buffers)) if self.copied else [_like(x) for x in message.buffers]
-        arriving = message.with_buffers(buffers)
+        received = message.with_buffers(buffers)
         self._meter.add(self.channel, operation, self._link, message.size_bytes)
         sizes = [buffer.nbytes for buffer in message.buffers]
         recorder = self._comm.recorder
-        number = recorder.post(self.channel, self._meter.phase, operation, self._everyone, self.communicator, sizes)
-        return _Arriving(recorder, number, list(message.buffers), arriving if into is None else into)
+        number = recorder.comm_start(
+            self.channel, self._meter.phase, operation, self._all_members, self.communicator, sizes
+        )
+        return _RecordedHop(recorder, number, list(message.buffers), received if into is None else into)
 
     def _owned(self, message: Message) -> Message:
-        """As `ringprof.strategies.transport.copy_engine.owned`."""
-        owners = [self._comm.slots.get(_memory(buffer)) for buffer in message.buffers]
+        """Return a message that lies in no other ring's receive slots; copy it if needed.
+
+        `ringprof.strategies.transport.copy_engine.owned` does the same in a run.
+        """
+        owners = [self._comm.slots.get(_storage_key(buffer)) for buffer in message.buffers]
         if all(slots is None or slots is self.slots for slots in owners):
             return message
         return message.with_buffers([buffer.clone() for buffer in message.buffers])
@@ -234,33 +243,33 @@ class RecordingRing(HopRing):
         return Message.empty(shapes, self.slots.last) if self.copied else super().reserve(shapes, device)
 
 
-class _Slots:
-    """Where copied hops arrive in turns."""
+class _ReceiveSlots:
+    """Memory that copied hops are received in, in rotation."""
 
-    def __init__(self, owners: dict[StorageWeakRef, _Slots]) -> None:
-        """``owners`` will have it by its memory."""
+    def __init__(self, owners: dict[StorageWeakRef, _ReceiveSlots]) -> None:
+        """Create empty slots; ``owners`` maps their memory to them."""
         self._owners, self._memory, self.number = owners, torch.empty(0, dtype=torch.uint8, device="meta"), 0
 
     def last(self, shapes: Shapes) -> list[Tensor]:
-        """The slot of the last hop that was counted: all are made anew where it is too small."""
+        """Return the slot of the last counted hop; reallocate all slots if they are too small."""
         size = slot_offsets(shapes)[1]
         if self._memory.numel() < SLOTS * size:
             self._memory = torch.empty(SLOTS * size, dtype=torch.uint8, device="meta")
-            self._owners[_memory(self._memory)] = self
+            self._owners[_storage_key(self._memory)] = self
         return views_in_slot(self._memory, self._memory.numel() // SLOTS, shapes, self.number % SLOTS)
 
 
-def _memory(tensor: Tensor) -> StorageWeakRef:
-    """What stands for a tensor's memory, also when it is gone: its address alone would be given again."""
+def _storage_key(tensor: Tensor) -> StorageWeakRef:
+    """Return a key of a tensor's memory that stays unique after it is freed; an address would be reused."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 class RecordingCollective(Collective):
-    """A group whose collectives are recorded."""
+    """Group whose collectives are recorded."""
 
     def __init__(self, channel: str, members: Sequence[int], comm: RecordingCommunicator) -> None:
         super().__init__(channel, members, None, comm)
-        self._comm, self._everyone = comm, tuple(members)
+        self._comm, self._all_members = comm, tuple(members)
 
     def all_to_all(self, tensor: Tensor) -> Any:
         if self.size == 1:
@@ -268,7 +277,7 @@ class RecordingCollective(Collective):
         tensor = tensor.contiguous()
         piece = tensor.nbytes // self.size
         self._count("all_to_all", self._links, piece)
-        return self._arriving("all_to_all", tensor, _like(tensor), piece)
+        return self._start_transfer("all_to_all", tensor, _like(tensor), piece)
 
     def all_gather(self, tensor: Tensor) -> Any:
         if self.size == 1:
@@ -277,7 +286,7 @@ class RecordingCollective(Collective):
         piece = tensor.nbytes
         self._count("all_gather", self._links[:1] * (self.size - 1), piece)
         received = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        return self._arriving("all_gather", tensor, received, piece)
+        return self._start_transfer("all_gather", tensor, received, piece)
 
     def reduce_scatter(self, tensor: Tensor) -> Any:
         if self.size == 1:
@@ -285,16 +294,16 @@ class RecordingCollective(Collective):
         tensor = tensor.contiguous()
         piece = tensor.nbytes // self.size
         self._count("reduce_scatter", self._links[:1] * (self.size - 1), piece)
-        return self._arriving("reduce_scatter", tensor, _like(tensor[0]), piece)
+        return self._start_transfer("reduce_scatter", tensor, _like(tensor[0]), piece)
 
-    def _arriving(self, operation: str, sent: Tensor, received: Tensor, piece_bytes: int) -> Any:
-        recorder, name = self._comm.recorder, _name(self.channel, self._everyone)
-        number = recorder.post(self.channel, self.meter.phase, operation, self._everyone, name, [piece_bytes])
-        return _Arriving(recorder, number, [sent], [received])
+    def _start_transfer(self, operation: str, sent: Tensor, received: Tensor, piece_bytes: int) -> Any:
+        recorder, name = self._comm.recorder, _communicator_name(self.channel, self._all_members)
+        number = recorder.comm_start(self.channel, self.meter.phase, operation, self._all_members, name, [piece_bytes])
+        return _RecordedHop(recorder, number, [sent], [received])
 
 
-class _Arriving(Hop):
-    """A transfer under way on the tape."""
+class _RecordedHop(Hop):
+    """A started transfer of a dry run."""
 
     def __init__(self, recorder: Recorder, number: int, sent: Sequence[Tensor], received: Any) -> None:
         super().__init__([], sent, received)
@@ -302,15 +311,15 @@ class _Arriving(Hop):
 
     def wait(self) -> Any:
         arrived = super().wait()
-        self._recorder.wait(self._number)
+        self._recorder.comm_wait(self._number)
         return arrived
 
 
 def _like(tensor: Tensor) -> Tensor:
-    """As `torch.empty_like`, dense; on ``meta`` that takes ten times as long."""
+    """Return a dense empty tensor, like `torch.empty_like`, which takes ten times as long on ``meta``."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-def _name(channel: str, members: Sequence[int]) -> str:
-    """A process group is made for each channel and members, and NCCL has a communicator for each group."""
+def _communicator_name(channel: str, members: Sequence[int]) -> str:
+    """Return the name of a communicator: one process group per channel and members, one NCCL communicator each."""
     return f"{channel}:{','.join(map(str, members))}"

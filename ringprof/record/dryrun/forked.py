@@ -1,4 +1,4 @@
-"""A function carried out in a fork of this process, where a stranger's code may do what it likes."""
+"""Run a function in a fork of this process, to isolate side effects of user code."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ import torch
 
 from ringprof.errors import UnsupportedWorkloadError
 
-_GRADIENTS = "this process has computed gradients on devices, and torch computes none in a fork of it then"
+_AUTOGRAD_THREADS_REASON = (
+    "this process has computed gradients on devices, and torch computes none in a fork of it then"
+)
 
 
-def in_fork(work: Callable[[], int], limit_s: float) -> int:
-    """What ``work`` returns, within ``limit_s`` seconds.
+def run_in_fork(work: Callable[[], int], limit_s: float) -> int:
+    """Return the result of ``work``, which has ``limit_s`` seconds.
 
-    It prints nowhere, and what it changes, begins on a GPU or starts ends with it. Raises `UnsupportedWorkloadError`
-    with the
-    reason where it raises, does not end, or ends the process.
+    It prints nothing, and what it changes, starts or begins on a GPU ends with it. Raises `UnsupportedWorkloadError`
+    with the reason if it raises, exceeds the limit or ends the process.
     """
     context = get_context("fork")
-    here, there = context.Pipe(duplex=False)
-    child = context.Process(target=_answer, args=(work, there, limit_s), daemon=True)
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_run_and_send, args=(work, sender, limit_s), daemon=True)
     with warnings.catch_warnings():
-        # From Python 3.12 on, of threads, which the fork does without.
+        # Python 3.12 and later warn about threads, which the fork does not need.
         warnings.simplefilter("ignore", DeprecationWarning)
         child.start()
-    there.close()
+    sender.close()
     group = child.pid
     assert group is not None
     try:
-        if not here.poll(limit_s):
+        if not receiver.poll(limit_s):
             raise UnsupportedWorkloadError(f"it does not end within {limit_s:.0f} s on shapes alone")
-        found, reason = here.recv()
+        result, reason = receiver.recv()
     except EOFError:
         raise UnsupportedWorkloadError("it ends the process on shapes alone") from None
     finally:
@@ -46,28 +47,29 @@ def in_fork(work: Callable[[], int], limit_s: float) -> int:
         with suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
         child.join()
-        here.close()
+        receiver.close()
     if reason:
         raise UnsupportedWorkloadError(reason)
-    return int(found)
+    return int(result)
 
 
-def _answer(work: Callable[[], int], there: Any, limit_s: float) -> None:
+def _run_and_send(work: Callable[[], int], sender: Any, limit_s: float) -> None:
+    """Run ``work`` and send its result or the reason of its failure."""
     os.setsid()
-    # Also where the process that waits is gone.
+    # Limit the time even if the waiting process is gone.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, limit_s + 1)
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):
-        os.dup2(nowhere, standard)
-    # In a notebook, what Python writes goes elsewhere.
-    sys.stdout = sys.stderr = os.fdopen(nowhere, "w")
-    # The threads that torch computes on have stayed behind.
+    null_fd = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null_fd, fd)
+    # In a notebook, Python's streams do not write to the file descriptors.
+    sys.stdout = sys.stderr = os.fdopen(null_fd, "w")
+    # Torch's compute threads do not exist in the fork.
     torch.set_num_threads(1)
     try:
-        there.send((work(), ""))
+        sender.send((work(), ""))
     except UnsupportedWorkloadError as error:
         threads = "autograd's threading" in str(error)
-        there.send((0, _GRADIENTS if threads else str(error)[:500]))
-    except Exception as error:  # whatever a stranger's code raises
-        there.send((0, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"))
+        sender.send((0, _AUTOGRAD_THREADS_REASON if threads else str(error)[:500]))
+    except Exception as error:  # user code may raise anything
+        sender.send((0, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"))

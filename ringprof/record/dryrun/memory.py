@@ -1,4 +1,4 @@
-"""What a rank of a recording will hold at its peak: its own iterations, run on shapes alone."""
+"""Peak memory of a rank of a recording, from a dry run of its own iterations."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ringprof.errors import UnsupportedWorkloadError
 from ringprof.record.baselines import baseline_bodies
 from ringprof.record.dryrun.dispatch import Recorder
 from ringprof.record.dryrun.fakes import RecordingCommunicator
-from ringprof.record.dryrun.forked import in_fork
-from ringprof.record.dryrun.run import META, iterations, recorded, recording, refusals
+from ringprof.record.dryrun.forked import run_in_fork
+from ringprof.record.dryrun.run import META, dry_run_iterations, recording, recording_strategy, refuse_on_failure
 from ringprof.record.dynamic_cp import StepsProblem
 from ringprof.record.measure import WorkloadShard
 from ringprof.record.request import Request
@@ -25,34 +25,36 @@ from ringprof.strategies.masks.expected import is_bundled
 from ringprof.strategies.peers.call import PeerStrategy
 from ringprof.strategies.transport.baselines import NullCommunicator
 
-ALL, DIRECT = 8, 48
-"""Ranks up to which each is run, and up to which a few of them are."""
-_STEP = 8
-"""At least so many ranks, of whole hosts: five and six times as many stand for more, for longer rings are alike."""
-_STRANGERS_S = 10.0
-"""For a user's own strategy: a bundled one takes less than a second."""
-_CUBLAS_BYTES = 32 << 20
-"""Matrix products, as those of the check, and cuDNN leave a workspace that torch's allocator counts: so much on Hopper.
+MAX_ALL_RANKS, MAX_SAMPLED_RANKS = 8, 48
+"""Number of ranks up to which each is run, and up to which a few of them are."""
+_MIN_EXTRAPOLATION_RANKS = 8
+"""Minimum step of ranks, in whole hosts, for the extrapolation to more ranks.
+
+Five and six times as many ranks stand for more, because longer rings repeat the same steps.
 """
+USER_STRATEGY_LIMIT_S = 10.0
+"""Time limit of a user's own strategy; a bundled one takes less than a second."""
+_CUBLAS_BYTES = 32 << 20
+"""Workspace of matrix products (as in the check) and of cuDNN on Hopper, which torch's allocator counts."""
 
 
 def peak_bytes(request: Request, workload: Workload, kernel: str, per_host: int) -> int:
-    """The most that a rank holds in the iterations of a resolved request, of ``workload`` in place of its own.
+    """Return the peak memory over the ranks of a resolved request, for ``workload`` in place of its own.
 
     ``kernel`` is the one that will run, ``per_host`` the ranks that share a host. A user's own strategy is run in a
-    fork. Raises `UnsupportedWorkloadError` where a strategy cannot be run on shapes alone.
+    fork. Raises `UnsupportedWorkloadError` if a strategy cannot be dry-run.
     """
-    kind, assumed = load_strategy(request.strategy), _Assumed(request, kernel, per_host)
-    work = partial(_of_all_ranks, assumed, workload)
-    if is_bundled(kind):
+    strategy_class, setup = load_strategy(request.strategy), _Setup(request, kernel, per_host)
+    work = partial(_peak_over_ranks, setup, workload)
+    if is_bundled(strategy_class):
         return work()
-    if kind.__module__.startswith(PeerStrategy.__module__.rpartition(".")[0]):
+    if strategy_class.__module__.startswith(PeerStrategy.__module__.rpartition(".")[0]):
         raise UnsupportedWorkloadError("other people's code computes and sends by itself")
-    return in_fork(work, _STRANGERS_S)
+    return run_in_fork(work, USER_STRATEGY_LIMIT_S)
 
 
-class _Assumed(NamedTuple):
-    """What the ranks run with."""
+class _Setup(NamedTuple):
+    """Request, kernel and ranks per host of the dry runs."""
 
     request: Request
     kernel: str
@@ -67,121 +69,136 @@ class _Assumed(NamedTuple):
         return "copy" if self.request.device == "cuda" and self.request.hops != "nccl" else "nccl"
 
 
-def _of_all_ranks(assumed: _Assumed, workload: Workload) -> int:
-    world, per_host = assumed.world, assumed.per_host
-    if world > DIRECT:
+def _peak_over_ranks(setup: _Setup, workload: Workload) -> int:
+    """Return the peak memory over all ranks, extrapolated from fewer ranks if there are many."""
+    world, per_host = setup.world, setup.per_host
+    if world > MAX_SAMPLED_RANKS:
         if workload.documents is not None:
-            raise UnsupportedWorkloadError(f"packed documents on {world} ranks: reckoned on at most {DIRECT}")
-        step = per_host * -(-_STEP // per_host) if per_host < world else _STEP
+            raise UnsupportedWorkloadError(
+                f"packed documents on {world} ranks: reckoned on at most {MAX_SAMPLED_RANKS}"
+            )
+        step = per_host * -(-_MIN_EXTRAPOLATION_RANKS // per_host) if per_host < world else _MIN_EXTRAPOLATION_RANKS
         with suppress(UnsupportedWorkloadError):
-            low, high = (_most(assumed, _on_fewer(assumed, workload, size), size) for size in (5 * step, 6 * step))
+            low, high = (
+                _largest_peak(setup, _on_fewer_ranks(setup, workload, size), size) for size in (5 * step, 6 * step)
+            )
             return low + (high - low) * (world - 5 * step) // step
-    return _most(assumed, workload, world)
+    return _largest_peak(setup, workload, world)
 
 
-def _on_fewer(assumed: _Assumed, workload: Workload, size: int) -> Workload:
-    """The workload with as many tokens a rank on ``size`` ranks. Raises `UnsupportedWorkloadError` where there is
-    none."""
-    seq, cached = workload.seq // assumed.world * size, None
+def _on_fewer_ranks(setup: _Setup, workload: Workload, size: int) -> Workload:
+    """Return the workload with as many tokens per rank on ``size`` ranks.
+
+    Raises `UnsupportedWorkloadError` if there is none.
+    """
+    seq, kv_length = workload.seq // setup.world * size, None
     if workload.kv_length is not None:
-        cached = seq + (workload.kv_length - workload.seq) // assumed.world * size
-    fewer = msgspec.structs.replace(workload, seq=seq, kv_length=cached)
+        kv_length = seq + (workload.kv_length - workload.seq) // setup.world * size
+    fewer = msgspec.structs.replace(workload, seq=seq, kv_length=kv_length)
     with strategy_errors():
-        kind = load_strategy(assumed.request.strategy)
-        reason = fits(kind, fewer, size, assumed.request.params) if seq else "less than one token"
+        strategy_class = load_strategy(setup.request.strategy)
+        reason = fits(strategy_class, fewer, size, setup.request.params) if seq else "less than one token"
     if reason:
         raise UnsupportedWorkloadError(reason)
     return fewer
 
 
-def _most(assumed: _Assumed, workload: Workload, world: int) -> int:
-    """Bytes of the rank that holds the most, which of many is the first, the last or in their middle."""
-    ranks = (0, world // 2, world - 1) if world > ALL else range(world)
-    return max(_Rank(assumed, workload, rank, world).run() for rank in ranks) + _beside(assumed, workload)
+def _largest_peak(setup: _Setup, workload: Workload, world: int) -> int:
+    """Return the bytes of the rank that holds most; of many ranks, the first, the last and the middle one are run."""
+    ranks = (0, world // 2, world - 1) if world > MAX_ALL_RANKS else range(world)
+    return max(_RankDryRun(setup, workload, rank, world).run() for rank in ranks) + _untracked_bytes(setup, workload)
 
 
-class _Rank:
-    """One rank of a recording; it makes strategies over parts of the ranks as `ringprof.strategies.Dynamic` does."""
+class _RankDryRun:
+    """Dry run of one rank of a recording; it creates strategies over parts of the ranks like
+    `ringprof.strategies.Dynamic`."""
 
-    def __init__(self, assumed: _Assumed, workload: Workload, rank: int, world: int) -> None:
-        self._assumed, self._workload, self._rank, self._world = assumed, workload, rank, world
-        self._recorder, self._made = Recorder(), dict[int, Any]()
+    def __init__(self, setup: _Setup, workload: Workload, rank: int, world: int) -> None:
+        self._setup, self._workload, self._rank, self._world = setup, workload, rank, world
+        self._recorder, self._strategies = Recorder(), dict[int, Any]()
 
     def run(self) -> int:
-        """Bytes at the peak."""
-        request = self._assumed.request
-        with refusals(request.strategy), recording(self._recorder, on_gpus=request.device == "cuda"):
-            problem = self._problem()
-            for _ in iterations(problem, self._assumed.hops):
+        """Return the bytes at the peak."""
+        request = self._setup.request
+        with refuse_on_failure(request.strategy), recording(self._recorder, on_gpus=request.device == "cuda"):
+            shard = self._shard()
+            for _ in dry_run_iterations(shard, self._setup.hops):
                 self._recorder.start()
-                problem.results()
+                shard.results()
             if request.controls:
-                ordinary, *others = baseline_bodies(problem, self._make(self._world, _Silent))[0]
+                ordinary, *others = baseline_bodies(shard, self._create(self._world, _NullRecordingCommunicator))[0]
                 for body in (*others, ordinary):
                     body()
         return self._recorder.peak_bytes
 
     def of(self, size: int) -> Any:
-        """The strategy over this rank's part of ``size`` ranks."""
-        if size not in self._made:
-            self._made[size] = self._make(size)
-        return self._made[size]
+        """Return the strategy over this rank's part of ``size`` ranks."""
+        if size not in self._strategies:
+            self._strategies[size] = self._create(size)
+        return self._strategies[size]
 
     @property
     def comm(self) -> Any:
-        """That of all ranks."""
+        """Communicator of all ranks."""
         return self.of(self._world).comm
 
-    def _make(self, size: int, kind_of_comm: type[RecordingCommunicator] = RecordingCommunicator) -> Any:
-        request, kernel, per_host = self._assumed
-        together = min(per_host, size)
-        place = self._rank % size, size, size if size % together else together
-        comm = kind_of_comm(self._recorder, *place, self._assumed.hops)
-        return recorded(load_strategy(request.strategy), request.params, comm, kernel, self._workload.softcap)[0]
+    def _create(self, size: int, comm_class: type[RecordingCommunicator] = RecordingCommunicator) -> Any:
+        request, kernel, per_host = self._setup
+        ranks_per_host = min(per_host, size)
+        rank_position = self._rank % size, size, size if size % ranks_per_host else ranks_per_host
+        comm = comm_class(self._recorder, *rank_position, self._setup.hops)
+        return recording_strategy(
+            load_strategy(request.strategy), request.params, comm, kernel, self._workload.softcap
+        )[0]
 
-    def _problem(self) -> WorkloadShard:
+    def _shard(self) -> WorkloadShard:
         workload, world = self._workload, self._world
         if workload.sequences is not None:
             return StepsProblem.over(self, workload, tuple(world // count for count in workload.sequences), META)
         if workload.layer is not None:
-            # Loads FSDP, for half a second.
+            # Imported late: it loads FSDP, which takes half a second.
             from ringprof.record.layer import LayersProblem
 
-            return _as_on_gpus(LayersProblem.of(self.of(world), workload, META))
+            return _with_fused_norms(LayersProblem.of(self.of(world), workload, META))
         return WorkloadShard.of(self.of(world), workload, META)
 
 
-class _Silent(NullCommunicator, RecordingCommunicator):
-    """One rank alone, which sends nothing and records no transfer."""
+class _NullRecordingCommunicator(NullCommunicator, RecordingCommunicator):
+    """Communicator of one rank that sends nothing and records no transfer."""
 
 
-def _beside(assumed: _Assumed, workload: Workload) -> int:
-    """What no operation of a strategy shows: cuBLAS's workspaces, one a thread, and what makes layers parallel.
+def _untracked_bytes(setup: _Setup, workload: Workload) -> int:
+    """Return memory that no operation of a strategy shows: cuBLAS workspaces (one per thread) and data-parallel
+    buffers.
 
-    DDP has its buckets of gradients. FSDP2 has one share of parameters alone, but gathers a layer and the next.
+    DDP holds its gradient buckets. FSDP2 shards the parameters, but gathers one layer and the next.
     """
-    layer, (request, kernel, _) = workload.layer, assumed
+    layer, (request, kernel, _) = workload.layer, setup
     if request.device != "cuda":
         return 0
-    multiplies = 1 + workload.backward if layer is not None or kernel == "reference" else 0
-    held = (multiplies or int(request.verify or kernel == "cudnn")) * _CUBLAS_BYTES
+    matmul_workspaces = 1 + workload.backward if layer is not None or kernel == "reference" else 0
+    workspace_bytes = (matmul_workspaces or int(request.verify or kernel == "cudnn")) * _CUBLAS_BYTES
     if layer is None:
-        return held
-    one, of_all = workload.parameters(), workload.parameters() * workload.layers
-    more = of_all if layer.parallel == "ddp" else 3 * one - of_all * (assumed.world - 1) // assumed.world
-    return held + torch_dtype(workload).itemsize * more
+        return workspace_bytes
+    layer_parameters, all_parameters = workload.parameters(), workload.parameters() * workload.layers
+    extra_elements = (
+        all_parameters
+        if layer.parallel == "ddp"
+        else 3 * layer_parameters - all_parameters * (setup.world - 1) // setup.world
+    )
+    return workspace_bytes + torch_dtype(workload).itemsize * extra_elements
 
 
-def _as_on_gpus(problem: Any) -> WorkloadShard:
-    """Layers with each norm in one kernel."""
-    for module in problem.model.modules():
+def _with_fused_norms(shard: Any) -> WorkloadShard:
+    """Return the layers with each norm fused into one kernel, as on GPUs."""
+    for module in shard.model.modules():
         if isinstance(module, torch.nn.RMSNorm):
-            module.forward = partial(_Norm.apply, module.weight)  # type: ignore[method-assign]
-    return problem  # type: ignore[no-any-return]
+            module.forward = partial(_FusedRMSNorm.apply, module.weight)  # type: ignore[method-assign]
+    return shard  # type: ignore[no-any-return]
 
 
-class _Norm(torch.autograd.Function):
-    """What RMSNorm's fused kernels keep and return."""
+class _FusedRMSNorm(torch.autograd.Function):
+    """Tensors that RMSNorm's fused kernels keep and return."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""What operations give on ``meta`` tensors, found without torch where torch takes long to say.
+"""Results of torch operations on ``meta`` tensors, without torch where torch is slow.
 
-For some it runs Python for milliseconds, and for some it loads its compiler: a second of processor time.
+For some operations torch runs Python for milliseconds. For others it loads its compiler: a second of processor time.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _FACTORIES = ("empty", "randn")
 _KEEP_TYPE = ("exp", "logaddexp", "sub")
 
 
-class Kind(NamedTuple):
-    """What is to be known of an operation of torch."""
+class OpInfo(NamedTuple):
+    """Properties of a torch operation."""
 
     name: str
     allocates: bool
-    """It launches nothing: its result is memory as it is."""
+    """Whether it only allocates or aliases memory and launches nothing."""
     is_view: bool
     is_elementwise: bool
     is_mutable: bool
@@ -35,41 +35,44 @@ class Kind(NamedTuple):
 
 
 @cache
-def kind_of(func: Any) -> Kind:
+def op_info(func: Any) -> OpInfo:
+    """Return the properties of an operation."""
     name = func.overloadpacket.__name__
     allocates = name in _ALLOCATES
-    return Kind(
+    return OpInfo(
         name, allocates, func.is_view and not allocates, torch.Tag.pointwise in func.tags and not func.is_view,
         func._schema.is_mutable,
     )  # fmt: skip
 
 
-def is_shape(tensor: Any) -> bool:
+def is_meta(tensor: Any) -> bool:
+    """Return whether the value is a tensor on ``meta``."""
     return isinstance(tensor, Tensor) and tensor.is_meta
 
 
-def result_of(func: Any, kind: Kind, args: Any, kwargs: JsonObject) -> Any:
-    """Of shapes a shape; of the host's own tensors, such as positions, what they hold."""
-    if kind.name in _FACTORIES and kwargs["device"].type == "meta":
+def meta_result(func: Any, info: OpInfo, args: Any, kwargs: JsonObject) -> Any:
+    """Infer output metadata on ``meta``; run CPU tensors, such as positions, for real."""
+    if info.name in _FACTORIES and kwargs["device"].type == "meta":
         return torch.empty(*args, **{name: value for name, value in kwargs.items() if name != "generator"})
     first = args[0][0] if args and isinstance(args[0], list | tuple) and args[0] else args[0] if args else None
-    if not is_shape(first):
+    if not is_meta(first):
         return func(*args, **kwargs)
-    if is_shape(kwargs.get("out")):
+    if is_meta(kwargs.get("out")):
         return kwargs["out"]
-    if kind.name in _SHORTCUTS:
-        return _SHORTCUTS[kind.name](*args, **kwargs)
-    return _elementwise(func, kind, args, kwargs) if kind.is_elementwise else func(*args, **kwargs)
+    if info.name in _SHORTCUTS:
+        return _SHORTCUTS[info.name](*args, **kwargs)
+    return _elementwise(func, info, args, kwargs) if info.is_elementwise else func(*args, **kwargs)
 
 
-def _elementwise(func: Any, kind: Kind, args: Any, kwargs: JsonObject) -> Any:
-    operands = {name: _operand(one) for name, one in kwargs.items()}
-    shape, stride, dtype = _form(func, kind.name, *map(_operand, args), **operands)
-    return args[0] if kind.is_mutable else torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+def _elementwise(func: Any, info: OpInfo, args: Any, kwargs: JsonObject) -> Any:
+    """Infer the result of an elementwise operation."""
+    operands = {name: _operand(value) for name, value in kwargs.items()}
+    shape, stride, dtype = _meta_form(func, info.name, *map(_operand, args), **operands)
+    return args[0] if info.is_mutable else torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
 class _Operand(NamedTuple):
-    """A tensor without its memory."""
+    """Metadata of a tensor; hashable."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -80,27 +83,36 @@ class _Operand(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
-def _operand(one: Any) -> Any:
-    return _Operand(one.shape, one.stride(), one.dtype, one.device) if isinstance(one, Tensor) else one
+def _operand(value: Any) -> Any:
+    return _Operand(value.shape, value.stride(), value.dtype, value.device) if isinstance(value, Tensor) else value
 
 
 @lru_cache(maxsize=4096, typed=True)
-def _form(func: Any, name: str, *operands: Any, **named: Any) -> tuple[Any, ...]:
-    """Shape, stride and type of what an operation gives of such operands. Raises what it raises of them."""
-    made = [one.tensor() if isinstance(one, _Operand) else one for one in operands]
-    given = {key: one.tensor() if isinstance(one, _Operand) else one for key, one in named.items()}
-    plain = name in _KEEP_TYPE and not given and _alike(made)
-    result = torch.empty(made[0].shape, dtype=made[0].dtype, device="meta") if plain else func(*made, **given)
+def _meta_form(func: Any, name: str, *operands: Any, **named: Any) -> tuple[Any, ...]:
+    """Return shape, stride and dtype of an operation's result. Raises what the operation raises."""
+    tensors = [operand.tensor() if isinstance(operand, _Operand) else operand for operand in operands]
+    keyword_tensors = {
+        key: operand.tensor() if isinstance(operand, _Operand) else operand for key, operand in named.items()
+    }
+    keeps_form = name in _KEEP_TYPE and not keyword_tensors and _same_layout(tensors)
+    result = (
+        torch.empty(tensors[0].shape, dtype=tensors[0].dtype, device="meta")
+        if keeps_form
+        else func(*tensors, **keyword_tensors)
+    )
     return result.shape, result.stride(), result.dtype
 
 
-def _alike(tensors: Sequence[Any]) -> bool:
-    """Whether they are floating point of one shape and type, with their dimensions in order in memory."""
-    one = tensors[0]
+def _same_layout(tensors: Sequence[Any]) -> bool:
+    """Return whether all are floating-point tensors of one shape and dtype, with their dimensions in memory order."""
+    first = tensors[0]
     return all(
-        isinstance(x, Tensor) and x.is_floating_point() and (x.shape, x.dtype) == (one.shape, one.dtype)
-        and list(x.stride()) == sorted(x.stride(), reverse=True) for x in tensors
-    )  # fmt: skip
+        isinstance(tensor, Tensor)
+        and tensor.is_floating_point()
+        and (tensor.shape, tensor.dtype) == (first.shape, first.dtype)
+        and list(tensor.stride()) == sorted(tensor.stride(), reverse=True)
+        for tensor in tensors
+    )
 
 
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -119,10 +131,10 @@ def _to_copy(tensor: Tensor, *, dtype: torch.dtype | None = None, device: Any = 
     return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device or tensor.device)
 
 
-def _empty_like(tensor: Tensor, *, dtype: torch.dtype | None = None, **given: Any) -> Tensor:
+def _empty_like(tensor: Tensor, *, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
     if tensor.is_contiguous():
         return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=tensor.device)
-    return torch.empty_like(tensor, dtype=dtype, **given)
+    return torch.empty_like(tensor, dtype=dtype, **options)
 
 
 _SHORTCUTS: JsonObject = {

@@ -1,8 +1,8 @@
-"""One rank's tape: a strategy's own code, run on shapes alone, writes down every block, hop and byte.
+"""Dry run of one rank: run a strategy's own code on shapes and record every block, hop and byte.
 
-Strategies run unchanged on ``meta`` tensors, which have shapes and no values, over a kernel that computes nothing and a
-communicator that sends nothing (`seams`), under a recorder of everything else (`recorder`). What looks at values cannot
-be foreseen, and is refused.
+Strategies run unchanged on ``meta`` tensors, which have shapes and no values. The kernel computes nothing and the
+communicator sends nothing (`fakes`); a recorder writes down everything else (`dispatch`). Strategies that read tensor
+values are refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from ringprof.errors import UnsupportedWorkloadError
 from ringprof.json_object import Params
-from ringprof.record.dryrun.dispatch import LooksAtValues, RecordedKernels, RecordedStreams, Recorder
+from ringprof.record.dryrun.dispatch import ReadsTensorValues, RecordedKernels, RecordedStreams, Recorder
 from ringprof.record.dryrun.fakes import RecordingCommunicator, recording_kernel
 from ringprof.record.dryrun.schedule import Program
 from ringprof.record.measure import WorkloadShard, counted_work, reset_counts
@@ -34,67 +34,79 @@ META = torch.device("meta")
 
 
 def dry_run_rank(
-    kind: type[Strategy],
+    strategy_class: type[Strategy],
     params: Params,
     workload: Workload,
-    place: tuple[int, int, int],
+    rank_position: tuple[int, int, int],
     kernel: str,
     hops: str,
     *,
     prepare: Callable[[Strategy], None] | None = None,
 ) -> tuple[Program, Strategy]:
-    """The program of one rank, and the strategy that it was made with, which ``prepare`` may change before it runs.
+    """Return the program of one rank, and the strategy that ran, which ``prepare`` may change first.
 
-    ``place``: the rank, the number of ranks, and how many share a host. Raises whatever the strategy does: see
-    `refusals`.
+    ``rank_position`` is the rank, the number of ranks and the number of ranks per host. Raises whatever the strategy
+    raises: see `refuse_on_failure`.
     """
     recorder = Recorder()
     with recording(recorder):
-        strategy, blocks = recorded(kind, params, RecordingCommunicator(recorder, *place, hops), kernel)
+        strategy, fake_kernel = recording_strategy(
+            strategy_class, params, RecordingCommunicator(recorder, *rank_position, hops), kernel
+        )
         if prepare is not None:
             prepare(strategy)
-        problem = WorkloadShard.of(strategy, workload, META)
-        for _ in iterations(problem, hops):
+        shard = WorkloadShard.of(strategy, workload, META)
+        for _ in dry_run_iterations(shard, hops):
             recorder.start()
             reset_counts([strategy])
-            blocks.flops, blocks.calls = 0, dict.fromkeys(blocks.calls, 0)
-            problem.iteration()
-    # The recording kernel is none of the strategy's own.
-    work = msgspec.structs.replace(counted_work([strategy]), block_flops=blocks.flops, block_calls=dict(blocks.calls))
+            fake_kernel.flops, fake_kernel.calls = 0, dict.fromkeys(fake_kernel.calls, 0)
+            shard.iteration()
+    # The recording kernel does not belong to the strategy, so its counts replace the strategy's.
+    work = msgspec.structs.replace(
+        counted_work([strategy]), block_flops=fake_kernel.flops, block_calls=dict(fake_kernel.calls)
+    )
     return Program(
-        rank=place[0], ops=recorder.ops, work=work, peak_bytes=recorder.peak_bytes, peak_label=recorder.peak_label
+        rank=rank_position[0],
+        ops=recorder.ops,
+        work=work,
+        peak_bytes=recorder.peak_bytes,
+        peak_label=recorder.peak_label,
     ), strategy
 
 
-def iterations(problem: WorkloadShard, hops: str) -> range:
-    """Those to run, of which the last is like all that follow.
+def dry_run_iterations(shard: WorkloadShard, hops: str) -> range:
+    """Return the iterations to run; the last one is like all later ones.
 
-    What is made once and kept is there from the second on: the memory that copied hops arrive in, how a mask is cut, a
-    step's gradients.
+    Two are needed if the first one creates cached data: receive memory of copied hops, mask blocks, gradients of a
+    step.
     """
-    return range(2 if hops == "copy" or problem.options or type(problem) is not WorkloadShard else 1)
+    return range(2 if hops == "copy" or shard.options or type(shard) is not WorkloadShard else 1)
 
 
-def recorded(
-    kind: type[Strategy], params: Params, comm: RecordingCommunicator, kernel: str, softcap: float | None = None
+def recording_strategy(
+    strategy_class: type[Strategy],
+    params: Params,
+    comm: RecordingCommunicator,
+    kernel: str,
+    softcap: float | None = None,
 ) -> tuple[Any, Kernel]:
-    """A strategy that is not given devices, and the kernel that stands for the one called ``kernel``."""
-    strategy: Any = kind(Context(comm, kernel), **params)
+    """Return a strategy without devices, and the kernel that replaces ``kernel``."""
+    strategy: Any = strategy_class(Context(comm, kernel), **params)
     deterministic = bool(params.get("deterministic"))
-    blocks = recording_kernel(KERNELS[kernel], comm.recorder, deterministic=deterministic, softcap=softcap or 0.0)
-    strategy.kernel_for = lambda q, **asks: blocks
-    return strategy, blocks
+    fake_kernel = recording_kernel(KERNELS[kernel], comm.recorder, deterministic=deterministic, softcap=softcap or 0.0)
+    strategy.kernel_for = lambda q, **options: fake_kernel
+    return strategy, fake_kernel
 
 
 @contextmanager
 def recording(recorder: Recorder, *, on_gpus: bool = True) -> Iterator[None]:
-    """Write down what is run inside.
+    """Record everything that runs inside the context.
 
-    What GPUs do otherwise than ``meta`` tensors would is done their way: merges in one kernel, and streams beside the
-    current one. On a CPU merges are taken for one, too: torch would load its compiler to say what shapes they have.
+    Where GPUs behave differently from ``meta`` tensors, GPU behaviour is recorded: fused merges and side streams. On a
+    CPU, merges are also recorded as one kernel, because torch would load its compiler to infer their shapes.
     """
     kernels = RecordedKernels(recorder, fused=on_gpus)
-    with recorder, redirect_annotations(recorder.named):
+    with recorder, redirect_annotations(recorder.annotated):
         FUSED["meta"] = lambda: kernels
         if on_gpus:
             SIDE_STREAMS["meta"] = lambda device, count: RecordedStreams(recorder, count)
@@ -106,26 +118,26 @@ def recording(recorder: Recorder, *, on_gpus: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def refusals(strategy: str) -> Iterator[None]:
-    """Turn what a strategy does on shapes alone and cannot into one line."""
+def refuse_on_failure(strategy: str) -> Iterator[None]:
+    """Turn the failure of a strategy on shapes into an `UnsupportedWorkloadError` of one line."""
     try:
         yield
-    except LooksAtValues as error:
+    except ReadsTensorValues as error:
         raise UnsupportedWorkloadError(
-            f"strategy {strategy!r} looks at values{_where(error)}: from shapes alone its course cannot be foreseen"
+            f"strategy {strategy!r} looks at values{_source_line(error)}: a dry run has only shapes"
         ) from None
     except (RuntimeError, NotImplementedError, AssertionError, TypeError, ValueError, AttributeError) as error:
         if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent == Path(__file__).parent:
-            # Not the strategy's fault, but ours.
+            # A bug of the dry run, not of the strategy.
             raise
-        brief = " ".join(str(error).split())[:200]
+        message = " ".join(str(error).split())[:200]
         raise UnsupportedWorkloadError(
-            f"strategy {strategy!r} fails on shapes alone{_where(error)}: {type(error).__name__}: {brief}"
+            f"strategy {strategy!r} fails on shapes alone{_source_line(error)}: {type(error).__name__}: {message}"
         ) from None
 
 
-def _where(error: BaseException) -> str:
-    """The last line outside torch and this package that the error came through."""
+def _source_line(error: BaseException) -> str:
+    """Return the last source line outside torch and this package that the error came through."""
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__)
         if "/torch/" not in frame.filename and Path(frame.filename).parent != Path(__file__).parent

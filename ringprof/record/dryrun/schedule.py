@@ -1,6 +1,7 @@
-"""What one rank's program is: the blocks, memory operations, hops and waits of one iteration, in the host's order.
+"""The program of one rank: attention, memory and communication operations of one iteration, in the host's order.
 
-`tape` writes one by running a strategy on shapes; `clock` says when each operation begins and ends on a machine.
+`ringprof.record.dryrun.run` creates one in a dry run; `ringprof.prediction.simulator` computes when each operation
+begins and ends on a machine.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ class AttentionOp(msgspec.Struct, frozen=True, kw_only=True, tag="block"):
     """One attention call: ``q`` queries against ``kv`` keys."""
 
     label: str
-    """The ring step, as in a trace: ``fwd/step=0/block``; empty where the strategy named none."""
+    """Ring step as in a trace, such as ``fwd/step=0/block``; empty if the strategy has no annotation."""
     phase: Literal["forward", "backward"]
     batch: int
     q: int
@@ -26,16 +27,18 @@ class AttentionOp(msgspec.Struct, frozen=True, kw_only=True, tag="block"):
     head_dim: int
     causal: bool
     pairs: int | None = None
-    """Of a query and a key that it sees, where a mask is more than causal or none; then ``q`` and ``kv`` are the rows
-    of all sequences together, every entry of the batch counted as one."""
+    """Number of query-key pairs of a mask other than causal or full; else None.
+
+    With pairs, ``q`` and ``kv`` are the rows of all sequences together, and every entry of the batch counts as one.
+    """
     sequences: int = 1
-    """Documents that one call computes."""
+    """Number of documents that the call computes."""
     stream: int = 0
     calls: int = 0
-    """Calls into torch that the host made since the operation before: they take its time, not the device's."""
+    """Number of torch calls of the host since the previous operation; they take host time, not device time."""
 
     def flops(self) -> int:
-        """FLOPs from the exact mask area: 4 a pair and channel forward, 10 backward."""
+        """Return the FLOPs from the exact mask area: 4 per pair and channel forward, 10 backward."""
         pairs = self.pairs
         if pairs is None:
             pairs = self.q * (self.q + 1) // 2 if self.causal else self.q * self.kv
@@ -43,13 +46,13 @@ class AttentionOp(msgspec.Struct, frozen=True, kw_only=True, tag="block"):
 
 
 class MemoryOp(msgspec.Struct, frozen=True, kw_only=True, tag="touch"):
-    """One kernel that only moves memory: a merge, a conversion, a fill, a copy."""
+    """One kernel that only moves memory: a merge, a conversion, a fill or a copy."""
 
     label: str
     name: str
-    """Of the operation, such as ``ringprof_merge`` or ``aten.copy_``."""
+    """Name of the operation, such as ``ringprof_merge`` or ``aten.copy_``."""
     bytes: int
-    """Read and written."""
+    """Bytes read and written."""
     strided: bool = False
     """Whether it changes the order in memory, which takes several times as long as a copy."""
     stream: int = 0
@@ -57,7 +60,7 @@ class MemoryOp(msgspec.Struct, frozen=True, kw_only=True, tag="touch"):
 
 
 class CommStart(msgspec.Struct, frozen=True, kw_only=True, tag="post"):
-    """A transfer begun; what it carries is ready when the stream gets here."""
+    """Start of a transfer; the data is ready when the stream reaches this operation."""
 
     id: int
     channel: str
@@ -68,7 +71,7 @@ class CommStart(msgspec.Struct, frozen=True, kw_only=True, tag="post"):
     members: tuple[int, ...]
     """Global ranks of the ring or group, in its order."""
     communicator: str
-    """Transfers of one communicator follow each other; its name is the same on all members."""
+    """Name of the communicator, the same on all members; its transfers run one after another."""
     messages: tuple[int, ...]
     """Bytes of each message to one peer."""
     label: str = ""
@@ -77,7 +80,7 @@ class CommStart(msgspec.Struct, frozen=True, kw_only=True, tag="post"):
 
 
 class CommWait(msgspec.Struct, frozen=True, kw_only=True, tag="wait"):
-    """The stream goes on when the transfer has arrived."""
+    """Wait of the stream for the end of a transfer."""
 
     id: int
     label: str = ""
@@ -86,7 +89,7 @@ class CommWait(msgspec.Struct, frozen=True, kw_only=True, tag="wait"):
 
 
 class StreamWait(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
-    """One stream goes on when another has come this far."""
+    """Wait of one stream for the operations queued so far on another."""
 
     stream: int
     after: int
@@ -102,15 +105,15 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     ops: list[Op]
     work: Work
-    """Blocks and bytes, as a recording counts them."""
+    """Blocks and bytes, counted as in a recording."""
     peak_bytes: int
-    """Most memory held, kernels' own scratch not counted."""
+    """Peak memory in bytes, including the known temporaries of attention kernels."""
     peak_label: str
-    """Where in the program."""
+    """Annotation at the peak."""
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True):
-    """What a strategy does: the programs of some ranks."""
+    """Programs of some ranks of a strategy."""
 
     target: str
     params: dict[str, object]

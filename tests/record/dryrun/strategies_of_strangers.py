@@ -1,4 +1,4 @@
-"""Strategies as strangers write them, which do more than compute when they are made or run."""
+"""User strategies that do more than compute when they are created or run."""
 
 from __future__ import annotations
 
@@ -13,64 +13,64 @@ import torch.distributed as dist
 
 from ringprof.strategies.algorithms.zigzag import Zigzag
 
-MADE: list[str] = []
+CREATED: list[str] = []
 
 
-class _Does(Zigzag):
-    """Does something when it is made."""
+class _SideEffect(Zigzag):
+    """Strategy with a side effect when it is created."""
 
-    def __init__(self, context: Any, **given: Any) -> None:
-        super().__init__(context, **given)
-        MADE.append(type(self).__name__)
-        self.do()
+    def __init__(self, context: Any, **params: Any) -> None:
+        super().__init__(context, **params)
+        CREATED.append(type(self).__name__)
+        self.act()
 
-    def do(self) -> None:
-        """The something."""
+    def act(self) -> None:
+        """Have the side effect."""
 
 
-class Prints(_Does):
-    def do(self) -> None:
+class Prints(_SideEffect):
+    def act(self) -> None:
         print("loud")
         sys.stderr.write("louder")
         os.write(1, b"loudest")
 
 
-class Hangs(_Does):
-    def do(self) -> None:
+class Hangs(_SideEffect):
+    def act(self) -> None:
         threading.Event().wait()
 
 
-class Exits(_Does):
-    def do(self) -> None:
+class Exits(_SideEffect):
+    def act(self) -> None:
         sys.exit(3)
 
 
-class Dies(_Does):
-    def do(self) -> None:
+class Dies(_SideEffect):
+    def act(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Raises(_Does):
-    def do(self) -> None:
+class Raises(_SideEffect):
+    def act(self) -> None:
         raise LookupError("no such\nthing")
 
 
-class Sends(_Does):
-    def do(self) -> None:
+class Sends(_SideEffect):
+    def act(self) -> None:
         dist.all_reduce(torch.ones(1))
 
 
-class Multiplies(_Does):
-    """As many threads as torch likes would wait for each other for ever in a fork."""
+class Multiplies(_SideEffect):
+    """Strategy that multiplies matrices; torch's threads would wait for each other forever in a fork."""
 
-    def do(self) -> None:
+    def act(self) -> None:
         torch.ones(500, 500) @ torch.ones(500, 500)
 
 
-class Forked(_Does):
-    """What torch says of a backward pass where one was there on devices before the fork."""
+class Forked(_SideEffect):
+    """Strategy that raises torch's error for a backward pass after one on devices before the fork."""
 
-    def do(self) -> None:
+    def act(self) -> None:
         raise RuntimeError(
             "Unable to handle autograd's threading in combination with fork-based multiprocessing. See x"
         )

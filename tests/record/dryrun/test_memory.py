@@ -1,4 +1,4 @@
-"""The plan's memory: against what GPUs held, against sums that can be reckoned in the head, and of strangers' code."""
+"""Planned memory against what GPUs held, against sums by hand, and of user code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from tests.paths import ROOT, TRACES
 
-pytest.importorskip("torch", reason="the tape runs strategies on shapes")
+pytest.importorskip("torch", reason="a dry run runs strategies on shapes")
 
 import torch
 
@@ -30,18 +30,18 @@ MIB = 2**20
 Q, KV, LSE = 40.0, 16.0, 0.625
 """MiB of 4096 tokens of 40 heads of 128 numbers in bf16, of K and V of 8 heads, and of the LSE in float32."""
 GRADIENTS = Q + KV + (2 * Q + LSE) + 2 * Q
-"""What a backward block makes, and holds meanwhile: dQ in float32, the rows' sums, dK and dV of every query head."""
+"""MiB that a backward block creates and holds: dQ, dQ in float32, row sums, dK and dV of every query head."""
 WORKLOAD = Workload(seq=4096, heads=40, kv_heads=8, head_dim=128, causal=False)
 
 
-def asked(strategy: str, world: int, **given: Any) -> Request:
+def request_for(strategy: str, world: int, **options: Any) -> Request:
     base = Request(workload=WORKLOAD, strategy=strategy, device="cuda", world=world, hops="nccl", verify=False)
-    return replace(base, **given)
+    return replace(base, **options)
 
 
-def held_mib(strategy: str, world: int, *, backward: bool, kernel: str = "flash-attn", **given: Any) -> float:
+def held_mib(strategy: str, world: int, *, backward: bool, kernel: str = "flash-attn", **options: Any) -> float:
     workload = replace(WORKLOAD, seq=4096 * world, backward=backward)
-    return peak_bytes(asked(strategy, world, **given), workload, kernel, world) / MIB
+    return peak_bytes(request_for(strategy, world, **options), workload, kernel, world) / MIB
 
 
 # --- what GPUs held ---------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ RUNS = {
     "h200x2-ring-prefill-262144": 2480.1, "h200x2-zigzag-65536": 2922.3, "h200x2-zigzag-65536-layer": 8558.8,
     "h200x2-zigzag-65536-packed": 2890.8, "h200x2-zigzag-65536-prefix": 2816.3, "h200x2-zigzag-65536-sizes": 6592.8,
 }  # fmt: skip
-"""MiB that ranks held, of code that holds as much today, or a parcel more."""
+"""MiB that ranks held in runs whose code holds as much as today's, or one message more."""
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -60,12 +60,12 @@ def test_the_plan_is_within_a_twentieth_of_what_committed_runs_held(name: str) -
     assert run.workload and run.strategy and run.kernel and run.peak_memory_bytes
     assert max(run.peak_memory_bytes) / MIB == pytest.approx(RUNS[name], abs=0.1)
     used = run.strategy
-    request = asked(used.name, 2, params=used.params, hops=used.hops, verify=True)
+    request = request_for(used.name, 2, params=used.params, hops=used.hops, verify=True)
     assert peak_bytes(request, run.workload, run.kernel, 2) / MIB == pytest.approx(RUNS[name], rel=0.05)
 
 
 def measured_cases() -> list[Any]:
-    """What benchmarks/plan_memory.py measured on 2 H200: MiB held at the peak, and before in workspaces."""
+    """Return the cases of benchmarks/plan_memory.py on 2 H200: MiB at the peak, and MiB in earlier workspaces."""
     with (ROOT / "benchmarks" / "data" / "h200_plan_memory.csv").open() as file:
         held = {row["case"]: (float(row["held_mib"]), float(row["rest_mib"])) for row in csv.DictReader(file)}
     return [
@@ -76,7 +76,7 @@ def measured_cases() -> list[Any]:
 
 @pytest.mark.parametrize(("request_", "kernel", "held", "before"), measured_cases())
 def test_the_plan_is_what_two_gpus_held(request_: Request, kernel: str, held: float, before: float) -> None:
-    """To half a percent. The plan counts workspaces that were there before, where the case itself needs them."""
+    """Within half a percent. The plan counts earlier workspaces if the case itself needs them."""
     counted = kernel == "cudnn" or request_.workload.layer is not None or kernel == "reference"
     plan = peak_bytes(request_, request_.workload, kernel, 2) / MIB
     assert plan == pytest.approx(held + (before if counted else 0), rel=0.005)
@@ -94,18 +94,18 @@ def test_every_strategy_was_measured_both_ways() -> None:
 
 
 def test_one_rank_by_hand() -> None:
-    """q, k, v, O and the LSE; backward dO, too, and what a block makes."""
+    """Forward q, k, v, O and the LSE; backward also dO and the gradients."""
     assert held_mib("ring", 1, backward=False) == Q + KV + Q + LSE == 96.625
     assert held_mib("ring", 1, backward=True) == 3 * Q + KV + LSE + GRADIENTS == 353.25
 
 
 @pytest.mark.parametrize("name", ["ring", "zigzag"])
 def test_rings_by_hand(name: str) -> None:
-    """Two ranks: at the second block K and V that arrived, and two outputs.
+    """Two ranks: at the second block, received K and V, and two outputs.
 
-    Backward K and V that arrived, dQ, dK and dV of the first block, and what the second makes. On four ranks, at the
-    third of these, K and V that arrive meanwhile; dQ is a float32 sum by then, and dK and dV travel, sent and arriving
-    in float32, beside those of the own block.
+    Backward: received K and V, dQ, dK and dV of the first block, and the second block's gradients. On four ranks, at
+    the third of these, K and V that arrive meanwhile. dQ is a float32 sum by then, and dK and dV are sent and received
+    in float32, besides those of the local block.
     """
     assert held_mib(name, 2, backward=False) == Q + KV + KV + 2 * (Q + LSE) == 153.25
     assert held_mib(name, 2, backward=True) == 3 * Q + KV + LSE + KV + Q + KV + GRADIENTS == 425.25
@@ -114,18 +114,21 @@ def test_rings_by_hand(name: str) -> None:
 
 
 def test_a_rings_first_hop_by_hand() -> None:
-    """As many heads of K and V: those that are sent are copied side by side, and the others arrive, in the block."""
+    """K and V have as many heads as Q: sent ones are copied into one message; others arrive during the block."""
     workload = replace(WORKLOAD, seq=8192, kv_heads=40, backward=False)
-    assert peak_bytes(asked("ring", 2), workload, "flash-attn", 2) / MIB == Q + 3 * 2 * Q + Q + LSE == 320.625
+    assert peak_bytes(request_for("ring", 2), workload, "flash-attn", 2) / MIB == Q + 3 * 2 * Q + Q + LSE == 320.625
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ulysses_by_hand(world: int) -> None:
-    """Everything twice: a rank's tokens, and all tokens of its heads. Forward the output three times: as it was
-    computed, as it arrived and put together. As many heads of K and V, so that none is repeated."""
+    """Everything twice: a rank's tokens, and all tokens of its heads.
+
+    Forward has the output three times: as computed, as received and reassembled. There are as many heads of K and V, so
+    that none is repeated.
+    """
     whole = replace(WORKLOAD, seq=4096 * world, kv_heads=40)
     forward, backward = (
-        peak_bytes(asked("ulysses", world), replace(whole, backward=trains), "flash-attn", world) / MIB
+        peak_bytes(request_for("ulysses", world), replace(whole, backward=trains), "flash-attn", world) / MIB
         for trains in (False, True)
     )
     assert forward == 2 * 3 * Q + 3 * Q == 360
@@ -134,26 +137,26 @@ def test_ulysses_by_hand(world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_all_gather_by_hand(world: int) -> None:
-    """Forward all that was gathered, and two outputs: of the own keys and of all others.
+    """Forward all gathered tensors, and two outputs: of the local keys and of all others.
 
-    Between the first and the last of four there are others on both sides: when the third output is there, the first two
-    are summed up in float32.
+    Between the first and the last of four ranks there are others on both sides. When the third output exists, the first
+    two are summed in float32.
     """
     outputs = 2 * (Q + LSE) if world == 2 else 3 * (Q + LSE) + 2 * Q
     assert held_mib("allgather", world, backward=False) == Q + KV + world * KV + outputs
 
 
 def test_two_slots_of_copied_hops_by_hand() -> None:
-    """They are there as long as the ring: in place of what arrives, one more parcel of K and V."""
+    """Slots exist as long as the ring: instead of received data, one more message of K and V."""
     nccl, copied = (held_mib("ring", 2, backward=False, hops=hops) for hops in ("nccl", "copy"))
     assert copied - nccl == KV
 
 
 def test_what_is_computed_densely_by_hand() -> None:
-    """The reference's scores are float64: of 1024 x 1024 pairs and 2 heads 16 MiB, and there are several at once."""
+    """The reference's scores are float64: 1024 x 1024 pairs and 2 heads are 16 MiB, several times at once."""
     workload = Workload(seq=1024, heads=2, kv_heads=2, head_dim=8, causal=False, backward=False, dtype="fp32")
-    held = peak_bytes(asked("ring", 1), workload, "reference", 1)
-    twice = peak_bytes(asked("ring", 1), replace(workload, seq=2048), "reference", 1)
+    held = peak_bytes(request_for("ring", 1), workload, "reference", 1)
+    twice = peak_bytes(request_for("ring", 1), replace(workload, seq=2048), "reference", 1)
     assert 2 * 16 * MIB < held - memory._CUBLAS_BYTES < 4 * 16 * MIB
     assert (twice - memory._CUBLAS_BYTES) / (held - memory._CUBLAS_BYTES) == pytest.approx(4, rel=0.02)
 
@@ -163,50 +166,52 @@ def test_what_is_computed_densely_by_hand() -> None:
 
 @pytest.mark.parametrize("name", names())
 def test_fewer_ranks_stand_for_many(name: str) -> None:
-    """Five and six hosts of eight for eight of them, whose ranks are taken one by one."""
+    """Five and six hosts of eight ranks stand for eight of them, whose ranks are run one by one."""
     workload = replace(WORKLOAD, seq=4096 * 64, heads=64, kv_heads=64, causal=True)
-    request = asked(name, 64, params=find(name).load().with_placement(64, 8))
-    assumed = memory._Assumed(request, "flash-attn", 8)
-    largest = max(memory._Rank(assumed, workload, rank, 64).run() for rank in (0, 1, 9, 31, 62, 63))
+    request = request_for(name, 64, params=find(name).load().with_placement(64, 8))
+    setup = memory._Setup(request, "flash-attn", 8)
+    largest = max(memory._RankDryRun(setup, workload, rank, 64).run() for rank in (0, 1, 9, 31, 62, 63))
     assert peak_bytes(request, workload, "flash-attn", 8) == pytest.approx(largest, rel=0.001)
 
 
 @pytest.mark.parametrize("name", names())
 def test_of_many_ranks_three_are_enough(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     workload = replace(WORKLOAD, seq=4096 * 12, heads=12, kv_heads=12, causal=True)
-    three = peak_bytes(asked(name, 12), workload, "flash-attn", 4)
-    monkeypatch.setattr(memory, "ALL", 12)
-    assert three == peak_bytes(asked(name, 12), workload, "flash-attn", 4)
+    three = peak_bytes(request_for(name, 12), workload, "flash-attn", 4)
+    monkeypatch.setattr(memory, "MAX_ALL_RANKS", 12)
+    assert three == peak_bytes(request_for(name, 12), workload, "flash-attn", 4)
 
 
 def test_sixteen_thousand_ranks_and_billions_of_tokens() -> None:
-    """Rings hold no more than 48 ranks with as many tokens each; all-gather K and V of all, forward."""
+    """Rings hold as much as 48 ranks with the same tokens per rank; all-gather holds K and V of all ranks."""
     world, tokens = 16384, 2**17
     workload = replace(WORKLOAD, seq=world * tokens, backward=False)
-    few = peak_bytes(asked("zigzag", 48), replace(workload, seq=48 * tokens), "flash-attn", 8)
-    assert peak_bytes(asked("zigzag", world), workload, "flash-attn", 8) == few
+    few = peak_bytes(request_for("zigzag", 48), replace(workload, seq=48 * tokens), "flash-attn", 8)
+    assert peak_bytes(request_for("zigzag", world), workload, "flash-attn", 8) == few
     gathered = world * tokens * 2 * 8 * 128 * 2
-    assert peak_bytes(asked("allgather", world), workload, "flash-attn", 8) == pytest.approx(gathered, rel=0.01)
+    assert peak_bytes(request_for("allgather", world), workload, "flash-attn", 8) == pytest.approx(gathered, rel=0.01)
     with pytest.raises(UnsupportedWorkloadError, match="packed documents on 64 ranks"):
-        peak_bytes(asked("zigzag", 64), replace(WORKLOAD, seq=2048, documents=(2000, 48)), "flash-attn", 8)
+        peak_bytes(request_for("zigzag", 64), replace(WORKLOAD, seq=2048, documents=(2000, 48)), "flash-attn", 8)
 
 
-# --- strangers' code --------------------------------------------------------------------------------
+# --- user strategies --------------------------------------------------------------------------------
 
-STRANGERS = "tests.record.dryrun.strategies_of_strangers"
+USER_MODULE = "tests.record.dryrun.strategies_of_strangers"
 
 
-def of_stranger(name: str) -> int:
+def user_strategy_bytes(name: str) -> int:
     workload = replace(WORKLOAD, seq=8192)
-    return peak_bytes(asked(f"{STRANGERS}:{name}", 2), workload, "flash-attn", 2)
+    return peak_bytes(request_for(f"{USER_MODULE}:{name}", 2), workload, "flash-attn", 2)
 
 
 @pytest.mark.parametrize("name", ["Prints", "Multiplies"])
-def test_a_strangers_strategy_is_taped_in_a_fork(name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    # So that torch's threads are there when the fork begins.
+def test_a_user_strategy_is_run_in_a_fork(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    # Torch's threads must exist when the fork begins.
     assert torch.ones(500, 500).mm(torch.ones(500, 500)).sum() > 0
-    assert of_stranger(name) == peak_bytes(asked("zigzag", 2), replace(WORKLOAD, seq=8192), "flash-attn", 2)
-    assert capfd.readouterr() == ("", "") and strategies_of_strangers.MADE == []
+    assert user_strategy_bytes(name) == peak_bytes(
+        request_for("zigzag", 2), replace(WORKLOAD, seq=8192), "flash-attn", 2
+    )
+    assert capfd.readouterr() == ("", "") and strategies_of_strangers.CREATED == []
 
 
 @pytest.mark.parametrize(
@@ -220,43 +225,43 @@ def test_a_strangers_strategy_is_taped_in_a_fork(name: str, capfd: pytest.Captur
         ("Forked", "this process has computed gradients on devices, and torch computes none in a fork"),
     ],
 )
-def test_what_a_strangers_strategy_does_is_a_reason(name: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_failure_of_a_user_strategy_is_the_reason(name: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "Hangs":
-        monkeypatch.setattr(memory, "_STRANGERS_S", 1.0)
+        monkeypatch.setattr(memory, "USER_STRATEGY_LIMIT_S", 1.0)
     with pytest.raises(UnsupportedWorkloadError, match=why) as refused:
-        of_stranger(name)
+        user_strategy_bytes(name)
     assert "\n" not in str(refused.value)
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
 
 
 def test_a_block_of_flex_is_measured_after_the_fork() -> None:
-    """In a process of its own: with a CUDA build of torch a fork computes no gradients after flex's on a CPU."""
+    """Run in its own process: with a CUDA build, a fork computes no gradients after flex's on a CPU."""
     plan = f"""if True:
         from ringprof.record.estimate import estimate_of
         from ringprof.record.request import Request
         from ringprof.run import Workload
         workload = Workload(seq=256, heads=2, kv_heads=2, head_dim=64, dtype="fp32")
         request = Request(
-            workload=workload, strategy="{STRANGERS}:Prints", device="cpu", world=2, hops="nccl", kernel="flex",
+            workload=workload, strategy="{USER_MODULE}:Prints", device="cpu", world=2, hops="nccl", kernel="flex",
             warmup=1, iters=1,
         )
         plan = estimate_of(request)
         assert plan.memory_bytes and plan.memory_bytes > 0, plan.memory_note
     """
-    done = subprocess.run([sys.executable, "-c", plan], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run([sys.executable, "-c", plan], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
 
 
 def test_other_peoples_code_is_not_run() -> None:
     with pytest.raises(UnsupportedWorkloadError, match="other people's code computes and sends by itself"):
-        peak_bytes(asked("torch-cp", 2), replace(WORKLOAD, seq=8192), "flash-attn", 2)
+        peak_bytes(request_for("torch-cp", 2), replace(WORKLOAD, seq=8192), "flash-attn", 2)
 
 
-def test_the_tape_begins_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    def begun() -> None:
+def test_a_dry_run_does_not_initialize_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
         raise AssertionError("CUDA begins")
 
-    monkeypatch.setattr(torch.cuda, "_lazy_init", begun)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", fail)
     for name in names():
         assert held_mib(name, 2, backward=True, hops="copy", controls=True) > 0

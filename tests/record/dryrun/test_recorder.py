@@ -1,33 +1,34 @@
-"""What a recorder takes for memory, and what it leaves to the host."""
+"""The recorder's count of memory, and the CPU tensors that it leaves to the host."""
 
 from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("torch", reason="the tape runs strategies on shapes")
+pytest.importorskip("torch", reason="a dry run runs strategies on shapes")
 
 import torch
 
-from ringprof.record.dryrun.dispatch import Recorder, _block_bytes
+from ringprof.record.dryrun.dispatch import Recorder, _allocated_bytes
 from ringprof.record.dryrun.fakes import _split_bytes
 
 
-def test_what_the_allocator_counts() -> None:
-    """From 10 MiB on a segment of its own, a multiple of 2 MiB; of it up to 1 MiB that is left over stays with it."""
+def test_bytes_that_the_allocator_counts() -> None:
+    """From 10 MiB on, a tensor has its own segment, a multiple of 2 MiB; a remainder of up to 1 MiB stays with it."""
     mib = 1 << 20
     sizes = {1: 512, 9 * mib + 1: 9 * mib + 512, 27 * mib: 28 * mib, 28 * mib: 28 * mib, 26 * mib + 1: 26 * mib + 512}
-    assert {size: _block_bytes(size) for size in sizes} == sizes
+    assert {size: _allocated_bytes(size) for size in sizes} == sizes
 
 
 @pytest.mark.parametrize(
     ("shape", "splits"),
     [((1, 1536, 8, 128), 4), ((1, 2048, 8, 128), 1), ((1, 768, 16, 128), 4), ((1, 64, 8, 128), 12)],
 )
-def test_what_a_small_flash_call_holds_beside(shape: tuple[int, ...], splits: int) -> None:
-    """24 MiB of outputs and 0.19 MiB of LSE in 4 parts were seen on an H200 of 1536 rows of 8 heads.
+def test_temporary_bytes_of_a_small_flash_call(shape: tuple[int, ...], splits: int) -> None:
+    """1536 rows of 8 heads on an H200 held 24 MiB of outputs and 0.19 MiB of LSE in 4 splits.
 
-    64-row tiles: 8 x 24 = 192 and 16 x 12 of 264 that fit at once, less than 0.8 of them; 4 parts fill 2.9 of 3 waves.
-    8 x 32 = 256 are more. 8 x 1 = 8 tiles fill a part of one wave however many parts: as many as there are 128 keys.
+    There are 64-row tiles: 8 x 24 = 192 and 16 x 12 of the 264 that fit at once, less than 0.8 of them; 4 splits fill
+    2.9 of 3 waves. 8 x 32 = 256 are more. 8 x 1 = 8 tiles fill a part of one wave with any number of splits: one per
+    128 keys.
     """
     q, k = torch.empty(shape, device="meta"), torch.empty(1, 1536, *shape[2:], device="meta")
     held = 4 * splits * shape[1] * shape[2] * 129 if splits > 1 else 0
@@ -35,7 +36,7 @@ def test_what_a_small_flash_call_holds_beside(shape: tuple[int, ...], splits: in
 
 
 def test_the_hosts_own_tensors_are_computed() -> None:
-    """What a strategy knows without looking at values, such as which rows a rank holds, is as in a run."""
+    """Values that a strategy knows without reading tensors, such as a rank's rows, are those of a run."""
     with Recorder() as recorder:
         held = torch.cat([torch.arange(3), torch.arange(7, 9)])
         assert torch.stack([held, held]).sum().item() == 2 * (0 + 1 + 2 + 7 + 8)

@@ -1,4 +1,4 @@
-"""What operations give on shapes, against torch's own answers for the same operations."""
+"""Inferred results on ``meta`` against torch's own results of the same operations."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ringprof.record.dryrun.meta_results import kind_of, result_of
+from ringprof.record.dryrun.meta_results import meta_result, op_info
 
 
 class _Ours(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return result_of(func, kind_of(func), args, kwargs or {})
+        return meta_result(func, op_info(func), args, kwargs or {})
 
 
 def _form(result: Tensor) -> tuple[object, ...]:
@@ -34,7 +34,7 @@ def _narrow() -> Tensor:
 
 
 def _odd() -> Tensor:
-    """Its dimensions are not in order in memory."""
+    """Return a tensor whose dimensions are not in memory order."""
     return torch.empty(2, 4, 6, 8, device="meta").transpose(1, 2)
 
 
@@ -68,18 +68,18 @@ OPERATIONS: dict[str, Callable[[], Tensor]] = {
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_results_are_torchs_own(name: str) -> None:
-    """Twice: the second time the answer is remembered."""
+    """Run twice: the second result comes from the cache."""
     truth = _form(OPERATIONS[name]())
     with _Ours():
         assert [_form(OPERATIONS[name]()) for _ in range(2)] == [truth, truth]
 
 
 def test_results_are_new_memory_or_what_was_changed() -> None:
-    one, other = _wide(), _wide()
+    first, second = _wide(), _wide()
     with _Ours():
-        made = [one.add_(other), one + other, one + other]
-    assert made[0].untyped_storage()._cdata == one.untyped_storage()._cdata
-    assert len({x.untyped_storage()._cdata for x in (one, other, *made[1:])}) == 4
+        results = [first.add_(second), first + second, first + second]
+    assert results[0].untyped_storage()._cdata == first.untyped_storage()._cdata
+    assert len({tensor.untyped_storage()._cdata for tensor in (first, second, *results[1:])}) == 4
 
 
 def test_what_torch_refuses_is_refused() -> None:
