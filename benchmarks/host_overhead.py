@@ -42,7 +42,7 @@ from ringprof.strategies.kernels import merge
 from ringprof.strategies.kernels.kernel import Kernel
 from ringprof.strategies.transport import communicator, ring_channel
 from ringprof.strategies.transport.baselines import NoOpKernel
-from ringprof.strategies.transport.handshake import Agreement
+from ringprof.strategies.transport.handshake import Handshake
 
 OURS = "zigzag,ring,stripe,burst,double-ring,megatron,ulysses,usp,allgather"
 PEERS = "ring-flash-attn/zigzag,ring-flash-attn/ring,ring-flash-attn/stripe,yunchang/usp,torch-cp"
@@ -98,8 +98,8 @@ def _start_alone(world: int) -> torch.device:
 
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     torch.set_num_threads(1)
-    alone = Agreement("", dict.fromkeys(range(world), 0), {})
-    communicator.agree, communicator.agree_on_call = lambda *_: alone, lambda *_: None
+    alone = Handshake("", dict.fromkeys(range(world), 0), {})
+    communicator.perform_handshake, communicator.check_same_call = lambda *_: alone, lambda *_: None
     _pretend_flash_attn()
     return torch.device("cpu")
 
@@ -190,14 +190,14 @@ def _replay(body: Body) -> Body:
     return replayed
 
 
-def _strategy(name: str, kernel: str, ring_channel: str) -> Any:
+def _strategy(name: str, kernel: str, hops: str) -> Any:
     if kernel != "null":
-        return create(name, kernel=kernel, ring_channel=ring_channel)
+        return create(name, kernel=kernel, hops=hops)
     strategy = create(name)
     # As on a GPU, where hops of this size are not worth the kernel calls that hide them.
     strategy.overlaps_last_hop = lambda travelling: False
-    for ring_of_ranks in [part for part in vars(strategy).values() if isinstance(part, ring.HopRing)]:
-        ring_of_ranks.trades_on = "cpu"
+    for ring_of_ranks in [part for part in vars(strategy).values() if isinstance(part, ring_channel.HopRing)]:
+        ring_of_ranks.all_to_all_device = "cpu"
     idle = NoOpKernel()
     strategy.kernel_for = lambda q: idle
     return strategy
@@ -220,7 +220,7 @@ def _measure(bodies: dict[Any, Body], rounds: int, device: torch.device) -> dict
 PIECES = (
     (Kernel, "forward"), (Kernel, "backward"), (ring_channel.HopRing, "post"), (ring_channel.Hop, "wait"),
     (merge.Partial, "_take"),
-    (merge.Sum, "add"), (merge.Sum, "result"), (ring, "onward_dkv"), (ring, "settled_dkv"), (Rows, "at"),
+    (merge.Sum, "add"), (merge.Sum, "result"), (ring, "forward_grads"), (ring, "add_and_cast_dkv"), (Rows, "select"),
 )  # fmt: skip
 """What the time is told of by --pieces."""
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +156,7 @@ def record(wanted: Wanted, folder: Path, device: torch.device) -> str:
     if rank == 0:
         here = folder / wanted.name
         here.mkdir(parents=True, exist_ok=True)
-        run = assemble(wanted.name, f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}", [], results, device)
+        run = assemble(wanted.name, f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", [], results, device)
         used = strategy_used(strategy, wanted.strategy)
         run = msgspec.structs.replace(
             run, traces=[], workload=wanted.workload, strategy=used, kernel=wanted.kernel, timings=timings

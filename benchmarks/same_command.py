@@ -27,7 +27,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from glob import glob
 from pathlib import Path
 from statistics import median
@@ -104,7 +104,7 @@ class _Recording:
                 raise SystemExit("a rank failed: see above")
 
     def measure(self) -> dict[str, Any]:
-        created = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        created = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         os.write(self.go, b"." * len(self.ranks))
         self.hear()
         times = [json.loads((self.folder / f"{rank}.json").read_text()) for rank in range(len(self.ranks))]

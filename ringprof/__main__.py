@@ -2,10 +2,12 @@
 
 import os
 import sys
+from contextlib import suppress
 
-if not sys.flags.isolated and sys.path[:1] == [os.getcwd()]:
-    # Python puts the current folder first, which may be a stranger's. ringprof itself has been found by now.
-    del sys.path[0]
+with suppress(FileNotFoundError):  # the current folder has been removed
+    if not sys.flags.isolated and sys.path[:1] == [os.getcwd()]:
+        # Python puts the current folder first, which may be a stranger's. ringprof itself has been found by now.
+        del sys.path[0]
 
 from ringprof.cli import main
 

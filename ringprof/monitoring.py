@@ -8,7 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +96,7 @@ class Looks:
         if not known:
             _log.warning("step %d: no rank has a trace that can be read, or they are too large together", step)
             return
-        line: JsonObject = {"step": step, "time": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}"}
+        line: JsonObject = {"step": step, "time": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"}
         line |= look_figures(attribute(known)) | cost
         self._in_a_row = self._in_a_row + 1 if line["straggler"] == self._straggler else 1
         self._straggler = line["straggler"]

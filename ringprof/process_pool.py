@@ -9,12 +9,14 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import islice
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -47,6 +49,19 @@ def isolated(what: str, *arguments: str) -> list[str]:
     paths = [path for path in sys.path if path and os.path.realpath(path) != here]
     script = str(Path(__file__).absolute().with_name("spawn.py"))
     return [sys.executable, "-u", script, json.dumps(paths), what, *arguments]
+
+
+@contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Block SIGINT in this thread and in the processes that it starts, which `ringprof.spawn` unblocks.
+
+    Until their first line runs, Python would answer it with a traceback.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def mapped(jobs: int, function: Callable[..., Any], items: Iterable[tuple[Any, ...]]) -> Generator[Any, None, None]:
@@ -136,7 +151,7 @@ class _Helpers:
 
     def _begin(self) -> Connection:
         ours, theirs = Pipe()
-        with theirs, self._starting:
+        with theirs, self._starting, interrupts_blocked():
             if self._ended:
                 raise ProcessEnded
             command = isolated("helper", str(theirs.fileno()))

@@ -56,9 +56,7 @@ def claim(folder: Path) -> str:
 def release(folder: Path, now_at: Path | None = None) -> None:
     """Give up a claim; the folder stays, or is at ``now_at`` by now."""
     ((now_at or folder) / OWNER_FILE).unlink(missing_ok=True)
-    file = _locks.pop(folder, None)
-    if file is not None:
-        os.close(file)
+    _unlock(folder)
 
 
 def sees(folder: Path, token: str) -> bool:
@@ -82,13 +80,17 @@ def abandoned(folder: Path) -> bool:
         os.close(file)
 
 
-def clear_abandoned(parent: Path, pattern: str = f".*{PARTIAL}") -> list[str]:
-    """Remove what killed processes left in ``parent``, by default half-written recordings; returns the names."""
+def clear_abandoned(parent: Path, pattern: str = f".*{PARTIAL}", min_age_s: float = 0.0) -> list[str]:
+    """Remove what killed processes left in ``parent``, by default half-written recordings; returns the names.
+
+    Folders that changed within the last ``min_age_s`` seconds stay.
+    """
     removed = []
     for path in parent.glob(pattern):
         with suppress(OSError):  # another process may be removing it
             own = path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.getuid()
-            if own and (abandoned(path) or _never_claimed(path)):
+            old = time.time() - path.stat().st_mtime >= min_age_s
+            if own and old and (abandoned(path) or _never_claimed(path)):
                 shutil.rmtree(path, ignore_errors=True)
                 removed.append(path.name)
     return removed
@@ -110,6 +112,12 @@ def _lock(file: int) -> bool:
     return True
 
 
+def _unlock(folder: Path) -> None:
+    file = _locks.pop(folder, None)
+    if file is not None:
+        os.close(file)
+
+
 def _machine() -> str:
     """This machine since it was started: a lock says nothing about processes elsewhere, nor from before."""
     try:
@@ -126,10 +134,13 @@ def _read(folder: Path) -> _Owner | None:
         return None
 
 
-def scratch_folder(what: str) -> Path:
-    """A new folder ``ringprof-WHAT-...`` among the temporary ones. Raises OSError."""
+def scratch_folder(what: str, min_age_s: float = 0.0) -> Path:
+    """Make a folder ``ringprof-WHAT-...`` among the temporary ones, and remove abandoned ones of that name.
+
+    ``min_age_s`` is the age in seconds from which an abandoned folder is removed. Raises OSError.
+    """
     with suppress(OSError):
-        clear_abandoned(Path(tempfile.gettempdir()), f"ringprof-{what}-*")
+        clear_abandoned(Path(tempfile.gettempdir()), f"ringprof-{what}-*", min_age_s)
     folder = Path(tempfile.gettempdir(), f"ringprof-{what}-{os.urandom(8).hex()}")
     # Before it is there: a signal may end this process at any moment.
     _made.add(folder)
@@ -140,6 +151,12 @@ def scratch_folder(what: str) -> Path:
         raise
     claim(folder)
     return folder
+
+
+def abandon(folder: Path) -> None:
+    """Leave a folder of `scratch_folder` behind, for a later call of it to remove."""
+    _made.discard(folder)
+    _unlock(folder)
 
 
 def keep(folder: Path) -> None:

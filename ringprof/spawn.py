@@ -20,6 +20,8 @@ def start(paths: str, what: str, *arguments: str) -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Ends the process without a traceback: it is for the starting process to say what became of it.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # It was blocked while Python started (`ringprof.process_pool.interrupts_blocked`).
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     given = json.loads(paths)
     sys.path[:] = [*given, *(path for path in sys.path if path not in given)]
     # This very package: it may lie in a folder that is on no path.

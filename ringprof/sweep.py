@@ -21,7 +21,7 @@ from ringprof.analysis.kinds.kinds import ATTENTION, COMMUNICATION
 from ringprof.api import Analysis, load
 from ringprof.decoding import decode_file, refuse_deep
 from ringprof.errors import InputError, Interrupted, OutOfMemory, RecordError, UnsupportedWorkloadError, UsageError
-from ringprof.files import write_atomically
+from ringprof.files import leading_out, write_atomically
 from ringprof.json_object import JsonObject, Params
 from ringprof.record import Request, record
 from ringprof.record.launcher import launcher_rank
@@ -157,10 +157,13 @@ def _shown(value: Any) -> str:
 
 
 def read_sweep(path: str | os.PathLike[str]) -> Sweep:
-    """Read a sweep's file. Raises `InputError` where it is none."""
+    """Read a sweep's file. Raises `InputError` where it is none, or where a run lies outside its folder."""
     sweep = decode_file(os.fspath(path), Sweep, "a sweep of ringprof bench")
     if sweep.schema != _SCHEMA:
         raise InputError(f"{path}: schema {sweep.schema!r} is not {_SCHEMA!r}")
+    runs = {f"{row.run}/run.json": row.run for row in sweep.rows if row.run is not None}
+    for outside, _ in leading_out(os.fspath(path), runs):
+        raise InputError(f"{path}: run {runs[outside]!r} is not inside the folder of the sweep")
     return sweep
 
 
@@ -233,7 +236,9 @@ def _record_row(request: Request, folder: Path, reporter: Reporter) -> Row:
     except Interrupted:
         raise  # the user's Ctrl-C ends the sweep, not the row
     except RecordError as error:
-        return replace(row, status="oom" if isinstance(error, OutOfMemory) else "failed", reason=str(error))
+        # It may hold a path that is not UTF-8, which JSON cannot hold.
+        reason = str(error).encode(errors="backslashreplace").decode()
+        return replace(row, status="oom" if isinstance(error, OutOfMemory) else "failed", reason=reason)
     assert run is not None, "no launcher started this process"
     return replace(row, run=run.name, forward_ns=forward_ns)
 

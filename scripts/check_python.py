@@ -2,7 +2,7 @@
 
 import sys
 
-NEEDED = (3, 10)
+NEEDED = (3, 11)
 
 if sys.version_info[:2] < NEEDED:
     sys.exit(

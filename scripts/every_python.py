@@ -1,8 +1,10 @@
-"""Test the analysis side on every Python from 3.10 to 3.13 that is installed, with pandas 2.2 and 3, without torch.
+"""Test the analysis side on every installed Python from 3.11 to 3.13, with pandas 2.2 and 3, without torch.
 
-One more row has the lowest version of each package that setup.cfg allows.
+One row has the lowest version of each package that setup.cfg allows. The last row runs the strategies' tests on CPU
+with torch 2.15, which downloads some gigabytes.
 
-Each gets a throw-away environment in .venv-matrix/. Pythons that are not here are named, not skipped in silence.
+Each row gets a throw-away environment in .venv-matrix/, which stays only where its tests fail. A Python that is not
+installed is reported.
 """
 
 from __future__ import annotations
@@ -13,19 +15,32 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LOWEST = "the lowest versions"
-# pandas 3 needs Python 3.11.
+ANALYSIS = ("trace", "analysis", "report", "cli", "scale", "fuzz", "test_trust.py")
+
+
+class Row(NamedTuple):
+    """One environment, and the tests that run in it."""
+
+    python: str
+    packages: str
+    extras: str = ""
+    """Extras of ringprof to install, in brackets."""
+    tests: tuple[str, ...] = ANALYSIS
+    """Paths under tests/."""
+
+
 MATRIX = [
-    ("3.10", "pandas==2.2.*"),
-    ("3.11", "pandas==2.2.*"),
-    ("3.11", "pandas>=3,<4"),
-    ("3.12", "pandas>=3,<4"),
-    ("3.13", "pandas>=3,<4"),
-    ("3.11", LOWEST),
+    Row("3.11", "pandas==2.2.*"),
+    Row("3.11", "pandas>=3,<4"),
+    Row("3.12", "pandas>=3,<4"),
+    Row("3.13", "pandas>=3,<4"),
+    Row("3.11", LOWEST),
+    Row("3.12", "torch==2.15.*", "[record]", ("strategies",)),
 ]
-TESTS = ["trace", "analysis", "report", "cli", "scale", "fuzz", "test_trust.py"]
 
 
 def find_python(version: str) -> str | None:
@@ -47,31 +62,35 @@ def lowest() -> list[str]:
     return [line.replace(">=", "==") for line in config["options"]["install_requires"].split()]
 
 
-def test_one(python: str, version: str, packages: str) -> bool:
-    folder = ROOT / ".venv-matrix" / re.sub("[^0-9a-z.]+", "-", f"{version}-{packages}")
+def test_one(python: str, row: Row) -> bool:
+    """Run a row's tests with ``python``, in a fresh environment; return whether they pass."""
+    folder = ROOT / ".venv-matrix" / re.sub("[^0-9a-z.]+", "-", f"{row.python}-{row.packages}")
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([python, "-m", "venv", str(folder)], check=True)
     own = str(folder / "bin" / "python")
-    chosen = lowest() if packages == LOWEST else [packages]
+    packages = lowest() if row.packages == LOWEST else [row.packages]
     tools = ["hypothesis", "jsonschema", "pytest", "pytest-timeout"]
     pip = [own, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    subprocess.run([*pip, *tools, *chosen, str(ROOT)], check=True, capture_output=True)
+    subprocess.run([*pip, *tools, *packages, f"{ROOT}{row.extras}"], check=True, capture_output=True)
     # Old packages use what newer ones warn of.
-    quiet = ["-W", "ignore::DeprecationWarning"] if packages == LOWEST else []
-    command = [own, "-m", "pytest", "-q", "-m", "not long", *quiet, *(f"tests/{name}" for name in TESTS)]
-    return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+    quiet = ["-W", "ignore::DeprecationWarning"] if row.packages == LOWEST else []
+    command = [own, "-m", "pytest", "-q", "-m", "not long", *quiet, *(f"tests/{name}" for name in row.tests)]
+    passed = subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+    if passed:
+        shutil.rmtree(folder)
+    return passed
 
 
 def main() -> int:
     failed, absent = [], []
-    for version, packages in MATRIX:
-        python = find_python(version)
+    for row in MATRIX:
+        python = find_python(row.python)
         if python is None:
-            absent.append(version)
+            absent.append(row.python)
             continue
-        print(f"== Python {version}, {packages}", flush=True)
-        if not test_one(python, version, packages):
-            failed.append(f"{version} with {packages}")
+        print(f"== Python {row.python}, {row.packages}", flush=True)
+        if not test_one(python, row):
+            failed.append(f"{row.python} with {row.packages}")
     print("== every Python that is here passed" if not failed else f"== failed: {', '.join(failed)}")
     if absent:
         print(f"== NOT TESTED, not installed here: {', '.join(dict.fromkeys(absent))}")

@@ -1,4 +1,4 @@
-"""Names in the trace for the phases of a strategy, free of cost while no profiler runs."""
+"""Names in the trace for the phases of a strategy, at no cost while no profiler runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _profiler_enabled = torch._C._autograd._profiler_enabled
 
 
 def annotate(name: str, channel: str = "") -> AbstractContextManager[object]:
-    """A range ``ringprof::<name>`` or ``ringprof::<name>/<channel>`` in the trace."""
+    """Return a context manager: a range ``ringprof::<name>`` or ``ringprof::<name>/<channel>`` in the trace."""
     if _listener is not None:
         return _listener(name)
     if not _profiler_enabled():
@@ -23,15 +23,15 @@ def annotate(name: str, channel: str = "") -> AbstractContextManager[object]:
 
 
 def ring_step(phase: str, step: int, part: str) -> AbstractContextManager[object]:
-    """A part (``block``, ``send``, ``merge``) of one ring step; ``phase`` is ``fwd`` or ``bwd``."""
+    """Return a range for one part (``block``, ``send``, ``merge``) of a ring step; ``phase`` is ``fwd`` or ``bwd``."""
     if _listener is None and not _profiler_enabled():
         return _NOTHING
     return annotate(f"{phase}/step={step}/{part}")
 
 
 @contextmanager
-def heard_by(listener: _Listener) -> Iterator[None]:
-    """Give names to ``listener`` in place of the profiler: for planners that run a strategy on shapes."""
+def redirect_annotations(listener: _Listener) -> Iterator[None]:
+    """Send range names to ``listener`` instead of the profiler, for dry runs, which run a strategy on shapes."""
     global _listener
     before, _listener = _listener, listener
     try:

@@ -1,6 +1,6 @@
-"""What all strategies share: checks, sharding, autograd, and the call of one block.
+"""Base class of the strategies: checks, sharding, autograd, and the computation of one block.
 
-A strategy subclasses `Strategy`, names its layout and writes two loops, `forward` and `backward`, over a communicator
+A strategy subclasses `Strategy`, sets its layout and writes two loops, `forward` and `backward`, over a communicator
 and blocks. Shapes: B batch, S local sequence, H heads, Hkv kv heads, D head_dim.
 """
 
@@ -32,26 +32,29 @@ from ringprof.strategies.kernels.merge import (
 )
 from ringprof.strategies.kernels.uncompiled import uncompiled
 from ringprof.strategies.masks.expected import Expectations
-from ringprof.strategies.masks.layouts import ALL, WHOLE, Block, Layout, gapless, part, split_home_block
+from ringprof.strategies.masks.layouts import ALL, WHOLE, Block, Layout, as_contiguous, part, split_local_block
 from ringprof.strategies.masks.row_routing import RowRouting
 from ringprof.strategies.masks.sharded_mask import ShardedMask, sharded_mask_of
 from ringprof.strategies.transport.communicator import Communicator
 
 GradWire = Literal["fp32", "input"]
+"""Type that gradients travel in: at least float32, or the input's own."""
 DocumentsLayout = Literal["packed", "per_document"]
+"""Layout of packed documents: over the whole sequence, or over each document by itself."""
 DOCUMENTS_LAYOUT_HELP = "zigzag over the packed whole, or over each document by itself"
 Documents = Sequence[int] | Tensor | None
-"""Cumulative lengths of packed documents, from 0 to the sequence's."""
+"""Cumulative lengths of packed documents (``cu_seqlens``), from 0 to the sequence length; None: one document."""
 NO_SOFTCAP = "takes no softcap: the bundled strategies do, with a kernel that computes it (`ringprof kernels`)"
-HIDDEN_FROM_BYTES = 2**25
-"""From which size on the last hop of a backward pass is worth two more kernel calls that hide it, on a GPU."""
-_ASKED = (
+OVERLAP_FROM_BYTES = 2**25
+"""Bytes from which, on a GPU, the last hop of a backward pass is worth two more kernel calls that overlap it."""
+_COMPARED_OPTIONS = (
     "causal", "softmax_scale", "return_lse", "sinks", "softcap", "documents", "window_size", "prefix", "gradients",
 )  # fmt: skip
-"""What ranks must ask for alike beside shapes and types; the documents themselves are not compared."""
-OutAndLse = tuple[Tensor, Tensor | None]  # The LSE where it is wanted.
+"""Options that all ranks must call with alike, beside shapes and types. The documents themselves are not compared."""
+OutAndLse = tuple[Tensor, Tensor | None]
+"""Output, and the LSE where it is wanted."""
 POSITIONS_KEPT = 8
-"""Sequence lengths whose positions a strategy keeps on a device."""
+"""Number of position tensors, and of document layouts, that a strategy caches."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,12 @@ class Shape:
     kv_heads: int
     head_dim: int
     kv_length: int | None = None
-    """Keys of a sequence, those of its ``seq`` new tokens the last of them; None: these alone."""
+    """Keys per sequence, of which the last ``seq`` belong to the new tokens; None: ``seq``, without a cache."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a strategy is given to run with: the ranks, and the kernel's name (``auto``: the fastest that fits)."""
+    """The environment of a strategy: its ranks, and the name of its kernel (``auto``: the fastest that fits)."""
 
     comm: Communicator
     kernel: str = "auto"
@@ -77,9 +80,9 @@ class Context:
 
 @dataclass(slots=True)
 class Rows:
-    """What a backward pass needs of the queries' rows; one of ``out`` and ``delta`` is given. Made of dense tensors.
+    """The tensors per query row that a backward pass needs: ``dout``, ``lse``, and either ``out`` or ``delta``.
 
-    dout and out (B, S, H, D); lse and delta = rowsum(dO · O) (B, H, S).
+    dout and out are (B, S, H, D); lse and delta = rowsum(dO · O) are (B, H, S). All tensors are dense.
     """
 
     dout: Tensor
@@ -88,10 +91,10 @@ class Rows:
     delta: Tensor | None = None
     _parts: dict[tuple[Any, Any], Rows] = field(default_factory=dict, repr=False)
 
-    def at(self, queries: slice, *, dense: bool = True) -> Rows:
-        """The same for some of the queries, dense again: made once, as several blocks may want them.
+    def select(self, queries: slice, *, dense: bool = True) -> Rows:
+        """Return the rows of some queries as dense tensors; cached, because several blocks may need them.
 
-        With ``dense`` false O and dO may be views, as far as nothing is computed from them here.
+        With ``dense`` false, O and dO may be views, unless delta is given.
         """
         if queries == ALL:
             return self
@@ -99,13 +102,13 @@ class Rows:
         if key not in self._parts:
             dout, out = part(self.dout, queries), None if self.out is None else part(self.out, queries)
             if dense or self.delta is not None:
-                dout, out = gapless(dout), None if out is None else gapless(out)
-            delta = None if self.delta is None else gapless(part(self.delta, queries, 2))
-            self._parts[key] = Rows(dout, gapless(part(self.lse, queries, 2)), out, delta)
+                dout, out = as_contiguous(dout), None if out is None else as_contiguous(out)
+            delta = None if self.delta is None else as_contiguous(part(self.delta, queries, 2))
+            self._parts[key] = Rows(dout, as_contiguous(part(self.lse, queries, 2)), out, delta)
         return self._parts[key]
 
-    def filled(self, head_dim: int) -> Rows:
-        """The same with O and dO filled up with zeros to ``head_dim``: made once."""
+    def pad_heads(self, head_dim: int) -> Rows:
+        """Return the rows with O and dO padded with zeros to ``head_dim``; cached."""
         missing = head_dim - self.dout.shape[-1]
         if missing and ("filled", missing) not in self._parts:
             out = None if self.out is None else pad(self.out, (0, missing))
@@ -115,36 +118,36 @@ class Rows:
 
 @dataclass(slots=True)
 class AttentionCall:
-    """The blocks of one attention call: kernel, scale and mask.
+    """One call of `Strategy.attention`: its kernel, scale and mask, and the computation of its blocks.
 
-    Heads of v that are smaller than those of q and k are filled up with zeros for the kernel alone: they travel, and
-    are merged, as they are.
+    Heads of v that are smaller than those of q and k are padded with zeros only for the kernel. They travel, and are
+    merged, without padding.
     """
 
     kernel: Kernel
     scale: float
     causal: bool
     lse_wanted: bool = False
-    """Whether a gradient may come through the LSE, on any rank: all must then go the same way back."""
-    cut: ShardedMask | None = None
-    """The mask, where it is more than causal or none."""
-    kept: tuple[Tensor, ...] = ()
-    """q, k and v for the backward pass, where it begins with others than the call's own."""
+    """Whether a gradient may come through the LSE on some rank: all ranks must then run the same backward pass."""
+    sharded_mask: ShardedMask | None = None
+    """The mask, sharded; None where it is only causal, or there is none."""
+    saved: tuple[Tensor, ...] = ()
+    """q, k and v to save for the backward pass, where they are not those of the call."""
 
-    def between(self, layout: Layout, q_rank: int, kv_rank: int, local_seq: int) -> Block | None:
-        """The block that ``q_rank`` owes ``kv_rank``'s keys; None where the mask leaves nothing."""
-        if self.cut is not None:
-            return self.cut.block(q_rank, kv_rank)
+    def block_between(self, layout: Layout, q_rank: int, kv_rank: int, local_seq: int) -> Block | None:
+        """Return the block of ``q_rank``'s queries with ``kv_rank``'s keys; None where they see none."""
+        if self.sharded_mask is not None:
+            return self.sharded_mask.block(q_rank, kv_rank)
         return layout.block(q_rank, kv_rank, local_seq, causal=self.causal)
 
-    def whole(self) -> Block:
-        """Everything against everything, where one rank holds all tokens in order."""
-        block = WHOLE[self.causal] if self.cut is None else self.cut.block(0, 0)
+    def whole_block(self) -> Block:
+        """Return the block of all queries with all keys, for a rank that holds all tokens in order."""
+        block = WHOLE[self.causal] if self.sharded_mask is None else self.sharded_mask.block(0, 0)
         assert block is not None
         return block
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """Output and LSE of the block's queries over the block's keys alone."""
+        """Compute the output and LSE of the block's queries over the block's keys alone."""
         k, v = part(k, block.kv), part(v, block.kv)
         missing = k.shape[-1] - v.shape[-1]
         out, lse = self.kernel.forward(
@@ -154,10 +157,10 @@ class AttentionCall:
         return out[..., : v.shape[-1]].contiguous() if missing else out, lse
 
     def backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, block: Block) -> Gradients:
-        """dq of the block's queries, dk and dv of the block's keys."""
+        """Compute dq of the block's queries, and dk and dv of the block's keys."""
         k, v = part(k, block.kv), part(v, block.kv)
         missing = k.shape[-1] - v.shape[-1]
-        rows = (rows.filled(k.shape[-1]) if missing else rows).at(block.q, dense=self.kernel.dense_rows)
+        rows = (rows.pad_heads(k.shape[-1]) if missing else rows).select(block.q, dense=self.kernel.dense_rows)
         dq, dk, dv = self.kernel.backward(
             rows.dout, part(q, block.q), k, pad(v, (0, missing)) if missing else v, rows.lse, out=rows.out,
             delta=rows.delta, scale=self.scale, causal=block.causal, parts=block.parts,
@@ -166,30 +169,31 @@ class AttentionCall:
 
 
 class Strategy(Expectations, ABC):
-    """One way of computing attention over a sequence that is split over ranks."""
+    """A strategy for attention over a sequence that is split over ranks (context parallelism)."""
 
     layout: Layout
+    """The layout: which tokens each rank holds."""
     phase: ClassVar[str] = "training"
-    """What it is for: ``training``, or over a cache of keys and values ``prefill`` or ``decode``."""
+    """Purpose: ``training``, or over a cache of keys and values ``prefill`` or ``decode``."""
     takes_masks: ClassVar[bool] = False
-    """Whether it computes packed documents and sliding windows."""
+    """Whether the strategy supports packed documents and sliding windows."""
     smaller_v_travels: ClassVar[bool] = True
-    """Whether heads of v that are smaller than those of q and k travel as they are; otherwise they are filled up."""
+    """Whether heads of v that are smaller than those of q and k travel without padding."""
     takes_softcap: ClassVar[bool] = True
-    """Whether its blocks are computed by kernels of ours, some of which take a softcap."""
+    """Whether the blocks are computed by ringprof's kernels, some of which support a softcap."""
     PARAMETERS: ClassVar[dict[str, str]] = {"deterministic": "the kernel's deterministic mode: same bits every call"}
-    """A line of help for each keyword parameter of the constructor."""
+    """One line of help for each keyword parameter of the constructor."""
     exchange: Any = None
-    """What exchanges heads before and after, where something does."""
+    """The exchange of heads before and after attention; None where there is none."""
     KERNELS: ClassVar[tuple[str, ...]] = ()
-    """The kernels that may compute its blocks, where not all may."""
+    """Names of the kernels that can compute the blocks; empty: all."""
 
     def __init__(self, context: Context, *, deterministic: bool = False) -> None:
         self.comm = context.comm
         self.parameters: dict[str, Any] = {"deterministic": deterministic}
         self._kernel_name = context.kernel
         self._kernels: dict[Any, Kernel] = {}
-        self._fitting: set[Any] = set()
+        self._checked_calls: set[Any] = set()
         self._positions: dict[tuple[int, torch.device, Layout], Tensor] = {}
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._deterministic = deterministic
@@ -198,29 +202,32 @@ class Strategy(Expectations, ABC):
         super().__init_subclass__(**options)
         _alias_renamed_methods(cls)
 
-    # --- what a strategy writes ---------------------------------------------------------------
+    # --- to be implemented by a strategy ------------------------------------------------------
 
     @abstractmethod
-    def forward(self, blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Output (B, S, H, D) in q's type and LSE (B, H, S) of this rank's queries."""
+    def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the output (B, S, H, D) in q's type and the LSE (B, H, S) of this rank's queries."""
 
     @abstractmethod
-    def backward(self, blocks: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-        """Gradients of this rank's q, k and v, in their types."""
+    def backward(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+        """Compute the gradients of this rank's q, k and v, in their types."""
 
     @classmethod
-    def placed(cls, size: int, per_host: int, **params: Any) -> dict[str, Any]:
-        """``params``, with what shape and refusals depend on filled in for ``per_host`` of ``size`` ranks a host."""
+    def with_placement(cls, size: int, per_host: int, **params: Any) -> dict[str, Any]:
+        """Return ``params``, with defaults that depend on the ranks' placement filled in.
+
+        ``per_host`` of the ``size`` ranks share a host.
+        """
         return params
 
     @classmethod
     def layout_for(cls, size: int, **params: Any) -> Layout:
-        """The layout that these parameters mean on ``size`` ranks. Raises `Unsupported` where they mean none."""
+        """Return the layout for these parameters on ``size`` ranks. Raises `Unsupported` where there is none."""
         return cls.layout
 
     @classmethod
     def why_unsupported(cls, shape: Shape, size: int, **params: Any) -> str | None:
-        """Why this problem cannot run on ``size`` ranks; None where it can. Needs no process group."""
+        """Return why this problem cannot run on ``size`` ranks; None where it can. Needs no process group."""
         try:
             layout = cls.layout_for(size, **params)
         except Unsupported as error:
@@ -234,13 +241,13 @@ class Strategy(Expectations, ABC):
 
     @classmethod
     def why_mask_unsupported(cls, mask: Mask, seq: int, size: int, **params: Any) -> str | None:
-        """Why this mask cannot be computed over ``seq`` tokens on ``size`` ranks; None where it can."""
+        """Return why this mask is not supported over ``seq`` tokens on ``size`` ranks; None where it is."""
         if mask.plain:
             return None
         if not cls.takes_masks:
-            from ringprof.strategies.registry import taking_masks
+            from ringprof.strategies.registry import names_with_masks
 
-            return f"takes no packed documents and no sliding window: those that do are {', '.join(taking_masks())}"
+            return f"takes no packed documents and no sliding window: those that do are {', '.join(names_with_masks())}"
         try:
             mask.check(seq)
             if mask.documents and params.get("documents_layout") == "per_document":
@@ -250,30 +257,31 @@ class Strategy(Expectations, ABC):
             return str(error)
         return None
 
-    # --- what a user calls --------------------------------------------------------------------
+    # --- called by users ----------------------------------------------------------------------
 
     @uncompiled
     def positions(self, seq: int, device: torch.device | str = "cpu", *, documents: Documents = None) -> Tensor:
-        """Global positions (int64, length seq / N) of the tokens that this rank holds, in local order (for RoPE).
+        """Return the global positions (int64, length seq / N) of this rank's tokens, in local order (for RoPE).
 
-        ``documents``, here and in `shard` and `unshard`, as in `attention`: positions count on over all of them.
+        ``documents``, here and in `shard` and `unshard`, are those of `attention`. Positions do not restart with a
+        document.
         """
         return self._positions_on(seq, torch.device(device), documents).clone()
 
     @uncompiled
     def shard(self, x: Tensor, dim: int = 1, *, documents: Documents = None) -> Tensor:
-        """This rank's tokens of the full tensor ``x``, whose sequence dimension is ``dim``. Differentiable."""
+        """Return this rank's tokens of the full tensor ``x``, whose sequence dimension is ``dim``. Differentiable."""
         return x.index_select(dim, self._positions_on(x.shape[dim], x.device, documents))
 
     @uncompiled
     def unshard(self, local: Tensor, dim: int = 1, *, documents: Documents = None) -> Tensor:
-        """The full tensor from every rank's share, on every rank: the inverse of `shard`. Not differentiable."""
+        """Gather the full tensor from every rank's shard, on every rank: the inverse of `shard`. Not differentiable."""
         full = torch.cat(self.comm.all_gather(local.detach()), dim)
         order = self.layout_of(documents).order(full.shape[dim], self.comm.size).to(full.device)
         return torch.empty_like(full).index_copy_(dim, order, full)
 
     def layout_of(self, documents: Documents) -> Layout:
-        """The layout of a sequence that packs these documents (None: one)."""
+        """Return the layout of a sequence that packs these documents (None: one)."""
         if documents is None or self.parameters.get("documents_layout") != "per_document":
             return self.layout
         packed = Mask.of(documents=documents).documents
@@ -303,21 +311,21 @@ class Strategy(Expectations, ABC):
         softcap: float = 0.0,
         prefix: int = 0,
     ) -> Any:
-        """Attention over the whole sequence for this rank's queries. Differentiable, also through the LSE.
+        """Compute attention over the whole sequence for this rank's queries. Differentiable, also through the LSE.
 
-        q (B, S/N, H, D), k and v (B, S/N, Hkv, D), sharded as `shard` does. Returns out (B, S/N, H, D), or (out, lse)
-        with lse (B, H, S/N) float32. Raises `Unsupported` for shapes, types and options that the strategy cannot
-        honour.
-        Heads of v may be smaller (MLA): they travel as they are, and each block's work is that of the larger size.
-        Under autocast q, k and v are cast as `scaled_dot_product_attention` casts them.
+        q is (B, S/N, H, D), k and v are (B, S/N, Hkv, D), sharded by `shard`. Returns out (B, S/N, H, D), or (out, lse)
+        with lse (B, H, S/N) in float32. Raises `Unsupported` for shapes, types and options that the strategy does not
+        support. Heads of v may be smaller (MLA): they travel without padding, but a block's work is that of the larger
+        size. Under autocast q, k and v are cast as `scaled_dot_product_attention` casts them.
 
-        ``documents`` are the cumulative lengths, from 0 to S, of the documents that every batch entry packs
-        (``cu_seqlens`` of flash-attn; a tensor on a GPU makes the host wait for it): none sees another.
-        ``window_size`` are the tokens before and after its own that a query sees, -1 for all; beside them it sees the
-        first ``prefix`` tokens of its document. ``sinks`` (H) are logits that take part in the softmax of each head's
-        rows and have no value; their gradient is this rank's share, to be added up over the ranks as that of every
-        replicated parameter. With a ``softcap`` above 0 a score s becomes softcap · tanh(s / softcap), before the mask;
-        a kernel that computes it is needed.
+        * ``documents``: cumulative lengths, from 0 to S, of the documents that every batch entry packs (``cu_seqlens``
+          of flash-attn). Tokens see only their own document. A tensor on a GPU makes the host wait for it.
+        * ``window_size``: the numbers of tokens before and after its own that a query sees, -1 for all.
+        * ``prefix``: outside the window, a query also sees the first ``prefix`` tokens of its document.
+        * ``sinks`` (H): logits without a value that take part in the softmax of each head's rows. Their gradient is
+          this rank's share, to be summed over the ranks like that of every replicated parameter.
+        * ``softcap``: above 0, a score s becomes softcap · tanh(s / softcap) before the mask. Needs a kernel that
+          supports it.
         """
         if dropout_p or alibi_slopes is not None:
             option = "dropout_p" if dropout_p else "alibi_slopes"
@@ -329,59 +337,61 @@ class Strategy(Expectations, ABC):
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         window, packed = tuple(window_size), documents is not None
         trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        asked = causal, scale, return_lse, sinks is not None, softcap, packed, window, prefix, trains
-        self._check_call(q, k, v, asked)
-        cut = None
+        options = causal, scale, return_lse, sinks is not None, softcap, packed, window, prefix, trains
+        self._check_call(q, k, v, options)
+        sharded_mask = None
         if packed or prefix or window != (-1, -1):
-            cut = self._cut(causal, documents, window, prefix, q.shape[1] * self.comm.size)
-        asks = self._asks(cut.mask if cut else None, softcap) if cut or softcap else {}
-        kernel = self.kernel_for(q, **asks)
-        blocks = AttentionCall(kernel, scale, causal, return_lse or sinks is not None, cut)
-        call = self.differentiable
-        out, lse = call(blocks, q, k, v) if self.exchange is None else self.exchange.around(call, blocks, q, k, v)
+            sharded_mask = self._sharded_mask(causal, documents, window, prefix, q.shape[1] * self.comm.size)
+        needs: dict[str, Any] = {}
+        if sharded_mask or softcap:
+            needs = self._kernel_requirements(sharded_mask.mask if sharded_mask else None, softcap)
+        kernel = self.kernel_for(q, **needs)
+        call = AttentionCall(kernel, scale, causal, return_lse or sinks is not None, sharded_mask)
+        attend = self.differentiable
+        out, lse = attend(call, q, k, v) if self.exchange is None else self.exchange.around(attend, call, q, k, v)
         out = out[..., : v.shape[-1] - missing] if missing > 0 else out
         if sinks is not None:
             assert lse is not None
             out, lse = with_sinks(out, lse, sinks)
         return (out, lse) if return_lse else out
 
-    def differentiable(self, blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> OutAndLse:
-        """`forward`, with `backward` as its gradient."""
-        result: Any = _Attention.apply(self, blocks, q, k, v)  # type: ignore[no-untyped-call]
-        return result if blocks.lse_wanted else (result, None)
+    def differentiable(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> OutAndLse:
+        """Run `forward`, with `backward` as its gradient."""
+        result: Any = _Attention.apply(self, call, q, k, v)  # type: ignore[no-untyped-call]
+        return result if call.lse_wanted else (result, None)
 
-    def _asks(self, mask: Mask | None, softcap: float) -> dict[str, Any]:
-        """What the choice of a kernel is told beside the tensors: nothing where all kernels do."""
-        asks: dict[str, Any] = {} if mask is None else mask.asks_of_kernels()
+    def _kernel_requirements(self, mask: Mask | None, softcap: float) -> dict[str, Any]:
+        """Return the features that the kernel must support, as arguments of `kernel_for`; empty if all kernels do."""
+        needs: dict[str, Any] = {} if mask is None else mask.asks_of_kernels()
         if not softcap:
-            return asks
+            return needs
         if not (0 < softcap < float("inf")):
             raise Unsupported(f"softcap is a positive number, or 0 for none: not {softcap}")
         if not self.takes_softcap:
             raise Unsupported(f"{type(self).__name__} {NO_SOFTCAP}")
-        return {**asks, "softcap": float(softcap)}
+        return {**needs, "softcap": float(softcap)}
 
-    def _cut(
+    def _sharded_mask(
         self, causal: bool, documents: Documents, window: Sequence[int], prefix: int, seq: int
     ) -> ShardedMask | None:
-        """The mask as the ranks that trade keys hold it; None for a plain one."""
-        mask = mask_asked(documents, window, causal=causal, prefix=prefix)
+        """Return the sharded mask of a call; None for a plain mask. Raises `Unsupported`."""
+        mask = mask_of_call(documents, window, causal=causal, prefix=prefix)
         reason = self.why_mask_unsupported(mask, seq, self.comm.size, **self.parameters)
         if reason:
             raise Unsupported(f"{type(self).__name__} {reason}")
-        return None if mask.plain else self.cut(mask, seq, self.comm.size, **self.parameters)
+        return None if mask.plain else self.sharded_mask(mask, seq, self.comm.size, **self.parameters)
 
     @classmethod
-    def cut(cls, mask: Mask, seq: int, size: int, **params: Any) -> ShardedMask:
-        """The mask over ``seq`` tokens as ``size`` ranks hold it when they compute."""
+    def sharded_mask(cls, mask: Mask, seq: int, size: int, **params: Any) -> ShardedMask:
+        """Return the mask over ``seq`` tokens, sharded as ``size`` ranks hold them while they compute."""
         layout = cls.layout_for(size, **params)
         if mask.documents and params.get("documents_layout") == "per_document":
             layout = layout.per_document(mask.documents)
-        return sharded_mask_of(mask, *cls.computing(layout, size), seq)
+        return sharded_mask_of(mask, *cls.layout_while_computing(layout, size), seq)
 
     @classmethod
-    def computing(cls, layout: Layout, size: int) -> tuple[Layout, int]:
-        """The layout of the tokens when blocks are computed, and by how many ranks (or groups of them)."""
+    def layout_while_computing(cls, layout: Layout, size: int) -> tuple[Layout, int]:
+        """Return (layout of the tokens while blocks are computed, number of ranks or rank groups that share them)."""
         return layout, size
 
     @classmethod
@@ -389,14 +399,14 @@ class Strategy(Expectations, ABC):
         cls, name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, deterministic: bool = False,
         windows: bool = False, documents: bool = False, softcap: float = 0.0,
     ) -> type[Kernel]:  # fmt: skip
-        """The kernel called ``name``, or for ``auto`` the fastest that fits. Raises `UnknownName` and `Unsupported`."""
+        """Return the kernel called ``name``; ``auto``: the fastest that fits. Raises `UnknownName`, `Unsupported`."""
         return choose_kernel(
             name, device, dtype, head_dim, deterministic=deterministic, among=cls.KERNELS, windows=windows,
             documents=documents, softcap=softcap,
         )  # fmt: skip
 
     def kernel_for(self, q: Tensor, *, windows: bool = False, documents: bool = False, softcap: float = 0.0) -> Kernel:
-        """The kernel that computes blocks of tensors like ``q``, of sliding windows or documents where these are there.
+        """Return the kernel for blocks of tensors like ``q`` that supports ``windows``, ``documents`` and ``softcap``.
 
         Raises `Unsupported` where it is not available.
         """
@@ -406,22 +416,22 @@ class Strategy(Expectations, ABC):
                 self._kernel_name, *key[:3], deterministic=self._deterministic, windows=windows, documents=documents,
                 softcap=softcap,
             )  # fmt: skip
-            made = (one for one in self._kernels.values() if type(one) is chosen and one.softcap == softcap)
-            self._kernels[key] = next(made, None) or chosen(deterministic=self._deterministic, softcap=softcap)
+            existing = (x for x in self._kernels.values() if type(x) is chosen and x.softcap == softcap)
+            self._kernels[key] = next(existing, None) or chosen(deterministic=self._deterministic, softcap=softcap)
         return self._kernels[key]
 
     def kernels(self) -> list[Kernel]:
-        """Those that have computed blocks so far, or may have."""
+        """Return the kernels chosen so far."""
         return list({id(kernel): kernel for kernel in self._kernels.values()}.values())
 
     # --- copies -------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: Any) -> Strategy:
-        """The strategy itself: a copied module talks to the same ranks over the same process groups."""
+        """Return the strategy itself: a copied module uses the same ranks and the same process groups."""
         return self
 
     def __reduce__(self) -> Any:
-        """As `create` made it, to be made again over the world: collective where torch.distributed is in use."""
+        """Return how to create the strategy again over the world: collective where torch.distributed is in use."""
         recipe = self.comm.recipe
         if recipe is None:
             raise TypeError(
@@ -429,74 +439,74 @@ class Strategy(Expectations, ABC):
             )
         return recipe
 
-    # --- shared pieces ------------------------------------------------------------------------
+    # --- shared by strategies -----------------------------------------------------------------
 
     @property
     def hop_window(self) -> int:
-        """Ranks of an inner ring that keys go round; 0 where they go no ring."""
+        """Number of ranks of an inner ring that keys travel around; 0 where there is no ring."""
         return 0
 
     @property
     def ring_size(self) -> int:
-        """Ranks that the travelling tensors of this strategy go round."""
+        """Number of ranks that this strategy's tensors travel around."""
         return self.comm.size
 
-    def over(
-        self, blocks: AttentionCall, q: Tensor, tour: Iterable[tuple[int, Sequence[Tensor]]]
+    def forward_over_ring(
+        self, call: AttentionCall, q: Tensor, tour: Iterable[tuple[int, Sequence[Tensor]]]
     ) -> tuple[Tensor, Tensor]:
-        """A forward pass over the K and V of a tour of ranks, merged one after another."""
+        """Run a forward pass over a ``tour`` of (rank, K and V), and merge the blocks one after another."""
         result = Partial()
         for step, (kv_rank, kv) in enumerate(tour):
-            block = self.block(blocks, kv_rank, q)
+            block = self.block(call, kv_rank, q)
             if block is None:
                 continue
             with ring_step("fwd", step, "block"):
-                out, lse = blocks.forward(q, kv[0], kv[1], block)
+                out, lse = call.forward(q, kv[0], kv[1], block)
             with ring_step("fwd", step, "merge"):
                 result.merge(out, lse, block.q)
         with ring_step("fwd", step, "merge"):
             return result.result(q.dtype)
 
-    def routing(self, blocks: AttentionCall, *, queries: bool = False) -> RowRouting | None:
-        """What of the ranks' keys, or queries, goes round, where not all of it does."""
-        if blocks.cut is None or not self.hop_window:
+    def routing(self, call: AttentionCall, *, queries: bool = False) -> RowRouting | None:
+        """Return which keys, or ``queries``, travel around the ring; None where whole shards or nothing travels."""
+        if call.sharded_mask is None or not self.hop_window:
             return None
-        return blocks.cut.routing(self.hop_window, queries=queries)
+        return call.sharded_mask.routing(self.hop_window, queries=queries)
 
-    def block(self, blocks: AttentionCall, kv_rank: int, q: Tensor) -> Block | None:
-        """What this rank's queries see of ``kv_rank``'s keys, as far as they come to it."""
-        routing = self.routing(blocks)
+    def block(self, call: AttentionCall, kv_rank: int, q: Tensor) -> Block | None:
+        """Return the block of this rank's queries with the keys that arrive from ``kv_rank``; None if it is empty."""
+        routing = self.routing(call)
         if routing is not None and kv_rank != self.ring_rank:
             return routing.block(self.ring_rank, kv_rank)
-        return blocks.between(self.layout, self.ring_rank, kv_rank, q.shape[1])
+        return call.block_between(self.layout, self.ring_rank, kv_rank, q.shape[1])
 
-    def own_block(self, blocks: AttentionCall, q: Tensor) -> Block:
-        """What they see of its own."""
-        block = self.block(blocks, self.ring_rank, q)
+    def local_block(self, call: AttentionCall, q: Tensor) -> Block:
+        """Return the local block: this rank's queries with its own keys."""
+        block = self.block(call, self.ring_rank, q)
         assert block is not None, "a token sees itself"
         return block
 
-    def split_local_block(self, blocks: AttentionCall, q: Tensor, travelling: Tensor) -> tuple[Block, list[Block]]:
-        """That block in an early part and what a backward pass keeps to the end.
+    def split_local_block(self, call: AttentionCall, q: Tensor, travelling: Tensor) -> tuple[Block, list[Block]]:
+        """Split the local block: the part to compute first, and the blocks that overlap the last hop.
 
-        All of it is early where nothing travels, where what comes home last, ``travelling``, is so small that the
-        additional kernel calls cost more than they hide, and where the mask is neither causal nor full.
+        The block stays whole where nothing travels, and where the mask is neither causal nor full. It also stays whole
+        where the last hop, of a tensor like ``travelling``, takes less time than the additional kernel calls.
         """
-        if blocks.cut is not None or self.ring_size == 1 or not self.overlaps_last_hop(travelling):
-            return self.own_block(blocks, q), []
-        return split_home_block(q.shape[1], causal=blocks.causal)
+        if call.sharded_mask is not None or self.ring_size == 1 or not self.overlaps_last_hop(travelling):
+            return self.local_block(call, q), []
+        return split_local_block(q.shape[1], causal=call.causal)
 
     @property
     def ring_rank(self) -> int:
-        """This rank's place among those that the travelling tensors go round."""
+        """This rank's position among the ranks that tensors travel around."""
         return self.comm.rank
 
     def overlaps_last_hop(self, travelling: Tensor) -> bool:
-        """Whether a hop of such a tensor is worth the kernel calls that hide it."""
-        return travelling.is_cpu or travelling.nbytes >= HIDDEN_FROM_BYTES
+        """Return whether a hop of a tensor like ``travelling`` is worth the additional kernel calls that overlap it."""
+        return travelling.is_cpu or travelling.nbytes >= OVERLAP_FROM_BYTES
 
     def _positions_on(self, seq: int, device: torch.device, documents: Documents = None) -> Tensor:
-        """The positions, kept where they are wanted: of the lengths asked for last."""
+        """Return this rank's positions on a device, cached for the latest sequence lengths."""
         layout = self.layout_of(documents)
         reason = _indivisible(layout, seq, self.comm.size)
         if reason:
@@ -508,21 +518,23 @@ class Strategy(Expectations, ABC):
             self._positions[key] = layout.positions(seq, self.comm.size, self.comm.rank).to(device)
         return self._positions[key]
 
-    def _check_call(self, q: Tensor, k: Tensor, v: Tensor, asked: tuple[Any, ...]) -> None:
-        """Raises `Unsupported` for tensors that do not fit, and where the ranks do not call alike; looks once at
-        each."""
+    def _check_call(self, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> None:
+        """Check, once per kind of call, that the tensors fit and that all ranks make the same call.
+
+        Raises `Unsupported` where not.
+        """
         if torch._C._are_functorch_transforms_active():
             raise Unsupported(
                 "torch.func transforms (grad, vmap, jvp) are not supported: take gradients by torch.autograd"
             )
-        key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, asked
-        if key in self._fitting:
+        key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options
+        if key in self._checked_calls:
             return
         self._check_tensors(q, k, v)
         tensors = f"q, k and v of shape {_shapes(q, k, v)}", f"type {q.dtype}"
-        options = (f"{name}={value}" for name, value in zip(_ASKED, asked, strict=True))
-        self.comm.agree_on("; ".join(("attention", *tensors, *options)))
-        self._fitting.add(key)
+        described = (f"{name}={value}" for name, value in zip(_COMPARED_OPTIONS, options, strict=True))
+        self.comm.check_same_call("; ".join(("attention", *tensors, *described)))
+        self._checked_calls.add(key)
 
     def _check_tensors(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         if q.dim() != 4 or k.dim() != 4 or k.shape[:3] != v.shape[:3] or v.shape[3:] > k.shape[3:]:
@@ -543,12 +555,17 @@ _RENAMED_METHODS = {
     "travel": "routing",
     "home_blocks": "split_local_block",
     "hides_last_hop": "overlaps_last_hop",
+    "own_block": "local_block",
+    "over": "forward_over_ring",
+    "cut": "sharded_mask",
+    "placed": "with_placement",
+    "computing": "layout_while_computing",
 }
-"""Old and new names of methods that a user's strategy may define or call; the old names go with the next release."""
+"""Old and new names of methods that a user's strategy may define or call. The next release removes the old names."""
 
 
 def _alias_renamed_methods(cls: type) -> None:
-    """Give each method that ``cls`` defines under one of its two names the other name, too.
+    """Make each renamed method that ``cls`` defines available under both its names.
 
     Both names resolve along the inheritance, so a user's class may define or call either, ``super().unfit`` included.
     """
@@ -564,8 +581,8 @@ def _alias_renamed_methods(cls: type) -> None:
 _alias_renamed_methods(Strategy)
 
 
-def mask_asked(documents: Documents, window: Sequence[int], *, causal: bool, prefix: int) -> Mask:
-    """The mask of a call. Raises `Unsupported` where there is none such."""
+def mask_of_call(documents: Documents, window: Sequence[int], *, causal: bool, prefix: int) -> Mask:
+    """Return the mask of a call with these options. Raises `Unsupported` where they make no valid mask."""
     try:
         return Mask.of(documents, window, causal=causal, prefix=prefix)
     except ValueError as error:
@@ -573,36 +590,36 @@ def mask_asked(documents: Documents, window: Sequence[int], *, causal: bool, pre
 
 
 class _Attention(torch.autograd.Function):
-    """Autograd around a strategy's two loops."""
+    """Autograd function over a strategy's `forward` and `backward`."""
 
     @staticmethod
-    def forward(ctx: Any, strategy: Strategy, blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    def forward(ctx: Any, strategy: Strategy, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Any:
         strategy.comm.meter.phase = "forward"
         q = _heads_together(q)
-        out, lse = strategy.forward(blocks, q, k, v)
-        ctx.strategy, ctx.blocks = strategy, blocks
-        ctx.save_for_backward(*(blocks.kept or (q, k, v)), out, lse)
-        blocks.kept = ()
+        out, lse = strategy.forward(call, q, k, v)
+        ctx.strategy, ctx.blocks = strategy, call
+        ctx.save_for_backward(*(call.saved or (q, k, v)), out, lse)
+        call.saved = ()
         ctx.set_materialize_grads(False)
-        return (out, lse) if blocks.lse_wanted else out
+        return (out, lse) if call.lse_wanted else out
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        strategy, blocks = ctx.strategy, ctx.blocks
-        dout = torch.zeros_like(out) if dout is None else gapless(dout)
-        rows = Rows(dout, gapless(lse), out=gapless(out))
-        if dlse is not None or (blocks.lse_wanted and blocks.kernel.takes_delta):
-            rows = _rows_with_lse_gradient(blocks.kernel, rows, dlse)
+        strategy, call = ctx.strategy, ctx.blocks
+        dout = torch.zeros_like(out) if dout is None else as_contiguous(dout)
+        rows = Rows(dout, as_contiguous(lse), out=as_contiguous(out))
+        if dlse is not None or (call.lse_wanted and call.kernel.takes_delta):
+            rows = _rows_with_lse_gradient(call.kernel, rows, dlse)
         strategy.comm.meter.phase = "backward"
-        return (None, None, *strategy.backward(blocks, rows, q, k, v))
+        return (None, None, *strategy.backward(call, rows, q, k, v))
 
 
 def _rows_with_lse_gradient(kernel: Kernel, rows: Rows, dlse: Tensor | None) -> Rows:
-    """A gradient that reaches the LSE enters every block as delta - dLSE in place of delta.
+    """Add the gradient of the LSE to the rows: every block uses delta - dLSE in place of delta.
 
-    What ranks send is of the same shapes whether or not theirs has one: the LSE may be in the loss on some ranks only.
+    Ranks send the same shapes with and without such a gradient: the LSE may be in the loss on some ranks only.
     """
     assert rows.out is not None
     delta = row_product(rows.dout, rows.out)
@@ -615,7 +632,7 @@ def _rows_with_lse_gradient(kernel: Kernel, rows: Rows, dlse: Tensor | None) -> 
 
 
 def _heads_together(q: Tensor) -> Tensor:
-    """q with the strides in the order of its dimensions, for that is the order in which O and dQ will be dense."""
+    """Return q with its strides in the order of its dimensions, copied if needed: O and dQ get the same order."""
     if q.is_contiguous():
         return q
     strides = [stride for stride, size in zip(q.stride(), q.shape, strict=True) if size > 1]
@@ -623,6 +640,7 @@ def _heads_together(q: Tensor) -> Tensor:
 
 
 def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast the tensors as autocast would, if it is enabled."""
     device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
@@ -631,12 +649,12 @@ def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def wire_type(wire: GradWire, like: Tensor) -> torch.dtype:
-    """The type that a gradient travels in: at least float32, or the input's own."""
+    """Return the type that a gradient travels in: at least float32, or that of ``like``."""
     return like.dtype if wire == "input" else wide_type(like)
 
 
 def _indivisible(layout: Layout, seq: int, size: int) -> str | None:
-    """Why a layout cannot cut so long a sequence; None where it can."""
+    """Return why a layout cannot split ``seq`` tokens over ``size`` ranks; None where it can."""
     divisor = layout.divisor(size)
     if seq % divisor == 0:
         return None

@@ -1,4 +1,4 @@
-"""What a strategy raises when it is asked for something that it cannot do."""
+"""Exceptions that the strategies raise."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Unsupported(ValueError):
 
 
 class WrongGradient(RuntimeError):
-    """A kernel computed a wrong gradient; the message says what made it and how to go round it."""
+    """A kernel computed a wrong gradient; the message says what caused it and how to avoid it."""
 
 
 class PeerLost(RuntimeError):
-    """A rank that hops were waiting for has ended, or has not answered within the group's time."""
+    """A rank that hops were waiting for has ended, or has not answered within the group's timeout."""

@@ -1,4 +1,4 @@
-"""Backward passes whose own gradient is refused, not dropped."""
+"""Backward passes that refuse second-order gradients, instead of silently dropping them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import Tensor
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward pass of a `torch.autograd.Function` that refuses to be differentiated.
+    """Decorate the backward pass of a `torch.autograd.Function`: differentiating its results raises RuntimeError.
 
-    torch's ``once_differentiable`` refuses only where a gradient that came in needs one itself. A gradient penalty's
-    does not: the gradients of q, k and v then depend on q, k and v alone, and the penalty's own would be dropped.
+    torch's ``once_differentiable`` refuses only where an incoming gradient requires a gradient itself. With a gradient
+    penalty it does not: the gradients of q, k and v depend on q, k and v alone, and the penalty's gradient would be
+    dropped.
     """
 
     @wraps(backward)
@@ -23,23 +24,24 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
             return tuple(backward(ctx, *gradients))
         with torch.no_grad():
             results = backward(ctx, *gradients)
-        depends = [x for x in (*ctx.saved_tensors, *gradients) if isinstance(x, Tensor) and x.requires_grad]
-        return tuple(_refused(x, depends) for x in results)
+        inputs = [x for x in (*ctx.saved_tensors, *gradients) if isinstance(x, Tensor) and x.requires_grad]
+        return tuple(_refused(x, inputs) for x in results)
 
     return refusing
 
 
-def _refused(result: Any, depends: list[Tensor]) -> Any:
+def _refused(result: Any, inputs: list[Tensor]) -> Any:
+    """Return ``result`` as a tensor that depends on ``inputs``, and whose gradient raises."""
     if not isinstance(result, Tensor):
         return result
-    return _Refused.apply(result, *depends)  # type: ignore[no-untyped-call]
+    return _Refused.apply(result, *inputs)  # type: ignore[no-untyped-call]
 
 
 class _Refused(torch.autograd.Function):
-    """Says of a gradient what it depends on, and raises when that is asked for."""
+    """An identity that makes a gradient depend on its inputs, and raises when it is differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, result: Tensor, *depends: Tensor) -> Tensor:
+    def forward(ctx: Any, result: Tensor, *inputs: Tensor) -> Tensor:
         return result.view_as(result)
 
     @staticmethod

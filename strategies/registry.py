@@ -1,4 +1,4 @@
-"""The names of the strategies, and how one is made from its name."""
+"""Registry of the strategies: their names, and how to create one from its name."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from ringprof.strategies.transport.communicator import Communicator
 
 @dataclass(frozen=True)
 class Spec:
-    """A strategy by name: where its class is, what it is in a line, and where it comes from."""
+    """A registered strategy: its name, the location of its class, a one-line summary, and its source."""
 
     name: str
     target: str
-    """``package.module:Class``, imported on first use."""
+    """Location of the class, ``package.module:Class``; imported on first use."""
     summary: str
     reference: str
+    """Paper or project that it follows."""
     packages: tuple[str, ...] = ()
-    """Modules of other people that it calls."""
+    """Third-party packages that it needs."""
     install: str = ""
-    """How to get them."""
+    """Command that installs these packages."""
 
     def missing(self) -> str | None:
-        """Which of other people's packages are not here, and how to get them; None where nothing is missing."""
+        """Return which required packages are not installed, and how to install them; None where none is missing."""
         lacking = [package for package in self.packages if find_spec(package) is None]
         return f"needs {' and '.join(lacking)}: {self.install}" if lacking else None
 
     def load(self) -> Any:
-        """The class. Raises `UnknownName` where the module, the class or another's package is not there."""
+        """Import the class. Raises `UnknownName` where the module, the class or a required package is missing."""
         module, _, attribute = self.target.partition(":")
         lacking = self.missing()
         if lacking:
@@ -50,11 +51,11 @@ class Spec:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a strategy: its type as users write it, its default, and a line of help."""
+    """One parameter of a strategy: its type as users write it, its default, and one line of help."""
 
     name: str
     kind: str
-    """``bool``, ``int``, ``float``, ``str``, or the choices joined by ``|``."""
+    """Type: ``bool``, ``int``, ``float``, ``str``, or the choices joined by ``|``."""
     default: Any
     required: bool
     help: str
@@ -71,7 +72,7 @@ SPECS = {
         _spec(
             "zigzag",
             "Zigzag",
-            "the ring with two chunks a rank: balanced causal work",
+            "the ring with two chunks per rank: balanced causal work",
             "ring-flash-attention",
         ),
         _spec("stripe", "Stripe", "the ring with token i on rank i mod N: balanced, all masked", "arXiv 2311.09431"),
@@ -91,7 +92,7 @@ CACHED = {
         _spec("ring-prefill", "RingPrefill", "prefill over a cache: K and V travel, or Q", "arXiv 2411.01783"),
     )
 }
-"""Strategies of inference, which have no backward pass."""
+"""Strategies for inference over a KV cache, which have no backward pass."""
 
 _RING_FLASH_ATTN = ("ring_flash_attn", "flash_attn"), "pip install ring-flash-attn flash-attn"
 _YUNCHANG = ("yunchang", "flash_attn"), "pip install yunchang flash-attn"
@@ -125,31 +126,31 @@ PEERS = {
         _peer("magi", "Magi", "MagiAttention, with its own dispatch of tokens", _MAGI),
     )
 }
-"""Other people's code, which is a strategy where it is installed."""
+"""Strategies of other projects (peers), available where their packages are installed."""
 
 
 def names() -> list[str]:
-    """The bundled strategies that train."""
+    """Return the names of the bundled training strategies."""
     return list(SPECS)
 
 
 def for_inference() -> list[str]:
-    """Those for inference over a cache of keys and values."""
+    """Return the names of the bundled strategies for inference over a KV cache."""
     return list(CACHED)
 
 
 def peer_names() -> list[str]:
-    """Other people's, whether or not they are installed."""
+    """Return the names of the strategies of other projects, installed or not."""
     return list(PEERS)
 
 
-def taking_masks() -> list[str]:
-    """The bundled strategies that compute packed documents and sliding windows."""
+def names_with_masks() -> list[str]:
+    """Return the names of the bundled strategies that support packed documents and sliding windows."""
     return [name for name, spec in SPECS.items() if spec.load().takes_masks]
 
 
 def find(name: str) -> Spec:
-    """The spec of a bundled strategy, of a peer, or of ``package.module:Class``. Raises `UnknownName`."""
+    """Return the spec of a bundled strategy, of a peer, or of ``package.module:Class``. Raises `UnknownName`."""
     known = {**SPECS, **CACHED, **PEERS}
     if name in known:
         return known[name]
@@ -161,11 +162,13 @@ def find(name: str) -> Spec:
 
 
 def parameters(strategy: Any) -> list[Parameter]:
-    """The keyword parameters of a strategy class. Raises `Unsupported` for ``*args`` and ``**kwargs``, which hide
-    them."""
+    """Return the keyword parameters of a strategy class.
+
+    Raises `Unsupported` for ``*args`` and ``**kwargs``, which hide the parameters.
+    """
     hints = typing.get_type_hints(strategy.__init__)
     described: dict[str, str] = getattr(strategy, "PARAMETERS", {})
-    found = []
+    result = []
     for name, parameter in inspect.signature(strategy).parameters.items():
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             raise Unsupported(f"{strategy.__name__}: parameters must be named: no *args or **kwargs")
@@ -173,8 +176,8 @@ def parameters(strategy: Any) -> list[Parameter]:
             continue
         required = parameter.default is parameter.empty
         default = None if required else parameter.default
-        found.append(Parameter(name, _kind(hints.get(name, str)), default, required, described.get(name, "")))
-    return found
+        result.append(Parameter(name, _kind(hints.get(name, str)), default, required, described.get(name, "")))
+    return result
 
 
 def _kind(hint: Any) -> str:
@@ -185,21 +188,25 @@ def _kind(hint: Any) -> str:
     return getattr(hint, "__name__", str(hint))
 
 
-def check_parameters(strategy: Any, name: str, given: dict[str, Any]) -> None:
-    """Raises `Unsupported` where a given parameter is not one of the strategy's, naming those that are."""
+def check_parameters(strategy: Any, name: str, params: dict[str, Any]) -> None:
+    """Check that the strategy has all parameters in ``params``, and that none it requires is missing.
+
+    Raises `Unsupported` where not, and names the parameters that the strategy has.
+    """
     known = parameters(strategy)
-    for key in given:
-        _known(known, name, key)
+    for key in params:
+        _find_parameter(known, name, key)
     for parameter in known:
-        choices, value = parameter.kind.split("|"), given.get(parameter.name)
+        choices, value = parameter.kind.split("|"), params.get(parameter.name)
         if len(choices) > 1 and isinstance(value, str) and value not in choices:
             raise Unsupported(f"parameter {parameter.name}: {value!r} is not {parameter.kind}")
-    missing = [parameter.name for parameter in known if parameter.required and parameter.name not in given]
+    missing = [parameter.name for parameter in known if parameter.required and parameter.name not in params]
     if missing:
         raise Unsupported(f"strategy {name!r} needs the parameter {missing[0]!r}")
 
 
-def _known(known: Sequence[Parameter], name: str, key: str) -> Parameter:
+def _find_parameter(known: Sequence[Parameter], name: str, key: str) -> Parameter:
+    """Return the parameter called ``key``. Raises `Unsupported` where the strategy ``name`` has none."""
     for parameter in known:
         if parameter.name == key:
             return parameter
@@ -208,8 +215,8 @@ def _known(known: Sequence[Parameter], name: str, key: str) -> Parameter:
 
 
 def parse_parameter(strategy: Any, name: str, key: str, text: str) -> Any:
-    """The value of ``key=text`` in the parameter's type. Raises `Unsupported` where it is none."""
-    kind = _known(parameters(strategy), name, key).kind
+    """Parse the value of ``key=text`` into the parameter's type. Raises `Unsupported` for an invalid value."""
+    kind = _find_parameter(parameters(strategy), name, key).kind
     try:
         return _parse(kind, text)
     except ValueError:
@@ -238,14 +245,13 @@ def create(
     hosts: Sequence[int] | None = None,
     **params: Any,
 ) -> Any:
-    """A strategy over the ranks of ``group``: a process group or a DeviceMesh of one dimension (None: the world).
+    """Create a strategy over the ranks of ``group``: a process group or a one-dimensional DeviceMesh (None: the world).
 
-    Collective: all ranks of the group call it, with the same arguments. Where torch.distributed is not in use there is
-    one rank.
+    Collective: all ranks of the group call it with the same arguments. Without torch.distributed there is one rank.
 
-    ``kernel`` is a kernel's name or ``auto``; ``ranks_per_host`` overrides what the launcher says; ``hops``
-    says what carries the hops within a host (see `communicator.HOPS`); ``hosts`` numbers every global rank's host.
-    ``params`` are the strategy's own. Raises `UnknownName` and `Unsupported`.
+    ``kernel`` is a kernel's name or ``auto``. ``ranks_per_host`` overrides what the launcher says. ``hops`` is the
+    transport of hops within a host (see `communicator.HOPS`). ``hosts`` numbers every global rank's host. ``params``
+    are the strategy's own parameters. Raises `UnknownName` and `Unsupported`.
     """
     from ringprof.strategies.base import Context
 
@@ -261,12 +267,12 @@ def create(
     )  # fmt: skip
     assert strategy is not None, "a communicator is refused where there is a problem"
     if comm.is_world:
-        again = partial(create, name, None, kernel, ranks_per_host, hops, hosts, **params)
-        comm.recipe = again, ()
+        create_again = partial(create, name, None, kernel, ranks_per_host, hops, hosts, **params)
+        comm.recipe = create_again, ()
     return strategy(Context(comm, kernel), **params)
 
 
 def _request(name: str, kernel: str, params: dict[str, Any]) -> str:
-    """What was asked for, in a line, alike on all ranks that were asked for the same."""
-    given = ", ".join(f"{key}={params[key]!r}" for key in sorted(params))
-    return f"{name}({given}) with kernel {kernel}"
+    """Describe the arguments of `create` in one line, equal on all ranks that were called with the same arguments."""
+    listed = ", ".join(f"{key}={params[key]!r}" for key in sorted(params))
+    return f"{name}({listed}) with kernel {kernel}"

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tests.paths import ROOT
 
 AUDIT = ROOT / "scripts" / "audit.py"
+SCRIPT = runpy.run_path(str(AUDIT))
 SOUND = {"name": "click", "version": "8.1", "vulns": []}
 HOLED = {"name": "jinja2", "version": "3.1.0", "vulns": [{"id": "PYSEC-1"}, {"id": "PYSEC-2"}]}
 UNKNOWN = {"name": "torch", "skip_reason": "not found on PyPI"}
@@ -42,7 +43,7 @@ UNKNOWN = {"name": "torch", "skip_reason": "not found on PyPI"}
     ],
 )
 def test_what_could_not_be_audited_is_said(packages: list[dict[str, Any]], lines: list[str], code: int) -> None:
-    assert runpy.run_path(str(AUDIT))["verdict"](packages) == (lines, code)
+    assert SCRIPT["verdict"](packages) == (lines, code)
 
 
 @pytest.mark.parametrize("answer", ["", 'print(\'{"dependencies": [{"name": "a", "skip_reason": "b"}]}\')'])
@@ -75,7 +76,7 @@ def test_a_version_is_affected_between_two_events(
         begin <= asked and (asked <= end if last else asked < end)
         for begin, end in zip(bounds[::2], ends, strict=False)
     )
-    affects = runpy.run_path(str(AUDIT))["affects"]
+    affects = SCRIPT["affects"]
     for given_events in (events, events[::-1]):
         assert affects(affected(events=given_events), f"{asked[0]}.{asked[1]}") == truth
 
@@ -84,12 +85,12 @@ def test_a_version_is_affected_between_two_events(
 def test_a_bound_that_is_no_version(version: str, hit: bool) -> None:
     """As in PYSEC-2025-189 of torch."""
     events = ({"introduced": "0"}, {"last_affected": "2.6.0-cu124"})
-    assert runpy.run_path(str(AUDIT))["affects"](affected(events=events), version) == hit
+    assert SCRIPT["affects"](affected(events=events), version) == hit
 
 
 def test_a_database_that_was_brought_along(tmp_path: Path) -> None:
     """Records as OSV exports them, of the versions that this project pins: listed, in a range, withdrawn, another's."""
-    pins = runpy.run_path(str(AUDIT))["pinned"]()
+    pins = SCRIPT["pinned"]()
     assert len(pins) == sum("==" in line for line in (ROOT / "constraints.txt").read_text().splitlines())
     everything = ({"introduced": "0"},)
     records: dict[str, dict[str, Any]] = {

@@ -42,6 +42,7 @@ def test_a_folder_of_another_user_is_not_taken(tmp_path: Path, monkeypatch: pyte
     assert chosen({"HOME": str(tmp_path)}, "/fallback") == "/fallback"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("has_home", [True, False])
 def test_a_recording_leaves_nothing_in_the_temporary_folder(tmp_path: Path, has_home: bool) -> None:
     pytest.importorskip("torch")

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -18,7 +19,11 @@ from tests.paths import ROOT
 from tests.record.command import HANGS_S, SMALL, environment
 from tests.scale.runs import write_ring
 
-INSTALLED = set(packages_distributions())
+
+@cache
+def installed() -> set[str]:
+    """Names of the modules that the installed packages bring."""
+    return set(packages_distributions())
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +53,7 @@ def finished(program: Path, arguments: list[str], folder: Path) -> str:
 
 @pytest.mark.processes
 def test_helpers_of_a_report_of_many_ranks(scripts: Path, tmp_path: Path) -> None:
-    plant(tmp_path, INSTALLED | sys.stdlib_module_names)
+    plant(tmp_path, installed() | sys.stdlib_module_names)
     write_ring(tmp_path, 72, per_host=8)
     printed = finished(scripts / "ringprof", ["report", ".", "--jobs", "2"], tmp_path)
     assert printed.startswith("72 ranks")
@@ -59,14 +64,14 @@ RECORD = ["record", *SMALL, "--seq", "128", "--world", "2", "--iters", "1"]
 
 @pytest.mark.processes
 def test_ranks_of_a_recording(scripts: Path, tmp_path: Path) -> None:
-    plant(tmp_path, INSTALLED | sys.stdlib_module_names)
+    plant(tmp_path, installed() | sys.stdlib_module_names)
     finished(scripts / "ringprof", [*RECORD, "--strategy", "ring"], tmp_path)
 
 
 @pytest.mark.processes
 def test_ranks_of_torchrun(scripts: Path, tmp_path: Path) -> None:
     """They are started as ``python -m ringprof``: what Python imports before it knows of ringprof is Python's own."""
-    plant(tmp_path, INSTALLED)
+    plant(tmp_path, installed())
     launch = ["--standalone", "--nproc-per-node", "2", "-m", "ringprof"]
     finished(scripts / "torchrun", [*launch, *RECORD, "--strategy", "ring"], tmp_path)
 
@@ -98,9 +103,7 @@ def test_a_plot_is_not_drawn_by_the_folders_settings(
     assert len({(tmp_path / place / "plot.png").read_bytes() for place in settings}) == 1
 
 
-@pytest.mark.parametrize(
-    "start", [["-m", "ringprof"], ["-P", "-m", "ringprof"]][: 2 if sys.version_info >= (3, 11) else 1]
-)
+@pytest.mark.parametrize("start", [["-m", "ringprof"], ["-P", "-m", "ringprof"]])
 def test_the_module_as_a_program(start: list[str], tmp_path: Path) -> None:
     (tmp_path / "click.py").write_text("raise SystemExit('the stranger')")
     done = subprocess.run(

@@ -10,6 +10,7 @@ import runpy
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -27,6 +28,19 @@ def test_every_subpackage_is_listed() -> None:
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / "ringprof").rglob("__init__.py")}
     folders |= {"ringprof" / path.parent.relative_to(ROOT) for path in (ROOT / "strategies").rglob("__init__.py")}
     assert listed == {".".join(folder.parts) for folder in folders}
+
+
+def test_the_lowest_python_is_the_same_everywhere() -> None:
+    """Python 3.10 reached its end of life in October 2026; the newest classifier is the newest Python of the matrix."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    assert config["options"]["python_requires"] == ">=3.11"
+    assert (tools["ruff"]["target-version"], tools["mypy"]["python_version"]) == ("py311", "3.11")
+    assert runpy.run_path(str(ROOT / "scripts" / "check_python.py"))["NEEDED"] == (3, 11)
+    matrix = runpy.run_path(str(ROOT / "scripts" / "every_python.py"))["MATRIX"]
+    classified = re.findall(r"Python :: (3\.\d+)", config["metadata"]["classifiers"])
+    assert classified == sorted({row.python for row in matrix}) == ["3.11", "3.12", "3.13"]
 
 
 def test_the_public_names_exist_and_are_sorted() -> None:

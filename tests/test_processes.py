@@ -56,6 +56,25 @@ def test_a_process_that_ends_is_told_and_the_next_call_has_others(function, item
     assert list(mapped(2, abs, [(-1,)])) == [1]
 
 
+INTERRUPTED_AT_START = """
+import os, signal, sys
+if any(argument.endswith("spawn.py") for argument in sys.orig_argv):
+    os.kill(os.getpid(), signal.SIGINT)
+"""
+"""A ``sitecustomize.py``: Python runs it before the program's first line, while SIGINT still has its own handler."""
+
+
+def test_a_process_interrupted_at_its_start_writes_no_traceback(tmp_path, monkeypatch, capfd) -> None:
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTED_AT_START)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    process_pool.end_all()
+    with pytest.raises(ProcessEnded):
+        list(mapped(1, abs, [(-1,)]))
+    assert capfd.readouterr().err == ""
+    monkeypatch.delenv("PYTHONPATH")
+    assert list(mapped(1, abs, [(-1,)])) == [1]
+
+
 NO_PROCESS = BlockingIOError(11, "Resource temporarily unavailable")
 NO_THREAD = RuntimeError("can't start new thread")
 

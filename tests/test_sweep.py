@@ -258,6 +258,26 @@ def test_a_packed_row_is_another_than_a_plain_one(capsys, tmp_path, monkeypatch)
     assert "65 tokens together, the sequence has 64" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("run", ["../elsewhere", "/etc", "link", "", "a/../../b"])
+def test_a_run_outside_the_sweeps_folder_is_refused(swept, capsys, tmp_path, run):
+    """The file may be another user's: it must not make ringprof read runs in other folders."""
+    swept({})
+    (tmp_path / "link").symlink_to(tmp_path.parent)
+    path = tmp_path / "sweep.json"
+    content = json.loads(path.read_text())
+    content["rows"][1]["run"] = run
+    path.write_text(json.dumps(content))
+    with pytest.raises(InputError) as error:
+        sweep.read_sweep(path)
+    assert str(error.value) == f"{path}: run {run!r} is not inside the folder of the sweep"
+
+
+def test_a_reason_that_is_not_utf8_is_kept_escaped(swept):
+    rows, _ = swept({("burst", 1024): RecordError("rank 1 failed; log: /tmp/\udcff/rank1.log")})
+    again, _ = swept({})
+    assert rows[0].reason == "rank 1 failed; log: /tmp/\\udcff/rank1.log" and again[0].status == "ok"
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"schema": "ringprof.sweep/9"}', "{"])
 def test_what_is_no_sweep_is_refused(tmp_path, text):
     (tmp_path / "sweep.json").write_text(text)

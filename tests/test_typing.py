@@ -9,6 +9,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 from tests.paths import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -41,6 +43,7 @@ WRONG = {
 }
 
 
+@pytest.mark.processes
 def test_a_users_type_checker_accepts_what_works_and_refuses_what_does_not(tmp_path: Path) -> None:
     site = tmp_path / "site"
     site.mkdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
@@ -61,6 +62,7 @@ def command(
         known = read_calibration(base) if base else base_for(run_at(runs[0]).environment.devices[0])
         _save(calibrate_from([observed_run(run, known) for run in runs], known), name, path)
     else:
+        _refuse_unwritable(path)
         _measured(path, name, base, kernels, parts, seconds)
     click.echo(calibration_text(read_calibration(path), text_style(None)), nl=False)
     say(f"Wrote {output}: ringprof predict --machine {shell_words([output])}")
@@ -103,6 +105,16 @@ def _measured(
         run(Bench(mine, place.rank, place.world_size))
     if place.rank != 0:
         sys.exit(0)
+
+
+def _refuse_unwritable(path: Path) -> None:
+    """Raise OSError where the file cannot be written: before minutes of measuring, not after them."""
+    if path.exists() and os.access(path, os.W_OK):
+        return
+    try:
+        tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(path))).close()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
 
 
 def _named(given: str, known: Collection[str], option: str) -> list[str]:

@@ -16,7 +16,7 @@ from click.shell_completion import CompletionItem, FishComplete, add_completion_
 
 from ringprof._version import __version__
 from ringprof.cli.write import say
-from ringprof.errors import RingprofError, nearest
+from ringprof.errors import RingprofError, UsageError, nearest
 
 COMMANDS = {
     "record": "Run a strategy, check it, time it and profile it.",
@@ -129,6 +129,20 @@ def group(context: click.Context) -> None:
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
+    else:
+        _refuse_removed_folder()
+
+
+def _refuse_removed_folder() -> None:
+    """Raise `UsageError` where the current folder is gone: relative paths lead nowhere, and torch does not load."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        try:
+            name = os.readlink("/proc/self/cwd").removesuffix(" (deleted)")
+        except OSError:  # not Linux
+            name = os.environ.get("PWD", ".")
+        raise UsageError(f"{name}: the current folder has been removed: change to another one with cd") from None
 
 
 def run(args: list[str]) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from ringprof.options import LoadOptions
 from ringprof.report.sections import OPTIONAL
 from ringprof.report.tables import Listing
 from ringprof.report.text import shell_words
+from ringprof.scratch import abandon, scratch_folder
 from ringprof.trace.columns import NOTES, Notice
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 *_MOST, _LAST = (f"--{name}" for name, section in OPTIONAL.items() if section.columns)
 _SORTED = f"{', '.join(_MOST)} and {_LAST}"
 """Options of the sections whose rows can be sorted."""
+_PAGE_STAYS_S = 3600.0
+"""Least age in seconds of a temporary page that a later ``--open`` removes."""
 
 
 @click.command(name="report")
@@ -139,8 +141,11 @@ def _with_page(analysis: Analysis | TableAnalysis) -> Analysis:
 def _write_page(analysis: Analysis, page: str | None, *, opens: bool) -> None:
     import webbrowser  # here, since few reports are opened
 
-    path = page or os.path.join(tempfile.mkdtemp(prefix="ringprof-"), "report.html")
+    folder = None if page else scratch_folder("page", _PAGE_STAYS_S)
+    path = page or os.path.join(str(folder), "report.html")
     write_text(path, analysis.to_html())
+    if folder is not None:
+        abandon(folder)  # the browser reads the page after this process has ended
     if opens and not webbrowser.open(Path(path).resolve().as_uri()):
         say(f"ringprof: no browser to be had here: open {path}")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Iterator, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def write_prediction(prediction: PredictionResult, folder: Path, command: Sequen
 def run_of(prediction: PredictionResult, traces: list[RankTrace], command: Sequence[str]) -> Run:
     """The run; its three iterations are the tenth, the middle and the ninetieth percentile."""
     query, cluster = prediction.query, prediction.query.cluster
-    size, now = cluster.size, datetime.now(timezone.utc)
+    size, now = cluster.size, datetime.now(UTC)
     slowest = max(one.end_ns for one in prediction.timelines)
     by_rank = {
         p.rank: t.end_ns / slowest for p, t in zip(prediction.schedule.programs, prediction.timelines, strict=True)

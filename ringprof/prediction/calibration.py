@@ -143,6 +143,8 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     """What a backward pass takes beside its operations; None: nothing."""
     unlike: Value = Value(0.095, 0.3, "assumed", "as ranks of recorded runs of 2 H200")
     """How far ranks' hosts are apart in one run: the standard deviation. All go at the slowest one's pace."""
+    pass_spread: Share | None = None
+    """Standard deviation of a whole pass's host time, as a part of it: kinds' errors cancel. None: `launch_us`'s."""
 
 
 class HostPass(msgspec.Struct, frozen=True, kw_only=True):

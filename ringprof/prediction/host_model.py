@@ -8,12 +8,15 @@ passes of many strategies, and stay near what they usually are where these do no
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from statistics import NormalDist
+from functools import cache
+from statistics import NormalDist, fmean, pstdev
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from ringprof.prediction.calibration import Calibration, Host, HostPass, KernelFigures, Value
 from ringprof.record.dryrun.schedule import AttentionOp, CommStart, MemoryOp, Op, Program
@@ -22,6 +25,9 @@ _POSTS = {"send_recv": "post_us", "copy": "copy_us"}
 _OF_KERNELS = ("forward_us", "backward_us")
 _HELD = 0.3
 """How strongly the kinds' times are held to the usual proportion: as much as passes that are off by so much."""
+_LEAST_PRIOR = 0.3
+"""How far a kind's time lies from its usual proportion on another host, where a calibration states less."""
+_IN_PROPORTION = "no pass has this operation: in its usual proportion to the others"
 _LEAST_SPREAD = 0.05
 """Hosts of one kind, and one host at two times, differ by more than the fit shows."""
 
@@ -89,16 +95,49 @@ def explained(before: Calibration, passes: Sequence[HostPass], source: str) -> C
     system = np.vstack([rows / took[:, None], _HELD * np.diag(1 / prior)])
     found = np.linalg.lstsq(system, np.concatenate([np.ones(len(took)), np.full(len(prior), _HELD)]), rcond=None)[0]
     found = np.maximum(found, 0.1 * prior)
-    off = math.sqrt(float(np.mean((rows @ found / took - 1) ** 2)))
-    spread = min(max(off, _LEAST_SPREAD), 1.0)
-    values = {column: Value(round(float(us), 2), round(spread, 3), "measured", source)
-              for column, us in zip(columns, found, strict=True)}  # fmt: skip
-    return _with(msgspec.structs.replace(before, passes=list(passes)), values, kernels)
+    off = max(math.sqrt(float(np.mean((rows @ found / took - 1) ** 2))), _LEAST_SPREAD)
+    spreads = _spreads(rows / took[:, None], off, np.array([_spread_of(before, column) for column in columns]), prior)
+    ran = [bool(column.any()) for column in rows.T]
+    hosts = _slowest_spread(max(one.ranks for one in passes), unlike)
+    values = {
+        column: Value(round(float(us), 2), round(min(math.hypot(spread / us, hosts), 1.0), 3),
+                      *(("measured", source) if used else ("assumed", _IN_PROPORTION)))
+        for column, us, spread, used in zip(columns, found, spreads, ran, strict=True)
+    }  # fmt: skip
+    host = msgspec.structs.replace(before.host, pass_spread=round(min(math.hypot(off, hosts), 1.0), 3))
+    return _with(msgspec.structs.replace(before, host=host, passes=list(passes)), values, kernels)
+
+
+def _spreads(
+    shares: npt.NDArray[np.float64], off: float, known: npt.NDArray[np.float64], prior: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """Return each kind's standard deviation in microseconds.
+
+    ``shares`` has a pass's counts by kind over its time, each pass known to within ``off``. Before the passes, a kind
+    lies within ``known`` parts of ``prior``.
+    """
+    precision = shares.T @ shares / off**2 + np.diag(1 / (known * prior) ** 2)
+    result: npt.NDArray[np.float64] = np.sqrt(np.diag(np.linalg.inv(precision)))
+    return result
+
+
+def _spread_of(before: Calibration, column: str) -> float:
+    """Return how far a kind's time lies from its usual proportion to the others, before any pass is measured."""
+    value = getattr(before.host, _kind(column))
+    return max(_LEAST_PRIOR, value.spread if value is not None else 0.0)
 
 
 def slowest_of(ranks: int, unlike: float) -> float:
     """How many times as long as one rank takes the slowest of some, in the mean (Blom 1958)."""
     return 1.0 if ranks == 1 else 1 + unlike * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+
+
+@cache
+def _slowest_spread(ranks: int, unlike: float) -> float:
+    """Return the standard deviation of the slowest of some ranks' hosts, as a part of its mean."""
+    chance = random.Random(0)
+    slowest = [max(chance.gauss(1.0, unlike) for _ in range(ranks)) for _ in range(2000)]
+    return pstdev(slowest) / fmean(slowest)
 
 
 def _with(before: Calibration, values: Mapping[str, Value], kernels: Sequence[str]) -> Calibration:

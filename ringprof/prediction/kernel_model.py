@@ -5,8 +5,9 @@ waves. With R the plateau's rate, κ a tile's fixed cost in columns, W waves' ef
 
     t = c + FLOPs a pair · heads · (pairs + κ · rows) / (R · W)
 
-rows are queries forward and keys backward, as the kernels go. What is left in the logarithm is smooth in the logarithms
-of the sizes; a Gaussian process carries it from the samples to their neighbours and says how sure that is.
+rows are queries forward and keys backward, as the kernels go; both are rounded up to whole tiles. What is left in the
+logarithm is smooth in the logarithms of the sizes; a Gaussian process carries it from the samples to their neighbours
+and says how sure that is.
 (Rasmussen and Williams, Gaussian Processes for Machine Learning, algorithm 2.1.)
 """
 
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import product
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from threadpoolctl import ThreadpoolController
@@ -84,7 +86,12 @@ class Curve:
         with _one_thread():
             left = float(likeness @ solved)
             variance = amplitude**2 - float(likeness @ inverse @ likeness)
-        return Estimate(float(np.exp(self._form(block) + left)), float(np.sqrt(max(variance, 0.0) + 0.005**2)))
+            slopes, (known, uncertain_solved, uncertain_inverse) = self._slopes([block])[0], self._uncertain_form
+            likeness = likeness + known @ slopes
+            uncertain = amplitude**2 + float(slopes @ slopes) - float(likeness @ uncertain_inverse @ likeness)
+            apart = float(likeness @ uncertain_solved) - left
+        spread = float(np.sqrt(max(variance, uncertain, 0.0) + apart**2 + 0.005**2))
+        return Estimate(float(np.exp(self._form(block) + left)), spread)
 
     def _short(self, block: AttentionOp, place: Floats) -> bool:
         """Whether it is a part of a mask that is too short for all samples. Raises where the form says nothing."""
@@ -124,6 +131,34 @@ class Curve:
                 best = cost, (call_ns, kappa, log_rate)
         assert best is not None
         return best[1]
+
+    def _slopes(self, blocks: Sequence[AttentionOp]) -> Floats:
+        """Return how far the form's logarithm moves, by block, where a call's fixed time and κ are as far off as usual.
+
+        Samples of long blocks leave both uncertain, and short blocks consist of them.
+        """
+        call_ns, kappa, _ = self._parameters
+        slopes = []
+        for block in blocks:
+            in_call = float(np.exp(-self._form(block)))
+            work = _log_work(block, kappa + 1, self._units) - _log_work(block, kappa, self._units)
+            slopes.append((_USUAL_CALL_NS * in_call, _USUAL_KAPPA * (1 - call_ns * in_call) * work))
+        return np.array(slopes)
+
+    @cached_property
+    def _uncertain_form(self) -> tuple[Floats, Floats, Floats]:
+        """Repeat `_process` with the form's parameters uncertain: the samples' slopes, what it solves, the inverse.
+
+        Estimates do not use it: on samples of recorded runs it foresees worse. How far it lies from them counts as
+        spread.
+        """
+        slopes = self._slopes(self._blocks)
+        amplitude, length, _, _ = self._process
+        left = self._log_ns - np.array([self._form(block) for block in self._blocks])
+        covariance = _likeness(self._places, self._places, amplitude, length) + np.diag(self._noise**2)
+        with _one_thread():
+            inverse = np.linalg.inv(covariance + slopes @ slopes.T).astype(np.float64)
+            return slopes, inverse @ left, inverse
 
     # --- what is left ------------------------------------------------------------------------------
 
@@ -186,6 +221,7 @@ def _place(block: AttentionOp) -> tuple[float, ...]:
 
 def _log_work(block: AttentionOp, kappa: float, units: int) -> float:
     """Logarithm of FLOPs, a tile's fixed cost and what waves leave empty included."""
+    block = _in_whole_tiles(block)
     rows = block.q if block.phase == "forward" else block.kv
     per_pair = (4 if block.phase == "forward" else 10) * block.batch * block.heads * block.head_dim
     # Of every sequence of a pack the last tile is half full, in the mean.
@@ -194,6 +230,16 @@ def _log_work(block: AttentionOp, kappa: float, units: int) -> float:
     uneven = block.causal or block.pairs is not None
     waves = tiles / (tiles + 0.5 * units) if uneven else tiles / (units * -(-tiles // units))
     return float(np.log((block.flops() + per_pair * kappa * rows) / waves))
+
+
+def _in_whole_tiles(block: AttentionOp) -> AttentionOp:
+    """Round queries and keys up to whole tiles: a kernel computes a partial tile in full.
+
+    Leave a mask's parts as they are: ``pairs`` counts them, and `_log_work` adds their partial tiles.
+    """
+    if block.pairs is not None:
+        return block
+    return msgspec.structs.replace(block, q=-(-block.q // _TILE) * _TILE, kv=-(-block.kv // _TILE) * _TILE)
 
 
 def _extent(blocks: Sequence[AttentionOp]) -> str:

@@ -15,7 +15,7 @@ from ringprof.strategies.annotate import ring_step
 from ringprof.strategies.base import AttentionCall, Rows, Strategy, wire_type
 from ringprof.strategies.kernels.kernel import Gradients
 from ringprof.strategies.kernels.merge import Sum
-from ringprof.strategies.transport.gradient_ring import Home, of_keys, onward, settled_dkv
+from ringprof.strategies.transport.gradient_ring import LocalGrads, add_and_cast_dkv, forward_grads, kv_grads
 
 
 def use_legacy_schedule(strategy: Strategy) -> None:
@@ -24,31 +24,31 @@ def use_legacy_schedule(strategy: Strategy) -> None:
         strategy.backward = MethodType(_n_hops, strategy)  # type: ignore[method-assign]
 
 
-def _n_hops(self: Any, blocks: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+def _n_hops(self: Any, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
     """dK and dV travel from the first block on, which is the rank's own."""
-    early, rest = self.split_local_block(blocks, q, k)
+    early, rest = self.split_local_block(call, q, k)
     wire, dq = wire_type(self.parameters["grad_wire"], k), Sum(q)
-    home: Home = []
+    home: LocalGrads = []
     late = []
     hop: Any = None
     for step, (kv_rank, kv) in enumerate(self.kv_ring.tour([k, v])):
-        block = early if step == 0 else self.block(blocks, kv_rank, q)
+        block = early if step == 0 else self.block(call, kv_rank, q)
         grads = None
         if block is not None:
             with ring_step("bwd", step, "block"):
-                grads = blocks.backward(rows, q, kv[0], kv[1], block)
+                grads = call.backward(rows, q, kv[0], kv[1], block)
         arrived = None if hop is None else hop.wait()
         with ring_step("bwd", step, "merge"):
             if block is not None and grads is not None:
                 dq.add(grads[0], block.q)
-            dkv = onward(self.dkv_ring, arrived, *of_keys(grads, block), (k, v), wire)
+            dkv = forward_grads(self.dkv_ring, arrived, *kv_grads(grads, block), (k, v), wire)
         grads = None
         hop = self.dkv_ring.post(dkv)
     for block in rest:
         with ring_step("bwd", self.ring_size, "block"):
-            own, *pair = blocks.backward(rows, q, k, v, block)
+            own, *pair = call.backward(rows, q, k, v, block)
         home.append((block, pair))
         late.append((block.q, own))
     dkv = hop.wait()
     with ring_step("bwd", self.ring_size, "merge"):
-        return dq.result(q.dtype, late), *settled_dkv(dkv, home, k.dtype)
+        return dq.result(q.dtype, late), *add_and_cast_dkv(dkv, home, k.dtype)

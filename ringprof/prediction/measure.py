@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from statistics import median, pstdev
 from typing import Any
 
@@ -34,6 +34,7 @@ from ringprof.prediction.microbenchmark import Bench, call_of
 from ringprof.prediction.network import channels
 from ringprof.prediction.shapes import COLLECTIVE_BYTES, MESSAGES, Wanted, blocks
 from ringprof.record.dryrun.schedule import AttentionOp
+from ringprof.record.machine import versions
 from ringprof.strategies.kernels.builtin import KERNELS
 from ringprof.strategies.kernels.merge import accumulate
 from ringprof.strategies.transport.communicator import Communicator
@@ -50,6 +51,7 @@ _LONG = AttentionOp(
 _BESIDE, _BESIDE_BYTES = msgspec.structs.replace(_LONG, q=8192, kv=8192), 1 << 30
 """A block, and a message that takes longer: beside a part of the block it would lose less than two calls differ by."""
 _TURNS, _LET_IN_CYCLES = 15, 400_000
+_COPIED_BYTES = 256 << 20
 
 
 def measure_machine(
@@ -58,18 +60,22 @@ def measure_machine(
 ) -> Calibration:  # fmt: skip
     """Measure the ``chosen`` of `TIME_SHARES` within about ``seconds``; what else is known of the base stays.
 
-    ``save`` is called on rank 0 with what is known so far.
+    ``save`` is called on rank 0 with what is known so far. Raises `UsageError` where there is no kernel.
     """
+    if not kernels:
+        raise UsageError("no attention kernel runs on this GPU: name recorded runs instead")
     started = time.monotonic()
     ends, share, whole = {}, 0.0, sum(TIME_SHARES[name] for name in chosen)
     for name, part in TIME_SHARES.items():
         share += part * (name in chosen)
         ends[name] = started + share / whole * seconds
     found = msgspec.structs.replace(
-        base, created=f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}", nccl=_nccl(base.nccl, bench), elsewhere={}
-    )
+        base, created=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", nccl=_nccl(base.nccl, bench), elsewhere={},
+        environment=versions(bench.device),
+    )  # fmt: skip
+    warms, cold = kernels[0], list[str]()
     if "kernels" in chosen:
-        _warm(bench, kernels[0])
+        warms, cold = _warm(bench, kernels, min(_WARM_S, (ends["kernels"] - started) / 5))
 
     def keep(**changes: Any) -> None:
         nonlocal found
@@ -79,19 +85,22 @@ def measure_machine(
 
     if "kernels" in chosen:
         for samples, failed in _kernel_samples(bench, kernels, ends["kernels"]):
-            keep(kernels=_with_samples(found.kernels, samples), unmeasured=failed)
-    several = bench.size > 1
+            keep(kernels=_with_samples(found.kernels, samples), unmeasured=cold + failed)
     parts: tuple[tuple[str, str, Callable[[], JsonObject]], ...] = (
         ("host", "host", lambda: _host(bench, found, kernels, ends["host"])),
-        ("memory", "memory", lambda: _memory(bench)),
-        ("links", "links", lambda: {"same_host": _links(bench, found, ends["links"])} if several else {}),
-        ("links", "contention", lambda: _contention(bench, found, kernels[0]) if several else {}),
-        ("links", "copied hops", lambda: {"same_host": _copied(bench, found.same_host)} if several else {}),
-        ("heat", "heat", lambda: _heat(bench, kernels[0], ends["heat"])),
+        ("memory", "memory", lambda: _memory(bench, 1e3 * found.touch_us.value)),
+        ("links", "links", lambda: {"same_host": _links(bench, found, ends["links"])}),
+        ("links", "contention", lambda: _contention(bench, found, warms)),
+        ("links", "copied hops", lambda: {"same_host": _copied(bench, found.same_host)}),
+        ("heat", "heat", lambda: _heat(bench, warms, ends["heat"])),
     )
     for part_of, name, attempt in parts:
         if part_of in chosen:
-            keep(**_attempted(name, attempt, found.unmeasured))
+            # Without what an earlier calibration could not measure.
+            others = [line for line in found.unmeasured if not line.startswith(f"{name}: ")]
+            alone = part_of == "links" and bench.size == 1
+            refused = {"unmeasured": [*others, f"{name}: needs two GPUs"]}
+            keep(**{"unmeasured": others, **(refused if alone else _attempted(name, attempt, others))})
     return found
 
 
@@ -131,20 +140,27 @@ def _nccl(before: Nccl, bench: Bench) -> Nccl:
 # --- kernels ----------------------------------------------------------------------------------------
 
 
-def _warm(bench: Bench, kernel: str) -> None:
-    """Compute until the device is as warm as it gets."""
-    if bench.device.type != "cuda":
-        return
-    body, until = call_of(KERNELS[kernel](), _LONG, bench), time.monotonic() + _WARM_S
-    while time.monotonic() < until:
-        bench.heater = body, median(bench.times_ns(body, 50))
+def _warm(bench: Bench, kernels: Sequence[str], seconds: float) -> tuple[str, list[str]]:
+    """Compute for some seconds, until the device is warm; return the kernel that did, and why others did not run."""
+    failed: list[str] = []
+    for kernel in kernels if bench.device.type == "cuda" else ():
+        try:
+            body, until = call_of(KERNELS[kernel](), _LONG, bench), time.monotonic() + seconds
+            while time.monotonic() < until or bench.heater is None:
+                bench.heater = body, median(bench.times_ns(body, 50))
+        except RuntimeError as error:
+            failed.append(f"{kernel}, to warm the GPU: {_brief(error)}")
+        else:
+            return kernel, failed
+    return kernels[0], failed
 
 
 def _kernel_samples(
     bench: Bench, kernels: Sequence[str], until: float
 ) -> Iterable[tuple[list[KernelSample], list[str]]]:
     """All ranks' samples and failures so far, whenever a slice of time has passed; ranks share out the shapes."""
-    mine = blocks(kernels)[bench.rank :: bench.size]
+    wanted_blocks = blocks(kernels)
+    mine, total = wanted_blocks[bench.rank :: bench.size], len(wanted_blocks)
     samples: list[KernelSample] = []
     failed: list[str] = []
     instances = {name: KERNELS[name]() for name in kernels}
@@ -161,9 +177,11 @@ def _kernel_samples(
                 failed.append(f"{wanted.kernel} {block.phase} {shape}: {_brief(error)}")
         # All ranks go on while one has shapes left and time.
         done = all(bench.together(not mine or time.monotonic() >= until, bool))
+        left = sum(bench.together(len(mine), int)) if done else 0
+        late = [f"kernels: {left} of {total} shapes, for lack of time: give more --seconds"] if left else []
         yield (
             [sample for part in bench.together(samples, list[KernelSample]) for sample in part],
-            [line for part in bench.together(failed, list[str]) for line in part],
+            [line for part in bench.together(failed, list[str]) for line in part] + late,
         )
 
 
@@ -192,15 +210,16 @@ def _with_samples(before: Sequence[KernelFigures], samples: Sequence[KernelSampl
 # --- memory -----------------------------------------------------------------------------------------
 
 
-def _memory(bench: Bench) -> dict[str, Value]:
+def _memory(bench: Bench, touch_ns: float) -> dict[str, Value]:
+    """Measure rates of a merge and of a change of order, free of ``touch_ns``, a kernel's fixed time."""
     large = (1, 32768, 40, 128) if bench.device.type == "cuda" else (1, 512, 4, 64)
     total, block = torch.zeros(large, device=bench.device), bench.draw(*large)
     added, spread, _ = bench.typical_ns(lambda: accumulate(total, block))
     packed, packing, _ = bench.typical_ns(lambda: torch.stack(block.chunk(2, dim=2)))
     moved = 2 * total.numel() * 4 + block.numel() * 2
     return {
-        "memory_gb_s": _value(moved / added, spread),
-        "reorder_gb_s": _value(2 * block.numel() * 2 / packed, max(packing, 0.1)),
+        "memory_gb_s": _value(moved / max(added - touch_ns, added / 2), spread),
+        "reorder_gb_s": _value(2 * block.numel() * 2 / max(packed - touch_ns, packed / 2), max(packing, 0.1)),
     }
 
 
@@ -232,6 +251,7 @@ def _links(bench: Bench, before: Calibration, until: float) -> Link:
             by_channels[full].append(size / max(ns - latency, 1.0) / (1 if full else count))
     tensor = torch.zeros(sizes[-1] // 4, dtype=torch.uint8, device=bench.device)
     both = bench.together_ns(lambda: [hop.wait() for hop in (ring.post(_whole(tensor)), second.post(_whole(tensor)))])
+    both = max(both - latency, both / 2)
     link = msgspec.structs.replace(
         before.same_host,
         latency_us=_value(latency / 1e3, 0.3),
@@ -268,8 +288,11 @@ def _copied(bench: Bench, before: Link) -> Link:
     if bench.device.type != "cuda":
         return before
     ring = Communicator(hops="copy").ring("calibrate_copied")
-    tensor = torch.zeros(256 << 20, dtype=torch.uint8, device=bench.device)
-    gb_s = tensor.numel() / bench.together_ns(lambda: ring.post(_whole(tensor)).wait())
+    tensor = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=bench.device)
+    part = tensor[: _COPIED_BYTES // 4]
+    # Two sizes, so that the rate is free of the time before the first byte.
+    whole_ns, part_ns = (bench.together_ns(lambda: ring.post(_whole(one)).wait()) for one in (tensor, part))  # noqa: B023
+    gb_s = (tensor.numel() - part.numel()) / max(whole_ns - part_ns, whole_ns / 2)
     return msgspec.structs.replace(before, copy_gb_s=_value(gb_s, 0.02))
 
 

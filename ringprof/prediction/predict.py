@@ -240,7 +240,8 @@ def _host(machine: Calibration, issued_ns: Sequence[float]) -> Lognormal:
     if not middle:
         return NO_TIME
     unsteady = 1e3 * machine.unsteady_us.value / middle
-    return Lognormal(middle, math.hypot(figures.launch_us.spread, unsteady, pstdev(slowest) / middle))
+    spread = figures.launch_us.spread if figures.pass_spread is None else figures.pass_spread
+    return Lognormal(middle, math.hypot(spread, unsteady, pstdev(slowest) / middle))
 
 
 def _draws(ranks: int) -> int:

@@ -53,7 +53,7 @@ def schedule(
         raise UnsupportedWorkloadError(
             f"strategy {strategy!r} is for {kind.phase}; training's attention alone is foreseen"
         )
-    given = kind.placed(size, per_host, **typed_params(kind, strategy, params or {}))
+    given = kind.with_placement(size, per_host, **typed_params(kind, strategy, params or {}))
     with strategy_errors():
         reason = fits(kind, workload, size, given)
     if reason:
@@ -132,7 +132,7 @@ def _fitting(query: Query, workload: Workload, cluster: Cluster) -> JsonObject:
     # The largest number is the likeliest to follow from the number of ranks; what the user gave stays.
     without = [{key: value for key, value in made.items() if key != name} for name in reversed(numbers)]
     for params in (typed, made, *without):
-        placed = kind.placed(cluster.size, cluster.gpus_per_host, **params)
+        placed = kind.with_placement(cluster.size, cluster.gpus_per_host, **params)
         if fits(kind, workload, cluster.size, placed) is None and _arranged(query, cluster, placed)[1] == spread:
             return dict(params)
     given = ", ".join(f"{name}={value}" for name, value in made.items())

@@ -20,7 +20,7 @@ from ringprof.record.progress import Reporter
 from ringprof.record.resolve import load_strategy
 from ringprof.strategies.base import Context
 from ringprof.strategies.transport.baselines import (
-    Call,
+    KernelCall,
     NoOpKernel,
     NullCommunicator,
     RecordingKernel,
@@ -109,10 +109,10 @@ class Replay:
     the shape and strides that it had. A backward call has the LSE that belongs to what it computes with.
     """
 
-    def __init__(self, kernel: Any, calls: Sequence[Call], problem: WorkloadShard) -> None:
+    def __init__(self, kernel: Any, calls: Sequence[KernelCall], problem: WorkloadShard) -> None:
         self._kernel = kernel
         self._memory = _Memory(problem, calls)
-        self._rows: dict[Call, dict[str, Tensor]] = {}
+        self._rows: dict[KernelCall, dict[str, Tensor]] = {}
         with torch.no_grad():
             self._bound = [self._bind(call) for call in calls]
         before = kernel.flops
@@ -127,7 +127,7 @@ class Replay:
         listener = RecordingKernel(kernel)
         with use_kernel(problem.strategy, listener):
             problem.iteration()
-        return cls(kernel, listener.heard, problem)
+        return cls(kernel, listener.recorded_calls, problem)
 
     def run(self) -> None:
         """All calls, back to back."""
@@ -135,7 +135,7 @@ class Replay:
             for call in self._bound:
                 call()
 
-    def _bind(self, call: Call) -> Callable[[], object]:
+    def _bind(self, call: KernelCall) -> Callable[[], object]:
         q, k, v = (self._memory.at(role, getattr(call, role)) for role in ("q", "k", "v"))
         kernel, how = self._kernel, {"scale": call.scale, "causal": call.causal, "parts": call.parts}
         if call.rows is None:
@@ -145,7 +145,7 @@ class Replay:
         rows = self._rows[call]
         return lambda: kernel.backward(q=q, k=k, v=v, **how, **rows)
 
-    def _rows_of(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+    def _rows_of(self, call: KernelCall, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
         """dout, lse, and out or delta, of a backward call."""
         views = call.rows
         assert views is not None
@@ -161,7 +161,7 @@ class Replay:
 class _Memory:
     """One stretch of numbers for each role of a kernel's arguments."""
 
-    def __init__(self, problem: WorkloadShard, calls: Sequence[Call]) -> None:
+    def __init__(self, problem: WorkloadShard, calls: Sequence[KernelCall]) -> None:
         self._like = problem.q
         self._stretches: dict[tuple[str, torch.dtype], Tensor] = {}
         for role in ("q", "k", "v", "dout"):
@@ -182,7 +182,7 @@ class _Memory:
             self._stretches[role, view.dtype] = torch.randn(view.span, dtype=view.dtype, device=self._like.device)
 
 
-def _roles(call: Call) -> list[tuple[str, TensorView]]:
+def _roles(call: KernelCall) -> list[tuple[str, TensorView]]:
     roles: list[tuple[str, TensorView | None]] = [("q", call.q), ("k", call.k), ("v", call.v)]
     if call.rows is not None:
         roles += [("dout", call.rows.dout), ("out", call.rows.out), ("delta", call.rows.delta)]

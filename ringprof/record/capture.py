@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,7 @@ class _Recorder:
 
     def __init__(self, asked: _Asked, ranks: GroupRanks) -> None:
         self._asked, self._ranks = asked, ranks
-        self._created = f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}"
+        self._created = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
         label = f".{ranks.label}" if ranks.label else ""
         self._staging = asked.target.parent / f".{asked.target.name}{label}.partial"
         self._owns_staging = False

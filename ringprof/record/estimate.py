@@ -151,7 +151,7 @@ def _imbalance(strategy: type[Strategy], request: Request) -> float | None:
     assert request.world is not None
     if mask.plain:
         return strategy.imbalance(request.world, causal=workload.causal, **request.params)
-    return busiest_over_mean(strategy.cut(mask, workload.seq, request.world, **request.params).areas())
+    return busiest_over_mean(strategy.sharded_mask(mask, workload.seq, request.world, **request.params).areas())
 
 
 def _control_iterations(request: Request) -> int:

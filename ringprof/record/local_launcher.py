@@ -25,7 +25,7 @@ import psutil
 from ringprof.compile_cache import VARIABLE as COMPILE_CACHE
 from ringprof.compile_cache import choose_compile_cache
 from ringprof.errors import Interrupted, RecordError, RingprofError
-from ringprof.process_pool import cpu_count, isolated
+from ringprof.process_pool import cpu_count, interrupts_blocked, isolated
 from ringprof.record.progress import ProgressLogReader, Reporter
 from ringprof.record.request import to_json
 from ringprof.record.shutdown.rank_errors import is_consequence, rank_error, signal_error, slowest_rank
@@ -80,7 +80,7 @@ def launch(task: RanksTask, reporter: Reporter, what: str, result: Callable[[], 
         context = None
         readers = [ProgressLogReader(progress_log_path(scratch, rank)) for rank in range(task.request.world)]
         try:
-            with _signals_put_off():
+            with _signals_put_off(), interrupts_blocked():
                 context = _start(task.request, scratch, port, what)
             _until_done(context.pids(), readers, reporter, task)
         except BaseException as error:

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from ringprof.errors import UsageError
 from ringprof.record.launcher import RankPlace, slurm_rendezvous
 from ringprof.record.request import to_json
-from ringprof.strategies.transport.groups import by_nccl
+from ringprof.strategies.transport.groups import uses_nccl
 
 
 @contextmanager
@@ -85,7 +85,7 @@ class GroupRanks:
             # Where the user named no backend, as init_device_mesh does not, there is one for each sort of device.
             named = str(dist.get_backend(self.group))
             used: Any = torch.cuda
-            on_gpu = "nccl" in named or (named == "undefined" and by_nccl(self.group) and used.is_initialized())
+            on_gpu = "nccl" in named or (named == "undefined" and uses_nccl(self.group) and used.is_initialized())
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     @property

@@ -352,6 +352,6 @@ def strategy_used(strategy: Strategy, name: str = "", *, cuda_graph: bool = Fals
         target=find(name).target if name else target,
         params=dict(strategy.parameters),
         layout=strategy.layout.name,
-        hops=strategy.comm.carried_by,
+        hops=strategy.comm.hop_transport,
         cuda_graph=cuda_graph,
     )

@@ -78,7 +78,7 @@ def resolve(request: Request, place: RankPlace | None) -> Request:
     if request.hops == "auto" and (device == "cpu" or request.cuda_graph):
         request = msgspec.structs.replace(request, hops="nccl")
     world = world_of(request.world, device, place)
-    params = strategy.placed(
+    params = strategy.with_placement(
         world, ranks_per_host(request, place, world), **typed_params(strategy, request.strategy, request.params)
     )
     if request.cp_sizes:

@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from ringprof.errors import RunFormatError, UsageError
@@ -49,7 +49,7 @@ def stage(output: Path, label: str, ranks: int) -> StagingFolder:
     """
     _refuse_foreign(output)
     parent = output.parent
-    now = datetime.now(timezone.utc)
+    now = datetime.now(UTC)
     stem = f"{now:%Y%m%d-%H%M%S}-{re.sub(r'[^A-Za-z0-9._-]+', '-', label)}"
     path, token = None, ""
     try:

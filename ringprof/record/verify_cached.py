@@ -63,8 +63,8 @@ def verify_cached(strategy: Cached, workload: Workload, device: torch.device) ->
     if sinks is not None:
         exact, _ = with_sinks(exact, lse, sinks)
     # One call of the kernel over what all new tokens may see: its own error.
-    blocks = AttentionCall(kernel_of(strategy, q, workload).again(), scale, causal=False)
-    alone, _ = blocks.forward(q, full.k[:, :common], full.v[:, :common], Block())
+    call = AttentionCall(kernel_of(strategy, q, workload).again(), scale, causal=False)
+    alone, _ = call.forward(q, full.k[:, :common], full.v[:, :common], Block())
     there, _ = reference.forward_seen(q.double(), wide_k[:, :common], wide_v[:, :common], scale, None)
     share, kernel_error = strategy.shard_output(exact), relative_rms(alone.double() - there, there)
     difference = out.double() - share

@@ -1,4 +1,4 @@
-"""The report as data: ``ringprof report --format json``, schema ``ringprof.report/1``."""
+"""The report as JSON data (``ringprof report --format json``, schema ``ringprof.report/1``)."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ from ringprof.trace.columns import Notice
 REPORT_SCHEMA = "ringprof.report/1"
 
 
-def as_dict(found: Findings, *, source: str, paths: Sequence[str]) -> Report:
-    """The whole report; ``source`` is ``run`` or ``trace``, ``paths`` the files that were read."""
-    summary = _summary(found.summary) | _explanation(found) | {"partial_window": found.attribution.partial_window}
+def as_dict(findings: Findings, *, source: str, paths: Sequence[str]) -> Report:
+    """Build the whole report; ``source`` is ``run`` or ``trace``, ``paths`` are the files that were read."""
+    summary = (
+        _summary(findings.summary) | _explanation(findings) | {"partial_window": findings.attribution.partial_window}
+    )
     parts: ReportParts = {"summary": summary}
     for section in SECTIONS:
         if section.json:
-            parts |= section.json(found)
-    return whole_report(source, paths, found.attribution.warnings, parts)
+            parts |= section.json(findings)
+    return whole_report(source, paths, findings.attribution.warnings, parts)
 
 
 def whole_report(source: str, paths: Sequence[str], warnings: Iterable[Notice], parts: ReportParts) -> Report:
-    """A report with every part that the schema asks for; those not given are empty."""
+    """Assemble a report with every part that the schema requires; parts that are not passed are empty."""
     return {
         "schema": REPORT_SCHEMA,
         "source": {"type": source, "paths": list(paths)},
@@ -43,18 +45,20 @@ _RATES = ("tflops", "tflops_quantiles", "iterations_timed", "block_tflops", "sol
 
 
 def _summary(summary: Summary) -> JsonObject:
-    rates, worst = summary.rates, (summary.exposed_mean, summary.exposed_worst, summary.exposed_worst_rank)
+    rates, exposed = summary.rates, (summary.exposed_mean, summary.exposed_worst, summary.exposed_worst_rank)
     return {
         **{name: getattr(rates, name) for name in _RATES},
         "controls": msgspec.to_builtins(rates.controls),
         "profiler_overhead": rates.profiler_overhead,
-        "exposed_comm_share": dict(zip(("mean", "worst", "rank"), worst, strict=True)),
+        "exposed_comm_share": dict(zip(("mean", "worst", "rank"), exposed, strict=True)),
         "overlap_ratio": summary.overlap_ratio,
         "other_share": summary.other_share,
         "iterations": summary.iterations,
         "window_iterations": summary.window_iterations,
         "slowest_rank": {"rank": summary.slowest_rank, "wall_ns": summary.slowest_wall_ns},
-        "parts_ns": {one.name: {"mean": one.mean_ns, "min": one.min_ns, "max": one.max_ns} for one in summary.parts},
+        "parts_ns": {
+            part.name: {"mean": part.mean_ns, "min": part.min_ns, "max": part.max_ns} for part in summary.parts
+        },
         "kinds": list(msgspec.to_builtins(summary.kinds)),
         "communication": [_communication(row) for row in summary.communication],
         "devices": list(summary.devices),
@@ -62,17 +66,17 @@ def _summary(summary: Summary) -> JsonObject:
     }
 
 
-def _explanation(found: Findings) -> JsonObject:
-    """What explains the sums: the verdict, what could be gained, and what the waterfall starts from."""
-    waterfall, bounds, clocks = found.waterfall, found.waterfall.bounds, found.attribution.clocks
+def _explanation(findings: Findings) -> JsonObject:
+    """Build the fields that explain the sums: verdict, possible gains, the waterfall's peak, kernels and clocks."""
+    waterfall, bounds, clocks = findings.waterfall, findings.waterfall.bounds, findings.attribution.clocks
     residual = None if clocks.residual_ns >= UNKNOWN_NS else clocks.residual_ns
     return {
-        "verdict": list(found.verdict),
-        "next_step": msgspec.to_builtins(found.next_step),
-        "steps_listed": found.lists_steps,
+        "verdict": list(findings.verdict),
+        "next_step": msgspec.to_builtins(findings.next_step),
+        "steps_listed": findings.lists_steps,
         "largest_of_other": [
-            {name: getattr(one, name) for name in ("name", "time_ns", "calls")}
-            for one in found.attribution.largest_of_other
+            {name: getattr(kernel, name) for name in ("name", "time_ns", "calls")}
+            for kernel in findings.attribution.largest_of_other
         ],
         "bounds_ns": {
             "free_communication": bounds.free_ns,
@@ -80,10 +84,10 @@ def _explanation(found: Findings) -> JsonObject:
             "all_hidden": bounds.hidden_ns,
         },
         "peak": {"tflops": waterfall.peak.tflops, "source": waterfall.peak.source} if waterfall.peak else None,
-        "kernels": kernels.items(found),
-        "annotations": annotated.items(found),
-        "inference": msgspec.to_builtins(inference_of(found.attribution, found.summary)),
-        "step_rates": msgspec.to_builtins(step_rates_of(found.attribution)),
+        "kernels": kernels.items(findings),
+        "annotations": annotated.items(findings),
+        "inference": msgspec.to_builtins(inference_of(findings.attribution, findings.summary)),
+        "step_rates": msgspec.to_builtins(step_rates_of(findings.attribution)),
         "clocks": {
             "hosts": len(set(clocks.host.values())),
             "residual_ns": residual,

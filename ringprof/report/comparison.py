@@ -1,4 +1,4 @@
-"""A comparison as text, JSON and CSV."""
+"""Comparisons as text, Markdown, JSON and CSV."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ringprof.report.tables import Column, table_width, text_table
 from ringprof.report.text import LONGEST_SENTENCE, TextStyle, clean, csv_text
 
 _SCHEMA = "ringprof.compare/1"
-PARAMETER = "-p "
-"""What a setting's name begins with that is a strategy's parameter."""
-_MANY = 10.0
-"""Times the base from which on a ratio is said as that."""
+PARAMETER_PREFIX = "-p "
+"""Prefix of the name of a setting that is a parameter of a strategy."""
+_LARGE_RATIO = 10.0
+"""Ratio to the base above which a change is reported as a multiple instead of a percentage."""
 _SIGNS = {"better": "+", "worse": "-", "noise": "~", "same": "=", "differs": " "}
 
 
-def missing(name: str) -> str:
-    """What stands for a setting that an entry lacks: a strategy has no parameters but its own."""
-    return "-" if name.startswith(PARAMETER) else "unknown"
+def missing_setting_text(name: str) -> str:
+    """Return what stands for a setting that an entry lacks: a dash for a strategy's parameter, else ``unknown``."""
+    return "-" if name.startswith(PARAMETER_PREFIX) else "unknown"
 
 
 def _as_dict(comparison: Comparison) -> JsonObject:
-    """The JSON form (schema ``ringprof.compare/1``)."""
+    """Build the JSON form (schema ``ringprof.compare/1``)."""
     return {
         "schema": _SCHEMA,
         "entries": [
@@ -33,7 +33,11 @@ def _as_dict(comparison: Comparison) -> JsonObject:
                 "source": entry.source,
                 "settings": dict(entry.settings),
                 "figures": {
-                    name: {"value": f.value, "unit": f.unit, **dict(zip(("low", "high"), _ends(f), strict=True))}
+                    name: {
+                        "value": f.value,
+                        "unit": f.unit,
+                        **dict(zip(("low", "high"), _interval_ends(f), strict=True)),
+                    }
                     for name, f in entry.figures.items()
                 },
                 "recordings": max(1, len(entry.created)),
@@ -50,12 +54,12 @@ def _as_dict(comparison: Comparison) -> JsonObject:
 
 
 def render_json(comparison: Comparison) -> str:
-    """As `_as_dict`, as text."""
+    """Render the comparison as JSON text (schema ``ringprof.compare/1``)."""
     return json_text(_as_dict(comparison))
 
 
 def render_csv(comparison: Comparison) -> str:
-    """A row a figure and entry."""
+    """Render the comparison as CSV, one row per figure and entry."""
     titles = ("label", "source", "figure", "unit", "value", "low", "high", "difference", "ratio", "verdict",
               "ratio_low", "ratio_high")  # fmt: skip
     against = {(d.figure, d.entry): d for d in comparison.differences}
@@ -63,167 +67,173 @@ def render_csv(comparison: Comparison) -> str:
     for index, entry in enumerate(comparison.entries):
         for name, f in entry.figures.items():
             d = against.get((name, index), Difference(name, index, None, None, "base"))
-            measured = (f.unit, f.value, *_ends(f))
+            measured = (f.unit, f.value, *_interval_ends(f))
             rows.append([entry.label, entry.source, name, *measured, d.difference, d.ratio, d.verdict, d.low, d.high])
     return csv_text(titles, rows)
 
 
 def render_markdown(comparison: Comparison) -> str:
-    """For a pull request: what changed in a line or two, then a table."""
-    names = _columns(comparison)
+    """Render the comparison for a pull request: what changed in one or two lines, then a table."""
+    names = _column_names(comparison)
     entries = zip(names, comparison.entries, strict=True)
     rows = [["figure", *names], ["---", *["---:"] * len(names)]]
-    for figure in _shown(comparison):
+    for figure in _shown_figures(comparison):
         name, *cells = _figure_row(comparison, figure)
         rows.append([(WATERFALL_PREFIX if figure.startswith(WATERFALL_PREFIX) else "") + name, *map(str.strip, cells)])
     blocks = [
         [f"**{clean(line, LONGEST_SENTENCE)}**  " for line in (*work_notices(comparison), *verdict_lines(comparison))],
-        [f"- {name}: {_code(entry.label)}" for name, entry in entries],
-        [f"- {_code(name)}: {', '.join(_code(value or missing(name)) for value in values)}"
+        [f"- {name}: {_as_code(entry.label)}" for name, entry in entries],
+        [f"- {_as_code(name)}: {', '.join(_as_code(value or missing_setting_text(name)) for value in values)}"
          for name, values in comparison.differing.items()],
         ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows],
-        _legend(comparison),
+        _legend_lines(comparison),
     ]  # fmt: skip
     return "\n\n".join("\n".join(lines) for lines in blocks if lines) + "\n"
 
 
-def _code(name: str) -> str:
+def _as_code(name: str) -> str:
     return f"`{clean(name).replace('`', chr(39))}`"
 
 
-def _ends(figure: Figure) -> tuple[float | None, float | None]:
+def _interval_ends(figure: Figure) -> tuple[float | None, float | None]:
     return figure.interval() or (None, None)
 
 
 def render(comparison: Comparison, style: TextStyle) -> str:
-    """For the terminal: settings that differ, then figures: a line a figure, or a line an entry where room is short."""
+    """Render the comparison for the terminal: notices and verdicts, the settings that differ, then the figures.
+
+    Each table has one line per figure, or one line per entry where columns do not fit.
+    """
     notices = [clean(line, LONGEST_SENTENCE) for line in work_notices(comparison)]
     lines = [*map(style.wrap, notices), ""] if notices else []
     lines += [style.wrap(f"{name}: {clean(entry.label)} ({entry.source})")
-             for name, entry in zip(_columns(comparison), comparison.entries, strict=True)]  # fmt: skip
-    said = [*verdict_lines(comparison), *_warnings(comparison)]
-    lines += ["", *map(style.wrap, said)] if said else []
+             for name, entry in zip(_column_names(comparison), comparison.entries, strict=True)]  # fmt: skip
+    messages = [*verdict_lines(comparison), *_warning_lines(comparison)]
+    lines += ["", *map(style.wrap, messages)] if messages else []
     if comparison.differing:
-        rows = [[clean(name), *(clean(value or missing(name)) for value in values)]
+        rows = [[clean(name), *(clean(value or missing_setting_text(name)) for value in values)]
                 for name, values in comparison.differing.items()]  # fmt: skip
-        lines += ["", _either_way("what differs", rows, comparison, style)]
-    parts = [name for name in _shown(comparison) if name.startswith(WATERFALL_PREFIX)]
-    rows = [_figure_row(comparison, name) for name in _shown(comparison) if name not in parts]
+        lines += ["", _table_that_fits("what differs", rows, comparison, style)]
+    parts = [name for name in _shown_figures(comparison) if name.startswith(WATERFALL_PREFIX)]
+    rows = [_figure_row(comparison, name) for name in _shown_figures(comparison) if name not in parts]
     if rows:
-        lines += ["", _either_way(_figures_heading(comparison), rows, comparison, style)]
+        lines += ["", _table_that_fits(_figures_heading(comparison), rows, comparison, style)]
     if parts:
         rows = [_figure_row(comparison, name) for name in parts]
-        lines += ["", _either_way("waterfall: parts of the slowest rank's wall", rows, comparison, style)]
-    lines += ["", *map(style.wrap, _legend(comparison))]
+        lines += ["", _table_that_fits("waterfall: parts of the slowest rank's wall", rows, comparison, style)]
+    lines += ["", *map(style.wrap, _legend_lines(comparison))]
     return style.finish("\n".join(lines))
 
 
-def _shown(comparison: Comparison) -> list[str]:
-    """List the figures that are compared, or need not be."""
+def _shown_figures(comparison: Comparison) -> list[str]:
+    """List the figures to show: all that are not withheld."""
     return [name for name in comparison.figures if name not in comparison.withheld]
 
 
 def _figures_heading(comparison: Comparison) -> str:
-    """Say what times are of: in one word for all entries, or by entry where they differ."""
-    entries = dict(zip(_columns(comparison), comparison.entries, strict=True))
-    words = dict.fromkeys(entry.times_are_of for entry in entries.values())
-    if len(words) == 1:
-        return f"figures, of {next(iter(words))}"
-    named = ("/".join(name for name, entry in entries.items() if entry.times_are_of == each) for each in words)
-    return "figures: " + "; ".join(f"{name} of {each}" for name, each in zip(named, words, strict=True))
+    """Return the heading of the figures: what the times refer to, per entry where entries differ."""
+    entries = dict(zip(_column_names(comparison), comparison.entries, strict=True))
+    wordings = dict.fromkeys(entry.times_are_of for entry in entries.values())
+    if len(wordings) == 1:
+        return f"figures, of {next(iter(wordings))}"
+    names = ("/".join(name for name, entry in entries.items() if entry.times_are_of == wording) for wording in wordings)
+    return "figures: " + "; ".join(f"{name} of {wording}" for name, wording in zip(names, wordings, strict=True))
 
 
-def _either_way(title: str, rows: list[list[str]], comparison: Comparison, style: TextStyle) -> str:
-    """A row a name with a column an entry or, where that is too wide, a row an entry."""
+def _table_that_fits(title: str, rows: list[list[str]], comparison: Comparison, style: TextStyle) -> str:
+    """Format a table with one row per name and one column per entry, or transposed where that is too wide."""
     heading = style.paint(title, "bold")
-    columns = [*map(Column, ("", *_columns(comparison)))]
+    columns = [*map(Column, ("", *_column_names(comparison)))]
     if table_width(columns, rows) <= style.table_width:
         return f"{heading}\n{text_table(columns, rows, style)}"
-    heads = [Column("", folds=True), *(Column(row[0].replace("_", "_\n").replace(" ", "\n")) for row in rows)]
-    turned = [list(cells) for cells in zip(*(row[1:] for row in rows), strict=True)]
+    headings = [Column("", folds=True), *(Column(row[0].replace("_", "_\n").replace(" ", "\n")) for row in rows)]
+    transposed = [list(cells) for cells in zip(*(row[1:] for row in rows), strict=True)]
     labels = [clean(entry.label) for entry in comparison.entries]
-    lines = [[label, *map(str.strip, cells)] for label, cells in zip(labels, turned, strict=True)]
-    return f"{heading}\n{text_table(heads, lines, style)}"
+    lines = [[label, *map(str.strip, cells)] for label, cells in zip(labels, transposed, strict=True)]
+    return f"{heading}\n{text_table(headings, lines, style)}"
 
 
-_TOLD_FIRST = (
+_SPEED_FIGURES = (
     ("iteration_ms", ("slower", "faster")),
     ("profiled_iteration_ms", ("slower", "faster")),
     ("tflops", ("more TFLOP/s", "fewer TFLOP/s")),
     ("wall_ms", ("mean wall longer", "mean wall shorter")),
 )
-"""Figures that tell an entry slower or faster, the first that both have, with the words for more and less."""
+"""Figures that decide which entry is faster, in order of preference, with words for more and for less.
+The first figure that both entries have is used."""
 
 
-_MOST_NAMED = 4
-"""Entries that are named one by one."""
+_MAX_NAMED = 4
+"""Number of entries up to which each is listed; more are counted."""
 
 
 def work_notices(comparison: Comparison) -> list[str]:
     """State which entries' times are not compared with the base's, why, and what to do about it; at most two lines."""
-    apart: dict[bool, list[int]] = {True: [], False: []}
+    indices_by_reason: dict[bool, list[int]] = {True: [], False: []}
     for index, match in enumerate(comparison.work, 1):
         if not match.same:
-            apart[match.by == "settings"].append(index)
+            indices_by_reason[match.by == "settings"].append(index)
     lines = []
-    for stated, indices in apart.items():
+    for known_to_differ, indices in indices_by_reason.items():
         if indices:
             first = comparison.work[indices[0] - 1].text
-            why = f"Different work ({first})" if stated else f"Work not known to be the same ({first})"
-            advice = "" if stated else " If it is the same, add --same-work."
-            of = f" of {_some(indices)}" if len(comparison.work) > 1 else ""
-            lines.append(f"{why}: times and memory{of} are not compared.{advice}")
+            reason = f"Different work ({first})" if known_to_differ else f"Work not known to be the same ({first})"
+            advice = "" if known_to_differ else " If it is the same, add --same-work."
+            scope = f" of {_list_entries(indices)}" if len(comparison.work) > 1 else ""
+            lines.append(f"{reason}: times and memory{scope} are not compared.{advice}")
     return lines
 
 
-def _some(indices: Sequence[int]) -> str:
-    """Name a few entries, or count many."""
-    if len(indices) > _MOST_NAMED:
+def _list_entries(indices: Sequence[int]) -> str:
+    """Join the indices of a few entries, or count many."""
+    if len(indices) > _MAX_NAMED:
         return f"{len(indices)} entries"
     *first, last = map(str, indices)
     return f"{', '.join(first)} and {last}" if first else last
 
 
 def verdict_lines(comparison: Comparison, names: Sequence[str] | None = None) -> list[str]:
-    """State per entry by how much it is slower or faster than the base, and on what evidence its work is the same."""
+    """State for each entry how much slower or faster than the base it is, and on what evidence the work is the same."""
     lines = []
-    for index, name in enumerate(names or _columns(comparison)):
-        for figure, words in _TOLD_FIRST:
-            found = comparison.against_base(figure, index)
-            if found is not None and found.ratio is not None:
-                lines.append(f"{name}: {_in_words(found, *words)}")
+    for index, name in enumerate(names or _column_names(comparison)):
+        for figure, words in _SPEED_FIGURES:
+            difference = comparison.against_base(figure, index)
+            if difference is not None and difference.ratio is not None:
+                lines.append(f"{name}: {_describe(difference, *words)}")
                 break
         match = comparison.work[index - 1] if index and comparison.work else None
         if match is not None and match.same and match.by == "traces":
             lines.append(f"{name}: taken as the same work: {match.text}")
-    why = comparison.changes.sentence() if comparison.changes else ""
-    return [*lines, f"of the base's profiled wall: {why}"] if why else lines
+    explanation = comparison.changes.sentence() if comparison.changes else ""
+    return [*lines, f"of the base's profiled wall: {explanation}"] if explanation else lines
 
 
-def _in_words(found: Difference, more: str, less: str) -> str:
-    """A difference whose ratio is known: ``slower by 9.8 % (9.5 to 10.1)``."""
-    assert found.ratio is not None
-    sign = 1 if found.ratio >= 1 else -1
-    by = f"{more if sign > 0 else less} by {100 * sign * (found.ratio - 1):.1f} %"
-    if found.verdict == "same":
+def _describe(difference: Difference, more: str, less: str) -> str:
+    """Format a difference whose ratio is known, for example ``slower by 9.8 % (9.5 to 10.1)``."""
+    assert difference.ratio is not None
+    direction = 1 if difference.ratio >= 1 else -1
+    change = f"{more if direction > 0 else less} by {100 * direction * (difference.ratio - 1):.1f} %"
+    if difference.verdict == "same":
         return "the same"
-    if found.ratio > _MANY:
-        # In percent nobody could read it.
-        return f"{more}, {found.ratio:,.1f} times"
-    if found.low is None or found.high is None:
-        return f"{by}, measured once"
-    low, high = sorted((100 * sign * (found.low - 1), 100 * sign * (found.high - 1)))
-    if found.verdict == "noise":
-        return f"no difference proved: {by} ({low:.1f} to {high:.1f}){_advice(found)}"
-    return f"{by} ({low:.1f} to {high:.1f})"
+    if difference.ratio > _LARGE_RATIO:
+        # A large percentage is hard to read.
+        return f"{more}, {difference.ratio:,.1f} times"
+    if difference.low is None or difference.high is None:
+        return f"{change}, measured once"
+    low, high = sorted((100 * direction * (difference.low - 1), 100 * direction * (difference.high - 1)))
+    if difference.verdict == "noise":
+        return f"no difference proved: {change} ({low:.1f} to {high:.1f}){_recordings_advice(difference)}"
+    return f"{change} ({low:.1f} to {high:.1f})"
 
 
-def _advice(found: Difference) -> str:
+def _recordings_advice(difference: Difference) -> str:
     """Say how many recordings per side would show the difference, where each side is a single recording."""
-    assert found.ratio is not None
-    if found.assumed_spread is None:
+    assert difference.ratio is not None
+    if difference.assumed_spread is None:
         return ""
-    return f"; showing {100 * abs(found.ratio - 1):.1f} % takes {needed_recordings(found.recordings_to_decide)}"
+    return (
+        f"; showing {100 * abs(difference.ratio - 1):.1f} % takes {needed_recordings(difference.recordings_to_decide)}"
+    )
 
 
 def needed_recordings(count: int | None) -> str:
@@ -231,13 +241,13 @@ def needed_recordings(count: int | None) -> str:
     return f"about {count} recordings per side" if count else f"more than {MOST_RECORDINGS} recordings per side"
 
 
-def _warnings(comparison: Comparison) -> list[str]:
-    names = _columns(comparison)
-    said = [(name, text) for name, entry in zip(names, comparison.entries, strict=True) for text in entry.warnings]
-    return ["", "warnings", *(f"{name}: {clean(text)}" for name, text in said)] if said else []
+def _warning_lines(comparison: Comparison) -> list[str]:
+    names = _column_names(comparison)
+    messages = [(name, text) for name, entry in zip(names, comparison.entries, strict=True) for text in entry.warnings]
+    return ["", "warnings", *(f"{name}: {clean(text)}" for name, text in messages)] if messages else []
 
 
-def _columns(comparison: Comparison) -> list[str]:
+def _column_names(comparison: Comparison) -> list[str]:
     return ["base", *(str(index) for index in range(1, len(comparison.entries)))]
 
 
@@ -247,29 +257,29 @@ def _figure_row(comparison: Comparison, name: str) -> list[str]:
     cells = []
     for index, entry in enumerate(comparison.entries):
         figure = entry.figures.get(name)
-        cells.append("-" if figure is None else _value(figure) + _against(against.get(index)))
+        cells.append("-" if figure is None else _format_value(figure) + _ratio_cell(against.get(index)))
     suffix = {"share": " %", "TFLOP/s": " TFLOP/s"}.get(unit, "")
     return [name.removeprefix(WATERFALL_PREFIX) + suffix, *cells]
 
 
-def _value(figure: Figure) -> str:
+def _format_value(figure: Figure) -> str:
     value = 100 * figure.value if figure.unit == "share" else figure.value
     return f"{value:,.3f}" if abs(value) < 100 else f"{value:,.1f}"
 
 
-def _against(difference: Difference | None) -> str:
+def _ratio_cell(difference: Difference | None) -> str:
     if difference is None:
         return "        "
     if difference.verdict == "not comparable":
         return "  (work)"
     if difference.ratio is None:
         return "        "
-    # A ratio of 0.004 is not 0.
+    # Small ratios get more digits, so that 0.004 is not shown as 0.
     digits = 3 if difference.ratio < 0.095 else 2 if difference.ratio < 100 else 0
     return f" {difference.ratio:5.{digits}f}x{_SIGNS[difference.verdict]}"
 
 
-def _legend(comparison: Comparison) -> list[str]:
+def _legend_lines(comparison: Comparison) -> list[str]:
     seen = {difference.verdict for difference in comparison.differences}
     lines = ["beside each figure: its ratio to the base; + better, - worse, = the same; no sign: measured once"]
     if "noise" in seen:
@@ -286,28 +296,28 @@ def _legend(comparison: Comparison) -> list[str]:
 
 def spread_notices(comparison: Comparison) -> list[str]:
     """State what the intervals of single recordings assume, a line for each source of the assumption."""
-    shares: dict[str, list[float]] = {}
-    for found in comparison.differences:
-        if found.assumed_spread is not None:
-            shares.setdefault(found.assumed_spread.source, []).append(found.assumed_spread.share)
+    shares_by_source: dict[str, list[float]] = {}
+    for difference in comparison.differences:
+        if difference.assumed_spread is not None:
+            shares_by_source.setdefault(difference.assumed_spread.source, []).append(difference.assumed_spread.share)
     return [
-        f"one recording on a side: the intervals assume that recordings of one program differ by {_range(each)} % "
-        f"(standard deviation; {source})"
-        for source, each in shares.items()
+        f"one recording on a side: the intervals assume that recordings of one program differ by "
+        f"{_percent_range(spreads)} % (standard deviation; {source})"
+        for source, spreads in shares_by_source.items()
     ]
 
 
-def _range(shares: Sequence[float]) -> str:
+def _percent_range(shares: Sequence[float]) -> str:
     ends = dict.fromkeys(f"{100 * share:.1f}" for share in (min(shares), max(shares)))
     return " to ".join(ends)
 
 
 def merged_notice(comparison: Comparison) -> list[str]:
-    """Name the parts of the waterfall that are shown as one, as not every entry tells them apart."""
+    """Name the parts of the waterfall that are shown as one because not every entry separates them."""
     wholes = [
         whole
         for whole in dict.fromkeys(comparison.merged.values())
-        if f"{WATERFALL_PREFIX}{whole}_ms" in _shown(comparison)
+        if f"{WATERFALL_PREFIX}{whole}_ms" in _shown_figures(comparison)
     ]
     parts = [
         f"{whole} holds {', '.join(part for part, into in comparison.merged.items() if into == whole)}"

@@ -1,4 +1,4 @@
-"""Idle time as a timeline draws it: the stretches that are long enough to be seen, with their causes."""
+"""Idle time as bars of a timeline: the stretches that are long enough to be visible, with their causes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ringprof.analysis.timeline.idle import HOST, IdleParts
 
 
 class IdleBar(NamedTuple):
-    """A part of an idle stretch; times in nanoseconds by the rank's own clock."""
+    """A part of an idle stretch; times are in nanoseconds of the rank's own clock."""
 
     start_ns: int
     end_ns: int
     cause: str
-    """Of most of its time, as the class and the name."""
+    """Cause of most of the bar's time; `event_class` and `name` belong to the same cause."""
     event_class: str
     name: str
     parts: int
-    """Moments with causes of their own that it joins."""
+    """Number of idle parts, each with a cause of its own, that the bar joins."""
 
     @property
     def label(self) -> str:
@@ -31,18 +31,18 @@ class IdleBar(NamedTuple):
 
 
 def idle_bars(parts: IdleParts, names: Sequence[str], shortest_ns: int = 0) -> Iterator[IdleBar]:
-    """Draw the stretches of at least ``shortest_ns``; ``names`` are the trace's.
+    """Generate bars for the idle stretches of at least ``shortest_ns``; ``names`` are the names in the trace.
 
-    Touching parts with the same cause, class and name are one bar. So are touching parts that are each shorter than
-    ``shortest_ns``: such a bar has the cause that takes most of its time.
+    Touching parts with the same cause, class and name form one bar. Touching parts that are each shorter than
+    ``shortest_ns`` also form one bar, with the cause that takes most of its time.
     """
     stretches = intervals.union(parts.start_ns, parts.end_ns)
-    long = stretches.end_ns - stretches.start_ns >= shortest_ns
-    seen = intervals.Spans(stretches.start_ns[long], stretches.end_ns[long])
-    rows = np.flatnonzero(intervals.contains(seen, parts.start_ns))
+    is_long = stretches.end_ns - stretches.start_ns >= shortest_ns
+    visible = intervals.Spans(stretches.start_ns[is_long], stretches.end_ns[is_long])
+    rows = np.flatnonzero(intervals.contains(visible, parts.start_ns))
     group: list[int] = []
     for row in rows.tolist():
-        if group and not _joins(parts, group[-1], row, shortest_ns):
+        if group and not _can_join(parts, group[-1], row, shortest_ns):
             yield _bar(parts, names, group)
             group = []
         group.append(row)
@@ -50,13 +50,13 @@ def idle_bars(parts: IdleParts, names: Sequence[str], shortest_ns: int = 0) -> I
         yield _bar(parts, names, group)
 
 
-def _joins(parts: IdleParts, before: int, row: int, shortest_ns: int) -> bool:
-    """Whether a part begins where the one before ends, and has the same cause or is as short."""
-    if parts.start_ns[row] != parts.end_ns[before]:
+def _can_join(parts: IdleParts, previous: int, row: int, shortest_ns: int) -> bool:
+    """Return whether a part starts where the previous one ends and has the same cause, or both are short."""
+    if parts.start_ns[row] != parts.end_ns[previous]:
         return False
-    alike = all(column[row] == column[before] for column in (parts.cause, parts.event_class, parts.name))
-    short = all(parts.end_ns[one] - parts.start_ns[one] < shortest_ns for one in (before, row))
-    return alike or short
+    same_cause = all(column[row] == column[previous] for column in (parts.cause, parts.event_class, parts.name))
+    both_short = all(parts.end_ns[index] - parts.start_ns[index] < shortest_ns for index in (previous, row))
+    return same_cause or both_short
 
 
 def _bar(parts: IdleParts, names: Sequence[str], group: Sequence[int]) -> IdleBar:

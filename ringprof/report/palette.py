@@ -1,4 +1,4 @@
-"""Colours of all that is drawn but kinds, which bring their own (`ringprof.analysis.kinds.kinds`)."""
+"""Colours of everything that is drawn, except kinds, whose colours are in `ringprof.analysis.kinds.kinds`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ringprof.analysis.timeline import host_activity
 from ringprof.analysis.timeline.idle import BLOCKED, GAP
 
 Interval = tuple[float, float, float]
-"""Lower end, middle, upper end of what is drawn as a bar or a band."""
+"""Lower end, middle and upper end of a bar or a band."""
 
 WIRE, WAIT, UNSPLIT = ORANGE, VERMILION, "#A6761D"
-"""Communication on the wire, waiting, and not told apart."""
+"""Colours of communication on the wire, of waiting for a peer, and of communication that cannot be split."""
 
 IDLE = "#B4BCC5"
-"""Idle time on a timeline: lighter than any kind of activity."""
+"""Colour of idle time on a timeline: lighter than that of any activity."""
 
 PART_COLOURS: dict[str, str] = {
     "compute": BLUE,
@@ -25,7 +25,7 @@ PART_COLOURS: dict[str, str] = {
     "background": SKY,
     "idle": GREY,
 }
-"""Of a rank's time."""
+"""Colour of each part of a rank's time."""
 
 WATERFALL_COLOURS: dict[str, str] = {
     "peak": GREEN,
@@ -60,7 +60,7 @@ IDLE_COLOURS: dict[str, str] = {
     GAP: GREY,
     BLOCKED: UNSPLIT,
 }
-"""Of idle time, by class."""
+"""Colour of each class of idle time."""
 
 LINES = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, GREY, UNSPLIT, YELLOW)
-"""Of entries side by side, in their order; each can be seen on white and on black."""
+"""Colours of entries that are drawn together, in order; each is visible on white and on black."""

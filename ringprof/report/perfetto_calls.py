@@ -1,4 +1,4 @@
-"""What a rank's CPU threads did, for the merged trace: named ranges, launches of device work, on CPU its operators."""
+"""CPU threads of a rank in the merged trace: named ranges, launches of device work, and a CPU rank's operators."""
 
 from __future__ import annotations
 
@@ -9,34 +9,37 @@ import numpy as np
 
 from ringprof.analysis.rank import Detail
 from ringprof.report.text import clean
-from ringprof.report.trace_event import Lanes, TraceEvent, arrow_end, named, slice_of
+from ringprof.report.trace_event import Lanes, TraceEvent, arrow_event, metadata_event, slice_event
 from ringprof.trace.columns import NONE, Int64, Ranges, Trace
 
-THREADS, LANES = 10_000_000, 10_000
-"""Track numbers: of a rank's first thread, and what is added for each further lane of a thread."""
+FIRST_THREAD_TRACK, TRACKS_PER_LANE = 10_000_000, 10_000
+"""Track number of a rank's first thread, and the amount added for each further lane of a thread."""
 LAUNCH = "launch"
 
 
 class _Call(NamedTuple):
-    """Something on a CPU thread; times by the rank's own clock."""
+    """A call or range on a CPU thread; times are in nanoseconds of the rank's own clock."""
 
     start_ns: int
     end_ns: int
     thread: int
     name: str
     launched: tuple[int, ...] = ()
-    """Activities to draw an arrow to: not those that seem to begin before they are launched."""
+    """Activities to draw an arrow to; those that seem to start before their launch are left out."""
 
 
 def ranges_and_operators(detail: Detail) -> list[_Call]:
-    """What ran on a rank whose device is the CPU, within its window."""
-    trace, window = detail.classified.trace, detail.cpu_iterations
-    first, last = min(part.start_ns for part in window), max(part.end_ns for part in window)
-    return [*_ranges(trace, trace.annotations, first, last), *_ranges(trace, trace.operators, first, last)]
+    """List the named ranges and operators within the window of a rank that runs on CPU."""
+    trace, iterations = detail.classified.trace, detail.cpu_iterations
+    first, last = min(iteration.start_ns for iteration in iterations), max(iteration.end_ns for iteration in iterations)
+    return [
+        *_clipped_ranges(trace, trace.annotations, first, last),
+        *_clipped_ranges(trace, trace.operators, first, last),
+    ]
 
 
 def ranges_and_launches(detail: Detail) -> list[_Call]:
-    """What launched the activities of a rank's window, and the named ranges at that time."""
+    """List the launches of the activities in a rank's window, and the named ranges during that time."""
     trace, launches = detail.classified.trace, detail.classified.trace.launches
     activities = detail.rows().activity
     launch = detail.classified.launch[activities]
@@ -44,51 +47,54 @@ def ranges_and_launches(detail: Detail) -> list[_Call]:
     if not len(launch):
         return []
     first, last = int(launches.start_ns[launch].min()), int(launches.end_ns[launch].max())
-    return [*_ranges(trace, trace.annotations, first, last), *_launches(trace, activities, launch)]
+    return [*_clipped_ranges(trace, trace.annotations, first, last), *_launch_calls(trace, activities, launch)]
 
 
 def first_launch_ns(detail: Detail) -> int | None:
-    """When the first activity of a rank's window was launched; None where no launch is known."""
+    """Return when the first activity of a rank's window was launched; None where no launch is known."""
     launch = detail.classified.launch[detail.rows().activity]
     return min(detail.classified.trace.launches.start_ns[launch[launch != NONE]].tolist(), default=None)
 
 
-def _ranges(trace: Trace, ranges: Ranges, first: int, last: int) -> Iterator[_Call]:
-    inside = np.flatnonzero((ranges.start_ns < last) & (ranges.end_ns > first))
+def _clipped_ranges(trace: Trace, ranges: Ranges, first: int, last: int) -> Iterator[_Call]:
+    rows = np.flatnonzero((ranges.start_ns < last) & (ranges.end_ns > first))
     columns = (ranges.start_ns, ranges.end_ns, ranges.thread, ranges.name)
-    for start, end, thread, name in zip(*(column[inside].tolist() for column in columns), strict=True):
+    for start, end, thread, name in zip(*(column[rows].tolist() for column in columns), strict=True):
         yield _Call(max(start, first), min(end, last), thread, trace.names[name])
 
 
-def _launches(trace: Trace, activities: Int64, launch: Int64) -> Iterator[_Call]:
-    """``activities`` and the ``launch`` of each."""
-    made: dict[int, list[int]] = {}
-    for activity, at in zip(activities.tolist(), launch.tolist(), strict=True):
-        made.setdefault(at, []).append(activity)
+def _launch_calls(trace: Trace, activities: Int64, launch: Int64) -> Iterator[_Call]:
+    """Generate one call per launch of ``activities``; ``launch`` holds the launch of each activity."""
+    activities_of_launch: dict[int, list[int]] = {}
+    for activity, index in zip(activities.tolist(), launch.tolist(), strict=True):
+        activities_of_launch.setdefault(index, []).append(activity)
     columns, launches = trace.activities, trace.launches
-    for at, mine in made.items():
-        start, first = int(launches.start_ns[at]), trace.names[columns.name[mine[0]]]
-        name = f"launch of {first}" + (f" and {len(mine) - 1} more" if len(mine) > 1 else "")
-        later = tuple(activity for activity in mine if columns.start_ns[activity] >= start)
-        yield _Call(start, int(launches.end_ns[at]), int(launches.thread[at]), name, later)
+    for index, launched in activities_of_launch.items():
+        start, first = int(launches.start_ns[index]), trace.names[columns.name[launched[0]]]
+        name = f"launch of {first}" + (f" and {len(launched) - 1} more" if len(launched) > 1 else "")
+        later = tuple(activity for activity in launched if columns.start_ns[activity] >= start)
+        yield _Call(start, int(launches.end_ns[index]), int(launches.thread[index]), name, later)
 
 
-def drawn(rank: int, calls: Iterable[_Call], origin: int) -> Iterator[TraceEvent]:
-    """The calls of one rank, a track a thread, each with the start of the arrows to what it launched."""
+def call_events(rank: int, calls: Iterable[_Call], origin: int) -> Iterator[TraceEvent]:
+    """Generate the events of one rank's calls, one track per thread.
+
+    Each call is followed by the starts of the arrows to the activities that it launched.
+    """
     threads: dict[int, tuple[int, Lanes]] = {}
-    known: set[int] = set()
+    named_tracks: set[int] = set()
     for call in sorted(calls, key=lambda call: (call.start_ns, -call.end_ns)):
         number, lanes = threads.setdefault(call.thread, (len(threads), Lanes(nested=True)))
-        track = THREADS + number + LANES * lanes.place(call.start_ns, call.end_ns)
-        if track not in known:
-            known.add(track)
-            yield named("thread_name", rank, track, name=f"CPU thread {call.thread}")
+        track = FIRST_THREAD_TRACK + number + TRACKS_PER_LANE * lanes.place(call.start_ns, call.end_ns)
+        if track not in named_tracks:
+            named_tracks.add(track)
+            yield metadata_event("thread_name", rank, track, name=f"CPU thread {call.thread}")
         start = call.start_ns - origin
-        yield slice_of(rank, track, clean(call.name), start, call.end_ns - origin)
+        yield slice_event(rank, track, clean(call.name), start, call.end_ns - origin)
         for activity in call.launched:
-            yield arrow_end("s", LAUNCH, arrow_number(rank, activity), rank, track, start)
+            yield arrow_event("s", LAUNCH, arrow_number(rank, activity), rank, track, start)
 
 
 def arrow_number(rank: int, activity: int) -> int:
-    """Of the arrow from an activity's launch: another for each activity of each rank."""
+    """Return the number of the arrow from an activity's launch, unique per rank and activity."""
     return (rank << 32) + activity

@@ -1,6 +1,6 @@
-"""Plots with matplotlib: each function draws on ``ax`` (a new figure's where None), returns the axes, shows nothing.
+"""Plots with matplotlib. Each function draws on ``ax``, or on a new figure where it is None, and returns the axes.
 
-Text from traces is drawn as it is: no dollar sign starts a formula.
+No plot is shown automatically. Text from traces is drawn literally: no dollar sign starts a formula.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ringprof.formatting import percent
 from ringprof.report import palette
 from ringprof.report.palette import Interval
 from ringprof.report.sections.idle import PEER_LABEL, class_label, known_idle, stacked_parts, time_by_class
-from ringprof.report.sections.run import what_ran
+from ringprof.report.sections.run import describe_run
 from ringprof.report.terms import LABELS
 from ringprof.report.text import clean, duration, short_count
-from ringprof.report.timeline import ORDER, drawn_as, timeline_of
+from ringprof.report.timeline import CATEGORY_ORDER, label_and_colour, timeline_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,74 +43,80 @@ STYLE: Any = {
     "savefig.dpi": 150,
     "svg.fonttype": "none",
 }
-"""The one style of all plots."""
-ROW_INCHES = 0.32
-LARGEST_INCHES = 14.0
-POINTS_A_LABEL = 12.0
-"""Height that a row's label needs."""
-ROOM_FOR_LABELS = 0.16
-"""Beside the longest bar, as a share of it, for the figure at its end."""
+"""Style shared by all plots."""
+INCHES_PER_ROW = 0.32
+MAX_INCHES = 14.0
+POINTS_PER_LABEL = 12.0
+"""Height in points that a row's label needs."""
+LABEL_MARGIN = 0.16
+"""Margin for the figure at the end of the longest bar, as a share of that bar."""
 TITLE_WIDTH = 88
-MOST_NUMBERED = 256
-"""Cells of a heat map; the numbers of more could not be read."""
+MAX_NUMBERED_CELLS = 256
+"""Number of cells up to which a heat map shows numbers; with more they would not be readable."""
 MARKERS = "osD^"
 
 
 class Plots:
-    """``run.plot``: the plots of one run."""
+    """Plots of one run, available as ``run.plot``."""
 
-    def __init__(self, found: Findings) -> None:
-        self._found = found
+    def __init__(self, findings: Findings) -> None:
+        self._findings = findings
 
     def waterfall(self, ax: Axes | None = None) -> Axes:
-        """From the device's peak down to the speed achieved, ms of the slowest rank's wall."""
-        parts = [part for part in self._found.waterfall.parts if part.time_ns]
-        ax = _axes(ax, len(parts))
-        at = 0
-        for place, part in enumerate(parts):
+        """Plot the waterfall from the device's peak to the achieved speed, in ms of the slowest rank's wall."""
+        parts = [part for part in self._findings.waterfall.parts if part.time_ns]
+        ax = _axes_or_new(ax, len(parts))
+        end_ns = 0
+        for row, part in enumerate(parts):
             colour = palette.WATERFALL_COLOURS[part.part]
-            bar = ax.barh(place, part.time_ns / 1e6, left=at / 1e6, color=colour, height=0.7)
+            bar = ax.barh(row, part.time_ns / 1e6, left=end_ns / 1e6, color=colour, height=0.7)
             ax.bar_label(bar, [f"{part.time_ns / 1e6:,.2f} ms, {percent(part.share)}"], padding=4)
-            at += part.time_ns
-        ax.margins(x=ROOM_FOR_LABELS)
-        _rows(ax, [WATERFALL_LABELS[part.part] for part in parts])
+            end_ns += part.time_ns
+        ax.margins(x=LABEL_MARGIN)
+        _label_rows(ax, [WATERFALL_LABELS[part.part] for part in parts])
         losses = [part for part in parts if part.part not in ("peak", "attention")]
-        loss = max(losses, key=lambda part: part.time_ns, default=None)
-        answer = f"of {duration(at)} most is lost to: {WATERFALL_LABELS[loss.part]}" if loss else ""
+        largest_loss = max(losses, key=lambda part: part.time_ns, default=None)
+        answer = f"of {duration(end_ns)} most is lost to: {WATERFALL_LABELS[largest_loss.part]}" if largest_loss else ""
         return self._titled(_finish(ax, "ms of the slowest rank's wall"), answer)
 
     def breakdown(self, ax: Axes | None = None) -> Axes:
-        """One stacked bar a rank, ms; beside it what of it is exposed communication."""
-        ranks = self._found.attribution.ranks
-        ax = _axes(ax, len(ranks))
+        """Plot one stacked bar per rank in ms, labelled with its share of exposed communication."""
+        ranks = self._findings.attribution.ranks
+        ax = _axes_or_new(ax, len(ranks))
         parts = {}
         for name in PARTS[:-1]:
             times = [(getattr(rank.breakdown, f"{name}_ns") or 0) / 1e6 for rank in ranks]
             if any(times):
                 parts[LABELS[name]] = palette.PART_COLOURS[name], times
         last = _stack(ax, parts, len(ranks))
-        if last is not None and _fits(ax, len(ranks)):
+        if last is not None and _labels_fit(ax, len(ranks)):
             ax.bar_label(last, [f"{percent(rank.breakdown.exposed_comm_share)} exposed" for rank in ranks], padding=4)
-            ax.margins(x=ROOM_FOR_LABELS)
-        _rows(ax, [f"rank {rank.rank}" for rank in ranks])
+            ax.margins(x=LABEL_MARGIN)
+        _label_rows(ax, [f"rank {rank.rank}" for rank in ranks])
         worst = max(ranks, key=lambda rank: rank.breakdown.exposed_comm_share)
         share = percent(worst.breakdown.exposed_comm_share)
         answer = (
-            f"{percent(self._found.summary.exposed_mean)} exposed communication; most on rank {worst.rank}, {share}"
+            f"{percent(self._findings.summary.exposed_mean)} exposed communication; most on rank {worst.rank}, {share}"
         )
         return self._titled(_finish(ax, "ms", legend=True), answer)
 
     def idle(self, ax: Axes | None = None) -> Axes:
-        """Idle time by class, one stacked bar per rank, ms; hatched, time blocked on a peer, which is communication."""
-        ranks = known_idle(self._found)
-        ax = _axes(ax, len(ranks))
+        """Plot idle time by class, one stacked bar per rank, in ms.
+
+        The hatched part is time blocked on a peer, which is communication.
+        """
+        ranks = known_idle(self._findings)
+        ax = _axes_or_new(ax, len(ranks))
         parts = stacked_parts(ranks)
         last = _stack(ax, parts, len(ranks))
         if last is not None and PEER_LABEL in parts:
             for patch in last:
                 patch.set(hatch="///", edgecolor="white", linewidth=0)
-        _rows(ax, [f"rank {known.rank.rank}" for known in ranks])
-        causes, wall = causes_of_ranks([known.causes for known in ranks]), sum(k.rank.breakdown.wall_ns for k in ranks)
+        _label_rows(ax, [f"rank {idle_rank.rank.rank}" for idle_rank in ranks])
+        causes, wall = (
+            causes_of_ranks([idle_rank.causes for idle_rank in ranks]),
+            sum(idle_rank.rank.breakdown.wall_ns for idle_rank in ranks),
+        )
         times = time_by_class(causes)
         longest = max(times, key=lambda name: times[name], default="")
         share = percent(causes.total_ns / wall) if wall else "0 %"
@@ -118,117 +124,129 @@ class Plots:
         return self._titled(_finish(ax, "ms", legend=True), answer)
 
     def timeline(self, ax: Axes | None = None) -> Axes:
-        """Two lanes a rank: computation above, communication below, split into waiting and wire where known."""
-        ranks = [rank.rank for rank in self._found.attribution.ranks if not rank.on_cpu]
-        drawn = timeline_of(self._found.attribution, self._found.steps)
-        ax = _axes(ax, len(ranks) * 1.6)
-        place = {rank: at for at, rank in enumerate(ranks)}
+        """Plot two lanes per rank: computation above, communication below, split into waiting and wire where known."""
+        ranks = [rank.rank for rank in self._findings.attribution.ranks if not rank.on_cpu]
+        drawn = timeline_of(self._findings.attribution, self._findings.steps)
+        ax = _axes_or_new(ax, len(ranks) * 1.6)
+        row_of = {rank: row for row, rank in enumerate(ranks)}
         labels: dict[str, list[str]] = {}
-        for what in sorted({bar.what for bar in drawn.bars}, key=ORDER.index):
-            name, colour = drawn_as(what)
+        for category in sorted({bar.category for bar in drawn.bars}, key=CATEGORY_ORDER.index):
+            name, colour = label_and_colour(category)
             labels.setdefault(colour, []).append(name)
             for rank in ranks:
-                mine = [bar for bar in drawn.bars if bar.rank == rank and bar.what == what]
-                if mine:
-                    spans = [(bar.start_ns / 1e6, (bar.end_ns - bar.start_ns) / 1e6) for bar in mine]
-                    low = place[rank] - 0.4 if mine[0].lane == "compute" else place[rank] + 0.02
-                    ax.broken_barh(spans, (low, 0.38), facecolors=colour)
+                bars = [bar for bar in drawn.bars if bar.rank == rank and bar.category == category]
+                if bars:
+                    spans = [(bar.start_ns / 1e6, (bar.end_ns - bar.start_ns) / 1e6) for bar in bars]
+                    bottom = row_of[rank] - 0.4 if bars[0].lane == "compute" else row_of[rank] + 0.02
+                    ax.broken_barh(spans, (bottom, 0.38), facecolors=colour)
         for colour, names in labels.items():
             ax.barh(0, 0, color=colour, label=" / ".join(names))
-        _rows(ax, [f"rank {rank}" for rank in ranks])
+        _label_rows(ax, [f"rank {rank}" for rank in ranks])
         return self._titled(_finish(ax, "ms from the first activity", legend=True))
 
     def steps(self, ax: Axes | None = None) -> Axes:
-        """Ring steps, mean over ranks and calls: what the block took, and what of the step's hops was exposed, ms."""
-        groups = _by_step(self._found.steps)
-        ax = _axes(ax, len(groups))
-        block = [_mean([one.block_ns for one in steps]) for steps in groups.values()]
-        exposed = [_mean([one.exposed_ns for one in steps]) for steps in groups.values()]
+        """Plot the attention block and the exposed communication of each ring step, in ms.
+
+        Times are means over ranks and calls.
+        """
+        groups = _by_step(self._findings.steps)
+        ax = _axes_or_new(ax, len(groups))
+        block = [_mean([step.block_ns for step in steps]) for steps in groups.values()]
+        exposed = [_mean([step.exposed_ns for step in steps]) for steps in groups.values()]
         parts = {"attention block": (palette.BLUE, block), "exposed communication": (palette.WIRE, exposed)}
         last = _stack(ax, parts, len(groups))
-        if last is not None and _fits(ax, len(groups)):
+        if last is not None and _labels_fit(ax, len(groups)):
             ax.bar_label(last, [f"{time:,.2f} ms exposed" for time in exposed], padding=4)
-            ax.margins(x=ROOM_FOR_LABELS)
-        _rows(ax, list(groups))
-        worst = max(zip(exposed, groups, strict=True), default=(0.0, ""))
-        answer = f"most exposed: {worst[1]}, {duration(worst[0] * 1e6)}" if worst[0] else "nothing exposed"
+            ax.margins(x=LABEL_MARGIN)
+        _label_rows(ax, list(groups))
+        most_exposed = max(zip(exposed, groups, strict=True), default=(0.0, ""))
+        answer = (
+            f"most exposed: {most_exposed[1]}, {duration(most_exposed[0] * 1e6)}"
+            if most_exposed[0]
+            else "nothing exposed"
+        )
         return self._titled(_finish(ax, "ms, mean over ranks", legend=True), answer)
 
     def waiting(self, ax: Axes | None = None) -> Axes:
-        """Heat map of the exposed communication, rank by ring step, ms: what waited behind computation cost nothing."""
-        ranks = [rank.rank for rank in self._found.attribution.ranks]
-        groups = _by_step(self._found.steps)
-        ax = _axes(ax, len(ranks))
+        """Plot a heat map of exposed communication in ms, rank by ring step.
+
+        Waiting that is hidden behind computation costs nothing and is not shown.
+        """
+        ranks = [rank.rank for rank in self._findings.attribution.ranks]
+        groups = _by_step(self._findings.steps)
+        ax = _axes_or_new(ax, len(ranks))
         grid = np.full((len(ranks), max(1, len(groups))), np.nan)
         for column, steps in enumerate(groups.values()):
-            for one in steps:
-                place = ranks.index(one.rank), column
-                grid[place] = np.nansum([grid[place], one.exposed_ns / 1e6])
+            for step in steps:
+                cell = ranks.index(step.rank), column
+                grid[cell] = np.nansum([grid[cell], step.exposed_ns / 1e6])
         image = ax.imshow(grid, aspect="auto", cmap="OrRd", vmin=0)
         ax.figure.colorbar(image, ax=ax, label="exposed, ms")
-        _rows(ax, [f"rank {rank}" for rank in ranks])
-        step = -(-len(groups) // 24) or 1
-        ax.set_xticks(range(0, len(groups), step), list(groups)[::step], rotation=45, ha="right")
-        if grid.size <= MOST_NUMBERED and _fits(ax, len(ranks)):
-            _numbered(ax, grid)
+        _label_rows(ax, [f"rank {rank}" for rank in ranks])
+        stride = -(-len(groups) // 24) or 1
+        ax.set_xticks(range(0, len(groups), stride), list(groups)[::stride], rotation=45, ha="right")
+        if grid.size <= MAX_NUMBERED_CELLS and _labels_fit(ax, len(ranks)):
+            _write_numbers(ax, grid)
         answer = ""
         if np.nanmax(grid, initial=0) > 0:
-            at, column = (int(place) for place in np.unravel_index(np.nanargmax(grid), grid.shape))
-            answer = f"most exposed: rank {ranks[at]} in {list(groups)[column]}, {duration(grid[at, column] * 1e6)}"
+            row, column = (int(cell) for cell in np.unravel_index(np.nanargmax(grid), grid.shape))
+            answer = f"most exposed: rank {ranks[row]} in {list(groups)[column]}, {duration(grid[row, column] * 1e6)}"
         return self._titled(_finish(ax, "exposed communication by ring step", grid=False), answer)
 
     def _titled(self, ax: Axes, answer: str = "") -> Axes:
-        """What was run, and what the plot says of it."""
-        attribution = self._found.attribution
+        """Set the title: what ran, and the plot's main result."""
+        attribution = self._findings.attribution
         devices = ", ".join(dict.fromkeys(clean(rank.device or "CPU") for rank in attribution.ranks))
         count = len(attribution.ranks)
         where = f"{count} rank{'s' if count > 1 else ''}, {devices}"
-        what = f"{what_ran(attribution.run)} · {where}" if attribution.run else where
-        lines = [*textwrap.wrap(what, TITLE_WIDTH), *([answer] if answer else [])]
-        ax.set_title(_literal("\n".join(lines)), loc="left", fontsize="medium")
+        description = f"{describe_run(attribution.run)} · {where}" if attribution.run else where
+        lines = [*textwrap.wrap(description, TITLE_WIDTH), *([answer] if answer else [])]
+        ax.set_title(_escape_dollars("\n".join(lines)), loc="left", fontsize="medium")
         return ax
 
 
-def comparison(found: Comparison, ax: Axes | None = None) -> Axes:
-    """One bar an entry, fastest first: TFLOP/s per device, with the 95 % interval of its median."""
-    entries = [entry for entry in found.entries if "tflops" in entry.figures]
+def comparison(result: Comparison, ax: Axes | None = None) -> Axes:
+    """Plot one bar per entry, fastest first: TFLOP/s per device, with the 95 % interval of its median."""
+    entries = [entry for entry in result.entries if "tflops" in entry.figures]
     entries.sort(key=lambda entry: entry.figures["tflops"].value, reverse=True)
-    ax = _axes(ax, len(entries))
-    for place, entry in enumerate(entries):
+    ax = _axes_or_new(ax, len(entries))
+    for row, entry in enumerate(entries):
         figure = entry.figures["tflops"]
         low, high = figure.interval() or (figure.value, figure.value)
         ends = [[max(0.0, figure.value - low)], [max(0.0, high - figure.value)]]
-        bar = ax.barh(place, figure.value, xerr=ends, color=palette.BLUE, height=0.7)
+        bar = ax.barh(row, figure.value, xerr=ends, color=palette.BLUE, height=0.7)
         ax.bar_label(bar, [f"{figure.value:,.1f}" if figure.value >= 10 else f"{figure.value:.3g}"], padding=6)
-    ax.margins(x=ROOM_FOR_LABELS)
-    _rows(ax, [clean(entry.label) for entry in entries])
+    ax.margins(x=LABEL_MARGIN)
+    _label_rows(ax, [clean(entry.label) for entry in entries])
     return _finish(ax, "TFLOP/s per device; whiskers: 95 % interval (of one recording: of its iterations)")
 
 
-def scaling(found: Comparison, ax: Axes | None = None) -> Axes:
-    """TFLOP/s per device over tokens, a line for each strategy and what carries it, through the median of runs of one
-    length; the attention kernels' own rate is dashed."""
-    ax = _axes(ax, 14)
+def scaling(result: Comparison, ax: Axes | None = None) -> Axes:
+    """Plot TFLOP/s per device over tokens, one line per strategy, transport and number of hosts.
+
+    Each line goes through the median of the runs of one length. The dashed line is the attention kernels' own rate.
+    """
+    ax = _axes_or_new(ax, 14)
     speed: dict[str, dict[int, list[float]]] = {}
     ceiling: dict[int, float] = {}
-    for entry in found.entries:
+    for entry in result.entries:
         seq, figures = entry.settings.get("seq"), entry.figures
         if seq is None or "tflops" not in figures:
             continue
         speed.setdefault(_line_name(entry), {}).setdefault(int(seq), []).append(figures["tflops"].value)
-        top = figures.get("solo_tflops") or figures.get("block_tflops")
-        if top is not None:
-            ceiling[int(seq)] = max(top.value, ceiling.get(int(seq), 0.0))
+        kernel_rate = figures.get("solo_tflops") or figures.get("block_tflops")
+        if kernel_rate is not None:
+            ceiling[int(seq)] = max(kernel_rate.value, ceiling.get(int(seq), 0.0))
     if ceiling:
         x, y = zip(*sorted(ceiling.items()), strict=True)
         ax.plot(x, y, "--", color=palette.GREY, label="the kernels' own rate")
-    # In the order in which the lines end, so that the legend reads as the plot does.
+    # Lines are in the order of their right ends, so that the legend has the order of the plot.
     order = sorted(speed, key=lambda name: (-max(speed[name]), -median(speed[name][max(speed[name])])))
-    for place, name in enumerate(order):
+    for index, name in enumerate(order):
         x, y = zip(*sorted((seq, median(rates)) for seq, rates in speed[name].items()), strict=True)
-        marker = MARKERS[place // len(palette.LINES) % len(MARKERS)]
-        colour = palette.LINES[place % len(palette.LINES)]
-        ax.plot(x, y, f"{marker}-", color=colour, label=_literal(clean(name)), alpha=0.85)
+        marker = MARKERS[index // len(palette.LINES) % len(MARKERS)]
+        colour = palette.LINES[index % len(palette.LINES)]
+        ax.plot(x, y, f"{marker}-", color=colour, label=_escape_dollars(clean(name)), alpha=0.85)
     ticks = sorted({seq for points in speed.values() for seq in points})
     ax.set_xscale("log", base=2)
     ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
@@ -240,102 +258,106 @@ def scaling(found: Comparison, ax: Axes | None = None) -> Axes:
 
 
 def _line_name(entry: Entry) -> str:
-    """The strategy, and what makes its speed another one: copied hops, and hosts."""
-    known = entry.settings
-    world, per_host = int(known.get("world_size") or 1), int(known.get("ranks_per_host") or 1)
-    ways = ["copied hops"] if known.get("hops") == "copy" else []
-    ways += [f"{-(-world // per_host)} hosts"] if world > per_host and known.get("ranks_per_host") else []
-    return f"{known.get('strategy')}" + (f" ({', '.join(ways)})" if ways else "")
+    """Name a line by its strategy and what else changes its speed: copied hops and the number of hosts."""
+    settings = entry.settings
+    world, per_host = int(settings.get("world_size") or 1), int(settings.get("ranks_per_host") or 1)
+    qualifiers = ["copied hops"] if settings.get("hops") == "copy" else []
+    qualifiers += [f"{-(-world // per_host)} hosts"] if world > per_host and settings.get("ranks_per_host") else []
+    return f"{settings.get('strategy')}" + (f" ({', '.join(qualifiers)})" if qualifiers else "")
 
 
 # --- the style --------------------------------------------------------------------------------------
 
 
 def intervals(names: Sequence[str], values: Sequence[Interval], unit: str, ax: Axes | None = None) -> Axes:
-    """A mark and its interval a name, the first on top."""
-    ax = _axes(ax, len(names))
-    for place, (low, middle, high) in enumerate(values):
-        ax.plot([low, high], [place, place], color=palette.BLUE, alpha=0.4, linewidth=5, solid_capstyle="butt")
-        ax.plot(middle, place, "o", color=palette.BLUE, markersize=6)
-    _rows(ax, names)
+    """Plot a marker and its interval for each name, the first on top."""
+    ax = _axes_or_new(ax, len(names))
+    for row, (low, middle, high) in enumerate(values):
+        ax.plot([low, high], [row, row], color=palette.BLUE, alpha=0.4, linewidth=5, solid_capstyle="butt")
+        ax.plot(middle, row, "o", color=palette.BLUE, markersize=6)
+    _label_rows(ax, names)
     return _finish(ax, unit)
 
 
 def bands(
-    across: str, up: str, series: Mapping[str, Sequence[tuple[float, Interval]]],
+    x_label: str, y_label: str, series: Mapping[str, Sequence[tuple[float, Interval]]],
     marks: Sequence[tuple[float, str]] = (), ax: Axes | None = None,
 ) -> Axes:  # fmt: skip
-    """A line and the band around it for each name, over a logarithmic axis; ``marks`` are places across with a word."""
-    ax = _axes(ax, 10)
-    for place, (name, points) in enumerate(series.items()):
-        colour = palette.LINES[place % len(palette.LINES)]
-        x = [at for at, _ in points]
+    """Plot a line and the band around it for each name, over a logarithmic axis.
+
+    ``marks`` are labelled vertical lines, as pairs (x, label).
+    """
+    ax = _axes_or_new(ax, 10)
+    for index, (name, points) in enumerate(series.items()):
+        colour = palette.LINES[index % len(palette.LINES)]
+        xs = [x for x, _ in points]
         low, middle, high = zip(*(interval for _, interval in points), strict=True)
-        ax.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
-        ax.plot(x, middle, "o-", color=colour, label=_literal(clean(name)))
-    ticks = sorted({at for points in series.values() for at, _ in points})
+        ax.fill_between(xs, low, high, color=colour, alpha=0.2, linewidth=0)
+        ax.plot(xs, middle, "o-", color=colour, label=_escape_dollars(clean(name)))
+    ticks = sorted({x for points in series.values() for x, _ in points})
     ax.set_xscale("log", base=2)
     ax.set_xticks(ticks, [short_count(tick) for tick in ticks])
-    for place, (at, word) in enumerate(marks):
-        ax.axvline(at, color=palette.GREY, linestyle="--", linewidth=1)
-        # On the side that has more room.
-        right = at * at > ticks[0] * ticks[-1]
-        ax.annotate(word, (at, 0.02 + 0.06 * place), xycoords=("data", "axes fraction"), xytext=(-4 if right else 4, 0),
-                    textcoords="offset points", ha="right" if right else "left")  # fmt: skip
-    ax.set_ylabel(up)
-    return _finish(ax, across, legend=True)
+    for index, (x, label) in enumerate(marks):
+        ax.axvline(x, color=palette.GREY, linestyle="--", linewidth=1)
+        # The label goes to the side with more room.
+        text_on_left = x * x > ticks[0] * ticks[-1]
+        ax.annotate(label, (x, 0.02 + 0.06 * index), xycoords=("data", "axes fraction"),
+                    xytext=(-4 if text_on_left else 4, 0), textcoords="offset points",
+                    ha="right" if text_on_left else "left")  # fmt: skip
+    ax.set_ylabel(y_label)
+    return _finish(ax, x_label, legend=True)
 
 
 def parts(rows: Mapping[str, Mapping[str, float]], unit: str, ax: Axes | None = None) -> Axes:
-    """A stacked bar a row from its parts."""
-    ax = _axes(ax, len(rows))
+    """Plot one stacked bar per row, made of its parts."""
+    ax = _axes_or_new(ax, len(rows))
     names = list(dict.fromkeys(part for row in rows.values() for part in row))
     stacked = {
-        part: (palette.LINES[place % len(palette.LINES)], [row.get(part, 0.0) for row in rows.values()])
-        for place, part in enumerate(names)
+        part: (palette.LINES[index % len(palette.LINES)], [row.get(part, 0.0) for row in rows.values()])
+        for index, part in enumerate(names)
     }
     _stack(ax, stacked, len(rows))
-    _rows(ax, list(rows))
+    _label_rows(ax, list(rows))
     return _finish(ax, unit, legend=True)
 
 
-def _axes(ax: Axes | None, rows: float) -> Axes:
+def _axes_or_new(ax: Axes | None, rows: float) -> Axes:
     if ax is not None:
         return ax
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    # A figure of its own, in no global list: nothing has to be closed, and nothing is shown.
+    # This figure is in no global list: nothing has to be closed, and nothing is shown.
     with rc_context(STYLE):
-        height = min(LARGEST_INCHES, max(2.0, ROW_INCHES * rows + 1.2))
+        height = min(MAX_INCHES, max(2.0, INCHES_PER_ROW * rows + 1.2))
         return Figure(figsize=(9, height), layout="constrained").add_subplot()
 
 
-def _rows(ax: Axes, names: Sequence[str]) -> None:
-    """Label whole numbers downward with names, only as many as fit."""
+def _label_rows(ax: Axes, names: Sequence[str]) -> None:
+    """Label the rows downward with names, only as many as fit."""
     ax.set_ylim(len(names) - 0.5, -0.5)
-    step = max(1, -(-len(names) * POINTS_A_LABEL // _height_points(ax)))
-    shown = range(0, len(names), int(step))
-    ax.set_yticks(list(shown), [_literal(clean(names[place])) for place in shown])
+    stride = max(1, -(-len(names) * POINTS_PER_LABEL // _height_points(ax)))
+    labelled = range(0, len(names), int(stride))
+    ax.set_yticks(list(labelled), [_escape_dollars(clean(names[row])) for row in labelled])
 
 
-def _literal(text: str) -> str:
-    """Text that matplotlib does not read as a formula."""
+def _escape_dollars(text: str) -> str:
+    """Escape a text so that matplotlib does not read it as a formula."""
     return text.replace("$", r"\$")
 
 
-def _fits(ax: Axes, count: int) -> bool:
-    """Whether each of so many rows has room for its label."""
-    return count * POINTS_A_LABEL <= _height_points(ax)
+def _labels_fit(ax: Axes, count: int) -> bool:
+    """Return whether each of ``count`` rows is high enough for its label."""
+    return count * POINTS_PER_LABEL <= _height_points(ax)
 
 
 def _height_points(ax: Axes) -> float:
-    figure: Any = ax.figure.figure  # the root, in Matplotlib 3.8 as well
+    figure: Any = ax.figure.figure  # the root figure, also in Matplotlib 3.8
     return float(figure.get_figheight()) * 72 * 0.7
 
 
-def _numbered(ax: Axes, grid: Any) -> None:
-    """The numbers of a heat map, light where the cell is dark."""
+def _write_numbers(ax: Axes, grid: Any) -> None:
+    """Write the numbers into a heat map, in white where the cell is dark."""
     darkest = grid[grid > 0].max(initial=0.0)
     digits = 0 if darkest >= 100 else 1 if darkest >= 10 else 2
     for row, column in zip(*(grid >= 0.5 / 10**digits).nonzero(), strict=True):
@@ -345,7 +367,7 @@ def _numbered(ax: Axes, grid: Any) -> None:
 
 
 def _stack(ax: Axes, parts: Mapping[str, tuple[str, Sequence[float]]], count: int) -> BarContainer | None:
-    """Stacked bars; the last part's, which end where the whole ends."""
+    """Draw stacked bars; return the bars of the last part, which end where the whole ends."""
     left, last = [0.0] * count, None
     for label, (colour, values) in parts.items():
         last = ax.barh(range(count), values, left=left, color=colour, height=0.8, label=label)
@@ -369,8 +391,8 @@ def _finish(ax: Axes, label: str, *, legend: bool = False, grid: bool = True) ->
 
 def _by_step(steps: Sequence[Step]) -> dict[str, list[Step]]:
     groups: dict[str, list[Step]] = {}
-    for one in sorted(steps, key=lambda one: (one.phase != "fwd", one.step)):
-        groups.setdefault(f"{one.phase} {one.step}", []).append(one)
+    for step in sorted(steps, key=lambda step: (step.phase != "fwd", step.step)):
+        groups.setdefault(f"{step.phase} {step.step}", []).append(step)
     return groups
 
 

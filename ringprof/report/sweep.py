@@ -1,4 +1,4 @@
-"""The rows of a sweep as a table, Markdown, CSV and JSON."""
+"""Rows of a sweep as a table, Markdown, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class SweepColumn(NamedTuple):
 
     title: str
     key: str
-    """Of the row's figures."""
+    """Name of the value in a row."""
     width: int
     form: str = ""
     factor: float = 1
     drop: int = 0
-    """Where a terminal is too narrow, the column with the largest goes first; 0 stays."""
+    """Rank for leaving columns out on a narrow terminal: the largest goes first; 0 is never left out."""
 
 
 COLUMNS = (
@@ -40,39 +40,41 @@ COLUMNS = (
     SweepColumn("exposed %", "exposed_comm_share", 9, ".1f", 100),
     SweepColumn("% of kernel rate", "of_kernel_rate", 16, ".1f", 100, drop=2),
 )
-_LEFT = {"strategy", "parameters", "kernel", "mask"}
-PLAIN = "causal"
-"""The mask of which a terminal says nothing."""
-_BETWEEN = 2
+_LEFT_ALIGNED = {"strategy", "parameters", "kernel", "mask"}
+DEFAULT_MASK = "causal"
+"""Mask that the terminal does not show: the column is there only if a row has another mask."""
+_GAP = 2
 
 
 class SweepTable:
-    """The table of a sweep, a line at a time: in the terminal as soon as a row is there."""
+    """Table of a sweep that is printed one line at a time, as soon as each row is complete."""
 
     def __init__(self, style: TextStyle, masks: Iterable[str] = ()) -> None:
-        columns = [one for one in COLUMNS if one.key != "mask" or set(masks) - {PLAIN}]
+        columns = [column for column in COLUMNS if column.key != "mask" or set(masks) - {DEFAULT_MASK}]
         shown = list(columns)
-        while sum(one.width + _BETWEEN for one in shown) - _BETWEEN > style.table_width and any(o.drop for o in shown):
-            shown.remove(max(shown, key=lambda one: one.drop))
+        while sum(column.width + _GAP for column in shown) - _GAP > style.table_width and any(
+            column.drop for column in shown
+        ):
+            shown.remove(max(shown, key=lambda column: column.drop))
         self._shown = shown
-        left_out = ", ".join(one.title for one in columns if one not in shown)
-        self.header = self._line([one.title for one in shown])
+        left_out = ", ".join(column.title for column in columns if column not in shown)
+        self.header = self._line([column.title for column in shown])
         if left_out:
             self.header += "\n" + style.wrap(f"no room for {left_out}: --format csv has all", "dim")
 
     def line(self, row: Mapping[str, Any]) -> str:
-        """One row; what failed says so in place of its figures."""
+        """Format one row; a row that failed has its status and reason instead of figures."""
         if row["status"] == "ok":
-            return self._line([_cell(row, one) for one in self._shown])
-        names = [one for one in self._shown if not one.form]
-        return f"{self._line([_cell(row, one) for one in names])}  {_failure(row)}"
+            return self._line([_cell(row, column) for column in self._shown])
+        text_columns = [column for column in self._shown if not column.form]
+        return f"{self._line([_cell(row, column) for column in text_columns])}  {_failure(row)}"
 
     def _line(self, cells: Sequence[str]) -> str:
         padded = [
-            cell.ljust(one.width) if one.title in _LEFT else cell.rjust(one.width)
-            for cell, one in zip(cells, self._shown, strict=False)
+            cell.ljust(column.width) if column.title in _LEFT_ALIGNED else cell.rjust(column.width)
+            for cell, column in zip(cells, self._shown, strict=False)
         ]
-        return (" " * _BETWEEN).join(padded).rstrip()
+        return (" " * _GAP).join(padded).rstrip()
 
 
 def _failure(row: Mapping[str, Any]) -> str:
@@ -80,10 +82,10 @@ def _failure(row: Mapping[str, Any]) -> str:
 
 
 def render_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A Markdown table."""
-    lines = [[one.title for one in COLUMNS], ["---"] * len(COLUMNS)]
+    """Render the rows as a Markdown table."""
+    lines = [[column.title for column in COLUMNS], ["---"] * len(COLUMNS)]
     for row in rows:
-        cells = [_cell(row, one) for one in COLUMNS]
+        cells = [_cell(row, column) for column in COLUMNS]
         if row["status"] != "ok":
             cells[-1] = _failure(row)
         lines.append([cell.replace("|", "\\|") for cell in cells])
@@ -91,13 +93,13 @@ def render_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def render_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """CSV with the figures' own names and full precision."""
-    keys = [*(one.key for one in COLUMNS), "compute_share", "exposed_comm_ms", "status", "reason"]
+    """Render the rows as CSV, with the keys of the figures as titles and full precision."""
+    keys = [*(column.key for column in COLUMNS), "compute_share", "exposed_comm_ms", "status", "reason"]
     return csv_text(keys, ([row.get(key) for key in keys] for row in rows))
 
 
 def render_json(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as JSON (schema ``ringprof.bench/1``)."""
+    """Render the rows as JSON (schema ``ringprof.bench/1``)."""
     return rows_json("ringprof.bench/1", rows)
 
 

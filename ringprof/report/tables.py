@@ -1,4 +1,4 @@
-"""Tables of figures as they are measured, for the terminal and for the page; and tables of text for the terminal."""
+"""Tables of figures in their measured units, for the terminal and the page, and tables of text for the terminal."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ringprof.formatting import percent, three_digits
-from ringprof.report.page.document import MOST_PAGE_ROWS, Cell, PageTable, number, text
+from ringprof.report.page.document import MAX_PAGE_ROWS, Cell, PageTable, number, text
 from ringprof.report.text import LONGEST_KERNEL, TextStyle, clean, duration, in_unit, unit_for
 
-BETWEEN = 2
-"""Spaces between two columns."""
-NARROWEST_NAME = 36
-"""Room that a column of long names keeps."""
+COLUMN_GAP = 2
+"""Number of spaces between two columns."""
+MIN_NAME_WIDTH = 36
+"""Least width that a column of long names keeps."""
 
 
 class Column(NamedTuple):
-    """A column; the first of a table holds names."""
+    """A column of a table; the first column of a table holds names."""
 
     title: str
-    """Of one line or several."""
+    """Title, of one or several lines."""
     unit: str = "text"
-    """One of `UNITS`."""
+    """Key of `UNITS`: the unit of the values, and how they are formatted."""
     drop: int = 0
-    """Where the terminal is too narrow, the column with the largest goes first; 0 stays."""
+    """Rank for leaving columns out on a narrow terminal: the largest goes first; 0 is never left out."""
     on_page: str = ""
-    """Its title on the page, where the unit alone does not make one."""
+    """Title on the page, where title and unit do not make a good one."""
     folds: bool = False
-    """Whether its cells may go on in a line below: long names."""
+    """Whether a cell may continue on the next line, for long names."""
     left: bool = False
-    """Whether its cells stand to the left; figures do not."""
+    """Whether cells are aligned left; numbers are aligned right."""
     paint: str = ""
 
     @property
     def name(self) -> str:
-        """Its title in one line, by which a listing is sorted."""
+        """Title in one line, in lower case: the name to sort a listing by."""
         return self.title.replace("\n", " ").lower()
 
     @property
@@ -45,32 +45,39 @@ class Column(NamedTuple):
 def text_table(
     columns: Sequence[Column], rows: Sequence[Sequence[str]], style: TextStyle, bold: Sequence[int] = ()
 ) -> str:
-    """A table of text in the room there is; no figure is ever cut.
+    """Format a table of text in the width of the terminal; no number is ever truncated.
 
-    Long names go on below, columns are left out, which is said, and what still does not fit stands in a table below.
-    ``bold``: the rows that are.
+    Long names continue on the next line. Columns that may be dropped are left out where there is no room, with a note.
+    A table that is still too wide is split into several below each other. ``bold`` holds the indices of bold rows.
     """
-    room, natural = style.table_width, _widths(columns, rows)
-    widths = [min(width, NARROWEST_NAME) if one.folds else width for one, width in zip(columns, natural, strict=True)]
-    enough, shown = _needed(widths, range(len(columns))), [*range(len(columns))]
-    while _needed(widths, shown) > room and any(columns[place].drop for place in shown):
-        shown.remove(max(shown, key=lambda place: (columns[place].drop, place)))
-    for place in shown:
-        if columns[place].folds:
-            widths[place] = min(natural[place], max(widths[place], widths[place] + room - _needed(widths, shown)))
-            rows = [[*row[:place], _folded(row[place], widths[place]), *row[place + 1 :]] for row in rows]
-    blocks = [_block(places, columns, rows, widths, style, bold) for places in _side_by_side(shown, widths, room)]
+    available, natural_widths = style.table_width, _widths(columns, rows)
+    widths = [
+        min(width, MIN_NAME_WIDTH) if column.folds else width
+        for column, width in zip(columns, natural_widths, strict=True)
+    ]
+    full_width, shown = _total_width(widths, range(len(columns))), [*range(len(columns))]
+    while _total_width(widths, shown) > available and any(columns[index].drop for index in shown):
+        shown.remove(max(shown, key=lambda index: (columns[index].drop, index)))
+    for index in shown:
+        if columns[index].folds:
+            widths[index] = min(
+                natural_widths[index], max(widths[index], widths[index] + available - _total_width(widths, shown))
+            )
+            rows = [[*row[:index], _fold(row[index], widths[index]), *row[index + 1 :]] for row in rows]
+    blocks = [
+        _render_columns(group, columns, rows, widths, style, bold) for group in _column_groups(shown, widths, available)
+    ]
     left_out = [
-        column.title.replace("-\n", "").replace("\n", " ") for place, column in enumerate(columns) if place not in shown
+        column.title.replace("-\n", "").replace("\n", " ") for index, column in enumerate(columns) if index not in shown
     ]
     if left_out:
-        blocks.append(style.wrap(f"no room for {', '.join(left_out)}: --width {enough}", "dim"))
+        blocks.append(style.wrap(f"no room for {', '.join(left_out)}: --width {full_width}", "dim"))
     return "\n".join(blocks)
 
 
 def table_width(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> int:
-    """How wide the whole table is."""
-    return _needed(_widths(columns, rows), range(len(columns)))
+    """Return the width of the whole table in characters."""
+    return _total_width(_widths(columns, rows), range(len(columns)))
 
 
 def _widths(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[int]:
@@ -78,67 +85,70 @@ def _widths(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[in
     return [max(len(line) for cell in cells for line in cell.split("\n")) for cells in zip(titles, *rows, strict=True)]
 
 
-def _needed(widths: Sequence[int], places: Sequence[int]) -> int:
-    return sum(widths[place] + BETWEEN for place in places) - BETWEEN
+def _total_width(widths: Sequence[int], indices: Sequence[int]) -> int:
+    return sum(widths[index] + COLUMN_GAP for index in indices) - COLUMN_GAP
 
 
-def _folded(name: str, width: int) -> str:
-    return "\n".join(name[at : at + width] for at in range(0, len(name), max(1, width)))
+def _fold(name: str, width: int) -> str:
+    return "\n".join(name[start : start + width] for start in range(0, len(name), max(1, width)))
 
 
-def _side_by_side(shown: Sequence[int], widths: Sequence[int], room: int) -> Iterator[list[int]]:
-    """The columns in groups that fit, each with the names before it."""
+def _column_groups(shown: Sequence[int], widths: Sequence[int], available: int) -> Iterator[list[int]]:
+    """Split the columns into groups that fit, each starting with the column of names."""
     group = shown[:2]
-    for place in shown[2:]:
-        if _needed(widths, [*group, place]) > room:
+    for index in shown[2:]:
+        if _total_width(widths, [*group, index]) > available:
             yield [*group]
             group = shown[:1]
-        group = [*group, place]
+        group = [*group, index]
     yield [*group]
 
 
-def _block(
-    places: Sequence[int], columns: Sequence[Column], rows: Sequence[Sequence[str]], widths: Sequence[int],
+def _render_columns(
+    indices: Sequence[int], columns: Sequence[Column], rows: Sequence[Sequence[str]], widths: Sequence[int],
     style: TextStyle, bold: Sequence[int],
 ) -> str:  # fmt: skip
     lines = []
-    for at, row in enumerate([[column.title for column in columns], *rows], start=-1):
-        cells = [row[place].split("\n") for place in places]
+    for row_index, row in enumerate([[column.title for column in columns], *rows], start=-1):
+        cells = [row[index].split("\n") for index in indices]
         height = max(map(len, cells))
-        # The lines of a title stand at its bottom, those of a cell at its top.
-        rest = [[""] * (height - len(cell)) for cell in cells]
-        padded = [above + cell if at < 0 else cell + above for cell, above in zip(cells, rest, strict=True)]
+        # Titles are aligned at the bottom, cells at the top.
+        padding = [[""] * (height - len(cell)) for cell in cells]
+        padded = [
+            blank_lines + cell if row_index < 0 else cell + blank_lines
+            for cell, blank_lines in zip(cells, padding, strict=True)
+        ]
         for parts in zip(*padded, strict=True):
             line = []
-            for place, part in zip(places, parts, strict=True):
-                to_left = columns[place].left or place == 0
-                text = part.ljust(widths[place]) if to_left else part.rjust(widths[place])
-                line.append(style.paint(text, "bold" if at < 0 or at in bold else columns[place].paint))
-            lines.append((" " * BETWEEN).join(line).rstrip())
+            for index, part in zip(indices, parts, strict=True):
+                left_aligned = columns[index].left or index == 0
+                text = part.ljust(widths[index]) if left_aligned else part.rjust(widths[index])
+                line.append(style.paint(text, "bold" if row_index < 0 or row_index in bold else columns[index].paint))
+            lines.append((" " * COLUMN_GAP).join(line).rstrip())
     return "\n".join(lines)
 
 
 class Listing(NamedTuple):
-    """What of the tables that were asked for is listed."""
+    """Options of a listing: the order and the number of rows."""
 
     sort: str = ""
-    """Name of the column whose largest figure comes first; empty for the table's own order."""
+    """Name of the column whose largest value comes first; empty for the table's own order."""
     top: int | None = None
     everything: bool = False
-    """Every rank's row, not means over ranks, however many there are."""
+    """Whether to list the rows of every rank, however many, instead of means over ranks."""
 
 
 # --- figures ------------------------------------------------------------------------------------------
 
 
 class Unit(NamedTuple):
-    """How a figure is written: in the terminal, and on the page with so many digits of so much."""
+    """Format of a value: a function for the terminal; digits and scale for the page."""
 
     in_terminal: Callable[[Any], str]
     digits: int
     scale: float = 1.0
     suffix: str = ""
-    """Of the title on the page."""
+    """Suffix of the column's title on the page."""
 
 
 UNITS = {
@@ -153,22 +163,22 @@ UNITS = {
     "time": Unit(str, 3, 1e6, " ms"),
     "short time": Unit(lambda value: duration(value, 1), 1, 1e3, " µs"),
 }
-"""``time`` is in nanoseconds; in the terminal all of a table are in the unit that suits the longest. A ``rate`` is in
-what the title says."""
+"""Units of columns. A ``time`` is in nanoseconds; in the terminal all times of a table share the unit that suits the
+longest. A ``rate`` is in the unit that the title names."""
 
 
 class Table(NamedTuple):
-    """Rows of figures as they are measured: nanoseconds, bytes, shares 0..1; None where one is not known."""
+    """Rows of unformatted values: nanoseconds, bytes, shares 0 to 1; None where a value is not known."""
 
     title: str
     columns: Sequence[Column]
     rows: Sequence[Sequence[Any]]
     whole: str = ""
-    """What has all rows, where some are left out."""
+    """Where to find all rows when some are left out, such as an option or a method."""
 
-    def text(self, style: TextStyle, most: int | None = None) -> str:
-        """For the terminal: the first rows."""
-        rows, kinds = self.rows[:most], [column.unit for column in self.columns]
+    def text(self, style: TextStyle, max_rows: int | None = None) -> str:
+        """Format the first ``max_rows`` rows for the terminal."""
+        rows, kinds = self.rows[:max_rows], [column.unit for column in self.columns]
         times = [value for row in rows for value, kind in zip(row, kinds, strict=True) if kind == "time"]
         unit_ns, unit = unit_for(max((time for time in times if time is not None), default=0))
 
@@ -178,37 +188,40 @@ class Table(NamedTuple):
             return in_unit(value, unit_ns) if kind == "time" else UNITS[kind].in_terminal(value)
 
         cells = [[*map(cell, row, kinds)] for row in rows]
-        # A title that would widen the column of names for its own sake stands above.
-        above = len(self.title) > max((len(row[0]) for row in cells), default=0) + 6
-        title = self.title + ((", " if above else "\n") + f"in {unit}" if times else "")
-        names = self.columns[0]._replace(title="" if above else title)
-        made = text_table([names, *self.columns[1:]], cells, style)
-        made = style.paint(title, "bold") + "\n" + made if above else made
-        left = len(self.rows) - len(rows)
-        return made + "\n" + style.wrap(f"and {left} more: {self.whole}", "dim") if left > 0 else made
+        # A long title goes above the table, so that it does not widen the column of names.
+        title_above = len(self.title) > max((len(row[0]) for row in cells), default=0) + 6
+        title = self.title + ((", " if title_above else "\n") + f"in {unit}" if times else "")
+        names = self.columns[0]._replace(title="" if title_above else title)
+        table = text_table([names, *self.columns[1:]], cells, style)
+        table = style.paint(title, "bold") + "\n" + table if title_above else table
+        left_out = len(self.rows) - len(rows)
+        return table + "\n" + style.wrap(f"and {left_out} more: {self.whole}", "dim") if left_out > 0 else table
 
-    def listed(self, style: TextStyle, listing: Listing, most: int | None = None) -> str:
-        """For the terminal: as many rows as were asked for in the order that was; ``most`` where nobody asked."""
+    def listed(self, style: TextStyle, listing: Listing, default_rows: int | None = None) -> str:
+        """Format the rows for the terminal in the order and number of ``listing``.
+
+        ``default_rows`` limits the rows where the listing sets no number.
+        """
         names, rows = [column.name for column in self.columns], self.rows
         if listing.sort and listing.sort in names:
-            place = names.index(listing.sort)
-            # What is not known comes last, whichever way the rest goes.
-            known = [row for row in rows if row[place] is not None]
-            known.sort(key=lambda row: row[place], reverse=self.columns[place].unit != "text")
-            rows = [*known, *(row for row in rows if row[place] is None)]
-        return self._replace(rows=rows).text(style, listing.top or (None if listing.everything else most))
+            index = names.index(listing.sort)
+            # Unknown values come last in either order.
+            known_rows = [row for row in rows if row[index] is not None]
+            known_rows.sort(key=lambda row: row[index], reverse=self.columns[index].unit != "text")
+            rows = [*known_rows, *(row for row in rows if row[index] is None)]
+        return self._replace(rows=rows).text(style, listing.top or (None if listing.everything else default_rows))
 
     def page(self) -> PageTable:
-        """For the page, sortable."""
+        """Build a sortable table for the page."""
         kinds = [column.unit for column in self.columns]
-        rows = [[*map(_cell, row, kinds)] for row in self.rows[:MOST_PAGE_ROWS]]
-        left = len(self.rows) - MOST_PAGE_ROWS
-        note = f"{left} more rows are left out; {self.whole} has all." if left > 0 else ""
+        rows = [[*map(_cell, row, kinds)] for row in self.rows[:MAX_PAGE_ROWS]]
+        left_out = len(self.rows) - MAX_PAGE_ROWS
+        note = f"{left_out} more rows are left out; {self.whole} has all." if left_out > 0 else ""
         return PageTable([column.page_title for column in self.columns], rows, note)
 
 
 def _cell(value: Any, unit: str) -> Cell:
     if unit == "text":
         return text("-" if value is None else value)
-    whole = unit == "rough count" and value is not None and value == int(value)
-    return number(value, 0 if whole else UNITS[unit].digits, UNITS[unit].scale)
+    is_whole = unit == "rough count" and value is not None and value == int(value)
+    return number(value, 0 if is_whole else UNITS[unit].digits, UNITS[unit].scale)

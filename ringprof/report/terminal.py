@@ -1,6 +1,6 @@
-"""The report for people: most important first, every figure with its unit, parts that sum.
+"""The terminal report: most important first, every figure with its unit, and parts that sum.
 
-`render` returns text. It decides how things are written, never what they come to.
+`render` returns text. It decides how figures are written, never their values.
 """
 
 from __future__ import annotations
@@ -18,60 +18,71 @@ from ringprof.report.text import LONGEST_SENTENCE, TextStyle, captured_in_words,
 
 
 def render(
-    found: Findings,
+    findings: Findings,
     style: TextStyle | None = None,
     sections: Sequence[str] = (),
     listing: Listing | None = None,
     path: str = "PATH",
 ) -> str:
-    """The whole report as text that ends with a newline.
+    """Render the whole report as text that ends with a newline.
 
-    ``sections``: what to add, of `sections.OPTIONAL`; ``listing``: what of it; ``path``: of the run, for hints.
+    ``sections`` are the names of optional sections to add (`sections.OPTIONAL`), ``listing`` orders and limits their
+    rows, and ``path`` is the run's path for hints.
     """
-    attribution, summary = found.attribution, found.summary
+    attribution, summary = findings.attribution, findings.summary
     style, listing = style or TextStyle(), listing or Listing()
     blocks = [style.wrap(header_of(attribution, summary), "bold")]
-    machine, *always, warnings = (section for section in SECTIONS if section.terminal and not section.option)
+    machine, *always_shown, warnings = (section for section in SECTIONS if section.terminal and not section.option)
     assert machine.terminal is not None
-    blocks += machine.terminal(found, style, listing)
-    blocks.append(style.wrap("\n".join(clean(line, LONGEST_SENTENCE) for line in found.verdict)))
-    if found.next_step:
-        blocks.append(style.wrap(clean(found.next_step.text, LONGEST_SENTENCE), "bold"))
-    for section in (*always, *(OPTIONAL[name] for name in sections), warnings):
+    blocks += machine.terminal(findings, style, listing)
+    blocks.append(style.wrap("\n".join(clean(line, LONGEST_SENTENCE) for line in findings.verdict)))
+    if findings.next_step:
+        blocks.append(style.wrap(clean(findings.next_step.text, LONGEST_SENTENCE), "bold"))
+    for section in (*always_shown, *(OPTIONAL[name] for name in sections), warnings):
         assert section.terminal is not None
-        blocks += section.terminal(found, style, listing)
-    blocks.append(style.wrap(f"next: ringprof report {path} " + " · ".join(_next(found, sections)), "dim"))
+        blocks += section.terminal(findings, style, listing)
+    blocks.append(
+        style.wrap(f"next: ringprof report {path} " + " · ".join(_further_options(findings, sections)), "dim")
+    )
     return style.finish("\n\n".join(blocks))
 
 
-WORTH_IDLE = 0.02
-"""Least share of the mean wall that is idle for which the last line offers ``--idle``."""
+MIN_IDLE_SHARE = 0.02
+"""Least idle share of the mean wall at which the last line offers ``--idle``."""
 
 
-def _next(found: Findings, shown: Sequence[str]) -> list[str]:
+def _further_options(findings: Findings, shown: Sequence[str]) -> list[str]:
     """List the options that would show more of this run; kernels first where nothing is communicated."""
-    attribution = found.attribution
-    empty = {name for name, holds in _HOLDS.items() if not holds(found)}
-    more = [name for name, section in OPTIONAL.items() if section.on_cpu or not attribution.on_cpu]
-    options = [f"--{name}" for name in more if name not in shown and name not in empty]
-    silent = not any(rank.breakdown.comm_ns or rank.breakdown.exposed_other_groups_ns for rank in attribution.ranks)
-    first = ["--kernels"] if silent and "--kernels" in options else []
+    attribution = findings.attribution
+    empty_sections = {name for name, has_content in _HAS_CONTENT.items() if not has_content(findings)}
+    names = [name for name, section in OPTIONAL.items() if section.on_cpu or not attribution.on_cpu]
+    options = [f"--{name}" for name in names if name not in shown and name not in empty_sections]
+    no_communication = not any(
+        rank.breakdown.comm_ns or rank.breakdown.exposed_other_groups_ns for rank in attribution.ranks
+    )
+    first = ["--kernels"] if no_communication and "--kernels" in options else []
     return [*first, "--html report.html", *(name for name in options if name not in first), "--format json"]
 
 
-_HOLDS: dict[str, Callable[[Findings], bool]] = {
-    "steps": lambda found: bool(found.exposed_by_step),
-    "hops": lambda found: any(rank.hop_totals.count for rank in found.attribution.ranks),
-    "idle": lambda found: any(part.name == "idle" and part.share >= WORTH_IDLE for part in found.summary.parts),
+_HAS_CONTENT: dict[str, Callable[[Findings], bool]] = {
+    "steps": lambda findings: bool(findings.exposed_by_step),
+    "hops": lambda findings: any(rank.hop_totals.count for rank in findings.attribution.ranks),
+    "idle": lambda findings: any(
+        part.name == "idle" and part.share >= MIN_IDLE_SHARE for part in findings.summary.parts
+    ),
 }
-"""Sections that are offered only where this holds: whether the run has anything to show in them."""
+"""Tests of whether a run has content for a section; a section that fails its test is not offered."""
 
 
 def header_of(attribution: Attribution, summary: Summary) -> str:
-    """Ranks, hosts, devices and the slowest rank's wall in a line."""
+    """Return one line with ranks, hosts, devices and the slowest rank's wall."""
     ranks = attribution.ranks
-    of = max(attribution.world_size, len(ranks))
-    count = f"{len(ranks)} of {of} ranks" if len(ranks) < of else f"{of} rank{'s' if of > 1 else ''}"
+    world_size = max(attribution.world_size, len(ranks))
+    count = (
+        f"{len(ranks)} of {world_size} ranks"
+        if len(ranks) < world_size
+        else f"{world_size} rank{'s' if world_size > 1 else ''}"
+    )
     parts = [f"{count}, {_hosts(summary)}"]
     parts.extend(clean(device) for device in summary.devices)
     if attribution.on_cpu:

@@ -1,4 +1,4 @@
-"""What each figure is called, and what it means in a sentence: for people who read a report without its manual."""
+"""Labels of figures, and the meaning of each section in a sentence, for readers without the manual."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ LABELS: dict[str, str] = {
     "blocked_on_peer": "blocked on a peer",
     **{key: kind.label for key, kind in KIND.items()},
 }
-"""Of the parts of a rank's time, of the causes of idle time, and of kinds."""
+"""Label of each part of a rank's time, cause of idle time, and kind."""
 
 MEANINGS: dict[str, str] = {
-    "machine": "What the driver told while the iterations were timed, some ten times a second: a GPU that is held back "
-    "runs every kernel slower, whatever the code does.",
+    "machine": "What the driver reported while the iterations were timed, some ten times a second: a GPU that is held "
+    "back runs every kernel slower, whatever the code does.",
     "breakdown": "Each rank's time, in parts that sum to its wall: an instant in which anything computes is compute, "
     "else communication if any runs (exposed), else memory operations, else idle.",
     "rates": "FLOPs of attention and matrix products by the shapes that the profiler recorded, over the time of their "
@@ -64,4 +64,4 @@ MEANINGS: dict[str, str] = {
     "memory": "What the allocators of the profiled program held after each allocation and release, by the clock of its "
     "calls, which run ahead of the device.",
 }
-"""Of the sections of a page."""
+"""Explanation of each section of a page."""

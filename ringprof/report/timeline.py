@@ -1,4 +1,4 @@
-"""What a drawn timeline shows: each rank's activities as bars, a lane a stream, thinned to what can be seen."""
+"""Bars of a drawn timeline: each rank's activities, one lane per stream, joined where there are too many to see."""
 
 from __future__ import annotations
 
@@ -20,63 +20,63 @@ from ringprof.report.idle_bars import idle_bars
 from ringprof.report.page.document import Content, PageContext
 from ringprof.report.terms import LABELS
 
-MOST_BARS = 12_000
-"""More are joined: a screen has some thousand columns, and a page must stay quick."""
-_COLUMNS = 2_000
-MOST_LANES, OF_A_RANK = 96, 8
-"""Of all ranks together, and of each."""
+MAX_BARS = 12_000
+"""Number of bars above which short bars are joined: a screen has a few thousand columns, and a page must stay fast."""
+_PIXEL_COLUMNS = 2_000
+MAX_LANES, MAX_LANES_PER_RANK = 96, 8
+"""Largest number of lanes for which each stream has its own: of all ranks together, and of one rank."""
 
 
 class Bar(NamedTuple):
-    """Something that ran from one time to another, in nanoseconds from the first activity of any rank."""
+    """A time span of a timeline, in nanoseconds from the first activity of any rank."""
 
     rank: int
     lane: str
     """``compute`` or ``communication``."""
-    what: str
+    category: str
     """A kind of computation or memory operation; ``wait``, ``wire`` or ``unsplit``; or ``idle``."""
     kind: str
-    """Of the activity; ``blocked_on_peer`` where nothing ran because of a peer's copy; or ``idle``."""
+    """Kind of the activity; ``blocked_on_peer`` where nothing ran because of a peer's copy; or ``idle``."""
     start_ns: int
     end_ns: int
     name: str
-    """Of the activity; of the first of several. Of idle time its cause."""
+    """Name of the activity, or of the first of several; for idle time its cause."""
     stream: int = 0
     step: str = ""
-    """The ring step that it belongs to, where that is known."""
+    """Ring step that the activity belongs to; empty where it is not known."""
     sent: str = ""
-    """Of communication: peers, bytes and rate, as far as they are known."""
+    """Peers, bytes and rate of communication, as far as they are known."""
     activities: int = 1
-    """How many activities, or parts of an idle stretch, the bar stands for."""
+    """Number of activities, or of parts of an idle stretch, that the bar stands for."""
 
 
 IDLE, BLOCKED_ON_PEER = "idle", "blocked_on_peer"
-ORDER = (IDLE, *KINDS, "wait", "wire", "unsplit")
-"""Of a timeline's sorts, in every drawing: idle below all, waiting and wire last, which are what one looks for."""
+CATEGORY_ORDER = (IDLE, *KINDS, "wait", "wire", "unsplit")
+"""Order of categories in every drawing: idle time is drawn first; waiting and wire are drawn last, on top."""
 
 
-def drawn_as(what: str) -> tuple[str, str]:
-    """What a bar of this sort is called, and its colour."""
-    sorts = {"wait": ("waiting for a peer", palette.WAIT), "wire": ("on the wire", palette.WIRE),
+def label_and_colour(category: str) -> tuple[str, str]:
+    """Return the label and the colour of a category of bars."""
+    categories = {"wait": ("waiting for a peer", palette.WAIT), "wire": ("on the wire", palette.WIRE),
              "unsplit": ("communication", palette.UNSPLIT), IDLE: (LABELS[IDLE], palette.IDLE)}  # fmt: skip
-    return sorts.get(what) or (LABELS[what], KIND[what].colour)
+    return categories.get(category) or (LABELS[category], KIND[category].colour)
 
 
 class DrawnTimeline(NamedTuple):
-    """All bars, and whether some stand for several activities."""
+    """Bars of all ranks, and whether some of them stand for several activities."""
 
     bars: list[Bar]
     steps: list[Step]
     origin_ns: dict[int, int]
-    """By rank: what to take from its times."""
+    """Time to subtract from a rank's times, by rank."""
     thinned: bool
 
 
 class Activity(NamedTuple):
-    """One activity that a rank's breakdown counts; times by the rank's own clock, cut where the window is."""
+    """An activity that a rank's breakdown counts; times are by the rank's own clock and cut at the window."""
 
     row: int
-    """In ``trace.activities``."""
+    """Row in ``trace.activities``."""
     kind: str
     name: str
     stream: int
@@ -85,67 +85,72 @@ class Activity(NamedTuple):
 
 
 def activities_of(detail: Detail) -> Iterator[Activity]:
-    """What ran in a rank's window on the device that is reported, by start; nothing on CPU.
+    """Generate the activities in a rank's window on the reported device, by start; none on CPU.
 
-    Whatever draws or lists activities takes them from here, so that it shows what the figures are of.
+    Everything that draws or lists activities takes them from here, so that it shows what the figures are based on.
     """
     rows, trace = detail.rows(), detail.classified.trace
     columns = trace.activities
     stream, name = columns.stream[rows.activity], columns.name[rows.activity]
-    for row, kind, at, on, start, end in zip(
+    for row, kind, name_index, stream_number, start, end in zip(
         *(column.tolist() for column in (rows.activity, rows.kind, name, stream, rows.start_ns, rows.end_ns)),
         strict=True,
     ):
-        yield Activity(row, KINDS[kind], trace.names[at], max(on, 0), start, end)
+        yield Activity(row, KINDS[kind], trace.names[name_index], max(stream_number, 0), start, end)
 
 
 def origins_of(attribution: Attribution) -> dict[int, int]:
-    """By rank: what to take from its times, so that the first activity of all is at 0 on one clock."""
+    """Return for each rank the time to subtract, so that the first activity of all is at 0 on one clock."""
     offset = attribution.clocks.offset_ns
     first = min(rank.breakdown.start_ns + offset[rank.rank] for rank in attribution.ranks)
     return {rank.rank: first - offset[rank.rank] for rank in attribution.ranks}
 
 
 StepsByActivity = Mapping[int, Mapping[int, StepKey]]
-"""Rank -> row in its trace -> the ring step that the activity belongs to."""
+"""Rank -> row in its trace -> ring step that the activity belongs to."""
 
 
 def timeline_of(
     attribution: Attribution, steps: Sequence[Step], by_activity: StepsByActivity | None = None
 ) -> DrawnTimeline:
-    """The bars of all ranks on one clock; none for ranks on CPU, whose traces hold no device activities."""
-    origin, known = origins_of(attribution), by_activity or {}
+    """Build the bars of all ranks on one clock; none for ranks on CPU, whose traces hold no device activities."""
+    origin, steps_of_ranks = origins_of(attribution), by_activity or {}
     ranks = [rank for rank in attribution.ranks if not rank.on_cpu]
-    column_ns = max((rank.breakdown.end_ns - origin[rank.rank] for rank in ranks), default=0) // _COLUMNS
-    bars = [bar for rank in ranks for bar in _bars(rank, origin[rank.rank], known.get(rank.rank, {}), column_ns)]
-    thinned = len(bars) > MOST_BARS
+    column_ns = max((rank.breakdown.end_ns - origin[rank.rank] for rank in ranks), default=0) // _PIXEL_COLUMNS
+    bars = [
+        bar for rank in ranks for bar in _bars(rank, origin[rank.rank], steps_of_ranks.get(rank.rank, {}), column_ns)
+    ]
+    thinned = len(bars) > MAX_BARS
     if thinned:
-        bars = list(_joined(bars, max(1, column_ns)))
+        bars = list(_joined_bars(bars, max(1, column_ns)))
     return DrawnTimeline(bars, list(steps), origin, thinned)
 
 
 def lanes_of(bars: Iterable[Bar]) -> dict[tuple[int, str, int], int]:
-    """(Rank, lane, stream) -> its place among the rank's lanes, from 0: computation first, each by stream.
+    """Number the lanes of each rank from 0: (rank, lane, stream) -> number, computation first, then by stream.
 
     Where ranks have more streams than can be drawn, one lane holds all computation, and one all communication.
     """
     streams = sorted({(bar.rank, bar.lane != "compute", bar.stream) for bar in bars})
-    several = len(streams) <= MOST_LANES and max(Counter(rank for rank, *_ in streams).values(), default=0) <= OF_A_RANK
-    places: dict[tuple[int, str, int], int] = {}
-    used: dict[int, int] = {}
-    for rank, sends, stream in streams:
-        if several:
-            place = used[rank] = used.get(rank, -1) + 1
+    separate_lanes = (
+        len(streams) <= MAX_LANES
+        and max(Counter(rank for rank, *_ in streams).values(), default=0) <= MAX_LANES_PER_RANK
+    )
+    lanes: dict[tuple[int, str, int], int] = {}
+    last_lane: dict[int, int] = {}
+    for rank, communicates, stream in streams:
+        if separate_lanes:
+            lane = last_lane[rank] = last_lane.get(rank, -1) + 1
         else:
-            place = int(sends)
-        places[rank, "communication" if sends else "compute", stream] = place
-    return places
+            lane = int(communicates)
+        lanes[rank, "communication" if communicates else "compute", stream] = lane
+    return lanes
 
 
 def _bars(rank: Rank, origin: int, steps: Mapping[int, StepKey], column_ns: int) -> Iterator[Bar]:
-    """Draw one rank: what ran, what it was blocked on, and idle stretches that are wide enough to be seen."""
+    """Generate the bars of one rank: its activities, time blocked on peers, and visible idle stretches."""
     detail, streams = rank.detail, set[int]()
-    for bar in _of_activities(rank.rank, detail, origin, steps):
+    for bar in _activity_bars(rank.rank, detail, origin, steps):
         if bar.lane == "compute":
             streams.add(bar.stream)
         yield bar
@@ -153,81 +158,108 @@ def _bars(rank: Rank, origin: int, steps: Mapping[int, StepKey], column_ns: int)
     for block in detail.blocks:
         stream, name = max(int(columns.stream[block.hop]), 0), names[columns.name[block.hop]]
         start, end = block.start_ns - origin, block.end_ns - origin
-        yield Bar(rank.rank, "communication", block.part, BLOCKED_ON_PEER, start, end, name, stream, sent=_peer(block))
-    # Nothing runs on any stream then: the first lane has room.
+        yield Bar(
+            rank.rank,
+            "communication",
+            block.part,
+            BLOCKED_ON_PEER,
+            start,
+            end,
+            name,
+            stream,
+            sent=_describe_peer(block),
+        )
+    # Idle means that no stream runs anything, so the first lane is free.
     stream = min(streams, default=0)
     for idle in idle_bars(detail.idle_parts(), names, column_ns):
         start, end = idle.start_ns - origin, idle.end_ns - origin
         yield Bar(rank.rank, "compute", IDLE, IDLE, start, end, idle.label, stream, activities=idle.parts)
 
 
-def _peer(block: PeerBlock) -> str:
+def _describe_peer(block: PeerBlock) -> str:
     return "peer not known" if block.peer is None else f"peer: rank {block.peer}"
 
 
-def _of_activities(rank: int, detail: Detail, origin: int, steps: Mapping[int, StepKey]) -> Iterator[Bar]:
+def _activity_bars(rank: int, detail: Detail, origin: int, steps: Mapping[int, StepKey]) -> Iterator[Bar]:
     split = {part.transfer.activity: part for part in detail.splits}
-    for one in activities_of(detail):
-        part, key = split.get(one.row), steps.get(one.row)
-        start, end = one.start_ns - origin, one.end_ns - origin
-        bar = Bar(rank, "compute", one.kind, one.kind, start, end, one.name, one.stream, step_name(key) if key else "")
-        if one.kind not in COMMUNICATION:
+    for activity in activities_of(detail):
+        part, key = split.get(activity.row), steps.get(activity.row)
+        start, end = activity.start_ns - origin, activity.end_ns - origin
+        bar = Bar(
+            rank,
+            "compute",
+            activity.kind,
+            activity.kind,
+            start,
+            end,
+            activity.name,
+            activity.stream,
+            step_name(key) if key else "",
+        )
+        if activity.kind not in COMMUNICATION:
             yield bar
             continue
-        bar = bar._replace(lane="communication", what="unsplit", sent=_sent(part) if part else "")
+        bar = bar._replace(lane="communication", category="unsplit", sent=_describe_message(part) if part else "")
         if part is None or part.wire_ns is None:
             yield bar
             continue
         ready = min(max(part.transfer.end_ns - part.wire_ns - origin, start), end)
-        for what, since, until in (("wait", start, ready), ("wire", ready, end)):
-            if until > since or what == "wire":
-                yield bar._replace(what=what, start_ns=since, end_ns=until)
+        for category, part_start, part_end in (("wait", start, ready), ("wire", ready, end)):
+            if part_end > part_start or category == "wire":
+                yield bar._replace(category=category, start_ns=part_start, end_ns=part_end)
 
 
 def step_name(key: StepKey) -> str:
-    """A ring step in words."""
+    """Return a ring step's name, such as ``fwd 2 of call 1``."""
     return f"{key.phase} {key.step}" + (f" of call {key.call}" if key.call else "")
 
 
 def peers_of(messages: Iterable[Message]) -> str | None:
-    """The ranks that messages go to or come from; None where there are none."""
-    return ", ".join(dict.fromkeys(f"rank {one.peer}" for one in messages)) or None
+    """Return the ranks that messages go to or come from, as text; None where there are none."""
+    return ", ".join(dict.fromkeys(f"rank {message.peer}" for message in messages)) or None
 
 
-def _sent(part: Split) -> str:
+def _describe_message(part: Split) -> str:
     transfer = part.transfer
-    to, of, speed = peers_of(transfer.sends), peers_of(transfer.receives), gbps(transfer.sent_bytes, part.wire_ns)
-    parts = [f"to {to}" if to else "", f"from {of}" if of else ""]
+    receivers, senders, rate_gbps = (
+        peers_of(transfer.sends),
+        peers_of(transfer.receives),
+        gbps(transfer.sent_bytes, part.wire_ns),
+    )
+    parts = [f"to {receivers}" if receivers else "", f"from {senders}" if senders else ""]
     parts += [f"{transfer.sent_bytes / 1e6:,.1f} MB" if transfer.sent_bytes is not None else ""]
-    parts += [f"{three_digits(speed)} GB/s" if speed is not None else ""]
+    parts += [f"{three_digits(rate_gbps)} GB/s" if rate_gbps is not None else ""]
     return ", ".join(filter(None, parts))
 
 
-def _joined(bars: Iterable[Bar], gap_ns: int) -> Iterable[Bar]:
-    """Bars of one rank, lane and sort, joined where less than ``gap_ns`` lies between two that are no longer."""
+def _joined_bars(bars: Iterable[Bar], gap_ns: int) -> Iterable[Bar]:
+    """Join short bars of the same rank, lane, category and stream.
+
+    A bar shorter than ``gap_ns`` joins the previous bar if the gap between them is shorter than ``gap_ns`` too.
+    """
     open_bars: dict[tuple[int, str, str, int], Bar] = {}
     for bar in sorted(bars, key=lambda bar: bar.start_ns):
-        key = bar.rank, bar.lane, bar.what, bar.stream
-        before = open_bars.get(key)
-        short = bar.end_ns - bar.start_ns < gap_ns
-        if before is not None and short and bar.start_ns - before.end_ns < gap_ns:
-            end = max(before.end_ns, bar.end_ns)
-            open_bars[key] = before._replace(end_ns=end, activities=before.activities + bar.activities)
+        key = bar.rank, bar.lane, bar.category, bar.stream
+        previous = open_bars.get(key)
+        is_short = bar.end_ns - bar.start_ns < gap_ns
+        if previous is not None and is_short and bar.start_ns - previous.end_ns < gap_ns:
+            end = max(previous.end_ns, bar.end_ns)
+            open_bars[key] = previous._replace(end_ns=end, activities=previous.activities + bar.activities)
             continue
-        if before is not None:
-            yield before
+        if previous is not None:
+            yield previous
         open_bars[key] = bar
     yield from open_bars.values()
 
 
-_THINNED = "Neighbouring short activities are drawn as one bar, so that the page stays quick."
+_THINNED_NOTE = "Neighbouring short activities are drawn as one bar, so that the page stays quick."
 
 
-def html(found: Findings, page: PageContext) -> Content | None:
-    """None on CPU, whose traces hold no device activities, and of very many ranks."""
-    attribution = found.attribution
-    if attribution.on_cpu or not found.lists_steps:
+def html(findings: Findings, page: PageContext) -> Content | None:
+    """Draw the timeline; None on CPU, whose traces hold no device activities, and for very many ranks."""
+    attribution = findings.attribution
+    if attribution.on_cpu or not findings.lists_steps:
         return None
-    drawn = timeline_of(attribution, found.steps, found.finder.by_activity)
+    drawn = timeline_of(attribution, findings.steps, findings.finder.by_activity)
     ranks = [rank.rank for rank in attribution.ranks]
-    return Content(page.figures.timeline(drawn, ranks), lines=[_THINNED] if drawn.thinned else [])
+    return Content(page.figures.timeline(drawn, ranks), lines=[_THINNED_NOTE] if drawn.thinned else [])

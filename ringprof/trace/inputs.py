@@ -105,22 +105,24 @@ def _detect_folder(name: str) -> Input:
     found = _input_in(name)
     if found is not None:
         return found
-    below, problems = _inputs_below(name)
+    below, problems, all_looked_at = _inputs_below(name)
     if len(below) == 1:
         (one,) = below.values()
         return msgspec.structs.replace(one, left_out=(*one.left_out, *problems))
     if below:
         shown = ", ".join(islice(below, _MOST_LISTED)) + (", ..." if len(below) > _MOST_LISTED else "")
-        raise InputError(
-            f"{name}: {len(below)} folders below hold runs or traces: give one, or those of one run: {shown}"
-        )
+        count = f"{len(below)}" if all_looked_at else f"at least {len(below)}"
+        raise InputError(f"{name}: {count} folders below hold runs or traces: give one, or those of one run: {shown}")
     if problems:
         raise problems[0]
     raise InputError(f"{name}: no run.json and no Kineto trace (.json, .json.gz, .json.zst) in this folder or below it")
 
 
-def _inputs_below(name: str) -> tuple[dict[str, Input], list[InputError]]:
-    """Find the outermost folders below that hold a run or traces, and what is damaged in folders that hold neither."""
+def _inputs_below(name: str) -> tuple[dict[str, Input], list[InputError], bool]:
+    """Find the outermost folders below that hold a run or traces, and what is damaged in folders that hold neither.
+
+    The last value says whether all folders were looked at: there may be too many.
+    """
     found: dict[str, Input] = {}
     problems: list[InputError] = []
     folders, looked_at = deque((folder, 1) for folder in _sorted_folders(name)), 0
@@ -134,7 +136,7 @@ def _inputs_below(name: str) -> tuple[dict[str, Input], list[InputError]]:
                 folders.extend((inner, depth + 1) for inner in _sorted_folders(folder))
         except InputError as error:
             problems.append(error)
-    return found, problems
+    return found, problems, not folders
 
 
 def _sorted_folders(name: str) -> list[str]:

@@ -1,9 +1,9 @@
 """Plant small bugs in the code one at a time, and list those that no test notices.
 
-``python scripts/mutants --number 600 --seed 1`` takes a sample of the mutants that mutmut makes of the analysis, the
-readers and the strategies: every place in the code is equally likely, then one of the place's mutants. Each is put
-into a copy of the checkout, and the tests that pass through it run there, the shortest first. mutmut's own runner
-would leave out decorated functions, tables, and the package whose folder lies elsewhere (``strategies/``).
+``python scripts/mutants --number 600 --seed 1`` takes a sample of the mutants that mutmut makes of the folders in
+`ROOMS`: every place in the code is equally likely, then one of the place's mutants. Each is put into a copy of the
+checkout, and the tests that pass through it run there, the shortest first. mutmut's own runner would leave out
+decorated functions, tables, and the package whose folder lies elsewhere (``strategies/``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from covering import Covering
 from fork import Watch, copy_checkout, in_fork, preload, run_pytest
 from sample import ROOT, Mutant, sample
 
-ROOMS = ["ringprof/analysis", "ringprof/trace", "strategies"]
+ROOMS = [*(f"ringprof/{name}" for name in ("analysis", "foresee", "record", "report", "trace")), "strategies"]
 PAGE = ROOT / "docs" / "mutation-testing.md"
 Row = dict[str, Any]
 
@@ -136,7 +136,7 @@ def main() -> int:
         tree = folder / "map"
         if not tree.exists():
             copy_checkout(tree)
-        covering = Covering(tree, ROOMS)
+        covering = Covering(tree, options.rooms)
         print(f"{len(mutants)} mutants; {len(covering.seconds)} tests pass, not asked: {covering.failed}", flush=True)
         rows = judge_all(mutants, covering, folder, options.jobs)
         untrue = void(rows, tree)

@@ -7,15 +7,32 @@ import json
 from pathlib import Path
 
 import coverage
+import pytest
 from fork import Watch, in_fork, run_pytest
 from sample import Mutant
 
-LEFT_OUT = ("tests/record/", "tests/page/", "tests/fuzz/", "tests/test_notebooks.py", "tests/test_sweep.py")
-"""Whole recordings, browsers and notebooks: minutes, for figures that other tests hold."""
+LEFT_OUT = ("tests/page/", "tests/fuzz/", "tests/test_notebooks.py", "tests/test_mutants.py", "tests/test_sweep.py")
+"""Browsers, drawn bytes and notebooks: minutes, for figures that other tests hold."""
+RECORDINGS = "tests/record/"
+"""Of these tests only those that start no processes run: the others make whole recordings."""
 ALSO = ("tests/record/test_baselines.py", "tests/record/test_estimate.py", "tests/record/test_verify.py")
-"""Of those: what runs the strategies' own code in this process and its forks, or asks what they say of themselves."""
+"""Files of `RECORDINGS` that run whole: they run the strategies' own code in this process and its forks."""
 LIMIT_S = 20.0
 """A mutant meets as many of its tests as take this long together, in CPU time."""
+
+
+class _Selection(Watch):
+    """Leaves out the tests that make whole recordings."""
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        kept = [item for item in items if not _makes_a_recording(item)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
+
+
+def _makes_a_recording(item: pytest.Item) -> bool:
+    starts_ranks = item.nodeid.startswith(RECORDINGS) and not item.nodeid.startswith(ALSO)
+    return starts_ranks and item.get_closest_marker("processes") is not None
 
 
 class Covering:
@@ -58,9 +75,10 @@ def _measure(tree: Path, rooms: list[str], told: Path) -> None:
     )
     # Tests of strategies fork their ranks, which end by os._exit.
     cover.set_option("run:patch", ["_exit"])
-    watch = Watch(cover)
+    watch = _Selection(cover)
     cover.start()
-    tests = [path for path in sorted((tree / "tests").rglob("test_*.py")) if _asked(str(path.relative_to(tree)))]
+    every = sorted((tree / "tests").rglob("test_*.py"))
+    tests = [path for path in every if not str(path.relative_to(tree)).startswith(LEFT_OUT)]
     run_pytest(tree, list(map(str, tests)), watch)
     cover.stop()
     cover.save()
@@ -69,10 +87,6 @@ def _measure(tree: Path, rooms: list[str], told: Path) -> None:
     whole.save()
     seconds = {test: spent for test, spent in watch.seconds.items() if test not in watch.failed}
     told.write_text(json.dumps([seconds, watch.failed]))
-
-
-def _asked(test: str) -> bool:
-    return test in ALSO or not test.startswith(LEFT_OUT)
 
 
 def statement(text: str, line: int) -> tuple[int, int]:

@@ -86,15 +86,15 @@ class AllGather(Strategy):
             return f"heads_at_a_time {heads} does not divide {shape.kv_heads} kv heads"
         return super().why_unsupported(shape, size, **params)
 
-    def forward(self, blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        found = [self._forward(blocks, *one) for one in self._by_heads(q, k, v)]
+    def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        found = [self._forward(call, *one) for one in self._by_heads(q, k, v)]
         if len(found) == 1:
             return found[0]
         return torch.cat([out for out, _ in found], 2), torch.cat([lse for _, lse in found], 1)
 
-    def backward(self, blocks: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+    def backward(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         found = [
-            self._backward(blocks, of_heads(rows, index, q, k, some_k), some_q, some_k, some_v, gathers)
+            self._backward(call, of_heads(rows, index, q, k, some_k), some_q, some_k, some_v, gathers)
             for index, (some_q, some_k, some_v, gathers) in enumerate(self._by_heads(q, k, v))
         ]
         if len(found) == 1:
@@ -119,35 +119,35 @@ class AllGather(Strategy):
         return k, v, [self.kv.all_gather(x) for x in (k, v)]
 
     def _forward(
-        self, blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor, gathers: list[Hop]
+        self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, gathers: list[Hop]
     ) -> tuple[Tensor, Tensor]:
         result = Partial()
         with ring_step("fwd", 0, "block"):
-            result.merge(*blocks.forward(q, k, v, self.own_block(blocks, q)))
-        others = self._others(q.shape[1], blocks)
+            result.merge(*call.forward(q, k, v, self.local_block(call, q)))
+        others = self._others(q.shape[1], call)
         k_others, v_others = (others.take(gather.wait()[0]) for gather in gathers)
         for step, block in enumerate(others.blocks, 1):
             with ring_step("fwd", step, "block"):
-                out, lse = blocks.forward(q, k_others, v_others, block)
+                out, lse = call.forward(q, k_others, v_others, block)
             with ring_step("fwd", step, "merge"):
                 result.merge(out, lse, block.q)
         with ring_step("fwd", len(others.blocks), "merge"):
             return result.result(q.dtype)
 
     def _backward(
-        self, blocks: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor, gathers: list[Hop]
+        self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor, gathers: list[Hop]
     ) -> Gradients:
-        early, rest = self.split_local_block(blocks, q, k)
+        early, rest = self.split_local_block(call, q, k)
         dq = Sum(q)
         with ring_step("bwd", 0, "block"):
-            home = [(early, blocks.backward(rows, q, k, v, early))]
-        others = self._others(q.shape[1], blocks)
+            home = [(early, call.backward(rows, q, k, v, early))]
+        others = self._others(q.shape[1], call)
         k_others, v_others = (others.take(gather.wait()[0]) for gather in gathers)
         wire = wire_type(self.parameters["grad_wire"], k)
         dk_others, dv_others = (torch.zeros_like(x, dtype=wire) for x in (k_others, v_others))
         for step, block in enumerate(others.blocks, 1):
             with ring_step("bwd", step, "block"):
-                grads = blocks.backward(rows, q, k_others, v_others, block)
+                grads = call.backward(rows, q, k_others, v_others, block)
             with ring_step("bwd", step, "merge"):
                 dq.add(grads[0], block.q)
                 accumulate(part(dk_others, block.kv), grads[1])
@@ -156,7 +156,7 @@ class AllGather(Strategy):
         scatters = [self.dkv.reduce_scatter(others.put_back(x)) for x in (dk_others, dv_others)]
         for block in rest:
             with ring_step("bwd", self.comm.size, "block"):
-                home.append((block, blocks.backward(rows, q, k, v, block)))
+                home.append((block, call.backward(rows, q, k, v, block)))
         dk, dv = (scatter.wait()[0] for scatter in scatters)
         with ring_step("bwd", self.comm.size, "merge"):
             for block, grads in home:
@@ -167,10 +167,10 @@ class AllGather(Strategy):
             )
             return dq.result(q.dtype), dk, dv
 
-    def _others(self, local_seq: int, blocks_: AttentionCall) -> _Others:
-        rank, size, causal = self.comm.rank, self.comm.size, blocks_.causal
-        if blocks_.cut is not None:
-            return _Others(size, local_seq, blocks_.cut.with_others(rank))
+    def _others(self, local_seq: int, call: AttentionCall) -> _Others:
+        rank, size, causal = self.comm.rank, self.comm.size, call.causal
+        if call.sharded_mask is not None:
+            return _Others(size, local_seq, call.sharded_mask.blocks_with_others(rank))
         if not causal or self.parameters["layout"] == "contiguous":
             before, after = rank * local_seq, (rank + 1) * local_seq
             blocks = [Block(kv=slice(0, before))] if before else []

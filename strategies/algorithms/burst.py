@@ -83,32 +83,32 @@ class Burst(Strategy):
             return f"ring_window {window} has no meaning with double_ring=false"
         return super().why_unsupported(shape, size, **params)
 
-    def forward(self, blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return self.over(blocks, q, self.read.tour([k, v], self.routing(blocks)))
+    def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return self.forward_over_ring(call, q, self.read.tour([k, v], self.routing(call)))
 
-    def backward(self, blocks: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+    def backward(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         if self.parameters["optimized_backward"] and rows.delta is None:
             assert rows.out is not None
             rows = Rows(rows.dout, rows.lse, delta=row_product(rows.dout, rows.out))
         wire, dk, dv = wire_type(self.parameters["grad_wire"], q), Sum(k), Sum(v)
-        routing = self.routing(blocks, queries=True)
+        routing = self.routing(call, queries=True)
         if routing is not None:
             gradient_ring = GradientRing(routing, self.dq.inner, self.dq.outer, (q,), wire)
-            return self._backward_of_rows(blocks, rows, q, k, v, routing, gradient_ring)
-        early, rest = self.split_local_block(blocks, q, q)
+            return self._backward_of_rows(call, rows, q, k, v, routing, gradient_ring)
+        early, rest = self.split_local_block(call, q, q)
         travelling_dq = _TravellingDq(self.dq, q, wire)
         for step, (q_rank, travelled) in enumerate(self.read.tour(_pack(q, rows))):
-            block = early if step == 0 else blocks.between(self.layout, q_rank, self.comm.rank, q.shape[1])
+            block = early if step == 0 else call.block_between(self.layout, q_rank, self.comm.rank, q.shape[1])
             if block is None:
                 travelling_dq.add(step, None)
                 continue
-            found = _dq_of(blocks, block, step, travelled, rows, (k, v), (dk, dv))
+            found = _dq_of(call, block, step, travelled, rows, (k, v), (dk, dv))
             travelling_dq.add(step, (block.q, found))
         # What is left of this rank's own block hides the last hops of dQ.
         home = []
         for block in rest:
             with ring_step("bwd", self.comm.size, "block"):
-                home.append((block, blocks.backward(rows, q, k, v, block)))
+                home.append((block, call.backward(rows, q, k, v, block)))
             travelling_dq.head_home()
         dq = travelling_dq.home()
         with ring_step("bwd", self.comm.size, "merge"):
@@ -120,7 +120,7 @@ class Burst(Strategy):
 
     def _backward_of_rows(
         self,
-        blocks: AttentionCall,
+        call: AttentionCall,
         rows: Rows,
         q: Tensor,
         k: Tensor,
@@ -133,16 +133,16 @@ class Burst(Strategy):
         own: Sequence[Tensor] = ()
         dims = (1, 1, 2, 1 if rows.delta is None else 2)
         for step, (q_rank, travelled) in enumerate(self.read.tour(_pack(q, rows), routing, dims)):
-            block = routing.block(self.comm.rank, q_rank) if step else self.own_block(blocks, q)
+            block = routing.block(self.comm.rank, q_rank) if step else self.local_block(call, q)
             if block is None:
                 gradient_ring.add(step, None, ALL)
                 continue
-            found = _dq_of(blocks, block, step, travelled, rows, (k, v), (dk, dv))
+            found = _dq_of(call, block, step, travelled, rows, (k, v), (dk, dv))
             if step:
                 gradient_ring.add(step, (found,), block.q)
             else:
                 own = (found,)
-        (dq,) = gradient_ring.home(self.comm.rank, own)
+        (dq,) = gradient_ring.receive_own(self.comm.rank, own)
         return dq, dk.result(k.dtype), dv.result(v.dtype)
 
     @property
@@ -151,13 +151,13 @@ class Burst(Strategy):
 
 
 def _dq_of(
-    blocks: AttentionCall, block: Block, step: int, travelled: list[Tensor], rows: Rows, kv: tuple[Tensor, Tensor],
+    call: AttentionCall, block: Block, step: int, travelled: list[Tensor], rows: Rows, kv: tuple[Tensor, Tensor],
     sums: tuple[Sum, Sum],
 ) -> Tensor:  # fmt: skip
     """dQ of a block of queries that have travelled; its dK and dV are added to the ``sums``."""
     their_q, their_rows = _unpack(travelled, rows)
     with ring_step("bwd", step, "block"):
-        dq, *pair = blocks.backward(their_rows, their_q, *kv, block)
+        dq, *pair = call.backward(their_rows, their_q, *kv, block)
     with ring_step("bwd", step, "merge"):
         for total, gradient in zip(sums, pair, strict=True):
             total.add(gradient, block.kv)
@@ -177,7 +177,9 @@ class _TravellingDq:
         """Add one block's dQ, where there is one, to the partial that came with its queries, and send it on."""
         window, inner_step = divmod(step, self._rings.window)
         like = self._like
-        total = self._inner.wait() if inner_step else self._rings.inner.begun(((self._dtype, like.shape),), like.device)
+        total = (
+            self._inner.wait() if inner_step else self._rings.inner.reserve(((self._dtype, like.shape),), like.device)
+        )
         with ring_step("bwd", step, "merge"):
             if dq is None:
                 if not inner_step:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ringprof.mask import Mask
 from ringprof.strategies.annotate import ring_step
-from ringprof.strategies.base import AttentionCall, Rows, Shape, Strategy, mask_asked
+from ringprof.strategies.base import AttentionCall, Rows, Shape, Strategy, mask_of_call
 from ringprof.strategies.errors import Unsupported
 from ringprof.strategies.kernels.kernel import Gradients
 from ringprof.strategies.kernels.merge import merge_rows, wide_type, with_sinks
@@ -49,7 +49,7 @@ class Cached(Strategy):
 
     @abstractmethod
     def compute(
-        self, blocks: AttentionCall, mask: Mask, q: Tensor, k: Tensor, v: Tensor, kv_length: int
+        self, call: AttentionCall, mask: Mask, q: Tensor, k: Tensor, v: Tensor, kv_length: int
     ) -> tuple[Tensor, Tensor]:
         """Output (B, S, H, D) in q's type and LSE (B, H, S) of the rows that this rank returns."""
 
@@ -95,12 +95,12 @@ class Cached(Strategy):
             raise Unsupported(
                 f"expected q (B, S, H, D), k and v (B, keys, Hkv, D) of the same batch and D: got {shapes}"
             )
-        mask = mask_asked(None, window_size, causal=causal, prefix=prefix)
+        mask = mask_of_call(None, window_size, causal=causal, prefix=prefix)
         kv_length = self._length(q, k, mask) if kv_length is None else kv_length
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        blocks = AttentionCall(self.kernel_for(q, **self._asks(mask, softcap)), scale, causal)
+        call = AttentionCall(self.kernel_for(q, **self._kernel_requirements(mask, softcap)), scale, causal)
         self.comm.meter.phase = "forward"
-        out, lse = self.compute(blocks, mask, q, k, v, kv_length)
+        out, lse = self.compute(call, mask, q, k, v, kv_length)
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
         return (out, lse) if return_lse else out
@@ -145,26 +145,26 @@ class Cached(Strategy):
 
     # --- what there is not --------------------------------------------------------------------
 
-    def forward(self, blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("a cache is asked by `compute`")
 
-    def backward(self, blocks: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+    def backward(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         raise NotImplementedError("there is no backward pass over a cache")
 
 
 def assembled(
-    blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor, owed: list[Block], step: int
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, owed: list[Block], step: int
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE of q over the keys of the blocks ``owed``; 0 and -inf in rows that see none of them."""
     if len(owed) == 1 and owed[0].q == ALL:
         with ring_step("fwd", step, "block"):
-            return rectangle(blocks, q, k, v, owed[0])
+            return rectangle(call, q, k, v, owed[0])
     wide = wide_type(q)
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=wide)
     for block in owed:
         with ring_step("fwd", step, "block"):
-            found = rectangle(blocks, q, k, v, block)
+            found = rectangle(call, q, k, v, block)
         with ring_step("fwd", step, "merge"):
             merge_rows(out, lse, *found, block.q)
     return out, lse
@@ -174,7 +174,7 @@ FEW_ROWS = 64
 """Up to so many queries of a sequence, the heads that share keys are computed as rows of one: keys are read once."""
 
 
-def rectangle(blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+def rectangle(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """Output and LSE of one block. Where queries are few, the heads of a group are rows of one head, (B, S·G, Hkv, D):
     a kernel reads the keys once for all of them, and none must repeat the keys."""
     few = part(q, block.q)
@@ -186,10 +186,10 @@ def rectangle(blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor, block: Blo
         )
     group = heads // kv_heads
     if block.causal or block.parts is not None or group == 1 or rows > FEW_ROWS:
-        return blocks.forward(q, k, v, block)
+        return call.forward(q, k, v, block)
     grouped = few.reshape(batch, rows, kv_heads, group, head_dim)
     packed = grouped.transpose(2, 3).reshape(batch, rows * group, kv_heads, head_dim)
-    out, lse = blocks.forward(packed, k, v, Block(kv=block.kv))
+    out, lse = call.forward(packed, k, v, Block(kv=block.kv))
     out = out.reshape(batch, rows, group, kv_heads, v.shape[3]).transpose(2, 3).flatten(2, 3)
     return out, lse.reshape(batch, kv_heads, rows, group).transpose(2, 3).reshape(batch, heads, rows)
 

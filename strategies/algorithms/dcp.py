@@ -133,11 +133,11 @@ class DecodeContextParallel(Cached):
         return k.shape[1] * self.degree
 
     def compute(
-        self, blocks: AttentionCall, mask: Mask, q: Tensor, k: Tensor, v: Tensor, kv_length: int
+        self, call: AttentionCall, mask: Mask, q: Tensor, k: Tensor, v: Tensor, kv_length: int
     ) -> tuple[Tensor, Tensor]:
         if self.parameters["queries"] == "gathered":
             q = _joined_heads(self.q_channel.all_gather(q).wait()[0])
-        out, lse = assembled(blocks, q, k, v, self._blocks(q.shape[1], k.shape[1], kv_length, mask), 0)
+        out, lse = assembled(call, q, k, v, self._blocks(q.shape[1], k.shape[1], kv_length, mask), 0)
         if self.degree == 1:
             return out.to(q.dtype), lse
         wire = q.dtype if self.parameters["out_wire"] == "input" else wide_type(q)

@@ -39,11 +39,11 @@ from ringprof.strategies.kernels.merge import Sum, accumulate
 from ringprof.strategies.masks.layouts import LAYOUTS, Block, Grid, Grouped, Layout
 from ringprof.strategies.transport.gradient_ring import (
     GradientRing,
-    Home,
+    LocalGrads,
+    add_and_cast_dkv,
     backward_of_rows,
-    of_keys,
-    onward,
-    settled_dkv,
+    forward_grads,
+    kv_grads,
 )
 from ringprof.strategies.transport.message import Message
 from ringprof.strategies.transport.ring_channel import AnyHop, DoubleRing
@@ -100,42 +100,42 @@ class LoongDoubleRing(Strategy):
             shape, params.get("ulysses_degree") or 1
         )
 
-    def forward(self, blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return self.over(blocks, q, self._tour(blocks, k, v))
+    def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return self.forward_over_ring(call, q, self._tour(call, k, v))
 
-    def backward(self, blocks: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-        routing = self.routing(blocks)
+    def backward(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+        routing = self.routing(call)
         if routing is not None:
             # Mixed: rows that travel alone are few.
             wire = wire_type("input" if self.parameters["grad_wire"] == "input" else "fp32", k)
             gradient_ring = GradientRing(routing, self.dkv.inner, self.dkv.outer, (k, v), wire)
-            return backward_of_rows(self, blocks, rows, q, self._tour(blocks, k, v), gradient_ring)
-        early, rest = self.split_local_block(blocks, q, k)
+            return backward_of_rows(self, call, rows, q, self._tour(call, k, v), gradient_ring)
+        early, rest = self.split_local_block(call, q, k)
         dq = Sum(q, 2 if rest else self.kv.size)
         travelling = _TravellingDkv(self.dkv, (k, v), self.parameters["grad_wire"])
-        for step, (kv_rank, kv) in enumerate(self._tour(blocks, k, v)):
-            block = early if step == 0 else self.block(blocks, kv_rank, q)
+        for step, (kv_rank, kv) in enumerate(self._tour(call, k, v)):
+            block = early if step == 0 else self.block(call, kv_rank, q)
             grads = None
             if block is not None:
                 with ring_step("bwd", step, "block"):
-                    grads = blocks.backward(rows, q, kv[0], kv[1], block)
+                    grads = call.backward(rows, q, kv[0], kv[1], block)
                 with ring_step("bwd", step, "merge"):
                     dq.add(grads[0], block.q)
             travelling.add(step, grads, block)
-        home: Home = []
+        home: LocalGrads = []
         late = []
         for block in rest:
             with ring_step("bwd", self.kv.size, "block"):
-                own, *pair = blocks.backward(rows, q, k, v, block)
+                own, *pair = call.backward(rows, q, k, v, block)
             home.append((block, pair))
             late.append((block.q, own))
             travelling.leave_window()
         arrived = travelling.home()
         with ring_step("bwd", self.kv.size, "merge"):
-            return dq.result(q.dtype, late), *settled_dkv(arrived, home, k.dtype)
+            return dq.result(q.dtype, late), *add_and_cast_dkv(arrived, home, k.dtype)
 
-    def _tour(self, blocks: AttentionCall, k: Tensor, v: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
-        return self.kv.tour([k, v], self.routing(blocks))
+    def _tour(self, call: AttentionCall, k: Tensor, v: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
+        return self.kv.tour([k, v], self.routing(call))
 
     @property
     def hop_window(self) -> int:
@@ -150,7 +150,7 @@ class LoongDoubleRing(Strategy):
         return self.kv.rank
 
     @classmethod
-    def computing(cls, layout: Layout, size: int) -> tuple[Layout, int]:
+    def layout_while_computing(cls, layout: Layout, size: int) -> tuple[Layout, int]:
         assert isinstance(layout, Grouped)
         return layout.ring, layout.grid.ring_degree
 
@@ -170,7 +170,7 @@ class _TravellingDkv:
             self.leave_window()
         arrived = None if self._inner is None else self._inner.wait()
         with ring_step("bwd", step, "merge"):
-            dkv = onward(self._rings.inner, arrived, *of_keys(grads, block), self._kv, self._type_in(window))
+            dkv = forward_grads(self._rings.inner, arrived, *kv_grads(grads, block), self._kv, self._type_in(window))
         self._inner = self._rings.inner.post(dkv)
 
     def home(self) -> Message:

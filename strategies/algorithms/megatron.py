@@ -38,7 +38,13 @@ from ringprof.strategies.base import (
 from ringprof.strategies.kernels.kernel import Gradients
 from ringprof.strategies.kernels.merge import Sum
 from ringprof.strategies.masks.layouts import LAYOUTS, Block
-from ringprof.strategies.transport.gradient_ring import GradientRing, add, backward_of_rows, of_keys, settled_dkv
+from ringprof.strategies.transport.gradient_ring import (
+    GradientRing,
+    add_and_cast_dkv,
+    add_block_grads,
+    backward_of_rows,
+    kv_grads,
+)
 from ringprof.strategies.transport.message import Message, unstacked
 from ringprof.strategies.transport.streams import SideStreams, side_streams
 
@@ -70,31 +76,31 @@ class Megatron(Strategy):
     def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:
         return 1.0
 
-    def forward(self, blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         streams = self._streams_for(q)
         steps: list[_Step] = []
-        routing = self.routing(blocks)
+        routing = self.routing(call)
         tour = self.ring.tour([torch.stack([k, v])]) if routing is None else routing.tour(self.ring, None, [k, v])
         for step, (kv_rank, tensors) in enumerate(tour):
-            block, kv = self.block(blocks, kv_rank, q), tensors[0] if routing is None else tuple(tensors)
+            block, kv = self.block(call, kv_rank, q), tensors[0] if routing is None else tuple(tensors)
             if block is None:
                 continue
             with ring_step("fwd", step, "block"), streams.on(step):
-                out, lse = blocks.forward(q, kv[0], kv[1], block)
+                out, lse = call.forward(q, kv[0], kv[1], block)
             # K and V stay with the result: their memory must not be used again before the streams meet.
             steps.append(_Step(block, out, lse, kv))
-        streams.meet(result for step in steps for result in (step.out, step.lse))
-        blocks.kept = (q, kv[0], kv[1]) if routing is None else ()
+        streams.join(result for step in steps for result in (step.out, step.lse))
+        call.saved = (q, kv[0], kv[1]) if routing is None else ()
         with ring_step("fwd", self.comm.size, "merge"):
             return corrected(steps, q.dtype)
 
-    def backward(self, blocks: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+    def backward(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         """As `Strategy.backward`; k and v are those that the forward pass ended with, of the next rank: but where some
         of their rows alone travel they are the rank's own, and all goes the way of the forward pass again."""
-        routing, wire = self.routing(blocks), wire_type(self.parameters["grad_wire"], k)
+        routing, wire = self.routing(call), wire_type(self.parameters["grad_wire"], k)
         if routing is not None:
             gradient_ring = GradientRing(routing, self.ring, None, (k, v), wire)
-            return backward_of_rows(self, blocks, rows, q, routing.tour(self.ring, None, [k, v]), gradient_ring)
+            return backward_of_rows(self, call, rows, q, routing.tour(self.ring, None, [k, v]), gradient_ring)
         dq, last = Sum(q), self.comm.size - 1
         held = _StepMessage(k, wire)
         torch.stack([k, v], out=held.kv)
@@ -103,23 +109,23 @@ class Megatron(Strategy):
             part = "whole" if 0 < step < last else "dkv" if step else "kv"
             hop = self.back_ring.post(held.parcel(part), into=arriving.parcel(part))
             kv_rank = (self.comm.rank + 1 + step) % self.comm.size
-            block, grads = blocks.between(self.layout, self.comm.rank, kv_rank, q.shape[1]), None
+            block, grads = call.block_between(self.layout, self.comm.rank, kv_rank, q.shape[1]), None
             if block is not None:
                 with ring_step("bwd", step, "block"):
-                    grads = blocks.backward(rows, q, held.kv[0], held.kv[1], block)
+                    grads = call.backward(rows, q, held.kv[0], held.kv[1], block)
             hop.wait()
             with ring_step("bwd", step, "merge"):
                 if block is not None and grads is not None:
                     dq.add(grads[0], block.q)
                 dkv = Message([arriving.dkv], unstacked)
                 if step < last:
-                    add(dkv, *of_keys(grads, block), first=step == 0)
+                    add_block_grads(dkv, *kv_grads(grads, block), first=step == 0)
             held = arriving
         assert block is not None and grads is not None, "a token sees itself"
         with ring_step("bwd", last, "merge"):
             if self.comm.size == 1:
                 return dq.result(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
-            return dq.result(q.dtype), *settled_dkv(dkv, [(block, grads[1:])], k.dtype)
+            return dq.result(q.dtype), *add_and_cast_dkv(dkv, [(block, grads[1:])], k.dtype)
 
     @property
     def hop_window(self) -> int:

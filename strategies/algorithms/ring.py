@@ -28,11 +28,11 @@ from ringprof.strategies.masks.expected import contiguous_imbalance
 from ringprof.strategies.masks.layouts import LAYOUTS
 from ringprof.strategies.transport.gradient_ring import (
     GradientRing,
-    Home,
+    LocalGrads,
+    add_and_cast_dkv,
     backward_of_rows,
-    of_keys,
-    onward,
-    settled_dkv,
+    forward_grads,
+    kv_grads,
 )
 from ringprof.strategies.transport.ring_channel import HopRing
 
@@ -59,34 +59,34 @@ class Ring(Strategy):
     def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:
         return contiguous_imbalance(size) if causal else 1.0
 
-    def forward(self, blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return self.over(blocks, q, self.tour(blocks, k, v))
+    def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return self.forward_over_ring(call, q, self.tour(call, k, v))
 
-    def backward(self, blocks: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-        routing = self.routing(blocks)
+    def backward(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+        routing = self.routing(call)
         if routing is not None:
             straight = self.back_ring if routing.last_step == 1 else None
-            gradient_ring = GradientRing(routing, self.dkv_ring, None, (k, v), self._wire(blocks, k), straight)
-            return backward_of_rows(self, blocks, rows, q, self.tour(blocks, k, v), gradient_ring)
-        early, rest = self.split_local_block(blocks, q, k)
-        wire = self._wire(blocks, k)
+            gradient_ring = GradientRing(routing, self.dkv_ring, None, (k, v), self._wire(call, k), straight)
+            return backward_of_rows(self, call, rows, q, self.tour(call, k, v), gradient_ring)
+        early, rest = self.split_local_block(call, q, k)
+        wire = self._wire(call, k)
         dq = Sum(q, 2 if rest else self.ring_size)
-        home: Home = []
+        home: LocalGrads = []
         late: list[tuple[slice, Tensor]] = []
         hop: Any = None
-        for step, (kv_rank, kv) in enumerate(self.tour(blocks, k, v)):
-            block = early if step == 0 else self.block(blocks, kv_rank, q)
+        for step, (kv_rank, kv) in enumerate(self.tour(call, k, v)):
+            block = early if step == 0 else self.block(call, kv_rank, q)
             grads = None
             if block is not None:
                 with ring_step("bwd", step, "block"):
-                    grads = blocks.backward(rows, q, kv[0], kv[1], block)
+                    grads = call.backward(rows, q, kv[0], kv[1], block)
                 if step == 0:
                     # Without dQ, which would outlive its sum.
                     home.append((block, grads[1:]))
             if step > 0:
                 arrived = None if hop is None else hop.wait()
                 with ring_step("bwd", step, "merge"):
-                    dkv = onward(self.dkv_ring, arrived, *of_keys(grads, block), (k, v), wire)
+                    dkv = forward_grads(self.dkv_ring, arrived, *kv_grads(grads, block), (k, v), wire)
                 hop = self.dkv_ring.post(dkv)
                 del dkv
             if block is not None and grads is not None:
@@ -101,12 +101,12 @@ class Ring(Strategy):
         for block in rest:
             # Computed while dK and dV make their last hop.
             with ring_step("bwd", self.ring_size, "block"):
-                own, *pair = blocks.backward(rows, q, k, v, block)
+                own, *pair = call.backward(rows, q, k, v, block)
             home.append((block, pair))
             late.append((block.q, own))
         arrived = None if hop is None else hop.wait()
         with ring_step("bwd", self.ring_size, "merge"):
-            return dq.result(q.dtype, late), *settled_dkv(arrived, home, k.dtype)
+            return dq.result(q.dtype, late), *add_and_cast_dkv(arrived, home, k.dtype)
 
     @property
     def hop_window(self) -> int:
@@ -125,14 +125,14 @@ class Ring(Strategy):
         """The ring the other way round, on which gradients of rows that went one hop go straight home."""
         return self.comm.ring("dkv_back", self.ring_members()[::-1], shares=self.kv_ring)
 
-    def tour(self, blocks: AttentionCall, k: Tensor, v: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
+    def tour(self, call: AttentionCall, k: Tensor, v: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
         """K and V of the ranks that a rank may need, its own first; of the others the rows that travel."""
-        routing = self.routing(blocks)
+        routing = self.routing(call)
         if routing is not None:
             return routing.tour(self.kv_ring, None, [k, v])
-        return self.kv_ring.tour([k, v], None if blocks.cut is None else blocks.cut.steps)
+        return self.kv_ring.tour([k, v], None if call.sharded_mask is None else call.sharded_mask.steps)
 
-    def _wire(self, blocks: AttentionCall, like: Tensor) -> torch.dtype:
+    def _wire(self, call: AttentionCall, like: Tensor) -> torch.dtype:
         """The type that dK and dV travel in. On a single hop they are one kernel call's, which has rounded them."""
-        wire, once = self.parameters["grad_wire"], self.ring_size == 2 and blocks.cut is None
+        wire, once = self.parameters["grad_wire"], self.ring_size == 2 and call.sharded_mask is None
         return wire_type("input" if wire == "exact" and once else wire, like)

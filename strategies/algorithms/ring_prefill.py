@@ -74,10 +74,10 @@ class RingPrefill(Cached):
         return k.shape[1] * self.comm.size
 
     def compute(
-        self, blocks: AttentionCall, mask: Mask, q: Tensor, k: Tensor, v: Tensor, kv_length: int
+        self, call: AttentionCall, mask: Mask, q: Tensor, k: Tensor, v: Tensor, kv_length: int
     ) -> tuple[Tensor, Tensor]:
         if self.comm.size > 1 and self.passes_queries(q, k, v, mask):
-            return self._pass_queries(blocks, mask, q, k, v)
+            return self._pass_queries(call, mask, q, k, v)
         result, routing = Partial(), self._travel(q, k, mask)
         tour = self.ring.tour([k, v]) if routing is None else routing.tour(self.ring, None, [k, v])
         for step, (kv_rank, kv) in enumerate(tour):
@@ -87,7 +87,7 @@ class RingPrefill(Cached):
                 owed = [block for block in (routing.block(self.comm.rank, kv_rank),) if block]
             for block in owed:
                 with ring_step("fwd", step, "block"):
-                    found = rectangle(blocks, q, kv[0], kv[1], block)
+                    found = rectangle(call, q, kv[0], kv[1], block)
                 with ring_step("fwd", step, "merge"):
                     result.merge(*found, block.q)
         with ring_step("fwd", step, "merge"):
@@ -100,18 +100,16 @@ class RingPrefill(Cached):
         rows = q[..., 0].numel()
         there_and_back = rows * ((q.shape[3] + v.shape[3]) * q.element_size() + torch.finfo(wide_type(q)).bits // 8)
         routing = self._travel(q, k, mask)
-        part = 1.0 if routing is None else sum(map(len, routing.onward)) / (k.shape[1] * (self.comm.size - 1))
+        part = 1.0 if routing is None else sum(map(len, routing.inner_slices)) / (k.shape[1] * (self.comm.size - 1))
         return there_and_back < part * (k.numel() + v.numel()) * k.element_size()
 
-    def _pass_queries(
-        self, blocks: AttentionCall, mask: Mask, q: Tensor, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _pass_queries(self, call: AttentionCall, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         batch, rows, heads, _ = q.shape
         outs = torch.empty((self.comm.size, *q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
         lses = torch.empty((self.comm.size, batch, heads, rows), dtype=wide_type(q), device=q.device)
         for step, (q_rank, (visitor,)) in enumerate(self.q_ring.tour([q])):
             owed = self._blocks(q_rank, self.comm.rank, rows, k.shape[1], mask)
-            out, lse = assembled(blocks, visitor, k, v, owed, step)
+            out, lse = assembled(call, visitor, k, v, owed, step)
             outs[q_rank].copy_(out)
             lses[q_rank].copy_(lse)
         hops = [self.home.all_to_all(x) for x in (outs, lses)]

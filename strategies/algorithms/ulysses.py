@@ -51,18 +51,18 @@ class Ulysses(Strategy):
     def why_unsupported(cls, shape: Shape, size: int, **params: Any) -> str | None:
         return why_heads_unsupported(shape, size) or super().why_unsupported(shape, size, **params)
 
-    def forward(self, blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         with ring_step("fwd", 0, "block"):
-            out, lse = blocks.forward(q, k, v, blocks.whole())
+            out, lse = call.forward(q, k, v, call.whole_block())
             return out.to(q.dtype), lse
 
-    def backward(self, blocks: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+    def backward(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         with ring_step("bwd", 0, "block"):
-            dq, dk, dv = blocks.backward(rows, q, k, v, blocks.whole())
+            dq, dk, dv = call.backward(rows, q, k, v, call.whole_block())
             return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     @classmethod
-    def computing(cls, layout: Layout, size: int) -> tuple[Layout, int]:
+    def layout_while_computing(cls, layout: Layout, size: int) -> tuple[Layout, int]:
         return layout, 1
 
 
@@ -87,14 +87,14 @@ class HeadExchange:
         self.meter = channel.meter
 
     def around(
-        self, attention: Callable[..., OutAndLse], blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor
+        self, attention: Callable[..., OutAndLse], call: AttentionCall, q: Tensor, k: Tensor, v: Tensor
     ) -> OutAndLse:
         """``attention`` on exchanged heads: q, k and v go there, output and (if wanted) LSE come back."""
         if self.degree == 1:
-            return attention(blocks, q, k, v)
+            return attention(call, q, k, v)
         repeats = math.lcm(k.shape[2], self.degree) // k.shape[2]
         q, k, v = self._exchanged(True, q, _repeat(k, repeats), _repeat(v, repeats))
-        out, lse = attention(blocks, q, k, v)
+        out, lse = attention(call, q, k, v)
         if lse is None:
             return self._exchanged(False, out)[0], None
         # Together: where the loss of some ranks has no LSE, or nothing but it, they still trade both gradients.

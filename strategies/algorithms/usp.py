@@ -43,7 +43,7 @@ class USP(Ring):
         Strategy.__init__(self, context, deterministic=deterministic)
         size = self.comm.size
         degrees = {"ulysses_degree": ulysses_degree, "ring_degree": ring_degree}
-        placed = self.placed(size, self.comm.ranks_per_host(), placement=placement, **degrees)
+        placed = self.with_placement(size, self.comm.ranks_per_host(), placement=placement, **degrees)
         grouped = self.layout_for(size, layout=layout, **placed)
         self.layout, grid = grouped, grouped.grid
         self._ring_members = grid.ring(self.comm.rank)
@@ -56,7 +56,7 @@ class USP(Ring):
         self.dkv_ring = self.comm.ring("dkv", self._ring_members, shares=self.kv_ring)
 
     @classmethod
-    def placed(cls, size: int, per_host: int, **params: Any) -> dict[str, Any]:
+    def with_placement(cls, size: int, per_host: int, **params: Any) -> dict[str, Any]:
         if params.get("ulysses_degree") is None and params.get("ring_degree") is None:
             placement = params.get("placement", "head-first")
             params["ulysses_degree"] = default_ulysses_degree(size, per_host, placement)
@@ -65,7 +65,7 @@ class USP(Ring):
     @classmethod
     def layout_for(cls, size: int, **params: Any) -> Grouped:
         # Asked before there are hosts to look at: as on one host.
-        params = cls.placed(size, size, **params)
+        params = cls.with_placement(size, size, **params)
         head_first = params.get("placement", "head-first") == "head-first"
         grid = Grid.of(size, params.get("ulysses_degree"), params.get("ring_degree"), head_first=head_first)
         return Grouped(LAYOUTS[params.get("layout", "zigzag")], grid)
@@ -88,7 +88,7 @@ class USP(Ring):
         return self._ring_members
 
     @classmethod
-    def computing(cls, layout: Layout, size: int) -> tuple[Layout, int]:
+    def layout_while_computing(cls, layout: Layout, size: int) -> tuple[Layout, int]:
         assert isinstance(layout, Grouped)
         return layout.ring, layout.grid.ring_degree
 

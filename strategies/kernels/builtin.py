@@ -23,7 +23,7 @@ from ringprof.strategies.kernels.torch_builtin import (
     TorchFlashKernel,
 )
 from ringprof.strategies.kernels.varlen import VarlenKernel
-from ringprof.strategies.masks.mask_blocks import AttnRectangle, Batch, Lengths, seen_in_band
+from ringprof.strategies.masks.mask_blocks import AttnRectangle, Batch, Lengths, band_mask
 
 __all__ = ["KERNELS", "Gradients", "Kernel", "ReferenceKernel", "choose_kernel"]
 
@@ -113,7 +113,7 @@ class ReferenceKernel(Kernel):
     def _forward_band(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, part: AttnRectangle
     ) -> tuple[Tensor, Tensor]:
-        return self.forward_seen(q, k, v, scale, seen_in_band(part, q.device))
+        return self.forward_seen(q, k, v, scale, band_mask(part, q.device))
 
     def forward_seen(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> tuple[Tensor, Tensor]:
         """As `forward` over as many kv heads as heads; ``seen`` (Sq, Sk) says which keys a query sees, None: all."""
@@ -132,7 +132,7 @@ class ReferenceKernel(Kernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
         out: Tensor | None, delta: Tensor | None, scale: float, part: AttnRectangle,
     ) -> Gradients:  # fmt: skip
-        return self.backward_seen(dout, q, k, v, lse, out, delta, scale, seen_in_band(part, q.device))
+        return self.backward_seen(dout, q, k, v, lse, out, delta, scale, band_mask(part, q.device))
 
     def backward_seen(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,

@@ -134,11 +134,11 @@ def _plain(queries: int, keys: int, causal: bool, device: torch.device) -> Any:
 
 def _of_parts(parts: MaskBlocks, device: torch.device) -> Any:
     """Which keys the queries of a block see, as FlexAttention takes it: a ``BlockMask``, made once."""
-    if device not in parts.kept:
+    if device not in parts.kernel_cache:
         first, end = stretches(parts)
         # Made on the host: a strategy may ask on one stream and compute on another.
-        parts.kept[device] = _block_mask(first, end, parts.keys, device)
-    return parts.kept[device]
+        parts.kernel_cache[device] = _block_mask(first, end, parts.keys, device)
+    return parts.kernel_cache[device]
 
 
 def stretches(parts: MaskBlocks) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ringprof.strategies.errors import Unsupported
-from ringprof.strategies.masks.layouts import ALL, gapless, part
+from ringprof.strategies.masks.layouts import ALL, as_contiguous, part
 
 FUSED_FROM = 2**23
 """Elements from which a Triton kernel adds faster than torch: below, launching it costs the host more than it saves."""
@@ -49,7 +49,7 @@ class Partial:
         Both are used up: what they hold may be written over.
         """
         if self._out is None:
-            self._out, self._lse = gapless(out), gapless(lse)
+            self._out, self._lse = as_contiguous(out), as_contiguous(lse)
             return
         self._take(wide_type(self._out))
         self._last = out, lse, queries
@@ -81,7 +81,7 @@ def merge_into(out: Tensor, before: Tensor, lse: Tensor, block_out: Tensor, bloc
     first, last, _ = queries.indices(out.shape[1])
     fused = _fused(out, before, block_out)
     if fused is not None:
-        fused.merge_into(out, before, lse, block_out, gapless(block_lse), first)
+        fused.merge_into(out, before, lse, block_out, as_contiguous(block_lse), first)
         return
     if out is not before:
         convert(out[:, :first], before[:, :first])

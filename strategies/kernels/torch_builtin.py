@@ -10,7 +10,7 @@ from torch import Tensor
 from ringprof.strategies.kernels.kernel import Gradients, Kernel
 from ringprof.strategies.kernels.plan_check import PlanCheck
 from ringprof.strategies.kernels.varlen import VarlenKernel
-from ringprof.strategies.masks.mask_blocks import AttnRectangle, Batch, Lengths, seen_in_band
+from ringprof.strategies.masks.mask_blocks import AttnRectangle, Batch, Lengths, band_mask
 
 aten = torch.ops.aten
 
@@ -228,7 +228,7 @@ class CpuFlashKernel(Kernel):
 
 def _added_to_scores(part: AttnRectangle, like: Tensor) -> Tensor:
     """A mask as this kernel takes it: 0 where a query sees a key, else -inf."""
-    hidden = ~seen_in_band(part, like.device)
+    hidden = ~band_mask(part, like.device)
     return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
 
 

@@ -110,7 +110,7 @@ def _zeros(q: Tensor, k: Tensor, v: Tensor, parts: MaskBlocks) -> list[Tensor]:
 
 def _lengths(batch: Batch, q: Tensor, k: Tensor) -> tuple[Lengths, int]:
     """Of the batch, on the tensors' device; and how many rows of queries there are."""
-    return batch.on(q.device, q.shape[0], q.shape[1], k.shape[1]), q.shape[0] * q.shape[1]
+    return batch.lengths_on(q.device, q.shape[0], q.shape[1], k.shape[1]), q.shape[0] * q.shape[1]
 
 
 def _packed(x: Tensor, rows: Tensor | slice) -> Tensor:

@@ -1,4 +1,4 @@
-"""How evenly a strategy is expected to deal out the work, before it runs: for the plan of a recording."""
+"""Expected load imbalance of a strategy before it runs, for the plan of a recording."""
 
 from __future__ import annotations
 
@@ -6,23 +6,26 @@ from typing import Any
 
 
 def contiguous_imbalance(size: int) -> float:
-    """Work of the busiest of N = ``size`` ranks over the mean, with a causal mask and a piece of the sequence each.
+    """Return the work of the busiest of N = ``size`` ranks over the mean, for contiguous shards under a causal mask.
 
-    Rank r sees r + 1/2 squares of keys: the last rank N - 1/2, the mean N / 2.
+    Rank r computes r + 1/2 squares of keys: the last rank N - 1/2, the mean N / 2.
     """
     return 2 - 1 / size
 
 
 class Expectations:
-    """What every strategy class says of itself; None where it says nothing.
+    """Base class of strategies, which declares their expected load imbalance.
 
-    It is not inherited: another strategy's figure, even a parent's, is not one's own. A bundled class without it cannot
-    be made (TypeError); a user's own counts as unknown, and so does other people's code.
+    The method is not inherited, because a parent's figure need not hold for a subclass. Defining a bundled class
+    without it raises TypeError. For a user's strategy or a peer's the imbalance is then unknown.
     """
 
     @classmethod
     def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:
-        """Work of the busiest of ``size`` ranks over the mean; ``params`` are the strategy's own."""
+        """Return the work of the busiest of ``size`` ranks over the mean; None where it is unknown.
+
+        ``params`` are the strategy's parameters.
+        """
         return None
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -35,6 +38,6 @@ class Expectations:
 
 
 def is_bundled(kind: type) -> bool:
-    """Whether ``kind`` is one of ringprof's own strategies: neither a base class nor an adapter of another project."""
+    """Return whether ``kind`` is one of ringprof's own strategies: neither a base class nor an adapter of a peer."""
     bundled = "ringprof.strategies.algorithms."
     return kind.__module__.startswith(bundled) and kind.__module__ != f"{bundled}cached"

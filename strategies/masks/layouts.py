@@ -1,6 +1,6 @@
-"""Layouts: which tokens a rank holds, and what one rank's queries see of another rank's keys.
+"""Layouts: which tokens a rank holds, and which of another rank's keys its queries see.
 
-With world size 4 and a causal mask (rows: queries in the order of the ranks, one letter a chunk):
+With world size 4 and a causal mask (rows: queries in the order of the ranks, one letter per chunk):
 
     contiguous  rank 0 holds a, 1 b, 2 c, 3 d            rank 3 sees everything, rank 0 almost nothing
     zigzag      rank 0 holds a h, 1 b g, 2 c f, 3 d e    every pair of ranks shares half a square of work
@@ -30,7 +30,10 @@ ALL = slice(None)
 
 
 def part(x: Tensor, rows: slice, dim: int = -3) -> Tensor:
-    """A view of some rows of a tensor (..., S, H, D), or itself: what indexing gives, for half of its price."""
+    """Return a view of some rows of a tensor (..., S, H, D), or the tensor itself for all of them.
+
+    Indexing gives the same view, and takes the host twice as long.
+    """
     if rows is ALL or rows == ALL:
         return x
     size = x.size(dim)
@@ -38,76 +41,78 @@ def part(x: Tensor, rows: slice, dim: int = -3) -> Tensor:
     return x if last - first == size else x.narrow(dim, first, last - first)
 
 
-def gapless(x: Tensor) -> Tensor:
-    """The tensor, copied where there are gaps in it: what `contiguous` gives, for less where there is nothing to do."""
+def as_contiguous(x: Tensor) -> Tensor:
+    """Return the tensor, copied if it is not contiguous. `Tensor.contiguous` costs more where nothing is to be done."""
     return x if x.is_contiguous() else x.contiguous()
 
 
 @dataclass(frozen=True)
 class Block:
-    """One attention call: some local queries against some local keys and values of one rank."""
+    """Some of a rank's queries against some keys and values of one rank: the work of one kernel call."""
 
     q: slice = field(default_factory=lambda: ALL)
     kv: slice = field(default_factory=lambda: ALL)
     causal: bool = False
-    """Lower triangle of a square block; otherwise every query sees every key."""
+    """Whether only the lower triangle of a square block is computed; otherwise every query sees every key."""
     parts: MaskBlocks | None = None
-    """What alone of the block is computed, where that is neither of the two."""
+    """The parts of the block that are computed, where that is neither the triangle nor everything."""
 
 
 WHOLE = {causal: Block(causal=causal) for causal in (False, True)}
+"""Blocks of all local queries and keys, by whether they are causal."""
 
 
 def block_of(parts: list[AttnRectangle], queries: int, keys: int) -> Block | None:
-    """The parts as one block of ``queries`` x ``keys``, no larger than it must be; None where there are none."""
+    """Return the smallest block of ``queries`` x ``keys`` that holds the parts; None where there are none."""
     if not parts:
         return None
-    q = slice(min(one.q_first for one in parts), max(one.q_end for one in parts))
-    kv = slice(min(one.kv_first for one in parts), max(one.kv_end for one in parts))
+    q = slice(min(x.q_first for x in parts), max(x.q_end for x in parts))
+    kv = slice(min(x.kv_first for x in parts), max(x.kv_end for x in parts))
     rows, columns = (ALL if (x.start, x.stop) == (0, whole) else x for x, whole in ((q, queries), (kv, keys)))
     if len(parts) == 1 and (parts[0].full or parts[0].causal):
         return Block(rows, columns, causal=parts[0].causal)
-    inside = tuple(one.moved(-q.start, -kv.start) for one in parts)
+    inside = tuple(x.shifted(-q.start, -kv.start) for x in parts)
     return Block(rows, columns, parts=MaskBlocks(inside, q.stop - q.start, kv.stop - kv.start))
 
 
 class Layout(ABC):
-    """A split of the sequence over ranks: a permutation, cut into equal pieces."""
+    """A split of the sequence over ranks: a permutation of the tokens, split into equal pieces."""
 
     name: str
+    """The name in options and messages."""
 
     @abstractmethod
     def divisor(self, size: int) -> int:
-        """The sequence length must be a multiple of this for ``size`` ranks."""
+        """Return the number that the sequence length must be a multiple of, for ``size`` ranks."""
 
     @abstractmethod
     def positions(self, seq: int, size: int, rank: int) -> Tensor:
-        """Global positions (int64, CPU, length ``seq / size``) of the tokens that ``rank`` holds, in local order."""
+        """Return the global positions (int64, CPU, length ``seq / size``) of the tokens of ``rank``, in local order."""
 
     @abstractmethod
     def causal_block(self, q_rank: int, kv_rank: int, local_seq: int) -> Block | None:
-        """What ``q_rank``'s queries see of ``kv_rank``'s keys under a causal mask; None for nothing."""
+        """Return the block of ``q_rank``'s queries with ``kv_rank``'s keys under a causal mask; None if it is empty."""
 
     @lru_cache(maxsize=1024)  # noqa: B019 - layouts are few and small
     def block(self, q_rank: int, kv_rank: int, local_seq: int, *, causal: bool) -> Block | None:
-        """The block that ``q_rank`` owes ``kv_rank``'s keys; None where the mask leaves nothing."""
+        """Return the block of ``q_rank``'s queries with ``kv_rank``'s keys; None where they see none."""
         return self.causal_block(q_rank, kv_rank, local_seq) if causal else WHOLE[False]
 
     def stride(self, size: int) -> int:
-        """How far apart neighbouring tokens of a rank are in the sequence, but where a new chunk begins."""
+        """Return how many positions apart consecutive tokens of a rank are, within a chunk."""
         return 1
 
     def per_document(self, documents: tuple[int, ...]) -> Layout:
-        """The same split of every document by itself. Raises `Unsupported` where there is none."""
+        """Return the layout that splits every document by itself. Raises `Unsupported` where there is none."""
         raise Unsupported(f"the {self.name} layout is not made for each document by itself: documents_layout=packed")
 
     def order(self, seq: int, size: int) -> Tensor:
-        """Positions in the order of the ranks: ``x[order]`` cut into ``size`` pieces gives every rank's share."""
+        """Return all positions in rank order: ``x[order]`` split into ``size`` pieces gives every rank's shard."""
         return torch.cat([self.positions(seq, size, rank) for rank in range(size)])
 
 
 class ContiguousLayout(Layout):
-    """Rank r holds the r-th piece of the sequence."""
+    """A layout in which rank r holds the r-th piece of the sequence."""
 
     name = "contiguous"
 
@@ -125,7 +130,7 @@ class ContiguousLayout(Layout):
 
 
 class ZigzagLayout(Layout):
-    """The sequence in 2·N chunks; rank r holds chunks r and 2N-1-r, in this order."""
+    """A layout of 2·N chunks, of which rank r holds chunks r and 2N-1-r, in this order."""
 
     name = "zigzag"
 
@@ -141,9 +146,9 @@ class ZigzagLayout(Layout):
         if kv_rank == q_rank:
             return Block(causal=True)
         if kv_rank < q_rank:
-            # Their early chunk lies before both of ours, their late chunk after both.
+            # The other rank's early chunk lies before both of this rank's chunks, its late chunk after both.
             return Block(kv=slice(0, half))
-        # Both of their chunks lie before our late chunk and after our early one.
+        # Both chunks of the other rank lie before this rank's late chunk and after its early one.
         return Block(q=slice(half, local_seq))
 
     def per_document(self, documents: tuple[int, ...]) -> Layout:
@@ -151,10 +156,10 @@ class ZigzagLayout(Layout):
 
 
 class ZigzagPerDocumentLayout(Layout):
-    """Each document by itself in 2·N chunks; rank r holds chunks r and 2N-1-r of every one.
+    """A layout of 2·N chunks per document, of which rank r holds chunks r and 2N-1-r.
 
-    Chunks are as even as they can be. What a document has over is dealt to the ranks in turn, from where the document
-    before stopped, so that all ranks hold as many tokens whatever the lengths: nothing is padded.
+    Chunks are as equal as possible. The remaining tokens of a document go to the ranks in turn, starting after the rank
+    at which the previous document stopped. So all ranks hold equally many tokens whatever the lengths, without padding.
     """
 
     def __init__(self, documents: tuple[int, ...]) -> None:
@@ -175,13 +180,13 @@ class ZigzagPerDocumentLayout(Layout):
         pieces: list[list[Tensor]] = [[] for _ in range(size)]
         turn = 0
         for first, end in pairwise(self.documents):
-            even, over = divmod(end - first, 2 * size)
+            even, remainder = divmod(end - first, 2 * size)
             lengths = [even] * (2 * size)
-            for extra in range(over):
+            for extra in range(remainder):
                 # A rank's first extra token makes its late chunk longer, its second the early one.
                 rank = (turn + extra) % size
                 lengths[2 * size - 1 - rank if extra < size else rank] += 1
-            turn = (turn + over) % size
+            turn = (turn + remainder) % size
             start = first
             for chunk, length in enumerate(lengths):
                 pieces[min(chunk, 2 * size - 1 - chunk)].append(torch.arange(start, start + length, device="cpu"))
@@ -190,11 +195,11 @@ class ZigzagPerDocumentLayout(Layout):
 
 
 zigzag_per_document = lru_cache(maxsize=16)(ZigzagPerDocumentLayout)
-"""Kept, as the layers of a model ask for the same one."""
+"""Return the layout for these documents, cached: all layers of a model use the same one."""
 
 
 class StripeLayout(Layout):
-    """Token i lies on rank i mod N."""
+    """A layout in which rank r holds the tokens i with i mod N = r."""
 
     name = "stripe"
 
@@ -210,7 +215,7 @@ class StripeLayout(Layout):
     def causal_block(self, q_rank: int, kv_rank: int, local_seq: int) -> Block | None:
         if kv_rank <= q_rank:
             return Block(causal=True)
-        # Their token i lies after our token i, so the mask shifts by one: query i sees keys 0 .. i-1.
+        # The other rank's token i lies after this rank's token i, so the mask shifts: query i sees keys 0 .. i-1.
         if local_seq == 1:
             return None
         return Block(q=slice(1, local_seq), kv=slice(0, local_seq - 1), causal=True)
@@ -221,14 +226,14 @@ LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (ContiguousLayou
 
 @dataclass(frozen=True)
 class Grid:
-    """Ranks as Ulysses groups times rings. With 2 x 4 ranks, one row a Ulysses group, one column a ring:
+    """An arrangement of ranks as Ulysses groups (rows) times rings (columns). With 2 x 4 ranks:
 
         head first   0 1      ring first   0 4
                      2 3                   1 5
                      4 5                   2 6
                      6 7                   3 7
 
-    The first named has neighbouring ranks, which share a host as far as they can.
+    The kind named first consists of consecutive ranks, which share a host where possible.
     """
 
     ulysses_degree: int
@@ -237,12 +242,13 @@ class Grid:
 
     @classmethod
     def of(cls, size: int, ulysses_degree: int | None, ring_degree: int | None, *, head_first: bool) -> Grid:
-        """The grid of ``size`` ranks; a degree that is not given follows from the other, and is 1 where none is.
+        """Return the grid of ``size`` ranks.
 
+        A degree that is None follows from the other one; with both None, the ring degree is ``size``.
         Raises `Unsupported` where the product of the degrees is not ``size``.
         """
-        given = [degree for degree in (ulysses_degree, ring_degree) if degree is not None]
-        if any(degree < 1 or size % degree for degree in given):
+        degrees = [degree for degree in (ulysses_degree, ring_degree) if degree is not None]
+        if any(degree < 1 or size % degree for degree in degrees):
             names = {"ulysses_degree": ulysses_degree, "ring_degree": ring_degree}
             wrong = next(f"{n} {d}" for n, d in names.items() if d is not None and (d < 1 or size % d))
             raise Unsupported(f"{wrong} does not divide the world size {size}")
@@ -252,33 +258,33 @@ class Grid:
             raise Unsupported(f"ulysses_degree {ulysses} x ring_degree {ring} is not the world size {size}")
         return cls(ulysses, ring, head_first)
 
-    def place(self, rank: int) -> tuple[int, int]:
-        """(place in the Ulysses group, place in the ring) of a rank."""
+    def coordinates(self, rank: int) -> tuple[int, int]:
+        """Return (position in the Ulysses group, position in the ring) of a rank."""
         if self.head_first:
             return rank % self.ulysses_degree, rank // self.ulysses_degree
         return rank // self.ring_degree, rank % self.ring_degree
 
-    def rank(self, ulysses_place: int, ring_place: int) -> int:
-        """The rank at these places."""
+    def rank(self, ulysses_position: int, ring_position: int) -> int:
+        """Return the rank at these positions."""
         if self.head_first:
-            return ring_place * self.ulysses_degree + ulysses_place
-        return ulysses_place * self.ring_degree + ring_place
+            return ring_position * self.ulysses_degree + ulysses_position
+        return ulysses_position * self.ring_degree + ring_position
 
     def ulysses_group(self, rank: int) -> list[int]:
-        """The ranks that trade heads with ``rank``, itself among them."""
-        return [self.rank(place, self.place(rank)[1]) for place in range(self.ulysses_degree)]
+        """Return the ranks of the Ulysses group of ``rank``, itself included."""
+        return [self.rank(position, self.coordinates(rank)[1]) for position in range(self.ulysses_degree)]
 
     def ring(self, rank: int) -> list[int]:
-        """The ranks on the ring of ``rank``."""
-        return [self.rank(self.place(rank)[0], place) for place in range(self.ring_degree)]
+        """Return the ranks on the ring of ``rank``, itself included."""
+        return [self.rank(self.coordinates(rank)[0], position) for position in range(self.ring_degree)]
 
 
 class Grouped(Layout):
-    """A ring's layout in which each place on the ring is a whole Ulysses group.
+    """The layout of a hybrid: a ring's layout in which each position on the ring is a whole Ulysses group.
 
-    The group holds what one rank of the ring's layout would hold, cut into consecutive pieces in the order of the
-    group's ranks: after the all-to-all every rank of the group has those tokens in the ring layout's own order,
-    whichever placement the grid has. Ranks and local length in `causal_block` are those of the ring.
+    The group holds the tokens that one rank of the ring's layout would hold, split into consecutive pieces in the order
+    of the group's ranks. After the all-to-all every rank of the group has these tokens in the order of the ring's
+    layout, whichever placement the grid has. Ranks and local length in `causal_block` are those of the ring.
     """
 
     def __init__(self, ring: Layout, grid: Grid) -> None:
@@ -289,9 +295,9 @@ class Grouped(Layout):
         return math.lcm(size, self.ring.divisor(self.grid.ring_degree))
 
     def positions(self, seq: int, size: int, rank: int) -> Tensor:
-        ulysses_place, ring_place = self.grid.place(rank)
-        group = self.ring.positions(seq, self.grid.ring_degree, ring_place)
-        return group.chunk(self.grid.ulysses_degree)[ulysses_place]
+        ulysses_position, ring_position = self.grid.coordinates(rank)
+        group = self.ring.positions(seq, self.grid.ring_degree, ring_position)
+        return group.chunk(self.grid.ulysses_degree)[ulysses_position]
 
     def per_document(self, documents: tuple[int, ...]) -> Layout:
         return Grouped(self.ring.per_document(documents), self.grid)
@@ -300,11 +306,11 @@ class Grouped(Layout):
         return self.ring.causal_block(q_rank, kv_rank, local_seq)
 
 
-def split_home_block(local_seq: int, *, causal: bool) -> tuple[Block, list[Block]]:
-    """A rank's block with its own keys, in an early part and a late rest.
+def split_local_block(local_seq: int, *, causal: bool) -> tuple[Block, list[Block]]:
+    """Split the local block (a rank's queries with its own keys) into (first block, blocks for the end).
 
-    A backward pass computes the early part first, while the first hop travels, and keeps the rest to the end, where
-    it hides the last hops: gradients on their way home. It comes in two blocks, as a double ring has two last hops.
+    A backward pass computes the first block while the first hop travels. It keeps the others to the end, where they
+    overlap the last hops of the gradients. There are two of these, because a double ring has two last hops.
     """
     half = local_seq // 2
     if local_seq < 4:

@@ -1,7 +1,8 @@
-"""A block that is neither full nor one triangle: parts of it, each a full rectangle, a triangle or a band.
+"""Blocks of a mask that are neither full nor one triangle: parts, each a full rectangle, a triangle or a band.
 
-A band is aligned as flash-attn aligns its windows, to the last query and the last key: query i of a part sees its keys
-from i + keys - queries - left to i + keys - queries + right, -1 being no limit. Every query of a part sees a key.
+A band is aligned to the last query and the last key, as the windows of flash-attn are. Query i of a part sees the
+part's keys from i + keys - queries - left to i + keys - queries + right; a limit of -1 is none. Every query of a part
+sees at least one key.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from ringprof.mask import NO_LIMIT, band_area
 
 @dataclass(frozen=True)
 class AttnRectangle:
-    """Some consecutive queries of a block against some consecutive keys; all four count from the block's own first."""
+    """Consecutive queries of a block against consecutive keys.
+
+    All four bounds count from the block's first query and key. ``left`` and ``right`` are the limits of the band.
+    """
 
     q_first: int
     q_end: int
@@ -31,28 +35,32 @@ class AttnRectangle:
 
     @property
     def q(self) -> slice:
+        """The queries, as a slice of the block's rows."""
         return slice(self.q_first, self.q_end)
 
     @property
     def kv(self) -> slice:
+        """The keys, as a slice of the block's keys."""
         return slice(self.kv_first, self.kv_end)
 
     @property
     def queries(self) -> int:
+        """Number of queries."""
         return self.q_end - self.q_first
 
     @property
     def keys(self) -> int:
+        """Number of keys."""
         return self.kv_end - self.kv_first
 
     @property
     def band(self) -> tuple[int, int]:
-        """Its limits."""
+        """The limits (left, right)."""
         return self.left, self.right
 
     @property
     def causal(self) -> bool:
-        """Whether it is the lower triangle of a square."""
+        """Whether the part is the lower triangle of a square."""
         return self.band == (NO_LIMIT, 0) and self.queries == self.keys
 
     @property
@@ -62,11 +70,11 @@ class AttnRectangle:
 
     @property
     def area(self) -> int:
-        """Pairs of a query and a key that it sees."""
+        """Number of (query, key) pairs that are computed."""
         return band_area(self.queries, self.keys, self.left, self.right)
 
-    def moved(self, queries: int, keys: int) -> AttnRectangle:
-        """The same, counted from further on."""
+    def shifted(self, queries: int, keys: int) -> AttnRectangle:
+        """Return the part with its bounds moved by so many ``queries`` and ``keys``."""
         return AttnRectangle(
             self.q_first + queries,
             self.q_end + queries,
@@ -77,12 +85,12 @@ class AttnRectangle:
         )
 
 
-def banded(
+def band(
     q_first: int, queries: int, kv_first: int, keys: int, low: int | None, high: int | None
 ) -> AttnRectangle | None:
-    """The part in which query i sees key j where i + low <= j <= i + high (None: no limit); None where none sees any.
+    """Return the part in which query i sees key j if i + low <= j <= i + high (None: no limit); None if it is empty.
 
-    Queries and keys at the edges that see nothing, or are not seen, are left out.
+    Queries at the edges that see no key, and keys that no query sees, are left out.
     """
     if low is not None and high is not None and low > high:
         return None
@@ -91,13 +99,13 @@ def banded(
     bottom = queries if low is None else min(max(keys - low, 0), queries)
     if top >= bottom:
         return None
-    left_out = 0 if low is None else max(top + low, 0)
+    first_key = 0 if low is None else max(top + low, 0)
     end = keys if high is None else min(bottom - 1 + high + 1, keys)
-    if left_out >= end:
+    if first_key >= end:
         return None
-    count, width = bottom - top, end - left_out
-    # In the new coordinates query 0 is the old ``top``, key 0 the old ``left_out``.
-    moved = top - left_out
+    count, width = bottom - top, end - first_key
+    # In the part's coordinates query 0 is the old ``top``, key 0 the old ``first_key``.
+    moved = top - first_key
     shift = width - count
     left = NO_LIMIT if low is None else shift - (low + moved)
     right = NO_LIMIT if high is None else high + moved - shift
@@ -105,14 +113,14 @@ def banded(
         left = NO_LIMIT
     if right != NO_LIMIT and right >= count - 1:
         right = NO_LIMIT
-    return AttnRectangle(q_first + top, q_first + bottom, kv_first + left_out, kv_first + end, left, right)
+    return AttnRectangle(q_first + top, q_first + bottom, kv_first + first_key, kv_first + end, left, right)
 
 
 def split_rows(part: AttnRectangle) -> list[AttnRectangle]:
-    """A part with more queries than keys as several: those queries that see all of its keys apart from the others.
+    """Split a part with more queries than keys: the queries that see all keys become a part of their own.
 
-    For so many queries flash-attn means something else: it reads a limit of as many keys as there are as none, and none
-    as a limit of as many keys, beside a limit on the other side.
+    flash-attn would misread such a part if the other side has a limit, too. It would read a limit equal to the number
+    of keys as no limit, and no limit as that limit.
     """
     shift = part.keys - part.queries
     if part.full or shift >= 0:
@@ -123,38 +131,38 @@ def split_rows(part: AttnRectangle) -> list[AttnRectangle]:
     end = part.queries if low is None else min(part.queries, 1 - low)
     if first >= end:
         return [part]
-    found = [AttnRectangle(part.q_first + first, part.q_first + end, part.kv_first, part.kv_end)]
+    parts = [AttnRectangle(part.q_first + first, part.q_first + end, part.kv_first, part.kv_end)]
     for top, bottom in ((0, first), (end, part.queries)):
         limits = (None if limit is None else limit + top for limit in (low, high))
-        rest = banded(part.q_first + top, bottom - top, part.kv_first, part.keys, *limits) if top < bottom else None
-        found += [rest] if rest else []
-    return sorted(found, key=lambda one: one.q_first)
+        rest = band(part.q_first + top, bottom - top, part.kv_first, part.keys, *limits) if top < bottom else None
+        parts += [rest] if rest else []
+    return sorted(parts, key=lambda x: x.q_first)
 
 
-def seen_in_band(part: AttnRectangle, device: torch.device) -> Tensor:
-    """Which keys each query of a part sees: bool (queries, keys)."""
-    place = torch.arange(part.keys, device=device) - torch.arange(part.queries, device=device)[:, None]
-    place -= part.keys - part.queries
-    seen = torch.ones_like(place, dtype=torch.bool)
+def band_mask(part: AttnRectangle, device: torch.device) -> Tensor:
+    """Return the mask of a part: bool (queries, keys), True where the query sees the key."""
+    offset = torch.arange(part.keys, device=device) - torch.arange(part.queries, device=device)[:, None]
+    offset -= part.keys - part.queries
+    seen = torch.ones_like(offset, dtype=torch.bool)
     if part.left != NO_LIMIT:
-        seen &= place >= -part.left
+        seen &= offset >= -part.left
     if part.right != NO_LIMIT:
-        seen &= place <= part.right
+        seen &= offset <= part.right
     return seen
 
 
 def joined(parts: Sequence[AttnRectangle]) -> list[AttnRectangle]:
-    """The same with full rectangles side by side, or one above the other, made one."""
-    found: list[AttnRectangle] = []
+    """Join full rectangles that lie side by side, or one above the other."""
+    result: list[AttnRectangle] = []
     for part in parts:
-        while found and (both := _as_one(found[-1], part)):
+        while result and (both := _join_pair(result[-1], part)):
             part = both
-            found.pop()
-        found.append(part)
-    return found
+            result.pop()
+        result.append(part)
+    return result
 
 
-def _as_one(a: AttnRectangle, b: AttnRectangle) -> AttnRectangle | None:
+def _join_pair(a: AttnRectangle, b: AttnRectangle) -> AttnRectangle | None:
     if not (a.full and b.full):
         return None
     if a.kv == b.kv and a.q_end == b.q_first:
@@ -166,25 +174,25 @@ def _as_one(a: AttnRectangle, b: AttnRectangle) -> AttnRectangle | None:
 
 @dataclass(frozen=True)
 class MaskBlocks:
-    """The parts of one block of ``queries`` x ``keys``, computed and counted as one."""
+    """The parts of one block of ``queries`` x ``keys``, computed and counted together."""
 
     parts: tuple[AttnRectangle, ...]
     queries: int
     keys: int
-    kept: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    """What a kernel has made of it, by device."""
+    kernel_cache: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """Data that a kernel has prepared for these parts, by device."""
 
     def __iter__(self) -> Iterator[AttnRectangle]:
         return iter(self.parts)
 
     @cached_property
     def area(self) -> int:
-        """Pairs of a query and a key that it sees."""
+        """Number of (query, key) pairs that are computed."""
         return sum(part.area for part in self.parts)
 
     @cached_property
     def bands(self) -> bool:
-        """Whether some part is neither full nor a triangle: what only kernels with windows compute."""
+        """Whether some part is neither full nor a triangle: only kernels that support windows compute it."""
         return any(not part.full and not part.causal for part in self.parts)
 
     @cached_property
@@ -199,7 +207,7 @@ class MaskBlocks:
 
     @cached_property
     def batches(self) -> tuple[Batch, ...]:
-        """The parts by what one call of a kernel for sequences of several lengths computes."""
+        """The parts in groups, each of which one call of a varlen kernel computes."""
         waiting: dict[tuple[int, int], list[list[AttnRectangle]]] = {}
         for part in self.parts:
             groups = waiting.setdefault(part.band, [])
@@ -213,7 +221,7 @@ class MaskBlocks:
 
 
 class Batch:
-    """Parts with the same limits and no row in common, in the order of their queries and of their keys."""
+    """Parts with the same band limits and no row or key in common, in the order of their queries and keys."""
 
     def __init__(self, parts: tuple[AttnRectangle, ...]) -> None:
         self.parts = parts
@@ -221,39 +229,45 @@ class Batch:
         self.causal = (self.left, self.right) == (NO_LIMIT, 0)
         self.most_queries = max(part.queries for part in parts)
         self.most_keys = max(part.keys for part in parts)
-        self._on: dict[tuple[torch.device, int], Lengths] = {}
+        self._lengths: dict[tuple[torch.device, int], Lengths] = {}
 
-    def on(self, device: torch.device, batch: int, queries: int, keys: int) -> Lengths:
-        """Its rows and lengths on a device, for ``batch`` sequences of ``queries`` and ``keys`` in a row."""
+    def lengths_on(self, device: torch.device, batch: int, queries: int, keys: int) -> Lengths:
+        """Return the rows and lengths on a device, for ``batch`` entries of ``queries`` and ``keys`` each.
+
+        The entries of the batch are packed one after another.
+        """
         key = device, batch
-        if key not in self._on:
-            self._on[key] = Lengths(
+        if key not in self._lengths:
+            self._lengths[key] = Lengths(
                 _rows([(part.q_first, part.q_end) for part in self.parts], batch, queries, device),
                 _rows([(part.kv_first, part.kv_end) for part in self.parts], batch, keys, device),
                 _cumulative([part.queries for part in self.parts], batch, device),
                 _cumulative([part.keys for part in self.parts], batch, device),
             )
-        return self._on[key]
+        return self._lengths[key]
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """What a kernel for sequences of several lengths is told."""
+    """The rows and cumulative lengths that a varlen kernel takes."""
 
     q: Tensor | slice
-    """Of the queries: one stretch of rows, or indices (int64) where there are gaps between them."""
+    """Rows of the queries: a slice, or indices (int64) where there are gaps between them."""
     kv: Tensor | slice
+    """Rows of the keys, like ``q``."""
     cumulative_q: Tensor
-    """int32, from 0."""
+    """Cumulative numbers of queries (int32), from 0."""
     cumulative_kv: Tensor
+    """Cumulative numbers of keys (int32), from 0."""
 
 
 def _rows(spans: list[tuple[int, int]], batch: int, count: int, device: torch.device) -> Tensor | slice:
+    """Return the rows of all spans in a batch of entries of ``count`` rows: a slice where they have no gaps."""
     first, end = spans[0][0], spans[-1][1]
     if (batch == 1 or (first, end) == (0, count)) and all(a[1] == b[0] for a, b in pairwise(spans)):
         return slice(first, end + (batch - 1) * count)
-    one = torch.cat([torch.arange(*span, device="cpu") for span in spans])
-    return (count * torch.arange(batch, device="cpu")[:, None] + one).flatten().to(device)
+    rows = torch.cat([torch.arange(*span, device="cpu") for span in spans])
+    return (count * torch.arange(batch, device="cpu")[:, None] + rows).flatten().to(device)
 
 
 def _cumulative(lengths: list[int], batch: int, device: torch.device) -> Tensor:

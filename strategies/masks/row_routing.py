@@ -1,19 +1,20 @@
-"""Which rows of a rank travel round a ring, and how far: no more of them than some rank still needs.
+"""Row routing: the K/V rows that each hop of a ring must carry, so that no rank sends rows nobody downstream needs.
 
-What other ranks' queries see of a rank's keys, or other ranks' keys are seen by of its queries, are stretches of its
-rows, which lie side by side in a message. A hop carries of it what any rank that is still to come needs. A window over
-the zigzag layout on 4 ranks, where rank 1 holds chunks b and g: the end of b is needed by rank 2, one hop away, and
-that of g by rank 0, three hops away.
+The rows of a rank that others need (its keys, or its queries) form a few stretches. They lie side by side in a message.
+A hop carries those rows of a message that any rank further along the ring still needs. Example: a sliding window over
+the zigzag layout on 4 ranks, where rank 1 holds chunks b and g. Rank 2, one hop away, needs the end of b; rank 0, three
+hops away, needs the end of g:
 
     hop 0   b-end g-end      rank 2 takes b-end
     hop 1         g-end
     hop 2         g-end      rank 0 takes it
 
-Gradients have the same places: a hop of theirs carries what ranks so far had, here b-end, and on the way home both. All
-ranks' messages have the same places, so that a ring's hops stay alike: where a rank has nothing it is filled up.
+Gradients lie at the same offsets. A hop of theirs carries the rows that the ranks so far have used: here b-end, and on
+the way home both. All ranks' messages have the same offsets, so that the hops of a ring have equal sizes; where a rank
+has nothing to send, the gap is filled.
 
-On a ring of rings steps are counted through: what ranks of the same inner ring need goes on there, and what those of
-later ones need goes to the next on the outer ring.
+On a ring of rings the steps are counted through all inner rings. Rows that ranks of the same inner ring need go on
+there; rows that ranks of later inner rings need go on by the outer ring.
 """
 
 from __future__ import annotations
@@ -33,215 +34,250 @@ if TYPE_CHECKING:
     from ringprof.strategies.transport.ring_channel import HopRing
 
 _FINEST = 16
-"""Stretches that are closer than this part of a rank's rows are one: each is cut out and put back by kernels."""
+"""Stretches are joined where the gap between them is at most this fraction (1/16) of a rank's rows: each stretch costs
+kernels that cut it out and put it back."""
 _MOST = 0.75
-"""Of what whole shards would be; where more would travel they go whole, with nothing to cut and put back."""
+"""Largest share of the bytes of whole shards for which rows travel alone. Above it whole shards travel, with nothing to
+cut out and put back."""
 
 
 class _Need(NamedTuple):
-    """Rows of which the rank to which they come in a step needs some."""
+    """Rows of one rank, some of which are needed by the rank that they reach in a step."""
 
     first: int
     end: int
     step: int
 
 
-class _Place(NamedTuple):
-    """A stretch of a rank's rows, and where it begins in a message."""
+class _Stretch(NamedTuple):
+    """Consecutive rows of one rank, and the offset in rows at which they begin in its message."""
 
     first: int
     end: int
-    at: int
+    offset: int
 
 
 class RowRouting:
-    """The rows that leave each rank of a ring, and what of them each hop carries."""
+    """The rows that leave each rank of a ring, and which of them each hop carries."""
 
-    def __init__(self, cut: ShardedMask, window: int, needs: Sequence[list[_Need]], gap: int, *, queries: bool) -> None:
-        """``needs`` of each rank's rows by the others; what is at most ``gap`` rows apart is one stretch."""
-        self._cut, self.window, self._queries = cut, window, queries
+    def __init__(
+        self, sharded_mask: ShardedMask, window: int, needs: Sequence[list[_Need]], gap: int, *, queries: bool
+    ) -> None:
+        """Lay out the messages; ``needs`` lists, per rank, the rows of it that others need.
+
+        Needed rows that are at most ``gap`` rows apart become one stretch. With ``queries`` the queries travel, else
+        the keys.
+        """
+        size = sharded_mask.size
+        self._sharded_mask, self.window, self._queries = sharded_mask, window, queries
         self._blocks: dict[tuple[int, int], Block | None] = {}
-        stretches = [_joined(one, gap) for one in needs]
-        self._places, hulls = min(
-            ((places, _Hulls(places, needs)) for places in (_dense(stretches), _by_reach(stretches))),
-            key=lambda found: found[1].rows_sent(cut.size, window),
+        joined_needs = [_joined(needs_of_rank, gap) for needs_of_rank in needs]
+        self._stretches, hulls = min(
+            ((stretches, _Hulls(stretches, needs)) for stretches in (_dense(joined_needs), _by_reach(joined_needs))),
+            key=lambda candidate: candidate[1].rows_sent(size, window),
         )
-        self.share = hulls.rows_sent(cut.size, window) / (2 * (cut.size - 1) * (cut.queries if queries else cut.keys))
-        """Of what whole shards would be."""
-        self.rows = hulls.of(0, cut.size).stop
-        """Of a whole message."""
+        local = sharded_mask.queries if queries else sharded_mask.keys
+        self.share = hulls.rows_sent(size, window) / (2 * (size - 1) * local)
+        """Rows sent, as a share of those that whole shards would send."""
+        self.rows = hulls.of(0, size).stop
+        """Rows of a complete message."""
         self.last_step = max(need.step for rank in needs for need in rank)
-        begins = range(0, cut.size, window)
-        self.onward = [hulls.of(step + 1, first + window) for first in begins for step in range(first, first + window)]
-        """What of a message goes on in the inner ring after each step."""
-        self.outward = [hulls.of(first + window, cut.size) for first in begins]
-        """And to each next inner ring."""
-        self.back = [hulls.of(first, step + 1) for first in begins for step in range(first, first + window)]
-        """What of the message's gradients leaves a rank after each step."""
-        self.back_outward = [hulls.of(0, first + window) for first in begins]
-        """And each inner ring."""
+        """The last step in which a rank needs rows of another."""
+        begins = range(0, size, window)
+        steps = [(first, step) for first in begins for step in range(first, first + window)]
+        self.inner_slices = [hulls.of(step + 1, first + window) for first, step in steps]
+        """Rows of a message that travel on in the inner ring, per step."""
+        self.outer_slices = [hulls.of(first + window, size) for first in begins]
+        """Rows of a message that travel on to the next inner ring, per inner ring."""
+        self.inner_gradient_slices = [hulls.of(first, step + 1) for first, step in steps]
+        """Rows of the message's gradients that leave a rank, per step."""
+        self.outer_gradient_slices = [hulls.of(0, first + window) for first in begins]
+        """Rows of the message's gradients that leave the inner ring, per inner ring."""
 
-    def held(self, step: int) -> range:
-        """What of another rank's message is there in a step."""
-        return self.onward[step - 1] if step % self.window else self.outward[step // self.window - 1]
+    def received_rows(self, step: int) -> range:
+        """Return the rows of another rank's message that are present in a step."""
+        return self.inner_slices[step - 1] if step % self.window else self.outer_slices[step // self.window - 1]
 
-    def taken(self, rank: int, x: Tensor, dim: int = 1) -> Tensor:
-        """The rows of ``x``, in its dimension ``dim``, that leave ``rank``, and any where it has none."""
-        if self._places[rank] == [_Place(0, x.shape[dim], 0)]:
+    def pack_rows(self, rank: int, x: Tensor, dim: int = 1) -> Tensor:
+        """Return the rows of ``x`` that leave ``rank``, in message order; gaps are filled with any row.
+
+        ``dim`` is the dimension of rows of ``x``.
+        """
+        if self._stretches[rank] == [_Stretch(0, x.shape[dim], 0)]:
             return x
         pieces, end, one_row = [], 0, x.narrow(dim, 0, 1)
-        for one in [*self._places[rank], _Place(0, 0, self.rows)]:
-            filling = one_row.expand(*(one.at - end if at == dim else -1 for at in range(x.dim())))
-            pieces += [filling, x.narrow(dim, one.first, one.end - one.first)]
-            end = one.at + one.end - one.first
+        for stretch in [*self._stretches[rank], _Stretch(0, 0, self.rows)]:
+            filling = one_row.expand(*(stretch.offset - end if axis == dim else -1 for axis in range(x.dim())))
+            pieces += [filling, x.narrow(dim, stretch.first, stretch.end - stretch.first)]
+            end = stretch.offset + stretch.end - stretch.first
         return torch.cat(pieces, dim)
 
     def block(self, rank: int, sender: int) -> Block | None:
-        """What ``rank`` computes with the rows that came from another, these counted as they came."""
+        """Return the block that ``rank`` computes with the rows it received from ``sender``; None where it needs none.
+
+        The block counts these rows in the order in which they arrived.
+        """
         key = rank, sender
         if key not in self._blocks:
             self._blocks[key] = self._block(*key)
         return self._blocks[key]
 
     def _block(self, rank: int, sender: int) -> Block | None:
-        cut, step = self._cut, step_of(sender, rank, self._cut.size, self.window)
+        mask, step = self._sharded_mask, step_of(sender, rank, self._sharded_mask.size, self.window)
         if self._queries:
-            parts = [one.moved(self._move(sender, one.q_first, step), 0) for one in cut.parts(sender, rank)]
-            return block_of(parts, len(self.held(step)), cut.keys)
-        parts = [one.moved(0, self._move(sender, one.kv_first, step)) for one in cut.parts(rank, sender)]
-        return block_of(parts, cut.queries, len(self.held(step)))
+            parts = [x.shifted(self._shift(sender, x.q_first, step), 0) for x in mask.parts(sender, rank)]
+            return block_of(parts, len(self.received_rows(step)), mask.keys)
+        parts = [x.shifted(0, self._shift(sender, x.kv_first, step)) for x in mask.parts(rank, sender)]
+        return block_of(parts, mask.queries, len(self.received_rows(step)))
 
-    def _move(self, rank: int, row: int, step: int) -> int:
-        """How much further on in what comes from ``rank`` its ``row`` lies."""
-        place = next(one for one in self._places[rank] if one.first <= row < one.end)
-        return place.at - place.first - self.held(step).start
+    def _shift(self, rank: int, row: int, step: int) -> int:
+        """Return the offset of ``rank``'s ``row`` among the rows received in a step, minus ``row``."""
+        stretch = next(x for x in self._stretches[rank] if x.first <= row < x.end)
+        return stretch.offset - stretch.first - self.received_rows(step).start
 
-    def home(self, rank: int, x: Tensor) -> list[tuple[slice, Tensor]]:
-        """What of a whole message belongs to which rows of ``rank``."""
-        return [(slice(first, end), part(x, slice(at, at + end - first))) for first, end, at in self._places[rank]]
+    def split_by_own_rows(self, rank: int, x: Tensor) -> list[tuple[slice, Tensor]]:
+        """Split a complete message ``x`` into (rows of ``rank``, their part of the message)."""
+        return [
+            (slice(first, end), part(x, slice(offset, offset + end - first)))
+            for first, end, offset in self._stretches[rank]
+        ]
 
-    def in_gradients(self, rows: slice, step: int) -> slice:
-        """Rows of what is there in a step, counted in the message of gradients that leaves after it."""
-        came, goes = self.held(step), self.back[step]
-        if rows == ALL and came == goes:
+    def rows_in_gradients(self, rows: slice, step: int) -> slice:
+        """Translate ``rows`` of those received in a step into rows of the gradients that leave after it."""
+        received, outgoing = self.received_rows(step), self.inner_gradient_slices[step]
+        if rows == ALL and received == outgoing:
             return rows
-        start, end, _ = rows.indices(len(came))
-        return slice(start + came.start - goes.start, end + came.start - goes.start)
+        start, end, _ = rows.indices(len(received))
+        return slice(start + received.start - outgoing.start, end + received.start - outgoing.start)
 
     def tour(
         self, inner: HopRing, outer: HopRing | None, tensors: Sequence[Tensor], dims: Sequence[int] = ()
     ) -> Iterator[tuple[int, list[Tensor]]]:
-        """As `HopRing.tour`: a rank's own tensors whole, and of the others' what travels; none where nothing came.
+        """Yield (rank, tensors) step by step, like `HopRing.tour`: first this rank's whole tensors, then what arrives.
 
-        ``dims`` are the tensors' dimensions of rows, where these are not all the second.
+        The tensors of another rank hold only the rows that travel; the list is empty where nothing arrived. ``dims``
+        are the dimensions of rows of the tensors, if these are not all 1.
         """
         dims = dims or [1] * len(tensors)
-        place, home = inner.rank, 0 if outer is None else outer.rank
-        rank, handed_out = home * self.window + place, list(tensors)
-        current = inner.parcel([self.taken(rank, x, dim) for x, dim in zip(tensors, dims, strict=True)])
-        came = range(self.rows)
-        for turn, outward in enumerate(self.outward):
-            out = outer.post(_cut_to(current, came, outward, dims)) if outward and outer is not None else None
+        position, ring_number = inner.rank, 0 if outer is None else outer.rank
+        rank, handed_out = ring_number * self.window + position, list(tensors)
+        current = inner.pack([self.pack_rows(rank, x, dim) for x, dim in zip(tensors, dims, strict=True)])
+        received = range(self.rows)
+        for turn, to_next_ring in enumerate(self.outer_slices):
+            out = None
+            if to_next_ring and outer is not None:
+                out = outer.post(_narrowed(current, received, to_next_ring, dims))
             for inner_step in range(self.window):
-                goes = self.onward[turn * self.window + inner_step]
-                hop = inner.post(_cut_to(current, came, goes, dims)) if goes else None
-                sender = (home - turn) % len(self.outward) * self.window + (place - inner_step) % self.window
-                yield sender, handed_out
+                outgoing = self.inner_slices[turn * self.window + inner_step]
+                hop = inner.post(_narrowed(current, received, outgoing, dims)) if outgoing else None
+                sender_ring = (ring_number - turn) % len(self.outer_slices)
+                yield sender_ring * self.window + (position - inner_step) % self.window, handed_out
                 handed_out.clear()
                 if hop is not None:
                     current.clear()
-                    current, came = hop.wait(), goes
+                    current, received = hop.wait(), outgoing
                     handed_out = list(current.tensors)
             if out is not None:
-                current, came = out.wait(), outward
+                current, received = out.wait(), to_next_ring
                 handed_out = list(current.tensors)
 
 
-def _cut_to(parcel: Message, came: range, goes: range, dims: Sequence[int]) -> Message:
-    """Of the rows that came those that go on."""
-    if goes == came:
-        return parcel
-    first = goes.start - came.start
-    return Message.holding([x.narrow(dim, first, len(goes)) for x, dim in zip(parcel.tensors, dims, strict=True)])
+def _narrowed(message: Message, held: range, target: range, dims: Sequence[int]) -> Message:
+    """Cut a message that holds the rows ``held`` down to the rows ``target``."""
+    if target == held:
+        return message
+    first = target.start - held.start
+    return Message.pack([x.narrow(dim, first, len(target)) for x, dim in zip(message.tensors, dims, strict=True)])
 
 
 def step_of(sender: int, rank: int, size: int, window: int) -> int:
-    """The step in which what ``sender`` sends round comes to ``rank``."""
+    """Return the step in which the rows of ``sender`` reach ``rank``."""
     return (rank // window - sender // window) % (size // window) * window + (rank - sender) % window
 
 
-def routing_of(cut: ShardedMask, window: int, *, queries: bool) -> RowRouting | None:
-    """What travels of a mask's keys, or queries, over inner rings of ``window`` ranks; None where most do, or none."""
-    ranks, local = range(cut.size), cut.queries if queries else cut.keys
+def routing_of(sharded_mask: ShardedMask, window: int, *, queries: bool) -> RowRouting | None:
+    """Select the keys, or ``queries``, that each hop carries over inner rings of ``window`` ranks.
+
+    Returns None where no rows need to travel, and where so many do that whole shards are cheaper.
+    """
+    size, local = sharded_mask.size, sharded_mask.queries if queries else sharded_mask.keys
+    ranks = range(size)
 
     def needed(rank: int, step: int) -> list[_Need]:
-        other = (rank // window + step // window) * window % cut.size + (rank + step) % window
+        other = (rank // window + step // window) * window % size + (rank + step) % window
         if queries:
-            return _joined([_Need(one.q_first, one.q_end, step) for one in cut.parts(rank, other)], 0)
-        return _joined([_Need(one.kv_first, one.kv_end, step) for one in cut.parts(other, rank)], 0)
+            return _joined([_Need(x.q_first, x.q_end, step) for x in sharded_mask.parts(rank, other)], 0)
+        return _joined([_Need(x.kv_first, x.kv_end, step) for x in sharded_mask.parts(other, rank)], 0)
 
     last = next((step for step in reversed(ranks[1:]) if any(needed(rank, step) for rank in ranks)), 0)
-    # The first rank's last rows often see all of the last rank's: then that is known at once.
+    # Often the whole shard of the last rank is still needed in the last step: checked first, that decides at once.
     if last > 1 and any(needed(rank, last) == [_Need(0, local, last)] for rank in reversed(ranks)):
         return None
-    needs = [[one for step in range(1, last + 1) for one in needed(rank, step)] for rank in ranks]
-    routing = RowRouting(cut, window, needs, local // _FINEST, queries=queries) if last else None
+    needs = [[need for step in range(1, last + 1) for need in needed(rank, step)] for rank in ranks]
+    routing = RowRouting(sharded_mask, window, needs, local // _FINEST, queries=queries) if last else None
     if routing is None or routing.share <= _MOST:
         return routing
-    # Of whole shards gradients still go straight home from the next rank.
-    return RowRouting(cut, window, [[_Need(0, local, 1)]] * cut.size, 0, queries=queries) if last == 1 else None
+    # Even where whole shards travel, a single hop returns their gradients from the next rank.
+    return RowRouting(sharded_mask, window, [[_Need(0, local, 1)]] * size, 0, queries=queries) if last == 1 else None
 
 
 def _joined(needs: Sequence[_Need], gap: int) -> list[_Need]:
-    """Those that overlap, or are at most ``gap`` apart, as one, for the latest of their steps; in their order."""
-    found: list[_Need] = []
-    for one in sorted(needs):
-        last = found.pop() if found and one.first <= found[-1].end + gap else one
-        found.append(_Need(last.first, max(last.end, one.end), max(last.step, one.step)))
-    return found
+    """Join needs that overlap or are at most ``gap`` rows apart, sorted by row; a joined need has the latest step."""
+    result: list[_Need] = []
+    for need in sorted(needs):
+        last = result.pop() if result and need.first <= result[-1].end + gap else need
+        result.append(_Need(last.first, max(last.end, need.end), max(last.step, need.step)))
+    return result
 
 
-def _dense(stretches: Sequence[list[_Need]]) -> list[list[_Place]]:
-    """One after the other."""
-    found = []
-    for rows in stretches:
-        begins = accumulate((one.end - one.first for one in rows), initial=0)
-        found.append([_Place(one.first, one.end, at) for one, at in zip(rows, begins, strict=False)])
-    return found
+def _dense(needs: Sequence[list[_Need]]) -> list[list[_Stretch]]:
+    """Lay out each rank's rows one after another, without gaps."""
+    result = []
+    for needs_of_rank in needs:
+        offsets = accumulate((need.end - need.first for need in needs_of_rank), initial=0)
+        result.append([
+            _Stretch(need.first, need.end, offset) for need, offset in zip(needs_of_rank, offsets, strict=False)
+        ])  # fmt: skip
+    return result
 
 
-def _by_reach(stretches: Sequence[list[_Need]]) -> list[list[_Place]]:
-    """The same, but at the same place on all ranks what goes equally far."""
-    found: list[list[_Place]] = [[] for _ in stretches]
+def _by_reach(needs: Sequence[list[_Need]]) -> list[list[_Stretch]]:
+    """Lay out the rows sorted by their last step.
+
+    Rows that travel equally far begin at the same offset on all ranks.
+    """
+    result: list[list[_Stretch]] = [[] for _ in needs]
     begin = 0
-    for reach in sorted({x.step for rows in stretches for x in rows}):
-        alike = _dense([[x for x in rows if x.step == reach] for rows in stretches])
-        for rows, places in zip(found, alike, strict=True):
-            rows += [one._replace(at=begin + one.at) for one in places]
-        begin += max(one.at + one.end - one.first for places in alike for one in places)
-    return found
+    for reach in sorted({need.step for needs_of_rank in needs for need in needs_of_rank}):
+        group = _dense([[need for need in needs_of_rank if need.step == reach] for needs_of_rank in needs])
+        for stretches, added in zip(result, group, strict=True):
+            stretches += [stretch._replace(offset=begin + stretch.offset) for stretch in added]
+        begin += max(stretch.offset + stretch.end - stretch.first for added in group for stretch in added)
+    return result
 
 
 class _Hulls:
-    """What of the messages ranks need in some steps, from the first row to the last."""
+    """The message rows that ranks need in a range of steps, from the first such row to the last."""
 
-    def __init__(self, places: list[list[_Place]], needs: Sequence[list[_Need]]) -> None:
+    def __init__(self, stretches: list[list[_Stretch]], needs: Sequence[list[_Need]]) -> None:
         self._in: dict[int, tuple[int, int]] = {}
-        for rows, others in zip(places, needs, strict=True):
-            for need in others:
-                place = next(one for one in rows if one.first <= need.first < one.end)
-                first, end = need.first + place.at - place.first, need.end + place.at - place.first
+        """First row and end of the rows needed, by step."""
+        for stretches_of_rank, needs_of_rank in zip(stretches, needs, strict=True):
+            for need in needs_of_rank:
+                stretch = next(x for x in stretches_of_rank if x.first <= need.first < x.end)
+                shift = stretch.offset - stretch.first
+                first, end = need.first + shift, need.end + shift
                 low, high = self._in.get(need.step, (first, end))
                 self._in[need.step] = min(low, first), max(high, end)
 
     def of(self, begin: int, end: int) -> range:
-        """In these steps, but the last one."""
-        found = [self._in[step] for step in range(begin, end) if step in self._in]
-        return range(min((first for first, _ in found), default=0), max((last for _, last in found), default=0))
+        """Return the rows needed in the steps ``begin`` to ``end`` - 1."""
+        spans = [self._in[step] for step in range(begin, end) if step in self._in]
+        return range(min((first for first, _ in spans), default=0), max((last for _, last in spans), default=0))
 
     def rows_sent(self, size: int, window: int) -> int:
-        """There and back."""
+        """Count the rows sent in the forward and the backward pass."""
         begins = range(0, size, window)
         inner = [(self.of(step + 1, a + window), self.of(a, step + 1)) for a in begins for step in range(a, a + window)]
         outer = [(self.of(a + window, size), self.of(0, a + window)) for a in begins if window < size]
-        return sum(len(there) + len(back) for there, back in inner + outer)
+        return sum(len(forward) + len(backward) for forward, backward in inner + outer)

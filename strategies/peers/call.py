@@ -30,15 +30,15 @@ class PeerStrategy(Strategy):
     def call(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
         """Output (B, S/N, H, D) of this rank's queries, differentiable, from such as `Strategy.attention` has."""
 
-    def differentiable(self, blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> OutAndLse:
+    def differentiable(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> OutAndLse:
         name = type(self).__name__
-        if blocks.lse_wanted:
+        if call.lse_wanted:
             raise Unsupported(f"return_lse is not supported by {name}")
-        if self.CAUSAL_ONLY and not blocks.causal:
+        if self.CAUSAL_ONLY and not call.causal:
             raise Unsupported(f"{name} takes a causal mask only")
         if self.WORLD_ONLY and not self.comm.is_world:
             raise Unsupported(f"{name} makes groups of all ranks: it cannot run over some of them")
-        return self.call(q, k, v, causal=blocks.causal, scale=blocks.scale), None
+        return self.call(q, k, v, causal=call.causal, scale=call.scale), None
 
     @classmethod
     def why_unsupported(cls, shape: Shape, size: int, **params: Any) -> str | None:
@@ -46,8 +46,8 @@ class PeerStrategy(Strategy):
             return f"takes one sequence at a time: batch 1, not {shape.batch}"
         return super().why_unsupported(shape, size, **params)
 
-    def forward(self, blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("computed by `call`")
 
-    def backward(self, blocks: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+    def backward(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         raise NotImplementedError("computed by `call`")

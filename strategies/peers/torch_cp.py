@@ -36,22 +36,22 @@ class TorchContextParallel(Strategy):
         super().__init__(context, deterministic=deterministic)
         self.parameters |= {"rotate": rotate, "grad_wire": "fp32"}
 
-    def forward(self, blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        op = _Operator(blocks.kernel, blocks.scale)
+    def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        op = _Operator(call.kernel, call.scale)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        with self._options(blocks.causal) as ring:
+        with self._options(call.causal) as ring:
             out, lse, *_ = ring._templated_ring_attention(
-                self.comm.group, _SEQ_DIM, op.forward, q, k, v, is_causal=blocks.causal
+                self.comm.group, _SEQ_DIM, op.forward, q, k, v, is_causal=call.causal
             )
         return out.transpose(1, 2).contiguous(), lse
 
-    def backward(self, blocks: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+    def backward(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         assert rows.out is not None
-        op = _Operator(blocks.kernel, blocks.scale)
+        op = _Operator(call.kernel, call.scale)
         dout, q, k, v, out = (x.transpose(1, 2) for x in (rows.dout, q, k, v, rows.out))
-        with self._options(blocks.causal) as ring:
+        with self._options(call.causal) as ring:
             dq, dk, dv, *_ = ring._templated_ring_attention_backward(
-                self.comm.group, _SEQ_DIM, op.backward, dout, "dout", q, k, v, out, rows.lse, is_causal=blocks.causal
+                self.comm.group, _SEQ_DIM, op.backward, dout, "dout", q, k, v, out, rows.lse, is_causal=call.causal
             )
         return tuple(x.transpose(1, 2).contiguous() for x in (dq, dk, dv))
 

@@ -34,7 +34,7 @@ class YunchangUSP(PeerStrategy):
     ) -> None:  # fmt: skip
         super().__init__(context, deterministic=deterministic)
         degrees = {"ulysses_degree": ulysses_degree, "ring_degree": ring_degree}
-        placed = self.placed(self.comm.size, self.comm.ranks_per_host(), placement=placement, **degrees)
+        placed = self.with_placement(self.comm.size, self.comm.ranks_per_host(), placement=placement, **degrees)
         grouped = self.layout_for(self.comm.size, **placed)
         self.layout, grid = grouped, grouped.grid
         shape = {"ulysses_degree": grid.ulysses_degree, "ring_degree": grid.ring_degree, "placement": placement}
@@ -42,8 +42,8 @@ class YunchangUSP(PeerStrategy):
         self._layer = self._made(grid.ulysses_degree, grid.ring_degree, grid.head_first)
 
     @classmethod
-    def placed(cls, size: int, per_host: int, **params: Any) -> dict[str, Any]:
-        return USP.placed(size, per_host, **params)
+    def with_placement(cls, size: int, per_host: int, **params: Any) -> dict[str, Any]:
+        return USP.with_placement(size, per_host, **params)
 
     @classmethod
     def layout_for(cls, size: int, **params: Any) -> Grouped:

@@ -1,7 +1,7 @@
-"""Both seams with one half taken out, for controls: what a strategy costs if nothing travels, or nothing is computed.
+"""Kernels and communicators for baselines, which measure a strategy without communication or without computation.
 
-A strategy runs unchanged on a `NullCommunicator`, which sends nothing, or with an `NoOpKernel`, which computes
-nothing. A `Listener` computes and keeps the list of the calls, so that the same blocks can be run alone.
+A strategy runs unchanged on a `NullCommunicator`, which sends nothing, or with a `NoOpKernel`, which computes nothing.
+A `RecordingKernel` computes and records its calls, so that the same blocks can be timed alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SLOTS = 2
 
 @contextmanager
 def use_kernel(strategy: Any, kernel: Kernel) -> Iterator[None]:
-    """Let ``strategy`` compute with ``kernel``, whatever the tensors are."""
+    """Make ``strategy`` compute with ``kernel`` inside the context, whatever the tensors are."""
     before = vars(strategy).get("kernel_for")
     strategy.kernel_for = lambda q, **needs: kernel
     try:
@@ -43,7 +43,7 @@ def use_kernel(strategy: Any, kernel: Kernel) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TensorView:
-    """How a tensor lies in memory."""
+    """The memory layout of a tensor: size, strides in elements, and type."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -51,17 +51,18 @@ class TensorView:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorView:
+        """Describe ``tensor``."""
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
     @property
     def span(self) -> int:
-        """Elements from the first to the last."""
+        """Elements of memory from the first to the last element, both included."""
         return 1 + sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call of a kernel: what it was given, without the values. ``rows`` is None for a forward call."""
+class KernelCall:
+    """The arguments of one kernel call, without the values. ``rows`` is None for a forward call."""
 
     q: TensorView
     k: TensorView
@@ -74,7 +75,7 @@ class Call:
 
 @dataclass(frozen=True)
 class RowViews:
-    """What a backward call was given of the queries' rows; ``out`` or ``delta``, whichever the kernel takes."""
+    """The arguments of a backward call per query row: with ``out`` or ``delta``, whichever the kernel takes."""
 
     dout: TensorView
     lse: TensorView
@@ -83,13 +84,14 @@ class RowViews:
 
 
 class RecordingKernel(Kernel):
-    """Computes with another kernel, and keeps what that was called with."""
+    """A kernel that computes with another one, and records the calls."""
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(deterministic=kernel.deterministic)
         self.kernel = kernel
         self.name, self.takes_delta, self.dense_rows = kernel.name, kernel.takes_delta, kernel.dense_rows
-        self.heard: list[Call] = []
+        self.recorded_calls: list[KernelCall] = []
+        """All calls so far, in order."""
 
     @classmethod
     def why_unsupported(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -98,7 +100,9 @@ class RecordingKernel(Kernel):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, parts: MaskBlocks | None = None
     ) -> tuple[Tensor, Tensor]:
-        self.heard.append(Call(TensorView.of(q), TensorView.of(k), TensorView.of(v), scale, causal, parts))
+        self.recorded_calls.append(
+            KernelCall(TensorView.of(q), TensorView.of(k), TensorView.of(v), scale, causal, parts)
+        )
         return self.kernel.forward(q, k, v, scale=scale, causal=causal, parts=parts)
 
     def backward(
@@ -107,14 +111,14 @@ class RecordingKernel(Kernel):
         parts: MaskBlocks | None = None,
     ) -> Gradients:  # fmt: skip
         by_delta = delta is not None and self.takes_delta
-        # Dressing delta up as an output is work beside the block: alone, the block is given such an output at once.
+        # Turning delta into an output is extra work: a replay of the block passes such an output directly.
         term = delta if by_delta else torch.empty_like(dout, device="meta") if out is None else out
         assert term is not None
-        given = TensorView.of(term)
-        rows = RowViews(
-            TensorView.of(dout), TensorView.of(lse), None if by_delta else given, given if by_delta else None
+        view = TensorView.of(term)
+        rows = RowViews(TensorView.of(dout), TensorView.of(lse), None if by_delta else view, view if by_delta else None)
+        self.recorded_calls.append(
+            KernelCall(TensorView.of(q), TensorView.of(k), TensorView.of(v), scale, causal, parts, rows)
         )
-        self.heard.append(Call(TensorView.of(q), TensorView.of(k), TensorView.of(v), scale, causal, parts, rows))
         return self.kernel.backward(dout, q, k, v, lse, out=out, delta=delta, scale=scale, causal=causal, parts=parts)
 
     def _forward(self, *_: Any) -> tuple[Tensor, Tensor]:
@@ -125,7 +129,7 @@ class RecordingKernel(Kernel):
 
 
 class NoOpKernel(Kernel):
-    """Computes nothing: results of the right shapes and types, with whatever the memory holds."""
+    """A kernel that computes nothing: its results have the right shapes and types, and undefined values."""
 
     name = "idle"
     takes_delta = True
@@ -136,7 +140,7 @@ class NoOpKernel(Kernel):
         return None
 
     def _count(self, phase: str, q: Tensor, k: Tensor, causal: bool, parts: MaskBlocks | None = None) -> None:
-        """There is no work to count."""
+        """Count nothing: there is no work."""
 
     def _forward_parts(self, q: Tensor, k: Tensor, v: Tensor, scale: float, parts: MaskBlocks) -> tuple[Tensor, Tensor]:
         return self._forward(q, k, v, scale, False)
@@ -162,38 +166,39 @@ class NoOpKernel(Kernel):
 
 
 class NullRing(HopRing):
-    """A ring on which everything stays where it is."""
+    """A ring that sends nothing."""
 
-    def post(self, parcel: Message, *, into: Message | None = None) -> Hop:
-        """As `HopRing.post`, except that what arrives is what was sent: the same memory, so that nothing is copied.
+    def post(self, message: Message, *, into: Message | None = None) -> Hop:
+        """Return a hop on which the message that was sent arrives, in the same memory: nothing is copied.
 
-        Only where the caller says where to receive, it is copied there: a kernel's speed depends on the values that it
-        computes with, and what happens to lie in fresh memory may be no numbers at all.
+        Only with ``into`` are the values copied there: the speed of a kernel depends on the values that it computes
+        with, and fresh memory may hold NaN.
         """
         if into is None:
-            # Without the version counter: writing to what arrived is no write to what was sent.
-            return Hop([], parcel.messages, parcel.over([message.data for message in parcel.messages]))
-        for place, message in zip(into.messages, parcel.messages, strict=True):
-            place.copy_(message)
-        return Hop([], parcel.messages, into)
+            # `data` has a version counter of its own: a write to the received tensor must not count as one to the sent.
+            return Hop([], message.buffers, message.with_buffers([buffer.data for buffer in message.buffers]))
+        for target, buffer in zip(into.buffers, message.buffers, strict=True):
+            target.copy_(buffer)
+        return Hop([], message.buffers, into)
 
 
 class NullCollective(Collective):
-    """A channel on which every member keeps what it has."""
+    """A collective channel that sends nothing: every member keeps its own data."""
 
     def __init__(self, channel: str, members: Sequence[int], comm: Communicator) -> None:
         super().__init__(channel, members, None, comm)
         self._gathered: dict[TensorView, list[Tensor]] = {}
 
     def all_to_all(self, tensor: Tensor) -> Hop:
-        """As `Collective.all_to_all`, but the pieces stay: the same memory."""
+        """Return a hop on which ``tensor`` itself arrives, in the same memory."""
         tensor = tensor.contiguous()
         return Hop([], [tensor], [tensor])
 
     def all_gather(self, tensor: Tensor) -> Hop:
-        """As `Collective.all_gather`, with this rank's piece in every place, written when a shape is first seen.
+        """Return a hop on which this rank's piece arrives in place of every member's.
 
-        What arrives holds until the second next gather of the same shape.
+        The pieces are written when a shape is first seen. What arrives is valid until the second next gather of the
+        same shape.
         """
         tensor = tensor.contiguous()
         slots = self._gathered.setdefault(TensorView.of(tensor), [])
@@ -202,7 +207,7 @@ class NullCollective(Collective):
         return Hop([], [tensor], [slots[-1]])
 
     def reduce_scatter(self, tensor: Tensor) -> Hop:
-        """As `Collective.reduce_scatter`, but the sum is this rank's own first piece."""
+        """Return a hop on which this rank's own first piece arrives in place of the sum."""
         tensor = tensor.contiguous()
         return Hop([], [tensor], [tensor[0]])
 
@@ -211,7 +216,7 @@ class NullCommunicator(Communicator):
     """A communicator whose channels send nothing, count nothing and need no process group of their own."""
 
     def ring(self, channel: str, members: Sequence[int] | None = None, **_: Any) -> HopRing:
-        # How hops would travel, and with whose, makes no difference here.
+        # Options about the transport make no difference here.
         return NullRing(channel, self._members(members), None, self)
 
     def collective(self, channel: str, members: Sequence[int] | None = None) -> Collective:

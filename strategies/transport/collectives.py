@@ -1,4 +1,4 @@
-"""Channels in which every member trades with all others at once."""
+"""Channels for collectives, in which every member exchanges data with all others at once."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 from ringprof.strategies.annotate import annotate
 from ringprof.strategies.kernels.merge import wide_type
-from ringprof.strategies.transport.groups import by_nccl
+from ringprof.strategies.transport.groups import uses_nccl
 from ringprof.strategies.transport.hosts import OTHER_HOST, SAME_HOST
-from ringprof.strategies.transport.ring_channel import TRADE, Hop, while_computing
+from ringprof.strategies.transport.ring_channel import ALL_TO_ALL_OPTIONS, Hop, async_options
 
 if TYPE_CHECKING:
     from ringprof.strategies.transport.communicator import Communicator
 
 
 class Collective:
-    """A channel in which every member trades with all others at once."""
+    """A channel for collectives among its members, with a process group of its own."""
 
     def __init__(
         self, channel: str, members: Sequence[int], group: dist.ProcessGroup | None, comm: Communicator
@@ -32,24 +32,24 @@ class Collective:
         self.meter = comm.meter
         me = comm.global_rank(comm.rank)
         others = [comm.global_rank(members[(self.rank + step) % self.size]) for step in range(1, self.size)]
-        # In the order of a ring, the next member first.
+        # In ring order, the next member first.
         self._links = [comm.hosts.link(me, other) for other in others]
-        # Called as `torch.distributed` does after its checks of every argument, which cost the host as much again.
+        # The group's methods are called directly: the argument checks of `torch.distributed` double the host's time.
         self._calls: Any = group
-        self._has_nccl = group is not None and by_nccl(group)
+        self._has_nccl = group is not None and uses_nccl(group)
 
     def all_to_all(self, tensor: Tensor) -> Hop:
-        """Start trading: ``tensor[i]`` goes to member i, and the one tensor that arrives holds its piece there."""
+        """Start an all-to-all: ``tensor[i]`` goes to member i; piece i of the tensor that arrives is from member i."""
         tensor = tensor.contiguous()
         if self.size == 1:
             return Hop([], [tensor], [tensor])
         self._count("all_to_all", self._links, tensor.nbytes // self.size)
-        return self._trade(tensor, Hop)
+        return self._exchange(tensor, Hop)
 
     def all_gather(self, tensor: Tensor) -> Hop:
-        """Start gathering: the one tensor that arrives is (size, *shape), piece i from member i.
+        """Start an all-gather: the one tensor that arrives is (size, *shape), with piece i from member i.
 
-        Counted as NCCL's ring sends it: size - 1 pieces to the next member.
+        The meter counts what NCCL's ring sends: size - 1 pieces to the next member.
         """
         tensor = tensor.contiguous()
         if self.size == 1:
@@ -57,7 +57,7 @@ class Collective:
         received = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
         self._count("all_gather", self._links[:1] * (self.size - 1), tensor.nbytes)
         with annotate("send", self.channel):
-            if self._by_nccl(tensor):
+            if self._uses_nccl(tensor):
                 work = self._calls._allgather_base(received, tensor, _GATHER)
             else:
                 pieces = list(_as_bytes(received).unbind(0))
@@ -65,53 +65,53 @@ class Collective:
         return Hop([work], [tensor], [received], self.channel)
 
     def reduce_scatter(self, tensor: Tensor) -> Hop:
-        """Start summing: what arrives is the sum over all members of their ``tensor[i]``, i this rank's place.
+        """Start a reduce-scatter: what arrives is the sum over all members of their ``tensor[i]``, i this rank's index.
 
-        The sum has the tensor's type; NCCL rounds to it at every addition, other backends once. Counted as NCCL's ring
-        sends it: size - 1 pieces to the next member.
+        The sum has the tensor's type; NCCL rounds to it at every addition, other backends once. The meter counts what
+        NCCL's ring sends: size - 1 pieces to the next member.
         """
         tensor = tensor.contiguous()
         if self.size == 1:
             return Hop([], [tensor], [tensor[0]])
         self._count("reduce_scatter", self._links[:1] * (self.size - 1), tensor.nbytes // self.size)
-        if not self._by_nccl(tensor):
-            # gloo sums in an order of its own and lacks types: trade the pieces and add them in rank order.
-            return self._trade(tensor, _SummedHop)
+        if not self._uses_nccl(tensor):
+            # gloo sums in its own order and lacks some types: exchange the pieces and add them in rank order.
+            return self._exchange(tensor, _SummedHop)
         received = torch.empty_like(tensor[0])
         with annotate("send", self.channel):
             work = self._calls._reduce_scatter_base(received, tensor, _REDUCE)
         return Hop([work], [tensor], [received], self.channel)
 
-    def _by_nccl(self, tensor: Tensor) -> bool:
+    def _uses_nccl(self, tensor: Tensor) -> bool:
         return self._has_nccl and tensor.is_cuda
 
-    def _trade(self, tensor: Tensor, kind: type[Hop]) -> Hop:
+    def _exchange(self, tensor: Tensor, kind: type[Hop]) -> Hop:
         received = torch.empty_like(tensor)
-        # gloo knows few types, but bytes are bytes.
-        into, out = (received, tensor) if self._by_nccl(tensor) else (_as_bytes(received), _as_bytes(tensor))
+        # gloo supports few types, so it sends bytes.
+        into, out = (received, tensor) if self._uses_nccl(tensor) else (_as_bytes(received), _as_bytes(tensor))
         with annotate("send", self.channel):
-            work = self._calls.alltoall_base(into, out, [], [], TRADE)
+            work = self._calls.alltoall_base(into, out, [], [], ALL_TO_ALL_OPTIONS)
         return kind([work], [tensor], [received], self.channel)
 
     def _count(self, operation: str, links: Sequence[str], piece_bytes: int) -> None:
-        """Count one collective, under its slowest link, and its bytes by link."""
+        """Count one collective under its slowest link, and its bytes under the link that they take."""
         for link in links:
             self.meter.add(self.channel, operation, link, piece_bytes, count=0)
         self.meter.add(self.channel, operation, OTHER_HOST if OTHER_HOST in links else SAME_HOST, 0)
 
 
 class _SummedHop(Hop):
-    """A trade whose pieces are added on arrival."""
+    """An all-to-all whose pieces are summed on arrival."""
 
     def wait(self) -> list[Tensor]:
         (pieces,) = super().wait()
         return [pieces.sum(0, dtype=wide_type(pieces)).to(pieces.dtype)]
 
 
-_GATHER = while_computing("AllgatherOptions")
-_REDUCE = while_computing("ReduceScatterOptions")
+_GATHER = async_options("AllgatherOptions")
+_REDUCE = async_options("ReduceScatterOptions")
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """The same memory as bytes, with the first dimension kept."""
+    """View ``tensor`` as bytes, with its first dimension unchanged."""
     return tensor.reshape(tensor.shape[0], -1).view(torch.uint8)

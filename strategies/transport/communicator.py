@@ -1,8 +1,8 @@
-"""The communicator seam: everything that travels between ranks, and the count of it.
+"""The communicator: a strategy's access to the other ranks, and the count of what it sends.
 
-A strategy asks for channels: a `HopRing` posts one hop at a time, a `Collective` trades between all its members. Every
-channel has its own process group, hence its own NCCL stream: two rings of one strategy run at once and are told
-apart in a trace.
+A strategy asks it for channels: a `HopRing` posts one hop at a time, a `Collective` exchanges data among all its
+members. Every channel has its own process group, and with it its own NCCL stream: two rings of one strategy run at the
+same time, and a trace tells them apart.
 """
 
 from __future__ import annotations
@@ -20,30 +20,35 @@ from ringprof.strategies.errors import Unsupported
 from ringprof.strategies.transport.collectives import Collective
 from ringprof.strategies.transport.copy_engine import can_copy
 from ringprof.strategies.transport.groups import process_group
-from ringprof.strategies.transport.handshake import agree, agree_on_call
+from ringprof.strategies.transport.handshake import check_same_call, perform_handshake
 from ringprof.strategies.transport.hosts import Hosts
 from ringprof.strategies.transport.ring_channel import HopRing
 
 HOPS = ("auto", "nccl", "copy")
-"""What can carry hops: NCCL's send/recv kernels (gloo on CPU), or copy engines (see `copies`); ``auto`` is copy engines
-where all ranks can: on 4 H200 they were faster than NCCL or within 2 % of it, whatever the shape (docs/speed.md)."""
+"""Transports for hops within a host: NCCL's send/recv kernels (gloo on a CPU), or copy engines (see `copy_engine`).
+
+``auto`` uses copy engines where all ranks support them: on 4 H200 they were faster than NCCL or within 2 % of it,
+whatever the shape (docs/speed.md)."""
 
 
 @dataclass
 class Meter:
-    """What this rank has sent: (channel, phase, operation, link) -> [count, bytes]."""
+    """Counts and bytes of what this rank has sent."""
 
     phase: str = "forward"
     goes_to: dict[str, int] = field(default_factory=dict)
     """The global rank that the hops of a channel go to."""
     sent: dict[tuple[str, str, str, str], list[int]] = field(default_factory=dict)
+    """[count, bytes] by (channel, phase, operation, link)."""
 
     def add(self, channel: str, operation: str, link: str, size_bytes: int, count: int = 1) -> None:
+        """Add ``count`` operations of ``size_bytes`` together, in the current phase."""
         entry = self.sent.setdefault((channel, self.phase, operation, link), [0, 0])
         entry[0] += count
         entry[1] += size_bytes
 
     def clear(self) -> None:
+        """Reset the counts."""
         self.sent.clear()
 
 
@@ -57,90 +62,97 @@ class Communicator:
         self, group: Any = None, *, ranks_per_host: int | None = None, hops: str = "nccl",
         hosts: Sequence[int] | None = None, request: str = "a communicator", problem: Exception | None = None,
     ) -> None:  # fmt: skip
-        """``group``: a process group or a DeviceMesh of one dimension; None is the world.
+        """Connect this rank to ``group``: a process group or a DeviceMesh of one dimension; None is the world.
 
-        ``hops``: what carries the hops of rings within a host, of `HOPS`. ``hosts`` numbers the host of every global
-        rank where the launcher's variables do not tell (see `Hosts`). ``request`` is what this rank was asked for, and
-        ``problem`` why it cannot do it: collective, the first time for a group and request. Raises `Unsupported` on
-        every
-        rank where one rank cannot, or where they do not ask for the same; ``problem`` itself where it is given.
+        ``hops`` is the transport of rings within a host, one of `HOPS`. ``hosts`` numbers the host of every global
+        rank, for launchers that do not say it (see `Hosts`). ``request`` is what this rank was asked for, and
+        ``problem`` why it cannot do it.
+
+        Collective, the first time for a group and request. Raises `Unsupported` on every rank where one rank has a
+        problem, or where they do not ask for the same; raises ``problem`` itself where there is one.
         """
         self.hops = hops
         self.can_copy = False
-        """Whether ``auto`` may mean copy engines: all ranks can, and see each other's memory."""
+        """Whether ``auto`` may use copy engines: all ranks support them and can access each other's memory."""
         self.meter = Meter()
         self.rank, self.size, self.token = 0, 1, ""
         self._ranks = [0]
         self.hosts = Hosts({0: 0})
         self.processes: dict[int, int | None] = {}
         self.recipe: Any = None
-        """How a strategy over the world is made again, as `object.__reduce__` says it."""
+        """(callable, arguments) to make a strategy over the world again, for `object.__reduce__`; None for others."""
         world_size = dist.get_world_size() if _initialised() else 1
         problem = problem or _problem(world_size, ranks_per_host, hops, hosts)
         if _initialised():
-            self.group = found = _process_group(group)
-            self.rank, self.size = dist.get_rank(found), dist.get_world_size(found)
-            self._ranks = dist.get_process_group_ranks(found)
-            self._agree(f"{request}, {ranks_per_host=}, {hops=}, {hosts=}", problem)
-            self.hosts = Hosts.given(world_size, ranks_per_host, hosts) or self.hosts
+            self.group = own_group = _process_group(group)
+            self.rank, self.size = dist.get_rank(own_group), dist.get_world_size(own_group)
+            self._ranks = dist.get_process_group_ranks(own_group)
+            self._perform_handshake(f"{request}, {ranks_per_host=}, {hops=}, {hosts=}", problem)
+            self.hosts = Hosts.from_arguments(world_size, ranks_per_host, hosts) or self.hosts
         elif problem is not None:
             raise problem
 
-    def _agree(self, request: str, problem: Exception | None) -> None:
+    def _perform_handshake(self, request: str, problem: Exception | None) -> None:
         try:
-            agreed = agree(self.group, request, None if problem is None else str(problem))
+            handshake = perform_handshake(self.group, request, None if problem is None else str(problem))
         except Unsupported as refusal:
             raise (problem or refusal) from None
-        self.token, self.hosts, self.processes = agreed.token, Hosts(agreed.hosts), agreed.processes
-        self.can_copy = agreed.can_copy
+        self.token, self.hosts, self.processes = handshake.token, Hosts(handshake.hosts), handshake.processes
+        self.can_copy = handshake.can_copy
 
-    def agree_on(self, call: str) -> None:
-        """As `agreement.agree_on_call`, but while a CUDA graph is captured, in which no rank can ask another."""
-        # Not so where CUDA has not begun, nor in a process forked after it has, which may not ask.
-        begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        captures = begun and torch.cuda.is_current_stream_capturing()
+    def check_same_call(self, call: str) -> None:
+        """Check that all ranks make the same ``call`` (see `handshake.check_same_call`).
+
+        The check is skipped while a CUDA graph is captured, because ranks cannot talk to each other then.
+        """
+        # A process that has not initialised CUDA, or was forked after that, must not query the capture.
+        initialised: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        captures = initialised and torch.cuda.is_current_stream_capturing()
         if self.size > 1 and self.group is not None and not captures:
-            agree_on_call(self.group, call)
+            check_same_call(self.group, call)
 
     @property
     def is_world(self) -> bool:
-        """Whether these are all ranks that there are."""
+        """Whether the group holds all ranks of the world."""
         return not _initialised() or self.size == dist.get_world_size()
 
     @property
-    def carried_by(self) -> str:
-        """What has carried hops within a host, or will: ``nccl`` or ``copy``; of ``auto``, as far as is known."""
+    def hop_transport(self) -> str:
+        """The transport of hops within a host: ``nccl`` or ``copy``. For ``auto`` it is known once hops were sent."""
         copied = any(operation == "copy" for _, _, operation, _ in self.meter.sent)
         return "copy" if self.hops == "copy" or copied else "nccl"
 
     def global_rank(self, rank: int) -> int:
-        """The global rank of a position in this group."""
+        """Return the global rank of a position in this group."""
         return self._ranks[rank]
 
     def ranks_per_host(self) -> int:
-        """How many ranks of this group share a host, if every host has as many and they are neighbours; else all."""
+        """Return the ranks of this group per host, if they are consecutive and equally many per host; else all."""
         return self.hosts.per_host(self._ranks)
 
     def ring(
         self, channel: str, members: Sequence[int] | None = None, *, shares: HopRing | None = None, keeps: bool = False
     ) -> HopRing:
-        """A ring over ``members`` (all ranks of the group where None).
+        """Return a ring over ``members`` (None: all ranks of the group).
 
-        ``shares`` names a ring of the same members whose process group this one uses: their hops then follow each
-        other. With ``keeps``, what arrives may be used for as long as it is wanted, also on other streams. Every rank
-        of the group must ask for its own rings in the same order.
+        With ``shares``, a ring of the same members, both use one process group: their hops then run one after another.
+        With ``keeps``, received memory stays valid for as long as it is referenced, also on other streams. Every rank
+        of the group must ask for its rings in the same order.
         """
         members = list(range(self.size)) if members is None else list(members)
         group = self._group_of(channel, members) if shares is None else shares.group
         return HopRing(channel, members, group, self, keeps=keeps)
 
     def collective(self, channel: str, members: Sequence[int] | None = None) -> Collective:
-        """A channel for collectives over ``members``, as `ring` makes one for hops."""
+        """Return a channel for collectives over ``members`` (None: all ranks of the group)."""
         members = list(range(self.size)) if members is None else list(members)
         return Collective(channel, members, self._group_of(channel, members), self)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """The ``tensor`` of every rank, in rank order (for checks and `unshard`: not counted as traffic)."""
+        """Gather the ``tensor`` of every rank, in rank order.
+
+        The meter does not count this traffic, which serves checks and `unshard`.
+        """
         if self.size == 1:
             return [tensor]
         gathered = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
@@ -158,8 +170,10 @@ def _initialised() -> bool:
 
 
 def _process_group(group: Any) -> Any:
-    """The process group of ``group``. Raises `Unsupported` on a rank outside it, and for a mesh of several
-    dimensions."""
+    """Return the process group of ``group``.
+
+    Raises `Unsupported` on a rank outside it, and for a mesh of several dimensions.
+    """
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             names = ", ".join(repr(name) for name in group.mesh_dim_names or ())
@@ -173,14 +187,14 @@ def _process_group(group: Any) -> Any:
 
 
 def _problem(world_size: int, ranks_per_host: int | None, hops: str, hosts: Sequence[int] | None) -> Unsupported | None:
-    """Why this rank cannot do what is asked; None where it can."""
+    """Return why this rank cannot use these options; None where it can."""
     if hops not in HOPS:
         return Unsupported(f"hops {hops!r}: write one of {', '.join(HOPS)}")
     problem = can_copy() if hops == "copy" else None
     if problem:
         return Unsupported(f"hops by copy engine {problem}")
     try:
-        Hosts.given(world_size, ranks_per_host, hosts)
+        Hosts.from_arguments(world_size, ranks_per_host, hosts)
     except Unsupported as refusal:
         return refusal
     return None

@@ -1,4 +1,4 @@
-"""A watch over hops that no library watches: without it a stream waits for ever for a peer that has died."""
+"""Watchdog for hops by copy engine, which no library watches: a stream would wait forever for a peer that has died."""
 
 from __future__ import annotations
 
@@ -14,50 +14,52 @@ from weakref import WeakSet
 from ringprof.strategies.errors import PeerLost
 
 INTERVAL_S = 0.5
+"""Seconds between two checks."""
 
 
-class Watched(Protocol):
+class WatchedRing(Protocol):
     """A ring whose streams may be waiting."""
 
     processes: Mapping[int, int | None]
-    """Of the peers that it waits for, by global rank: the process's number, None where it cannot be seen from here."""
+    """Process ID of each peer that the ring waits for, by global rank; None where this process cannot see it."""
     timeout_s: float
+    """Seconds after which a hop counts as lost."""
 
     def waiting_since(self) -> float | None:
-        """When the oldest hop that is not over was posted, by `time.monotonic`; None where there is none."""
+        """Return when the wait for the oldest unfinished hop began, by `time.monotonic`; None where there is none."""
 
     def release(self) -> None:
-        """Let the streams go on, with no numbers in place of what did not arrive."""
+        """Let the waiting streams continue, with NaN in place of what did not arrive."""
 
 
-class Watch:
-    """Looks after rings, and lets them go where a peer has ended or a hop takes longer than the group's time."""
+class CopyWatchdog:
+    """A thread that watches rings, and releases them when a peer has ended or a hop exceeds the group's timeout."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._rings: WeakSet[Watched] = WeakSet()
+        self._rings: WeakSet[WatchedRing] = WeakSet()
         self._clock = clock
         self._thread: threading.Thread | None = None
         self._handles: dict[int, int | None] = {}
         self.lost: str | None = None
-        """What has happened to a peer; from then on nothing is sent."""
+        """Why a peer is lost; None while all are well. Once it is set nothing is sent any more."""
 
-    def add(self, ring: Watched) -> None:
-        """Look after a ring for as long as it lives."""
+    def add(self, ring: WatchedRing) -> None:
+        """Watch a ring for as long as it exists."""
         for process in ring.processes.values():
             if process is not None and process not in self._handles:
                 self._handles[process] = _handle(process)
         self._rings.add(ring)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._keep_looking, name="ringprof-hops", daemon=True)
+            self._thread = threading.Thread(target=self._check_forever, name="ringprof-hops", daemon=True)
             self._thread.start()
 
-    def refuse(self) -> None:
-        """Raises `PeerLost` where a peer is lost."""
+    def raise_if_lost(self) -> None:
+        """Raise `PeerLost` if a peer is lost."""
         if self.lost is not None:
             raise PeerLost(self.lost)
 
-    def look(self) -> None:
-        """One look at all rings."""
+    def check(self) -> None:
+        """Check all rings once, and release those that wait if a peer is lost."""
         rings = [(ring, since) for ring in list(self._rings) if (since := ring.waiting_since()) is not None]
         for ring, since in rings:
             self.lost = self.lost or self._ended(ring) or self._late(ring, since)
@@ -65,14 +67,16 @@ class Watch:
             for ring, _ in rings:
                 ring.release()
 
-    def _ended(self, ring: Watched) -> str | None:
+    def _ended(self, ring: WatchedRing) -> str | None:
+        """Return a sentence about a peer of the ring whose process has ended; None where there is none."""
         for rank, process in ring.processes.items():
             handle = None if process is None else self._handles.get(process)
             if handle is not None and select.select([handle], [], [], 0)[0]:
                 return f"rank {rank} has ended (process {process}) while this rank waited for its hop"
         return None
 
-    def _late(self, ring: Watched, since: float) -> str | None:
+    def _late(self, ring: WatchedRing, since: float) -> str | None:
+        """Return a sentence about a hop that exceeds the timeout; None where it does not."""
         if self._clock() - since < ring.timeout_s:
             return None
         ranks = " and ".join(map(str, ring.processes))
@@ -80,14 +84,14 @@ class Watch:
             f"a hop between this rank and rank {ranks} was not over after {ring.timeout_s:.0f} s, the group's timeout"
         )
 
-    def _keep_looking(self) -> None:
+    def _check_forever(self) -> None:
         while True:
             time.sleep(INTERVAL_S)
-            self.look()
+            self.check()
 
 
 def _handle(process: int) -> int | None:
-    """A file descriptor that becomes readable when the process ends; None where the system has none."""
+    """Return a file descriptor that becomes readable when the process ends; None where the system has none."""
     with suppress(OSError, AttributeError):
         return os.pidfd_open(process)
     return None

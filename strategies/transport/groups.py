@@ -1,8 +1,8 @@
-"""Process groups of the channels: made once each, under names that only their members need to agree on.
+"""Process groups of the channels: each is made once, under a name that only its members need to know.
 
-torch names a group that only its members make after its ranks and the number of groups that this process knows, and
-members that know different numbers wait for each other for ever. Here the name comes from the channel, the ranks and a
-token that the members have agreed on.
+torch names a group that only its members make after its ranks and the number of groups in this process. Members with
+different numbers of groups would wait for each other forever. Here the name comes from the channel, the ranks and a
+token that the members share.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ _groups_world: dist.ProcessGroup | None = None
 
 
 def process_group(channel: str, ranks: tuple[int, ...], token: str, within: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The process group of a channel, made once: communicators are costly, and many strategies may come and go.
+    """Return the process group of a channel over global ``ranks``; it is made once, because communicators are costly.
 
-    Strategies over one group, ``within``, share it; those over another do not, and may be called by another thread.
-    Collective over ``ranks``, global ones, the first time; all must give the same ``token``.
+    Strategies over the same group, ``within``, share it. Strategies over different groups do not: different threads
+    may call them. Collective over ``ranks`` the first time; all must pass the same ``token``.
     """
     global _groups_world
     if _groups_world is not dist.group.WORLD:
-        # torch.distributed was shut down and started again: the old groups are dead.
+        # torch.distributed was shut down and started again: the old groups are invalid.
         _groups.clear()
         _groups_world = dist.group.WORLD
     key = (channel, ranks, within.group_name)
     if key not in _groups:
-        _groups[key] = _made(channel, ranks, token)
+        _groups[key] = _make_group(channel, ranks, token)
     return _groups[key]
 
 
 def backend_for(device_type: str, group: dist.ProcessGroup | None = None) -> str | None:
-    """The backend that carries a device's tensors; None where none does.
+    """Return the backend for tensors of a device type; None where there is none.
 
-    A group's own backend is "undefined" where the user named none, as init_device_mesh does not.
+    The group's own backend name is not enough: it is "undefined" where none was named, as init_device_mesh does.
     """
     pairs = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     return pairs.get(device_type)
 
 
-def by_nccl(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether NCCL carries the GPU's tensors."""
+def uses_nccl(group: dist.ProcessGroup | None = None) -> bool:
+    """Return whether NCCL is the backend for GPU tensors."""
     return torch.cuda.is_available() and backend_for("cuda", group) == "nccl"
 
 
-def _made(channel: str, ranks: tuple[int, ...], token: str) -> dist.ProcessGroup:
-    # Not new_group: it chooses the name itself.
+def _make_group(channel: str, ranks: tuple[int, ...], token: str) -> dist.ProcessGroup:
+    # `new_group` is not used, because it chooses the name itself.
     world: Any = dist.group.WORLD
     backend, store = c10d._world.pg_map[world]
     digest = hashlib.sha1(repr((channel, ranks, token)).encode(), usedforsecurity=False).hexdigest()
@@ -63,14 +63,14 @@ def _made(channel: str, ranks: tuple[int, ...], token: str) -> dist.ProcessGroup
             len(ranks), ranks.index(dist.get_rank()), list(ranks), backend, store, f"ringprof:{channel}:{digest}",
             backend_options=_options(), timeout=timeout(), group_desc=f"ringprof:{channel}",
         )  # fmt: skip
-    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
-    made: dist.ProcessGroup = group
-    return made
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    result: dist.ProcessGroup = group
+    return result
 
 
 @contextmanager
 def _not_split_from(world: Any) -> Iterator[None]:
-    """Make a communicator of its own: splitting the world's would need every rank of the world."""
+    """Make new groups without splitting the communicator of ``world``, which would need every rank of the world."""
     bound = world.bound_device_id
     world.bound_device_id = None
     try:
@@ -80,22 +80,22 @@ def _not_split_from(world: Any) -> Iterator[None]:
 
 
 def timeout() -> timedelta:
-    """The default group's own, so that a hanging hop ends when the user said, not earlier."""
+    """Return the timeout of the default group, so that a hanging hop ends when the user wants, not earlier."""
     world: Any = dist.group.WORLD
-    default = timedelta(minutes=10 if by_nccl() else 30)
+    default = timedelta(minutes=10 if uses_nccl() else 30)
     try:
-        found = world._get_backend(torch.device("cuda" if by_nccl() else "cpu")).options._timeout
+        configured = world._get_backend(torch.device("cuda" if uses_nccl() else "cpu")).options._timeout
     except (AttributeError, RuntimeError):
         return default
-    return found if isinstance(found, timedelta) else default
+    return configured if isinstance(configured, timedelta) else default
 
 
 def _options() -> object | None:
-    """NCCL settings of a channel's communicator; None for other backends."""
-    if not by_nccl():
+    """Return the NCCL options of a channel's communicator; None for other backends."""
+    if not uses_nccl():
         return None
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout()
-    # A hop posted while a flash kernel fills the device must not queue behind the rest of its blocks.
+    # A hop posted while an attention kernel fills the GPU must not queue behind that kernel's remaining thread blocks.
     options.is_high_priority_stream = True
     return options

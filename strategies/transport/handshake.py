@@ -1,7 +1,7 @@
-"""What the ranks of a group agree on before they make anything together: that they ask for the same, and their hosts.
+"""Handshake of the ranks of a group: they confirm that all ask for the same strategy or call, and learn their hosts.
 
-Once for each group and request: every rank tells the others what it was asked for, what stands against it, and what its
-launcher says of its host. All then come to the same answer, or all refuse in one line.
+There is one handshake per group and request. Every rank sends the others what it was asked for, why it cannot do it (if
+so), and what its launcher says about its host. All ranks then reach the same result, or all refuse with one line.
 """
 
 from __future__ import annotations
@@ -21,38 +21,41 @@ import torch.distributed as dist
 
 from ringprof.strategies.errors import Unsupported
 from ringprof.strategies.transport.copy_engine import can_copy, sees_peers
-from ringprof.strategies.transport.hosts import told
+from ringprof.strategies.transport.hosts import int_from_environment
 
 
 @dataclass(frozen=True)
 class HandshakeRequest:
-    """What one rank says of itself. Numbers that its launcher does not give are None."""
+    """The facts that one rank sends to the others. Numbers that its launcher does not provide are None."""
 
     rank: int
-    """In the world."""
+    """Global rank."""
     request: str
     problem: str | None
+    """Why this rank cannot do what is asked; None if it can."""
     token: str
     host: str
+    """Host name."""
     local_world_size: int | None
     local_rank: int | None
     node: int | None
     """Slurm's number of the host."""
     process: tuple[str, int] | None = None
-    """Its number, and where that number is good for: the host's boot and namespace."""
+    """(scope, process ID); the scope is the host's boot and PID namespace, in which the ID is valid."""
     can_copy: bool = False
-    """Whether it can have hops by copy engine, and sees its peers' GPUs."""
+    """Whether copy engines can carry this rank's hops, and its GPU can access those of the peers."""
 
     @classmethod
-    def here(cls, request: str, problem: str | None) -> HandshakeRequest:
+    def of_this_rank(cls, request: str, problem: str | None) -> HandshakeRequest:
+        """Collect the facts about this rank."""
         return cls(
             dist.get_rank(), request, problem, uuid.uuid4().hex, socket.gethostname(),
-            told("LOCAL_WORLD_SIZE"), told("LOCAL_RANK"), told("SLURM_NODEID"), _process(),
-            can_copy() is None and sees_peers(),
+            int_from_environment("LOCAL_WORLD_SIZE"), int_from_environment("LOCAL_RANK"),
+            int_from_environment("SLURM_NODEID"), _process(), can_copy() is None and sees_peers(),
         )  # fmt: skip
 
     def first_on_host(self) -> int | None:
-        """The host's first rank, as torchrun numbers them; None where this rank was not told."""
+        """Return the first global rank on the host, as torchrun numbers ranks; None where the launcher did not say."""
         if self.local_rank is None or self.local_world_size is None or self.local_rank >= self.local_world_size:
             return None
         return self.rank - self.local_rank
@@ -60,52 +63,54 @@ class HandshakeRequest:
 
 @dataclass(frozen=True)
 class Handshake:
-    """What all ranks of a group hold to be so."""
+    """The result of a handshake, equal on all ranks of the group except for ``processes``."""
 
     token: str
-    """A name for this agreement that no other has."""
+    """A unique name for this handshake."""
     hosts: dict[int, int]
-    """The host of each of the group's global ranks, counted from 0."""
+    """The host of each global rank of the group, numbered from 0."""
     processes: dict[int, int | None]
-    """The process of each, where this rank can see it by its number."""
+    """Process ID by global rank; None where this rank cannot see the process."""
     can_copy: bool = False
-    """Whether every rank can have hops by copy engine."""
+    """Whether copy engines can carry the hops of every rank."""
 
 
 WARNED_AFTER_S = 30.0
-"""How long a rank waits for the others' word before it says so: they may be making another call."""
+"""Seconds that a rank waits for the others before it warns: they may be making another call."""
 
-_agreements: WeakKeyDictionary[Any, dict[str, Handshake]] = WeakKeyDictionary()
+_handshakes: WeakKeyDictionary[Any, dict[str, Handshake]] = WeakKeyDictionary()
+"""Completed handshakes by group and request."""
 _calls: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-"""What the ranks of a group have agreed to call."""
+"""Calls that all ranks of a group are known to make alike."""
 
 
-def agree(group: dist.ProcessGroup, request: str, problem: str | None = None) -> Handshake:
-    """The agreement of ``group``'s ranks on ``request``; collective the first time, known after it.
+def perform_handshake(group: dist.ProcessGroup, request: str, problem: str | None = None) -> Handshake:
+    """Return the handshake of ``group``'s ranks on ``request``: collective the first time, then from memory.
 
-    ``problem`` is why this rank cannot do what is asked. Raises `Unsupported` on every rank where one cannot, where
-    they ask
-    for different things, and where their launchers' words do not fit together.
+    ``problem`` is why this rank cannot do what is asked. Raises `Unsupported` on every rank where one rank has a
+    problem, where the ranks ask for different things, and where their launchers contradict each other.
     """
-    known = _agreements.setdefault(group, {})
+    known = _handshakes.setdefault(group, {})
     if request not in known or problem is not None:
-        said = _standings(group, request, problem)
+        requests = _exchange_requests(group, request, problem)
         known[request] = Handshake(
-            said[0].token, agreed_hosts(said, dist.get_world_size()), _processes(said),
-            all(rank.can_copy for rank in said),
+            requests[0].token, assign_hosts(requests, dist.get_world_size()), _processes(requests),
+            all(rank.can_copy for rank in requests),
         )  # fmt: skip
     return known[request]
 
 
-def agree_on_call(group: dist.ProcessGroup, call: str) -> None:
-    """Collective the first time for a group and ``call``, in parts with "; " between them. Raises `Unsupported` where
-    not all
-    ranks make the same call, and tells the parts that differ."""
+def check_same_call(group: dist.ProcessGroup, call: str) -> None:
+    """Check that all ranks of a group make the same call: collective the first time for a group and ``call``.
+
+    ``call`` describes the call in parts separated by "; ". Raises `Unsupported` where the ranks make different calls,
+    and names the parts that differ.
+    """
     known = _calls.setdefault(group, set())
     if call in known:
         return
     try:
-        _standings(group, call, None)
+        _exchange_requests(group, call, None)
     except RuntimeError as error:
         raise Unsupported(
             "this rank comes with a call that it has not made before, and another rank has not, or has ended: all must"
@@ -114,26 +119,26 @@ def agree_on_call(group: dist.ProcessGroup, call: str) -> None:
     known.add(call)
 
 
-def _standings(group: dist.ProcessGroup, request: str, problem: str | None) -> list[HandshakeRequest]:
-    """What every rank says. Raises `Unsupported` on every rank where one has a problem, or asks for something else."""
-    said: list[Any] = [None] * dist.get_world_size(group)
-    waits = f"rank {dist.get_rank()} waits for the others to ask for the same, as all must the first time: {request}"
-    warning = threading.Timer(WARNED_AFTER_S, warnings.warn, (waits,))
+def _exchange_requests(group: dist.ProcessGroup, request: str, problem: str | None) -> list[HandshakeRequest]:
+    """Gather the requests of all ranks. Raises `Unsupported` on every rank where one has a problem or they differ."""
+    requests: list[Any] = [None] * dist.get_world_size(group)
+    message = f"rank {dist.get_rank()} waits for the others to ask for the same, as all must the first time: {request}"
+    warning = threading.Timer(WARNED_AFTER_S, warnings.warn, (message,))
     warning.daemon = True
     warning.start()
     try:
-        dist.all_gather_object(said, HandshakeRequest.here(request, problem), group=group)
+        dist.all_gather_object(requests, HandshakeRequest.of_this_rank(request, problem), group=group)
     finally:
         warning.cancel()
-    _refuse_differences(said)
-    return said
+    _refuse_differences(requests)
+    return requests
 
 
-def agreed_hosts(ranks: Sequence[HandshakeRequest], world_size: int) -> dict[int, int]:
-    """The host of each rank, counted from 0: as the launcher says, where it says so on all; else by the hosts' names.
+def assign_hosts(ranks: Sequence[HandshakeRequest], world_size: int) -> dict[int, int]:
+    """Number the host of each rank from 0: by the launcher where it provides it on all ranks, else by host name.
 
-    torchrun gives each rank its number on the host, or at least the host's number of ranks; Slurm the host's number.
-    Raises `Unsupported` where hosts of unequal size cannot be told apart.
+    torchrun provides each rank's number on the host, or at least the host's number of ranks; Slurm provides the number
+    of the host. Raises `Unsupported` where hosts of unequal size cannot be told apart.
     """
     firsts = [rank.first_on_host() for rank in ranks]
     sizes = [rank.local_world_size for rank in ranks]
@@ -148,13 +153,13 @@ def agreed_hosts(ranks: Sequence[HandshakeRequest], world_size: int) -> dict[int
 
 
 def numbered(keys: Sequence[Any]) -> list[int]:
-    """Each key's number, counted from 0 in the order in which they first come."""
+    """Number the distinct keys from 0 in the order of their first occurrence; return the number of each key."""
     order = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     return [order[key] for key in keys]
 
 
 def _hosts_by_size(sizes: dict[int, int], world_size: int) -> list[int]:
-    """The first rank of each rank's host, from the ranks' words on how many share it: neighbours do."""
+    """Return the first rank on each rank's host, from how many consecutive ranks share it."""
     if len(set(sizes.values())) == 1:
         (size,) = set(sizes.values())
         return [rank // size * size for rank in sizes]
@@ -178,9 +183,9 @@ def _refuse_differences(ranks: Sequence[HandshakeRequest]) -> None:
     for rank in ranks:
         if rank.request != ranks[0].request:
             pairs = list(zip(ranks[0].request.split("; "), rank.request.split("; "), strict=False))
-            one, other = ("; ".join(pair[i] for pair in pairs if pair[0] != pair[1]) for i in range(2))
+            first, other = ("; ".join(pair[i] for pair in pairs if pair[0] != pair[1]) for i in range(2))
             raise Unsupported(
-                f"the ranks do not ask for the same: rank {ranks[0].rank} for {one}, rank {rank.rank} for {other}"
+                f"the ranks do not ask for the same: rank {ranks[0].rank} for {first}, rank {rank.rank} for {other}"
             )
 
 
@@ -193,7 +198,7 @@ def _process() -> tuple[str, int] | None:
 
 
 def _processes(ranks: Sequence[HandshakeRequest]) -> dict[int, int | None]:
-    here = _process()
+    own = _process()
     return {
-        rank.rank: rank.process[1] if rank.process and here and rank.process[0] == here[0] else None for rank in ranks
+        rank.rank: rank.process[1] if rank.process and own and rank.process[0] == own[0] else None for rank in ranks
     }

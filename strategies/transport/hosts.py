@@ -1,4 +1,4 @@
-"""Which ranks share a host."""
+"""Hosts of the ranks, and the class of the link between two ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Hosts:
     numbers: Mapping[int, int]
 
     @classmethod
-    def given(cls, world_size: int, per_host: int | None, numbers: Sequence[int] | None) -> Hosts | None:
-        """As a caller says: ``per_host`` consecutive ranks each, or a number for every rank of the world; else None.
+    def from_arguments(cls, world_size: int, per_host: int | None, numbers: Sequence[int] | None) -> Hosts | None:
+        """Return hosts of ``per_host`` consecutive ranks each, or numbered per rank of the world; None without either.
 
         Raises `Unsupported` where ``per_host`` does not divide the world, or ``numbers`` are not as many as its ranks.
         """
@@ -34,15 +34,15 @@ class Hosts:
         return cls(dict(enumerate(numbers)))
 
     def number(self, rank: int) -> int:
-        """The host of a global rank."""
+        """Return the host of a global rank."""
         return self.numbers[rank]
 
     def link(self, rank: int, other: int) -> str:
-        """The class of the link between two global ranks."""
+        """Return the class of the link between two global ranks."""
         return SAME_HOST if self.number(rank) == self.number(other) else OTHER_HOST
 
     def per_host(self, ranks: Sequence[int]) -> int:
-        """How many of these ranks share a host, if every host has as many and they are neighbours; else all."""
+        """Return how many of ``ranks`` each host has, if consecutive and equally many per host; else all of them."""
         hosts = [self.number(rank) for rank in ranks]
         per_host = hosts.count(hosts[0])
         regular = len(ranks) % per_host == 0 and hosts == sorted(hosts)
@@ -50,7 +50,7 @@ class Hosts:
         return per_host if regular and even else len(ranks)
 
 
-def told(variable: str) -> int | None:
-    """The whole number that a variable of the environment holds, if it does."""
+def int_from_environment(variable: str) -> int | None:
+    """Return the integer value of an environment variable; None where it is not set to one."""
     text = os.environ.get(variable, "")
     return int(text) if text.isascii() and text.isdigit() else None

@@ -11,18 +11,21 @@ from torch import Tensor
 
 
 class SideStreams:
-    """None: what runs beside the current stream runs on it, as on the CPU."""
+    """Side streams of a device that has none, such as the CPU: everything runs on the current stream."""
 
     def on(self, number: int) -> AbstractContextManager[Any]:
-        """Run on one of the streams, taken in turns, after what the current stream has waited for."""
+        """Run the context on stream ``number`` modulo their count, after the work queued on the current stream."""
         return nullcontext()
 
-    def meet(self, results: Iterable[Tensor]) -> None:
-        """Make the current stream wait for the others, and the memory of their ``results`` wait for it."""
+    def join(self, results: Iterable[Tensor]) -> None:
+        """Make the current stream wait for the side streams.
+
+        The memory of their ``results`` is then reused only after the current stream has used it.
+        """
 
 
 class CudaSideStreams(SideStreams):
-    """Of one CUDA device."""
+    """Side streams of one CUDA device."""
 
     def __init__(self, device: torch.device, count: int) -> None:
         self._streams: list[Any] = [torch.cuda.Stream(device) for _ in range(count)]  # type: ignore[no-untyped-call]
@@ -32,7 +35,7 @@ class CudaSideStreams(SideStreams):
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         return torch.cuda.stream(stream)
 
-    def meet(self, results: Iterable[Tensor]) -> None:
+    def join(self, results: Iterable[Tensor]) -> None:
         current = torch.cuda.current_stream(self._streams[0].device)
         for stream in self._streams:
             current.wait_stream(stream)
@@ -41,10 +44,10 @@ class CudaSideStreams(SideStreams):
 
 
 SIDE_STREAMS: dict[str, Callable[[torch.device, int], SideStreams]] = {"cuda": CudaSideStreams}
-"""By the type of device; others have none. A planner that runs strategies on ``meta`` tensors adds its own."""
+"""Class of side streams by device type; other types have none. The dry run adds its own for ``meta`` tensors."""
 
 
 def side_streams(like: Tensor, count: int) -> SideStreams:
-    """``count`` streams for tensors on the device of ``like``."""
+    """Return ``count`` side streams for the device of ``like``."""
     kind = SIDE_STREAMS.get(like.device.type)
     return SideStreams() if kind is None else kind(like.device, count)

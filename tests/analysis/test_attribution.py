@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 import ringprof
-from ringprof.analysis.attribution import read_run_info
+from ringprof.analysis.attribution import RunInfo, merged_caveats, read_run_info
 from ringprof.analysis.timeline.window import EVERYTHING
+from ringprof.analysis.transfers.clocks import Clocks
 from ringprof.errors import InputError, TraceFormatError
 from ringprof.scale.pipeline import attribute
+from ringprof.trace.columns import Notice
 from ringprof.trace.one_run import checked_facts, facts_of
 from tests.analysis.build import FLASH, NCCL, Builder, collective
 from tests.analysis.recorded import recorded_run
@@ -134,6 +136,15 @@ def test_iterations_are_analysed_alone_and_together():
     assert (rank.breakdown.wall_ns, rank.breakdown.compute_ns, rank.breakdown.idle_ns) == (2300, 900, 1400)
 
 
+def test_of_an_even_number_of_iterations_the_median_one_is_the_lower_of_the_middle_two():
+    b = Builder(world_size=1)
+    for number, length in enumerate((400, 100, 300, 200)):
+        at = 1000 * number
+        b.mark("ringprof::iteration", at, at + 500).run(FLASH, at + 20, at + 20 + length, launched=at + 10)
+    # 100, 200, 300 and 400 ns: the second shortest is the last.
+    assert attribute_all(b).median_iteration == 3
+
+
 def test_marks_that_hold_nothing_are_said():
     b = one(0, world_size=1).mark("ringprof::iteration", 5000, 6000)
     assert codes(attribute_all(b)) == ["window_empty"]
@@ -153,6 +164,20 @@ def test_the_same_warning_of_many_ranks_is_one():
         b.run(NCCL, 1100, 1200, launched=30)
     (warning,) = attribute_all(*builders).warnings
     assert (warning.code, warning.count, warning.rank) == ("no_record", 4, None)
+
+
+def test_chosen_times_are_told_by_each_ranks_own_clock():
+    """Rank 1's clock is 500 ns behind: its trace begins at 600 of its own, which is 1100 of rank 0's."""
+    info = RunInfo(
+        place={0: 0, 1: 1}, hosts={0: "a", 1: "b"}, clock_of={0: "a", 1: "b"}, warnings=(), world_size=2,
+        expected=(0, 1), starts_ns={0: 1000, 1: 600}, chosen_ns=(10, 20),
+    ).on(Clocks(offset_ns={0: 0, 1: 500}, host={0: "a", 1: "b"}))  # fmt: skip
+    assert info.chosen_by_rank() == {0: (1010, 1020), 1: (510, 520)}
+
+
+def test_one_warning_of_several_ranks_counts_what_each_of_them_counted():
+    (merged,) = merged_caveats([Notice("code", "message", rank, count) for rank, count in ((0, 3), (1, 5), (2, 7))])
+    assert merged == Notice("code", "message", None, 15)
 
 
 def test_what_warnings_say():

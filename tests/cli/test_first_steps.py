@@ -8,8 +8,11 @@ import io
 import os
 import shutil
 import sqlite3
+import stat
 import subprocess
 import sys
+import tempfile
+import time
 import webbrowser
 from pathlib import Path
 from shlex import quote
@@ -133,6 +136,7 @@ def test_every_frame_can_be_had_as_csv(frame: str, tmp_path: Path, capsys: pytes
             ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("scratch")
 def test_the_page_can_be_opened(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("bokeh")
     opened: list[str] = []
@@ -147,6 +151,44 @@ def test_the_page_can_be_opened(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
     code, _, err = run(capsys, "report", RUN, "--open", "--html", str(page))
     assert code == 0 and f"no browser to be had here: open {page}" in err
+
+
+@pytest.mark.usefixtures("scratch")
+def test_a_temporary_page_goes_with_a_later_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The browser reads the page when it likes, so the page stays for an hour."""
+    pytest.importorskip("bokeh")
+    monkeypatch.setattr(webbrowser, "open", lambda _: True)
+    for number in (1, 2):
+        assert run(capsys, "report", RUN, "--open")[0] == 0
+        assert len(list(tmp_path.glob("ringprof-*/report.html"))) == number
+    hours_ago = time.time() - 7200
+    for folder in tmp_path.glob("ringprof-*"):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        os.utime(folder, (hours_ago, hours_ago))
+    assert run(capsys, "report", RUN, "--open")[0] == 0
+    (page,) = tmp_path.glob("ringprof-*/report.html")
+    assert page.stat().st_mtime > hours_ago + 3600
+
+
+@pytest.fixture
+def scratch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Temporary files lie in the test's own folder."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+@pytest.mark.parametrize("start", [["-m", "ringprof"], ["-c", "from ringprof.cli import main; main()"]])
+@pytest.mark.parametrize("arguments", [["report", RUN], ["runs"], ["record", "--strategy", "ring", "--seq", "256"]])
+def test_a_current_folder_that_was_removed_is_named(start: list[str], arguments: list[str], tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    process = subprocess.run(
+        ["sh", "-c", 'cd "$0" && rmdir "$0" && exec "$@"', str(gone), sys.executable, *start, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    sentence = f"ringprof: {gone}: the current folder has been removed: change to another one with cd\n"
+    assert (process.returncode, process.stdout, process.stderr) == (2, "", sentence)
 
 
 def test_an_error_line_holds_nothing_that_a_terminal_obeys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,8 @@ def test_json_has_the_fields_of_its_schema(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("ringprof.cli.check.check_here", lambda request: CHECK)
+    monkeypatch.setattr("ringprof.record.kernel_rates.WARM_UP", 0)
+    monkeypatch.setattr("ringprof.record.kernel_rates.CALLS", 1)
     cli.run([*(str(TRACES) if word == "TRACES" else word for word in command.split()), "--format", "json"])
     found = json.loads(capsys.readouterr().out)
     assert found["schema"] == f"ringprof.{schema}/1"

@@ -104,7 +104,11 @@ def test_kernels_are_listed_installed_or_not(capsys: pytest.CaptureFixture[str])
     assert rows["reference"]["delta"] == "yes"
 
 
-def test_kernels_are_measured_and_a_cpu_is_named_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kernels_are_measured_and_a_cpu_is_named_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ringprof.record.kernel_rates.WARM_UP", 0)
+    monkeypatch.setattr("ringprof.record.kernel_rates.CALLS", 2)
     given = ["kernels", "--measure", "--device", "cpu", "--seq", "64", "--heads", "2", "--head-dim", "8"]
     assert cli.run([*given, "--dtype", "fp32", "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)

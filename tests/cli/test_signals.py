@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.paths import ROOT, TRACES
-from tests.record.command import SMALL
+from tests.record.command import RINGPROF, SMALL
 from tests.scale.runs import write_ring
 from tests.scale.test_command import obey_signals, running
 
@@ -159,12 +159,12 @@ COMMANDS = {
 }
 
 
-def start(arguments: list[str], folder: Path) -> subprocess.Popen[str]:
-    """A command in a folder of its own, whose temporary files lie there too."""
-    (folder / "scratch").mkdir(parents=True)
+def start(arguments: list[str], folder: Path, program: list[str] = RINGPROF) -> subprocess.Popen[str]:
+    """Start a command in a folder of its own, whose temporary files lie there too."""
+    (folder / "scratch").mkdir(parents=True, exist_ok=True)
     (folder / "stranger.py").write_text(CHECKED)
     return subprocess.Popen(
-        [sys.executable, "-m", "ringprof", *arguments],
+        [*program, *arguments],
         cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "scratch")}, preexec_fn=obey_signals,
         start_new_session=True,

@@ -40,7 +40,6 @@ def test_a_report_of_a_trace_loads_nothing_heavy():
     code, modules, dataclasses, _ = started()
     assert code == 0
     own = {"numpy.ma", "numpy.random"} if version("numpy").startswith("1.") else set()  # NumPy 1 loads them itself
-    own |= {"subprocess"} if sys.version_info < (3, 11) else set()  # and so does Python's uuid, which click loads
     assert (HEAVY - own) & set(modules) == set()
     # Each costs as much as forty msgspec Structs: generated, compiled and run at every start.
     assert dataclasses < 15

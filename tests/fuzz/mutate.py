@@ -1,7 +1,7 @@
 """Files that are damaged where they mean something: in a field, a cell or a line, not in a byte.
 
-``python -m tests.fuzz.mutate READER FIRST COUNT`` reads COUNT files, made by the numbers from FIRST on, in one process
-that may take 1 GB of memory and 10 s of time for each, and prints what is wrong, a line of JSON each.
+``python -m tests.fuzz.mutate READER FIRST COUNT ...`` reads COUNT files per reader, made by the numbers from FIRST on,
+in one process that may take 1 GB of memory and 10 s of time for each, and prints what is wrong, a line of JSON each.
 """
 
 from __future__ import annotations
@@ -408,24 +408,37 @@ def problem(reader: str, number: int) -> str:
     return ""
 
 
-def main() -> None:
-    reader, first, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    most = OF_PYTHON + MOST_BYTES
-    if reader in ("machine", "measurements"):
-        # These load torch, which maps some GB where it can use GPUs.
-        import torch  # noqa: F401
-
-        most += int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+def read_files(reader: str, first: int, count: int) -> None:
+    """Read files by one reader, and print each problem and then a summary."""
     longest_s, slowest = 0.0, first
     for number in range(first, first + count):
         begin = time.process_time()
         found = problem(reader, number)
         longest_s, slowest = max((longest_s, slowest), (time.process_time() - begin, number))
         if found:
-            print(json.dumps({"number": number, "problem": found}), flush=True)
+            print(json.dumps({"reader": reader, "number": number, "problem": found}), flush=True)
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-    print(json.dumps({"read": count, "longest_s": round(longest_s, 2), "slowest": slowest, "peak_mb": peak_mb}))
+    summary = {
+        "reader": reader,
+        "read": count,
+        "longest_s": round(longest_s, 2),
+        "slowest": slowest,
+        "peak_mb": peak_mb,
+    }
+    print(json.dumps(summary), flush=True)
+
+
+def main() -> None:
+    readers, firsts, counts = sys.argv[1::3], sys.argv[2::3], sys.argv[3::3]
+    most = OF_PYTHON + MOST_BYTES
+    if {"machine", "measurements"} & {*readers}:
+        # These load torch, which maps some GB where it can use GPUs.
+        import torch  # noqa: F401
+
+        most += int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    for reader, first, count in zip(readers, firsts, counts, strict=True):
+        read_files(reader, int(first), int(count))
 
 
 if __name__ == "__main__":

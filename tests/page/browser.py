@@ -1,4 +1,4 @@
-"""A headless Chromium over its debugging protocol: enough to open a page from disk, look, click, and listen."""
+"""A headless Chromium controlled over its debugging protocol: open a page from disk, look, click, and listen."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ CHROMIUM = next(
 
 
 class Browser:
-    """One tab. What the console and the network said since the page was opened is in ``messages`` and ``requests``."""
+    """A browser with one tab.
+
+    ``messages`` and ``requests`` hold what the console and the network reported since the page was opened.
+    """
 
     def __init__(self, *, dark: bool = False) -> None:
         assert CHROMIUM is not None
@@ -76,7 +79,7 @@ class Browser:
         raise AssertionError("the browser does not start")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Send a command; its result. Events that come in between are kept."""
+        """Send a command and return its result; events that arrive in between are kept."""
         self._number += 1
         self._socket.send(json.dumps({"id": self._number, "method": method, "params": params}))
         while True:
@@ -106,13 +109,13 @@ class Browser:
         self.until("document.readyState === 'complete' && (!window.Bokeh || Bokeh.documents.every(d => d.is_idle))")
 
     def run(self, script: str) -> Any:
-        """The value of an expression in the page, through the debugger (which no content policy holds back)."""
+        """Evaluate an expression in the page through the debugger, which no content policy restricts."""
         answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def until(self, condition: str) -> None:
-        """Wait for an expression to be true."""
+        """Wait until an expression is true."""
         for _ in range(400):
             if self.run(f"Boolean({condition})"):
                 return
@@ -120,5 +123,5 @@ class Browser:
         raise AssertionError(f"it never became true: {condition}")
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
-        """``mouseMoved``, ``mousePressed``, ``mouseReleased`` or ``mouseWheel`` at a place of the window."""
+        """Send ``mouseMoved``, ``mousePressed``, ``mouseReleased`` or ``mouseWheel`` at a position in the window."""
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)

@@ -1,4 +1,4 @@
-"""Pages made of hostile names run nothing in a real browser, hovered all over, with and without their policy."""
+"""Tests that pages made of hostile names run nothing in a real browser, with and without their policy."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from ringprof.report.sweep import COLUMNS
 from tests.paths import TRACES
 
 browser = pytest.importorskip("tests.page.browser", reason="websocket-client is not installed", exc_type=ImportError)
-pytestmark = pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium here")
+pytestmark = [pytest.mark.processes, pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium here")]
 
-RAN = "window.ran=1;document.title='ran'"
+MARK_SCRIPT = "window.ran=1;document.title='ran'"
 PAYLOADS = (
-    f"</script><script>{RAN}</script>",
-    f'<img src=x onerror="{RAN}">',
-    f'"\'><svg onload="{RAN}">',
-    f'</textarea></title></style><iframe srcdoc="<script>parent.{RAN}</script>"></iframe>',
+    f"</script><script>{MARK_SCRIPT}</script>",
+    f'<img src=x onerror="{MARK_SCRIPT}">',
+    f'"\'><svg onload="{MARK_SCRIPT}">',
+    f'</textarea></title></style><iframe srcdoc="<script>parent.{MARK_SCRIPT}</script>"></iframe>',
     "<!--<script>",
-    f"{{{{constructor.constructor('{RAN}')()}}}}${{{RAN}}}@{{x}}{{safe}}",
-    f"javascript:{RAN}",
-    f"\u2028\u2029{RAN}//\\u003cscript>",
-    f'<a href="javascript:{RAN}">x</a><details open ontoggle="{RAN}">',
+    f"{{{{constructor.constructor('{MARK_SCRIPT}')()}}}}${{{MARK_SCRIPT}}}@{{x}}{{safe}}",
+    f"javascript:{MARK_SCRIPT}",
+    f"\u2028\u2029{MARK_SCRIPT}//\\u003cscript>",
+    f'<a href="javascript:{MARK_SCRIPT}">x</a><details open ontoggle="{MARK_SCRIPT}">',
     "@$name{custom}<b>",
 )
-KEPT = {
+KEPT_FIELDS = {
     "schema",
     "path",
     "reduced",
@@ -48,20 +48,20 @@ KEPT = {
     "layout",
     "origin",
 }
-"""Fields that must be what they are for the file to be read."""
+"""Fields that must keep their values for the file to be read."""
 
 
 def hostile(tree: Any, names: Iterator[str], key: str = "") -> Any:
-    """The same tree with a payload for each text."""
+    """Return a copy of the tree with a payload for each text."""
     if isinstance(tree, dict):
-        return {name: value if name in KEPT else hostile(value, names, name) for name, value in tree.items()}
+        return {name: value if name in KEPT_FIELDS else hostile(value, names, name) for name, value in tree.items()}
     if isinstance(tree, list):
         return [hostile(item, names, key) for item in tree]
     return next(names) if isinstance(tree, str) else tree
 
 
 def run_folder(folder: Path) -> Path:
-    """A committed run in whose run.json every text is a payload."""
+    """Copy a committed run and make every text in its run.json a payload."""
     shutil.copytree(TRACES / "h200x4-zigzag-65536", folder)
     run = json.loads((folder / "run.json").read_text())
     run = hostile(run, cycle(PAYLOADS)) | {"created": run["created"]}
@@ -72,26 +72,26 @@ def run_folder(folder: Path) -> Path:
     return folder
 
 
-def machine(folder: Path) -> str:
-    """A machine file with payloads for its names; those of kernels are told by their names."""
-    known = json.loads((files("ringprof.prediction") / "machines" / "h100.json").read_bytes())
-    changed = hostile({name: value for name, value in known.items() if name != "kernels"}, cycle(PAYLOADS))
+def machine_file(folder: Path) -> str:
+    """Write a machine file with payloads for its names; kernels keep their names, which identify them."""
+    original = json.loads((files("ringprof.prediction") / "machines" / "h100.json").read_bytes())
+    changed = hostile({name: value for name, value in original.items() if name != "kernels"}, cycle(PAYLOADS))
     for link in ("same_host", "other_host"):
-        changed[link]["collective_gb_s"] = known[link]["collective_gb_s"]
-    changed |= {"nccl": known["nccl"], "kernels": known["kernels"], "created": known["created"]}
+        changed[link]["collective_gb_s"] = original[link]["collective_gb_s"]
+    changed |= {"nccl": original["nccl"], "kernels": original["kernels"], "created": original["created"]}
     path = folder / "machine.json"
     path.write_text(json.dumps(changed))
     return str(path)
 
 
 def sweep_rows() -> list[dict[str, Any]]:
-    """Rows of a sweep whose strategies, parameters, kernels, masks, statuses and reasons are payloads."""
+    """Return rows of a sweep whose strategies, parameters, kernels, masks, statuses and reasons are payloads."""
     rows = []
     names = cycle(PAYLOADS)
     for seq in (1024, 2048, 4096):
         for payload in PAYLOADS:
             row: dict[str, Any] = dict.fromkeys(
-                [*(one.key for one in COLUMNS), "compute_share", "exposed_comm_share"], 0.5
+                [*(column.key for column in COLUMNS), "compute_share", "exposed_comm_share"], 0.5
             )
             row |= {name: next(names) for name in ("params", "kernel", "mask", "dtype")}
             row |= {"strategy": payload, "seq": seq, "batch": 1, "status": "ok", "reason": None, "peer": False}
@@ -106,13 +106,15 @@ def sweep_rows() -> list[dict[str, Any]]:
 
 
 def pages(folder: Path) -> dict[str, str]:
-    problem = ringprof.Workload(seq=65536, heads=8, kv_heads=8, head_dim=128)
-    hosts = ringprof.Cluster(hosts=2, gpus_per_host=1, nic_gbit=200.0)
+    workload = ringprof.Workload(seq=65536, heads=8, kv_heads=8, head_dim=128)
+    cluster = ringprof.Cluster(hosts=2, gpus_per_host=1, nic_gbit=200.0)
     run = ringprof.load(run_folder(folder / PAYLOADS[0].replace("/", "")))
     return {
         "report": run.to_html(),
         "compare": ringprof.compare(run, TRACES / "h200x4-zigzag-65536-copied").to_html(),
-        "advise": ringprof.advise(problem, hosts, machine=machine(folder), strategies=("zigzag", "burst")).to_html(),
+        "advise": ringprof.advise(
+            workload, cluster, machine=machine_file(folder), strategies=("zigzag", "burst")
+        ).to_html(),
         "bench": render(sweep_document(sweep_rows(), PAYLOADS[0])),
     }
 
@@ -120,27 +122,27 @@ def pages(folder: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("hostile")
-    found = {}
+    paths = {}
     for name, text in pages(folder).items():
-        assert "ran=1" in text  # the payloads have come as far as the page
+        assert "ran=1" in text  # the payloads have reached the page
         for kind, content in {
             "policy": text,
             "bare": re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text),
         }.items():
-            found[f"{name} {kind}"] = folder / f"{name}-{kind}.html"
-            found[f"{name} {kind}"].write_text(content, encoding="utf-8")
-    return found
+            paths[f"{name} {kind}"] = folder / f"{name}-{kind}.html"
+            paths[f"{name} {kind}"].write_text(content, encoding="utf-8")
+    return paths
 
 
-# What a payload leaves behind: a mark, an element or attribute that no page of ringprof has, here or in a shadow tree.
-LEFT_BEHIND = """(() => {
-  const found = [], look = (root) => { for (const element of root.querySelectorAll('*')) {
-    if (['IFRAME', 'OBJECT', 'EMBED'].includes(element.tagName)) found.push(element.tagName);
-    if (element.tagName === 'IMG' && !element.src.startsWith('data:')) found.push('IMG');
-    if (element.tagName === 'A' && /^javascript:/i.test(element.href)) found.push('javascript:');
-    for (const one of element.attributes) if (/^on/.test(one.name)) found.push(one.name);
+# Find the traces of a payload: its mark, or an element or attribute that no page of ringprof has, also in shadow trees.
+FIND_TRACES = """(() => {
+  const traces = [], look = (root) => { for (const element of root.querySelectorAll('*')) {
+    if (['IFRAME', 'OBJECT', 'EMBED'].includes(element.tagName)) traces.push(element.tagName);
+    if (element.tagName === 'IMG' && !element.src.startsWith('data:')) traces.push('IMG');
+    if (element.tagName === 'A' && /^javascript:/i.test(element.href)) traces.push('javascript:');
+    for (const attribute of element.attributes) if (/^on/.test(attribute.name)) traces.push(attribute.name);
     if (element.shadowRoot) look(element.shadowRoot); } };
-  look(document); return [window.ran || 0, document.title === 'ran', found]; })()"""
+  look(document); return [window.ran || 0, document.title === 'ran', traces]; })()"""
 
 
 def test_what_a_payload_leaves_behind_is_noticed(tmp_path: Path) -> None:
@@ -149,8 +151,8 @@ def test_what_a_payload_leaves_behind_is_noticed(tmp_path: Path) -> None:
     with browser.Browser() as tab:
         tab.open(path)
         tab.until("document.title === 'ran'")
-        ran, renamed, found = tab.run(LEFT_BEHIND)
-    assert ran == 1 and renamed and set(found) >= {"IMG", "onerror", "javascript:", "ontoggle"}
+        ran, renamed, traces = tab.run(FIND_TRACES)
+    assert ran == 1 and renamed and set(traces) >= {"IMG", "onerror", "javascript:", "ontoggle"}
 
 
 @pytest.mark.parametrize("kind", ["policy", "bare"])
@@ -159,16 +161,16 @@ def test_nothing_runs(written: dict[str, Path], name: str, kind: str) -> None:
     path = written[f"{name} {kind}"]
     with browser.Browser() as tab:
         tab.open(path)
-        tab.run("document.querySelectorAll('details').forEach(one => one.open = true)")
+        tab.run("document.querySelectorAll('details').forEach(details => details.open = true)")
         figures = tab.run("document.querySelectorAll('.figure').length")
         assert figures
         for number in range(figures):
-            x, y, wide, high = tab.run(f"""(() => {{ const one = document.querySelectorAll('.figure')[{number}];
-                one.scrollIntoView({{block: 'center'}}); const box = one.getBoundingClientRect();
+            x, y, width, height = tab.run(f"""(() => {{ const figure = document.querySelectorAll('.figure')[{number}];
+                figure.scrollIntoView({{block: 'center'}}); const box = figure.getBoundingClientRect();
                 return [box.x, box.y, box.width, box.height]; }})()""")
-            for across in range(1, 12):
-                for down in (0.15, 0.35, 0.5, 0.7, 0.9):
-                    tab.mouse("mouseMoved", x + wide * across / 12, y + high * down)
-        assert tab.run(LEFT_BEHIND) == [0, False, []]
+            for x_step in range(1, 12):
+                for y_share in (0.15, 0.35, 0.5, 0.7, 0.9):
+                    tab.mouse("mouseMoved", x + width * x_step / 12, y + height * y_share)
+        assert tab.run(FIND_TRACES) == [0, False, []]
         assert tab.messages == []
         assert [url for url in tab.requests if not url.startswith(("file:", "data:", "blob:"))] == []

@@ -1,4 +1,4 @@
-"""The pages of committed runs in a real browser, opened from disk: nothing fetched, no error, and everything works."""
+"""Tests of the pages of committed runs in a real browser, from disk: nothing fetched, no error, everything works."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from tests.paths import COMMITTED, TRACES
 browser = pytest.importorskip("tests.page.browser", reason="websocket-client is not installed", exc_type=ImportError)
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium here")]
 _LABEL = "ms from the first activity"
-TIMELINE = f"Bokeh.documents[0].roots().find(one => one.below?.some(part => part.axis_label === '{_LABEL}'))"
+TIMELINE = f"Bokeh.documents[0].roots().find(plot => plot.below?.some(part => part.axis_label === '{_LABEL}'))"
 
 
 @pytest.fixture
 def tab() -> Iterator[Any]:
-    with browser.Browser() as one:
-        yield one
+    with browser.Browser() as browser_tab:
+        yield browser_tab
 
 
-def opened(tab: Any, folder: Path, tmp_path: Path) -> None:
+def open_page(tab: Any, folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     path.write_text(analysis(folder).to_html(), encoding="utf-8")
     tab.open(path)
@@ -42,24 +42,24 @@ def check_figures(tab: Any, folder: Path) -> None:
     assert [row[2] for row in rows] == [f"{rank['wall_ns'] / 1e6:,.3f}" for rank in report["ranks"]]
     assert tab.run("document.querySelector('.verdict').innerText").split("\n")[0] in report["summary"]["verdict"]
     assert tab.run("document.querySelectorAll('.figure canvas, .figure .bk-Figure').length") > 0
-    # Nothing sticks out of the page to the side.
+    # Nothing overflows the page to the side.
     assert tab.run("document.documentElement.scrollWidth <= window.innerWidth")
 
 
 def test_a_page_opens_from_disk_with_its_figures(tab: Any, tmp_path: Path) -> None:
-    opened(tab, TRACES / "h200x4-zigzag-262144", tmp_path)
+    open_page(tab, TRACES / "h200x4-zigzag-262144", tmp_path)
     check_figures(tab, TRACES / "h200x4-zigzag-262144")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("folder", COMMITTED, ids=lambda path: path.name)
 def test_every_committed_run_opens_from_disk(tab: Any, folder: Path, tmp_path: Path) -> None:
-    opened(tab, folder, tmp_path)
+    open_page(tab, folder, tmp_path)
     check_figures(tab, folder)
 
 
 def test_zoom_hover_and_sort_work(tab: Any, tmp_path: Path) -> None:
-    opened(tab, TRACES / "h200x4-zigzag-262144", tmp_path)
+    open_page(tab, TRACES / "h200x4-zigzag-262144", tmp_path)
     tab.run("document.querySelector('#timeline').scrollIntoView()")
     box = tab.run("(() => { const b = document.querySelector('#timeline .figure').getBoundingClientRect();"
                   "return [b.left, b.top, b.width, b.height]; })()")  # fmt: skip
@@ -70,9 +70,9 @@ def test_zoom_hover_and_sort_work(tab: Any, tmp_path: Path) -> None:
     tab.until(f"{TIMELINE}.x_range.end - {TIMELINE}.x_range.start < {0.95 * (before[1] - before[0])}")
     # A hovered bar shows its rank, kind and time.
     tab.run(TOOLTIP)
-    for place in range(60):
-        # Not always between two lanes.
-        tab.mouse("mouseMoved", x + 4 * place, y + 5 * (place % 7))
+    for step in range(60):
+        # The pointer moves diagonally, so that it is not always between two lanes.
+        tab.mouse("mouseMoved", x + 4 * step, y + 5 * (step % 7))
         if tab.run("tip()"):
             break
     assert "time:" in tab.run("tip()") and "start:" in tab.run("tip()") and "stream" in tab.run("tip()")
@@ -105,9 +105,10 @@ def test_two_timelines_zoom_together(tab: Any, tmp_path: Path) -> None:
 TOOLTIP = """
 window.tip = () => {
   const all = (root) => [...root.querySelectorAll('*')].flatMap(
-    (one) => (one.shadowRoot ? [one, ...all(one.shadowRoot)] : [one]));
-  const found = all(document).find((one) => /tooltip/i.test(one.className) && (one.shadowRoot ?? one).textContent);
-  return found ? (found.shadowRoot ?? found).textContent : '';
+    (element) => (element.shadowRoot ? [element, ...all(element.shadowRoot)] : [element]));
+  const tooltip = all(document).find(
+    (element) => /tooltip/i.test(element.className) && (element.shadowRoot ?? element).textContent);
+  return tooltip ? (tooltip.shadowRoot ?? tooltip).textContent : '';
 };
 true
 """
@@ -129,32 +130,32 @@ def _sorts(tab: Any) -> None:
 @pytest.mark.parametrize("width", [420, 1280, 1920])
 def test_nothing_sticks_out_and_labels_stand_within_the_figure(tab: Any, tmp_path: Path, width: int) -> None:
     tab.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
-    opened(tab, TRACES / "h200x4-zigzag-262144", tmp_path)
+    open_page(tab, TRACES / "h200x4-zigzag-262144", tmp_path)
     assert tab.run("document.documentElement.scrollWidth <= window.innerWidth")
     # Each label's width in the font that it is drawn in, beside the figure's.
-    glyph = "Bokeh.documents[0].roots()[0].renderers.filter(one => one.glyph.type === 'Text')"
+    glyph = "Bokeh.documents[0].roots()[0].renderers.filter(renderer => renderer.glyph.type === 'Text')"
     script = f"""(() => {{
       const pen = document.createElement('canvas').getContext('2d');
       pen.font = '12px helvetica, arial, sans-serif';
-      return {glyph}.flatMap(one => one.data_source.get_array(one.glyph.text.field))
+      return {glyph}.flatMap(renderer => renderer.data_source.get_array(renderer.glyph.text.field))
         .map(text => pen.measureText(text).width); }})()"""
-    room = tab.run("document.querySelector('#waterfall .figure').getBoundingClientRect().width")
+    available = tab.run("document.querySelector('#waterfall .figure').getBoundingClientRect().width")
     widths = tab.run(script)
-    assert len(widths) >= 10 and 0 < max(widths) < room - 10
+    assert len(widths) >= 10 and 0 < max(widths) < available - 10
 
 
 @pytest.fixture(scope="module")
 def other_pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
-    """Pages that are of no single recorded run, with what their verdict begins with."""
+    """Write pages that do not show a single recorded run; return each with the start of its verdict."""
     folder = tmp_path_factory.mktemp("pages")
-    problem = ringprof.Workload(seq=65536, heads=8, kv_heads=8, head_dim=128)
-    hosts = ringprof.Cluster(hosts=2, gpus_per_host=1, nic_gbit=200.0)
-    advised = ringprof.advise(problem, hosts, machine="h200", strategies=("zigzag",))
-    ringprof.predict("zigzag", problem, hosts, machine="h200").write(folder / "predicted")
+    workload = ringprof.Workload(seq=65536, heads=8, kv_heads=8, head_dim=128)
+    cluster = ringprof.Cluster(hosts=2, gpus_per_host=1, nic_gbit=200.0)
+    recommended = ringprof.advise(workload, cluster, machine="h200", strategies=("zigzag",))
+    ringprof.predict("zigzag", workload, cluster, machine="h200").write(folder / "predicted")
     predicted = ringprof.load(folder / "predicted")
     pair = ringprof.compare(*(analysis(TRACES / f"h200x4-zigzag-65536{name}") for name in ("", "-copied")))
     pages = {
-        "advise": (advised.to_html(), f"choose {advised.choices().choice[0]}: "),
+        "advise": (recommended.to_html(), f"choose {recommended.choices().choice[0]}: "),
         "predict": (predicted.to_html(), predicted.verdict[0]),
         "compare": (pair.to_html(), f"{pair.entries[1].label}: faster by 6."),
     }
@@ -174,18 +175,18 @@ def test_other_pages_fit_every_window(
     assert tab.run("document.querySelector('.verdict').innerText").startswith(first)
     assert tab.run("document.documentElement.scrollWidth <= window.innerWidth")
     # Each figure is drawn as wide as its section, in one piece, and every table has its rows.
-    drawn = tab.run(
+    figures = tab.run(
         "[...document.querySelectorAll('.figure')].map(f => [f.getBoundingClientRect().width, f.children.length])"
     )
-    room = tab.run("document.querySelector('main').getBoundingClientRect().width")
-    assert drawn and all(0.8 * room < wide <= room and parts for wide, parts in drawn)
+    available = tab.run("document.querySelector('main').getBoundingClientRect().width")
+    assert figures and all(0.8 * available < wide <= available and pieces for wide, pieces in figures)
     assert tab.run("[...document.querySelectorAll('table')].every(t => t.tBodies[0].rows.length > 0)")
     assert "@" not in tab.run("document.body.innerText")
     assert [url for url in tab.requests if not url.startswith(("file:", "data:", "blob:"))] == [] and tab.messages == []
 
 
 def test_a_table_is_saved_as_csv(tab: Any, tmp_path: Path) -> None:
-    opened(tab, TRACES / "h200x4-zigzag-262144", tmp_path)
+    open_page(tab, TRACES / "h200x4-zigzag-262144", tmp_path)
     tab.run("""(() => {
       window.saved = [];
       URL.createObjectURL = (blob) => { blob.text().then((text) => window.saved.push(text)); return "blob:none"; };
@@ -204,7 +205,8 @@ def test_a_view_is_drawn_in_its_cell(tab: Any, tmp_path: Path) -> None:
     path.write_text(f"<!doctype html><body>{analysis(TRACES / 'h200x4-zigzag-262144').view()._repr_html_()}</body>")
     tab.call("Emulation.setDeviceMetricsOverride", width=1000, height=1200, deviceScaleFactor=1, mobile=False)
     tab.open(path)
-    # The frame is out of the debugger's reach: what it draws is seen. The bars of flash attention are #0072B2.
+    # The debugger cannot reach into the frame, so the test looks at a screenshot.
+    # The bars of flash attention are #0072B2.
     for _ in range(200):
         png = base64.b64decode(tab.call("Page.captureScreenshot", format="png")["data"])
         pixels = (255 * imread(BytesIO(png))[:, :, :3]).round().astype(int)
@@ -230,7 +232,7 @@ def test_a_hostile_name_runs_nothing(tab: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dark", [False, True])
 def test_text_stands_out_in_light_and_dark(dark: bool, tmp_path: Path) -> None:
     with browser.Browser(dark=dark) as tab:
-        opened(tab, TRACES / "h200x4-zigzag-262144", tmp_path)
+        open_page(tab, TRACES / "h200x4-zigzag-262144", tmp_path)
         script = """(() => {
           const light = (text) => { const [r, g, b] = text.match(/\\d+/g).map(Number).map(
             (v) => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 import ringprof
 from ringprof.errors import UnknownStrategyError, UnsupportedWorkloadError, UsageError
-from ringprof.prediction.advise import Advice, Choice, Point, crossings
+from ringprof.prediction.advise import Advice, Choice, Point, _on_front, crossings
 from ringprof.prediction.api import Prediction, Recommendation
 from ringprof.report import plots
 
@@ -121,6 +121,18 @@ def test_crossings_by_hand(others: tuple[float, float], at: list[float]) -> None
 def _told(ms: float) -> Any:
     """A prediction of which only the time is asked."""
     return SimpleNamespace(median_ns=ms * 1e6)
+
+
+@pytest.mark.parametrize(
+    ("ms", "peak_bytes", "on_front"),
+    [(2.0, 100, False), (2.0, 101, False), (2.0, 99, True), (1.0, 100, True), (1.0, 200, True), (0.5, 300, True)],
+)
+def test_a_choice_is_on_the_front_where_nothing_faster_needs_as_little_memory(
+    ms: float, peak_bytes: int, on_front: bool
+) -> None:
+    other: Any = SimpleNamespace(median_ns=1.0, peak_bytes=100)
+    one: Any = SimpleNamespace(median_ns=ms, peak_bytes=peak_bytes)
+    assert _on_front(one, [other, one]) is on_front
 
 
 def test_a_prediction_is_written_and_read_again(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("torch", reason="a prediction runs strategies on shapes")
 
+from msgspec.structs import replace
+
 from ringprof.prediction.calibration import read_calibration
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import PredictionResult, predict
@@ -75,3 +77,25 @@ def test_a_short_zigzag_is_what_its_host_issues() -> None:
     assert host.autograd_us is not None
     pencil += host.autograd_us.value
     assert found.host_bound and found.median_ns / 1e3 == pytest.approx(1.098 * pencil, rel=0.02)
+
+
+def test_what_nothing_explains_is_a_share_of_the_time_and_so_many_microseconds() -> None:
+    """A hundredth and 200 us of a run of some 3 ms: standard deviations, which add up in squares."""
+    machine = read_calibration("h200")
+    machine = replace(
+        machine, elsewhere={}, noise=replace(machine.noise, value=0.01),
+        unsteady_us=replace(machine.unsteady_us, value=200.0),
+    )  # fmt: skip
+    query = Query("zigzag", problem(16384, 40), Cluster(1, 4), "cudnn")
+    found = predict(query, machine, schedule_of)
+    took_ns = max(one.end_ns for one in found.timelines)
+    assert 1e6 < took_ns < 1e7
+    assert found.device_parts["unexplained"] == pytest.approx(0.01**2 + (200e3 / took_ns) ** 2)
+
+
+def test_a_ring_of_128_is_its_hops_and_one_block() -> None:
+    """K and V of 16384 tokens over 6.25 GB/s, 127 times: what is beyond the simulated ranks goes on as they do."""
+    ring = problem(16384 * 128, 32, backward=False, causal=False)
+    hops = 127 * 2 * 16384 * 32 * 128 * 2 / 6.25e9
+    found = foreseen("ring", ring, Cluster(128, 1, nic_gbit=50.0), "flash-attn")
+    assert found.median_ns / 1e9 == pytest.approx(hops, rel=0.03)

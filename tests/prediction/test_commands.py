@@ -18,9 +18,11 @@ pytest.importorskip("torch", reason="a prediction runs strategies on shapes")
 import ringprof
 from ringprof import cli
 from ringprof.errors import UnsupportedWorkloadError
+from ringprof.prediction.advise import candidates
 from ringprof.prediction.calibration import calibration_json, parse_calibration, read_calibration
+from ringprof.prediction.network import Cluster
 from ringprof.prediction.query import Query
-from ringprof.run import read_run
+from ringprof.run import Workload, read_run
 
 ZIGZAG = str(TRACES / "h200x4-zigzag-65536")
 SMALL = ("--strategy", "zigzag", "--seq", "64k", "--gpus-per-host", "2")
@@ -137,6 +139,24 @@ def test_sockets_ten_times_as_fast(capsys: pytest.CaptureFixture[str]) -> None:
     path = str(TRACES / "h200x4-zigzag-65536-two-hosts")
     _, out, _ = run(capsys, "what-if", path, "--format", "json", "--link", "other_host=10x")
     assert json.loads(out)["changed_ms"] == pytest.approx(163, rel=0.15)
+
+
+def test_exchanges_inside_a_host_follow_the_links_and_the_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Eight all-to-alls of Ulysses on 4 GPUs: of three pieces of 65536 tokens and 10 heads, at 299 GB/s on the wire.
+
+    Ten times as slow they take nine times as long in addition. With two GPUs to a host two pieces of each cross, over
+    400 Gbit/s of which 43 GB/s are reached.
+    """
+    piece = 65536 * 10 * 128 * 2
+    wire_ms = 8 * 3 * piece / 299e6
+    path = str(TRACES / "h200x4-ulysses-262144")
+    for options, expected_ms in (
+        (("--link", "same_host=0.1x"), 9 * wire_ms),
+        (("--ranks-per-host", "2", "--machine", "h100"), 8 * 2 * piece / 43e6 - wire_ms),
+    ):
+        _, out, _ = run(capsys, "what-if", path, "--format", "json", *options)
+        found = json.loads(out)
+        assert found["changed_ms"] - found["replayed_ms"] == pytest.approx(expected_ms, rel=0.05)
 
 
 def test_calibrate_from_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,3 +278,10 @@ def test_where_nothing_fits_the_least_is_named(capsys: pytest.CaptureFixture[str
     code, out, _ = run(capsys, "advise", *cluster, "--memory", "20MB")
     assert code == 0 and "nothing fits: the least that any needs is" in out and out.count("does not fit") > 3
     assert "not foreseen: ulysses: a Ulysses degree of 6 does not divide 14 heads" in out
+
+
+def test_ulysses_degrees_go_up_to_the_query_heads() -> None:
+    """Of 8 heads and 2 kv heads on 16 GPUs: degrees 2, 4 and 8, beyond 2 with repeated kv heads."""
+    workload = Workload(seq=65536, heads=8, kv_heads=2, head_dim=128)
+    asked = candidates(workload, Cluster(gpus_per_host=16), read_calibration("h200"), "cudnn")
+    assert {one.params["ulysses_degree"] for one in asked if one.strategy == "usp"} == {2, 4, 8}

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from ringprof.prediction.calibration import KernelSample, read_calibration
+from ringprof.prediction.calibration import KernelSample, assumed, read_calibration
 from ringprof.prediction.kernel_model import SHORT_SPREAD, Curve, OutsideCalibration
 from ringprof.prediction.machine import Curves
 from ringprof.record.dryrun.schedule import AttentionOp
@@ -90,6 +90,29 @@ def test_what_was_not_measured_is_refused() -> None:
         known.at(block(64, 64))
     with pytest.raises(OutsideCalibration, match="nothing measured"):
         Curve("none", [], 132, alike)
+
+
+def test_samples_of_a_cool_device_are_those_of_a_hot_one_made_longer() -> None:
+    """Blocks that took what the law says on a device where they are a tenth faster than on a hot one."""
+    samples = [
+        KernelSample(
+            phase="forward", q=one.q, kv=one.kv, heads=32, kv_heads=32, head_dim=128, causal=one.causal, ns=law(one),
+            origin="measured", source="a law",
+        )
+        for one in SQUARES
+    ]  # fmt: skip
+    found = Curve("law", samples, 132, lambda sample: 1.1).at(block(8192, 8192))
+    assert found.ns == pytest.approx(1.1 * law(block(8192, 8192)), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("duty", "busy_s", "slowed"), [(1.0, None, 1.1), (0.5, None, 1.05), (1.0, 0.15, 1.0632), (1.0, 0.001, 1.0007)]
+)
+def test_a_device_warms_up_as_it_computes(duty: float, busy_s: float | None, slowed: float) -> None:
+    """A tenth slower when hot, of which all but 1 / e is there after 0.15 s."""
+    machine = assumed("any", "any", 132, 80 << 30)
+    machine = replace(machine, heat=replace(machine.heat, value=0.1), heat_s=replace(machine.heat_s, value=0.15))
+    assert machine.slowed(machine.kernel("cudnn"), duty, busy_s) == pytest.approx(slowed, abs=1e-4)
 
 
 def test_heads_of_each_size_have_curves_of_their_own() -> None:

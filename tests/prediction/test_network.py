@@ -84,6 +84,32 @@ def test_collectives_by_their_formulas() -> None:
     assert across.collective(post) == pytest.approx(wire + machine.other_host.latency_us.value * 1e3)
 
 
+def test_collectives_between_hosts_have_the_latency_between_hosts() -> None:
+    machine = read_calibration("h100")
+    same, other = (msgspec.structs.replace(machine.same_host.latency_us, value=value) for value in (10.0, 70.0))
+    machine = msgspec.structs.replace(
+        machine,
+        same_host=msgspec.structs.replace(machine.same_host, latency_us=same),
+        other_host=msgspec.structs.replace(machine.other_host, latency_us=other),
+    )
+    post = hop(0, 1, operation="all_gather", messages=(1000,))
+    inside, across = (
+        Links(machine, Cluster(hosts=hosts, gpus_per_host=2 // hosts, nic_gbit=400.0)).collective(post)
+        for hosts in (1, 2)
+    )
+    # A thousand bytes take less than a microsecond.
+    assert 10_000 < inside < 11_000 and 70_000 < across < 71_000
+
+
+def test_gpus_that_share_a_nic_share_its_rate_in_a_collective() -> None:
+    """Two of two hosts to a NIC of 43 GB/s, and half of that beyond the host: two pieces of 64 MiB at 10.75 GB/s."""
+    machine = read_calibration("h100")
+    cluster = Cluster(hosts=2, gpus_per_host=2, nic_gbit=400.0, gpus_per_nic=2, oversubscription=2.0)
+    post = hop(0, 1, 2, 3, operation="all_to_all", messages=(64 * MIB,))
+    latency_ns = machine.other_host.latency_us.value * 1e3
+    assert Links(machine, cluster).collective(post) == pytest.approx(2 * 64 * MIB / 10.75 + latency_ns)
+
+
 def test_copies_hold_no_multiprocessors() -> None:
     links = Links(read_calibration("h200"), Cluster(gpus_per_host=4))
     assert links.share(hop(0, 1, operation="copy")) == 0

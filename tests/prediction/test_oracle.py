@@ -145,11 +145,14 @@ def constant(hop: float, collective: float, latency_us: float) -> Calibration:
         phase="forward", q=1, kv=1, heads=1, kv_heads=1, head_dim=128, causal=False, ns=1.0, origin="assumed", source=""
     )  # fmt: skip
     kernel = KernelFigures(name="flash-attn", fills_device=False, tail=nothing, lead=nothing, samples=[sample])
-    names = ("call_us", "launch_us", "forward_us", "backward_us", "post_us", "wait_us", "unlike")
+    host = Host(
+        call_us=nothing, launch_us=nothing, forward_us=nothing, backward_us=nothing, post_us=nothing, wait_us=nothing,
+        unlike=nothing,
+    )  # fmt: skip
     return msgspec.structs.replace(
         assumed("made up", "made up", 132, 1 << 40), kernels=[kernel], same_host=link, memory_gb_s=figure(1e12),
         reorder_gb_s=figure(1e12), touch_us=nothing, contention=nothing, hop_first=figure(1.0), handover_us=nothing,
-        host=Host(**dict.fromkeys(names, nothing)), heat=nothing, unlike=nothing, noise=nothing, unsteady_us=nothing,
+        host=host, heat=nothing, unlike=nothing, noise=nothing, unsteady_us=nothing,
     )  # fmt: skip
 
 

@@ -284,3 +284,37 @@ def test_the_tape_leaves_nothing_behind() -> None:
         schedule(f"{USERS}:Looks", SMALL, 2)
     assert "meta" not in merge.FUSED and "meta" not in streams.SIDE_STREAMS and annotate._listener is None
     assert (torch.ones(2) + 1).sum().item() == 4
+
+
+@pytest.mark.parametrize(
+    ("documents", "grad_wire", "rows", "number_bytes"),
+    [((100, 412), "exact", 156, 4), ((100, 412), "input", 156, 2), (None, "exact", 256, 2)],
+)
+def test_the_type_in_which_gradients_travel_between_two_ranks(
+    documents: tuple[int, ...] | None, grad_wire: str, rows: int, number_bytes: int
+) -> None:
+    """One hop brings dK and dV home: of a plain mask one kernel call's, of documents the sum of several calls'.
+
+    Each rank holds 256 tokens. The second document begins with token 100, so rank 1 needs rank 0's last 156.
+    """
+    workload = Workload(seq=512, heads=1, kv_heads=1, head_dim=8, dtype="bf16", documents=documents)
+    made = schedule("ring", workload, 2, params={"grad_wire": grad_wire})
+    for program in made.programs:
+        hops = [op for op in program.ops if isinstance(op, CommStart) and op.phase == "backward"]
+        (gradients,) = (hop.messages for hop in hops if hop.channel.startswith("dkv"))
+        assert gradients == (2 * rows * 8 * number_bytes,)
+
+
+@pytest.mark.parametrize(("grad_wire", "number_bytes"), [("fp32", 4), ("input", 2)])
+def test_bytes_of_the_exchanges_of_ulysses(grad_wire: str, number_bytes: int) -> None:
+    """Of 12 heads and 6 kv heads on 4 ranks each kv head is there twice, so that all four tensors have 3 heads a rank.
+
+    Q, K, V and the output forward; back the output's gradient as it is, and dQ, dK and dV in their wire type.
+    """
+    workload = Workload(seq=64, heads=12, kv_heads=6, head_dim=8, dtype="bf16")
+    (program,) = schedule("ulysses", workload, 4, params={"grad_wire": grad_wire}, ranks=[0]).programs
+    numbers = 64 // 4 * 3 * 8
+    sent = {phase: [op.messages for op in program.ops if isinstance(op, CommStart) and op.phase == phase]
+            for phase in ("forward", "backward")}  # fmt: skip
+    assert sent["forward"] == [(2 * numbers,)] * 4
+    assert sent["backward"] == [(2 * numbers,), *[(number_bytes * numbers,)] * 3]

@@ -177,6 +177,11 @@ def test_streams_run_beside_each_other_until_they_meet() -> None:
     assert ends([program(0, block(stream=1), block(stream=2), *meet)], machine) == [157]
 
 
+def test_a_stream_that_waited_for_another_goes_on_after_the_handover() -> None:
+    ops: list[Op] = [block(stream=1), StreamWait(stream=0, after=1), MemoryOp(label="", name="", bytes=7)]
+    assert ends([program(0, *ops)], Machine(handover_ns=3)) == [100 + 3 + 7]
+
+
 def test_the_host_is_the_bound_where_it_takes_longer() -> None:
     """Ten blocks of 100 that take the host 300 each to launch: the last begins at 3000."""
     programs = [program(0, *(block() for _ in range(10)))]

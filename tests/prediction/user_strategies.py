@@ -17,23 +17,23 @@ class Chatty(Zigzag):
         self.parameters["extra"] = extra
         self.other = self.comm.ring("extra")
 
-    def forward(self, blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         for _ in range(3):
-            self.other.post(Message.holding([k])).wait()
-        return super().forward(blocks, q, k, v)
+            self.other.post(Message.pack([k])).wait()
+        return super().forward(call, q, k, v)
 
 
 class Looks(Zigzag):
     """Skips a block where its keys are all zero."""
 
-    def forward(self, blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if k.abs().max() == 0:
             return q, q[..., 0].transpose(1, 2)
-        return super().forward(blocks, q, k, v)
+        return super().forward(call, q, k, v)
 
 
 class Broken(Zigzag):
     """Uses what is not there."""
 
-    def forward(self, blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return self.nothing(q)  # type: ignore[attr-defined, no-any-return]

@@ -360,7 +360,7 @@ def test_the_device_is_that_of_the_groups_backend(
         "get_backend": named,
     }.items():
         monkeypatch.setattr(torch.distributed, name, lambda *_, value=value: value)
-    monkeypatch.setattr(process_group, "by_nccl", lambda _: by_nccl)
+    monkeypatch.setattr(process_group, "uses_nccl", lambda _: by_nccl)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert process_group.GroupRanks(object()).device.type == device

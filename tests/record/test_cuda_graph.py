@@ -7,23 +7,26 @@ from pathlib import Path
 import pytest
 import torch
 
+from ringprof import cli
 from ringprof.run import read_run
 from tests.record.command import run
 
+REFUSED = ["record", "--strategy", "zigzag", "--cuda-graph", "--seq", "2048", "--heads", "2", "--head-dim", "64"]
 
+
+def test_a_cpu_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([*REFUSED, "--device", "cpu", "-o", str(tmp_path / "run.json")]) == 2
+    assert "--cuda-graph needs GPUs" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize(
     ("options", "said"),
-    [
-        (["--device", "cpu"], "--cuda-graph needs GPUs"),
-        pytest.param(["--hops", "copy"], "copied hops count on", marks=pytest.mark.gpu),
-        pytest.param(["--controls"], "leave --controls out", marks=pytest.mark.gpu),
-    ],
+    [(["--hops", "copy"], "copied hops count on"), (["--controls"], "leave --controls out")],
 )
 def test_what_a_graph_cannot_hold_is_refused(tmp_path: Path, options: list[str], said: str) -> None:
-    if "--device" not in options and torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
-    size = ["--seq", "2048", "--heads", "2", "--head-dim", "64"]
-    ended = run(["record", "--strategy", "zigzag", "--cuda-graph", *size, *options], tmp_path)
+    ended = run([*REFUSED, *options], tmp_path)
     assert ended.returncode == 2 and said in ended.stderr
 
 

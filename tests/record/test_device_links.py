@@ -10,7 +10,7 @@ import torch
 
 from ringprof.record import telemetry
 from ringprof.record.telemetry import adapters_in, links_of, nvlinks_of
-from ringprof.report.sections.machine import links_in_words
+from ringprof.report.sections.machine import link_lines
 from ringprof.run import Adapter, DeviceLinks
 
 
@@ -83,9 +83,9 @@ def test_a_cpu_has_none_and_a_gpu_without_a_driver_has_those_of_its_host(
 def test_they_are_a_line() -> None:
     ports = [Adapter(name=f"mlx5_{number}:1", gbits=400.0, layer="InfiniBand") for number in range(8)]
     first = DeviceLinks(nvlinks={"switch": 18}, adapters=[*ports, Adapter(name="mlx5_8:1", gbits=100.0)])
-    assert links_in_words([first, DeviceLinks(nvlinks={"switch": 18})]) == [
+    assert link_lines([first, DeviceLinks(nvlinks={"switch": 18})]) == [
         "links: each GPU 18 NVLinks to switches; each host 8 x 400 Gbit/s InfiniBand + 1 x 100 Gbit/s network"
     ]
-    assert links_in_words([DeviceLinks(nvlinks={"a": 2, "b": 2})]) == ["links: each GPU 4 NVLinks to 2 GPUs"]
-    assert links_in_words([DeviceLinks(nvlinks={})]) == ["links: each GPU no NVLink"]
-    assert links_in_words([]) == []
+    assert link_lines([DeviceLinks(nvlinks={"a": 2, "b": 2})]) == ["links: each GPU 4 NVLinks to 2 GPUs"]
+    assert link_lines([DeviceLinks(nvlinks={})]) == ["links: each GPU no NVLink"]
+    assert link_lines([]) == []

@@ -13,9 +13,9 @@ import torch
 
 from ringprof import cli
 from ringprof.errors import VerificationError
-from ringprof.record.dynamic_cp import StepsProblem, verify_steps, verify_timed_steps
+from ringprof.record.dynamic_cp import StepsProblem, _worst, verify_steps, verify_timed_steps
 from ringprof.record.measure import Measurement, row_sums
-from ringprof.run import Work, Workload
+from ringprof.run import TensorError, Verification, Work, Workload
 from ringprof.strategies import Dynamic
 from tests.record.command import run
 from tests.strategies.ranks import run_ranks
@@ -60,6 +60,15 @@ def test_both_gates_look_at_every_step() -> None:
     for text, seq in zip(said[1:], (256, 128, 64), strict=True):
         assert text.startswith("wrong result on rank 3: dk is off by 0.01")
         assert f"at sequence {seq};" in text
+
+
+def test_of_several_sizes_the_error_nearest_its_bound_is_kept() -> None:
+    def verified(seq: int, rms: float, allowed_rms: float) -> Verification:
+        error = TensorError(max_abs=0.0, rms=rms, kernel_rms=0.0, allowed_rms=allowed_rms, rank=0)
+        return Verification(passed=True, seq=seq, errors={"out": error})
+
+    kept = _worst([verified(256, 0.2, 1.0), verified(128, 0.1, 0.2), verified(64, 0.1, 0.5)])
+    assert kept.seq == 256 and (kept.errors["out"].rms, kept.errors["out"].allowed_rms) == (0.1, 0.2)
 
 
 SMALL = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--device", "cpu", "--world", "2", "--seq", "512"]

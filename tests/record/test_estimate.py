@@ -21,6 +21,7 @@ from ringprof.errors import MissingExtraError, UnsupportedWorkloadError, UsageEr
 from ringprof.record.dryrun.memory import peak_bytes
 from ringprof.record.estimate import (
     RecordingEstimate,
+    _reading_s,
     describe,
     estimate_of,
     kernel_rate,
@@ -201,8 +202,8 @@ def test_what_is_assumed_of_a_kernel_is_said() -> None:
 
 
 def test_a_bundled_strategy_without_a_figure_of_its_own_cannot_be_made() -> None:
-    body: dict[str, Any] = {"__module__": "ringprof.strategies.new"}
-    with pytest.raises(TypeError, match=r"ringprof.strategies.new.New must say imbalance itself"):
+    body: dict[str, Any] = {"__module__": "ringprof.strategies.algorithms.new"}
+    with pytest.raises(TypeError, match=r"ringprof.strategies.algorithms.new.New must say imbalance itself"):
         type("New", (Zigzag,), body)
     type("New", (Zigzag,), {**body, "imbalance": None})
 
@@ -215,6 +216,12 @@ def test_a_bundled_strategy_without_a_figure_of_its_own_cannot_be_made() -> None
 def test_the_rate_follows_from_the_devices_peak(device: str, kernel: str, tflops: float) -> None:
     rate, source = kernel_rate(device, kernel, "bf16")
     assert rate / 1e12 == pytest.approx(tflops, rel=0.01) and source.startswith("assumed")
+
+
+def test_decode_reads_a_ranks_share_of_the_cache() -> None:
+    """1.2 million keys of 8 heads of 128, K and V in bf16: 4.9152 GB, a quarter each at the H200's 4800 GB/s."""
+    workload = Workload(seq=1, kv_length=1_200_000, phase="decode", heads=8, kv_heads=8, head_dim=128, backward=False)
+    assert _reading_s(workload, 4, "NVIDIA H200") == pytest.approx(4.9152 / 4 / 4800)
 
 
 def test_controls_count_as_iterations() -> None:

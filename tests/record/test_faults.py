@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.paths import ROOT
 from tests.record.command import (
     HANGS_S,
     RINGPROF,
@@ -24,6 +26,7 @@ from tests.record.command import (
     wait_until,
 )
 from tests.scale.test_command import obey_signals
+from tests.test_processes import INTERRUPTED_AT_START
 
 TWO = [*SMALL, "--world", "2"]
 SLOW = ["record", "--strategy", "mine:Slow", *TWO, "--iters", "100"]
@@ -108,6 +111,15 @@ def test_ctrl_c_ends_all(own_strategies: Path, interrupt: Callable[[subprocess.P
     assert nothing_recorded(own_strategies)
 
 
+@pytest.mark.processes
+def test_ranks_interrupted_at_their_start_write_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTED_AT_START)
+    arguments = ["record", "--strategy", "zigzag", *TWO]
+    done = run(arguments, tmp_path, TMPDIR=str(tmp_path), PYTHONPATH=os.pathsep.join([str(ROOT), str(tmp_path)]))
+    assert done.returncode == 3
+    assert re.fullmatch(r"ringprof: rank [01] was killed by SIGINT.*", one_line(done.stderr))
+
+
 @pytest.mark.long
 def test_ranks_do_not_outlive_their_parent(own_strategies: Path) -> None:
     code, _ = run_and_disturb(SLOW, own_strategies, lambda process: process.kill())
@@ -136,6 +148,7 @@ def test_running_out_of_memory_names_the_rank(own_strategies: Path) -> None:
     assert nothing_recorded(own_strategies)
 
 
+@pytest.mark.processes
 def test_ranks_that_all_leave_with_exit_code_0_have_recorded_nothing(own_strategies: Path) -> None:
     """An earlier run is not taken for theirs."""
     done = run(["record", "--strategy", "zigzag", *TWO, "--iters", "1"], own_strategies)

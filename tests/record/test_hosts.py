@@ -25,7 +25,7 @@ def test_hosts_of_one_name_are_told_apart_by_their_number() -> None:
 )  # fmt: skip
 def test_numbers_and_links(names: str, numbers: list[int], together: int) -> None:
     assert host_numbers(names) == numbers
-    hosts = Hosts.given(len(names), None, numbers)
+    hosts = Hosts.from_arguments(len(names), None, numbers)
     assert hosts is not None and hosts.per_host(range(len(names))) == together
     for one, first in enumerate(names):
         for other, second in enumerate(names):
@@ -33,7 +33,7 @@ def test_numbers_and_links(names: str, numbers: list[int], together: int) -> Non
 
 
 def test_what_the_user_says_goes_before_what_the_launcher_said() -> None:
-    hosts = Hosts.given(4, 2, [0, 0, 0, 0])
+    hosts = Hosts.from_arguments(4, 2, [0, 0, 0, 0])
     assert hosts is not None and hosts.link(1, 2) == "other_host"
     with pytest.raises(Unsupported):
-        Hosts.given(4, None, [0, 0, 0])
+        Hosts.from_arguments(4, None, [0, 0, 0])

@@ -141,6 +141,17 @@ def test_balance_by_hand() -> None:
     assert causal["ring"].busiest == pytest.approx((16 * 48 + 136) / (64 * 65 / 2 / 4))
 
 
+def test_rings_are_ordered_by_what_their_ranks_wait_for_in_every_step() -> None:
+    """Of two documents contiguous pieces are more even than zigzag's over the whole pass, and less in every step."""
+    workload = Workload(seq=1024, heads=4, kv_heads=4, head_dim=64, documents=(600, 424))
+    order = balances(workload, 4)
+    named = [(one.strategy, one.params.get("documents_layout")) for one in order]
+    zigzag, ring = (order[named.index(name)] for name in (("zigzag", "packed"), ("ring", None)))
+    assert zigzag.busiest and ring.busiest and zigzag.steps and ring.steps
+    assert zigzag.busiest > ring.busiest and zigzag.steps < ring.steps
+    assert order.index(zigzag) < order.index(ring)
+
+
 def test_a_size_that_does_not_fit_says_why() -> None:
     workload = Workload(seq=60, heads=4, kv_heads=4, head_dim=8, documents=(30, 30))
     reasons = {one.strategy: one.reason for one in balances(workload, 4) if one.reason}

@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 import ringprof
 from ringprof.errors import MissingExtraError, UsageError
 from ringprof.monitoring import Looks, look_figures, waited_for
+from ringprof.record import monitor
 from ringprof.record.monitor import interval_for
 from ringprof.scale.pipeline import attribute
 from ringprof.strategies import create
@@ -135,6 +137,17 @@ def test_ranks_look_together_and_the_first_tells(tmp_path: Path) -> None:
     assert line["step"] == 4 and line["ranks"] == 2
     assert 0 < line["exposed_comm_share"]["mean"] < 1
     assert len(set(intervals)) == 1
+
+
+def test_the_next_look_is_as_far_off_as_the_dearest_rank_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of two asks for 10 steps, rank 1 for 400."""
+    monkeypatch.setattr(monitor, "gather_tensor", lambda asked, group: [torch.tensor([10]), torch.tensor([400])])
+    ranks: Any = SimpleNamespace(size=2, rank=0, device=torch.device("cpu"), group=None)
+    watch = monitor.Monitor(10, ranks, lambda path: b"", lambda *told: None)
+    watch.step()
+    watch._put_off(0)
+    watch.close()
+    assert watch.interval == 400
 
 
 def test_who_is_waited_for() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ringprof import cli
 from ringprof.run import Run, read_run
 from ringprof.trace.kineto import read_trace
 from ringprof.trace.reduced import read_reduced
@@ -34,20 +35,28 @@ def test_every_rank_has_a_complete_trace_of_the_marked_iteration(recorded: tuple
         assert "ringprof::fwd/step=0/block" in names and "ringprof::bwd/step=3/block" in names
 
 
-def reports_without_its_traces(folder: Path, found: Run, aside: Path) -> bool:
+def report_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the report on the newest run below ``folder``, printed by this process."""
+    assert cli.run(["report", str(folder / "traces/run.json"), "--width", "200"]) == 0
+    return capsys.readouterr().out
+
+
+def reports_without_its_traces(folder: Path, found: Run, aside: Path, capsys: pytest.CaptureFixture[str]) -> bool:
     """Whether the report is the same when only what each rank reduced is left."""
-    before = run(["report", "traces/run.json"], folder)
+    before = report_of(folder, capsys)
     for trace in found.traces:
         (folder / "traces" / trace.path).rename(aside / f"rank{trace.rank}")
     try:
-        after = run(["report", "traces/run.json"], folder)
+        after = report_of(folder, capsys)
     finally:
         for trace in found.traces:
             (aside / f"rank{trace.rank}").rename(folder / "traces" / trace.path)
-    return before.returncode == 0 and (after.returncode, after.stdout) == (0, before.stdout)
+    return after == before
 
 
-def test_every_rank_has_reduced_its_own_trace(recorded: tuple[Path, Run, str], tmp_path: Path) -> None:
+def test_every_rank_has_reduced_its_own_trace(
+    recorded: tuple[Path, Run, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, found, _ = recorded
     for trace in found.traces:
         assert trace.reduced is not None
@@ -55,7 +64,7 @@ def test_every_rank_has_reduced_its_own_trace(recorded: tuple[Path, Run, str], t
         whole = read_trace(folder / "traces" / trace.path)
         assert (reduced.rank, reduced.names, reduced.events_total) == (trace.rank, whole.names, whole.events_total)
         assert np.array_equal(reduced.operators.end_ns, whole.operators.end_ns)
-    assert reports_without_its_traces(folder, found, tmp_path)
+    assert reports_without_its_traces(folder, found, tmp_path, capsys)
 
 
 def test_the_run_says_what_ran(recorded: tuple[Path, Run, str]) -> None:
@@ -86,7 +95,9 @@ def test_every_iteration_of_every_rank_is_kept(recorded: tuple[Path, Run, str]) 
     assert all(time > 0 for times in found.timings.iterations_ns for time in times)
 
 
-def test_every_control_of_every_rank_is_kept(recorded: tuple[Path, Run, str]) -> None:
+def test_every_control_of_every_rank_is_kept(
+    recorded: tuple[Path, Run, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, found, _ = recorded
     controls = found.controls
     assert controls is not None and found.work is not None and (controls.warmup, controls.rounds) == (1, 2)
@@ -95,15 +106,15 @@ def test_every_control_of_every_rank_is_kept(recorded: tuple[Path, Run, str]) ->
         assert times is not None and [len(rank) for rank in times] == [2] * WORLD
         assert all(time > 0 for rank in times for time in rank)
     assert dict(enumerate(controls.solo_flops)) == found.block_flops()
-    reported = run(["report", "traces/run.json"], folder)
-    assert reported.returncode == 0 and "the same blocks alone" in reported.stdout, reported.stderr
+    assert "the same blocks alone" in report_of(folder, capsys)
 
 
-def test_record_and_report_write_the_rate_alike(recorded: tuple[Path, Run, str]) -> None:
+def test_record_and_report_write_the_rate_alike(
+    recorded: tuple[Path, Run, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, _, printed = recorded
     (shown,) = re.findall(r"an iteration, ([\d.,]+ .FLOP/s) per device", printed)
-    reported = run(["report", "traces/run.json"], folder, COLUMNS="200").stdout
-    assert f"{shown} per device achieved" in reported
+    assert f"{shown} per device achieved" in report_of(folder, capsys)
 
 
 def test_verification_is_in_the_run(recorded: tuple[Path, Run, str]) -> None:
@@ -143,6 +154,7 @@ def test_it_says_what_it_will_do_and_what_came_out(recorded: tuple[Path, Run, st
     )
 
 
+@pytest.mark.processes
 def test_a_second_run_leaves_the_first_and_becomes_the_newest(recorded: tuple[Path, Run, str], tmp_path: Path) -> None:
     recorded_folder, first, _ = recorded
     folder = Path(shutil.copytree(recorded_folder, tmp_path / "copy"))
@@ -157,14 +169,14 @@ def test_a_second_run_leaves_the_first_and_becomes_the_newest(recorded: tuple[Pa
     assert sorted(path.name for path in (folder / "traces").iterdir()) == sorted([first.name, newest.name, "run.json"])
 
 
-def test_under_torchrun_it_joins_and_only_rank_0_prints(tmp_path: Path) -> None:
+def test_under_torchrun_it_joins_and_only_rank_0_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["-m", "ringprof", "record", "--strategy", "zigzag", *SMALL, "--iters", "1"]
     done = run(arguments, tmp_path, TORCHRUN)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("next: ringprof report") == 1 and done.stderr.count("plan per device") == 1
     found = read_run(tmp_path / "traces/run.json")
     assert found.topology.world_size == 2 and len(found.traces) == 2
-    assert reports_without_its_traces(tmp_path, found, tmp_path)
+    assert reports_without_its_traces(tmp_path, found, tmp_path, capsys)
 
 
 CAPTURE = """

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,17 @@ def variables(rank: int, node: int, local: int, hosts: str, port: int) -> dict[s
     }  # fmt: skip
 
 
-def start(folder: Path, arguments: list[str]) -> list[subprocess.Popen[str]]:
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that the ranks can listen on, kept from other programs' outgoing connections until the test ends."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
+def start(folder: Path, arguments: list[str], port: int) -> list[subprocess.Popen[str]]:
     """Four tasks, two on each of two nodes that are this one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     started = []
     for rank in range(4):
         with (folder / f"printed{rank}.txt").open("w") as output:
@@ -43,8 +50,8 @@ def start(folder: Path, arguments: list[str]) -> list[subprocess.Popen[str]]:
     return started
 
 
-def test_two_nodes_of_two_tasks_make_one_run(tmp_path: Path) -> None:
-    started = start(tmp_path, RECORD)
+def test_two_nodes_of_two_tasks_make_one_run(tmp_path: Path, port: int) -> None:
+    started = start(tmp_path, RECORD, port)
     codes = [process.wait(HANGS_S) for process in started]
     printed = [(tmp_path / f"printed{rank}.txt").read_text() for rank in range(4)]
     assert codes == [0, 0, 0, 0], printed
@@ -73,9 +80,9 @@ def test_ranks_dealt_out_to_the_nodes_send_every_hop_between_hosts(hosts: TwoHos
 
 
 @pytest.mark.long
-def test_a_killed_task_ends_all(own_strategies: Path) -> None:
+def test_a_killed_task_ends_all(own_strategies: Path, port: int) -> None:
     """Without --kill-on-bad-exit Slurm itself would let the others run on."""
-    started = start(own_strategies, ["record", "--strategy", "mine:Slow", *SMALL, "--iters", "100"])
+    started = start(own_strategies, ["record", "--strategy", "mine:Slow", *SMALL, "--iters", "100"], port)
     output = own_strategies / "printed0.txt"
     wait_until(lambda: "iterations" in output.read_text())
     started[2].kill()
@@ -88,10 +95,10 @@ def test_a_killed_task_ends_all(own_strategies: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_task_that_no_thread_of_its_own_can_end(own_strategies: Path) -> None:
+def test_a_task_that_no_thread_of_its_own_can_end(own_strategies: Path, port: int) -> None:
     """Rank 2 would see to it that its node's tasks end, and nobody sees to rank 2."""
     hang = ["-p", "what=never_let_go", "-p", "on=2", "--time-limit", "8"]
-    started = start(own_strategies, ["record", "--strategy", "mine:Later", *SMALL, *hang])
+    started = start(own_strategies, ["record", "--strategy", "mine:Later", *SMALL, *hang], port)
     wait_until(lambda: started[0].poll() is not None)
     wait_until(lambda: not started_in(own_strategies))
     assert [process.wait(HANGS_S) for process in started] == [3, 3, 1, 3]
@@ -101,10 +108,8 @@ def test_a_task_that_no_thread_of_its_own_can_end(own_strategies: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_rank_that_is_gone_before_the_run_begins(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+def test_a_rank_that_is_gone_before_the_run_begins(tmp_path: Path, port: int) -> None:
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     meet_and_leave = "import os, torch.distributed as d; d.init_process_group('gloo'); os._exit(0)"
     other = subprocess.Popen([sys.executable, "-c", meet_and_leave], env=environment(RANK="1", **env))
     done = run(RECORD, tmp_path, RINGPROF, RANK="0", **env)

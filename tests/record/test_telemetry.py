@@ -12,7 +12,7 @@ import torch
 
 from ringprof.record import telemetry
 from ringprof.record.telemetry import DeviceTelemetry, looking, open_telemetry, watching
-from ringprof.report.sections.machine import in_words
+from ringprof.report.sections.machine import state_lines
 from ringprof.run import DeviceState
 from tests.record.command import HANGS_S
 
@@ -160,7 +160,7 @@ SECONDS = 10**9
 
 
 def test_gpus_at_their_highest_clock_are_a_line() -> None:
-    assert in_words({0: state(), 1: state(power_w=520.0, hottest_celsius=61)}, 95 * SECONDS // 100) == [
+    assert state_lines({0: state(), 1: state(power_w=520.0, hottest_celsius=61)}, 95 * SECONDS // 100) == [
         "GPUs while they were timed (10 samples each in 0.95 s): SM clock 1,980 of 1,980 MHz, 500 to 520 of 700 W, "
         "at most 61 °C"
     ]
@@ -171,13 +171,13 @@ def test_gpus_at_their_highest_clock_are_a_line() -> None:
     [(None, "(10 samples each)"), (23_160_000, "in 23 ms)"), (1_477_320_000, "in 1.5 s)"), (98 * SECONDS, "in 98 s)")],
 )
 def test_it_is_said_how_long_the_gpus_were_sampled(timed_ns: int | None, shown: str) -> None:
-    assert shown in in_words({0: state()}, timed_ns)[0]
-    assert "(9 to 10 samples each" in in_words({0: state(), 1: state(looks=9)}, timed_ns)[0]
+    assert shown in state_lines({0: state()}, timed_ns)[0]
+    assert "(9 to 10 samples each" in state_lines({0: state(), 1: state(looks=9)}, timed_ns)[0]
 
 
 def test_what_held_gpus_back_and_which_is_slower_is_said() -> None:
     held = {0: state(sm_clock_mhz=1800, power_w=690.0, held_back={"power cap": 0.9}), 1: state(sm_clock_mhz=1600)}
-    first, second, third, fourth = in_words(held)
+    first, second, third, fourth = state_lines(held)
     assert "SM clock 1,600 to 1,800 of 1,980 MHz" in first
     # 1800 and 1600 of 1980 MHz.
     assert second.startswith(
@@ -202,11 +202,11 @@ def test_a_power_cap_is_the_cause_only_where_the_power_was_near_its_limit() -> N
         "the driver reports power cap (2 of 2 ranks, in 100 % of the samples) while the sampled power was 256 to 259 "
         "of 700 W: median SM clock up to 16.7 % below the highest, cause not certain; rates are of these clocks"
     )
-    assert in_words(ranks, 15 * SECONDS // 10)[1:] == [said + LAGS]
+    assert state_lines(ranks, 15 * SECONDS // 10)[1:] == [said + LAGS]
     # After 5 s a mean over 1 s is that of the run.
-    assert in_words(ranks, 5 * SECONDS)[1:] == [said]
+    assert state_lines(ranks, 5 * SECONDS)[1:] == [said]
     instant = {0: state(sm_clock_mhz=1650, power_w=256.0, highest_power_w=300.0, instant_power=True, held_back=CAPPED)}
-    (line,) = in_words(instant, SECONDS)[1:]
+    (line,) = state_lines(instant, SECONDS)[1:]
     assert "while the sampled power was at most 300 of 700 W: " in line and LAGS not in line
 
 
@@ -221,7 +221,7 @@ def test_a_power_cap_is_the_cause_only_where_the_power_was_near_its_limit() -> N
     ],
 )
 def test_the_power_that_confirms_a_cap(sampled: dict[str, float | None], is_cause: bool) -> None:
-    line = in_words({0: state(sm_clock_mhz=1650, held_back=CAPPED, **sampled)})[1]
+    line = state_lines({0: state(sm_clock_mhz=1650, held_back=CAPPED, **sampled)})[1]
     assert line.startswith("held back by power cap") is is_cause
     assert line.startswith("the driver reports power cap") is not is_cause
     if sampled["power_w"] is None:
@@ -231,16 +231,16 @@ def test_the_power_that_confirms_a_cap(sampled: dict[str, float | None], is_caus
 def test_heat_is_the_cause_only_where_the_gpu_was_near_its_limit() -> None:
     heat = {"software thermal slow-down": 0.5}
     hot = state(sm_clock_mhz=1650, hottest_celsius=86, limit_celsius=87, held_back=heat)
-    assert in_words({0: hot})[1].startswith("held back by software thermal slow-down (1 of 1 ranks, in 50 % of the")
+    assert state_lines({0: hot})[1].startswith("held back by software thermal slow-down (1 of 1 ranks, in 50 % of the")
     cool = state(sm_clock_mhz=1650, hottest_celsius=56, limit_celsius=87, held_back=heat)
-    assert " while the GPU was at most at 56 of 87 °C: " in in_words({0: cool})[1]
+    assert " while the GPU was at most at 56 of 87 °C: " in state_lines({0: cool})[1]
     unknown = state(sm_clock_mhz=1650, hottest_celsius=56, held_back=heat)
-    assert " while the GPU was at most at 56 °C, limit not known: " in in_words({0: unknown})[1]
+    assert " while the GPU was at most at 56 °C, limit not known: " in state_lines({0: unknown})[1]
 
 
 def test_a_limit_that_no_sample_can_contradict_is_the_cause_with_the_others_beside_it() -> None:
     both = state(sm_clock_mhz=990, held_back={"hardware power brake": 1.0, "power cap": 0.5})
-    (line,) = in_words({0: both})[1:]
+    (line,) = state_lines({0: both})[1:]
     assert line.startswith("held back by hardware power brake (1 of 1 ranks, in 100 % of the samples): ")
     assert line.endswith(
         "; the driver also reports power cap (1 of 1 ranks, in 50 % of the samples) while the sampled power was 500 of "
@@ -251,26 +251,26 @@ def test_a_limit_that_no_sample_can_contradict_is_the_cause_with_the_others_besi
 def test_a_limit_that_cost_no_clock_holds_nothing_back() -> None:
     # 1972 of 1980 MHz is 0.4 % below.
     at_limit = state(sm_clock_mhz=1972, power_w=690.0, held_back={"power cap": 0.25})
-    assert in_words({0: state(), 1: at_limit})[1:] == [
+    assert state_lines({0: state(), 1: at_limit})[1:] == [
         "the driver reports power cap (1 of 2 ranks, in 25 % of the samples), clock unaffected"
     ]
     below = state(sm_clock_mhz=1972, power_w=207.0, held_back={"power cap": 0.25})
-    assert in_words({0: state(), 1: below})[1:] == [
+    assert state_lines({0: state(), 1: below})[1:] == [
         "the driver reports power cap (1 of 2 ranks, in 25 % of the samples) while the sampled power was 207 of 700 W, "
         "clock unaffected"
     ]
     unknown = DeviceState(looks=4, power_w=700.0, held_back={"power cap": 1.0})
-    assert in_words({0: unknown})[1] == (
+    assert state_lines({0: unknown})[1] == (
         "the driver reports power cap (1 of 1 ranks, in 100 % of the samples) while the sampled power was 700 W, limit "
         "not known, clock not known"
     )
     both = {0: state(sm_clock_mhz=1800, power_w=690.0, held_back={"power cap": 1.0}), 1: at_limit}
-    assert [line.split(" (")[0] for line in in_words(both)[1:3]] == [
+    assert [line.split(" (")[0] for line in state_lines(both)[1:3]] == [
         "held back by power cap", "the driver reports power cap",
     ]  # fmt: skip
 
 
 def test_what_is_not_known_is_not_said() -> None:
-    assert in_words({0: DeviceState(looks=3, hottest_celsius=40)}) == [
+    assert state_lines({0: DeviceState(looks=3, hottest_celsius=40)}) == [
         "GPUs while they were timed (3 samples each): at most 40 °C"
     ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +14,7 @@ pytest.importorskip("torch", reason="recording needs torch")
 import torch
 
 from ringprof.errors import UnsupportedWorkloadError, VerificationError
-from ringprof.record.verify import allowed_rms, refuse_wrong, verification_seq
+from ringprof.record.verify import allowed_rms, refuse_wrong, roundings, verification_seq
 from ringprof.run import TensorError, Workload
 from ringprof.strategies import find
 
@@ -79,3 +81,17 @@ def test_the_check_is_short_and_fits_the_layout(seq: int, world: int, device: st
 def test_a_workload_that_never_fits_has_no_check() -> None:
     with pytest.raises(UnsupportedWorkloadError):
         verification_seq(ZIGZAG, Workload(seq=512, heads=6, kv_heads=4, head_dim=32), 4, "cpu", {})
+
+
+@pytest.mark.parametrize(
+    ("parameters", "name", "size", "count"),
+    [
+        ({"grad_wire": "fp32"}, "dk", 4, 0), ({"grad_wire": "exact"}, "dk", 4, 0), ({"grad_wire": "input"}, "dk", 4, 4),
+        ({}, "dq", 4, 4), ({"grad_wire": "input"}, "out", 4, 0), ({"grad_wire": "input"}, "dk", 1, 0),
+    ],
+)  # fmt: skip
+def test_only_gradients_in_the_inputs_type_are_rounded_on_their_way(
+    parameters: dict[str, str], name: str, size: int, count: int
+) -> None:
+    strategy: Any = SimpleNamespace(parameters=parameters, comm=SimpleNamespace(size=size))
+    assert roundings(name, strategy) == count

@@ -1,4 +1,4 @@
-"""Programs that are made to prove sentences wrong: each a way in which a job may differ from a recorded ring.
+"""Synthetic programs meant to prove sentences wrong: each differs from a recorded ring in one way.
 
 A program is a function that returns the builders of its ranks, and the run that recorded them where there is one.
 """
@@ -25,11 +25,12 @@ Program = tuple[Sequence[Builder | Step], Run | None]
 
 
 def recorded(world: int = 2, *, flops: Sequence[int] = (), sent: str = "send_recv", **changes: Any) -> Run:
-    """A run whose ranks have these FLOPs and sent hops by this operation."""
+    """Return a run whose ranks have ``flops`` and sent their hops by the operation ``sent``."""
     entry = Sent(channel="kv", phase="forward", operation=sent, link="same_host", count=2, sent_bytes=2_000_000)
     work = [
-        Work(block_flops=one, block_calls={}, sent=[entry] if sent else []) for one in flops or [10**9] * world
-    ]  # fmt: skip
+        Work(block_flops=rank_flops, block_calls={}, sent=[entry] if sent else [])
+        for rank_flops in flops or [10**9] * world
+    ]
     return recorded_run(world, work=work, **changes)
 
 
@@ -47,7 +48,7 @@ def world_of(builders: Sequence[Builder]) -> Sequence[Builder]:
 
 
 def one_gpu(*rows: tuple[str, int, int, int], **fields: Any) -> Builder:
-    """One rank that ran (name, start, end, launched) in microseconds; a negative launch is not recorded."""
+    """Return one rank that ran (name, start, end, launched) in microseconds; a negative launch is not recorded."""
     b = Builder(world_size=1)
     for name, start, end, launched in rows:
         b.run(name, start * US, end * US, launched=None if launched < 0 else launched * US, **fields)
@@ -62,7 +63,7 @@ def launch_bound() -> Program:
 
 
 def one_slow_stretch() -> Program:
-    """A thousand short calls in one stretch of 20 ms: no gap between launches is short."""
+    """Return a program with a thousand short calls in one stretch of 20 ms: no gap between launches is short."""
     b = one_gpu((GEMM, 0, 5000, -1 + 1), (GEMM, 25_000, 30_000, 24_990))
     for n in range(1000):
         b.on_host("aten::empty", (5000 + 20 * n) * US, (5015 + 20 * n) * US, category=OPERATOR)
@@ -70,12 +71,12 @@ def one_slow_stretch() -> Program:
 
 
 def launched_far_ahead() -> Program:
-    """Every kernel is launched long before, and there are 3 us between them."""
+    """Return a program that launches every kernel long before it runs, with 3 us between kernels."""
     return [one_gpu(*((ADD, 13 * n, 13 * n + 10, n // 100) for n in range(200)))], None
 
 
 def stalled_in(call: str, category: int = 2) -> Program:
-    """The host is in one call for 40 ms while the device idles."""
+    """Return a program whose host is in one call for 40 ms while the device idles."""
     b = one_gpu((GEMM, 0, 10_000, 0), (ADD, 50_000, 52_000, 49_990))
     if call:
         b.on_host(call, 10_000 * US, 49_980 * US, category=category)
@@ -83,13 +84,13 @@ def stalled_in(call: str, category: int = 2) -> Program:
 
 
 def blocked(*streams: int, unlaunched: int = 0) -> Program:
-    b, at = Builder(world_size=1), 0
+    b, time_us = Builder(world_size=1), 0
     for stream in streams:
-        b.run(GEMM, at * US, (at + 100) * US, launched=at // 100 + 1, stream=stream)
-        at += 200 if stream == 7 else 110
+        b.run(GEMM, time_us * US, (time_us + 100) * US, launched=time_us // 100 + 1, stream=stream)
+        time_us += 200 if stream == 7 else 110
     for _ in range(unlaunched):
-        b.run(ADD, at * US, (at + 100) * US)
-        at += 220
+        b.run(ADD, time_us * US, (time_us + 100) * US)
+        time_us += 220
     return [b], None
 
 
@@ -102,8 +103,8 @@ def host_copies() -> Program:
     return [b], None
 
 
-def at_once() -> Program:
-    """Elementwise kernels on two streams at once, of which every instant has both."""
+def two_streams_at_once() -> Program:
+    """Return a program with elementwise kernels on two streams, which both run at every instant."""
     b = Builder(world_size=1)
     for stream in (7, 8):
         b.run(ADD, 0, MS, launched=stream, stream=stream)
@@ -117,7 +118,7 @@ def two_devices() -> Program:
 
 
 def replayed() -> Program:
-    """A foreign program whose kernels a CUDA graph replays, with the host slow between graphs."""
+    """Return a program whose kernels a CUDA graph replays, with a slow host between graphs."""
     b = Builder(world_size=1)
     for n in range(20):
         b.run(GEMM, 100 * n * US, (100 * n + 30) * US, launched=(100 * n - 10) * US, node=n + 1)
@@ -130,7 +131,7 @@ def merges() -> Program:
 
 
 def several_small_losses() -> Program:
-    """Exposed wire, waiting and imbalance are 1 % each, and merges are 2.5 %."""
+    """Return a program that loses 1 % each to exposed wire, waiting and imbalance, and 2.5 % to merges."""
     builders = []
     for rank, (computes, begins) in enumerate([(950, 950), (960, 970)]):
         b = Builder(rank=rank, world_size=2).run(FLASH, 0, computes * US, launched=1)
@@ -146,7 +147,7 @@ def several_small_losses() -> Program:
 def ring(
     computes: Sequence[int], hops: Sequence[tuple[int, int]], after: Sequence[int] = (), kernel: str = FLASH
 ) -> Sequence[Builder]:
-    """Each rank computes from 0 on, exchanges one hop at (start, end), then computes again; microseconds."""
+    """Return ranks that compute from 0 on, exchange one hop at (start, end), then compute again; microseconds."""
     builders, world = [], len(computes)
     for rank, (compute, (start, end)) in enumerate(zip(computes, hops, strict=True)):
         b = Builder(rank=rank, world_size=world).run(kernel, 0, compute * US, launched=1)
@@ -159,24 +160,24 @@ def ring(
 
 
 def copied(computes: Sequence[int], *, hops: str = "copy") -> Program:
-    """A ring whose hop the copy engine carries: it begins when the receiver has computed, and takes 100 us."""
+    """Return a ring whose hop the copy engine carries: it begins when the receiver has computed, and takes 100 us."""
     builders, world = [], len(computes)
     posted = [compute + 20 for compute in computes]
-    begins = [max(posted[rank], posted[(rank + 1) % world]) for rank in range(world)]
+    copy_starts = [max(posted[rank], posted[(rank + 1) % world]) for rank in range(world)]
     for rank, compute in enumerate(computes):
         b = Builder(rank=rank, world_size=world)
         b.run(FLASH, 0, compute * US, launched=1)
         b.mark(f"ringprof::send/kv/to={(rank + 1) % world}", 90, 200)
-        start, arrived = begins[rank] * US, (begins[rank - 1] + 100) * US
+        start, received_at = copy_starts[rank] * US, (copy_starts[rank - 1] + 100) * US
         b.run(COPY, start, start + 100 * US, launched=100, stream=20, category=MEMCPY, size=10**6)
-        b.run(FLASH, max(start + 100 * US, arrived + 2 * US), 2000 * US, launched=300)
+        b.run(FLASH, max(start + 100 * US, received_at + 2 * US), 2000 * US, launched=300)
         builders.append(b)
     sent = recorded(world, sent="copy", strategy=strategy(hops=hops, layout="zigzag"))
     return builders, sent
 
 
 def data_parallel(computes: Sequence[int], wire: int = 300) -> Program:
-    """Gradients are reduced when the last rank gets there; the optimizer follows."""
+    """Return a program that reduces gradients when the last rank is ready; the optimizer follows."""
     builders, ready = [], max(computes)
     for rank, compute in enumerate(computes):
         b = Builder(rank=rank, world_size=len(computes)).run(GEMM, 0, compute * US, launched=1)
@@ -188,7 +189,7 @@ def data_parallel(computes: Sequence[int], wire: int = 300) -> Program:
 
 
 def with_shapes() -> Program:
-    """A training step whose shapes are recorded for half of its matrix products."""
+    """Return a training step whose shapes are recorded for half of its matrix products."""
     builders = []
     for rank in range(2):
         step = Step(rank=rank, world=2).product(100, 102, launched=10).product(200, 202, launched=20, dims=None)
@@ -198,7 +199,7 @@ def with_shapes() -> Program:
 
 
 def unrecorded_sharding() -> Program:
-    """Two ranks whose long collectives have no record: most of the time is on the wire, and nothing tells."""
+    """Return two ranks whose long collectives have no record, so that waiting cannot be told from wire."""
     builders = []
     for rank in range(2):
         b = Builder(rank=rank, world_size=2).run(GEMM, 0, 50 * US, launched=1)
@@ -208,7 +209,7 @@ def unrecorded_sharding() -> Program:
 
 
 def two_kinds_between_hosts() -> Program:
-    """An all-to-all between hosts, and send/recv within each."""
+    """Return a program with an all-to-all between hosts, and send/recv within each host."""
     builders = []
     for rank in range(4):
         b = Builder(rank=rank, world_size=4, host=f"node{rank // 2}").run(FLASH, 0, 100 * US, launched=1)
@@ -232,7 +233,7 @@ def on_cpu(hosts: Sequence[str], *, marks: bool = True) -> Program:
         builders.append(b.mark("ringprof::wait/kv", 7 * MS, 9 * MS) if marks else b)
     run = recorded(len(hosts), strategy=strategy("burst"))
     topology = msgspec.structs.replace(run.topology, hosts=list(hosts), device_type="cpu", backend="gloo")
-    work = [msgspec.structs.replace(one, sent=[entry]) for one in run.work or []]
+    work = [msgspec.structs.replace(rank_work, sent=[entry]) for rank_work in run.work or []]
     return builders, msgspec.structs.replace(run, topology=topology, work=work) if marks else None
 
 
@@ -244,7 +245,7 @@ SOLO = Controls(
     compute_only_ns=[[10**6]] * 2, communication_only_ns=[[10**5]] * 2,
 )  # fmt: skip
 LARGE = Workload(seq=8192, heads=8, kv_heads=8, head_dim=128, causal=False)
-"""Of 14 x 8 x 128 x 8192 x 8192 FLOPs for forward and backward."""
+"""Workload of 14 x 8 x 128 x 8192 x 8192 FLOPs for forward and backward."""
 PREDICTION = Predicted(machine="h200", evidence="measured", simulated_ranks=2, p10_ns=MS, p50_ns=MS, p90_ns=MS)
 
 
@@ -254,26 +255,26 @@ def with_run(make: Callable[[], Sequence[Builder]], **fields: Any) -> Program:
 
 
 def at_random(seed: int) -> Program:
-    """Ranks that compute, idle, copy and communicate at random, with kernels of random kinds."""
-    dice = random.Random(seed)
-    world = dice.randint(1, 4)
-    names = dice.sample([FLASH, GEMM, ADD, MERGE, "multi_tensor_apply_kernel<FusedAdamMathFunctor>"], 3)
-    plan = [dice.choice(["hop", "all_reduce", "none", "none"]) for _ in range(dice.randint(1, 6))]
+    """Return ranks that compute, idle, copy and communicate at random, with kernels of random kinds."""
+    generator = random.Random(seed)
+    world = generator.randint(1, 4)
+    names = generator.sample([FLASH, GEMM, ADD, MERGE, "multi_tensor_apply_kernel<FusedAdamMathFunctor>"], 3)
+    steps = [generator.choice(["hop", "all_reduce", "none", "none"]) for _ in range(generator.randint(1, 6))]
     clock, cpu = [0] * world, 1000
-    hosts = [dice.choice([None, None, f"node{rank % 2}"]) for rank in range(world)]
+    hosts = [generator.choice([None, None, f"node{rank % 2}"]) for rank in range(world)]
     builders = [Builder(rank=rank, world_size=world, host=host) for rank, host in enumerate(hosts)]
-    for step in plan:
+    for step in steps:
         for rank, b in enumerate(builders):
-            for _ in range(dice.randint(1, 3)):
-                idle = dice.choice([0, 0, 2, 30, 400]) * US
-                # No two ranks begin in the same nanosecond: nobody could say who is waited for.
-                start, length = clock[rank] + idle + 7 * rank, dice.choice([5, 50, 800]) * US
-                launched = dice.choice([None, max(cpu, start - 10 * US), cpu, cpu])
-                name = dice.choice([*names, "Memcpy HtoD (Pageable -> Device)"])
+            for _ in range(generator.randint(1, 3)):
+                idle = generator.choice([0, 0, 2, 30, 400]) * US
+                # No two ranks start in the same nanosecond: it would be ambiguous which of them is waited for.
+                start, length = clock[rank] + idle + 7 * rank, generator.choice([5, 50, 800]) * US
+                launched = generator.choice([None, max(cpu, start - 10 * US), cpu, cpu])
+                name = generator.choice([*names, "Memcpy HtoD (Pageable -> Device)"])
                 b.run(name, start, start + length, launched=launched, category=int(name.startswith("Memcpy")))
                 clock[rank] = start + length
         cpu += 500
-        wire = dice.choice([10, 900]) * US
+        wire = generator.choice([10, 900]) * US
         for rank, b in enumerate(builders):
             if step == "none" or world == 1:
                 continue
@@ -286,8 +287,8 @@ def at_random(seed: int) -> Program:
                       stream=20)  # fmt: skip
         if step != "none" and world > 1:
             clock = [max(clock) + wire] * world
-    kept = builders[: dice.choice([world, world, max(1, world - 1)])]
-    return kept, None
+    traced_ranks = builders[: generator.choice([world, world, max(1, world - 1)])]
+    return traced_ranks, None
 
 
 PROGRAMS: dict[str, Callable[[], Program]] = {
@@ -308,7 +309,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "no launch records": partial(blocked, unlaunched=5),
     "blocked, and some without launch": partial(blocked, 7, 7, 7, 7, 7, unlaunched=2),
     "host copies": host_copies,
-    "two streams at once": at_once,
+    "two streams at once": two_streams_at_once,
     "two devices in one trace": two_devices,
     "replayed by a CUDA graph": replayed,
     "several small losses": several_small_losses,

@@ -1,7 +1,7 @@
-"""What Perfetto's trace processor makes of a JSON trace, modelled by its documented rules and not by what we write.
+"""Model of Perfetto's trace processor reading a JSON trace, by its documented rules.
 
-Events are taken by time from 0 on, those of one time in the order of the file. A slice is put into what is open on its
-track: what has ended by then is closed before, and a slice that would end after the one it began in is dropped. An
+Events are taken by time from 0 on, those of one time in the order of the file. A slice is put into the open slice of
+its track: slices that have ended are closed before, and a slice that would end after the one it began in is dropped. An
 arrow joins the slices that were opened last on their tracks; one that ends before it began is dropped. It goes from the
 slice that begins earlier to the one that begins later, whatever was meant.
 """
@@ -39,66 +39,68 @@ class Model:
     arrows: list[Arrow] = field(default_factory=list)
     counters: dict[tuple[int, str], list[tuple[int, float]]] = field(default_factory=dict)
     lost: Counter[str] = field(default_factory=Counter)
-    """What would be dropped, by why."""
+    """Number of events that would be dropped, by reason."""
 
 
 def nanoseconds(time_us: float) -> int:
-    """As the trace processor reads a time: multiplied and cut off."""
+    """Convert a time as the trace processor does: multiply by 1000 and truncate."""
     return int(time_us * 1000.0)
 
 
 def read(events: list[dict[str, Any]]) -> Model:
     model = Model()
     stacks: dict[tuple[int, int], list[Slice]] = {}
-    begun: dict[tuple[str, str, int], tuple[Slice, int]] = {}
+    arrow_starts: dict[tuple[str, str, int], tuple[Slice, int]] = {}
     for event in sorted((e for e in events if e["ph"] != "M"), key=lambda e: nanoseconds(e["ts"])):
-        at, stack = nanoseconds(event["ts"]), stacks.setdefault((event["pid"], event["tid"]), [])
-        if at < 0:
+        time_ns, stack = nanoseconds(event["ts"]), stacks.setdefault((event["pid"], event["tid"]), [])
+        if time_ns < 0:
             model.lost["event before time 0"] += 1
         elif event["ph"] == "X":
-            _open(model, stack, event, at)
+            _open_slice(model, stack, event, time_ns)
         elif event["ph"] == "C":
             for unit, value in event["args"].items():
-                model.counters.setdefault((event["pid"], f"{event['name']} {unit}"), []).append((at, value))
+                model.counters.setdefault((event["pid"], f"{event['name']} {unit}"), []).append((time_ns, value))
         else:
-            _join(model, stack, event, at, begun)
-    model.lost["arrow without an end"] += len(begun) - len(model.arrows)
+            _add_arrow_end(model, stack, event, time_ns, arrow_starts)
+    model.lost["arrow without an end"] += len(arrow_starts) - len(model.arrows)
     return model
 
 
-def _open(model: Model, stack: list[Slice], event: dict[str, Any], at: int) -> None:
-    end = at + nanoseconds(event["dur"])
+def _open_slice(model: Model, stack: list[Slice], event: dict[str, Any], start_ns: int) -> None:
+    end_ns = start_ns + nanoseconds(event["dur"])
     while stack:
         top = stack[-1]
-        moments = top.start_ns == top.end_ns and at == end
-        if top.end_ns < at or (top.end_ns == at and not moments):
+        both_instant = top.start_ns == top.end_ns and start_ns == end_ns
+        if top.end_ns < start_ns or (top.end_ns == start_ns and not both_instant):
             stack.pop()
             continue
-        if at < top.end_ns < end:
+        if start_ns < top.end_ns < end_ns:
             model.lost["slice that overlaps another"] += 1
             return
         break
-    one = Slice(event["pid"], event["tid"], event["name"], at, end, event["args"], stack[-1] if stack else None)
-    stack.append(one)
-    model.slices.append(one)
+    opened = Slice(
+        event["pid"], event["tid"], event["name"], start_ns, end_ns, event["args"], stack[-1] if stack else None
+    )
+    stack.append(opened)
+    model.slices.append(opened)
 
 
-def _join(
+def _add_arrow_end(
     model: Model,
     stack: list[Slice],
     event: dict[str, Any],
-    at: int,
-    begun: dict[tuple[str, str, int], tuple[Slice, int]],
+    time_ns: int,
+    arrow_starts: dict[tuple[str, str, int], tuple[Slice, int]],
 ) -> None:
     key = event["cat"], event["name"], event["id"]
     if not stack:
         model.lost["arrow at no slice"] += 1
     elif event["ph"] == "s":
-        model.lost["arrow begun twice"] += key in begun
-        begun[key] = stack[-1], at
-    elif key not in begun:
+        model.lost["arrow begun twice"] += key in arrow_starts
+        arrow_starts[key] = stack[-1], time_ns
+    elif key not in arrow_starts:
         model.lost["arrow that ends before it begins"] += 1
     else:
-        source, started = begun[key]
-        first, second = sorted((source, stack[-1]), key=lambda one: one.start_ns)
-        model.arrows.append(Arrow(event["cat"], first, second, started, at))
+        source, start_ns = arrow_starts[key]
+        first, second = sorted((source, stack[-1]), key=lambda candidate: candidate.start_ns)
+        model.arrows.append(Arrow(event["cat"], first, second, start_ns, time_ns))

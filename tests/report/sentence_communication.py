@@ -1,4 +1,4 @@
-"""Rules for the lines of the verdict about communication, and about what could be gained."""
+"""Rules for the verdict's sentences about communication, and about what could be gained."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def _kinds_exposed(case: Case, m: re.Match[str]) -> None:
     if m[2] == "blocked in waiting for a transfer" or case.on_cpu:
         assert float(m[1]) <= 100 * mean(case.exposed) / case.mean_wall + 0.06
         return
-    whole = sum(raw.exposed_ns(re.compile(FAMILIES[m[2]])) for raw in case.raw.values())
-    share = whole / sum(case.swept("wall"))
-    alone = len({k for k in case.kinds if k in ("send_recv", "all_to_all")}) < 2 or "Send" not in FAMILIES[m[2]]
-    if m[3] or not alone or case.by_copies:
+    exposed_ns = sum(raw.exposed_ns(re.compile(FAMILIES[m[2]])) for raw in case.raw.values())
+    share = exposed_ns / sum(case.swept("wall"))
+    is_only_kind = len({k for k in case.kinds if k in ("send_recv", "all_to_all")}) < 2 or "Send" not in FAMILIES[m[2]]
+    if m[3] or not is_only_kind or case.by_copies:
         assert float(m[1]) <= 100 * share + 0.06 + 100 * case.by_copies
     else:
         percent(m[1], share)
@@ -100,14 +100,14 @@ def _missing(case: Case, m: re.Match[str]) -> None:
 # --- where it came from: communication -----------------------------------------------------------------------
 
 
-def is_largest_communication(case: Case, part: str) -> None:
-    assert case.of(part) == max(case.of(one) for one in COMMUNICATION_PARTS)
+def assert_largest_communication(case: Case, part: str) -> None:
+    assert case.of(part) == max(case.of(name) for name in COMMUNICATION_PARTS)
 
 
 @rule("verdict", rf"{P} of the time is bytes on a wire with nothing to hide them")
 def _wire(case: Case, m: re.Match[str]) -> None:
     percent(m[1], case.of("exposed_wire") / case.mean_wall)
-    is_largest_communication(case, "exposed_wire")
+    assert_largest_communication(case, "exposed_wire")
     assert case.of("exposed_wire") <= mean(case.exposed)
 
 
@@ -117,10 +117,10 @@ WAITS = r"waiting for peers( whose hops are slow)?(, or for the slowest rank to 
 @rule("verdict", rf"{P} of the slowest rank's wall is {WAITS}(,? beyond what their computation differs by)?")
 def _peer_wait(case: Case, m: re.Match[str]) -> None:
     percent(m[1], case.of("peer_wait") / case.wall)
-    is_largest_communication(case, "peer_wait")
+    assert_largest_communication(case, "peer_wait")
     assert bool(m[2]) != bool(m[4])
-    early = mean(case.wall - row["wall_ns"] for row in case.ranks.values())
-    assert early <= 0.1 * case.of("peer_wait") or m[3], "ranks that are done wait for no peer"
+    mean_early_end = mean(case.wall - row["wall_ns"] for row in case.ranks.values())
+    assert mean_early_end <= 0.1 * case.of("peer_wait") or m[3], "ranks that are done wait for no peer"
 
 
 @rule("verdict", rf"{P} wire")
@@ -130,18 +130,20 @@ def _also_wire(case: Case, m: re.Match[str]) -> None:
 
 @rule("verdict", rf"(most waited for: )?rank (\d+) \({P} of all waiting\)")
 def _waited_for(case: Case, m: re.Match[str]) -> None:
-    is_waited_for(case, int(m[2]), m[3])
+    assert_waited_for(case, int(m[2]), m[3])
 
 
-def is_waited_for(case: Case, rank: int, share: str) -> None:
-    """The rank has about this share of all waiting by an independent count, and is among those that have most."""
-    whole = sum(case.waited_for.values())
-    assert whole, "nobody waits for anybody"
-    mine = case.waited_for[rank] / whole
-    # Of copies only departures are counted.
-    off = 0.1 if case.by_copies else 0.02
-    assert abs(mine - float(share) / 100) < off, f"rank {rank} is waited for {mine:.3f} of all"
-    assert mine >= 0.18 or mine >= max(case.waited_for.values()) / whole - 0.02
+def assert_waited_for(case: Case, rank: int, share: str) -> None:
+    """Assert a rank's share of all waiting by an independent count, and that the rank is among the largest.
+
+    The tolerance is 2 %, or 10 % where hops are copies, of which only departures are counted.
+    """
+    total_ns = sum(case.waited_for.values())
+    assert total_ns, "nobody waits for anybody"
+    rank_share = case.waited_for[rank] / total_ns
+    tolerance = 0.1 if case.by_copies else 0.02
+    assert abs(rank_share - float(share) / 100) < tolerance, f"rank {rank} is waited for {rank_share:.3f} of all"
+    assert rank_share >= 0.18 or rank_share >= max(case.waited_for.values()) / total_ns - 0.02
 
 
 @rule("verdict", rf"of what ring steps expose, {P} is in the (forward|backward) pass, most in step (\d+) \(mean {MS}\)")
@@ -150,11 +152,11 @@ def _steps(case: Case, m: re.Match[str]) -> None:
     for step in case.report["steps"]:
         times.setdefault((step["phase"], step["step"]), []).append(step["exposed_ns"])
     phase = {"forward": "fwd", "backward": "bwd"}[m[2]]
-    inside = {step: mean(found) for (name, step), found in times.items() if name == phase}
-    whole = sum(map(sum, times.values()))
-    percent(m[1], sum(sum(found) for (name, _), found in times.items() if name == phase) / whole)
-    milliseconds(m[4], inside[int(m[3])])
-    assert inside[int(m[3])] == max(inside.values()) and float(m[1]) >= 50 / (1 + 1e-9) - 0.5
+    phase_means = {step: mean(step_times) for (name, step), step_times in times.items() if name == phase}
+    total_ns = sum(map(sum, times.values()))
+    percent(m[1], sum(sum(step_times) for (name, _), step_times in times.items() if name == phase) / total_ns)
+    milliseconds(m[4], phase_means[int(m[3])])
+    assert phase_means[int(m[3])] == max(phase_means.values()) and float(m[1]) >= 50 / (1 + 1e-9) - 0.5
 
 
 @rule("verdict", rf"(\S+|peer copy) between hosts moves {R} GB/s(?:, (?:(\S+|peer copy) )?{R} within a host)?")
@@ -174,13 +176,15 @@ SPAN = rf"{R}(?: to {R})?"
 
 @rule("verdict", rf"ranks? ([\d, and]+) sends? at {SPAN} GB/s, the others at {SPAN}(?: \(([\d, to]+)\))?")
 def _slow_ranks(case: Case, m: re.Match[str]) -> None:
-    slow = {int(one) for one in re.findall(r"\d+", m[1])}
+    slow = {int(number) for number in re.findall(r"\d+", m[1])}
     rates = {rank: row["hops"]["wire_gbps"] for rank, row in case.ranks.items() if row["hops"]["wire_gbps"]}
-    inside, others = ([rate for rank, rate in rates.items() if (rank in slow) == side] for side in (True, False))
-    for low, high, values in ((m[2], m[3], inside), (m[4], m[5], others)):
+    slow_rates, other_rates = (
+        [rate for rank, rate in rates.items() if (rank in slow) == is_slow] for is_slow in (True, False)
+    )
+    for low, high, values in ((m[2], m[3], slow_rates), (m[4], m[5], other_rates)):
         three_digits(low, min(values))
         three_digits(high or low, max(values))
-    assert max(inside) * 3 <= max(others) * (1 + 1e-9) and min(others) * 3 > max(others)
+    assert max(slow_rates) * 3 <= max(other_rates) * (1 + 1e-9) and min(other_rates) * 3 > max(other_rates)
     for a, b in re.findall(r"(\d+) to (\d+)", m[6] or ""):
         assert {int(a), int(b)} <= slow
 
@@ -192,14 +196,14 @@ def _waited(case: Case, m: re.Match[str]) -> None:
     percent(m[1], waits["wait_ns"] / (waits["wait_ns"] + waits["wire_ns"]))
     assert rank["compute_ns"] == min(row["compute_ns"] for row in case.ranks.values())
     assert case.waited_for and max(case.waited_for, key=lambda r: case.waited_for[r]) != rank["rank"]
-    is_largest_communication(case, "imbalance")
+    assert_largest_communication(case, "imbalance")
 
 
 @rule("verdict", rf"(?<=for ranks) with up to {R} times its (causal )?work")
 def _more_work(case: Case, m: re.Match[str]) -> None:
     flops = {row["rank"]: work["block_flops"] for row, work in zip(case.run["traces"], case.run["work"], strict=True)}
-    least = min(case.ranks, key=lambda rank: case.ranks[rank]["compute_ns"])
-    three_digits(m[1], max(flops.values()) / flops[least])
+    least_busy_rank = min(case.ranks, key=lambda rank: case.ranks[rank]["compute_ns"])
+    three_digits(m[1], max(flops.values()) / flops[least_busy_rank])
     assert bool(m[2]) == case.run["workload"]["causal"]
 
 
@@ -212,15 +216,15 @@ def _computes_longer(case: Case, m: re.Match[str]) -> None:
 @rule("verdict", rf"[iI]mbalance takes {P} of the slowest rank's wall")
 def _imbalance(case: Case, m: re.Match[str]) -> None:
     percent(m[1], case.of("imbalance") / case.wall)
-    is_largest_communication(case, "imbalance")
+    assert_largest_communication(case, "imbalance")
 
 
 @rule("verdict", rf"(?<=wall: )rank (\d+) computes {MS}, rank (\d+) computes {MS}")
 def _compute_of_two(case: Case, m: re.Match[str]) -> None:
     milliseconds(m[2], case.ranks[int(m[1])]["compute_ns"])
     milliseconds(m[4], case.ranks[int(m[3])]["compute_ns"])
-    told = [case.ranks[int(rank)]["compute_ns"] for rank in (m[1], m[3])]
-    assert told == [min(case.swept("compute")), max(case.swept("compute"))]
+    named_times = [case.ranks[int(rank)]["compute_ns"] for rank in (m[1], m[3])]
+    assert named_times == [min(case.swept("compute")), max(case.swept("compute"))]
 
 
 @rule("verdict", r"work rises with the rank, as in contiguous pieces under a causal mask: see zigzag and stripe")
@@ -232,7 +236,7 @@ def _rises(case: Case, m: re.Match[str]) -> None:
 
 @rule("verdict", r"How much of it is waiting and how much wire is not known \(see warnings\)")
 def _unknown_split(case: Case, m: re.Match[str]) -> None:
-    is_largest_communication(case, "exposed_unsplit")
+    assert_largest_communication(case, "exposed_unsplit")
     assert case.codes & {"peer_missing", "no_record", "counts_differ", "bytes_differ", "clocks_disagree",
                          "clocks_inconclusive", "mixed_runs", "missing_ranks"}  # fmt: skip
 
@@ -253,17 +257,17 @@ def _could_be(case: Case, m: re.Match[str]) -> None:
 
 @rule("verdict", rf"{MS} \({P}(?: less)?\) with (free communication|perfect balance(?: and overlap)?)")
 def _bound(case: Case, m: re.Match[str]) -> None:
-    busy = [row["wall_ns"] - time for row, time in zip(case.report["ranks"], case.exposed, strict=True)]
+    time_without_exposed = [row["wall_ns"] - time for row, time in zip(case.report["ranks"], case.exposed, strict=True)]
     if m[3] == "free communication":
-        bound = max(busy)
+        bound = max(time_without_exposed)
     elif m[3] == "perfect balance":
         bound = case.wall - case.of("imbalance")
         assert case.of("imbalance") > 0
     else:
         bound = case.bounds["all_hidden"]
-        # Communication that computation cannot hide takes its time: it must be known.
+        # Communication that computation cannot hide keeps its time, which must be known.
         assert not case.of("exposed_unsplit"), "nothing tells how much of the communication is waiting"
-        assert bound >= mean(busy)
+        assert bound >= mean(time_without_exposed)
     milliseconds(m[1], bound)
     percent(m[2], 1 - bound / case.wall)
     assert bound < case.wall

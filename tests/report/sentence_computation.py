@@ -1,4 +1,4 @@
-"""Rules for the lines of the verdict about idle time and computation, and for the next step."""
+"""Rules for the verdict's sentences about idle time and computation, and for the next step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.report.sentence_rules import (
     ATTENTION_PARTS,
     COMMUNICATION_PARTS,
     IDLE_PARTS,
+    MIN_LOSS_SHARE,
     MS,
-    WORTH,
     Case,
     P,
     R,
@@ -32,7 +32,7 @@ NAMES = {
     "matrix_products": "matrix products", "optimizer": "the optimizer",
     "other_compute": "computation other than attention",
 }  # fmt: skip
-"""What each part of the waterfall is called in a sentence; merges and copies have names of their own."""
+"""Name of each part of the waterfall in a sentence; merges and copies have names of their own."""
 
 # --- where it came from: idle time -----------------------------------------------------------------------------
 
@@ -45,7 +45,7 @@ def _not_launched(case: Case, m: re.Match[str]) -> None:
     times, predicted = case.idle, bool(case.run and case.run.get("predicted"))
     percent(m[1], (times["host"] + times["gap"]) / sum(case.swept("wall")))
     assert bool(m[2]) == predicted and (m[3] or m[5])
-    # What is not named is a small part of it.
+    # A cause that is not named is a small part of the idle time.
     assert m[5] or predicted or times["gap"] <= 0.01 * (times["host"] + times["gap"])
     assert m[3] or times["host"] <= 0.01 * (times["host"] + times["gap"])
 
@@ -78,14 +78,19 @@ def _not_kept(case: Case, m: re.Match[str]) -> None:
 
 @rule("verdict", rf"{P} of the (predicted )?time the GPU is idle although its next work is launched")
 def _blocked(case: Case, m: re.Match[str]) -> None:
-    unlaunched = without_launch(case)
+    unlaunched = unlaunched_idle_ns(case)
     percent(m[1], (case.idle["blocked"] - (0 if m[2] else unlaunched)) / sum(case.swept("wall")))
 
 
-def without_launch(case: Case) -> int:
-    """Idle time before activities whose launch is not recorded."""
-    found = [(raw, s) for raw in case.raw.values() for s in raw.stretches if s[2].correlation not in raw.launches]
-    return sum(after.start - start for _, (start, _, after) in found if after.start - start >= 5_000)
+def unlaunched_idle_ns(case: Case) -> int:
+    """Sum the idle time before activities whose launch is not recorded."""
+    stretches = [
+        (raw, stretch)
+        for raw in case.raw.values()
+        for stretch in raw.stretches
+        if stretch[2].correlation not in raw.launches
+    ]
+    return sum(following.start - start for _, (start, _, following) in stretches if following.start - start >= 5_000)
 
 
 BLOCKED_ON = r"a copy is staged through pageable memory|it waits for another stream|it waits for something that the " \
@@ -96,19 +101,21 @@ BLOCKED_ON = r"a copy is staged through pageable memory|it waits for another str
 def _blocked_on(case: Case, m: re.Match[str]) -> None:
     whole = sum(case.idle.values())
     stretches = [s for raw in case.raw.values() for s in raw.stretches if s[2].start - s[1] >= 5_000]
-    known = {joined for raw in case.raw.values() for joined in raw.launches}
+    known = {correlation for raw in case.raw.values() for correlation in raw.launches}
     launched = [stretch for stretch in stretches if stretch[2].correlation in known]
-    pageable = sum(after.start - at for _, at, after in launched if "ageable" in after.name)
+    pageable = sum(
+        following.start - launched_at for _, launched_at, following in launched if "ageable" in following.name
+    )
     if "pageable" in m[2]:
         percent(m[1], pageable / whole)
     else:
-        assert float(m[1]) <= 100 * (case.idle["blocked"] - pageable - without_launch(case)) / whole + 0.06
+        assert float(m[1]) <= 100 * (case.idle["blocked"] - pageable - unlaunched_idle_ns(case)) / whole + 0.06
 
 
 @rule("verdict", rf"{P} of the time nothing runs on the GPU and the launch of what follows is not recorded, so the "
       r"cause cannot be told")  # fmt: skip
 def _no_launch(case: Case, m: re.Match[str]) -> None:
-    percent(m[1], without_launch(case) / sum(case.swept("wall")))
+    percent(m[1], unlaunched_idle_ns(case) / sum(case.swept("wall")))
 
 
 @rule("verdict", rf"{P} of the time nothing computes( and nothing waits|; waiting is not recorded)")
@@ -127,9 +134,11 @@ def _blocked_in_hops(case: Case, m: re.Match[str]) -> None:
 @rule("verdict", rf"{R} MB leave each host (?:an iteration|in the captured block), {R} MB/s")
 def _leaving(case: Case, m: re.Match[str]) -> None:
     hosts = len(set(case.run["topology"]["hosts"]))
-    each = sum(e["sent_bytes"] for work in case.run["work"] for e in work["sent"] if e["link"] == "other_host") / hosts
-    three_digits(m[1], each / 1e6)
-    three_digits(m[2], each / 1e6 / (case.mean_wall / case.summary["iterations"] / 1e9))
+    bytes_per_host = (
+        sum(e["sent_bytes"] for work in case.run["work"] for e in work["sent"] if e["link"] == "other_host") / hosts
+    )
+    three_digits(m[1], bytes_per_host / 1e6)
+    three_digits(m[2], bytes_per_host / 1e6 / (case.mean_wall / case.summary["iterations"] / 1e9))
 
 
 @rule("verdict", rf"{P} of the slowest rank's time others are blocked, or done before it; what of it is waiting is not "
@@ -143,15 +152,18 @@ def _cpu_blocked(case: Case, m: re.Match[str]) -> None:
 
 
 def attention_share(case: Case) -> float:
-    """Share of the mean wall with attention kernels; at most 2 % of it are kernels that only annotations tell."""
-    told = mean(rank.breakdown.flash_ns for rank in case.findings.attribution.ranks) / case.mean_wall
-    named = mean(raw.attention_ns for raw in case.raw.values()) / case.mean_wall
-    assert case.on_cpu or named - 1e-9 <= told <= named + 0.02
-    return told
+    """Return the share of the mean wall with attention kernels.
+
+    At most 2 % of the wall may be attention that only annotations identify.
+    """
+    reported = mean(rank.breakdown.flash_ns for rank in case.findings.attribution.ranks) / case.mean_wall
+    by_name = mean(raw.attention_ns for raw in case.raw.values()) / case.mean_wall
+    assert case.on_cpu or by_name - 1e-9 <= reported <= by_name + 0.02
+    return reported
 
 
-def is_rate(case: Case, part: str, number: str | None, unit: str | None, masks: str | None) -> None:
-    """A rate stands where the report has one, and is that."""
+def assert_rate(case: Case, part: str, number: str | None, unit: str | None, masks: str | None) -> None:
+    """Assert that a rate is shown exactly where the report has one, and that the values agree."""
     rates = {row["part"]: row for row in (case.summary["step_rates"] or {"parts": []})["parts"]}
     row = rates.get(part)
     assert bool(number) == bool(row and row["tflops"] is not None)
@@ -161,7 +173,7 @@ def is_rate(case: Case, part: str, number: str | None, unit: str | None, masks: 
 
 
 def names_of(case: Case, part: str) -> set[str]:
-    """What a part of the computation may be called, by the kinds that the report has."""
+    """Return the names that a part of the computation may have, given the report's kinds."""
     if part != "merge_and_copies":
         return {NAMES[part]}
     kinds = {kind for kind in (*COMPUTE_PARTS[part], *MEMORY) if kind in case.kinds}
@@ -175,19 +187,19 @@ def names_of(case: Case, part: str) -> set[str]:
 def _beside_attention(case: Case, m: re.Match[str]) -> None:
     part = next(part for part in COMPUTE_PARTS if m[7] in names_of(case, part))
     percent(m[5], case.of(part) / case.mean_wall)
-    is_rate(case, part, *m.group(9, 10, 11))
+    assert_rate(case, part, *m.group(9, 10, 11))
     attention = attention_share(case)
     assert bool(m[1]) == (not m[6]) and (m[1] or attention < float(m[5]) / 100 + 0.0006)
     if m[1]:
         percent(m[1], attention)
-        is_rate(case, "attention", *m.group(2, 3, 4))
+        assert_rate(case, "attention", *m.group(2, 3, 4))
     kinds = (*COMPUTE_PARTS[part], *(MEMORY if part == "merge_and_copies" else ()))
     longest = max((kind for kind in kinds if kind in case.kinds), key=lambda kind: case.kinds[kind]["time_ns"])
     if m[8]:
         assert m[8] == KIND[longest].label
         assert case.kinds[longest]["time_ns"] > sum(case.kinds[k]["time_ns"] for k in kinds if k in case.kinds) / 2
-    others = [case.of(one) for one in (*COMPUTE_PARTS, *IDLE_PARTS)]
-    assert case.of(part) == max(others)
+    all_parts = [case.of(name) for name in (*COMPUTE_PARTS, *IDLE_PARTS)]
+    assert case.of(part) == max(all_parts)
 
 
 @rule("verdict", r"MFU ([\d.]+) % of ([\d.]+) TFLOP/s \((\w+)\)")
@@ -210,7 +222,7 @@ def _shapes(case: Case, m: re.Match[str]) -> None:
       rf"(?: at {R} TFLOP/s(?:, {P} of the device's peak)?)?(?:{RATE})?")  # fmt: skip
 def _no_loss(case: Case, m: re.Match[str]) -> None:
     outside = {part: time for part, time in case.parts.items() if part not in (*ATTENTION_PARTS, "background")}
-    assert max(outside.values()) < WORTH * case.wall, max(outside, key=lambda part: outside[part])
+    assert max(outside.values()) < MIN_LOSS_SHARE * case.wall, max(outside, key=lambda part: outside[part])
     percent(m[1], attention_share(case))
     if m[2]:
         assert abs(float(m[2].replace(",", "")) - case.summary["block_tflops"]) <= 0.5
@@ -231,30 +243,37 @@ def _longest(case: Case, m: re.Match[str]) -> None:
         assert abs(shares[m[6]] - ordered[1]) < 1e-6
     for name, rate in ((m[1], m.group(3, 4, 5)), (m[6], m.group(8, 9, 10))):
         part = "attention" if name == "attention" else "matrix_products" if name and "matrix" in name else ""
-        is_rate(case, part, *rate)
+        assert_rate(case, part, *rate)
     assert all(float(share) <= 100 for share in (m[2], m[7]) if share), "more than all of the time"
 
 
 @rule("verdict", rf"(?<=; )([a-z -]+?) {P}{RATE}")
 def _also_rated(case: Case, m: re.Match[str]) -> None:
     percent(m[2], computed_shares(case)[m[1]])
-    is_rate(case, "attention" if m[1] == "attention" else "matrix_products", *m.group(3, 4, 5))
+    assert_rate(case, "attention" if m[1] == "attention" else "matrix_products", *m.group(3, 4, 5))
 
 
 def busy_ns(case: Case, kind: str) -> int:
-    """Sum over ranks the time in which a kind runs: its kernels on one stream, or all computation if that is less."""
+    """Sum over ranks the time in which a kind of computation runs.
+
+    The time is at most that of the kind's kernels and at most all computation; where kernels never overlap, it equals
+    the former.
+    """
     times = [(row["kinds_ns"].get(kind, 0), row["compute_ns"]) for row in case.ranks.values()]
-    told = [rank.breakdown.kinds for rank in case.findings.attribution.ranks]
-    found = sum(kinds[kind].busy_ns for kinds in told if kind in kinds)
-    assert found <= sum(min(pair) for pair in times)
+    kinds_by_rank = [rank.breakdown.kinds for rank in case.findings.attribution.ranks]
+    reported_ns = sum(kinds[kind].busy_ns for kinds in kinds_by_rank if kind in kinds)
+    assert reported_ns <= sum(min(pair) for pair in times)
     kernels = [a.end - a.start for raw in case.raw.values() for a in raw.activities if a.kind == "compute"]
-    one_by_one = sum(kernels) == sum(case.swept("compute")) if kernels else False
-    assert not one_by_one or found == sum(time for time, _ in times)
-    return found
+    sequential = sum(kernels) == sum(case.swept("compute")) if kernels else False
+    assert not sequential or reported_ns == sum(time for time, _ in times)
+    return reported_ns
 
 
 def computed_shares(case: Case) -> dict[str, float]:
-    """Label of each kind of computation -> share of the mean wall; attention and matrix products are one each."""
+    """Return label -> share of the mean wall for each kind of computation.
+
+    Attention is one entry, and so are matrix products.
+    """
     matrix = [kind for kind in COMPUTE_PARTS["matrix_products"] if kind in case.kinds]
     label = " and ".join({"gemm": "matrix products", "convolution": "convolutions"}[kind] for kind in matrix)
     shares = {
@@ -280,28 +299,36 @@ OF_WHICH = rf"(?:, of which free communication would gain {MS})?"
       rf"{OF_WHICH}(?=\. To try|: |\.$)")  # fmt: skip
 def _largest_loss(case: Case, m: re.Match[str]) -> None:
     step = case.summary["next_step"]
-    part, losses = step["part"], [one for one in case.parts if one not in ("peak", "background", "attention")]
+    part, losses = step["part"], [name for name in case.parts if name not in ("peak", "background", "attention")]
     attention = case.of(*ATTENTION_PARTS)
-    chosen = COMMUNICATION_PARTS if m[5] else (part,)
-    milliseconds(m[3], case.of(*chosen))
-    assert 0 < case.of(*chosen) <= case.wall
+    loss_parts = COMMUNICATION_PARTS if m[5] else (part,)
+    milliseconds(m[3], case.of(*loss_parts))
+    assert 0 < case.of(*loss_parts) <= case.wall
     milliseconds(m[4], case.wall)
     assert (m[5] or m[2]) in (names_of(case, part) if part == "merge_and_copies" else {NAMES[part]})
     if part in ATTENTION_PARTS:
-        assert all(case.of(one) < WORTH * case.wall for one in losses if one not in ATTENTION_PARTS) and not m[1]
-        assert case.of(part) == max(case.of(one) for one in [*losses, "attention"])
+        assert (
+            all(case.of(name) < MIN_LOSS_SHARE * case.wall for name in losses if name not in ATTENTION_PARTS)
+            and not m[1]
+        )
+        assert case.of(part) == max(case.of(name) for name in [*losses, "attention"])
         return
-    assert bool(m[1]) == (attention > case.of(*chosen))
-    rivals = [one for one in losses if one not in (*ATTENTION_PARTS, *chosen)]
-    assert case.of(*chosen) >= max((case.of(one) for one in rivals), default=0), "another part is longer"
+    assert bool(m[1]) == (attention > case.of(*loss_parts))
+    rivals = [name for name in losses if name not in (*ATTENTION_PARTS, *loss_parts)]
+    assert case.of(*loss_parts) >= max((case.of(name) for name in rivals), default=0), "another part is longer"
     if m[5]:
-        assert m[2] == "imbalance and exposed communication" and case.of(part) == max(case.of(p) for p in chosen)
+        assert m[2] == "imbalance and exposed communication" and case.of(part) == max(
+            case.of(name) for name in loss_parts
+        )
         milliseconds(m[6], case.of(part))
-    is_gain(case, part, step, m[7])
+    assert_gain(case, part, step, m[7])
 
 
-def is_gain(case: Case, part: str, step: dict[str, int], shown: str | None) -> None:
-    """A gain is never longer than its part, nor than the wall less the bound; it stands where it is shorter."""
+def assert_gain(case: Case, part: str, step: dict[str, int], shown: str | None) -> None:
+    """Assert that a gain is at most its part, and at most the wall less the bound.
+
+    The gain is shown only where it is shorter than the part.
+    """
     bound = {"imbalance": case.bounds["balanced"]}.get(part, 0)
     if part in ("exposed_wire", "peer_wait", "exposed_unsplit"):
         bound = case.bounds["free_communication"]

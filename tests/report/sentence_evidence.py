@@ -41,7 +41,10 @@ def _rates(case: Case, m: re.Match[str]) -> None:
         assert abs(float(m[1].replace(",", "")) - solo) <= 0.051 and abs(float(m[2]) - 100 * solo / peak) <= 0.5
     flops = [work["block_flops"] for work in case.run["work"] or []]
     if m[3] and flops and None not in flops:
-        rates = [one / row["kinds_ns"]["flash_fwd"] for one, row in zip(flops, case.ranks.values(), strict=False)]
+        rates = [
+            rank_flops / row["kinds_ns"]["flash_fwd"]
+            for rank_flops, row in zip(flops, case.ranks.values(), strict=False)
+        ]
         assert float(m[3].replace(",", "")) <= 1.01 * max(rates) * case.summary["iterations"] / 1e3
     if m[4]:
         assert abs(float(m[4].replace(",", "")) - solo) <= 0.051
@@ -63,20 +66,20 @@ def _computes(case: Case, m: re.Match[str]) -> None:
 @rule("evidence", r"on the wire with no computation beside it; (.*)$")
 def _rates_on_wire(case: Case, m: re.Match[str]) -> None:
     rows = [row for row in case.summary["communication"] if row["wire_gbps"] is not None]
-    told = re.findall(rf"(\w+) {R} GB/s", m[1])
-    assert len(told) == min(3, len(rows)) or m[1] == "rates not known"
-    for (kind, rate), row in zip(told, rows, strict=False):
+    named_rates = re.findall(rf"(\w+) {R} GB/s", m[1])
+    assert len(named_rates) == min(3, len(rows)) or m[1] == "rates not known"
+    for (kind, rate), row in zip(named_rates, rows, strict=False):
         assert kind == row["kind"]
         three_digits(rate, row["wire_gbps"])
 
 
 @rule("evidence", r"not beside attention; mean of all: (.*)$")
 def _kinds(case: Case, m: re.Match[str]) -> None:
-    told = re.findall(rf"(\w+) {MS}", m[1])
-    for kind, time in told:
+    named_times = re.findall(rf"(\w+) {MS}", m[1])
+    for kind, time in named_times:
         milliseconds(time, case.kinds[kind]["time_ns"])
         assert kind in KIND
-    assert told or m[1] == "none"
+    assert named_times or m[1] == "none"
 
 
 @rule("evidence", r"waiting beyond what the ranks' computation differs by|its kernels have no wait and wire \(see "
@@ -110,7 +113,7 @@ def _on_cpu(case: Case, m: re.Match[str]) -> None:
 
 @rule("warning", r"(\d+) of (\d+) ranks have no trace: ([\d, ]+)( \.\.\.)?$")
 def _missing(case: Case, m: re.Match[str]) -> None:
-    listed = {int(one) for one in re.findall(r"\d+", m[3])}
+    listed = {int(number) for number in re.findall(r"\d+", m[3])}
     absent = set(range(int(m[2]))) - set(case.ranks)
     assert int(m[1]) == len(absent) and listed <= absent and bool(m[4]) == (len(absent) > len(listed))
 

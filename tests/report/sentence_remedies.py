@@ -1,25 +1,25 @@
-"""Rules for remedies: each must be possible for the program, and be against something that is there."""
+"""Rules for remedies: each must be possible for the program, and must address a loss that exists."""
 
 from __future__ import annotations
 
 import re
 
 from tests.report.raw_facts import is_copy_with_host
-from tests.report.sentence_communication import is_waited_for
+from tests.report.sentence_communication import assert_waited_for
 from tests.report.sentence_rules import MS, Case, P, milliseconds, rule
 
 # --- remedies: possible for this program, and against what is there -------------------------------------------
 
 
-def recorded(case: Case) -> dict[str, object]:
-    """The strategy of a run that `ringprof record` made; fails for traces and captured blocks."""
+def recorded_strategy(case: Case) -> dict[str, object]:
+    """Return the strategy of a run that `ringprof record` made; fail for traces and captured blocks."""
     assert case.run and case.run["strategy"] and (case.run["timings"] or case.run["predicted"])
     strategy: dict[str, object] = case.run["strategy"]
     return strategy
 
 
 def sends_by_nccl(case: Case) -> bool:
-    """Whether the communicator sent hops by send/recv kernels: nobody else's can be carried otherwise."""
+    """Return whether the communicator sent hops by send/recv kernels; only such hops can use another transport."""
     return any(e["operation"] == "send_recv" for work in case.run["work"] or [] for e in work["sent"] or [])
 
 
@@ -48,14 +48,14 @@ def _repeated(case: Case, m: re.Match[str]) -> None:
 
 @rule("remedy", r"--hops copy")
 def _hops_copy(case: Case, m: re.Match[str]) -> None:
-    used = recorded(case)
+    used = recorded_strategy(case)
     assert not case.on_cpu and used["hops"] != "copy" and not used["cuda_graph"] and sends_by_nccl(case)
     assert len(set(case.run["topology"]["hosts"])) == 1 and case.run["timings"]
 
 
 @rule("remedy", r"--cuda-graph")
 def _cuda_graph(case: Case, m: re.Match[str]) -> None:
-    used = recorded(case)
+    used = recorded_strategy(case)
     assert not case.on_cpu and used["hops"] != "copy" and not used["cuda_graph"] and case.run["timings"]
     assert not (case.run["workload"]["layer"] or case.run["workload"]["sequences"]), "refused together"
 
@@ -70,7 +70,7 @@ def _zigzag(case: Case, m: re.Match[str]) -> None:
     work, used = case.run["workload"], case.run["strategy"]
     assert work["causal"] and used["layout"] == "contiguous" and work["phase"] == "training"
     assert not work["documents"] and not work["window"]
-    flops = [one["block_flops"] for one in case.run["work"] or []]
+    flops = [rank_work["block_flops"] for rank_work in case.run["work"] or []]
     assert not flops or max(flops) > 1.02 * min(flops), "all ranks have the same work already"
 
 
@@ -87,19 +87,19 @@ def _layout(case: Case, m: re.Match[str]) -> None:
 
 @rule("remedy", r"look at the GPUs' clocks \(same work, other speed\)")
 def _clocks(case: Case, m: re.Match[str]) -> None:
-    flops = [one["block_flops"] for one in case.run["work"]]
+    flops = [rank_work["block_flops"] for rank_work in case.run["work"]]
     assert not case.on_cpu and max(flops) <= 1.02 * min(flops)
-    # What one computes longer is attention: of anything else the FLOPs say nothing.
-    least, most = sorted(case.raw.values(), key=lambda raw: raw.swept["compute"])[:: len(case.raw) - 1]
-    longer = most.swept["compute"] - least.swept["compute"]
-    assert longer == 0 or most.attention_ns - least.attention_ns >= longer / 2
+    # The longer computation must be attention: FLOPs say nothing about anything else.
+    shortest, longest = sorted(case.raw.values(), key=lambda raw: raw.swept["compute"])[:: len(case.raw) - 1]
+    difference = longest.swept["compute"] - shortest.swept["compute"]
+    assert difference == 0 or longest.attention_ns - shortest.attention_ns >= difference / 2
 
 
 @rule("remedy", r"compare what ranks compute beside attention \(--kernels\)")
 def _beside_attention(case: Case, m: re.Match[str]) -> None:
-    least, most = sorted(case.raw.values(), key=lambda raw: raw.swept["compute"])[:: len(case.raw) - 1]
-    longer = most.swept["compute"] - least.swept["compute"]
-    assert most.attention_ns - least.attention_ns < longer / 2
+    shortest, longest = sorted(case.raw.values(), key=lambda raw: raw.swept["compute"])[:: len(case.raw) - 1]
+    difference = longest.swept["compute"] - shortest.swept["compute"]
+    assert longest.attention_ns - shortest.attention_ns < difference / 2
 
 
 @rule("remedy", r"the same work for every rank")
@@ -140,7 +140,7 @@ def _grad_wire(case: Case, m: re.Match[str]) -> None:
 @rule("remedy", r"find what makes (rank .*?) late")
 def _late(case: Case, m: re.Match[str]) -> None:
     for rank, share in re.findall(rf"rank (\d+) \({P} of all waiting is for it\)", m[1]):
-        is_waited_for(case, int(rank), share)
+        assert_waited_for(case, int(rank), share)
 
 
 @rule("remedy", rf"rank (\d+) idles {MS}(?: \(--idle\))?")
@@ -161,10 +161,10 @@ def _other_groups(case: Case, m: re.Match[str]) -> None:
 @rule("remedy", r"fewer (merges|permutations and copies|memory sets|copies)( on the GPU)?")
 def _copies(case: Case, m: re.Match[str]) -> None:
     kinds = {"merges": "merge", "permutations and copies": "permute", "memory sets": "memset", "copies": "memcpy"}
-    mine = {
+    times = {
         kind: case.kinds[kind]["time_ns"] for kind in ("merge", "permute", "memset", "memcpy") if kind in case.kinds
     }
-    assert max(mine, key=lambda kind: mine[kind]) == kinds[m[1]]
+    assert max(times, key=lambda kind: times[kind]) == kinds[m[1]]
     assert not (m[2] and case.on_cpu)
 
 
@@ -199,10 +199,14 @@ OF_THE_HOST = (
 
 @rule("remedy", "|".join(OF_THE_HOST))
 def _of_the_host(case: Case, m: re.Match[str]) -> None:
-    names = [name for raw in case.raw.values() for _, name in raw.host_pieces]
-    named = next((one for one in m.groups() if one), None)
-    assert not m["cuda"] or (named or "").startswith("cu"), "no variable of this GPU's software"
-    assert named in names if named else any(re.search("DataLoader|Capture|Graph|compile|nvrtc|Load", n) for n in names)
+    event_names = [name for raw in case.raw.values() for _, name in raw.host_pieces]
+    event_name = next((name for name in m.groups() if name), None)
+    assert not m["cuda"] or (event_name or "").startswith("cu"), "no variable of this GPU's software"
+    assert (
+        event_name in event_names
+        if event_name
+        else any(re.search("DataLoader|Capture|Graph|compile|nvrtc|Load", n) for n in event_names)
+    )
 
 
 @rule("remedy", r"name the program's phases with torch\.profiler\.record_function to see what it does meanwhile")

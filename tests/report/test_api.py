@@ -1,4 +1,4 @@
-"""The library's front door."""
+"""Tests of the library's public entry points."""
 
 from __future__ import annotations
 
@@ -41,30 +41,30 @@ def test_breakdown_has_the_documented_columns(analysis):
 
 @pytest.mark.parametrize("frame", FRAMES)
 def test_every_frame_says_what_its_columns_mean(analysis, frame):
-    made = getattr(analysis, frame)()
-    meanings = made.attrs["columns"]
-    assert list(meanings) == list(made.columns)
+    table = getattr(analysis, frame)()
+    meanings = table.attrs["columns"]
+    assert list(meanings) == list(table.columns)
     assert all(meanings.values())
-    # No column that is gone is described.
-    assert list(FRAMES[frame]) == list(made.columns)
-    told = getattr(Analysis, frame).__doc__
-    assert all(f"- ``{column}``: {meaning}" in told for column, meaning in meanings.items())
+    # No removed column is described.
+    assert list(FRAMES[frame]) == list(table.columns)
+    documentation = getattr(Analysis, frame).__doc__
+    assert all(f"- ``{column}``: {meaning}" in documentation for column, meaning in meanings.items())
 
 
 @pytest.mark.parametrize("frame", FRAMES)
 def test_every_frame_is_kept_whole_by_a_parquet_file(analysis, frame, tmp_path):
     pytest.importorskip("pyarrow", reason="the parquet extra is not installed")
-    made, path = getattr(analysis, frame)(), tmp_path / "frame.parquet"
-    write_parquet(made, path)
-    read = pd.read_parquet(path)
-    assert read.attrs["columns"] == made.attrs["columns"]
-    for column in made.columns:
-        # Ranks come back as arrays, what is not known as one of several kinds of nothing.
-        mine, theirs = (
-            [(None if x is pd.NA or x != x else x) if pd.api.types.is_scalar(x) else tuple(x) for x in one[column]]
-            for one in (made, read)
+    table, path = getattr(analysis, frame)(), tmp_path / "frame.parquet"
+    write_parquet(table, path)
+    read_back = pd.read_parquet(path)
+    assert read_back.attrs["columns"] == table.attrs["columns"]
+    for column in table.columns:
+        # Ranks come back as arrays, and unknown values as one of several null types.
+        written, read_values = (
+            [(None if x is pd.NA or x != x else x) if pd.api.types.is_scalar(x) else tuple(x) for x in source[column]]
+            for source in (table, read_back)
         )
-        assert mine == theirs
+        assert written == read_values
 
 
 def test_without_pyarrow_one_line_says_what_to_install(analysis, monkeypatch, tmp_path, capsys):
@@ -103,7 +103,7 @@ def test_hops_have_the_documented_columns(analysis):
 
 
 def test_a_hop_of_two_kernels_is_ready_when_the_later_one_is():
-    """A lone send, and the lone receive launched after it: each ready when the other rank's kernel begins."""
+    """A lone send and a lone receive launched after it are each ready when the other rank's kernel begins."""
     starts = {0: (100, 110), 1: (300, 700)}
     builders = []
     for rank, (send, receive) in starts.items():
@@ -139,9 +139,9 @@ def test_names_are_text_in_a_notebook():
     attribution = attribute([b.trace()])
     page = findings_html(findings_in_memory(attribution))
     assert "<script" not in page and "<img" not in page
-    found = ringprof.compare(DATA / NVLINK, DATA / NVLINK)
-    assert "<table>" in found._repr_html_()
-    assert list(found.frame().index) == [entry.label for entry in found.entries]
+    comparison = ringprof.compare(DATA / NVLINK, DATA / NVLINK)
+    assert "<table>" in comparison._repr_html_()
+    assert list(comparison.frame().index) == [entry.label for entry in comparison.entries]
 
 
 def test_one_file_several_files_and_a_folder(tmp_path):

@@ -1,4 +1,4 @@
-"""The JSON report against its schema, and its figures against each other."""
+"""Tests of the JSON report against its schema, and of its figures against each other."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ SCHEMA = json.loads(files("ringprof.report").joinpath("schema/report-1.schema.js
 
 
 def report_of(attribution):
-    found = findings_in_memory(attribution)
-    text = json_text(as_json.as_dict(found, source="trace", paths=["x.json"]))
+    findings = findings_in_memory(attribution)
+    text = json_text(as_json.as_dict(findings, source="trace", paths=["x.json"]))
     assert text.isascii()
     return json.loads(text)
 
@@ -86,8 +86,8 @@ def test_a_rank_of_the_nvlink_run():
 def test_each_bound_has_its_own_name():
     """Ranks compute from 500 to 1500, 1600, 1700 and 1800; their hops wait until 1500 and end at 2500."""
     bounds = report_of(traced(*ring_with_compute()))["summary"]["bounds_ns"]
-    # Free: what the longest computes. Balanced: the wall, as nobody waits with nothing beside it. Hidden: the mean of
-    # what ranks compute, which is longer than the 1000 that a wire is busy.
+    # Free: the longest computation. Balanced: the wall, as no rank waits without computing. Hidden: the mean of the
+    # ranks' computation, which is longer than the 1000 that a wire is busy.
     assert bounds == {"free_communication": 1300, "balanced": 2000, "all_hidden": 1150}
 
 

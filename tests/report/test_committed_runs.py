@@ -1,4 +1,4 @@
-"""Every run under traces/ that comes with the repository: against raw events, against its own counts, by the schema."""
+"""Tests of every committed run under traces/: against raw events, against its own counts, and against the schema."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUNS = sorted(path.parent for path in TRACES.glob("h200*/run.json"))
 
 
 def raw_events(path):
-    """(start, end, class) of the device activities launched inside ``ringprof::iteration``, base time left out."""
+    """List (start, end, class) of device activities launched inside ``ringprof::iteration``, without base time."""
     text = gzip.decompress(path.read_bytes())
     events = [event for event in json.loads(text, parse_float=str, parse_int=str)["traceEvents"] if "cat" in event]
     ranges = [
@@ -37,16 +37,16 @@ def raw_events(path):
         if event["cat"] in {"cuda_runtime", "cuda_driver"} and "correlation" in event.get("args", {})
         if any(start <= nanoseconds(event["ts"]) < end for start, end in ranges)
     }
-    found = []
+    activities = []
     for event in events:
         if event["cat"] in {"kernel", "gpu_memcpy", "gpu_memset"} and event["args"]["correlation"] in inside:
             start = nanoseconds(event["ts"])
             kind = "memory" if event["cat"] != "kernel" else "compute"
-            # What goes from one GPU to another: NCCL's kernels, and peer-to-peer copies.
+            # Communication is NCCL's kernels and peer-to-peer copies.
             if event["name"].startswith(("nccl", "Memcpy PtoP")):
                 kind = "comm"
-            found.append((start, start + nanoseconds(event["dur"]), kind))
-    return found
+            activities.append((start, start + nanoseconds(event["dur"]), kind))
+    return activities
 
 
 def test_there_are_committed_runs():
@@ -69,7 +69,7 @@ def test_a_committed_run(folder):
         expected["exposed_comm"] += blocked
         expected["idle"] -= blocked
         assert {f"{name}_ns": value for name, value in expected.items()}.items() <= rank.items()
-        # What the communicator counted while it sent must be what the trace's own records say was sent.
+        # The bytes that the communicator counted must equal those in the trace's own records.
         iterations = len(run.profiled.iterations_ns[rank["rank"]])
         sent = [entry for entry in run.work[rank["rank"]].sent or [] if entry.operation in {"send_recv", "copy"}]
         counted = sum(entry.sent_bytes for entry in sent) * iterations
@@ -77,20 +77,20 @@ def test_a_committed_run(folder):
 
 
 ELEMENTS = 4096 // 4 * 4 * 64
-"""Of one rank's Q, K or V in the CPU runs on two hosts: local sequence, heads, head_dim."""
+"""Elements of one rank's Q, K or V in the CPU runs on two hosts: local sequence, heads, head_dim."""
 WIRE_MB_S = 25
-"""What the wire between the two hosts was held to."""
+"""Rate in MB/s that the wire between the two hosts was limited to."""
 
 
 @pytest.mark.parametrize(
     ("name", "leaving"),
     [
-        # Of the two ranks of a host one sends over the wire: K and V (2 bytes) 3 hops in either pass, dK and dV
+        # One of the two ranks of a host sends over the wire: K and V (2 bytes) 3 hops in either pass, dK and dV
         # (4 bytes) 4 hops.
         ("zigzag", 2 * 3 * 2 * 2 + 4 * 2 * 4),
-        # Both do: K and V once in either pass, dK and dV once in 4 bytes and once in 2.
+        # Both ranks of a host send: K and V once in either pass, dK and dV once in 4 bytes and once in 2.
         ("double-ring", 2 * (2 * 2 * 2 + 2 * 4 + 2 * 2)),
-        # Both: K and V; Q, dO and two numbers of 4 bytes a row of 64; dQ twice.
+        # Both ranks of a host send: K and V; Q, dO and two numbers of 4 bytes a row of 64; dQ twice.
         ("burst", 2 * (2 * 2 + 2 * 2 + 2 * 4 / 64 + 2 * 2)),
     ],
 )

@@ -1,4 +1,4 @@
-"""Idle time by cause, in every form of the report: literal times of made-up traces, and parts that sum."""
+"""Tests of idle time by cause in every form of the report: exact times of synthetic traces, and parts that sum."""
 
 from __future__ import annotations
 
@@ -37,31 +37,31 @@ from tests.analysis.findings.test_summary import ring_with_compute
 from tests.analysis.timeline.test_cpu import example as cpu_example
 from tests.loaded import analysis
 from tests.paths import COMMITTED, ROOT
-from tests.report.idle_traces import FOREIGN, US, copied_hop, hip_free, many_names
+from tests.report.idle_traces import KNOWN_CAUSES, US, copied_hop, hip_free, many_names
 from tests.report.perfetto_model import read
 
 SCHEMA = json.loads(files("ringprof.report").joinpath("schema/report-1.schema.json").read_text(encoding="utf-8"))
 
 
-def found_in(*builders: Builder) -> Findings:
+def findings_of(*builders: Builder) -> Findings:
     return findings_in_memory(attribute([builder.trace() for builder in builders]))
 
 
-def ranks_of(found: Findings) -> list[dict[str, Any]]:
-    report = as_dict(found, source="trace", paths=["x"])
+def json_ranks(findings: Findings) -> list[dict[str, Any]]:
+    report = as_dict(findings, source="trace", paths=["x"])
     jsonschema.Draft202012Validator(SCHEMA).validate(json.loads(json.dumps(report, default=str)))
     return report["ranks"]
 
 
-def terminal(found: Findings, **listing: Any) -> str:
-    return "\n\n".join(idle.terminal(found, TextStyle(width=120), Listing(**listing)))
+def terminal(findings: Findings, **listing: Any) -> str:
+    return "\n\n".join(idle.terminal(findings, TextStyle(width=120), Listing(**listing)))
 
 
 # --- JSON ---------------------------------------------------------------------------------------------
 
 
 def test_time_blocked_on_a_peer_is_exposed_communication_and_not_idle() -> None:
-    first, second = ranks_of(found_in(*copied_hop()))
+    first, second = json_ranks(findings_of(*copied_hop()))
     assert [rank["blocked_on_peer_ns"] for rank in (first, second)] == [200 * US, 50 * US]
     assert [rank["exposed_comm_ns"] for rank in (first, second)] == [300 * US, 150 * US]
     assert [rank["idle_ns"] for rank in (first, second)] == [2 * US, 4 * US]
@@ -69,17 +69,17 @@ def test_time_blocked_on_a_peer_is_exposed_communication_and_not_idle() -> None:
     assert first["idle_events"] == [{"class": "gap", "name": "", "time_ns": 2 * US}]
 
 
-@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("name", KNOWN_CAUSES)
 def test_the_longest_cause_of_a_trace_of_known_structure(name: str) -> None:
-    make, event_class, event, share = FOREIGN[name]
-    (rank,) = ranks_of(findings_in_memory(attribute([parse_trace(make())])))
+    make, event_class, event, share = KNOWN_CAUSES[name]
+    (rank,) = json_ranks(findings_in_memory(attribute([parse_trace(make())])))
     assert rank["idle_ns"] == 1000 * US == sum(rank["idle_causes_ns"].values())
     assert rank["idle_events"][0] == {"class": event_class, "name": event, "time_ns": round(share * 1000) * US}
 
 
 def test_launches_count_delays_from_the_start_of_the_call() -> None:
     """The first kernel starts 50 µs after its call of 5 µs, the second 8 µs after one of 5 µs; both run for 100 µs."""
-    (rank,) = ranks_of(findings_in_memory(attribute([parse_trace(hip_free())])))
+    (rank,) = json_ranks(findings_in_memory(attribute([parse_trace(hip_free())])))
     assert rank["launches"] == {
         "count": 2, "median_delay_ns": 8 * US, "longest_delay_ns": 50 * US, "shorter_than_launch": 0,
         "launch_ns": 10 * US,
@@ -87,8 +87,8 @@ def test_launches_count_delays_from_the_start_of_the_call() -> None:
 
 
 def test_names_beyond_the_fiftieth_are_one_item_per_class() -> None:
-    """Of op1 to op60 the fifty longest are op60 to op11; the others take 1 + 2 + ... + 10 µs."""
-    (rank,) = ranks_of(found_in(many_names()))
+    """The fifty longest of op1 to op60 are op60 to op11; the others take 1 + 2 + ... + 10 µs."""
+    (rank,) = json_ranks(findings_of(many_names()))
     names = [event["name"] for event in rank["idle_events"]]
     assert names[:50] == [f"op{number}" for number in range(60, 10, -1)]
     rest = {(event["class"], event["name"]): event["time_ns"] for event in rank["idle_events"][50:]}
@@ -97,13 +97,13 @@ def test_names_beyond_the_fiftieth_are_one_item_per_class() -> None:
 
 
 def test_a_cpu_trace_has_no_causes() -> None:
-    (rank,) = ranks_of(found_in(cpu_example()))
+    (rank,) = json_ranks(findings_of(cpu_example()))
     assert [rank[key] for key in ("idle_causes_ns", "idle_events", "launches")] == [None] * 3
     assert rank["blocked_on_peer_ns"] == 0
 
 
 def test_without_a_launch_record_the_cause_is_blocked() -> None:
-    (rank,) = ranks_of(found_in(Builder(world_size=1).run(FLASH, 0, 10).run(FLASH, 9 * US, 10 * US)))
+    (rank,) = json_ranks(findings_of(Builder(world_size=1).run(FLASH, 0, 10).run(FLASH, 9 * US, 10 * US)))
     assert rank["launches"] is None
     assert rank["idle_events"] == [{"class": "blocked", "name": "no launch record", "time_ns": 9 * US - 10}]
 
@@ -126,22 +126,22 @@ def test_causes_and_events_of_every_committed_run_sum_to_idle(folder: Path) -> N
 
 
 def test_the_frame_has_every_name_and_its_share() -> None:
-    frame = frame_of(found_in(many_names()), "idle")
+    frame = frame_of(findings_of(many_names()), "idle")
     longest = frame.iloc[0]
     assert (longest["cause"], longest["class"], longest["name"]) == ("host", "operator", "op60")
     assert longest["time_ns"] == 60 * US and longest["share"] == pytest.approx(60 / 1832)
     assert {"op1", "op10"} <= set(frame["name"]) and frame["share"].sum() == pytest.approx(1)
-    assert frame_of(found_in(*copied_hop()), "breakdown")["blocked_on_peer_ns"].tolist() == [200 * US, 50 * US]
+    assert frame_of(findings_of(*copied_hop()), "breakdown")["blocked_on_peer_ns"].tolist() == [200 * US, 50 * US]
 
 
 def test_the_figures_of_conditions_are_shares_of_the_wall_and_times() -> None:
     """Ranks idle 2 and 4 of 500 µs, all of it gaps, and are blocked on a peer for 200 and 50 µs."""
-    figures = figures_of(found_in(*copied_hop()))
+    figures = figures_of(findings_of(*copied_hop()))
     assert figures["blocked_on_peer"] == pytest.approx(0.25)
     assert figures["max(blocked_on_peer)"] == pytest.approx(0.4) and figures["min(blocked_on_peer_ns)"] == 50 * US
     assert figures["idle_gap"] == figures["idle"] == pytest.approx(0.006)
     assert (figures["idle_host"], figures["idle_blocked_ns"], figures["max(idle_gap_ns)"]) == (0.0, 0.0, 4 * US)
-    assert "idle_host" not in figures_of(found_in(cpu_example()))
+    assert "idle_host" not in figures_of(findings_of(cpu_example()))
 
 
 def test_a_comparison_has_times_of_one_iteration() -> None:
@@ -153,7 +153,7 @@ def test_a_comparison_has_times_of_one_iteration() -> None:
         called = (start + 10 + late) * US - 5
         b.run(FLASH, called + 5, (start + 90) * US, launched=called)
         b.on_host(f"op{number}", (start + 10) * US, called + 5)
-    figures = entry_of_run("a", found_in(b)).figures
+    figures = entry_of_run("a", findings_of(b)).figures
     assert figures["idle_host_ms"].value == pytest.approx(0.015)
     assert figures["idle_blocked_ms"].value == pytest.approx(0.005)
     parts = sum(figures[f"idle_{cause}_ms"].value for cause in CAUSES)
@@ -180,9 +180,9 @@ def test_the_parts_visibly_sum(name: str) -> None:
     lines = terminal(analysis(ROOT / "traces" / name).findings).splitlines()
     for line in lines[2 : lines.index("")]:
         if line.startswith(("rank ", "mean ")):
-            *parts, whole, _ = numbers(line)[:5]
-            assert sum(parts) == pytest.approx(whole, abs=1e-9), line
-    start = next(at for at, line in enumerate(lines) if line.startswith("idle by class"))
+            *parts, total_ms, _ = numbers(line)[:5]
+            assert sum(parts) == pytest.approx(total_ms, abs=1e-9), line
+    start = next(number for number, line in enumerate(lines) if line.startswith("idle by class"))
     classes = lines[start + 1 : lines.index("", start)]
     times, shares = zip(*map(numbers, classes), strict=True)
     assert shares[-1] == 100.0 and classes[-1].startswith("idle ")
@@ -190,18 +190,18 @@ def test_the_parts_visibly_sum(name: str) -> None:
 
 
 def test_time_blocked_on_a_peer_stands_beside_idle_and_is_called_communication() -> None:
-    text = terminal(found_in(*copied_hop()))
+    text = terminal(findings_of(*copied_hop()))
     assert "part of exposed communication, not of idle" in " ".join(text.split())
     row = next(line for line in text.splitlines() if line.startswith("rank 0"))
     assert numbers(row) == [0.0, 2.0, 0.0, 2.0, 0.4, 200.0]
-    assert "peer" not in terminal(found_in(many_names()))
+    assert "peer" not in terminal(findings_of(many_names()))
 
 
 def test_names_are_listed_longest_first_and_as_many_as_asked_for() -> None:
-    found = found_in(many_names())
-    assert [name for name in re.findall(r"^op\d+", terminal(found, top=3), re.MULTILINE)] == ["op60", "op59", "op58"]
-    assert len(re.findall(r"^op\d+", terminal(found), re.MULTILINE)) == 15 and "more: --all" in terminal(found)
-    assert len(re.findall(r"^op\d+", terminal(found, everything=True), re.MULTILINE)) == 60
+    findings = findings_of(many_names())
+    assert [name for name in re.findall(r"^op\d+", terminal(findings, top=3), re.MULTILINE)] == ["op60", "op59", "op58"]
+    assert len(re.findall(r"^op\d+", terminal(findings), re.MULTILINE)) == 15 and "more: --all" in terminal(findings)
+    assert len(re.findall(r"^op\d+", terminal(findings, everything=True), re.MULTILINE)) == 60
 
 
 def test_of_many_ranks_the_mean_and_the_rank_that_idles_longest_are_shown() -> None:
@@ -210,7 +210,7 @@ def test_of_many_ranks_the_mean_and_the_rank_that_idles_longest_are_shown() -> N
         late = (1010 if rank == 7 else 10) * US
         b = Builder(rank=rank, world_size=20).run(FLASH, 0, US, launched=-US)
         builders.append(b.run(FLASH, US + late, 1100 * US, launched=US + late - 5))
-    text = terminal(found_in(*builders))
+    text = terminal(findings_of(*builders))
     assert set(re.findall(r"^rank \d+", text, re.MULTILINE)) == {"rank 7"}
     mean = next(line for line in text.splitlines() if line.startswith("mean of 20 ranks"))
     # (1010 + 19 * 10) / 20 µs, all of it before launch calls return; in ms, as rank 7's is.
@@ -218,19 +218,19 @@ def test_of_many_ranks_the_mean_and_the_rank_that_idles_longest_are_shown() -> N
 
 
 def test_a_cpu_run_says_that_causes_are_not_known() -> None:
-    text = terminal(found_in(cpu_example()))
+    text = terminal(findings_of(cpu_example()))
     assert text == "idle: a CPU trace records no device activity, so it cannot tell the causes of idle time"
 
 
-def last_line(found: Findings) -> str:
-    return render(found, TextStyle(width=400)).rstrip().splitlines()[-1].partition("PATH ")[2]
+def last_line(findings: Findings) -> str:
+    return render(findings, TextStyle(width=400)).rstrip().splitlines()[-1].partition("PATH ")[2]
 
 
 def test_the_last_line_offers_what_the_run_has() -> None:
     """One GPU without communication idles most of its time; the ring has hops and does not idle."""
     alone = last_line(findings_in_memory(attribute([parse_trace(hip_free())])))
     assert alone == "--kernels · --html report.html · --waterfall · --idle · --annotations · --format json"
-    ring = last_line(found_in(*ring_with_compute()))
+    ring = last_line(findings_of(*ring_with_compute()))
     assert "--hops" in ring and "--idle" not in ring and ring.startswith("--html report.html · ")
 
 
@@ -238,21 +238,21 @@ def test_the_last_line_offers_what_the_run_has() -> None:
 def test_idle_is_offered_from_two_percent_of_the_wall(late: int, offered: bool) -> None:
     b = Builder(world_size=1).run(FLASH, 0, 100 * US, launched=-US)
     b.run(FLASH, (100 + late) * US, 1000 * US, launched=US)
-    assert ("--idle" in last_line(found_in(b))) is offered
+    assert ("--idle" in last_line(findings_of(b))) is offered
 
 
 @pytest.mark.parametrize("folder", COMMITTED, ids=lambda path: path.name)
 def test_steps_are_offered_where_there_are_some(folder: Path) -> None:
-    found = analysis(folder).findings
-    assert ("--steps" in last_line(found)) is bool(found.steps)
-    assert ("--hops" in last_line(found)) is any(rank.hops for rank in found.attribution.ranks if not rank.on_cpu)
+    findings = analysis(folder).findings
+    assert ("--steps" in last_line(findings)) is bool(findings.steps)
+    assert ("--hops" in last_line(findings)) is any(rank.hops for rank in findings.attribution.ranks if not rank.on_cpu)
 
 
 # --- drawings -----------------------------------------------------------------------------------------
 
 
 def test_a_plotted_bar_has_a_part_per_class_and_last_the_time_blocked_on_a_peer() -> None:
-    ax: Any = plots.Plots(found_in(*copied_hop())).idle()
+    ax: Any = plots.Plots(findings_of(*copied_hop())).idle()
     widths = [round(patch.get_width(), 6) for patch in ax.patches]
     assert widths == [0.002, 0.004, 0.2, 0.05]
     assert [patch.get_hatch() for patch in ax.patches] == [None, None, "///", "///"]
@@ -279,8 +279,8 @@ def test_every_class_has_a_colour_of_its_own() -> None:
 
 def test_the_page_shows_the_json_reports_figures() -> None:
     pytest.importorskip("bokeh")
-    found = found_in(*copied_hop())
-    content = idle.html(found, PageContext(drawing(), ["x"]))
+    findings = findings_of(*copied_hop())
+    content = idle.html(findings, PageContext(drawing(), ["x"]))
     assert content is not None
     by_rank, by_name = content.tables
     assert [[cell.text for cell in row[:7]] for row in by_rank.rows] == [
@@ -289,7 +289,7 @@ def test_the_page_shows_the_json_reports_figures() -> None:
     ]
     (gaps,) = by_name.rows
     assert [cell.text for cell in gaps] == ["(gaps between activities)", "gap", "0.003", "100.0"]
-    assert idle.html(found_in(cpu_example()), PageContext(drawing(), ["x"])) is None
+    assert idle.html(findings_of(cpu_example()), PageContext(drawing(), ["x"])) is None
 
 
 def attribution_of(*builders: Builder) -> Attribution:
@@ -302,7 +302,7 @@ def test_the_timeline_shows_idle_stretches_with_their_cause() -> None:
     b.on_host("op", 100 * US, 400 * US).on_host("late", 400 * US, 1100 * US)
     b.on_host("cudaMalloc", 500 * US, 600 * US, RUNTIME_CALL)
     b.run(FLASH, 1100 * US, 1200 * US, launched=1100 * US - 5)
-    bars = [bar for bar in timeline_of(attribution_of(b), ()).bars if bar.what == "idle"]
+    bars = [bar for bar in timeline_of(attribution_of(b), ()).bars if bar.category == "idle"]
     assert [(bar.name, bar.start_ns // US, bar.end_ns // US, bar.lane) for bar in bars] == [
         ("host, operator: op", 100, 400, "compute"),
         ("host, operator: late", 400, 500, "compute"),
@@ -323,13 +323,13 @@ def test_stretches_that_cannot_be_seen_are_left_out_and_short_parts_are_one_bar(
     (joined,) = idle_bars(parts, names, 100 * US)
     assert (joined.start_ns, joined.end_ns, joined.name) == (10 * US, 222 * US, "op20")
     assert joined.parts == len(exact) - 1
-    long = [bar for bar in idle_bars(parts, names, 15 * US) if bar.parts == 1 and bar.cause == "host"]
-    assert [bar.name for bar in long] == [f"op{number}" for number in range(15, 21)]
+    separate = [bar for bar in idle_bars(parts, names, 15 * US) if bar.parts == 1 and bar.cause == "host"]
+    assert [bar.name for bar in separate] == [f"op{number}" for number in range(15, 21)]
 
 
 def test_the_timeline_shows_on_whom_a_rank_was_blocked() -> None:
     bars = [bar for bar in timeline_of(attribution_of(*copied_hop()), ()).bars if bar.kind == BLOCKED_ON_PEER]
-    assert [(bar.rank, bar.what, bar.start_ns // US, bar.end_ns // US, bar.sent) for bar in bars] == [
+    assert [(bar.rank, bar.category, bar.start_ns // US, bar.end_ns // US, bar.sent) for bar in bars] == [
         (0, "wait", 100, 250, "peer: rank 1"), (0, "wire", 250, 300, "peer: rank 1"),
         (1, "wire", 350, 400, "peer: rank 0"),
     ]  # fmt: skip
@@ -337,24 +337,24 @@ def test_the_timeline_shows_on_whom_a_rank_was_blocked() -> None:
 
 
 def test_the_merged_trace_has_a_track_of_idle_time_and_names_peers() -> None:
-    found = found_in(*copied_hop())
-    model = read(list(events_of(found)))
+    findings = findings_of(*copied_hop())
+    model = read(list(events_of(findings)))
     assert not +model.lost
-    drawn = [(one.process, one.name, one.start_ns, one.end_ns) for one in model.slices if one.track == IDLE]
-    assert drawn == [(0, "gap", 400 * US, 402 * US), (1, "gap", 400 * US, 404 * US)]
-    blocked = [one for one in model.slices if one.track == EXPOSED and one.name.startswith("blocked on")]
-    assert [(one.process, one.name, one.args["part"], one.parent and one.parent.name) for one in blocked] == [
+    gaps = [(item.process, item.name, item.start_ns, item.end_ns) for item in model.slices if item.track == IDLE]
+    assert gaps == [(0, "gap", 400 * US, 402 * US), (1, "gap", 400 * US, 404 * US)]
+    waits = [item for item in model.slices if item.track == EXPOSED and item.name.startswith("blocked on")]
+    assert [(item.process, item.name, item.args["part"], item.parent and item.parent.name) for item in waits] == [
         (0, "blocked on rank 1", "wait", "exposed wait"),
         (0, "blocked on rank 1", "wire", "exposed wire"),
         (1, "blocked on rank 0", "wire", "exposed wire"),
     ]  # fmt: skip
-    tracks = [event for event in events_of(found) if event["ph"] == "M" and event["tid"] == IDLE]
+    tracks = [event for event in events_of(findings) if event["ph"] == "M" and event["tid"] == IDLE]
     assert {event["args"]["name"] for event in tracks} == {"idle by cause"}
 
 
 def test_the_idle_track_of_a_recorded_run_sums_to_its_idle_time() -> None:
-    found = analysis(ROOT / "traces" / "h200x2-decode-1048576").findings
-    model = read(list(events_of(found)))
-    for rank in found.attribution.ranks:
-        mine = [one for one in model.slices if one.process == rank.rank and one.track == IDLE]
-        assert sum(one.end_ns - one.start_ns for one in mine) == rank.breakdown.idle_ns
+    findings = analysis(ROOT / "traces" / "h200x2-decode-1048576").findings
+    model = read(list(events_of(findings)))
+    for rank in findings.attribution.ranks:
+        idle_pieces = [piece for piece in model.slices if piece.process == rank.rank and piece.track == IDLE]
+        assert sum(piece.end_ns - piece.start_ns for piece in idle_pieces) == rank.breakdown.idle_ns

@@ -1,4 +1,4 @@
-"""Where a report says what the GPUs ran at: before any percentage, in words, as data and on the page."""
+"""Tests of the GPUs' state in a report: before any percentage, in words, as data and on the page."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ STATES = [
 
 
 NO_FIGURES = PageContext(None, ["run.json"])
-"""For a section that draws none."""
+"""Page context for a section that draws no figures."""
 
 
 def test_it_stands_before_the_verdict_and_in_the_page_and_the_data() -> None:
     run = recorded_run(4, device_states=STATES)
     traces = [builder.trace() for builder in ring([1000] * 4, [2000] * 4)]
-    found = findings_in_memory(attribute(traces, run))
-    blocks = render(found).split("\n\n")
+    findings = findings_in_memory(attribute(traces, run))
+    blocks = render(findings).split("\n\n")
     assert (
         blocks[1].splitlines()[0].startswith("GPUs while they were timed (9 samples each in 9 ms): SM clock 1,500 to")
     )
     assert "rank 1's clock is 21.1 % below rank 0's" in blocks[1]
-    report = as_json.as_dict(found, source="run", paths=["run.json"])
+    report = as_json.as_dict(findings, source="run", paths=["run.json"])
     assert [state and state["sm_clock_mhz"] for state in report["run"]["device_states"]] == [1900, 1500, None, None]
     jsonschema.validate(report, SCHEMA)
-    content = machine.html(found, NO_FIGURES)
+    content = machine.html(findings, NO_FIGURES)
     assert isinstance(content, Content)
     assert [[cell.text for cell in row] for row in content.tables[0].rows] == [
         ["0", "9", "1,900", "1,800", "1,980", "650", "700", "60", "power cap 33 %"],
@@ -50,5 +50,5 @@ def test_it_stands_before_the_verdict_and_in_the_page_and_the_data() -> None:
 
 def test_without_it_nothing_is_said() -> None:
     traces = [builder.trace() for builder in ring([1000] * 4, [2000] * 4)]
-    found = findings_in_memory(attribute(traces, recorded_run(4)))
-    assert "GPUs while" not in render(found) and machine.html(found, NO_FIGURES) is None
+    findings = findings_in_memory(attribute(traces, recorded_run(4)))
+    assert "GPUs while" not in render(findings) and machine.html(findings, NO_FIGURES) is None

@@ -1,6 +1,6 @@
-"""The merged trace: valid by its schema, on one clock, with every activity, and arrows from send to receive.
+"""Tests of the merged trace: valid by its schema, one clock, every activity, arrows from send to receive.
 
-What a viewer makes of it is told by `tests.report.perfetto_model`, and by Perfetto itself where it is installed.
+`tests.report.perfetto_model` models what a viewer reads of it; Perfetto itself reads it where it is installed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.report.perfetto_model import Model, Slice, nanoseconds, read
 RUN = ROOT / "traces" / "h200x4-zigzag-65536"
 NUMBER, TEXT, WHOLE = {"type": "number"}, {"type": "string"}, {"type": "integer", "minimum": 0}
 LENGTH = {"type": "number", "minimum": 0}
-PLACE = {"pid": WHOLE, "tid": WHOLE, "name": TEXT}
+TRACK = {"pid": WHOLE, "tid": WHOLE, "name": TEXT}
 # The Trace Event Format (Google, 2016): what each phase must have.
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -42,13 +42,13 @@ SCHEMA: dict[str, Any] = {
             "type": "array",
             "items": {
                 "oneOf": [
-                    {"properties": {"ph": {"const": "X"}, **PLACE, "ts": NUMBER, "dur": LENGTH},
+                    {"properties": {"ph": {"const": "X"}, **TRACK, "ts": NUMBER, "dur": LENGTH},
                      "required": ["ph", "pid", "tid", "name", "ts", "dur"]},
-                    {"properties": {"ph": {"const": "M"}, **PLACE, "args": {"type": "object"}},
+                    {"properties": {"ph": {"const": "M"}, **TRACK, "args": {"type": "object"}},
                      "required": ["ph", "pid", "tid", "name", "args"]},
-                    {"properties": {"ph": {"enum": ["s", "f"]}, **PLACE, "ts": NUMBER, "id": WHOLE, "cat": TEXT},
+                    {"properties": {"ph": {"enum": ["s", "f"]}, **TRACK, "ts": NUMBER, "id": WHOLE, "cat": TEXT},
                      "required": ["ph", "pid", "tid", "name", "ts", "id", "cat"]},
-                    {"properties": {"ph": {"const": "C"}, **PLACE, "ts": NUMBER,
+                    {"properties": {"ph": {"const": "C"}, **TRACK, "ts": NUMBER,
                                     "args": {"additionalProperties": NUMBER, "minProperties": 1}},
                      "required": ["ph", "pid", "name", "ts", "args"]},
                 ]
@@ -62,8 +62,8 @@ SCHEMA: dict[str, Any] = {
 def merged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("merged") / "merged.json.gz"
     assert cli.run(["export", str(RUN), "-o", str(path)]) == 0
-    found: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
-    return found
+    trace: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
+    return trace
 
 
 def test_it_is_a_valid_trace(merged):
@@ -73,19 +73,21 @@ def test_it_is_a_valid_trace(merged):
 def test_every_activity_is_a_slice_with_its_own_time(merged):
     slices = [event for event in merged["traceEvents"] if event["ph"] == "X" and "kind" in event["args"]]
     for rank in analysis(RUN).attribution.ranks:
-        mine = [event for event in slices if event["pid"] == rank.rank]
-        assert len(mine) == len(rank.window.activities())
+        rank_slices = [event for event in slices if event["pid"] == rank.rank]
+        assert len(rank_slices) == len(rank.window.activities())
         total = sum(kind.time_ns for kind in rank.breakdown.kinds.values())
-        assert sum(event["dur"] for event in mine) == pytest.approx(total / 1e3)
+        assert sum(event["dur"] for event in rank_slices) == pytest.approx(total / 1e3)
     assert min(event["ts"] for event in slices) == 0
 
 
 def test_exposed_stretches_sum_to_the_reports_figure(merged):
     for rank in analysis(RUN).attribution.ranks:
-        found = [
-            e["dur"] for e in merged["traceEvents"] if e["ph"] == "X" and (e["pid"], e["tid"]) == (rank.rank, EXPOSED)
+        durations = [
+            event["dur"]
+            for event in merged["traceEvents"]
+            if event["ph"] == "X" and (event["pid"], event["tid"]) == (rank.rank, EXPOSED)
         ]
-        assert sum(found) == pytest.approx(rank.breakdown.exposed_comm_ns / 1e3)
+        assert sum(durations) == pytest.approx(rank.breakdown.exposed_comm_ns / 1e3)
 
 
 def test_each_ring_step_is_a_slice(merged):
@@ -107,63 +109,63 @@ def test_arrows_go_from_a_rank_to_the_next_each_once(merged):
         assert pair["s"]["ts"] <= pair["f"]["ts"]
 
 
-def built(*builders: Builder, launches: bool = False) -> Model:
-    """What a viewer reads of the export of these traces."""
-    found = findings_in_memory(attribute([builder.trace() for builder in builders]))
-    return read(list(events_of(found, launches=launches)))
+def exported_model(*builders: Builder, launches: bool = False) -> Model:
+    """Return the model of what a viewer reads of the export of these traces."""
+    findings = findings_in_memory(attribute([builder.trace() for builder in builders]))
+    return read(list(events_of(findings, launches=launches)))
 
 
-def of_rank(model: Model, rank: int) -> list[Slice]:
-    return [one for one in model.slices if one.process == rank and one.track >= STREAMS]
+def stream_slices(model: Model, rank: int) -> list[Slice]:
+    return [piece for piece in model.slices if piece.process == rank and piece.track >= STREAMS]
 
 
 def test_a_transfer_holds_its_messages_its_wait_and_its_wire() -> None:
     """Rank 3 is 500 late. Its neighbours 0 and 2 wait for it, rank 1 does not; 2000 bytes in 1000 ns are 2 GB/s."""
-    model = built(*ring([1000, 1000, 1000, 1500], [2500, 2000, 2500, 2500], tensors=1))
-    whole, *inside = of_rank(model, 0)
+    model = exported_model(*ring([1000, 1000, 1000, 1500], [2500, 2000, 2500, 2500], tensors=1))
+    whole, *inside = stream_slices(model, 0)
     assert (whole.start_ns, whole.end_ns, whole.parent) == (0, 1500, None)
     assert whole.args == {
         "kind": "send/recv", "bytes": 2000, "send to": "rank 1", "receive from": "rank 3", "link": "unknown link",
         "group": "cp", "wait ms": 0.0005, "wire ms": 0.001, "GB/s": 2.0,
     }  # fmt: skip
-    assert [(one.name, one.start_ns, one.end_ns) for one in inside] == [
+    assert [(piece.name, piece.start_ns, piece.end_ns) for piece in inside] == [
         ("send to rank 1", 0, 0), ("wait", 0, 500), ("wire", 500, 1500), ("received from rank 3", 1499, 1499),
     ]  # fmt: skip
     assert inside[1].parent is whole and inside[2].parent is whole
     assert model.counters[0, "sent, unknown link GB/s"] == [(500, 2.0), (1500, 0.0)]
     assert model.counters[1, "sent, unknown link GB/s"] == [(0, 2.0), (1000, 0.0)]
-    arrows = {(one.source.process, one.target.process): (one.starts_ns, one.ends_ns) for one in model.arrows}
+    arrows = {(arrow.source.process, arrow.target.process): (arrow.starts_ns, arrow.ends_ns) for arrow in model.arrows}
     assert arrows == {(0, 1): (0, 999), (1, 2): (0, 1499), (2, 3): (0, 1499), (3, 0): (500, 1499)}
-    assert {(one.source.name, one.target.name) for one in model.arrows if one.source.process == 0} == {
+    assert {(arrow.source.name, arrow.target.name) for arrow in model.arrows if arrow.source.process == 0} == {
         ("send to rank 1", "received from rank 0")
     }
 
 
 def test_rates_of_transfers_at_one_time_are_summed() -> None:
-    """Both on one link: 2000 bytes in 1000 ns from 0 on, and in 500 ns from 600 on."""
+    """Both transfers use one link: 2000 bytes in 1000 ns from 0 on, and in 500 ns from 600 on."""
     builders = ring([1000] * 4, [2000] * 4, tensors=1)
     for rank, builder in enumerate(builders):
         builder.batch(300, 1600, 2100, to=(rank + 1) % 4, source=(rank - 1) % 4, tensors=1)
         builder.activities[-1] = (*builder.activities[-1][:5], 21, *builder.activities[-1][6:])
-    found = built(*builders).counters[0, "sent, unknown link GB/s"]
-    assert found == [(0, 2.0), (600, 6.0), (1000, 4.0), (1100, 0.0)]
+    rates = exported_model(*builders).counters[0, "sent, unknown link GB/s"]
+    assert rates == [(0, 2.0), (600, 6.0), (1000, 4.0), (1100, 0.0)]
 
 
 def test_a_message_that_would_end_before_it_begins_has_no_arrow() -> None:
     """Rank 1 is done before rank 0 begins: the times of one of them are wrong."""
-    model = built(*ring([5000, 1000, 5000, 5000], [6000, 2000, 6000, 6000], tensors=1))
-    assert (0, 1) not in {(one.source.process, one.target.process) for one in model.arrows}
+    model = exported_model(*ring([5000, 1000, 5000, 5000], [6000, 2000, 6000, 6000], tensors=1))
+    assert (0, 1) not in {(arrow.source.process, arrow.target.process) for arrow in model.arrows}
     assert not +model.lost
-    (run,) = [one for one in model.slices if one.process == 4]
+    (run,) = [piece for piece in model.slices if piece.process == 4]
     assert run.args["arrows left out, as clocks are off"] == 1
 
 
 def test_activities_that_overlap_on_a_stream_are_all_read() -> None:
     builder = Builder(world_size=1).run(FLASH, 0, 10, launched=1).run(FLASH, 5, 20, launched=2)
     builder.run(FLASH, 6, 9, launched=3).run(FLASH, 10, 30, launched=4)
-    model = built(builder)
+    model = exported_model(builder)
     assert not +model.lost
-    assert [(one.start_ns, one.end_ns, one.parent) for one in of_rank(model, 0)] == [
+    assert [(piece.start_ns, piece.end_ns, piece.parent) for piece in stream_slices(model, 0)] == [
         (0, 10, None), (5, 20, None), (6, 9, None), (10, 30, None),
     ]  # fmt: skip
 
@@ -171,14 +173,14 @@ def test_activities_that_overlap_on_a_stream_are_all_read() -> None:
 def test_launches_are_drawn_on_request_with_an_arrow_to_what_they_launched() -> None:
     builder = Builder(world_size=1).run(FLASH, 100, 110, launched=20).run(FLASH, 120, 130, launched=40)
     builder.mark("my step", 10, 60).run("early_by_its_clock", 30, 35, launched=50)
-    assert not built(builder).arrows
-    model = built(builder, launches=True)
+    assert not exported_model(builder).arrows
+    model = exported_model(builder, launches=True)
     assert not +model.lost
-    calls = [one for one in model.slices if one.name.startswith("launch of")]
-    assert [(one.start_ns, one.parent and one.parent.name) for one in calls] == [
+    calls = [piece for piece in model.slices if piece.name.startswith("launch of")]
+    assert [(piece.start_ns, piece.parent and piece.parent.name) for piece in calls] == [
         (0, "my step"), (20, "my step"), (30, "my step"),
     ]  # fmt: skip
-    assert [(one.source.start_ns, one.target.start_ns) for one in model.arrows] == [(0, 80), (20, 100)]
+    assert [(arrow.source.start_ns, arrow.target.start_ns) for arrow in model.arrows] == [(0, 80), (20, 100)]
 
 
 RUNS = [
@@ -193,19 +195,19 @@ RUNS = [
     "path", [*(ROOT / "traces" / name for name in RUNS), DATA / NVLINK], ids=lambda path: path.name
 )
 def test_a_viewer_loses_nothing_of_a_recorded_run(path: Path) -> None:
-    found = analysis(path).findings
-    events = list(events_of(found, launches=True))
+    findings = analysis(path).findings
+    events = list(events_of(findings, launches=True))
     model = read(events)
     assert not +model.lost
     assert len(model.slices) == sum(event["ph"] == "X" for event in events)
     messages = [arrow for arrow in model.arrows if arrow.category == "message"]
     assert len(messages) == sum(
-        hop.parts[0].transfer.kind == "send_recv" for r in found.attribution.ranks for hop in r.hops
+        hop.parts[0].transfer.kind == "send_recv" for rank in findings.attribution.ranks for hop in rank.hops
     )
     for arrow in messages:
         assert arrow.source.name == f"send to rank {arrow.target.process}"
         assert arrow.target.name == f"received from rank {arrow.source.process}"
-    steps = {one.args["step"] for one in model.slices if "bytes" in one.args and "step" in one.args}
+    steps = {piece.args["step"] for piece in model.slices if "bytes" in piece.args and "step" in piece.args}
     assert steps >= {"fwd 0", "bwd 0"}
 
 
@@ -214,15 +216,17 @@ def test_a_run_on_cpu_shows_its_operators_and_what_it_waited() -> None:
     model = read(list(events_of(run.findings)))
     assert not +model.lost
     for rank in run.attribution.ranks:
-        waits = [s for s in model.slices if s.process == rank.rank and s.name.startswith("ringprof::wait")]
-        assert sum(one.end_ns - one.start_ns for one in waits) == rank.breakdown.exposed_comm_ns
-        assert any(one.process == rank.rank and one.name.startswith("aten::") for one in model.slices)
+        waits = [
+            piece for piece in model.slices if piece.process == rank.rank and piece.name.startswith("ringprof::wait")
+        ]
+        assert sum(piece.end_ns - piece.start_ns for piece in waits) == rank.breakdown.exposed_comm_ns
+        assert any(piece.process == rank.rank and piece.name.startswith("aten::") for piece in model.slices)
 
 
 def test_the_file_says_what_was_run(merged):
-    about = merged["otherData"]
-    assert (about["strategy"], about["tokens"], about["ranks"]) == ("zigzag", 65536, 4)
-    assert about["devices"] == "NVIDIA H200" and about["torch"].startswith("2.")
+    metadata = merged["otherData"]
+    assert (metadata["strategy"], metadata["tokens"], metadata["ranks"]) == ("zigzag", 65536, 4)
+    assert metadata["devices"] == "NVIDIA H200" and metadata["torch"].startswith("2.")
     (run,) = [event for event in merged["traceEvents"] if event["ph"] == "X" and event["pid"] == 4]
     assert run["args"]["strategy"] == "zigzag"
 
@@ -238,9 +242,9 @@ def test_what_shares_a_lane_is_apart_or_within(drawn: list[tuple[int, int]], nes
     lanes = Lanes(nested=nested)
     placed = [(lanes.place(*span), *span) for span in spans]
     for number, (lane, start, end) in enumerate(placed):
-        for other, _, ended in placed[:number]:
+        for other, _, other_end in placed[:number]:
             if lane == other:
-                assert start >= ended or (nested and end <= ended)
+                assert start >= other_end or (nested and end <= other_end)
 
 
 def test_hosts_are_put_on_one_clock():

@@ -1,4 +1,4 @@
-"""Plots by what they hold: lengths that sum to the report's figures, labels that do not touch, no global state."""
+"""Tests of the contents of plots: lengths that sum to figures, labels that do not overlap, no global state."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_steps_and_waiting_hold_the_step_table():
     assert float(image.get_array().sum()) == pytest.approx(frame["exposed_ns"].sum() / 1e6)
 
 
-@pytest.mark.parametrize("count", [1, 4, 8, 64, 1024])
+@pytest.mark.parametrize("count", [1, 4, 8, 64, 256])
 def test_labels_never_touch_at_any_number_of_ranks(count):
     builders = [Builder(rank=rank, world_size=count).run(FLASH, 0, 1000 + rank, launched=1) for rank in range(count)]
     ax = plots_of(*builders).breakdown()
@@ -95,12 +95,12 @@ def test_each_plot_draws_where_it_is_told_and_shows_nothing(kind):
 
 
 def test_several_runs_side_by_side():
-    found = ringprof.compare(
+    comparison = ringprof.compare(
         RUN, ROOT / "traces" / "h200x4-zigzag-65536-copied", ROOT / "traces" / "h200x4-zigzag-262144"
     )
-    values = [entry.figures["tflops"].value for entry in found.entries]
-    assert [width for _, width in bars(plots.comparison(found))] == pytest.approx(sorted(values, reverse=True))
-    ax: Any = plots.scaling(found)
+    values = [entry.figures["tflops"].value for entry in comparison.entries]
+    assert [width for _, width in bars(plots.comparison(comparison))] == pytest.approx(sorted(values, reverse=True))
+    ax: Any = plots.scaling(comparison)
     lines = {str(line.get_label()): line for line in ax.get_lines()}
     assert list(lines) == ["the kernels' own rate", "zigzag", "zigzag (copied hops)"]
     assert list(lines["zigzag"].get_ydata()) == pytest.approx([values[0], values[2]])
@@ -165,7 +165,7 @@ def test_names_are_text_in_svg(tmp_path):
     for builder in builders:
         builder.host = "<script>$x^2$</script>"
     ax = plots_of(*builders).breakdown()
-    ax.set_title(plots._literal("<script>alert(1)</script> $\\frac{1}{2}$"))
+    ax.set_title(plots._escape_dollars("<script>alert(1)</script> $\\frac{1}{2}$"))
     figure = ax.get_figure()
     assert isinstance(figure, Figure)
     figure.savefig(tmp_path / "out.svg")

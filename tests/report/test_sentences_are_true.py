@@ -1,7 +1,7 @@
-"""Every sentence of every report that a test can make is derived again; one without a rule fails.
+"""Every sentence of every report that a test can make is derived again; a sentence without a rule fails.
 
 Sentences are the verdict, the next step, the remedies and evidence of the waterfall, and the warnings. Where this fails
-with "no rule for", add the rule of the new sentence to `tests.report.sentence_rules` and its siblings.
+with "no rule for", add the rule of the new sentence to `tests.report.sentence_rules` or the modules beside it.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ RULE_MODULES = (sentence_communication, sentence_computation, sentence_evidence,
 
 
 def case_of(folder: Path) -> Case:
-    """The report of a folder beside its raw events."""
+    """Return the report of a folder with its raw events."""
     findings = analysis(folder).findings
     return Case(findings, {rank.rank: of_file(folder / Path(rank.path).name) for rank in findings.attribution.ranks})
 
 
 def sentences(case: Case) -> list[tuple[str, str, str]]:
-    """(place, part of the waterfall, text) of every sentence of a report."""
-    found = [("verdict", "", line) for line in case.summary["verdict"]]
+    """List every sentence of a report as (category, part of the waterfall, text)."""
+    triples = [("verdict", "", line) for line in case.summary["verdict"]]
     if case.summary["next_step"]:
-        found.append(("next", "", case.summary["next_step"]["text"]))
+        triples.append(("next", "", case.summary["next_step"]["text"]))
     for row in case.report["waterfall"]:
-        found += [(place, row["part"], row[place]) for place in ("evidence", "remedy") if row[place]]
-    return found + [("warning", "", row["message"]) for row in case.report["warnings"]]
+        triples += [(category, row["part"], row[category]) for category in ("evidence", "remedy") if row[category]]
+    return triples + [("warning", "", row["message"]) for row in case.report["warnings"]]
 
 
 def false_sentences(case: Case) -> list[str]:
-    """What is wrong with each sentence that is false, or has no rule."""
+    """List the problems of the sentences that are false or have no rule."""
     problems = []
-    for place, part, text in sentences(case):
+    for category, part, text in sentences(case):
         case.part = part
         try:
-            audit(case, place, text)
+            audit(case, category, text)
         except AssertionError as problem:
-            problems.append(f"{place} {part}: {problem}")
+            problems.append(f"{category} {part}: {problem}")
     return problems
 
 
@@ -61,14 +61,14 @@ def test_every_sentence_of_a_recorded_run_is_true(folder):
 def test_every_sentence_of_a_made_up_program_is_true(name):
     builders, run = PROGRAMS[name]()
     findings = findings_in_memory(attribute([builder.trace() for builder in builders], run))
-    raws = [of_builder(one) if isinstance(one, Builder) else of_events(one.events) for one in builders]
+    raws = [of_builder(builder) if isinstance(builder, Builder) else of_events(builder.events) for builder in builders]
     raw = {rank.rank: events for rank, events in zip(findings.attribution.ranks, raws, strict=True)}
     assert false_sentences(Case(findings, raw)) == []
 
 
 def test_a_sentence_without_a_rule_fails():
     case = case_of(COMMITTED[0])
-    assert all(RULES[place] for place in ("verdict", "next", "remedy", "evidence", "warning")) and RULE_MODULES
+    assert all(RULES[category] for category in ("verdict", "next", "remedy", "evidence", "warning")) and RULE_MODULES
     with pytest.raises(AssertionError, match="no rule for 'All is well"):
         audit(case, "verdict", "All is well.")
     with pytest.raises(AssertionError, match="no rule for 'by the moon"):

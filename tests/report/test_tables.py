@@ -1,15 +1,17 @@
-"""Tables in the room there is: columns go by priority and are named, names fold, the rest stands below; no digit goes
-missing."""
+"""Tests of tables at limited widths: which columns are left out, how names fold, and that no digit is lost."""
 
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import ringprof
+from ringprof.analysis.findings.comparison import Difference
 from ringprof.report import comparison
-from ringprof.report.sections import OPTIONAL
+from ringprof.report.sections import OPTIONAL, steps
 from ringprof.report.sections.breakdown import rank_table
 from ringprof.report.tables import Column, Listing, Table, text_table
 from ringprof.report.text import TextStyle, short_name
@@ -71,8 +73,8 @@ TABLE = Table("steps", (Column(""), Column("exposed", "time"), Column("bound by"
 ], "--all")  # fmt: skip
 
 
-def names(listing: Listing, most: int | None = None) -> list[str]:
-    return re.findall(r"fwd \d", TABLE.listed(TextStyle(), listing, most))
+def names(listing: Listing, default_rows: int | None = None) -> list[str]:
+    return re.findall(r"fwd \d", TABLE.listed(TextStyle(), listing, default_rows))
 
 
 def test_rows_come_in_the_order_and_number_asked_for() -> None:
@@ -81,15 +83,15 @@ def test_rows_come_in_the_order_and_number_asked_for() -> None:
     assert names(Listing("bound by")) == ["fwd 1", "fwd 2", "fwd 0"]
     assert names(Listing("gb/s")) == ["fwd 0", "fwd 2", "fwd 1"]
     assert names(Listing("exposed", top=1)) == ["fwd 1"]
-    assert names(Listing(), most=2) == ["fwd 0", "fwd 1"]
-    assert names(Listing(everything=True), most=2) == ["fwd 0", "fwd 1", "fwd 2"]
+    assert names(Listing(), default_rows=2) == ["fwd 0", "fwd 1"]
+    assert names(Listing(everything=True), default_rows=2) == ["fwd 0", "fwd 1", "fwd 2"]
     assert "and 1 more: --all" in TABLE.listed(TextStyle(), Listing(), 2)
 
 
 @pytest.mark.parametrize("folder", RUNS, ids=lambda path: path.name)
 @pytest.mark.parametrize("everything", [False, True])
 def test_no_figure_of_a_committed_run_is_cut_at_80_columns(folder, everything: bool) -> None:
-    """Every number of the 80 columns is one of the unlimited report, and no line is longer than the terminal."""
+    """Every number shown in 80 columns is in the unlimited report, and no line is longer than the terminal."""
     run, sections, listing = analysis(folder), list(OPTIONAL), Listing(everything=everything)
     narrow = run.to_terminal(TextStyle(width=80), sections, listing)
     wide = run.to_terminal(TextStyle(width=80, wide_tables=True), sections, listing)
@@ -121,8 +123,8 @@ def test_kernels_are_called_by_what_they_are(kernel: str, shown: str) -> None:
 
 
 def test_a_rate_over_links_of_several_classes_stands_in_no_table() -> None:
-    both, one = (analysis(TRACES / name) for name in ("h200x4-burst-65536-two-hosts", "h200x4-zigzag-65536"))
-    for run, rated in ((both, False), (one, True)):
+    two_hosts, one_host = (analysis(TRACES / name) for name in ("h200x4-burst-65536-two-hosts", "h200x4-zigzag-65536"))
+    for run, rated in ((two_hosts, False), (one_host, True)):
         links = {row.link for row in run.summary.communication}
         assert (len(links) == 1) is rated
         by_rank = run.to_terminal().split("by rank")[1]
@@ -132,10 +134,10 @@ def test_a_rate_over_links_of_several_classes_stands_in_no_table() -> None:
 
 
 def test_more_than_ten_times_is_said_as_that_and_a_cpu_by_its_name() -> None:
-    found = ringprof.compare(TRACES / "cpu4-burst-4096", TRACES / "h200x4-burst-262144")
-    times = [entry.figures["tflops"].value for entry in found.entries]
-    assert comparison.verdict_lines(found) == [f"1: more TFLOP/s, {times[1] / times[0]:,.1f} times"]
-    assert found.differing["device"] == ("AMD EPYC", "NVIDIA H200")
+    result = ringprof.compare(TRACES / "cpu4-burst-4096", TRACES / "h200x4-burst-262144")
+    times = [entry.figures["tflops"].value for entry in result.entries]
+    assert comparison.verdict_lines(result) == [f"1: more TFLOP/s, {times[1] / times[0]:,.1f} times"]
+    assert result.differing["device"] == ("AMD EPYC", "NVIDIA H200")
     # A parameter that a strategy does not have is not "unknown".
     two = ringprof.compare(TRACES / "h200x4-burst-262144", TRACES / "h200x4-zigzag-262144")
     assert two.differing["-p ring_window"][1] is None
@@ -144,6 +146,32 @@ def test_more_than_ten_times_is_said_as_that_and_a_cpu_by_its_name() -> None:
 
 @pytest.mark.parametrize("name", ["\x1b]0;owned\x07", "\x9b2Jx", "a\nverdict: fine", "\u202e", "\x00"])
 def test_no_cell_commands_a_terminal(name: str) -> None:
-    """Names of a user's own ranges come from the trace, too; one of control characters only is no error."""
-    made = Table("t", (Column("name", folds=True), Column("n", "count")), [[name, 1]]).text(TextStyle(width=60))
-    assert all(line.isprintable() for line in made.split("\n")) and made.count("\n") == 1
+    """A user's own ranges have names from the trace, too; a name of control characters only is no error."""
+    table = Table("t", (Column("name", folds=True), Column("n", "count")), [[name, 1]]).text(TextStyle(width=60))
+    assert all(line.isprintable() for line in table.split("\n")) and table.count("\n") == 1
+
+
+def test_mebibytes_are_of_two_to_the_twentieth() -> None:
+    table = Table("memory", (Column(""), Column("held", "MiB")), [["rank 0", 3 << 20]])
+    assert table.text(TextStyle(width=40)).split("\n")[-1].split() == ["rank", "0", "3.0"]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "low", "high", "verdict", "shown"),
+    [
+        (0.95, 0.94, 0.96, "better", "faster by 5.0 % (4.0 to 6.0)"),
+        (1.10, 1.08, 1.13, "worse", "slower by 10.0 % (8.0 to 13.0)"),
+        (0.99, 0.97, 1.01, "noise", "no difference proved: faster by 1.0 % (-1.0 to 3.0)"),
+    ],
+)
+def test_the_interval_of_a_gain_has_the_sign_of_the_gain(
+    ratio: float, low: float, high: float, verdict: str, shown: str
+) -> None:
+    difference = Difference("iteration_ms", 1, ratio - 1, ratio, verdict, low, high)
+    assert comparison._describe(difference, "slower", "faster") == shown
+
+
+def test_the_worst_rank_of_a_step_is_that_of_the_mean_over_calls() -> None:
+    """Rank 0 exposes 10 and 20 in two calls, rank 1 18 in the one that it has."""
+    steps_of_ranks: list[Any] = [SimpleNamespace(rank=rank, exposed_ns=ns) for rank, ns in ((0, 10), (0, 20), (1, 18))]
+    assert steps._most_exposed(steps_of_ranks) == (1, 18)

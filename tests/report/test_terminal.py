@@ -1,4 +1,4 @@
-"""The report for people, read as people read it."""
+"""Tests of the terminal report as people read it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_parts_visibly_sum():
 
 
 def test_a_share_is_in_the_table_what_it_is_in_the_verdict():
-    """Of 92.825, 4.846, 0.021 and 2.308 %, which nearest tenths sum to 99.9, the second was shown as 4.9."""
+    """The nearest tenths of 92.825, 4.846, 0.021 and 2.308 % sum to 99.9; the second must not become 4.9 for that."""
     b = Builder(world_size=1).mark("ringprof::iteration", 0, 100_000).operate("aten::mm", 0, 92_825)
     text = shown_traces(b.mark("ringprof::wait", 92_825, 97_671).operate("aten::copy_", 97_671, 97_692))
     assert "4.8 % of the time is exposed communication" in text
@@ -126,7 +126,7 @@ def test_a_cpu_run_speaks_of_blocked_time():
 
 
 def test_a_range_of_gloo_is_not_called_blocked_time():
-    """It is posted at 100 and waited for from 300 on, after a product."""
+    """The transfer is posted at 100 and waited for from 300 on, after a product."""
     b = Builder(world_size=2).mark("ProfilerStep#1", 0, 1000).mark("gloo:recv", 100, 400).operate("aten::mm", 100, 300)
     assert re.search(r"^send/recv .* posting to end of wait$", shown_traces(b, width=100), re.MULTILINE)
 

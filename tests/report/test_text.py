@@ -1,4 +1,4 @@
-"""Figures and names as text."""
+"""Tests of figures and names as text."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_path_in_a_hint_is_one_word_of_a_shell(paths, words):
 
 
 @pytest.mark.parametrize(
-    "formula", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", *(f"{one}1" for one in "\uff1d\uff0b\uff0d\uff20")]
+    "formula", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", *(f"{sign}1" for sign in "\uff1d\uff0b\uff0d\uff20")]
 )
 def test_a_spreadsheet_runs_no_cell(formula):
     (cell,) = text.csv_text(["name"], [[formula]]).splitlines()[1:]
@@ -69,6 +69,19 @@ def test_rounded_parts_sum_to_the_rounded_whole(values, digits):
     parts = text.rounded_to_sum(values, sum(values), digits)
     assert round(sum(parts), digits) == pytest.approx(round(sum(values), digits), abs=0.11 * 10**-digits)
     assert all(abs(part - value) <= 10**-digits + 1e-9 for part, value in zip(parts, values, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("values", "digits", "rounded"),
+    [
+        # The two that are cut most are rounded up.
+        ([0.16, 0.178, 0.272], 1, [0.1, 0.2, 0.3]),
+        ([33.31, 33.35, 33.34], 1, [33.3, 33.4, 33.3]),
+        ([1.4, 1.3, 1.3], 0, [2.0, 1.0, 1.0]),
+    ],
+)
+def test_what_is_cut_most_is_rounded_up_to_the_sum(values, digits, rounded):
+    assert text.rounded_to_sum(values, sum(values), digits) == pytest.approx(rounded)
 
 
 @pytest.mark.parametrize(("tflops", "shown"), [(520.04, "520.0 TFLOP/s"), (0.0101, "10.1 GFLOP/s")])

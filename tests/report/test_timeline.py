@@ -1,4 +1,4 @@
-"""What is drawn and listed is what the breakdown is of: cut where the window is, on the device that is reported."""
+"""Tests that drawings and listings match the breakdown: cut at the window, on the reported device."""
 
 from __future__ import annotations
 
@@ -30,15 +30,17 @@ def bars_of(*builders: Builder, between_ns: tuple[int, int] | None = None) -> li
     return timeline_of(attribution, ()).bars
 
 
-def halves(bars: list[Bar], rank: int) -> list[tuple[str, int, int]]:
-    return [(bar.what, bar.start_ns, bar.end_ns) for bar in bars if bar.rank == rank and bar.lane == "communication"]
+def communication_bars(bars: list[Bar], rank: int) -> list[tuple[str, int, int]]:
+    return [
+        (bar.category, bar.start_ns, bar.end_ns) for bar in bars if bar.rank == rank and bar.lane == "communication"
+    ]
 
 
 def test_a_split_bar_is_waiting_first_and_wire_then() -> None:
     """Ranks 0 to 2 start their hop at 1000 and rank 3 at 1500; all end at 2500. The timeline begins at 1000."""
     bars = bars_of(*ring([1000, 1000, 1000, 1500], [2500] * 4))
-    assert halves(bars, 0) == [("wait", 0, 500), ("wire", 500, 1500)]
-    assert halves(bars, 3) == [("wire", 500, 1500)]
+    assert communication_bars(bars, 0) == [("wait", 0, 500), ("wire", 500, 1500)]
+    assert communication_bars(bars, 3) == [("wire", 500, 1500)]
 
 
 def test_a_split_bar_is_cut_at_the_chosen_times() -> None:
@@ -47,7 +49,7 @@ def test_a_split_bar_is_cut_at_the_chosen_times() -> None:
     for builder in builders:
         builder.run(FLASH, 900, 2400, launched=80)
     bars = bars_of(*builders, between_ns=(200, 1200))
-    assert [(bar.what, bar.start_ns, bar.end_ns) for bar in bars if bar.rank == 0] == [
+    assert [(bar.category, bar.start_ns, bar.end_ns) for bar in bars if bar.rank == 0] == [
         ("flash_fwd", 0, 1000), ("wait", 100, 600), ("wire", 600, 1000),
     ]  # fmt: skip
     assert max(bar.end_ns for bar in bars) == 1000
@@ -56,7 +58,7 @@ def test_a_split_bar_is_cut_at_the_chosen_times() -> None:
 def test_only_the_device_that_is_reported_is_drawn() -> None:
     builder = Builder(world_size=1).run(FLASH, 0, 10, launched=1).run(FLASH, 20, 30, launched=2)
     builder.run("elementwise_of_the_other_device", 0, 500, launched=3, device=1)
-    assert [(bar.what, bar.start_ns, bar.end_ns) for bar in bars_of(builder)] == [
+    assert [(bar.category, bar.start_ns, bar.end_ns) for bar in bars_of(builder)] == [
         ("flash_fwd", 0, 10), ("flash_fwd", 20, 30), ("idle", 10, 20),
     ]  # fmt: skip
 
@@ -73,10 +75,10 @@ CHOSEN: tuple[tuple[Path, dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.parametrize(("path", "how"), CHOSEN, ids=lambda one: str(one)[-60:])
-def test_timeline_kernel_table_and_export_hold_what_the_breakdown_holds(path: Path, how: dict[str, Any]) -> None:
-    """By kind and rank, to the nanosecond."""
-    run, between = analysis(path, **how), how.get("between")
+@pytest.mark.parametrize(("path", "options"), CHOSEN, ids=lambda value: str(value)[-60:])
+def test_timeline_kernel_table_and_export_hold_what_the_breakdown_holds(path: Path, options: dict[str, Any]) -> None:
+    """Calls and times agree by kind and rank, to the nanosecond."""
+    run, between = analysis(path, **options), options.get("between")
     ranks = {rank.rank: rank.breakdown for rank in run.attribution.ranks}
     expected = {
         (rank, kind): (figures.calls, figures.time_ns) for rank, b in ranks.items() for kind, figures in b.kinds.items()
@@ -95,9 +97,9 @@ def test_timeline_kernel_table_and_export_hold_what_the_breakdown_holds(path: Pa
         assert max(ends) - min(event["ts"] for event in slices) <= (high - low) * 1e3 + 1e-3
 
 
-def _summed_bars(found: Findings) -> dict[tuple[int, str], int]:
+def _summed_bars(findings: Findings) -> dict[tuple[int, str], int]:
     times: Counter[tuple[int, str]] = Counter()
-    for bar in timeline_of(found.attribution, ()).bars:
+    for bar in timeline_of(findings.attribution, ()).bars:
         if bar.kind in (IDLE, BLOCKED_ON_PEER):
             continue
         times[bar.rank, bar.kind] += bar.end_ns - bar.start_ns
@@ -107,13 +109,13 @@ def _summed_bars(found: Findings) -> dict[tuple[int, str], int]:
 def _by_kind(expected: dict[tuple[int, str], tuple[int, int]]) -> dict[str, tuple[int, int]]:
     sums: dict[str, tuple[int, int]] = {}
     for (_, kind), (calls, time) in expected.items():
-        known = sums.get(kind, (0, 0))
-        sums[kind] = known[0] + calls, known[1] + time
+        subtotal = sums.get(kind, (0, 0))
+        sums[kind] = subtotal[0] + calls, subtotal[1] + time
     return sums
 
 
-def _kernel_rows(found: Findings) -> dict[str, tuple[int, int]]:
-    content = kernels.html(found, NO_FIGURES)
+def _kernel_rows(findings: Findings) -> dict[str, tuple[int, int]]:
+    content = kernels.html(findings, NO_FIGURES)
     assert isinstance(content, Content)
     labels = {label: kind for kind, label in LABELS.items() if kind in KINDS}
     sums: dict[str, tuple[int, int]] = {}
@@ -123,15 +125,15 @@ def _kernel_rows(found: Findings) -> dict[str, tuple[int, int]]:
     return sums
 
 
-def _counted_slices(found: Findings) -> dict[tuple[int, str], int]:
+def _counted_slices(findings: Findings) -> dict[tuple[int, str], int]:
     labels = {label: kind for kind, label in LABELS.items() if kind in KINDS}
-    activities = (event for event in events_of(found) if event["ph"] == "X" and "kind" in event["args"])
+    activities = (event for event in events_of(findings) if event["ph"] == "X" and "kind" in event["args"])
     return dict(Counter((event["pid"], labels[event["args"]["kind"]]) for event in activities))
 
 
 @pytest.mark.parametrize("between", ["10ms,20ms", "33.3ms,120ms", "60ms,90ms"])
 def test_arrows_of_a_part_are_those_of_the_whole(between: str) -> None:
-    """Cut at times, ranks hold different hops: none may be joined to another than its own."""
+    """Ranks that are cut at times hold different hops; none may be matched to another hop than its own."""
 
     def arrows(chosen: str | None) -> set[tuple[int, ...]]:
         run = analysis(DATA / NVLINK, between=chosen)

@@ -1,4 +1,4 @@
-"""Every strategy with its options, and one attention problem worked on several ranks and densely in float64."""
+"""Cases of every strategy and its options; an attention problem computed on several ranks, and densely in float64."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ CASES = [
 
 
 def inputs(problem: WorkloadShard) -> list[Tensor]:
-    """Full q, k, v and dout, the same on every rank."""
+    """Return the full q, k, v and dout, equal on every rank."""
     generator = torch.Generator().manual_seed(problem.seed)
 
     def draw(heads: int) -> Tensor:
@@ -91,7 +91,7 @@ def inputs(problem: WorkloadShard) -> list[Tensor]:
 
 
 def dense(problem: WorkloadShard) -> list[Tensor]:
-    """out, dq, dk, dv by torch's own autograd over the plain formula, in float64."""
+    """Compute out, dq, dk and dv by torch's autograd over the plain formula, in float64."""
     q, k, v, dout = (tensor.double() for tensor in inputs(problem))
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
     groups = problem.heads // problem.kv_heads
@@ -105,7 +105,7 @@ def dense(problem: WorkloadShard) -> list[Tensor]:
 
 
 def over_the_ranks(case: Case, problem: WorkloadShard, using: Any = None, **how: Any) -> list[Tensor]:
-    """out, dq, dk, dv of the whole sequence as the ranks computed them together, with the kernel ``using`` if given."""
+    """Compute out, dq, dk and dv of the whole sequence on all ranks, with the kernel ``using`` if there is one."""
     strategy = create(case.name, kernel=problem.kernel, **how, **case.params)
     if using is not None:
         strategy.kernel_for = lambda q: using
@@ -118,5 +118,5 @@ def over_the_ranks(case: Case, problem: WorkloadShard, using: Any = None, **how:
 
 
 def relative_error(value: Tensor, truth: Tensor) -> float:
-    """Root mean square of the difference over that of the truth."""
+    """Return the root mean square of the difference over that of the truth."""
     return float((value.double() - truth).norm() / truth.norm())

@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def install() -> None:
-    """Put them where `import` finds them first; in a process of its own."""
+    """Install the stand-ins in `sys.modules`; to be called in a process of its own."""
     _module("flash_attn")
     _module(
         "ring_flash_attn", ring_flash_attn_func=_ring, zigzag_ring_flash_attn_func=_zigzag,
@@ -60,13 +60,13 @@ def _striped(seq: int, size: int, rank: int) -> list[int]:
 
 
 def _dealt(seq: int, size: int, rank: int, chunk: int) -> list[int]:
-    """Every size-th chunk, from the last one down."""
+    """Return every size-th chunk, from the last one down."""
     chunks = range(seq // chunk - 1 - rank, -1, -size)
     return [token for first in chunks for token in range(first * chunk, (first + 1) * chunk)]
 
 
 class _Dense(torch.autograd.Function):
-    """Attention over what all ranks of a group hold, of this rank's queries."""
+    """Attention of this rank's queries over the keys of all ranks of a group."""
 
     @staticmethod
     def forward(
@@ -165,7 +165,7 @@ def _set_groups(held: Any) -> Any:
 
 
 class _LongContextAttention(torch.nn.Module):
-    """Ranks of one Ulysses group share two chunks of the sequence: the ring's pieces, cut contiguously."""
+    """A stand-in in which the ranks of a Ulysses group share two chunks of the sequence, split contiguously."""
 
     def __init__(
         self, scatter_idx=2, gather_idx=1, ring_impl_type="basic", use_pack_qkv=False, use_sync=False, attn_type="fa",
@@ -184,8 +184,8 @@ class _LongContextAttention(torch.nn.Module):
         assert query.shape[2] % ulysses == key.shape[2] % ulysses == 0
 
         def layout(seq: int, size: int, rank: int) -> list[int]:
-            place, within = (rank // ulysses, rank % ulysses) if low else (rank % ring, rank // ring)
-            tokens = _two_chunks(seq, ring, place)
+            position, within = (rank // ulysses, rank % ulysses) if low else (rank % ring, rank // ring)
+            tokens = _two_chunks(seq, ring, position)
             return tokens[within * seq // size : (within + 1) * seq // size]
 
         return _dense(layout, query, key, value, causal, softmax_scale, None)

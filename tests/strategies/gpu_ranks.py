@@ -1,4 +1,4 @@
-"""Several ranks on this machine's GPUs: spawned processes that talk over NCCL."""
+"""Spawned processes on this machine's GPUs, one per rank, that communicate over NCCL."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ SIZES = [size for size in (2, 4, 8) if size <= max(GPUS, 2)]
 
 
 def run_gpu_ranks(size: int, function: Callable[..., Any], *args: Any, limit_s: float = 300) -> list[Any]:
-    """``function(rank, *args)`` on every rank, one a GPU; its results in rank order, "gone" of a rank that just ended.
+    """Run ``function(rank, *args)`` on every rank, one per GPU. Return the results in rank order.
+
+    The result of a rank that exited without one is "gone".
 
     Raises AssertionError with the first failing rank's traceback, or where a rank has not answered in time.
     """

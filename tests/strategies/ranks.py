@@ -1,4 +1,4 @@
-"""Several ranks on this machine: forked processes that talk over gloo."""
+"""Forked processes on this machine, one per rank, that communicate over gloo."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ torch.zeros(1, requires_grad=True).sum().backward()
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """``function(rank, *args)`` on every rank of a fresh process group; its results in rank order.
+    """Run ``function(rank, *args)`` on every rank of a new process group. Return the results in rank order.
 
     Raises an error with the tracebacks of all ranks that failed. Results must pickle (this is test code talking to
     itself).

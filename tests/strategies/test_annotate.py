@@ -1,4 +1,4 @@
-"""The names that a trace shows for what a strategy does: reports tell ring steps, sends and waits by them."""
+"""Names of ranges in a trace, by which reports find ring steps, sends and waits."""
 
 from __future__ import annotations
 
@@ -9,54 +9,54 @@ import pytest
 from torch.autograd.profiler import profile
 
 from ringprof.mask import Mask
-from ringprof.strategies.annotate import annotate, heard_by, ring_step
+from ringprof.strategies.annotate import annotate, redirect_annotations, ring_step
 from tests.strategies.cases import Case, WorkloadShard, over_the_ranks
 from tests.strategies.ranks import run_ranks
 from tests.strategies.test_masks import over_the_ranks as over_the_ranks_with
 
 WORLD = 4
 NAME = re.compile(r"ringprof::(?:(?:fwd|bwd)/step=\d/(?:block|merge)|(?:send|wait)/[a-z_]+|wait)")
-"""A ring of one waits for nobody, and has no name."""
+"""Names of ranges. A ring of one rank waits for nobody, and has no channel name."""
 
 
 def names(rank: int, cases: list[Case]) -> list[set[str]]:
-    found = []
+    names_by_case = []
     for case in cases:
         with profile() as events:
             over_the_ranks(case, WorkloadShard(seq=32))
-        found.append({event.name for event in events.function_events if event.name.startswith("ringprof::")})
-    return found
+        names_by_case.append({event.name for event in events.function_events if event.name.startswith("ringprof::")})
+    return names_by_case
 
 
 @pytest.mark.processes
 def test_blocks_merges_sends_and_waits_are_named() -> None:
     cases = [Case(name) for name in ("ring", "zigzag", "stripe", "ulysses", "usp", "double-ring", "burst", "megatron")]
     cases += [Case("allgather"), Case("double-ring", {"ring_window": 2})]
-    found = run_ranks(WORLD, names, cases)[WORLD - 1]
-    for case, one in zip(cases, found, strict=True):
-        assert all(map(NAME.fullmatch, one)), (case, sorted(one))
-        assert {name.partition("/")[0] for name in one} >= {
+    names_by_case = run_ranks(WORLD, names, cases)[WORLD - 1]
+    for case, ranges in zip(cases, names_by_case, strict=True):
+        assert all(map(NAME.fullmatch, ranges)), (case, sorted(ranges))
+        assert {name.partition("/")[0] for name in ranges} >= {
             f"ringprof::{what}" for what in ("fwd", "bwd", "send", "wait")
         }
     # The last rank sees all keys of a causal mask: a block and a merge each step.
     steps = {f"ringprof::fwd/step={step}/{part}" for step in range(WORLD) for part in ("block", "merge")}
-    assert {name for name in found[0] if "fwd/" in name} == steps
+    assert {name for name in names_by_case[0] if "fwd/" in name} == steps
 
 
 def masked_names(rank: int, cases: list[Case], mask: Mask) -> list[set[str]]:
-    """Heard, not profiled: a step that is named in no range of the profiler's is heard all the same."""
-    found = []
+    """Return the names by `redirect_annotations`, which sees all of them without a profiler."""
+    names_by_case = []
     for case in cases:
-        heard: set[str] = set()
+        steps: set[str] = set()
 
-        def listen(name: str, heard: set[str] = heard) -> AbstractContextManager[None]:
-            heard.add(name)
+        def listen(name: str, steps: set[str] = steps) -> AbstractContextManager[None]:
+            steps.add(name)
             return nullcontext()
 
-        with heard_by(listen):
+        with redirect_annotations(listen):
             over_the_ranks_with(case, WorkloadShard(seq=64), mask)
-        found.append(heard)
-    return found
+        names_by_case.append(steps)
+    return names_by_case
 
 
 HEARD = re.compile(r"(?:fwd|bwd)/step=\d/(?:block|merge)|send|wait")
@@ -64,7 +64,7 @@ HEARD = re.compile(r"(?:fwd|bwd)/step=\d/(?:block|merge)|send|wait")
 
 @pytest.mark.processes
 def test_names_are_the_same_where_rows_travel() -> None:
-    """A window of 6 over chunks of 8: rows go by other ways than whole shards do, in two inner rings both."""
+    """With a window of 6 over chunks of 8, only some rows travel, also in two inner rings."""
     cases = [
         Case(name) for name in ("ring", "zigzag", "stripe", "usp", "double-ring", "burst", "megatron", "allgather")
     ]
@@ -83,7 +83,7 @@ def test_a_listener_hears_the_names_without_a_profiler() -> None:
         heard.append(name)
         return nullcontext()
 
-    with heard_by(listen), ring_step("fwd", 2, "block"), annotate("send", "kv"):
+    with redirect_annotations(listen), ring_step("fwd", 2, "block"), annotate("send", "kv"):
         pass
     with ring_step("fwd", 3, "block"), annotate("wait", "kv"):
         pass

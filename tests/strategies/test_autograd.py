@@ -1,4 +1,4 @@
-"""Strategies inside other people's graphs: losses of some ranks only, gradients of gradients, autocast, checkpoints."""
+"""Strategies in users' autograd graphs: losses of some ranks only, second-order gradients, autocast, checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def shares(strategy: Any, problem: WorkloadShard = PROBLEM) -> tuple[list[torch.
 
 
 def lse_on_one_rank(rank: int, kernel: str) -> list[tuple[str, float]]:
-    """Errors where the LSE is in the loss of rank 0 alone, for strategies that send different things for it."""
+    """Return the errors where the LSE is in the loss of rank 0 alone: strategies send different tensors for it."""
     problem = WorkloadShard(seq=16, heads=4, kv_heads=2, dtype=torch.float32)
     full = [tensor.double() for tensor in inputs(problem)]
     leaves = [tensor.requires_grad_() for tensor in full[:3]]
@@ -39,7 +39,7 @@ def lse_on_one_rank(rank: int, kernel: str) -> list[tuple[str, float]]:
     scores = torch.einsum("bqhd,bkhd->bhqk", leaves[0], wide[0]) * problem.head_dim**-0.5
     scores = scores.masked_fill(torch.ones(16, 16).triu(1).bool(), float("-inf"))
     out, lse = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), wide[1]), scores.logsumexp(-1)
-    found = []
+    errors = []
     for case in [case for case in CASES if 2 in case.worlds]:
         strategy = create(case.name, kernel=kernel, **case.params)
         mine, dout = shares(strategy, problem)
@@ -49,15 +49,15 @@ def lse_on_one_rank(rank: int, kernel: str) -> list[tuple[str, float]]:
         of_rank_0 = lse[..., strategy.layout.positions(16, 2, 0)].sum()
         truths = torch.autograd.grad((out * full[3]).sum() + of_rank_0, leaves, retain_graph=True)
         pairs = [(x.grad, strategy.shard(truth)) for x, truth in zip(mine, truths, strict=True)]
-        found.append((str(case), max(relative_error(value, truth) for value, truth in pairs if value is not None)))
-    return found
+        errors.append((str(case), max(relative_error(value, truth) for value, truth in pairs if value is not None)))
+    return errors
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kernel", ["reference", "cpu-flash"])
 def test_the_lse_may_be_in_the_loss_of_some_ranks_only(kernel):
-    for found in run_ranks(2, lse_on_one_rank, kernel):
-        for case, error in found:
+    for errors in run_ranks(2, lse_on_one_rank, kernel):
+        for case, error in errors:
             assert error < 1e-5, case
 
 
@@ -65,8 +65,8 @@ def test_the_lse_may_be_in_the_loss_of_some_ranks_only(kernel):
 
 
 def penalised(rank: int) -> dict[str, list[str]]:
-    """What a gradient of a gradient says, where dO needs a gradient itself and where, as in a penalty, it does not."""
-    said: dict[str, list[str]] = {}
+    """Return the error messages of second-order gradients by strategy, without and with a gradient of dO itself."""
+    messages: dict[str, list[str]] = {}
     for name in names():
         for needed in (False, True):
             strategy = create(name, kernel="reference")
@@ -75,10 +75,10 @@ def penalised(rank: int) -> dict[str, list[str]]:
             (gradient,) = torch.autograd.grad(weighted, mine[0], create_graph=True)
             try:
                 (weighted + gradient.square().sum()).backward()
-                said.setdefault(name, []).append("")
+                messages.setdefault(name, []).append("")
             except RuntimeError as refusal:
-                said.setdefault(name, []).append(str(refusal))
-    return said
+                messages.setdefault(name, []).append(str(refusal))
+    return messages
 
 
 @pytest.mark.processes
@@ -89,8 +89,8 @@ def test_a_second_order_gradient_is_refused_and_never_dropped():
 
 
 def transformed(rank: int) -> list[str]:
-    """What each strategy says to transforms of torch.func, which would drop its collectives or its gradient."""
-    said = []
+    """Return the error messages of torch.func transforms, which would drop the collectives or the gradient."""
+    messages = []
     for name in names():
         strategy = create(name, kernel="reference")
         mine = [x.detach() for x in shares(strategy)[0]]
@@ -98,8 +98,8 @@ def transformed(rank: int) -> list[str]:
         for transform in (torch.func.grad(loss), torch.vmap(loss)):
             with pytest.raises(Unsupported) as refused:
                 transform(*mine)
-            said.append(str(refused.value))
-    return said
+            messages.append(str(refused.value))
+    return messages
 
 
 @pytest.mark.processes
@@ -115,7 +115,7 @@ def test_transforms_of_functions_are_refused_in_a_line():
 
 
 def interrupted(rank: int) -> dict[str, float]:
-    """The error of a second attempt, after an exception in the first block of a pass, with hops on their way."""
+    """Return the error of a second attempt, after an exception in the first block of a pass with hops in flight."""
     errors: dict[str, float] = {}
     for case in [case for case in CASES if 2 in case.worlds]:
         strategy = create(case.name, kernel="reference", **case.params)
@@ -124,15 +124,15 @@ def interrupted(rank: int) -> dict[str, float]:
             with suppress(ZeroDivisionError), patch.object(ReferenceKernel, method, side_effect=ZeroDivisionError):
                 strategy.attention(*mine).backward(dout)
         out = strategy.attention(*mine)
-        found = (out.detach(), *torch.autograd.grad(out, mine, dout))
-        pairs = zip(found, dense(PROBLEM), strict=True)
+        results = (out.detach(), *torch.autograd.grad(out, mine, dout))
+        pairs = zip(results, dense(PROBLEM), strict=True)
         errors[str(case)] = max(relative_error(x, strategy.shard(truth)) for x, truth in pairs)
     return errors
 
 
 @pytest.mark.processes
 def test_a_second_attempt_after_an_exception_is_right():
-    """What the first has sent is not taken back, and no later hop waits for it."""
+    """The messages of the first attempt are not withdrawn, and no later hop waits for them."""
     for errors in run_ranks(2, interrupted):
         assert {case: error for case, error in errors.items() if not error < 1e-12} == {}
 
@@ -141,7 +141,7 @@ def test_a_second_attempt_after_an_exception_is_right():
 
 
 def cast(rank: int) -> list[str]:
-    """Types of the output and of q's gradient beside those of torch's own attention, under autocast."""
+    """Return the types of the output and of q's gradient, next to those of torch's attention, under autocast."""
     wrong = []
     strategy = create("zigzag")
     kinds = [torch.float32, torch.bfloat16, torch.float64]
@@ -183,7 +183,7 @@ def test_checkpoints_of_both_kinds_are_exact():
 
 
 def strided_inputs(rank: int) -> float:
-    """q, k and v as (B, H, S, D) programs hold them, and as slices of one fused projection; batch 1 and 2."""
+    """Return the largest error with q, k and v in (B, H, S, D) memory, and as slices of a fused projection."""
     errors = []
     for batch in (1, 2):
         problem = WorkloadShard(seq=16, batch=batch, heads=4, kv_heads=4)
@@ -193,8 +193,8 @@ def strided_inputs(rank: int) -> float:
             mine, dout = shares(strategy, problem)
             fused = torch.cat([x.detach() for x in mine], 2).chunk(3, 2)
             turned = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in mine]
-            for given in (fused, turned):
-                leaves = [x.detach().requires_grad_() for x in given]
+            for inputs_ in (fused, turned):
+                leaves = [x.detach().requires_grad_() for x in inputs_]
                 assert any(not x.is_contiguous() for x in leaves)
                 out = strategy.attention(*leaves)
                 gradients = torch.autograd.grad(out, leaves, dout.transpose(1, 2).contiguous().transpose(1, 2))
@@ -209,7 +209,7 @@ def test_inputs_may_lie_in_memory_as_they_like():
 
 
 def with_other_defaults(rank: int) -> float:
-    """In a model made on ``meta``, or in another type, after a call without gradients; k and v from one tensor."""
+    """A strategy works in a model made on ``meta`` or in another type, also with k and v in one tensor."""
     errors, truth = [], dense(PROBLEM)
     for name in names():
         full = inputs(PROBLEM)
@@ -236,7 +236,7 @@ def test_neither_default_devices_nor_types_nor_inference_change_anything():
 
 
 def in_two_threads(rank: int) -> float:
-    """Strategies of two groups, each called by a thread: the ranks' threads need not take turns alike."""
+    """Call strategies of two groups by a thread each: the threads of different ranks may run in different orders."""
     truth, errors = dense(PROBLEM), list[float]()
     strategies = [create("zigzag", kernel="reference", group=dist.new_group([0, 1])) for _ in range(2)]
 
@@ -261,9 +261,9 @@ def test_two_threads_may_call_strategies_of_two_groups():
 
 
 def bits_by_wire(rank: int) -> bool:
-    """Whether bf16 on the only hop of dK and dV gives what float32 gives; several parts of a block travel as a sum."""
+    """Return whether bf16 on the only hop of dK and dV gives the bits of float32. Parts of a block travel as a sum."""
     problem = WorkloadShard(seq=32, batch=2, dtype=torch.bfloat16)
-    found = []
+    gradients = []
     for wire in ("exact", "fp32"):
         strategies = (
             create("zigzag", kernel="reference", grad_wire=wire),
@@ -271,8 +271,8 @@ def bits_by_wire(rank: int) -> bool:
         )
         mine, dout = shares(strategies[0], problem)
         outs = strategies[0].attention(*mine), strategies[1].attention(*mine, documents=(0, 5, 20, 32))
-        found.append([x for out in outs for x in torch.autograd.grad(out, mine, dout)])
-    return all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        gradients.append([x for out in outs for x in torch.autograd.grad(out, mine, dout)])
+    return all(torch.equal(exact, other) for exact, other in zip(*gradients, strict=True))
 
 
 @pytest.mark.processes
@@ -299,7 +299,7 @@ def test_positions_are_kept_for_few_lengths_and_belong_to_the_caller():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_auto_never_takes_the_dense_reference_on_a_gpu(dtype, monkeypatch):
-    monkeypatch.setattr(KERNELS["cudnn"], "unfit", classmethod(lambda *_: "is not here"))
+    monkeypatch.setattr(KERNELS["cudnn"], "why_unsupported", classmethod(lambda *_: "is not here"))
     device = torch.device("cuda")
     if dtype == torch.float32:
         assert choose_kernel("auto", device, dtype, 128).name == "torch-efficient"
@@ -318,7 +318,7 @@ def test_auto_never_takes_the_dense_reference_on_a_gpu(dtype, monkeypatch):
 
 
 def compiled(rank: int) -> float:
-    """The error of a compiled model around a strategy that sends."""
+    """Return the error of a compiled model around a strategy that sends."""
     strategy = create("zigzag", kernel="reference")
     mine, dout = shares(strategy)
 
@@ -330,8 +330,8 @@ def compiled(rank: int) -> float:
         warnings.simplefilter("ignore")
         out = torch.compile(model, backend="eager")(*mine)
     out.backward(dout)
-    found = (out.detach(), *(x.grad for x in mine))
-    return max(relative_error(x, strategy.shard(true)) for x, true in zip(found, dense(PROBLEM), strict=True))
+    results = (out.detach(), *(x.grad for x in mine))
+    return max(relative_error(x, strategy.shard(true)) for x, true in zip(results, dense(PROBLEM), strict=True))
 
 
 @pytest.mark.processes
@@ -356,7 +356,7 @@ def test_what_kernels_take_in_words():
 
 
 def test_what_kernels_can():
-    """As their libraries have it; torch's own operators know neither softcap nor, but for flash, windows."""
+    """The flags match the libraries: torch's operators have no softcap and, except for flash, no windows."""
     own_and_flash = {"flash-attn-3", "flash-attn", "torch-flash", "cpu-flash", "flex", "reference"}
     able = {
         "takes_windows": own_and_flash,

@@ -1,4 +1,4 @@
-"""Prefill and decode over a cache that ranks share: against the plain formula in float64."""
+"""Prefill and decode over a cache that is sharded over ranks, against the plain formula in float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ringprof.mask import Mask
 from ringprof.strategies import Unsupported, create, find, for_inference, names
-from ringprof.strategies.annotate import heard_by
+from ringprof.strategies.annotate import redirect_annotations
 from ringprof.strategies.base import Shape
 from tests.strategies.cases import Case
 from tests.strategies.ranks import run_ranks
@@ -24,7 +24,7 @@ from tests.test_mask import sees
 
 
 class WorkloadShard(NamedTuple):
-    """New tokens over keys, those of the new tokens the last of them."""
+    """New tokens over a number of keys, the last of which are those of the new tokens."""
 
     new: int
     keys: int
@@ -69,21 +69,21 @@ def inputs(problem: WorkloadShard) -> list[Tensor]:
 
 
 def dense(problem: WorkloadShard) -> tuple[Tensor, Tensor]:
-    """Output and LSE, a row and head at a time: what a query sees is asked of every key."""
+    """Compute the output and LSE one row and head at a time, and check for every key whether the query sees it."""
     q, k, v, sinks = inputs(problem)
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = torch.empty(problem.batch, problem.heads, problem.new, dtype=torch.float64)
     for batch in range(problem.batch):
         for row in range(problem.new):
-            at = problem.keys - problem.new + row
-            seen = [key for key in range(problem.keys) if sees(problem.mask(), at, key)]
+            position = problem.keys - problem.new + row
+            seen = [key for key in range(problem.keys) if sees(problem.mask(), position, key)]
             for head in range(problem.heads):
-                theirs = head // (problem.heads // problem.kv_heads)
-                scores = k[batch, seen, theirs] @ q[batch, row, head] / math.sqrt(problem.head_dim)
+                kv_head = head // (problem.heads // problem.kv_heads)
+                scores = k[batch, seen, kv_head] @ q[batch, row, head] / math.sqrt(problem.head_dim)
                 if problem.softcap:
                     scores = problem.softcap * (scores / problem.softcap).tanh()
                 total = scores.exp().sum() + (sinks[head].exp() if problem.sinks else 0)
-                out[batch, row, head] = scores.exp() @ v[batch, seen, theirs] / total
+                out[batch, row, head] = scores.exp() @ v[batch, seen, kv_head] / total
                 lse[batch, head, row] = total.log()
     return out, lse
 
@@ -93,7 +93,7 @@ def errors(
 ) -> list[tuple[str, float]]:
     q, k, v, sinks = inputs(problem)
     exact, exact_lse = truth
-    found = []
+    results = []
     for case in cases:
         strategy = create(case.name, kernel=problem.kernel, **case.params)
         mine = (strategy.shard_cache(x, problem.new, problem.heads) for x in (k, v))
@@ -114,8 +114,8 @@ def errors(
         assert problem.mask().area(problem.keys, problem.new) == area
         if int(counted) != 4 * problem.batch * problem.heads * problem.head_dim * area:
             error = math.inf
-        found.append((f"{case} {problem}", error))
-    return found
+        results.append((f"{case} {problem}", error))
+    return results
 
 
 @pytest.mark.processes
@@ -168,24 +168,24 @@ def test_prefill_is_exact_in_float64_and_counted_by_the_exact_area(world: int) -
 
 
 def errors_beside_meta(rank: int, problem: WorkloadShard, truth: Tensor) -> list[float]:
-    """In a program whose tensors are made on ``meta`` where nothing else is said."""
+    """Return the errors in a program whose default device is ``meta``."""
     q, k, v, _ = inputs(problem)
-    found = []
+    errors = []
     for name in ("dcp", "ring-prefill"):
         with torch.device("meta"):
             strategy = create(name, kernel="reference")
             mine = [strategy.shard_cache(x, problem.new, problem.heads) for x in (k, v)]
             window = {"window_size": problem.window, "prefix": problem.prefix}
             out = strategy.attention(strategy.shard(q), *mine, kv_length=problem.keys, **window)
-        found.append(float((out - strategy.shard_output(truth)).abs().max()))
-    return found
+        errors.append(float((out - strategy.shard_output(truth)).abs().max()))
+    return errors
 
 
 @pytest.mark.processes
 def test_a_default_device_changes_nothing_over_a_cache() -> None:
     problem = WorkloadShard(16, 48, window=(20, 0), prefix=11)
-    for found in run_ranks(2, errors_beside_meta, problem, dense(problem)[0]):
-        assert max(found) < 1e-12
+    for errors in run_ranks(2, errors_beside_meta, problem, dense(problem)[0]):
+        assert max(errors) < 1e-12
 
 
 @st.composite
@@ -232,14 +232,14 @@ def test_many_drawn_caches_are_exact(drawn_one) -> None:
 
 def sent(rank: int, cases: list[Case], problem: WorkloadShard) -> list[dict[tuple[str, str], int]]:
     q, k, v, _ = inputs(problem)
-    found = []
+    bytes_by_case = []
     for case in cases:
         strategy = create(case.name, kernel="reference", **case.params)
         mine = (strategy.shard_cache(x, problem.new, problem.heads) for x in (k, v))
         strategy.attention(strategy.shard(q), *mine, kv_length=problem.keys, window_size=problem.window)
         meter = strategy.comm.meter.sent
-        found.append({(channel, operation): size for (channel, _, operation, _), (_, size) in meter.items()})
-    return found
+        bytes_by_case.append({(channel, operation): size for (channel, _, operation, _), (_, size) in meter.items()})
+    return bytes_by_case
 
 
 @pytest.mark.processes
@@ -270,8 +270,11 @@ def test_prefill_sends_what_is_less() -> None:
 
 @pytest.mark.processes
 def test_prefill_sends_of_the_cache_what_a_window_shows() -> None:
-    """Of 4 ranks, with chunks of 2 new tokens, each chunk and the cache is followed by one on another rank or its own:
-    a key of a rank goes one hop, and one goes three. K and V are 2 · 4 heads · 4 numbers of 8 bytes, of 2 sequences."""
+    """A window sends two keys per rank around the ring: one travels one hop, the other three.
+
+    On 4 ranks with chunks of 2 new tokens, each chunk and the cache is followed by one on another rank or its own. K
+    and V are 2 · 4 heads · 4 numbers of 8 bytes, of 2 sequences.
+    """
     kv = {("kv", "send_recv"): 4 * (2 * 4 * 4 * 8 * 2)}
     # 4 queries of 8 heads make three hops whole, and their outputs and LSEs come home from as many.
     q = {("q", "send_recv"): 3 * 2048, ("out", "all_to_all"): 3 * (2048 + 512)}
@@ -289,11 +292,11 @@ def shares(rank: int) -> list[list[int]]:
 
 @pytest.mark.processes
 def test_who_holds_which_keys() -> None:
-    found = run_ranks(4, shares)
+    positions = run_ranks(4, shares)
     # Groups of 2 neighbours; a cache that grows by one token grows by one key on one rank.
-    assert [rank[0] for rank in found] == [[0, 2, 4, 6, 8], [1, 3, 5, 7]] * 2
+    assert [rank[0] for rank in positions] == [[0, 2, 4, 6, 8], [1, 3, 5, 7]] * 2
     # Two cached tokens a rank, then the new ones in zigzag.
-    assert found[1][1:] == [[2, 3, 9, 14], [1, 6]]
+    assert positions[1][1:] == [[2, 3, 9, 14], [1, 6]]
 
 
 @pytest.mark.parametrize("name", ["dcp", "ring-prefill"])
@@ -343,25 +346,25 @@ def test_the_number_of_keys_need_not_be_said_where_a_rank_can_tell_it(case: Case
 
 def phases(rank: int, cases: list[Case], problem: WorkloadShard) -> list[set[str]]:
     q, k, v, _ = inputs(problem)
-    found = []
+    names_by_case = []
     for case in cases:
         strategy = create(case.name, kernel="reference", **case.params)
         mine = (strategy.shard_cache(x, problem.new, problem.heads) for x in (k, v))
-        heard: set[str] = set()
+        names: set[str] = set()
 
-        def listen(name: str, heard: set[str] = heard) -> AbstractContextManager[None]:
-            heard.add(name)
+        def listen(name: str, names: set[str] = names) -> AbstractContextManager[None]:
+            names.add(name)
             return nullcontext()
 
-        with heard_by(listen):
+        with redirect_annotations(listen):
             strategy.attention(strategy.shard(q), *mine, kv_length=problem.keys)
-        found.append(heard)
-    return found
+        names_by_case.append(names)
+    return names_by_case
 
 
 @pytest.mark.processes
 def test_its_phases_are_named_as_those_of_training() -> None:
-    """Reports tell ring steps, sends and waits by these names."""
+    """Reports find ring steps, sends and waits by these names."""
     merges = [f"fwd/step={step}/merge" for step in range(2)]
     blocks = [f"fwd/step={step}/block" for step in range(2)]
     (decode,) = run_ranks(2, phases, [Case("dcp")], WorkloadShard(1, 32))[0]
@@ -369,7 +372,7 @@ def test_its_phases_are_named_as_those_of_training() -> None:
     hops, queries = run_ranks(2, phases, PREFILL[:2], WorkloadShard(16, 48))[1]
     assert hops - {"send", "wait"} == {*blocks, *merges}
     assert queries - {"send", "wait"} == {*blocks, *merges, "fwd/step=2/merge"}
-    assert all({"send", "wait"} <= one for one in (decode, hops, queries))
+    assert all({"send", "wait"} <= names for names in (decode, hops, queries))
 
 
 def test_calls_that_cannot_be_meant_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""The collectives of the communicator: what arrives, in every type, and what is counted."""
+"""Collectives of the communicator: what arrives, in every type, and what the meter counts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MEMBERS = {4: [[0, 1, 2, 3]], 2: [[0, 2], [1, 3]]}
 
 
 def piece(sender: int, receiver: int, dtype: torch.dtype) -> torch.Tensor:
-    """What one member has for another: small whole numbers, exact in every type."""
+    """Return the piece that one member sends to another: small whole numbers, exact in every type."""
     return torch.full((2, 3), 8 * sender + receiver, dtype=dtype)
 
 
@@ -24,7 +24,7 @@ def channel_of(comm: Communicator, size: int) -> tuple[Collective, list[int]]:
 
 
 def trades(rank: int) -> list[str]:
-    """All three collectives, in all types, two of each under way at once and waited for in the other order."""
+    """Run all three collectives in all types, two of each in flight, and wait for them in the other order."""
     wrong = []
     comm = Communicator()
     for size in MEMBERS:
@@ -56,7 +56,7 @@ def test_what_arrives_is_what_was_sent():
 
 
 def sums(rank: int) -> float:
-    """Numbers whose bf16 sum depends on the rounding: 256 + 1 + 1 + 1 is 259 once rounded, 256 rounded each time."""
+    """Sum numbers whose bf16 sum shows the rounding: 256 + 1 + 1 + 1 is 259 rounded once, 256 rounded each time."""
     values = torch.full((4, 1), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
     return float(Communicator().collective("sums").reduce_scatter(values).wait()[0])
 
@@ -91,8 +91,8 @@ def test_bytes_are_counted_by_the_link_that_they_take():
 
 def channels(rank: int) -> list[bool]:
     comm = Communicator()
-    one, other, again = (comm.collective(name)._group for name in ("kv", "dkv", "kv"))
-    return [one is other, one is again]
+    first, other, again = (comm.collective(name)._group for name in ("kv", "dkv", "kv"))
+    return [first is other, first is again]
 
 
 @pytest.mark.processes
@@ -104,7 +104,7 @@ def test_what_carries_hops_is_told_by_what_was_sent():
     comm = Communicator()
     for operation, carrier in (("send_recv", "nccl"), ("copy", "copy")):
         comm.meter.add("kv", operation, "same_host", 10)
-        assert comm.carried_by == carrier
+        assert comm.hop_transport == carrier
 
 
 def test_one_rank_sends_nothing():

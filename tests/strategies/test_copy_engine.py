@@ -30,83 +30,83 @@ PLAIN = Mask()
 
 def test_hops_that_nothing_carries_are_refused_by_name():
     with pytest.raises(Unsupported, match="hops 'pigeon': write one of auto, nccl, copy"):
-        create("ring", ring_channel="pigeon")
+        create("ring", hops="pigeon")
 
 
 class _ByGloo:
-    """Carries what copy engines would, in two slots, at the worst moments that they may choose.
+    """A stand-in for `CopyRing` over gloo, with two slots and the worst timing that copy engines may have.
 
-    Where a hop arrives is spoilt as soon as it is posted, and what it sends is read no sooner than it is waited for.
+    The memory that a hop arrives in is overwritten as soon as it is posted. What it sends is read only in its wait.
     """
 
     def __init__(self, group: Any, following: int, previous: int) -> None:
         self.group, self.following, self.previous = group, following, previous
         self._memory, self._size, self._number = torch.empty(0, dtype=torch.uint8), 0, 0
 
-    def post(self, parcel: Message) -> _LateHop:
-        shapes = shapes_of(parcel.messages)
+    def post(self, message: Message) -> _LateHop:
+        shapes = shapes_of(message.buffers)
         self._grow(shapes)
         self._number += 1
-        return _LateHop(self, parcel, self._spoilt(shapes))
+        return _LateHop(self, message, self._overwritten(shapes))
 
     def free_slot(self, shapes: Shapes) -> list[torch.Tensor]:
         self._grow(shapes)
-        return self._spoilt(shapes)
+        return self._overwritten(shapes)
 
-    def holds(self, message: torch.Tensor) -> bool:
-        return message.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr()
+    def holds(self, buffer: torch.Tensor) -> bool:
+        return buffer.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr()
 
     def _grow(self, shapes: Shapes) -> None:
-        size = copy_engine.places(shapes)[1]
+        size = copy_engine.slot_offsets(shapes)[1]
         if size > self._size:
             self._memory, self._size, self._number = torch.empty(2 * size, dtype=torch.uint8), size, 0
 
-    def _spoilt(self, shapes: Shapes) -> list[torch.Tensor]:
+    def _overwritten(self, shapes: Shapes) -> list[torch.Tensor]:
         slot = self._number % 2
         self._memory[slot * self._size : (slot + 1) * self._size] = 255
-        return copy_engine.viewed(self._memory, self._size, shapes, slot)
+        return copy_engine.views_in_slot(self._memory, self._size, shapes, slot)
 
 
 class _LateHop:
-    """As `copies.CopyHop`, it knows what is under way by its parcel."""
+    """A hop of `_ByGloo`, with the interface of `copy_engine.CopyHop`."""
 
     def __init__(self, ring: _ByGloo, sent: Message, places: list[torch.Tensor]) -> None:
         self._ring, self._sent, self._places = ring, sent, places
 
     def wait(self) -> Message:
-        ring, messages = self._ring, self._sent.messages
-        assert messages, "what is under way was let go of"
-        arrived = [torch.empty_like(x) for x in messages]
-        # gloo knows few types, but bytes are bytes.
-        works = [ring.group.send([x.view(torch.uint8)], ring.following, 0) for x in messages]
+        ring, buffers = self._ring, self._sent.buffers
+        assert buffers, "the message in flight was released"
+        arrived = [torch.empty_like(x) for x in buffers]
+        # gloo supports few types, so bytes are sent.
+        works = [ring.group.send([x.view(torch.uint8)], ring.following, 0) for x in buffers]
         works += [ring.group.recv([x.view(torch.uint8)], ring.previous, 0) for x in arrived]
         for work in works:
             work.wait()
-        for place, message in zip(self._places, arrived, strict=True):
-            place.copy_(message)
-        return self._sent.over(self._places)
+        for target, buffer in zip(self._places, arrived, strict=True):
+            target.copy_(buffer)
+        return self._sent.with_buffers(self._places)
 
 
 def _carried(rank: int, can: list[bool], cases: list[Case], mask: Mask = PLAIN) -> dict[str, tuple[set[str], float]]:
-    """By what the hops of each case went, where ``can`` says which ranks have copy engines; and the error."""
+    """Return the operations of each case's hops, and its error. ``can`` says which ranks have copy engines."""
     rings: list[_ByGloo] = []
 
-    def made(group: Any, following: int, previous: int, *_: Any) -> _ByGloo:
+    def make_ring(group: Any, following: int, previous: int, *_: Any) -> _ByGloo:
         rings.append(_ByGloo(group, following, previous))
         return rings[-1]
 
-    def owned(parcel: Message, ring: _ByGloo | None) -> Message:
-        """As `copies.owned`: what lies in another ring's room is copied."""
-        if any(other.holds(message) for other in rings if other is not ring for message in parcel.messages):
-            return parcel.over([message.clone() for message in parcel.messages])
-        return parcel
+    def copy_if_in_other_slot(message: Message, ring: _ByGloo | None) -> Message:
+        """Copy a message that lies in the memory of another ring, like the function of this name in `copy_engine`."""
+        if any(other.holds(buffer) for other in rings if other is not ring for buffer in message.buffers):
+            return message.with_buffers([buffer.clone() for buffer in message.buffers])
+        return message
 
     with (
         patch.object(handshake, "can_copy", lambda: None if can[rank] else "need CUDA"),
         patch.object(handshake, "sees_peers", lambda: True),
-        patch.object(copy_engine, "CopyRing", made),
-        patch.object(copy_engine, "_watch", SimpleNamespace(add=lambda ring: None)),
-        patch.object(ring_channel, "owned", owned),
+        patch.object(copy_engine, "CopyRing", make_ring),
+        patch.object(copy_engine, "_watchdog", SimpleNamespace(add=lambda ring: None)),
+        patch.object(ring_channel, "copy_if_in_other_slot", copy_if_in_other_slot),
     ):
         return {str(case): _one_carried(case, mask) for case in cases}
 
@@ -116,7 +116,7 @@ def _one_carried(case: Case, mask: Mask) -> tuple[set[str], float]:
     *qkv, dout = inputs(problem)
     strategy = create(case.name, kernel="reference", **case.params)
     for _ in range(2):
-        # The second time in room that the first has left.
+        # The second pass uses the memory that the first has left.
         mine = [strategy.shard(x).requires_grad_() for x in qkv]
         out = strategy.attention(*mine, documents=mask.documents, window_size=mask.window, prefix=mask.prefix)
         out.backward(strategy.shard(dout))
@@ -131,31 +131,31 @@ def _one_carried(case: Case, mask: Mask) -> tuple[set[str], float]:
     ("can", "way"), [([True, True], "copy"), ([True, False], "send_recv"), ([False, False], "send_recv")]
 )
 def test_auto_copies_where_all_ranks_can(can, way):
-    for found in run_ranks(2, _carried, can, [Case("zigzag")]):
-        assert all(ways == {way} and error < 1e-13 for ways, error in found.values())
+    for carried in run_ranks(2, _carried, can, [Case("zigzag")]):
+        assert all(ways == {way} and error < 1e-13 for ways, error in carried.values())
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_strategy_is_right_with_room_that_is_used_again(size):
+def test_every_strategy_is_right_with_memory_that_is_used_again(size):
     cases = [case for case in CASES if size in case.worlds]
-    for found in run_ranks(size, _carried, [True] * size, cases):
-        assert {case: error for case, (_, error) in found.items() if not error < 1e-12} == {}
-        assert "copy" in found["zigzag"][0] and "copy" not in found["megatron"][0]
+    for carried in run_ranks(size, _carried, [True] * size, cases):
+        assert {case: error for case, (_, error) in carried.items() if not error < 1e-12} == {}
+        assert "copy" in carried["zigzag"][0] and "copy" not in carried["megatron"][0]
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "mask", [Mask.of(window=(3, 0)), Mask.of(window=(3, 0), prefix=2), Mask.of(documents=[0, 3, 21, 32])]
 )
-def test_rows_that_travel_alone_are_right_with_room_that_is_used_again(mask):
+def test_rows_that_travel_alone_are_right_with_memory_that_is_used_again(mask):
     cases = [Case("ring"), Case("zigzag"), Case("usp", {"ulysses_degree": 1})]
-    for found in run_ranks(4, _carried, [True] * 4, cases, mask):
-        assert {case: error for case, (_, error) in found.items() if not error < 1e-12} == {}
+    for carried in run_ranks(4, _carried, [True] * 4, cases, mask):
+        assert {case: error for case, (_, error) in carried.items() if not error < 1e-12} == {}
 
 
 def test_slots_that_were_outgrown_are_given_back_at_once(monkeypatch):
-    """Not at the next collection of garbage: the memory of a GPU is full before that."""
+    """The memory is freed at once, not at the next garbage collection: a GPU would run out before that."""
     handle = SimpleNamespace(rank=0, buffer_ptrs=[0, 0])
     monkeypatch.setattr(symmetric, "empty", lambda size, dtype, device: torch.empty(size, dtype=dtype))
     monkeypatch.setattr(symmetric, "rendezvous", lambda memory, group: handle)
@@ -176,18 +176,18 @@ def test_slots_that_were_outgrown_are_given_back_at_once(monkeypatch):
 @pytest.mark.skipif(GPUS > 0, reason="needs a machine without CUDA")
 def test_without_cuda_there_are_no_copy_engines():
     with pytest.raises(Unsupported, match="hops by copy engine need CUDA"):
-        create("zigzag", ring_channel="copy")
+        create("zigzag", hops="copy")
 
 
 @pytest.mark.skipif(GPUS == 0, reason="needs a CUDA device")
 def test_a_single_hardware_queue_is_refused(monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with pytest.raises(Unsupported, match="CUDA_DEVICE_MAX_CONNECTIONS of at least 8, which is 1"):
-        create("zigzag", ring_channel="copy")
+        create("zigzag", hops="copy")
 
 
 def _calls(strategy: Any, seeds: range, heads: int, kv_heads: int) -> list[list[torch.Tensor]]:
-    """Output and gradients of several calls, posted without waiting for one another."""
+    """Return output and gradients of several calls, posted without waiting for each other."""
     results = []
     for seed in seeds:
         torch.manual_seed(seed)
@@ -202,14 +202,14 @@ def _calls(strategy: Any, seeds: range, heads: int, kv_heads: int) -> list[list[
 
 
 def _compared(case: Case) -> str:
-    """Empty where both ways of a case give the same bits and count the same bytes; else what differs."""
+    """Compare a case over NCCL and copy engines in bits and counted bytes. Return the difference; empty: none."""
     params = {**case.params, "deterministic": True}
-    ways = {way: create(case.name, kernel="torch-flash", ring_channel=way, **params) for way in ("nccl", "copy")}
+    ways = {way: create(case.name, kernel="torch-flash", hops=way, **params) for way in ("nccl", "copy")}
     results = {way: _calls(strategy, range(6), 8, 4) for way, strategy in ways.items()}
     for call, pair in enumerate(zip(*results.values(), strict=True)):
-        for name, one, other in zip(("out", "dq", "dk", "dv"), *pair, strict=True):
-            if not torch.equal(one, other):
-                return f"{case}: {name} of call {call} differs by {(one - other).abs().max().item()}"
+        for name, expected, other in zip(("out", "dq", "dk", "dv"), *pair, strict=True):
+            if not torch.equal(expected, other):
+                return f"{case}: {name} of call {call} differs by {(expected - other).abs().max().item()}"
     sent = {
         way: {(*key[:2], key[3]): value for key, value in strategy.comm.meter.sent.items()}
         for way, strategy in ways.items()
@@ -221,12 +221,12 @@ def _compared(case: Case) -> str:
 
 
 def _differences(rank: int, size: int) -> list[str]:
-    found = []
+    differences = []
     for case in CASES:
-        found += [_compared(case)] if size in case.worlds else []
-        # What one case held must be free before the next counts.
+        differences += [_compared(case)] if size in case.worlds else []
+        # The memory of one case must be freed before the next case counts its own.
         gc.collect()
-    return [problem for problem in found if problem]
+    return [problem for problem in differences if problem]
 
 
 @pytest.mark.gpu
@@ -237,8 +237,8 @@ def test_every_strategy_gives_the_same_bits_and_bytes_either_way(size):
 
 
 def _bucketed(rank: int) -> tuple[list[int], bool]:
-    """Memory held after each of many lengths, by several strategies over the same ring, and whether all was right."""
-    strategies = [create("zigzag", kernel="torch-flash", ring_channel="copy") for _ in range(3)]
+    """Run strategies on one ring over many lengths. Return (memory held after each, whether all results were right)."""
+    strategies = [create("zigzag", kernel="torch-flash", hops="copy") for _ in range(3)]
     plain = create("zigzag", kernel="torch-flash")
     held, right = [], True
     for turn, seq in enumerate([512, 1024, 256, 2048, 768, 2048, 128, 1536, *range(256, 1280, 64)]):
@@ -249,7 +249,7 @@ def _bucketed(rank: int) -> tuple[list[int], bool]:
             leaves = [strategy.shard(x).requires_grad_() for x in (q, k, v)]
             out = strategy.attention(*leaves)
             outs.append([out, *torch.autograd.grad(out.sum(), leaves)])
-        pairs = [(x, outs[-1][place]) for one in outs for place, x in enumerate(one)]
+        pairs = [(x, outs[-1][index]) for results in outs for index, x in enumerate(results)]
         right = right and all(torch.allclose(x, own, atol=1e-2) for x, own in pairs)
         held.append(copy_engine.held_bytes())
     return held, right
@@ -264,9 +264,9 @@ def test_a_ring_holds_two_slots_of_its_largest_hop_whatever_lengths_and_strategi
         assert right
 
 
-def _bereft(rank: int) -> str:
-    """What rank 0 is told when rank 1 has ended in the middle; it must not wait for ever."""
-    strategy = create("zigzag", kernel="torch-flash", ring_channel="copy")
+def _after_a_peer_died(rank: int) -> str:
+    """Return the error on rank 0 after rank 1 has exited between two calls: rank 0 must not wait forever."""
+    strategy = create("zigzag", kernel="torch-flash", hops="copy")
     q = torch.randn(1, 1024, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     strategy.attention(q, q, q).sum().backward()
     torch.cuda.synchronize()
@@ -284,13 +284,13 @@ def _bereft(rank: int) -> str:
 @pytest.mark.gpu
 @needs_two_gpus
 def test_a_peer_that_dies_ends_the_wait_for_its_hop():
-    told, gone = run_gpu_ranks(2, _bereft, limit_s=90)
-    assert told.startswith("rank 1 has ended (process ") and told.endswith("the last output has NaN: True")
-    assert gone == "gone"
+    message, ended = run_gpu_ranks(2, _after_a_peer_died, limit_s=90)
+    assert message.startswith("rank 1 has ended (process ") and message.endswith("the last output has NaN: True")
+    assert ended == "gone"
 
 
 def _captured(rank: int) -> str:
-    strategy = create("zigzag", kernel="torch-flash", ring_channel="copy")
+    strategy = create("zigzag", kernel="torch-flash", hops="copy")
     q = torch.randn(1, 1024, 8, 64, device="cuda", dtype=torch.bfloat16)
     strategy.attention(q, q, q)
     try:
@@ -308,12 +308,12 @@ def test_copied_hops_are_refused_inside_a_cuda_graph():
 
 
 def _auto(rank: int) -> dict[str, set[str]]:
-    found = {}
+    operations = {}
     for kernel in ("cudnn", "torch-flash"):
         strategy = create("zigzag", kernel=kernel)
         _calls(strategy, range(2), 8, 4)
-        found[kernel] = {operation for _, _, operation, _ in strategy.comm.meter.sent}
-    return found
+        operations[kernel] = {operation for _, _, operation, _ in strategy.comm.meter.sent}
+    return operations
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""The watch over copied hops: a peer that ends, a hop that takes too long, and rings that nobody needs any more."""
+"""The watchdog of copied hops: a peer that ends, a hop that takes too long, and rings that are no longer in use."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from ringprof.strategies.errors import PeerLost
-from ringprof.strategies.transport.copy_watchdog import Watch
+from ringprof.strategies.transport.copy_watchdog import CopyWatchdog
 
 
 class Ring:
-    """A ring as the watch sees it."""
+    """A stand-in for a ring that the watchdog watches."""
 
     timeout_s = 600.0
 
@@ -37,10 +37,10 @@ def peer() -> Iterator[subprocess.Popen[bytes]]:
     process.communicate()
 
 
-def watch_at(seconds: float) -> Watch:
-    """A watch that looks only when it is told to."""
-    watch = Watch(clock=lambda: seconds)
-    watch._keep_looking = lambda: None  # type: ignore[method-assign]
+def watch_at(seconds: float) -> CopyWatchdog:
+    """Return a watchdog at this time, whose thread does nothing."""
+    watch = CopyWatchdog(clock=lambda: seconds)
+    watch._check_forever = lambda: None  # type: ignore[method-assign]
     return watch
 
 
@@ -48,26 +48,26 @@ def test_a_peer_that_ends_releases_those_who_wait_for_it(peer):
     watch, waiting, idle = watch_at(1.0), Ring(0.0, {3: peer.pid}), Ring(None, {3: peer.pid})
     watch.add(waiting)
     watch.add(idle)
-    watch.look()
-    watch.refuse()
+    watch.check()
+    watch.raise_if_lost()
     assert waiting.released == 0
     peer.kill()
     peer.wait()
-    watch.look()
+    watch.check()
     assert (waiting.released, idle.released) == (1, 0)
     with pytest.raises(PeerLost, match=rf"rank 3 has ended \(process {peer.pid}\) while this rank waited for its hop"):
-        watch.refuse()
+        watch.raise_if_lost()
 
 
 @pytest.mark.parametrize(("now", "released"), [(599.0, 0), (600.0, 1)])
 def test_a_hop_takes_at_most_the_groups_time(now, released):
     watch, ring = watch_at(now), Ring(0.0, {1: None, 3: None})
     watch.add(ring)
-    watch.look()
+    watch.check()
     assert ring.released == released
     if released:
         with pytest.raises(PeerLost, match="rank 1 and 3 was not over after 600 s, the group's timeout"):
-            watch.refuse()
+            watch.raise_if_lost()
 
 
 def test_a_peer_that_ended_after_its_last_hop_is_not_missed(peer):
@@ -75,8 +75,8 @@ def test_a_peer_that_ended_after_its_last_hop_is_not_missed(peer):
     watch.add(ring)
     peer.kill()
     peer.wait()
-    watch.look()
-    watch.refuse()
+    watch.check()
+    watch.raise_if_lost()
     assert ring.released == 0
 
 
@@ -85,8 +85,8 @@ def test_a_ring_that_nobody_has_any_more_is_not_looked_at():
     watch.add(ring)
     del ring
     gc.collect()
-    watch.look()
-    watch.refuse()
+    watch.check()
+    watch.raise_if_lost()
 
 
 def test_the_watch_keeps_no_process_alive():

@@ -1,4 +1,4 @@
-"""Sizes that change from batch to batch: results are those of each sequence, and nothing is made twice."""
+"""Dynamic context parallelism: results are those of each sequence, and nothing is made twice."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from tests.strategies.ranks import run_ranks
 
 
 def error_of(parts: Dynamic, problem: WorkloadShard, ranks: list[int]) -> float:
-    """The largest error of out, dq, dk and dv over these ranks alone."""
+    """Return the largest error of out, dq, dk and dv over these ranks alone."""
     strategy = parts.over(ranks)
     assert strategy.comm.size == len(ranks)
     *qkv, dout = (strategy.shard(x) for x in inputs(problem))
     leaves = [x.requires_grad_() for x in qkv]
     out = strategy.attention(*leaves)
     out.backward(dout)
-    found = [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
-    return max(relative_error(mine, strategy.shard(truth)) for mine, truth in zip(found, dense(problem), strict=True))
+    results = [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
+    return max(relative_error(mine, strategy.shard(truth)) for mine, truth in zip(results, dense(problem), strict=True))
 
 
 def changing(rank: int, name: str) -> float:
-    """Sizes 4, 1, 2 and back; every group of ranks has a sequence of its own."""
+    """Use the sizes 4, 1, 2 and back; every group of ranks has its own sequence."""
     parts = Dynamic(name, kernel="reference")
     worst = 0.0
     for size in (4, 1, 2, 4, 2, 1):
@@ -44,11 +44,11 @@ def test_every_strategy_is_exact_at_changing_sizes(name: str) -> None:
 
 
 def at_once(rank: int) -> float:
-    """Ranks 0 and 3 share a sequence while ranks 1 and 2 have one each."""
+    """Let ranks 0 and 3 share a sequence while ranks 1 and 2 have one each; return the largest error."""
     parts = Dynamic("zigzag", kernel="reference")
     mine = [0, 3] if rank in (0, 3) else [rank]
-    found = error_of(parts, WorkloadShard(seq=16, seed=min(mine)), mine)
-    return max(found, error_of(parts, WorkloadShard(seq=32), [0, 1, 2, 3]))
+    error = error_of(parts, WorkloadShard(seq=16, seed=min(mine)), mine)
+    return max(error, error_of(parts, WorkloadShard(seq=32), [0, 1, 2, 3]))
 
 
 @pytest.mark.processes
@@ -57,8 +57,8 @@ def test_parts_of_several_sizes_at_once() -> None:
 
 
 def counts(rank: int) -> list[tuple[int, int, int]]:
-    """Process groups, strategies and living tensors after each of some rounds."""
-    parts, found = Dynamic("zigzag", kernel="cpu-flash"), []
+    """Return the numbers of process groups, strategies and live tensors after each round."""
+    parts, counts_by_round = Dynamic("zigzag", kernel="cpu-flash"), []
     for _ in range(6):
         for size in (2, 4, 1):
             strategy = parts.of(size)
@@ -67,9 +67,9 @@ def counts(rank: int) -> list[tuple[int, int, int]]:
         del q, strategy
         gc.collect()
         tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
-        found.append((len(c10d._world.pg_map), len(parts.made), tensors))
+        counts_by_round.append((len(c10d._world.pg_map), len(parts.made), tensors))
     dist.barrier()
-    return found
+    return counts_by_round
 
 
 @pytest.mark.processes
@@ -77,7 +77,7 @@ def test_going_round_the_sizes_makes_no_group_and_keeps_no_tensor() -> None:
     for rank in run_ranks(4, counts):
         # The world; parts of 1 and 2; rings of K and V over 2 and 4. dK and dV share these.
         assert [groups for groups, _, _ in rank] == [5] * 6
-        assert [made for _, made, _ in rank] == [3] * 6
+        assert [strategies for _, strategies, _ in rank] == [3] * 6
         assert len({tensors for _, _, tensors in rank[1:]}) == 1
 
 

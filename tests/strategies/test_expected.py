@@ -1,4 +1,4 @@
-"""How evenly strategies deal out the work, against sums that can be reckoned in the head."""
+"""Expected load imbalance of strategies, against sums that can be checked by hand."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ from ringprof.strategies.algorithms.allgather import AllGather
     [("contiguous", True, 7 / 4), ("contiguous", False, 1.0), ("zigzag", True, 1.0), ("zigzag", False, 1.0)],
 )
 def test_the_last_of_four_ranks_sees_most_of_a_causal_mask(layout: str, causal: bool, busiest: float) -> None:
-    """Of a quarter of the queries the last sees 3 1/2 quarters of the keys, the mean is 2 quarters."""
+    """Each rank has a quarter of the queries: the last rank sees 3 1/2 quarters of the keys, the mean is 2 quarters."""
     assert AllGather.imbalance(4, causal=causal, layout=layout) == busiest

@@ -1,4 +1,4 @@
-"""What reaches the seams: how every kernel call's tensors lie in memory, and what lies in one message."""
+"""Memory layout of the tensors of every kernel call, the contents of a message, and the kernels for baselines."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class Recording(ReferenceKernel):
 
 
 def _strides(x: Tensor) -> list[int]:
-    """Those that matter: a dimension of one has no stride."""
+    """Return the strides that matter: a dimension of one element has none."""
     return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
 
 
 def strides_seen(rank: int, world: int) -> list[str]:
-    found = []
+    wrong_calls = []
     for batch, heads, kv_heads in [(1, 4, 4), (2, 4, 2), (3, 8, 2)]:
         problem = WorkloadShard(seq=32, batch=batch, heads=heads, kv_heads=kv_heads)
         full = inputs(problem)
@@ -70,31 +70,31 @@ def strides_seen(rank: int, world: int) -> list[str]:
                     leaves = [x.requires_grad_() for x in (q, k, v)]
                     torch.autograd.grad(strategy.attention(*leaves, causal=causal), leaves, dout)
             assert kernel.backward_calls >= 4
-            found += [f"{case} batch {batch}: {wrong}" for wrong in kernel.wrong]
-    return found
+            wrong_calls += [f"{case} batch {batch}: {wrong}" for wrong in kernel.wrong]
+    return wrong_calls
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_every_backward_call_has_the_strides_that_torchs_own_autograd_gives(world):
-    for found in run_ranks(world, strides_seen, world):
-        assert found == []
+    for wrong_calls in run_ranks(world, strides_seen, world):
+        assert wrong_calls == []
 
 
 class LikeFlashAttn(Recording):
-    """Takes O and dO as views, and gives dK and dV side by side, as flash-attn does."""
+    """A kernel that takes O and dO as views, and returns dK and dV side by side, as flash-attn does."""
 
     dense_rows = False
 
-    def _backward(self, *given: Any) -> Any:
-        dq, dk, dv = super()._backward(*given)
+    def _backward(self, *args: Any) -> Any:
+        dq, dk, dv = super()._backward(*args)
         dk, dv = torch.stack([dk, dv]).unbind(0)
         assert side_by_side(dk, dv) is not None
         return dq, dk, dv
 
 
 def results_with_views(rank: int, world: int) -> tuple[list[str], int]:
-    """Cases that are wrong with such a kernel, and how many calls were given views."""
+    """Return the cases that are wrong with such a kernel, and the number of calls with views."""
     wrong, views = [], 0
     problem = WorkloadShard(seq=32, batch=2)
     truth = dense(problem)
@@ -144,26 +144,26 @@ def test_right_gradients_are_plausible_and_those_of_wrong_memory_are_not(causal,
     dout *= scale
     out, lse = kernel.forward(q, k, v, scale=0.25, causal=causal)
 
-    def seen(**other: Tensor) -> bool:
-        given = {"dout": dout, "lse": lse, "out": out, **other}
-        gradients = kernel.backward(given["dout"], q, k, v, given["lse"], out=given["out"], scale=0.25, causal=causal)
+    def is_plausible(**other: Tensor) -> bool:
+        rows = {"dout": dout, "lse": lse, "out": out, **other}
+        gradients = kernel.backward(rows["dout"], q, k, v, rows["lse"], out=rows["out"], scale=0.25, causal=causal)
         return bool(plausible(gradients, dout, q, k, v, out, lse, 0.25, causal))
 
-    assert seen()
-    # As if the memory were read with a view's strides: that of another batch entry, of other rows, or of no row at all.
-    assert not seen(out=out.flip(0))
-    assert not seen(dout=dout.roll(7, 1))
-    assert not seen(lse=lse.roll(1, 1))
-    assert not seen(lse=lse * torch.nan)
-    # Inputs that are no numbers are no plan's fault.
+    assert is_plausible()
+    # As if the memory were read with wrong strides: another batch entry, other rows, or no row at all.
+    assert not is_plausible(out=out.flip(0))
+    assert not is_plausible(dout=dout.roll(7, 1))
+    assert not is_plausible(lse=lse.roll(1, 1))
+    assert not is_plausible(lse=lse * torch.nan)
+    # NaN in the inputs is not the fault of a kernel plan.
     q[-1] = torch.nan
-    assert seen()
+    assert is_plausible()
 
 
-# --- parcels ----------------------------------------------------------------------------------------
+# --- messages ---------------------------------------------------------------------------------------
 
 
-def _room(shapes: Shapes) -> list[torch.Tensor]:
+def _allocate(shapes: Shapes) -> list[torch.Tensor]:
     return [torch.empty(shape, dtype=dtype) for dtype, shape in shapes]
 
 
@@ -181,16 +181,15 @@ def _room(shapes: Shapes) -> list[torch.Tensor]:
 def test_tensors_travel_in_one_message_where_no_byte_is_added(shapes, messages):
     torch.manual_seed(0)
     tensors = [torch.randn(shape).to(dtype) for dtype, shape in shapes]
-    parcel = Message.holding(tensors)
-    assert len(parcel.messages) == messages
-    assert parcel.size_bytes == sum(x.numel() * x.element_size() for x in tensors)
-    for other in (parcel, parcel.over([message.clone() for message in parcel.messages])):
+    message = Message.pack(tensors)
+    assert len(message.buffers) == messages
+    assert message.size_bytes == sum(x.numel() * x.element_size() for x in tensors)
+    for other in (message, message.with_buffers([buffer.clone() for buffer in message.buffers])):
         assert all(torch.equal(x, own) and own.is_contiguous() for x, own in zip(tensors, other.tensors, strict=True))
-    room, made = parcel.room(), Message.empty(tuple(shapes), _room)
-    for other in (room, made):
+    for other in (message.empty_like(), Message.empty(tuple(shapes), _allocate)):
         assert [(x.dtype, tuple(x.shape)) for x in other.tensors] == shapes
-        assert [tuple(x.shape) for x in other.messages] == [tuple(x.shape) for x in parcel.messages]
-        starts = {x.data_ptr() for x in other.messages} | {x.data_ptr() for x in parcel.messages}
+        assert [tuple(x.shape) for x in other.buffers] == [tuple(x.shape) for x in message.buffers]
+        starts = {x.data_ptr() for x in other.buffers} | {x.data_ptr() for x in message.buffers}
         assert len(starts) == 2 * messages
 
 
@@ -203,28 +202,28 @@ def test_gradients_of_a_softmax_with_one_key_are_rounding_and_no_sign_of_a_wrong
     kernel = CpuFlashKernel()
     out, lse = kernel.forward(q, k, v, scale=0.1, causal=causal)
 
-    def seen(given: Tensor) -> bool:
-        gradients = kernel.backward(dout, q, k, v, lse, out=given, scale=0.1, causal=causal)
+    def is_plausible(other_out: Tensor) -> bool:
+        gradients = kernel.backward(dout, q, k, v, lse, out=other_out, scale=0.1, causal=causal)
         return bool(plausible(gradients, dout, q, k, v, out, lse, 0.1, causal))
 
-    assert seen(out.contiguous())
+    assert is_plausible(out.contiguous())
     # As if O were read with other strides: other rows, other heads.
-    assert not seen(out.roll(7, 1).contiguous())
-    assert not seen(out.flip(2).contiguous())
+    assert not is_plausible(out.roll(7, 1).contiguous())
+    assert not is_plausible(out.flip(2).contiguous())
 
 
 def test_a_kernel_is_made_once_for_all_that_it_computes():
     strategy = create("ring", kernel="auto")
-    one, other, half = (
+    single, wider, double = (
         strategy.kernel_for(torch.zeros(1, 4, 2, head_dim, dtype=dtype))
         for head_dim, dtype in ((8, torch.float32), (16, torch.float32), (8, torch.float64))
     )
-    assert one is other is half and strategy.kernels() == [one]
-    assert strategy.kernel_for(torch.zeros(1, 4, 2, 8), softcap=2.0) is not one
+    assert single is wider is double and strategy.kernels() == [single]
+    assert strategy.kernel_for(torch.zeros(1, 4, 2, 8), softcap=2.0) is not single
 
 
 def test_what_lies_in_order_is_taken_as_it_is():
-    """Also where a dimension of one element has a stride of no meaning."""
+    """The tensor is not copied, even if a dimension of one element has a meaningless stride."""
     q = torch.empty(5, 4, 3, 8).transpose(0, 1)[::2, :1]
     assert q.shape == (2, 1, 3, 8) and not q.is_contiguous() and _heads_together(q) is q
 
@@ -250,14 +249,14 @@ def test_a_mask_lies_where_the_tensors_do():
     ],
 )
 def test_what_each_kernel_takes(name, grouped_heads, dense_rows, windows, deterministic):
-    """As their makers say."""
+    """The features are those that the kernels' authors document."""
     kernel = KERNELS[name]
     assert kernel.grouped_heads is grouped_heads and kernel.dense_rows is dense_rows
     assert kernel.takes_windows is windows and kernel.has_deterministic_mode is deterministic
 
 
-def test_a_listener_keeps_how_what_a_kernel_was_given_lies():
-    """``delta`` as such for a kernel that takes it, else the output that it is made to; sizes with their strides."""
+def test_a_recording_kernel_keeps_the_layout_of_its_arguments():
+    """A kernel that takes ``delta`` is recorded with it, any other with the output that replaces it."""
     torch.manual_seed(0)
     q, dout, k, v = (torch.randn(2, 4, heads, 8) for heads in (2, 2, 1, 1))
     lse, delta = torch.randn(2, 2, 4), torch.randn(2, 2, 4)
@@ -266,17 +265,17 @@ def test_a_listener_keeps_how_what_a_kernel_was_given_lies():
         (ReferenceKernel(), (None, TensorView(rows, (8, 4, 1), torch.float32))),
         (CpuFlashKernel(), (TensorView(heads, (64, 16, 8, 1), torch.float32), None)),
     ):
-        listener = RecordingKernel(kernel)
-        listener.forward(q[:, :2], k, v, scale=0.5, causal=False)
-        listener.backward(dout, q, k, v, lse, delta=delta, scale=0.5, causal=True)
-        forward, backward = listener.heard
+        recorder = RecordingKernel(kernel)
+        recorder.forward(q[:, :2], k, v, scale=0.5, causal=False)
+        recorder.backward(dout, q, k, v, lse, delta=delta, scale=0.5, causal=True)
+        forward, backward = recorder.recorded_calls
         assert forward.q == TensorView((2, 2, 2, 8), (64, 16, 8, 1), torch.float32) and forward.rows is None
         assert backward.rows is not None and (backward.rows.out, backward.rows.delta) == taken
-        listener.backward(dout, q, k, v, lse, out=dout, scale=0.5, causal=True)
-        last = listener.heard[-1].rows
+        recorder.backward(dout, q, k, v, lse, out=dout, scale=0.5, causal=True)
+        last = recorder.recorded_calls[-1].rows
         assert last is not None and last.delta is None and last.out == TensorView.of(dout)
 
 
 def test_the_span_of_a_view_is_from_its_first_element_to_its_last():
     x = torch.empty(5, 4, 8)
-    assert [TensorView.of(one).span for one in (x, x[:, :2], x.transpose(0, 2), x[:, 1])] == [160, 144, 160, 136]
+    assert [TensorView.of(view).span for view in (x, x[:, :2], x.transpose(0, 2), x[:, 1])] == [160, 144, 160, 136]

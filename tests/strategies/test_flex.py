@@ -16,7 +16,7 @@ from ringprof.strategies.kernels import flex
 from ringprof.strategies.kernels.builtin import KERNELS, ReferenceKernel
 from ringprof.strategies.kernels.flex import TILE, stretches, tiles
 from ringprof.strategies.masks.layouts import LAYOUTS, part
-from ringprof.strategies.masks.mask_blocks import AttnRectangle, MaskBlocks, seen_in_band
+from ringprof.strategies.masks.mask_blocks import AttnRectangle, MaskBlocks, band_mask
 from ringprof.strategies.masks.sharded_mask import sharded_mask_of
 from tests.strategies.cases import Case, WorkloadShard, inputs, relative_error
 from tests.strategies.ranks import run_ranks
@@ -28,8 +28,8 @@ CPU = torch.device("cpu")
 
 def pairs_of(parts: MaskBlocks) -> torch.Tensor:
     seen = torch.zeros(parts.queries, parts.keys, dtype=torch.int32)
-    for one in parts:
-        seen[one.q, one.kv] += seen_in_band(one, torch.device("cpu")).int()
+    for part_ in parts:
+        seen[part_.q, part_.kv] += band_mask(part_, torch.device("cpu")).int()
     return seen
 
 
@@ -38,9 +38,9 @@ def test_stretches_are_the_pairs_of_the_parts(
     drawn_problem: tuple[WorkloadShard, Mask], size: int, layout: str
 ) -> None:
     problem, mask = drawn_problem
-    cut = sharded_mask_of(mask, LAYOUTS[layout], size, problem.seq)
+    sharded_mask = sharded_mask_of(mask, LAYOUTS[layout], size, problem.seq)
     for q_rank, kv_rank in itertools.product(range(size), repeat=2):
-        block = cut.block(q_rank, kv_rank)
+        block = sharded_mask.block(q_rank, kv_rank)
         if block is None or block.parts is None:
             continue
         first, end = stretches(block.parts)
@@ -52,24 +52,27 @@ def test_stretches_are_the_pairs_of_the_parts(
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "stripe"])
 def test_a_rank_sees_of_its_own_rows_what_a_window_shows_behind_them(layout: str, after: int) -> None:
-    """All keys before a query and so many after it, asked pair by pair; with none after it the mask is causal."""
+    """Each query sees all keys before it and ``after`` keys behind it, checked pair by pair; 0 is a causal mask."""
     mask = Mask.of(window=(-1, after), causal=False)
-    cut, positions = sharded_mask_of(mask, LAYOUTS[layout], 2, 16), LAYOUTS[layout].positions(16, 2, 0).tolist()
-    block = cut.block(0, 0)
+    sharded_mask, positions = (
+        sharded_mask_of(mask, LAYOUTS[layout], 2, 16),
+        LAYOUTS[layout].positions(16, 2, 0).tolist(),
+    )
+    block = sharded_mask.block(0, 0)
     assert block is not None
-    found = torch.ones(8, 8).tril() if block.parts is None and block.causal else torch.ones(8, 8)
-    seen = found if block.parts is None else pairs_of(block.parts)
+    dense_block = torch.ones(8, 8).tril() if block.parts is None and block.causal else torch.ones(8, 8)
+    seen = dense_block if block.parts is None else pairs_of(block.parts)
     assert seen.tolist() == [[int(key <= query + after) for key in positions] for query in positions]
 
 
 @pytest.mark.parametrize(("number", "stretched"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8)])
 def test_stretches_are_a_power_of_two(number: int, stretched: int) -> None:
-    """The same query sees every other key: each number of stretches is compiled for by itself."""
-    block = MaskBlocks(tuple(AttnRectangle(0, 1, 2 * at, 2 * at + 1) for at in range(number)), 1, 2 * number)
+    """A query that sees every other key needs one stretch per key: each number of stretches is compiled separately."""
+    block = MaskBlocks(tuple(AttnRectangle(0, 1, 2 * index, 2 * index + 1) for index in range(number)), 1, 2 * number)
     first, end = stretches(block)
     assert first.shape == end.shape == (stretched, 1)
     assert sorted(zip(first.flatten().tolist(), end.flatten().tolist(), strict=True)) == sorted(
-        [(2 * at, 2 * at + 1) for at in range(number)] + [(0, 0)] * (stretched - number)
+        [(2 * index, 2 * index + 1) for index in range(number)] + [(0, 0)] * (stretched - number)
     )
 
 
@@ -77,21 +80,21 @@ def test_stretches_are_a_power_of_two(number: int, stretched: int) -> None:
 def test_tiles_are_those_of_the_dense_mask(rows: list[tuple[int, int]], keys: int) -> None:
     bounds = torch.tensor(rows, dtype=torch.int32).clamp(max=keys)
     first, end = bounds[:, 0][None], bounds[:, 1][None]
-    place = torch.arange(keys)
-    seen = (place >= first.T) & (place < end.T)
+    key = torch.arange(keys)
+    seen = (key >= first.T) & (key < end.T)
     height, width = -(-len(rows) // TILE) * TILE, -(-keys // TILE) * TILE
     padded = torch.zeros(height, width, dtype=torch.bool)
     padded[: len(rows), :keys] = seen
     tiled = padded.view(height // TILE, TILE, width // TILE, TILE)
     whole = tiled.all(3).all(1)
-    partial, found = tiles(first, end, keys)
-    assert torch.equal(found, whole)
+    partial, full = tiles(first, end, keys)
+    assert torch.equal(full, whole)
     assert torch.equal(partial, tiled.any(3).any(1) & ~whole)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(300, 700), (700, 100), (100, 300), (256, 128)])
 def test_tiles_by_keys_are_torchs_own_by_queries_turned(queries: int, keys: int) -> None:
-    """torch reckons one from the other; of columns that are no tile's there is nothing."""
+    """torch computes one index from the other; columns outside all tiles have no entry."""
     from torch.nn.attention.flex_attention import BlockMask
 
     mask = flex._of_parts(
@@ -134,12 +137,12 @@ def test_a_block_given_the_lse_of_all_blocks(
     k, v = (part(draw(2), block.kv) for _ in range(2))
     how: Any = {"scale": 0.3, "causal": block.causal, "parts": block.parts}
     flex, exact = KERNELS["flex"](softcap=softcap), ReferenceKernel(softcap=softcap)
-    (found, lse), (truth, true_lse) = (kernel.forward(q, k, v, **how) for kernel in (flex, exact))
-    assert relative_error(found, truth) < 1e-13 and torch.allclose(lse, true_lse, rtol=1e-13)
+    (result, lse), (truth, true_lse) = (kernel.forward(q, k, v, **how) for kernel in (flex, exact))
+    assert relative_error(result, truth) < 1e-13 and torch.allclose(lse, true_lse, rtol=1e-13)
     # Of other blocks, too: larger than the block's own, and an output that is another.
     whole = true_lse.where(true_lse.isfinite(), torch.tensor(0.0, dtype=torch.float64)) + 0.7
     gradients = zip(*(kernel.backward(dout, q, k, v, whole, out=out, **how) for kernel in (flex, exact)), strict=True)
-    assert all(relative_error(one, other) < 1e-12 for one, other in gradients)
+    assert all(relative_error(gradient, true_gradient) < 1e-12 for gradient, true_gradient in gradients)
 
 
 def through_strategies(rank: int, truths: dict[Mask, list[torch.Tensor]]) -> list[tuple[str, float]]:
@@ -162,7 +165,7 @@ def test_strategies_are_exact_with_it() -> None:
 
 
 def test_numbers_of_a_document_change_no_bit_of_another() -> None:
-    """NaN may, within a tile: docs/workloads.md says so."""
+    """Only NaN may pass, within a tile, as docs/workloads.md says."""
     strategy, results = create("zigzag", kernel="flex"), []
     for factor in (1.0, -1.5):
         *qkv, dout = inputs(WorkloadShard(seq=64, dtype=torch.float32))
@@ -182,18 +185,18 @@ def test_heads_of_two_sizes_and_any_lengths(queries: int, keys: int, size: int) 
     generator = torch.Generator().manual_seed(queries)
     q, k = (torch.randn(1, rows, 2, 12, generator=generator, dtype=torch.float64) for rows in (queries, keys))
     v = torch.randn(1, keys, 2, size, generator=generator, dtype=torch.float64)
-    found, truth = (
+    result, truth = (
         kernel.forward(q, k, v, scale=1.0, causal=False) for kernel in (KERNELS["flex"](), ReferenceKernel())
     )
-    assert relative_error(found[0], truth[0]) < 1e-12
+    assert relative_error(result[0], truth[0]) < 1e-12
 
 
 def test_every_softcap_is_compiled_as_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch makes a tensor of a number that differs from call to call; on a GPU the kernel's template refuses it."""
+    """torch would make a number that changes between calls a tensor, which the kernel template refuses on a GPU."""
     numbers: list[int] = []
 
-    def counting(graph: Any, given: list[Any]) -> Any:
-        numbers.append(sum(isinstance(x, float) or (isinstance(x, torch.Tensor) and x.dim() == 0) for x in given))
+    def counting(graph: Any, args: list[Any]) -> Any:
+        numbers.append(sum(isinstance(x, float) or (isinstance(x, torch.Tensor) and x.dim() == 0) for x in args))
         return graph.forward
 
     real = torch.compile
@@ -212,7 +215,7 @@ def test_every_softcap_is_compiled_as_a_number(monkeypatch: pytest.MonkeyPatch) 
 def test_blocks_of_every_length_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Any] = []
 
-    def counting(graph: Any, given: list[Any]) -> Any:
+    def counting(graph: Any, args: list[Any]) -> Any:
         compiled.append(graph)
         return graph.forward
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show: its kernels against float64, the fused kernels against plain torch, equal bits."""
+"""Tests that need a GPU: its kernels against float64, the fused kernels against plain torch, equal bits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _kernel(
 
 
 def _tensors(batch, heads, kv_heads, queries, keys, head_dim=128, dtype=torch.bfloat16):
-    """q, k, v, dout as views into longer tensors, as a zigzag half is."""
+    """Return q, k, v and dout as views into longer tensors, like half a zigzag shard."""
     torch.manual_seed(0)
 
     def view(seq, count):
@@ -52,7 +52,7 @@ HEAD_DIMS = [8, 16, 32, 64, 72, 80, 96, 104, 128, 160, 192, 224, 256]
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_a_kernel_agrees_with_float64(name, dtype, head_dim):
-    """Every kernel on every head size and type that it does not refuse, full and causal, grouped heads or not."""
+    """Every kernel is right on all head sizes and types that it supports, full and causal, grouped heads or not."""
     kernel, scale = _kernel(name, dtype, head_dim), head_dim**-0.5
     # One rounding is at most half of eps of a value, a few of them stay below 2.5 eps. In fp32 TF32 is not enough.
     allowed = 2.5 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
@@ -67,9 +67,9 @@ def test_a_kernel_agrees_with_float64(name, dtype, head_dim):
         for row in ((out.contiguous(), None), (None, merge.row_product(dout, out.contiguous()))):
             gradients = kernel.backward(dout, q, k, v, lse, out=row[0], delta=row[1], scale=scale, causal=causal)
             errors += [_error(gradient, true) for gradient, true in zip(gradients, truth, strict=True)]
-        if not all(found < allowed for found in errors):
+        if not all(error < allowed for error in errors):
             sizes = (batch, heads, kv_heads, queries, keys)
-            wrong.append(f"{sizes} causal={causal}: {' '.join(f'{found:.1e}' for found in errors)}")
+            wrong.append(f"{sizes} causal={causal}: {' '.join(f'{error:.1e}' for error in errors)}")
     assert wrong == []
 
 
@@ -130,7 +130,7 @@ def test_the_fused_kernels_equal_plain_torch(head_dim, dtype, monkeypatch):
 @pytest.mark.parametrize("heads", [32, 40])
 @pytest.mark.parametrize("head_dim", [8, 128])
 def test_the_fused_merge_works_in_place_without_a_race(heads, head_dim, monkeypatch):
-    """The same merge and accumulation many times over give the same bits: no warp reads what another has written."""
+    """Many repetitions of a merge and an accumulation give the same bits: no warp reads what another has written."""
     monkeypatch.setattr(merge, "FUSED_FROM", 0)
     torch.manual_seed(0)
     block = torch.randn(1, 256, heads, head_dim, device="cuda", dtype=torch.bfloat16)

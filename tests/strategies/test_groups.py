@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ringprof.strategies import UnknownName, Unsupported, create, names
 from ringprof.strategies.transport import groups, handshake
-from ringprof.strategies.transport.handshake import HandshakeRequest, agreed_hosts
+from ringprof.strategies.transport.handshake import HandshakeRequest, assign_hosts
 from tests.strategies.cases import WorkloadShard, dense, inputs, relative_error
 from tests.strategies.ranks import run_ranks
 
@@ -28,7 +28,7 @@ PROBLEM = WorkloadShard(seq=16, heads=4, kv_heads=2)
 
 
 def error_of(strategy: Any, problem: WorkloadShard = PROBLEM) -> float:
-    """The largest error of out, dq, dk and dv on this rank against the dense formula."""
+    """Return the largest error of out, dq, dk and dv on this rank against the dense formula."""
     full = inputs(problem)
     *qkv, dout = (strategy.shard(tensor) for tensor in full)
     for tensor in qkv:
@@ -53,7 +53,7 @@ def a_group_of_rank_0(rank: int) -> list[float]:
 
 @pytest.mark.processes
 def test_a_group_that_only_one_rank_is_in_holds_nobody_up():
-    assert max(max(found) for found in run_ranks(2, a_group_of_rank_0)) < 1e-13
+    assert max(max(errors) for errors in run_ranks(2, a_group_of_rank_0)) < 1e-13
 
 
 def a_group_of_half_the_ranks(rank: int) -> float:
@@ -66,8 +66,28 @@ def test_a_group_that_half_of_the_ranks_are_in_holds_nobody_up():
     assert max(run_ranks(4, a_group_of_half_the_ranks)) < 1e-13
 
 
+def started_again(rank: int) -> list[bool]:
+    """Whether a channel keeps its group, and has another one, which works, in a second life of torch.distributed."""
+    world: Any = dist.group.WORLD
+    first = groups.process_group("kv", (0,), "token", world)
+    same = groups.process_group("kv", (0,), "token", world) is first
+    dist.destroy_process_group()
+    store: Any = torch._C._distributed_c10d.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    world = dist.group.WORLD
+    second = groups.process_group("kv", (0,), "token", world)
+    dist.barrier(second)
+    return [same, second is not first]
+
+
+@pytest.mark.processes
+def test_a_channel_has_a_new_group_after_torch_distributed_was_started_again():
+    """The old group's communicator is gone: a collective on it raises."""
+    assert run_ranks(1, started_again) == [[True, True]]
+
+
 def lengths_that_change(rank: int) -> tuple[list[float], list[int]]:
-    """Short documents on two ranks, long ones on four, the shortest on one; then all of it again."""
+    """Run short documents on two ranks, long ones on four, the shortest on one; then all of it again."""
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     alone = [dist.new_group([each]) for each in range(4)][rank]
     errors, counts = [], []
@@ -103,10 +123,10 @@ def test_groups_of_ranks_that_are_no_neighbours():
 def on_a_mesh(rank: int) -> tuple[float, str, str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     error = max(error_of(create(name, group=mesh["cp"], kernel="reference")) for name in names())
-    return error, _said(lambda: create("zigzag", group=mesh)), str(groups.backend_for("cpu"))
+    return error, _refusal(lambda: create("zigzag", group=mesh)), str(groups.backend_for("cpu"))
 
 
-def _said(call: Any) -> str:
+def _refusal(call: Any) -> str:
     try:
         call()
     except (Unsupported, UnknownName) as refusal:
@@ -116,20 +136,20 @@ def _said(call: Any) -> str:
 
 @pytest.mark.processes
 def test_a_mesh_of_one_dimension_is_a_group_and_one_of_two_is_refused():
-    for error, said, backend in run_ranks(4, on_a_mesh):
+    for error, refusal, backend in run_ranks(4, on_a_mesh):
         assert error < 1e-13
-        assert said == "Unfit: a mesh of 2 dimensions: give one of them, as mesh[NAME] of 'dp', 'cp'"
+        assert refusal == "Unsupported: a mesh of 2 dimensions: give one of them, as mesh[NAME] of 'dp', 'cp'"
         assert backend == "gloo"
 
 
 def from_outside(rank: int) -> str:
     group = dist.new_group([0, 1])
-    return _said(lambda: create("zigzag", group=group, kernel="reference"))
+    return _refusal(lambda: create("zigzag", group=group, kernel="reference"))
 
 
 @pytest.mark.processes
 def test_a_rank_outside_the_group_is_told_so_and_waits_for_nobody():
-    inside, refused = "", "Unfit: rank {} is not in the group: only its members can have a strategy over it"
+    inside, refused = "", "Unsupported: rank {} is not in the group: only its members can have a strategy over it"
     assert run_ranks(3, from_outside) == [inside, inside, refused.format(2)]
 
 
@@ -141,16 +161,18 @@ def different_wishes(rank: int) -> list[str]:
         lambda: create("zigzg" if rank == 1 else "zigzag"),
         lambda: create("burst", ranks_per_host=1 + rank),
     ]
-    return [_said(call) for call in calls] + [str(error_of(create("zigzag", kernel="reference")) < 1e-13)]
+    return [_refusal(call) for call in calls] + [str(error_of(create("zigzag", kernel="reference")) < 1e-13)]
 
 
 @pytest.mark.processes
 def test_ranks_that_ask_for_different_things_are_all_refused():
     for rank, (name, params, hops, unknown, hosts, after) in enumerate(run_ranks(2, different_wishes)):
-        assert name.startswith("Unfit: the ranks do not ask for the same: rank 0 for ring() with kernel auto")
+        assert name.startswith("Unsupported: the ranks do not ask for the same: rank 0 for ring() with kernel auto")
         assert "rank 1 for burst(ring_window=2)" in params
         assert ("hops by copy engine need CUDA" in hops) and (("rank 1 refused" in hops) == (rank == 0))
-        assert "did you mean 'zigzag'" in unknown and unknown.startswith("UnknownName" if rank else "Unfit: rank 1")
+        assert "did you mean 'zigzag'" in unknown and unknown.startswith(
+            "UnknownName" if rank else "Unsupported: rank 1"
+        )
         assert "ranks_per_host=1" in hosts and "ranks_per_host=2" in hosts
         assert after == "True"
 
@@ -160,49 +182,53 @@ def test_ranks_that_ask_for_different_things_are_all_refused():
 WORDS = {"LOCAL_WORLD_SIZE", "LOCAL_RANK", "SLURM_NODEID"}
 
 
-def standing(rank: int, **said: Any) -> HandshakeRequest:
+def request_of(rank: int, **facts: Any) -> HandshakeRequest:
     blank: dict[str, Any] = {"host": "a", "local_world_size": None, "local_rank": None, "node": None}
-    return HandshakeRequest(rank=rank, request="", problem=None, token="", **{**blank, **said})
+    return HandshakeRequest(rank=rank, request="", problem=None, token="", **{**blank, **facts})
 
 
 @pytest.mark.parametrize(
     ("ranks", "world", "hosts"),
     [
         # torchrun: the number on the host
-        ([standing(r, local_world_size=4 if r < 4 else 2, local_rank=r % 4) for r in range(6)], 6, [0, 0, 0, 0, 1, 1]),
-        ([standing(r, local_world_size=2, local_rank=r % 2) for r in (2, 3, 5)], 6, [0, 0, 1]),
+        (
+            [request_of(r, local_world_size=4 if r < 4 else 2, local_rank=r % 4) for r in range(6)],
+            6,
+            [0, 0, 0, 0, 1, 1],
+        ),
+        ([request_of(r, local_world_size=2, local_rank=r % 2) for r in (2, 3, 5)], 6, [0, 0, 1]),
         # only how many share a host: neighbours do
-        ([standing(r, local_world_size=2) for r in range(4)], 4, [0, 0, 1, 1]),
-        ([standing(r, local_world_size=4 if r < 4 else 2) for r in range(6)], 6, [0, 0, 0, 0, 1, 1]),
-        ([standing(r, local_world_size=8) for r in range(4)], 4, [0, 0, 0, 0]),
+        ([request_of(r, local_world_size=2) for r in range(4)], 4, [0, 0, 1, 1]),
+        ([request_of(r, local_world_size=4 if r < 4 else 2) for r in range(6)], 6, [0, 0, 0, 0, 1, 1]),
+        ([request_of(r, local_world_size=8) for r in range(4)], 4, [0, 0, 0, 0]),
         # a number on the host that cannot be one
-        ([standing(r, local_world_size=2, local_rank=r) for r in range(4)], 4, [0, 0, 1, 1]),
+        ([request_of(r, local_world_size=2, local_rank=r) for r in range(4)], 4, [0, 0, 1, 1]),
         # srun without torchrun, cyclic
-        ([standing(r, node=r % 2) for r in range(4)], 4, [0, 1, 0, 1]),
+        ([request_of(r, node=r % 2) for r in range(4)], 4, [0, 1, 0, 1]),
         # neither: the names; also where only some were told
-        ([standing(r, host="ab"[r // 2]) for r in range(4)], 4, [0, 0, 1, 1]),
-        ([standing(r, host="ab"[r // 2], local_world_size=4 if r == 0 else None) for r in range(4)], 4, [0, 0, 1, 1]),
+        ([request_of(r, host="ab"[r // 2]) for r in range(4)], 4, [0, 0, 1, 1]),
+        ([request_of(r, host="ab"[r // 2], local_world_size=4 if r == 0 else None) for r in range(4)], 4, [0, 0, 1, 1]),
     ],
 )
 def test_hosts_follow_the_launcher_and_else_the_names(ranks, world, hosts):
-    assert list(agreed_hosts(ranks, world).values()) == hosts
+    assert list(assign_hosts(ranks, world).values()) == hosts
 
 
 def test_hosts_of_unequal_size_that_cannot_be_told_apart_are_refused():
-    ranks = [standing(rank, local_world_size=4 if rank < 4 else 2) for rank in (0, 4, 5)]
+    ranks = [request_of(rank, local_world_size=4 if rank < 4 else 2) for rank in (0, 4, 5)]
     with pytest.raises(Unsupported, match=r"LOCAL_WORLD_SIZE 2 and 4.*give ranks_per_host"):
-        agreed_hosts(ranks, 6)
+        assign_hosts(ranks, 6)
 
 
 def under(rank: int, variables: list[dict[str, str]]) -> tuple[Any, ...]:
-    """What is chosen where the launcher says this, and whether it is right."""
+    """Return the parameters chosen under these launcher variables, and the largest error."""
     for name in WORDS:
         os.environ.pop(name, None)
     os.environ |= variables[rank]
-    made = [create(name, kernel="reference") for name in ("burst", "usp", "double-ring")]
-    chosen = [made[0].parameters["ring_window"], made[1].parameters["ulysses_degree"]]
+    strategies = [create(name, kernel="reference") for name in ("burst", "usp", "double-ring")]
+    chosen = [strategies[0].parameters["ring_window"], strategies[1].parameters["ulysses_degree"]]
     seq = 2 * dist.get_world_size()
-    return *chosen, max(error_of(strategy, replace(PROBLEM, seq=seq, heads=12)) for strategy in made)
+    return *chosen, max(error_of(strategy, replace(PROBLEM, seq=seq, heads=12)) for strategy in strategies)
 
 
 @pytest.mark.processes
@@ -223,7 +249,7 @@ def test_hosts_of_four_and_two_ranks_are_agreed_on_by_all():
 
 
 class Layer(torch.nn.Module):
-    """A module that holds a strategy, as a model does."""
+    """A module that holds a strategy, like a layer of a model."""
 
     def __init__(self, strategy: Any) -> None:
         super().__init__()
@@ -256,7 +282,7 @@ def test_a_module_that_holds_a_strategy_can_be_copied_and_pickled():
 
 
 def differing(rank: int, how: str) -> str:
-    """What a rank is told where the last one calls otherwise."""
+    """Return the error message where the last rank makes a different call."""
     strategy, last = create("zigzag", kernel="reference"), rank == dist.get_world_size() - 1
     q = torch.randn(1, 12 if how == "shape" and last else 8, 4, 8)
     q = q.to(torch.bfloat16 if how == "type" and last else torch.float32).requires_grad_(how == "gradients" and last)
@@ -270,7 +296,7 @@ def differing(rank: int, how: str) -> str:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("how", "one", "other"),
+    ("how", "first", "other"),
     [
         ("shape", "(1, 8, 4, 8), (1, 8, 4, 8), (1, 8, 4, 8)", "(1, 12, 4, 8), (1, 12, 4, 8), (1, 12, 4, 8)"),
         ("type", "type torch.float32", "type torch.bfloat16"),
@@ -279,15 +305,15 @@ def differing(rank: int, how: str) -> str:
         ("gradients", "gradients=False", "gradients=True"),
     ],
 )
-def test_ranks_that_call_differently_are_all_told_how(how, one, other):
-    """A difference that gloo ends the process for, and NCCL computes with."""
-    for told in run_ranks(2, differing, how):
-        assert told.startswith("the ranks do not ask for the same: rank 0 for ")
-        assert f"{one}, rank 1 for " in told and told.endswith(other)
+def test_ranks_that_call_differently_are_all_told_how(how, first, other):
+    """For such a difference gloo would end the process, and NCCL would compute wrong results."""
+    for message in run_ranks(2, differing, how):
+        assert message.startswith("the ranks do not ask for the same: rank 0 for ")
+        assert f"{first}, rank 1 for " in message and message.endswith(other)
 
 
 def left_alone(rank: int) -> str:
-    """What a rank is told whose group fails it when it comes with a call of its own."""
+    """Return the error message where the group fails during the check of a call that no other rank makes."""
     strategy = create("zigzag", kernel="reference")
     closed = RuntimeError("Connection closed by peer [127.0.0.1]:42388.\nThis is typically caused by a worker")
     with patch.object(dist, "all_gather_object", side_effect=closed):
@@ -300,26 +326,32 @@ def left_alone(rank: int) -> str:
 
 @pytest.mark.processes
 def test_a_call_that_no_other_rank_makes_is_named():
-    for told in run_ranks(2, left_alone):
-        assert told.startswith("this rank comes with a call that it has not made before, and another rank has not, or")
-        assert "q, k and v of shape (1, 8, 4, 8)" in told and "Connection closed by peer" in told and "\n" not in told
+    for message in run_ranks(2, left_alone):
+        assert message.startswith(
+            "this rank comes with a call that it has not made before, and another rank has not, or"
+        )
+        assert (
+            "q, k and v of shape (1, 8, 4, 8)" in message
+            and "Connection closed by peer" in message
+            and "\n" not in message
+        )
 
 
 def late(rank: int) -> list[str]:
-    """What a rank is warned of whose peer comes to the same call only when it has been."""
-    strategy, said = create("zigzag", kernel="reference"), list[str]()
+    """Return the warnings of a rank whose peer makes the same call only after the warning."""
+    strategy, warnings_ = create("zigzag", kernel="reference"), list[str]()
     store = dist.distributed_c10d._get_default_store()
 
     def warn(text: str) -> None:
-        said.append(text)
+        warnings_.append(text)
         store.set("warned", "")
 
     if rank == 1:
         store.wait(["warned"])
-    # Never on the one that comes last.
+    # The rank that comes last must not be warned.
     with patch.object(handshake, "WARNED_AFTER_S", 0.0 if rank == 0 else 60.0), patch.object(warnings, "warn", warn):
         strategy.attention(*[torch.randn(1, 8, 4, 8)] * 3)
-    return said
+    return warnings_
 
 
 @pytest.mark.processes
@@ -330,12 +362,14 @@ def test_a_rank_that_waits_for_others_to_make_its_call_says_so():
 
 
 def where_cuda_may_not_be_asked(rank: int) -> float:
-    asked = patch.object(torch.cuda, "is_current_stream_capturing", side_effect=RuntimeError("initialization error"))
-    with patch.object(torch.cuda, "is_available", return_value=True), asked:
+    capture_query = patch.object(
+        torch.cuda, "is_current_stream_capturing", side_effect=RuntimeError("initialization error")
+    )
+    with patch.object(torch.cuda, "is_available", return_value=True), capture_query:
         return error_of(create("zigzag", kernel="reference"))
 
 
 @pytest.mark.processes
 def test_ranks_that_were_forked_after_cuda_had_begun_compute_on_the_cpu():
-    """There every question to CUDA fails, though a GPU is there."""
+    """In such a process every CUDA query fails, although there is a GPU."""
     assert max(run_ranks(2, where_cuda_may_not_be_asked)) < 1e-12

@@ -1,4 +1,4 @@
-"""Layouts are permutations with an inverse whose blocks cover the mask; what does not fit is refused in a sentence."""
+"""Layouts are permutations whose blocks cover the mask; unsupported calls are refused with a message."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringprof.strategies import UnknownName, Unsupported, create, find, for_inference, names, parameters
-from ringprof.strategies.algorithms.usp import USP
+from ringprof.strategies.algorithms.usp import USP, default_ulysses_degree
 from ringprof.strategies.base import Shape
-from ringprof.strategies.masks.layouts import LAYOUTS, Block, Grid, Grouped, split_home_block
+from ringprof.strategies.masks.layouts import LAYOUTS, Block, Grid, Grouped, split_local_block
 from ringprof.strategies.registry import check_parameters, parse_parameter
 from ringprof.strategies.transport.message import Message
 from ringprof.strategies.transport.ring_channel import HopRing, _splits
@@ -58,7 +58,7 @@ def test_the_blocks_of_all_pairs_are_the_mask_exactly_once(name, size, times, ca
 
 @given(st.integers(1, 40), st.booleans())
 def test_the_parts_of_the_home_block_are_the_whole(local, causal):
-    early, rest = split_home_block(local, causal=causal)
+    early, rest = split_local_block(local, causal=causal)
     seen = torch.zeros(local, local, dtype=torch.int)
     for block in (early, *rest):
         covered(seen, block)
@@ -78,7 +78,7 @@ grids = st.builds(
 def test_a_grid_names_every_rank_once_and_gives_neighbours_to_what_comes_first(grid):
     size = grid.ulysses_degree * grid.ring_degree
     for rank in range(size):
-        assert grid.rank(*grid.place(rank)) == rank
+        assert grid.rank(*grid.coordinates(rank)) == rank
         assert set(grid.ulysses_group(rank)) & set(grid.ring(rank)) == {rank}
         near = grid.ulysses_group(rank) if grid.head_first else grid.ring(rank)
         assert near == list(range(near[0], near[0] + len(near)))
@@ -93,7 +93,25 @@ def test_a_ulysses_group_holds_what_its_place_on_the_ring_holds(grid, name, time
     for rank in range(size):
         # What the all-to-all puts together, in the order of the group's ranks.
         together = torch.cat([layout.positions(seq, size, member) for member in grid.ulysses_group(rank)])
-        assert torch.equal(together, LAYOUTS[name].positions(seq, grid.ring_degree, grid.place(rank)[1]))
+        assert torch.equal(together, LAYOUTS[name].positions(seq, grid.ring_degree, grid.coordinates(rank)[1]))
+
+
+@pytest.mark.parametrize(
+    ("size", "per_host", "placement", "degree"),
+    [
+        # On one host the smallest divisor, so that a ring is left; over hosts a host's ranks.
+        (4, 4, "head-first", 2), (9, 9, "head-first", 3), (7, 7, "head-first", 7), (1, 1, "head-first", 1),
+        (8, 4, "head-first", 4), (8, 2, "head-first", 2), (4, 4, "ring-first", 2), (8, 2, "ring-first", 4),
+    ],
+)  # fmt: skip
+def test_the_default_degree_of_ulysses(size, per_host, placement, degree):
+    assert default_ulysses_degree(size, per_host, placement) == degree
+
+
+def test_a_sequence_of_a_hybrid_is_divided_by_its_groups_and_by_its_ring():
+    """Zigzag on a ring of 3 takes multiples of 6; each place shares its part out to 2, 4 or 8 ranks."""
+    for ulysses, divisor in ((1, 6), (2, 6), (4, 12), (8, 24)):
+        assert Grouped(LAYOUTS["zigzag"], Grid(ulysses, 3, True)).divisor(3 * ulysses) == divisor
 
 
 def test_a_grid_by_hand():
@@ -128,7 +146,7 @@ def test_unshard_undoes_shard(world):
 
 
 def refusals(rank: int) -> dict[str, str]:
-    """What each call says; empty where it was taken."""
+    """Return the error message of each call; empty where the call was accepted."""
     x = torch.zeros(1, 8, 4, 8)
 
     def attention(name: str, *tensors: torch.Tensor, params: dict[str, Any] | None = None, **options) -> None:
@@ -155,14 +173,14 @@ def refusals(rank: int) -> dict[str, str]:
         "hosts": lambda: create("burst", ranks_per_host=3),
         "parameter": lambda: create("ring", windows=2),
     }
-    said = {}
+    messages = {}
     for label, call in calls.items():
         try:
             call()
-            said[label] = ""
+            messages[label] = ""
         except (Unsupported, UnknownName) as refusal:
-            said[label] = str(refusal)
-    return said
+            messages[label] = str(refusal)
+    return messages
 
 
 EXPECTED = {
@@ -277,7 +295,7 @@ def test_every_parameter_is_described_and_listed(name):
 
 
 def test_the_kinds_of_every_parameter():
-    """As `ringprof strategies NAME` lists them and command lines are read by; `deterministic` is everybody's."""
+    """The types are those that `ringprof strategies NAME` lists and command lines use; all have `deterministic`."""
     of_rings = {"grad_wire": "exact|fp32|input"}
     packed, narrow = {"documents_layout": "packed|per_document"}, {"grad_wire": "fp32|input"}
     expected = {
@@ -302,9 +320,11 @@ def test_the_kinds_of_every_parameter():
         },
         "ring-prefill": {"passes": "auto|kv|q"},
     }  # fmt: skip
-    found = {name: {one.name: one.kind for one in parameters(find(name).load())} for name in expected}
+    kinds_by_name = {
+        name: {parameter.name: parameter.kind for parameter in parameters(find(name).load())} for name in expected
+    }
     assert set(expected) == {*names(), *for_inference()}
-    for name, kinds in found.items():
+    for name, kinds in kinds_by_name.items():
         assert kinds.pop("deterministic", "bool") == "bool"
         assert kinds == expected[name]
 
@@ -356,21 +376,21 @@ def test_a_parameter_of_another_type_is_refused(key, text):
 
 
 def resolved(rank: int) -> list[dict[str, object]]:
-    """The degrees and windows that are chosen on two hosts of two, told by the launcher and by the call."""
-    found = []
-    for given_hosts in (None, 4):
+    """Return the parameters chosen on two hosts of two ranks, known from the launcher or from the call."""
+    params = []
+    for ranks_per_host in (None, 4):
         os.environ["LOCAL_WORLD_SIZE"] = "2"
-        found += [create(name, ranks_per_host=given_hosts).parameters for name in ("usp", "double-ring", "burst")]
-    found.append(create("usp", placement="ring-first").parameters)
-    found.append(create("double-ring", ulysses_degree=2).parameters)
-    found.append(create("double-ring", ulysses_degree=2, placement="context-first").parameters)
+        params += [create(name, ranks_per_host=ranks_per_host).parameters for name in ("usp", "double-ring", "burst")]
+    params.append(create("usp", placement="ring-first").parameters)
+    params.append(create("double-ring", ulysses_degree=2).parameters)
+    params.append(create("double-ring", ulysses_degree=2, placement="context-first").parameters)
     del os.environ["LOCAL_WORLD_SIZE"]
-    return found
+    return params
 
 
 def test_one_degree_decides_the_other():
-    assert USP.placed(8, 4) == {"ulysses_degree": 4}
-    assert USP.placed(8, 4, ring_degree=4) == {"ring_degree": 4}
+    assert USP.with_placement(8, 4) == {"ulysses_degree": 4}
+    assert USP.with_placement(8, 4, ring_degree=4) == {"ring_degree": 4}
     assert USP.layout_for(8, ring_degree=2).grid == Grid.of(8, 4, 2, head_first=True)
 
 
@@ -389,14 +409,14 @@ def test_degrees_and_windows_follow_the_hosts():
 def test_a_hop_can_be_waited_for_once():
     ring = create("ring").kv_ring
     assert isinstance(ring, HopRing)
-    hop = ring.post(Message.holding([torch.ones(1)]))
+    hop = ring.post(Message.pack([torch.ones(1)]))
     hop.wait()
     with pytest.raises(RuntimeError, match="twice"):
         hop.wait()
 
 
 class _Group:
-    """A process group whose works are what they were asked for."""
+    """A stand-in for a process group that returns the arguments of a call in place of a work."""
 
     def alltoall_base(self, into: torch.Tensor, out: torch.Tensor, come: list[int], go: list[int], _: Any) -> object:
         return into[0].item(), out[0].item(), come, go
@@ -404,7 +424,7 @@ class _Group:
 
 def test_all_messages_of_a_hop_are_waited_for():
     ring: Any = object.__new__(HopRing)
-    vars(ring).update(group=_Group(), trades_on="cpu", _splits=partial(_splits, 4, 3, 1))
+    vars(ring).update(group=_Group(), all_to_all_device="cpu", _splits=partial(_splits, 4, 3, 1))
     messages = [
         [torch.full((rows,), number) for rows, number in numbers]
         for numbers in (((2, 10), (5, 11)), ((2, 20), (5, 21)))
@@ -415,7 +435,7 @@ def test_all_messages_of_a_hop_are_waited_for():
 
 @pytest.mark.parametrize("of_v", [1, 3, 4])
 def test_the_output_is_as_wide_as_v(of_v):
-    """Attention to all keys alike is their mean, whatever v is filled up with on its way."""
+    """Attention with equal weights is the mean of v, whatever v is padded with for the kernel."""
     q, k = torch.zeros(1, 8, 2, 4), torch.randn(1, 8, 2, 4)
     v = torch.arange(8.0).view(1, 8, 1, 1).expand(1, 8, 2, of_v).contiguous()
     out = create("ring", kernel="reference").attention(q, k, v, causal=False)

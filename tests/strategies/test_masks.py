@@ -16,7 +16,7 @@ from ringprof.strategies import Unsupported, create, find, names
 from ringprof.strategies.kernels import varlen
 from ringprof.strategies.kernels.builtin import ReferenceKernel
 from ringprof.strategies.masks.layouts import LAYOUTS, zigzag_per_document
-from ringprof.strategies.masks.mask_blocks import AttnRectangle, MaskBlocks, banded, seen_in_band, split_rows
+from ringprof.strategies.masks.mask_blocks import AttnRectangle, MaskBlocks, band, band_mask, joined, split_rows
 from ringprof.strategies.masks.sharded_mask import sharded_mask_of
 from tests.strategies.cases import Case, WorkloadShard, inputs, relative_error
 from tests.strategies.ranks import run_ranks
@@ -65,7 +65,7 @@ MASKS = [
 
 
 def dense(problem: WorkloadShard, mask: Mask) -> list[Tensor]:
-    """out, dq, dk, dv by torch's own autograd over the plain formula, in float64; the mask pair by pair."""
+    """Compute out, dq, dk and dv by torch's autograd in float64, with the mask checked pair by pair."""
     seen = torch.tensor([[sees(mask, query, key) for key in range(problem.seq)] for query in range(problem.seq)])
     q, k, v, dout = (tensor.double() for tensor in inputs(problem))
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
@@ -80,7 +80,7 @@ def dense(problem: WorkloadShard, mask: Mask) -> list[Tensor]:
 def over_the_ranks(
     case: Case, problem: WorkloadShard, mask: Mask, tensors: list[Tensor] | None = None
 ) -> tuple[list[Tensor], int]:
-    """out, dq, dk, dv of the whole sequence as the ranks computed them; and the FLOPs that this rank counted."""
+    """Compute out, dq, dk and dv of the whole sequence on all ranks; also return the FLOPs that this rank counted."""
     strategy = create(case.name, kernel=problem.kernel, **case.params)
     *qkv, dout = (strategy.shard(x, documents=mask.documents) for x in tensors or inputs(problem))
     for tensor in qkv:
@@ -95,7 +95,7 @@ def over_the_ranks(
 def errors_of(
     rank: int, cases: list[Case], problem: WorkloadShard, truths: dict[Mask, list[Tensor]]
 ) -> list[tuple[str, float]]:
-    found = []
+    errors = []
     for mask, truth in truths.items():
         for case in cases:
             whole, flops = over_the_ranks(case, problem, mask)
@@ -104,8 +104,8 @@ def errors_of(
             torch.distributed.all_reduce(total)
             pairs = problem.batch * problem.heads * problem.head_dim * mask.area(problem.seq)
             counted = int(total) == 14 * pairs
-            found.append((f"{case} {mask}" + ("" if counted else " counts other FLOPs"), worst if counted else 1.0))
-    return found
+            errors.append((f"{case} {mask}" + ("" if counted else " counts other FLOPs"), worst if counted else 1.0))
+    return errors
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def leaks(rank: int, kernel: str) -> list[str]:
     problem = WorkloadShard(seq=64, kernel=kernel, dtype=torch.float32)
     mask = Mask.of(documents=[0, 7, 37, 64])
     mine = slice(7, 37)
-    found = []
+    leaking = []
     for case in (case for case in TAKING if 4 in case.worlds):
         whole = inputs(problem)
         before, _ = over_the_ranks(case, problem, mask)
@@ -182,8 +182,8 @@ def leaks(rank: int, kernel: str) -> list[str]:
             for name, old, new in zip(("out", "dq", "dk", "dv"), before, after, strict=True):
                 outside = [torch.equal(old[:, rows], new[:, rows]) for rows in (slice(0, 7), slice(37, 64))]
                 if not all(outside) or torch.equal(old[:, mine], new[:, mine]):
-                    found.append(f"{case}: {label} in a document: {name} of another")
-    return found
+                    leaking.append(f"{case}: {label} in a document: {name} of another")
+    return leaking
 
 
 @pytest.mark.processes
@@ -196,7 +196,7 @@ def test_what_one_document_holds_reaches_no_bit_of_another(kernel: str) -> None:
 
 
 def dense_with_sinks(problem: WorkloadShard, mask: Mask, sinks: Tensor) -> list[Tensor]:
-    """out, dq, dk, dv, dsinks, LSE of a softmax over the keys and one more logit, by torch's own autograd."""
+    """Compute out, dq, dk, dv, dsinks and LSE of a softmax over the keys and one more logit, by torch's autograd."""
     seen = torch.tensor([[sees(mask, query, key) for key in range(problem.seq)] for query in range(problem.seq)])
     q, k, v, dout = inputs(problem)
     leaves = [x.requires_grad_() for x in (q, k, v, sinks.clone())]
@@ -210,7 +210,7 @@ def dense_with_sinks(problem: WorkloadShard, mask: Mask, sinks: Tensor) -> list[
 
 
 def sink_errors(rank: int, kernel: str, sinks: Tensor, truths: dict[Mask, list[Tensor]]) -> list[tuple[str, float]]:
-    problem, found = WorkloadShard(seq=64, batch=2, kernel=kernel), []
+    problem, errors = WorkloadShard(seq=64, batch=2, kernel=kernel), []
     for mask, truth in truths.items():
         for name in names():
             if not mask.plain and not find(name).load().takes_masks:
@@ -226,8 +226,8 @@ def sink_errors(rank: int, kernel: str, sinks: Tensor, truths: dict[Mask, list[T
             whole = [strategy.unshard(x) for x in (out, *(leaf.grad for leaf in leaves[:3]))]
             whole += [leaves[3].grad, strategy.unshard(lse, 2)]
             worst = max(relative_error(value.detach(), exact) for value, exact in zip(whole, truth, strict=True))
-            found.append((f"{name}, {mask}", worst))
-    return found
+            errors.append((f"{name}, {mask}", worst))
+    return errors
 
 
 @pytest.mark.processes
@@ -244,23 +244,23 @@ def test_sinks_are_exact_in_every_strategy_and_learn(kernel: str) -> None:
 
 
 def types_and_bytes(rank: int, name: str) -> tuple[set[torch.dtype], list[int]]:
-    """Of output, what its backward pass is given, and gradients; and what is sent with and without a prefix."""
+    """Return the types of outputs, saved tensors and gradients, and the bytes sent without and with a prefix."""
     sent = []
     for options in ({}, {"window_size": (6, 0), "prefix": 5}):
         strategy = create(name, kernel="cpu-flash")
         leaves = [strategy.shard(x).bfloat16().requires_grad_() for x in inputs(WorkloadShard(seq=64))[:3]]
         out = strategy.attention(*leaves, **options)
-        found = {out.dtype, *(x.dtype for x in out.grad_fn.saved_tensors[:-1])} if name != "usp" else {out.dtype}
-        found |= {x.dtype for x in torch.autograd.grad(out.sum(), leaves)}
+        types = {out.dtype, *(x.dtype for x in out.grad_fn.saved_tensors[:-1])} if name != "usp" else {out.dtype}
+        types |= {x.dtype for x in torch.autograd.grad(out.sum(), leaves)}
         sent.append(sum(size for _, size in strategy.comm.meter.sent.values()))
-    return found, sent
+    return types, sent
 
 
 @pytest.mark.processes
 def test_parts_that_share_rows_come_in_the_type_of_the_inputs() -> None:
-    """A row in several parts is merged in float32, and so are gradients of a key in several: neither travels so."""
-    found, sent = run_ranks(2, types_and_bytes, "ulysses")[0]
-    assert found == {torch.bfloat16} and sent[0] == sent[1]
+    """Rows in several parts, and gradients of keys in several parts, are merged in float32, but do not travel in it."""
+    types, sent = run_ranks(2, types_and_bytes, "ulysses")[0]
+    assert types == {torch.bfloat16} and sent[0] == sent[1]
     assert run_ranks(2, types_and_bytes, "usp")[0][0] == {torch.bfloat16}
 
 
@@ -268,7 +268,7 @@ def test_parts_that_share_rows_come_in_the_type_of_the_inputs() -> None:
 
 
 def mla_errors(rank: int) -> list[tuple[str, float]]:
-    """Heads of 12 for q and k and of 8 for v, as latent attention has 192 and 128."""
+    """Return the errors with heads of 12 for q and k and of 8 for v; latent attention has 192 and 128."""
     problem = WorkloadShard(seq=32, head_dim=12, kernel="cpu-flash")
     q, k, v, dout = inputs(problem)
     v, dout = v[..., :8].contiguous(), dout[..., :8].contiguous()
@@ -278,7 +278,7 @@ def mla_errors(rank: int) -> list[tuple[str, float]]:
     weights = scores.masked_fill(torch.ones(32, 32).triu(1).bool(), float("-inf")).softmax(-1)
     exact = torch.einsum("bhqk,bkhd->bqhd", weights, wide_v)
     exact.backward(dout)
-    found = []
+    errors = []
     for name in names():
         strategy = create(name, kernel="cpu-flash")
         mine = [strategy.shard(x).requires_grad_() for x in (q, k, v)]
@@ -286,8 +286,8 @@ def mla_errors(rank: int) -> list[tuple[str, float]]:
         out.backward(strategy.shard(dout))
         whole = [strategy.unshard(x.contiguous()) for x in (out, *(x.grad for x in mine))]
         truth = [exact.detach(), *(x.grad for x in leaves if x.grad is not None)]
-        found.append((name, max(relative_error(a.detach(), b) for a, b in zip(whole, truth, strict=True))))
-    return found
+        errors.append((name, max(relative_error(a.detach(), b) for a, b in zip(whole, truth, strict=True))))
+    return errors
 
 
 @pytest.mark.processes
@@ -367,11 +367,11 @@ def test_a_band_keeps_every_pair(queries: int, keys: int, low: int | None, high:
         for i, j in itertools.product(range(queries), range(keys))
         if (low is None or j >= i + low) and (high is None or j <= i + high)
     }
-    part = banded(0, queries, 0, keys, low, high)
+    part = band(0, queries, 0, keys, low, high)
     if part is None:
         assert not wanted
         return
-    seen = seen_in_band(part, torch.device("cpu"))
+    seen = band_mask(part, torch.device("cpu"))
     assert {(i + part.q_first, j + part.kv_first) for i, j in seen.nonzero().tolist()} == wanted
     assert part.area == len(wanted) and bool(seen.any(1).all()) and bool(seen.any(0).all())
     # What needs no window is called full or causal.
@@ -380,7 +380,7 @@ def test_a_band_keeps_every_pair(queries: int, keys: int, low: int | None, high:
 
 
 def as_flash_attn_reads(part: AttnRectangle) -> AttnRectangle:
-    """The limits that flash-attn 2 computes with: as many keys as there are, for none beside another limit."""
+    """Return the limits that flash-attn 2 computes with: beside another limit, the number of keys is no limit."""
     left, right = (NO_LIMIT if side >= part.keys else side for side in part.band)
     if left >= 0 > right:
         right = part.keys
@@ -392,26 +392,39 @@ def as_flash_attn_reads(part: AttnRectangle) -> AttnRectangle:
 @given(drawn(), st.sampled_from([1, 2, 4]))
 @settings(max_examples=150, deadline=None)
 def test_flash_attn_reads_every_part_as_it_is_meant(problem: tuple[WorkloadShard, Mask], size: int) -> None:
-    """Where there are more queries than keys it would not, in the order in which it normalises its windows."""
+    """With more queries than keys it would not, because of the order in which it normalises its windows."""
     seq, mask = 4 * size * problem[0].seq, problem[1].scaled(problem[0].seq, 4 * size * problem[0].seq)
     for layout in (*LAYOUTS.values(), zigzag_per_document(mask.documents or (0, seq))):
-        cut = sharded_mask_of(mask, layout, size, seq)
+        sharded_mask = sharded_mask_of(mask, layout, size, seq)
         for ranks in itertools.product(range(size), repeat=2):
-            for part in cut.parts(*ranks):
-                read = seen_in_band(as_flash_attn_reads(part), torch.device("cpu"))
-                assert torch.equal(read, seen_in_band(part, torch.device("cpu"))), (layout.name, part)
+            for part in sharded_mask.parts(*ranks):
+                read = band_mask(as_flash_attn_reads(part), torch.device("cpu"))
+                assert torch.equal(read, band_mask(part, torch.device("cpu"))), (layout.name, part)
 
 
 @given(*(st.integers(1, 9),) * 2, *(st.one_of(st.none(), st.integers(-9, 9)),) * 2)
 def test_rows_apart_keep_every_pair_once(queries: int, keys: int, low: int | None, high: int | None) -> None:
-    part = banded(0, queries, 0, keys, low, high)
+    part = band(0, queries, 0, keys, low, high)
     if part is None:
         return
-    whole, found = torch.zeros(queries, keys, dtype=torch.int), torch.zeros(queries, keys, dtype=torch.int)
-    for total, pieces in ((whole, [part]), (found, split_rows(part))):
-        for one in pieces:
-            total[one.q, one.kv] += seen_in_band(one, torch.device("cpu")).int()
-    assert torch.equal(whole, found)
+    whole, split = torch.zeros(queries, keys, dtype=torch.int), torch.zeros(queries, keys, dtype=torch.int)
+    for total, pieces in ((whole, [part]), (split, split_rows(part))):
+        for piece in pieces:
+            total[piece.q, piece.kv] += band_mask(piece, torch.device("cpu")).int()
+    assert torch.equal(whole, split)
+
+
+def test_full_rectangles_are_joined_only_where_their_other_sides_are_equal() -> None:
+    top, below, beside = AttnRectangle(0, 2, 0, 4), AttnRectangle(2, 4, 0, 4), AttnRectangle(0, 2, 4, 6)
+    assert joined([top, below]) == [AttnRectangle(0, 4, 0, 4)]
+    assert joined([top, beside]) == [AttnRectangle(0, 2, 0, 6)]
+    for other in (
+        AttnRectangle(2, 4, 0, 3),
+        AttnRectangle(2, 4, 4, 6),
+        AttnRectangle(0, 1, 4, 6),
+        AttnRectangle(2, 4, 0, 4, right=1),
+    ):
+        assert joined([top, other]) == [top, other]
 
 
 def test_rows_that_see_all_keys_are_apart() -> None:
@@ -439,19 +452,19 @@ PARTS = {
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
 def test_several_lengths_in_one_call_are_a_call_each(parts: list[AttnRectangle], batch: int) -> None:
-    """The rows and lengths that a varlen kernel is given, with one made of dense calls."""
+    """The rows and lengths for a varlen kernel are right, checked with one made of dense calls."""
     block, kernel = MaskBlocks(tuple(parts), 12, 12), ReferenceKernel()
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(batch, 12, heads, 4, dtype=torch.float64) for heads in (4, 2, 2, 4))
     wide_k, wide_v = (x.repeat_interleave(2, 2) for x in (k, v))
     out, lse = kernel.forward(q, k, v, scale=0.5, causal=False, parts=block)
-    found = varlen.forward(_varlen_forward, q, wide_k, wide_v, 0.5, block)
-    assert torch.allclose(found[0], out) and torch.allclose(found[1].double(), lse, atol=1e-6)
+    results = varlen.forward(_varlen_forward, q, wide_k, wide_v, 0.5, block)
+    assert torch.allclose(results[0], out) and torch.allclose(results[1].double(), lse, atol=1e-6)
     # Every row with some result has an LSE of its own; what the gradients are taken at does not matter here.
     rows = torch.randn(batch, 4, 12, dtype=torch.float64), torch.randn_like(q)
     expected = kernel._backward_parts(dout, q, wide_k, wide_v, rows[0], rows[1], None, 0.5, block)
     gradients = varlen.backward(_varlen_backward, dout, q, wide_k, wide_v, rows[0], rows[1], 0.5, block)
-    assert all(torch.allclose(one, other) for one, other in zip(gradients, expected, strict=True))
+    assert all(torch.allclose(gradient, other) for gradient, other in zip(gradients, expected, strict=True))
 
 
 def _segments(lengths, batch) -> list[tuple[slice, slice, AttnRectangle]]:
@@ -464,41 +477,41 @@ def _segments(lengths, batch) -> list[tuple[slice, slice, AttnRectangle]]:
 
 
 def _varlen_forward(q, k, v, lengths, batch, scale):
-    found = [
+    results = [
         ReferenceKernel()._forward_band(q[None, a], k[None, b], v[None, b], scale, part)
         for a, b, part in _segments(lengths, batch)
     ]
-    return torch.cat([out[0] for out, _ in found]), torch.cat([lse[0] for _, lse in found], 1)
+    return torch.cat([out[0] for out, _ in results]), torch.cat([lse[0] for _, lse in results], 1)
 
 
 def _varlen_backward(dout, q, k, v, out, lse, lengths, batch, scale):
-    found = [
+    results = [
         ReferenceKernel()._backward_band(
             dout[None, a], q[None, a], k[None, b], v[None, b], lse[None, :, a], out[None, a], None, scale, part
         )
         for a, b, part in _segments(lengths, batch)
     ]
-    return tuple(torch.cat([gradients[i][0] for gradients in found]) for i in range(3))
+    return tuple(torch.cat([gradients[i][0] for gradients in results]) for i in range(3))
 
 
 def test_packed_zigzag_computes_full_rectangles_between_ranks_and_triangles_on_them() -> None:
-    """4 ranks, chunks of 8; one document of 40 tokens and one of 24: what rank 0 owes is 4 plain calls."""
+    """On 4 ranks with chunks of 8, documents of 40 and 24 tokens give rank 0 four plain calls."""
     from ringprof.strategies.masks.sharded_mask import ShardedMask
 
-    cut = ShardedMask(Mask.of(documents=[0, 40, 64]), LAYOUTS["zigzag"], 4, 64)
-    own = cut.block(0, 0)
+    sharded_mask = ShardedMask(Mask.of(documents=[0, 40, 64]), LAYOUTS["zigzag"], 4, 64)
+    own = sharded_mask.block(0, 0)
     assert own is not None and own.parts is not None
     assert [part.area for part in own.parts] == [36, 36]
     # Rank 0 holds 0..8 of the first and 56..64 of the second, rank 1 holds 8..16 and 48..56.
-    later = cut.block(0, 1)
+    later = sharded_mask.block(0, 1)
     assert later is not None and later.parts is None and not later.causal
     assert (later.q, later.kv) == (slice(8, 16), slice(8, 16))
-    earlier = cut.block(1, 0)
+    earlier = sharded_mask.block(1, 0)
     assert earlier is not None and (earlier.q, earlier.kv) == (slice(0, 8), slice(0, 8))
 
 
 def rows_sent(rank: int, name: str, mask: Mask, **params: Any) -> dict[str, tuple[int, int]]:
-    """How many hops a channel made, and how many tokens' K and V, or dK and dV, they carried."""
+    """Return the hops of each channel, and the number of tokens whose K and V, or dK and dV, they carried."""
     problem = WorkloadShard(seq=64)
     strategy = create(name, kernel="reference", **params)
     *qkv, dout = (strategy.shard(x).requires_grad_() for x in inputs(problem))
@@ -537,11 +550,11 @@ def test_hops_carry_what_somebody_needs(name: str, mask: Mask, kv: tuple[int, in
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_shares_go_whole_where_little_is_saved(size: int) -> None:
-    """Of two ranks the first's last chunks see all of the second's keys: cutting out the other half would save none."""
+    """On two ranks, the last chunks of the first rank see all keys of the second: cutting out rows saves nothing."""
     bounds = (0, 40, 90, 128)
-    cut = sharded_mask_of(Mask.of(documents=bounds), zigzag_per_document(bounds), size, 128)
-    routing = cut.routing(size)
-    assert routing is None or (size == 2 and routing.taken(0, x := torch.zeros(1, 64, 1, 1)) is x)
+    sharded_mask = sharded_mask_of(Mask.of(documents=bounds), zigzag_per_document(bounds), size, 128)
+    routing = sharded_mask.routing(size)
+    assert routing is None or (size == 2 and routing.pack_rows(0, x := torch.zeros(1, 64, 1, 1)) is x)
     assert sharded_mask_of(Mask.of(window=(5, 0)), LAYOUTS["zigzag"], size, 128).routing(size) is not None
 
 
@@ -557,7 +570,7 @@ def others_rows_sent(rank: int) -> list[dict[str, tuple[int, int]]]:
 
 @pytest.mark.processes
 def test_queries_keys_and_gradients_of_a_window_travel_alone_in_all_rings() -> None:
-    """Chunks of 8 of 64 tokens, and 5 keys before each: of a rank's two chunks one neighbour is a hop away, one three.
+    """Only rows in a window travel: 5 keys before each of 8 chunks of 8 tokens, over one hop or three.
 
     Of two inner rings of two ranks the one is in the same ring, and the other comes in the last step of the other one.
     A token's queries are as large as its K and V; dO is, too, and LSE and delta are an eighth of it each.
@@ -591,7 +604,7 @@ def test_nothing_travels_where_no_document_lies_on_two_ranks() -> None:
 def test_every_hop_carries_all_that_is_still_needed(
     drawn_problem: tuple[WorkloadShard, Mask], size: int, window: int, name: str, queries: bool
 ) -> None:
-    """By the mask, pair by pair; and of a window over contiguous tokens, no more than the rank that needs most."""
+    """The needed rows follow from the mask, pair by pair."""
     mask, seq = drawn_problem[1], drawn_problem[0].seq
     if mask.documents is not None or seq % (2 * size):
         seq = 16 * size
@@ -601,20 +614,22 @@ def test_every_hop_carries_all_that_is_still_needed(
     if routing is None:
         return
     held = [layout.positions(seq, size, rank).tolist() for rank in range(size)]
-    carried = [routing.taken(rank, torch.arange(local).view(1, -1, 1, 1)).flatten().tolist() for rank in range(size)]
+    carried = [
+        routing.pack_rows(rank, torch.arange(local).view(1, -1, 1, 1)).flatten().tolist() for rank in range(size)
+    ]
     for rank in range(size):
         needed: set[int] = set()
-        for turn, place in itertools.product(range(size // window), range(window)):
-            there = held[(rank // window + turn) * window % size + (rank + place) % window]
+        for turn, position in itertools.product(range(size // window), range(window)):
+            other_positions = held[(rank // window + turn) * window % size + (rank + position) % window]
             needs = {
                 row for row, mine in enumerate(held[rank])
-                if any(sees(mask, mine, other) if queries else sees(mask, other, mine) for other in there)
+                if any(sees(mask, mine, other) if queries else sees(mask, other, mine) for other in other_positions)
             }  # fmt: skip
-            if step := turn * window + place:
+            if step := turn * window + position:
                 needed |= needs
-                assert needs <= {carried[rank][at] for at in routing.held(step)}
-                assert needs <= {carried[rank][at] for at in routing.back[step]}
-        given_back = [(rows.start, rows.stop, x.flatten().tolist()) for rows, x in routing.home(
+                assert needs <= {carried[rank][row] for row in routing.received_rows(step)}
+                assert needs <= {carried[rank][row] for row in routing.inner_gradient_slices[step]}
+        given_back = [(rows.start, rows.stop, x.flatten().tolist()) for rows, x in routing.split_by_own_rows(
             rank, torch.tensor(carried[rank]).view(1, -1, 1, 1))]  # fmt: skip
         assert all(rows == list(range(start, stop)) for start, stop, rows in given_back)
         assert needed <= {row for start, stop, _ in given_back for row in range(start, stop)}

@@ -25,7 +25,7 @@ pytestmark = [
 ]
 SEQ, HEAD_DIM = 1024, 128
 SHAPES = [(1, 8, 8), (2, 8, 2)]
-"""batch, heads, kv heads"""
+"""Shapes (batch, heads, kv heads)."""
 DOCUMENTS = Mask.of(documents=[0, 1, 8, 300, 300, 556, 1024])
 MASKS = [
     DOCUMENTS,
@@ -65,7 +65,7 @@ def worst(values: list[Tensor], truth: list[Tensor]) -> float:
 VARLEN = ("flash-attn", "torch-flash")
 ALL_KERNELS = [name for name in KERNELS if name not in ("cpu-flash", "reference")]
 SOFTCAP = 2.0
-"""As large as some scores."""
+"""Softcap that is no larger than some scores."""
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_kernel_computes_parts_as_float64_does(name: str, softcap: float) -> N
 
 
 def wrong_on_a_rank(rank: int, kernel: str, masks: list[Mask], cases: list[Case], softcap: float) -> list[str]:
-    found = []
+    wrong = []
     for case in cases:
         began = time.perf_counter()
         strategy = create(case.name, kernel=kernel, hops="nccl", **case.params)
@@ -126,10 +126,10 @@ def wrong_on_a_rank(rank: int, kernel: str, masks: list[Mask], cases: list[Case]
             gradients = torch.autograd.grad(out, leaves, strategy.shard(full[3], **share))
             off = worst([strategy.unshard(x, **share) for x in (out, *gradients)], truth_of(full, mask, softcap))
             if not off < 0.02:
-                found.append(f"{case}, {shape}, {mask}: {off}")
+                wrong.append(f"{case}, {shape}, {mask}: {off}")
         if rank == 0:
             print(f"{kernel}, {case}: {time.perf_counter() - began:.1f} s", flush=True)
-    return found
+    return wrong
 
 
 ZIGZAG, RING, USP, BURST = (Case(name) for name in ("zigzag", "ring", "usp", "burst"))
@@ -141,7 +141,7 @@ ON_TWO = {
     "flex-window": ("flex", MASKS[2:3], [RING, USP], 0.0),
     "flex-softcap": ("flex", [Mask.of()], [ZIGZAG], SOFTCAP),
 }
-"""By name: kernel, masks, strategies and softcap. Each part ends within 45 s on two H200, of which 15 are the start."""
+"""(kernel, masks, strategies, softcap) by name. Each part ends within 45 s on two H200, of which 15 are the start."""
 
 
 @needs_two_gpus
@@ -154,8 +154,8 @@ def test_strategies_are_right_on_two_gpus(part: str) -> None:
 
 
 def bits(rank: int) -> list[str]:
-    """What a change in one document does to the bits of the others, with a deterministic kernel."""
-    full, found = full_inputs(1, 8, 2), []
+    """Return the tensors in which a change of one document changes bits of another, with a deterministic kernel."""
+    full, leaking = full_inputs(1, 8, 2), []
     inside = slice(300, 556)
     for case in CASES:
         strategy = create(case.name, kernel="flash-attn", hops="nccl", deterministic=True, **case.params)
@@ -173,8 +173,8 @@ def bits(rank: int) -> list[str]:
             for name, before, after in zip(("out", "dq", "dk", "dv"), results[0], other, strict=True):
                 rows = [slice(0, 300), slice(556, SEQ)]
                 if not all(torch.equal(before[:, part], after[:, part]) for part in rows):
-                    found.append(f"{case}: {name}")
-    return found
+                    leaking.append(f"{case}: {name}")
+    return leaking
 
 
 @needs_two_gpus
@@ -189,8 +189,8 @@ def test_flex_takes_heads_of_any_size(head_dim: int) -> None:
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, 300, heads, head_dim, device="cuda").bfloat16() for heads in (4, 2, 2, 4))
     truth = truth_with(ReferenceKernel(), q, k, v, dout, head_dim)
-    found = truth_with(KERNELS["flex"](), q, k, v, dout, head_dim)
-    assert worst(found, truth) < 0.02
+    results = truth_with(KERNELS["flex"](), q, k, v, dout, head_dim)
+    assert worst(results, truth) < 0.02
 
 
 def truth_with(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, head_dim: int) -> list[Tensor]:

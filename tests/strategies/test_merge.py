@@ -1,8 +1,9 @@
-"""Totals of gradients, begun with one block and settled with the last, against sums in float64."""
+"""Sums of gradients, from the first block to the final cast, against sums in float64."""
 
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ SLICES = [slice(None), slice(0, 6), slice(6, 12), slice(1, 12), slice(3, 9)]
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_a_sum_of_blocks_is_rounded_once(dtype, count):
-    """Blocks in any rows, some kept to the end, against float64: one rounding to the type, after sums in float32."""
+    """Sums of blocks in any rows, some kept to the end, are right: one rounding to the type, after sums in float32."""
     torch.manual_seed(count)
     for draw in range(20):
         order = torch.randint(len(SLICES), (count,)).tolist()
@@ -145,7 +146,7 @@ def test_what_carries_in_float16_is_at_least_its_smallest_number():
 
 @pytest.mark.parametrize("seed", range(40))
 def test_blocks_that_share_rows_are_added_where_they_lie(seed):
-    """Any stretches of rows, also of others' rows, against one addition after the other."""
+    """Sums over any, also overlapping, stretches of rows equal one addition after the other."""
     random = torch.Generator().manual_seed(seed)
     rows = int(torch.randint(1, 12, (), generator=random))
     total = torch.randn(2, rows, 1, 2, dtype=torch.float64, generator=random)
@@ -156,3 +157,19 @@ def test_blocks_that_share_rows_are_added_where_they_lie(seed):
         parts.append((slice(first, last), block))
         truth[:, first:last] += block
     assert torch.allclose(merge.settled(total.clone(), parts, torch.float64), truth)
+
+
+def test_a_sink_takes_its_share_of_the_output_and_adds_to_the_lse():
+    """Three keys of score 0, and a sink of score 0: the output keeps three quarters, the LSE is log 4."""
+    out, lse = torch.ones(1, 1, 1, 2), torch.full((1, 1, 1), math.log(3))
+    kept, total = merge.with_sinks(out, lse, torch.zeros(1))
+    assert torch.allclose(kept, torch.full_like(out, 0.75)) and total.item() == pytest.approx(math.log(4))
+
+
+def test_rows_that_have_seen_no_key_take_the_others_result_and_stay_numbers():
+    """Rows 0 and 1 have seen nothing, row 2 has; the block's rows 0 and 2 see nothing, its row 1 does."""
+    never = -math.inf
+    out, lse = torch.tensor([0.0, 0.0, 5.0]).view(1, 3, 1, 1), torch.tensor([never, never, 2.0]).view(1, 1, 3)
+    some, some_lse = torch.tensor([0.0, 7.0, 0.0]).view(1, 3, 1, 1), torch.tensor([never, 3.0, never]).view(1, 1, 3)
+    merge.merge_rows(out, lse, some, some_lse, slice(None))
+    assert out.flatten().tolist() == [0.0, 7.0, 5.0] and lse.flatten().tolist() == [never, 3.0, 2.0]

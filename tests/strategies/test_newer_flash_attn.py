@@ -64,12 +64,12 @@ def _bwd3(
     assert dq is not None and dk is not None and dv is not None and softmax_scale is not None
     kernel = ReferenceKernel(softcap=softcap)
     if cu_seqlens_q is None:
-        found = kernel.backward(dout, q, k, v, softmax_lse, out=out, scale=softmax_scale, causal=is_causal)
+        gradients = kernel.backward(dout, q, k, v, softmax_lse, out=out, scale=softmax_scale, causal=is_causal)
     else:
         parts = _parts(q, k, cu_seqlens_q, cu_seqlens_k, window_size_left, 0 if is_causal else window_size_right)
         rows = (x[None] for x in (dout, q, k, v, softmax_lse))
-        found = kernel.backward(*rows, out=out[None], scale=softmax_scale, causal=False, parts=parts)
-    for target, gradient in zip((dq, dk, dv), found, strict=True):
+        gradients = kernel.backward(*rows, out=out[None], scale=softmax_scale, causal=False, parts=parts)
+    for target, gradient in zip((dq, dk, dv), gradients, strict=True):
         target.copy_(gradient.view_as(target))
     return torch.zeros(1)
 
@@ -89,8 +89,8 @@ def _bwd2(
 ) -> tuple[Tensor, Tensor, Tensor, None]:  # fmt: skip
     assert (dq, p_dropout, window_left, window_right) == (None, 0.0, -1, -1)
     kernel = ReferenceKernel(softcap=softcap)
-    found = kernel.backward(dout, q, k, v, softmax_lse, out=out, scale=softmax_scale, causal=is_causal)
-    return found[0], dk.copy_(found[1]), dv.copy_(found[2]), None
+    gradients = kernel.backward(dout, q, k, v, softmax_lse, out=out, scale=softmax_scale, causal=is_causal)
+    return gradients[0], dk.copy_(gradients[1]), dv.copy_(gradients[2]), None
 
 
 def _varlen_fwd2(
@@ -120,12 +120,12 @@ def _varlen_bwd2(
 
 
 def _swapped(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Heads before the sequence, as torch's own kernels have them, and back."""
+    """Swap the dimensions of heads and sequence, as torch's kernels need it."""
     return tuple(x.transpose(1, 2) for x in tensors)
 
 
 class _Aten:
-    """torch's operators of attention, without dropout."""
+    """Stand-ins for torch's attention operators, without dropout."""
 
     @staticmethod
     def _scaled_dot_product_flash_attention(
@@ -205,8 +205,8 @@ def _fwd4(
     aux_tensors: Any = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     assert softmax_scale is not None
-    found, found_lse = ReferenceKernel().forward(q, k, v, scale=softmax_scale, causal=causal)
-    return found, found_lse if return_lse else None
+    result, result_lse = ReferenceKernel().forward(q, k, v, scale=softmax_scale, causal=causal)
+    return result, result_lse if return_lse else None
 
 
 def _bwd4(
@@ -268,10 +268,10 @@ def test_what_is_handed_over_is_what_is_meant(name: str, softcap: float, masks: 
         block = sharded_mask_of(mask, LAYOUTS["contiguous"], 1, 24).block(0, 0)
         assert block is not None
         how: Any = {"scale": 0.4, "causal": block.causal, "parts": block.parts}
-        given, exact = KERNELS[name](softcap=softcap), ReferenceKernel(softcap=softcap)
-        (found, lse), (truth, true_lse) = (kernel.forward(q, k, v, **how) for kernel in (given, exact))
-        assert relative_error(found, truth) < 1e-13 and torch.allclose(lse, true_lse, rtol=1e-12)
-        gradients = [kernel.backward(dout, q, k, v, true_lse + 0.3, out=out, **how) for kernel in (given, exact)]
+        newer, exact = KERNELS[name](softcap=softcap), ReferenceKernel(softcap=softcap)
+        (result, lse), (truth, true_lse) = (kernel.forward(q, k, v, **how) for kernel in (newer, exact))
+        assert relative_error(result, truth) < 1e-13 and torch.allclose(lse, true_lse, rtol=1e-12)
+        gradients = [kernel.backward(dout, q, k, v, true_lse + 0.3, out=out, **how) for kernel in (newer, exact)]
         assert all(relative_error(x, y) < 1e-12 for x, y in zip(*gradients, strict=True)), mask
 
 

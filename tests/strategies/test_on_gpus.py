@@ -1,4 +1,4 @@
-"""Strategies on several GPUs: cuDNN's plans in any order, CUDA graphs, and passes that never wait for the device."""
+"""Strategies on several GPUs: cuDNN's plans in any order, CUDA graphs, and passes that never wait for the GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.strategies.gpu_ranks import SIZES, needs_two_gpus, run_gpu_ranks
 pytestmark = [pytest.mark.gpu, needs_two_gpus]
 SEQ, HEAD_DIM = 1024, 128
 SHAPES = [(1, 8, 8), (2, 8, 2), (3, 8, 4)]
-"""batch, heads, kv heads"""
+"""Shapes (batch, heads, kv heads)."""
 
 
 def full_inputs(batch: int, heads: int, kv_heads: int) -> list[Tensor]:
@@ -50,7 +50,7 @@ def by_strategy(case: Case, hops: str, full: list[Tensor], causal: bool) -> list
 
 
 def by_torch(layout: str, full: list[Tensor], causal: bool) -> list[Tensor]:
-    """A user's own attention, on (B, S, H, D) memory turned round or on (B, H, S, D) memory."""
+    """Compute torch's attention on transposed (B, S, H, D) memory, or on (B, H, S, D) memory."""
     turned = [x.transpose(1, 2) for x in full]
     q, k, v, dout = (x.contiguous() if layout == "bhsd" else x for x in turned)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -61,7 +61,7 @@ def by_torch(layout: str, full: list[Tensor], causal: bool) -> list[Tensor]:
 
 
 def in_random_order(rank: int, size: int, seed: int) -> list[str]:
-    """All strategies and torch's own attention in one process, shapes and masks mixed; what is off by over 2 %."""
+    """Run all strategies and torch's attention in one process on mixed shapes and masks; return errors above 2 %."""
     draw = random.Random(seed)
     kinds: list[tuple[Case | str, str]] = [("bshd", ""), ("bhsd", "")]
     kinds += [(case, hops) for case in CASES if size in case.worlds for hops in ("nccl", "copy")]
@@ -69,7 +69,7 @@ def in_random_order(rank: int, size: int, seed: int) -> list[str]:
     draw.shuffle(jobs)
     known: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     wrong = []
-    for place, (shape, causal, (who, hops)) in enumerate(jobs):
+    for index, (shape, causal, (who, hops)) in enumerate(jobs):
         if (shape, causal) not in known:
             full = full_inputs(*shape)
             known[shape, causal] = full, truth_of(full, causal)
@@ -78,7 +78,7 @@ def in_random_order(rank: int, size: int, seed: int) -> list[str]:
         worst = max(error(value, true) for value, true in zip(results, truth, strict=True))
         # Not "worst > 0.02": NaN must not pass.
         if not worst < 0.02:
-            wrong.append(f"{place}: {who} {hops} {shape} causal={causal}: {worst:.2g}")
+            wrong.append(f"{index}: {who} {hops} {shape} causal={causal}: {worst:.2g}")
     return wrong
 
 
@@ -90,7 +90,7 @@ def test_cudnn_is_right_whatever_ran_before(size, seed):
 
 
 def graphed(rank: int, kernel: str) -> list[str]:
-    """Cases whose replayed pass differs from an ordinary one, on inputs that came after the capture."""
+    """Return the cases whose replayed pass differs from an ordinary one, on inputs set after the capture."""
     wrong = []
     for case in [case for case in CASES if 2 in case.worlds]:
         # Copied hops, which `auto` takes beside cuDNN, cannot be captured.
@@ -112,8 +112,8 @@ def graphed(rank: int, kernel: str) -> list[str]:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             results = once()
         with torch.no_grad():
-            for place, x in zip(held, draws[1], strict=True):
-                place.copy_(strategy.shard(x))
+            for target, x in zip(held, draws[1], strict=True):
+                target.copy_(strategy.shard(x))
         for _ in range(2):
             graph.replay()
         replayed = [x.clone() for x in results]
@@ -132,7 +132,7 @@ def test_a_pass_can_be_captured_in_a_cuda_graph(kernel):
 
 
 def without_waiting(rank: int) -> list[str]:
-    """Cases in which a pass, with a gradient through the LSE, waits for the device after the first calls."""
+    """Return the cases in which a pass with a gradient through the LSE waits for the GPU after the first calls."""
     waiting = []
     for case in [case for case in CASES if 2 in case.worlds]:
         for hops in ("nccl", "copy") if case.name not in ("ulysses", "megatron", "allgather") else ("nccl",):

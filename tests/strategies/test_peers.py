@@ -1,4 +1,4 @@
-"""Other people's attention as a strategy, against float64: adapters with stand-ins for packages, torch's own ring."""
+"""Peers against float64: the adapters with stand-ins for their packages, and torch's own ring."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ PEERS = [
     Case("magi", {"chunk_size": 4}),
 ]
 FULL = ["ring-flash-attn/ring", "transformer-engine/p2p"]
-"""Those that take a full mask, too."""
+"""Peers that support a full mask, too."""
 
 
 def _pretend() -> None:
-    """The stand-ins, on a CPU: the kernels that the real packages bring are asked for, and never called."""
+    """Install the stand-ins. The kernels of the real packages are looked up, and never called."""
     install()
     for kernel in (FlashAttnKernel, CudnnKernel):
         kernel.why_unsupported = classmethod(lambda *_: None)  # type: ignore[assignment]
@@ -48,11 +48,11 @@ def _pretend() -> None:
 def _errors(rank: int, cases: list[Case], problem: WorkloadShard) -> dict[str, float]:
     _pretend()
     truth = dense(problem)
-    found = {}
+    errors = {}
     for case in cases:
         results = over_the_ranks(case, problem)
-        found[str(case)] = max(relative_error(result, true) for result, true in zip(results, truth, strict=True))
-    return found
+        errors[str(case)] = max(relative_error(result, true) for result, true in zip(results, truth, strict=True))
+    return errors
 
 
 @pytest.mark.processes
@@ -76,7 +76,7 @@ def _torch_errors(rank: int, problem: WorkloadShard) -> list[float]:
     truth = dense(problem)
     rings = [Case("torch-cp", {"rotate": rotate}) for rotate in ("allgather", "alltoall")]
     results = [over_the_ranks(ring, problem) for ring in rings]
-    return [relative_error(one, true) for result in results for one, true in zip(result, truth, strict=True)]
+    return [relative_error(value, true) for result in results for value, true in zip(result, truth, strict=True)]
 
 
 @pytest.mark.processes
@@ -115,8 +115,8 @@ def test_transformer_engine_is_told_which_kernel_to_use(
     for name in ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"):
         monkeypatch.setenv(name, "unset")
     strategy: Any = object.__new__(TransformerEngineP2P)
-    made = SimpleNamespace(name=kernel)
-    vars(strategy).update(kernel_for=lambda q: made, _deterministic=False, _module=lambda *_: lambda q, k, v: q)
+    kernel_stub = SimpleNamespace(name=kernel)
+    vars(strategy).update(kernel_for=lambda q: kernel_stub, _deterministic=False, _module=lambda *_: lambda q, k, v: q)
     x = torch.zeros(1, 4, 2, 8)
     assert strategy.call(x, x, x, causal=True, scale=1.0).shape == x.shape
     assert (os.environ["NVTE_FUSED_ATTN"], os.environ["NVTE_FLASH_ATTN"]) == (fused, flash)
@@ -126,28 +126,30 @@ def test_peers_are_not_deterministic_unless_asked() -> None:
     for name in peer_names():
         module, _, peer = find(name).target.partition(":")
         (default,) = (
-            one.default for one in parameters(getattr(import_module(module), peer)) if one.name == "deterministic"
+            parameter.default
+            for parameter in parameters(getattr(import_module(module), peer))
+            if parameter.name == "deterministic"
         )
         assert default is False, name
 
 
 def _refusals(rank: int) -> list[str]:
     _pretend()
-    asked: list[tuple[str, dict[str, Any], dict[str, Any], int]] = [
+    calls: list[tuple[str, dict[str, Any], dict[str, Any], int]] = [
         ("ring-flash-attn/zigzag", {}, {"causal": False}, 1),
         ("ring-flash-attn/ring", {}, {"return_lse": True}, 1),
         ("ring-flash-attn/llama3", {}, {}, 2),
         ("ring-flash-attn/llama3", {"heads_k_stride": 3}, {}, 1),
         ("transformer-engine/a2a", {}, {}, 1),
     ]
-    said = []
-    for name, params, options, batch in asked:
+    messages = []
+    for name, params, options, batch in calls:
         strategy = create(name, **params)
         q, k, v = (torch.zeros(batch, 8, heads, 8, dtype=torch.bfloat16) for heads in (3, 1, 1))
         with pytest.raises(Unsupported) as refused:
             strategy.attention(q, k, v, **options)
-        said.append(str(refused.value))
-    return said
+        messages.append(str(refused.value))
+    return messages
 
 
 @pytest.mark.processes

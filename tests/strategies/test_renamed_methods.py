@@ -35,6 +35,17 @@ def test_the_old_name_can_be_called() -> None:
     assert Ring.unfit(SHAPE, 2) is None  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("own_block", "local_block"), ("over", "forward_over_ring"), ("cut", "sharded_mask"),
+        ("placed", "with_placement"), ("computing", "layout_while_computing"),
+    ],
+)  # fmt: skip
+def test_renamed_methods_can_be_called_by_their_old_names(old: str, new: str) -> None:
+    assert getattr(Ring, old) == getattr(Ring, new)
+
+
 def test_the_old_exception_is_the_new_one() -> None:
     with pytest.warns(DeprecationWarning, match="now called Unsupported"):
         assert ringprof.strategies.Unfit is ringprof.strategies.Unsupported

@@ -11,8 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import ringprof.strategies
-from ringprof.strategies import create, find, names, parameters, peer_names, peers
+from ringprof.strategies import algorithms, create, find, names, parameters, peer_names, peers
 from ringprof.strategies.algorithms.cached import Cached
 from ringprof.strategies.base import Strategy
 from ringprof.strategies.registry import for_inference
@@ -31,13 +30,13 @@ PROBLEMS = [
 
 
 def errors_of(rank: int, cases: list[Case], problems: list[WorkloadShard]) -> list[tuple[str, float]]:
-    """The largest error of out, dq, dk and dv for every case and problem."""
-    found = []
+    """Return the largest error of out, dq, dk and dv for every case and problem."""
+    errors = []
     for case in cases:
         for problem in problems:
             pairs = zip(over_the_ranks(case, problem), dense(problem), strict=True)
-            found.append((f"{case} {problem}", max(relative_error(value, truth) for value, truth in pairs)))
-    return found
+            errors.append((f"{case} {problem}", max(relative_error(value, truth) for value, truth in pairs)))
+    return errors
 
 
 def check(world: int, problems: list[WorkloadShard], bound: float) -> None:
@@ -70,7 +69,7 @@ def test_every_strategy_is_exact_in_float64_on_8_ranks():
 @pytest.mark.processes
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.float32, 2**-24), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
 def test_rounding_stays_near_that_of_one_device(dtype, unit):
-    """At most 3 times the error of one call of the same kernel, with room for a rounding at each hop on the wire."""
+    """The error is at most 3 times that of one call of the same kernel, plus a rounding at each hop."""
     problem = WorkloadShard(seq=128, heads=4, kv_heads=2, head_dim=16, dtype=dtype, kernel="cpu-flash")
     truth = dense(problem)
     alone = [
@@ -81,8 +80,8 @@ def test_rounding_stays_near_that_of_one_device(dtype, unit):
     for case, errors in zip(cases, worst[0], strict=True):
         # On 4 ranks a gradient is rounded to the input's type at most 4 times, each by at most a unit.
         on_the_wire = 4 * unit**2 / 3
-        for error, one in zip(errors, alone, strict=True):
-            assert error <= 3 * (one**2 + on_the_wire) ** 0.5, str(case)
+        for error, error_alone in zip(errors, alone, strict=True):
+            assert error <= 3 * (error_alone**2 + on_the_wire) ** 0.5, str(case)
 
 
 def rounding_of(rank: int, cases: list[Case], problem: WorkloadShard) -> list[list[float]]:
@@ -114,7 +113,7 @@ def drawn_are_exact(problem: WorkloadShard, world: int) -> None:
 
 
 def examples(count: int) -> settings:
-    """Forked ranks take their time: no deadline."""
+    """Return settings for ``count`` examples without health checks, because forked ranks are slow."""
     return settings(max_examples=count, suppress_health_check=list(HealthCheck), print_blob=True)
 
 
@@ -136,7 +135,7 @@ def same_bits(rank: int, problem: WorkloadShard) -> list[str]:
     differing = []
     for case in [case for case in CASES if 4 in case.worlds]:
         first, second = (over_the_ranks(case, problem) for _ in range(2))
-        if not all(torch.equal(one, two) for one, two in zip(first, second, strict=True)):
+        if not all(torch.equal(x, y) for x, y in zip(first, second, strict=True)):
             differing.append(str(case))
     return differing
 
@@ -151,7 +150,7 @@ def test_a_second_call_gives_the_same_bits():
 
 
 def lse_gradients(rank: int, cases: list[Case], problem: WorkloadShard) -> list[float]:
-    """Errors of dq, dk and dv where the loss is sum(out · dout) + sum(weights · lse)."""
+    """Return the errors of dq, dk and dv where the loss is sum(out · dout) + sum(weights · lse)."""
     full = inputs(problem)
     weights = torch.randn(
         problem.batch, problem.heads, problem.seq, generator=torch.Generator().manual_seed(9)
@@ -162,7 +161,7 @@ def lse_gradients(rank: int, cases: list[Case], problem: WorkloadShard) -> list[
     scores = scores.masked_fill(torch.ones(problem.seq, problem.seq).triu(1).bool(), float("-inf"))
     out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), leaves[2].repeat_interleave(groups, 2))
     ((out * full[3].double()).sum() + (scores.logsumexp(-1) * weights).sum()).backward()
-    found = []
+    errors = []
     for case in cases:
         strategy = create(case.name, kernel=problem.kernel, **case.params)
         *qkv, dout = (strategy.shard(tensor) for tensor in full)
@@ -171,8 +170,8 @@ def lse_gradients(rank: int, cases: list[Case], problem: WorkloadShard) -> list[
         local_out, local_lse = strategy.attention(*qkv, return_lse=True)
         ((local_out * dout).sum() + (local_lse * strategy.shard(weights, dim=2)).sum()).backward()
         pairs = [(strategy.unshard(t.grad), leaf.grad) for t, leaf in zip(qkv, leaves, strict=True)]
-        found.append(max(relative_error(value, truth) for value, truth in pairs if truth is not None))
-    return found
+        errors.append(max(relative_error(value, truth) for value, truth in pairs if truth is not None))
+    return errors
 
 
 @pytest.mark.processes
@@ -188,7 +187,7 @@ def test_a_gradient_through_the_lse_is_right(kernel, dtype, bound):
 
 
 def lse_alone(rank: int, kernel: str) -> dict[str, float]:
-    """Errors of dq and dk, and the size of dv, where the loss is the LSE of rank 1's tokens: dO is 0 everywhere."""
+    """Return the errors of dq and dk, and the size of dv, where the loss is the LSE of rank 1's tokens: dO is 0."""
     full = inputs(WorkloadShard(seq=16, dtype=torch.float32))
     q, k = (tensor.double().requires_grad_() for tensor in full[:2])
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) * q.shape[-1] ** -0.5
@@ -219,17 +218,17 @@ def test_an_lse_gradient_of_rows_without_an_output_gradient_is_right(kernel):
 
 @pytest.mark.processes
 def test_the_stand_in_for_the_output_is_as_good_as_the_output():
-    """Burst with delta on the wire against Burst with O on the wire, through a kernel that takes no delta."""
+    """Burst is as exact with delta on the wire as with O, through a kernel that takes no delta."""
     for dtype in (torch.float32, torch.bfloat16):
         problem = WorkloadShard(seq=128, head_dim=32, dtype=dtype, kernel="cpu-flash")
         pair = [Case("burst"), Case("burst", {"optimized_backward": False})]
         with_delta, with_out = run_ranks(2, rounding_of, pair, problem)[0]
-        for one, other in zip(with_delta[1:], with_out[1:], strict=True):
-            assert one <= 1.5 * other
+        for error, other_error in zip(with_delta[1:], with_out[1:], strict=True):
+            assert error <= 1.5 * other_error
 
 
 NOT_TRIED_HERE = {"deterministic", "double_ring", "documents_layout"}
-"""The first is the kernel's affair: test_gpu.py has it; the last says how packed documents lie: test_masks.py."""
+"""Options tested elsewhere: the first in test_gpu.py, the last, the layout of packed documents, in test_masks.py."""
 
 
 def test_every_bundled_strategy_is_among_the_cases_with_each_of_its_options():
@@ -245,9 +244,8 @@ def test_every_bundled_strategy_is_among_the_cases_with_each_of_its_options():
 def test_every_strategy_on_disk_is_registered():
     registered = {find(name).load() for name in (*names(), *for_inference())}
     on_disk = set()
-    for module in pkgutil.iter_modules(ringprof.strategies.__path__):
-        if module.name != "fused":  # needs triton, holds no strategy
-            on_disk |= _strategies_in(f"ringprof.strategies.{module.name}")
+    for module in pkgutil.iter_modules(algorithms.__path__):
+        on_disk |= _strategies_in(f"{algorithms.__name__}.{module.name}")
     assert on_disk - {Strategy, Cached} == registered
 
 
@@ -262,8 +260,7 @@ def test_every_adapter_on_disk_is_registered():
 
 
 def _strategies_in(module: str) -> set[type[Strategy]]:
-    # In Python 3.10 ``list[int]`` says that it is a class.
-    loaded = (item for item in vars(import_module(module)).values() if issubclass(type(item), type))
+    loaded = (item for item in vars(import_module(module)).values() if isinstance(item, type))
     return {item for item in loaded if issubclass(item, Strategy)}
 
 

@@ -20,7 +20,7 @@ DOCUMENTS = Mask.of(documents=[0, 7, 40, 64], window=(9, 0))
 
 
 def dense(problem: WorkloadShard, mask: Mask, softcap: float) -> list[Tensor]:
-    """out, dq, dk, dv, LSE; scores are capped before the mask."""
+    """Compute out, dq, dk, dv and LSE, with scores capped before the mask."""
     seen = torch.tensor([[sees(mask, query, key) for key in range(problem.seq)] for query in range(problem.seq)])
     q, k, v, dout = inputs(problem)
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -35,7 +35,7 @@ def dense(problem: WorkloadShard, mask: Mask, softcap: float) -> list[Tensor]:
 def errors(
     rank: int, kernel: str, problem: WorkloadShard, softcap: float, truths: dict[Mask, list[Tensor]]
 ) -> list[tuple[str, float]]:
-    found = []
+    errors_ = []
     for mask, truth in truths.items():
         for name in names():
             if not mask.plain and not find(name).load().takes_masks:
@@ -49,8 +49,8 @@ def errors(
             whole = [strategy.unshard(x.detach()) for x in (out, *(leaf.grad for leaf in leaves))]
             whole.append(strategy.unshard(lse.detach(), 2))
             worst = max(relative_error(value, exact) for value, exact in zip(whole, truth, strict=True))
-            found.append((f"{name}, {mask}", worst))
-    return found
+            errors_.append((f"{name}, {mask}", worst))
+    return errors_
 
 
 @pytest.mark.processes
@@ -85,8 +85,8 @@ def test_drawn_softcaps(softcap: float, seed: int, quarter: int, causal: bool) -
         *qkv, dout = inputs(problem)
         leaves = [x.requires_grad_() for x in qkv]
         out = strategy.attention(*leaves, causal=causal, softcap=softcap)
-        found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-        off = max(float((value - exact).norm()) for value, exact in zip(found, truth[:4], strict=True))
+        results = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+        off = max(float((value - exact).norm()) for value, exact in zip(results, truth[:4], strict=True))
         assert off < 1e-12 * size, name
 
 

@@ -1,4 +1,4 @@
-"""What every strategy sends, counted while it sends, against its closed formula; and what it leaves behind."""
+"""Bytes that every strategy sends, counted while it sends, against its closed formula; and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -84,22 +84,22 @@ SMALLER_V: dict[str, tuple[int, int]] = {
 
 
 def totals(case: Case, problem: WorkloadShard, v_head_dim: int | None = None) -> dict[str, list[int]]:
-    """[hops and collectives, bytes] that this rank sends in each phase of one call."""
+    """Return [hops and collectives, bytes] that this rank sends in each phase of one call."""
     strategy = create(case.name, kernel=problem.kernel, **case.params)
     full = list(inputs(problem))
     full[2:] = [x[..., :v_head_dim] for x in full[2:]]
     q, k, v, dout = (strategy.shard(tensor).contiguous().requires_grad_() for tensor in full)
     strategy.attention(q, k, v, causal=problem.causal).backward(dout)
-    found = {"forward": [0, 0], "backward": [0, 0]}
+    counts = {"forward": [0, 0], "backward": [0, 0]}
     for (_, phase, _, _), (count, size_bytes) in strategy.comm.meter.sent.items():
-        found[phase][0] += count
-        found[phase][1] += size_bytes
-    return found
+        counts[phase][0] += count
+        counts[phase][1] += size_bytes
+    return counts
 
 
 def sent_by(rank: int, cases: list[Case], v_head_dim: int | None = None) -> dict[str, tuple[int, int]]:
     sent = {str(case): totals(case, PROBLEM, v_head_dim) for case in cases}
-    return {label: (found["forward"][1], found["backward"][1]) for label, found in sent.items()}
+    return {label: (counts["forward"][1], counts["backward"][1]) for label, counts in sent.items()}
 
 
 @pytest.mark.processes
@@ -147,21 +147,21 @@ def sent_on_8_ranks(rank: int, problem: WorkloadShard) -> list[dict[str, list[in
 @pytest.mark.long
 @pytest.mark.parametrize(("heads", "kv_heads", "seq", "column"), [(40, 40, 131072, 2), (32, 8, 65536, 3)])
 def test_the_volumes_on_8_ranks_are_those_of_the_literature(heads, kv_heads, seq, column):
-    """Bytes grow with the sequence: 64 tokens are counted and scaled."""
+    """Bytes are proportional to the sequence length: those of 64 tokens are counted and scaled."""
     problem = WorkloadShard(
         seq=64, heads=heads, kv_heads=kv_heads, head_dim=128, dtype=torch.bfloat16, kernel="cpu-flash"
     )
     for counted in run_ranks(8, sent_on_8_ranks, problem):
-        for row, found in zip(ON_8_RANKS, counted, strict=True):
-            assert (found["forward"][0], found["backward"][0]) == row[1], str(row[0])
+        for row, counts in zip(ON_8_RANKS, counted, strict=True):
+            assert (counts["forward"][0], counts["backward"][0]) == row[1], str(row[0])
             megabytes = row[column]
             if megabytes is not None:
-                scaled = [round(found[phase][1] * seq / 64 / 1e6, 1) for phase in ("forward", "backward")]
+                scaled = [round(counts[phase][1] * seq / 64 / 1e6, 1) for phase in ("forward", "backward")]
                 assert tuple(scaled) == megabytes, str(row[0])
 
 
 def links_of(rank: int) -> dict[str, dict[str, int]]:
-    found = {}
+    hops_by_name = {}
     for name in ("zigzag", "burst", "double-ring"):
         strategy = create(name, kernel="reference", ranks_per_host=2)
         q, k, v = (torch.randn(1, 8, 2, 4, dtype=torch.float64).requires_grad_() for _ in range(3))
@@ -169,23 +169,23 @@ def links_of(rank: int) -> dict[str, dict[str, int]]:
         hops = {"same_host": 0, "other_host": 0}
         for (_, phase, _, link), (count, _) in strategy.comm.meter.sent.items():
             hops[link] += count if phase == "forward" else 0
-        found[name] = hops
-    return found
+        hops_by_name[name] = hops
+    return hops_by_name
 
 
 @pytest.mark.processes
 def test_a_double_ring_follows_the_hosts_and_crosses_them_once_a_window():
     by_rank = run_ranks(4, links_of)
-    for rank, found in enumerate(by_rank):
+    for rank, hops in enumerate(by_rank):
         # Flat: ranks 1 and 3 send every hop to the other host. Double: 2 inner hops and 1 outer hop each.
         crossing = 3 if rank in (1, 3) else 0
-        assert found["zigzag"] == {"same_host": 3 - crossing, "other_host": crossing}
-        assert found["burst"] == found["double-ring"] == {"same_host": 2, "other_host": 1}
+        assert hops["zigzag"] == {"same_host": 3 - crossing, "other_host": crossing}
+        assert hops["burst"] == hops["double-ring"] == {"same_host": 2, "other_host": 1}
 
 
 def usp_links(rank: int) -> list[dict[str, int]]:
-    """Forward bytes by link of both placements on two hosts of two ranks."""
-    found = []
+    """Return the forward bytes by link of both placements on two hosts of two ranks."""
+    bytes_by_placement = []
     for placement in ("head-first", "ring-first"):
         strategy = create("usp", kernel="reference", ranks_per_host=2, ulysses_degree=2, placement=placement)
         q, k, v = (torch.randn(1, 8, 2, 4, dtype=torch.float64) for _ in range(3))
@@ -193,8 +193,8 @@ def usp_links(rank: int) -> list[dict[str, int]]:
         sent: dict[str, int] = {}
         for (channel, _, _, link), (_, size_bytes) in strategy.comm.meter.sent.items():
             sent[f"{channel} {link}"] = sent.get(f"{channel} {link}", 0) + size_bytes
-        found.append(sent)
-    return found
+        bytes_by_placement.append(sent)
+    return bytes_by_placement
 
 
 @pytest.mark.processes
@@ -206,14 +206,14 @@ def test_the_placement_decides_what_crosses_hosts():
 
 
 def many_calls(rank: int) -> tuple[int, int]:
-    """Process groups after one call of every case, and after 100 more, each by a strategy made anew."""
+    """Return the number of process groups after one call of every case, and after 100 more by new strategies."""
     cases, problem = [case for case in CASES if 4 in case.worlds], WorkloadShard(seq=16)
     for case in cases:
         over_the_ranks(case, problem)
-    made, members = len(groups._groups), len(dist.distributed_c10d._world.pg_map)
+    group_count, members = len(groups._groups), len(dist.distributed_c10d._world.pg_map)
     for call in range(100):
         over_the_ranks(cases[call % len(cases)], problem)
-    assert len(groups._groups) == made
+    assert len(groups._groups) == group_count
     return members, len(dist.distributed_c10d._world.pg_map)
 
 
@@ -224,7 +224,7 @@ def test_100_calls_leave_no_process_group_behind():
 
 
 def tensors_left(rank: int) -> list[str]:
-    """One case of each strategy after whose calls more tensors live than before; the first two calls fill caches."""
+    """Return the cases after whose calls more tensors are alive than before; the first two calls fill caches."""
     leaking = []
     gc.freeze()  # What the test process had before is not looked at again.
     for case in {case.name: case for case in CASES if 2 in case.worlds}.values():
@@ -249,22 +249,27 @@ def test_calls_leave_no_tensor_behind():
 
 
 def interleaved(rank: int, pairs: list[tuple[str, str]]) -> list[str]:
-    """Pairs of strategies whose forward and backward passes cross each other; the same name twice is one strategy."""
+    """Interleave the passes of pairs of strategies, and return the pairs with wrong results.
+
+    A pair of equal names is one strategy, called twice.
+    """
     disturbed = []
     problems = [WorkloadShard(seq=32, seed=1), WorkloadShard(seq=32, seed=2)]
     for pair in pairs:
-        made = {name: create(name, kernel="reference") for name in pair}
+        strategies = {name: create(name, kernel="reference") for name in pair}
         alone = [over_the_ranks(Case(name), problem) for name, problem in zip(pair, problems, strict=True)]
         calls = []
         for name, problem in zip(pair, problems, strict=True):
-            *leaves, dout = (made[name].shard(tensor) for tensor in inputs(problem))
+            *leaves, dout = (strategies[name].shard(tensor) for tensor in inputs(problem))
             for leaf in leaves:
                 leaf.requires_grad_()
-            calls.append((made[name], leaves, made[name].attention(*leaves), dout))
+            calls.append((strategies[name], leaves, strategies[name].attention(*leaves), dout))
         for *_, out, dout in calls:
             out.backward(dout)
         together = [[s.unshard(t) for t in (out, *(leaf.grad for leaf in leaves))] for s, leaves, out, _ in calls]
-        if not all(torch.equal(*two) for one in zip(alone, together, strict=True) for two in zip(*one, strict=True)):
+        if not all(
+            torch.equal(*two) for results in zip(alone, together, strict=True) for two in zip(*results, strict=True)
+        ):
             disturbed.append(" and ".join(pair))
     return disturbed
 

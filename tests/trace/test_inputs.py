@@ -220,6 +220,17 @@ def test_several_runs_below_a_folder_are_listed(tmp_path):
     assert detect([tmp_path]) == Input("run", run=run)
 
 
+def test_the_number_of_runs_below_a_folder_is_not_understated(tmp_path):
+    """Not all 1,001 folders are looked at."""
+    for number in range(1001):
+        put(tmp_path, f"run{number}/run.json", RUN)
+    with pytest.raises(InputError, match="at least 1000 folders below hold runs or traces"):
+        detect([tmp_path])
+    shutil.rmtree(tmp_path / "run0")
+    with pytest.raises(InputError, match=": 1000 folders below hold runs or traces"):
+        detect([tmp_path])
+
+
 def test_a_damaged_trace_below_a_folder_does_not_vanish(tmp_path):
     bad = put(tmp_path, "a/b/c/rank0.json", b'{"a": 1}')
     with pytest.raises(InputError, match=f"{bad}: no Kineto trace"):

@@ -13,7 +13,7 @@ from ringprof.limits import Limits, MemoryBudget
 from ringprof.trace.columns import KERNEL, MEMCPY, MEMSET, NONE, CommRecord, Device
 from ringprof.trace.kineto import parse_trace, read_trace
 from ringprof.trace.kineto.byte_source import ByteSource
-from ringprof.trace.kineto.collectives import whole_number
+from ringprof.trace.kineto.collectives import CommArgs, NumberLists, collective_of, whole_number
 from ringprof.trace.kineto.event_list import EventStream
 from tests.trace.kineto_text import REAL, TEN, document, kernel
 
@@ -405,3 +405,11 @@ def test_events_of_any_phase_stand_among_others(odd):
     trace = parse_trace(document([kernel(0), odd, kernel(1)]))
     assert len(trace.activities.start_ns) == 2
     assert (trace.events_total, trace.warnings) == (3, [])
+
+
+@pytest.mark.parametrize(("name", "source", "destination"), [("send", None, 6), ("recv", 6, None)])
+def test_older_traces_name_a_peer_by_its_place_in_the_group(name, source, destination):
+    args = CommArgs(collective=name, peer=1, group_ranks="[4, 6]", group_size=2)
+    record = collective_of(args, NumberLists(lambda taken: None))
+    assert record is not None
+    assert (record.group_ranks, record.source_rank, record.destination_rank) == ((4, 6), source, destination)

@@ -226,3 +226,11 @@ def test_a_name_counts_for_memory_once() -> None:
         collector.flush()
         spent.append(sum(taken))
     assert spent[0] > 1_000_000 > spent[1] - spent[0]
+
+
+def test_rows_that_are_a_nanosecond_out_of_order_are_refused() -> None:
+    trace = Builder().run(FLASH, 1000, 2000).run(FLASH, 1000, 2000).trace("a.json")
+    assert checks.refuse_unsound(trace) is trace
+    swapped = replace(trace.activities, start_ns=np.array([1001, 1000]))
+    with pytest.raises(TraceFormatError, match=r"a.json: damaged trace: of its activities the times are out of order"):
+        checks.refuse_unsound(replace(trace, activities=swapped))

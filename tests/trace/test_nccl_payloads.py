@@ -148,6 +148,7 @@ def test_a_second_file_counts_its_ranks_on(tmp_path: Path) -> None:
         job.connection.close()
     hops = hops_of(read_traces([tmp_path / "a.sqlite", tmp_path / "b.sqlite"]))
     assert [mine[0].sent_to for mine in hops] == [(1,), (0,), (3,), (2,)]
+    assert [mine[0].received_from for mine in hops] == [(1,), (0,), (3,), (2,)]
 
 
 def collectives(path: Path) -> Job:
@@ -178,6 +179,19 @@ def test_bytes_and_waits_of_collectives(tmp_path: Path) -> None:
             ("all_to_all", 30, 150 - 50 * number),
         ]
         assert not rank.hops
+
+
+def test_bytes_of_ncclAlltoAll(tmp_path: Path) -> None:
+    """NCCL tells what goes to each rank: of four ranks each sends 1000 bytes to three others."""
+    job = Job(tmp_path / "all.sqlite")
+    for rank in range(4):
+        job.call(10 + rank, 10, "ncclCommInitRank", payload(INIT, 7, 4, rank, rank))
+        job.call(10 + rank, 100, "ncclAlltoAll", payload(GATHER, 7, 1000))
+        job.kernel(10 + rank, rank, 101, 1000 + 100 * rank, 2000, SENDRECV)
+    for number, found in enumerate(attribute(job.read()).ranks):
+        (split,) = found.splits
+        assert (split.transfer.kind, split.transfer.sent_bytes) == ("all_to_all", 3000)
+        assert (split.wait_ns, split.wire_ns) == (300 - 100 * number, 700)
 
 
 def changed(path: Path, script: str, *values: Any) -> list[Trace]:

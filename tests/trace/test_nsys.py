@@ -117,6 +117,27 @@ def test_processes_of_one_export_are_ranks_by_device(tmp_path):
     assert [warning.code for warning in traces[0].warnings] == ["assumed_ranks"]
 
 
+def test_an_export_of_one_process_does_not_tell_how_many_ranks_there_are(tmp_path):
+    traces = read_traces([export(tmp_path / f"rank{rank}.sqlite", 41) for rank in (0, 2)])
+    assert [(trace.rank, trace.world_size) for trace in traces] == [(0, None), (2, None)]
+    attribution = attribute(traces)
+    assert attribution.world_size == 3
+    assert "1 of 3 ranks have no trace: 1" in [warning.message for warning in attribution.warnings]
+
+
+def test_ringprofs_own_ranges_are_no_operators(tmp_path):
+    path = export(tmp_path / "one.sqlite", 41)
+    with closing(sqlite3.connect(path)) as connection:
+        row = (90, 115, 59, "ringprof::iteration", None, process(41) + 5)
+        connection.execute("INSERT INTO NVTX_EVENTS VALUES (?,?,?,?,?,?)", row)
+        connection.commit()
+    (trace,) = read_nsys(path)
+    assert [trace.names[name] for name in trace.operators.name] == ["aten::mm"]
+    (rank,) = attribute([trace]).ranks
+    # The kernels launched at 100 and 110 are inside: from 1000 to 2500.
+    assert (rank.window.source, rank.breakdown.wall_ns) == ("ringprof", 1500)
+
+
 def test_the_export_is_not_written_to(tmp_path):
     path = export(tmp_path / "one.sqlite", 41)
     before = path.read_bytes()

@@ -180,16 +180,21 @@ def test_every_cut_is_told(tmp_path: Path) -> None:
             assert trace.warnings or len(trace.activities.start_ns) == len(whole.activities.start_ns)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_reading(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An export whose 5 million calls take seconds to read."""
     counted = f"{ENDLESS} INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME SELECT x, x + 1, x, x, 3 FROM c LIMIT 5000000"
-    path = changed(tmp_path / "large.sqlite", counted)
+    return changed(tmp_path_factory.mktemp("large") / "large.sqlite", counted)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_reading(large: Path, number: signal.Signals) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "ringprof", "report", str(path), "--max-memory", str(8 << 30)],
+        [sys.executable, "-m", "ringprof", "report", str(large), "--max-memory", str(8 << 30)],
         cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     opened = Path(f"/proc/{process.pid}/fd")
-    while not any(os.path.realpath(one) == str(path.resolve()) for one in opened.iterdir()):
+    while not any(os.path.realpath(one) == str(large.resolve()) for one in opened.iterdir()):
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(number)

@@ -137,6 +137,9 @@ def test_a_bomb_is_not_expanded():
         parse_reduced(bomb, budget=MemoryBudget(Limits(expanded_bytes=16 << 20)))
 
 
+MOST = (1 << 64) - 1
+
+
 def many_events(count):
     return [kernel(number, name=f"k{number}") for number in range(count)]
 
@@ -147,21 +150,21 @@ def groups_of_one(count):
 
 
 @pytest.mark.parametrize(
-    ("events", "fields"),
+    "made",
     [
-        (TEN_EVENTS, {"note": "\U0001f4a5" * 1000}),
-        (TEN_EVENTS, {"note": json.loads("[" * 500 + "]" * 500)}),
-        (TEN_EVENTS, {"deviceProperties": [{"id": number, "name": "H200"} for number in range(4200)]}),
-        (TEN_EVENTS, groups_of_one(70_000)),
-        ([kernel(0, name="\U0001f4a5" * 100_000)], {}),
-        ([kernel(0, args={"correlation": (1 << 64) - 1, "Comms Id": (1 << 64) - 1, "Collective name": "send"})], {}),
-        (TEN_EVENTS, {"baseTimeNanoseconds": (1 << 61) - (1 << 40)}),
-        (many_events(50_000), {}),
+        lambda: document(TEN_EVENTS, note="\U0001f4a5" * 1000),
+        lambda: document(TEN_EVENTS, note=json.loads("[" * 500 + "]" * 500)),
+        lambda: document(TEN_EVENTS, deviceProperties=[{"id": number, "name": "H200"} for number in range(4200)]),
+        lambda: document(TEN_EVENTS, **groups_of_one(70_000)),
+        lambda: document([kernel(0, name="\U0001f4a5" * 100_000)]),
+        lambda: document([kernel(0, args={"correlation": MOST, "Comms Id": MOST, "Collective name": "send"})]),
+        lambda: document(TEN_EVENTS, baseTimeNanoseconds=(1 << 61) - (1 << 40)),
+        lambda: document(many_events(50_000)),
     ],
 )
-def test_what_the_reader_of_traces_takes_is_taken_back(events, fields):
+def test_what_the_reader_of_traces_takes_is_taken_back(made):
     """The two share their limits: a rank whose trace reads well must not be lost in a run of many ranks."""
-    trace = parse_trace(document(events, **fields))
+    trace = parse_trace(made())
     assert trace.warnings == []
     assert_same(trace, parse_reduced(reduce_trace(trace)))
 

@@ -70,6 +70,19 @@ def test_each_gpu_of_an_xla_trace_is_a_rank(tmp_path):
     assert {"gemm", "all_reduce", "memcpy"} == set(first.kinds)
 
 
+def test_xla_modules_and_operations_are_not_counted_beside_their_kernels(tmp_path):
+    """Four kernels of 5 us, each inside an operation of 8 us and a module of 9 us: 20 us of computation."""
+    path = tmp_path / "host.trace.json"
+    tracks = {1: "Stream #7(Compute)", 2: "XLA Modules", 3: "XLA Ops"}
+    events = [named("process_name", 1, "/device:GPU:0")]
+    events += [named("thread_name", 1, name, tid=tid) for tid, name in tracks.items()]
+    for at in (100, 110, 120, 130):
+        events += [row(1, 1, "gemm_kernel", at, 5), row(1, 2, "jit_f", at, 9), row(1, 3, "dot.1", at, 8)]
+    path.write_text(json.dumps({"traceEvents": events}))
+    (found,) = breakdowns(str(path))
+    assert (found.compute_ns, found.wall_ns, found.kinds["gemm"].calls) == (20_000, 35_000, 4)
+
+
 def test_an_xla_trace_of_one_gpu_is_of_the_rank_in_its_name(tmp_path):
     path = tmp_path / "rank3.trace.json"
     path.write_text(json.dumps({**XLA, "traceEvents": [*XLA["traceEvents"][:4], row(1, 13, "fusion", 1, 2)]}))

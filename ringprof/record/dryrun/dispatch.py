@@ -193,7 +193,7 @@ class RecordedStreams(SideStreams):
         finally:
             self._recorder.stream = before
 
-    def meet(self, results: Iterable[Tensor]) -> None:
+    def join(self, results: Iterable[Tensor]) -> None:
         for stream in range(1, 1 + self._count):
             self._recorder.join(self._recorder.stream, stream)
 

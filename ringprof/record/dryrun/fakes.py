@@ -19,7 +19,7 @@ from ringprof.strategies.kernels.merge import wide_type
 from ringprof.strategies.masks.mask_blocks import Batch, Lengths, MaskBlocks
 from ringprof.strategies.transport.collectives import Collective
 from ringprof.strategies.transport.communicator import Communicator, Meter
-from ringprof.strategies.transport.copy_engine import SLOTS, places, viewed
+from ringprof.strategies.transport.copy_engine import SLOTS, slot_offsets, views_in_slot
 from ringprof.strategies.transport.hosts import SAME_HOST, Hosts
 from ringprof.strategies.transport.message import Message, Shapes, shapes_of
 from ringprof.strategies.transport.ring_channel import Hop, HopRing
@@ -209,29 +209,29 @@ class RecordingRing(HopRing):
         if self.copied:
             self.communicator = f"{self.communicator if pair else _name(channel, members)}/copy"
 
-    def post(self, parcel: Message, *, into: Message | None = None) -> Any:
+    def post(self, message: Message, *, into: Message | None = None) -> Any:
         if self.size == 1:
-            return super().post(parcel, into=into)
-        parcel = self._owned(parcel)
+            return super().post(message, into=into)
+        message = self._owned(message)
         operation = "copy" if self.copied else "send_recv"
         self.slots.number += 1
-        messages = self.slots.last(shapes_of(parcel.messages)) if self.copied else [_like(x) for x in parcel.messages]
-        arriving = parcel.over(messages)
-        self._meter.add(self.channel, operation, self._link, parcel.size_bytes)
-        sizes = [message.nbytes for message in parcel.messages]
+        buffers = self.slots.last(shapes_of(message.buffers)) if self.copied else [_like(x) for x in message.buffers]
+        arriving = message.with_buffers(buffers)
+        self._meter.add(self.channel, operation, self._link, message.size_bytes)
+        sizes = [buffer.nbytes for buffer in message.buffers]
         recorder = self._comm.recorder
         number = recorder.post(self.channel, self._meter.phase, operation, self._everyone, self.communicator, sizes)
-        return _Arriving(recorder, number, list(parcel.messages), arriving if into is None else into)
+        return _Arriving(recorder, number, list(message.buffers), arriving if into is None else into)
 
-    def _owned(self, parcel: Message) -> Message:
+    def _owned(self, message: Message) -> Message:
         """As `ringprof.strategies.transport.copy_engine.owned`."""
-        owners = [self._comm.slots.get(_memory(message)) for message in parcel.messages]
+        owners = [self._comm.slots.get(_memory(buffer)) for buffer in message.buffers]
         if all(slots is None or slots is self.slots for slots in owners):
-            return parcel
-        return parcel.over([message.clone() for message in parcel.messages])
+            return message
+        return message.with_buffers([buffer.clone() for buffer in message.buffers])
 
-    def begun(self, shapes: Shapes, device: torch.device) -> Message:
-        return Message.empty(shapes, self.slots.last) if self.copied else super().begun(shapes, device)
+    def reserve(self, shapes: Shapes, device: torch.device) -> Message:
+        return Message.empty(shapes, self.slots.last) if self.copied else super().reserve(shapes, device)
 
 
 class _Slots:
@@ -243,11 +243,11 @@ class _Slots:
 
     def last(self, shapes: Shapes) -> list[Tensor]:
         """The slot of the last hop that was counted: all are made anew where it is too small."""
-        size = places(shapes)[1]
+        size = slot_offsets(shapes)[1]
         if self._memory.numel() < SLOTS * size:
             self._memory = torch.empty(SLOTS * size, dtype=torch.uint8, device="meta")
             self._owners[_memory(self._memory)] = self
-        return viewed(self._memory, self._memory.numel() // SLOTS, shapes, self.number % SLOTS)
+        return views_in_slot(self._memory, self._memory.numel() // SLOTS, shapes, self.number % SLOTS)
 
 
 def _memory(tensor: Tensor) -> StorageWeakRef:

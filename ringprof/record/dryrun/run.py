@@ -23,7 +23,7 @@ from ringprof.record.dryrun.fakes import RecordingCommunicator, recording_kernel
 from ringprof.record.dryrun.schedule import Program
 from ringprof.record.measure import WorkloadShard, counted_work, reset_counts
 from ringprof.run import Workload
-from ringprof.strategies.annotate import heard_by
+from ringprof.strategies.annotate import redirect_annotations
 from ringprof.strategies.base import Context, Strategy
 from ringprof.strategies.kernels.builtin import KERNELS
 from ringprof.strategies.kernels.kernel import Kernel
@@ -94,7 +94,7 @@ def recording(recorder: Recorder, *, on_gpus: bool = True) -> Iterator[None]:
     current one. On a CPU merges are taken for one, too: torch would load its compiler to say what shapes they have.
     """
     kernels = RecordedKernels(recorder, fused=on_gpus)
-    with recorder, heard_by(recorder.named):
+    with recorder, redirect_annotations(recorder.named):
         FUSED["meta"] = lambda: kernels
         if on_gpus:
             SIDE_STREAMS["meta"] = lambda device, count: RecordedStreams(recorder, count)

@@ -26,8 +26,8 @@ from ringprof.decoding import decode_json
 CONNECT_S = 20.0
 KEEPALIVE_S = (5, 5, 3)
 """TCP keep-alive: idle seconds before the first probe, seconds between probes, unanswered probes until disconnect."""
-MAX_LINE = 1 << 16
-"""Most bytes of one message."""
+MAX_LINE = 1 << 17
+"""Most bytes of one message: 18,000 characters of an outcome's message and detail, each at most 6 bytes in JSON."""
 MAX_UNAUTHENTICATED_BYTES = 200
 """Most bytes that are read from a connection before it has sent the run's token."""
 MAX_UNAUTHENTICATED_CONNECTIONS = 64
@@ -251,7 +251,10 @@ class Heartbeat:
 
     def send(self, outcome: RankOutcome) -> bool:
         """Send an outcome to rank 0, with long texts shortened; return whether it was sent."""
-        shortened = msgspec.structs.replace(outcome, message=outcome.message[:2000], detail=outcome.detail[-16_000:])
+        values = msgspec.structs.asdict(outcome)
+        texts = {name: _escaped(value) for name, value in values.items() if isinstance(value, str)}
+        texts |= {"message": texts["message"][:2000], "detail": texts["detail"][-16_000:]}
+        shortened = msgspec.structs.replace(outcome, **texts)
         try:
             self._connection.sendall(msgspec.json.encode(shortened) + b"\n")
         except OSError:
@@ -269,6 +272,11 @@ class Heartbeat:
             message = b""
         if not self._closed and message != COMPLETE:
             self._on_end(message)
+
+
+def _escaped(text: str) -> str:
+    """Escape lone surrogates, which UTF-8 cannot encode."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def keep_alive(connection: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""What reports are made of, as data: the parts of JSON (schema ``ringprof.report/1``), the sections of a page."""
+"""Data types of reports: the parts of the JSON report (schema ``ringprof.report/1``) and the sections of a page."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import msgspec
 from ringprof.json_object import JsonObject
 from ringprof.report.text import clean
 
-LONG = 60
-"""Characters of a cell that must not widen its table."""
-MOST_PAGE_ROWS = 2_000
-"""Rows of a table beyond which the page says how many it leaves out."""
+LONG_CELL = 60
+"""Length in characters above which a cell may be broken anywhere, so that it does not widen its table."""
+MAX_PAGE_ROWS = 2_000
+"""Number of rows that a page shows per table; a note says how many are left out."""
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """One cell of a table: what is shown, and what it is sorted by."""
+    """One cell of a table: the text shown and the key it is sorted by."""
 
     text: str
     key: float | str
@@ -25,8 +25,8 @@ class Cell(msgspec.Struct, frozen=True):
 
     @property
     def long(self) -> bool:
-        """Whether it may be broken anywhere, as the names of kernels."""
-        return len(self.text) > LONG
+        """Whether the text may be broken anywhere, such as the name of a kernel."""
+        return len(self.text) > LONG_CELL
 
 
 class PageTable(msgspec.Struct, frozen=True):
@@ -37,12 +37,12 @@ class PageTable(msgspec.Struct, frozen=True):
     note: str = ""
 
     def numeric(self, column: int) -> bool:
-        """Whether a column holds figures, which stand to the right."""
+        """Return whether a column holds numbers, which are aligned right."""
         return any(row[column].numeric for row in self.rows)
 
 
 class Content(msgspec.Struct, frozen=True):
-    """What a section shows."""
+    """Content of a section: a figure, tables and lines of text, each of them optional."""
 
     figure: Any = None
     """A Bokeh model."""
@@ -51,16 +51,16 @@ class Content(msgspec.Struct, frozen=True):
 
 
 class PageContext(NamedTuple):
-    """What sections are shown with."""
+    """Inputs that every section of a page gets beside the findings."""
 
     figures: Any
-    """The module of the figures, see `ringprof.report.page.html.drawing`."""
+    """The module that draws figures, from `ringprof.report.page.html.drawing`."""
     paths: Sequence[str]
-    """What was read."""
+    """Paths of the files that were read."""
 
 
 class PageSection(msgspec.Struct, frozen=True):
-    """A part of the page with a heading of its own."""
+    """A section of a page, with its heading and a sentence on its meaning."""
 
     anchor: str
     title: str
@@ -69,34 +69,34 @@ class PageSection(msgspec.Struct, frozen=True):
 
 
 class Document(msgspec.Struct, frozen=True):
-    """All of a page."""
+    """A whole page."""
 
     title: str
     subtitle: str
     verdict: Sequence[str]
     tiles: Sequence[tuple[str, str]]
-    """(figure, what it is), the few that matter most."""
+    """Most important figures, as pairs (figure, description)."""
     sections: Sequence[PageSection] = msgspec.field(default_factory=tuple)
     next_step: str = ""
-    """What to do about it."""
+    """Recommended next step; empty where there is none."""
 
 
 def text(value: object) -> Cell:
-    """A cell of words."""
+    """Create a cell of text."""
     shown = clean(str(value))
     return Cell(shown, shown.lower())
 
 
 def number(value: float | None, digits: int = 3, scale: float = 1.0) -> Cell:
-    """A cell with a figure; a dash, sorted below all, where it is not known."""
+    """Create a cell of a number; None is shown as a dash and sorted below all numbers."""
     if value is None:
         return Cell("-", float("-inf"), numeric=True)
-    # What rounds to nothing has no sign.
+    # Adding 0.0 turns -0.0 into 0.0: a value that rounds to zero has no sign.
     return Cell(f"{round(value / scale, digits) + 0.0:,.{digits}f}", value, numeric=True)
 
 
 class ReportSource(TypedDict):
-    """What was read."""
+    """Type and paths of the files that a report is made from."""
 
     type: str
     """``run``, ``trace`` or ``text``."""
@@ -104,10 +104,10 @@ class ReportSource(TypedDict):
 
 
 class ReportParts(TypedDict, total=False):
-    """What sections add, and what a table's report has instead."""
+    """Parts of a report: what sections add, and what a report on printed tables has instead."""
 
     summary: Any
-    """An object, as waterfall, run and table are; null where there is none."""
+    """An object, like ``waterfall``, ``run`` and ``table``; null where there is none."""
     ranks: list[JsonObject]
     steps: list[JsonObject]
     waterfall: Any
@@ -116,7 +116,7 @@ class ReportParts(TypedDict, total=False):
 
 
 class Report(ReportParts):
-    """The whole, every part there."""
+    """The whole report; every part is present."""
 
     schema: str
     source: ReportSource

@@ -1,7 +1,7 @@
-"""One self-contained HTML file from a document: the plotting library inside, a strict content policy, nothing fetched.
+"""Rendering of a document as one self-contained HTML file: the plotting library is inside, and nothing is fetched.
 
-Everything that came from a trace or a file is text: the template escapes it, and figures get it as JSON in which no
-character can end a script.
+Everything that came from a trace or a file is text. The template escapes it, and figures get it as JSON in which no
+character can end a script. A strict content security policy allows only the page's own scripts.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ from ringprof.report.page.document import Document
 
 
 def render(document: Document) -> str:
-    """The page as text. Raises `MissingExtraError` where the plotting library is not installed."""
-    from jinja2 import Environment, StrictUndefined  # here, as Bokeh below: both take longer than most reports
+    """Render the page as text. Raises `MissingExtraError` where Bokeh is not installed."""
+    # Jinja2 and Bokeh are imported where they are needed: both imports take longer than most reports.
+    from jinja2 import Environment, StrictUndefined
 
-    bokeh = _bokeh()
+    bokeh = _import_bokeh()
     figures = [section.content.figure for section in document.sections if section.content.figure is not None]
-    script, divisions = bokeh.components(figures, wrap_script=False) if figures else ("", ())
-    scripts = [_inline(source) for source in (*bokeh.library, script, _asset("page.js"))]
-    places = iter(divisions)
-    shown = [(section, next(places) if section.content.figure is not None else "") for section in document.sections]
+    script, figure_elements = bokeh.components(figures, wrap_script=False) if figures else ("", ())
+    scripts = [_escape_script(source) for source in (*bokeh.library, script, _read_asset("page.js"))]
+    elements = iter(figure_elements)
+    sections_with_figures = [
+        (section, next(elements) if section.content.figure is not None else "") for section in document.sections
+    ]
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page: str = environment.from_string(_asset("page.html.j2")).render(
+    page: str = environment.from_string(_read_asset("page.html.j2")).render(
         document=document,
-        sections=shown,
+        sections=sections_with_figures,
         scripts=scripts,
-        policy=_policy(scripts),
-        style=_asset("page.css"),
+        policy=_content_policy(scripts),
+        style=_read_asset("page.css"),
     )
     return page
 
@@ -42,7 +45,7 @@ class _Bokeh(NamedTuple):
     library: Sequence[str]
 
 
-def _bokeh() -> _Bokeh:
+def _import_bokeh() -> _Bokeh:
     try:
         from bokeh.embed import components
         from bokeh.resources import Resources
@@ -52,20 +55,23 @@ def _bokeh() -> _Bokeh:
 
 
 def drawing() -> Any:
-    """The module of the figures. Raises `MissingExtraError` where the plotting library is not installed."""
-    _bokeh()
+    """Return the module that draws figures. Raises `MissingExtraError` where Bokeh is not installed."""
+    _import_bokeh()
     from ringprof.report.page import figures
 
     return figures
 
 
-def _inline(source: str) -> str:
-    """A script that can stand in a page: nothing in it ends the element that holds it."""
+def _escape_script(source: str) -> str:
+    """Escape a script so that nothing in it ends the HTML element around it."""
     return source.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
-def _policy(scripts: Sequence[str]) -> str:
-    """Only these scripts may run, nothing may be fetched; styles are set by the plotting library as it draws."""
+def _content_policy(scripts: Sequence[str]) -> str:
+    """Build the content security policy: only these scripts may run, and nothing may be fetched.
+
+    Inline styles are allowed because Bokeh sets them as it draws.
+    """
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     hashes = " ".join(f"'sha256-{digest}'" for digest in digests)
     return (
@@ -74,5 +80,5 @@ def _policy(scripts: Sequence[str]) -> str:
     )
 
 
-def _asset(name: str) -> str:
+def _read_asset(name: str) -> str:
     return (files("ringprof.report.page") / "templates" / name).read_text(encoding="utf-8")

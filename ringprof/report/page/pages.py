@@ -1,4 +1,4 @@
-"""The pages: of one run or its traces, of a comparison, of a sweep."""
+"""Whole pages: of a run or its traces, of a comparison, and of a sweep."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ringprof.analysis.findings.waterfall import WATERFALL_LABELS
 from ringprof.errors import UsageError, nearest
 from ringprof.formatting import percent
 from ringprof.report import palette
-from ringprof.report.comparison import merged_notice, missing, spread_notices, verdict_lines, work_notices
+from ringprof.report.comparison import merged_notice, missing_setting_text, spread_notices, verdict_lines, work_notices
 from ringprof.report.page.document import Cell, Content, Document, PageContext, PageSection, PageTable, number, text
 from ringprof.report.page.html import drawing
 from ringprof.report.sections import SECTIONS
-from ringprof.report.sections.run import what_ran
+from ringprof.report.sections.run import describe_run
 from ringprof.report.sweep import COLUMNS
 from ringprof.report.tables import Column, Table
 from ringprof.report.terminal import header_of
@@ -30,47 +30,47 @@ from ringprof.report.text import LONGEST_SENTENCE, binary_size, clean, duration,
 from ringprof.report.timeline import timeline_of
 from ringprof.trace.columns import NOTES
 
-_DRAWN = ("timeline", "waterfall")
-"""What a part of the page is of where nobody says."""
+_DEFAULT_SECTIONS = ("timeline", "waterfall")
+"""Sections that a part of a page shows where none are named."""
 
 
-def run_document(found: Findings, paths: Sequence[str], name: str) -> Document:
-    """The whole page; ``paths``: what was read."""
+def run_document(findings: Findings, paths: Sequence[str], name: str) -> Document:
+    """Build the whole page of a run; ``paths`` are the files that were read."""
     page, sections = PageContext(drawing(), paths), []
-    for one in SECTIONS:
-        content = one.html(found, page) if one.html else None
+    for section in SECTIONS:
+        content = section.html(findings, page) if section.html else None
         if content is not None:
-            sections.append(PageSection(one.name, one.title, MEANINGS.get(one.name, ""), content))
-    attribution = found.attribution
+            sections.append(PageSection(section.name, section.title, MEANINGS.get(section.name, ""), content))
+    attribution = findings.attribution
     if any(warning.code not in NOTES for warning in attribution.warnings):
-        # They change how everything after them is to be read.
-        sections.sort(key=lambda section: section.anchor != "warnings")
-    header = header_of(attribution, found.summary)
-    what = f"{what_ran(attribution.run)} · {header}" if attribution.run else header
-    step = clean(found.next_step.text, LONGEST_SENTENCE) if found.next_step else ""
-    return Document(clean(name), what, found.verdict, _tiles(found), sections, step)
+        # Warnings come first: they change how everything after them is to be read.
+        sections.sort(key=lambda shown: shown.anchor != "warnings")
+    header = header_of(attribution, findings.summary)
+    subtitle = f"{describe_run(attribution.run)} · {header}" if attribution.run else header
+    step = clean(findings.next_step.text, LONGEST_SENTENCE) if findings.next_step else ""
+    return Document(clean(name), subtitle, findings.verdict, _tiles(findings), sections, step)
 
 
-def part_document(found: Findings, paths: Sequence[str], name: str, wanted: Sequence[str] = ()) -> Document:
-    """Some sections of the page, under a line that says what was run; without a name those that are drawn over time.
+def part_document(findings: Findings, paths: Sequence[str], name: str, wanted: Sequence[str] = ()) -> Document:
+    """Build a page of some sections below the run's header; by default those that are drawn over time.
 
-    Raises `UsageError` for a section that there is none of.
+    Raises `UsageError` for a section that the page does not have.
     """
-    whole = run_document(found, paths, name)
-    by_name = {section.anchor: section for section in whole.sections}
-    shown = wanted or [section for section in _DRAWN if section in by_name]
+    page = run_document(findings, paths, name)
+    by_name = {section.anchor: section for section in page.sections}
+    shown = wanted or [section for section in _DEFAULT_SECTIONS if section in by_name]
     for section in shown:
         if section not in by_name:
             raise UsageError(f"no section {section!r}{nearest(section, by_name)}; there are: {', '.join(by_name)}")
-    return Document(whole.title, whole.subtitle, (), (), [by_name[section] for section in shown])
+    return Document(page.title, page.subtitle, (), (), [by_name[section] for section in shown])
 
 
-def _tiles(found: Findings) -> list[tuple[str, str]]:
-    summary, rates = found.summary, found.summary.rates
+def _tiles(findings: Findings) -> list[tuple[str, str]]:
+    summary, rates = findings.summary, findings.summary.rates
     tiles = [(duration(summary.slowest_wall_ns), f"wall of rank {summary.slowest_rank}, the slowest")]
     if rates.tflops is not None:
-        how = "predicted" if found.attribution.run and found.attribution.run.predicted else "achieved"
-        tiles.insert(0, (rate(rates.tflops), f"{how}, per device"))
+        origin = "predicted" if findings.attribution.run and findings.attribution.run.predicted else "achieved"
+        tiles.insert(0, (rate(rates.tflops), f"{origin}, per device"))
     if rates.block_tflops is not None:
         tiles.append((rate(rates.block_tflops), "attention kernels in the run"))
     if rates.solo_tflops is not None:
@@ -83,48 +83,54 @@ def _tiles(found: Findings) -> list[tuple[str, str]]:
     return tiles
 
 
-_TIMES = ("compute", "exposed_comm", "exposed_memory", "idle")
-"""Parts of the time; in figures with ``_ms``."""
+_TIME_PARTS = ("compute", "exposed_comm", "exposed_memory", "idle")
+"""Parts of the time; comparisons have each as a figure whose name ends with ``_ms``."""
 
 
-def comparison_document(found: Comparison) -> Document:
-    """Entries side by side: speed, where the time went, memory, and every figure with its ratio to the first."""
+def comparison_document(comparison: Comparison) -> Document:
+    """Build the page of a comparison: speed, time, memory, and every figure with its ratio to the first entry."""
     figures = drawing()
 
-    names = [entry.label for entry in found.entries]
-    sections = _changes(found, figures)
-    speeds = [(entry.label, entry.figures["tflops"].value) for entry in found.entries if "tflops" in entry.figures]
+    names = [entry.label for entry in comparison.entries]
+    sections = _change_sections(comparison, figures)
+    speeds = [(entry.label, entry.figures["tflops"].value) for entry in comparison.entries if "tflops" in entry.figures]
     if speeds:
-        bars = figures.stacked([name for name, _ in speeds], _one("TFLOP/s", [value for _, value in speeds]), "TFLOP/s")
+        bars = figures.stacked(
+            [name for name, _ in speeds], _single_part("TFLOP/s", [value for _, value in speeds]), "TFLOP/s"
+        )
         sections.append(PageSection("speed", "Speed", MEANINGS["tflops"], Content(bars)))
-    timed = [entry for entry in found.entries if all(f"{name}_ms" in entry.figures for name in _TIMES)]
-    if timed:
-        drawn = Content(_shares(timed, figures))
-        sections.append(PageSection("shares", "Where the time went", MEANINGS["parts"], drawn))
-    kept = [entry for entry in found.entries if "peak_memory_mib" in entry.figures]
-    if kept:
-        values = _one("MiB", [entry.figures["peak_memory_mib"].value for entry in kept])
-        bars = figures.stacked([entry.label for entry in kept], values, "MiB")
+    entries_with_times = [
+        entry for entry in comparison.entries if all(f"{name}_ms" in entry.figures for name in _TIME_PARTS)
+    ]
+    if entries_with_times:
+        content = Content(_share_figure(entries_with_times, figures))
+        sections.append(PageSection("shares", "Where the time went", MEANINGS["parts"], content))
+    entries_with_memory = [entry for entry in comparison.entries if "peak_memory_mib" in entry.figures]
+    if entries_with_memory:
+        values = _single_part("MiB", [entry.figures["peak_memory_mib"].value for entry in entries_with_memory])
+        bars = figures.stacked([entry.label for entry in entries_with_memory], values, "MiB")
         sections.append(PageSection("memory", "Peak memory", MEANINGS["peak_memory"], Content(bars)))
-    every = Content(tables=[figure_table(found)], lines=[*merged_notice(found), *spread_notices(found)])
-    sections.append(PageSection("figures", "Every figure", MEANINGS["comparison"], every))
-    differing = Content(tables=[_settings_table(found)])
+    all_figures = Content(
+        tables=[figure_table(comparison)], lines=[*merged_notice(comparison), *spread_notices(comparison)]
+    )
+    sections.append(PageSection("figures", "Every figure", MEANINGS["comparison"], all_figures))
+    differing = Content(tables=[_settings_table(comparison)])
     sections.append(PageSection("differences", "What differs in settings", "", differing))
-    warnings = [clean(f"{entry.label}: {text}") for entry in found.entries for text in entry.warnings]
-    subtitle = " · ".join(f"{place or 'base'}: {clean(name)}" for place, name in enumerate(names))
-    verdict = [*work_notices(found), *warnings, *verdict_lines(found, [clean(name) for name in names])]
+    warnings = [clean(f"{entry.label}: {text}") for entry in comparison.entries for text in entry.warnings]
+    subtitle = " · ".join(f"{index or 'base'}: {clean(name)}" for index, name in enumerate(names))
+    verdict = [*work_notices(comparison), *warnings, *verdict_lines(comparison, [clean(name) for name in names])]
     return Document("Comparison", subtitle, [clean(line, LONGEST_SENTENCE) for line in verdict], [], sections)
 
 
-def _changes(found: Comparison, figures: Any) -> list[PageSection]:
-    """Of two runs: what became of the time, by part, step and kernel, and both timelines on one axis."""
-    if found.changes is None:
+def _change_sections(comparison: Comparison, figures: Any) -> list[PageSection]:
+    """Build the sections on two runs: changes of time by part, step and kernel, and both timelines."""
+    if comparison.changes is None:
         return []
-    parts, steps, kernels = found.changes.parts, found.changes.steps, found.changes.kernels
+    parts, steps, kernels = comparison.changes.parts, comparison.changes.steps, comparison.changes.kernels
     by_part = _change_table("part", parts, WATERFALL_LABELS)
-    drawn = Content(figures.changes(parts, WATERFALL_LABELS), [by_part], merged_notice(found))
-    sections = [PageSection("changes", "What changed", MEANINGS["changes"], drawn)]
-    timelines = _timelines(found, figures)
+    content = Content(figures.changes(parts, WATERFALL_LABELS), [by_part], merged_notice(comparison))
+    sections = [PageSection("changes", "What changed", MEANINGS["changes"], content)]
+    timelines = _timelines_figure(comparison, figures)
     if timelines is not None:
         sections.append(PageSection("timelines", "Both timelines", MEANINGS["timelines"], Content(timelines)))
     for anchor, title, rows in (("steps", "By ring step", steps), ("kernels", "By kernel", kernels)):
@@ -134,88 +140,103 @@ def _changes(found: Comparison, figures: Any) -> list[PageSection]:
     return sections
 
 
-def _timelines(found: Comparison, figures: Any) -> Any | None:
-    """One above the other; None where a run has no device activities or too many ranks."""
-    if any(run.attribution.on_cpu or not run.lists_steps for run in found.runs):
+def _timelines_figure(comparison: Comparison, figures: Any) -> Any | None:
+    """Draw the timelines of all runs; None where a run has no device activities or too many ranks."""
+    if any(run.attribution.on_cpu or not run.lists_steps for run in comparison.runs):
         return None
-    drawn = [
+    runs = [
         (timeline_of(run.attribution, run.steps, run.finder.by_activity), [rank.rank for rank in run.attribution.ranks])
-        for run in found.runs
+        for run in comparison.runs
     ]
-    return figures.timelines(drawn, [entry.label for entry in found.entries])
+    return figures.timelines(runs, [entry.label for entry in comparison.entries])
 
 
 def _change_table(title: str, rows: Sequence[Change], labels: Mapping[str, str]) -> PageTable:
     columns = (Column(title), Column("base", "time"), Column("other", "time"), Column("change", "time"),
                Column("of the base's wall", "share"))  # fmt: skip
     shown = [
-        [labels.get(one.what, one.what), one.base_ns, one.other_ns, one.other_ns - one.base_ns, one.share]
-        for one in rows
+        [
+            labels.get(change.what, change.what),
+            change.base_ns,
+            change.other_ns,
+            change.other_ns - change.base_ns,
+            change.share,
+        ]
+        for change in rows
     ]
     return Table("", columns, shown, "compare --format json").page()
 
 
-def _one(name: str, values: Sequence[float]) -> dict[str, tuple[str, Sequence[float]]]:
+def _single_part(name: str, values: Sequence[float]) -> dict[str, tuple[str, Sequence[float]]]:
     return {name: (palette.BLUE, values)}
 
 
-def _shares(entries: Sequence[Entry], figures: Any) -> Any:
+def _share_figure(entries: Sequence[Entry], figures: Any) -> Any:
     parts = {}
-    for name in _TIMES:
+    for name in _TIME_PARTS:
         values = []
         for entry in entries:
-            whole = sum(entry.figures[f"{part}_ms"].value for part in _TIMES) or 1.0
+            whole = sum(entry.figures[f"{part}_ms"].value for part in _TIME_PARTS) or 1.0
             values.append(100 * entry.figures[f"{name}_ms"].value / whole)
         parts[LABELS[name]] = (palette.PART_COLOURS[name], values)
     return figures.stacked([entry.label for entry in entries], parts, "%")
 
 
-def figure_table(found: Comparison) -> PageTable:
-    """Every figure, each entry's with its ratio to the first entry's."""
-    against = {(one.figure, one.entry): one for one in found.differences}
+def figure_table(comparison: Comparison) -> PageTable:
+    """Build a table of every figure, with each entry's value and its ratio to the first entry's."""
+    differences = {(difference.figure, difference.entry): difference for difference in comparison.differences}
     titles = ["figure", "unit"]
-    for place, entry in enumerate(found.entries):
-        titles += [entry.label] if place == 0 else [entry.label, "to the first", "95 %", ""]
+    for index, entry in enumerate(comparison.entries):
+        titles += [entry.label] if index == 0 else [entry.label, "to the first", "95 %", ""]
     rows = []
-    for name in found.figures:
-        known = [entry.figures[name] for entry in found.entries if name in entry.figures]
+    for name in comparison.figures:
+        known = [entry.figures[name] for entry in comparison.entries if name in entry.figures]
         percent = known[0].unit == "share"
-        row: list[Cell] = [text(_label(name)), text("%" if percent else known[0].unit)]
-        for place, entry in enumerate(found.entries):
+        row: list[Cell] = [text(_metric_label(name)), text("%" if percent else known[0].unit)]
+        for index, entry in enumerate(comparison.entries):
             figure = entry.figures.get(name)
             row.append(number(None if figure is None else figure.value * (100 if percent else 1)))
-            if place:
-                row += _against(against.get((name, place)))
+            if index:
+                row += _difference_cells(differences.get((name, index)))
         rows.append(row)
     return PageTable([clean(title) for title in titles], rows)
 
 
-def _label(name: str) -> str:
+def _metric_label(name: str) -> str:
     if name.startswith(WATERFALL_PREFIX):
         return "waterfall: " + WATERFALL_LABELS[name.removeprefix(WATERFALL_PREFIX).removesuffix("_ms")]
     plain = name.removesuffix("_ms").removesuffix("_mib")
     return LABELS.get(plain, plain.replace("_", " "))
 
 
-def _against(one: Difference | None) -> list[Cell]:
+def _difference_cells(difference: Difference | None) -> list[Cell]:
     interval = number(None)
-    if one is not None and one.low is not None and one.high is not None:
-        interval = Cell(f"{one.low:.3f} to {one.high:.3f}", one.low, numeric=True)
-    return [number(None if one is None else one.ratio), interval, text("" if one is None else one.verdict)]
-
-
-def _settings_table(found: Comparison) -> PageTable:
-    rows = [
-        [text(name), *(text(value or missing(name)) for value in values)] for name, values in found.differing.items()
+    if difference is not None and difference.low is not None and difference.high is not None:
+        interval = Cell(f"{difference.low:.3f} to {difference.high:.3f}", difference.low, numeric=True)
+    return [
+        number(None if difference is None else difference.ratio),
+        interval,
+        text("" if difference is None else difference.verdict),
     ]
-    return PageTable(["setting", *(clean(entry.label) for entry in found.entries)], rows)
+
+
+def _settings_table(comparison: Comparison) -> PageTable:
+    rows = [
+        [text(name), *(text(value or missing_setting_text(name)) for value in values)]
+        for name, values in comparison.differing.items()
+    ]
+    return PageTable(["setting", *(clean(entry.label) for entry in comparison.entries)], rows)
 
 
 Series = list[tuple[float, float]]
+"""Points of a line: (sequence length, value)."""
 
 
 def sweep_document(rows: Sequence[Mapping[str, Any]], name: str) -> Document:
-    """All rows of a sweep: speed over sequence length under the kernels' own rate, shares, memory, the table."""
+    """Build the page of a sweep: speed over sequence length, shares of time, memory, and every row.
+
+    The kernels' own rate is drawn above the speeds as their ceiling.
+    """
     figures = drawing()
 
     done = [row for row in rows if row["status"] == "ok"]
@@ -225,74 +246,79 @@ def sweep_document(rows: Sequence[Mapping[str, Any]], name: str) -> Document:
         memory: defaultdict[str, Series] = defaultdict(list)
         ceiling: dict[float, float] = {}
         for row in done:
-            speed[_series(row)].append((row["seq"], row["tflops"]))
+            speed[_series_name(row)].append((row["seq"], row["tflops"]))
             if row["memory_mib"] is not None:
-                memory[_series(row)].append((row["seq"], row["memory_mib"]))
+                memory[_series_name(row)].append((row["seq"], row["memory_mib"]))
             if row["of_kernel_rate"]:
                 ceiling[row["seq"]] = max(ceiling.get(row["seq"], 0.0), row["tflops"] / row["of_kernel_rate"])
-        top = "the kernel's own rate"
-        lines = {**speed, **({top: list(ceiling.items())} if ceiling else {})}
-        peers = {_series(row) for row in done if row.get("peer")}
-        drawn = Content(figures.lines(*_in_flops(lines), top, peers))
-        sections.append(PageSection("speed", "Speed", MEANINGS["sweep_speed"], drawn))
-        drawn = Content(_sweep_shares(done, figures))
-        sections.append(PageSection("shares", "Where the time went", MEANINGS["shares"], drawn))
+        ceiling_name = "the kernel's own rate"
+        lines = {**speed, **({ceiling_name: list(ceiling.items())} if ceiling else {})}
+        peers = {_series_name(row) for row in done if row.get("peer")}
+        content = Content(figures.lines(*_with_unit(lines), ceiling_name, peers))
+        sections.append(PageSection("speed", "Speed", MEANINGS["sweep_speed"], content))
+        content = Content(_sweep_share_figure(done, figures))
+        sections.append(PageSection("shares", "Where the time went", MEANINGS["shares"], content))
         if memory:
-            drawn = Content(figures.lines("MiB", memory, "", peers))
-            sections.append(PageSection("memory", "Peak memory", MEANINGS["peak_memory"], drawn))
+            content = Content(figures.lines("MiB", memory, "", peers))
+            sections.append(PageSection("memory", "Peak memory", MEANINGS["peak_memory"], content))
     sections.append(PageSection("rows", "Every row", MEANINGS["sweep"], Content(tables=[_row_table(rows)])))
     counts = f"{len(rows)} rows, {len(rows) - len(done)} of them without a result"
-    return Document(clean(name), counts, _fastest(done), [], sections)
+    return Document(clean(name), counts, _fastest_lines(done), [], sections)
 
 
-def _in_flops(lines: Mapping[str, Series]) -> tuple[str, Mapping[str, Series]]:
-    """The unit that fits the largest, and all in it: a CPU's thousandths are no numbers for an axis."""
+def _with_unit(lines: Mapping[str, Series]) -> tuple[str, Mapping[str, Series]]:
+    """Choose TFLOP/s or GFLOP/s by the largest speed, and convert all lines to it.
+
+    GFLOP/s keeps the axis readable for runs on a CPU.
+    """
     if max(speed for points in lines.values() for _, speed in points) >= 1:
         return "TFLOP/s", lines
     return "GFLOP/s", {name: [(seq, 1e3 * speed) for seq, speed in points] for name, points in lines.items()}
 
 
-def _fastest(done: Sequence[Mapping[str, Any]]) -> list[str]:
-    """For each length, the fastest, by how much, and what the timings do not prove to be slower."""
+def _fastest_lines(done: Sequence[Mapping[str, Any]]) -> list[str]:
+    """State for each length the fastest strategy, its lead, and which others are not proved slower."""
     lines = []
     for seq in sorted({row["seq"] for row in done}):
         rows = sorted((row for row in done if row["seq"] == seq), key=lambda row: -row["tflops"])
         first = rows[0]
         speed = f"{first['forward_backward_ms']:,.1f} ms, {rate(first['tflops'])}"
-        slower = [row for row in rows[1:] if differ(_repeated(first), _repeated(row), spread=_spread(first, row))]
-        level = [row for row in rows[1:] if row not in slower]
-        line = f"{seq:,} tokens: {_series(first)} {'took the least time' if level else 'is fastest'}, {speed}"
+        slower = [
+            row for row in rows[1:] if differ(_recordings(first), _recordings(row), spread=_assumed_spread(first, row))
+        ]
+        not_slower = [row for row in rows[1:] if row not in slower]
+        line = f"{seq:,} tokens: {_series_name(first)} {'took the least time' if not_slower else 'is fastest'}, {speed}"
         if first["of_kernel_rate"]:
             line += f", {percent(first['of_kernel_rate'])} of the kernel's own rate"
-        if level:
-            line += f"; not proved slower: {', '.join(_behind(first, row) for row in level)}"
+        if not_slower:
+            line += f"; not proved slower: {', '.join(_how_much_slower(first, row) for row in not_slower)}"
         if slower:
-            line += f"; {'proved slower' if level else 'next'}: {_behind(first, slower[0])}"
+            line += f"; {'proved slower' if not_slower else 'next'}: {_how_much_slower(first, slower[0])}"
         lines.append(clean(line, LONGEST_SENTENCE))
     return lines
 
 
-def _repeated(row: Mapping[str, Any]) -> Recordings:
+def _recordings(row: Mapping[str, Any]) -> Recordings:
     return (row["iterations_ms"],)
 
 
-def _spread(first: Mapping[str, Any], row: Mapping[str, Any]) -> float:
-    """Return the standard deviation assumed of the ratio of two rows of a sweep, each a single recording."""
+def _assumed_spread(first: Mapping[str, Any], row: Mapping[str, Any]) -> float:
+    """Return the standard deviation assumed for the ratio of two rows of a sweep, each a single recording."""
     return math.hypot(*(SAME_SESSION.share_of(median(each["iterations_ms"] or [0.0])) for each in (first, row)))
 
 
-def _behind(first: Mapping[str, Any], row: Mapping[str, Any]) -> str:
-    """By how much a row is slower than the first, with the 95 % interval."""
-    found = ratio_interval(_repeated(first), _repeated(row), spread=_spread(first, row))
-    sure = f", {100 * (found[0] - 1):.1f} to {100 * (found[1] - 1):.1f}" if found else ""
-    return f"{_series(row)} ({percent(first['tflops'] / row['tflops'] - 1)}{sure})"
+def _how_much_slower(first: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    """Format how much slower a row is than the first, with the 95 % interval."""
+    interval = ratio_interval(_recordings(first), _recordings(row), spread=_assumed_spread(first, row))
+    interval_text = f", {100 * (interval[0] - 1):.1f} to {100 * (interval[1] - 1):.1f}" if interval else ""
+    return f"{_series_name(row)} ({percent(first['tflops'] / row['tflops'] - 1)}{interval_text})"
 
 
-def _series(row: Mapping[str, Any]) -> str:
+def _series_name(row: Mapping[str, Any]) -> str:
     return " ".join(str(part) for part in (row["strategy"], row["params"], row["kernel"]) if part)
 
 
-def _sweep_shares(rows: Sequence[Mapping[str, Any]], figures: Any) -> Any:
+def _sweep_share_figure(rows: Sequence[Mapping[str, Any]], figures: Any) -> Any:
     compute = [100 * (row["compute_share"] or 0.0) for row in rows]
     exposed = [100 * (row["exposed_comm_share"] or 0.0) for row in rows]
     rest = [max(0.0, 100 - a - b) for a, b in zip(compute, exposed, strict=True)]
@@ -301,7 +327,9 @@ def _sweep_shares(rows: Sequence[Mapping[str, Any]], figures: Any) -> Any:
         "exposed communication": (palette.WIRE, exposed),
         "memory operations and idle": (palette.GREY, rest),
     }
-    return figures.stacked([f"{_series(row)} · {row['seq']:,}" for row in rows], parts, "% of the profiled iteration")
+    return figures.stacked(
+        [f"{_series_name(row)} · {row['seq']:,}" for row in rows], parts, "% of the profiled iteration"
+    )
 
 
 def _row_table(rows: Sequence[Mapping[str, Any]]) -> PageTable:

@@ -1,4 +1,4 @@
-"""The one table of what a report holds: each subject in the terminal, in JSON and on the page.
+"""The table of report sections: each subject in the terminal, in JSON and on the page.
 
 A new section is a row of `SECTIONS` and a module of its own.
 """
@@ -31,24 +31,24 @@ from ringprof.report.text import TextStyle
 
 
 class Section(NamedTuple):
-    """One subject of a report, in each form that has it."""
+    """One subject of a report, in each form that it is available in."""
 
     name: str
-    """Also of the option that asks for it in the terminal."""
+    """Name of the section, of its anchor on the page and of the option that adds it in the terminal."""
     title: str = ""
-    """On the page."""
+    """Heading on the page."""
     terminal: Callable[[Findings, TextStyle, Listing], list[str]] | None = None
-    """Blocks of text; none where there is nothing to say."""
+    """Function that returns blocks of text; none where there is nothing to report."""
     json: Callable[[Findings], ReportParts] | None = None
-    """What it adds to the report."""
+    """Function that returns the parts that the section adds to the JSON report."""
     html: Callable[[Findings, PageContext], Content | None] | None = None
-    """None where there is nothing to show."""
+    """Function that returns the section's content on the page; None where there is nothing to show."""
     option: str = ""
-    """What the option says of itself; empty where the terminal report always has this section."""
+    """Help text of the option; empty where the terminal report always has this section."""
     on_cpu: bool = True
-    """Whether a CPU run can tell it."""
+    """Whether the section can be filled from a CPU run."""
     columns: Sequence[Column] = ()
-    """Of a listing that can be sorted."""
+    """Columns of a listing that can be sorted."""
 
 
 SECTIONS = (
@@ -57,7 +57,7 @@ SECTIONS = (
     Section("run", terminal=run.terminal, json=run.json),
     Section("rates", "FLOPs and MFU", rates.terminal, html=rates.html),
     Section("inference", "Prefill and decode", inference.terminal, html=inference.html),
-    Section("controls", terminal=run.controls),
+    Section("controls", terminal=run.baselines),
     Section("waterfall", "Waterfall", waterfall.terminal, waterfall.json, waterfall.html,
             "Also show every part from the device's peak to the speed achieved."),
     Section("breakdown", "Breakdown by rank", breakdown.terminal, breakdown.json, breakdown.html),
@@ -80,8 +80,8 @@ SECTIONS = (
     Section("settings", "Settings and environment", html=run.html),
     Section("warnings", "Warnings", warnings.terminal, html=warnings.html),
 )  # fmt: skip
-"""In their order on the page. The terminal shows the machine's state before the verdict, then those that it always has,
-then those asked for, then warnings."""
+"""Sections in their order on the page. The terminal shows the machine's state before the verdict, then the sections
+that it always has, then those requested, then warnings."""
 
 OPTIONAL = {section.name: section for section in SECTIONS if section.option}
-"""What can be asked for beside the terminal report."""
+"""Sections that can be added to the terminal report."""

@@ -1,4 +1,4 @@
-"""The user's own ranges by name: time, and what of their communication was exposed and hidden."""
+"""The user's own ranges by name: time, and how much of their communication was exposed or hidden."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ringprof.report.page.document import Content, PageContext
 from ringprof.report.tables import Column, Listing, Table
 from ringprof.report.text import TextStyle
 
-_MOST_LISTED = 25
+_MAX_LISTED = 25
 
 COLUMNS = (
     Column("annotation", folds=True), Column("busy", "time"), Column("compute", "time", 3),
@@ -19,36 +19,40 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
-    """The longest, means over ranks."""
-    if not found.annotations:
-        return [style.wrap(_NONE)]
-    count = len(found.attribution.ranks)
+def terminal(findings: Findings, style: TextStyle, listing: Listing) -> list[str]:
+    """List the longest ranges, as means over ranks."""
+    if not findings.annotations:
+        return [style.wrap(_NO_ANNOTATIONS)]
+    count = len(findings.attribution.ranks)
     title = "annotations" + (f", mean of {count} ranks" if count > 1 else "")
-    return [Table(title, COLUMNS, _rows(found), "--all").listed(style, listing, _MOST_LISTED)]
+    return [Table(title, COLUMNS, _rows(findings), "--all").listed(style, listing, _MAX_LISTED)]
 
 
-_NONE = "annotations: nothing on the device was launched in a range of the user's"
+_NO_ANNOTATIONS = "annotations: nothing on the device was launched in a range of the user's"
 
 
-def _rows(found: Findings) -> list[list[Any]]:
-    count = len(found.attribution.ranks)
+def _rows(findings: Findings) -> list[list[Any]]:
+    count = len(findings.attribution.ranks)
     return [
-        [one.name, one.busy_ns / count, one.compute_ns / count, one.communication_ns / count, one.exposed_ns / count,
-         one.hidden, one.calls / count]
-        for one in found.annotations
+        [annotation.name, annotation.busy_ns / count, annotation.compute_ns / count,
+         annotation.communication_ns / count, annotation.exposed_ns / count, annotation.hidden,
+         annotation.calls / count]
+        for annotation in findings.annotations
     ]  # fmt: skip
 
 
-def items(found: Findings) -> list[JsonObject]:
-    """For JSON: a name an item, sums over all ranks; of very many ranks none, since it reads all again."""
-    if not found.lists_steps:
+def items(findings: Findings) -> list[JsonObject]:
+    """Build the JSON items, one per name, summed over all ranks.
+
+    The list is empty for very many ranks, whose traces would have to be read again.
+    """
+    if not findings.lists_steps:
         return []
-    return [{**one._asdict(), "hidden_share": one.hidden} for one in found.annotations]
+    return [{**annotation._asdict(), "hidden_share": annotation.hidden} for annotation in findings.annotations]
 
 
-def html(found: Findings, page: PageContext) -> Content | None:
-    """A row a name, means over ranks; None where there are none, or very many ranks."""
-    if not found.lists_steps or not found.annotations:
+def html(findings: Findings, page: PageContext) -> Content | None:
+    """Build a table with one row per name, means over ranks; None without ranges or for very many ranks."""
+    if not findings.lists_steps or not findings.annotations:
         return None
-    return Content(tables=[Table("", COLUMNS, _rows(found), "run.annotations()").page()])
+    return Content(tables=[Table("", COLUMNS, _rows(findings), "run.annotations()").page()])

@@ -22,11 +22,11 @@ from ringprof.report.terms import LABELS
 from ringprof.report.text import TextStyle, clean, in_unit, rounded_to_sum, unit_for
 
 CLASSES = (*HOST_CLASSES, GAP, BLOCKED)
-"""Classes of idle time: those of host time, then the other causes."""
-MOST_NAMES = 50
-"""Names of idle events that the JSON report gives per rank; the rest of each class is one item."""
+"""Classes of idle time: the classes of host time, then the other causes."""
+MAX_NAMES = 50
+"""Number of idle events per rank in the JSON report; the rest of each class is one item."""
 OTHERS = "(others)"
-_MOST_LISTED = 15
+_MAX_LISTED = 15
 _ON_CPU = "idle: a CPU trace records no device activity, so it cannot tell the causes of idle time"
 _CAUSES_NOTE = (
     "host: the next activity was not launched yet; gap: launched, "
@@ -41,15 +41,15 @@ COLUMNS = (
 
 
 class KnownIdle(NamedTuple):
-    """A rank whose trace tells the causes of its idle time."""
+    """A rank whose trace shows the causes of its idle time."""
 
     rank: Rank
     causes: IdleCauses
 
 
-def known_idle(found: Findings) -> list[KnownIdle]:
-    """List the ranks whose traces tell the causes of idle time; none on CPU."""
-    return [KnownIdle(rank, rank.idle) for rank in found.attribution.ranks if rank.idle is not None]
+def known_idle(findings: Findings) -> list[KnownIdle]:
+    """List the ranks whose traces show the causes of idle time; none on CPU."""
+    return [KnownIdle(rank, rank.idle) for rank in findings.attribution.ranks if rank.idle is not None]
 
 
 def time_by_class(causes: IdleCauses) -> dict[str, int]:
@@ -61,22 +61,22 @@ def time_by_class(causes: IdleCauses) -> dict[str, int]:
 
 
 def class_label(name: str) -> str:
-    """Return a class with its cause in front: ``host: data loader``; gap and blocked are causes themselves."""
+    """Return a class with its cause in front, such as ``host: data loader``; gap and blocked are causes themselves."""
     return name if name in CAUSES else f"{HOST}: {name}"
 
 
 def stacked_parts(ranks: Sequence[KnownIdle]) -> dict[str, tuple[str, list[float]]]:
-    """Return the parts of one bar per rank: label -> colour and ms per rank.
+    """Return the parts of one bar per rank: label -> (colour, ms per rank).
 
-    Time blocked on a peer is the last part, where there is any; it is communication, not idle.
+    The last part is time blocked on a peer, where there is any; it is communication, not idle time.
     """
-    times = [time_by_class(known.causes) for known in ranks]
+    times = [time_by_class(idle_rank.causes) for idle_rank in ranks]
     parts = {
-        class_label(name): (palette.IDLE_COLOURS[name], [one.get(name, 0) / 1e6 for one in times])
+        class_label(name): (palette.IDLE_COLOURS[name], [times_of_rank.get(name, 0) / 1e6 for times_of_rank in times])
         for name in CLASSES
-        if any(name in one for one in times)
+        if any(name in times_of_rank for times_of_rank in times)
     }
-    blocked = [known.rank.breakdown.blocked_on_peer_ns / 1e6 for known in ranks]
+    blocked = [idle_rank.rank.breakdown.blocked_on_peer_ns / 1e6 for idle_rank in ranks]
     return {**parts, **({PEER_LABEL: (palette.WAIT, blocked)} if any(blocked) else {})}
 
 
@@ -86,78 +86,78 @@ PEER_LABEL = "blocked on a peer (communication)"
 # --- terminal -------------------------------------------------------------------------------------------
 
 
-def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
-    """Show causes by rank, then classes, then names, each with its time; and how activities were launched."""
-    ranks = known_idle(found)
+def terminal(findings: Findings, style: TextStyle, listing: Listing) -> list[str]:
+    """Show idle time by rank and cause, by class and by name, and how activities were launched."""
+    ranks = known_idle(findings)
     if not ranks:
         return [style.wrap(_ON_CPU)]
-    causes = causes_of_ranks([known.causes for known in ranks])
+    causes = causes_of_ranks([idle_rank.causes for idle_rank in ranks])
     blocks = [_by_rank(ranks, style, listing)]
     if causes.total_ns:
         title = "idle by name" + (f", mean of {len(ranks)} ranks" if len(ranks) > 1 else "")
         names = Table(title, COLUMNS, _name_rows(causes, len(ranks)), "--all")
-        blocks += [_by_class(causes, len(ranks), style), names.listed(style, listing, _MOST_LISTED)]
-    launches = _launches(ranks, listing)
+        blocks += [_by_class(causes, len(ranks), style), names.listed(style, listing, _MAX_LISTED)]
+    launches = _launch_table(ranks, listing)
     return [*blocks, launches.text(style) + "\n" + style.wrap(_DELAY_NOTE, "dim")] if launches.rows else blocks
 
 
-def _shown(ranks: Sequence[KnownIdle], listing: Listing) -> Sequence[KnownIdle]:
-    """Choose the ranks with a row of their own: all or, of many, the one that idles longest."""
+def _listed_ranks(ranks: Sequence[KnownIdle], listing: Listing) -> Sequence[KnownIdle]:
+    """Choose the ranks that get a row: all, or where there are many, the one that is idle longest."""
     if len(ranks) <= MOST_RANKS_LISTED or listing.everything:
         return ranks
-    return [max(ranks, key=lambda known: known.causes.total_ns)]
+    return [max(ranks, key=lambda idle_rank: idle_rank.causes.total_ns)]
 
 
 def _by_rank(ranks: Sequence[KnownIdle], style: TextStyle, listing: Listing) -> str:
-    rows = [(f"rank {known.rank.rank}", _times(known)) for known in _shown(ranks, listing)]
+    rows = [(f"rank {idle_rank.rank.rank}", _times_of(idle_rank)) for idle_rank in _listed_ranks(ranks, listing)]
     if len(ranks) > 1:
-        means = tuple(map(fmean, zip(*map(_times, ranks), strict=True)))
+        means = tuple(map(fmean, zip(*map(_times_of, ranks), strict=True)))
         rows.append((f"mean of {len(ranks)} ranks", means))
-    peers = any(times[-1] for _, times in rows)
-    unit_ns, unit = unit_for(max(times[_IDLE] for _, times in rows))
+    has_peers = any(times[-1] for _, times in rows)
+    unit_ns, unit = unit_for(max(times[_IDLE_INDEX] for _, times in rows))
     columns = [Column(f"idle by cause\nin {unit}"), *map(Column, ("host", "gap", "blocked", "idle", "of wall"))]
-    cells = [[name, *_cells(times, unit_ns, peers=peers)] for name, times in rows]
-    table = text_table([*columns, *([Column("blocked on\na peer")] if peers else [])], cells, style)
-    return "\n".join([table, style.wrap(_CAUSES_NOTE, "dim"), *([style.wrap(_PEER_NOTE, "dim")] if peers else [])])
+    cells = [[name, *_format_row(times, unit_ns, has_peers=has_peers)] for name, times in rows]
+    table = text_table([*columns, *([Column("blocked on\na peer")] if has_peers else [])], cells, style)
+    return "\n".join([table, style.wrap(_CAUSES_NOTE, "dim"), *([style.wrap(_PEER_NOTE, "dim")] if has_peers else [])])
 
 
-def _times(known: KnownIdle) -> tuple[float, ...]:
+def _times_of(idle_rank: KnownIdle) -> tuple[float, ...]:
     """Return host, gap, blocked, idle, wall and time blocked on a peer, in nanoseconds."""
-    causes, breakdown = known.causes, known.rank.breakdown
+    causes, breakdown = idle_rank.causes, idle_rank.rank.breakdown
     parts = (causes.host_ns, causes.gap_ns, causes.blocked_ns, causes.total_ns)
     return *parts, breakdown.wall_ns, breakdown.blocked_on_peer_ns
 
 
-_IDLE = 3
-"""Place of the idle time in `_times`."""
+_IDLE_INDEX = 3
+"""Index of the idle time in `_times_of`."""
 
 
-def _cells(times: tuple[float, ...], unit_ns: float, *, peers: bool) -> list[str]:
-    """Format one row so that the causes sum to idle as shown."""
+def _format_row(times: tuple[float, ...], unit_ns: float, *, has_peers: bool) -> list[str]:
+    """Format one row so that the displayed causes sum to the displayed idle time."""
     *parts, idle, wall, blocked = times
     rounded = rounded_to_sum([part / unit_ns for part in parts], idle / unit_ns, 3)
     share = f"{100 * idle / wall:.1f} %" if wall else "-"
     shown = [*(f"{value:,.3f}" for value in rounded), in_unit(idle, unit_ns), share]
-    return [*shown, *([in_unit(blocked, unit_ns)] if peers else [])]
+    return [*shown, *([in_unit(blocked, unit_ns)] if has_peers else [])]
 
 
 def _by_class(causes: IdleCauses, count: int, style: TextStyle) -> str:
     times = time_by_class(causes)
-    whole = causes.total_ns / count
-    unit_ns, unit = unit_for(whole)
-    shown = rounded_to_sum([time / count / unit_ns for time in times.values()], whole / unit_ns, 3)
+    mean_idle_ns = causes.total_ns / count
+    unit_ns, unit = unit_for(mean_idle_ns)
+    shown = rounded_to_sum([time / count / unit_ns for time in times.values()], mean_idle_ns / unit_ns, 3)
     shares = rounded_to_sum([100 * time / causes.total_ns for time in times.values()], 100.0, 1)
     rows = [
         [class_label(name), f"{time:,.3f} {unit}", f"{share:.1f} %"]
         for name, time, share in zip(times, shown, shares, strict=True)
     ]
-    rows.append([LABELS["idle"], f"{in_unit(whole, unit_ns)} {unit}", "100.0 %"])
+    rows.append([LABELS["idle"], f"{in_unit(mean_idle_ns, unit_ns)} {unit}", "100.0 %"])
     columns = [*map(Column, ("idle by class", "mean" if count > 1 else "time", "of idle"))]
     return text_table(columns, rows, style, bold=[len(times)])
 
 
 def _name_rows(causes: IdleCauses, count: int) -> list[list[Any]]:
-    """One row per class and name, the longest first: name, class, mean time over ranks, share of idle."""
+    """Build one row per class and name, longest first: name, class, mean time over ranks, share of idle time."""
     return [
         [name_shown(event), event.event_class, event.time_ns / count, event.time_ns / causes.total_ns]
         for event in causes.events
@@ -165,7 +165,7 @@ def _name_rows(causes: IdleCauses, count: int) -> list[list[Any]]:
 
 
 def name_shown(event: IdleEvent) -> str:
-    """Return an event's name as people read it, also where it has none."""
+    """Return an event's name for display; events without a name get a description."""
     if event.event_class == GAP:
         return "(gaps between activities)"
     return clean(event.name) or f"({event.event_class})"
@@ -178,50 +178,50 @@ _LAUNCH_COLUMNS = (
 )  # fmt: skip
 
 
-def _launches(ranks: Sequence[KnownIdle], listing: Listing) -> Table:
-    """One row per rank whose launches are recorded, and the mean of several."""
-    timed = [known for known in ranks if known.rank.launches is not None]
-    rows = [[f"rank {known.rank.rank}", *_launched(known)] for known in _shown(timed, listing)]
+def _launch_table(ranks: Sequence[KnownIdle], listing: Listing) -> Table:
+    """Build one row per rank whose launches are recorded, and the mean of several."""
+    timed = [idle_rank for idle_rank in ranks if idle_rank.rank.launches is not None]
+    rows = [[f"rank {idle_rank.rank.rank}", *_launch_figures(idle_rank)] for idle_rank in _listed_ranks(timed, listing)]
     if len(timed) > 1:
-        rows.append([f"mean of {len(timed)} ranks", *map(fmean, zip(*map(_launched, timed), strict=True))])
+        rows.append([f"mean of {len(timed)} ranks", *map(fmean, zip(*map(_launch_figures, timed), strict=True))])
     return Table("launches", _LAUNCH_COLUMNS, rows)
 
 
-def _launched(known: KnownIdle) -> tuple[int, ...]:
-    return msgspec.structs.astuple(known.rank.launches) if known.rank.launches is not None else ()
+def _launch_figures(idle_rank: KnownIdle) -> tuple[int, ...]:
+    return msgspec.structs.astuple(idle_rank.rank.launches) if idle_rank.rank.launches is not None else ()
 
 
 # --- data -----------------------------------------------------------------------------------------------
 
 
-def of_rank(rank: Rank) -> JsonObject:
-    """Return the fields of one rank in the JSON report; null where the trace is of a CPU."""
+def rank_fields(rank: Rank) -> JsonObject:
+    """Build a rank's idle fields for the JSON report; null where the trace is of a CPU."""
     causes = rank.idle
     return {
         "idle_causes_ns": {cause: getattr(causes, f"{cause}_ns") for cause in CAUSES} if causes else None,
         "blocked_on_peer_ns": rank.breakdown.blocked_on_peer_ns,
-        "idle_events": _items(causes) if causes else None,
+        "idle_events": _event_items(causes) if causes else None,
         "launches": msgspec.to_builtins(rank.launches),
     }
 
 
-def _items(causes: IdleCauses) -> list[JsonObject]:
-    """List the longest events, then what is left of each class; they sum to the idle time."""
+def _event_items(causes: IdleCauses) -> list[JsonObject]:
+    """List the longest events, then the rest of each class; together they sum to the idle time."""
     rest: dict[str, int] = defaultdict(int)
-    for event in causes.events[MOST_NAMES:]:
+    for event in causes.events[MAX_NAMES:]:
         rest[event.event_class] += event.time_ns
-    kept = [(event.event_class, event.name, event.time_ns) for event in causes.events[:MOST_NAMES]]
+    kept = [(event.event_class, event.name, event.time_ns) for event in causes.events[:MAX_NAMES]]
     left = [(name, OTHERS, time) for name, time in rest.items()]
     return [dict(zip(("class", "name", "time_ns"), item, strict=True)) for item in (*kept, *left)]
 
 
-def rows(found: Findings) -> list[JsonObject]:
-    """List one row per rank, cause, class and name, for the frame."""
+def rows(findings: Findings) -> list[JsonObject]:
+    """List one row per rank, cause, class and name, for the data frame."""
     return [
-        {"rank": known.rank.rank, "cause": event.cause, "class": event.event_class, "name": event.name,
-         "time_ns": event.time_ns, "share": event.time_ns / known.causes.total_ns}
-        for known in known_idle(found)
-        for event in known.causes.events
+        {"rank": idle_rank.rank.rank, "cause": event.cause, "class": event.event_class, "name": event.name,
+         "time_ns": event.time_ns, "share": event.time_ns / idle_rank.causes.total_ns}
+        for idle_rank in known_idle(findings)
+        for event in idle_rank.causes.events
     ]  # fmt: skip
 
 
@@ -234,21 +234,21 @@ _RANK_COLUMNS = (
 )  # fmt: skip
 
 
-def html(found: Findings, page: PageContext) -> Content | None:
-    """Show one bar per rank, a table by rank and one by name; None on CPU and where nothing idles."""
-    ranks = known_idle(found)
-    causes = causes_of_ranks([known.causes for known in ranks])
-    if not causes.total_ns and not any(known.rank.breakdown.blocked_on_peer_ns for known in ranks):
+def html(findings: Findings, page: PageContext) -> Content | None:
+    """Build one bar per rank, a table by rank and one by name; None on CPU and where there is no idle time."""
+    ranks = known_idle(findings)
+    causes = causes_of_ranks([idle_rank.causes for idle_rank in ranks])
+    if not causes.total_ns and not any(idle_rank.rank.breakdown.blocked_on_peer_ns for idle_rank in ranks):
         return None
-    labels = [f"rank {known.rank.rank}" for known in ranks]
-    by_rank = Table("", _RANK_COLUMNS, [_page_row(known) for known in ranks], "report --format json").page()
+    labels = [f"rank {idle_rank.rank.rank}" for idle_rank in ranks]
+    by_rank = Table("", _RANK_COLUMNS, [_page_row(idle_rank) for idle_rank in ranks], "report --format json").page()
     by_name = Table("", COLUMNS, _name_rows(causes, len(ranks)), "run.idle()").page()
     figure = page.figures.stacked(labels, stacked_parts(ranks), "ms", digits=3)
     return Content(figure, [by_rank, by_name], ["By name: means over ranks."] if len(ranks) > 1 else [])
 
 
-def _page_row(known: KnownIdle) -> list[Any]:
-    host, gap, blocked, idle, wall, peers = _times(known)
-    launches = known.rank.launches
+def _page_row(idle_rank: KnownIdle) -> list[Any]:
+    host, gap, blocked, idle, wall, blocked_on_peer = _times_of(idle_rank)
+    launches = idle_rank.rank.launches
     figures = (launches.count, launches.median_delay_ns, launches.shorter_than_launch) if launches else (None,) * 3
-    return [known.rank.rank, host, gap, blocked, idle, idle / wall if wall else None, peers, *figures]
+    return [idle_rank.rank.rank, host, gap, blocked, idle, idle / wall if wall else None, blocked_on_peer, *figures]

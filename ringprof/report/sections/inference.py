@@ -1,4 +1,4 @@
-"""Prefill and decode in words: what a token costs, and what bounds a step."""
+"""Prefill and decode in words: the cost of a token, and what bounds a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ringprof.report.page.document import Content, PageContext
 from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle, binary_size, duration
 
-_BOUND = {
+_BOUND_LABELS = {
     "cache": "reading the cache",
     "attention": "the attention kernels",
     "link": "exposed communication",
@@ -18,18 +18,18 @@ _BOUND = {
 }
 
 
-def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
-    """None where no prefill or decode was recorded."""
-    figures = inference_of(found.attribution, found.summary)
-    return [] if figures is None else [style.wrap("\n".join(_in_words(figures)))]
+def terminal(findings: Findings, style: TextStyle, listing: Listing) -> list[str]:
+    """Summarize prefill or decode in a block of text; none where neither was recorded."""
+    figures = inference_of(findings.attribution, findings.summary)
+    return [] if figures is None else [style.wrap("\n".join(_summary_lines(figures)))]
 
 
-def _in_words(figures: Inference) -> list[str]:
-    """Time and bytes a token; how fast the cache is read; what bounds it."""
-    each = figures.step_ns / figures.new_tokens
+def _summary_lines(figures: Inference) -> list[str]:
+    """State the time and bytes per token, how fast the cache is read, and what bounds a step."""
+    token_ns = figures.step_ns / figures.new_tokens
     cost = (
         f"{figures.phase}, one attention layer: {duration(figures.step_ns)} a step of {figures.new_tokens:,} new"
-        f" tokens, {duration(each)} a token ({figures.tokens_per_second:,.0f} tokens/s)"
+        f" tokens, {duration(token_ns)} a token ({figures.tokens_per_second:,.0f} tokens/s)"
     )
     if figures.sent_bytes_per_token is not None:
         cost += f"; {figures.sent_bytes_per_token:,.0f} bytes sent a token, by all ranks"
@@ -41,11 +41,11 @@ def _in_words(figures: Inference) -> list[str]:
             read += f" while its attention kernels run: {percent(figures.of_bandwidth)} of the memory's rate"
         lines.append(read)
     shares = ", ".join(f"{name} {percent(share)}" for name, share in figures.shares.items())
-    lines.append(f"bound by {_BOUND[figures.bound_by]} ({shares} of the time)")
+    lines.append(f"bound by {_BOUND_LABELS[figures.bound_by]} ({shares} of the time)")
     return lines
 
 
-def html(found: Findings, page: PageContext) -> Content | None:
-    """The same words."""
-    recorded = inference_of(found.attribution, found.summary)
-    return None if recorded is None else Content(lines=_in_words(recorded))
+def html(findings: Findings, page: PageContext) -> Content | None:
+    """Build the summary of prefill or decode for the page; None where neither was recorded."""
+    recorded = inference_of(findings.attribution, findings.summary)
+    return None if recorded is None else Content(lines=_summary_lines(recorded))

@@ -1,4 +1,4 @@
-"""Kernels, copies and sets by name: time, calls, and what of it was hidden."""
+"""Kernels, copies and memory sets by name: time, calls, and how much of it was hidden."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ringprof.report.tables import Column, Listing, Table
 from ringprof.report.terms import LABELS
 from ringprof.report.text import TextStyle, duration, short_name
 
-MOST_KERNELS_LISTED = 25
+MAX_KERNELS_LISTED = 25
 
 COLUMNS = (
     Column("kernel", folds=True), Column("kind", drop=3), Column("time", "time"), Column("of all", "share"),
@@ -23,41 +23,45 @@ _PAGE_COLUMNS = (
 )  # fmt: skip
 
 
-def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
-    """The longest kernels, means over ranks."""
-    kernels, count = found.attribution.kernels, len(found.attribution.ranks)
+def terminal(findings: Findings, style: TextStyle, listing: Listing) -> list[str]:
+    """List the longest kernels, as means over ranks."""
+    kernels, count = findings.attribution.kernels, len(findings.attribution.ranks)
     if not kernels:
         return [style.wrap("kernels: a CPU trace holds no activities of a device")]
-    whole = sum(one.time_ns for one in kernels) or 1
+    total_ns = sum(kernel.time_ns for kernel in kernels) or 1
     rows = [
-        [short_name(one.name), LABELS[one.kind], one.time_ns / count, one.time_ns / whole, one.calls / count,
-         one.mean_ns, one.hidden, None if one.exposed_ns is None else one.exposed_ns / count]
-        for one in kernels
+        [short_name(kernel.name), LABELS[kernel.kind], kernel.time_ns / count, kernel.time_ns / total_ns,
+         kernel.calls / count, kernel.mean_ns, kernel.hidden,
+         None if kernel.exposed_ns is None else kernel.exposed_ns / count]
+        for kernel in kernels
     ]  # fmt: skip
     title = "kernels" + (f", mean of {count} ranks" if count > 1 else "")
-    return [Table(title, COLUMNS, rows, "--all").listed(style, listing, MOST_KERNELS_LISTED)]
+    return [Table(title, COLUMNS, rows, "--all").listed(style, listing, MAX_KERNELS_LISTED)]
 
 
-def items(found: Findings) -> list[JsonObject]:
-    """For JSON: a name and kind an item, over all ranks."""
+def items(findings: Findings) -> list[JsonObject]:
+    """Build the JSON items, one per name and kind, over all ranks."""
     return [
-        {"name": one.name, "kind": one.kind, "calls": one.calls, "time_ns": one.time_ns, "hidden_share": one.hidden,
-         "exposed_ns": one.exposed_ns, "worst_rank": one.worst_rank, "worst_ns": one.worst_ns}
-        for one in found.attribution.kernels
+        {"name": kernel.name, "kind": kernel.kind, "calls": kernel.calls, "time_ns": kernel.time_ns,
+         "hidden_share": kernel.hidden, "exposed_ns": kernel.exposed_ns, "worst_rank": kernel.worst_rank,
+         "worst_ns": kernel.worst_ns}
+        for kernel in findings.attribution.kernels
     ]  # fmt: skip
 
 
-def html(found: Findings, page: PageContext) -> Content | None:
-    """A row a name and kind, over all ranks; None on CPU."""
-    kernels = found.attribution.kernels
+def html(findings: Findings, page: PageContext) -> Content | None:
+    """Build a table with one row per name and kind, over all ranks; None on CPU."""
+    kernels = findings.attribution.kernels
     if not kernels:
         return None
-    whole = sum(one.time_ns for one in kernels) or 1
+    total_ns = sum(kernel.time_ns for kernel in kernels) or 1
     rows = [
-        [one.name, LABELS[one.kind], one.calls, one.time_ns, one.mean_ns, one.time_ns / whole, one.hidden,
-         one.exposed_ns]
-        for one in kernels
+        [kernel.name, LABELS[kernel.kind], kernel.calls, kernel.time_ns, kernel.mean_ns, kernel.time_ns / total_ns,
+         kernel.hidden, kernel.exposed_ns]
+        for kernel in kernels
     ]  # fmt: skip
-    other = [f"{short_name(one.name)} {duration(one.time_ns)}" for one in found.attribution.largest_of_other]
-    lines = [f"Largest of {LABELS['other']}: {'; '.join(other)}."] if other else []
+    largest_of_other = [
+        f"{short_name(kernel.name)} {duration(kernel.time_ns)}" for kernel in findings.attribution.largest_of_other
+    ]
+    lines = [f"Largest of {LABELS['other']}: {'; '.join(largest_of_other)}."] if largest_of_other else []
     return Content(tables=[Table("", _PAGE_COLUMNS, rows, "run.kernels()").page()], lines=lines)

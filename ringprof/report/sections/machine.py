@@ -1,4 +1,4 @@
-"""The state of the GPUs through the timed iterations, and what connects them: to be known before code is blamed."""
+"""State of the GPUs during the timed iterations, and their links: to rule the machine out before blaming code."""
 
 from __future__ import annotations
 
@@ -14,61 +14,67 @@ from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle, clean
 from ringprof.run import DeviceLinks, DeviceState
 
-UNEVEN = 0.97
-"""A GPU's clock below this share of another's is said."""
-FELL = 0.01
-"""A median clock that is further below the highest than this share has fallen: rates follow it."""
+MIN_CLOCK_RATIO = 0.97
+"""Ratio of the slowest to the fastest GPU's clock below which the difference is reported."""
+MIN_CLOCK_DROP = 0.01
+"""Relative drop of the median clock below the highest from which rates are taken to be reduced."""
 
-NEAR = 0.95
-"""A power cap or a thermal slow-down is called the cause where a sample reaches this share of the limit. The only
-accuracy that NVML documents for power is 5 %, of Fermi and Kepler (NVML API Reference, nvmlDeviceGetPowerUsage)."""
-AVERAGED_NS = 2 * 10**9
-"""In a shorter run a power reading that is a mean over 1 s may still hold what was before."""
+NEAR_LIMIT = 0.95
+"""Share of a limit that a sample must reach for a power cap or a thermal slow-down to be named the cause. The only
+accuracy that NVML documents for power is 5 %, for Fermi and Kepler (NVML API Reference, nvmlDeviceGetPowerUsage)."""
+POWER_AVERAGING_NS = 2 * 10**9
+"""Run time below which a power reading, a mean over 1 s, may still include the time before the run."""
 _THERMAL = ("software thermal slow-down", "hardware thermal slow-down")
 
 States = dict[int, DeviceState]
 
 
-def states_of(found: Findings) -> States:
-    """By rank; empty where no GPU told."""
-    run = found.attribution.run
-    known = zip(run.ranks(), run.device_states or (), strict=False) if run else ()
-    return {rank: state for rank, state in known if state is not None}
+def states_of(findings: Findings) -> States:
+    """Return the sampled state of each rank's GPU; empty where no GPU reported one."""
+    run = findings.attribution.run
+    states = zip(run.ranks(), run.device_states or (), strict=False) if run else ()
+    return {rank: state for rank, state in states if state is not None}
 
 
-def _links_of(found: Findings) -> list[DeviceLinks]:
-    """Of the ranks that told any."""
-    run = found.attribution.run
-    return [one for one in (run.device_links or () if run else ()) if one is not None]
+def _links_of(findings: Findings) -> list[DeviceLinks]:
+    """List the links of the ranks that reported them."""
+    run = findings.attribution.run
+    return [links for links in (run.device_links or () if run else ()) if links is not None]
 
 
-def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
-    """None where no GPU told."""
-    lines = [*in_words(states_of(found), timed_ns_of(found)), *links_in_words(_links_of(found))]
+def terminal(findings: Findings, style: TextStyle, listing: Listing) -> list[str]:
+    """Return one block on the GPUs' state and links; none where no GPU reported anything."""
+    lines = [*state_lines(states_of(findings), timed_ns_of(findings)), *link_lines(_links_of(findings))]
     return [style.wrap("\n".join(lines))] if lines else []
 
 
-def timed_ns_of(found: Findings) -> int | None:
-    """How long the slowest rank's timed iterations took together, in which the GPUs were sampled."""
-    run = found.attribution.run
+def timed_ns_of(findings: Findings) -> int | None:
+    """Return the slowest rank's total time of timed iterations, during which the GPUs were sampled."""
+    run = findings.attribution.run
     return max((sum(times) for times in run.timings.iterations_ns), default=None) if run and run.timings else None
 
 
-def in_words(states: States, timed_ns: int | None = None) -> list[str]:
-    """State what the GPUs ran at, what the driver says limits them, and whether the samples agree with that."""
-    return [line for line in (_ran_at(states, timed_ns), *_limits(states, timed_ns), _uneven(states)) if line]
+def state_lines(states: States, timed_ns: int | None = None) -> list[str]:
+    """State the GPUs' clocks and power, the limits that the driver reports, and whether the samples agree."""
+    return [
+        line
+        for line in (_operating_point(states, timed_ns), *_limit_lines(states, timed_ns), _uneven_clocks(states))
+        if line
+    ]
 
 
-def links_in_words(links: list[DeviceLinks]) -> list[str]:
-    """NVLinks a GPU and adapters a host, in a line; each kind of GPU and of host once."""
-    gpus = dict.fromkeys(_nvlinks(one.nvlinks) for one in links if one.nvlinks is not None)
-    hosts = dict.fromkeys(_adapters(one) for one in links if one.adapters)
+def link_lines(links: list[DeviceLinks]) -> list[str]:
+    """Describe NVLinks per GPU and adapters per host in one line; each kind of GPU and host once."""
+    gpus = dict.fromkeys(
+        _describe_nvlinks(device_links.nvlinks) for device_links in links if device_links.nvlinks is not None
+    )
+    hosts = dict.fromkeys(_describe_adapters(device_links) for device_links in links if device_links.adapters)
     parts = [f"each GPU {' or '.join(gpus)}"] if gpus else []
     parts += [f"each host {' or '.join(hosts)}"] if hosts else []
     return ["links: " + "; ".join(parts)] if parts else []
 
 
-def _nvlinks(ends: dict[str, int]) -> str:
+def _describe_nvlinks(ends: dict[str, int]) -> str:
     count = sum(ends.values())
     if not count:
         return "no NVLink"
@@ -77,80 +83,90 @@ def _nvlinks(ends: dict[str, int]) -> str:
     return f"{count} NVLink{'s' * (count > 1)}{to}"
 
 
-def _adapters(links: DeviceLinks) -> str:
-    alike = Counter((one.gbits, one.layer) for one in links.adapters or ())
+def _describe_adapters(links: DeviceLinks) -> str:
+    counts = Counter((adapter.gbits, adapter.layer) for adapter in links.adapters or ())
     return " + ".join(
         f"{count} x {'' if gbits is None else f'{gbits:g} Gbit/s '}{clean(layer or 'network')}"
-        for (gbits, layer), count in alike.items()
+        for (gbits, layer), count in counts.items()
     )
 
 
-def _ran_at(states: States, timed_ns: int | None) -> str:
+def _operating_point(states: States, timed_ns: int | None) -> str:
+    """State clocks, power and temperature of the GPUs, and how often they were sampled."""
     parts = []
-    clocks = [one.sm_clock_mhz for one in states.values() if one.sm_clock_mhz is not None]
-    rated = max((one.rated_sm_clock_mhz or 0 for one in states.values()), default=0)
+    clocks = [state.sm_clock_mhz for state in states.values() if state.sm_clock_mhz is not None]
+    rated = max((state.rated_sm_clock_mhz or 0 for state in states.values()), default=0)
     if clocks:
-        of = f" of {rated:,}" if rated else ""
-        parts.append(f"SM clock {_span([min(clocks), max(clocks)], ',')}{of} MHz")
-    power = [one.power_w for one in states.values() if one.power_w is not None]
+        rated_text = f" of {rated:,}" if rated else ""
+        parts.append(f"SM clock {_format_range([min(clocks), max(clocks)], ',')}{rated_text} MHz")
+    power = [state.power_w for state in states.values() if state.power_w is not None]
     if power:
-        limit = max((one.power_limit_w or 0 for one in states.values()), default=0)
-        parts.append(f"{_span([min(power), max(power)], ',.0f')}{f' of {limit:,.0f}' if limit else ''} W")
-    degrees = [one.hottest_celsius for one in states.values() if one.hottest_celsius is not None]
+        limit = max((state.power_limit_w or 0 for state in states.values()), default=0)
+        parts.append(f"{_format_range([min(power), max(power)], ',.0f')}{f' of {limit:,.0f}' if limit else ''} W")
+    degrees = [state.hottest_celsius for state in states.values() if state.hottest_celsius is not None]
     if degrees:
         parts.append(f"at most {max(degrees)} °C")
-    looks = [state.looks for state in states.values()]
-    sampled = f"{_span([min(looks), max(looks)], ',')} samples each" if looks else ""
-    during = f" in {_seconds(timed_ns)}" if timed_ns else ""
-    return f"GPUs while they were timed ({sampled}{during}): {', '.join(parts)}" if parts else ""
+    sample_counts = [state.looks for state in states.values()]
+    sampled = f"{_format_range([min(sample_counts), max(sample_counts)], ',')} samples each" if sample_counts else ""
+    duration_text = f" in {_format_seconds(timed_ns)}" if timed_ns else ""
+    return f"GPUs while they were timed ({sampled}{duration_text}): {', '.join(parts)}" if parts else ""
 
 
-def _seconds(time_ns: int) -> str:
-    """Format a time in two significant digits."""
+def _format_seconds(time_ns: int) -> str:
+    """Format a time with two significant digits."""
     if time_ns < 10**8:
         return f"{time_ns / 1e6:.2g} ms"
     return f"{time_ns / 1e9:.2g} s" if time_ns < 10**10 else f"{time_ns / 1e9:,.0f} s"
 
 
-def _span(ends: list[float], form: str) -> str:
+def _format_range(ends: list[float], form: str) -> str:
     low, high = (f"{end:{form}}" for end in ends)
     return low if low == high else f"{low} to {high}"
 
 
-def _limits(states: States, timed_ns: int | None) -> list[str]:
-    """State what the driver says limits the clock: as the cause where the clock fell and the samples agree with it."""
-    slower = {rank: below for rank, one in states.items() if (below := _below_highest(one) or 0.0) > FELL}
-    held = {rank: states[rank] for rank in slower if _agreeing(states[rank])}
-    unsure = {rank: states[rank] for rank in slower if rank not in held}
-    others = {rank: state for rank, state in states.items() if rank not in slower}
-    lines = [_held_back(held, slower, len(states))] if held else []
-    if unsure:
-        reported = _reasons(unsure, len(states)) or f"no limit ({len(unsure)} of {len(states)} ranks)"
+def _limit_lines(states: States, timed_ns: int | None) -> list[str]:
+    """State which limits the driver reports.
+
+    A limit is named as the cause only where the clock dropped and the samples agree with the limit.
+    """
+    clock_drops = {
+        rank: drop for rank, state in states.items() if (drop := _relative_clock_drop(state) or 0.0) > MIN_CLOCK_DROP
+    }
+    confirmed = {rank: states[rank] for rank in clock_drops if _confirmed_reasons(states[rank])}
+    doubtful = {rank: states[rank] for rank in clock_drops if rank not in confirmed}
+    others = {rank: state for rank, state in states.items() if rank not in clock_drops}
+    lines = [_confirmed_limits(confirmed, clock_drops, len(states))] if confirmed else []
+    if doubtful:
+        reported = _format_reasons(doubtful, len(states)) or f"no limit ({len(doubtful)} of {len(states)} ranks)"
         lines.append(
-            f"the driver reports {reported}{_while(unsure)}: {_fell(slower, unsure)}, cause not certain; "
-            f"rates are of these clocks{_why_low(unsure, timed_ns)}"
+            f"the driver reports {reported}{_contradicting_samples(doubtful)}: "
+            f"{_clock_drop(clock_drops, doubtful)}, cause not certain; "
+            f"rates are of these clocks{_power_lag_note(doubtful, timed_ns)}"
         )
-    if limited := _reasons(others, len(states)):
-        told = any(_below_highest(one) is not None for one in others.values() if one.held_back)
-        clock = "clock unaffected" if told else "clock not known"
-        lines.append(f"the driver reports {limited}{_while(others)}, {clock}")
+    if reasons := _format_reasons(others, len(states)):
+        clock_known = any(_relative_clock_drop(state) is not None for state in others.values() if state.held_back)
+        effect = "clock unaffected" if clock_known else "clock not known"
+        lines.append(f"the driver reports {reasons}{_contradicting_samples(others)}, {effect}")
     return lines
 
 
-def _held_back(held: States, below: dict[int, float], of: int) -> str:
-    """Name the limits that the samples agree with as the cause, and beside them those that they do not."""
-    causes = {rank: _with_reasons(state, _agreeing(state)) for rank, state in held.items()}
-    rest = {rank: _with_reasons(state, state.held_back.keys() - _agreeing(state)) for rank, state in held.items()}
-    also = _reasons(rest, of)
+def _confirmed_limits(confirmed: States, clock_drops: dict[int, float], rank_count: int) -> str:
+    """Name the limits that the samples confirm as the cause, followed by the other reported limits."""
+    causes = {rank: _with_reasons(state, _confirmed_reasons(state)) for rank, state in confirmed.items()}
+    others = {
+        rank: _with_reasons(state, state.held_back.keys() - _confirmed_reasons(state))
+        for rank, state in confirmed.items()
+    }
+    other_reasons = _format_reasons(others, rank_count)
     return (
-        f"held back by {_reasons(causes, of)}: {_fell(below, held)}; "
+        f"held back by {_format_reasons(causes, rank_count)}: {_clock_drop(clock_drops, confirmed)}; "
         "rates are of these clocks, and a cooler or less loaded GPU would reach others"
-        + (f"; the driver also reports {also}{_while(rest)}" if also else "")
+        + (f"; the driver also reports {other_reasons}{_contradicting_samples(others)}" if other_reasons else "")
     )
 
 
-def _fell(below: dict[int, float], among: States) -> str:
-    return f"median SM clock up to {percent(max(below[rank] for rank in among))} below the highest"
+def _clock_drop(clock_drops: dict[int, float], states: States) -> str:
+    return f"median SM clock up to {percent(max(clock_drops[rank] for rank in states))} below the highest"
 
 
 def _with_reasons(state: DeviceState, reasons: Collection[str]) -> DeviceState:
@@ -158,82 +174,93 @@ def _with_reasons(state: DeviceState, reasons: Collection[str]) -> DeviceState:
     return msgspec.structs.replace(state, held_back=kept)
 
 
-def _agreeing(state: DeviceState) -> set[str]:
-    """Reported limits that the samples do not contradict: power or temperature was near the limit, if it is of that."""
-    hot = _near(state.hottest_celsius, state.limit_celsius)
+def _confirmed_reasons(state: DeviceState) -> set[str]:
+    """Return the reported limits that the samples do not contradict.
+
+    A power or thermal limit is contradicted where power or temperature stayed clearly below the limit.
+    """
+    hot = _near_limit(state.hottest_celsius, state.limit_celsius)
     near = {
         **dict.fromkeys(_THERMAL, hot),
-        "power cap": _near(state.highest_power_w or state.power_w, state.power_limit_w),
+        "power cap": _near_limit(state.highest_power_w or state.power_w, state.power_limit_w),
     }
     return {reason for reason in state.held_back if near.get(reason, True)}
 
 
-def _near(sampled: float | None, limit: float | None) -> bool:
-    return sampled is not None and limit is not None and sampled >= NEAR * limit
+def _near_limit(sampled: float | None, limit: float | None) -> bool:
+    return sampled is not None and limit is not None and sampled >= NEAR_LIMIT * limit
 
 
-def _while(states: States) -> str:
-    """Set the samples beside the reported limits that they do not agree with."""
-    unlike = {rank: state.held_back.keys() - _agreeing(state) for rank, state in states.items()}
-    capped = [states[rank] for rank, reasons in unlike.items() if "power cap" in reasons]
-    hot = [states[rank] for rank, reasons in unlike.items() if reasons & {*_THERMAL}]
-    parts = [*([_power_of(capped)] if capped else []), *([_heat_of(hot)] if hot else [])]
+def _contradicting_samples(states: States) -> str:
+    """State the power and temperature samples that contradict reported limits."""
+    unconfirmed = {rank: state.held_back.keys() - _confirmed_reasons(state) for rank, state in states.items()}
+    power_capped = [states[rank] for rank, reasons in unconfirmed.items() if "power cap" in reasons]
+    thermal = [states[rank] for rank, reasons in unconfirmed.items() if reasons & {*_THERMAL}]
+    parts = [
+        *([_sampled_power(power_capped)] if power_capped else []),
+        *([_sampled_temperature(thermal)] if thermal else []),
+    ]
     return f" while {' and '.join(parts)}" if parts else ""
 
 
-def _power_of(capped: Sequence[DeviceState]) -> str:
-    power = [watts for one in capped if (watts := one.highest_power_w or one.power_w) is not None]
+def _sampled_power(states: Sequence[DeviceState]) -> str:
+    power = [watts for state in states if (watts := state.highest_power_w or state.power_w) is not None]
     if not power:
         return "the power is not known"
-    highest = all(one.highest_power_w for one in capped)
-    span = f"at most {max(power):,.0f}" if highest else _span([min(power), max(power)], ",.0f")
-    limit = max(one.power_limit_w or 0 for one in capped)
+    all_have_maximum = all(state.highest_power_w for state in states)
+    span = f"at most {max(power):,.0f}" if all_have_maximum else _format_range([min(power), max(power)], ",.0f")
+    limit = max(state.power_limit_w or 0 for state in states)
     return f"the sampled power was {span}" + (f" of {limit:,.0f} W" if limit else " W, limit not known")
 
 
-def _heat_of(hot: Sequence[DeviceState]) -> str:
-    degrees, limit = max(one.hottest_celsius or 0 for one in hot), max(one.limit_celsius or 0 for one in hot)
+def _sampled_temperature(states: Sequence[DeviceState]) -> str:
+    degrees, limit = (
+        max(state.hottest_celsius or 0 for state in states),
+        max(state.limit_celsius or 0 for state in states),
+    )
     if not degrees:
         return "the temperature is not known"
     return f"the GPU was at most at {degrees}" + (f" of {limit} °C" if limit else " °C, limit not known")
 
 
-def _why_low(states: States, timed_ns: int | None) -> str:
+def _power_lag_note(states: States, timed_ns: int | None) -> str:
     """Explain a power below the limit where the reading may lag behind."""
-    lags = any("power cap" in one.held_back and one.power_w and not one.instant_power for one in states.values())
-    if not lags or timed_ns is None or timed_ns >= AVERAGED_NS:
+    lags = any(
+        "power cap" in state.held_back and state.power_w and not state.instant_power for state in states.values()
+    )
+    if not lags or timed_ns is None or timed_ns >= POWER_AVERAGING_NS:
         return ""
     return "; NVML's power is a mean over 1 s on most GPUs since Ampere, and lags behind in a run this short"
 
 
-def _below_highest(state: DeviceState) -> float | None:
-    """By which share the median clock is below the highest that the GPU can."""
+def _relative_clock_drop(state: DeviceState) -> float | None:
+    """Return the relative drop of the median clock below the GPU's highest; None where it is not known."""
     if not state.sm_clock_mhz or not state.rated_sm_clock_mhz:
         return None
     return 1 - state.sm_clock_mhz / state.rated_sm_clock_mhz
 
 
-def _reasons(states: States, of: int) -> str:
-    shares: dict[str, list[float]] = {}
+def _format_reasons(states: States, rank_count: int) -> str:
+    shares_by_reason: dict[str, list[float]] = {}
     for state in states.values():
         for reason, share in state.held_back.items():
-            shares.setdefault(reason, []).append(share)
+            shares_by_reason.setdefault(reason, []).append(share)
     return " and ".join(
-        f"{clean(reason)} ({len(found)} of {of} ranks, in {percent(max(found), 0)} of the samples)"
-        for reason, found in sorted(shares.items())
+        f"{clean(reason)} ({len(shares)} of {rank_count} ranks, in {percent(max(shares), 0)} of the samples)"
+        for reason, shares in sorted(shares_by_reason.items())
     )
 
 
-def _uneven(states: States) -> str:
-    clocks = {rank: one.sm_clock_mhz for rank, one in states.items() if one.sm_clock_mhz}
+def _uneven_clocks(states: States) -> str:
+    clocks = {rank: state.sm_clock_mhz for rank, state in states.items() if state.sm_clock_mhz}
     if not clocks:
         return ""
     slowest, fastest = min(clocks, key=clocks.__getitem__), max(clocks, key=clocks.__getitem__)
     share = clocks[slowest] / clocks[fastest]
-    return f"rank {slowest}'s clock is {percent(1 - share)} below rank {fastest}'s" if share < UNEVEN else ""
+    return f"rank {slowest}'s clock is {percent(1 - share)} below rank {fastest}'s" if share < MIN_CLOCK_RATIO else ""
 
 
-_COLUMNS = (
+_PAGE_COLUMNS = (
     "rank",
     "samples",
     "SM clock MHz",
@@ -246,9 +273,9 @@ _COLUMNS = (
 )
 
 
-def html(found: Findings, page: PageContext) -> Content | None:
-    """A row a rank, and what connects them; None where nothing told."""
-    states, links = states_of(found), links_in_words(_links_of(found))
+def html(findings: Findings, page: PageContext) -> Content | None:
+    """Build a table with one row per rank, and lines on state and links; None where nothing was reported."""
+    states, links = states_of(findings), link_lines(_links_of(findings))
     if not states:
         return Content(lines=links) if links else None
     rows = [
@@ -261,4 +288,6 @@ def html(found: Findings, page: PageContext) -> Content | None:
         ]
         for rank, state in states.items()
     ]
-    return Content(tables=[PageTable(list(_COLUMNS), rows)], lines=[*in_words(states, timed_ns_of(found)), *links])
+    return Content(
+        tables=[PageTable(list(_PAGE_COLUMNS), rows)], lines=[*state_lines(states, timed_ns_of(findings)), *links]
+    )

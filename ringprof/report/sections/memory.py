@@ -1,4 +1,4 @@
-"""Memory over time on the page, where the traces hold what the allocators did."""
+"""Memory over time on the page, where the traces hold allocator events."""
 
 from __future__ import annotations
 
@@ -11,47 +11,48 @@ from ringprof.report.tables import Column, Table
 from ringprof.report.timeline import origins_of
 from ringprof.trace.columns import NONE, Int64
 
-MOST_POINTS = 2_000
-"""Of a line: a screen has no more columns."""
+MAX_POINTS = 2_000
+"""Largest number of points per line: a screen has no more columns."""
 _COLUMNS = (
     Column("rank", "count"), Column("memory"), Column("most allocated", "MiB"), Column("at", "time"),
     Column("most reserved", "MiB"), Column("allocations and releases", "count"),
 )  # fmt: skip
 
 
-def html(found: Findings, page: PageContext) -> Content | None:
-    """A line a rank and memory, and its peak; None where nothing was recorded, and of very many ranks."""
-    held = list(memory_of(found.attribution)) if found.lists_steps or found.attribution.on_cpu else []
-    if not held:
+def html(findings: Findings, page: PageContext) -> Content | None:
+    """Draw one line per rank and memory, with a table of peaks; None without recorded memory or for very many ranks."""
+    pools = list(memory_of(findings.attribution)) if findings.lists_steps or findings.attribution.on_cpu else []
+    if not pools:
         return None
-    origin = origins_of(found.attribution)
-    lines = {name_of(one, held): _points(one, origin[one.rank]) for one in held}
+    origin = origins_of(findings.attribution)
+    lines = {line_name(pool, pools): _points(pool, origin[pool.rank]) for pool in pools}
     rows = [
-        [one.rank, one.memory, int(one.allocated_bytes[one.peak()]), int(one.time_ns[one.peak()]) - origin[one.rank],
-         most if (most := int(one.reserved_bytes.max())) != NONE else None, len(one.time_ns)]
-        for one in held
+        [pool.rank, pool.memory, int(pool.allocated_bytes[pool.peak()]),
+         int(pool.time_ns[pool.peak()]) - origin[pool.rank],
+         most if (most := int(pool.reserved_bytes.max())) != NONE else None, len(pool.time_ns)]
+        for pool in pools
     ]  # fmt: skip
     return Content(page.figures.memory(lines), [Table("", _COLUMNS, rows, "run.memory()").page()])
 
 
-def name_of(one: Held, among: list[Held]) -> str:
-    """Of its line: the memory is named where ranks have several."""
-    several = len({other.memory for other in among if other.rank == one.rank}) > 1
-    return f"rank {one.rank}" + (f", {one.memory}" if several else "")
+def line_name(pool: Held, pools: list[Held]) -> str:
+    """Return the name of a line: the rank, and the memory if the rank has several."""
+    several = len({other.memory for other in pools if other.rank == pool.rank}) > 1
+    return f"rank {pool.rank}" + (f", {pool.memory}" if several else "")
 
 
-def _points(one: Held, origin: int) -> list[tuple[float, float]]:
-    """(ms, MiB) from each of which on it is so; of many the largest of each stretch, and the last."""
-    kept = thinned(one.allocated_bytes, MOST_POINTS)
-    times, sizes = (one.time_ns[kept] - origin) / 1e6, one.allocated_bytes[kept] / 2**20
+def _points(pool: Held, origin: int) -> list[tuple[float, float]]:
+    """Build the points (ms, MiB) of a line; of many, only the largest of each stretch and the stretches' starts."""
+    kept = thinned_indices(pool.allocated_bytes, MAX_POINTS)
+    times, sizes = (pool.time_ns[kept] - origin) / 1e6, pool.allocated_bytes[kept] / 2**20
     return list(zip(times.tolist(), sizes.tolist(), strict=True))
 
 
-def thinned(values: Int64, most: int) -> Int64:
-    """Places of at most ``most`` values, among them the first and the largest of each stretch of neighbours."""
-    if len(values) <= most:
+def thinned_indices(values: Int64, max_count: int) -> Int64:
+    """Return the indices of at most ``max_count`` values: the first and the largest of each stretch of neighbours."""
+    if len(values) <= max_count:
         return np.arange(len(values))
-    bounds = np.linspace(0, len(values), most // 2 + 1).astype(np.int64)[:-1]
+    bounds = np.linspace(0, len(values), max_count // 2 + 1).astype(np.int64)[:-1]
     ends = [*bounds[1:].tolist(), len(values)]
-    largest = [at + int(np.argmax(values[at:end])) for at, end in zip(bounds.tolist(), ends, strict=True)]
+    largest = [start + int(np.argmax(values[start:end])) for start, end in zip(bounds.tolist(), ends, strict=True)]
     return np.array(sorted({*bounds.tolist(), *largest}), np.int64)

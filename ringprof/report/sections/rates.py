@@ -1,4 +1,4 @@
-"""FLOPs, rates and MFU that follow from recorded shapes."""
+"""FLOPs, rates and MFU computed from recorded shapes."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle
 
 
-def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
-    """Return one block of text; none where no trace holds shapes."""
-    return [style.wrap("\n".join(lines))] if (lines := _lines(found)) else []
+def terminal(findings: Findings, style: TextStyle, listing: Listing) -> list[str]:
+    """Return one block of text on FLOPs and MFU; none where no trace holds shapes."""
+    return [style.wrap("\n".join(lines))] if (lines := _lines(findings)) else []
 
 
-def html(found: Findings, page: PageContext) -> Content | None:
-    """Return the same lines for the page."""
-    return Content(lines=lines) if (lines := _lines(found)) else None
+def html(findings: Findings, page: PageContext) -> Content | None:
+    """Return the lines on FLOPs and MFU for the page; None where no trace holds shapes."""
+    return Content(lines=lines) if (lines := _lines(findings)) else None
 
 
-def _lines(found: Findings) -> list[str]:
-    rates = step_rates_of(found.attribution)
+def _lines(findings: Findings) -> list[str]:
+    rates = step_rates_of(findings.attribution)
     if rates is None:
         return []
-    device = "process" if found.attribution.on_cpu else "GPU"
+    device = "process" if findings.attribution.on_cpu else "GPU"
     rated = [row for row in rates.parts if row.tflops is not None]
-    parts = [f"{label_of(row.part, found.summary)} at {_rate(row, rates)}" for row in rated]
+    parts = [f"{label_of(row.part, findings.summary)} at {_rate(row, rates)}" for row in rated]
     work = f"{flops_in_words(rates.flops / 1e12)} per {device} by recorded shapes, recomputed work included"
     lines = [f"{work}: {', '.join(parts)}"] if parts else []
     if rates.mfu is not None:

@@ -1,4 +1,4 @@
-"""What was run, checked and measured, by controls too: in words, as data, and as the page's settings."""
+"""The run: what ran, its verification, its speed and its baselines; in the terminal, in JSON and on the page."""
 
 from __future__ import annotations
 
@@ -29,38 +29,48 @@ from ringprof.report.text import (
 )
 from ringprof.run import Run, Verification, Workload
 
-_PARTIAL = "a part of the run was chosen: rates, controls and memory of whole iterations are left out"
-_NAMED = 0.01
-"""The least share of the computing whose kind is named."""
-_KEPT = ("name", "created", "workload", "workload_ranks", "topology", "strategy", "kernel", "verification",
+_PARTIAL_NOTE = "a part of the run was chosen: rates, controls and memory of whole iterations are left out"
+_MIN_KIND_SHARE = 0.01
+"""Least share of computation for which a kind is named."""
+_JSON_FIELDS = ("name", "created", "workload", "workload_ranks", "topology", "strategy", "kernel", "verification",
          "peak_memory_bytes", "device_states", "device_links")  # fmt: skip
 
-_LINKS = {SAME_HOST: "within a host", OTHER_HOST: "between hosts"}
+_LINK_PLACES = {SAME_HOST: "within a host", OTHER_HOST: "between hosts"}
 
 
-def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
-    """None for traces that nothing else is known of."""
-    run, rates = found.attribution.run, found.summary.rates
+def terminal(findings: Findings, style: TextStyle, listing: Listing) -> list[str]:
+    """Return one block on what ran, how it was verified and how fast it was; none for traces without a run file."""
+    run, rates = findings.attribution.run, findings.summary.rates
     if run is None:
         return []
-    check = [_check(run.verification)] if run.verification else []
-    partial = [_PARTIAL] if found.attribution.partial_window else []
-    speed = [*_speed(run, rates, found.summary.window_iterations), *_balance(run)]
+    verification = [_verification_line(run.verification)] if run.verification else []
+    partial_note = [_PARTIAL_NOTE] if findings.attribution.partial_window else []
+    speed_lines = [*_speed_lines(run, rates, findings.summary.window_iterations), *_balance_lines(run)]
     return [
         style.wrap(
-            "\n".join([what_ran(run), *check, *speed, *_sizes(run), *_around(found), *partial, *_cost(run, rates)])
+            "\n".join(
+                [
+                    describe_run(run),
+                    *verification,
+                    *speed_lines,
+                    *_cp_step_lines(run),
+                    *_attention_share_lines(findings),
+                    *partial_note,
+                    *_cost_lines(run, rates),
+                ]
+            )
         )
     ]
 
 
-def what_ran(run: Run) -> str:
-    """Strategy, workload and kernel in a line."""
+def describe_run(run: Run) -> str:
+    """Describe strategy, workload and kernel in one line."""
     parts = []
     if run.strategy:
-        given = ", ".join(f"{key}={value}" for key, value in run.strategy.params.items())
-        parts.append(run.strategy.name + (f" ({given})" if given else ""))
+        parameters = ", ".join(f"{key}={value}" for key, value in run.strategy.params.items())
+        parts.append(run.strategy.name + (f" ({parameters})" if parameters else ""))
     if run.workload:
-        parts += _workload(run, run.workload)
+        parts += _describe_workload(run, run.workload)
     if run.kernel:
         parts.append(f"kernel {run.kernel}")
     if run.strategy and run.strategy.hops == "copy":
@@ -68,57 +78,59 @@ def what_ran(run: Run) -> str:
     return " · ".join(clean(part) for part in parts) or clean(run.name)
 
 
-def _workload(run: Run, work: Workload) -> list[str]:
-    tokens = f"{work.seq} tokens"
-    if work.kv_length is not None:
-        tokens = f"{work.phase}: {work.seq} new of {work.kv_length} tokens"
+def _describe_workload(run: Run, workload: Workload) -> list[str]:
+    tokens = f"{workload.seq} tokens"
+    if workload.kv_length is not None:
+        tokens = f"{workload.phase}: {workload.seq} new of {workload.kv_length} tokens"
     if run.sharing_ranks != run.topology.world_size:
         tokens += f" per group of {run.sharing_ranks} rank{'s' if run.sharing_ranks > 1 else ''}"
     return [
-        f"{tokens}, {work.heads_in_words()}" + (f", batch {work.batch}" if work.batch > 1 else ""),
-        ", ".join([str(work.mask()), *work.extras()]),
-        work.dtype + ("" if work.backward else ", forward only"),
-        *([] if work.layer is None else [f"{work.layers} x {work.layer}"]),
+        f"{tokens}, {workload.heads_in_words()}" + (f", batch {workload.batch}" if workload.batch > 1 else ""),
+        ", ".join([str(workload.mask()), *workload.extras()]),
+        workload.dtype + ("" if workload.backward else ", forward only"),
+        *([] if workload.layer is None else [f"{workload.layers} x {workload.layer}"]),
     ]
 
 
-def _around(found: Findings) -> list[str]:
-    """Of whole layers, what attention is of the computing, and what the rest is."""
-    run = found.attribution.run
+def _attention_share_lines(findings: Findings) -> list[str]:
+    """State the share of attention in the computation of whole layers, and what the rest is."""
+    run = findings.attribution.run
     if run is None or run.workload is None or run.workload.layer is None:
         return []
-    rows = {row.kind: row.time_ns for row in found.summary.kinds if row.kind in COMPUTE}
-    whole = sum(rows.values())
-    if not whole:
+    rows = {row.kind: row.time_ns for row in findings.summary.kinds if row.kind in COMPUTE}
+    total_ns = sum(rows.values())
+    if not total_ns:
         return []
     attention = sum(time for kind, time in rows.items() if kind in ATTENTION)
-    rest = [
-        f"{KIND[kind].label} {percent(time / whole)}"
-        for kind, time in rows.items() if kind not in ATTENTION and time >= _NAMED * whole
+    others = [
+        f"{KIND[kind].label} {percent(time / total_ns)}"
+        for kind, time in rows.items() if kind not in ATTENTION and time >= _MIN_KIND_SHARE * total_ns
     ]  # fmt: skip
-    return [f"attention's kernels are {percent(attention / whole)} of the computing; of the rest: {', '.join(rest)}"]
+    return [
+        f"attention's kernels are {percent(attention / total_ns)} of the computing; of the rest: {', '.join(others)}"
+    ]
 
 
-def _check(check: Verification) -> str:
-    """At which lengths the result was compared, how, and how close it came to its bound."""
+def _verification_line(check: Verification) -> str:
+    """State at which lengths the result was verified, how, and the error nearest its tolerance."""
     outcome = "result verified" if check.passed else "RESULT WRONG"
     timed = check.timed
     errors = [*check.errors.items(), *(timed.errors.items() if timed else ())]
-    name, worst = max(errors, key=lambda item: item[1].rms / (item[1].allowed_rms or 1.0))
-    places = f", and at {timed.places} places a rank of the timed {timed.seq}" if timed else ""
+    name, worst_error = max(errors, key=lambda item: item[1].rms / (item[1].allowed_rms or 1.0))
+    positions = f", and at {timed.places} places a rank of the timed {timed.seq}" if timed else ""
     return (
-        f"{outcome} against float64 at {check.seq} tokens{places}; nearest its bound: relative error of {name} "
-        f"{worst.rms:.1e} (allowed {worst.allowed_rms:.1e}; the kernel alone {worst.kernel_rms:.1e})"
+        f"{outcome} against float64 at {check.seq} tokens{positions}; nearest its bound: relative error of {name} "
+        f"{worst_error.rms:.1e} (allowed {worst_error.allowed_rms:.1e}; the kernel alone {worst_error.kernel_rms:.1e})"
     )
 
 
-def _speed(run: Run, rates: Rates, iterations: int | None) -> list[str]:
+def _speed_lines(run: Run, rates: Rates, iterations: int | None) -> list[str]:
     parts = []
     if rates.tflops is not None and rates.tflops_quantiles:
         low, high = rates.tflops_quantiles["p10"], rates.tflops_quantiles["p90"]
-        several = f"median of {rates.iterations_timed}, p10 to p90: {rate(low)} to {rate(high)}"
-        single = captured_in_words(iterations) if run.captured else "one iteration"
-        spread = several if rates.iterations_timed > 1 else single
+        quantiles = f"median of {rates.iterations_timed}, p10 to p90: {rate(low)} to {rate(high)}"
+        sample = captured_in_words(iterations) if run.captured else "one iteration"
+        spread = quantiles if rates.iterations_timed > 1 else sample
         spread += "" if run.timings else ", under the profiler"
         if run.predicted:
             spread = f"80 % within {rate(low)} to {rate(high)}"
@@ -128,21 +140,21 @@ def _speed(run: Run, rates: Rates, iterations: int | None) -> list[str]:
     return ["; ".join(parts)] if parts else []
 
 
-def _balance(run: Run) -> list[str]:
-    """How even the work of a mask is over the ranks, where that is neither causal nor full."""
+def _balance_lines(run: Run) -> list[str]:
+    """State how evenly a mask's work is spread over the ranks, if the mask is neither causal nor full."""
     flops = run.block_flops()
     if not flops or run.workload is None or run.workload.mask().plain:
         return []
     mean = sum(flops.values()) / len(flops)
     busiest = max(flops, key=lambda rank: flops[rank])
-    least = min(flops, key=lambda rank: flops[rank])
+    least_busy = min(flops, key=lambda rank: flops[rank])
     return [
         f"attention work over the ranks: {flops[busiest] / mean:.3f} of the mean on rank {busiest}, "
-        f"{flops[least] / mean:.3f} on rank {least}"
+        f"{flops[least_busy] / mean:.3f} on rank {least_busy}"
     ]
 
 
-def _sizes(run: Run) -> list[str]:
+def _cp_step_lines(run: Run) -> list[str]:
     lines = []
     for number, step in enumerate(_cp_steps(run) or (), 1):
         size = step["ranks"]
@@ -154,41 +166,41 @@ def _sizes(run: Run) -> list[str]:
 
 
 def _cp_steps(run: Run) -> list[JsonObject] | None:
-    """The steps of dynamic context parallelism, each with its slowest rank's median; None where there are none."""
-    work = run.workload
-    if work is None or work.sequences is None:
+    """List the steps of dynamic CP, each with its slowest rank's median time; None where there are none."""
+    workload = run.workload
+    if workload is None or workload.sequences is None:
         return None
-    found: list[JsonObject] = []
-    for number, count in enumerate(work.sequences):
+    steps: list[JsonObject] = []
+    for number, count in enumerate(workload.sequences):
         slowest = max((rank[number] for rank in (run.timings and run.timings.steps_ns) or []), default=None)
-        flops = count * work.step(count).model_flops() / run.topology.world_size
-        found.append({
-            "ranks": run.topology.world_size // count, "sequences": count, "seq": work.seq // count,
+        flops = count * workload.step(count).model_flops() / run.topology.world_size
+        steps.append({
+            "ranks": run.topology.world_size // count, "sequences": count, "seq": workload.seq // count,
             "slowest_ns": slowest, "tflops": flops / slowest / 1e3 if slowest else None,
         })  # fmt: skip
-    return found
+    return steps
 
 
-def _cost(run: Run, rates: Rates) -> list[str]:
+def _cost_lines(run: Run, rates: Rates) -> list[str]:
     parts = []
     if rates.profiler_overhead is not None and rates.slowest_median_ns is not None:
-        how = f"without the profiler, {slower_or_faster(rates.profiler_overhead)} with it"
-        how = f"predicted by machine {clean(run.predicted.machine)}" if run.predicted else how
-        parts.append(f"{duration(rates.slowest_median_ns)} an iteration {how}")
+        condition = f"without the profiler, {slower_or_faster(rates.profiler_overhead)} with it"
+        condition = f"predicted by machine {clean(run.predicted.machine)}" if run.predicted else condition
+        parts.append(f"{duration(rates.slowest_median_ns)} an iteration {condition}")
     if rates.peak_memory_bytes:
         parts.append(f"peak memory {binary_size(rates.peak_memory_bytes)} a device")
     return ["; ".join(parts)] if parts else []
 
 
-def communication(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
-    """None on CPU, where no transfer's own time is known."""
-    rows = found.summary.communication
-    return [style.wrap("\n".join(map(_communication_line, rows)))] if rows and not found.attribution.on_cpu else []
+def communication(findings: Findings, style: TextStyle, listing: Listing) -> list[str]:
+    """Describe waiting and wire time of each kind of communication; empty on CPU, where they are not known."""
+    rows = findings.summary.communication
+    return [style.wrap("\n".join(map(_communication_line, rows)))] if rows and not findings.attribution.on_cpu else []
 
 
 def _communication_line(row: Communication) -> str:
     name = in_a_sentence(row.kind)
-    link = f" {_LINKS[row.link]}" if row.link in _LINKS else ""
+    link = f" {_LINK_PLACES[row.link]}" if row.link in _LINK_PLACES else ""
     rates = []
     if row.wire_gbps is not None:
         rates.append(f"{three_digits(row.wire_gbps)} GB/s")
@@ -199,75 +211,82 @@ def _communication_line(row: Communication) -> str:
     return f"{waited}, {percent(row.wire_share, 0)} on the wire{shown}."
 
 
-def controls(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
-    """A row a control, each with its share of an ordinary iteration, and what follows from them."""
-    c = found.summary.rates.controls
-    if c is None:
+def baselines(findings: Findings, style: TextStyle, listing: Listing) -> list[str]:
+    """Build a table with one row per baseline and its share of an iteration, and a sentence on the result."""
+    metrics = findings.summary.rates.controls
+    if metrics is None:
         return []
-    unit_ns, unit = unit_for(c.iteration_ns)
-    rows = _control_rows(c)
+    unit_ns, unit = unit_for(metrics.iteration_ns)
+    rows = _baseline_rows(metrics)
     cells = [
-        [name, f"{in_unit(time, unit_ns)} {unit}", percent(time / c.iteration_ns), note] for name, time, note in rows
+        [name, f"{in_unit(time, unit_ns)} {unit}", percent(time / metrics.iteration_ns), note]
+        for name, time, note in rows
     ]
     columns = [Column("controls"), Column("time"), Column("of an\niteration"), Column("", left=True)]
-    times = f"{c.iterations} of each in {c.rounds} round{'s' if c.rounds > 1 else ''}"
-    ideal = f"{percent(c.ideal_efficiency)} of its ideal and " if c.ideal_efficiency is not None else ""
-    lines = [f"The run reaches {ideal}{percent(c.of_solo)} of the solo rate"]
-    if c.flash_slowdown is not None:
-        lines.append(f"its attention kernels are {slower_or_faster(c.flash_slowdown)} beside communication than alone")
-    return [text_table(columns, cells, style), style.wrap("; ".join(lines) + f" ({times}).")]
+    repetitions = f"{metrics.iterations} of each in {metrics.rounds} round{'s' if metrics.rounds > 1 else ''}"
+    ideal_text = (
+        f"{percent(metrics.ideal_efficiency)} of its ideal and " if metrics.ideal_efficiency is not None else ""
+    )
+    lines = [f"The run reaches {ideal_text}{percent(metrics.of_solo)} of the solo rate"]
+    if metrics.flash_slowdown is not None:
+        lines.append(
+            f"its attention kernels are {slower_or_faster(metrics.flash_slowdown)} beside communication than alone"
+        )
+    return [text_table(columns, cells, style), style.wrap("; ".join(lines) + f" ({repetitions}).")]
 
 
-def _control_rows(c: BaselineMetrics) -> list[tuple[str, float, str]]:
-    on = "compute only" if c.ideal_ns == c.compute_only_ns else "communication only"
+def _baseline_rows(metrics: BaselineMetrics) -> list[tuple[str, float, str]]:
+    bound_by = "compute only" if metrics.ideal_ns == metrics.compute_only_ns else "communication only"
     rows = (
-        ("an iteration, in turns with these", c.iteration_ns, ""),
-        ("compute only: nothing sent", c.compute_only_ns, ""),
-        ("communication only: nothing computed", c.communication_only_ns, ""),
-        ("ideal: the larger of the two", c.ideal_ns, on),
-        ("the same blocks alone", c.solo_ns, rate(c.solo_tflops)),
+        ("an iteration, in turns with these", metrics.iteration_ns, ""),
+        ("compute only: nothing sent", metrics.compute_only_ns, ""),
+        ("communication only: nothing computed", metrics.communication_only_ns, ""),
+        ("ideal: the larger of the two", metrics.ideal_ns, bound_by),
+        ("the same blocks alone", metrics.solo_ns, rate(metrics.solo_tflops)),
     )
     return [(name, time, note) for name, time, note in rows if time is not None]
 
 
-def _control_tables(found: Findings) -> list[PageTable]:
-    """For the page: none where nothing was controlled."""
-    c = found.summary.rates.controls
-    if c is None:
+def _baseline_tables(findings: Findings) -> list[PageTable]:
+    """Build the table of baselines for the page; empty where none were measured."""
+    metrics = findings.summary.rates.controls
+    if metrics is None:
         return []
     columns = (Column("controls"), Column("", "time", on_page="ms"), Column("of an iteration", "share"), Column("note"))
-    rows = [[name, time, time / c.iteration_ns, note] for name, time, note in _control_rows(c)]
+    rows = [[name, time, time / metrics.iteration_ns, note] for name, time, note in _baseline_rows(metrics)]
     return [Table("", columns, rows).page()]
 
 
-def json(found: Findings) -> ReportParts:
-    """What was run and measured, without the times of every iteration: those are in the ``run.json``."""
-    if found.attribution.run is None:
+def json(findings: Findings) -> ReportParts:
+    """Build the ``run`` of the JSON report; times of single iterations are left to ``run.json``."""
+    if findings.attribution.run is None:
         return {"run": None}
-    plain: JsonObject = msgspec.to_builtins(found.attribution.run)
-    return {"run": {**{key: plain[key] for key in _KEPT}, "cp_steps": _cp_steps(found.attribution.run)}}
+    plain: JsonObject = msgspec.to_builtins(findings.attribution.run)
+    return {"run": {**{key: plain[key] for key in _JSON_FIELDS}, "cp_steps": _cp_steps(findings.attribution.run)}}
 
 
-def html(found: Findings, page: PageContext) -> Content:
-    """Every setting, how it was checked, and where: a row each."""
+def html(findings: Findings, page: PageContext) -> Content:
+    """Build a table of every setting, the verification and the environment, one row each."""
     rows = [[text("source"), text(", ".join(page.paths))]]
-    run = found.attribution.run
-    named: JsonObject = {"name": run.name, "created": run.created, "kernel": run.kernel} if run else {}
+    run = findings.attribution.run
+    settings: JsonObject = {"name": run.name, "created": run.created, "kernel": run.kernel} if run else {}
     if run is not None:
-        recorded = json(found)["run"]
+        recorded = json(findings)["run"]
         for group in ("workload", "topology", "strategy"):
-            named |= {f"{group}: {key}": value for key, value in (recorded.get(group) or {}).items()}
-        named["verification"] = _check(run.verification) if run.verification else None
-        named["command"] = shlex.join(run.command)
-        named["devices"] = dict.fromkeys(run.environment.devices)
-        named["driver"] = run.environment.driver
-        named |= {f"version: {key}": value for key, value in run.environment.versions.items()}
-        named |= {f"variable: {key}": value for key, value in run.environment.variables.items()}
-    rows += [[text(key), text(_plainly(value))] for key, value in named.items() if value not in (None, {}, [])]
+            settings |= {f"{group}: {key}": value for key, value in (recorded.get(group) or {}).items()}
+        settings["verification"] = _verification_line(run.verification) if run.verification else None
+        settings["command"] = shlex.join(run.command)
+        settings["devices"] = dict.fromkeys(run.environment.devices)
+        settings["driver"] = run.environment.driver
+        settings |= {f"version: {key}": value for key, value in run.environment.versions.items()}
+        settings |= {f"variable: {key}": value for key, value in run.environment.variables.items()}
+    rows += [
+        [text(key), text(_format_setting(value))] for key, value in settings.items() if value not in (None, {}, [])
+    ]
     return Content(tables=[PageTable(["what", "value"], rows)])
 
 
-def _plainly(value: Any) -> str:
+def _format_setting(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(key if item is None else f"{key}={item}" for key, item in value.items())
     if isinstance(value, bool):
@@ -275,14 +294,20 @@ def _plainly(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def speed_html(found: Findings, page: PageContext) -> Content | None:
-    """Speed with its spread, the profiler's overhead and memory, in words; the split of communication; controls."""
-    run, style = found.attribution.run, TextStyle(width=10_000, wide_tables=True)
-    blocks = communication(found, style, Listing())
-    rates, lines = found.summary.rates, []
+def speed_html(findings: Findings, page: PageContext) -> Content | None:
+    """Build the section on speed: rates with their spread, communication, profiler overhead, memory and baselines."""
+    run, style = findings.attribution.run, TextStyle(width=10_000, wide_tables=True)
+    blocks = communication(findings, style, Listing())
+    rates, lines = findings.summary.rates, []
     if run is not None:
-        speed = _speed(run, rates, found.summary.window_iterations)
-        lines = [*speed, *_sizes(run), *_balance(run), *_around(found), *_cost(run, rates)]
+        speed = _speed_lines(run, rates, findings.summary.window_iterations)
+        lines = [
+            *speed,
+            *_cp_step_lines(run),
+            *_balance_lines(run),
+            *_attention_share_lines(findings),
+            *_cost_lines(run, rates),
+        ]
     lines += [line for block in blocks for line in block.split("\n")]
-    tables = _control_tables(found)
+    tables = _baseline_tables(findings)
     return Content(lines=lines, tables=tables) if lines or tables else None

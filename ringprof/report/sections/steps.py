@@ -1,4 +1,4 @@
-"""Ring steps: what each block took, what should have hidden behind it, and what did not."""
+"""Ring steps: the time of each block, the hops it should hide, and what stayed exposed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ringprof.report.tables import Column, Listing, Table
 from ringprof.report.terms import MEANINGS
 from ringprof.report.text import TextStyle
 
-_SOURCES = {
+_SOURCE_NOTES = {
     "ringprof": "as ringprof's strategies named them",
     "annotation": "as the trace names them",
     "order": "from the order of hops and attention kernels",
@@ -31,44 +31,50 @@ COLUMNS = (
 WORST = (Column("worst\nrank", "count"), Column("it\nexposes", "time"))
 
 
-def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
-    """A row a step with means over ranks and calls and the rank that exposes most; or a row a rank and step."""
-    steps = found.steps
+def terminal(findings: Findings, style: TextStyle, listing: Listing) -> list[str]:
+    """List one step per row, as means over ranks and calls, with the rank that exposes most.
+
+    With ``listing.everything``, list one rank and step per row.
+    """
+    steps = findings.steps
     if not steps:
-        if found.attribution.on_cpu:
-            return [style.wrap("ring steps: a CPU trace does not tell when a transfer ran, so none are told")]
-        nothing = "none found; neither annotations nor the order of hops and attention tell them"
+        if findings.attribution.on_cpu:
+            return [style.wrap("ring steps: a CPU trace does not tell when a transfer ran, so none are listed")]
+        nothing = "none found; neither annotations nor the order of hops and attention identify them"
         return [style.wrap(f"ring steps: {nothing}")]
     ranks = len({step.rank for step in steps})
     groups: dict[str, list[Step]] = defaultdict(list)
-    several = any(step.call for step in steps)
+    several_calls = any(step.call for step in steps)
     for step in steps:
-        whose = f"rank {step.rank} " + (f"call {step.call} " if several else "") if listing.everything else ""
-        groups[f"{whose}{step.phase} {step.step}"].append(step)
+        prefix = f"rank {step.rank} " + (f"call {step.call} " if several_calls else "") if listing.everything else ""
+        groups[f"{prefix}{step.phase} {step.step}"].append(step)
     worst = WORST if ranks > 1 and not listing.everything else ()
-    rows = [[name, *_means(mine), *(_worst(mine) if worst else ())] for name, mine in groups.items()]
+    rows = [
+        [name, *_means(steps_of_row), *(_most_exposed(steps_of_row) if worst else ())]
+        for name, steps_of_row in groups.items()
+    ]
     title = f"ring steps, mean of {ranks} ranks" if worst else "ring steps"
-    notes = [f"steps {_SOURCES[steps[0].source]}"]
+    notes = [f"steps {_SOURCE_NOTES[steps[0].source]}"]
     if worst:
         notes.append("means over ranks and calls; what most are bound by, and how many of them; every rank's: --all")
-    made = Table(title, (*COLUMNS, *worst), rows, "--all").listed(style, listing)
-    return [made + "\n" + style.wrap("\n".join(notes), "dim")]
+    table = Table(title, (*COLUMNS, *worst), rows, "--all").listed(style, listing)
+    return [table + "\n" + style.wrap("\n".join(notes), "dim")]
 
 
-def _worst(steps: Sequence[Step]) -> tuple[int, float]:
-    """The rank that exposes most in these steps, and how much in one of them."""
+def _most_exposed(steps: Sequence[Step]) -> tuple[int, float]:
+    """Return the rank that exposes most in these steps, and its mean exposed time per step."""
     by_rank: dict[int, list[int]] = defaultdict(list)
     for step in steps:
         by_rank[step.rank].append(step.exposed_ns)
     means = {rank: fmean(times) for rank, times in by_rank.items()}
-    rank = max(means, key=lambda one: means[one])
+    rank = max(means, key=lambda candidate: means[candidate])
     return rank, means[rank]
 
 
 def _means(steps: Sequence[Step]) -> list[Any]:
     hops = {step.hops for step in steps}
     bounds = [step.bound or "-" for step in steps]
-    most = max(dict.fromkeys(bounds), key=bounds.count)
+    most_common = max(dict.fromkeys(bounds), key=bounds.count)
     return [
         mean([step.block_ns for step in steps]),
         mean([step.end_ns - step.start_ns for step in steps]),
@@ -77,18 +83,18 @@ def _means(steps: Sequence[Step]) -> list[Any]:
         mean([step.wire_ns for step in steps]),
         mean([step.exposed_ns for step in steps]),
         mean([step.exposed_wire_ns for step in steps]),
-        most if len(set(bounds)) == 1 else f"{most} {bounds.count(most) / len(bounds):.0%}",
+        most_common if len(set(bounds)) == 1 else f"{most_common} {bounds.count(most_common) / len(bounds):.0%}",
     ]
 
 
-def json(found: Findings) -> ReportParts:
-    """A rank and step an item; none of very many ranks."""
-    return {"steps": [msgspec.to_builtins(step) for step in found.steps] if found.lists_steps else []}
+def json(findings: Findings) -> ReportParts:
+    """Build the ``steps`` of the JSON report, one per rank and step; empty for very many ranks."""
+    return {"steps": [msgspec.to_builtins(step) for step in findings.steps] if findings.lists_steps else []}
 
 
-def html(found: Findings, page: PageContext) -> Content | None:
-    """The drawn waits, and a row a rank and step; None where there are no steps, and of very many ranks."""
-    if not found.lists_steps or not found.steps:
+def html(findings: Findings, page: PageContext) -> Content | None:
+    """Build a heat map of exposed time and a table of steps; None without steps and for very many ranks."""
+    if not findings.lists_steps or not findings.steps:
         return None
     columns = (
         Column("rank", "count"), Column("pass"), Column("call", "count"), Column("step", "count"),
@@ -96,10 +102,10 @@ def html(found: Findings, page: PageContext) -> Content | None:
         Column("wait", "time"), Column("wire", "time"), Column("exposed", "time"), Column("bound by"),
     )  # fmt: skip
     rows = [
-        [one.rank, one.phase, one.call, one.step, one.block_ns, one.end_ns - one.start_ns, one.hops, one.bytes,
-         one.wait_ns, one.wire_ns, one.exposed_ns, one.bound or "not known"]
-        for one in found.steps
+        [step.rank, step.phase, step.call, step.step, step.block_ns, step.end_ns - step.start_ns, step.hops, step.bytes,
+         step.wait_ns, step.wire_ns, step.exposed_ns, step.bound or "not known"]
+        for step in findings.steps
     ]  # fmt: skip
-    heat = page.figures.waiting(found.steps, [rank.rank for rank in found.attribution.ranks])
+    heat_map = page.figures.waiting(findings.steps, [rank.rank for rank in findings.attribution.ranks])
     table = Table("", columns, rows, "run.steps()").page()
-    return Content(heat, [table], [MEANINGS["waiting"]] if heat else [])
+    return Content(heat_map, [table], [MEANINGS["waiting"]] if heat_map else [])

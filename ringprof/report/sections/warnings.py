@@ -1,4 +1,4 @@
-"""What was odd in the input, and what could not be told."""
+"""Warnings: oddities of the input, and figures that could not be determined."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle, clean
 
 
-def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
-    """A line a warning, with its code."""
+def terminal(findings: Findings, style: TextStyle, listing: Listing) -> list[str]:
+    """List one warning per line, with its code."""
     lines = []
-    for warning in found.attribution.warnings:
+    for warning in findings.attribution.warnings:
         times = f" ({warning.count} times)" if warning.count > 1 else ""
         where = f"rank {warning.rank}: " if warning.rank is not None else ""
         lines.append(f"{where}{clean(warning.message)}{times} [{clean(warning.code)}]")
@@ -20,10 +20,11 @@ def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     return [style.paint("warnings", "bold yellow") + "\n" + style.wrap("\n".join(lines), "yellow", indent=2)]
 
 
-def html(found: Findings, page: PageContext) -> Content | None:
-    """A row a warning."""
+def html(findings: Findings, page: PageContext) -> Content | None:
+    """Build a table with one row per warning; None where there are none."""
     rows = [
-        [text("all" if one.rank is None else one.rank), text(one.code), text(one.message), number(one.count, 0)]
-        for one in found.attribution.warnings
+        [text("all" if warning.rank is None else warning.rank), text(warning.code),
+         text(warning.message), number(warning.count, 0)]
+        for warning in findings.attribution.warnings
     ]  # fmt: skip
     return Content(tables=[PageTable(["rank", "code", "what", "times"], rows)]) if rows else None

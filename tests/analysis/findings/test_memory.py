@@ -17,7 +17,7 @@ from ringprof.analysis.findings.memory import memory_of
 from ringprof.report.page.document import PageContext
 from ringprof.report.perfetto import events_of
 from ringprof.report.sections import memory
-from ringprof.report.sections.memory import thinned
+from ringprof.report.sections.memory import thinned_indices
 from ringprof.trace.kineto import parse_trace
 from ringprof.trace.reduced import MAGIC, parse_reduced, reduce_trace
 from tests.report.test_machine import NO_FIGURES
@@ -125,6 +125,6 @@ def test_what_is_no_amount_is_left_out(allocated: Any, tmp_path: Path) -> None:
 def test_what_is_thinned_keeps_its_peaks() -> None:
     values = np.zeros(100_000, np.int64)
     values[[0, 777, 50_001, 99_999]] = [3, 9, 8, 5]
-    kept = thinned(values, 2_000)
+    kept = thinned_indices(values, 2_000)
     assert len(kept) <= 2_000 and {0, 777, 50_001, 99_999} <= set(kept.tolist())
-    assert thinned(values[:10], 2_000).tolist() == list(range(10))
+    assert thinned_indices(values[:10], 2_000).tolist() == list(range(10))

@@ -329,3 +329,9 @@ def test_drift_is_what_the_parts_are_apart_beyond_their_scatter():
     by_chance = math.pi / 2 * (1.4826 * 0.01) ** 2 * 4 / 8 * (1 + correlation) / (1 - correlation)
     found = uncertainty.drift(np.array([0, 0.01, 0, 0.01, 0, 0.01, 1, 1.01]))
     assert found == pytest.approx(math.sqrt(0.25 - by_chance), rel=1e-9)
+
+
+def test_the_interval_of_three_recordings_is_students():
+    """Logarithms -0.02, 0 and 0.02: standard deviation 0.02, over the root of 3, times 4.3027 of two degrees."""
+    low, high = own_interval([[math.exp(level)] * 5 for level in (-0.02, 0.0, 0.02)]) or (0, 0)
+    assert (low, high) == pytest.approx((math.exp(-0.049683), math.exp(0.049683)), rel=1e-5)

@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ringprof.analysis.exposure import exposure_of
 from ringprof.analysis.findings.summary import summarise
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS, find_waterfall
+from ringprof.analysis.intervals import length_ns
 from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, KINDS, MEMORY
+from ringprof.run import Work
 from ringprof.scale.pipeline import attribute
-from tests.analysis.build import FLASH, Builder
+from tests.analysis.build import FLASH, NCCL, Builder
 from tests.analysis.idle_oracle import idle_by_cause, run_traces_of
 from tests.analysis.recorded import recorded_run
 from tests.analysis.rings import LENGTH, MERGING, causal, everybody, ring_pass
@@ -183,6 +186,29 @@ def test_who_has_less_to_compute_is_imbalance():
     assert (waterfall.bounds.free_ns, waterfall.bounds.balanced_ns, waterfall.bounds.hidden_ns) == (1000, 800, 800)
 
 
+def test_a_rank_that_is_done_early_waits_only_where_waiting_is_known():
+    """Of four ranks two have a trace, so nothing tells wait from wire. Rank 0 ends 300 ns before rank 1."""
+    builders = ring([1000] * 4, [2000] * 4)[:2]
+    builders[1].run(FLASH, 2000, 2300, launched=500)
+    waterfall = waterfall_of(attribute([builder.trace() for builder in builders]))
+    # Exposed on both ranks for 1000 ns, on rank 0 until rank 1 is done: (1300 + 1000) / 2.
+    parts = {part.part: part.time_ns for part in waterfall.parts if part.time_ns}
+    assert parts == {"attention": 150, "exposed_unsplit": 1150}
+
+
+def test_unknown_communication_beside_wire_is_wire():
+    """A hop of two ranks from 1000 to 2000, beside a kernel without a record from 1500 to 2500."""
+    builders = ring([1000] * 2, [2000] * 2, world=2)
+    for b in builders:
+        b.run(NCCL, 1500, 2500, launched=600, stream=30)
+    attribution = attribute([builder.trace() for builder in builders])
+    for rank in attribution.ranks:
+        found = exposure_of(rank.detail, rank.detail.rows())
+        assert [length_ns(spans) for spans in (found.wire, found.wait, found.unknown)] == [1000, 0, 500]
+    parts = {part.part: part.time_ns for part in waterfall_of(attribution).parts if part.time_ns}
+    assert parts == {"exposed_wire": 1000, "exposed_unsplit": 500}
+
+
 def test_with_one_rank_exposed_communication_is_one_part():
     waterfall = waterfall_of(attribute([ring_pass(hop_ns=1500)[0].trace()]))
     assert waterfall.of("exposed_unsplit") > 0
@@ -214,6 +240,16 @@ def test_a_run_slower_than_its_peak_starts_at_the_peak():
     after = {part.part: part.tflops for part in waterfall.parts}
     assert after["kernel"] == pytest.approx(run.summary.rates.solo_tflops, rel=2e-4)
     assert waterfall.parts[-1].tflops == pytest.approx(waterfall.tflops)
+
+
+def test_the_attention_at_peak_is_that_of_all_iterations():
+    """Of 1024 tokens, 8 heads and 64 channels: 14 FLOPs a pair and channel, 3.76e9, take 3804 ns at 989 TFLOP/s."""
+    b = Builder(rank=0, world_size=1)
+    for at in (0, 20_000):
+        b.mark("ringprof::iteration", at, at + 15_000).run(FLASH, at + 100, at + 10_100, launched=at + 50)
+    work = [Work(block_flops=14 * 512 * 1024 * 1025 // 2, block_calls={"forward": 1, "backward": 1}, sent=[])]
+    waterfall = waterfall_of(attribute([b.trace()], recorded_run(world_size=1, work=work)))
+    assert waterfall.of("peak") == round(2 * 14 * 512 * 1024 * 1025 / 2 / 989e3) == 7607
 
 
 def test_the_frame_has_the_parts():

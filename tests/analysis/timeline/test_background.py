@@ -65,6 +65,21 @@ def test_communication_is_hidden_by_what_was_launched_elsewhere():
     assert found.kinds["send_recv"].hidden_ns == 80
 
 
+def test_wire_and_wait_have_nothing_beside_what_was_launched_elsewhere():
+    """One hop of two ranks, of which the second is 300 ns late, beside a block of 400 ns outside of the range."""
+    builders = [Builder(rank=rank, world_size=2).mark("mine", 0, 200) for rank in range(2)]
+    for rank, b in enumerate(builders):
+        b.batch(
+            100, 1000 + 300 * rank, 2000, to=1 - rank, source=1 - rank, tensors=1, group_ranks=(0, 1), group_size=2
+        )  # fmt: skip
+    builders[0].run(FLASH, 1100, 1500, launched=900)
+    first, second = attribute([b.trace() for b in builders], focus=Focus(window="mine")).ranks
+    # Waiting from 1000 to 1100, beside the block until 1500, then wire alone.
+    assert (first.exposed.wait_ns, first.exposed.wire_ns, first.breakdown.exposed_comm_ns) == (100, 500, 600)
+    assert first.exposed.by_group == {("send_recv", "cp"): 600}
+    assert (second.exposed.wait_ns, second.exposed.wire_ns) == (0, 700)
+
+
 def test_a_window_of_all_that_runs_has_no_background():
     assert chosen([(0, 10, "compute", True), (5, 10, "comm", True)]).background_ns == 0
 

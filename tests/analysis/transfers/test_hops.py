@@ -153,6 +153,14 @@ def test_a_send_and_a_receive_launched_together_are_one_hop():
     assert (hop.wait_ns, hop.wire_ns) == (500, 1000)
 
 
+def test_a_send_and_a_receive_of_two_groups_are_two_hops():
+    b = Builder(world_size=2)
+    pair = {"group_ranks": (0, 1), "group_size": 2}
+    b.run(NCCL, 1000, 2000, launched=10, own=collective("send", destination_rank=1, **pair), stream=20)
+    b.run(NCCL, 1500, 2500, launched=20, own=collective("recv", source_rank=1, group="pp", **pair), stream=21)
+    assert [(hop.sent_to, hop.received_from) for hop in attribution_of([b]).ranks[0].hops] == [((1,), ()), ((), (1,))]
+
+
 def test_a_lone_send_with_work_before_the_receive_is_its_own_hop():
     b = Builder(world_size=1)
     b.run(NCCL, 1000, 2000, launched=10, own=collective("send", destination_rank=1), stream=20)

@@ -165,7 +165,7 @@ def test_what_is_computed_densely_by_hand() -> None:
 def test_fewer_ranks_stand_for_many(name: str) -> None:
     """Five and six hosts of eight for eight of them, whose ranks are taken one by one."""
     workload = replace(WORKLOAD, seq=4096 * 64, heads=64, kv_heads=64, causal=True)
-    request = asked(name, 64, params=find(name).load().placed(64, 8))
+    request = asked(name, 64, params=find(name).load().with_placement(64, 8))
     assumed = memory._Assumed(request, "flash-attn", 8)
     largest = max(memory._Rank(assumed, workload, rank, 64).run() for rank in (0, 1, 9, 31, 62, 63))
     assert peak_bytes(request, workload, "flash-attn", 8) == pytest.approx(largest, rel=0.001)

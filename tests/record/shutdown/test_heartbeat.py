@@ -83,6 +83,19 @@ def test_long_outcome_is_shortened(trouble: CallLog) -> None:
     disconnect(line)
 
 
+@pytest.mark.parametrize("text", ["\udcff", "\0", "\U0001f4a5"], ids=["lone surrogate", "control", "4 bytes"])
+def test_text_that_grows_when_encoded_arrives(trouble: CallLog, text: str) -> None:
+    """A lone surrogate is no UTF-8; a control character takes 6 bytes in JSON, and a line has a largest length."""
+    server = HeartbeatServer(2, trouble)
+    line = connected(server, 1, CallLog())
+    assert line.send(RankOutcome(kind="failed", message=f"why {text}", detail=text * 16_000 + "the end"))
+    wait_until(lambda: bool(trouble.calls))
+    assert server.disconnected == [] and server.outcomes[1].detail.endswith("the end")
+    assert server.outcomes[1].message == ("why \\udcff" if text == "\udcff" else f"why {text}")
+    server.close()
+    disconnect(line)
+
+
 def test_all_ranks_are_ended(trouble: CallLog) -> None:
     server, ended = HeartbeatServer(3, trouble), {1: CallLog(), 2: CallLog()}
     lines: dict[int, Heartbeat] = {}
