@@ -13,7 +13,7 @@ from typing import Literal
 from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, KINDS
 from ringprof.analysis.kinds.operators import kind_of_collective
 from ringprof.kernel_tables.iterations import Iterations, count_iterations
-from ringprof.kernel_tables.kernels import CountedRows, select_counted_rows, slack_ns
+from ringprof.kernel_tables.kernels import CountedRows, rounding_slack_ns, select_counted_rows
 from ringprof.kernel_tables.rows import KernelTable, TableRow
 from ringprof.kernel_tables.stated_shares import CheckedShare, check_share
 from ringprof.report.text import duration
@@ -132,9 +132,10 @@ def analyse_table(table: KernelTable, wall_ns: int | None = None, iterations: in
     None, the log's own figures are used and named. Inconsistencies become warnings; nothing is raised.
     """
     counted = select_counted_rows(table)
-    iterations = count_iterations(table, counted, iterations)
-    kinds, split_warnings = _sum_by_kind(table, counted, iterations)
-    report = TableReport(table, counted, kinds, slack_ns(counted.rows, table), iterations, UNKNOWN_OVERLAP, (), ())
+    counted_iterations = count_iterations(table, counted, iterations)
+    kinds, split_warnings = _sum_by_kind(table, counted, counted_iterations)
+    slack_ns = rounding_slack_ns(counted.rows, table)
+    report = TableReport(table, counted, kinds, slack_ns, counted_iterations, UNKNOWN_OVERLAP, (), ())
     return replace(
         report,
         overlap=_overlap(report, wall_ns),

@@ -163,7 +163,7 @@ def _find_wrapped(lines: LogLines, index: int) -> TableLayout | None:
         if not _only_dashes(line):
             break
         rule_lines += 1
-    first_rule = find_rule(lines[index], least=1)
+    first_rule = find_rule(lines[index], min_columns=1)
     if index < rule_lines or first_rule is None:
         return None
     prefix, layouts = LinePrefix(first_rule.prefix), list[TableLayout]()
@@ -176,7 +176,9 @@ def _find_wrapped(lines: LogLines, index: int) -> TableLayout | None:
             continue
         for above in range(index - rule_lines, max(-1, index - rule_lines - 3), -1):
             if titles := _parse_titles(_join_wrapped(lines.between(above, index), wrap, prefix), rule):
-                layouts.append(TableLayout(above, index + rule_lines, titles, DashedRule(first_rule.prefix, rule.spans), wrap))
+                layouts.append(
+                    TableLayout(above, index + rule_lines, titles, DashedRule(first_rule.prefix, rule.spans), wrap)
+                )
     # At a wrong width, one column is split or two are joined, which gives a column of a width that no other has.
     return min(layouts, key=lambda layout: len({end - start for start, end in layout.rule.spans}), default=None)
 
@@ -196,7 +198,7 @@ _TIME = re.compile(r"(-?)([0-9]{1,18})(?:\.([0-9]{1,12}))?(ns|us|ms|s)")
 _SHARE = re.compile(r"(-?[0-9]{1,18})(?:\.([0-9]{1,12}))?%?")
 
 _MAX_SHIFT = 80
-"""Most characters by which a cell that is wider than its column shifts the numbers after it; a cut name has about 55."""
+"""Most characters by which a cell wider than its column shifts the numbers after it; a cut name has about 55."""
 
 CALLS_TITLES = ("# of Calls", "Number of Calls", "Calls")
 """Titles of the column that counts calls."""
@@ -225,7 +227,7 @@ class Columns:
         first_number = next((index for index, pattern in enumerate(patterns) if pattern), len(patterns))
         numbers = " {2,}".join(f"({pattern})" for pattern in patterns if pattern)
         self._numbers = re.compile(numbers + (r"(?: {2}| ?$)" if patterns[-1] is None else " *$"))
-        self._parse_titles = [title for title, pattern in zip(titles, patterns, strict=True) if pattern]
+        self._titles = [title for title, pattern in zip(titles, patterns, strict=True) if pattern]
         self._name_end = rule.spans[0][1] if first_number > 1 else None
         self._numbers_at = rule.spans[min(first_number, len(patterns) - 1)][0]
 
@@ -238,7 +240,7 @@ class Columns:
         for gap in GAP.finditer(text, max(0, self._numbers_at - 2), self._numbers_at + _MAX_SHIFT):
             if match := self._numbers.match(text, gap.end()):
                 name = text[: gap.end()][: self._name_end].strip()
-                return {"Name": name, **dict(zip(self._parse_titles, match.groups(), strict=True))}
+                return {"Name": name, **dict(zip(self._titles, match.groups(), strict=True))}
         return None
 
 

@@ -79,7 +79,11 @@ def read_nsys_csv(lines: LogLines, index: int, path: str) -> KernelTable | None:
         return None
     rows: list[TableRow] = []
     line_index = index + 1
-    while line_index < len(lines) and len(rows) <= MOST_ROWS and (row := _row(_csv_cells(lines[line_index]), titles, line_index + 1)):
+    while (
+        line_index < len(lines)
+        and len(rows) <= MOST_ROWS
+        and (row := _row(_csv_cells(lines[line_index]), titles, line_index + 1))
+    ):
         rows.append(row)
         line_index += 1
     return _table(lines, index, path, titles, rows, line_index)
@@ -96,7 +100,9 @@ def _row(cells: list[str], titles: Sequence[str], line: int) -> TableRow | None:
     if len(cells) != len(titles):
         return None
     by_title = dict(zip(titles, cells, strict=True))
-    unit, total_text = next((match[1] or "ns", by_title[title]) for title in titles if (match := _TOTAL.fullmatch(title)))
+    unit, total_text = next(
+        (match[1] or "ns", by_title[title]) for title in titles if (match := _TOTAL.fullmatch(title))
+    )
     count_title = _count_column(titles) or ""
     time_match, count_match = _NUMBER.fullmatch(total_text), _NUMBER.fullmatch(by_title[count_title])
     if time_match is None or count_match is None:

@@ -33,17 +33,17 @@ def read_tables(data: bytes, path: str) -> list[KernelTable]:
     limits = _CountLimits(path)
     for index, line in enumerate(lines):
         if "--" in line:
-            limits.rule(line)
+            limits.count_rule(line)
             if layout := find_layout(lines, index):
                 layouts.append(layout)
         if "," in line and "Total" in line and (table := read_nsys_csv(lines, index, path)):
-            nsys.append(limits.table(table))
+            nsys.append(limits.count_table(table))
         if "Time(%)" in line and index >= nvprof_end and (summary := read_nvprof(lines, index, path)):
-            nvprof.append(limits.table(summary[0]))
+            nvprof.append(limits.count_table(summary[0]))
             nvprof_end = summary[1]
-    nsys += [limits.table(read_nsys_text(lines, layout, path)) for layout in layouts if is_nsys(layout.titles)]
+    nsys += [limits.count_table(read_nsys_text(lines, layout, path)) for layout in layouts if is_nsys(layout.titles)]
     torch = [
-        limits.table(TorchTable(lines, layout, path).read(limit))
+        limits.count_table(TorchTable(lines, layout, path).read(limit))
         for layout, limit in zip(layouts, _limits(layouts, len(lines)), strict=True)
         if not is_nsys(layout.titles)
     ]
@@ -69,14 +69,16 @@ class _CountLimits:
     rows: int = 0
 
     def count_rule(self, line: str) -> None:
+        """Count a line that ends in a dash. Raises `KernelTableError` above the limit."""
         self.rules += line.rstrip().endswith("-")
         self._check(self.rules, _MOST_RULES, "dashed lines")
 
-    def count_table(self, count_table: KernelTable) -> KernelTable:
-        self.tables, self.rows = self.tables + 1, self.rows + len(count_table.rows)
+    def count_table(self, table: KernelTable) -> KernelTable:
+        """Count a table and its rows, and return the table. Raises `KernelTableError` above the limits."""
+        self.tables, self.rows = self.tables + 1, self.rows + len(table.rows)
         self._check(self.tables, _MOST_TABLES, "kernel tables")
         self._check(self.rows, MOST_ROWS, "rows of kernel tables")
-        return count_table
+        return table
 
     def _check(self, count: int, limit: int, noun: str) -> None:
         if count > limit:
@@ -127,7 +129,9 @@ def read_context(lines: LogLines, start: int, end: int) -> TableContext:
         line = lines[index]
         if "'" in line:
             for author_list in _LIST.finditer(line):
-                fractions.setdefault(_LISTED[author_list[1]], tuple(float(pair[1]) for pair in _PAIR.finditer(author_list[2])))
+                fractions.setdefault(
+                    _LISTED[author_list[1]], tuple(float(pair[1]) for pair in _PAIR.finditer(author_list[2]))
+                )
         if ":" not in line and "=" not in line:
             continue
         if match := _SHARE.search(line):
@@ -138,5 +142,5 @@ def read_context(lines: LogLines, start: int, end: int) -> TableContext:
             world = int(match[1])
         elif iterations is None and "warm" not in line.lower() and (match := _ITERATIONS.search(line)):
             iterations = int(match[1])
-    completed = tuple(replace(share, fractions=fractions.get(share.subject)) for share in shares)
+    completed = tuple(replace(share, parts=fractions.get(share.subject)) for share in shares)
     return TableContext(completed, iteration_ns, world, iterations or None)

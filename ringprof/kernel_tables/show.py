@@ -1,6 +1,6 @@
-"""The report of a printed kernel table: for people, as the ``table`` part of ``ringprof.report/1``, and in figures.
+"""Report of a printed kernel table: as text, as the ``table`` part of ``ringprof.report/1``, and as figures.
 
-Nothing is computed here but units and shares; names come from logs and are cleaned before a terminal sees them.
+Only units and shares are computed here. Names come from logs, and are cleaned before they are printed to a terminal.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CAUSES = {
 
 
 def tables_text(reports: Sequence[TableReport], style: TextStyle) -> str:
-    """Every table of a log as text, in order."""
+    """Format the reports of all tables in a log as text, in order."""
     return style.finish("\n".join(_table_text(report, style) for report in reports))
 
 
@@ -108,13 +108,13 @@ def _overlap_lines(report: TableReport) -> list[str]:
     ]
 
 
-def _iteration_line(told: Iterations) -> str:
-    line = f"iterations: {told.cpu} in the CPU rows ({_SOURCES[told.source]})"
-    if not told.leak:
+def _iteration_line(iterations: Iterations) -> str:
+    line = f"iterations: {iterations.cpu} in the CPU rows ({_SOURCES[iterations.source]})"
+    if not iterations.leak:
         return line
-    counts = [f"{c.launch} {c.launched:,} launched, {c.ran:,} ran" for c in told.counts]
-    counts += [f"{LABELS[f.kind]} {f.calls} calls, {f.per_iteration} an iteration" for f in told.flash]
-    low, high = told.device_range
+    counts = [f"{c.launch} {c.launched:,} launched, {c.ran:,} ran" for c in iterations.counts]
+    counts += [f"{LABELS[f.kind]} {f.calls} calls, {f.per_iteration} an iteration" for f in iterations.flash]
+    low, high = iterations.device_range
     return f"{line}, {low:.1f} to {high:.1f} in the device rows ({'; '.join(counts)})"
 
 
@@ -140,12 +140,12 @@ def _printed(checked: CheckedShare) -> str:
 
 
 def largest_of(reports: Sequence[TableReport]) -> TableReport:
-    """The table with most time in it."""
+    """Return the report of the table with the largest total time."""
     return max(reports, key=lambda report: report.total_ns)
 
 
 def tables_dict(reports: Sequence[TableReport], path: str) -> Report:
-    """All of ``ringprof.report/1`` for a log: ``table`` is its largest, and a warning says where the others are."""
+    """Build the whole ``ringprof.report/1`` of a log from its largest table; a warning names the others' lines."""
     largest = largest_of(reports)
     warnings = [warning for report in reports for warning in report.warnings]
     if len(reports) > 1:
@@ -156,7 +156,7 @@ def tables_dict(reports: Sequence[TableReport], path: str) -> Report:
 
 
 def table_dict(report: TableReport) -> JsonObject:
-    """The ``table`` part of ``ringprof.report/1``: times in integer nanoseconds, shares and ratios 0..1."""
+    """Build the ``table`` part of ``ringprof.report/1``: times in integer nanoseconds, shares and ratios 0..1."""
     overlap = report.overlap
     return {
         "line": report.table.line,
@@ -190,15 +190,15 @@ def table_dict(report: TableReport) -> JsonObject:
     }
 
 
-def _iterations(told: Iterations) -> JsonObject:
-    low, high = told.device_range
-    launches = [{"launch": count.launch, "launched": count.launched, "ran": count.ran} for count in told.counts]
+def _iterations(iterations: Iterations) -> JsonObject:
+    low, high = iterations.device_range
+    launches = [{"launch": count.launch, "launched": count.launched, "ran": count.ran} for count in iterations.counts]
     return {
-        "cpu": told.cpu,
-        "source": told.source,
+        "cpu": iterations.cpu,
+        "source": iterations.source,
         "device_min": low,
         "device_max": high,
-        "warmup_in_window": told.leak,
+        "warmup_in_window": iterations.leak,
         "launches": launches,
     }
 
@@ -217,13 +217,13 @@ def _share(checked: CheckedShare) -> JsonObject:
 
 
 def figures_of_table(report: TableReport) -> dict[str, float]:
-    """Figures by name, for conditions: times of kinds with ``_ns``, and their shares of the whole."""
+    """Return figures by name, for conditions: times by kind as ``KIND_ns``, and shares of the total as ``KIND``."""
     times, whole = report.kinds_ns, report.whole_ns or 1
     return {f"{kind}_ns": float(time) for kind, time in times.items()} | {k: time / whole for k, time in times.items()}
 
 
 def entry_of_table(label: str, report: TableReport) -> Entry:
-    """A table as one side of a comparison: times of one iteration where it is known how many the table holds."""
+    """Build one side of a comparison from a table; times per iteration only where the number of iterations is known."""
     figures = {
         f"{kind.kind}_ms": Figure(kind.per_iteration_ns / 1e6, "ms", higher_is_better=False, depends_on_work=True)
         for kind in report.kinds
