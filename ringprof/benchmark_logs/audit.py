@@ -58,9 +58,9 @@ def audit(logs: Sequence[BenchmarkLog], user_settings: LogSettings | None = None
     return LogAudit(tuple(rows), _sort_flags(rows, flags))
 
 
-def with_flags(result: LogAudit, more: Iterable[Flag]) -> LogAudit:
+def with_flags(result: LogAudit, further_flags: Iterable[Flag]) -> LogAudit:
     """Return an audit with additional flags, such as those of the plausibility check."""
-    return replace(result, flags=_sort_flags(result.rows, [*result.flags, *more]))
+    return replace(result, flags=_sort_flags(result.rows, [*result.flags, *further_flags]))
 
 
 def _sort_flags(rows: Sequence[JudgedRow], flags: Iterable[Flag]) -> tuple[Flag, ...]:
@@ -102,12 +102,14 @@ def _group_by_settings(rows: list[LogRow]) -> list[list[LogRow]]:
 
 
 def _correct_rate(row: LogRow, solved: SolvedSettings) -> JudgedRow:
+    """Return a row with its rate per GPU, corrected and computed again with the solved settings."""
     rate, world = rates_of(row)[0], row.world_size or 1
     computed = tflop_per_gpu(row, rate, solved.head_dim, causal=solved.causal) / rate.time_ms * 1e3
     return JudgedRow(row, "settings", computed, rate.tflops / world if solved.total else rate.tflops)
 
 
 def _solved_flag(rows: list[LogRow], solutions: list[SolvedSettings]) -> Flag:
+    """Create the flag that reports solved settings, with the arithmetic of the row with the longest time."""
     best = solutions[0]
     # The longest time is printed with the most digits.
     first = max(rows, key=lambda row: rates_of(row)[0].time_ms)
@@ -189,6 +191,7 @@ def _differing_rows(rows: list[JudgedRow], spread: float) -> list[Flag]:
 
 
 def _largest_difference(valued_rows: list[tuple[LogRow, float]], unit: str, spread: float) -> list[Flag]:
+    """Flag the pair of comparable rows whose values differ most, if by more than ``spread``."""
     valued_rows.sort(key=lambda pair: pair[1])
     # The largest difference is between a low and a high value; a long log has too many pairs to compare all.
     if len(valued_rows) > 2 * _MAX_COMPARED:

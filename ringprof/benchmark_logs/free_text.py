@@ -96,6 +96,7 @@ def _has_unit(text: str) -> bool:
 
 
 def _from_items(items: dict[str, str]) -> Fields:
+    """Convert the printed items of a results block to fields of a `LogRow`."""
     fields: Fields = {name: parse_integer(items.get(key, "")) for key, name in _INTEGERS.items()}
     fields["dtype"] = items.get("dtype")
     steps: dict[str, float] = {}
@@ -158,6 +159,7 @@ def read_settings(settings: LogSettings, line: str, number: int) -> LogSettings:
 
 
 def _read_devices(line: str, fields: Fields) -> Fields:
+    """Return ``fields`` with the GPU model and the number of GPUs that a line states."""
     if match := _GPU_COUNT.search(line):
         return fields | {"world_size": int(match[1]), "device": match[2]}
     if match := _GPUS.search(line):
@@ -168,6 +170,7 @@ def _read_devices(line: str, fields: Fields) -> Fields:
 
 
 def _with_fields(settings: LogSettings, fields: Fields, number: int) -> LogSettings:
+    """Return settings updated with the fields read from line ``number``."""
     heads, hidden = fields.get("heads", settings.heads), fields.get("hidden", settings.hidden)
     # A hidden size gives the head dimension once the number of heads is known, in whichever order they are stated.
     if heads and hidden and "head_dim" not in fields and settings.head_dim is None and hidden % heads == 0:

@@ -44,9 +44,9 @@ class BenchmarkLogs:
         """Findings of the audit by file and line, each with the arithmetic that shows it."""
         return self._audit.flags
 
-    def add(self, more: Iterable[Flag]) -> None:
+    def add(self, further_flags: Iterable[Flag]) -> None:
         """Add further flags, sorted by file and line among the others."""
-        self._audit = with_flags(self._audit, more)
+        self._audit = with_flags(self._audit, further_flags)
 
     def frame(self) -> pd.DataFrame:
         """Return a data frame with one row per printed row; a value that is not printed is missing.

@@ -150,6 +150,7 @@ def find_pipe_header(lines: LogLines, index: int) -> PipeHeader | None:
 
 
 def _begins_new_row(line: str, header: PipeHeader | None) -> bool:
+    """Return whether a line begins a new row or ends the table, rather than continuing a wrapped line."""
     if not line.strip():
         return header is None
     if not line.strip("=-| :"):
@@ -166,6 +167,7 @@ def _begins_new_row(line: str, header: PipeHeader | None) -> bool:
 
 
 def _parse_header(text: str, index: int, line_count: int, wrap: int) -> PipeHeader | None:
+    """Parse a line, joined from ``line_count`` wrapped ones, as a header; None where it is none."""
     if not _has_length_title(text):
         return None
     cells = text.split("|")
@@ -222,6 +224,7 @@ def _split_cells(text: str, header: PipeHeader) -> list[str] | None:
 
 
 def _parse_fields(cells: list[str], header: PipeHeader) -> Fields:
+    """Convert the cells of a row to fields of a `LogRow`, by the header's titles."""
     fields: Fields = {}
     steps: dict[str, float] = {}
     for key, cell in zip(header.keys, cells, strict=True):

@@ -104,6 +104,7 @@ def audit_row(row: LogRow) -> tuple[JudgedRow, list[Flag]]:
 
 
 def _audit_rate(row: LogRow, rate: Rate) -> tuple[JudgedRow, list[Flag]]:
+    """Audit one printed rate of a row; return the row with the verdict on that rate, and its flags."""
     # Where no mask is stated, both are tried, causal first, since the figures show which one was used.
     for causal in (True, False) if row.causal is None else (row.causal,):
         work = tflop_per_gpu(row, rate, causal=causal)
@@ -151,6 +152,7 @@ def _arithmetic(row: LogRow, rate: Rate, computed: float) -> str:
 
 
 def _rounded_time_flag(row: LogRow, rate: Rate, work: float) -> Flag:
+    """Note that a time is coarsely rounded, with the exact time that follows from the rate."""
     time = work / rate.tflops * 1e3
     message = (
         f"{rate.name}: the time is rounded to {rate.time_ms:g} ms (+-{rate.time_step / 2:g}); "
@@ -160,6 +162,7 @@ def _rounded_time_flag(row: LogRow, rate: Rate, work: float) -> Flag:
 
 
 def _inconsistent_flag(row: LogRow, rate: Rate, computed: float, work: float) -> Flag:
+    """Flag a rate that does not follow from its time, with the heads or the time that it would need."""
     message = f"{_arithmetic(row, rate, computed)}; printed {rate.tflops:g}"
     # A rate of 0, or one computed as 0 from a very long time, follows from no number of heads.
     if computed and rate.tflops:

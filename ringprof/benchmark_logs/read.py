@@ -125,6 +125,7 @@ class _Reader:
         return 1
 
     def _read_heading(self, line: str, index: int) -> None:
+        """Update the current label from a line that is a heading or a list item."""
         contents = (prefix.cut(line.lstrip()) for prefix in self._prefixes)
         text = next((content for content in contents if content), line).strip()
         if text.startswith("#"):
@@ -138,6 +139,7 @@ class _Reader:
     # --- tables ---
 
     def _find_header(self, index: int) -> PipeHeader | None:
+        """Return the table header that begins at line ``index``, or None; counts the effort of the search."""
         self._effort += 2
         if not may_be_header(self.lines, index):
             return None
@@ -145,6 +147,7 @@ class _Reader:
         return find_pipe_header(self.lines, index)
 
     def _read_pipes(self, index: int) -> int:
+        """Read a header, a Burst block or a table row at line ``index``; return its number of lines, or 0."""
         header = self._find_header(index)
         if header is not None:
             if header.is_burst:
@@ -161,6 +164,7 @@ class _Reader:
         return 0
 
     def _add_table_row(self, fields: Fields, header: PipeHeader, index: int) -> None:
+        """Add a table row, with its system by layout, and with the settings of a results block that it repeats."""
         kind = "ring_type" if "ringtype" in header.keys else "markdown" if header.markdown else "columns"
         ulysses, ring = fields.get("ulysses_degree"), fields.get("ring_degree")
         if ulysses and ring:
@@ -188,6 +192,7 @@ class _Reader:
         return row_index + settings_row.line_count + figures[1] - header.line
 
     def _read_results_block(self, fields: Fields, index: int) -> None:
+        """Keep the row of a results block, until a table row repeats it or the block ends."""
         self._end_block()
         label = fields.pop("label")
         system = "double_ring" if self._double_ring else system_of(label)
@@ -242,6 +247,7 @@ class _Reader:
         self.flags.append(flag(row, "cut_off", "warning", message, cell or None))
 
     def _build_row(self, fields: Fields, index: int, kind: str, titles: tuple[str, ...]) -> LogRow:
+        """Build a row from its printed fields, the current heading and the settings stated so far."""
         self._effort += _TABLE_LINE_EFFORT
         label, label_line = self._label
         printed = {name: value for name, value in fields.items() if value is not None}

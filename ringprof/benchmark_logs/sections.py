@@ -60,6 +60,7 @@ def _repeated_rows(rows: Sequence[LogRow]) -> list[Flag]:
 
 
 def _repetition_flag(stretch: list[tuple[LogRow, LogRow]]) -> Flag:
+    """Create the note about one stretch of repeated rows, from pairs of (row, earlier row)."""
     repeated_lines, earlier_lines = (_format_lines(rows[0].line, rows[-1].line) for rows in zip(*stretch, strict=True))
     message = f"{repeated_lines} repeat {earlier_lines} to the last digit: the same measurement, printed again"
     return flag(stretch[0][0], "repeated_rows", "note", message)
@@ -70,6 +71,7 @@ def _format_lines(first: int, last: int) -> str:
 
 
 def _foreign_columns(rows: list[LogRow]) -> list[Flag]:
+    """Flag a table whose columns are those of a Ulysses benchmark although its heading names another system."""
     first = rows[0]
     if "SP Size" not in first.columns or first.system in ("ulysses", "unknown"):
         return []
@@ -167,6 +169,7 @@ def _factor_hint(rows: list[LogRow], stated: Sequence[int]) -> str:
 
 
 def _growth_flags(rows: list[LogRow]) -> list[Flag]:
+    """Flag times that hardly grow with the sequence length, within each series of comparable rows."""
     flags = []
     for series in grouped(rows, "system", "layout", "ulysses_degree", "ring_degree", "forward_only", "batch"):
         ordered = sorted((row for row in series if row.seq), key=lambda row: row.seq or 0)
@@ -176,6 +179,7 @@ def _growth_flags(rows: list[LogRow]) -> list[Flag]:
 
 
 def _not_growing(before: LogRow, after: LogRow) -> list[Flag]:
+    """Flag the times of two rows that hardly grow although the sequence at least doubles."""
     longer = (after.seq or 0) / (before.seq or 1)
     flags = []
     for name, label in (("forward_ms", "forward"), ("forward_backward_ms", "forward and backward")):
@@ -194,6 +198,7 @@ def _not_growing(before: LogRow, after: LogRow) -> list[Flag]:
 
 
 def _row_flags(row: LogRow) -> list[Flag]:
+    """Return the findings about a single row: times beside OOM, an implausible ratio, a wrong throughput."""
     flags = []
     times = [time for time in (row.forward_ms, row.forward_backward_ms) if time]
     if row.oom and times:

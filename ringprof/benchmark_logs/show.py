@@ -65,6 +65,7 @@ def _table(rows: Sequence[JudgedRow], style: TextStyle) -> str:
 
 
 def _cells(audited: JudgedRow) -> list[str]:
+    """Format the cells of one row, in the order of `_COLUMNS`."""
     row = audited.row
     tflops = "OOM" if row.oom else "x" if row.missing else or_dash(row.tflops, ".2f")
     times = (or_dash(value, ".2f") for value in (row.forward_ms, row.forward_backward_ms, row.memory_mb))
@@ -82,6 +83,7 @@ def _system(row: LogRow) -> str:
 
 
 def _flag_lines(flags: Sequence[Flag]) -> list[str]:
+    """Format the number of flags by severity, and one paragraph per flag, with similar ones joined."""
     if not flags:
         return ["nothing to flag"]
     counts = {name: sum(flag.severity == name for flag in flags) for name in ("error", "warning", "note")}
@@ -92,12 +94,12 @@ def _flag_lines(flags: Sequence[Flag]) -> list[str]:
     for flag in flags:
         first, *others = alike[flag.file, flag.code]
         if len(others) < MAX_SEPARATE_FLAGS:
-            more = ""
+            suffix = ""
         elif flag is first:
-            more = f"; and {len(others)} more like it, lines {', '.join(str(other.line) for other in others)}"
+            suffix = f"; and {len(others)} more like it, lines {', '.join(str(other.line) for other in others)}"
         else:
             continue
-        lines.append(f"{flag.severity}: {flag.file}:{flag.line}: {flag.message}{more} [{flag.code}]")
+        lines.append(f"{flag.severity}: {flag.file}:{flag.line}: {flag.message}{suffix} [{flag.code}]")
     return lines
 
 

@@ -111,8 +111,10 @@ class TableReport:
         """Time of kernels without a row in the table, by the footer or the printed shares; 0 if neither shows any."""
         if self.counted.basis != "kernels":
             return 0
-        whole, slack = (self.footer_ns, self.slack_ns) if self.footer_ns is not None else total_from_shares(self.table)
-        return whole - self.total_ns if whole is not None and whole - self.total_ns > slack else 0
+        expected_ns, slack = (
+            (self.footer_ns, self.slack_ns) if self.footer_ns is not None else total_from_shares(self.table)
+        )
+        return expected_ns - self.total_ns if expected_ns is not None and expected_ns - self.total_ns > slack else 0
 
     @property
     def whole_ns(self) -> int:
@@ -167,6 +169,7 @@ def total_from_shares(table: KernelTable) -> tuple[int | None, int]:
 def _sum_by_kind(
     table: KernelTable, counted: CountedRows, iterations: Iterations | None
 ) -> tuple[tuple[KindSum, ...], list[Notice]]:
+    """Add up the counted rows by kind, largest first; return the sums, and warnings."""
     sums = {kind: KindSum(kind, 0, 0, 0.0 if iterations else None) for kind in KINDS}
     for row in counted.rows:
         per_iteration_ns = row.time_ns / iterations.covered_by(row) if iterations else 0.0
@@ -188,13 +191,13 @@ def _split_send_recv(table: KernelTable, sums: dict[str, KindSum]) -> list[Notic
         if kind := _kind_of_annotation(row):
             times[kind] = times.get(kind, 0) + (row.self_device_ns or 0)
             calls[kind] = calls.get(kind, 0) + (row.calls or 0)
-    whole = sums["send_recv"]
-    if not whole.time_ns or set(times) <= {"send_recv"}:
+    send_recv = sums["send_recv"]
+    if not send_recv.time_ns or set(times) <= {"send_recv"}:
         return []
-    sums["send_recv"] = KindSum("send_recv", 0, 0, None if whole.per_iteration_ns is None else 0.0)
-    shared_calls = _divide_by_weight(whole.calls, calls)
-    for kind, time_ns in _divide_by_weight(whole.time_ns, times).items():
-        per_iteration_ns = (whole.per_iteration_ns or 0.0) * time_ns / whole.time_ns
+    sums["send_recv"] = KindSum("send_recv", 0, 0, None if send_recv.per_iteration_ns is None else 0.0)
+    shared_calls = _divide_by_weight(send_recv.calls, calls)
+    for kind, time_ns in _divide_by_weight(send_recv.time_ns, times).items():
+        per_iteration_ns = (send_recv.per_iteration_ns or 0.0) * time_ns / send_recv.time_ns
         sums[kind] = sums[kind].add(time_ns, shared_calls[kind], per_iteration_ns)
     percentages = ", ".join(f"{kind} {100 * times[kind] / sum(times.values()):.1f} %" for kind in sorted(times))
     message = (
@@ -203,11 +206,11 @@ def _split_send_recv(table: KernelTable, sums: dict[str, KindSum]) -> list[Notic
     return [Notice("send_recv_split", message)]
 
 
-def _divide_by_weight(whole: int, weights: dict[str, int]) -> dict[str, int]:
+def _divide_by_weight(total: int, weights: dict[str, int]) -> dict[str, int]:
     """Divide ``whole`` into integers in proportion to the weights; the remainder goes to the heaviest."""
     heaviest = max(weights, key=lambda kind: weights[kind])
-    parts = {kind: whole * weight // max(1, sum(weights.values())) for kind, weight in weights.items()}
-    parts[heaviest] += whole - sum(parts.values())
+    parts = {kind: total * weight // max(1, sum(weights.values())) for kind, weight in weights.items()}
+    parts[heaviest] += total - sum(parts.values())
     return parts
 
 
@@ -232,13 +235,17 @@ def _overlap(report: TableReport, user_wall_ns: int | None) -> OverlapBounds:
     if report.counted.basis != "kernels":
         return UNKNOWN_OVERLAP
     wall, source = _wall(report.table, iterations, user_wall_ns)
-    each = source == "iteration_time"
+    per_iteration = source == "iteration_time"
     comm, compute = (
-        _sum_of_kinds(report.kinds, COMMUNICATION, per_iteration=each),
-        _sum_of_kinds(report.kinds, COMPUTE, per_iteration=each),
+        _sum_of_kinds(report.kinds, COMMUNICATION, per_iteration=per_iteration),
+        _sum_of_kinds(report.kinds, COMPUTE, per_iteration=per_iteration),
     )
     # Kernels without a row may be communication or compute: for the upper bound, all of them hid communication.
-    missing = report.missing_ns / iterations.device_range[0] if each and iterations is not None else report.missing_ns
+    missing = (
+        report.missing_ns / iterations.device_range[0]
+        if per_iteration and iterations is not None
+        else report.missing_ns
+    )
     reason = None
     if not comm:
         reason = "there is no communication"
@@ -276,6 +283,7 @@ def _sum_of_kinds(kinds: tuple[KindSum, ...], wanted: tuple[str, ...], *, per_it
 
 
 def _row_warnings(counted: CountedRows) -> list[Notice]:
+    """Return the warnings about the selection of rows."""
     warnings = []
     if counted.basis == "cpu":
         warnings.append(Notice("table_cpu_only", "the table has no device columns: self CPU times are added up"))
@@ -294,14 +302,15 @@ def _row_warnings(counted: CountedRows) -> list[Notice]:
 
 
 def _sum_warnings(report: TableReport) -> list[Notice]:
+    """Return the warnings about the sums: a different footer, missing rows, work from before the window."""
     warnings = []
     difference, iterations = report.difference_ns, report.iterations
     if difference is not None and report.counted.basis == "kernels" and abs(difference) > report.slack_ns:
-        more, why = "more", "rows that are no kernels were counted"
+        direction, why = "more", "rows that are no kernels were counted"
         if difference < 0:
-            more, why = "less", "rows are missing (row_limit) or were left out wrongly"
+            direction, why = "less", "rows are missing (row_limit) or were left out wrongly"
         text = (
-            f"the kernels add up to {abs(difference) / 1e6:.3f} ms {more} than the footer's total "
+            f"the kernels add up to {abs(difference) / 1e6:.3f} ms {direction} than the footer's total "
             f"(line {report.table.line} on; rounding explains {report.slack_ns / 1e6:.3f} ms): {why}"
         )
         warnings.append(Notice("table_off_footer", text))

@@ -146,21 +146,21 @@ def _launch_counts(table: KernelTable, rows: Iterable[CountedRow]) -> tuple[Laun
     for row in rows:
         ran[launch_group(row)] += row.calls
     counts = {group: _launch_count(group, names, cpu, ran[group]) for group, names in _LAUNCHES.items()}
-    known = {group: count for group, count in counts.items() if count is not None}
-    kernel_counts = [count for group, count in known.items() if group not in _COPIES]
+    by_group = {group: count for group, count in counts.items() if count is not None}
+    kernel_counts = [count for group, count in by_group.items() if group not in _COPIES]
     kernels = sum(calls for group, calls in ran.items() if group not in _COPIES)
     launches = sorted(name for group, names in _LAUNCHES.items() if group not in _COPIES for name in names)
     together = _launch_count("all", launches, cpu, kernels)
     if together is None:
-        return tuple(known.values())
+        return tuple(by_group.values())
     explained = (
         sum(c.ran for c in kernel_counts) == together.ran
         and sum(c.launched for c in kernel_counts) == together.launched
     )
     # Newer libraries launch some of their kernels by another call; then only the sums can be compared.
     if explained and all(abs(count.ratio / together.ratio - 1) < 0.1 for count in kernel_counts):
-        return tuple(known.values())
-    return (together, *(count for group, count in known.items() if group in _COPIES))
+        return tuple(by_group.values())
+    return (together, *(count for group, count in by_group.items() if group in _COPIES))
 
 
 def _launch_count(group: str, names: Iterable[str], cpu: dict[str, int], ran: int) -> LaunchCount | None:
@@ -173,6 +173,7 @@ def _launch_count(group: str, names: Iterable[str], cpu: dict[str, int], ran: in
 def _cpu_iterations(
     table: KernelTable, user_count: int | None, counts: tuple[LaunchCount, ...]
 ) -> tuple[int, Literal["given", "log", "profiler_steps", "inferred"]] | None:
+    """Return the number of iterations in the CPU rows and its source, or None."""
     if user_count:
         return user_count, "given"
     if table.context.iterations:
@@ -206,11 +207,11 @@ def _flash_counts(
         values = (forward / per_iteration, backward / per_iteration)
         return sum(max(low - value, 0.0) + max(value - high, 0.0) for value in values)
 
-    least, most = max(1, math.floor(forward / high) - 2), math.ceil(backward / low) + 2
+    fewest, most = max(1, math.floor(forward / high) - 2), math.ceil(backward / low) + 2
     # With more forward calls than backward calls, rows are missing; with far fewer, the calls are no ring's.
-    if not least <= most <= least + _MAX_GUESSES:
+    if not fewest <= most <= fewest + _MAX_GUESSES:
         return ()
-    best = min(range(least, most + 1), key=lambda n: (outside(n), n != table.context.world_size))
+    best = min(range(fewest, most + 1), key=lambda n: (outside(n), n != table.context.world_size))
     if outside(best) > 0.05 * cpu:
         return ()
     return FlashCount("flash_fwd", forward, best), FlashCount("flash_bwd", backward, best)

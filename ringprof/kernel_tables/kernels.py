@@ -222,11 +222,11 @@ def _kinds_from_operators(rows: list[CountedRow], launchers: Sequence[TableRow])
     """
     for kind in ("flash_fwd", "flash_bwd", "gemm"):
         operators = [row for row in launchers if _kind_of_operator(row.name) == kind]
-        known = [counted for counted in rows if counted.kind == kind]
+        recognised = [counted for counted in rows if counted.kind == kind]
         calls = sum(row.calls or 0 for row in operators)
-        missing = sum(row.self_device_ns or 0 for row in operators) - sum(counted.time_ns for counted in known)
+        missing = sum(row.self_device_ns or 0 for row in operators) - sum(counted.time_ns for counted in recognised)
         cut = [counted for counted in rows if counted.generic and calls and counted.calls % calls == 0]
-        slack = sum(row.step_ns for row in (*operators, *(counted.row for counted in (*known, *cut)))) // 2 + 1
+        slack = sum(row.step_ns for row in (*operators, *(counted.row for counted in (*recognised, *cut)))) // 2 + 1
         if missing > slack:
             completed = _rows_adding_up_to(missing, slack, cut)
             rows = [replace(counted, kind=kind) if counted in completed else counted for counted in rows]

@@ -252,17 +252,17 @@ def parse_time(cell: str | None) -> tuple[int | None, int, str]:
     match = _TIME.fullmatch(cell) if cell else None
     if match is None:
         return None, 0, ""
-    sign, whole, decimals, unit = match.groups()
-    value, step = scaled(whole, decimals or "", unit)
+    sign, integer, decimals, unit = match.groups()
+    value, step = scaled(integer, decimals or "", unit)
     return (-value if sign else value), step, unit
 
 
-def scaled(whole: str, decimals: str, unit: str) -> tuple[int, int]:
+def scaled(integer: str, decimals: str, unit: str) -> tuple[int, int]:
     """Convert a printed number to nanoseconds; return it with the value of its last digit in ns."""
     # Digits below a nanosecond are dropped: all tools print them only as zeros.
     scale = UNIT_NS[unit]
     parts = 10 ** len(decimals)
-    return int(whole) * scale + int(decimals or "0") * scale // parts, max(1, scale // parts)
+    return int(integer) * scale + int(decimals or "0") * scale // parts, max(1, scale // parts)
 
 
 def parse_share(cell: str) -> float | None:

@@ -29,6 +29,7 @@ def is_nsys(titles: Sequence[str]) -> bool:
 
 
 def _count_column(titles: Sequence[str]) -> str | None:
+    """Return the title of the column that holds counts; None for tables that are not supported."""
     # Summaries of NVTX ranges also have instances, but only they have these two columns.
     if "Range" in titles or "Style" in titles or not any(name in titles for name in _NAMES):
         return None
@@ -66,6 +67,7 @@ def _cut_off(lines: LogLines, header: int, path: str, end: int) -> tuple[Notice,
 
 
 def _cells(content: str, layout: TableLayout) -> list[str]:
+    """Split a line at the table's column offsets, or at spaces where a cell is wider than its column."""
     spans = layout.rule.spans
     if any(content[end:start].strip() for (_, end), (start, _) in pairwise(spans)):
         return content.split(None, len(spans) - 1)
@@ -90,6 +92,7 @@ def read_nsys_csv(lines: LogLines, index: int, path: str) -> KernelTable | None:
 
 
 def _csv_cells(line: str) -> list[str]:
+    """Split a line of CSV into stripped cells; empty where it is not valid CSV."""
     try:
         return [cell.strip() for cell in next(csv.reader([line]), [])]
     except csv.Error:
@@ -97,6 +100,7 @@ def _csv_cells(line: str) -> list[str]:
 
 
 def _row(cells: list[str], titles: Sequence[str], line: int) -> TableRow | None:
+    """Parse the cells of one row of an nsys summary; None where they are not those of a row."""
     if len(cells) != len(titles):
         return None
     by_title = dict(zip(titles, cells, strict=True))
@@ -165,6 +169,7 @@ def read_nvprof(lines: LogLines, index: int, path: str) -> tuple[KernelTable, in
 
 
 def _nvprof_row(row: re.Match[str], part: str, line: int) -> list[TableRow]:
+    """Build the row of a device activity or an API call of nvprof; empty for other parts of the summary."""
     time_ns, step_ns, unit = parse_time(row[2])
     if part == "GPU activities":
         return [TableRow(row[7].strip(), line, int(row[3]), 0, 0, time_ns, parse_share(row[1]), unit, step_ns)]

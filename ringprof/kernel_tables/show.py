@@ -46,6 +46,7 @@ def tables_text(reports: Sequence[TableReport], style: TextStyle) -> str:
 
 
 def _table_text(report: TableReport, style: TextStyle) -> str:
+    """Format the report of one table."""
     missing = ", with that of kernels that have no row here" if report.missing_ns else ""
     summed = f"shares are of summed time{missing}: kinds that run at once are each counted in full"
     lines = [summed, "", *_overlap_lines(report)]
@@ -56,8 +57,8 @@ def _table_text(report: TableReport, style: TextStyle) -> str:
         lines += [line for share in report.shares for line in _share_lines(share, clean(report.table.path))]
     if left_out := report.counted.left_out:
         names = ", ".join(dict.fromkeys(clean(out.row.stem) for out in left_out[:4]))
-        more = f" and {len(left_out) - 4} more" if len(left_out) > 4 else ""
-        lines += ["", f"not added up, since they repeat their kernels' time: {names}{more}"]
+        suffix = f" and {len(left_out) - 4} more" if len(left_out) > 4 else ""
+        lines += ["", f"not added up, since they repeat their kernels' time: {names}{suffix}"]
     if report.warnings:
         lines += ["", *(f"warning: {warning.message}" for warning in report.warnings)]
     text = [style.fit(_title(report)), "", *_kind_lines(report), style.fit("\n".join(lines))]
@@ -65,8 +66,11 @@ def _table_text(report: TableReport, style: TextStyle) -> str:
 
 
 def _title(report: TableReport) -> str:
-    table, what = report.table, _SUMMED[report.counted.basis]
-    title = f"{clean(table.path)}:{table.line} · {len(table.rows)} rows · {what} {duration(report.total_ns, 3)} summed"
+    """Format the line with the table's position, number of rows, summed time and footer."""
+    table, summed = report.table, _SUMMED[report.counted.basis]
+    title = (
+        f"{clean(table.path)}:{table.line} · {len(table.rows)} rows · {summed} {duration(report.total_ns, 3)} summed"
+    )
     if report.footer_ns is None or report.difference_ns is None:
         return f"{title} · no total in its footer"
     rounding = ", within rounding" if abs(report.difference_ns) <= report.slack_ns else ""
@@ -74,21 +78,23 @@ def _title(report: TableReport) -> str:
 
 
 def _kind_lines(report: TableReport) -> list[str]:
-    each = f"{'an iteration':>14}" if report.iterations is not None else ""
+    """Format the table of times by kind."""
+    iteration_title = f"{'an iteration':>14}" if report.iterations is not None else ""
     unit = unit_for(max((kind.time_ns for kind in report.kinds), default=0))
-    whole = report.whole_ns or 1
+    whole_ns = report.whole_ns or 1
     lines = [
-        f"{'by kind':<22}{'time':>13}{'share':>9}{'calls':>9}{'average':>13}{each}",
+        f"{'by kind':<22}{'time':>13}{'share':>9}{'calls':>9}{'average':>13}{iteration_title}",
         *(_kind_line(kind, report.whole_ns, unit) for kind in report.kinds),
-        f"{'all, summed':<22}{duration(report.total_ns, 3):>13}{percent(report.total_ns / whole):>9}",
+        f"{'all, summed':<22}{duration(report.total_ns, 3):>13}{percent(report.total_ns / whole_ns):>9}",
     ]
     if report.missing_ns:
-        missing = f"{duration(report.missing_ns, 3):>13}{percent(report.missing_ns / whole):>9}"
+        missing = f"{duration(report.missing_ns, 3):>13}{percent(report.missing_ns / whole_ns):>9}"
         lines.append(f"{'not in this table':<22}{missing}")
     return lines
 
 
 def _kind_line(kind: KindSum, whole_ns: int, unit: tuple[float, str]) -> str:
+    """Format one row of the table of times by kind."""
     average = duration(kind.average_ns, 3) if kind.average_ns is not None else "-"
     share = percent(kind.time_ns / whole_ns) if whole_ns else "-"
     time = f"{in_unit(kind.time_ns, unit[0])} {unit[1]}"
@@ -97,6 +103,7 @@ def _kind_line(kind: KindSum, whole_ns: int, unit: tuple[float, str]) -> str:
 
 
 def _overlap_lines(report: TableReport) -> list[str]:
+    """Format the bounds on overlap with their assumptions, or the reason why they are unknown."""
     overlap = report.overlap
     if overlap.least is None or overlap.most is None or overlap.wall_ns is None:
         return [f"overlap: not known from this table: {overlap.reason}"]
@@ -109,6 +116,7 @@ def _overlap_lines(report: TableReport) -> list[str]:
 
 
 def _iteration_line(iterations: Iterations) -> str:
+    """Format the numbers of iterations in the CPU rows and in the device rows."""
     line = f"iterations: {iterations.cpu} in the CPU rows ({_SOURCES[iterations.source]})"
     if not iterations.leak:
         return line
@@ -119,6 +127,7 @@ def _iteration_line(iterations: Iterations) -> str:
 
 
 def _share_lines(checked: CheckedShare, path: str) -> list[str]:
+    """Format one printed share with the share by the table and the causes of a difference."""
     stated = checked.stated
     printed = f"{clean(stated.label)}: printed {_printed(checked)}, is {percent(checked.share, 2)}"
     why = " and ".join(_CAUSES[cause] for cause in checked.causes)
@@ -191,6 +200,7 @@ def table_dict(report: TableReport) -> JsonObject:
 
 
 def _iterations(iterations: Iterations) -> JsonObject:
+    """Return the numbers of iterations for JSON."""
     low, high = iterations.device_range
     launches = [{"launch": count.launch, "launched": count.launched, "ran": count.ran} for count in iterations.counts]
     return {
@@ -204,6 +214,7 @@ def _iterations(iterations: Iterations) -> JsonObject:
 
 
 def _share(checked: CheckedShare) -> JsonObject:
+    """Return one checked share for JSON."""
     stated = checked.stated
     return {
         "subject": stated.subject,
@@ -218,8 +229,10 @@ def _share(checked: CheckedShare) -> JsonObject:
 
 def figures_of_table(report: TableReport) -> dict[str, float]:
     """Return figures by name, for conditions: times by kind as ``KIND_ns``, and shares of the total as ``KIND``."""
-    times, whole = report.kinds_ns, report.whole_ns or 1
-    return {f"{kind}_ns": float(time) for kind, time in times.items()} | {k: time / whole for k, time in times.items()}
+    times, whole_ns = report.kinds_ns, report.whole_ns or 1
+    return {f"{kind}_ns": float(time) for kind, time in times.items()} | {
+        k: time / whole_ns for k, time in times.items()
+    }
 
 
 def entry_of_table(label: str, report: TableReport) -> Entry:

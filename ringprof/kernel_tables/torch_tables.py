@@ -116,6 +116,7 @@ class TorchTable:
         return any(self.columns.split(content) or self.layout.ends_table(content) for content, _ in candidate_rows)
 
     def _row(self, cells: dict[str, str], index: int) -> TableRow:
+        """Build a row from its cells by title."""
         # The oldest tables have no self time of the device; the device's total is used for it.
         device = cells.get(f"Self {self.device}", cells.get(f"{self.device} total"))
         device_ns, step_ns, unit = parse_time(device if self.device else None)

@@ -78,6 +78,7 @@ class CompletionBarrier:
             pause = min(0.5, 1.2 * pause)
 
     def _reported_failure(self) -> str:
+        """Return the failure that a rank has reported; empty where none has."""
         with suppress(RuntimeError):  # the store is lost with the rank that hosts it
             return str(self._store.get("failed").decode()) if self._store.check(["failed"]) else ""
         return ""

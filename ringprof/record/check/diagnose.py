@@ -50,6 +50,7 @@ class ReferenceResults:
 
     @classmethod
     def of(cls, attention: UserAttention, full: Tensors, workload: Workload, scale: float | None) -> ReferenceResults:
+        """Compute both references on the full inputs, and keep this rank's tokens."""
         exact = reference_results(full, workload, scale)
         try:
             requirements: Any = workload.mask().asks_of_kernels()

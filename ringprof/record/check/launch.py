@@ -96,6 +96,7 @@ def load_function(target: str) -> Any:
 
 
 def _split(target: str) -> tuple[str, str]:
+    """Split ``module:function`` at the colon. Raises `UsageError`."""
     module_name, colon, function_name = target.partition(":")
     if not (module_name and colon and function_name):
         raise UsageError(f"{target!r} is not module:function, such as mypackage.attention:ring_attention")

@@ -204,8 +204,8 @@ def _compare_call(
 
 def _sent_by_rank(ranks: GroupRanks, sent: list[SentInCall]) -> list[SentInCall] | None:
     """Gather the data that each rank sent; None where another profiler was running on a rank. Collective."""
-    own = sent[0] if sent else SentInCall(operations={}, size_bytes=-1)
-    by_rank = [from_json(part, SentInCall) for part in ranks.told(own)]
+    own_sent = sent[0] if sent else SentInCall(operations={}, size_bytes=-1)
+    by_rank = [from_json(part, SentInCall) for part in ranks.told(own_sent)]
     return None if any(rank.size_bytes == -1 for rank in by_rank) else by_rank
 
 
@@ -249,8 +249,10 @@ def _sent_in_events(events: list[Any]) -> SentInCall:
             # Copy-engine transfers bypass torch.distributed.
             operations["copies between GPUs"] += 1
             sizes.append(event.nbytes())
-    known = [size for size in sizes if size is not None]
-    return SentInCall(operations=dict(+operations), size_bytes=sum(known) if known or not +operations else None)
+    known_sizes = [size for size in sizes if size is not None]
+    return SentInCall(
+        operations=dict(+operations), size_bytes=sum(known_sizes) if known_sizes or not +operations else None
+    )
 
 
 def _gloo_bytes(event: Any) -> int:

@@ -98,8 +98,8 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         deviations = [
-            f"{count} {what} (the first: token {pair.query} on rank {pair.rank}, key {pair.key})"
-            for count, what, pair in (
+            f"{count} {relation} (the first: token {pair.query} on rank {pair.rank}, key {pair.key})"
+            for count, relation, pair in (
                 (self.leaks, "seen that the mask hides", self.first_leak),
                 (self.missing, "not seen that the mask shows", self.first_missing),
             )
@@ -160,20 +160,22 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
         return not (self.errors and all(error.equal for error in self.errors.values()))
 
     def _sent_in_words(self) -> str:
+        """Format the line about the data that the ranks sent."""
         if self.ranks == 1:
             return "sent: one rank has nobody to send to"
         if self.sent is None:
             return "sent: not seen (another profiler is running)"
         if not self.communicates:
             return "sent: nothing, by torch.distributed, in a call"
-        most = max(self.sent, key=lambda rank: (rank.size_bytes or 0, sum(rank.operations.values())))
-        calls = ", ".join(f"{count} {name}" for name, count in sorted(most.operations.items()))
+        busiest = max(self.sent, key=lambda rank: (rank.size_bytes or 0, sum(rank.operations.values())))
+        calls = ", ".join(f"{count} {name}" for name, count in sorted(busiest.operations.items()))
         silent = [str(number) for number, rank in enumerate(self.sent) if not rank.operations]
-        size = "" if most.size_bytes is None else f"{three_digits(most.size_bytes / 2**20)} MiB, "
+        size = "" if busiest.size_bytes is None else f"{three_digits(busiest.size_bytes / 2**20)} MiB, "
         return f"sent by a rank in a call: {size}{calls}" + (f"; nothing by rank {', '.join(silent)}" * bool(silent))
 
 
 def _error_in_words(error: TensorCheck, seq: int) -> str:
+    """Format one row of the table of errors."""
     if not math.isfinite(error.rms):
         numbers = f"{'not finite':>10}"
     else:

@@ -43,8 +43,8 @@ class UserAttention:
     @property
     def positions(self) -> Tensor:
         """Positions of this rank's tokens (S/N)."""
-        own: Tensor = self.order[self.ranks.rank]
-        return own
+        own_positions: Tensor = self.order[self.ranks.rank]
+        return own_positions
 
     def shard(self, full: Tensor) -> Tensor:
         """Return this rank's tokens (B, S/N, H, D) of a full tensor (B, S, H, D)."""
@@ -82,6 +82,7 @@ class UserAttention:
         return {}
 
     def _wrong_shape(self, out: Tensor, q: Tensor, seq: int) -> str:
+        """Describe an output whose shape differs from that of q."""
         message = f"the output is {tuple(out.shape)}, and q {tuple(q.shape)}"
         if self.ranks.size > 1 and out.numel() == q.numel() * self.ranks.size and seq in out.shape:
             return f"{message}: the whole sequence on every rank, not the rank's own tokens"
@@ -122,18 +123,18 @@ def order_of_layout(name: str, seq: int | None, size: int, device_type: str) -> 
     return layout.order(seq, size).view(size, -1)
 
 
-def order_of_positions(own: Tensor, ranks: GroupRanks) -> Tensor:
+def order_of_positions(own_positions: Tensor, ranks: GroupRanks) -> Tensor:
     """Gather every rank's positions (N, S/N) from this rank's own. Collective.
 
     Raises `UsageError` on all ranks where the positions together are not 0 to S - 1, each once.
     """
-    own = own.to(device=ranks.device, dtype=torch.int64).flatten()
-    lengths = [int(length) for length in ranks.gathered(torch.tensor([len(own)], device=ranks.device))]
+    own_positions = own_positions.to(device=ranks.device, dtype=torch.int64).flatten()
+    lengths = [int(length) for length in ranks.gathered(torch.tensor([len(own_positions)], device=ranks.device))]
     if len(set(lengths)) > 1 or not lengths[0]:
         raise UsageError(f"every rank must hold as many tokens as the others: not {', '.join(map(str, lengths))}")
-    order = torch.stack(ranks.gathered(own))
-    held = torch.bincount(order.flatten().clamp(-1, order.numel()) + 1, minlength=order.numel() + 2)[1:-1]
-    wrong = (held != 1).nonzero()
+    order = torch.stack(ranks.gathered(own_positions))
+    holders = torch.bincount(order.flatten().clamp(-1, order.numel()) + 1, minlength=order.numel() + 2)[1:-1]
+    wrong = (holders != 1).nonzero()
     if len(wrong):
         raise UsageError(
             f"the ranks' positions together must be 0 to {order.numel() - 1}, each once: {int(wrong[0])} is not"

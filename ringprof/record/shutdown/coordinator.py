@@ -114,11 +114,13 @@ class FirstRankShutdown:
         _exit_now(code)
 
     def _on_trouble(self) -> None:
+        """End the run and this process, on the heartbeat server's call after another rank's failure."""
         if self._ending.acquire(blocking=False):
             self._own_outcome = self._own_outcome or self._context.stopped("")
             self._report_and_exit(self._end_run())
 
     def _end_run(self) -> RingprofError:
+        """End all other ranks, collect their outcomes, discard the run; return the error with the cause."""
         time.sleep(_SETTLE_S)
         disconnected = list(self.server.disconnected)
         self.server.end_all_ranks(OUTCOMES_S)
@@ -176,6 +178,7 @@ class OtherRankShutdown:
         return self.heartbeat.send(outcome)
 
     def _on_end(self, message: bytes) -> NoReturn:
+        """End this process on rank 0's message, or after rank 0 has disconnected (an empty message)."""
         if message == END:
             if not self._outcome_sent:
                 self._send_outcome(self._context.stopped(""))
@@ -195,6 +198,7 @@ class OtherRankShutdown:
         return FailedRun(self._context.hosts, {self._context.rank: self._context.stopped("")}, [0])
 
     def _report_for_rank_0(self, failed: FailedRun) -> None:
+        """Discard the run and print its error in place of rank 0; end this host's ranks if it is rank 0's."""
         if not self._reporting.acquire(blocking=False):
             _wait_for_exit()
         context = self._context
@@ -267,6 +271,6 @@ def _is_rank(pid: int, rank: int) -> bool:
     except psutil.Error:
         return False
     # psutil reads both environments as they were at the start of the process; later changes do not show.
-    own = psutil.Process().environ()
-    same_run = all(variables.get(name) == own.get(name) for name in _RUN)
+    own_variables = psutil.Process().environ()
+    same_run = all(variables.get(name) == own_variables.get(name) for name in _RUN)
     return same_run and not dead and str(rank) in {variables.get(name) for name in _RANK}

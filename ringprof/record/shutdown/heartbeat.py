@@ -130,6 +130,7 @@ class HeartbeatServer:
         self._serving.join()
 
     def _serve(self) -> None:
+        """Accept connections and handle messages until `close`; then close all sockets."""
         while not self._closed.is_set():
             for key, _ in self._selector.select(0.2):
                 if key.data is None:
@@ -147,6 +148,7 @@ class HeartbeatServer:
                 self._add_connection(self._listener.accept()[0])
 
     def _add_connection(self, connection: socket.socket) -> None:
+        """Register a new connection, and close the oldest unauthenticated one where there are too many."""
         keep_alive(connection)
         connection.setblocking(False)
         peer = _Connection(connection)
@@ -174,11 +176,15 @@ class HeartbeatServer:
         max_bytes = MAX_LINE if peer.rank is not None else MAX_UNAUTHENTICATED_BYTES - len(peer.data)
         data = peer.connection.recv(max_bytes)
         peer.data += data
-        *lines, rest = peer.data.split(b"\n")
-        peer.data = bytearray(rest)
+        *lines, incomplete_line = peer.data.split(b"\n")
+        peer.data = bytearray(incomplete_line)
         if not data or not all(self._handle_line(peer, bytes(line)) for line in lines):
             return False
-        return len(rest) <= MAX_LINE if peer.rank is not None else len(rest) < MAX_UNAUTHENTICATED_BYTES
+        return (
+            len(incomplete_line) <= MAX_LINE
+            if peer.rank is not None
+            else len(incomplete_line) < MAX_UNAUTHENTICATED_BYTES
+        )
 
     def _handle_line(self, peer: _Connection, line: bytes) -> bool:
         """Handle one message; return False where the sender does not belong to this run.
@@ -194,6 +200,7 @@ class HeartbeatServer:
         return True
 
     def _authenticate(self, peer: _Connection, credentials: _Credentials) -> bool:
+        """Check a rank's credentials and answer them; return False for a wrong token or rank."""
         # `compare_digest` accepts only ASCII strings, but any bytes.
         token_matches = hmac.compare_digest(credentials.token.encode("utf-8", "replace"), self.token.encode())
         if not token_matches or not 0 < credentials.rank < self._world or credentials.rank in self._ranks:
@@ -206,12 +213,14 @@ class HeartbeatServer:
         return _send_line(peer.connection, WELCOME)
 
     def _stop_accepting(self) -> None:
+        """Close the listening socket and every connection that has not sent credentials."""
         self._selector.unregister(self._listener)
         self._listener.close()
         for peer in list(self._unauthenticated):
             self._close_connection(peer)
 
     def _close_connection(self, peer: _Connection) -> None:
+        """Close a connection; report a rank that disconnects before it has sent an outcome."""
         self._selector.unregister(peer.connection)
         peer.connection.close()
         if peer.rank is None:
@@ -223,6 +232,7 @@ class HeartbeatServer:
         self._ranks.pop(peer.rank, None)
 
     def _report_trouble(self) -> None:
+        """Call ``on_trouble`` in a separate thread, the first time only."""
         if not self._quiet:
             self._quiet = True
             threading.Thread(target=self._on_trouble, name="ringprof-trouble", daemon=True).start()
@@ -266,6 +276,7 @@ class Heartbeat:
         self._closed = True
 
     def _listen(self) -> None:
+        """Wait for rank 0's last message, and call ``on_end`` unless the run is complete."""
         try:
             message = self._connection.recv(64)
         except OSError:

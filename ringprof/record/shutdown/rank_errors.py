@@ -45,6 +45,7 @@ def error_line(error: BaseException) -> str:
 
 
 def _line(error: BaseException) -> str:
+    """Return the first line of an error, with its class where it is not from `ringprof.errors`."""
     if isinstance(error, RingprofError):
         return str(error)
     if ran_out(error):
@@ -159,8 +160,8 @@ class FailedRun:
             return RecordError(f"{slowest} when the time limit of {self.limit_s:.0f} s was over; nothing was recorded")
         for rank, outcome in stopped.items():
             if outcome.reason:
-                what = f"rank {rank} was stopped by {outcome.reason} in {outcome.where}"
-                return RecordError(f"{what}; nothing was recorded")
+                stopped_rank = f"rank {rank} was stopped by {outcome.reason} in {outcome.where}"
+                return RecordError(f"{stopped_rank}; nothing was recorded")
         return RecordError("a rank ended and said nothing; nothing was recorded")
 
     def log(self, command: Sequence[str]) -> str:
@@ -173,6 +174,7 @@ class FailedRun:
         return "\n".join(lines) + "\n"
 
     def _last_outcome(self, rank: int) -> str:
+        """Describe the outcome of one rank, for the log."""
         outcome = self.outcomes.get(rank)
         if outcome is None:
             return "gone without a word" if rank in self.disconnected else "said nothing"
@@ -182,6 +184,7 @@ class FailedRun:
         return f"{outcome.kind}{position}{explanation}"
 
     def _describe_disconnected(self) -> str:
+        """Describe the ranks that disconnected; as a host where they are all ranks of it."""
         disconnected = sorted(self.disconnected)
         host = self.hosts[disconnected[0]]
         on_host = [rank for rank, name in enumerate(self.hosts) if name == host]

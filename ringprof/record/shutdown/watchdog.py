@@ -73,6 +73,7 @@ class Watchdog:
             signal.signal(number, handler)
 
     def _watch(self) -> None:
+        """Wait for a signal, the parent's end or the time limit, and end the process."""
         while not self._stopped.is_set():
             ready, _, _ = select.select([self._wakeup_read], [], [], POLL_S)
             if ready:
@@ -88,12 +89,13 @@ class Watchdog:
     def _rearm_hard_kill(self, delay_s: float) -> None:
         """Re-arm the hard kill for ``delay_s`` seconds after now or after the time limit, whichever is later."""
         if self._limit is not None:
-            left = max(0.0, self._limit - time.monotonic())
-            faulthandler.dump_traceback_later(left + delay_s, exit=True)
+            remaining_s = max(0.0, self._limit - time.monotonic())
+            faulthandler.dump_traceback_later(remaining_s + delay_s, exit=True)
         if self._stopped.is_set():
             faulthandler.cancel_dump_traceback_later()
 
     def _end(self, reason: str, code: int) -> None:
+        """Call ``on_end`` and exit; do nothing after `stop`."""
         if self._stopped.is_set():
             return
         self._rearm_hard_kill(ENDING_S)
