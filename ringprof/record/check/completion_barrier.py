@@ -38,9 +38,10 @@ class CompletionBarrier:
             )
 
     def report_failure(self, where: str, error: Exception) -> RecordError:
-        """Return the error to raise after this rank's call has failed, and report it to the other ranks.
+        """Report this rank's failed call to the other ranks; return the error to raise.
 
-        Where the failure follows from the loss of a peer, the error is the one that another rank has reported.
+        A failure that follows from the loss of a peer is not reported. The error is then the failure that another rank
+        reports within `_SETTLE_S`, if any.
         """
         message = f"rank {self._ranks.number} failed in {where}: {error_line(error)}"
         if self._store is None:

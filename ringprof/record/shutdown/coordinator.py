@@ -89,7 +89,10 @@ class FirstRankShutdown:
         self.server = HeartbeatServer(len(context.hosts), self._on_trouble, one_host=context.one_host)
 
     def seal(self) -> None:
-        """Mark the recording as complete: later failures of other ranks are ignored."""
+        """Mark the recording as complete, so that later failures of other ranks are ignored.
+
+        Does not return where another thread is already ending the run.
+        """
         if not self._ending.acquire(blocking=False):
             _wait_for_exit()
         self._sealed = True

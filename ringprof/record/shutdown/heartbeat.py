@@ -88,16 +88,14 @@ class HeartbeatServer:
         self.disconnected: list[int] = []
         self._world = world
         self._on_trouble = on_trouble
-        self._quiet = False
+        self._reporting_stopped = False
         self._closed = threading.Event()
         self._ranks: dict[int, _Connection] = {}
         self._selector = selectors.DefaultSelector()
         self._unauthenticated: deque[_Connection] = deque()
         dual_stack = socket.has_dualstack_ipv6() and not one_host
-        family, backlog = (
-            socket.AF_INET6 if dual_stack else socket.AF_INET,
-            min(world + MAX_UNAUTHENTICATED_CONNECTIONS, 4096),
-        )
+        family = socket.AF_INET6 if dual_stack else socket.AF_INET
+        backlog = min(world + MAX_UNAUTHENTICATED_CONNECTIONS, 4096)
         address = (LOOPBACK if one_host else "", 0)
         self._listener = socket.create_server(address, family=family, dualstack_ipv6=dual_stack, backlog=backlog)
         self._listener.setblocking(False)
@@ -116,7 +114,7 @@ class HeartbeatServer:
 
     def stop_reporting(self) -> None:
         """Stop calling ``on_trouble`` for outcomes and disconnects: the run is complete."""
-        self._quiet = True
+        self._reporting_stopped = True
 
     def announce_complete(self) -> None:
         """Send `COMPLETE` to every rank, and close all connections."""
@@ -233,8 +231,8 @@ class HeartbeatServer:
 
     def _report_trouble(self) -> None:
         """Call ``on_trouble`` in a separate thread, the first time only."""
-        if not self._quiet:
-            self._quiet = True
+        if not self._reporting_stopped:
+            self._reporting_stopped = True
             threading.Thread(target=self._on_trouble, name="ringprof-trouble", daemon=True).start()
 
 
