@@ -45,7 +45,7 @@ def test_log_000(all_logs: LogAudit) -> None:
     assert "29.66 heads" in flag.message
 
 
-def test_right_rows_agree_and_bear_no_error(all_logs: LogAudit) -> None:
+def test_correct_rows_agree_and_have_no_error(all_logs: LogAudit) -> None:
     verdicts = [audited.verdict for audited in all_logs.rows[:22]]
     assert verdicts == (
         ["inconsistent"] * 2 + ["unchecked"] + ["agrees"] * 3 + ["rounding"] * 3 + ["agrees"] * 6
@@ -106,7 +106,7 @@ def test_rows_that_are_printed_again_are_noted(all_logs: LogAudit) -> None:
     assert "lines 32 to 37 repeat lines 20 to 25" in notes[0].message
 
 
-def test_far_apart_between_logs(all_logs: LogAudit) -> None:
+def test_differences_between_logs_are_noted(all_logs: LogAudit) -> None:
     notes = [flag for flag in all_logs.flags if flag.code == "far_apart"]
     assert [(Path(flag.file).name[:3], flag.line) for flag in notes] == [("002", 69), ("003", 51)]
     text = " ".join(flag.message for flag in notes)
@@ -126,7 +126,7 @@ def test_nothing_is_assumed() -> None:
     assert ("tflops_no_settings", 1) in [(flag.code, flag.line) for flag in result.flags]
 
 
-def test_what_a_log_states_is_not_overridden() -> None:
+def test_stated_settings_are_not_overridden() -> None:
     result = audit([log(2)], LogSettings(heads=7, world_size=3))
     assert (result.rows[0].row.heads, result.rows[0].verdict) == (40, "agrees")
 
@@ -148,7 +148,7 @@ def one_row(time_ms: float, tflops: float, seq: int = 131072) -> tuple[str, list
 RIGHT = 192.414
 
 
-def test_a_right_row() -> None:
+def test_correct_row() -> None:
     assert one_row(400, RIGHT) == ("agrees", [], RIGHT)
 
 

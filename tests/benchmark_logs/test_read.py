@@ -134,13 +134,13 @@ def test_settings_of_pasted_json() -> None:
     assert (row.heads, row.head_dim, row.batch, row.sources) == (40, 128, 1, {"heads": "line 1", "head_dim": "line 1"})
 
 
-def test_a_count_of_gpus_is_no_number_beside_the_word() -> None:
+def test_gpu_index_is_not_a_count_of_gpus() -> None:
     text = "step 3 tokens 4096 GPU 3 ok\non 32 GPUs\n| B | Seq Len | TFLOPs/s |\n| 1 | 8192 | 30.5 |\n"
     assert parse_log(text.encode(), "log").rows[0].world_size == 32
 
 
 @pytest.mark.parametrize("cell", ["1_000", "1e3", "0x10", "1.5", "-3", "½"])
-def test_what_is_no_whole_number_is_no_length(cell: str) -> None:
+def test_length_must_be_a_whole_number(cell: str) -> None:
     text = f"| B | Seq Len | TFLOPs/s |\n| 1 | {cell} | 30.5 |\n| 1 | 1,000 | 30.5 |\n"
     assert [row.seq for row in parse_log(text.encode(), "log").rows] == [1000]
 
@@ -173,24 +173,24 @@ def test_a_log_that_ends_inside_a_row(end: str, tflops: list[float | None], seve
     assert log.flags == tuple(flag for flag in audit([log]).flags if flag.code == "cut_off")
 
 
-def test_a_lone_figure_at_the_end_may_be_cut() -> None:
+def test_single_figure_at_the_end_may_be_incomplete() -> None:
     log = parse_log(WHOLE[: WHOLE.index("6.79")].encode(), "log")
     assert [row.tflops for row in log.rows] == [13.0]
     assert [(flag.severity, flag.printed) for flag in log.flags] == [("note", "13")]
 
 
 @pytest.mark.parametrize("path", sorted(LOGS.glob("*.txt")), ids=lambda path: path.name[:3])
-def test_no_cut_changes_a_figure_in_silence(path: Path) -> None:
+def test_truncated_log_never_changes_a_figure_without_a_flag(path: Path) -> None:
     data = path.read_bytes()
-    whole = {row.line: row for row in read_log(path).rows}
+    complete_rows = {row.line: row for row in read_log(path).rows}
     for cut in range(7, len(data), 13):
         with contextlib.suppress(InputError):
             log = parse_log(data[:cut], str(path))
             for row in log.rows:
                 # Without its summary, the results block of log 002 is the row.
-                other = whole.get(row.line, whole.get(69))
-                same = all(getattr(row, name) == getattr(other, name) for name in ("seq", *row.steps))
-                assert same or log.flags, (cut, row)
+                complete_row = complete_rows.get(row.line, complete_rows.get(69))
+                is_equal = all(getattr(row, name) == getattr(complete_row, name) for name in ("seq", *row.steps))
+                assert is_equal or log.flags, (cut, row)
 
 
 def test_a_results_block_alone_is_a_row() -> None:
@@ -212,7 +212,7 @@ def test_interleaved_hosts_keep_their_tables() -> None:
     assert [r.tflops for r in parse_log(text.encode(), "log").rows] == [43.28, 44.44, 71.98, 71.98, None, None]
 
 
-def test_what_is_no_log(tmp_path: Path) -> None:
+def test_text_without_benchmark_rows(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("| name | value |\n|---|---|\n| x | 1 |\n")
     with pytest.raises(InputError, match=r"a\.txt: no benchmark rows"):
         read_log(tmp_path / "a.txt")
@@ -264,7 +264,7 @@ TABLE = "seq_len | num_heads | head_dim | fwd(ms) | tflops\n65536 | 32 | 128 | 1
 
 
 @pytest.mark.parametrize("line", ["step 7\n", "loss | 2.5\n", "batch = 3\n", "| seqlen | loss | a |\n"])
-def test_of_an_endless_log_the_beginning_is_read_and_it_says_so(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_beginning_of_a_huge_log_is_read_and_reported(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A log of 40 MB with a bar on every line would take minutes; the test lowers the limit to a hundredth."""
     monkeypatch.setattr(read, "_MAX_EFFORT", 10_000)
     filler = line * 12_000
@@ -279,7 +279,7 @@ def test_of_an_endless_log_the_beginning_is_read_and_it_says_so(line: str, monke
 
 @pytest.mark.parametrize("count", [1, 2, 7, 9])
 @pytest.mark.parametrize("end", ["", "\n", "\nstep 7\n"])
-def test_a_short_table_without_a_rule_is_no_wrapped_header(count: int, end: str) -> None:
+def test_short_table_without_a_rule_is_not_read_as_a_wrapped_header(count: int, end: str) -> None:
     head, row, _ = TABLE.split("\n", 2)
     log = parse_log((f"{head}\n" + f"{row}\n" * count + end).encode(), "some.log")
     assert [row.line for row in log.rows] == list(range(2, count + 2))

@@ -90,7 +90,7 @@ def test_published_summary_is_explained(published: TableReport) -> None:
         assert figure in text
 
 
-def test_without_the_logs_iteration_time_the_cpu_total_is_refused(published: TableReport) -> None:
+def test_cpu_total_is_not_used_where_earlier_work_ran_in_the_window(published: TableReport) -> None:
     bare = replace(published.table, context=replace(published.table.context, iteration_ns=None))
     overlap = analyse_table(bare).overlap
     assert (overlap.least, overlap.most, overlap.wall_source) == (None, None, "cpu_total")
@@ -155,7 +155,7 @@ def test_an_annotation_of_the_users_own_has_a_cpu_row() -> None:
     assert "same_name_on_cpu" in [out.reason for out in report.counted.left_out]
 
 
-def test_the_footer_tells_an_annotation_without_a_cpu_row() -> None:
+def test_footer_identifies_an_annotation_without_a_cpu_row() -> None:
     report = analyse_table(
         make_table(kernel_row("phase one", 7), kernel_row("fused_add", 1), kernel_row(FLASH, 5), total_ms=6)
     )
@@ -163,7 +163,7 @@ def test_the_footer_tells_an_annotation_without_a_cpu_row() -> None:
     assert warning_codes(report) == ["table_annotations_by_footer"]
 
 
-def test_rows_missing_from_the_table_are_said() -> None:
+def test_missing_rows_are_reported() -> None:
     report = analyse_table(make_table(kernel_row(FLASH, 5), total_ms=9))
     assert report.difference_ns == -4 * MS
     assert warning_codes(report) == ["table_off_footer"]
@@ -259,7 +259,7 @@ def test_no_leak_where_every_launch_ran_once() -> None:
     assert {kind.per_iteration_ns for kind in report.kinds} == {0.5 * MS}
 
 
-def test_no_claim_where_graphs_launch_many_kernels() -> None:
+def test_no_leak_is_reported_with_cuda_graphs() -> None:
     rows = [cpu_row("cudaLaunchKernel", 1, calls=4), cpu_row("cudaGraphLaunch", 1, calls=4), kernel_row(FLASH, 5, 400)]
     report = analyse_table(make_table(*rows), iterations=4)
     assert report.iterations is not None and not report.iterations.leak

@@ -32,7 +32,7 @@ def warning_codes(table_report: TableReport) -> list[str]:
 # --- names cut too early, whose kinds follow from their operators --------------------------------------------
 
 
-def test_cut_names_are_told_by_their_operator() -> None:
+def test_operators_give_the_kinds_of_cut_names() -> None:
     table_report = report("cut-names.txt")
     assert table_report.kinds_ns == {"flash_fwd": 75 * US, "cast": 20 * US, "elementwise": 5 * US}
     assert figures_of_table(table_report)["flash_fwd"] == 0.75
@@ -84,7 +84,7 @@ CUT = "void cutlass::device_kernel<flash::enable_sm90_or_la..."
         ([operator("flash_attn_3::fwd", 30), kernel("void my_very_lo...", 30)], {"other": 30}),
     ],
 )
-def test_only_what_the_operators_prove(rows: list[TableRow], expected: dict[str, int]) -> None:
+def test_cut_names_get_a_kind_only_if_the_operators_prove_it(rows: list[TableRow], expected: dict[str, int]) -> None:
     assert kinds(*rows) == expected
 
 
@@ -94,20 +94,20 @@ def test_only_what_the_operators_prove(rows: list[TableRow], expected: dict[str,
 def test_the_first_rows_of_a_table_are_not_the_whole() -> None:
     table_report = report("first-rows.txt")
     # 40 s are 32.00 %, 31.25 s 25.00 % and 30 s 24.00 %: of 125 s.
-    whole, slack = total_from_shares(table_report.table)
-    assert whole is not None and abs(whole - 125 * S) <= slack <= 0.0003 * 125 * S
+    total, slack = total_from_shares(table_report.table)
+    assert total is not None and abs(total - 125 * S) <= slack <= 0.0003 * 125 * S
     assert table_report.total_ns == 70_062_500_000
     assert abs(table_report.missing_ns - 54_937_500_000) <= slack
     assert figures_of_table(table_report)["all_gather"] == pytest.approx(0.32, abs=1e-4)
     assert warning_codes(table_report) == ["table_cut_off", "table_rows_missing"]
-    assert table_dict(table_report)["whole_ns"] == whole
+    assert table_dict(table_report)["whole_ns"] == total
     lines = tables_text([table_report], TextStyle()).splitlines()
     assert next(line for line in lines if line.startswith("all-gather")).split()[-4:-2] == ["%", "1,528"]
     assert next(line for line in lines if line.startswith("not in this table")).split()[-2:] == ["44.0", "%"]
     assert entry_of_table("a", table_report).figures["send_recv"].value == 0.0
 
 
-def test_a_printed_total_tells_what_is_missing() -> None:
+def test_footer_total_shows_missing_kernels() -> None:
     table_report = report("prefixed.txt")
     assert (table_report.total_ns, table_report.whole_ns, table_report.missing_ns) == (
         500 * US,
@@ -118,7 +118,7 @@ def test_a_printed_total_tells_what_is_missing() -> None:
     assert warning_codes(table_report) == ["table_off_footer"]
 
 
-def test_shares_that_contradict_one_another_tell_nothing() -> None:
+def test_contradictory_shares_give_no_total() -> None:
     rows = tuple(
         TableRow(name, 1, 1, 0, 0, 30 * MS, share, "ms", 1000) for name, share in (("a<1>", 0.30), ("b<1>", 0.20))
     )
@@ -173,7 +173,7 @@ epoch 2
 """
 
 
-def test_nvprof_before_its_parts_had_a_column() -> None:
+def test_old_nvprof_with_a_header_per_part() -> None:
     (table,) = read_tables(OLD_NVPROF.encode(), "log")
     assert [(row.name, row.self_device_ns, row.self_cpu_ns) for row in table.rows] == [
         ("flash_fwd_kernel(float const *, int)", 580 * MS, 0),
@@ -184,13 +184,13 @@ def test_nvprof_before_its_parts_had_a_column() -> None:
 
 
 @pytest.mark.parametrize("name", ["nsys.txt", "nvprof.txt"])
-def test_a_table_that_the_log_ends_in(name: str) -> None:
+def test_log_that_ends_inside_a_table(name: str) -> None:
     data = (TABLES / name).read_bytes()
     (table,) = read_tables(data[: data.index(b"flash_fwd" if name == "nsys.txt" else b"cudaMemcpyAsync") + 5], "log")
     assert [warning.code for warning in table.warnings] == ["table_cut_off"]
 
 
-def test_a_cut_off_table_says_what_was_skipped_too() -> None:
+def test_cut_off_table_also_reports_skipped_lines() -> None:
     lines = (TABLES / "first-rows.txt").read_text().splitlines(keepends=True)
     (table,) = read_tables("".join([*lines[:4], "NCCL WARN something\n", *lines[4:]]).encode(), "log")
     assert [(warning.code, warning.count) for warning in table.warnings] == [
@@ -212,7 +212,7 @@ def test_reports_follow_the_schema(path: Path, capsys: pytest.CaptureFixture[str
     assert data["table"]["total_ns"] == sum(data["table"]["kinds_ns"].values()) <= data["table"]["whole_ns"]
 
 
-def test_calls_beyond_reason_are_tried_no_longer_than_others() -> None:
+def test_huge_call_counts_take_no_longer() -> None:
     rows = (
         TableRow("cudaLaunchKernel", 1, 9 * 10**16, 9, 9),
         TableRow("flash_fwd_kernel<1>", 1, 1, 0, 0, 5),

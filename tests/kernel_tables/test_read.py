@@ -106,7 +106,7 @@ def test_several_tables_and_text_between() -> None:
     assert [table.line for table in tables] == [3, 14]
 
 
-def test_a_stray_line_inside_is_skipped_and_said() -> None:
+def test_unrelated_line_inside_a_table_is_skipped_and_reported() -> None:
     lines = SMALL.splitlines()
     table = read_tables("\n".join([*lines[:4], "NCCL WARN something", *lines[4:]]).encode(), "log")[0]
     assert len(table.rows) == 3
@@ -238,7 +238,7 @@ TABLE = "Name    Calls  Self CPU\n------  -----  --------\n"
         ("Name,Instances,Total Time (ns)\n" + "a,1,1\n" * 100_001, "100000 rows of kernel tables"),
     ],
 )
-def test_a_log_made_to_hold_tables_without_end_is_refused(text: str, most: str) -> None:
+def test_log_with_too_many_tables_is_refused(text: str, most: str) -> None:
     with pytest.raises(KernelTableError, match=f"some.log: more than {most}: cut out the part"):
         read_tables(text.encode(), "some.log")
 

@@ -42,7 +42,7 @@ def cause(outcomes: dict[int, RankOutcome], disconnected: list[int] | None = Non
         ({0: stopped("SIGTERM")}, [], "rank 0 was stopped by SIGTERM in iterations, step 3"),
     ],
 )
-def test_the_cause_is_told_from_its_effects(
+def test_cause_is_distinguished_from_its_effects(
     outcomes: dict[int, RankOutcome], disconnected: list[int], expected: str
 ) -> None:
     error = cause(outcomes, disconnected)
@@ -54,7 +54,7 @@ def test_interrupt_by_the_user_is_not_a_failure() -> None:
     assert isinstance(error, Interrupted) and error.exit_code == 130
 
 
-def test_what_all_ranks_refuse_or_find_wrong_is_its_own_error() -> None:
+def test_refusal_or_verification_error_keeps_its_class() -> None:
     assert isinstance(cause({0: failed("UnsupportedWorkloadError", "odd")}), UnsupportedWorkloadError)
     assert isinstance(cause({0: failed("VerificationError", "wrong")}), VerificationError)
 
@@ -79,7 +79,7 @@ def test_the_log_has_every_rank(tmp_path: Path) -> None:
     assert written == tmp_path / "mine.failed.log" and written.read_text() == text
 
 
-def test_a_log_goes_to_the_temporary_files_where_there_is_no_output(
+def test_log_is_written_to_the_temporary_folder_without_an_output_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

@@ -171,8 +171,8 @@ def test_unauthenticated_connections_are_closed(trouble: CallLog, data: bytes) -
 
 def test_at_most_200_unauthenticated_bytes_are_read(trouble: CallLog) -> None:
     server = HeartbeatServer(2, trouble)
-    known = credentials(1, server.token)
-    padded = known[:-2] + b" " * (200 - len(known)) + known[-2:]
+    message = credentials(1, server.token)
+    padded = message[:-2] + b" " * (200 - len(message)) + message[-2:]
     with socket.create_connection(("127.0.0.1", server.port), 5) as waiting:
         waiting.sendall(b" " * 199)
         waiting.settimeout(0.5)
