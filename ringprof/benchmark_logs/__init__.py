@@ -1,15 +1,15 @@
-"""Benchmark logs: the printed tables and blocks of ring-attention systems, read into rows whose arithmetic is audited.
+"""Reader and audit of benchmark logs: printed tables and blocks of ring-attention systems, as rows with verdicts.
 
-In the order in which a log goes through them:
+Modules, in the order in which a log passes through them:
 
-    rows        what a log says and what the audit says of it, as values
-    cells       numbers, lengths and names as logs print them
-    prose       what stands beside tables: results printed line by line, and settings
-    pipes       rows of tables whose cells stand between bars
-    read        a whole log: every row with the settings that hold for it
-    rates       each row's TFLOP/s computed again, and the verdict on them
-    sections    what is odd about a table or a row, whatever its settings
-    audit       all of it together, and rows of several logs against one another
+    rows        the contents of a log and the results of the audit, as values
+    cells       parsers of printed numbers, lengths and names
+    free_text   parser of the text outside tables: results printed line by line, and settings
+    pipes       parser of tables whose cells are separated by bars
+    read        reader of a whole log: every row with the settings that apply to it
+    rates       recomputation of each row's TFLOP/s, and the verdict on it
+    sections    findings about a table or a row that need no settings
+    audit       the whole audit, with comparisons between several logs
     show        the audit as text, JSON and CSV
-    logs        `ringprof.logs`: the room's door
+    logs        `ringprof.logs`, the package's public entry point
 """

@@ -1,4 +1,4 @@
-"""Cells and names of benchmark logs: numbers with the worth of their last digit, systems, headings."""
+"""Parsers of the cells and headings of benchmark logs: numbers with the value of their last digit, and systems."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _NUMBER = re.compile(r"[0-9]{1,15}(?:,[0-9]{3}){0,4}(?:\.[0-9]{1,12})?")
 _SEQUENCE = re.compile(r"([0-9]{1,12}(?:,[0-9]{3}){0,3})\s?([kKM]?)")
 _SCALE = {"": 1, "k": 1 << 10, "K": 1 << 10, "M": 1 << 20}
 NO_NUMBER = frozenset({"x", "X", "\u00d7", "-", "--", "—", "n/a", "N/A", "NA", "nan", "NaN", ""})
-"""What says that there is no value."""
+"""Texts of cells that hold no value."""
 
-# The first that a heading contains names the system. Burst's own tables name its rivals only in other headings.
+# The first pattern that a heading matches names the system. Burst's logs name other systems only in other headings.
 _SYSTEMS = (
     ("burst", re.compile(r"burst", re.IGNORECASE)),
     ("double_ring", re.compile(r"double[ _-]?ring|loong", re.IGNORECASE)),
@@ -26,7 +26,7 @@ LAYOUT_NAMES = {"basic": "contiguous", "ring": "contiguous", "zigzag": "zigzag",
 
 
 def parse_number(cell: str) -> tuple[float, float] | None:
-    """(value, worth of the last printed digit) of a cell; None where it holds no number."""
+    """Parse a cell as (value, value of one unit in the last printed digit); None where it holds no number."""
     text = cell.strip()
     if not _NUMBER.fullmatch(text):
         return None
@@ -34,31 +34,31 @@ def parse_number(cell: str) -> tuple[float, float] | None:
     return float(plain), 10.0 ** -len(plain.partition(".")[2])
 
 
-def integer(cell: str) -> int | None:
-    """A whole number, None for anything else."""
-    found = parse_number(cell)
-    return int(found[0]) if found is not None and "." not in cell else None
+def parse_integer(cell: str) -> int | None:
+    """Parse a whole number; None for every other cell."""
+    number = parse_number(cell)
+    return int(number[0]) if number is not None and "." not in cell else None
 
 
-def sequence(cell: str) -> int | None:
-    """A sequence length: ``131072``, ``131,072``, ``128k`` (of 1024) or ``1M``."""
+def parse_sequence(cell: str) -> int | None:
+    """Parse a sequence length: ``131072``, ``131,072``, ``128k`` (k is 1024) or ``1M``; None for every other cell."""
     match = _SEQUENCE.fullmatch(cell.strip())
     return int(match[1].replace(",", "")) * _SCALE[match[2]] if match else None
 
 
-def truth(cell: str) -> bool | None:
-    """A printed boolean."""
+def parse_bool(cell: str) -> bool | None:
+    """Parse a printed boolean; None for every other cell."""
     return {"true": True, "false": False, "yes": True, "no": False}.get(cell.strip().lower())
 
 
 @lru_cache(maxsize=256)
 def system_of(label: str) -> str:
-    """The system that a heading names; ``unknown`` where none is known."""
+    """Return the system that a heading names; ``unknown`` where it names no known system."""
     return next((system for system, pattern in _SYSTEMS if pattern.search(label)), "unknown")
 
 
 def placement_of(label: str) -> str | None:
-    """``head_first`` or ``ring_first`` where a heading says so."""
+    """Return ``head_first`` or ``ring_first`` if a heading states the placement, else None."""
     plain = label.lower().replace("_", " ").replace("-", " ")
     if "ring first" in plain or "context first" in plain:
         return "ring_first"

@@ -1,16 +1,16 @@
-"""What a benchmark log says beside its tables: results printed line by line, and settings, also in headings."""
+"""Parser of the text outside the tables of a benchmark log: results printed line by line, and settings."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
 
-from ringprof.benchmark_logs.cells import integer, parse_number
+from ringprof.benchmark_logs.cells import parse_integer, parse_number
 from ringprof.benchmark_logs.rows import Fields, LogSettings
 from ringprof.log_lines import LogLines
 
-_LONGEST_BLOCK = 60
-"""Lines."""
+_MAX_BLOCK_LINES = 60
+"""Most lines of one block of results."""
 
 _PASS = r"(forward_backward|forward|backward) {0,4}: {0,4}([0-9]{1,12}(?:\.[0-9]{1,9})?) {0,4}"
 _TIME = re.compile(_PASS + r"(ms|us|s)\b")
@@ -39,45 +39,51 @@ _FIGURES = {
 
 
 def read_burst_figures(lines: LogLines, index: int) -> tuple[Fields, int] | None:
-    """(times in ms and TFLOP/s of the lines from ``index`` on, lines used); None where none follow."""
+    """Read the times in ms and the TFLOP/s in the lines from ``index`` on; return them and the number of lines read.
+
+    None where no figures follow.
+    """
     fields: Fields = {}
     steps: dict[str, float] = {}
     used = 0
-    for line in lines.between(index, index + _LONGEST_BLOCK):
+    for line in lines.between(index, index + _MAX_BLOCK_LINES):
         times, rates = list(_TIME.finditer(line)), list(_RATE.finditer(line))
         if (not times and not rates and line.strip() and used >= 2) or "seqlen" in line:
             break
         for match in times:
             if name := _TIMES.get(match[1]):
-                fields[name], steps[name] = _scaled(match[2], match[3])
+                fields[name], steps[name] = _parse_figure(match[2], match[3])
         for match in rates:
             name = _RATES[match[1].lower()]
-            fields[name], steps[name] = _scaled(match[2])
+            fields[name], steps[name] = _parse_figure(match[2])
         used += 1
         if rates:
             break
     return (fields | {"steps": steps}, used) if fields else None
 
 
-def _scaled(text: str, unit: str = "") -> tuple[float, float]:
-    """A figure and the worth of its last digit, in the unit of its column."""
+def _parse_figure(text: str, unit: str = "") -> tuple[float, float]:
+    """Parse a figure; return it and the value of its last digit, both converted to ms or MB."""
     value, step = parse_number(text) or (0.0, 0.0)
     scale = _SCALES.get(unit, 1.0)
-    # The unit's worth is put on the exact decimal figure, so that 0.06 s is 60 ms and not a hair more.
+    # Rounded, so that 0.06 s is exactly 60 ms.
     return round(value * scale, 9), round(step * scale, 9)
 
 
 def read_results(lines: LogLines, index: int) -> tuple[Fields, int] | None:
-    """(fields of the results block headed at line ``index``, lines used); None where none begins there."""
+    """Read the block of results that begins at line ``index``; return its fields and the number of lines read.
+
+    None where no block begins there.
+    """
     head = _RESULTS.search(lines[index]) if "Benchmark Results for" in lines[index] else None
     if head is None:
         return None
     items: dict[str, str] = {}
     used = 1
-    for line in lines.between(index + 1, index + _LONGEST_BLOCK):
+    for line in lines.between(index + 1, index + _MAX_BLOCK_LINES):
         if "Benchmark Summary" in line or "Benchmark Results for" in line or "|" in line:
             break
-        # Where the log ends inside a line only a unit proves that the figure before it is whole.
+        # Where the log ends inside a line, only a unit after a figure proves that the figure is complete.
         if (match := _ITEM.search(line)) and not (lines.is_open(index + used) and not _has_unit(match[2])):
             items[match[1].strip().lower()] = match[2].strip()
         used += 1
@@ -90,13 +96,14 @@ def _has_unit(text: str) -> bool:
 
 
 def _from_items(items: dict[str, str]) -> Fields:
-    fields: Fields = {name: integer(items.get(key, "")) for key, name in _INTEGERS.items()}
+    """Convert the printed items of a results block to fields of a `LogRow`."""
+    fields: Fields = {name: parse_integer(items.get(key, "")) for key, name in _INTEGERS.items()}
     fields["dtype"] = items.get("dtype")
     steps: dict[str, float] = {}
     for key, name in _FIGURES.items():
         text = items.get(key, "")
         if match := _FIGURE.match(text):
-            fields[name], steps[name] = _scaled(match[1], match[2] or "")
+            fields[name], steps[name] = _parse_figure(match[1], match[2] or "")
         elif text.upper().startswith("OOM"):
             fields["oom"] = True
     mask = items.get("attention mask")
@@ -125,7 +132,7 @@ _SEQS = re.compile(
     rf"\bseq(?:uence)?[_ ]?len(?:gths?)?s?{_GAP}([0-9]{{2,9}}(?: ?, ?[0-9]{{2,9}}){{0,63}})", re.IGNORECASE
 )
 
-# A line without any of these states nothing; to look for them is many times quicker than to match the patterns.
+# A line without any of these words states no settings. Searching for them is much faster than matching the patterns.
 _NUMBER_WORDS = ("heads", "head_", "head d", "dim_per", "batch", "bs", "hidden", "world")
 _DEVICE_WORDS = ("gpu", "00", "a10", "a40", "h20", "l20", "l40", "090", "mi")
 
@@ -134,41 +141,43 @@ _LOG_SUFFIXES = (".log", ".txt", ".csv", ".json")
 
 
 def read_settings(settings: LogSettings, line: str, number: int) -> LogSettings:
-    """``settings`` with what this line states; where it states nothing, the same object."""
-    lower, found = line.lower(), Fields()
+    """Return ``settings`` updated with those that line ``number`` states; the same object where it states none."""
+    lower, fields = line.lower(), Fields()
     assigns = ":" in line or "=" in line
     if assigns and any(word in lower for word in _NUMBER_WORDS):
         for match in _NUMBER.finditer(line):
-            found.setdefault(next(name for name, text in match.groupdict().items() if text), int(match[7]))
+            fields.setdefault(next(name for name, text in match.groupdict().items() if text), int(match[7]))
     if any(word in lower for word in _DEVICE_WORDS):
-        found = _read_devices(line, found)
+        fields = _read_devices(line, fields)
     if assigns and "len" in lower and (listed := _SEQS.search(line)):
         seqs = tuple(int(part) for part in listed[1].split(","))
-        # One length is that of a run; a list is what the log says it measures.
+        # A single length is that of one run; a list states the lengths that the log measures.
         if len(seqs) > 1:
-            found["seqs"] = seqs
-    found = {name: value for name, value in found.items() if value}
-    return _with(settings, found, number) if found else settings
+            fields["seqs"] = seqs
+    fields = {name: value for name, value in fields.items() if value}
+    return _with_fields(settings, fields, number) if fields else settings
 
 
-def _read_devices(line: str, found: Fields) -> Fields:
+def _read_devices(line: str, fields: Fields) -> Fields:
+    """Return ``fields`` with the GPU model and the number of GPUs that a line states."""
     if match := _GPU_COUNT.search(line):
-        return found | {"world_size": int(match[1]), "device": match[2]}
+        return fields | {"world_size": int(match[1]), "device": match[2]}
     if match := _GPUS.search(line):
-        found.setdefault("world_size", int(match[1]))
+        fields.setdefault("world_size", int(match[1]))
     if match := _DEVICE_ALONE.search(line):
-        found["device"] = match[1]
-    return found
+        fields["device"] = match[1]
+    return fields
 
 
-def _with(settings: LogSettings, found: Fields, number: int) -> LogSettings:
-    heads, hidden = found.get("heads", settings.heads), found.get("hidden", settings.hidden)
-    # A hidden size gives the head dimension once the heads are known, in whichever order they stand.
-    if heads and hidden and "head_dim" not in found and settings.head_dim is None and hidden % heads == 0:
-        found["head_dim"] = hidden // heads
-    return replace(settings, **found, lines={**settings.lines, **dict.fromkeys(found, number)})
+def _with_fields(settings: LogSettings, fields: Fields, number: int) -> LogSettings:
+    """Return settings updated with the fields read from line ``number``."""
+    heads, hidden = fields.get("heads", settings.heads), fields.get("hidden", settings.hidden)
+    # A hidden size gives the head dimension once the number of heads is known, in whichever order they are stated.
+    if heads and hidden and "head_dim" not in fields and settings.head_dim is None and hidden % heads == 0:
+        fields["head_dim"] = hidden // heads
+    return replace(settings, **fields, lines={**settings.lines, **dict.fromkeys(fields, number)})
 
 
 def log_names(line: str) -> list[str]:
-    """Names of log files that a line quotes."""
+    """Return the names of log files that a line quotes."""
     return _LOG_NAME.findall(line) if any(suffix in line for suffix in _LOG_SUFFIXES) else []

@@ -1,4 +1,4 @@
-"""`ringprof.logs`: benchmark logs as one audited table."""
+"""Public function `ringprof.logs`, and its result: benchmark logs as one audited table."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ if TYPE_CHECKING:
 
 
 class BenchmarkLogs:
-    """Benchmark logs, read and audited. Made by `logs`."""
+    """Benchmark logs, read and audited. Created by `logs`."""
 
-    def __init__(self, read: Sequence[BenchmarkLog], given: LogSettings | None = None, spread: float = SPREAD) -> None:
-        self._audit: LogAudit = audit(read, given, spread)
+    def __init__(
+        self, benchmark_logs: Sequence[BenchmarkLog], user_settings: LogSettings | None = None, spread: float = SPREAD
+    ) -> None:
+        self._audit: LogAudit = audit(benchmark_logs, user_settings, spread)
 
     @property
     def name(self) -> str:
-        """The files that were read."""
-        return ", ".join(dict.fromkeys(one.row.file for one in self.rows))
+        """Names of the files that were read, joined by commas."""
+        return ", ".join(dict.fromkeys(audited.row.file for audited in self.rows))
 
     @property
     def rows(self) -> tuple[JudgedRow, ...]:
@@ -39,41 +41,47 @@ class BenchmarkLogs:
 
     @property
     def flags(self) -> tuple[Flag, ...]:
-        """What is odd, by file and line, each with the arithmetic that shows it."""
+        """Findings of the audit by file and line, each with the arithmetic that shows it."""
         return self._audit.flags
 
-    def add(self, more: Iterable[Flag]) -> None:
-        """Take in flags that others have found, each at its place."""
-        self._audit = with_flags(self._audit, more)
+    def add(self, further_flags: Iterable[Flag]) -> None:
+        """Add further flags, sorted by file and line among the others."""
+        self._audit = with_flags(self._audit, further_flags)
 
     def frame(self) -> pd.DataFrame:
-        """A row a printed row; columns `ringprof.benchmark_logs.show.LOG_COLUMNS`; what is not printed is missing."""
-        import pandas as pd  # here, because it takes longer to import than most logs to read
+        """Return a data frame with one row per printed row; a value that is not printed is missing.
+
+        The columns are `ringprof.benchmark_logs.show.LOG_COLUMNS`.
+        """
+        import pandas as pd  # imported here, because the import takes longer than reading most logs
 
         return pd.DataFrame(map(show.record_of, self.rows), columns=list(show.LOG_COLUMNS)).convert_dtypes()
 
     def report(self) -> JsonObject:
-        """The report of ``--format json``, schema ``ringprof.logs/1``."""
+        """Return the report of ``--format json``, schema ``ringprof.logs/1``."""
         return show.audit_dict(self._audit)
 
     def entries(self, label: str) -> list[Measurement]:
-        """Each row that has a figure as one side of a comparison, by file and line: ``label`` is not needed."""
-        return [show.entry_of_row(one.row) for one in self.rows if not one.row.missing]
+        """Return each row that has a figure as one side of a comparison.
+
+        Rows are labelled by file and line; ``label`` is ignored.
+        """
+        return [show.entry_of_row(audited.row) for audited in self.rows if not audited.row.missing]
 
     def to_csv(self) -> str:
-        """The rows as CSV with a header, safe to open in a spreadsheet."""
-        return csv_text(show.LOG_COLUMNS, (show.record_of(one).values() for one in self.rows))
+        """Return the rows as CSV with a header, safe to open in a spreadsheet."""
+        return csv_text(show.LOG_COLUMNS, (show.record_of(audited).values() for audited in self.rows))
 
     def to_terminal(self, style: TextStyle | None = None) -> str:
-        """Rows and flags for people, as text; without a style as wide as they need."""
+        """Return rows and flags as text; without a style, tables are as wide as they need."""
         return show.audit_text(self._audit, style)
 
     def __repr__(self) -> str:
-        files = len({one.row.file for one in self.rows})
+        files = len({audited.row.file for audited in self.rows})
         return f"<ringprof.BenchmarkLogs of {files} files: {len(self.rows)} rows, {len(self.flags)} flags>"
 
     def _repr_html_(self) -> str:
-        """The terminal report, for notebooks."""
+        """Return the terminal report as HTML, for notebooks."""
         return f'<pre style="line-height: 1.2">{html.escape(self.to_terminal())}</pre>'
 
 
@@ -89,16 +97,19 @@ def logs(
     spread: float = SPREAD,
     memory_bytes: int = MEMORY_BYTES,
 ) -> BenchmarkLogs:
-    """Read benchmark logs and audit them: every row's TFLOP/s computed again from its own time and settings.
+    """Read benchmark logs and audit them: every row's TFLOP/s are computed again from its own time and settings.
 
-    ``batch`` to ``device`` hold where a log does not state them: query heads, GPUs (``world``), the mask, the model of
-    GPU (such as ``A800``). Nothing else is assumed. ``spread`` is the relative difference up to which one configuration
-    may differ between logs, ``memory_bytes`` what reading one may take. Raises `InputError` where one cannot be read or
-    holds no benchmark rows, `UsageError` for a count below 1.
+    ``batch``, ``heads`` (query heads), ``head_dim``, ``world`` (number of GPUs), ``causal`` and ``device`` (GPU model,
+    such as ``A800``) apply where a log does not state them. Nothing else is assumed. ``spread`` is the largest relative
+    difference between logs that is not flagged for one configuration. ``memory_bytes`` is the most memory that reading
+    one log may take. Raises `InputError` for a log that cannot be read or holds no benchmark rows, and `UsageError` for
+    a count below 1.
     """
     refuse_below_one({"batch": batch, "heads": heads, "head_dim": head_dim, "world": world})
-    listed = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
-    given = LogSettings(batch=batch, heads=heads, head_dim=head_dim, world_size=world, causal=causal, device=device)
+    path_list = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    user_settings = LogSettings(
+        batch=batch, heads=heads, head_dim=head_dim, world_size=world, causal=causal, device=device
+    )
     limits = Limits(memory_bytes)
-    read = [read_log(path, limits) for path in dict.fromkeys(os.fspath(path) for path in listed)]
-    return BenchmarkLogs(read, given, spread)
+    benchmark_logs = [read_log(path, limits) for path in dict.fromkeys(os.fspath(path) for path in path_list)]
+    return BenchmarkLogs(benchmark_logs, user_settings, spread)

@@ -1,5 +1,8 @@
-"""Reads rows of tables whose cells stand between ``|``: the summaries of Transformer Engine, double ring, USP and
-Ulysses scripts, Markdown tables of them, and tables by ring type."""
+"""Parser of tables whose cells are separated by ``|``.
+
+Such tables are the summaries of Transformer Engine, double ring, USP and Ulysses scripts, Markdown tables of them, and
+tables by ring type.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ringprof.benchmark_logs.cells import LAYOUT_NAMES, NO_NUMBER, integer, parse_number, sequence, truth
+from ringprof.benchmark_logs.cells import (
+    LAYOUT_NAMES,
+    NO_NUMBER,
+    parse_bool,
+    parse_integer,
+    parse_number,
+    parse_sequence,
+)
 from ringprof.benchmark_logs.rows import Fields
 from ringprof.log_lines import LinePrefix, LogLines
 
@@ -27,53 +37,53 @@ _FIGURES = {
 }
 _SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "dtype": ("dtype", lambda cell: cell or None),
-    "b": ("batch", integer),
-    "batch": ("batch", integer),
-    "batchsize": ("batch", integer),
-    "seqlen": ("seq", sequence),
-    "sequencelength": ("seq", sequence),
-    "numheads": ("heads", integer),
-    "heads": ("heads", integer),
-    "headdim": ("head_dim", integer),
-    "dim": ("head_dim", integer),
-    "causal": ("causal", truth),
-    "spsize": ("world_size", integer),
-    "cpsize": ("world_size", integer),
-    "worldsize": ("world_size", integer),
+    "b": ("batch", parse_integer),
+    "batch": ("batch", parse_integer),
+    "batchsize": ("batch", parse_integer),
+    "seqlen": ("seq", parse_sequence),
+    "sequencelength": ("seq", parse_sequence),
+    "numheads": ("heads", parse_integer),
+    "heads": ("heads", parse_integer),
+    "headdim": ("head_dim", parse_integer),
+    "dim": ("head_dim", parse_integer),
+    "causal": ("causal", parse_bool),
+    "spsize": ("world_size", parse_integer),
+    "cpsize": ("world_size", parse_integer),
+    "worldsize": ("world_size", parse_integer),
     "ringtype": ("layout", lambda cell: LAYOUT_NAMES.get(cell.lower())),
-    "ulyssesdegree": ("ulysses_degree", integer),
-    "ringdegree": ("ring_degree", integer),
-    "fwdonly": ("forward_only", truth),
-    "doublering": ("double_ring", truth),
+    "ulyssesdegree": ("ulysses_degree", parse_integer),
+    "ringdegree": ("ring_degree", parse_integer),
+    "fwdonly": ("forward_only", parse_bool),
+    "doublering": ("double_ring", parse_bool),
 }
 _KNOWN = {*_FIGURES, *_SETTINGS, "qkvformat", "cp", "window", "cudakernel", "optbwd"}
 _LENGTHS = {"seqlen", "sequencelength"}
 _MARKDOWN_RULE = re.compile(r"[|:\- ]*")
 
-_MOST_PIECES = 8
-"""Lines that one wrapped row may spread over."""
+_MAX_WRAPPED_LINES = 8
+"""Most lines that one wrapped row may spread over."""
 
 
 @dataclass(frozen=True)
 class PipeHeader:
-    """The header of one table."""
+    """Header of one table."""
 
     line: int
-    """Index."""
-    used: int
-    """Lines that it takes."""
+    """Index of its first line."""
+    line_count: int
+    """Number of lines that it takes."""
     prefix: LinePrefix
-    """What a launcher put before the first cell."""
+    """Prefix that a launcher put before the first cell."""
     titles: tuple[str, ...]
-    """As printed."""
+    """Printed titles of the columns."""
     keys: tuple[str, ...]
-    """Without spaces and underscores, lower case."""
+    """Normalised titles: lower case, without spaces, underscores and backquotes."""
     wrap: int
     """Width at which the log was wrapped; 0 where the header is on one line."""
 
     @property
     def known(self) -> int:
-        """Titles whose meaning is known."""
+        """Number of titles whose meaning is known."""
         return sum(key in _KNOWN for key in self.keys)
 
     @property
@@ -83,7 +93,7 @@ class PipeHeader:
 
     @property
     def is_burst(self) -> bool:
-        """Whether these are the settings of a Burst block, whose figures follow on lines of their own."""
+        """Whether this is the header of a Burst block's settings, whose figures follow on separate lines."""
         return "seqlen" in self.keys and _FIGURES.keys().isdisjoint(self.keys)
 
 
@@ -92,12 +102,13 @@ class PipeRow:
     """One row of a table."""
 
     fields: Fields
-    """By the names of `LogRow`; with the worth of each figure's last digit as ``steps``."""
-    used: int
-    """Lines that it takes."""
+    """Values by the field names of `LogRow`; ``steps`` has the value of each figure's last digit."""
+    line_count: int
+    """Number of lines that it takes."""
     last_figure: str
-    """What stands in the last column; empty where it is no figure."""
+    """Field name of the figure in the last column; empty where that column holds no figure."""
     last_cell: str
+    """Text of the last cell."""
 
 
 def _key(title: str) -> str:
@@ -105,99 +116,106 @@ def _key(title: str) -> str:
 
 
 def may_be_header(lines: LogLines, index: int) -> bool:
-    """Whether `find_pipe_header`, which takes ten times as long, could find one at line ``index``."""
+    """Return whether `find_pipe_header`, which takes ten times as long, could find a header at line ``index``."""
     line = lines[index]
     if line.count("|") < 2 or not any(_key(cell) in _KNOWN for cell in line.split("|")):
         return False
-    return _names_length(line) or _names_length("".join(lines.between(index, index + _MOST_PIECES)))
+    return _has_length_title(line) or _has_length_title("".join(lines.between(index, index + _MAX_WRAPPED_LINES)))
 
 
-def _names_length(text: str) -> bool:
+def _has_length_title(text: str) -> bool:
     key = _key(text)
     return any(title in key for title in _LENGTHS)
 
 
 def find_pipe_header(lines: LogLines, index: int) -> PipeHeader | None:
-    """The header that begins at line ``index``, or None: bars between at least three known titles, one a length.
+    """Return the header that begins at line ``index``, or None.
 
-    Ask `may_be_header` first.
+    A header has bars between at least three known titles, one of which is the sequence length. Call `may_be_header`
+    first.
     """
     line = lines[index]
-    best, used = _header_of(line, index, 1, 0), 1
-    # A wrapped header goes on over lines without its prefix, each of which makes more of it known.
-    for following in lines.between(index + 1, index + _MOST_PIECES):
-        if _starts_anew(following, best) or _header_of(following, index, 1, 0) is not None:
+    best, line_count = _parse_header(line, index, 1, 0), 1
+    # A wrapped header continues over lines without its prefix, each of which adds known titles.
+    for next_line in lines.between(index + 1, index + _MAX_WRAPPED_LINES):
+        if _begins_new_row(next_line, best) or _parse_header(next_line, index, 1, 0) is not None:
             break
-        line, used = line + following, used + 1
-        found = _header_of(line, index, used, len(lines[index]))
-        if found is not None and (best is None or found.known > best.known):
-            best = found
-        elif best is not None and not following.strip():
-            return replace(best, used=used, wrap=len(lines[index]))
+        line, line_count = line + next_line, line_count + 1
+        candidate = _parse_header(line, index, line_count, len(lines[index]))
+        if candidate is not None and (best is None or candidate.known > best.known):
+            best = candidate
+        elif best is not None and not next_line.strip():
+            return replace(best, line_count=line_count, wrap=len(lines[index]))
     return best
 
 
-def _starts_anew(line: str, header: PipeHeader | None) -> bool:
+def _begins_new_row(line: str, header: PipeHeader | None) -> bool:
+    """Return whether a line begins a new row or ends the table, rather than continuing a wrapped line."""
     if not line.strip():
         return header is None
     if not line.strip("=-| :"):
         return True
-    # A wrapped line may go on with a bar; where rows begin with one, that is a new row.
+    # A wrapped line may continue with a bar; in a table whose rows begin with a bar, that is a new row.
     if (header is None or header.markdown) and line.lstrip().startswith("|"):
         return True
     if header is None:
         return line.lstrip().startswith("#")
     if header.prefix.text:
         return header.prefix.cut(line.lstrip()) is not None
-    cells = _cells(line, header) or []
-    return len(cells) == len(header.keys) and bool(_fields(cells, header).get("seq"))
+    cells = _split_cells(line, header) or []
+    return len(cells) == len(header.keys) and bool(_parse_fields(cells, header).get("seq"))
 
 
-def _header_of(text: str, index: int, used: int, wrap: int) -> PipeHeader | None:
-    if not _names_length(text):
+def _parse_header(text: str, index: int, line_count: int, wrap: int) -> PipeHeader | None:
+    """Parse a line, joined from ``line_count`` wrapped ones, as a header; None where it is none."""
+    if not _has_length_title(text):
         return None
     cells = text.split("|")
     if cells[-1].strip() == "":
         cells.pop()
     prefix = ""
-    if first := cells[0].split() if cells and _key(cells[0]) not in _KNOWN else []:
-        # The title may be of two words ("ring type"); what stands before it is the prefix.
-        title = next((t for n in (2, 1) if _key(t := " ".join(first[-n:])) in _KNOWN), "")
-        prefix = cells[0][: cells[0].rindex(first[-len(title.split())])] if title else cells[0]
+    if first_words := cells[0].split() if cells and _key(cells[0]) not in _KNOWN else []:
+        # The title may have two words ("ring type"); the text before it is the prefix.
+        title = next((t for n in (2, 1) if _key(t := " ".join(first_words[-n:])) in _KNOWN), "")
+        prefix = cells[0][: cells[0].rindex(first_words[-len(title.split())])] if title else cells[0]
         cells[0] = title
     keys = tuple(map(_key, cells))
-    header = PipeHeader(index, used, LinePrefix(prefix.strip()), tuple(cell.strip() for cell in cells), keys, wrap)
+    header = PipeHeader(
+        index, line_count, LinePrefix(prefix.strip()), tuple(cell.strip() for cell in cells), keys, wrap
+    )
     return header if header.known >= 3 and not _LENGTHS.isdisjoint(keys) else None
 
 
 def read_pipe_row(lines: LogLines, index: int, header: PipeHeader) -> PipeRow | None:
-    """The row that begins at line ``index``; None where no row of this table begins there."""
-    joined, used = lines[index], 1
+    """Read the row that begins at line ``index``; None where no row of this table begins there."""
+    joined, line_count = lines[index], 1
     if "|" not in joined:
         return None
-    cells = _cells(joined, header)
-    while cells is not None and used < min(_MOST_PIECES, len(lines) - index):
-        cut = len(cells) < len(header.keys) or (header.wrap > 0 and len(lines[index + used - 1]) == header.wrap)
-        following = lines[index + used]
-        if not cut or _starts_anew(following, header) or _header_of(following, index, 1, 0):
+    cells = _split_cells(joined, header)
+    while cells is not None and line_count < min(_MAX_WRAPPED_LINES, len(lines) - index):
+        incomplete = len(cells) < len(header.keys) or (
+            header.wrap > 0 and len(lines[index + line_count - 1]) == header.wrap
+        )
+        next_line = lines[index + line_count]
+        if not incomplete or _begins_new_row(next_line, header) or _parse_header(next_line, index, 1, 0):
             break
-        joined, used = joined + following, used + 1
-        cells = _cells(joined, header)
+        joined, line_count = joined + next_line, line_count + 1
+        cells = _split_cells(joined, header)
     if cells is None or len(cells) != len(header.keys):
         return None
-    fields = _fields(cells, header)
-    last = _FIGURES.get(header.keys[-1], "")
-    last = _time_of(fields) if last == "latency_ms" else last
-    return PipeRow(fields, used, last, cells[-1]) if fields.get("seq") else None
+    fields = _parse_fields(cells, header)
+    last_figure = _FIGURES.get(header.keys[-1], "")
+    last_figure = _time_name(fields) if last_figure == "latency_ms" else last_figure
+    return PipeRow(fields, line_count, last_figure, cells[-1]) if fields.get("seq") else None
 
 
-def _cells(text: str, header: PipeHeader) -> list[str] | None:
-    """Stripped cells; None where the line has another prefix, or is the rule of a Markdown table."""
+def _split_cells(text: str, header: PipeHeader) -> list[str] | None:
+    """Split a line into stripped cells; None for another prefix, or for the rule of a Markdown table."""
     content = header.prefix.cut(text.lstrip())
     if content is None or _MARKDOWN_RULE.fullmatch(content):
         return None
     cells = [cell.strip() for cell in content.split("|")]
-    # Markdown ends rows with a bar, and the header's own last bar was dropped.
+    # Markdown ends rows with a bar; in the header, the empty cell after the last bar was dropped, too.
     while len(cells) > len(header.keys) and not cells[-1]:
         cells.pop()
     if not header.markdown and len(cells) == len(header.keys) and cells[0].count(" "):
@@ -205,7 +223,8 @@ def _cells(text: str, header: PipeHeader) -> list[str] | None:
     return cells
 
 
-def _fields(cells: list[str], header: PipeHeader) -> Fields:
+def _parse_fields(cells: list[str], header: PipeHeader) -> Fields:
+    """Convert the cells of a row to fields of a `LogRow`, by the header's titles."""
     fields: Fields = {}
     steps: dict[str, float] = {}
     for key, cell in zip(header.keys, cells, strict=True):
@@ -214,18 +233,18 @@ def _fields(cells: list[str], header: PipeHeader) -> Fields:
             fields[name] = convert(cell)
         elif key in _FIGURES:
             name = _FIGURES[key]
-            if found := parse_number(cell):
-                fields[name], steps[name] = found
+            if number := parse_number(cell):
+                fields[name], steps[name] = number
             elif cell.lower() in ("oom", "out of memory"):
                 fields["oom"] = True
             elif cell in NO_NUMBER and name == "tflops":
                 fields["missing"] = True
     if "latency_ms" in fields:
-        name = _time_of(fields)
+        name = _time_name(fields)
         fields[name], steps[name] = fields.pop("latency_ms"), steps.pop("latency_ms")
     return fields | {"steps": steps}
 
 
-def _time_of(fields: Fields) -> str:
-    """What the one time of a row is of: forward, or forward and backward, as the row says."""
+def _time_name(fields: Fields) -> str:
+    """Return the field name of a row's only time: forward, or forward and backward, as the row states."""
     return "forward_ms" if fields.get("forward_only") else "forward_backward_ms"

@@ -1,9 +1,9 @@
-"""Reads the benchmark logs of ring-attention systems into rows, whatever stands between them.
+"""Reader of the benchmark logs of ring-attention systems into rows, with any text between the rows.
 
 Formats: the ``|`` tables of Transformer Engine, double ring, USP and Ulysses scripts, with or without a launcher's
 prefix; Markdown tables of the same; tables by ring type with throughput, latency, peak memory and speed; Burst's
-blocks of settings, times and rates; ``Benchmark Results for`` blocks. Settings that the text states elsewhere
-are put on the rows that follow and say from which line they come.
+blocks of settings, times and rates; ``Benchmark Results for`` blocks. Settings that the text states elsewhere apply to
+the rows that follow, which name the line that a setting comes from.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ringprof.limits import Limits
 from ringprof.log_lines import TEXT_SHARE, LinePrefix, LogLines
 
 _TWO_RINGS = re.compile(r"\[[0-9]+(?:, ?[0-9]+){0,4096}\]\s{1,16}\[[0-9]+(?:, ?[0-9]+){0,4096}\]")
-_MOST_HEADERS = 16
-"""Tables of different prefixes that may be interleaved."""
-_MOST_EFFORT = 1_000_000
-_OF_TABLE = 20
-"""How much is read of one log, in lines of prose; a line that may be a table's takes as long as so many of these."""
+_MAX_HEADERS = 16
+"""Most tables of different prefixes that may be interleaved."""
+_MAX_EFFORT = 1_000_000
+_TABLE_LINE_EFFORT = 20
+"""Effort of a line that may belong to a table; one plain line counts 1, and a log is read up to `_MAX_EFFORT`."""
 _TOO_LONG = "the log is longer than one that holds tables alone; cut these out of it"
 
 
@@ -37,7 +37,10 @@ def read_log(path: str | os.PathLike[str], limits: Limits | None = None) -> Benc
 
 
 def parse_log(data: bytes, name: str) -> BenchmarkLog:
-    """As `read_log`, for bytes that are there already; ``name`` is kept as ``LogRow.file``."""
+    """Read one log from its content; ``name`` is kept as ``LogRow.file``.
+
+    Raises `InputError` where it holds no benchmark rows.
+    """
     reader = _Reader(LogLines(data), name)
     reader.read()
     if not reader.rows:
@@ -50,7 +53,7 @@ def parse_log(data: bytes, name: str) -> BenchmarkLog:
 
 
 def has_rows(data: bytes) -> bool:
-    """Whether a log holds benchmark rows."""
+    """Return whether a log holds benchmark rows."""
     if b"|" not in data and b"Benchmark Results for" not in data:
         return False
     reader = _Reader(LogLines(data), "")
@@ -59,7 +62,7 @@ def has_rows(data: bytes) -> bool:
 
 
 class _Reader:
-    """Goes through the lines once, with the headings, settings and table headers that hold at each."""
+    """A single pass over the lines of a log, with the heading, settings and table headers that apply at each line."""
 
     def __init__(self, lines: LogLines, path: str) -> None:
         self.lines, self.path = lines, path
@@ -67,52 +70,52 @@ class _Reader:
         self.settings = LogSettings()
         self.flags: list[Flag] = []
         self.end = len(lines)
-        """Of what is read: less than all of a log that is too long."""
-        self._named: dict[str, int] = {}
+        """Index of the first line that is not read; before the log's end where the log is too long."""
+        self._first_mentions: dict[str, int] = {}
         self._label: tuple[str, int | None] = ("", None)
         self._headers: dict[str, PipeHeader] = {}
         self._prefixes: list[LinePrefix] = []
         self._effort = 0
         self._block: LogRow | None = None
-        self._two_rings = False
+        self._double_ring = False
         self._last_row: tuple[int, PipeRow] | None = None
 
     def read(self, *, only_first: bool = False) -> None:
-        """Read all rows, or no more than tells whether there are any."""
+        """Read all rows, or with ``only_first`` just the first one."""
         if not only_first:
-            self._survey()
+            self._find_prefixes()
         index = 0
         while index < self.end and not (only_first and self.rows):
-            index += self._step(index)
+            index += self._read_at(index)
             self._effort += 1
-            if self._effort > _MOST_EFFORT:
+            if self._effort > _MAX_EFFORT:
                 self.end = min(index, self.end)
         self._end_block()
-        self._check_end()
+        self._check_last_line()
 
-    def _survey(self) -> None:
-        """What launchers put before the lines of tables, so that headings with it are known too."""
-        found: dict[str, LinePrefix] = {}
+    def _find_prefixes(self) -> None:
+        """Find the prefixes that launchers put before the lines of tables, to read headings without them."""
+        prefixes: dict[str, LinePrefix] = {}
         for index, line in enumerate(self.lines):
-            if "|" in line and (header := self._header(index)) and header.prefix.text:
-                found.setdefault(header.prefix.key, header.prefix)
-            if len(found) == _MOST_HEADERS or self._effort > _MOST_EFFORT:
+            if "|" in line and (header := self._find_header(index)) and header.prefix.text:
+                prefixes.setdefault(header.prefix.key, header.prefix)
+            if len(prefixes) == _MAX_HEADERS or self._effort > _MAX_EFFORT:
                 break
-        self._prefixes, self._effort = list(found.values()), 0
+        self._prefixes, self._effort = list(prefixes.values()), 0
 
-    def _step(self, index: int) -> int:
-        """Reads what begins at a line, and returns how many lines it took."""
+    def _read_at(self, index: int) -> int:
+        """Read the item that begins at line ``index``; return the number of lines that it takes."""
         line = self.lines[index]
-        if "|" in line and (used := self._pipes(index)):
-            return used
+        if "|" in line and (line_count := self._read_pipes(index)):
+            return line_count
         if block := read_results(self.lines, index):
-            self._results(block[0], index)
+            self._read_results_block(block[0], index)
             return block[1]
         if "[" in line and _TWO_RINGS.search(line):
-            self._two_rings = True
-        self._heading(line, index)
+            self._double_ring = True
+        self._read_heading(line, index)
         for name in log_names(line):
-            first = self._named.setdefault(name, index + 1)
+            first = self._first_mentions.setdefault(name, index + 1)
             if first != index + 1:
                 message = f"{name} is listed a second time (first on line {first}): another file was probably meant"
                 self.flags.append(Flag("repeated_source", "note", self.path, index + 1, message, name))
@@ -121,86 +124,91 @@ class _Reader:
             self._effort += 0 if self.settings is before else 2
         return 1
 
-    def _heading(self, line: str, index: int) -> None:
+    def _read_heading(self, line: str, index: int) -> None:
+        """Update the current label from a line that is a heading or a list item."""
         contents = (prefix.cut(line.lstrip()) for prefix in self._prefixes)
         text = next((content for content in contents if content), line).strip()
         if text.startswith("#"):
             self._end_block()
             self._headers.clear()
-            self._two_rings = False
+            self._double_ring = False
         elif not text.startswith(("- ", "* ")) or ": " in text or "=" in text:
             return
         self._label = (text.strip("#*- ").strip(), index + 1)
 
     # --- tables ---
 
-    def _header(self, index: int) -> PipeHeader | None:
+    def _find_header(self, index: int) -> PipeHeader | None:
+        """Return the table header that begins at line ``index``, or None; counts the effort of the search."""
         self._effort += 2
         if not may_be_header(self.lines, index):
             return None
-        self._effort += _OF_TABLE
+        self._effort += _TABLE_LINE_EFFORT
         return find_pipe_header(self.lines, index)
 
-    def _pipes(self, index: int) -> int:
-        header = self._header(index)
+    def _read_pipes(self, index: int) -> int:
+        """Read a header, a Burst block or a table row at line ``index``; return its number of lines, or 0."""
+        header = self._find_header(index)
         if header is not None:
             if header.is_burst:
-                return self._burst(header)
-            if len(self._headers) >= _MOST_HEADERS:
+                return self._read_burst(header)
+            if len(self._headers) >= _MAX_HEADERS:
                 self._headers.clear()
             self._headers[header.prefix.key] = header
-            return header.used
+            return header.line_count
         for header in self._headers.values():
-            if found := read_pipe_row(self.lines, index, header):
-                self._table_row(found.fields, header, index)
-                self._last_row = (index + found.used - 1, found)
-                return found.used
+            if row := read_pipe_row(self.lines, index, header):
+                self._add_table_row(row.fields, header, index)
+                self._last_row = (index + row.line_count - 1, row)
+                return row.line_count
         return 0
 
-    def _table_row(self, fields: Fields, header: PipeHeader, index: int) -> None:
+    def _add_table_row(self, fields: Fields, header: PipeHeader, index: int) -> None:
+        """Add a table row, with its system by layout, and with the settings of a results block that it repeats."""
         kind = "ring_type" if "ringtype" in header.keys else "markdown" if header.markdown else "columns"
         ulysses, ring = fields.get("ulysses_degree"), fields.get("ring_degree")
         if ulysses and ring:
             fields.setdefault("world_size", ulysses * ring)
-        row = self._row(fields, index, kind, header.titles)
+        row = self._build_row(fields, index, kind, header.titles)
         if row.layout is not None:
-            own = "ring" if row.layout == "contiguous" else row.layout
-            row = replace(row, system="usp" if (ulysses or 1) > 1 else own)
+            system = "ring" if row.layout == "contiguous" else row.layout
+            row = replace(row, system="usp" if (ulysses or 1) > 1 else system)
         if self._block is not None and _same_run(self._block, row):
-            row = _completed(row, self._block)
+            row = _with_block_settings(row, self._block)
             self._block = None
         self.rows.append(row)
 
-    def _burst(self, header: PipeHeader) -> int:
-        """A block: titles, their values, then lines of times and of rates."""
-        start = at = header.line + header.used
-        while at < min(len(self.lines), start + 3) and not self.lines[at].strip():
-            at += 1
-        found = read_pipe_row(self.lines, at, header) if at < len(self.lines) else None
-        figures = read_burst_figures(self.lines, at + found.used) if found else None
-        if found is None or figures is None:
-            return header.used
-        row = self._row(found.fields | figures[0], at, "burst", header.titles)
+    def _read_burst(self, header: PipeHeader) -> int:
+        """Read a Burst block: titles, their values, then lines of times and rates; return its number of lines."""
+        start = row_index = header.line + header.line_count
+        while row_index < min(len(self.lines), start + 3) and not self.lines[row_index].strip():
+            row_index += 1
+        settings_row = read_pipe_row(self.lines, row_index, header) if row_index < len(self.lines) else None
+        figures = read_burst_figures(self.lines, row_index + settings_row.line_count) if settings_row else None
+        if settings_row is None or figures is None:
+            return header.line_count
+        row = self._build_row(settings_row.fields | figures[0], row_index, "burst", header.titles)
         self.rows.append(replace(row, system="burst"))
-        return at + found.used + figures[1] - header.line
+        return row_index + settings_row.line_count + figures[1] - header.line
 
-    def _results(self, fields: Fields, index: int) -> None:
+    def _read_results_block(self, fields: Fields, index: int) -> None:
+        """Keep the row of a results block, until a table row repeats it or the block ends."""
         self._end_block()
         label = fields.pop("label")
-        system = "double_ring" if self._two_rings else system_of(label)
-        row = self._row(fields, index, "results", ())
+        system = "double_ring" if self._double_ring else system_of(label)
+        row = self._build_row(fields, index, "results", ())
         self._block = replace(row, label=label, label_line=index + 1, system=system)
 
     def _end_block(self) -> None:
-        """A results block that no table row repeats is a row itself."""
+        """Add the last results block as a row, unless a table row has repeated it."""
         if self._block is not None:
             self.rows.append(self._block)
             self._block = None
 
     # --- rows ---
 
-    def _check_end(self) -> None:
-        """Where the log ends inside a row of a table, its last figure may be the beginning of another."""
+    def _check_last_line(self) -> None:
+        """Flag a log that is too long, or that ends inside a table row, whose last figure may be incomplete."""
         if self.end < len(self.lines):
             message = f"lines {self.end + 1} to {len(self.lines)} are not read: {_TOO_LONG}"
             self.flags.append(Flag("too_long", "warning", self.path, self.end + 1, message))
@@ -215,14 +223,18 @@ class _Reader:
             message = "the log ends inside this row, which is left out: it was cut off here"
             self.flags.append(Flag("cut_off", "warning", self.path, last + 1, message))
 
-    def _check_last_figure(self, row: LogRow, read: PipeRow) -> None:
-        """A figure with fewer decimals than those above it is left out; of a lone or a whole number nobody knows."""
-        name, cell = read.last_figure, read.last_cell
+    def _check_last_figure(self, row: LogRow, pipe_row: PipeRow) -> None:
+        """Leave out a last figure with fewer decimals than those above it; only note one that cannot be compared."""
+        name, cell = pipe_row.last_figure, pipe_row.last_cell
         complete = cell and (row.missing or not self.lines[len(self.lines) - 1][-1].isalnum())
         if not name or row.oom or complete:
             return
         step = row.steps.get(name, 0.0)
-        above = [one.steps[name] for one in self.rows[:-1] if one.columns == row.columns and name in one.steps]
+        above = [
+            earlier.steps[name]
+            for earlier in self.rows[:-1]
+            if earlier.columns == row.columns and name in earlier.steps
+        ]
         if step < 1 and step in above:
             return
         if step and step <= min(above, default=step):
@@ -234,11 +246,12 @@ class _Reader:
         message = f"the log ends inside the last figure of this row, which is left out ({cell or 'nothing'} is there)"
         self.flags.append(flag(row, "cut_off", "warning", message, cell or None))
 
-    def _row(self, fields: Fields, index: int, kind: str, titles: tuple[str, ...]) -> LogRow:
-        self._effort += _OF_TABLE
+    def _build_row(self, fields: Fields, index: int, kind: str, titles: tuple[str, ...]) -> LogRow:
+        """Build a row from its printed fields, the current heading and the settings stated so far."""
+        self._effort += _TABLE_LINE_EFFORT
         label, label_line = self._label
-        known = {name: value for name, value in fields.items() if value is not None}
-        stated = {name: getattr(self.settings, name) for name in STATED if name not in known}
+        printed = {name: value for name, value in fields.items() if value is not None}
+        stated = {name: getattr(self.settings, name) for name in STATED if name not in printed}
         stated = {name: value for name, value in stated.items() if value is not None}
         return LogRow(
             file=self.path,
@@ -250,7 +263,7 @@ class _Reader:
             placement=placement_of(label),
             columns=tuple(title for title in titles if title),
             sources={name: f"line {self.settings.lines.get(name, 0)}" for name in stated},
-            **known,
+            **printed,
             **stated,
         )
 
@@ -260,8 +273,8 @@ def _same_run(block: LogRow, row: LogRow) -> bool:
     return all(getattr(block, name) == getattr(row, name) for name in names)
 
 
-def _completed(row: LogRow, block: LogRow) -> LogRow:
-    """A summary row with the settings of the results block above it, which prints more of them."""
+def _with_block_settings(row: LogRow, block: LogRow) -> LogRow:
+    """Complete a summary row with the settings of the results block above it, which prints more settings."""
     names = ("heads", "kv_heads", "head_dim", "causal", "world_size", "dtype")
     added = {name: getattr(block, name) for name in names if getattr(row, name) is None or name in row.sources}
     added = {name: value for name, value in added.items() if value is not None}

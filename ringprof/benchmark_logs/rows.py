@@ -1,6 +1,6 @@
-"""What a benchmark log says, as rows, and what the audit says of them.
+"""Contents of a benchmark log, as rows, and the audit's results for them.
 
-Times are in ms, memory in MB, rates in TFLOP/s; None stands for what is not printed.
+Times are in ms, memory in MB, rates in TFLOP/s. None stands for a value that is not printed.
 """
 
 from __future__ import annotations
@@ -10,22 +10,29 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Severity = Literal["error", "warning", "note"]
-"""``error``: cannot be right. ``warning``: hardly right, or wrong around the row. ``note``: good to know."""
+"""Severity of a flag.
+
+``error``: a contradiction. ``warning``: implausible, or an error near the row. ``note``: information.
+"""
 
 Verdict = Literal["agrees", "rounding", "constant", "settings", "inconsistent", "unchecked"]
-"""Of the TFLOP/s of a row: they follow from its time and settings; within the rounding of the printed time; but for a
-known constant; but for settings that were solved for; not at all; or too little is known."""
+"""Verdict on the TFLOP/s of a row.
+
+``agrees``: they follow from its time and settings. ``rounding``: they do within the rounding of a coarse time.
+``constant``: they differ by a known constant factor. ``settings``: they follow with settings that were solved for.
+``inconsistent``: they do not follow. ``unchecked``: figures or settings are missing.
+"""
 
 Fields = dict[str, Any]
-"""Fields of a `LogRow` or of `LogSettings`, as far as they are read."""
+"""Values for a `LogRow` or `LogSettings` by field name, as far as they were read."""
 
 STATED = ("batch", "heads", "kv_heads", "head_dim", "causal", "world_size", "device")
-"""Settings that hold for rows though they stand elsewhere, or come from the user."""
+"""Settings of a row that may be stated elsewhere in the log, or by the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogSettings:
-    """What a log states about its runs outside the rows, or a user does; None: not stated."""
+    """Settings that a log states outside its rows, or that a user states; None: not stated."""
 
     batch: int | None = None
     heads: int | None = None
@@ -36,9 +43,9 @@ class LogSettings:
     world_size: int | None = None
     device: str | None = None
     seqs: tuple[int, ...] = ()
-    """Sequence lengths that the log says it measures."""
+    """Sequence lengths that the log states it measures."""
     lines: Mapping[str, int] = field(default_factory=dict)
-    """Line that each was read from."""
+    """Number of the line that each setting was read from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +57,12 @@ class LogRow:
     format: str
     """``columns``, ``markdown``, ``ring_type``, ``burst`` or ``results``."""
     system: str
-    """Normalised: ``burst``, ``double_ring``, ``megatron_cp``, ``ulysses``, ``usp``, ``zigzag``, ``stripe``, ``ring``;
-    ``unknown`` where no heading tells."""
+    """Normalised system name, ``unknown`` where no heading names one.
+
+    ``burst``, ``double_ring``, ``megatron_cp``, ``ulysses``, ``usp``, ``zigzag``, ``stripe`` or ``ring``.
+    """
     label: str
-    """The heading as printed (untrusted text)."""
+    """Printed heading (untrusted text)."""
     label_line: int | None = None
     seq: int | None = None
     batch: int | None = None
@@ -66,7 +75,7 @@ class LogRow:
     placement: str | None = None
     """``head_first`` or ``ring_first``."""
     layout: str | None = None
-    """``contiguous``, ``zigzag`` or ``stripe``, where a row names it."""
+    """``contiguous``, ``zigzag`` or ``stripe``; None where the row does not name it."""
     ulysses_degree: int | None = None
     ring_degree: int | None = None
     double_ring: bool | None = None
@@ -75,67 +84,67 @@ class LogRow:
     forward_backward_ms: float | None = None
     throughput_per_s: float | None = None
     tflops: float | None = None
-    """Of forward and backward; of forward where `forward_only`."""
+    """Rate of forward and backward; of forward alone where `forward_only`."""
     tflops_forward: float | None = None
     tflops_backward: float | None = None
     memory_mb: float | None = None
     oom: bool = False
     missing: bool = False
-    """The row stands for a measurement that has no value (``x``)."""
+    """Whether the row prints a mark such as ``x`` in place of a value."""
     device: str | None = None
     columns: tuple[str, ...] = ()
-    """Titles of its table."""
+    """Titles of the row's table."""
     steps: Mapping[str, float] = field(default_factory=dict)
-    """Worth of the last printed digit of each figure, in its own unit."""
+    """Value of one unit in the last printed digit of each figure, in the figure's unit."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Where a setting comes from that the row itself does not print: ``line 13`` or ``option``."""
+    """Source of each setting that the row itself does not print: ``line 13`` or ``option``."""
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One finding, at one line of one file."""
+    """One finding of the audit, at one line of one file."""
 
     code: str
     severity: Severity
     file: str
     line: int
     message: str
-    """With the arithmetic."""
+    """Sentence that describes the finding, with the arithmetic."""
     printed: Any = None
     computed: Any = None
 
 
 @dataclass(frozen=True)
 class BenchmarkLog:
-    """One file's rows, with what it says around them."""
+    """Rows of one file, with the settings and findings from the text around them."""
 
     path: str
     rows: tuple[LogRow, ...]
     settings: LogSettings
-    """The last stated of each."""
+    """Last stated value of each setting."""
     flags: tuple[Flag, ...] = ()
-    """What is odd about its text: files named twice, an end inside a row."""
+    """Findings about the text: files named twice, an end inside a row."""
 
 
 @dataclass(frozen=True)
 class JudgedRow:
-    """A row with what was made of it."""
+    """A row with the results of its audit."""
 
     row: LogRow
     verdict: Verdict
     computed_tflops: float | None = None
-    """Per GPU, from the row's own time and settings."""
+    """Rate per GPU, computed from the row's own time and settings."""
     tflops_per_gpu: float | None = None
-    """As printed, or corrected where the printed figure is a total or otherwise off by a constant."""
+    """Printed rate, corrected where it is a total or otherwise off by a constant factor."""
 
 
 def flag(row: LogRow, code: str, severity: Severity, message: str, printed: Any = None, computed: Any = None) -> Flag:
-    """A flag at a row's own line."""
+    """Create a flag at a row's line."""
     return Flag(code, severity, row.file, row.line, message, printed, computed)
 
 
 def section_flag(
     rows: list[LogRow], code: str, severity: Severity, message: str, printed: Any = None, computed: Any = None
 ) -> Flag:
-    """A flag about a whole section: at its heading, else at its first row."""
+    """Create a flag about a whole section, at its heading, or at its first row if it has none."""
     return Flag(code, severity, rows[0].file, rows[0].label_line or rows[0].line, message, printed, computed)

@@ -1,4 +1,7 @@
-"""Audited benchmark logs as text, JSON (schema ``ringprof.logs/1``) and entries of a comparison; no arithmetic."""
+"""Audited benchmark logs as text, JSON (schema ``ringprof.logs/1``) and entries of a comparison.
+
+Nothing is computed here.
+"""
 
 from __future__ import annotations
 
@@ -20,29 +23,32 @@ LOG_COLUMNS = (
     "forward_ms", "forward_backward_ms", "throughput_per_s", "tflops", "tflops_forward", "tflops_backward",
     "memory_mb", "oom", "missing", "computed_tflops", "tflops_per_gpu", "verdict",
 )  # fmt: skip
-"""Of the frame, the CSV and the rows in JSON. Times in ms, memory in MB, ``throughput_per_s`` in iterations a second;
-``tflops`` as printed, ``computed_tflops`` per GPU from the row's own time, ``tflops_per_gpu`` as printed or corrected
-by a known constant; all rates in TFLOP/s."""
+"""Columns of the frame, the CSV and the rows in JSON.
 
-MOST_ALIKE = 5
-"""Flags of one kind and file up to which each has a paragraph of its own."""
+Times are in ms, memory in MB, ``throughput_per_s`` in iterations per second, rates in TFLOP/s. ``tflops`` is the
+printed rate, ``computed_tflops`` the rate per GPU from the row's own time, and ``tflops_per_gpu`` the printed rate,
+corrected by a known constant factor.
+"""
+
+MAX_SEPARATE_FLAGS = 5
+"""Most flags of one code and file that are printed as separate paragraphs."""
 _COLUMNS = (
     Column("system"), Column("line"), Column("B", drop=1), Column("seq"), Column("fwd ms", drop=3),
     Column("fwd+bwd\nms"), Column("memory\nMB", drop=2), Column("TFLOP/s"), Column("computed"),
     Column("verdict", left=True),
 )  # fmt: skip
-_OF_ROW = frozenset(field.name for field in fields(LogRow))
+_ROW_FIELDS = frozenset(field.name for field in fields(LogRow))
 
 
 # --- terminal ---------------------------------------------------------------------------------------
 
 
 def audit_text(audit: LogAudit, style: TextStyle | None = None) -> str:
-    """The rows of each file, then the flags; figures as printed, beside them what they come to."""
+    """Format the rows of each file with printed and computed figures, then the flags."""
     style = style or TextStyle(wide_tables=True)
     files: dict[str, list[JudgedRow]] = {}
-    for one in audit.rows:
-        files.setdefault(one.row.file, []).append(one)
+    for audited in audit.rows:
+        files.setdefault(audited.row.file, []).append(audited)
     blocks = [
         f"{clean(file)} · {len(rows)} row{'s' * (len(rows) != 1)}\n" + _table(rows, style)
         for file, rows in files.items()
@@ -52,22 +58,23 @@ def audit_text(audit: LogAudit, style: TextStyle | None = None) -> str:
 
 
 def _table(rows: Sequence[JudgedRow], style: TextStyle) -> str:
-    """Without columns that say nothing of any row."""
+    """Format the table of some rows, without columns that are empty in every row."""
     cells = [*map(_cells, rows)]
-    said = [place for place, column in enumerate(_COLUMNS) if any(row[place] != "-" for row in cells)]
-    return text_table([_COLUMNS[place] for place in said], [[row[place] for place in said] for row in cells], style)
+    used = [index for index, column in enumerate(_COLUMNS) if any(row[index] != "-" for row in cells)]
+    return text_table([_COLUMNS[index] for index in used], [[row[index] for index in used] for row in cells], style)
 
 
-def _cells(one: JudgedRow) -> list[str]:
-    row = one.row
+def _cells(audited: JudgedRow) -> list[str]:
+    """Format the cells of one row, in the order of `_COLUMNS`."""
+    row = audited.row
     tflops = "OOM" if row.oom else "x" if row.missing else or_dash(row.tflops, ".2f")
     times = (or_dash(value, ".2f") for value in (row.forward_ms, row.forward_backward_ms, row.memory_mb))
-    whole = (or_dash(value, "d") for value in (row.line, row.batch, row.seq))
-    return [_system(row), *whole, *times, tflops, or_dash(one.computed_tflops, ".2f"), one.verdict]
+    integers = (or_dash(value, "d") for value in (row.line, row.batch, row.seq))
+    return [_system(row), *integers, *times, tflops, or_dash(audited.computed_tflops, ".2f"), audited.verdict]
 
 
 def _system(row: LogRow) -> str:
-    """Name, layout, degrees and placement, as far as the log states them."""
+    """Format name, layout, degrees and placement of a row's system, as far as the log states them."""
     parts = [row.system if row.system != "unknown" else clean(row.label)[:16] or "unknown"]
     parts += [row.layout] if row.layout and row.layout != row.system else []
     parts += [f"u{row.ulysses_degree} r{row.ring_degree}"] if row.ulysses_degree and row.ring_degree else []
@@ -76,6 +83,7 @@ def _system(row: LogRow) -> str:
 
 
 def _flag_lines(flags: Sequence[Flag]) -> list[str]:
+    """Format the number of flags by severity, and one paragraph per flag, with similar ones joined."""
     if not flags:
         return ["nothing to flag"]
     counts = {name: sum(flag.severity == name for flag in flags) for name in ("error", "warning", "note")}
@@ -85,33 +93,33 @@ def _flag_lines(flags: Sequence[Flag]) -> list[str]:
         alike.setdefault((flag.file, flag.code), []).append(flag)
     for flag in flags:
         first, *others = alike[flag.file, flag.code]
-        if len(others) < MOST_ALIKE:
-            more = ""
+        if len(others) < MAX_SEPARATE_FLAGS:
+            suffix = ""
         elif flag is first:
-            more = f"; and {len(others)} more like it, lines {', '.join(str(other.line) for other in others)}"
+            suffix = f"; and {len(others)} more like it, lines {', '.join(str(other.line) for other in others)}"
         else:
             continue
-        lines.append(f"{flag.severity}: {flag.file}:{flag.line}: {flag.message}{more} [{flag.code}]")
+        lines.append(f"{flag.severity}: {flag.file}:{flag.line}: {flag.message}{suffix} [{flag.code}]")
     return lines
 
 
 # --- data -------------------------------------------------------------------------------------------
 
 
-def record_of(one: JudgedRow) -> JsonObject:
-    """One row as plain values in the order of `LOG_COLUMNS`, None for what is not printed."""
-    values = {name: getattr(one.row if name in _OF_ROW else one, name) for name in LOG_COLUMNS}
+def record_of(audited: JudgedRow) -> JsonObject:
+    """Return one row as plain values in the order of `LOG_COLUMNS`; None for a value that is not printed."""
+    values = {name: getattr(audited.row if name in _ROW_FIELDS else audited, name) for name in LOG_COLUMNS}
     return {name: value if value != "" else None for name, value in values.items()}
 
 
 def audit_dict(audit: LogAudit) -> JsonObject:
-    """The whole audit: ``rows`` with the fields `LOG_COLUMNS`, null for what is not printed, and ``flags``."""
-    rows = [record_of(one) for one in audit.rows]
+    """Return the whole audit: ``rows`` with the fields `LOG_COLUMNS`, null for values not printed, and ``flags``."""
+    rows = [record_of(audited) for audited in audit.rows]
     return {"schema": LOGS_SCHEMA, "rows": rows, "flags": [asdict(flag) for flag in audit.flags]}
 
 
 def entry_of_row(row: LogRow) -> Measurement:
-    """A row as one side of a comparison. Its TFLOP/s are what it printed."""
+    """Build one side of a comparison from a row, with the printed TFLOP/s."""
     kv_heads = row.kv_heads if row.kv_heads is not None else row.heads
     numbers = {"seq": row.seq, "batch": row.batch, "heads": row.heads, "kv_heads": kv_heads, "head_dim": row.head_dim}
     settings = {

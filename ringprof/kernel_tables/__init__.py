@@ -1,16 +1,16 @@
-"""Printed kernel tables: what torch, ``nsys stats`` and nvprof print of a profile, read, added up and judged.
+"""Reader and analysis of the kernel tables that torch, ``nsys stats`` and nvprof print.
 
-In the order in which a log goes through them:
+Modules, in the order in which a log passes through them:
 
-    rows             what a table says, as values
-    layout           where a table stands among other lines, its prefix, its columns and their cells
-    torch_tables     rows of torch's tables
-    nvidia_tables    rows of nsys's summaries and of nvprof's
-    read             every table of a log, and what the text around it says
-    kernels          which rows are kernels, and of what kind
-    iterations       how many iterations the rows hold
-    stated_shares    shares that the log's author printed, checked
-    analyse          time by kind, and what it proves about overlap
+    rows             the contents of a table, as values
+    layout           the position of a table among other lines, its line prefix, its columns and their cells
+    torch_tables     parser of torch's tables
+    nvidia_tables    parser of the summaries of nsys and nvprof
+    read             reader of all tables in a log, and of the text around them
+    kernels          selection of the rows that are kernels, and their kinds
+    iterations       number of iterations that the rows hold
+    stated_shares    check of the shares that the log's author printed
+    analyse          time by kind, and bounds on overlap
     show             the report as text and JSON, its figures, and entries of a comparison
-    table_analysis   what `ringprof.load_tables` returns: the room's door
+    table_analysis   the result of `ringprof.load_tables`, the package's public entry point
 """

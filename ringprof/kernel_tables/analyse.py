@@ -1,7 +1,7 @@
-"""A printed kernel table explained: time by kind, what it proves about overlap, and what is odd about it.
+"""Analysis of a printed kernel table: time by kind, bounds on the overlap, and warnings about inconsistencies.
 
-Times are integer nanoseconds, shares and ratios 0..1. A table holds sums over all calls and streams, so shares
-are of summed kernel time, not of a wall time, and overlap is known only as an interval.
+Times are integer nanoseconds, shares and ratios are 0..1. A table holds sums over all calls and streams. So shares are
+relative to the summed kernel time, not to a wall time, and overlap is known only as an interval.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal
 from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, KINDS
 from ringprof.analysis.kinds.operators import kind_of_collective
 from ringprof.kernel_tables.iterations import Iterations, count_iterations
-from ringprof.kernel_tables.kernels import CountedRows, counted_rows, slack_ns
+from ringprof.kernel_tables.kernels import CountedRows, rounding_slack_ns, select_counted_rows
 from ringprof.kernel_tables.rows import KernelTable, TableRow
 from ringprof.kernel_tables.stated_shares import CheckedShare, check_share
 from ringprof.report.text import duration
@@ -25,49 +25,52 @@ ASSUMPTIONS = (
     "all of them ran within the wall time",
 )
 _SHARE_STEP = 1e-4
-"""Worth of the last digit of a printed share: 0.01 %."""
+"""Value of one unit in the last digit of a printed share: 0.01 %."""
 _LEAST_SHARE = 0.01
-"""Shares below this are printed with too few digits to tell the whole, and not always rounded."""
+"""Smallest share from which the total is computed: smaller ones have too few digits, and are not always rounded."""
 _SEND_RECV_KINDS = ("send_recv", "all_to_all", "comm_other")
 
 WallSource = Literal["given", "iteration_time", "cpu_total"]
-"""Of a wall time: the user, the log's time of one iteration, or the footer's CPU total."""
+"""Source of a wall time: the user, the log's time of one iteration, or the footer's CPU total."""
 
 
 @dataclass(frozen=True)
 class KindSum:
-    """One kind's rows added up."""
+    """Sum of all rows of one kind."""
 
     kind: str
     time_ns: int
     calls: int
     per_iteration_ns: float | None
-    """None where the number of iterations is not known."""
+    """Time per iteration; None where the number of iterations is not known."""
 
-    def plus(self, time_ns: int, calls: int, per_iteration_ns: float) -> KindSum:
-        """The sum with one more part."""
-        each = None if self.per_iteration_ns is None else self.per_iteration_ns + per_iteration_ns
-        return KindSum(self.kind, self.time_ns + time_ns, self.calls + calls, each)
+    def add(self, time_ns: int, calls: int, per_iteration_ns: float) -> KindSum:
+        """Return the sum with further time and calls added."""
+        total_per_iteration = None if self.per_iteration_ns is None else self.per_iteration_ns + per_iteration_ns
+        return KindSum(self.kind, self.time_ns + time_ns, self.calls + calls, total_per_iteration)
 
     @property
     def average_ns(self) -> float | None:
-        """Time of one call."""
+        """Average time of one call; None without calls."""
         return self.time_ns / self.calls if self.calls else None
 
 
 @dataclass(frozen=True)
 class OverlapBounds:
-    """The least and the most of the communication that can have been hidden behind compute."""
+    """Bounds on the share of communication that was hidden behind compute."""
 
     least: float | None
+    """Lower bound, 0..1; None where it is not known."""
     most: float | None
+    """Upper bound, 0..1; None where it is not known."""
     wall_ns: int | None
     wall_source: WallSource | None
     comm_ns: float
-    """Communication in `wall_ns`: of one iteration where that is the wall."""
+    """Communication time within `wall_ns`; per iteration where `wall_ns` is the time of one iteration."""
     compute_ns: float
+    """Compute time within `wall_ns`, like `comm_ns`."""
     reason: str | None
-    """Why the interval is null."""
+    """Reason why the bounds are not known."""
 
 
 UNKNOWN_OVERLAP = OverlapBounds(None, None, None, None, 0, 0, "the table has no kernels")
@@ -75,14 +78,14 @@ UNKNOWN_OVERLAP = OverlapBounds(None, None, None, None, 0, 0, "the table has no 
 
 @dataclass(frozen=True)
 class TableReport:
-    """Everything that a report of one table shows."""
+    """Analysis of one table, with everything that its report shows."""
 
     table: KernelTable
     counted: CountedRows
     kinds: tuple[KindSum, ...]
-    """Largest first."""
+    """Sums by kind, largest first."""
     slack_ns: int
-    """How large the difference from the footer can be by rounding of the printed times alone."""
+    """Largest difference from the footer that rounding of the printed times explains."""
     iterations: Iterations | None
     overlap: OverlapBounds
     shares: tuple[CheckedShare, ...]
@@ -90,30 +93,32 @@ class TableReport:
 
     @property
     def total_ns(self) -> int:
-        """Sum of the rows that count."""
+        """Sum of the times of the counted rows."""
         return sum(kind.time_ns for kind in self.kinds)
 
     @property
     def footer_ns(self) -> int | None:
-        """The footer's total of what the rows count: of the CPU where there is no device."""
+        """The footer's total that corresponds to `total_ns`: device time, or CPU time in a table without a device."""
         return self.table.self_cpu_total_ns if self.counted.basis == "cpu" else self.table.self_device_total_ns
 
     @property
     def difference_ns(self) -> int | None:
-        """`total_ns` minus the footer's total; None without a footer."""
+        """Difference of `total_ns` and the footer's total; None without a footer."""
         return None if self.footer_ns is None else self.total_ns - self.footer_ns
 
     @property
     def missing_ns(self) -> int:
-        """Time of kernels that have no row here, by the footer or by the printed shares; 0 where neither tells."""
+        """Time of kernels without a row in the table, by the footer or the printed shares; 0 if neither shows any."""
         if self.counted.basis != "kernels":
             return 0
-        whole, slack = (self.footer_ns, self.slack_ns) if self.footer_ns is not None else whole_by_shares(self.table)
-        return whole - self.total_ns if whole is not None and whole - self.total_ns > slack else 0
+        expected_ns, slack = (
+            (self.footer_ns, self.slack_ns) if self.footer_ns is not None else total_from_shares(self.table)
+        )
+        return expected_ns - self.total_ns if expected_ns is not None and expected_ns - self.total_ns > slack else 0
 
     @property
     def whole_ns(self) -> int:
-        """What shares are of: `total_ns`, with the time of kernels that have no row here where that is known."""
+        """Time that shares refer to: `total_ns`, plus the known time of kernels without a row in the table."""
         return self.total_ns + self.missing_ns
 
     @property
@@ -123,80 +128,94 @@ class TableReport:
 
 
 def analyse_table(table: KernelTable, wall_ns: int | None = None, iterations: int | None = None) -> TableReport:
-    """Add up and judge one table.
+    """Analyse one table.
 
-    ``wall_ns`` is the wall time of the profiled window, ``iterations`` how many iterations it holds; where they
-    are not given, the log's own figures are used and named. Raises nothing: what is odd is a warning.
+    ``wall_ns`` is the wall time of the profiled window, ``iterations`` the number of iterations in it. Where they are
+    None, the log's own figures are used and named. Inconsistencies become warnings; nothing is raised.
     """
-    counted = counted_rows(table)
-    told = count_iterations(table, counted, iterations)
-    kinds, split = _kinds(table, counted, told)
-    report = TableReport(table, counted, kinds, slack_ns(counted.rows, table), told, UNKNOWN_OVERLAP, (), ())
+    counted = select_counted_rows(table)
+    counted_iterations = count_iterations(table, counted, iterations)
+    kinds, split_warnings = _sum_by_kind(table, counted, counted_iterations)
+    slack_ns = rounding_slack_ns(counted.rows, table)
+    report = TableReport(table, counted, kinds, slack_ns, counted_iterations, UNKNOWN_OVERLAP, (), ())
     return replace(
         report,
         overlap=_overlap(report, wall_ns),
-        shares=tuple(check_share(one, counted, report.total_ns) for one in table.context.shares if report.total_ns),
-        warnings=(*table.warnings, *_row_warnings(counted), *split, *_sum_warnings(report)),
+        shares=tuple(
+            check_share(stated, counted, report.total_ns) for stated in table.context.shares if report.total_ns
+        ),
+        warnings=(*table.warnings, *_row_warnings(counted), *split_warnings, *_sum_warnings(report)),
     )
 
 
-def whole_by_shares(table: KernelTable) -> tuple[int | None, int]:
-    """(the device's whole time by the shares that are printed beside times, how far it may be off); None: not known."""
-    low, high = 0.0, math.inf
+def total_from_shares(table: KernelTable) -> tuple[int | None, int]:
+    """Compute the device's total time from the printed shares, with its uncertainty; (None, 0) where it is unknown."""
+    least_ns, most_ns = 0.0, math.inf
     for row in table.rows:
         time_ns, share = row.self_device_ns or 0, row.device_share or 0.0
         if share >= _LEAST_SHARE:
-            low = max(low, (time_ns - row.step_ns / 2) / (share + _SHARE_STEP / 2))
-            high = min(high, (time_ns + row.step_ns / 2) / (share - _SHARE_STEP / 2))
-    return (round((low + high) / 2), math.ceil((high - low) / 2)) if low <= high < math.inf else (None, 0)
+            least_ns = max(least_ns, (time_ns - row.step_ns / 2) / (share + _SHARE_STEP / 2))
+            most_ns = min(most_ns, (time_ns + row.step_ns / 2) / (share - _SHARE_STEP / 2))
+    return (
+        (round((least_ns + most_ns) / 2), math.ceil((most_ns - least_ns) / 2))
+        if least_ns <= most_ns < math.inf
+        else (None, 0)
+    )
 
 
 # --- kinds ------------------------------------------------------------------------------------------
 
 
-def _kinds(
-    table: KernelTable, counted: CountedRows, told: Iterations | None
+def _sum_by_kind(
+    table: KernelTable, counted: CountedRows, iterations: Iterations | None
 ) -> tuple[tuple[KindSum, ...], list[Notice]]:
-    sums = {kind: KindSum(kind, 0, 0, 0.0 if told else None) for kind in KINDS}
+    """Add up the counted rows by kind, largest first; return the sums, and warnings."""
+    sums = {kind: KindSum(kind, 0, 0, 0.0 if iterations else None) for kind in KINDS}
     for row in counted.rows:
-        each = row.time_ns / told.of(row) if told else 0.0
-        sums[row.kind] = sums[row.kind].plus(row.time_ns, row.calls, each)
+        per_iteration_ns = row.time_ns / iterations.covered_by(row) if iterations else 0.0
+        sums[row.kind] = sums[row.kind].add(row.time_ns, row.calls, per_iteration_ns)
     warnings = _split_send_recv(table, sums) if counted.basis == "kernels" else []
-    largest_first = sorted(sums.values(), key=lambda one: -one.time_ns)
-    return tuple(one for one in largest_first if one.calls or one.time_ns), warnings
+    largest_first = sorted(sums.values(), key=lambda kind: -kind.time_ns)
+    return tuple(kind for kind in largest_first if kind.calls or kind.time_ns), warnings
 
 
 def _split_send_recv(table: KernelTable, sums: dict[str, KindSum]) -> list[Notice]:
-    """Sends, receives and all-to-alls run in kernels of one name: the annotations' times share it out."""
+    """Split the time of SendRecv kernels among the kinds of their annotations; return a warning if it was split.
+
+    Sends, receives and all-to-alls run in kernels of the same name. The annotations' times give the proportions.
+    ``sums`` is changed in place.
+    """
     times: dict[str, int] = {}
     calls: dict[str, int] = {}
     for row in table.rows:
         if kind := _kind_of_annotation(row):
             times[kind] = times.get(kind, 0) + (row.self_device_ns or 0)
             calls[kind] = calls.get(kind, 0) + (row.calls or 0)
-    whole = sums["send_recv"]
-    if not whole.time_ns or set(times) <= {"send_recv"}:
+    send_recv = sums["send_recv"]
+    if not send_recv.time_ns or set(times) <= {"send_recv"}:
         return []
-    sums["send_recv"] = KindSum("send_recv", 0, 0, None if whole.per_iteration_ns is None else 0.0)
-    shared_calls = _shared_out(whole.calls, calls)
-    for kind, part in _shared_out(whole.time_ns, times).items():
-        each = (whole.per_iteration_ns or 0.0) * part / whole.time_ns
-        sums[kind] = sums[kind].plus(part, shared_calls[kind], each)
-    parts = ", ".join(f"{kind} {100 * times[kind] / sum(times.values()):.1f} %" for kind in sorted(times))
-    message = f"SendRecv kernels carry more than hops: their time is shared out as their annotations' is ({parts})"
+    sums["send_recv"] = KindSum("send_recv", 0, 0, None if send_recv.per_iteration_ns is None else 0.0)
+    shared_calls = _divide_by_weight(send_recv.calls, calls)
+    for kind, time_ns in _divide_by_weight(send_recv.time_ns, times).items():
+        per_iteration_ns = (send_recv.per_iteration_ns or 0.0) * time_ns / send_recv.time_ns
+        sums[kind] = sums[kind].add(time_ns, shared_calls[kind], per_iteration_ns)
+    percentages = ", ".join(f"{kind} {100 * times[kind] / sum(times.values()):.1f} %" for kind in sorted(times))
+    message = (
+        f"SendRecv kernels carry more than hops: their time is shared out as their annotations' is ({percentages})"
+    )
     return [Notice("send_recv_split", message)]
 
 
-def _shared_out(whole: int, weights: dict[str, int]) -> dict[str, int]:
-    """``whole`` in integers by weight; what division leaves over goes to the heaviest."""
+def _divide_by_weight(total: int, weights: dict[str, int]) -> dict[str, int]:
+    """Divide ``whole`` into integers in proportion to the weights; the remainder goes to the heaviest."""
     heaviest = max(weights, key=lambda kind: weights[kind])
-    parts = {kind: whole * weight // max(1, sum(weights.values())) for kind, weight in weights.items()}
-    parts[heaviest] += whole - sum(parts.values())
+    parts = {kind: total * weight // max(1, sum(weights.values())) for kind, weight in weights.items()}
+    parts[heaviest] += total - sum(parts.values())
     return parts
 
 
 def _kind_of_annotation(row: TableRow) -> str | None:
-    """What an ``nccl:`` row on the device says that SendRecv kernels did; None for other rows."""
+    """Return the kind that an ``nccl:`` row on the device states for SendRecv kernels; None for other rows."""
     if not row.name.startswith("nccl:") or (row.self_device_ns or 0) <= 0 or row.on_cpu:
         return None
     # Point-to-point calls are batched as "coalesced".
@@ -207,25 +226,32 @@ def _kind_of_annotation(row: TableRow) -> str | None:
 # --- overlap ----------------------------------------------------------------------------------------
 
 
-def _overlap(report: TableReport, given_ns: int | None) -> OverlapBounds:
-    """From |C| + |K| - wall at least, and the smaller of |C| and |K| at most, of |C|."""
-    told = report.iterations
+def _overlap(report: TableReport, user_wall_ns: int | None) -> OverlapBounds:
+    """Compute bounds on the hidden share of communication time C, from compute time K and the wall time.
+
+    At least C + K - wall was hidden, and at most the smaller of C and K.
+    """
+    iterations = report.iterations
     if report.counted.basis != "kernels":
         return UNKNOWN_OVERLAP
-    wall, source = _wall(report.table, told, given_ns)
-    each = source == "iteration_time"
+    wall, source = _wall(report.table, iterations, user_wall_ns)
+    per_iteration = source == "iteration_time"
     comm, compute = (
-        _sum(report.kinds, COMMUNICATION, per_iteration=each),
-        _sum(report.kinds, COMPUTE, per_iteration=each),
+        _sum_of_kinds(report.kinds, COMMUNICATION, per_iteration=per_iteration),
+        _sum_of_kinds(report.kinds, COMPUTE, per_iteration=per_iteration),
     )
-    # Kernels without a row may be of either side: at most, all of them hid communication.
-    missing = report.missing_ns / told.device_range[0] if each and told is not None else report.missing_ns
+    # Kernels without a row may be communication or compute: for the upper bound, all of them hid communication.
+    missing = (
+        report.missing_ns / iterations.device_range[0]
+        if per_iteration and iterations is not None
+        else report.missing_ns
+    )
     reason = None
     if not comm:
         reason = "there is no communication"
     elif wall is None:
         reason = "no wall time is known"
-    elif source == "cpu_total" and told is not None and told.leak:
+    elif source == "cpu_total" and iterations is not None and iterations.leak:
         reason = "the device rows hold work from before the window that the CPU total covers"
     elif max(comm, compute) > wall:
         side = "communication" if comm > compute else "compute"
@@ -237,19 +263,19 @@ def _overlap(report: TableReport, given_ns: int | None) -> OverlapBounds:
 
 
 def _wall(
-    table: KernelTable, told: Iterations | None, given_ns: int | None
+    table: KernelTable, iterations: Iterations | None, user_wall_ns: int | None
 ) -> tuple[int, WallSource] | tuple[None, None]:
-    """The wall time to hold the sums against, and whose it is; the time of one iteration where the log has it."""
-    if given_ns is not None:
-        return given_ns, "given"
-    if table.context.iteration_ns and told is not None:
+    """Return the wall time to compare the sums with, and its source; (None, None) where no wall time is known."""
+    if user_wall_ns is not None:
+        return user_wall_ns, "given"
+    if table.context.iteration_ns and iterations is not None:
         return table.context.iteration_ns, "iteration_time"
     if (table.self_cpu_total_ns or 0) > 0:
         return table.self_cpu_total_ns or 0, "cpu_total"
     return None, None
 
 
-def _sum(kinds: tuple[KindSum, ...], wanted: tuple[str, ...], *, per_iteration: bool) -> float:
+def _sum_of_kinds(kinds: tuple[KindSum, ...], wanted: tuple[str, ...], *, per_iteration: bool) -> float:
     return sum((k.per_iteration_ns or 0.0) if per_iteration else k.time_ns for k in kinds if k.kind in wanted)
 
 
@@ -257,48 +283,50 @@ def _sum(kinds: tuple[KindSum, ...], wanted: tuple[str, ...], *, per_iteration: 
 
 
 def _row_warnings(counted: CountedRows) -> list[Notice]:
-    found = []
+    """Return the warnings about the selection of rows."""
+    warnings = []
     if counted.basis == "cpu":
-        found.append(Notice("table_cpu_only", "the table has no device columns: self CPU times are added up"))
+        warnings.append(Notice("table_cpu_only", "the table has no device columns: self CPU times are added up"))
     if counted.basis == "operators":
         text = "the table has no kernel rows: the operators' own device times are added up"
-        found.append(Notice("table_operators_only", text))
-    generic = sum(one.generic for one in counted.rows)
+        warnings.append(Notice("table_operators_only", text))
+    generic = sum(row.generic for row in counted.rows)
     if generic:
         text = f"{generic} rows are cut to a generic CUTLASS name and counted as other: they may be attention"
-        found.append(Notice("table_names_cut", text, count=generic))
+        warnings.append(Notice("table_names_cut", text, count=generic))
     doubtful = sum(out.reason == "footer" for out in counted.left_out)
     if doubtful:
         text = f"{doubtful} rows are left out as annotations: without them the rows add up to the footer's total"
-        found.append(Notice("table_annotations_by_footer", text, count=doubtful))
-    return found
+        warnings.append(Notice("table_annotations_by_footer", text, count=doubtful))
+    return warnings
 
 
 def _sum_warnings(report: TableReport) -> list[Notice]:
-    found = []
-    difference, told = report.difference_ns, report.iterations
+    """Return the warnings about the sums: a different footer, missing rows, work from before the window."""
+    warnings = []
+    difference, iterations = report.difference_ns, report.iterations
     if difference is not None and report.counted.basis == "kernels" and abs(difference) > report.slack_ns:
-        more, why = "more", "rows that are no kernels were counted"
+        direction, why = "more", "rows that are no kernels were counted"
         if difference < 0:
-            more, why = "less", "rows are missing (row_limit) or were left out wrongly"
+            direction, why = "less", "rows are missing (row_limit) or were left out wrongly"
         text = (
-            f"the kernels add up to {abs(difference) / 1e6:.3f} ms {more} than the footer's total "
+            f"the kernels add up to {abs(difference) / 1e6:.3f} ms {direction} than the footer's total "
             f"(line {report.table.line} on; rounding explains {report.slack_ns / 1e6:.3f} ms): {why}"
         )
-        found.append(Notice("table_off_footer", text))
+        warnings.append(Notice("table_off_footer", text))
     if difference is None and report.missing_ns:
         text = (
             f"by the shares printed beside the times all kernels took {duration(report.whole_ns)}: "
             f"{duration(report.missing_ns)} of it has no row here"
         )
-        found.append(Notice("table_rows_missing", text))
-    if told is not None and told.leak:
-        pairs = ", ".join(f"{c.launch} {c.launched:,} to {c.ran:,}" for c in told.counts if c.ratio > 1)
-        low, high = told.device_range
+        warnings.append(Notice("table_rows_missing", text))
+    if iterations is not None and iterations.leak:
+        pairs = ", ".join(f"{c.launch} {c.launched:,} to {c.ran:,}" for c in iterations.counts if c.ratio > 1)
+        low, high = iterations.device_range
         text = (
-            f"device rows hold {low:.1f} to {high:.1f} iterations against {told.cpu} in the CPU rows"
-            f" ({told.source.replace('_', ' ')}): work launched before the window ran on into it"
+            f"device rows hold {low:.1f} to {high:.1f} iterations against {iterations.cpu} in the CPU rows"
+            f" ({iterations.source.replace('_', ' ')}): work launched before the window ran on into it"
             f" (launches to device calls: {pairs})"
         )
-        found.append(Notice("warmup_in_window", text))
-    return found
+        warnings.append(Notice("warmup_in_window", text))
+    return warnings

@@ -1,8 +1,8 @@
-"""How many iterations a kernel table holds, from its launch calls and its kernels.
+"""Number of iterations that a kernel table holds, from its launch calls and its kernels.
 
-The CPU rows of a table cover the profiled iterations; its device rows cover what *ran* in the window, and work
-launched before it can run on into it. Then a kernel has more calls than its launch, and every device time is too
-large for the iterations that were asked for.
+The CPU rows of a table cover the profiled iterations. Its device rows cover the work that *ran* in the window, which
+can include work launched before the window. Then a kernel has more calls than its launch, and every device time is too
+large for the profiled iterations.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ringprof.kernel_tables.kernels import CountedRow, CountedRows
 from ringprof.kernel_tables.rows import KernelTable
 
 LEAK = 1.01
-"""More device calls than launches by this factor is no accident of where a window was cut."""
+"""Ratio of device calls to launches above which earlier work ran in the window; the window's edges explain less."""
 
-_MOST_RATIO = 2.0
-"""Beyond this the launches are not one a kernel (CUDA graphs), and counts prove nothing."""
+_MAX_RATIO = 2.0
+"""Ratio of device calls to launches above which launches start several kernels (CUDA graphs): counts prove nothing."""
 
-_MOST_GUESSES = 10_000
-"""Calls an iteration that are tried."""
+_MAX_GUESSES = 10_000
+"""Most numbers of attention calls per iteration that are tried."""
 
 _COPIES = {"copy": ("cudaMemcpyAsync",), "set": ("cudaMemsetAsync",)}
 _LAUNCHES = {
@@ -40,22 +40,26 @@ _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 
 @dataclass(frozen=True)
 class LaunchCount:
-    """Calls of one kind of launch beside the device work that it started."""
+    """Number of launch calls of one group, with the number of device activities that they started."""
 
     group: str
+    """Key of `_LAUNCHES`, or ``all`` for all kernels together."""
     launch: str
+    """Names of the launch calls, joined by ``and``."""
     launched: int
+    """Number of launch calls."""
     ran: int
+    """Number of kernels, copies or memsets that ran."""
 
     @property
     def ratio(self) -> float:
-        """Device calls for each launch."""
+        """Device calls per launch."""
         return self.ran / self.launched
 
 
 @dataclass(frozen=True)
 class FlashCount:
-    """Calls of an attention pass, and how many of them make one iteration."""
+    """Number of calls of an attention pass, in total and per iteration."""
 
     kind: str
     calls: int
@@ -63,26 +67,26 @@ class FlashCount:
 
     @property
     def iterations(self) -> float:
-        """Iterations that these calls make."""
+        """Number of iterations in which the calls were made."""
         return self.calls / self.per_iteration
 
 
 @dataclass(frozen=True)
 class Iterations:
-    """What the counts say."""
+    """Number of iterations in the CPU rows and in the device rows, with the counts that show it."""
 
     cpu: int
-    """Iterations in the CPU rows."""
+    """Number of iterations in the CPU rows."""
     source: Literal["given", "log", "profiler_steps", "inferred"]
-    """Of `cpu`; inferred is the greatest common divisor of the launch counts."""
+    """Source of `cpu`; ``inferred`` is the greatest common divisor of the launch counts."""
     counts: tuple[LaunchCount, ...]
     flash: tuple[FlashCount, ...]
     leak: bool
-    """The device rows hold more than the CPU rows launched."""
+    """Whether the device rows hold more work than the CPU rows launched."""
 
     @property
     def device_range(self) -> tuple[float, float]:
-        """Least and most iterations that the device rows hold."""
+        """Smallest and largest number of iterations that the device rows may hold."""
         if not self.leak:
             return float(self.cpu), float(self.cpu)
         values = [self.cpu * count.ratio for count in self.counts] + [count.iterations for count in self.flash]
@@ -96,17 +100,20 @@ class Iterations:
     def _by_group(self) -> dict[str, float]:
         return {count.group: self.cpu * count.ratio for count in self.counts}
 
-    def of(self, row: CountedRow) -> float:
-        """Iterations that a row's time covers: by its own calls where those of an iteration are known, else those
-        launched, times how much more ran."""
+    def covered_by(self, row: CountedRow) -> float:
+        """Return the number of iterations that a row's time covers.
+
+        Where the row's calls per iteration are known, the number follows from its calls. Elsewhere it is the number of
+        iterations in the CPU rows, times the ratio of device calls to launches where earlier work ran in the window.
+        """
         if row.kind in self._by_flash:
             return self._by_flash[row.kind]
-        known = self._by_group if self.leak else {}
-        return next((known[group] for group in (launch_group(row), "all", "kernel") if group in known), self.cpu)
+        by_group = self._by_group if self.leak else {}
+        return next((by_group[group] for group in (launch_group(row), "all", "kernel") if group in by_group), self.cpu)
 
 
 def launch_group(row: CountedRow) -> str:
-    """How a device activity is launched, by its kind and name."""
+    """Return the group of `_LAUNCHES` that launches a device activity, by its kind and name."""
     if row.kind in ("memcpy", "copy_engine"):
         return "copy"
     if row.kind == "memset":
@@ -116,19 +123,22 @@ def launch_group(row: CountedRow) -> str:
     return "compiled" if _IDENTIFIER.fullmatch(row.row.name) else "kernel"
 
 
-def count_iterations(table: KernelTable, counted: CountedRows, given: int | None) -> Iterations | None:
-    """Iterations in the CPU and in the device rows; None where neither the log nor its launches tell."""
+def count_iterations(table: KernelTable, counted: CountedRows, user_count: int | None) -> Iterations | None:
+    """Count the iterations in the CPU rows and in the device rows.
+
+    ``user_count`` is the number that the user stated, if any. None where neither the log nor its launches show one.
+    """
     counts = _launch_counts(table, counted.rows) if counted.basis == "kernels" else ()
-    told = _cpu_iterations(table, given, counts)
-    if told is None:
+    cpu_iterations = _cpu_iterations(table, user_count, counts)
+    if cpu_iterations is None:
         return None
-    leak = any(count.ratio > LEAK for count in counts) and all(count.ratio < _MOST_RATIO for count in counts)
-    flash = _flash_counts(table, counted.rows, told[0], counts) if leak else ()
-    return Iterations(*told, counts, flash, leak)
+    leak = any(count.ratio > LEAK for count in counts) and all(count.ratio < _MAX_RATIO for count in counts)
+    flash = _flash_counts(table, counted.rows, cpu_iterations[0], counts) if leak else ()
+    return Iterations(*cpu_iterations, counts, flash, leak)
 
 
 def _launch_counts(table: KernelTable, rows: Iterable[CountedRow]) -> tuple[LaunchCount, ...]:
-    """One count for each kind of launch; all kernels together where they do not match one by one."""
+    """Count launches and device activities per group; all kernels form one group where groups do not match."""
     if any(row.name.startswith(("cudaGraphLaunch", "hipGraphLaunch")) for row in table.rows):
         return ()
     cpu = {row.name: row.calls or 0 for row in table.rows if row.self_cpu_ns is not None}
@@ -136,32 +146,36 @@ def _launch_counts(table: KernelTable, rows: Iterable[CountedRow]) -> tuple[Laun
     for row in rows:
         ran[launch_group(row)] += row.calls
     counts = {group: _launch_count(group, names, cpu, ran[group]) for group, names in _LAUNCHES.items()}
-    found = {group: count for group, count in counts.items() if count is not None}
-    own = [count for group, count in found.items() if group not in _COPIES]
+    by_group = {group: count for group, count in counts.items() if count is not None}
+    kernel_counts = [count for group, count in by_group.items() if group not in _COPIES]
     kernels = sum(calls for group, calls in ran.items() if group not in _COPIES)
     launches = sorted(name for group, names in _LAUNCHES.items() if group not in _COPIES for name in names)
     together = _launch_count("all", launches, cpu, kernels)
     if together is None:
-        return tuple(found.values())
-    explained = sum(c.ran for c in own) == together.ran and sum(c.launched for c in own) == together.launched
-    # Newer libraries launch some of their kernels by another call: then only the sums can be compared.
-    if explained and all(abs(count.ratio / together.ratio - 1) < 0.1 for count in own):
-        return tuple(found.values())
-    return (together, *(count for group, count in found.items() if group in _COPIES))
+        return tuple(by_group.values())
+    explained = (
+        sum(c.ran for c in kernel_counts) == together.ran
+        and sum(c.launched for c in kernel_counts) == together.launched
+    )
+    # Newer libraries launch some of their kernels by another call; then only the sums can be compared.
+    if explained and all(abs(count.ratio / together.ratio - 1) < 0.1 for count in kernel_counts):
+        return tuple(by_group.values())
+    return (together, *(count for group, count in by_group.items() if group in _COPIES))
 
 
 def _launch_count(group: str, names: Iterable[str], cpu: dict[str, int], ran: int) -> LaunchCount | None:
-    """None where nothing was launched so, or nothing ran."""
-    there = [name for name in names if name in cpu]
-    launched = sum(cpu[name] for name in there)
-    return LaunchCount(group, " and ".join(there), launched, ran) if launched and ran else None
+    """Count one group by the names of its launch calls; None where nothing was launched or nothing ran."""
+    present = [name for name in names if name in cpu]
+    launched = sum(cpu[name] for name in present)
+    return LaunchCount(group, " and ".join(present), launched, ran) if launched and ran else None
 
 
 def _cpu_iterations(
-    table: KernelTable, given: int | None, counts: tuple[LaunchCount, ...]
+    table: KernelTable, user_count: int | None, counts: tuple[LaunchCount, ...]
 ) -> tuple[int, Literal["given", "log", "profiler_steps", "inferred"]] | None:
-    if given:
-        return given, "given"
+    """Return the number of iterations in the CPU rows and its source, or None."""
+    if user_count:
+        return user_count, "given"
     if table.context.iterations:
         return table.context.iterations, "log"
     steps = sum(row.calls or 0 for row in table.rows if row.name.startswith("ProfilerStep") and row.cpu_total_ns)
@@ -174,13 +188,16 @@ def _cpu_iterations(
 def _flash_counts(
     table: KernelTable, rows: Iterable[CountedRow], cpu: int, counts: tuple[LaunchCount, ...]
 ) -> tuple[FlashCount, ...]:
-    """Attention calls of both passes, where one number of calls an iteration fits both: a ring calls them equally."""
+    """Count the attention calls of both passes; empty unless one number of calls per iteration fits both.
+
+    Ring attention calls the forward and the backward pass equally often.
+    """
     calls: dict[str, Counter[str]] = {"flash_fwd": Counter(), "flash_bwd": Counter()}
     for row in rows:
         if row.kind in calls:
             calls[row.kind][re.split(r"[<(]", row.row.name, maxsplit=1)[0]] += row.calls
     forward = calls["flash_fwd"].total()
-    # Backward has helper kernels; its main one comes first in a table sorted by time.
+    # The backward pass has helper kernels; its main kernel comes first in a table sorted by time.
     backward = next(iter(calls["flash_bwd"].values()), 0)
     if not forward or not backward:
         return ()
@@ -190,11 +207,11 @@ def _flash_counts(
         values = (forward / per_iteration, backward / per_iteration)
         return sum(max(low - value, 0.0) + max(value - high, 0.0) for value in values)
 
-    least, most = max(1, math.floor(forward / high) - 2), math.ceil(backward / low) + 2
-    # With more forward calls than backward ones rows are missing; with many times fewer no ring made them.
-    if not least <= most <= least + _MOST_GUESSES:
+    fewest, most = max(1, math.floor(forward / high) - 2), math.ceil(backward / low) + 2
+    # With more forward calls than backward calls, rows are missing; with far fewer, the calls are no ring's.
+    if not fewest <= most <= fewest + _MAX_GUESSES:
         return ()
-    best = min(range(least, most + 1), key=lambda n: (outside(n), n != table.context.world_size))
+    best = min(range(fewest, most + 1), key=lambda n: (outside(n), n != table.context.world_size))
     if outside(best) > 0.05 * cpu:
         return ()
     return FlashCount("flash_fwd", forward, best), FlashCount("flash_bwd", backward, best)

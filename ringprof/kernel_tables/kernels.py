@@ -1,8 +1,8 @@
-"""Which rows of a printed kernel table are device kernels, and which only repeat the time of kernels.
+"""Selection of the rows of a printed kernel table that are device kernels.
 
-A table mixes operators, CPU calls, annotations and kernels. A kernel has device time and no CPU time; so has the
-device side of an annotation. Names tell most of them apart, a CPU row of the same name more, and the footer,
-which adds up kernels only, the rest.
+The other rows with device time repeat the time of kernels. A table mixes operators, CPU calls, annotations and
+kernels. A kernel has device time and no CPU time, but so has the device side of an annotation. Most annotations are
+recognised by their names, more by a CPU row of the same name, and the rest by the footer, which adds up only kernels.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from ringprof.analysis.kinds.rules import rule_for
 from ringprof.kernel_tables.rows import CUT_MARKS, KernelTable, TableRow
 
 _LONGEST_NAME = 1024
-"""Names are classified by this much of them: torch's own are shorter, and rules search them."""
+"""Number of characters of a name that are searched by the rules; torch's own names are shorter."""
 
 _ANNOTATION = re.compile(
     r"ProfilerStep|(?:nccl|gloo|mpi|ucc|hccl):|ringprof::|autograd::|Optimizer\.|DistributedDataParallel\.|##"
     r"|enumerate\(DataLoader|FullyShardedDataParallel|FSDP::|Torch-Compiled Region|record_param_comms|detach$"
 )
 _OPERATOR = re.compile(r"[A-Za-z_]\w*::\w+(?:\.\w+)?")
-_MOST_DOUBTFUL = 10
+_MAX_DOUBTFUL = 10
 _COMMON_WORDS = set(COMPUTE) - {*ATTENTION, "merge", "gemm"}
 
 
 Reason = Literal["operator", "annotation", "same_name_on_cpu", "footer"]
-"""Why a row with device time is not counted; ``footer``: without it the rows add up to the footer's total."""
+"""Reason why a row with device time is not counted; ``footer``: without it the rows add up to the footer's total."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOutRow:
-    """A row with device time that is not counted, and why."""
+    """A row with device time that is not counted, with the reason."""
 
     row: TableRow
     reason: Reason
@@ -50,7 +50,7 @@ class LeftOutRow:
 
 @dataclass(frozen=True, slots=True)
 class CountedRow:
-    """A row whose time counts."""
+    """A row whose time is counted."""
 
     row: TableRow
     kind: str
@@ -58,13 +58,12 @@ class CountedRow:
 
     @property
     def calls(self) -> int:
-        """Zero where the table does not count them."""
+        """Number of calls; 0 where the table does not count them."""
         return self.row.calls or 0
 
     @property
-    def in_doubt(self) -> bool:
-        """Whether a name without CPU time could be an annotation: free text that no compiler wrote, and that no rule
-        knows but those for common words."""
+    def may_be_annotation(self) -> bool:
+        """Whether the row may be an annotation by its name: free text that only the rules for common words match."""
         if any(mark in self.row.name for mark in "(<"):
             return False
         rule = rule_for(self.row.name)
@@ -72,23 +71,23 @@ class CountedRow:
 
     @property
     def generic(self) -> bool:
-        """Whether its name was cut where all kernels of a template library are still called the same."""
+        """Whether the name was cut so early that every kernel of a template library has the same beginning."""
         return self.kind == "other" and self.row.cut and ("cutlass" in self.row.name or "flash" in self.row.name)
 
 
 @dataclass(frozen=True)
 class CountedRows:
-    """The rows whose times add up to what the device did."""
+    """The rows whose times add up to the device's work, and the rows that are left out."""
 
     rows: tuple[CountedRow, ...]
     left_out: tuple[LeftOutRow, ...]
     basis: Literal["kernels", "operators", "cpu"]
-    """``operators`` where a table has no kernel rows (torch before 1.8); ``cpu`` without a device."""
+    """Kind of the counted rows: ``operators`` without kernel rows (torch before 1.8), ``cpu`` without a device."""
 
 
 @lru_cache(maxsize=4096)
 def kind_of_row(name: str) -> str:
-    """The kind of a kernel, copy or operator by the name in a table, of which the end may be missing."""
+    """Return the kind of a kernel, copy or operator, by its name in a table, whose end may be cut off."""
     cut = name.endswith(CUT_MARKS)
     stem = name.removesuffix("...").removesuffix("…")[:_LONGEST_NAME]
     bare = stem.lower().removeprefix("[cuda ").removeprefix("[")
@@ -106,9 +105,9 @@ def kind_of_row(name: str) -> str:
     return rule.kind if rule else "other"
 
 
-# Words of kernel names that a narrow column cuts before the rules can tell their kind.
+# Words of kernel names that a narrow column may cut before the rules recognise their kind.
 _COLLECTIVES = ("SendRecv", "AllGather", "ReduceScatter", "AllReduce", "Broadcast")
-_WORDS = (
+_KERNEL_WORDS = (
     "flash_fwd_kernel",
     "flash_fwd_splitkv_kernel",
     "flash_bwd_dq_dk_dv_loop_kernel",
@@ -120,86 +119,92 @@ _WORDS = (
     "FlashAttentionForwardSm90",
     "FlashAttentionBackwardSm90",
 )
-_LEAST_OF_WORD = 8
+_MIN_WORD = 8
 _LAST_WORD = re.compile(r"\w{1,80}$")
 
 
 def _completed_kind(stem: str) -> str | None:
-    """The kind of a name that was cut inside a known word, where every word it can be is of one kind."""
+    """Return the kind of a name that was cut inside a known word; None unless all possible words are of one kind."""
     match = _LAST_WORD.search(stem[-80:])
-    if match is None or len(match[0]) < _LEAST_OF_WORD:
+    if match is None or len(match[0]) < _MIN_WORD:
         return None
-    kinds = {rule.kind for full in _WORDS if full.startswith(match[0]) and (rule := rule_for(full))}
+    kinds = {rule.kind for full in _KERNEL_WORDS if full.startswith(match[0]) and (rule := rule_for(full))}
     return kinds.pop() if len(kinds) == 1 else None
 
 
-def counted_rows(table: KernelTable) -> CountedRows:
-    """The rows whose times add up to what the device did; the rest with device time is listed with the reason."""
+def select_counted_rows(table: KernelTable) -> CountedRows:
+    """Select the rows whose times add up to the device's work; list the other rows with device time, with reasons."""
     if table.device is None:
-        return CountedRows(tuple(_counted(row, row.self_cpu_ns) for row in table.rows if row.self_cpu_ns), (), "cpu")
+        return CountedRows(
+            tuple(_counted_row(row, row.self_cpu_ns) for row in table.rows if row.self_cpu_ns), (), "cpu"
+        )
     timed = [row for row in table.rows if (row.self_device_ns or 0) > 0]
     launchers = [row for row in timed if row.on_cpu]
     if launchers and len(launchers) == len(timed):
-        return CountedRows(tuple(_counted(row, row.self_device_ns) for row in launchers), (), "operators")
-    launched: dict[str, list[int | None]] = {}
+        return CountedRows(tuple(_counted_row(row, row.self_device_ns) for row in launchers), (), "operators")
+    device_times_by_cpu_name: dict[str, list[int | None]] = {}
     for row in table.rows:
         if row.on_cpu:
-            launched.setdefault(row.name, []).append(row.self_device_ns)
+            device_times_by_cpu_name.setdefault(row.name, []).append(row.self_device_ns)
     rows: list[CountedRow] = []
     left_out = [LeftOutRow(row, "operator") for row in launchers]
-    for one in (_counted(row, row.self_device_ns) for row in timed if not row.on_cpu):
-        reason = _reason_to_leave_out(one, launched.get(one.row.name, []))
+    for candidate in (_counted_row(row, row.self_device_ns) for row in timed if not row.on_cpu):
+        reason = _reason_to_leave_out(candidate, device_times_by_cpu_name.get(candidate.row.name, []))
         if reason is None:
-            rows.append(one)
+            rows.append(candidate)
         else:
-            left_out.append(LeftOutRow(one.row, reason))
-    beyond_footer = _too_much_for_footer(rows, table)
-    left_out += [LeftOutRow(one.row, "footer") for one in beyond_footer]
+            left_out.append(LeftOutRow(candidate.row, reason))
+    beyond_footer = _rows_beyond_footer(rows, table)
+    left_out += [LeftOutRow(candidate.row, "footer") for candidate in beyond_footer]
     left_out.sort(key=lambda out: out.row.line)
-    counted = _told_by_operators([one for one in rows if one not in beyond_footer], launchers)
-    return CountedRows(tuple(counted), tuple(left_out), "kernels")
+    with_kinds = _kinds_from_operators([candidate for candidate in rows if candidate not in beyond_footer], launchers)
+    return CountedRows(tuple(with_kinds), tuple(left_out), "kernels")
 
 
-def _counted(row: TableRow, time_ns: int | None) -> CountedRow:
+def _counted_row(row: TableRow, time_ns: int | None) -> CountedRow:
     return CountedRow(row, kind_of_row(row.name), time_ns or 0)
 
 
-def _reason_to_leave_out(one: CountedRow, launched: list[int | None]) -> Reason | None:
-    """``launched``: device times of the CPU rows of the same name."""
-    row = one.row
+def _reason_to_leave_out(candidate: CountedRow, cpu_row_times: list[int | None]) -> Reason | None:
+    """Return why a row is not counted, or None; ``cpu_row_times`` are device times of CPU rows of the same name."""
+    row = candidate.row
     if _ANNOTATION.match(row.name):
         return "annotation"
     if not row.cut and _OPERATOR.fullmatch(row.name):
         return "operator"
-    # The CPU row of an operator that launches a kernel of its own name carries that kernel's time; the CPU row of
-    # an annotation carries none, or that of the kernels inside it, which its span on the device exceeds.
-    return "same_name_on_cpu" if launched and one.in_doubt and row.self_device_ns not in launched else None
+    # The CPU row of an operator that launches a kernel of its own name has that kernel's device time. The CPU row of an
+    # annotation has no device time, or the sum of the kernels inside it, which is less than its span on the device.
+    return (
+        "same_name_on_cpu"
+        if cpu_row_times and candidate.may_be_annotation and row.self_device_ns not in cpu_row_times
+        else None
+    )
 
 
-def slack_ns(rows: Iterable[CountedRow], table: KernelTable) -> int:
-    """How far the sum of printed times can be from the printed total by rounding alone."""
-    return (sum(one.row.step_ns for one in rows) + table.total_step_ns) // 2 + 1
+def rounding_slack_ns(rows: Iterable[CountedRow], table: KernelTable) -> int:
+    """Return the largest difference between the sum of printed times and the printed total that rounding explains."""
+    return (sum(row.row.step_ns for row in rows) + table.total_step_ns) // 2 + 1
 
 
-def _too_much_for_footer(rows: Sequence[CountedRow], table: KernelTable) -> tuple[CountedRow, ...]:
-    """The fewest doubtful rows without which the rest adds up to the footer; none where no choice does."""
+def _rows_beyond_footer(rows: Sequence[CountedRow], table: KernelTable) -> tuple[CountedRow, ...]:
+    """Return the fewest possible annotations without which the rest adds up to the footer; empty where none fit."""
     if table.self_device_total_ns is None:
         return ()
-    slack = slack_ns(rows, table)
-    excess = sum(one.time_ns for one in rows) - table.self_device_total_ns
+    slack = rounding_slack_ns(rows, table)
+    excess = sum(row.time_ns for row in rows) - table.self_device_total_ns
     if excess <= slack:
         return ()
-    return _adding_up_to(excess, slack, [one for one in rows if one.in_doubt])
+    return _rows_adding_up_to(excess, slack, [row for row in rows if row.may_be_annotation])
 
 
-def _adding_up_to(time_ns: int, slack: int, rows: Sequence[CountedRow]) -> tuple[CountedRow, ...]:
-    """The fewest rows that add up to a time within rounding; none where no choice does, or more than one."""
-    some = rows[:_MOST_DOUBTFUL]
-    for count in range(1, len(some) + 1):
-        tried = combinations(some, count)
-        fitting = [chosen for chosen in tried if abs(sum(one.time_ns for one in chosen) - time_ns) <= slack]
-        if fitting:
-            return fitting[0] if len(fitting) == 1 else ()
+def _rows_adding_up_to(time_ns: int, slack: int, rows: Sequence[CountedRow]) -> tuple[CountedRow, ...]:
+    """Return the fewest rows that add up to a time within rounding; empty unless there is exactly one such choice."""
+    candidates = rows[:_MAX_DOUBTFUL]
+    for count in range(1, len(candidates) + 1):
+        choices = combinations(candidates, count)
+        matches = [chosen for chosen in choices if abs(sum(row.time_ns for row in chosen) - time_ns) <= slack]
+        if matches:
+            return matches[0] if len(matches) == 1 else ()
     return ()
 
 
@@ -208,22 +213,23 @@ def _adding_up_to(time_ns: int, slack: int, rows: Sequence[CountedRow]) -> tuple
 _GEMM_OPERATOR = re.compile(r"aten::(?:_scaled_|_grouped_|_scaled_grouped_)?(?:mm|bmm|addmm|baddbmm|addbmm)")
 
 
-def _told_by_operators(rows: list[CountedRow], launchers: Sequence[TableRow]) -> list[CountedRow]:
-    """Names that were cut too early told by the operators: the device time of one is that of the kernels it launched.
+def _kinds_from_operators(rows: list[CountedRow], launchers: Sequence[TableRow]) -> list[CountedRow]:
+    """Set the kinds of rows whose names were cut too early, from the device times of the operators that launched them.
 
-    Of attention and matrix products, where the kernels that are known make less than the operators' time and just one
-    choice of cut names makes the rest, called as often or a whole number of times as often.
+    This applies to attention and matrix products. A cut row gets the operators' kind where the known kernels take less
+    time than the operators, and exactly one choice of cut rows makes up the rest. The number of calls of these rows
+    must be a multiple of the operators' calls.
     """
     for kind in ("flash_fwd", "flash_bwd", "gemm"):
         operators = [row for row in launchers if _kind_of_operator(row.name) == kind]
-        known = [one for one in rows if one.kind == kind]
+        recognised = [counted for counted in rows if counted.kind == kind]
         calls = sum(row.calls or 0 for row in operators)
-        missing = sum(row.self_device_ns or 0 for row in operators) - sum(one.time_ns for one in known)
-        cut = [one for one in rows if one.generic and calls and one.calls % calls == 0]
-        slack = sum(row.step_ns for row in (*operators, *(one.row for one in (*known, *cut)))) // 2 + 1
+        missing = sum(row.self_device_ns or 0 for row in operators) - sum(counted.time_ns for counted in recognised)
+        cut = [counted for counted in rows if counted.generic and calls and counted.calls % calls == 0]
+        slack = sum(row.step_ns for row in (*operators, *(counted.row for counted in (*recognised, *cut)))) // 2 + 1
         if missing > slack:
-            told = _adding_up_to(missing, slack, cut)
-            rows = [replace(one, kind=kind) if one in told else one for one in rows]
+            completed = _rows_adding_up_to(missing, slack, cut)
+            rows = [replace(counted, kind=kind) if counted in completed else counted for counted in rows]
     return rows
 
 

@@ -1,6 +1,7 @@
-"""Reads the summaries of NVIDIA's tools: of ``nsys stats``, as text or CSV, and of ``nvprof``.
+"""Parser of the summaries of NVIDIA's tools: ``nsys stats``, as text or CSV, and ``nvprof``.
 
-Kernels and memory operations of the device, and API calls; of nvprof each line with its share of its part.
+The summaries list kernels and memory operations of the device, and API calls. Each line of nvprof also has its share of
+its part of the summary.
 """
 
 from __future__ import annotations
@@ -23,48 +24,50 @@ _NUMBER = re.compile(r"([0-9]{1,3}(?:,[0-9]{3}){1,6}|[0-9]{1,19})(?:\.([0-9]{1,9
 
 
 def is_nsys(titles: Sequence[str]) -> bool:
-    """Whether these are the columns of an ``nsys stats`` summary of kernels, memory operations or API calls."""
+    """Return whether these are the columns of an ``nsys stats`` summary of kernels, memory operations or API calls."""
     return _count_column(titles) is not None and any(_TOTAL.fullmatch(title) for title in titles)
 
 
 def _count_column(titles: Sequence[str]) -> str | None:
-    # Ranges of NVTX have instances too, and kernels below them; those of kernels have no such columns.
+    """Return the title of the column that holds counts; None for tables that are not supported."""
+    # Summaries of NVTX ranges also have instances, but only they have these two columns.
     if "Range" in titles or "Style" in titles or not any(name in titles for name in _NAMES):
         return None
     return next((t for t in titles if t in (*_KERNEL_COUNTS, *_MEMORY_COUNTS, *_API_COUNTS)), None)
 
 
 def read_nsys_text(lines: LogLines, layout: TableLayout, path: str) -> KernelTable:
-    """The summary whose header was found: rows up to the first line that is none."""
+    """Read the summary with the given layout: all rows up to the first line that is not a row."""
     rows: list[TableRow] = []
-    index, used = layout.rows_at, 1
-    while used and index < len(lines) and len(rows) <= MOST_ROWS:
-        used = 0
-        for content, pieces in layout.readings(lines, index):
+    index, lines_used = layout.rows_start, 1
+    while lines_used and index < len(lines) and len(rows) <= MOST_ROWS:
+        lines_used = 0
+        for content, line_count in layout.candidate_rows(lines, index):
             if row := _row(_cells(content, layout), layout.titles, index + 1):
                 rows.append(row)
-                used = pieces
+                lines_used = line_count
                 break
-        index += used
+        index += lines_used
     return _table(lines, layout.line, path, layout.titles, rows, index)
 
 
 def _table(
     lines: LogLines, header: int, path: str, titles: tuple[str, ...], rows: list[TableRow], end: int
 ) -> KernelTable:
-    """The table of these rows, of which the first line behind them is ``end``."""
+    """Build a table from its rows; ``end`` is the index of the first line after them."""
     return KernelTable(
         path, header + 1, "nsys", "CUDA", titles, tuple(rows), warnings=_cut_off(lines, header, path, end)
     )
 
 
 def _cut_off(lines: LogLines, header: int, path: str, end: int) -> tuple[Notice, ...]:
-    """A warning where nothing stands behind the table's last line, and that line may go on."""
+    """Return a warning where the log ends with the table's last line and that line may be incomplete."""
     message = f"{path}:{header + 1}: the log ends inside this table: it may have been cut off"
     return (Notice("table_cut_off", message),) if end == len(lines) and lines.is_open(end - 1) else ()
 
 
 def _cells(content: str, layout: TableLayout) -> list[str]:
+    """Split a line at the table's column offsets, or at spaces where a cell is wider than its column."""
     spans = layout.rule.spans
     if any(content[end:start].strip() for (_, end), (start, _) in pairwise(spans)):
         return content.split(None, len(spans) - 1)
@@ -72,19 +75,24 @@ def _cells(content: str, layout: TableLayout) -> list[str]:
 
 
 def read_nsys_csv(lines: LogLines, index: int, path: str) -> KernelTable | None:
-    """The summary whose header is line ``index`` as ``--format csv`` writes it; None where there is none."""
+    """Read the summary in the form of ``--format csv`` whose header is line ``index``; None without such a header."""
     titles = tuple(_csv_cells(lines[index]))
     if not is_nsys(titles):
         return None
     rows: list[TableRow] = []
-    at = index + 1
-    while at < len(lines) and len(rows) <= MOST_ROWS and (row := _row(_csv_cells(lines[at]), titles, at + 1)):
+    line_index = index + 1
+    while (
+        line_index < len(lines)
+        and len(rows) <= MOST_ROWS
+        and (row := _row(_csv_cells(lines[line_index]), titles, line_index + 1))
+    ):
         rows.append(row)
-        at += 1
-    return _table(lines, index, path, titles, rows, at)
+        line_index += 1
+    return _table(lines, index, path, titles, rows, line_index)
 
 
 def _csv_cells(line: str) -> list[str]:
+    """Split a line of CSV into stripped cells; empty where it is not valid CSV."""
     try:
         return [cell.strip() for cell in next(csv.reader([line]), [])]
     except csv.Error:
@@ -92,66 +100,76 @@ def _csv_cells(line: str) -> list[str]:
 
 
 def _row(cells: list[str], titles: Sequence[str], line: int) -> TableRow | None:
+    """Parse the cells of one row of an nsys summary; None where they are not those of a row."""
     if len(cells) != len(titles):
         return None
     by_title = dict(zip(titles, cells, strict=True))
-    unit, total = next((match[1] or "ns", by_title[title]) for title in titles if (match := _TOTAL.fullmatch(title)))
+    unit, total_text = next(
+        (match[1] or "ns", by_title[title]) for title in titles if (match := _TOTAL.fullmatch(title))
+    )
     count_title = _count_column(titles) or ""
-    time, count = _NUMBER.fullmatch(total), _NUMBER.fullmatch(by_title[count_title])
-    if time is None or count is None:
+    time_match, count_match = _NUMBER.fullmatch(total_text), _NUMBER.fullmatch(by_title[count_title])
+    if time_match is None or count_match is None:
         return None
     name = next(by_title[title] for title in _NAMES if title in titles)
-    calls = int(count[1].replace(",", ""))
-    time_ns, step_ns = scaled(time[1].replace(",", ""), time[2] or "", unit)
+    calls = int(count_match[1].replace(",", ""))
+    time_ns, step_ns = scaled(time_match[1].replace(",", ""), time_match[2] or "", unit)
     if count_title in _API_COUNTS:
         return TableRow(name, line, calls, self_cpu_ns=time_ns, cpu_total_ns=time_ns)
     return TableRow(name, line, calls, 0, 0, time_ns, unit=unit, step_ns=step_ns)
 
 
 def fold_nsys(tables: Iterable[KernelTable]) -> list[KernelTable]:
-    """One table a report, in order of lines: API calls stand before the kernels, memory operations after them."""
+    """Join the summaries of each ``nsys stats`` report into one table, in order of lines.
+
+    In a report, the API calls stand before the kernels, and the memory operations after them.
+    """
     folded: list[KernelTable] = []
-    waiting: list[TableRow] = []
+    pending: list[TableRow] = []
     for table in sorted(tables, key=lambda table: table.line):
-        count = _count_column(table.columns)
-        if count in _KERNEL_COUNTS:
-            folded.append(replace(table, rows=(*waiting, *table.rows)))
-            waiting = []
-        elif folded and count in _MEMORY_COUNTS:
+        count_title = _count_column(table.columns)
+        if count_title in _KERNEL_COUNTS:
+            folded.append(replace(table, rows=(*pending, *table.rows)))
+            pending = []
+        elif folded and count_title in _MEMORY_COUNTS:
             folded[-1] = replace(folded[-1], rows=(*folded[-1].rows, *table.rows))
         else:
-            waiting += table.rows
+            pending += table.rows
     return folded
 
 
 _HEADER = re.compile(r"(?:Type {1,16})?Time\(%\) {1,32}Time {1,32}Calls {1,32}Avg {1,32}Min {1,32}Max {1,32}Name *$")
-# Where parts have headers of their own, their names stand on lines of their own: ==9261== API calls:
+# Where each part has its own header, the name of the part stands on a separate line: ==9261== API calls:
 _PART = re.compile(r"(GPU activities|API calls|OpenACC \(\w{1,20}\)|OpenMP \(\w{1,20}\)):")
 _TIME = r"([0-9]{1,18}(?:\.[0-9]{1,12})?(?:ns|us|ms|s))"
 _NVPROF_ROW = re.compile(rf" *([0-9]{{1,3}}\.[0-9][0-9]%) +{_TIME} +([0-9]{{1,18}}) +{_TIME} +{_TIME} +{_TIME}  (\S.*)")
 
 
 def read_nvprof(lines: LogLines, index: int, path: str) -> tuple[KernelTable, int] | None:
-    """(the summary whose header is line ``index``, with all its parts; the line behind it); None without a header."""
+    """Read all parts of the summary whose header is line ``index``; return it and the index of the line after it.
+
+    None where line ``index`` is no header.
+    """
     header = _HEADER.search(lines[index])
     if header is None:
         return None
     prefix = LinePrefix(lines[index][: header.start()].rstrip())
     rows: list[TableRow] = []
-    part, at = "GPU activities", index + 1
-    while at < len(lines) and len(rows) <= MOST_ROWS and (content := prefix.cut(lines[at])) is not None:
-        if named := _PART.search(content):
-            part, content = named[1], content[named.end() :]
+    part, line_index = "GPU activities", index + 1
+    while line_index < len(lines) and len(rows) <= MOST_ROWS and (content := prefix.cut(lines[line_index])) is not None:
+        if part_title := _PART.search(content):
+            part, content = part_title[1], content[part_title.end() :]
         if row := _NVPROF_ROW.match(content):
-            rows += _nvprof_row(row, part, at + 1)
-        elif content.strip() and not named and not _HEADER.search(content):
+            rows += _nvprof_row(row, part, line_index + 1)
+        elif content.strip() and not part_title and not _HEADER.search(content):
             break
-        at += 1
-    titles, warnings = tuple(header[0].split()), _cut_off(lines, index, path, at)
-    return KernelTable(path, index + 1, "nvprof", "CUDA", titles, tuple(rows), warnings=warnings), at
+        line_index += 1
+    titles, warnings = tuple(header[0].split()), _cut_off(lines, index, path, line_index)
+    return KernelTable(path, index + 1, "nvprof", "CUDA", titles, tuple(rows), warnings=warnings), line_index
 
 
 def _nvprof_row(row: re.Match[str], part: str, line: int) -> list[TableRow]:
+    """Build the row of a device activity or an API call of nvprof; empty for other parts of the summary."""
     time_ns, step_ns, unit = parse_time(row[2])
     if part == "GPU activities":
         return [TableRow(row[7].strip(), line, int(row[3]), 0, 0, time_ns, parse_share(row[1]), unit, step_ns)]

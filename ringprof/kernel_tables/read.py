@@ -1,4 +1,4 @@
-"""Finds every printed kernel table in a text, of torch, ``nsys stats`` or nvprof, and what the text says around it."""
+"""Reader of every kernel table that torch, ``nsys stats`` or nvprof printed into a text, and of the text around it."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ _MOST_RULES = 100_000
 
 
 def read_tables(data: bytes, path: str) -> list[KernelTable]:
-    """Every kernel table in a log, in order; ``path`` is for messages and kept as ``KernelTable.path``.
+    """Read every kernel table in a log, in order; ``path`` is used in messages and kept as ``KernelTable.path``.
 
-    Tables of several ranks may be interleaved line by line if each has its own prefix. The API, kernel and
-    memory summaries of one ``nsys stats`` report become one table. Raises `KernelTableError` where there is
-    no table, or one whose rows cannot be read.
+    Tables of several ranks may be interleaved line by line if each rank has its own prefix. The API, kernel and memory
+    summaries of one ``nsys stats`` report become one table. Raises `NoKernelTableError` where there is no table, and
+    `KernelTableError` where no row of any table can be read.
     """
     lines = LogLines(data)
     layouts: list[TableLayout] = []
     nsys: list[KernelTable] = []
     nvprof: list[KernelTable] = []
-    read_to = 0
-    bound = _Bound(path)
+    nvprof_end = 0
+    limits = _CountLimits(path)
     for index, line in enumerate(lines):
         if "--" in line:
-            bound.rule(line)
+            limits.count_rule(line)
             if layout := find_layout(lines, index):
                 layouts.append(layout)
         if "," in line and "Total" in line and (table := read_nsys_csv(lines, index, path)):
-            nsys.append(bound.table(table))
-        if "Time(%)" in line and index >= read_to and (found := read_nvprof(lines, index, path)):
-            nvprof.append(bound.table(found[0]))
-            read_to = found[1]
-    nsys += [bound.table(read_nsys_text(lines, layout, path)) for layout in layouts if is_nsys(layout.titles)]
+            nsys.append(limits.count_table(table))
+        if "Time(%)" in line and index >= nvprof_end and (summary := read_nvprof(lines, index, path)):
+            nvprof.append(limits.count_table(summary[0]))
+            nvprof_end = summary[1]
+    nsys += [limits.count_table(read_nsys_text(lines, layout, path)) for layout in layouts if is_nsys(layout.titles)]
     torch = [
-        bound.table(TorchTable(lines, layout, path).read(limit))
+        limits.count_table(TorchTable(lines, layout, path).read(limit))
         for layout, limit in zip(layouts, _limits(layouts, len(lines)), strict=True)
         if not is_nsys(layout.titles)
     ]
@@ -57,31 +57,36 @@ def read_tables(data: bytes, path: str) -> list[KernelTable]:
 
 
 @dataclass
-class _Bound:
-    """Counts what a log holds: one made to hold a table on every line would take minutes."""
+class _CountLimits:
+    """Counters of dashed lines, tables and rows in a log, with limits.
+
+    Without limits, a log constructed to hold a table on every line would take minutes to read.
+    """
 
     path: str
     rules: int = 0
     tables: int = 0
     rows: int = 0
 
-    def rule(self, line: str) -> None:
+    def count_rule(self, line: str) -> None:
+        """Count a line that ends in a dash. Raises `KernelTableError` above the limit."""
         self.rules += line.rstrip().endswith("-")
         self._check(self.rules, _MOST_RULES, "dashed lines")
 
-    def table(self, table: KernelTable) -> KernelTable:
+    def count_table(self, table: KernelTable) -> KernelTable:
+        """Count a table and its rows, and return the table. Raises `KernelTableError` above the limits."""
         self.tables, self.rows = self.tables + 1, self.rows + len(table.rows)
         self._check(self.tables, _MOST_TABLES, "kernel tables")
         self._check(self.rows, MOST_ROWS, "rows of kernel tables")
         return table
 
-    def _check(self, count: int, most: int, what: str) -> None:
-        if count > most:
-            raise KernelTableError(f"{self.path}: more than {most} {what}: cut out the part that you want to see")
+    def _check(self, count: int, limit: int, noun: str) -> None:
+        if count > limit:
+            raise KernelTableError(f"{self.path}: more than {limit} {noun}: cut out the part that you want to see")
 
 
 def _limits(layouts: Sequence[TableLayout], end: int) -> list[int]:
-    """For each table the line at which the next one of its stream begins: no table is read past it."""
+    """List for each table the line at which the next table with the same prefix begins, where reading must stop."""
     limits: list[int] = []
     following: dict[str, int] = {}
     for layout in reversed(layouts):
@@ -91,7 +96,7 @@ def _limits(layouts: Sequence[TableLayout], end: int) -> list[int]:
 
 
 def _with_context(tables: list[KernelTable], lines: LogLines) -> list[KernelTable]:
-    """Gives each table what the text up to the next one says; what stands before the first belongs to the first."""
+    """Set each table's context from the text up to the next table; text before the first table belongs to the first."""
     borders = [0, *(table.line - 1 for table in tables[1:]), len(lines)]
     return [
         replace(table, context=read_context(lines, borders[index], borders[index + 1]))
@@ -116,15 +121,17 @@ _LISTED = {"flash": "flash", "SendRecv": "send_recv"}
 
 
 def read_context(lines: LogLines, start: int, end: int) -> TableContext:
-    """What lines ``start`` to ``end`` say; the first word on each subject wins."""
+    """Read the context in lines ``start`` to ``end``; the first statement on each subject counts."""
     shares: list[StatedShare] = []
-    parts: dict[str, tuple[float, ...]] = {}
+    fractions: dict[str, tuple[float, ...]] = {}
     iteration_ns = world = iterations = None
     for index in range(start, end):
         line = lines[index]
         if "'" in line:
-            for listed in _LIST.finditer(line):
-                parts.setdefault(_LISTED[listed[1]], tuple(float(pair[1]) for pair in _PAIR.finditer(listed[2])))
+            for author_list in _LIST.finditer(line):
+                fractions.setdefault(
+                    _LISTED[author_list[1]], tuple(float(pair[1]) for pair in _PAIR.finditer(author_list[2]))
+                )
         if ":" not in line and "=" not in line:
             continue
         if match := _SHARE.search(line):
@@ -135,5 +142,5 @@ def read_context(lines: LogLines, start: int, end: int) -> TableContext:
             world = int(match[1])
         elif iterations is None and "warm" not in line.lower() and (match := _ITERATIONS.search(line)):
             iterations = int(match[1])
-    completed = tuple(replace(share, parts=parts.get(share.subject)) for share in shares)
+    completed = tuple(replace(share, parts=fractions.get(share.subject)) for share in shares)
     return TableContext(completed, iteration_ns, world, iterations or None)

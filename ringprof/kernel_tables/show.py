@@ -1,6 +1,6 @@
-"""The report of a printed kernel table: for people, as the ``table`` part of ``ringprof.report/1``, and in figures.
+"""Report of a printed kernel table: as text, as the ``table`` part of ``ringprof.report/1``, and as figures.
 
-Nothing is computed here but units and shares; names come from logs and are cleaned before a terminal sees them.
+Only units and shares are computed here. Names come from logs, and are cleaned before they are printed to a terminal.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ _CAUSES = {
 
 
 def tables_text(reports: Sequence[TableReport], style: TextStyle) -> str:
-    """Every table of a log as text, in order."""
+    """Format the reports of all tables in a log as text, in order."""
     return style.finish("\n".join(_table_text(report, style) for report in reports))
 
 
 def _table_text(report: TableReport, style: TextStyle) -> str:
+    """Format the report of one table."""
     missing = ", with that of kernels that have no row here" if report.missing_ns else ""
     summed = f"shares are of summed time{missing}: kinds that run at once are each counted in full"
     lines = [summed, "", *_overlap_lines(report)]
@@ -56,8 +57,8 @@ def _table_text(report: TableReport, style: TextStyle) -> str:
         lines += [line for share in report.shares for line in _share_lines(share, clean(report.table.path))]
     if left_out := report.counted.left_out:
         names = ", ".join(dict.fromkeys(clean(out.row.stem) for out in left_out[:4]))
-        more = f" and {len(left_out) - 4} more" if len(left_out) > 4 else ""
-        lines += ["", f"not added up, since they repeat their kernels' time: {names}{more}"]
+        suffix = f" and {len(left_out) - 4} more" if len(left_out) > 4 else ""
+        lines += ["", f"not added up, since they repeat their kernels' time: {names}{suffix}"]
     if report.warnings:
         lines += ["", *(f"warning: {warning.message}" for warning in report.warnings)]
     text = [style.fit(_title(report)), "", *_kind_lines(report), style.fit("\n".join(lines))]
@@ -65,8 +66,11 @@ def _table_text(report: TableReport, style: TextStyle) -> str:
 
 
 def _title(report: TableReport) -> str:
-    table, what = report.table, _SUMMED[report.counted.basis]
-    title = f"{clean(table.path)}:{table.line} · {len(table.rows)} rows · {what} {duration(report.total_ns, 3)} summed"
+    """Format the line with the table's position, number of rows, summed time and footer."""
+    table, summed = report.table, _SUMMED[report.counted.basis]
+    title = (
+        f"{clean(table.path)}:{table.line} · {len(table.rows)} rows · {summed} {duration(report.total_ns, 3)} summed"
+    )
     if report.footer_ns is None or report.difference_ns is None:
         return f"{title} · no total in its footer"
     rounding = ", within rounding" if abs(report.difference_ns) <= report.slack_ns else ""
@@ -74,21 +78,23 @@ def _title(report: TableReport) -> str:
 
 
 def _kind_lines(report: TableReport) -> list[str]:
-    each = f"{'an iteration':>14}" if report.iterations is not None else ""
+    """Format the table of times by kind."""
+    iteration_title = f"{'an iteration':>14}" if report.iterations is not None else ""
     unit = unit_for(max((kind.time_ns for kind in report.kinds), default=0))
-    whole = report.whole_ns or 1
+    whole_ns = report.whole_ns or 1
     lines = [
-        f"{'by kind':<22}{'time':>13}{'share':>9}{'calls':>9}{'average':>13}{each}",
+        f"{'by kind':<22}{'time':>13}{'share':>9}{'calls':>9}{'average':>13}{iteration_title}",
         *(_kind_line(kind, report.whole_ns, unit) for kind in report.kinds),
-        f"{'all, summed':<22}{duration(report.total_ns, 3):>13}{percent(report.total_ns / whole):>9}",
+        f"{'all, summed':<22}{duration(report.total_ns, 3):>13}{percent(report.total_ns / whole_ns):>9}",
     ]
     if report.missing_ns:
-        missing = f"{duration(report.missing_ns, 3):>13}{percent(report.missing_ns / whole):>9}"
+        missing = f"{duration(report.missing_ns, 3):>13}{percent(report.missing_ns / whole_ns):>9}"
         lines.append(f"{'not in this table':<22}{missing}")
     return lines
 
 
 def _kind_line(kind: KindSum, whole_ns: int, unit: tuple[float, str]) -> str:
+    """Format one row of the table of times by kind."""
     average = duration(kind.average_ns, 3) if kind.average_ns is not None else "-"
     share = percent(kind.time_ns / whole_ns) if whole_ns else "-"
     time = f"{in_unit(kind.time_ns, unit[0])} {unit[1]}"
@@ -97,6 +103,7 @@ def _kind_line(kind: KindSum, whole_ns: int, unit: tuple[float, str]) -> str:
 
 
 def _overlap_lines(report: TableReport) -> list[str]:
+    """Format the bounds on overlap with their assumptions, or the reason why they are unknown."""
     overlap = report.overlap
     if overlap.least is None or overlap.most is None or overlap.wall_ns is None:
         return [f"overlap: not known from this table: {overlap.reason}"]
@@ -108,17 +115,19 @@ def _overlap_lines(report: TableReport) -> list[str]:
     ]
 
 
-def _iteration_line(told: Iterations) -> str:
-    line = f"iterations: {told.cpu} in the CPU rows ({_SOURCES[told.source]})"
-    if not told.leak:
+def _iteration_line(iterations: Iterations) -> str:
+    """Format the numbers of iterations in the CPU rows and in the device rows."""
+    line = f"iterations: {iterations.cpu} in the CPU rows ({_SOURCES[iterations.source]})"
+    if not iterations.leak:
         return line
-    counts = [f"{c.launch} {c.launched:,} launched, {c.ran:,} ran" for c in told.counts]
-    counts += [f"{LABELS[f.kind]} {f.calls} calls, {f.per_iteration} an iteration" for f in told.flash]
-    low, high = told.device_range
+    counts = [f"{c.launch} {c.launched:,} launched, {c.ran:,} ran" for c in iterations.counts]
+    counts += [f"{LABELS[f.kind]} {f.calls} calls, {f.per_iteration} an iteration" for f in iterations.flash]
+    low, high = iterations.device_range
     return f"{line}, {low:.1f} to {high:.1f} in the device rows ({'; '.join(counts)})"
 
 
 def _share_lines(checked: CheckedShare, path: str) -> list[str]:
+    """Format one printed share with the share by the table and the causes of a difference."""
     stated = checked.stated
     printed = f"{clean(stated.label)}: printed {_printed(checked)}, is {percent(checked.share, 2)}"
     why = " and ".join(_CAUSES[cause] for cause in checked.causes)
@@ -140,12 +149,12 @@ def _printed(checked: CheckedShare) -> str:
 
 
 def largest_of(reports: Sequence[TableReport]) -> TableReport:
-    """The table with most time in it."""
+    """Return the report of the table with the largest total time."""
     return max(reports, key=lambda report: report.total_ns)
 
 
 def tables_dict(reports: Sequence[TableReport], path: str) -> Report:
-    """All of ``ringprof.report/1`` for a log: ``table`` is its largest, and a warning says where the others are."""
+    """Build the whole ``ringprof.report/1`` of a log from its largest table; a warning names the others' lines."""
     largest = largest_of(reports)
     warnings = [warning for report in reports for warning in report.warnings]
     if len(reports) > 1:
@@ -156,7 +165,7 @@ def tables_dict(reports: Sequence[TableReport], path: str) -> Report:
 
 
 def table_dict(report: TableReport) -> JsonObject:
-    """The ``table`` part of ``ringprof.report/1``: times in integer nanoseconds, shares and ratios 0..1."""
+    """Build the ``table`` part of ``ringprof.report/1``: times in integer nanoseconds, shares and ratios 0..1."""
     overlap = report.overlap
     return {
         "line": report.table.line,
@@ -190,20 +199,22 @@ def table_dict(report: TableReport) -> JsonObject:
     }
 
 
-def _iterations(told: Iterations) -> JsonObject:
-    low, high = told.device_range
-    launches = [{"launch": count.launch, "launched": count.launched, "ran": count.ran} for count in told.counts]
+def _iterations(iterations: Iterations) -> JsonObject:
+    """Return the numbers of iterations for JSON."""
+    low, high = iterations.device_range
+    launches = [{"launch": count.launch, "launched": count.launched, "ran": count.ran} for count in iterations.counts]
     return {
-        "cpu": told.cpu,
-        "source": told.source,
+        "cpu": iterations.cpu,
+        "source": iterations.source,
         "device_min": low,
         "device_max": high,
-        "warmup_in_window": told.leak,
+        "warmup_in_window": iterations.leak,
         "launches": launches,
     }
 
 
 def _share(checked: CheckedShare) -> JsonObject:
+    """Return one checked share for JSON."""
     stated = checked.stated
     return {
         "subject": stated.subject,
@@ -217,13 +228,15 @@ def _share(checked: CheckedShare) -> JsonObject:
 
 
 def figures_of_table(report: TableReport) -> dict[str, float]:
-    """Figures by name, for conditions: times of kinds with ``_ns``, and their shares of the whole."""
-    times, whole = report.kinds_ns, report.whole_ns or 1
-    return {f"{kind}_ns": float(time) for kind, time in times.items()} | {k: time / whole for k, time in times.items()}
+    """Return figures by name, for conditions: times by kind as ``KIND_ns``, and shares of the total as ``KIND``."""
+    times, whole_ns = report.kinds_ns, report.whole_ns or 1
+    return {f"{kind}_ns": float(time) for kind, time in times.items()} | {
+        k: time / whole_ns for k, time in times.items()
+    }
 
 
 def entry_of_table(label: str, report: TableReport) -> Measurement:
-    """A table as one side of a comparison: times of one iteration where it is known how many the table holds."""
+    """Build one side of a comparison from a table; times per iteration only where the number of iterations is known."""
     figures = {
         f"{kind.kind}_ms": Metric(kind.per_iteration_ns / 1e6, "ms", higher_is_better=False, depends_on_work=True)
         for kind in report.kinds

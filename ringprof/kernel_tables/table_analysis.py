@@ -1,4 +1,4 @@
-"""Printed kernel tables, loaded and explained."""
+"""Public result of `ringprof.load_tables`: the analysis of the kernel tables in a log."""
 
 from __future__ import annotations
 
@@ -19,39 +19,42 @@ from ringprof.trace.columns import Notice
 
 
 class TableAnalysis:
-    """Printed kernel tables, explained: what a table alone can prove. Made by `load_tables`."""
+    """Analysis of printed kernel tables, limited to what a table alone can prove. Created by `load_tables`."""
 
     def __init__(self, name: str, reports: Sequence[TableReport]) -> None:
         self.name, self.reports = name, tuple(reports)
 
     @property
     def warnings(self) -> list[Notice]:
-        """What was odd in the tables."""
+        """Warnings of all tables."""
         return [warning for report in self.reports for warning in report.warnings]
 
     def report(self) -> Report:
-        """The JSON report (schema ``ringprof.report/1``) of the largest table."""
+        """Return the JSON report (schema ``ringprof.report/1``) of the largest table."""
         return show.tables_dict(self.reports, self.name)
 
     def figures(self) -> dict[str, float]:
-        """The figures of the largest table by name, for conditions: `ringprof.kernel_tables.show.figures_of_table`."""
+        """Return the figures of the largest table by name, for conditions.
+
+        `ringprof.kernel_tables.show.figures_of_table` describes them.
+        """
         return show.figures_of_table(show.largest_of(self.reports))
 
     def entries(self, label: str) -> list[Measurement]:
-        """Each table as one side of a comparison."""
+        """Return each table as one side of a comparison."""
         several = len(self.reports) > 1
         labels = [f"{label} table {number}" if several else label for number in range(1, len(self.reports) + 1)]
         return [show.entry_of_table(name, report) for name, report in zip(labels, self.reports, strict=True)]
 
     def to_terminal(self, style: TextStyle | None = None) -> str:
-        """The report of all tables as text."""
+        """Return the report of all tables as text."""
         return show.tables_text(self.reports, style or TextStyle(wide_tables=True))
 
     def __repr__(self) -> str:
         return f"<ringprof.TableAnalysis of {self.name}: {len(self.reports)} tables>"
 
     def _repr_html_(self) -> str:
-        """The terminal report, for notebooks."""
+        """Return the terminal report as HTML, for notebooks."""
         return f'<pre style="line-height: 1.2">{html.escape(self.to_terminal())}</pre>'
 
 
@@ -62,15 +65,16 @@ def load_tables(
     iterations: int | None = None,
     memory_bytes: int = MEMORY_BYTES,
 ) -> TableAnalysis:
-    """Load a log with printed kernel tables: of torch.profiler, ``nsys stats`` or nvprof, anywhere in it.
+    """Load a log that contains printed kernel tables of torch.profiler, ``nsys stats`` or nvprof.
 
-    ``wall_ns``: wall time of the window that the tables are of; ``iterations``: how many it holds; ``memory_bytes``:
-    what reading the log may take. Raises `KernelTableError` where there is no table, `InputError`.
+    ``wall_ns`` is the wall time of the profiled window, ``iterations`` the number of iterations in it, and
+    ``memory_bytes`` the most memory that reading may take. Raises `KernelTableError` where there is no table, and
+    `InputError`.
     """
     name = os.fspath(path)
     return analyse_tables(read_whole(name, Limits(memory_bytes), TEXT_SHARE), name, wall_ns, iterations)
 
 
 def analyse_tables(data: bytes, name: str, wall_ns: int | None = None, iterations: int | None = None) -> TableAnalysis:
-    """As `load_tables`, from a log's content."""
+    """Analyse the kernel tables in the content of a log; `load_tables` describes the parameters and the errors."""
     return TableAnalysis(name, [analyse_table(table, wall_ns, iterations) for table in read_tables(data, name)])

@@ -1,6 +1,6 @@
-"""Reads the tables that torch prints (``key_averages().table()``), in every layout of columns that it has had.
+"""Parser of the tables that torch prints (``key_averages().table()``), in every layout of columns up to now.
 
-With or without device, memory, shape, source, node and FLOP columns. Names cut to ``...`` stay as printed.
+Tables may have device, memory, shape, source, node and FLOP columns. Names cut to ``...`` stay as printed.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from ringprof.kernel_tables.rows import MOST_ROWS, KernelTable, TableRow
 from ringprof.log_lines import LogLines
 from ringprof.trace.columns import Notice
 
-MOST_STRAY = 200
-"""Lines in a row that are not of the table before it counts as cut off."""
+MAX_UNRELATED_LINES = 200
+"""Number of consecutive lines with the table's prefix that are not rows, after which the table counts as cut off."""
 
-MOST_FOREIGN = 256
-"""Lines of other streams between two rows before a table counts as cut off."""
+MAX_LINES_BETWEEN_ROWS = 256
+"""Number of lines between two rows after which the table counts as cut off."""
 
-_MOST_PARTS = 4
-"""Lines that one name with line feeds in it may spread over."""
+_MAX_NAME_LINES = 4
+"""Most lines that a name with line feeds in it may spread over."""
 
 _FOOTER_LINES = 8
 _CPU_TOTAL = re.compile(r"(?:Self )?CPU time total: *(\S{1,40})")
@@ -27,7 +27,7 @@ _DEVICE_TOTAL = re.compile(r"(?:Self )?((?!CPU\b)[A-Za-z]\w{0,30}) time total: *
 
 
 class TorchTable:
-    """One table whose header was found."""
+    """A table whose header was found, with its parser."""
 
     def __init__(self, lines: LogLines, layout: TableLayout, path: str) -> None:
         self.lines, self.layout, self.path = lines, layout, path
@@ -35,29 +35,34 @@ class TorchTable:
         self.device = _device_of(layout.titles)
 
     def read(self, limit: int) -> KernelTable:
-        """What it says; none of it stands at line ``limit`` or behind."""
+        """Read the table, using only lines before index ``limit``."""
         layout, rows = self.layout, list[TableRow]()
-        where, warnings = f"{self.path}:{layout.line + 1}", list[Notice]()
-        index = own = layout.rows_at
-        stray = skipped = 0
+        position, warnings = f"{self.path}:{layout.line + 1}", list[Notice]()
+        index = last_row = layout.rows_start
+        unrelated = skipped = 0
         footer: tuple[int | None, int | None, int] = (None, None, 0)
-        while index < limit and stray < MOST_STRAY and index - own < MOST_FOREIGN and len(rows) <= MOST_ROWS:
-            readings = layout.readings(self.lines, index)
-            end = next((used for content, used in readings if layout.closes(content)), 0)
-            if end:
-                skipped, footer = skipped + stray, self._footer(index + end)
+        while (
+            index < limit
+            and unrelated < MAX_UNRELATED_LINES
+            and index - last_row < MAX_LINES_BETWEEN_ROWS
+            and len(rows) <= MOST_ROWS
+        ):
+            candidate_rows = layout.candidate_rows(self.lines, index)
+            rule_lines = next((line_count for content, line_count in candidate_rows if layout.ends_table(content)), 0)
+            if rule_lines:
+                skipped, footer = skipped + unrelated, self._footer(index + rule_lines)
                 break
-            row, used = self._row_at(index, readings)
+            row, line_count = self._read_row_at(index, candidate_rows)
             if row is not None:
                 rows.append(row)
-                skipped, stray, own = skipped + stray, 0, index
-            elif any(content.strip() and not self._continues_stack(content) for content, _ in readings):
-                stray += 1
-            index += used
+                skipped, unrelated, last_row = skipped + unrelated, 0, index
+            elif any(content.strip() and not self._continues_stack(content) for content, _ in candidate_rows):
+                unrelated += 1
+            index += line_count
         else:
-            warnings.append(Notice("table_cut_off", f"{where}: no rule ends this table: it was cut off"))
+            warnings.append(Notice("table_cut_off", f"{position}: no rule ends this table: it was cut off"))
         if skipped:
-            message = f"{where}: {skipped} lines inside the table are not rows of it"
+            message = f"{position}: {skipped} lines inside the table are not rows of it"
             warnings.append(Notice("table_lines_skipped", message, count=skipped))
         return KernelTable(
             self.path, layout.line + 1, "torch", self.device, layout.titles, tuple(rows), *footer,
@@ -65,44 +70,54 @@ class TorchTable:
         )  # fmt: skip
 
     def _continues_stack(self, content: str) -> bool:
-        """Whether a line is a further one of a row's stack: only the last column is filled."""
+        """Return whether a line continues the stack of the row above: only its last column is filled."""
         return not content[: self.layout.rule.spans[-1][0]].strip()
 
-    def _row_at(self, index: int, readings: list[tuple[str, int]]) -> tuple[TableRow | None, int]:
-        """The row that begins at line ``index``, None where there is none, and how many lines it took."""
+    def _read_row_at(self, index: int, candidate_rows: list[tuple[str, int]]) -> tuple[TableRow | None, int]:
+        """Read the row that begins at line ``index``; return it, or None, and the number of lines read."""
         wrap, lines = self.layout.wrap, self.lines
-        for content, used in readings:
-            # A line that fills the width may go on, unless the next one begins a row.
-            ends = used == readings[-1][1] or len(lines[index + used - 1]) < wrap or self._begins_row(index + used)
-            if ends and (cells := self.columns.cut(content)):
-                return self._row(cells, index), used
-        if not readings or (not lines[index].strip() and self._begins_row(index + 1)):
+        for content, line_count in candidate_rows:
+            # A line that fills the width may continue on the next line, unless that one begins a row.
+            complete = (
+                line_count == candidate_rows[-1][1]
+                or len(lines[index + line_count - 1]) < wrap
+                or self._begins_row(index + line_count)
+            )
+            if complete and (cells := self.columns.split(content)):
+                return self._row(cells, index), line_count
+        if not candidate_rows or (not lines[index].strip() and self._begins_row(index + 1)):
             return None, 1
-        if self._continues_stack(readings[0][0]):
-            return None, readings[0][1]
-        return (None, 1) if wrap else self._spread_row(index, readings[0][0])
+        if self._continues_stack(candidate_rows[0][0]):
+            return None, candidate_rows[0][1]
+        return (None, 1) if wrap else self._read_spread_row(index, candidate_rows[0][0])
 
-    def _spread_row(self, index: int, first: str) -> tuple[TableRow | None, int]:
-        """A name with line feeds in it is spread over lines, each feed one of its characters; a row that alone was too
-        wide for the terminal is, too, without any."""
-        fed = wrapped = first
-        for at, line in enumerate(self.lines.between(index + 1, index + _MOST_PARTS), index + 1):
+    def _read_spread_row(self, index: int, first: str) -> tuple[TableRow | None, int]:
+        """Read a row that is spread over several lines; return it, or None, and the number of lines read.
+
+        Either its name contains line feeds, which count as characters of the name. Or only this row was too wide for
+        the terminal and was wrapped, which adds no characters.
+        """
+        with_line_feeds = without_line_feeds = first
+        for last_index, line in enumerate(self.lines.between(index + 1, index + _MAX_NAME_LINES), index + 1):
             content = self.layout.prefix.cut(line)
-            following = line if content is None else content
-            if self.layout.closes(following) or self.columns.cut(following):
+            next_line = line if content is None else content
+            if self.layout.ends_table(next_line) or self.columns.split(next_line):
                 break
-            fed, wrapped = f"{fed}\n{following}", wrapped + following
-            exact = len(wrapped.rstrip()) == self.layout.rule.width
-            if cells := self.columns.cut(wrapped if exact else fed) or self.columns.cut(wrapped):
-                return self._row(cells, index), at + 1 - index
+            with_line_feeds, without_line_feeds = f"{with_line_feeds}\n{next_line}", without_line_feeds + next_line
+            fills_rule = len(without_line_feeds.rstrip()) == self.layout.rule.width
+            if cells := self.columns.split(without_line_feeds if fills_rule else with_line_feeds) or self.columns.split(
+                without_line_feeds
+            ):
+                return self._row(cells, index), last_index + 1 - index
         return None, 1
 
     def _begins_row(self, index: int) -> bool:
-        readings = self.layout.readings(self.lines, index) if index < len(self.lines) else []
-        return any(self.columns.cut(content) or self.layout.closes(content) for content, _ in readings)
+        candidate_rows = self.layout.candidate_rows(self.lines, index) if index < len(self.lines) else []
+        return any(self.columns.split(content) or self.layout.ends_table(content) for content, _ in candidate_rows)
 
     def _row(self, cells: dict[str, str], index: int) -> TableRow:
-        # The oldest tables have no self time of the device: its total stands for it.
+        """Build a row from its cells by title."""
+        # The oldest tables have no self time of the device; the device's total is used for it.
         device = cells.get(f"Self {self.device}", cells.get(f"{self.device} total"))
         device_ns, step_ns, unit = parse_time(device if self.device else None)
         return TableRow(
@@ -118,7 +133,7 @@ class TorchTable:
         )
 
     def _footer(self, index: int) -> tuple[int | None, int | None, int]:
-        """(CPU total, device total, worth of the device total's last digit) below the table's last rule."""
+        """Read the footer; return the CPU total, the device total, and the value of the device total's last digit."""
         cpu = device = None
         step = 0
         for line in self.lines.between(index, index + _FOOTER_LINES):
@@ -135,7 +150,7 @@ class TorchTable:
 
 
 def _device_of(titles: tuple[str, ...]) -> str | None:
-    """The device that a table's time columns name, such as ``CUDA`` of ``CUDA total``."""
+    """Return the device in the titles of the time columns, such as ``CUDA`` in ``CUDA total``; None if CPU only."""
     for title in titles:
         device = title.removesuffix(" total")
         if device != title and device not in ("CPU", "Self CPU"):

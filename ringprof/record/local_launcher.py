@@ -28,7 +28,7 @@ from ringprof.errors import Interrupted, RecordError, RingprofError
 from ringprof.process_pool import cpu_count, interrupts_blocked, isolated
 from ringprof.record.progress import ProgressLogReader, Reporter
 from ringprof.record.request import to_json
-from ringprof.record.shutdown.rank_errors import is_consequence, laggard, rank_error, signal_error
+from ringprof.record.shutdown.rank_errors import is_consequence, rank_error, signal_error, slowest_rank
 from ringprof.scratch import keep, remove
 
 _POLL_S = 0.05
@@ -321,4 +321,4 @@ def _cause(statuses: dict[int, int], readers: list[ProgressLogReader], scratch: 
 
 def _laggard(readers: list[ProgressLogReader]) -> str:
     words = {rank: entry for rank, reader in enumerate(readers) if (entry := reader.last("stopped"))}
-    return laggard({rank: (entry["stopped"], entry["hops"]) for rank, entry in words.items()}, len(readers))
+    return slowest_rank({rank: (entry["stopped"], entry["hops"]) for rank, entry in words.items()}, len(readers))

@@ -1,4 +1,4 @@
-"""The audit: each mistake in the published logs is found, each right row is left alone, with arithmetic by hand."""
+"""Audit of the published logs: every mistake is found and no correct row is flagged, by arithmetic done by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def all_logs() -> LogAudit:
     return audit([log(number) for number in range(5)], SETTINGS)
 
 
-def found(result: LogAudit, number: int, *severities: str) -> list[tuple[str, int]]:
+def flags_of(result: LogAudit, number: int, *severities: str) -> list[tuple[str, int]]:
     return [
         (flag.code, flag.line)
         for flag in result.flags
@@ -32,27 +32,31 @@ def found(result: LogAudit, number: int, *severities: str) -> list[tuple[str, in
 
 
 def test_log_000(all_logs: LogAudit) -> None:
-    assert found(all_logs, 0, "error") == [
+    assert flags_of(all_logs, 0, "error") == [
         ("tflops_no_settings", 1),
         ("tflops_inconsistent", 5),
         ("tflops_inconsistent", 6),
         ("oom_with_times", 7),
     ]
-    assert found(all_logs, 0, "warning") == [("foreign_columns", 1), ("pass_ratio", 5), ("no_growth", 6)]
+    assert flags_of(all_logs, 0, "warning") == [("foreign_columns", 1), ("pass_ratio", 5), ("no_growth", 6)]
     flag = next(flag for flag in all_logs.flags if flag.code == "tflops_inconsistent")
     # 4 · 131072² · 40 · 128 / 2 · 3.5 FLOP / 32 GPUs / 329.61 ms
     assert (flag.printed, flag.computed) == (43.28, pytest.approx(58.3768, abs=1e-3))
     assert "29.66 heads" in flag.message
 
 
-def test_right_rows_agree_and_bear_no_error(all_logs: LogAudit) -> None:
-    verdicts = [one.verdict for one in all_logs.rows[:22]]
+def test_correct_rows_agree_and_have_no_error(all_logs: LogAudit) -> None:
+    verdicts = [audited.verdict for audited in all_logs.rows[:22]]
     assert verdicts == (
         ["inconsistent"] * 2 + ["unchecked"] + ["agrees"] * 3 + ["rounding"] * 3 + ["agrees"] * 6
         + ["rounding"] * 3 + ["agrees"] * 4
     )  # fmt: skip
     wrong = {(flag.file, flag.line) for flag in all_logs.flags if flag.severity == "error"}
-    right = {(one.row.file, one.row.line) for one in all_logs.rows if one.verdict in ("agrees", "rounding", "settings")}
+    right = {
+        (audited.row.file, audited.row.line)
+        for audited in all_logs.rows
+        if audited.verdict in ("agrees", "rounding", "settings")
+    }
     assert not wrong & right
 
 
@@ -62,37 +66,37 @@ def test_rounded_times_are_recovered(all_logs: LogAudit) -> None:
 
 
 def test_log_001_and_002_have_no_error(all_logs: LogAudit) -> None:
-    assert found(all_logs, 1, "error", "warning") == []
-    assert found(all_logs, 2) == [("far_apart", 69)]
+    assert flags_of(all_logs, 1, "error", "warning") == []
+    assert flags_of(all_logs, 2) == [("far_apart", 69)]
 
 
 def test_log_003(all_logs: LogAudit) -> None:
-    assert found(all_logs, 3, "error") == []
-    assert found(all_logs, 3, "warning") == [
+    assert flags_of(all_logs, 3, "error") == []
+    assert flags_of(all_logs, 3, "warning") == [
         ("length_missing", 43),
         ("length_not_stated", 49),
         ("length_not_stated", 50),
     ]
-    assert ("repeated_source", 25) in found(all_logs, 3, "note")
+    assert ("repeated_source", 25) in flags_of(all_logs, 3, "note")
     flag = next(flag for flag in all_logs.flags if flag.code == "length_missing")
     assert flag.computed == [262144, 524288] and "times 4" in flag.message
 
 
 def test_log_004_is_solved(all_logs: LogAudit) -> None:
-    assert found(all_logs, 4, "error") == [("settings_solved", 2)]
+    assert flags_of(all_logs, 4, "error") == [("settings_solved", 2)]
     flag = next(flag for flag in all_logs.flags if flag.code == "settings_solved")
     assert (flag.printed, flag.computed) == (16, 128)
     assert "totals over 8 GPUs" in flag.message and "head_dim 64 without a causal mask" in flag.message
-    rows = [one for one in all_logs.rows if "/004_" in one.row.file]
-    assert {one.verdict for one in rows} == {"settings"}
-    fastest = next(one for one in rows if one.row.line == 25)
+    rows = [audited for audited in all_logs.rows if "/004_" in audited.row.file]
+    assert {audited.verdict for audited in rows} == {"settings"}
+    fastest = next(audited for audited in rows if audited.row.line == 25)
     # 4 · 2 · 128000² · 16 · 128 / 2 FLOP / 8 GPUs / 320.243 ms
     assert fastest.tflops_per_gpu == pytest.approx(52.39, abs=0.01)
     assert fastest.computed_tflops == pytest.approx(52.39, abs=0.01)
-    warnings = dict(found(all_logs, 4, "warning"))
+    warnings = dict(flags_of(all_logs, 4, "warning"))
     assert set(warnings) == {"no_growth", "above_peak"}
-    assert ("no_growth", 9) in found(all_logs, 4)
-    assert ("above_peak", 25) in found(all_logs, 4)
+    assert ("no_growth", 9) in flags_of(all_logs, 4)
+    assert ("above_peak", 25) in flags_of(all_logs, 4)
 
 
 def test_rows_that_are_printed_again_are_noted(all_logs: LogAudit) -> None:
@@ -102,7 +106,7 @@ def test_rows_that_are_printed_again_are_noted(all_logs: LogAudit) -> None:
     assert "lines 32 to 37 repeat lines 20 to 25" in notes[0].message
 
 
-def test_far_apart_between_logs(all_logs: LogAudit) -> None:
+def test_differences_between_logs_are_noted(all_logs: LogAudit) -> None:
     notes = [flag for flag in all_logs.flags if flag.code == "far_apart"]
     assert [(Path(flag.file).name[:3], flag.line) for flag in notes] == [("002", 69), ("003", 51)]
     text = " ".join(flag.message for flag in notes)
@@ -113,16 +117,16 @@ def test_far_apart_between_logs(all_logs: LogAudit) -> None:
 
 def test_nothing_is_assumed() -> None:
     result = audit([log(0)])
-    assert {one.verdict for one in result.rows} == {"unchecked"}
-    asked = [flag for flag in result.flags if flag.code == "settings_missing"]
-    assert [flag.line for flag in asked] == [9, 18, 34, 43]
-    assert "--heads --head-dim --world" in asked[0].message and "160.00" in asked[0].message
-    assert "--world:" in asked[1].message
+    assert {audited.verdict for audited in result.rows} == {"unchecked"}
+    missing = [flag for flag in result.flags if flag.code == "settings_missing"]
+    assert [flag.line for flag in missing] == [9, 18, 34, 43]
+    assert "--heads --head-dim --world" in missing[0].message and "160.00" in missing[0].message
+    assert "--world:" in missing[1].message
     # Even so, the first section cannot be right.
     assert ("tflops_no_settings", 1) in [(flag.code, flag.line) for flag in result.flags]
 
 
-def test_what_a_log_states_is_not_overridden() -> None:
+def test_stated_settings_are_not_overridden() -> None:
     result = audit([log(2)], LogSettings(heads=7, world_size=3))
     assert (result.rows[0].row.heads, result.rows[0].verdict) == (40, "agrees")
 
@@ -135,8 +139,8 @@ def one_row(time_ms: float, tflops: float, seq: int = 131072) -> tuple[str, list
         "| B | Seq Len | FWD (ms) | FWD+BWD (ms) | TFLOPs/s |\n|---|---|---|---|---|\n"
         f"| 1 | {seq} | {time_ms / 3.5:.3f} | {time_ms:.3f} | {tflops:.3f} |\n"
     )
-    given = LogSettings(heads=40, head_dim=128, world_size=8, causal=True, device="A100")
-    result = audit([parse_log(text.encode(), "log")], given)
+    settings = LogSettings(heads=40, head_dim=128, world_size=8, causal=True, device="A100")
+    result = audit([parse_log(text.encode(), "log")], settings)
     return result.rows[0].verdict, list(result.flags), result.rows[0].tflops_per_gpu
 
 
@@ -144,7 +148,7 @@ def one_row(time_ms: float, tflops: float, seq: int = 131072) -> tuple[str, list
 RIGHT = 192.414
 
 
-def test_a_right_row() -> None:
+def test_correct_row() -> None:
     assert one_row(400, RIGHT) == ("agrees", [], RIGHT)
 
 

@@ -1,4 +1,4 @@
-"""`ringprof.logs`, as notebooks use it: the same audit as the command's, as rows, flags, a frame and JSON."""
+"""Results of `ringprof.logs`: the command's audit as rows, flags, a frame and JSON, for notebooks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_rows_and_flags_are_values(published: BenchmarkLogs) -> None:
     assert (flag.line, flag.severity, flag.printed, flag.computed) == (7, "error", "OOM", 1303.94)
 
 
-def test_it_says_what_the_command_says(
+def test_results_equal_those_of_the_command(
     published: BenchmarkLogs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
@@ -67,14 +67,14 @@ def test_it_says_what_the_command_says(
 
 
 def test_one_path_and_its_options() -> None:
-    one = ringprof.logs(LOGS / "003_096af187c4e73423.txt")
-    assert {row.row.file for row in one.rows} == {str(LOGS / "003_096af187c4e73423.txt")}
+    single = ringprof.logs(LOGS / "003_096af187c4e73423.txt")
+    assert {row.row.file for row in single.rows} == {str(LOGS / "003_096af187c4e73423.txt")}
     # What the log states is not overruled; what it does not state is filled in and said to be an option.
-    other = ringprof.logs(str(FILES[0]), heads=7, causal=False, device="A800", batch=3)
-    assert {row.row.heads for row in other.rows} == {7, 40}
-    assert other.rows[0].row.sources["heads"] == "option"
-    assert {row.row.device for row in other.rows} == {"A800"}
-    assert "kv_heads" not in other.rows[0].row.sources
+    with_options = ringprof.logs(str(FILES[0]), heads=7, causal=False, device="A800", batch=3)
+    assert {row.row.heads for row in with_options.rows} == {7, 40}
+    assert with_options.rows[0].row.sources["heads"] == "option"
+    assert {row.row.device for row in with_options.rows} == {"A800"}
+    assert "kv_heads" not in with_options.rows[0].row.sources
     # Double ring at 524288 takes 471.33, 471.94 and 530.17 ms forward: 12 % apart.
     for spread, noted in ((0.10, True), (0.13, False)):
         codes = [flag.code for flag in ringprof.logs(FILES[:3], spread=spread).flags if flag.line == 69]
@@ -90,7 +90,7 @@ def test_a_path_given_twice_is_read_once() -> None:
     assert len(ringprof.logs([NAMES[1], FILES[1]]).rows) == 6
 
 
-def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+def test_unreadable_log_raises_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("nothing here\n")
     with pytest.raises(InputError, match=r"empty\.txt: no benchmark rows"):
         ringprof.logs(tmp_path / "empty.txt")
@@ -99,8 +99,8 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
 
 
 def test_logs_are_one_side_of_a_comparison(published: BenchmarkLogs) -> None:
-    found = ringprof.compare(ringprof.logs(FILES[1]), NAMES[2])
-    assert [entry.label.rpartition("/")[2].partition(":")[0] for entry in found.entries][-2:] == [
+    comparison = ringprof.compare(ringprof.logs(FILES[1]), NAMES[2])
+    assert [entry.label.rpartition("/")[2].partition(":")[0] for entry in comparison.entries][-2:] == [
         "001_70a12dcf62574dfd.txt",
         "002_24cf2d6a9b1ed1f8.txt",
     ]
@@ -111,9 +111,9 @@ def test_logs_are_one_side_of_a_comparison(published: BenchmarkLogs) -> None:
 def test_a_notebook_shows_text_from_logs_as_text(tmp_path: Path) -> None:
     text = "# <script>alert(1)</script>\n| B | Seq Len | FWD (ms) | TFLOPs/s |\n| 1 | 1024 | 2.0 | 3.0 |\n"
     (tmp_path / "log.txt").write_text(text)
-    found = ringprof.logs(tmp_path / "log.txt")
-    assert "<script" not in found._repr_html_()
-    assert repr(found) == "<ringprof.BenchmarkLogs of 1 files: 1 rows, 0 flags>"
+    logs = ringprof.logs(tmp_path / "log.txt")
+    assert "<script" not in logs._repr_html_()
+    assert repr(logs) == "<ringprof.BenchmarkLogs of 1 files: 1 rows, 0 flags>"
 
 
 def test_reading_logs_loads_neither_torch_nor_pandas() -> None:

@@ -1,4 +1,4 @@
-"""Every row of the published logs, against a list made by hand, and the formats in other shapes."""
+"""Reading of benchmark logs: the published rows against hand-written lists, and variants of the formats."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_every_row_is_read(number: int, count: int) -> None:
 
 
 def test_log_000_by_hand() -> None:
-    found = [(r.line, r.system, r.placement, r.seq, r.forward_ms, r.forward_backward_ms, r.tflops) for r in rows(0)]
-    assert found == [
+    values = [(r.line, r.system, r.placement, r.seq, r.forward_ms, r.forward_backward_ms, r.tflops) for r in rows(0)]
+    assert values == [
         (5, "megatron_cp", None, 131072, 34.46, 329.61, 43.28),
         (6, "megatron_cp", None, 262144, 105.51, 343.59, 71.98),
         (7, "megatron_cp", None, 524288, 383.01, 1303.94, None),
@@ -56,8 +56,8 @@ def test_log_000_by_hand() -> None:
 
 
 def test_log_001_with_its_wrapped_lines() -> None:
-    found = [(r.line, r.system, r.seq, r.forward_ms, r.forward_backward_ms, r.tflops) for r in rows(1)]
-    assert found == [
+    values = [(r.line, r.system, r.seq, r.forward_ms, r.forward_backward_ms, r.tflops) for r in rows(1)]
+    assert values == [
         (5, "burst", 131072, 50.0, 150.0, 129.44),
         (12, "burst", 262144, 130.0, 470.0, 165.48),
         (19, "burst", 524288, 470.0, 1720.0, 179.13),
@@ -76,19 +76,19 @@ def test_log_002_takes_its_settings_from_the_results_block() -> None:
 
 
 def test_log_003_has_two_missing_values_and_stated_settings() -> None:
-    found = rows(3)
-    assert [(r.line, r.missing) for r in found if r.missing] == [(30, True), (31, True)]
-    assert [r.tflops for r in found] == [
+    log_rows = rows(3)
+    assert [(r.line, r.missing) for r in log_rows if r.missing] == [(30, True), (31, True)]
+    assert [r.tflops for r in log_rows] == [
         53.10, 104.59, None, None, 140.41, 166.84, 174.46, 181.70,
         99.11, 145.39, 160.25, 140.69, 128.76, 163.28, 178.56, 187.74,
     ]  # fmt: skip
-    assert {(r.heads, r.head_dim, r.world_size, r.batch) for r in found} == {(40, 128, 32, 1)}
-    assert [r.system for r in found[::4]] == ["megatron_cp", "usp", "double_ring", "burst"]
+    assert {(r.heads, r.head_dim, r.world_size, r.batch) for r in log_rows} == {(40, 128, 32, 1)}
+    assert [r.system for r in log_rows[::4]] == ["megatron_cp", "usp", "double_ring", "burst"]
 
 
 def test_log_004_by_ring_type() -> None:
-    found = rows(4)
-    first, last = found[0], found[-1]
+    log_rows = rows(4)
+    first, last = log_rows[0], log_rows[-1]
     assert (first.line, first.layout, first.seq, first.forward_ms, first.tflops) == (
         8,
         "contiguous",
@@ -99,8 +99,8 @@ def test_log_004_by_ring_type() -> None:
     assert (first.batch, first.heads, first.head_dim, first.world_size, first.device) == (2, 16, 16, 8, "4090D")
     assert (first.ulysses_degree, first.ring_degree, first.forward_only) == (2, 4, True)
     assert (last.line, last.forward_ms, last.forward_backward_ms, last.tflops) == (61, None, 854.512, 549.7)
-    assert [r.ulysses_degree for r in found].count(4) == 6
-    assert [r.forward_only for r in found].count(False) == 6
+    assert [r.ulysses_degree for r in log_rows].count(4) == 6
+    assert [r.forward_only for r in log_rows].count(False) == 6
 
 
 def test_all_logs_in_one_file() -> None:
@@ -122,7 +122,9 @@ TIMED = "2026-01-02 03:{:02d}:07,{:03d} - INFO - "
 def test_any_prefix_changes_nothing(prefix: str, number: int) -> None:
     text = re.sub(r"(?m)^g\d\d: |\n-$", "", next(LOGS.glob(f"{number:03d}_*")).read_text())
     plain = parse_log(text.encode(), "log")
-    lines = "".join(f"{prefix.format(at % 60, at)}{line}\n" for at, line in enumerate(text.splitlines()))
+    lines = "".join(
+        f"{prefix.format(line_number % 60, line_number)}{line}\n" for line_number, line in enumerate(text.splitlines())
+    )
     assert parse_log(lines.encode(), "log").rows == plain.rows and len(plain.rows) in (15, 16, 42)
 
 
@@ -132,13 +134,13 @@ def test_settings_of_pasted_json() -> None:
     assert (row.heads, row.head_dim, row.batch, row.sources) == (40, 128, 1, {"heads": "line 1", "head_dim": "line 1"})
 
 
-def test_a_count_of_gpus_is_no_number_beside_the_word() -> None:
+def test_gpu_index_is_not_a_count_of_gpus() -> None:
     text = "step 3 tokens 4096 GPU 3 ok\non 32 GPUs\n| B | Seq Len | TFLOPs/s |\n| 1 | 8192 | 30.5 |\n"
     assert parse_log(text.encode(), "log").rows[0].world_size == 32
 
 
 @pytest.mark.parametrize("cell", ["1_000", "1e3", "0x10", "1.5", "-3", "½"])
-def test_what_is_no_whole_number_is_no_length(cell: str) -> None:
+def test_length_must_be_a_whole_number(cell: str) -> None:
     text = f"| B | Seq Len | TFLOPs/s |\n| 1 | {cell} | 30.5 |\n| 1 | 1,000 | 30.5 |\n"
     assert [row.seq for row in parse_log(text.encode(), "log").rows] == [1000]
 
@@ -171,24 +173,24 @@ def test_a_log_that_ends_inside_a_row(end: str, tflops: list[float | None], seve
     assert log.flags == tuple(flag for flag in audit([log]).flags if flag.code == "cut_off")
 
 
-def test_a_lone_figure_at_the_end_may_be_cut() -> None:
+def test_single_figure_at_the_end_may_be_incomplete() -> None:
     log = parse_log(WHOLE[: WHOLE.index("6.79")].encode(), "log")
     assert [row.tflops for row in log.rows] == [13.0]
     assert [(flag.severity, flag.printed) for flag in log.flags] == [("note", "13")]
 
 
 @pytest.mark.parametrize("path", sorted(LOGS.glob("*.txt")), ids=lambda path: path.name[:3])
-def test_no_cut_changes_a_figure_in_silence(path: Path) -> None:
+def test_truncated_log_never_changes_a_figure_without_a_flag(path: Path) -> None:
     data = path.read_bytes()
-    whole = {row.line: row for row in read_log(path).rows}
+    complete_rows = {row.line: row for row in read_log(path).rows}
     for cut in range(7, len(data), 13):
         with contextlib.suppress(InputError):
             log = parse_log(data[:cut], str(path))
             for row in log.rows:
                 # Without its summary, the results block of log 002 is the row.
-                other = whole.get(row.line, whole.get(69))
-                same = all(getattr(row, name) == getattr(other, name) for name in ("seq", *row.steps))
-                assert same or log.flags, (cut, row)
+                complete_row = complete_rows.get(row.line, complete_rows.get(69))
+                is_equal = all(getattr(row, name) == getattr(complete_row, name) for name in ("seq", *row.steps))
+                assert is_equal or log.flags, (cut, row)
 
 
 def test_a_results_block_alone_is_a_row() -> None:
@@ -199,18 +201,18 @@ def test_a_results_block_alone_is_a_row() -> None:
 
 def test_a_table_wrapped_in_the_middle_of_cells() -> None:
     lines = (LOGS / "001_70a12dcf62574dfd.txt").read_text().splitlines()[27:33]
-    pieces = [line[at : at + 70] for line in lines for at in range(0, len(line), 70)]
+    pieces = [line[start : start + 70] for line in lines for start in range(0, len(line), 70)]
     assert [r.tflops for r in parse_log("\n".join(pieces).encode(), "log").rows] == [129.59, 164.50, 158.71]
 
 
 def test_interleaved_hosts_keep_their_tables() -> None:
-    one = (LOGS / "000_6ad8b6078955b01f.txt").read_text().splitlines()[1:8]
-    two = [line.replace("g45:", "g46:").replace("43.28", "44.44") for line in one]
-    text = "\n".join(line for pair in zip(one, two, strict=True) for line in pair)
+    first_host = (LOGS / "000_6ad8b6078955b01f.txt").read_text().splitlines()[1:8]
+    second_host = [line.replace("g45:", "g46:").replace("43.28", "44.44") for line in first_host]
+    text = "\n".join(line for pair in zip(first_host, second_host, strict=True) for line in pair)
     assert [r.tflops for r in parse_log(text.encode(), "log").rows] == [43.28, 44.44, 71.98, 71.98, None, None]
 
 
-def test_what_is_no_log(tmp_path: Path) -> None:
+def test_text_without_benchmark_rows(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("| name | value |\n|---|---|\n| x | 1 |\n")
     with pytest.raises(InputError, match=r"a\.txt: no benchmark rows"):
         read_log(tmp_path / "a.txt")
@@ -231,8 +233,8 @@ def test_a_kernel_table_alone_names_the_other_command(tmp_path: Path) -> None:
 def test_damage_never_raises(data: st.DataObject) -> None:
     text = list(data.draw(st.sampled_from([path.read_text() for path in sorted(LOGS.glob("*.txt"))])))
     for _ in range(data.draw(st.integers(1, 8))):
-        at = data.draw(st.integers(0, len(text) - 1))
-        text[at : at + data.draw(st.integers(0, 300))] = data.draw(st.text(max_size=5))
+        start = data.draw(st.integers(0, len(text) - 1))
+        text[start : start + data.draw(st.integers(0, 300))] = data.draw(st.text(max_size=5))
         text = text or ["x"]
     with contextlib.suppress(InputError):
         parse_log("".join(text).encode(errors="replace"), "log")
@@ -262,22 +264,22 @@ TABLE = "seq_len | num_heads | head_dim | fwd(ms) | tflops\n65536 | 32 | 128 | 1
 
 
 @pytest.mark.parametrize("line", ["step 7\n", "loss | 2.5\n", "batch = 3\n", "| seqlen | loss | a |\n"])
-def test_of_an_endless_log_the_beginning_is_read_and_it_says_so(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A log of 40 MB with a bar on every line would take minutes; here it takes a hundredth of that."""
-    monkeypatch.setattr(read, "_MOST_EFFORT", 10_000)
-    many = line * 12_000
-    log = parse_log((TABLE + many + TABLE).encode(), "some.log")
+def test_only_the_beginning_of_a_huge_log_is_read_and_reported(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log of 40 MB with a bar on every line would take minutes; the test lowers the limit to a hundredth."""
+    monkeypatch.setattr(read, "_MAX_EFFORT", 10_000)
+    filler = line * 12_000
+    log = parse_log((TABLE + filler + TABLE).encode(), "some.log")
     assert [(row.line, row.tflops) for row in log.rows] == [(2, 400.25)]
-    (told,) = log.flags
-    assert (told.code, told.severity) == ("too_long", "warning")
-    assert told.message.startswith(f"lines {told.line} to 12007 are not read")
+    (warning,) = log.flags
+    assert (warning.code, warning.severity) == ("too_long", "warning")
+    assert warning.message.startswith(f"lines {warning.line} to 12007 are not read")
     with pytest.raises(InputError, match=r"some.log: no benchmark rows in the \d+ lines that were read"):
-        parse_log((many + TABLE).encode(), "some.log")
+        parse_log((filler + TABLE).encode(), "some.log")
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 9])
 @pytest.mark.parametrize("end", ["", "\n", "\nstep 7\n"])
-def test_a_short_table_without_a_rule_is_no_wrapped_header(count: int, end: str) -> None:
+def test_short_table_without_a_rule_is_not_read_as_a_wrapped_header(count: int, end: str) -> None:
     head, row, _ = TABLE.split("\n", 2)
     log = parse_log((f"{head}\n" + f"{row}\n" * count + end).encode(), "some.log")
     assert [row.line for row in log.rows] == list(range(2, count + 2))

@@ -1,4 +1,4 @@
-"""What a kernel table proves, on the published log and on tables small enough to add up by hand."""
+"""Analysis of kernel tables: the published log, and tables that are small enough to add up by hand."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ FLASH_BWD = "void flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_
 SEND = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 
 
-def kernel(name: str, ms: float, calls: int = 1) -> TableRow:
+def kernel_row(name: str, ms: float, calls: int = 1) -> TableRow:
     return TableRow(name, 1, calls, 0, 0, round(ms * MS), unit="ms", step_ns=1000)
 
 
-def cpu(name: str, ms: float, device_ms: float = 0, calls: int = 1) -> TableRow:
+def cpu_row(name: str, ms: float, device_ms: float = 0, calls: int = 1) -> TableRow:
     time = round(ms * MS)
     return TableRow(name, 1, calls, time, time, round(device_ms * MS), unit="ms", step_ns=1000)
 
 
-def table(*rows: TableRow, total_ms: float | None = None, cpu_ms: float | None = None) -> KernelTable:
+def make_table(*rows: TableRow, total_ms: float | None = None, cpu_ms: float | None = None) -> KernelTable:
     total = None if total_ms is None else round(total_ms * MS)
     wall = None if cpu_ms is None else round(cpu_ms * MS)
     return KernelTable("log", 1, "torch", "CUDA", ("Name",), rows, wall, total, 1000)
 
 
-def codes(report: TableReport) -> list[str]:
+def warning_codes(report: TableReport) -> list[str]:
     return [warning.code for warning in report.warnings]
 
 
@@ -60,16 +60,16 @@ def test_published_times(published: TableReport) -> None:
     assert published.total_ns == sum(kinds.values()) == 32_684_743_000
     assert published.difference_ns == -1_257_000
     assert abs(published.difference_ns) <= published.slack_ns
-    assert codes(published) == ["warmup_in_window"]
+    assert warning_codes(published) == ["warmup_in_window"]
 
 
 def test_published_warmup(published: TableReport) -> None:
-    counted = published.iterations
-    assert counted is not None and counted.leak
-    assert (counted.cpu, counted.source) == (10, "inferred")
-    assert [round(value, 2) for value in counted.device_range] == [12.0, 12.5]
-    assert {(count.launched, count.ran) for count in counted.counts} >= {(980, 1211), (310, 372)}
-    assert [(count.calls, count.per_iteration) for count in counted.flash] == [(384, 32), (400, 32)]
+    iterations = published.iterations
+    assert iterations is not None and iterations.leak
+    assert (iterations.cpu, iterations.source) == (10, "inferred")
+    assert [round(value, 2) for value in iterations.device_range] == [12.0, 12.5]
+    assert {(count.launched, count.ran) for count in iterations.counts} >= {(980, 1211), (310, 372)}
+    assert [(count.calls, count.per_iteration) for count in iterations.flash] == [(384, 32), (400, 32)]
 
 
 def test_published_overlap_is_an_interval_for_one_iteration(published: TableReport) -> None:
@@ -90,7 +90,7 @@ def test_published_summary_is_explained(published: TableReport) -> None:
         assert figure in text
 
 
-def test_without_the_logs_iteration_time_the_cpu_total_is_refused(published: TableReport) -> None:
+def test_cpu_total_is_not_used_where_earlier_work_ran_in_the_window(published: TableReport) -> None:
     bare = replace(published.table, context=replace(published.table.context, iteration_ns=None))
     overlap = analyse_table(bare).overlap
     assert (overlap.least, overlap.most, overlap.wall_source) == (None, None, "cpu_total")
@@ -98,9 +98,9 @@ def test_without_the_logs_iteration_time_the_cpu_total_is_refused(published: Tab
 
 
 def test_given_iterations_are_used(published: TableReport) -> None:
-    counted = analyse_table(published.table, iterations=5).iterations
-    assert counted is not None
-    assert (counted.cpu, counted.source) == (5, "given")
+    counted_iterations = analyse_table(published.table, iterations=5).iterations
+    assert counted_iterations is not None
+    assert (counted_iterations.cpu, counted_iterations.source) == (5, "given")
 
 
 def test_published_json(published: TableReport) -> None:
@@ -112,7 +112,7 @@ def test_published_json(published: TableReport) -> None:
 def test_the_whole_json_report(published: TableReport) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     schema = json.loads((files("ringprof.report") / "schema" / "report-1.schema.json").read_text())
-    small = analyse_table(table(kernel(FLASH, 5)))
+    small = analyse_table(make_table(kernel_row(FLASH, 5)))
     for reports in ([published], [small], [small, published]):
         data = tables_dict(reports, "log")
         jsonschema.validate(data, schema)
@@ -125,65 +125,76 @@ def test_the_whole_json_report(published: TableReport) -> None:
 
 def test_operators_and_annotations_are_not_added() -> None:
     report = analyse_table(
-        table(
-            cpu("flash_attn::_flash_attn_backward", 1, 8),
-            cpu("aten::mm", 1, 2),
-            kernel("ProfilerStep*", 30),
-            kernel("nccl:coalesced", 3),
-            kernel(FLASH_BWD, 8),
-            kernel("ampere_sgemm_128x64", 2),
-            kernel(SEND, 3),
+        make_table(
+            cpu_row("flash_attn::_flash_attn_backward", 1, 8),
+            cpu_row("aten::mm", 1, 2),
+            kernel_row("ProfilerStep*", 30),
+            kernel_row("nccl:coalesced", 3),
+            kernel_row(FLASH_BWD, 8),
+            kernel_row("ampere_sgemm_128x64", 2),
+            kernel_row(SEND, 3),
             total_ms=13,
         )
     )
     assert report.kinds_ns == {"flash_bwd": 8 * MS, "send_recv": 3 * MS, "gemm": 2 * MS}
     assert report.difference_ns == 0
     assert [out.reason for out in report.counted.left_out].count("annotation") == 2
-    assert codes(report) == []
+    assert warning_codes(report) == []
 
 
 def test_a_kernel_and_an_operator_of_one_name() -> None:
-    report = analyse_table(table(cpu("fused_add", 1, 5), kernel("fused_add", 5), total_ms=5))
+    report = analyse_table(make_table(cpu_row("fused_add", 1, 5), kernel_row("fused_add", 5), total_ms=5))
     assert report.kinds_ns == {"elementwise": 5 * MS}
 
 
 def test_an_annotation_of_the_users_own_has_a_cpu_row() -> None:
-    report = analyse_table(table(cpu("my step", 9, 0), kernel("my step", 9), kernel(FLASH, 5), total_ms=5))
+    report = analyse_table(
+        make_table(cpu_row("my step", 9, 0), kernel_row("my step", 9), kernel_row(FLASH, 5), total_ms=5)
+    )
     assert report.kinds_ns == {"flash_fwd": 5 * MS}
     assert "same_name_on_cpu" in [out.reason for out in report.counted.left_out]
 
 
-def test_the_footer_tells_an_annotation_without_a_cpu_row() -> None:
-    report = analyse_table(table(kernel("phase one", 7), kernel("fused_add", 1), kernel(FLASH, 5), total_ms=6))
+def test_footer_identifies_an_annotation_without_a_cpu_row() -> None:
+    report = analyse_table(
+        make_table(kernel_row("phase one", 7), kernel_row("fused_add", 1), kernel_row(FLASH, 5), total_ms=6)
+    )
     assert report.kinds_ns == {"flash_fwd": 5 * MS, "elementwise": 1 * MS}
-    assert codes(report) == ["table_annotations_by_footer"]
+    assert warning_codes(report) == ["table_annotations_by_footer"]
 
 
-def test_rows_missing_from_the_table_are_said() -> None:
-    report = analyse_table(table(kernel(FLASH, 5), total_ms=9))
+def test_missing_rows_are_reported() -> None:
+    report = analyse_table(make_table(kernel_row(FLASH, 5), total_ms=9))
     assert report.difference_ns == -4 * MS
-    assert codes(report) == ["table_off_footer"]
+    assert warning_codes(report) == ["table_off_footer"]
 
 
 def test_all_to_all_is_split_from_hops_by_its_annotations() -> None:
     report = analyse_table(
-        table(kernel(SEND, 12, 10), kernel("nccl:coalesced", 9, 7), kernel("nccl:all_to_all", 3, 3), total_ms=12)
+        make_table(
+            kernel_row(SEND, 12, 10),
+            kernel_row("nccl:coalesced", 9, 7),
+            kernel_row("nccl:all_to_all", 3, 3),
+            total_ms=12,
+        )
     )
     assert report.kinds_ns == {"send_recv": 9 * MS, "all_to_all": 3 * MS}
     assert {kind.kind: kind.calls for kind in report.kinds} == {"send_recv": 7, "all_to_all": 3}
-    assert codes(report) == ["send_recv_split"]
+    assert warning_codes(report) == ["send_recv_split"]
 
 
 def test_a_table_of_operators_only() -> None:
-    report = analyse_table(table(cpu("aten::_flash_attention_forward", 1, 4), cpu("aten::add", 1, 1), total_ms=5))
+    report = analyse_table(
+        make_table(cpu_row("aten::_flash_attention_forward", 1, 4), cpu_row("aten::add", 1, 1), total_ms=5)
+    )
     assert report.kinds_ns == {"flash_fwd": 4 * MS, "other": 1 * MS}
-    assert codes(report) == ["table_operators_only"]
+    assert warning_codes(report) == ["table_operators_only"]
 
 
 def test_a_cpu_table() -> None:
     rows = (TableRow("aten::add", 1, 3, 2 * MS, 2 * MS),)
     report = analyse_table(KernelTable("log", 1, "torch", None, ("Name",), rows, 2 * MS))
-    assert (report.total_ns, report.difference_ns, codes(report)) == (2 * MS, 0, ["table_cpu_only"])
+    assert (report.total_ns, report.difference_ns, warning_codes(report)) == (2 * MS, 0, ["table_cpu_only"])
 
 
 @pytest.mark.parametrize(
@@ -209,7 +220,7 @@ def test_kinds_of_printed_names(name: str, kind: str) -> None:
 
 
 def overlap_of(compute_ms: float, comm_ms: float, wall_ms: float) -> tuple[float | None, float | None]:
-    rows = table(kernel(FLASH, compute_ms), kernel(SEND, comm_ms))
+    rows = make_table(kernel_row(FLASH, compute_ms), kernel_row(SEND, comm_ms))
     overlap = analyse_table(rows, wall_ns=round(wall_ms * MS)).overlap
     return overlap.least, overlap.most
 
@@ -229,12 +240,12 @@ def test_overlap_is_null_where_the_table_shows_that_kernels_overlap_themselves()
 
 
 def test_overlap_needs_communication_and_a_wall_time() -> None:
-    assert analyse_table(table(kernel(FLASH, 5)), wall_ns=9 * MS).overlap.reason == "there is no communication"
-    assert analyse_table(table(kernel(SEND, 5))).overlap.reason == "no wall time is known"
+    assert analyse_table(make_table(kernel_row(FLASH, 5)), wall_ns=9 * MS).overlap.reason == "there is no communication"
+    assert analyse_table(make_table(kernel_row(SEND, 5))).overlap.reason == "no wall time is known"
 
 
 def test_the_cpu_total_is_named_as_such() -> None:
-    overlap = analyse_table(table(kernel(FLASH, 8), kernel(SEND, 4), cpu_ms=10)).overlap
+    overlap = analyse_table(make_table(kernel_row(FLASH, 8), kernel_row(SEND, 4), cpu_ms=10)).overlap
     assert (overlap.least, overlap.wall_source) == (0.5, "cpu_total")
 
 
@@ -242,15 +253,15 @@ def test_the_cpu_total_is_named_as_such() -> None:
 
 
 def test_no_leak_where_every_launch_ran_once() -> None:
-    rows = [cpu("cudaLaunchKernel", 1, calls=40), kernel(FLASH, 5, 30), kernel(SEND, 5, 10)]
-    report = analyse_table(table(*rows), iterations=10)
+    rows = [cpu_row("cudaLaunchKernel", 1, calls=40), kernel_row(FLASH, 5, 30), kernel_row(SEND, 5, 10)]
+    report = analyse_table(make_table(*rows), iterations=10)
     assert report.iterations is not None and not report.iterations.leak
     assert {kind.per_iteration_ns for kind in report.kinds} == {0.5 * MS}
 
 
-def test_no_claim_where_graphs_launch_many_kernels() -> None:
-    rows = [cpu("cudaLaunchKernel", 1, calls=4), cpu("cudaGraphLaunch", 1, calls=4), kernel(FLASH, 5, 400)]
-    report = analyse_table(table(*rows), iterations=4)
+def test_no_leak_is_reported_with_cuda_graphs() -> None:
+    rows = [cpu_row("cudaLaunchKernel", 1, calls=4), cpu_row("cudaGraphLaunch", 1, calls=4), kernel_row(FLASH, 5, 400)]
+    report = analyse_table(make_table(*rows), iterations=4)
     assert report.iterations is not None and not report.iterations.leak
 
 
@@ -264,6 +275,6 @@ def test_two_tables_are_both_shown(published: TableReport) -> None:
 
 
 def test_names_cannot_reach_the_terminal_as_commands() -> None:
-    report = analyse_table(table(kernel("nccl:\x1b[31m\x07evil\u202e", 3), kernel(FLASH, 5)))
+    report = analyse_table(make_table(kernel_row("nccl:\x1b[31m\x07evil\u202e", 3), kernel_row(FLASH, 5)))
     text = tables_text([report], TextStyle())
     assert not [char for char in text if char != "\n" and not char.isprintable()]

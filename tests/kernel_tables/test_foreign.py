@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ringprof.cli import run
-from ringprof.kernel_tables.analyse import TableReport, analyse_table, whole_by_shares
+from ringprof.kernel_tables.analyse import TableReport, analyse_table, total_from_shares
 from ringprof.kernel_tables.read import read_tables
 from ringprof.kernel_tables.rows import KernelTable, TableRow
 from ringprof.kernel_tables.show import entry_of_table, figures_of_table, table_dict, tables_text
@@ -25,18 +25,18 @@ def report(name: str) -> TableReport:
     return analyse_table(table)
 
 
-def codes(found: TableReport) -> list[str]:
-    return [warning.code for warning in found.warnings]
+def warning_codes(table_report: TableReport) -> list[str]:
+    return [warning.code for warning in table_report.warnings]
 
 
-# --- names cut too early, told by their operators -----------------------------------------------------------
+# --- names cut too early, whose kinds follow from their operators --------------------------------------------
 
 
-def test_cut_names_are_told_by_their_operator() -> None:
-    found = report("cut-names.txt")
-    assert found.kinds_ns == {"flash_fwd": 75 * US, "cast": 20 * US, "elementwise": 5 * US}
-    assert figures_of_table(found)["flash_fwd"] == 0.75
-    assert codes(found) == []
+def test_operators_give_the_kinds_of_cut_names() -> None:
+    table_report = report("cut-names.txt")
+    assert table_report.kinds_ns == {"flash_fwd": 75 * US, "cast": 20 * US, "elementwise": 5 * US}
+    assert figures_of_table(table_report)["flash_fwd"] == 0.75
+    assert warning_codes(table_report) == []
 
 
 def kernel(name: str, us: int, calls: int = 4) -> TableRow:
@@ -48,8 +48,8 @@ def operator(name: str, us: int, calls: int = 4) -> TableRow:
 
 
 def kinds(*rows: TableRow) -> dict[str, int]:
-    found = analyse_table(KernelTable("log", 1, "torch", "CUDA", ("Name",), rows)).kinds_ns
-    return {kind: time // US for kind, time in found.items()}
+    times = analyse_table(KernelTable("log", 1, "torch", "CUDA", ("Name",), rows)).kinds_ns
+    return {kind: time // US for kind, time in times.items()}
 
 
 CUT = "void cutlass::device_kernel<flash::enable_sm90_or_la..."
@@ -84,7 +84,7 @@ CUT = "void cutlass::device_kernel<flash::enable_sm90_or_la..."
         ([operator("flash_attn_3::fwd", 30), kernel("void my_very_lo...", 30)], {"other": 30}),
     ],
 )
-def test_only_what_the_operators_prove(rows: list[TableRow], expected: dict[str, int]) -> None:
+def test_cut_names_get_a_kind_only_if_the_operators_prove_it(rows: list[TableRow], expected: dict[str, int]) -> None:
     assert kinds(*rows) == expected
 
 
@@ -92,34 +92,38 @@ def test_only_what_the_operators_prove(rows: list[TableRow], expected: dict[str,
 
 
 def test_the_first_rows_of_a_table_are_not_the_whole() -> None:
-    found = report("first-rows.txt")
+    table_report = report("first-rows.txt")
     # 40 s are 32.00 %, 31.25 s 25.00 % and 30 s 24.00 %: of 125 s.
-    whole, slack = whole_by_shares(found.table)
-    assert whole is not None and abs(whole - 125 * S) <= slack <= 0.0003 * 125 * S
-    assert found.total_ns == 70_062_500_000
-    assert abs(found.missing_ns - 54_937_500_000) <= slack
-    assert figures_of_table(found)["all_gather"] == pytest.approx(0.32, abs=1e-4)
-    assert codes(found) == ["table_cut_off", "table_rows_missing"]
-    assert table_dict(found)["whole_ns"] == whole
-    lines = tables_text([found], TextStyle()).splitlines()
+    total, slack = total_from_shares(table_report.table)
+    assert total is not None and abs(total - 125 * S) <= slack <= 0.0003 * 125 * S
+    assert table_report.total_ns == 70_062_500_000
+    assert abs(table_report.missing_ns - 54_937_500_000) <= slack
+    assert figures_of_table(table_report)["all_gather"] == pytest.approx(0.32, abs=1e-4)
+    assert warning_codes(table_report) == ["table_cut_off", "table_rows_missing"]
+    assert table_dict(table_report)["whole_ns"] == total
+    lines = tables_text([table_report], TextStyle()).splitlines()
     assert next(line for line in lines if line.startswith("all-gather")).split()[-4:-2] == ["%", "1,528"]
     assert next(line for line in lines if line.startswith("not in this table")).split()[-2:] == ["44.0", "%"]
-    assert entry_of_table("a", found).figures["send_recv"].value == 0.0
+    assert entry_of_table("a", table_report).figures["send_recv"].value == 0.0
 
 
-def test_a_printed_total_tells_what_is_missing() -> None:
-    found = report("prefixed.txt")
-    assert (found.total_ns, found.whole_ns, found.missing_ns) == (500 * US, 2 * S, 2 * S - 500 * US)
-    assert figures_of_table(found)["gemm"] == 0.00025
-    assert codes(found) == ["table_off_footer"]
+def test_footer_total_shows_missing_kernels() -> None:
+    table_report = report("prefixed.txt")
+    assert (table_report.total_ns, table_report.whole_ns, table_report.missing_ns) == (
+        500 * US,
+        2 * S,
+        2 * S - 500 * US,
+    )
+    assert figures_of_table(table_report)["gemm"] == 0.00025
+    assert warning_codes(table_report) == ["table_off_footer"]
 
 
-def test_shares_that_contradict_one_another_tell_nothing() -> None:
+def test_contradictory_shares_give_no_total() -> None:
     rows = tuple(
         TableRow(name, 1, 1, 0, 0, 30 * MS, share, "ms", 1000) for name, share in (("a<1>", 0.30), ("b<1>", 0.20))
     )
     table = KernelTable("log", 1, "torch", "CUDA", ("Name",), rows)
-    assert whole_by_shares(table) == (None, 0)
+    assert total_from_shares(table) == (None, 0)
     assert analyse_table(table).missing_ns == 0
 
 
@@ -135,25 +139,25 @@ def test_missing_kernels_may_have_hidden_communication() -> None:
 
 
 def test_names_that_nsys_cut() -> None:
-    found = report("nsys.txt")
-    assert found.kinds_ns == {"all_reduce": 8 * MS, "gemm": 1_500 * US, "flash_fwd": 500 * US}
-    assert [row.cut for row in found.table.rows] == [True, False, True]
-    assert found.table.rows[0].stem.endswith("ncclDevKernelArg")
-    assert codes(found) == []
+    table_report = report("nsys.txt")
+    assert table_report.kinds_ns == {"all_reduce": 8 * MS, "gemm": 1_500 * US, "flash_fwd": 500 * US}
+    assert [row.cut for row in table_report.table.rows] == [True, False, True]
+    assert table_report.table.rows[0].stem.endswith("ncclDevKernelArg")
+    assert warning_codes(table_report) == []
 
 
 def test_nvprof() -> None:
-    found = report("nvprof.txt")
-    table = found.table
+    table_report = report("nvprof.txt")
+    table = table_report.table
     assert (table.source, table.line, table.device, len(table.rows)) == ("nvprof", 3, "CUDA", 5)
-    assert found.kinds_ns == {"all_reduce": 1_600 * US, "gemm": 300 * US, "memcpy": 20 * US}
+    assert table_report.kinds_ns == {"all_reduce": 1_600 * US, "gemm": 300 * US, "memcpy": 20 * US}
     assert [(row.name, row.calls, row.self_cpu_ns) for row in table.rows[3:]] == [
         ("cudaLaunchKernel", 5, 90 * MS),
         ("cudaMemcpyAsync", 2, 10 * MS),
     ]
     assert (table.rows[0].device_share, table.rows[0].step_ns) == (0.8, 100)
     # 1.92 ms are 96 % of it.
-    assert found.missing_ns == pytest.approx(80 * US, abs=2 * US)
+    assert table_report.missing_ns == pytest.approx(80 * US, abs=2 * US)
 
 
 OLD_NVPROF = """\
@@ -169,7 +173,7 @@ epoch 2
 """
 
 
-def test_nvprof_before_its_parts_had_a_column() -> None:
+def test_old_nvprof_with_a_header_per_part() -> None:
     (table,) = read_tables(OLD_NVPROF.encode(), "log")
     assert [(row.name, row.self_device_ns, row.self_cpu_ns) for row in table.rows] == [
         ("flash_fwd_kernel(float const *, int)", 580 * MS, 0),
@@ -180,13 +184,13 @@ def test_nvprof_before_its_parts_had_a_column() -> None:
 
 
 @pytest.mark.parametrize("name", ["nsys.txt", "nvprof.txt"])
-def test_a_table_that_the_log_ends_in(name: str) -> None:
+def test_log_that_ends_inside_a_table(name: str) -> None:
     data = (TABLES / name).read_bytes()
     (table,) = read_tables(data[: data.index(b"flash_fwd" if name == "nsys.txt" else b"cudaMemcpyAsync") + 5], "log")
     assert [warning.code for warning in table.warnings] == ["table_cut_off"]
 
 
-def test_a_cut_off_table_says_what_was_skipped_too() -> None:
+def test_cut_off_table_also_reports_skipped_lines() -> None:
     lines = (TABLES / "first-rows.txt").read_text().splitlines(keepends=True)
     (table,) = read_tables("".join([*lines[:4], "NCCL WARN something\n", *lines[4:]]).encode(), "log")
     assert [(warning.code, warning.count) for warning in table.warnings] == [
@@ -208,7 +212,7 @@ def test_reports_follow_the_schema(path: Path, capsys: pytest.CaptureFixture[str
     assert data["table"]["total_ns"] == sum(data["table"]["kinds_ns"].values()) <= data["table"]["whole_ns"]
 
 
-def test_calls_beyond_reason_are_tried_no_longer_than_others() -> None:
+def test_huge_call_counts_take_no_longer() -> None:
     rows = (
         TableRow("cudaLaunchKernel", 1, 9 * 10**16, 9, 9),
         TableRow("flash_fwd_kernel<1>", 1, 1, 0, 0, 5),
@@ -216,6 +220,6 @@ def test_calls_beyond_reason_are_tried_no_longer_than_others() -> None:
         TableRow("cudaMemcpyAsync", 1, 10, 9, 9),
         TableRow("Memcpy DtoD", 1, 11, 0, 0, 5),
     )
-    found = analyse_table(KernelTable("log", 1, "torch", "CUDA", ("Name",), rows), iterations=10)
-    assert found.iterations is not None and found.iterations.leak
-    assert found.iterations.flash == ()
+    table_report = analyse_table(KernelTable("log", 1, "torch", "CUDA", ("Name",), rows), iterations=10)
+    assert table_report.iterations is not None and table_report.iterations.leak
+    assert table_report.iterations.flash == ()

@@ -1,4 +1,4 @@
-"""Round trip: the table that torch prints for the events of a recorded run gives the same kind times as the trace."""
+"""Round trip: torch's table of a recorded run's events gives the same times by kind as the trace."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ def test_round_trip(path: Path) -> None:
     events = [e for e in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if is_device(e)]
     if not events:
         pytest.skip("a run without device activities")
-    exact: Counter[str] = Counter()
+    from_trace: Counter[str] = Counter()
     for event in events:
-        exact[merged(kind_of_row(event["name"]))] += round(event["dur"] * 1000)
-    table = read_tables(printed(events).encode(), "log")[0]
+        from_trace[merge_elementwise(kind_of_row(event["name"]))] += round(event["dur"] * 1000)
+    table = read_tables(print_table(events).encode(), "log")[0]
     report = analyse_table(table)
-    told: Counter[str] = Counter()
+    from_table: Counter[str] = Counter()
     for kind, time in report.kinds_ns.items():
-        told[merged(kind)] += time
+        from_table[merge_elementwise(kind)] += time
     # Every row is known to half a unit of its last digit.
     slack = sum(row.step_ns for row in table.rows) / 2 + len(events)
-    for kind, time in exact.items():
-        assert told[kind] == pytest.approx(time, abs=slack)
-    assert set(told) == set(exact)
+    for kind, time in from_trace.items():
+        assert from_table[kind] == pytest.approx(time, abs=slack)
+    assert set(from_table) == set(from_trace)
 
 
-def merged(kind: str) -> str:
-    """The kind, but for what a cut name of torch's template does not tell apart: what it does to each element."""
+def merge_elementwise(kind: str) -> str:
+    """Return the kind, with all elementwise kinds as one, which a cut name of torch's template does not distinguish."""
     return "elementwise" if kind in ("permute", "cast", "optimizer") else kind
 
 
@@ -51,8 +51,8 @@ def is_device(event: dict[str, Any]) -> bool:
     return event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
 
 
-def printed(events: list[dict[str, Any]]) -> str:
-    """What ``key_averages().table()`` prints for these activities."""
+def print_table(events: list[dict[str, Any]]) -> str:
+    """Return the table that ``key_averages().table()`` prints for these activities."""
     rows: dict[str, Any] = {}
     for event in events:
         row = rows.setdefault(event["name"], FunctionEventAvg())

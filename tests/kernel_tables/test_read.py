@@ -1,4 +1,4 @@
-"""Kernel tables as they stand in logs: prefixes, colours, cuts, several in a file, and text that is none."""
+"""Kernel tables in logs: prefixes, colours, cut-off tables, several tables in one file, and text without a table."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def test_colours_and_windows_line_ends() -> None:
 
 
 def test_tables_of_two_ranks_line_by_line() -> None:
-    other = SMALL.replace("3.000ms        60.00%", "7.000ms        60.00%")
-    lines = [f"[rank{rank}]:{line}" for pair in zip(SMALL.splitlines(), other.splitlines(), strict=True)
+    other_rank = SMALL.replace("3.000ms        60.00%", "7.000ms        60.00%")
+    lines = [f"[rank{rank}]:{line}" for pair in zip(SMALL.splitlines(), other_rank.splitlines(), strict=True)
              for rank, line in enumerate(pair)]  # fmt: skip
     tables = read_tables("\n".join(lines).encode(), "log")
     assert [[row.self_device_ns for row in table.rows] for table in tables] == [
@@ -106,7 +106,7 @@ def test_several_tables_and_text_between() -> None:
     assert [table.line for table in tables] == [3, 14]
 
 
-def test_a_stray_line_inside_is_skipped_and_said() -> None:
+def test_unrelated_line_inside_a_table_is_skipped_and_reported() -> None:
     lines = SMALL.splitlines()
     table = read_tables("\n".join([*lines[:4], "NCCL WARN something", *lines[4:]]).encode(), "log")[0]
     assert len(table.rows) == 3
@@ -127,7 +127,7 @@ def test_a_name_with_a_line_feed() -> None:
 @pytest.mark.parametrize("width", [60, 80, 97])
 def test_wrapped_lines(width: int) -> None:
     lines = [f"g43: {line}" for line in SMALL.splitlines()]
-    pieces = [line[at : at + width] for line in lines for at in range(0, len(line), width)]
+    pieces = [line[start : start + width] for line in lines for start in range(0, len(line), width)]
     assert [row.self_device_ns for row in read_tables("\n".join(pieces).encode(), "log")[0].rows] == [
         0,
         2_000_000,
@@ -193,8 +193,8 @@ def test_a_table_without_rows_says_where() -> None:
 def test_damage_never_raises_anything_else(data: st.DataObject) -> None:
     text = list(SMALL)
     for _ in range(data.draw(st.integers(1, 12))):
-        at = data.draw(st.integers(0, len(text) - 1))
-        text[at : at + data.draw(st.integers(0, 150))] = data.draw(st.text(max_size=5))
+        start = data.draw(st.integers(0, len(text) - 1))
+        text[start : start + data.draw(st.integers(0, 150))] = data.draw(st.text(max_size=5))
         text = text or ["x"]
     with contextlib.suppress(KernelTableError):
         read_tables("".join(text).encode(errors="replace"), "log")
@@ -238,11 +238,11 @@ TABLE = "Name    Calls  Self CPU\n------  -----  --------\n"
         ("Name,Instances,Total Time (ns)\n" + "a,1,1\n" * 100_001, "100000 rows of kernel tables"),
     ],
 )
-def test_a_log_made_to_hold_tables_without_end_is_refused(text: str, most: str) -> None:
+def test_log_with_too_many_tables_is_refused(text: str, most: str) -> None:
     with pytest.raises(KernelTableError, match=f"some.log: more than {most}: cut out the part"):
         read_tables(text.encode(), "some.log")
 
 
 def test_a_thousand_tables_are_read() -> None:
     table = TABLE + "a           1   1.000us\n" + TABLE.splitlines()[1] + "\n"
-    assert [len(one.rows) for one in read_tables(table.encode() * 1000, "log")] == [1] * 1000
+    assert [len(kernel_table.rows) for kernel_table in read_tables(table.encode() * 1000, "log")] == [1] * 1000

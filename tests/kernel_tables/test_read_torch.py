@@ -1,4 +1,4 @@
-"""Whatever torch's own formatter prints parses back to its rows."""
+"""Tables that torch's own formatter prints are parsed back to their rows."""
 
 from __future__ import annotations
 
@@ -60,22 +60,22 @@ def events(draw: Any) -> list[FunctionEventAvg]:
     return rows
 
 
-def table_of(rows: list[FunctionEventAvg], **options: Any) -> str:
+def print_table(rows: list[FunctionEventAvg], **options: Any) -> str:
     listed: Any = EventList(rows, use_device=rows[0].use_device, profile_memory=options.pop("memory"), with_flops=True)
     return str(listed.table(row_limit=-1, **options))
 
 
-def as_logged(text: str, prefix: str, wrap: int, strip: bool) -> str:
-    """The text as a launcher writes it: a prefix on each line, cut at a width, ends perhaps stripped."""
+def logged_text(text: str, prefix: str, wrap: int, strip: bool) -> str:
+    """Return the text like a launcher writes it: a prefix on each line, wrapped at a width, optionally stripped."""
     lines = []
     for line in (prefix + line for line in text.split("\n")):
-        pieces = [line[at : at + wrap] for at in range(0, len(line), wrap)]
+        pieces = [line[start : start + wrap] for start in range(0, len(line), wrap)]
         lines += [piece.rstrip(" ") for piece in pieces] if strip else pieces
     return "\n".join(lines) + "\n"
 
 
-def in_ns(microseconds: float, unit: str | None) -> float:
-    """The time as the printer rounds it."""
+def printed_ns(microseconds: float, unit: str | None) -> float:
+    """Return the time in ns after the rounding of torch's formatter."""
     scale = {"s": 1e6, "ms": 1e3, "us": 1.0}
     if unit is None:
         unit = _format_time(microseconds).lstrip("0123456789.")
@@ -92,8 +92,8 @@ WIDTHS = st.sampled_from([20, 55, 100, None])
 def test_any_table_parses_back(
     rows: list[FunctionEventAvg], unit: str | None, width: int | None, memory: bool, prefix: str
 ) -> None:
-    text = table_of(rows, memory=memory, time_unit=unit, max_name_column_width=width)
-    check(as_logged(text, prefix, 10**6, False), rows, unit, width)
+    text = print_table(rows, memory=memory, time_unit=unit, max_name_column_width=width)
+    check_rows(logged_text(text, prefix, 10**6, False), rows, unit, width)
 
 
 @settings(max_examples=200)
@@ -111,13 +111,13 @@ def test_a_wrapped_table_parses_back(
         row.self_device_time_total = min(row.self_device_time_total, 9e9)
         row.device_time_total, row.cpu_time_total = row.self_device_time_total, row.self_cpu_time_total
         row.flops = min(row.flops, 10**6)
-    text = table_of(rows, memory=memory, max_name_column_width=width)
-    check(as_logged(text, prefix, wrap, strip), rows, None, width)
+    text = print_table(rows, memory=memory, max_name_column_width=width)
+    check_rows(logged_text(text, prefix, wrap, strip), rows, None, width)
 
 
-def check(logged: str, rows: list[FunctionEventAvg], unit: str | None, width: int | None) -> None:
-    note(logged)
-    table = read_tables(logged.encode(), "log")[0]
+def check_rows(text: str, rows: list[FunctionEventAvg], unit: str | None, width: int | None) -> None:
+    note(text)
+    table = read_tables(text.encode(), "log")[0]
     assert len(table.rows) == len(rows)
     for row, event in zip(table.rows, rows, strict=True):
         name = str(event.key)
@@ -125,7 +125,7 @@ def check(logged: str, rows: list[FunctionEventAvg], unit: str | None, width: in
             name = name[: width - 3] + "..."
         assert row.name == name.strip()
         assert row.calls == event.count
-        assert row.self_cpu_ns == in_ns(event.self_cpu_time_total, unit)
+        assert row.self_cpu_ns == printed_ns(event.self_cpu_time_total, unit)
         if table.device:
-            assert row.self_device_ns == in_ns(event.self_device_time_total, unit)
+            assert row.self_device_ns == printed_ns(event.self_device_time_total, unit)
             assert table.device == str(rows[0].use_device).upper()

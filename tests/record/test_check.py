@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import ringprof
 from ringprof.errors import RecordError, UsageError
-from ringprof.record.check.diagnose import Truth, judge
+from ringprof.record.check.diagnose import ReferenceResults, compare_results
 from ringprof.record.check.result import Check, QueryAndKey, Seen, TensorCheck
 from ringprof.record.check.user_attention import UserAttention
 from ringprof.record.process_group import GroupRanks
@@ -153,20 +153,20 @@ def test_an_edge_of_a_document_is_tried_where_not_all_keys_are() -> None:
     assert check.seen and (check.seen.leaks, check.seen.first_leak) == (1, leak)
 
 
-def judged(error: Tensor, kernel_error: Tensor, exact: Tensor) -> TensorCheck:
+def check_of_output(error: Tensor, kernel_error: Tensor, exact: Tensor) -> TensorCheck:
     """The errors of an output on one rank in bf16; errors and exact values of each token."""
     order = torch.arange(len(exact))[None]
-    given = UserAttention(lambda: None, GroupRanks(None), order, "bshd")
+    attention = UserAttention(lambda: None, GroupRanks(None), order, "bshd")
     wide = [x.double().view(1, -1, 1, 1).expand(1, -1, 2, 4) for x in (exact, exact + kernel_error, exact + error)]
-    truth = Truth({"out": wide[0]}, {"out": wide[1]})
-    return judge({"out": wide[2]}, truth, given, torch.bfloat16)[0]["out"]
+    reference = ReferenceResults({"out": wide[0]}, {"out": wide[1]})
+    return compare_results({"out": wide[2]}, reference, attention, torch.bfloat16)[0]["out"]
 
 
 def test_a_token_that_the_kernel_alone_has_wrong_is_allowed_three_times_that() -> None:
     """One of 1024 tokens is off by a fifth: 0.2 / 32 over all, of which four times three would be allowed: 0.075."""
     kernel = torch.zeros(1024)
     kernel[700] = 0.2
-    right, wrong = (judged(times * kernel, kernel, torch.ones(1024)) for times in (2.9, 3.1))
+    right, wrong = (check_of_output(times * kernel, kernel, torch.ones(1024)) for times in (2.9, 3.1))
     assert (right.wrong_tokens, right.first_token) == (0, None)
     assert (wrong.wrong_tokens, wrong.first_token) == (1, 700)
     assert right.equal and not wrong.equal
@@ -177,15 +177,15 @@ def test_the_error_of_a_small_token_may_be_that_of_a_mean_one() -> None:
     exact, error = torch.ones(1024), torch.zeros(1024)
     exact[0] = 1e-6
     error[0] = 0.02
-    assert judged(error, torch.full((1024,), 0.002), exact).equal
+    assert check_of_output(error, torch.full((1024,), 0.002), exact).equal
     error[0] = 0.03
-    assert judged(error, torch.full((1024,), 0.002), exact).first_token == 0
+    assert check_of_output(error, torch.full((1024,), 0.002), exact).first_token == 0
 
 
 def test_tokens_that_are_not_a_number_are_wrong() -> None:
     error = torch.zeros(64)
     error[20] = torch.nan
-    found = judged(error, torch.full((64,), 0.002), torch.ones(64))
+    found = check_of_output(error, torch.full((64,), 0.002), torch.ones(64))
     assert (found.wrong_tokens, found.first_token, found.equal) == (1, 20, False)
 
 

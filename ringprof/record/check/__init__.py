@@ -1,1 +1,1 @@
-"""The check of anybody's attention: whether its ranks compute what dense attention over the whole sequence does."""
+"""Check of a user's distributed attention against dense attention over the whole sequence."""

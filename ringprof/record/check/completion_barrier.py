@@ -1,6 +1,6 @@
-"""Who has come back from a call of a user's attention, told through the store of torch.distributed.
+"""A barrier after each call of a user's attention, built on the store of torch.distributed.
 
-Not through its collectives: where one rank fails, the others may be in the middle of the attention's own.
+Collectives cannot be used: where one rank fails, the others may be in the middle of the attention's own collectives.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ringprof.record.shutdown.rank_errors import error_kind, error_line, is_cons
 
 _POLL_S = 0.02
 _SETTLE_S = 2.0
-"""How long a rank that seems to have lost its peers waits for the word of the one that failed by itself."""
-_checks: Counter[str] = Counter()
-"""How many each group has made."""
+"""Time that a rank that seems to have lost a peer waits for the failure report of the rank that failed by itself."""
+_checks_per_group: Counter[str] = Counter()
+"""Number of checks that each group has started, by the group's ranks."""
 
 
 class CompletionBarrier:
-    """The ranks of a check, which all make one, in the same order of checks."""
+    """A barrier over the ranks of one check; all ranks must create their barriers in the same order of checks."""
 
     def __init__(self, ranks: GroupRanks, limit_s: float) -> None:
         self._ranks, self._limit_s = ranks, limit_s
@@ -32,36 +32,43 @@ class CompletionBarrier:
         if ranks.size > 1:
             untyped: Any = dist
             members = "-".join(map(str, ranks.numbers))
-            _checks[members] += 1
+            _checks_per_group[members] += 1
             self._store = untyped.PrefixStore(
-                f"ringprof:check:{members}:{_checks[members]}", untyped.distributed_c10d._get_default_store()
+                f"ringprof:check:{members}:{_checks_per_group[members]}", untyped.distributed_c10d._get_default_store()
             )
 
-    def failed(self, where: str, error: Exception) -> RecordError:
-        """The error to end with, where this rank's call has failed: another rank's where this one follows from it."""
-        said = f"rank {self._ranks.number} failed in {where}: {error_line(error)}"
+    def report_failure(self, where: str, error: Exception) -> RecordError:
+        """Report this rank's failed call to the other ranks; return the error to raise.
+
+        A failure that follows from the loss of a peer is not reported. The error is then the failure that another rank
+        reports within `_SETTLE_S`, if any.
+        """
+        message = f"rank {self._ranks.number} failed in {where}: {error_line(error)}"
         if self._store is None:
-            return RecordError(said)
+            return RecordError(message)
         if is_consequence(error_kind(error), str(error)):
             deadline = time.monotonic() + _SETTLE_S
             while time.monotonic() < deadline:
-                if told := self._cause():
-                    return RecordError(told)
+                if failure := self._reported_failure():
+                    return RecordError(failure)
                 time.sleep(_POLL_S)
-            return RecordError(said)
-        self._store.set("failed", said)
-        return RecordError(said)
+            return RecordError(message)
+        self._store.set("failed", message)
+        return RecordError(message)
 
-    def all_back(self, where: str) -> None:
-        """Wait until all ranks are back from a call. Raises `RecordError` for one that has failed or does not come."""
+    def wait_for_all(self, where: str) -> None:
+        """Wait until all ranks have returned from a call.
+
+        Raises `RecordError` where a rank has failed or does not return within the time limit.
+        """
         if self._store is None:
             return
         self._store.set(f"{where}:{self._ranks.number}", "back")
         keys = {number: f"{where}:{number}" for number in self._ranks.numbers}
         deadline, pause = time.monotonic() + self._limit_s, _POLL_S
         while not self._store.check(list(keys.values())):
-            if told := self._cause():
-                raise RecordError(told)
+            if failure := self._reported_failure():
+                raise RecordError(failure)
             if time.monotonic() > deadline:
                 missing = [str(number) for number, key in keys.items() if not self._store.check([key])]
                 raise RecordError(
@@ -71,7 +78,8 @@ class CompletionBarrier:
             time.sleep(pause)
             pause = min(0.5, 1.2 * pause)
 
-    def _cause(self) -> str:
-        with suppress(RuntimeError):  # the store goes with the rank that holds it
+    def _reported_failure(self) -> str:
+        """Return the failure that a rank has reported; empty where none has."""
+        with suppress(RuntimeError):  # the store is lost with the rank that hosts it
             return str(self._store.get("failed").decode()) if self._store.check(["failed"]) else ""
         return ""

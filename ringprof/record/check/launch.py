@@ -1,4 +1,4 @@
-"""``ringprof check module:function``: ranks of our own, or one rank of torchrun's or srun's."""
+"""Entry points of ``ringprof check module:function``: start local ranks, or run as one rank of torchrun or srun."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from ringprof.record.request import from_json, need, to_json
 from ringprof.scratch import scratch_folder
 
 START_S = 120.0
-"""For what comes before the first call: imports, the process group."""
+"""Time limit of everything before the first call: imports and the process group."""
 JUDGE_S = 1800.0
-"""For the dense reference of a call."""
+"""Time limit for computing the dense reference of one call and comparing with it."""
 _GRACE_S = 5.0
-"""What a rank gets to say itself that another does not come back."""
+"""Extra time in which a rank can report by itself that another rank has not returned."""
 
 
 class CheckTask(msgspec.Struct, frozen=True, kw_only=True):
-    """A check with every choice made, for ranks that ringprof starts."""
+    """A check with every default resolved, for ranks that ringprof starts."""
 
     request: CheckRequest
     scratch: str
+    """Folder in which rank 0 leaves the result."""
 
     def limit_of(self, phase: str | None) -> float | None:
-        """Each phase has its own."""
+        """Return the time limit of a phase in seconds; None stands for the start, before the first phase."""
         if phase is None:
             return START_S
         return (0 if phase.startswith("call ") else JUDGE_S) + self.request.time_limit + _GRACE_S
@@ -41,62 +42,66 @@ class CheckTask(msgspec.Struct, frozen=True, kw_only=True):
 def check_here(request: CheckRequest) -> Check:
     """Check ``request.target`` on ranks started here, or as one rank where torchrun or srun started this process.
 
-    The module is imported by the ranks alone. Raises `UsageError`, and `RecordError` where a rank fails or hangs.
+    Only the ranks import the module. Raises `UsageError`, and `RecordError` where a rank fails or hangs.
     """
     need("torch", "psutil")
     from ringprof.record.local_launcher import launch
     from ringprof.record.resolve import device_of, world_of
 
-    place = launcher_rank()
+    rank_place = launcher_rank()
     device = device_of(request.device)
-    request = msgspec.structs.replace(request, device=device, world=world_of(request.world, device, place))
+    request = msgspec.structs.replace(request, device=device, world=world_of(request.world, device, rank_place))
     _split(request.target)
-    if place is not None:
-        return check_as_rank(request, place, SilentReporter())
+    if rank_place is not None:
+        return check_as_rank(request, rank_place, SilentReporter())
     scratch = scratch_folder("ranks")
     task = CheckTask(request=request, scratch=str(scratch))
     return launch(task, SilentReporter(), "check", lambda: from_json(_result(scratch).read_bytes(), Check))
 
 
-def check_as_rank(request: CheckRequest, place: RankPlace, reporter: Reporter) -> Check:
-    """This rank's part, in a process group of its own making."""
+def check_as_rank(request: CheckRequest, rank_place: RankPlace, reporter: Reporter) -> Check:
+    """Create the process group and run the check as one of its ranks."""
     from ringprof.record.check.on_ranks import check_on_ranks
     from ringprof.record.process_group import world_group
 
     attention = load_function(request.target)
-    with world_group(place, request.device, request.time_limit + JUDGE_S):
+    with world_group(rank_place, request.device, request.time_limit + JUDGE_S):
         return check_on_ranks(attention, request, reporter=reporter)
 
 
-def check_for_parent(task: CheckTask, place: RankPlace, reporter: Reporter) -> None:
-    """The same, with rank 0's answer left for the parent."""
-    found = check_as_rank(task.request, place, reporter)
-    if place.rank == 0:
-        _result(Path(task.scratch)).write_bytes(to_json(found))
+def check_for_parent(task: CheckTask, rank_place: RankPlace, reporter: Reporter) -> None:
+    """Run the check as one rank; rank 0 writes the result to the scratch folder, where the parent reads it."""
+    check = check_as_rank(task.request, rank_place, reporter)
+    if rank_place.rank == 0:
+        _result(Path(task.scratch)).write_bytes(to_json(check))
 
 
 def load_function(target: str) -> Any:
-    """``module:function`` by name, also of a module in the current folder; its code runs. Raises `UsageError`."""
-    module, name = _split(target)
+    """Import ``module:function``, also from the current folder, and return the function. Runs the module's code.
+
+    Raises `UsageError` where the import fails or the object is not callable.
+    """
+    module_name, name = _split(target)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = import_module(module)
+        function = import_module(module_name)
         for part in name.split("."):
-            found = getattr(found, part)
+            function = getattr(function, part)
     except Exception as error:
         raise UsageError(f"{target!r} cannot be imported: {type(error).__name__}: {error}") from error
-    if not callable(found):
+    if not callable(function):
         raise UsageError(f"{target!r} is not a function of q, k and v")
-    return found
+    return function
 
 
 def _split(target: str) -> tuple[str, str]:
-    module, colon, name = target.partition(":")
-    if not (module and colon and name):
+    """Split ``module:function`` at the colon. Raises `UsageError`."""
+    module_name, colon, function_name = target.partition(":")
+    if not (module_name and colon and function_name):
         raise UsageError(f"{target!r} is not module:function, such as mypackage.attention:ring_attention")
-    return module, name
+    return module_name, function_name
 
 
-def _result(scratch: Path) -> Path:
-    return scratch / "check.json"
+def _result(folder: Path) -> Path:
+    return folder / "check.json"

@@ -1,7 +1,8 @@
-"""The check on the ranks: each calls the attention with its own tokens, and all compare with dense attention.
+"""The check as it runs on the ranks: each calls the attention with its own tokens and compares with dense attention.
 
-Every call gets other numbers, so that what is left of an earlier one shows. All are made, whatever the first gives, and
-judged as they come; the last one runs under the profiler, which tells what is sent.
+Every call gets different random inputs, so that data left over from an earlier call shows as an error. All calls are
+made, whatever the first one gives, and each is compared before the next. The last call runs under the profiler, which
+records what the ranks send.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from torch.autograd.profiler import profile
 
 from ringprof.errors import RingprofError, UsageError
 from ringprof.record.check.completion_barrier import CompletionBarrier
-from ringprof.record.check.diagnose import Case, Truth, judge
+from ringprof.record.check.diagnose import ReferenceResults, WrongCall, compare_results
 from ringprof.record.check.result import TENSOR_FORMATS, Check, CheckRequest, Seen, SentInCall, TensorCheck
-from ringprof.record.check.user_attention import Answers, UserAttention, order_of_layout, order_of_positions
+from ringprof.record.check.user_attention import AttentionResults, UserAttention, order_of_layout, order_of_positions
 from ringprof.record.check.weights import read_weights
 from ringprof.record.measure import profiler_is_busy
 from ringprof.record.process_group import GroupRanks
@@ -34,36 +35,43 @@ from ringprof.run import Workload
 from ringprof.validation import refuse_below_one
 
 
-class _Form(msgspec.Struct, frozen=True):
-    wrong: str
+class _ShapeProblem(msgspec.Struct, frozen=True):
+    """Description of an output of the wrong shape on one rank, for the other ranks; empty where the shape is right."""
+
+    text: str
 
 
-class _Call(msgspec.Struct, frozen=True):
-    """What all ranks know of one call."""
+class _CallResult(msgspec.Struct, frozen=True):
+    """Result of one call, the same on all ranks."""
 
     number: int
     errors: dict[str, TensorCheck]
+    """Errors by tensor; empty where the output has another shape."""
     reasons: list[str]
+    """Explanations of a wrong result, one sentence each."""
 
     @property
     def equal(self) -> bool:
+        """Whether every tensor of the call equals dense attention."""
         return bool(self.errors) and all(error.equal for error in self.errors.values())
 
     def severity(self) -> float:
+        """Return the largest error relative to its bound; infinity where the output has another shape."""
         return max(map(severity, self.errors.values()), default=math.inf)
 
 
 def check_on_ranks(
-    attention: Callable[..., Any], request: CheckRequest, positions: Tensor | None = None, group: Any = None,
+    function: Callable[..., Any], request: CheckRequest, positions: Tensor | None = None, group: Any = None,
     reporter: Reporter | None = None,
 ) -> Check:  # fmt: skip
-    """Check ``attention`` on the ranks of ``group`` (None: the world), which all call this. The answer is all ranks'.
+    """Check an attention function on the ranks of ``group`` (None: the world); all of them must call this.
 
-    Raises `UsageError`, and `RecordError` where a call fails or does not come back on some rank.
+    The result is the same on all ranks. Raises `UsageError`, and `RecordError` where a call fails or does not return
+    on some rank.
     """
     ranks, reporter = GroupRanks(group), reporter or SilentReporter()
-    _refuse_numbers(request)
-    roll = CompletionBarrier(ranks, request.time_limit)
+    _validate_request(request)
+    barrier = CompletionBarrier(ranks, request.time_limit)
     if len(set(ranks.told(request))) > 1:
         raise UsageError("the ranks do not ask for the same check: the arguments must be alike on all")
     if positions is None:
@@ -71,49 +79,54 @@ def check_on_ranks(
     else:
         order = order_of_positions(positions, ranks)
     workload = _workload(request, order.numel())
-    given = UserAttention(
-        attention, ranks, order, request.tensor_format, workload.mask().documents, trains=workload.backward
+    attention = UserAttention(
+        function, ranks, order, request.tensor_format, workload.mask().documents, requires_grad=workload.backward
     )
-    calls, sent = list[_Call](), list[SentInCall]()
+    calls, sent = list[_CallResult](), list[SentInCall]()
     for number in range(1, request.calls + 1):
         full = draw_inputs(workload, ranks.device, SEED + number)
         reporter.start(f"call {number} of {request.calls}", 1)
-        answers, wrong_form = _call(given, full, workload, roll, number, sent if number == request.calls else None)
+        sent_in_call = sent if number == request.calls else None
+        results, shape_problem = _run_call(attention, full, workload, barrier, number, sent_in_call)
         reporter.start(f"after call {number} of {request.calls}", 1)
-        roll.all_back(f"call {number} of the attention")
+        barrier.wait_for_all(f"call {number} of the attention")
         explain, scale = all(call.equal for call in calls), request.softmax_scale
-        calls.append(_judged(given, full, workload, scale, answers, wrong_form, number, explain=explain))
-    shown = next((call for call in calls if not call.equal), None) or max(calls, key=_Call.severity)
-    seen, reasons = None, shown.reasons
-    if shown.errors:
+        calls.append(_compare_call(attention, full, workload, scale, results, shape_problem, number, explain=explain))
+    reported = next((call for call in calls if not call.equal), None) or max(calls, key=_CallResult.severity)
+    seen, reasons = None, reported.reasons
+    if reported.errors:
         reporter.start("what queries see", 1)
-        seen, told = _seen(given, workload, request, roll)
-        reasons = reasons or ([] if seen and seen.right and shown.equal else told)
+        seen, reasons_from_weights = _check_visible_keys(attention, workload, request, barrier)
+        reasons = reasons or ([] if seen and seen.right and reported.equal else reasons_from_weights)
     return Check(
         equal=all(call.equal for call in calls) and (seen is None or seen.right), workload=workload, ranks=ranks.size,
-        layout=request.layout, device=ranks.device.type, calls=len(calls), call=shown.number, errors=shown.errors,
-        sent=_of_all(ranks, sent), seen=seen, reasons=reasons,
+        layout=request.layout, device=ranks.device.type, calls=len(calls), call=reported.number, errors=reported.errors,
+        sent=_sent_by_rank(ranks, sent), seen=seen, reasons=reasons,
     )  # fmt: skip
 
 
-def _seen(
-    given: UserAttention, workload: Workload, request: CheckRequest, roll: CompletionBarrier
+def _check_visible_keys(
+    attention: UserAttention, workload: Workload, request: CheckRequest, barrier: CompletionBarrier
 ) -> tuple[Seen | None, list[str]]:
-    """`read_weights`, by calls of their own after those that are compared. Collective."""
+    """Compare the keys that queries see with the mask, by extra forward calls. Collective.
+
+    Returns None where the output differs from call to call, and the mistakes that the weights reveal.
+    """
     forward_only = msgspec.structs.replace(workload, backward=False)
     numbers = itertools.count(request.calls + 1)
 
-    def call(full: Tensors) -> Answers:
+    def call(full: Tensors) -> AttentionResults:
         number = next(numbers)
-        answers, _ = _call(given, full, forward_only, roll, number, None)
-        roll.all_back(f"call {number} of the attention")
-        return answers
+        results, _ = _run_call(attention, full, forward_only, barrier, number, None)
+        barrier.wait_for_all(f"call {number} of the attention")
+        return results
 
-    full = draw_inputs(workload, given.ranks.device, SEED)
-    return read_weights(call, given, full, workload, request.softmax_scale)
+    full = draw_inputs(workload, attention.ranks.device, SEED)
+    return read_weights(call, attention, full, workload, request.softmax_scale)
 
 
-def _refuse_numbers(request: CheckRequest) -> None:
+def _validate_request(request: CheckRequest) -> None:
+    """Raise `UsageError` for values that no check can have."""
     sizes = ("batch", "seq", "heads", "kv_heads", "head_dim", "calls", "window", "prefix")
     refuse_below_one({name: getattr(request, name) for name in sizes})
     if request.heads % (request.kv_heads or request.heads):
@@ -127,6 +140,7 @@ def _refuse_numbers(request: CheckRequest) -> None:
 
 
 def _workload(request: CheckRequest, seq: int) -> Workload:
+    """Build the workload of a check over ``seq`` tokens. Raises `UsageError` where the request does not fit it."""
     if request.seq not in (None, seq):
         raise UsageError(f"seq {request.seq}: the ranks' positions are of {seq} tokens")
     if seq > MOST_TOKENS:
@@ -141,54 +155,58 @@ def _workload(request: CheckRequest, seq: int) -> Workload:
         raise UsageError(str(error)) from None
 
 
-def _call(
-    given: UserAttention,
+def _run_call(
+    attention: UserAttention,
     full: Tensors,
     workload: Workload,
-    roll: CompletionBarrier,
+    barrier: CompletionBarrier,
     number: int,
     sent: list[SentInCall] | None,
-) -> tuple[Answers, str]:
-    """One call; ``sent`` is given where it is to be told what this rank sends."""
+) -> tuple[AttentionResults, str]:
+    """Call the attention once; return its results, and a description of a wrong shape.
+
+    Where ``sent`` is a list, the data that this rank sends is recorded and appended to it.
+    """
     where = f"call {number} of the attention"
     try:
         if sent is None:
-            found = given.answers(full, backward=workload.backward)
+            results = attention.run(full, backward=workload.backward)
         else:
-            with sent_meanwhile(sent):
-                found = given.answers(full, backward=workload.backward)
-        given.ranks.finish()
+            with record_sent(sent):
+                results = attention.run(full, backward=workload.backward)
+        attention.ranks.finish()
     except RingprofError as error:
-        roll.failed(where, error)
+        barrier.report_failure(where, error)
         raise
     except Exception as error:
-        raise roll.failed(where, error) from error
-    return found
+        raise barrier.report_failure(where, error) from error
+    return results
 
 
-def _judged(
-    given: UserAttention, full: Tensors, workload: Workload, scale: float | None, answers: Answers, wrong_form: str,
-    number: int, *, explain: bool,
-) -> _Call:  # fmt: skip
-    """What all ranks find of a call. Collective."""
-    forms = [from_json(said, _Form).wrong for said in given.ranks.told(_Form(wrong_form))]
-    if any(forms):
-        rank, wrong = next((rank, wrong) for rank, wrong in enumerate(forms) if wrong)
-        return _Call(number, {}, [f"on rank {rank} {wrong}"])
-    truth = Truth.of(given, full, workload, scale)
-    errors, wrong_here = judge(answers, truth, given, torch_dtype(workload))
-    call = _Call(number, errors, [])
+def _compare_call(
+    attention: UserAttention, full: Tensors, workload: Workload, scale: float | None, results: AttentionResults,
+    shape_problem: str, number: int, *, explain: bool,
+) -> _CallResult:  # fmt: skip
+    """Compare one call's results with the references on all ranks, and explain a wrong result if asked. Collective."""
+    gathered = attention.ranks.told(_ShapeProblem(shape_problem))
+    shape_problems = [from_json(encoded, _ShapeProblem).text for encoded in gathered]
+    if any(shape_problems):
+        rank, text = next((rank, text) for rank, text in enumerate(shape_problems) if text)
+        return _CallResult(number, {}, [f"on rank {rank} {text}"])
+    reference = ReferenceResults.of(attention, full, workload, scale)
+    errors, wrong_on_this_rank = compare_results(results, reference, attention, torch_dtype(workload))
+    call = _CallResult(number, errors, [])
     if call.equal or not explain:
         return call
-    case = Case(given, full, workload, scale, answers, truth, errors, wrong_here)
-    return msgspec.structs.replace(call, reasons=case.reasons())
+    wrong_call = WrongCall(attention, full, workload, scale, results, reference, errors, wrong_on_this_rank)
+    return msgspec.structs.replace(call, reasons=wrong_call.reasons())
 
 
-def _of_all(ranks: GroupRanks, sent: list[SentInCall]) -> list[SentInCall] | None:
-    """What each rank sent; None where one of them could not see it."""
-    own = sent[0] if sent else SentInCall(operations={}, size_bytes=-1)
-    said = [from_json(part, SentInCall) for part in ranks.told(own)]
-    return None if any(rank.size_bytes == -1 for rank in said) else said
+def _sent_by_rank(ranks: GroupRanks, sent: list[SentInCall]) -> list[SentInCall] | None:
+    """Gather the data that each rank sent; None where another profiler was running on a rank. Collective."""
+    own_sent = sent[0] if sent else SentInCall(operations={}, size_bytes=-1)
+    by_rank = [from_json(part, SentInCall) for part in ranks.told(own_sent)]
+    return None if any(rank.size_bytes == -1 for rank in by_rank) else by_rank
 
 
 _GLOO_BYTES = {"double": 8, "long int": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "short": 2}
@@ -197,26 +215,30 @@ _SEND_NOTHING = ("recv", "barrier")
 
 
 @contextmanager
-def sent_meanwhile(found: list[SentInCall]) -> Iterator[None]:
-    """Append what this rank sends in the block; nothing where another profiler runs, for there can be but one."""
+def record_sent(sent_in_calls: list[SentInCall]) -> Iterator[None]:
+    """Append the data that this rank sends in the block; append nothing where another profiler is running.
+
+    A process can have only one active profiler.
+    """
     if profiler_is_busy():
         yield
         return
-    # Not torch.profiler's own, which imports the compiler: seconds.
+    # autograd's profiler, since torch.profiler imports the compiler, which takes seconds.
     device = "cuda" if torch.cuda.is_available() else None
     recording: Any = profile(use_device=device, record_shapes=True, use_kineto=True)
     with recording:
         yield
-    found.append(_sent(recording.kineto_results.events()))
+    sent_in_calls.append(_sent_in_events(recording.kineto_results.events()))
 
 
-def _sent(events: list[Any]) -> SentInCall:
+def _sent_in_events(events: list[Any]) -> SentInCall:
+    """Count the sending operations in a profile, and add up their sizes."""
     operations: Counter[str] = Counter()
     sizes: list[int | None] = []
     for event in events:
         backend, _, operation = event.name().partition(":")
         if backend == "c10d":
-            # ``c10d::alltoall_base_``, whatever carries it.
+            # Such as ``c10d::alltoall_base_``, under every backend.
             name = operation.strip(":_")
             operations[name] += not name.startswith(_SEND_NOTHING)
         elif backend == "gloo" and not operation.startswith(_SEND_NOTHING):
@@ -224,22 +246,24 @@ def _sent(events: list[Any]) -> SentInCall:
         elif backend == "record_param_comms":
             sizes.append(_nccl_bytes(event))
         elif backend.startswith("Memcpy PtoP"):
-            # Copy engines, past torch.distributed.
+            # Copy-engine transfers bypass torch.distributed.
             operations["copies between GPUs"] += 1
             sizes.append(event.nbytes())
-    known = [size for size in sizes if size is not None]
-    return SentInCall(operations=dict(+operations), size_bytes=sum(known) if known or not +operations else None)
+    known_sizes = [size for size in sizes if size is not None]
+    return SentInCall(
+        operations=dict(+operations), size_bytes=sum(known_sizes) if known_sizes or not +operations else None
+    )
 
 
 def _gloo_bytes(event: Any) -> int:
-    """Of the tensors that a gloo operation was given."""
+    """Return the total size in bytes of the tensors passed to a gloo operation."""
     pairs = [pair for pair in zip(event.shapes(), event.dtypes(), strict=False) if pair[0]]
     return sum(int(math.prod(shape)) * _GLOO_BYTES.get(dtype, 1) for shape, dtype in pairs)
 
 
 def _nccl_bytes(event: Any) -> int | None:
-    """Of the tensors that an NCCL operation was given; None for one that sends nothing."""
-    said = event.extra_meta() if hasattr(event, "extra_meta") else {}
-    if said.get("Collective name", "recv").strip('"').startswith(_SEND_NOTHING):
+    """Return the size in bytes of the tensors passed to an NCCL operation; None for one that sends nothing."""
+    metadata = event.extra_meta() if hasattr(event, "extra_meta") else {}
+    if metadata.get("Collective name", "recv").strip('"').startswith(_SEND_NOTHING):
         return None
-    return int(said.get("In msg nelems", 0)) * _NCCL_BYTES.get(said.get("dtype", "").strip('"'), 1)
+    return int(metadata.get("In msg nelems", 0)) * _NCCL_BYTES.get(metadata.get("dtype", "").strip('"'), 1)

@@ -1,4 +1,4 @@
-"""What a check asks for and what it found, as plain values: they travel between ranks as JSON. No torch."""
+"""Requests and results of a check, as plain values that ranks exchange as JSON. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ TIME_LIMIT_S = 300.0
 
 
 class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One check as the user asked for it; None stands for a default that depends on the machine."""
+    """One check as the user requested it; None stands for a default that depends on the machine."""
 
     target: str = ""
     """``module:function`` where ringprof starts the ranks."""
     layout: str
-    """``contiguous``, ``zigzag`` or ``stripe``; ``positions`` where every rank says which tokens it holds."""
+    """``contiguous``, ``zigzag`` or ``stripe``; ``positions`` where each rank states which tokens it holds."""
     batch: int = 1
     seq: int | None = None
     heads: int = 8
@@ -31,8 +31,9 @@ class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):
     documents: tuple[int, ...] | None = None
     """Lengths of the documents that the sequence packs; None: one."""
     window: int | None = None
-    """As a workload has it, and so the prefix."""
+    """Sliding-window length in tokens, defined as in `Workload`; None: no window."""
     prefix: int | None = None
+    """Number of first tokens of a document that are always visible, defined as in `Workload`; None: none."""
     softmax_scale: float | None = None
     backward: bool = True
     tensor_format: str = "bshd"
@@ -44,32 +45,32 @@ class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorCheck(TensorError, frozen=True, kw_only=True):
-    """How far one tensor is from dense attention's, over all ranks and by token."""
+    """Error of one tensor relative to dense attention, over all ranks and per token."""
 
     wrong_tokens: int
-    """Tokens, of all ranks, that are further off than rounding explains."""
+    """Number of tokens, over all ranks, whose error is larger than rounding explains."""
     first_token: int | None
-    """The first of them, by its position in the sequence."""
+    """Position in the sequence of the first wrong token."""
     first_rank: int | None
-    """The rank that holds it."""
+    """Rank that holds the first wrong token."""
 
     @property
     def equal(self) -> bool:
-        """Whether rounding explains what there is of a difference."""
+        """Whether rounding explains the whole difference."""
         return self.rms <= self.allowed_rms and not self.wrong_tokens
 
 
 class SentInCall(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank sent in one call, forward and backward, as torch's profiler saw it."""
+    """Data that one rank sent in one call, forward and backward, as recorded by torch's profiler."""
 
     operations: dict[str, int]
-    """Calls of torch.distributed that send, by name."""
+    """Number of torch.distributed calls that send, by name."""
     size_bytes: int | None
-    """Of the tensors given to them; None where their sizes cannot be told."""
+    """Total size of the tensors passed to these calls; None where the sizes are unknown."""
 
 
 class QueryAndKey(msgspec.Struct, frozen=True, kw_only=True):
-    """A query and a key, by their positions in the sequence, and the rank that holds the query."""
+    """Positions of a query and a key in the sequence, and the rank that holds the query."""
 
     query: int
     key: int
@@ -77,62 +78,66 @@ class QueryAndKey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """Which keys queries see, whatever their weight: what is not as the mask says, over all ranks."""
+    """Comparison of the keys that queries see, whatever their weight, with the mask, over all ranks."""
 
     pairs: int
-    """Of a query and a key that were tried."""
+    """Number of (query, key) pairs that were tried."""
     of: int
-    """All that there are."""
+    """Number of all (query, key) pairs."""
     leaks: int
-    """Pairs that the mask hides and the attention sees."""
+    """Number of pairs that the mask hides and the attention sees."""
     first_leak: QueryAndKey | None
     missing: int
-    """Pairs that the mask shows and the attention does not see."""
+    """Number of pairs that the mask shows and the attention does not see."""
     first_missing: QueryAndKey | None
 
     @property
     def right(self) -> bool:
-        """Whether all is as the mask says."""
+        """Whether every tried query sees exactly the keys that the mask shows."""
         return not self.leaks + self.missing
 
     def __str__(self) -> str:
-        said = [
-            f"{count} {what} (the first: token {pair.query} on rank {pair.rank}, key {pair.key})"
-            for count, what, pair in (
+        deviations = [
+            f"{count} {relation} (the first: token {pair.query} on rank {pair.rank}, key {pair.key})"
+            for count, relation, pair in (
                 (self.leaks, "seen that the mask hides", self.first_leak),
                 (self.missing, "not seen that the mask shows", self.first_missing),
             )
             if pair
         ]
         tried = "" if self.pairs == self.of else f" ({100 * self.pairs / self.of:.1f} % of all)"
-        return f"seen: of {self.pairs} pairs of a query and a key{tried} {', '.join(said) or 'all as the mask says'}"
+        return (
+            f"seen: of {self.pairs} pairs of a query and a key{tried} {', '.join(deviations) or 'all as the mask says'}"
+        )
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer, alike on all ranks. ``str(check)`` is what the command prints."""
+    """The result of a check, the same on all ranks; ``str(check)`` is the text that the command prints."""
 
     equal: bool
-    """Whether output and gradients of every call equal dense attention's over the whole sequence, and queries see the
-    keys that the mask shows."""
+    """Whether every call's output and gradients equal dense attention, and queries see the keys that the mask shows."""
     workload: Workload
     ranks: int
     layout: str
     device: str
     calls: int
     call: int
-    """The first call that is not equal, else the one furthest off; counted from 1. The errors are its."""
+    """The call that is reported, counted from 1: the first that is not equal, else the one with the largest error."""
     errors: dict[str, TensorCheck]
-    """``out``, and with a backward pass ``dq``, ``dk``, ``dv``; empty where the output has another shape."""
+    """Errors of the reported call: ``out``, and with a backward pass ``dq``, ``dk``, ``dv``.
+
+    Empty where the output has another shape.
+    """
     sent: list[SentInCall] | None
-    """By rank, in the last call; None where it could not be seen."""
+    """Data sent in the last call, by rank; None where another profiler was running."""
     seen: Seen | None
-    """None where the output has another shape, or differs from call to call."""
+    """Keys that queries see; None where the output has another shape, or differs from call to call."""
     reasons: list[str]
-    """What the result equals in place of the right one, where that can be told."""
+    """Explanations of a wrong result, one sentence each; empty where none is known."""
 
     @property
     def communicates(self) -> bool | None:
-        """Whether any rank sent anything; None where that could not be seen."""
+        """Whether any rank sent anything; None where another profiler was running."""
         return None if self.sent is None else any(rank.operations for rank in self.sent)
 
     def __str__(self) -> str:
@@ -155,20 +160,22 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
         return not (self.errors and all(error.equal for error in self.errors.values()))
 
     def _sent_in_words(self) -> str:
+        """Format the line about the data that the ranks sent."""
         if self.ranks == 1:
             return "sent: one rank has nobody to send to"
         if self.sent is None:
             return "sent: not seen (another profiler is running)"
         if not self.communicates:
             return "sent: nothing, by torch.distributed, in a call"
-        most = max(self.sent, key=lambda rank: (rank.size_bytes or 0, sum(rank.operations.values())))
-        calls = ", ".join(f"{count} {name}" for name, count in sorted(most.operations.items()))
+        busiest = max(self.sent, key=lambda rank: (rank.size_bytes or 0, sum(rank.operations.values())))
+        calls = ", ".join(f"{count} {name}" for name, count in sorted(busiest.operations.items()))
         silent = [str(number) for number, rank in enumerate(self.sent) if not rank.operations]
-        size = "" if most.size_bytes is None else f"{three_digits(most.size_bytes / 2**20)} MiB, "
+        size = "" if busiest.size_bytes is None else f"{three_digits(busiest.size_bytes / 2**20)} MiB, "
         return f"sent by a rank in a call: {size}{calls}" + (f"; nothing by rank {', '.join(silent)}" * bool(silent))
 
 
 def _error_in_words(error: TensorCheck, seq: int) -> str:
+    """Format one row of the table of errors."""
     if not math.isfinite(error.rms):
         numbers = f"{'not finite':>10}"
     else:

@@ -1,4 +1,4 @@
-"""A user's attention function, called as a check calls it: with a rank's own tokens, in the function's own format."""
+"""Adapter that calls a user's attention function with one rank's tokens, in the function's tensor format."""
 
 from __future__ import annotations
 
@@ -17,73 +17,76 @@ from ringprof.record.verify import MOST_TOKENS, TOKENS_PER_RANK, Tensors
 from ringprof.strategies.masks.layouts import LAYOUTS
 
 _SWAPPED: dict[str, tuple[int, int] | None] = {"bshd": None, "bhsd": (1, 2), "sbhd": (0, 1)}
-"""The dimensions to swap between (B, S, H, D) and a format, either way."""
+"""The two dimensions to swap to convert (B, S, H, D) to a format and back; None: no conversion."""
 
 DOCUMENT_ARGUMENTS = ("cu_seqlens", "documents")
+"""Names of arguments through which a function can receive the documents' cumulative lengths."""
 
-Answers = dict[str, Tensor]
-"""``out``, and with a backward pass ``dq``, ``dk``, ``dv``: (B, S/N, H, D), of one rank's tokens."""
+AttentionResults = dict[str, Tensor]
+"""``out``, and with a backward pass ``dq``, ``dk``, ``dv``: (B, S/N, H, D) for one rank's tokens."""
 
 
 @dataclass(frozen=True)
 class UserAttention:
-    """The function, and which tokens each rank holds."""
+    """A user's attention function, with the tokens that each rank holds."""
 
     function: Callable[..., Any]
     ranks: GroupRanks
     order: Tensor
-    """(N, S/N): the positions of every rank's tokens, in local order, on the ranks' device."""
+    """Positions of every rank's tokens (N, S/N), in local order, on the ranks' device."""
     tensor_format: str
     documents: tuple[int, ...] | None = None
-    """Cumulative lengths of the documents; None: one."""
-    trains: bool = True
-    """Whether its inputs want gradients, in whichever call."""
+    """Cumulative lengths of the documents; None: the sequence is one document."""
+    requires_grad: bool = True
+    """Whether the inputs require gradients, in forward-only calls, too."""
 
     @property
     def positions(self) -> Tensor:
-        """Of this rank's tokens (S/N)."""
-        own: Tensor = self.order[self.ranks.rank]
-        return own
+        """Positions of this rank's tokens (S/N)."""
+        own_positions: Tensor = self.order[self.ranks.rank]
+        return own_positions
 
     def shard(self, full: Tensor) -> Tensor:
-        """This rank's tokens of (B, S, H, D)."""
+        """Return this rank's tokens (B, S/N, H, D) of a full tensor (B, S, H, D)."""
         return full.index_select(1, self.positions)
 
-    def answers(self, full: Tensors, *, backward: bool) -> tuple[Answers, str]:
-        """What the function makes of this rank's tokens; or nothing, and what is wrong with the output's form.
+    def run(self, full: Tensors, *, backward: bool) -> tuple[AttentionResults, str]:
+        """Call the function with this rank's tokens; return the results and an empty message.
 
-        Raises what the function raises, and `UsageError` where it returns no tensor.
+        Where the output has another shape than q, the results are empty and the message describes the shape. Raises
+        every error of the function, and `UsageError` where it returns no tensor.
         """
         q, k, v, dout = (self._formatted(self.shard(x)) for x in (full.q, full.k, full.v, full.dout))
-        inputs = [x.requires_grad_(self.trains) for x in (q, k, v)]
-        out = self.function(*inputs, **self._lengths())
+        inputs = [x.requires_grad_(self.requires_grad) for x in (q, k, v)]
+        out = self.function(*inputs, **self._document_arguments())
         out = out[0] if isinstance(out, (tuple, list)) and out else out
         if not isinstance(out, Tensor):
             raise UsageError(f"the attention returned {type(out).__name__}, not a tensor")
         if out.dim() == 3 and out.shape[-1] == q.shape[-1] * q.shape[-2]:
-            # Modules of whole models return their heads side by side.
+            # Attention modules of models return the heads concatenated.
             out = out.view(*out.shape[:2], *q.shape[-2:])
-        found = [out, *_gradients(out, inputs, dout)] if backward else [out]
+        results = [out, *_gradients(out, inputs, dout)] if backward else [out]
         if out.shape != q.shape:
-            return {}, self._other_form(out, q, full.q.shape[1])
+            return {}, self._wrong_shape(out, q, full.q.shape[1])
         names = ("out", "dq", "dk", "dv")
-        return {name: self._formatted(x.to(q.device)) for name, x in zip(names, found, strict=False)}, ""
+        return {name: self._formatted(x.to(q.device)) for name, x in zip(names, results, strict=False)}, ""
 
-    def _lengths(self) -> dict[str, Tensor]:
-        """The documents, for a function that takes an argument of one of these names."""
+    def _document_arguments(self) -> dict[str, Tensor]:
+        """Return the documents as keyword arguments, for those `DOCUMENT_ARGUMENTS` that the function takes."""
         if self.documents is None:
             return {}
-        with suppress(TypeError, ValueError):  # what has no signature takes no such argument
-            known = inspect.signature(self.function).parameters
+        with suppress(TypeError, ValueError):  # a callable without a signature gets no documents
+            parameters = inspect.signature(self.function).parameters
             cumulative = torch.tensor(self.documents, dtype=torch.int32, device=self.order.device)
-            return {name: cumulative for name in DOCUMENT_ARGUMENTS if name in known}
+            return {name: cumulative for name in DOCUMENT_ARGUMENTS if name in parameters}
         return {}
 
-    def _other_form(self, out: Tensor, q: Tensor, seq: int) -> str:
-        said = f"the output is {tuple(out.shape)}, and q {tuple(q.shape)}"
+    def _wrong_shape(self, out: Tensor, q: Tensor, seq: int) -> str:
+        """Describe an output whose shape differs from that of q."""
+        message = f"the output is {tuple(out.shape)}, and q {tuple(q.shape)}"
         if self.ranks.size > 1 and out.numel() == q.numel() * self.ranks.size and seq in out.shape:
-            return f"{said}: the whole sequence on every rank, not the rank's own tokens"
-        return said
+            return f"{message}: the whole sequence on every rank, not the rank's own tokens"
+        return message
 
     def _formatted(self, x: Tensor) -> Tensor:
         swapped = _SWAPPED[self.tensor_format]
@@ -91,18 +94,23 @@ class UserAttention:
 
 
 def _gradients(out: Tensor, inputs: list[Tensor], dout: Tensor) -> list[Tensor]:
-    """Zeros for an input that no gradient reaches. An output of another form goes back, too: other ranks may wait."""
-    found: list[Any] = [None] * len(inputs)
+    """Return the gradient of each input; zeros for an input that no gradient reaches.
+
+    The backward pass also runs for an output of the wrong shape, since other ranks may wait for it.
+    """
+    gradients: list[Any] = [None] * len(inputs)
     if out.requires_grad:
-        given = dout.to(out) if dout.shape == out.shape else torch.zeros_like(out)
-        found = list(torch.autograd.grad(out, inputs, given, allow_unused=True))
-    return [torch.zeros_like(x) if gradient is None else gradient for x, gradient in zip(inputs, found, strict=True)]
+        grad_output = dout.to(out) if dout.shape == out.shape else torch.zeros_like(out)
+        gradients = list(torch.autograd.grad(out, inputs, grad_output, allow_unused=True))
+    return [
+        torch.zeros_like(x) if gradient is None else gradient for x, gradient in zip(inputs, gradients, strict=True)
+    ]
 
 
 def order_of_layout(name: str, seq: int | None, size: int, device_type: str) -> Tensor:
-    """(N, S/N): every rank's positions by a layout's name, of a short sequence where ``seq`` is None.
+    """Return every rank's positions (N, S/N) in the named layout; ``seq`` None stands for a short sequence.
 
-    Raises `UsageError`.
+    Raises `UsageError` for an unknown layout and for a length that the layout cannot divide.
     """
     if name not in LAYOUTS:
         raise UsageError(f"layout {name!r} is not one of {', '.join(LAYOUTS)}")
@@ -115,15 +123,18 @@ def order_of_layout(name: str, seq: int | None, size: int, device_type: str) -> 
     return layout.order(seq, size).view(size, -1)
 
 
-def order_of_positions(own: Tensor, ranks: GroupRanks) -> Tensor:
-    """(N, S/N): every rank's positions, from this rank's own. Collective; raises `UsageError` on all ranks alike."""
-    own = own.to(device=ranks.device, dtype=torch.int64).flatten()
-    lengths = [int(length) for length in ranks.gathered(torch.tensor([len(own)], device=ranks.device))]
+def order_of_positions(own_positions: Tensor, ranks: GroupRanks) -> Tensor:
+    """Gather every rank's positions (N, S/N) from this rank's own. Collective.
+
+    Raises `UsageError` on all ranks where the positions together are not 0 to S - 1, each once.
+    """
+    own_positions = own_positions.to(device=ranks.device, dtype=torch.int64).flatten()
+    lengths = [int(length) for length in ranks.gathered(torch.tensor([len(own_positions)], device=ranks.device))]
     if len(set(lengths)) > 1 or not lengths[0]:
         raise UsageError(f"every rank must hold as many tokens as the others: not {', '.join(map(str, lengths))}")
-    order = torch.stack(ranks.gathered(own))
-    held = torch.bincount(order.flatten().clamp(-1, order.numel()) + 1, minlength=order.numel() + 2)[1:-1]
-    wrong = (held != 1).nonzero()
+    order = torch.stack(ranks.gathered(own_positions))
+    holders = torch.bincount(order.flatten().clamp(-1, order.numel()) + 1, minlength=order.numel() + 2)[1:-1]
+    wrong = (holders != 1).nonzero()
     if len(wrong):
         raise UsageError(
             f"the ranks' positions together must be 0 to {order.numel() - 1}, each once: {int(wrong[0])} is not"

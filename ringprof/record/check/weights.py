@@ -1,8 +1,9 @@
-"""The weights that an attention gives to keys, read off its output: what each query sees, exactly, and by which scores.
+"""Attention weights read off the output of a user's attention, which show exactly which keys each query sees.
 
-Where v is `UNIT` in number d of one key's heads and 0 in all others, number d of a query's output is `UNIT` times its
-weight of that key: not 0 where it sees the key, and exactly 0 where it does not, in every type and however long the
-sequence. A call tells head_dim keys. The logarithm of a weight is the score, less what the whole row has in common.
+Let v be `UNIT` in element d of one key's heads and 0 in all other keys. Then element d of a query's output is `UNIT`
+times the query's weight for that key. That is not 0 where the query sees the key, and exactly 0 where it does not, in
+every data type and for every sequence length. One call reveals the weights of head_dim keys. The logarithm of a weight
+is the score, less a constant of the whole row, so the weights also show the scores.
 """
 
 from __future__ import annotations
@@ -17,240 +18,278 @@ import torch
 from torch import Tensor
 
 from ringprof.record.check.result import QueryAndKey, Seen
-from ringprof.record.check.user_attention import Answers, UserAttention
+from ringprof.record.check.user_attention import AttentionResults, UserAttention
 from ringprof.record.request import from_json
 from ringprof.record.verify import Tensors, relative_rms
 from ringprof.run import Workload
 from ringprof.strategies.kernels import builtin
 
 MOST_CALLS = 16
-"""So many tell all keys of short sequences; of longer ones the keys at the documents' edges and some between."""
+"""Most calls that are made: enough for all keys of a short sequence.
+
+In longer sequences only the keys at the documents' edges and some between are tried.
+"""
 UNIT = 64.0
-"""So that no weight is too small for float16."""
+"""Value of v, large enough that no weight becomes too small for float16."""
 SCORED_ROWS = 64
-"""Of a rank's queries whose scores are looked at."""
-LIKE = 0.05
-"""What a weight may be off by, relative to the scores that explain it: rounding is below, mistakes are above."""
+"""Most queries per rank whose scores are compared."""
+TOLERANCE = 0.05
+"""Largest difference between weights and the scores that explain them: rounding is below it, mistakes are above."""
 
 
-class _OnRank(msgspec.Struct, frozen=True):
-    """What one rank's queries tell."""
+class _RankFindings(msgspec.Struct, frozen=True):
+    """Findings from the weights of one rank's queries, which the ranks exchange."""
 
     pairs: int
+    """Number of (query, key) pairs that were tried."""
     leaks: int
-    leak: QueryAndKey | None
+    """Number of pairs that the mask hides and the attention sees."""
+    first_leak: QueryAndKey | None
     missing: int
-    missed: QueryAndKey | None
+    """Number of pairs that the mask shows and the attention does not see."""
+    first_missing: QueryAndKey | None
     shift: int | None
-    """By how many keys all queries see further than they should; None where they differ."""
-    again: float
+    """Number of keys that every query sees too far ahead; None where queries differ."""
+    repeat_difference: float
     """Relative difference of two calls with the same tensors."""
     scale: float | None
-    """What scores are multiplied with, where the weights are those of scores at all."""
-    merge: str
-    """How the weights of the ranks' keys are put together wrongly; empty: they are not."""
+    """Factor by which scores are multiplied; None where no scores explain the weights."""
+    merge_mistake: str
+    """Key of `_MERGE_SENTENCES` for a wrong merge of the ranks' partial outputs; empty where none is found."""
     heads: list[tuple[int, int]]
-    """For every head of the output the head of q and that of k whose scores it has; empty where that is not known."""
+    """For each output head, the query head and the kv head whose scores explain it; empty where none do."""
 
 
 def read_weights(
-    call: Callable[[Tensors], Answers], given: UserAttention, full: Tensors, workload: Workload, scale: float | None
+    call: Callable[[Tensors], AttentionResults],
+    attention: UserAttention,
+    full: Tensors,
+    workload: Workload,
+    scale: float | None,
 ) -> tuple[Seen | None, list[str]]:
-    """Which pairs of a query and a key are not as the mask says, and what else the weights tell. Collective.
+    """Compare the keys that queries see with the mask; return the comparison, and sentences about mistakes. Collective.
 
-    None of the first where weights differ from call to call. ``call`` makes a call of the attention, ``full`` are drawn
-    inputs.
+    The comparison is None where weights differ from call to call. ``call`` makes a call of the attention with full
+    tensors, ``full`` are random inputs.
     """
     scale = workload.head_dim**-0.5 if scale is None else scale
-    # Scores of about 1, whatever the scale: no weight is lost beside another.
+    # Scores of about 1, whatever the scale, so that no weight underflows beside a larger one.
     full = replace(full, q=(full.q / (scale * workload.head_dim**0.5)).to(full.q.dtype))
-    keys = _tried_keys(workload, full.q.device)
-    at_once = range(0, len(keys), workload.head_dim)
-    read = torch.cat([_weights(call, full, keys[first : first + workload.head_dim]) for first in at_once], 2)
+    keys = _keys_to_try(workload, full.q.device)
+    starts = range(0, len(keys), workload.head_dim)
+    weights = torch.cat(
+        [_weights_from_call(call, full, keys[first : first + workload.head_dim]) for first in starts], 2
+    )
     first = keys[: workload.head_dim]
-    again = relative_rms(_weights(call, full, first) - read[..., : len(first)], read[..., : len(first)])
-    own = _Weights(given, full, workload, keys, read)
-    found = own.told(again if math.isfinite(again) else 0.0)
-    ranks = [from_json(said, _OnRank) for said in given.ranks.told(found)]
-    again = max(one.again for one in ranks)
-    if again > LIKE:
-        said = f"out differs between two calls with the same tensors, by {again:.2g}: dropout is on, or ranks race"
-        return None, [said]
-    return _over_ranks(ranks, workload), _reasons(ranks, workload, scale)
+    first_weights = weights[..., : len(first)]
+    repeat_difference = relative_rms(_weights_from_call(call, full, first) - first_weights, first_weights)
+    rank_weights = _RankWeights(attention, full, workload, keys, weights)
+    rank_findings = rank_weights.findings(repeat_difference if math.isfinite(repeat_difference) else 0.0)
+    findings_by_rank = [from_json(encoded, _RankFindings) for encoded in attention.ranks.told(rank_findings)]
+    repeat_difference = max(findings.repeat_difference for findings in findings_by_rank)
+    if repeat_difference > TOLERANCE:
+        difference = f"out differs between two calls with the same tensors, by {repeat_difference:.2g}"
+        return None, [f"{difference}: dropout is on, or ranks race"]
+    return _combine_ranks(findings_by_rank, workload), _reasons(findings_by_rank, workload, scale)
 
 
-def _tried_keys(workload: Workload, device: torch.device) -> Tensor:
-    """Positions (T) in order."""
-    seq, most = workload.seq, MOST_CALLS * workload.head_dim
-    if seq <= most:
+def _keys_to_try(workload: Workload, device: torch.device) -> Tensor:
+    """Return the positions (T) of the keys to try, in ascending order."""
+    seq, max_keys = workload.seq, MOST_CALLS * workload.head_dim
+    if seq <= max_keys:
         return torch.arange(seq, device=device)
     edges = {0, seq - 1, *(edge for bound in workload.mask().documents or () for edge in (bound - 1, bound))}
     edges = {edge for edge in edges if 0 <= edge < seq}
-    some = sorted(edges)[: most // 2]
-    return torch.tensor(sorted({*some, *range(0, seq, -(-seq // (most - len(some))))}), device=device)
+    chosen = sorted(edges)[: max_keys // 2]
+    return torch.tensor(sorted({*chosen, *range(0, seq, -(-seq // (max_keys - len(chosen))))}), device=device)
 
 
-def _weights(call: Callable[[Tensors], Answers], full: Tensors, keys: Tensor) -> Tensor:
-    """The weights (S/N, H, keys) of this rank's queries, from one call."""
+def _weights_from_call(call: Callable[[Tensors], AttentionResults], full: Tensors, keys: Tensor) -> Tensor:
+    """Return the weights (S/N, H, keys) of this rank's queries, times `UNIT`, from one call."""
     v = torch.zeros_like(full.v)
     v[:, keys, :, torch.arange(len(keys), device=keys.device)] = UNIT
     return call(replace(full, v=v))["out"][0, :, :, : len(keys)]
 
 
 @dataclass(frozen=True)
-class _Weights:
-    """One rank's weights beside what they should be."""
+class _RankWeights:
+    """Weights of one rank's queries, with the workload that states what they should be."""
 
-    given: UserAttention
+    attention: UserAttention
     full: Tensors
     workload: Workload
     keys: Tensor
     """Positions (T) of the keys that were tried."""
-    read: Tensor
-    """(S/N, H, T)."""
+    weights: Tensor
+    """Weights (S/N, H, T), times `UNIT`."""
 
     @cached_property
-    def seen(self) -> Tensor:
-        """Which keys the mask shows a query: bool (S/N, T)."""
-        return builtin.KeyStretches.of(self.workload.mask(), self.given.positions, self.workload.seq).shown(self.keys)
+    def shown_by_mask(self) -> Tensor:
+        """Boolean mask (S/N, T) of the keys that each query should see."""
+        stretches = builtin.KeyStretches.of(self.workload.mask(), self.attention.positions, self.workload.seq)
+        return stretches.shown(self.keys)
 
-    def told(self, again: float) -> _OnRank:
-        finite = self.read.isfinite().all(2).all(1)[:, None]
-        sees = (self.read != 0).any(1)
-        leaks, missing = sees & ~self.seen & finite, ~sees & self.seen & finite
-        scale, merge, heads = None, "", list[tuple[int, int]]()
+    def findings(self, repeat_difference: float) -> _RankFindings:
+        """Return this rank's findings, with the given difference between two equal calls."""
+        finite = self.weights.isfinite().all(2).all(1)[:, None]
+        sees = (self.weights != 0).any(1)
+        leaks, missing = sees & ~self.shown_by_mask & finite, ~sees & self.shown_by_mask & finite
+        scale, merge_mistake, heads = None, "", list[tuple[int, int]]()
         if finite.all():
-            scale, merge, heads = _Scores(self).told()
-        return _OnRank(
-            self.seen.numel(), int(leaks.sum()), self._first(leaks), int(missing.sum()), self._first(missing),
-            self._shift(sees), again, scale, merge, heads,
+            scale, merge_mistake, heads = _ScoreFit(self).fit()
+        return _RankFindings(
+            self.shown_by_mask.numel(), int(leaks.sum()), self._first_pair(leaks), int(missing.sum()),
+            self._first_pair(missing), self._position_shift(sees), repeat_difference, scale, merge_mistake, heads,
         )  # fmt: skip
 
-    def _first(self, pairs: Tensor) -> QueryAndKey | None:
-        """The first query, by its position, and the first of its keys."""
+    def _first_pair(self, pairs: Tensor) -> QueryAndKey | None:
+        """Return the first pair in a boolean mask (S/N, T), by the query's position, then the key's; None if empty."""
         if not pairs.any():
             return None
-        query = int(torch.where(pairs.any(1), self.given.positions, self.workload.seq).argmin())
+        query = int(torch.where(pairs.any(1), self.attention.positions, self.workload.seq).argmin())
         key = self.keys[int(pairs[query].int().argmax())]
-        return QueryAndKey(query=int(self.given.positions[query]), key=int(key), rank=self.given.ranks.rank)
+        return QueryAndKey(query=int(self.attention.positions[query]), key=int(key), rank=self.attention.ranks.rank)
 
-    def _shift(self, sees: Tensor) -> int | None:
+    def _position_shift(self, sees: Tensor) -> int | None:
+        """Return the number of keys by which all queries see too far ahead; None where queries differ.
+
+        Queries whose last visible key is at either end of the sequence may differ. Only known for causal masks.
+        """
         if not self.workload.causal or len(self.keys) < self.workload.seq or not sees.any(1).all():
             return None
-        off = (torch.where(sees, self.keys, -1).amax(1) - torch.where(self.seen, self.keys, -1).amax(1)).tolist()
-        places = self.given.positions.tolist()
-        shift = max(off, key=off.count)
+        last_seen, last_shown = (torch.where(mask, self.keys, -1).amax(1) for mask in (sees, self.shown_by_mask))
+        shifts = (last_seen - last_shown).tolist()
+        positions = self.attention.positions.tolist()
+        shift = max(shifts, key=shifts.count)
         ends = (0, self.workload.seq - 1)
-        return (
-            shift if all(one == shift or place + one in ends for one, place in zip(off, places, strict=True)) else None
-        )
+        others = [(other, position) for other, position in zip(shifts, positions, strict=True) if other != shift]
+        return shift if all(position + other in ends for other, position in others) else None
 
 
-class _Scores:
-    """What scores the weights of some queries have. R queries, T keys, N ranks that hold these."""
+class _ScoreFit:
+    """Fit of the weights of some queries by scores q·k. R queries, T keys, N ranks that hold the keys."""
 
-    def __init__(self, weights: _Weights) -> None:
-        given, full, work = weights.given, weights.full, weights.workload
+    def __init__(self, rank_weights: _RankWeights) -> None:
+        attention, full, workload = rank_weights.attention, rank_weights.full, rank_weights.workload
         rows = torch.arange(
-            0, len(given.positions), -(-len(given.positions) // SCORED_ROWS), device=weights.keys.device
+            0, len(attention.positions), -(-len(attention.positions) // SCORED_ROWS), device=rank_weights.keys.device
         )
-        q = full.q[0, given.positions[rows]].double()
-        k = full.k[0, weights.keys].double()
-        self.group = work.heads // work.kv_heads
-        read = weights.read[rows].transpose(0, 1).double() / UNIT
-        self.read = read
-        """(H, R, T)."""
-        self.there = (read > 0).all(0)
-        """(R, T): what all heads see."""
-        self.raw = torch.einsum("rhd,tkd->hkrt", q, k)
-        """(H, Hkv, R, T)."""
-        holder = torch.empty(work.seq, dtype=torch.int64, device=weights.keys.device)
-        holder[given.order.flatten()] = torch.arange(work.seq, device=holder.device) // given.order.shape[1]
-        self.held = torch.nn.functional.one_hot(holder[weights.keys], given.ranks.size).double()
-        """(T, N)."""
-        self.count = (self.there.double() @ self.held).clamp_min(1e-9)
-        """(R, N)."""
-        self.whole = len(weights.keys) == work.seq
+        q = full.q[0, attention.positions[rows]].double()
+        k = full.k[0, rank_weights.keys].double()
+        self.group_size = workload.heads // workload.kv_heads
+        weights = rank_weights.weights[rows].transpose(0, 1).double() / UNIT
+        self.weights = weights
+        """Weights (H, R, T)."""
+        self.visible = (weights > 0).all(0)
+        """Boolean mask (R, T) of the keys that every head of a query sees."""
+        self.scores = torch.einsum("rhd,tkd->hkrt", q, k)
+        """Products q·k (H, Hkv, R, T) of every pair of heads, without a scale."""
+        holder = torch.empty(workload.seq, dtype=torch.int64, device=rank_weights.keys.device)
+        holder[attention.order.flatten()] = torch.arange(workload.seq, device=holder.device) // attention.order.shape[1]
+        self.holder_one_hot = torch.nn.functional.one_hot(holder[rank_weights.keys], attention.ranks.size).double()
+        """Rank that holds each key, one-hot (T, N)."""
+        self.key_count = (self.visible.double() @ self.holder_one_hot).clamp_min(1e-9)
+        """Number (R, N) of keys of each rank that a query sees; above 0, for division."""
+        self.all_keys_tried = len(rank_weights.keys) == workload.seq
 
-    def told(self) -> tuple[float | None, str, list[tuple[int, int]]]:
-        logs = torch.where(self.there, self.read.clamp_min(1e-300).log(), 0.0)
-        of_weights, of_scores = self._apart(logs), self._apart(torch.where(self.there, self.raw, 0.0))
+    def fit(self) -> tuple[float | None, str, list[tuple[int, int]]]:
+        """Return the scale of the scores, the merge mistake and the pairs of heads, as in `_RankFindings`.
+
+        The logarithms of the weights are compared with the scores of every pair of heads. Both are centred over the
+        keys of each rank, so that neither the softmax's normalisation nor a wrong merge matters.
+        """
+        logs = torch.where(self.visible, self.weights.clamp_min(1e-300).log(), 0.0)
+        of_weights, of_scores = self._centred(logs), self._centred(torch.where(self.visible, self.scores, 0.0))
         norms = of_weights.flatten(-2).norm(dim=-1)[:, None, None], of_scores.flatten(-2).norm(dim=-1)
         likeness = torch.einsum("hrt,gkrt->hgk", of_weights, of_scores) / (norms[0] * norms[1]).clamp_min(1e-300)
         best = likeness.flatten(1).max(1)
-        kv_heads = self.raw.shape[1]
-        heads = [(int(one) // kv_heads, int(one) % kv_heads) for one in best.indices]
-        right = [(head, head // self.group) for head in range(len(heads))]
-        if not bool((best.values > 1 - LIKE).all()):
+        kv_heads = self.scores.shape[1]
+        heads = [(int(index) // kv_heads, int(index) % kv_heads) for index in best.indices]
+        expected_heads = [(head, head // self.group_size) for head in range(len(heads))]
+        if not bool((best.values > 1 - TOLERANCE).all()):
             return None, "", []
-        if heads != right:
+        if heads != expected_heads:
             return None, "", heads
-        own, scores = (torch.stack([x[h, k] for h, k in right]) for x in (of_scores, self.raw))
-        slope = float((own * of_weights).sum() / own.square().sum())
-        if float((of_weights - slope * own)[:, self.there].square().mean().sqrt()) > LIKE:
+        centred_scores, scores = (torch.stack([x[h, k] for h, k in expected_heads]) for x in (of_scores, self.scores))
+        slope = float((centred_scores * of_weights).sum() / centred_scores.square().sum())
+        if float((of_weights - slope * centred_scores)[:, self.visible].square().mean().sqrt()) > TOLERANCE:
             return None, "", heads
-        return slope, self._merge(torch.where(self.there, logs - slope * scores, 0.0)), heads
+        return slope, self._find_merge_mistake(torch.where(self.visible, logs - slope * scores, 0.0)), heads
 
-    def _apart(self, x: Tensor) -> Tensor:
-        """x (..., R, T) less its mean over the keys of each rank that a query sees."""
-        mean = (x @ self.held) / self.count
-        return torch.where(self.there, x - mean @ self.held.T, 0.0)
+    def _centred(self, x: Tensor) -> Tensor:
+        """Subtract from x (..., R, T) its mean over the keys of each rank that a query sees."""
+        mean = (x @ self.holder_one_hot) / self.key_count
+        return torch.where(self.visible, x - mean @ self.holder_one_hot.T, 0.0)
 
-    def _merge(self, rest: Tensor) -> str:
-        """How a row's weights over the keys of different ranks (rest (H, R, T) in logarithms) go together."""
-        by_rank = (rest @ self.held) / self.count
-        has = self.count > 0.5
-        several = has.sum(1) > 1
-        if not bool(several.any()):
+    def _find_merge_mistake(self, residual: Tensor) -> str:
+        """Return how the weights over different ranks' keys are merged wrongly; empty where the merge is right.
+
+        ``residual`` (H, R, T) holds the logarithms of the weights less the scores. A right merge leaves the same
+        residual for the keys of every rank.
+        """
+        by_rank = (residual @ self.holder_one_hot) / self.key_count
+        has_keys = self.key_count > 0.5
+        several_ranks = has_keys.sum(1) > 1
+        if not bool(several_ranks.any()):
             return ""
-        spread = torch.where(has, by_rank, -torch.inf).amax(2) - torch.where(has, by_rank, torch.inf).amin(2)
-        if float(spread[:, several].square().mean().sqrt()) < LIKE:
+        spread = torch.where(has_keys, by_rank, -torch.inf).amax(2) - torch.where(has_keys, by_rank, torch.inf).amin(2)
+        if float(spread[:, several_ranks].square().mean().sqrt()) < TOLERANCE:
             return ""
-        if self.whole:
-            sums, ranks = (self.read @ self.held)[:, several], has[several]
-            for says, one in (("added", torch.ones_like(sums)), ("averaged", 1 / ranks.sum(1)[:, None].double())):
-                if bool(((sums - one).abs()[ranks.expand_as(sums)] < LIKE).all()):
-                    return says
+        if self.all_keys_tried:
+            sums, ranks = (self.weights @ self.holder_one_hot)[:, several_ranks], has_keys[several_ranks]
+            averages = 1 / ranks.sum(1)[:, None].double()
+            for mistake, expected_sums in (("added", torch.ones_like(sums)), ("averaged", averages)):
+                if bool(((sums - expected_sums).abs()[ranks.expand_as(sums)] < TOLERANCE).all()):
+                    return mistake
         return "weighted wrongly"
 
 
-def _over_ranks(ranks: list[_OnRank], workload: Workload) -> Seen:
-    def first(pairs: list[QueryAndKey | None]) -> QueryAndKey | None:
+def _combine_ranks(findings_by_rank: list[_RankFindings], workload: Workload) -> Seen:
+    """Combine all ranks' findings into the comparison with the mask."""
+
+    def first_of(pairs: list[QueryAndKey | None]) -> QueryAndKey | None:
         return min((pair for pair in pairs if pair), key=lambda pair: (pair.query, pair.key), default=None)
 
     return Seen(
-        pairs=sum(one.pairs for one in ranks), of=workload.seq**2, leaks=sum(one.leaks for one in ranks),
-        first_leak=first([one.leak for one in ranks]), missing=sum(one.missing for one in ranks),
-        first_missing=first([one.missed for one in ranks]),
-    )  # fmt: skip
+        pairs=sum(findings.pairs for findings in findings_by_rank),
+        of=workload.seq**2,
+        leaks=sum(findings.leaks for findings in findings_by_rank),
+        first_leak=first_of([findings.first_leak for findings in findings_by_rank]),
+        missing=sum(findings.missing for findings in findings_by_rank),
+        first_missing=first_of([findings.first_missing for findings in findings_by_rank]),
+    )
 
 
-_MERGES = {
+_MERGE_SENTENCES = {
     "added": "are added as they are, not weighted by their LSE",
     "averaged": "are averaged, not weighted by their LSE",
     "weighted wrongly": "are not weighted by their LSE",
 }
 
 
-def _reasons(ranks: list[_OnRank], workload: Workload, scale: float) -> list[str]:
-    """What is wrong by the weights; of things that follow from each other the first."""
-    shifted = [(rank, one.shift) for rank, one in enumerate(ranks) if one.shift and (one.leaks or one.missing)]
-    if shifted and len(shifted) == sum(bool(one.leaks or one.missing) for one in ranks):
-        by = ", ".join(f"{shift:+d} on rank {rank}" for rank, shift in shifted)
-        return [f"queries see as if at other positions: {by}"]
-    heads = next((one.heads for one in ranks if one.heads), [])
-    group = workload.heads // workload.kv_heads
-    if heads and any(pair != (head, head // group) for head, pair in enumerate(heads)):
-        of_q, of_k = (", ".join(str(pair[which]) for pair in heads) for which in (0, 1))
-        right = ", ".join(str(head // group) for head in range(workload.heads))
+def _reasons(findings_by_rank: list[_RankFindings], workload: Workload, scale: float) -> list[str]:
+    """Return sentences about the mistakes that the weights reveal.
+
+    A mistake that explains others is reported alone: shifted positions before swapped heads before scale and merge.
+    """
+    wrong = [(rank, findings) for rank, findings in enumerate(findings_by_rank) if findings.leaks or findings.missing]
+    shifted = [(rank, findings.shift) for rank, findings in wrong if findings.shift]
+    if shifted and len(shifted) == len(wrong):
+        shifts = ", ".join(f"{shift:+d} on rank {rank}" for rank, shift in shifted)
+        return [f"queries see as if at other positions: {shifts}"]
+    heads = next((findings.heads for findings in findings_by_rank if findings.heads), [])
+    group_size = workload.heads // workload.kv_heads
+    if heads and any(pair != (head, head // group_size) for head, pair in enumerate(heads)):
+        of_q, of_k = (", ".join(str(pair[side]) for pair in heads) for side in (0, 1))
+        right = ", ".join(str(head // group_size) for head in range(workload.heads))
         if [pair[0] for pair in heads] != list(range(workload.heads)):
             return [f"the output's heads are those of query heads {of_q}"]
         return [f"query heads use kv heads {of_k}, not {right}"]
-    found = []
-    scales = [one.scale for one in ranks if one.scale is not None]
-    if scales and all(abs(one / scale - 1) > LIKE / 2 for one in scales):
-        found.append(f"scores are multiplied with {sum(scales) / len(scales):.3g}, not {scale:.3g} (softmax_scale)")
-    merges = [one.merge for one in ranks if one.merge]
+    reasons = []
+    scales = [findings.scale for findings in findings_by_rank if findings.scale is not None]
+    if scales and all(abs(found_scale / scale - 1) > TOLERANCE / 2 for found_scale in scales):
+        reasons.append(f"scores are multiplied with {sum(scales) / len(scales):.3g}, not {scale:.3g} (softmax_scale)")
+    merges = [findings.merge_mistake for findings in findings_by_rank if findings.merge_mistake]
     if merges:
-        found.append(f"the ranks' partial outputs {_MERGES[max(merges, key=merges.count)]}")
-    return found
+        reasons.append(f"the ranks' partial outputs {_MERGE_SENTENCES[max(merges, key=merges.count)]}")
+    return reasons

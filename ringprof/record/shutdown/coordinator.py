@@ -1,7 +1,8 @@
-"""Shutting down a run on somebody else's launcher: all ranks within seconds of the first trouble, one of them says why.
+"""Shutdown of a failed run under an external launcher: all ranks end within seconds, and one rank reports the cause.
 
-Rank 0 hears of every trouble, waits a moment for the cause to show among its effects, tells all to end, and speaks. If
-it is rank 0 that has gone, rank 1 speaks, and on every other host the host's first rank.
+Rank 0 receives the outcome of every rank that fails, is stopped or disconnects. It waits briefly, since the cause may
+arrive after its effects, ends all ranks and reports the cause. If rank 0 itself has disconnected, rank 1 reports, and
+so does the first rank of every host that holds neither rank 0 nor rank 1.
 """
 
 from __future__ import annotations
@@ -36,19 +37,20 @@ from ringprof.record.shutdown.watchdog import TIME_LIMIT
 from ringprof.scratch import remove_all, sees
 
 _SETTLE_S = 0.5
-"""From the first trouble to the judgement: a cause may be heard of after its effects."""
+"""Time from the first failure to the choice of its cause, which may arrive after its effects."""
 OUTCOMES_S = 2.0
+"""Time in which the other ranks may send their outcomes once they are told to end."""
 BACKUP_S = 15.0
-"""After the time limit, which is rank 0's to see: then the others end by themselves."""
+"""Time after the time limit at which ranks other than 0 end by themselves, if rank 0 has not ended the run."""
 
 
 class ReportedElsewhere(RecordError):
-    """This rank's run has failed, and another rank says why."""
+    """This rank's run has failed, and another rank reports why."""
 
 
 @dataclass
 class RankContext:
-    """One rank of a run, as its ending needs to know it."""
+    """One rank of a run, with everything that its shutdown needs."""
 
     task: Task
     rank: int
@@ -56,7 +58,7 @@ class RankContext:
     position: PositionReporter
     hops: Callable[[], int | None]
     siblings: Mapping[int, int]
-    """The processes of this host's other ranks, by rank."""
+    """Process ids of this host's other ranks, by rank."""
 
     @property
     def one_host(self) -> bool:
@@ -64,9 +66,11 @@ class RankContext:
         return len(set(self.hosts)) == 1
 
     def stopped(self, reason: str) -> RankOutcome:
+        """Return the outcome of this rank when it was stopped; ``reason`` is empty where rank 0 stopped it."""
         return RankOutcome(kind="stopped", where=self.position.where(), hops=self.hops(), reason=reason)
 
     def failed(self, error: BaseException) -> RankOutcome:
+        """Return the outcome of this rank when it failed with ``error``."""
         kind, message = error_kind(error), error_line(error)
         return RankOutcome(
             kind="failed", where=self.position.where(), hops=self.hops(), reason=kind, message=message,
@@ -75,191 +79,201 @@ class RankContext:
 
 
 class FirstRankShutdown:
-    """Rank 0's ending of a run."""
+    """Rank 0's part in the shutdown of a run."""
 
     def __init__(self, context: RankContext) -> None:
         self._context = context
-        self._own: RankOutcome | None = None
-        self._concluding = threading.Lock()
+        self._own_outcome: RankOutcome | None = None
+        self._ending = threading.Lock()
         self._sealed = False
-        self.server = HeartbeatServer(len(context.hosts), self._trouble, one_host=context.one_host)
+        self.server = HeartbeatServer(len(context.hosts), self._on_trouble, one_host=context.one_host)
 
     def seal(self) -> None:
-        """Everything is here: what happens to the others from now on changes nothing."""
-        if not self._concluding.acquire(blocking=False):
-            _wait_for_the_end()
+        """Mark the recording as complete, so that later failures of other ranks are ignored.
+
+        Does not return where another thread is already ending the run.
+        """
+        if not self._ending.acquire(blocking=False):
+            _wait_for_exit()
         self._sealed = True
         self.server.stop_reporting()
 
     def done(self) -> None:
-        """The run is written."""
+        """Announce to all ranks that the run is written."""
         self.server.announce_complete()
 
     def failed(self, error: BaseException) -> RingprofError:
-        """The error to raise for the whole run, when this rank has one."""
-        self._own = self._own or self._context.failed(error)
-        if not self._sealed and not self._concluding.acquire(blocking=False):
-            _wait_for_the_end()
-        return self._conclude()
+        """End the run after an error on this rank; return the error to raise for the whole run."""
+        self._own_outcome = self._own_outcome or self._context.failed(error)
+        if not self._sealed and not self._ending.acquire(blocking=False):
+            _wait_for_exit()
+        return self._end_run()
 
     def stopped(self, reason: str, code: int) -> None:
-        """Called by the watchdog: ends the process."""
-        self._own = self._own or self._context.stopped(reason)
-        if self._concluding.acquire(timeout=OUTCOMES_S + _SETTLE_S):
-            self._speak(self._conclude())
-        _leave(code)
+        """End the run and this process, on the watchdog's call."""
+        self._own_outcome = self._own_outcome or self._context.stopped(reason)
+        if self._ending.acquire(timeout=OUTCOMES_S + _SETTLE_S):
+            self._report_and_exit(self._end_run())
+        _exit_now(code)
 
-    def _trouble(self) -> None:
-        if self._concluding.acquire(blocking=False):
-            self._own = self._own or self._context.stopped("")
-            self._speak(self._conclude())
+    def _on_trouble(self) -> None:
+        """End the run and this process, on the heartbeat server's call after another rank's failure."""
+        if self._ending.acquire(blocking=False):
+            self._own_outcome = self._own_outcome or self._context.stopped("")
+            self._report_and_exit(self._end_run())
 
-    def _conclude(self) -> RingprofError:
+    def _end_run(self) -> RingprofError:
+        """End all other ranks, collect their outcomes, discard the run; return the error with the cause."""
         time.sleep(_SETTLE_S)
-        gone = list(self.server.gone)
-        self.server.tell_all_to_end(OUTCOMES_S)
+        disconnected = list(self.server.disconnected)
+        self.server.end_all_ranks(OUTCOMES_S)
         self.server.close()
-        outcomes = {**({0: self._own} if self._own else {}), **self.server.outcomes}
-        failed = FailedRun(self._context.hosts, outcomes, gone, self._context.task.time_limit)
-        error = _closed(self._context.task, failed)
-        # They have been told, and have had their time to answer.
+        outcomes = {**({0: self._own_outcome} if self._own_outcome else {}), **self.server.outcomes}
+        failed = FailedRun(self._context.hosts, outcomes, disconnected, self._context.task.time_limit)
+        error = _discard_run(self._context.task, failed)
+        # The ranks were told to end ``OUTCOMES_S`` ago, which counts towards their grace period.
         end_local_ranks(self._context.siblings, GRACE_S - OUTCOMES_S)
         return error
 
-    def _speak(self, error: RingprofError) -> NoReturn:
-        _print(error)
-        _leave(error.exit_code)
+    def _report_and_exit(self, error: RingprofError) -> NoReturn:
+        _print_error(error)
+        _exit_now(error.exit_code)
 
 
 class OtherRankShutdown:
-    """Any other rank's ending of a run."""
+    """The part of a rank other than 0 in the shutdown of a run."""
 
     def __init__(self, context: RankContext, address: str, port: int, token: str) -> None:
-        """``address`` is of rank 0's host. Raises OSError where rank 0 cannot be reached."""
+        """Connect to rank 0's host at ``address``. Raises OSError where rank 0 cannot be reached."""
         self._context = context
-        self._has_told = False
-        self._speaking = threading.Lock()
-        self.lifeline = Heartbeat(address, port, token, context.rank, self._end)
+        self._outcome_sent = False
+        self._reporting = threading.Lock()
+        self.heartbeat = Heartbeat(address, port, token, context.rank, self._on_end)
 
     def done(self) -> None:
-        """This rank has nothing more to do for the run."""
-        self.lifeline.close()
-        self.lifeline.tell(RankOutcome(kind="done"))
+        """Send the outcome ``done`` to rank 0, and ignore what rank 0 sends from here on."""
+        self.heartbeat.close()
+        self.heartbeat.send(RankOutcome(kind="done"))
 
     def failed(self, error: BaseException) -> RingprofError:
-        """Tell rank 0, and leave the speaking to it if it can."""
+        """Send the error to rank 0, which reports it; return an error that needs no report here."""
         outcome = self._context.failed(error)
-        self._tell(outcome)
-        # Rank 0 tells this rank to end, or is found to be gone: both end the process.
+        self._send_outcome(outcome)
+        # Normally the process ends during this sleep: rank 0 ends it, or rank 0's disconnect does.
         time.sleep(GRACE_S)
         return ReportedElsewhere(outcome.message)
 
     def stopped(self, reason: str, code: int) -> None:
-        """Called by the watchdog: ends the process. At the time limit, rank 0 has not seen to it."""
+        """End this process, on the watchdog's call, after sending the outcome to rank 0.
+
+        Where rank 0 cannot be reached, or has let the time limit pass, the backup reporter reports the cause.
+        """
         if reason == TIME_LIMIT:
-            if self._speaks():
+            if self._is_backup_reporter():
                 limit_s = self._context.task.time_limit
-                self._speak_for_rank_0(FailedRun(self._context.hosts, limit_s=limit_s, overdue=True))
-        elif not self._tell(self._context.stopped(reason)) and self._speaks():
-            self._speak_for_rank_0(self._without_rank_0())
-        _leave(code)
+                self._report_for_rank_0(FailedRun(self._context.hosts, limit_s=limit_s, overdue=True))
+        elif not self._send_outcome(self._context.stopped(reason)) and self._is_backup_reporter():
+            self._report_for_rank_0(self._rank_0_disconnected())
+        _exit_now(code)
 
-    def _tell(self, outcome: RankOutcome) -> bool:
-        self._has_told = True
-        return self.lifeline.tell(outcome)
+    def _send_outcome(self, outcome: RankOutcome) -> bool:
+        self._outcome_sent = True
+        return self.heartbeat.send(outcome)
 
-    def _end(self, rank_0_said: bytes) -> NoReturn:
-        if rank_0_said == END:
-            if not self._has_told:
-                self._tell(self._context.stopped(""))
-        elif self._speaks():
-            self._speak_for_rank_0(self._without_rank_0())
+    def _on_end(self, message: bytes) -> NoReturn:
+        """End this process on rank 0's message, or after rank 0 has disconnected (an empty message)."""
+        if message == END:
+            if not self._outcome_sent:
+                self._send_outcome(self._context.stopped(""))
+        elif self._is_backup_reporter():
+            self._report_for_rank_0(self._rank_0_disconnected())
         context = self._context
         if context.rank == context.hosts.index(context.hosts[context.rank]):
-            # The first rank of a host sees to it that the host's others end; rank 0 does on its own.
+            # The first rank of a host ends the host's other ranks; rank 0 does so on its own host.
             end_local_ranks(context.siblings)
-        _leave(RecordError.exit_code)
+        _exit_now(RecordError.exit_code)
 
-    def _speaks(self) -> bool:
+    def _is_backup_reporter(self) -> bool:
         hosts, rank = self._context.hosts, self._context.rank
         return rank == 1 or (rank == hosts.index(hosts[rank]) and hosts[rank] not in hosts[:2])
 
-    def _without_rank_0(self) -> FailedRun:
+    def _rank_0_disconnected(self) -> FailedRun:
         return FailedRun(self._context.hosts, {self._context.rank: self._context.stopped("")}, [0])
 
-    def _speak_for_rank_0(self, failed: FailedRun) -> None:
-        if not self._speaking.acquire(blocking=False):
-            _wait_for_the_end()
+    def _report_for_rank_0(self, failed: FailedRun) -> None:
+        """Discard the run and print its error in place of rank 0; end this host's ranks if it is rank 0's."""
+        if not self._reporting.acquire(blocking=False):
+            _wait_for_exit()
         context = self._context
         if sees(Path(context.task.staging), context.task.token):
-            _print(_closed(context.task, failed))
+            _print_error(_discard_run(context.task, failed))
         else:
-            _print(failed.cause())
+            _print_error(failed.cause())
         if context.hosts[context.rank] == context.hosts[0]:
             end_local_ranks(context.siblings)
 
 
-def _closed(task: Task, failed: FailedRun) -> RingprofError:
-    """Remove the half-written run, keep the log; the error says where."""
+def _discard_run(task: Task, failed: FailedRun) -> RingprofError:
+    """Remove the half-written run and write the log; return the error, which names the log."""
     discard(Path(task.staging))
     error = failed.cause()
     if not isinstance(error, RecordError):
-        # Refused, by all ranks alike: there is nothing to look up.
+        # All ranks refused the request for the same reason: a log would add nothing.
         return error
     log = write_log(failed.log(task.request.command), Path(task.request.output), task.name)
     return type(error)(f"{error}; log: {log}") if log else error
 
 
-def _print(text: object) -> None:
-    sys.stderr.write(f"ringprof: {text}\n")
+def _print_error(error: object) -> None:
+    sys.stderr.write(f"ringprof: {error}\n")
     sys.stderr.flush()
 
 
-def _wait_for_the_end() -> NoReturn:
-    """Another thread is ending this process."""
+def _wait_for_exit() -> NoReturn:
+    """Wait while another thread ends this process."""
     time.sleep(60)
-    _leave(RecordError.exit_code)
+    _exit_now(RecordError.exit_code)
 
 
-def _leave(code: int) -> NoReturn:
-    """End this process at once, whatever its other threads are in."""
+def _exit_now(code: int) -> NoReturn:
+    """Remove the scratch folders and end this process at once, whatever its other threads are doing."""
     remove_all()
     os._exit(code)
 
 
 GRACE_S = 3.0
-"""What a rank that was told to end gets."""
+"""Time that a rank has to end by itself before it is killed."""
 _RANK = ("RANK", "SLURM_PROCID")
 _RUN = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 def end_local_ranks(pids: Mapping[int, int], seconds: float = GRACE_S) -> list[int]:
-    """Kill what is left of these ranks' processes after ``seconds``; returns the ranks that had to be killed.
+    """Wait ``seconds`` for these processes to end, then kill the remaining ones; return the ranks that were killed.
 
-    A launcher gives a stuck process half a minute. A process is taken for a rank only where its own variables say so:
-    in a container of its own, another process may have its number.
+    ``pids`` maps ranks to process ids. A launcher would give a stuck process half a minute. A process counts as a rank
+    only where its environment variables say so: in a separate container, another process may have the same id.
     """
     deadline = time.monotonic() + seconds
-    left = dict(pids)
+    remaining = dict(pids)
     while True:
-        left = {rank: pid for rank, pid in left.items() if _is_rank(pid, rank)}
-        if not left or time.monotonic() > deadline:
+        remaining = {rank: pid for rank, pid in remaining.items() if _is_rank(pid, rank)}
+        if not remaining or time.monotonic() > deadline:
             break
         time.sleep(0.1)
-    for pid in left.values():
+    for pid in remaining.values():
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)
-    return list(left)
+    return list(remaining)
 
 
 def _is_rank(pid: int, rank: int) -> bool:
-    """Whether the process is that rank of this very run, and not yet dead."""
+    """Return whether the process is that rank of this very run, and still alive."""
     try:
         process = psutil.Process(pid)
         variables, dead = process.environ(), process.status() == psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
-    # As both were started: what a process adds later to its own variables does not show in another's.
-    own = psutil.Process().environ()
-    same_run = all(variables.get(name) == own.get(name) for name in _RUN)
+    # psutil reads both environments as they were at the start of the process; later changes do not show.
+    own_variables = psutil.Process().environ()
+    same_run = all(variables.get(name) == own_variables.get(name) for name in _RUN)
     return same_run and not dead and str(rank) in {variables.get(name) for name in _RANK}

@@ -1,8 +1,9 @@
-"""A connection from every rank to rank 0, beside the process group: it tells at once who has failed, stopped or gone.
+"""Heartbeat connections from every rank to rank 0, separate from the process group.
 
-A collective whose peer is gone waits, on TCP for ever; Python sees nothing meanwhile. The system closes a dead
-process's connection for it, and its keep-alive finds a host that is gone, however long the ranks' own threads are busy.
-What travels is one line of JSON at a time, of limited length, and only from who knows the run's token.
+They report at once which rank failed, was stopped or disconnected. A collective whose peer is dead waits, on TCP for
+ever, and Python code does not run meanwhile. The operating system closes the connection of a dead process, and TCP
+keep-alive detects a host that is down, however long the ranks' own threads are busy. Each message is one line of JSON
+of limited length. Messages are accepted only from a connection that has sent the run's token.
 """
 
 from __future__ import annotations
@@ -24,80 +25,87 @@ from ringprof.decoding import decode_json
 
 CONNECT_S = 20.0
 KEEPALIVE_S = (5, 5, 3)
-"""Silence before the first probe, time between probes, and how many go unanswered before a host counts as gone."""
+"""TCP keep-alive: idle seconds before the first probe, seconds between probes, unanswered probes until disconnect."""
 MAX_LINE = 1 << 17
-"""Room for the 18,000 characters of an outcome's message and detail, each at most 6 bytes in JSON."""
+"""Most bytes of one message: 18,000 characters of an outcome's message and detail, each at most 6 bytes in JSON."""
 MAX_UNAUTHENTICATED_BYTES = 200
-"""Most bytes that are read from a connection before it has shown the run's token."""
-MOST_STRANGERS = 64
-"""Connections beyond the ranks' own that may be open before they have said the token."""
+"""Most bytes that are read from a connection before it has sent the run's token."""
+MAX_UNAUTHENTICATED_CONNECTIONS = 64
+"""Most connections, beyond one per rank, that may be open without having sent the run's token."""
 LOOPBACK = "127.0.0.1"
 WELCOME, END, COMPLETE = b"welcome\n", b"end\n", b"complete\n"
 
 
 class RankOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How the run ended for one rank, in its own words: it failed, was stopped, or is done. Told once."""
+    """How the run ended on one rank, as that rank reports it; only a rank's first outcome counts."""
 
     kind: str
     """``failed``, ``stopped`` or ``done``."""
     where: str = ""
-    """Phase and step."""
+    """Phase and step that the rank was in."""
     hops: int | None = None
-    """Posted in this iteration."""
+    """Number of hops that the rank had posted in this iteration; None where hops are not counted."""
     reason: str = ""
-    """The signal that stopped it, or the name of the error's class."""
+    """The signal that stopped the rank, or the class name of its error."""
     message: str = ""
+    """First line of the error."""
     effect: bool = False
-    """Whether the error is of the kind that a rank has when it loses a peer."""
+    """Whether the error is of a kind that follows from losing a peer."""
     detail: str = ""
-    """For the log."""
+    """Traceback, for the log."""
 
 
-class _Hello(msgspec.Struct, frozen=True):
+class _Credentials(msgspec.Struct, frozen=True):
+    """First message of every connection: the sender's rank and the run's token."""
+
     rank: int
     token: str
 
 
 @dataclass(eq=False)
 class _Connection:
-    """One connection to rank 0."""
+    """One open connection to rank 0."""
 
     connection: socket.socket
     data: bytearray = field(default_factory=bytearray)
+    """Bytes received after the last complete line."""
     rank: int | None = None
+    """The rank at the other end; None until it has sent its credentials."""
 
 
 class HeartbeatServer:
-    """Rank 0's side. ``on_trouble`` is called once, in a thread of its own, when a rank fails, stops or disconnects.
+    """Rank 0's end of the heartbeat connections.
 
-    ``outcomes`` are the other ranks' by rank, in the order in which they came; ``gone`` the ranks whose connection
-    ended, or was given up by the system, before they had told an outcome.
+    The first time a rank fails, is stopped or disconnects, ``on_trouble`` is called once in a separate thread.
+    ``outcomes`` maps each other rank to its outcome, in order of arrival. ``disconnected`` lists the ranks whose
+    connection ended, or timed out, before they had sent an outcome.
     """
 
     def __init__(self, world: int, on_trouble: Callable[[], None], *, one_host: bool = True) -> None:
-        """``one_host``: whether all ranks are on this host; then nobody else's connection is taken."""
+        """Listen for ``world`` - 1 ranks; with ``one_host``, for those on the loopback interface only."""
         self.token = secrets.token_hex(16)
         self.outcomes: dict[int, RankOutcome] = {}
-        self.gone: list[int] = []
+        self.disconnected: list[int] = []
         self._world = world
         self._on_trouble = on_trouble
-        self._quiet = False
+        self._reporting_stopped = False
         self._closed = threading.Event()
         self._ranks: dict[int, _Connection] = {}
         self._selector = selectors.DefaultSelector()
-        self._strangers: deque[_Connection] = deque()
-        both = socket.has_dualstack_ipv6() and not one_host
-        family, backlog = socket.AF_INET6 if both else socket.AF_INET, min(world + MOST_STRANGERS, 4096)
-        here = (LOOPBACK if one_host else "", 0)
-        self._listener = socket.create_server(here, family=family, dualstack_ipv6=both, backlog=backlog)
+        self._unauthenticated: deque[_Connection] = deque()
+        dual_stack = socket.has_dualstack_ipv6() and not one_host
+        family = socket.AF_INET6 if dual_stack else socket.AF_INET
+        backlog = min(world + MAX_UNAUTHENTICATED_CONNECTIONS, 4096)
+        address = (LOOPBACK if one_host else "", 0)
+        self._listener = socket.create_server(address, family=family, dualstack_ipv6=dual_stack, backlog=backlog)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._serving = threading.Thread(target=self._serve, name="ringprof-lifelines", daemon=True)
+        self._serving = threading.Thread(target=self._serve, name="ringprof-heartbeats", daemon=True)
         self._serving.start()
 
-    def tell_all_to_end(self, seconds: float) -> None:
-        """Tell every rank to end, and hear their outcomes for ``seconds`` at most."""
+    def end_all_ranks(self, seconds: float) -> None:
+        """Send `END` to every rank, and receive their outcomes for at most ``seconds``."""
         for peer in list(self._ranks.values()):
             _send_line(peer.connection, END)
         deadline = time.monotonic() + seconds
@@ -105,157 +113,174 @@ class HeartbeatServer:
             time.sleep(0.02)
 
     def stop_reporting(self) -> None:
-        """Ignore disconnects and outcomes from here on: the run is complete."""
-        self._quiet = True
+        """Stop calling ``on_trouble`` for outcomes and disconnects: the run is complete."""
+        self._reporting_stopped = True
 
     def announce_complete(self) -> None:
-        """Tell every rank that the run is complete, and close."""
+        """Send `COMPLETE` to every rank, and close all connections."""
         for peer in list(self._ranks.values()):
             _send_line(peer.connection, COMPLETE)
         self.close()
 
     def close(self) -> None:
-        """Hear no more."""
+        """Close all connections and wait for the serving thread to end."""
         self._closed.set()
         self._serving.join()
 
     def _serve(self) -> None:
+        """Accept connections and handle messages until `close`; then close all sockets."""
         while not self._closed.is_set():
             for key, _ in self._selector.select(0.2):
                 if key.data is None:
-                    self._welcome()
+                    self._accept_waiting()
                 else:
-                    self._hear_or_leave(key.data)
+                    self._receive_or_close(key.data)
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
         self._selector.close()
 
-    def _welcome(self) -> None:
-        """Take the connections that are waiting, not more at a time than may be open."""
+    def _accept_waiting(self) -> None:
+        """Accept the waiting connections, at most `MAX_UNAUTHENTICATED_CONNECTIONS` at a time."""
         with suppress(OSError):
-            for _ in range(MOST_STRANGERS):
-                self._take(self._listener.accept()[0])
+            for _ in range(MAX_UNAUTHENTICATED_CONNECTIONS):
+                self._add_connection(self._listener.accept()[0])
 
-    def _take(self, connection: socket.socket) -> None:
+    def _add_connection(self, connection: socket.socket) -> None:
+        """Register a new connection, and close the oldest unauthenticated one where there are too many."""
         keep_alive(connection)
         connection.setblocking(False)
         peer = _Connection(connection)
         self._selector.register(connection, selectors.EVENT_READ, peer)
-        self._strangers.append(peer)
-        if len(self._strangers) > self._world + MOST_STRANGERS:
-            # A rank says at once who it is: the longest silent is none.
-            self._leave(self._strangers[0])
+        self._unauthenticated.append(peer)
+        if len(self._unauthenticated) > self._world + MAX_UNAUTHENTICATED_CONNECTIONS:
+            # A rank sends its credentials at once, so the oldest connection without them is no rank.
+            self._close_connection(self._unauthenticated[0])
 
-    def _hear_or_leave(self, peer: _Connection) -> None:
-        """Read from one connection; whatever goes wrong with it ends that connection and no other."""
+    def _receive_or_close(self, peer: _Connection) -> None:
+        """Read from one connection; an error on it closes that connection only."""
         if peer.connection.fileno() < 0:
-            return  # turned away a moment ago
+            return  # closed while this batch of events was handled
         try:
-            stays = self._hear(peer)
+            stays_open = self._receive(peer)
         except BlockingIOError:
             return
         except Exception:  # this thread serves all ranks: no connection may end it
-            stays = False
-        if not stays:
-            self._leave(peer)
+            stays_open = False
+        if not stays_open:
+            self._close_connection(peer)
 
-    def _hear(self, peer: _Connection) -> bool:
-        """Read what a connection has sent; whether it is to stay open."""
-        most = MAX_LINE if peer.rank is not None else MAX_UNAUTHENTICATED_BYTES - len(peer.data)
-        data = peer.connection.recv(most)
+    def _receive(self, peer: _Connection) -> bool:
+        """Read and handle what a connection has sent; return whether it stays open."""
+        max_bytes = MAX_LINE if peer.rank is not None else MAX_UNAUTHENTICATED_BYTES - len(peer.data)
+        data = peer.connection.recv(max_bytes)
         peer.data += data
-        *lines, rest = peer.data.split(b"\n")
-        peer.data = bytearray(rest)
-        if not data or not all(self._understand(peer, bytes(line)) for line in lines):
+        *lines, incomplete_line = peer.data.split(b"\n")
+        peer.data = bytearray(incomplete_line)
+        if not data or not all(self._handle_line(peer, bytes(line)) for line in lines):
             return False
-        return len(rest) <= MAX_LINE if peer.rank is not None else len(rest) < MAX_UNAUTHENTICATED_BYTES
+        return (
+            len(incomplete_line) <= MAX_LINE
+            if peer.rank is not None
+            else len(incomplete_line) < MAX_UNAUTHENTICATED_BYTES
+        )
 
-    def _understand(self, peer: _Connection, line: bytes) -> bool:
-        """Act on one line; False for what does not belong to this run. Raises `InputError` for what is no message."""
+    def _handle_line(self, peer: _Connection, line: bytes) -> bool:
+        """Handle one message; return False where the sender does not belong to this run.
+
+        Raises `InputError` for a line that is not a valid message.
+        """
         if peer.rank is None:
-            return self._authenticate(peer, decode_json(line, _Hello, "connection", "a rank's greeting"))
+            return self._authenticate(peer, decode_json(line, _Credentials, "connection", "a rank's credentials"))
         outcome = decode_json(line, RankOutcome, f"rank {peer.rank}", "an outcome")
         self.outcomes.setdefault(peer.rank, outcome)
         if outcome.kind != "done":
-            self._trouble()
+            self._report_trouble()
         return True
 
-    def _authenticate(self, peer: _Connection, hello: _Hello) -> bool:
-        # As bytes: of texts, `compare_digest` takes ASCII alone.
-        same = hmac.compare_digest(hello.token.encode("utf-8", "replace"), self.token.encode())
-        if not same or not 0 < hello.rank < self._world or hello.rank in self._ranks:
+    def _authenticate(self, peer: _Connection, credentials: _Credentials) -> bool:
+        """Check a rank's credentials and answer them; return False for a wrong token or rank."""
+        # `compare_digest` accepts only ASCII strings, but any bytes.
+        token_matches = hmac.compare_digest(credentials.token.encode("utf-8", "replace"), self.token.encode())
+        if not token_matches or not 0 < credentials.rank < self._world or credentials.rank in self._ranks:
             return False
-        peer.rank = hello.rank
-        self._ranks[hello.rank] = peer
-        self._strangers.remove(peer)
+        peer.rank = credentials.rank
+        self._ranks[credentials.rank] = peer
+        self._unauthenticated.remove(peer)
         if len(self._ranks) == self._world - 1:
-            self._let_nobody_else_in()
+            self._stop_accepting()
         return _send_line(peer.connection, WELCOME)
 
-    def _let_nobody_else_in(self) -> None:
+    def _stop_accepting(self) -> None:
+        """Close the listening socket and every connection that has not sent credentials."""
         self._selector.unregister(self._listener)
         self._listener.close()
-        for stranger in list(self._strangers):
-            self._leave(stranger)
+        for peer in list(self._unauthenticated):
+            self._close_connection(peer)
 
-    def _leave(self, peer: _Connection) -> None:
+    def _close_connection(self, peer: _Connection) -> None:
+        """Close a connection; report a rank that disconnects before it has sent an outcome."""
         self._selector.unregister(peer.connection)
         peer.connection.close()
         if peer.rank is None:
-            self._strangers.remove(peer)
+            self._unauthenticated.remove(peer)
             return
         if peer.rank not in self.outcomes:
-            self.gone.append(peer.rank)
-            self._trouble()
+            self.disconnected.append(peer.rank)
+            self._report_trouble()
         self._ranks.pop(peer.rank, None)
 
-    def _trouble(self) -> None:
-        if not self._quiet:
-            self._quiet = True
+    def _report_trouble(self) -> None:
+        """Call ``on_trouble`` in a separate thread, the first time only."""
+        if not self._reporting_stopped:
+            self._reporting_stopped = True
             threading.Thread(target=self._on_trouble, name="ringprof-trouble", daemon=True).start()
 
 
 class Heartbeat:
-    """Another rank's side. ``on_end`` is called once, in its own thread, with what rank 0 said last: `END`, or nothing
-    where it has gone."""
+    """The heartbeat connection of a rank other than 0.
+
+    ``on_end`` is called once, in a separate thread, when the rank must end: with `END` where rank 0 sent that, with
+    empty bytes where rank 0 has disconnected.
+    """
 
     def __init__(self, address: str, port: int, token: str, rank: int, on_end: Callable[[bytes], None]) -> None:
-        """Raises OSError where rank 0 cannot be reached."""
+        """Connect to rank 0 and authenticate. Raises OSError where rank 0 cannot be reached or refuses this rank."""
         self._connection = socket.create_connection((address, port), CONNECT_S)
         keep_alive(self._connection)
-        self._connection.sendall(msgspec.json.encode(_Hello(rank, token)) + b"\n")
-        # No more than the answer: what comes next is for the listening thread.
+        self._connection.sendall(msgspec.json.encode(_Credentials(rank, token)) + b"\n")
+        # Read only the answer to the credentials: later messages are for the listening thread.
         if self._connection.recv(len(WELCOME)) != WELCOME:
             self._connection.close()
             raise ConnectionRefusedError("rank 0 does not know this rank")
         self._connection.settimeout(None)
         self._on_end = on_end
         self._closed = False
-        threading.Thread(target=self._listen, name="ringprof-lifeline", daemon=True).start()
+        threading.Thread(target=self._listen, name="ringprof-heartbeat", daemon=True).start()
 
-    def tell(self, outcome: RankOutcome) -> bool:
-        """Tell rank 0; whether that could be done."""
+    def send(self, outcome: RankOutcome) -> bool:
+        """Send an outcome to rank 0, with long texts shortened; return whether it was sent."""
         values = msgspec.structs.asdict(outcome)
         texts = {name: _escaped(value) for name, value in values.items() if isinstance(value, str)}
         texts |= {"message": texts["message"][:2000], "detail": texts["detail"][-16_000:]}
-        fits = msgspec.structs.replace(outcome, **texts)
+        shortened = msgspec.structs.replace(outcome, **texts)
         try:
-            self._connection.sendall(msgspec.json.encode(fits) + b"\n")
+            self._connection.sendall(msgspec.json.encode(shortened) + b"\n")
         except OSError:
             return False
         return True
 
     def close(self) -> None:
-        """Nothing that happens from here on is told."""
+        """Ignore all later messages, and rank 0's disconnect; the socket stays open."""
         self._closed = True
 
     def _listen(self) -> None:
+        """Wait for rank 0's last message, and call ``on_end`` unless the run is complete."""
         try:
-            said = self._connection.recv(64)
+            message = self._connection.recv(64)
         except OSError:
-            said = b""
-        if not self._closed and said != COMPLETE:
-            self._on_end(said)
+            message = b""
+        if not self._closed and message != COMPLETE:
+            self._on_end(message)
 
 
 def _escaped(text: str) -> str:
@@ -264,7 +289,7 @@ def _escaped(text: str) -> str:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Have the system find out that the other host is gone, by probes that its system answers."""
+    """Enable TCP keep-alive, so that the operating system detects a host that is down, and disable Nagle's delay."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     idle, between, count = KEEPALIVE_S
@@ -276,7 +301,7 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def _send_line(connection: socket.socket, line: bytes) -> bool:
-    """Send a few bytes, which always have room; whether that could be done."""
+    """Send a few bytes, which always fit into the socket's buffer; return whether they were sent."""
     try:
         connection.send(line)
     except OSError:

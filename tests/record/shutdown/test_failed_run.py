@@ -1,4 +1,4 @@
-"""Which of the things that ranks say is the cause, and which are its effects."""
+"""The cause of a failed run is told apart from its effects in other ranks' outcomes, and the log has all of them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def failed(reason: str, message: str, *, effect: bool = False) -> RankOutcome:
 LOST = failed("RuntimeError", "RuntimeError: Connection closed by peer", effect=True)
 
 
-def cause(words: dict[int, RankOutcome], gone: list[int] | None = None, *, overdue: bool = False):
-    return FailedRun(HOSTS, words, gone or [], 60, overdue).cause()
+def cause(outcomes: dict[int, RankOutcome], disconnected: list[int] | None = None, *, overdue: bool = False):
+    return FailedRun(HOSTS, outcomes, disconnected or [], 60, overdue).cause()
 
 
 @pytest.mark.parametrize(
-    ("words", "gone", "expected"),
+    ("outcomes", "disconnected", "expected"),
     [
         ({0: LOST, 1: stopped(), 3: stopped()}, [2], "rank 2 on host b has gone without a word"),
         ({0: LOST, 1: LOST}, [3, 2], "host b with ranks 2, 3 has gone"),
@@ -42,22 +42,24 @@ def cause(words: dict[int, RankOutcome], gone: list[int] | None = None, *, overd
         ({0: stopped("SIGTERM")}, [], "rank 0 was stopped by SIGTERM in iterations, step 3"),
     ],
 )
-def test_the_cause_is_told_from_its_effects(words: dict[int, RankOutcome], gone: list[int], expected: str) -> None:
-    error = cause(words, gone)
+def test_cause_is_distinguished_from_its_effects(
+    outcomes: dict[int, RankOutcome], disconnected: list[int], expected: str
+) -> None:
+    error = cause(outcomes, disconnected)
     assert isinstance(error, RecordError) and error.exit_code == 3 and str(error).startswith(expected)
 
 
-def test_the_users_wish_is_no_failure() -> None:
+def test_interrupt_by_the_user_is_not_a_failure() -> None:
     error = cause({1: LOST, 0: stopped("SIGINT")}, [2])
     assert isinstance(error, Interrupted) and error.exit_code == 130
 
 
-def test_what_all_ranks_refuse_or_find_wrong_is_its_own_error() -> None:
+def test_refusal_or_verification_error_keeps_its_class() -> None:
     assert isinstance(cause({0: failed("UnsupportedWorkloadError", "odd")}), UnsupportedWorkloadError)
     assert isinstance(cause({0: failed("VerificationError", "wrong")}), VerificationError)
 
 
-def test_the_laggard_at_the_time_limit() -> None:
+def test_slowest_rank_is_named_at_the_time_limit() -> None:
     others = {rank: stopped() for rank in (1, 3)}
     first = {0: stopped(TIME_LIMIT), **others}
     assert "rank 2 hung and did not answer" in str(cause(first))
@@ -68,8 +70,8 @@ def test_the_laggard_at_the_time_limit() -> None:
 
 
 def test_the_log_has_every_rank(tmp_path: Path) -> None:
-    account = FailedRun(HOSTS, {0: LOST, 1: RankOutcome(kind="failed", message="m", detail="line 1\nline 2")}, [2])
-    text = account.log(["ringprof", "record"])
+    failed_run = FailedRun(HOSTS, {0: LOST, 1: RankOutcome(kind="failed", message="m", detail="line 1\nline 2")}, [2])
+    text = failed_run.log(["ringprof", "record"])
     assert text.splitlines()[0] == "$ ringprof record"
     assert "rank 1 on a: failed: m\n    line 1\n    line 2\n" in text
     assert "rank 2 on b: gone without a word" in text and "rank 3 on b: said nothing" in text
@@ -77,7 +79,7 @@ def test_the_log_has_every_rank(tmp_path: Path) -> None:
     assert written == tmp_path / "mine.failed.log" and written.read_text() == text
 
 
-def test_a_log_goes_to_the_temporary_files_where_there_is_no_output(
+def test_log_is_written_to_the_temporary_folder_without_an_output_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -85,7 +87,7 @@ def test_a_log_goes_to_the_temporary_files_where_there_is_no_output(
 
 
 def test_a_log_is_not_written_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody else has guessed the log's name, in a folder that both write to."""
+    """Another user has put a symbolic link under the log's name, in a folder that both users can write to."""
     precious, runs, temporary = tmp_path / "precious", tmp_path / "runs", tmp_path / "temporary"
     runs.mkdir()
     temporary.mkdir()
