@@ -25,7 +25,7 @@ from ringprof.record.machine import device_name, host_name
 from ringprof.record.measure import WorkloadShard, measure
 from ringprof.record.process_group import world_group
 from ringprof.record.progress import SilentReporter
-from ringprof.record.recording import RankResult, assemble, exchange, strategy_used
+from ringprof.record.recording import RankResult, build_run, gather_results, strategy_used
 from ringprof.run import Timings, Workload, write_run
 from ringprof.strategies import create
 
@@ -143,7 +143,7 @@ WANTED = {
 def record(wanted: Wanted, folder: Path, device: torch.device) -> str:
     """Record one run; returns what it took."""
     strategy = create(wanted.strategy, kernel=wanted.kernel, hops=wanted.hops, **wanted.params)
-    problem = WorkloadShard.of(strategy, wanted.workload, device)
+    problem = WorkloadShard.create(strategy, wanted.workload, device)
     often = OF_SMALL if wanted.seq <= SMALL else 1
     measured = measure(problem, device, often * WARMUP, often * ITERS, SilentReporter())
     rank = strategy.comm.rank
@@ -151,12 +151,12 @@ def record(wanted: Wanted, folder: Path, device: torch.device) -> str:
         host=host_name(), local_rank=rank, device=device_name(device), trace="",
         iterations_ns=measured.iterations_ns, peak_bytes=measured.peak_bytes, work=measured.work,
     )  # fmt: skip
-    results = exchange(result, device)
+    results = gather_results(result, device)
     timings = Timings(warmup=often * WARMUP, iterations_ns=[one.iterations_ns for one in results])
     if rank == 0:
         here = folder / wanted.name
         here.mkdir(parents=True, exist_ok=True)
-        run = assemble(wanted.name, f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", [], results, device)
+        run = build_run(wanted.name, f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", [], results, device)
         used = strategy_used(strategy, wanted.strategy)
         run = msgspec.structs.replace(
             run, traces=[], workload=wanted.workload, strategy=used, kernel=wanted.kernel, timings=timings

@@ -48,7 +48,7 @@ class _Timed:
 
         def body() -> None:
             before = time.perf_counter_ns()
-            self.problem.iteration()
+            self.problem.run_iteration()
             issued.append((time.perf_counter_ns() - before) / 1e3)
 
         if bench.size == 1:
@@ -108,9 +108,9 @@ def _made(bench: Bench, about: HostPass, workload: Workload) -> _Timed | None:
     """What cannot run here fails on all ranks alike, and is left out."""
     try:
         strategy = create(about.strategy, kernel=about.kernel, hops=about.hops, **_PARAMS.get(about.strategy, {}))
-        problem = WorkloadShard.of(strategy, workload, bench.device)
+        problem = WorkloadShard.create(strategy, workload, bench.device)
         for _ in range(_WARM):
-            problem.iteration()
+            problem.run_iteration()
     except (RuntimeError, ValueError):
         return None
     return _Timed(about, problem)

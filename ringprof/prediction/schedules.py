@@ -15,7 +15,7 @@ from ringprof.record.dryrun.dispatch import Recorder
 from ringprof.record.dryrun.fakes import RecordingCommunicator
 from ringprof.record.dryrun.run import dry_run_rank, refusals
 from ringprof.record.dryrun.schedule import Schedule
-from ringprof.record.resolve import fits, load_strategy, strategy_errors, typed_params
+from ringprof.record.resolve import load_strategy, strategy_errors, typed_params, why_unsupported
 from ringprof.run import MOST_RANKS, Workload
 from ringprof.strategies import find
 from ringprof.strategies.base import Context
@@ -55,7 +55,7 @@ def schedule(
         )
     given = kind.with_placement(size, per_host, **typed_params(kind, strategy, params or {}))
     with strategy_errors():
-        reason = fits(kind, workload, size, given)
+        reason = why_unsupported(kind, workload, size, given)
     if reason:
         raise UnsupportedWorkloadError(f"strategy {strategy!r} cannot run this: {reason}")
     programs, made = [], None
@@ -133,7 +133,10 @@ def _fitting(query: Query, workload: Workload, cluster: Cluster) -> JsonObject:
     without = [{key: value for key, value in made.items() if key != name} for name in reversed(numbers)]
     for params in (typed, made, *without):
         placed = kind.with_placement(cluster.size, cluster.gpus_per_host, **params)
-        if fits(kind, workload, cluster.size, placed) is None and _arranged(query, cluster, placed)[1] == spread:
+        if (
+            why_unsupported(kind, workload, cluster.size, placed) is None
+            and _arranged(query, cluster, placed)[1] == spread
+        ):
             return dict(params)
     given = ", ".join(f"{name}={value}" for name, value in made.items())
     raise UnsupportedWorkloadError(

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringprof.record.baselines import CONTROL_KINDS, ORDERS, Replay, measure_baselines, silent_strategy
+from ringprof.record.baselines import BASELINE_KINDS, ORDERS, Replay, measure_baselines, strategy_without_transport
 from ringprof.record.measure import Measurement, WorkloadShard, measure
 from ringprof.record.progress import SilentReporter
 from ringprof.run import Workload, read_run
@@ -81,7 +81,7 @@ def test_the_refusal_above_refuses() -> None:
     def attempt(case: Case) -> bool:
         problem, _ = problem_of(case)
         with nothing_may_be_sent(), pytest.raises(AssertionError, match="something was sent"):
-            problem.iteration()
+            problem.run_iteration()
         return True
 
     assert in_every_case(2, attempt, [Case("zigzag"), Case("ulysses"), Case("allgather")]) == [[True] * 3] * 2
@@ -90,7 +90,7 @@ def test_the_refusal_above_refuses() -> None:
 def problem_of(case: Case, **changes: Any) -> tuple[WorkloadShard, Measurement]:
     """A problem on this rank, and what its ordinary iterations did."""
     workload = Workload(**{**{name: getattr(WORKLOAD, name) for name in WORKLOAD.__struct_fields__}, **changes})
-    problem = WorkloadShard.of(create(case.name, kernel="cpu-flash", **case.params), workload, CPU)
+    problem = WorkloadShard.create(create(case.name, kernel="cpu-flash", **case.params), workload, CPU)
     return problem, measure(problem, CPU, 1, 1, SilentReporter())
 
 
@@ -102,8 +102,8 @@ def in_every_case(world: int, function: Callable[[Case], Any], cases: list[Case]
 def blocks_alone(case: Case) -> None:
     problem, measured = problem_of(case)
     with kernel_calls() as ordinary:
-        problem.iteration()
-    replay = Replay.of(problem)
+        problem.run_iteration()
+    replay = Replay.record(problem)
     with kernel_calls() as alone, nothing_may_be_sent():
         replay.run()
     assert alone == ordinary, case
@@ -113,12 +113,12 @@ def blocks_alone(case: Case) -> None:
 
 def without_sending(case: Case) -> None:
     problem, measured = problem_of(case)
-    silent = silent_strategy(case.name, "cpu-flash", None, case.params)
+    silent = strategy_without_transport(case.name, "cpu-flash", None, case.params)
     with kernel_calls() as ordinary:
-        problem.iteration()
+        problem.run_iteration()
     other = WorkloadShard(silent, True, problem.q, problem.k, problem.v, problem.dout)
     with kernel_calls() as muted, nothing_may_be_sent():
-        other.iteration()
+        other.run_iteration()
         # What memory happened to hold must reach no kernel: how fast one is depends on what it computes with.
         with not_a_number_in_fresh_memory():
             out = silent.attention(problem.q, problem.k, problem.v)
@@ -138,7 +138,7 @@ def without_computing(case: Case) -> None:
     problem.strategy.comm.meter.clear()
     before = kernel.flops
     with kernel_calls() as computed, use_kernel(problem.strategy, idle):
-        problem.iteration()
+        problem.run_iteration()
     assert computed == [] and (kernel.flops - before, idle.flops) == (0, 0)
     sent = {
         (sent.channel, sent.phase, sent.operation, sent.link): [sent.count, sent.sent_bytes]
@@ -172,7 +172,7 @@ def all_in_turns(case: Case) -> tuple[int, dict[str, int], int, int | None]:
     problem, measured = problem_of(case)
     before = [x.detach().clone() for x in (problem.q, problem.k, problem.v)]
     first = problem.strategy.attention(problem.q, problem.k, problem.v).detach()
-    silent = silent_strategy(case.name, "cpu-flash", None, case.params)
+    silent = strategy_without_transport(case.name, "cpu-flash", None, case.params)
     told = Counting()
     found = measure_baselines(problem, silent, CPU, 1, 5, told)
     assert told.expected == told.done == 3 * 1 + 4 * 8
@@ -188,7 +188,7 @@ def test_the_turns_leave_the_problem_as_it_was_and_time_each_kind_equally_often(
     for rank in in_every_case(2, all_in_turns, [Case(name) for name in names()]):
         for rounds, counts, solo_flops, block_flops in rank:
             # Five in four rounds: two in each.
-            assert rounds == 4 and counts == dict.fromkeys(CONTROL_KINDS, 8)
+            assert rounds == 4 and counts == dict.fromkeys(BASELINE_KINDS, 8)
             assert solo_flops == block_flops
 
 
@@ -199,7 +199,7 @@ def test_each_kind_follows_each_other_kind_once_within_the_rounds() -> None:
 
 def forward_only(rank: int) -> tuple[int, set[str]]:
     problem, _ = problem_of(Case("ring"), backward=False, causal=False, kv_heads=8)
-    replay = Replay.of(problem)
+    replay = Replay.record(problem)
     with kernel_calls() as calls:
         replay.run()
     return len(calls), {call[0] for call in calls}
@@ -213,7 +213,7 @@ def test_the_blocks_of_a_forward_pass_alone() -> None:
 def finite(rank: int) -> bool:
     """Whether the blocks alone compute with ordinary numbers: a kernel's speed depends on them."""
     problem, _ = problem_of(Case("burst"))
-    replay, results = Replay.of(problem), []
+    replay, results = Replay.record(problem), []
     for call in replay._bound:
         found: Any = call()
         results.append(all(bool(torch.isfinite(x).all()) and x.abs().max() < 1e3 for x in found))

@@ -39,8 +39,8 @@ def gates(rank: int, cases: list[Case], workload: Workload) -> list[str]:
     for case in cases:
         strategy = create(case.name, kernel="cpu-flash", **case.params)
         before = verify_cached(strategy, workload, CPU)
-        problem = WorkloadShard.of(strategy, workload, CPU)
-        last = problem.iteration()
+        problem = WorkloadShard.create(strategy, workload, CPU)
+        last = problem.run_iteration()
         after = verify_cached_timed(problem, row_sums(last.out), last, workload, before)
         assert after.timed is not None and after.timed.same_output
         assert before.seq < after.timed.seq == workload.kv_length
@@ -78,8 +78,8 @@ class Forgets(DecodeContextParallel):
 def forgetful(rank: int) -> str:
     strategy = Forgets(Context(Communicator(), "cpu-flash"))
     before = verify_cached(strategy, BASE, CPU)
-    problem = WorkloadShard.of(strategy, BASE, CPU)
-    last = problem.iteration()
+    problem = WorkloadShard.create(strategy, BASE, CPU)
+    last = problem.run_iteration()
     with pytest.raises(VerificationError) as refused:
         verify_cached_timed(problem, row_sums(last.out), last, BASE, before)
     return str(refused.value)

@@ -13,7 +13,7 @@ import torch
 
 from ringprof import cli
 from ringprof.errors import VerificationError
-from ringprof.record.dynamic_cp import StepsProblem, _worst, verify_steps, verify_timed_steps
+from ringprof.record.dynamic_cp import DynamicCpShard, _merge, verify_steps, verify_timed_steps
 from ringprof.record.measure import Measurement, row_sums
 from ringprof.run import TensorError, Verification, Work, Workload
 from ringprof.strategies import Dynamic
@@ -34,13 +34,13 @@ def test_flops_are_those_of_every_steps_own_sequences() -> None:
 def gates(rank: int) -> list[str]:
     parts = Dynamic("zigzag", kernel="cpu-flash")
     before = verify_steps(parts, WORK, SIZES, CPU)
-    problem = StepsProblem.over(parts, WORK, SIZES, CPU)
+    problem = DynamicCpShard.from_dynamic(parts, WORK, SIZES, CPU)
     said = []
     for wrong in (None, 0, 1, 2):
-        last = problem.results()
+        last = problem.run_for_verification()
         measured = Measurement([1], None, Work(block_flops=None, block_calls={}, sent=None), row_sums(last.out), last)
         if wrong is not None and rank == 3:
-            view = problem.of_step(last, wrong).dk
+            view = problem.results_of_step(last, wrong).dk
             assert view is not None
             view *= 1.01
         try:
@@ -67,7 +67,7 @@ def test_of_several_sizes_the_error_nearest_its_bound_is_kept() -> None:
         error = TensorError(max_abs=0.0, rms=rms, kernel_rms=0.0, allowed_rms=allowed_rms, rank=0)
         return Verification(passed=True, seq=seq, errors={"out": error})
 
-    kept = _worst([verified(256, 0.2, 1.0), verified(128, 0.1, 0.2), verified(64, 0.1, 0.5)])
+    kept = _merge([verified(256, 0.2, 1.0), verified(128, 0.1, 0.2), verified(64, 0.1, 0.5)])
     assert kept.seq == 256 and (kept.errors["out"].rms, kept.errors["out"].allowed_rms) == (0.1, 0.2)
 
 

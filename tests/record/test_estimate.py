@@ -25,14 +25,14 @@ from ringprof.record.estimate import (
     describe,
     estimate_of,
     kernel_rate,
+    largest_not_over,
     largest_seq,
-    refuse_too_large,
-    root_below,
+    raise_if_too_large,
     share_of_ranks,
 )
-from ringprof.record.launcher import RankPlace
+from ringprof.record.launcher import RankInfo
 from ringprof.record.measure import WorkloadShard
-from ringprof.record.request import Request, need
+from ringprof.record.request import RecordRequest, require_packages
 from ringprof.record.resolve import resolve
 from ringprof.run import Workload
 from ringprof.strategies import create, find, names
@@ -42,8 +42,8 @@ from ringprof.strategies.transport.baselines import NoOpKernel, use_kernel
 GIB = 2**30
 
 
-def request(**changes: object) -> Request:
-    base = Request(
+def request(**changes: object) -> RecordRequest:
+    base = RecordRequest(
         workload=Workload(seq=1024, heads=4, kv_heads=4, head_dim=32), strategy="zigzag", device="cpu", world=4,
         warmup=1, iters=3,
     )  # fmt: skip
@@ -78,11 +78,11 @@ def test_ranks_share_a_busy_machine_with_all_others(got: float, places: float, w
 
 def test_a_busy_machine_is_said_in_the_plan() -> None:
     asked = request()
-    quiet = plan(rate=5e15, share=0.95)
+    quiet = plan(rate=5e15, available_share=0.95)
     assert "about 200 ms each (" in describe(asked, quiet)[1]
-    busy = describe(asked, plan(rate=5e15, share=0.1))[1]
+    busy = describe(asked, plan(rate=5e15, available_share=0.1))[1]
     assert "about 200 ms each on a quiet machine, 2 s on one as busy as this is now (" in busy
-    assert plan(share=0.1).time_limit == 600 + 10 * plan().total_seconds * 10
+    assert plan(available_share=0.1).time_limit == 600 + 10 * plan().total_seconds * 10
 
 
 def test_time_counts_every_iteration_and_the_busiest_rank() -> None:
@@ -129,9 +129,9 @@ def peak_of_tensors(strategy: Any, workload: Workload) -> int:
     """Bytes of all tensors that live at the same time in two iterations of one rank."""
     tensors = Tensors()
     with tensors, use_kernel(strategy, KernelsRoom()):
-        problem = WorkloadShard.of(strategy, workload, torch.device("cpu"))
+        problem = WorkloadShard.create(strategy, workload, torch.device("cpu"))
         for _ in range(2):
-            problem.iteration()
+            problem.run_iteration()
     return tensors.peak
 
 
@@ -193,12 +193,12 @@ def test_memory_that_cannot_be_told_is_unknown_with_the_reason() -> None:
     made = estimate_of(asked)
     assert made.memory_bytes is None
     assert re.search(r"memory unknown: strategy .* looks at values \(test_estimate.py, line", describe(asked, made)[1])
-    refuse_too_large(asked, made)
+    raise_if_too_large(asked, made)
 
 
 def test_what_is_assumed_of_a_kernel_is_said() -> None:
     asked = resolve(request(kernel="flex"), None)
-    assert describe(asked, estimate_of(asked))[1].endswith(" of memory, with what flash attention holds for flex")
+    assert describe(asked, estimate_of(asked))[1].endswith(" of memory, assuming flash attention's memory for flex")
 
 
 def test_a_bundled_strategy_without_a_figure_of_its_own_cannot_be_made() -> None:
@@ -231,7 +231,7 @@ def test_controls_count_as_iterations() -> None:
 
 
 SIX_RANKS = {"strategy": "usp", "world": 6, "workload": Workload(seq=1200, heads=3, kv_heads=3, head_dim=32)}
-ON_HOSTS_OF_THREE = RankPlace(rank=0, world_size=6, local_rank=0, local_world_size=3)
+ON_HOSTS_OF_THREE = RankInfo(rank=0, world_size=6, local_rank=0, local_world_size=3)
 
 
 def test_the_plan_chooses_degrees_by_the_hosts_that_the_run_will_have() -> None:
@@ -272,9 +272,9 @@ def test_too_much_memory_is_refused_with_the_sequence_that_fits() -> None:
     assert peak_bytes(asked, asked.workload.at(fits + 1024), "cudnn", 8) > needed // 3
     assert len(sizes) <= 10
     with pytest.raises(UnsupportedWorkloadError, match=f"largest sequence that fits is {fits} .*--force"):
-        refuse_too_large(asked, tight)
-    refuse_too_large(msgspec.structs.replace(asked, force=True), tight)
-    refuse_too_large(asked, replace(tight, memory_limit=None))
+        raise_if_too_large(asked, tight)
+    raise_if_too_large(msgspec.structs.replace(asked, force=True), tight)
+    raise_if_too_large(asked, replace(tight, memory_limit=None))
 
 
 def test_too_long_a_cache_is_refused_with_the_one_that_fits() -> None:
@@ -287,7 +287,7 @@ def test_too_long_a_cache_is_refused_with_the_one_that_fits() -> None:
     )  # fmt: skip
     # K and V of a key and 4 sequences are 16 KiB over all ranks, 2 KiB a rank; 32 MiB are workspace.
     with pytest.raises(UnsupportedWorkloadError, match=r"--kv-length (\d+) fits") as refused:
-        refuse_too_large(asked, tight)
+        raise_if_too_large(asked, tight)
     found = int(re.search(r"--kv-length (\d+)", str(refused.value))[1])  # type: ignore[index]
     assert found == pytest.approx(8 * (GIB - (32 << 20)) // (16 << 10), rel=0.01)
 
@@ -311,21 +311,21 @@ def test_the_search_asks_where_the_line_crosses(over: Any, largest: int) -> None
         asked.append(number)
         return int(over(number))
 
-    found = root_below(counted, 1000)
+    found = largest_not_over(counted, 1000)
     assert over(found) <= 0 or not found
     assert largest - 6 <= found <= largest and len(asked) <= 9
-    assert root_below(over, 0) == 0
+    assert largest_not_over(over, 0) == 0
 
 
 def test_ten_minutes_on_cpu_are_refused_and_on_gpu_not() -> None:
     asked = request()
     slow = plan(rate=asked.workload.model_flops() / 4 / 60, flops_per_device=asked.workload.model_flops() // 4)
     with pytest.raises(UnsupportedWorkloadError, match="over 10 minutes; the largest sequence that fits is"):
-        refuse_too_large(asked, slow)
+        raise_if_too_large(asked, slow)
     fits = largest_seq(asked, slow)
     shorter = msgspec.structs.replace(asked.workload, seq=fits)
     assert fits % 8 == 0 and 30 + 16 * shorter.model_flops() / 4 / slow.rate <= 600
-    refuse_too_large(msgspec.structs.replace(asked, device="cuda"), slow)
+    raise_if_too_large(msgspec.structs.replace(asked, device="cuda"), slow)
 
 
 def test_the_plan_in_words() -> None:
@@ -364,4 +364,4 @@ def test_counts_that_cannot_be_meant_are_refused(changes: dict[str, object], par
 def test_without_what_recording_needs_the_extra_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ringprof.record.request.find_spec", lambda name: None if name == missing else find_spec(name))
     with pytest.raises(MissingExtraError, match=rf"needs {missing}: pip install 'ringprof\[record\]'"):
-        need("torch", "psutil")
+        require_packages("torch", "psutil")

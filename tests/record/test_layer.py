@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ringprof.record.layer import Layers, LayersProblem, made_parallel, rotated, rotation
+from ringprof.record.layer import Layers, LayersShard, parallelize, rotated, rotation
 from ringprof.run import LayerAround, Workload
 from ringprof.strategies import create, names
 from tests.strategies.ranks import run_ranks
@@ -84,7 +84,7 @@ def losses(rank: int, name: str, parallel: Any, recomputed: bool) -> list[float]
     """Of the whole sequence: every rank's mean over its share, and their mean."""
     strategy = create(name, kernel="reference")
     around = LayerAround(parallel=parallel, mlp_size=24, checkpoint=recomputed)
-    model = made_parallel(made(strategy, msgspec.structs.replace(WORK, layer=around)), parallel, torch.device("cpu"))
+    model = parallelize(made(strategy, msgspec.structs.replace(WORK, layer=around)), parallel, torch.device("cpu"))
     x, target = (strategy.shard(whole) for whole in data())
     turn = rotation(strategy.positions(32), 8, torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), RATE)
@@ -131,8 +131,8 @@ def kept(rank: int, recomputed: bool) -> float:
     around = LayerAround(parallel="ddp", mlp_size=24, checkpoint=recomputed)
     workload = msgspec.structs.replace(WORK, layer=around, dtype="fp32")
     strategy = create("zigzag", kernel="cpu-flash")
-    problem = LayersProblem.of(strategy, workload, torch.device("cpu"))
-    found = problem.results()
+    problem = LayersShard.create(strategy, workload, torch.device("cpu"))
+    found = problem.run_for_verification()
     q, k, v = (x.clone().requires_grad_() for x in (problem.q, problem.k, problem.v))
     out = strategy.attention(q, k, v)
     assert problem.dout is not None

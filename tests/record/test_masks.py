@@ -64,17 +64,17 @@ def gates(rank: int) -> None:
         for case in CASES:
             strategy = create(case.name, kernel="cpu-flash", **case.params)
             assert verify(strategy, workload, torch.device("cpu")).passed
-            local = WorkloadShard.of(strategy, workload, torch.device("cpu"))
+            local = WorkloadShard.create(strategy, workload, torch.device("cpu"))
             for name, whole in zip("qkv", inputs(problem), strict=False):
                 setattr(local, name, strategy.shard(whole, documents=mask.documents).contiguous())
             local.dout = strategy.shard(inputs(problem)[3], documents=mask.documents).contiguous()
             with patch.dict(subject.BLOCK_NUMBERS, cpu=256), patch.object(subject, "KEYS_AT_A_TIME", 16):
-                places = subject._Places(local, workload)
-                expected = places.of_rows() | places.of_keys(1)
+                places = subject._RowSample(local, workload)
+                expected = places.reference_rows() | places.reference_keys(1)
             right = Results(*(strategy.shard(x, documents=mask.documents) for x in truth))
-            for name, found in places.in_results(right, 1).items():
+            for name, found in places.select_results(right, 1).items():
                 assert (found - expected[name]).norm() < 1e-12 * right.out.norm(), (case, workload, name)
-            for name, found in places.of_kernel(1).items():
+            for name, found in places.kernel_rows(1).items():
                 there = expected[name] if name in ("dk", "dv") else expected[name][:1, :, 2:]
                 there = there[:, :, -found.shape[2] :]
                 assert (found - there).norm() < 1e-5 * right.out.norm(), (case, workload, name)

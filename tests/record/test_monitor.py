@@ -74,7 +74,7 @@ def test_a_look_that_fails_does_not_end_the_loop(tmp_path: Path, caplog: pytest.
         (tmp_path / "folder").rmdir()
         train(6)
     assert watch.steps == 6
-    assert "nothing could be told" in caplog.text
+    assert "the sample failed" in caplog.text
 
 
 def test_an_error_in_the_loop_ends_it_as_it_is(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_there_is_no_look_beside_a_profiler_of_the_programs_own(
     with ringprof.monitor(log, every=2):
         with profile(activities=[ProfilerActivity.CPU], **own) as recording:
             train(6, recording)
-        assert not log.exists() and "has a torch.profiler of its own: no look" in caplog.text
+        assert not log.exists() and "has a torch.profiler of its own: no sample" in caplog.text
         assert "aten::mm" in {event.name for event in recording.events()} if own == {} else True
     # The next loop's looks are there again.
     with ringprof.monitor(log, every=2):
@@ -145,7 +145,7 @@ def test_the_next_look_is_as_far_off_as_the_dearest_rank_asks_for(monkeypatch: p
     ranks: Any = SimpleNamespace(size=2, rank=0, device=torch.device("cpu"), group=None)
     watch = monitor.Monitor(10, ranks, lambda path: b"", lambda *told: None)
     watch.step()
-    watch._put_off(0)
+    watch._schedule_next(0)
     watch.close()
     assert watch.interval == 400
 

@@ -120,7 +120,7 @@ def test_the_rank_that_the_others_wait_for_is_named(
     for diary, count in zip(written, hops, strict=True):
         diary.start("iterations", 3)
         if not isinstance(count, str):
-            diary.last_words(count)
+            diary.log_stop(count)
     for reader in readers:
         reader.read()
     assert _laggard(readers).startswith(expected)

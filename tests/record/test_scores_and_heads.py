@@ -17,7 +17,7 @@ from ringprof import cli
 from ringprof.errors import VerificationError
 from ringprof.prediction.text import described
 from ringprof.record.measure import WorkloadShard, row_sums
-from ringprof.record.resolve import fits
+from ringprof.record.resolve import why_unsupported
 from ringprof.record.verify import draw_inputs, reference_results, verify
 from ringprof.record.verify_timed import verify_timed
 from ringprof.run import Workload, read_run
@@ -80,8 +80,8 @@ def gates(rank: int, damage: str) -> list[str]:
         for label, workload in WORKLOADS.items():
             strategy = create(name, kernel="flex" if workload.softcap else "cpu-flash")
             before = verify(strategy, workload, CPU)
-            problem = WorkloadShard.of(strategy, workload, CPU)
-            last = problem.results()
+            problem = WorkloadShard.create(strategy, workload, CPU)
+            last = problem.run_for_verification()
             assert (last.dsinks is not None) == (workload.sinks is not None)
             if damage and rank == 1:
                 wrong = getattr(last, damage)
@@ -164,9 +164,9 @@ def test_what_cannot_be_meant_is_one_line(
 
 def test_who_takes_neither_says_so() -> None:
     peer = RingFlashAttnRing
-    assert "takes no softcap" in str(fits(peer, WORKLOADS["softcap"], 2, {}))
+    assert "takes no softcap" in str(why_unsupported(peer, WORKLOADS["softcap"], 2, {}))
     sinks = msgspec.structs.replace(BASE, sinks="learned")
-    assert "gives no LSE, which sinks need" in str(fits(peer, sinks, 2, {}))
+    assert "gives no LSE, which sinks need" in str(why_unsupported(peer, sinks, 2, {}))
 
 
 def test_a_stranger_s_run_with_larger_heads_of_v_is_refused() -> None:

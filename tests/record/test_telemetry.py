@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ringprof.record import telemetry
-from ringprof.record.telemetry import DeviceTelemetry, looking, open_telemetry, watching
+from ringprof.record.telemetry import DeviceTelemetry, device_telemetry, open_telemetry, sampling
 from ringprof.report.sections.machine import state_lines
 from ringprof.run import DeviceState
 from tests.record.command import HANGS_S
@@ -71,7 +71,7 @@ def test_median_extremes_and_what_held_it_back() -> None:
     driver = Driver([(1980, 500_000, 50, 0x1), (1500, 690_500, 60, 0x4), (1700, 700_000, 64, 0x4 | 0x20)])
     watch = DeviceTelemetry(driver, "GPU-1234")
     for _ in range(3):
-        watch.look()
+        watch.sample()
     assert watch.state() == DeviceState(
         looks=3, sm_clock_mhz=1700, least_sm_clock_mhz=1500, rated_sm_clock_mhz=1980, power_w=690.5,
         highest_power_w=700.0, power_limit_w=700.0, instant_power=False, hottest_celsius=64, limit_celsius=87,
@@ -104,7 +104,7 @@ def test_power_is_that_of_the_moment_where_the_driver_tells_it(
 ) -> None:
     watch = DeviceTelemetry(InstantDriver(told), "GPU-1234")
     for _ in range(3):
-        watch.look()
+        watch.sample()
     state = watch.state()
     assert state is not None
     assert (state.power_w, state.highest_power_w, state.instant_power) == expected
@@ -112,7 +112,7 @@ def test_power_is_that_of_the_moment_where_the_driver_tells_it(
 
 def test_what_the_driver_does_not_tell_is_none() -> None:
     watch = DeviceTelemetry(Driver([(None, None, 41, None)]), "GPU-1234")
-    watch.look()
+    watch.sample()
     state = watch.state()
     assert state is not None
     assert (state.sm_clock_mhz, state.power_w, state.hottest_celsius, state.held_back) == (None, None, 41, {})
@@ -120,14 +120,14 @@ def test_what_the_driver_does_not_tell_is_none() -> None:
 
 
 def test_it_looks_in_between_and_no_longer_than_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telemetry, "EVERY_S", 0.001)
+    monkeypatch.setattr(telemetry, "SAMPLE_INTERVAL_S", 0.001)
     driver = Driver([(1000, 1000, 30, 0)] * 5)
     watch = DeviceTelemetry(driver, "GPU-1234")
-    with looking(watch):
+    with sampling(watch):
         assert driver.asked.wait(timeout=HANGS_S)
     state = watch.state()
     assert state is not None and state.looks >= 5
-    assert not [thread for thread in threading.enumerate() if thread.name == "ringprof device watch"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "ringprof telemetry"]
 
 
 def test_a_gpu_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,14 +135,14 @@ def test_a_gpu_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_telemetry("1234") is not None
     assert open_telemetry("a-mig-slice") is None
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
-    with watching(torch.device("cuda", 0)) as watch:
+    with device_telemetry(torch.device("cuda", 0)) as watch:
         assert watch is not None
     state = watch.state()
     assert state is not None and state.sm_clock_mhz == 1000
 
 
 def test_without_a_driver_or_a_gpu_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with watching(torch.device("cpu")) as watch:
+    with device_telemetry(torch.device("cpu")) as watch:
         assert watch is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert open_telemetry("1234") is None

@@ -17,7 +17,7 @@ from ringprof.errors import VerificationError
 from ringprof.mask import Mask
 from ringprof.record import verify_timed as subject
 from ringprof.record.measure import Results, WorkloadShard, row_sums
-from ringprof.record.verify_timed import PLACES, softmax_rows, verify_timed
+from ringprof.record.verify_timed import SAMPLED_ROWS, softmax_rows, verify_timed
 from ringprof.run import TensorError, TimedVerification, Verification, Workload
 from ringprof.strategies import create
 from ringprof.strategies.kernels.builtin import KeyStretches
@@ -54,10 +54,10 @@ def reference_is_dense(rank: int, dtype: torch.dtype, causal: bool, limit: float
     for case in LAYOUTS:
         problem, truth, workload = on_this_rank(case, dtype, causal)
         with small[0], small[1]:
-            places = subject._Places(problem, workload)
-            expected = places.of_rows() | places.of_keys(1)
-        measured = places.in_results(truth, 1)
-        for name, found in places.of_kernel(1).items():
+            places = subject._RowSample(problem, workload)
+            expected = places.reference_rows() | places.reference_keys(1)
+        measured = places.select_results(truth, 1)
+        for name, found in places.kernel_rows(1).items():
             there = measured[name][:1, :, -found.shape[2] :]
             assert (found - there).norm() / there.norm() < (1e-5 if dtype == torch.float32 else 2e-2), (case, name)
         for name, found in expected.items():
@@ -118,7 +118,7 @@ def passes(rank: int) -> tuple[TimedVerification, TimedVerification]:
 @pytest.mark.processes
 def test_what_is_right_passes_and_is_said_to_be_the_first_output_or_not() -> None:
     (same, other), _ = run_ranks(2, passes)
-    assert (same.seq, same.places, same.same_output, other.same_output) == (SEQ, PLACES, True, False)
+    assert (same.seq, same.places, same.same_output, other.same_output) == (SEQ, SAMPLED_ROWS, True, False)
     assert set(same.errors) == {"out", "dq", "dk", "dv"} and all(e.rms < 1e-5 for e in same.errors.values())
 
 

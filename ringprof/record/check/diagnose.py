@@ -23,14 +23,14 @@ from torch import Tensor
 from ringprof.record.check.result import TensorCheck
 from ringprof.record.check.user_attention import Answers, UserAttention
 from ringprof.record.verify import (
-    FACTOR,
+    ERROR_FACTOR,
     Tensors,
     allowed_rms,
     kernel_results,
     reference_results,
     relative_rms,
     whole_block,
-    worst,
+    worst_error,
 )
 from ringprof.run import Workload
 from ringprof.strategies import Unsupported
@@ -68,7 +68,7 @@ def judge(
     hops = given.ranks.size if given.ranks.size > 1 else 0
     own = {name: _row(x, truth.exact[name], truth.alone[name], given, dtype, hops) for name, x in answers.items()}
     rows = torch.tensor(list(own.values()), dtype=torch.float64).to(given.order.device)
-    by_rank = [part.tolist() for part in given.ranks.gathered(rows)]
+    by_rank = [part.tolist() for part in given.ranks.gather_tensor(rows)]
     errors = {
         name: _over_ranks([rank_rows[index] for rank_rows in by_rank], dtype, hops) for index, name in enumerate(own)
     }
@@ -82,7 +82,7 @@ def _row(x: Tensor, exact: Tensor, alone: Tensor, given: UserAttention, dtype: t
     sizes = _by_token(exact)
     bound = TOKEN_FACTOR * allowed_rms(kernel_rms, dtype, hops) * sizes.clamp_min(sizes.square().mean().sqrt().item())
     # What is not a number keeps no bound.
-    wrong = ~(_by_token(difference) <= torch.maximum(bound, FACTOR * _by_token(kernel)))
+    wrong = ~(_by_token(difference) <= torch.maximum(bound, ERROR_FACTOR * _by_token(kernel)))
     first = given.positions[wrong].min().item() if wrong.any() else math.inf
     return [
         difference.abs().max().item(), relative_rms(difference, exact), kernel_rms, wrong.sum().item(), first,
@@ -95,7 +95,7 @@ def _by_token(x: Tensor) -> Tensor:
 
 
 def _over_ranks(rows: list[list[float]], dtype: torch.dtype, hops: int) -> TensorCheck:
-    error = worst([row[:3] for row in rows], dtype, hops)
+    error = worst_error([row[:3] for row in rows], dtype, hops)
     first = min(row[4] for row in rows)
     found = math.isfinite(first)
     return TensorCheck(
@@ -141,7 +141,7 @@ class Case:
 
     def gathered(self, numbers: Sequence[float]) -> list[Tensor]:
         """Every rank's numbers."""
-        return self.given.ranks.gathered(torch.tensor(numbers, dtype=torch.float64).to(self.full.q.device))
+        return self.given.ranks.gather_tensor(torch.tensor(numbers, dtype=torch.float64).to(self.full.q.device))
 
     def reference(self, full: Tensors, scale: float | None, *, causal: bool, **mask: None) -> Tensor:
         """The output of dense attention, in float64; ``mask`` says what of documents and window is left out."""

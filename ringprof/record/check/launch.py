@@ -12,9 +12,9 @@ import msgspec
 
 from ringprof.errors import UsageError
 from ringprof.record.check.result import Check, CheckRequest
-from ringprof.record.launcher import RankPlace, launcher_rank
+from ringprof.record.launcher import RankInfo, launcher_rank
 from ringprof.record.progress import Reporter, SilentReporter
-from ringprof.record.request import from_json, need, to_json
+from ringprof.record.request import from_json, require_packages, to_json
 from ringprof.scratch import scratch_folder
 
 START_S = 120.0
@@ -43,13 +43,13 @@ def check_here(request: CheckRequest) -> Check:
 
     The module is imported by the ranks alone. Raises `UsageError`, and `RecordError` where a rank fails or hangs.
     """
-    need("torch", "psutil")
+    require_packages("torch", "psutil")
     from ringprof.record.local_launcher import launch
-    from ringprof.record.resolve import device_of, world_of
+    from ringprof.record.resolve import resolve_device, resolve_world_size
 
     place = launcher_rank()
-    device = device_of(request.device)
-    request = msgspec.structs.replace(request, device=device, world=world_of(request.world, device, place))
+    device = resolve_device(request.device)
+    request = msgspec.structs.replace(request, device=device, world=resolve_world_size(request.world, device, place))
     _split(request.target)
     if place is not None:
         return check_as_rank(request, place, SilentReporter())
@@ -58,7 +58,7 @@ def check_here(request: CheckRequest) -> Check:
     return launch(task, SilentReporter(), "check", lambda: from_json(_result(scratch).read_bytes(), Check))
 
 
-def check_as_rank(request: CheckRequest, place: RankPlace, reporter: Reporter) -> Check:
+def check_as_rank(request: CheckRequest, place: RankInfo, reporter: Reporter) -> Check:
     """This rank's part, in a process group of its own making."""
     from ringprof.record.check.on_ranks import check_on_ranks
     from ringprof.record.process_group import world_group
@@ -68,7 +68,7 @@ def check_as_rank(request: CheckRequest, place: RankPlace, reporter: Reporter) -
         return check_on_ranks(attention, request, reporter=reporter)
 
 
-def check_for_parent(task: CheckTask, place: RankPlace, reporter: Reporter) -> None:
+def check_for_parent(task: CheckTask, place: RankInfo, reporter: Reporter) -> None:
     """The same, with rank 0's answer left for the parent."""
     found = check_as_rank(task.request, place, reporter)
     if place.rank == 0:

@@ -64,7 +64,7 @@ def check_on_ranks(
     ranks, reporter = GroupRanks(group), reporter or SilentReporter()
     _refuse_numbers(request)
     roll = CompletionBarrier(ranks, request.time_limit)
-    if len(set(ranks.told(request))) > 1:
+    if len(set(ranks.gather_structs(request))) > 1:
         raise UsageError("the ranks do not ask for the same check: the arguments must be alike on all")
     if positions is None:
         order = order_of_layout(request.layout, request.seq, ranks.size, ranks.device.type).to(ranks.device)
@@ -171,7 +171,7 @@ def _judged(
     number: int, *, explain: bool,
 ) -> _Call:  # fmt: skip
     """What all ranks find of a call. Collective."""
-    forms = [from_json(said, _Form).wrong for said in given.ranks.told(_Form(wrong_form))]
+    forms = [from_json(said, _Form).wrong for said in given.ranks.gather_structs(_Form(wrong_form))]
     if any(forms):
         rank, wrong = next((rank, wrong) for rank, wrong in enumerate(forms) if wrong)
         return _Call(number, {}, [f"on rank {rank} {wrong}"])
@@ -187,7 +187,7 @@ def _judged(
 def _of_all(ranks: GroupRanks, sent: list[SentInCall]) -> list[SentInCall] | None:
     """What each rank sent; None where one of them could not see it."""
     own = sent[0] if sent else SentInCall(operations={}, size_bytes=-1)
-    said = [from_json(part, SentInCall) for part in ranks.told(own)]
+    said = [from_json(part, SentInCall) for part in ranks.gather_structs(own)]
     return None if any(rank.size_bytes == -1 for rank in said) else said
 
 

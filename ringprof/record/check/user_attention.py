@@ -118,10 +118,10 @@ def order_of_layout(name: str, seq: int | None, size: int, device_type: str) -> 
 def order_of_positions(own: Tensor, ranks: GroupRanks) -> Tensor:
     """(N, S/N): every rank's positions, from this rank's own. Collective; raises `UsageError` on all ranks alike."""
     own = own.to(device=ranks.device, dtype=torch.int64).flatten()
-    lengths = [int(length) for length in ranks.gathered(torch.tensor([len(own)], device=ranks.device))]
+    lengths = [int(length) for length in ranks.gather_tensor(torch.tensor([len(own)], device=ranks.device))]
     if len(set(lengths)) > 1 or not lengths[0]:
         raise UsageError(f"every rank must hold as many tokens as the others: not {', '.join(map(str, lengths))}")
-    order = torch.stack(ranks.gathered(own))
+    order = torch.stack(ranks.gather_tensor(own))
     held = torch.bincount(order.flatten().clamp(-1, order.numel()) + 1, minlength=order.numel() + 2)[1:-1]
     wrong = (held != 1).nonzero()
     if len(wrong):

@@ -71,7 +71,7 @@ def read_weights(
     again = relative_rms(_weights(call, full, first) - read[..., : len(first)], read[..., : len(first)])
     own = _Weights(given, full, workload, keys, read)
     found = own.told(again if math.isfinite(again) else 0.0)
-    ranks = [from_json(said, _OnRank) for said in given.ranks.told(found)]
+    ranks = [from_json(said, _OnRank) for said in given.ranks.gather_structs(found)]
     again = max(one.again for one in ranks)
     if again > LIKE:
         said = f"out differs between two calls with the same tensors, by {again:.2g}: dropout is on, or ranks race"

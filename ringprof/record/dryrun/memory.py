@@ -16,10 +16,10 @@ from ringprof.record.dryrun.dispatch import Recorder
 from ringprof.record.dryrun.fakes import RecordingCommunicator
 from ringprof.record.dryrun.forked import in_fork
 from ringprof.record.dryrun.run import META, iterations, recorded, recording, refusals
-from ringprof.record.dynamic_cp import StepsProblem
+from ringprof.record.dynamic_cp import DynamicCpShard
 from ringprof.record.measure import WorkloadShard
-from ringprof.record.request import Request
-from ringprof.record.resolve import fits, load_strategy, strategy_errors, torch_dtype
+from ringprof.record.request import RecordRequest
+from ringprof.record.resolve import load_strategy, strategy_errors, torch_dtype, why_unsupported
 from ringprof.run import Workload
 from ringprof.strategies.masks.expected import is_bundled
 from ringprof.strategies.peers.call import PeerStrategy
@@ -36,7 +36,7 @@ _CUBLAS_BYTES = 32 << 20
 """
 
 
-def peak_bytes(request: Request, workload: Workload, kernel: str, per_host: int) -> int:
+def peak_bytes(request: RecordRequest, workload: Workload, kernel: str, per_host: int) -> int:
     """The most that a rank holds in the iterations of a resolved request, of ``workload`` in place of its own.
 
     ``kernel`` is the one that will run, ``per_host`` the ranks that share a host. A user's own strategy is run in a
@@ -54,7 +54,7 @@ def peak_bytes(request: Request, workload: Workload, kernel: str, per_host: int)
 class _Assumed(NamedTuple):
     """What the ranks run with."""
 
-    request: Request
+    request: RecordRequest
     kernel: str
     per_host: int
 
@@ -88,7 +88,7 @@ def _on_fewer(assumed: _Assumed, workload: Workload, size: int) -> Workload:
     fewer = msgspec.structs.replace(workload, seq=seq, kv_length=cached)
     with strategy_errors():
         kind = load_strategy(assumed.request.strategy)
-        reason = fits(kind, fewer, size, assumed.request.params) if seq else "less than one token"
+        reason = why_unsupported(kind, fewer, size, assumed.request.params) if seq else "less than one token"
     if reason:
         raise UnsupportedWorkloadError(reason)
     return fewer
@@ -114,7 +114,7 @@ class _Rank:
             problem = self._problem()
             for _ in iterations(problem, self._assumed.hops):
                 self._recorder.start()
-                problem.results()
+                problem.run_for_verification()
             if request.controls:
                 ordinary, *others = baseline_bodies(problem, self._make(self._world, _Silent))[0]
                 for body in (*others, ordinary):
@@ -142,13 +142,15 @@ class _Rank:
     def _problem(self) -> WorkloadShard:
         workload, world = self._workload, self._world
         if workload.sequences is not None:
-            return StepsProblem.over(self, workload, tuple(world // count for count in workload.sequences), META)
+            return DynamicCpShard.from_dynamic(
+                self, workload, tuple(world // count for count in workload.sequences), META
+            )
         if workload.layer is not None:
             # Loads FSDP, for half a second.
-            from ringprof.record.layer import LayersProblem
+            from ringprof.record.layer import LayersShard
 
-            return _as_on_gpus(LayersProblem.of(self.of(world), workload, META))
-        return WorkloadShard.of(self.of(world), workload, META)
+            return _as_on_gpus(LayersShard.create(self.of(world), workload, META))
+        return WorkloadShard.create(self.of(world), workload, META)
 
 
 class _Silent(NullCommunicator, RecordingCommunicator):

@@ -53,12 +53,12 @@ def dry_run_rank(
         strategy, blocks = recorded(kind, params, RecordingCommunicator(recorder, *place, hops), kernel)
         if prepare is not None:
             prepare(strategy)
-        problem = WorkloadShard.of(strategy, workload, META)
+        problem = WorkloadShard.create(strategy, workload, META)
         for _ in iterations(problem, hops):
             recorder.start()
             reset_counts([strategy])
             blocks.flops, blocks.calls = 0, dict.fromkeys(blocks.calls, 0)
-            problem.iteration()
+            problem.run_iteration()
     # The recording kernel is none of the strategy's own.
     work = msgspec.structs.replace(counted_work([strategy]), block_flops=blocks.flops, block_calls=dict(blocks.calls))
     return Program(
@@ -72,7 +72,7 @@ def iterations(problem: WorkloadShard, hops: str) -> range:
     What is made once and kept is there from the second on: the memory that copied hops arrive in, how a mask is cut, a
     step's gradients.
     """
-    return range(2 if hops == "copy" or problem.options or type(problem) is not WorkloadShard else 1)
+    return range(2 if hops == "copy" or problem.attention_options or type(problem) is not WorkloadShard else 1)
 
 
 def recorded(

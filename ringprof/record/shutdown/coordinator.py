@@ -21,7 +21,7 @@ import psutil
 
 from ringprof.errors import RecordError, RingprofError
 from ringprof.record.progress import PositionReporter
-from ringprof.record.request import Task
+from ringprof.record.request import RankTask
 from ringprof.record.run_folder import discard
 from ringprof.record.shutdown.heartbeat import END, Heartbeat, HeartbeatServer, RankOutcome
 from ringprof.record.shutdown.rank_errors import (
@@ -50,7 +50,7 @@ class ReportedElsewhere(RecordError):
 class RankContext:
     """One rank of a run, as its ending needs to know it."""
 
-    task: Task
+    task: RankTask
     rank: int
     hosts: Sequence[str]
     position: PositionReporter
@@ -199,7 +199,7 @@ class OtherRankShutdown:
             end_local_ranks(context.siblings)
 
 
-def _closed(task: Task, failed: FailedRun) -> RingprofError:
+def _closed(task: RankTask, failed: FailedRun) -> RingprofError:
     """Remove the half-written run, keep the log; the error says where."""
     discard(Path(task.staging))
     error = failed.cause()
