@@ -56,11 +56,11 @@ def balances(workload: Workload, world: int) -> list[Balance]:
 
 def _balance(name: str, params: Params, workload: Workload, world: int) -> Balance:
     strategy = load_strategy(name)
-    placed = strategy.with_placement(world, world, **typed_params(strategy, name, params))
-    reason = why_unsupported(strategy, workload, world, placed)
+    placed_params = strategy.with_placement(world, world, **typed_params(strategy, name, params))
+    reason = why_unsupported(strategy, workload, world, placed_params)
     if reason:
         return Balance(name, params, reason)
-    areas = strategy.sharded_mask(workload.mask(), workload.seq, world, **placed).areas()
+    areas = strategy.sharded_mask(workload.mask(), workload.seq, world, **placed_params).areas()
     pairs = [bool(area) for rank, row in enumerate(areas) for other, area in enumerate(row) if other != rank]
     return Balance(
         name, params, busiest=busiest_over_mean(areas), steps=steps_over_mean(areas) if name in TIED else None,

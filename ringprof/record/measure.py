@@ -62,7 +62,7 @@ class WorkloadShard:
         Each rank draws its own share, because the full tensors may fit no device.
         """
         if workload.kv_length is not None:
-            return cls._over_cache(strategy, workload, device, cuda_graph=cuda_graph)
+            return cls._create_over_cache(strategy, workload, device, cuda_graph=cuda_graph)
         generator = seeded(device, 1 + strategy.comm.rank)
         local = workload.seq // strategy.comm.size
 
@@ -81,7 +81,7 @@ class WorkloadShard:
         )  # fmt: skip
 
     @classmethod
-    def _over_cache(
+    def _create_over_cache(
         cls, strategy: Cached, workload: Workload, device: torch.device, *, cuda_graph: bool
     ) -> WorkloadShard:
         """Create one rank's share of prefill or decode: new queries, which ranks may share, and its keys and values."""

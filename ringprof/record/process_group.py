@@ -63,10 +63,15 @@ def gather_tensor(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]
 _EXIT_NOTICE = "ringprof/left/"
 _CAPTURE_KEY = "ringprof/capture/"
 _MOST_NAMED = 8
+"""Most ranks that the label of a group lists."""
 
 
 class GroupRanks:
-    """Ranks of a user's process group, and this rank among them; a single rank if torch.distributed is not in use."""
+    """Ranks of a user's process group, and this rank among them; a single rank if torch.distributed is not in use.
+
+    ``rank`` is this rank's index in the group, and ``number`` its global rank. ``numbers`` are the global ranks of the
+    group. ``device`` is where the group's collectives take their tensors.
+    """
 
     def __init__(self, group: Any) -> None:
         """Take a process group, a DeviceMesh of one dimension, or None, which is the world.
@@ -93,7 +98,7 @@ class GroupRanks:
 
     @property
     def label(self) -> str:
-        """Name of the group among those of its job, such as ``ranks2-3``; empty where it is the world."""
+        """Name of the group among those of its job, such as ``ranks2-3``; empty for the world."""
         first, last = min(self.numbers), max(self.numbers)
         if not (dist.is_available() and dist.is_initialized()) or self.size == dist.get_world_size():
             return ""
@@ -105,7 +110,7 @@ class GroupRanks:
         return "ranks" + "_".join(map(str, sorted(self.numbers)[:_MOST_NAMED])) + more
 
     def groups_in(self, folder: object) -> int:
-        """Count the groups of this job that have named ``folder`` to this method; 1 where the job has no store."""
+        """Register this group for ``folder`` and count the groups registered for it; 1 if the job has no store."""
         with suppress(Exception):
             store, key = c10d._get_default_store(), f"{_CAPTURE_KEY}{folder}/"
             return int(store.add(f"{key}count", 1 if store.add(key + self.label, 1) == 1 else 0))

@@ -71,6 +71,7 @@ def resolve(request: RecordRequest, rank_info: RankInfo | None) -> RecordRequest
         raise UsageError(f"--dtype {request.workload.dtype!r} is not one of {', '.join(DTYPES)}")
     strategy = load_strategy(request.strategy)
     _check_phase(strategy, request)
+    _check_combinations(request)
     device = resolve_device(request.device)
     if request.hops == "copy" and device == "cpu":
         raise UsageError("--hops copy: copy engines are GPUs'; on CPU hops go by gloo (leave --hops out)")
@@ -179,6 +180,7 @@ def kernel_class(request: RecordRequest) -> type[Kernel]:
 
 
 def _check_phase(strategy: type[Strategy], request: RecordRequest) -> None:
+    """Refuse a strategy that is not for the workload's phase. Raises `UsageError`."""
     phase = request.workload.phase
     if strategy.phase != phase:
         available = [name for name in (*names(), *for_inference()) if find(name).load().phase == phase]
@@ -186,7 +188,6 @@ def _check_phase(strategy: type[Strategy], request: RecordRequest) -> None:
         raise UsageError(
             f"strategy {request.strategy!r} is for {strategy.phase}; for --phase {phase} there are: {listing}"
         )
-    _check_combinations(request)
 
 
 def _check_combinations(request: RecordRequest) -> None:

@@ -96,10 +96,10 @@ class DeviceTelemetry:
         )
 
 
-def _query(ask: Callable[[], Any]) -> list[Any]:
+def _query(read: Callable[[], Any]) -> list[Any]:
     """Return the driver's answer in a list, which is empty if the driver raises an exception because it has none."""
     try:
-        return [ask()]
+        return [read()]
     except Exception:
         return []
 

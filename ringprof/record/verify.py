@@ -272,7 +272,7 @@ def severity(error: TensorError) -> float:
 
 
 def raise_if_wrong(errors: dict[str, TensorError], ending: str) -> None:
-    """Raise `VerificationError` for the worst tensor, if it exceeds its bound; ``where`` ends the message."""
+    """Raise `VerificationError` for the worst tensor, if it exceeds its bound; ``ending`` ends the message."""
     name, error = max(errors.items(), key=lambda item: severity(item[1]))
     if severity(error) <= 1.0:
         return

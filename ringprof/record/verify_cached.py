@@ -71,10 +71,8 @@ def verify_cached(strategy: Cached, workload: Workload, device: torch.device) ->
     kernel_reference, _ = reference.forward_seen(
         q.double(), wide_k[:, :common_keys], wide_v[:, :common_keys], scale, None
     )
-    share, kernel_error = (
-        strategy.shard_output(exact),
-        relative_rms(kernel_out.double() - kernel_reference, kernel_reference),
-    )
+    share = strategy.shard_output(exact)
+    kernel_error = relative_rms(kernel_out.double() - kernel_reference, kernel_reference)
     difference = out.double() - share
     errors = _output_errors(
         [difference.abs().max().item(), relative_rms(difference, share), kernel_error], strategy, workload, device
@@ -141,42 +139,47 @@ class _GatheredCache:
     def __init__(self, shard: WorkloadShard, workload: Workload) -> None:
         self.shard, self.workload = shard, workload
         strategy, shape = shard.strategy, shape_of(workload)
-        mine, device = strategy.heads(shape.heads, shape.kv_heads), shard.q.device
-        self.given, self.returned = (range(*heads.indices(shape.heads)) for heads in (mine.given, mine.returned))
-        self.held = range(*mine.kv.indices(shape.kv_heads))
+        own_heads, device = strategy.heads(shape.heads, shape.kv_heads), shard.q.device
+        self.query_heads, self.returned_heads = (
+            range(*heads.indices(shape.heads)) for heads in (own_heads.given, own_heads.returned)
+        )
+        self.kv_heads = range(*own_heads.kv.indices(shape.kv_heads))
         positions = strategy.key_positions(shape.kv_length, shape.seq)
-        ranks = gather_rows([self.held.start, len(positions)], device)
+        ranks = gather_rows([self.kv_heads.start, len(positions)], device)
         self.max_keys = int(max(count for _, count in ranks))
         padded = functional.pad(positions.to(device), (0, self.max_keys - len(positions)), value=-1)
-        # Ranks whose heads differ hold the same positions of other heads: leave them out.
+        # Keep only ranks with the same kv heads: others hold the same positions of other heads.
         self.positions_by_rank = {
             rank: rank_positions[rank_positions >= 0]
             for rank, rank_positions in enumerate(gather_tensor(padded))
-            if ranks[rank][0] == self.held.start
+            if ranks[rank][0] == self.kv_heads.start
         }
 
     def gather_head(self, x: Tensor, batch: int, head: int) -> Tensor:
         """Gather keys or values (kv_length, D) of this rank's head number ``head``, in sequence order. Collective."""
-        mine = functional.pad(x[batch, :, head], (0, 0, 0, self.max_keys - x.shape[1]))
+        own_rows = functional.pad(x[batch, :, head], (0, 0, 0, self.max_keys - x.shape[1]))
         # gloo does not support every dtype, so the bytes are gathered.
-        pieces = gather_tensor(mine.contiguous().view(torch.uint8))
-        gathered = mine.new_full((self.workload.kv_length or 0, mine.shape[1]), float("nan"))
+        pieces = gather_tensor(own_rows.contiguous().view(torch.uint8))
+        gathered = own_rows.new_full((self.workload.kv_length or 0, own_rows.shape[1]), float("nan"))
         for rank, positions in self.positions_by_rank.items():
-            gathered[positions] = pieces[rank].view(mine.dtype)[: len(positions)]
+            gathered[positions] = pieces[rank].view(own_rows.dtype)[: len(positions)]
         return gathered
 
     def queries(self) -> Tensor:
         """Return the queries (B, S, H, D) of all heads that this rank returns, for its tokens. Collective."""
         q = self.shard.q
-        if list(self.returned) == list(self.given):
+        if list(self.returned_heads) == list(self.query_heads):
             return q
         # Ranks with the same query heads have the same queries, so their sum is divided by their number.
         full = q.new_zeros((*q.shape[:2], self.workload.heads, q.shape[3]), dtype=torch.float64)
         count = q.new_zeros(self.workload.heads, dtype=torch.float64)
-        full[:, :, self.given.start : self.given.stop], count[self.given.start : self.given.stop] = q.double(), 1
+        (
+            full[:, :, self.query_heads.start : self.query_heads.stop],
+            count[self.query_heads.start : self.query_heads.stop],
+        ) = q.double(), 1
         dist.all_reduce(full)
         dist.all_reduce(count)
-        return (full / count[:, None])[:, :, self.returned.start : self.returned.stop]
+        return (full / count[:, None])[:, :, self.returned_heads.start : self.returned_heads.stop]
 
 
 def _sampled_rows(shard: WorkloadShard, out: Tensor, workload: Workload) -> Iterator[tuple[Tensor, Tensor]]:
@@ -190,13 +193,13 @@ def _sampled_rows(shard: WorkloadShard, out: Tensor, workload: Workload) -> Iter
     positions = keys - workload.seq + shard.strategy.query_places(workload.seq).to(out.device)[rows]
     seen = KeyStretches.of(workload.mask(), positions, keys)
     queries = cache.queries()
-    for number, kv_head in enumerate(cache.held):
-        heads = [index for index, head in enumerate(cache.returned) if head // group == kv_head]
+    for number, kv_head in enumerate(cache.kv_heads):
+        heads = [index for index, head in enumerate(cache.returned_heads) if head // group == kv_head]
         for batch in torch.randperm(workload.batch, generator=generator)[:SEQUENCES].tolist():
             k, v = (cache.gather_head(x, batch, number) for x in (shard.k, shard.v))
             if not heads:
                 continue
-            q, mine = (by_head(x[batch][rows][:, heads].double()) for x in (queries, out))
+            q, own_rows = (by_head(x[batch][rows][:, heads].double()) for x in (queries, out))
             sinks = None if shard.sinks is None else shard.sinks[heads].repeat_interleave(len(rows))
             scores = workload.head_dim**-0.5, torch.float64, workload.softcap or 0.0, sinks
-            yield mine, softmax_rows(q, k, v, seen.repeated(len(heads)), *scores)[0]
+            yield own_rows, softmax_rows(q, k, v, seen.repeated(len(heads)), *scores)[0]
