@@ -1,4 +1,4 @@
-"""What connects GPUs and hosts: by a driver and a folder of our own; and what is said of it."""
+"""Connections of GPUs and hosts, read from a fake driver and a fake folder, and their lines in a report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringprof.run import Adapter, DeviceLinks
 
 
 class Driver:
-    """Links as NVML tells them: for each the type and the PCI address of the other end; None is a link that is down."""
+    """Fake NVML with links, each as type and PCI address of its remote end; None is a link that is down."""
 
     def __init__(self, links: list[tuple[int, str] | None]) -> None:
         self.links = links

@@ -19,7 +19,7 @@ def test_rates_follow_from_the_pairs_of_each_mask(monkeypatch: pytest.MonkeyPatc
     rates = [rate for rate in subject.kernel_rates(workload, torch.device("cpu")) if rate.reason is None]
     channels = 3 * 2 * 64
     for mask, pairs in (("full", 1024 * 1024), ("causal", 1024 * 1025 // 2)):
-        found = {(rate.forward_tflops, rate.backward_tflops) for rate in rates if rate.mask == mask}
-        ((forward, backward),) = found
+        figures = {(rate.forward_tflops, rate.backward_tflops) for rate in rates if rate.mask == mask}
+        ((forward, backward),) = figures
         assert forward == pytest.approx(4 * pairs * channels / 1e-3 / 1e12)
         assert backward == pytest.approx(10 * pairs * channels / 2e-3 / 1e12)

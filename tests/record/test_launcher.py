@@ -1,4 +1,4 @@
-"""Which launcher's variables make this process a rank, and which do not."""
+"""Launcher's environment variables that make this process a rank, and those that do not."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def test_a_launcher_that_says_little_is_one_host() -> None:
 
 
 def test_srun_makes_a_rank_and_rank_0s_host_is_the_first() -> None:
-    place = launcher_rank(SRUN)
-    assert place == RankInfo(5, 8, 1, 4, node=1, parent=os.getppid())
-    assert slurm_rendezvous(place, SRUN) == {
+    rank_info = launcher_rank(SRUN)
+    assert rank_info == RankInfo(5, 8, 1, 4, node=1, parent=os.getppid())
+    assert slurm_rendezvous(rank_info, SRUN) == {
         "MASTER_ADDR": "gpu07", "MASTER_PORT": "12001", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "4",
     }  # fmt: skip
@@ -40,9 +40,9 @@ def test_srun_makes_a_rank_and_rank_0s_host_is_the_first() -> None:
     ("hosts", "first"), [("a1,a2", "a1"), ("a[3,5-9],b1", "a3"), ("rack[01-02]-x", "rack01-x"), ("solo", "solo")]
 )
 def test_the_first_host_of_a_slurm_list(hosts: str, first: str) -> None:
-    place = launcher_rank(SRUN)
-    assert place is not None
-    assert slurm_rendezvous(place, {**SRUN, "SLURM_STEP_NODELIST": hosts})["MASTER_ADDR"] == first
+    rank_info = launcher_rank(SRUN)
+    assert rank_info is not None
+    assert slurm_rendezvous(rank_info, {**SRUN, "SLURM_STEP_NODELIST": hosts})["MASTER_ADDR"] == first
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The bound that a result must keep, and the sequence it is checked at; real checks are in test_faults."""
+"""Bound of a verified result, and the sequence length of the verification; real verifications are in test_faults."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_what_keeps_the_bound_passes() -> None:
 
 
 def test_what_is_exact_passes_where_nothing_is_allowed() -> None:
-    """One key a row: the kernel alone has no error there, and the strategy must have none."""
+    """With one key per row, the kernel alone has no error, and the strategy must have none."""
     exact = TensorError(max_abs=0.0, rms=0.0, kernel_rms=0.0, allowed_rms=0.0, rank=0)
     raise_if_wrong({"out": exact, "dk": error(0.005)}, "")
     with pytest.raises(VerificationError, match="out is off by 1e-09"):
