@@ -18,7 +18,7 @@ def test_hosts_of_one_name_are_told_apart_by_their_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "numbers", "together"),
+    ("names", "numbers", "ranks_per_host"),
     [("aabb", [0, 0, 1, 1], 2), ("bbaa", [0, 0, 1, 1], 2), ("abab", [0, 1, 0, 1], 4), ("aabbbb", [0, 0, 1, 1, 1, 1], 6),
      ("aaaa", [0, 0, 0, 0], 4), ("abcd", [0, 1, 2, 3], 1), ("aabaab", [0, 0, 1, 0, 0, 1], 6),
      ("aabbb", [0, 0, 1, 1, 1], 5)],
