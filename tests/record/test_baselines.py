@@ -61,7 +61,7 @@ def no_sending() -> Iterator[None]:
     with ExitStack() as stack:
         for name in SENDING:
             stack.enter_context(patch.object(dist, name, refuse))
-        stack.enter_context(patch.object(collectives.Collective, "_trade", refuse))
+        stack.enter_context(patch.object(collectives.Collective, "_exchange", refuse))
         stack.enter_context(patch.object(ring_channel.HopRing, "_exchange", refuse))
         yield
 
