@@ -60,18 +60,20 @@ def capture(
     into the same ``folder``, each writes its run into a subfolder, such as ``folder/ranks2-3``.
 
     ``workload`` is what the ranks of one context-parallel group compute in the block, ``layers`` and ``steps``
-    included. With it a report has FLOPs and TFLOP/s, from the time under the profiler. ``strategy``, or a list of
-    several where layers have their own, adds the kernel, the work that it counted, the bytes that it sent, and the size
-    of the context-parallel group. With data parallelism each such group computes a workload of its own. A capture has
-    no verification and no timings without the profiler.
+    included. With it a report has FLOPs and TFLOP/s, from the time under the profiler. ``strategy`` is one
+    strategy, or a list of several where layers have their own. It adds the kernel, the work that it counted, the bytes
+    that it sent, and the size of the context-parallel group. With data parallelism each such group computes a workload
+    of its own. A capture has no verification and no timings without the profiler.
     ``record_shapes`` makes the profiler record the shapes of operators. From them a report computes the rates of
     attention and matrix products and the MFU. Recording shapes slows down the CPU.
 
-    Run one warm-up step before the block, because the first step sets up communicators. Raises `UsageError` before the
-    block if the folder is not empty or cannot be written, if a rank has another active profiler, and on a rank outside
-    ``group``. Torch has one profiler per process; one that only warms up cannot be detected, and two may end the
-    process. Nothing else is raised: if recording fails or a rank is missing, the logger ``ringprof.capture`` warns in
-    one line, the program continues, and no run is written. An error in the block propagates and leaves no run behind.
+    Run one warm-up step before the block, because the first step sets up communicators.
+
+    Raises `UsageError` before the block if the folder is not empty or cannot be written, or if a rank has another
+    active profiler; also on a rank outside ``group``. Torch has one profiler per process; one that only warms up cannot
+    be detected, and two may end the process. Nothing else is raised: if recording fails or a rank is missing, the
+    logger ``ringprof.capture`` warns in one line, the program continues, and no run is written. An error in the block
+    propagates and leaves no run behind.
     """
     if workload is not None and not isinstance(workload, Workload):
         raise UsageError(f"workload is a ringprof.Workload, not {workload!r}")

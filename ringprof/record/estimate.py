@@ -118,7 +118,9 @@ def estimate_of(request: RecordRequest, per_host: int | None = None) -> Recordin
     peak_memory_of = partial(peak_bytes, request, kernel=kernel.name, per_host=per_host or request.world)
     # The memory first, in forks of this process: timing a flex block on CPU computes gradients, and then no fork can.
     peak, note = _memory_and_note(peak_memory_of, request.workload, kernel.name)
-    name, limit, rate, source, available_share = _gpu(request, kernel.name) if on_gpu else _cpu(request, kernel)
+    name, limit, rate, source, available_share = (
+        _describe_gpu(request, kernel.name) if on_gpu else _describe_cpu(request, kernel)
+    )
     # On CPU the measured peak is that of the whole process, so the estimate includes what a process holds anyway.
     other_bytes = 0 if on_gpu else psutil.Process().memory_info().rss
     profiled = PROFILED_SLOWDOWN * (1 + request.profile_iters)
@@ -311,15 +313,16 @@ def largest_not_over(excess: Callable[[int], int], top: int) -> int:
     return low[0]
 
 
-def _cpu(request: RecordRequest, kernel: Any) -> _Device:
+def _describe_cpu(request: RecordRequest, kernel: Any) -> _Device:
+    """Return the description of a CPU rank, whose rate is measured."""
     assert request.world is not None
     # The host's available memory, shared among the ranks.
     memory = psutil.virtual_memory().available // request.world
-    rate, share = _cpu_rate(kernel, request.workload, request.world)
+    rate, share = _measure_cpu_rate(kernel, request.workload, request.world)
     return "CPU process", memory, rate, "measured on a small block", share
 
 
-def _gpu(request: RecordRequest, kernel: str) -> _Device:
+def _describe_gpu(request: RecordRequest, kernel: str) -> _Device:
     """Return the description of the visible GPU with the least memory."""
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     smallest = min(properties, key=lambda gpu: int(gpu.total_memory))
@@ -337,7 +340,7 @@ def kernel_rate(device: str, kernel: str, dtype: str) -> tuple[float, str]:
     return min(share * peak.tflops, max_tflops) * 1e12, f"assumed from the peak of {device}"
 
 
-def _cpu_rate(kernel: Any, workload: Workload, world: int) -> tuple[float, float]:
+def _measure_cpu_rate(kernel: Any, workload: Workload, world: int) -> tuple[float, float]:
     """Measure the FLOP/s of one rank on an idle machine, and the share of them that is available now.
 
     Times full blocks on a single thread: on a busy machine, threads that wait for each other take a thousand times as

@@ -57,16 +57,16 @@ def kernel_rates(workload: Workload, device: torch.device) -> Iterator[KernelRat
         softcap = SOFTCAP if mask == "softcap" else 0.0
         for name in KERNELS:
             if name != "reference":
-                yield _rate(name, mask, masked_workload, softcap, device)
+                yield _measure_rate(name, mask, masked_workload, softcap, device)
 
 
-def _rate(name: str, mask: str, workload: Workload, softcap: float, device: torch.device) -> KernelRate:
+def _measure_rate(name: str, mask: str, workload: Workload, softcap: float, device: torch.device) -> KernelRate:
     needs = {"windows": workload.mask().windowed, "softcap": bool(softcap)}
     reason = reason_against(KERNELS[name], device, torch_dtype(workload), workload.head_dim, **needs)
     if reason:
         return KernelRate(name, mask, reason=reason)
     try:
-        forward_ns, backward_ns = _times(KERNELS[name](softcap=softcap), workload, device)
+        forward_ns, backward_ns = _median_times(KERNELS[name](softcap=softcap), workload, device)
     except RuntimeError as error:
         # The build lacks the kernel, or the device is too small.
         return KernelRate(name, mask, reason=" ".join(str(error).split())[:200])
@@ -74,7 +74,7 @@ def _rate(name: str, mask: str, workload: Workload, softcap: float, device: torc
     return KernelRate(name, mask, forward_ns, backward_ns, 4 * pairs / forward_ns / 1e3, 10 * pairs / backward_ns / 1e3)
 
 
-def _times(kernel: Any, workload: Workload, device: torch.device) -> tuple[float, float]:
+def _median_times(kernel: Any, workload: Workload, device: torch.device) -> tuple[float, float]:
     """Return the median times of a forward and of a backward call, in nanoseconds."""
     full, block = draw_inputs(workload, device), whole_block(workload)
     arguments = {"scale": workload.head_dim**-0.5, **block}
@@ -89,17 +89,17 @@ def _times(kernel: Any, workload: Workload, device: torch.device) -> tuple[float
 def _median_ns(body: Callable[[], object], device: torch.device) -> float:
     for _ in range(WARM_UP):
         body()
-    clock = _on_gpu if device.type == "cuda" else _on_cpu
-    return median(clock(body) for _ in range(CALLS))
+    time_ns = _time_on_gpu_ns if device.type == "cuda" else _time_on_cpu_ns
+    return median(time_ns(body) for _ in range(CALLS))
 
 
-def _on_cpu(body: Callable[[], object]) -> float:
+def _time_on_cpu_ns(body: Callable[[], object]) -> float:
     start = time.perf_counter_ns()
     body()
     return float(time.perf_counter_ns() - start)
 
 
-def _on_gpu(body: Callable[[], object]) -> float:
+def _time_on_gpu_ns(body: Callable[[], object]) -> float:
     event: Any = torch.cuda.Event
     start, end = event(enable_timing=True), event(enable_timing=True)
     start.record()

@@ -37,20 +37,20 @@ def launcher_rank(environment: Mapping[str, str] | None = None) -> RankInfo | No
     """
     env = os.environ if environment is None else environment
     if "RANK" in env and "WORLD_SIZE" in env:
-        world = _number(env, "WORLD_SIZE")
-        per_host = max(1, _number(env, "LOCAL_WORLD_SIZE", world))
-        rank = _number(env, "RANK")
-        node = _number(env, "GROUP_RANK", rank // per_host)
+        world = _integer(env, "WORLD_SIZE")
+        per_host = max(1, _integer(env, "LOCAL_WORLD_SIZE", world))
+        rank = _integer(env, "RANK")
+        node = _integer(env, "GROUP_RANK", rank // per_host)
         parent = _parent if "TORCHELASTIC_RUN_ID" in env else None
-        return _validated(RankInfo(rank, world, _number(env, "LOCAL_RANK", rank % per_host), per_host, node, parent))
+        return _validated(RankInfo(rank, world, _integer(env, "LOCAL_RANK", rank % per_host), per_host, node, parent))
     if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env:
-        world = _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
+        world = _integer(env, "SLURM_STEP_NUM_TASKS", _integer(env, "SLURM_NTASKS", 1))
         if world == 1:
             return None
-        rank = _number(env, "SLURM_PROCID")
-        node = _number(env, "SLURM_NODEID", -1)
+        rank = _integer(env, "SLURM_PROCID")
+        node = _integer(env, "SLURM_NODEID", -1)
         per_host = _tasks_per_host(env, world, max(0, node))
-        local = _number(env, "SLURM_LOCALID", rank % per_host)
+        local = _integer(env, "SLURM_LOCALID", rank % per_host)
         return _validated(RankInfo(rank, world, local, per_host, rank // per_host if node < 0 else node, _parent))
     return None
 
@@ -58,7 +58,7 @@ def launcher_rank(environment: Mapping[str, str] | None = None) -> RankInfo | No
 def slurm_rendezvous(rank_info: RankInfo, environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment variables that torch.distributed needs and srun does not set, such as rank 0's address."""
     env = os.environ if environment is None else environment
-    job = _number(env, "SLURM_JOB_ID", 0)
+    job = _integer(env, "SLURM_JOB_ID", 0)
     return {
         "MASTER_ADDR": env.get("MASTER_ADDR") or _first_host(env),
         # Different jobs on one host need different ports, below the range of ephemeral ports.
@@ -97,7 +97,7 @@ def _validated(rank_info: RankInfo) -> RankInfo:
     return rank_info
 
 
-def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = env.get(name)
     if text is None and default is not None:
         return default

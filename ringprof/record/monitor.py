@@ -76,6 +76,7 @@ class Monitor:
             self._advance()
 
     def _advance(self) -> None:
+        """Count one step, account for its cost, and begin the next phase of a sample if it is due."""
         self.steps += 1
         now = time.perf_counter_ns()
         took_ns = now - self._last_step_ns

@@ -265,6 +265,7 @@ class RankRecording:
         return sum(int(rank[0]) for rank in counts_by_rank) >= needed, all(int(rank[1]) for rank in counts_by_rank)
 
     def _refuse_baselines(self, *, computes: bool, sends: bool) -> None:
+        """Raise `UsageError` if the counters do not see the strategy's computation or communication."""
         name = self.task.request.strategy
         reason = (
             "" if computes else "computes with kernels of its own: its blocks can be neither left out nor run alone"

@@ -57,7 +57,7 @@ def stage(output: Path, label: str, ranks: int) -> StagingFolder:
         clear_abandoned(parent)
         path = _create_hidden(parent, stem)
         token = claim(path)
-        _probe_disk(path)
+        _test_writing(path)
     except OSError as error:
         if path is not None:
             discard(path)
@@ -113,7 +113,7 @@ def _create_hidden(parent: Path, stem: str) -> Path:
     raise FileExistsError(f"too many runs are called {stem}")
 
 
-def _probe_disk(folder: Path) -> None:
+def _test_writing(folder: Path) -> None:
     """Write and flush a test file, because a full disk shows only when a file is flushed. Raises OSError."""
     data = bytes(1 << 16)
     # Unbuffered: closing the file would try to write the rest of a buffer again, and fail again.
@@ -124,6 +124,7 @@ def _probe_disk(folder: Path) -> None:
 
 
 def _refuse_other_file(output: Path) -> None:
+    """Raise `UsageError` if ``output`` exists and is not the file of a run."""
     if output.is_dir():
         raise UsageError(f"{output}: a folder; --output is the file that names the newest run, such as traces/run.json")
     if not output.exists():

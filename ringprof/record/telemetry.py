@@ -223,6 +223,7 @@ def _adapter(port: Path) -> Adapter:
 
 
 def _read_text(file: Path) -> str:
+    """Return a file's text without surrounding space; empty if it cannot be read."""
     try:
         return file.read_text().strip()
     except OSError:
