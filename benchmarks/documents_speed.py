@@ -155,8 +155,8 @@ def _strategy(text: str, options: argparse.Namespace) -> Any:
 def _ours(
     text: str, workload: Workload, options: argparse.Namespace, device: torch.device
 ) -> Callable[[], list[Tensor]]:
-    problem = WorkloadShard.of(_strategy(text, options), workload, device)
-    return lambda: [x for x in vars(problem.iteration()).values() if x is not None]
+    problem = WorkloadShard.create(_strategy(text, options), workload, device)
+    return lambda: [x for x in vars(problem.run_iteration()).values() if x is not None]
 
 
 # --- ring-flash-attn --------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def _peers(ours: list[Competitor], workload: Workload, device: torch.device) -> 
 
 def _leaves(workload: Workload, device: torch.device) -> list[Tensor]:
     """The numbers that `Problem.of` draws, packed: (T, H, D)."""
-    problem = WorkloadShard.of(create("ring", kernel="flash-attn"), workload, device)
+    problem = WorkloadShard.create(create("ring", kernel="flash-attn"), workload, device)
     assert problem.dout is not None
     return [x.detach()[0].requires_grad_() for x in (problem.q, problem.k, problem.v)] + [problem.dout[0]]
 

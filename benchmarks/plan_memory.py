@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from ringprof.record.baselines import measure_baselines, silent_strategy
+from ringprof.record.baselines import measure_baselines, strategy_without_transport
 from ringprof.record.dryrun import memory
-from ringprof.record.dynamic_cp import StepsProblem
-from ringprof.record.layer import LayersProblem
+from ringprof.record.dynamic_cp import DynamicCpShard
+from ringprof.record.layer import LayersShard
 from ringprof.record.measure import WorkloadShard, measure, peak_bytes
 from ringprof.record.progress import SilentReporter
-from ringprof.record.request import Request
+from ringprof.record.request import RecordRequest
 from ringprof.run import LayerAround, Workload
 from ringprof.strategies import create, names
 from ringprof.strategies.algorithms.dynamic import Dynamic
@@ -38,11 +38,11 @@ DECODE = Workload(seq=1, batch=4, heads=32, kv_heads=8, head_dim=128, backward=F
 PREFILL = replace(DECODE, seq=16384, batch=1, phase="prefill")
 
 
-def cases(world: int) -> Iterator[tuple[str, Request, str]]:
+def cases(world: int) -> Iterator[tuple[str, RecordRequest, str]]:
     """Name, request and kernel."""
 
     def case(name: str, strategy: str, workload: Workload, kernel: str = "flash-attn", **given: Any) -> Any:
-        request = Request(
+        request = RecordRequest(
             workload=workload, strategy=strategy, device="cuda", world=world, verify=False,
             **({"hops": "nccl"} | given),
         )  # fmt: skip
@@ -89,7 +89,7 @@ def cases(world: int) -> Iterator[tuple[str, Request, str]]:
     yield case("flex", "zigzag", replace(PLAIN, seq=8192), "flex")
 
 
-def measured(request: Request, kernel: str, device: torch.device) -> tuple[int, int]:
+def measured(request: RecordRequest, kernel: str, device: torch.device) -> tuple[int, int]:
     """Bytes held at the peak, and before."""
     gc.collect()
     torch.cuda.empty_cache()
@@ -98,13 +98,13 @@ def measured(request: Request, kernel: str, device: torch.device) -> tuple[int, 
     workload, reporter = request.workload, SilentReporter()
     problem: WorkloadShard
     if request.cp_sizes:
-        problem = StepsProblem.over(Dynamic(request.strategy, **given), workload, request.cp_sizes, device)
+        problem = DynamicCpShard.from_dynamic(Dynamic(request.strategy, **given), workload, request.cp_sizes, device)
     else:
-        kind = WorkloadShard if workload.layer is None else LayersProblem
-        problem = kind.of(create(request.strategy, **given), workload, device)
+        kind = WorkloadShard if workload.layer is None else LayersShard
+        problem = kind.create(create(request.strategy, **given), workload, device)
     found = measure(problem, device, 3, 2, reporter).peak_bytes or 0
     if request.controls:
-        silent = silent_strategy(request.strategy, kernel, None, request.params)
+        silent = strategy_without_transport(request.strategy, kernel, None, request.params)
         measure_baselines(problem, silent, device, 1, 1, reporter)
         found = max(found, peak_bytes(device) or 0)
     return found, before
@@ -136,7 +136,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _row(name: str, request: Request, kernel: str, device: torch.device) -> dict[str, Any]:
+def _row(name: str, request: RecordRequest, kernel: str, device: torch.device) -> dict[str, Any]:
     held, before, problem = 0, 0, ""
     try:
         held, before = measured(request, kernel, device)

@@ -25,7 +25,7 @@ from ringprof.record.machine import device_name, host_name
 from ringprof.record.measure import WorkloadShard, measure
 from ringprof.record.process_group import world_group
 from ringprof.record.progress import SilentReporter
-from ringprof.record.recording import RankResult, assemble, exchange, strategy_used
+from ringprof.record.recording import RankResult, build_run, gather_results, strategy_used
 from ringprof.run import Timings, Workload, write_run
 from ringprof.strategies import create
 
@@ -143,7 +143,7 @@ CASES = {
 def record(case: Case, folder: Path, device: torch.device) -> str:
     """Record one run; return its median time."""
     strategy = create(case.strategy, kernel=case.kernel, hops=case.hops, **case.params)
-    shard = WorkloadShard.of(strategy, case.workload, device)
+    shard = WorkloadShard.create(strategy, case.workload, device)
     factor = SMALL_FACTOR if case.seq <= SMALL else 1
     measured = measure(shard, device, factor * WARMUP, factor * ITERS, SilentReporter())
     rank = strategy.comm.rank
@@ -151,12 +151,12 @@ def record(case: Case, folder: Path, device: torch.device) -> str:
         host=host_name(), local_rank=rank, device=device_name(device), trace="",
         iterations_ns=measured.iterations_ns, peak_bytes=measured.peak_bytes, work=measured.work,
     )  # fmt: skip
-    results = exchange(result, device)
+    results = gather_results(result, device)
     timings = Timings(warmup=factor * WARMUP, iterations_ns=[rank_result.iterations_ns for rank_result in results])
     if rank == 0:
         run_folder = folder / case.name
         run_folder.mkdir(parents=True, exist_ok=True)
-        run = assemble(case.name, f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", [], results, device)
+        run = build_run(case.name, f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", [], results, device)
         strategy_info = strategy_used(strategy, case.strategy)
         run = msgspec.structs.replace(
             run, traces=[], workload=case.workload, strategy=strategy_info, kernel=case.kernel, timings=timings

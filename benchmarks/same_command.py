@@ -37,7 +37,7 @@ import torch
 
 from ringprof.analysis.findings.recording_spread import SAME_SESSION
 from ringprof.analysis.findings.uncertainty import significantly_different
-from ringprof.record.launcher import RankPlace
+from ringprof.record.launcher import RankInfo
 from ringprof.record.measure import WorkloadShard, measure
 from ringprof.record.process_group import world_group
 from ringprof.record.progress import SilentReporter
@@ -189,11 +189,11 @@ def _time(options: argparse.Namespace, rank: int, into: Path, orders: _Orders) -
     )  # fmt: skip
     if options.device == "cpu":
         torch.set_num_threads(1)
-    place = RankPlace(rank, options.world, rank, options.world)
+    place = RankInfo(rank, options.world, rank, options.world)
     with world_group(place, options.device, PATIENCE_S) as device:
-        problem = WorkloadShard.of(create(options.strategy, hops=options.hops), workload, device)
+        problem = WorkloadShard.create(create(options.strategy, hops=options.hops), workload, device)
         # Kernels are loaded and channels opened in the first iteration, which takes seconds.
-        problem.iteration()
+        problem.run_iteration()
         if options.device == "cuda":
             torch.cuda.synchronize()
         orders.ready()

@@ -220,7 +220,7 @@ def _measure(config: str, entries: list[Entry], device: torch.device, options: a
     for number in range(options.rounds):
         first = number * len(turns) // options.rounds
         for one, count in turns[first:] + turns[:first]:
-            one.times_ns += _warmed(one.problem.iteration, device, count)
+            one.times_ns += _warmed(one.problem.run_iteration, device, count)
             with torch.no_grad():
                 one.forward_ns += _warmed(partial(_forward, one.problem), device, count)
             if one.solo is not None:
@@ -247,7 +247,9 @@ def _competitors(
     for entry in entries:
         strategy = entry.create(options)
         problem = (
-            WorkloadShard.of(strategy, workload, device) if inputs is None else WorkloadShard(strategy, True, *inputs)
+            WorkloadShard.create(strategy, workload, device)
+            if inputs is None
+            else WorkloadShard(strategy, True, *inputs)
         )
         inputs = inputs or (problem.q, problem.k, problem.v, problem.dout)
         rows.append(Competitor(entry.label, entry.kernel, strategy, problem, entry.is_peer))
@@ -259,7 +261,7 @@ def _prepare(one: Competitor, device: torch.device, *, solo: bool) -> bool:
     reason = ""
     try:
         slots = slots_in_use()
-        timed(one.problem.iteration, device, 1)
+        timed(one.problem.run_iteration, device, 1)
         # Strategies share the slots of a ring: what counts is who has used them, not who made them.
         held = sum(used[0] for address, used in slots_in_use().items() if used != slots.get(address))
         tensors = (one.problem.q, one.problem.k, one.problem.v, one.problem.dout)
@@ -267,13 +269,13 @@ def _prepare(one: Competitor, device: torch.device, *, solo: bool) -> bool:
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         one.strategy.comm.meter.clear()
-        one.times_ns = timed(one.problem.iteration, device, 1)
+        one.times_ns = timed(one.problem.run_iteration, device, 1)
         one.peak_mib = (torch.cuda.max_memory_allocated(device) - before + inputs + held) / 2**20
         if not one.is_peer:
             sent = one.strategy.comm.meter.sent.items()
             one.crossing_mb = sum(size for key, (_, size) in sent if key[3] == "other_host") / 1e6
             if solo:
-                replay = Replay.of(one.problem)
+                replay = Replay.record(one.problem)
                 one.solo = replay.run
                 timed(replay.run, device, 1)
     except Unsupported as error:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from ringprof.record.check.result import CALLS, TIME_LIMIT_S, Check, CheckRequest
-from ringprof.record.request import need
+from ringprof.record.request import require_packages
 from ringprof.run import Workload
 from ringprof.trace.reduced import reduce_file
 
@@ -34,7 +34,7 @@ def capture(
     Every rank also reduces its own trace, so that reports of many ranks are quick. Raises `MissingExtraError` without
     torch.
     """
-    need("torch")
+    require_packages("torch")
     from ringprof.record.capture import capture as profile  # here, because it imports torch
 
     return profile(
@@ -86,7 +86,7 @@ def check(
     Raises `UsageError` for arguments that do not fit, `RecordError` on every rank that can still act where a call fails
     on some rank or does not return within ``time_limit`` seconds of the others', `MissingExtraError` without torch.
     """
-    need("torch")
+    require_packages("torch")
     from torch import as_tensor  # here, because it takes seconds
 
     from ringprof.record.check.on_ranks import check_on_ranks

@@ -17,7 +17,7 @@ from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.errors import MissingExtraError, RingprofError, UsageError
 from ringprof.formatting import percent
 from ringprof.json_object import JsonObject
-from ringprof.record.request import need
+from ringprof.record.request import require_packages
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.kineto import read_trace
 from ringprof.trace.reduced import parse_reduced, reduce_trace
@@ -58,7 +58,7 @@ def monitor(
     Raises `MissingExtraError` without torch or, where asked for, TensorBoard; `UsageError` on a rank outside ``group``,
     for ``every`` below 1, and on the first rank where ``log`` cannot be written.
     """
-    need("torch")
+    require_packages("torch")
     refuse_below_one({"every": every})
     from ringprof.record.monitor import Monitor
     from ringprof.record.process_group import GroupRanks

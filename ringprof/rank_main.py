@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from ringprof.record.check.launch import CheckTask, check_for_parent
-from ringprof.record.launcher import RankPlace, launcher_rank
+from ringprof.record.launcher import RankInfo, launcher_rank
 from ringprof.record.local_launcher import log_path, progress_log_path
 from ringprof.record.progress import ProgressLog
 from ringprof.record.recording import RankRecording
-from ringprof.record.request import Task as RecordTask
+from ringprof.record.request import RankTask as RecordTask
 from ringprof.record.request import from_json
 from ringprof.record.run_folder import discard
 from ringprof.record.shutdown.rank_errors import error_kind, error_line, traceback_text
@@ -43,7 +43,7 @@ def main(what: str, arguments: list[str]) -> NoReturn:
     hops: list[Callable[[], int | None]] = []
 
     def at_end(reason: str, code: int) -> None:
-        diary.last_words(hops[0]() if hops else None)
+        diary.log_stop(hops[0]() if hops else None)
         if reason == PARENT_GONE and place.rank == 0:
             if isinstance(task, RecordTask):
                 discard(Path(task.staging))
@@ -64,7 +64,7 @@ def main(what: str, arguments: list[str]) -> NoReturn:
     os._exit(0)
 
 
-def _carry_out(task: _Task, place: RankPlace, diary: ProgressLog, hops: list[Callable[[], int | None]]) -> None:
+def _carry_out(task: _Task, place: RankInfo, diary: ProgressLog, hops: list[Callable[[], int | None]]) -> None:
     if isinstance(task, CheckTask):
         check_for_parent(task, place, diary)
         return

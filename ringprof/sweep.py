@@ -23,7 +23,7 @@ from ringprof.decoding import decode_file, refuse_deep
 from ringprof.errors import InputError, Interrupted, OutOfMemory, RecordError, UnsupportedWorkloadError, UsageError
 from ringprof.files import leading_out, write_atomically
 from ringprof.json_object import JsonObject, Params
-from ringprof.record import Request, record
+from ringprof.record import RecordRequest, record
 from ringprof.record.launcher import launcher_rank
 from ringprof.record.progress import Reporter
 from ringprof.record.resolve import kernel_class, load_strategy, resolve, typed_params
@@ -74,9 +74,9 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sweep_requests(
-    base: Request, strategies: Sequence[str], seqs: Sequence[int], kernels: Sequence[str], params: Mapping[str, str],
-    documents: Mapping[int, tuple[int, ...]] | None = None,
-) -> list[Request]:  # fmt: skip
+    base: RecordRequest, strategies: Sequence[str], seqs: Sequence[int], kernels: Sequence[str],
+    params: Mapping[str, str], documents: Mapping[int, tuple[int, ...]] | None = None,
+) -> list[RecordRequest]:  # fmt: skip
     """A request for every combination. A parameter ``NAME.key`` goes to strategy NAME, ``key`` to all.
 
     ``documents`` are the lengths that each sequence length packs; where there are none, it is one document.
@@ -96,7 +96,9 @@ def sweep_requests(
     return requests
 
 
-def run_sweep(requests: Sequence[Request], path: Path, reporter: Reporter) -> Iterator[tuple[Row, Analysis | None]]:
+def run_sweep(
+    requests: Sequence[RecordRequest], path: Path, reporter: Reporter
+) -> Iterator[tuple[Row, Analysis | None]]:
     """Record what is not done yet, and yield every row, with its run, as soon as it is there.
 
     Rows that an earlier sweep with the same ``path`` has done are not recorded again; failed ones are. Raises
@@ -127,7 +129,7 @@ def is_peer(strategy: str) -> bool:
     return ".strategies.peers." in find(strategy).target
 
 
-def _refuse_unknown(request: Request) -> None:
+def _refuse_unknown(request: RecordRequest) -> None:
     """Raises for a name or an option that no recording could honour, before hours go into the rows before it."""
     try:
         typed_params(load_strategy(request.strategy), request.strategy, request.params)
@@ -137,7 +139,7 @@ def _refuse_unknown(request: Request) -> None:
         kernel_class(resolve(request, None))
 
 
-def _say_what_differs(row: Row, request: Request, path: Path, reporter: Reporter) -> None:
+def _say_what_differs(row: Row, request: RecordRequest, path: Path, reporter: Reporter) -> None:
     asked = _asked(request).options
     if not row.options:
         reporter.say(f"{row.strategy} {row.workload.seq}: taken from {path}; how it was recorded is not known")
@@ -215,14 +217,14 @@ def _of_kernel_rate(rates: Rates) -> float | None:
     return rates.tflops / rates.block_tflops if rates.tflops and rates.block_tflops else None
 
 
-def _asked(request: Request) -> Row:
+def _asked(request: RecordRequest) -> Row:
     return Row(
         strategy=request.strategy, params=dict(request.params), kernel=request.kernel, workload=request.workload,
         status="ok", options={name: getattr(request, name) for name in (*WHERE, *HOW)},
     )  # fmt: skip
 
 
-def _record_row(request: Request, folder: Path, reporter: Reporter) -> Row:
+def _record_row(request: RecordRequest, folder: Path, reporter: Reporter) -> Row:
     row = _asked(request)
     try:
         forward_ns = None
@@ -243,7 +245,7 @@ def _record_row(request: Request, folder: Path, reporter: Reporter) -> Row:
     return replace(row, run=run.name, forward_ns=forward_ns)
 
 
-def _done(sweep: Sweep, request: Request, folder: Path) -> Row | None:
+def _done(sweep: Sweep, request: RecordRequest, folder: Path) -> Row | None:
     """The row that an earlier sweep has for this request; None where there is none, it failed, or its run is gone."""
     wanted = _asked(request)
     for row in sweep.rows:
@@ -255,7 +257,7 @@ def _done(sweep: Sweep, request: Request, folder: Path) -> Row | None:
     return None
 
 
-def _serves(path: Path, request: Request) -> bool:
+def _serves(path: Path, request: RecordRequest) -> bool:
     """Whether a run can be read and has what was asked for."""
     try:
         return read_run(path).controls is not None or not request.controls

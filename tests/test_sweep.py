@@ -26,7 +26,7 @@ from ringprof.errors import (
     UsageError,
     VerificationError,
 )
-from ringprof.record import Request
+from ringprof.record import RecordRequest
 from ringprof.record.progress import SilentReporter
 from ringprof.report.sweep import COLUMNS, SweepTable, render_markdown
 from ringprof.report.text import TextStyle
@@ -36,7 +36,7 @@ from tests.analysis.findings.test_summary import ring_with_compute
 from tests.analysis.recorded import recorded_run
 from tests.paths import ROOT
 
-BASE = Request(workload=Workload(seq=1, heads=8, kv_heads=8, head_dim=64), strategy="")
+BASE = RecordRequest(workload=Workload(seq=1, heads=8, kv_heads=8, head_dim=64), strategy="")
 
 
 class Recorder:
@@ -45,7 +45,7 @@ class Recorder:
     def __init__(self, errors: dict[tuple[str, int], BaseException]) -> None:
         self.errors, self.calls = errors, []  # type: tuple[dict[tuple[str, int], BaseException], list[Any]]
 
-    def __call__(self, request: Request, reporter: Any) -> Any:
+    def __call__(self, request: RecordRequest, reporter: Any) -> Any:
         self.calls.append((request.strategy, request.workload.seq, request.workload.backward))
         error = self.errors.get((request.strategy, request.workload.seq))
         if error is not None and request.workload.backward:
@@ -176,7 +176,7 @@ def test_peers_are_recorded_beside_without_the_controls_that_they_cannot_have(tm
     asked: dict[str, bool] = {}
 
     class Noting(Recorder):
-        def __call__(self, request: Request, reporter: Any) -> Any:
+        def __call__(self, request: RecordRequest, reporter: Any) -> Any:
             asked[request.strategy] = request.controls or asked.get(request.strategy, False)
             return super().__call__(request, reporter)
 

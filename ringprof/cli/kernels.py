@@ -72,9 +72,9 @@ def _measured(
 
     from ringprof.record.kernel_rates import kernel_rates
     from ringprof.record.machine import device_name
-    from ringprof.record.resolve import device_of
+    from ringprof.record.resolve import resolve_device
 
-    where = torch.device(device_of(device), *([0] if device_of(device) == "cuda" else []))
+    where = torch.device(resolve_device(device), *([0] if resolve_device(device) == "cuda" else []))
     seq = seq or (16384 if where.type == "cuda" else 512)
     workload = Workload(seq=seq, heads=heads, kv_heads=kv_heads or heads, head_dim=head_dim, dtype=dtype)
     found = list(kernel_rates(workload, where))

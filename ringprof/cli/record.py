@@ -11,7 +11,7 @@ from ringprof.cli.recording import end_as_rank, layers, masks, params_of, phases
 from ringprof.cli.values import INFERENCE, KERNEL_NAMES, STRATEGIES, Known, ListOf, Tokens
 from ringprof.errors import RecordError
 from ringprof.json_object import Options
-from ringprof.record import Request, record
+from ringprof.record import RecordRequest, record
 from ringprof.record.launcher import launcher_rank
 from ringprof.report.text import duration, rate, shell_words
 from ringprof.run import Run
@@ -72,7 +72,7 @@ def command(**options: Any) -> None:
         end_as_rank(place.rank, work, lambda error: type(error) is RecordError)
 
 
-def _show(run: Run | None, request: Request) -> None:
+def _show(run: Run | None, request: RecordRequest) -> None:
     if run is not None:
         click.echo(headline(run))
         click.echo(f"next: ringprof report {shell_words([request.output])}")
@@ -87,7 +87,7 @@ def headline(run: Run) -> str:
     return f"{run.name}: {duration(time_ns)} an iteration, {rate(tflops)} per device ({by})"
 
 
-def _request(options: Options) -> Request:
+def _request(options: Options) -> RecordRequest:
     seq = 1 if options["seq"] is None and options["phase"] == "decode" else options["seq"]
     if seq is None:
         raise click.UsageError("Missing option '--seq'.")

@@ -15,7 +15,7 @@ from ringprof.cli.write import say
 from ringprof.documents import document_lengths
 from ringprof.errors import RingprofError, UsageError
 from ringprof.json_object import JsonObject, Options
-from ringprof.record import Request
+from ringprof.record import RecordRequest
 from ringprof.record.request import DTYPES
 from ringprof.run import LayerAround, Phase, Workload
 from ringprof.validation import refuse_below_one
@@ -159,11 +159,11 @@ def _smaller(of_v: int | None, size: int) -> int | None:
     return None if of_v == size else of_v
 
 
-def request_of(options: Options, *, seq: int, strategy: str, backward: bool = True, **others: Any) -> Request:
+def request_of(options: Options, *, seq: int, strategy: str, backward: bool = True, **others: Any) -> RecordRequest:
     """What the options ask for; ``others`` are further fields of the request."""
     workload = workload_of(options, seq, backward=backward)
     chosen = {name: options[name] for name in _SAME}
-    return Request(workload=workload, strategy=strategy, command=["ringprof", *sys.argv[1:]], **chosen, **others)
+    return RecordRequest(workload=workload, strategy=strategy, command=["ringprof", *sys.argv[1:]], **chosen, **others)
 
 
 def mask_of(options: Options, seq: int) -> JsonObject:

@@ -50,7 +50,7 @@ class _TimedPass:
 
         def run_pass() -> None:
             start_ns = time.perf_counter_ns()
-            self.shard.iteration()
+            self.shard.run_iteration()
             host_us.append((time.perf_counter_ns() - start_ns) / 1e3)
 
         if bench.size == 1:
@@ -117,9 +117,9 @@ def _prepare(bench: Bench, host_pass: HostPass, workload: Workload) -> _TimedPas
         strategy = create(
             host_pass.strategy, kernel=host_pass.kernel, hops=host_pass.hops, **_PARAMS.get(host_pass.strategy, {})
         )
-        shard = WorkloadShard.of(strategy, workload, bench.device)
+        shard = WorkloadShard.create(strategy, workload, bench.device)
         for _ in range(_WARM_UP_PASSES):
-            shard.iteration()
+            shard.run_iteration()
     except (RuntimeError, ValueError):
         return None
     return _TimedPass(host_pass, shard)

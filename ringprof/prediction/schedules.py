@@ -15,7 +15,7 @@ from ringprof.record.dryrun.dispatch import Recorder
 from ringprof.record.dryrun.fakes import RecordingCommunicator
 from ringprof.record.dryrun.run import dry_run_rank, refuse_on_failure
 from ringprof.record.dryrun.schedule import Schedule
-from ringprof.record.resolve import fits, load_strategy, strategy_errors, typed_params
+from ringprof.record.resolve import load_strategy, strategy_errors, typed_params, why_unsupported
 from ringprof.run import MOST_RANKS, Workload
 from ringprof.strategies import find
 from ringprof.strategies.base import Context
@@ -57,7 +57,7 @@ def schedule(
         size, per_host, **typed_params(strategy_class, strategy, params or {})
     )
     with strategy_errors():
-        reason = fits(strategy_class, workload, size, placed_params)
+        reason = why_unsupported(strategy_class, workload, size, placed_params)
     if reason:
         raise UnsupportedWorkloadError(f"strategy {strategy!r} cannot run this: {reason}")
     programs, instance = [], None
@@ -138,7 +138,7 @@ def _stand_in_params(query: Query, workload: Workload, cluster: Cluster) -> Json
     for params in (typed, resolved, *without):
         placed_params = strategy_class.with_placement(cluster.size, cluster.gpus_per_host, **params)
         if (
-            fits(strategy_class, workload, cluster.size, placed_params) is None
+            why_unsupported(strategy_class, workload, cluster.size, placed_params) is None
             and _instantiate(query, cluster, placed_params)[1] == hosts_per_channel
         ):
             return dict(params)

@@ -1,6 +1,6 @@
-"""Recording: run a strategy on all ranks, check it, time it, profile it, and write the run.
+"""Recording: run a strategy on all ranks, verify its results, time it, profile it, and write the run.
 
-Loads torch, when a recording begins; importing this package does not.
+Importing this package does not load torch; starting a recording does.
 """
 
 from __future__ import annotations
@@ -10,36 +10,37 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ringprof.record.launcher import RankPlace, launcher_rank
+from ringprof.record.launcher import RankInfo, launcher_rank
 from ringprof.record.progress import Reporter, SilentReporter
-from ringprof.record.request import Request, Task, need
+from ringprof.record.request import RankTask, RecordRequest, require_packages
 from ringprof.record.run_folder import discard, stage
 from ringprof.run import Run, read_run
 from ringprof.scratch import remove, scratch_folder
 
-__all__ = ["Request", "record"]
+__all__ = ["RecordRequest", "record"]
 
 
-def record(request: Request, reporter: Reporter | None = None, reduce: Any = None) -> Run | None:
-    """Record one run, on ranks started here, or as one rank where torchrun or srun started this process.
+def record(request: RecordRequest, reporter: Reporter | None = None, reduce: Any = None) -> Run | None:
+    """Record one run, on ranks that this process starts, or as one rank if torchrun or srun started this process.
 
-    Returns the run, whose traces are named from the folder of ``request.output``; None on ranks other than 0. Blocks
-    until all ranks have ended. Raises `UsageError` and its kinds before anything is started, `RecordError` where a
-    rank fails or the result is wrong. A run that failed leaves nothing but its log.
-    ``reduce`` writes the reduced form of this rank's trace (`ringprof.record.recording.Reduce`); ranks started here do
-    so by themselves.
+    Blocks until all ranks have ended. Returns the run, or None on ranks other than 0; the paths of its traces are
+    relative to the folder of ``request.output``. A failed run leaves nothing but its log.
+    ``reduce`` writes the reduced form of this rank's trace (`ringprof.record.recording.Reduce`). Ranks that ringprof
+    starts reduce their traces themselves.
+    Raises `UsageError` or a subclass before anything is started, and `RecordError` if a rank fails or a result is
+    wrong.
     """
     reporter = reporter or SilentReporter()
-    place = launcher_rank()
-    if place is not None:
-        need("torch", "psutil")
+    rank_info = launcher_rank()
+    if rank_info is not None:
+        require_packages("torch", "psutil")
         from ringprof.record.external_launcher import record_as_rank
 
-        return record_as_rank(request, place, reporter, reduce)
+        return record_as_rank(request, rank_info, reporter, reduce)
     return _record_here(request, reporter)
 
 
-def _record_here(request: Request, reporter: Reporter) -> Run:
+def _record_here(request: RecordRequest, reporter: Reporter) -> Run:
     from ringprof.record.local_launcher import launch
 
     task = prepare(request, None, reporter, str(scratch_folder("ranks")))
@@ -50,19 +51,22 @@ def _record_here(request: Request, reporter: Reporter) -> Run:
         raise
 
 
-def prepare(request: Request, place: RankPlace | None, reporter: Reporter, scratch: str | None) -> Task:
-    """Make every choice, say what will be done, refuse what will not do, and make the run's folder."""
+def prepare(request: RecordRequest, rank_info: RankInfo | None, reporter: Reporter, scratch: str | None) -> RankTask:
+    """Resolve the request, report the plan, refuse a run that is too large, and create the run's staging folder.
+
+    Removes the folder ``scratch`` if it raises.
+    """
     staging = None
     try:
-        need("torch", "psutil")
-        from ringprof.record.estimate import describe, estimate_of, refuse_too_large
+        require_packages("torch", "psutil")
+        from ringprof.record.estimate import describe, estimate_of, raise_if_too_large
         from ringprof.record.resolve import ranks_per_host, resolve
 
-        request = resolve(request, place)
-        plan = estimate_of(request, ranks_per_host(request, place))
-        for line in describe(request, plan):
+        request = resolve(request, rank_info)
+        estimate = estimate_of(request, ranks_per_host(request, rank_info))
+        for line in describe(request, estimate):
             reporter.say(line)
-        refuse_too_large(request, plan)
+        raise_if_too_large(request, estimate)
         staging = stage(
             Path(request.output).absolute(),
             f"{request.strategy}-{request.workload.kv_length or request.workload.seq}",
@@ -71,12 +75,12 @@ def prepare(request: Request, place: RankPlace | None, reporter: Reporter, scrat
     finally:
         if staging is None and scratch is not None:
             remove(Path(scratch))
-    return Task(
+    return RankTask(
         request=replace(request, output=str(Path(request.output).absolute())),
         name=staging.name,
         staging=str(staging.path),
         token=staging.token,
         scratch=scratch,
         created=staging.created,
-        time_limit=request.time_limit or plan.time_limit,
+        time_limit=request.time_limit or estimate.time_limit,
     )

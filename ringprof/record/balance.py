@@ -1,11 +1,11 @@
-"""How evenly layouts deal out the work of a mask, from the mask alone: no GPU, nothing is computed."""
+"""Load balance of a mask's work under each layout, derived from the mask alone: no GPU, no attention is computed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from ringprof.json_object import JsonObject, Params
-from ringprof.record.resolve import fits, load_strategy, typed_params
+from ringprof.record.resolve import load_strategy, typed_params, why_unsupported
 from ringprof.run import Workload
 from ringprof.strategies.masks.sharded_mask import busiest_over_mean, steps_over_mean
 
@@ -21,44 +21,46 @@ CANDIDATES: tuple[tuple[str, JsonObject], ...] = (
     ("allgather", {"layout": "zigzag", "documents_layout": "packed"}),
     ("allgather", {"layout": "zigzag", "documents_layout": "per_document"}),
 )
-"""Strategies and parameters whose balance differs."""
+"""Strategies and parameters that balance work differently from each other."""
 TIED = ("ring", "zigzag", "stripe", "usp")
-"""Strategies whose ranks wait for each other in every step."""
+"""Strategies whose ranks wait for each other in every ring step."""
 
 
 @dataclass(frozen=True)
 class Balance:
-    """One way of dealing out the work, and what it comes to; ratios are None where it does not fit, for ``reason``."""
+    """Load balance of one strategy with its parameters; the ratios are None if ``reason`` says why it cannot run."""
 
     strategy: str
     params: Params
     reason: str | None = None
     busiest: float | None = None
-    """Work of the busiest rank over the mean."""
+    """Work of the busiest rank, divided by the mean over the ranks."""
     steps: float | None = None
-    """The same where all ranks wait for the busiest one in every step of a ring; None where nothing ties them."""
+    """Work of the busiest rank of each ring step, summed over the steps and divided by the mean rank's total.
+
+    None for a strategy whose ranks do not wait for each other in every step."""
     needed: float | None = None
-    """Share of the pairs of two different ranks of which one needs the other's keys."""
+    """Share (0 to 1) of the ordered pairs of different ranks in which the first needs keys of the second."""
 
 
 def balances(workload: Workload, world: int) -> list[Balance]:
-    """Every way of `CANDIDATES`, the most even first; those that do not fit last."""
+    """Return the balance of every entry of `CANDIDATES`, best first; entries that cannot run come last."""
     candidates = [
         (name, params)
         for name, params in CANDIDATES
         if workload.documents or params.get("documents_layout") != "per_document"
     ]
-    found = [_balance(name, params, workload, world) for name, params in candidates]
-    return sorted(found, key=lambda one: (one.busiest is None, one.steps or one.busiest or 0.0))
+    results = [_balance(name, params, workload, world) for name, params in candidates]
+    return sorted(results, key=lambda balance: (balance.busiest is None, balance.steps or balance.busiest or 0.0))
 
 
 def _balance(name: str, params: Params, workload: Workload, world: int) -> Balance:
     strategy = load_strategy(name)
-    placed = strategy.with_placement(world, world, **typed_params(strategy, name, params))
-    reason = fits(strategy, workload, world, placed)
+    placed_params = strategy.with_placement(world, world, **typed_params(strategy, name, params))
+    reason = why_unsupported(strategy, workload, world, placed_params)
     if reason:
         return Balance(name, params, reason)
-    areas = strategy.sharded_mask(workload.mask(), workload.seq, world, **placed).areas()
+    areas = strategy.sharded_mask(workload.mask(), workload.seq, world, **placed_params).areas()
     pairs = [bool(area) for rank, row in enumerate(areas) for other, area in enumerate(row) if other != rank]
     return Balance(
         name, params, busiest=busiest_over_mean(areas), steps=steps_over_mean(areas) if name in TIED else None,

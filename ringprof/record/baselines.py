@@ -1,7 +1,7 @@
-"""Controls of a recording: the blocks alone, the strategy without sending, and the strategy without computing.
+"""Baselines of a recording: kernels only, the strategy without communication, and the strategy without computation.
 
-How fast a GPU runs depends on how hot it is, by several percent. So the controls are timed in turns with ordinary
-iterations, all in one recording.
+A GPU's speed depends on its temperature by several percent. So baselines and ordinary iterations are interleaved in one
+recording. The command line and ``run.json`` call the baselines ``controls``.
 """
 
 from __future__ import annotations
@@ -28,162 +28,167 @@ from ringprof.strategies.transport.baselines import (
     use_kernel,
 )
 
-CONTROL_KINDS = ("ordinary", "solo", "compute_only", "communication_only")
+BASELINE_KINDS = ("ordinary", "solo", "compute_only", "communication_only")
 ORDERS = ((0, 1, 3, 2), (1, 2, 0, 3), (2, 3, 1, 0), (3, 0, 2, 1))
-"""The order of `CONTROL_KINDS` in each round: in four rounds each kind follows each other kind once, and so is timed on
-a device that the one before has left hot as often as on one that it has left cool."""
+"""Order of `BASELINE_KINDS` in each round, as indices.
+
+In four rounds each kind follows every other kind once, so that no kind is timed on a hotter device than another."""
 
 
 @dataclass(frozen=True)
 class BaselineTimes:
-    """One rank's times: nanoseconds of every iteration, by those of `CONTROL_KINDS` that there are."""
+    """Baseline times of one rank: nanoseconds of every iteration, by kind (`BASELINE_KINDS` or a part of them)."""
 
     rounds: int
     times_ns: dict[str, list[int]]
     solo_flops: int
-    """Of one solo iteration, counted by the kernel."""
+    """FLOPs of one ``solo`` iteration, counted by the kernel."""
 
 
 def measure_baselines(
-    problem: WorkloadShard, silent: Any, device: torch.device, warmup: int, iters: int, reporter: Reporter
+    shard: WorkloadShard, null_strategy: Any, device: torch.device, warmup: int, iters: int, reporter: Reporter
 ) -> BaselineTimes:
-    """Time ordinary iterations and the three controls in turns, at least ``iters`` of each, in up to four rounds.
+    """Time ordinary iterations and the three baselines, interleaved in up to four rounds, at least ``iters`` of each.
 
-    ``compute_only`` is an iteration on a communicator that sends nothing, ``communication_only`` one with a kernel that
-    computes nothing; merges and accumulation run in both. One rank alone has neither: it sends nothing anyway.
-    ``silent`` is the problem's strategy on a `NullCommunicator`. Collective: every rank calls it.
+    ``solo`` replays the kernel calls of an iteration back to back. ``compute_only`` is an iteration on a communicator
+    that sends nothing. ``communication_only`` is an iteration with a kernel that computes nothing. Merges and
+    accumulation run in the last two. A single rank has only ``solo``, because it sends nothing anyway.
+    ``null_strategy`` is the shard's strategy on a `NullCommunicator`. Collective: every rank must call this.
     """
     rounds = min(iters, len(ORDERS))
-    each = -(-iters // rounds)
-    bodies, solo_flops = baseline_bodies(problem, silent)
-    reporter.start("controls", len(bodies[1:]) * warmup + len(bodies) * rounds * each)
-    warming = clock_for(device)
+    per_kind = -(-iters // rounds)
+    bodies, solo_flops = baseline_bodies(shard, null_strategy)
+    reporter.start("controls", len(bodies[1:]) * warmup + len(bodies) * rounds * per_kind)
+    warmup_clock = clock_for(device)
     for body in [body for body in bodies[1:] for _ in range(warmup)]:
-        warming.run(body)
+        warmup_clock.run(body)
         reporter.advance()
-    warming.times_ns()
-    turns = [kind for order in ORDERS[:rounds] for kind in order if kind < len(bodies) for _ in range(each)]
-    # One clock for all: it keeps the host from running ahead, which would cost memory.
+    warmup_clock.times_ns()
+    sequence = [kind for order in ORDERS[:rounds] for kind in order if kind < len(bodies) for _ in range(per_kind)]
+    # One clock for all kinds: it keeps the host from running ahead, which would cost memory.
     clock = clock_for(device)
-    for kind in turns:
+    for kind in sequence:
         clock.run(bodies[kind])
         reporter.advance()
-    times: dict[str, list[int]] = {name: [] for name in CONTROL_KINDS[: len(bodies)]}
-    for kind, time_ns in zip(turns, clock.times_ns(), strict=True):
-        times[CONTROL_KINDS[kind]].append(time_ns)
+    times: dict[str, list[int]] = {name: [] for name in BASELINE_KINDS[: len(bodies)]}
+    for kind, time_ns in zip(sequence, clock.times_ns(), strict=True):
+        times[BASELINE_KINDS[kind]].append(time_ns)
     return BaselineTimes(rounds, times, solo_flops)
 
 
-def baseline_bodies(problem: WorkloadShard, silent: Any) -> tuple[list[Callable[[], object]], int]:
-    """An iteration of each of `CONTROL_KINDS`, and the FLOPs of the blocks alone; as `measure_baselines`.
-    Collective."""
-    replay = Replay.of(problem)
-    bodies: list[Callable[[], object]] = [problem.iteration, replay.run]
-    if problem.strategy.comm.size > 1:
-        bodies += [replace(problem, strategy=silent).iteration, _idle(problem)]
+def baseline_bodies(shard: WorkloadShard, null_strategy: Any) -> tuple[list[Callable[[], object]], int]:
+    """Return a function that runs one iteration, for each of `BASELINE_KINDS`, and the FLOPs of a ``solo`` iteration.
+
+    A single rank has only the first two kinds. Collective: every rank must call this.
+    """
+    replay = Replay.record(shard)
+    bodies: list[Callable[[], object]] = [shard.run_iteration, replay.run]
+    if shard.strategy.comm.size > 1:
+        bodies += [replace(shard, strategy=null_strategy).run_iteration, _communication_only(shard)]
     return bodies, replay.flops
 
 
-def silent_strategy(
+def strategy_without_transport(
     name: str, kernel: str, ranks_per_host: int | None, params: Params, hosts: Sequence[int] | None = None
 ) -> Any:
-    """A strategy by name or path, as `ringprof.strategies.create` makes it, whose communicator sends nothing."""
+    """Create a strategy by name or ``package.module:Class`` on a communicator that sends nothing."""
     communicator = NullCommunicator(ranks_per_host=ranks_per_host, hosts=hosts)
     return load_strategy(name)(Context(communicator, kernel), **params)
 
 
-def _idle(problem: WorkloadShard) -> Callable[[], None]:
+def _communication_only(shard: WorkloadShard) -> Callable[[], None]:
     kernel = NoOpKernel()
 
     def body() -> None:
-        with use_kernel(problem.strategy, kernel):
-            problem.iteration()
+        with use_kernel(shard.strategy, kernel):
+            shard.run_iteration()
 
     return body
 
 
 class Replay:
-    """The kernel calls of one iteration, in their order, with the values and the strides but without the strategy.
+    """Kernel calls of one iteration, in their order and with their strides, but without the strategy.
 
-    Each role has one stretch of memory, the problem's own where that is long enough, and every call looks at it through
-    the shape and strides that it had. A backward call has the LSE that belongs to what it computes with.
+    All calls share one buffer per role (q, k, v, dout, ...): the shard's own tensor where that is long enough. Every
+    call views the buffer with the shape and the strides that it had. The LSE of a backward call is computed from the
+    values in these buffers.
     """
 
-    def __init__(self, kernel: Any, calls: Sequence[KernelCall], problem: WorkloadShard) -> None:
+    def __init__(self, kernel: Any, calls: Sequence[KernelCall], shard: WorkloadShard) -> None:
         self._kernel = kernel
-        self._memory = _Memory(problem, calls)
-        self._rows: dict[KernelCall, dict[str, Tensor]] = {}
+        self._buffers = _Buffers(shard, calls)
+        self._backward_arguments: dict[KernelCall, dict[str, Tensor]] = {}
         with torch.no_grad():
             self._bound = [self._bind(call) for call in calls]
-        before = kernel.flops
+        flops_before = kernel.flops
         self.run()
-        self.flops: int = kernel.flops - before
-        """Of one run."""
+        self.flops: int = kernel.flops - flops_before
+        """FLOPs of one run."""
 
     @classmethod
-    def of(cls, problem: WorkloadShard) -> Replay:
-        """The calls of one iteration of ``problem``, which is run to see them. Collective."""
-        kernel = problem.kernel()
-        listener = RecordingKernel(kernel)
-        with use_kernel(problem.strategy, listener):
-            problem.iteration()
-        return cls(kernel, listener.recorded_calls, problem)
+    def record(cls, shard: WorkloadShard) -> Replay:
+        """Run one iteration of ``shard`` and return a replay of it. Collective: every rank must call this."""
+        kernel = shard.kernel()
+        recorder = RecordingKernel(kernel)
+        with use_kernel(shard.strategy, recorder):
+            shard.run_iteration()
+        return cls(kernel, recorder.recorded_calls, shard)
 
     def run(self) -> None:
-        """All calls, back to back."""
+        """Run all calls, back to back."""
         with torch.no_grad():
             for call in self._bound:
                 call()
 
     def _bind(self, call: KernelCall) -> Callable[[], object]:
-        q, k, v = (self._memory.at(role, getattr(call, role)) for role in ("q", "k", "v"))
-        kernel, how = self._kernel, {"scale": call.scale, "causal": call.causal, "parts": call.parts}
+        q, k, v = (self._buffers.as_view(role, getattr(call, role)) for role in ("q", "k", "v"))
+        kernel, arguments = self._kernel, {"scale": call.scale, "causal": call.causal, "parts": call.parts}
         if call.rows is None:
-            return lambda: kernel.forward(q, k, v, **how)
-        if call not in self._rows:
-            self._rows[call] = self._rows_of(call, q, k, v)
-        rows = self._rows[call]
-        return lambda: kernel.backward(q=q, k=k, v=v, **how, **rows)
+            return lambda: kernel.forward(q, k, v, **arguments)
+        if call not in self._backward_arguments:
+            self._backward_arguments[call] = self._create_backward_arguments(call, q, k, v)
+        backward_arguments = self._backward_arguments[call]
+        return lambda: kernel.backward(q=q, k=k, v=v, **arguments, **backward_arguments)
 
-    def _rows_of(self, call: KernelCall, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
-        """dout, lse, and out or delta, of a backward call."""
+    def _create_backward_arguments(self, call: KernelCall, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+        """Return the arguments dout, lse, and out or delta of a backward call."""
         views = call.rows
         assert views is not None
         lse = torch.empty_strided(views.lse.size, views.lse.stride, dtype=views.lse.dtype, device=q.device)
         lse.copy_(self._kernel.forward(q, k, v, scale=call.scale, causal=call.causal, parts=call.parts)[1])
-        rows = {"dout": self._memory.at("dout", views.dout), "lse": lse}
+        arguments = {"dout": self._buffers.as_view("dout", views.dout), "lse": lse}
         for name, view in (("out", views.out), ("delta", views.delta)):
             if view is not None:
-                rows[name] = self._memory.at(name, view)
-        return rows
+                arguments[name] = self._buffers.as_view(name, view)
+        return arguments
 
 
-class _Memory:
-    """One stretch of numbers for each role of a kernel's arguments."""
+class _Buffers:
+    """Buffers of a replay: one per role and dtype of a kernel's arguments."""
 
-    def __init__(self, problem: WorkloadShard, calls: Sequence[KernelCall]) -> None:
-        self._like = problem.q
-        self._stretches: dict[tuple[str, torch.dtype], Tensor] = {}
+    def __init__(self, shard: WorkloadShard, calls: Sequence[KernelCall]) -> None:
+        self._q = shard.q
+        self._by_role: dict[tuple[str, torch.dtype], Tensor] = {}
         for role in ("q", "k", "v", "dout"):
-            tensor = getattr(problem, role)
+            tensor = getattr(shard, role)
             if tensor is not None and tensor.is_contiguous():
-                self._stretches[role, tensor.dtype] = tensor.detach().view(-1)
+                self._by_role[role, tensor.dtype] = tensor.detach().view(-1)
         for call in calls:
-            for role, view in _roles(call):
+            for role, view in _views_by_role(call):
                 self._reserve(role, view)
 
-    def at(self, role: str, view: TensorView) -> Tensor:
-        """The role's memory, seen as ``view``."""
-        return self._stretches[role, view.dtype].as_strided(view.size, view.stride)
+    def as_view(self, role: str, view: TensorView) -> Tensor:
+        """Return the role's buffer with the size and the strides of ``view``."""
+        return self._by_role[role, view.dtype].as_strided(view.size, view.stride)
 
     def _reserve(self, role: str, view: TensorView) -> None:
-        known = self._stretches.get((role, view.dtype))
-        if known is None or known.numel() < view.span:
-            self._stretches[role, view.dtype] = torch.randn(view.span, dtype=view.dtype, device=self._like.device)
+        buffer = self._by_role.get((role, view.dtype))
+        if buffer is None or buffer.numel() < view.span:
+            self._by_role[role, view.dtype] = torch.randn(view.span, dtype=view.dtype, device=self._q.device)
 
 
-def _roles(call: KernelCall) -> list[tuple[str, TensorView]]:
-    roles: list[tuple[str, TensorView | None]] = [("q", call.q), ("k", call.k), ("v", call.v)]
+def _views_by_role(call: KernelCall) -> list[tuple[str, TensorView]]:
+    views: list[tuple[str, TensorView | None]] = [("q", call.q), ("k", call.k), ("v", call.v)]
     if call.rows is not None:
-        roles += [("dout", call.rows.dout), ("out", call.rows.out), ("delta", call.rows.delta)]
-    return [(role, view) for role, view in roles if view is not None]
+        views += [("dout", call.rows.dout), ("out", call.rows.out), ("delta", call.rows.delta)]
+    return [(role, view) for role, view in views if view is not None]

@@ -1,4 +1,4 @@
-"""Timing one iteration after another, without the profiler: all ranks start together, and the start is not counted."""
+"""Clocks for iterations without the profiler: all ranks start together, and the barrier is not counted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 class CpuClock:
-    """Runs bodies behind a barrier and keeps how long each took on this rank, by the host's monotonic clock."""
+    """Host clock that runs functions behind a barrier and keeps how long each took on this rank (monotonic clock)."""
 
     def __init__(self) -> None:
         self._times: list[int] = []
@@ -24,25 +24,26 @@ class CpuClock:
         self._times.append(time.perf_counter_ns() - start)
 
     def times_ns(self) -> list[int]:
-        """The time of every body so far, in nanoseconds; waits for the device."""
+        """Return the time of every function that has run, in nanoseconds."""
         return list(self._times)
 
 
 class CudaClock:
-    """As `CpuClock`, by CUDA events on the current stream, around the body and behind a barrier on the device.
+    """GPU clock that times functions with CUDA events on the current stream, behind a barrier on the device.
 
-    The barrier is a tiny all-reduce: the start event is recorded when it is over, so its cost and the ranks' skew are
-    excluded. The host stays one body ahead of the device, as it does in training, and no more.
+    The barrier is a tiny all-reduce. The start event is recorded after it, so that its cost and the skew between the
+    ranks are excluded. The host stays one function ahead of the device, as it does in training, and no more.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._token = torch.zeros(1, device=device)
+        self._barrier_tensor = torch.zeros(1, device=device)
         self._events: list[tuple[Any, Any]] = []
 
     def run(self, body: Callable[[], object]) -> None:
+        """Launch ``body`` behind the barrier; wait for the function before it."""
         event: Any = torch.cuda.Event
         start, end = event(enable_timing=True), event(enable_timing=True)
-        dist.all_reduce(self._token)
+        dist.all_reduce(self._barrier_tensor)
         start.record()
         body()
         end.record()
@@ -51,10 +52,11 @@ class CudaClock:
         self._events.append((start, end))
 
     def times_ns(self) -> list[int]:
+        """Wait for the device and return the time of every function that has run, in nanoseconds."""
         torch.cuda.synchronize()
         return [round(start.elapsed_time(end) * 1e6) for start, end in self._events]
 
 
 def clock_for(device: torch.device) -> CpuClock | CudaClock:
-    """A fresh clock for the device that the ranks compute on."""
+    """Create a clock for the device that the ranks compute on."""
     return CudaClock(device) if device.type == "cuda" else CpuClock()

@@ -1,7 +1,8 @@
-"""Dynamic context parallelism: an iteration of several steps, in each of which other numbers of ranks share a sequence.
+"""Dynamic context parallelism: an iteration of several steps, each with its own number of ranks per sequence.
 
-Every step has the same tokens a rank: with 4 ranks and sizes 4, 2 and 1, one sequence of all tokens, then two of half
-of them, each on two neighbours, then four. The strategies of all sizes are made once.
+Every step has the same number of tokens per rank. With 4 ranks and sizes 4, 2 and 1, the first step has one sequence of
+all tokens, the second has two of half the length, each on two neighbours, and the third has four, one per rank. The
+strategies of all sizes are created once.
 """
 
 from __future__ import annotations
@@ -25,21 +26,29 @@ _RESULTS = ("out", "dq", "dk", "dv")
 
 
 @dataclass(kw_only=True)
-class StepsProblem(WorkloadShard):
-    """The steps, one after the other; what belongs to one alone is the first's."""
+class DynamicCpShard(WorkloadShard):
+    """One rank's share of all steps of an iteration; the inherited attributes are those of the first step."""
 
     steps: list[WorkloadShard]
     workloads: list[Workload]
-    """Of one group of ranks, by step."""
-    stamps: list[list[Any]] = field(default_factory=list)
-    """By iteration, when each step began, and when the last ended."""
+    """Workload of one group of ranks, for each step."""
+    timestamps: list[list[Any]] = field(default_factory=list)
+    """For each iteration, the start of each step and the end of the last: CUDA events, or nanoseconds on CPU."""
 
     @classmethod
-    def over(cls, parts: Any, workload: Workload, sizes: tuple[int, ...], device: torch.device) -> StepsProblem:
-        """``parts`` is a `ringprof.strategies.Dynamic`; collective, as it makes the strategies."""
-        workloads = [workload.step(parts.comm.size // size) for size in sizes]
-        strategies = [parts.of(size) for size in sizes]
-        steps = [WorkloadShard.of(one, work, device) for one, work in zip(strategies, workloads, strict=True)]
+    def from_dynamic(
+        cls, dynamic: Any, workload: Workload, sizes: tuple[int, ...], device: torch.device
+    ) -> DynamicCpShard:
+        """Create the shards of all steps from ``dynamic``, a `ringprof.strategies.Dynamic`.
+
+        Collective: every rank must call this, because the strategies are created here.
+        """
+        workloads = [workload.step(dynamic.comm.size // size) for size in sizes]
+        strategies = [dynamic.of(size) for size in sizes]
+        steps = [
+            WorkloadShard.create(strategy, step_workload, device)
+            for strategy, step_workload in zip(strategies, workloads, strict=True)
+        ]
         first = steps[0]
         return cls(
             first.strategy, first.causal, first.q, first.k, first.v, first.dout, steps=steps, workloads=workloads
@@ -47,38 +56,45 @@ class StepsProblem(WorkloadShard):
 
     @property
     def strategies(self) -> list[Any]:
+        """Strategies of all steps, each once."""
         return list({id(step.strategy): step.strategy for step in self.steps}.values())
 
-    def iteration(self) -> Results:
-        """All steps; returns what the last computes."""
-        return self._in_turn()[-1]
+    def run_iteration(self) -> Results:
+        """Run all steps and return the results of the last one."""
+        return self._run_steps()[-1]
 
-    def results(self) -> Results:
-        """Those of all steps side by side, as so many more tokens: see `of_step`."""
-        found = self._in_turn()
-        parts = {name: [getattr(one, name) for one in found] for name in _RESULTS}
-        return Results(**{name: torch.cat(some, 1) for name, some in parts.items() if some[0] is not None})
+    def run_for_verification(self) -> Results:
+        """Run all steps and return their results, concatenated along the tokens; see `results_of_step`."""
+        step_results = self._run_steps()
+        tensors = {name: [getattr(results, name) for results in step_results] for name in _RESULTS}
+        return Results(**{name: torch.cat(parts, 1) for name, parts in tensors.items() if parts[0] is not None})
 
-    def _in_turn(self) -> list[Results]:
-        found, stamps = [], [self._now()]
+    def _run_steps(self) -> list[Results]:
+        results, timestamps = [], [self._timestamp()]
         for step in self.steps:
             with record_function(f"cp_size={step.strategy.comm.size}"):
-                found.append(step.iteration())
-            stamps.append(self._now())
-        self.stamps.append(stamps)
-        return found
+                results.append(step.run_iteration())
+            timestamps.append(self._timestamp())
+        self.timestamps.append(timestamps)
+        return results
 
-    def of_step(self, results: Results, number: int) -> Results:
-        """One step's part of `results`."""
-        there = {name: x for name in _RESULTS if (x := getattr(results, name)) is not None}
-        return Results(**{name: x.chunk(len(self.steps), 1)[number] for name, x in there.items()})
+    def results_of_step(self, results: Results, number: int) -> Results:
+        """Return the part of ``results`` (those of `run_for_verification`) that belongs to step ``number``."""
+        tensors = {name: x for name in _RESULTS if (x := getattr(results, name)) is not None}
+        return Results(**{name: x.chunk(len(self.steps), 1)[number] for name, x in tensors.items()})
 
     def step_times_ns(self, iterations: int) -> list[int]:
-        """Each step's median over the last iterations; the device must have finished."""
-        times = [[self._between(begin, end) for begin, end in pairwise(stamps)] for stamps in self.stamps[-iterations:]]
-        return [int(median(of_step)) for of_step in zip(*times, strict=True)]
+        """Return the median time of each step over the last ``iterations``, in nanoseconds.
 
-    def _now(self) -> Any:
+        The device must have finished.
+        """
+        times = [
+            [self._elapsed_ns(begin, end) for begin, end in pairwise(timestamps)]
+            for timestamps in self.timestamps[-iterations:]
+        ]
+        return [int(median(times_of_step)) for times_of_step in zip(*times, strict=True)]
+
+    def _timestamp(self) -> Any:
         if self.q.device.type != "cuda":
             return time.perf_counter_ns()
         event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -86,40 +102,48 @@ class StepsProblem(WorkloadShard):
         return event
 
     @staticmethod
-    def _between(begin: Any, end: Any) -> int:
+    def _elapsed_ns(begin: Any, end: Any) -> int:
         return int(end - begin) if isinstance(begin, int) else round(begin.elapsed_time(end) * 1e6)
 
 
-def verify_steps(parts: Any, workload: Workload, sizes: tuple[int, ...], device: torch.device) -> Verification:
-    """As `ringprof.record.verify.verify`, of every size; all groups of ranks at once. Raises `VerificationError`."""
-    return _worst(
-        [verify(parts.of(size), workload.step(parts.comm.size // size), device) for size in dict.fromkeys(sizes)]
+def verify_steps(dynamic: Any, workload: Workload, sizes: tuple[int, ...], device: torch.device) -> Verification:
+    """Verify the strategy of every size before timing, all groups of ranks at once; see `ringprof.record.verify`.
+
+    Raises `VerificationError`.
+    """
+    return _merge(
+        [verify(dynamic.of(size), workload.step(dynamic.comm.size // size), device) for size in dict.fromkeys(sizes)]
     )
 
 
-def verify_timed_steps(problem: StepsProblem, measured: Measurement, before: Verification) -> Verification:
-    """As `ringprof.record.verify_timed.verify_timed`, of every step. Raises `VerificationError`."""
+def verify_timed_steps(shard: DynamicCpShard, measured: Measurement, before: Verification) -> Verification:
+    """Verify the last timed result of every step; see `ringprof.record.verify_timed`. Raises `VerificationError`."""
     assert measured.last is not None
-    rows = measured.first_rows.chunk(len(problem.steps), 1)
-    return _worst([
-        verify_timed(step, rows[number], problem.of_step(measured.last, number), work, before)
-        for number, (step, work) in enumerate(zip(problem.steps, problem.workloads, strict=True))
+    rows = measured.first_rows.chunk(len(shard.steps), 1)
+    return _merge([
+        verify_timed(step, rows[number], shard.results_of_step(measured.last, number), workload, before)
+        for number, (step, workload) in enumerate(zip(shard.steps, shard.workloads, strict=True))
     ])  # fmt: skip
 
 
-def _worst(found: list[Verification]) -> Verification:
-    """Of each tensor the error nearest its bound; lengths and places are those of the longest sequence."""
-    longest = max(found, key=lambda one: one.timed.seq if one.timed else one.seq)
-    timed = [one.timed for one in found if one.timed is not None]
-    merged = msgspec.structs.replace(longest, errors=_nearest([one.errors for one in found]))
+def _merge(verifications: list[Verification]) -> Verification:
+    """Merge verifications: keep each tensor's error nearest its bound, and the lengths of the longest sequence."""
+    longest = max(
+        verifications, key=lambda verification: verification.timed.seq if verification.timed else verification.seq
+    )
+    timed = [verification.timed for verification in verifications if verification.timed is not None]
+    merged = msgspec.structs.replace(
+        longest, errors=_worst_errors([verification.errors for verification in verifications])
+    )
     if longest.timed is None:
         return merged
-    together = msgspec.structs.replace(
-        longest.timed, errors=_nearest([one.errors for one in timed]), took_ns=sum(one.took_ns for one in timed),
-        same_output=all(one.same_output for one in timed),
+    merged_timed = msgspec.structs.replace(
+        longest.timed, errors=_worst_errors([verification.errors for verification in timed]),
+        took_ns=sum(verification.took_ns for verification in timed),
+        same_output=all(verification.same_output for verification in timed),
     )  # fmt: skip
-    return msgspec.structs.replace(merged, timed=together)
+    return msgspec.structs.replace(merged, timed=merged_timed)
 
 
-def _nearest(errors: list[dict[str, TensorError]]) -> dict[str, TensorError]:
-    return {name: max((one[name] for one in errors), key=severity) for name in errors[0]}
+def _worst_errors(errors: list[dict[str, TensorError]]) -> dict[str, TensorError]:
+    return {name: max((errors_of_step[name] for errors_of_step in errors), key=severity) for name in errors[0]}

@@ -1,7 +1,7 @@
-"""What a recording is about to do: work, time and memory per device, and whether that will do.
+"""Estimate of a recording before it starts: work, time and memory per device, and whether they are acceptable.
 
-Estimates, made before anything is started. The time is that of the blocks: where they are so small that launching and
-sending cost more, as in a test on CPU, an iteration takes longer.
+The time is that of the attention blocks. If the blocks are so small that launching and sending cost more, as in a test
+on CPU, an iteration takes longer.
 """
 
 from __future__ import annotations
@@ -22,104 +22,107 @@ from ringprof.errors import UnsupportedWorkloadError
 from ringprof.process_pool import cpu_count
 from ringprof.record.dryrun.fakes import KNOWN_KERNELS
 from ringprof.record.dryrun.memory import peak_bytes
-from ringprof.record.request import Request
-from ringprof.record.resolve import fits, kernel_class, load_strategy, torch_dtype
+from ringprof.record.request import RecordRequest
+from ringprof.record.resolve import kernel_class, load_strategy, torch_dtype, why_unsupported
 from ringprof.run import Workload
 from ringprof.strategies.base import Strategy
 from ringprof.strategies.masks.sharded_mask import busiest_over_mean
 
 CPU_LIMIT_S = 600.0
-BUSY = 0.8
-"""The share of a quiet machine below which it is said to be busy."""
-_ALONE = 0.95
-"""The share of the time that a process gets which nobody disturbs."""
+BUSY_BELOW = 0.8
+"""Share of an idle machine's speed below which the plan says that the machine is busy."""
+_UNDISTURBED = 0.95
+"""Share of the wall time from which on a process counts as undisturbed by others."""
 SAMPLE_S = 0.3
-"""How long a block is computed again and again on CPU: others take their turns in some milliseconds."""
+"""Seconds for which a block is computed repeatedly on CPU. Other processes take turns within milliseconds."""
 CPU_START_S = 10.0
-"""Starting the ranks and leaving again, with torch's import."""
+"""Seconds to start the ranks, import torch, and end them."""
 GPU_START_S = 30.0
 GPU_RESERVE_BYTES = 3 * 2**30
-"""The device's memory that is not ours: CUDA context, NCCL's buffers, the profiler's."""
+"""Device memory that a recording cannot use: the CUDA context, NCCL's and the profiler's buffers."""
 PROFILED_SLOWDOWN = 1.5
 SAMPLE_TOKENS = 256
 SAMPLE_KEYS = 8192
-"""Of inference, where queries may be few."""
-_MOST_TAPES = 8
-"""In search of the largest problem that fits."""
+"""Most keys of the block that is timed for inference, where queries may be few."""
+_MAX_DRY_RUNS = 8
+"""Most dry runs in the search for the largest workload that fits."""
 TIME_LIMIT_S, TIME_LIMIT_FACTOR = 600.0, 10.0
 
 KERNEL_SHARES = {"cudnn": (0.56, 1200.0), "flash-attn": (0.58, 340.0), "torch-flash": (0.55, 325.0)}
-"""What a kernel reaches, forward and backward together: a share of the device's peak, and TFLOP/s at most. Measured on
-H200 and A100; flash-attn 2, which torch's own is, makes no use of what came after Ampere."""
+"""Assumed rate of each kernel, forward and backward together: share of the device's peak, and largest TFLOP/s.
+
+Measured on H200 and A100. flash-attn 2, which torch contains, makes no use of features newer than Ampere."""
 REFERENCE_RATE = 2.0
-"""TFLOP/s of the float64 reference kernel, on any GPU."""
+"""Rate of the float64 reference kernel on any GPU, in TFLOP/s."""
 UNKNOWN_RATE = 100.0
 
 _Device = tuple[str, "int | None", float, str, float]
-"""Name, bytes of memory for us, FLOP/s and the source of that figure, and what share of it is to be had now."""
+"""Device name, available bytes of memory, FLOP/s, source of the FLOP/s, and share of them available now (0 to 1)."""
 
 
 @dataclass(frozen=True)
 class RecordingEstimate:
-    """The estimates of one recording."""
+    """Estimate of one recording."""
 
     device: str
     """Name of one device."""
     kernel: str
     flops_per_device: int
-    """Of one iteration, by the model formula."""
+    """FLOPs of one iteration per device, by the model formula."""
     rate: float
     """FLOP/s that one rank is assumed to reach."""
     rate_source: str
     memory_bytes: int | None
-    """Per device; None where that cannot be told."""
+    """Peak memory per device in bytes; None if it cannot be estimated."""
     memory_note: str
-    """Why it cannot, or what it rests on."""
+    """Reason why the memory cannot be estimated, or the assumption that the estimate rests on."""
     memory_limit: int | None
-    """What a device has for us; None where nobody knows."""
+    """Available memory per device in bytes; None if unknown."""
     iterations: int
-    """Weighted count of all iterations: warm-up, timed, profiled."""
+    """Weighted count of all iterations: warm-up, timed, profiled, and those of the baselines."""
     start_s: float
 
     imbalance: float | None
-    """Work of the busiest rank over the mean; None where the strategy does not say."""
+    """Work of the busiest rank, divided by the mean over the ranks; None if the strategy does not tell it."""
     reading_s: float = 0.0
-    """What reading the keys and values of decode takes at least."""
-    share: float = 1.0
-    """What is to be had now of the speed of a quiet machine."""
+    """Least time per iteration to read the keys and values of decode, in seconds."""
+    available_share: float = 1.0
+    """Share of an idle machine's speed that is available now (0 to 1)."""
     memory_of: Callable[[Workload], int] = lambda workload: 0
-    """``memory_bytes`` of another workload. Raises `UnsupportedWorkloadError`."""
+    """Function that estimates ``memory_bytes`` of another workload. Raises `UnsupportedWorkloadError`."""
 
     @property
     def seconds_per_iteration(self) -> float:
-        """Of the busiest rank, if everything else is hidden; of a mean rank where the imbalance is not known."""
+        """Seconds per iteration of the busiest rank (or a mean rank, if unknown), if its kernels hide all else."""
         return max(self.flops_per_device * (self.imbalance or 1.0) / self.rate, self.reading_s)
 
     @property
     def total_seconds(self) -> float:
-        """The whole command."""
+        """Seconds that the whole command takes."""
         return self.start_s + self.iterations * self.seconds_per_iteration
 
     @property
     def time_limit(self) -> float:
-        """Seconds after which the command counts as hung, where the user names none: generous, but not for ever."""
-        return TIME_LIMIT_S + TIME_LIMIT_FACTOR * self.total_seconds / self.share
+        """Seconds after which the command counts as hung, if the user names no limit."""
+        return TIME_LIMIT_S + TIME_LIMIT_FACTOR * self.total_seconds / self.available_share
 
 
-def estimate_of(request: Request, per_host: int | None = None) -> RecordingEstimate:
-    """The plan of a resolved request, of whose ranks ``per_host`` share a host (None: all).
+def estimate_of(request: RecordRequest, per_host: int | None = None) -> RecordingEstimate:
+    """Estimate a resolved request, of whose ranks ``per_host`` share a host (None: all).
 
-    On CPU it measures the kernel on a small block, for some milliseconds.
+    On CPU this times the kernel on a small block, for `SAMPLE_S` seconds.
     """
     assert request.world is not None and request.warmup is not None and request.iters is not None
     kernel, strategy = kernel_class(request), load_strategy(request.strategy)
     on_gpu = request.device == "cuda"
-    held_by = partial(peak_bytes, request, kernel=kernel.name, per_host=per_host or request.world)
-    # First: flex, of which a block on CPU is measured, computes gradients, and then no fork of this process can.
-    held, note = _told(held_by, request.workload, kernel.name)
-    name, limit, rate, source, share = _gpu(request, kernel.name) if on_gpu else _cpu(request, kernel)
-    # On CPU, as it is measured there, with all that a process holds.
-    beside = 0 if on_gpu else psutil.Process().memory_info().rss
+    peak_memory_of = partial(peak_bytes, request, kernel=kernel.name, per_host=per_host or request.world)
+    # The memory first, in forks of this process: timing a flex block on CPU computes gradients, and then no fork can.
+    peak, note = _memory_and_note(peak_memory_of, request.workload, kernel.name)
+    name, limit, rate, source, available_share = (
+        _describe_gpu(request, kernel.name) if on_gpu else _describe_cpu(request, kernel)
+    )
+    # On CPU the measured peak is that of the whole process, so the estimate includes what a process holds anyway.
+    other_bytes = 0 if on_gpu else psutil.Process().memory_info().rss
     profiled = PROFILED_SLOWDOWN * (1 + request.profile_iters)
     return RecordingEstimate(
         device=name,
@@ -127,26 +130,26 @@ def estimate_of(request: Request, per_host: int | None = None) -> RecordingEstim
         flops_per_device=request.workload.model_flops() // request.world,
         rate=rate,
         rate_source=source,
-        memory_bytes=None if held is None else held + beside,
+        memory_bytes=None if peak is None else peak + other_bytes,
         memory_note=note,
-        memory_of=lambda workload: held_by(workload) + beside,
+        memory_of=lambda workload: peak_memory_of(workload) + other_bytes,
         memory_limit=limit,
-        iterations=round(request.warmup + request.iters + profiled + _control_iterations(request)),
+        iterations=round(request.warmup + request.iters + profiled + _baseline_iterations(request)),
         start_s=GPU_START_S if on_gpu else CPU_START_S,
         imbalance=_imbalance(strategy, request),
         reading_s=_reading_s(request.workload, request.world, name) if on_gpu else 0.0,
-        share=share,
+        available_share=available_share,
     )
 
 
 def _reading_s(workload: Workload, world: int, device: str) -> float:
-    """Keys and values of a rank over the rate of its memory; 0 where that is not known, or other work counts more."""
+    """Return the seconds in which a rank's memory can read its keys and values; 0 if unknown, or not in decode."""
     gbps = bandwidth_of(device)
     return workload.cache_bytes() / world / gbps / 1e9 if gbps and workload.phase == "decode" else 0.0
 
 
-def _imbalance(strategy: type[Strategy], request: Request) -> float | None:
-    """Work of the busiest rank over the mean; None where that is not known."""
+def _imbalance(strategy: type[Strategy], request: RecordRequest) -> float | None:
+    """Return the work of the busiest rank, divided by the mean over the ranks; None if unknown."""
     workload, mask = request.workload, request.workload.mask()
     assert request.world is not None
     if mask.plain:
@@ -154,200 +157,220 @@ def _imbalance(strategy: type[Strategy], request: Request) -> float | None:
     return busiest_over_mean(strategy.sharded_mask(mask, workload.seq, request.world, **request.params).areas())
 
 
-def _control_iterations(request: Request) -> int:
-    """Ordinary iterations and three controls in four rounds, the warm-ups of the three; none costs more than one."""
+def _baseline_iterations(request: RecordRequest) -> int:
+    """Count the iterations of the baselines: ordinary ones and three kinds in four rounds, and three warm-ups.
+
+    No kind costs more than an ordinary iteration.
+    """
     assert request.warmup is not None and request.iters is not None
     return 3 * request.warmup + 4 * (request.iters + 3) if request.controls else 0
 
 
-def _told(held_by: Callable[[Workload], int], workload: Workload, kernel: str) -> tuple[int | None, str]:
-    """Bytes that one rank will hold at its peak, and what there is to say of them."""
+def _memory_and_note(
+    peak_memory_of: Callable[[Workload], int], workload: Workload, kernel: str
+) -> tuple[int | None, str]:
+    """Return the peak memory of one rank in bytes, and a note on its assumption, or None and why it is unknown."""
     try:
-        held = held_by(workload)
+        peak = peak_memory_of(workload)
     except UnsupportedWorkloadError as error:
         return None, str(error)
-    return held, "" if kernel in KNOWN_KERNELS else f", with what flash attention holds for {kernel}"
+    return peak, "" if kernel in KNOWN_KERNELS else f", assuming flash attention's memory for {kernel}"
 
 
-def describe(request: Request, plan: RecordingEstimate) -> list[str]:
-    """The plan in words, a line each."""
+def describe(request: RecordRequest, estimate: RecordingEstimate) -> list[str]:
+    """Describe the request and its estimate for the user, as lines of text."""
     workload, world = request.workload, request.world
-    devices = f"{world} x {plan.device}" if request.device == "cuda" else f"{world} CPU processes"
+    devices = f"{world} x {estimate.device}" if request.device == "cuda" else f"{world} CPU processes"
     mask = "full attention" if workload.mask().plain and not workload.causal else str(workload.mask())
     tokens = f"sequence {workload.seq}"
     if workload.kv_length is not None:
         new = "1 new token" if workload.seq == 1 else f"{workload.seq} new tokens"
         tokens = f"{workload.phase} of {new} a sequence over {workload.kv_length} keys"
-    size, note = plan.memory_bytes, plan.memory_note
+    size, note = estimate.memory_bytes, estimate.memory_note
     memory = f"memory unknown: {note}" if size is None else f"about {_bytes(size)} of memory{note}"
     lines = [
         f"{request.strategy} on {devices}: {tokens}, batch {workload.batch},"
         f" {workload.heads_in_words()}, {', '.join([mask, *workload.extras()])}, {workload.dtype},"
         f" {'forward and backward' if workload.backward else 'forward only'}",
-        f"plan per device: {_si(plan.flops_per_device)}FLOPs an iteration,"
-        f" about {_each(plan)} ({_si(plan.rate)}FLOP/s {plan.kernel},"
-        f" {plan.rate_source}), {memory}",
+        f"plan per device: {_si(estimate.flops_per_device)}FLOPs an iteration,"
+        f" about {_time_text(estimate)} ({_si(estimate.rate)}FLOP/s {estimate.kernel},"
+        f" {estimate.rate_source}), {memory}",
     ]
-    if plan.kernel == "flex" and request.device == "cuda":
+    if estimate.kernel == "flex" and request.device == "cuda":
         lines.append("flex is compiled first, forward and backward: some 15 s before the first check")
     if request.cp_sizes:
         sizes = ", ".join(map(str, request.cp_sizes))
         lines.append(f"steps of an iteration: {sizes} ranks a sequence, as many tokens a rank in each")
     if workload.layer is not None:
         lines.append(f"{workload.layers} x {workload.layer}")
-    if plan.imbalance is None:
+    if estimate.imbalance is None:
         lines.append(f"how evenly {request.strategy} deals out work is not known: the time is that of a mean rank")
     if world == 1:
         lines.append("one device: nothing is communicated")
     return lines
 
 
-def _each(plan: RecordingEstimate) -> str:
-    quiet = plan.seconds_per_iteration
-    if plan.share >= BUSY:
-        return f"{_seconds(quiet)} each"
-    return f"{_seconds(quiet)} each on a quiet machine, {_seconds(quiet / plan.share)} on one as busy as this is now"
+def _time_text(estimate: RecordingEstimate) -> str:
+    """Format the time of an iteration; on a busy machine also the time that it takes there."""
+    idle_s = estimate.seconds_per_iteration
+    if estimate.available_share >= BUSY_BELOW:
+        return f"{_seconds(idle_s)} each"
+    busy_s = idle_s / estimate.available_share
+    return f"{_seconds(idle_s)} each on a quiet machine, {_seconds(busy_s)} on one as busy as this is now"
 
 
-def refuse_too_large(request: Request, plan: RecordingEstimate) -> None:
-    """Raises `UnsupportedWorkloadError` with the largest sequence that fits, where memory or (on CPU) time will not
-    do."""
+def raise_if_too_large(request: RecordRequest, estimate: RecordingEstimate) -> None:
+    """Refuse a run that exceeds the memory or, on CPU, the time, unless the request forces it.
+
+    Raises `UnsupportedWorkloadError`, which names the largest sequence that fits.
+    """
     if request.force:
         return
     workload, world = request.workload, request.world or 1
-    if plan.memory_bytes and plan.memory_limit and plan.memory_bytes > plan.memory_limit:
-        reason = f"needs about {_bytes(plan.memory_bytes)} per device, {_bytes(plan.memory_limit)} are there"
-    elif request.device == "cpu" and plan.total_seconds > CPU_LIMIT_S:
-        reason = f"would take about {_seconds(plan.total_seconds)} on this CPU, over {CPU_LIMIT_S / 60:.0f} minutes"
+    if estimate.memory_bytes and estimate.memory_limit and estimate.memory_bytes > estimate.memory_limit:
+        reason = f"needs about {_bytes(estimate.memory_bytes)} per device; {_bytes(estimate.memory_limit)} available"
+    elif request.device == "cpu" and estimate.total_seconds > CPU_LIMIT_S:
+        reason = f"would take about {_seconds(estimate.total_seconds)} on this CPU, over {CPU_LIMIT_S / 60:.0f} minutes"
     else:
         return
     if workload.kv_length is not None:
         cached = (workload.kv_length - workload.seq) // world
 
-        def over(count: int) -> Workload:
+        def with_keys(count: int) -> Workload:
             return msgspec.structs.replace(workload, kv_length=workload.seq + count * world)
 
-        longest = over(_most(request, plan, over, cached)).kv_length
+        longest = with_keys(_largest_count(request, estimate, with_keys, cached)).kv_length
         advice = f"--kv-length {longest} fits" if longest != workload.seq else "no cache fits"
         raise UnsupportedWorkloadError(
             f"{workload.kv_length} keys a sequence {reason}; {advice} (--force runs it anyway)"
         )
-    largest = largest_seq(request, plan)
+    largest = largest_seq(request, estimate)
     advice = f"the largest sequence that fits is {largest}" if largest else "no sequence fits"
     raise UnsupportedWorkloadError(f"sequence {workload.seq} {reason}; {advice} (--force runs it anyway)")
 
 
-def largest_seq(request: Request, plan: RecordingEstimate) -> int:
-    """The longest sequence, as the layout needs it, that memory and time allow; 0 where none does."""
+def largest_seq(request: RecordRequest, estimate: RecordingEstimate) -> int:
+    """Return the longest sequence, divisible as the layout needs it, that memory and time allow; 0 if none fits."""
     strategy = load_strategy(request.strategy)
     assert request.world is not None
     divisor = strategy.layout_for(request.world, **request.params).divisor(request.world)
-    best = _most(request, plan, lambda count: request.workload.at(count * divisor), request.workload.seq // divisor)
-    while best and fits(strategy, request.workload, request.world, request.params, best * divisor):
+    best = _largest_count(
+        request, estimate, lambda count: request.workload.at(count * divisor), request.workload.seq // divisor
+    )
+    while best and why_unsupported(strategy, request.workload, request.world, request.params, best * divisor):
         best -= 1
     return int(best * divisor)
 
 
-def _most(request: Request, plan: RecordingEstimate, workload: Callable[[int], Workload], top: int) -> int:
-    """The largest number up to ``top``, or nearly, whose ``workload`` memory and time allow; 0 where none does."""
+def _largest_count(
+    request: RecordRequest, estimate: RecordingEstimate, workload: Callable[[int], Workload], top: int
+) -> int:
+    """Return about the largest count up to ``top`` whose ``workload(count)`` memory and time allow; 0 if none fits."""
     assert request.world is not None
     if request.device == "cpu":
-        left = (CPU_LIMIT_S - plan.start_s) * plan.rate * request.world / plan.iterations / (plan.imbalance or 1.0)
-        top = bisect_right(range(1, top + 1), left, key=lambda count: workload(count).model_flops())
-    limit = plan.memory_limit
-    if plan.memory_bytes is None or limit is None:
+        time_s = CPU_LIMIT_S - estimate.start_s
+        max_flops = time_s * estimate.rate * request.world / estimate.iterations / (estimate.imbalance or 1.0)
+        top = bisect_right(range(1, top + 1), max_flops, key=lambda count: workload(count).model_flops())
+    limit = estimate.memory_limit
+    if estimate.memory_bytes is None or limit is None:
         return top
-    held = plan.memory_bytes
+    peak = estimate.memory_bytes
 
-    def over(count: int) -> int:
+    def excess(count: int) -> int:
         try:
-            return plan.memory_of(workload(count)) - limit
+            return estimate.memory_of(workload(count)) - limit
         except UnsupportedWorkloadError:
-            # This very number does not go; one near it may.
-            return held * count // top - limit
+            # The strategy cannot run exactly this count; it may run one near it.
+            return peak * count // top - limit
 
-    return root_below(over, top)
+    return largest_not_over(excess, top)
 
 
-def root_below(over: Callable[[int], int], top: int) -> int:
-    """The largest number from 1 to ``top``, or nearly, of which ``over`` is not positive; 0 where there is none.
+def largest_not_over(excess: Callable[[int], int], top: int) -> int:
+    """Return about the largest number from 1 to ``top`` whose ``excess`` is not positive; 0 if there is none.
 
-    ``over`` grows about in proportion, in steps, and costs much: it is asked where the line through two points crosses
-    0, of which one that stays twice counts half (Illinois's rule).
+    ``excess`` must grow about linearly; it may grow in steps, and a call is expensive. The search is regula falsi with
+    the Illinois rule: the value of an end point that stays twice is halved.
     """
-    low, high = (0, 0), (top, over(top) if top else 0)
+    low, high = (0, 0), (top, excess(top) if top else 0)
     if high[1] <= 0:
         return top
-    guess, before = 1, None
-    for _ in range(_MOST_TAPES):
+    guess, previous = 1, None
+    for _ in range(_MAX_DRY_RUNS):
         if high[0] - low[0] < 2:
             break
-        found = over(guess)
-        under = found <= 0
-        stays = 2 if under == before else 1
+        value = excess(guess)
+        negative = value <= 0
+        divisor = 2 if negative == previous else 1
         low, high = (
-            ((guess, found), (high[0], high[1] // stays)) if under else ((low[0], low[1] // stays), (guess, found))
+            ((guess, value), (high[0], high[1] // divisor))
+            if negative
+            else ((low[0], low[1] // divisor), (guess, value))
         )
-        before = under
+        previous = negative
         crossing = low[0] - low[1] * (high[0] - low[0]) // max(high[1] - low[1], 1)
         guess = min(max(crossing, low[0] + 1), high[0] - 1)
     return low[0]
 
 
-def _cpu(request: Request, kernel: Any) -> _Device:
+def _describe_cpu(request: RecordRequest, kernel: Any) -> _Device:
+    """Return the description of a CPU rank, whose rate is measured."""
     assert request.world is not None
-    # What the host can still give, shared among the ranks.
+    # The host's available memory, shared among the ranks.
     memory = psutil.virtual_memory().available // request.world
-    rate, share = _cpu_rate(kernel, request.workload, request.world)
+    rate, share = _measure_cpu_rate(kernel, request.workload, request.world)
     return "CPU process", memory, rate, "measured on a small block", share
 
 
-def _gpu(request: Request, kernel: str) -> _Device:
-    """For the smallest of the GPUs."""
+def _describe_gpu(request: RecordRequest, kernel: str) -> _Device:
+    """Return the description of the visible GPU with the least memory."""
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    smallest = min(properties, key=lambda found: int(found.total_memory))
+    smallest = min(properties, key=lambda gpu: int(gpu.total_memory))
     rate, source = kernel_rate(smallest.name, kernel, request.workload.dtype)
     return smallest.name, int(smallest.total_memory) - GPU_RESERVE_BYTES, rate, source, 1.0
 
 
 def kernel_rate(device: str, kernel: str, dtype: str) -> tuple[float, str]:
-    """FLOP/s that a kernel is assumed to reach on a device, and why so many."""
+    """Return the FLOP/s that a kernel is assumed to reach on a device, and the source of the figure."""
     if kernel == "reference":
         return REFERENCE_RATE * 1e12, "assumed"
-    peak, (share, most) = peak_of(device, dtype), KERNEL_SHARES.get(kernel, (0.0, 0.0))
+    peak, (share, max_tflops) = peak_of(device, dtype), KERNEL_SHARES.get(kernel, (0.0, 0.0))
     if peak is None or not share:
         return UNKNOWN_RATE * 1e12, "assumed: this device or kernel is not known"
-    return min(share * peak.tflops, most) * 1e12, f"assumed from the peak of {device}"
+    return min(share * peak.tflops, max_tflops) * 1e12, f"assumed from the peak of {device}"
 
 
-def _cpu_rate(kernel: Any, workload: Workload, world: int) -> tuple[float, float]:
-    """FLOP/s of one rank on a quiet machine, by one full block on one of a rank's threads; its share of that now.
+def _measure_cpu_rate(kernel: Any, workload: Workload, world: int) -> tuple[float, float]:
+    """Measure the FLOP/s of one rank on an idle machine, and the share of them that is available now.
 
-    One, for on a busy machine threads that wait for each other take a thousand times as long.
+    Times full blocks on a single thread: on a busy machine, threads that wait for each other take a thousand times as
+    long.
     """
-    before, threads = torch.get_num_threads(), max(1, cpu_count() // world)
+    threads_before, threads = torch.get_num_threads(), max(1, cpu_count() // world)
     torch.set_num_threads(1)
     try:
-        began, spent = time.perf_counter(), time.process_time()
+        wall_start, cpu_start = time.perf_counter(), time.process_time()
         seconds, flops = _time_block(kernel(), workload)
-        got = (time.process_time() - spent) / (time.perf_counter() - began)
+        cpu_share = (time.process_time() - cpu_start) / (time.perf_counter() - wall_start)
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads_before)
     rate = flops / seconds * threads * min(1.0, cpu_count() / world)
-    return rate, share_of_ranks(got, cpu_count(), world * threads)
+    return rate, share_of_ranks(cpu_share, cpu_count(), world * threads)
 
 
-def share_of_ranks(got: float, places: float, wanted: int) -> float:
-    """What ranks get of a quiet machine's speed, where one thread alone ``got`` this share of the time that it wanted.
+def share_of_ranks(cpu_share: float, slots: float, rank_threads: int) -> float:
+    """Estimate the share of an idle machine's speed that the ranks get (0 to 1).
 
-    ``places``: threads that can run at once; ``wanted``: the ranks' own. With ``places / got - 1`` others one gets that
-    much; the ranks' share with these and with each other.
+    ``cpu_share`` is the CPU time of one test thread, divided by its wall time. ``slots`` is the number of threads that
+    can run at once, ``rank_threads`` the number of threads of all ranks. A test thread gets ``cpu_share`` beside
+    ``slots / cpu_share - 1`` other threads. The ranks share the machine with these and with each other.
     """
-    others = places / max(got, 1e-3) - 1 if got < _ALONE else 0.0
-    return min(1.0, places / (others + wanted)) / min(1.0, places / wanted)
+    other_threads = slots / max(cpu_share, 1e-3) - 1 if cpu_share < _UNDISTURBED else 0.0
+    return min(1.0, slots / (other_threads + rank_threads)) / min(1.0, slots / rank_threads)
 
 
 def _time_block(kernel: Any, workload: Workload) -> tuple[float, int]:
+    """Return the shortest time of a small block in seconds (with its backward pass, if any), and its FLOPs."""
     keys = min(SAMPLE_TOKENS if workload.kv_length is None else SAMPLE_KEYS, workload.kv_length or workload.seq)
     q, k = (torch.randn(1, tokens, 1, workload.head_dim).to(torch_dtype(workload))
             for tokens in (min(SAMPLE_TOKENS, workload.seq), keys))  # fmt: skip

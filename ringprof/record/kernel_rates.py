@@ -1,4 +1,4 @@
-"""How fast each kernel computes each mask, here and now: one block over a whole sequence, alone on one device."""
+"""Measured speed of each kernel on each mask: one block over a whole sequence, alone on one device."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ from ringprof.strategies.kernels.builtin import KERNELS, reason_against
 
 WARM_UP, CALLS = 3, 10
 DOCUMENTS_A_SEQUENCE = 8
-"""The mean length of documents, and the window, are one part in so many of the sequence."""
+"""Sequence length divided by the mean document length; the window has that length, too."""
 SOFTCAP = 50.0
 
 
 @dataclass(frozen=True)
 class KernelRate:
-    """One kernel on one mask: medians of `CALLS` calls, rates by the mask's exact area; or why there are none."""
+    """Speed of one kernel on one mask: medians of `CALLS` calls, and rates by the mask's exact area.
+
+    If the kernel does not support the mask, the figures are None and ``reason`` says why.
+    """
 
     kernel: str
     mask: str
-    """``full``, ``causal``, ``documents``, ``window`` (both causal), or ``softcap``, causal."""
+    """Name of the mask: ``full``, ``causal``, ``documents``, ``window`` or ``softcap``; the last three are causal."""
     forward_ns: float | None = None
     backward_ns: float | None = None
     forward_tflops: float | None = None
@@ -38,65 +41,65 @@ class KernelRate:
 
 
 def _masks(workload: Workload) -> dict[str, Workload]:
-    """The masks that are measured, each as the problem that it makes."""
-    part = max(1, workload.seq // DOCUMENTS_A_SEQUENCE)
-    drawn = document_lengths(f"lognormal:mean={part},sigma=1.2,seed=7", workload.seq)
+    """Return a workload for each mask that is measured, by the mask's name."""
+    length = max(1, workload.seq // DOCUMENTS_A_SEQUENCE)
+    drawn = document_lengths(f"lognormal:mean={length},sigma=1.2,seed=7", workload.seq)
     causal = replace(workload, causal=True, documents=None, window=None)
     return {
         "full": replace(causal, causal=False), "causal": causal, "documents": replace(causal, documents=drawn),
-        "window": replace(causal, window=part), "softcap": causal,
+        "window": replace(causal, window=length), "softcap": causal,
     }  # fmt: skip
 
 
 def kernel_rates(workload: Workload, device: torch.device) -> Iterator[KernelRate]:
-    """Of every kernel but the reference, mask after mask, as soon as each is measured."""
-    for mask, problem in _masks(workload).items():
+    """Measure every kernel except the reference, mask by mask; yield each rate as soon as it is measured."""
+    for mask, masked_workload in _masks(workload).items():
         softcap = SOFTCAP if mask == "softcap" else 0.0
         for name in KERNELS:
             if name != "reference":
-                yield _rate(name, mask, problem, softcap, device)
+                yield _measure_rate(name, mask, masked_workload, softcap, device)
 
 
-def _rate(name: str, mask: str, problem: Workload, softcap: float, device: torch.device) -> KernelRate:
-    wants = {"windows": problem.mask().windowed, "softcap": bool(softcap)}
-    reason = reason_against(KERNELS[name], device, torch_dtype(problem), problem.head_dim, **wants)
+def _measure_rate(name: str, mask: str, workload: Workload, softcap: float, device: torch.device) -> KernelRate:
+    needs = {"windows": workload.mask().windowed, "softcap": bool(softcap)}
+    reason = reason_against(KERNELS[name], device, torch_dtype(workload), workload.head_dim, **needs)
     if reason:
         return KernelRate(name, mask, reason=reason)
     try:
-        forward_ns, backward_ns = _times(KERNELS[name](softcap=softcap), problem, device)
+        forward_ns, backward_ns = _median_times(KERNELS[name](softcap=softcap), workload, device)
     except RuntimeError as error:
-        # A build that lacks it, or a device that is too small.
+        # The build lacks the kernel, or the device is too small.
         return KernelRate(name, mask, reason=" ".join(str(error).split())[:200])
-    pairs = problem.mask().area(problem.seq) * problem.batch * problem.heads * problem.head_dim
+    pairs = workload.mask().area(workload.seq) * workload.batch * workload.heads * workload.head_dim
     return KernelRate(name, mask, forward_ns, backward_ns, 4 * pairs / forward_ns / 1e3, 10 * pairs / backward_ns / 1e3)
 
 
-def _times(kernel: Any, problem: Workload, device: torch.device) -> tuple[float, float]:
-    """Medians of a forward and of a backward call, in nanoseconds."""
-    full, block = draw_inputs(problem, device), whole_block(problem)
-    how = {"scale": problem.head_dim**-0.5, **block}
-    out, lse = kernel.forward(full.q, full.k, full.v, **how)
+def _median_times(kernel: Any, workload: Workload, device: torch.device) -> tuple[float, float]:
+    """Return the median times of a forward and of a backward call, in nanoseconds."""
+    full, block = draw_inputs(workload, device), whole_block(workload)
+    arguments = {"scale": workload.head_dim**-0.5, **block}
+    out, lse = kernel.forward(full.q, full.k, full.v, **arguments)
     out, lse = out.contiguous(), lse.contiguous()
     return (
-        _median_ns(lambda: kernel.forward(full.q, full.k, full.v, **how), device),
-        _median_ns(lambda: kernel.backward(full.dout, full.q, full.k, full.v, lse, out=out, **how), device),
+        _median_ns(lambda: kernel.forward(full.q, full.k, full.v, **arguments), device),
+        _median_ns(lambda: kernel.backward(full.dout, full.q, full.k, full.v, lse, out=out, **arguments), device),
     )
 
 
 def _median_ns(body: Callable[[], object], device: torch.device) -> float:
     for _ in range(WARM_UP):
         body()
-    clock = _on_gpu if device.type == "cuda" else _on_cpu
-    return median(clock(body) for _ in range(CALLS))
+    time_ns = _time_on_gpu_ns if device.type == "cuda" else _time_on_cpu_ns
+    return median(time_ns(body) for _ in range(CALLS))
 
 
-def _on_cpu(body: Callable[[], object]) -> float:
+def _time_on_cpu_ns(body: Callable[[], object]) -> float:
     start = time.perf_counter_ns()
     body()
     return float(time.perf_counter_ns() - start)
 
 
-def _on_gpu(body: Callable[[], object]) -> float:
+def _time_on_gpu_ns(body: Callable[[], object]) -> float:
     event: Any = torch.cuda.Event
     start, end = event(enable_timing=True), event(enable_timing=True)
     start.record()

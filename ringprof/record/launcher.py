@@ -1,4 +1,4 @@
-"""Where this process stands among the ranks, if a launcher has made it one."""
+"""Rank of this process, if a launcher (torchrun, srun) started it as one."""
 
 from __future__ import annotations
 
@@ -12,66 +12,66 @@ from ringprof.validation import whole
 
 
 @dataclass(frozen=True)
-class RankPlace:
-    """One rank among all, and on its host."""
+class RankInfo:
+    """Numbers of one rank, in the world and on its host."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
     node: int = 0
-    """The launcher's number of this rank's host."""
+    """Number that the launcher gave this rank's host."""
     parent: int | None = None
-    """The launcher's process, which a rank does not outlive; None where a shell may have started it and gone."""
+    """Process id of the launcher, which a rank does not outlive; None if the parent may be a shell that ends before."""
 
 
 _parent = os.getppid()
-"""As this process began: by the time that torch is loaded, it may have gone."""
+"""Process id of the parent at the start of this process. The parent may have ended when torch is loaded."""
 
 
-def launcher_rank(environment: Mapping[str, str] | None = None) -> RankPlace | None:
-    """The rank that torchrun (or its like) or srun made of this process; None where nobody did.
+def launcher_rank(environment: Mapping[str, str] | None = None) -> RankInfo | None:
+    """Return the rank as which torchrun, a compatible launcher or srun started this process; None if none did.
 
-    Only a step started by ``srun`` counts for Slurm: the script of a batch job carries the job's variables too, but
-    is one process. Raises `UsageError` for variables that make no sense.
+    For Slurm only a step started by ``srun`` counts: the script of a batch job has the job's variables, too, but is one
+    process. Raises `UsageError` for contradictory variables.
     """
     env = os.environ if environment is None else environment
     if "RANK" in env and "WORLD_SIZE" in env:
-        world = _number(env, "WORLD_SIZE")
-        per_host = max(1, _number(env, "LOCAL_WORLD_SIZE", world))
-        rank = _number(env, "RANK")
-        node = _number(env, "GROUP_RANK", rank // per_host)
+        world = _integer(env, "WORLD_SIZE")
+        per_host = max(1, _integer(env, "LOCAL_WORLD_SIZE", world))
+        rank = _integer(env, "RANK")
+        node = _integer(env, "GROUP_RANK", rank // per_host)
         parent = _parent if "TORCHELASTIC_RUN_ID" in env else None
-        return _checked(RankPlace(rank, world, _number(env, "LOCAL_RANK", rank % per_host), per_host, node, parent))
+        return _validated(RankInfo(rank, world, _integer(env, "LOCAL_RANK", rank % per_host), per_host, node, parent))
     if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env:
-        world = _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
+        world = _integer(env, "SLURM_STEP_NUM_TASKS", _integer(env, "SLURM_NTASKS", 1))
         if world == 1:
             return None
-        rank = _number(env, "SLURM_PROCID")
-        node = _number(env, "SLURM_NODEID", -1)
+        rank = _integer(env, "SLURM_PROCID")
+        node = _integer(env, "SLURM_NODEID", -1)
         per_host = _tasks_per_host(env, world, max(0, node))
-        local = _number(env, "SLURM_LOCALID", rank % per_host)
-        return _checked(RankPlace(rank, world, local, per_host, rank // per_host if node < 0 else node, _parent))
+        local = _integer(env, "SLURM_LOCALID", rank % per_host)
+        return _validated(RankInfo(rank, world, local, per_host, rank // per_host if node < 0 else node, _parent))
     return None
 
 
-def slurm_rendezvous(place: RankPlace, environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables that torch.distributed needs and srun does not set: address and port of rank 0."""
+def slurm_rendezvous(rank_info: RankInfo, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment variables that torch.distributed needs and srun does not set, such as rank 0's address."""
     env = os.environ if environment is None else environment
-    job = _number(env, "SLURM_JOB_ID", 0)
+    job = _integer(env, "SLURM_JOB_ID", 0)
     return {
         "MASTER_ADDR": env.get("MASTER_ADDR") or _first_host(env),
-        # Steps of different jobs on one host must not meet; below the ports that systems hand out by themselves.
+        # Different jobs on one host need different ports, below the range of ephemeral ports.
         "MASTER_PORT": env.get("MASTER_PORT") or str(12_000 + job % 18_000),
-        "RANK": str(place.rank),
-        "WORLD_SIZE": str(place.world_size),
-        "LOCAL_RANK": str(place.local_rank),
-        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "RANK": str(rank_info.rank),
+        "WORLD_SIZE": str(rank_info.world_size),
+        "LOCAL_RANK": str(rank_info.local_rank),
+        "LOCAL_WORLD_SIZE": str(rank_info.local_world_size),
     }
 
 
 def _first_host(env: Mapping[str, str]) -> str:
-    """The first host of Slurm's list: ``gpu[07-09,12],x`` begins with ``gpu07``."""
+    """Return the first host of Slurm's node list: ``gpu[07-09,12],x`` begins with ``gpu07``."""
     hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or "127.0.0.1"
     match = re.match(r"([^,\[]+)(?:\[([0-9]+)[^\]]*\]([^,\[]*))?", hosts)
     if match is None:
@@ -80,7 +80,7 @@ def _first_host(env: Mapping[str, str]) -> str:
 
 
 def _tasks_per_host(env: Mapping[str, str], world: int, node: int) -> int:
-    """Tasks on host number ``node``; Slurm writes ``8(x2),4`` for two hosts of 8 and one of 4."""
+    """Return the number of tasks on host ``node``; Slurm writes ``8(x2),4`` for two hosts of 8 and one of 4."""
     text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(world)
     counts: list[int] = []
     for part in text.split(","):
@@ -91,13 +91,13 @@ def _tasks_per_host(env: Mapping[str, str], world: int, node: int) -> int:
     return counts[node] if node < len(counts) else world
 
 
-def _checked(place: RankPlace) -> RankPlace:
-    if not 0 <= place.rank < place.world_size or not 0 <= place.local_rank < place.local_world_size:
-        raise UsageError(f"the launcher's variables make no sense: rank {place.rank} of {place.world_size}")
-    return place
+def _validated(rank_info: RankInfo) -> RankInfo:
+    if not 0 <= rank_info.rank < rank_info.world_size or not 0 <= rank_info.local_rank < rank_info.local_world_size:
+        raise UsageError(f"the launcher's variables make no sense: rank {rank_info.rank} of {rank_info.world_size}")
+    return rank_info
 
 
-def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = env.get(name)
     if text is None and default is not None:
         return default

@@ -1,8 +1,8 @@
-"""Whole layers around a strategy's attention, so that what overlaps with attention's neighbours is measured, too.
+"""Whole layers around a strategy's attention, to measure the overlap with other operations of a layer, too.
 
 A layer is RMSNorm, projections to q, k and v, rotary embedding by the strategy's own positions, the strategy's
 attention, an output projection, RMSNorm and a gated MLP, with two residuals. Each rank has its share of the tokens of
-every sequence, and all ranks have the same parameters: DDP or FSDP2 over all ranks brings their gradients together.
+every sequence. All ranks have the same parameters, whose gradients DDP or FSDP2 reduces over all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ringprof.record.measure import Results, WorkloadShard, seeded
-from ringprof.record.resolve import layout_options, mask_options, torch_dtype
+from ringprof.record.resolve import attention_options, layout_options, torch_dtype
 from ringprof.run import Workload
 from ringprof.strategies.base import Strategy
 
@@ -30,21 +30,21 @@ PARAMETERS_SEED = 0
 
 
 @dataclass
-class _Kept:
-    """What one attention call was given and returned, with the gradients that came back."""
+class _KeptCall:
+    """Inputs and output of one attention call, with their gradients (dq, dk, dv, dout)."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
-    def see(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Keep a call; of a layer that is recomputed, the first."""
+    def keep(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """Keep the tensors of a call, unless an earlier call was kept, as it is if the layer is recomputed."""
         for name, tensor in {"q": q, "k": k, "v": v, "out": out}.items():
             if name not in self.tensors:
                 self.tensors[name] = tensor.detach()
                 if tensor.requires_grad:
                     hooked: Any = tensor
-                    hooked.register_hook(self._gradient(f"d{name}"))
+                    hooked.register_hook(self._gradient_hook(f"d{name}"))
 
-    def _gradient(self, name: str) -> Any:
+    def _gradient_hook(self, name: str) -> Any:
         def keep(gradient: Tensor) -> None:
             self.tensors[name] = gradient.detach()
 
@@ -52,7 +52,7 @@ class _Kept:
 
 
 class Layer(nn.Module):
-    """One layer of a decoder whose attention goes over all ranks."""
+    """Decoder layer whose attention runs over all ranks."""
 
     def __init__(self, workload: Workload, strategy: Strategy) -> None:
         super().__init__()
@@ -60,33 +60,37 @@ class Layer(nn.Module):
         hidden, mlp = workload.heads * workload.head_dim, workload.layer.mlp_size
         kv = workload.kv_heads * workload.head_dim
         self.workload, self.strategy = workload, strategy
-        self.kept: _Kept | None = None
-        """Where the next attention call is kept; None: nowhere."""
+        self.kept: _KeptCall | None = None
+        """Storage of the next attention call's tensors; None: they are not kept."""
         self.before_attention, self.before_mlp = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
         self.qkv = nn.Linear(hidden, hidden + 2 * kv, bias=False)
         self.out = nn.Linear(hidden, hidden, bias=False)
         self.gate_up = nn.Linear(hidden, 2 * mlp, bias=False)
         self.down = nn.Linear(mlp, hidden, bias=False)
 
-    def forward(self, x: Tensor, turn: Tensor) -> Tensor:
-        """x (B, S/N, hidden), and the `rotation` of the rank's positions."""
-        x = x + self.out(self._attention(self.before_attention(x), turn).flatten(2))
+    def forward(self, x: Tensor, cos_sin: Tensor) -> Tensor:
+        """Compute the layer for x (B, S/N, hidden), with the `rotation` of the rank's positions."""
+        x = x + self.out(self._attention(self.before_attention(x), cos_sin).flatten(2))
         gate, up = self.gate_up(self.before_mlp(x)).chunk(2, -1)
         after: Tensor = x + self.down(functional.silu(gate) * up)
         return after
 
-    def _attention(self, x: Tensor, turn: Tensor) -> Tensor:
-        work = self.workload
-        q, k, v = self.qkv(x).unflatten(-1, (-1, work.head_dim)).split((work.heads, work.kv_heads, work.kv_heads), 2)
-        q, k, v = rotated(q, turn), rotated(k, turn), v.contiguous()
-        out: Tensor = self.strategy.attention(q, k, v, causal=work.causal, **mask_options(work))
+    def _attention(self, x: Tensor, cos_sin: Tensor) -> Tensor:
+        workload = self.workload
+        q, k, v = (
+            self.qkv(x)
+            .unflatten(-1, (-1, workload.head_dim))
+            .split((workload.heads, workload.kv_heads, workload.kv_heads), 2)
+        )
+        q, k, v = rotated(q, cos_sin), rotated(k, cos_sin), v.contiguous()
+        out: Tensor = self.strategy.attention(q, k, v, causal=workload.causal, **attention_options(workload))
         if self.kept is not None:
-            self.kept.see(q, k, v, out)
+            self.kept.keep(q, k, v, out)
         return out
 
 
 class Layers(nn.Module):
-    """Layers one after the other, recomputed in the backward pass where the workload says so."""
+    """Sequence of layers, recomputed in the backward pass if the workload says so."""
 
     def __init__(self, workload: Workload, strategy: Strategy) -> None:
         super().__init__()
@@ -94,31 +98,32 @@ class Layers(nn.Module):
         self.recomputes = workload.layer.checkpoint
         self.layers = nn.ModuleList(Layer(workload, strategy) for _ in range(workload.layers))
 
-    def forward(self, x: Tensor, turn: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: Tensor) -> Tensor:
         for layer in self.layers:
-            x = checkpoint(layer, x, turn, use_reentrant=False) if self.recomputes else layer(x, turn)
+            x = checkpoint(layer, x, cos_sin, use_reentrant=False) if self.recomputes else layer(x, cos_sin)
         return x
 
 
 def rotation(positions: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Cosine and sine (2, tokens, 1, head_dim / 2) of the angles by which pairs of a head's numbers turn.
+    """Return the cosines and sines (2, tokens, 1, head_dim / 2) of the rotary embedding's angles.
 
-    In at least float32, from angles in float64: positions may be large. Source: RoFormer (arXiv 2104.09864).
+    The result is at least float32, and the angles are computed in float64, because positions may be large. Source:
+    RoFormer (arXiv 2104.09864).
     """
     rates = ROPE_BASE ** -(torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim)
     angles = (positions[:, None].double() * rates)[:, None]
     return torch.stack([angles.cos(), angles.sin()]).to(torch.float64 if dtype == torch.float64 else torch.float32)
 
 
-def rotated(x: Tensor, turn: Tensor) -> Tensor:
-    """x (B, S, H, D) with numbers i and i + D/2 of each head turned as a pair by a `rotation`."""
-    cos, sin = turn
+def rotated(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """Rotate elements i and i + D/2 of each head of x (B, S, H, D) as a pair, by a `rotation`."""
+    cos, sin = cos_sin
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
 
 
-def made_parallel(model: Layers, how: str, device: torch.device) -> nn.Module:
-    """The layers with their gradients brought together over all ranks, by ``ddp`` or ``fsdp2``; on ``meta`` as is."""
+def parallelize(model: Layers, how: str, device: torch.device) -> nn.Module:
+    """Wrap the layers in DDP or FSDP2 (``ddp`` or ``fsdp2``) over all ranks; return them unchanged on ``meta``."""
     if device.type == "meta":
         return model
     if how == "ddp":
@@ -131,21 +136,21 @@ def made_parallel(model: Layers, how: str, device: torch.device) -> nn.Module:
 
 
 @dataclass(kw_only=True)
-class LayersProblem(WorkloadShard):
-    """One rank's share of whole layers: q, k, v and dout are those of the first layer's attention that was kept."""
+class LayersShard(WorkloadShard):
+    """One rank's share of whole layers; q, k, v and dout are those of the first layer's attention, once kept."""
 
     model: nn.Module
     first: Layer
     x: Tensor
     dx: Tensor | None
     """Gradient of the layers' output; None: forward only."""
-    turn: Tensor
+    cos_sin: Tensor
 
     @classmethod
-    def of(
+    def create(
         cls, strategy: Strategy, workload: Workload, device: torch.device, *, cuda_graph: bool = False
-    ) -> LayersProblem:  # fmt: skip
-        """Layers of parameters that are the same on all ranks, and random tokens."""
+    ) -> LayersShard:  # fmt: skip
+        """Create layers with the same parameters on all ranks, and random tokens."""
         assert workload.layer is not None and not cuda_graph
         torch.manual_seed(PARAMETERS_SEED)
         with device if device.type == "meta" else nullcontext():
@@ -155,31 +160,35 @@ class LayersProblem(WorkloadShard):
         shape = (workload.batch, workload.seq // strategy.comm.size, workload.heads * workload.head_dim)
         x, dx = (torch.randn(shape, generator=generator, device=device, dtype=torch_dtype(workload)) for _ in range(2))
         positions = strategy.positions(workload.seq, device, **layout_options(workload))
-        nothing = x.new_empty(0)
+        empty = x.new_empty(0)
         return cls(
-            strategy, workload.causal, nothing, nothing, nothing, None,
-            options=mask_options(workload), asks=workload.mask().asks_of_kernels(),
-            model=made_parallel(model, workload.layer.parallel, device), first=first, x=x,
-            dx=dx if workload.backward else None, turn=rotation(positions, workload.head_dim, x.dtype),
+            strategy, workload.causal, empty, empty, empty, None,
+            attention_options=attention_options(workload), kernel_options=workload.mask().asks_of_kernels(),
+            model=parallelize(model, workload.layer.parallel, device), first=first, x=x,
+            dx=dx if workload.backward else None, cos_sin=rotation(positions, workload.head_dim, x.dtype),
         )  # fmt: skip
 
     def kernel(self) -> Any:
+        """Return the kernel that computes the attention blocks."""
         like = torch.empty(1, 1, 1, self.first.workload.head_dim, dtype=self.x.dtype, device=self.x.device)
-        return self.strategy.kernel_for(like, **self.asks)
+        return self.strategy.kernel_for(like, **self.kernel_options)
 
-    def iteration(self) -> None:  # type: ignore[override]
-        """Forward, and backward with gradients of all parameters, brought together; no optimizer step."""
+    def run_iteration(self) -> None:  # type: ignore[override]
+        """Run the forward pass, and the backward pass with gradients reduced over all ranks; no optimizer step."""
         with torch.set_grad_enabled(self.dx is not None):
-            out = self.model(self.x, self.turn)
+            out = self.model(self.x, self.cos_sin)
         if self.dx is not None:
             out.backward(self.dx)
             self.model.zero_grad(set_to_none=True)
 
-    def results(self) -> Results:
-        """An iteration whose first attention call is kept."""
-        kept = self.first.kept = _Kept()
-        self.iteration()
+    def run_for_verification(self) -> Results:
+        """Run one iteration and return the first layer's attention output and gradients.
+
+        Also sets q, k, v and dout to those of that attention call.
+        """
+        kept = self.first.kept = _KeptCall()
+        self.run_iteration()
         self.first.kept = None
-        found = kept.tensors
-        self.q, self.k, self.v, self.dout = found["q"], found["k"], found["v"], found.get("dout")
-        return Results(found["out"], *(found.get(name) for name in ("dq", "dk", "dv")))
+        tensors = kept.tensors
+        self.q, self.k, self.v, self.dout = tensors["q"], tensors["k"], tensors["v"], tensors.get("dout")
+        return Results(tensors["out"], *(tensors.get(name) for name in ("dq", "dk", "dv")))

@@ -1,8 +1,8 @@
-"""Starting ranks of our own, and ending all of them within seconds when one fails or the user says stop.
+"""Launcher of ringprof's own ranks on this host; ends all within seconds if one fails or the user interrupts.
 
-Ranks are started by torch's elastic launcher (its process layer, without agent and rendezvous service: there is one
-host, nothing is restarted, and the agent would give a stuck rank half a minute). The rendezvous store lives here in the
-parent, on a port that the system chose, so that two runs cannot meet.
+Ranks are started by the process layer of torch's elastic launcher, without its agent and rendezvous service: there is
+one host, nothing is restarted, and the agent would wait half a minute for a stuck rank. The rendezvous store is in this
+parent process, on a port that the system chose, so that two runs cannot share a store.
 """
 
 from __future__ import annotations
@@ -33,45 +33,48 @@ from ringprof.scratch import keep, remove
 
 _POLL_S = 0.05
 _SETTLE_S = 0.3
-"""After a first rank has failed: others that failed by themselves show up, and the cause is told from the effects."""
+"""Seconds to wait after the first failure, for other ranks whose failure may be its cause."""
 END_S = 2
-"""What a rank gets between the request to end and SIGKILL."""
+"""Seconds between the request to end (SIGTERM) and SIGKILL."""
 Result = TypeVar("Result")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_PYTHONS_OWN = (signal.SIG_DFL, signal.default_int_handler)
+_PYTHON_HANDLERS = (signal.SIG_DFL, signal.default_int_handler)
 
 
 def log_path(scratch: Path, rank: int) -> Path:
-    """What a rank printed."""
+    """Return the path of the file that holds a rank's output."""
     return scratch / f"rank{rank}.log"
 
 
 def progress_log_path(scratch: Path, rank: int) -> Path:
-    """What a rank reported."""
+    """Return the path of a rank's progress log."""
     return scratch / f"rank{rank}.jsonl"
 
 
-class RanksTask(Protocol):
-    """What ranks of our own are told, as JSON: `ringprof.record.request.Task`, and its like."""
+class LaunchTask(Protocol):
+    """Task of locally launched ranks, sent to them as JSON: `ringprof.record.request.RankTask` or `CheckTask`."""
 
     @property
     def request(self) -> Any:
-        """With ``world`` and ``device``, which must be decided."""
+        """Request whose ``world`` and ``device`` are resolved."""
 
     @property
     def scratch(self) -> str | None:
-        """Where they keep their logs."""
+        """Folder of the ranks' logs."""
 
     def limit_of(self, phase: str | None) -> float | None:
-        """Seconds for a phase of rank 0's, or with None for what comes before the first; None: as the one before."""
+        """Return the time limit of a phase of rank 0 in seconds; None if the limit that runs already covers it.
+
+        The phase None is the time before rank 0's first phase.
+        """
 
 
-def launch(task: RanksTask, reporter: Reporter, what: str, result: Callable[[], Result]) -> Result:
-    """Run a task on ranks of our own until all have ended well; returns what ``result`` then finds.
+def launch(task: LaunchTask, reporter: Reporter, job: str, result: Callable[[], Result]) -> Result:
+    """Start ranks on this host, wait until all have succeeded, and return ``result()``.
 
-    ``what`` is ``record`` or ``check``, as `ringprof.spawn` takes it. Raises `RecordError`, `VerificationError` or
-    another error that a rank had; `Interrupted` when the user said stop. Whatever happens, no rank is left behind; the
-    scratch folder stays only after a failure.
+    ``job`` is ``record`` or ``check``, as `ringprof.spawn` takes it. No rank survives this call. The scratch
+    folder is kept only after a failure. Raises `RecordError`, `VerificationError` or another error of a rank, and
+    `Interrupted` if the user interrupts.
     """
     assert task.scratch is not None and task.request.world is not None and isinstance(task, msgspec.Struct)
     scratch = Path(task.scratch)
@@ -80,28 +83,28 @@ def launch(task: RanksTask, reporter: Reporter, what: str, result: Callable[[], 
         context = None
         readers = [ProgressLogReader(progress_log_path(scratch, rank)) for rank in range(task.request.world)]
         try:
-            with _signals_put_off(), interrupts_blocked():
-                context = _start(task.request, scratch, port, what)
-            _until_done(context.pids(), readers, reporter, task)
+            with _signals_deferred(), interrupts_blocked():
+                context = _start(task.request, scratch, port, job)
+            _wait_until_done(context.pids(), readers, reporter, task)
         except BaseException as error:
-            # From here on the ranks are being ended: a second Ctrl-C must not stop that.
+            # A second Ctrl-C must not stop the shutdown of the ranks.
             _set_handlers(dict.fromkeys(_SIGNALS, signal.SIG_IGN))
             if context is not None:
-                # Asked first, so that the ranks can say where they were, then killed.
+                # SIGTERM first, so that the ranks can log where they were, then SIGKILL.
                 context.close(signal.SIGTERM, END_S)
-            explained = _explained(error, readers, scratch, what)
-            # What is refused says all itself, and names no logs.
-            refused = isinstance(explained, RingprofError) and not isinstance(explained, RecordError)
-            (remove if refused else keep)(scratch)
-            raise explained from None
+            user_error = _explain(error, readers, scratch, job)
+            # The message of a refused task needs no logs.
+            is_refusal = isinstance(user_error, RingprofError) and not isinstance(user_error, RecordError)
+            (remove if is_refusal else keep)(scratch)
+            raise user_error from None
         context.close()
-    found = result()
+    value = result()
     remove(scratch)
-    return found
+    return value
 
 
 class _RankFailed(Exception):
-    """At least one rank has ended badly; which one and why is found out after all have ended."""
+    """Failure of at least one rank; which rank and why is found out after all have ended."""
 
     def __init__(self, statuses: dict[int, int]) -> None:
         super().__init__()
@@ -109,20 +112,20 @@ class _RankFailed(Exception):
 
 
 class _TimeIsUp(Exception):
-    """A time limit has passed."""
+    """Expiry of a time limit."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.seconds = seconds
 
 
-def _start(request: Any, scratch: Path, port: int, what: str) -> Any:
+def _start(request: Any, scratch: Path, port: int, job: str) -> Any:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
-    # The launcher reports on its own; here it is part of a program that does.
+    # The launcher would log failures that ringprof reports itself.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)
     world = request.world or 1
-    command = isolated(what, str(scratch / "task.json"), str(os.getpid()))
+    command = isolated(job, str(scratch / "task.json"), str(os.getpid()))
     try:
         return start_processes(
             name="ringprof",
@@ -132,22 +135,22 @@ def _start(request: Any, scratch: Path, port: int, what: str) -> Any:
             logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
         )
     except (OSError, RuntimeError) as error:
-        # The launcher does not know of those that it has started.
+        # A failed start leaves processes that the launcher does not return.
         for process in psutil.Process().children():
             with suppress(psutil.Error):
                 if command[-2] in process.cmdline():
                     process.kill()
                     process.wait()
-        raise _no_more(error) from None
+        raise _start_error(error) from None
 
 
-def _no_more(error: Exception) -> RecordError:
+def _start_error(error: Exception) -> RecordError:
     why = getattr(error, "strerror", None) or error
     return RecordError(f"not all ranks can be started here ({why}): see ulimit -u and -n, or use a smaller --world")
 
 
 def _environment(request: Any, rank: int, world: int, port: int, scratch: Path) -> dict[str, str]:
-    """Return the environment variables of a rank that torch reads, and the threads that it may use."""
+    """Return a rank's environment variables: those that torch reads, and its number of threads."""
     env = {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
@@ -169,15 +172,15 @@ def _environment(request: Any, rank: int, world: int, port: int, scratch: Path) 
 
 @contextmanager
 def _store() -> Iterator[int]:
-    """A store for the ranks' rendezvous, for this host alone; yields its port."""
+    """Open a store for the ranks' rendezvous that only this host can reach; yield its port."""
     import torch.distributed
 
     untyped: Any = torch.distributed
     try:
-        # A store that opens its port itself listens to all networks.
+        # A store that opens its port itself listens on all interfaces.
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        # Torch says at length on stderr what it cannot reach.
+        # Connect first: torch prints many lines on stderr about an address that it cannot reach.
         socket.create_connection(("127.0.0.1", port), timeout=60).close()
         listener.accept()[0].close()
         store = untyped.TCPStore(
@@ -187,14 +190,15 @@ def _store() -> Iterator[int]:
     except OSError as error:
         why = error.strerror or error
         raise RecordError(f"ranks cannot meet on 127.0.0.1 ({why}): bring it up (ip link set lo up)") from None
-    except RuntimeError as error:  # its thread cannot be started
-        raise _no_more(error) from None
+    except RuntimeError as error:  # the store's thread cannot be started
+        raise _start_error(error) from None
     yield port
     del store
 
 
 @contextmanager
 def _signals_restored() -> Iterator[None]:
+    """Restore the handlers of signals after the block."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
         yield
@@ -203,29 +207,32 @@ def _signals_restored() -> Iterator[None]:
 
 
 @contextmanager
-def _signals_put_off() -> Iterator[None]:
-    """While ranks are being started nobody could end them: what comes is heeded when all are there.
+def _signals_deferred() -> Iterator[None]:
+    """Hold back signals while ranks are being started, when nothing could end them; raise the first one afterwards.
 
-    The launcher sets no handlers of its own: they would raise in its midst, and undo what nohup has ignored.
+    The launcher is kept from setting its own handlers. They would raise in the middle of the start, and would handle
+    signals that nohup ignores.
     """
-    variable, came = "TORCHELASTIC_SIGNALS_TO_HANDLE", list[int]()
-    asked = os.environ.pop(variable, None)
+    variable, received = "TORCHELASTIC_SIGNALS_TO_HANDLE", list[int]()
+    previous = os.environ.pop(variable, None)
     os.environ[variable] = ""
-    heeded = {number: handler for number in _SIGNALS if (handler := signal.getsignal(number)) != signal.SIG_IGN}
-    _set_handlers(dict.fromkeys(heeded, lambda number, _: came.append(number)))
+    handlers = {number: handler for number in _SIGNALS if (handler := signal.getsignal(number)) != signal.SIG_IGN}
+    _set_handlers(dict.fromkeys(handlers, lambda number, _: received.append(number)))
     try:
         yield
     finally:
         os.environ.pop(variable)
-        if asked is not None:
-            os.environ[variable] = asked
-        _set_handlers({number: _stop if handler in _PYTHONS_OWN else handler for number, handler in heeded.items()})
-    if came:
-        signal.raise_signal(came[0])
+        if previous is not None:
+            os.environ[variable] = previous
+        _set_handlers(
+            {number: _stop if handler in _PYTHON_HANDLERS else handler for number, handler in handlers.items()}
+        )
+    if received:
+        signal.raise_signal(received[0])
 
 
 def _stop(*_: object) -> None:
-    """In place of Python's own handlers, most of which would leave the ranks behind."""
+    """Raise KeyboardInterrupt, as the handler of signals whose default would end this process but not its ranks."""
     raise KeyboardInterrupt
 
 
@@ -235,14 +242,17 @@ def _set_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
             signal.signal(number, handler)
 
 
-def _until_done(pids: dict[int, int], readers: list[ProgressLogReader], reporter: Reporter, task: RanksTask) -> None:
+def _wait_until_done(
+    pids: dict[int, int], readers: list[ProgressLogReader], reporter: Reporter, task: LaunchTask
+) -> None:
+    """Relay rank 0's progress until all ranks have ended with success. Raises `_RankFailed` and `_TimeIsUp`."""
     limit_s, phase, begin = task.limit_of(None) or 0.0, None, time.monotonic()
     while True:
         readers[0].relay(reporter)
-        entered = (readers[0].last("start") or {}).get("start")
-        if entered != phase and task.limit_of(entered) is not None:
-            limit_s, begin = task.limit_of(entered) or 0.0, time.monotonic()
-        phase = entered
+        current = (readers[0].last("start") or {}).get("start")
+        if current != phase and task.limit_of(current) is not None:
+            limit_s, begin = task.limit_of(current) or 0.0, time.monotonic()
+        phase = current
         statuses = _statuses(pids)
         if any(statuses.values()):
             time.sleep(_SETTLE_S)
@@ -257,7 +267,7 @@ def _until_done(pids: dict[int, int], readers: list[ProgressLogReader], reporter
 
 
 def _refuse_unfinished(statuses: dict[int, int], readers: list[ProgressLogReader]) -> None:
-    """Raise `_RankFailed` for ranks that ended with exit code 0 in the midst of their work, as code of a user may."""
+    """Raise `_RankFailed` for ranks that ended with exit code 0 before they were done, as user code may do."""
     for reader in readers[1:]:
         reader.read()
     unfinished = {rank: status for rank, status in statuses.items() if readers[rank].last("done") is None}
@@ -266,7 +276,7 @@ def _refuse_unfinished(statuses: dict[int, int], readers: list[ProgressLogReader
 
 
 def _statuses(pids: dict[int, int]) -> dict[int, int]:
-    """Exit codes of the ranks that have ended, negative for signals; looked at, not collected."""
+    """Return the exit codes of the ranks that have ended, negative for signals. The processes are not reaped."""
     statuses = {}
     for rank, pid in pids.items():
         try:
@@ -278,14 +288,14 @@ def _statuses(pids: dict[int, int]) -> dict[int, int]:
     return statuses
 
 
-def _explained(error: BaseException, readers: list[ProgressLogReader], scratch: Path, what: str) -> BaseException:
-    """The error to end with, in the user's words."""
+def _explain(error: BaseException, readers: list[ProgressLogReader], scratch: Path, job: str) -> BaseException:
+    """Return the error to raise to the user for ``error``, which ended the launch."""
     for reader in readers:
         reader.read()
     logs = f"; logs kept in {scratch}"
     if not isinstance(error, Exception):
-        nothing = "; nothing was recorded" if what == "record" else ""
-        return Interrupted(f"interrupted{_stood(readers)}{nothing}{logs}")
+        nothing = "; nothing was recorded" if job == "record" else ""
+        return Interrupted(f"interrupted{_phase_text(readers)}{nothing}{logs}")
     if isinstance(error, _RankFailed):
         return _cause(error.statuses, readers, scratch)
     if isinstance(error, _TimeIsUp):
@@ -293,32 +303,33 @@ def _explained(error: BaseException, readers: list[ProgressLogReader], scratch: 
     return error
 
 
-def _stood(readers: list[ProgressLogReader]) -> str:
+def _phase_text(readers: list[ProgressLogReader]) -> str:
     entry = readers[0].last("start") if readers else None
     return f" during {entry['start']}" if entry else ""
 
 
 def _cause(statuses: dict[int, int], readers: list[ProgressLogReader], scratch: Path) -> RingprofError:
-    """The rank that failed first by itself: one killed, then one with an error of its own, earliest first.
+    """Return the error of the rank whose failure caused the others.
 
-    A rank that only lost its peers fails with an error of the communication library, a moment later.
+    A rank killed by a signal comes first, then the rank with the earliest error of its own. A rank that only lost its
+    peers fails a moment later, with an error of the communication library.
     """
     killed = [rank for rank, status in statuses.items() if status < 0]
     if killed:
         return signal_error(killed[0], -statuses[killed[0]], f"; log: {log_path(scratch, killed[0])}")
-    told = {rank: entry for rank in statuses if (entry := readers[rank].last("error"))}
-    silent = [rank for rank in statuses if rank not in told]
-    if silent and all(is_consequence(entry["error"], entry["message"]) for entry in told.values()):
-        # Whatever its exit code, one that left without a word is what the others fail from.
-        rank = max(silent, key=lambda rank: statuses[rank] != 0)
+    errors = {rank: entry for rank in statuses if (entry := readers[rank].last("error"))}
+    unexplained = [rank for rank in statuses if rank not in errors]
+    if unexplained and all(is_consequence(entry["error"], entry["message"]) for entry in errors.values()):
+        # All logged errors are consequences: the cause is a rank that ended without an error, whatever its exit code.
+        rank = max(unexplained, key=lambda rank: statuses[rank] != 0)
         log = log_path(scratch, rank)
         return RecordError(f"rank {rank} ended with exit code {statuses[rank]} and said nothing; log: {log}")
     rank, entry = min(
-        told.items(), key=lambda item: (is_consequence(item[1]["error"], item[1]["message"]), item[1]["at"])
+        errors.items(), key=lambda item: (is_consequence(item[1]["error"], item[1]["message"]), item[1]["at"])
     )
     return rank_error(rank, entry["error"], entry["message"], f"; log: {log_path(scratch, rank)}")
 
 
 def _laggard(readers: list[ProgressLogReader]) -> str:
-    words = {rank: entry for rank, reader in enumerate(readers) if (entry := reader.last("stopped"))}
-    return slowest_rank({rank: (entry["stopped"], entry["hops"]) for rank, entry in words.items()}, len(readers))
+    stops = {rank: entry for rank, reader in enumerate(readers) if (entry := reader.last("stopped"))}
+    return slowest_rank({rank: (entry["stopped"], entry["hops"]) for rank, entry in stops.items()}, len(readers))

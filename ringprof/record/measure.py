@@ -1,4 +1,4 @@
-"""What is measured of one rank: iterations without the profiler, work done, memory, then a profile."""
+"""Measurements of one rank: iterations without the profiler, work done, memory, then a profile."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from ringprof.json_object import JsonObject
 from ringprof.record.clock import clock_for
 from ringprof.record.progress import Reporter
-from ringprof.record.resolve import asks_of_kernels, mask_options, shape_of, torch_dtype
-from ringprof.record.telemetry import watching
+from ringprof.record.resolve import attention_options, kernel_options, shape_of, torch_dtype
+from ringprof.record.telemetry import device_telemetry
 from ringprof.run import DeviceState, Sent, Work, Workload
 from ringprof.strategies.algorithms.cached import Cached
 from ringprof.strategies.transport.copy_engine import held_bytes
 
 SINKS_SEED = 18
 ITERATION = "ringprof::iteration"
-"""The name of a profiled iteration in the trace."""
+"""Name of a profiled iteration in the trace."""
 
 
 @dataclass
@@ -34,30 +34,35 @@ class WorkloadShard:
     """One rank's share of a workload, and one iteration over it."""
 
     strategy: Any
-    """A `Strategy`, `Cached` where the workload has a cache."""
+    """Strategy that computes the workload: a `Strategy`, or `Cached` if the workload has a cache."""
     causal: bool
     q: Tensor
     k: Tensor
     v: Tensor
     dout: Tensor | None
-    """None: forward only."""
+    """Gradient of the output; None: forward only."""
     cuda_graph: bool = False
-    """Whether iterations after the warm-up are replays of one that is captured."""
+    """Whether iterations after the warm-up are replays of a captured CUDA graph."""
     graph: torch.cuda.CUDAGraph | None = None
-    options: JsonObject = field(default_factory=dict)
-    """What `Strategy.attention` is told of the mask beside that."""
-    asks: dict[str, bool] = field(default_factory=dict)
-    """What the choice of a kernel is told of it."""
+    attention_options: JsonObject = field(default_factory=dict)
+    """Keyword arguments of `Strategy.attention` for the mask and the scores, except ``causal``."""
+    kernel_options: dict[str, bool] = field(default_factory=dict)
+    """Keyword arguments of `Strategy.kernel_for`: features of the mask and the scores that the kernel must support."""
     sinks: Tensor | None = None
-    """One logit a head (H), the same on every rank, over a cache of the heads that it returns; None without them."""
-    captured: list[Results] = field(default_factory=list)
-    """What the replays of the graph compute; empty without one."""
+    """One logit per head (H), the same on every rank; None without sinks. Over a cache: only of the returned heads."""
+    graph_results: list[Results] = field(default_factory=list)
+    """Results that every replay of the graph overwrites; empty without a graph."""
 
     @classmethod
-    def of(cls, strategy: Any, workload: Workload, device: torch.device, *, cuda_graph: bool = False) -> WorkloadShard:
-        """Random inputs, made where they are needed: the full tensors may fit no device. On ``meta`` shapes alone."""
+    def create(
+        cls, strategy: Any, workload: Workload, device: torch.device, *, cuda_graph: bool = False
+    ) -> WorkloadShard:
+        """Create one rank's share with random inputs, drawn on ``device``; on ``meta`` it has shapes only.
+
+        Each rank draws its own share, because the full tensors may fit no device.
+        """
         if workload.kv_length is not None:
-            return cls._over_cache(strategy, workload, device, cuda_graph=cuda_graph)
+            return cls._create_over_cache(strategy, workload, device, cuda_graph=cuda_graph)
         generator = seeded(device, 1 + strategy.comm.rank)
         local = workload.seq // strategy.comm.size
 
@@ -66,23 +71,23 @@ class WorkloadShard:
             return torch.randn(shape, generator=generator, device=device, dtype=torch_dtype(workload))
 
         heads, kv_heads, trains = workload.heads, workload.kv_heads, workload.backward
-        size, of_v = workload.head_dim, workload.v_head_dim or workload.head_dim
-        sizes = ((heads, size), (kv_heads, size), (kv_heads, of_v))
+        size, v_head_dim = workload.head_dim, workload.v_head_dim or workload.head_dim
+        sizes = ((heads, size), (kv_heads, size), (kv_heads, v_head_dim))
         q, k, v = (draw(*count).requires_grad_(trains) for count in sizes)
         sinks = drawn_sinks(workload, device)
         return cls(
-            strategy, workload.causal, q, k, v, draw(heads, of_v) if trains else None, cuda_graph,
-            options=mask_options(workload, sinks), asks=asks_of_kernels(workload), sinks=sinks,
+            strategy, workload.causal, q, k, v, draw(heads, v_head_dim) if trains else None, cuda_graph,
+            attention_options=attention_options(workload, sinks), kernel_options=kernel_options(workload), sinks=sinks,
         )  # fmt: skip
 
     @classmethod
-    def _over_cache(
+    def _create_over_cache(
         cls, strategy: Cached, workload: Workload, device: torch.device, *, cuda_graph: bool
     ) -> WorkloadShard:
-        """New queries, which ranks may have in common, and each rank's keys and values."""
+        """Create one rank's share of prefill or decode: new queries, which ranks may share, and its keys and values."""
         dtype, shape = torch_dtype(workload), shape_of(workload)
-        new = (shape.batch, shape.seq, shape.heads, shape.head_dim)
-        queries = torch.randn(new, generator=seeded(device, 0), device=device, dtype=dtype)
+        q_shape = (shape.batch, shape.seq, shape.heads, shape.head_dim)
+        queries = torch.randn(q_shape, generator=seeded(device, 0), device=device, dtype=dtype)
         generator = seeded(device, 1 + strategy.comm.rank)
         kv = strategy.held(shape).kv
         sizes = (workload.head_dim, workload.v_head_dim or workload.head_dim)
@@ -90,20 +95,20 @@ class WorkloadShard:
         q, sinks = strategy.shard(queries).contiguous(), drawn_sinks(workload, device)
         sinks = None if sinks is None else sinks[strategy.heads(shape.heads, shape.kv_heads).returned]
         return cls(
-            strategy, workload.causal, q, k, v, None, cuda_graph, options=mask_options(workload, sinks),
-            asks=asks_of_kernels(workload), sinks=sinks,
+            strategy, workload.causal, q, k, v, None, cuda_graph, attention_options=attention_options(workload, sinks),
+            kernel_options=kernel_options(workload), sinks=sinks,
         )  # fmt: skip
 
     def kernel(self) -> Any:
-        """The kernel that computes its blocks."""
-        return self.strategy.kernel_for(self.q, **self.asks)
+        """Return the kernel that computes the attention blocks."""
+        return self.strategy.kernel_for(self.q, **self.kernel_options)
 
-    def iteration(self) -> Results:
-        """Forward, and backward with gradients of its own."""
+    def run_iteration(self) -> Results:
+        """Run one iteration, forward and backward if there is ``dout``, and return its results."""
         if self.graph is not None:
             self.graph.replay()
-            return self.captured[0]
-        out = self.strategy.attention(self.q, self.k, self.v, causal=self.causal, **self.options)
+            return self.graph_results[0]
+        out = self.strategy.attention(self.q, self.k, self.v, causal=self.causal, **self.attention_options)
         if self.dout is None:
             return Results(out)
         leaves = (self.q, self.k, self.v, *(() if self.sinks is None else (self.sinks,)))
@@ -111,42 +116,42 @@ class WorkloadShard:
 
     @property
     def strategies(self) -> list[Any]:
-        """Those that compute an iteration."""
+        """Strategies that compute an iteration."""
         return [self.strategy]
 
-    def results(self) -> Results:
-        """One iteration, for what it computes."""
-        return self.iteration()
+    def run_for_verification(self) -> Results:
+        """Run one iteration and return the results that are verified."""
+        return self.run_iteration()
 
-    def capture(self) -> None:
-        """Make this and all further iterations replays of one that is captured now, after some that were not."""
+    def capture_graph(self) -> None:
+        """Capture one iteration in a CUDA graph, which all further iterations replay; needs a warm-up before it."""
         graph = torch.cuda.CUDAGraph()
-        # NCCL's watchdog asks for events on a thread of its own meanwhile.
+        # NCCL's watchdog thread queries events meanwhile, which the global capture mode would refuse.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            # Every replay writes to these.
-            self.captured.append(self.iteration())
+            # Every replay writes to these tensors.
+            self.graph_results.append(self.run_iteration())
         self.graph = graph
 
 
 def seeded(device: torch.device, seed: int) -> torch.Generator | None:
-    """A generator of random numbers; on ``meta`` there are none."""
+    """Return a generator of random numbers with this seed; None on ``meta``, which has no numbers."""
     return None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
 
 
 @dataclass(frozen=True)
 class Results:
-    """What one iteration computed on this rank: as q, k and v, and None without a backward pass."""
+    """Output and gradients that one iteration computed on this rank; gradients are None without a backward pass."""
 
     out: Tensor
     dq: Tensor | None = None
     dk: Tensor | None = None
     dv: Tensor | None = None
     dsinks: Tensor | None = None
-    """This rank's share (H), to be added up over the ranks."""
+    """This rank's summand (H) of the sinks' gradient, to be summed over the ranks."""
 
 
 def drawn_sinks(workload: Workload, device: torch.device) -> Tensor | None:
-    """Logits (H) in float32, alike on every rank; None where the workload has none."""
+    """Draw the sinks' logits (H) in float32, the same on every rank; None if the workload has no sinks."""
     if workload.sinks is None:
         return None
     generator = torch.Generator().manual_seed(SINKS_SEED)
@@ -155,60 +160,62 @@ def drawn_sinks(workload: Workload, device: torch.device) -> Tensor | None:
 
 @dataclass
 class Measurement:
-    """The timed iterations of one rank."""
+    """Measurements of one rank's timed iterations."""
 
     iterations_ns: list[int]
     peak_bytes: int | None
     work: Work
     first_rows: Tensor
-    """The `row_sums` of the first output, of warm-up where there was one."""
+    """`row_sums` of the first output, which is one of the warm-up if there was any."""
     last: Results | None
-    """Of the last timed iteration; None when it has been looked at."""
+    """Results of the last timed iteration; None after they are verified."""
     state: DeviceState | None = None
-    """Of the GPU meanwhile."""
+    """State of the GPU during the timed iterations."""
 
 
-def measure(problem: WorkloadShard, device: torch.device, warmup: int, iters: int, reporter: Reporter) -> Measurement:
-    """Warm up, then time every iteration; the work is counted in the first timed one."""
-    kept: list[Results] = []
+def measure(shard: WorkloadShard, device: torch.device, warmup: int, iters: int, reporter: Reporter) -> Measurement:
+    """Warm up, then time every iteration; count the work in the first timed iteration or in the captured one."""
+    results: list[Results] = []
     first_rows = work = None
 
-    def keeping() -> None:
-        kept.append(problem.results())
+    def run_and_keep() -> None:
+        results.append(shard.run_for_verification())
 
-    warm = clock_for(device)
+    warmup_clock = clock_for(device)
     reporter.start("warm-up", warmup)
     for number in range(warmup):
-        warm.run(problem.iteration if number else keeping)
-        first_rows = row_sums(kept.pop().out) if kept else first_rows
+        warmup_clock.run(shard.run_iteration if number else run_and_keep)
+        first_rows = row_sums(results.pop().out) if results else first_rows
         reporter.advance()
-    warm.times_ns()
+    warmup_clock.times_ns()
     reset_peak(device)
-    reset_counts(problem.strategies)
-    if problem.cuda_graph:
-        # What is captured is counted, a replay is not: the host does not see it.
-        problem.capture()
-        work = counted_work(problem.strategies)
-        warm.run(problem.iteration)
-        warm.times_ns()
+    reset_counts(shard.strategies)
+    if shard.cuda_graph:
+        # The host counts the work when an iteration is captured; it does not see the replays.
+        shard.capture_graph()
+        work = counted_work(shard.strategies)
+        warmup_clock.run(shard.run_iteration)
+        warmup_clock.times_ns()
     clock = clock_for(device)
     reporter.start("iterations", iters)
-    with watching(device) as watch:
+    with device_telemetry(device) as telemetry:
         for number in range(iters):
-            # What an iteration returns goes with its end; the last one's results are checked.
-            kept.clear()
-            clock.run(keeping if number == iters - 1 or first_rows is None else problem.iteration)
-            work = work or counted_work(problem.strategies)
-            first_rows = row_sums(kept[0].out) if first_rows is None else first_rows
+            # The results of an iteration are freed before the next; those of the last one are verified.
+            results.clear()
+            clock.run(run_and_keep if number == iters - 1 or first_rows is None else shard.run_iteration)
+            work = work or counted_work(shard.strategies)
+            first_rows = row_sums(results[0].out) if first_rows is None else first_rows
             reporter.advance()
-        # Waits for the device, so that it is watched to the end.
+        # Waits for the device, so that the telemetry covers all iterations.
         times = clock.times_ns()
     assert work is not None and first_rows is not None
-    return Measurement(times, peak_bytes(device), work, first_rows, kept[0], watch.state() if watch else None)
+    return Measurement(
+        times, peak_bytes(device), work, first_rows, results[0], telemetry.state() if telemetry else None
+    )
 
 
 def reset_peak(device: torch.device) -> None:
-    """Start to look for the peak from here."""
+    """Reset the peak that `peak_bytes` reports."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -218,10 +225,11 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """On a GPU the allocator's peak and the memory that copied hops arrive in. On the CPU the process's resident peak,
-    libraries included; None where unknown.
+    """Return the peak memory of this rank in bytes since `reset_peak`; None if unknown.
 
-    Without a reset the resident peak is that of the whole process, which verification may have set: an upper bound.
+    On a GPU it is the allocator's peak plus the receive buffers of copied hops. On CPU it is the peak resident memory
+    of the process, libraries included. Where the reset fails, that peak is an upper bound: verification may have set
+    it.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) + held_bytes()
@@ -236,31 +244,31 @@ def peak_bytes(device: torch.device) -> int | None:
 
 
 def row_sums(out: Tensor) -> Tensor:
-    """The sum of the bits of every row of an output (B, S, H, D): int64 (B, S), by which two outputs are told apart."""
+    """Return a checksum of every row of an output (B, S, H, D), to compare two outputs: int64 (B, S)."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[out.element_size()]
     return out.detach().view(bits).flatten(2).sum(2, dtype=torch.int64)
 
 
 def profile_iterations(
-    problem: WorkloadShard, device: torch.device, iters: int, path: Path, reporter: Reporter
+    shard: WorkloadShard, device: torch.device, iters: int, path: Path, reporter: Reporter
 ) -> list[int]:
-    """Profile iterations and write the trace to ``path``; returns their times by the clock of `measure`.
+    """Profile iterations, write the trace to ``path``, and return their times in nanoseconds.
 
-    All ranks start each iteration together, behind a barrier that lies outside the marked range.
+    All ranks start each iteration together, behind a barrier that is outside the marked range, as in `measure`.
     """
     reporter.start("profile", iters)
-    warm, clock = clock_for(device), clock_for(device)
+    warmup_clock, clock = clock_for(device), clock_for(device)
 
-    def marked() -> None:
+    def run_marked() -> None:
         with record_function(ITERATION):
-            problem.iteration()
+            shard.run_iteration()
 
     with profiler() as recording:
-        warm.run(problem.iteration)
-        warm.times_ns()
+        warmup_clock.run(shard.run_iteration)
+        warmup_clock.times_ns()
         recording.step()
         for _ in range(iters):
-            clock.run(marked)
+            clock.run(run_marked)
             reporter.advance()
         # Waits for the device, so that every kernel ends inside the window.
         times = clock.times_ns()
@@ -271,26 +279,29 @@ def profile_iterations(
     return times
 
 
-_at_work: list[Any] = []
-"""Profilers of ringprof's own, which warm up or collect."""
+_active_profilers: list[Any] = []
+"""Profilers of ringprof in this process, which warm up or collect."""
 
 
 def profiler_is_busy() -> bool:
-    """Whether a profiler is at work in this process, where a second one would end the first, or the process itself.
+    """Return whether a profiler is active in this process. A second one would end the first, or the process.
 
-    One that is not ringprof's and only warms up cannot be told.
+    A profiler that is not ringprof's and only warms up cannot be detected.
     """
     untyped: Any = torch.autograd
-    return bool(_at_work) or untyped._profiler_enabled()
+    return bool(_active_profilers) or untyped._profiler_enabled()
 
 
 @contextmanager
 def profiler(*, record_shapes: bool = False) -> Iterator[Any]:
-    """The profiler, collecting between its first and second ``step()``; before that it warms up and drops all."""
+    """Run the block under torch's profiler, which collects between its first and second ``step()``.
+
+    Before the first ``step()`` the profiler warms up and drops all events.
+    """
     activities, experimental = [ProfilerActivity.CPU], None
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
-        # Which event each stream waits for, beside what runs on the streams.
+        # Record which event each stream waits for, too.
         experimental = _ExperimentalConfig(enable_cuda_sync_events=True)
     once = schedule(wait=0, warmup=1, active=1, repeat=1)
     with warnings.catch_warnings():
@@ -299,15 +310,15 @@ def profiler(*, record_shapes: bool = False) -> Iterator[Any]:
         with profile(
             activities=activities, schedule=once, record_shapes=record_shapes, experimental_config=experimental
         ) as recording:
-            _at_work.append(recording)
+            _active_profilers.append(recording)
             try:
                 yield recording
             finally:
-                _at_work.remove(recording)
+                _active_profilers.remove(recording)
 
 
 def reset_counts(strategies: Sequence[Any]) -> None:
-    """Count the strategies' work anew from here."""
+    """Reset the strategies' counters of work, from which `counted_work` counts."""
     for strategy in strategies:
         strategy.comm.meter.clear()
         for kernel in strategy.kernels():
@@ -316,9 +327,9 @@ def reset_counts(strategies: Sequence[Any]) -> None:
 
 
 def counted_work(strategies: Sequence[Any]) -> Work:
-    """What the strategies of this rank have computed and sent since `reset_counts`, together.
+    """Return the work that the strategies of this rank have computed and sent since `reset_counts`, summed.
 
-    None stands for what no kernel and no channel of theirs has counted.
+    A figure is None if no kernel, or no channel, of the strategies has counted anything.
     """
     flops, calls = 0, Counter[str]()
     sent: dict[tuple[str, str, str, str, int | None], list[int]] = {}
@@ -329,7 +340,7 @@ def counted_work(strategies: Sequence[Any]) -> Work:
         meter = strategy.comm.meter
         for (channel, *how), counts in meter.sent.items():
             total = sent.setdefault((channel, *how, meter.goes_to.get(channel)), [0, 0])
-            total[:] = [one + other for one, other in zip(total, counts, strict=True)]
+            total[:] = [before + added for before, added in zip(total, counts, strict=True)]
     entries = [
         Sent(channel=channel, phase=phase, operation=operation, link=link, to=to, count=count, sent_bytes=size)
         for (channel, phase, operation, link, to), (count, size) in sent.items()

@@ -1,4 +1,4 @@
-"""Short looks at a user's own training loop, step by step: when to look, and what a look may cost. Loads torch."""
+"""Sampling of a user's own training loop: which steps to profile, and how much a sample may cost. Loads torch."""
 
 from __future__ import annotations
 
@@ -22,140 +22,141 @@ from ringprof.record.measure import ITERATION, profiler, profiler_is_busy
 from ringprof.record.process_group import GroupRanks, gather_tensor
 from ringprof.scratch import remove, scratch_folder
 
-MOST_SHARE = 0.01
-"""Of the loop's time that looking may take: after each look the next is put off until it does not take more."""
-LARGEST_BYTES = 64 << 20
-"""Of all ranks' reduced traces together; larger ones stay where they are, and the look tells nothing."""
+MAX_SHARE = 0.01
+"""Largest share of the loop's time that sampling may take (0 to 1); the sampling interval grows to keep it."""
+MAX_BYTES = 64 << 20
+"""Most bytes of all ranks' reduced traces together; larger traces are dropped, and the sample is empty."""
 
 _log = logging.getLogger("ringprof.monitor")
 
 _Reduce = Callable[[Path], bytes]
-"""A trace's reduced form; empty where it cannot be read."""
-_Tell = Callable[[int, list[bytes], dict[str, float]], None]
-"""Given, on the first rank, the step, every rank's reduced trace, and what looking has cost."""
+"""Function that returns the reduced form of a trace file; empty if the trace cannot be read."""
+_Report = Callable[[int, list[bytes], dict[str, float]], None]
+"""Function that the first rank calls with the step, every rank's reduced trace, and ``step_ms`` and ``interval``."""
 
 
 class Monitor:
-    """Profiles one step now and then; made by `ringprof.monitor`."""
+    """Monitor that profiles single steps of a training loop at intervals; created by `ringprof.monitor`."""
 
-    def __init__(self, every: int, ranks: GroupRanks, reduce: _Reduce, tell: _Tell) -> None:
-        """Steps are those of the first optimizer that takes one, until `step` is called for the first time."""
+    def __init__(self, every: int, ranks: GroupRanks, reduce: _Reduce, report: _Report) -> None:
+        """Start to count steps: those of the first optimizer that takes one, until `step` is called."""
         self.steps = 0
-        """Done so far."""
+        """Number of steps done so far."""
         self.interval = every
-        """Steps from one look to the next."""
+        """Steps from one sample to the next."""
         self.spent_ns = 0
-        """What looking has cost this rank so far."""
-        self._every, self._next, self._ranks, self._reduce, self._tell = every, every, ranks, reduce, tell
-        self._own_steps, self._optimizer = False, 0
-        self._window: ExitStack | None = None
-        self._recording: Any = None
-        self._marked: ExitStack | None = None
-        self._plain: deque[int] = deque(maxlen=32)
-        self._last = time.perf_counter_ns()
+        """Time that sampling has cost this rank so far, in nanoseconds."""
+        self._every, self._next, self._ranks, self._reduce, self._report = every, every, ranks, reduce, report
+        self._counts_calls, self._optimizer = False, 0
+        self._profiling: ExitStack | None = None
+        self._profiler: Any = None
+        self._annotation: ExitStack | None = None
+        self._unprofiled_ns: deque[int] = deque(maxlen=32)
+        self._last_step_ns = time.perf_counter_ns()
         self._cost = 0
         self._hook: Any = register_optimizer_step_post_hook(self._after_optimizer)
 
     def step(self) -> None:
-        """One step of the loop is done. Every rank calls it, or none does."""
-        self._own_steps = True
+        """Report that one step of the loop is done. Either every rank must call this, or none."""
+        self._counts_calls = True
         self._advance()
 
     def close(self) -> None:
-        """Look no more; a look that has begun is dropped."""
+        """Stop sampling; drop a sample that has begun."""
         self._hook.remove()
-        if self._marked is not None:
-            self._marked.close()
-        if self._window is not None:
-            self._window.close()
-        self._window = self._marked = None
+        if self._annotation is not None:
+            self._annotation.close()
+        if self._profiling is not None:
+            self._profiling.close()
+        self._profiling = self._annotation = None
 
     def _after_optimizer(self, optimizer: Any, *_: Any) -> None:
         self._optimizer = self._optimizer or id(optimizer)
-        if not self._own_steps and id(optimizer) == self._optimizer:
+        if not self._counts_calls and id(optimizer) == self._optimizer:
             self._advance()
 
     def _advance(self) -> None:
+        """Count one step, account for its cost, and begin the next phase of a sample if it is due."""
         self.steps += 1
         now = time.perf_counter_ns()
-        took = now - self._last
-        if self._window is None:
-            self._plain.append(took)
+        took_ns = now - self._last_step_ns
+        if self._profiling is None:
+            self._unprofiled_ns.append(took_ns)
             if self.steps >= self._next:
-                self._open()
+                self._start_profiler()
         else:
-            # What the profiler slows a step down by is its cost, too.
-            self._cost += max(0, took - round(median(self._plain)))
-            if self._marked is None:
-                self._mark()
+            # The cost includes the slowdown of the step by the profiler.
+            self._cost += max(0, took_ns - round(median(self._unprofiled_ns)))
+            if self._annotation is None:
+                self._start_sample()
             else:
-                self._look()
-        self._last = time.perf_counter_ns()
-        self._cost += self._last - now
+                self._finish_sample()
+        self._last_step_ns = time.perf_counter_ns()
+        self._cost += self._last_step_ns - now
 
-    def _open(self) -> None:
-        """The next step warms the profiler up. A rank whose program has one of its own at work has no trace of it."""
-        self._window, self._cost = ExitStack(), 0
-        if not _is_taken():
-            self._recording = self._window.enter_context(profiler())
+    def _start_profiler(self) -> None:
+        """Start the profiler, which warms up in the next step, unless the program has a profiler of its own."""
+        self._profiling, self._cost = ExitStack(), 0
+        if not _has_profiler():
+            self._profiler = self._profiling.enter_context(profiler())
 
-    def _mark(self) -> None:
-        """The next step is profiled, from a device at rest."""
+    def _start_sample(self) -> None:
+        """Wait for the device, then start to profile the next step."""
         self._ranks.finish()
-        self._marked = ExitStack()
-        if self._recording is not None:
-            self._recording.step()
-            self._marked.enter_context(record_function(ITERATION))
+        self._annotation = ExitStack()
+        if self._profiler is not None:
+            self._profiler.step()
+            self._annotation.enter_context(record_function(ITERATION))
 
-    def _look(self) -> None:
-        """The profiled step is over: reduce its trace, bring the ranks' together, and put the next look off."""
+    def _finish_sample(self) -> None:
+        """End the profiled step: reduce its trace, gather the ranks' traces, and schedule the next sample."""
         began = time.perf_counter_ns()
-        assert self._window is not None and self._marked is not None
-        self._marked.close()
+        assert self._profiling is not None and self._annotation is not None
+        self._annotation.close()
         self._ranks.finish()
-        told = self._ranks.bytes_of_all(self._trace())
-        self._window = self._marked = self._recording = None
+        traces = self._ranks.gather_bytes(self._trace())
+        self._profiling = self._annotation = self._profiler = None
         if self._ranks.rank == 0:
-            step_ns = median(self._plain)
+            step_ns = median(self._unprofiled_ns)
             try:
-                self._tell(self.steps, told, {"step_ms": step_ns / 1e6, "interval": self.interval})
-            except Exception as error:  # a look that fails must not end the training that it looks at
-                _log.warning("step %d: nothing could be told: %s", self.steps, error)
-        self._put_off(self._cost + time.perf_counter_ns() - began)
+                self._report(self.steps, traces, {"step_ms": step_ns / 1e6, "interval": self.interval})
+            except Exception as error:  # a sample that fails must not end the training
+                _log.warning("step %d: the sample failed: %s", self.steps, error)
+        self._schedule_next(self._cost + time.perf_counter_ns() - began)
 
     def _trace(self) -> bytes:
-        """This rank's reduced trace; nothing is kept."""
-        assert self._window is not None
-        if self._recording is None:
-            _log.warning("step %d: rank %d has a torch.profiler of its own: no look", self.steps, self._ranks.number)
+        """Return this rank's reduced trace, empty if there is none; the trace itself is removed."""
+        assert self._profiling is not None
+        if self._profiler is None:
+            _log.warning("step %d: rank %d has a torch.profiler of its own: no sample", self.steps, self._ranks.number)
             return b""
         try:
-            self._recording.step()
-            with self._window, ExitStack() as after:
-                folder = scratch_folder("look")
+            self._profiler.step()
+            with self._profiling, ExitStack() as after:
+                folder = scratch_folder("sample")
                 after.callback(remove, folder)
-                self._recording.export_chrome_trace(str(folder / "trace.json"))
+                self._profiler.export_chrome_trace(str(folder / "trace.json"))
                 data = self._reduce(folder / "trace.json")
-        except Exception as error:  # as above; the other ranks wait for this one's answer
+        except Exception as error:  # must not end the training; the other ranks wait for this rank's bytes
             _log.warning("step %d: rank %d has no trace: %s", self.steps, self._ranks.number, error)
             return b""
-        return data if len(data) * self._ranks.size <= LARGEST_BYTES else b""
+        return data if len(data) * self._ranks.size <= MAX_BYTES else b""
 
-    def _put_off(self, cost_ns: int) -> None:
-        """As far as the dearest rank asks for: all ranks must look at the same steps."""
+    def _schedule_next(self, cost_ns: int) -> None:
+        """Delay the next sample by the largest interval that any rank needs: all ranks must sample the same steps."""
         self.spent_ns += cost_ns
-        ranks, step_ns = self._ranks, max(1, round(median(self._plain)))
-        asked = torch.tensor([interval_for(cost_ns, step_ns, self._every)], device=ranks.device)
-        found: Sequence[Any] = gather_tensor(asked, ranks.group) if ranks.size > 1 else [asked]
-        self.interval = max(int(one.item()) for one in found)
+        ranks, step_ns = self._ranks, max(1, round(median(self._unprofiled_ns)))
+        own_interval = torch.tensor([interval_for(cost_ns, step_ns, self._every)], device=ranks.device)
+        intervals: Sequence[Any] = gather_tensor(own_interval, ranks.group) if ranks.size > 1 else [own_interval]
+        self.interval = max(int(interval.item()) for interval in intervals)
         self._next = self.steps + self.interval
 
 
-def _is_taken() -> bool:
-    """Whether the program has a profiler, at work or, in a ``with`` block, in between: two may end the process."""
+def _has_profiler() -> bool:
+    """Return whether the program has a profiler, active or between its steps: a second one may end the process."""
     return profiler_is_busy() or PROFILER_STEP_NAME in getattr(KinetoStepTracker, "_step_dict", ())
 
 
 def interval_for(cost_ns: int, step_ns: int, every: int) -> int:
-    """Steps until the next look such that looking takes no more than `MOST_SHARE` of the time."""
-    return max(every, math.ceil(cost_ns / (MOST_SHARE * step_ns)))
+    """Return the steps until the next sample such that sampling takes no more than `MAX_SHARE` of the time."""
+    return max(every, math.ceil(cost_ns / (MAX_SHARE * step_ns)))

@@ -1,4 +1,4 @@
-"""Process groups, the recorder's own and a user's: who is in them, and what ranks tell each other. Loads torch."""
+"""Process groups of the recorder and of a user: their ranks, and collectives on bytes and tensors. Loads torch."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ringprof.errors import UsageError
-from ringprof.record.launcher import RankPlace, slurm_rendezvous
+from ringprof.record.launcher import RankInfo, slurm_rendezvous
 from ringprof.record.request import to_json
 from ringprof.strategies.transport.groups import uses_nccl
 
 
 @contextmanager
-def world_group(place: RankPlace, device_type: str, timeout_s: float) -> Iterator[torch.device]:
-    """The world's process group: NCCL on GPUs, gloo on CPUs. Yields this rank's device."""
+def world_group(rank_info: RankInfo, device_type: str, timeout_s: float) -> Iterator[torch.device]:
+    """Open the world's process group, NCCL on GPUs and gloo on CPUs; yield this rank's device."""
     if "RANK" not in os.environ:
-        os.environ.update(slurm_rendezvous(place))
+        os.environ.update(slurm_rendezvous(rank_info))
     device = torch.device("cpu")
     if device_type == "cuda":
-        # Before the group is made: NCCL must never see a rank on another rank's device.
-        # A launcher that shows each rank its own GPU alone calls all of them 0.
-        device = torch.device("cuda", place.local_rank if torch.cuda.device_count() > 1 else 0)
+        # Set the device before the group is created: NCCL must never see a rank on another rank's device.
+        # If a launcher makes only its own GPU visible to each rank, the index of every GPU is 0.
+        device = torch.device("cuda", rank_info.local_rank if torch.cuda.device_count() > 1 else 0)
         torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if device_type == "cuda" else "gloo",
@@ -36,14 +36,14 @@ def world_group(place: RankPlace, device_type: str, timeout_s: float) -> Iterato
         device_id=device if device_type == "cuda" else None,
     )
     yield device
-    # Only after success: with a rank gone, taking the group down would wait for it.
+    # Only after success: destroying the group would wait for a rank that has gone.
     dist.destroy_process_group()
 
 
 def gather_bytes(data: bytes, device: torch.device, group: Any = None) -> list[bytes]:
-    """Every rank's ``data``, in the order of ``group`` (None: the world). ``device`` is where its backend works.
+    """Gather every rank's ``data``, in the order of ``group`` (None: the world), through tensors on ``device``.
 
-    Bytes and not objects: what ranks exchange is JSON, nothing is unpickled.
+    Ranks exchange JSON as bytes and not objects, so that nothing is unpickled.
     """
     lengths = gather_tensor(torch.tensor([len(data)], dtype=torch.int64, device=device), group)
     sizes = [int(length.item()) for length in lengths]
@@ -54,22 +54,30 @@ def gather_bytes(data: bytes, device: torch.device, group: Any = None) -> list[b
 
 
 def gather_tensor(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-    """Every rank's ``tensor`` (same shape and type on all), in the order of ``group`` (None: the world)."""
+    """Gather every rank's ``tensor`` (same shape and type on all), in the order of ``group`` (None: the world)."""
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, tensor, group=group)
     return parts
 
 
-_LEFT = "ringprof/left/"
-_CAPTURE = "ringprof/capture/"
+_EXIT_NOTICE = "ringprof/left/"
+_CAPTURE_KEY = "ringprof/capture/"
 _MOST_NAMED = 8
+"""Most ranks that the label of a group lists."""
 
 
 class GroupRanks:
-    """The ranks that do something together, and this one among them; one rank where torch.distributed is not in use."""
+    """Ranks of a user's process group, and this rank among them; a single rank if torch.distributed is not in use.
+
+    ``rank`` is this rank's index in the group, and ``number`` its global rank. ``numbers`` are the global ranks of the
+    group. ``device`` is where the group's collectives take their tensors.
+    """
 
     def __init__(self, group: Any) -> None:
-        """Raises `UsageError` on a rank outside ``group``, and of a DeviceMesh of several dimensions."""
+        """Take a process group, a DeviceMesh of one dimension, or None, which is the world.
+
+        Raises `UsageError` on a rank outside ``group``, and for a DeviceMesh of several dimensions.
+        """
         self.rank, self.size, self.number, self.numbers = 0, 1, 0, [0]
         self.group: Any = None
         on_gpu = torch.cuda.is_available()
@@ -82,15 +90,15 @@ class GroupRanks:
                 raise UsageError(f"rank {self.number} is not in the group: only its members may take part")
             self.size = dist.get_world_size(self.group)
             self.numbers = dist.get_process_group_ranks(self.group)
-            # Where the user named no backend, as init_device_mesh does not, there is one for each sort of device.
-            named = str(dist.get_backend(self.group))
-            used: Any = torch.cuda
-            on_gpu = "nccl" in named or (named == "undefined" and uses_nccl(self.group) and used.is_initialized())
+            # If the user names no backend, as init_device_mesh does not, the group has one for each device type.
+            backend = str(dist.get_backend(self.group))
+            cuda: Any = torch.cuda
+            on_gpu = "nccl" in backend or (backend == "undefined" and uses_nccl(self.group) and cuda.is_initialized())
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     @property
     def label(self) -> str:
-        """Name of the group among those of its job, such as ``ranks2-3``; empty where it is the world."""
+        """Name of the group among those of its job, such as ``ranks2-3``; empty for the world."""
         first, last = min(self.numbers), max(self.numbers)
         if not (dist.is_available() and dist.is_initialized()) or self.size == dist.get_world_size():
             return ""
@@ -102,9 +110,9 @@ class GroupRanks:
         return "ranks" + "_".join(map(str, sorted(self.numbers)[:_MOST_NAMED])) + more
 
     def groups_in(self, folder: object) -> int:
-        """Count the groups of this job that have named ``folder`` to this method; 1 where the job has no store."""
+        """Register this group for ``folder`` and count the groups registered for it; 1 if the job has no store."""
         with suppress(Exception):
-            store, key = c10d._get_default_store(), f"{_CAPTURE}{folder}/"
+            store, key = c10d._get_default_store(), f"{_CAPTURE_KEY}{folder}/"
             return int(store.add(f"{key}count", 1 if store.add(key + self.label, 1) == 1 else 0))
         return 1
 
@@ -118,31 +126,31 @@ class GroupRanks:
         if self.size > 1:
             dist.barrier(self.group)
 
-    def leave(self, token: str, error: BaseException) -> None:
-        """Leave word, which waits for nobody, that this rank has left ``token``'s block with an error."""
-        said = f"rank {self.number} left the block with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    def announce_exit(self, token: str, error: BaseException) -> None:
+        """Announce in the job's store, without waiting, that an error ended this rank's capture ``token``."""
+        notice = f"rank {self.number} left the block with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         # Nothing here may hide that error.
         with suppress(Exception):
-            c10d._get_default_store().set(_LEFT + token, said)
+            c10d._get_default_store().set(_EXIT_NOTICE + token, notice)
 
-    def left(self, token: str) -> str | None:
-        """The word that another rank has left, as far as it can still be read."""
+    def exit_notice(self, token: str) -> str | None:
+        """Return what another rank has announced of the capture ``token``; None if nothing, or if the store is gone."""
         with suppress(Exception):
             store = c10d._get_default_store()
-            if token and store.check([_LEFT + token]):
-                return str(store.get(_LEFT + token), "utf-8", "replace")
+            if token and store.check([_EXIT_NOTICE + token]):
+                return str(store.get(_EXIT_NOTICE + token), "utf-8", "replace")
         return None
 
-    def told(self, value: msgspec.Struct) -> list[bytes]:
-        """Every rank's ``value``, as JSON."""
-        return self.bytes_of_all(to_json(value))
+    def gather_structs(self, value: msgspec.Struct) -> list[bytes]:
+        """Gather every rank's ``value``, as JSON."""
+        return self.gather_bytes(to_json(value))
 
-    def bytes_of_all(self, data: bytes) -> list[bytes]:
-        """Every rank's ``data``."""
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Gather every rank's ``data``."""
         return gather_bytes(data, self.device, self.group) if self.size > 1 else [data]
 
-    def gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's ``tensor``, of the same shape and type on all."""
+    def gather_tensor(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Gather every rank's ``tensor``, of the same shape and type on all."""
         return gather_tensor(tensor, self.group) if self.size > 1 else [tensor]
 
 

@@ -1,4 +1,4 @@
-"""How a recording tells what it is doing: a reporter, and the diary that carries a rank's reports to its parent."""
+"""Progress of a recording: reporters, and the progress log that carries a rank's reports to its parent process."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ringprof.json_object import JsonObject
 
 
 class Reporter(Protocol):
-    """Receives what a recording does; the command line shows it, the library prints nothing."""
+    """Receiver of a recording's progress. The command line shows it, the library prints nothing."""
 
     def say(self, text: str) -> None:
-        """A line for the user."""
+        """Show a line to the user."""
 
     def start(self, phase: str, total: int) -> None:
-        """A phase of ``total`` steps begins; the one before has ended."""
+        """Begin a phase of ``total`` steps; the one before has ended."""
 
     def advance(self) -> None:
-        """One step of the current phase is done."""
+        """Count one finished step of the current phase."""
 
 
 class SilentReporter:
-    """A reporter for nobody."""
+    """Reporter that discards everything."""
 
     def say(self, text: str) -> None:
         pass
@@ -37,7 +37,7 @@ class SilentReporter:
 
 
 class PositionReporter:
-    """Passes everything on to another reporter, and knows where this rank stands."""
+    """Reporter that forwards everything to another reporter and tracks the position of this rank."""
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
@@ -55,12 +55,12 @@ class PositionReporter:
         self._reporter.advance()
 
     def where(self) -> str:
-        """The phase, and the step within it."""
+        """Return the current phase and the step within it, such as ``warm-up, step 2``."""
         return f"{self._phase}, step {self._done + 1}"
 
 
 class ProgressLog(PositionReporter):
-    """A rank's own file of JSON lines: its progress, its error, and its last words when it is stopped."""
+    """Progress log of a rank: a file of JSON lines with its progress, its error, and its position when stopped."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(SilentReporter())
@@ -78,25 +78,25 @@ class ProgressLog(PositionReporter):
         self._write(advance=1)
 
     def error(self, kind: str, message: str) -> None:
-        """Why this rank fails: ``kind`` is the name of an error class."""
+        """Log why this rank fails; ``kind`` is the name of an error class."""
         self._write(error=kind, message=message)
 
     def done(self) -> None:
-        """This rank has carried out its whole task: exit code 0 alone may be the user's code's."""
+        """Log that this rank has finished its task. Exit code 0 does not prove it, since user code may exit."""
         self._write(done=True)
 
-    def last_words(self, hops: int | None) -> None:
-        """Where this rank stood when it was stopped, and how many hops it had posted in this iteration."""
+    def log_stop(self, hops: int | None) -> None:
+        """Log the position of this rank when it is stopped, and how many hops it has posted in this iteration."""
         self._write(stopped=self.where(), hops=hops)
 
     def _write(self, **entry: Any) -> None:
-        # Opened each time: a rank may be killed at any moment, and a line that is written stays written.
+        # The file is opened for each line: a rank may be killed at any moment, and must not lose lines.
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"at": time.monotonic(), **entry}) + "\n")
 
 
 class ProgressLogReader:
-    """The entries of one diary, as they come."""
+    """Reader of a progress log while a rank still writes it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -104,7 +104,7 @@ class ProgressLogReader:
         self.entries: list[JsonObject] = []
 
     def read(self) -> list[JsonObject]:
-        """The entries that have been added since the last call; half a line waits for the rest."""
+        """Return the entries added since the last call; an incomplete line waits for its rest."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -113,12 +113,12 @@ class ProgressLogReader:
             return []
         complete = data[: data.rfind(b"\n") + 1]
         self._offset += len(complete)
-        fresh = [json.loads(line) for line in complete.splitlines()]
-        self.entries.extend(fresh)
-        return fresh
+        new_entries = [json.loads(line) for line in complete.splitlines()]
+        self.entries.extend(new_entries)
+        return new_entries
 
     def relay(self, reporter: Reporter) -> None:
-        """Pass on to a reporter what is new."""
+        """Read the new entries and forward them to a reporter."""
         for entry in self.read():
             if "say" in entry:
                 reporter.say(entry["say"])
@@ -128,5 +128,5 @@ class ProgressLogReader:
                 reporter.advance()
 
     def last(self, key: str) -> JsonObject | None:
-        """The newest entry that has ``key``."""
+        """Return the newest entry that has ``key``; None if there is none."""
         return next((entry for entry in reversed(self.entries) if key in entry), None)

@@ -1,4 +1,4 @@
-"""One rank's life: check the strategy, time it, profile it, and hand the figures to rank 0, which writes the run."""
+"""Recording of one rank: verify, time and profile the strategy; send the results to rank 0, which writes the run."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import msgspec
 import torch
 
 from ringprof.errors import UsageError
-from ringprof.record.baselines import BaselineTimes, measure_baselines, silent_strategy
-from ringprof.record.dynamic_cp import StepsProblem, verify_steps, verify_timed_steps
-from ringprof.record.launcher import RankPlace
-from ringprof.record.layer import LayersProblem
+from ringprof.record.baselines import BaselineTimes, measure_baselines, strategy_without_transport
+from ringprof.record.dynamic_cp import DynamicCpShard, verify_steps, verify_timed_steps
+from ringprof.record.launcher import RankInfo
+from ringprof.record.layer import LayersShard
 from ringprof.record.machine import device_name, driver_version, host_name, host_numbers, variables, versions
 from ringprof.record.measure import Measurement, WorkloadShard, counted_work, measure, profile_iterations
 from ringprof.record.process_group import gather_bytes, gather_tensor, world_group
 from ringprof.record.progress import Reporter
 from ringprof.record.remote_traces import TraceFile, gather_traces
-from ringprof.record.request import Request, Task, from_json, to_json
+from ringprof.record.request import RankTask, RecordRequest, from_json, to_json
 from ringprof.record.resolve import load_strategy, strategy_errors
 from ringprof.record.run_folder import publish, reduced_name, trace_name
-from ringprof.record.telemetry import links_of
+from ringprof.record.telemetry import device_links
 from ringprof.record.verify import verify
 from ringprof.record.verify_cached import verify_cached, verify_cached_timed
 from ringprof.record.verify_timed import verify_timed
@@ -47,11 +47,11 @@ from ringprof.strategies import Dynamic, create, find, names
 from ringprof.strategies.base import Strategy
 
 Reduce = Callable[[Path, Path], bool]
-"""Writes the reduced form of a rank's own trace (first path) to the second; whether it could be read."""
+"""Function that writes the reduced form of a trace (first path) to the second path, and returns whether it could."""
 
 
 class RankResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank tells rank 0 when its trace is complete."""
+    """Results that one rank sends to rank 0 when its trace is complete."""
 
     host: str
     local_rank: int
@@ -67,56 +67,62 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     controls: BaselineTimes | None = None
     trace_bytes: int | None = None
     remote_bytes: int | None = None
-    """Of the trace, where it is not in the run's folder and rank 0 must be sent it."""
+    """Size of the trace if it must be sent to rank 0; None if it is in the run's folder."""
     reduced: str | None = None
+    """File name of the reduced trace; None if there is none."""
     remote_reduced_bytes: int | None = None
+    """Size of the reduced trace if it must be sent to rank 0."""
 
 
 @dataclass
 class RankRecording:
-    """One rank of a recording, with what a watchdog may ask of it."""
+    """Recording of one rank."""
 
-    task: Task
-    place: RankPlace
+    task: RankTask
+    rank_info: RankInfo
     reporter: Reporter
     hosts: list[str] | None = None
-    """Of every rank, where the launcher's answer is known; None: all are here."""
-    seal: Callable[[], None] = lambda: None
-    """Called on rank 0 before the run is made complete."""
+    """Host name of every rank under an external launcher; None: all ranks are on this host."""
+    before_publish: Callable[[], None] = lambda: None
+    """Function that rank 0 calls before it publishes the run."""
     reduce: Reduce | None = None
     strategy: Any = None
-    parts: Any = None
-    """A `Dynamic`, where the number of ranks that attend a sequence changes."""
+    """Strategy of this rank; None until it is created. With dynamic CP, that of the first step."""
+    dynamic: Any = None
+    """Strategies of all sizes, a `Dynamic`, if the number of ranks per sequence changes; else None."""
 
     def hops(self) -> int | None:
-        """Hops posted in this iteration so far; None before there is a strategy."""
+        """Return the number of hops posted in this iteration so far; None before there is a strategy.
+
+        A watchdog may call this from another thread.
+        """
         if self.strategy is None:
             return None
-        made = [self.strategy] if self.parts is None else self.parts.made
-        return int(sum(count for one in made for count, _ in one.comm.meter.sent.values()))
+        strategies = [self.strategy] if self.dynamic is None else self.dynamic.made
+        return int(sum(count for strategy in strategies for count, _ in strategy.comm.meter.sent.values()))
 
     def run(self) -> Run | None:
-        """Record in a process group of this rank's own making; rank 0 returns the run, which it has written."""
+        """Record in a process group that this method opens; return the written run on rank 0, None on other ranks."""
         request = self.task.request
-        # A rank that hangs is ended by the run's time limit; the group's own must not come first.
         if request.hops != "nccl":
-            # Read when CUDA starts: with few hardware queues, streams that wait would hold up others.
+            # CUDA reads this when it starts: with few hardware queues, streams that wait would block others.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-        with world_group(self.place, request.device, self.task.time_limit + 60) as device:
+        # The run's time limit ends a rank that hangs; the timeout of the group must not come first.
+        with world_group(self.rank_info, request.device, self.task.time_limit + 60) as device:
             return self.record(device)
 
     def record(self, device: torch.device) -> Run | None:
-        """Record in the process group that there is."""
+        """Record in the existing process group; return the written run on rank 0, None on other ranks."""
         staging = Path(self.task.staging)
-        trace = TraceFile(staging, self.task.token, self.place.rank)
+        trace = TraceFile(staging, self.task.token, self.rank_info.rank)
         try:
             results, verification, kernel = self._results(trace, device)
-            gather(results, trace, staging, device)
+            gather_trace_files(results, trace, staging, device)
         finally:
             trace.discard()
-        if self.place.rank != 0:
+        if self.rank_info.rank != 0:
             return None
-        self.seal()
+        self.before_publish()
         run = self._run(results, verification, kernel, device)
         publish(staging, run, Path(self.task.request.output))
         return run
@@ -124,47 +130,51 @@ class RankRecording:
     def _results(
         self, trace: TraceFile, device: torch.device
     ) -> tuple[list[RankResult], Verification | None, str | None]:
-        """Every rank's result, with what is alike on all."""
+        """Verify, time and profile; return every rank's result, the verification, and the kernel's name.
+
+        The kernel's name is None if the strategy computes with kernels of its own.
+        """
         request = self.task.request
         with strategy_errors():
-            self.parts = self._parts()
-            self.strategy = self._create() if self.parts is None else self.parts.of(request.cp_sizes[0])
+            self.dynamic = self._create_dynamic()
+            self.strategy = self._create_strategy() if self.dynamic is None else self.dynamic.of(request.cp_sizes[0])
             verification = self._verify(device)
             if verification is not None and request.controls:
-                # Told by the few blocks of that check, before the many.
-                computes, sends = self._counted(None, device)
-                self._refuse_controls(computes=computes, sends=sends)
-            problem = self._problem(device)
-            measured = self._timed(problem, device)
-            steps = problem.step_times_ns(request.iters or 0) if isinstance(problem, StepsProblem) else None
-            computes, sends = self._counted(measured.work, device)
+                # The counts of the short verification show this before the long run.
+                computes, sends = self._are_counted(None, device)
+                self._refuse_baselines(computes=computes, sends=sends)
+            shard = self._create_shard(device)
+            measured = self._measure(shard, device)
+            steps = shard.step_times_ns(request.iters or 0) if isinstance(shard, DynamicCpShard) else None
+            computes, sends = self._are_counted(measured.work, device)
             if request.controls:
-                self._refuse_controls(computes=computes, sends=sends)
-            verification = self._verify_timed(problem, measured, verification)
-            # The controls hold tensors of their own, until they are done.
+                self._refuse_baselines(computes=computes, sends=sends)
+            verification = self._verify_timed(shard, measured, verification)
+            # Free these results: the baselines hold tensors of their own.
             measured.last = None
-            controlled = self._control(problem, device) if request.controls else None
-            profiled = profile_iterations(problem, device, request.profile_iters, trace.path, self.reporter)
-            kernel = problem.kernel().name if computes else None
+            baselines = self._measure_baselines(shard, device) if request.controls else None
+            profiled = profile_iterations(shard, device, request.profile_iters, trace.path, self.reporter)
+            kernel = shard.kernel().name if computes else None
         reduced = self.reduce is not None and self.reduce(trace.path, trace.reduced)
-        host = host_name() if self.hosts is None else self.hosts[self.place.rank]
+        host = host_name() if self.hosts is None else self.hosts[self.rank_info.rank]
         result = RankResult(
-            host=host, local_rank=self.place.local_rank, device=device_name(device), trace=trace_name(self.place.rank),
-            iterations_ns=measured.iterations_ns, steps_ns=steps, profiled_ns=profiled, peak_bytes=measured.peak_bytes,
-            state=measured.state, links=links_of(device, first_on_host=self.place.local_rank == 0),
-            work=_as_far_as_counted(measured.work, computes=computes, sends=sends), controls=controlled,
+            host=host, local_rank=self.rank_info.local_rank, device=device_name(device),
+            trace=trace_name(self.rank_info.rank), iterations_ns=measured.iterations_ns, steps_ns=steps,
+            profiled_ns=profiled, peak_bytes=measured.peak_bytes,
+            state=measured.state, links=device_links(device, first_on_host=self.rank_info.local_rank == 0),
+            work=_without_uncounted(measured.work, computes=computes, sends=sends), controls=baselines,
             trace_bytes=trace.size_bytes, remote_bytes=trace.remote_bytes(),
-            reduced=reduced_name(self.place.rank) if reduced else None,
+            reduced=reduced_name(self.rank_info.rank) if reduced else None,
             remote_reduced_bytes=trace.remote_reduced_bytes(),
         )  # fmt: skip
-        return exchange(result, device), verification, kernel
+        return gather_results(result, device), verification, kernel
 
     def _run(
         self, results: list[RankResult], verification: Verification | None, kernel: str | None, device: torch.device
     ) -> Run:
         request = self.task.request
-        run = assemble(self.task.name, self.task.created, request.command, results, device)
-        # Hosts of unequal size, or whose ranks are not neighbours, are more than the strategy can make use of.
+        run = build_run(self.task.name, self.task.created, request.command, results, device)
+        # With unequal hosts, or hosts whose ranks are not contiguous, this exceeds the number that the strategy uses.
         per_host = request.ranks_per_host or max(Counter(run.topology.hosts).values())
         return msgspec.structs.replace(
             run,
@@ -176,28 +186,28 @@ class RankRecording:
             timings=Timings(
                 warmup=request.warmup or 0,
                 iterations_ns=[r.iterations_ns for r in results],
-                steps_ns=[r.steps_ns or [] for r in results] if self.parts is not None else None,
+                steps_ns=[r.steps_ns or [] for r in results] if self.dynamic is not None else None,
             ),
-            controls=_controls(request, [r.controls for r in results if r.controls is not None]),
+            controls=_baselines_of_run(request, [r.controls for r in results if r.controls is not None]),
         )
 
-    def _problem(self, device: torch.device) -> WorkloadShard:
+    def _create_shard(self, device: torch.device) -> WorkloadShard:
         request = self.task.request
-        if self.parts is not None:
-            return StepsProblem.over(self.parts, request.workload, request.cp_sizes, device)
-        kind = WorkloadShard if request.workload.layer is None else LayersProblem
-        return kind.of(self.strategy, request.workload, device, cuda_graph=request.cuda_graph)
+        if self.dynamic is not None:
+            return DynamicCpShard.from_dynamic(self.dynamic, request.workload, request.cp_sizes, device)
+        kind = WorkloadShard if request.workload.layer is None else LayersShard
+        return kind.create(self.strategy, request.workload, device, cuda_graph=request.cuda_graph)
 
-    def _parts(self) -> Any:
-        """The strategy over parts of the ranks; None where all of them attend every sequence."""
+    def _create_dynamic(self) -> Any:
+        """Create the strategies of all sizes for dynamic CP; None if all ranks attend every sequence."""
         request = self.task.request
         load_strategy(request.strategy)
         if not request.cp_sizes:
             return None
         return Dynamic(request.strategy, kernel=request.kernel, hops=request.hops, **request.params)
 
-    def _create(self) -> Any:
-        """The strategy on this rank; the class is loaded first, so that the user's own modules are found."""
+    def _create_strategy(self) -> Any:
+        """Create the strategy on this rank; load its class first, so that the user's own modules are found."""
         request = self.task.request
         load_strategy(request.strategy)
         return create(
@@ -210,8 +220,8 @@ class RankRecording:
             return None
         self.reporter.start("verify", 1)
         request = self.task.request
-        if self.parts is not None:
-            verification = verify_steps(self.parts, request.workload, request.cp_sizes, device)
+        if self.dynamic is not None:
+            verification = verify_steps(self.dynamic, request.workload, request.cp_sizes, device)
         else:
             check = verify if request.workload.phase == "training" else verify_cached
             verification = check(self.strategy, request.workload, device)
@@ -221,82 +231,88 @@ class RankRecording:
             torch.cuda.empty_cache()
         return verification
 
-    def _timed(self, problem: WorkloadShard, device: torch.device) -> Measurement:
+    def _measure(self, shard: WorkloadShard, device: torch.device) -> Measurement:
         request = self.task.request
         assert request.warmup is not None and request.iters is not None
-        return measure(problem, device, request.warmup, request.iters, self.reporter)
+        return measure(shard, device, request.warmup, request.iters, self.reporter)
 
     def _verify_timed(
-        self, problem: WorkloadShard, measured: Measurement, before: Verification | None
+        self, shard: WorkloadShard, measured: Measurement, before: Verification | None
     ) -> Verification | None:
         if before is None or measured.last is None:
             return None
         self.reporter.start("verify the timed result", 1)
         workload = self.task.request.workload
-        if isinstance(problem, StepsProblem):
-            verification = verify_timed_steps(problem, measured, before)
+        if isinstance(shard, DynamicCpShard):
+            verification = verify_timed_steps(shard, measured, before)
         else:
             check = verify_timed if workload.phase == "training" else verify_cached_timed
-            verification = check(problem, measured.first_rows, measured.last, workload, before)
+            verification = check(shard, measured.first_rows, measured.last, workload, before)
         self.reporter.advance()
         return verification
 
-    def _counted(self, work: Work | None, device: torch.device) -> tuple[bool, bool]:
-        """Whether the strategy computes with the kernels that count, and sends by the ways that count, on all ranks.
+    def _are_counted(self, work: Work | None, device: torch.device) -> tuple[bool, bool]:
+        """Return whether the counters see the strategy's computation, and its communication, on all ranks.
 
-        Other people's code may do neither. ``work`` is that of one timed iteration, and must add up to the whole
-        problem's; None: what was counted so far, of another problem. Collective.
+        User code may compute and send past the counters. ``work`` is that of one timed iteration, whose FLOPs over all
+        ranks must reach the workload's. None: take the counts so far, of which any FLOPs are enough. Collective: every
+        rank must call this.
         """
-        so_far = work or counted_work([self.strategy])
-        counts = [so_far.block_flops or 0, int(so_far.sent is not None)]
-        found = gather_tensor(torch.tensor(counts, device=device))
+        counted = work or counted_work([self.strategy])
+        counts = [counted.block_flops or 0, int(counted.sent is not None)]
+        counts_by_rank = gather_tensor(torch.tensor(counts, device=device))
         needed = self.task.request.workload.exact_flops() if work else 1
-        return sum(int(rank[0]) for rank in found) >= needed, all(int(rank[1]) for rank in found)
+        return sum(int(rank[0]) for rank in counts_by_rank) >= needed, all(int(rank[1]) for rank in counts_by_rank)
 
-    def _refuse_controls(self, *, computes: bool, sends: bool) -> None:
+    def _refuse_baselines(self, *, computes: bool, sends: bool) -> None:
+        """Raise `UsageError` if the counters do not see the strategy's computation or communication."""
         name = self.task.request.strategy
-        past = "" if computes else "computes with kernels of its own: its blocks can be neither left out nor run alone"
-        past = past or ("" if sends else "sends by ways of its own: nothing can be left unsent")
-        if past:
-            raise UsageError(f"--controls: strategy {name!r} {past} (record it without --controls)")
+        reason = (
+            "" if computes else "computes with kernels of its own: its blocks can be neither left out nor run alone"
+        )
+        reason = reason or ("" if sends else "sends by ways of its own: nothing can be left unsent")
+        if reason:
+            raise UsageError(f"--controls: strategy {name!r} {reason} (record it without --controls)")
 
-    def _control(self, problem: WorkloadShard, device: torch.device) -> BaselineTimes:
+    def _measure_baselines(self, shard: WorkloadShard, device: torch.device) -> BaselineTimes:
         request = self.task.request
         assert request.warmup is not None and request.iters is not None
         hosts = None if self.hosts is None else host_numbers(self.hosts)
-        silent = silent_strategy(request.strategy, request.kernel, request.ranks_per_host, request.params, hosts)
-        return measure_baselines(problem, silent, device, request.warmup, request.iters, self.reporter)
+        null_strategy = strategy_without_transport(
+            request.strategy, request.kernel, request.ranks_per_host, request.params, hosts
+        )
+        return measure_baselines(shard, null_strategy, device, request.warmup, request.iters, self.reporter)
 
 
-def _as_far_as_counted(work: Work, *, computes: bool, sends: bool) -> Work:
-    """The same on all ranks: None where one of them does something past the counters."""
+def _without_uncounted(work: Work, *, computes: bool, sends: bool) -> Work:
+    """Return ``work`` without the figures that are incomplete because a rank computes or sends past the counters."""
     return msgspec.structs.replace(
         work, block_flops=work.block_flops if computes else None, sent=work.sent if sends else None
     )
 
 
-def gather(
+def gather_trace_files(
     results: list[RankResult], trace: TraceFile, staging: Path, device: torch.device, group: Any = None
 ) -> None:  # fmt: skip
-    """Bring to the first rank's folder what lies elsewhere of the ranks' traces. Collective over ``group``."""
+    """Copy the ranks' traces and reduced traces into the first rank's folder. Collective over ``group``."""
     remote = [(result.trace, result.remote_bytes) for result in results]
     reduced = [(result.reduced or "", result.remote_reduced_bytes) for result in results]
     try:
         gather_traces(trace.path, remote, staging, device, group)
     except OSError:
-        # The ranks that send must not wait for one whose disk is full.
+        # The sending ranks must not wait for a first rank whose disk is full.
         gather_traces(trace.reduced, reduced, staging, device, group)
         raise
     gather_traces(trace.reduced, reduced, staging, device, group)
 
 
-def exchange(result: RankResult, device: torch.device, group: Any = None) -> list[RankResult]:
-    """Every rank's result, in rank order. A rank calls this when its trace is complete: that is what it says."""
+def gather_results(result: RankResult, device: torch.device, group: Any = None) -> list[RankResult]:
+    """Gather every rank's result, in rank order. A rank must call this only when its trace is complete."""
     return [from_json(part, RankResult) for part in gather_bytes(to_json(result), device, group)]
 
 
-def assemble(name: str, created: str, command: list[str], results: list[RankResult], device: torch.device) -> Run:
-    """The run as far as the ranks' results and this machine tell it."""
+def build_run(name: str, created: str, command: list[str], results: list[RankResult], device: torch.device) -> Run:
+    """Build a run from the ranks' results and this machine's environment; it has no workload and no strategy yet."""
     peaks = [result.peak_bytes for result in results if result.peak_bytes is not None]
     states, links = [result.state for result in results], [result.links for result in results]
     works = [result.work for result in results if result.work is not None]
@@ -334,8 +350,8 @@ def assemble(name: str, created: str, command: list[str], results: list[RankResu
     )
 
 
-def _controls(request: Request, ranks: list[BaselineTimes]) -> Controls | None:
-    """All ranks' controls; None where none were measured."""
+def _baselines_of_run(request: RecordRequest, ranks: list[BaselineTimes]) -> Controls | None:
+    """Build the run's baselines from those of all ranks; None if none were measured."""
     if not ranks:
         return None
     times = {f"{kind}_ns": [rank.times_ns[kind] for rank in ranks] for kind in ranks[0].times_ns}
@@ -344,7 +360,7 @@ def _controls(request: Request, ranks: list[BaselineTimes]) -> Controls | None:
 
 
 def strategy_used(strategy: Strategy, name: str = "", *, cuda_graph: bool = False) -> StrategyUsed:
-    """What a strategy is and ran with; ``name`` as the user gave it."""
+    """Describe a strategy and its parameters for the run; ``name`` is the one that the user gave, or empty."""
     target = f"{type(strategy).__module__}:{type(strategy).__name__}"
     bundled = (spec.name for spec in map(find, names()) if spec.target == target)
     return StrategyUsed(

@@ -1,4 +1,4 @@
-"""Traces that only another host can see: brought to rank 0's folder through the process group, a piece at a time."""
+"""Transfer of traces from hosts that do not share rank 0's folder, through the process group and in pieces."""
 
 from __future__ import annotations
 
@@ -14,44 +14,45 @@ from ringprof.record.run_folder import reduced_name, trace_name
 from ringprof.scratch import remove, scratch_folder, sees
 
 MESSAGE_BYTES = 4 * 2**20
-"""The most of a trace that a rank holds in memory at a time."""
+"""Most bytes of a trace that a rank holds in memory at a time."""
 
 
 class TraceFile:
-    """Where a rank writes its compressed trace: the run's folder, or one of its own where it does not see that."""
+    """Compressed trace of one rank: in the run's folder, or in a temporary folder if the rank cannot see that."""
 
     def __init__(self, staging: Path, token: str, rank: int) -> None:
         self.shared = sees(staging, token)
         self._folder = staging if self.shared else scratch_folder("trace")
         self.path = self._folder / trace_name(rank)
         self.reduced = self._folder / reduced_name(rank)
-        """Where the trace's reduced form goes."""
+        """Path of the reduced trace."""
 
     @property
     def size_bytes(self) -> int:
+        """Size of the trace."""
         return self.path.stat().st_size
 
     def remote_bytes(self) -> int | None:
-        """The trace's size where rank 0 must be sent it; None where it lies in the run's folder."""
+        """Return the trace's size if it must be sent to rank 0; None if it is in the run's folder."""
         return None if self.shared else self.size_bytes
 
     def remote_reduced_bytes(self) -> int | None:
-        """The same of its reduced form; None where there is none."""
+        """Return the reduced trace's size if it must be sent to rank 0; None if not, or if there is none."""
         return None if self.shared or not self.reduced.exists() else self.reduced.stat().st_size
 
     def discard(self) -> None:
-        """Remove a folder of one's own."""
+        """Remove the temporary folder, if any."""
         if not self.shared:
             remove(self._folder)
 
 
 def gather_traces(
-    own: Path, files: Sequence[tuple[str, int | None]], staging: Path, device: torch.device, group: Any = None
+    trace: Path, files: Sequence[tuple[str, int | None]], staging: Path, device: torch.device, group: Any = None
 ) -> None:
     """Send each rank's trace to the group's first rank, which writes it into ``staging``; one rank after the other.
 
-    ``files`` holds the name of each rank's trace there, and its size where it must be sent. Called by all ranks of
-    ``group`` (None: the world) with the same ``files``. Raises OSError where the first rank cannot write.
+    ``files`` holds each trace's file name in ``staging``, and its size if it must be sent. All ranks of ``group``
+    (None: the world) must call this with the same ``files``. Raises OSError if the first rank cannot write.
     """
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     problems: list[OSError] = []
@@ -61,49 +62,56 @@ def gather_traces(
         if dist.get_rank() == ranks[0]:
             _receive(staging / name, size, sender, device, group, problems)
         elif dist.get_rank() == sender:
-            _send(own, size, ranks[0], device, group)
+            _send(trace, size, ranks[0], device, group)
     if problems:
         raise problems[0]
 
 
 def _send(path: Path, size: int, receiver: int, device: torch.device, group: Any) -> None:
-    room = _room(size, device)
+    buffer = _create_buffer(size, device)
     with path.open("rb") as file:
         for start in range(0, size, MESSAGE_BYTES):
             data = bytearray(file.read(min(MESSAGE_BYTES, size - start)))
-            piece = room[: len(data)].copy_(torch.frombuffer(data, dtype=torch.uint8))
-            _exchange(dist.isend, piece, receiver, group)
+            piece = buffer[: len(data)].copy_(torch.frombuffer(data, dtype=torch.uint8))
+            _transfer(dist.isend, piece, receiver, group)
 
 
 def _receive(
     path: Path, size: int, sender: int, device: torch.device, group: Any, problems: list[OSError]
 ) -> None:  # fmt: skip
-    """Receive every piece, also after one that could not be written: the sender waits. Errors go to ``problems``."""
-    room = _room(size, device)
-    with _noting(problems):
+    """Receive every piece, because the sender waits, even if one cannot be written; append errors to ``problems``."""
+    buffer = _create_buffer(size, device)
+    with _errors_collected(problems):
         path.touch()
     for start in range(0, size, MESSAGE_BYTES):
-        piece = room[: min(MESSAGE_BYTES, size - start)]
-        _exchange(dist.irecv, piece, sender, group)
-        with _noting(problems), path.open("ab") as file:
+        piece = buffer[: min(MESSAGE_BYTES, size - start)]
+        _transfer(dist.irecv, piece, sender, group)
+        with _errors_collected(problems), path.open("ab") as file:
             file.write(piece.cpu().numpy().data)
 
 
 @contextmanager
-def _noting(problems: list[OSError]) -> Iterator[None]:
+def _errors_collected(problems: list[OSError]) -> Iterator[None]:
+    """Append an OSError of the block to ``problems`` instead of raising it."""
     try:
         yield
     except OSError as error:
         problems.append(error)
 
 
-def _room(size: int, device: torch.device) -> torch.Tensor:
-    """The same for every piece: the backend may let go of a message's tensor long after the message is complete."""
+def _create_buffer(size: int, device: torch.device) -> torch.Tensor:
+    """Create the buffer of all pieces of a file.
+
+    A buffer per piece would hold more memory: the backend may keep a message's tensor long after its completion.
+    """
     return torch.empty(min(MESSAGE_BYTES, size), dtype=torch.uint8, device=device)
 
 
-def _exchange(operation: object, piece: torch.Tensor, peer: int, group: Any) -> None:
-    """One message. In a batch of one: NCCL then uses the group's own communicator, and makes none for each pair."""
+def _transfer(operation: object, piece: torch.Tensor, peer: int, group: Any) -> None:
+    """Send or receive one piece, and wait for it.
+
+    Uses a batch of one message, so that NCCL uses the group's communicator and creates none per pair of ranks.
+    """
     for work in dist.batch_isend_irecv([dist.P2POp(operation, piece, peer, group)]):  # type: ignore[arg-type]
         work.wait()
     if piece.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""What a recording is asked to do, as plain values that travel to the ranks as JSON."""
+"""Request and task of a recording: plain values, sent to the ranks as JSON."""
 
 from __future__ import annotations
 
@@ -15,86 +15,89 @@ from ringprof.validation import refuse_below_one
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MIN_GPU_WARMUP = 3
-"""The first iterations on a GPU set up communicators, allocator and kernels: fewer warm-ups would time that."""
+"""Least warm-up iterations on a GPU. The first ones set up communicators, allocator and kernels, and are not timed."""
 
 
 _Value = TypeVar("_Value", bound=msgspec.Struct)
 
 
-def need(*packages: str) -> None:
-    """Raises `MissingExtraError` where one of these is not installed: before what imports them is imported."""
+def require_packages(*packages: str) -> None:
+    """Check that these packages are installed, before modules that import them. Raises `MissingExtraError`."""
     for package in packages:
         if find_spec(package) is None:
             raise MissingExtraError(f"recording needs {package}: pip install 'ringprof[record]'")
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One recording as the user asked for it; None stands for a default that depends on the machine."""
+class RecordRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of one recording, as the user gave them; None stands for a default that depends on the machine."""
 
     workload: Workload
     strategy: str
-    """A bundled strategy's name, or ``package.module:Class``."""
+    """Name of a bundled strategy, or ``package.module:Class``."""
     params: Params = {}
-    """The strategy's own parameters: text from the command line until `resolve` has typed them."""
+    """Parameters of the strategy: text from the command line, until `resolve` converts them to their types."""
     cp_sizes: tuple[int, ...] = ()
-    """Ranks that attend a sequence in each step of an iteration; none: one step, with all of them."""
+    """Ranks per sequence in each step of an iteration (dynamic CP); empty: one step, with all ranks."""
     kernel: str = "auto"
     hops: str = "auto"
-    """What carries the hops within a host: ``nccl`` (gloo on CPU), ``copy``, the GPUs' copy engines, or ``auto``."""
+    """Intra-node transport of hops: ``nccl`` (gloo on CPU), ``copy`` (the GPUs' copy engines) or ``auto``."""
     cuda_graph: bool = False
     """Capture an iteration in a CUDA graph, and time and profile its replays."""
     device: str = "auto"
-    """``auto``, ``cuda`` or ``cpu``."""
+    """Device type: ``auto``, ``cuda`` or ``cpu``."""
     world: int | None = None
-    """Ranks to start; None: all GPUs, 4 on CPU. Under torchrun or srun it must equal theirs."""
+    """Number of ranks to start; None: all GPUs, 4 on CPU. Under torchrun or srun it must equal the launcher's."""
     ranks_per_host: int | None = None
-    """Ranks that share a host, where the launcher's answer is not the one wanted."""
+    """Number of ranks that share a host, if it shall differ from the launcher's."""
     warmup: int | None = None
     iters: int | None = None
     profile_iters: int = 1
     controls: bool = False
-    """Time the blocks alone, the strategy without sending and without computing, too."""
+    """Whether to time the baselines, too: kernels only, without communication, and without computation."""
     verify: bool = True
     output: str = "traces/run.json"
-    """Where the newest run is named; every run's own folder lies beside it."""
+    """Path of the newest run's file; every run's own folder is beside it."""
     force: bool = False
-    """Run even where the plan says that memory or time will not do."""
+    """Whether to run even if the estimate exceeds the available memory or the time."""
     time_limit: float | None = None
-    """Seconds after which the whole command counts as hung; None: from the plan's estimate."""
+    """Seconds after which the whole command counts as hung; None: derived from the estimate."""
     command: list[str] = []
-    """The command line, for the record."""
+    """Command line, stored in the run."""
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """A request with every choice made, and the folders that its ranks work in."""
+class RankTask(msgspec.Struct, frozen=True, kw_only=True):
+    """Task of the ranks of a recording: a resolved request, and the folders that the ranks work in."""
 
-    request: Request
+    request: RecordRequest
     name: str
-    """The run's name, and its folder's."""
+    """Name of the run and of its folder."""
     staging: str
-    """The folder that is written to; it takes the run's name when it is complete."""
+    """Folder that the ranks write to. It is renamed to the run's name when it is complete."""
     token: str
-    """By which a rank knows that it sees that folder."""
+    """Token by which a rank recognises that it sees the staging folder."""
     scratch: str | None
-    """Where ranks that ringprof started keep their logs; None for ranks of another launcher."""
+    """Folder of the logs of ranks that ringprof started; None for ranks of an external launcher."""
     created: str
-    """UTC, ISO 8601."""
+    """Time of creation: UTC, ISO 8601."""
     time_limit: float
-    """Seconds, for all of it."""
+    """Time limit of the whole recording, in seconds."""
 
     def limit_of(self, phase: str | None) -> float | None:
-        """As ranks of our own are watched: one limit, from the beginning."""
+        """Return the time limit in seconds for the phase None, before the first, and None for later ones.
+
+        A recording has a single limit, which starts with the ranks.
+        """
         return self.time_limit if phase is None else None
 
 
-def check_numbers(request: Request) -> None:
-    """Refuse sizes and counts that cannot be meant. Raises `UsageError`."""
+def check_numbers(request: RecordRequest) -> None:
+    """Refuse sizes and counts that are out of range. Raises `UsageError`."""
     sizes = {
         name: getattr(request.workload, name) for name in ("batch", "seq", "heads", "kv_heads", "head_dim", "kv_length")
     }
     counts = {"world": request.world, "ranks-per-host": request.ranks_per_host, "iters": request.iters}
-    named = {**sizes, **counts, "profile-iters": request.profile_iters}
-    refuse_below_one({f"--{name.replace('_', '-')}": value for name, value in named.items()})
+    numbers = {**sizes, **counts, "profile-iters": request.profile_iters}
+    refuse_below_one({f"--{name.replace('_', '-')}": value for name, value in numbers.items()})
     if request.warmup is not None and request.warmup < 0:
         raise UsageError(f"--warmup must be at least 0, not {request.warmup}")
     if request.time_limit is not None and not request.time_limit > 0:
@@ -102,10 +105,10 @@ def check_numbers(request: Request) -> None:
 
 
 def to_json(value: msgspec.Struct) -> bytes:
-    """As JSON, for `from_json`. msgspec's own encoder refuses the names of files that are not UTF-8."""
+    """Encode a struct as JSON, for `from_json`. msgspec's own encoder refuses file names that are not UTF-8."""
     return json.dumps(msgspec.to_builtins(value)).encode()
 
 
 def from_json(data: bytes, kind: type[_Value]) -> _Value:
-    """What `to_json` wrote."""
+    """Decode a struct of type ``kind`` that `to_json` has encoded."""
     return msgspec.convert(json.loads(data), kind)

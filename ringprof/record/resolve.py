@@ -1,6 +1,6 @@
-"""From what was asked to what will run: strategy, parameters, device, counts.
+"""Resolution of a request into what will run: strategy, parameters, device, counts.
 
-The one place where the errors of the strategies become ringprof's own.
+Errors of `ringprof.strategies` become ringprof's own errors here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 from ringprof.errors import RecordError, UnknownStrategyError, UnsupportedWorkloadError, UsageError
 from ringprof.json_object import JsonObject, Params
-from ringprof.record.launcher import RankPlace
-from ringprof.record.request import DTYPES, MIN_GPU_WARMUP, Request, check_numbers
+from ringprof.record.launcher import RankInfo
+from ringprof.record.request import DTYPES, MIN_GPU_WARMUP, RecordRequest, check_numbers
 from ringprof.run import Workload
 from ringprof.strategies import UnknownName, Unsupported, find, for_inference, names
 from ringprof.strategies.base import NO_SOFTCAP, Shape, Strategy
@@ -29,7 +29,7 @@ NO_SINKS = "gives no LSE, which sinks need: the bundled strategies do"
 
 @contextmanager
 def strategy_errors() -> Iterator[None]:
-    """Turn what `ringprof.strategies` raises into ringprof's own errors."""
+    """Turn exceptions of `ringprof.strategies` into ringprof's own errors."""
     try:
         yield
     except UnknownName as error:
@@ -39,7 +39,7 @@ def strategy_errors() -> Iterator[None]:
 
 
 def load_strategy(name: str) -> type[Strategy]:
-    """The class of a strategy by name or ``package.module:Class``; the current folder's modules may be named.
+    """Return the class of a strategy by name or ``package.module:Class``, also from modules of the current folder.
 
     Importing a class by its path runs that module's code. Raises `UnknownStrategyError`.
     """
@@ -60,39 +60,44 @@ def load_strategy(name: str) -> type[Strategy]:
     return loaded
 
 
-def resolve(request: Request, place: RankPlace | None) -> Request:
-    """The request with every open choice made. ``place`` is this process's rank where a launcher made it one.
+def resolve(request: RecordRequest, rank_info: RankInfo | None) -> RecordRequest:
+    """Return the request with every default resolved.
 
-    Raises `UsageError`, `UnknownStrategyError` and `UnsupportedWorkloadError`.
+    ``rank_info`` is the rank of this process, if a launcher started it as one. Raises `UsageError`,
+    `UnknownStrategyError` and `UnsupportedWorkloadError`.
     """
     check_numbers(request)
     if request.workload.dtype not in DTYPES:
         raise UsageError(f"--dtype {request.workload.dtype!r} is not one of {', '.join(DTYPES)}")
     strategy = load_strategy(request.strategy)
-    _check_what_is_made(strategy, request)
-    device = device_of(request.device)
+    _check_phase(strategy, request)
+    _check_combinations(request)
+    device = resolve_device(request.device)
     if request.hops == "copy" and device == "cpu":
         raise UsageError("--hops copy: copy engines are GPUs'; on CPU hops go by gloo (leave --hops out)")
     if request.cuda_graph:
         _check_graph(request, device)
     if request.hops == "auto" and (device == "cpu" or request.cuda_graph):
         request = msgspec.structs.replace(request, hops="nccl")
-    world = world_of(request.world, device, place)
+    world = resolve_world_size(request.world, device, rank_info)
     params = strategy.with_placement(
-        world, ranks_per_host(request, place, world), **typed_params(strategy, request.strategy, request.params)
+        world, ranks_per_host(request, rank_info, world), **typed_params(strategy, request.strategy, request.params)
     )
     if request.cp_sizes:
-        # Degrees that are not given follow from each size.
+        # Degrees that the user leaves out follow from each size.
         params = typed_params(strategy, request.strategy, request.params)
-        request = _with_sizes(strategy, request, params, world)
+        request = _with_sequences(strategy, request, params, world)
     else:
-        _check_fit(strategy, request, params, world)
-    warmup, iters = _counts(request, device)
+        _check_supported(strategy, request, params, world)
+    warmup, iters = _iteration_counts(request, device)
     return msgspec.structs.replace(request, device=device, world=world, params=params, warmup=warmup, iters=iters)
 
 
-def _with_sizes(strategy: type[Strategy], request: Request, params: Params, world: int) -> Request:
-    """The request with the sequences of each step. Raises `UsageError` and `UnsupportedWorkloadError`."""
+def _with_sequences(strategy: type[Strategy], request: RecordRequest, params: Params, world: int) -> RecordRequest:
+    """Return the request with the number of sequences in each step of dynamic CP.
+
+    Raises `UsageError` and `UnsupportedWorkloadError`.
+    """
     workload = request.workload
     for size in request.cp_sizes:
         if size < 1 or world % size:
@@ -100,17 +105,20 @@ def _with_sizes(strategy: type[Strategy], request: Request, params: Params, worl
         if workload.seq % (world // size):
             raise UnsupportedWorkloadError(f"{workload.seq} tokens are not {world // size} even sequences")
         with strategy_errors():
-            reason = fits(strategy, workload.step(world // size), size, params)
+            reason = why_unsupported(strategy, workload.step(world // size), size, params)
         if reason:
             raise UnsupportedWorkloadError(f"strategy {request.strategy!r} cannot run this on {size} ranks: {reason}")
     sequences = tuple(world // size for size in request.cp_sizes)
     return msgspec.structs.replace(request, workload=msgspec.structs.replace(workload, sequences=sequences))
 
 
-def fits(
+def why_unsupported(
     strategy: type[Strategy], workload: Workload, world: int, params: Params, seq: int | None = None
 ) -> str | None:
-    """Why the workload (at ``seq``, where given) cannot run on ``world`` ranks; None where it can."""
+    """Return why the workload (with sequence length ``seq``, if given) cannot run on ``world`` ranks; None if it can.
+
+    Covers the strategy's shape, mask, softcap and sinks.
+    """
     if seq is not None:
         workload = workload.at(seq)
     reason: str | None = strategy.why_unsupported(shape_of(workload), world, **params)
@@ -120,50 +128,50 @@ def fits(
 
 
 def shape_of(workload: Workload) -> Shape:
-    """The sizes of a workload, as strategies are told them."""
+    """Return the tensor sizes of a workload, as the strategies take them."""
     heads = workload.heads, workload.kv_heads, workload.head_dim
     return Shape(workload.batch, workload.seq, *heads, workload.kv_length)
 
 
-def mask_options(workload: Workload, sinks: torch.Tensor | None = None) -> JsonObject:
-    """What `Strategy.attention` is told of the workload's mask and scores, beside whether it is causal."""
+def attention_options(workload: Workload, sinks: torch.Tensor | None = None) -> JsonObject:
+    """Return the keyword arguments of `Strategy.attention` for the workload's mask and scores, except ``causal``."""
     mask = workload.mask()
-    found: JsonObject = {} if mask.plain else {"documents": mask.documents, "window_size": mask.window}
+    options: JsonObject = {} if mask.plain else {"documents": mask.documents, "window_size": mask.window}
     if workload.kv_length is not None:
-        found = {"kv_length": workload.kv_length} | ({"window_size": mask.window} if mask.windowed else {})
-    found |= {"prefix": mask.prefix} if mask.prefix else {}
-    found |= {} if sinks is None else {"sinks": sinks}
-    return found | ({"softcap": workload.softcap} if workload.softcap else {})
+        options = {"kv_length": workload.kv_length} | ({"window_size": mask.window} if mask.windowed else {})
+    options |= {"prefix": mask.prefix} if mask.prefix else {}
+    options |= {} if sinks is None else {"sinks": sinks}
+    return options | ({"softcap": workload.softcap} if workload.softcap else {})
 
 
-def asks_of_kernels(workload: Workload) -> JsonObject:
-    """What the choice of a kernel is told beside device, type and head size."""
+def kernel_options(workload: Workload) -> JsonObject:
+    """Return the keyword arguments of a kernel's choice: features of the mask and the scores that it must support."""
     return workload.mask().asks_of_kernels() | ({"softcap": workload.softcap} if workload.softcap else {})
 
 
 def layout_options(workload: Workload) -> JsonObject:
-    """What a strategy's `shard`, `positions` and `layout_of` are told of the workload's documents."""
+    """Return the keyword arguments of a strategy's `shard`, `positions` and `layout_of` for packed documents."""
     return {} if workload.documents is None else {"documents": workload.mask().documents}
 
 
 def kernel_of(strategy: Strategy, q: torch.Tensor, workload: Workload) -> Kernel:
-    """The kernel that computes a strategy's blocks of tensors like ``q``."""
-    return strategy.kernel_for(q, **asks_of_kernels(workload))
+    """Return the kernel that computes a strategy's blocks of tensors like ``q``."""
+    return strategy.kernel_for(q, **kernel_options(workload))
 
 
 def torch_dtype(workload: Workload) -> torch.dtype:
-    """The torch type of a workload's tensors."""
+    """Return the torch dtype of a workload's tensors."""
     dtype: torch.dtype = getattr(torch, DTYPES[workload.dtype])
     return dtype
 
 
-def kernel_class(request: Request) -> type[Kernel]:
-    """The kernel that a resolved request will run with. Raises `UsageError` and `UnsupportedWorkloadError`."""
+def kernel_class(request: RecordRequest) -> type[Kernel]:
+    """Return the kernel class that a resolved request will use. Raises `UsageError` and `UnsupportedWorkloadError`."""
     workload = request.workload
     try:
         return load_strategy(request.strategy).kernel_class(
             request.kernel, torch.device(request.device, 0), torch_dtype(workload), workload.head_dim,
-            deterministic=bool(request.params.get("deterministic")), **asks_of_kernels(workload),
+            deterministic=bool(request.params.get("deterministic")), **kernel_options(workload),
         )  # fmt: skip
     except UnknownName as error:
         raise UsageError(str(error.args[0])) from None
@@ -171,37 +179,39 @@ def kernel_class(request: Request) -> type[Kernel]:
         raise UnsupportedWorkloadError(str(error)) from None
 
 
-def _check_what_is_made(strategy: type[Strategy], request: Request) -> None:
+def _check_phase(strategy: type[Strategy], request: RecordRequest) -> None:
+    """Refuse a strategy that is not for the workload's phase. Raises `UsageError`."""
     phase = request.workload.phase
     if strategy.phase != phase:
-        there = [name for name in (*names(), *for_inference()) if find(name).load().phase == phase]
+        available = [name for name in (*names(), *for_inference()) if find(name).load().phase == phase]
+        listing = ", ".join(available)
         raise UsageError(
-            f"strategy {request.strategy!r} is for {strategy.phase}; for --phase {phase} there are: {', '.join(there)}"
+            f"strategy {request.strategy!r} is for {strategy.phase}; for --phase {phase} there are: {listing}"
         )
-    _check_together(request)
 
 
-def _check_together(request: Request) -> None:
-    """Refuse options that are not made for each other. Raises `UsageError`."""
-    work, none = request.workload, ("softcap", "sinks", "v-head-dim")
-    given = {
-        "controls": request.controls, "cuda-graph": request.cuda_graph, "layer": work.layer, "phase": work.kv_length,
-        "documents": work.documents, "window-size": work.window, "prefix": work.prefix,
-        "ranks-per-host": request.ranks_per_host, "softcap": work.softcap, "sinks": work.sinks,
-        "v-head-dim": work.v_head_dim,
+def _check_combinations(request: RecordRequest) -> None:
+    """Refuse options that cannot be combined. Raises `UsageError`."""
+    workload, score_options = request.workload, ("softcap", "sinks", "v-head-dim")
+    values = {
+        "controls": request.controls, "cuda-graph": request.cuda_graph, "layer": workload.layer,
+        "phase": workload.kv_length, "documents": workload.documents, "window-size": workload.window,
+        "prefix": workload.prefix,
+        "ranks-per-host": request.ranks_per_host, "softcap": workload.softcap, "sinks": workload.sinks,
+        "v-head-dim": workload.v_head_dim,
     }  # fmt: skip
     excluded = {
-        f"phase {work.phase}": (work.kv_length, ("controls", "documents")),
-        "layer": (work.layer, ("controls", "cuda-graph", *none)),
-        "cp-sizes": (request.cp_sizes, tuple(given)),
+        f"phase {workload.phase}": (workload.kv_length, ("controls", "documents")),
+        "layer": (workload.layer, ("controls", "cuda-graph", *score_options)),
+        "cp-sizes": (request.cp_sizes, tuple(values)),
     }
-    for asked, (there, others) in excluded.items():
-        for option in others:
-            if there and given[option]:
-                raise UsageError(f"--{option}: not made for --{asked} (record it without --{option})")
+    for excluding, (value, options) in excluded.items():
+        for option in options:
+            if value and values[option]:
+                raise UsageError(f"--{option}: not made for --{excluding} (record it without --{option})")
 
 
-def _check_graph(request: Request, device: str) -> None:
+def _check_graph(request: RecordRequest, device: str) -> None:
     if device == "cpu":
         raise UsageError("--cuda-graph needs GPUs")
     if request.hops == "copy":
@@ -210,35 +220,40 @@ def _check_graph(request: Request, device: str) -> None:
         raise UsageError("--cuda-graph: the controls run other calls than the graph: leave --controls out")
 
 
-def device_of(asked: str) -> str:
-    """``cuda`` or ``cpu``. Raises `UsageError`."""
-    if asked not in ("auto", "cuda", "cpu"):
-        raise UsageError(f"--device {asked!r} is not one of auto, cuda, cpu")
+def resolve_device(device: str) -> str:
+    """Return the device type, ``cuda`` or ``cpu``, for the option ``--device``. Raises `UsageError`."""
+    if device not in ("auto", "cuda", "cpu"):
+        raise UsageError(f"--device {device!r} is not one of auto, cuda, cpu")
     available = torch.cuda.is_available()
-    if asked == "cuda" and not available:
+    if device == "cuda" and not available:
         raise UsageError("--device cuda: torch sees no GPU here (--device cpu runs on processes)")
-    return "cuda" if available and asked != "cpu" else "cpu"
+    return "cuda" if available and device != "cpu" else "cpu"
 
 
-def world_of(asked: int | None, device: str, place: RankPlace | None) -> int:
-    """The number of ranks. Raises `UsageError`."""
+def resolve_world_size(world: int | None, device: str, rank_info: RankInfo | None) -> int:
+    """Return the number of ranks for the option ``--world``.
+
+    Raises `UsageError`, and `RecordError` if a launcher started more ranks on this host than it has GPUs.
+    """
     gpus = torch.cuda.device_count() if device == "cuda" else None
-    if place is not None:
-        if asked not in (None, place.world_size):
-            raise UsageError(f"--world {asked}: the launcher started {place.world_size} ranks; leave --world out")
-        # A launcher may show each rank its own GPU alone (srun --gpus-per-task=1).
-        if gpus is not None and gpus > 1 and place.local_rank >= gpus:
-            # Only this rank knows.
-            raise RecordError(f"rank {place.rank} is local rank {place.local_rank}, and its host has {gpus} GPUs")
-        return place.world_size
+    if rank_info is not None:
+        if world not in (None, rank_info.world_size):
+            raise UsageError(f"--world {world}: the launcher started {rank_info.world_size} ranks; leave --world out")
+        # A launcher may make only its own GPU visible to each rank (srun --gpus-per-task=1).
+        if gpus is not None and gpus > 1 and rank_info.local_rank >= gpus:
+            # Other ranks may not see this, so it is not a UsageError, which every rank raises.
+            raise RecordError(
+                f"rank {rank_info.rank} is local rank {rank_info.local_rank}, and its host has {gpus} GPUs"
+            )
+        return rank_info.world_size
     if gpus is None:
-        return asked or CPU_RANKS
-    if asked is not None and asked > gpus:
-        raise UsageError(f"--world {asked}: there are {gpus} GPUs here (--device cpu takes any number of ranks)")
-    return asked or gpus
+        return world or CPU_RANKS
+    if world is not None and world > gpus:
+        raise UsageError(f"--world {world}: there are {gpus} GPUs here (--device cpu takes any number of ranks)")
+    return world or gpus
 
 
-def _counts(request: Request, device: str) -> tuple[int, int]:
+def _iteration_counts(request: RecordRequest, device: str) -> tuple[int, int]:
     on_gpu = device == "cuda"
     warmup = request.warmup if request.warmup is not None else (MIN_GPU_WARMUP if on_gpu else 1)
     if on_gpu and warmup < MIN_GPU_WARMUP:
@@ -247,8 +262,10 @@ def _counts(request: Request, device: str) -> tuple[int, int]:
 
 
 def typed_params(strategy: type[Strategy], name: str, params: Params) -> Params:
-    """The parameters of strategy ``name`` as what they are. Raises `UnsupportedWorkloadError` for one it does not
-    take."""
+    """Convert text values in the parameters of strategy ``name`` to their types.
+
+    Raises `UnsupportedWorkloadError` for a parameter or value that the strategy does not take.
+    """
     with strategy_errors():
         typed = {
             key: parse_parameter(strategy, name, key, value) if isinstance(value, str) else value
@@ -258,18 +275,21 @@ def typed_params(strategy: type[Strategy], name: str, params: Params) -> Params:
     return typed
 
 
-def ranks_per_host(request: Request, place: RankPlace | None, world: int | None = None) -> int:
-    """Ranks that will share a host, as the ranks' communicator will see it; refused later where it does not divide."""
+def ranks_per_host(request: RecordRequest, rank_info: RankInfo | None, world: int | None = None) -> int:
+    """Return how many ranks share a host, as the communicator will see it; all ranks if it does not divide them.
+
+    A number that does not divide the world is refused later.
+    """
     world = world or request.world or 1
-    launched = world if place is None else place.local_world_size
+    launched = world if rank_info is None else rank_info.local_world_size
     per_host = request.ranks_per_host or launched
     return per_host if world % per_host == 0 else world
 
 
-def _check_fit(strategy: type[Strategy], request: Request, params: Params, world: int) -> None:
+def _check_supported(strategy: type[Strategy], request: RecordRequest, params: Params, world: int) -> None:
     if request.ranks_per_host is not None and world % request.ranks_per_host:
         raise UnsupportedWorkloadError(f"--ranks-per-host {request.ranks_per_host} does not divide the {world} ranks")
     with strategy_errors():
-        reason = fits(strategy, request.workload, world, params)
+        reason = why_unsupported(strategy, request.workload, world, params)
     if reason:
         raise UnsupportedWorkloadError(f"strategy {request.strategy!r} cannot run this: {reason}")

@@ -1,4 +1,4 @@
-"""Where a run is written: a hidden folder beside the output, which takes its name when the run is complete."""
+"""Staging folder of a run: a hidden folder beside the output, renamed when the run is complete."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from ringprof.scratch import PARTIAL, claim, clear_abandoned, release
 
 RUN_FILE = "run.json"
 NEEDED_BYTES_PER_RANK = 4 * 2**20
-"""Room for a compressed trace, asked for before the work is done."""
+"""Free disk space per rank that a compressed trace needs, checked before anything is computed."""
 
 
 @dataclass(frozen=True)
 class StagingFolder:
-    """A run's folder while it is being written."""
+    """Folder of a run that is being written."""
 
     path: Path
     name: str
     created: str
     token: str
-    """By which other processes know this folder."""
+    """Token by which other processes recognise this folder."""
 
 
 def trace_name(rank: int) -> str:
-    """The file of one rank's trace in the run's folder."""
+    """Return the name of one rank's trace file in the run's folder."""
     return f"rank{rank}.json.gz"
 
 
 def reduced_name(rank: int) -> str:
-    """The file of one rank's reduced trace, beside its trace."""
+    """Return the name of one rank's reduced trace, beside its trace."""
     return f"rank{rank}.ringprof"
 
 
 def stage(output: Path, label: str, ranks: int) -> StagingFolder:
-    """Make the hidden folder of a new run beside ``output``; the run is called after the time and ``label``.
+    """Create the hidden folder of a new run beside ``output``; name the run after the time and ``label``.
 
-    What recordings that were killed have left there is removed. Raises `UsageError` where ``output`` is something else
-    than a run, or where there is no room or no permission: in one line, and before anything has been computed.
+    Removes the folders of killed recordings there. Raises `UsageError` in one line if ``output`` is not a run, or if
+    disk space or permission is missing, before anything is computed.
     """
-    _refuse_foreign(output)
+    _refuse_other_file(output)
     parent = output.parent
     now = datetime.now(UTC)
     stem = f"{now:%Y%m%d-%H%M%S}-{re.sub(r'[^A-Za-z0-9._-]+', '-', label)}"
@@ -55,9 +55,9 @@ def stage(output: Path, label: str, ranks: int) -> StagingFolder:
     try:
         parent.mkdir(parents=True, exist_ok=True)
         clear_abandoned(parent)
-        path = _fresh(parent, stem)
+        path = _create_hidden(parent, stem)
         token = claim(path)
-        _try_writing(path)
+        _test_writing(path)
     except OSError as error:
         if path is not None:
             discard(path)
@@ -79,7 +79,8 @@ def publish(staging: Path, run: Run, output: Path) -> Path:
     folder = output.parent / run.name
     os.rename(staging, folder)
     try:
-        release(staging, folder)  # not before: killed in between, the folder would be nobody's
+        # After the rename: a kill in between would leave a staging folder without an owner, which nothing removes.
+        release(staging, folder)
         write_run(relocated(run, run.name), output)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -88,13 +89,13 @@ def publish(staging: Path, run: Run, output: Path) -> Path:
 
 
 def discard(staging: Path) -> None:
-    """Remove what a run that failed has written."""
+    """Remove the staging folder of a failed run."""
     shutil.rmtree(staging, ignore_errors=True)
     release(staging)
 
 
-def _fresh(parent: Path, stem: str) -> Path:
-    """A folder that nobody else has: two runs of the same second get different names."""
+def _create_hidden(parent: Path, stem: str) -> Path:
+    """Create a folder that no other run uses: two runs of the same second get different names."""
     for attempt in range(1, 1000):
         name = stem if attempt == 1 else f"{stem}-{attempt}"
         path = parent / f".{name}{PARTIAL}"
@@ -105,24 +106,25 @@ def _fresh(parent: Path, stem: str) -> Path:
         except FileExistsError:
             continue
         if (parent / name).exists():
-            # The other run of this second was completed since we looked.
+            # The other run of this second was completed since the first look at the name.
             path.rmdir()
             continue
         return path
     raise FileExistsError(f"too many runs are called {stem}")
 
 
-def _try_writing(folder: Path) -> None:
-    """Find out now whether there is room: a full disk shows when a file is flushed, not when it is made."""
+def _test_writing(folder: Path) -> None:
+    """Write and flush a test file, because a full disk shows only when a file is flushed. Raises OSError."""
     data = bytes(1 << 16)
-    # Without a buffer, whose rest would be written, and fail, again when the file is closed.
+    # Unbuffered: closing the file would try to write the rest of a buffer again, and fail again.
     with tempfile.NamedTemporaryFile(dir=folder, buffering=0) as probe:
         if probe.write(data) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.fsync(probe.fileno())
 
 
-def _refuse_foreign(output: Path) -> None:
+def _refuse_other_file(output: Path) -> None:
+    """Raise `UsageError` if ``output`` exists and is not the file of a run."""
     if output.is_dir():
         raise UsageError(f"{output}: a folder; --output is the file that names the newest run, such as traces/run.json")
     if not output.exists():

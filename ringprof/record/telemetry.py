@@ -1,8 +1,8 @@
-"""What NVML and Linux tell of a rank's GPU and host: its state while it is timed, and what connects it.
+"""Telemetry of a rank's GPU and host from NVML and Linux: the GPU's state while it is timed, and its connections.
 
-Of the state: clock, power, temperature, and what held the clock back. The driver is asked by ``nvidia-ml-py`` (imported
-as ``pynvml``), in a thread that sleeps between two looks. Connections are NVLinks, and the network adapters that Linux
-lists. What is not told, as on CPU, on a MIG slice, in a container or without the package, is None.
+The state is clock, power, temperature, and what limited the clock. ``nvidia-ml-py`` (imported as ``pynvml``) queries
+the driver, in a thread that sleeps between two samples. Connections are NVLinks, and the network adapters that Linux
+lists. Unknown values are None, as on CPU, on a MIG slice, in a container or without the package.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 
 from ringprof.run import Adapter, DeviceLinks, DeviceState
 
-EVERY_S = 0.1
-"""A look takes some 0.1 ms of the driver and none of the GPU."""
+SAMPLE_INTERVAL_S = 0.1
+"""Seconds between two samples. A sample takes about 0.1 ms of the driver and no time of the GPU."""
 
 _REASONS = {
     0x0004: "power cap",
@@ -32,53 +32,57 @@ _REASONS = {
     0x0100: "display clock setting",
     0x0002: "application clock setting",
 }
-"""Bits of the driver's mask of throttle reasons (NVIDIA, "NVML API Reference", nvmlClocksEventReasons); that it is idle
-is none."""
+"""Throttle reasons by bit of the driver's mask, except idle (NVIDIA, "NVML API Reference", nvmlClocksEventReasons)."""
 
 
 class DeviceTelemetry:
-    """What looks at one GPU found."""
+    """Samples of one GPU's clock, power, temperature and throttle reasons."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
-        """``nvml`` is the module ``pynvml``, initialised; ``handle`` its handle of the GPU."""
+        """Take ``nvml``, the initialised module ``pynvml``, and ``handle``, its handle of the GPU."""
         self._nvml, self._handle = nvml, handle
         self._clocks: list[int] = []
         self._watts: list[float] = []
         self._instant = True
-        self._degrees: list[int] = []
+        self._celsius: list[int] = []
         self._reasons: Counter[str] = Counter()
-        self._looks = 0
+        self._samples = 0
 
-    def look(self) -> None:
-        """Ask for everything once."""
+    def sample(self) -> None:
+        """Query all values once."""
         nvml, handle = self._nvml, self._handle
-        self._looks += 1
-        self._clocks += _told(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
+        self._samples += 1
+        self._clocks += _query(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
         self._watts += self._power_w()
-        self._degrees += _told(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
-        masks = _told(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+        self._celsius += _query(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+        masks = _query(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
         self._reasons.update(name for bit, name in _REASONS.items() for mask in masks if mask & bit)
 
     def _power_w(self) -> list[float]:
-        """The power of the moment; if the driver does not tell it, in all samples what it calls the power usage."""
+        """Return the instantaneous power in watts, or nothing if unknown.
+
+        If the driver does not report it, all samples are the driver's averaged power usage instead.
+        """
         nvml, handle = self._nvml, self._handle
         if self._instant:
-            if watts := _told(lambda: _field(nvml, handle, nvml.NVML_FI_DEV_POWER_INSTANT) / 1e3):
+            if watts := _query(lambda: _field(nvml, handle, nvml.NVML_FI_DEV_POWER_INSTANT) / 1e3):
                 return watts
             self._instant = False
             self._watts.clear()
-        return _told(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3)
+        return _query(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3)
 
     def state(self) -> DeviceState | None:
-        """What all looks come to; None where there was none that told anything."""
-        if not (self._clocks or self._watts or self._degrees):
+        """Summarise all samples; None if no sample has a value."""
+        if not (self._clocks or self._watts or self._celsius):
             return None
         nvml, handle = self._nvml, self._handle
-        rated = _told(lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))
-        limit = _told(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3)
-        celsius = _told(lambda: nvml.nvmlDeviceGetTemperatureThreshold(handle, nvml.NVML_TEMPERATURE_THRESHOLD_GPU_MAX))
+        rated = _query(lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))
+        limit = _query(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3)
+        limit_celsius = _query(
+            lambda: nvml.nvmlDeviceGetTemperatureThreshold(handle, nvml.NVML_TEMPERATURE_THRESHOLD_GPU_MAX)
+        )
         return DeviceState(
-            looks=self._looks,
+            looks=self._samples,
             sm_clock_mhz=int(median(self._clocks)) if self._clocks else None,
             least_sm_clock_mhz=min(self._clocks, default=None),
             rated_sm_clock_mhz=rated[0] if rated else None,
@@ -86,22 +90,22 @@ class DeviceTelemetry:
             highest_power_w=round(max(self._watts), 1) if self._watts else None,
             power_limit_w=limit[0] if limit else None,
             instant_power=self._instant and bool(self._watts),
-            hottest_celsius=max(self._degrees, default=None),
-            limit_celsius=celsius[0] if celsius else None,
-            held_back={name: count / self._looks for name, count in sorted(self._reasons.items())},
+            hottest_celsius=max(self._celsius, default=None),
+            limit_celsius=limit_celsius[0] if limit_celsius else None,
+            held_back={name: count / self._samples for name, count in sorted(self._reasons.items())},
         )
 
 
-def _told(ask: Callable[[], Any]) -> list[Any]:
-    """What the driver answers; nothing where it does not know, which it says in an exception of its own."""
+def _query(read: Callable[[], Any]) -> list[Any]:
+    """Return the driver's answer in a list, which is empty if the driver raises an exception because it has none."""
     try:
-        return [ask()]
+        return [read()]
     except Exception:
         return []
 
 
 def _field(nvml: Any, handle: Any, field: int) -> int:
-    """One field value that NVML holds as an unsigned integer. Raises NVML's error where it has none."""
+    """Return one field value that NVML stores as an unsigned integer. Raises NVML's error if it has none."""
     (value,) = nvml.nvmlDeviceGetFieldValues(handle, [field])
     if value.nvmlReturn != nvml.NVML_SUCCESS:
         raise nvml.NVMLError(value.nvmlReturn)
@@ -109,83 +113,86 @@ def _field(nvml: Any, handle: Any, field: int) -> int:
 
 
 def nvml_handle(uuid: str) -> tuple[Any, Any] | None:
-    """The module ``pynvml``, initialised, and its handle of the GPU of this UUID; None where it cannot be asked."""
+    """Return the initialised module ``pynvml`` and its handle of the GPU with this UUID; None if it is unavailable."""
     try:
-        import pynvml  # here, because it is not everywhere
+        import pynvml  # here, because it is optional
 
         pynvml.nvmlInit()
         return pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
-    except Exception:  # whatever a driver, or its absence, raises: the state is a courtesy
+    except Exception:  # whatever a driver, or its absence, raises: telemetry is optional
         return None
 
 
 def open_telemetry(uuid: str) -> DeviceTelemetry | None:
-    """A watch on the GPU of this UUID; None where the driver cannot be asked about it."""
-    asked = nvml_handle(uuid)
-    return DeviceTelemetry(*asked) if asked else None
+    """Create the telemetry of the GPU with this UUID; None if the driver is unavailable."""
+    handles = nvml_handle(uuid)
+    return DeviceTelemetry(*handles) if handles else None
 
 
 @contextmanager
-def watching(device: torch.device) -> Iterator[DeviceTelemetry | None]:
-    """Look at a GPU through the block: at its begin, at its end, and `EVERY_S` in between."""
-    watch = open_telemetry(str(torch.cuda.get_device_properties(device).uuid)) if device.type == "cuda" else None
-    if watch is None:
+def device_telemetry(device: torch.device) -> Iterator[DeviceTelemetry | None]:
+    """Sample a GPU during the block: at its start, at its end, and every `SAMPLE_INTERVAL_S`; yield its telemetry.
+
+    Yields None on CPU and if the driver is unavailable.
+    """
+    telemetry = open_telemetry(str(torch.cuda.get_device_properties(device).uuid)) if device.type == "cuda" else None
+    if telemetry is None:
         yield None
         return
-    with looking(watch):
-        yield watch
+    with sampling(telemetry):
+        yield telemetry
 
 
 @contextmanager
-def looking(watch: DeviceTelemetry) -> Iterator[None]:
-    """Look from another thread as long as the block lasts."""
-    over = threading.Event()
+def sampling(telemetry: DeviceTelemetry) -> Iterator[None]:
+    """Sample from another thread during the block."""
+    ended = threading.Event()
 
-    def looks() -> None:
-        watch.look()
-        while not over.wait(EVERY_S):
-            watch.look()
+    def sample_until_end() -> None:
+        telemetry.sample()
+        while not ended.wait(SAMPLE_INTERVAL_S):
+            telemetry.sample()
 
-    thread = threading.Thread(target=looks, name="ringprof device watch", daemon=True)
+    thread = threading.Thread(target=sample_until_end, name="ringprof telemetry", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        ended.set()
         thread.join()
-        watch.look()
+        telemetry.sample()
 
 
 ADAPTERS = Path("/sys/class/infiniband")
 _SWITCH = 2
-"""Of NVML's remote device types (``NVML_NVLINK_DEVICE_TYPE_SWITCH``)."""
-_MOST_LINKS = 36
+"""NVML's remote device type of a switch (``NVML_NVLINK_DEVICE_TYPE_SWITCH``)."""
+_MAX_LINKS = 36
 
 
-def links_of(device: torch.device, *, first_on_host: bool) -> DeviceLinks | None:
-    """Of this rank; the host's adapters from its first rank alone. None where nothing is known."""
-    adapters = adapters_in(ADAPTERS) if first_on_host and device.type == "cuda" else None
-    asked = nvml_handle(str(torch.cuda.get_device_properties(device).uuid)) if device.type == "cuda" else None
-    links = nvlinks_of(*asked) if asked else None
+def device_links(device: torch.device, *, first_on_host: bool) -> DeviceLinks | None:
+    """Return the NVLinks of this rank's GPU and, on a host's first rank, the host's adapters; None if unknown."""
+    adapters = list_adapters(ADAPTERS) if first_on_host and device.type == "cuda" else None
+    handles = nvml_handle(str(torch.cuda.get_device_properties(device).uuid)) if device.type == "cuda" else None
+    links = count_nvlinks(*handles) if handles else None
     if links is None and adapters is None:
         return None
     return DeviceLinks(nvlinks=links, adapters=adapters)
 
 
-def nvlinks_of(nvml: Any, handle: Any) -> dict[str, int] | None:
-    """Active links by what is at their other end: ``switch``, or a GPU's PCI address; None where NVML does not say."""
-    ends: Counter[str] = Counter()
-    for link in range(_MOST_LINKS):
+def count_nvlinks(nvml: Any, handle: Any) -> dict[str, int] | None:
+    """Count the active links by their remote end, ``switch`` or a GPU's PCI address; None if NVML does not tell."""
+    count_by_end: Counter[str] = Counter()
+    for link in range(_MAX_LINKS):
         try:
             active = nvml.nvmlDeviceGetNvLinkState(handle, link)
         except Exception:  # NVML's own: there are no more links, or none at all
-            return dict(ends) if link else None
+            return dict(count_by_end) if link else None
         if active:
-            ends[_other_end(nvml, handle, link)] += 1
-    return dict(ends)
+            count_by_end[_remote_end(nvml, handle, link)] += 1
+    return dict(count_by_end)
 
 
-def _other_end(nvml: Any, handle: Any, link: int) -> str:
+def _remote_end(nvml: Any, handle: Any, link: int) -> str:
     try:
         if nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link) == _SWITCH:
             return "switch"
@@ -195,27 +202,28 @@ def _other_end(nvml: Any, handle: Any, link: int) -> str:
     return address.decode() if isinstance(address, bytes) else str(address)
 
 
-def adapters_in(folder: Path) -> list[Adapter] | None:
-    """A row a port that is active, by name; None where Linux lists none."""
+def list_adapters(folder: Path) -> list[Adapter] | None:
+    """Return the active ports of the network adapters in ``folder``, by name; None if Linux lists none."""
     try:
         ports = sorted(folder.glob("*/ports/*"))
     except OSError:
         return None
-    found = [_adapter(port) for port in ports if _said(port / "state").endswith("ACTIVE")]
-    return found or None
+    adapters = [_adapter(port) for port in ports if _read_text(port / "state").endswith("ACTIVE")]
+    return adapters or None
 
 
 def _adapter(port: Path) -> Adapter:
     # "400 Gb/sec (4X NDR)"
-    rate = _said(port / "rate").partition(" ")[0]
+    rate = _read_text(port / "rate").partition(" ")[0]
     return Adapter(
         name=f"{port.parent.parent.name}:{port.name}",
         gbits=float(rate) if rate.isascii() and rate.replace(".", "", 1).isdigit() else None,
-        layer=_said(port / "link_layer") or None,
+        layer=_read_text(port / "link_layer") or None,
     )
 
 
-def _said(file: Path) -> str:
+def _read_text(file: Path) -> str:
+    """Return a file's text without surrounding space; empty if it cannot be read."""
     try:
         return file.read_text().strip()
     except OSError:

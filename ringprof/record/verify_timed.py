@@ -1,19 +1,21 @@
-"""Right at the length that was timed: the last timed iteration's own result, in places, against dense attention.
+"""Verification after timing, at the timed length: sampled rows of the last timed results against dense attention.
 
-The check before timing (`ringprof.record.verify`) is short, since its reference is dense. A strategy may be wrong only
-at longer blocks, or from the second call on. So after timing, every rank looks at what its last timed iteration left:
+The verification before timing (`ringprof.record.verify`) uses a short sequence, because its reference is dense. A
+strategy may be wrong only with longer blocks, or from the second call on. So after timing, every rank verifies the
+results of its last timed iteration:
 
-* all of output and gradients is finite;
-* with a deterministic kernel, the last output has the same bits as the first at this length;
-* output and dQ of `PLACES` random query rows a rank, of all heads, equal attention over the whole sequence;
-* dK and dV of `PLACES` random keys a rank, on one kv head, equal the sum over all query rows, whose LSE and delta are
-  computed here for that head, and not taken from the strategy; so does the gradient of that head's sinks, of a batch
-  of one.
+* output and gradients are finite;
+* with a deterministic kernel, the last output has the same bits as the first one at this length;
+* output and dQ of `SAMPLED_ROWS` random query rows per rank, of all heads, equal attention over the whole sequence;
+* dK and dV of `SAMPLED_ROWS` random keys per rank, on one kv head, equal the sum over all query rows. Their LSE and
+  delta are computed here for that head, and not taken from the strategy. With a batch of one, so is the gradient of
+  that head's sinks.
 
-Whole sequences are there for one head at a time, and their scores block by block. An error is relative as in the check
-before, over the places of one rank, with the same bound. The kernel's own error, which may grow with the length, is
-that of one call over the whole sequence on the kv head of the keys, and counts with at least one unit roundoff. Where
-ranks are so many that this would cost more than `MOST_ITERATIONS`, it is the one of the check before.
+Whole sequences are gathered for one head at a time, and their scores are computed block by block. Errors are relative
+over the sampled rows of one rank, with the bound of the verification before timing. The kernel's own error may grow
+with the length. It is that of one call over the whole sequence on the kv head of the keys, and at least one unit
+roundoff. If there are so many ranks that this call would cost more than `MOST_ITERATIONS` iterations, the kernel's own
+error is that of the verification before timing.
 """
 
 from __future__ import annotations
@@ -33,91 +35,92 @@ from ringprof.record.process_group import gather_tensor
 from ringprof.record.resolve import layout_options, torch_dtype
 from ringprof.record.verify import (
     SEED,
+    gather_rows,
     kernel_results,
-    of_ranks,
-    refuse_wrong,
+    raise_if_wrong,
     relative_rms,
     roundings,
     summed_over_ranks,
     whole_block,
-    worst,
+    worst_error,
 )
 from ringprof.run import TimedVerification, Verification, Workload
 from ringprof.strategies.kernels.builtin import KeyStretches, capped
 
-PLACES = 16
+SAMPLED_ROWS = 16
 BLOCK_NUMBERS = {"cpu": 2**22, "cuda": 2**25}
-"""Scores that are computed at a time; some copies of them are held."""
+"""Number of scores that are computed at a time, by device type; memory holds a few copies of them."""
 KEYS_AT_A_TIME = 8192
 MOST_ITERATIONS = 2
 
 
 def verify_timed(
-    problem: WorkloadShard, first_rows: Tensor, last: Results, workload: Workload, before: Verification
+    shard: WorkloadShard, first_rows: Tensor, last: Results, workload: Workload, before: Verification
 ) -> Verification:
-    """The check before timing with this one added; all ranks must call it, and all get the same answer.
+    """Verify the last timed results and add the outcome to ``before``, the verification before timing.
 
-    ``first_rows`` are the `row_sums` of the first output at this length, ``last`` what the last timed iteration
-    returned. Raises `VerificationError` naming the worst rank and tensor where a result is wrong.
+    ``first_rows`` are the `row_sums` of the first output at this length, ``last`` the results of the last timed
+    iteration. Collective: every rank must call this, and gets the same answer. Raises `VerificationError`, which names
+    the worst rank and tensor, if a result is wrong.
     """
     begin = time.perf_counter_ns()
-    same = same_as_first(problem, first_rows, last, workload.seq)
-    if not same and problem.strategy.parameters.get("deterministic"):
+    same = same_as_first(shard, first_rows, last, workload.seq)
+    if not same and shard.strategy.parameters.get("deterministic"):
         raise VerificationError(
             f"wrong result: the last timed output is not the first's to the bit, at sequence {workload.seq}, though"
             " the kernel is deterministic; nothing was recorded"
         )
     head = int(torch.randint(workload.kv_heads, (), generator=torch.Generator().manual_seed(SEED)))
-    places = _Places(problem, workload)
-    measured = places.in_results(last, head)
-    expected = places.of_rows() | (places.of_keys(head) if workload.backward else {})
-    alone = places.of_kernel(head)
+    sample = _RowSample(shard, workload)
+    measured = sample.select_results(last, head)
+    expected = sample.reference_rows() | (sample.reference_keys(head) if workload.backward else {})
+    kernel_alone = sample.kernel_rows(head)
     unit = torch.finfo(torch_dtype(workload)).eps / 2
     errors = {}
     for name, reference in expected.items():
         difference = measured[name].double() - reference
         kernel_rms = before.errors[name].kernel_rms
-        if name in alone:
+        if name in kernel_alone:
             one_head = reference.shape[2] == 1 or name == "dsinks"
-            there = reference if one_head else reference[:1, :, places.heads(head)]
-            kernel_rms = relative_rms(alone[name].double() - there, there)
+            kernel_reference = reference if one_head else reference[:1, :, sample.heads(head)]
+            kernel_rms = relative_rms(kernel_alone[name].double() - kernel_reference, kernel_reference)
         row = [float(difference.abs().max()), relative_rms(difference, reference), max(kernel_rms, unit)]
-        rows, hops = of_ranks(row, problem.q.device), roundings(name, problem.strategy)
-        errors[name] = worst(rows, torch_dtype(workload), hops)
-    refuse_wrong(errors, f"in the last timed iteration, at sequence {workload.seq}; nothing was recorded")
+        rows, hops = gather_rows(row, shard.q.device), roundings(name, shard.strategy)
+        errors[name] = worst_error(rows, torch_dtype(workload), hops)
+    raise_if_wrong(errors, f"in the last timed iteration, at sequence {workload.seq}; nothing was recorded")
     timed = TimedVerification(
-        seq=workload.seq, places=places.count, kv_head=head, same_output=same, errors=errors,
+        seq=workload.seq, places=sample.count, kv_head=head, same_output=same, errors=errors,
         took_ns=time.perf_counter_ns() - begin,
     )  # fmt: skip
     return msgspec.structs.replace(before, timed=timed)
 
 
 def softmax_rows(
-    q: Tensor, k: Tensor, v: Tensor, seen: KeyStretches, scale: float, wide: torch.dtype, softcap: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, seen: KeyStretches, scale: float, dtype: torch.dtype, softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output (R, E) and LSE (R) of query rows (R, D) over whole keys (S, D) and values (S, E), in ``wide``.
+    """Return the output (R, E) and LSE (R) of query rows (R, D) over keys (S, D) and values (S, E), in ``dtype``.
 
-    Block by block; ``sinks`` are one more logit a row (R), of value 0.
+    Computes block by block. ``sinks`` are one additional logit per row (R), whose value vector is 0.
     """
-    q = q.to(wide) * scale
+    q = q.to(dtype) * scale
     out, lse = q.new_zeros(len(q), v.shape[1]), torch.full_like(q[:, 0], float("-inf"))
     if sinks is not None:
-        lse = sinks.to(wide)
+        lse = sinks.to(dtype)
     for keys, scores, _ in _scores(q, k, seen, softcap):
         block = torch.logsumexp(scores, 1)
         total = torch.logaddexp(lse, block)
-        # A row may see none of these keys yet.
+        # A row may attend none of the keys so far.
         base = total.masked_fill(total.isneginf(), 0)
-        out = out * (lse - base).exp()[:, None] + (scores - base[:, None]).exp_() @ v[keys].to(wide)
+        out = out * (lse - base).exp()[:, None] + (scores - base[:, None]).exp_() @ v[keys].to(dtype)
         lse = total
     return out, lse
 
 
 def _scores(q: Tensor, k: Tensor, seen: KeyStretches, softcap: float) -> Iterator[tuple[slice, Tensor, Tensor | float]]:
-    """Blocks of keys, the scores of all rows against them, and how fast these rise with what softcap is put on.
+    """Yield blocks of keys, the scores of all rows with them, and the derivative of the scores by the uncapped ones.
 
-    Keys at the ends that no row sees are left out.
+    Leaves out keys at both ends that no row attends.
     """
     first, end = seen.bounds()
     step = max(1, BLOCK_NUMBERS[q.device.type] // len(q))
@@ -129,170 +132,176 @@ def _scores(q: Tensor, k: Tensor, seen: KeyStretches, softcap: float) -> Iterato
 
 
 def _capped(scores: Tensor, softcap: float) -> tuple[Tensor, Tensor | float]:
-    """The scores with softcap, and the derivative of each by what it was."""
+    """Return the scores after softcap, and their derivative by the scores before it."""
     if not softcap:
         return scores, 1.0
     scores = capped(scores, softcap)
     return scores, 1 - (scores / softcap).square()
 
 
-class _Whole(NamedTuple):
-    """Keys and values (S, D) of one head and batch entry, in their order in the sequence."""
+class _KeysValues(NamedTuple):
+    """Keys and values (S, D) of one head and batch entry, in sequence order."""
 
     k: Tensor
     v: Tensor
 
 
-class _Places:
-    """Some rows and keys of every rank, and what dense attention has there."""
+class _RowSample:
+    """Sample of rows and keys of every rank, and the results of dense attention for them."""
 
-    def __init__(self, problem: WorkloadShard, workload: Workload) -> None:
-        self._problem, self._workload = problem, workload
-        self._strategy, self._device = problem.strategy, problem.q.device
-        self._comm = problem.strategy.comm
+    def __init__(self, shard: WorkloadShard, workload: Workload) -> None:
+        self._shard, self._workload = shard, workload
+        self._strategy, self._device = shard.strategy, shard.q.device
+        self._comm = shard.strategy.comm
         self._group = workload.heads // workload.kv_heads
         self._scale: float = workload.head_dim**-0.5
-        self._softcap, self._sinks = workload.softcap or 0.0, problem.sinks
+        self._softcap, self._sinks = workload.softcap or 0.0, shard.sinks
         self._mask, shared = workload.mask(), layout_options(workload)
         self._positions = self._strategy.positions(workload.seq, **shared).to(self._device)
         self._layout = self._strategy.layout_of(**shared) if shared else self._strategy.layout
-        self.count = min(PLACES, len(self._positions))
+        self.count = min(SAMPLED_ROWS, len(self._positions))
         generator = torch.Generator().manual_seed(SEED + self._comm.rank)
         chosen = torch.randperm(len(self._positions), generator=generator)[: self.count]
         self._chosen = chosen.sort().values.to(self._device)
 
-    def in_results(self, results: Results, head: int) -> dict[str, Tensor]:
-        """What a rank's results have in its places, as `of_rows` and `of_keys` return it."""
-        found = {"out": self._at(results.out)}
+    def select_results(self, results: Results, head: int) -> dict[str, Tensor]:
+        """Return the sampled part of ``results``, in the shapes of `reference_rows` and `reference_keys`."""
+        selected = {"out": self._select(results.out)}
         if results.dq is not None and results.dk is not None and results.dv is not None:
-            found["dq"] = self._at(results.dq)
-            found |= {name: self._at(x)[:1, :, head : head + 1] for name, x in (("dk", results.dk), ("dv", results.dv))}
+            selected["dq"] = self._select(results.dq)
+            selected |= {
+                name: self._select(x)[:1, :, head : head + 1] for name, x in (("dk", results.dk), ("dv", results.dv))
+            }
         if results.dsinks is not None and self._workload.batch == 1:
-            found["dsinks"] = summed_over_ranks(results.dsinks)[None, None, self.heads(head), None]
-        return found
+            selected["dsinks"] = summed_over_ranks(results.dsinks)[None, None, self.heads(head), None]
+        return selected
 
-    def _sinks_of(self, heads: slice, rows: int) -> Tensor | None:
-        """The logit of each of so many rows of some heads, head after head."""
+    def _sink_logits(self, heads: slice, rows: int) -> Tensor | None:
+        """Return one logit per head and row for ``rows`` rows of each of the heads, ordered by head."""
         return None if self._sinks is None else self._sinks.detach()[heads].repeat_interleave(rows)
 
-    def _at(self, x: Tensor) -> Tensor:
-        """The chosen rows of a local tensor (B, S, H, D): (B, places, H, D)."""
+    def _select(self, x: Tensor) -> Tensor:
+        """Return the sampled rows (B, rows, H, D) of a local tensor (B, S, H, D)."""
         return x.detach()[:, self._chosen]
 
     def heads(self, kv_head: int) -> slice:
-        """The query heads of a kv head."""
+        """Return the query heads of a kv head."""
         return slice(kv_head * self._group, (kv_head + 1) * self._group)
 
-    def of_kernel(self, head: int) -> dict[str, Tensor]:
-        """What one call of the kernel over the whole sequence has in this rank's places, on one kv head of the first
-        batch entry; empty where that would take too long."""
-        workload, problem = self._workload, self._problem
+    def kernel_rows(self, head: int) -> dict[str, Tensor]:
+        """Return the sampled part of one kernel call over the whole sequence; empty if that would take too long.
+
+        The call computes one kv head of the first batch entry.
+        """
+        workload, shard = self._workload, self._shard
         if self._comm.size * self._group > MOST_ITERATIONS * workload.heads:
             return {}
-        q, k, v = (self._whole(x, 0, self.heads(head) if x is problem.q else slice(head, head + 1))[None]
-                   for x in (problem.q, problem.k, problem.v))  # fmt: skip
-        dout = None if problem.dout is None else self._whole(problem.dout, 0, self.heads(head))[None]
+        q, k, v = (self._gather(x, 0, self.heads(head) if x is shard.q else slice(head, head + 1))[None]
+                   for x in (shard.q, shard.k, shard.v))  # fmt: skip
+        dout = None if shard.dout is None else self._gather(shard.dout, 0, self.heads(head))[None]
         sinks = None if self._sinks is None else self._sinks[self.heads(head)]
-        found = kernel_results(problem.kernel().again(), q, k, v, dout, whole_block(workload), sinks=sinks)
-        return {name: x if name == "dsinks" else x[:, self._positions[self._chosen]] for name, x in found.items()}
+        results = kernel_results(shard.kernel().again(), q, k, v, dout, whole_block(workload), sinks=sinks)
+        return {name: x if name == "dsinks" else x[:, self._positions[self._chosen]] for name, x in results.items()}
 
-    def of_rows(self) -> dict[str, Tensor]:
-        """Output and, with a backward pass, dQ of the chosen rows (B, places, H, D), in float64."""
-        problem = self._problem
-        q = self._at(problem.q).double()
-        found = {"out": q.new_empty(*q.shape[:3], problem.v.shape[3])}
-        found |= {"dq": torch.empty_like(q)} if problem.dout is not None else {}
-        at = self._seen_from(self._positions[self._chosen])
+    def reference_rows(self) -> dict[str, Tensor]:
+        """Compute the output and, with a backward pass, dQ of the sampled rows (B, rows, H, D), in float64."""
+        shard = self._shard
+        q = self._select(shard.q).double()
+        results = {"out": q.new_empty(*q.shape[:3], shard.v.shape[3])}
+        results |= {"dq": torch.empty_like(q)} if shard.dout is not None else {}
+        seen = self._keys_seen_from(self._positions[self._chosen])
         for batch in range(self._workload.batch):
             for head in range(self._workload.kv_heads):
-                whole, heads = self._keys(batch, head), self.heads(head)
+                cache, heads = self._gather_keys_values(batch, head), self.heads(head)
                 rows = by_head(q[batch, :, heads])
-                sinks = self._sinks_of(heads, self.count)
-                out, lse = softmax_rows(rows, whole.k, whole.v, at, self._scale, torch.float64, self._softcap, sinks)
-                found["out"][batch, :, heads] = self._by_row(out)
-                if problem.dout is not None:
-                    dout = by_head(self._at(problem.dout)[batch, :, heads].double())
-                    found["dq"][batch, :, heads] = self._by_row(self._dq(rows, dout, out, lse, whole, at))
-        return found
+                sinks = self._sink_logits(heads, self.count)
+                out, lse = softmax_rows(rows, cache.k, cache.v, seen, self._scale, torch.float64, self._softcap, sinks)
+                results["out"][batch, :, heads] = self._by_row(out)
+                if shard.dout is not None:
+                    dout = by_head(self._select(shard.dout)[batch, :, heads].double())
+                    results["dq"][batch, :, heads] = self._by_row(self._dq(rows, dout, out, lse, cache, seen))
+        return results
 
-    def _dq(self, q: Tensor, dout: Tensor, out: Tensor, lse: Tensor, whole: _Whole, at: KeyStretches) -> Tensor:
+    def _dq(self, q: Tensor, dout: Tensor, out: Tensor, lse: Tensor, cache: _KeysValues, seen: KeyStretches) -> Tensor:
         dq, delta = torch.zeros_like(q), (dout * out).sum(1, keepdim=True)
-        for keys, scores, slope in _scores(q * self._scale, whole.k, at, self._softcap):
+        for keys, scores, slope in _scores(q * self._scale, cache.k, seen, self._softcap):
             weights = (scores - lse[:, None]).exp_()
-            dq += (slope * weights * (dout @ whole.v[keys].double().T - delta)) @ whole.k[keys].double()
+            dq += (slope * weights * (dout @ cache.v[keys].double().T - delta)) @ cache.k[keys].double()
         return dq * self._scale
 
     def _by_row(self, x: Tensor) -> Tensor:
-        """(heads · places, D) -> (places, heads, D)."""
+        """Reshape (heads · rows, D) into (rows, heads, D)."""
         return x.view(self._group, self.count, -1).transpose(0, 1)
 
-    def of_keys(self, head: int) -> dict[str, Tensor]:
-        """dK and dV (1, places, 1, D) of the chosen keys on one kv head of the first batch entry, in float64.
+    def reference_keys(self, head: int) -> dict[str, Tensor]:
+        """Compute dK and dV (1, rows, 1, D) of the sampled keys on one kv head of the first batch entry, in float64.
 
-        Every rank adds up what its own query rows give to all ranks' chosen keys.
+        Every rank sums the contributions of its own query rows to the sampled keys of all ranks. Collective.
         """
-        assert self._problem.dout is not None
-        whole, heads = self._keys(0, head), self.heads(head)
-        everywhere = torch.cat(gather_tensor(self._positions[self._chosen], self._comm.group))
-        keys, values = whole.k[everywhere].double(), whole.v[everywhere].double()
+        assert self._shard.dout is not None
+        cache, heads = self._gather_keys_values(0, head), self.heads(head)
+        sampled_positions = torch.cat(gather_tensor(self._positions[self._chosen], self._comm.group))
+        keys, values = cache.k[sampled_positions].double(), cache.v[sampled_positions].double()
         dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
         dsinks = torch.zeros(self._group, dtype=torch.float64, device=self._device)
-        # What is looked for is far coarser than float32 where the inputs have 16 bits.
-        wide = torch.float32 if self._problem.q.element_size() == 2 else torch.float64
-        step = max(1, BLOCK_NUMBERS[self._device.type] // max(len(everywhere), KEYS_AT_A_TIME) // self._group)
+        # With 16-bit inputs the errors to be found are far larger than those of float32.
+        dtype = torch.float32 if self._shard.q.element_size() == 2 else torch.float64
+        step = max(1, BLOCK_NUMBERS[self._device.type] // max(len(sampled_positions), KEYS_AT_A_TIME) // self._group)
         for start in range(0, len(self._positions), step):
             rows = slice(start, start + step)
-            q, dout = (by_head(x.detach()[0, rows, heads]) for x in (self._problem.q, self._problem.dout))
-            at = self._seen_from(self._positions[rows])
-            sinks = self._sinks_of(heads, len(self._positions[rows]))
-            out, lse = softmax_rows(q, whole.k, whole.v, at, self._scale, wide, self._softcap, sinks)
+            q, dout = (by_head(x.detach()[0, rows, heads]) for x in (self._shard.q, self._shard.dout))
+            seen = self._keys_seen_from(self._positions[rows])
+            sinks = self._sink_logits(heads, len(self._positions[rows]))
+            out, lse = softmax_rows(q, cache.k, cache.v, seen, self._scale, dtype, self._softcap, sinks)
             q, dout, out, lse = q.double(), dout.double(), out.double(), lse.double()
             scores, slope = _capped(q @ keys.T * self._scale, self._softcap)
-            scores.masked_fill_(~at.shown(everywhere), float("-inf"))
+            scores.masked_fill_(~seen.shown(sampled_positions), float("-inf"))
             weights = (scores - lse[:, None]).exp_()
             delta = (dout * out).sum(1, keepdim=True)
             dk += (slope * weights * (dout @ values.T - delta)).T @ q * self._scale
             dv += weights.T @ dout
             if sinks is not None:
                 dsinks -= ((sinks.double() - lse).exp() * delta.squeeze(1)).view(self._group, -1).sum(1)
-        found = {}
+        results = {}
         for name, total in (("dk", dk), ("dv", dv)):
             dist.all_reduce(total, group=self._comm.group)
-            found[name] = total[self._comm.rank * self.count :][None, : self.count, None]
+            results[name] = total[self._comm.rank * self.count :][None, : self.count, None]
         if self._sinks is not None and self._workload.batch == 1:
             dist.all_reduce(dsinks, group=self._comm.group)
-            found["dsinks"] = dsinks[None, None, :, None]
-        return found
+            results["dsinks"] = dsinks[None, None, :, None]
+        return results
 
-    def _seen_from(self, positions: Tensor) -> KeyStretches:
-        """What all heads of a group see from these positions."""
+    def _keys_seen_from(self, positions: Tensor) -> KeyStretches:
+        """Return the keys that all query heads of a kv head attend from these positions."""
         return KeyStretches.of(self._mask, positions, self._workload.seq).repeated(self._group)
 
-    def _keys(self, batch: int, head: int) -> _Whole:
-        k, v = (self._whole(x, batch, slice(head, head + 1))[:, 0] for x in (self._problem.k, self._problem.v))
-        return _Whole(k, v)
+    def _gather_keys_values(self, batch: int, head: int) -> _KeysValues:
+        k, v = (self._gather(x, batch, slice(head, head + 1))[:, 0] for x in (self._shard.k, self._shard.v))
+        return _KeysValues(k, v)
 
-    def _whole(self, x: Tensor, batch: int, heads: slice) -> Tensor:
-        """Some heads of a batch entry of all ranks' shares of a tensor, in the order of the sequence: (S, heads, D)."""
-        # gloo does not know every type, but bytes are bytes.
+    def _gather(self, x: Tensor, batch: int, heads: slice) -> Tensor:
+        """Gather some heads of a batch entry of a tensor from all ranks, in sequence order: (S, heads, D)."""
+        # gloo does not support every dtype, so the bytes are gathered.
         pieces = gather_tensor(x.detach()[batch, :, heads].contiguous().view(torch.uint8), self._comm.group)
-        together = torch.cat(pieces).view(x.dtype)
+        gathered = torch.cat(pieces).view(x.dtype)
         order = self._layout.order(self._workload.seq, self._comm.size).to(self._device)
-        in_order: Tensor = torch.empty_like(together).index_copy_(0, order, together)
+        in_order: Tensor = torch.empty_like(gathered).index_copy_(0, order, gathered)
         return in_order
 
 
 def by_head(x: Tensor) -> Tensor:
-    """(rows, heads, D) -> (heads · rows, D)."""
+    """Reshape (rows, heads, D) into (heads · rows, D)."""
     return x.transpose(0, 1).flatten(0, 1)
 
 
-def same_as_first(problem: WorkloadShard, first_rows: Tensor, last: Results, seq: int) -> bool:
-    """Whether the last output has the bits of the first on all ranks. Raises `VerificationError` where it has no
-    number; leaves the device's memory to what comes next. Collective."""
+def same_as_first(shard: WorkloadShard, first_rows: Tensor, last: Results, seq: int) -> bool:
+    """Return whether the last output has the same bits as the first one on all ranks. Collective.
+
+    Frees cached device memory for the verification. Raises `VerificationError` if a result is not finite.
+    """
     _refuse_not_finite(last, seq)
-    same = of_ranks([torch.equal(first_rows, row_sums(last.out))], problem.q.device)
-    if problem.q.device.type == "cuda":
+    same = gather_rows([torch.equal(first_rows, row_sums(last.out))], shard.q.device)
+    if shard.q.device.type == "cuda":
         torch.cuda.empty_cache()
     return all(flag for (flag,) in same)
 
@@ -300,7 +309,7 @@ def same_as_first(problem: WorkloadShard, first_rows: Tensor, last: Results, seq
 def _refuse_not_finite(results: Results, seq: int) -> None:
     named = {name: tensor.detach() for name, tensor in vars(results).items() if tensor is not None}
     bad = [int(not torch.isfinite(tensor).all()) for tensor in named.values()]
-    for rank, flags in enumerate(of_ranks(bad, results.out.device)):
+    for rank, flags in enumerate(gather_rows(bad, results.out.device)):
         for name in (name for name, wrong in zip(named, flags, strict=True) if wrong):
             raise VerificationError(
                 f"wrong result on rank {rank}: {name} is not finite, in the last timed iteration, at sequence {seq};"

@@ -1,4 +1,4 @@
-"""Running ``ringprof record`` for real, as a process of its own, small enough for two cores."""
+"""Helpers that run ``ringprof record`` as a process, small enough for two cores, and strategies of a user for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.paths import ROOT
 
 HANGS_S = 600
-"""What has not ended by then hangs: far above what a machine needs on which twenty others compute."""
+"""Seconds after which a process counts as hung: far more than it needs on a machine with twenty others."""
 SMALL = ["--heads", "2", "--head-dim", "16", "--seq", "512", "--device", "cpu"]
 RINGPROF = [sys.executable, "-m", "ringprof"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -177,10 +177,10 @@ def not_a_class():
 
 
 def environment(**more: str) -> dict[str, str]:
-    """A process's variables: ours, without a launcher's."""
+    """Return environment variables for a process: this one's without a launcher's, and ``more``."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in launcher and not name.startswith("SLURM_")}
-    # Packages may have been found by the path that the tests were given.
+    # The tests may find packages by PYTHONPATH only.
     path = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     return {**env, "PYTHONPATH": path, **more}
 
@@ -188,7 +188,7 @@ def environment(**more: str) -> dict[str, str]:
 def run(
     arguments: list[str], folder: Path, program: list[str] = RINGPROF, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run to the end, in ``folder``."""
+    """Run ``program`` with ``arguments`` in ``folder`` to its end."""
     return subprocess.run(
         [*program, *arguments], cwd=folder, env=environment(**env), capture_output=True, text=True, timeout=HANGS_S
     )
@@ -200,9 +200,9 @@ def run_and_disturb(
     disturb: Callable[[subprocess.Popen[str]], None],
     program: list[str] = RINGPROF,
 ) -> tuple[int, str]:
-    """Start, call ``disturb`` once iterations are being timed; exit code and stderr.
+    """Start ``program``, call ``disturb`` while iterations are timed, and return the exit code and stderr.
 
-    Fails if a process that was started is still there at the end.
+    Fails if any process of it survives.
     """
     output = folder / "stderr.txt"
     with output.open("w") as stderr:
@@ -223,19 +223,19 @@ def run_and_disturb(
 
 
 def started_in(folder: Path) -> list[int]:
-    """Living processes that run in ``folder``."""
-    found = []
+    """Return the ids of the living processes whose working directory is ``folder``."""
+    pids = []
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and Path(os.readlink(entry / "cwd")) == folder.resolve() and _alive(entry):
-                found.append(int(entry.name))
+                pids.append(int(entry.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 def rank_process(folder: Path, rank: int) -> int:
-    """The process of one rank that runs in ``folder``."""
+    """Return the process id of one rank that runs in ``folder``."""
     for pid in started_in(folder):
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         if f"RANK={rank}".encode() in variables:
@@ -244,7 +244,7 @@ def rank_process(folder: Path, rank: int) -> int:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = HANGS_S) -> None:
-    """Raises TimeoutError where the condition does not come true in time."""
+    """Wait until the condition is true. Raises TimeoutError after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Recorded runs that several tests look at: each costs some seconds."""
+"""Fixtures of the recorder's tests: a recorded run, which costs some seconds, a user's strategies, and two hosts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.record.two_hosts import TwoHosts, two_hosts
 
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, str]:
-    """A burst run on 4 CPU ranks, two of them emulating a host: folder, run, and what was printed."""
+    """Record burst on 4 CPU ranks, emulating two ranks per host; return the folder, the run and the printed text."""
     folder = tmp_path_factory.mktemp("recorded")
     done = run(
         ["record", "--strategy", "burst", *SMALL, "--kv-heads", "1", "--ranks-per-host", "2", "--iters", "2",
@@ -27,13 +27,13 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, str]:
 
 @pytest.fixture
 def own_strategies(tmp_path: Path) -> Path:
-    """A folder with strategies of a user's own in ``mine.py``."""
+    """Return a folder with a user's strategies in ``mine.py``."""
     (tmp_path / "mine.py").write_text(STRATEGIES)
     return tmp_path
 
 
 @pytest.fixture
 def hosts() -> Iterator[TwoHosts]:
-    """Two network namespaces; skips where they are not permitted."""
-    with two_hosts() as found:
-        yield found
+    """Yield two network namespaces; skip where they are not permitted."""
+    with two_hosts() as namespaces:
+        yield namespaces

@@ -1,4 +1,4 @@
-"""Controls on CPU ranks: the same blocks alone, the same blocks without sending, the same hops without blocks."""
+"""Baselines on CPU ranks: the same kernel calls alone, without communication, and the same hops without computation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringprof.record.baselines import CONTROL_KINDS, ORDERS, Replay, measure_baselines, silent_strategy
+from ringprof.record.baselines import BASELINE_KINDS, ORDERS, Replay, measure_baselines, strategy_without_transport
 from ringprof.record.measure import Measurement, WorkloadShard, measure
 from ringprof.record.progress import SilentReporter
 from ringprof.run import Workload, read_run
@@ -36,38 +36,38 @@ Calls = list[tuple[Any, ...]]
 
 @contextmanager
 def kernel_calls() -> Iterator[Calls]:
-    """What reaches the innermost kernel: the pass, the mask, and how every tensor lies in memory."""
-    seen: Calls = []
+    """Collect the calls of the innermost kernel: the pass, the mask, and every tensor's shape, strides and dtype."""
+    calls: Calls = []
 
     def watched(phase: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Any, *given: Any) -> Any:
-            tensors = [(tuple(x.shape), x.stride(), x.dtype) for x in given if isinstance(x, torch.Tensor)]
-            seen.append((phase, given[-1], tensors))
-            return original(self, *given)
+        def call(self: Any, *arguments: Any) -> Any:
+            tensors = [(tuple(x.shape), x.stride(), x.dtype) for x in arguments if isinstance(x, torch.Tensor)]
+            calls.append((phase, arguments[-1], tensors))
+            return original(self, *arguments)
 
         return call
 
     forward = watched("forward", CpuFlashKernel._forward)
     backward = watched("backward", CpuFlashKernel._backward)
     with patch.object(CpuFlashKernel, "_forward", forward), patch.object(CpuFlashKernel, "_backward", backward):
-        yield seen
+        yield calls
 
 
 @contextmanager
-def nothing_may_be_sent() -> Iterator[None]:
+def no_sending() -> Iterator[None]:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("something was sent")
 
     with ExitStack() as stack:
         for name in SENDING:
             stack.enter_context(patch.object(dist, name, refuse))
-        stack.enter_context(patch.object(collectives.Collective, "_trade", refuse))
+        stack.enter_context(patch.object(collectives.Collective, "_exchange", refuse))
         stack.enter_context(patch.object(ring_channel.HopRing, "_exchange", refuse))
         yield
 
 
 @contextmanager
-def not_a_number_in_fresh_memory() -> Iterator[None]:
+def nan_in_fresh_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     try:
         assert bool(torch.isnan(torch.empty(4)).all())
@@ -79,84 +79,84 @@ def not_a_number_in_fresh_memory() -> Iterator[None]:
 @pytest.mark.processes
 def test_the_refusal_above_refuses() -> None:
     def attempt(case: Case) -> bool:
-        problem, _ = problem_of(case)
-        with nothing_may_be_sent(), pytest.raises(AssertionError, match="something was sent"):
-            problem.iteration()
+        shard, _ = create_shard(case)
+        with no_sending(), pytest.raises(AssertionError, match="something was sent"):
+            shard.run_iteration()
         return True
 
     assert in_every_case(2, attempt, [Case("zigzag"), Case("ulysses"), Case("allgather")]) == [[True] * 3] * 2
 
 
-def problem_of(case: Case, **changes: Any) -> tuple[WorkloadShard, Measurement]:
-    """A problem on this rank, and what its ordinary iterations did."""
+def create_shard(case: Case, **changes: Any) -> tuple[WorkloadShard, Measurement]:
+    """Create this rank's shard of a workload and measure its ordinary iterations."""
     workload = Workload(**{**{name: getattr(WORKLOAD, name) for name in WORKLOAD.__struct_fields__}, **changes})
-    problem = WorkloadShard.of(create(case.name, kernel="cpu-flash", **case.params), workload, CPU)
-    return problem, measure(problem, CPU, 1, 1, SilentReporter())
+    shard = WorkloadShard.create(create(case.name, kernel="cpu-flash", **case.params), workload, CPU)
+    return shard, measure(shard, CPU, 1, 1, SilentReporter())
 
 
 def in_every_case(world: int, function: Callable[[Case], Any], cases: list[Case]) -> list[list[Any]]:
-    """For every rank, the results for each case that runs on so many ranks."""
+    """Return, for every rank, the results of ``function`` for each case that runs on ``world`` ranks."""
     return run_ranks(world, lambda rank: [function(case) for case in cases if world in case.worlds])
 
 
-def blocks_alone(case: Case) -> None:
-    problem, measured = problem_of(case)
+def check_solo(case: Case) -> None:
+    shard, measured = create_shard(case)
     with kernel_calls() as ordinary:
-        problem.iteration()
-    replay = Replay.of(problem)
-    with kernel_calls() as alone, nothing_may_be_sent():
+        shard.run_iteration()
+    replay = Replay.record(shard)
+    with kernel_calls() as alone, no_sending():
         replay.run()
     assert alone == ordinary, case
     assert len(alone) == sum(measured.work.block_calls.values())
     assert replay.flops == measured.work.block_flops, case
 
 
-def without_sending(case: Case) -> None:
-    problem, measured = problem_of(case)
-    silent = silent_strategy(case.name, "cpu-flash", None, case.params)
+def check_compute_only(case: Case) -> None:
+    shard, measured = create_shard(case)
+    null_strategy = strategy_without_transport(case.name, "cpu-flash", None, case.params)
     with kernel_calls() as ordinary:
-        problem.iteration()
-    other = WorkloadShard(silent, True, problem.q, problem.k, problem.v, problem.dout)
-    with kernel_calls() as muted, nothing_may_be_sent():
-        other.iteration()
-        # What memory happened to hold must reach no kernel: how fast one is depends on what it computes with.
-        with not_a_number_in_fresh_memory():
-            out = silent.attention(problem.q, problem.k, problem.v)
-            gradients = torch.autograd.grad(out, (problem.q, problem.k, problem.v), problem.dout)
+        shard.run_iteration()
+    other = WorkloadShard(null_strategy, True, shard.q, shard.k, shard.v, shard.dout)
+    with kernel_calls() as muted, no_sending():
+        other.run_iteration()
+        # Uninitialised memory must reach no kernel, because a kernel's speed depends on its inputs.
+        with nan_in_fresh_memory():
+            out = null_strategy.attention(shard.q, shard.k, shard.v)
+            gradients = torch.autograd.grad(out, (shard.q, shard.k, shard.v), shard.dout)
     assert all(bool(torch.isfinite(x).all()) and x.abs().max() < 1e3 for x in (out, *gradients)), case
     assert muted[len(ordinary) :] == ordinary, case
     muted = muted[: len(ordinary)]
     assert muted == ordinary, case
-    assert silent.comm.meter.sent == {}
+    assert null_strategy.comm.meter.sent == {}
     assert measured.work.block_flops is not None
-    assert silent.kernel_for(problem.q).flops == 2 * measured.work.block_flops
+    assert null_strategy.kernel_for(shard.q).flops == 2 * measured.work.block_flops
 
 
-def without_computing(case: Case) -> None:
-    problem, measured = problem_of(case)
-    kernel, idle = problem.strategy.kernel_for(problem.q), NoOpKernel()
-    problem.strategy.comm.meter.clear()
+def check_communication_only(case: Case) -> None:
+    shard, measured = create_shard(case)
+    kernel, no_op = shard.strategy.kernel_for(shard.q), NoOpKernel()
+    shard.strategy.comm.meter.clear()
     before = kernel.flops
-    with kernel_calls() as computed, use_kernel(problem.strategy, idle):
-        problem.iteration()
-    assert computed == [] and (kernel.flops - before, idle.flops) == (0, 0)
+    with kernel_calls() as computed, use_kernel(shard.strategy, no_op):
+        shard.run_iteration()
+    assert computed == [] and (kernel.flops - before, no_op.flops) == (0, 0)
     sent = {
         (sent.channel, sent.phase, sent.operation, sent.link): [sent.count, sent.sent_bytes]
         for sent in measured.work.sent or []
     }
-    assert problem.strategy.comm.meter.sent == sent and sent, case
-    assert problem.strategy.kernel_for(problem.q) is kernel
+    assert shard.strategy.comm.meter.sent == sent and sent, case
+    assert shard.strategy.kernel_for(shard.q) is kernel
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("check", [blocks_alone, without_sending, without_computing])
+@pytest.mark.parametrize("check", [check_solo, check_compute_only, check_communication_only])
 def test_every_strategy_and_option_under(check: Callable[[Case], None], world: int) -> None:
     in_every_case(world, check, CASES)
 
 
 class Counting(SilentReporter):
-    """A reporter that counts the steps that it was promised, and those that came."""
+    """Reporter that counts the announced and the finished steps."""
 
     def __init__(self) -> None:
         self.expected, self.done = 0, 0
@@ -168,27 +168,27 @@ class Counting(SilentReporter):
         self.done += 1
 
 
-def all_in_turns(case: Case) -> tuple[int, dict[str, int], int, int | None]:
-    problem, measured = problem_of(case)
-    before = [x.detach().clone() for x in (problem.q, problem.k, problem.v)]
-    first = problem.strategy.attention(problem.q, problem.k, problem.v).detach()
-    silent = silent_strategy(case.name, "cpu-flash", None, case.params)
-    told = Counting()
-    found = measure_baselines(problem, silent, CPU, 1, 5, told)
-    assert told.expected == told.done == 3 * 1 + 4 * 8
-    assert all(time > 0 for times in found.times_ns.values() for time in times)
-    assert all(torch.equal(x, y) for x, y in zip(before, (problem.q, problem.k, problem.v), strict=True))
-    torch.testing.assert_close(problem.strategy.attention(problem.q, problem.k, problem.v).detach(), first)
-    counts = {kind: len(times) for kind, times in found.times_ns.items()}
-    return found.rounds, counts, found.solo_flops, measured.work.block_flops
+def measure_all(case: Case) -> tuple[int, dict[str, int], int, int | None]:
+    shard, measured = create_shard(case)
+    before = [x.detach().clone() for x in (shard.q, shard.k, shard.v)]
+    first = shard.strategy.attention(shard.q, shard.k, shard.v).detach()
+    null_strategy = strategy_without_transport(case.name, "cpu-flash", None, case.params)
+    reporter = Counting()
+    measured_times = measure_baselines(shard, null_strategy, CPU, 1, 5, reporter)
+    assert reporter.expected == reporter.done == 3 * 1 + 4 * 8
+    assert all(time > 0 for times in measured_times.times_ns.values() for time in times)
+    assert all(torch.equal(x, y) for x, y in zip(before, (shard.q, shard.k, shard.v), strict=True))
+    torch.testing.assert_close(shard.strategy.attention(shard.q, shard.k, shard.v).detach(), first)
+    counts = {kind: len(times) for kind, times in measured_times.times_ns.items()}
+    return measured_times.rounds, counts, measured_times.solo_flops, measured.work.block_flops
 
 
 @pytest.mark.processes
 def test_the_turns_leave_the_problem_as_it_was_and_time_each_kind_equally_often() -> None:
-    for rank in in_every_case(2, all_in_turns, [Case(name) for name in names()]):
+    for rank in in_every_case(2, measure_all, [Case(name) for name in names()]):
         for rounds, counts, solo_flops, block_flops in rank:
             # Five in four rounds: two in each.
-            assert rounds == 4 and counts == dict.fromkeys(CONTROL_KINDS, 8)
+            assert rounds == 4 and counts == dict.fromkeys(BASELINE_KINDS, 8)
             assert solo_flops == block_flops
 
 
@@ -198,8 +198,8 @@ def test_each_kind_follows_each_other_kind_once_within_the_rounds() -> None:
 
 
 def forward_only(rank: int) -> tuple[int, set[str]]:
-    problem, _ = problem_of(Case("ring"), backward=False, causal=False, kv_heads=8)
-    replay = Replay.of(problem)
+    shard, _ = create_shard(Case("ring"), backward=False, causal=False, kv_heads=8)
+    replay = Replay.record(shard)
     with kernel_calls() as calls:
         replay.run()
     return len(calls), {call[0] for call in calls}
@@ -210,19 +210,19 @@ def test_the_blocks_of_a_forward_pass_alone() -> None:
     assert run_ranks(2, forward_only) == [(2, {"forward"})] * 2
 
 
-def finite(rank: int) -> bool:
-    """Whether the blocks alone compute with ordinary numbers: a kernel's speed depends on them."""
-    problem, _ = problem_of(Case("burst"))
-    replay, results = Replay.of(problem), []
+def replay_is_finite(rank: int) -> bool:
+    """Return whether the replayed calls compute ordinary numbers, on which a kernel's speed depends."""
+    shard, _ = create_shard(Case("burst"))
+    replay, results = Replay.record(shard), []
     for call in replay._bound:
-        found: Any = call()
-        results.append(all(bool(torch.isfinite(x).all()) and x.abs().max() < 1e3 for x in found))
+        tensors: Any = call()
+        results.append(all(bool(torch.isfinite(x).all()) and x.abs().max() < 1e3 for x in tensors))
     return all(results)
 
 
 @pytest.mark.processes
 def test_the_blocks_alone_compute_with_ordinary_numbers() -> None:
-    assert run_ranks(2, finite) == [True, True]
+    assert run_ranks(2, replay_is_finite) == [True, True]
 
 
 @pytest.mark.long
@@ -231,12 +231,12 @@ def test_the_command_controls_every_strategy(name: str, own_strategies: Path) ->
     arguments = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--seq", "256", "--iters", "1", "--controls"]
     done = run(["record", "--strategy", name, *arguments, "--device", "cpu", "--world", "2"], own_strategies)
     assert done.returncode == 0, done.stderr
-    found = read_run(own_strategies / "traces/run.json")
-    assert found.controls is not None and found.work is not None
-    assert found.controls.solo_flops == [work.block_flops for work in found.work]
+    recorded = read_run(own_strategies / "traces/run.json")
+    assert recorded.controls is not None and recorded.work is not None
+    assert recorded.controls.solo_flops == [work.block_flops for work in recorded.work]
     reported = run(["report", "traces/run.json", "--format", "json"], own_strategies)
     controls = json.loads(reported.stdout)["summary"]["controls"]
-    ordinary, solo = found.controls.ordinary_ns, found.controls.solo_ns
+    ordinary, solo = recorded.controls.ordinary_ns, recorded.controls.solo_ns
     # One iteration of each: the slowest rank's, and the mean of the ranks'.
     assert controls["iteration_ns"] == max(ordinary[0][0], ordinary[1][0])
     assert controls["solo_ns"] == (solo[0][0] + solo[1][0]) / 2

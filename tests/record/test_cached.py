@@ -1,4 +1,4 @@
-"""Prefill and decode through the recorder: both gates, what a run says of it, and what is refused."""
+"""Prefill and decode through the recorder: verification before and after timing, the run's figures, and refusals."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ MASKED = {"window": 300, "prefix": 5, "sinks": "learned", "head_dim": 48, "v_hea
 
 
 def gates(rank: int, cases: list[Case], workload: Workload) -> list[str]:
-    found = []
+    verified = []
     for case in cases:
         strategy = create(case.name, kernel="cpu-flash", **case.params)
         before = verify_cached(strategy, workload, CPU)
-        problem = WorkloadShard.of(strategy, workload, CPU)
-        last = problem.iteration()
-        after = verify_cached_timed(problem, row_sums(last.out), last, workload, before)
+        shard = WorkloadShard.create(strategy, workload, CPU)
+        last = shard.run_iteration()
+        after = verify_cached_timed(shard, row_sums(last.out), last, workload, before)
         assert after.timed is not None and after.timed.same_output
         assert before.seq < after.timed.seq == workload.kv_length
         # bf16: a result that was not computed would be off by 1.
         assert 0 < after.timed.errors["out"].rms < 0.02
         last.out[:, :, 0] += 0.5
         with pytest.raises(VerificationError, match="wrong result on rank"):
-            verify_cached_timed(problem, row_sums(last.out), last, workload, before)
-        found.append(str(case))
-    return found
+            verify_cached_timed(shard, row_sums(last.out), last, workload, before)
+        verified.append(str(case))
+    return verified
 
 
 @pytest.mark.processes
@@ -69,7 +69,7 @@ def test_both_gates_pass_what_is_right_and_refuse_one_wrong_head(world, cases, w
 
 
 class Forgets(DecodeContextParallel):
-    """Leaves out the last keys where a rank holds more than the check before timing gives it."""
+    """Strategy that leaves out the last keys if a rank holds more than in the verification before timing."""
 
     def compute(self, blocks, mask, q, k, v, kv_length):
         return super().compute(blocks, mask, q, k[:, :200], v[:, :200], min(kv_length, 400))
@@ -78,10 +78,10 @@ class Forgets(DecodeContextParallel):
 def forgetful(rank: int) -> str:
     strategy = Forgets(Context(Communicator(), "cpu-flash"))
     before = verify_cached(strategy, BASE, CPU)
-    problem = WorkloadShard.of(strategy, BASE, CPU)
-    last = problem.iteration()
+    shard = WorkloadShard.create(strategy, BASE, CPU)
+    last = shard.run_iteration()
     with pytest.raises(VerificationError) as refused:
-        verify_cached_timed(problem, row_sums(last.out), last, BASE, before)
+        verify_cached_timed(shard, row_sums(last.out), last, BASE, before)
     return str(refused.value)
 
 
@@ -97,26 +97,26 @@ SMALL = ["--heads", "8", "--kv-heads", "2", "--head-dim", "16", "--device", "cpu
 def decoded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("decode")
     command = ["record", "--strategy", "dcp", "--phase", "decode", "--kv-length", "4097", *SMALL]
-    made = run(command, folder)
-    assert made.returncode == 0, made.stderr
-    assert "decode of 1 new token a sequence over 4097 keys, batch 4" in made.stderr
+    process = run(command, folder)
+    assert process.returncode == 0, process.stderr
+    assert "decode of 1 new token a sequence over 4097 keys, batch 4" in process.stderr
     return folder
 
 
 @pytest.mark.processes
 def test_a_decode_run_counts_its_work_by_the_formulas(decoded: Path) -> None:
-    found = json.loads((decoded / "traces/run.json").read_text())
-    assert found["name"].endswith("-dcp-4097")
-    assert found["kernel"] == "cpu-flash"
-    assert {key: found["workload"][key] for key in ("phase", "kv_length", "seq", "backward")} == {
+    run_data = json.loads((decoded / "traces/run.json").read_text())
+    assert run_data["name"].endswith("-dcp-4097")
+    assert run_data["kernel"] == "cpu-flash"
+    assert {key: run_data["workload"][key] for key in ("phase", "kv_length", "seq", "backward")} == {
         "phase": "decode", "kv_length": 4097, "seq": 1, "backward": False,
     }  # fmt: skip
     # 4 FLOPs of 4 sequences, 8 heads of 16, over 2049 keys on rank 0 and 2048 on rank 1.
-    assert [rank["block_flops"] for rank in found["work"]] == [4 * 4 * 8 * 16 * 2049, 4 * 4 * 8 * 16 * 2048]
+    assert [rank["block_flops"] for rank in run_data["work"]] == [4 * 4 * 8 * 16 * 2049, 4 * 4 * 8 * 16 * 2048]
     # bf16: queries and outputs of 4 heads of 16 of 4 sequences, 512 bytes each; LSEs of 8 heads in float32, 128.
-    sent = {(one["channel"], one["operation"]): one["sent_bytes"] for one in found["work"][0]["sent"]}
+    sent = {(entry["channel"], entry["operation"]): entry["sent_bytes"] for entry in run_data["work"][0]["sent"]}
     assert sent == {("q", "all_gather"): 512, ("out", "all_gather"): 128, ("out", "reduce_scatter"): 512}
-    assert found["verification"]["timed"]["seq"] == 4097
+    assert run_data["verification"]["timed"]["seq"] == 4097
 
 
 @pytest.mark.processes
@@ -143,27 +143,27 @@ def test_a_decode_report_says_what_a_token_costs_and_what_bounds_it(decoded: Pat
 def test_a_window_over_a_cache_is_counted_by_what_it_shows(tmp_path: Path) -> None:
     command = ["record", "--strategy", "dcp", "--phase", "decode", "--kv-length", "4097", *SMALL, "--dtype", "fp32"]
     masks = ["--window-size", "100", "--prefix", "9", "--softcap", "5", "--kernel", "flex", "--sinks", "learned"]
-    made = run([*command, *masks], tmp_path)
-    assert made.returncode == 0, made.stderr
-    found = json.loads((tmp_path / "traces/run.json").read_text())
+    process = run([*command, *masks], tmp_path)
+    assert process.returncode == 0, process.stderr
+    run_data = json.loads((tmp_path / "traces/run.json").read_text())
     # Keys 0 to 8 and 3997 to 4096: 5 and 50 are even. 4 FLOPs of 4 sequences and 8 heads of 16.
-    assert [rank["block_flops"] for rank in found["work"]] == [4 * 4 * 8 * 16 * 55, 4 * 4 * 8 * 16 * 54]
+    assert [rank["block_flops"] for rank in run_data["work"]] == [4 * 4 * 8 * 16 * 55, 4 * 4 * 8 * 16 * 54]
     shown = run(["report", "traces/run.json", "--format", "json"], tmp_path)
     assert json.loads(shown.stdout)["summary"]["inference"]["cache_bytes"] == 2 * 4 * 109 * 2 * 16 * 4 // 2
-    assert "causal, window of 100, prefix of 9, softcap 5, learned sinks" in made.stderr
+    assert "causal, window of 100, prefix of 9, softcap 5, learned sinks" in process.stderr
 
 
 @pytest.mark.processes
-def test_a_decode_run_is_not_compared_with_training_and_not_foreseen(decoded: Path) -> None:
-    foreseen = run(["what-if", "traces/run.json"], decoded)
-    assert foreseen.returncode == 2
-    assert "Traceback" not in foreseen.stderr
+def test_a_decode_run_is_not_compared_with_training_and_not_predicted(decoded: Path) -> None:
+    process = run(["what-if", "traces/run.json"], decoded)
+    assert process.returncode == 2
+    assert "Traceback" not in process.stderr
 
 
 @pytest.mark.processes
 def test_a_page_shows_it(decoded: Path) -> None:
-    made = run(["report", "traces/run.json", "--html", "page.html"], decoded)
-    assert made.returncode == 0, made.stderr
+    process = run(["report", "traces/run.json", "--html", "page.html"], decoded)
+    assert process.returncode == 0, process.stderr
     assert "Prefill and decode" in (decoded / "page.html").read_text()
 
 

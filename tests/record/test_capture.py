@@ -33,7 +33,7 @@ WORKLOAD = Workload(seq=SEQ, heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, dty
 
 
 def step(strategies: list[Any], times: int = 1) -> None:
-    """Forward and backward through a layer a strategy."""
+    """Run forward and backward through one layer per strategy."""
     for _ in range(times):
         x = strategies[0].shard(torch.randn(1, SEQ, HEADS, HEAD_DIM)).requires_grad_()
         out = x
@@ -57,9 +57,9 @@ def warnings_of_capture() -> Iterator[list[str]]:
 
 
 def loaded(folder: Path) -> Analysis:
-    found = ringprof.load(folder / "run.json")
-    assert isinstance(found, Analysis)
-    return found
+    analysis = ringprof.load(folder / "run.json")
+    assert isinstance(analysis, Analysis)
+    return analysis
 
 
 def two_layers(rank: int, folder: Path) -> None:
@@ -113,10 +113,10 @@ def test_a_group_captures_alone_and_its_ranks_keep_their_numbers(tmp_path: Path,
     assert run.topology.world_size == 2 and run.topology.ranks == [2, 3]
     assert [(trace.rank, trace.path) for trace in run.traces] == [(2, "rank2.json.gz"), (3, "rank3.json.gz")]
     assert [work.sent and work.sent[0].to for work in run.work or []] == [3, 2]
-    found = loaded(tmp_path / "mine")
-    assert [rank.rank for rank in found.attribution.ranks] == [2, 3] and found.summary.rates.tflops is not None
-    assert not [warning for warning in found.attribution.warnings if warning.code == "missing_ranks"]
-    assert found.to_terminal().startswith("2 ranks, host")
+    analysis = loaded(tmp_path / "mine")
+    assert [rank.rank for rank in analysis.attribution.ranks] == [2, 3] and analysis.summary.rates.tflops is not None
+    assert not [warning for warning in analysis.attribution.warnings if warning.code == "missing_ranks"]
+    assert analysis.to_terminal().startswith("2 ranks, host")
 
 
 def data_parallel(rank: int, folder: Path) -> list[str]:
@@ -136,7 +136,7 @@ def data_parallel(rank: int, folder: Path) -> list[str]:
 @pytest.mark.processes
 def test_data_parallel_groups_have_a_workload_each(tmp_path: Path) -> None:
     assert run_ranks(4, data_parallel, tmp_path / "mine") == [[], [], [], []]
-    run, found = read_run(tmp_path / "mine/run.json"), loaded(tmp_path / "mine")
+    run, analysis = read_run(tmp_path / "mine/run.json"), loaded(tmp_path / "mine")
     assert run.workload_ranks == 2 and run.topology.world_size == 4
     # Two groups, two steps: four times forward and backward over one sequence.
     once = 4 * (SEQ * (SEQ + 1) // 2) * HEADS * HEAD_DIM * 7 // 2
@@ -144,10 +144,10 @@ def test_data_parallel_groups_have_a_workload_each(tmp_path: Path) -> None:
     assert run.profiled is not None
     slowest_ns = max(times[0] for times in run.profiled.iterations_ns)
     model = 4 * (4 * SEQ**2 * HEADS * HEAD_DIM / 2 * 3.5)
-    assert found.summary.rates.tflops == pytest.approx(model / 4 / slowest_ns / 1e3)
-    assert not [one.code for one in found.attribution.warnings if one.code.startswith("workload")]
-    assert found.summary.window_iterations == 2
-    text = " ".join(found.to_terminal().split())
+    assert analysis.summary.rates.tflops == pytest.approx(model / 4 / slowest_ns / 1e3)
+    assert not [warning.code for warning in analysis.attribution.warnings if warning.code.startswith("workload")]
+    assert analysis.summary.window_iterations == 2
+    text = " ".join(analysis.to_terminal().split())
     assert "per device achieved (2 captured iterations, under the profiler)" in text
     assert f"{SEQ} tokens per group of 2 ranks, " in text
 
@@ -185,7 +185,7 @@ def test_groups_of_one_job_may_name_one_folder(tmp_path: Path) -> None:
     assert list(read_run(tmp_path / "alone/rank3/run.json").ranks()) == [3]
     whole = ringprof.load(tmp_path / "pairs")
     assert isinstance(whole, Analysis) and len(whole.attribution.ranks) == 4
-    assert {one.code for one in whole.attribution.warnings} == {"cpu_no_transfer_times"}
+    assert {warning.code for warning in whole.attribution.warnings} == {"cpu_no_transfer_times"}
 
 
 def outside(rank: int, folder: Path, mesh: bool) -> str:
@@ -242,7 +242,7 @@ def test_a_capture_beside_another_profiler_is_refused_on_all_ranks(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("place", "given", "said"),
+    ("path", "arguments", "message"),
     [
         ("mine", {"workload": {"seq": 64}}, "workload is a ringprof.Workload, not {'seq': 64}"),
         ("mine", {"strategy": "zigzag"}, "strategy is what ringprof.strategies.create returns"),
@@ -250,10 +250,10 @@ def test_a_capture_beside_another_profiler_is_refused_on_all_ranks(tmp_path: Pat
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_the_block(
-    tmp_path: Path, place: str, given: dict[str, Any], said: str
+    tmp_path: Path, path: str, arguments: dict[str, Any], message: str
 ) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=said), ringprof.capture(tmp_path / place, **given):
+    with pytest.raises(UsageError, match=message), ringprof.capture(tmp_path / path, **arguments):
         raise AssertionError("entered")
 
 
@@ -281,7 +281,7 @@ def test_the_program_goes_on_where_no_other_rank_comes(tmp_path: Path) -> None:
 
 
 def raises(rank: int, folder: Path) -> tuple[str, list[str]]:
-    """What each rank raises and warns where the block fails on rank 1, which then takes no part in anything."""
+    """Return what each rank raises and warns if the block fails on rank 1, which then does not participate."""
     store = dist.distributed_c10d._get_default_store()
 
     def closed(*_: Any, **__: Any) -> None:
@@ -318,8 +318,8 @@ FAULTS = {
 
 
 def fails(rank: int, folder: Path) -> list[tuple[list[str], float]]:
-    """What each rank warns, and that the group works on, with every fault; `write_run` is of rank 0 alone."""
-    found = []
+    """Return this rank's warnings and the result of a later collective for every fault; rank 0 calls `write_run`."""
+    outcomes = []
     strategy = create("zigzag")
     for name, (function, _) in FAULTS.items():
         disk_full = OSError(28, "No space left on device")
@@ -330,8 +330,8 @@ def fails(rank: int, folder: Path) -> list[tuple[list[str], float]]:
             with fault, ringprof.capture(folder / name, strategy=strategy):
                 dist.all_reduce(total)
             dist.all_reduce(total)
-        found.append((lines, total.item()))
-    return found
+        outcomes.append((lines, total.item()))
+    return outcomes
 
 
 @pytest.mark.processes

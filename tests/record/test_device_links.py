@@ -1,4 +1,4 @@
-"""What connects GPUs and hosts: by a driver and a folder of our own; and what is said of it."""
+"""Connections of GPUs and hosts, read from a fake driver and a fake folder, and their lines in a report."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from ringprof.record import telemetry
-from ringprof.record.telemetry import adapters_in, links_of, nvlinks_of
+from ringprof.record.telemetry import count_nvlinks, device_links, list_adapters
 from ringprof.report.sections.machine import link_lines
 from ringprof.run import Adapter, DeviceLinks
 
 
 class Driver:
-    """Links as NVML tells them: for each the type and the PCI address of the other end; None is a link that is down."""
+    """Fake NVML with links, each as type and PCI address of its remote end; None is a link that is down."""
 
     def __init__(self, links: list[tuple[int, str] | None]) -> None:
         self.links = links
@@ -36,17 +36,17 @@ class Driver:
 
 
 def test_links_are_counted_by_their_other_end() -> None:
-    assert nvlinks_of(Driver([(2, "")] * 18), "gpu") == {"switch": 18}
+    assert count_nvlinks(Driver([(2, "")] * 18), "gpu") == {"switch": 18}
     neighbours: list[tuple[int, str] | None] = [(0, "00000000:65:00.0"), None, (0, "00000000:65:00.0"), (0, "1:0.0")]
-    assert nvlinks_of(Driver(neighbours), "gpu") == {"00000000:65:00.0": 2, "1:0.0": 1}
-    assert nvlinks_of(Driver([None, None]), "gpu") == {}
+    assert count_nvlinks(Driver(neighbours), "gpu") == {"00000000:65:00.0": 2, "1:0.0": 1}
+    assert count_nvlinks(Driver([None, None]), "gpu") == {}
     # A GPU that has no such links refuses the question.
-    assert nvlinks_of(Driver([]), "gpu") is None
+    assert count_nvlinks(Driver([]), "gpu") is None
 
 
 def test_an_older_driver_tells_that_links_are_there() -> None:
     driver = SimpleNamespace(nvmlDeviceGetNvLinkState=Driver([(0, "x"), (0, "x")]).nvmlDeviceGetNvLinkState)
-    assert nvlinks_of(driver, "gpu") == {"unknown": 2}
+    assert count_nvlinks(driver, "gpu") == {"unknown": 2}
 
 
 def _port(folder: Path, name: str, state: str, rate: str, layer: str) -> None:
@@ -61,23 +61,23 @@ def test_active_ports_of_adapters_are_listed(tmp_path: Path) -> None:
     _port(tmp_path, "mlx5_0", "4: ACTIVE", "2.5 Gb/sec (1X SDR)", "Ethernet")
     _port(tmp_path, "mlx5_2", "1: DOWN", "40 Gb/sec (4X QDR)", "InfiniBand")
     (tmp_path / "mlx5_3" / "ports" / "1").mkdir(parents=True)
-    assert adapters_in(tmp_path) == [
+    assert list_adapters(tmp_path) == [
         Adapter(name="mlx5_0:1", gbits=2.5, layer="Ethernet"),
         Adapter(name="mlx5_1:1", gbits=400.0, layer="InfiniBand"),
     ]
-    assert adapters_in(tmp_path / "nowhere") is None
+    assert list_adapters(tmp_path / "nowhere") is None
 
 
 def test_a_cpu_has_none_and_a_gpu_without_a_driver_has_those_of_its_host(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert links_of(torch.device("cpu"), first_on_host=True) is None
+    assert device_links(torch.device("cpu"), first_on_host=True) is None
     _port(tmp_path, "mlx5_0", "4: ACTIVE", "strange", "")
     monkeypatch.setattr(telemetry, "ADAPTERS", tmp_path)
     monkeypatch.setattr(telemetry, "nvml_handle", lambda uuid: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
-    assert links_of(torch.device("cuda", 0), first_on_host=True) == DeviceLinks(adapters=[Adapter(name="mlx5_0:1")])
-    assert links_of(torch.device("cuda", 1), first_on_host=False) is None
+    assert device_links(torch.device("cuda", 0), first_on_host=True) == DeviceLinks(adapters=[Adapter(name="mlx5_0:1")])
+    assert device_links(torch.device("cuda", 1), first_on_host=False) is None
 
 
 def test_they_are_a_line() -> None:

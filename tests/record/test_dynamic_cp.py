@@ -1,4 +1,4 @@
-"""Recordings whose steps have other numbers of ranks a sequence."""
+"""Recordings whose steps have different numbers of ranks per sequence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from ringprof import cli
 from ringprof.errors import VerificationError
-from ringprof.record.dynamic_cp import StepsProblem, _worst, verify_steps, verify_timed_steps
+from ringprof.record.dynamic_cp import DynamicCpShard, _merge, verify_steps, verify_timed_steps
 from ringprof.record.measure import Measurement, row_sums
 from ringprof.run import TensorError, Verification, Work, Workload
 from ringprof.strategies import Dynamic
@@ -32,25 +32,25 @@ def test_flops_are_those_of_every_steps_own_sequences() -> None:
 
 
 def gates(rank: int) -> list[str]:
-    parts = Dynamic("zigzag", kernel="cpu-flash")
-    before = verify_steps(parts, WORK, SIZES, CPU)
-    problem = StepsProblem.over(parts, WORK, SIZES, CPU)
-    said = []
+    dynamic = Dynamic("zigzag", kernel="cpu-flash")
+    before = verify_steps(dynamic, WORK, SIZES, CPU)
+    shard = DynamicCpShard.from_dynamic(dynamic, WORK, SIZES, CPU)
+    outcomes = []
     for wrong in (None, 0, 1, 2):
-        last = problem.results()
+        last = shard.run_for_verification()
         measured = Measurement([1], None, Work(block_flops=None, block_calls={}, sent=None), row_sums(last.out), last)
         if wrong is not None and rank == 3:
-            view = problem.of_step(last, wrong).dk
+            view = shard.results_of_step(last, wrong).dk
             assert view is not None
             view *= 1.01
         try:
-            found = verify_timed_steps(problem, measured, before).timed
-            assert found is not None
-            said.append(f"{found.seq}")
+            timed = verify_timed_steps(shard, measured, before).timed
+            assert timed is not None
+            outcomes.append(f"{timed.seq}")
         except VerificationError as error:
-            said.append(str(error))
-    assert len(problem.step_times_ns(2)) == 3
-    return said
+            outcomes.append(str(error))
+    assert len(shard.step_times_ns(2)) == 3
+    return outcomes
 
 
 @pytest.mark.processes
@@ -67,7 +67,7 @@ def test_of_several_sizes_the_error_nearest_its_bound_is_kept() -> None:
         error = TensorError(max_abs=0.0, rms=rms, kernel_rms=0.0, allowed_rms=allowed_rms, rank=0)
         return Verification(passed=True, seq=seq, errors={"out": error})
 
-    kept = _worst([verified(256, 0.2, 1.0), verified(128, 0.1, 0.2), verified(64, 0.1, 0.5)])
+    kept = _merge([verified(256, 0.2, 1.0), verified(128, 0.1, 0.2), verified(64, 0.1, 0.5)])
     assert kept.seq == 256 and (kept.errors["out"].rms, kept.errors["out"].allowed_rms) == (0.1, 0.2)
 
 
@@ -76,19 +76,19 @@ SMALL = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--device", "cpu
 
 @pytest.mark.processes
 def test_a_recording_has_the_size_and_the_time_of_every_step(tmp_path: Path) -> None:
-    made = run(["record", "--strategy", "zigzag", "--cp-sizes", "2,1", *SMALL], tmp_path)
-    assert made.returncode == 0, made.stderr
-    assert "steps of an iteration: 2, 1 ranks a sequence" in made.stderr
-    found = json.loads((tmp_path / "traces/run.json").read_text())
-    assert found["workload"]["sequences"] == [1, 2]
-    assert [len(rank) for rank in found["timings"]["steps_ns"]] == [2, 2]
-    assert all(time > 0 for rank in found["timings"]["steps_ns"] for time in rank)
+    process = run(["record", "--strategy", "zigzag", "--cp-sizes", "2,1", *SMALL], tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert "steps of an iteration: 2, 1 ranks a sequence" in process.stderr
+    run_data = json.loads((tmp_path / "traces/run.json").read_text())
+    assert run_data["workload"]["sequences"] == [1, 2]
+    assert [len(rank) for rank in run_data["timings"]["steps_ns"]] == [2, 2]
+    assert all(time > 0 for rank in run_data["timings"]["steps_ns"] for time in rank)
     # Zigzag sends K and V once, 2 · 256 · 2 · 16 bf16 numbers, in the step of two ranks and in no other.
-    (kv,) = [one for one in found["work"][0]["sent"] if (one["channel"], one["phase"]) == ("kv", "forward")]
+    (kv,) = [entry for entry in run_data["work"][0]["sent"] if (entry["channel"], entry["phase"]) == ("kv", "forward")]
     assert (kv["count"], kv["sent_bytes"]) == (1, 2 * 256 * 2 * 16 * 2)
     # By the exact areas: half of one sequence of 512 tokens, and one of 256.
     pairs = 512 * 513 // 2 + 2 * 256 * 257 // 2
-    assert sum(rank["block_flops"] for rank in found["work"]) == 14 * 4 * 16 * pairs
+    assert sum(rank["block_flops"] for rank in run_data["work"]) == 14 * 4 * 16 * pairs
     shown = run(["report", "traces/run.json"], tmp_path).stdout
     assert "step 1: 2 ranks a sequence, 1 of 512 tokens" in shown
     assert "step 2: 1 rank a sequence, 2 of 256 tokens" in shown

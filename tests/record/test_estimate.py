@@ -1,4 +1,4 @@
-"""The plan: estimates that hold against real runs, and refusals that name what fits."""
+"""Estimates of a recording, compared with real runs, and refusals that name the largest size that fits."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from ringprof.record.estimate import (
     describe,
     estimate_of,
     kernel_rate,
+    largest_not_over,
     largest_seq,
-    refuse_too_large,
-    root_below,
+    raise_if_too_large,
     share_of_ranks,
 )
-from ringprof.record.launcher import RankPlace
+from ringprof.record.launcher import RankInfo
 from ringprof.record.measure import WorkloadShard
-from ringprof.record.request import Request, need
+from ringprof.record.request import RecordRequest, require_packages
 from ringprof.record.resolve import resolve
 from ringprof.run import Workload
 from ringprof.strategies import create, find, names
@@ -42,8 +42,8 @@ from ringprof.strategies.transport.baselines import NoOpKernel, use_kernel
 GIB = 2**30
 
 
-def request(**changes: object) -> Request:
-    base = Request(
+def request(**changes: object) -> RecordRequest:
+    base = RecordRequest(
         workload=Workload(seq=1024, heads=4, kv_heads=4, head_dim=32), strategy="zigzag", device="cpu", world=4,
         warmup=1, iters=3,
     )  # fmt: skip
@@ -59,9 +59,9 @@ def plan(**changes: object) -> RecordingEstimate:
 
 
 @pytest.mark.parametrize(
-    ("got", "places", "world", "share"),
+    ("cpu_share", "slots", "world", "share"),
     [
-        # Alone: whatever ranks there are, they are as fast as on a quiet machine.
+        # No other threads: the ranks are as fast as on an idle machine, whatever their number.
         (1.0, 2, 4, 1.0),
         (0.97, 8, 4, 1.0),
         # Two processors and three others: half of the time for one, 2/7 for each of four, who would have half.
@@ -72,17 +72,17 @@ def plan(**changes: object) -> RecordingEstimate:
         (0.8, 8, 4, 8 / 13),
     ],
 )
-def test_ranks_share_a_busy_machine_with_all_others(got: float, places: float, world: int, share: float) -> None:
-    assert share_of_ranks(got, places, world) == pytest.approx(share)
+def test_ranks_share_a_busy_machine_with_all_others(cpu_share: float, slots: float, world: int, share: float) -> None:
+    assert share_of_ranks(cpu_share, slots, world) == pytest.approx(share)
 
 
 def test_a_busy_machine_is_said_in_the_plan() -> None:
-    asked = request()
-    quiet = plan(rate=5e15, share=0.95)
-    assert "about 200 ms each (" in describe(asked, quiet)[1]
-    busy = describe(asked, plan(rate=5e15, share=0.1))[1]
+    recording = request()
+    quiet = plan(rate=5e15, available_share=0.95)
+    assert "about 200 ms each (" in describe(recording, quiet)[1]
+    busy = describe(recording, plan(rate=5e15, available_share=0.1))[1]
     assert "about 200 ms each on a quiet machine, 2 s on one as busy as this is now (" in busy
-    assert plan(share=0.1).time_limit == 600 + 10 * plan().total_seconds * 10
+    assert plan(available_share=0.1).time_limit == 600 + 10 * plan().total_seconds * 10
 
 
 def test_time_counts_every_iteration_and_the_busiest_rank() -> None:
@@ -100,9 +100,9 @@ def test_the_busiest_ranks_work_is_that_of_the_mask_cells(name: str, size: int, 
     layouts = {"usp": ("contiguous", "zigzag", "stripe"), "allgather": ("contiguous", "zigzag")}.get(name, (None,))
     for layout in layouts:
         params = {} if layout is None else {"layout": layout}
-        found = strategy.imbalance(size, causal=causal, **params)
+        imbalance = strategy.imbalance(size, causal=causal, **params)
         seq = 64 * strategy.layout_for(size, **params).divisor(size)
-        assert found == pytest.approx(busiest_over_mean(strategy, size, seq, causal, params), rel=0.02), layout
+        assert imbalance == pytest.approx(busiest_over_mean(strategy, size, seq, causal, params), rel=0.02), layout
 
 
 def busiest_over_mean(strategy: Any, size: int, seq: int, causal: bool, params: dict[str, Any]) -> float:
@@ -119,39 +119,40 @@ def busiest_over_mean(strategy: Any, size: int, seq: int, causal: bool, params: 
 @pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize("backward", [True, False])
 def test_memory_of_one_rank_is_that_of_its_tensors(name: str, kv_heads: int, backward: bool) -> None:
-    """Where nothing is sent. The attention kernel computes nothing: its results are there, without values."""
+    """Estimate one rank, which sends nothing. The kernel allocates its results without computing them."""
     workload = Workload(seq=1024, heads=8, kv_heads=kv_heads, head_dim=32, backward=backward)
     estimate = peak_bytes(request(world=1, strategy=name), workload, "flash-attn-3", 1)
     assert estimate == pytest.approx(peak_of_tensors(create(name), workload), rel=0.02)
 
 
 def peak_of_tensors(strategy: Any, workload: Workload) -> int:
-    """Bytes of all tensors that live at the same time in two iterations of one rank."""
+    """Return the peak bytes of all living tensors in two iterations of one rank."""
     tensors = Tensors()
     with tensors, use_kernel(strategy, KernelsRoom()):
-        problem = WorkloadShard.of(strategy, workload, torch.device("cpu"))
+        shard = WorkloadShard.create(strategy, workload, torch.device("cpu"))
         for _ in range(2):
-            problem.iteration()
+            shard.run_iteration()
     return tensors.peak
 
 
 class KernelsRoom(NoOpKernel):
-    """Takes the room that flash attention needs for its sum of dQ in float32, the rows' sums, and dK and dV of every
-    query head, and computes nothing."""
+    """Kernel that computes nothing and allocates flash attention's buffers.
+
+    They hold the sum of dQ in float32, the rows' sums, and dK and dV of every query head."""
 
     takes_delta = False
 
-    def _backward(self, dout: Any, q: Any, k: Any, *given: Any) -> Any:
-        room = [torch.empty(q.shape, dtype=torch.float32), torch.empty(q.shape[:3])]
+    def _backward(self, dout: Any, q: Any, k: Any, *arguments: Any) -> Any:
+        buffers = [torch.empty(q.shape, dtype=torch.float32), torch.empty(q.shape[:3])]
         if q.shape[2] != k.shape[2]:
-            room.append(torch.empty((2, *q.shape), dtype=q.dtype))
-        gradients = super()._backward(dout, q, k, *given)
-        del room
+            buffers.append(torch.empty((2, *q.shape), dtype=q.dtype))
+        gradients = super()._backward(dout, q, k, *arguments)
+        del buffers
         return gradients
 
 
 class Tensors(TorchDispatchMode):
-    """Adds up the storages that operators return for as long as they live."""
+    """Dispatch mode that sums the living storages that operators have returned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,35 +171,39 @@ class Tensors(TorchDispatchMode):
 
 
 class Mine(Zigzag):
-    """A user's own strategy: it has a parent, and says nothing of itself."""
+    """User's strategy that inherits from a bundled one and states no imbalance of its own."""
 
 
 class Looks(Zigzag):
-    """A user's own strategy that looks at values."""
+    """User's strategy that depends on tensor values."""
 
     def forward(self, blocks: Any, q: Any, k: Any, v: Any) -> Any:
         return super().forward(blocks, q, k, v) if k.sum().item() else (q, q)
 
 
 def test_a_users_strategy_without_a_figure_gets_nobody_elses() -> None:
-    asked = resolve(request(strategy="tests.record.test_estimate:Mine"), None)
-    made = estimate_of(asked)
-    assert made.imbalance is None
-    assert made.memory_bytes == pytest.approx(estimate_of(resolve(request(), None)).memory_bytes, rel=0.1)
-    assert "not known" in describe(asked, made)[2]
+    resolved = resolve(request(strategy="tests.record.test_estimate:Mine"), None)
+    estimate = estimate_of(resolved)
+    assert estimate.imbalance is None
+    assert estimate.memory_bytes == pytest.approx(estimate_of(resolve(request(), None)).memory_bytes, rel=0.1)
+    assert "not known" in describe(resolved, estimate)[2]
 
 
 def test_memory_that_cannot_be_told_is_unknown_with_the_reason() -> None:
-    asked = resolve(request(strategy="tests.record.test_estimate:Looks"), None)
-    made = estimate_of(asked)
-    assert made.memory_bytes is None
-    assert re.search(r"memory unknown: strategy .* looks at values \(test_estimate.py, line", describe(asked, made)[1])
-    refuse_too_large(asked, made)
+    resolved = resolve(request(strategy="tests.record.test_estimate:Looks"), None)
+    estimate = estimate_of(resolved)
+    assert estimate.memory_bytes is None
+    assert re.search(
+        r"memory unknown: strategy .* looks at values \(test_estimate.py, line", describe(resolved, estimate)[1]
+    )
+    raise_if_too_large(resolved, estimate)
 
 
 def test_what_is_assumed_of_a_kernel_is_said() -> None:
-    asked = resolve(request(kernel="flex"), None)
-    assert describe(asked, estimate_of(asked))[1].endswith(" of memory, with what flash attention holds for flex")
+    resolved = resolve(request(kernel="flex"), None)
+    assert describe(resolved, estimate_of(resolved))[1].endswith(
+        " of memory, assuming flash attention's memory for flex"
+    )
 
 
 def test_a_bundled_strategy_without_a_figure_of_its_own_cannot_be_made() -> None:
@@ -225,13 +230,13 @@ def test_decode_reads_a_ranks_share_of_the_cache() -> None:
 
 
 def test_controls_count_as_iterations() -> None:
-    alone, controlled = (estimate_of(resolve(request(controls=asked), None)) for asked in (False, True))
+    alone, controlled = (estimate_of(resolve(request(controls=controls), None)) for controls in (False, True))
     # Three warm-ups of one, and three of each of the four in turns.
     assert controlled.iterations - alone.iterations >= 3 * 1 + 4 * 3
 
 
 SIX_RANKS = {"strategy": "usp", "world": 6, "workload": Workload(seq=1200, heads=3, kv_heads=3, head_dim=32)}
-ON_HOSTS_OF_THREE = RankPlace(rank=0, world_size=6, local_rank=0, local_world_size=3)
+ON_HOSTS_OF_THREE = RankInfo(rank=0, world_size=6, local_rank=0, local_world_size=3)
 
 
 def test_the_plan_chooses_degrees_by_the_hosts_that_the_run_will_have() -> None:
@@ -246,54 +251,54 @@ def test_the_plan_chooses_degrees_by_the_hosts_that_the_run_will_have() -> None:
 
 def test_the_plan_refuses_what_the_run_would() -> None:
     four_heads = Workload(seq=1200, heads=4, kv_heads=4, head_dim=32)
-    for hosts, place in ((3, None), (None, ON_HOSTS_OF_THREE)):
+    for hosts, rank_info in ((3, None), (None, ON_HOSTS_OF_THREE)):
         with pytest.raises(UnsupportedWorkloadError, match="Ulysses degree of 3 does not divide 4 heads"):
-            resolve(request(strategy="usp", world=6, workload=four_heads, ranks_per_host=hosts), place)
-    given = resolve(
+            resolve(request(strategy="usp", world=6, workload=four_heads, ranks_per_host=hosts), rank_info)
+    resolved = resolve(
         request(strategy="usp", world=6, workload=four_heads, ranks_per_host=3, params={"ulysses_degree": "2"}), None
     )
-    assert given.params == {"ulysses_degree": 2}
+    assert resolved.params == {"ulysses_degree": 2}
 
 
 def test_too_much_memory_is_refused_with_the_sequence_that_fits() -> None:
-    asked = request(device="cuda", workload=Workload(seq=2**20, heads=40, kv_heads=40, head_dim=128), world=8)
+    recording = request(device="cuda", workload=Workload(seq=2**20, heads=40, kv_heads=40, head_dim=128), world=8)
     sizes: list[int] = []
 
     def memory_of(workload: Workload) -> int:
         sizes.append(workload.seq)
-        return peak_bytes(asked, workload, "cudnn", 8)
+        return peak_bytes(recording, workload, "cudnn", 8)
 
-    needed = memory_of(asked.workload)
+    needed = memory_of(recording.workload)
     tight = plan(memory_bytes=needed, memory_limit=needed // 3, memory_of=memory_of)
-    fits = largest_seq(asked, tight)
+    largest = largest_seq(recording, tight)
     # Memory is nearly in proportion, and 8 chunks of the layout, 128 tokens, are 4 MiB at most.
-    assert fits % 16 == 0 and fits == pytest.approx(2**20 / 3, rel=0.005)
-    assert peak_bytes(asked, asked.workload.at(fits), "cudnn", 8) <= needed // 3
-    assert peak_bytes(asked, asked.workload.at(fits + 1024), "cudnn", 8) > needed // 3
+    assert largest % 16 == 0 and largest == pytest.approx(2**20 / 3, rel=0.005)
+    assert peak_bytes(recording, recording.workload.at(largest), "cudnn", 8) <= needed // 3
+    assert peak_bytes(recording, recording.workload.at(largest + 1024), "cudnn", 8) > needed // 3
     assert len(sizes) <= 10
-    with pytest.raises(UnsupportedWorkloadError, match=f"largest sequence that fits is {fits} .*--force"):
-        refuse_too_large(asked, tight)
-    refuse_too_large(msgspec.structs.replace(asked, force=True), tight)
-    refuse_too_large(asked, replace(tight, memory_limit=None))
+    with pytest.raises(UnsupportedWorkloadError, match=f"largest sequence that fits is {largest} .*--force"):
+        raise_if_too_large(recording, tight)
+    raise_if_too_large(msgspec.structs.replace(recording, force=True), tight)
+    raise_if_too_large(recording, replace(tight, memory_limit=None))
 
 
 def test_too_long_a_cache_is_refused_with_the_one_that_fits() -> None:
     workload = Workload(
         seq=1, batch=4, heads=8, kv_heads=8, head_dim=128, backward=False, phase="decode", kv_length=2**20 + 1
     )
-    asked = request(strategy="dcp", device="cuda", workload=workload, world=8)
+    recording = request(strategy="dcp", device="cuda", workload=workload, world=8)
     tight = plan(
-        memory_bytes=2**40, memory_limit=GIB, memory_of=lambda work: peak_bytes(asked, work, "flash-attn", 8)
+        memory_bytes=2**40, memory_limit=GIB, memory_of=lambda work: peak_bytes(recording, work, "flash-attn", 8)
     )  # fmt: skip
     # K and V of a key and 4 sequences are 16 KiB over all ranks, 2 KiB a rank; 32 MiB are workspace.
     with pytest.raises(UnsupportedWorkloadError, match=r"--kv-length (\d+) fits") as refused:
-        refuse_too_large(asked, tight)
-    found = int(re.search(r"--kv-length (\d+)", str(refused.value))[1])  # type: ignore[index]
-    assert found == pytest.approx(8 * (GIB - (32 << 20)) // (16 << 10), rel=0.01)
+        raise_if_too_large(recording, tight)
+    kv_length = int(re.search(r"--kv-length (\d+)", str(refused.value))[1])  # type: ignore[index]
+    assert kv_length == pytest.approx(8 * (GIB - (32 << 20)) // (16 << 10), rel=0.01)
 
 
 @pytest.mark.parametrize(
-    ("over", "largest"),
+    ("excess", "largest"),
     [
         (lambda n: 3 * n - 100, 33),
         (lambda n: 3 * n + 50 - 100, 16),
@@ -304,28 +309,28 @@ def test_too_long_a_cache_is_refused_with_the_one_that_fits() -> None:
         (lambda n: n + 1, 0),
     ],
 )
-def test_the_search_asks_where_the_line_crosses(over: Any, largest: int) -> None:
-    asked: list[int] = []
+def test_the_search_asks_where_the_line_crosses(excess: Any, largest: int) -> None:
+    numbers: list[int] = []
 
     def counted(number: int) -> int:
-        asked.append(number)
-        return int(over(number))
+        numbers.append(number)
+        return int(excess(number))
 
-    found = root_below(counted, 1000)
-    assert over(found) <= 0 or not found
-    assert largest - 6 <= found <= largest and len(asked) <= 9
-    assert root_below(over, 0) == 0
+    result = largest_not_over(counted, 1000)
+    assert excess(result) <= 0 or not result
+    assert largest - 6 <= result <= largest and len(numbers) <= 9
+    assert largest_not_over(excess, 0) == 0
 
 
 def test_ten_minutes_on_cpu_are_refused_and_on_gpu_not() -> None:
-    asked = request()
-    slow = plan(rate=asked.workload.model_flops() / 4 / 60, flops_per_device=asked.workload.model_flops() // 4)
+    recording = request()
+    slow = plan(rate=recording.workload.model_flops() / 4 / 60, flops_per_device=recording.workload.model_flops() // 4)
     with pytest.raises(UnsupportedWorkloadError, match="over 10 minutes; the largest sequence that fits is"):
-        refuse_too_large(asked, slow)
-    fits = largest_seq(asked, slow)
-    shorter = msgspec.structs.replace(asked.workload, seq=fits)
-    assert fits % 8 == 0 and 30 + 16 * shorter.model_flops() / 4 / slow.rate <= 600
-    refuse_too_large(msgspec.structs.replace(asked, device="cuda"), slow)
+        raise_if_too_large(recording, slow)
+    largest = largest_seq(recording, slow)
+    shorter = msgspec.structs.replace(recording.workload, seq=largest)
+    assert largest % 8 == 0 and 30 + 16 * shorter.model_flops() / 4 / slow.rate <= 600
+    raise_if_too_large(msgspec.structs.replace(recording, device="cuda"), slow)
 
 
 def test_the_plan_in_words() -> None:
@@ -364,4 +369,4 @@ def test_counts_that_cannot_be_meant_are_refused(changes: dict[str, object], par
 def test_without_what_recording_needs_the_extra_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ringprof.record.request.find_spec", lambda name: None if name == missing else find_spec(name))
     with pytest.raises(MissingExtraError, match=rf"needs {missing}: pip install 'ringprof\[record\]'"):
-        need("torch", "psutil")
+        require_packages("torch", "psutil")

@@ -64,19 +64,21 @@ def test_a_wrong_result_ends_the_run_before_timing(own_strategies: Path, name: s
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("name", "told"), [("LongOnly", "is off by"), ("SecondCall", "is not finite, in the last timed iteration")]
+    ("name", "problem"), [("LongOnly", "is off by"), ("SecondCall", "is not finite, in the last timed iteration")]
 )
-def test_a_result_that_is_wrong_only_where_it_is_timed_ends_the_run(own_strategies: Path, name: str, told: str) -> None:
+def test_a_result_that_is_wrong_only_where_it_is_timed_ends_the_run(
+    own_strategies: Path, name: str, problem: str
+) -> None:
     done = run(["record", "--strategy", f"mine:{name}", *TWO], own_strategies, TMPDIR=str(own_strategies))
     assert done.returncode == 3
     line = one_line(done.stderr)
-    assert "wrong result on rank" in line and told in line and "sequence 512" in line
+    assert "wrong result on rank" in line and problem in line and "sequence 512" in line
     assert "nothing was recorded" in line and nothing_recorded(own_strategies)
 
 
 @pytest.mark.processes
 def test_one_key_a_row_is_verified(own_strategies: Path) -> None:
-    """Where the kernel alone has no error, as a row that sees one key."""
+    """Rows that attend one key have no error of the kernel alone."""
     tiny = ["--seq", "4", "--world", "4", "--heads", "4", "--head-dim", "8", "--device", "cpu", "--iters", "1"]
     done = run(["record", "--strategy", "ring", *tiny], own_strategies)
     assert done.returncode == 0, done.stderr
@@ -94,7 +96,7 @@ def test_a_killed_rank_ends_all(own_strategies: Path) -> None:
 
 
 def to_group(process: subprocess.Popen[str]) -> None:
-    """As a terminal does."""
+    """Send SIGINT to the process group, as a terminal does."""
     os.killpg(process.pid, signal.SIGINT)
 
 
@@ -240,7 +242,7 @@ NO_STORE = "torch.distributed.TCPStore = scarce(torch.distributed.TCPStore, 0)"
     ids=["process", "thread", "store"],
 )
 def test_where_no_more_can_be_started_no_rank_stays(tmp_path: Path, what: str, error: str) -> None:
-    """As under ``ulimit -u``, which binds root by nothing."""
+    """Simulate the limit of ``ulimit -u``, which does not apply to root."""
     command = ["record", "--strategy", "ring", *TWO, "--iters", "100000"]
     program = f"{SCARCE.replace('ERROR', error)}{what}\nmain({command})"
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Which ranks share a host, whatever the launcher's order, and the class of the link between any two."""
+"""Hosts of ranks, whatever the launcher's order, and the kind of link between any two ranks."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def test_hosts_of_one_name_are_told_apart_by_their_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "numbers", "together"),
+    ("names", "numbers", "ranks_per_host"),
     [("aabb", [0, 0, 1, 1], 2), ("bbaa", [0, 0, 1, 1], 2), ("abab", [0, 1, 0, 1], 4), ("aabbbb", [0, 0, 1, 1, 1, 1], 6),
      ("aaaa", [0, 0, 0, 0], 4), ("abcd", [0, 1, 2, 3], 1), ("aabaab", [0, 0, 1, 0, 0, 1], 6),
      ("aabbb", [0, 0, 1, 1, 1], 5)],
 )  # fmt: skip
-def test_numbers_and_links(names: str, numbers: list[int], together: int) -> None:
+def test_numbers_and_links(names: str, numbers: list[int], ranks_per_host: int) -> None:
     assert host_numbers(names) == numbers
     hosts = Hosts.from_arguments(len(names), None, numbers)
-    assert hosts is not None and hosts.per_host(range(len(names))) == together
-    for one, first in enumerate(names):
+    assert hosts is not None and hosts.per_host(range(len(names))) == ranks_per_host
+    for rank, first in enumerate(names):
         for other, second in enumerate(names):
-            assert hosts.link(one, other) == ("same_host" if first == second else "other_host")
+            assert hosts.link(rank, other) == ("same_host" if first == second else "other_host")
 
 
 def test_what_the_user_says_goes_before_what_the_launcher_said() -> None:

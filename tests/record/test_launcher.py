@@ -1,4 +1,4 @@
-"""Which launcher's variables make this process a rank, and which do not."""
+"""Launcher's environment variables that make this process a rank, and those that do not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import pytest
 
 from ringprof.errors import UsageError
-from ringprof.record.launcher import RankPlace, launcher_rank, slurm_rendezvous
+from ringprof.record.launcher import RankInfo, launcher_rank, slurm_rendezvous
 
 TORCHRUN = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
 SRUN = {
@@ -17,20 +17,20 @@ SRUN = {
 
 
 def test_torchrun_makes_a_rank() -> None:
-    assert launcher_rank(TORCHRUN) == RankPlace(9, 16, 1, 8, node=1)
-    assert launcher_rank({**TORCHRUN, "GROUP_RANK": "3"}) == RankPlace(9, 16, 1, 8, node=3)
+    assert launcher_rank(TORCHRUN) == RankInfo(9, 16, 1, 8, node=1)
+    assert launcher_rank({**TORCHRUN, "GROUP_RANK": "3"}) == RankInfo(9, 16, 1, 8, node=3)
     elastic = launcher_rank({**TORCHRUN, "TORCHELASTIC_RUN_ID": "7"})
     assert elastic is not None and elastic.parent == os.getppid()
 
 
 def test_a_launcher_that_says_little_is_one_host() -> None:
-    assert launcher_rank({"RANK": "1", "WORLD_SIZE": "2"}) == RankPlace(1, 2, 1, 2)
+    assert launcher_rank({"RANK": "1", "WORLD_SIZE": "2"}) == RankInfo(1, 2, 1, 2)
 
 
 def test_srun_makes_a_rank_and_rank_0s_host_is_the_first() -> None:
-    place = launcher_rank(SRUN)
-    assert place == RankPlace(5, 8, 1, 4, node=1, parent=os.getppid())
-    assert slurm_rendezvous(place, SRUN) == {
+    rank_info = launcher_rank(SRUN)
+    assert rank_info == RankInfo(5, 8, 1, 4, node=1, parent=os.getppid())
+    assert slurm_rendezvous(rank_info, SRUN) == {
         "MASTER_ADDR": "gpu07", "MASTER_PORT": "12001", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "4",
     }  # fmt: skip
@@ -40,9 +40,9 @@ def test_srun_makes_a_rank_and_rank_0s_host_is_the_first() -> None:
     ("hosts", "first"), [("a1,a2", "a1"), ("a[3,5-9],b1", "a3"), ("rack[01-02]-x", "rack01-x"), ("solo", "solo")]
 )
 def test_the_first_host_of_a_slurm_list(hosts: str, first: str) -> None:
-    place = launcher_rank(SRUN)
-    assert place is not None
-    assert slurm_rendezvous(place, {**SRUN, "SLURM_STEP_NODELIST": hosts})["MASTER_ADDR"] == first
+    rank_info = launcher_rank(SRUN)
+    assert rank_info is not None
+    assert slurm_rendezvous(rank_info, {**SRUN, "SLURM_STEP_NODELIST": hosts})["MASTER_ADDR"] == first
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,5 @@ def test_variables_that_make_no_sense_are_refused(wrong: dict[str, str]) -> None
 
 def test_srun_with_more_tasks_on_one_host_than_on_another() -> None:
     uneven = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3(x2),2", "SLURM_PROCID": "7"}
-    assert launcher_rank({**uneven, "SLURM_NODEID": "2"}) == RankPlace(7, 8, 1, 2, 2, os.getppid())
-    assert launcher_rank({**uneven, "SLURM_NODEID": "1", "SLURM_LOCALID": "2"}) == RankPlace(
-        7, 8, 2, 3, 1, os.getppid()
-    )
+    assert launcher_rank({**uneven, "SLURM_NODEID": "2"}) == RankInfo(7, 8, 1, 2, 2, os.getppid())
+    assert launcher_rank({**uneven, "SLURM_NODEID": "1", "SLURM_LOCALID": "2"}) == RankInfo(7, 8, 2, 3, 1, os.getppid())

@@ -140,7 +140,7 @@ def lonely(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
     assert launcher.stdout is not None and launcher.stderr is not None
     rank = int(launcher.stdout.readline())
     # It waits when the port is open where the ranks are to meet.
-    wait_until(lambda: any(at.laddr.port == port for at in psutil.Process(rank).net_connections()))
+    wait_until(lambda: any(connection.laddr.port == port for connection in psutil.Process(rank).net_connections()))
     yield launcher, rank
     launcher.stdout.close()
     launcher.stderr.close()

@@ -1,4 +1,4 @@
-"""Whole layers: what they train to on several ranks is what one process trains to, in float64."""
+"""Whole layers: several ranks train to the same losses as one process, in float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ringprof.record.layer import Layers, LayersProblem, made_parallel, rotated, rotation
+from ringprof.record.layer import Layers, LayersShard, parallelize, rotated, rotation
 from ringprof.run import LayerAround, Workload
 from ringprof.strategies import create, names
 from tests.strategies.ranks import run_ranks
@@ -30,14 +30,16 @@ def data() -> tuple[Tensor, Tensor]:
     return x, target
 
 
-def made(strategy: Any, workload: Workload = WORK) -> Layers:
+def create_layers(strategy: Any, workload: Workload = WORK) -> Layers:
     torch.manual_seed(0)
     return Layers(workload, strategy).double()
 
 
 def losses_of_one_process() -> list[float]:
-    """The same layers written out over plain tensors: complex rotation, masked softmax, no module and no strategy."""
-    weights = {name: tensor.detach().clone().requires_grad_() for name, tensor in made(None).named_parameters()}
+    """Train the layers in one process on plain tensors: complex rotation, masked softmax, no modules."""
+    weights = {
+        name: tensor.detach().clone().requires_grad_() for name, tensor in create_layers(None).named_parameters()
+    }
     x, target = data()
     losses = []
     for _ in range(STEPS):
@@ -81,23 +83,25 @@ def plain_layers(x: Tensor, weights: dict[str, Tensor]) -> Tensor:
 
 
 def losses(rank: int, name: str, parallel: Any, recomputed: bool) -> list[float]:
-    """Of the whole sequence: every rank's mean over its share, and their mean."""
+    """Train on all ranks; return the losses of the whole sequence, which are the mean of the ranks' losses."""
     strategy = create(name, kernel="reference")
     around = LayerAround(parallel=parallel, mlp_size=24, checkpoint=recomputed)
-    model = made_parallel(made(strategy, msgspec.structs.replace(WORK, layer=around)), parallel, torch.device("cpu"))
+    model = parallelize(
+        create_layers(strategy, msgspec.structs.replace(WORK, layer=around)), parallel, torch.device("cpu")
+    )
     x, target = (strategy.shard(whole) for whole in data())
-    turn = rotation(strategy.positions(32), 8, torch.float64)
+    cos_sin = rotation(strategy.positions(32), 8, torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), RATE)
-    found = []
+    totals = []
     for _ in range(STEPS):
-        loss = functional.mse_loss(model(x, turn), target)
+        loss = functional.mse_loss(model(x, cos_sin), target)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         total = loss.detach().clone()
         torch.distributed.all_reduce(total)
-        found.append(total.item() / torch.distributed.get_world_size())
-    return found
+        totals.append(total.item() / torch.distributed.get_world_size())
+    return totals
 
 
 def every_strategy(rank: int) -> dict[str, list[float]]:
@@ -113,9 +117,9 @@ def every_way(rank: int) -> dict[str, list[float]]:
 def test_every_strategy_trains_to_the_losses_of_one_process() -> None:
     truth = losses_of_one_process()
     assert truth[-1] < truth[0] - 0.05, "it learns"
-    found = run_ranks(4, every_strategy)[0]
-    assert len(found) == 9
-    for name, mine in found.items():
+    by_strategy = run_ranks(4, every_strategy)[0]
+    assert len(by_strategy) == 9
+    for name, mine in by_strategy.items():
         assert mine == pytest.approx(truth, rel=1e-9), name
 
 
@@ -127,17 +131,17 @@ def test_ddp_and_fsdp2_with_and_without_recomputation_train_alike() -> None:
 
 
 def kept(rank: int, recomputed: bool) -> float:
-    """What an iteration keeps of its first attention is that attention, with its own gradients."""
+    """Return the largest difference of the kept attention's results from those of that attention computed again."""
     around = LayerAround(parallel="ddp", mlp_size=24, checkpoint=recomputed)
     workload = msgspec.structs.replace(WORK, layer=around, dtype="fp32")
     strategy = create("zigzag", kernel="cpu-flash")
-    problem = LayersProblem.of(strategy, workload, torch.device("cpu"))
-    found = problem.results()
-    q, k, v = (x.clone().requires_grad_() for x in (problem.q, problem.k, problem.v))
+    shard = LayersShard.create(strategy, workload, torch.device("cpu"))
+    results = shard.run_for_verification()
+    q, k, v = (x.clone().requires_grad_() for x in (shard.q, shard.k, shard.v))
     out = strategy.attention(q, k, v)
-    assert problem.dout is not None
-    gradients = torch.autograd.grad(out, (q, k, v), problem.dout)
-    pairs = zip((out.detach(), *gradients), (found.out, found.dq, found.dk, found.dv), strict=True)
+    assert shard.dout is not None
+    gradients = torch.autograd.grad(out, (q, k, v), shard.dout)
+    pairs = zip((out.detach(), *gradients), (results.out, results.dq, results.dk, results.dv), strict=True)
     return max(float((mine - theirs).abs().max()) for mine, theirs in pairs if theirs is not None)
 
 
@@ -152,7 +156,7 @@ def test_a_rotation_keeps_lengths_and_turns_by_the_difference_of_positions() -> 
     q, k = (torch.randn(1, 1, 1, 8, generator=generator, dtype=torch.float64) for _ in range(2))
 
     def product(i: int, j: int) -> float:
-        a, b = (rotated(x, rotation(torch.tensor([at]), 8, torch.float64)) for x, at in ((q, i), (k, j)))
+        a, b = (rotated(x, rotation(torch.tensor([position]), 8, torch.float64)) for x, position in ((q, i), (k, j)))
         return float((a * b).sum())
 
     assert product(0, 0) == pytest.approx(float((q * k).sum()), rel=1e-12)

@@ -1,4 +1,4 @@
-"""Ranks of our own: who can reach the store that they meet at."""
+"""Local launcher: which processes can reach the ranks' rendezvous store."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ from tests.record.command import HANGS_S, RINGPROF, SMALL, environment
 
 def test_the_ranks_meet_where_no_other_host_can_connect() -> None:
     with _store() as port:
-        listening = [at.laddr for at in psutil.Process().net_connections("tcp") if at.status == psutil.CONN_LISTEN]
+        listening = [
+            connection.laddr
+            for connection in psutil.Process().net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
+        ]
         assert [address.ip for address in listening if address.port == port] == ["127.0.0.1"]
         socket.create_connection(("127.0.0.1", port), 5).close()
 
 
 @pytest.mark.processes
 def test_without_a_loopback_ranks_cannot_meet_and_one_line_says_so(tmp_path: Path) -> None:
-    """As in a container of no network, whose loopback is down."""
+    """Run in a network namespace whose loopback is down, as in a container without network."""
     apart = ["unshare", "--net"]
     if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
         pytest.skip("network namespaces are not permitted here")

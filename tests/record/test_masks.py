@@ -1,4 +1,4 @@
-"""Packed documents and windows through the recorder: both gates with the same mask, and what a run says of it."""
+"""Packed documents and windows through the recorder: verification with the mask, FLOPs of its area, and balance."""
 
 from __future__ import annotations
 
@@ -45,39 +45,39 @@ def test_a_kernel_alone_gives_the_type_of_its_inputs() -> None:
     """torch's flash on a GPU takes no output for its backward pass that is wider than its queries."""
     workload = msgspec.structs.replace(BASE, window=9, prefix=5, dtype="bf16")
     full = draw_inputs(workload, torch.device("cpu"))
-    given = []
+    dtypes = []
 
     class Strict(CpuFlashKernel):
         def _backward_parts(self, dout, q, k, v, lse, out, *others):
-            given.append(out.dtype)
+            dtypes.append(out.dtype)
             return super()._backward_parts(dout, q, k, v, lse, out, *others)
 
-    found = kernel_results(Strict(), full.q, full.k, full.v, full.dout, whole_block(workload))
-    assert given == [torch.bfloat16] and found["out"].dtype == torch.bfloat16
+    results = kernel_results(Strict(), full.q, full.k, full.v, full.dout, whole_block(workload))
+    assert dtypes == [torch.bfloat16] and results["out"].dtype == torch.bfloat16
 
 
 def gates(rank: int) -> None:
     for workload in WORKLOADS:
-        problem = cases.WorkloadShard(96, 2, 4, 2, 8, dtype=torch.float32, kernel="cpu-flash")
+        case_shard = cases.WorkloadShard(96, 2, 4, 2, 8, dtype=torch.float32, kernel="cpu-flash")
         mask = workload.mask()
-        truth = dense(problem, mask)
+        truth = dense(case_shard, mask)
         for case in CASES:
             strategy = create(case.name, kernel="cpu-flash", **case.params)
             assert verify(strategy, workload, torch.device("cpu")).passed
-            local = WorkloadShard.of(strategy, workload, torch.device("cpu"))
-            for name, whole in zip("qkv", inputs(problem), strict=False):
-                setattr(local, name, strategy.shard(whole, documents=mask.documents).contiguous())
-            local.dout = strategy.shard(inputs(problem)[3], documents=mask.documents).contiguous()
+            shard = WorkloadShard.create(strategy, workload, torch.device("cpu"))
+            for name, whole in zip("qkv", inputs(case_shard), strict=False):
+                setattr(shard, name, strategy.shard(whole, documents=mask.documents).contiguous())
+            shard.dout = strategy.shard(inputs(case_shard)[3], documents=mask.documents).contiguous()
             with patch.dict(subject.BLOCK_NUMBERS, cpu=256), patch.object(subject, "KEYS_AT_A_TIME", 16):
-                places = subject._Places(local, workload)
-                expected = places.of_rows() | places.of_keys(1)
+                sample = subject._RowSample(shard, workload)
+                expected = sample.reference_rows() | sample.reference_keys(1)
             right = Results(*(strategy.shard(x, documents=mask.documents) for x in truth))
-            for name, found in places.in_results(right, 1).items():
-                assert (found - expected[name]).norm() < 1e-12 * right.out.norm(), (case, workload, name)
-            for name, found in places.of_kernel(1).items():
-                there = expected[name] if name in ("dk", "dv") else expected[name][:1, :, 2:]
-                there = there[:, :, -found.shape[2] :]
-                assert (found - there).norm() < 1e-5 * right.out.norm(), (case, workload, name)
+            for name, value in sample.select_results(right, 1).items():
+                assert (value - expected[name]).norm() < 1e-12 * right.out.norm(), (case, workload, name)
+            for name, value in sample.kernel_rows(1).items():
+                reference = expected[name] if name in ("dk", "dv") else expected[name][:1, :, 2:]
+                reference = reference[:, :, -value.shape[2] :]
+                assert (value - reference).norm() < 1e-5 * right.out.norm(), (case, workload, name)
 
 
 @pytest.mark.processes
@@ -86,7 +86,7 @@ def test_both_gates_take_the_workloads_mask() -> None:
 
 
 class Leaking(Zigzag):
-    """Forgets where documents end."""
+    """Strategy that ignores the ends of documents."""
 
     def attention(self, *tensors, documents=None, **options):
         return super().attention(*tensors, **options)
@@ -132,20 +132,20 @@ def test_documents_must_fill_the_sequence() -> None:
 def test_balance_by_hand() -> None:
     """4 ranks, 4 documents of a rank's size: contiguous pieces need nothing of each other, zigzag does."""
     workload = Workload(seq=64, heads=4, kv_heads=4, head_dim=8, documents=(16, 16, 16, 16))
-    found = {(one.strategy, one.params.get("documents_layout")): one for one in balances(workload, 4)}
-    ring, zigzag = found["ring", None], found["zigzag", "packed"]
+    by_name = {(balance.strategy, balance.params.get("documents_layout")): balance for balance in balances(workload, 4)}
+    ring, zigzag = by_name["ring", None], by_name["zigzag", "packed"]
     assert (ring.busiest, ring.steps, ring.needed) == (1.0, 1.0, 0.0)
     # Chunks of 8; rank 0 holds the first of document 0 and the last of document 3: 36 own pairs, 64 + 36 of the late.
     assert zigzag.busiest == 1.0 and zigzag.needed == pytest.approx(4 / 12)
-    causal = {one.strategy: one for one in balances(Workload(seq=64, heads=4, kv_heads=4, head_dim=8), 4)}
+    causal = {balance.strategy: balance for balance in balances(Workload(seq=64, heads=4, kv_heads=4, head_dim=8), 4)}
     assert causal["ring"].busiest == pytest.approx((16 * 48 + 136) / (64 * 65 / 2 / 4))
 
 
 def test_rings_are_ordered_by_what_their_ranks_wait_for_in_every_step() -> None:
-    """Of two documents contiguous pieces are more even than zigzag's over the whole pass, and less in every step."""
+    """With two documents, contiguous pieces are more balanced than zigzag's over the pass, but less in each step."""
     workload = Workload(seq=1024, heads=4, kv_heads=4, head_dim=64, documents=(600, 424))
     order = balances(workload, 4)
-    named = [(one.strategy, one.params.get("documents_layout")) for one in order]
+    named = [(balance.strategy, balance.params.get("documents_layout")) for balance in order]
     zigzag, ring = (order[named.index(name)] for name in (("zigzag", "packed"), ("ring", None)))
     assert zigzag.busiest and ring.busiest and zigzag.steps and ring.steps
     assert zigzag.busiest > ring.busiest and zigzag.steps < ring.steps
@@ -154,7 +154,7 @@ def test_rings_are_ordered_by_what_their_ranks_wait_for_in_every_step() -> None:
 
 def test_a_size_that_does_not_fit_says_why() -> None:
     workload = Workload(seq=60, heads=4, kv_heads=4, head_dim=8, documents=(30, 30))
-    reasons = {one.strategy: one.reason for one in balances(workload, 4) if one.reason}
+    reasons = {balance.strategy: balance.reason for balance in balances(workload, 4) if balance.reason}
     assert "divisible by 8: not 60" in reasons["zigzag"]
 
 

@@ -1,4 +1,4 @@
-"""`ringprof.monitor` around a training loop: when it looks, what it tells, what it leaves, and what it may cost."""
+"""`ringprof.monitor` around a training loop: when it samples, what it reports and leaves, and what it may cost."""
 
 from __future__ import annotations
 
@@ -28,57 +28,57 @@ from tests.analysis.transfers.test_hops import ring
 from tests.strategies.ranks import run_ranks
 
 
-def train(steps: int, watch: Any = None) -> None:
-    """Steps of an optimizer over a small product; with ``watch`` it is told of each."""
+def train(steps: int, monitored: Any = None) -> None:
+    """Run steps of an optimizer over a small product; call ``step`` of ``monitored`` after each, if given."""
     weight = torch.randn(64, 64, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=1e-3)
     for _ in range(steps):
         optimizer.zero_grad()
         (torch.randn(64, 64) @ weight).square().mean().backward()
         optimizer.step()
-        if watch is not None:
-            watch.step()
+        if monitored is not None:
+            monitored.step()
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_steps_are_the_optimizers_and_each_look_is_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Three steps, one to warm up, one that is profiled; the next look is put off, as these steps are tiny."""
+def test_steps_are_the_optimizers_and_each_sample_is_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Three steps, one to warm up, one that is profiled; the next sample is delayed, because these steps are tiny."""
     log = tmp_path / "exposed.jsonl"
-    with caplog.at_level(logging.INFO, "ringprof.monitor"), ringprof.monitor(log, every=3) as watch:
+    with caplog.at_level(logging.INFO, "ringprof.monitor"), ringprof.monitor(log, every=3) as monitored:
         train(8)
-    assert watch.steps == 8
+    assert monitored.steps == 8
     (line,) = lines(log)
     assert line["step"] == 5 and line["ranks"] == 1 and line["interval"] == 3
     assert line["exposed_comm_share"] == {"mean": 0.0, "worst": 0.0, "rank": 0}
     assert line["wall_ms"] > 0 and line["step_ms"] > 0 and line["straggler"] is None
-    assert watch.interval > 3
+    assert monitored.interval > 3
     assert caplog.messages == [f"step 5: 0.0 % exposed communication (rank 0: 0.0 %), {line['step_ms']:,.1f} ms a step"]
     assert list(tmp_path.iterdir()) == [log]
 
 
 def test_steps_that_are_told_count_alone_and_nothing_is_left_behind(tmp_path: Path) -> None:
-    with ringprof.monitor(tmp_path / "log", every=100) as watch:
-        train(7, watch)
+    with ringprof.monitor(tmp_path / "log", every=100) as monitored:
+        train(7, monitored)
     # The first was counted when the optimizer took it; from then on those that are told count.
-    assert watch.steps == 8
+    assert monitored.steps == 8
     train(3)
-    assert watch.steps == 8
+    assert monitored.steps == 8
 
 
-def test_a_look_that_fails_does_not_end_the_loop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sample_that_fails_does_not_end_the_loop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "folder").mkdir()
-    with ringprof.monitor(tmp_path / "folder" / "log", every=2) as watch:
+    with ringprof.monitor(tmp_path / "folder" / "log", every=2) as monitored:
         (tmp_path / "folder").rmdir()
         train(6)
-    assert watch.steps == 6
-    assert "nothing could be told" in caplog.text
+    assert monitored.steps == 6
+    assert "the sample failed" in caplog.text
 
 
 def test_an_error_in_the_loop_ends_it_as_it_is(tmp_path: Path) -> None:
-    """In the middle of a look, too: the profiler is off afterwards."""
+    """The profiler is off after an error in the middle of a sample, too."""
     for steps in (2, 3):
         with pytest.raises(ZeroDivisionError), ringprof.monitor(tmp_path / "log", every=2):
             train(steps)
@@ -89,16 +89,16 @@ def test_an_error_in_the_loop_ends_it_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("own", [{}, {"schedule": schedule(wait=2, warmup=2, active=2)}], ids=["at work", "scheduled"])
-def test_there_is_no_look_beside_a_profiler_of_the_programs_own(
+def test_there_is_no_sample_beside_a_profiler_of_the_programs_own(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, own: dict[str, Any]
 ) -> None:
     log = tmp_path / "log"
     with ringprof.monitor(log, every=2):
         with profile(activities=[ProfilerActivity.CPU], **own) as recording:
             train(6, recording)
-        assert not log.exists() and "has a torch.profiler of its own: no look" in caplog.text
+        assert not log.exists() and "has a torch.profiler of its own: no sample" in caplog.text
         assert "aten::mm" in {event.name for event in recording.events()} if own == {} else True
-    # The next loop's looks are there again.
+    # The next loop is sampled again.
     with ringprof.monitor(log, every=2):
         train(5)
     assert [line["step"] for line in lines(log)] == [4]
@@ -107,31 +107,31 @@ def test_there_is_no_look_beside_a_profiler_of_the_programs_own(
 def test_what_cannot_be_meant_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="every must be at least 1, not 0"), ringprof.monitor(every=0):
         raise AssertionError("entered")
-    for place in (tmp_path, tmp_path / "none" / "log"):
-        with pytest.raises(UsageError, match="cannot write the looks here"), ringprof.monitor(place):
+    for path in (tmp_path, tmp_path / "none" / "log"):
+        with pytest.raises(UsageError, match="cannot write the looks here"), ringprof.monitor(path):
             raise AssertionError("entered")
 
 
 @pytest.mark.parametrize(("cost_ns", "step_ns", "every", "interval"), [
     (10**8, 10**9, 200, 200), (4 * 10**9, 10**9, 200, 400), (10**6, 10**6, 3, 100),
 ])  # fmt: skip
-def test_looks_take_at_most_a_hundredth(cost_ns: int, step_ns: int, every: int, interval: int) -> None:
+def test_samples_take_at_most_a_hundredth(cost_ns: int, step_ns: int, every: int, interval: int) -> None:
     assert interval_for(cost_ns, step_ns, every) == interval
     assert cost_ns <= 0.01 * interval * step_ns * (1 + 1e-9)
 
 
 def attend(rank: int, log: Path) -> int:
     strategy = create("zigzag")
-    with ringprof.monitor(log, every=2) as watch:
+    with ringprof.monitor(log, every=2) as monitored:
         for _ in range(4):
             x = strategy.shard(torch.randn(1, 128, 4, 16)).requires_grad_()
             strategy.attention(x, x, x).sum().backward()
-            watch.step()
-    return watch.interval
+            monitored.step()
+    return monitored.interval
 
 
 @pytest.mark.processes
-def test_ranks_look_together_and_the_first_tells(tmp_path: Path) -> None:
+def test_ranks_sample_together_and_the_first_reports(tmp_path: Path) -> None:
     intervals = run_ranks(2, attend, tmp_path / "log")
     (line,) = lines(tmp_path / "log")
     assert line["step"] == 4 and line["ranks"] == 2
@@ -139,15 +139,15 @@ def test_ranks_look_together_and_the_first_tells(tmp_path: Path) -> None:
     assert len(set(intervals)) == 1
 
 
-def test_the_next_look_is_as_far_off_as_the_dearest_rank_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 of two asks for 10 steps, rank 1 for 400."""
-    monkeypatch.setattr(monitor, "gather_tensor", lambda asked, group: [torch.tensor([10]), torch.tensor([400])])
+def test_the_next_sample_waits_for_the_largest_interval_of_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of two needs an interval of 10 steps, rank 1 one of 400."""
+    monkeypatch.setattr(monitor, "gather_tensor", lambda interval, group: [torch.tensor([10]), torch.tensor([400])])
     ranks: Any = SimpleNamespace(size=2, rank=0, device=torch.device("cpu"), group=None)
-    watch = monitor.Monitor(10, ranks, lambda path: b"", lambda *told: None)
-    watch.step()
-    watch._put_off(0)
-    watch.close()
-    assert watch.interval == 400
+    monitored = monitor.Monitor(10, ranks, lambda path: b"", lambda *sample: None)
+    monitored.step()
+    monitored._schedule_next(0)
+    monitored.close()
+    assert monitored.interval == 400
 
 
 def test_who_is_waited_for() -> None:

@@ -110,7 +110,7 @@ def test_two_recordings_on_one_output_at_once(tmp_path: Path) -> None:
     assert [process.wait(HANGS_S) for process in both] == [0, 0]
     folders = sorted(path.name for path in (tmp_path / "traces").iterdir() if path.is_dir())
     runs = [read_run(tmp_path / "traces" / name / "run.json") for name in folders]
-    assert len(runs) == 2 and [found.name for found in runs] == folders
+    assert len(runs) == 2 and [run.name for run in runs] == folders
     newest = read_run(tmp_path / "traces/run.json")
     assert newest.name in folders and all((tmp_path / "traces" / trace.path).exists() for trace in newest.traces)
     assert not list((tmp_path / "traces").glob(".*"))
@@ -216,7 +216,7 @@ def test_an_output_that_is_not_utf_8_and_cannot_be_written_is_one_line(tmp_path:
 
 
 @pytest.mark.parametrize(
-    "closed", [">&- 2>&- <&-", *(pytest.param(one, marks=pytest.mark.long) for one in (">&-", "2>&-", "<&-"))]
+    "closed", [">&- 2>&- <&-", *(pytest.param(stream, marks=pytest.mark.long) for stream in (">&-", "2>&-", "<&-"))]
 )
 def test_closed_streams_are_no_failure(tmp_path: Path, closed: str) -> None:
     command = ["bash", "-c", f'"$@" {closed}', "_", *RINGPROF, *QUICK]

@@ -1,4 +1,4 @@
-"""Strategies that compute or send past what counts, as other people's code does: no figures of what nobody counted."""
+"""Strategies that compute or send past ringprof's counters, as user code may: figures that are not counted are null."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def test_what_is_not_counted_is_null_and_the_rate_of_the_model_stays(own_strateg
     done = run(RECORD, own_strategies)
     assert done.returncode == 0, done.stderr
     assert "per device (a kernel of its own)" in done.stdout
-    found = read_run(own_strategies / "traces/run.json")
-    assert found.verification is not None and found.verification.timed is not None and found.kernel is None
-    assert found.work is not None and found.block_flops() is None
-    assert [(work.block_flops, work.sent) for work in found.work] == [(None, None)] * 2
+    recorded = read_run(own_strategies / "traces/run.json")
+    assert recorded.verification is not None and recorded.verification.timed is not None and recorded.kernel is None
+    assert recorded.work is not None and recorded.block_flops() is None
+    assert [(work.block_flops, work.sent) for work in recorded.work] == [(None, None)] * 2
     reported = run(["report", "traces/run.json", "--format", "json"], own_strategies)
     summary = json.loads(reported.stdout)["summary"]
     assert summary["block_tflops"] is None and summary["solo_tflops"] is None and summary["tflops"] > 0

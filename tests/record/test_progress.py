@@ -1,4 +1,4 @@
-"""A rank's diary, and how the cause of a failure is told from its effects."""
+"""A rank's progress log, and how the cause of a failure is told from its effects."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ringprof.record.local_launcher import _cause, _laggard
 from ringprof.record.progress import ProgressLog, ProgressLogReader
 
 
-class Heard:
-    """A reporter that remembers."""
+class RecordingReporter:
+    """Reporter that stores what it receives."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -29,21 +29,21 @@ class Heard:
         self.lines.append("+")
 
 
-def test_a_diary_is_relayed_as_it_grows(tmp_path: Path) -> None:
-    diary, reader, heard = ProgressLog(tmp_path / "d"), ProgressLogReader(tmp_path / "d"), Heard()
-    reader.relay(heard)
-    diary.start("warm-up", 2)
-    diary.advance()
-    reader.relay(heard)
-    diary.say("hello")
+def test_a_progress_log_is_relayed_as_it_grows(tmp_path: Path) -> None:
+    log, reader, reporter = ProgressLog(tmp_path / "d"), ProgressLogReader(tmp_path / "d"), RecordingReporter()
+    reader.relay(reporter)
+    log.start("warm-up", 2)
+    log.advance()
+    reader.relay(reporter)
+    log.say("hello")
     with (tmp_path / "d").open("a") as file:
         file.write('{"advance": ')
-    reader.relay(heard)
-    assert heard.lines == ["warm-up of 2", "+", "hello"], "half a line waits"
-    assert diary.where() == "warm-up, step 2"
+    reader.relay(reporter)
+    assert reporter.lines == ["warm-up of 2", "+", "hello"], "half a line waits"
+    assert log.where() == "warm-up, step 2"
 
 
-def diaries(tmp_path: Path, count: int) -> tuple[list[ProgressLog], list[ProgressLogReader]]:
+def open_logs(tmp_path: Path, count: int) -> tuple[list[ProgressLog], list[ProgressLogReader]]:
     paths = [tmp_path / f"rank{rank}.jsonl" for rank in range(count)]
     return [ProgressLog(path) for path in paths], [ProgressLogReader(path) for path in paths]
 
@@ -58,14 +58,14 @@ LOST_PEER = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:5
 
 
 def test_a_killed_rank_is_the_cause_and_lost_connections_are_effects(tmp_path: Path) -> None:
-    written, readers = diaries(tmp_path, 3)
+    written, readers = open_logs(tmp_path, 3)
     written[0].error("RuntimeError", LOST_PEER)
     error = cause({0: 3, 2: -signal.SIGKILL}, readers, tmp_path)
     assert isinstance(error, RecordError) and str(error).startswith("rank 2 was killed by SIGKILL")
 
 
 def test_an_error_of_its_own_beats_an_earlier_lost_connection(tmp_path: Path) -> None:
-    written, readers = diaries(tmp_path, 3)
+    written, readers = open_logs(tmp_path, 3)
     written[0].error("RuntimeError", LOST_PEER)
     written[1].error("OutOfMemory", "out of memory")
     error = cause({0: 3, 1: 3}, readers, tmp_path)
@@ -73,7 +73,7 @@ def test_an_error_of_its_own_beats_an_earlier_lost_connection(tmp_path: Path) ->
 
 
 def test_a_rank_that_left_a_check_is_the_cause_of_what_the_others_quote(tmp_path: Path) -> None:
-    written, readers = diaries(tmp_path, 2)
+    written, readers = open_logs(tmp_path, 2)
     written[0].error("RecordError", f"rank 0 failed in call 1 of the attention: {LOST_PEER}")
     assert str(cause({0: 3, 1: 0}, readers, tmp_path)).startswith("rank 1 ended with exit code 0 and said nothing")
     own = "rank 0 failed in call 1 of the attention: ValueError: no gloo"
@@ -84,15 +84,15 @@ def test_a_rank_that_left_a_check_is_the_cause_of_what_the_others_quote(tmp_path
 def test_the_earlier_of_two_errors_is_the_cause_though_the_clock_is_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written, readers = diaries(tmp_path, 2)
+    written, readers = open_logs(tmp_path, 2)
     for rank, says, wall_clock in ((1, "earlier", 2e9), (0, "later", 1e9)):
-        monkeypatch.setattr(time, "time", lambda at=wall_clock: at)
+        monkeypatch.setattr(time, "time", lambda seconds=wall_clock: seconds)
         written[rank].error("RecordError", says)
     assert str(cause({0: 3, 1: 3}, readers, tmp_path)).startswith("earlier")
 
 
 def test_ringprofs_own_errors_keep_their_class_and_exit_code(tmp_path: Path) -> None:
-    written, readers = diaries(tmp_path, 2)
+    written, readers = open_logs(tmp_path, 2)
     written[0].error("VerificationError", "wrong result on rank 1")
     assert isinstance(cause({0: 3, 1: 3}, readers, tmp_path), VerificationError)
     written[0].error("UnsupportedWorkloadError", "does not fit")
@@ -101,7 +101,7 @@ def test_ringprofs_own_errors_keep_their_class_and_exit_code(tmp_path: Path) -> 
 
 
 def test_a_rank_that_says_nothing_is_named_with_its_log(tmp_path: Path) -> None:
-    _, readers = diaries(tmp_path, 2)
+    _, readers = open_logs(tmp_path, 2)
     assert "rank 1 ended with exit code 1 and said nothing" in str(cause({0: 0, 1: 1}, readers, tmp_path))
 
 
@@ -116,11 +116,11 @@ def test_a_rank_that_says_nothing_is_named_with_its_log(tmp_path: Path) -> None:
 def test_the_rank_that_the_others_wait_for_is_named(
     tmp_path: Path, hops: tuple[int | str | None, ...], expected: str
 ) -> None:
-    written, readers = diaries(tmp_path, 3)
-    for diary, count in zip(written, hops, strict=True):
-        diary.start("iterations", 3)
+    written, readers = open_logs(tmp_path, 3)
+    for log, count in zip(written, hops, strict=True):
+        log.start("iterations", 3)
         if not isinstance(count, str):
-            diary.last_words(count)
+            log.log_stop(count)
     for reader in readers:
         reader.read()
     assert _laggard(readers).startswith(expected)

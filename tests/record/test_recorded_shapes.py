@@ -27,7 +27,7 @@ Step = Callable[[], Any]
 
 
 def recorded(step: Step, folder: Path) -> Trace:
-    """The trace of a step, with shapes."""
+    """Profile a step with shapes and return its trace."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recording:
         step()
     recording.export_chrome_trace(str(folder / "trace.json"))
@@ -35,7 +35,7 @@ def recorded(step: Step, folder: Path) -> Trace:
 
 
 def counted(step: Step) -> int:
-    """What PyTorch's own counter says of it; its attention on CPU, which it does not know, by its own formulas."""
+    """Count a step's FLOPs with PyTorch's counter; CPU attention, which it lacks, by the counter's own formulas."""
 
     def forward(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
         return int(sdpa_flop_count(*shapes[:3]))
@@ -168,16 +168,16 @@ NAMES = {
 @pytest.mark.parametrize("name", [name for name in FORMULAS if name.startswith("aten::") and not name.endswith("_")])
 def test_the_places_of_arguments_are_those_of_pytorchs_schemas(name: str) -> None:
     packet = getattr(aten, name.removeprefix("aten::"))
-    arguments = [one.name for one in packet.default._schema.arguments]
+    arguments = [argument.name for argument in packet.default._schema.arguments]
     places = _ATTENTION.get(name)
     if places is None:
         return
     for field, names in NAMES.items():
         value = getattr(places, field)
-        for place in value if isinstance(value, tuple) else () if value is None else (value,):
-            assert arguments[place] in names, (field, place)
+        for index in value if isinstance(value, tuple) else () if value is None else (value,):
+            assert arguments[index] in names, (field, index)
     lengths = {"cum_seq_q", "cum_seq_k", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "seqlen_k", "block_table"}
-    assert {arguments.index(one) for one in lengths & {*arguments}} <= {*places.absent}
+    assert {arguments.index(argument) for argument in lengths & {*arguments}} <= {*places.absent}
 
 
 QKV = "Tensor q, Tensor k, Tensor v"
@@ -200,7 +200,7 @@ def test_flash_attns_operators_count_by_the_arguments_of_its_schemas(tmp_path: P
     library = torch.library.Library("flash_attn", "FRAGMENT")
     for name, schema in FLASH_ATTN.items():
         library.define(f"{name}({schema}) -> Tensor")
-        library.impl(name, lambda *given, **named: torch.empty_like(given[0]), "Meta")
+        library.impl(name, lambda *arguments, **options: torch.empty_like(arguments[0]), "Meta")
     flash = torch.ops.flash_attn
     bounds = meta(3, dtype=torch.int32)
 
@@ -263,9 +263,9 @@ def test_a_captured_training_step_counts_what_pytorch_counts(causal: bool, tmp_p
     dense = counted(step)
     with ringprof.capture(tmp_path / "mine", record_shapes=True):
         step()
-    found = ringprof.load(tmp_path / "mine/run.json")
-    assert isinstance(found, Analysis)
-    rates = step_rates_of(found.findings.attribution)
+    analysis = ringprof.load(tmp_path / "mine/run.json")
+    assert isinstance(analysis, Analysis)
+    rates = step_rates_of(analysis.findings.attribution)
     assert rates is not None
     heads, seq, head_dim, batch, layers = 6, 80, 8, 2, 2
     attention = batch * layers * heads * seq * seq * head_dim * (4 + 10)
@@ -281,9 +281,9 @@ def test_a_captured_training_step_counts_what_pytorch_counts(causal: bool, tmp_p
 def test_a_capture_without_shapes_has_no_rates(tmp_path: Path) -> None:
     with ringprof.capture(tmp_path / "mine"):
         torch.mm(torch.randn(64, 64), torch.randn(64, 64))
-    found = ringprof.load(tmp_path / "mine/run.json")
-    assert isinstance(found, Analysis)
-    assert step_rates_of(found.findings.attribution) is None
+    analysis = ringprof.load(tmp_path / "mine/run.json")
+    assert isinstance(analysis, Analysis)
+    assert step_rates_of(analysis.findings.attribution) is None
 
 
 def test_an_operator_that_dispatches_itself_again_counts_once(tmp_path: Path) -> None:
@@ -296,8 +296,8 @@ def test_an_operator_that_dispatches_itself_again_counts_once(tmp_path: Path) ->
 
     trace = recorded(step, tmp_path)
     assert trace.flop_records.flops.tolist() == [2 * 64 * 32 * 16] * 2
-    found = ringprof.load(tmp_path / "trace.json")
-    assert isinstance(found, Analysis)
-    rates = step_rates_of(found.findings.attribution)
+    analysis = ringprof.load(tmp_path / "trace.json")
+    assert isinstance(analysis, Analysis)
+    rates = step_rates_of(analysis.findings.attribution)
     assert rates is not None
     assert rates.flops == 2 * 64 * 32 * 16

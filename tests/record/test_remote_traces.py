@@ -1,4 +1,4 @@
-"""Traces sent through the process group arrive whole, and no rank ever holds much of one."""
+"""Traces sent through the process group arrive complete, and no rank holds more than a few pieces in memory."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_traces_arrive_whole_in_little_memory(tmp_path: Path) -> None:
     (tmp_path / "staging").mkdir()
     done = run(["gather.py"], tmp_path, [*TORCHRUN[:-1], "4"], TMPDIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    said = [json.loads((tmp_path / f"said{rank}.json").read_text()) for rank in range(4)]
-    assert json.loads((tmp_path / "arrived.json").read_text()) == [one["sent"] for one in said]
+    entries = [json.loads((tmp_path / f"said{rank}.json").read_text()) for rank in range(4)]
+    assert json.loads((tmp_path / "arrived.json").read_text()) == [entry["sent"] for entry in entries]
     # Of 48 MiB, a few pieces of 4.
-    assert all(one["grown"] < 24 * 2**20 for one in said), said
-    assert not any(one["left"] for one in said[1:])
+    assert all(entry["grown"] < 24 * 2**20 for entry in entries), entries
+    assert not any(entry["left"] for entry in entries[1:])

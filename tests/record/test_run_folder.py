@@ -39,7 +39,7 @@ def test_two_runs_of_one_second_get_two_names(tmp_path: Path) -> None:
     stages = [stage(output, "ring-64", 1) for _ in range(3)]
     publish(stages[0].path, named(stages[0].name), output)
     stages.append(stage(output, "ring-64", 1))
-    assert len({found.name for found in stages}) == 4
+    assert len({staging.name for staging in stages}) == 4
 
 
 def test_a_name_from_a_module_path_makes_one_plain_folder(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_full_disk_is_refused_before_the_work(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_disk_that_takes_a_part_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a full disk does, a file that may be no larger takes what there is room for, and refuses what comes after."""
+    """Simulate a full disk by a limit of the file size: a write takes what fits, and the next one fails."""
     gc.collect()  # what tests before this one left
     unraisable: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", unraisable.append)

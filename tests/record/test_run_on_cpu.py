@@ -24,9 +24,9 @@ WORLD, SEQ, HEADS, KV_HEADS, HEAD_DIM, BF16 = 4, 512, 2, 1, 16, 2
 
 
 def test_every_rank_has_a_complete_trace_of_the_marked_iteration(recorded: tuple[Path, Run, str]) -> None:
-    folder, found, _ = recorded
-    assert [trace.rank for trace in found.traces] == [0, 1, 2, 3]
-    for trace in found.traces:
+    folder, recording, _ = recorded
+    assert [trace.rank for trace in recording.traces] == [0, 1, 2, 3]
+    for trace in recording.traces:
         with gzip.open(folder / "traces" / trace.path) as file:
             content = json.load(file)
         assert content["distributedInfo"]["rank"] == trace.rank
@@ -41,15 +41,15 @@ def report_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def reports_without_its_traces(folder: Path, found: Run, aside: Path, capsys: pytest.CaptureFixture[str]) -> bool:
+def reports_without_its_traces(folder: Path, recording: Run, aside: Path, capsys: pytest.CaptureFixture[str]) -> bool:
     """Whether the report is the same when only what each rank reduced is left."""
     before = report_of(folder, capsys)
-    for trace in found.traces:
+    for trace in recording.traces:
         (folder / "traces" / trace.path).rename(aside / f"rank{trace.rank}")
     try:
         after = report_of(folder, capsys)
     finally:
-        for trace in found.traces:
+        for trace in recording.traces:
             (aside / f"rank{trace.rank}").rename(folder / "traces" / trace.path)
     return after == before
 
@@ -57,55 +57,55 @@ def reports_without_its_traces(folder: Path, found: Run, aside: Path, capsys: py
 def test_every_rank_has_reduced_its_own_trace(
     recorded: tuple[Path, Run, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, found, _ = recorded
-    for trace in found.traces:
+    folder, recording, _ = recorded
+    for trace in recording.traces:
         assert trace.reduced is not None
         reduced = read_reduced(folder / "traces" / trace.reduced)
         whole = read_trace(folder / "traces" / trace.path)
         assert (reduced.rank, reduced.names, reduced.events_total) == (trace.rank, whole.names, whole.events_total)
         assert np.array_equal(reduced.operators.end_ns, whole.operators.end_ns)
-    assert reports_without_its_traces(folder, found, tmp_path, capsys)
+    assert reports_without_its_traces(folder, recording, tmp_path, capsys)
 
 
 def test_the_run_says_what_ran(recorded: tuple[Path, Run, str]) -> None:
-    _, found, _ = recorded
-    assert found.topology.world_size == WORLD and found.topology.ranks_per_host == 2
-    assert found.topology.local_ranks == [0, 1, 2, 3] and len(set(found.topology.hosts)) == 1
-    assert found.strategy is not None and found.strategy.layout == "zigzag"
-    assert found.strategy.params["double_ring"] is True and found.strategy.params["ring_window"] == 2
-    assert found.strategy.target == "ringprof.strategies.algorithms.burst:Burst"
-    assert found.kernel == "cpu-flash" and found.environment.versions["torch"]
-    assert found.command[:2] == ["ringprof", "record"]
+    _, recording, _ = recorded
+    assert recording.topology.world_size == WORLD and recording.topology.ranks_per_host == 2
+    assert recording.topology.local_ranks == [0, 1, 2, 3] and len(set(recording.topology.hosts)) == 1
+    assert recording.strategy is not None and recording.strategy.layout == "zigzag"
+    assert recording.strategy.params["double_ring"] is True and recording.strategy.params["ring_window"] == 2
+    assert recording.strategy.target == "ringprof.strategies.algorithms.burst:Burst"
+    assert recording.kernel == "cpu-flash" and recording.environment.versions["torch"]
+    assert recording.command[:2] == ["ringprof", "record"]
 
 
 def test_the_run_says_where_each_ranks_hops_go_to(recorded: tuple[Path, Run, str]) -> None:
     """Windows of two: the inner ring's next is the other of the window, the outer ring's the same place in the next."""
-    _, found, _ = recorded
-    assert found.work is not None
-    to = [{entry.channel: entry.to for entry in work.sent or []} for work in found.work]
+    _, recording, _ = recorded
+    assert recording.work is not None
+    to = [{entry.channel: entry.to for entry in work.sent or []} for work in recording.work]
     assert [channels["read_inner"] for channels in to] == [1, 0, 3, 2]
     assert [channels["read_outer"] for channels in to] == [2, 3, 0, 1]
 
 
 def test_every_iteration_of_every_rank_is_kept(recorded: tuple[Path, Run, str]) -> None:
-    _, found, _ = recorded
-    assert found.timings is not None and found.profiled is not None and found.timings.warmup == 1
-    assert [len(times) for times in found.timings.iterations_ns] == [2] * WORLD
-    assert [len(times) for times in found.profiled.iterations_ns] == [1] * WORLD
-    assert all(time > 0 for times in found.timings.iterations_ns for time in times)
+    _, recording, _ = recorded
+    assert recording.timings is not None and recording.profiled is not None and recording.timings.warmup == 1
+    assert [len(times) for times in recording.timings.iterations_ns] == [2] * WORLD
+    assert [len(times) for times in recording.profiled.iterations_ns] == [1] * WORLD
+    assert all(time > 0 for times in recording.timings.iterations_ns for time in times)
 
 
 def test_every_control_of_every_rank_is_kept(
     recorded: tuple[Path, Run, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, found, _ = recorded
-    controls = found.controls
-    assert controls is not None and found.work is not None and (controls.warmup, controls.rounds) == (1, 2)
+    folder, recording, _ = recorded
+    controls = recording.controls
+    assert controls is not None and recording.work is not None and (controls.warmup, controls.rounds) == (1, 2)
     kinds = (controls.ordinary_ns, controls.solo_ns, controls.compute_only_ns, controls.communication_only_ns)
     for times in kinds:
         assert times is not None and [len(rank) for rank in times] == [2] * WORLD
         assert all(time > 0 for rank in times for time in rank)
-    assert dict(enumerate(controls.solo_flops)) == found.block_flops()
+    assert dict(enumerate(controls.solo_flops)) == recording.block_flops()
     assert "the same blocks alone" in report_of(folder, capsys)
 
 
@@ -118,21 +118,25 @@ def test_record_and_report_write_the_rate_alike(
 
 
 def test_verification_is_in_the_run(recorded: tuple[Path, Run, str]) -> None:
-    _, found, _ = recorded
-    assert found.verification is not None and found.verification.passed and found.verification.seq == 64 * WORLD
-    assert set(found.verification.errors) == {"out", "dq", "dk", "dv"}
-    for error in found.verification.errors.values():
+    _, recording, _ = recorded
+    assert (
+        recording.verification is not None
+        and recording.verification.passed
+        and recording.verification.seq == 64 * WORLD
+    )
+    assert set(recording.verification.errors) == {"out", "dq", "dk", "dv"}
+    for error in recording.verification.errors.values():
         assert 0 < error.kernel_rms < 0.01 and 0 < error.rms <= error.allowed_rms < 0.05
 
 
 def test_work_equals_the_closed_formulas(recorded: tuple[Path, Run, str]) -> None:
-    _, found, _ = recorded
-    assert found.work is not None and found.workload is not None
-    assert sum((found.block_flops() or {}).values()) == found.workload.exact_flops()
+    _, recording, _ = recorded
+    assert recording.work is not None and recording.workload is not None
+    assert sum((recording.block_flops() or {}).values()) == recording.workload.exact_flops()
     local = SEQ // WORLD
     q_bytes, kv_bytes = local * HEADS * HEAD_DIM * BF16, local * KV_HEADS * HEAD_DIM * BF16
     row_bytes = local * HEADS * 4
-    for work in found.work:
+    for work in recording.work:
         sent = {(sent.channel, sent.phase): sent for sent in work.sent or []}
         # Two windows of two: each is toured by one inner hop, and one outer hop leads to the next.
         inner, outer = sent["read_inner", "forward"], sent["read_outer", "forward"]
@@ -174,9 +178,9 @@ def test_under_torchrun_it_joins_and_only_rank_0_prints(tmp_path: Path, capsys: 
     done = run(arguments, tmp_path, TORCHRUN)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("next: ringprof report") == 1 and done.stderr.count("plan per device") == 1
-    found = read_run(tmp_path / "traces/run.json")
-    assert found.topology.world_size == 2 and len(found.traces) == 2
-    assert reports_without_its_traces(tmp_path, found, tmp_path, capsys)
+    recording = read_run(tmp_path / "traces/run.json")
+    assert recording.topology.world_size == 2 and len(recording.traces) == 2
+    assert reports_without_its_traces(tmp_path, recording, tmp_path, capsys)
 
 
 CAPTURE = """
@@ -212,14 +216,14 @@ def test_capture_in_a_users_own_program(tmp_path: Path) -> None:
     done = run(["own.py"], tmp_path, TORCHRUN)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("refused:") == 2 and "never overwrites" in done.stdout
-    found = read_run(tmp_path / "traces/mine/run.json")
-    assert found.timings is None and found.verification is None and found.strategy is None
-    assert found.workload is not None and found.workload.seq == 64 and found.topology.world_size == 2
+    recording = read_run(tmp_path / "traces/mine/run.json")
+    assert recording.timings is None and recording.verification is None and recording.strategy is None
+    assert recording.workload is not None and recording.workload.seq == 64 and recording.topology.world_size == 2
     assert [path.name for path in (tmp_path / "traces").iterdir()] == ["mine"]
-    with gzip.open(tmp_path / "traces/mine" / found.traces[1].path) as file:
+    with gzip.open(tmp_path / "traces/mine" / recording.traces[1].path) as file:
         names = [event.get("name") for event in json.load(file)["traceEvents"]]
     assert "ringprof::iteration" in names and "gloo:all_reduce" in names
-    assert [entry.reduced for entry in found.traces] == ["rank0.ringprof", "rank1.ringprof"]
+    assert [entry.reduced for entry in recording.traces] == ["rank0.ringprof", "rank1.ringprof"]
     assert "ringprof::iteration" in read_reduced(tmp_path / "traces/mine/rank1.ringprof").names
 
 

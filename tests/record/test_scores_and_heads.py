@@ -17,7 +17,7 @@ from ringprof import cli
 from ringprof.errors import VerificationError
 from ringprof.prediction.text import described
 from ringprof.record.measure import WorkloadShard, row_sums
-from ringprof.record.resolve import fits
+from ringprof.record.resolve import why_unsupported
 from ringprof.record.verify import draw_inputs, reference_results, verify
 from ringprof.record.verify_timed import verify_timed
 from ringprof.run import Workload, read_run
@@ -35,19 +35,19 @@ WORKLOADS = {
 
 
 def dense(workload: Workload, sinks: Tensor | None) -> dict[str, Tensor]:
-    """By torch's own autograd over the plain formula, in float64, of the inputs of the check."""
+    """Compute attention of the verification's inputs by the plain formula and torch's autograd, in float64."""
     full = draw_inputs(workload, CPU)
     q, k, v = leaves = [x.double().requires_grad_() for x in (full.q, full.k, full.v)]
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) * workload.head_dim**-0.5
     if workload.softcap:
         scores = workload.softcap * (scores / workload.softcap).tanh()
-    place = torch.arange(workload.seq)
-    seen = place <= place[:, None]
+    position = torch.arange(workload.seq)
+    seen = position <= position[:, None]
     if workload.window:
-        seen &= place > place[:, None] - workload.window
+        seen &= position > position[:, None] - workload.window
     if workload.documents:
         first = workload.documents[0]
-        seen &= (place < first) == (place < first)[:, None]
+        seen &= (position < first) == (position < first)[:, None]
     scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is not None:
         sinks = sinks.detach().double().requires_grad_()
@@ -65,29 +65,29 @@ def test_the_reference_is_dense_attention(name: str) -> None:
 
     workload = WORKLOADS[name]
     truth = dense(workload, drawn_sinks(workload, CPU))
-    found = reference_results(draw_inputs(workload, CPU), workload)
-    assert set(found) == set(truth)
+    results = reference_results(draw_inputs(workload, CPU), workload)
+    assert set(results) == set(truth)
     for key, exact in truth.items():
-        value = found[key].sum((0, 1, 3)) if key == "dsinks" else found[key]
+        value = results[key].sum((0, 1, 3)) if key == "dsinks" else results[key]
         # The sinks are float32.
         assert float((value - exact).norm()) < 1e-6 * float(exact.norm()), key
 
 
 def gates(rank: int, damage: str) -> list[str]:
-    """Both gates over every strategy; with a ``damage``, what the second says of it."""
+    """Verify every strategy before and after timing; return the errors after the result named ``damage`` is changed."""
     said = []
     for name in names() if not damage else ["zigzag"]:
         for label, workload in WORKLOADS.items():
             strategy = create(name, kernel="flex" if workload.softcap else "cpu-flash")
             before = verify(strategy, workload, CPU)
-            problem = WorkloadShard.of(strategy, workload, CPU)
-            last = problem.results()
+            shard = WorkloadShard.create(strategy, workload, CPU)
+            last = shard.run_for_verification()
             assert (last.dsinks is not None) == (workload.sinks is not None)
             if damage and rank == 1:
                 wrong = getattr(last, damage)
                 last = last if wrong is None else replace(last, **{damage: wrong * 1.5})
             try:
-                timed = verify_timed(problem, row_sums(last.out), last, workload, before).timed
+                timed = verify_timed(shard, row_sums(last.out), last, workload, before).timed
                 assert timed is not None and ("dsinks" in timed.errors) == (workload.sinks is not None)
             except VerificationError as error:
                 said.append(f"{label}: {error}")
@@ -120,9 +120,9 @@ def test_flops_of_two_head_sizes_by_hand() -> None:
 @pytest.mark.processes
 def test_a_run_keeps_and_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = str(tmp_path / "run.json")
-    given = ["--seq", "64", "--heads", "2", "--head-dim", "12", "--v-head-dim", "8", "--sinks", "learned"]
+    sizes = ["--seq", "64", "--heads", "2", "--head-dim", "12", "--v-head-dim", "8", "--sinks", "learned"]
     where = ["--device", "cpu", "--world", "2", "--iters", "1", "--dtype", "fp32", "-o", output]
-    assert cli.run(["record", "--strategy", "megatron", *given, *where]) == 0
+    assert cli.run(["record", "--strategy", "megatron", *sizes, *where]) == 0
     run = read_run(output)
     assert run.workload is not None and run.verification is not None and run.verification.timed is not None
     assert (run.workload.v_head_dim, run.workload.sinks, run.workload.softcap) == (8, "learned", None)
@@ -134,13 +134,13 @@ def test_a_run_keeps_and_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "2 heads of 12 (v 8) · causal, learned sinks · fp32" in capsys.readouterr().out
 
 
-def test_what_is_foreseen_names_both_sizes() -> None:
+def test_a_prediction_names_both_sizes() -> None:
     workload = Workload(seq=4096, heads=16, kv_heads=4, head_dim=192, v_head_dim=128)
     assert described(workload) == "4096 tokens, 16 heads (4 kv) of 192 (v 128) · causal · bf16 · forward and backward"
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "message"),
     [
         (["--v-head-dim", "16"], "--v-head-dim 16: heads of v are at most as large as those of q and k, 8"),
         (["--softcap", "0"], "--softcap"),
@@ -154,22 +154,22 @@ def test_what_is_foreseen_names_both_sizes() -> None:
     ],
 )
 def test_what_cannot_be_meant_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
     base = ["record", "--strategy", "zigzag", "--seq", "64", "--heads", "2", "--head-dim", "8", "--dtype", "fp32"]
-    code = cli.run([*base, "--device", "cpu", "--world", "2", "-o", str(tmp_path / "run.json"), *given])
+    code = cli.run([*base, "--device", "cpu", "--world", "2", "-o", str(tmp_path / "run.json"), *options])
     err = capsys.readouterr().err
-    assert code == 2 and said in err and "Traceback" not in err
+    assert code == 2 and message in err and "Traceback" not in err
 
 
 def test_who_takes_neither_says_so() -> None:
     peer = RingFlashAttnRing
-    assert "takes no softcap" in str(fits(peer, WORKLOADS["softcap"], 2, {}))
+    assert "takes no softcap" in str(why_unsupported(peer, WORKLOADS["softcap"], 2, {}))
     sinks = msgspec.structs.replace(BASE, sinks="learned")
-    assert "gives no LSE, which sinks need" in str(fits(peer, sinks, 2, {}))
+    assert "gives no LSE, which sinks need" in str(why_unsupported(peer, sinks, 2, {}))
 
 
-def test_a_stranger_s_run_with_larger_heads_of_v_is_refused() -> None:
+def test_an_untrusted_run_with_larger_heads_of_v_is_refused() -> None:
     with pytest.raises(ValueError, match="at most as large as those of q and k"):
         Workload(seq=8, heads=1, kv_heads=1, head_dim=8, v_head_dim=9)
     with pytest.raises(msgspec.ValidationError):

@@ -1,4 +1,4 @@
-"""What a driver tells of a GPU through the timed iterations, with a driver of our own; and what is said of it."""
+"""Telemetry of a GPU during the timed iterations, from a fake driver, and its lines in a report."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from ringprof.record import telemetry
-from ringprof.record.telemetry import DeviceTelemetry, looking, open_telemetry, watching
+from ringprof.record.telemetry import DeviceTelemetry, device_telemetry, open_telemetry, sampling
 from ringprof.report.sections.machine import state_lines
 from ringprof.run import DeviceState
 from tests.record.command import HANGS_S
 
 
 class Driver:
-    """Answers as NVML does: one clock, power, temperature and mask a look, the last for ever; None is refused."""
+    """Fake NVML: clock, power, temperature and mask per sample, the last repeated; None raises an error."""
 
     NVML_CLOCK_SM = 1
     NVML_TEMPERATURE_GPU = 0
@@ -40,16 +40,16 @@ class Driver:
         self.at += 1
         if self.at + 1 >= len(self.looks):
             self.asked.set()
-        return self._told(0)
+        return self._value(0)
 
     def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
-        return self._told(1)
+        return self._value(1)
 
     def nvmlDeviceGetTemperature(self, handle: str, which: int) -> int:
-        return self._told(2)
+        return self._value(2)
 
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: str) -> int:
-        return self._told(3)
+        return self._value(3)
 
     def nvmlDeviceGetMaxClockInfo(self, handle: str, which: int) -> int:
         return 1980
@@ -60,7 +60,7 @@ class Driver:
     def nvmlDeviceGetTemperatureThreshold(self, handle: str, which: int) -> int:
         return {self.NVML_TEMPERATURE_THRESHOLD_GPU_MAX: 87}[which]
 
-    def _told(self, column: int) -> int:
+    def _value(self, column: int) -> int:
         value = self.looks[min(self.at, len(self.looks) - 1)][column]
         if value is None:
             raise RuntimeError("Not Supported")
@@ -69,10 +69,10 @@ class Driver:
 
 def test_median_extremes_and_what_held_it_back() -> None:
     driver = Driver([(1980, 500_000, 50, 0x1), (1500, 690_500, 60, 0x4), (1700, 700_000, 64, 0x4 | 0x20)])
-    watch = DeviceTelemetry(driver, "GPU-1234")
+    gpu = DeviceTelemetry(driver, "GPU-1234")
     for _ in range(3):
-        watch.look()
-    assert watch.state() == DeviceState(
+        gpu.sample()
+    assert gpu.state() == DeviceState(
         looks=3, sm_clock_mhz=1700, least_sm_clock_mhz=1500, rated_sm_clock_mhz=1980, power_w=690.5,
         highest_power_w=700.0, power_limit_w=700.0, instant_power=False, hottest_celsius=64, limit_celsius=87,
         held_back={"power cap": 2 / 3, "software thermal slow-down": 1 / 3},
@@ -80,7 +80,7 @@ def test_median_extremes_and_what_held_it_back() -> None:
 
 
 class InstantDriver(Driver):
-    """Tells the power of the moment, in mW, as a field that may fail; its power usage lags far behind."""
+    """Fake NVML with instantaneous power in mW as a field that may fail; its power usage lags far behind."""
 
     def __init__(self, instant: list[int | None]) -> None:
         super().__init__([(1600, 250_000, 50, 0x4)])
@@ -96,38 +96,38 @@ class InstantDriver(Driver):
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("powers", "expected"),
     [([690_000, 701_000, 650_000], (690.0, 701.0, True)), ([690_000, None], (250.0, 250.0, False))],
 )
 def test_power_is_that_of_the_moment_where_the_driver_tells_it(
-    told: list[int | None], expected: tuple[float, float, bool]
+    powers: list[int | None], expected: tuple[float, float, bool]
 ) -> None:
-    watch = DeviceTelemetry(InstantDriver(told), "GPU-1234")
+    gpu = DeviceTelemetry(InstantDriver(powers), "GPU-1234")
     for _ in range(3):
-        watch.look()
-    state = watch.state()
+        gpu.sample()
+    state = gpu.state()
     assert state is not None
     assert (state.power_w, state.highest_power_w, state.instant_power) == expected
 
 
 def test_what_the_driver_does_not_tell_is_none() -> None:
-    watch = DeviceTelemetry(Driver([(None, None, 41, None)]), "GPU-1234")
-    watch.look()
-    state = watch.state()
+    gpu = DeviceTelemetry(Driver([(None, None, 41, None)]), "GPU-1234")
+    gpu.sample()
+    state = gpu.state()
     assert state is not None
     assert (state.sm_clock_mhz, state.power_w, state.hottest_celsius, state.held_back) == (None, None, 41, {})
     assert DeviceTelemetry(Driver([(None, None, None, 0x4)]), "GPU-1234").state() is None
 
 
 def test_it_looks_in_between_and_no_longer_than_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telemetry, "EVERY_S", 0.001)
+    monkeypatch.setattr(telemetry, "SAMPLE_INTERVAL_S", 0.001)
     driver = Driver([(1000, 1000, 30, 0)] * 5)
-    watch = DeviceTelemetry(driver, "GPU-1234")
-    with looking(watch):
+    gpu = DeviceTelemetry(driver, "GPU-1234")
+    with sampling(gpu):
         assert driver.asked.wait(timeout=HANGS_S)
-    state = watch.state()
+    state = gpu.state()
     assert state is not None and state.looks >= 5
-    assert not [thread for thread in threading.enumerate() if thread.name == "ringprof device watch"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "ringprof telemetry"]
 
 
 def test_a_gpu_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,15 +135,15 @@ def test_a_gpu_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_telemetry("1234") is not None
     assert open_telemetry("a-mig-slice") is None
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
-    with watching(torch.device("cuda", 0)) as watch:
-        assert watch is not None
-    state = watch.state()
+    with device_telemetry(torch.device("cuda", 0)) as gpu:
+        assert gpu is not None
+    state = gpu.state()
     assert state is not None and state.sm_clock_mhz == 1000
 
 
 def test_without_a_driver_or_a_gpu_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with watching(torch.device("cpu")) as watch:
-        assert watch is None
+    with device_telemetry(torch.device("cpu")) as gpu:
+        assert gpu is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert open_telemetry("1234") is None
 

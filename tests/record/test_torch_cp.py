@@ -1,4 +1,4 @@
-"""torch's own ring recorded as ours are."""
+"""Recording of torch's own context-parallel ring."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def test_torchs_ring_is_verified_timed_and_profiled(tmp_path: Path) -> None:
     size = ["--seq", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--world", "2", "--device", "cpu"]
     ended = run(["record", "--strategy", "torch-cp", "-p", "rotate=alltoall", "--iters", "2", *size], tmp_path)
     assert ended.returncode == 0, ended.stderr
-    found = read_run(tmp_path / "traces" / "run.json")
-    assert found.verification is not None and found.verification.passed
-    assert found.strategy is not None and found.strategy.params["rotate"] == "alltoall"
-    assert found.timings is not None and [len(times) for times in found.timings.iterations_ns] == [2, 2]
-    assert all((tmp_path / "traces" / trace.path).exists() for trace in found.traces)
+    recorded = read_run(tmp_path / "traces" / "run.json")
+    assert recorded.verification is not None and recorded.verification.passed
+    assert recorded.strategy is not None and recorded.strategy.params["rotate"] == "alltoall"
+    assert recorded.timings is not None and [len(times) for times in recorded.timings.iterations_ns] == [2, 2]
+    assert all((tmp_path / "traces" / trace.path).exists() for trace in recorded.traces)

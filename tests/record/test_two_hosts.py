@@ -145,7 +145,7 @@ def test_rank_0s_host_dies(hosts: TwoHosts, own_strategies: Path) -> None:
 def test_a_wire_that_is_cut(hosts: TwoHosts, own_strategies: Path) -> None:
     """Neither side hears anything of the other: the system's keep-alive finds out, and each side says so."""
     under_way(hosts, own_strategies)
-    hosts.cut()
+    hosts.disconnect()
     idle, between, count = KEEPALIVE_S
     wait_until(lambda: all(lines(own_strategies, node) for node in range(2)), idle + between * count + 10)
     wait_until(lambda: not hosts.ranks())

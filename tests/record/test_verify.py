@@ -1,4 +1,4 @@
-"""The bound that a result must keep, and the sequence it is checked at; real checks are in test_faults."""
+"""Bound of a verified result, and the sequence length of the verification; real verifications are in test_faults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytest.importorskip("torch", reason="recording needs torch")
 import torch
 
 from ringprof.errors import UnsupportedWorkloadError, VerificationError
-from ringprof.record.verify import allowed_rms, refuse_wrong, roundings, verification_seq
+from ringprof.record.verify import allowed_rms, raise_if_wrong, roundings, verification_seq
 from ringprof.run import TensorError, Workload
 from ringprof.strategies import find
 
@@ -48,19 +48,19 @@ def error(rms: float, rank: int = 0) -> TensorError:
 @pytest.mark.parametrize("wrong", [0.0061, math.nan, math.inf])
 def test_what_is_over_the_bound_or_no_number_is_refused(wrong: float) -> None:
     with pytest.raises(VerificationError, match=r"wrong result on rank 3: dk is off by .* 0\.006 allowed"):
-        refuse_wrong({"out": error(0.005), "dk": error(wrong, rank=3)}, "at sequence 256")
+        raise_if_wrong({"out": error(0.005), "dk": error(wrong, rank=3)}, "at sequence 256")
 
 
 def test_what_keeps_the_bound_passes() -> None:
-    refuse_wrong({"out": error(0.006), "dv": error(0.0)}, "at sequence 256")
+    raise_if_wrong({"out": error(0.006), "dv": error(0.0)}, "at sequence 256")
 
 
 def test_what_is_exact_passes_where_nothing_is_allowed() -> None:
-    """One key a row: the kernel alone has no error there, and the strategy must have none."""
+    """With one key per row, the kernel alone has no error, and the strategy must have none."""
     exact = TensorError(max_abs=0.0, rms=0.0, kernel_rms=0.0, allowed_rms=0.0, rank=0)
-    refuse_wrong({"out": exact, "dk": error(0.005)}, "")
+    raise_if_wrong({"out": exact, "dk": error(0.005)}, "")
     with pytest.raises(VerificationError, match="out is off by 1e-09"):
-        refuse_wrong({"out": msgspec.structs.replace(exact, rms=1e-9), "dk": error(0.005)}, "")
+        raise_if_wrong({"out": msgspec.structs.replace(exact, rms=1e-9), "dk": error(0.005)}, "")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from ringprof.errors import VerificationError
 from ringprof.mask import Mask
 from ringprof.record import verify_timed as subject
 from ringprof.record.measure import Results, WorkloadShard, row_sums
-from ringprof.record.verify_timed import PLACES, softmax_rows, verify_timed
+from ringprof.record.verify_timed import SAMPLED_ROWS, softmax_rows, verify_timed
 from ringprof.run import TensorError, TimedVerification, Verification, Workload
 from ringprof.strategies import create
 from ringprof.strategies.kernels.builtin import KeyStretches
@@ -34,14 +34,14 @@ LAYOUTS = [
 
 
 def stated(dtype: torch.dtype, causal: bool) -> tuple[cases.WorkloadShard, Workload]:
-    """One problem, as the strategies' tests and as the recorder state it; grouped heads, two batch entries."""
+    """Return one workload in the forms of the strategies' tests and of the recorder; grouped heads, batch of two."""
     problem = cases.WorkloadShard(SEQ, batch=2, heads=4, kv_heads=2, head_dim=8, causal=causal, dtype=dtype)
     name = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
     return problem, Workload(batch=2, seq=SEQ, heads=4, kv_heads=2, head_dim=8, causal=causal, dtype=name)
 
 
 def on_this_rank(case: Case, dtype: torch.dtype, causal: bool = True) -> tuple[WorkloadShard, Results, Workload]:
-    """The problem's share of this rank, and the share of dense attention's results."""
+    """Return this rank's shard of a workload, its share of dense attention's results, and the workload."""
     problem, workload = stated(dtype, causal)
     strategy = create(case.name, **case.params)
     q, k, v, dout = (strategy.shard(x).contiguous() for x in inputs(problem))
@@ -52,17 +52,20 @@ def on_this_rank(case: Case, dtype: torch.dtype, causal: bool = True) -> tuple[W
 def reference_is_dense(rank: int, dtype: torch.dtype, causal: bool, limit: float) -> None:
     small = patch.dict(subject.BLOCK_NUMBERS, cpu=256), patch.object(subject, "KEYS_AT_A_TIME", 16)
     for case in LAYOUTS:
-        problem, truth, workload = on_this_rank(case, dtype, causal)
+        shard, truth, workload = on_this_rank(case, dtype, causal)
         with small[0], small[1]:
-            places = subject._Places(problem, workload)
-            expected = places.of_rows() | places.of_keys(1)
-        measured = places.in_results(truth, 1)
-        for name, found in places.of_kernel(1).items():
-            there = measured[name][:1, :, -found.shape[2] :]
-            assert (found - there).norm() / there.norm() < (1e-5 if dtype == torch.float32 else 2e-2), (case, name)
-        for name, found in expected.items():
-            error = (found - measured[name]).norm() / measured[name].norm()
-            assert found.shape == measured[name].shape and error < limit, (case, name, error)
+            sample = subject._RowSample(shard, workload)
+            expected = sample.reference_rows() | sample.reference_keys(1)
+        measured = sample.select_results(truth, 1)
+        for name, value in sample.kernel_rows(1).items():
+            reference = measured[name][:1, :, -value.shape[2] :]
+            assert (value - reference).norm() / reference.norm() < (1e-5 if dtype == torch.float32 else 2e-2), (
+                case,
+                name,
+            )
+        for name, value in expected.items():
+            error = (value - measured[name]).norm() / measured[name].norm()
+            assert value.shape == measured[name].shape and error < limit, (case, name, error)
 
 
 @pytest.mark.processes
@@ -74,12 +77,12 @@ def test_its_reference_is_dense_attention(dtype: torch.dtype, causal: bool, limi
 
 
 def judged(
-    problem: WorkloadShard, last: Results, workload: Workload, first: Tensor | None = None, kernel_rms: float = 1e-3
+    shard: WorkloadShard, last: Results, workload: Workload, first: Tensor | None = None, kernel_rms: float = 1e-3
 ) -> TimedVerification:
     before = TensorError(max_abs=0.0, rms=0.0, kernel_rms=kernel_rms, allowed_rms=1e-2, rank=0)
     verification = Verification(passed=True, seq=64, errors=dict.fromkeys(("out", "dq", "dk", "dv"), before))
     rows = row_sums(last.out) if first is None else first
-    timed = verify_timed(problem, rows, last, workload, verification).timed
+    timed = verify_timed(shard, rows, last, workload, verification).timed
     assert timed is not None
     return timed
 
@@ -118,7 +121,7 @@ def passes(rank: int) -> tuple[TimedVerification, TimedVerification]:
 @pytest.mark.processes
 def test_what_is_right_passes_and_is_said_to_be_the_first_output_or_not() -> None:
     (same, other), _ = run_ranks(2, passes)
-    assert (same.seq, same.places, same.same_output, other.same_output) == (SEQ, PLACES, True, False)
+    assert (same.seq, same.places, same.same_output, other.same_output) == (SEQ, SAMPLED_ROWS, True, False)
     assert set(same.errors) == {"out", "dq", "dk", "dv"} and all(e.rms < 1e-5 for e in same.errors.values())
 
 
@@ -151,14 +154,14 @@ def test_a_deterministic_kernel_must_give_the_first_output_again() -> None:
     run_ranks(2, not_the_first)
 
 
-@pytest.mark.parametrize("wide", [torch.float64, torch.float32])
-def test_softmax_in_blocks(wide: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_softmax_in_blocks(dtype: torch.dtype) -> None:
     """Scores of several hundred, which overflow where the maximum is not taken out."""
     torch.manual_seed(0)
     q, k, v = (40 * torch.randn(rows, 8, dtype=torch.float64) for rows in (5, 300, 300))
     positions = torch.tensor([0, 3, 77, 299, 150])
     with patch.dict(subject.BLOCK_NUMBERS, cpu=5 * 7):
-        out, lse = softmax_rows(q, k, v, KeyStretches.of(Mask(), positions, 300), 0.5, wide)
+        out, lse = softmax_rows(q, k, v, KeyStretches.of(Mask(), positions, 300), 0.5, dtype)
     scores = q @ k.T * 0.5
     scores[torch.arange(300) > positions[:, None]] = float("-inf")
     assert torch.allclose(lse.double(), scores.logsumexp(1), rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Two hosts on one machine: two network namespaces, joined by a wire of a shaped rate, and torchrun in each."""
+"""Two hosts on one machine: two network namespaces joined by a link of limited rate, with torchrun in each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PORT = 29_511
 
 
 class TwoHosts:
-    """The namespaces, by number; each runs ranks of its own torchrun."""
+    """Pair of network namespaces, by number, each of which runs ranks of its own torchrun."""
 
     def __init__(self, name: str) -> None:
         self.namespaces = [f"{name}-{node}" for node in range(2)]
@@ -48,7 +48,7 @@ class TwoHosts:
             process.wait(HANGS_S)
 
     def start(self, arguments: list[str], folders: list[Path], ranks: int = 2, before: str = ":") -> None:
-        """Start torchrun on both, each with its own output file ``printed.txt`` in its folder.
+        """Start torchrun on both hosts, each with an output file ``printed0.txt`` or ``printed1.txt`` in its folder.
 
         ``before`` is a shell command that the second host runs first, in a mount namespace of its own.
         """
@@ -78,16 +78,16 @@ class TwoHosts:
         return process
 
     def wait(self, seconds: float = HANGS_S) -> list[int]:
-        """The exit codes."""
+        """Wait for all started processes and return their exit codes."""
         return [process.wait(seconds) for process in self._started]
 
     def pids(self, node: int) -> list[int]:
-        """Every process of one host."""
+        """Return the ids of all processes of one host."""
         return _pids(self.namespaces[node])
 
     def ranks(self) -> list[int]:
-        """The ranks' processes on both hosts."""
-        found = []
+        """Return the process ids of the ranks on both hosts."""
+        pids = []
         for node in range(2):
             for pid in self.pids(node):
                 try:
@@ -95,25 +95,25 @@ class TwoHosts:
                 except OSError:
                     continue
                 if any(variable.startswith(b"LOCAL_RANK=") for variable in variables):
-                    found.append(pid)
-        return found
+                    pids.append(pid)
+        return pids
 
     def kill(self, namespace: str) -> None:
-        """Kill all that runs on one host."""
+        """Kill all processes of one host."""
         for pid in _pids(namespace):
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
 
-    def cut(self) -> None:
-        """Take the wire away."""
+    def disconnect(self) -> None:
+        """Take down the link between the hosts."""
         _tool("ip", "-n", self.namespaces[1], "link", "set", self.devices[1], "down")
 
 
 @contextmanager
 def two_hosts() -> Iterator[TwoHosts]:
-    """Skips where namespaces are not permitted, and says why."""
+    """Yield the two hosts; skip, with the reason, where namespaces are not permitted."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         pytest.skip(f"network namespaces need {' and '.join(missing)} (iproute2)")

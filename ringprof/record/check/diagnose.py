@@ -23,14 +23,14 @@ from torch import Tensor
 from ringprof.record.check.result import TensorCheck
 from ringprof.record.check.user_attention import AttentionResults, UserAttention
 from ringprof.record.verify import (
-    FACTOR,
+    ERROR_FACTOR,
     Tensors,
     allowed_rms,
     kernel_results,
     reference_results,
     relative_rms,
     whole_block,
-    worst,
+    worst_error,
 )
 from ringprof.run import Workload
 from ringprof.strategies import Unsupported
@@ -76,7 +76,7 @@ def compare_results(
         for name, x in results.items()
     }
     rows = torch.tensor(list(own_rows.values()), dtype=torch.float64).to(attention.order.device)
-    by_rank = [part.tolist() for part in attention.ranks.gathered(rows)]
+    by_rank = [part.tolist() for part in attention.ranks.gather_tensor(rows)]
     errors = {
         name: _combine_ranks([rank_rows[index] for rank_rows in by_rank], dtype, hops)
         for index, name in enumerate(own_rows)
@@ -98,7 +98,7 @@ def _rank_errors(
     mean_rms = reference_rms.square().mean().sqrt().item()
     bound = TOKEN_FACTOR * allowed_rms(kernel_rms, dtype, hops) * reference_rms.clamp_min(mean_rms)
     # Negated, so that an error that is NaN counts as wrong.
-    wrong = ~(_rms_by_token(difference) <= torch.maximum(bound, FACTOR * _rms_by_token(kernel_difference)))
+    wrong = ~(_rms_by_token(difference) <= torch.maximum(bound, ERROR_FACTOR * _rms_by_token(kernel_difference)))
     first = attention.positions[wrong].min().item() if wrong.any() else math.inf
     return [
         difference.abs().max().item(), relative_rms(difference, exact), kernel_rms, wrong.sum().item(), first,
@@ -112,7 +112,7 @@ def _rms_by_token(x: Tensor) -> Tensor:
 
 def _combine_ranks(rows: list[list[float]], dtype: torch.dtype, hops: int) -> TensorCheck:
     """Combine the rows of `_rank_errors` from several ranks into the check of one tensor."""
-    error = worst([row[:3] for row in rows], dtype, hops)
+    error = worst_error([row[:3] for row in rows], dtype, hops)
     first = min(row[4] for row in rows)
     has_wrong_token = math.isfinite(first)
     return TensorCheck(
@@ -163,7 +163,7 @@ class WrongCall:
 
     def gathered(self, numbers: Sequence[float]) -> list[Tensor]:
         """Gather every rank's numbers. Collective."""
-        return self.attention.ranks.gathered(torch.tensor(numbers, dtype=torch.float64).to(self.full.q.device))
+        return self.attention.ranks.gather_tensor(torch.tensor(numbers, dtype=torch.float64).to(self.full.q.device))
 
     def dense_output(self, full: Tensors, scale: float | None, *, causal: bool, **mask: None) -> Tensor:
         """Return the float64 output of dense attention.

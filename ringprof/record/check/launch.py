@@ -12,9 +12,9 @@ import msgspec
 
 from ringprof.errors import UsageError
 from ringprof.record.check.result import Check, CheckRequest
-from ringprof.record.launcher import RankPlace, launcher_rank
+from ringprof.record.launcher import RankInfo, launcher_rank
 from ringprof.record.progress import Reporter, SilentReporter
-from ringprof.record.request import from_json, need, to_json
+from ringprof.record.request import from_json, require_packages, to_json
 from ringprof.scratch import scratch_folder
 
 START_S = 120.0
@@ -44,13 +44,15 @@ def check_here(request: CheckRequest) -> Check:
 
     Only the ranks import the module. Raises `UsageError`, and `RecordError` where a rank fails or hangs.
     """
-    need("torch", "psutil")
+    require_packages("torch", "psutil")
     from ringprof.record.local_launcher import launch
-    from ringprof.record.resolve import device_of, world_of
+    from ringprof.record.resolve import resolve_device, resolve_world_size
 
     rank_place = launcher_rank()
-    device = device_of(request.device)
-    request = msgspec.structs.replace(request, device=device, world=world_of(request.world, device, rank_place))
+    device = resolve_device(request.device)
+    request = msgspec.structs.replace(
+        request, device=device, world=resolve_world_size(request.world, device, rank_place)
+    )
     _split(request.target)
     if rank_place is not None:
         return check_as_rank(request, rank_place, SilentReporter())
@@ -59,7 +61,7 @@ def check_here(request: CheckRequest) -> Check:
     return launch(task, SilentReporter(), "check", lambda: from_json(_result(scratch).read_bytes(), Check))
 
 
-def check_as_rank(request: CheckRequest, rank_place: RankPlace, reporter: Reporter) -> Check:
+def check_as_rank(request: CheckRequest, rank_place: RankInfo, reporter: Reporter) -> Check:
     """Create the process group and run the check as one of its ranks."""
     from ringprof.record.check.on_ranks import check_on_ranks
     from ringprof.record.process_group import world_group
@@ -69,7 +71,7 @@ def check_as_rank(request: CheckRequest, rank_place: RankPlace, reporter: Report
         return check_on_ranks(attention, request, reporter=reporter)
 
 
-def check_for_parent(task: CheckTask, rank_place: RankPlace, reporter: Reporter) -> None:
+def check_for_parent(task: CheckTask, rank_place: RankInfo, reporter: Reporter) -> None:
     """Run the check as one rank; rank 0 writes the result to the scratch folder, where the parent reads it."""
     check = check_as_rank(task.request, rank_place, reporter)
     if rank_place.rank == 0:

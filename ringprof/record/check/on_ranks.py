@@ -72,7 +72,7 @@ def check_on_ranks(
     ranks, reporter = GroupRanks(group), reporter or SilentReporter()
     _validate_request(request)
     barrier = CompletionBarrier(ranks, request.time_limit)
-    if len(set(ranks.told(request))) > 1:
+    if len(set(ranks.gather_structs(request))) > 1:
         raise UsageError("the ranks do not ask for the same check: the arguments must be alike on all")
     if positions is None:
         order = order_of_layout(request.layout, request.seq, ranks.size, ranks.device.type).to(ranks.device)
@@ -188,7 +188,7 @@ def _compare_call(
     shape_problem: str, number: int, *, explain: bool,
 ) -> _CallResult:  # fmt: skip
     """Compare one call's results with the references on all ranks, and explain a wrong result if asked. Collective."""
-    gathered = attention.ranks.told(_ShapeProblem(shape_problem))
+    gathered = attention.ranks.gather_structs(_ShapeProblem(shape_problem))
     shape_problems = [from_json(encoded, _ShapeProblem).text for encoded in gathered]
     if any(shape_problems):
         rank, text = next((rank, text) for rank, text in enumerate(shape_problems) if text)
@@ -205,7 +205,7 @@ def _compare_call(
 def _sent_by_rank(ranks: GroupRanks, sent: list[SentInCall]) -> list[SentInCall] | None:
     """Gather the data that each rank sent; None where another profiler was running on a rank. Collective."""
     own_sent = sent[0] if sent else SentInCall(operations={}, size_bytes=-1)
-    by_rank = [from_json(part, SentInCall) for part in ranks.told(own_sent)]
+    by_rank = [from_json(part, SentInCall) for part in ranks.gather_structs(own_sent)]
     return None if any(rank.size_bytes == -1 for rank in by_rank) else by_rank
 
 

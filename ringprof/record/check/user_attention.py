@@ -129,10 +129,10 @@ def order_of_positions(own_positions: Tensor, ranks: GroupRanks) -> Tensor:
     Raises `UsageError` on all ranks where the positions together are not 0 to S - 1, each once.
     """
     own_positions = own_positions.to(device=ranks.device, dtype=torch.int64).flatten()
-    lengths = [int(length) for length in ranks.gathered(torch.tensor([len(own_positions)], device=ranks.device))]
+    lengths = [int(length) for length in ranks.gather_tensor(torch.tensor([len(own_positions)], device=ranks.device))]
     if len(set(lengths)) > 1 or not lengths[0]:
         raise UsageError(f"every rank must hold as many tokens as the others: not {', '.join(map(str, lengths))}")
-    order = torch.stack(ranks.gathered(own_positions))
+    order = torch.stack(ranks.gather_tensor(own_positions))
     holders = torch.bincount(order.flatten().clamp(-1, order.numel()) + 1, minlength=order.numel() + 2)[1:-1]
     wrong = (holders != 1).nonzero()
     if len(wrong):

@@ -85,7 +85,7 @@ def read_weights(
     repeat_difference = relative_rms(_weights_from_call(call, full, first) - first_weights, first_weights)
     rank_weights = _RankWeights(attention, full, workload, keys, weights)
     rank_findings = rank_weights.findings(repeat_difference if math.isfinite(repeat_difference) else 0.0)
-    findings_by_rank = [from_json(encoded, _RankFindings) for encoded in attention.ranks.told(rank_findings)]
+    findings_by_rank = [from_json(encoded, _RankFindings) for encoded in attention.ranks.gather_structs(rank_findings)]
     repeat_difference = max(findings.repeat_difference for findings in findings_by_rank)
     if repeat_difference > TOLERANCE:
         difference = f"out differs between two calls with the same tensors, by {repeat_difference:.2g}"

@@ -16,10 +16,10 @@ from ringprof.record.dryrun.dispatch import Recorder
 from ringprof.record.dryrun.fakes import RecordingCommunicator
 from ringprof.record.dryrun.forked import run_in_fork
 from ringprof.record.dryrun.run import META, dry_run_iterations, recording, recording_strategy, refuse_on_failure
-from ringprof.record.dynamic_cp import StepsProblem
+from ringprof.record.dynamic_cp import DynamicCpShard
 from ringprof.record.measure import WorkloadShard
-from ringprof.record.request import Request
-from ringprof.record.resolve import fits, load_strategy, strategy_errors, torch_dtype
+from ringprof.record.request import RecordRequest
+from ringprof.record.resolve import load_strategy, strategy_errors, torch_dtype, why_unsupported
 from ringprof.run import Workload
 from ringprof.strategies.masks.expected import is_bundled
 from ringprof.strategies.peers.call import PeerStrategy
@@ -38,7 +38,7 @@ _CUBLAS_BYTES = 32 << 20
 """Workspace of matrix products (as in the check) and of cuDNN on Hopper, which torch's allocator counts."""
 
 
-def peak_bytes(request: Request, workload: Workload, kernel: str, per_host: int) -> int:
+def peak_bytes(request: RecordRequest, workload: Workload, kernel: str, per_host: int) -> int:
     """Return the peak memory over the ranks of a resolved request, for ``workload`` in place of its own.
 
     ``kernel`` is the one that will run, ``per_host`` the ranks that share a host. A user's own strategy is run in a
@@ -56,7 +56,7 @@ def peak_bytes(request: Request, workload: Workload, kernel: str, per_host: int)
 class _Setup(NamedTuple):
     """Request, kernel and ranks per host of the dry runs."""
 
-    request: Request
+    request: RecordRequest
     kernel: str
     per_host: int
 
@@ -97,7 +97,7 @@ def _on_fewer_ranks(setup: _Setup, workload: Workload, size: int) -> Workload:
     fewer = msgspec.structs.replace(workload, seq=seq, kv_length=kv_length)
     with strategy_errors():
         strategy_class = load_strategy(setup.request.strategy)
-        reason = fits(strategy_class, fewer, size, setup.request.params) if seq else "less than one token"
+        reason = why_unsupported(strategy_class, fewer, size, setup.request.params) if seq else "less than one token"
     if reason:
         raise UnsupportedWorkloadError(reason)
     return fewer
@@ -124,7 +124,7 @@ class _RankDryRun:
             shard = self._shard()
             for _ in dry_run_iterations(shard, self._setup.hops):
                 self._recorder.start()
-                shard.results()
+                shard.run_for_verification()
             if request.controls:
                 ordinary, *others = baseline_bodies(shard, self._create(self._world, _NullRecordingCommunicator))[0]
                 for body in (*others, ordinary):
@@ -154,13 +154,15 @@ class _RankDryRun:
     def _shard(self) -> WorkloadShard:
         workload, world = self._workload, self._world
         if workload.sequences is not None:
-            return StepsProblem.over(self, workload, tuple(world // count for count in workload.sequences), META)
+            return DynamicCpShard.from_dynamic(
+                self, workload, tuple(world // count for count in workload.sequences), META
+            )
         if workload.layer is not None:
             # Imported late: it loads FSDP, which takes half a second.
-            from ringprof.record.layer import LayersProblem
+            from ringprof.record.layer import LayersShard
 
-            return _with_fused_norms(LayersProblem.of(self.of(world), workload, META))
-        return WorkloadShard.of(self.of(world), workload, META)
+            return _with_fused_norms(LayersShard.create(self.of(world), workload, META))
+        return WorkloadShard.create(self.of(world), workload, META)
 
 
 class _NullRecordingCommunicator(NullCommunicator, RecordingCommunicator):

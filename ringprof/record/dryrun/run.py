@@ -55,12 +55,12 @@ def dry_run_rank(
         )
         if prepare is not None:
             prepare(strategy)
-        shard = WorkloadShard.of(strategy, workload, META)
+        shard = WorkloadShard.create(strategy, workload, META)
         for _ in dry_run_iterations(shard, hops):
             recorder.start()
             reset_counts([strategy])
             fake_kernel.flops, fake_kernel.calls = 0, dict.fromkeys(fake_kernel.calls, 0)
-            shard.iteration()
+            shard.run_iteration()
     # The recording kernel does not belong to the strategy, so its counts replace the strategy's.
     work = msgspec.structs.replace(
         counted_work([strategy]), block_flops=fake_kernel.flops, block_calls=dict(fake_kernel.calls)
@@ -80,7 +80,7 @@ def dry_run_iterations(shard: WorkloadShard, hops: str) -> range:
     Two are needed if the first one creates cached data: receive memory of copied hops, mask blocks, gradients of a
     step.
     """
-    return range(2 if hops == "copy" or shard.options or type(shard) is not WorkloadShard else 1)
+    return range(2 if hops == "copy" or shard.attention_options or type(shard) is not WorkloadShard else 1)
 
 
 def recording_strategy(

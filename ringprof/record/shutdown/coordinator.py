@@ -22,7 +22,7 @@ import psutil
 
 from ringprof.errors import RecordError, RingprofError
 from ringprof.record.progress import PositionReporter
-from ringprof.record.request import Task
+from ringprof.record.request import RankTask
 from ringprof.record.run_folder import discard
 from ringprof.record.shutdown.heartbeat import END, Heartbeat, HeartbeatServer, RankOutcome
 from ringprof.record.shutdown.rank_errors import (
@@ -52,7 +52,7 @@ class ReportedElsewhere(RecordError):
 class RankContext:
     """One rank of a run, with everything that its shutdown needs."""
 
-    task: Task
+    task: RankTask
     rank: int
     hosts: Sequence[str]
     position: PositionReporter
@@ -213,7 +213,7 @@ class OtherRankShutdown:
             end_local_ranks(context.siblings)
 
 
-def _discard_run(task: Task, failed: FailedRun) -> RingprofError:
+def _discard_run(task: RankTask, failed: FailedRun) -> RingprofError:
     """Remove the half-written run and write the log; return the error, which names the log."""
     discard(Path(task.staging))
     error = failed.cause()

@@ -21,7 +21,7 @@ from benchmarks import plan_memory
 from ringprof.errors import UnsupportedWorkloadError
 from ringprof.record.dryrun import memory
 from ringprof.record.dryrun.memory import peak_bytes
-from ringprof.record.request import Request
+from ringprof.record.request import RecordRequest
 from ringprof.run import Workload, read_run
 from ringprof.strategies import find, names
 from tests.record.dryrun import strategies_of_strangers
@@ -34,8 +34,8 @@ GRADIENTS = Q + KV + (2 * Q + LSE) + 2 * Q
 WORKLOAD = Workload(seq=4096, heads=40, kv_heads=8, head_dim=128, causal=False)
 
 
-def request_for(strategy: str, world: int, **options: Any) -> Request:
-    base = Request(workload=WORKLOAD, strategy=strategy, device="cuda", world=world, hops="nccl", verify=False)
+def request_for(strategy: str, world: int, **options: Any) -> RecordRequest:
+    base = RecordRequest(workload=WORKLOAD, strategy=strategy, device="cuda", world=world, hops="nccl", verify=False)
     return replace(base, **options)
 
 
@@ -75,7 +75,7 @@ def measured_cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("request_", "kernel", "held", "before"), measured_cases())
-def test_the_plan_is_what_two_gpus_held(request_: Request, kernel: str, held: float, before: float) -> None:
+def test_the_plan_is_what_two_gpus_held(request_: RecordRequest, kernel: str, held: float, before: float) -> None:
     """Within half a percent. The plan counts earlier workspaces if the case itself needs them."""
     counted = kernel == "cudnn" or request_.workload.layer is not None or kernel == "reference"
     plan = peak_bytes(request_, request_.workload, kernel, 2) / MIB
