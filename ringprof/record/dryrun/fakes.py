@@ -232,7 +232,7 @@ class RecordingRing(HopRing):
     def _owned(self, message: Message) -> Message:
         """Return a message that lies in no other ring's receive slots; copy it if needed.
 
-        `ringprof.strategies.transport.copy_engine.owned` does the same in a run.
+        `ringprof.strategies.transport.copy_engine.copy_if_in_other_slot` does the same in a run.
         """
         owners = [self._comm.slots.get(_storage_key(buffer)) for buffer in message.buffers]
         if all(slots is None or slots is self.slots for slots in owners):

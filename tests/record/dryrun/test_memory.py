@@ -239,10 +239,10 @@ def test_a_block_of_flex_is_measured_after_the_fork() -> None:
     """Run in its own process: with a CUDA build, a fork computes no gradients after flex's on a CPU."""
     plan = f"""if True:
         from ringprof.record.estimate import estimate_of
-        from ringprof.record.request import Request
+        from ringprof.record.request import RecordRequest
         from ringprof.run import Workload
         workload = Workload(seq=256, heads=2, kv_heads=2, head_dim=64, dtype="fp32")
-        request = Request(
+        request = RecordRequest(
             workload=workload, strategy="{USER_MODULE}:Prints", device="cpu", world=2, hops="nccl", kernel="flex",
             warmup=1, iters=1,
         )
