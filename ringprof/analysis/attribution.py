@@ -19,7 +19,7 @@ from ringprof.analysis.transfers.wait_and_wire import LinkClass
 from ringprof.errors import InputError
 from ringprof.run import Run
 from ringprof.trace.columns import CUT_OFF, NO_DEVICE_ACTIVITIES, Notice
-from ringprof.trace.one_run import OF_THE_RUN, TraceFacts, one_after_another, order
+from ringprof.trace.one_run import RUN_WARNINGS, TraceFacts, rank_sort_key, split_recordings
 from ringprof.workload_checks import workload_problems
 
 MOST_OF_OTHER = 5
@@ -191,7 +191,7 @@ def _expected(run: Run | None, given: Collection[int], world_size: int, *, told:
 
 def _with_rank(one: TraceFacts) -> list[Notice]:
     return [
-        w if w.rank is not None or w.code in OF_THE_RUN else msgspec.structs.replace(w, rank=one.rank)
+        w if w.rank is not None or w.code in RUN_WARNINGS else msgspec.structs.replace(w, rank=one.rank)
         for w in one.warnings
     ]
 
@@ -220,10 +220,10 @@ def _by_rank(facts: Sequence[TraceFacts], warnings: list[Notice]) -> dict[int, i
 def _both(first: TraceFacts, second: TraceFacts, facts: Sequence[TraceFacts]) -> str:
     """That two traces are of one rank, and which traces to give instead."""
     message = f"{second.path} and {first.path} are both of rank {first.rank}: give the traces of one run"
-    recordings = one_after_another(facts)
+    recordings = split_recordings(facts)
     if not recordings:
         return message
-    last = " ".join(one.path for one in sorted(recordings[-1], key=order))
+    last = " ".join(one.path for one in sorted(recordings[-1], key=rank_sort_key))
     return f"{message}; these are of {len(recordings)}, one after another (a profiler's schedule?). The last: {last}"
 
 

@@ -109,6 +109,6 @@ def test_copies_of_nsight_are_named_by_their_ends() -> None:
 def test_a_field_that_an_export_puts_in_two_places_is_in_none() -> None:
     layouts: Layouts = {}
     add_entries(layouts, [(1, "Peer rank", 5, 8), (1, "Peer rank", 5, 16), (1, "Rank", 5, 4), (1, "Rank", 5, 4)])
-    assert layouts[1]["peer"] is None and layouts[1]["place"] is not None
+    assert layouts[1]["peer"] is None and layouts[1]["rank"] is not None
     add_entries(layouts, [(1, "Peer rank", 5, 8)])
     assert layouts[1]["peer"] is None

@@ -188,10 +188,10 @@ def test_ranks_named_by_groups_count_for_each_record(monkeypatch: pytest.MonkeyP
     trace = Builder().run("send", 0, 10, launched=1, own=collective("send", group_ranks=None)).trace()
     trace = replace(trace, groups={"cp": (0, 1, 2, 3)})
     monkeypatch.setattr(checks, "NAMED_LIMIT", 4)
-    assert checks.refuse_unsound(trace) is trace
+    assert checks.validate_trace(trace) is trace
     monkeypatch.setattr(checks, "NAMED_LIMIT", 3)
     with pytest.raises(TraceFormatError, match="name over 3 ranks"):
-        checks.refuse_unsound(trace)
+        checks.validate_trace(trace)
 
 
 def test_ranks_count_for_each_group_that_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,17 +199,17 @@ def test_ranks_count_for_each_group_that_names_them(monkeypatch: pytest.MonkeyPa
     ranks = (0, 1, 2)
     trace = replace(Builder().run(FLASH, 0, 10).trace(), groups={"a": ranks, "b": ranks})
     monkeypatch.setattr(checks, "NAMED_LIMIT", 6)
-    assert checks.refuse_unsound(trace) is trace
+    assert checks.validate_trace(trace) is trace
     monkeypatch.setattr(checks, "NAMED_LIMIT", 5)
     with pytest.raises(TraceFormatError, match="groups name over 5 ranks"):
-        checks.refuse_unsound(trace)
+        checks.validate_trace(trace)
 
 
 def test_a_kernel_over_eight_others_of_its_stream_is_told_of_its_rank() -> None:
     builder = Builder().run(FLASH, 0, 1000).run(FLASH, 0, 1000, stream=8)
     for number in range(8):
         builder.run(FLASH, 10 + number, 11 + number)
-    (caveat,) = checks.overlaps(builder.trace().activities, 5)
+    (caveat,) = checks.overlap_warnings(builder.trace().activities, 5)
     assert (caveat.code, caveat.rank, caveat.count) == ("overlapping_kernels", 5, 1)
 
 
@@ -230,7 +230,7 @@ def test_a_name_counts_for_memory_once() -> None:
 
 def test_rows_that_are_a_nanosecond_out_of_order_are_refused() -> None:
     trace = Builder().run(FLASH, 1000, 2000).run(FLASH, 1000, 2000).trace("a.json")
-    assert checks.refuse_unsound(trace) is trace
+    assert checks.validate_trace(trace) is trace
     swapped = replace(trace.activities, start_ns=np.array([1001, 1000]))
     with pytest.raises(TraceFormatError, match=r"a.json: damaged trace: of its activities the times are out of order"):
-        checks.refuse_unsound(replace(trace, activities=swapped))
+        checks.validate_trace(replace(trace, activities=swapped))

@@ -13,7 +13,7 @@ import pytest
 from ringprof.analysis.transfers.hops import TimedHop
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import Trace
-from ringprof.trace.nccl_payloads import CommunicatorPlaces, NcclCall
+from ringprof.trace.nccl_payloads import CommunicatorRanks, NcclCall
 from ringprof.trace.nsys import read_nsys
 from ringprof.trace.ranks import read_traces
 from tests.trace.test_nsys import TABLES, process
@@ -273,14 +273,14 @@ def test_long_payloads_are_not_in_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "place"), [(None, 1), (2, None), (2, 2), (2, -1), (1 << 21, 1), (3, 1)], ids=str
+    ("ranks", "rank"), [(None, 1), (2, None), (2, 2), (2, -1), (1 << 21, 1), (3, 1)], ids=str
 )  # fmt: skip
-def test_a_place_that_no_rank_can_have_is_nobodys(ranks: int | None, place: int | None) -> None:
-    """The first call is of place 0 of 2; alone it tells nothing of the second."""
-    places = CommunicatorPlaces()
-    places.add(NcclCall("comminitrank", 7, ranks=2, place=0), 100)
-    places.add(NcclCall("comminitrank", 7, ranks=ranks, place=place), 200)
-    assert places.members() == {}
+def test_an_invalid_rank_in_a_communicator_is_ignored(ranks: int | None, rank: int | None) -> None:
+    """The first call has rank 0 of 2; alone it does not give the members."""
+    communicators = CommunicatorRanks()
+    communicators.add(NcclCall("comminitrank", 7, ranks=2, rank=0), 100)
+    communicators.add(NcclCall("comminitrank", 7, ranks=ranks, rank=rank), 200)
+    assert communicators.members() == {}
     if ranks != 3:  # which contradicts the first
-        places.add(NcclCall("comminitrank", 7, ranks=2, place=1), 300)
-        assert places.members() == {7: (100, 300)}
+        communicators.add(NcclCall("comminitrank", 7, ranks=2, rank=1), 300)
+        assert communicators.members() == {7: (100, 300)}

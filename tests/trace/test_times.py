@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringprof.trace.checks import LARGEST_NS
-from ringprof.trace.kineto.times import NOT_A_TIME, one_to_ns, to_ns
+from ringprof.trace.kineto.times import NOT_A_TIME, text_to_ns, to_ns
 
 
 def slow(text: str) -> int:
@@ -44,7 +44,7 @@ def slow(text: str) -> int:
     ],
 )
 def test_text_to_ns(text, ns):
-    assert one_to_ns(text.encode()) == ns
+    assert text_to_ns(text.encode()) == ns
     assert to_ns([text.encode()]).tolist() == [ns]
     # Among others the text goes another way through the code; the result is the same.
     assert to_ns([b"1.000", text.encode(), b"2"]).tolist() == [1000, ns, 2000]
@@ -79,4 +79,4 @@ def test_float64_would_not_do():
     """Why the text is read: the nearest float64 to this time, times 1000, is off by a nanosecond."""
     text = "1790857026000000.123"
     assert round(float(text) * 1000) != slow(text)
-    assert one_to_ns(text.encode()) == slow(text)
+    assert text_to_ns(text.encode()) == slow(text)

@@ -8,7 +8,7 @@ import msgspec
 
 from ringprof.errors import TraceFormatError
 from ringprof.limits import MemoryBudget
-from ringprof.trace.checks import overlaps, refuse_unsound
+from ringprof.trace.checks import overlap_warnings, validate_trace
 from ringprof.trace.columns import NO_DEVICE_ACTIVITIES, Notice, Trace
 from ringprof.trace.kineto.byte_source import ByteSource
 from ringprof.trace.kineto.collectives import with_group
@@ -78,7 +78,7 @@ def _read(source: str | bytes, name: str, budget: MemoryBudget) -> Trace:
         # Only now is it known to be a CPU trace, where every operator counts.
         budget.left = left
         reading = _pass(source, name, budget, every_operator=True)
-    return take_analysis(refuse_unsound(_trace(reading, name)), budget)
+    return take_analysis(validate_trace(_trace(reading, name)), budget)
 
 
 def _pass(source: str | bytes, name: str, budget: MemoryBudget, *, every_operator: bool) -> _Reading:
@@ -180,7 +180,7 @@ def _trace(reading: _Reading, name: str) -> Trace:
         warnings=_warnings(reading),
     )
     trace = without_repeats(trace)
-    trace.warnings.extend(overlaps(trace.activities, metadata.rank))
+    trace.warnings.extend(overlap_warnings(trace.activities, metadata.rank))
     return trace
 
 

@@ -39,7 +39,7 @@ def to_ns(texts: Sequence[Text]) -> Int64:
         fast = _uniform_to_ns(joined, len(texts))
         if fast is not None:
             return fast
-    return np.fromiter((one_to_ns(bytes(text)) for text in texts), np.int64, len(texts))
+    return np.fromiter((text_to_ns(bytes(text)) for text in texts), np.int64, len(texts))
 
 
 def _uniform_to_ns(joined: bytes, count: int) -> Int64 | None:
@@ -57,7 +57,7 @@ def _uniform_to_ns(joined: bytes, count: int) -> Int64 | None:
     return None
 
 
-def one_to_ns(text: bytes) -> int:
+def text_to_ns(text: bytes) -> int:
     """As `to_ns`, for one text."""
     text = text.strip(b'" \t\r\n')
     whole, _, fraction = text.partition(b".")
