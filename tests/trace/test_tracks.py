@@ -148,11 +148,11 @@ def test_names_of_tracks_take_little_memory():
     """However many processes a file names, and however long their numbers are."""
     tracks = Tracks()
     long = [Event(ph="M", name="process_name", pid="p" * 10_000 + str(number), args=ARGS) for number in range(3)]
-    tracks.note(long)
-    tracks.note(Event(ph="M", name="process_name", pid=number, args=ARGS) for number in range(100_000))
-    assert tracks.source_of(Event(pid=16_383)) == "process 'Ascend Hardware'"
-    assert tracks.source_of(Event(pid=16_384)) is None
-    assert tracks.source_of(long[0]) == f"process '{'p' * 40}'"
+    tracks.add_names(long)
+    tracks.add_names(Event(ph="M", name="process_name", pid=number, args=ARGS) for number in range(100_000))
+    assert tracks.unread_source(Event(pid=16_383)) == "process 'Ascend Hardware'"
+    assert tracks.unread_source(Event(pid=16_384)) is None
+    assert tracks.unread_source(long[0]) == f"process '{'p' * 40}'"
 
 
 def cann(*rows: dict[str, Any]) -> list[dict[str, Any]]:
