@@ -131,7 +131,7 @@ class _Cache:
         self.problem, self.workload = problem, workload
         strategy, shape = problem.strategy, shape_of(workload)
         mine, device = strategy.heads(shape.heads, shape.kv_heads), problem.q.device
-        self.given, self.returned = (range(*one.indices(shape.heads)) for one in (mine.given, mine.returned))
+        self.given, self.returned = (range(*one.indices(shape.heads)) for one in (mine.queries, mine.returned))
         self.held = range(*mine.kv.indices(shape.kv_heads))
         positions = strategy.key_positions(shape.kv_length, shape.seq)
         ranks = of_ranks([self.held.start, len(positions)], device)
@@ -173,7 +173,7 @@ def _places(problem: WorkloadShard, out: Tensor, workload: Workload) -> Iterator
     cache, keys, group = _Cache(problem, workload), workload.kv_length or 0, workload.heads // workload.kv_heads
     generator = torch.Generator().manual_seed(SEED)
     rows = torch.randperm(out.shape[1], generator=generator)[:PLACES].sort().values.to(out.device)
-    positions = keys - workload.seq + problem.strategy.query_places(workload.seq).to(out.device)[rows]
+    positions = keys - workload.seq + problem.strategy.query_positions(workload.seq).to(out.device)[rows]
     seen = KeyStretches.of(workload.mask(), positions, keys)
     queries = cache.queries()
     for number, kv_head in enumerate(cache.held):
