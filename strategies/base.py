@@ -24,9 +24,9 @@ from ringprof.strategies.kernels.builtin import choose_kernel
 from ringprof.strategies.kernels.kernel import Gradients, Kernel
 from ringprof.strategies.kernels.merge import (
     Partial,
+    lift_tiny_rows,
     output_with_delta,
     row_product,
-    rows_that_carry,
     wide_type,
     with_sinks,
 )
@@ -627,7 +627,7 @@ def _rows_with_lse_gradient(kernel: Kernel, rows: Rows, dlse: Tensor | None) -> 
         delta = delta - dlse
     if kernel.takes_delta:
         return Rows(rows.dout, rows.lse, delta=delta)
-    dout = rows_that_carry(rows.dout, delta)
+    dout = lift_tiny_rows(rows.dout, delta)
     return Rows(dout, rows.lse, out=output_with_delta(dout, delta))
 
 

@@ -54,7 +54,7 @@ def blocks(kernels: Sequence[str]) -> list[Wanted]:
             lengths = (*_MANY, *(_BETWEEN if number == 0 else ())) if equal else _FEW
             shapes = [*_of(lengths, heads, kv_heads), *(_gathered(heads, kv_heads) if equal else ())]
             found += [Wanted(kernel, block) for block in shapes if block.flops() < _LONGEST_FLOPS]
-        if KERNELS[kernel].takes_windows and KERNELS[kernel].several_lengths:
+        if KERNELS[kernel].takes_windows and KERNELS[kernel].varlen:
             found += _masked(kernel)
     random.Random(0).shuffle(found)
     # Kernels in turn, so that none is left out where time is short; the stable sort keeps each one's shuffled order.

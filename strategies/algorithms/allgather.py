@@ -41,7 +41,7 @@ from ringprof.strategies.base import (
     wire_type,
 )
 from ringprof.strategies.kernels.kernel import Gradients
-from ringprof.strategies.kernels.merge import Partial, Sum, accumulate, settled
+from ringprof.strategies.kernels.merge import Partial, Sum, accumulate, add_and_cast
 from ringprof.strategies.masks.expected import contiguous_imbalance
 from ringprof.strategies.masks.layouts import LAYOUTS, Block, Layout, part
 from ringprof.strategies.transport.ring_channel import Hop
@@ -167,7 +167,7 @@ class AllGather(Strategy):
             for block, grads in local_grads:
                 dq.add(grads[0], block.q)
             dk, dv = (
-                settled(x, [(block.kv, grads[which]) for block, grads in local_grads], k.dtype)
+                add_and_cast(x, [(block.kv, grads[which]) for block, grads in local_grads], k.dtype)
                 for which, x in enumerate((dk, dv), start=1)
             )
             return dq.result(q.dtype), dk, dv

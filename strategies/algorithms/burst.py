@@ -34,7 +34,7 @@ from ringprof.strategies.base import (
     wire_type,
 )
 from ringprof.strategies.kernels.kernel import Gradients
-from ringprof.strategies.kernels.merge import Sum, accumulate, row_product, settled, started
+from ringprof.strategies.kernels.merge import Sum, accumulate, add_and_cast, row_product, write_rows
 from ringprof.strategies.masks.layouts import ALL, LAYOUTS, Block, part
 from ringprof.strategies.masks.row_routing import RowRouting
 from ringprof.strategies.transport.gradient_ring import GradientRing
@@ -115,7 +115,7 @@ class Burst(Strategy):
         dq = circulating_dq.receive_own()
         with ring_step("bwd", self.comm.size, "merge"):
             return (
-                settled(dq, [(block.q, grads[0]) for block, grads in local_grads], q.dtype),
+                add_and_cast(dq, [(block.q, grads[0]) for block, grads in local_grads], q.dtype),
                 dk.result(k.dtype, [(block.kv, grads[1]) for block, grads in local_grads]),
                 dv.result(v.dtype, [(block.kv, grads[2]) for block, grads in local_grads]),
             )
@@ -192,7 +192,7 @@ class _CirculatingDq:
             elif inner_step:
                 accumulate(part(total.tensors[0], dq[0]), dq[1])
             else:
-                started(total.tensors[0], *dq)
+                write_rows(total.tensors[0], *dq)
         if inner_step + 1 < self._rings.window:
             self._inner = self._rings.inner.post(total)
             return
