@@ -121,7 +121,7 @@ class RingPrefill(Cached):
         """Return the blocks of ``q_rank``'s new tokens with ``kv_rank``'s keys: cached keys first, then new ones."""
         cached, half = keys - queries, queries // 2
         if not mask.plain:
-            block = self._sharded_mask(queries, keys, mask).block(q_rank, kv_rank)
+            block = self._sharded_mask_of_cache(queries, keys, mask).block(q_rank, kv_rank)
             return [] if block is None else [block]
         if not mask.causal:
             return [Block()]
@@ -133,11 +133,11 @@ class RingPrefill(Cached):
         second_half = Block(q=slice(half, queries))
         return [second_half, Block(slice(0, half), slice(0, cached))] if cached else [second_half]
 
-    def _sharded_mask(self, queries: int, keys: int, mask: Mask) -> ShardedMask:
+    def _sharded_mask_of_cache(self, queries: int, keys: int, mask: Mask) -> ShardedMask:
         """Return the mask sharded over the ranks; ``queries`` and ``keys`` are counts per rank."""
         size = self.comm.size
         return sharded_mask_of(mask, self.layout, size, keys * size, (keys - queries) * size)
 
     def _row_routing(self, q: Tensor, k: Tensor, mask: Mask) -> RowRouting | None:
         """Return the rows of keys and values to send; None if all rows are sent."""
-        return None if mask.plain else self._sharded_mask(q.shape[1], k.shape[1], mask).routing(self.comm.size)
+        return None if mask.plain else self._sharded_mask_of_cache(q.shape[1], k.shape[1], mask).routing(self.comm.size)
