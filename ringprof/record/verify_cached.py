@@ -59,13 +59,13 @@ def verify_cached(strategy: Cached, workload: Workload, device: torch.device) ->
     scale, reference = workload.head_dim**-0.5, ReferenceKernel(softcap=workload.softcap or 0.0)
     everything = torch.arange(keys, device=device)
     seen = KeyStretches.of(workload.mask(), everything[keys - new :], keys).shown(everything)
-    exact, lse = reference.forward_seen(q.double(), wide_k, wide_v, scale, seen)
+    exact, lse = reference.forward_masked(q.double(), wide_k, wide_v, scale, seen)
     if sinks is not None:
         exact, _ = with_sinks(exact, lse, sinks)
     # One call of the kernel over what all new tokens may see: its own error.
     call = AttentionCall(kernel_of(strategy, q, workload).again(), scale, causal=False)
     alone, _ = call.forward(q, full.k[:, :common], full.v[:, :common], Block())
-    there, _ = reference.forward_seen(q.double(), wide_k[:, :common], wide_v[:, :common], scale, None)
+    there, _ = reference.forward_masked(q.double(), wide_k[:, :common], wide_v[:, :common], scale, None)
     share, kernel_error = strategy.shard_output(exact), relative_rms(alone.double() - there, there)
     difference = out.double() - share
     errors = _judged(

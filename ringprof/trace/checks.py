@@ -59,7 +59,9 @@ def overlap_warnings(rows: Activities, rank: int | None) -> list[Notice]:
     if not count:
         return []
     until, excess = f"until {_FOLLOWING} others of their stream have begun", f"{excess_ns.sum() / 1e6:,.3f} ms longer"
-    message = f"{count} kernels or copies last {until}, and {excess}: their times, which figures hold, may be damaged"
+    message = (
+        f"{count} kernels or copies last {until}, and {excess}: their times, which count in the results, may be damaged"
+    )
     return [Notice("overlapping_kernels", message, rank, count)]
 
 

@@ -219,19 +219,21 @@ def distinct(column: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
 
 def among(values: npt.NDArray[_Number], others: npt.NDArray[_Number]) -> npt.NDArray[np.bool_]:
     """Mark the values that are also in ``others``; unlike ``np.isin``, this does not import masked arrays."""
-    known = distinct(others)
-    end = np.searchsorted(known, values, side="right")
-    return (end > 0) & (known[end - 1] == values) if len(known) else np.zeros(len(values), np.bool_)
+    sorted_others = distinct(others)
+    end = np.searchsorted(sorted_others, values, side="right")
+    return (end > 0) & (sorted_others[end - 1] == values) if len(sorted_others) else np.zeros(len(values), np.bool_)
 
 
-def launch_rows(wanted: Int64, known: Int64) -> Int64:
-    """Find the launch of each activity: the index in ``known`` of each correlation in ``wanted``, or `NONE`."""
-    if not len(known):
-        return np.full(len(wanted), NONE, np.int64)
-    order = np.argsort(known, kind="stable")
-    position = np.minimum(np.searchsorted(known, wanted, sorter=order), len(known) - 1)
+def launch_rows(correlations: Int64, launch_correlations: Int64) -> Int64:
+    """Find the launch of each activity: the index in ``launch_correlations`` of each of ``correlations``, or `NONE`."""
+    if not len(launch_correlations):
+        return np.full(len(correlations), NONE, np.int64)
+    order = np.argsort(launch_correlations, kind="stable")
+    position = np.minimum(
+        np.searchsorted(launch_correlations, correlations, sorter=order), len(launch_correlations) - 1
+    )
     row = order[position]
-    return np.where((known[row] == wanted) & (wanted != NONE), row, NONE).astype(np.int64)
+    return np.where((launch_correlations[row] == correlations) & (correlations != NONE), row, NONE).astype(np.int64)
 
 
 def dtypes_of(kind: type[Any]) -> dict[str, type[Any]]:
@@ -293,6 +295,6 @@ class Trace(msgspec.Struct, frozen=True):
         """Whether the run used a GPU but the trace has no device activities."""
         return any(warning.code == NO_DEVICE_ACTIVITIES for warning in self.warnings)
 
-    def names_that(self, fit: Callable[[str], object]) -> npt.NDArray[np.bool_]:
-        """Mark the `names` for which ``fit`` is true; the mask is never empty, so a column of names can index it."""
-        return np.array([bool(fit(name)) for name in self.names] or [False], np.bool_)
+    def names_that(self, predicate: Callable[[str], object]) -> npt.NDArray[np.bool_]:
+        """Mark the `names` for which ``predicate`` is true; the mask is never empty, so that names can index it."""
+        return np.array([bool(predicate(name)) for name in self.names] or [False], np.bool_)

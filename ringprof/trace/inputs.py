@@ -111,9 +111,11 @@ def _detect_folder(name: str) -> Input:
         (only_input,) = inputs.values()
         return msgspec.structs.replace(only_input, left_out=(*only_input.left_out, *problems))
     if inputs:
-        shown = ", ".join(islice(inputs, _MOST_LISTED)) + (", ..." if len(inputs) > _MOST_LISTED else "")
+        listed_folders = ", ".join(islice(inputs, _MOST_LISTED)) + (", ..." if len(inputs) > _MOST_LISTED else "")
         count = f"{len(inputs)}" if complete else f"at least {len(inputs)}"
-        raise InputError(f"{name}: {count} folders below hold runs or traces: give one, or those of one run: {shown}")
+        raise InputError(
+            f"{name}: {count} folders below hold runs or traces: give one, or those of one run: {listed_folders}"
+        )
     if problems:
         raise problems[0]
     raise InputError(f"{name}: no run.json and no Kineto trace (.json, .json.gz, .json.zst) in this folder or below it")
@@ -158,11 +160,11 @@ def _input_in(name: str) -> Input | None:
     runs = [os.path.dirname(file) for file in files if os.path.basename(file) == _RUN_FILE]
     if not all(_GROUP_FOLDER.fullmatch(os.path.basename(folder)) for folder in runs):
         return None  # Separate runs, each with its own traces. The groups of one job, in contrast, count as one run.
-    outside = dict(leading_out(within(name, _RUN_FILE), (file.removeprefix(prefix) for file in files)))
+    unsafe_links = dict(leading_out(within(name, _RUN_FILE), (file.removeprefix(prefix) for file in files)))
     formats: dict[str, Format] = {}
     problems: dict[str, InputError] = {}
     for file in sorted(files, key=_natural_order):
-        reason = outside.get(file.removeprefix(prefix))
+        reason = unsafe_links.get(file.removeprefix(prefix))
         if reason is not None:
             problems[file] = InputError(f"{file}: {reason}: give its own path")
             continue
@@ -222,7 +224,7 @@ def _format_in_folder(file: str) -> Format | InputError | None:
     if kind == "run":
         return None
     if kind != "trace":
-        return InputError(f"{file}: no trace, for all its name") if expected else None
+        return InputError(f"{file}: not a trace, despite its name") if expected else None
     return form
 
 

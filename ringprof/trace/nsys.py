@@ -347,20 +347,20 @@ def _nccl_calls(export: _Export) -> tuple[_Rows, list[NcclCall]]:
     """Read the NCCL calls whose communicator is known; the column ``call`` is an index into the distinct calls."""
     layouts: Layouts = {}
     for entries in export.select(_FIELDS, ("schemaId", "name", "type", "offset")):
-        before = len(layouts)
+        count_before = len(layouts)
         add_entries(layouts, entries)
-        export.budget.take(bytes_of_collectives(len(layouts) - before), export.path)
+        export.budget.take(bytes_of_collectives(len(layouts) - count_before), export.path)
     names = _nccl_names(export) if layouts else {}
     calls: dict[NcclCall, int] = {}
 
     def decode_rows(rows: list[tuple[Any, ...]]) -> Int64:
-        before, decoded = len(calls), []
+        count_before, decoded = len(calls), []
         for *times, key, text, data in rows:
             fields = decode(data, layouts)
             call = nccl_call(text if isinstance(text, str) else names.get(key, ""), fields) if fields else None
             if call is not None and all(isinstance(time, int) for time in times):
                 decoded.append((*times, calls.setdefault(call, len(calls))))
-        export.budget.take(bytes_of_collectives(len(calls) - before), export.path)
+        export.budget.take(bytes_of_collectives(len(calls) - count_before), export.path)
         return np.array(decoded, np.int64).reshape(-1, 4)
 
     chunks = export.select(_MARKS, ("start", "end", "globalTid", "textId", "text", "binaryData"), _SHORT)
@@ -416,8 +416,8 @@ def _records(
     return _select(rows, rows["collective"] != NONE), list(records)
 
 
-def _select(rows: _Rows, chosen: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> _Rows:
-    return {name: column[chosen] for name, column in rows.items()}
+def _select(rows: _Rows, selection: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> _Rows:
+    return {name: column[selection] for name, column in rows.items()}
 
 
 def _by_process(rows: _Rows, column: str = "thread") -> dict[int, _Rows]:

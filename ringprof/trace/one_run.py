@@ -117,14 +117,14 @@ def _overlap(first: TraceFacts, second: TraceFacts) -> bool:
 
 
 def _cycle_warnings(facts: Sequence[TraceFacts]) -> list[Notice]:
-    others = [trace_facts.path for trace_facts in facts if trace_facts.other_cycle]
-    if not others:
+    superseded = [trace_facts.path for trace_facts in facts if trace_facts.other_cycle]
+    if not superseded:
         return []
     message = (
         f"processes wrote several traces, one per profiler cycle: the newest cycle is reported, "
-        f"{len(others)} other traces are left out, such as {others[0]}"
+        f"{len(superseded)} other traces are left out, such as {superseded[0]}"
     )
-    return [Notice("profiler_cycles", message, count=len(others))]
+    return [Notice("profiler_cycles", message, count=len(superseded))]
 
 
 def rank_sort_key(facts: TraceFacts) -> tuple[bool, int]:
@@ -154,13 +154,13 @@ def _run_warnings(facts: Sequence[TraceFacts]) -> list[Notice]:
     warnings = []
     sizes = {trace_facts.world_size for trace_facts in facts if trace_facts.world_size is not None}
     if len(sizes) > 1:
-        listed = ", ".join(str(size) for size in sorted(sizes))
-        warnings.append(Notice("mixed_runs", f"the traces come from runs of different world sizes ({listed})"))
+        sizes_text = ", ".join(str(size) for size in sorted(sizes))
+        warnings.append(Notice("mixed_runs", f"the traces come from runs of different world sizes ({sizes_text})"))
     disjoint = _first_disjoint(facts)
     if disjoint:
         first, second = (trace_facts.path for trace_facts in disjoint)
-        which = f"{first} and {second}" if first != second else f"{first}: two of its processes"
-        warnings.append(Notice("mixed_runs", f"{which} have no moment in common: are they of one run?"))
+        names = f"{first} and {second}" if first != second else f"{first}: two of its processes"
+        warnings.append(Notice("mixed_runs", f"{names} have no moment in common: are they of one run?"))
     return warnings
 
 

@@ -150,11 +150,11 @@ def _convolution(call: Call) -> _Count | None:
 def _convolution_backward(call: Call) -> _Count | None:
     """Count the FLOPs of ``aten::convolution_backward``: each gradient costs as much as the forward pass."""
     gradient, data, weight, transposed = call.shape(0), call.shape(1), call.shape(2), call.flag(7)
-    wanted = [part.strip() == "True" for part in call.value(10).strip("[]").split(",")]
-    if transposed is None or len(wanted) != 3:
+    output_mask = [part.strip() == "True" for part in call.value(10).strip("[]").split(",")]
+    if transposed is None or len(output_mask) != 3:
         return None
     per_gradient = _convolution_flops(data, weight, (data if transposed else gradient)[2:])
-    return (per_gradient[0] * sum(wanted[:2]), 0) if per_gradient else None
+    return (per_gradient[0] * sum(output_mask[:2]), 0) if per_gradient else None
 
 
 def _convolution_flops(data: Sizes, weight: Sizes, positions: Sizes) -> _Count | None:

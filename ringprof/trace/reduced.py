@@ -156,15 +156,17 @@ def parse_reduced(data: bytes, name: str | None = None, budget: MemoryBudget | N
 
     Raises `TraceFormatError`, `MemoryLimitError`.
     """
-    shown, budget = name or "reduced trace", budget or MemoryBudget()
+    shown_name, budget = name or "reduced trace", budget or MemoryBudget()
     if not data.startswith((MAGIC, PREVIOUS_MAGIC)):
-        raise TraceFormatError(f"{shown}: not a reduced trace of this version: remove it, and the trace itself is read")
+        raise TraceFormatError(
+            f"{shown_name}: not a reduced trace of this version: remove it, and the trace itself is read"
+        )
     try:
-        file = msgspec.msgpack.decode(_decompress(data, shown, budget), type=_File)
-        trace = _trace(file, name or file.path, lambda size: budget.take(size, shown))
+        file = msgspec.msgpack.decode(_decompress(data, shown_name, budget), type=_File)
+        trace = _trace(file, name or file.path, lambda size: budget.take(size, shown_name))
     except (*UNREADABLE, zlib.error, LookupError, OverflowError) as error:
         raise TraceFormatError(
-            f"{shown}: damaged reduced trace ({reason(error)}): remove it, and the trace itself is read"
+            f"{shown_name}: damaged reduced trace ({reason(error)}): remove it, and the trace itself is read"
         ) from None
     if data.startswith(PREVIOUS_MAGIC):
         trace = msgspec.structs.replace(trace, warnings=[*trace.warnings, Notice("host_events_not_kept", _NOT_KEPT)])
@@ -278,7 +280,7 @@ def _bounds(ragged: _Ragged, count: int) -> Iterator[tuple[int, int]]:
     """Yield the start and end of each sequence; raise ValueError if they do not cover ``count`` items exactly."""
     sizes = _numbers(ragged.sizes)
     if len(sizes) and not (0 <= sizes.min() and sizes.max() <= count and sizes.sum() == count):
-        raise ValueError("sizes that cannot be")
+        raise ValueError("invalid sizes")
     ends = np.cumsum(sizes)
     yield from zip((ends - sizes).tolist(), ends.tolist(), strict=True)
 

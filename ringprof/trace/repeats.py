@@ -45,8 +45,8 @@ def _unique(table: _Table, keys: tuple[str, ...]) -> tuple[_Table, int]:
     repeated = _repeated(columns, np.logical_or.reduce([columns[key] != NONE for key in keys]))
     if not len(repeated):
         return table, 0
-    kept = np.delete(np.arange(len(columns["start_ns"])), repeated)
-    return type(table)(**{name: column[kept] for name, column in columns.items()}), len(repeated)
+    remaining = np.delete(np.arange(len(columns["start_ns"])), repeated)
+    return type(table)(**{name: column[remaining] for name, column in columns.items()}), len(repeated)
 
 
 def _repeated(columns: dict[str, npt.NDArray[Any]], has_id: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:

@@ -55,7 +55,7 @@ class AllGather(Strategy):
     PARAMETERS: ClassVar[dict[str, str]] = {
         "layout": "contiguous as in Llama 3, or zigzag for balanced causal work",
         "documents_layout": DOCUMENTS_LAYOUT_HELP,
-        "heads_at_a_time": "kv heads that are gathered at a time (default: all)",
+        "heads_at_a_time": "kv heads per gather (default: all)",
         "grad_wire": "type of dK and dV in the reduce-scatter: fp32, or the input's own",
         **Strategy.PARAMETERS,
     }
@@ -142,10 +142,10 @@ class AllGather(Strategy):
     def _backward(
         self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor, gathers: list[Hop]
     ) -> Gradients:
-        early, held_back = self.split_local_block(call, q, k)
+        first_block, held_back = self.split_local_block(call, q, k)
         dq = Sum(q)
         with ring_step("bwd", 0, "block"):
-            local_grads = [(early, call.backward(rows, q, k, v, early))]
+            local_grads = [(first_block, call.backward(rows, q, k, v, first_block))]
         remote = self._remote_keys(q.shape[1], call)
         k_others, v_others = (remote.select(gather.wait()[0]) for gather in gathers)
         wire = wire_type(self.parameters["grad_wire"], k)
@@ -167,8 +167,8 @@ class AllGather(Strategy):
             for block, grads in local_grads:
                 dq.add(grads[0], block.q)
             dk, dv = (
-                add_and_cast(x, [(block.kv, grads[which]) for block, grads in local_grads], k.dtype)
-                for which, x in enumerate((dk, dv), start=1)
+                add_and_cast(x, [(block.kv, grads[index]) for block, grads in local_grads], k.dtype)
+                for index, x in enumerate((dk, dv), start=1)
             )
             return dq.result(q.dtype), dk, dv
 
@@ -178,10 +178,10 @@ class AllGather(Strategy):
         if call.sharded_mask is not None:
             return _RemoteKeys(size, local_seq, call.sharded_mask.blocks_with_others(rank))
         if not causal or self.parameters["layout"] == "contiguous":
-            before, after = rank * local_seq, (rank + 1) * local_seq
-            blocks = [Block(kv=slice(0, before))] if before else []
-            if not causal and after < size * local_seq:
-                blocks.append(Block(kv=slice(after, size * local_seq)))
+            first_own, end_own = rank * local_seq, (rank + 1) * local_seq
+            blocks = [Block(kv=slice(0, first_own))] if first_own else []
+            if not causal and end_own < size * local_seq:
+                blocks.append(Block(kv=slice(end_own, size * local_seq)))
             return _RemoteKeys(size, local_seq, blocks)
         half = local_seq // 2
         first, second = slice(0, half), slice(half, local_seq)

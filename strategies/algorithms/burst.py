@@ -47,10 +47,10 @@ class Burst(Strategy):
     layout = LAYOUTS["zigzag"]
     takes_masks = True
     PARAMETERS: ClassVar[dict[str, str]] = {
-        "double_ring": "a ring of rings (default: where there is more than one host)",
+        "double_ring": "use a ring of rings (default: with more than one host)",
         "ring_window": "ranks in an inner ring (default: the ranks of a host)",
-        "optimized_backward": "send delta, one number a row, in place of O",
-        "grad_wire": "type of travelling dQ: fp32, or the input's own",
+        "optimized_backward": "send delta, one number per row, instead of O",
+        "grad_wire": "type in which dQ is sent: fp32, or the input's own",
         "documents_layout": DOCUMENTS_LAYOUT_HELP,
         **Strategy.PARAMETERS,
     }
@@ -97,10 +97,10 @@ class Burst(Strategy):
         if routing is not None:
             gradient_ring = GradientRing(routing, self.dq.inner, self.dq.outer, (q,), wire)
             return self._backward_of_rows(call, rows, q, k, v, routing, gradient_ring)
-        early, held_back = self.split_local_block(call, q, q)
+        first_block, held_back = self.split_local_block(call, q, q)
         circulating_dq = _CirculatingDq(self.dq, q, wire)
         for step, (q_rank, received) in enumerate(self.read.tour(_pack(q, rows))):
-            block = early if step == 0 else call.block_between(self.layout, q_rank, self.comm.rank, q.shape[1])
+            block = first_block if step == 0 else call.block_between(self.layout, q_rank, self.comm.rank, q.shape[1])
             if block is None:
                 circulating_dq.add(step, None)
                 continue
@@ -132,7 +132,7 @@ class Burst(Strategy):
     ) -> Gradients:
         """Compute the backward pass for a mask with which only some rows of the queries are sent."""
         dk, dv = Sum(k), Sum(v)
-        own: Sequence[Tensor] = ()
+        local_dq: Sequence[Tensor] = ()
         dims = (1, 1, 2, 1 if rows.delta is None else 2)
         for step, (q_rank, received) in enumerate(self.read.tour(_pack(q, rows), routing, dims)):
             block = routing.block(self.comm.rank, q_rank) if step else self.local_block(call, q)
@@ -143,8 +143,8 @@ class Burst(Strategy):
             if step:
                 gradient_ring.add(step, (block_dq,), block.q)
             else:
-                own = (block_dq,)
-        (dq,) = gradient_ring.receive_own(self.comm.rank, own)
+                local_dq = (block_dq,)
+        (dq,) = gradient_ring.receive_own(self.comm.rank, local_dq)
         return dq, dk.result(k.dtype), dv.result(v.dtype)
 
     @property

@@ -137,11 +137,11 @@ class Cached(Strategy):
     def local_shapes(self, shape: Shape) -> _LocalShapes:
         """Return the shapes of this rank's q and k for a problem; v has the shape of k if its head size is the same."""
         assert shape.kv_length is not None
-        own = self.heads(shape.heads, shape.kv_heads)
+        own_heads = self.heads(shape.heads, shape.kv_heads)
         query_count = len(self.query_positions(shape.seq))
         key_count = self.key_count(shape.kv_length, shape.seq)
         heads, kv_heads = (len(range(*part.indices(count))) for part, count in
-                     ((own.queries, shape.heads), (own.kv, shape.kv_heads)))  # fmt: skip
+                     ((own_heads.queries, shape.heads), (own_heads.kv, shape.kv_heads)))  # fmt: skip
         return _LocalShapes(
             (shape.batch, query_count, heads, shape.head_dim), (shape.batch, key_count, kv_heads, shape.head_dim)
         )  # fmt: skip
@@ -149,7 +149,7 @@ class Cached(Strategy):
     # --- training is unsupported --------------------------------------------------------------
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("a cache is asked by `compute`")
+        raise NotImplementedError("computed by `compute`")
 
     def backward(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         raise NotImplementedError("there is no backward pass over a cache")
@@ -188,7 +188,7 @@ def block_attention(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, block:
     kv_heads = k.shape[2]
     if not kv_heads or heads % kv_heads:
         raise Unsupported(
-            f"a rank computes {heads} heads over {kv_heads} kv heads: the ones must be a multiple of the others"
+            f"a rank computes {heads} heads over {kv_heads} kv heads: heads must be a multiple of kv heads"
         )
     group = heads // kv_heads
     if block.causal or block.parts is not None or group == 1 or rows > FEW_ROWS:

@@ -46,10 +46,10 @@ class DecodeContextParallel(Cached):
     phase = "decode"
     layout = LAYOUTS["stripe"]
     PARAMETERS: ClassVar[dict[str, str]] = {
-        "dcp_degree": "ranks that share the keys of a sequence; their groups share out the kv heads",
-        "queries": "gathered from the ranks that have their heads, or replicated: there already",
-        "merge": "how partial outputs become one",
-        "out_wire": "type of the outputs that travel: fp32, or the input's own",
+        "dcp_degree": "ranks that share the keys of a sequence; the groups split the kv heads",
+        "queries": "gathered from the ranks that have their heads, or replicated on every rank",
+        "merge": "how partial outputs are merged",
+        "out_wire": "type in which outputs are sent: fp32, or the input's own",
     }
 
     def __init__(
@@ -87,8 +87,8 @@ class DecodeContextParallel(Cached):
                 f"{size // degree} groups of {degree} ranks cannot share out {shape.kv_heads} kv heads: "
                 f"take a larger dcp_degree, up to {size}"
             )
-        whole = params.get("merge") == "all-gather" and params.get("queries") == "replicated"
-        if not whole and shape.heads % size:
+        keeps_all_heads = params.get("merge") == "all-gather" and params.get("queries") == "replicated"
+        if not keeps_all_heads and shape.heads % size:
             return f"{size} ranks cannot share out {shape.heads} heads (queries=replicated and merge=all-gather can)"
         return None
 
@@ -119,17 +119,17 @@ class DecodeContextParallel(Cached):
         def part(count: int, pieces: int, index: int) -> slice:
             return slice(count * index // pieces, count * (index + 1) // pieces)
 
-        group, own = part(heads, self.groups, self.group), part(heads, self.comm.size, self.comm.rank)
+        group_heads, own_heads = part(heads, self.groups, self.group), part(heads, self.comm.size, self.comm.rank)
         return Heads(
-            own if self.parameters["queries"] == "gathered" else group,
-            group if self.parameters["merge"] == "all-gather" else own,
+            own_heads if self.parameters["queries"] == "gathered" else group_heads,
+            group_heads if self.parameters["merge"] == "all-gather" else own_heads,
             part(kv_heads, self.groups, self.group),
         )
 
     def _length(self, q: Tensor, k: Tensor, mask: Mask) -> int:
         # A rank may hold one key more than others. This does not matter for a single query that sees all keys.
         if q.shape[1] > 1 or not mask.plain:
-            raise Unsupported("with more than one new token a sequence or a window, attention must be told kv_length")
+            raise Unsupported("with more than one new token per sequence, or with a window, attention needs kv_length")
         return k.shape[1] * self.degree
 
     def compute(
@@ -154,9 +154,9 @@ class DecodeContextParallel(Cached):
         """Split this rank's keys into blocks by the consecutive queries that see them."""
         if mask.plain and (not mask.causal or queries == 1):
             return [Block()] if keys else []
-        seen = KeyStretches.of(mask, torch.arange(kv_length - queries, kv_length, device="cpu"), kv_length)
+        key_ranges = KeyStretches.of(mask, torch.arange(kv_length - queries, kv_length, device="cpu"), kv_length)
         # Convert positions to indices of this rank's keys: the first key at or after a position.
-        bounds = [[-((self.rank_in_group - x) // self.degree) for x in ends] for ends in seen.stretches]
+        bounds = [[-((self.rank_in_group - x) // self.degree) for x in ends] for ends in key_ranges.stretches]
         local = KeyStretches(tuple((first, end) for first, end in bounds))
         edges = torch.cat([x for ends in bounds for x in ends]).clamp(0, keys)
         edges = torch.tensor(sorted(set(edges.tolist())), device="cpu")

@@ -58,8 +58,8 @@ class LoongDoubleRing(Strategy):
     takes_masks = True
     PARAMETERS: ClassVar[dict[str, str]] = {
         "ring_window": "ranks in an inner ring (default: those of the ring that share a host)",
-        "placement": "which has neighbouring ranks: Ulysses groups, or rings",
-        "ulysses_degree": "ranks that share out the heads",
+        "placement": "which groups get neighbouring ranks: Ulysses groups, or rings",
+        "ulysses_degree": "ranks that split the heads",
         "grad_wire": "type of dK and dV: fp32 in the first window and the input's own after it (mixed), fp32, or input",
         "documents_layout": DOCUMENTS_LAYOUT_HELP,
         **Strategy.PARAMETERS,
@@ -112,11 +112,11 @@ class LoongDoubleRing(Strategy):
             wire = wire_type("input" if self.parameters["grad_wire"] == "input" else "fp32", k)
             gradient_ring = GradientRing(routing, self.dkv.inner, self.dkv.outer, (k, v), wire)
             return backward_of_rows(self, call, rows, q, self._tour(call, k, v), gradient_ring)
-        early, held_back = self.split_local_block(call, q, k)
+        first_block, held_back = self.split_local_block(call, q, k)
         dq = Sum(q, 2 if held_back else self.kv.size)
         gradients = _CirculatingDkv(self.dkv, (k, v), self.parameters["grad_wire"])
         for step, (kv_rank, kv) in enumerate(self._tour(call, k, v)):
-            block = early if step == 0 else self.block(call, kv_rank, q)
+            block = first_block if step == 0 else self.block(call, kv_rank, q)
             grads = None
             if block is not None:
                 with ring_step("bwd", step, "block"):

@@ -57,7 +57,7 @@ class Megatron(Strategy):
     takes_masks = True
     smaller_v_travels = False
     PARAMETERS: ClassVar[dict[str, str]] = {
-        "grad_wire": "type of travelling dK and dV: fp32, or the input's own",
+        "grad_wire": "type in which dK and dV are sent: fp32, or the input's own",
         "documents_layout": DOCUMENTS_LAYOUT_HELP,
         **Strategy.PARAMETERS,
     }

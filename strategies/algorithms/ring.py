@@ -45,7 +45,7 @@ class Ring(Strategy):
     layout = LAYOUTS["contiguous"]
     takes_masks = True
     PARAMETERS: ClassVar[dict[str, str]] = {
-        "grad_wire": "type of travelling dK and dV: fp32 (exact: but the input's own for a single hop), or input",
+        "grad_wire": "type in which dK and dV are sent: fp32 (exact: the input's own for a single hop), or input",
         **Strategy.PARAMETERS,
     }
 
@@ -68,14 +68,14 @@ class Ring(Strategy):
             direct_ring = self.back_ring if routing.last_step == 1 else None
             gradient_ring = GradientRing(routing, self.dkv_ring, None, (k, v), self._wire(call, k), direct_ring)
             return backward_of_rows(self, call, rows, q, self.tour(call, k, v), gradient_ring)
-        early, held_back = self.split_local_block(call, q, k)
+        first_block, held_back = self.split_local_block(call, q, k)
         wire = self._wire(call, k)
         dq = Sum(q, 2 if held_back else self.ring_size)
         local_grads: LocalGrads = []
         local_dq: list[tuple[slice, Tensor]] = []
         hop: Any = None
         for step, (kv_rank, kv) in enumerate(self.tour(call, k, v)):
-            block = early if step == 0 else self.block(call, kv_rank, q)
+            block = first_block if step == 0 else self.block(call, kv_rank, q)
             grads = None
             if block is not None:
                 with ring_step("bwd", step, "block"):

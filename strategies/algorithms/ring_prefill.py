@@ -35,7 +35,7 @@ class RingPrefill(Cached):
 
     phase = "prefill"
     layout = LAYOUTS["zigzag"]
-    PARAMETERS: ClassVar[dict[str, str]] = {"passes": "what goes round the ring: kv, q, or the one with fewer bytes"}
+    PARAMETERS: ClassVar[dict[str, str]] = {"passes": "what the ring sends: kv, q, or (auto) the one with fewer bytes"}
 
     def __init__(self, context: Context, *, passes: Passes = "auto") -> None:
         super().__init__(context)
@@ -58,8 +58,8 @@ class RingPrefill(Cached):
 
     def key_positions(self, kv_length: int, new_tokens: int) -> Tensor:
         cached = kv_length - new_tokens
-        own = LAYOUTS["contiguous"].positions(cached, self.comm.size, self.comm.rank)
-        return torch.cat([own, cached + self.query_positions(new_tokens)])
+        own_cached = LAYOUTS["contiguous"].positions(cached, self.comm.size, self.comm.rank)
+        return torch.cat([own_cached, cached + self.query_positions(new_tokens)])
 
     def key_count(self, kv_length: int, new_tokens: int) -> int:
         return (kv_length - new_tokens) // self.comm.size + len(self.query_positions(new_tokens))
@@ -126,8 +126,8 @@ class RingPrefill(Cached):
         if not mask.causal:
             return [Block()]
         if kv_rank == q_rank:
-            own = Block(kv=slice(cached, keys), causal=True)
-            return [Block(kv=slice(0, cached)), own] if cached else [own]
+            new_keys = Block(kv=slice(cached, keys), causal=True)
+            return [Block(kv=slice(0, cached)), new_keys] if cached else [new_keys]
         if kv_rank < q_rank:
             return [Block(kv=slice(0, cached + half))]
         second_half = Block(q=slice(half, queries))

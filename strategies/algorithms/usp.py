@@ -27,9 +27,9 @@ class USP(Ring):
     """`Ring` among the ranks that hold the same heads, within Ulysses groups."""
 
     PARAMETERS: ClassVar[dict[str, str]] = {
-        "ulysses_degree": "ranks that share out the heads (default: a host's ranks, or 2 where there is one host)",
+        "ulysses_degree": "ranks that split the heads (default: a host's ranks, or 2 where there is one host)",
         "ring_degree": "ranks in a ring (default: what is left)",
-        "placement": "which of the two has neighbouring ranks",
+        "placement": "which of the two gets neighbouring ranks",
         "layout": "layout of the ring",
         "documents_layout": DOCUMENTS_LAYOUT_HELP,
         **Ring.PARAMETERS,

@@ -108,19 +108,21 @@ class ReferenceKernel(Kernel):
     head_dim_step = 1
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-        return self.forward_seen(q, k, v, scale, self._seen(q, causal))
+        return self.forward_masked(q, k, v, scale, self._visible_keys(q, causal))
 
     def _forward_band(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, part: AttnRectangle
     ) -> tuple[Tensor, Tensor]:
-        return self.forward_seen(q, k, v, scale, band_mask(part, q.device))
+        return self.forward_masked(q, k, v, scale, band_mask(part, q.device))
 
-    def forward_seen(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward_masked(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Compute output and LSE with as many kv heads as heads.
 
-        ``seen``: bool mask (Sq, Sk) of the keys that each query sees; None: all keys.
+        ``mask``: bool (Sq, Sk), the keys that each query sees; None: all keys.
         """
-        scores = self._mask_scores(self._scores(q, k, scale), seen)
+        scores = self._mask_scores(self._scores(q, k, scale), mask)
         lse = torch.logsumexp(scores, dim=-1)
         out = torch.einsum("bhqk,bkhd->bqhd", (scores - lse.unsqueeze(-1)).exp(), v.double())
         return out.to(q.dtype), lse.to(wide_type(q))
@@ -129,24 +131,24 @@ class ReferenceKernel(Kernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
         out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
     ) -> Gradients:  # fmt: skip
-        return self.backward_seen(dout, q, k, v, lse, out, delta, scale, self._seen(q, causal))
+        return self.backward_masked(dout, q, k, v, lse, out, delta, scale, self._visible_keys(q, causal))
 
     def _backward_band(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
         out: Tensor | None, delta: Tensor | None, scale: float, part: AttnRectangle,
     ) -> Gradients:  # fmt: skip
-        return self.backward_seen(dout, q, k, v, lse, out, delta, scale, band_mask(part, q.device))
+        return self.backward_masked(dout, q, k, v, lse, out, delta, scale, band_mask(part, q.device))
 
-    def backward_seen(
+    def backward_masked(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
-        out: Tensor | None, delta: Tensor | None, scale: float, seen: Tensor | None,
+        out: Tensor | None, delta: Tensor | None, scale: float, mask: Tensor | None,
     ) -> Gradients:  # fmt: skip
-        """Compute the gradients dq, dk, dv; ``seen`` is the mask of `forward_seen`."""
+        """Compute the gradients dq, dk, dv; ``mask`` is that of `forward_masked`."""
         if delta is None:
             assert out is not None
             delta = row_product(dout.double(), out.double())
         scores = self._scores(q, k, scale)
-        weights = (self._mask_scores(scores, seen) - lse.double().unsqueeze(-1)).exp()
+        weights = (self._mask_scores(scores, mask) - lse.double().unsqueeze(-1)).exp()
         dweights = torch.einsum("bqhd,bkhd->bhqk", dout.double(), v.double())
         dscores = weights * (dweights - delta.double().unsqueeze(-1)) * scale
         if self.softcap:
@@ -156,15 +158,15 @@ class ReferenceKernel(Kernel):
         dv = torch.einsum("bhqk,bqhd->bkhd", weights, dout.double())
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
-    def _seen(self, q: Tensor, causal: bool) -> Tensor | None:
+    def _visible_keys(self, q: Tensor, causal: bool) -> Tensor | None:
         return torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril() if causal else None
 
     def _scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
         return capped(torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * scale, self.softcap)
 
     @staticmethod
-    def _mask_scores(scores: Tensor, seen: Tensor | None) -> Tensor:
-        return scores if seen is None else scores.masked_fill(~seen, float("-inf"))
+    def _mask_scores(scores: Tensor, mask: Tensor | None) -> Tensor:
+        return scores if mask is None else scores.masked_fill(~mask, float("-inf"))
 
 
 class MaskedReference(ReferenceKernel):
@@ -174,7 +176,7 @@ class MaskedReference(ReferenceKernel):
         super().__init__(softcap=softcap)
         self._mask = mask
 
-    def _seen(self, q: Tensor, causal: bool) -> Tensor:
+    def _visible_keys(self, q: Tensor, causal: bool) -> Tensor:
         positions = torch.arange(q.shape[1], device=q.device)
         return KeyStretches.of(self._mask, positions, q.shape[1]).shown(positions)
 
@@ -196,12 +198,17 @@ class KeyStretches(NamedTuple):
         mask.check(seq)
         bounds = torch.tensor(mask.documents or (0, seq), device=positions.device)
         document = torch.searchsorted(bounds, positions, right=True)
-        begin, last = bounds[document - 1], bounds[document]
-        first = begin if mask.left == NO_LIMIT else torch.maximum(begin, positions - mask.left)
-        end = last if mask.right == NO_LIMIT else torch.minimum(last, positions + mask.right + 1)
+        document_start, document_end = bounds[document - 1], bounds[document]
+        first = document_start if mask.left == NO_LIMIT else torch.maximum(document_start, positions - mask.left)
+        end = document_end if mask.right == NO_LIMIT else torch.minimum(document_end, positions + mask.right + 1)
         if not mask.prefix:
             return cls(((first, end),))
-        return cls(((first, end), (begin, torch.minimum(begin + mask.prefix, end if mask.causal else last))))
+        return cls(
+            (
+                (first, end),
+                (document_start, torch.minimum(document_start + mask.prefix, end if mask.causal else document_end)),
+            )
+        )
 
     def repeated(self, times: int) -> KeyStretches:
         """Return the ranges with all rows repeated ``times`` times, for the heads of a group."""
@@ -257,7 +264,7 @@ def choose_kernel(
         raise UnknownName(f"no kernel {name!r}; there are: auto, {', '.join(KERNELS)}")
     if among and name not in ("auto", *among):
         raise Unsupported(
-            f"kernel {name!r}: this strategy brings its own way to compute blocks; it has {', '.join(among)}"
+            f"kernel {name!r}: this strategy computes blocks in its own way; it supports {', '.join(among)}"
         )
     allowed = [kernel for kernel in KERNELS.values() if kernel.production and (not among or kernel.name in among)]
     if documents and device.type == "cuda":

@@ -74,8 +74,8 @@ class FlexKernel(Kernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
         out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
     ) -> Gradients:  # fmt: skip
-        seen = _simple_mask(q.shape[1], k.shape[1], causal, q.device)
-        return self._gradients(dout, q, k, v, lse, out, scale, seen)
+        block_mask = _simple_mask(q.shape[1], k.shape[1], causal, q.device)
+        return self._gradients(dout, q, k, v, lse, out, scale, block_mask)
 
     def _forward_parts(self, q: Tensor, k: Tensor, v: Tensor, scale: float, parts: MaskBlocks) -> tuple[Tensor, Tensor]:
         return self._forward_masked(q, k, v, scale, _mask_of_parts(parts, q.device))
@@ -86,24 +86,32 @@ class FlexKernel(Kernel):
     ) -> Gradients:  # fmt: skip
         return self._gradients(dout, q, k, v, lse, out, scale, _mask_of_parts(parts, q.device))
 
-    def _forward_masked(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Any) -> tuple[Tensor, Tensor]:
+    def _forward_masked(self, q: Tensor, k: Tensor, v: Tensor, scale: float, block_mask: Any) -> tuple[Tensor, Tensor]:
         # torch compiles separately for each autograd mode and set of inputs that need gradients. Use a single mode.
         with torch.no_grad():
-            return self._call(q.detach(), k.detach(), v.detach(), scale, seen)
+            return self._call(q.detach(), k.detach(), v.detach(), scale, block_mask)
 
-    def _call(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Any) -> tuple[Tensor, Tensor]:
+    def _call(self, q: Tensor, k: Tensor, v: Tensor, scale: float, block_mask: Any) -> tuple[Tensor, Tensor]:
         out, lse = _flex(q.is_cuda)(
-            *(_standard_layout(x).transpose(1, 2) for x in (q, k, v)), _score_mod(self.softcap), seen, scale
+            *(_standard_layout(x).transpose(1, 2) for x in (q, k, v)), _score_mod(self.softcap), block_mask, scale
         )
         return out.transpose(1, 2), lse
 
     def _gradients(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, out: Tensor | None, scale: float, seen: Any
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        out: Tensor | None,
+        scale: float,
+        block_mask: Any,
     ) -> Gradients:
         assert out is not None
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
-            block_out, block_lse = self._call(leaves[0], leaves[1], leaves[2], scale, seen)
+            block_out, block_lse = self._call(leaves[0], leaves[1], leaves[2], scale, block_mask)
         # A row that sees nothing of the block has an LSE of -inf, and a weight of 0.
         weight = (block_lse.detach() - lse).exp()
         grad_out = (dout * weight.transpose(1, 2).unsqueeze(-1)).to(block_out.dtype)

@@ -21,16 +21,16 @@ ELEMENTS = 4096
 
 @triton.jit
 def ringprof_merge(
-    out, before, lse, block, block_lse, count, seq, heads, from_query, queries, first, block_seq,
+    out, old_out, lse, block, block_lse, count, seq, heads, from_query, queries, first, block_seq,
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = rows < count
+    in_range = rows < count
     # Heads vary fastest, as in memory.
     head = rows % heads
     query = (rows // heads) % queries + from_query
     batch = (rows // heads // queries).to(tl.int64)
-    merged = inside & (query >= first) & (query < first + block_seq)
+    merged = in_range & (query >= first) & (query < first + block_seq)
     lse_pointers = lse + (batch * heads + head) * seq + query
     own_lse = tl.load(lse_pointers, mask=merged, other=0.0)
     new_lse = tl.load(block_lse + (batch * heads + head) * block_seq + query - first, mask=merged, other=0.0)
@@ -40,11 +40,11 @@ def ringprof_merge(
     wide = (columns < HEAD_DIM)[None, :]
     offset = (((batch * seq + query) * heads + head) * HEAD_DIM)[:, None] + columns[None, :]
     block_offset = (((batch * block_seq + query - first) * heads + head) * HEAD_DIM)[:, None] + columns[None, :]
-    old = tl.load(before + offset, mask=inside[:, None] & wide, other=0.0).to(tl.float32)
+    old = tl.load(old_out + offset, mask=in_range[:, None] & wide, other=0.0).to(tl.float32)
     new = tl.load(block + block_offset, mask=merged[:, None] & wide, other=0.0).to(tl.float32)
     # Several warps hold copies of a small tensor: all must finish reading before the first one writes in place.
     tl.debug_barrier()
-    tl.store(out + offset, old - weight[:, None] * (old - new), mask=inside[:, None] & wide)
+    tl.store(out + offset, old - weight[:, None] * (old - new), mask=in_range[:, None] & wide)
     # log(exp(a) + exp(b)) from the larger of the two, which cannot overflow
     larger = tl.maximum(own_lse, new_lse)
     tl.store(lse_pointers, larger + tl.log(1.0 + tl.exp(-tl.abs(own_lse - new_lse))), mask=merged)
@@ -94,14 +94,14 @@ def ringprof_output_with_delta(
     tl.store(out + offset, unit * ratio[:, None], mask=mask)
 
 
-def merge_into(out: Tensor, before: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor, first: int) -> None:
+def merge_into(out: Tensor, old_out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor, first: int) -> None:
     """Merge a block's result for the queries from ``first`` on; the fused form of `merge.merge_into`."""
     batch, seq, heads, head_dim = out.shape
     block_seq = block_out.shape[1]
     # In place, other queries keep their values; otherwise they are copied.
-    from_query, queries = (first, block_seq) if out is before else (0, seq)
+    from_query, queries = (first, block_seq) if out is old_out else (0, seq)
     _launch_rows(
-        ringprof_merge, batch * queries * heads, head_dim, (out, before, lse, block_out, block_lse),
+        ringprof_merge, batch * queries * heads, head_dim, (out, old_out, lse, block_out, block_lse),
         (seq, heads, from_query, queries, first, block_seq),
     )  # fmt: skip
 

@@ -70,26 +70,26 @@ class Partial:
         out, lse, queries = self._pending
         self._pending = None
         if self._out.dtype != dtype:
-            before, self._out = self._out, torch.empty_like(self._out, dtype=dtype)
+            old_out, self._out = self._out, torch.empty_like(self._out, dtype=dtype)
         else:
-            before = self._out
-        merge_into(self._out, before, self._lse, out, lse, queries)
+            old_out = self._out
+        merge_into(self._out, old_out, self._lse, out, lse, queries)
 
 
-def merge_into(out: Tensor, before: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor, queries: slice) -> None:
-    """Set ``out`` to ``before`` with a block's result for ``queries`` merged in, and update ``lse`` in place.
+def merge_into(out: Tensor, old_out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor, queries: slice) -> None:
+    """Set ``out`` to ``old_out`` with a block's result for ``queries`` merged in, and update ``lse`` in place.
 
-    ``out`` and ``before`` (B, S, H, D) may be the same tensor. Each element is rounded once, to the type of ``out``.
+    ``out`` and ``old_out`` (B, S, H, D) may be the same tensor. Each element is rounded once, to the type of ``out``.
     """
     first, last, _ = queries.indices(out.shape[1])
-    fused = _fused(out, before, block_out)
+    fused = _fused(out, old_out, block_out)
     if fused is not None:
-        fused.merge_into(out, before, lse, block_out, as_contiguous(block_lse), first)
+        fused.merge_into(out, old_out, lse, block_out, as_contiguous(block_lse), first)
         return
-    if out is not before:
-        convert(out[:, :first], before[:, :first])
-        convert(out[:, last:], before[:, last:])
-    old, old_lse = before[:, first:last].to(lse.dtype), lse[..., first:last]
+    if out is not old_out:
+        convert(out[:, :first], old_out[:, :first])
+        convert(out[:, last:], old_out[:, last:])
+    old, old_lse = old_out[:, first:last].to(lse.dtype), lse[..., first:last]
     weight = torch.sigmoid(block_lse - old_lse).transpose(1, 2).unsqueeze(-1)
     out[:, first:last] = old - weight * (old - block_out)
     old_lse -= functional.logsigmoid(old_lse - block_lse)

@@ -40,8 +40,8 @@ class PlanCheck:
         if key in self._correct or torch.cuda.is_current_stream_capturing():
             return
         with torch.no_grad():
-            right = bool(plausible(gradients, dout, q, k, v, out, lse, scale, causal))
-        if not right:
+            is_correct = bool(plausible(gradients, dout, q, k, v, out, lse, scale, causal))
+        if not is_correct:
             raise WrongGradient(
                 "cuDNN gives wrong gradients for these shapes: another part of this program has had torch make the plan"
                 " with other strides of the output or its gradient. Use another kernel (kernel='flash-attn' or"
@@ -84,8 +84,8 @@ def _near(row: Tensor, vectors: Tensor, weights: Tensor, plus: Tensor, minus: Te
     )
     # Differences below the smallest normal number of the type mean nothing.
     tiny = torch.finfo(row.dtype).tiny * row.numel()
-    near: Tensor = ((row.float() - expected).norm() <= tolerance + tiny) | ~expected.isfinite().all()
-    return near
+    is_near: Tensor = ((row.float() - expected).norm() <= tolerance + tiny) | ~expected.isfinite().all()
+    return is_near
 
 
 def _independent_size(terms: Tensor) -> Tensor:

@@ -236,14 +236,14 @@ def _additive_mask(part: AttnRectangle, like: Tensor) -> Tensor:
 class _deterministic:
     """Context manager for torch's deterministic algorithms, a global setting that cuDNN and torch's flash read."""
 
-    def __init__(self, wanted: bool) -> None:
-        self._wanted = wanted
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled
 
     def __enter__(self) -> None:
-        self._before = torch.are_deterministic_algorithms_enabled()
-        if self._wanted and not self._before:
+        self._was_enabled = torch.are_deterministic_algorithms_enabled()
+        if self._enabled and not self._was_enabled:
             torch.use_deterministic_algorithms(True)
 
     def __exit__(self, *_: object) -> None:
-        if self._wanted and not self._before:
+        if self._enabled and not self._was_enabled:
             torch.use_deterministic_algorithms(False)

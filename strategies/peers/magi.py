@@ -24,7 +24,7 @@ class Magi(PeerStrategy):
     KERNELS = ("flash-attn",)
     SINGLE_SEQUENCE = True
     PARAMETERS: ClassVar[dict[str, str]] = {
-        "chunk_size": "tokens that are dealt out together",
+        "chunk_size": "tokens per chunk, the unit that is assigned to a rank",
         **PeerStrategy.PARAMETERS,
     }
 
@@ -66,8 +66,8 @@ class Magi(PeerStrategy):
 
 def _call_with_known(function: Callable[..., Any], **arguments: Any) -> Any:
     """Call a function with those arguments that the installed release of the package accepts."""
-    known = inspect.signature(function).parameters
-    return function(**{name: value for name, value in arguments.items() if name in known})
+    accepted = inspect.signature(function).parameters
+    return function(**{name: value for name, value in arguments.items() if name in accepted})
 
 
 class _Chunks(Layout):
@@ -82,10 +82,10 @@ class _Chunks(Layout):
         return size * self._chunk_size
 
     def positions(self, seq: int, size: int, rank: int) -> Tensor:
-        raise Unsupported("which chunks a rank holds is known when the strategy stands on its ranks")
+        raise Unsupported("the chunks of a rank are known only after the strategy is created on its ranks")
 
     def causal_block(self, q_rank: int, kv_rank: int, local_seq: int) -> Any:
-        raise NotImplementedError("computed elsewhere")
+        raise NotImplementedError("computed by MagiAttention")
 
 
 class _Dispatched(_Chunks):

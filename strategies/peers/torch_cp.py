@@ -27,7 +27,7 @@ class TorchContextParallel(Strategy):
     layout = LAYOUTS["zigzag"]
     KERNELS = ("cudnn", "torch-flash", "torch-efficient", "cpu-flash", "reference")
     PARAMETERS: ClassVar[dict[str, str]] = {
-        "rotate": "how keys and values come round: torch's default, allgather, or alltoall",
+        "rotate": "how keys and values are sent: torch's default, allgather, or alltoall",
         **Strategy.PARAMETERS,
     }
 
@@ -60,14 +60,14 @@ class TorchContextParallel(Strategy):
         from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
         options, rotations = ring._cp_options, ring._RotateMethod
-        before = options.enable_load_balance, options.rotate_method
+        saved = options.enable_load_balance, options.rotate_method
         options.enable_load_balance = causal
         by_gather = self.parameters["rotate"] == "allgather"
         options.rotate_method = rotations.ALL_GATHER if by_gather else rotations.ALL_TO_ALL
         try:
             yield ring
         finally:
-            options.enable_load_balance, options.rotate_method = before
+            options.enable_load_balance, options.rotate_method = saved
 
 
 class _Operator:

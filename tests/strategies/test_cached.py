@@ -382,10 +382,10 @@ def test_its_phases_are_named_as_those_of_training() -> None:
 def test_calls_that_cannot_be_meant_are_refused() -> None:
     strategy = create("dcp", kernel="reference")
     q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 9, 2, 8)
-    with pytest.raises(Unsupported, match="must be told kv_length"):
+    with pytest.raises(Unsupported, match="needs kv_length"):
         strategy.attention(q, k, k)
     # Of 29 keys on 4 ranks one has 8 and three have 7: each would take the query to be at another position.
-    with pytest.raises(Unsupported, match="a window, attention must be told kv_length"):
+    with pytest.raises(Unsupported, match="a window, attention needs kv_length"):
         strategy.attention(q[:, 1:], k, k, window_size=(4, 0))
     with pytest.raises(Unsupported, match="no backward pass"):
         strategy.attention(q.requires_grad_(), k, k, kv_length=9)

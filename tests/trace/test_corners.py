@@ -44,7 +44,7 @@ def test_what_stands_behind_gzip_data_is_told_and_the_data_is_read() -> None:
     trace = parse_trace(packed + b"\0\0" + b"a line of a log\n")
     assert events(trace) == ["k1"]
     (warning,) = [notice for notice in trace.warnings if notice.code == "damaged_compression"]
-    assert warning.message == "what stands behind the gzip data is none: read up to there"
+    assert warning.message == "the data behind the gzip stream is not gzip: read up to there"
     # Zeros behind a gzip member are padding.
     assert codes(parse_trace(packed + b"\0" * 600)) == codes(parse_trace(document([kernel(1)])))
 

@@ -80,12 +80,12 @@ SOUND = gzip.compress(TEN)
         ("rank1.json.gz", bytes(5000), "binary data of an unknown kind"),
         ("rank1.json.gz", SOUND[:10] + b"\xff" * 50, "the gzip data is damaged"),
         ("rank1.json.gz", SOUND[:3], "the gzip data is cut off"),
-        ("rank1.json.gz", b"version https://git-lfs.github.com/spec/v1\n", "no trace, for all its name"),
+        ("rank1.json.gz", b"version https://git-lfs.github.com/spec/v1\n", "not a trace, despite its name"),
         ("rank1.json", b'{"a": 1}', "no Kineto trace, or damaged at its beginning"),
         ("trace.json", b'{"schemaVersion": 1, "devi', "no Kineto trace, or damaged at its beginning"),
         ("rank1.json", b"PK\x03\x04", "a zip archive"),
         ("rank1.ringprof", b"", "the file is empty"),
-        ("rank1.sqlite", b"SQLite", "no trace, for all its name"),
+        ("rank1.sqlite", b"SQLite", "not a trace, despite its name"),
     ],
 )
 def test_a_damaged_trace_in_a_folder_does_not_vanish(tmp_path, name, data, reason):

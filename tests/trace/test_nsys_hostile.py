@@ -64,7 +64,7 @@ def test_columns_that_are_computed_are_not_read(tmp_path: Path) -> None:
 
 
 def test_no_index_is_believed(tmp_path: Path) -> None:
-    """Read tables without their indexes, which an attacker can empty to hide rows; here, one has another table's page."""
+    """Read tables without indexes, which an attacker can empty to hide rows. Here, one has another table's page."""
     path = changed(tmp_path / "one.sqlite", "CREATE INDEX fast ON StringIds (id, value); CREATE TABLE other (a);")
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript(

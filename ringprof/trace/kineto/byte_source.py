@@ -103,7 +103,7 @@ class ByteSource:
                 if offset == len(data):
                     continue
                 if data[offset] != _GZIP_MAGIC[0]:
-                    self.damage = "what stands behind the gzip data is none"
+                    self.damage = "the data behind the gzip stream is not gzip"
                     return
                 inflater, step = zlib.decompressobj(wbits=31), _FIRST_STEP
             checkpoint, chunk = inflater.copy(), data[offset : offset + step]

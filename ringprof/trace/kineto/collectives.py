@@ -151,9 +151,9 @@ def with_group(collective: CommRecord, groups: dict[str, tuple[int, ...]]) -> Co
     return msgspec.structs.replace(collective, group_ranks=ranks, group_size=collective.group_size or len(ranks))
 
 
-def _peer(args: CommArgs, named: object, ranks: tuple[int, ...] | None, *, applies: bool) -> int | None:
-    """Return the global rank of the peer ``named``; older traces give only its rank within the group, as "Rank"."""
-    rank = _number_up_to(named, RANKS_LIMIT - 1)
+def _peer(args: CommArgs, stated_rank: object, ranks: tuple[int, ...] | None, *, applies: bool) -> int | None:
+    """Return the global rank of the peer; older traces give only its rank within the group, as "Rank"."""
+    rank = _number_up_to(stated_rank, RANKS_LIMIT - 1)
     if rank is not None or not applies:
         return rank
     rank_in_group = whole_number(args.peer)
@@ -186,8 +186,8 @@ def _with_stride(kept: tuple[int, ...], size: int | None, lists: NumberLists) ->
     stride, last = kept[1] - kept[0], kept[-1]
     if stride <= 0 or any(b - a != stride for a, b in pairwise(kept[:-1])):
         return None
-    count, left = divmod(last - kept[0], stride)
-    if left or count <= 0 or (size is not None and count + 1 != size):
+    count, remainder = divmod(last - kept[0], stride)
+    if remainder or count <= 0 or (size is not None and count + 1 != size):
         return None
     return lists.from_range(range(kept[0], last + 1, stride))
 

@@ -281,8 +281,8 @@ class Collector:
                         operators.append(event)
                     elif use == _RECORDS:
                         comm_records.append(event)
-                    elif use and (named := _name_by_file(event)):
-                        operators.append(named)
+                    elif use and (renamed := _name_by_file(event)):
+                        operators.append(renamed)
                 elif table:
                     queued[table].append(event)
                     if table == "annotations":
@@ -339,17 +339,17 @@ class Collector:
 
     def _keep_flops(self, events: list[Event], columns: _Columns) -> None:
         """Store the FLOPs of operators whose shapes are recorded; their times are taken from ``columns``."""
-        known = [row for row, event in enumerate(events) if event.name in FORMULAS]
-        if not any(has_shapes(events[row]) for row in known[:_SHAPE_PROBES]):
+        candidates = [row for row, event in enumerate(events) if event.name in FORMULAS]
+        if not any(has_shapes(events[row]) for row in candidates[:_SHAPE_PROBES]):
             return
-        counted = [(row, work) for row in known if (work := self._shapes.flops_of(events[row]))]
+        counted = [(row, work) for row in candidates if (work := self._shapes.flops_of(events[row]))]
         if not counted:
             return
         self.take(bytes_of_rows("flop_records", len(counted)))
         rows = np.array([row for row, _ in counted])
-        kept = {name: columns[name][rows] for name in ("start_ns", "end_ns", "name", "thread", "external_id")}
+        times_and_ids = {name: columns[name][rows] for name in ("start_ns", "end_ns", "name", "thread", "external_id")}
         flops = {name: np.array([getattr(work, name) for _, work in counted]) for name in OperatorFlops._fields}
-        self._chunks["flop_records"].append(kept | flops)
+        self._chunks["flop_records"].append(times_and_ids | flops)
 
     def _times(self, events: list[Event], table: str) -> tuple[Int64, Int64, npt.NDArray[np.bool_]]:
         """Return start and end (without the base time) of events, and a mask of the events with usable times."""
@@ -413,9 +413,9 @@ class Collector:
         """Build one column; ``on_device``: whether an event's process and thread stand for its device and stream."""
         match name:
             case "name":
-                known, names = len(self.names), self.names
+                names_before, names = len(self.names), self.names
                 numbers = [names.setdefault(e.name or "", len(names)) for e in events]
-                self.take(sum(bytes_of_text(text) for text in islice(reversed(names), len(names) - known)))
+                self.take(sum(bytes_of_text(text) for text in islice(reversed(names), len(names) - names_before)))
                 return np.array(numbers, np.int32)
             case "category":
                 return np.array([self._category[e.cat] for e in events], np.int8)
@@ -485,8 +485,8 @@ class Collector:
         if table in _ARGS:  # the other tables repeat rows of these
             self._count("zero_timestamp", unset)
             self._count("absurd_timestamp", stray)
-        kept = np.flatnonzero(~(unset | stray))
-        order = kept[np.argsort(start[kept], kind="stable")]
+        valid_rows = np.flatnonzero(~(unset | stray))
+        order = valid_rows[np.argsort(start[valid_rows], kind="stable")]
         # Join one column after the other, so that only one exists twice at any time.
         joined = {key: np.concatenate([chunk.pop(key) for chunk in chunks])[order] for key in tuple(chunks[0])}
         joined["start_ns"] += self._base_ns

@@ -162,11 +162,11 @@ def _groups(config: object) -> dict[str, tuple[int, ...]]:
     for entry in config if isinstance(config, list) else []:
         if not isinstance(entry, dict) or "pg_name" not in entry or not isinstance(entry.get("ranks"), list):
             continue
-        known = tuple(rank for rank in map(_rank, entry["ranks"]) if rank is not None)
+        ranks_of_entry = tuple(rank for rank in map(_rank, entry["ranks"]) if rank is not None)
         # Some versions of PyTorch write the group of all ranks as an empty list.
-        if known and _rank(entry.get("pg_size")) in (None, len(known)):
-            groups[_text(entry["pg_name"])] = known
-            described.setdefault(_text(entry.get("pg_desc")), set()).add(known)
+        if ranks_of_entry and _rank(entry.get("pg_size")) in (None, len(ranks_of_entry)):
+            groups[_text(entry["pg_name"])] = ranks_of_entry
+            described.setdefault(_text(entry.get("pg_desc")), set()).add(ranks_of_entry)
     # Users know their groups by description, so one that belongs to a single group names it as well.
     return {text: next(iter(ranks)) for text, ranks in described.items() if text and len(ranks) == 1} | groups
 

@@ -74,12 +74,12 @@ class _PassResult(msgspec.Struct):
 
 def _read(source: str | bytes, name: str, budget: MemoryBudget) -> Trace:
     """Read a trace; a CPU trace is read twice, because it needs all operators."""
-    left = budget.left
+    budget_left = budget.left
     reading = _read_once(source, name, budget, every_operator=False)
     collector = reading.collector
     if collector.has_operators and not collector.has_device_activities and not collector.every_operator:
         # Only the end of the first pass shows that this is a CPU trace, which needs every operator.
-        budget.left = left
+        budget.left = budget_left
         reading = _read_once(source, name, budget, every_operator=True)
     return take_analysis(validate_trace(_trace(reading, name)), budget)
 
@@ -265,7 +265,7 @@ def _warnings(reading: _PassResult) -> list[Notice]:
         message = f"what ran on the device is not read: {_unread_text(reading.collector)}" if unread else problem
         warnings.append(Notice(NO_DEVICE_ACTIVITIES, message, rank))
     elif unread:
-        message = f"events that ringprof does not read, and no figure counts: {_unread_text(reading.collector)}"
+        message = f"events that ringprof does not read, and no result counts: {_unread_text(reading.collector)}"
         warnings.append(Notice("unknown_category", message, rank, unread))
     if reading.collector.host_rows.dropped:
         warnings.append(Notice("host_events_dropped", _HOST_EVENTS_DROPPED, rank))
