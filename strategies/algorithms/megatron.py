@@ -55,7 +55,7 @@ class Megatron(Strategy):
 
     layout = LAYOUTS["zigzag"]
     takes_masks = True
-    smaller_v_travels = False
+    sends_smaller_v = False
     PARAMETERS: ClassVar[dict[str, str]] = {
         "grad_wire": "type in which dK and dV are sent: fp32, or the input's own",
         "documents_layout": DOCUMENTS_LAYOUT_HELP,

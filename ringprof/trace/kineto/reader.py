@@ -61,7 +61,7 @@ class _PassResult(msgspec.Struct):
     """Offset at which the event list ends too early; None if it is closed."""
     cut_events: int = 0
     """1 if the list ends with an incomplete event, which is also counted in ``skipped``; else 0."""
-    hopeless: bool = False
+    stopped_early: bool = False
     """Whether reading stopped early because a large piece had no readable event."""
     fields_sound: bool = True
     lacks_device: bool = False
@@ -98,7 +98,7 @@ def _read_once(source: str | bytes, name: str, budget: MemoryBudget, *, every_op
         if end is not None:
             tail = piece.data[end + 1 :] + (b"" if piece.last else stream.remainder())
             break
-        if reading.hopeless:
+        if reading.stopped_early:
             break
     collector.flush()
     tail_fields, reading.second_list = read_tail(tail, bare_list=stream.list_root)
@@ -151,7 +151,7 @@ def _add_damage(reading: _PassResult, piece: Piece, stream: EventStream, recover
         reading.cut_at = piece.offset + recovered.last_whole
         reading.cut_events = int(recovered.skipped_last)
     if not recovered.events and len(piece.data) >= stream.event_limit:
-        reading.hopeless = True
+        reading.stopped_early = True
         reading.cut_at = piece.offset
 
 
