@@ -14,7 +14,7 @@ from statistics import median
 import torch
 
 from ringprof.devices import bandwidth_of
-from ringprof.strategies.algorithms.cached import rectangle
+from ringprof.strategies.algorithms.cached import block_attention
 from ringprof.strategies.kernels.builtin import KERNELS
 from ringprof.strategies.masks.layouts import Block
 
@@ -33,7 +33,7 @@ def main() -> None:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             try:
                 begin.record()
-                rectangle(KERNELS[name](), q, k, v, Block(), 128**-0.5)
+                block_attention(KERNELS[name](), q, k, v, Block(), 128**-0.5)
                 end.record()
                 torch.cuda.synchronize()
             except RuntimeError as error:

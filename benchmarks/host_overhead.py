@@ -219,7 +219,7 @@ def _measure(bodies: dict[Any, Body], rounds: int, device: torch.device) -> dict
 
 PIECES = (
     (Kernel, "forward"), (Kernel, "backward"), (ring_channel.HopRing, "post"), (ring_channel.Hop, "wait"),
-    (merge.Partial, "_take"),
+    (merge.Partial, "_merge_pending"),
     (merge.Sum, "add"), (merge.Sum, "result"), (ring, "forward_grads"), (ring, "add_and_cast_dkv"), (Rows, "select"),
 )  # fmt: skip
 """What the time is told of by --pieces."""

@@ -24,9 +24,9 @@ from ringprof.strategies.kernels.builtin import choose_kernel
 from ringprof.strategies.kernels.kernel import Gradients, Kernel
 from ringprof.strategies.kernels.merge import (
     Partial,
+    lift_tiny_rows,
     output_with_delta,
     row_product,
-    rows_that_carry,
     wide_type,
     with_sinks,
 )
@@ -177,7 +177,7 @@ class Strategy(Expectations, ABC):
     """Purpose: ``training``, or over a cache of keys and values ``prefill`` or ``decode``."""
     takes_masks: ClassVar[bool] = False
     """Whether the strategy supports packed documents and sliding windows."""
-    smaller_v_travels: ClassVar[bool] = True
+    sends_smaller_v: ClassVar[bool] = True
     """Whether heads of v that are smaller than those of q and k travel without padding."""
     takes_softcap: ClassVar[bool] = True
     """Whether the blocks are computed by ringprof's kernels, some of which support a softcap."""
@@ -331,7 +331,7 @@ class Strategy(Expectations, ABC):
             option = "dropout_p" if dropout_p else "alibi_slopes"
             raise Unsupported(f"{option} is not supported by any bundled strategy")
         q, k, v = _as_autocast(q, k, v)
-        missing = 0 if self.smaller_v_travels else q.shape[-1] - v.shape[-1]
+        missing = 0 if self.sends_smaller_v else q.shape[-1] - v.shape[-1]
         if missing > 0:
             v = pad(v, (0, missing))
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
@@ -560,6 +560,8 @@ _RENAMED_METHODS = {
     "cut": "sharded_mask",
     "placed": "with_placement",
     "computing": "layout_while_computing",
+    "held": "local_shapes",
+    "query_places": "query_positions",
 }
 """Old and new names of methods that a user's strategy may define or call. The next release removes the old names."""
 
@@ -627,7 +629,7 @@ def _rows_with_lse_gradient(kernel: Kernel, rows: Rows, dlse: Tensor | None) -> 
         delta = delta - dlse
     if kernel.takes_delta:
         return Rows(rows.dout, rows.lse, delta=delta)
-    dout = rows_that_carry(rows.dout, delta)
+    dout = lift_tiny_rows(rows.dout, delta)
     return Rows(dout, rows.lse, out=output_with_delta(dout, delta))
 
 

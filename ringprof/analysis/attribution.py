@@ -19,7 +19,7 @@ from ringprof.analysis.transfers.wait_and_wire import LinkClass
 from ringprof.errors import InputError
 from ringprof.run import Run
 from ringprof.trace.columns import CUT_OFF, NO_DEVICE_ACTIVITIES, Notice
-from ringprof.trace.one_run import OF_THE_RUN, TraceFacts, one_after_another, order
+from ringprof.trace.one_run import RUN_WARNINGS, TraceFacts, rank_sort_key, split_recordings
 from ringprof.workload_checks import workload_problems
 
 MOST_OF_OTHER = 5
@@ -207,7 +207,7 @@ def _warnings_with_rank(trace: TraceFacts) -> list[Notice]:
     """Return the warnings of a trace, each with the trace's rank unless it concerns the whole run."""
     return [
         warning
-        if warning.rank is not None or warning.code in OF_THE_RUN
+        if warning.rank is not None or warning.code in RUN_WARNINGS
         else msgspec.structs.replace(warning, rank=trace.rank)
         for warning in trace.warnings
     ]
@@ -240,10 +240,10 @@ def _trace_index_by_rank(facts: Sequence[TraceFacts], warnings: list[Notice]) ->
 def _same_rank_message(first: TraceFacts, second: TraceFacts, facts: Sequence[TraceFacts]) -> str:
     """Say that two traces are of the same rank, and which traces to give instead."""
     message = f"{second.path} and {first.path} are both of rank {first.rank}: give the traces of one run"
-    recordings = one_after_another(facts)
+    recordings = split_recordings(facts)
     if not recordings:
         return message
-    last_paths = " ".join(trace.path for trace in sorted(recordings[-1], key=order))
+    last_paths = " ".join(trace.path for trace in sorted(recordings[-1], key=rank_sort_key))
     return (
         f"{message}; these are of {len(recordings)}, one after another (a profiler's schedule?). The last: {last_paths}"
     )

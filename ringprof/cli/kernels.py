@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 _FACTS: tuple[tuple[str, Column, Callable[[type[Kernel]], object]], ...] = (
     ("types", Column("types", left=True, drop=5), lambda one: one.types()),
     ("head_dim", Column("head_dim", left=True, drop=4), lambda one: one.head_dims()),
-    ("tried", Column("tried", left=True), lambda one: one.tried),
+    ("tried", Column("tried", left=True), lambda one: one.tested),
     ("windows", Column("windows", left=True), lambda one: one.takes_windows),
-    ("documents", Column("documents", left=True), lambda one: "in one call" if one.several_lengths else "a call each"),
+    ("documents", Column("documents", left=True), lambda one: "in one call" if one.varlen else "a call each"),
     ("softcap", Column("softcap", left=True), lambda one: one.takes_softcap),
     ("deterministic", Column("determi-\nnistic", left=True, drop=1), lambda one: one.has_deterministic_mode),
     ("delta", Column("delta", left=True, drop=3), lambda one: one.takes_delta),

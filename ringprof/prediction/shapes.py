@@ -60,7 +60,7 @@ def kernel_cases(kernels: Sequence[str]) -> list[KernelCase]:
                 *(_gathered_blocks(heads, kv_heads) if is_first_shape else ()),
             ]
             cases += [KernelCase(kernel, block) for block in shapes if block.flops() < _MAX_FLOPS]
-        if KERNELS[kernel].takes_windows and KERNELS[kernel].several_lengths:
+        if KERNELS[kernel].takes_windows and KERNELS[kernel].varlen:
             cases += _masked_cases(kernel)
     random.Random(0).shuffle(cases)
     # Alternate between kernels, so that none is left out if time is short. Each kernel's cases stay shuffled.

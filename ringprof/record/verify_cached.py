@@ -62,13 +62,13 @@ def verify_cached(strategy: Cached, workload: Workload, device: torch.device) ->
     scale, reference = workload.head_dim**-0.5, ReferenceKernel(softcap=workload.softcap or 0.0)
     all_positions = torch.arange(keys, device=device)
     attended = KeyStretches.of(workload.mask(), all_positions[keys - new :], keys).shown(all_positions)
-    exact, lse = reference.forward_seen(q.double(), wide_k, wide_v, scale, attended)
+    exact, lse = reference.forward_masked(q.double(), wide_k, wide_v, scale, attended)
     if sinks is not None:
         exact, _ = with_sinks(exact, lse, sinks)
     # The kernel's own error: one call over the keys that all new tokens attend.
     call = AttentionCall(kernel_of(strategy, q, workload).again(), scale, causal=False)
     kernel_out, _ = call.forward(q, full.k[:, :common_keys], full.v[:, :common_keys], Block())
-    kernel_reference, _ = reference.forward_seen(
+    kernel_reference, _ = reference.forward_masked(
         q.double(), wide_k[:, :common_keys], wide_v[:, :common_keys], scale, None
     )
     share = strategy.shard_output(exact)
@@ -141,7 +141,7 @@ class _GatheredCache:
         strategy, shape = shard.strategy, shape_of(workload)
         own_heads, device = strategy.heads(shape.heads, shape.kv_heads), shard.q.device
         self.query_heads, self.returned_heads = (
-            range(*heads.indices(shape.heads)) for heads in (own_heads.given, own_heads.returned)
+            range(*heads.indices(shape.heads)) for heads in (own_heads.queries, own_heads.returned)
         )
         self.kv_heads = range(*own_heads.kv.indices(shape.kv_heads))
         positions = strategy.key_positions(shape.kv_length, shape.seq)
@@ -190,7 +190,7 @@ def _sampled_rows(shard: WorkloadShard, out: Tensor, workload: Workload) -> Iter
     cache, keys, group = _GatheredCache(shard, workload), workload.kv_length or 0, workload.heads // workload.kv_heads
     generator = torch.Generator().manual_seed(SEED)
     rows = torch.randperm(out.shape[1], generator=generator)[:SAMPLED_ROWS].sort().values.to(out.device)
-    positions = keys - workload.seq + shard.strategy.query_places(workload.seq).to(out.device)[rows]
+    positions = keys - workload.seq + shard.strategy.query_positions(workload.seq).to(out.device)[rows]
     seen = KeyStretches.of(workload.mask(), positions, keys)
     queries = cache.queries()
     for number, kv_head in enumerate(cache.kv_heads):

@@ -1,1 +1,1 @@
-"""Readers: timelines of torch.profiler, Nsight Systems and our own reduced form, as the same integer columns."""
+"""Readers of torch.profiler traces, Nsight Systems exports and reduced traces; all return the same integer columns."""

@@ -1,7 +1,7 @@
-"""The Trace: one rank's trace as columns, the only thing the analysis sees of a file.
+"""The columns of one rank's trace (`Trace`), which are all that the analysis sees of a file.
 
-All times are int64 nanoseconds of unix time (the trace's base time already added). Names are stored once and
-referred to by index. A reader fills these types; nothing in here reads or interprets.
+All times are int64 nanoseconds of Unix time (the trace's base time is already added). Each name is stored once and
+referred to by index. Readers fill these types; this module neither reads files nor interprets their content.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ OPERATOR, RANGE, RUNTIME_CALL = 0, 1, 2
 """Values of `HostEvents.category`."""
 
 NONE = -1
-"""Stands for "not given" in integer columns."""
+"""Value of an integer column that means "not given"."""
 
 
 NOTES = frozenset(
     {"clocks_fitted", "cpu_no_transfer_times", "cpu_no_wait_marks", "matched_by_ends", "host_events_not_kept"}
 )
-"""Codes of warnings that any sound trace of its kind has: of CPU ranks, of several hosts, of older writers."""
+"""Codes of warnings that an intact trace may have: on CPU ranks, with several hosts, or from an older writer."""
 
 CUT_OFF = frozenset({"truncated", "damaged_compression"})
-"""Codes of warnings that the end of a trace is missing."""
+"""Codes of warnings which say that the end of a trace is missing."""
 NO_HOST_EVENTS = frozenset({"host_events_dropped", "host_events_not_kept"})
-"""Codes of warnings that what the host did while the device idled is not known."""
+"""Codes of warnings which say that the host events during idle time of the device are not known."""
 NO_DEVICE_ACTIVITIES = "no_device_activities"
-"""Code of the warning that a run used a GPU and its trace has nothing of what ran there."""
+"""Code of the warning that a run used a GPU but its trace has no device activities."""
 
 
 class Notice(msgspec.Struct, frozen=True):
-    """Something odd in the input that did not stop the reading."""
+    """Warning about an oddity in the input that did not prevent reading it."""
 
     code: str
-    """Stable, for scripts: such as ``truncated``, ``negative_duration``, ``cpu_no_transfer_times``."""
+    """Stable identifier for scripts, such as ``truncated``, ``negative_duration`` or ``cpu_no_transfer_times``."""
     message: str
     rank: int | None = None
     count: int = 1
@@ -52,7 +52,7 @@ class Notice(msgspec.Struct, frozen=True):
 
 
 class Activities(msgspec.Struct, frozen=True):
-    """What ran on the device: kernels, copies and sets, sorted by start; equal lengths."""
+    """Device activities: kernels, copies and memory sets, sorted by start. All columns have equal length."""
 
     start_ns: Int64
     end_ns: Int64
@@ -63,21 +63,21 @@ class Activities(msgspec.Struct, frozen=True):
     device: Int32
     stream: Int32
     correlation: Int64
-    """Joins an activity to its launch; `NONE` where the trace has none (CUDA graphs)."""
+    """Number that an activity shares with its launch; `NONE` where the trace gives none (CUDA graphs)."""
     external_id: Int64
-    """Joins an activity to the CPU operator that made it; `NONE` where absent."""
+    """Number that an activity shares with the CPU operator that caused it; `NONE` where absent."""
     size_bytes: Int64
-    """Copies and sets; `NONE` where not given."""
+    """Bytes of a copy or a memory set; `NONE` where not given."""
     collective: Int32
-    """Index into `Trace.collectives` of the metadata on the kernel itself, or `NONE`."""
+    """Index into `Trace.collectives` of the metadata that the kernel itself carries, or `NONE`."""
     graph_node: Int64
     """CUDA graph node, or `NONE`."""
     target_device: Int32
-    """Device that a peer-to-peer copy writes to, as its own process numbers devices; `NONE` where not given."""
+    """Device that a peer-to-peer copy writes to, in the numbering of its own process; `NONE` where not given."""
 
 
 class Launches(msgspec.Struct, frozen=True):
-    """CPU calls that launched device work (cuda_runtime and cuda_driver rows with a correlation), by start."""
+    """CPU calls that launched device work (cuda_runtime and cuda_driver rows with a correlation), sorted by start."""
 
     start_ns: Int64
     end_ns: Int64
@@ -86,24 +86,24 @@ class Launches(msgspec.Struct, frozen=True):
 
 
 class Ranges(msgspec.Struct, frozen=True):
-    """Named spans: annotations and CPU operators that matter, sorted by start."""
+    """Named intervals, sorted by start: annotations, or the CPU operators that the analysis uses."""
 
     start_ns: Int64
     end_ns: Int64
     name: Int32
     """Index into `Trace.names`."""
     thread: Int64
-    """CPU thread; for device annotations the stream."""
+    """CPU thread; the stream for device annotations."""
     device: Int32
     """Device of a device annotation; `NONE` on the CPU side."""
     external_id: Int64
 
 
 class CommRecord(msgspec.Struct, frozen=True):
-    """One communication record: what ``record_param_comms`` or a kernel's own metadata says."""
+    """One communication record, from ``record_param_comms`` or from a kernel's own metadata."""
 
     name: str
-    """As recorded, lower case: ``send``, ``recv``, ``all_to_all``, ``_allgather_base``, ``allreduce`` ..."""
+    """Recorded name in lower case: ``send``, ``recv``, ``all_to_all``, ``_allgather_base``, ``allreduce`` ..."""
     group: str | None
     """Process group name (unique within the process)."""
     group_description: str | None
@@ -134,16 +134,16 @@ class CommRecords(msgspec.Struct, frozen=True):
 
 
 class MemoryEvents(msgspec.Struct, frozen=True):
-    """What an allocator held after each allocation and release, by time; ``profile_memory=True`` records them."""
+    """Bytes held by an allocator after each allocation and release, by time; ``profile_memory=True`` records them."""
 
     start_ns: Int64
     end_ns: Int64
-    """The same."""
+    """Equal to ``start_ns``."""
     device: Int32
     """`NONE` for the host's memory."""
     allocated_bytes: Int64
     reserved_bytes: Int64
-    """With what is kept for later; `NONE` where not given."""
+    """Allocated bytes plus cached ones; `NONE` where not given."""
 
 
 class HostEvents(msgspec.Struct, frozen=True):
@@ -181,7 +181,7 @@ class FlopRecords(msgspec.Struct, frozen=True):
     dtype: Int8
     """Index into `FLOP_DTYPES`, or `NONE` where the input types are not recorded."""
     causal: Int8
-    """1 where the count leaves out what a causal mask or a window hides, 0 where nothing is hidden, `NONE` for an
+    """1 where the count excludes what a causal mask or a window hides; 0 where nothing is hidden. `NONE` for an
     attention operator whose mask is not recorded: its count is dense."""
 
 
@@ -203,7 +203,7 @@ TABLES: dict[str, type[Any]] = {
     "host_events": HostEvents,
     "flop_records": FlopRecords,
 }
-"""The fields of `Trace` that hold columns."""
+"""Fields of `Trace` that hold columns, with the type of each table."""
 
 _DTYPES: dict[str, type[Any]] = {"Int64": np.int64, "Int32": np.int32, "Int8": np.int8}
 _Table = TypeVar("_Table")
@@ -211,36 +211,38 @@ _Number = TypeVar("_Number", bound=np.generic)
 
 
 def distinct(column: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
-    """The values that a column has, ascending."""
-    # Without counts NumPy loads its masked arrays to ask for them, which takes longer than a small trace.
+    """Return the distinct values of a column, ascending."""
+    # Without `return_counts`, NumPy imports its masked arrays, which takes longer than reading a small trace.
     values: npt.NDArray[_Number] = np.unique(column, return_counts=True)[0]
     return values
 
 
 def among(values: npt.NDArray[_Number], others: npt.NDArray[_Number]) -> npt.NDArray[np.bool_]:
-    """Which values are also in the other column; as ``np.isin``, which asks masked arrays, too."""
-    known = distinct(others)
-    place = np.searchsorted(known, values, side="right")
-    return (place > 0) & (known[place - 1] == values) if len(known) else np.zeros(len(values), np.bool_)
+    """Mark the values that are also in ``others``; unlike ``np.isin``, this does not import masked arrays."""
+    sorted_others = distinct(others)
+    end = np.searchsorted(sorted_others, values, side="right")
+    return (end > 0) & (sorted_others[end - 1] == values) if len(sorted_others) else np.zeros(len(values), np.bool_)
 
 
-def launch_rows(wanted: Int64, known: Int64) -> Int64:
-    """Find the launch of each activity: the index in ``known`` of each correlation in ``wanted``, or `NONE`."""
-    if not len(known):
-        return np.full(len(wanted), NONE, np.int64)
-    order = np.argsort(known, kind="stable")
-    place = np.minimum(np.searchsorted(known, wanted, sorter=order), len(known) - 1)
-    row = order[place]
-    return np.where((known[row] == wanted) & (wanted != NONE), row, NONE).astype(np.int64)
+def launch_rows(correlations: Int64, launch_correlations: Int64) -> Int64:
+    """Find the launch of each activity: the index in ``launch_correlations`` of each of ``correlations``, or `NONE`."""
+    if not len(launch_correlations):
+        return np.full(len(correlations), NONE, np.int64)
+    order = np.argsort(launch_correlations, kind="stable")
+    position = np.minimum(
+        np.searchsorted(launch_correlations, correlations, sorter=order), len(launch_correlations) - 1
+    )
+    row = order[position]
+    return np.where((launch_correlations[row] == correlations) & (correlations != NONE), row, NONE).astype(np.int64)
 
 
 def dtypes_of(kind: type[Any]) -> dict[str, type[Any]]:
-    """What the columns of a table are made of."""
+    """Return the NumPy type of each column of a table."""
     return {name: _DTYPES[type_name] for name, type_name in kind.__annotations__.items()}
 
 
 def table_of(kind: type[_Table], columns: Mapping[str, npt.NDArray[Any]]) -> _Table:
-    """A table from columns of equal length, in their own types; `NONE` stands in a column that is not given."""
+    """Build a table from columns of equal length, converted to its types; a missing column is filled with `NONE`."""
     count = len(columns["start_ns"]) if columns else 0
     return kind(
         **{
@@ -251,16 +253,16 @@ def table_of(kind: type[_Table], columns: Mapping[str, npt.NDArray[Any]]) -> _Ta
 
 
 def _empty(kind: type[_Table]) -> Any:
-    """The default of a field: a table without rows."""
+    """Return a field whose default is a table without rows."""
     return msgspec.field(default_factory=lambda: table_of(kind, {}))
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """One rank's trace: what ran, and what else the file says."""
+    """One rank's trace: device activities, host calls, communication records and metadata of the file."""
 
     path: str
     names: list[str]
-    """Every name once, as in the file (untrusted text)."""
+    """Distinct names, as in the file (untrusted text)."""
     activities: Activities
     launches: Launches = _empty(Launches)
     annotations: Ranges = _empty(Ranges)
@@ -268,7 +270,7 @@ class Trace(msgspec.Struct, frozen=True):
     device_annotations: Ranges = _empty(Ranges)
     """Device-side ``gpu_user_annotation`` ranges."""
     operators: Ranges = _empty(Ranges)
-    """CPU operators that tell attention or communication kinds apart; on a CPU trace, all of them."""
+    """CPU operators that help classify attention or communication; on a CPU trace, all operators."""
     comm_records: CommRecords = _empty(CommRecords)
     collectives: list[CommRecord] = []
     devices: list[Device] = []
@@ -276,12 +278,12 @@ class Trace(msgspec.Struct, frozen=True):
     world_size: int | None = None
     host: str | None = None
     groups: dict[str, tuple[int, ...]] = {}
-    """Process group name -> global ranks, from ``distributedInfo``."""
+    """Global ranks by process group name, from ``distributedInfo``."""
     base_ns: int = 0
-    """The file's ``baseTimeNanoseconds`` (already added to every time), 0 where absent."""
+    """``baseTimeNanoseconds`` of the file (already added to every time); 0 where absent."""
     events_total: int = 0
     events_skipped: int = 0
-    """Events that could not be read."""
+    """Number of events that could not be read."""
     warnings: list[Notice] = []
     memory: MemoryEvents = _empty(MemoryEvents)
     host_events: HostEvents = _empty(HostEvents)
@@ -290,9 +292,9 @@ class Trace(msgspec.Struct, frozen=True):
 
     @property
     def lacks_device(self) -> bool:
-        """Whether the run used a GPU, and the trace has nothing of what ran there."""
+        """Whether the run used a GPU but the trace has no device activities."""
         return any(warning.code == NO_DEVICE_ACTIVITIES for warning in self.warnings)
 
-    def names_that(self, fit: Callable[[str], object]) -> npt.NDArray[np.bool_]:
-        """A mask over `names`, never empty, so that a column of names can index it."""
-        return np.array([bool(fit(name)) for name in self.names] or [False], np.bool_)
+    def names_that(self, predicate: Callable[[str], object]) -> npt.NDArray[np.bool_]:
+        """Mark the `names` for which ``predicate`` is true; the mask is never empty, so that names can index it."""
+        return np.array([bool(predicate(name)) for name in self.names] or [False], np.bool_)

@@ -1,4 +1,4 @@
-"""The formats of traces that ringprof reads, a row each: a new one is its reader and its row here."""
+"""Table of the trace formats that ringprof reads. A new format needs a reader and an entry in `FORMATS`."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from ringprof.trace.kineto import parse_trace, read_trace
 from ringprof.trace.kineto.byte_source import first_bytes
 from ringprof.trace.kineto.event_list import UTF8_MARK
 from ringprof.trace.kineto.tracks import by_device
-from ringprof.trace.reduced import BEFORE, MAGIC, SUFFIX, read_reduced
+from ringprof.trace.reduced import MAGIC, PREVIOUS_MAGIC, SUFFIX, read_reduced
 
 
 class Format(msgspec.Struct, frozen=True):
-    """One format of traces."""
+    """One trace format: how to recognise its files and how to read them."""
 
     name: str
-    """With its article, for messages."""
+    """Name with its article, for messages."""
     suffixes: tuple[str, ...]
-    """How the names of such files end; what a folder holds is looked at only if its name ends so."""
+    """Suffixes of file names; files in a folder are opened only if their name has one of them."""
     sniff: Callable[[bytes], bool]
-    """Whether content that begins so, unpacked, is of this format."""
+    """Return whether a file is of this format, given its first bytes, decompressed."""
     read: Callable[[str, MemoryBudget], list[Trace]]
-    """The traces in a file: one, or of every rank that it holds."""
+    """Read the traces in a file: one per rank that the file holds."""
     one_rank: bool = True
-    """Whether a file is of one rank only."""
+    """Whether a file holds one rank only."""
     parse: Callable[[bytes, str, MemoryBudget], Trace] | None = None
-    """Reads one trace from a file's bytes; None where that needs the file."""
+    """Read one trace from the bytes of a file; None where the reader needs the file itself."""
 
 
 _SQLITE_MAGIC = b"SQLite format 3\x00"
@@ -38,13 +38,16 @@ _KINETO_MARKS = (b'"traceEvents"', b'"deviceProperties"', b'"baseTimeNanoseconds
 
 
 def _is_kineto(head: bytes) -> bool:
-    """A log that quotes a trace does not begin with a bracket; a trace whose first byte is damaged has its fields."""
+    """Return whether the bytes begin a Kineto trace: a list of events, or text with one of its top-level fields.
+
+    A log that quotes a trace does not begin with a bracket. A trace whose first byte is damaged still has the fields.
+    """
     bare_list = head.removeprefix(UTF8_MARK).lstrip()[:1] == b"[" and b'"ph"' in head
     return bare_list or any(mark in head for mark in _KINETO_MARKS)
 
 
 def _read_nsys(path: str, budget: MemoryBudget) -> list[Trace]:
-    from ringprof.trace.nsys import read_nsys  # here, with SQLite, since most traces are Kineto's
+    from ringprof.trace.nsys import read_nsys  # imports SQLite, which most traces do not need
 
     return read_nsys(path, budget)
 
@@ -59,7 +62,7 @@ NSYS = Format(
 REDUCED = Format(
     name="a reduced trace",
     suffixes=(SUFFIX,),
-    sniff=lambda head: head.startswith((MAGIC, BEFORE)),
+    sniff=lambda head: head.startswith((MAGIC, PREVIOUS_MAGIC)),
     read=lambda path, budget: [read_reduced(path, budget)],
 )
 KINETO = Format(
@@ -76,17 +79,17 @@ XLA = Format(
     read=lambda path, budget: by_device(read_trace(path, budget)),
     one_rank=False,
 )
-"""JAX's and TensorFlow's: of all GPUs of a process, each of which is a rank."""
+"""Traces of JAX and TensorFlow. A file holds all GPUs of a process; each GPU counts as a rank."""
 FORMATS = (NSYS, REDUCED, XLA, KINETO)
 
 
 def format_of(head: bytes) -> Format | None:
-    """The format of content that begins with these bytes."""
-    return next((one for one in FORMATS if one.sniff(head)), None)
+    """Return the format of content that begins with ``head``; None if it is of no known format."""
+    return next((form for form in FORMATS if form.sniff(head)), None)
 
 
 def format_at(path: str) -> Format:
-    """The format of a trace; that of what cannot be told is Kineto's, whose reader says what is wrong."""
+    """Return the format of a trace file; Kineto for an unknown or unreadable file, whose reader raises the error."""
     try:
         return format_of(first_bytes(path, path)) or KINETO
     except InputError:
@@ -94,7 +97,7 @@ def format_at(path: str) -> Format:
 
 
 def is_newest_reduced(path: str) -> bool:
-    """Tell whether a file is a reduced trace of this version, which holds all that the trace itself tells."""
+    """Return whether a file is a reduced trace of the current version, which has all information of the full trace."""
     try:
         return first_bytes(path, path).startswith(MAGIC)
     except InputError:
@@ -102,7 +105,7 @@ def is_newest_reduced(path: str) -> bool:
 
 
 def parse_bytes(data: bytes, name: str, budget: MemoryBudget) -> Trace:
-    """The trace that came through a pipe. Raises `TraceFormatError` where its format needs a file."""
+    """Parse a trace that came through a pipe. Raises `TraceFormatError` if its format can only be read from a file."""
     form = format_of(first_bytes(data, name)) or KINETO
     if form.parse is None:
         raise TraceFormatError(f"{name}: {form.name} cannot come through a pipe: give its path")

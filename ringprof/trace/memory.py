@@ -1,7 +1,7 @@
-"""How much memory a trace needs: while it is read, and for what the analysis makes of it.
+"""Estimates of the memory that a trace needs while it is read and analysed.
 
 The figures are bytes, measured and rounded up (300,000 kernels, hops, gathers, copies, operators, names). All readers
-count by them, so that what one of them lets through the others do too, a reduced trace among them.
+use them, so that a trace which one reader accepts is accepted by the others, also as a reduced trace.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from ringprof.limits import MemoryBudget
 from ringprof.trace.columns import NONE, TABLES, Trace, dtypes_of
 
 _COPIES = 3
-"""How often a column is in memory at most: as it came, as it is sorted, and as it is checked."""
+"""Largest number of copies of a column in memory: as read, while sorted, and while validated."""
 _ROW = {
-    table: _COPIES * sum(np.dtype(one).itemsize for one in dtypes_of(kind).values()) for table, kind in TABLES.items()
+    table: _COPIES * sum(np.dtype(dtype).itemsize for dtype in dtypes_of(kind).values())
+    for table, kind in TABLES.items()
 }
 _NAME, _LIST, _NUMBER, _COLLECTIVE = 200, 100, 40, 1000
-# What the analysis adds for a row: of an activity, of one that communicates, which becomes some objects, of another.
+# Bytes that the analysis adds per activity, per communicating activity (it becomes several objects), and per range.
 _ANALYSED_ACTIVITY, _ANALYSED_HOP, _ANALYSED_RANGE = 100, 900, 150
 
 _COMMUNICATES = re.compile(
@@ -28,30 +29,33 @@ _COMMUNICATES = re.compile(
 
 
 def bytes_of_rows(table: str, count: int) -> int:
-    """So many rows of a table of `Trace`."""
+    """Return the bytes of ``count`` rows of a table of `Trace`."""
     return _ROW[table] * count
 
 
 def bytes_of_text(text: str) -> int:
-    """A text: beside a character of four bytes all others take as many, and it is there in UTF-8 too."""
+    """Return the bytes of a text.
+
+    One character of four bytes makes Python store all others with four bytes, and the text exists in UTF-8 as well.
+    """
     return _NAME + 4 * (len(text) if text.isascii() else len(text.encode("utf-8", "replace")))
 
 
 def bytes_of_list(count: int) -> int:
-    """A list of so many ranks or sizes."""
+    """Return the bytes of a list of ``count`` ranks or sizes."""
     return _LIST + _NUMBER * count
 
 
 def bytes_of_collectives(count: int) -> int:
-    """So many communication records, without their lists."""
+    """Return the bytes of ``count`` communication records, without their lists."""
     return _COLLECTIVE * count
 
 
 def take_trace(trace: Trace, budget: MemoryBudget) -> None:
-    """Count a trace that another process has read. Raises `MemoryLimitError`."""
+    """Charge a trace that another process has read to the budget. Raises `MemoryLimitError`."""
     rows = sum(bytes_of_rows(table, len(getattr(trace, table).start_ns)) for table in TABLES)
     texts = sum(bytes_of_text(name) for name in trace.names)
-    lists = {id(one.group_ranks): len(one.group_ranks or ()) for one in trace.collectives}
+    lists = {id(record.group_ranks): len(record.group_ranks or ()) for record in trace.collectives}
     budget.take(
         rows + texts + bytes_of_collectives(len(trace.collectives)) + sum(map(bytes_of_list, lists.values())),
         trace.path,
@@ -60,7 +64,7 @@ def take_trace(trace: Trace, budget: MemoryBudget) -> None:
 
 
 def take_analysis(trace: Trace, budget: MemoryBudget) -> Trace:
-    """The trace, once what analysing it takes is counted too. Raises `MemoryLimitError`."""
+    """Charge the memory for analysing a trace to the budget, and return the trace. Raises `MemoryLimitError`."""
     rows = trace.activities
     communicates = np.array([_COMMUNICATES.search(name[:1000]) is not None for name in trace.names], np.bool_)
     hops = int(np.count_nonzero(communicates[rows.name] | (rows.collective != NONE)))

@@ -1,11 +1,12 @@
-"""Nsight Systems exports (``nsys export --type sqlite``): their tables to the columns of a `Trace`.
+"""Reader of Nsight Systems exports (``nsys export --type sqlite``): converts their tables to the columns of a `Trace`.
 
-An export holds all processes that were profiled together, so one file gives one trace a process that used a GPU.
-Times in it count from the start of the session. Of process groups, peers and bytes of NCCL kernels it says what NCCL
-told NVTX (`ringprof.trace.nccl_payloads`).
+An export holds all processes that were profiled together. One file therefore gives one trace per process that used a
+GPU. Times count from the start of the session. Process groups, peers and bytes of NCCL kernels come from the NVTX
+payloads of NCCL (`ringprof.trace.nccl_payloads`).
 
-An export may come from a stranger, and a database can hold programs: only rows of plain tables are read, one table
-after the other from its first row to its last, and the work that SQLite may do grows with the size of the file.
+An export is untrusted, and a database can contain code (views, virtual tables). Only rows of plain tables are read, one
+table after the other, each from first row to last. The work that SQLite may do is limited in proportion to the file
+size.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy.typing as npt
 
 from ringprof.errors import InputError, TraceFormatError
 from ringprof.limits import MemoryBudget
-from ringprof.trace.checks import LARGEST_NS, overlaps, refuse_unsound
+from ringprof.trace.checks import LARGEST_NS, overlap_warnings, validate_trace
 from ringprof.trace.columns import (
     KERNEL,
     MEMCPY,
@@ -47,7 +48,7 @@ from ringprof.trace.host_events import rows_in_idle
 from ringprof.trace.memory import bytes_of_collectives, bytes_of_text, take_analysis
 from ringprof.trace.nccl_payloads import (
     LONGEST_PAYLOAD,
-    CommunicatorPlaces,
+    CommunicatorRanks,
     Layouts,
     NcclCall,
     add_entries,
@@ -57,48 +58,49 @@ from ringprof.trace.nccl_payloads import (
 )
 from ringprof.trace.one_run import rank_in_name
 
-_KERNELS, _COPIES, _SETS = (f"CUPTI_ACTIVITY_KIND_{what}" for what in ("KERNEL", "MEMCPY", "MEMSET"))
+_KERNELS, _COPIES, _SETS = (f"CUPTI_ACTIVITY_KIND_{kind}" for kind in ("KERNEL", "MEMCPY", "MEMSET"))
 _CALLS, _MARKS, _STRINGS = "CUPTI_ACTIVITY_KIND_RUNTIME", "NVTX_EVENTS", "StringIds"
 _START, _DEVICES, _SYSTEM = "TARGET_INFO_SESSION_START_TIME", "TARGET_INFO_GPU", "TARGET_INFO_SYSTEM_ENV"
 _FIELDS = "NVTX_PAYLOAD_SCHEMA_ENTRIES"
-_READ = {_KERNELS, _COPIES, _SETS, _CALLS, _MARKS, _STRINGS, _START, _DEVICES, _SYSTEM, _FIELDS}
-# Our columns and Nsight's.
+_TABLES_READ = {_KERNELS, _COPIES, _SETS, _CALLS, _MARKS, _STRINGS, _START, _DEVICES, _SYSTEM, _FIELDS}
+# Our column names and those of Nsight Systems.
 _TIMES = {"start_ns": "start", "end_ns": "end"}
 _ACTIVITY = {
     **_TIMES, "device": "deviceId", "stream": "streamId", "correlation": "correlationId", "process": "globalPid",
     "graph_node": "graphNodeId",
 }  # fmt: skip
-# Of Nsight's ENUM_CUDA_MEMCPY_OPER, in the words that Kineto uses.
+# ENUM_CUDA_MEMCPY_OPER of Nsight Systems, with the names that Kineto uses.
 _COPY_NAMES = {
     1: "Memcpy HtoD", 2: "Memcpy DtoH", 3: "Memcpy HtoA", 4: "Memcpy AtoH", 5: "Memcpy AtoA", 6: "Memcpy AtoD",
     7: "Memcpy DtoA", 8: "Memcpy DtoD", 9: "Memcpy HtoH", 10: "Memcpy PtoP",
 }  # fmt: skip
-# The process is all of a thread's number but its last 24 bits.
+# A globalTid is the process number followed by 24 bits for the thread.
 _THREAD_BITS = 24
-# What autograd's emit_nvtx writes: the operator, then its sequence number and identity.
+# Range names of autograd's emit_nvtx: the operator, then its sequence number and id.
 _OPERATOR = re.compile(r"(\w+::\w+)(, (seq|op_id) = .*)?")
-# Nsight names the version of a call's interface: cudaLaunchKernel_v7000.
+# Nsight Systems appends the version of the API: cudaLaunchKernel_v7000.
 _VERSION = re.compile(r"_v[0-9]+(_ptsz)?$")
-# The length of bytes is known without reading them: those of a payload too long for NCCL's are never in memory.
+# SQLite knows the length of a blob without reading it: payloads too long to be NCCL's are never loaded.
 _SHORT = f"""CASE WHEN typeof("{{0}}") = 'blob' AND length("{{0}}") > {LONGEST_PAYLOAD} THEN NULL ELSE "{{0}}" END"""
 
 MOST_PROCESSES = 1 << 10
-"""No host runs more on its GPUs at once: each becomes a rank of a report."""
+"""Upper bound on the processes of one host that use a GPU. Each becomes a rank of a report."""
 _ROWS_AT_ONCE = 1 << 14
-_IN_MEMORY = 6  # of a row that are there at once: as it came, among all, as they are sorted, and as its process's
+_COPIES_PER_ROW = 6  # in memory at once: as read, joined with all rows, sorted, and split by process
 _LONGEST_VALUE = 1 << 20
-_LIMIT_LENGTH = 0  # sqlite3.SQLITE_LIMIT_LENGTH, which Python has from 3.11 on
+_LIMIT_LENGTH = 0  # sqlite3.SQLITE_LIMIT_LENGTH, available from Python 3.11
 _STEPS_BETWEEN, _STEPS_FREE, _STEPS_PER_BYTE = 10_000, 10_000_000, 8
-"""SQLite may carry out so many steps of its own, and so many more a byte of the file: rows take two or three a byte."""
+"""Limit on SQLite virtual machine steps: steps between two checks, steps allowed in any case, and steps per byte of the
+file. Reading rows takes two or three steps per byte."""
 
 _Rows = dict[str, Int64]
-"""Columns of one table, of equal length."""
+"""Columns of one table by name; all have equal length."""
 
 
 def read_nsys(path: str | os.PathLike[str], budget: MemoryBudget | None = None) -> list[Trace]:
-    """Read an export: one trace a process, by device.
+    """Read an export. Returns one trace per process, in the order of ranks if the export tells it, else of devices.
 
-    Raises `InputError` where the file cannot be opened, `TraceFormatError` where it is no export of Nsight Systems or
+    Raises `InputError` if the file cannot be opened, `TraceFormatError` if it is not an export of Nsight Systems or
     holds no GPU activity.
     """
     name = os.fspath(path)
@@ -109,16 +111,16 @@ def read_nsys(path: str | os.PathLike[str], budget: MemoryBudget | None = None) 
         if journal.is_file() and journal.stat().st_size:
             raise InputError(f"{name}: changes to it wait in {journal.name}: let the program that writes it end first")
     try:
-        # The file is not written to, not even a journal beside it.
+        # Open the file read-only, without even a journal next to it.
         with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
             export = _Export(name, connection, file.stat().st_size, budget or MemoryBudget())
-            return [take_analysis(refuse_unsound(trace), export.budget) for trace in _traces(export)]
+            return [take_analysis(validate_trace(trace), export.budget) for trace in _traces(export)]
     except (sqlite3.Error, OverflowError) as error:
         raise TraceFormatError(f"{name}: damaged SQLite file ({error}): export it again") from None
 
 
 class _Export:
-    """An open export, and the names seen so far."""
+    """Open export: reads its tables, counts skipped rows, and collects the names of the trace."""
 
     def __init__(self, path: str, connection: sqlite3.Connection, size: int, budget: MemoryBudget) -> None:
         self.path, self.budget = path, budget
@@ -126,37 +128,43 @@ class _Export:
         self.skipped = self.total = self.unnamed = 0
         self._connection = connection
         connection.text_factory = lambda data: data.decode("utf-8", "replace")
-        # No function of Python's: what a signal raises in one is lost. The iterator's end stops SQLite.
-        turns = (_STEPS_FREE + _STEPS_PER_BYTE * size) // _STEPS_BETWEEN
-        connection.set_progress_handler(repeat(0, turns).__next__, _STEPS_BETWEEN)
+        # Use a C iterator, whose end stops SQLite. An exception from a signal in a Python callback is lost.
+        checks = (_STEPS_FREE + _STEPS_PER_BYTE * size) // _STEPS_BETWEEN
+        connection.set_progress_handler(repeat(0, checks).__next__, _STEPS_BETWEEN)
         if hasattr(connection, "setlimit"):  # Python 3.11
             connection.setlimit(_LIMIT_LENGTH, _LONGEST_VALUE)
-        # Views and virtual tables have no first page; columns that are computed are not in the list of columns.
-        named = connection.execute(
+        # Views and virtual tables have no root page. Computed columns do not appear in `table_info`.
+        tables = connection.execute(
             "SELECT name, rootpage FROM sqlite_master WHERE type IN ('table', 'view')"
         ).fetchall()
-        pages = {name: page for name, page in named if name in _READ}
+        pages = {name: page for name, page in tables if name in _TABLES_READ}
         for name, page in pages.items():
             if not page:
                 raise TraceFormatError(f"{path}: {name} is no plain table: export it again with nsys")
         self._present = {name: {row[1] for row in connection.execute(f"PRAGMA table_info({name})")} for name in pages}
         connection.set_authorizer(self._allow)
 
-    def _allow(self, action: int, table: str | None, name: str | None, database: str | None, by: str | None) -> int:
-        plain = action == sqlite3.SQLITE_SELECT or (action == sqlite3.SQLITE_READ and table in self._present)
-        called = action == sqlite3.SQLITE_FUNCTION and name in ("typeof", "length")
-        return sqlite3.SQLITE_OK if (plain or called) and by is None else sqlite3.SQLITE_DENY
+    def _allow(
+        self, action: int, table: str | None, name: str | None, database: str | None, trigger_or_view: str | None
+    ) -> int:
+        reads_table = action == sqlite3.SQLITE_SELECT or (action == sqlite3.SQLITE_READ and table in self._present)
+        calls_allowed_function = action == sqlite3.SQLITE_FUNCTION and name in ("typeof", "length")
+        return (
+            sqlite3.SQLITE_OK
+            if (reads_table or calls_allowed_function) and trigger_or_view is None
+            else sqlite3.SQLITE_DENY
+        )
 
     def has(self, table: str) -> bool:
-        """Whether there is such a table."""
+        """Return whether the export has a table."""
         return table in self._present
 
     def select(
         self, table: str, wanted: Iterable[str], term: str = '"{}"', absent: str = "NULL"
     ) -> Iterator[list[tuple[Any, ...]]]:
-        """Columns of all rows, in the order of the file and some rows at a time; ``absent`` where there is no column.
+        """Yield the wanted columns of all rows in file order, in chunks of rows; ``absent`` replaces a missing column.
 
-        Tables and columns are named by this module, never by the file.
+        Table and column names come from this module, never from the file.
         """
         if table in self._present:
             terms = (term.format(column) if column in self._present[table] else absent for column in wanted)
@@ -164,86 +172,90 @@ class _Export:
             while rows := cursor.fetchmany(_ROWS_AT_ONCE):
                 yield rows
 
-    def whole(self, table: str, wanted: Mapping[str, str]) -> _Rows:
-        """Columns of whole numbers, by our names; `NONE` where there is none. Rows without times are left out."""
+    def integer_columns(self, table: str, wanted: Mapping[str, str]) -> _Rows:
+        """Read integer columns by our names; `NONE` where a value is no integer. Rows without times are dropped."""
         term = f"""CASE typeof("{{0}}") WHEN 'integer' THEN "{{0}}" ELSE {NONE} END"""
         chunks = (np.array(rows, np.int64) for rows in self.select(table, wanted.values(), term, str(NONE)))
-        return self.timed(self.joined(wanted, chunks))
+        return self.with_valid_times(self.join_chunks(wanted, chunks))
 
-    def joined(self, names: Iterable[str], chunks: Iterable[Int64]) -> _Rows:
-        """Columns of these names, from arrays of a row each; counted before the next is read."""
-        found = [np.empty((0, len(tuple(names))), np.int64)]
+    def join_chunks(self, names: Iterable[str], chunks: Iterable[Int64]) -> _Rows:
+        """Join 2-D arrays of rows into named columns. Each chunk is charged to the budget before the next is read."""
+        arrays = [np.empty((0, len(tuple(names))), np.int64)]
         for chunk in chunks:
-            self.budget.take(_IN_MEMORY * chunk.nbytes, self.path)
-            found.append(chunk)
-        return dict(zip(names, np.concatenate(found).T, strict=True))
+            self.budget.take(_COPIES_PER_ROW * chunk.nbytes, self.path)
+            arrays.append(chunk)
+        return dict(zip(names, np.concatenate(arrays).T, strict=True))
 
-    def timed(self, rows: _Rows) -> _Rows:
-        """The rows whose times can be; the others are counted."""
-        sound = np.ones(len(rows["start_ns"]), np.bool_)
+    def with_valid_times(self, rows: _Rows) -> _Rows:
+        """Return the rows with plausible times, and count the others as skipped."""
+        valid = np.ones(len(rows["start_ns"]), np.bool_)
         for time in (rows["start_ns"], rows["end_ns"]):
-            sound &= (time != NONE) & (time > -LARGEST_NS) & (time < LARGEST_NS)
-        self.total += len(sound)
-        self.skipped += int(np.count_nonzero(~sound))
-        return _of(rows, sound)
+            valid &= (time != NONE) & (time > -LARGEST_NS) & (time < LARGEST_NS)
+        self.total += len(valid)
+        self.skipped += int(np.count_nonzero(~valid))
+        return _select(rows, valid)
 
-    def number(self, name: str) -> int:
-        """Index of a name."""
+    def name_index(self, name: str) -> int:
+        """Return the index of a name in the trace's names; add the name if it is new."""
         if name not in self.names:
             self.budget.take(bytes_of_text(name), self.path)
             self.names[name] = len(self.names)
         return self.names[name]
 
     def texts(self, wanted: Int64) -> dict[int, str]:
-        """Those of Nsight's strings that have the wanted numbers."""
-        numbers = set(wanted.tolist())
-        found = {}
+        """Return the entries of the table of strings whose ids are wanted."""
+        wanted_ids = set(wanted.tolist())
+        texts = {}
         for rows in self.select(_STRINGS, ("id", "value")):
             for key, text in rows:
-                if key in numbers and isinstance(text, str):
-                    found[key] = text
-                    self.budget.take(bytes_of_text(found[key]), self.path)
-        return found
+                if key in wanted_ids and isinstance(text, str):
+                    texts[key] = text
+                    self.budget.take(bytes_of_text(texts[key]), self.path)
+        return texts
 
 
 # --- from tables to traces ----------------------------------------------------------------------------
 
 
 def _traces(export: _Export) -> list[Trace]:
+    """Build one trace per process that used a GPU, in rank order."""
     if not export.has(_STRINGS) and not export.has(_KERNELS):
-        what = "an SQLite file, but no export of Nsight Systems: make one with nsys export --type sqlite"
-        raise TraceFormatError(f"{export.path}: {what}")
-    done = _by_process(_activities(export), "process")
-    if not done:
+        problem = "an SQLite file, but no export of Nsight Systems: make one with nsys export --type sqlite"
+        raise TraceFormatError(f"{export.path}: {problem}")
+    activities = _by_process(_activities(export), "process")
+    if not activities:
         raise TraceFormatError(f"{export.path}: the export holds no GPU activity: profile with nsys --trace cuda,nvtx")
-    if len(done) > MOST_PROCESSES:
+    if len(activities) > MOST_PROCESSES:
         raise TraceFormatError(
-            f"{export.path}: {len(done):,} processes used a GPU: no export has over {MOST_PROCESSES:,}"
+            f"{export.path}: {len(activities):,} processes used a GPU: no export has over {MOST_PROCESSES:,}"
         )
     calls = _by_process(_runtime_calls(export))
     marks = _by_process(_marks(export))
     base, host, devices = _base_ns(export), _host(export), _devices(export)
-    rank = rank_in_name(export.path) if len(done) == 1 else None
-    calls_told, told = _nccl_calls(export)
-    members = _members(calls_told, told)
-    order = _in_order(done, members)
-    number = {process: at if rank is None else rank for at, process in enumerate(order)}
+    rank = rank_in_name(export.path) if len(activities) == 1 else None
+    nccl_rows, nccl_calls = _nccl_calls(export)
+    members = _members(nccl_rows, nccl_calls)
+    order = _rank_order(activities, members)
+    rank_of = {process: index if rank is None else rank for index, process in enumerate(order)}
     ranks = {
-        communicator: tuple(number[process] for process in processes)
+        communicator: tuple(rank_of[process] for process in processes)
         for communicator, processes in members.items()
-        if all(process in number for process in processes)
+        if all(process in rank_of for process in processes)
     }
-    rows_of = _by_process(calls_told)
-    records = {one: _records(export, rows_of[one], told, ranks) if one in rows_of else ({}, []) for one in order}
+    nccl_rows_of = _by_process(nccl_rows)
+    records = {
+        process: _records(export, nccl_rows_of[process], nccl_calls, ranks) if process in nccl_rows_of else ({}, [])
+        for process in order
+    }
     traces = [
         Trace(
             path=export.path,
             names=list(export.names),
-            **_tables(done[process], calls.get(process), marks.get(process), records[process][0], base),
+            **_tables(activities[process], calls.get(process), marks.get(process), records[process][0], base),
             collectives=records[process][1],
             devices=devices,
             rank=rank,
-            world_size=len(done) if len(done) > 1 else None,
+            world_size=len(activities) if len(activities) > 1 else None,
             host=host,
             groups={},
             base_ns=base,
@@ -253,7 +265,7 @@ def _traces(export: _Export) -> list[Trace]:
         for process in order
     ]
     for trace in traces:
-        trace.warnings.extend(overlaps(trace.activities, rank))
+        trace.warnings.extend(overlap_warnings(trace.activities, rank))
     if export.skipped:
         message = f"{export.skipped} rows without times were left out"
         traces[0].warnings.append(Notice("damaged_events", message, None, export.skipped))
@@ -264,17 +276,17 @@ def _traces(export: _Export) -> list[Trace]:
 
 
 def _activities(export: _Export) -> _Rows:
-    """Kernels, copies and sets of all processes, each with the index of its name."""
-    kernels = export.whole(_KERNELS, {**_ACTIVITY, "text": "demangledName", "short": "shortName"})
-    copies = export.whole(_COPIES, {**_ACTIVITY, "size_bytes": "bytes", "kind": "copyKind"})
-    sets = export.whole(_SETS, {**_ACTIVITY, "size_bytes": "bytes"})
+    """Read the kernels, copies and sets of all processes, each with the index of its name."""
+    kernels = export.integer_columns(_KERNELS, {**_ACTIVITY, "text": "demangledName", "short": "shortName"})
+    copies = export.integer_columns(_COPIES, {**_ACTIVITY, "size_bytes": "bytes", "kind": "copyKind"})
+    sets = export.integer_columns(_SETS, {**_ACTIVITY, "size_bytes": "bytes"})
     text = np.where(kernels["text"] != NONE, kernels["text"], kernels["short"])
     texts = export.texts(text)
     export.unnamed = int(np.count_nonzero(~among(text, np.array(list(texts), np.int64))))
-    kernels["name"] = _each(text, lambda key: export.number(texts.get(key, "unknown kernel")))
+    kernels["name"] = _map_distinct(text, lambda key: export.name_index(texts.get(key, "unknown kernel")))
     kernels["size_bytes"] = np.full(len(text), NONE, np.int64)
-    copies["name"] = _each(copies["kind"], lambda kind: export.number(_COPY_NAMES.get(kind, "Memcpy")))
-    sets["name"] = _each(np.zeros(len(sets["start_ns"]), np.int64), lambda _: export.number("Memset"))
+    copies["name"] = _map_distinct(copies["kind"], lambda kind: export.name_index(_COPY_NAMES.get(kind, "Memcpy")))
+    sets["name"] = _map_distinct(np.zeros(len(sets["start_ns"]), np.int64), lambda _: export.name_index("Memset"))
     for table, category in ((kernels, KERNEL), (copies, MEMCPY), (sets, MEMSET)):
         table["category"] = np.full(len(table["start_ns"]), category, np.int64)
     columns = (*_ACTIVITY, "size_bytes", "name", "category")
@@ -285,78 +297,81 @@ def _activities(export: _Export) -> _Rows:
 
 
 def _runtime_calls(export: _Export) -> _Rows:
-    """Calls of the CUDA runtime and driver, each with the index of its name without the version that ends it."""
+    """Read the calls of the CUDA runtime and driver, each with the index of its name without the API version."""
     wanted = {**_TIMES, "thread": "globalTid", "correlation": "correlationId", "text": "nameId"}
-    rows = export.whole(_CALLS, wanted)
+    rows = export.integer_columns(_CALLS, wanted)
     texts = export.texts(distinct(rows["text"]))
-    rows["name"] = _each(rows["text"], lambda key: export.number(_VERSION.sub("", texts.get(key, "CUDA call"))))
+    rows["name"] = _map_distinct(
+        rows["text"], lambda key: export.name_index(_VERSION.sub("", texts.get(key, "CUDA call")))
+    )
     return rows
 
 
-def _each(keys: Int64, answer: Callable[[int], int]) -> Int64:
-    """``answer`` of each key, asked once for every distinct one."""
-    distinct, place = np.unique(keys, return_inverse=True)
-    return np.array([answer(key) for key in distinct.tolist()], np.int64)[place.ravel()]
+def _map_distinct(keys: Int64, function: Callable[[int], int]) -> Int64:
+    """Apply ``function`` to each key, calling it once per distinct key."""
+    unique, inverse = np.unique(keys, return_inverse=True)
+    return np.array([function(key) for key in unique.tolist()], np.int64)[inverse.ravel()]
 
 
 def _marks(export: _Export) -> _Rows:
-    """NVTX ranges; ``operator`` is 1 for those that stand for a PyTorch operator."""
+    """Read the NVTX ranges; the column ``operator`` is 1 for ranges of a PyTorch operator."""
 
-    def named(rows: list[tuple[Any, ...]]) -> Int64:
-        # Marks without an end are moments, not ranges.
+    def name_ranges(rows: list[tuple[Any, ...]]) -> Int64:
+        # Marks without an end are instants, not ranges.
         ranges = (row for row in rows if all(isinstance(number, int) for number in row[:3]))
         return np.array(
             [
-                (*times, key if isinstance(key, int) else NONE, NONE if own is None else _mark(export, str(own)))
-                for *times, key, own in ranges
+                (*times, key if isinstance(key, int) else NONE, NONE if text is None else _mark_code(export, str(text)))
+                for *times, key, text in ranges
             ],
             np.int64,
         ).reshape(-1, 5)
 
-    chunks = map(named, export.select(_MARKS, ("start", "end", "globalTid", "textId", "text")))
-    rows = export.joined(("start_ns", "end_ns", "thread", "text", "mark"), chunks)
+    chunks = map(name_ranges, export.select(_MARKS, ("start", "end", "globalTid", "textId", "text")))
+    rows = export.join_chunks(("start_ns", "end_ns", "thread", "text", "mark"), chunks)
     unnamed = rows["mark"] == NONE
-    marks = {key: _mark(export, text) for key, text in export.texts(rows["text"][unnamed]).items()}
-    rows["mark"][unnamed] = _each(rows["text"][unnamed], lambda key: marks.get(key, NONE))
-    rows = export.timed(_of(rows, rows["mark"] != NONE))
+    marks = {key: _mark_code(export, text) for key, text in export.texts(rows["text"][unnamed]).items()}
+    rows["mark"][unnamed] = _map_distinct(rows["text"][unnamed], lambda key: marks.get(key, NONE))
+    rows = export.with_valid_times(_select(rows, rows["mark"] != NONE))
     return {**rows, "name": rows["mark"] >> 1, "operator": rows["mark"] & 1}
 
 
-def _mark(export: _Export, text: str) -> int:
-    """The number of a range's name, doubled; one more where it is the name of a PyTorch operator."""
+def _mark_code(export: _Export, text: str) -> int:
+    """Return twice the name index of a range, plus 1 if the range stands for a PyTorch operator."""
     match = _OPERATOR.fullmatch(text)
     operator = match is not None and not text.startswith("ringprof::")
-    return 2 * export.number(match[1] if match is not None and operator else text) + operator
+    return 2 * export.name_index(match[1] if match is not None and operator else text) + operator
 
 
 def _nccl_calls(export: _Export) -> tuple[_Rows, list[NcclCall]]:
-    """NCCL's calls that tell their communicator; ``call`` is an index into the different ones."""
+    """Read the NCCL calls whose communicator is known; the column ``call`` is an index into the distinct calls."""
     layouts: Layouts = {}
     for entries in export.select(_FIELDS, ("schemaId", "name", "type", "offset")):
-        before = len(layouts)
+        count_before = len(layouts)
         add_entries(layouts, entries)
-        export.budget.take(bytes_of_collectives(len(layouts) - before), export.path)
+        export.budget.take(bytes_of_collectives(len(layouts) - count_before), export.path)
     names = _nccl_names(export) if layouts else {}
     calls: dict[NcclCall, int] = {}
 
-    def told(rows: list[tuple[Any, ...]]) -> Int64:
-        before, found = len(calls), []
-        for *times, key, own, data in rows:
+    def decode_rows(rows: list[tuple[Any, ...]]) -> Int64:
+        count_before, decoded = len(calls), []
+        for *times, key, text, data in rows:
             fields = decode(data, layouts)
-            call = nccl_call(own if isinstance(own, str) else names.get(key, ""), fields) if fields else None
+            call = nccl_call(text if isinstance(text, str) else names.get(key, ""), fields) if fields else None
             if call is not None and all(isinstance(time, int) for time in times):
-                found.append((*times, calls.setdefault(call, len(calls))))
-        export.budget.take(bytes_of_collectives(len(calls) - before), export.path)
-        return np.array(found, np.int64).reshape(-1, 4)
+                decoded.append((*times, calls.setdefault(call, len(calls))))
+        export.budget.take(bytes_of_collectives(len(calls) - count_before), export.path)
+        return np.array(decoded, np.int64).reshape(-1, 4)
 
     chunks = export.select(_MARKS, ("start", "end", "globalTid", "textId", "text", "binaryData"), _SHORT)
-    rows = export.joined(("start_ns", "end_ns", "thread", "call"), map(told, chunks if layouts else ()))
-    # Rows without times have been counted as ranges.
-    sound = (abs(rows["start_ns"]) < LARGEST_NS) & (abs(rows["end_ns"]) < LARGEST_NS)
-    return _of(rows, sound), list(calls)
+    rows = export.join_chunks(("start_ns", "end_ns", "thread", "call"), map(decode_rows, chunks if layouts else ()))
+    # Rows without times are already counted as skipped, among the ranges.
+    valid = (abs(rows["start_ns"]) < LARGEST_NS) & (abs(rows["end_ns"]) < LARGEST_NS)
+    return _select(rows, valid), list(calls)
 
 
 def _nccl_names(export: _Export) -> dict[int, str]:
+    """Return the strings of the export that name NCCL calls, by id."""
     names = {}
     for rows in export.select(_STRINGS, ("id", "value")):
         for key, text in rows:
@@ -367,68 +382,75 @@ def _nccl_names(export: _Export) -> dict[int, str]:
 
 
 def _members(rows: _Rows, calls: list[NcclCall]) -> dict[int, tuple[int, ...]]:
-    """The processes of each communicator, by place."""
-    communicators = CommunicatorPlaces()
-    for process, mine in _by_process(rows).items():
-        for number in distinct(mine["call"]).tolist():
-            communicators.add(calls[number], process)
+    """Return the processes of each communicator, in the order of its ranks."""
+    communicators = CommunicatorRanks()
+    for process, own_rows in _by_process(rows).items():
+        for index in distinct(own_rows["call"]).tolist():
+            communicators.add(calls[index], process)
     return communicators.members()
 
 
-def _in_order(done: Mapping[int, _Rows], members: Mapping[int, tuple[int, ...]]) -> list[int]:
-    """The processes by their place in a communicator of them all, else by device."""
-    whole = next((processes for processes in members.values() if set(processes) == set(done)), None)
-    return list(whole) if whole else sorted(done, key=lambda process: (int(done[process]["device"][0]), process))
+def _rank_order(activities: Mapping[int, _Rows], members: Mapping[int, tuple[int, ...]]) -> list[int]:
+    """Return the processes in the rank order of a communicator that has all of them, else ordered by device."""
+    all_processes = next((processes for processes in members.values() if set(processes) == set(activities)), None)
+    return (
+        list(all_processes)
+        if all_processes
+        else sorted(activities, key=lambda process: (int(activities[process]["device"][0]), process))
+    )
 
 
 def _records(
     export: _Export, rows: _Rows, calls: list[NcclCall], ranks: Mapping[int, tuple[int, ...]]
 ) -> tuple[_Rows, list[CommRecord]]:
-    """One process's communication records, of the communicators whose ranks are known."""
+    """Build the communication records of one process, for the communicators whose ranks are known."""
     records: dict[CommRecord, int] = {}
     index = np.full(len(calls), NONE, np.int64)
-    for number in distinct(rows["call"]).tolist():
-        call = calls[number]
+    for call_index in distinct(rows["call"]).tolist():
+        call = calls[call_index]
         record = record_of_call(call, ranks[call.communicator]) if call.communicator in ranks else None
         if record is not None:
-            index[number] = records.setdefault(record, len(records))
+            index[call_index] = records.setdefault(record, len(records))
     export.budget.take(bytes_of_collectives(len(records)), export.path)
     rows = {**rows, "collective": index[rows["call"]]}
-    return _of(rows, rows["collective"] != NONE), list(records)
+    return _select(rows, rows["collective"] != NONE), list(records)
 
 
-def _of(rows: _Rows, chosen: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> _Rows:
-    return {name: column[chosen] for name, column in rows.items()}
+def _select(rows: _Rows, selection: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> _Rows:
+    return {name: column[selection] for name, column in rows.items()}
 
 
 def _by_process(rows: _Rows, column: str = "thread") -> dict[int, _Rows]:
-    """The rows of each process, by start."""
+    """Split rows by process; each part is sorted by start."""
     process = (rows[column] >> _THREAD_BITS) << _THREAD_BITS if column == "thread" else rows[column]
     order = np.lexsort((rows["start_ns"], process))
-    processes, begin = np.unique(process[order], return_index=True)
-    parts = np.split(order, begin[1:]) if len(processes) else []
-    return {number: _of(rows, part) for number, part in zip(processes.tolist(), parts, strict=True)}
+    processes, first = np.unique(process[order], return_index=True)
+    parts = np.split(order, first[1:]) if len(processes) else []
+    return {number: _select(rows, part) for number, part in zip(processes.tolist(), parts, strict=True)}
 
 
-def _tables(done: _Rows, calls: _Rows | None, marks: _Rows | None, records: _Rows, base: int) -> dict[str, Any]:
-    """The tables of one process's trace."""
-    parts: dict[str, _Rows] = {"activities": done}
+def _tables(activities: _Rows, calls: _Rows | None, marks: _Rows | None, records: _Rows, base: int) -> dict[str, Any]:
+    """Build the tables of one process's trace, with ``base`` nanoseconds added to all times."""
+    tables: dict[str, _Rows] = {"activities": activities}
     if records:
-        parts["comm_records"] = records
+        tables["comm_records"] = records
     if calls:
-        parts["launches"] = _of(calls, among(calls["correlation"], done["correlation"]))
+        tables["launches"] = _select(calls, among(calls["correlation"], activities["correlation"]))
     if marks:
-        parts["annotations"] = _of(marks, marks["operator"] == 0)
-        parts["operators"] = _of(marks, marks["operator"] == 1)
-    for rows in parts.values():
+        tables["annotations"] = _select(marks, marks["operator"] == 0)
+        tables["operators"] = _select(marks, marks["operator"] == 1)
+    for rows in tables.values():
         rows["start_ns"] = rows["start_ns"] + base
         rows["end_ns"] = np.maximum(rows["end_ns"] + base, rows["start_ns"])
-    parts["host_events"] = _host_events(calls, marks, parts, base)
-    return {table: table_of(kind, parts.get(table, {})) for table, kind in TABLES.items()}
+    tables["host_events"] = _host_events(calls, marks, tables, base)
+    return {table: table_of(kind, tables.get(table, {})) for table, kind in TABLES.items()}
 
 
 def _host_events(calls: _Rows | None, marks: _Rows | None, parts: Mapping[str, _Rows], base: int) -> _Rows:
-    """CUDA calls and ranges of one process that explain idle time, sorted by start; ``parts`` have ``base`` added."""
+    """Select the CUDA calls and ranges of one process that explain idle time, sorted by start.
+
+    ``base`` is already added to the times of ``parts``, but not to those of ``calls`` and ``marks``.
+    """
     if not calls:
         return {}
     category = np.full(len(calls["start_ns"]), RUNTIME_CALL, np.int64)
@@ -438,17 +460,19 @@ def _host_events(calls: _Rows | None, marks: _Rows | None, parts: Mapping[str, _
     columns = ("start_ns", "end_ns", "name", "thread", "category")
     rows = {column: np.concatenate([table[column] for table in tables]) for column in columns}
     rows["start_ns"], rows["end_ns"] = rows["start_ns"] + base, rows["end_ns"] + base
-    rows = _of(rows, np.argsort(rows["start_ns"], kind="stable"))
-    return _of(rows, rows_in_idle(rows, parts["activities"], parts["launches"]) & (rows["end_ns"] > rows["start_ns"]))
+    rows = _select(rows, np.argsort(rows["start_ns"], kind="stable"))
+    return _select(
+        rows, rows_in_idle(rows, parts["activities"], parts["launches"]) & (rows["end_ns"] > rows["start_ns"])
+    )
 
 
-# --- what the export says of the machine ----------------------------------------------------------------
+# --- facts about the machine ----------------------------------------------------------------------------
 
 
 def _base_ns(export: _Export) -> int:
-    """Unix time of the session's start, 0 where the export does not give it."""
-    given = [value for rows in export.select(_START, ("utcEpochNs",)) for (value,) in rows]
-    return given[0] if given and isinstance(given[0], int) and 0 <= given[0] < LARGEST_NS else 0
+    """Return the Unix time of the session's start in nanoseconds; 0 if the export does not give it."""
+    values = [value for rows in export.select(_START, ("utcEpochNs",)) for (value,) in rows]
+    return values[0] if values and isinstance(values[0], int) and 0 <= values[0] < LARGEST_NS else 0
 
 
 def _devices(export: _Export) -> list[Device]:

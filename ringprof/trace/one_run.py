@@ -1,4 +1,4 @@
-"""Whose trace is this, and are several the ranks of one run? Answered from a few facts of each, not from all traces."""
+"""Rank of each trace, and checks that several traces belong to one run; needs only a few facts of each trace."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from ringprof.errors import InputError
 from ringprof.trace.checks import RANKS_LIMIT
 from ringprof.trace.columns import CUT_OFF, Notice, Trace
 
-OF_THE_RUN = frozenset({"mixed_runs", "assumed_ranks", "left_out", "profiler_cycles"})
-"""Codes of warnings that one trace carries for all."""
+RUN_WARNINGS = frozenset({"mixed_runs", "assumed_ranks", "left_out", "profiler_cycles"})
+"""Codes of warnings about the whole run, which are attached to one of its traces."""
 
 
 class TraceFacts(msgspec.Struct, frozen=True):
-    """What is known of a trace before its activities are looked at."""
+    """Facts about one trace: path, rank, host and time span, without its activities."""
 
     path: str
     rank: int | None
     world_size: int | None
     host: str | None
     largest_peer: int
-    """The largest rank of any group that it names, 0 where it names none."""
+    """Largest rank in any group of the trace; 0 if it names no group."""
     span_ns: tuple[int, int] | None
-    """First start and last end of its activities (on CPU: operators), unix time; None where there are none."""
+    """First start and last end of the activities (operators on CPU), as Unix time in nanoseconds; None without any."""
     warnings: tuple[Notice, ...] = ()
     other_cycle: bool = False
-    """Whether the same process wrote another trace, of another profiler cycle, that is reported in its place."""
+    """Whether this trace is superseded by one that the same process wrote in another profiler cycle."""
 
 
 def facts_of(trace: Trace) -> TraceFacts:
-    """The facts of one trace."""
+    """Extract the facts of one trace."""
     rows = trace.activities if len(trace.activities.start_ns) else trace.operators
     return TraceFacts(
         path=trace.path,
@@ -48,95 +48,101 @@ def facts_of(trace: Trace) -> TraceFacts:
 
 
 def checked_facts(facts: Sequence[TraceFacts], problems: Sequence[InputError] = ()) -> list[TraceFacts]:
-    """Return the facts in the order given, each with its rank and with warnings about its place among the others.
+    """Return the facts of all traces of a run in the given order, with ranks assigned and warnings added.
 
-    ``problems``: why other traces of the run could not be read.
+    ``problems``: the errors of other traces of the run that could not be read.
     """
-    checked = _of_one_cycle(facts)
-    reported = [place for place, one in enumerate(checked) if not one.other_cycle]
+    checked = _mark_other_cycles(facts)
+    reported = [index for index, trace_facts in enumerate(checked) if not trace_facts.other_cycle]
     if len(reported) > 1:
-        if all(checked[place].rank is None for place in reported):
-            for rank, place in enumerate(reported):
-                checked[place] = msgspec.structs.replace(checked[place], rank=rank)
+        if all(checked[index].rank is None for index in reported):
+            for rank, index in enumerate(reported):
+                checked[index] = msgspec.structs.replace(checked[index], rank=rank)
             note = Notice("assumed_ranks", "no trace names its rank: ranks are given in the order of the files")
-            checked[reported[0]] = _with(checked[reported[0]], note)
-        checked = [_with(one, *_place_warnings(one)) for one in checked]
-    first = min(reported, key=lambda place: order(checked[place]))
-    warnings = [*_run_warnings([checked[place] for place in reported]), *_left_out(problems)]
-    checked[first] = _with(checked[first], *warnings, *_cycles(checked))
+            checked[reported[0]] = _add_warnings(checked[reported[0]], note)
+        checked = [_add_warnings(trace_facts, *_rank_warnings(trace_facts)) for trace_facts in checked]
+    first = min(reported, key=lambda index: rank_sort_key(checked[index]))
+    warnings = [*_run_warnings([checked[index] for index in reported]), *_unread_warnings(problems)]
+    checked[first] = _add_warnings(checked[first], *warnings, *_cycle_warnings(checked))
     return checked
 
 
 _CYCLE = re.compile(r"(?P<process>.+_[0-9]+)\.(?P<time>[0-9]{10,20})\.pt\.trace\.json(\.\w+)?")
-"""How torch.profiler's `tensorboard_trace_handler` names a trace: host and process id, then the time."""
+"""File name that torch.profiler's `tensorboard_trace_handler` writes: host and process id, then the time."""
 
 
-def _of_one_cycle(facts: Sequence[TraceFacts]) -> list[TraceFacts]:
-    """Mark the traces of all profiler cycles but one, so that no process counts as two ranks."""
-    written: dict[tuple[PurePath, str], list[tuple[int, int]]] = {}
-    for place, one in enumerate(facts):
-        path = PurePath(one.path)
+def _mark_other_cycles(facts: Sequence[TraceFacts]) -> list[TraceFacts]:
+    """Mark the traces of all profiler cycles but one with ``other_cycle``, so that no process counts as two ranks."""
+    by_process: dict[tuple[PurePath, str], list[tuple[int, int]]] = {}
+    for index, trace_facts in enumerate(facts):
+        path = PurePath(trace_facts.path)
         match = _CYCLE.fullmatch(path.name)
-        process = (path.parent, match["process"]) if match else (path, str(place))
-        written.setdefault(process, []).append((int(match["time"]) if match else 0, place))
+        process = (path.parent, match["process"]) if match else (path, str(index))
+        by_process.setdefault(process, []).append((int(match["time"]) if match else 0, index))
     cycles: list[list[int]] = []
-    for traces in written.values():
-        places = [place for _, place in sorted(traces)]
-        cycles += [places] if _in_turn(facts, places) else [[place] for place in places]
+    for traces in by_process.values():
+        indices = [index for _, index in sorted(traces)]
+        cycles += [indices] if _are_consecutive(facts, indices) else [[index] for index in indices]
     if len(cycles) == len(facts):
         return list(facts)
     reported = _newest_cycle(facts, cycles)
-    return [msgspec.structs.replace(one, other_cycle=place not in reported) for place, one in enumerate(facts)]
+    return [
+        msgspec.structs.replace(trace_facts, other_cycle=index not in reported)
+        for index, trace_facts in enumerate(facts)
+    ]
 
 
-def _in_turn(facts: Sequence[TraceFacts], places: Sequence[int]) -> bool:
-    """Return whether traces can be of one process: of one rank, each begun after the one before has ended."""
-    spans = [span for place in places if (span := facts[place].span_ns)]
-    ranks = {facts[place].rank for place in places}
-    return len(ranks) == 1 and all(one[1] <= following[0] for one, following in pairwise(spans))
+def _are_consecutive(facts: Sequence[TraceFacts], indices: Sequence[int]) -> bool:
+    """Return whether traces can come from one process: they have one rank, and each starts after the previous end."""
+    spans = [span for index in indices if (span := facts[index].span_ns)]
+    ranks = {facts[index].rank for index in indices}
+    return len(ranks) == 1 and all(previous[1] <= following[0] for previous, following in pairwise(spans))
 
 
 def _newest_cycle(facts: Sequence[TraceFacts], cycles: Sequence[Sequence[int]]) -> set[int]:
-    """Choose a trace of each process: the newest that overlap in time, else the newest of each."""
+    """Choose one trace per process: the newest set that overlaps in time, else the newest trace of each."""
     for reference in reversed(min(cycles, key=len)):
-        chosen = {next((p for p in reversed(places) if _overlap(facts[p], facts[reference])), -1) for places in cycles}
+        chosen = {
+            next((index for index in reversed(indices) if _overlap(facts[index], facts[reference])), -1)
+            for indices in cycles
+        }
         if -1 not in chosen:
             return chosen
-    return {places[-1] for places in cycles}
+    return {indices[-1] for indices in cycles}
 
 
-def _overlap(one: TraceFacts, other: TraceFacts) -> bool:
-    (start, end), (other_start, other_end) = one.span_ns or (0, -1), other.span_ns or (0, -1)
+def _overlap(first: TraceFacts, second: TraceFacts) -> bool:
+    (start, end), (other_start, other_end) = first.span_ns or (0, -1), second.span_ns or (0, -1)
     return max(start, other_start) <= min(end, other_end)
 
 
-def _cycles(facts: Sequence[TraceFacts]) -> list[Notice]:
-    others = [one.path for one in facts if one.other_cycle]
-    if not others:
+def _cycle_warnings(facts: Sequence[TraceFacts]) -> list[Notice]:
+    superseded = [trace_facts.path for trace_facts in facts if trace_facts.other_cycle]
+    if not superseded:
         return []
     message = (
         f"processes wrote several traces, one per profiler cycle: the newest cycle is reported, "
-        f"{len(others)} other traces are left out, such as {others[0]}"
+        f"{len(superseded)} other traces are left out, such as {superseded[0]}"
     )
-    return [Notice("profiler_cycles", message, count=len(others))]
+    return [Notice("profiler_cycles", message, count=len(superseded))]
 
 
-def order(one: TraceFacts) -> tuple[bool, int]:
-    """Sorts by rank, those without one last."""
-    return one.rank is None, one.rank or 0
+def rank_sort_key(facts: TraceFacts) -> tuple[bool, int]:
+    """Return a sort key by rank; facts without a rank come last."""
+    return facts.rank is None, facts.rank or 0
 
 
-def _with(one: TraceFacts, *warnings: Notice) -> TraceFacts:
-    return msgspec.structs.replace(one, warnings=(*one.warnings, *warnings)) if warnings else one
+def _add_warnings(facts: TraceFacts, *warnings: Notice) -> TraceFacts:
+    return msgspec.structs.replace(facts, warnings=(*facts.warnings, *warnings)) if warnings else facts
 
 
-def _place_warnings(one: TraceFacts) -> list[Notice]:
-    if one.rank is not None:
+def _rank_warnings(facts: TraceFacts) -> list[Notice]:
+    if facts.rank is not None:
         return []
-    return [Notice("unknown_rank", f"{one.path} does not name its rank, in the file or its name")]
+    return [Notice("unknown_rank", f"{facts.path} does not name its rank, in the file or its name")]
 
 
-def _left_out(problems: Sequence[InputError]) -> list[Notice]:
+def _unread_warnings(problems: Sequence[InputError]) -> list[Notice]:
     if not problems:
         return []
     more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
@@ -144,28 +150,30 @@ def _left_out(problems: Sequence[InputError]) -> list[Notice]:
 
 
 def _run_warnings(facts: Sequence[TraceFacts]) -> list[Notice]:
-    """What shows that the traces are not all the ranks of one run."""
-    found = []
-    sizes = {one.world_size for one in facts if one.world_size is not None}
+    """Return warnings about traces that seem to come from different runs."""
+    warnings = []
+    sizes = {trace_facts.world_size for trace_facts in facts if trace_facts.world_size is not None}
     if len(sizes) > 1:
-        listed = ", ".join(str(size) for size in sorted(sizes))
-        found.append(Notice("mixed_runs", f"the traces come from runs of different world sizes ({listed})"))
-    apart = _first_apart(facts)
-    if apart:
-        one, other = (each.path for each in apart)
-        which = f"{one} and {other}" if one != other else f"{one}: two of its processes"
-        found.append(Notice("mixed_runs", f"{which} have no moment in common: are they of one run?"))
-    return found
+        sizes_text = ", ".join(str(size) for size in sorted(sizes))
+        warnings.append(Notice("mixed_runs", f"the traces come from runs of different world sizes ({sizes_text})"))
+    disjoint = _first_disjoint(facts)
+    if disjoint:
+        first, second = (trace_facts.path for trace_facts in disjoint)
+        names = f"{first} and {second}" if first != second else f"{first}: two of its processes"
+        warnings.append(Notice("mixed_runs", f"{names} have no moment in common: are they of one run?"))
+    return warnings
 
 
-def _first_apart(facts: Sequence[TraceFacts]) -> tuple[TraceFacts, TraceFacts] | None:
-    """Two traces of one clock whose times do not overlap at all, such as none of one run have."""
-    # What is left of a trace that is cut off may end before others begin.
-    whole = [one for one in facts if not CUT_OFF & {warning.code for warning in one.warnings}]
+def _first_disjoint(facts: Sequence[TraceFacts]) -> tuple[TraceFacts, TraceFacts] | None:
+    """Find two traces of one host whose times do not overlap, unlike those of one run; None if there are none."""
+    # A trace that is cut off may end before others begin.
+    complete = [
+        trace_facts for trace_facts in facts if not CUT_OFF & {warning.code for warning in trace_facts.warnings}
+    ]
     by_host: dict[str | None, list[tuple[int, int, TraceFacts]]] = {}
-    for one in sorted(whole or facts, key=order):
-        if one.span_ns:
-            by_host.setdefault(one.host, []).append((*one.span_ns, one))
+    for trace_facts in sorted(complete or facts, key=rank_sort_key):
+        if trace_facts.span_ns:
+            by_host.setdefault(trace_facts.host, []).append((*trace_facts.span_ns, trace_facts))
     for spans in by_host.values():
         earliest_end = min(spans, key=lambda span: span[1])
         latest_start = max(spans, key=lambda span: span[0])
@@ -174,20 +182,27 @@ def _first_apart(facts: Sequence[TraceFacts]) -> tuple[TraceFacts, TraceFacts] |
     return None
 
 
-def one_after_another(facts: Sequence[TraceFacts]) -> list[list[TraceFacts]]:
-    """The recordings that the traces are of, where each has the same ranks and begins after the one before has ended,
-    as a profiler's schedule that repeats writes them; else none."""
-    found: list[list[TraceFacts]] = []
-    reached = -1
-    for one in sorted((one for one in facts if one.span_ns), key=lambda one: one.span_ns or ()):
-        first, last = one.span_ns or (0, 0)
-        if first > reached:
-            found.append([])
-        found[-1].append(one)
-        reached = max(reached, last)
-    ranks = [sorted(map(order, recording)) for recording in found]
-    alike = all(each == ranks[0] and len(set(each)) == len(each) for each in ranks)
-    return found if alike and len(found) > 1 else []
+def split_recordings(facts: Sequence[TraceFacts]) -> list[list[TraceFacts]]:
+    """Split the traces into consecutive recordings, as a repeating profiler schedule writes them.
+
+    Every recording must have the same ranks and start after the previous one has ended. Returns an empty list if the
+    traces are not like this, or form a single recording.
+    """
+    recordings: list[list[TraceFacts]] = []
+    latest_end = -1
+    for trace_facts in sorted(
+        (trace_facts for trace_facts in facts if trace_facts.span_ns), key=lambda trace_facts: trace_facts.span_ns or ()
+    ):
+        first, last = trace_facts.span_ns or (0, 0)
+        if first > latest_end:
+            recordings.append([])
+        recordings[-1].append(trace_facts)
+        latest_end = max(latest_end, last)
+    ranks = [sorted(map(rank_sort_key, recording)) for recording in recordings]
+    same_ranks = all(
+        recording_ranks == ranks[0] and len(set(recording_ranks)) == len(recording_ranks) for recording_ranks in ranks
+    )
+    return recordings if same_ranks and len(recordings) > 1 else []
 
 
 _RANK_NAMES = (
@@ -198,9 +213,11 @@ _RANK_NAMES = (
 
 
 def rank_in_name(path: str) -> int | None:
-    """The rank that a file's name tells ("rank3.json.gz", "trace_r3.json", "rank_3/trace.json"), else None."""
+    """Return the rank in a file name ("rank3.json.gz", "trace_r3.json", "rank_3/trace.json"); None if there is none."""
     parts = PurePath(path).parts
-    found = next((match for pattern in _RANK_NAMES if (match := pattern.search(parts[-1]))), None) if parts else None
-    if found is None and len(parts) > 1:
-        found = _RANK_NAMES[0].search(parts[-2])
-    return int(found.group(1)) if found and int(found.group(1)) < RANKS_LIMIT else None
+    rank_match = (
+        next((match for pattern in _RANK_NAMES if (match := pattern.search(parts[-1]))), None) if parts else None
+    )
+    if rank_match is None and len(parts) > 1:
+        rank_match = _RANK_NAMES[0].search(parts[-2])
+    return int(rank_match.group(1)) if rank_match and int(rank_match.group(1)) < RANKS_LIMIT else None

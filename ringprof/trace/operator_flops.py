@@ -1,10 +1,10 @@
 """FLOPs of one PyTorch operator call, from the shapes and arguments that torch.profiler records (``record_shapes``).
 
-The counts are those of `torch.utils.flop_counter`, with these differences, all of them towards what is computed:
+The counts are those of `torch.utils.flop_counter`, with these differences, which bring them closer to the work done:
 
-- an attention call that is known to be causal, or to have a window, counts the pairs of a query and a key that it
-  sees: half of all for a square causal mask, the exact area for others;
-- matrix-vector and inner products count, too;
+- an attention call that is known to be causal, or to have a window, counts only unmasked pairs of a query and a key:
+  half of all pairs for a square causal mask, the exact area for others;
+- matrix-vector and inner products are counted;
 - the gradient of the weight of a grouped convolution counts its own groups only.
 
 A call whose lengths are in tensors (packed sequences, paged caches) has no count, because their values are not
@@ -25,14 +25,14 @@ Sizes = tuple[int, ...]
 
 
 class Call(NamedTuple):
-    """The recorded arguments of one operator call, by their places in the operator's schema."""
+    """Recorded arguments of one operator call, by their positions in the operator's schema."""
 
     sizes: Sequence[Sizes]
-    """Shape of every tensor argument; empty for other arguments and tensors that are None."""
+    """Shape of each argument; empty for a tensor that is None and for an argument that is no tensor."""
     types: Sequence[str]
-    """C++ type of every tensor argument; empty where the profiler recorded none."""
+    """C++ type of each argument; empty where the profiler recorded none."""
     values: Sequence[str]
-    """Text of every argument that is no tensor; empty where the profiler recorded none."""
+    """Text of each argument that is no tensor; empty where the profiler recorded none."""
 
     def shape(self, index: int) -> Sizes:
         """Return the shape of the argument at ``index``; empty where it is no tensor."""
@@ -52,13 +52,13 @@ class Call(NamedTuple):
 
 
 class OperatorFlops(NamedTuple):
-    """The FLOPs of one call."""
+    """FLOPs of one call, with its data type and what is known of its mask."""
 
     flops: int
     dtype: int
     """Index into `FLOP_DTYPES`, or `NONE` where the input types are not recorded."""
     causal: int
-    """As `FlopRecords.causal`."""
+    """Value of `FlopRecords.causal`: 1 if masked pairs are excluded, 0 if nothing is masked, `NONE` if not recorded."""
 
 
 _Count = tuple[int, int]
@@ -66,48 +66,49 @@ _Count = tuple[int, int]
 
 
 class _Attention(NamedTuple):
-    """The places of an attention operator's arguments in its schema."""
+    """Positions of an attention operator's arguments in its schema."""
 
     causal: int | None
     query: int = 0
-    """Place of the query; key and value follow. A gradient stands before it in a backward operator."""
+    """Position of the query; key and value follow. It is 1 in a backward operator, after a gradient."""
     heads_first: bool = True
     """Whether tensors are (batch, heads, tokens, head size), not (batch, tokens, heads, head size)."""
     bottom_right: bool = False
     """Whether a causal mask aligns the last query with the last key, not the first with the first."""
     window: tuple[int, int] | None = None
-    """Places of the window's two sides."""
+    """Positions of the window's left and right side."""
     absent: Sizes = ()
-    """Places of arguments beside which the shapes do not tell the work: lengths, page tables, chunks."""
+    """Positions of arguments that must be absent, because shapes alone would not tell the work: lengths, page tables,
+    chunks."""
     mask_type: int | None = None
-    """Place of a mask's number: 0 for none, 1 and 2 for causal, aligned top left and bottom right."""
+    """Position of the mask type: 0 for no mask, 1 for causal aligned top left, 2 for causal aligned bottom right."""
 
 
-def _attention(places: _Attention, call: Call) -> _Count | None:
-    """Count an attention call: every head multiplies queries by keys and weights by values."""
-    query, key, value = (call.shape(places.query + offset) for offset in range(3))
-    if any(len(shape) != 4 for shape in (query, key, value)) or any(map(partial(_is_given, call), places.absent)):
+def _attention(positions: _Attention, call: Call) -> _Count | None:
+    """Count the FLOPs of an attention call: each head multiplies queries by keys, and weights by values."""
+    query, key, value = (call.shape(positions.query + offset) for offset in range(3))
+    if any(len(shape) != 4 for shape in (query, key, value)) or any(map(partial(_is_present, call), positions.absent)):
         return None
-    batch, heads, queries, size = query if places.heads_first else (query[0], query[2], query[1], query[3])
-    keys = key[2 if places.heads_first else 1]
-    twice_pairs, causal = _twice_pairs(places, call, queries, keys)
+    batch, heads, queries, size = query if positions.heads_first else (query[0], query[2], query[1], query[3])
+    keys = key[2 if positions.heads_first else 1]
+    twice_pairs, causal = _twice_pairs(positions, call, queries, keys)
     # The backward pass computes the scores again, then four gradients: dV, dP, dQ and dK.
-    per_pair = 3 * size + 2 * value[3] if places.query else size + value[3]
+    per_pair = 3 * size + 2 * value[3] if positions.query else size + value[3]
     return batch * heads * twice_pairs * per_pair, causal
 
 
-def _is_given(call: Call, index: int) -> bool:
+def _is_present(call: Call, index: int) -> bool:
     return bool(call.shape(index)) or call.value(index) not in ("", "0")
 
 
-def _twice_pairs(places: _Attention, call: Call, queries: int, keys: int) -> _Count:
-    """Return twice the number of pairs of a query and a key that are computed, and what is known of the mask."""
-    causal, bottom_right = call.flag(places.causal), places.bottom_right
-    if places.mask_type is not None and call.value(places.mask_type):
-        causal, bottom_right = call.value(places.mask_type) != "0", call.value(places.mask_type) == "2"
+def _twice_pairs(positions: _Attention, call: Call, queries: int, keys: int) -> _Count:
+    """Return twice the number of computed query-key pairs, and the value of `FlopRecords.causal`."""
+    causal, bottom_right = call.flag(positions.causal), positions.bottom_right
+    if positions.mask_type is not None and call.value(positions.mask_type):
+        causal, bottom_right = call.value(positions.mask_type) != "0", call.value(positions.mask_type) == "2"
     if causal is None:
         return 2 * queries * keys, NONE
-    left, right = (int(call.value(place) or NO_LIMIT) for place in places.window or (None, None))
+    left, right = (int(call.value(position) or NO_LIMIT) for position in positions.window or (None, None))
     if (left, right) == (NO_LIMIT, NO_LIMIT) and not causal:
         return 2 * queries * keys, 0
     if (left, right) in ((NO_LIMIT, NO_LIMIT), (NO_LIMIT, 0)) and queries == keys:
@@ -115,13 +116,13 @@ def _twice_pairs(places: _Attention, call: Call, queries: int, keys: int) -> _Co
     right = 0 if causal else right
     if bottom_right:
         return 2 * band_area(queries, keys, left, right), 1
-    # Aligned top left, queries beyond the last key see every key.
+    # With alignment top left, queries beyond the last key see every key.
     square = min(queries, keys)
     return 2 * (band_area(square, square, left, right) + (queries - square) * keys), 1
 
 
 def _product(first: int, call: Call) -> _Count | None:
-    """Count a product of matrices, or of one with a vector: a multiplication and an addition per pair."""
+    """Count the FLOPs of a matrix-matrix, matrix-vector or inner product; ``first``: position of the left factor."""
     left, right = call.shape(first), call.shape(first + 1)
     vector = len(right) == 1
     if not left or not right or left[-1] != right[0 if vector else -2]:
@@ -132,31 +133,34 @@ def _product(first: int, call: Call) -> _Count | None:
 
 
 def _convolution(call: Call) -> _Count | None:
-    """Count ``aten::convolution``: every weight once per place of the output, of the input where it is transposed."""
+    """Count the FLOPs of ``aten::convolution``.
+
+    Each weight is used once per output position, or once per input position if the convolution is transposed.
+    """
     data, weight, transposed = call.shape(0), call.shape(1), call.flag(6)
-    places = data[2:]
+    positions = data[2:]
     if transposed is False:
         strides, paddings, dilations = (call.numbers(index) for index in (3, 4, 5))
         spans = (1 + dilation * (size - 1) for dilation, size in zip(dilations, weight[2:], strict=True))
-        rows = zip(places, paddings, spans, strides, strict=True)
-        places = tuple((size + 2 * padding - span) // stride + 1 for size, padding, span, stride in rows)
-    return _places(data, weight, places) if transposed is not None else None
+        rows = zip(positions, paddings, spans, strides, strict=True)
+        positions = tuple((size + 2 * padding - span) // stride + 1 for size, padding, span, stride in rows)
+    return _convolution_flops(data, weight, positions) if transposed is not None else None
 
 
 def _convolution_backward(call: Call) -> _Count | None:
-    """Count ``aten::convolution_backward``: each of the two gradients takes what the forward pass takes."""
+    """Count the FLOPs of ``aten::convolution_backward``: each gradient costs as much as the forward pass."""
     gradient, data, weight, transposed = call.shape(0), call.shape(1), call.shape(2), call.flag(7)
-    wanted = [part.strip() == "True" for part in call.value(10).strip("[]").split(",")]
-    if transposed is None or len(wanted) != 3:
+    output_mask = [part.strip() == "True" for part in call.value(10).strip("[]").split(",")]
+    if transposed is None or len(output_mask) != 3:
         return None
-    once = _places(data, weight, (data if transposed else gradient)[2:])
-    return (once[0] * sum(wanted[:2]), 0) if once else None
+    per_gradient = _convolution_flops(data, weight, (data if transposed else gradient)[2:])
+    return (per_gradient[0] * sum(output_mask[:2]), 0) if per_gradient else None
 
 
-def _places(data: Sizes, weight: Sizes, places: Sizes) -> _Count | None:
-    if len(data) < 3 or len(data) != len(weight) or len(places) != len(data) - 2 or min(places) < 0:
+def _convolution_flops(data: Sizes, weight: Sizes, positions: Sizes) -> _Count | None:
+    if len(data) < 3 or len(data) != len(weight) or len(positions) != len(data) - 2 or min(positions) < 0:
         return None
-    return 2 * data[0] * prod(weight) * prod(places), 0
+    return 2 * data[0] * prod(weight) * prod(positions), 0
 
 
 _FLASH = partial(_Attention, bottom_right=True)
@@ -191,15 +195,15 @@ _PRODUCTS = {
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "_scaled_mm", "_int_mm"), 0),
     **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation"), 1),
 }
-"""Place of the first factor."""
+"""Position of the left factor, by operator."""
 
 FORMULAS: dict[str, Callable[[Call], _Count | None]] = {
-    **{name: partial(_attention, places) for name, places in _ATTENTION.items()},
+    **{name: partial(_attention, positions) for name, positions in _ATTENTION.items()},
     **{f"aten::{name}{end}": partial(_product, first) for name, first in _PRODUCTS.items() for end in ("", "_")},
     **dict.fromkeys(("aten::convolution", "aten::_convolution"), _convolution),
     "aten::convolution_backward": _convolution_backward,
 }
-"""Operators that have a count, by the names in a trace."""
+"""Formulas for the FLOPs of operators, by operator name in a trace."""
 
 _DTYPES = {
     "c10::BFloat16": "bf16", "c10::Half": "fp16", "float": "fp32", "double": "fp64", "signed char": "int8",
@@ -208,16 +212,16 @@ _DTYPES = {
 
 
 def flops_of(name: str, call: Call) -> OperatorFlops | None:
-    """Count the FLOPs of a call; None where the operator has no formula or its arguments do not tell the work.
+    """Count the FLOPs of a call; None if the operator has no formula or its arguments do not determine the work.
 
-    Packed types, of which one element holds several numbers, and complex ones have no count.
+    Packed types, whose elements hold several numbers each, and complex types have no count.
     """
     formula = FORMULAS.get(name)
     try:
         count = formula(call) if formula else None
     except (ValueError, IndexError, ZeroDivisionError):
         return None
-    kind = next((kind for shape, kind in zip(call.sizes, call.types, strict=False) if shape), "")
-    if count is None or not 0 <= count[0] <= FLOPS_LIMIT or (kind and kind not in _DTYPES):
+    type_name = next((type_name for shape, type_name in zip(call.sizes, call.types, strict=False) if shape), "")
+    if count is None or not 0 <= count[0] <= FLOPS_LIMIT or (type_name and type_name not in _DTYPES):
         return None
-    return OperatorFlops(count[0], FLOP_DTYPES.index(_DTYPES[kind]) if kind else NONE, count[1])
+    return OperatorFlops(count[0], FLOP_DTYPES.index(_DTYPES[type_name]) if type_name else NONE, count[1])

@@ -1,4 +1,4 @@
-"""Many ranks' traces: read side by side where that pays, put in order, checked to be one run."""
+"""Reading of several ranks' traces, in parallel where that is faster; sorts them and checks that they form one run."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ringprof.files import read_bytes, size_of
 from ringprof.limits import Limits, MemoryBudget, MemoryLimitError
 from ringprof.trace.columns import CommRecord, Trace
 from ringprof.trace.formats import format_at
-from ringprof.trace.kineto.byte_source import is_packed
+from ringprof.trace.kineto.byte_source import is_compressed
 from ringprof.trace.memory import take_trace
-from ringprof.trace.one_run import checked_facts, facts_of, order
+from ringprof.trace.one_run import checked_facts, facts_of, rank_sort_key
 
 WORTH_A_PROCESS = 100 << 20
-"""Bytes of JSON, all files together, from which further processes read faster than this one alone."""
+"""Total bytes of JSON from which reading in several processes is faster than in one."""
 
 COMPRESSION = 15
-"""How many times larger than its compressed file a trace is, about."""
+"""Typical ratio of the size of a trace to the size of its compressed file."""
 
 
 def read_traces(
@@ -36,35 +36,38 @@ def read_traces(
 ) -> list[Trace]:
     """Read the traces of several ranks, sorted by rank.
 
-    ``jobs``: processes to read in, by default as many as there are CPUs when the files are large. Where no
-    trace names its rank, the order of the paths does. Several traces of one rank stay in the list, and so do those of
-    different runs, whose warnings say so. Raises as `read_file` does, `MemoryLimitError` where memory may not hold all.
+    ``jobs``: number of reading processes; by default the number of CPUs if the files are large, else one.
+    ``ranks``: the rank of each path, for a run whose ``run.json`` lists its traces. Without it, a trace that does not
+    name its rank gets the one of its position, if no other trace names its rank either.
+    ``in_folder``: whether the paths were found in a folder.
+    ``left_out``: errors of traces that the caller has already left out.
 
-    ``ranks``: those of a run that names its traces. Such a trace, or one ``in_folder``, is left out with a warning
-    where it cannot be read, as long as there is one that can; ``left_out``: others that already are.
+    An unreadable trace is left out with a warning if ``ranks`` or ``in_folder`` is given and another one is readable.
+    Several traces of one rank stay in the list, and so do those of different runs, with warnings.
+    Raises `InputError` and `MissingExtraError` as `read_file` does, `MemoryLimitError` if memory does not suffice.
     """
     names = [os.fspath(path) for path in paths]
     if ranks is None and not in_folder:
         return _checked([trace for traces in _read_all(read_file, names, jobs, limits) for trace in traces], left_out)
-    found = _read_all(try_file, names, jobs, limits)
-    problems = [one for one in found if isinstance(one, InputError)]
-    fatal = [one for one in problems if isinstance(one, MemoryLimitError) or len(problems) == len(found)]
+    results = _read_all(try_file, names, jobs, limits)
+    problems = [result for result in results if isinstance(result, InputError)]
+    fatal = [result for result in problems if isinstance(result, MemoryLimitError) or len(problems) == len(results)]
     if fatal:
         raise fatal[0]
-    read = [(at, trace) for at, one in enumerate(found) if isinstance(one, list) for trace in one]
+    read = [(index, trace) for index, result in enumerate(results) if isinstance(result, list) for trace in result]
     return _checked(
-        [trace if ranks is None else msgspec.structs.replace(trace, rank=ranks[at]) for at, trace in read],
+        [trace if ranks is None else msgspec.structs.replace(trace, rank=ranks[index]) for index, trace in read],
         [*left_out, *problems],
     )
 
 
 def read_file(name: str, budget: MemoryBudget) -> list[Trace]:
-    """The traces in a file: one, or of every rank that it holds. Raises `InputError`, `MissingExtraError`."""
+    """Read the traces in a file: one per rank that the file holds. Raises `InputError`, `MissingExtraError`."""
     return format_at(name).read(name, budget)
 
 
 def try_file(name: str, budget: MemoryBudget) -> list[Trace] | InputError:
-    """As `read_file`, but returns the error where it cannot be read."""
+    """Read the traces in a file; return the error instead of raising it if the file cannot be read."""
     try:
         return read_file(name, budget)
     except InputError as error:
@@ -72,27 +75,33 @@ def try_file(name: str, budget: MemoryBudget) -> list[Trace] | InputError:
 
 
 def _checked(traces: Sequence[Trace], problems: Sequence[InputError] = ()) -> list[Trace]:
-    """The traces sorted by rank, each with warnings about its place among the others, one about those not read."""
+    """Return the traces sorted by rank, with ranks and warnings assigned; one warning lists the unreadable ones."""
     facts = checked_facts([facts_of(trace) for trace in traces], problems)
-    sharing = Counter(trace.path for trace in traces if trace.rank is None)
-    first: dict[str, int] = {}
-    placed = []
-    for trace, one in zip(traces, facts, strict=True):
-        # A file that holds several ranks counts them from its own first one.
-        offset = first.setdefault(trace.path, one.rank or 0) if sharing[trace.path] > 1 else 0
-        records = [_counted_from(offset, record) for record in trace.collectives] if offset else trace.collectives
-        placed.append(msgspec.structs.replace(trace, rank=one.rank, warnings=list(one.warnings), collectives=records))
-    reported = [place for place, one in enumerate(facts) if not one.other_cycle]
-    return [placed[place] for place in sorted(reported, key=lambda place: order(facts[place]))]
+    traces_per_file = Counter(trace.path for trace in traces if trace.rank is None)
+    first_rank: dict[str, int] = {}
+    checked = []
+    for trace, trace_facts in zip(traces, facts, strict=True):
+        # A file with several ranks numbers them from 0; shift them by the first rank of the file.
+        offset = first_rank.setdefault(trace.path, trace_facts.rank or 0) if traces_per_file[trace.path] > 1 else 0
+        records = [_shift_ranks(offset, record) for record in trace.collectives] if offset else trace.collectives
+        checked.append(
+            msgspec.structs.replace(
+                trace, rank=trace_facts.rank, warnings=list(trace_facts.warnings), collectives=records
+            )
+        )
+    reported = [index for index, trace_facts in enumerate(facts) if not trace_facts.other_cycle]
+    return [checked[index] for index in sorted(reported, key=lambda index: rank_sort_key(facts[index]))]
 
 
-def _counted_from(first: int, record: CommRecord) -> CommRecord:
+def _shift_ranks(offset: int, record: CommRecord) -> CommRecord:
+    """Add ``offset`` to all global ranks of a communication record."""
+
     def global_rank(rank: int | None) -> int | None:
-        return None if rank is None else first + rank
+        return None if rank is None else offset + rank
 
     return msgspec.structs.replace(
         record,
-        group_ranks=record.group_ranks and tuple(first + rank for rank in record.group_ranks),
+        group_ranks=record.group_ranks and tuple(offset + rank for rank in record.group_ranks),
         source_rank=global_rank(record.source_rank),
         destination_rank=global_rank(record.destination_rank),
     )
@@ -102,15 +111,15 @@ def _counted_from(first: int, record: CommRecord) -> CommRecord:
 
 
 def json_bytes(names: Sequence[str]) -> int:
-    """About how much JSON the files hold; 0 for those that cannot be opened, which reading will report."""
+    """Estimate the decompressed bytes of JSON in the files; a file that cannot be opened counts 0."""
 
-    def of_one(name: str) -> int:
+    def file_bytes(name: str) -> int:
         try:
-            return size_of(name) * (COMPRESSION if is_packed(read_bytes(name, 4)) else 1)
+            return size_of(name) * (COMPRESSION if is_compressed(read_bytes(name, 4)) else 1)
         except InputError:
             return 0
 
-    return sum(of_one(name) for name in names)
+    return sum(file_bytes(name) for name in names)
 
 
 _Read = TypeVar("_Read")
@@ -119,21 +128,21 @@ _Read = TypeVar("_Read")
 def _read_all(
     read: Callable[[str, MemoryBudget], _Read], names: Sequence[str], jobs: int | None, limits: Limits | None
 ) -> list[_Read]:
-    """Each file's traces, in processes of their own where that pays."""
+    """Read each file with ``read``, in several processes if that is faster."""
     budget = MemoryBudget(limits)
     if len(names) < 2 or jobs == 1 or (jobs is None and json_bytes(names) < WORTH_A_PROCESS):
         return [read(name, budget) for name in names]
     from ringprof.process_pool import ProcessEnded, cpu_count, mapped
 
     jobs = min(jobs or cpu_count(), len(names))
-    found = []
+    results = []
     try:
-        for one in mapped(jobs, read, ((name, MemoryBudget(limits)) for name in names)):
-            found.append(one)
-            for trace in one if isinstance(one, list) else []:
+        for result in mapped(jobs, read, ((name, MemoryBudget(limits)) for name in names)):
+            results.append(result)
+            for trace in result if isinstance(result, list) else []:
                 take_trace(trace, budget)
     except ProcessEnded:
         raise InputError(
             f"{names[0]} and others: a process that read them ended, or none could begin (out of memory or processes?)"
         ) from None
-    return found
+    return results

@@ -1,10 +1,11 @@
-"""A reduced trace: one rank's trace as the columns that the analysis reads, a fraction of its size and quick to read.
+"""Reduced traces: files with the columns of one rank's trace, smaller than the trace itself and faster to read.
 
-A line that names the format, then one zlib stream of MessagePack: the fields of `Trace`, columns as little-endian
-integers, texts and lists of numbers end to end with their sizes. Nothing is left out that the analysis looks at: what
-it says of a reduced trace is what it says of the trace. A file from a stranger can do no harm: it holds numbers and
-names, every index is checked, and what it needs of memory is counted before it is there, by the figures that the
-trace itself was counted by (`ringprof.trace.memory`).
+A file is a line that names the format, then one zlib stream of MessagePack. The stream holds the fields of `Trace`:
+columns as little-endian integers, texts and lists of numbers concatenated, with their sizes. It has everything that
+the analysis reads, so a reduced trace gives the same results as the trace.
+
+Untrusted files are safe to read. They hold only numbers and names, and every index is checked. Memory is charged
+before it is allocated, by the same estimates as for the trace itself (`ringprof.trace.memory`).
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from ringprof.decoding import UNREADABLE, reason
 from ringprof.errors import RingprofError, TraceFormatError
 from ringprof.files import read_whole
 from ringprof.limits import MemoryBudget
-from ringprof.trace.checks import refuse_unsound
+from ringprof.trace.checks import validate_trace
 from ringprof.trace.columns import NONE, TABLES, CommRecord, Device, Int64, Notice, Trace, dtypes_of
 from ringprof.trace.kineto import read_trace
 from ringprof.trace.kineto.fields import MOST_DEVICES
 from ringprof.trace.memory import bytes_of_collectives, bytes_of_list, bytes_of_rows, bytes_of_text, take_analysis
 
 MAGIC = b"ringprof.trace/4\n"
-BEFORE = b"ringprof.trace/3\n"
-"""Begins files of before host events were kept: read where the trace itself is not there."""
+PREVIOUS_MAGIC = b"ringprof.trace/3\n"
+"""First line of files from before host events were kept. They are read only where the trace itself is missing."""
 SUFFIX = ".ringprof"
 
 _LEVEL = 4
@@ -39,14 +40,14 @@ _FEW = msgspec.Meta(max_length=16)
 
 
 class _Ragged(msgspec.Struct, frozen=True):
-    """Sequences of unequal length."""
+    """Concatenated sequences of unequal length: their sizes, and their data end to end."""
 
     sizes: memoryview
     data: memoryview
 
 
 class _Record(msgspec.Struct, frozen=True):
-    """A `CommRecord`; its lists by their places among all lists."""
+    """Stored form of a `CommRecord`; its lists are given by their index among all lists of the file."""
 
     name: str
     group: str | None
@@ -65,6 +66,8 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of a reduced trace, as stored in MessagePack."""
+
     path: str
     rank: int | None
     world_size: int | None
@@ -78,7 +81,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
     lists: _Ragged
     group_names: _Ragged
     group_lists: memoryview
-    """Place of each group's ranks among the lists."""
+    """Index of each group's ranks among the lists."""
     collectives: list[_Record]
     columns: Annotated[
         dict[str, Annotated[dict[str, memoryview], msgspec.Meta(max_length=16)]], msgspec.Meta(max_length=16)
@@ -86,37 +89,39 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _MAY_BE_MISSING = frozenset({"memory", "host_events", "flop_records"})
-"""Tables that are there where they have rows: older files have none."""
+"""Tables that are stored only if they have rows. Older files never have them."""
 _COLUMNS_MAY_BE_MISSING = frozenset({"target_device"})
-"""Columns that older files do not have: `NONE` stands in them."""
-_PLAIN = ("rank", "world_size", "host", "base_ns", "events_total", "events_skipped", "devices")
+"""Columns that older files lack; they are filled with `NONE`."""
+_METADATA = ("rank", "world_size", "host", "base_ns", "events_total", "events_skipped", "devices")
 
 
 def reduce_trace(trace: Trace) -> bytes:
-    """The file's bytes; ``trace.path`` is kept for messages."""
+    """Return the bytes of the reduced file. ``trace.path`` is stored for messages."""
     lists: dict[tuple[int, ...], int] = {}
 
-    def place(numbers: tuple[int, ...]) -> int:
+    def list_index(numbers: tuple[int, ...]) -> int:
         return lists.setdefault(numbers, len(lists))
 
     records = [
         _Record(**{
-            **msgspec.structs.asdict(one),
-            "group_ranks": None if one.group_ranks is None else place(one.group_ranks),
-            "in_split": place(one.in_split),
-            "out_split": place(one.out_split),
+            **msgspec.structs.asdict(record),
+            "group_ranks": None if record.group_ranks is None else list_index(record.group_ranks),
+            "in_split": list_index(record.in_split),
+            "out_split": list_index(record.out_split),
         })
-        for one in trace.collectives
+        for record in trace.collectives
     ]  # fmt: skip
     file = _File(
-        **{name: getattr(trace, name) for name in _PLAIN},
+        **{name: getattr(trace, name) for name in _METADATA},
         path=trace.path.encode("utf-8", "replace").decode(),
         warnings=trace.warnings[:_MOST_WARNINGS],
         names=_texts_stored(trace.names),
         group_names=_texts_stored(trace.groups),
-        group_lists=_stored([place(ranks) for ranks in trace.groups.values()]),
+        group_lists=_stored([list_index(ranks) for ranks in trace.groups.values()]),
         collectives=records,
-        lists=_Ragged(_stored([len(one) for one in lists]), _stored([number for one in lists for number in one])),
+        lists=_Ragged(
+            _stored([len(numbers) for numbers in lists]), _stored([number for numbers in lists for number in numbers])
+        ),
         columns={
             table: {
                 name: _stored(getattr(getattr(trace, table), name), dtype) for name, dtype in dtypes_of(kind).items()
@@ -129,38 +134,43 @@ def reduce_trace(trace: Trace) -> bytes:
 
 
 def reduce_file(trace: Path, target: Path) -> bool:
-    """Write the reduced form of a rank's own trace; False where the trace cannot be read. Raises OSError."""
+    """Write the reduced form of one trace file to ``target``; return False if it cannot be read. Raises OSError."""
     try:
-        read = read_trace(trace)
+        full_trace = read_trace(trace)
     except RingprofError:
         return False
-    # Beside it: whoever reads it knows where it lies.
-    target.write_bytes(reduce_trace(msgspec.structs.replace(read, path=trace.name)))
+    # Keep the name only: the reduced file lies next to its trace, wherever both are moved.
+    target.write_bytes(reduce_trace(msgspec.structs.replace(full_trace, path=trace.name)))
     return True
 
 
 def read_reduced(path: str | os.PathLike[str], budget: MemoryBudget | None = None) -> Trace:
-    """Read a reduced trace; its ``path`` becomes this file's. Raises `InputError`, `TraceFormatError`."""
+    """Read a reduced trace; its ``path`` is set to this file. Raises `InputError`, `TraceFormatError`."""
     name = os.fspath(path)
     budget = budget or MemoryBudget()
     return parse_reduced(read_whole(name, budget.limits), name, budget)
 
 
 def parse_reduced(data: bytes, name: str | None = None, budget: MemoryBudget | None = None) -> Trace:
-    """As `read_reduced`, from a file's bytes; without ``name`` the trace keeps the path that it was reduced from."""
-    shown, budget = name or "reduced trace", budget or MemoryBudget()
-    if not data.startswith((MAGIC, BEFORE)):
-        raise TraceFormatError(f"{shown}: not a reduced trace of this version: remove it, and the trace itself is read")
+    """Parse the bytes of a reduced trace. Without ``name``, the trace keeps the path of its original.
+
+    Raises `TraceFormatError`, `MemoryLimitError`.
+    """
+    shown_name, budget = name or "reduced trace", budget or MemoryBudget()
+    if not data.startswith((MAGIC, PREVIOUS_MAGIC)):
+        raise TraceFormatError(
+            f"{shown_name}: not a reduced trace of this version: remove it, and the trace itself is read"
+        )
     try:
-        file = msgspec.msgpack.decode(_expanded(data, shown, budget), type=_File)
-        trace = _trace(file, name or file.path, lambda size: budget.take(size, shown))
+        file = msgspec.msgpack.decode(_decompress(data, shown_name, budget), type=_File)
+        trace = _trace(file, name or file.path, lambda size: budget.take(size, shown_name))
     except (*UNREADABLE, zlib.error, LookupError, OverflowError) as error:
         raise TraceFormatError(
-            f"{shown}: damaged reduced trace ({reason(error)}): remove it, and the trace itself is read"
+            f"{shown_name}: damaged reduced trace ({reason(error)}): remove it, and the trace itself is read"
         ) from None
-    if data.startswith(BEFORE):
+    if data.startswith(PREVIOUS_MAGIC):
         trace = msgspec.structs.replace(trace, warnings=[*trace.warnings, Notice("host_events_not_kept", _NOT_KEPT)])
-    return take_analysis(refuse_unsound(trace), budget)
+    return take_analysis(validate_trace(trace), budget)
 
 
 _NOT_KEPT = (
@@ -169,40 +179,44 @@ _NOT_KEPT = (
 )
 
 
-def _expanded(data: bytes, shown: str, budget: MemoryBudget) -> bytes:
-    """The MessagePack; what it holds is counted as three times as much, so a third of the limit is enough for it."""
-    most = min(budget.limits.expanded_bytes, budget.left // 3)
+def _decompress(data: bytes, name: str, budget: MemoryBudget) -> bytes:
+    """Decompress the MessagePack.
+
+    The result is limited to a third of the memory left: decoding it takes about three times its size.
+    """
+    limit = min(budget.limits.expanded_bytes, budget.left // 3)
     inflater = zlib.decompressobj()
-    expanded = inflater.decompress(memoryview(data)[len(MAGIC) :], most + 1)
+    expanded = inflater.decompress(memoryview(data)[len(MAGIC) :], limit + 1)
     if len(expanded) > budget.limits.expanded_bytes:
-        raise TraceFormatError(f"{shown}: expands beyond {most:,} bytes: raise the limit with --max-bytes")
-    if len(expanded) > most:
-        budget.take(3 * len(expanded), shown)
+        raise TraceFormatError(f"{name}: expands beyond {limit:,} bytes: raise the limit with --max-bytes")
+    if len(expanded) > limit:
+        budget.take(3 * len(expanded), name)
     if not inflater.eof:
         raise ValueError("cut off")
     return expanded
 
 
 def _trace(file: _File, path: str, take: Callable[[int], None]) -> Trace:
+    """Build the trace from a decoded file; ``take`` charges bytes to the memory budget before they are allocated."""
     for table, columns in file.columns.items():
         take(bytes_of_rows(table, len(columns["start_ns"]) // 8))
     take(bytes_of_collectives(len(file.collectives)))
     lists = list(_lists(file.lists, take))
     groups = zip(_texts(file.group_names, take), _numbers(file.group_lists).tolist(), strict=True)
     return Trace(
-        **{name: getattr(file, name) for name in _PLAIN},
+        **{name: getattr(file, name) for name in _METADATA},
         path=path,
         warnings=file.warnings,
         names=list(_texts(file.names, take)),
-        groups={name: _at(lists, place) for name, place in groups},
+        groups={name: _list_at(lists, index) for name, index in groups},
         collectives=[
             CommRecord(**{
-                **msgspec.structs.asdict(one),
-                "group_ranks": None if one.group_ranks is None else _at(lists, one.group_ranks),
-                "in_split": _at(lists, one.in_split),
-                "out_split": _at(lists, one.out_split),
+                **msgspec.structs.asdict(record),
+                "group_ranks": None if record.group_ranks is None else _list_at(lists, record.group_ranks),
+                "in_split": _list_at(lists, record.in_split),
+                "out_split": _list_at(lists, record.out_split),
             })
-            for one in file.collectives
+            for record in file.collectives
         ],
         **{
             table: _table(kind, file.columns[table])
@@ -213,7 +227,7 @@ def _trace(file: _File, path: str, take: Callable[[int], None]) -> Trace:
 
 
 def _table(kind: type[Any], columns: Mapping[str, memoryview]) -> Any:
-    """One table of a `Trace` from its stored columns. Raises KeyError where a column is not there that must be."""
+    """Build one table of a `Trace` from its stored columns. Raises KeyError if a required column is missing."""
     count = len(columns["start_ns"]) // 8
     return kind(
         **{
@@ -233,7 +247,7 @@ def _stored(values: Any, dtype: type[Any] = np.int64) -> memoryview:
 
 
 def _column(stored: memoryview, dtype: type[Any] = np.int64) -> Any:
-    # As a copy: arrays over bytes cannot be written to.
+    # `astype` copies: an array over bytes would be read-only.
     return np.frombuffer(stored, np.dtype(dtype).newbyteorder("<")).astype(dtype)
 
 
@@ -243,7 +257,7 @@ def _numbers(stored: memoryview) -> Int64:
 
 
 def _texts_stored(texts: Iterable[str]) -> _Ragged:
-    # Lone surrogates, which no UTF-8 file can hold, are replaced.
+    # Replace lone surrogates, which UTF-8 cannot encode.
     encoded = [text.encode("utf-8", "replace") for text in texts]
     return _Ragged(_stored([len(text) for text in encoded]), memoryview(b"".join(encoded)))
 
@@ -263,15 +277,15 @@ def _lists(ragged: _Ragged, take: Callable[[int], None]) -> Iterator[tuple[int, 
 
 
 def _bounds(ragged: _Ragged, count: int) -> Iterator[tuple[int, int]]:
-    """Where each sequence begins and ends among so many items."""
+    """Yield the start and end of each sequence; raise ValueError if they do not cover ``count`` items exactly."""
     sizes = _numbers(ragged.sizes)
     if len(sizes) and not (0 <= sizes.min() and sizes.max() <= count and sizes.sum() == count):
-        raise ValueError("sizes that cannot be")
+        raise ValueError("invalid sizes")
     ends = np.cumsum(sizes)
     yield from zip((ends - sizes).tolist(), ends.tolist(), strict=True)
 
 
-def _at(lists: Sequence[tuple[int, ...]], place: int) -> tuple[int, ...]:
-    if place < 0:
+def _list_at(lists: Sequence[tuple[int, ...]], index: int) -> tuple[int, ...]:
+    if index < 0:
         raise ValueError("an index out of range")
-    return lists[place]
+    return lists[index]

@@ -1,4 +1,4 @@
-"""Rows that a file holds more than once, as where the same events were merged or appended twice."""
+"""Removal of rows that a file holds more than once, for example after the same events were merged twice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ringprof.trace.columns import NONE, Notice, Trace
 
-_TOLD_APART_BY = {
+_ID_COLUMNS = {
     "activities": ("correlation", "stream"),
     "launches": ("correlation",),
     "annotations": ("external_id",),
@@ -18,15 +18,15 @@ _TOLD_APART_BY = {
     "operators": ("external_id",),
     "comm_records": ("external_id",),
 }
-"""The columns of which a row must have one: rows without any may be different events that look alike."""
+"""Columns with ids, by table. A row is compared only if it has one: rows without ids may be different events."""
 
 _Table = TypeVar("_Table", bound=msgspec.Struct)
 
 
 def without_repeats(trace: Trace) -> Trace:
     """Drop rows that equal an earlier row in every column, with a warning that counts them."""
-    tables = {name: _unique(getattr(trace, name), keys) for name, keys in _TOLD_APART_BY.items()}
-    count = sum(dropped for _, dropped in tables.values())
+    tables = {name: _unique(getattr(trace, name), keys) for name, keys in _ID_COLUMNS.items()}
+    count = sum(repeats for _, repeats in tables.values())
     if not count:
         return trace
     message = (
@@ -40,22 +40,22 @@ def without_repeats(trace: Trace) -> Trace:
 
 
 def _unique(table: _Table, keys: tuple[str, ...]) -> tuple[_Table, int]:
-    """Return the table without repeated rows, and how many those are."""
+    """Return the table without repeated rows, and the number of rows removed."""
     columns = msgspec.structs.asdict(table)
     repeated = _repeated(columns, np.logical_or.reduce([columns[key] != NONE for key in keys]))
     if not len(repeated):
         return table, 0
-    kept = np.delete(np.arange(len(columns["start_ns"])), repeated)
-    return type(table)(**{name: column[kept] for name, column in columns.items()}), len(repeated)
+    remaining = np.delete(np.arange(len(columns["start_ns"])), repeated)
+    return type(table)(**{name: column[remaining] for name, column in columns.items()}), len(repeated)
 
 
-def _repeated(columns: dict[str, npt.NDArray[Any]], known: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
-    """Return the places of rows that equal an earlier one; the rows are sorted by start."""
+def _repeated(columns: dict[str, npt.NDArray[Any]], has_id: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
+    """Return the indices of rows that equal an earlier row. Rows are sorted by start; only those with ids count."""
     start = columns["start_ns"]
     tied = start[1:] == start[:-1]
     if not tied.any():
         return np.empty(0, np.intp)
-    places = np.flatnonzero((np.append(tied, False) | np.append(False, tied)) & known)
-    order = places[np.lexsort([column[places] for column in columns.values()])]
+    candidates = np.flatnonzero((np.append(tied, False) | np.append(False, tied)) & has_id)
+    order = candidates[np.lexsort([column[candidates] for column in columns.values()])]
     equal = [column[order[1:]] == column[order[:-1]] for column in columns.values()]
     return order[1:][np.logical_and.reduce(equal)]

@@ -48,7 +48,7 @@ RULES = [
          "where ranks wait most the verdict speaks of something else",
          test="tests/analysis/findings/test_sentences.py"),
     # --- trace ------------------------------------------------------------------------------------------
-    Rule(f"{T}/kineto/collectives.py", "return ranks[place] if ranks", "return place if ranks",
+    Rule(f"{T}/kineto/collectives.py", "return ranks[rank_in_group] if ranks", "return rank_in_group if ranks",
          "in old traces messages of a subgroup go to the wrong ranks"),
     Rule(f"{T}/kineto/collectives.py", "(size is not None and count + 1 != size)",
          "(size is not None and count != size)",
@@ -58,7 +58,7 @@ RULES = [
     Rule(f"{T}/kineto/times.py", "rounding=ROUND_HALF_EVEN)", 'rounding="ROUND_DOWN")',
          "nothing: the call that rounds names its rounding again",
          equivalent=True),
-    Rule(f"{T}/ranks.py", "if sharing[trace.path] > 1 else 0", "if sharing[trace.path] > 2 else 0",
+    Rule(f"{T}/ranks.py", "if traces_per_file[trace.path] > 1 else 0", "if traces_per_file[trace.path] > 2 else 0",
          "exports of two ranks each from two hosts name the wrong peers",
          test="tests/trace/test_nccl_payloads.py"),
     Rule(f"{T}/checks.py", "if np.any(start[1:] < start[:-1]):", "if np.any(start[1:] < start[:-1] - 1000):",

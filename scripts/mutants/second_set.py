@@ -64,7 +64,7 @@ RULES = [
          "the backward pass of heads of two sizes has the wrong FLOPs"),
     Rule(f"{T}/operator_flops.py", "1 + dilation * (size - 1) for", "dilation * size for",
          "dilated convolutions have too few FLOPs"),
-    Rule(f"{T}/nsys.py", "world_size=len(done) if len(done) > 1 else None", "world_size=len(done)",
+    Rule(f"{T}/nsys.py", "world_size=len(activities) if len(activities) > 1 else None", "world_size=len(activities)",
          "one export per rank: each claims to be a run of one rank"),
     Rule(f"{T}/kineto/collectives.py", "range(kept[0], last + 1, stride)", "range(kept[0], last, stride)",
          "the last rank of a shortened list of ranks is lost: its collectives match nothing"),

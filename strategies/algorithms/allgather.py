@@ -1,21 +1,22 @@
 """All-gather: every rank gathers all keys and values once, and computes its queries against them.
 
-No ring, so no step waits for the one before: also the control that shows what a ring's overlap is worth. While the
-gather travels the rank computes the block with its own keys; then one or two full rectangles with everyone else's.
-The backward pass gathers again (keeping all keys would cost their memory for every layer), computes a part of its own
-block meanwhile, and sends dK and dV home by reduce-scatter, which the rest of its own block hides.
+There is no ring, so no step waits for the previous one. The strategy is also a baseline that shows the value of a
+ring's overlap. During the gather, the rank computes the block with its own keys; then one or two full rectangles with
+the keys of all other ranks. The backward pass gathers again, because keeping all keys would cost their memory in every
+layer. It computes a part of its own block meanwhile, and returns dK and dV by reduce-scatter, overlapped with the rest
+of its own block.
 
-Which keys of others a causal rank r of N needs:
+Keys of other ranks that rank r of N needs with a causal mask:
 
     contiguous   all queries: ranks 0 .. r-1                      r rectangles of S x S: the last rank does the most
     zigzag       first half of the queries: chunks 0 .. r-1       2N-2 chunk squares together, on every rank
                  second half: those and chunks r+1 .. 2N-2-r
 
-With ``heads_at_a_time`` the keys and values of so many kv heads are gathered and used up before the next ones but one:
-the same bytes in more messages, and the memory of two such gathers in place of all heads'.
+With ``heads_at_a_time``, that many kv heads are gathered per message, and at most two gathers are in memory at once.
+The bytes sent are the same, in more messages; the memory is that of two gathers instead of all heads.
 
-Source: Llama 3 (arXiv 2407.21783), contiguous; Transformer Engine's all_gather, zigzag. Both call a kernel that
-aligns its mask to the end of a key prefix; ours are full or square causal, hence the own block apart.
+Source: Llama 3 (arXiv 2407.21783), contiguous; Transformer Engine's all_gather, zigzag. Both call a kernel that aligns
+its mask to the end of a key prefix. Our blocks are full or square causal, so the own block is separate.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ from ringprof.strategies.base import (
     wire_type,
 )
 from ringprof.strategies.kernels.kernel import Gradients
-from ringprof.strategies.kernels.merge import Partial, Sum, accumulate, settled
+from ringprof.strategies.kernels.merge import Partial, Sum, accumulate, add_and_cast
 from ringprof.strategies.masks.expected import contiguous_imbalance
 from ringprof.strategies.masks.layouts import LAYOUTS, Block, Layout, part
 from ringprof.strategies.transport.ring_channel import Hop
 
 
 class AllGather(Strategy):
-    """K and V are gathered, dK and dV reduced and scattered."""
+    """All-gather of K and V, reduce-scatter of dK and dV."""
 
     layout = LAYOUTS["contiguous"]
     takes_masks = True
     PARAMETERS: ClassVar[dict[str, str]] = {
         "layout": "contiguous as in Llama 3, or zigzag for balanced causal work",
         "documents_layout": DOCUMENTS_LAYOUT_HELP,
-        "heads_at_a_time": "kv heads that are gathered at a time (default: all)",
+        "heads_at_a_time": "kv heads per gather (default: all)",
         "grad_wire": "type of dK and dV in the reduce-scatter: fp32, or the input's own",
         **Strategy.PARAMETERS,
     }
@@ -87,34 +88,38 @@ class AllGather(Strategy):
         return super().why_unsupported(shape, size, **params)
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        found = [self._forward(call, *one) for one in self._by_heads(q, k, v)]
-        if len(found) == 1:
-            return found[0]
-        return torch.cat([out for out, _ in found], 2), torch.cat([lse for _, lse in found], 1)
+        results = [self._forward(call, *chunk) for chunk in self._by_heads(q, k, v)]
+        if len(results) == 1:
+            return results[0]
+        return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 1)
 
     def backward(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-        found = [
-            self._backward(call, of_heads(rows, index, q, k, some_k), some_q, some_k, some_v, gathers)
+        gradients = [
+            self._backward(call, select_heads(rows, index, q, k, some_k), some_q, some_k, some_v, gathers)
             for index, (some_q, some_k, some_v, gathers) in enumerate(self._by_heads(q, k, v))
         ]
-        if len(found) == 1:
-            return found[0]
-        dq, dk, dv = (torch.cat(one, 2) for one in zip(*found, strict=True))
+        if len(gradients) == 1:
+            return gradients[0]
+        dq, dk, dv = (torch.cat(chunks, 2) for chunks in zip(*gradients, strict=True))
         return dq, dk, dv
 
     def _by_heads(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, list[Hop]]]:
-        """q, k and v of some kv heads after others, and the gathers of k and v, the next ones' already on their way."""
+        """Yield q, k and v of each chunk of kv heads with the gathers of k and v.
+
+        The next chunk's gathers already run.
+        """
         count = self.parameters["heads_at_a_time"] or k.shape[2]
         if count == k.shape[2]:
             yield q, k, v, [self.kv.all_gather(x) for x in (k, v)]
             return
-        groups, after = q.shape[2] // k.shape[2], None
+        groups, following = q.shape[2] // k.shape[2], None
         for first in range(0, k.shape[2], count):
-            own = after or self._gathered(k, v, first, count)
-            after = self._gathered(k, v, first + count, count) if first + count < k.shape[2] else None
-            yield q[:, :, first * groups : (first + count) * groups].contiguous(), *own
+            current = following or self._start_gather(k, v, first, count)
+            following = self._start_gather(k, v, first + count, count) if first + count < k.shape[2] else None
+            yield q[:, :, first * groups : (first + count) * groups].contiguous(), *current
 
-    def _gathered(self, k: Tensor, v: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, list[Hop]]:
+    def _start_gather(self, k: Tensor, v: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, list[Hop]]:
+        """Start the gathers of ``count`` kv heads from ``first`` on; return these heads of k and v, too."""
         k, v = (x[:, :, first : first + count].contiguous() for x in (k, v))
         return k, v, [self.kv.all_gather(x) for x in (k, v)]
 
@@ -124,28 +129,28 @@ class AllGather(Strategy):
         result = Partial()
         with ring_step("fwd", 0, "block"):
             result.merge(*call.forward(q, k, v, self.local_block(call, q)))
-        others = self._others(q.shape[1], call)
-        k_others, v_others = (others.take(gather.wait()[0]) for gather in gathers)
-        for step, block in enumerate(others.blocks, 1):
+        remote = self._remote_keys(q.shape[1], call)
+        k_others, v_others = (remote.select(gather.wait()[0]) for gather in gathers)
+        for step, block in enumerate(remote.blocks, 1):
             with ring_step("fwd", step, "block"):
                 out, lse = call.forward(q, k_others, v_others, block)
             with ring_step("fwd", step, "merge"):
                 result.merge(out, lse, block.q)
-        with ring_step("fwd", len(others.blocks), "merge"):
+        with ring_step("fwd", len(remote.blocks), "merge"):
             return result.result(q.dtype)
 
     def _backward(
         self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor, gathers: list[Hop]
     ) -> Gradients:
-        early, rest = self.split_local_block(call, q, k)
+        first_block, held_back = self.split_local_block(call, q, k)
         dq = Sum(q)
         with ring_step("bwd", 0, "block"):
-            home = [(early, call.backward(rows, q, k, v, early))]
-        others = self._others(q.shape[1], call)
-        k_others, v_others = (others.take(gather.wait()[0]) for gather in gathers)
+            local_grads = [(first_block, call.backward(rows, q, k, v, first_block))]
+        remote = self._remote_keys(q.shape[1], call)
+        k_others, v_others = (remote.select(gather.wait()[0]) for gather in gathers)
         wire = wire_type(self.parameters["grad_wire"], k)
         dk_others, dv_others = (torch.zeros_like(x, dtype=wire) for x in (k_others, v_others))
-        for step, block in enumerate(others.blocks, 1):
+        for step, block in enumerate(remote.blocks, 1):
             with ring_step("bwd", step, "block"):
                 grads = call.backward(rows, q, k_others, v_others, block)
             with ring_step("bwd", step, "merge"):
@@ -153,41 +158,42 @@ class AllGather(Strategy):
                 accumulate(part(dk_others, block.kv), grads[1])
                 accumulate(part(dv_others, block.kv), grads[2])
         del k_others, v_others
-        scatters = [self.dkv.reduce_scatter(others.put_back(x)) for x in (dk_others, dv_others)]
-        for block in rest:
+        scatters = [self.dkv.reduce_scatter(remote.scatter(x)) for x in (dk_others, dv_others)]
+        for block in held_back:
             with ring_step("bwd", self.comm.size, "block"):
-                home.append((block, call.backward(rows, q, k, v, block)))
+                local_grads.append((block, call.backward(rows, q, k, v, block)))
         dk, dv = (scatter.wait()[0] for scatter in scatters)
         with ring_step("bwd", self.comm.size, "merge"):
-            for block, grads in home:
+            for block, grads in local_grads:
                 dq.add(grads[0], block.q)
             dk, dv = (
-                settled(x, [(block.kv, grads[which]) for block, grads in home], k.dtype)
-                for which, x in enumerate((dk, dv), start=1)
+                add_and_cast(x, [(block.kv, grads[index]) for block, grads in local_grads], k.dtype)
+                for index, x in enumerate((dk, dv), start=1)
             )
             return dq.result(q.dtype), dk, dv
 
-    def _others(self, local_seq: int, call: AttentionCall) -> _Others:
+    def _remote_keys(self, local_seq: int, call: AttentionCall) -> _RemoteKeys:
+        """Return the blocks of this rank's queries with the keys of all other ranks."""
         rank, size, causal = self.comm.rank, self.comm.size, call.causal
         if call.sharded_mask is not None:
-            return _Others(size, local_seq, call.sharded_mask.blocks_with_others(rank))
+            return _RemoteKeys(size, local_seq, call.sharded_mask.blocks_with_others(rank))
         if not causal or self.parameters["layout"] == "contiguous":
-            before, after = rank * local_seq, (rank + 1) * local_seq
-            blocks = [Block(kv=slice(0, before))] if before else []
-            if not causal and after < size * local_seq:
-                blocks.append(Block(kv=slice(after, size * local_seq)))
-            return _Others(size, local_seq, blocks)
+            first_own, end_own = rank * local_seq, (rank + 1) * local_seq
+            blocks = [Block(kv=slice(0, first_own))] if first_own else []
+            if not causal and end_own < size * local_seq:
+                blocks.append(Block(kv=slice(end_own, size * local_seq)))
+            return _RemoteKeys(size, local_seq, blocks)
         half = local_seq // 2
         first, second = slice(0, half), slice(half, local_seq)
         chunks = [*range(rank), *range(rank + 1, 2 * size - 1 - rank)]
         blocks = [Block(first, slice(0, rank * half))] if rank else []
         if chunks:
             blocks.append(Block(second, slice(0, len(chunks) * half)))
-        return _Others(size, local_seq, blocks, chunks)
+        return _RemoteKeys(size, local_seq, blocks, chunks)
 
 
-def of_heads(rows: Rows, index: int, q: Tensor, k: Tensor, some_k: Tensor) -> Rows:
-    """The rows of one chunk of heads, those of ``some_k``; all of them where that is ``k``."""
+def select_heads(rows: Rows, index: int, q: Tensor, k: Tensor, some_k: Tensor) -> Rows:
+    """Return the rows of the heads of one chunk, ``some_k``; unchanged if the chunk has all heads of ``k``."""
     count = some_k.shape[2] * (q.shape[2] // k.shape[2])
     if count == q.shape[2]:
         return rows
@@ -199,11 +205,11 @@ def of_heads(rows: Rows, index: int, q: Tensor, k: Tensor, some_k: Tensor) -> Ro
 
 
 @dataclass(frozen=True)
-class _Others:
-    """What a rank's queries see of the gathered keys, their own apart.
+class _RemoteKeys:
+    """Blocks of a rank's queries with the gathered keys of the other ranks.
 
-    ``chunks`` are the zigzag chunks that are needed, in the order in which the blocks count keys; where it is None
-    the blocks count keys in the order of the ranks, and nothing is copied.
+    ``chunks`` are the zigzag chunks needed, in the order in which the blocks index keys. With None, the blocks index
+    the keys in rank order, and nothing is copied.
     """
 
     size: int
@@ -211,26 +217,26 @@ class _Others:
     blocks: list[Block]
     chunks: list[int] | None = None
 
-    def take(self, gathered: Tensor) -> Tensor:
-        """The needed keys (B, S', Hkv, D) of the gathered (N, B, S, Hkv, D)."""
+    def select(self, gathered: Tensor) -> Tensor:
+        """Select the needed keys (B, S', Hkv, D) from the gathered ones (N, B, S, Hkv, D)."""
         if self.chunks is None:
             return gathered.transpose(0, 1).flatten(1, 2)
-        pieces = [gathered[rank][:, part] for rank, part in map(self._home, self.chunks)]
+        pieces = [gathered[rank][:, part] for rank, part in map(self._owner, self.chunks)]
         return torch.cat(pieces, dim=1) if pieces else gathered[0][:, :0]
 
-    def put_back(self, gradients: Tensor) -> Tensor:
-        """The inverse of `take`: (N, B, S, Hkv, D), zero where no key was needed."""
+    def scatter(self, gradients: Tensor) -> Tensor:
+        """Return gradients of the needed keys as (N, B, S, Hkv, D), zero elsewhere: the inverse of `select`."""
         batch, _, heads, head_dim = gradients.shape
         if self.chunks is None:
             return gradients.view(batch, self.size, self.local_seq, heads, head_dim).transpose(0, 1)
         full = gradients.new_zeros(self.size, batch, self.local_seq, heads, head_dim)
         half = self.local_seq // 2
-        for place, (rank, rows) in enumerate(map(self._home, self.chunks)):
-            full[rank][:, rows] = gradients[:, place * half : (place + 1) * half]
+        for index, (rank, rows) in enumerate(map(self._owner, self.chunks)):
+            full[rank][:, rows] = gradients[:, index * half : (index + 1) * half]
         return full
 
-    def _home(self, chunk: int) -> tuple[int, slice]:
-        """The rank that holds a zigzag chunk, and where."""
+    def _owner(self, chunk: int) -> tuple[int, slice]:
+        """Return the rank that holds a zigzag chunk, and the rows of the chunk there."""
         half = self.local_seq // 2
         if chunk < self.size:
             return chunk, slice(0, half)

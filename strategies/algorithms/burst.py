@@ -1,12 +1,14 @@
-"""BurstAttention: a (double) ring of keys and values forward; backward, the queries travel instead.
+"""BurstAttention: keys and values circulate on a (double) ring in the forward pass, queries in the backward pass.
 
-Forward is the zigzag ring. Backward keeps K, V, dK and dV at home: Q, dO, LSE and delta travel on a read ring, and dQ
-follows on a second ring, one step behind, in the input's type: 3 tensors of a query's size a hop in place of 4 of a
-key's, which pays unless there are fewer kv heads. Without ``optimized_backward`` O travels in place of delta.
+The forward pass is the zigzag ring. In the backward pass, K, V, dK and dV stay on their rank. Q, dO, LSE and delta
+circulate on one ring, and dQ follows on a second ring one step behind, in the input's type. A hop sends 3 tensors of
+the size of q instead of 4 of the size of k, which is faster unless there are fewer kv heads. Without
+``optimized_backward``, O is sent instead of delta.
 
-The double ring cuts the ranks into windows (the ranks of a host). Inside a window hops go round the inner ring; once
-a window, a copy of what the window began with goes to the next window on the outer ring, with the whole window to
-arrive. dQ starts afresh in every window and is joined with the earlier windows' dQ at the window's end.
+The double ring splits the ranks into windows (the ranks of a host). Within a window, hops go round the inner ring. Once
+per window, a copy of the tensors at the start of the window goes to the next window on the outer ring; this hop has the
+duration of the window to arrive. dQ starts from zero in every window and is added to the earlier windows' dQ at its
+end.
 
 Source: BurstEngine (arXiv 2509.19836) and MayDomine/Burst-Attention.
 """
@@ -32,7 +34,7 @@ from ringprof.strategies.base import (
     wire_type,
 )
 from ringprof.strategies.kernels.kernel import Gradients
-from ringprof.strategies.kernels.merge import Sum, accumulate, row_product, settled, started
+from ringprof.strategies.kernels.merge import Sum, accumulate, add_and_cast, row_product, write_rows
 from ringprof.strategies.masks.layouts import ALL, LAYOUTS, Block, part
 from ringprof.strategies.masks.row_routing import RowRouting
 from ringprof.strategies.transport.gradient_ring import GradientRing
@@ -40,15 +42,15 @@ from ringprof.strategies.transport.ring_channel import DoubleRing
 
 
 class Burst(Strategy):
-    """K and V travel forward, Q and dQ backward, over one ring or a ring of rings."""
+    """Ring or double ring that sends K and V in the forward pass, and Q and dQ in the backward pass."""
 
     layout = LAYOUTS["zigzag"]
     takes_masks = True
     PARAMETERS: ClassVar[dict[str, str]] = {
-        "double_ring": "a ring of rings (default: where there is more than one host)",
+        "double_ring": "use a ring of rings (default: with more than one host)",
         "ring_window": "ranks in an inner ring (default: the ranks of a host)",
-        "optimized_backward": "send delta, one number a row, in place of O",
-        "grad_wire": "type of travelling dQ: fp32, or the input's own",
+        "optimized_backward": "send delta, one number per row, instead of O",
+        "grad_wire": "type in which dQ is sent: fp32, or the input's own",
         "documents_layout": DOCUMENTS_LAYOUT_HELP,
         **Strategy.PARAMETERS,
     }
@@ -95,27 +97,27 @@ class Burst(Strategy):
         if routing is not None:
             gradient_ring = GradientRing(routing, self.dq.inner, self.dq.outer, (q,), wire)
             return self._backward_of_rows(call, rows, q, k, v, routing, gradient_ring)
-        early, rest = self.split_local_block(call, q, q)
-        travelling_dq = _TravellingDq(self.dq, q, wire)
-        for step, (q_rank, travelled) in enumerate(self.read.tour(_pack(q, rows))):
-            block = early if step == 0 else call.block_between(self.layout, q_rank, self.comm.rank, q.shape[1])
+        first_block, held_back = self.split_local_block(call, q, q)
+        circulating_dq = _CirculatingDq(self.dq, q, wire)
+        for step, (q_rank, received) in enumerate(self.read.tour(_pack(q, rows))):
+            block = first_block if step == 0 else call.block_between(self.layout, q_rank, self.comm.rank, q.shape[1])
             if block is None:
-                travelling_dq.add(step, None)
+                circulating_dq.add(step, None)
                 continue
-            found = _dq_of(call, block, step, travelled, rows, (k, v), (dk, dv))
-            travelling_dq.add(step, (block.q, found))
-        # What is left of this rank's own block hides the last hops of dQ.
-        home = []
-        for block in rest:
+            block_dq = _block_dq(call, block, step, received, rows, (k, v), (dk, dv))
+            circulating_dq.add(step, (block.q, block_dq))
+        # The held-back pieces of this rank's own block overlap the last hops of dQ.
+        local_grads = []
+        for block in held_back:
             with ring_step("bwd", self.comm.size, "block"):
-                home.append((block, call.backward(rows, q, k, v, block)))
-            travelling_dq.head_home()
-        dq = travelling_dq.home()
+                local_grads.append((block, call.backward(rows, q, k, v, block)))
+            circulating_dq.post_closing_hop()
+        dq = circulating_dq.receive_own()
         with ring_step("bwd", self.comm.size, "merge"):
             return (
-                settled(dq, [(block.q, grads[0]) for block, grads in home], q.dtype),
-                dk.result(k.dtype, [(block.kv, grads[1]) for block, grads in home]),
-                dv.result(v.dtype, [(block.kv, grads[2]) for block, grads in home]),
+                add_and_cast(dq, [(block.q, grads[0]) for block, grads in local_grads], q.dtype),
+                dk.result(k.dtype, [(block.kv, grads[1]) for block, grads in local_grads]),
+                dv.result(v.dtype, [(block.kv, grads[2]) for block, grads in local_grads]),
             )
 
     def _backward_of_rows(
@@ -128,21 +130,21 @@ class Burst(Strategy):
         routing: RowRouting,
         gradient_ring: GradientRing,
     ) -> Gradients:
-        """Where not all rows of the queries travel."""
+        """Compute the backward pass for a mask with which only some rows of the queries are sent."""
         dk, dv = Sum(k), Sum(v)
-        own: Sequence[Tensor] = ()
+        local_dq: Sequence[Tensor] = ()
         dims = (1, 1, 2, 1 if rows.delta is None else 2)
-        for step, (q_rank, travelled) in enumerate(self.read.tour(_pack(q, rows), routing, dims)):
+        for step, (q_rank, received) in enumerate(self.read.tour(_pack(q, rows), routing, dims)):
             block = routing.block(self.comm.rank, q_rank) if step else self.local_block(call, q)
             if block is None:
                 gradient_ring.add(step, None, ALL)
                 continue
-            found = _dq_of(call, block, step, travelled, rows, (k, v), (dk, dv))
+            block_dq = _block_dq(call, block, step, received, rows, (k, v), (dk, dv))
             if step:
-                gradient_ring.add(step, (found,), block.q)
+                gradient_ring.add(step, (block_dq,), block.q)
             else:
-                own = (found,)
-        (dq,) = gradient_ring.receive_own(self.comm.rank, own)
+                local_dq = (block_dq,)
+        (dq,) = gradient_ring.receive_own(self.comm.rank, local_dq)
         return dq, dk.result(k.dtype), dv.result(v.dtype)
 
     @property
@@ -150,22 +152,22 @@ class Burst(Strategy):
         return self.read.window
 
 
-def _dq_of(
-    call: AttentionCall, block: Block, step: int, travelled: list[Tensor], rows: Rows, kv: tuple[Tensor, Tensor],
+def _block_dq(
+    call: AttentionCall, block: Block, step: int, received: list[Tensor], rows: Rows, kv: tuple[Tensor, Tensor],
     sums: tuple[Sum, Sum],
 ) -> Tensor:  # fmt: skip
-    """dQ of a block of queries that have travelled; its dK and dV are added to the ``sums``."""
-    their_q, their_rows = _unpack(travelled, rows)
+    """Compute dQ of a block of received queries, and add its dK and dV to ``sums``."""
+    their_q, their_rows = _unpack(received, rows)
     with ring_step("bwd", step, "block"):
-        dq, *pair = call.backward(their_rows, their_q, *kv, block)
+        dq, *dkv = call.backward(their_rows, their_q, *kv, block)
     with ring_step("bwd", step, "merge"):
-        for total, gradient in zip(sums, pair, strict=True):
+        for total, gradient in zip(sums, dkv, strict=True):
             total.add(gradient, block.kv)
     return dq
 
 
-class _TravellingDq:
-    """dQ on its way: fresh in each window, along the inner ring, over the outer ring at the window's end, home."""
+class _CirculatingDq:
+    """Ring transfers of dQ: zero at the start of each window, along the inner ring, then over the outer ring."""
 
     def __init__(self, rings: DoubleRing, q: Tensor, dtype: torch.dtype) -> None:
         self._rings = rings
@@ -174,7 +176,10 @@ class _TravellingDq:
         self._outer: Any = None
 
     def add(self, step: int, dq: tuple[slice, Tensor] | None) -> None:
-        """Add one block's dQ, where there is one, to the partial that came with its queries, and send it on."""
+        """Add a block's dQ, if there is one, to the received partial sum, and send the sum on.
+
+        ``dq``: rows of the block and their gradient.
+        """
         window, inner_step = divmod(step, self._rings.window)
         like = self._like
         total = (
@@ -187,7 +192,7 @@ class _TravellingDq:
             elif inner_step:
                 accumulate(part(total.tensors[0], dq[0]), dq[1])
             else:
-                started(total.tensors[0], *dq)
+                write_rows(total.tensors[0], *dq)
         if inner_step + 1 < self._rings.window:
             self._inner = self._rings.inner.post(total)
             return
@@ -198,26 +203,28 @@ class _TravellingDq:
         self._inner = None
         self._outer = self._rings.outer.post(total)
         if self._rings.outer.size == 1:
-            self.head_home()
+            self.post_closing_hop()
 
-    def head_home(self) -> None:
+    def post_closing_hop(self) -> None:
         """Post the closing hop of the inner ring, once the outer ring's last hop has arrived."""
         if self._inner is None:
             self._inner = self._rings.inner.post(self._outer.wait())
 
-    def home(self) -> Tensor:
-        """This rank's own dQ, without what the rank kept to the end."""
-        self.head_home()
+    def receive_own(self) -> Tensor:
+        """Wait for this rank's own dQ; the held-back pieces are not in it."""
+        self.post_closing_hop()
         dq: Tensor = self._inner.wait().tensors[0]
         return dq
 
 
 def _pack(q: Tensor, rows: Rows) -> list[Tensor]:
+    """Return the tensors that a query block sends: q, dO, LSE, and delta or O."""
     term = rows.out if rows.delta is None else rows.delta
     assert term is not None
     return [q, rows.dout, rows.lse, term]
 
 
-def _unpack(travelled: list[Tensor], like: Rows) -> tuple[Tensor, Rows]:
-    q, dout, lse, term = travelled
+def _unpack(received: list[Tensor], like: Rows) -> tuple[Tensor, Rows]:
+    """Return q and the rows of received tensors, which are packed like ``like``."""
+    q, dout, lse, term = received
     return q, Rows(dout, lse, out=term) if like.delta is None else Rows(dout, lse, delta=term)

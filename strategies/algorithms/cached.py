@@ -1,7 +1,7 @@
-"""What strategies share whose queries are fewer than their keys: prefill and decode over a cache of keys and values.
+"""Base class of strategies over a cache of keys and values: prefill and decode, with fewer queries than keys.
 
-A sequence has ``kv_length`` keys, and its last tokens, S of them, are new: query i stands at position
-kv_length - S + i of the mask. The ranks hold the keys by position; there is no backward pass.
+A sequence has ``kv_length`` keys, and its last S tokens are new: query i is at position kv_length - S + i of the mask.
+Keys are assigned to ranks by position. There is no backward pass.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from ringprof.strategies.masks.layouts import ALL, LAYOUTS, Block, part
 
 @dataclass(frozen=True)
 class Heads:
-    """Which heads of all a rank has: slices."""
+    """Heads of one rank, as slices of all heads."""
 
-    given: slice
-    """Of the queries that `Cached.attention` is given."""
+    queries: slice
+    """Heads of the queries that the rank passes to `Cached.attention`."""
     returned: slice
-    """Of the output that it returns."""
+    """Heads of the output that `Cached.attention` returns."""
     kv: slice
-    """Of the keys and values that the rank holds."""
+    """Heads of the keys and values that the rank holds."""
 
 
-class _Held(NamedTuple):
-    """Shapes of what a rank is given: q (B, S, H, D), k and v (B, keys, Hkv, D)."""
+class _LocalShapes(NamedTuple):
+    """Shapes of a rank's tensors: q (B, S, H, D), k and v (B, keys, Hkv, D)."""
 
     q: tuple[int, int, int, int]
     kv: tuple[int, int, int, int]
 
 
 class Cached(Strategy):
-    """Attention of new tokens over a cache that is spread over the ranks."""
+    """Attention of new tokens over a cache that is distributed over the ranks."""
 
     layout = LAYOUTS["contiguous"]
 
@@ -51,27 +51,30 @@ class Cached(Strategy):
     def compute(
         self, call: AttentionCall, mask: Mask, q: Tensor, k: Tensor, v: Tensor, kv_length: int
     ) -> tuple[Tensor, Tensor]:
-        """Output (B, S, H, D) in q's type and LSE (B, H, S) of the rows that this rank returns."""
+        """Compute output (B, S, H, D) in q's type and LSE (B, H, S) of the rows that this rank returns."""
 
     @abstractmethod
     def key_positions(self, kv_length: int, new_tokens: int) -> Tensor:
-        """Positions (int64) of the keys that this rank holds, in local order."""
+        """Return the positions (int64) of the keys that this rank holds, in local order."""
 
     def key_count(self, kv_length: int, new_tokens: int) -> int:
-        """Return how many keys this rank holds, the length of `key_positions`. Override it to allocate no positions."""
+        """Return the number of keys on this rank, the length of `key_positions`.
+
+        Override it to allocate no positions.
+        """
         return len(self.key_positions(kv_length, new_tokens))
 
     @abstractmethod
-    def query_places(self, new_tokens: int) -> Tensor:
-        """Which of the new tokens (int64, 0 the first) this rank has queries of, in local order."""
+    def query_positions(self, new_tokens: int) -> Tensor:
+        """Return the new tokens (int64, 0 is the first) whose queries this rank has, in local order."""
 
     @abstractmethod
     def heads(self, heads: int, kv_heads: int) -> Heads:
-        """Which of all heads this rank has."""
+        """Return the heads of this rank, given the numbers of all heads."""
 
     @property
     def out_roundings(self) -> int:
-        """How often the output is rounded to the input's type on its way over the ranks."""
+        """Number of times that the output is rounded to the input's type while it is communicated."""
         return 0
 
     @uncompiled
@@ -80,12 +83,12 @@ class Cached(Strategy):
         kv_length: int | None = None, return_lse: bool = False, window_size: tuple[int, int] = (-1, -1),
         prefix: int = 0, sinks: Tensor | None = None, softcap: float = 0.0,
     ) -> Any:  # fmt: skip
-        """Attention of this rank's new queries over all keys, which every rank has a share of. Not differentiable.
+        """Compute attention of this rank's new queries over the keys of all ranks. Not differentiable.
 
-        q (B, S, H, D) as `shard` gives it; k and v (B, keys, Hkv, D) as `shard_cache` does, those of the new tokens
-        among them; heads of v may be smaller. ``kv_length`` is the number of keys of all ranks. ``sinks`` are the
-        logits of the heads that this rank returns; ``window_size``, ``prefix`` and ``softcap`` as in training. Returns
-        out, or (out, lse) with lse (B, H, S). Raises `Unsupported` for shapes and options that do not fit.
+        q: (B, S, H, D), as `shard` returns it. k and v: (B, keys, Hkv, D), as `shard_cache` returns them, including
+        the new tokens; v may have a smaller head size. ``kv_length``: number of keys of all ranks. ``sinks``: logits
+        of the heads that this rank returns. ``window_size``, ``prefix`` and ``softcap`` are those of training.
+        Returns out, or (out, lse) with lse (B, H, S). Raises `Unsupported` for unsupported shapes and options.
         """
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise Unsupported(f"{type(self).__name__} has no backward pass: call it under torch.no_grad()")
@@ -111,93 +114,96 @@ class Cached(Strategy):
 
     @abstractmethod
     def _length(self, q: Tensor, k: Tensor, mask: Mask) -> int:
-        """``kv_length`` where the call does not say it. Raises `Unsupported` where it must."""
+        """Infer ``kv_length`` if the caller did not give it. Raises `Unsupported` if the caller must."""
 
-    # --- what is where ------------------------------------------------------------------------
+    # --- shards -------------------------------------------------------------------------------
 
     def shard(self, x: Tensor, dim: int = 1, **_: Any) -> Tensor:
-        """This rank's queries of the full tensor (B, S, H, D) of new tokens."""
-        return self._share(x, self.heads(x.shape[2], x.shape[2]).given, dim)
+        """Return this rank's queries from the full tensor (B, S, H, D) of new tokens."""
+        return self._shard_heads(x, self.heads(x.shape[2], x.shape[2]).queries, dim)
 
     def shard_output(self, x: Tensor) -> Tensor:
-        """What this rank returns of the full output (B, S, H, D)."""
-        return self._share(x, self.heads(x.shape[2], x.shape[2]).returned, 1)
+        """Return this rank's rows and heads of the full output (B, S, H, D)."""
+        return self._shard_heads(x, self.heads(x.shape[2], x.shape[2]).returned, 1)
 
-    def _share(self, x: Tensor, heads: slice, dim: int) -> Tensor:
-        return x[:, :, heads].index_select(dim, self.query_places(x.shape[dim]).to(x.device))
+    def _shard_heads(self, x: Tensor, heads: slice, dim: int) -> Tensor:
+        return x[:, :, heads].index_select(dim, self.query_positions(x.shape[dim]).to(x.device))
 
     def shard_cache(self, x: Tensor, new_tokens: int, heads: int) -> Tensor:
-        """This rank's share of all keys or values (B, kv_length, Hkv, D), where q has ``heads`` heads."""
-        held = self.heads(heads, x.shape[2]).kv
-        return x[:, :, held].index_select(1, self.key_positions(x.shape[1], new_tokens).to(x.device))
+        """Return this rank's part of all keys or values (B, kv_length, Hkv, D); ``heads``: number of heads of q."""
+        own_heads = self.heads(heads, x.shape[2]).kv
+        return x[:, :, own_heads].index_select(1, self.key_positions(x.shape[1], new_tokens).to(x.device))
 
-    def held(self, shape: Shape) -> _Held:
-        """The shapes of this rank's share of a problem; those of v where its heads are as large as k's."""
+    def local_shapes(self, shape: Shape) -> _LocalShapes:
+        """Return the shapes of this rank's q and k for a problem; v has the shape of k if its head size is the same."""
         assert shape.kv_length is not None
-        mine = self.heads(shape.heads, shape.kv_heads)
-        queries = len(self.query_places(shape.seq))
-        keys = self.key_count(shape.kv_length, shape.seq)
-        given, kv = (len(range(*one.indices(count))) for one, count in
-                     ((mine.given, shape.heads), (mine.kv, shape.kv_heads)))  # fmt: skip
-        return _Held(
-            (shape.batch, queries, given, shape.head_dim), (shape.batch, keys, kv, shape.head_dim)
+        own_heads = self.heads(shape.heads, shape.kv_heads)
+        query_count = len(self.query_positions(shape.seq))
+        key_count = self.key_count(shape.kv_length, shape.seq)
+        heads, kv_heads = (len(range(*part.indices(count))) for part, count in
+                     ((own_heads.queries, shape.heads), (own_heads.kv, shape.kv_heads)))  # fmt: skip
+        return _LocalShapes(
+            (shape.batch, query_count, heads, shape.head_dim), (shape.batch, key_count, kv_heads, shape.head_dim)
         )  # fmt: skip
 
-    # --- what there is not --------------------------------------------------------------------
+    # --- training is unsupported --------------------------------------------------------------
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("a cache is asked by `compute`")
+        raise NotImplementedError("computed by `compute`")
 
     def backward(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         raise NotImplementedError("there is no backward pass over a cache")
 
 
-def assembled(
-    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, owed: list[Block], step: int
+def attention_over_blocks(
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, blocks: list[Block], step: int
 ) -> tuple[Tensor, Tensor]:
-    """Output and LSE of q over the keys of the blocks ``owed``; 0 and -inf in rows that see none of them."""
-    if len(owed) == 1 and owed[0].q == ALL:
+    """Compute output and LSE of q over the keys of ``blocks``; 0 and -inf in rows that see no key."""
+    if len(blocks) == 1 and blocks[0].q == ALL:
         with ring_step("fwd", step, "block"):
-            return rectangle(call, q, k, v, owed[0])
+            return block_attention(call, q, k, v, blocks[0])
     wide = wide_type(q)
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=wide)
-    for block in owed:
+    for block in blocks:
         with ring_step("fwd", step, "block"):
-            found = rectangle(call, q, k, v, block)
+            partial = block_attention(call, q, k, v, block)
         with ring_step("fwd", step, "merge"):
-            merge_rows(out, lse, *found, block.q)
+            merge_rows(out, lse, *partial, block.q)
     return out, lse
 
 
 FEW_ROWS = 64
-"""Up to so many queries of a sequence, the heads that share keys are computed as rows of one: keys are read once."""
+"""Largest number of queries per sequence for which heads that share keys are computed as rows of one head."""
 
 
-def rectangle(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """Output and LSE of one block. Where queries are few, the heads of a group are rows of one head, (B, S·G, Hkv, D):
-    a kernel reads the keys once for all of them, and none must repeat the keys."""
-    few = part(q, block.q)
-    batch, rows, heads, head_dim = few.shape
+def block_attention(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    """Compute output and LSE of one block.
+
+    With few queries, the heads of a group become rows of one head, (B, S·G, Hkv, D). The kernel then reads the keys
+    once for the whole group, and need not repeat them.
+    """
+    queries = part(q, block.q)
+    batch, rows, heads, head_dim = queries.shape
     kv_heads = k.shape[2]
     if not kv_heads or heads % kv_heads:
         raise Unsupported(
-            f"a rank computes {heads} heads over {kv_heads} kv heads: the ones must be a multiple of the others"
+            f"a rank computes {heads} heads over {kv_heads} kv heads: heads must be a multiple of kv heads"
         )
     group = heads // kv_heads
     if block.causal or block.parts is not None or group == 1 or rows > FEW_ROWS:
         return call.forward(q, k, v, block)
-    grouped = few.reshape(batch, rows, kv_heads, group, head_dim)
+    grouped = queries.reshape(batch, rows, kv_heads, group, head_dim)
     packed = grouped.transpose(2, 3).reshape(batch, rows * group, kv_heads, head_dim)
     out, lse = call.forward(packed, k, v, Block(kv=block.kv))
     out = out.reshape(batch, rows, group, kv_heads, v.shape[3]).transpose(2, 3).flatten(2, 3)
     return out, lse.reshape(batch, kv_heads, rows, group).transpose(2, 3).reshape(batch, heads, rows)
 
 
-def merged_by_lse(outs: Tensor, lses: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One output (B, S, H, D) in ``dtype`` and LSE (B, H, S) of N partial ones, (N, B, S, H, D) and (N, B, H, S).
+def merge_by_lse(outs: Tensor, lses: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Merge N partial outputs (N, B, S, H, D) and LSEs (N, B, H, S) into one output in ``dtype`` and one LSE.
 
-    A partial result over no keys has an LSE of -inf and counts nothing.
+    A partial result without keys has an LSE of -inf and weight 0.
     """
     lse = torch.logsumexp(lses, 0)
     weights = (lses - lse).exp().transpose(2, 3).unsqueeze(-1)

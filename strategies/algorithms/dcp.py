@@ -1,17 +1,17 @@
-"""Decode context parallelism: the keys of a sequence lie on several ranks, which all attend with the same few queries.
+"""Decode context parallelism: the keys of a sequence are distributed over ranks that have the same few queries.
 
-Every rank computes the attention of the new tokens over its own share of the keys, and the partial results are merged
-by their LSE. What travels does not grow with the cache:
+Every rank computes the attention of the new tokens over its own keys, and the partial results are merged by their LSE.
+The bytes sent do not grow with the cache:
 
-    queries=gathered     each rank begins with H/T heads of the queries, as tensor parallelism leaves them, and gathers
-                         those of its group; replicated: each has all that its group needs
-    merge                what then happens to the partial outputs of N ranks
+    queries=gathered     each rank starts with H/T heads of the queries, as tensor parallelism leaves them, and gathers
+                         those of its group; with replicated, it already has all heads of its group
+    merge                how the partial outputs of N ranks are merged
       reduce-scatter     LSEs are gathered, outputs weighted and reduced; a rank keeps H/T heads (vLLM's ag_rs)
       all-to-all         each rank gets all partial results of its H/T heads, and merges them (vLLM's a2a, Helix)
       all-gather         every rank gets all partial results and merges all heads
 
-Of T ranks, N = dcp_degree neighbours share the keys; the T/N groups share out the kv heads, as tensor parallelism does.
-Token t lies on rank t mod N of its group, so that a cache that grows stays even (vLLM's interleaved cache).
+Of T ranks, N = dcp_degree neighbours share the keys; the T/N groups split the kv heads, as tensor parallelism does.
+Token t is on rank t mod N of its group, so a growing cache stays balanced (vLLM's interleaved cache).
 
 Source: vLLM's decode context parallelism; Helix Parallelism (arXiv 2507.07120).
 """
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ringprof.mask import Mask
-from ringprof.strategies.algorithms.cached import Cached, Heads, assembled, merged_by_lse
+from ringprof.strategies.algorithms.cached import Cached, Heads, attention_over_blocks, merge_by_lse
 from ringprof.strategies.annotate import ring_step
 from ringprof.strategies.base import AttentionCall, Context, Shape
 from ringprof.strategies.errors import Unsupported
@@ -35,21 +35,21 @@ from ringprof.strategies.kernels.merge import wide_type
 from ringprof.strategies.masks.layouts import ALL, LAYOUTS, Block, Layout
 
 SPLITTING = ("flash-attn", "torch-flash")
-"""What ``auto`` takes before the kernels that are faster on long blocks: they split the keys of few queries over the
-whole GPU (95 % of an H200's memory rate, where cuDNN reaches 58 %)."""
+"""Kernels that ``auto`` prefers to kernels that are faster on long blocks. They split the keys of few queries over the
+whole GPU (95 % of an H200's memory bandwidth, where cuDNN reaches 58 %)."""
 Merge = Literal["reduce-scatter", "all-to-all", "all-gather"]
 
 
 class DecodeContextParallel(Cached):
-    """Few queries over a cache whose tokens lie on rank t mod N."""
+    """Attention of few queries over a cache whose token t is on rank t mod N."""
 
     phase = "decode"
     layout = LAYOUTS["stripe"]
     PARAMETERS: ClassVar[dict[str, str]] = {
-        "dcp_degree": "ranks that share the keys of a sequence; their groups share out the kv heads",
-        "queries": "gathered from the ranks that have their heads, or replicated: there already",
-        "merge": "how partial outputs become one",
-        "out_wire": "type of the outputs that travel: fp32, or the input's own",
+        "dcp_degree": "ranks that share the keys of a sequence; the groups split the kv heads",
+        "queries": "gathered from the ranks that have their heads, or replicated on every rank",
+        "merge": "how partial outputs are merged",
+        "out_wire": "type in which outputs are sent: fp32, or the input's own",
     }
 
     def __init__(
@@ -60,7 +60,7 @@ class DecodeContextParallel(Cached):
         size, rank = self.comm.size, self.comm.rank
         degree = _degree(size, dcp_degree)
         self.parameters = {"dcp_degree": degree, "queries": queries, "merge": merge, "out_wire": out_wire}
-        self.degree, self.place, self.group, self.groups = degree, rank % degree, rank // degree, size // degree
+        self.degree, self.rank_in_group, self.group, self.groups = degree, rank % degree, rank // degree, size // degree
         members = list(range(self.group * degree, (self.group + 1) * degree))
         self.q_channel = self.comm.collective("q", members)
         self.out_channel = self.comm.collective("out", members)
@@ -87,8 +87,8 @@ class DecodeContextParallel(Cached):
                 f"{size // degree} groups of {degree} ranks cannot share out {shape.kv_heads} kv heads: "
                 f"take a larger dcp_degree, up to {size}"
             )
-        whole = params.get("merge") == "all-gather" and params.get("queries") == "replicated"
-        if not whole and shape.heads % size:
+        keeps_all_heads = params.get("merge") == "all-gather" and params.get("queries") == "replicated"
+        if not keeps_all_heads and shape.heads % size:
             return f"{size} ranks cannot share out {shape.heads} heads (queries=replicated and merge=all-gather can)"
         return None
 
@@ -107,96 +107,106 @@ class DecodeContextParallel(Cached):
         return self.degree if narrow and self.degree > 1 else 0
 
     def key_positions(self, kv_length: int, new_tokens: int) -> Tensor:
-        return torch.arange(min(self.place, kv_length), kv_length, self.degree, device="cpu")
+        return torch.arange(min(self.rank_in_group, kv_length), kv_length, self.degree, device="cpu")
 
     def key_count(self, kv_length: int, new_tokens: int) -> int:
-        return len(range(self.place, kv_length, self.degree))
+        return len(range(self.rank_in_group, kv_length, self.degree))
 
-    def query_places(self, new_tokens: int) -> Tensor:
+    def query_positions(self, new_tokens: int) -> Tensor:
         return torch.arange(new_tokens, device="cpu")
 
     def heads(self, heads: int, kv_heads: int) -> Heads:
-        def part(count: int, pieces: int, place: int) -> slice:
-            return slice(count * place // pieces, count * (place + 1) // pieces)
+        def part(count: int, pieces: int, index: int) -> slice:
+            return slice(count * index // pieces, count * (index + 1) // pieces)
 
-        group, own = part(heads, self.groups, self.group), part(heads, self.comm.size, self.comm.rank)
+        group_heads, own_heads = part(heads, self.groups, self.group), part(heads, self.comm.size, self.comm.rank)
         return Heads(
-            own if self.parameters["queries"] == "gathered" else group,
-            group if self.parameters["merge"] == "all-gather" else own,
+            own_heads if self.parameters["queries"] == "gathered" else group_heads,
+            group_heads if self.parameters["merge"] == "all-gather" else own_heads,
             part(kv_heads, self.groups, self.group),
         )
 
     def _length(self, q: Tensor, k: Tensor, mask: Mask) -> int:
-        # Ranks may hold one key more than others; to one query that sees all of its own that is the same.
+        # A rank may hold one key more than others. This does not matter for a single query that sees all keys.
         if q.shape[1] > 1 or not mask.plain:
-            raise Unsupported("with more than one new token a sequence or a window, attention must be told kv_length")
+            raise Unsupported("with more than one new token per sequence, or with a window, attention needs kv_length")
         return k.shape[1] * self.degree
 
     def compute(
         self, call: AttentionCall, mask: Mask, q: Tensor, k: Tensor, v: Tensor, kv_length: int
     ) -> tuple[Tensor, Tensor]:
         if self.parameters["queries"] == "gathered":
-            q = _joined_heads(self.q_channel.all_gather(q).wait()[0])
-        out, lse = assembled(call, q, k, v, self._blocks(q.shape[1], k.shape[1], kv_length, mask), 0)
+            q = _join_heads(self.q_channel.all_gather(q).wait()[0])
+        out, lse = attention_over_blocks(call, q, k, v, self._blocks(q.shape[1], k.shape[1], kv_length, mask), 0)
         if self.degree == 1:
             return out.to(q.dtype), lse
         wire = q.dtype if self.parameters["out_wire"] == "input" else wide_type(q)
         with ring_step("fwd", 1, "merge"):
-            merge = {"reduce-scatter": self._reduced, "all-to-all": self._traded, "all-gather": self._gathered}
+            merge = {
+                "reduce-scatter": self._reduce_scatter,
+                "all-to-all": self._all_to_all,
+                "all-gather": self._all_gather,
+            }
             out, lse = merge[self.parameters["merge"]](out, lse, wire)
             return out.to(q.dtype), lse
 
     def _blocks(self, queries: int, keys: int, kv_length: int, mask: Mask) -> list[Block]:
-        """Some consecutive queries over keys that just these see, and over further ones that just others see."""
+        """Split this rank's keys into blocks by the consecutive queries that see them."""
         if mask.plain and (not mask.causal or queries == 1):
             return [Block()] if keys else []
-        seen = KeyStretches.of(mask, torch.arange(kv_length - queries, kv_length, device="cpu"), kv_length)
-        # Of positions, which of this rank's keys is the first from there on.
-        places = [[-((self.place - x) // self.degree) for x in ends] for ends in seen.stretches]
-        here = KeyStretches(tuple((first, end) for first, end in places))
-        edges = torch.cat([x for ends in places for x in ends]).clamp(0, keys)
+        key_ranges = KeyStretches.of(mask, torch.arange(kv_length - queries, kv_length, device="cpu"), kv_length)
+        # Convert positions to indices of this rank's keys: the first key at or after a position.
+        bounds = [[-((self.rank_in_group - x) // self.degree) for x in ends] for ends in key_ranges.stretches]
+        local = KeyStretches(tuple((first, end) for first, end in bounds))
+        edges = torch.cat([x for ends in bounds for x in ends]).clamp(0, keys)
         edges = torch.tensor(sorted(set(edges.tolist())), device="cpu")
-        shown = here.shown(edges[:-1])
-        found: list[Block] = []
+        visible = local.shown(edges[:-1])
+        blocks: list[Block] = []
         for start, end, first, count in zip(
-            *(x.tolist() for x in (edges[:-1], edges[1:], shown.int().argmax(0), shown.sum(0))), strict=True
+            *(x.tolist() for x in (edges[:-1], edges[1:], visible.int().argmax(0), visible.sum(0))), strict=True
         ):
             rows = ALL if count == queries else slice(first, first + count)
-            if found and found[-1].q == rows and found[-1].kv.stop == start:
-                start = found.pop().kv.start
-            found += [Block(rows, slice(start, end))] if count else []
-        return found
+            if blocks and blocks[-1].q == rows and blocks[-1].kv.stop == start:
+                start = blocks.pop().kv.start
+            blocks += [Block(rows, slice(start, end))] if count else []
+        return blocks
 
-    def _reduced(self, out: Tensor, lse: Tensor, wire: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _reduce_scatter(self, out: Tensor, lse: Tensor, wire: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Merge by gathering the LSEs and reducing the weighted outputs; a rank keeps its own heads."""
         lses = self.out_channel.all_gather(lse).wait()[0]
         total = torch.logsumexp(lses, 0)
         weighted = (out * (lse - total).exp().transpose(1, 2).unsqueeze(-1)).to(wire)
-        out = self.out_channel.reduce_scatter(_by_place(weighted, 2, self.degree)).wait()[0]
-        return out, total.chunk(self.degree, 1)[self.place]
+        out = self.out_channel.reduce_scatter(_split_heads(weighted, 2, self.degree)).wait()[0]
+        return out, total.chunk(self.degree, 1)[self.rank_in_group]
 
-    def _traded(self, out: Tensor, lse: Tensor, wire: torch.dtype) -> tuple[Tensor, Tensor]:
-        hops = [self.out_channel.all_to_all(_by_place(x, dim, self.degree)) for x, dim in ((out.to(wire), 2), (lse, 1))]
+    def _all_to_all(self, out: Tensor, lse: Tensor, wire: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Merge the partial results of this rank's own heads, exchanged by all-to-all."""
+        hops = [
+            self.out_channel.all_to_all(_split_heads(x, dim, self.degree)) for x, dim in ((out.to(wire), 2), (lse, 1))
+        ]
         outs, lses = (hop.wait()[0] for hop in hops)
-        return merged_by_lse(outs, lses, wire)
+        return merge_by_lse(outs, lses, wire)
 
-    def _gathered(self, out: Tensor, lse: Tensor, wire: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _all_gather(self, out: Tensor, lse: Tensor, wire: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Merge the gathered partial results of all heads."""
         hops = [self.out_channel.all_gather(x) for x in (out.to(wire), lse)]
         outs, lses = (hop.wait()[0] for hop in hops)
-        return merged_by_lse(outs, lses, wire)
+        return merge_by_lse(outs, lses, wire)
 
 
-def _degree(size: int, given: int | None) -> int:
-    degree = size if given is None else given
+def _degree(size: int, requested: int | None) -> int:
+    """Return the number of ranks that share keys, all ranks by default. Raises `Unsupported`."""
+    degree = size if requested is None else requested
     if degree < 1 or size % degree:
         raise Unsupported(f"dcp_degree {degree} does not divide the world size {size}")
     return degree
 
 
-def _by_place(x: Tensor, dim: int, pieces: int) -> Tensor:
-    """The heads of each rank of the group, side by side in a new first dimension."""
+def _split_heads(x: Tensor, dim: int, pieces: int) -> Tensor:
+    """Split a dimension of heads into equal parts, stacked in a new first dimension: one part per rank of the group."""
     return torch.stack(x.chunk(pieces, dim))
 
 
-def _joined_heads(gathered: Tensor) -> Tensor:
-    """(N, B, S, H, D) -> (B, S, N·H, D)."""
+def _join_heads(gathered: Tensor) -> Tensor:
+    """Join gathered heads: (N, B, S, H, D) -> (B, S, N·H, D)."""
     return gathered.permute(1, 2, 0, 3, 4).flatten(2, 3)

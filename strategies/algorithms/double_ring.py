@@ -1,15 +1,17 @@
-"""LoongTrain's double ring: inner rings in an outer ring, with Ulysses groups on top where wanted.
+"""LoongTrain's double ring: inner rings within an outer ring, optionally combined with Ulysses groups.
 
-The ranks of a ring are cut into windows of w (the ranks of a host). Inside a window K and V go round the inner ring;
-once a window, what the window began with goes to the next window on the outer ring, with the whole window to arrive.
+The ranks of a ring are split into windows of w ranks (the ranks of a host). Within a window, K and V go round the inner
+ring. Once per window, the tensors at the start of the window go to the next window on the outer ring; this hop has the
+duration of the window to arrive.
 
-Backward, dK and dV start afresh in every window and make one full turn of the inner ring, w hops behind their K and V,
-so that they end where the window found them. Then they are joined with the earlier windows' and follow K and V over
-the outer ring. The closing inner hop is hidden by the next window's first block, the outer hop by the rest of that
-window, and after the last window both by what the rank kept of its own block. (The original waits for the closing hop
-at once and gives the outer hop the next window's first block; the messages are the same.)
+In the backward pass, dK and dV start from zero in every window and make one full turn of the inner ring, w hops behind
+their K and V, so they end on the rank where they started. They are then added to the earlier windows' gradients and
+follow K and V over the outer ring. The closing inner hop overlaps the next window's first block, and the outer hop the
+rest of that window. After the last window, both overlap the held-back pieces of the rank's own block. (The original
+waits for the closing hop at once, and overlaps the outer hop with the next window's first block; the messages are the
+same.)
 
-Source: LoongTrain (arXiv 2406.18485), InternEvo. Zigzag over the ring; placement as there.
+Source: LoongTrain (arXiv 2406.18485), InternEvo. The layout on the ring is zigzag; placement follows the source.
 """
 
 from __future__ import annotations
@@ -50,14 +52,14 @@ from ringprof.strategies.transport.ring_channel import AnyHop, DoubleRing
 
 
 class LoongDoubleRing(Strategy):
-    """K and V travel on a double ring in both passes; dK and dV follow on another."""
+    """Double ring that sends K and V in both passes; dK and dV follow on a second double ring."""
 
     layout = LAYOUTS["zigzag"]
     takes_masks = True
     PARAMETERS: ClassVar[dict[str, str]] = {
         "ring_window": "ranks in an inner ring (default: those of the ring that share a host)",
-        "placement": "which has neighbouring ranks: Ulysses groups, or rings",
-        "ulysses_degree": "ranks that share out the heads",
+        "placement": "which groups get neighbouring ranks: Ulysses groups, or rings",
+        "ulysses_degree": "ranks that split the heads",
         "grad_wire": "type of dK and dV: fp32 in the first window and the input's own after it (mixed), fp32, or input",
         "documents_layout": DOCUMENTS_LAYOUT_HELP,
         **Strategy.PARAMETERS,
@@ -106,33 +108,33 @@ class LoongDoubleRing(Strategy):
     def backward(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         routing = self.routing(call)
         if routing is not None:
-            # Mixed: rows that travel alone are few.
+            # "mixed" means fp32 here: with row routing, only few rows are sent.
             wire = wire_type("input" if self.parameters["grad_wire"] == "input" else "fp32", k)
             gradient_ring = GradientRing(routing, self.dkv.inner, self.dkv.outer, (k, v), wire)
             return backward_of_rows(self, call, rows, q, self._tour(call, k, v), gradient_ring)
-        early, rest = self.split_local_block(call, q, k)
-        dq = Sum(q, 2 if rest else self.kv.size)
-        travelling = _TravellingDkv(self.dkv, (k, v), self.parameters["grad_wire"])
+        first_block, held_back = self.split_local_block(call, q, k)
+        dq = Sum(q, 2 if held_back else self.kv.size)
+        gradients = _CirculatingDkv(self.dkv, (k, v), self.parameters["grad_wire"])
         for step, (kv_rank, kv) in enumerate(self._tour(call, k, v)):
-            block = early if step == 0 else self.block(call, kv_rank, q)
+            block = first_block if step == 0 else self.block(call, kv_rank, q)
             grads = None
             if block is not None:
                 with ring_step("bwd", step, "block"):
                     grads = call.backward(rows, q, kv[0], kv[1], block)
                 with ring_step("bwd", step, "merge"):
                     dq.add(grads[0], block.q)
-            travelling.add(step, grads, block)
-        home: LocalGrads = []
-        late = []
-        for block in rest:
+            gradients.add(step, grads, block)
+        local_grads: LocalGrads = []
+        local_dq = []
+        for block in held_back:
             with ring_step("bwd", self.kv.size, "block"):
-                own, *pair = call.backward(rows, q, k, v, block)
-            home.append((block, pair))
-            late.append((block.q, own))
-            travelling.leave_window()
-        arrived = travelling.home()
+                block_dq, *dkv = call.backward(rows, q, k, v, block)
+            local_grads.append((block, dkv))
+            local_dq.append((block.q, block_dq))
+            gradients.finish_window()
+        received = gradients.receive_own()
         with ring_step("bwd", self.kv.size, "merge"):
-            return dq.result(q.dtype, late), *add_and_cast_dkv(arrived, home, k.dtype)
+            return dq.result(q.dtype, local_dq), *add_and_cast_dkv(received, local_grads, k.dtype)
 
     def _tour(self, call: AttentionCall, k: Tensor, v: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
         return self.kv.tour([k, v], self.routing(call))
@@ -155,8 +157,8 @@ class LoongDoubleRing(Strategy):
         return layout.ring, layout.grid.ring_degree
 
 
-class _TravellingDkv:
-    """dK and dV on their way: fresh in each window, one turn of the inner ring, one hop on the outer ring."""
+class _CirculatingDkv:
+    """Ring transfers of dK and dV: zero at the start of a window, a turn of the inner ring, a hop of the outer ring."""
 
     def __init__(self, rings: DoubleRing, kv: tuple[Tensor, Tensor], grad_wire: str) -> None:
         self._rings, self._kv, self._grad_wire = rings, kv, grad_wire
@@ -164,24 +166,24 @@ class _TravellingDkv:
         self._outer: AnyHop | None = None
 
     def add(self, step: int, grads: Gradients | None, block: Block | None) -> None:
-        """Add one block's dK and dV, where there is one, to those that came with their keys, and send these on."""
+        """Add a block's dK and dV, if there is one, to the received partial sums, and send these on."""
         window, inner_step = divmod(step, self._rings.window)
         if inner_step == 0:
-            self.leave_window()
-        arrived = None if self._inner is None else self._inner.wait()
+            self.finish_window()
+        received = None if self._inner is None else self._inner.wait()
         with ring_step("bwd", step, "merge"):
-            dkv = forward_grads(self._rings.inner, arrived, *kv_grads(grads, block), self._kv, self._type_in(window))
+            dkv = forward_grads(self._rings.inner, received, *kv_grads(grads, block), self._kv, self._wire_type(window))
         self._inner = self._rings.inner.post(dkv)
 
-    def home(self) -> Message:
-        """This rank's own dK and dV, without what the rank kept to the end."""
-        self.leave_window()
+    def receive_own(self) -> Message:
+        """Wait for this rank's own dK and dV; the held-back pieces are not in them."""
+        self.finish_window()
         assert self._outer is not None
         dkv: Message = self._outer.wait()
         return dkv
 
-    def leave_window(self) -> None:
-        """Join what came back on the inner ring with the earlier windows' gradients and send it to the next window."""
+    def finish_window(self) -> None:
+        """Add the gradients returned by the inner ring to those of earlier windows; send the sum to the next window."""
         if self._inner is None:
             return
         dkv = self._inner.wait()
@@ -191,12 +193,13 @@ class _TravellingDkv:
                 accumulate(total, earlier)
         self._outer = self._rings.outer.post(dkv)
 
-    def _type_in(self, window: int) -> torch.dtype:
+    def _wire_type(self, window: int) -> torch.dtype:
+        """Return the type in which dK and dV are sent in a window."""
         narrow = self._grad_wire == "input" or (self._grad_wire == "mixed" and window > 0)
         return wire_type("input" if narrow else "fp32", self._kv[0])
 
 
 def default_window(grid: Grid, per_host: int) -> int:
-    """How many ranks of a ring share a host, as far as that divides the ring."""
+    """Return the number of ranks of a ring on one host, reduced to a divisor of the ring size."""
     on_host = max(1, per_host // grid.ulysses_degree) if grid.head_first else per_host
     return math.gcd(grid.ring_degree, on_host)

@@ -1,9 +1,10 @@
-"""Dynamic context parallelism: a strategy over parts of the ranks, whose size changes from batch to batch.
+"""Dynamic context parallelism: a strategy over subgroups of the ranks, whose size changes from batch to batch.
 
-Long sequences want many ranks and short ones few: with as many tokens a rank, a batch of short sequences is attended by
-many small groups at once. Process groups and strategies of a part are made when it is first asked for, and kept: going
-back to a size costs nothing, and makes no communicator. Parts are neighbours: with 4 ranks and size 2 these are ranks
-0 and 1, and 2 and 3, as Megatron's hybrid context parallelism cuts them; parts may have different sizes at once.
+Long sequences need many ranks, short ones few: with equal tokens per rank, many small groups compute a batch of short
+sequences in parallel. The process group and the strategy of a subgroup are created at its first use, and cached. Going
+back to a size costs nothing and creates no communicator. Subgroups are neighbours: with 4 ranks and size 2, they are
+ranks 0 and 1, and ranks 2 and 3, as in Megatron's hybrid context parallelism. Subgroups of different sizes may be used
+at the same time.
 """
 
 from __future__ import annotations
@@ -19,37 +20,40 @@ from ringprof.strategies.transport.groups import process_group
 
 
 class Dynamic:
-    """The strategies of one name over parts of a group of ranks."""
+    """Strategies of one name over subgroups of a group of ranks, created on first use."""
 
     def __init__(self, name: str, group: Any = None, kernel: str = "auto", hops: str = "auto", **params: Any) -> None:
-        """As `ringprof.strategies.create` takes it; collective over ``group``.
+        """Prepare strategies with the arguments of `ringprof.strategies.create`; collective over ``group``.
 
-        What is collective later is so over the ranks of a part alone, the first time.
+        Later calls are collective only over the ranks of a subgroup, and only at its first use.
         """
         self.comm = Communicator(group, hops=hops, request=f"parts for {name} with kernel {kernel}, {sorted(params)}")
-        self._make = partial(create, name, kernel=kernel, hops=hops, **params)
-        self._made: dict[tuple[int, ...], Any] = {}
+        self._create = partial(create, name, kernel=kernel, hops=hops, **params)
+        self._strategies: dict[tuple[int, ...], Any] = {}
 
     def of(self, size: int) -> Any:
-        """The strategy over this rank's part of ``size`` ranks. Raises `Unsupported` where that does not divide all."""
+        """Return the strategy over this rank's subgroup of ``size`` ranks.
+
+        Raises `Unsupported` unless it divides all ranks.
+        """
         if size < 1 or self.comm.size % size:
             raise Unsupported(f"parts of {size} ranks do not divide {self.comm.size}")
         first = self.comm.rank // size * size
         return self.over(range(first, first + size))
 
     def over(self, ranks: Sequence[int]) -> Any:
-        """The strategy over any ranks, positions in the group and this rank's among them."""
+        """Return the strategy over given ranks of the group, which must include this rank. Raises `Unsupported`."""
         members = tuple(ranks)
         if self.comm.rank not in members or len(set(members)) < len(members):
             raise Unsupported(f"ranks {list(members)}: each once, and rank {self.comm.rank} among them")
-        if members not in self._made:
-            self._made[members] = self._make(group=self._group(members))
-        return self._made[members]
+        if members not in self._strategies:
+            self._strategies[members] = self._create(group=self._group(members))
+        return self._strategies[members]
 
     @property
     def made(self) -> list[Any]:
-        """The strategies that this rank has been asked for so far."""
-        return list(self._made.values())
+        """Strategies that this rank has created so far."""
+        return list(self._strategies.values())
 
     def _group(self, members: tuple[int, ...]) -> Any:
         if members == tuple(range(self.comm.size)):

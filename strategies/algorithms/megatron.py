@@ -1,20 +1,21 @@
 """Megatron's context parallelism, as Transformer Engine's "p2p": a zigzag ring with its own schedule.
 
-K and V travel in one packed message. Forward, the blocks of odd and even steps run on two CUDA streams, so that one
-attention kernel's last wave overlaps with the next one's first; every step's output is kept, and all are scaled by
-exp(lse_step - lse) and added once at the end. Memory grows with the number of ranks: that is the price of it.
+K and V are sent in one packed message. In the forward pass, the blocks of odd and even steps run on two CUDA streams,
+so the last wave of one attention kernel overlaps the first wave of the next. The output of every step is kept; at the
+end, all are scaled by exp(lse_step - lse) and added once. The memory therefore grows with the number of ranks.
 
-Backward begins with the keys that the forward pass ended with and goes the other way round, so that every rank's own
-block, the diagonal one, comes last. dK and dV follow one step behind their K and V in the same message:
+The backward pass starts with the keys of the last forward step and goes round in the opposite direction, so every
+rank's own block, the diagonal one, comes last. dK and dV follow one step behind their K and V in the same message:
 
     step 0          sends K V                    computes with the next rank's keys
     step 1 .. N-2   sends K V and dK dV
-    step N-1        sends dK dV                  computes the diagonal block, which hides the hop
+    step N-1        sends dK dV                  computes the diagonal block, which overlaps the hop
 
-Where a mask lets some rows alone travel, there is nothing whole to begin with: both passes go the same way.
+With a mask that needs only some rows to be sent, the last step holds no complete keys: both passes then go in the same
+direction.
 
 Source: NVIDIA/TransformerEngine, attn_forward_func_with_cp with cp_comm_type="p2p". There outputs and dQ accumulate in
-the input's type; here whatever stays on a rank does so in float32.
+the input's type; here, sums that stay on a rank accumulate in float32.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ from ringprof.strategies.transport.streams import SideStreams, side_streams
 
 
 class Megatron(Strategy):
-    """K and V in one message; outputs corrected once; backward in reverse with the diagonal last."""
+    """Zigzag ring with K and V in one message, one final merge, and a reversed backward pass with the diagonal last."""
 
     layout = LAYOUTS["zigzag"]
     takes_masks = True
-    smaller_v_travels = False
+    sends_smaller_v = False
     PARAMETERS: ClassVar[dict[str, str]] = {
-        "grad_wire": "type of travelling dK and dV: fp32, or the input's own",
+        "grad_wire": "type in which dK and dV are sent: fp32, or the input's own",
         "documents_layout": DOCUMENTS_LAYOUT_HELP,
         **Strategy.PARAMETERS,
     }
@@ -87,40 +88,42 @@ class Megatron(Strategy):
                 continue
             with ring_step("fwd", step, "block"), streams.on(step):
                 out, lse = call.forward(q, kv[0], kv[1], block)
-            # K and V stay with the result: their memory must not be used again before the streams meet.
+            # Keep K and V with the result: their memory must not be reused before the streams join.
             steps.append(_Step(block, out, lse, kv))
         streams.join(result for step in steps for result in (step.out, step.lse))
         call.saved = (q, kv[0], kv[1]) if routing is None else ()
         with ring_step("fwd", self.comm.size, "merge"):
-            return corrected(steps, q.dtype)
+            return merge_steps(steps, q.dtype)
 
     def backward(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-        """As `Strategy.backward`; k and v are those that the forward pass ended with, of the next rank: but where some
-        of their rows alone travel they are the rank's own, and all goes the way of the forward pass again."""
+        """Compute dq, dk and dv. ``k`` and ``v`` are those of the last forward step, which belong to the next rank.
+
+        With row routing, they are the rank's own, and the ring has the direction of the forward pass.
+        """
         routing, wire = self.routing(call), wire_type(self.parameters["grad_wire"], k)
         if routing is not None:
             gradient_ring = GradientRing(routing, self.ring, None, (k, v), wire)
             return backward_of_rows(self, call, rows, q, routing.tour(self.ring, None, [k, v]), gradient_ring)
         dq, last = Sum(q), self.comm.size - 1
-        held = _StepMessage(k, wire)
-        torch.stack([k, v], out=held.kv)
+        current = _StepMessage(k, wire)
+        torch.stack([k, v], out=current.kv)
         for step in range(self.comm.size):
-            arriving = _StepMessage(k, wire)
+            incoming = _StepMessage(k, wire)
             part = "whole" if 0 < step < last else "dkv" if step else "kv"
-            hop = self.back_ring.post(held.parcel(part), into=arriving.parcel(part))
+            hop = self.back_ring.post(current.message(part), into=incoming.message(part))
             kv_rank = (self.comm.rank + 1 + step) % self.comm.size
             block, grads = call.block_between(self.layout, self.comm.rank, kv_rank, q.shape[1]), None
             if block is not None:
                 with ring_step("bwd", step, "block"):
-                    grads = call.backward(rows, q, held.kv[0], held.kv[1], block)
+                    grads = call.backward(rows, q, current.kv[0], current.kv[1], block)
             hop.wait()
             with ring_step("bwd", step, "merge"):
                 if block is not None and grads is not None:
                     dq.add(grads[0], block.q)
-                dkv = Message([arriving.dkv], unstacked)
+                dkv = Message([incoming.dkv], unstacked)
                 if step < last:
                     add_block_grads(dkv, *kv_grads(grads, block), first=step == 0)
-            held = arriving
+            current = incoming
         assert block is not None and grads is not None, "a token sees itself"
         with ring_step("bwd", last, "merge"):
             if self.comm.size == 1:
@@ -132,7 +135,7 @@ class Megatron(Strategy):
         return self.comm.size
 
     def _streams_for(self, q: Tensor) -> SideStreams:
-        """Two streams beside the current one, which is left to the hops."""
+        """Return two streams for blocks; the current stream is used for hops only."""
         if self.comm.size == 1:
             return SideStreams()
         if q.device not in self._streams:
@@ -141,14 +144,14 @@ class Megatron(Strategy):
 
 
 class _Step:
-    """One step's result of the forward pass, and the K and V that it came from."""
+    """Result of one forward step, with its K and V."""
 
     def __init__(self, block: Block, out: Tensor, lse: Tensor, kv: Any) -> None:
         self.block, self.out, self.lse, self.kv = block, out, lse, kv
 
 
-def corrected(steps: list[_Step], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The output in ``dtype`` and the LSE over all steps, the first of which covers all queries.
+def merge_steps(steps: list[_Step], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Merge the results of all steps into the output in ``dtype`` and the LSE; the first step covers all queries.
 
     lse = log Σ exp(lse_step);  out = Σ exp(lse_step - lse) · out_step
     """
@@ -164,16 +167,16 @@ def corrected(steps: list[_Step], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 class _StepMessage:
-    """K and V, and dK and dV after them, in one stretch of memory: one message a hop, whatever their types."""
+    """Memory of K and V followed by dK and dV, contiguous, so that one message per hop has both types."""
 
     def __init__(self, like: Tensor, wire: torch.dtype) -> None:
         count = 2 * like.numel()
-        cut = count * like.element_size()
-        self.whole = torch.empty(cut + count * wire.itemsize, dtype=torch.uint8, device=like.device)
-        self.kv = self.whole[:cut].view(like.dtype).view(2, *like.shape)
-        self.dkv = self.whole[cut:].view(wire).view(2, *like.shape)
+        kv_bytes = count * like.element_size()
+        self.whole = torch.empty(kv_bytes + count * wire.itemsize, dtype=torch.uint8, device=like.device)
+        self.kv = self.whole[:kv_bytes].view(like.dtype).view(2, *like.shape)
+        self.dkv = self.whole[kv_bytes:].view(wire).view(2, *like.shape)
 
-    def parcel(self, part: str) -> Message:
-        """``whole``, ``kv`` or ``dkv``, to be sent or received."""
-        message: Tensor = getattr(self, part)
-        return Message([message])
+    def message(self, part: str) -> Message:
+        """Return a message of one part of the memory: ``whole``, ``kv`` or ``dkv``."""
+        tensor: Tensor = getattr(self, part)
+        return Message([tensor])

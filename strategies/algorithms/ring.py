@@ -1,14 +1,14 @@
-"""Ring attention: every rank keeps its queries; keys and values travel round the ring.
+"""Ring attention: every rank keeps its queries; keys and values are sent round the ring.
 
-Step 0 computes the rank's own block; step s the block with the keys of rank r - s, which arrived while step s - 1 was
-computed. In the backward pass dK and dV travel behind their K and V, from the first rank that is not their own, and
-come home after N - 1 hops, where those of the rank's own block are added; a part of that block is kept to the end, so
-that the last hop is hidden too.
+Step 0 computes the rank's own block. Step s computes the block with the keys of rank r - s, which arrive during step
+s - 1. In the backward pass, dK and dV follow their K and V from the first other rank on, and return to their own rank
+after N - 1 hops. There, the gradients of the own block are added. A part of that block is held back to the end, to
+overlap the last hop.
 
-With the contiguous layout and a causal mask, rank r has work in r + 1 of the N steps and waits in the others: that is
-this strategy, and what zigzag and stripe mend.
+With the contiguous layout and a causal mask, rank r has work in r + 1 of the N steps and waits in the others. The
+zigzag and stripe layouts avoid this imbalance.
 
-Source: Ring Attention (arXiv 2310.01889); zhuzilin/ring-flash-attention, whose dK and dV travel in float32, N hops.
+Source: Ring Attention (arXiv 2310.01889); zhuzilin/ring-flash-attention, which sends dK and dV in float32 over N hops.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ RingWire = Literal["exact", "fp32", "input"]
 
 
 class Ring(Strategy):
-    """K and V travel; the layout decides which block each step is."""
+    """Ring that sends K and V; the layout determines the block of each step."""
 
     layout = LAYOUTS["contiguous"]
     takes_masks = True
     PARAMETERS: ClassVar[dict[str, str]] = {
-        "grad_wire": "type of travelling dK and dV: fp32 (exact: but the input's own for a single hop), or input",
+        "grad_wire": "type in which dK and dV are sent: fp32 (exact: the input's own for a single hop), or input",
         **Strategy.PARAMETERS,
     }
 
@@ -65,48 +65,48 @@ class Ring(Strategy):
     def backward(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         routing = self.routing(call)
         if routing is not None:
-            straight = self.back_ring if routing.last_step == 1 else None
-            gradient_ring = GradientRing(routing, self.dkv_ring, None, (k, v), self._wire(call, k), straight)
+            direct_ring = self.back_ring if routing.last_step == 1 else None
+            gradient_ring = GradientRing(routing, self.dkv_ring, None, (k, v), self._wire(call, k), direct_ring)
             return backward_of_rows(self, call, rows, q, self.tour(call, k, v), gradient_ring)
-        early, rest = self.split_local_block(call, q, k)
+        first_block, held_back = self.split_local_block(call, q, k)
         wire = self._wire(call, k)
-        dq = Sum(q, 2 if rest else self.ring_size)
-        home: LocalGrads = []
-        late: list[tuple[slice, Tensor]] = []
+        dq = Sum(q, 2 if held_back else self.ring_size)
+        local_grads: LocalGrads = []
+        local_dq: list[tuple[slice, Tensor]] = []
         hop: Any = None
         for step, (kv_rank, kv) in enumerate(self.tour(call, k, v)):
-            block = early if step == 0 else self.block(call, kv_rank, q)
+            block = first_block if step == 0 else self.block(call, kv_rank, q)
             grads = None
             if block is not None:
                 with ring_step("bwd", step, "block"):
                     grads = call.backward(rows, q, kv[0], kv[1], block)
                 if step == 0:
-                    # Without dQ, which would outlive its sum.
-                    home.append((block, grads[1:]))
+                    # Leave out dQ, which would otherwise stay in memory after it is added.
+                    local_grads.append((block, grads[1:]))
             if step > 0:
-                arrived = None if hop is None else hop.wait()
+                received = None if hop is None else hop.wait()
                 with ring_step("bwd", step, "merge"):
-                    dkv = forward_grads(self.dkv_ring, arrived, *kv_grads(grads, block), (k, v), wire)
+                    dkv = forward_grads(self.dkv_ring, received, *kv_grads(grads, block), (k, v), wire)
                 hop = self.dkv_ring.post(dkv)
                 del dkv
             if block is not None and grads is not None:
-                # When dK and dV are on their way, and no longer held here.
-                own, grads = grads[0], None
+                # Add dQ only now that dK and dV are being sent and no longer referenced here.
+                block_dq, grads = grads[0], None
                 with ring_step("bwd", step, "merge"):
-                    dq.add(own, block.q)
-                del own
+                    dq.add(block_dq, block.q)
+                del block_dq
         del kv
         for _ in range(step + 1, self.ring_size if step else 0):
             hop = self.dkv_ring.post(hop.wait())
-        for block in rest:
-            # Computed while dK and dV make their last hop.
+        for block in held_back:
+            # These blocks overlap the last hop of dK and dV.
             with ring_step("bwd", self.ring_size, "block"):
-                own, *pair = call.backward(rows, q, k, v, block)
-            home.append((block, pair))
-            late.append((block.q, own))
-        arrived = None if hop is None else hop.wait()
+                block_dq, *block_dkv = call.backward(rows, q, k, v, block)
+            local_grads.append((block, block_dkv))
+            local_dq.append((block.q, block_dq))
+        received = None if hop is None else hop.wait()
         with ring_step("bwd", self.ring_size, "merge"):
-            return dq.result(q.dtype, late), *add_and_cast_dkv(arrived, home, k.dtype)
+            return dq.result(q.dtype, local_dq), *add_and_cast_dkv(received, local_grads, k.dtype)
 
     @property
     def hop_window(self) -> int:
@@ -117,22 +117,24 @@ class Ring(Strategy):
         return self.kv_ring.rank
 
     def ring_members(self) -> list[int]:
-        """The ranks on this rank's ring."""
+        """Return the ranks of this rank's ring, in ring order."""
         return list(range(self.comm.size))
 
     @cached_property
     def back_ring(self) -> HopRing:
-        """The ring the other way round, on which gradients of rows that went one hop go straight home."""
+        """Ring in the opposite direction, on which gradients of rows sent over a single hop return directly."""
         return self.comm.ring("dkv_back", self.ring_members()[::-1], shares=self.kv_ring)
 
     def tour(self, call: AttentionCall, k: Tensor, v: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
-        """K and V of the ranks that a rank may need, its own first; of the others the rows that travel."""
+        """Yield a rank and its K and V for each ring step, the own rank first; with row routing, only the rows sent."""
         routing = self.routing(call)
         if routing is not None:
             return routing.tour(self.kv_ring, None, [k, v])
         return self.kv_ring.tour([k, v], None if call.sharded_mask is None else call.sharded_mask.steps)
 
     def _wire(self, call: AttentionCall, like: Tensor) -> torch.dtype:
-        """The type that dK and dV travel in. On a single hop they are one kernel call's, which has rounded them."""
-        wire, once = self.parameters["grad_wire"], self.ring_size == 2 and call.sharded_mask is None
-        return wire_type("input" if wire == "exact" and once else wire, like)
+        """Return the type in which dK and dV are sent. Over a single hop, "exact" is the input's type, because the
+        kernel has
+        already rounded them."""
+        wire, single_hop = self.parameters["grad_wire"], self.ring_size == 2 and call.sharded_mask is None
+        return wire_type("input" if wire == "exact" and single_hop else wire, like)

@@ -1,7 +1,7 @@
-"""Striped attention: the ring with token i on rank i mod N, so that every causal step is a triangle everywhere.
+"""Striped attention: the ring with token i on rank i mod N, so every causal step is a triangle on every rank.
 
-Keys of a lower rank, or the same: my query i sees their keys 0 .. i. Keys of a higher rank: their token i lies after
-mine, so the triangle shifts by one and my query i sees their keys 0 .. i-1. The work is even, but all of it is masked.
+With keys of the same or a lower rank, query i sees keys 0 .. i. With keys of a higher rank, their token i comes after
+query i, so the triangle shifts by one and query i sees keys 0 .. i-1. The work is balanced, but every block is masked.
 
 Source: Striped Attention (arXiv 2311.09431); zhuzilin/ring-flash-attention.
 """
@@ -15,7 +15,7 @@ from ringprof.strategies.masks.layouts import LAYOUTS
 
 
 class Stripe(Ring):
-    """The ring over the stripe layout."""
+    """Ring attention over the stripe layout."""
 
     layout = LAYOUTS["stripe"]
 

@@ -1,11 +1,12 @@
-"""Ulysses: an all-to-all turns a piece of the sequence with all heads into the whole sequence with some heads.
+"""Ulysses: an all-to-all turns a part of the sequence with all heads into the whole sequence with some heads.
 
-Every rank then computes ordinary attention for its heads in one block, and a last all-to-all brings the output back
-to the rank that holds the tokens. The backward pass does the same in reverse. Nothing hides the all-to-alls, but their
+Every rank then computes ordinary attention for its heads in one block, and a final all-to-all returns the output to the
+rank that holds the tokens. The backward pass does the same in reverse. Nothing overlaps the all-to-alls, but their
 volume does not grow with the number of ranks.
 
-Kv heads: where the degree U does not divide the Hkv kv heads, each is repeated until it does, lcm(Hkv, U) / Hkv times,
-and every rank has as many heads to a kv head as every other. The gradients of the repeats are added in float32 at home.
+If the degree U does not divide the Hkv kv heads, each kv head is repeated lcm(Hkv, U) / Hkv times. Every rank then has
+the same number of heads per kv head. The gradients of the repeats are added in float32 on the rank that owns the
+tokens.
 
 Source: DeepSpeed Ulysses (arXiv 2309.14509); the repeated kv heads are verl's and VeOmni's rule, for any ratio.
 """
@@ -29,7 +30,7 @@ from ringprof.strategies.transport.ring_channel import Hop
 
 
 class Ulysses(Strategy):
-    """All ranks trade sequence for heads; each computes its heads alone."""
+    """Attention over the whole sequence for a part of the heads on each rank, with all-to-alls before and after."""
 
     layout = LAYOUTS["contiguous"]
     takes_masks = True
@@ -67,17 +68,17 @@ class Ulysses(Strategy):
 
 
 def why_heads_unsupported(shape: Shape, ulysses_degree: int) -> str | None:
-    """Why these heads cannot be dealt out to so many ranks; None where they can."""
+    """Return why the heads cannot be split over a Ulysses group of this degree; None if they can."""
     if shape.heads % ulysses_degree:
         return f"a Ulysses degree of {ulysses_degree} does not divide {shape.heads} heads"
     return None
 
 
 class HeadExchange:
-    """Sequence for heads, and back, among the ranks of one Ulysses group; differentiable both ways.
+    """All-to-all between sequence shards and head shards in one Ulysses group, differentiable in both directions.
 
-    With S tokens a rank and degree U: (B, S, H, D) on every rank becomes (B, U·S, H/U, D), the tokens in the order of
-    the group's ranks.
+    With S tokens per rank and degree U, (B, S, H, D) on every rank becomes (B, U·S, H/U, D), with the tokens in the
+    order of the group's ranks.
     """
 
     def __init__(self, channel: Collective, grad_wire: GradWire = "input") -> None:
@@ -89,47 +90,48 @@ class HeadExchange:
     def around(
         self, attention: Callable[..., OutAndLse], call: AttentionCall, q: Tensor, k: Tensor, v: Tensor
     ) -> OutAndLse:
-        """``attention`` on exchanged heads: q, k and v go there, output and (if wanted) LSE come back."""
+        """Run ``attention`` on head shards: exchange q, k and v before it, the output and LSE after it."""
         if self.degree == 1:
             return attention(call, q, k, v)
         repeats = math.lcm(k.shape[2], self.degree) // k.shape[2]
-        q, k, v = self._exchanged(True, q, _repeat(k, repeats), _repeat(v, repeats))
+        q, k, v = self._exchange(True, q, _repeat(k, repeats), _repeat(v, repeats))
         out, lse = attention(call, q, k, v)
         if lse is None:
-            return self._exchanged(False, out)[0], None
-        # Together: where the loss of some ranks has no LSE, or nothing but it, they still trade both gradients.
-        out, rows = self._exchanged(False, out, lse.transpose(1, 2).unsqueeze(-1))
+            return self._exchange(False, out)[0], None
+        # Exchange both in one call. A rank whose loss uses only one of them then still exchanges both gradients.
+        out, rows = self._exchange(False, out, lse.transpose(1, 2).unsqueeze(-1))
         return out, rows.squeeze(-1).transpose(1, 2)
 
-    def _exchanged(self, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def _exchange(self, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Exchange tensors with autograd support; ``to_heads``: from sequence shards to head shards, else back."""
         result: tuple[Tensor, ...] = _Exchange.apply(self, to_heads, *tensors)  # type: ignore[no-untyped-call]
         return result
 
-    def trade(self, tensors: list[Tensor], *, to_heads: bool) -> list[Tensor]:
-        """Exchange several tensors; each is packed while the one before it travels."""
-        pack, unpack = (self._by_heads, _join_sequence) if to_heads else (self._by_sequence, _join_heads)
+    def all_to_all(self, tensors: list[Tensor], *, to_heads: bool) -> list[Tensor]:
+        """Exchange several tensors; each is packed while the previous one is being sent."""
+        pack, unpack = (self._split_heads, _join_sequence) if to_heads else (self._split_sequence, _join_heads)
         hops: list[Hop] = [self.channel.all_to_all(pack(tensor)) for tensor in tensors]
         return [unpack(hop.wait()[0]) for hop in hops]
 
-    def _by_heads(self, x: Tensor) -> Tensor:
-        """A piece of the heads for each rank of the group."""
+    def _split_heads(self, x: Tensor) -> Tensor:
+        """Split a tensor by heads: one part per rank of the group, in a new first dimension."""
         return torch.stack(x.chunk(self.degree, dim=2))
 
-    def _by_sequence(self, x: Tensor) -> Tensor:
-        """A piece of the tokens for each rank of the group; no copy where B is 1."""
+    def _split_sequence(self, x: Tensor) -> Tensor:
+        """Split a tensor by tokens: one part per rank of the group, in a new first dimension. No copy if B is 1."""
         batch, seq, heads, head_dim = x.shape
         return x.contiguous().view(batch, self.degree, seq // self.degree, heads, head_dim).transpose(0, 1)
 
 
 class _Exchange(torch.autograd.Function):
-    """One exchange whose gradient is the opposite one."""
+    """Autograd function of an exchange; its gradient is the opposite exchange."""
 
     @staticmethod
     def forward(ctx: Any, exchange: HeadExchange, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange, ctx.to_heads = exchange, to_heads
         ctx.types = [tensor.dtype for tensor in tensors]
         exchange.meter.phase = "forward"
-        return tuple(exchange.trade(list(tensors), to_heads=to_heads))
+        return tuple(exchange.all_to_all(list(tensors), to_heads=to_heads))
 
     @staticmethod
     @first_order
@@ -138,22 +140,22 @@ class _Exchange(torch.autograd.Function):
         exchange.meter.phase = "backward"
         if ctx.to_heads:
             gradients = tuple(g.to(wire_type(exchange.grad_wire, g)) for g in gradients)
-        traded = exchange.trade(list(gradients), to_heads=not ctx.to_heads)
-        return (None, None, *(g.to(dtype) for g, dtype in zip(traded, ctx.types, strict=True)))
+        exchanged = exchange.all_to_all(list(gradients), to_heads=not ctx.to_heads)
+        return (None, None, *(g.to(dtype) for g, dtype in zip(exchanged, ctx.types, strict=True)))
 
 
 def _repeat(kv: Tensor, times: int) -> Tensor:
-    """Each kv head ``times`` times; the gradient adds the repeats in float32 before it rounds."""
+    """Repeat each kv head ``times`` times; the gradient adds the repeats in float32 before rounding."""
     if times == 1:
         return kv
     return kv.unsqueeze(3).expand(-1, -1, -1, times, -1).flatten(2, 3)
 
 
 def _join_sequence(pieces: Tensor) -> Tensor:
-    """(U, B, S, H/U, D) of tokens in order -> (B, U·S, H/U, D); no copy where B is 1."""
+    """Join parts of the sequence: (U, B, S, H/U, D) -> (B, U·S, H/U, D). No copy if B is 1."""
     return pieces.transpose(0, 1).flatten(1, 2)
 
 
 def _join_heads(pieces: Tensor) -> Tensor:
-    """(U, B, S, H/U, D) of heads in order -> (B, S, H, D)."""
+    """Join parts of the heads: (U, B, S, H/U, D) -> (B, S, H, D)."""
     return pieces.movedim(0, 2).flatten(2, 3)

@@ -1,12 +1,12 @@
-"""USP: Ulysses inside groups, a ring across them. Each place on the ring is a Ulysses group.
+"""USP: Ulysses within groups, and a ring across the groups.
 
-The all-to-all gives every rank of a group the group's tokens for its share of the heads; the ring then runs among the
-ranks that hold the same heads. A ring of R has R - 1 hops of as many bytes as the flat ring's, with U times the
-computation behind each. The placement says which of the two has neighbouring ranks: ``head-first`` puts the Ulysses
-groups, which nothing hides, on the fast links; ``ring-first`` the rings.
+The all-to-all gives every rank of a group the group's tokens for its part of the heads. The ring then runs among the
+ranks that hold the same heads. A ring of R ranks has R - 1 hops with as many bytes as those of the flat ring, and U
+times the computation to overlap each. The placement determines which of the two uses neighbouring ranks: ``head-first``
+puts the Ulysses groups, which nothing overlaps, on the fast links; ``ring-first`` puts the rings there.
 
-Source: USP (arXiv 2405.07719), feifeibear/long-context-attention. There, layouts other than zigzag are cut by the
-global rank, so ring-first placement puts tokens in the wrong order; here the layout knows the placement.
+Source: USP (arXiv 2405.07719), feifeibear/long-context-attention. There, layouts other than zigzag are sharded by the
+global rank, so ring-first placement puts tokens in the wrong order; here, the layout takes the placement into account.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ RingLayout = Literal["zigzag", "contiguous", "stripe"]
 
 
 class USP(Ring):
-    """The ring of `Ring`, among ranks that hold the same heads."""
+    """`Ring` among the ranks that hold the same heads, within Ulysses groups."""
 
     PARAMETERS: ClassVar[dict[str, str]] = {
-        "ulysses_degree": "ranks that share out the heads (default: a host's ranks, or 2 where there is one host)",
+        "ulysses_degree": "ranks that split the heads (default: a host's ranks, or 2 where there is one host)",
         "ring_degree": "ranks in a ring (default: what is left)",
-        "placement": "which of the two has neighbouring ranks",
+        "placement": "which of the two gets neighbouring ranks",
         "layout": "layout of the ring",
         "documents_layout": DOCUMENTS_LAYOUT_HELP,
         **Ring.PARAMETERS,
@@ -43,8 +43,8 @@ class USP(Ring):
         Strategy.__init__(self, context, deterministic=deterministic)
         size = self.comm.size
         degrees = {"ulysses_degree": ulysses_degree, "ring_degree": ring_degree}
-        placed = self.with_placement(size, self.comm.ranks_per_host(), placement=placement, **degrees)
-        grouped = self.layout_for(size, layout=layout, **placed)
+        resolved = self.with_placement(size, self.comm.ranks_per_host(), placement=placement, **degrees)
+        grouped = self.layout_for(size, layout=layout, **resolved)
         self.layout, grid = grouped, grouped.grid
         self._ring_members = grid.ring(self.comm.rank)
         self.parameters |= {
@@ -64,7 +64,7 @@ class USP(Ring):
 
     @classmethod
     def layout_for(cls, size: int, **params: Any) -> Grouped:
-        # Asked before there are hosts to look at: as on one host.
+        # The hosts are not known yet, so assume a single host.
         params = cls.with_placement(size, size, **params)
         head_first = params.get("placement", "head-first") == "head-first"
         grid = Grid.of(size, params.get("ulysses_degree"), params.get("ring_degree"), head_first=head_first)
@@ -94,7 +94,10 @@ class USP(Ring):
 
 
 def default_ulysses_degree(size: int, per_host: int, placement: Placement) -> int:
-    """What has neighbouring ranks gets the ranks of a host; on one host, the smallest divisor of ``size`` above 1."""
+    """Return the default Ulysses degree: the groups on neighbouring ranks get the ranks of a host.
+
+    On a single host, they get the smallest divisor of ``size`` above 1.
+    """
     smallest = next((divisor for divisor in range(2, size + 1) if size % divisor == 0), 1)
     neighbours = per_host if per_host < size else smallest
     return neighbours if placement == "head-first" else size // neighbours

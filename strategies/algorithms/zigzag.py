@@ -1,7 +1,8 @@
-"""Zigzag ring attention: the ring with two chunks a rank, so that every causal step is the same work everywhere.
+"""Zigzag ring attention: the ring with two chunks per rank, so every causal step has the same work on every rank.
 
-With 4 ranks and chunks a .. h, rank 0 holds a h, rank 1 b g, rank 2 c f, rank 3 d e. Keys of a lower rank: all my
-queries see their first half. Keys of a higher rank: my second half sees all of them. Either way half a square.
+With 4 ranks and chunks a .. h, rank 0 holds a h, rank 1 b g, rank 2 c f, rank 3 d e. With keys of a lower rank, all
+queries see the first half of the keys. With keys of a higher rank, the second half of the queries sees all keys. Either
+block is half a square.
 
 Source: zhuzilin/ring-flash-attention, issue 2; the same split is "load balancing" in Transformer Engine and Megatron.
 """
@@ -16,7 +17,7 @@ from ringprof.strategies.masks.layouts import LAYOUTS
 
 
 class Zigzag(Ring):
-    """The ring over the zigzag layout."""
+    """Ring attention over the zigzag layout."""
 
     layout = LAYOUTS["zigzag"]
     PARAMETERS: ClassVar[dict[str, str]] = {

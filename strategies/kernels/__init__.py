@@ -1,1 +1,1 @@
-"""Attention kernels, and the merge kernels beside them."""
+"""Attention kernels, and the kernels that merge their results."""

@@ -1,4 +1,4 @@
-"""The kernels by name, and the choice among them."""
+"""Registry of attention kernels by name, and the choice of a kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from ringprof.mask import NO_LIMIT, Mask
 from ringprof.strategies.errors import UnknownName, Unsupported
 from ringprof.strategies.kernels.flex import FlexKernel
-from ringprof.strategies.kernels.kernel import Gradients, Kernel, beside
+from ringprof.strategies.kernels.kernel import Gradients, Kernel, allocate_adjacent
 from ringprof.strategies.kernels.merge import row_product, wide_type
 from ringprof.strategies.kernels.newer_flash_attn import FlashAttn3Kernel, FlashAttn4Kernel
 from ringprof.strategies.kernels.torch_builtin import (
@@ -29,7 +29,7 @@ __all__ = ["KERNELS", "Gradients", "Kernel", "ReferenceKernel", "choose_kernel"]
 
 
 class FlashAttnKernel(VarlenKernel):
-    """The flash-attn package, version 2."""
+    """Kernel of the flash-attn package, version 2."""
 
     name = "flash-attn"
     dense_rows = False
@@ -52,7 +52,7 @@ class FlashAttnKernel(VarlenKernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
         out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
     ) -> Gradients:  # fmt: skip
-        dk, dv = beside(k)
+        dk, dv = allocate_adjacent(k)
         dq, *_ = _flash_attn().bwd(
             dout, q, k, v, out, lse, None, dk, dv, None, 0.0, scale, causal, -1, -1, self.softcap, self.deterministic,
             None, None,
@@ -88,14 +88,14 @@ class FlashAttnKernel(VarlenKernel):
 
 @cache
 def _flash_attn() -> Any:
-    """The package's compiled part, which its Python functions call; those cost the host as much again."""
+    """Return the compiled module of the package. Its Python wrappers would double the host time per call."""
     from flash_attn import flash_attn_interface
 
     return flash_attn_interface.flash_attn_gpu
 
 
 class ReferenceKernel(Kernel):
-    """Dense attention in float64, for checks: simple, slow, any device and type."""
+    """Dense attention in float64 for checks: slow, but for any device and type."""
 
     name = "reference"
     takes_delta = True
@@ -108,16 +108,21 @@ class ReferenceKernel(Kernel):
     head_dim_step = 1
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-        return self.forward_seen(q, k, v, scale, self._seen(q, causal))
+        return self.forward_masked(q, k, v, scale, self._visible_keys(q, causal))
 
     def _forward_band(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, part: AttnRectangle
     ) -> tuple[Tensor, Tensor]:
-        return self.forward_seen(q, k, v, scale, band_mask(part, q.device))
+        return self.forward_masked(q, k, v, scale, band_mask(part, q.device))
 
-    def forward_seen(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As `forward` over as many kv heads as heads; ``seen`` (Sq, Sk) says which keys a query sees, None: all."""
-        scores = self._hidden(self._scores(q, k, scale), seen)
+    def forward_masked(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute output and LSE with as many kv heads as heads.
+
+        ``mask``: bool (Sq, Sk), the keys that each query sees; None: all keys.
+        """
+        scores = self._mask_scores(self._scores(q, k, scale), mask)
         lse = torch.logsumexp(scores, dim=-1)
         out = torch.einsum("bhqk,bkhd->bqhd", (scores - lse.unsqueeze(-1)).exp(), v.double())
         return out.to(q.dtype), lse.to(wide_type(q))
@@ -126,24 +131,24 @@ class ReferenceKernel(Kernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
         out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
     ) -> Gradients:  # fmt: skip
-        return self.backward_seen(dout, q, k, v, lse, out, delta, scale, self._seen(q, causal))
+        return self.backward_masked(dout, q, k, v, lse, out, delta, scale, self._visible_keys(q, causal))
 
     def _backward_band(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
         out: Tensor | None, delta: Tensor | None, scale: float, part: AttnRectangle,
     ) -> Gradients:  # fmt: skip
-        return self.backward_seen(dout, q, k, v, lse, out, delta, scale, band_mask(part, q.device))
+        return self.backward_masked(dout, q, k, v, lse, out, delta, scale, band_mask(part, q.device))
 
-    def backward_seen(
+    def backward_masked(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
-        out: Tensor | None, delta: Tensor | None, scale: float, seen: Tensor | None,
+        out: Tensor | None, delta: Tensor | None, scale: float, mask: Tensor | None,
     ) -> Gradients:  # fmt: skip
-        """As `backward`, with ``seen`` as in `forward_seen`."""
+        """Compute the gradients dq, dk, dv; ``mask`` is that of `forward_masked`."""
         if delta is None:
             assert out is not None
             delta = row_product(dout.double(), out.double())
         scores = self._scores(q, k, scale)
-        weights = (self._hidden(scores, seen) - lse.double().unsqueeze(-1)).exp()
+        weights = (self._mask_scores(scores, mask) - lse.double().unsqueeze(-1)).exp()
         dweights = torch.einsum("bqhd,bkhd->bhqk", dout.double(), v.double())
         dscores = weights * (dweights - delta.double().unsqueeze(-1)) * scale
         if self.softcap:
@@ -153,67 +158,74 @@ class ReferenceKernel(Kernel):
         dv = torch.einsum("bhqk,bqhd->bkhd", weights, dout.double())
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
-    def _seen(self, q: Tensor, causal: bool) -> Tensor | None:
+    def _visible_keys(self, q: Tensor, causal: bool) -> Tensor | None:
         return torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril() if causal else None
 
     def _scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
         return capped(torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * scale, self.softcap)
 
     @staticmethod
-    def _hidden(scores: Tensor, seen: Tensor | None) -> Tensor:
-        return scores if seen is None else scores.masked_fill(~seen, float("-inf"))
+    def _mask_scores(scores: Tensor, mask: Tensor | None) -> Tensor:
+        return scores if mask is None else scores.masked_fill(~mask, float("-inf"))
 
 
 class MaskedReference(ReferenceKernel):
-    """Dense attention in float64 over a whole sequence with any mask, for checks."""
+    """Dense attention in float64 over a whole sequence with an arbitrary mask, for checks."""
 
     def __init__(self, mask: Mask, *, softcap: float = 0.0) -> None:
         super().__init__(softcap=softcap)
         self._mask = mask
 
-    def _seen(self, q: Tensor, causal: bool) -> Tensor:
-        everything = torch.arange(q.shape[1], device=q.device)
-        return KeyStretches.of(self._mask, everything, q.shape[1]).shown(everything)
+    def _visible_keys(self, q: Tensor, causal: bool) -> Tensor:
+        positions = torch.arange(q.shape[1], device=q.device)
+        return KeyStretches.of(self._mask, positions, q.shape[1]).shown(positions)
 
 
 def capped(scores: Tensor, softcap: float) -> Tensor:
-    """``softcap`` · tanh(scores / ``softcap``), or the scores as they are where it is 0."""
+    """Return ``softcap`` · tanh(scores / ``softcap``); the scores themselves if ``softcap`` is 0."""
     return softcap * torch.tanh(scores / softcap) if softcap else scores
 
 
 class KeyStretches(NamedTuple):
-    """The stretches of keys that each of R query rows sees: of each the first (R) and the end, int64 positions."""
+    """Ranges of keys that each of R query rows sees, as int64 positions."""
 
     stretches: tuple[tuple[Tensor, Tensor], ...]
+    """First key (R) and end (R) of each range; there are one or two ranges per row."""
 
     @classmethod
     def of(cls, mask: Mask, positions: Tensor, seq: int) -> KeyStretches:
-        """What rows at these positions see of ``seq`` keys."""
+        """Return the ranges of ``seq`` keys that queries at these positions see."""
         mask.check(seq)
         bounds = torch.tensor(mask.documents or (0, seq), device=positions.device)
         document = torch.searchsorted(bounds, positions, right=True)
-        begin, last = bounds[document - 1], bounds[document]
-        first = begin if mask.left == NO_LIMIT else torch.maximum(begin, positions - mask.left)
-        end = last if mask.right == NO_LIMIT else torch.minimum(last, positions + mask.right + 1)
+        document_start, document_end = bounds[document - 1], bounds[document]
+        first = document_start if mask.left == NO_LIMIT else torch.maximum(document_start, positions - mask.left)
+        end = document_end if mask.right == NO_LIMIT else torch.minimum(document_end, positions + mask.right + 1)
         if not mask.prefix:
             return cls(((first, end),))
-        return cls(((first, end), (begin, torch.minimum(begin + mask.prefix, end if mask.causal else last))))
+        return cls(
+            (
+                (first, end),
+                (document_start, torch.minimum(document_start + mask.prefix, end if mask.causal else document_end)),
+            )
+        )
 
     def repeated(self, times: int) -> KeyStretches:
-        """The same for as many rows after each other: the heads of a group."""
+        """Return the ranges with all rows repeated ``times`` times, for the heads of a group."""
         return KeyStretches(tuple((first.repeat(times), end.repeat(times)) for first, end in self.stretches))
 
     def bounds(self) -> tuple[int, int]:
-        """The first key that any row sees, and the end of these."""
+        """Return the first key that any row sees, and the end of the keys that any row sees."""
         return min(int(first.min()) for first, _ in self.stretches), max(int(end.max()) for _, end in self.stretches)
 
     def shown(self, keys: Tensor) -> Tensor:
-        """Which of the keys at these positions (K) each row sees: bool (R, K)."""
-        found = [(keys >= first[:, None]) & (keys < end[:, None]) for first, end in self.stretches]
-        return found[0] if len(found) == 1 else found[0] | found[1]
+        """Return which of the keys at these positions (K) each row sees: bool (R, K)."""
+        masks = [(keys >= first[:, None]) & (keys < end[:, None]) for first, end in self.stretches]
+        return masks[0] if len(masks) == 1 else masks[0] | masks[1]
 
 
-# Fastest first: as measured on H200, cuDNN about 1.7 times flash-attn 2; flash-attn 3 and 4 by what their authors say.
+# Fastest first: on H200, cuDNN measured about 1.7 times as fast as flash-attn 2; flash-attn 3 and 4 as their authors
+# state.
 KERNELS: dict[str, type[Kernel]] = {
     kernel.name: kernel
     for kernel in (
@@ -241,47 +253,49 @@ def choose_kernel(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, deterministic: bool = False,
     windows: bool = False, documents: bool = False, softcap: float = 0.0, among: Sequence[str] = (),
 ) -> type[Kernel]:  # fmt: skip
-    """The kernel called ``name``, or for ``auto`` the fastest that this device, type and head_dim allow.
+    """Return the kernel called ``name``; for ``auto``, the fastest that supports the device, type and head_dim.
 
-    With ``windows`` it must take parts that are bands; with ``documents`` those that compute many lengths in one call
-    come first, for cuDNN makes a plan for every length; with a ``softcap`` above 0 it must compute one. ``among`` are
-    those that may be chosen, where not all may.
+    ``windows``: the kernel must support sliding windows. ``softcap``: above 0, the kernel must support it.
+    ``documents``: prefer kernels that compute packed documents in one call; cuDNN builds a plan for every length.
+    ``among``: names of the kernels that may be chosen; empty: all.
     Raises `UnknownName`, or `Unsupported` with the reason.
     """
     if name not in ("auto", *KERNELS):
         raise UnknownName(f"no kernel {name!r}; there are: auto, {', '.join(KERNELS)}")
     if among and name not in ("auto", *among):
         raise Unsupported(
-            f"kernel {name!r}: this strategy brings its own way to compute blocks; it has {', '.join(among)}"
+            f"kernel {name!r}: this strategy computes blocks in its own way; it supports {', '.join(among)}"
         )
-    of_all = [kernel for kernel in KERNELS.values() if kernel.production and (not among or kernel.name in among)]
+    allowed = [kernel for kernel in KERNELS.values() if kernel.production and (not among or kernel.name in among)]
     if documents and device.type == "cuda":
-        of_all.sort(key=lambda kernel: not kernel.several_lengths)
-    candidates = [KERNELS[name]] if name != "auto" else of_all
-    wants = {"windows": windows, "deterministic": deterministic, "softcap": bool(softcap)}
-    reasons = {kernel: reason_against(kernel, device, dtype, head_dim, **wants) for kernel in candidates}
+        allowed.sort(key=lambda kernel: not kernel.varlen)
+    candidates = [KERNELS[name]] if name != "auto" else allowed
+    requirements = {"windows": windows, "deterministic": deterministic, "softcap": bool(softcap)}
+    reasons = {kernel: reason_against(kernel, device, dtype, head_dim, **requirements) for kernel in candidates}
     for kernel, reason in reasons.items():
         if reason is None:
             return kernel
     if name != "auto":
         reason = reasons[KERNELS[name]]
         others = KERNELS.values() if reason in _LACKS.values() else ()
-        able = [kernel.name for kernel in others if reason_against(kernel, device, dtype, head_dim, **wants) is None]
-        instead = f" (those here that do: {', '.join(able)})" if able else ""
-        raise Unsupported(f"kernel {name!r} is not available: it {reason}{instead}")
-    said = "; ".join(f"{kernel.name} {reason}" for kernel, reason in reasons.items())
-    raise Unsupported(f"no kernel takes {dtype} with head_dim {head_dim} on {device.type}: {said}")
+        alternatives = [
+            kernel.name for kernel in others if reason_against(kernel, device, dtype, head_dim, **requirements) is None
+        ]
+        hint = f" (those here that do: {', '.join(alternatives)})" if alternatives else ""
+        raise Unsupported(f"kernel {name!r} is not available: it {reason}{hint}")
+    explanation = "; ".join(f"{kernel.name} {reason}" for kernel, reason in reasons.items())
+    raise Unsupported(f"no kernel takes {dtype} with head_dim {head_dim} on {device.type}: {explanation}")
 
 
 def reason_against(
     kernel: type[Kernel], device: torch.device, dtype: torch.dtype, head_dim: int, **wants: bool
 ) -> str | None:
-    """Why a kernel does not compute this here; None where it does. ``wants`` are keys of `_LACKS`."""
-    able = {
+    """Return why a kernel does not support a problem on a device; None if it does. ``wants``: keys of `_LACKS`."""
+    supported = {
         "windows": kernel.takes_windows, "softcap": kernel.takes_softcap,
         "deterministic": kernel.has_deterministic_mode,
     }  # fmt: skip
-    for want, wanted in wants.items():
-        if wanted and not able[want]:
-            return _LACKS[want]
+    for feature, required in wants.items():
+        if required and not supported[feature]:
+            return _LACKS[feature]
     return kernel.why_unsupported(device, dtype, head_dim)

@@ -1,6 +1,6 @@
-"""flash-attn 3 and 4 as kernels, by the signatures of their public repository; neither could be run by the authors.
+"""Kernels of flash-attn 3 and 4, written from the signatures in their public repository; the authors could run neither.
 
-A recording checks a kernel's results before it times them, with these as with all others.
+A recording checks the results of every kernel before it measures them, including these.
 
 Source: Dao-AILab/flash-attention, hopper/flash_attn_interface.py (3) and flash_attn/cute/interface.py (4).
 """
@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringprof.strategies.kernels.kernel import Gradients, Kernel, beside
+from ringprof.strategies.kernels.kernel import Gradients, Kernel, allocate_adjacent
 from ringprof.strategies.kernels.varlen import VarlenKernel
 from ringprof.strategies.masks.mask_blocks import Batch, Lengths
 
 
 class FlashAttn3Kernel(VarlenKernel):
-    """flash-attn 3, for Hopper: the module ``flash_attn_interface``."""
+    """Kernel of flash-attn 3 for Hopper (module ``flash_attn_interface``)."""
 
     name = "flash-attn-3"
     pairs_gradients = True
-    tried = False
+    tested = False
     dense_rows = False
     takes_windows = True
     takes_softcap = True
@@ -48,12 +48,12 @@ class FlashAttn3Kernel(VarlenKernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
         out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
     ) -> Gradients:  # fmt: skip
-        found = torch.empty_like(q), *beside(k)
+        gradients = torch.empty_like(q), *allocate_adjacent(k)
         _interface()._flash_attn_backward(
-            dout, q, k, v, out, lse, dq=found[0], dk=found[1], dv=found[2], softmax_scale=scale, is_causal=causal,
-            softcap=self.softcap, deterministic=self.deterministic,
+            dout, q, k, v, out, lse, dq=gradients[0], dk=gradients[1], dv=gradients[2], softmax_scale=scale,
+            is_causal=causal, softcap=self.softcap, deterministic=self.deterministic,
         )  # fmt: skip
-        return found
+        return gradients
 
     def _varlen_forward(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, batch: Batch, scale: float
@@ -67,15 +67,16 @@ class FlashAttn3Kernel(VarlenKernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, batch: Batch,
         scale: float,
     ) -> Gradients:  # fmt: skip
-        found = torch.empty_like(q), *beside(k)
+        gradients = torch.empty_like(q), *allocate_adjacent(k)
         _interface()._flash_attn_backward(
-            dout, q, k, v, out, lse, dq=found[0], dk=found[1], dv=found[2], softmax_scale=scale, softcap=self.softcap,
-            is_causal=batch.causal, deterministic=self.deterministic, **_varlen(lengths, batch),
+            dout, q, k, v, out, lse, dq=gradients[0], dk=gradients[1], dv=gradients[2], softmax_scale=scale,
+            softcap=self.softcap, is_causal=batch.causal, deterministic=self.deterministic, **_varlen(lengths, batch),
         )  # fmt: skip
-        return found
+        return gradients
 
 
 def _varlen(lengths: Lengths, batch: Batch) -> dict[str, Any]:
+    """Return the keyword arguments that describe packed sequences."""
     return {
         "cu_seqlens_q": lengths.cumulative_q, "cu_seqlens_k": lengths.cumulative_kv,
         "max_seqlen_q": batch.most_queries, "max_seqlen_k": batch.most_keys,
@@ -90,13 +91,14 @@ def _interface() -> Any:
 
 
 class FlashAttn4Kernel(Kernel):
-    """flash-attn 4, in CuTe's Python: the package ``flash_attn.cute``. Full blocks and triangles, a call each.
+    """Kernel of flash-attn 4, written in CuTe's Python (package ``flash_attn.cute``): one full or causal block per
+    call.
 
-    Its backward pass on Hopper has no windows, no documents in one call and no deterministic mode.
+    The backward pass on Hopper supports no windows, no packed documents and no deterministic mode.
     """
 
     name = "flash-attn-4"
-    tried = False
+    tested = False
     dense_rows = False
     has_deterministic_mode = False
     most_head_dim = 128
@@ -106,8 +108,8 @@ class FlashAttn4Kernel(Kernel):
         if device.type != "cuda":
             return "needs a CUDA device"
         package = find_spec("flash_attn")
-        places = [] if package is None else list(package.submodule_search_locations or ())
-        if not any(os.path.isdir(os.path.join(place, "cute")) for place in places) or find_spec("cutlass") is None:
+        folders = [] if package is None else list(package.submodule_search_locations or ())
+        if not any(os.path.isdir(os.path.join(folder, "cute")) for folder in folders) or find_spec("cutlass") is None:
             return "needs flash-attn 4: pip install flash-attn-4"
         return None if torch.cuda.get_device_capability(device)[0] >= 9 else "needs capability 9.0 or higher"
 

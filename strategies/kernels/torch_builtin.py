@@ -1,4 +1,4 @@
-"""The attention kernels that come with torch."""
+"""Attention kernels that are part of torch."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ aten = torch.ops.aten
 
 
 @cache
-def _nothing(device: torch.device) -> Tensor:
-    """What stands for the random state of a dropout that there is not."""
+def _no_dropout_state(device: torch.device) -> Tensor:
+    """Return a placeholder for the random state of dropout, which is not used."""
     return torch.zeros((), dtype=torch.int64, device=device)
 
 
 def _bhsd(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The (B, H, S, D) view that torch's own kernels take: strides, no copy."""
+    """Return tensors as (B, H, S, D) views for torch's kernels, without a copy."""
     return tuple(tensor.transpose(1, 2) for tensor in tensors)
 
 
 class CudnnKernel(Kernel):
-    """cuDNN attention through torch: the fastest on Hopper."""
+    """Kernel of cuDNN attention, called through torch: the fastest on Hopper."""
 
     name = "cudnn"
     # Through torch 2.11 the backward pass differs from call to call even under use_deterministic_algorithms.
@@ -55,16 +55,16 @@ class CudnnKernel(Kernel):
         out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
     ) -> Gradients:  # fmt: skip
         assert out is not None
-        nothing = _nothing(q.device)
+        state = _no_dropout_state(q.device)
         gradients = aten._scaled_dot_product_cudnn_attention_backward(
-            *_bhsd(dout, q, k, v, out), lse.unsqueeze(-1), nothing, nothing, None, None, None, q.shape[1], k.shape[1],
+            *_bhsd(dout, q, k, v, out), lse.unsqueeze(-1), state, state, None, None, None, q.shape[1], k.shape[1],
             0.0, causal, scale=scale,
         )  # fmt: skip
-        found: Gradients = _bhsd(*gradients)  # type: ignore[assignment]
-        self._plans.see(found, dout, q, k, v, out, lse, scale, causal)
-        return found
+        result: Gradients = _bhsd(*gradients)  # type: ignore[assignment]
+        self._plans.check(result, dout, q, k, v, out, lse, scale, causal)
+        return result
 
-    # cuDNN refuses one query with one key, as a document of one token is.
+    # cuDNN refuses one query with one key, such as a document of one token.
     def _forward_part(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, part: AttnRectangle
     ) -> tuple[Tensor, Tensor]:
@@ -82,13 +82,14 @@ class CudnnKernel(Kernel):
 
 
 def _one_pair() -> Kernel:
+    """Return a kernel for one query with one key."""
     from ringprof.strategies.kernels.builtin import ReferenceKernel
 
     return ReferenceKernel()
 
 
 class TorchFlashKernel(VarlenKernel):
-    """The flash attention built into torch."""
+    """Kernel of the flash attention built into torch."""
 
     name = "torch-flash"
     grouped_heads = False
@@ -144,7 +145,7 @@ class TorchFlashKernel(VarlenKernel):
 
 
 class TorchEfficientKernel(Kernel):
-    """torch's memory-efficient attention: the one for float32 on a GPU."""
+    """Kernel of torch's memory-efficient attention, which supports float32 on a GPU."""
 
     name = "torch-efficient"
     grouped_heads = False
@@ -171,19 +172,19 @@ class TorchEfficientKernel(Kernel):
         padding = -lse.shape[-1] % _EFFICIENT_ROWS
         lse = torch.nn.functional.pad(lse, (0, padding), value=float("inf"))
         dout, q, k, v, out = _bhsd(dout, q, k, v, out)
-        nothing = _nothing(q.device)
+        state = _no_dropout_state(q.device)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            dout, q, k, v, None, out, lse, nothing, nothing, 0.0, [True, True, True, False], causal, scale=scale
+            dout, q, k, v, None, out, lse, state, state, 0.0, [True, True, True, False], causal, scale=scale
         )
         return _bhsd(dq, dk, dv)  # type: ignore[return-value]
 
 
 _EFFICIENT_ROWS = 32
-"""The memory-efficient kernel's LSE has a multiple of so many rows."""
+"""Divisor of the number of LSE rows of the memory-efficient kernel."""
 
 
 class CpuFlashKernel(Kernel):
-    """torch's flash attention for the CPU."""
+    """Kernel of torch's flash attention for the CPU."""
 
     name = "cpu-flash"
     grouped_heads = False
@@ -206,13 +207,13 @@ class CpuFlashKernel(Kernel):
     def _forward_band(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, part: AttnRectangle
     ) -> tuple[Tensor, Tensor]:
-        return self._forward(q, k, v, scale, False, _added_to_scores(part, q))
+        return self._forward(q, k, v, scale, False, _additive_mask(part, q))
 
     def _backward_band(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
         out: Tensor | None, delta: Tensor | None, scale: float, part: AttnRectangle,
     ) -> Gradients:  # fmt: skip
-        return self._backward(dout, q, k, v, lse, out, delta, scale, False, _added_to_scores(part, q))
+        return self._backward(dout, q, k, v, lse, out, delta, scale, False, _additive_mask(part, q))
 
     def _backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
@@ -226,23 +227,23 @@ class CpuFlashKernel(Kernel):
         return _bhsd(dq, dk, dv)  # type: ignore[return-value]
 
 
-def _added_to_scores(part: AttnRectangle, like: Tensor) -> Tensor:
-    """A mask as this kernel takes it: 0 where a query sees a key, else -inf."""
+def _additive_mask(part: AttnRectangle, like: Tensor) -> Tensor:
+    """Build the additive mask of a rectangle: 0 where a query sees a key, else -inf."""
     hidden = ~band_mask(part, like.device)
     return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
 
 
 class _deterministic:
-    """Torch's deterministic algorithms for one call: cuDNN and torch's flash take the mode from this global switch."""
+    """Context manager for torch's deterministic algorithms, a global setting that cuDNN and torch's flash read."""
 
-    def __init__(self, wanted: bool) -> None:
-        self._wanted = wanted
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled
 
     def __enter__(self) -> None:
-        self._before = torch.are_deterministic_algorithms_enabled()
-        if self._wanted and not self._before:
+        self._was_enabled = torch.are_deterministic_algorithms_enabled()
+        if self._enabled and not self._was_enabled:
             torch.use_deterministic_algorithms(True)
 
     def __exit__(self, *_: object) -> None:
-        if self._wanted and not self._before:
+        if self._enabled and not self._was_enabled:
             torch.use_deterministic_algorithms(False)

@@ -1,4 +1,4 @@
-"""Functions that torch.compile leaves as they are, with all that they call: the graph breaks before and after them."""
+"""Decorator for functions that torch.compile does not trace: the graph breaks before and after them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _REASON = "strategies of ringprof talk to other ranks, which no graph of one ran
 
 
 def uncompiled(function: _F) -> _F:
-    """``function``, as `torch.compiler.disable` makes it.
+    """Exclude a function from torch.compile, like `torch.compiler.disable`, but without importing the compiler.
 
-    That one loads torch's compiler, which takes seconds, also into programs that never compile anything, and costs
-    every call. Where torch has them, the marks that it leaves are made here.
+    `torch.compiler.disable` imports torch's compiler, which takes seconds, even in programs that never compile. It also
+    adds a cost to every call. If torch has the internal hooks, this decorator sets the same marks directly.
     """
     frames: Any = torch._C._dynamo.eval_frame
     if not hasattr(frames, "set_code_exec_strategy"):

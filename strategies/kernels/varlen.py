@@ -1,4 +1,4 @@
-"""Blocks of parts through kernels that take several sequences of any length, packed, in one call (varlen)."""
+"""Blocks of several rectangles with varlen kernels, which take packed sequences of any length in one call."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ringprof.strategies.kernels.merge import merge_into, merge_rows, wide_type
 from ringprof.strategies.masks.mask_blocks import Batch, Lengths, MaskBlocks
 
 _Call = Callable[..., Any]
-"""A kernel over packed rows: q, dout and out (T, H, D), k and v (T', Hkv, D), LSE (H, T)."""
+"""Function of a kernel over packed rows: q, dout and out (T, H, D), k and v (T', Hkv, D), LSE (H, T)."""
 
 
 class VarlenKernel(Kernel):
-    """A kernel that computes several sequences of any length, packed, in one call."""
+    """Base class of kernels that compute packed sequences of any length in one call."""
 
-    several_lengths = True
+    varlen = True
 
     @abstractmethod
     def _varlen_forward(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, batch: Batch, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Out (T, H, D) and LSE (H, T) of packed rows: q (T, H, D), k and v (T', Hkv, D)."""
+        """Compute out (T, H, D) and LSE (H, T) of packed rows: q (T, H, D), k and v (T', Hkv, D)."""
 
     @abstractmethod
     def _varlen_backward(
@@ -46,15 +46,18 @@ class VarlenKernel(Kernel):
 
 
 def forward(call: _Call, q: Tensor, k: Tensor, v: Tensor, scale: float, parts: MaskBlocks) -> tuple[Tensor, Tensor]:
-    """As `Kernel.forward` of ``parts``, with ``call(q, k, v, lengths, batch, scale)`` for out and LSE."""
+    """Compute output and LSE of ``parts``, as `Kernel.forward` returns them.
+
+    ``call(q, k, v, lengths, batch, scale)`` computes out and LSE of one batch of packed rows.
+    """
     out = lse = None
     wide, covered = wide_type(q) if parts.share_queries else q.dtype, False
     for batch in parts.batches:
         lengths, rows = _lengths(batch, q, k)
-        taken = (_packed(x, index) for x, index in zip((q, k, v), (lengths.q, lengths.kv, lengths.kv), strict=True))
-        some_out, some_lse = call(*taken, lengths, batch, scale)
+        packed = (_pack(x, index) for x, index in zip((q, k, v), (lengths.q, lengths.kv, lengths.kv), strict=True))
+        some_out, some_lse = call(*packed, lengths, batch, scale)
         if len(parts.batches) == 1 and some_out.shape[0] == rows:
-            return some_out.view(*q.shape[:3], v.shape[3]), _by_entry(some_lse, q)
+            return some_out.view(*q.shape[:3], v.shape[3]), _unpack_lse(some_lse, q)
         if out is None or lse is None:
             covered = some_out.shape[0] == rows
             out = some_out.to(wide) if covered else q.new_zeros((rows, *some_out.shape[1:]), dtype=wide)
@@ -66,7 +69,7 @@ def forward(call: _Call, q: Tensor, k: Tensor, v: Tensor, scale: float, parts: M
         else:
             merge_rows(out[None], lse[None], some_out[None], some_lse[None], lengths.q)
     assert out is not None and lse is not None
-    return out.view(*q.shape[:3], v.shape[3]), _by_entry(lse, q)
+    return out.view(*q.shape[:3], v.shape[3]), _unpack_lse(lse, q)
 
 
 def backward(
@@ -80,27 +83,30 @@ def backward(
     scale: float,
     parts: MaskBlocks,
 ) -> Gradients:
-    """As `Kernel.backward`, with ``call(dout, q, k, v, out, lse, lengths, batch, scale)`` for the gradients."""
+    """Compute the gradients of ``parts``, as `Kernel.backward` returns them.
+
+    ``call(dout, q, k, v, out, lse, lengths, batch, scale)`` computes those of one batch of packed rows.
+    """
     by_head = lse.transpose(0, 1).flatten(1)
     totals: list[Tensor] = []
     for batch in parts.batches:
         lengths, rows = _lengths(batch, q, k)
-        dout_, q_, out_ = (_packed(x, lengths.q) for x in (dout, q, out))
-        k_, v_ = (_packed(x, lengths.kv) for x in (k, v))
+        dout_, q_, out_ = (_pack(x, lengths.q) for x in (dout, q, out))
+        k_, v_ = (_pack(x, lengths.kv) for x in (k, v))
         some_lse = by_head[:, lengths.q].contiguous()
-        found = call(dout_, q_, k_, v_, out_, some_lse, lengths, batch, scale)
+        gradients = call(dout_, q_, k_, v_, out_, some_lse, lengths, batch, scale)
         if len(parts.batches) == 1 and len(q_) == rows and len(k_) == k.shape[0] * k.shape[1]:
-            return tuple(x.view(like.shape) for x, like in zip(found, (q, k, v), strict=True))
+            return tuple(x.view(like.shape) for x, like in zip(gradients, (q, k, v), strict=True))
         totals = totals or _zeros(q, k, v, parts)
-        for total, index, gradient in zip(totals, (lengths.q, lengths.kv, lengths.kv), found, strict=True):
-            # No row comes twice in one batch of parts.
+        for total, index, gradient in zip(totals, (lengths.q, lengths.kv, lengths.kv), gradients, strict=True):
+            # A row occurs only once in one batch of parts.
             total[index] += gradient
     dq, dk, dv = (total.view(like.shape) for total, like in zip(totals, (q, k, v), strict=True))
     return dq, dk, dv
 
 
 def _zeros(q: Tensor, k: Tensor, v: Tensor, parts: MaskBlocks) -> list[Tensor]:
-    """Packed dq, dk and dv; wide where several parts add to the same rows."""
+    """Allocate zeros for packed dq, dk and dv, in a wide type where several parts add to the same rows."""
     shared = parts.share_queries, parts.share_keys, parts.share_keys
     return [
         torch.zeros_like(x.flatten(0, 1), dtype=wide_type(x) if wide else x.dtype)
@@ -109,16 +115,16 @@ def _zeros(q: Tensor, k: Tensor, v: Tensor, parts: MaskBlocks) -> list[Tensor]:
 
 
 def _lengths(batch: Batch, q: Tensor, k: Tensor) -> tuple[Lengths, int]:
-    """Of the batch, on the tensors' device; and how many rows of queries there are."""
+    """Return the lengths of a batch on the tensors' device, and the number of packed query rows."""
     return batch.lengths_on(q.device, q.shape[0], q.shape[1], k.shape[1]), q.shape[0] * q.shape[1]
 
 
-def _packed(x: Tensor, rows: Tensor | slice) -> Tensor:
-    """(B, S, H, D) -> (T, H, D), of some rows."""
-    packed = x.flatten(0, 1)
-    return packed[rows] if isinstance(rows, slice) else packed.index_select(0, rows)
+def _pack(x: Tensor, rows: Tensor | slice) -> Tensor:
+    """Pack some rows of a tensor: (B, S, H, D) -> (T, H, D)."""
+    flat = x.flatten(0, 1)
+    return flat[rows] if isinstance(rows, slice) else flat.index_select(0, rows)
 
 
-def _by_entry(lse: Tensor, q: Tensor) -> Tensor:
-    """(H, B · S) -> (B, H, S)."""
+def _unpack_lse(lse: Tensor, q: Tensor) -> Tensor:
+    """Unpack the LSE: (H, B · S) -> (B, H, S)."""
     return lse.view(q.shape[2], q.shape[0], q.shape[1]).transpose(0, 1).contiguous()

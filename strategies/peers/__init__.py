@@ -1,1 +1,1 @@
-"""Other people's context-parallel attention as strategies; each module imports its package when a strategy is made."""
+"""Strategies that wrap context-parallel attention of other packages; each imports its package on creation."""

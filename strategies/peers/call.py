@@ -1,7 +1,7 @@
-"""Other people's context-parallel attention as a strategy, called as its authors' own examples call it.
+"""Base class of strategies that wrap another package's attention, called as in its authors' own examples.
 
-It computes and sends by itself, past kernel and communicator, which count nothing of it. What it shares with ours: the
-checks, the layout, and that a kernel is asked for by name.
+The package computes and communicates by itself, without our kernels and communicator, which therefore count nothing. It
+shares the checks, the layout, and the choice of a kernel by name with our strategies.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from ringprof.strategies.kernels.kernel import Gradients
 
 
 class PeerStrategy(Strategy):
-    """Attention over the whole sequence by one call of somebody else's function."""
+    """Context-parallel attention by one call of another package's function."""
 
     takes_softcap = False
     CAUSAL_ONLY: ClassVar[bool] = False
     WORLD_ONLY: ClassVar[bool] = False
-    """Whether it makes its own groups, of all ranks that there are."""
+    """Whether the package creates its own process groups, over all ranks of the job."""
     SINGLE_SEQUENCE: ClassVar[bool] = False
-    """Whether it takes batch 1 alone."""
+    """Whether the package supports only batch size 1."""
 
     @abstractmethod
     def call(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
-        """Output (B, S/N, H, D) of this rank's queries, differentiable, from such as `Strategy.attention` has."""
+        """Compute the differentiable output (B, S/N, H, D) of this rank's queries; see `Strategy.attention`."""
 
     def differentiable(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> OutAndLse:
         name = type(self).__name__

@@ -1,4 +1,4 @@
-"""The ring-flash-attn package (zhuzilin/ring-flash-attention)."""
+"""Wrappers of the ring-flash-attn package (zhuzilin/ring-flash-attention)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from ringprof.strategies.peers.call import PeerStrategy
 
 
 def _package() -> Any:
+    """Import the package, without its adapters where they do not import."""
     try:
         import ring_flash_attn
     except ImportError:
-        # Its adapters replace parts of transformers that newer releases lack; the functions need none of them.
+        # The adapters patch parts of transformers that newer releases lack; the attention functions do not need them.
         stub: Any = types.ModuleType("ring_flash_attn.adapters")
         stub.substitute_hf_flash_attn = stub.update_ring_flash_attn_params = None
         sys.modules["ring_flash_attn.adapters"] = stub
@@ -29,6 +30,8 @@ def _package() -> Any:
 
 
 class _RingFlashAttn(PeerStrategy):
+    """Strategy that calls one function of the package."""
+
     KERNELS = ("flash-attn",)
     FUNCTION: ClassVar[str]
 
@@ -43,14 +46,14 @@ class _RingFlashAttn(PeerStrategy):
 
 
 class RingFlashAttnRing(_RingFlashAttn):
-    """Contiguous pieces on a ring."""
+    """Ring attention over the contiguous layout."""
 
     layout = LAYOUTS["contiguous"]
     FUNCTION = "ring_flash_attn_func"
 
 
 class RingFlashAttnZigzag(_RingFlashAttn):
-    """Two chunks a rank on a ring."""
+    """Ring attention over the zigzag layout: two chunks per rank."""
 
     layout = LAYOUTS["zigzag"]
     FUNCTION = "zigzag_ring_flash_attn_func"
@@ -58,7 +61,7 @@ class RingFlashAttnZigzag(_RingFlashAttn):
 
 
 class RingFlashAttnStripe(_RingFlashAttn):
-    """Every N-th token on a ring."""
+    """Ring attention over the stripe layout: every N-th token on a rank."""
 
     layout = LAYOUTS["stripe"]
     FUNCTION = "stripe_flash_attn_func"
@@ -66,7 +69,7 @@ class RingFlashAttnStripe(_RingFlashAttn):
 
 
 class RingFlashAttnLlama3(_RingFlashAttn):
-    """All-gather of keys and values, some heads at a time."""
+    """All-gather of keys and values, ``heads_k_stride`` kv heads at a time."""
 
     layout = LAYOUTS["contiguous"]
     FUNCTION = "llama3_flash_attn_varlen_func"
@@ -79,7 +82,7 @@ class RingFlashAttnLlama3(_RingFlashAttn):
     def __init__(self, context: Context, *, heads_k_stride: int = 1, deterministic: bool = False) -> None:
         super().__init__(context, deterministic=deterministic)
         self.parameters["heads_k_stride"] = heads_k_stride
-        self._pieces = lru_cache(maxsize=8)(self._prepared)
+        self._cu_seqlens = lru_cache(maxsize=8)(self._prepare_cu_seqlens)
 
     @classmethod
     def why_unsupported(cls, shape: Shape, size: int, **params: Any) -> str | None:
@@ -89,14 +92,14 @@ class RingFlashAttnLlama3(_RingFlashAttn):
         return super().why_unsupported(shape, size, **params)
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
-        pieces = self._pieces(q.shape[1] * self.comm.size, causal, q.device)
+        prepared = self._cu_seqlens(q.shape[1] * self.comm.size, causal, q.device)
         out = self._function(
-            q[0], k[0], v[0], *pieces[:4], self.parameters["heads_k_stride"], pieces[4], softmax_scale=scale,
+            q[0], k[0], v[0], *prepared[:4], self.parameters["heads_k_stride"], prepared[4], softmax_scale=scale,
             causal=causal, deterministic=self._deterministic, group=self.comm.group,
         )  # fmt: skip
         return out.unsqueeze(0)
 
-    def _prepared(self, seq: int, causal: bool, device: torch.device) -> Any:
+    def _prepare_cu_seqlens(self, seq: int, causal: bool, device: torch.device) -> Any:
         ends = torch.tensor([0, seq], dtype=torch.int32, device=device)
         prepare = _package().llama3_flash_attn_prepare_cu_seqlens
         return prepare(ends, causal=causal, rank=self.comm.rank, world_size=self.comm.size)

@@ -1,9 +1,8 @@
-"""torch's own context parallelism: the ring behind `torch.distributed.tensor.experimental.context_parallel`.
+"""Wrapper of torch's context parallelism: the ring behind `torch.distributed.tensor.experimental.context_parallel`.
 
-torch's loop, rotation and merge run as they are. What brings a call to them is left out: DTensor's dispatch, and a
-patch of `torch.nn.functional.scaled_dot_product_attention`. (Where a program has imported that function by name the
-patch does not reach it, and each rank attends to its own tokens alone.) Our kernels of the same operators compute the
-blocks.
+torch's loop, rotation and merge run unchanged. The path to them is left out: DTensor's dispatch, and the patch of
+`torch.nn.functional.scaled_dot_product_attention`. (The patch misses programs that imported that function by name: each
+rank then attends to its own tokens only.) Our kernels of the same operators compute the blocks.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ _SEQ_DIM = 2
 
 
 class TorchContextParallel(Strategy):
-    """Two chunks a rank, keys and values by all-gather or by rotation."""
+    """torch's ring over the zigzag layout, with keys and values sent by all-gather or by rotation."""
 
     layout = LAYOUTS["zigzag"]
     KERNELS = ("cudnn", "torch-flash", "torch-efficient", "cpu-flash", "reference")
     PARAMETERS: ClassVar[dict[str, str]] = {
-        "rotate": "how keys and values come round: torch's default, allgather, or alltoall",
+        "rotate": "how keys and values are sent: torch's default, allgather, or alltoall",
         **Strategy.PARAMETERS,
     }
 
@@ -57,22 +56,22 @@ class TorchContextParallel(Strategy):
 
     @contextmanager
     def _options(self, causal: bool) -> Iterator[Any]:
-        """torch's module, with its options as this strategy wants them; they are one set for the whole process."""
+        """Provide torch's module with its options set for this strategy; they are process-wide, and restored later."""
         from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
         options, rotations = ring._cp_options, ring._RotateMethod
-        before = options.enable_load_balance, options.rotate_method
+        saved = options.enable_load_balance, options.rotate_method
         options.enable_load_balance = causal
         by_gather = self.parameters["rotate"] == "allgather"
         options.rotate_method = rotations.ALL_GATHER if by_gather else rotations.ALL_TO_ALL
         try:
             yield ring
         finally:
-            options.enable_load_balance, options.rotate_method = before
+            options.enable_load_balance, options.rotate_method = saved
 
 
 class _Operator:
-    """One of our kernels as torch's ring calls its operators: heads before the sequence."""
+    """Adapter of one of our kernels to the operators that torch's ring calls, with heads before the sequence."""
 
     def __init__(self, kernel: Kernel, scale: float) -> None:
         self._kernel, self._scale = kernel, scale
@@ -86,9 +85,9 @@ class _Operator:
         self, *, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
         is_causal: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        # Dense, as our kernels want them: torch's own call hands out views.
+        # torch's call passes views, but our kernels need contiguous tensors.
         dout, out = (x.transpose(1, 2).contiguous() for x in (dout, out))
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         lse = logsumexp.contiguous()
-        found = self._kernel.backward(dout, q, k, v, lse, out=out, scale=self._scale, causal=is_causal)
-        return tuple(x.transpose(1, 2) for x in found)
+        gradients = self._kernel.backward(dout, q, k, v, lse, out=out, scale=self._scale, causal=is_causal)
+        return tuple(x.transpose(1, 2) for x in gradients)

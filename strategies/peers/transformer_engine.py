@@ -1,4 +1,4 @@
-"""NVIDIA Transformer Engine, whose context parallelism is an option of its attention module."""
+"""Wrappers of NVIDIA Transformer Engine, whose context parallelism is an option of its attention module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ringprof.strategies.peers.call import PeerStrategy
 
 
 class _TransformerEngine(PeerStrategy):
-    """`DotProductAttention` with a context-parallel group. Its backends are named as our kernels of the same make."""
+    """`DotProductAttention` with a context-parallel group; its backends have the names of our corresponding kernels."""
 
     layout = LAYOUTS["zigzag"]
     KERNELS = ("cudnn", "flash-attn")
@@ -24,7 +24,7 @@ class _TransformerEngine(PeerStrategy):
 
     def __init__(self, context: Context, *, deterministic: bool = False) -> None:
         super().__init__(context, deterministic=deterministic)
-        self._module = lru_cache(maxsize=8)(self._made)
+        self._module = lru_cache(maxsize=8)(self._build_module)
         self._stream: Any = None
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
@@ -36,7 +36,8 @@ class _TransformerEngine(PeerStrategy):
         out: Tensor = self._module(q.shape[2], k.shape[2], q.shape[3], causal, scale)(q, k, v)
         return out.view(q.shape)
 
-    def _made(self, heads: int, kv_heads: int, head_dim: int, causal: bool, scale: float) -> Any:
+    def _build_module(self, heads: int, kv_heads: int, head_dim: int, causal: bool, scale: float) -> Any:
+        """Create the attention module for one problem size."""
         from transformer_engine.pytorch import DotProductAttention
 
         module = DotProductAttention(
@@ -51,19 +52,19 @@ class _TransformerEngine(PeerStrategy):
 
 
 class TransformerEngineP2P(_TransformerEngine):
-    """A ring of hops."""
+    """Transformer Engine's ring of send/recv hops."""
 
     COMM_TYPE = "p2p"
 
 
 class TransformerEngineAllGather(_TransformerEngine):
-    """Keys and values gathered at once."""
+    """Transformer Engine's all-gather of keys and values."""
 
     COMM_TYPE = "all_gather"
 
 
 class TransformerEngineA2A(_TransformerEngine):
-    """Sequence for heads, and back."""
+    """Transformer Engine's all-to-all between sequence and head shards."""
 
     COMM_TYPE = "a2a"
 

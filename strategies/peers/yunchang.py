@@ -1,4 +1,4 @@
-"""The yunchang package (feifeibear/long-context-attention)."""
+"""Wrappers of the yunchang package (feifeibear/long-context-attention)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _yunchang_groups: WeakKeyDictionary[Any, dict[tuple[int, int, bool], tuple[Any, 
 
 
 class YunchangUSP(PeerStrategy):
-    """Ulysses inside groups, a zigzag ring across them."""
+    """yunchang's USP: Ulysses within groups, a zigzag ring across them."""
 
     layout: Layout = LAYOUTS["zigzag"]
     KERNELS = ("flash-attn",)
@@ -34,12 +34,12 @@ class YunchangUSP(PeerStrategy):
     ) -> None:  # fmt: skip
         super().__init__(context, deterministic=deterministic)
         degrees = {"ulysses_degree": ulysses_degree, "ring_degree": ring_degree}
-        placed = self.with_placement(self.comm.size, self.comm.ranks_per_host(), placement=placement, **degrees)
-        grouped = self.layout_for(self.comm.size, **placed)
+        resolved = self.with_placement(self.comm.size, self.comm.ranks_per_host(), placement=placement, **degrees)
+        grouped = self.layout_for(self.comm.size, **resolved)
         self.layout, grid = grouped, grouped.grid
         shape = {"ulysses_degree": grid.ulysses_degree, "ring_degree": grid.ring_degree, "placement": placement}
         self.parameters |= shape
-        self._layer = self._made(grid.ulysses_degree, grid.ring_degree, grid.head_first)
+        self._layer = self._build_layer(grid.ulysses_degree, grid.ring_degree, grid.head_first)
 
     @classmethod
     def with_placement(cls, size: int, per_host: int, **params: Any) -> dict[str, Any]:
@@ -63,22 +63,25 @@ class YunchangUSP(PeerStrategy):
         out: Tensor = self._layer(q, k, v, softmax_scale=scale, causal=causal, deterministic=self._deterministic)
         return out
 
-    def _made(self, ulysses: int, ring: int, head_first: bool) -> Any:
-        """Its layer, over groups of its own making: made once, for communicators are costly."""
+    def _build_layer(self, ulysses: int, ring: int, head_first: bool) -> Any:
+        """Create the attention layer.
+
+        The package creates its process groups, which are cached: communicators are costly.
+        """
         import yunchang
 
-        known = _yunchang_groups.setdefault(dist.group.WORLD, {})
-        if (ulysses, ring, head_first) not in known:
+        groups = _yunchang_groups.setdefault(dist.group.WORLD, {})
+        if (ulysses, ring, head_first) not in groups:
             yunchang.set_seq_parallel_pg(ulysses, ring, self.comm.rank, self.comm.size, use_ulysses_low=head_first)
-            held = yunchang.globals.PROCESS_GROUP
-            known[ulysses, ring, head_first] = held.ULYSSES_PG, held.RING_PG
+            process_group = yunchang.globals.PROCESS_GROUP
+            groups[ulysses, ring, head_first] = process_group.ULYSSES_PG, process_group.RING_PG
         layer = yunchang.LongContextAttention(ring_impl_type="zigzag", attn_type=yunchang.kernels.AttnType.FA)
-        layer.ulysses_pg, layer.ring_pg = known[ulysses, ring, head_first]
+        layer.ulysses_pg, layer.ring_pg = groups[ulysses, ring, head_first]
         return layer
 
 
 class YunchangUlysses(YunchangUSP):
-    """The same with one Ulysses group of all ranks: contiguous pieces."""
+    """yunchang's Ulysses: one group of all ranks, over the contiguous layout."""
 
     layout = LAYOUTS["contiguous"]
     PARAMETERS = PeerStrategy.PARAMETERS

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringprof.strategies.kernels.kernel import Gradients, Kernel, beside
+from ringprof.strategies.kernels.kernel import Gradients, Kernel, allocate_adjacent
 from ringprof.strategies.kernels.merge import wide_type
 from ringprof.strategies.masks.mask_blocks import MaskBlocks
 from ringprof.strategies.transport.collectives import Collective
@@ -159,7 +159,7 @@ class NoOpKernel(Kernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
         out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
     ) -> Gradients:  # fmt: skip
-        return torch.empty_like(q), *beside(k)
+        return torch.empty_like(q), *allocate_adjacent(k)
 
 
 # --- communicator -------------------------------------------------------------------------------------

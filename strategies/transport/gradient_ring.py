@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from ringprof.strategies.annotate import ring_step
 from ringprof.strategies.kernels.kernel import Gradients
-from ringprof.strategies.kernels.merge import Sum, accumulate, settled, started
+from ringprof.strategies.kernels.merge import Sum, accumulate, add_and_cast, write_rows
 from ringprof.strategies.masks.layouts import ALL, Block, part
 from ringprof.strategies.masks.row_routing import RowRouting
 from ringprof.strategies.transport.message import Message, side_by_side
@@ -71,7 +71,7 @@ class GradientRing:
             returned = self._inner.post(returned).wait()
         with ring_step("bwd", len(self._routing.inner_gradient_slices), "merge"):
             return [
-                settled(total, self._routing.split_by_own_rows(rank, x), like.dtype)
+                add_and_cast(total, self._routing.split_by_own_rows(rank, x), like.dtype)
                 for total, x, like in zip(own, returned.tensors, self._like, strict=True)
             ]
 
@@ -163,7 +163,7 @@ def add_block_grads(totals: Message, grads: Sequence[Tensor] | None, rows: slice
         return
     for total, gradient in zip(*_in_pairs(totals, [grads]), strict=True):
         if first:
-            started(total, rows, gradient[0])
+            write_rows(total, rows, gradient[0])
         else:
             accumulate(part(total, rows), gradient[0])
 
@@ -180,7 +180,7 @@ def add_and_cast_dkv(dkv: Message | None, local: LocalGrads, dtype: torch.dtype)
         return dk.to(dtype), dv.to(dtype)
     rows = [block.kv for block, _ in local]
     sums = [
-        settled(total, list(zip(rows, gradients, strict=True)), dtype)
+        add_and_cast(total, list(zip(rows, gradients, strict=True)), dtype)
         for total, gradients in zip(*_in_pairs(dkv, [pair for _, pair in local]), strict=True)
     ]
     dk, dv = sums if len(sums) == 2 else sums[0]

@@ -360,11 +360,11 @@ def test_what_kernels_can():
     own_and_flash = {"flash-attn-3", "flash-attn", "torch-flash", "cpu-flash", "flex", "reference"}
     able = {
         "takes_windows": own_and_flash,
-        "several_lengths": {"flash-attn-3", "flash-attn", "torch-flash", "flex"},
+        "varlen": {"flash-attn-3", "flash-attn", "torch-flash", "flex"},
         "takes_softcap": {"flash-attn-3", "flash-attn", "flex", "reference"},
         "has_deterministic_mode": own_and_flash,
         "takes_delta": {"reference"},
-        "tried": set(KERNELS) - {"flash-attn-3", "flash-attn-4"},
+        "tested": set(KERNELS) - {"flash-attn-3", "flash-attn-4"},
         "production": set(KERNELS) - {"reference"},
     }
     for flag, those in able.items():

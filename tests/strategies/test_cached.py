@@ -287,7 +287,11 @@ def shares(rank: int) -> list[list[int]]:
     for strategy, lengths in ((dcp, [(9, 1), (8, 1), (1, 1)]), (prefill, [(16, 8), (8, 8)])):
         for kv_length, new in lengths:
             assert strategy.key_count(kv_length, new) == len(strategy.key_positions(kv_length, new))
-    return [dcp.key_positions(9, 1).tolist(), prefill.key_positions(16, 8).tolist(), prefill.query_places(8).tolist()]
+    return [
+        dcp.key_positions(9, 1).tolist(),
+        prefill.key_positions(16, 8).tolist(),
+        prefill.query_positions(8).tolist(),
+    ]
 
 
 @pytest.mark.processes
@@ -302,7 +306,7 @@ def test_who_holds_which_keys() -> None:
 @pytest.mark.parametrize("name", ["dcp", "ring-prefill"])
 def test_keys_are_counted_without_a_list_of_them(name: str) -> None:
     """A list of 2**50 positions fits in no memory: a dry run of a cache that is too large must still end."""
-    assert create(name).held(Shape(1, 4, 8, 2, 8, 2**50)).kv == (1, 2**50, 2, 8)
+    assert create(name).local_shapes(Shape(1, 4, 8, 2, 8, 2**50)).kv == (1, 2**50, 2, 8)
 
 
 @pytest.mark.parametrize(
@@ -378,10 +382,10 @@ def test_its_phases_are_named_as_those_of_training() -> None:
 def test_calls_that_cannot_be_meant_are_refused() -> None:
     strategy = create("dcp", kernel="reference")
     q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 9, 2, 8)
-    with pytest.raises(Unsupported, match="must be told kv_length"):
+    with pytest.raises(Unsupported, match="needs kv_length"):
         strategy.attention(q, k, k)
     # Of 29 keys on 4 ranks one has 8 and three have 7: each would take the query to be at another position.
-    with pytest.raises(Unsupported, match="a window, attention must be told kv_length"):
+    with pytest.raises(Unsupported, match="a window, attention needs kv_length"):
         strategy.attention(q[:, 1:], k, k, window_size=(4, 0))
     with pytest.raises(Unsupported, match="no backward pass"):
         strategy.attention(q.requires_grad_(), k, k, kv_length=9)

@@ -14,7 +14,7 @@ from ringprof.strategies.base import _heads_together
 from ringprof.strategies.kernels.builtin import KERNELS, ReferenceKernel
 from ringprof.strategies.kernels.kernel import Kernel
 from ringprof.strategies.kernels.plan_check import plausible
-from ringprof.strategies.kernels.torch_builtin import CpuFlashKernel, _added_to_scores
+from ringprof.strategies.kernels.torch_builtin import CpuFlashKernel, _additive_mask
 from ringprof.strategies.masks.mask_blocks import AttnRectangle
 from ringprof.strategies.transport.baselines import RecordingKernel, TensorView
 from ringprof.strategies.transport.message import Message, Shapes, side_by_side
@@ -230,7 +230,7 @@ def test_what_lies_in_order_is_taken_as_it_is():
 
 def test_a_mask_lies_where_the_tensors_do():
     with torch.device("meta"):
-        assert _added_to_scores(AttnRectangle(0, 2, 0, 2, right=0), torch.zeros(1, device="cpu")).tolist() == [
+        assert _additive_mask(AttnRectangle(0, 2, 0, 2, right=0), torch.zeros(1, device="cpu")).tolist() == [
             [0, -inf],
             [0, 0],
         ]

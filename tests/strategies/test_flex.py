@@ -97,7 +97,7 @@ def test_tiles_by_keys_are_torchs_own_by_queries_turned(queries: int, keys: int)
     """torch computes one index from the other; columns outside all tiles have no entry."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    mask = flex._of_parts(
+    mask = flex._mask_of_parts(
         MaskBlocks((AttnRectangle(10, queries, 0, keys - 3, left=190, right=40),), queries, keys), CPU
     )
     lists = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
@@ -203,7 +203,7 @@ def test_every_softcap_is_compiled_as_a_number(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch, "compile", lambda function, **how: real(function, backend=counting, **how))
     call = flex._compiled()
     q, k, v = torch.randn(3, 1, 2, 256, 16)
-    seen = flex._plain(256, 256, causal=True, device=torch.device("cpu"))
+    seen = flex._simple_mask(256, 256, causal=True, device=torch.device("cpu"))
     for softcap in (2.0, 30.0, 7.0):
         score_mod = flex._score_mod(softcap)
         with torch.no_grad():
@@ -224,17 +224,17 @@ def test_blocks_of_every_length_are_compiled_once(monkeypatch: pytest.MonkeyPatc
     call, cpu = flex._compiled(), torch.device("cpu")
     documents = sharded_mask_of(Mask.of(documents=[0, 300, 768]), LAYOUTS["contiguous"], 1, 768).block(0, 0)
     assert documents is not None and documents.parts is not None
-    masks = [flex._plain(*sizes, cpu) for sizes in ((512, 512, True), (256, 512, False), (512, 128, False))]
+    masks = [flex._simple_mask(*sizes, cpu) for sizes in ((512, 512, True), (256, 512, False), (512, 128, False))]
     monkeypatch.setattr(flex, "_flex", lambda compiled: call)
     kernel = flex.FlexKernel()
-    for seen in (*masks, flex._of_parts(documents.parts, cpu), flex._plain(640, 640, True, cpu)):
+    for seen in (*masks, flex._mask_of_parts(documents.parts, cpu), flex._simple_mask(640, 640, True, cpu)):
         queries, keys = seen.seq_lengths
         # As blocks come: whole, as the later rows of more, and as the second of two that travelled side by side.
         q = torch.randn(1, queries + 64, 2, 16)[:, 64:]
         k, v = torch.randn(2, 1, keys, 2, 16).unbind(0)
         for wants in (False, True):
-            out, _ = kernel._alone(q.requires_grad_(wants), k, v, 0.25, seen)
+            out, _ = kernel._forward_masked(q.requires_grad_(wants), k, v, 0.25, seen)
         by_head = [x.detach().transpose(1, 2) for x in (q, k, v)]
-        exact, _ = flex._dense(by_head[0], by_head[1], by_head[2], flex._as_it_is, seen, 0.25)
+        exact, _ = flex._dense(by_head[0], by_head[1], by_head[2], flex._unchanged, seen, 0.25)
         assert torch.allclose(out.transpose(1, 2), exact, atol=1e-5)
     assert len(compiled) == 1

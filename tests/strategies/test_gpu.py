@@ -115,9 +115,9 @@ def test_the_fused_kernels_equal_plain_torch(head_dim, dtype, monkeypatch):
         merge.accumulate(total[:, :77], block.to(device))
         delta = merge.row_product(block.to(device), full[:, :77].to(dtype).to(device))
         stand_in = merge.output_with_delta(block.to(device), delta)
-        begun = merge.started(full.to(device, copy=True), slice(40, 117), block.to(device))
+        begun = merge.write_rows(full.to(device, copy=True), slice(40, 117), block.to(device))
         parts = [(slice(0, 77), block.to(device)), (slice(77, 154), block.to(device))]
-        settled = merge.settled(full.to(device), parts, dtype)
+        settled = merge.add_and_cast(full.to(device), parts, dtype)
         tensors = (out, lse, narrow_lse, total, delta, begun, narrow, settled, stand_in)
         results.append([tensor.cpu().double() for tensor in tensors])
     names = ("out", "lse", "narrow_lse", "total", "delta", "begun", "narrow", "settled", "stand_in")

@@ -17,7 +17,7 @@ def test_a_total_begins_with_its_block_and_zeros_around_it(rows, dtype):
     like, block = torch.full((2, 12, 3, 4), torch.nan), torch.randn(2, len(range(12)[rows]), 3, 4)
     expected = torch.zeros(2, 12, 3, 4, dtype=dtype)
     expected[:, rows] = block.to(dtype)
-    assert torch.equal(merge.started(like.to(dtype), rows, block), expected)
+    assert torch.equal(merge.write_rows(like.to(dtype), rows, block), expected)
 
 
 @pytest.mark.parametrize("cuts", [(0, 12), (0, 6, 12), (0, 1, 5, 12), (6, 9, 12), (0, 5)])
@@ -28,9 +28,9 @@ def test_a_settled_total_is_the_sum_rounded_once(cuts, wire):
     truth = total.double().clone()
     for rows, block in parts:
         truth[:, rows] += block.double()
-    wide = merge.settled(total, parts, torch.float32)
+    wide = merge.add_and_cast(total, parts, torch.float32)
     assert torch.all((wide.double() - truth).abs() <= truth.abs() * 2**-24 * (1 + 2**-10))
-    result = merge.settled(total, parts, torch.bfloat16)
+    result = merge.add_and_cast(total, parts, torch.bfloat16)
     assert result.dtype == torch.bfloat16
     # One rounding to 8 bits, after a sum in float32 (24 bits), whose own rounding can move a tie.
     assert torch.all((result.double() - truth).abs() <= truth.abs() * 2**-8 * (1 + 2**-10))
@@ -40,14 +40,14 @@ def test_several_blocks_in_the_same_rows_are_all_added():
     total = torch.randn(1, 12, 2, 8)
     parts = [(slice(None), torch.randn(1, 12, 2, 8)), (slice(None), torch.randn(1, 12, 2, 8))]
     truth = sum((block.double() for _, block in parts), total.double())
-    assert torch.allclose(merge.settled(total, parts, torch.float32).double(), truth, atol=1e-6)
+    assert torch.allclose(merge.add_and_cast(total, parts, torch.float32).double(), truth, atol=1e-6)
 
 
 def test_a_settled_total_shares_no_memory():
     total = torch.randn(1, 4, 1, 8)
     for parts in ([], [(slice(None), torch.randn(1, 4, 1, 8))]):
         before = total.clone()
-        merge.settled(total, parts, torch.float32).zero_()
+        merge.add_and_cast(total, parts, torch.float32).zero_()
         assert torch.equal(total, before)
 
 
@@ -129,7 +129,7 @@ def test_rows_without_a_gradient_of_their_own_carry_that_of_the_lse(dtype):
     dout, delta = torch.randn(1, 8, 2, 16).to(dtype), torch.randn(1, 2, 8)
     dout[:, 2:6] = 0
     delta[..., 3] = 0
-    rows = merge.rows_that_carry(dout, delta)
+    rows = merge.lift_tiny_rows(dout, delta)
     carried = (rows.double() * merge.output_with_delta(rows, delta).double()).sum(-1).transpose(1, 2)
     assert torch.allclose(carried, delta.double(), rtol=16 * torch.finfo(dtype).eps, atol=0)
     others = [0, 1, 3, 6, 7]
@@ -141,7 +141,7 @@ def test_rows_without_a_gradient_of_their_own_carry_that_of_the_lse(dtype):
 
 def test_what_carries_in_float16_is_at_least_its_smallest_number():
     dout, delta = torch.zeros(1, 1, 1, 4, dtype=torch.float16), torch.full((1, 1, 1), 2.0**-20)
-    assert merge.rows_that_carry(dout, delta).flatten().tolist() == [2.0**-24, 0.0, 0.0, 0.0]
+    assert merge.lift_tiny_rows(dout, delta).flatten().tolist() == [2.0**-24, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -156,7 +156,7 @@ def test_blocks_that_share_rows_are_added_where_they_lie(seed):
         block = torch.randn(2, last - first, 1, 2, dtype=torch.float64, generator=random)
         parts.append((slice(first, last), block))
         truth[:, first:last] += block
-    assert torch.allclose(merge.settled(total.clone(), parts, torch.float64), truth)
+    assert torch.allclose(merge.add_and_cast(total.clone(), parts, torch.float64), truth)
 
 
 def test_a_sink_takes_its_share_of_the_output_and_adds_to_the_lse():

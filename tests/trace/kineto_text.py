@@ -1,4 +1,4 @@
-"""Small traces as text, for the tests of the reader."""
+"""Builders of small traces as text, for tests of the reader."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REAL = (
 
 
 def kernel(number: int, **changes: Any) -> dict[str, Any]:
-    """The n-th of a row of kernels, 100 µs apart and 50.25 µs long."""
+    """Return event ``number`` of a series of kernels that are 100 µs apart and 50.25 µs long."""
     return {
         "ph": "X",
         "cat": "kernel",
@@ -29,10 +29,10 @@ def kernel(number: int, **changes: Any) -> dict[str, Any]:
 
 
 def document(events: list[dict[str, Any]], **fields: Any) -> bytes:
-    """A trace of rank 3 of 8 with these events."""
+    """Return a trace of rank 3 of 8 with these events."""
     head = {"schemaVersion": 1, "distributedInfo": {"backend": "nccl", "rank": 3, "world_size": 8}}
     return json.dumps({**head, **fields, "traceEvents": events}, indent=1).encode()
 
 
 TEN = document([kernel(number) for number in range(10)])
-"""Ten kernels, k0 to k9; the fifth is k4."""
+"""Trace of ten kernels, k0 to k9; the fifth is k4."""

@@ -1,4 +1,4 @@
-"""Small files that would fill the memory of whoever reads them are refused, or read within what reading may take."""
+"""Small files that would fill the reader's memory are refused, or read within the memory limit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BEGIN = b'{"traceEvents":['
 
 
 def around(unit: bytes, size: int, begin: bytes = BEGIN, end: bytes = LAST) -> Iterator[bytes]:
-    """So many bytes of one unit, and what stands before and behind."""
+    """Yield a repeated unit of the given total size, with the text before and behind it."""
     yield begin
     block = unit * max(1, MB // len(unit))
     yield from (block for _ in range(size // len(block)))
@@ -42,7 +42,7 @@ def around(unit: bytes, size: int, begin: bytes = BEGIN, end: bytes = LAST) -> I
 
 
 def numbered(unit: bytes, count: int, begin: bytes = BEGIN, end: bytes = LAST) -> Iterator[bytes]:
-    """A unit with each number in it."""
+    """Yield a unit with each number inserted."""
     yield begin
     for block in range(0, count, 1000):
         yield b"".join(unit % number for number in range(block, min(block + 1000, count)))
@@ -55,7 +55,7 @@ RECORD = b'{"ph":"X","cat":"kernel","name":"a","ts":1,"dur":1,"args":{"Collectiv
 DEVICES, INFO = b'{"deviceProperties":[', b'{"distributedInfo":{"pg_config":['
 LISTED = b'],"traceEvents":[' + LAST
 
-# name -> what it expands to, whether it is refused for the memory that it needs
+# name -> expanded content, and whether it is refused because of its memory
 TRACES_OF_TEXT: dict[str, tuple[Callable[[], Iterator[bytes]], bool]] = {
     "kernels": (partial(around, KERNEL, 40 * MB), True),
     "hops": (partial(around, HOP, 40 * MB), True),
@@ -111,12 +111,15 @@ def refused(paths: list[Path], table: dict[str, Any]) -> set[Path]:
 
 
 def assert_bounded(paths: list[Path], sound: Path, for_memory: set[Path]) -> None:
-    told = commands([["report", str(path), "--max-memory", str(LIMIT)] for path in paths], sound)
-    assert len(told) == len(paths)
-    for path, one in zip(paths, told, strict=True):
-        assert one.grown_bytes < LIMIT, (path.name, one)
-        assert one.code in (0, 2) and one.errors.count("\n") <= 1 and "Traceback" not in one.errors, (path.name, one)
-        assert ("raise the limit with --max-memory" in one.errors) == (path in for_memory), (path.name, one)
+    results = commands([["report", str(path), "--max-memory", str(LIMIT)] for path in paths], sound)
+    assert len(results) == len(paths)
+    for path, result in zip(paths, results, strict=True):
+        assert result.grown_bytes < LIMIT, (path.name, result)
+        assert result.code in (0, 2) and result.errors.count("\n") <= 1 and "Traceback" not in result.errors, (
+            path.name,
+            result,
+        )
+        assert ("raise the limit with --max-memory" in result.errors) == (path in for_memory), (path.name, result)
 
 
 # --- reduced traces -----------------------------------------------------------------------------------
@@ -143,10 +146,10 @@ def groups_of_all(file: dict[str, Any]) -> None:
 
 
 def one_group_in_all_records(file: dict[str, Any]) -> None:
-    place = len(file["lists"]["sizes"]) // 8
+    index = len(file["lists"]["sizes"]) // 8
     file["lists"]["sizes"] += int64(1 << 20)
     file["lists"]["data"] += bytes(8 << 20)
-    file["collectives"] += [file["collectives"][0] | {"group_ranks": place}] * 1000
+    file["collectives"] += [file["collectives"][0] | {"group_ranks": index}] * 1000
 
 
 def one_list_in_all_groups(file: dict[str, Any]) -> None:
@@ -230,8 +233,8 @@ def test_texts(tmp_path: Path, line: str) -> None:
     sound.write_bytes(TEN)
     log.write_bytes(line.encode() * (10 * MB // len(line)))
     for command in ("report", "logs"):
-        (told,) = commands([[command, str(log), "--max-memory", str(LIMIT)]], sound)
-        assert told.code == 2 and told.grown_bytes < LIMIT
+        (result,) = commands([[command, str(log), "--max-memory", str(LIMIT)]], sound)
+        assert result.code == 2 and result.grown_bytes < LIMIT
 
 
 def test_an_option_raises_the_limit(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Corners of files that readers meet seldom, each with what is still right of the rest."""
+"""Rare defects of files, each with the results that must still be correct."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def test_what_stands_behind_gzip_data_is_told_and_the_data_is_read() -> None:
     packed = gzip.compress(document([kernel(1)]))
     trace = parse_trace(packed + b"\0\0" + b"a line of a log\n")
     assert events(trace) == ["k1"]
-    (warning,) = [one for one in trace.warnings if one.code == "damaged_compression"]
-    assert warning.message == "what stands behind the gzip data is none: read up to there"
-    # A second member is data, too, and zeros behind it are padding.
+    (warning,) = [notice for notice in trace.warnings if notice.code == "damaged_compression"]
+    assert warning.message == "the data behind the gzip stream is not gzip: read up to there"
+    # Zeros behind a gzip member are padding.
     assert codes(parse_trace(packed + b"\0" * 600)) == codes(parse_trace(document([kernel(1)])))
 
 
 @pytest.mark.parametrize(
-    ("given", "read"), [(7.0, 7), (-3.0, -3), (7.5, None), (1e300, None), (float("nan"), None), (2.0**63, None)]
+    ("value", "expected"), [(7.0, 7), (-3.0, -3), (7.5, None), (1e300, None), (float("nan"), None), (2.0**63, None)]
 )
-def test_whole_numbers_may_be_written_as_decimals(given: float, read: int | None) -> None:
-    assert whole_number(given) == read
+def test_whole_numbers_may_be_written_as_decimals(value: float, expected: int | None) -> None:
+    assert whole_number(value) == expected
 
 
 def test_a_column_of_numbers_beyond_64_bits_has_gaps() -> None:
@@ -80,7 +80,7 @@ def test_a_reduced_trace_of_another_version_is_none(data: bytes) -> None:
         parse_reduced(data)
 
 
-# NVTX's numbers of types (nvToolsExtPayload.h) on 64-bit Linux: bytes, and whether there is a sign.
+# Size in bytes and signedness of NVTX's types (nvToolsExtPayload.h) on 64-bit Linux, by number.
 NVTX_TYPES = {
     5: (4, True), 6: (4, False), 7: (8, True), 8: (8, False), 9: (8, True), 10: (8, False), 15: (4, True),
     16: (4, False), 17: (8, True), 18: (8, False), 22: (8, False),
@@ -92,16 +92,16 @@ def test_fields_of_payloads_are_of_the_size_and_sign_of_their_type(kind: int) ->
     layouts: Layouts = {}
     add_entries(layouts, [(1, "Peer rank", kind, None)])
     payload: Any = b"\xfe" + b"\xff" * 7
-    found = decode(struct.pack("<QQQQ", 0, 1, len(payload), 0) + payload, layouts)
+    fields = decode(struct.pack("<QQQQ", 0, 1, len(payload), 0) + payload, layouts)
     if kind not in NVTX_TYPES:
-        assert found == {}
+        assert fields == {}
         return
     size, signed = NVTX_TYPES[kind]
-    assert found == {"peer": int.from_bytes(payload[:size], "little", signed=signed)}
+    assert fields == {"peer": int.from_bytes(payload[:size], "little", signed=signed)}
 
 
 def test_copies_of_nsight_are_named_by_their_ends() -> None:
-    """CUPTI's CUpti_ActivityMemcpyKind, in its order: host, device, array, peer."""
+    """Check the names against CUPTI's CUpti_ActivityMemcpyKind, in its order: host, device, array, peer."""
     ends = "HtoD DtoH HtoA AtoH AtoA AtoD DtoA DtoD HtoH PtoP".split()
     assert nsys._COPY_NAMES == {number: f"Memcpy {pair}" for number, pair in enumerate(ends, 1)}
 
@@ -109,6 +109,6 @@ def test_copies_of_nsight_are_named_by_their_ends() -> None:
 def test_a_field_that_an_export_puts_in_two_places_is_in_none() -> None:
     layouts: Layouts = {}
     add_entries(layouts, [(1, "Peer rank", 5, 8), (1, "Peer rank", 5, 16), (1, "Rank", 5, 4), (1, "Rank", 5, 4)])
-    assert layouts[1]["peer"] is None and layouts[1]["place"] is not None
+    assert layouts[1]["peer"] is None and layouts[1]["rank"] is not None
     add_entries(layouts, [(1, "Peer rank", 5, 8)])
     assert layouts[1]["peer"] is None

@@ -1,4 +1,4 @@
-"""What an input is, told from names and first bytes."""
+"""Detection of the input type from names and first bytes."""
 
 import gzip
 import json
@@ -80,20 +80,20 @@ SOUND = gzip.compress(TEN)
         ("rank1.json.gz", bytes(5000), "binary data of an unknown kind"),
         ("rank1.json.gz", SOUND[:10] + b"\xff" * 50, "the gzip data is damaged"),
         ("rank1.json.gz", SOUND[:3], "the gzip data is cut off"),
-        ("rank1.json.gz", b"version https://git-lfs.github.com/spec/v1\n", "no trace, for all its name"),
+        ("rank1.json.gz", b"version https://git-lfs.github.com/spec/v1\n", "not a trace, despite its name"),
         ("rank1.json", b'{"a": 1}', "no Kineto trace, or damaged at its beginning"),
         ("trace.json", b'{"schemaVersion": 1, "devi', "no Kineto trace, or damaged at its beginning"),
         ("rank1.json", b"PK\x03\x04", "a zip archive"),
         ("rank1.ringprof", b"", "the file is empty"),
-        ("rank1.sqlite", b"SQLite", "no trace, for all its name"),
+        ("rank1.sqlite", b"SQLite", "not a trace, despite its name"),
     ],
 )
 def test_a_damaged_trace_in_a_folder_does_not_vanish(tmp_path, name, data, reason):
     path = put(tmp_path, "rank0.json.gz", SOUND)
     bad = put(tmp_path, name, data)
-    found = detect([tmp_path])
-    assert found.paths == (path,) and found.in_folder
-    assert [str(problem).startswith(f"{bad}: {reason}") for problem in found.left_out] == [True]
+    detected = detect([tmp_path])
+    assert detected.paths == (path,) and detected.in_folder
+    assert [str(problem).startswith(f"{bad}: {reason}") for problem in detected.left_out] == [True]
     os.unlink(path)
     with pytest.raises(InputError, match=reason):
         detect([tmp_path])
@@ -112,8 +112,8 @@ def test_a_damaged_trace_in_a_folder_does_not_vanish(tmp_path, name, data, reaso
 def test_other_files_in_a_folder_are_passed_over(tmp_path, name, data):
     path = put(tmp_path, "rank0.json.gz", SOUND)
     put(tmp_path, name, data)
-    found = detect([tmp_path])
-    assert (found.paths, found.left_out) == ((path,), ())
+    detected = detect([tmp_path])
+    assert (detected.paths, detected.left_out) == ((path,), ())
 
 
 def test_ranks_of_which_only_the_reduced_form_is_there(tmp_path):
@@ -122,10 +122,10 @@ def test_ranks_of_which_only_the_reduced_form_is_there(tmp_path):
         put(tmp_path, f"rank{rank}.ringprof", reduced)
     put(tmp_path, "rank0.json.gz", SOUND)
     put(tmp_path, "rank2.json.gz", b"")
-    found = detect([tmp_path])
-    assert [os.path.basename(path) for path in found.paths] == ["rank0.json.gz", "rank1.ringprof", "rank2.ringprof"]
-    # No rank is lost with the empty one.
-    assert found.left_out == ()
+    detected = detect([tmp_path])
+    assert [os.path.basename(path) for path in detected.paths] == ["rank0.json.gz", "rank1.ringprof", "rank2.ringprof"]
+    # The empty file loses no rank: its reduced form is used.
+    assert detected.left_out == ()
 
 
 def test_links_out_of_a_folder_are_not_followed(tmp_path):
@@ -135,23 +135,23 @@ def test_links_out_of_a_folder_are_not_followed(tmp_path):
     (run / "rank1.json").symlink_to(here)
     (run / "rank2.json").symlink_to(secret)
     (run / "rank3.json").symlink_to("rank3.json")
-    found = detect([run])
-    assert found.paths == (str(run / "rank1.json"),)
-    assert [str(problem) for problem in found.left_out] == [
+    detected = detect([run])
+    assert detected.paths == (str(run / "rank1.json"),)
+    assert [str(problem) for problem in detected.left_out] == [
         f"{run}/rank2.json: leaves the run's folder through a link: give its own path"
     ]
-    assert read_traces(found.paths, in_folder=True, left_out=found.left_out)[0].warnings[-1].code == "left_out"
-    # A folder in it may be a link as well.
+    assert read_traces(detected.paths, in_folder=True, left_out=detected.left_out)[0].warnings[-1].code == "left_out"
+    # A subfolder may be a link as well.
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / "rank_0").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(InputError, match="leaves the run's folder through a link"):
         detect([tmp_path / "linked"])
-    # What the user names himself is his own.
+    # A link that the user names explicitly is followed.
     assert detect([run / "rank2.json"]).paths == (str(run / "rank2.json"),)
 
 
 def test_nothing_but_regular_files_is_opened(tmp_path):
-    """Nobody writes to this pipe: opening it would wait for ever."""
+    """Refuse a pipe without opening it: nobody writes to it, so opening it would block forever."""
     put(tmp_path, "rank0.json", TEN)
     os.mkfifo(tmp_path / "rank1.json")
     assert detect([tmp_path]).paths == (str(tmp_path / "rank0.json"),)
@@ -188,7 +188,7 @@ TENSORBOARD = "plugins/profile/node_41.1700000000000000000.pt.trace.json"
 
 
 def test_traces_of_a_tensorboard_folder(tmp_path):
-    """`tensorboard_trace_handler("logs/run1/plugins/profile")`, as TensorBoard's profiler plugin wants it."""
+    """Find traces in the folder structure that TensorBoard's profiler plugin needs (logs/run1/plugins/profile)."""
     logs = tmp_path / "logs"
     path = put(logs, f"run1/{TENSORBOARD}", TEN)
     put(logs, "run1/events.out.tfevents.17", b"x")
@@ -211,7 +211,7 @@ def test_several_runs_below_a_folder_are_listed(tmp_path):
     assert str(caught.value) == (
         f"{tmp_path}: 3 folders below hold runs or traces: give one, or those of one run: {listed}"
     )
-    # Each path that is listed can be given.
+    # Each listed path is a valid input.
     for name in listed.split(", "):
         assert detect([name]).type in ("run", "trace")
     assert len(detect(listed.split(", ")[1:]).paths) == 2
@@ -221,7 +221,7 @@ def test_several_runs_below_a_folder_are_listed(tmp_path):
 
 
 def test_the_number_of_runs_below_a_folder_is_not_understated(tmp_path):
-    """Not all 1,001 folders are looked at."""
+    """Stop the search before all 1,001 folders are visited."""
     for number in range(1001):
         put(tmp_path, f"run{number}/run.json", RUN)
     with pytest.raises(InputError, match="at least 1000 folders below hold runs or traces"):

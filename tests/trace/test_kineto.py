@@ -1,4 +1,4 @@
-"""Sound traces: every column, against literal values and against a slow reading of real ones."""
+"""Intact traces: every column is compared with literal values, and with a slow reference reader of real traces."""
 
 import gzip
 import json
@@ -88,7 +88,7 @@ def test_the_columns_of_a_small_trace():
 
 
 def slow_rows(path):
-    """Device activities by the standard library, one event after the other, times as Decimal."""
+    """Read device activities with the standard library, event by event, with times as Decimal."""
     with gzip.open(path) as file:
         whole = json.load(file, parse_float=Decimal, parse_int=Decimal)
     base = int(whole["baseTimeNanoseconds"])
@@ -117,19 +117,19 @@ def test_a_real_trace_equals_a_slow_reading(path):
     columns = (a.start_ns, a.end_ns, names, a.category, a.device, a.stream, a.correlation, a.external_id, a.size_bytes)
     assert sorted(zip(*(list(column) for column in columns), strict=True)) == rows
     calls = trace.launches
-    found = (calls.start_ns, calls.end_ns, calls.thread, calls.correlation)
-    assert sorted(zip(*(list(column) for column in found), strict=True)) == launches
+    launch_columns = (calls.start_ns, calls.end_ns, calls.thread, calls.correlation)
+    assert sorted(zip(*(list(column) for column in launch_columns), strict=True)) == launches
     assert trace.events_total == total
     assert trace.warnings == []
     assert trace.groups == {"0": tuple(range(8)), "default_pg": tuple(range(8))}
     assert {collective.name for collective in trace.collectives} == {"send", "recv", "wait"}
-    hops = [one for one in trace.collectives if one.name == "send" and one.dtype == "BFloat16"]
-    assert [(one.in_elements, one.destination_rank) for one in hops] == [(83886080, (trace.rank or 0) + 1)]
+    hops = [record for record in trace.collectives if record.name == "send" and record.dtype == "BFloat16"]
+    assert [(record.in_elements, record.destination_rank) for record in hops] == [(83886080, (trace.rank or 0) + 1)]
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000, 1 << 16])
 def test_pieces_do_not_show_in_the_result(size, monkeypatch):
-    """A file read in pieces of any size gives what one piece gives."""
+    """Read a file in pieces of any size with the same result as in one piece."""
     data = gzip.decompress(REAL[0].read_bytes())[:200_000]
     whole = parse_trace(data)
     monkeypatch.setattr("ringprof.trace.kineto.byte_source.PIECE_BYTES", max(size, 50))
@@ -233,7 +233,7 @@ def test_text_that_only_begins_like_a_number_is_none(text):
     assert whole_number(text) is None
     info = {"rank": text, "world_size": 8}
     assert parse_trace(document([kernel(0)], distributedInfo=info)).rank is None
-    # "1_000" is one to int(), to Decimal and to numpy.
+    # int(), Decimal and NumPy all accept "1_000" as a number.
     (row,) = parse_trace(document([kernel(0, args={"correlation": text})])).activities.correlation.tolist()
     assert row == NONE
 
@@ -308,7 +308,7 @@ def test_no_such_file(tmp_path):
 
 
 def test_memory_is_bounded_by_the_piece():
-    """The stream hands on pieces of about the size it reads, however long the list is."""
+    """Yield pieces of about the read size, however long the list of events is."""
     data = document([kernel(number) for number in range(60_000)])
     source = ByteSource(data, "-")
     pieces = list(EventStream(source, "-").pieces())
@@ -330,7 +330,7 @@ LAUNCH = {**OPERATOR, "cat": "cuda_runtime", "name": "cudaLaunchKernel", "args":
         ([OPERATOR, LAUNCH, kernel(0)], {"deviceProperties": [GPU]}, False),
         ([OPERATOR, LAUNCH], {"distributedInfo": {"backend": "gloo", "rank": 0}}, True),
         ([OPERATOR, {**LAUNCH, "name": "cudaGetDeviceCount"}], {"distributedInfo": {"backend": "gloo"}}, False),
-        # A run by gloo, on a machine that has a GPU for others.
+        # A gloo run on a machine with a GPU, which it does not use.
         ([OPERATOR], {"deviceProperties": [GPU], "distributedInfo": {"backend": "gloo", "rank": 0}}, False),
         ([OPERATOR], {"deviceProperties": [], "distributedInfo": {"backend": "gloo", "rank": 0}}, False),
         ([OPERATOR], {"distributedInfo": {"backend": "cpu:gloo,cuda:nccl", "rank": 0}}, True),
@@ -344,7 +344,7 @@ def test_a_gpu_run_without_device_activities_is_no_cpu_run(events, fields, lacks
 
 @pytest.mark.parametrize("category", ["mtia_ccp_events", "hpu_op", "privateuse1_kernels"])
 def test_rows_of_an_unknown_category_are_told(category):
-    """A device's rows that are not read make no CPU run; beside kernels that are read they are named."""
+    """Unread device rows do not make a CPU run; next to kernels that are read, they are named in a warning."""
     unknown = [kernel(number, cat=category) for number in range(3)]
     (warning,) = parse_trace(document([OPERATOR, *unknown])).warnings
     assert (warning.code, warning.message) == (
@@ -365,19 +365,19 @@ def test_other_writers_categories(category):
 
 
 def merged(name: str) -> bytes:
-    """Two ranks in one file, as tools of different people make it."""
+    """Return two ranks in one file, as merged by different tools."""
     launch = {**LAUNCH, "pid": 100}
     first = [kernel(number) for number in range(10)]
     match name:
         case "shifted processes":
-            second = [{**one, "pid": 1_000_000} for one in first]
+            second = [{**event, "pid": 1_000_000} for event in first]
         case "labelled processes":
-            first = [{**one, "pid": "[TP00] 0"} for one in first]
-            second = [{**one, "pid": "[TP01] 0"} for one in first]
+            first = [{**event, "pid": "[TP00] 0"} for event in first]
+            second = [{**event, "pid": "[TP01] 0"} for event in first]
         case _:
             first += [launch] * 10
             args = {"device": 1, "stream": 7}
-            second = [{**one, "pid": 1, "args": args} for one in first[:10]] + [{**launch, "pid": 200}] * 10
+            second = [{**event, "pid": 1, "args": args} for event in first[:10]] + [{**launch, "pid": 200}] * 10
     return document(first + second)
 
 
@@ -390,9 +390,9 @@ def test_ranks_merged_into_one_file_are_refused(name):
 @pytest.mark.parametrize(
     "events",
     [
-        # One row of thirty is damaged, not another rank's.
+        # One row of thirty is damage, not a second rank.
         [*(kernel(number) for number in range(30)), kernel(30, pid=5)],
-        # One process that drives two devices.
+        # One process drives two devices.
         [*(kernel(0, args={"device": device, "stream": 7}, pid=device) for device in (0, 1)), LAUNCH],
     ],
 )

@@ -1,4 +1,4 @@
-"""What a trace may say at most, on both sides of each limit; and what stands in where a fact is missing."""
+"""Limits on the values of a trace, tested on both sides; and defaults for missing facts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_device_annotation_is_of_the_device_in_its_arguments() -> None:
     ],
 )
 def test_streams_are_numbers_of_32_bits(stated: object, kept: int) -> None:
-    """Of pointers, as ROCm writes them, the lower bits."""
+    """Keep the lower bits of pointers, which ROCm writes as streams."""
     trace = parse_trace(document([kernel(0, args={"stream": stated})]))
     assert trace.activities.stream.tolist() == [kept]
 
@@ -93,8 +93,8 @@ def test_a_shortened_list_of_ranks_needs_a_stride(ranks: str, size: int, read: t
 @pytest.mark.parametrize(("elements", "kept"), [(1 << 48, 1 << 48), ((1 << 48) + 1, None), (-1, None), (True, None)])
 def test_a_message_has_a_quarter_of_a_quadrillion_elements_at_most(elements: object, kept: int | None) -> None:
     args = {"Collective name": "send", "In msg nelems": elements}
-    (found,) = parse_trace(document([kernel(0, args=args)])).collectives
-    assert found.in_elements == kept
+    (record,) = parse_trace(document([kernel(0, args=args)])).collectives
+    assert record.in_elements == kept
 
 
 def test_every_damaged_event_is_counted() -> None:
@@ -112,8 +112,8 @@ def test_what_follows_a_damaged_last_event_is_nothing() -> None:
 
 
 def test_traces_of_the_cpu_that_do_not_overlap_are_of_different_runs(tmp_path: Any) -> None:
-    for rank, at in enumerate((0, 10**9)):
-        events = [kernel(n, cat="cpu_op", name="aten::add", ts=at + n) for n in range(2)]
+    for rank, start in enumerate((0, 10**9)):
+        events = [kernel(n, cat="cpu_op", name="aten::add", ts=start + n) for n in range(2)]
         fields = {"distributedInfo": {"rank": rank, "world_size": 2}}
         (tmp_path / f"rank{rank}.json").write_text(json.dumps({**fields, "traceEvents": events}))
     traces = read_traces(sorted(tmp_path.iterdir()))
@@ -126,8 +126,8 @@ def test_traces_of_the_cpu_that_do_not_overlap_are_of_different_runs(tmp_path: A
 )
 def test_older_traces_give_a_peers_place_in_the_group(name: str, peer: int, ends: tuple[int | None, ...]) -> None:
     args = {"Collective name": name, "Group size": 2, "Process Group Ranks": "[4, 6]", "Rank": peer}
-    (found,) = parse_trace(document([kernel(0, args=args)])).collectives
-    assert (found.source_rank, found.destination_rank) == ends
+    (record,) = parse_trace(document([kernel(0, args=args)])).collectives
+    assert (record.source_rank, record.destination_rank) == ends
 
 
 @pytest.mark.parametrize("start", [0, 1234567890123])
@@ -144,7 +144,7 @@ def test_times_keep_their_nanoseconds_however_they_are_written(start: int) -> No
 
 
 def reduced(**changes: Any) -> Trace:
-    """A trace of two names and one collective through its reduced form, with columns of its activities changed."""
+    """Reduce and read a trace of two names and one collective, with changed columns of activities."""
     builder = Builder().run(FLASH, 0, 10, launched=1).run("send", 20, 30, launched=2, own=collective("send"))
     trace = builder.trace()
     activities = replace(trace.activities, **changes)
@@ -171,7 +171,7 @@ def test_every_index_of_a_reduced_trace_is_within_its_list() -> None:
 
 
 def test_no_part_of_a_reduced_trace_lasts_over_73_years() -> None:
-    """Also behind a part without rows, here the launches."""
+    """Refuse longer times also in a table that follows one without rows, here the launches."""
 
     def through(end_ns: int) -> Trace:
         return parse_reduced(reduce_trace(Builder().run(FLASH, 0, 10).mark("m", 0, end_ns).trace()), "rank0.ringprof")
@@ -181,36 +181,36 @@ def test_no_part_of_a_reduced_trace_lasts_over_73_years() -> None:
         through((1 << 61) + 1024)
 
 
-# --- what is kept, counted and told -----------------------------------------------------------------------
+# --- kept rows, counts and warnings -----------------------------------------------------------------------
 
 
 def test_ranks_named_by_groups_count_for_each_record(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = Builder().run("send", 0, 10, launched=1, own=collective("send", group_ranks=None)).trace()
     trace = replace(trace, groups={"cp": (0, 1, 2, 3)})
     monkeypatch.setattr(checks, "NAMED_LIMIT", 4)
-    assert checks.refuse_unsound(trace) is trace
+    assert checks.validate_trace(trace) is trace
     monkeypatch.setattr(checks, "NAMED_LIMIT", 3)
     with pytest.raises(TraceFormatError, match="name over 3 ranks"):
-        checks.refuse_unsound(trace)
+        checks.validate_trace(trace)
 
 
 def test_ranks_count_for_each_group_that_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two groups of one list of three ranks name six ranks."""
+    """Count six ranks for two groups that share one list of three ranks."""
     ranks = (0, 1, 2)
     trace = replace(Builder().run(FLASH, 0, 10).trace(), groups={"a": ranks, "b": ranks})
     monkeypatch.setattr(checks, "NAMED_LIMIT", 6)
-    assert checks.refuse_unsound(trace) is trace
+    assert checks.validate_trace(trace) is trace
     monkeypatch.setattr(checks, "NAMED_LIMIT", 5)
     with pytest.raises(TraceFormatError, match="groups name over 5 ranks"):
-        checks.refuse_unsound(trace)
+        checks.validate_trace(trace)
 
 
 def test_a_kernel_over_eight_others_of_its_stream_is_told_of_its_rank() -> None:
     builder = Builder().run(FLASH, 0, 1000).run(FLASH, 0, 1000, stream=8)
     for number in range(8):
         builder.run(FLASH, 10 + number, 11 + number)
-    (caveat,) = checks.overlaps(builder.trace().activities, 5)
-    assert (caveat.code, caveat.rank, caveat.count) == ("overlapping_kernels", 5, 1)
+    (warning,) = checks.overlap_warnings(builder.trace().activities, 5)
+    assert (warning.code, warning.rank, warning.count) == ("overlapping_kernels", 5, 1)
 
 
 def test_a_host_has_4096_devices_at_most() -> None:
@@ -230,7 +230,7 @@ def test_a_name_counts_for_memory_once() -> None:
 
 def test_rows_that_are_a_nanosecond_out_of_order_are_refused() -> None:
     trace = Builder().run(FLASH, 1000, 2000).run(FLASH, 1000, 2000).trace("a.json")
-    assert checks.refuse_unsound(trace) is trace
+    assert checks.validate_trace(trace) is trace
     swapped = replace(trace.activities, start_ns=np.array([1001, 1000]))
     with pytest.raises(TraceFormatError, match=r"a.json: damaged trace: of its activities the times are out of order"):
-        checks.refuse_unsound(replace(trace, activities=swapped))
+        checks.validate_trace(replace(trace, activities=swapped))

@@ -1,4 +1,4 @@
-"""Malformed and surprising traces: what is whole is read, the rest is counted and said."""
+"""Malformed and unusual traces: complete events are read, the others are counted in warnings."""
 
 import gzip
 import json
@@ -19,13 +19,13 @@ BETWEEN = TEN[TEN.rindex(b"}", 0, START_OF_FIFTH) : START_OF_FIFTH + 1]
 
 
 def changed(old, new):
-    """TEN with one change in or just before its fifth kernel."""
-    at = TEN.index(old, START_OF_FIFTH - len(BETWEEN) + 1 - 5 * old.startswith(b"}"))
-    return TEN[:at] + new + TEN[at + len(old) :]
+    """Return TEN with one change in or just before its fifth kernel."""
+    offset = TEN.index(old, START_OF_FIFTH - len(BETWEEN) + 1 - 5 * old.startswith(b"}"))
+    return TEN[:offset] + new + TEN[offset + len(old) :]
 
 
 def ten(**change):
-    """Ten kernels, the fifth changed, with a base time and real times of day."""
+    """Return ten kernels, the fifth changed, with a base time and realistic times."""
     real = [kernel(n, ts=4347463084898.731 + 100 * n) for n in range(10)]
     real[4].update(change)
     return document(real, **BASE)
@@ -37,7 +37,7 @@ def listed(events):
 
 UNLAUNCHED = {"missing_correlation": 1}
 
-# What stands in the file, kernels read, events skipped, {warning code: count}.
+# Content of the file, kernels read, events skipped, {warning code: count}.
 CASES = {
     "sound": (TEN, 10, 0, {}),
     "cut in an event": (TEN[: FIFTH + 30], 4, 1, {"truncated": 1}),
@@ -129,11 +129,11 @@ CASES = {
 @pytest.mark.parametrize(("data", "kernels", "skipped", "codes"), CASES.values(), ids=CASES)
 def test_malformed(data, kernels, skipped, codes):
     trace = parse_trace(data)
-    found = {warning.code: warning.count for warning in trace.warnings}
+    warning_counts = {warning.code: warning.count for warning in trace.warnings}
     if kernels is None:
-        assert codes.items() <= found.items()
+        assert codes.items() <= warning_counts.items()
         return
-    assert (len(trace.activities.start_ns), trace.events_skipped, found) == (kernels, skipped, codes)
+    assert (len(trace.activities.start_ns), trace.events_skipped, warning_counts) == (kernels, skipped, codes)
 
 
 def test_byte_offsets_point_at_the_damage():
@@ -172,7 +172,7 @@ def test_the_values_of_a_repaired_event_are_exact():
     [b'"', b'"\\', b'{"ph":[', b'{"ph":[{},', b'{"name":"', b'{"ph":"x', b"}", b"},", b"]", b'{"ph":"X"}],', b"\0"],
 )
 def test_garbage_ends_soon(unit):
-    """A megabyte of anything takes far less than a minute (the timeout is the test's)."""
+    """Read a megabyte of any text in far less than a minute, which the timeout of the test checks."""
     with pytest.raises(RingprofError):
         parse_trace(b'{"traceEvents":[' + unit * ((1 << 20) // len(unit)))
 
@@ -194,7 +194,7 @@ def test_only_what_escapes_nothing_is_mended():
 
 
 def test_after_a_repaired_event_others_are_looked_for_as_far_as_before():
-    """Half a megabyte of nothing, of four that may be looked at."""
+    """Pass over half a megabyte of zeros after a repaired event: the effort allows four megabytes."""
     data = ten(args={"x": float("nan"), "stream": 9})
     begin, end = data.index(b'"k6"'), data.index(b'"k7"')
     trace = parse_trace(data[:begin] + b"\0" * (1 << 19) + data[end:])
@@ -209,7 +209,7 @@ NOISE = (b'"', b"\\", b"{", b"}", b"[", b"]", b",", b":", b"\0", b"\xff", b"NaN"
 
 
 def read_or_refuse(data):
-    """A trace, or None where it was refused with one line."""
+    """Parse a trace; return None if it was refused with a one-line message."""
     try:
         return parse_trace(data, "mutated.json")
     except RingprofError as error:
@@ -219,9 +219,9 @@ def read_or_refuse(data):
 
 
 def mutated(data, changes):
-    for place, length, noise in changes:
-        at = place % (len(data) + 1)
-        data = data[:at] + noise + data[at + length :]
+    for position, length, noise in changes:
+        offset = position % (len(data) + 1)
+        data = data[:offset] + noise + data[offset + length :]
     return data
 
 
@@ -246,8 +246,8 @@ def test_any_mutation_of_compressed_data(changes):
 @settings(max_examples=30)
 def test_a_few_flipped_bits_lose_only_what_they_hit(flips):
     data = bytearray(SAMPLE)
-    for place, bit in flips:
-        data[place] ^= 1 << bit
+    for position, bit in flips:
+        data[position] ^= 1 << bit
     trace = read_or_refuse(bytes(data))
     assert trace is not None
     assert trace.events_total - trace.events_skipped >= WHOLE.events_total - 3 * len(flips)

@@ -1,4 +1,4 @@
-"""NCCL's NVTX payloads in an export made here by the documented schema: no real export with them was at hand."""
+"""NVTX payloads of NCCL in exports built from the documented schema; no real export with payloads was available."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 from ringprof.analysis.transfers.hops import TimedHop
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import Trace
-from ringprof.trace.nccl_payloads import CommunicatorPlaces, NcclCall
+from ringprof.trace.nccl_payloads import CommunicatorRanks, NcclCall
 from ringprof.trace.nsys import read_nsys
 from ringprof.trace.ranks import read_traces
 from tests.trace.test_nsys import TABLES, process
 
 INIT, GATHER, REDUCE, MESSAGE = (1 << 24) + 0, (1 << 24) + 4, (1 << 24) + 7, (1 << 24) + 9
 COMM, SIZE, INT, UINT64, SIZE_T = "NCCL communicator ID", "Message size [bytes]", 5, 18, 22
-# Schema, index, type, name, offset; that of a first field is not given.
+# Schema, index, type, name, offset; the first field of a schema has no offset.
 ENTRIES = [
     (INIT, 0, UINT64, COMM, None), (INIT, 1, INT, "No. of ranks", 8), (INIT, 2, INT, "Rank", 12),
     (INIT, 3, INT, "CUDA device", 16),
@@ -38,7 +38,7 @@ CREATE TABLE NVTX_PAYLOAD_SCHEMA_ENTRIES (domainId INT, schemaId INT, idx INT, f
     description TEXT, arrayOrUnionDetail INT, offset INT);
 """
 RING = 0xFEDC_BA98_7654_3210
-"""A communicator whose number needs all of 64 bits."""
+"""Communicator id that needs all 64 bits."""
 KERNELS = {
     1: "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
     2: "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
@@ -48,14 +48,14 @@ SENDRECV, REDUCESCATTER, ALLGATHER = KERNELS
 
 
 def payload(schema: int, *fields: int) -> bytes:
-    """Fields of 64 bits, then of 32."""
+    """Pack fields of 64 bits, then fields of 32 bits."""
     layout = {INIT: "<Qiiii", GATHER: "<QQ", REDUCE: "<QQii", MESSAGE: "<QQii"}[schema]
     data = struct.pack(layout, *fields, *[0] * (len(layout) - 1 - len(fields)))
     return struct.pack("<IIIIQQ", 1, 0, schema, 0, len(data), 32 + len(data)) + data
 
 
 class Job:
-    """An export that grows by one process, call and kernel after another."""
+    """Builder of an export, to which calls and kernels are added one by one."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.correlation = path, 0
@@ -66,10 +66,10 @@ class Job:
             "INSERT INTO NVTX_PAYLOAD_SCHEMA_ENTRIES VALUES (1, ?, ?, NULL, ?, ?, NULL, NULL, ?)", ENTRIES
         )
 
-    def call(self, pid: int, at: int, name: str, data: bytes | None) -> None:
+    def call(self, pid: int, start: int, name: str, data: bytes | None) -> None:
         number = 100 + sum(map(ord, name))
         self.connection.execute("INSERT OR IGNORE INTO StringIds VALUES (?, ?)", (number, name))
-        row = (at, at + 4, 59, None, number, process(pid) + 5, 1, data)
+        row = (start, start + 4, 59, None, number, process(pid) + 5, 1, data)
         self.connection.execute("INSERT INTO NVTX_EVENTS VALUES (?,?,?,?,?,?,?,?)", row)
 
     def kernel(self, pid: int, device: int, launched: int, start: int, end: int, name: int) -> None:
@@ -89,14 +89,17 @@ class Job:
         return read_traces([self.path])
 
 
-def ring(path: Path, places: dict[int, int]) -> Job:
-    """Two processes that send to each other; the second begins 300 ns later, and both end together."""
+def ring(path: Path, ranks: dict[int, int]) -> Job:
+    """Add two processes that send to each other; rank 1 starts 300 ns later, and both end together.
+
+    ``ranks``: rank in the communicator by process id.
+    """
     job = Job(path)
-    for device, (pid, place) in enumerate(places.items()):
-        job.call(pid, 10, "ncclCommInitRankConfig", payload(INIT, RING, 2, place, device))
-        job.call(pid, 100, "ncclSend", payload(MESSAGE, RING, 4096, 1 - place))
-        job.call(pid, 110, "ncclRecv", payload(MESSAGE, RING, 4096, 1 - place))
-        job.kernel(pid, device, 120, 1000 + 300 * place, 2000, SENDRECV)
+    for device, (pid, rank) in enumerate(ranks.items()):
+        job.call(pid, 10, "ncclCommInitRankConfig", payload(INIT, RING, 2, rank, device))
+        job.call(pid, 100, "ncclSend", payload(MESSAGE, RING, 4096, 1 - rank))
+        job.call(pid, 110, "ncclRecv", payload(MESSAGE, RING, 4096, 1 - rank))
+        job.kernel(pid, device, 120, 1000 + 300 * rank, 2000, SENDRECV)
     return job
 
 
@@ -106,7 +109,7 @@ def hops_of(traces: list[Trace]) -> list[list[TimedHop]]:
 
 def test_a_hop_has_its_bytes_peers_and_group_and_its_wait(tmp_path: Path) -> None:
     first, second = ring(tmp_path / "all.sqlite", {41: 0, 77: 1}).read()
-    assert [(one.name, one.group_ranks) for one in first.collectives] == [("send", (0, 1)), ("recv", (0, 1))]
+    assert [(record.name, record.group_ranks) for record in first.collectives] == [("send", (0, 1)), ("recv", (0, 1))]
     ((early,), (late,)) = hops_of([first, second])
     assert (early.sent_to, early.received_from, early.sent_bytes) == ((1,), (1,), 4096)
     assert (late.sent_to, late.received_from, late.sent_bytes) == ((0,), (0,), 4096)
@@ -117,22 +120,22 @@ def test_a_hop_has_its_bytes_peers_and_group_and_its_wait(tmp_path: Path) -> Non
 
 
 def test_a_rank_is_the_place_in_the_communicator_of_all(tmp_path: Path) -> None:
-    """Where each process sees one device only, devices order nothing."""
+    """Order processes by communicator rank: where each process sees only one device, the device gives no order."""
     first, second = ring(tmp_path / "all.sqlite", {41: 1, 77: 0}).read()
-    assert [int(one.activities.start_ns[0]) for one in (first, second)] == [1000, 1300]
+    assert [int(trace.activities.start_ns[0]) for trace in (first, second)] == [1000, 1300]
     ((early,), (late,)) = hops_of([first, second])
     assert (early.sent_to, late.sent_to) == ((1,), (0,))
 
 
 def test_a_peer_is_a_rank_of_the_communicator_and_not_of_the_job(tmp_path: Path) -> None:
-    """Ranks 1 and 3 of 4 are 0 and 1 of theirs."""
+    """Translate communicator ranks 0 and 1 to the job ranks 1 and 3."""
     job = Job(tmp_path / "all.sqlite")
     for rank in range(4):
         job.call(10 + rank, 10, "ncclCommInitRank", payload(INIT, 7, 4, rank, rank))
-    for place, rank in enumerate((1, 3)):
-        job.call(10 + rank, 20, "ncclCommSplit", payload(INIT, 8, 2, place, rank))
-        job.call(10 + rank, 100, "ncclSend", payload(MESSAGE, 8, 64, 1 - place))
-        job.call(10 + rank, 104, "ncclRecv", payload(MESSAGE, 8, 64, 1 - place))
+    for communicator_rank, rank in enumerate((1, 3)):
+        job.call(10 + rank, 20, "ncclCommSplit", payload(INIT, 8, 2, communicator_rank, rank))
+        job.call(10 + rank, 100, "ncclSend", payload(MESSAGE, 8, 64, 1 - communicator_rank))
+        job.call(10 + rank, 104, "ncclRecv", payload(MESSAGE, 8, 64, 1 - communicator_rank))
     for rank in range(4):
         job.kernel(10 + rank, rank, 120, 1000, 2000, SENDRECV if rank % 2 else ALLGATHER)
     hops = hops_of(job.read())
@@ -141,7 +144,7 @@ def test_a_peer_is_a_rank_of_the_communicator_and_not_of_the_job(tmp_path: Path)
 
 
 def test_a_second_file_counts_its_ranks_on(tmp_path: Path) -> None:
-    """Two hosts, each with a communicator of its own: what is 0 in the second file is rank 2."""
+    """Read two hosts with a communicator each: communicator rank 0 of the second file is rank 2."""
     for name in ("a.sqlite", "b.sqlite"):
         job = ring(tmp_path / name, {41: 0, 77: 1})
         job.connection.commit()
@@ -168,12 +171,15 @@ def collectives(path: Path) -> Job:
 
 
 def test_bytes_and_waits_of_collectives(tmp_path: Path) -> None:
-    """NCCL tells what a rank receives of a reduce-scatter: three times as much leaves each of four ranks. Sends to all,
-    itself among them, are an all-to-all and no hop."""
+    """Convert the bytes that NCCL reports to the bytes that each rank sends.
+
+    For a reduce-scatter, NCCL reports the bytes that a rank receives; each of four ranks sends three times as much.
+    Sends to all ranks, including the sender, are an all-to-all and not a hop.
+    """
     attribution = attribute(collectives(tmp_path / "all.sqlite").read())
     for number, rank in enumerate(attribution.ranks):
-        told = [(split.transfer.kind, split.transfer.sent_bytes, split.wait_ns) for split in rank.splits]
-        assert told == [
+        transfers = [(split.transfer.kind, split.transfer.sent_bytes, split.wait_ns) for split in rank.splits]
+        assert transfers == [
             ("reduce_scatter", 3000, 300 - 100 * number),
             ("all_gather", 3000, 0),
             ("all_to_all", 30, 150 - 50 * number),
@@ -182,14 +188,14 @@ def test_bytes_and_waits_of_collectives(tmp_path: Path) -> None:
 
 
 def test_bytes_of_ncclAlltoAll(tmp_path: Path) -> None:
-    """NCCL tells what goes to each rank: of four ranks each sends 1000 bytes to three others."""
+    """Count 1000 bytes to three other ranks: for an all-to-all, NCCL reports the bytes per peer."""
     job = Job(tmp_path / "all.sqlite")
     for rank in range(4):
         job.call(10 + rank, 10, "ncclCommInitRank", payload(INIT, 7, 4, rank, rank))
         job.call(10 + rank, 100, "ncclAlltoAll", payload(GATHER, 7, 1000))
         job.kernel(10 + rank, rank, 101, 1000 + 100 * rank, 2000, SENDRECV)
-    for number, found in enumerate(attribute(job.read()).ranks):
-        (split,) = found.splits
+    for number, rank_result in enumerate(attribute(job.read()).ranks):
+        (split,) = rank_result.splits
         assert (split.transfer.kind, split.transfer.sent_bytes) == ("all_to_all", 3000)
         assert (split.wait_ns, split.wire_ns) == (300 - 100 * number, 700)
 
@@ -230,7 +236,7 @@ def changed(path: Path, script: str, *values: Any) -> list[Trace]:
 )
 def test_without_a_sound_payload_a_hop_is_as_it_was(tmp_path: Path, script: str, values: tuple[Any, ...]) -> None:
     traces = changed(tmp_path / "all.sqlite", script, *values)
-    assert [one.collectives for one in traces] == [[], []]
+    assert [trace.collectives for trace in traces] == [[], []]
     for (hop,) in hops_of(traces):
         assert (hop.sent_to, hop.sent_bytes, hop.wait_ns) == ((), None, None)
 
@@ -239,7 +245,7 @@ def test_without_a_sound_payload_a_hop_is_as_it_was(tmp_path: Path, script: str,
 def test_a_size_that_no_message_has(tmp_path: Path, field: int) -> None:
     data = payload(MESSAGE, RING, field, 1)
     traces = changed(tmp_path / "all.sqlite", "UPDATE NVTX_EVENTS SET binaryData = ? WHERE end > 50", data)
-    assert [one.collectives for one in traces] == [[], []]
+    assert [trace.collectives for trace in traces] == [[], []]
 
 
 @pytest.mark.parametrize("peer", [-1, 2, 2**31 - 1])
@@ -257,7 +263,7 @@ def test_a_field_outside_the_payload_is_not_read(tmp_path: Path, offset: int) ->
 
 
 def test_long_payloads_are_not_in_memory(tmp_path: Path) -> None:
-    """All rows of this export are fetched at once, with 45 MB of payloads."""
+    """Keep memory low for an export whose rows are fetched in one chunk, with 45 MB of payloads."""
     job = ring(tmp_path / "all.sqlite", {41: 0, 77: 1})
     row = "1, 2, 59, NULL, 100, 5, 1, zeroblob(900000)"
     job.connection.executescript(f"WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c LIMIT 50)"
@@ -268,19 +274,19 @@ def test_long_payloads_are_not_in_memory(tmp_path: Path) -> None:
     traces = read_nsys(tmp_path / "all.sqlite")
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert [len(one.collectives) for one in traces] == [2, 2]
+    assert [len(trace.collectives) for trace in traces] == [2, 2]
     assert most < 10_000_000
 
 
 @pytest.mark.parametrize(
-    ("ranks", "place"), [(None, 1), (2, None), (2, 2), (2, -1), (1 << 21, 1), (3, 1)], ids=str
+    ("ranks", "rank"), [(None, 1), (2, None), (2, 2), (2, -1), (1 << 21, 1), (3, 1)], ids=str
 )  # fmt: skip
-def test_a_place_that_no_rank_can_have_is_nobodys(ranks: int | None, place: int | None) -> None:
-    """The first call is of place 0 of 2; alone it tells nothing of the second."""
-    places = CommunicatorPlaces()
-    places.add(NcclCall("comminitrank", 7, ranks=2, place=0), 100)
-    places.add(NcclCall("comminitrank", 7, ranks=ranks, place=place), 200)
-    assert places.members() == {}
+def test_an_invalid_rank_in_a_communicator_is_ignored(ranks: int | None, rank: int | None) -> None:
+    """The first call has rank 0 of 2; alone it does not give the members."""
+    communicators = CommunicatorRanks()
+    communicators.add(NcclCall("comminitrank", 7, ranks=2, rank=0), 100)
+    communicators.add(NcclCall("comminitrank", 7, ranks=ranks, rank=rank), 200)
+    assert communicators.members() == {}
     if ranks != 3:  # which contradicts the first
-        places.add(NcclCall("comminitrank", 7, ranks=2, place=1), 300)
-        assert places.members() == {7: (100, 300)}
+        communicators.add(NcclCall("comminitrank", 7, ranks=2, rank=1), 300)
+        assert communicators.members() == {7: (100, 300)}

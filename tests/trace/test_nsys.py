@@ -1,4 +1,4 @@
-"""Nsight Systems exports, made here with the tables that a real one has."""
+"""Nsight Systems exports, built here with the tables of a real export."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def process(number):
 
 
 def export(path, *pids, damaged=False, thread_number=5):
-    """Per process: a flash kernel beside a send/recv, a peer copy and a set, launched inside an NVTX range."""
+    """Write an export: per process, a flash kernel, a send/recv, a peer copy and a memory set within an NVTX range."""
     connection = sqlite3.connect(path)
     connection.executescript(TABLES)
     connection.executemany("INSERT INTO StringIds VALUES (?,?)", [(1, FLASH), (2, NCCL), (3, "train step")])
@@ -56,9 +56,9 @@ def export(path, *pids, damaged=False, thread_number=5):
         connection.execute(
             "INSERT INTO CUPTI_ACTIVITY_KIND_MEMSET VALUES (2700,2800,?,8,5,?,64)", (device, process(pid))
         )
-        for correlation, at in enumerate((100, 110, 800, 120, 130), start=1):
+        for correlation, launch in enumerate((100, 110, 800, 120, 130), start=1):
             connection.execute(
-                "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?,?,?,?,3)", (at, at + 5, thread, correlation)
+                "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?,?,?,?,3)", (launch, launch + 5, thread, correlation)
             )
         connection.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (1,2,?,99,3)", (thread,))
         connection.execute("INSERT INTO NVTX_EVENTS VALUES (50,500,59,NULL,3,?)", (thread,))
@@ -82,7 +82,7 @@ def test_the_columns_of_one_process(tmp_path):
     assert rows.category.tolist() == [KERNEL, KERNEL, MEMCPY, MEMSET, KERNEL]
     assert rows.size_bytes.tolist() == [-1, -1, 4096, 64, -1]
     assert rows.graph_node.tolist() == [-1] * 5
-    # The call that launched nothing is left out.
+    # The call that launches nothing is left out.
     assert trace.launches.correlation.tolist() == [1, 2, 4, 5, 3]
     assert [trace.names[name] for name in trace.annotations.name] == ["train step"]
     assert [trace.names[name] for name in trace.operators.name] == ["aten::mm"]
@@ -92,7 +92,7 @@ def test_the_columns_of_one_process(tmp_path):
 
 
 def test_threads_have_24_bits(tmp_path):
-    """A process is what stands above them: a thread's number beyond 65,535 must not make it another process's."""
+    """Take the process from the upper bits of a global thread id; thread numbers above 65,535 must not change it."""
     (trace,) = read_nsys(export(tmp_path / "one.sqlite", 41, thread_number=70_000))
     assert trace.launches.correlation.tolist() == [1, 2, 4, 5, 3]
     assert trace.launches.thread.tolist() == [(41 << 24) + 70_000] * 5
@@ -134,7 +134,7 @@ def test_ringprofs_own_ranges_are_no_operators(tmp_path):
     (trace,) = read_nsys(path)
     assert [trace.names[name] for name in trace.operators.name] == ["aten::mm"]
     (rank,) = attribute([trace]).ranks
-    # The kernels launched at 100 and 110 are inside: from 1000 to 2500.
+    # The kernels launched at 100 and 110 are in the range; they run from 1000 to 2500.
     assert (rank.window.source, rank.breakdown.wall_ns) == ("ringprof", 1500)
 
 

@@ -1,4 +1,4 @@
-"""An export from a stranger is a database: it runs nothing, hangs nothing and is not believed."""
+"""Untrusted exports: a database must not run code, must not hang the reader, and its values are validated."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_what_is_no_plain_table_is_refused(tmp_path: Path, script: str, table: s
 
 
 def test_columns_that_are_computed_are_not_read(tmp_path: Path) -> None:
-    """400 MB a row would come of this one."""
+    """Skip a computed column, which would give 400 MB per row."""
     computed = "value TEXT GENERATED ALWAYS AS (hex(zeroblob(200000000))) VIRTUAL"
     script = f"DROP TABLE StringIds; CREATE TABLE StringIds (id INTEGER PRIMARY KEY, {computed});"
     (trace,) = read_nsys(changed(tmp_path / "one.sqlite", script + "INSERT INTO StringIds (id) VALUES (1), (2)"))
@@ -64,7 +64,7 @@ def test_columns_that_are_computed_are_not_read(tmp_path: Path) -> None:
 
 
 def test_no_index_is_believed(tmp_path: Path) -> None:
-    """One that an attacker has emptied would hide rows; here one of another table stands in its place."""
+    """Read tables without indexes, which an attacker can empty to hide rows. Here, one has another table's page."""
     path = changed(tmp_path / "one.sqlite", "CREATE INDEX fast ON StringIds (id, value); CREATE TABLE other (a);")
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript(
@@ -80,10 +80,10 @@ def test_no_index_is_believed(tmp_path: Path) -> None:
 def test_any_value_in_a_column_of_numbers(tmp_path: Path, column: str, value: str) -> None:
     script = f"UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET {column} = {value} WHERE correlationId = 2"
     (trace, *others) = read_nsys(changed(tmp_path / "one.sqlite", script))
-    kept = sum(len(one.activities.start_ns) for one in (trace, *others))
-    told = {warning.code for one in (trace, *others) for warning in one.warnings}
+    kept = sum(len(part.activities.start_ns) for part in (trace, *others))
+    codes = {warning.code for part in (trace, *others) for warning in part.warnings}
     assert kept == (4 if column in ("start", "end") else 5)
-    assert ("damaged_events" in told) == (kept == 4)
+    assert ("damaged_events" in codes) == (kept == 4)
 
 
 @pytest.mark.parametrize("value", ["'x'", "x'ff'", "NULL", "-5", "1e9"])
@@ -103,7 +103,7 @@ def test_more_processes_than_a_host_can_run(tmp_path: Path) -> None:
 
 
 def test_a_tree_whose_branches_are_all_the_same_one(tmp_path: Path) -> None:
-    """A few pages that name each other again and again hold billions of rows."""
+    """Stop reading a tree in which a few pages refer to each other repeatedly and give billions of rows."""
     path = tmp_path / "tree.sqlite"
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript("PRAGMA page_size=512; VACUUM")
@@ -114,8 +114,8 @@ def test_a_tree_whose_branches_are_all_the_same_one(tmp_path: Path) -> None:
         connection.commit()
         (root,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'StringIds'").fetchone()
     data = bytearray(path.read_bytes())
-    inner = [at for at in range(512, len(data), 512) if data[at] == 5 and at != (root - 1) * 512]
-    leaf = next(at for at in range(512, len(data), 512) if data[at] == 13)
+    inner = [offset for offset in range(512, len(data), 512) if data[offset] == 5 and offset != (root - 1) * 512]
+    leaf = next(offset for offset in range(512, len(data), 512) if data[offset] == 13)
     line = [(root - 1) * 512, *inner[:15], leaf]
     for page, below in pairwise(line):
         (count,) = struct.unpack(">H", data[page + 3 : page + 5])
@@ -128,7 +128,7 @@ def test_a_tree_whose_branches_are_all_the_same_one(tmp_path: Path) -> None:
 
 
 def varint(number: int) -> bytes:
-    """A whole number as SQLite writes it."""
+    """Encode an integer as an SQLite varint."""
     groups = [number & 127]
     while number := number >> 7:
         groups.append(number & 127 | 128)
@@ -136,11 +136,11 @@ def varint(number: int) -> bytes:
 
 
 def test_a_text_that_is_longer_than_its_file(tmp_path: Path) -> None:
-    """A chain of pages that leads back to its beginning has no end."""
+    """Stop reading a chain of overflow pages that leads back to its start."""
     path, size = tmp_path / "one.sqlite", 3_000_000
     changed(path, f"UPDATE StringIds SET value = '{'k' * size}' WHERE id = 1")
     data = bytearray(path.read_bytes())
-    # A row's first 6 bytes say what is in it; on its page stand as many more as fill the last page of its chain.
+    # The first 6 bytes of a row are its header. Its page also holds the bytes that exceed full overflow pages.
     cell = data.index(varint(size + 6) + varint(1) + b"\6\0" + varint(13 + 2 * size))
     longer = size + 25_000 * (4096 - 4)
     row = varint(longer + 6) + varint(1) + b"\6\0" + varint(13 + 2 * longer)
@@ -182,7 +182,7 @@ def test_every_cut_is_told(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An export whose 5 million calls take seconds to read."""
+    """Return an export whose 5 million calls take seconds to read."""
     counted = f"{ENDLESS} INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME SELECT x, x + 1, x, x, 3 FROM c LIMIT 5000000"
     return changed(tmp_path_factory.mktemp("large") / "large.sqlite", counted)
 
@@ -194,7 +194,7 @@ def test_a_signal_ends_the_reading(large: Path, number: signal.Signals) -> None:
         cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     opened = Path(f"/proc/{process.pid}/fd")
-    while not any(os.path.realpath(one) == str(large.resolve()) for one in opened.iterdir()):
+    while not any(os.path.realpath(link) == str(large.resolve()) for link in opened.iterdir()):
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(number)

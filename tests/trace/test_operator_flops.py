@@ -1,4 +1,4 @@
-"""FLOPs of operators: against masks that are spelled out, and for arguments that do not tell the work."""
+"""FLOPs of operators: compared with explicit masks, and for arguments that do not determine the work."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ BF16 = "c10::BFloat16"
 
 
 def call(*sizes, values=(), types=None):
-    """A call with tensors of these sizes (None for other arguments) and these texts of the others."""
+    """Build a call with tensors of these sizes (None for other arguments) and these texts for the others."""
     shapes = [tuple(size or ()) for size in sizes]
     return Call(shapes, [BF16 if shape else "" for shape in shapes] if types is None else types, list(values))
 
 
 def counted(name, call) -> OperatorFlops:
-    """The FLOPs of a call that has a count."""
-    found = flops_of(name, call)
-    assert found is not None
-    return found
+    """Return the FLOPs of a call, which must have a count."""
+    flops = flops_of(name, call)
+    assert flops is not None
+    return flops
 
 
 def pairs(queries, keys, *, bottom_right, left=-1, right=0):
-    """Pairs of a query and a key that a mask shows, counted one by one."""
+    """Count the visible query-key pairs of an explicit mask."""
     query, key = np.arange(queries)[:, None], np.arange(keys)[None, :]
     distance = key - query - (keys - queries if bottom_right else 0)
     seen = np.ones((queries, keys), bool)
@@ -48,7 +48,7 @@ def test_a_matrix_product_is_a_multiplication_and_an_addition_for_every_pair():
 @pytest.mark.parametrize(("queries", "keys"), [(6, 6), (4, 9), (9, 4), (1, 5)])
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_causal_mask_counts_what_it_shows_and_half_of_a_square(queries, keys, backward):
-    """Aligned bottom right by flash-attn, top left by PyTorch's other kernels; heads of 16 over v's of 8."""
+    """Check alignment bottom right (flash-attn) and top left (other kernels of PyTorch); head sizes 16 and 8 (v)."""
     batch, heads, size, v_size = 2, 6, 16, 8
     per_pair = 2 * (3 * size + 2 * v_size) if backward else 2 * (size + v_size)
     for name, bottom_right, causal in (
@@ -59,10 +59,10 @@ def test_a_causal_mask_counts_what_it_shows_and_half_of_a_square(queries, keys, 
         values = [""] * causal + ["True"]
         if backward:
             shapes = [(batch, heads, queries, v_size), *shapes]
-        found = counted(name + "_backward" * backward, call(*shapes, values=values))
+        result = counted(name + "_backward" * backward, call(*shapes, values=values))
         seen = queries * keys / 2 if queries == keys else pairs(queries, keys, bottom_right=bottom_right)
-        assert found.flops == batch * heads * per_pair * seen
-        assert found.causal == 1
+        assert result.flops == batch * heads * per_pair * seen
+        assert result.causal == 1
         dense = counted(name + "_backward" * backward, call(*shapes, values=[*values[:-1], "False"]))
         assert (dense.flops, dense.causal) == (batch * heads * per_pair * queries * keys, 0)
 
@@ -71,17 +71,17 @@ def test_a_causal_mask_counts_what_it_shows_and_half_of_a_square(queries, keys, 
 def test_a_window_counts_what_it_shows(left, right, causal):
     values = ["", "", "", "0.", "0.125", str(causal), str(left), str(right), "0.", "", "False"]
     shape = (1, 7, 3, 16)
-    found = counted("flash_attn::_flash_attn_forward", call(shape, shape, shape, values=values))
+    result = counted("flash_attn::_flash_attn_forward", call(shape, shape, shape, values=values))
     seen = pairs(7, 7, bottom_right=True, left=left, right=0 if causal else right)
     if left == -1:
         seen = 7 * 7 / 2
-    assert (found.flops, found.causal) == (3 * 4 * 16 * seen, 1)
+    assert (result.flops, result.causal) == (3 * 4 * 16 * seen, 1)
 
 
 def test_a_mask_that_is_not_recorded_counts_dense_and_says_so():
     shape = (2, 4, 8, 16)
-    found = counted("aten::_scaled_dot_product_flash_attention", call(shape, shape, shape))
-    assert (found.flops, found.causal) == (4 * 2 * 4 * 8 * 8 * 16, NONE)
+    result = counted("aten::_scaled_dot_product_flash_attention", call(shape, shape, shape))
+    assert (result.flops, result.causal) == (4 * 2 * 4 * 8 * 8 * 16, NONE)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_chunks_and_packed_sequences_do_not_tell_the_work():
 
 
 def test_a_convolution_counts_every_weight_at_every_place_of_its_output():
-    """A picture of 9 x 8, three by three with stride 2, padding 1: 5 x 4 places."""
+    """Check a 3 x 3 convolution of a 9 x 8 image with stride 2 and padding 1: 5 x 4 output positions."""
     values = ["", "", "", "[2, 2]", "[1, 1]", "[1, 1]", "False", "[0, 0]", "2"]
     forward = counted("aten::convolution", call((3, 4, 9, 8), (6, 2, 3, 3), None, values=values))
     assert forward.flops == 2 * 3 * (5 * 4) * 6 * 2 * 9
@@ -124,7 +124,7 @@ def test_the_data_type_is_that_of_the_first_tensor():
     assert FLOP_DTYPES[dtype("c10::Float8_e4m3fn", BF16).dtype] == "fp8"
     assert FLOP_DTYPES[dtype("float", "float").dtype] == "fp32"
     assert dtype().dtype == NONE
-    # Two numbers in each element, and four products for one of complex numbers.
+    # Packed types have two numbers per element; a complex product needs four real ones.
     assert dtype("c10::Float4_e2m1fn_x2", "c10::Float4_e2m1fn_x2") is None
     assert dtype("c10::complex<float>", "c10::complex<float>") is None
 
@@ -144,5 +144,5 @@ def test_damaged_arguments_have_no_count(name):
     for first in odd:
         for second in odd:
             for values in texts:
-                found = flops_of(name, Call([first, second, second, first] * 3, [], values))
-                assert found is None or 0 <= found.flops <= FLOPS_LIMIT
+                result = flops_of(name, Call([first, second, second, first] * 3, [], values))
+                assert result is None or 0 <= result.flops <= FLOPS_LIMIT

@@ -1,4 +1,4 @@
-"""Several ranks: order, checks, and reading in other processes."""
+"""Reading of several ranks: order, checks, and parallel processes."""
 
 import json
 import subprocess
@@ -39,11 +39,11 @@ def test_sorted_by_rank():
 
 
 def test_other_processes_give_the_same():
-    here, there = read_traces(REAL, jobs=1), read_traces(REAL, jobs=2)
-    for one, other in zip(here, there, strict=True):
-        assert (one.names, one.collectives, one.warnings) == (other.names, other.collectives, other.warnings)
-        for field in one.activities.__struct_fields__:
-            assert np.array_equal(getattr(one.activities, field), getattr(other.activities, field))
+    serial, parallel = read_traces(REAL, jobs=1), read_traces(REAL, jobs=2)
+    for trace, other in zip(serial, parallel, strict=True):
+        assert (trace.names, trace.collectives, trace.warnings) == (other.names, other.collectives, other.warnings)
+        for field in trace.activities.__struct_fields__:
+            assert np.array_equal(getattr(trace.activities, field), getattr(other.activities, field))
 
 
 def test_an_error_in_another_process_is_the_same_error(tmp_path):
@@ -56,7 +56,7 @@ def test_an_error_in_another_process_is_the_same_error(tmp_path):
 
 
 def test_a_script_without_a_main_guard(tmp_path):
-    """Other processes must not run the caller's script again."""
+    """Check that reading processes do not run the caller's script again."""
     script = tmp_path / "script.py"
     paths = [str(path) for path in REAL]
     script.write_text(
@@ -95,7 +95,7 @@ CYCLE_NS = 10**9
 
 
 def cycle(folder, process, number, rank=None):
-    """A trace of one profiler cycle, named as `tensorboard_trace_handler` names it; cycles are a second apart."""
+    """Write a trace of one profiler cycle with the name of `tensorboard_trace_handler`; cycles are a second apart."""
     name = f"node_{process}.{1_700_000_000_000_000_000 + number * CYCLE_NS}.pt.trace.json"
     return write(folder, name, rank, start=10_000 * number)
 
@@ -115,10 +115,10 @@ def test_cycles_of_one_process_are_one_rank(tmp_path, named, processes, cycles):
     assert [trace.rank for trace in traces] == expected
     newest = kernel(10_000 * (cycles - 1))["ts"]
     assert [trace.activities.start_ns[0] for trace in traces] == [newest * 1000] * len(processes)
-    (warning,) = [one for trace in traces for one in trace.warnings if one.code == "profiler_cycles"]
+    (warning,) = [notice for trace in traces for notice in trace.warnings if notice.code == "profiler_cycles"]
     assert warning.count == len(processes) * (cycles - 1)
     assert str(paths[0]) in warning.message
-    assert {one.code for trace in traces for one in trace.warnings} <= {"profiler_cycles", "assumed_ranks"}
+    assert {notice.code for trace in traces for notice in trace.warnings} <= {"profiler_cycles", "assumed_ranks"}
 
 
 def test_the_newest_cycle_is_one_that_every_process_wrote(tmp_path):
@@ -130,7 +130,7 @@ def test_the_newest_cycle_is_one_that_every_process_wrote(tmp_path):
 
 
 def test_ranks_with_one_name_are_no_cycles_of_a_process(tmp_path):
-    """A worker's name that is given to all ranks, or a process id that two containers share."""
+    """Accept a worker name shared by all ranks, or a process id shared by two containers."""
     together = [tmp_path / f"run_1.{1_700_000_000_000_000_000 + number}.pt.trace.json" for number in (0, 1)]
     for path in together:
         write(tmp_path, path.name)
@@ -144,7 +144,7 @@ def test_ranks_with_one_name_are_no_cycles_of_a_process(tmp_path):
 
 
 def test_cycles_with_mixed_runs_are_one_rank(tmp_path):
-    """Also where traces are held in files, as of many ranks."""
+    """Report one rank per process, with mixed runs, and for many ranks whose traces are stored in files."""
     paths = [cycle(tmp_path, process, number) for process in (41, 42) for number in (0, 1)]
     for options in ({}, {"mixed_runs": True}, {"scheduler": None, "jobs": 2}):
         assert ringprof.load(paths, **options).ranks == [0, 1]

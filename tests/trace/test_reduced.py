@@ -1,4 +1,4 @@
-"""A reduced trace says all that its trace says, and one from a stranger does no harm."""
+"""Reduced traces: they hold everything that the analysis needs, and untrusted ones are safe to read."""
 
 import json
 import random
@@ -22,15 +22,15 @@ TEN_EVENTS = [kernel(number) for number in range(10)]
 SOURCES = [*REAL, RUNS / "cpu4-burst-4096" / "rank1.json.gz", RUNS / "h200x4-burst-262144-copied" / "rank2.json.gz"]
 
 
-def assert_same(one: Trace, other: Trace) -> None:
+def assert_same(first: Trace, second: Trace) -> None:
     for field in Trace.__struct_fields__:
-        mine, theirs = getattr(one, field), getattr(other, field)
-        if isinstance(mine, msgspec.Struct):
-            for column in mine.__struct_fields__:
-                a, b = getattr(mine, column), getattr(theirs, column)
+        expected, actual = getattr(first, field), getattr(second, field)
+        if isinstance(expected, msgspec.Struct):
+            for column in expected.__struct_fields__:
+                a, b = getattr(expected, column), getattr(actual, column)
                 assert a.dtype == b.dtype and np.array_equal(a, b), (field, column)
         else:
-            assert mine == theirs, field
+            assert expected == actual, field
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}-{path.name}")
@@ -38,7 +38,7 @@ def test_nothing_is_lost(path):
     trace = read_trace(path)
     data = reduce_trace(trace)
     assert_same(trace, parse_reduced(data))
-    # Smaller than the gzipped trace, which itself is a fifteenth of the JSON.
+    # The reduced trace is smaller than the gzipped one, which is a fifteenth of the JSON.
     assert len(data) < path.stat().st_size
 
 
@@ -47,8 +47,8 @@ def test_it_is_read_in_place_of_a_trace(tmp_path):
     for path in traces:
         (tmp_path / f"{path.name[:5]}.ringprof").write_bytes(reduce_trace(read_trace(path)))
     reduced = read_traces(sorted(tmp_path.iterdir()))
-    for one, other in zip(read_traces(traces), reduced, strict=True):
-        assert_same(msgspec.structs.replace(one, path=other.path), other)
+    for trace, reduced_trace in zip(read_traces(traces), reduced, strict=True):
+        assert_same(msgspec.structs.replace(trace, path=reduced_trace.path), reduced_trace)
 
 
 @pytest.mark.parametrize("name", [b'"k\\ud8004"', b'"k\xff4"', b'"k\x004"'])
@@ -58,7 +58,7 @@ def test_whatever_a_name_holds_can_be_stored(name):
 
 
 def repacked(change):
-    """A sound file with one thing changed."""
+    """Return a valid reduced trace with one change."""
     file = msgspec.msgpack.decode(zlib.decompress(reduce_trace(parse_trace(TEN))[len(MAGIC) :]))
     change(file)
     return MAGIC + zlib.compress(msgspec.msgpack.encode(file))
@@ -69,13 +69,13 @@ def int64(*values):
 
 
 def record(**changes):
-    """Another communication record, with what no reader lets through."""
-    one = CommRecord("send", None, None, (0, 1), 2, 8, 8, "Float", 0, 1)
+    """Return a change that adds a communication record with invalid fields."""
+    valid = CommRecord("send", None, None, (0, 1), 2, 8, 8, "Float", 0, 1)
 
     def change(file):
         file["lists"] = {"sizes": int64(2, 0, 1), "data": int64(0, 1, -1)}
-        places = {"group_ranks": 0, "in_split": 1, "out_split": 1}
-        file["collectives"].append({**msgspec.structs.asdict(one), **places, **changes})
+        indices = {"group_ranks": 0, "in_split": 1, "out_split": 1}
+        file["collectives"].append({**msgspec.structs.asdict(valid), **indices, **changes})
 
     return change
 
@@ -150,7 +150,7 @@ def groups_of_one(count):
 
 
 @pytest.mark.parametrize(
-    "made",
+    "build",
     [
         lambda: document(TEN_EVENTS, note="\U0001f4a5" * 1000),
         lambda: document(TEN_EVENTS, note=json.loads("[" * 500 + "]" * 500)),
@@ -162,15 +162,15 @@ def groups_of_one(count):
         lambda: document(many_events(50_000)),
     ],
 )
-def test_what_the_reader_of_traces_takes_is_taken_back(made):
-    """The two share their limits: a rank whose trace reads well must not be lost in a run of many ranks."""
-    trace = parse_trace(made())
+def test_what_the_reader_of_traces_takes_is_taken_back(build):
+    """Accept every trace that the Kineto reader accepts: both have the same limits, so no rank is lost."""
+    trace = parse_trace(build())
     assert trace.warnings == []
     assert_same(trace, parse_reduced(reduce_trace(trace)))
 
 
 def test_lone_surrogates():
-    """JSON can hold them; UTF-8, and so the reduced form, cannot."""
+    """Replace lone surrogates: JSON can hold them, but UTF-8, and so the reduced form, cannot."""
     config = [{"pg_name": "g\ud800", "pg_size": 2, "ranks": [0, 1]}]
     info = {"rank": 3, "world_size": 8, "pg_config": config}
     device = {"id": 0, "name": "H\udfff00"}
@@ -184,7 +184,7 @@ def test_lone_surrogates():
 
 
 def test_it_needs_no_more_memory_than_its_trace():
-    """Whatever is counted for the trace is enough for its reduced form, whatever the limit is."""
+    """Read the reduced trace with every memory limit that suffices for the trace itself."""
     data = document([kernel(number, name=f"kernel {number}") for number in range(2000)], **groups_of_one(300))
     taken = []
     for limit in range(1 << 20, 6 << 20, 1 << 16):
@@ -202,14 +202,17 @@ def test_every_cut_and_damage_is_told():
     data = reduce_trace(read_trace(REAL[0]))
     draw = random.Random(3)
     for _ in range(300):
-        at = draw.randrange(len(MAGIC), len(data))
-        for damaged in (data[:at], data[:at] + bytes([data[at] ^ (1 << draw.randrange(8))]) + data[at + 1 :]):
+        offset = draw.randrange(len(MAGIC), len(data))
+        for damaged in (
+            data[:offset],
+            data[:offset] + bytes([data[offset] ^ (1 << draw.randrange(8))]) + data[offset + 1 :],
+        ):
             try:
                 trace = parse_reduced(damaged)
             except RingprofError as error:
                 assert "\n" not in str(error)
             else:
-                # zlib's own checksum covers the stream: what passes is what was written.
+                # zlib's checksum covers the stream, so data that passes is unchanged.
                 assert_same(trace, read_trace(REAL[0]))
 
 

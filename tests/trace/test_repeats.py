@@ -1,4 +1,4 @@
-"""Rows that equal an earlier one in every column are dropped; rows that may differ in what a file does not say stay."""
+"""Rows that equal an earlier row in every column are dropped; rows without ids, which may still differ, are kept."""
 
 from __future__ import annotations
 
@@ -63,6 +63,6 @@ def test_what_differs_in_anything_is_no_repeat(change):
 
 
 def test_calls_without_an_id_may_be_two_of_a_batch():
-    """Such as a send of K and one of V, of which old profilers write the same microsecond."""
+    """Keep equal rows such as the sends of K and V, which old profilers write with the same microsecond."""
     trace = parse_trace(document([kernel(5), call(0), call(0), mark(0), mark(0)]))
     assert (lengths(trace), trace.warnings) == ((1, 2, 2), [])

@@ -1,4 +1,4 @@
-"""Streams: what runs on one comes one after another, and is told apart from what runs on others."""
+"""Streams: activities of one stream run one after another, and streams are distinguished."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ def parsed(*rows: dict[str, Any]) -> Trace:
 
 
 def test_streams_that_are_pointers_stay_apart():
-    """As ROCm writes them."""
+    """Keep streams apart that are pointers, as ROCm writes them."""
     pointers = [94_023_481_122_816, 94_023_481_125_120, 94_023_481_122_816, 7, 0]
-    streams = parsed(*(row("k", 10 * at, 5, one) for at, one in enumerate(pointers))).activities.stream.tolist()
+    streams = parsed(
+        *(row("k", 10 * index, 5, pointer) for index, pointer in enumerate(pointers))
+    ).activities.stream.tolist()
     assert streams[0] == streams[2] >= 0
     assert len(set(streams)) == 4
     assert streams[3:] == [7, 0]
 
 
 def test_a_copy_that_lasts_while_its_stream_goes_on_is_told():
-    """A duration that its profiler wrote wrongly: the copy holds 3 s, the stream went on after 5 us."""
-    kernels = [row("gemm", 10 * at, 9, 7) for at in range(1, 21)]
+    """Warn about a wrong duration: the copy lasts 3 s, but its stream continues after 5 us."""
+    kernels = [row("gemm", 10 * index, 9, 7) for index in range(1, 21)]
     (warning,) = parsed(row("Memcpy DtoH", 0, 3_000_000, 7, "gpu_memcpy"), *kernels).warnings
     assert (warning.code, warning.count) == ("overlapping_kernels", 1)
-    # The eighth of them begins at 80 us.
+    # The eighth kernel starts at 80 us.
     assert "2,999.920 ms longer" in warning.message
 
 
 def test_work_of_other_streams_may_lie_over_it():
-    kernels = [row("gemm", 10 * at, 9, 7) for at in range(1, 21)]
+    kernels = [row("gemm", 10 * index, 9, 7) for index in range(1, 21)]
     assert not parsed(row("Memcpy DtoH", 0, 3_000_000, 8, "gpu_memcpy"), *kernels).warnings

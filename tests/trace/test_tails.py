@@ -1,4 +1,4 @@
-"""What stands behind the event list: metadata of the same trace, or another trace of a concatenated file."""
+"""Text behind the event list: metadata of the same trace, or another trace of a concatenated file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def text_of(rank: int, *, behind: bool, indent: int | None = None) -> bytes:
 
 
 def content(trace: Trace) -> dict[str, Any]:
-    """Everything that a trace says, with columns as lists."""
+    """Return all fields of a trace, with columns as lists."""
     facts = {name: getattr(trace, name) for name in trace.__struct_fields__ if name not in (*TABLES, "warnings")}
     tables = {name: msgspec.structs.asdict(getattr(trace, name)) for name in TABLES}
     return facts | {name: {key: column.tolist() for key, column in table.items()} for name, table in tables.items()}
@@ -56,7 +56,7 @@ def codes(trace: Trace) -> set[str]:
 
 @pytest.mark.parametrize("indent", [None, 1])
 def test_metadata_behind_the_events_reads_as_in_front_wherever_the_reader_cuts(monkeypatch, indent):
-    """The entries of "deviceProperties" look like events to a reader that cuts between them."""
+    """Read metadata behind the events with any piece size; entries of "deviceProperties" look like events at a cut."""
     front, behind = text_of(1, behind=False, indent=indent), text_of(1, behind=True, indent=indent)
     expected = content(parse_trace(front))
     assert (expected["rank"], expected["world_size"], expected["host"]) == (1, 2, "node1")
@@ -69,7 +69,7 @@ def test_metadata_behind_the_events_reads_as_in_front_wherever_the_reader_cuts(m
 
 
 def test_metadata_behind_the_events_of_a_compressed_trace():
-    """Decompression hands on pieces of its own sizes."""
+    """Check compressed files, whose pieces have other sizes."""
     expected = content(parse_trace(text_of(0, behind=False)))
     assert content(parse_trace(gzip.compress(text_of(0, behind=True)))) == expected
     zstandard = pytest.importorskip("zstandard")
@@ -121,7 +121,7 @@ def test_a_cut_trace_takes_no_events_and_no_rank_from_the_one_behind_it(cut, dev
 
 
 def test_a_second_list_in_the_same_object_takes_no_rank_with_it():
-    """Its fields may be those of either list; those in front of both are the first one's."""
+    """Ignore fields behind both lists, which may belong to either; fields before both belong to the first."""
     first, second = text_of(0, behind=False), text_of(1, behind=False)
     joined = parse_trace(first.rstrip(b"}") + b"," + second.lstrip(b"{"))
     assert (joined.rank, names(joined)[0], codes(joined)) == (0, "r0k0", {"second_event_list"})
@@ -141,7 +141,7 @@ def test_text_in_the_metadata_may_look_like_the_end_of_a_document():
 
 
 def test_damaged_metadata_of_two_traces_names_no_rank():
-    """The first list has lost its key, so that the second is read, behind the metadata of both."""
+    """Read the second list if the first has lost its key; the metadata before it may belong to either."""
     first = text_of(0, behind=False).replace(b'"traceEvents"', b'"traceEvXnts"')
     trace = parse_trace(first + text_of(1, behind=False))
     assert (trace.rank, names(trace)[0]) == (None, "r1k0")

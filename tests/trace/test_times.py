@@ -1,4 +1,4 @@
-"""Time text to nanoseconds: exact, on every path."""
+"""Conversion of time text to nanoseconds, which must be exact on every code path."""
 
 from decimal import ROUND_HALF_EVEN, Decimal
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringprof.trace.checks import LARGEST_NS
-from ringprof.trace.kineto.times import NOT_A_TIME, one_to_ns, to_ns
+from ringprof.trace.kineto.times import NOT_A_TIME, text_to_ns, to_ns
 
 
 def slow(text: str) -> int:
@@ -44,9 +44,9 @@ def slow(text: str) -> int:
     ],
 )
 def test_text_to_ns(text, ns):
-    assert one_to_ns(text.encode()) == ns
+    assert text_to_ns(text.encode()) == ns
     assert to_ns([text.encode()]).tolist() == [ns]
-    # Among others the text goes another way through the code; the result is the same.
+    # Together with other texts, the conversion uses another code path with the same result.
     assert to_ns([b"1.000", text.encode(), b"2"]).tolist() == [1000, ns, 2000]
 
 
@@ -76,7 +76,7 @@ def test_any_bytes_give_a_number_or_missing(texts):
 
 
 def test_float64_would_not_do():
-    """Why the text is read: the nearest float64 to this time, times 1000, is off by a nanosecond."""
+    """Check a time whose nearest float64, multiplied by 1000, is off by a nanosecond."""
     text = "1790857026000000.123"
     assert round(float(text) * 1000) != slow(text)
-    assert one_to_ns(text.encode()) == slow(text)
+    assert text_to_ns(text.encode()) == slow(text)

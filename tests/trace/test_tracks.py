@@ -1,4 +1,4 @@
-"""Traces whose rows have no category, so that their tracks must tell what they are: XLA's and rocprof's."""
+"""Traces whose rows have no category and are identified by their tracks: XLA, rocprof and CANN."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def breakdowns(path: str) -> list[Breakdown]:
 
 
 def test_each_gpu_of_an_xla_trace_is_a_rank(tmp_path):
-    """Of the tracks of a GPU only its streams: the others show the same work again."""
+    """Read only the stream tracks of a GPU; its other tracks repeat the same work."""
     path = tmp_path / "host.trace.json"
     path.write_text(json.dumps(XLA))
     first, second = breakdowns(str(path))
@@ -71,16 +71,16 @@ def test_each_gpu_of_an_xla_trace_is_a_rank(tmp_path):
 
 
 def test_xla_modules_and_operations_are_not_counted_beside_their_kernels(tmp_path):
-    """Four kernels of 5 us, each inside an operation of 8 us and a module of 9 us: 20 us of computation."""
+    """Count 20 us of computation for four kernels of 5 us, each within an operation of 8 us and a module of 9 us."""
     path = tmp_path / "host.trace.json"
     tracks = {1: "Stream #7(Compute)", 2: "XLA Modules", 3: "XLA Ops"}
     events = [named("process_name", 1, "/device:GPU:0")]
     events += [named("thread_name", 1, name, tid=tid) for tid, name in tracks.items()]
-    for at in (100, 110, 120, 130):
-        events += [row(1, 1, "gemm_kernel", at, 5), row(1, 2, "jit_f", at, 9), row(1, 3, "dot.1", at, 8)]
+    for start in (100, 110, 120, 130):
+        events += [row(1, 1, "gemm_kernel", start, 5), row(1, 2, "jit_f", start, 9), row(1, 3, "dot.1", start, 8)]
     path.write_text(json.dumps({"traceEvents": events}))
-    (found,) = breakdowns(str(path))
-    assert (found.compute_ns, found.wall_ns, found.kinds["gemm"].calls) == (20_000, 35_000, 4)
+    (breakdown,) = breakdowns(str(path))
+    assert (breakdown.compute_ns, breakdown.wall_ns, breakdown.kinds["gemm"].calls) == (20_000, 35_000, 4)
 
 
 def test_an_xla_trace_of_one_gpu_is_of_the_rank_in_its_name(tmp_path):
@@ -105,7 +105,7 @@ def test_the_profiler_before_kineto_is_named():
 
 
 def test_rocprofs_json(tmp_path):
-    """A GPU's kernels are on tracks of its own; its copies, on one of no GPU, are told to be missing."""
+    """Read kernels on the tracks of a GPU; warn that copies, on a track without a GPU, are missing."""
     events = [
         {},
         named("process_name", 2, "CPU HIP API"),
@@ -145,24 +145,24 @@ def test_other_devices_rows_are_told_to_be_missing(process):
 
 
 def test_names_of_tracks_take_little_memory():
-    """However many processes a file names, and however long their numbers are."""
+    """Limit the memory for names, however many processes a file names and however long their ids are."""
     tracks = Tracks()
     long = [Event(ph="M", name="process_name", pid="p" * 10_000 + str(number), args=ARGS) for number in range(3)]
-    tracks.note(long)
-    tracks.note(Event(ph="M", name="process_name", pid=number, args=ARGS) for number in range(100_000))
-    assert tracks.source_of(Event(pid=16_383)) == "process 'Ascend Hardware'"
-    assert tracks.source_of(Event(pid=16_384)) is None
-    assert tracks.source_of(long[0]) == f"process '{'p' * 40}'"
+    tracks.add_names(long)
+    tracks.add_names(Event(ph="M", name="process_name", pid=number, args=ARGS) for number in range(100_000))
+    assert tracks.unread_source(Event(pid=16_383)) == "process 'Ascend Hardware'"
+    assert tracks.unread_source(Event(pid=16_384)) is None
+    assert tracks.unread_source(long[0]) == f"process '{'p' * 40}'"
 
 
 def cann(*rows: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows as torch_npu writes them: times are text, and a process tells what its rows are."""
+    """Return rows in torch_npu's format: times are text, and the process identifies the rows."""
     names = {1: "Python", 2: "CANN", 3: "Ascend Hardware", 4: "Communication", 5: "Overlap Analysis"}
     return [
         *(named("process_name", pid, name) for pid, name in names.items()),
         named("thread_name", 4, "Group 0 Communication", tid=0),
         named("thread_name", 4, "Plane 0", tid=1),
-        *({**one, "ts": f"{one['ts']:.3f}"} for one in rows),
+        *({**event, "ts": f"{event['ts']:.3f}"} for event in rows),
     ]
 
 
@@ -171,7 +171,7 @@ def task(tid: int, name: str, start_us: float, us: float, kind: str) -> dict[str
 
 
 def test_an_npus_trace(tmp_path):
-    """What runs on cores, copies, and each communicator's own track; waits, planes and summaries are no work."""
+    """Count tasks on cores, copies, and each communicator's own track, but no waits, planes and summaries."""
     path = tmp_path / "trace_view.json"
     events = cann(
         {**row(1, 1, "aten::mm", 0, 5), "cat": "cpu_op"},
@@ -188,11 +188,11 @@ def test_an_npus_trace(tmp_path):
         row(5, 0, "Computing", 10, 100),
     )
     path.write_text(json.dumps(events))
-    (found,) = breakdowns(str(path))
-    assert (found.wall_ns, found.compute_ns) == (540_000, 220_000)
-    # The all-reduce begins under 90 us of computation and runs until 550 us.
-    assert found.exposed_comm_ns == 310_000
-    assert {name: kind.time_ns for name, kind in found.kinds.items()} == {
+    (breakdown,) = breakdowns(str(path))
+    assert (breakdown.wall_ns, breakdown.compute_ns) == (540_000, 220_000)
+    # The all-reduce overlaps 90 us of computation at its start, and runs until 550 us.
+    assert breakdown.exposed_comm_ns == 310_000
+    assert {name: kind.time_ns for name, kind in breakdown.kinds.items()} == {
         "gemm": 100_000,
         "flash_fwd": 50_000,
         "flash_bwd": 60_000,
@@ -204,7 +204,7 @@ def test_an_npus_trace(tmp_path):
 
 
 def test_tasks_without_a_type_count_as_the_files_own_summary_counts_them(tmp_path):
-    """CANN 7 gives most tasks the type "Other". The lane "Overlap Analysis" tells when the cores compute."""
+    """Classify tasks of the type "Other", common in CANN 7; the lane "Overlap Analysis" has the expected times."""
     path = tmp_path / "trace_view.json"
     tasks = [
         ("aclnnInplaceZero_ZerosLikeAiCore_ZerosLike", 100.204, 1.35, "Other"),
@@ -219,19 +219,19 @@ def test_tasks_without_a_type_count_as_the_files_own_summary_counts_them(tmp_pat
     free = [(101.554, 1.946), (149.875, 50.125), (209.5, 390.5)]
     summary = [row(5, 0, "Computing", start, us) for start, us in computing]
     summary += [row(5, 3, "Free", start, us) for start, us in free]
-    path.write_text(json.dumps(cann(*(task(3, *one) for one in tasks), *summary)))
-    (found,) = breakdowns(str(path))
+    path.write_text(json.dumps(cann(*(task(3, *fields) for fields in tasks), *summary)))
+    (breakdown,) = breakdowns(str(path))
     busy_ns, free_ns = (round(1000 * sum(us for _, us in spans)) for spans in (computing, free))
-    assert found.compute_ns == busy_ns == 157_226
+    assert breakdown.compute_ns == busy_ns == 157_226
     # The summary counts copies as free time.
-    assert (found.exposed_memory_ns, found.exposed_memory_ns + found.idle_ns) == (10_000, free_ns)
-    assert found.wall_ns == busy_ns + free_ns
+    assert (breakdown.exposed_memory_ns, breakdown.exposed_memory_ns + breakdown.idle_ns) == (10_000, free_ns)
+    assert breakdown.wall_ns == busy_ns + free_ns
     (trace,) = read_traces([str(path)])
     assert (len(trace.activities.start_ns), trace.warnings) == (6, [])
 
 
 def test_what_is_not_read_of_an_npus_trace_is_told():
-    """A task of a type that is not known, and the tasks of a second NPU, which would be taken for the first's."""
+    """Warn about tasks of an unknown type, and about those of a second NPU, which could be mistaken for the first's."""
     second = {**task(2, "MatMulV2", 20, 5, "AI_CORE"), "pid": 6}
     events = cann(task(2, "MatMulV2", 10, 5, "AI_CORE"), task(3, "FUTURE_SQE", 540, 2, "FUTURE_SQE"))
     trace = parse_trace(json.dumps([named("process_name", 6, "Ascend Hardware"), *events, second]).encode())

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ringprof.record.dryrun.dispatch import Recorder
 from ringprof.strategies.kernels import varlen
-from ringprof.strategies.kernels.kernel import Gradients, Kernel, beside
+from ringprof.strategies.kernels.kernel import Gradients, Kernel, allocate_adjacent
 from ringprof.strategies.kernels.merge import wide_type
 from ringprof.strategies.masks.mask_blocks import Batch, Lengths, MaskBlocks
 from ringprof.strategies.transport.collectives import Collective
@@ -64,14 +64,14 @@ class _RecordingKernel(Kernel):
         if not self.production:
             self.recorder.attention("backward", q, k, 0, causal=causal)
             return super()._backward(dout, q, k, v, lse, out, delta, scale, causal)  # type: ignore[safe-super]
-        dq, (dk, dv) = _like(q), beside(k) if self.pairs_gradients else (_like(k), _like(v))
+        dq, (dk, dv) = _like(q), allocate_adjacent(k) if self.pairs_gradients else (_like(k), _like(v))
         self.recorder.attention("backward", q, k, _scratch_bytes(self.name, q, k), causal=causal)
         return dq, dk, dv
 
     # Varlen kernels get all sequences at once, packed: q (T, H, D), k and v (T', Hkv, D).
 
     def _forward_parts(self, q: Tensor, k: Tensor, v: Tensor, scale: float, parts: MaskBlocks) -> tuple[Tensor, Tensor]:
-        if not self.several_lengths:
+        if not self.varlen:
             return super()._forward_parts(q, k, v, scale, parts)
         return varlen.forward(self._packed_forward, q, k, v, scale, parts)
 
@@ -79,7 +79,7 @@ class _RecordingKernel(Kernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
         out: Tensor | None, delta: Tensor | None, scale: float, parts: MaskBlocks,
     ) -> Gradients:  # fmt: skip
-        if not self.several_lengths:
+        if not self.varlen:
             return super()._backward_parts(dout, q, k, v, lse, out, delta, scale, parts)
         assert out is not None
         return varlen.backward(self._packed_backward, dout, q, k, v, lse, out, scale, parts)

@@ -1,4 +1,4 @@
-"""Kineto traces, as torch.profiler writes them."""
+"""Reader of Kineto traces, which torch.profiler writes."""
 
 from ringprof.trace.kineto.reader import parse_trace, read_trace
 

@@ -1,4 +1,4 @@
-"""The bytes of a file in pieces of bounded size, unpacked: plain, gzip or zstd, from a path or from memory."""
+"""Decompressed bytes of a file in pieces of bounded size: plain, gzip or zstd, from a path or from memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from ringprof.files import open_binary
 from ringprof.limits import EXPANDED_BYTES, size_text
 
 PIECE_BYTES = 1 << 20
-"""Size of the pieces: large enough that the cost per piece is little, small enough for the processor's cache. On a
-300 MB trace 2 MB read a fifth faster than 8 MB, in a quarter less memory; 1 MB takes 3 % less time than 2 MB."""
+"""Size of the pieces in bytes. The cost per piece must be small, and a piece must fit into the processor's cache. On a
+300 MB trace, pieces of 2 MB read a fifth faster than 8 MB in a quarter less memory; 1 MB takes 3 % less time than 2 MB.
+"""
 
-LOOK_BYTES = 1 << 16
-"""How much of a file is looked at to tell what it is."""
+HEAD_BYTES = 1 << 16
+"""Number of bytes read from a file to detect its format."""
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -25,31 +26,34 @@ _FIRST_STEP = 512
 _ZEROS = re.compile(rb"\0*")
 
 
-def is_packed(head: bytes) -> bool:
-    """Whether what begins with these four bytes is compressed."""
+def is_compressed(head: bytes) -> bool:
+    """Return whether a file that begins with these four bytes is compressed with gzip or zstd."""
     return head.startswith((_GZIP_MAGIC, _ZSTD_MAGIC))
 
 
 def first_bytes(source: str | bytes, name: str) -> bytes:
-    """The first bytes of the content, unpacked. Raises as `ByteSource`, and `TraceFormatError` where all is damaged."""
-    pieces = ByteSource(source, name, piece_bytes=LOOK_BYTES)
-    head = next(iter(pieces), b"")[:LOOK_BYTES]
+    """Return the first decompressed bytes of a file.
+
+    Raises the errors of `ByteSource`, and `TraceFormatError` if nothing can be decompressed.
+    """
+    pieces = ByteSource(source, name, piece_bytes=HEAD_BYTES)
+    head = next(iter(pieces), b"")[:HEAD_BYTES]
     if not head and pieces.damage:
         raise TraceFormatError(f"{name}: {pieces.damage}: copy the file again")
     return head
 
 
 class Readable(Protocol):
-    """What a decompressor and a file have in common."""
+    """Object with a ``read`` method, such as a file or a decompressor."""
 
     def read(self, size: int, /) -> bytes: ...
 
 
 class ByteSource:
-    """Iterates over a file's unpacked bytes; afterwards `damage` says whether they ended too early.
+    """Iterable over the decompressed bytes of a file. After iteration, `damage` says whether they ended too early.
 
-    ``source`` is a path, or the bytes themselves. Raises `InputError` where the file cannot be opened or
-    expands beyond ``limit_bytes``, `MissingExtraError` where zstd is needed and not installed.
+    ``source`` is a path, or the bytes themselves. Iteration raises `InputError` if the file cannot be opened or
+    expands beyond ``limit_bytes``, and `MissingExtraError` if zstd is needed and not installed.
     """
 
     def __init__(
@@ -60,7 +64,7 @@ class ByteSource:
         self._limit = limit_bytes
         self._size = PIECE_BYTES if piece_bytes is None else piece_bytes
         self.damage: str | None = None
-        """What is wrong with the compressed data, in words; None if nothing."""
+        """Description of damage in the compressed data; None if it is intact."""
 
     def __iter__(self) -> Iterator[bytes]:
         with io.BytesIO(self._source) if isinstance(self._source, bytes) else open_binary(self._source) as file:
@@ -86,43 +90,43 @@ class ByteSource:
 
     def _gunzip(self, file: BinaryIO) -> Iterator[bytes]:
         inflater = zlib.decompressobj(wbits=31)
-        data, at, step = b"", 0, _FIRST_STEP
+        data, offset, step = b"", 0, _FIRST_STEP
         while True:
-            if at == len(data):
-                data, at = file.read(self._size), 0
+            if offset == len(data):
+                data, offset = file.read(self._size), 0
                 if not data:
                     self.damage = None if inflater.eof else "the gzip data is cut off"
                     return
             if inflater.eof:
-                padding = _ZEROS.match(data, at)  # As gzip itself allows.
-                at = padding.end() if padding else at
-                if at == len(data):
+                padding = _ZEROS.match(data, offset)  # gzip, too, ignores zeros between members.
+                offset = padding.end() if padding else offset
+                if offset == len(data):
                     continue
-                if data[at] != _GZIP_MAGIC[0]:
-                    self.damage = "what stands behind the gzip data is none"
+                if data[offset] != _GZIP_MAGIC[0]:
+                    self.damage = "the data behind the gzip stream is not gzip"
                     return
                 inflater, step = zlib.decompressobj(wbits=31), _FIRST_STEP
-            before, part = inflater.copy(), data[at : at + step]
+            checkpoint, chunk = inflater.copy(), data[offset : offset + step]
             try:
-                piece = inflater.decompress(part, self._size)
+                piece = inflater.decompress(chunk, self._size)
             except zlib.error as error:
                 self.damage = f"the gzip data is damaged ({error})"
-                yield from _up_to_damage(before, part)
+                yield from _inflate_until_damage(checkpoint, chunk)
                 return
-            at += len(part) - len(inflater.unused_data if inflater.eof else inflater.unconsumed_tail)
-            # Small steps at first: what follows a member's end is copied, and a file may have a million of them.
+            offset += len(chunk) - len(inflater.unused_data if inflater.eof else inflater.unconsumed_tail)
+            # Start with small steps: bytes behind a member's end are copied, and a file may have a million members.
             step = min(2 * step, self._size)
             if piece:
                 yield piece
 
     def _unzstd(self, file: BinaryIO) -> Iterator[bytes]:
-        reader, own_error = _zstd_reader(file, self._name)
-        # A reader that meets the end of a cut file just stops; the cut then shows in the JSON, if there is any.
+        reader, zstd_error = _zstd_reader(file, self._name)
+        # The reader just stops at the end of a cut file. The cut then shows in the JSON, if any was decompressed.
         self.damage = "the zstd data is cut off"
         while True:
             try:
                 piece = reader.read(self._size)
-            except (own_error, EOFError, OSError, ValueError, RuntimeError) as error:
+            except (zstd_error, EOFError, OSError, ValueError, RuntimeError) as error:
                 self.damage = f"the zstd data is damaged ({error})"
                 return
             if not piece:
@@ -131,20 +135,20 @@ class ByteSource:
             yield piece
 
 
-def _up_to_damage(inflater: zlib._Decompress, data: bytes) -> Iterator[bytes]:
-    """What can be inflated before the damage: zlib gives nothing from the call that meets it."""
+def _inflate_until_damage(inflater: zlib._Decompress, data: bytes) -> Iterator[bytes]:
+    """Yield the bytes before the damage in small steps, because the zlib call that meets it returns nothing."""
     for step in (256, 1):
         for start in range(0, len(data), step):
-            before = inflater.copy()
+            checkpoint = inflater.copy()
             try:
                 yield inflater.decompress(data[start : start + step])
             except zlib.error:
-                inflater, data = before, data[start : start + step]
+                inflater, data = checkpoint, data[start : start + step]
                 break
 
 
 def _zstd_reader(file: BinaryIO, name: str) -> tuple[Readable, type[Exception]]:
-    """A reader, and its package's own error, which is no other's kin."""
+    """Return a decompressing reader, and the exception class of its package, which has no common base class."""
     try:
         from compression import zstd  # type: ignore[import-not-found, unused-ignore]  # Python 3.14
 

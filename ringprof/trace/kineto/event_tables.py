@@ -1,4 +1,4 @@
-"""Typed events in, columns out: sorts events into tables as they come and keeps only what the analysis uses."""
+"""Collection of decoded events into the columns of a `Trace`; keeps only the events that the analysis uses."""
 
 from __future__ import annotations
 
@@ -52,29 +52,29 @@ from ringprof.trace.operator_flops import FORMULAS, OperatorFlops
 _Columns = dict[str, npt.NDArray[Any]]
 
 ABSURD_NS = 7 * 24 * 3600 * 10**9
-"""No event lasts seven days, nor lies that far from the middle of its trace: such times are damage."""
+"""Nanoseconds of seven days. A longer event, or one further from the middle of its trace, is damage."""
 
 UNIX_TIMES_NS = 10**18
-"""Times beyond this (2001) are unix times, where 0 can only mean "not set"."""
+"""Nanoseconds (2001) from which times are Unix times, where 0 can only mean "not set"."""
 
 MOST_SOURCES = 1 << 10
-"""So many unknown categories are counted one by one: damaged files may have any number."""
+"""Largest number of unknown categories that are counted separately; damaged files may have any number."""
 
 COMM_RECORD = "record_param_comms"
 MEMORY_EVENT = "[memory]"
 _HOST_MEMORY = 0
-"""Of torch's device types."""
+"""Device type of host memory in torch."""
 
 _DEVICE_CATEGORY = re.compile(r"(?:(?:gpu|cuda|hip|device|concurrent)[ _])?(kernel|memcpy|memset)")
 _DEVICE_CATEGORIES = {"kernel": KERNEL, "memcpy": MEMCPY, "memset": MEMSET}
 _ANNOTATIONS = {"user_annotation": "annotations", "gpu_user_annotation": "device_annotations", "nvtx": "annotations"}
-_PASSED_OVER = re.compile(
+_IGNORED = re.compile(
     r"python_function|overhead|trace|(en|de)queue|ac2g|fwdbwd|async_cpu_to_gpu|cpu_instant_event|external_correlation|collective_comm|fee"
     r"|\w+_(sync|event|profiler_range)"
 )
-"""Categories of rows that repeat others or cost nothing of their own: Kineto's, and VizTracer's of Python functions."""
-# Those that tell what runs in them where the kernels' own names do not (`ringprof.analysis.kinds.operators`).
-_OPERATORS_THAT_TELL = re.compile(
+"""Categories of rows that repeat others or take no time of their own: from Kineto, and from VizTracer (``fee``)."""
+# Operators whose name classifies the kernels in them where kernel names do not (`ringprof.analysis.kinds.operators`).
+_CLASSIFYING_OPERATORS = re.compile(
     "attention|attn|flash|sdpa|scaled_dot|fmha|nccl|rccl|c10d|gloo|nvshmem|symm_mem|vllm_fa|sgl_kernel"
     "|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|deep_ep|pplx::|mori::|uccl"
     "|embedding|fbgemm::|cppnode<split|norm|softmax|conv|aten::(?:add|b|baddb|addb)?(?:mm|mv)_?$|_mm$|aten::_fused_"
@@ -82,19 +82,19 @@ _OPERATORS_THAT_TELL = re.compile(
     "|optimizer.step|index_put_impl|aten::(?:sort|topk|dot)$",
     re.IGNORECASE,
 )
-_CALLS_THAT_LAUNCH_NOTHING = re.compile(
+_NON_LAUNCHING_CALLS = re.compile(
     r"^(?!.*(?:Launch|Memcpy|Memset|Copy)).*(?:Event|Query|Captur|Synchronize|Get|Attribute|Occupancy)"
 )
-"""Most CUDA calls of a trace; their correlation belongs to no device activity."""
+"""Pattern of CUDA calls that launch no device activity; they are most of the calls in a trace."""
 
-_PIECES_TOGETHER = 8
-"""So many pieces' events become columns at once: of few rows at a time most of the work is NumPy's calls."""
+_PIECES_PER_FLUSH = 8
+"""Number of pieces whose events are converted to columns together; with few rows, the overhead of NumPy dominates."""
 
-_PROBED = 16
-"""Operators of one piece that are looked at for shapes: the profiler records those of all operators or of none."""
+_SHAPE_PROBES = 16
+"""Number of operators per piece that are checked for shapes: the profiler records those of all operators or of none."""
 
-_SEVERAL = 20
-"""Of one process all rows are but a few damaged ones: fewer than one of so many."""
+_MERGED_SHARE = 20
+"""Inverse of the share of rows from a second process that shows several merged ranks; damage gives a smaller share."""
 
 _NO_ARGS = msgspec.Raw(b"{}")
 _TRITON_FILE = re.compile(rb'"kernel_file"\s*:\s*"(?:[^"\\]*/)?([\w.-]{1,200})"')
@@ -110,26 +110,27 @@ _ARGS: dict[str, type[Args]] = {
 }
 
 
-_TELLS, _MAY_NAME_A_FILE, _RECORDS = 1, 2, 3
+_CLASSIFIES, _MAY_NAME_A_FILE, _RECORDS = 1, 2, 3
+"""Results of `_operator_use`; 0 stands for an operator without use."""
 
 
-def _told_by(name: str | None, *, every_operator: bool) -> int:
-    """What an operator's name says: that it tells, that its arguments might, that it records a call, or (0) nothing."""
+def _operator_use(name: str | None, *, every_operator: bool) -> int:
+    """Return the use of an operator, by name: it classifies kernels, may name a file, records a call, or (0) none."""
     if name == COMM_RECORD:
         return _RECORDS
-    if every_operator or _OPERATORS_THAT_TELL.search(name or ""):
-        return _TELLS
+    if every_operator or _CLASSIFYING_OPERATORS.search(name or ""):
+        return _CLASSIFIES
     return 0 if "::" in (name or "::") else _MAY_NAME_A_FILE
 
 
-def _named_by_file(event: Event) -> Event | None:
-    """A Triton kernel by the file that it was compiled from, which its arguments name; None for all else."""
+def _name_by_file(event: Event) -> Event | None:
+    """Rename a Triton kernel to the file in its arguments, from which it was compiled; None for other operators."""
     file = _TRITON_FILE.search(bytes(event.args))
     return msgspec.structs.replace(event, name="kernel_file " + file[1].decode(errors="replace")) if file else None
 
 
-class _Remembered(dict[str | None, Any]):
-    """A function's answers: categories and names are few and repeat, but in a damaged file they may be any number."""
+class _Cache(dict[str | None, Any]):
+    """Bounded cache of a function of a category or a name. These repeat, but a damaged file may have any number."""
 
     def __init__(self, function: Callable[[str | None], Any]) -> None:
         super().__init__()
@@ -143,14 +144,14 @@ class _Remembered(dict[str | None, Any]):
 
 
 def _table_for(category: str | None) -> str | None:
-    """The table of a category's events, empty for none, and None for an unknown category.
+    """Return the table for events of a category; empty to ignore them, None for an unknown category.
 
-    Categories compare without case: old files capitalise them.
+    Case is ignored: old files capitalise categories.
     """
     key = (category or "").lower()
     if _DEVICE_CATEGORY.fullmatch(key):
         return "activities"
-    if _PASSED_OVER.fullmatch(key):
+    if _IGNORED.fullmatch(key):
         return ""
     if key in ("runtime", "driver") or key.endswith(("_runtime", "_driver")):
         return "launches"
@@ -160,17 +161,18 @@ def _table_for(category: str | None) -> str | None:
 
 
 def _host_category(category: str | None) -> int:
-    """The `HostEvents.category` of a host event's category in the file."""
+    """Return the `HostEvents.category` for a category in the file."""
     return {"launches": RUNTIME_CALL, "operators": OPERATOR}.get(_table_for(category) or "", RANGE)
 
 
 def _category(category: str | None) -> int:
-    known = _DEVICE_CATEGORY.fullmatch((category or "").lower())
-    return _DEVICE_CATEGORIES[known[1]] if known else KERNEL
+    """Return the `Activities.category` for a category in the file."""
+    match = _DEVICE_CATEGORY.fullmatch((category or "").lower())
+    return _DEVICE_CATEGORIES[match[1]] if match else KERNEL
 
 
 def _take_or_drop(take: Callable[[int], None], host_rows: HostRows, size: int) -> None:
-    """Count memory with ``take``; host events, which only name the causes of idle time, make room for all else."""
+    """Charge memory with ``take``; drop the host events if it runs out, because they only name causes of idle time."""
     try:
         take(size)
     except MemoryLimitError:
@@ -179,9 +181,10 @@ def _take_or_drop(take: Callable[[int], None], host_rows: HostRows, size: int) -
 
 
 class Collector:
-    """Takes events piece by piece; `tables` then gives what is kept of them.
+    """Collector of events, piece by piece; `tables` returns the columns of those that are kept.
 
-    ``every_operator``: keep all CPU operators, as a trace without device activities needs. ``take`` counts memory.
+    ``every_operator``: keep all CPU operators, as a trace without device activities needs.
+    ``take``: charges bytes to the memory budget.
     """
 
     def __init__(self, take: Callable[[int], None], *, every_operator: bool) -> None:
@@ -192,31 +195,31 @@ class Collector:
         self.collectives: dict[CommRecord, int] = {}
         self.total = 0
         self.oddities: Counter[str] = Counter()
-        """How often each oddity of a single event was met; keys are warning codes."""
+        """Number of events with each oddity; keys are warning codes."""
         self.unread: Counter[str] = Counter()
-        """How many events are of a category, or of a process without categories, that nothing is known of."""
+        """Number of events of each unknown category, or of each process without categories."""
         self._tracks = Tracks()
-        self._ran = Counter[tuple[object, object]]()
-        """Rows by their device and process, which in one rank's trace stands for the device."""
-        self._launched = Counter[object]()
-        """Launches by their process."""
+        self._rows_by_process = Counter[tuple[object, object]]()
+        """Number of activities by device and process. In one rank's trace, each device has one process."""
+        self._launches_by_process = Counter[object]()
+        """Number of launches by process."""
         self._base_ns = self._middle_ns = 0
         self._seen_collectives: dict[tuple[Any, ...], int] = {}
         self.number_lists = NumberLists(self.take)
         self._shapes = ShapeReader(self.take)
-        self._table_for = _Remembered(_table_for)
-        self._category = _Remembered(_category)
-        self._host_category = _Remembered(_host_category)
-        self._told_by = _Remembered(partial(_told_by, every_operator=every_operator))
-        self._idle = _Remembered(lambda name: _CALLS_THAT_LAUNCH_NOTHING.search(name or "") is not None)
+        self._table_for = _Cache(_table_for)
+        self._category = _Cache(_category)
+        self._host_category = _Cache(_host_category)
+        self._operator_use = _Cache(partial(_operator_use, every_operator=every_operator))
+        self._launches_nothing = _Cache(lambda name: _NON_LAUNCHING_CALLS.search(name or "") is not None)
         self._chunks: dict[str, list[_Columns]] = {table: [] for table in TABLES}
-        self._waiting: dict[str, list[Event]] = {table: [] for table in TABLES}
+        self._queued: dict[str, list[Event]] = {table: [] for table in TABLES}
         self._pieces = 0
 
     @property
     def has_operators(self) -> bool:
         """Whether there were any CPU operators, kept or not."""
-        return bool(self._told_by)
+        return bool(self._operator_use)
 
     @property
     def has_device_activities(self) -> bool:
@@ -225,56 +228,63 @@ class Collector:
 
     @property
     def calls_a_device(self) -> bool:
-        """Whether a device's runtime was called to do anything."""
+        """Whether a call of a device runtime launched work."""
         return bool(self._chunks["launches"])
 
     @property
     def is_merged(self) -> bool:
-        """Whether the rows are of several ranks: many of one device by different processes, or launched so."""
-        devices = {device for device, _ in self._ran if device is not None}
-        shares = [[count for (device, _), count in self._ran.items() if device == one] for one in devices]
+        """Whether the rows are of several ranks: several processes have many rows of one device, or many launches."""
+        devices = {device for device, _ in self._rows_by_process if device is not None}
+        shares = [
+            [count for (device, _), count in self._rows_by_process.items() if device == index] for index in devices
+        ]
         if len(devices) > 1:
-            shares.append(list(self._launched.values()))
-        return any(_SEVERAL * sorted(counts)[-2] > sum(counts) for counts in shares if len(counts) > 1)
+            shares.append(list(self._launches_by_process.values()))
+        return any(_MERGED_SHARE * sorted(counts)[-2] > sum(counts) for counts in shares if len(counts) > 1)
 
     def add(self, events: list[Event]) -> None:
-        """Keep what matters of the next events."""
+        """Add the next events; those without use for the analysis are dropped."""
         self.total += len(events)
         others = self._sort(events)
-        self._tracks.note(event for event in others if event.ph == "M")
+        self._tracks.add_names(event for event in others if event.ph == "M")
         for event in others:
             if event.ph == "X":
-                self._place(event)
+                self._add_uncategorized(event)
         self._pieces += 1
-        if self._pieces % _PIECES_TOGETHER == 0:
+        if self._pieces % _PIECES_PER_FLUSH == 0:
             self.flush()
 
     def _sort(self, events: list[Event]) -> list[Event]:
-        """Put events where they wait; returns those that name tracks, and those of no known category."""
-        waiting, table_for, told_by, idle = self._waiting, self._table_for, self._told_by, self._idle
-        launches, operators, comm_records = (waiting[one] for one in ("launches", "operators", "comm_records"))
-        # Of a CPU trace nothing idles that host events could explain.
-        host_events = [] if self.every_operator else waiting["host_events"]
-        others, odd = list[Event](), 0
+        """Queue events by table. Returns events that name tracks, and events of unknown category."""
+        queued, table_for, operator_use, launches_nothing = (
+            self._queued,
+            self._table_for,
+            self._operator_use,
+            self._launches_nothing,
+        )
+        launches, operators, comm_records = (queued[table] for table in ("launches", "operators", "comm_records"))
+        # A CPU trace has no idle device, so it needs no host events.
+        host_events = [] if self.every_operator else queued["host_events"]
+        others, begin_end_count = list[Event](), 0
         for event in events:
             phase = event.ph
             if phase == "X":
                 table = table_for[event.cat]
                 if table == "launches":
                     host_events.append(event)
-                    if not idle[event.name]:
+                    if not launches_nothing[event.name]:
                         launches.append(event)
                 elif table == "operators":
                     host_events.append(event)
-                    told = told_by[event.name]
-                    if told == _TELLS:
+                    use = operator_use[event.name]
+                    if use == _CLASSIFIES:
                         operators.append(event)
-                    elif told == _RECORDS:
+                    elif use == _RECORDS:
                         comm_records.append(event)
-                    elif told and (named := _named_by_file(event)):
-                        operators.append(named)
+                    elif use and (renamed := _name_by_file(event)):
+                        operators.append(renamed)
                 elif table:
-                    waiting[table].append(event)
+                    queued[table].append(event)
                     if table == "annotations":
                         host_events.append(event)
                 elif table is None:
@@ -282,44 +292,45 @@ class Collector:
             elif phase == "M":
                 others.append(event)
             elif phase == "i" and event.name == MEMORY_EVENT:
-                waiting["memory"].append(event)
+                queued["memory"].append(event)
             elif phase == "B" or phase == "E":
-                odd += 1
-        if odd:
-            self.oddities["begin_end_events"] += odd
+                begin_end_count += 1
+        if begin_end_count:
+            self.oddities["begin_end_events"] += begin_end_count
         return others
 
     def flush(self) -> None:
-        """Make columns of the events that wait for more."""
-        for table, events in self._waiting.items():
+        """Convert the queued events to columns."""
+        for table, events in self._queued.items():
             if table == "host_events":
                 threads = integers([event.tid for event in events])
                 self.host_rows.keep(events, threads, np.array([self._host_category[e.cat] for e in events], np.int8))
             else:
                 self._keep(table, events)
-            self._waiting[table] = []
+            self._queued[table] = []
 
-    def _place(self, event: Event) -> None:
-        """An event of no known category where its track tells that it is a GPU's; else it is counted."""
-        placed = self._tracks.placed(event)
-        if placed:
-            self._waiting["activities"].append(placed)
+    def _add_uncategorized(self, event: Event) -> None:
+        """Queue an event of unknown category if its track is a device's; else count its category as unread."""
+        activity = self._tracks.device_event(event)
+        if activity:
+            self._queued["activities"].append(activity)
             return
-        source = self._tracks.source_of(event)
+        source = self._tracks.unread_source(event)
         if source is None:
             self.oddities["missing_category"] += 1
         elif source:
             self.unread[source if len(self.unread) < MOST_SOURCES else "others"] += 1
 
     def _keep(self, table: str, events: list[Event]) -> None:
+        """Convert events of one table to columns, without those that have no usable times."""
         if not events:
             return
-        start, end, sound = self._times(events, table)
-        if not sound.all():
-            events = [event for event, keep in zip(events, sound.tolist(), strict=True) if keep]
+        start, end, valid = self._times(events, table)
+        if not valid.all():
+            events = [event for event, is_valid in zip(events, valid.tolist(), strict=True) if is_valid]
             if not events:
                 return
-            start, end = start[sound], end[sound]
+            start, end = start[valid], end[valid]
         self.take(bytes_of_rows(table, len(events)))
         columns = {"start_ns": start, "end_ns": end, **self._columns_of(table, events)}
         if table == "operators":
@@ -327,52 +338,54 @@ class Collector:
         self._chunks[table].append(columns)
 
     def _keep_flops(self, events: list[Event], columns: _Columns) -> None:
-        """Keep the FLOPs of operators whose shapes are recorded, with the times of their rows in ``columns``."""
-        known = [row for row, event in enumerate(events) if event.name in FORMULAS]
-        if not any(has_shapes(events[row]) for row in known[:_PROBED]):
+        """Store the FLOPs of operators whose shapes are recorded; their times are taken from ``columns``."""
+        candidates = [row for row, event in enumerate(events) if event.name in FORMULAS]
+        if not any(has_shapes(events[row]) for row in candidates[:_SHAPE_PROBES]):
             return
-        counted = [(row, work) for row in known if (work := self._shapes.flops_of(events[row]))]
+        counted = [(row, work) for row in candidates if (work := self._shapes.flops_of(events[row]))]
         if not counted:
             return
         self.take(bytes_of_rows("flop_records", len(counted)))
         rows = np.array([row for row, _ in counted])
-        kept = {name: columns[name][rows] for name in ("start_ns", "end_ns", "name", "thread", "external_id")}
+        times_and_ids = {name: columns[name][rows] for name in ("start_ns", "end_ns", "name", "thread", "external_id")}
         flops = {name: np.array([getattr(work, name) for _, work in counted]) for name in OperatorFlops._fields}
-        self._chunks["flop_records"].append(kept | flops)
+        self._chunks["flop_records"].append(times_and_ids | flops)
 
     def _times(self, events: list[Event], table: str) -> tuple[Int64, Int64, npt.NDArray[np.bool_]]:
-        """Start and end (without the base time) and which events have usable ones."""
+        """Return start and end (without the base time) of events, and a mask of the events with usable times."""
         start = to_ns([event.ts for event in events])
-        # What an allocator did took no time.
+        # Memory events have no duration.
         duration = to_ns([event.dur for event in events]) if table != "memory" else np.zeros(len(events), np.int64)
         no_duration = duration == NOT_A_TIME
         duration[no_duration] = 0
         negative, absurd = duration < 0, duration > ABSURD_NS
         duration[negative] = 0
-        sound = (start != NOT_A_TIME) & ~absurd
+        valid = (start != NOT_A_TIME) & ~absurd
         self._count("missing_time", start == NOT_A_TIME)
         self._count("absurd_duration", absurd)
         self._count("negative_duration", negative)
         self._count("missing_duration", no_duration)
         if table == "activities":
             self._count("zero_duration", (duration == 0) & ~no_duration & ~negative)
-        end = np.where(sound, start, 0) + duration
-        return start, end, sound
+        end = np.where(valid, start, 0) + duration
+        return start, end, valid
 
     def _count(self, code: str, mask: npt.NDArray[np.bool_]) -> None:
+        """Count the marked events as an oddity."""
         count = int(np.count_nonzero(mask))
         if count:
             self.oddities[code] += count
 
     def _args(self, events: list[Event], kind: type[Args]) -> list[Any]:
-        """The arguments of each event, decoded together; defaults where they are no object or hold nonsense."""
+        """Decode the arguments of all events at once; unreadable arguments get default values."""
         texts = [_NO_ARGS if event.args is EMPTY else event.args for event in events]
         try:
             return msgspec.json.decode(b"[" + b",".join(texts) + b"]", type=list[kind])  # type: ignore[valid-type]
         except UNREADABLE:
-            return [self._one_args(text, kind) for text in texts]
+            return [self._decode_args(text, kind) for text in texts]
 
-    def _one_args(self, text: msgspec.Raw, kind: type[Args]) -> Args:
+    def _decode_args(self, text: msgspec.Raw, kind: type[Args]) -> Args:
+        """Decode the arguments of one event, field by field if they are not valid as a whole."""
         try:
             return msgspec.json.decode(text, type=kind)
         except UNREADABLE:
@@ -383,61 +396,65 @@ class Collector:
         return args
 
     def _columns_of(self, table: str, events: list[Event]) -> _Columns:
-        """The columns of a table's events, but for their times and for what events of this table do not say."""
+        """Build the columns of a table's events, except for times and for columns that its events never have."""
         args = self._args(events, _ARGS[table])
-        if table == "activities" and len(self._ran) < MOST_SOURCES:
-            self._ran.update(zip([one.device for one in args], [event.pid for event in events], strict=True))
-        elif table == "launches" and len(self._launched) < MOST_SOURCES:
-            self._launched.update(event.pid for event in events)
+        if table == "activities" and len(self._rows_by_process) < MOST_SOURCES:
+            self._rows_by_process.update(
+                zip([event_args.device for event_args in args], [event.pid for event in events], strict=True)
+            )
+        elif table == "launches" and len(self._launches_by_process) < MOST_SOURCES:
+            self._launches_by_process.update(event.pid for event in events)
         on_device = _ARGS[table] is DeviceArgs
-        unsaid = set() if on_device or table == "memory" else {"device"}
-        names = dtypes_of(TABLES[table]).keys() - {"start_ns", "end_ns"} - unsaid
+        absent = set() if on_device or table == "memory" else {"device"}
+        names = dtypes_of(TABLES[table]).keys() - {"start_ns", "end_ns"} - absent
         return {name: self._column(name, events, args, on_device=on_device) for name in names}
 
     def _column(self, name: str, events: list[Event], args: list[Any], *, on_device: bool) -> npt.NDArray[Any]:
+        """Build one column; ``on_device``: whether an event's process and thread stand for its device and stream."""
         match name:
             case "name":
-                known, names = len(self.names), self.names
+                names_before, names = len(self.names), self.names
                 numbers = [names.setdefault(e.name or "", len(names)) for e in events]
-                self.take(sum(bytes_of_text(text) for text in islice(reversed(names), len(names) - known)))
+                self.take(sum(bytes_of_text(text) for text in islice(reversed(names), len(names) - names_before)))
                 return np.array(numbers, np.int32)
             case "category":
                 return np.array([self._category[e.cat] for e in events], np.int8)
             case "thread" if not on_device:
                 return integers([e.tid for e in events])
             case "thread":
-                return integers([_given(a.stream, e.tid) for e, a in zip(events, args, strict=True)])
+                return integers([_first_known(a.stream, e.tid) for e, a in zip(events, args, strict=True)])
             case "stream":
                 wide = self._column("thread", events, args, on_device=on_device)
-                # ROCm's are pointers: their lower bits tell them apart.
+                # Streams of ROCm are pointers, which differ in their lower bits.
                 return np.where(abs(wide) < 2**31, wide, wide & (2**31 - 1)).astype(np.int32)
             case "target_device":
-                return _narrow(integers([a.target_device for a in args]))
+                return _to_int32(integers([a.target_device for a in args]))
             case "device" if not on_device:
-                return _narrow(integers([NONE if a.kind == _HOST_MEMORY else a.device for a in args]))
+                return _to_int32(integers([NONE if a.kind == _HOST_MEMORY else a.device for a in args]))
             case "device":
-                return _narrow(integers([_given(a.device, e.pid) for e, a in zip(events, args, strict=True)]))
+                return _to_int32(integers([_first_known(a.device, e.pid) for e, a in zip(events, args, strict=True)]))
             case "external_id":
-                return integers([_given(a.external_id, a.old_external_id) for a in args])
+                return integers([_first_known(a.external_id, a.old_external_id) for a in args])
             case "collective":
                 return np.array([NONE if a.collective is None else self._collective_index(a) for a in args], np.int32)
         return integers([getattr(a, name) for a in args])
 
-    def _number(self, name: str) -> int:
-        """The place of a name among the trace's names."""
+    def _name_index(self, name: str) -> int:
+        """Return the index of a name in the trace's names; add the name if it is new."""
         if name not in self.names:
             self.take(bytes_of_text(name))
             self.names[name] = len(self.names)
         return self.names[name]
 
     def _collective_index(self, args: CommArgs) -> int:
+        """Return the index of the communication record in ``args``; `NONE` if there is none."""
         try:
-            # Most records repeat an earlier one but for their ids, which come first among the fields.
+            # Most records equal an earlier one except for their ids, which come first among the fields.
             key = msgspec.structs.astuple(args)[COMM_FIELDS]
             if key in self._seen_collectives:
                 return self._seen_collectives[key]
         except TypeError:
-            key = None  # A list among the values has no hash.
+            key = None  # A list among the values is not hashable.
         collective = collective_of(args, self.number_lists)
         index = NONE if collective is None else self.collectives.setdefault(collective, len(self.collectives))
         if key is not None:
@@ -449,7 +466,7 @@ class Collector:
     # --- the finished columns ---------------------------------------------------------------------
 
     def _middle(self) -> int:
-        """The median time of what matters most; others lie around it."""
+        """Return the median start of the activities, else of operators or annotations; valid times lie around it."""
         for table in ("activities", "operators", "annotations"):
             starts = [chunk["start_ns"] for chunk in self._chunks[table]]
             if starts:
@@ -458,75 +475,75 @@ class Collector:
         return 0
 
     def _columns(self, table: str) -> _Columns:
-        """One table's columns, all pieces together, sorted by start, with the base time added."""
+        """Return the columns of one table from all pieces, sorted by start, with the base time added."""
         chunks = self._chunks.pop(table)
         if not chunks:
             return {}
         start = np.concatenate([chunk["start_ns"] for chunk in chunks])
         unset = (start == 0) & (self._base_ns > 0 or self._middle_ns > UNIX_TIMES_NS)
         stray = ~unset & (abs(start - self._middle_ns) > ABSURD_NS)
-        if table in _ARGS:  # other tables repeat rows of these
+        if table in _ARGS:  # the other tables repeat rows of these
             self._count("zero_timestamp", unset)
             self._count("absurd_timestamp", stray)
-        kept = np.flatnonzero(~(unset | stray))
-        order = kept[np.argsort(start[kept], kind="stable")]
-        # One column after the other, so that only one is there twice.
+        valid_rows = np.flatnonzero(~(unset | stray))
+        order = valid_rows[np.argsort(start[valid_rows], kind="stable")]
+        # Join one column after the other, so that only one exists twice at any time.
         joined = {key: np.concatenate([chunk.pop(key) for chunk in chunks])[order] for key in tuple(chunks[0])}
         joined["start_ns"] += self._base_ns
         joined["end_ns"] += self._base_ns
         return joined
 
     def _host_events(self, rows: dict[str, _Columns]) -> _Columns:
-        """The host events that explain idle time; none where nothing tells what launched the device's work."""
+        """Select the host events that explain idle time; empty if activities or their launches are missing."""
         if not (rows["activities"] and rows["launches"]):
             return {}
-        return self.host_rows.columns(self._base_ns, rows["activities"], rows["launches"], self._number)
+        return self.host_rows.columns(self._base_ns, rows["activities"], rows["launches"], self._name_index)
 
     def tables(self, base_ns: int) -> dict[str, Any]:
-        """The tables of a `Trace`, by its fields; ``base_ns`` is added to all times."""
+        """Build the tables of a `Trace`, by field; ``base_ns`` is added to all times."""
         self._base_ns = base_ns
         self._middle_ns = self._middle()
         rows = {table: self._columns(table) for table in TABLES}
         if rows["activities"]:
             self._count("missing_name", rows["activities"]["name"] == self.names.get("", NONE))
             unlaunched = rows["activities"]["correlation"] == NONE
-            # Other writers than PyTorch give none at all.
+            # Some writers other than PyTorch give no correlation at all; that is not damage.
             self._count("missing_correlation", unlaunched & ~unlaunched.all())
         if rows["launches"]:
             correlation = rows["launches"]["correlation"]
             known = rows["activities"].get("correlation", np.empty(0, np.int64))
-            rows["launches"] = _chosen(rows["launches"], (correlation != NONE) & among(correlation, known))
+            rows["launches"] = _select(rows["launches"], (correlation != NONE) & among(correlation, known))
         rows["host_events"] = self._host_events(rows)
         if rows["memory"]:
-            rows["memory"] = _chosen(rows["memory"], rows["memory"]["allocated_bytes"] >= 0)
+            rows["memory"] = _select(rows["memory"], rows["memory"]["allocated_bytes"] >= 0)
         if rows["comm_records"]:
-            rows["comm_records"] = _chosen(rows["comm_records"], rows["comm_records"]["collective"] != NONE)
+            rows["comm_records"] = _select(rows["comm_records"], rows["comm_records"]["collective"] != NONE)
         return {table: table_of(kind, rows[table]) for table, kind in TABLES.items()}
 
 
-def _chosen(columns: _Columns, mask: npt.NDArray[np.bool_]) -> _Columns:
+def _select(columns: _Columns, mask: npt.NDArray[np.bool_]) -> _Columns:
     return {name: values[mask] for name, values in columns.items()}
 
 
 def _fill(args: Args, text: msgspec.Raw) -> bool:
-    """Set what can be read of ``args``, field by field; whether all of it could."""
+    """Set the readable fields of ``args``; return whether all were readable."""
     try:
-        given = decode_fields(text)
+        raw_fields = decode_fields(text)
     except UNREADABLE:
         return False
-    sound = True
+    complete = True
     for field, key in zip(args.__struct_fields__, args.__struct_encode_fields__, strict=True):
-        if key in given:
+        if key in raw_fields:
             try:
-                setattr(args, field, msgspec.json.decode(given[key], type=int | str | float | None))
+                setattr(args, field, msgspec.json.decode(raw_fields[key], type=int | str | float | None))
             except UNREADABLE:
-                sound = False
-    return sound
+                complete = False
+    return complete
 
 
 def integers(values: Sequence[JsonScalar]) -> Int64:
-    """A column of integers; `NONE` where a value is absent, no number, or beyond 64 bits."""
-    # Anything but an integer goes the slow way: numpy reads "1_000" as one.
+    """Convert values to a column of integers; `NONE` where a value is absent, not a number, or beyond 64 bits."""
+    # Other types are converted one by one, because NumPy would accept "1_000".
     kinds = set(map(type, values))
     try:
         if kinds == {int}:
@@ -545,9 +562,9 @@ def _int64(value: JsonScalar) -> int:
     return number if number is not None and -(2**63) < number < 2**63 else NONE
 
 
-def _given(value: JsonScalar, other: JsonScalar) -> JsonScalar:
+def _first_known(value: JsonScalar, other: JsonScalar) -> JsonScalar:
     return other if value is None else value
 
 
-def _narrow(wide: Int64) -> Int32:
+def _to_int32(wide: Int64) -> Int32:
     return np.where(abs(wide) < 2**31, wide, NONE).astype(np.int32)

@@ -1,4 +1,4 @@
-"""What a trace says about itself: rank, groups, devices, base time; from the text before and behind the events."""
+"""Metadata of a trace (rank, groups, devices, base time), from the text before and behind the events."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from ringprof.trace.kineto.event_list import EMPTY, LIST_KEY, UNREADABLE, UTF8_M
 _LENIENT = json.JSONDecoder(strict=False)
 
 MOST_DEVICES = 1 << 12
-"""No host has more: the others are passed over."""
+"""Upper bound on the devices of a host; further entries are ignored."""
 
 _NEXT_DOCUMENT = re.compile(rb"\}\s*(?=[{\[])")
-"""Where one document ends and another begins, as in concatenated files. Sound JSON has this only inside strings."""
+"""Pattern of the boundary between two concatenated documents. Valid JSON has it only inside strings."""
 
 _SALVAGED_CHARACTERS = 4 << 20
 _ATTEMPTS = 3
-"""So often a field is looked for in damaged text: each attempt may read to the end."""
+"""Number of attempts to find a field in damaged text; each attempt may read to the end."""
 
 
 class _Fields(msgspec.Struct):
-    """What is wanted of the top level; what else is there is passed over."""
+    """Top-level fields that are read; all others are ignored."""
 
     deviceProperties: msgspec.Raw = EMPTY
     distributedInfo: msgspec.Raw = EMPTY
@@ -46,7 +46,7 @@ _decode = msgspec.json.Decoder(_Fields).decode
 
 
 class Metadata(msgspec.Struct, frozen=True):
-    """The facts about a trace that are not events."""
+    """Metadata of a trace, apart from its events."""
 
     base_ns: int = 0
     rank: int | None = None
@@ -55,76 +55,79 @@ class Metadata(msgspec.Struct, frozen=True):
     groups: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
     devices: list[Device] = msgspec.field(default_factory=list)
     on_gpu: bool = False
-    """Whether devices are listed or, where there is no list at all, the backend is theirs; gloo alone runs on CPU."""
+    """Whether the run used GPUs: devices are listed and the backend is not gloo or MPI, or the list is missing and the
+    backend is NCCL."""
 
 
-class Found(NamedTuple):
-    """Top-level fields."""
+class TopLevelFields(NamedTuple):
+    """Values of top-level fields, by key."""
 
     values: JsonObject
     sound: bool
-    """Whether all of the text was sound JSON."""
+    """Whether the whole text was valid JSON."""
 
 
-def read_fields(text: bytes) -> Found:
-    """The wanted fields of an object."""
+def read_fields(text: bytes) -> TopLevelFields:
+    """Read the fields of a JSON object; from damaged text, those that can be recovered."""
     try:
-        given = msgspec.structs.asdict(_decode(text))
-        return Found({key: json.loads(bytes(given[key])) for key in _WANTED if given[key] is not EMPTY}, True)
+        raw_fields = msgspec.structs.asdict(_decode(text))
+        return TopLevelFields(
+            {key: json.loads(bytes(raw_fields[key])) for key in _WANTED if raw_fields[key] is not EMPTY}, True
+        )
     except UNREADABLE:
-        return Found(_salvaged(text.decode("utf-8", "replace")), False)
+        return TopLevelFields(_salvage_fields(text.decode("utf-8", "replace")), False)
 
 
-def closed(head: bytes) -> bytes:
-    """What ends before the key of the event list, as an object."""
+def close_head(head: bytes) -> bytes:
+    """Complete the text before the key of the event list to a JSON object."""
     head = head.removeprefix(UTF8_MARK).strip().removesuffix(b",")
     return head + b"}" if head else b"{}"
 
 
-def opened(tail: bytes) -> bytes:
-    """What begins behind the event list's closing bracket, as an object."""
+def open_tail(tail: bytes) -> bytes:
+    """Complete the text behind the closing bracket of the event list to a JSON object."""
     tail = tail.strip().removeprefix(b",").lstrip()
     return b"{" + (tail or b"}")
 
 
-def read_tail(tail: bytes, *, bare_list: bool) -> tuple[Found, bool]:
-    """Read the fields behind the event list, and tell whether another list of events follows.
+def read_tail(tail: bytes, *, bare_list: bool) -> tuple[TopLevelFields, bool]:
+    """Read the fields behind the event list, and return whether another list of events follows.
 
-    Where one does, a field counts only if it stands in the same document as the first list and no other list does:
-    else it may be a field of another rank.
+    If one follows, a field counts only if it is in the same document as the first list and no other list is.
+    Otherwise the field may belong to another rank.
     """
     if bare_list and tail.lstrip().startswith((b"[", b"{")):
-        return Found({}, True), True
-    text = opened(tail)
-    found, second = read_fields(text), LIST_KEY.search(tail) is not None
-    for end in islice(_NEXT_DOCUMENT.finditer(text), 0 if found.sound else _ATTEMPTS):
-        document = text[: end.start() + 1]
-        first = read_fields(document)
-        if first.sound:
-            return (Found({}, True) if LIST_KEY.search(document) else first), True
-    return (Found({}, found.sound) if second else found), second
+        return TopLevelFields({}, True), True
+    text = open_tail(tail)
+    fields, second = read_fields(text), LIST_KEY.search(tail) is not None
+    for boundary in islice(_NEXT_DOCUMENT.finditer(text), 0 if fields.sound else _ATTEMPTS):
+        document = text[: boundary.start() + 1]
+        first_fields = read_fields(document)
+        if first_fields.sound:
+            return (TopLevelFields({}, True) if LIST_KEY.search(document) else first_fields), True
+    return (TopLevelFields({}, fields.sound) if second else fields), second
 
 
-def _salvaged(text: str) -> JsonObject:
-    """Read the fields that matter, each by itself; one that is there with several values may be another trace's."""
+def _salvage_fields(text: str) -> JsonObject:
+    """Read each field separately from damaged text; skip a field with several values, which may be another trace's."""
     text = text[:_SALVAGED_CHARACTERS]
     values: JsonObject = {}
     for key in _WANTED:
         readable = []
-        for found in islice(re.finditer(rf'"{key}"\s*:\s*', text), _ATTEMPTS):
+        for match in islice(re.finditer(rf'"{key}"\s*:\s*', text), _ATTEMPTS):
             with suppress(*UNREADABLE):
-                readable.append(_LENIENT.raw_decode(text, found.end())[0])
+                readable.append(_LENIENT.raw_decode(text, match.end())[0])
         if readable and all(value == readable[0] for value in readable):
             values[key] = readable[0]
     if "distributedInfo" not in values:
         pairs = set(re.findall(r'"(rank|world_size)"\s*:\s*"?(\w+)', text))
-        named = Counter(name for name, _ in pairs)
-        values["distributedInfo"] = {name: value for name, value in pairs if named[name] == 1}
+        counts = Counter(name for name, _ in pairs)
+        values["distributedInfo"] = {name: value for name, value in pairs if counts[name] == 1}
     return values
 
 
 def metadata_of(values: Mapping[str, Any]) -> Metadata:
-    """The facts, from the top-level fields; whatever has an unexpected shape is left out."""
+    """Build the metadata from the top-level fields; values of an unexpected type are ignored."""
     info = values.get("distributedInfo")
     info = info if isinstance(info, dict) else {}
     base = whole_number(values.get("baseTimeNanoseconds"))
@@ -141,6 +144,7 @@ def metadata_of(values: Mapping[str, Any]) -> Metadata:
 
 
 def _on_gpu(devices: object, backend: str) -> bool:
+    """Return whether the run used GPUs. gloo and MPI count as CPU even if devices are listed."""
     if isinstance(devices, list):
         return bool(devices) and backend not in ("gloo", "mpi")
     return "nccl" in backend
@@ -152,29 +156,30 @@ def _rank(value: object) -> int | None:
 
 
 def _groups(config: object) -> dict[str, tuple[int, ...]]:
+    """Return the global ranks of each process group, by name and by unambiguous description."""
     groups: dict[str, tuple[int, ...]] = {}
     described: dict[str, set[tuple[int, ...]]] = {}
     for entry in config if isinstance(config, list) else []:
         if not isinstance(entry, dict) or "pg_name" not in entry or not isinstance(entry.get("ranks"), list):
             continue
-        known = tuple(rank for rank in map(_rank, entry["ranks"]) if rank is not None)
-        # An empty list is how PyTorch writes the group of all ranks in some versions.
-        if known and _rank(entry.get("pg_size")) in (None, len(known)):
-            groups[_text(entry["pg_name"])] = known
-            described.setdefault(_text(entry.get("pg_desc")), set()).add(known)
-    # A description that is one group's stands for it, too: people know their groups by it.
+        ranks_of_entry = tuple(rank for rank in map(_rank, entry["ranks"]) if rank is not None)
+        # Some versions of PyTorch write the group of all ranks as an empty list.
+        if ranks_of_entry and _rank(entry.get("pg_size")) in (None, len(ranks_of_entry)):
+            groups[_text(entry["pg_name"])] = ranks_of_entry
+            described.setdefault(_text(entry.get("pg_desc")), set()).add(ranks_of_entry)
+    # Users know their groups by description, so one that belongs to a single group names it as well.
     return {text: next(iter(ranks)) for text, ranks in described.items() if text and len(ranks) == 1} | groups
 
 
 def _devices(listed: object) -> list[Device]:
-    entries = [one for one in listed[:MOST_DEVICES] if isinstance(one, dict)] if isinstance(listed, list) else []
+    entries = [item for item in listed[:MOST_DEVICES] if isinstance(item, dict)] if isinstance(listed, list) else []
     devices = []
-    for place, entry in enumerate(entries):
+    for position, entry in enumerate(entries):
         index = _rank(entry.get("id"))
-        devices.append(Device(place if index is None else index, _text(entry.get("name"))))
+        devices.append(Device(position if index is None else index, _text(entry.get("name"))))
     return devices
 
 
 def _text(value: object) -> str:
-    """Text without lone surrogates, which no UTF-8 file can hold; empty for what is no text or number."""
+    """Return text without lone surrogates, which UTF-8 cannot encode; empty unless ``value`` is text or an integer."""
     return str(value).encode("utf-8", "replace").decode() if isinstance(value, str | int) else ""

@@ -1,4 +1,4 @@
-"""CPU operators, ranges and CUDA calls that may explain idle time: kept while memory allows, else dropped."""
+"""Storage of CPU operators, ranges and CUDA calls that may explain idle time; dropped if memory runs out."""
 
 from __future__ import annotations
 
@@ -19,48 +19,48 @@ LONGEST_NAME = 200
 
 
 class HostRows:
-    """Host events as columns, with names of their own: most events and names are not needed in the end."""
+    """Host events as columns, with a separate list of names: in the end, most events and names are not needed."""
 
     def __init__(self, take: Callable[[int], None]) -> None:
-        """``take`` counts bytes against the memory limit and raises `MemoryLimitError`; negative sizes give back."""
+        """``take`` charges bytes to the memory budget and raises `MemoryLimitError`; negative sizes are refunds."""
         self.dropped = False
-        """Whether memory ran out, so that none are kept."""
+        """Whether memory ran out, so that no host events are kept."""
         self._take = take
-        self._held = 0
+        self._charged = 0
         self._names: dict[str, int] = {}
         self._chunks: list[tuple[Int64, Int64, Int32, Int64, Int8]] = []
 
     def drop(self) -> bool:
-        """Forget all host events and give their memory back; False where there is none to give."""
-        held, self._held, self.dropped = self._held, 0, True
+        """Drop all host events and refund their memory; return False if there was none to refund."""
+        charged, self._charged, self.dropped = self._charged, 0, True
         self._names, self._chunks = {}, []
-        if held:
-            self._take(-held)
-        return bool(held)
+        if charged:
+            self._take(-charged)
+        return bool(charged)
 
     def keep(self, events: Sequence[Event], threads: Int64, categories: Int8) -> None:
-        """Add events with their threads and `HostEvents.category`; those without usable times are left out."""
+        """Add events with their threads and `HostEvents.category`; events without usable times are left out."""
         if self.dropped or not events:
             return
         start, duration = to_ns([event.ts for event in events]), to_ns([event.dur for event in events])
         known = len(self._names)
         names = [self._names.setdefault((e.name or "")[:LONGEST_NAME], len(self._names)) for e in events]
-        added = islice(reversed(self._names), len(self._names) - known)
-        size = bytes_of_rows("host_events", len(events)) + sum(map(bytes_of_text, added))
-        self._held += size
+        new_names = islice(reversed(self._names), len(self._names) - known)
+        size = bytes_of_rows("host_events", len(events)) + sum(map(bytes_of_text, new_names))
+        self._charged += size
         try:
             self._take(size)
         except MemoryLimitError:
             self.drop()
             return
-        sound = (start != NOT_A_TIME) & (duration > 0)
-        columns = (start, np.where(sound, start + duration, 0), np.array(names, np.int32), threads, categories)
-        self._chunks.append(tuple(column[sound] for column in columns))
+        valid = (start != NOT_A_TIME) & (duration > 0)
+        columns = (start, np.where(valid, start + duration, 0), np.array(names, np.int32), threads, categories)
+        self._chunks.append(tuple(column[valid] for column in columns))
 
     def columns(
-        self, base_ns: int, activities: Columns, launches: Columns, number: Callable[[str], int]
+        self, base_ns: int, activities: Columns, launches: Columns, name_index: Callable[[str], int]
     ) -> dict[str, Int64]:
-        """Select the rows that explain idle time, sorted by start; ``number`` gives a name its place in the trace.
+        """Select the rows that explain idle time, sorted by start; ``name_index`` returns a name's index in the trace.
 
         ``base_ns`` is added to all times, as it is to those of ``activities`` and ``launches``.
         """
@@ -70,9 +70,9 @@ class HostRows:
         order = np.argsort(start, kind="stable")
         rows = {"start_ns": start + base_ns, "end_ns": end + base_ns, "name": name, "thread": thread}
         rows = {key: column[order] for key, column in {**rows, "category": category}.items()}
-        chosen = rows_in_idle(rows, activities, launches)
-        rows = {key: column[chosen] for key, column in rows.items()}
+        selected = rows_in_idle(rows, activities, launches)
+        rows = {key: column[selected] for key, column in rows.items()}
         texts = list(self._names)
-        used, place = np.unique(rows["name"], return_inverse=True)
-        rows["name"] = np.array([number(texts[at]) for at in used.tolist()], np.int32)[place.ravel()]
+        used, inverse = np.unique(rows["name"], return_inverse=True)
+        rows["name"] = np.array([name_index(texts[index]) for index in used.tolist()], np.int32)[inverse.ravel()]
         return rows

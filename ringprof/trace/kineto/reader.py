@@ -1,4 +1,4 @@
-"""One Kineto trace to a `Trace`: reads its pieces in turn, keeps what matters, and says what was odd."""
+"""Reader of one Kineto trace: reads it in pieces, collects the events, and returns a `Trace` with warnings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 from ringprof.errors import TraceFormatError
 from ringprof.limits import MemoryBudget
-from ringprof.trace.checks import overlaps, refuse_unsound
+from ringprof.trace.checks import overlap_warnings, validate_trace
 from ringprof.trace.columns import NO_DEVICE_ACTIVITIES, Notice, Trace
 from ringprof.trace.kineto.byte_source import ByteSource
 from ringprof.trace.kineto.collectives import with_group
@@ -21,7 +21,7 @@ from ringprof.trace.kineto.event_list import (
     decode_fields,
 )
 from ringprof.trace.kineto.event_tables import Collector
-from ringprof.trace.kineto.fields import Metadata, closed, metadata_of, read_fields, read_tail
+from ringprof.trace.kineto.fields import Metadata, close_head, metadata_of, read_fields, read_tail
 from ringprof.trace.kineto.recover import Recovery
 from ringprof.trace.kineto.tracks import ON_DEVICE
 from ringprof.trace.memory import bytes_of_text, take_analysis
@@ -30,24 +30,26 @@ from ringprof.trace.repeats import without_repeats
 
 
 def read_trace(path: str | os.PathLike[str], budget: MemoryBudget | None = None) -> Trace:
-    """Read one rank's trace: ``.json``, gzip or zstd, whatever its name.
+    """Read one rank's trace: JSON, plain or compressed with gzip or zstd; the suffix of the file does not matter.
 
-    All times of the result are int64 nanoseconds of unix time. Raises `InputError` where the file cannot be read or
-    takes more than it may, `TraceFormatError` where it is no Kineto trace or holds nothing to analyse,
-    `MissingExtraError` where zstd is needed and not installed. What is odd but did not stop the reading is in
-    ``Trace.warnings``.
+    All times of the result are int64 nanoseconds of Unix time. Oddities that did not prevent reading are listed in
+    ``Trace.warnings``. Raises `InputError` if the file cannot be read or exceeds a limit, `TraceFormatError` if it is
+    not a Kineto trace or has nothing to analyse, and `MissingExtraError` if zstd is needed but not installed.
     """
     name = os.fspath(path)
     return _read(name, name, budget or MemoryBudget())
 
 
 def parse_trace(data: bytes, name: str = "-", budget: MemoryBudget | None = None) -> Trace:
-    """As `read_trace`, from the bytes of a file; ``name`` is for messages and for finding the rank."""
+    """Parse the bytes of one rank's trace; ``name`` is used in messages and to find the rank.
+
+    Raises the errors of `read_trace`.
+    """
     return _read(data, name, budget or MemoryBudget())
 
 
-class _Reading(msgspec.Struct):
-    """What one pass over the file found."""
+class _PassResult(msgspec.Struct):
+    """Result of one pass over the file: the collected events, and counts and offsets of damage."""
 
     collector: Collector
     metadata: Metadata = msgspec.field(default_factory=Metadata)
@@ -56,59 +58,61 @@ class _Reading(msgspec.Struct):
     skipped: int = 0
     first_damage: int | None = None
     cut_at: int | None = None
-    """Where the event list ends too early; None where it is closed."""
+    """Offset at which the event list ends too early; None if it is closed."""
     cut_events: int = 0
-    """Whether an incomplete event, which is among ``skipped``, stands there."""
-    hopeless: bool = False
-    """Whether reading stopped where no events were to be found any more."""
+    """1 if the list ends with an incomplete event, which is also counted in ``skipped``; else 0."""
+    stopped_early: bool = False
+    """Whether reading stopped early because a large piece had no readable event."""
     fields_sound: bool = True
     lacks_device: bool = False
-    """Whether a GPU was used and nothing of what ran on it is in the trace."""
+    """Whether the run used a GPU but the trace has no device activities."""
     second_list: bool = False
-    """Whether another list of events, or another document, stands behind the first list."""
+    """Whether another list of events, or another document, follows the first list."""
     damage: str | None = None
-    """What is wrong with the compressed data."""
+    """Description of damage in the compressed data; None if it is intact."""
 
 
 def _read(source: str | bytes, name: str, budget: MemoryBudget) -> Trace:
-    left = budget.left
-    reading = _pass(source, name, budget, every_operator=False)
+    """Read a trace; a CPU trace is read twice, because it needs all operators."""
+    budget_left = budget.left
+    reading = _read_once(source, name, budget, every_operator=False)
     collector = reading.collector
     if collector.has_operators and not collector.has_device_activities and not collector.every_operator:
-        # Only now is it known to be a CPU trace, where every operator counts.
-        budget.left = left
-        reading = _pass(source, name, budget, every_operator=True)
-    return take_analysis(refuse_unsound(_trace(reading, name)), budget)
+        # Only the end of the first pass shows that this is a CPU trace, which needs every operator.
+        budget.left = budget_left
+        reading = _read_once(source, name, budget, every_operator=True)
+    return take_analysis(validate_trace(_trace(reading, name)), budget)
 
 
-def _pass(source: str | bytes, name: str, budget: MemoryBudget, *, every_operator: bool) -> _Reading:
+def _read_once(source: str | bytes, name: str, budget: MemoryBudget, *, every_operator: bool) -> _PassResult:
+    """Read all pieces of the file once, with the metadata before and behind the event list."""
     byte_source = ByteSource(source, name, budget.limits.expanded_bytes)
     stream = EventStream(byte_source, name, budget.limits.memory_bytes)
-    head = read_fields(closed(stream.head))
-    of_cpu = head.values.get("deviceProperties") == []
-    collector = Collector(lambda size: budget.take(size, name), every_operator=every_operator or of_cpu)
-    reading = _Reading(collector)
+    head_fields = read_fields(close_head(stream.head))
+    is_cpu_trace = head_fields.values.get("deviceProperties") == []
+    collector = Collector(lambda size: budget.take(size, name), every_operator=every_operator or is_cpu_trace)
+    reading = _PassResult(collector)
     tail = b""
     for piece in stream.pieces():
-        end = _take(piece, stream, reading)
+        end = _collect_piece(piece, stream, reading)
         if end is not None:
             tail = piece.data[end + 1 :] + (b"" if piece.last else stream.remainder())
             break
-        if reading.hopeless:
+        if reading.stopped_early:
             break
     collector.flush()
-    behind, reading.second_list = read_tail(tail, bare_list=stream.list_root)
-    values = head.values | behind.values if behind.sound else behind.values | head.values
+    tail_fields, reading.second_list = read_tail(tail, bare_list=stream.list_root)
+    values = head_fields.values | tail_fields.values if tail_fields.sound else tail_fields.values | head_fields.values
     reading.metadata = metadata_of(values)
-    used = collector.calls_a_device or reading.metadata.on_gpu or any(map(ON_DEVICE.search, collector.unread))
-    reading.lacks_device = used and not collector.has_device_activities
-    reading.fields_sound = head.sound and behind.sound
+    used_device = collector.calls_a_device or reading.metadata.on_gpu or any(map(ON_DEVICE.search, collector.unread))
+    reading.lacks_device = used_device and not collector.has_device_activities
+    reading.fields_sound = head_fields.sound and tail_fields.sound
     reading.damage = byte_source.damage
     return reading
 
 
-def _take(piece: Piece, stream: EventStream, reading: _Reading) -> int | None:
-    """Collect a piece's events; returns where in it the event list is closed, None where it goes on."""
+def _collect_piece(piece: Piece, stream: EventStream, reading: _PassResult) -> int | None:
+    """Collect the events of a piece. Returns the offset at which the event list is closed in it, None if it goes on."""
     try:
         decoded = _decode_last(piece, list_root=stream.list_root) if piece.last else (decode_events(piece.framed), None)
         events, end = decoded
@@ -120,12 +124,12 @@ def _take(piece: Piece, stream: EventStream, reading: _Reading) -> int | None:
     reading.collector.add(recovered.events)
     if recovered.unfinished:
         stream.push_back(recovered.unfinished)
-    _note(reading, piece, stream, recovered)
+    _add_damage(reading, piece, stream, recovered)
     return recovered.end
 
 
 def _decode_last(piece: Piece, *, list_root: bool) -> tuple[list[Event], int]:
-    """Events of the last piece, and where the list is closed; raises where any of it is not sound."""
+    """Decode the last piece; return its events and the end of the list. Raises if any of the text is invalid."""
     if list_root:
         return decode_events(b"[" + piece.data), piece.data.rindex(b"]")
     listed = decode_fields(b"".join((b'{"traceEvents":[', piece.data)))["traceEvents"]
@@ -135,42 +139,44 @@ def _decode_last(piece: Piece, *, list_root: bool) -> tuple[list[Event], int]:
     return decode_events(listed), end
 
 
-def _note(reading: _Reading, piece: Piece, stream: EventStream, recovered: Recovery) -> None:
+def _add_damage(reading: _PassResult, piece: Piece, stream: EventStream, recovered: Recovery) -> None:
+    """Add the damage found in one piece to the result."""
     reading.repaired += recovered.repaired
     reading.gaps += recovered.gaps
     reading.skipped += recovered.skipped
     if reading.first_damage is None:
         reading.first_damage = recovered.first_damage
     if piece.last and recovered.end is None:
-        # Chrome's format lets a bare list end without its bracket; but then nobody can tell a cut one from a whole one.
+        # Chrome's format allows a bare list without its closing bracket, but a list that is cut off looks the same.
         reading.cut_at = piece.offset + recovered.last_whole
         reading.cut_events = int(recovered.skipped_last)
     if not recovered.events and len(piece.data) >= stream.event_limit:
-        reading.hopeless = True
+        reading.stopped_early = True
         reading.cut_at = piece.offset
 
 
-# --- from what was read to the Trace ------------------------------------------------------------------
+# --- building the Trace -------------------------------------------------------------------------------
 
 
-def _trace(reading: _Reading, name: str) -> Trace:
+def _trace(reading: _PassResult, name: str) -> Trace:
+    """Build the trace from the result of a pass. Raises `TraceFormatError` if there is nothing to analyse."""
     collector, metadata = reading.collector, reading.metadata
     tables = collector.tables(metadata.base_ns)
-    groups = {group: collector.number_lists.listed(ranks) for group, ranks in metadata.groups.items()}
+    groups = {group: collector.number_lists.shared(ranks) for group, ranks in metadata.groups.items()}
     collector.take(sum(map(bytes_of_text, groups)))
     if not any(len(tables[name].start_ns) for name in ("activities", "operators", "annotations")):
         raise TraceFormatError(f"{name}: {_why_empty(reading)}")
     if collector.is_merged:
         raise TraceFormatError(f"{name}: several ranks, merged into one file: give each rank's own file, all at once")
-    # With a second list in the file its name may be that of the other's rank.
-    named = None if reading.second_list else rank_in_name(name)
+    # With a second list, the file name may give the rank of the other trace.
+    rank_of_name = None if reading.second_list else rank_in_name(name)
     trace = Trace(
         path=name,
         names=list(collector.names),
         **tables,
-        collectives=[with_group(one, groups) for one in collector.collectives],
+        collectives=[with_group(collective, groups) for collective in collector.collectives],
         devices=metadata.devices,
-        rank=named if metadata.rank is None else metadata.rank,
+        rank=rank_of_name if metadata.rank is None else metadata.rank,
         world_size=metadata.world_size,
         host=metadata.host,
         groups=groups,
@@ -180,21 +186,24 @@ def _trace(reading: _Reading, name: str) -> Trace:
         warnings=_warnings(reading),
     )
     trace = without_repeats(trace)
-    trace.warnings.extend(overlaps(trace.activities, metadata.rank))
+    trace.warnings.extend(overlap_warnings(trace.activities, metadata.rank))
     return trace
 
 
-def _why_empty(reading: _Reading) -> str:
+def _why_empty(reading: _PassResult) -> str:
+    """Explain why a trace has nothing to analyse."""
     if reading.skipped or reading.cut_at is not None:
         return f"no event in it can be read ({reading.skipped} damaged, {reading.collector.total} of no use)"
     if reading.collector.oddities["begin_end_events"]:
         return "only begin/end events, which PyTorch does not write: export the trace with torch.profiler"
-    found = f"{reading.collector.total} events, none of them a kernel, operator or annotation"
-    return f"nothing to analyse: {found}{'; of ' if reading.collector.unread else ''}{_unread(reading.collector)}"
+    summary = f"{reading.collector.total} events, none of them a kernel, operator or annotation"
+    return (
+        f"nothing to analyse: {summary}{'; of ' if reading.collector.unread else ''}{_unread_text(reading.collector)}"
+    )
 
 
-def _unread(collector: Collector) -> str:
-    """Of what categories or processes most events are that were not read, with how many."""
+def _unread_text(collector: Collector) -> str:
+    """List the three most frequent categories or processes of unread events, with their counts."""
     return ", ".join(f"{source} ({count:,})" for source, count in collector.unread.most_common(3))
 
 
@@ -227,39 +236,42 @@ _HOST_EVENTS_DROPPED = (
 )
 
 
-def _warnings(reading: _Reading) -> list[Notice]:
-    rank, at = reading.metadata.rank, reading.first_damage
+def _warnings(reading: _PassResult) -> list[Notice]:
+    """Return a warning for each kind of damage or oddity in the trace."""
+    rank, offset = reading.metadata.rank, reading.first_damage
     damaged, unread = reading.skipped - reading.cut_events, reading.collector.unread.total()
-    found = []
+    warnings = []
     if reading.damage:
-        found.append(Notice("damaged_compression", f"{reading.damage}: read up to there", rank))
+        warnings.append(Notice("damaged_compression", f"{reading.damage}: read up to there", rank))
     if reading.cut_at is not None:
         message = f"the file is cut off at byte {reading.cut_at}: {reading.collector.total} complete events were read"
-        found.append(Notice("truncated", message, rank, byte_offset=reading.cut_at))
+        warnings.append(Notice("truncated", message, rank, byte_offset=reading.cut_at))
     if damaged:
-        message = f"{damaged} damaged events were left out, the first damage is at byte {at}"
-        found.append(Notice("damaged_events", message, rank, damaged, at))
+        message = f"{damaged} damaged events were left out, the first damage is at byte {offset}"
+        warnings.append(Notice("damaged_events", message, rank, damaged, offset))
     if reading.repaired:
-        message = f"{reading.repaired} events that are not sound JSON were read all the same, from byte {at} on"
-        found.append(Notice("repaired_events", message, rank, reading.repaired, at))
+        message = f"{reading.repaired} events that are not sound JSON were read all the same, from byte {offset} on"
+        warnings.append(Notice("repaired_events", message, rank, reading.repaired, offset))
     if reading.gaps:
-        message = f"{reading.gaps} commas between events are missing or too many, from byte {at} on; no event is lost"
-        found.append(Notice("misplaced_commas", message, rank, reading.gaps, at))
+        message = (
+            f"{reading.gaps} commas between events are missing or too many, from byte {offset} on; no event is lost"
+        )
+        warnings.append(Notice("misplaced_commas", message, rank, reading.gaps, offset))
     if not reading.fields_sound:
         message = "the text around the events is damaged: the rank, groups or base time may be missing"
-        found.append(Notice("damaged_metadata", message, rank))
+        warnings.append(Notice("damaged_metadata", message, rank))
     if reading.lacks_device:
-        nothing = _NO_DEVICE if reading.cut_at is None else _CUT_BEFORE_DEVICE
-        message = f"what ran on the device is not read: {_unread(reading.collector)}" if unread else nothing
-        found.append(Notice(NO_DEVICE_ACTIVITIES, message, rank))
+        problem = _NO_DEVICE if reading.cut_at is None else _CUT_BEFORE_DEVICE
+        message = f"what ran on the device is not read: {_unread_text(reading.collector)}" if unread else problem
+        warnings.append(Notice(NO_DEVICE_ACTIVITIES, message, rank))
     elif unread:
-        message = f"events that ringprof does not read, and no figure counts: {_unread(reading.collector)}"
-        found.append(Notice("unknown_category", message, rank, unread))
+        message = f"events that ringprof does not read, and no result counts: {_unread_text(reading.collector)}"
+        warnings.append(Notice("unknown_category", message, rank, unread))
     if reading.collector.host_rows.dropped:
-        found.append(Notice("host_events_dropped", _HOST_EVENTS_DROPPED, rank))
+        warnings.append(Notice("host_events_dropped", _HOST_EVENTS_DROPPED, rank))
     if reading.second_list:
         message = "the file holds several lists of events, as concatenated traces do: only the first was read: split it"
-        found.append(Notice("second_event_list", message, rank))
+        warnings.append(Notice("second_event_list", message, rank))
     for code, count in sorted(reading.collector.oddities.items()):
-        found.append(Notice(code, f"{count} {_ODDITIES[code]}", rank, count))
-    return found
+        warnings.append(Notice(code, f"{count} {_ODDITIES[code]}", rank, count))
+    return warnings

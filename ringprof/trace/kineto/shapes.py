@@ -1,4 +1,4 @@
-"""Shapes of operators, as ``record_shapes=True`` writes them, to FLOPs."""
+"""FLOPs of operator events whose shapes are recorded (``record_shapes=True``)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ringprof.trace.memory import bytes_of_text
 from ringprof.trace.operator_flops import Call, OperatorFlops, Sizes, flops_of
 
 _LONGEST_ARGUMENTS = 1 << 14
-"""Bytes of one operator's arguments that are read: PyTorch writes hundreds."""
-_MOST_REMEMBERED = 1 << 12
+"""Largest size in bytes of the arguments of one operator that are read; PyTorch writes hundreds of bytes."""
+_CACHE_SIZE = 1 << 12
 
 
 class _ShapeArgs(msgspec.Struct, gc=False):
-    """The recorded arguments of an operator, still as text: most calls repeat those of an earlier one."""
+    """Recorded arguments of an operator as raw text: most calls repeat the arguments of an earlier call."""
 
     dims: msgspec.Raw = msgspec.field(default=EMPTY, name="Input Dims")
     old_dims: msgspec.Raw = msgspec.field(default=EMPTY, name="Input dims")
@@ -30,19 +30,19 @@ _Texts = tuple[bytes, bytes, bytes]
 
 
 def has_shapes(event: Event) -> bool:
-    """Whether an operator's arguments hold shapes."""
+    """Return whether the arguments of an operator event include shapes."""
     return b'"Input ' in bytes(event.args)
 
 
 class ShapeReader:
-    """Counts the FLOPs of operator events; equal arguments are parsed once. ``take`` counts memory."""
+    """Counter of the FLOPs of operator events; parses equal arguments once. ``take`` charges bytes to the budget."""
 
     def __init__(self, take: Callable[[int], None]) -> None:
         self._take = take
-        self._known: dict[tuple[str, _Texts], OperatorFlops | None] = {}
+        self._cache: dict[tuple[str, _Texts], OperatorFlops | None] = {}
 
     def flops_of(self, event: Event) -> OperatorFlops | None:
-        """Return the FLOPs of an operator; None where its shapes are not recorded or do not tell them."""
+        """Count the FLOPs of an operator; None if its shapes are not recorded or do not determine them."""
         if event.args is EMPTY:
             return None
         try:
@@ -54,22 +54,22 @@ class ShapeReader:
         if not texts[0] or sum(map(len, texts)) > _LONGEST_ARGUMENTS:
             return None
         key = event.name or "", texts
-        if key in self._known:
-            return self._known[key]
-        found = flops_of(key[0], _call(texts))
-        if len(self._known) < _MOST_REMEMBERED:
+        if key in self._cache:
+            return self._cache[key]
+        flops = flops_of(key[0], _call(texts))
+        if len(self._cache) < _CACHE_SIZE:
             self._take(sum(bytes_of_text(text.decode("latin-1")) for text in texts))
-            self._known[key] = found
-        return found
+            self._cache[key] = flops
+        return flops
 
 
 def _call(texts: _Texts) -> Call:
     dims, types, values = map(_list, texts)
-    return Call([_sizes(one) for one in dims], list(map(_text, types)), list(map(_text, values)))
+    return Call([_sizes(shape) for shape in dims], list(map(_text, types)), list(map(_text, values)))
 
 
 def _list(text: bytes) -> list[Any]:
-    """Return a JSON list; empty where the text is none."""
+    """Decode a JSON list; empty if the text is not one."""
     try:
         return msgspec.json.decode(text, type=list[Any]) if text else []
     except UNREADABLE:
@@ -77,9 +77,9 @@ def _list(text: bytes) -> list[Any]:
 
 
 def _sizes(value: object) -> Sizes:
-    """Return a tensor's shape; empty for a list of tensors and for what is no shape."""
-    sound = isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
-    return tuple(value) if sound and isinstance(value, list) else ()
+    """Return the shape of a tensor; empty for a list of tensors and for any other value."""
+    is_shape = isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+    return tuple(value) if is_shape and isinstance(value, list) else ()
 
 
 def _text(value: object) -> str:

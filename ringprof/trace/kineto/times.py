@@ -1,8 +1,8 @@
-"""Decimal text in microseconds to int64 nanoseconds, exactly.
+"""Exact conversion of decimal text in microseconds to int64 nanoseconds.
 
-Kineto writes times as decimal text with three digits after the point. float64 cannot hold them all: near
-4.4e12 µs, where a trace lies some fifty days into a quarter, its values are 1 ns apart, and unix time in
-microseconds is beyond that. The digits are therefore read as integers; the point is only moved.
+Kineto writes times as decimal text with three digits after the point. float64 cannot represent them all: near
+4.4e12 µs, where a trace lies some fifty days into a quarter, its values are 1 ns apart, and Unix time in
+microseconds is larger than that. The digits are therefore read as integers, and only the point is moved.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ringprof.trace.checks import LARGEST_NS
 from ringprof.trace.columns import Int64
 
 NOT_A_TIME = int(np.iinfo(np.int64).min)
-"""Stands for a time that is absent or is no number."""
+"""Value of a time that is absent or is not a number."""
 
 Text = bytes | msgspec.Raw
 
@@ -27,10 +27,10 @@ _EXACT = Context(prec=_LONGEST_TEXT + 10, rounding=ROUND_HALF_EVEN)
 
 
 def to_ns(texts: Sequence[Text]) -> Int64:
-    """Nanoseconds of many decimal texts in microseconds; `NOT_A_TIME` where one is absent or no number.
+    """Convert decimal texts in microseconds to nanoseconds; `NOT_A_TIME` where a text is empty or not a number.
 
-    A text may stand in quotes, have an exponent or any number of decimals; what lies below a nanosecond is
-    rounded half to even. Times beyond `LARGEST_NS` are cut to it.
+    A text may be quoted, and have an exponent or any number of decimals. Fractions of a nanosecond are rounded half
+    to even. Times beyond `LARGEST_NS` are clamped to it.
     """
     if not texts:
         return np.empty(0, np.int64)
@@ -39,11 +39,11 @@ def to_ns(texts: Sequence[Text]) -> Int64:
         fast = _uniform_to_ns(joined, len(texts))
         if fast is not None:
             return fast
-    return np.fromiter((one_to_ns(bytes(text)) for text in texts), np.int64, len(texts))
+    return np.fromiter((text_to_ns(bytes(text)) for text in texts), np.int64, len(texts))
 
 
 def _uniform_to_ns(joined: bytes, count: int) -> Int64 | None:
-    """As `to_ns`, for texts that all have three decimals, or all none; else None."""
+    """Convert comma-separated texts that all have three decimals, or all none; None for any other format."""
     text = np.frombuffer(joined, np.uint8)
     ends = np.append(np.flatnonzero(text == ord(",")), len(text))
     lengths = np.diff(ends, prepend=-1) - 1
@@ -57,8 +57,8 @@ def _uniform_to_ns(joined: bytes, count: int) -> Int64 | None:
     return None
 
 
-def one_to_ns(text: bytes) -> int:
-    """As `to_ns`, for one text."""
+def text_to_ns(text: bytes) -> int:
+    """Convert one decimal text in microseconds to nanoseconds; `NOT_A_TIME` if it is empty or not a number."""
     text = text.strip(b'" \t\r\n')
     whole, _, fraction = text.partition(b".")
     if whole.isdigit() and len(whole) < _LONGEST_FAST - 3 and len(fraction) <= 3:
@@ -74,7 +74,7 @@ def _decimal_to_ns(text: bytes) -> int:
         value = Decimal(text.decode("ascii"))
     except (InvalidOperation, UnicodeDecodeError):
         return NOT_A_TIME
-    # The size is checked before anything is expanded: 1e999999 is a short text.
+    # Check the size before expanding the number: 1e999999 is a short text.
     if not value.is_finite():
         return NOT_A_TIME
     if value.adjusted() > 18:
