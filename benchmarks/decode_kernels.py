@@ -15,7 +15,7 @@ import torch
 
 from ringprof.devices import bandwidth_of
 from ringprof.strategies.algorithms.cached import block_attention
-from ringprof.strategies.kernels.builtin import KERNELS
+from ringprof.strategies.kernels.registry import KERNELS
 from ringprof.strategies.masks.layouts import Block
 
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from ringprof.mask import Mask
 from ringprof.report import palette
 from ringprof.report.plots import STYLE
-from ringprof.strategies.kernels.builtin import KeyStretches
+from ringprof.strategies.kernels.reference import KeyStretches
 from ringprof.strategies.masks.layouts import LAYOUTS, Layout
 from ringprof.strategies.masks.sharded_mask import busiest_over_mean, sharded_mask_of
 

@@ -1,15 +1,40 @@
-"""The bundled strategies: algorithms over an attention kernel, a communicator and a layout. Needs torch only."""
+"""The bundled strategies: algorithms over an attention kernel, a communicator and a layout. Needs torch only.
+
+The public names below are loaded when they are first used, so that the names of the strategies are known without torch.
+"""
+
+from __future__ import annotations
 
 if __name__ != "ringprof.strategies":
     # In a checkout `import strategies` would make a second copy of every class.
     raise ImportError("import ringprof.strategies: the folder strategies/ is part of the package ringprof")
 
 import warnings
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from ringprof.strategies.algorithms.dynamic import Dynamic
-from ringprof.strategies.errors import PeerLost, UnknownName, Unsupported, WrongGradient
-from ringprof.strategies.registry import Parameter, Spec, create, find, for_inference, names, parameters, peer_names
+if TYPE_CHECKING:
+    from .algorithms.dynamic import Dynamic
+    from .catalog import Spec
+    from .errors import PeerLost, UnknownName, Unsupported, WrongGradient
+    from .registry import Parameter, create, find, for_inference, names, parameters, peer_names
+
+_MODULES = {
+    "Dynamic": "algorithms.dynamic",
+    "Parameter": "registry",
+    "PeerLost": "errors",
+    "Spec": "catalog",
+    "UnknownName": "errors",
+    "Unsupported": "errors",
+    "WrongGradient": "errors",
+    "create": "registry",
+    "find": "registry",
+    "for_inference": "registry",
+    "names": "registry",
+    "parameters": "registry",
+    "peer_names": "registry",
+}
+"""Module of each public name, below this package."""
 
 __all__ = [
     "Dynamic",
@@ -31,5 +56,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "Unfit":
         warnings.warn("ringprof.strategies.Unfit is now called Unsupported", DeprecationWarning, stacklevel=2)
-        return Unsupported
+        name = "Unsupported"
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

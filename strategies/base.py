@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ringprof.mask import Mask
-from ringprof.strategies.annotate import ring_step
-from ringprof.strategies.errors import Unsupported
-from ringprof.strategies.first_order import first_order
-from ringprof.strategies.kernels.builtin import choose_kernel
-from ringprof.strategies.kernels.kernel import Gradients, Kernel
-from ringprof.strategies.kernels.merge import (
+
+from .annotate import ring_step
+from .catalog import names_with_masks
+from .errors import Unsupported
+from .first_order import first_order
+from .kernels.kernel import Gradients, Kernel
+from .kernels.merge import (
     Partial,
     lift_tiny_rows,
     output_with_delta,
@@ -30,12 +31,13 @@ from ringprof.strategies.kernels.merge import (
     wide_type,
     with_sinks,
 )
-from ringprof.strategies.kernels.uncompiled import uncompiled
-from ringprof.strategies.masks.expected import Expectations
-from ringprof.strategies.masks.layouts import ALL, WHOLE, Block, Layout, as_contiguous, part, split_local_block
-from ringprof.strategies.masks.row_routing import RowRouting
-from ringprof.strategies.masks.sharded_mask import ShardedMask, sharded_mask_of
-from ringprof.strategies.transport.communicator import Communicator
+from .kernels.registry import choose_kernel
+from .kernels.uncompiled import uncompiled
+from .masks.expected import Expectations
+from .masks.layouts import ALL, WHOLE, Block, Layout, as_contiguous, part, split_local_block
+from .masks.row_routing import RowRouting, routing_of
+from .masks.sharded_mask import ShardedMask, sharded_mask_of
+from .transport.communicator import Communicator
 
 GradWire = Literal["fp32", "input"]
 """Type that gradients travel in: at least float32, or the input's own."""
@@ -245,8 +247,6 @@ class Strategy(Expectations, ABC):
         if mask.plain:
             return None
         if not cls.takes_masks:
-            from ringprof.strategies.registry import names_with_masks
-
             return f"takes no packed documents and no sliding window: those that do are {', '.join(names_with_masks())}"
         try:
             mask.check(seq)
@@ -471,7 +471,7 @@ class Strategy(Expectations, ABC):
         """Return which keys, or ``queries``, travel around the ring; None where whole shards or nothing travels."""
         if call.sharded_mask is None or not self.hop_window:
             return None
-        return call.sharded_mask.routing(self.hop_window, queries=queries)
+        return routing_of(call.sharded_mask, self.hop_window, queries=queries)
 
     def block(self, call: AttentionCall, kv_rank: int, q: Tensor) -> Block | None:
         """Return the block of this rank's queries with the keys that arrive from ``kv_rank``; None if it is empty."""

@@ -32,7 +32,7 @@ OTHERWISE = {
     "ringprof.spawn": "the path is set first",
     "ringprof.strategies.base": "the table of names would close a circle",
     "ringprof.strategies.registry": "the table of names would close a circle",
-    "ringprof.strategies.kernels.torch_builtin": "would close a circle",
+    "ringprof.strategies.kernels.torch_kernels": "would close a circle",
     "ringprof.strategies.kernels.merge": "compiles kernels where there is Triton",
 }
 

@@ -15,7 +15,7 @@ from ringprof.report.tables import Column, Table
 from ringprof.run import Workload
 
 if TYPE_CHECKING:
-    from ringprof.strategies.kernels.builtin import Kernel
+    from ringprof.strategies.kernels.kernel import Kernel
 
 _FACTS: tuple[tuple[str, Column, Callable[[type[Kernel]], object]], ...] = (
     ("types", Column("types", left=True, drop=5), lambda one: one.types()),
@@ -111,7 +111,7 @@ def _rates_table(found: Iterable[Any], factor: float) -> Table:
 def _rows() -> list[list[str]]:
     import torch
 
-    from ringprof.strategies.kernels.builtin import KERNELS
+    from ringprof.strategies.kernels.registry import KERNELS
 
     devices = [torch.device(name) for name in (*(["cuda"] if torch.cuda.is_available() else []), "cpu")]
     return [

@@ -11,11 +11,11 @@ import click
 from click.shell_completion import CompletionItem
 
 from ringprof.documents import FACTORS
+from ringprof.strategies.catalog import CACHED, SPECS
 
-# Torch takes seconds to import, and a shell asks at every key: so these stand here a second time, which a test holds
-# equal to what `ringprof.strategies` has.
-STRATEGIES = ("ring", "zigzag", "stripe", "ulysses", "usp", "double-ring", "burst", "megatron", "allgather")
-INFERENCE = ("dcp", "ring-prefill")
+STRATEGIES, INFERENCE = tuple(SPECS), tuple(CACHED)
+# The kernels' classes need torch, which takes seconds to import, and a shell asks at every key: so their names stand
+# here a second time, and a test compares them.
 KERNEL_NAMES = (
     "auto", "cudnn", "flash-attn-3", "flash-attn", "flash-attn-4", "torch-flash", "torch-efficient", "cpu-flash",
     "flex", "reference",

@@ -21,7 +21,7 @@ from ringprof.record.clock import clock_for
 from ringprof.record.measure import WorkloadShard
 from ringprof.run import Workload
 from ringprof.strategies import create
-from ringprof.strategies.registry import SPECS
+from ringprof.strategies.catalog import SPECS
 
 _WARM_UP_PASSES, _PASSES_PER_TURN, _SKIPPED_PASSES, _MIN_TURNS = 5, 14, 4, 3
 """Passes before the first timed one; passes per turn; skipped first passes of a turn; and the minimum number of turns.

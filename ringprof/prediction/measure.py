@@ -36,8 +36,8 @@ from ringprof.prediction.network import channels
 from ringprof.prediction.shapes import COLLECTIVE_BYTES, MESSAGES, KernelCase, kernel_cases
 from ringprof.record.dryrun.schedule import AttentionOp
 from ringprof.record.machine import versions
-from ringprof.strategies.kernels.builtin import KERNELS
 from ringprof.strategies.kernels.merge import accumulate
+from ringprof.strategies.kernels.registry import KERNELS
 from ringprof.strategies.transport.communicator import Communicator
 from ringprof.strategies.transport.message import Message
 

@@ -19,7 +19,7 @@ from ringprof.record.resolve import load_strategy, strategy_errors, typed_params
 from ringprof.run import MOST_RANKS, Workload
 from ringprof.strategies import find
 from ringprof.strategies.base import Context
-from ringprof.strategies.kernels.builtin import KERNELS
+from ringprof.strategies.kernels.registry import KERNELS
 
 MOST_PACKED = 64
 """Largest number of ranks for packed documents. Fewer ranks cannot stand for more, because their documents differ."""

@@ -193,7 +193,7 @@ def _flops(workload: Workload, part: str) -> float:
 
 def _query_of(cells: Mapping[str, str], workload: Workload, cluster: Cluster, machine: Calibration) -> Query:
     """Return the query of a row. Raises `_UnreadableRowError` for an unknown strategy or another device."""
-    from ringprof.strategies.registry import SPECS
+    from ringprof.strategies.catalog import SPECS
 
     name = cells.get("strategy", "").lower().replace("_", "-")
     if name not in SPECS:
@@ -217,7 +217,7 @@ def _query_of(cells: Mapping[str, str], workload: Workload, cluster: Cluster, ma
 
 def _kernel_name(text: str) -> str:
     """Return ringprof's name of a kernel. Raises `_UnreadableRowError` for an unknown one."""
-    from ringprof.strategies.kernels.builtin import KERNELS
+    from ringprof.strategies.kernels.registry import KERNELS
 
     flash = _FLASH.match(text)
     if flash:

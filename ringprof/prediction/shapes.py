@@ -15,7 +15,7 @@ import msgspec
 
 from ringprof.mask import NO_LIMIT
 from ringprof.record.dryrun.schedule import AttentionOp
-from ringprof.strategies.kernels.builtin import KERNELS
+from ringprof.strategies.kernels.registry import KERNELS
 from ringprof.strategies.masks.mask_blocks import AttnRectangle, MaskBlocks
 
 HEADS = ((40, 40), (32, 8), (64, 8), (24, 4), (64, 1), (10, 10))

@@ -37,8 +37,8 @@ from ringprof.record.process_group import gather_tensor
 from ringprof.record.resolve import attention_options, kernel_of, layout_options, torch_dtype, why_unsupported
 from ringprof.run import TensorError, Verification, Workload
 from ringprof.strategies.base import Strategy
-from ringprof.strategies.kernels.builtin import MaskedReference
 from ringprof.strategies.kernels.merge import row_product, with_sinks
+from ringprof.strategies.kernels.reference import MaskedReference
 from ringprof.strategies.masks.layouts import LAYOUTS
 from ringprof.strategies.masks.sharded_mask import sharded_mask_of
 

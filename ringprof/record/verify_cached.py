@@ -34,8 +34,8 @@ from ringprof.record.verify_timed import SAMPLED_ROWS, by_head, same_as_first, s
 from ringprof.run import TimedVerification, Verification, Workload
 from ringprof.strategies.algorithms.cached import Cached
 from ringprof.strategies.base import AttentionCall
-from ringprof.strategies.kernels.builtin import KeyStretches, ReferenceKernel
 from ringprof.strategies.kernels.merge import with_sinks
+from ringprof.strategies.kernels.reference import KeyStretches, ReferenceKernel
 from ringprof.strategies.masks.layouts import Block
 
 SEQUENCES = 2

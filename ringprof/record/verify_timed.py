@@ -45,7 +45,7 @@ from ringprof.record.verify import (
     worst_error,
 )
 from ringprof.run import TimedVerification, Verification, Workload
-from ringprof.strategies.kernels.builtin import KeyStretches, capped
+from ringprof.strategies.kernels.reference import KeyStretches, capped
 
 SAMPLED_ROWS = 16
 BLOCK_NUMBERS = {"cpu": 2**22, "cuda": 2**25}

@@ -28,8 +28,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ringprof.strategies.annotate import ring_step
-from ringprof.strategies.base import (
+from ..annotate import ring_step
+from ..base import (
     DOCUMENTS_LAYOUT_HELP,
     AttentionCall,
     Context,
@@ -40,11 +40,11 @@ from ringprof.strategies.base import (
     Strategy,
     wire_type,
 )
-from ringprof.strategies.kernels.kernel import Gradients
-from ringprof.strategies.kernels.merge import Partial, Sum, accumulate, add_and_cast
-from ringprof.strategies.masks.expected import contiguous_imbalance
-from ringprof.strategies.masks.layouts import LAYOUTS, Block, Layout, part
-from ringprof.strategies.transport.ring_channel import Hop
+from ..kernels.kernel import Gradients
+from ..kernels.merge import Partial, Sum, accumulate, add_and_cast
+from ..masks.expected import contiguous_imbalance
+from ..masks.layouts import LAYOUTS, Block, Layout, part
+from ..transport.ring_channel import Hop
 
 
 class AllGather(Strategy):

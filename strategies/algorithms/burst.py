@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ringprof.strategies.annotate import ring_step
-from ringprof.strategies.base import (
+from ..annotate import ring_step
+from ..base import (
     DOCUMENTS_LAYOUT_HELP,
     AttentionCall,
     Context,
@@ -33,12 +33,12 @@ from ringprof.strategies.base import (
     Strategy,
     wire_type,
 )
-from ringprof.strategies.kernels.kernel import Gradients
-from ringprof.strategies.kernels.merge import Sum, accumulate, add_and_cast, row_product, write_rows
-from ringprof.strategies.masks.layouts import ALL, LAYOUTS, Block, part
-from ringprof.strategies.masks.row_routing import RowRouting
-from ringprof.strategies.transport.gradient_ring import GradientRing
-from ringprof.strategies.transport.ring_channel import DoubleRing
+from ..kernels.kernel import Gradients
+from ..kernels.merge import Sum, accumulate, add_and_cast, row_product, write_rows
+from ..masks.layouts import ALL, LAYOUTS, Block, part
+from ..masks.row_routing import RowRouting
+from ..transport.gradient_ring import GradientRing
+from ..transport.ring_channel import DoubleRing
 
 
 class Burst(Strategy):

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from ringprof.mask import Mask
-from ringprof.strategies.annotate import ring_step
-from ringprof.strategies.base import AttentionCall, Rows, Shape, Strategy, mask_of_call
-from ringprof.strategies.errors import Unsupported
-from ringprof.strategies.kernels.kernel import Gradients
-from ringprof.strategies.kernels.merge import merge_rows, wide_type, with_sinks
-from ringprof.strategies.kernels.uncompiled import uncompiled
-from ringprof.strategies.masks.layouts import ALL, LAYOUTS, Block, part
+
+from ..annotate import ring_step
+from ..base import AttentionCall, Rows, Shape, Strategy, mask_of_call
+from ..errors import Unsupported
+from ..kernels.kernel import Gradients
+from ..kernels.merge import merge_rows, wide_type, with_sinks
+from ..kernels.uncompiled import uncompiled
+from ..masks.layouts import ALL, LAYOUTS, Block, part
 
 
 @dataclass(frozen=True)

@@ -25,14 +25,16 @@ import torch
 from torch import Tensor
 
 from ringprof.mask import Mask
-from ringprof.strategies.algorithms.cached import Cached, Heads, attention_over_blocks, merge_by_lse
-from ringprof.strategies.annotate import ring_step
-from ringprof.strategies.base import AttentionCall, Context, Shape
-from ringprof.strategies.errors import Unsupported
-from ringprof.strategies.kernels.builtin import KeyStretches, choose_kernel
-from ringprof.strategies.kernels.kernel import Kernel
-from ringprof.strategies.kernels.merge import wide_type
-from ringprof.strategies.masks.layouts import ALL, LAYOUTS, Block, Layout
+
+from ..annotate import ring_step
+from ..base import AttentionCall, Context, Shape
+from ..errors import Unsupported
+from ..kernels.kernel import Kernel
+from ..kernels.merge import wide_type
+from ..kernels.reference import KeyStretches
+from ..kernels.registry import choose_kernel
+from ..masks.layouts import ALL, LAYOUTS, Block, Layout
+from .cached import Cached, Heads, attention_over_blocks, merge_by_lse
 
 SPLITTING = ("flash-attn", "torch-flash")
 """Kernels that ``auto`` prefers to kernels that are faster on long blocks. They split the keys of few queries over the

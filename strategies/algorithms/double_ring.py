@@ -23,9 +23,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ringprof.strategies.algorithms.ulysses import HeadExchange, why_heads_unsupported
-from ringprof.strategies.annotate import ring_step
-from ringprof.strategies.base import (
+from ..annotate import ring_step
+from ..base import (
     DOCUMENTS_LAYOUT_HELP,
     AttentionCall,
     Context,
@@ -35,11 +34,11 @@ from ringprof.strategies.base import (
     Strategy,
     wire_type,
 )
-from ringprof.strategies.errors import Unsupported
-from ringprof.strategies.kernels.kernel import Gradients
-from ringprof.strategies.kernels.merge import Sum, accumulate
-from ringprof.strategies.masks.layouts import LAYOUTS, Block, Grid, Grouped, Layout
-from ringprof.strategies.transport.gradient_ring import (
+from ..errors import Unsupported
+from ..kernels.kernel import Gradients
+from ..kernels.merge import Sum, accumulate
+from ..masks.layouts import LAYOUTS, Block, Grid, Grouped, Layout
+from ..transport.gradient_ring import (
     GradientRing,
     LocalGrads,
     add_and_cast_dkv,
@@ -47,8 +46,9 @@ from ringprof.strategies.transport.gradient_ring import (
     forward_grads,
     kv_grads,
 )
-from ringprof.strategies.transport.message import Message
-from ringprof.strategies.transport.ring_channel import AnyHop, DoubleRing
+from ..transport.message import Message
+from ..transport.ring_channel import AnyHop, DoubleRing
+from .ulysses import HeadExchange, why_heads_unsupported
 
 
 class LoongDoubleRing(Strategy):

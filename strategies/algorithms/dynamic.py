@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ringprof.strategies.errors import Unsupported
-from ringprof.strategies.registry import create
-from ringprof.strategies.transport.communicator import Communicator
-from ringprof.strategies.transport.groups import process_group
+from ..errors import Unsupported
+from ..registry import create
+from ..transport.communicator import Communicator
+from ..transport.groups import process_group
 
 
 class Dynamic:

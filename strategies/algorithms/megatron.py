@@ -25,8 +25,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ringprof.strategies.annotate import ring_step
-from ringprof.strategies.base import (
+from ..annotate import ring_step
+from ..base import (
     DOCUMENTS_LAYOUT_HELP,
     AttentionCall,
     Context,
@@ -36,18 +36,18 @@ from ringprof.strategies.base import (
     Strategy,
     wire_type,
 )
-from ringprof.strategies.kernels.kernel import Gradients
-from ringprof.strategies.kernels.merge import Sum
-from ringprof.strategies.masks.layouts import LAYOUTS, Block
-from ringprof.strategies.transport.gradient_ring import (
+from ..kernels.kernel import Gradients
+from ..kernels.merge import Sum
+from ..masks.layouts import LAYOUTS, Block
+from ..transport.gradient_ring import (
     GradientRing,
     add_and_cast_dkv,
     add_block_grads,
     backward_of_rows,
     kv_grads,
 )
-from ringprof.strategies.transport.message import Message, unstacked
-from ringprof.strategies.transport.streams import SideStreams, side_streams
+from ..transport.message import Message, unstacked
+from ..transport.streams import SideStreams, side_streams
 
 
 class Megatron(Strategy):

@@ -20,13 +20,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ringprof.strategies.annotate import ring_step
-from ringprof.strategies.base import AttentionCall, Context, Rows, Strategy, wire_type
-from ringprof.strategies.kernels.kernel import Gradients
-from ringprof.strategies.kernels.merge import Sum
-from ringprof.strategies.masks.expected import contiguous_imbalance
-from ringprof.strategies.masks.layouts import LAYOUTS
-from ringprof.strategies.transport.gradient_ring import (
+from ..annotate import ring_step
+from ..base import AttentionCall, Context, Rows, Strategy, wire_type
+from ..kernels.kernel import Gradients
+from ..kernels.merge import Sum
+from ..masks.expected import contiguous_imbalance
+from ..masks.layouts import LAYOUTS
+from ..transport.gradient_ring import (
     GradientRing,
     LocalGrads,
     add_and_cast_dkv,
@@ -34,7 +34,7 @@ from ringprof.strategies.transport.gradient_ring import (
     forward_grads,
     kv_grads,
 )
-from ringprof.strategies.transport.ring_channel import HopRing
+from ..transport.ring_channel import HopRing
 
 RingWire = Literal["exact", "fp32", "input"]
 

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from ringprof.mask import Mask
-from ringprof.strategies.algorithms.cached import Cached, Heads, attention_over_blocks, block_attention, merge_by_lse
-from ringprof.strategies.annotate import ring_step
-from ringprof.strategies.base import AttentionCall, Context, Shape
-from ringprof.strategies.kernels.merge import Partial, wide_type
-from ringprof.strategies.masks.layouts import ALL, LAYOUTS, Block
-from ringprof.strategies.masks.row_routing import RowRouting
-from ringprof.strategies.masks.sharded_mask import ShardedMask, sharded_mask_of
+
+from ..annotate import ring_step
+from ..base import AttentionCall, Context, Shape
+from ..kernels.merge import Partial, wide_type
+from ..masks.layouts import ALL, LAYOUTS, Block
+from ..masks.row_routing import RowRouting, routing_of
+from ..masks.sharded_mask import ShardedMask, sharded_mask_of
+from .cached import Cached, Heads, attention_over_blocks, block_attention, merge_by_lse
 
 Passes = Literal["auto", "kv", "q"]
 
@@ -140,4 +141,8 @@ class RingPrefill(Cached):
 
     def _row_routing(self, q: Tensor, k: Tensor, mask: Mask) -> RowRouting | None:
         """Return the rows of keys and values to send; None if all rows are sent."""
-        return None if mask.plain else self._sharded_mask_of_cache(q.shape[1], k.shape[1], mask).routing(self.comm.size)
+        return (
+            None
+            if mask.plain
+            else routing_of(self._sharded_mask_of_cache(q.shape[1], k.shape[1], mask), self.comm.size)
+        )

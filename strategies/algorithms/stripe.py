@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ringprof.strategies.algorithms.ring import Ring
-from ringprof.strategies.masks.layouts import LAYOUTS
+from ..masks.layouts import LAYOUTS
+from .ring import Ring
 
 
 class Stripe(Ring):

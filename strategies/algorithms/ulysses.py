@@ -20,13 +20,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ringprof.strategies.annotate import ring_step
-from ringprof.strategies.base import AttentionCall, Context, GradWire, OutAndLse, Rows, Shape, Strategy, wire_type
-from ringprof.strategies.first_order import first_order
-from ringprof.strategies.kernels.kernel import Gradients
-from ringprof.strategies.masks.layouts import LAYOUTS, Layout
-from ringprof.strategies.transport.collectives import Collective
-from ringprof.strategies.transport.ring_channel import Hop
+from ..annotate import ring_step
+from ..base import AttentionCall, Context, GradWire, OutAndLse, Rows, Shape, Strategy, wire_type
+from ..first_order import first_order
+from ..kernels.kernel import Gradients
+from ..masks.layouts import LAYOUTS, Layout
+from ..transport.collectives import Collective
+from ..transport.ring_channel import Hop
 
 
 class Ulysses(Strategy):

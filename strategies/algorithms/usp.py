@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from ringprof.strategies.algorithms.ring import Ring, RingWire
-from ringprof.strategies.algorithms.ulysses import HeadExchange, why_heads_unsupported
-from ringprof.strategies.base import DOCUMENTS_LAYOUT_HELP, Context, DocumentsLayout, Shape, Strategy
-from ringprof.strategies.masks.expected import contiguous_imbalance
-from ringprof.strategies.masks.layouts import LAYOUTS, Grid, Grouped, Layout
+from ..base import DOCUMENTS_LAYOUT_HELP, Context, DocumentsLayout, Shape, Strategy
+from ..masks.expected import contiguous_imbalance
+from ..masks.layouts import LAYOUTS, Grid, Grouped, Layout
+from .ring import Ring, RingWire
+from .ulysses import HeadExchange, why_heads_unsupported
 
 Placement = Literal["head-first", "ring-first"]
 RingLayout = Literal["zigzag", "contiguous", "stripe"]

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from ringprof.strategies.algorithms.ring import Ring, RingWire
-from ringprof.strategies.base import DOCUMENTS_LAYOUT_HELP, Context, DocumentsLayout
-from ringprof.strategies.masks.layouts import LAYOUTS
+from ..base import DOCUMENTS_LAYOUT_HELP, Context, DocumentsLayout
+from ..masks.layouts import LAYOUTS
+from .ring import Ring, RingWire
 
 
 class Zigzag(Ring):

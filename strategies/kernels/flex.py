@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ringprof.strategies.kernels.kernel import Gradients, Kernel
-from ringprof.strategies.kernels.merge import row_product
-from ringprof.strategies.masks.mask_blocks import AttnRectangle, MaskBlocks
+from ..masks.mask_blocks import AttnRectangle, MaskBlocks
+from .kernel import Gradients, Kernel
+from .merge import row_product
 
 TILE = 128
 """Number of queries, and of keys, of a tile, the unit that is computed or skipped."""

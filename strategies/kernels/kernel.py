@@ -12,9 +12,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ringprof.strategies.errors import Unsupported
-from ringprof.strategies.kernels.merge import accumulate, merge_rows, output_with_delta, wide_type
-from ringprof.strategies.masks.mask_blocks import AttnRectangle, MaskBlocks
+from ..errors import Unsupported
+from ..masks.mask_blocks import AttnRectangle, MaskBlocks
+from .merge import accumulate, merge_rows, output_with_delta, wide_type
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

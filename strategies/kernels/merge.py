@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ringprof.strategies.errors import Unsupported
-from ringprof.strategies.masks.layouts import ALL, as_contiguous, part
+from ..errors import Unsupported
+from ..masks.layouts import ALL, as_contiguous, part
 
 FUSED_FROM = 2**23
 """Number of elements from which a Triton kernel adds faster than torch. Below, its launch costs the host more time."""
@@ -288,7 +288,7 @@ def _triton_kernels() -> Any:
     """Return the module of Triton kernels; None if triton is not installed."""
     if find_spec("triton") is None:
         return None
-    from ringprof.strategies.kernels import fused
+    from . import fused
 
     return fused
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringprof.strategies.kernels.kernel import Gradients, Kernel, allocate_adjacent
-from ringprof.strategies.kernels.varlen import VarlenKernel
-from ringprof.strategies.masks.mask_blocks import Batch, Lengths
+from ..masks.mask_blocks import Batch, Lengths
+from .kernel import Gradients, Kernel, allocate_adjacent
+from .varlen import VarlenKernel
 
 
 class FlashAttn3Kernel(VarlenKernel):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringprof.strategies.errors import WrongGradient
+from ..errors import WrongGradient
 
 _FACTOR = 0.1
 """Tolerance relative to the sum's expected size for independent terms; rounding to bf16 changes it by 1/200 of that."""

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringprof.strategies.kernels.kernel import Gradients, Kernel
-from ringprof.strategies.kernels.merge import merge_into, merge_rows, wide_type
-from ringprof.strategies.masks.mask_blocks import Batch, Lengths, MaskBlocks
+from ..masks.mask_blocks import Batch, Lengths, MaskBlocks
+from .kernel import Gradients, Kernel
+from .merge import merge_into, merge_rows, wide_type
 
 _Call = Callable[..., Any]
 """Function of a kernel over packed rows: q, dout and out (T, H, D), k and v (T', Hkv, D), LSE (H, T)."""

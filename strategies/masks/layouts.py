@@ -23,8 +23,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ringprof.strategies.errors import Unsupported
-from ringprof.strategies.masks.mask_blocks import AttnRectangle, MaskBlocks
+from ..errors import Unsupported
+from .mask_blocks import AttnRectangle, MaskBlocks
 
 ALL = slice(None)
 

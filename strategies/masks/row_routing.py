@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ringprof.strategies.masks.layouts import ALL, Block, block_of, part
-from ringprof.strategies.transport.message import Message
+from ..transport.message import Message
+from .layouts import ALL, Block, block_of, part
+from .sharded_mask import ShardedMask
 
 if TYPE_CHECKING:
-    from ringprof.strategies.masks.sharded_mask import ShardedMask
-    from ringprof.strategies.transport.ring_channel import HopRing
+    from ..transport.ring_channel import HopRing
 
 _FINEST = 16
 """Stretches are joined where the gap between them is at most this fraction (1/16) of a rank's rows: each stretch costs
@@ -195,11 +195,20 @@ def step_of(sender: int, rank: int, size: int, window: int) -> int:
     return (rank // window - sender // window) % (size // window) * window + (rank - sender) % window
 
 
-def routing_of(sharded_mask: ShardedMask, window: int, *, queries: bool) -> RowRouting | None:
+def routing_of(sharded_mask: ShardedMask, window: int, *, queries: bool = False) -> RowRouting | None:
     """Select the keys, or ``queries``, that each hop carries over inner rings of ``window`` ranks.
 
-    Returns None where no rows need to travel, and where so many do that whole shards are cheaper.
+    ``window`` divides the number of ranks. Returns None where no rows need to travel, and where so many do that whole
+    shards are cheaper. The mask keeps the result.
     """
+    key, known = (window, queries), sharded_mask.routings
+    if key not in known:
+        known[key] = _select_rows(sharded_mask, window, queries=queries)
+    routing: RowRouting | None = known[key]
+    return routing
+
+
+def _select_rows(sharded_mask: ShardedMask, window: int, *, queries: bool) -> RowRouting | None:
     size, local = sharded_mask.size, sharded_mask.queries if queries else sharded_mask.keys
     ranks = range(size)
 

@@ -12,15 +12,15 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringprof.mask import NO_LIMIT, Mask
-from ringprof.strategies.masks.layouts import Block, Layout, block_of
-from ringprof.strategies.masks.mask_blocks import AttnRectangle, band, joined, split_rows
-from ringprof.strategies.masks.row_routing import RowRouting, routing_of
+
+from .layouts import Block, Layout, block_of
+from .mask_blocks import AttnRectangle, band, joined, split_rows
 
 
 class _Piece(NamedTuple):
@@ -42,6 +42,8 @@ class ShardedMask:
         self.stride = layout.stride(size)
         self.queries, self.keys = (seq - cached) // size, seq // size
         """Number of queries, and of keys, per rank."""
+        self.routings: dict[tuple[int, bool], Any] = {}
+        """Row routings of this mask, kept by `row_routing.routing_of`."""
         new = [cached + layout.positions(seq - cached, size, rank) for rank in range(size)]
         self._queries = [self._pieces(positions) for positions in new]
         self._keys = self._queries
@@ -49,7 +51,6 @@ class ShardedMask:
             shares = torch.arange(cached, device="cpu").chunk(size)
             self._keys = [self._pieces(torch.cat(held)) for held in zip(shares, new, strict=True)]
         self._blocks: dict[tuple[int, int], Block | None] = {}
-        self._routings: dict[tuple[int, bool], RowRouting | None] = {}
 
     def block(self, q_rank: int, kv_rank: int) -> Block | None:
         """Return the block of ``q_rank``'s queries with ``kv_rank``'s keys; None where they see none."""
@@ -91,16 +92,6 @@ class ShardedMask:
             step for step in reversed(ranks) if any(self.block(rank, (rank - step) % self.size) for rank in ranks)
         )
         return 1 + next(needed, 0)
-
-    def routing(self, window: int, *, queries: bool = False) -> RowRouting | None:
-        """Return which keys, or ``queries``, travel over inner rings of ``window`` ranks.
-
-        ``window`` divides the number of ranks. Returns None where no rows travel, and where most do.
-        """
-        key = window, queries
-        if key not in self._routings:
-            self._routings[key] = routing_of(self, window, queries=queries)
-        return self._routings[key]
 
     def area(self, q_rank: int, kv_rank: int) -> int:
         """Count the (query, key) pairs of these two ranks that are computed."""

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ringprof.strategies.base import AttentionCall, OutAndLse, Rows, Shape, Strategy
-from ringprof.strategies.errors import Unsupported
-from ringprof.strategies.kernels.kernel import Gradients
+from ..base import AttentionCall, OutAndLse, Rows, Shape, Strategy
+from ..errors import Unsupported
+from ..kernels.kernel import Gradients
 
 
 class PeerStrategy(Strategy):

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ringprof.strategies.base import Context
-from ringprof.strategies.errors import Unsupported
-from ringprof.strategies.masks.layouts import Layout
-from ringprof.strategies.peers.call import PeerStrategy
+from ..base import Context
+from ..errors import Unsupported
+from ..masks.layouts import Layout
+from .call import PeerStrategy
 
 
 class Magi(PeerStrategy):

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ringprof.strategies.base import Context, Shape
-from ringprof.strategies.masks.layouts import LAYOUTS
-from ringprof.strategies.peers.call import PeerStrategy
+from ..base import Context, Shape
+from ..masks.layouts import LAYOUTS
+from .call import PeerStrategy
 
 
 def _package() -> Any:

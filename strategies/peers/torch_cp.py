@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from ringprof.strategies.base import AttentionCall, Context, Rows, Strategy
-from ringprof.strategies.kernels.kernel import Gradients, Kernel
-from ringprof.strategies.masks.layouts import LAYOUTS
+from ..base import AttentionCall, Context, Rows, Strategy
+from ..kernels.kernel import Gradients, Kernel
+from ..masks.layouts import LAYOUTS
 
 Rotate = Literal["allgather", "alltoall"]
 _SEQ_DIM = 2

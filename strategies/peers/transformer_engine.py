@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringprof.strategies.base import Context, Shape
-from ringprof.strategies.masks.layouts import LAYOUTS
-from ringprof.strategies.peers.call import PeerStrategy
+from ..base import Context, Shape
+from ..masks.layouts import LAYOUTS
+from .call import PeerStrategy
 
 
 class _TransformerEngine(PeerStrategy):

@@ -8,10 +8,10 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import Tensor
 
-from ringprof.strategies.algorithms.usp import USP, Placement
-from ringprof.strategies.base import Context, Shape
-from ringprof.strategies.masks.layouts import LAYOUTS, Grouped, Layout
-from ringprof.strategies.peers.call import PeerStrategy
+from ..algorithms.usp import USP, Placement
+from ..base import Context, Shape
+from ..masks.layouts import LAYOUTS, Grouped, Layout
+from .call import PeerStrategy
 
 _yunchang_groups: WeakKeyDictionary[Any, dict[tuple[int, int, bool], tuple[Any, Any]]] = WeakKeyDictionary()
 

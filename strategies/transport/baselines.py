@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringprof.strategies.kernels.kernel import Gradients, Kernel, allocate_adjacent
-from ringprof.strategies.kernels.merge import wide_type
-from ringprof.strategies.masks.mask_blocks import MaskBlocks
-from ringprof.strategies.transport.collectives import Collective
-from ringprof.strategies.transport.communicator import Communicator
-from ringprof.strategies.transport.message import Message
-from ringprof.strategies.transport.ring_channel import Hop, HopRing
+from ..kernels.kernel import Gradients, Kernel, allocate_adjacent
+from ..kernels.merge import wide_type
+from ..masks.mask_blocks import MaskBlocks
+from .collectives import Collective
+from .communicator import Communicator
+from .message import Message
+from .ring_channel import Hop, HopRing
 
 _SLOTS = 2
 

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringprof.strategies.annotate import annotate
-from ringprof.strategies.kernels.merge import wide_type
-from ringprof.strategies.transport.groups import uses_nccl
-from ringprof.strategies.transport.hosts import OTHER_HOST, SAME_HOST
-from ringprof.strategies.transport.ring_channel import ALL_TO_ALL_OPTIONS, Hop, async_options
-
-if TYPE_CHECKING:
-    from ringprof.strategies.transport.communicator import Communicator
+from ..annotate import annotate
+from ..kernels.merge import wide_type
+from .groups import uses_nccl
+from .hosts import OTHER_HOST, SAME_HOST
+from .ring_channel import ALL_TO_ALL_OPTIONS, Hop, RankGroup, async_options
 
 
 class Collective:
     """A channel for collectives among its members, with a process group of its own."""
 
-    def __init__(
-        self, channel: str, members: Sequence[int], group: dist.ProcessGroup | None, comm: Communicator
-    ) -> None:
+    def __init__(self, channel: str, members: Sequence[int], group: dist.ProcessGroup | None, comm: RankGroup) -> None:
         self.channel = channel
         self.size = len(members)
         self.rank = list(members).index(comm.rank)

@@ -8,7 +8,6 @@ same time, and a trace tells them apart.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,40 +15,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringprof.strategies.errors import Unsupported
-from ringprof.strategies.transport.collectives import Collective
-from ringprof.strategies.transport.copy_engine import can_copy
-from ringprof.strategies.transport.groups import process_group
-from ringprof.strategies.transport.handshake import check_same_call, perform_handshake
-from ringprof.strategies.transport.hosts import Hosts
-from ringprof.strategies.transport.ring_channel import HopRing
+from ..errors import Unsupported
+from .collectives import Collective
+from .copy_engine import can_copy
+from .groups import process_group
+from .handshake import check_same_call, perform_handshake
+from .hosts import Hosts
+from .meter import Meter
+from .ring_channel import HopRing
 
 HOPS = ("auto", "nccl", "copy")
 """Transports for hops within a host: NCCL's send/recv kernels (gloo on a CPU), or copy engines (see `copy_engine`).
 
 ``auto`` uses copy engines where all ranks support them: on 4 H200 they were faster than NCCL or within 2 % of it,
 whatever the shape (docs/speed.md)."""
-
-
-@dataclass
-class Meter:
-    """Counts and bytes of what this rank has sent."""
-
-    phase: str = "forward"
-    goes_to: dict[str, int] = field(default_factory=dict)
-    """The global rank that the hops of a channel go to."""
-    sent: dict[tuple[str, str, str, str], list[int]] = field(default_factory=dict)
-    """[count, bytes] by (channel, phase, operation, link)."""
-
-    def add(self, channel: str, operation: str, link: str, size_bytes: int, count: int = 1) -> None:
-        """Add ``count`` operations of ``size_bytes`` together, in the current phase."""
-        entry = self.sent.setdefault((channel, self.phase, operation, link), [0, 0])
-        entry[0] += count
-        entry[1] += size_bytes
-
-    def clear(self) -> None:
-        """Reset the counts."""
-        self.sent.clear()
 
 
 class Communicator:

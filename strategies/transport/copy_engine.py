@@ -28,12 +28,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringprof.strategies.annotate import annotate
-from ringprof.strategies.errors import Unsupported
-from ringprof.strategies.transport.copy_watchdog import CopyWatchdog
-from ringprof.strategies.transport.groups import timeout, uses_nccl
-from ringprof.strategies.transport.hosts import int_from_environment
-from ringprof.strategies.transport.message import Message, Shapes, shapes_of, size_bytes
+from ..annotate import annotate
+from ..errors import Unsupported
+from .copy_watchdog import CopyWatchdog
+from .groups import timeout, uses_nccl
+from .hosts import int_from_environment
+from .message import Message, Shapes, shapes_of, size_bytes
 
 SLOTS = 2
 """Slots of a member that hops arrive in, used alternately."""

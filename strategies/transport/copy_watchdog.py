@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Protocol
 from weakref import WeakSet
 
-from ringprof.strategies.errors import PeerLost
+from ..errors import PeerLost
 
 INTERVAL_S = 0.5
 """Seconds between two checks."""

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ringprof.strategies.annotate import ring_step
-from ringprof.strategies.kernels.kernel import Gradients
-from ringprof.strategies.kernels.merge import Sum, accumulate, add_and_cast, write_rows
-from ringprof.strategies.masks.layouts import ALL, Block, part
-from ringprof.strategies.masks.row_routing import RowRouting
-from ringprof.strategies.transport.message import Message, side_by_side
-from ringprof.strategies.transport.ring_channel import AnyHop, HopRing
+from ..annotate import ring_step
+from ..kernels.kernel import Gradients
+from ..kernels.merge import Sum, accumulate, add_and_cast, write_rows
+from ..masks.layouts import ALL, Block, part
+from ..masks.row_routing import RowRouting
+from .message import Message, side_by_side
+from .ring_channel import AnyHop, HopRing
 
 if TYPE_CHECKING:
-    from ringprof.strategies.base import AttentionCall, Rows, Strategy
+    from ..base import AttentionCall, Rows, Strategy
 
 
 class GradientRing:

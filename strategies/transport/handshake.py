@@ -19,9 +19,9 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from ringprof.strategies.errors import Unsupported
-from ringprof.strategies.transport.copy_engine import can_copy, sees_peers
-from ringprof.strategies.transport.hosts import int_from_environment
+from ..errors import Unsupported
+from .copy_engine import can_copy, sees_peers
+from .hosts import int_from_environment
 
 
 @dataclass(frozen=True)

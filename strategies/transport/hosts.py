@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ringprof.strategies.errors import Unsupported
+from ..errors import Unsupported
 
 SAME_HOST, OTHER_HOST = "same_host", "other_host"
 

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from ringprof.strategies.annotate import annotate
-from ringprof.strategies.errors import Unsupported
-from ringprof.strategies.transport.copy_engine import CopyHop, copy_if_in_other_slot, copy_ring
-from ringprof.strategies.transport.groups import uses_nccl
-from ringprof.strategies.transport.message import Message, Shapes
-
-if TYPE_CHECKING:
-    from ringprof.strategies.masks.row_routing import RowRouting
-    from ringprof.strategies.transport.communicator import Communicator
+from ..annotate import annotate
+from ..errors import Unsupported
+from .copy_engine import CopyHop, copy_if_in_other_slot, copy_ring
+from .groups import uses_nccl
+from .hosts import Hosts
+from .message import Message, Shapes
+from .meter import Meter
 
 
 def async_options(kind: str) -> Any:
@@ -69,11 +67,38 @@ class Hop:
 AnyHop = Hop | CopyHop
 
 
+class RankGroup(Protocol):
+    """A group of ranks as rings and collectives see it; a `Communicator` is one."""
+
+    rank: int
+    size: int
+    hops: str
+    can_copy: bool
+    meter: Meter
+    hosts: Hosts
+    processes: dict[int, int | None]
+
+    def global_rank(self, rank: int) -> int:
+        """Return the global rank of a position in the group."""
+
+    def ring(self, channel: str, members: Sequence[int] | None = None) -> HopRing:
+        """Return the ring of these members under this name."""
+
+
+class Routing(Protocol):
+    """A choice of the rows that each hop carries, such as `RowRouting`."""
+
+    def tour(
+        self, inner: HopRing, outer: HopRing | None, tensors: Sequence[Tensor], dims: Sequence[int] = ()
+    ) -> Iterator[tuple[int, list[Tensor]]]:
+        """Yield (position, tensors) of every member whose rows this rank needs."""
+
+
 class HopRing:
     """A ring of ranks in which every hop goes from each member to the next."""
 
     def __init__(
-        self, channel: str, members: Sequence[int], group: dist.ProcessGroup | None, comm: Communicator,
+        self, channel: str, members: Sequence[int], group: dist.ProcessGroup | None, comm: RankGroup,
         *, keeps: bool = False,
     ) -> None:  # fmt: skip
         """Set up this rank's hops; with ``keeps``, received memory stays valid for as long as it is referenced.
@@ -196,7 +221,7 @@ class DoubleRing:
     A window of all ranks makes it the plain ring. ``members`` are all ranks by default.
     """
 
-    def __init__(self, comm: Communicator, channel: str, window: int, members: Sequence[int] | None = None) -> None:
+    def __init__(self, comm: RankGroup, channel: str, window: int, members: Sequence[int] | None = None) -> None:
         """Make both rings. Raises `Unsupported` where ``window`` does not divide the number of members."""
         members = list(range(comm.size)) if members is None else list(members)
         if window < 1 or len(members) % window:
@@ -209,13 +234,13 @@ class DoubleRing:
         self.outer = comm.ring(f"{channel}_outer", members[position::window])
 
     def tour(
-        self, tensors: Sequence[Tensor], routing: RowRouting | None = None, dims: Sequence[int] = ()
+        self, tensors: Sequence[Tensor], routing: Routing | None = None, dims: Sequence[int] = ()
     ) -> Iterator[tuple[int, list[Tensor]]]:
         """Yield (position, tensors) of every member, like `HopRing.tour`.
 
         Each window makes its hops on the inner ring and one hop on the outer ring. The outer hop carries what the
         window began with, and has the whole window to arrive. With a ``routing`` the hops carry only its rows; see
-        `RowRouting.tour`.
+        `Routing.tour`.
         """
         if routing is not None:
             yield from routing.tour(self.inner, self.outer, tensors, dims)

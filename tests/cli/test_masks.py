@@ -92,7 +92,7 @@ def test_balance_ranks_layouts(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_kernels_are_listed_installed_or_not(capsys: pytest.CaptureFixture[str]) -> None:
-    from ringprof.strategies.kernels.builtin import KERNELS
+    from ringprof.strategies.kernels.registry import KERNELS
 
     assert cli.run(["kernels", "--format", "json"]) == 0
     rows = {row["kernel"]: row for row in json.loads(capsys.readouterr().out)["rows"]}

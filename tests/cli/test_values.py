@@ -32,7 +32,7 @@ def test_what_is_no_length_is_refused(text: str) -> None:
 
 def test_the_names_to_complete_are_those_that_there_are() -> None:
     strategies = pytest.importorskip("ringprof.strategies", reason="needs torch")
-    from ringprof.strategies.kernels.builtin import KERNELS as KNOWN
+    from ringprof.strategies.kernels.registry import KERNELS as KNOWN
 
     assert list(STRATEGIES) == strategies.names()
     assert list(INFERENCE) == strategies.for_inference()

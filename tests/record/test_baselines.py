@@ -19,7 +19,7 @@ from ringprof.record.measure import Measurement, WorkloadShard, measure
 from ringprof.record.progress import SilentReporter
 from ringprof.run import Workload, read_run
 from ringprof.strategies import create, names
-from ringprof.strategies.kernels.torch_builtin import CpuFlashKernel
+from ringprof.strategies.kernels.torch_kernels import CpuFlashKernel
 from ringprof.strategies.transport import collectives, ring_channel
 from ringprof.strategies.transport.baselines import NoOpKernel, use_kernel
 from tests.record.command import run

@@ -20,7 +20,7 @@ from ringprof.run import Workload
 from ringprof.strategies import create
 from ringprof.strategies.algorithms.zigzag import Zigzag
 from ringprof.strategies.base import Context
-from ringprof.strategies.kernels.torch_builtin import CpuFlashKernel
+from ringprof.strategies.kernels.torch_kernels import CpuFlashKernel
 from ringprof.strategies.transport.communicator import Communicator
 from tests.strategies import cases
 from tests.strategies.cases import Case, inputs

@@ -20,7 +20,7 @@ from ringprof.record.measure import Results, WorkloadShard, row_sums
 from ringprof.record.verify_timed import SAMPLED_ROWS, softmax_rows, verify_timed
 from ringprof.run import TensorError, TimedVerification, Verification, Workload
 from ringprof.strategies import create
-from ringprof.strategies.kernels.builtin import KeyStretches
+from ringprof.strategies.kernels.reference import KeyStretches
 from tests.strategies import cases
 from tests.strategies.cases import Case, dense, inputs
 from tests.strategies.ranks import run_ranks

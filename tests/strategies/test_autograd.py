@@ -15,7 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from ringprof.strategies import Unsupported, create, names
-from ringprof.strategies.kernels.builtin import KERNELS, ReferenceKernel, choose_kernel
+from ringprof.strategies.kernels.reference import ReferenceKernel
+from ringprof.strategies.kernels.registry import KERNELS, choose_kernel
 from tests.strategies.cases import CASES, WorkloadShard, dense, inputs, relative_error
 from tests.strategies.ranks import run_ranks
 

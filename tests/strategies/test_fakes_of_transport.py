@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ringprof.strategies import create
 from ringprof.strategies.base import _heads_together
-from ringprof.strategies.kernels.builtin import KERNELS, ReferenceKernel
 from ringprof.strategies.kernels.kernel import Kernel
 from ringprof.strategies.kernels.plan_check import plausible
-from ringprof.strategies.kernels.torch_builtin import CpuFlashKernel, _additive_mask
+from ringprof.strategies.kernels.reference import ReferenceKernel
+from ringprof.strategies.kernels.registry import KERNELS
+from ringprof.strategies.kernels.torch_kernels import CpuFlashKernel, _additive_mask
 from ringprof.strategies.masks.mask_blocks import AttnRectangle
 from ringprof.strategies.transport.baselines import RecordingKernel, TensorView
 from ringprof.strategies.transport.message import Message, Shapes, side_by_side

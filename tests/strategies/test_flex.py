@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from ringprof.mask import Mask
 from ringprof.strategies import create
 from ringprof.strategies.kernels import flex
-from ringprof.strategies.kernels.builtin import KERNELS, ReferenceKernel
 from ringprof.strategies.kernels.flex import TILE, stretches, tiles
+from ringprof.strategies.kernels.reference import ReferenceKernel
+from ringprof.strategies.kernels.registry import KERNELS
 from ringprof.strategies.masks.layouts import LAYOUTS, part
 from ringprof.strategies.masks.mask_blocks import AttnRectangle, MaskBlocks, band_mask
 from ringprof.strategies.masks.sharded_mask import sharded_mask_of

@@ -9,7 +9,9 @@ import torch
 
 from ringprof.strategies import create
 from ringprof.strategies.kernels import merge
-from ringprof.strategies.kernels.builtin import KERNELS, Kernel, ReferenceKernel
+from ringprof.strategies.kernels.kernel import Kernel
+from ringprof.strategies.kernels.reference import ReferenceKernel
+from ringprof.strategies.kernels.registry import KERNELS
 
 pytestmark = [
     pytest.mark.gpu,

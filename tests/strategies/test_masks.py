@@ -14,9 +14,10 @@ from torch import Tensor
 from ringprof.mask import NO_LIMIT, Mask
 from ringprof.strategies import Unsupported, create, find, names
 from ringprof.strategies.kernels import varlen
-from ringprof.strategies.kernels.builtin import ReferenceKernel
+from ringprof.strategies.kernels.reference import ReferenceKernel
 from ringprof.strategies.masks.layouts import LAYOUTS, zigzag_per_document
 from ringprof.strategies.masks.mask_blocks import AttnRectangle, MaskBlocks, band, band_mask, joined, split_rows
+from ringprof.strategies.masks.row_routing import routing_of
 from ringprof.strategies.masks.sharded_mask import sharded_mask_of
 from tests.strategies.cases import Case, WorkloadShard, inputs, relative_error
 from tests.strategies.ranks import run_ranks
@@ -553,9 +554,9 @@ def test_shares_go_whole_where_little_is_saved(size: int) -> None:
     """On two ranks, the last chunks of the first rank see all keys of the second: cutting out rows saves nothing."""
     bounds = (0, 40, 90, 128)
     sharded_mask = sharded_mask_of(Mask.of(documents=bounds), zigzag_per_document(bounds), size, 128)
-    routing = sharded_mask.routing(size)
+    routing = routing_of(sharded_mask, size)
     assert routing is None or (size == 2 and routing.pack_rows(0, x := torch.zeros(1, 64, 1, 1)) is x)
-    assert sharded_mask_of(Mask.of(window=(5, 0)), LAYOUTS["zigzag"], size, 128).routing(size) is not None
+    assert routing_of(sharded_mask_of(Mask.of(window=(5, 0)), LAYOUTS["zigzag"], size, 128), size) is not None
 
 
 def others_rows_sent(rank: int) -> list[dict[str, tuple[int, int]]]:
@@ -610,7 +611,7 @@ def test_every_hop_carries_all_that_is_still_needed(
         seq = 16 * size
         mask = Mask.of(None, mask.window, causal=mask.causal, prefix=mask.prefix)
     layout, local = LAYOUTS[name], seq // size
-    routing = sharded_mask_of(mask, layout, size, seq).routing(window := min(window, size), queries=queries)
+    routing = routing_of(sharded_mask_of(mask, layout, size, seq), window := min(window, size), queries=queries)
     if routing is None:
         return
     held = [layout.positions(seq, size, rank).tolist() for rank in range(size)]

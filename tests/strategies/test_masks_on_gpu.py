@@ -11,7 +11,9 @@ from torch import Tensor
 
 from ringprof.mask import Mask
 from ringprof.strategies import Unsupported, create
-from ringprof.strategies.kernels.builtin import KERNELS, Kernel, MaskedReference, ReferenceKernel
+from ringprof.strategies.kernels.kernel import Kernel
+from ringprof.strategies.kernels.reference import MaskedReference, ReferenceKernel
+from ringprof.strategies.kernels.registry import KERNELS
 from ringprof.strategies.masks.layouts import LAYOUTS
 from ringprof.strategies.masks.sharded_mask import sharded_mask_of
 from tests.strategies.cases import Case

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from ringprof.mask import Mask
-from ringprof.strategies.kernels import builtin, torch_builtin
-from ringprof.strategies.kernels.builtin import KERNELS, ReferenceKernel
+from ringprof.strategies.kernels import flash_attn, torch_kernels
+from ringprof.strategies.kernels.reference import ReferenceKernel
+from ringprof.strategies.kernels.registry import KERNELS
 from ringprof.strategies.masks.layouts import LAYOUTS
 from ringprof.strategies.masks.mask_blocks import AttnRectangle, MaskBlocks
 from ringprof.strategies.masks.sharded_mask import sharded_mask_of
@@ -233,8 +234,8 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> None:
     vars(four).update(flash_attn_interface=two)
     for module in (two, three, four, cute, interface):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(builtin, "_flash_attn", lambda: two.flash_attn_gpu)
-    monkeypatch.setattr(torch_builtin, "aten", _Aten)
+    monkeypatch.setattr(flash_attn, "_flash_attn", lambda: two.flash_attn_gpu)
+    monkeypatch.setattr(torch_kernels, "aten", _Aten)
     # Where torch is built without CUDA there is no such function.
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 

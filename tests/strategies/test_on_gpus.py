@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from ringprof.strategies import create
-from ringprof.strategies.kernels.builtin import ReferenceKernel
+from ringprof.strategies.kernels.reference import ReferenceKernel
 from tests.strategies.cases import CASES, Case
 from tests.strategies.gpu_ranks import SIZES, needs_two_gpus, run_gpu_ranks
 

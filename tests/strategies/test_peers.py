@@ -12,8 +12,8 @@ import torch
 import torch.distributed.tensor.experimental
 
 from ringprof.strategies import UnknownName, Unsupported, create, find, parameters, peer_names
-from ringprof.strategies.kernels.builtin import FlashAttnKernel
-from ringprof.strategies.kernels.torch_builtin import CudnnKernel
+from ringprof.strategies.kernels.flash_attn import FlashAttnKernel
+from ringprof.strategies.kernels.torch_kernels import CudnnKernel
 from ringprof.strategies.peers.transformer_engine import TransformerEngineP2P
 from tests.strategies.cases import Case, WorkloadShard, dense, over_the_ranks, relative_error
 from tests.strategies.fake_packages import install

@@ -34,7 +34,8 @@ from ringprof.record.verify import (
 )
 from ringprof.run import Workload
 from ringprof.strategies import Unsupported
-from ringprof.strategies.kernels.builtin import ReferenceKernel, choose_kernel
+from ringprof.strategies.kernels.reference import ReferenceKernel
+from ringprof.strategies.kernels.registry import choose_kernel
 from ringprof.strategies.masks.layouts import LAYOUTS
 
 TOKEN_FACTOR = 4.0

@@ -22,7 +22,7 @@ from ringprof.record.check.user_attention import AttentionResults, UserAttention
 from ringprof.record.request import from_json
 from ringprof.record.verify import Tensors, relative_rms
 from ringprof.run import Workload
-from ringprof.strategies.kernels import builtin
+from ringprof.strategies.kernels.reference import KeyStretches
 
 MOST_CALLS = 16
 """Most calls that are made: enough for all keys of a short sequence.
@@ -126,7 +126,7 @@ class _RankWeights:
     @cached_property
     def shown_by_mask(self) -> Tensor:
         """Boolean mask (S/N, T) of the keys that each query should see."""
-        stretches = builtin.KeyStretches.of(self.workload.mask(), self.attention.positions, self.workload.seq)
+        stretches = KeyStretches.of(self.workload.mask(), self.attention.positions, self.workload.seq)
         return stretches.shown(self.keys)
 
     def findings(self, repeat_difference: float) -> _RankFindings:

@@ -18,10 +18,11 @@ from ringprof.strategies.kernels.kernel import Gradients, Kernel, allocate_adjac
 from ringprof.strategies.kernels.merge import wide_type
 from ringprof.strategies.masks.mask_blocks import Batch, Lengths, MaskBlocks
 from ringprof.strategies.transport.collectives import Collective
-from ringprof.strategies.transport.communicator import Communicator, Meter
+from ringprof.strategies.transport.communicator import Communicator
 from ringprof.strategies.transport.copy_engine import SLOTS, slot_offsets, views_in_slot
 from ringprof.strategies.transport.hosts import SAME_HOST, Hosts
 from ringprof.strategies.transport.message import Message, Shapes, shapes_of
+from ringprof.strategies.transport.meter import Meter
 from ringprof.strategies.transport.ring_channel import Hop, HopRing
 
 KNOWN_KERNELS = ("cudnn", "flash-attn", "torch-flash", "cpu-flash", "reference")

@@ -25,9 +25,9 @@ from ringprof.record.measure import WorkloadShard, counted_work, reset_counts
 from ringprof.run import Workload
 from ringprof.strategies.annotate import redirect_annotations
 from ringprof.strategies.base import Context, Strategy
-from ringprof.strategies.kernels.builtin import KERNELS
 from ringprof.strategies.kernels.kernel import Kernel
 from ringprof.strategies.kernels.merge import FUSED
+from ringprof.strategies.kernels.registry import KERNELS
 from ringprof.strategies.transport.streams import SIDE_STREAMS
 
 META = torch.device("meta")

@@ -7,10 +7,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ringprof.strategies.kernels.kernel import Gradients, Kernel
-from ringprof.strategies.kernels.plan_check import PlanCheck
-from ringprof.strategies.kernels.varlen import VarlenKernel
-from ringprof.strategies.masks.mask_blocks import AttnRectangle, Batch, Lengths, band_mask
+from ..masks.mask_blocks import AttnRectangle, Batch, Lengths, band_mask
+from .kernel import Gradients, Kernel
+from .plan_check import PlanCheck
+from .reference import ReferenceKernel
+from .varlen import VarlenKernel
 
 aten = torch.ops.aten
 
@@ -83,8 +84,6 @@ class CudnnKernel(Kernel):
 
 def _one_pair() -> Kernel:
     """Return a kernel for one query with one key."""
-    from ringprof.strategies.kernels.builtin import ReferenceKernel
-
     return ReferenceKernel()
 
 
