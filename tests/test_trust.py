@@ -65,8 +65,10 @@ def test_only_what_the_user_names_is_imported() -> None:
         "ringprof/__init__.py",
         "ringprof/cli/commands.py",
         "ringprof/record/check/launch.py",
-        "ringprof/strategies/registry.py",
-        "strategies/registry.py",
+        "ringprof/strategies/__init__.py",
+        "ringprof/strategies/catalog.py",
+        "strategies/__init__.py",
+        "strategies/catalog.py",
     }
 
 

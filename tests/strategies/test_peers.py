@@ -165,7 +165,7 @@ def test_what_a_peer_cannot_do_is_refused_in_a_line() -> None:
 
 @pytest.mark.parametrize("name", peer_names())
 def test_a_package_that_is_not_here_is_named_with_the_way_to_get_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ringprof.strategies.registry.find_spec", lambda package: None)
+    monkeypatch.setattr("ringprof.strategies.catalog.find_spec", lambda package: None)
     if name == "torch-cp":
         assert find(name).missing() is None
         return
