@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from .base import Context
 from .catalog import CACHED, PEERS, SPECS, Spec
 from .errors import UnknownName, Unsupported
 from .transport.communicator import Communicator
@@ -147,8 +148,6 @@ def create(
     transport of hops within a host (see `communicator.HOPS`). ``hosts`` numbers every global rank's host. ``params``
     are the strategy's own parameters. Raises `UnknownName` and `Unsupported`.
     """
-    from .base import Context
-
     strategy, problem = None, None
     try:
         strategy = find(name).load()

@@ -6,6 +6,7 @@ import click
 
 from ringprof.cli.values import INFERENCE, STRATEGIES, Known
 from ringprof.cli.write import text_style
+from ringprof.strategies.catalog import CACHED, PEERS, SPECS
 
 
 @click.command("strategies")
@@ -20,9 +21,7 @@ def command(name: str | None) -> None:
 
 
 def _listing() -> list[str]:
-    from ringprof.strategies import find, for_inference, names, peer_names
-
-    ours, inference, theirs = ([find(name) for name in listed()] for listed in (names, for_inference, peer_names))
+    ours, inference, theirs = (list(specs.values()) for specs in (SPECS, CACHED, PEERS))
     width = max(len(spec.name) for spec in ours + inference + theirs)
     lacking = {spec.name.partition("/")[0]: spec.install for spec in theirs if spec.missing()}
     return [
@@ -39,7 +38,7 @@ def _listing() -> list[str]:
 
 def _parameters(name: str) -> list[str]:
     from ringprof.record.resolve import load_strategy, strategy_errors
-    from ringprof.strategies import find, parameters
+    from ringprof.strategies.registry import find, parameters
 
     strategy = load_strategy(name)
     with strategy_errors():

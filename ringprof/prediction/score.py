@@ -27,6 +27,7 @@ from ringprof.prediction.predict import ScheduleOf, predict
 from ringprof.prediction.query import Query
 from ringprof.report.text import TextStyle, clean
 from ringprof.run import Workload
+from ringprof.strategies.catalog import SPECS
 from ringprof.validation import whole
 
 _SCHEMA = "ringprof.check/1"
@@ -193,8 +194,6 @@ def _flops(workload: Workload, part: str) -> float:
 
 def _query_of(cells: Mapping[str, str], workload: Workload, cluster: Cluster, machine: Calibration) -> Query:
     """Return the query of a row. Raises `_UnreadableRowError` for an unknown strategy or another device."""
-    from ringprof.strategies.catalog import SPECS
-
     name = cells.get("strategy", "").lower().replace("_", "-")
     if name not in SPECS:
         raise _UnreadableRowError("a strategy that ringprof has not")

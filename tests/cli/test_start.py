@@ -16,7 +16,7 @@ HEAVY = {
     "multiprocessing", "concurrent.futures", "asyncio", "subprocess", "importlib.metadata", "numpy.ma",
     "numpy.testing", "numpy.random", "ringprof.record", "ringprof.prediction", "ringprof.kernel_tables",
     "ringprof.benchmark_logs", "ringprof.process_pool", "ringprof.trace.nsys", "ringprof.report.page.figures",
-    "ringprof.report.perfetto", "ringprof.strategies",
+    "ringprof.report.perfetto",
 }  # fmt: skip
 PROGRAM = """
 import json, os, sys
