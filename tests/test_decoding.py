@@ -15,7 +15,7 @@ from ringprof.decoding import DEEPEST, decode_file, decode_json, refuse_deep
 from ringprof.errors import InputError, RunFormatError
 from ringprof.prediction.calibration import parse_calibration, read_calibration
 from ringprof.run import parse_run
-from ringprof.scratch import OWNER_FILE, clear_abandoned, sees
+from ringprof.scratch import OWNER_FILE, has_token, remove_abandoned
 from tests.paths import ROOT, TRACES
 
 PACKAGE = Path(ringprof.__file__).parent
@@ -112,7 +112,7 @@ def test_an_owner_file_of_a_stranger_stops_no_recording(tmp_path: Path) -> None:
     folder = tmp_path / ".some.partial"
     folder.mkdir()
     (folder / OWNER_FILE).write_bytes(b'{"token": "a", "x": ' + b"[" * 1800 + b"]" * 1800 + b"}")
-    assert not sees(folder, "a") and clear_abandoned(tmp_path) == []
+    assert not has_token(folder, "a") and remove_abandoned(tmp_path) == []
 
 
 def test_the_error_is_the_callers() -> None:

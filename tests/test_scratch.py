@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ringprof.scratch import UNCLAIMED_S
+from ringprof.scratch import UNLOCKED_S
 
 MAKE = "from ringprof.scratch import scratch_folder; (scratch_folder('trace') / 'rank0.json.gz').touch(); "
 
@@ -48,7 +48,7 @@ def test_what_was_killed_before_it_had_an_owner_goes_after_an_hour(tmp_path: Pat
     kept = tmp_path / "ringprof-trace-kept"
     kept.mkdir()
     (kept / "rank0.log").write_text("why")
-    hours_ago = time.time() - 2 * UNCLAIMED_S
+    hours_ago = time.time() - 2 * UNLOCKED_S
     os.utime(kept, (hours_ago, hours_ago))
     assert run(MAKE, tmp_path) == 0
     assert sorted(tmp_path.iterdir()) == sorted([left, kept])

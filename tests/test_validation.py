@@ -28,7 +28,7 @@ def test_nothing_else(text: str) -> None:
 def test_a_file_of_lengths(text: str, tmp_path: Path) -> None:
     path = tmp_path / "lengths.txt"
     path.write_text(text)
-    with pytest.raises(UsageError, match="is no length in tokens"):
+    with pytest.raises(UsageError, match="is not a valid token count"):
         document_lengths(str(path), 1024)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ringprof.errors import RunFormatError, UsageError
 from ringprof.run import Run, read_run, relocated, write_run
-from ringprof.scratch import PARTIAL, claim, clear_abandoned, release
+from ringprof.scratch import PARTIAL, lock, remove_abandoned, unlock
 
 RUN_FILE = "run.json"
 NEEDED_BYTES_PER_RANK = 4 * 2**20
@@ -54,9 +54,9 @@ def stage(output: Path, label: str, ranks: int) -> StagingFolder:
     path, token = None, ""
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        clear_abandoned(parent)
+        remove_abandoned(parent)
         path = _fresh(parent, stem)
-        token = claim(path)
+        token = lock(path)
         _try_writing(path)
     except OSError as error:
         if path is not None:
@@ -79,7 +79,7 @@ def publish(staging: Path, run: Run, output: Path) -> Path:
     folder = output.parent / run.name
     os.rename(staging, folder)
     try:
-        release(staging, folder)  # not before: killed in between, the folder would be nobody's
+        unlock(staging, folder)  # not before: killed in between, the folder would be nobody's
         write_run(relocated(run, run.name), output)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -90,7 +90,7 @@ def publish(staging: Path, run: Run, output: Path) -> Path:
 def discard(staging: Path) -> None:
     """Remove what a run that failed has written."""
     shutil.rmtree(staging, ignore_errors=True)
-    release(staging)
+    unlock(staging)
 
 
 def _fresh(parent: Path, stem: str) -> Path:

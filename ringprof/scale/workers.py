@@ -32,10 +32,10 @@ class LocalProcesses:
         return self._elsewhere(function, items)
 
     def _elsewhere(self, function: Callable[..., Any], items: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-        from ringprof.process_pool import ProcessEnded, mapped
+        from ringprof.process_pool import ProcessEnded, map_in_processes
 
         try:
-            yield from mapped(self.jobs, function, items)
+            yield from map_in_processes(self.jobs, function, items)
         except ProcessEnded:
             raise InputError(
                 "a process that read a trace ended, or none could begin (out of memory or processes?): try --jobs 1"

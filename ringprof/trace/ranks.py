@@ -123,12 +123,12 @@ def _read_all(
     budget = MemoryBudget(limits)
     if len(names) < 2 or jobs == 1 or (jobs is None and json_bytes(names) < WORTH_A_PROCESS):
         return [read(name, budget) for name in names]
-    from ringprof.process_pool import ProcessEnded, cpu_count, mapped
+    from ringprof.process_pool import ProcessEnded, cpu_count, map_in_processes
 
     jobs = min(jobs or cpu_count(), len(names))
     found = []
     try:
-        for one in mapped(jobs, read, ((name, MemoryBudget(limits)) for name in names)):
+        for one in map_in_processes(jobs, read, ((name, MemoryBudget(limits)) for name in names)):
             found.append(one)
             for trace in one if isinstance(one, list) else []:
                 take_trace(trace, budget)

@@ -33,7 +33,7 @@ from ringprof.record.shutdown.rank_errors import (
     write_log,
 )
 from ringprof.record.shutdown.watchdog import TIME_LIMIT
-from ringprof.scratch import remove_all, sees
+from ringprof.scratch import has_token, remove_all
 
 _SETTLE_S = 0.5
 """From the first trouble to the judgement: a cause may be heard of after its effects."""
@@ -191,7 +191,7 @@ class OtherRankShutdown:
         if not self._speaking.acquire(blocking=False):
             _wait_for_the_end()
         context = self._context
-        if sees(Path(context.task.staging), context.task.token):
+        if has_token(Path(context.task.staging), context.task.token):
             _print(_closed(context.task, failed))
         else:
             _print(failed.cause())
