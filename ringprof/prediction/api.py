@@ -11,7 +11,7 @@ import msgspec
 
 from ringprof.errors import UsageError
 from ringprof.formatting import percent
-from ringprof.frames import FORESEEN
+from ringprof.frames import PREDICTION_FRAMES
 from ringprof.json_object import JsonObject
 from ringprof.prediction import recommendation_text
 from ringprof.prediction.advise import Advice, advice_dict
@@ -224,6 +224,6 @@ class RecommendationPlots:
 def _frame(name: str, rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     import pandas as pd
 
-    frame = pd.DataFrame(list(rows), columns=list(FORESEEN[name]))
-    frame.attrs["columns"] = dict(FORESEEN[name])
+    frame = pd.DataFrame(list(rows), columns=list(PREDICTION_FRAMES[name]))
+    frame.attrs["columns"] = dict(PREDICTION_FRAMES[name])
     return frame
