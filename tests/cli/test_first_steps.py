@@ -146,7 +146,7 @@ def test_the_page_can_be_opened(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     page = Path(unquote(urlparse(opened[0]).path))
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
     code, _, err = run(capsys, "report", RUN, "--open", "--html", str(page))
-    assert code == 0 and f"no browser to be had here: open {page}" in err
+    assert code == 0 and f"no browser is available here: open {page}" in err
 
 
 def test_an_error_line_holds_nothing_that_a_terminal_obeys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

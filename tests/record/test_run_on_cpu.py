@@ -101,7 +101,7 @@ def test_every_control_of_every_rank_is_kept(recorded: tuple[Path, Run, str]) ->
 
 def test_record_and_report_write_the_rate_alike(recorded: tuple[Path, Run, str]) -> None:
     folder, _, printed = recorded
-    (shown,) = re.findall(r"an iteration, ([\d.,]+ .FLOP/s) per device", printed)
+    (shown,) = re.findall(r"per iteration, ([\d.,]+ .FLOP/s) per device", printed)
     reported = run(["report", "traces/run.json"], folder, COLUMNS="200").stdout
     assert f"{shown} per device achieved" in reported
 
@@ -137,7 +137,7 @@ def test_it_says_what_it_will_do_and_what_came_out(recorded: tuple[Path, Run, st
     assert "burst on 4 CPU processes: sequence 512" in printed
     assert "FLOPs an iteration" in printed and "of memory" in printed
     assert (
-        " ms an iteration, " in printed
+        " ms per iteration, " in printed
         and "FLOP/s per device" in printed
         and "next: ringprof report traces/run.json" in printed
     )
