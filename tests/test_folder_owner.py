@@ -1,4 +1,4 @@
-"""Half-written runs: whose they are, and that only what the dead have left is removed."""
+"""Incomplete runs: who owns them, and that only those of killed processes are removed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def partial(parent: Path, name: str) -> Path:
 
 
 def holder(folder: Path) -> subprocess.Popen[str]:
-    """Another process that is writing a run."""
+    """Start another process that holds the lock of a run's folder."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(folder)],
         env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -42,9 +42,8 @@ def test_a_pipe_in_the_place_of_an_owner_holds_nothing_up(tmp_path: Path) -> Non
 def test_a_token_tells_a_folder_from_another_of_its_name(tmp_path: Path) -> None:
     folder = partial(tmp_path, "mine")
     token = lock(folder)
-    assert (
-        has_token(folder, token) and not has_token(folder, token[::-1]) and not has_token(tmp_path / "elsewhere", token)
-    )
+    assert has_token(folder, token) and not has_token(folder, token[::-1])
+    assert not has_token(tmp_path / "elsewhere", token)
     unlock(folder)
     assert not has_token(folder, token) and list(folder.iterdir()) == []
 
@@ -53,7 +52,7 @@ def test_only_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     mine, theirs, foreign, other = (partial(tmp_path, name) for name in ("mine", "theirs", "foreign", "other"))
     lock(mine)
     with holder(theirs) as process:
-        # Of another machine, or of before this one was started: nobody here can know.
+        # The lock was taken on another machine or before this one's boot: nobody here can know its owner.
         (other / OWNER_FILE).write_text('{"token": "t", "machine": "elsewhere 1"}')
         assert remove_abandoned(tmp_path) == [] and not is_abandoned(theirs)
         process.send_signal(signal.SIGKILL)

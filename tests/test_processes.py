@@ -1,4 +1,4 @@
-"""Further processes: results in order, a process that ends or fails, and none that outlives its purpose."""
+"""Worker processes: results in order, processes that end or fail, and no process that stays."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ NO_THREAD = RuntimeError("can't start new thread")
 def test_where_none_can_begin_it_is_told_and_the_next_call_has_others(
     where: object, name: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As under ``ulimit -u``, which binds root by nothing."""
+    """Fail to start processes or threads, as under ``ulimit -u``, which does not apply to root."""
     process_pool.end_all()
     with monkeypatch.context() as scarce, pytest.raises(ProcessEnded):
         scarce.setattr(where, name, Mock(side_effect=error))
@@ -75,16 +75,16 @@ def test_where_none_can_begin_it_is_told_and_the_next_call_has_others(
 
 
 def test_a_helper_that_cannot_begin_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    """The command whose helper it is says so in one line."""
-    ours, theirs = Pipe()
-    with ours, theirs, pytest.MonkeyPatch.context() as scarce:
+    """Check that the worker prints nothing: its parent reports the error in one line."""
+    parent_end, child_end = Pipe()
+    with parent_end, child_end, pytest.MonkeyPatch.context() as scarce:
         scarce.setattr(threading.Thread, "start", Mock(side_effect=NO_THREAD))
-        process_pool.main([str(os.dup(theirs.fileno()))])
+        process_pool.main([str(os.dup(child_end.fileno()))])
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_helper_that_is_interrupted_alone_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    """SIGINT to it alone, in the midst of a call."""
+    """Send SIGINT to a worker alone during a call."""
     process_pool.end_all()
     with pytest.raises(ProcessEnded):
         list(map_in_processes(1, signal.raise_signal, [(signal.SIGINT,)]))
@@ -95,10 +95,10 @@ def test_results_that_nobody_takes_end_the_processes() -> None:
     results = map_in_processes(2, time.sleep, [(0,), (1000,), (1000,)])
     next(results)
     assert process_pool._WorkerPool.started is not None
-    helpers = [process.pid for process in process_pool._WorkerPool.started._processes]
+    workers = [process.pid for process in process_pool._WorkerPool.started._processes]
     with pytest.raises(KeyboardInterrupt):
         results.throw(KeyboardInterrupt)
-    assert helpers and not any(Path(f"/proc/{pid}").exists() for pid in helpers)
+    assert workers and not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
 OWNER = """
@@ -106,7 +106,7 @@ import time
 from ringprof.process_pool import _WorkerPool, map_in_processes
 results = map_in_processes(2, time.sleep, [(0.01,), (0.01,), (1000,), (1000,)])
 next(results); next(results)
-# The first may have done both before the second was started.
+# The first worker may have finished both before the second was started.
 while len(_WorkerPool.started._processes) < 2:
     time.sleep(0.01)
 print(*(process.pid for process in _WorkerPool.started._processes), flush=True)
@@ -122,8 +122,8 @@ def test_they_end_with_their_owner_whatever_they_are_doing(tmp_path: Path, numbe
     )  # fmt: skip
     with owner:
         assert owner.stdout is not None
-        helpers = [int(pid) for pid in owner.stdout.readline().split()]
+        workers = [int(pid) for pid in owner.stdout.readline().split()]
         owner.send_signal(number)
         owner.wait(HANGS_S)
-    assert len(helpers) == 2
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in helpers))
+    assert len(workers) == 2
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
