@@ -108,7 +108,7 @@ def test_a_machine_file_without_end_is_refused(tmp_path: Path, monkeypatch: pyte
         read_calibration(path)
 
 
-def test_an_owner_file_of_a_stranger_stops_no_recording(tmp_path: Path) -> None:
+def test_an_untrusted_owner_file_stops_no_recording(tmp_path: Path) -> None:
     folder = tmp_path / ".some.partial"
     folder.mkdir()
     (folder / OWNER_FILE).write_bytes(b'{"token": "a", "x": ' + b"[" * 1800 + b"]" * 1800 + b"}")

@@ -75,7 +75,7 @@ def test_a_folder_that_another_process_removes_meanwhile_is_no_error(
     assert remove_abandoned(tmp_path) == []
 
 
-def test_an_owner_file_from_a_stranger_says_nothing(tmp_path: Path) -> None:
+def test_an_untrusted_owner_file_says_nothing(tmp_path: Path) -> None:
     folder = partial(tmp_path, "odd")
     for text in ("", "[]", "{", "x" * 10_000):
         (folder / OWNER_FILE).write_text(text)

@@ -1,4 +1,4 @@
-"""Files that are damaged in what they mean are read or refused in one line; what is damaged plainly is never silent."""
+"""Files with damaged fields are read or refused in one line; obvious damage always causes a warning."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.paths import ROOT
 
-# Together 81,000 in the long tier: most for the formats that others' programs write.
+# 81,000 in total in the long tier, most for formats that other programs write.
 COUNTS = {
     "trace": 15_000, "xla": 6_000, "rocprof": 6_000, "ascend": 6_000, "nsight": 10_000, "reduced": 8_000, "log": 7_000,
     "table": 6_000, "run": 4_000,
@@ -29,7 +29,7 @@ def read(reader: str, first: int, count: int) -> None:
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0, (reader, done.stdout[-1000:], done.stderr[-3000:])
     assert len(lines) == 1 and lines[0]["read"] == count, "\n".join(
-        f"{reader} {one['number']}: {one['problem']}" for one in lines[:-1]
+        f"{reader} {line['number']}: {line['problem']}" for line in lines[:-1]
     )
 
 
