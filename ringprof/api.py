@@ -318,6 +318,7 @@ def _load_traces(source: Input, reading: LoadOptions) -> Analysis:
 
 
 def _load_run(path: str, source: Input, reading: LoadOptions) -> Analysis:
+    """Load a recorded run with its traces or, for each rank, its reduced trace."""
     run = read_run(path, reading.limits())
     if not run.traces:
         raise InputError(f"{path}: the run names no traces: record it again")
@@ -370,6 +371,7 @@ def _are_many(paths: Sequence[str], reading: LoadOptions) -> bool:
 
 
 def _load_stored(traces: TraceSet, source: Input, reading: LoadOptions) -> Analysis:
+    """Load the traces of many ranks with several processes or Dask workers, and intermediate results on disk."""
     cluster = None
     if reading.scheduler:
         from ringprof.scale.dask_cluster import DaskCluster

@@ -86,8 +86,8 @@ def compare(
     Raises `UsageError` for fewer than two entries, and the errors of `load`.
     """
     groups = [[source] if isinstance(source, _SINGLE) else list(source) for source in sources]
-    each = [source for group in groups for source in group]
-    names = [str(source) if isinstance(source, (str, os.PathLike)) else source.name for source in each]
+    flat = [source for group in groups for source in group]
+    names = [str(source) if isinstance(source, (str, os.PathLike)) else source.name for source in flat]
     labels = iter(labels_of(names) if names else [])
     entries: list[Entry] = []
     runs: list[Findings] = []

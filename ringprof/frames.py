@@ -260,6 +260,7 @@ def frame_of(findings: Findings, name: str) -> pd.DataFrame:
 
 
 def _figures(breakdown: Breakdown) -> JsonObject:
+    """Return the columns `PARTS_OF_TIME` and the time of each kind of a breakdown."""
     row = {column: getattr(breakdown, column) for column in PARTS_OF_TIME}
     for kind in KINDS:
         figures = breakdown.kinds.get(kind)
@@ -271,6 +272,7 @@ _HOP_FIELDS = ("start_ns", "end_ns", "wait_ns", "wire_ns", "exposed_ns", "wire_g
 
 
 def _hop_row(hop: TimedHop) -> JsonObject:
+    """Build the row of a hop, with the columns of ``FRAMES["hops"]``."""
     first, ready = hop.parts[0], [part.ready_ns for part in hop.parts]
     return {
         "rank": hop.rank,

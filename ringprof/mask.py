@@ -61,7 +61,7 @@ class Mask:
         left, right = window
         cumulative = None
         if documents is not None:
-            cumulative = tuple(int(x) for x in getattr(documents, "tolist", lambda: documents)())
+            cumulative = tuple(int(length) for length in getattr(documents, "tolist", lambda: documents)())
             _check_documents(cumulative)
         # One document is stored as None, so that equal masks compare equal.
         documents = cumulative if cumulative and len(cumulative) > 2 else None
@@ -165,7 +165,7 @@ def _prefix_area(mask: Mask, queries: int, length: int) -> int:
 
 
 def _check_documents(documents: Sequence[int]) -> None:
-    if len(documents) < 2 or documents[0] != 0 or any(b < a for a, b in pairwise(documents)):
+    if len(documents) < 2 or documents[0] != 0 or any(end < start for start, end in pairwise(documents)):
         raise ValueError(
             "documents are cumulative lengths: 0, the end of the first, of the second, and so on, never falling; got "
             + ", ".join(map(str, documents[:6])) + (", ..." if len(documents) > 6 else "")

@@ -382,7 +382,7 @@ class DeviceLinks(msgspec.Struct, frozen=True, kw_only=True):
     """Network adapters of the host; reported by the first rank of the host only."""
 
 
-class Controls(msgspec.Struct, frozen=True, kw_only=True):
+class Baselines(msgspec.Struct, frozen=True, kw_only=True):
     """Times of ordinary iterations and of three baselines, interleaved after `Timings`, without the profiler.
 
     Times are in nanoseconds, by rank and iteration.
@@ -490,7 +490,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     environment: Environment
     verification: Verification | None = None
     timings: Timings | None = None
-    controls: Controls | None = None
+    controls: Baselines | None = None
     """Times of the baselines; None if they were not requested."""
     profiled: Profiled | None = None
     peak_memory_bytes: list[Count] | None = None

@@ -223,6 +223,7 @@ def _requested_row(request: Request) -> Row:
 
 
 def _record_row(request: Request, folder: Path, reporter: Reporter) -> Row:
+    """Record a forward pass alone, if the request has a backward pass, and then the request itself."""
     row = _requested_row(request)
     try:
         forward_ns = None

@@ -56,6 +56,7 @@ def workload_problems(run: Run) -> list[WorkloadProblem]:
 
 
 def _flops_differ(run: Run, ratio: float) -> WorkloadProblem:
+    """Describe the difference between stated and counted FLOPs, with advice; ``ratio`` is counted over stated."""
     counted, needed = sum((run.block_flops() or {}).values()), run.needed_flops() or 0
     group, world = run.sharing_ranks, run.topology.world_size
     advice = f"state the work of one group of {group} rank{'s' if group > 1 else ''}"

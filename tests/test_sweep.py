@@ -30,7 +30,7 @@ from ringprof.record import Request
 from ringprof.record.progress import SilentReporter
 from ringprof.report.sweep import COLUMNS, SweepTable, render_markdown
 from ringprof.report.text import TextStyle
-from ringprof.run import Controls, Workload, write_run
+from ringprof.run import Baselines, Workload, write_run
 from ringprof.scale.pipeline import attribute
 from tests.analysis.findings.test_summary import ring_with_compute
 from tests.analysis.recorded import recorded_run
@@ -142,7 +142,7 @@ def test_failed_rows_are_tried_again_and_what_ran_out_of_memory_is_not(swept):
     assert recorder.calls == [("burst", 2048, False), ("burst", 2048, True)]
 
 
-CONTROLS = Controls(
+CONTROLS = Baselines(
     warmup=1, rounds=1, ordinary_ns=[[3000]] * 4, compute_only_ns=[[2000]] * 4, communication_only_ns=[[1000]] * 4,
     solo_ns=[[1500]] * 4, solo_flops=[10**9] * 4,
 )  # fmt: skip
@@ -210,7 +210,7 @@ def test_another_world_is_another_row(swept):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"strategies": ["burst", "ulyses"]}, "did you mean 'ulysses'"),
         ({"kernels": ["auto", "flash-atn"]}, "no kernel 'flash-atn'"),
@@ -219,7 +219,7 @@ def test_another_world_is_another_row(swept):
         ({"base": replace(BASE, warmup=-1)}, "--warmup must be at least 0"),
     ],
 )
-def test_every_name_and_option_is_checked_before_anything_is_recorded(tmp_path, monkeypatch, changes, said):
+def test_every_name_and_option_is_checked_before_anything_is_recorded(tmp_path, monkeypatch, changes, message):
     recorder = Recorder({})
     monkeypatch.setattr(sweep, "record", recorder)
     arguments: dict[str, Any] = {
@@ -230,7 +230,7 @@ def test_every_name_and_option_is_checked_before_anything_is_recorded(tmp_path, 
         "params": {},
     }
     requests = sweep.sweep_requests(**(arguments | changes))
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         list(sweep.run_sweep(requests, tmp_path / "sweep.json", SilentReporter()))
     assert recorder.calls == [] and list(tmp_path.iterdir()) == []
 

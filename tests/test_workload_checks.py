@@ -42,7 +42,7 @@ def test_every_group_of_ranks_computes_a_workload(world_size: int, group: int | 
 
 
 @pytest.mark.parametrize(
-    ("counted", "group", "fits", "said"),
+    ("counted", "group", "fits", "message"),
     [
         (2 * ONCE, None, False,
          "attention FLOPs of 4 ranks (4 per workload): 3.76 GFLOP stated, 7.52 GFLOP counted (2 times); TFLOP/s use "
@@ -59,10 +59,12 @@ def test_every_group_of_ranks_computes_a_workload(world_size: int, group: int | 
     ],
 )  # fmt: skip
 def test_other_flops_than_stated_are_a_warning_with_both(
-    counted: int, group: int | None, fits: bool, said: str
+    counted: int, group: int | None, fits: bool, message: str
 ) -> None:
     run = captured(counted, workload_ranks=group)
-    assert [(problem.code, problem.message) for problem in workload_problems(run)] == [("workload_flops_differ", said)]
+    assert [(problem.code, problem.message) for problem in workload_problems(run)] == [
+        ("workload_flops_differ", message)
+    ]
     assert workload_fits(run) == fits
 
 

@@ -28,7 +28,7 @@ _UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}
               help="Consider only this strategy; repeatable.")  # fmt: skip
 @click.option("--html", type=click.Path(dir_okay=False), help="Also write an HTML page with plots.")
 def command(**options: Any) -> int:
-    """Predict the performance of every strategy, degree, placement and transport, and recommend the best.
+    """Predict the performance of every strategy, degree, placement, window and transport, and recommend the best.
 
     \b
     ringprof advise --seq 1048576 --heads 40 --hosts 16 --gpus-per-host 8 --machine h100 --nic 400

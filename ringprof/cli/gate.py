@@ -32,6 +32,7 @@ class Gate(msgspec.Struct, frozen=True):
     def _answer(
         self, condition: Condition, entry: Entry, base: Entry | None, against: Sequence[Difference]
     ) -> bool | None:
+        """Evaluate one condition, and print it unless it does not hold; None if the measurements do not decide it."""
         name, values = condition.figure, entry.values()
         difference = next((item for item in against if item.figure == name), None)
         if condition.of_base and difference is not None and difference.verdict == "not comparable":

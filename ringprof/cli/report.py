@@ -97,6 +97,7 @@ def command(
 
 
 def _load(paths: Sequence[str], reading: LoadOptions, options: Mapping[str, Any]) -> Analysis | TableAnalysis:
+    """Load the paths, the newest run if there are none, or a pipe for ``-``. Raises `UsageError`, `InputError`."""
     wall_ns = round(options["wall"] * 1e6) if options["wall"] else None
     table_options = {"wall_ns": wall_ns, "iterations": options["iters"]}
     if paths == ("-",):

@@ -73,6 +73,7 @@ def _read(path: Path) -> Run | InputError:
 
 
 def _fields(path: str, run: Run) -> JsonObject:
+    """Collect the values of one run by the names of `_FIELDS`."""
     time_ns = run.timings.median_ns() if run.timings else None
     work, size = run.workload, run.topology.world_size
     values = (
@@ -85,6 +86,7 @@ def _fields(path: str, run: Run) -> JsonObject:
 
 
 def _cells(row: JsonObject) -> list[Any]:
+    """Format the cells of one run in the order of `_COLUMNS`."""
     time_ms, tflops = row["iteration_ms"], row["tflops"]
     return [
         clean(row["path"]),

@@ -20,6 +20,7 @@ def command(name: str | None) -> None:
 
 
 def _listing() -> list[str]:
+    """List all strategies in lines: ringprof's own, those for inference, and third-party ones."""
     from ringprof.strategies import find, for_inference, names, peer_names
 
     own, inference, peers = ([find(name) for name in listed()] for listed in (names, for_inference, peer_names))
@@ -38,6 +39,7 @@ def _listing() -> list[str]:
 
 
 def _parameters(name: str) -> list[str]:
+    """List the parameters of a strategy in lines, with type, default and help."""
     from ringprof.record.resolve import load_strategy, strategy_errors
     from ringprof.strategies import find, parameters
 

@@ -13,7 +13,7 @@ from statistics import fmean, median
 import msgspec
 
 from ringprof.analysis.rank import Rank
-from ringprof.run import Controls, slowest_median
+from ringprof.run import Baselines, slowest_median
 
 
 class BaselineMetrics(msgspec.Struct, frozen=True):
@@ -42,7 +42,7 @@ class BaselineMetrics(msgspec.Struct, frozen=True):
     rank alone."""
 
 
-def baseline_metrics(controls: Controls | None, ranks: Sequence[Rank]) -> BaselineMetrics | None:
+def baseline_metrics(controls: Baselines | None, ranks: Sequence[Rank]) -> BaselineMetrics | None:
     """The figures; None where nothing was controlled, or a time is missing or zero."""
     if controls is None:
         return None

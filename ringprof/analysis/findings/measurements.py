@@ -16,7 +16,7 @@ from ringprof.analysis.findings.same_work import evidence_of
 from ringprof.analysis.findings.step_rates import step_rates_of
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.kinds.kinds import KINDS
-from ringprof.run import Controls, Run, Workload, slowest
+from ringprof.run import Baselines, Run, Workload, slowest
 from ringprof.trace.columns import NOTES
 
 MS = 1e6
@@ -148,7 +148,7 @@ def _step_figures(found: Findings) -> dict[str, Figure]:
     }
 
 
-def _control_figures(controls: Controls, found: BaselineMetrics) -> dict[str, Figure]:
+def _control_figures(controls: Baselines, found: BaselineMetrics) -> dict[str, Figure]:
     """Of the controls: the shares are repeated by rounds, in which all that they set against each other took turns."""
 
     def by_round(times: Sequence[float]) -> list[float]:
