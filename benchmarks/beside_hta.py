@@ -1,10 +1,11 @@
-"""How long ``ringprof report`` takes as a whole process, beside HolisticTraceAnalysis that loads and finds the overlap.
+"""Compare the run time of ``ringprof report`` with HolisticTraceAnalysis, which loads the trace and finds the overlap.
 
     python benchmarks/beside_hta.py [--repeats 5] [--copies 1 2 4 153]
 
-The traces repeat a recorded rank: 1, 2 and 4 copies are small traces of 1 to 4 MB, 153 are 136 MB. The two take turns;
-each line has the medians and their ratio: of wall time, and of CPU time, which a busy machine stretches far less. HTA
-runs in the environment that scripts/install_hta.py makes. Both start from compiled modules, as pip leaves them.
+Both are timed as whole processes. The traces repeat a recorded rank: 1, 2 and 4 copies are small traces of 1 to 4 MB,
+153 are 136 MB. The runs are interleaved. Each line has the medians and their ratio: of wall time, and of CPU time,
+which depends far less on the load of the machine. HTA runs in the environment that scripts/install_hta.py creates. Both
+start from compiled modules, as after an installation with pip.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ analysis.get_comm_comp_overlap(visualize=False)
 
 
 def seconds(command: list[str]) -> tuple[float, float]:
-    """Wall time and CPU time of one whole process, with those that it started."""
+    """Run a command and return its wall time and CPU time in seconds, including its child processes."""
     started, before = time.perf_counter(), os.times()
     subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
     wall, after = time.perf_counter() - started, os.times()
@@ -41,9 +42,9 @@ def seconds(command: list[str]) -> tuple[float, float]:
 
 
 def row(times: list[tuple[float, float]]) -> str:
-    """The medians of ours and theirs, and the ratio of theirs to ours."""
-    ours, theirs = (statistics.median(column) for column in zip(*times, strict=True))
-    return f"{ours:>16.2f} s{theirs:>8.2f} s{theirs / ours:>7.1f}x"
+    """Format the median times of ringprof and HTA, and their ratio."""
+    ringprof, hta = (statistics.median(column) for column in zip(*times, strict=True))
+    return f"{ringprof:>16.2f} s{hta:>8.2f} s{hta / ringprof:>7.1f}x"
 
 
 def main() -> None:
@@ -58,10 +59,10 @@ def main() -> None:
         for copies in options.copies:
             path = Path(folder) / f"rank{copies}.json"
             build(path, SAMPLE, copies, shapes=False)
-            ours = [sys.executable, "-m", "ringprof", "report", str(path)]
-            theirs = [options.hta_python, "-c", HTA, str(path)]
-            both = [(seconds(ours), seconds(theirs)) for _ in range(options.repeats)]
-            wall, cpu = ([(mine[at], other[at]) for mine, other in both] for at in (0, 1))
+            report = [sys.executable, "-m", "ringprof", "report", str(path)]
+            hta = [options.hta_python, "-c", HTA, str(path)]
+            pairs = [(seconds(report), seconds(hta)) for _ in range(options.repeats)]
+            wall, cpu = ([(ours[kind], theirs[kind]) for ours, theirs in pairs] for kind in (0, 1))
             print(f"{path.stat().st_size / 1e6:>5.0f} MB{row(wall)}{row(cpu)}", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""False alarms and power of `ringprof compare` on simulated recordings.
+"""Measure false alarms and power of `ringprof compare` on simulated recordings.
 
     python benchmarks/compare_errors.py [--cases 400]
 
@@ -23,12 +23,12 @@ from ringprof.analysis.findings.metric import Measurement, Metric
 SETTINGS = dict.fromkeys(
     ("seq", "batch", "heads", "kv_heads", "head_dim", "causal", "dtype", "world_size", "passes"), "1"
 )
-"""A workload that both sides state."""
+"""Workload that both sides state."""
 ITERATION_MS = 100.0
 NOISE = 0.005
 """Standard deviation of one iteration, as a share."""
 OUTLIERS = (0.1, 0.05)
-"""Share of iterations that are outliers, and by which share of the time they are longer in the mean."""
+"""Share of iterations that are outliers, and their mean excess as a share of the iteration time."""
 SIZES = ((1, 8), (1, 10), (1, 50), (3, 10), (5, 10), (8, 10))
 """Recordings per side and iterations per recording."""
 SLOWDOWNS = (1.01, 1.02, 1.05)
@@ -36,20 +36,20 @@ SLOWDOWNS = (1.01, 1.02, 1.05)
 
 @dataclass(frozen=True)
 class Model:
-    """How simulated iteration times vary."""
+    """Model of the variation of iteration times."""
 
     name: str
     correlation: float = 0.0
-    """Of neighbouring iterations."""
+    """Correlation of neighbouring iterations."""
     spread: float = 0.0
     """Standard deviation between recordings of one program, as a share."""
     outliers: bool = False
 
     def iterations(self, count: int, random: np.random.Generator) -> np.ndarray:
-        """Draw one recording's iteration times, as shares of their middle."""
+        """Draw the iteration times of one recording, relative to their median."""
         noise = random.normal(0, NOISE, count)
-        for at in range(1, count):
-            noise[at] = self.correlation * noise[at - 1] + (1 - self.correlation**2) ** 0.5 * noise[at]
+        for index in range(1, count):
+            noise[index] = self.correlation * noise[index - 1] + (1 - self.correlation**2) ** 0.5 * noise[index]
         if self.outliers:
             share, length = OUTLIERS
             noise += (random.random(count) < share) * random.exponential(length, count)
@@ -65,7 +65,7 @@ MODELS = (
 
 
 def verdict(model: Model, size: tuple[int, int], slowdown: float, random: np.random.Generator) -> str:
-    """Compare two simulated sides, recorded in turns two minutes apart; the second is slower by ``slowdown``."""
+    """Compare two simulated sides, whose recordings are interleaved; the second is slower by ``slowdown``."""
     sides = [_side(model, size, factor, turn, random) for turn, factor in enumerate((1.0, slowdown))]
     return compare_measurements(sides).differences[0].verdict
 
@@ -101,9 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for size in SIZES:
         for number, model in enumerate(MODELS):
             random = np.random.default_rng([*size, number])
-            found = [false_alarms(model, size, cases, random)]
-            found += [power(model, size, slowdown, cases, random) for slowdown in SLOWDOWNS]
-            cells = " | ".join(f"{100 * share:.1f} %" for share in found)
+            shares = [false_alarms(model, size, cases, random)]
+            shares += [power(model, size, slowdown, cases, random) for slowdown in SLOWDOWNS]
+            cells = " | ".join(f"{100 * share:.1f} %" for share in shares)
             print(f"| {size[0]} x {size[1]} | {model.name} | {cells} |", flush=True)
 
 

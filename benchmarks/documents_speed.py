@@ -1,13 +1,14 @@
-"""Packed documents and sliding windows on this machine's GPUs, beside ring-flash-attn's, on the same kernel.
+"""Measure packed documents and sliding windows on this machine's GPUs, and compare with ring-flash-attn's kernels.
 
     torchrun --nproc-per-node 2 benchmarks/documents_speed.py --tokens 16384,65536
     torchrun --nproc-per-node 2 benchmarks/documents_speed.py --tokens 65536 --documents none --window 4096
 
-Forward and backward, bf16, head_dim 128, causal; tokens are those of one GPU. All competitors are timed in turns,
-round after round, the slowest rank's time each iteration. Every one of ours is first held against float64 with the same
-mask, at a short length; a peer's output and gradients must be those of ours that holds the same tokens. Lengths are
-rounded to what the peers take: multiples of twice the number of GPUs. Beside each time stands the mask's exact area at
-the rate that plain zigzag has on the same GPUs, as a share of that time.
+Forward and backward, bf16, head_dim 128, causal; tokens are per GPU. All competitors are timed interleaved, round by
+round; the time of an iteration is that of the slowest rank. Each of ringprof's strategies is first verified against
+float64 with the same mask, at a short length. The output and gradients of a peer must equal those of the ringprof
+strategy that holds the same tokens. Lengths are rounded to what the peers support: multiples of twice the number of
+GPUs. The last column is the time that the mask's exact area would take at the rate of plain zigzag on the same GPUs, as
+a share of the measured time.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ SAME_TOKENS = {
 
 @dataclass
 class Competitor:
-    """What runs an iteration, and what it took."""
+    """One implementation and its measured times."""
 
     name: str
     body: Callable[[], list[Tensor]]
-    """Output, dq, dk and dv of this rank."""
+    """Function that runs an iteration and returns output, dq, dk and dv of this rank."""
     times_ns: list[int] = field(default_factory=list)
 
 
@@ -59,7 +60,7 @@ def main() -> NoReturn:
     rows: list[dict[str, Any]] = []
     for tokens in map(int, options.tokens.split(",")):
         for heads in options.heads.split(","):
-            rows += _measured(_workload(tokens, heads, options), options, device)
+            rows += _measure(_workload(tokens, heads, options), options, device)
             if dist.get_rank() == 0 and options.out:
                 Path(options.out).write_text(json.dumps(rows, indent=1))
     leave()
@@ -97,44 +98,45 @@ def _workload(tokens: int, heads: str, options: argparse.Namespace) -> Workload:
     )
 
 
-def _measured(workload: Workload, options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+def _measure(workload: Workload, options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     say(f"\n{workload.seq} tokens on {dist.get_world_size()} GPUs, {workload.heads}/{workload.kv_heads} heads, "
          f"{workload.mask()}: {workload.mask().area(workload.seq) / workload.seq**2:.3%} of the square")  # fmt: skip
     plain = Workload(seq=workload.seq, heads=workload.heads, kv_heads=workload.kv_heads, head_dim=128, dtype="bf16")
-    competitors = [Competitor("zigzag, plain causal", _ours("zigzag", plain, options, device))]
+    competitors = [Competitor("zigzag, plain causal", _iteration("zigzag", plain, options, device))]
     for name in options.ours.split(","):
-        body = _checked(name, workload, options, device)
+        body = _verified_iteration(name, workload, options, device)
         if body is not None:
             competitors.append(Competitor(name, body))
     if workload.documents and workload.window is None:
         competitors += _peers(competitors, workload, device)
-    counts = [max(1, round(options.seconds * 1e9 / timed(one.body, device, 2)[-1])) for one in competitors]
+    counts = [max(1, round(options.seconds * 1e9 / timed(item.body, device, 2)[-1])) for item in competitors]
     for _ in range(options.rounds):
-        for one, count in zip(competitors, counts, strict=True):
-            one.times_ns += timed(one.body, device, count)
+        for competitor, count in zip(competitors, counts, strict=True):
+            competitor.times_ns += timed(competitor.body, device, count)
     rate = plain.exact_flops() / statistics.median(competitors[0].times_ns)
-    return [_row(one, plain if one is competitors[0] else workload, rate) for one in competitors]
+    return [_row(item, plain if item is competitors[0] else workload, rate) for item in competitors]
 
 
-def _row(one: Competitor, workload: Workload, rate: float) -> dict[str, Any]:
-    times = sorted(one.times_ns)
+def _row(competitor: Competitor, workload: Workload, rate: float) -> dict[str, Any]:
+    times = sorted(competitor.times_ns)
     median = statistics.median(times)
     share = workload.exact_flops() / rate / median
-    say(f"{one.name:<58}{median / 1e6:>9.3f} ms{times[0] / 1e6:>9.3f} to {times[-1] / 1e6:<9.3f}{share:>8.1%}")
+    say(f"{competitor.name:<58}{median / 1e6:>9.3f} ms{times[0] / 1e6:>9.3f} to {times[-1] / 1e6:<9.3f}{share:>8.1%}")
     return {
-        "name": one.name, "seq": workload.seq, "heads": workload.heads, "kv_heads": workload.kv_heads,
+        "name": competitor.name, "seq": workload.seq, "heads": workload.heads, "kv_heads": workload.kv_heads,
         "mask": str(workload.mask()), "ms": median / 1e6, "least_ms": times[0] / 1e6, "most_ms": times[-1] / 1e6,
         "of_plain_rate": share, "iterations": len(times),
     }  # fmt: skip
 
 
-def _checked(
+def _verified_iteration(
     name: str, workload: Workload, options: argparse.Namespace, device: torch.device
 ) -> Callable[[], list[Tensor]] | None:
+    """Verify a strategy and return the function that runs an iteration; None if it fails on any rank."""
     reason = ""
     try:
         verify(_strategy(name, options), workload, device)
-        body = _ours(name, workload, options, device)
+        body = _iteration(name, workload, options, device)
         body()
     except (RingprofError, ValueError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {error}"
@@ -147,32 +149,34 @@ def _checked(
 
 
 def _strategy(text: str, options: argparse.Namespace) -> Any:
-    name, *given = text.split("+")
+    name, *params = text.split("+")
     hops = options.hops if name not in ("ulysses", "allgather") else "nccl"
-    return create(name, kernel=options.kernel, hops=hops, **dict(item.split("=") for item in given))
+    return create(name, kernel=options.kernel, hops=hops, **dict(item.split("=") for item in params))
 
 
-def _ours(
+def _iteration(
     text: str, workload: Workload, options: argparse.Namespace, device: torch.device
 ) -> Callable[[], list[Tensor]]:
     problem = WorkloadShard.create(_strategy(text, options), workload, device)
-    return lambda: [x for x in vars(problem.run_iteration()).values() if x is not None]
+    return lambda: [tensor for tensor in vars(problem.run_iteration()).values() if tensor is not None]
 
 
 # --- ring-flash-attn --------------------------------------------------------------------------------
 
 
 def _peers(ours: list[Competitor], workload: Workload, device: torch.device) -> list[Competitor]:
-    found = []
+    """Verify ring-flash-attn's functions against ringprof's strategies, and return those that are right."""
+    verified = []
     for name, make in (("ring-flash-attn zigzag varlen", _zigzag_varlen), ("ring-flash-attn llama3", _llama3)):
-        same = next((one for one in ours if one.name == SAME_TOKENS[name]), None)
-        reason = "" if same else f"{SAME_TOKENS[name]} is not among ours"
+        reference = next((item for item in ours if item.name == SAME_TOKENS[name]), None)
+        reason = "" if reference else f"{SAME_TOKENS[name]} is not among ours"
         try:
             body = make(workload, device)
-            if same is not None:
-                pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(body(), same.body(), strict=True)]
-                worst = max(float((a - b).norm() / b.norm()) for a, b in pairs)
-                # Not "worst > 0.02": NaN must not pass.
+            if reference is not None:
+                tensors = zip(body(), reference.body(), strict=True)
+                pairs = [(peer.detach().double(), own.detach().double()) for peer, own in tensors]
+                worst = max(float((peer - own).norm() / own.norm()) for peer, own in pairs)
+                # Not "worst > 0.02", so that NaN fails.
                 reason = "" if worst < 0.02 else f"output or gradients are {worst:.2g} off ours"
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
@@ -181,15 +185,16 @@ def _peers(ours: list[Competitor], workload: Workload, device: torch.device) -> 
         if int(failed):
             say(f"{name}: NOT TIMED: {reason[:300] or 'failed on another rank'}")
         else:
-            found.append(Competitor(name, body))
-    return found
+            verified.append(Competitor(name, body))
+    return verified
 
 
 def _leaves(workload: Workload, device: torch.device) -> list[Tensor]:
-    """The numbers that `Problem.of` draws, packed: (T, H, D)."""
+    """Return q, k, v and dout as `WorkloadShard.create` draws them, packed: (T, H, D)."""
     problem = WorkloadShard.create(create("ring", kernel="flash-attn"), workload, device)
     assert problem.dout is not None
-    return [x.detach()[0].requires_grad_() for x in (problem.q, problem.k, problem.v)] + [problem.dout[0]]
+    inputs = (problem.q, problem.k, problem.v)
+    return [tensor.detach()[0].requires_grad_() for tensor in inputs] + [problem.dout[0]]
 
 
 def _zigzag_varlen(workload: Workload, device: torch.device) -> Callable[[], list[Tensor]]:
@@ -203,7 +208,7 @@ def _zigzag_varlen(workload: Workload, device: torch.device) -> Callable[[], lis
 
     def body() -> list[Tensor]:
         out = function(q, k, v, cumulative, max(lengths), causal=True)
-        return [out[None], *(x[None] for x in torch.autograd.grad(out, (q, k, v), dout))]
+        return [out[None], *(grad[None] for grad in torch.autograd.grad(out, (q, k, v), dout))]
 
     return body
 
@@ -214,15 +219,15 @@ def _llama3(workload: Workload, device: torch.device) -> Callable[[], list[Tenso
     package = _package()
     q, k, v, dout = _leaves(workload, device)
     assert workload.documents is not None
-    whole = torch.tensor([0, *accumulate(workload.documents)], dtype=torch.int32, device=device)
-    prepared = package.llama3_flash_attn_prepare_cu_seqlens(whole, True, dist.get_rank(), dist.get_world_size())
+    cumulative = torch.tensor([0, *accumulate(workload.documents)], dtype=torch.int32, device=device)
+    prepared = package.llama3_flash_attn_prepare_cu_seqlens(cumulative, True, dist.get_rank(), dist.get_world_size())
     *lengths, local_k_slice = prepared
 
     def body() -> list[Tensor]:
         out = package.llama3_flash_attn_varlen_func(
             q, k, v, *lengths, heads_k_stride=workload.kv_heads, local_k_slice=local_k_slice, causal=True
         )
-        return [out[None], *(x[None] for x in torch.autograd.grad(out, (q, k, v), dout))]
+        return [out[None], *(grad[None] for grad in torch.autograd.grad(out, (q, k, v), dout))]
 
     return body
 

@@ -1,17 +1,17 @@
-"""What a forward and backward pass costs the host: from the call to its return, without a wait for the device.
+"""Measure the host time of a forward and backward pass: from the call to its return, without a wait for the device.
 
     python benchmarks/host_overhead.py                                          # no GPU: nothing computed, nothing sent
     torchrun --nproc-per-node 2 benchmarks/host_overhead.py --kernels flash-attn,cudnn
 
-Without GPUs kernels return empty tensors at once and the process group is torch's own fake one, of as many ranks as
---world says: what is left is Python and torch's dispatch. With GPUs everything is real; the device is idle when a pass
-begins, and is waited for after it. Tensors are small, for the host does the same whatever their size. All are timed in
-turns; other people's strategies, where they are installed; `ratio` is to ring-flash-attn's zigzag. With --pieces a
-second table says where the time of --ours goes: calls of kernels, hops, merges and sums, each with what it calls.
+Without GPUs, kernels return empty tensors at once, and the process group is torch's fake one with --world ranks: only
+Python and torch's dispatch remain. With GPUs everything is real; the device is idle when a pass begins, and is
+synchronised after it. Tensors are small, since the host time does not depend on their size. All strategies are timed
+interleaved, including third-party ones that are installed; `ratio` is relative to ring-flash-attn's zigzag. With
+--pieces, a second table breaks the time of --ours down: calls of kernels, hops, merges and sums, with their callees.
 
---layers 8 makes as many calls after one another, each with the output of the one before as its queries, and tells the
-time of one: as in a model, where autograd's thread is woken once for all. On a GPU torch runs every backward pass on a
-thread of its own; --one-thread has it stay on the caller's (torch.autograd.set_multithreading_enabled).
+--layers 8 makes 8 calls per pass, each with the output of the previous one as its queries, and reports the time per
+call. As in a model, autograd's thread is then woken only once. On a GPU, torch runs every backward pass on a thread of
+its own; --one-thread keeps it on the caller's thread (torch.autograd.set_multithreading_enabled).
 """
 
 from __future__ import annotations
@@ -84,28 +84,28 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--pieces", action="store_true", help="where the time goes")
     parser.add_argument("--kernels", default="flash-attn,cudnn", help="with GPUs")
     parser.add_argument("--hops", default="nccl,copy", help="with GPUs")
-    parser.add_argument("--tokens", type=int, default=512, help="tokens a rank")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens per rank")
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--layers", type=int, default=1, help="calls in a pass, as of a model's layers")
+    parser.add_argument("--layers", type=int, default=1, help="calls per pass, like the layers of a model")
     parser.add_argument("--one-thread", action="store_true", help="run backward passes on the caller's thread")
     parser.add_argument("--out", help="write the rows as JSON, too")
     return parser.parse_args()
 
 
 def _start_alone(world: int) -> torch.device:
-    """Rank 0 of a world of which there is nothing else."""
+    """Start rank 0 of a fake process group whose other ranks do not exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     torch.set_num_threads(1)
-    alone = Handshake("", dict.fromkeys(range(world), 0), {})
-    communicator.perform_handshake, communicator.check_same_call = lambda *_: alone, lambda *_: None
-    _pretend_flash_attn()
+    handshake = Handshake("", dict.fromkeys(range(world), 0), {})
+    communicator.perform_handshake, communicator.check_same_call = lambda *_: handshake, lambda *_: None
+    _install_fake_flash_attn()
     return torch.device("cpu")
 
 
-def _pretend_flash_attn() -> None:
-    """A flash-attn that computes nothing, with the arguments of the real one."""
+def _install_fake_flash_attn() -> None:
+    """Install a fake flash-attn module that computes nothing and has the signatures of the real one."""
 
     def forward(
         q: Any, k: Any, v: Any, dropout_p: Any, softmax_scale: Any, causal: Any, window_size_left: Any,
@@ -132,13 +132,13 @@ def _pretend_flash_attn() -> None:
 
 
 def _bodies(options: argparse.Namespace, device: torch.device) -> dict[tuple[str, str], Body]:
-    """By strategy and kernel."""
+    """Build the function that runs a pass, by strategy and kernel."""
     torch.manual_seed(dist.get_rank())
     on_gpu = device.type == "cuda"
-    # A CPU's arithmetic must not count, a GPU's does not.
+    # On CPU, arithmetic would add to the host time; on GPU it does not.
     shape = (1, options.tokens, 8, 128) if on_gpu else (1, 16, 2, 8)
     q, k, v, dout = (torch.randn(shape, device=device).bfloat16() for _ in range(4))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
 
     def body(strategy: Any) -> Body:
         def run() -> None:
@@ -149,29 +149,29 @@ def _bodies(options: argparse.Namespace, device: torch.device) -> dict[tuple[str
 
         return run
 
-    found = {}
+    bodies = {}
     for kernel in options.kernels.split(",") if on_gpu else ["null"]:
         for name in options.ours.split(","):
             ring_like = name not in ("ulysses", "megatron", "allgather")
-            for carried in options.hops.split(",") if on_gpu and ring_like else ["nccl"]:
-                label = f"{name} (copied hops)" if carried == "copy" else name
-                found[label, kernel] = body(_strategy(name, kernel, carried))
-                if on_gpu and carried == "nccl":
-                    found[f"{name} (CUDA graph)", kernel] = _replay(found[label, kernel])
+            for hops in options.hops.split(",") if on_gpu and ring_like else ["nccl"]:
+                label = f"{name} (copied hops)" if hops == "copy" else name
+                bodies[label, kernel] = body(_strategy(name, kernel, hops))
+                if on_gpu and hops == "nccl":
+                    bodies[f"{name} (CUDA graph)", kernel] = _replay(bodies[label, kernel])
         for name in options.peers.split(","):
             missing = find(name).missing()
             try:
                 if not missing and (not on_gpu or kernel in find(name).load().KERNELS):
-                    found[name, kernel] = body(_strategy(name, kernel, "nccl"))
+                    bodies[name, kernel] = body(_strategy(name, kernel, "nccl"))
             except Exception as error:
                 missing = f"{type(error).__name__}: {error}"
             if missing and dist.get_rank() == 0:
                 print(f"{name} is not measured: {missing}", flush=True)
-    return found
+    return bodies
 
 
 def _replay(body: Body) -> Body:
-    """The same as replays of a CUDA graph, captured in the fourth call."""
+    """Return a function that replays ``body`` as a CUDA graph, which is captured in the fourth call."""
     calls, graph = 0, torch.cuda.CUDAGraph()
 
     def replayed() -> None:
@@ -182,7 +182,7 @@ def _replay(body: Body) -> Body:
             return
         if calls == WARM_CALLS + 1:
             torch.cuda.synchronize()
-            # NCCL's watchdog asks for events on a thread of its own meanwhile.
+            # NCCL's watchdog thread queries events at the same time.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 body()
         graph.replay()
@@ -194,17 +194,17 @@ def _strategy(name: str, kernel: str, hops: str) -> Any:
     if kernel != "null":
         return create(name, kernel=kernel, hops=hops)
     strategy = create(name)
-    # As on a GPU, where hops of this size are not worth the kernel calls that hide them.
+    # As on a GPU, where hops of this size are not worth the extra kernel calls that would overlap them.
     strategy.overlaps_last_hop = lambda travelling: False
-    for ring_of_ranks in [part for part in vars(strategy).values() if isinstance(part, ring_channel.HopRing)]:
-        ring_of_ranks.all_to_all_device = "cpu"
-    idle = NoOpKernel()
-    strategy.kernel_for = lambda q: idle
+    for hop_ring in [part for part in vars(strategy).values() if isinstance(part, ring_channel.HopRing)]:
+        hop_ring.all_to_all_device = "cpu"
+    no_op = NoOpKernel()
+    strategy.kernel_for = lambda q: no_op
     return strategy
 
 
 def _measure(bodies: dict[Any, Body], rounds: int, device: torch.device) -> dict[Any, list[float]]:
-    """Microseconds of every pass, in turns."""
+    """Time the passes interleaved, and return the microseconds of every pass."""
     times: dict[Any, list[float]] = {key: [] for key in bodies}
     for _ in range(rounds):
         for key, body in bodies.items():
@@ -222,11 +222,11 @@ PIECES = (
     (merge.Partial, "_merge_pending"),
     (merge.Sum, "add"), (merge.Sum, "result"), (ring, "forward_grads"), (ring, "add_and_cast_dkv"), (Rows, "select"),
 )  # fmt: skip
-"""What the time is told of by --pieces."""
+"""Functions that --pieces times: owner and name."""
 
 
 def _pieces(bodies: dict[tuple[str, str], Body], rounds: int, device: torch.device) -> list[str]:
-    """Median microseconds of a pass that go into each piece; clocks of their own make the whole somewhat longer."""
+    """Format the median microseconds of a pass per piece; the timing itself makes the total somewhat longer."""
     lines = []
     for key, body in bodies.items():
         spent: dict[str, list[float]] = defaultdict(list)
@@ -244,14 +244,14 @@ def _pieces(bodies: dict[tuple[str, str], Body], rounds: int, device: torch.devi
 
 @contextmanager
 def _clocks() -> Iterator[dict[str, float]]:
-    """Microseconds by piece while this lasts."""
+    """Time the pieces in the block; yields microseconds by piece."""
     spent: dict[str, float] = defaultdict(float)
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **how: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             before = time.perf_counter()
             try:
-                return function(*args, **how)
+                return function(*args, **kwargs)
             finally:
                 spent[name] += (time.perf_counter() - before) * 1e6
 
@@ -265,7 +265,7 @@ def _clocks() -> Iterator[dict[str, float]]:
 
 
 def _runs(key: tuple[str, ...], body: Body) -> bool:
-    """Whether it can be run here at all, warmed up by then; says why not."""
+    """Warm a pass up and return whether it runs here; prints the error if not."""
     try:
         for _ in range(5):
             body()
@@ -276,8 +276,8 @@ def _runs(key: tuple[str, ...], body: Body) -> bool:
 
 
 def _rows(times: dict[Any, list[float]], world: int, layers: int) -> list[dict[str, Any]]:
-    times = {key: [time / layers for time in found] for key, found in times.items()}
-    medians = {key: statistics.median(found) for key, found in times.items()}
+    times = {key: [time / layers for time in pass_times] for key, pass_times in times.items()}
+    medians = {key: statistics.median(call_times) for key, call_times in times.items()}
     base = next((medians[key] for key in medians if key[0] == "ring-flash-attn/zigzag"), None)
     return [
         {

@@ -1,11 +1,11 @@
-"""How fast and how small a report of many ranks is, from their traces and from what each rank reduced its own to.
+"""Measure the time and memory of a report of many ranks, from their traces and from their reduced traces.
 
     python benchmarks/many_ranks.py                    # 8, 64, 512 and 1,024 ranks of 50 MB each: 6 GB of disk
     python benchmarks/many_ranks.py --ranks 8 64 --copies 10
 
-Ranks are made of those of a recorded ring of four: rank r of a ring of n is its rank r mod 4, with peers one step
-round the larger ring, and its iteration repeated. Memory is that of all processes of the report together: the most at
-any moment, sampled twenty times a second.
+The ranks are copies of those of a recorded ring of four: rank r of a ring of n is its rank r mod 4, with peers one step
+round the larger ring, and with its iteration repeated. Memory is the peak of all processes of the report together,
+sampled twenty times per second.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CONFIG = re.compile(rb'"ranks": ?\[0, 1, 2, 3\]')
 
 
 def parts_of(sample: Path) -> tuple[bytes, bytes, bytes]:
-    """What stands before, in, and behind the list of events."""
+    """Split the text of a trace into the parts before, in and after the list of events."""
     text = gzip.decompress(sample.read_bytes())
     begin = text.index(b'"traceEvents": [') + len(b'"traceEvents": [')
     end = text.rindex(b"\n  ],")
@@ -46,33 +46,33 @@ def parts_of(sample: Path) -> tuple[bytes, bytes, bytes]:
 
 
 def as_rank(text: bytes, own: int, rank: int, world: int) -> bytes:
-    """A piece of a small ring's rank ``own`` as that of ``rank`` of a ring of ``world``."""
+    """Rewrite text of rank ``own`` of the small ring as text of ``rank`` of a ring of ``world``."""
 
-    def peer(found: re.Match[bytes]) -> bytes:
-        step = (int(found[2]) - own + SMALL // 2) % SMALL - SMALL // 2
-        return b'"%s Rank": %d' % (found[1], (rank + step) % world)
+    def peer(match: re.Match[bytes]) -> bytes:
+        step = (int(match[2]) - own + SMALL // 2) % SMALL - SMALL // 2
+        return b'"%s Rank": %d' % (match[1], (rank + step) % world)
 
-    everyone = list(range(world))
-    # PyTorch shortens long lists of ranks in records, not in the trace's own description of its groups.
-    shown = everyone if world <= 30 else [*everyone[:29], "...", everyone[-1]]
+    ranks = list(range(world))
+    # PyTorch shortens long lists of ranks in event records, but not in the trace's description of its groups.
+    shown = ranks if world <= 30 else [*ranks[:29], "...", ranks[-1]]
     text = _PEER.sub(peer, text)
     text = _RANKS.sub(b'"Process Group Ranks": "[%s]"' % ", ".join(map(str, shown)).encode(), text)
-    text = _CONFIG.sub(b'"ranks": ' + json.dumps(everyone).encode(), text)
+    text = _CONFIG.sub(b'"ranks": ' + json.dumps(ranks).encode(), text)
     text = text.replace(b'"Group size": %d' % SMALL, b'"Group size": %d' % world)
     return text.replace(b'"pg_size": %d' % SMALL, b'"pg_size": %d' % world)
 
 
 def described(text: bytes, rank: int, world: int) -> bytes:
-    """The text around the events, with the rank's own description."""
+    """Rewrite the rank and the world size in the text around the events."""
     text = re.sub(rb'("distributedInfo": ?\{[^{}]*?"rank": ?)\d+', rb"\g<1>%d" % rank, text, count=1)
     return re.sub(rb'("world_size": ?)\d+', rb"\g<1>%d" % world, text)
 
 
 def write_rank(folder: Path, rank: int, world: int, copies: int) -> int:
-    """Write one rank's trace and its reduced form; returns the bytes of its JSON."""
+    """Write one rank's trace and its reduced form; returns the size of its JSON in bytes."""
     bodies = [parts_of(RING / f"rank{number}.json.gz")[1] for number in range(SMALL)]
     own = rank % SMALL
-    before, body, behind = parts_of(RING / f"rank{own}.json.gz")
+    before, body, after = parts_of(RING / f"rank{own}.json.gz")
     span = max(map(span_of, bodies))
     body = as_rank(body, own, rank, world)
     size = 0
@@ -81,13 +81,13 @@ def write_rank(folder: Path, rank: int, world: int, copies: int) -> int:
         size += file.write(described(as_rank(before, own, rank, world), rank, world))
         for number, copy in enumerate(copies_of(body, copies, span)):
             size += file.write((b"," if number else b"") + copy)
-        size += file.write(described(as_rank(behind, own, rank, world), rank, world))
+        size += file.write(described(as_rank(after, own, rank, world), rank, world))
     assert reduce_file(path, folder / "reduced" / f"rank{rank}.ringprof")
     return size
 
 
 def build(folder: Path, world: int, copies: int) -> int:
-    """Write a ring of ``world`` ranks; returns the bytes of JSON of all."""
+    """Write a ring of ``world`` ranks; returns the total size of the JSON in bytes."""
     for name in ("traces", "reduced"):
         (folder / name).mkdir(parents=True)
     sizes = Parallel(n_jobs=-1)(delayed(write_rank)(folder, rank, world, copies) for rank in range(world))
@@ -95,7 +95,7 @@ def build(folder: Path, world: int, copies: int) -> int:
 
 
 def measure(folder: Path) -> tuple[float, float, str]:
-    """Seconds and peak MB of a report, and its verdict."""
+    """Run a report, and return its seconds, its peak memory in MB and its text."""
     with tempfile.NamedTemporaryFile(suffix=".txt") as output:
         hosts = ["--ranks-per-host", str(PER_HOST)]
         command = [sys.executable, "-m", "ringprof", "report", str(folder), *hosts, "-o", output.name]
@@ -112,18 +112,18 @@ def measure(folder: Path) -> tuple[float, float, str]:
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that it has started."""
+    """List the ids of a process and all its descendants."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         threads = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
     except OSError:
         return []
-    found = {int(child) for listed in (children, *threads) for child in listed}
-    return [pid, *(one for child in found for one in family(child))]
+    unique = {int(child) for listed in (children, *threads) for child in listed}
+    return [pid, *(descendant for child in unique for descendant in family(child))]
 
 
 def resident_mb(pid: int) -> float:
-    """Proportional memory of a process: pages that several share count once."""
+    """Return the proportional memory of a process in MB: pages shared by several processes count once."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except OSError:
@@ -148,12 +148,12 @@ def main() -> None:
                 written = build(folder, world, options.copies)
                 size.write_text(str(written))
             cells = [f"{world:,}", f"{int(size.read_text()) / 1e9:.1f} GB"]
-            said = []
+            reports = []
             for kind in ("traces", "reduced"):
                 seconds, peak, text = measure(folder / kind)
-                said.append(text)
+                reports.append(text)
                 cells += [f"{seconds:.1f} s", f"{world / seconds:.1f}", f"{peak:,.0f} MB"]
-            assert said[0] == said[1], "the two reports differ"
+            assert reports[0] == reports[1], "the two reports differ"
             print("| " + " | ".join(cells) + " |", flush=True)
 
 

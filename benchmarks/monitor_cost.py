@@ -1,9 +1,9 @@
-"""What ``ringprof.monitor`` costs a training loop on CPU: loops with and without it, in turns.
+"""Measure the overhead of ``ringprof.monitor`` on a training loop on CPU: interleaved loops with and without it.
 
     python benchmarks/monitor_cost.py [--steps 200] [--every 100] [--size 1600] [--rounds 2]
 
-Prints the median time of a loop of each sort, and the share that the monitor says it has spent. The first look of a
-process also starts the profiler; one loop of each sort runs before those that count.
+Prints the median time of a loop with and without the monitor, and the share that the monitor itself reports. The first
+sample of a process also starts the profiler, so one loop with the monitor runs before those that count.
 """
 
 from __future__ import annotations
@@ -42,16 +42,19 @@ def main() -> None:
         loop(options.steps, options.size)
         times["without"].append(time.perf_counter() - start)
         start = time.perf_counter()
-        with ringprof.monitor(every=options.every) as watch:
+        with ringprof.monitor(every=options.every) as monitor:
             loop(options.steps, options.size)
         times["with"].append(time.perf_counter() - start)
-        shares.append(watch.spent_ns / 1e9 / times["with"][-1])
-    plain, watched = (statistics.median(found) for found in times.values())
+        shares.append(monitor.spent_ns / 1e9 / times["with"][-1])
+    plain_s, monitored_s = (statistics.median(loop_times) for loop_times in times.values())
     print(
-        f"{options.steps} steps, {plain / options.steps * 1e3:.0f} ms each: {plain:.2f} s without, {watched:.2f} s with"
+        f"{options.steps} steps, {plain_s / options.steps * 1e3:.0f} ms each:"
+        f" {plain_s:.2f} s without, {monitored_s:.2f} s with"
     )
-    print(f"a look every {options.every} steps: {100 * (watched / plain - 1):+.2f} %; by the monitor's own count "
-          f"{100 * statistics.median(shares):.2f} %")  # fmt: skip
+    print(
+        f"a sample every {options.every} steps: {100 * (monitored_s / plain_s - 1):+.2f} %; by the monitor's own count"
+        f" {100 * statistics.median(shares):.2f} %"
+    )
 
 
 if __name__ == "__main__":

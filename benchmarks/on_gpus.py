@@ -1,4 +1,4 @@
-"""What the benchmarks that torchrun starts on GPUs have in common."""
+"""Functions shared by the benchmarks that torchrun starts on GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringprof.record.clock import clock_for
 
 
 def start() -> torch.device:
-    """Join the other ranks; this rank's GPU."""
+    """Initialise the process group, and return this rank's GPU."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
@@ -22,7 +22,7 @@ def start() -> torch.device:
 
 
 def leave() -> NoReturn:
-    """End with the other ranks, at once: destructors of libraries may wait for each other."""
+    """Wait for the other ranks, and exit without destructors: those of libraries may wait for each other."""
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)
@@ -36,7 +36,7 @@ def say(*lines: str) -> None:
 
 
 def timed(body: Callable[[], Any], device: torch.device, count: int) -> list[int]:
-    """The slowest rank's time of every iteration, in nanoseconds."""
+    """Run ``count`` iterations, and return the time of the slowest rank for each, in nanoseconds."""
     clock = clock_for(device)
     for _ in range(count):
         clock.run(body)

@@ -1,9 +1,9 @@
-"""The plan's memory beside what ranks hold, on GPUs: every strategy, engine of hops and kind of problem.
+"""Compare predicted with measured peak memory on GPUs, for every strategy, transport and kind of workload.
 
     torchrun --nproc-per-node 2 benchmarks/plan_memory.py --out plan_memory.csv [--only fsdp2,flex] [--seconds 80]
 
-Each case is measured as a recording measures it, in MiB, the largest over the ranks. ``error`` is what the plan says
-over that, less one; ``rest_mib`` was held before, which is not counted.
+Each case is measured as in a recording, in MiB, the largest over the ranks. ``error`` is the ratio of the predicted to
+the measured memory, minus one. ``rest_mib`` was allocated before and is not counted.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ PREFILL = replace(DECODE, seq=16384, batch=1, phase="prefill")
 
 
 def cases(world: int) -> Iterator[tuple[str, RecordRequest, str]]:
-    """Name, request and kernel."""
+    """Yield the name, request and kernel of each case."""
 
-    def case(name: str, strategy: str, workload: Workload, kernel: str = "flash-attn", **given: Any) -> Any:
+    def case(name: str, strategy: str, workload: Workload, kernel: str = "flash-attn", **fields: Any) -> Any:
         request = RecordRequest(
             workload=workload, strategy=strategy, device="cuda", world=world, verify=False,
-            **({"hops": "nccl"} | given),
+            **({"hops": "nccl"} | fields),
         )  # fmt: skip
         return f"{strategy} {name} {kernel} {request.hops}", request, kernel
 
@@ -90,46 +90,46 @@ def cases(world: int) -> Iterator[tuple[str, RecordRequest, str]]:
 
 
 def measured(request: RecordRequest, kernel: str, device: torch.device) -> tuple[int, int]:
-    """Bytes held at the peak, and before."""
+    """Run a case, and return the bytes allocated at the peak and before."""
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device) + held_bytes()
-    given: Any = {"kernel": kernel, "hops": request.hops, **request.params}
+    options: Any = {"kernel": kernel, "hops": request.hops, **request.params}
     workload, reporter = request.workload, SilentReporter()
     problem: WorkloadShard
     if request.cp_sizes:
-        problem = DynamicCpShard.from_dynamic(Dynamic(request.strategy, **given), workload, request.cp_sizes, device)
+        problem = DynamicCpShard.from_dynamic(Dynamic(request.strategy, **options), workload, request.cp_sizes, device)
     else:
         kind = WorkloadShard if workload.layer is None else LayersShard
-        problem = kind.create(create(request.strategy, **given), workload, device)
-    found = measure(problem, device, 3, 2, reporter).peak_bytes or 0
+        problem = kind.create(create(request.strategy, **options), workload, device)
+    peak = measure(problem, device, 3, 2, reporter).peak_bytes or 0
     if request.controls:
         silent = strategy_without_transport(request.strategy, kernel, None, request.params)
         measure_baselines(problem, silent, device, 1, 1, reporter)
-        found = max(found, peak_bytes(device) or 0)
-    return found, before
+        peak = max(peak, peak_bytes(device) or 0)
+    return peak, before
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default="")
-    parser.add_argument("--seconds", type=float, default=80.0, help="no case begins after so many")
-    asked = parser.parse_args()
+    parser.add_argument("--seconds", type=float, default=80.0, help="start no case after this time")
+    options = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    rank, world, begun = dist.get_rank(), dist.get_world_size(), time.monotonic()
+    rank, world, start = dist.get_rank(), dist.get_world_size(), time.monotonic()
     rows = []
     for name, request, kernel in cases(world):
-        late = torch.tensor([float(time.monotonic() - begun > asked.seconds)], device=device)
+        late = torch.tensor([float(time.monotonic() - start > options.seconds)], device=device)
         dist.all_reduce(late)
-        if late.item() or not any(part in name for part in asked.only.split(",")):
+        if late.item() or not any(part in name for part in options.only.split(",")):
             continue
         rows.append(_row(name, request, kernel, device))
         if rank == 0:
             print(rows[-1], flush=True)
-            with asked.out.open("w", newline="") as file:
+            with options.out.open("w", newline="") as file:
                 writer = csv.DictWriter(file, list(rows[0]))
                 writer.writeheader()
                 writer.writerows(rows)
@@ -137,14 +137,14 @@ def main() -> None:
 
 
 def _row(name: str, request: RecordRequest, kernel: str, device: torch.device) -> dict[str, Any]:
-    held, before, problem = 0, 0, ""
+    peak, before, problem = 0, 0, ""
     try:
-        held, before = measured(request, kernel, device)
+        peak, before = measured(request, kernel, device)
     except Exception as error:
         problem = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
-    most = torch.tensor([held - before, before], device=device)
+    most = torch.tensor([peak - before, before], device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    found, rest = (int(x) for x in most)
+    measured_bytes, rest = (int(value) for value in most)
     start = time.perf_counter()
     try:
         plan = memory.peak_bytes(request, request.workload, kernel, request.world or 1)
@@ -153,9 +153,9 @@ def _row(name: str, request: RecordRequest, kernel: str, device: torch.device) -
     took = time.perf_counter() - start
     mib = 2**20
     return {
-        "case": name, "plan_mib": round(plan / mib, 1), "held_mib": round(found / mib, 1),
-        "error": f"{plan / found - 1:+.1%}" if found and plan else "", "rest_mib": round(rest / mib, 1),
-        "plan_ms": round(took * 1e3), "problem": problem,
+        "case": name, "plan_mib": round(plan / mib, 1), "held_mib": round(measured_bytes / mib, 1),
+        "error": f"{plan / measured_bytes - 1:+.1%}" if measured_bytes and plan else "",
+        "rest_mib": round(rest / mib, 1), "plan_ms": round(took * 1e3), "problem": problem,
     }  # fmt: skip
 
 

@@ -1,11 +1,11 @@
-"""How far recordings of one program differ: the spread that `ringprof compare` assumes of a single recording.
+"""Measure how far recordings of one program differ: the spread that `ringprof compare` assumes of a single recording.
 
     python benchmarks/recording_spread.py
 
-The pairs are all programs that the repository's data hold twice (`pairs_in_one_session`, `pairs_in_two_sessions`). The
-model is a standard deviation of hypot(share, fixed / time) of one recording: the share comes from pairs of `LONG_MS` or
-more, the fixed part by maximum likelihood from all. `ringprof.analysis.findings.recording_spread` holds the upper ends
-of the 95 % intervals.
+The pairs are all programs that the repository's data contain twice (`pairs_in_one_session`, `pairs_in_two_sessions`).
+The model of one recording is a standard deviation of hypot(share, fixed / time). The share comes from pairs of
+`LONG_MS` or more, the fixed part from all pairs by maximum likelihood. The upper ends of the 95 % intervals are in
+`ringprof.analysis.findings.recording_spread`.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def pairs_in_one_session() -> Pairs:
 def pairs_in_two_sessions() -> Pairs:
     """Return 54 cells of zigzag on 4 H200 that two sessions recorded.
 
-    Without flash-attn over NCCL, which the first session timed right after other kernels (docs/speed.md).
+    Cells of flash-attn over NCCL are left out: the first session timed them right after other kernels (docs/speed.md).
     """
     rows = [row for row in _rows("h200_grid.csv") if (row["kernel"], row["hops"]) != ("flash-attn", "nccl")]
     return _pairs_by(("kernel", "hops", "seq", "heads", "kv_heads"), "ms", rows)
 
 
 def _timed_twice() -> Pairs:
-    """Return the timed iterations of committed runs beside the ordinary ones among their controls."""
+    """Return the medians of the timed iterations of committed runs and of the ordinary ones among their baselines."""
     runs = (json.loads(path.read_text("utf-8")) for path in sorted((ROOT / "traces").glob("*/run.json")))
     parts = [(run["timings"]["iterations_ns"], run["controls"]["ordinary_ns"]) for run in runs if run.get("controls")]
     return [(_slowest_median_ms(timed), _slowest_median_ms(ordinary)) for timed, ordinary in parts]
@@ -66,7 +66,7 @@ def _pairs_by(keys: Sequence[str], column: str, rows: Iterable[dict[str, str]]) 
     times: dict[tuple[str, ...], list[float]] = defaultdict(list)
     for row in rows:
         times[tuple(row[key] for key in keys)].append(float(row[column]))
-    return [(each[0], each[1]) for each in times.values() if len(each) == 2]
+    return [(pair[0], pair[1]) for pair in times.values() if len(pair) == 2]
 
 
 def lengths_and_differences(pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:

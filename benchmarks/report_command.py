@@ -1,9 +1,9 @@
-"""How long the commands take as whole processes: ``ringprof --help`` and ``ringprof report`` of an 8-rank run.
+"""Measure the run time of commands as whole processes: ``ringprof --help`` and ``ringprof report`` of an 8-rank run.
 
     python benchmarks/report_command.py [--repeat 11] [FOLDER]
 
-Prints median, least and most of the repeats beside the bar, and exits with 1 where a median misses its bar. The bars
-are for a machine of 2 cores.
+Prints the median, minimum and maximum of the repeats and the limit, and exits with 1 if a median exceeds its limit. The
+limits are for a machine with 2 cores.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ def main() -> int:
         (["report", options.folder], 1.5),
         (["report", options.folder, "--format", "json"], 1.5),
     )
-    print(f"{'command':<24}  {'median':>8}  {'least':>8}  {'most':>8}  {'bar':>7}")
+    print(f"{'command':<24}  {'median':>8}  {'least':>8}  {'most':>8}  {'limit':>7}")
     missed = False
-    for arguments, bar_s in commands:
+    for arguments, limit_s in commands:
         times = [seconds(arguments) for _ in range(options.repeat)]
         median = statistics.median(times)
-        missed |= median > bar_s
+        missed |= median > limit_s
         label = " ".join(part for part in arguments if part != options.folder)
-        print(f"{label:<24}  {median:6.3f} s  {min(times):6.3f} s  {max(times):6.3f} s  {bar_s:5.2f} s")
+        print(f"{label:<24}  {median:6.3f} s  {min(times):6.3f} s  {max(times):6.3f} s  {limit_s:5.2f} s")
     return int(missed)
 
 
 def seconds(arguments: list[str]) -> float:
-    """Wall time of one whole process."""
+    """Run a command and return its wall time in seconds."""
     started = time.perf_counter()
     subprocess.run([sys.executable, "-m", "ringprof", *arguments], check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - started

@@ -1,21 +1,23 @@
-"""Every strategy on this machine's GPUs, the solo rate of its blocks, and peers on the same kernels, in one table.
+"""Measure every strategy on this machine's GPUs, its kernel-only rate, and third-party strategies on the same kernels.
 
     torchrun --nproc-per-node 8 benchmarks/strategy_speed.py --config 131072:40:40 --config 65536:32:8
     torchrun --nproc-per-node 8 benchmarks/strategy_speed.py --config 524288:40:40 --ours zigzag,burst --kernels cudnn
     torchrun --nproc-per-node 2 benchmarks/strategy_speed.py --grid --ours zigzag --no-solo --seconds-in-all 500
 
-Forward alone, and forward and backward, bf16, head_dim 128, causal. All competitors of a configuration are timed in
-turns, because a hot GPU is several percent slower than a cool one. Every round begins with another of them, and a first
-call of each is not counted: who comes after a kernel that heats more is worse off. Solo is the strategy's own blocks
-back to back, nothing merged, nothing sent. Peers are other people's strategies (`ringprof strategies` lists them),
-where they are installed. Before anything is timed every competitor's output and gradients are held against float64,
-and one that is wrong is not timed; a rate above the device's peak is marked, for that is not the whole work. Speed
-counts the model's FLOPs (docs/metrics.md), the slowest rank's time each iteration; memory is the peak above what
-was there before, inputs included. A configuration is SEQ:HEADS:KV_HEADS; the grid has 1,024 to 65,536 tokens a GPU and
-four ratios of heads, small ones first. With --seconds-in-all no configuration is begun that is not likely to end in
-time; with --out every configuration is written when it is done.
+Forward alone, and forward and backward, bf16, head_dim 128, causal. All competitors of a configuration are timed
+interleaved, because a hot GPU is several percent slower than a cool one. Every round begins with another competitor,
+and the first call of each is not counted: it suffers from the heat of its predecessor. Solo is the kernel-only
+baseline: the strategy's own blocks back to back, without merging and communication. Peers are third-party strategies
+(`ringprof strategies` lists them) that are installed.
 
-Two emulated hosts, halves that talk over sockets:
+Before the timing, the output and gradients of every competitor are verified against float64; a wrong one is not timed.
+A rate above the device's peak is marked, since it cannot be the whole work. Speed is the model FLOPs (docs/metrics.md)
+over the time of the slowest rank in each iteration. Memory is the peak above the memory in use before, inputs included.
+A configuration is SEQ:HEADS:KV_HEADS. The grid has 1,024 to 65,536 tokens per GPU and four ratios of heads, small ones
+first. With --seconds-in-all, no configuration is started that is not likely to finish in time. With --out, every
+configuration is written when it is done.
+
+Two emulated nodes, halves that communicate over sockets:
 
     torchrun --no-python --nproc-per-node 8 bash -c \\
         'NCCL_HOSTID=h$((LOCAL_RANK/4)) exec python3 benchmarks/strategy_speed.py --ranks-per-host 4 ...'
@@ -60,13 +62,13 @@ HEADS = ((40, 40), (32, 8), (24, 4), (64, 1))
 
 @dataclass
 class Competitor:
-    """One row: what runs an iteration, and what it took."""
+    """One row: an implementation and its measured times."""
 
     name: str
     kernel: str
     strategy: Any
     problem: WorkloadShard
-    """Over the same q, k, v and dout for all."""
+    """Workload of this rank, with the same q, k, v and dout for all competitors."""
     is_peer: bool
     solo: Callable[[], Any] | None = None
     times_ns: list[int] = field(default_factory=list)
@@ -74,14 +76,14 @@ class Competitor:
     solo_ns: list[int] = field(default_factory=list)
     peak_mib: float | None = None
     crossing_mb: float | None = None
-    """Most bytes that a rank sends to other hosts in an iteration."""
+    """MB that a rank sends to other nodes in an iteration, maximum over the ranks."""
 
 
 def main() -> NoReturn:
     options = _options()
     begun = time.monotonic()
     device = start()
-    entries = _right(_entries(options), device, options)
+    entries = _verified(_entries(options), device, options)
     rows: list[dict[str, Any]] = []
     longest = 0.0
     for config in _configs(options):
@@ -100,11 +102,11 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", action="append", default=[], help="SEQ:HEADS:KV_HEADS, repeatable")
     parser.add_argument("--grid", action="store_true", help="lengths and ratios of heads, from small to large")
-    parser.add_argument("--seconds-in-all", type=float, help="begin no configuration that is not likely to end by then")
+    parser.add_argument("--seconds-in-all", type=float, help="start no configuration that is not likely to end in time")
     parser.add_argument("--ours", default=OURS, help="names, with parameters as burst+ring_window=4")
     parser.add_argument("--peers", default=PEERS, help="names, as --ours; none: leave them out")
     parser.add_argument("--kernels", default="cudnn,flash-attn")
-    parser.add_argument("--hops", default="copy,nccl", help="what carries our hops; both are rows of their own")
+    parser.add_argument("--hops", default="copy,nccl", help="intra-node transports of our strategies, one row each")
     parser.add_argument("--ranks-per-host", type=int)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.5, help="timed per competitor and round, about")
@@ -121,7 +123,7 @@ def _configs(options: argparse.Namespace) -> list[str]:
 
 
 def _in_time(seconds: float, limit: float | None, device: torch.device) -> bool:
-    """Whether all ranks find that there is time."""
+    """Return whether all ranks agree that the time limit is not exceeded."""
     if limit is None:
         return True
     late = torch.tensor([int(seconds > limit)], device=device)
@@ -134,10 +136,10 @@ def _in_time(seconds: float, limit: float | None, device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Entry:
-    """A strategy as it will compete."""
+    """A strategy with its parameters, kernel and transport."""
 
     text: str
-    """Name and parameters."""
+    """Name and parameters, such as ``burst+ring_window=4``."""
     kernel: str
     hops: str
     is_peer: bool
@@ -147,18 +149,18 @@ class Entry:
         return self.text if self.hops == "nccl" else f"{self.text} (copied hops)"
 
     def create(self, options: argparse.Namespace) -> Any:
-        name, *given = self.text.split("+")
-        params = {key: _value(value) for key, value in (item.split("=") for item in given)}
+        name, *items = self.text.split("+")
+        params = {key: _value(value) for key, value in (item.split("=") for item in items)}
         return create(name, kernel=self.kernel, ranks_per_host=options.ranks_per_host, hops=self.hops, **params)
 
 
 def _entries(options: argparse.Namespace) -> list[Entry]:
-    found = []
+    entries = []
     for text in options.ours.split(","):
-        # Hops are a ring's; Megatron's keep what arrived.
+        # Only rings have hops that copy engines can carry; Megatron's hops keep the received buffers.
         ring = text.split("+")[0] not in ("ulysses", "megatron", "allgather")
         for kernel in options.kernels.split(","):
-            found += [Entry(text, kernel, hops, False) for hops in (options.hops.split(",") if ring else ["nccl"])]
+            entries += [Entry(text, kernel, hops, False) for hops in (options.hops.split(",") if ring else ["nccl"])]
     for text in options.peers.split(",") if options.peers != "none" else []:
         spec = find(text.split("+")[0])
         missing = spec.missing()
@@ -166,19 +168,19 @@ def _entries(options: argparse.Namespace) -> list[Entry]:
             say(f"{spec.name} is not measured: it {missing}")
             continue
         kernels = [kernel for kernel in options.kernels.split(",") if kernel in spec.load().KERNELS]
-        found += [Entry(text, kernel, "nccl", True) for kernel in kernels]
-    return found
+        entries += [Entry(text, kernel, "nccl", True) for kernel in kernels]
+    return entries
 
 
 def _value(text: str) -> Any:
     return {"true": True, "false": False}.get(text, int(text) if text.isdigit() else text)
 
 
-def _right(entries: list[Entry], device: torch.device, options: argparse.Namespace) -> list[Entry]:
-    """Those whose results on a small problem are right; says of the others what is wrong."""
+def _verified(entries: list[Entry], device: torch.device, options: argparse.Namespace) -> list[Entry]:
+    """Return the entries with right results on a small workload; prints the errors of the others."""
     if options.no_check:
         return entries
-    # Heads that any degree divides.
+    # A number of heads that every degree divides.
     heads = 8 * dist.get_world_size()
     workload = Workload(batch=1, seq=4096, heads=heads, kv_heads=heads, head_dim=128, causal=True, dtype="bf16")
     right = []
@@ -188,21 +190,22 @@ def _right(entries: list[Entry], device: torch.device, options: argparse.Namespa
             errors = verify(entry.create(options), workload, device).errors
             worst = max(errors, key=lambda name: errors[name].rms / errors[name].allowed_rms)
             if entry.is_peer:
-                found = f"{worst} off by {errors[worst].rms:.1e}, {errors[worst].allowed_rms:.1e} allowed"
-                say(f"{entry.label} ({entry.kernel}): right, {found}")
+                detail = f"{worst} off by {errors[worst].rms:.1e}, {errors[worst].allowed_rms:.1e} allowed"
+                say(f"{entry.label} ({entry.kernel}): right, {detail}")
         except VerificationError as error:
             reason = f"NOT TIMED: {error}"
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-        if _all_well(not reason, device):
+        if _on_all_ranks(not reason, device):
             right.append(entry)
         else:
             say(f"{entry.label} ({entry.kernel}): {reason or 'failed on another rank'}")
     return right
 
 
-def _all_well(well: bool, device: torch.device) -> bool:
-    failed = torch.tensor([int(not well)], device=device)
+def _on_all_ranks(succeeded: bool, device: torch.device) -> bool:
+    """Return whether all ranks succeeded."""
+    failed = torch.tensor([int(not succeeded)], device=device)
     dist.all_reduce(failed, op=dist.ReduceOp.MAX)
     return not int(failed)
 
@@ -214,25 +217,25 @@ def _measure(config: str, entries: list[Entry], device: torch.device, options: a
     seq, heads, kv_heads = map(int, config.split(":"))
     workload = Workload(batch=1, seq=seq, heads=heads, kv_heads=kv_heads, head_dim=128, causal=True, dtype="bf16")
     candidates = _competitors(workload, entries, device, options)
-    competitors = [one for one in candidates if _prepare(one, device, solo=not options.no_solo)]
-    counts = [max(2, round(options.seconds * 1e9 / one.times_ns.pop())) for one in competitors]
+    competitors = [competitor for competitor in candidates if _prepare(competitor, device, solo=not options.no_solo)]
+    counts = [max(2, round(options.seconds * 1e9 / competitor.times_ns.pop())) for competitor in competitors]
     turns = list(zip(competitors, counts, strict=True))
     for number in range(options.rounds):
         first = number * len(turns) // options.rounds
-        for one, count in turns[first:] + turns[:first]:
-            one.times_ns += _warmed(one.problem.run_iteration, device, count)
+        for competitor, count in turns[first:] + turns[:first]:
+            competitor.times_ns += _warmed(competitor.problem.run_iteration, device, count)
             with torch.no_grad():
-                one.forward_ns += _warmed(partial(_forward, one.problem), device, count)
-            if one.solo is not None:
-                one.solo_ns += _warmed(one.solo, device, count)
-    rows = [_row(one, workload, device) for one in competitors]
+                competitor.forward_ns += _warmed(partial(_forward, competitor.problem), device, count)
+            if competitor.solo is not None:
+                competitor.solo_ns += _warmed(competitor.solo, device, count)
+    rows = [_row(competitor, workload, device) for competitor in competitors]
     say(*_lines(rows, workload))
     torch.cuda.empty_cache()
     return rows
 
 
 def _warmed(body: Callable[[], Any], device: torch.device, count: int) -> list[int]:
-    """Times of ``count`` calls after one that is not counted: it finds the caches and the heat of its predecessor."""
+    """Return the times of ``count`` calls after one that is not counted, since its predecessor left caches and heat."""
     return timed(body, device, count + 1)[1:]
 
 
@@ -256,34 +259,34 @@ def _competitors(
     return rows
 
 
-def _prepare(one: Competitor, device: torch.device, *, solo: bool) -> bool:
-    """Warm up, and measure memory; False, with the reason shown, where it cannot run."""
+def _prepare(competitor: Competitor, device: torch.device, *, solo: bool) -> bool:
+    """Warm a competitor up and measure its memory; returns False and prints the reason if it cannot run."""
     reason = ""
     try:
         slots = slots_in_use()
-        timed(one.problem.run_iteration, device, 1)
-        # Strategies share the slots of a ring: what counts is who has used them, not who made them.
+        timed(competitor.problem.run_iteration, device, 1)
+        # Strategies share the slots of a ring, so slots count for the strategy that used them, not for their creator.
         held = sum(used[0] for address, used in slots_in_use().items() if used != slots.get(address))
-        tensors = (one.problem.q, one.problem.k, one.problem.v, one.problem.dout)
+        tensors = (competitor.problem.q, competitor.problem.k, competitor.problem.v, competitor.problem.dout)
         inputs = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        one.strategy.comm.meter.clear()
-        one.times_ns = timed(one.problem.run_iteration, device, 1)
-        one.peak_mib = (torch.cuda.max_memory_allocated(device) - before + inputs + held) / 2**20
-        if not one.is_peer:
-            sent = one.strategy.comm.meter.sent.items()
-            one.crossing_mb = sum(size for key, (_, size) in sent if key[3] == "other_host") / 1e6
+        competitor.strategy.comm.meter.clear()
+        competitor.times_ns = timed(competitor.problem.run_iteration, device, 1)
+        competitor.peak_mib = (torch.cuda.max_memory_allocated(device) - before + inputs + held) / 2**20
+        if not competitor.is_peer:
+            sent = competitor.strategy.comm.meter.sent.items()
+            competitor.crossing_mb = sum(size for key, (_, size) in sent if key[3] == "other_host") / 1e6
             if solo:
-                replay = Replay.record(one.problem)
-                one.solo = replay.run
+                replay = Replay.record(competitor.problem)
+                competitor.solo = replay.run
                 timed(replay.run, device, 1)
     except Unsupported as error:
         reason = str(error)
     except Exception as error:
         reason = "out of memory" if ran_out(error) else f"{type(error).__name__}: {error}"
-    if not _all_well(not reason, device):
-        say(f"{one.name} ({one.kernel}): {reason or 'failed on another rank'}")
+    if not _on_all_ranks(not reason, device):
+        say(f"{competitor.name} ({competitor.kernel}): {reason or 'failed on another rank'}")
         torch.cuda.empty_cache()
         return False
     return True
@@ -292,18 +295,18 @@ def _prepare(one: Competitor, device: torch.device, *, solo: bool) -> bool:
 # --- the table --------------------------------------------------------------------------------------
 
 
-def _row(one: Competitor, workload: Workload, device: torch.device) -> dict[str, Any]:
+def _row(competitor: Competitor, workload: Workload, device: torch.device) -> dict[str, Any]:
     flops = workload.model_flops() / dist.get_world_size()
-    times = sorted(one.times_ns)
+    times = sorted(competitor.times_ns)
     median = statistics.median(times)
-    most = torch.tensor([one.crossing_mb or 0.0, one.peak_mib or 0.0], device=device)
+    most = torch.tensor([competitor.crossing_mb or 0.0, competitor.peak_mib or 0.0], device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     crossing, peak = most.tolist()
-    solo = statistics.median(one.solo_ns) if one.solo_ns else None
-    forward = sorted(one.forward_ns)
+    solo = statistics.median(competitor.solo_ns) if competitor.solo_ns else None
+    forward = sorted(competitor.forward_ns)
     peak_rate = peak_of(torch.cuda.get_device_name(device), workload.dtype)
     return {
-        "strategy": one.name, "kernel": one.kernel, "peer": one.is_peer,
+        "strategy": competitor.name, "kernel": competitor.kernel, "peer": competitor.is_peer,
         "seq": workload.seq, "heads": workload.heads, "kv_heads": workload.kv_heads,
         "ms": median / 1e6, "p10_ms": _quantile(times, 0.1) / 1e6, "p90_ms": _quantile(times, 0.9) / 1e6,
         "forward_ms": statistics.median(forward) / 1e6,
@@ -312,7 +315,7 @@ def _row(one: Competitor, workload: Workload, device: torch.device) -> dict[str,
         "above_peak": peak_rate is not None and flops / _quantile(times, 0.1) / 1e3 > peak_rate.tflops,
         "solo_ms": solo / 1e6 if solo else None, "solo_tflops": flops / solo / 1e3 if solo else None,
         "of_solo": solo / median if solo else None, "peak_mib": peak,
-        "crossing_mb": None if one.is_peer else crossing,
+        "crossing_mb": None if competitor.is_peer else crossing,
     }  # fmt: skip
 
 

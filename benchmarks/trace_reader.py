@@ -1,11 +1,11 @@
-"""How fast and how small the trace reader is, on a file of the size that real training writes.
+"""Measure the time and memory of the trace reader, on a file as large as those of real training.
 
     python benchmarks/trace_reader.py                 # builds a file of about 300 MB and 1.4 million events
-    python benchmarks/trace_reader.py --copies 3600   # ten times as large, to see that memory hardly grows
+    python benchmarks/trace_reader.py --copies 3600   # ten times as large, to show that memory hardly grows
 
-Each reader runs in a process of its own, so that its peak memory is its own; the best time of some repeats counts,
-and excludes the start of Python and imports. HolisticTraceAnalysis takes part where this Python, or the one that
---hta-python names, can import it.
+Each reader runs in its own process, so peak memory is that of the reader. The time is the best of several repeats,
+without the start of Python and imports. HolisticTraceAnalysis is measured if this Python, or the one named by
+--hta-python, can import it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def read(path):
 """,
 }
 
-# Runs in the reader's process; VmHWM rather than getrusage, whose figure a child inherits from its parent.
+# Runs in the reader's process. VmHWM is used, since a child inherits the figure of getrusage from its parent.
 MEASURE = """
 import json, logging, sys, time
 logging.disable(logging.CRITICAL)
@@ -87,26 +87,26 @@ print(json.dumps({"seconds": seconds, "peak_mb": peak * 1024 / 1e6, "events": ev
 
 
 def span_of(body: bytes) -> int:
-    """How much later each copy of these events is, in microseconds."""
+    """Return the time from one copy of these events to the next, in microseconds."""
     times = [int(number) for key, number in _NUMBER.findall(body) if key == b'"ts": ']
     return max(times) - min(times) + 1000
 
 
 def copies_of(body: bytes, copies: int, span: int) -> Iterator[bytes]:
-    """The events again and again, each time ``span`` microseconds later and with ids of their own."""
+    """Yield copies of the events, each ``span`` microseconds later than the previous and with its own ids."""
     ids = [int(number) for key, number in _NUMBER.findall(body) if key != b'"ts": ']
     most = max(ids) + 1
     for copy in range(copies):
 
-        def shifted(found: re.Match[bytes], copy: int = copy) -> bytes:
-            step = span if found.group(1) == b'"ts": ' else most
-            return b"%s%d" % (found.group(1), int(found.group(2)) + copy * step)
+        def shifted(match: re.Match[bytes], copy: int = copy) -> bytes:
+            step = span if match.group(1) == b'"ts": ' else most
+            return b"%s%d" % (match.group(1), int(match.group(2)) + copy * step)
 
         yield _NUMBER.sub(shifted, body)
 
 
 def build(path: Path, sample: Path, copies: int, shapes: bool) -> None:
-    """Write a trace that is ``copies`` times the sample, in the very layout of the sample."""
+    """Write a trace with ``copies`` copies of the sample's events, in the layout of the sample."""
     text = gzip.decompress(sample.read_bytes())
     begin = text.index(b'"traceEvents": [') + len(b'"traceEvents": [')
     end = text.rindex(b"\n  ],")
@@ -119,7 +119,7 @@ def build(path: Path, sample: Path, copies: int, shapes: bool) -> None:
 
 
 def measure(python: str, reader: str, path: Path, repeats: int) -> dict[str, float] | None:
-    """The best of some runs; None where the reader cannot be imported or fails."""
+    """Return the best of several runs of a reader; None if it cannot be imported or fails."""
     best: dict[str, float] | None = None
     for _ in range(repeats):
         program = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{READERS[reader]}\n{MEASURE}"

@@ -1,27 +1,27 @@
-"""ringprof: record ring attention (context parallelism) and see where its time goes.
+"""ringprof: a profiler and trace analyser for distributed training, ring attention (context parallelism) above all.
 
 ```python
 import ringprof
 
 run = ringprof.load("traces/run.json")      # or a trace, or a folder of traces
-run.verdict                                 # what communication cost, why, and what could be gained
-run.breakdown()                             # pandas frames: a row a rank; hops(), steps(), kernels(), waterfall()
+run.verdict                                 # what communication costs, why, and what a fix would gain
+run.breakdown()                             # pandas frame, one row per rank; others: hops(), steps(), kernels(), ...
 run.steps().attrs["columns"]                # what each column means
 run.plot.timeline()                         # matplotlib axes
-run.view()                                  # in a notebook: timeline and waterfall to zoom into
+run.view()                                  # in a notebook: interactive timeline and waterfall
 
 ringprof.compare("traces/main", "traces/branch").frame()
 ringprof.load_tables("some.log").report()   # printed kernel tables
 
 with ringprof.capture("traces/mine"):       # in your own torchrun script
     step()
-print(ringprof.check(attention, "zigzag"))  # there, too: equal to dense attention, or what is wrong
+print(ringprof.check(attention, "zigzag"))  # in the same script: compare your attention with dense attention
 
-with ringprof.monitor("exposed.jsonl", every=200):      # around your training loop: a short look now and then
+with ringprof.monitor("exposed.jsonl", every=200):      # around your training loop: one sample every 200 steps
     train()
 ```
 
-Before you buy:
+Predict the performance on a given cluster:
 
 ```python
 problem = ringprof.Workload(seq=1 << 20, heads=40, kv_heads=8, head_dim=128)
@@ -30,8 +30,8 @@ ringprof.advise(problem, cluster, machine="h100").choices()
 ringprof.predict("burst", problem, cluster, machine="h100").plot()
 ```
 
-Importing this module loads neither torch nor pandas nor matplotlib: the public names below load what they
-need when they are first used.
+Importing this module does not load torch, pandas or matplotlib. Each public name loads what it needs on its first
+use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m ringprof``: the same command line, for torchrun and for hosts without the script on PATH."""
+"""``python -m ringprof``: the command line, for torchrun and for hosts where the script is not on PATH."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from contextlib import suppress
 
 with suppress(FileNotFoundError):  # the current folder has been removed
     if not sys.flags.isolated and sys.path[:1] == [os.getcwd()]:
-        # Python puts the current folder first, which may be a stranger's. ringprof itself has been found by now.
+        # Python puts the current folder first, and its content may be untrusted. ringprof itself is already located.
         del sys.path[0]
 
 from ringprof.cli import main

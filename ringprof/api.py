@@ -1,4 +1,4 @@
-"""The library's front door: load a run or traces, and ask where the time went."""
+"""Main entry of the library: `load` reads a run or traces and returns an `Analysis`."""
 
 from __future__ import annotations
 
@@ -42,130 +42,131 @@ if TYPE_CHECKING:
     from ringprof.report.notebook import View
     from ringprof.report.plots import Plots
 
-# What only some need is imported where they need it: a report of a small trace takes as long as its imports.
+# Rarely used modules are imported where they are used, since imports take most of the time of a small trace's report.
 
 MOST_IN_MEMORY = 64
-"""Ranks up to which all traces are held in memory."""
+"""Maximum number of ranks whose traces are all held in memory."""
 MOST_BYTES_IN_MEMORY = 8 << 30
-"""Bytes of JSON, all traces together, up to which they are: as columns that is a thirtieth."""
+"""Maximum total bytes of JSON of traces that are all held in memory; as columns they take a thirtieth of that."""
 
 
 MOST_PATHS_SHOWN = 3
+"""Maximum number of paths that a suggested command repeats."""
 
 
 class Analysis:
-    """One run, or the traces of one, explained. Made by `load`."""
+    """Analysis of one run, or of the traces of one run. Created by `load`."""
 
     def __init__(self, findings: Findings, source: Input) -> None:
         self.findings = findings
         """Steps, waterfall and verdict, as values."""
         self.given: tuple[str, ...] = source.paths
-        """The paths that it was loaded from, as they were given."""
+        """Paths from which the analysis was loaded, as passed to `load`."""
         self._source = source
 
     @property
     def attribution(self) -> Attribution:
-        """Every rank's figures, as values."""
+        """Figures of every rank, as values."""
         return self.findings.attribution
 
     @property
     def run(self) -> Run | None:
-        """What the recorder wrote, or None for traces from elsewhere."""
+        """Recorded run; None for traces that ringprof did not record."""
         return self.attribution.run
 
     @property
     def name(self) -> str:
-        """The run's name, else that of the trace or of the folder that the traces are in."""
+        """Name of the run; without a run, name of the trace or of the folder of the traces."""
         paths = [Path(path) for path in self._source.paths]
         return self.run.name if self.run else (paths[0] if len(paths) == 1 else paths[0].resolve().parent).name
 
     @property
     def summary(self) -> Summary:
-        """The run as a whole."""
+        """Figures of the run as a whole."""
         return self.findings.summary
 
     @property
     def verdict(self) -> list[str]:
-        """What is missing, if anything; what communication cost, what the cost came from, what could be gained."""
+        """Sentences on missing data, the cost of communication, its causes, and what a fix would gain."""
         return list(self.findings.verdict)
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that there are traces of, ascending."""
+        """Ranks that have a trace, ascending."""
         return [rank.rank for rank in self.attribution.ranks]
 
     @property
     def warnings(self) -> list[Notice]:
-        """What was odd in the input, and what could not be told and why."""
+        """Warnings about the input, and about figures that could not be determined."""
         return list(self.attribution.warnings)
 
-    @frames.tells_columns
+    @frames.documents_columns
     def breakdown(self) -> pd.DataFrame:
-        """Where each rank's time went: a row a rank."""
+        """Return the time breakdown of each rank: one row per rank."""
         return frames.frame_of(self.findings, "breakdown")
 
-    @frames.tells_columns
+    @frames.documents_columns
     def iterations(self) -> pd.DataFrame:
-        """Where each iteration's time went: a row a rank and iteration."""
+        """Return the time breakdown of each iteration: one row per rank and iteration."""
         return frames.frame_of(self.findings, "iterations")
 
-    @frames.tells_columns
+    @frames.documents_columns
     def hops(self) -> pd.DataFrame:
-        """Every neighbour transfer: a row a hop, by rank and start."""
+        """Return all neighbour transfers: one row per hop, ordered by rank and start."""
         return frames.frame_of(self.findings, "hops")
 
-    @frames.tells_columns
+    @frames.documents_columns
     def steps(self) -> pd.DataFrame:
-        """Every ring step: a row a rank and step; may be empty."""
+        """Return all ring steps: one row per rank and step; may be empty."""
         return frames.frame_of(self.findings, "steps")
 
-    @frames.tells_columns
+    @frames.documents_columns
     def kernels(self) -> pd.DataFrame:
-        """What ran, a row a kernel, copy or set by name and kind, longest first; empty on CPU."""
+        """Return kernels, copies and sets: one row per name and kind, longest first; empty on CPU."""
         return frames.frame_of(self.findings, "kernels")
 
-    @frames.tells_columns
+    @frames.documents_columns
     def idle(self) -> pd.DataFrame:
-        """Idle time by cause: a row per rank, cause, class and name, the longest of each rank first; empty on CPU."""
+        """Return the idle time: one row per rank, cause, class and name, longest first within a rank; empty on CPU."""
         return frames.frame_of(self.findings, "idle")
 
-    @frames.tells_columns
+    @frames.documents_columns
     def annotations(self) -> pd.DataFrame:
-        """The user's own ranges, a row a name; empty on CPU."""
+        """Return the user's annotated ranges: one row per name; empty on CPU."""
         return frames.frame_of(self.findings, "annotations")
 
-    @frames.tells_columns
+    @frames.documents_columns
     def waterfall(self) -> pd.DataFrame:
-        """From the device's peak to the speed achieved: a row a part, which sum to the slowest rank's wall."""
+        """Return the waterfall from peak to achieved speed: one row per part of the slowest rank's wall."""
         return frames.frame_of(self.findings, "waterfall")
 
-    @frames.tells_columns
+    @frames.documents_columns
     def memory(self) -> pd.DataFrame:
-        """What the allocators held over time; empty where the profiler was not told to ``profile_memory``."""
+        """Return the memory held by the allocators over time; empty unless the profiler had ``profile_memory=True``."""
         return frames.frame_of(self.findings, "memory")
 
     def figures(self) -> dict[str, float]:
-        """Every figure of the report by name, for conditions; see `ringprof.analysis.findings.conditions`."""
+        """Return all figures of the report by name, for conditions; see `ringprof.analysis.findings.conditions`."""
         (entry,) = self.entries(self.name)
         return entry.values()
 
     def entries(self, label: str) -> list[Measurement]:
-        """The run as one side of a comparison."""
+        """Return the run as the entry of a comparison, in a list of one."""
         return [measurement_of_run(label, self.findings)]
 
     def clocks(self) -> Clocks:
-        """What was added to each rank's times to put all hosts on one clock, and how sure that is."""
+        """Return the offsets added to each rank's times to put all hosts on one clock, with their uncertainty."""
         return self.attribution.clocks
 
     def hta(self) -> Any:
-        """HolisticTraceAnalysis's ``TraceAnalysis`` of the same traces, for its deeper analyses.
+        """Return HolisticTraceAnalysis's ``TraceAnalysis`` of the same traces.
 
-        Raises `MissingExtraError` where it is not installed, `InputError` where it does not read these traces.
+        Raises `MissingExtraError` if it is not installed, `InputError` if it cannot read these traces.
         """
         return trace_analysis({rank.rank: rank.path for rank in self.attribution.ranks})
 
     def report(self) -> Report:
-        """The report of ``--format json``, schema ``ringprof.report/1``."""
+        """Return the report as ``--format json`` prints it, schema ``ringprof.report/1``."""
         return as_json.as_dict(self.findings, source=self._source.type, paths=self._read())
 
     def _read(self) -> list[str]:
@@ -174,33 +175,33 @@ class Analysis:
     def to_terminal(
         self, style: TextStyle | None = None, sections: Sequence[str] = (), listing: Listing | None = None
     ) -> str:
-        """The report for people, as text; ``sections``: what to add of `ringprof.report.sections.OPTIONAL`."""
+        """Format the report as text; ``sections`` names optional sections of `ringprof.report.sections.OPTIONAL`."""
         return terminal.render(self.findings, style, sections, listing, self._path())
 
     def _path(self) -> str:
-        """What was given, as a command takes it."""
-        shown = [os.path.relpath(path) if os.path.isabs(path) and _is_below_here(path) else path for path in self.given]
+        """Return the paths as arguments of a suggested command; ``PATH...`` if there are many."""
+        shown = [os.path.relpath(path) if os.path.isabs(path) and _is_below_cwd(path) else path for path in self.given]
         return shell_words(shown) if 0 < len(shown) <= MOST_PATHS_SHOWN else "PATH..."
 
     @cached_property
     def plot(self) -> Plots:
-        """Plots with matplotlib: ``run.plot.timeline()`` and others, see `ringprof.report.plots.Plots`."""
+        """Plots with matplotlib, such as ``run.plot.timeline()``; see `ringprof.report.plots.Plots`."""
         from ringprof.report.plots import Plots
 
         return Plots(self.findings)
 
     def to_html(self) -> str:
-        """The report as one HTML page that needs nothing else. Raises `MissingExtraError` without Bokeh."""
+        """Return the report as one self-contained HTML page. Raises `MissingExtraError` without Bokeh."""
         from ringprof.report.page import html
         from ringprof.report.page.pages import run_document
 
         return html.render(run_document(self.findings, self._read(), self.name))
 
     def view(self, *sections: str, height: int | None = None) -> View:
-        """Sections of the page in a notebook's cell, to zoom and hover: ``run.view()``, ``run.view("steps", "hops")``.
+        """Show interactive sections of the page in a notebook cell: ``run.view()``, ``run.view("steps", "hops")``.
 
-        Without names timeline and waterfall; any section of the page by its name otherwise. ``height``: in pixels.
-        Raises `UsageError` for a section that the run's page does not have, `MissingExtraError` without Bokeh.
+        The default sections are the timeline and the waterfall. ``height`` is in pixels. Raises `UsageError` for a
+        section that the page of this run does not have, `MissingExtraError` without Bokeh.
         """
         from ringprof.report.notebook import View
         from ringprof.report.page.pages import part_document
@@ -211,7 +212,7 @@ class Analysis:
         return f"<ringprof.Analysis of {self.name}, {len(self.ranks)} ranks>"
 
     def _repr_html_(self) -> str:
-        """Header, verdict and breakdown, for notebooks."""
+        """Render the header, verdict and breakdown for notebooks."""
         from ringprof.report import notebook
 
         return notebook.findings_html(self.findings)
@@ -232,23 +233,23 @@ def load(
     scheduler: str | None = None,
     notify: Notify | None = None,
 ) -> Analysis:
-    """Load a ``run.json``, a run's folder, Kineto traces of one run, or a folder of them.
+    """Load a ``run.json``, the folder of a run, Kineto traces of one run, or a folder of traces.
 
-    - ``window``: name of the ranges to look at, with ``*`` and ``?`` as wildcards; ``trace`` for the whole trace.
+    - ``window``: name of the ranges to analyse, with ``*`` and ``?`` as wildcards; ``trace`` for the whole trace.
     - ``between``: two times from the start of the trace, such as ``10ms,20ms``; activities are cut at both.
-    - ``group``: the process groups whose communication is the ring's: names or descriptions with commas between, ``*``
-      and ``?`` as wildcards, or a group's ranks (``0,1,2,3``); semicolons stand between several of these.
-    - ``rules``: a file of rules of one's own for what kernels are, see `ringprof.analysis.kinds.user_rules`.
-    - ``mixed_runs``: take traces together though they have no moment in common, as those of two runs.
-    - ``ranks_per_host``: names the hosts where neither run nor traces do.
-    - ``memory_bytes``: memory that one process may take to read and analyse (1 GiB).
-    - ``limit_bytes``: how far a compressed trace may expand (16 GiB).
-    - ``jobs``: processes for a run of many ranks; by default as many as there are CPUs.
+    - ``group``: process groups whose communication to analyse: names or descriptions separated by commas, with ``*``
+      and ``?`` as wildcards, or the ranks of a group (``0,1,2,3``). Semicolons separate several of these.
+    - ``rules``: file of your own rules for the kinds of kernels, see `ringprof.analysis.kinds.user_rules`.
+    - ``mixed_runs``: accept traces that do not overlap in time, such as those of two runs.
+    - ``ranks_per_host``: ranks per host, used if neither the run nor the traces name the hosts.
+    - ``memory_bytes``: maximum memory per process for reading and analysing, in bytes (default 1 GiB).
+    - ``limit_bytes``: maximum size of a compressed trace after expansion, in bytes (default 16 GiB).
+    - ``jobs``: number of processes for a run of many ranks (default: the number of CPUs).
     - ``scheduler``: address of a Dask scheduler whose workers read the traces.
-    - ``notify``: told how far the reading of many ranks is: what is done, how much, of how many.
+    - ``notify``: callback for the progress of reading many ranks: phase, number done, total number.
 
-    Raises `InputError` where something cannot be read or is not of one run; `KernelTableError` for text, whose
-    printed kernel tables `load_tables` reads.
+    Raises `InputError` if something cannot be read or is not of one run. Raises `KernelTableError` for text; printed
+    kernel tables are read by `load_tables`.
     """
     loaded = load_any(paths, LoadOptions(
         window=window, between=between, group=group, rules=rules, mixed_runs=mixed_runs, ranks_per_host=ranks_per_host,
@@ -266,22 +267,22 @@ def load_any(
     wall_ns: int | None = None,
     iterations: int | None = None,
 ) -> Analysis | TableAnalysis:
-    """What `load` or `load_tables` makes of it, whichever fits."""
-    given = [os.fspath(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
-    source = detect(given)
+    """Load runs, traces or printed kernel tables, as `load` and `load_tables` do, depending on the input."""
+    names = [os.fspath(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
+    source = detect(names)
     if source.type == "text":
         return _load_text(
             read_whole(source.paths[0], reading.limits(), TEXT_SHARE), source.paths[0], wall_ns, iterations
         )
     analysis = _load_run(source.run, source, reading) if source.run else _load_traces(source, reading)
-    analysis.given = tuple(given)
+    analysis.given = tuple(names)
     return analysis
 
 
 def parse_any(
     data: bytes, name: str, reading: LoadOptions, *, wall_ns: int | None = None, iterations: int | None = None
 ) -> Analysis | TableAnalysis:
-    """As `load_any`, for one trace or log that came through a pipe."""
+    """Parse one trace or log that came through a pipe, as `load_any` does for paths."""
     kind = detect_bytes(data, name)
     if kind == "run":
         raise InputError(f"{name}: a run names its traces relative to its own file: give the path of the run.json")
@@ -292,7 +293,7 @@ def parse_any(
 
 
 def _load_text(data: bytes, name: str, wall_ns: int | None, iterations: int | None) -> TableAnalysis:
-    from ringprof.benchmark_logs.read import has_rows  # both here, since few inputs are text
+    from ringprof.benchmark_logs.read import has_rows  # both are imported here, since few inputs are text
     from ringprof.kernel_tables.table_analysis import analyse_tables
 
     try:
@@ -305,7 +306,7 @@ def _load_text(data: bytes, name: str, wall_ns: int | None, iterations: int | No
 
 def _load_traces(source: Input, reading: LoadOptions) -> Analysis:
     if _are_many(source.paths, reading):
-        absolute = [_anywhere(name) for name in source.paths]
+        absolute = [_absolute(name) for name in source.paths]
         many = TraceSet(
             absolute, [None] * len(absolute), source.paths, in_folder=source.in_folder, left_out=source.left_out
         )
@@ -317,6 +318,7 @@ def _load_traces(source: Input, reading: LoadOptions) -> Analysis:
 
 
 def _load_run(path: str, source: Input, reading: LoadOptions) -> Analysis:
+    """Load a recorded run with its traces or, for each rank, its reduced trace."""
     run = read_run(path, reading.limits())
     if not run.traces:
         raise InputError(f"{path}: the run names no traces: record it again")
@@ -326,7 +328,7 @@ def _load_run(path: str, source: Input, reading: LoadOptions) -> Analysis:
     paths = [_quickest(folder, trace) for trace in run.traces]
     if _are_many(paths, reading):
         return _load_stored(
-            TraceSet([_anywhere(name) for name in paths], ranks, shown, run, _anywhere(path)), source, reading
+            TraceSet([_absolute(name) for name in paths], ranks, shown, run, _absolute(path)), source, reading
         )
     path_of = dict(zip(ranks, shown, strict=True))
     read = read_traces(paths, jobs=reading.jobs, limits=reading.limits(), ranks=ranks)
@@ -335,9 +337,9 @@ def _load_run(path: str, source: Input, reading: LoadOptions) -> Analysis:
 
 
 def _quickest(folder: str, trace: RankTrace) -> str:
-    """Choose the reduced trace where the trace is still the same, or is gone; else the trace.
+    """Choose the reduced trace if the trace is unchanged or missing, else the trace.
 
-    A reduced trace of an older version lacks what the trace tells of the host: it is read only where the trace is gone.
+    A reduced trace of an older version lacks events of the host, so it is chosen only if the trace is missing.
     """
     path = within(folder, trace.path)
     reduced = within(folder, trace.reduced) if trace.reduced else None
@@ -348,35 +350,36 @@ def _quickest(folder: str, trace: RankTrace) -> str:
 
 
 def _changed(path: str, size_bytes: int | None) -> bool:
-    """Whether the trace is there and of another size. Elsewhere each look costs a request: no."""
+    """Return whether a local trace exists with another size. Remote traces are not checked: it costs a request each."""
     return size_bytes is not None and not is_url(path) and exists(path) and size_of(path) != size_bytes
 
 
-def _is_below_here(path: str) -> bool:
+def _is_below_cwd(path: str) -> bool:
     return os.path.abspath(path).startswith(os.path.join(os.getcwd(), ""))
 
 
-def _anywhere(path: str) -> str:
-    """As another process finds the file, wherever it was started."""
+def _absolute(path: str) -> str:
+    """Return a path or URL that other processes can open from any current folder."""
     return path if is_url(path) else os.path.abspath(path)
 
 
 def _are_many(paths: Sequence[str], reading: LoadOptions) -> bool:
-    """Whether memory might not hold all traces at once, or others are to read them."""
+    """Return whether the traces may not fit in memory together, or Dask workers are to read them."""
     if not all(format_at(name).one_rank for name in paths):
         return False
     return bool(reading.scheduler) or len(paths) > MOST_IN_MEMORY or json_bytes(paths) > MOST_BYTES_IN_MEMORY
 
 
-def _load_stored(given: TraceSet, source: Input, reading: LoadOptions) -> Analysis:
+def _load_stored(traces: TraceSet, source: Input, reading: LoadOptions) -> Analysis:
+    """Load the traces of many ranks with several processes or Dask workers, and intermediate results on disk."""
     cluster = None
     if reading.scheduler:
         from ringprof.scale.dask_cluster import DaskCluster
 
         cluster = DaskCluster(reading.scheduler)
     try:
-        found = explain_stored(
-            given,
+        findings = explain_stored(
+            traces,
             reading.ranks_per_host,
             reading.focus(),
             workers=LocalProcesses(reading.jobs),
@@ -387,25 +390,25 @@ def _load_stored(given: TraceSet, source: Input, reading: LoadOptions) -> Analys
     finally:
         if cluster is not None:
             cluster.close()
-    return Analysis(found, source)
+    return Analysis(findings, source)
 
 
-_READS = (".json", ".json.gz")
+_HTA_SUFFIXES = (".json", ".json.gz")
 
 
 def trace_analysis(paths: Mapping[int, str]) -> Any:
-    """A ``hta.trace_analysis.TraceAnalysis`` over the trace of each rank.
+    """Create a ``hta.trace_analysis.TraceAnalysis`` of each rank's trace.
 
-    Raises `MissingExtraError` where it cannot be imported, `InputError` where a trace is none that it reads.
+    Raises `MissingExtraError` if it cannot be imported, `InputError` if it cannot read a trace.
     """
     for path in paths.values():
-        if not path.lower().endswith(_READS) or not Path(path).is_file():
-            raise InputError(f"{path}: HolisticTraceAnalysis reads Kineto files only ({', '.join(_READS)})")
+        if not path.lower().endswith(_HTA_SUFFIXES) or not Path(path).is_file():
+            raise InputError(f"{path}: HolisticTraceAnalysis reads Kineto files only ({', '.join(_HTA_SUFFIXES)})")
     try:
         from hta.trace_analysis import TraceAnalysis
     except ImportError as error:
         raise MissingExtraError(
             f"HolisticTraceAnalysis cannot be imported ({error}): pip install 'ringprof[hta]' 'pandas<3'"
         ) from None
-    # It joins each path to its folder, which leaves whole paths as they are.
+    # HTA joins each path to trace_dir, which leaves absolute paths unchanged.
     return TraceAnalysis(trace_files={rank: str(Path(path).resolve()) for rank, path in paths.items()}, trace_dir="/")

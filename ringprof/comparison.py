@@ -1,4 +1,4 @@
-"""Runs, traces, printed tables and benchmark logs side by side."""
+"""Comparison of runs, traces, printed kernel tables and benchmark logs: the public function `compare`."""
 
 from __future__ import annotations
 
@@ -29,43 +29,46 @@ if TYPE_CHECKING:
 
 
 Source = str | os.PathLike[str] | Analysis | TableAnalysis | BenchmarkLogs
-"""A path or what was loaded from one."""
+"""A path, or an object that was loaded from one."""
 _SINGLE = (str, os.PathLike, Analysis, TableAnalysis, BenchmarkLogs)
 
 
 class RunComparison(Comparison):
-    """What `compare` returns: a `Comparison` with a frame, plots, and a look in notebooks."""
+    """A `Comparison` with a frame, plots and a notebook view; returned by `compare`."""
 
     def __repr__(self) -> str:
         return f"<ringprof.compare of {', '.join(entry.label for entry in self.entries)}>"
 
     def frame(self) -> pd.DataFrame:
-        """A row an entry: its label, its settings as text, its figures in their own units."""
+        """Return one row per entry: its label, its settings as text, its figures in their own units."""
         import pandas as pd  # here, because it takes longer to import than most comparisons to make
 
         rows = [
-            {"label": entry.label, **entry.settings, **{name: one.value for name, one in entry.figures.items()}}
+            {"label": entry.label, **entry.settings, **{name: figure.value for name, figure in entry.figures.items()}}
             for entry in self.entries
         ]
         return pd.DataFrame(rows).set_index("label")
 
     def plot(self, kind: str = "comparison", ax: Axes | None = None) -> Axes:
-        """``comparison`` (a bar an entry) or ``scaling`` (a line a strategy over tokens), with matplotlib."""
+        """Draw a ``comparison`` (one bar per entry) or ``scaling`` (one line per strategy over tokens) plot."""
         draw = {"comparison": plots.comparison, "scaling": plots.scaling}
         if kind not in draw:
             raise UsageError(f"plot {kind!r}: there are {', '.join(draw)}")
         return draw[kind](self, ax=ax)
 
     def to_terminal(self, style: TextStyle | None = None) -> str:
-        """What ``ringprof compare`` prints."""
+        """Return the text that ``ringprof compare`` prints."""
         return shown.render(self, style or TextStyle())
 
     def to_html(self) -> str:
-        """One HTML page that needs nothing else. Raises `MissingExtraError` without Bokeh."""
+        """Return one self-contained HTML page. Raises `MissingExtraError` without Bokeh."""
         return html.render(comparison_document(self))
 
     def view(self, height: int | None = None) -> notebook.View:
-        """The page in a notebook's cell, to zoom and hover; ``height`` in pixels. Raises as `to_html` does."""
+        """Show the interactive page in a notebook cell, ``height`` pixels high.
+
+        Raises `MissingExtraError` without Bokeh.
+        """
         return notebook.View(comparison_document(self), height)
 
     def _repr_html_(self) -> str:
@@ -75,29 +78,31 @@ class RunComparison(Comparison):
 def compare(
     *sources: Source | Sequence[Source], reading: LoadOptions | None = None, same_work: bool = False
 ) -> RunComparison:
-    """Set runs, traces, printed tables and benchmark logs side by side, in any mix, against the first.
+    """Compare runs, traces, printed tables and benchmark logs, in any mix, with the first.
 
-    A log stands for as many entries as it has rows; a list of sources for one entry: several recordings of one run.
-    ``reading``: how to read the paths. ``same_work``: compare times and memory though neither the stated workloads nor
-    the traces show that the work was the same.
+    A log gives one entry per row. A list of sources gives one entry: several recordings of one run. ``reading`` says
+    how to read the paths. ``same_work`` compares times and memory even if neither the stated workloads nor the traces
+    show that the work was the same.
 
-    Raises `UsageError` for fewer than two entries, and what `load` raises.
+    Raises `UsageError` for fewer than two entries, and the errors of `load`.
     """
-    groups = [[one] if isinstance(one, _SINGLE) else list(one) for one in sources]
-    each = [source for group in groups for source in group]
-    names = [str(source) if isinstance(source, (str, os.PathLike)) else source.name for source in each]
+    groups = [[source] if isinstance(source, _SINGLE) else list(source) for source in sources]
+    flat = [source for group in groups for source in group]
+    names = [str(source) if isinstance(source, (str, os.PathLike)) else source.name for source in flat]
     labels = iter(shortest_labels(names) if names else [])
     entries: list[Measurement] = []
     runs: list[Findings] = []
-    for given, group in zip(sources, groups, strict=True):
+    for argument, group in zip(sources, groups, strict=True):
         loaded = [_loaded(source, reading or LoadOptions()) for source in group]
-        made = [entry for one in loaded for entry in one.entries(next(labels))]
-        entries += made if isinstance(given, _SINGLE) or not made else [combine_recordings(made)]
-        runs += [one.findings for one in loaded if isinstance(one, Analysis) and len(group) == 1]
+        group_entries = [entry for item in loaded for entry in item.entries(next(labels))]
+        entries += (
+            group_entries if isinstance(argument, _SINGLE) or not group_entries else [combine_recordings(group_entries)]
+        )
+        runs += [item.findings for item in loaded if isinstance(item, Analysis) and len(group) == 1]
     if len(entries) < 2:
         raise UsageError("a comparison needs two measurements or more: name another run, trace, table or log")
-    found = comparison.compare_measurements(entries, runs, did_same_work=same_work)
-    return RunComparison(**{part.name: getattr(found, part.name) for part in dataclasses.fields(found)})
+    compared = comparison.compare_measurements(entries, runs, did_same_work=same_work)
+    return RunComparison(**{field.name: getattr(compared, field.name) for field in dataclasses.fields(compared)})
 
 
 def _loaded(source: Source, reading: LoadOptions) -> Analysis | TableAnalysis | BenchmarkLogs:

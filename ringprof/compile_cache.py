@@ -1,7 +1,7 @@
-"""Where torch keeps what it compiles: in this user's own cache folder.
+"""The folder in which torch keeps compiled code: this user's own cache folder.
 
-torch's default is ``torchinductor_USER`` among the temporary files. Nobody removes it, and another user of the host can
-guess the name and make the folder first, from which torch would then load code.
+torch's default is ``torchinductor_USER`` among the temporary files, which nobody removes. Another user of the host can
+guess that name and create the folder first; torch would then load code from it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def choose_compile_cache(environment: MutableMapping[str, str], fallback: str | None = None) -> None:
-    """Name the folder in ``environment``, unless the user has named one; torch makes it when it needs it.
+    """Set `VARIABLE` in ``environment`` to the cache folder, unless the user has set it. torch creates the folder.
 
-    ``fallback`` is named where this user has no cache folder that can be written to.
+    ``fallback`` is used where this user has no writable cache folder.
     """
     folder = _user_folder(environment) or fallback
     if not environment.get(VARIABLE) and folder is not None:
@@ -23,15 +23,15 @@ def choose_compile_cache(environment: MutableMapping[str, str], fallback: str | 
 
 
 def _user_folder(environment: MutableMapping[str, str]) -> str | None:
-    """This user's cache folder; None where it cannot be made, or would lie in a folder of somebody else."""
+    """Return this user's cache folder; None if it cannot be created, or would lie in another user's folder."""
     base = environment.get("XDG_CACHE_HOME") or os.path.join(environment.get("HOME", ""), ".cache")
-    folder = existing = os.path.join(base, "ringprof", "torchinductor")
+    folder = parent = os.path.join(base, "ringprof", "torchinductor")
     if not os.path.isabs(folder):
         return None
-    while not os.path.lexists(existing):
-        existing = os.path.dirname(existing)
+    while not os.path.lexists(parent):
+        parent = os.path.dirname(parent)
     try:
-        own = os.path.isdir(existing) and os.stat(existing).st_uid == os.getuid()
+        owned = os.path.isdir(parent) and os.stat(parent).st_uid == os.getuid()
     except OSError:
         return None
-    return folder if own and os.access(existing, os.W_OK | os.X_OK) else None
+    return folder if owned and os.access(parent, os.W_OK | os.X_OK) else None

@@ -1,6 +1,6 @@
-"""Decode JSON that somebody else may have written: whatever is wrong with it becomes one line.
+"""Decoding of JSON from untrusted files: every defect becomes a one-line error.
 
-Every reader of a user's file decodes it here, so that no file ends a command in a traceback.
+Every reader of a user's file decodes it here, so no file can end a command with a traceback.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from ringprof.errors import InputError
 from ringprof.files import read_bytes
 
 UNREADABLE = (ValueError, msgspec.MsgspecError, RecursionError)
-"""What decoders raise: bad syntax, values of the wrong type, text that is not UTF-8, values nested without end.
+"""Errors that decoders raise: bad syntax, values of the wrong type, text that is not UTF-8, values nested too deeply.
 
 msgspec's own errors are ValueErrors from version 0.21 on."""
 FILE_BYTES = 16 << 20
-"""Largest file that is read whole where no option sets a limit: decoded, a hostile file takes 20 times its size."""
+"""Maximum size of a file that is read whole where no option sets a limit.
+
+Decoded, a hostile file takes 20 times its size."""
 DEEPEST = 64
-"""Most lists and objects within one another in a value of any type."""
+"""Maximum nesting depth of lists and objects in a value of any type."""
 _TOO_DEEP = "its values are nested too deeply"
 
 _Value = TypeVar("_Value")
@@ -30,7 +32,7 @@ def decode_json(
 ) -> _Value:
     """Decode JSON as a value of type ``kind``.
 
-    The message of the ``error`` that is raised names the source (``name``) and what it should be (``what``, with its
+    Raises ``error`` with a message that names the source (``name``) and its expected content (``what``, with its
     article).
     """
     try:
@@ -62,11 +64,15 @@ def reason(problem: Exception) -> str:
 
 
 def refuse_deep(value: Any) -> None:
-    """Raise ValueError where a value of any type is nested deeper than `DEEPEST`: writing it again would fail."""
+    """Raise ValueError if a value is nested deeper than `DEEPEST`: it could not be written again."""
     layer = [value]
     for _ in range(DEEPEST + 1):
         containers = [item for item in layer if isinstance(item, dict | list)]
         if not containers:
             return
-        layer = [item for one in containers for item in (one.values() if isinstance(one, dict) else one)]
+        layer = [
+            item
+            for container in containers
+            for item in (container.values() if isinstance(container, dict) else container)
+        ]
     raise ValueError(_TOO_DEEP)

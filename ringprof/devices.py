@@ -1,4 +1,4 @@
-"""Peak rates of devices, from their vendors' data sheets: matrix products (dense, 16-bit inputs) and memory."""
+"""Peak rates of devices from their vendors' data sheets: dense matrix products with 16-bit inputs, and memory."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable
 import msgspec
 
 HALF_TYPES = ("bf16", "fp16")
-"""The data types that the table speaks of."""
+"""Data types for which the peak compute rates hold."""
 
-# The first name that the device's contains wins. Sparse figures, which some sheets print alone, are halved.
-# Documents: NVIDIA's data sheet of each GPU (HGX B200, GB200 NVL72, H200, H100, A100, L40S, L4 ...), its whitepapers of
-# Ada and Ampere for GeForce (fp32 accumulation), AMD's data sheets of Instinct (MI300X: 1307.4). H20, L20 and the 800s,
-# which are A100 and H100 but for links and fp64, as NVIDIA told the vendors of their servers.
+# The first entry whose name occurs in the device's name is used. Some data sheets print sparse figures only: halved.
+# Sources: NVIDIA's data sheet of each GPU (HGX B200, GB200 NVL72, H200, H100, A100, L40S, L4 ...), its white papers on
+# Ada and Ampere for GeForce (fp32 accumulation), AMD's data sheets for Instinct (MI300X: 1307.4). Figures for H20, L20
+# and the 800 series (A100 and H100 except for links and fp64) are those that NVIDIA gave to server vendors.
 _DEVICES: dict[str, tuple[float, float | None]] = {
     "GB200": (2500.0, 8000.0),
     "B200": (2250.0, 8000.0),
@@ -44,22 +44,24 @@ _DEVICES: dict[str, tuple[float, float | None]] = {
     "MI300X": (1307.4, 5300.0),
     "MI250X": (383.0, 3276.8),
 }
-"""TFLOP/s, and GB/s of the memory: None for those that come with several under one name, and these, whole, tell."""
+"""Peak TFLOP/s and memory bandwidth in GB/s by device name.
+
+The bandwidth is None for a name that covers several memories; `_MEMORIES` has the full names of those."""
 _MEMORIES = {"A100 SXM4 80GB": 2039.0, "A100 80GB PCIe": 1935.0, "A800 SXM4 80GB": 2039.0, "A800 80GB PCIe": 1935.0}
 
 
 class Peak(msgspec.Struct, frozen=True):
-    """The most that a device can compute."""
+    """Peak compute rate of a device."""
 
     tflops: float
     source: str
-    """In words: whose figure it is, of what."""
+    """Origin of the figure, in words: the device, the data type and whose figure it is."""
 
 
 def peak_of(device: str | None, dtype: str | None) -> Peak | None:
-    """The peak of a device by its name in a trace or log; None where the table does not know it, or not this data type.
+    """Look up the peak of a device by its name in a trace or log; None if the device or the data type is unknown.
 
-    Logs shorten names (``4090D``); what is made for laptops is another, slower chip of the same name.
+    Logs shorten names (``4090D``). Laptop GPUs are slower chips with the same name, so they have no entry.
     """
     name = device_named(device)
     if name is None or dtype not in HALF_TYPES:
@@ -68,18 +70,18 @@ def peak_of(device: str | None, dtype: str | None) -> Peak | None:
 
 
 def bandwidth_of(device: str | None) -> float | None:
-    """GB/s of a device's memory by its vendor's figure; None where the table does not know it."""
+    """Look up the vendor's figure for a device's memory bandwidth in GB/s; None if it is unknown."""
     memory, name = _named(device, _MEMORIES), device_named(device)
     return _MEMORIES[memory] if memory else _DEVICES[name][1] if name else None
 
 
 def device_named(device: str | None) -> str | None:
-    """The table's name of a device, by its name in a trace or log; None where it has none."""
+    """Look up the table's name for a device by its name in a trace or log; None if there is no entry."""
     return _named(device, _DEVICES)
 
 
 def _named(device: str | None, names: Iterable[str]) -> str | None:
-    """The first of the names that a device's contains."""
+    """Return the first of ``names`` that occurs as whole words in the name of a device; None for laptop GPUs."""
     if device is None or "laptop" in device.lower():
         return None
     plain = f" {' '.join(device.replace('-', ' ').split())} ".lower()

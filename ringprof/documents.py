@@ -1,4 +1,4 @@
-"""Lengths of packed documents, from what a user writes."""
+"""Lengths of packed documents, parsed from the value of ``--documents``."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ from ringprof.files import read_whole
 from ringprof.validation import whole
 
 MOST = 1 << 20
-"""Documents in one sequence."""
+"""Maximum number of documents in one sequence."""
 
 _ITEM = re.compile(r"([0-9]{1,12})([km]?)(?:x([0-9]{1,7}))?", re.IGNORECASE)
 FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+"""Multipliers of token counts by their suffix."""
 _LOGNORMAL = "lognormal:"
 
 
 def document_lengths(text: str, seq: int) -> tuple[int, ...]:
-    """The lengths that ``text`` means for a sequence of ``seq`` tokens.
+    """Parse ``text`` into the document lengths of a sequence of ``seq`` tokens.
 
-    ``65536,32768x4`` are five documents that must fill the sequence; ``lognormal:mean=8192,sigma=1.2,seed=7`` draws
-    lengths of that mean (of the lengths) and sigma (of their logarithm) until it is full; anything else is a file of
-    lengths, of which those are taken that fill it. Of the last document drawn or read, what fits is kept. Raises
-    `UsageError`.
+    - ``65536,32768x4``: five documents, which must fill the sequence exactly.
+    - ``lognormal:mean=8192,sigma=1.2,seed=7``: lengths are drawn until the sequence is full. ``mean`` is that of the
+      lengths, ``sigma`` that of their logarithm.
+    - The path of a file of lengths: lengths are read until the sequence is full.
+
+    The last document drawn or read is truncated to fit. Raises `UsageError`.
     """
     if text.startswith(_LOGNORMAL):
         return _filled(_drawn(_settings(text)), seq)
-    # A list may be longer than a path can be, at which pathlib raises an error.
+    # pathlib would raise an error for a list of lengths that is longer than a path can be.
     if os.path.isfile(text):
         return _filled(_in_file(Path(text)), seq)
     lengths = tuple(_listed(text))
@@ -42,13 +45,13 @@ def document_lengths(text: str, seq: int) -> tuple[int, ...]:
 
 
 def _filled(lengths: Iterable[int], seq: int) -> tuple[int, ...]:
-    found, left = [], seq
+    kept, left = [], seq
     for length in islice(lengths, MOST):
-        found.append(min(length, left))
-        left -= found[-1]
+        kept.append(min(length, left))
+        left -= kept[-1]
         if left == 0:
-            return tuple(found)
-    raise UsageError(f"--documents: {len(found)} documents are {seq - left} tokens, and the sequence has {seq}")
+            return tuple(kept)
+    raise UsageError(f"--documents: {len(kept)} documents are {seq - left} tokens, and the sequence has {seq}")
 
 
 def _listed(text: str) -> Iterable[int]:
@@ -61,7 +64,7 @@ def _listed(text: str) -> Iterable[int]:
             )
         length, times = int(match[1]) * FACTORS[match[2].lower()], int(match[3] or 1)
         if length < 1 or not 1 <= times <= MOST:
-            raise UsageError(f"--documents {_short(text)}: {_short(item)!r} is no document")
+            raise UsageError(f"--documents {_short(text)}: {_short(item)!r} is not a valid document length")
         yield from [length] * times
 
 
@@ -69,20 +72,20 @@ def _in_file(path: Path) -> Iterable[int]:
     for item in read_whole(str(path)).decode(errors="replace").replace(",", " ").split():
         length = whole(item)
         if not length:
-            raise UsageError(f"{path}: {item[:40]!r} is no length in tokens")
+            raise UsageError(f"{path}: {item[:40]!r} is not a valid token count")
         yield length
 
 
 def _settings(text: str) -> dict[str, float]:
-    given = dict(part.partition("=")[::2] for part in text.removeprefix(_LOGNORMAL).split(","))
+    pairs = dict(part.partition("=")[::2] for part in text.removeprefix(_LOGNORMAL).split(","))
     settings = {"mean": 0.0, "sigma": 1.0, "seed": 0.0}
     try:
-        settings |= {name: float(value) for name, value in given.items()}
+        settings |= {name: float(value) for name, value in pairs.items()}
     except ValueError:
         settings = {}
-    sound = set(settings) == {"mean", "sigma", "seed"} and 1 <= settings["mean"] <= 1e12
-    sound = sound and 0 <= settings["sigma"] <= 5 and settings["seed"].is_integer() and settings["seed"] >= 0
-    if not sound:
+    valid = set(settings) == {"mean", "sigma", "seed"} and 1 <= settings["mean"] <= 1e12
+    valid = valid and 0 <= settings["sigma"] <= 5 and settings["seed"].is_integer() and settings["seed"] >= 0
+    if not valid:
         raise UsageError(f"--documents {_short(text)}: as in lognormal:mean=8192,sigma=1.2,seed=7")
     return settings
 

@@ -3,7 +3,7 @@
     RingprofError                     exit code 2 unless noted
     |- UsageError                     an option or an argument that cannot be honoured
     |  |- UnknownStrategyError        lists the names, suggests the nearest
-    |  `- UnfitWorkloadError          the sequence, heads or dtype do not fit the strategy, kernel or machine
+    |  `- UnsupportedWorkloadError    the strategy, kernel or machine does not support the sequence, heads or dtype
     |- InputError                     a file that cannot be read: path, what is wrong, what to do
     |  |- TraceFormatError
     |  |- RunFormatError
@@ -11,7 +11,7 @@
     |     `- NoKernelTableError
     |- MissingExtraError              the exact pip install line
     `- RecordError                    a run failed: rank and log (exit 3)
-       |- OutOfMemory                 a rank's device or host had no more memory
+       |- OutOfMemory                 a rank's device or host ran out of memory
        |- VerificationError           a run computed a wrong result
        `- Interrupted                 the user stopped the run (exit 130)
 
@@ -39,31 +39,31 @@ class UnknownStrategyError(UsageError):
 
 
 class UnsupportedWorkloadError(UsageError):
-    """The workload does not fit the strategy, the kernel or the machine."""
+    """The strategy, the kernel or the machine does not support the workload."""
 
 
 class InputError(RingprofError):
-    """A file or folder that cannot be read as what it was taken for."""
+    """A file or folder that cannot be read, or does not have the expected content."""
 
 
 class TraceFormatError(InputError):
-    """Not a Kineto trace, or one with nothing in it to analyse."""
+    """A file is not a Kineto trace, or the trace has nothing to analyse."""
 
 
 class RunFormatError(InputError):
-    """Not a run.json, or one written by a newer ringprof."""
+    """A file is not a run.json, or was written by a newer ringprof."""
 
 
 class KernelTableError(InputError):
-    """Text without a kernel table that can be read."""
+    """A text has no kernel table that can be read."""
 
 
 class NoKernelTableError(KernelTableError):
-    """Text in which no kernel table stands at all."""
+    """A text has no kernel table at all."""
 
 
 class MissingExtraError(RingprofError):
-    """An optional dependency is needed and not installed."""
+    """A required optional dependency is not installed."""
 
 
 class RecordError(RingprofError):
@@ -73,11 +73,11 @@ class RecordError(RingprofError):
 
 
 class OutOfMemory(RecordError):
-    """A rank's device or host had no more memory."""
+    """A rank's device or host ran out of memory."""
 
 
 class VerificationError(RecordError):
-    """A strategy computed a wrong result; there is no run."""
+    """A strategy computed a wrong result, so no run was written."""
 
 
 class Interrupted(RecordError):
@@ -87,6 +87,6 @@ class Interrupted(RecordError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """For a message: which known name was likely meant; empty where none is near."""
+    """Return a hint for an error message, `` (did you mean 'NAME'?)``; empty if no known name is similar."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

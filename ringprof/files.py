@@ -1,6 +1,6 @@
-"""Files by path or by URL: what is read may lie on this machine or, with the ``cluster`` extra, where fsspec reaches.
+"""Access to files by path or by URL: on this machine or, with the ``cluster`` extra, on any file system of fsspec.
 
-Only what the user names is opened, and what lies below it: a file that was read never leads to another place.
+Only paths that the user names are opened, and files below them: the content of a file never leads elsewhere.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from urllib.parse import unquote
 from ringprof.errors import InputError, MissingExtraError, RingprofError
 from ringprof.limits import Limits
 
-# Two letters at least: a Windows path begins with one and a colon.
+# At least two letters, since a Windows path begins with one letter and a colon.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::[A-Za-z0-9+.:/-]+)?://")
 _LOCAL = re.compile(r"^(file|local):(//)?")
 _CACHES = re.compile(r"^((simplecache|filecache|blockcache|cached)::)+")
 
 
 def is_url(name: str) -> bool:
-    """Whether this names a file by URL, such as ``s3://bucket/run.json``."""
+    """Return whether ``name`` is a URL, such as ``s3://bucket/run.json``."""
     return _URL.match(name) is not None
 
 
 def open_binary(name: str) -> BinaryIO:
-    """Open a regular file for reading. Raises `InputError` where it cannot be opened or is none, such as a pipe."""
+    """Open a regular file for reading. Raises `InputError` if it cannot be opened or is not regular, such as a pipe."""
     with _as_input_error(name):
         if not is_url(name):
             return _open_regular(name)
@@ -39,7 +39,7 @@ def open_binary(name: str) -> BinaryIO:
 
 
 def _open_regular(name: str) -> BinaryIO:
-    # Without blocking: the end of a pipe that nobody writes to would be waited for.
+    # Non-blocking, since opening a pipe that nobody writes to would block.
     raw = _Local(name, opener=lambda path, flags: os.open(path, flags | getattr(os, "O_NONBLOCK", 0)))
     file = io.BufferedReader(raw)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -49,22 +49,22 @@ def _open_regular(name: str) -> BinaryIO:
 
 
 def read_bytes(name: str, size: int = -1) -> bytes:
-    """A file's content, or its first ``size`` bytes. Raises `InputError`."""
+    """Read a file, or its first ``size`` bytes. Raises `InputError`."""
     with open_binary(name) as file, _as_input_error(name):
         return file.read(size)
 
 
 def read_whole(name: str, limits: Limits | None = None, share: int = 2) -> bytes:
-    """A file's content; no larger than one part in ``share`` of the memory that reading may take. Raises `InputError`.
+    """Read a whole file of at most ``limits.memory_bytes / share`` bytes. Raises `InputError` for a larger one.
 
-    ``share``: how many times its size it may need in memory, decoded.
+    ``share`` is the ratio of the memory that the decoded content may need to the size of the file.
     """
     with open_binary(name) as file, _as_input_error(name):
         return read_within(file, name, limits, share)
 
 
 def read_within(file: BinaryIO, name: str, limits: Limits | None = None, share: int = 2) -> bytes:
-    """As `read_whole`, from an open file or a pipe. Raises also OSError."""
+    """Read an open file or a pipe whole, within the limits of `read_whole`. Raises `InputError` and OSError."""
     limits = limits or Limits()
     most = min(limits.memory_bytes // share, limits.expanded_bytes)
     data = bytearray()
@@ -78,70 +78,73 @@ def read_within(file: BinaryIO, name: str, limits: Limits | None = None, share: 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A place to write a file to, which becomes the file at the end: it is complete, or as it was. Raises OSError."""
-    given, file = Path(path), Path(os.path.realpath(path))  # a link stays one
-    if given.exists() and not (given.is_file() and os.access(file.parent, os.W_OK)):
-        yield given  # a device, a pipe, or in a folder that takes no other file
+    """Yield a temporary path that replaces ``path`` at the end, so that a file is never incomplete. Raises OSError.
+
+    A device, a pipe, or a file in a folder that is not writable is yielded itself.
+    """
+    original, file = Path(path), Path(os.path.realpath(path))  # resolved, so that a link stays a link
+    if original.exists() and not (original.is_file() and os.access(file.parent, os.W_OK)):
+        yield original
         return
-    place = file.with_name(f".ringprof-{os.urandom(8).hex()}")
+    temporary = file.with_name(f".ringprof-{os.urandom(8).hex()}")
     try:
-        os.close(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
         if file.exists():
-            place.chmod(stat.S_IMODE(file.stat().st_mode))
-        yield place
-        place.replace(file)
+            temporary.chmod(stat.S_IMODE(file.stat().st_mode))
+        yield temporary
+        temporary.replace(file)
     except OSError as error:
-        error.filename = os.fspath(path) if error.filename in (None, str(place)) else error.filename
+        error.filename = os.fspath(path) if error.filename in (None, str(temporary)) else error.filename
         raise
     finally:
-        place.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def write_atomically(file: Path, data: bytes) -> None:
-    """Write a file that is on the disk before it takes the place of another."""
-    with replacing(file) as place, place.open("wb") as stream:
+    """Write a file, and flush it to the disk before it replaces an existing one."""
+    with replacing(file) as temporary, temporary.open("wb") as stream:
         stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
 
 
 def size_of(name: str) -> int:
-    """Bytes of a file. Raises `InputError`."""
-    return int(_asked(name, lambda path: path.stat().st_size, "size") or 0)
+    """Return the size of a file in bytes. Raises `InputError`."""
+    return int(_query(name, lambda path: path.stat().st_size, "size") or 0)
 
 
 def is_folder(name: str) -> bool:
-    """Whether there is a folder of this name. Raises `InputError`."""
-    return bool(_asked(name, Path.is_dir, "isdir"))
+    """Return whether a folder of this name exists. Raises `InputError`."""
+    return bool(_query(name, Path.is_dir, "isdir"))
 
 
 def is_file(name: str) -> bool:
-    """Whether there is a file of this name. Raises `InputError`."""
-    return bool(_asked(name, Path.is_file, "isfile"))
+    """Return whether a file of this name exists. Raises `InputError`."""
+    return bool(_query(name, Path.is_file, "isfile"))
 
 
 def exists(name: str) -> bool:
-    """Whether there is a file or folder of this name. Raises `InputError`."""
-    return bool(_asked(name, Path.exists, "exists"))
+    """Return whether a file or folder of this name exists. Raises `InputError`."""
+    return bool(_query(name, Path.exists, "exists"))
 
 
-def _asked(name: str, here: Callable[[Path], Any], elsewhere: str) -> Any:
-    """What this machine says of a path, or the file system of a URL by its function of this name."""
+def _query(name: str, local: Callable[[Path], Any], method: str) -> Any:
+    """Call ``local`` on a path of this machine, or ``method`` of the fsspec file system on the path of a URL."""
     with _as_input_error(name):
         if not is_url(name):
-            return here(Path(name))
+            return local(Path(name))
         system, path = _system_of(name)
-        return getattr(system, elsewhere)(path)
+        return getattr(system, method)(path)
 
 
 def files_in(folder: str) -> list[str]:
-    """The files of a folder, or where it has none those of the folders in it. Raises `InputError`."""
+    """List the files of a folder or, if it has none, the files of its subfolders. Raises `InputError`."""
     with _as_input_error(folder):
         if is_url(folder):
-            return _files_at(folder)
-        here = Path(folder)
-        files = [entry for entry in here.iterdir() if entry.is_file()]
-        return [str(file) for file in files or (entry for entry in here.glob("*/*") if entry.is_file())]
+            return _remote_files_in(folder)
+        local = Path(folder)
+        files = [entry for entry in local.iterdir() if entry.is_file()]
+        return [str(file) for file in files or (entry for entry in local.glob("*/*") if entry.is_file())]
 
 
 def folders_in(folder: str) -> list[str]:
@@ -155,19 +158,19 @@ def folders_in(folder: str) -> list[str]:
 
 
 def within(folder: str, relative: str) -> str:
-    """A file below a folder."""
+    """Join a folder and a relative path, for paths and URLs."""
     return f"{folder.rstrip('/')}/{relative}" if is_url(folder) else os.path.join(folder, relative)
 
 
 def folder_of(name: str) -> str:
-    """The folder of a file."""
+    """Return the folder of a file, by path or URL."""
     return name.rpartition("/")[0] if is_url(name) else os.path.dirname(name) or "."
 
 
 def leading_out(file: str, relatives: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Which paths do not stay below the folder of ``file``, which names them, and why.
+    """Yield each of the paths named in ``file`` that leaves the folder of ``file``, with the reason.
 
-    A file may come from a stranger: it must not make its reader open other places, or other machines.
+    An untrusted file must not make its reader open other folders or other machines.
     """
     local = _CACHES.sub("", file)
     local = _LOCAL.sub("", local)
@@ -179,10 +182,10 @@ def leading_out(file: str, relatives: Iterable[str]) -> Iterator[tuple[str, str]
         return real[folder]
 
     for relative in relatives:
-        # "::" chains the URLs of fsspec; backslashes are separators to some; servers take %2e for a dot.
+        # "::" chains URLs of fsspec; backslashes separate folders on some systems; servers read %2e as a dot.
         plain = PurePosixPath(unquote(relative) if is_url(local) else relative)
-        strange = any(mark in relative for mark in ("\\", "\0", "::"))
-        if strange or plain.is_absolute() or ".." in plain.parts or not plain.parts:
+        unsafe = any(mark in relative for mark in ("\\", "\0", "::"))
+        if unsafe or plain.is_absolute() or ".." in plain.parts or not plain.parts:
             yield relative, "leaves the run's folder"
         elif not is_url(local):
             folder = os.path.dirname(local) or "."
@@ -195,7 +198,7 @@ def leading_out(file: str, relatives: Iterable[str]) -> Iterator[tuple[str, str]
                 yield relative, "is a link that leads in a circle"
 
 
-def _files_at(folder: str) -> list[str]:
+def _remote_files_in(folder: str) -> list[str]:
     system, path = _system_of(folder)
     entries = system.ls(path, detail=True)
     files = [entry for entry in entries if entry["type"] == "file"]
@@ -206,7 +209,7 @@ def _files_at(folder: str) -> list[str]:
 
 
 def _system_of(name: str) -> tuple[Any, str]:
-    """The file system of a URL, and the path in it. Raises `InputError`, `MissingExtraError`."""
+    """Return the fsspec file system of a URL, and the path in it. Raises `InputError`, `MissingExtraError`."""
     try:
         from fsspec.core import url_to_fs
     except ImportError:
@@ -216,7 +219,7 @@ def _system_of(name: str) -> tuple[Any, str]:
 
 
 class _Local(io.FileIO):
-    """A file whose errors name it, as that of a disk that fails while it is read."""
+    """A local file whose read errors name the file, for instance when a disk fails."""
 
     def readinto(self, buffer: Any) -> int:
         with _as_input_error(str(self.name)):
@@ -224,7 +227,7 @@ class _Local(io.FileIO):
 
 
 class _Remote(io.RawIOBase):
-    """A file of fsspec, whose errors are ringprof's."""
+    """A file of fsspec whose errors are raised as `InputError`."""
 
     def __init__(self, name: str, file: Any) -> None:
         self._name, self._file = name, file
@@ -253,7 +256,7 @@ class _Remote(io.RawIOBase):
 
 @contextmanager
 def _as_input_error(name: str) -> Iterator[None]:
-    """Whatever goes wrong with a file becomes one line that names it."""
+    """Turn every error of a file into an `InputError` or `MissingExtraError` of one line that names the file."""
     try:
         yield
     except RingprofError:
@@ -265,7 +268,7 @@ def _as_input_error(name: str) -> Iterator[None]:
     except Exception as error:
         if not is_url(name):
             raise
-        # The many file systems behind fsspec raise what they like: BadZipFile, TypeError, errors of their clients.
+        # The file systems of fsspec raise errors of many types: BadZipFile, TypeError, errors of their clients.
         raise InputError(f"{name}: {_one_line(error)}") from None
 
 

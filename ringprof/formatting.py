@@ -1,18 +1,18 @@
-"""How sentences and tables write times, shares and rates."""
+"""Formatting of times, shares and rates in sentences and tables."""
 
 from __future__ import annotations
 
 
 def milliseconds(time_ns: float) -> str:
-    """A time in ms, for a sentence: fewer digits than a table's, whose last one is rounded so that parts sum."""
+    """Format a time in ms for a sentence. Tables show more digits, so that rounded parts sum to their total."""
     return f"{time_ns / 1e6:,.{1 if time_ns >= 1e7 else 2 if time_ns >= 1e6 else 3}f} ms"
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """A share of 0..1 in percent."""
+    """Format a share in the range 0..1 as a percentage."""
     return f"{100 * share:.{digits}f} %"
 
 
 def three_digits(value: float) -> str:
-    """Without an exponent: 4.1e+03 GB/s is read twice."""
+    """Format a number with three significant digits and no exponent (``4,100``, not ``4.1e+03``)."""
     return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"

@@ -1,4 +1,4 @@
-"""Tables of an analysis as pandas frames: their columns, what each means, and how each row is made."""
+"""Tables of an analysis as pandas frames: their columns, the meaning of each column, and the rows."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _ITERATION = {"iteration": "number of the profiled iteration, from 0"}
 _OWN_CLOCK = "unix time by the rank's own clock"
 _SPAN = {"start_ns": _OWN_CLOCK, "end_ns": _OWN_CLOCK}
 _INTERVAL = {
-    "low_ms": "predicted milliseconds an iteration; in one of ten cases less",
-    "middle_ms": "predicted milliseconds an iteration; in half of the cases less",
-    "high_ms": "predicted milliseconds an iteration; in nine of ten cases less",
+    "low_ms": "predicted milliseconds per iteration, 10th percentile",
+    "middle_ms": "predicted milliseconds per iteration, median",
+    "high_ms": "predicted milliseconds per iteration, 90th percentile",
 }
 _CHOICE = {"choice": "strategy, degrees, placement and hop engine"}
 
@@ -47,22 +47,22 @@ PARTS_OF_TIME = {
     "background_ns": "only what is not of the chosen range runs",
     "blocked_on_peer_ns": "of exposed_comm_ns: nothing runs because of a peer's copy",
 }
-"""Of a breakdown, by its fields' names."""
-_OF_KINDS = {f"{kind}_ns": f"sum of the durations of kind {LABELS[kind]}; kinds may overlap" for kind in KINDS}
+"""Columns of the time breakdown with their meaning; the names are fields of `Breakdown`."""
+_KIND_COLUMNS = {f"{kind}_ns": f"sum of the durations of kind {LABELS[kind]}; kinds may overlap" for kind in KINDS}
 
 FRAMES: dict[str, dict[str, str]] = {
     "breakdown": {
         **_RANK,
         "host": "host that the rank ran on; missing where nothing names it",
         **PARTS_OF_TIME,
-        **_OF_KINDS,
+        **_KIND_COLUMNS,
     },
     "iterations": {
         **_RANK,
         **_ITERATION,
         "median": "whether this iteration's slowest rank took the median time",
         **PARTS_OF_TIME,
-        **_OF_KINDS,
+        **_KIND_COLUMNS,
     },
     "steps": {
         **_RANK,
@@ -83,33 +83,33 @@ FRAMES: dict[str, dict[str, str]] = {
         "source": "what tells the steps: ringprof, annotation or order",
     },
     "kernels": {
-        "name": "of the kernel, copy or set",
-        "kind": "what it counts as",
+        "name": "name of the kernel, copy or set",
+        "kind": "kind of activity",
         "time_ns": "sum of its durations over all ranks",
-        "share": "of the sum over all kernels, 0..1",
-        "calls": "how often it ran, over all ranks",
-        "mean_ns": "of one call",
-        "hidden": "share of its time with something beside it that hides it, 0..1; missing for computation",
-        "exposed_ns": "the rest of its time; missing for computation",
-        "worst_rank": "the rank that spends most in it",
-        "worst_ns": "its time there",
+        "share": "share of the sum over all kernels, 0..1",
+        "calls": "number of calls over all ranks",
+        "mean_ns": "mean duration of a call",
+        "hidden": "share of its time that other activities hide, 0..1; missing for computation",
+        "exposed_ns": "time that is not hidden; missing for computation",
+        "worst_rank": "rank that spends most time in it",
+        "worst_ns": "time of that rank",
     },
     "idle": {
         **_RANK,
         "cause": "host: next activity not launched yet; gap: launched, starts within 5 µs; blocked: starts later",
-        "class": "of host time: what the launching thread did; else the cause",
-        "name": "of the innermost host event; of blocked time: what it waited for, as far as known; may be empty",
+        "class": "for host time, what the launching thread did; else the cause",
+        "name": "innermost host event; for blocked time, what it waited for, if known; may be empty",
         "time_ns": "idle time with this cause, class and name; all rows of a rank sum to its idle_ns",
-        "share": "of the rank's idle_ns, 0..1",
+        "share": "share of the rank's idle_ns, 0..1",
     },
     "annotations": {
-        "name": "of the ranges",
+        "name": "name of the ranges",
         "calls": "ranges in which something was launched, over all ranks",
         "busy_ns": "time in which anything runs that was launched in them, sum over ranks",
-        "compute_ns": "of it, in which anything computes",
-        "communication_ns": "of it, in which any communication runs",
-        "exposed_ns": "of the communication, with no computation beside it, whoever launched that",
-        "hidden": "share of the communication that is hidden, 0..1; missing without any",
+        "compute_ns": "part of busy_ns in which anything computes",
+        "communication_ns": "part of busy_ns in which any communication runs",
+        "exposed_ns": "part of communication_ns with no computation beside it, from this range or any other",
+        "hidden": "share of communication_ns that is hidden, 0..1; missing without communication",
     },
     "hops": {
         **_RANK,
@@ -121,108 +121,115 @@ FRAMES: dict[str, dict[str, str]] = {
         **_SPAN,
         "ready_ns": "when the last rank that it depends on had started, by the rank's own clock",
         "wait_ns": "until its peers had started; missing where that is not known",
-        "wire_ns": "the rest of it; missing where that is not known",
-        "exposed_ns": "time of it with no computation beside it",
+        "wire_ns": "rest of its time; missing where that is not known",
+        "exposed_ns": "part of its time with no computation beside it",
         "wire_gbps": "bytes / wire_ns, GB/s",
         "link": "same_host, other_host or unknown",
         "source": "where peers and bytes come from",
     },
     "waterfall": {
-        "part": "of the slowest rank's wall",
+        "part": "part of the slowest rank's wall",
         "time_ns": "mean over ranks; all parts sum to the wall",
-        "share": "of the wall, 0..1",
-        "tflops": "what the speed would be if this part and those before it were all, per device",
-        "evidence": "the figures that it comes from, in words",
-        "remedy": "what would shorten it; empty where that is not known",
+        "share": "share of the wall, 0..1",
+        "tflops": "TFLOP/s per device if only this part and the parts before it took time",
+        "evidence": "figures from which the part was computed, in words",
+        "remedy": "change that would shorten it; empty where that is not known",
     },
     "memory": {
         **_RANK,
-        "memory": "whose memory: cuda and the device's number, or host",
-        "time_ns": "unix time by the rank's own clock, from which on it is so",
-        "allocated_bytes": "in use",
-        "reserved_bytes": "in use or kept for later use; missing for the host",
+        "memory": "memory pool: cuda and the device's number, or host",
+        "time_ns": "unix time by the rank's own clock, from which on the values hold",
+        "allocated_bytes": "bytes in use",
+        "reserved_bytes": "bytes in use or kept for later use; missing for the host",
     },
 }
-"""Tables that can be had of an analysis, by the method that makes them: their columns, each with what it means and its
-unit where the name does not hold it."""
+"""Columns of the frames of an analysis with their meaning, by the method that returns the frame.
+
+The meaning includes the unit, if the name of the column does not."""
 
 PREDICTION_COLUMNS: dict[str, dict[str, str]] = {
     "choices": {
         **_CHOICE,
-        "best": "probability that no other is faster, 0..1",
+        "best": "probability that no other choice is faster, 0..1",
         **_INTERVAL,
         "tflops": "TFLOP/s per device; missing where the work is not known",
-        "exposed": "part of the time that waits for transfers, mean over ranks, 0..1",
-        "peak_bytes": "most memory that a rank holds",
-        "fits": "whether that is there",
-        "on_front": "whether nothing is faster with as little memory",
+        "exposed": "share of the time that waits for transfers, mean over ranks, 0..1",
+        "peak_bytes": "peak memory of a rank",
+        "fits": "whether peak_bytes fits in the memory of a device",
+        "on_front": "whether no faster choice needs as little memory",
     },
     "over": {**_CHOICE, "at": "tokens, hosts, or Gbit/s of a NIC", **_INTERVAL},
     "parts": {
         "phase": "forward or backward",
-        "part": "what the time goes to",
-        "time_ms": "of the slowest rank, predicted",
+        "part": "part of the time",
+        "time_ms": "predicted time of the slowest rank",
     },
 }
-"""The same of a prediction and of advice."""
+"""Columns of the frames of a prediction and of advice with their meaning, by the method that returns the frame."""
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def tells_columns(method: Method) -> Method:
-    """Adds to a method's documentation what each column of its frame means; ``method`` bears the frame's name."""
+def documents_columns(method: Method) -> Method:
+    """Add the columns of a frame to the docstring of the method that returns it; both have the same name."""
     if method.__doc__:
         listed = "".join(f"\n- ``{column}``: {meaning}" for column, meaning in FRAMES[method.__name__].items())
         method.__doc__ += f'\n\nColumns, in ``frame.attrs["columns"]`` too; ``_ns`` are nanoseconds:\n{listed}\n'
     return method
 
 
-def _iteration_rows(found: Findings) -> list[JsonObject]:
-    median = found.attribution.median_iteration
+def _iteration_rows(findings: Findings) -> list[JsonObject]:
+    median = findings.attribution.median_iteration
     return [
         {"rank": rank.rank, "iteration": number, "median": number == median, **_figures(part)}
-        for rank in found.attribution.ranks
+        for rank in findings.attribution.ranks
         for number, part in enumerate(rank.iterations)
     ]
 
 
-def _kernel_rows(found: Findings) -> list[JsonObject]:
-    kernels = found.attribution.kernels
-    whole = sum(one.time_ns for one in kernels) or 1
+def _kernel_rows(findings: Findings) -> list[JsonObject]:
+    kernels = findings.attribution.kernels
+    total_ns = sum(kernel.time_ns for kernel in kernels) or 1
     return [
-        {**one._asdict(), "share": one.time_ns / whole, "mean_ns": one.mean_ns, "hidden": one.hidden} for one in kernels
+        {
+            **kernel._asdict(),
+            "share": kernel.time_ns / total_ns,
+            "mean_ns": kernel.mean_ns,
+            "hidden": kernel.hidden,
+        }
+        for kernel in kernels
     ]
 
 
-def _memory_rows(found: Findings) -> list[JsonObject]:
+def _memory_rows(findings: Findings) -> list[JsonObject]:
     return [
-        dict(zip(FRAMES["memory"], (held.rank, held.memory, time, allocated, None if reserved == NONE else reserved),
-                 strict=True))
-        for held in memory_timelines(found.attribution)
+        dict(zip(FRAMES["memory"], (timeline.rank, timeline.memory, time, allocated,
+                 None if reserved == NONE else reserved), strict=True))
+        for timeline in memory_timelines(findings.attribution)
         for time, allocated, reserved in zip(
-            held.time_ns.tolist(), held.allocated_bytes.tolist(), held.reserved_bytes.tolist(), strict=True
+            timeline.time_ns.tolist(), timeline.allocated_bytes.tolist(), timeline.reserved_bytes.tolist(), strict=True
         )
     ]  # fmt: skip
 
 
 _ROWS: dict[str, Callable[[Findings], list[JsonObject]]] = {
-    "breakdown": lambda found: [
-        {"rank": rank.rank, "host": rank.host, **_figures(rank.breakdown)} for rank in found.attribution.ranks
+    "breakdown": lambda findings: [
+        {"rank": rank.rank, "host": rank.host, **_figures(rank.breakdown)} for rank in findings.attribution.ranks
     ],
     "iterations": _iteration_rows,
-    "steps": lambda found: [msgspec.structs.asdict(step) for step in found.steps],
+    "steps": lambda findings: [msgspec.structs.asdict(step) for step in findings.steps],
     "kernels": _kernel_rows,
     "idle": idle.rows,
-    "annotations": lambda found: [{**one._asdict(), "hidden": one.hidden} for one in found.annotations],
-    "hops": lambda found: [_hop_row(hop) for rank in found.attribution.ranks for hop in rank.hops],
-    "waterfall": lambda found: [msgspec.structs.asdict(part) for part in found.waterfall.parts],
+    "annotations": lambda findings: [{**row._asdict(), "hidden": row.hidden} for row in findings.annotations],
+    "hops": lambda findings: [_hop_row(hop) for rank in findings.attribution.ranks for hop in rank.hops],
+    "waterfall": lambda findings: [msgspec.structs.asdict(part) for part in findings.waterfall.parts],
     "memory": _memory_rows,
 }
 
 
 def as_csv(frame: pd.DataFrame) -> str:
-    """A frame as CSV; what is not known is empty, and spaces stand between several ranks."""
+    """Format a frame as CSV; unknown values are empty, and several ranks are separated by spaces."""
     plain = frame.astype(object).where(frame.notna(), None)
     rows = (
         [" ".join(map(str, value)) if isinstance(value, tuple) else value for value in row]
@@ -232,19 +239,19 @@ def as_csv(frame: pd.DataFrame) -> str:
 
 
 def write_parquet(frame: pd.DataFrame, path: str | os.PathLike[str]) -> None:
-    """A frame as a Parquet file, with what its columns mean. Raises `MissingExtraError` without pyarrow."""
+    """Write a frame and the meaning of its columns to a Parquet file. Raises `MissingExtraError` without pyarrow."""
     try:
-        import pyarrow  # noqa: F401  (pandas would say it in a paragraph)
+        import pyarrow  # noqa: F401  (the error of pandas would be a paragraph long)
     except ImportError:
         raise MissingExtraError("Parquet files need pyarrow: pip install 'ringprof[parquet]'") from None
     frame.to_parquet(path, engine="pyarrow", index=False)
 
 
-def frame_of(found: Findings, name: str) -> pd.DataFrame:
-    """One of `FRAMES`."""
-    import pandas as pd  # here, because it takes longer to import than most reports to make
+def frame_of(findings: Findings, name: str) -> pd.DataFrame:
+    """Build the frame ``name`` of `FRAMES`."""
+    import pandas as pd  # imported here, because the import takes longer than most reports
 
-    frame = pd.DataFrame(_ROWS[name](found), columns=list(FRAMES[name]))
+    frame = pd.DataFrame(_ROWS[name](findings), columns=list(FRAMES[name]))
     for column in frame.columns:
         if (column.endswith("_ns") and column != "mean_ns") or column.endswith("bytes"):
             frame[column] = frame[column].astype("Int64")
@@ -253,6 +260,7 @@ def frame_of(found: Findings, name: str) -> pd.DataFrame:
 
 
 def _figures(breakdown: Breakdown) -> JsonObject:
+    """Return the columns `PARTS_OF_TIME` and the time of each kind of a breakdown."""
     row = {column: getattr(breakdown, column) for column in PARTS_OF_TIME}
     for kind in KINDS:
         figures = breakdown.kinds.get(kind)
@@ -260,10 +268,11 @@ def _figures(breakdown: Breakdown) -> JsonObject:
     return row
 
 
-_OF_HOPS = ("start_ns", "end_ns", "wait_ns", "wire_ns", "exposed_ns", "wire_gbps")
+_HOP_FIELDS = ("start_ns", "end_ns", "wait_ns", "wire_ns", "exposed_ns", "wire_gbps")
 
 
 def _hop_row(hop: TimedHop) -> JsonObject:
+    """Build the row of a hop, with the columns of ``FRAMES["hops"]``."""
     first, ready = hop.parts[0], [part.ready_ns for part in hop.parts]
     return {
         "rank": hop.rank,
@@ -273,7 +282,7 @@ def _hop_row(hop: TimedHop) -> JsonObject:
         "receive_from": hop.received_from,
         "bytes": hop.sent_bytes,
         "ready_ns": None if None in ready else max(moment for moment in ready if moment is not None),
-        **{name: getattr(hop, name) for name in _OF_HOPS},
+        **{name: getattr(hop, name) for name in _HOP_FIELDS},
         "link": first.link,
         "source": first.transfer.source,
     }

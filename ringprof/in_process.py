@@ -1,4 +1,4 @@
-"""What a user's own program calls on its ranks: profile a part of it, check its attention against dense attention."""
+"""Functions that a user's own program calls on its ranks: `capture` profiles a block, `check` checks an attention."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def capture(
 ) -> AbstractContextManager[None]:
     """Profile a block of your own program on every rank that runs it; see `ringprof.record.capture.capture`.
 
-    Every rank also reduces its own trace, so that reports of many ranks are quick. Raises `MissingExtraError` without
-    torch.
+    Every rank also writes a reduced form of its trace, which makes reports of many ranks fast. Raises
+    `MissingExtraError` without torch.
     """
     require_packages("torch")
     from ringprof.record.capture import capture as profile  # here, because it imports torch
@@ -63,28 +63,30 @@ def check(
     calls: int = CALLS,
     time_limit: float = TIME_LIMIT_S,
 ) -> Check:
-    """Whether an attention computes, over all ranks, what dense attention over the whole sequence does.
+    """Check whether an attention over several ranks equals dense attention over the whole sequence.
 
     All ranks of ``group`` (a process group or a DeviceMesh of one dimension; None: the world) call this with the same
-    arguments, in a program that torchrun started, say; all get the same answer. ``check.equal`` is the verdict,
-    ``print(check)`` shows how far off each tensor is, on which rank and at which token first, what was sent, and what a
-    wrong result equals instead.
+    arguments, for example in a program started by torchrun. All get the same answer. ``check.equal`` is the verdict.
+    ``print(check)`` shows the error of each tensor, the first wrong rank and token, the bytes sent, and what a wrong
+    result equals instead.
 
-    ``attention(q, k, v)`` gets this rank's tokens: q (B, S/N, H, D), k and v (B, S/N, Hkv, D) with ``tensor_format``
-    ``bshd``; ``bhsd`` and ``sbhd`` are the other orders of these dimensions. It returns the output, as q, alone or
-    first in a tuple, and must be differentiable unless ``backward`` is False. It must itself apply what the rest says:
-    the mask, and ``softmax_scale`` (None: 1/√D). ``documents`` are the lengths of those that the sequence packs: none
-    may see another. Where the function has an argument ``cu_seqlens`` or ``documents`` it is given their cumulative
-    lengths (int32, from 0). ``window_size`` is how many keys a token sees, its own counted; beside them it sees the
-    first ``prefix`` of its document; with neither window nor ``causal`` the mask is that of a prefix LM.
+    ``attention(q, k, v)`` receives this rank's tokens: q of shape (B, S/N, H, D), k and v of shape (B, S/N, Hkv, D)
+    with ``tensor_format`` ``bshd``; ``bhsd`` and ``sbhd`` are the other orders of these dimensions. It returns the
+    output in the shape of q, alone or first in a tuple, and must be differentiable unless ``backward`` is False. It
+    must itself apply the mask and ``softmax_scale`` (None: 1/√D).
+
+    ``documents`` are the lengths of the packed documents, none of which may attend to another. If the function has an
+    argument ``cu_seqlens`` or ``documents``, it receives their cumulative lengths (int32, from 0). ``window_size`` is
+    the number of keys that a token attends to, its own included. With ``prefix``, it also attends to the first
+    ``prefix`` tokens of its document; without a window and without ``causal`` this is the mask of a prefix LM.
 
     ``layout`` says which tokens a rank holds: ``contiguous``, ``zigzag``, ``stripe``, or this rank's positions in the
-    sequence, in local order (as for RoPE). ``seq`` is the length over all ranks: by default 64 tokens a rank on CPU,
-    256 on GPU, at most 8192 in all. Inputs are drawn anew for each of the ``calls``, all of which are compared.
-    ``dtype`` is ``bf16``, ``fp16`` or ``fp32``: the bound of fp32 is the tightest.
+    sequence in local order (as for RoPE). ``seq`` is the length over all ranks; the default is 64 tokens per rank on
+    CPU and 256 on GPU, at most 8192 in total. Each of the ``calls`` has new random inputs, and all are compared.
+    ``dtype`` is ``bf16``, ``fp16`` or ``fp32``; fp32 has the tightest tolerance.
 
-    Raises `UsageError` for arguments that do not fit, `RecordError` on every rank that can still act where a call fails
-    on some rank or does not return within ``time_limit`` seconds of the others', `MissingExtraError` without torch.
+    Raises `UsageError` for unsupported arguments and `MissingExtraError` without torch. Raises `RecordError`, on every
+    rank that can still act, if a call fails on some rank or returns more than ``time_limit`` seconds after the others.
     """
     require_packages("torch")
     from torch import as_tensor  # here, because it takes seconds

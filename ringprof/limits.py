@@ -1,4 +1,4 @@
-"""How much reading a file may take: a file may come from a stranger, and a small one can be made to fill a machine."""
+"""Memory limits for reading untrusted files: a small file can be made to fill a machine's memory."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ EXPANDED_BYTES = 16 << 30
 
 
 class MemoryLimitError(InputError):
-    """Reading would take more memory than it may."""
+    """Reading a file would exceed the memory limit."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What one process may take to read what it was given."""
+    """Limits of one process that reads files."""
 
     memory_bytes: int = MEMORY_BYTES
-    """Memory for all that is read at once, and for analysing it."""
+    """Memory for reading and analysing all files that are read at once, in bytes."""
     expanded_bytes: int = EXPANDED_BYTES
-    """How far a compressed file may expand."""
+    """Maximum size of a compressed file after expansion, in bytes."""
 
 
 class MemoryBudget:
-    """Counts what stays in memory of what is read, before it is there.
+    """Counter of the bytes that reading keeps in memory, updated before they are allocated.
 
-    Two thirds of the limit may stay; the last third is for what comes and goes while pieces of a file are decoded.
+    Two thirds of the limit may be kept. The last third is for temporary data while parts of a file are decoded.
     """
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
         self.left = self.limits.memory_bytes * 2 // 3
-        """What may still be taken."""
+        """Bytes that may still be taken."""
 
     def take(self, size: int, name: str) -> None:
-        """Count so many more bytes, for the file of this name. Raises `MemoryLimitError` where they are too many."""
+        """Take ``size`` bytes for the file ``name``. Raises `MemoryLimitError` if they exceed the limit."""
         self.left -= size
         if self.left < 0:
             raise MemoryLimitError(
@@ -45,7 +45,7 @@ class MemoryBudget:
 
 
 def size_text(count: int) -> str:
-    """A limit for people."""
+    """Format a number of bytes, in the largest binary unit that divides it."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= scale and count % scale == 0:
             return f"{count // scale} {unit}"

@@ -1,6 +1,7 @@
-"""The lines of a log, decoded a block at a time: a log of any size takes the memory of its bytes, whatever they hold.
+"""Lines of a log, decoded block by block: a log takes no more memory than its bytes.
 
-Python keeps a text as wide as its widest character is: with one emoji, a log of 500 MB would be a text of 2 GB.
+Python stores every character of a string as wide as the widest one: with one emoji, a log of 500 MB would be a string
+of 2 GB.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 TEXT_SHARE = 3
-"""How many times its size a log may need in memory: read piece by piece, whole, and from UTF-16."""
+"""Ratio of the memory that a log may need to its size: it is read in pieces, joined, and converted from UTF-16."""
 
 LONGEST_LINE = 1 << 20
-"""Bytes of one line that are read; no table is wider, and what stands behind is left out."""
+"""Maximum bytes of a line that are read; the rest is dropped. No table is wider."""
 
 _BLOCK_BYTES = 1 << 16
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-# Control sequences (colours, cursor moves) and titles (OSC), as ECMA-48 writes them.
+# Control sequences (colours, cursor moves) and titles (OSC) as defined by ECMA-48.
 _ANSI = re.compile(r"\x1b(?:\[[0-?]{0,64}[ -/]{0,8}[@-~]|\][^\x07\x1b]{0,512}(?:\x07|\x1b\\)|[@-Z\\^_])")
 
 
 class LogLines:
-    """The lines of UTF-8 or UTF-16 text without colours, by index from 0; what cannot be decoded is replaced.
+    """Sequence of the lines of UTF-8 or UTF-16 text, without colour codes; undecodable bytes are replaced.
 
-    Only line feeds end a line, with or without a carriage return, since names may hold other separators.
+    Only a line feed ends a line, with or without a carriage return, since names may contain other separators.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -36,8 +37,8 @@ class LogLines:
             self._firsts.append(self._firsts[-1] + self._data.count(b"\n", self._starts[-1], end + 1))
             self._starts.append(end + 1)
         self._count = self._firsts[-1] + self._data.count(b"\n", self._starts[-1]) + 1
-        # Readers look a few lines ahead and back, so a few blocks are at hand.
-        self._block = lru_cache(maxsize=4)(self._decoded)
+        # Readers go a few lines back and forth, so a few blocks are cached.
+        self._block = lru_cache(maxsize=4)(self._decode_block)
         self._first, self._lines = 0, self._block(0)
 
     def __len__(self) -> int:
@@ -56,14 +57,14 @@ class LogLines:
             yield from self._block(block)
 
     def between(self, start: int, end: int) -> list[str]:
-        """The lines from ``start`` to before ``end``, as far as there are any."""
+        """Return the lines from ``start`` up to but not including ``end``, clipped to the end of the text."""
         return [self[index] for index in range(start, min(end, self._count))]
 
     def is_open(self, index: int) -> bool:
-        """Whether a line holds something and has no line feed: the log may have been cut off inside it."""
+        """Return whether a line is not empty and has no line feed: the log may be cut off inside it."""
         return index == self._count - 1 and bool(self[index])
 
-    def _decoded(self, block: int) -> list[str]:
+    def _decode_block(self, block: int) -> list[str]:
         start, last = self._starts[block], block + 1 == len(self._starts)
         end = len(self._data) if last else self._starts[block + 1] - 1
         # Only the last line of a block can be longer than a block.
@@ -78,34 +79,35 @@ def _as_utf8(data: bytes) -> bytes:
     if not data.startswith(_UTF_16):
         return data
     decoder = codecs.getincrementaldecoder("utf-16")(errors="replace")
-    pieces = (data[at : at + _BLOCK_BYTES] for at in range(0, len(data), _BLOCK_BYTES))
+    pieces = (data[offset : offset + _BLOCK_BYTES] for offset in range(0, len(data), _BLOCK_BYTES))
     return b"".join(decoder.decode(piece).encode() for piece in pieces) + decoder.decode(b"", final=True).encode()
 
 
 class LinePrefix:
-    """What a launcher or logger puts before each line of one stream: the same text, but for times."""
+    """Prefix that a launcher or logger writes before each line of one stream: constant text except for times."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         general = _prefix_pattern(text)
         self._pattern = re.compile(general) if general is not None else None
         self.key = general or text
-        """Equal for the prefixes of one stream."""
+        """Key of the stream: equal for all prefixes of one stream."""
 
     def cut(self, line: str) -> str | None:
-        """``line`` without its prefix; None where it has another one or none."""
+        """Return ``line`` without its prefix; None if it has another prefix or none."""
         if line.startswith(self.text):
             return line[len(self.text) :]
         if self._pattern is not None and (match := self._pattern.match(line)):
             return line[match.end() :]
-        # A blank cell can have lost the spaces that end the prefix.
+        # In a blank line, the trailing spaces of the prefix may have been stripped.
         return "" if self.text.strip() and line.rstrip() == self.text.rstrip() else None
 
 
-# What changes from line to line in a prefix. A rank's or a host's number does not: it tells streams apart.
+# Parts of a prefix that change from line to line: (pattern, general pattern). Rank and host numbers do not change:
+# they distinguish streams.
 _CHANGING = tuple(
-    (re.compile(found), general or found)
-    for found, general in (
+    (re.compile(pattern), general or pattern)
+    for pattern, general in (
         (r"[0-9]{4}[-/][0-9][0-9][-/][0-9][0-9]", ""),
         (r"[0-9][0-9]?:[0-9][0-9]:[0-9][0-9](?:[.,][0-9]{1,9})?", ""),
         (r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) +[0-9][0-9]?", r"[A-Z][a-z]{2} {1,2}[0-9][0-9]?"),
@@ -117,12 +119,12 @@ _CHANGING = tuple(
 
 
 def _prefix_pattern(text: str) -> str | None:
-    """A pattern like ``text`` with every time in it left open; None where it has none."""
+    """Return a regular expression that matches ``text`` with any other times; None if it contains no time."""
     parts: list[str] = []
     position, changing = 0, False
     while position < len(text):
-        for found, general in _CHANGING:
-            if match := found.match(text, position):
+        for pattern, general in _CHANGING:
+            if match := pattern.match(text, position):
                 parts.append(general)
                 changing = True
                 position = match.end()

@@ -1,13 +1,13 @@
-"""Which keys a query sees, and how many pairs that makes: one definition for strategies, checks and counts.
+"""Attention masks: which keys a query attends to, and how many pairs that makes. Used by strategies, checks and counts.
 
-Positions are those of the whole sequence, which may pack several documents. Query i of a document that lies in [a, b)
-sees the keys j of the same document with
+Positions refer to the whole sequence, which may pack several documents. Query i of a document in [a, b) attends to the
+keys j of the same document with
 
     max(a, i - left) <= j <= min(b - 1, i + right)
 
-which is one stretch of consecutive keys. A causal mask has right = 0; -1 is no limit, as in flash-attn's
-``window_size``. Beside its window it sees the first ``prefix`` keys of its document, a <= j < a + prefix; a causal mask
-leaves those of them up to its own. With two documents, left = 2 and causal, without a prefix and with one of 1:
+which are consecutive keys. A causal mask has right = 0; -1 means no limit, as in flash-attn's ``window_size``. In
+addition to its window, a query attends to the first ``prefix`` keys of its document, a <= j < a + prefix; under a
+causal mask, only to those up to its own position. Two documents, left = 2, causal, without a prefix and with prefix 1:
 
     x . . . . | . .        x . . . . | . .
     x x . . . | . .        x x . . . | . .
@@ -33,15 +33,15 @@ _Window = tuple[int, int]
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask over a sequence of any length, or, where it has documents, of exactly theirs."""
+    """Mask over a sequence of any length or, with documents, over a sequence of exactly their total length."""
 
     causal: bool = True
     documents: tuple[int, ...] | None = None
-    """Cumulative lengths from 0 to the sequence's, as flash-attn's ``cu_seqlens``; None: one document."""
+    """Cumulative lengths from 0 to the length of the sequence, as flash-attn's ``cu_seqlens``; None: one document."""
     window: _Window = (NO_LIMIT, NO_LIMIT)
-    """Tokens before and after its own that a query sees; a causal mask leaves none after it."""
+    """Number of keys before and after its own position that a query attends to; a causal mask allows none after it."""
     prefix: int = 0
-    """Tokens that begin a document and are seen from everywhere in it, beside the window."""
+    """Number of first tokens of a document that all its queries attend to, in addition to the window."""
 
     def __post_init__(self) -> None:
         if self.prefix and (self.prefix < 0 or not self.windowed):
@@ -57,57 +57,57 @@ class Mask:
     def of(
         cls, documents: Any = None, window: Sequence[int] = (-1, -1), *, causal: bool = True, prefix: int = 0
     ) -> Mask:
-        """The mask of these arguments; ``documents`` may be any sequence of integers, a tensor, too, or None."""
+        """Create a mask; ``documents`` are cumulative lengths in any sequence of integers or a tensor, or None."""
         left, right = window
         cumulative = None
         if documents is not None:
-            cumulative = tuple(int(x) for x in getattr(documents, "tolist", lambda: documents)())
+            cumulative = tuple(int(length) for length in getattr(documents, "tolist", lambda: documents)())
             _check_documents(cumulative)
-        # One document is none, so that equal masks compare equal.
+        # One document is stored as None, so that equal masks compare equal.
         documents = cumulative if cumulative and len(cumulative) > 2 else None
         return cls(causal, documents, (int(left), int(right)), int(prefix))
 
     @property
     def plain(self) -> bool:
-        """Whether there is nothing but a causal mask, or none."""
+        """Whether this is a plain causal mask or full attention."""
         return self.documents is None and self.left == NO_LIMIT and self.right == (0 if self.causal else NO_LIMIT)
 
     @property
     def left(self) -> int:
-        """Tokens before its own that a query sees; -1: all."""
+        """Number of keys before its own position that a query attends to; -1: all."""
         return self.window[0]
 
     @property
     def right(self) -> int:
-        """Tokens after its own that a query sees; -1: all."""
+        """Number of keys after its own position that a query attends to; -1: all."""
         return 0 if self.causal else self.window[1]
 
     @property
     def windowed(self) -> bool:
-        """Whether a query may miss keys of its own document that a plain mask would show it."""
+        """Whether the window can exclude keys of a query's document that a plain mask includes."""
         return self.left != NO_LIMIT or self.right > 0 or (not self.causal and self.right == 0)
 
     def asks_of_kernels(self) -> dict[str, bool]:
-        """What the choice of a kernel is told of it: nothing of a plain mask."""
+        """Return the features that a kernel must support, as arguments for the choice of a kernel."""
         return {} if self.plain else {"windows": self.windowed, "documents": self.documents is not None}
 
     def spans(self, seq: int) -> Iterator[tuple[int, int]]:
-        """First position and end of every document that is not empty."""
+        """Yield the first position and the end of every document that is not empty."""
         bounds = (0, seq) if self.documents is None else self.documents
         self.check(seq)
         yield from ((first, end) for first, end in pairwise(bounds) if end > first)
 
     def check(self, seq: int) -> None:
-        """Raises ValueError where the documents are not ``seq`` tokens together."""
+        """Raise ValueError if the documents do not have ``seq`` tokens in total."""
         if self.documents is not None and self.documents[-1] != seq:
             raise ValueError(f"the documents end at {self.documents[-1]}, and the sequence has {seq} tokens")
 
     def area(self, seq: int, queries: int | None = None) -> int:
-        """How many pairs of a query and a key that it sees there are; of one document's last ``queries`` alone."""
+        """Count the pairs of a query and a key that it attends to; with ``queries``, for each document's last ones."""
         return _area(self, seq, queries)
 
     def scaled(self, seq: int, to: int) -> Mask:
-        """The same mask over ``to`` tokens in place of ``seq``: all its lengths shrink alike, as well as they can.
+        """Scale the mask from ``seq`` to ``to`` tokens: all lengths change in proportion, rounded to whole tokens.
 
         A document may lose all its tokens; a window and a prefix keep at least one.
         """
@@ -119,12 +119,12 @@ class Mask:
         return Mask(self.causal, documents, (left, right), prefix)
 
     def __str__(self) -> str:
-        both_ways = self.prefix > 0 and (self.causal, *self.window) == (False, NO_LIMIT, 0)
-        parts = ["causal" if self.causal else "prefix LM" if both_ways else "full"]
+        is_prefix_lm = self.prefix > 0 and (self.causal, *self.window) == (False, NO_LIMIT, 0)
+        parts = ["causal" if self.causal else "prefix LM" if is_prefix_lm else "full"]
         if self.documents is not None:
             lengths = [end - first for first, end in self.spans(self.documents[-1])]
             parts.append(f"{len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens")
-        if self.windowed and not both_ways:
+        if self.windowed and not is_prefix_lm:
             parts.append(f"window {self.left}, {self.right}" if not self.causal else f"window of {self.left + 1}")
         if self.prefix:
             parts.append(f"prefix of {self.prefix}")
@@ -132,9 +132,9 @@ class Mask:
 
 
 def band_area(queries: int, keys: int, left: int, right: int) -> int:
-    """Pairs of a block whose last query and last key are at the same place, as flash-attn aligns them.
+    """Count the pairs of a block whose last query and last key have the same position, as flash-attn aligns them.
 
-    Query i sees the keys from i + keys - queries - left to i + keys - queries + right, -1 being no limit.
+    Query i attends to the keys from i + keys - queries - left to i + keys - queries + right; -1 means no limit.
     """
     shift = keys - queries
     first = 0 if left == NO_LIMIT else _clamped_sum(queries, shift - left, keys)
@@ -143,7 +143,7 @@ def band_area(queries: int, keys: int, left: int, right: int) -> int:
 
 
 def _clamped_sum(count: int, start: int, high: int) -> int:
-    """The sum of min(max(start + i, 0), high) over i from 0 to count - 1."""
+    """Return the sum of min(max(start + i, 0), high) over i from 0 to count - 1."""
     below = min(max(-start, 0), count)
     above = min(max(high - start, below), count)
     slope = above - below
@@ -153,11 +153,11 @@ def _clamped_sum(count: int, start: int, high: int) -> int:
 @lru_cache(maxsize=256)
 def _area(mask: Mask, seq: int, queries: int | None) -> int:
     sizes = ((end - first if queries is None else queries, end - first) for first, end in mask.spans(seq))
-    return sum(band_area(rows, keys, mask.left, mask.right) + _beside(mask, rows, keys) for rows, keys in sizes)
+    return sum(band_area(rows, keys, mask.left, mask.right) + _prefix_area(mask, rows, keys) for rows, keys in sizes)
 
 
-def _beside(mask: Mask, queries: int, length: int) -> int:
-    """Pairs of a document's prefix with its last queries whose window does not show it: too late for it, or early."""
+def _prefix_area(mask: Mask, queries: int, length: int) -> int:
+    """Count the pairs of a document's last queries with prefix keys outside the window, before or after it."""
     keys = min(mask.prefix, length)
     late = 0 if mask.left == NO_LIMIT else _clamped_sum(queries, length - queries - mask.left, keys)
     early = 0 if mask.causal or mask.right == NO_LIMIT else _clamped_sum(queries, keys - length - mask.right, keys)
@@ -165,7 +165,7 @@ def _beside(mask: Mask, queries: int, length: int) -> int:
 
 
 def _check_documents(documents: Sequence[int]) -> None:
-    if len(documents) < 2 or documents[0] != 0 or any(b < a for a, b in pairwise(documents)):
+    if len(documents) < 2 or documents[0] != 0 or any(end < start for start, end in pairwise(documents)):
         raise ValueError(
             "documents are cumulative lengths: 0, the end of the first, of the second, and so on, never falling; got "
             + ", ".join(map(str, documents[:6])) + (", ..." if len(documents) > 6 else "")

@@ -1,4 +1,4 @@
-"""How traces are to be read: what `ringprof.load` and every command that reads them can be told."""
+"""Options for reading traces, shared by `ringprof.load` and every command that reads traces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_RULES = Limits(memory_bytes=1 << 25)
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Each field is the option of `ringprof.load` that has its name."""
+    """Options for reading traces; each field is the parameter of `ringprof.load` with the same name."""
 
     window: str | None = None
     between: str | None = None
@@ -35,21 +35,21 @@ class LoadOptions:
     notify: Notify | None = None
 
     def __post_init__(self) -> None:
-        """Raises `UsageError` of what a notebook's cell may give and no option can be."""
+        """Raise `UsageError` for values that Python code can pass but no option accepts."""
         refuse_below_one(
             {name: getattr(self, name) for name in ("ranks_per_host", "memory_bytes", "limit_bytes", "jobs")}
         )
         for name, example in _TEXTS.items():
-            given = getattr(self, name)
-            if given is not None and not isinstance(given, str):
-                raise UsageError(f"{name} is one text, such as {example!r}, not {given!r}")
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise UsageError(f"{name} is one text, such as {example!r}, not {value!r}")
 
     def limits(self) -> Limits:
-        """How much the process that reads may take."""
+        """Return the memory limits of the process that reads."""
         return Limits(self.memory_bytes or MEMORY_BYTES, self.limit_bytes or EXPANDED_BYTES)
 
     def focus(self) -> Focus:
-        """What part to look at. Reads the file of rules."""
+        """Return the part of the traces to analyse. Reads the file of rules."""
         return Focus(
             window=self.window,
             between_ns=parse_between(self.between) if self.between else None,

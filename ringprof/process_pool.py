@@ -1,7 +1,7 @@
-"""Further processes of this machine that carry out one function for many arguments.
+"""A pool of local worker processes that call one function with many arguments.
 
-Not joblib's: loky starts its processes by ``python -m``, which imports from the current folder first, and where a
-signal breaks its pool, the thread that manages it may never end. Here a process has one connection, and ends with it.
+joblib is not used: loky starts its processes with ``python -m``, which imports from the current folder first. If a
+signal breaks its pool, its manager thread may never end. Here each process has one connection and ends with it.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from typing import Any
 
 
 class ProcessEnded(Exception):
-    """One of the processes ended before its work did, or could not begin, as when memory or processes run out."""
+    """A worker process could not start or ended early, for instance for lack of memory or processes."""
 
 
 def cpu_count() -> int:
-    """How many CPUs this process may use, by its affinity and its control group's quota."""
+    """Return the number of CPUs that this process may use, by its affinity and its control group's quota."""
     # Imported here: it takes longer than reading a small trace.
-    from joblib import cpu_count as counted
+    from joblib import cpu_count as joblib_cpu_count
 
-    return int(counted())
+    return int(joblib_cpu_count())
 
 
-def isolated(what: str, *arguments: str) -> list[str]:
-    """The command that starts a process of ringprof's which imports nothing from the current folder.
+def spawn_command(what: str, *arguments: str) -> list[str]:
+    """Build the command line of a ringprof process that imports nothing from the current folder.
 
-    ``what`` is ``record``, ``check`` or ``helper`` (`ringprof.spawn`). It gets this process's import paths, without
-    that folder.
+    ``what`` is ``record``, ``check`` or ``helper`` (see `ringprof.spawn`). The process gets the import paths of this
+    one, without the current folder.
     """
     try:
-        here = os.getcwd()
+        current = os.getcwd()
     except OSError:
-        here = ""  # the folder is gone, and nothing can be imported from it
-    paths = [path for path in sys.path if path and os.path.realpath(path) != here]
+        current = ""  # the folder was deleted, so nothing can be imported from it
+    paths = [path for path in sys.path if path and os.path.realpath(path) != current]
     script = str(Path(__file__).absolute().with_name("spawn.py"))
     return [sys.executable, "-u", script, json.dumps(paths), what, *arguments]
 
@@ -55,7 +55,7 @@ def isolated(what: str, *arguments: str) -> list[str]:
 def interrupts_blocked() -> Iterator[None]:
     """Block SIGINT in this thread and in the processes that it starts, which `ringprof.spawn` unblocks.
 
-    Until their first line runs, Python would answer it with a traceback.
+    Otherwise Python would answer SIGINT with a traceback until the first line of such a process runs.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -64,22 +64,29 @@ def interrupts_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def mapped(jobs: int, function: Callable[..., Any], items: Iterable[tuple[Any, ...]]) -> Generator[Any, None, None]:
-    """The results in the order of ``items``, few of which are under way at a time.
+def map_in_processes(
+    jobs: int, function: Callable[..., Any], items: Iterable[tuple[Any, ...]]
+) -> Generator[Any, None, None]:
+    """Yield ``function(*item)`` for each item, in order, computed by ``jobs`` processes; few items run at a time.
 
-    The processes stay, for the next call. Raises `ProcessEnded`, and what ``function`` raises; then, or where the
-    results are not all taken, the processes are ended with what they are doing.
+    The processes stay alive for the next call. Raises `ProcessEnded` and the errors of ``function``. After an error,
+    or if the caller does not take all results, the processes are killed.
     """
-    helpers = _Helpers.of(jobs)
+    pool = _WorkerPool.of(jobs)
     try:
-        yield from in_order(lambda *item: helpers.submit(function, item), items, lambda: 2 * jobs)
+        yield from results_in_order(lambda *item: pool.submit(function, item), items, lambda: 2 * jobs)
     except BaseException:
         end_all()
         raise
 
 
-def in_order(submit: Callable[..., Any], items: Iterable[tuple[Any, ...]], most: Callable[[], int]) -> Iterator[Any]:
-    """The results of what ``submit`` begins, in order; at most ``most()`` are under way, asked anew each time."""
+def results_in_order(
+    submit: Callable[..., Any], items: Iterable[tuple[Any, ...]], most: Callable[[], int]
+) -> Iterator[Any]:
+    """Submit the items and yield the results of their futures in order.
+
+    At most ``most()`` futures run at a time; it is called again for each result.
+    """
     waiting = iter(items)
     running: deque[Any] = deque()
     try:
@@ -95,35 +102,36 @@ def in_order(submit: Callable[..., Any], items: Iterable[tuple[Any, ...]], most:
 
 @atexit.register
 def end_all() -> None:
-    """End the processes at once, whatever they are doing."""
-    if _Helpers.started is not None:
-        _Helpers.started.end()
-        _Helpers.started = None
+    """Kill the worker processes at once, even while they work."""
+    if _WorkerPool.started is not None:
+        _WorkerPool.started.end()
+        _WorkerPool.started = None
 
 
-class _Helpers:
-    """Processes, each with a thread here that waits for its answers."""
+class _WorkerPool:
+    """Worker processes, each with a thread in this process that waits for its answers."""
 
-    started: _Helpers | None = None
+    started: _WorkerPool | None = None
+    """The pool of this process, if one was started."""
 
     def __init__(self, jobs: int) -> None:
         self.jobs = jobs
         self._threads = ThreadPoolExecutor(jobs, "ringprof-helper")
-        self._mine = threading.local()
+        self._of_thread = threading.local()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._starting = threading.Lock()
         self._ended = False
 
     @classmethod
-    def of(cls, jobs: int) -> _Helpers:
-        """So many, those that there are if possible."""
+    def of(cls, jobs: int) -> _WorkerPool:
+        """Return a pool of ``jobs`` processes: the existing one if it has this size, else a new one."""
         if cls.started is None or cls.started.jobs != jobs:
             end_all()
             cls.started = cls(jobs)
         return cls.started
 
     def submit(self, function: Callable[..., Any], item: tuple[Any, ...]) -> Any:
-        """A future of what the function returns."""
+        """Call the function in a worker; returns a future of its result."""
         try:
             return self._threads.submit(self._call, function, item)
         except RuntimeError:  # no thread can be started
@@ -139,39 +147,39 @@ class _Helpers:
 
     def _call(self, function: Callable[..., Any], item: tuple[Any, ...]) -> Any:
         try:
-            if not hasattr(self._mine, "connection"):
-                self._mine.connection = self._begin()
-            self._mine.connection.send((function, item))
-            done, result = self._mine.connection.recv()
+            if not hasattr(self._of_thread, "connection"):
+                self._of_thread.connection = self._start_worker()
+            self._of_thread.connection.send((function, item))
+            done, result = self._of_thread.connection.recv()
         except (EOFError, OSError):
             raise ProcessEnded from None
         if done:
             return result
         raise ProcessEnded if isinstance(result, MemoryError) else result
 
-    def _begin(self) -> Connection:
-        ours, theirs = Pipe()
-        with theirs, self._starting, interrupts_blocked():
+    def _start_worker(self) -> Connection:
+        parent_end, child_end = Pipe()
+        with child_end, self._starting, interrupts_blocked():
             if self._ended:
                 raise ProcessEnded
-            command = isolated("helper", str(theirs.fileno()))
-            # Out of a terminal's reach, where Ctrl-C is for the process that was started there: it ends the others.
+            command = spawn_command("helper", str(child_end.fileno()))
+            # In a new session, so that a terminal's Ctrl-C reaches only the main process, which ends the workers.
             self._processes.append(
                 subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
+                    command, stdin=subprocess.DEVNULL, pass_fds=[child_end.fileno()], start_new_session=True
                 )
             )  # fmt: skip
-        return ours
+        return parent_end
 
 
 def main(arguments: list[str]) -> None:
-    """One of the processes: answers calls until the connection ends, or the process that it is for."""
+    """Run a worker process: answer calls until the connection or the parent process ends."""
     connection = Connection(int(arguments[0]))
     calls: SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]]] = SimpleQueue()
     try:
-        threading.Thread(target=_hear, args=(connection, calls), daemon=True).start()
+        threading.Thread(target=_receive_calls, args=(connection, calls), daemon=True).start()
     except RuntimeError:
-        return  # no thread can be started; the end of the connection tells it
+        return  # no thread can be started; the parent notices the closed connection
     while True:
         function, item = calls.get()
         try:
@@ -181,8 +189,8 @@ def main(arguments: list[str]) -> None:
         connection.send(answer)
 
 
-def _hear(connection: Connection, calls: SimpleQueue[Any]) -> None:
-    """Put what comes into the queue; at its end, end this process, whatever it is computing."""
+def _receive_calls(connection: Connection, calls: SimpleQueue[Any]) -> None:
+    """Put received calls into the queue. When the connection ends, end this process, even during a computation."""
     try:
         while True:
             calls.put(connection.recv())

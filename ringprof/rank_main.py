@@ -1,6 +1,6 @@
-"""One rank of a recording or of a check, started by ringprof through `ringprof.spawn`, with TASK and PARENT.
+"""Main function of one rank of a recording or of a check, which ringprof starts through `ringprof.spawn`.
 
-TASK is the path of the task's JSON, PARENT the process to live no longer than.
+Its arguments are TASK, the path of the task's JSON, and PARENT, the id of the process with which the rank ends.
 """
 
 from __future__ import annotations
@@ -30,67 +30,68 @@ _TASKS: dict[str, type[_Task]] = {"record": RecordTask, "check": CheckTask}
 
 
 def main(what: str, arguments: list[str]) -> NoReturn:
-    """Be one rank and end the process: with 0, or with 3 and the reason in the rank's diary."""
+    """Run one rank and end the process: with 0, or with 3 and the reason in the rank's progress log."""
     parent = int(arguments[1])
     if os.getppid() != parent:
-        os._exit(3)  # killed meanwhile, and what it had to say is gone with it
+        os._exit(3)  # the parent was killed in the meantime, and its task with it
     task = from_json(Path(arguments[0]).read_bytes(), _TASKS[what])
-    place = launcher_rank()
-    assert place is not None and task.scratch is not None, "started by ringprof, with the ranks' variables"
+    rank = launcher_rank()
+    assert rank is not None and task.scratch is not None, "started by ringprof, with the ranks' variables"
     scratch = Path(task.scratch)
-    _print_to(log_path(scratch, place.rank))
-    diary = ProgressLog(progress_log_path(scratch, place.rank))
+    _redirect_output(log_path(scratch, rank.rank))
+    progress = ProgressLog(progress_log_path(scratch, rank.rank))
     hops: list[Callable[[], int | None]] = []
 
     def at_end(reason: str, code: int) -> None:
-        diary.log_stop(hops[0]() if hops else None)
-        if reason == PARENT_GONE and place.rank == 0:
+        progress.log_stop(hops[0]() if hops else None)
+        if reason == PARENT_GONE and rank.rank == 0:
             if isinstance(task, RecordTask):
                 discard(Path(task.staging))
             shutil.rmtree(scratch, ignore_errors=True)
-        # Where it hangs, for the log.
+        # The log then shows where the rank hangs.
         faulthandler.dump_traceback()
 
     watchdog = Watchdog(at_end, parent=parent)
     watchdog.start()
     try:
-        _carry_out(task, place, diary, hops)
-        diary.done()
+        _run_task(task, rank, progress, hops)
+        progress.done()
     except BaseException as error:
-        _tell(error, diary)
+        _exit_with_error(error, progress)
     sys.stdout.flush()
     sys.stderr.flush()
-    # All is done. Native threads that torch leaves behind now and then abort an interpreter that shuts down.
+    # Exit without finalising Python: native threads left by torch sometimes abort an interpreter that shuts down.
     os._exit(0)
 
 
-def _carry_out(task: _Task, place: RankInfo, diary: ProgressLog, hops: list[Callable[[], int | None]]) -> None:
+def _run_task(task: _Task, rank: RankInfo, progress: ProgressLog, hops: list[Callable[[], int | None]]) -> None:
+    """Run a check or a recording; a recording appends its hop counter to ``hops``."""
     if isinstance(task, CheckTask):
-        check_for_parent(task, place, diary)
+        check_for_parent(task, rank, progress)
         return
-    rank = RankRecording(task, place, diary, reduce=reduce_file)
-    hops.append(rank.hops)
-    rank.run()
+    recording = RankRecording(task, rank, progress, reduce=reduce_file)
+    hops.append(recording.hops)
+    recording.run()
 
 
-def _tell(error: BaseException, diary: ProgressLog) -> NoReturn:
-    """Write down why this rank fails, and end."""
+def _exit_with_error(error: BaseException, progress: ProgressLog) -> NoReturn:
+    """Write the error of this rank to its log and its progress log, and end the process."""
     try:
         sys.stderr.write(traceback_text(error))
         sys.stderr.flush()
-        diary.error(error_kind(error), error_line(error))
+        progress.error(error_kind(error), error_line(error))
     finally:
-        # At once, without leaving the process group in good order: the peers may wait for ever.
+        # Exit without destroying the process group, which could wait for the peers for ever.
         os._exit(3)
 
 
-def _print_to(log: Path) -> None:
-    """Send what this process prints, libraries included, to its log."""
+def _redirect_output(log: Path) -> None:
+    """Redirect the output of this process, including that of native libraries, to its log."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     if descriptor > 2:
         os.close(descriptor)
-    # Without streams of Python's own where this process was given none.
+    # Python has no stream objects if the process was started with closed descriptors.
     sys.stdout = sys.stdout or open(1, "w", closefd=False)
     sys.stderr = sys.stderr or open(2, "w", closefd=False)

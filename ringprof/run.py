@@ -1,7 +1,7 @@
-"""The Run: what a recording was asked to do, on what, and what was measured; and its store.
+"""The `Run`, which holds a recording's request, hardware and measurements, and its file ``run.json``.
 
-``run.json`` holds measurements only. What follows from them (rates, slow-downs, efficiencies) is
-computed when the file is read. Times are integer nanoseconds, sizes bytes.
+``run.json`` holds measurements only. Derived figures (rates, slow-downs, efficiencies) are computed when the file is
+read. Times are integer nanoseconds, sizes are bytes.
 """
 
 from __future__ import annotations
@@ -27,31 +27,33 @@ _SCHEMA = "ringprof.run/1"
 
 _WHAT = "a ringprof run"
 _SHARE = 32
-"""A ``run.json`` may be as large as one part in so many of the memory for reading: made of empty lists, one needs 20
-times its size. Of 1 GiB that is 32 MiB; a run of 10,000 ranks has 25."""
+"""Ratio of the memory for reading to the largest accepted ``run.json``: one made of empty lists needs 20 times its
+size. With 1 GiB, files of up to 32 MiB are read; the file of a run of 10,000 ranks has 25 MiB."""
 
 
 MOST_RANKS = 1 << 20
-"""No run has more: a larger number in a file is damage, and would only fill memory."""
+"""Maximum number of ranks of a run: a larger number in a file is damage, and would only fill memory."""
 
 Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
-"""Checked when a file is decoded, as the next: a run may come from a stranger."""
+"""A size of at least 1, checked when a file is decoded, since the file may be untrusted."""
 Nanoseconds = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
+"""A duration in nanoseconds, checked when a file is decoded."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""A count, checked when a file is decoded."""
 
 
 Phase = Literal["training", "prefill", "decode"]
 
 
 class LayerAround(msgspec.Struct, frozen=True, kw_only=True):
-    """The rest of a layer, whose hidden size is heads · head_dim."""
+    """The parts of a layer other than attention; its hidden size is heads · head_dim."""
 
     parallel: Literal["ddp", "fsdp2"]
-    """How the parameters' gradients come together, over all ranks."""
+    """Data parallelism that reduces the gradients of the parameters, over all ranks."""
     mlp_size: Size
-    """Between the projections of the gated MLP."""
+    """Intermediate size of the gated MLP."""
     checkpoint: bool = False
-    """Whether the backward pass computes each layer again."""
+    """Whether the backward pass recomputes each layer (activation checkpointing)."""
 
     def __str__(self) -> str:
         recomputed = ", computed again in the backward pass" if self.checkpoint else ""
@@ -71,32 +73,35 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "bf16"
     """``bf16``, ``fp16`` or ``fp32``."""
     backward: bool = True
-    """Whether an iteration is forward and backward, or forward only."""
+    """Whether an iteration has a backward pass after its forward pass."""
     layers: Size = 1
-    """Attention layers that a captured step goes through."""
+    """Number of attention layers per captured step."""
     steps: Size = 1
-    """Steps in a captured block."""
+    """Number of steps in a captured block."""
     documents: tuple[Size, ...] | None = None
-    """Lengths of the documents that the sequence packs, in their order; None: one."""
+    """Lengths of the packed documents, in order; None: one document."""
     window: Size | None = None
-    """Keys that a query sees before it, its own counted, and without a causal mask as many after it; None: all."""
+    """Sliding window: keys up to and including its own that a query attends to; without a causal mask as many after
+    it. None: all."""
     prefix: Size | None = None
-    """First tokens of each document, seen beside the window; without one by each other, too (prefix LM); None: none."""
+    """Number of first tokens of each document that all its queries attend to, in addition to the window; without a
+    window the mask is that of a prefix LM. None: no prefix."""
     sequences: tuple[Size, ...] | None = None
-    """Of dynamic context parallelism: how many sequences ``seq`` tokens are in each step of an iteration, each on as
-    many ranks as all others; None: one step, of one sequence."""
+    """Dynamic context parallelism: number of sequences that share the ``seq`` tokens in each step of an iteration; all
+    sequences of a step run on the same number of ranks. None: one step with one sequence."""
     phase: Phase = "training"
     kv_length: Size | None = None
-    """In inference, the keys of each sequence: ``seq`` tokens are new, the last of these, and the others are cached."""
+    """Keys per sequence in inference: the last ``seq`` of them are new tokens, the others are cached. None in
+    training."""
     layer: LayerAround | None = None
-    """What stands around the attention, as many times as there are ``layers``; None: nothing."""
+    """The rest of each of the ``layers``; None: attention alone."""
 
     v_head_dim: Size | None = None
-    """Size of v's heads where it is smaller than that of q and k (MLA)."""
+    """Head size of v if it is smaller than that of q and k (MLA)."""
     softcap: Annotated[float, msgspec.Meta(gt=0, le=1e9)] | None = None
-    """Scores s become softcap · tanh(s / softcap); None: they stay."""
+    """Soft cap: scores s become softcap · tanh(s / softcap); None: no cap."""
     sinks: Literal["learned"] | None = None
-    """Whether a logit a head takes part in the softmax, and gets a gradient."""
+    """Attention sinks: with ``learned``, one learned logit per head takes part in the softmax and gets a gradient."""
 
     def __post_init__(self) -> None:
         self._check_phase()
@@ -122,18 +127,18 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"{self.phase} is forward only, over one document")
 
     def mask(self) -> Mask:
-        """Which keys a query sees; in inference, those of the whole sequence, whose last tokens alone have queries."""
+        """Return the attention mask over all keys; in inference, only the last tokens have queries."""
         cumulative = None if self.documents is None else [0, *accumulate(self.documents)]
-        side = NO_LIMIT if self.window is None else self.window - 1
-        after = 0 if self.window is None and self.prefix else side
-        return Mask.of(cumulative, (side, after), causal=self.causal, prefix=self.prefix or 0)
+        before = NO_LIMIT if self.window is None else self.window - 1
+        after = 0 if self.window is None and self.prefix else before
+        return Mask.of(cumulative, (before, after), causal=self.causal, prefix=self.prefix or 0)
 
     def step(self, count: int) -> Workload:
-        """What one group of ranks has to do in a step with so many sequences."""
+        """Return the workload of one group of ranks in a step with ``count`` sequences (dynamic CP)."""
         return msgspec.structs.replace(self, seq=self.seq // count, sequences=None)
 
     def at(self, seq: int, kv_length: int | None = None) -> Workload:
-        """The same over another number of tokens, and of keys: documents, window and prefix shrink or grow alike."""
+        """Scale the workload to ``seq`` tokens and ``kv_length`` keys; documents, window and prefix scale with them."""
         scaled = self.mask().scaled(self.kv_length or self.seq, kv_length or seq)
         documents = None if scaled.documents is None else tuple(end - first for first, end in scaled.spans(seq))
         window = None if self.window is None else scaled.left + 1
@@ -143,11 +148,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def model_flops(self) -> int:
-        """FLOPs of one iteration over all ranks: 4·B·S²·H·D forward, half when causal; backward 2.5 times.
+        """Count the FLOPs of one iteration over all ranks: forward 4·B·S²·H·D, half if causal; backward 2.5 times that.
 
-        Where heads of v have another size E, forward has 2·(D + E) in place of 4·D, and backward 2·(3·D + 2·E) of 10·D.
-        S² is the sum over the documents of each one's; with a window, and in inference, the exact area stands in its
-        place. Of a captured block, of all its steps and layers. Of whole layers with their matrix products, too.
+        If the heads of v have another size E, forward uses 2·(D + E) instead of 4·D, and backward 2·(3·D + 2·E) instead
+        of 10·D. S² is summed over the documents; with a window and in inference, the exact mask area replaces it. All
+        steps and layers of a captured block are included, and for whole layers their matrix products.
         """
         if self.sequences is not None:
             return sum(count * self.step(count).model_flops() for count in self.sequences)
@@ -160,17 +165,17 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return self._flops(squares if self.causal else 2 * squares)
 
     def exact_flops(self) -> int:
-        """Of attention alone, from the mask's exact area: S(S+1)/2 instead of S²/2 for a document when causal."""
+        """Count the FLOPs of attention alone from the exact mask area: S(S+1)/2 per causal document, not S²/2."""
         if self.sequences is not None:
             return sum(count * self.step(count).exact_flops() for count in self.sequences)
         return self._flops(2 * self.pairs())
 
     def pairs(self) -> int:
-        """Pairs of a query and a key that it sees, of one head and sequence."""
+        """Count the pairs of a query and a key that it attends to, for one head of one sequence."""
         return self.mask().area(self.kv_length or self.seq, None if self.kv_length is None else self.seq)
 
     def parameters(self) -> int:
-        """Of the matrices of one whole layer: q, k and v, output, and the three of the gated MLP."""
+        """Count the parameters of the matrices of one layer: q, k, v, output, and the three of the gated MLP."""
         if self.layer is None:
             return 0
         hidden = self.heads * self.head_dim
@@ -181,25 +186,26 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return 3 * forward if self.backward else forward
 
     def cache_bytes(self) -> int:
-        """Of the keys and values of all sequences that new tokens see: batch · keys · kv_heads · (D + E) numbers."""
+        """Return the bytes of the K/V cache that new tokens attend to: batch · keys · kv_heads · (D + E) elements."""
         keys = self.kv_length or self.seq
         if self.window is not None:
             keys = min(keys, self.seq + self.window - 1 + (self.prefix or 0))
-        numbers = self.batch * keys * self.kv_heads * (self.head_dim + (self.v_head_dim or self.head_dim))
-        return numbers * (4 if self.dtype == "fp32" else 2)
+        elements = self.batch * keys * self.kv_heads * (self.head_dim + (self.v_head_dim or self.head_dim))
+        return elements * (4 if self.dtype == "fp32" else 2)
 
     def _flops(self, twice_the_area: int) -> int:
-        size, of_v = self.head_dim, self.v_head_dim or self.head_dim
-        numbers = (size + of_v) + (3 * size + 2 * of_v if self.backward else 0)
-        return self.batch * twice_the_area * self.heads * numbers * self.layers * self.steps
+        """Count the FLOPs of attention over a mask of the given area (in pairs), doubled to stay an integer."""
+        size, v_size = self.head_dim, self.v_head_dim or self.head_dim
+        flops_per_pair = (size + v_size) + (3 * size + 2 * v_size if self.backward else 0)
+        return self.batch * twice_the_area * self.heads * flops_per_pair * self.layers * self.steps
 
     def extras(self) -> list[str]:
-        """What is more than queries, keys and values of one size, in words."""
-        found = [] if self.softcap is None else [f"softcap {self.softcap:g}"]
-        return found + ([] if self.sinks is None else [f"{self.sinks} sinks"])
+        """Describe the soft cap and the sinks, if any, in words."""
+        words = [] if self.softcap is None else [f"softcap {self.softcap:g}"]
+        return words + ([] if self.sinks is None else [f"{self.sinks} sinks"])
 
     def mask_in_short(self) -> str:
-        """What a query sees, and what else is asked of its scores: ``causal, 15 documents, window 4096``."""
+        """Describe the mask, the soft cap and the sinks in a few words: ``causal, 15 documents, window 4096``."""
         parts = ["causal" if self.causal else "prefix LM" if self.prefix and not self.window else "full"]
         parts += [f"{len(self.documents)} documents"] if self.documents else []
         parts += [f"window {self.window}"] if self.window else []
@@ -207,23 +213,24 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return ", ".join([*parts, *self.extras()])
 
     def heads_in_words(self) -> str:
-        """How many and of which size: ``40 heads (8 kv) of 128``, or of v apart: ``16 heads of 192 (v 128)``."""
+        """Describe the heads: ``40 heads (8 kv) of 128`` or, with another size of v, ``16 heads of 192 (v 128)``."""
         grouped = f" ({self.kv_heads} kv)" if self.kv_heads != self.heads else ""
-        of_v = f" (v {self.v_head_dim})" if self.v_head_dim else ""
-        return f"{self.heads} heads{grouped} of {self.head_dim}{of_v}"
+        v_size = f" (v {self.v_head_dim})" if self.v_head_dim else ""
+        return f"{self.heads} heads{grouped} of {self.head_dim}{v_size}"
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
-    """Which rank ran where."""
+    """Placement of the ranks on hosts and devices."""
 
     world_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
     hosts: list[str]
     """Host name of each rank."""
     ranks: list[Count] | None = None
-    """The ranks' numbers in their world, by which traces name them, where `capture` was of a group; None: from 0 on."""
+    """Global rank of each rank, as used in the traces, if `capture` recorded a process group; None: 0, 1, ..."""
     local_ranks: list[Count]
+    """Local rank of each rank on its host."""
     ranks_per_host: Size
-    """Ranks that share a host as the strategy saw it (given, or from the launcher)."""
+    """Number of ranks per host that the strategy used (from the options or the launcher)."""
     device_type: str
     """``cuda`` or ``cpu``."""
     backend: str
@@ -231,224 +238,237 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StrategyUsed(msgspec.Struct, frozen=True, kw_only=True):
-    """The strategy and every parameter it ran with, defaults included."""
+    """The strategy of a run and all its parameters, including defaults."""
 
     name: str
     target: str
-    """``package.module:Class`` that ran."""
+    """Class that ran, as ``package.module:Class``."""
     params: Params
     layout: str | None = None
     hops: str = "nccl"
-    """What carried the hops within a host: ``nccl`` (gloo on CPU) or ``copy``, copy engines."""
+    """Intra-node transport of the hops: ``nccl`` (gloo on CPU) or ``copy`` (copy engines)."""
     cuda_graph: bool = False
-    """Whether an iteration was captured once and replayed."""
+    """Whether an iteration was captured in a CUDA graph and replayed."""
 
     def __post_init__(self) -> None:
         refuse_deep(self.params)
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
-    """Hardware, driver, versions and the variables that change communication."""
+    """Hardware, driver, versions, and environment variables that change communication."""
 
     devices: list[str]
     """Device name of each rank."""
     driver: str | None = None
     versions: dict[str, str]
-    """``ringprof``, ``python``, ``torch``, and where they exist ``cuda``, ``nccl``, ``cudnn``, ``flash_attn``."""
+    """Versions of ``ringprof``, ``python``, ``torch``, and if present ``cuda``, ``nccl``, ``cudnn``, ``flash_attn``."""
     variables: dict[str, str]
 
 
 class TensorError(msgspec.Struct, frozen=True, kw_only=True):
-    """How far one result was from the float64 reference, over all ranks."""
+    """Error of one tensor against the float64 reference, over all ranks."""
 
     max_abs: float
     """Largest absolute error of any element."""
     rms: float
-    """Root-mean-square error relative to the reference's root mean square."""
+    """Root-mean-square error relative to the root mean square of the reference."""
     kernel_rms: float
-    """The same for one call of the same kernel on one device over the whole sequence."""
+    """Relative root-mean-square error of one call of the same kernel on one device over the whole sequence."""
     allowed_rms: float
+    """Tolerance for ``rms``."""
     rank: Count
-    """The rank with the largest relative error."""
+    """Rank with the largest relative error."""
 
 
 class TimedVerification(msgspec.Struct, frozen=True, kw_only=True):
-    """The check after timing, of the last timed iteration: in places, against attention over the whole sequence."""
+    """Result of the check after timing: samples of the last timed iteration against dense attention."""
 
     seq: Count
     places: Count
-    """Query rows of ``out`` and ``dq``, and keys of ``dk`` and ``dv``, that each rank looked at."""
+    """Number of query rows of ``out`` and ``dq``, and of keys of ``dk`` and ``dv``, that each rank compared."""
     kv_head: Count
-    """Whose keys those are; the rows are of all heads."""
+    """Index of the kv head whose keys were compared; query rows were compared for all heads."""
     same_output: bool
-    """Whether the output has the same bits as that of the first iteration at this length."""
+    """Whether the output is bitwise equal to that of the first iteration at this length."""
     errors: dict[str, TensorError]
-    """As those of `Verification`, over the places."""
+    """Errors over the compared rows and keys, by tensor: ``out`` and, with backward, ``dq``, ``dk``, ``dv``."""
     took_ns: Nanoseconds
-    """How long this check took on rank 0."""
+    """Duration of this check on rank 0, in nanoseconds."""
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True):
-    """The check before timing: output and gradients against a dense float64 reference."""
+    """Result of the check before timing: output and gradients against a dense float64 reference."""
 
     passed: bool
     seq: Count
     errors: dict[str, TensorError]
-    """Keys ``out``, and with backward ``dq``, ``dk``, ``dv``."""
+    """Errors by tensor: ``out`` and, with backward, ``dq``, ``dk``, ``dv``."""
     timed: TimedVerification | None = None
-    """None in runs of before there was this check."""
+    """Result of the check after timing; None in runs recorded before it existed."""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """Wall time of every iteration on every rank, measured without the profiler."""
 
     warmup: Count
+    """Number of untimed iterations before."""
     iterations_ns: list[list[Nanoseconds]]
-    """One list a rank, one figure an iteration."""
+    """Times in nanoseconds, by rank and iteration."""
     steps_ns: list[list[Nanoseconds]] | None = None
-    """Of dynamic context parallelism: one list a rank, of each step its median over the iterations."""
+    """Dynamic context parallelism: median time of each step over the iterations, by rank and step."""
 
     def median_ns(self) -> float | None:
-        """The run's time: the `slowest_median`; None where nothing was timed."""
+        """Return the time of the run: the median of the slowest rank's times; None if nothing was timed."""
         return slowest_median(self.iterations_ns)
 
 
 def slowest(iterations_ns: Sequence[Sequence[int]]) -> list[int]:
-    """The slowest rank's time of every iteration that all ranks have a time of."""
+    """Return the time of the slowest rank for every iteration that all ranks timed."""
     return [max(times) for times in zip(*iterations_ns, strict=False) if max(times) > 0]
 
 
 def slowest_median(iterations_ns: Sequence[Sequence[int]]) -> float | None:
-    """The median over iterations of the slowest rank's time; None where there is none."""
+    """Return the median over iterations of the slowest rank's time; None if there is none."""
     times = slowest(iterations_ns)
     return float(median(times)) if times else None
 
 
 class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's GPU through the timed iterations, as its driver told; None for what it did not."""
+    """Telemetry of one rank's GPU during the timed iterations; a field is None if the driver does not report it."""
 
     looks: Count
-    """How often it was asked."""
+    """Number of samples."""
     sm_clock_mhz: Count | None = None
-    """The median, as of ``power_w``."""
+    """Median SM clock in MHz."""
     least_sm_clock_mhz: Count | None = None
+    """Lowest sample of the SM clock in MHz."""
     rated_sm_clock_mhz: Count | None = None
-    """The highest that the GPU can run at."""
+    """Maximum SM clock of the GPU in MHz."""
     power_w: float | None = None
+    """Median power in watts."""
     highest_power_w: float | None = None
-    """The highest sample; None in runs of before this was recorded."""
+    """Highest sample of the power in watts; None in runs recorded before this field existed."""
     power_limit_w: float | None = None
+    """Power limit in watts."""
     instant_power: bool = False
-    """Whether power is that of the moment. Else it is what ``nvmlDeviceGetPowerUsage`` gives: on Ampere GPUs but GA100,
-    and on newer ones, the mean of the last second."""
+    """Whether power samples are instantaneous. If False, they come from ``nvmlDeviceGetPowerUsage``: on Ampere GPUs
+    except GA100, and on newer GPUs, the mean of the last second."""
     hottest_celsius: int | None = None
+    """Highest sample of the temperature in degrees Celsius."""
     limit_celsius: int | None = None
-    """The highest temperature that the driver lets the GPU operate at before it slows the clock down."""
+    """Maximum operating temperature in degrees Celsius, above which the driver lowers the clock."""
     held_back: dict[str, float] = {}
-    """What the driver says limits the clock, such as ``power cap``, and in which share of the looks, 0..1. How far the
-    clock fell is told by the clocks alone."""
+    """Share of samples, 0..1, by the reason for which the driver limits the clock, such as ``power cap``. Only the
+    clocks show by how much it was lowered."""
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
-    """An active port of a network adapter of a host, as Linux lists it (``/sys/class/infiniband``)."""
+    """Active port of a network adapter, from ``/sys/class/infiniband``."""
 
     name: str
     """Adapter and port, such as ``mlx5_0:1``."""
     gbits: float | None = None
-    """Of the link, in Gbit/s."""
+    """Link rate in Gbit/s."""
     layer: str | None = None
-    """``InfiniBand`` or ``Ethernet``."""
+    """Link layer: ``InfiniBand`` or ``Ethernet``."""
 
 
 class DeviceLinks(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank's GPU and host are connected by; None for what was not told."""
+    """Interconnects of one rank's GPU and host; a field is None if it is unknown."""
 
     nvlinks: dict[str, int] | None = None
-    """Active NVLinks by what is at their other end: ``switch``, a GPU's PCI address, or ``unknown``."""
+    """Number of active NVLinks by their remote end: ``switch``, the PCI address of a GPU, or ``unknown``."""
     adapters: list[Adapter] | None = None
-    """Of the host; told by its first rank alone."""
+    """Network adapters of the host; reported by the first rank of the host only."""
 
 
-class Controls(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of ordinary iterations and of three controls, measured in turns after `Timings`, without the profiler.
+class Baselines(msgspec.Struct, frozen=True, kw_only=True):
+    """Times of ordinary iterations and of three baselines, interleaved after `Timings`, without the profiler.
 
-    One list a rank, one figure an iteration, as in `Timings`.
+    Times are in nanoseconds, by rank and iteration.
     """
 
     warmup: Count
-    """Untimed iterations of each control before."""
+    """Number of untimed iterations before each baseline."""
     rounds: Count
+    """Number of rounds; each round times all kinds of iterations in one of several orders."""
     ordinary_ns: list[list[Nanoseconds]]
+    """Times of ordinary iterations."""
     solo_ns: list[list[Nanoseconds]]
-    """The same kernel calls back to back on all ranks at once, nothing merged, nothing sent."""
+    """Times of the kernel-only baseline: the same kernel calls back to back on all ranks at once, without merging and
+    communication."""
     compute_only_ns: list[list[Nanoseconds]] | None = None
-    """The strategy on a communicator that sends nothing; None, as the next, where one rank has nobody to send to."""
+    """Times of the strategy on a communicator that sends nothing; None with a single rank."""
     communication_only_ns: list[list[Nanoseconds]] | None = None
-    """The strategy with a kernel that computes nothing."""
+    """Times of the strategy with a kernel that computes nothing; None with a single rank."""
     solo_flops: list[Count]
-    """FLOPs of one solo iteration of each rank, from exact mask areas."""
+    """FLOPs of one kernel-only iteration of each rank, from exact mask areas."""
 
 
 class Profiled(msgspec.Struct, frozen=True, kw_only=True):
-    """The window under the profiler, by the same clock as `Timings`."""
+    """Times of the profiled iterations, measured with the clock of `Timings`."""
 
     iterations_ns: list[list[Nanoseconds]]
+    """Times in nanoseconds, by rank and iteration."""
 
 
 class Sent(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank sent in one iteration over one ring or group."""
+    """Communication of one rank in one iteration over one ring or group."""
 
     channel: str
-    """Such as ``kv``, ``dkv``, ``read``, ``dq``."""
+    """Name of the channel, such as ``kv``, ``dkv``, ``read``, ``dq``."""
     phase: str
-    """``forward`` or ``backward``."""
+    """Pass: ``forward`` or ``backward``."""
     operation: str
-    """``send_recv``, ``all_to_all``, ``all_gather`` or ``reduce_scatter``."""
+    """Operation: ``send_recv``, ``all_to_all``, ``all_gather`` or ``reduce_scatter``."""
     link: str
-    """``same_host`` or ``other_host``."""
+    """Link class: ``same_host`` or ``other_host``."""
     count: Count
-    """Hops, or collective calls."""
+    """Number of hops, or of collective calls."""
     sent_bytes: Count
     to: Count | None = None
-    """The rank that hops go to; None for collectives, and in runs of before this was recorded."""
+    """Rank that receives the hops; None for collectives, and in runs recorded before this field existed."""
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank did in one iteration, counted by the kernel and the communicator as they ran."""
+    """Work of one rank in one iteration, counted by the kernel and the communicator at run time."""
 
     block_flops: Count | None
-    """FLOPs of its attention blocks, forward and backward, from exact mask areas; None where the strategy computes
-    with other kernels than those that count, as other people's code does."""
+    """FLOPs of its attention blocks, forward and backward, from exact mask areas; None if the strategy uses kernels
+    that do not count, such as those of third-party code."""
     block_calls: dict[str, Count]
-    """Blocks computed, by ``forward`` and ``backward``."""
+    """Number of blocks computed, by ``forward`` and ``backward``."""
     sent: list[Sent] | None
-    """None where the strategy sends by other ways than those that count."""
+    """Communication by channel; None if the strategy does not send through ringprof's communicator."""
 
 
 class RankTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one rank's trace lies."""
+    """Location of one rank's trace."""
 
     rank: Count
     path: str
-    """Relative to the ``run.json`` that names it, with forward slashes."""
+    """Path relative to the ``run.json`` that names it, with forward slashes."""
     reduced: str | None = None
-    """The same trace reduced (`ringprof.trace.reduced`), relative as ``path``; None where it was not."""
+    """Path of the reduced trace (`ringprof.trace.reduced`), relative to the ``run.json``; None if there is none."""
     size_bytes: Count | None = None
-    """Of the file at ``path`` when it was reduced: another size shows that it is another trace by now."""
+    """Size of the file at ``path`` when it was reduced; another size today means that the trace was replaced."""
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run that was foreseen, not made, rests on (`ringprof.prediction`)."""
+    """Basis of a predicted run (`ringprof.prediction`)."""
 
     machine: str
-    """The calibration's name."""
+    """Name of the calibration."""
     evidence: str
-    """The weakest origin among its figures: ``measured``, ``published`` or ``assumed``."""
+    """Weakest origin among its figures: ``measured``, ``published`` or ``assumed``."""
     simulated_ranks: Count
+    """Number of ranks that were simulated."""
     p10_ns: Nanoseconds
-    """With ``p90_ns`` the 80 % interval of the slowest rank's time; they are the run's iterations, too."""
+    """Lower end of the 80 % interval of the slowest rank's time. The three quantiles are also the run's iterations."""
     p50_ns: Nanoseconds
+    """Median of the slowest rank's time."""
     p90_ns: Nanoseconds
+    """Upper end of the 80 % interval of the slowest rank's time."""
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -456,38 +476,38 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     schema: str = _SCHEMA
     name: str
-    """Also the name of the run's folder."""
+    """Name of the run and of its folder."""
     created: str
-    """UTC, ISO 8601."""
+    """Time of the recording: UTC, ISO 8601."""
     command: list[str]
     workload: Workload | None
-    """None where `capture` was given none."""
+    """Recorded workload; None if `capture` got none."""
     workload_ranks: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)] | None = None
-    """Ranks that share the workload: the size of the context-parallel group. None: all ranks of the run."""
+    """Number of ranks that share the workload: the size of the context-parallel group. None: all ranks of the run."""
     topology: Topology
     strategy: StrategyUsed | None
     kernel: str | None
     environment: Environment
     verification: Verification | None = None
     timings: Timings | None = None
-    controls: Controls | None = None
-    """None where they were not asked for."""
+    controls: Baselines | None = None
+    """Times of the baselines; None if they were not requested."""
     profiled: Profiled | None = None
     peak_memory_bytes: list[Count] | None = None
-    """Most memory of each rank during the timed iterations: allocated on its GPU, or resident (libraries included) on
+    """Peak memory of each rank during the timed iterations: allocated on its GPU, or resident (including libraries) on
     CPU."""
     device_states: list[DeviceState | None] | None = None
-    """One a rank; None where no GPU told, and in runs of before this was recorded."""
+    """GPU telemetry of each rank; None if no GPU reported any, and in runs recorded before this field existed."""
     device_links: list[DeviceLinks | None] | None = None
-    """As ``device_states``."""
+    """Interconnects of each rank; None if none are known, and in runs recorded before this field existed."""
     work: list[Work] | None = None
-    """One a rank."""
+    """Counted work of each rank."""
     traces: list[RankTrace]
     predicted: Predicted | None = None
-    """None for a run that was made."""
+    """Basis of a predicted run; None for a recorded run."""
 
     def tflops(self, time_ns: float | None) -> float | None:
-        """The rate per device of an iteration of this time, by the model's FLOPs; None where either is unknown."""
+        """Return the TFLOP/s per device of an iteration of ``time_ns``, from the model FLOPs; None if unknown."""
         if self.workload is None or not time_ns:
             return None
         return self.workload.model_flops() / self.sharing_ranks / time_ns / 1e3
@@ -499,7 +519,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sharing_ranks(self) -> int:
-        """Number of ranks that share one workload; with data parallelism every such group has a workload of its own."""
+        """Number of ranks that share one workload; with data parallelism, every such group has its own workload."""
         return self.workload_ranks or self.topology.world_size
 
     def needed_flops(self) -> int | None:
@@ -509,35 +529,35 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         return self.workload.exact_flops() * self.topology.world_size // self.sharing_ranks
 
     def ranks(self) -> Sequence[int]:
-        """The number of each rank, as its trace names it."""
+        """Return the global rank of each rank, as used in its trace."""
         return self.topology.ranks or range(self.topology.world_size)
 
     def work_of(self, rank: int) -> Work | None:
-        """What the rank of this number did in one iteration; None where it was not counted."""
+        """Return the work of the given global rank in one iteration; None if it was not counted."""
         return dict(zip(self.ranks(), self.work or (), strict=False)).get(rank)
 
     def block_flops(self) -> dict[int, int] | None:
-        """FLOPs of every rank's attention blocks in one iteration; None where they were not counted."""
+        """Return the FLOPs of the attention blocks of each rank in one iteration; None if they were not counted."""
         works = zip(self.ranks(), self.work or (), strict=False)
         counted = {rank: work.block_flops for rank, work in works if work.block_flops is not None}
         return counted if len(counted) == self.topology.world_size else None
 
 
-# --- the store ------------------------------------------------------------------------------------
+# --- run.json -------------------------------------------------------------------------------------
 
 
 def read_run(path: str | os.PathLike[str], limits: Limits | None = None) -> Run:
     """Read a ``run.json``.
 
-    Raises `RunFormatError` where the file is not a run, was written by a newer ringprof, contradicts itself, or names
-    a trace outside its own folder.
+    Raises `RunFormatError` if the file is not a run, was written by a newer ringprof, is inconsistent, or names a trace
+    outside its own folder.
     """
     name = os.fspath(path)
     return parse_run(read_whole(name, limits, _SHARE), name)
 
 
 def parse_run(data: bytes, path: str | os.PathLike[str]) -> Run:
-    """Decode the text of a ``run.json``; ``path`` is where it lies."""
+    """Decode the text of a ``run.json``, which was read from ``path``. Raises `RunFormatError`."""
     file = os.fspath(path)
     schema = decode_json(data, _SchemaOnly, file, _WHAT, RunFormatError).schema
     if schema != _SCHEMA:
@@ -552,9 +572,9 @@ def parse_run(data: bytes, path: str | os.PathLike[str]) -> Run:
 
 
 def _contradictions(run: Run) -> Iterator[str]:
-    """What cannot be of one recording; the report takes it for granted that there is none."""
+    """Yield the inconsistencies of a run. A report assumes that there are none."""
     size = run.topology.world_size
-    each: dict[str, Sequence[object] | None] = {
+    by_rank: dict[str, Sequence[object] | None] = {
         "topology.hosts": run.topology.hosts,
         "topology.ranks": run.topology.ranks,
         "topology.local_ranks": run.topology.local_ranks,
@@ -566,11 +586,11 @@ def _contradictions(run: Run) -> Iterator[str]:
     times = {"timings": run.timings, "profiled": run.profiled, "controls": run.controls}
     for part, recorded in times.items():
         named = msgspec.structs.asdict(recorded) if recorded else {}
-        each |= {f"{part}.{name}": values for name, values in named.items() if name.endswith(("_ns", "_flops"))}
-    for name, values in each.items():
+        by_rank |= {f"{part}.{name}": values for name, values in named.items() if name.endswith(("_ns", "_flops"))}
+    for name, values in by_rank.items():
         if values is not None and len(values) != size:
             yield f"{name} is of {len(values)} ranks, the run of {size}"
-        if name.endswith("_ns") and len({len(one) for one in values or () if isinstance(one, list)}) > 1:
+        if name.endswith("_ns") and len({len(row) for row in values or () if isinstance(row, list)}) > 1:
             yield f"{name} holds more iterations of some ranks than of others"
     ranks = [trace.rank for trace in run.traces]
     if len(set(ranks)) < len(ranks) or not set(ranks) <= set(run.ranks()):
@@ -588,19 +608,21 @@ class _SchemaOnly(msgspec.Struct):
 
 
 def write_run(run: Run, path: str | os.PathLike[str]) -> None:
-    """Write a ``run.json`` atomically: it is complete, or it is not there."""
+    """Write a ``run.json`` atomically: an incomplete file never exists."""
     try:
         text = msgspec.json.encode(run)
     except UnicodeEncodeError:
-        # A command line or a variable that is no text.
+        # A command line or an environment variable that is not valid text.
         text = json.dumps(msgspec.to_builtins(run), ensure_ascii=False).encode(errors="replace")
     write_atomically(Path(path), msgspec.json.format(text, indent=1) + b"\n")
 
 
 def relocated(run: Run, folder: str) -> Run:
-    """The same run as named from the folder above its own: trace paths gain ``folder/``."""
+    """Return the run for a ``run.json`` in the folder above its own: trace paths get the prefix ``folder/``."""
     traces = [
-        msgspec.structs.replace(t, path=f"{folder}/{t.path}", reduced=f"{folder}/{t.reduced}" if t.reduced else None)
-        for t in run.traces
+        msgspec.structs.replace(
+            trace, path=f"{folder}/{trace.path}", reduced=f"{folder}/{trace.reduced}" if trace.reduced else None
+        )
+        for trace in run.traces
     ]
     return msgspec.structs.replace(run, traces=traces)

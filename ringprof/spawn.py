@@ -1,8 +1,9 @@
-"""Starts a process of ringprof's that imports nothing from the current folder: ``python THIS PATHS WHAT ARGUMENTS``.
+"""Script that runs a ringprof process without imports from the current folder: ``python spawn.py PATHS WHAT ...``.
 
-With ``python -m`` or ``-c`` the current folder comes first on the import path, and a stranger's folder may hold a
-``numpy.py``. (``python -P`` would do, from 3.11 on.) A script has its own folder there, which is taken off before
-anything is imported. PATHS are the starting process's import paths as JSON (`ringprof.process_pool.isolated`).
+With ``python -m`` or ``-c`` the current folder comes first on the import path, and an untrusted folder may hold a
+``numpy.py``. (From Python 3.11 on, ``python -P`` would do.) For a script, its own folder comes first; it is removed
+before anything is imported. PATHS are the import paths of the parent process as JSON
+(`ringprof.process_pool.spawn_command`).
 """
 
 import sys
@@ -16,26 +17,26 @@ from importlib.util import module_from_spec, spec_from_file_location  # noqa: E4
 
 
 def start(paths: str, what: str, *arguments: str) -> None:
-    """Be a rank of a recording (``record``) or of a check (``check``), or a ``helper`` that carries out functions."""
+    """Run a rank of a recording (``record``) or a check (``check``), or a worker that calls functions (``helper``)."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # Ends the process without a traceback: it is for the starting process to say what became of it.
+        # SIGINT ends the process without a traceback: the parent process reports it.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # It was blocked while Python started (`ringprof.process_pool.interrupts_blocked`).
+    # The parent process blocked it until this line (`ringprof.process_pool.interrupts_blocked`).
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    given = json.loads(paths)
-    sys.path[:] = [*given, *(path for path in sys.path if path not in given)]
-    # This very package: it may lie in a folder that is on no path.
+    parent_paths = json.loads(paths)
+    sys.path[:] = [*parent_paths, *(path for path in sys.path if path not in parent_paths)]
+    # Load this copy of the package, whose folder may not be on the import path.
     spec = spec_from_file_location("ringprof", f"{PACKAGE}/__init__.py", submodule_search_locations=[PACKAGE])
     assert spec is not None and spec.loader is not None
     sys.modules["ringprof"] = module_from_spec(spec)
     spec.loader.exec_module(sys.modules["ringprof"])
     if what in ("record", "check"):
-        from ringprof.rank_main import main as be_rank
+        from ringprof.rank_main import main as run_rank
 
-        be_rank(what, list(arguments))
-    from ringprof.process_pool import main as be_helper
+        run_rank(what, list(arguments))
+    from ringprof.process_pool import main as run_worker
 
-    be_helper(list(arguments))
+    run_worker(list(arguments))
 
 
 if __name__ == "__main__":

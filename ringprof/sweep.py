@@ -1,7 +1,7 @@
-"""Sweeps: the same recording for several strategies, sequence lengths and kernels, one row each, resumable.
+"""Resumable sweeps: recordings for several strategies, sequence lengths and kernels, one row each.
 
-Every row is a run on disk. The sweep's own file holds which rows are done and is written after each, so that a sweep
-that was interrupted goes on where it stopped. A row that runs out of memory or fails says why, and the sweep goes on.
+Every row is a run on disk. The sweep's file lists the finished rows and is written after each row, so an interrupted
+sweep resumes where it stopped. A row that runs out of memory or fails holds the reason, and the sweep continues.
 """
 
 from __future__ import annotations
@@ -33,36 +33,37 @@ from ringprof.strategies import find
 _SCHEMA = "ringprof.sweep/1"
 
 WHERE = ("hops", "device", "world", "ranks_per_host")
-"""Options that make another measurement: a row is recorded again where they differ."""
+"""Options that identify a measurement: if they differ, the row is recorded again."""
 HOW = ("warmup", "iters", "verify")
-"""Options by which a measurement is more or less sure: an earlier row stays, and the sweep says so."""
+"""Options that change only the precision of a measurement: an earlier row is kept, and the sweep reports them."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One recording of a sweep, and what came of it."""
+    """One recording of a sweep, and its outcome."""
 
     strategy: str
     params: Params
-    """As given; the run holds all."""
+    """Parameters from the command line; the run holds all parameters, including defaults."""
     kernel: str
-    """As given: ``auto`` or a name."""
+    """Kernel from the command line: ``auto`` or a name."""
     workload: Workload
     status: str
-    """``ok``, ``oom``, ``unfit`` or ``failed``."""
+    """Outcome: ``ok``, ``oom``, ``unfit`` or ``failed``."""
     reason: str | None = None
+    """Error message if the status is not ``ok``."""
     run: str | None = None
-    """The run's folder, relative to the sweep's file."""
+    """Folder of the run, relative to the sweep's file."""
     forward_ns: float | None = None
-    """Time of one forward pass alone, recorded apart: median over iterations of the slowest rank's."""
+    """Time of the forward pass alone, from a separate recording: median over iterations of the slowest rank's time."""
     options: JsonObject = {}
-    """How it was recorded: those of `OPTIONS`, as given; empty in sweeps of before they were kept."""
+    """Options `WHERE` and `HOW` of the recording; empty in sweeps written before this field existed."""
 
     def __post_init__(self) -> None:
         refuse_deep([self.params, self.options])
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What makes it another row."""
+        """Values that identify the row in a sweep."""
         return self.strategy, self.params, self.kernel, self.workload, *(self.options.get(name) for name in WHERE)
 
 
@@ -77,9 +78,9 @@ def sweep_requests(
     base: RecordRequest, strategies: Sequence[str], seqs: Sequence[int], kernels: Sequence[str],
     params: Mapping[str, str], documents: Mapping[int, tuple[int, ...]] | None = None,
 ) -> list[RecordRequest]:  # fmt: skip
-    """A request for every combination. A parameter ``NAME.key`` goes to strategy NAME, ``key`` to all.
+    """Build a request for every combination. A parameter ``NAME.key`` goes to strategy NAME, ``key`` to all.
 
-    ``documents`` are the lengths that each sequence length packs; where there are none, it is one document.
+    ``documents`` maps a sequence length to the lengths of its packed documents; without an entry it is one document.
     Raises `UsageError` for a parameter of a strategy that is not in the sweep.
     """
     for name in params:
@@ -99,55 +100,56 @@ def sweep_requests(
 def run_sweep(
     requests: Sequence[RecordRequest], path: Path, reporter: Reporter
 ) -> Iterator[tuple[Row, Analysis | None]]:
-    """Record what is not done yet, and yield every row, with its run, as soon as it is there.
+    """Record the missing rows, and yield every row with its run as soon as it is available.
 
-    Rows that an earlier sweep with the same ``path`` has done are not recorded again; failed ones are. Raises
-    `UsageError` under a launcher, and what stops every recording alike: `Interrupted`, `MissingExtraError`.
+    Rows that an earlier sweep with the same ``path`` finished are not recorded again; failed rows are. Raises
+    `UsageError` under a launcher, and errors that stop every recording: `Interrupted`, `MissingExtraError`.
     """
     if launcher_rank() is not None:
         raise UsageError("a sweep starts its own ranks: run it without torchrun or srun, on one host")
     for request in requests:
         _refuse_unknown(request)
-    # Other people's code computes and sends by ways of its own, of which nothing can be left out.
-    requests = [replace(one, controls=one.controls and not is_peer(one.strategy)) for one in requests]
+    # Third-party strategies have no baselines: ringprof cannot leave out their computation or communication.
+    requests = [replace(request, controls=request.controls and not is_peer(request.strategy)) for request in requests]
     folder = path.parent
     folder.mkdir(parents=True, exist_ok=True)
     sweep = read_sweep(path) if path.exists() else Sweep()
     for request in requests:
-        row = _done(sweep, request, folder)
+        row = _finished_row(sweep, request, folder)
         if row is None:
             row = _record_row(replace(request, output=str(folder / "run.json")), folder, reporter)
             sweep = Sweep(rows=[*(old for old in sweep.rows if old.key != row.key), row])
             write_atomically(path, msgspec.json.format(msgspec.json.encode(sweep), indent=1) + b"\n")
         else:
-            _say_what_differs(row, request, path, reporter)
+            _report_other_options(row, request, path, reporter)
         yield row, analysis_of(row, folder)
 
 
 def is_peer(strategy: str) -> bool:
-    """Whether it is other people's code, called as it is."""
+    """Return whether a strategy is third-party code that ringprof calls unchanged."""
     return ".strategies.peers." in find(strategy).target
 
 
 def _refuse_unknown(request: RecordRequest) -> None:
-    """Raises for a name or an option that no recording could honour, before hours go into the rows before it."""
+    """Raise `UsageError` for a name or an option that no recording accepts, before the sweep spends hours on others."""
     try:
         typed_params(load_strategy(request.strategy), request.strategy, request.params)
     except UnsupportedWorkloadError as error:
         raise UsageError(str(error)) from None
-    with suppress(UnsupportedWorkloadError):  # Of this length or on this machine: the row itself will say so.
+    with suppress(UnsupportedWorkloadError):  # unsupported at this length or on this machine: the row reports it
         kernel_class(resolve(request, None))
 
 
-def _say_what_differs(row: Row, request: RecordRequest, path: Path, reporter: Reporter) -> None:
-    asked = _asked(request).options
+def _report_other_options(row: Row, request: RecordRequest, path: Path, reporter: Reporter) -> None:
+    """Report that an earlier row is kept although it was recorded with other options `HOW`."""
+    requested = _requested_row(request).options
     if not row.options:
         reporter.say(f"{row.strategy} {row.workload.seq}: taken from {path}; how it was recorded is not known")
         return
     others = [
-        f"--{name.replace('_', '-')} {_shown(row.options.get(name))}, not {_shown(asked[name])}"
+        f"--{name.replace('_', '-')} {_shown(row.options.get(name))}, not {_shown(requested[name])}"
         for name in HOW
-        if row.options.get(name) != asked[name]
+        if row.options.get(name) != requested[name]
     ]
     if others:
         text = f"{row.strategy} {row.workload.seq}: taken from {path}, recorded with {'; '.join(others)}"
@@ -159,7 +161,7 @@ def _shown(value: Any) -> str:
 
 
 def read_sweep(path: str | os.PathLike[str]) -> Sweep:
-    """Read a sweep's file. Raises `InputError` where it is none, or where a run lies outside its folder."""
+    """Read the file of a sweep. Raises `InputError` if it is not one, or if a run lies outside its folder."""
     sweep = decode_file(os.fspath(path), Sweep, "a sweep of ringprof bench")
     if sweep.schema != _SCHEMA:
         raise InputError(f"{path}: schema {sweep.schema!r} is not {_SCHEMA!r}")
@@ -170,17 +172,17 @@ def read_sweep(path: str | os.PathLike[str]) -> Sweep:
 
 
 def analysis_of(row: Row, folder: Path) -> Analysis | None:
-    """The run of a row; None where it has none."""
+    """Load the run of a row; None if it has none."""
     if row.run is None:
         return None
     return load(folder / row.run / "run.json")
 
 
 def row_figures(row: Row, analysis: Analysis | None) -> JsonObject:
-    """The table's figures of one row: times in ms, memory in MiB, shares 0..1; None where there is no figure.
+    """Compute the figures of one table row: times in ms, memory in MiB, shares 0..1; None for missing figures.
 
-    Every share but the last is of the profiled iteration: ``forward_backward_ms`` was timed without the profiler, the
-    median of ``iterations_ms``, the slowest rank's times.
+    All shares except ``of_kernel_rate`` are of the profiled iteration. ``forward_backward_ms`` was timed without the
+    profiler: the median of ``iterations_ms``, the times of the slowest rank.
     """
     values: JsonObject = {
         "dtype": row.workload.dtype, "batch": row.workload.batch, "seq": row.workload.seq, "strategy": row.strategy,
@@ -211,13 +213,14 @@ def row_figures(row: Row, analysis: Analysis | None) -> JsonObject:
 
 
 def _of_kernel_rate(rates: Rates) -> float | None:
-    """The share of the solo rate that the run reaches; without controls, of the attention kernels' rate in the run."""
+    """Return the run's rate over the kernel-only rate or, without baselines, over the rate of its attention kernels."""
     if rates.controls is not None:
         return rates.controls.of_solo
     return rates.tflops / rates.block_tflops if rates.tflops and rates.block_tflops else None
 
 
-def _asked(request: RecordRequest) -> Row:
+def _requested_row(request: RecordRequest) -> Row:
+    """Build the row that a successful recording of the request would have, without its run."""
     return Row(
         strategy=request.strategy, params=dict(request.params), kernel=request.kernel, workload=request.workload,
         status="ok", options={name: getattr(request, name) for name in (*WHERE, *HOW)},
@@ -225,40 +228,43 @@ def _asked(request: RecordRequest) -> Row:
 
 
 def _record_row(request: RecordRequest, folder: Path, reporter: Reporter) -> Row:
-    row = _asked(request)
+    """Record a forward pass alone, if the request has a backward pass, and then the request itself."""
+    row = _requested_row(request)
     try:
         forward_ns = None
         if request.workload.backward:
-            alone = replace(request, workload=replace(request.workload, backward=False), verify=False, controls=False)
-            forward = record(alone, reporter)
+            forward_only = replace(
+                request, workload=replace(request.workload, backward=False), verify=False, controls=False
+            )
+            forward = record(forward_only, reporter)
             forward_ns = forward.timings.median_ns() if forward and forward.timings else None
         run = record(request, reporter)
     except (UnsupportedWorkloadError, UsageError) as error:
         return replace(row, status="unfit", reason=str(error))
     except Interrupted:
-        raise  # the user's Ctrl-C ends the sweep, not the row
+        raise  # Ctrl-C ends the sweep, not only the row
     except RecordError as error:
-        # It may hold a path that is not UTF-8, which JSON cannot hold.
+        # The message may hold a path that is not UTF-8, which JSON cannot hold.
         reason = str(error).encode(errors="backslashreplace").decode()
         return replace(row, status="oom" if isinstance(error, OutOfMemory) else "failed", reason=reason)
     assert run is not None, "no launcher started this process"
     return replace(row, run=run.name, forward_ns=forward_ns)
 
 
-def _done(sweep: Sweep, request: RecordRequest, folder: Path) -> Row | None:
-    """The row that an earlier sweep has for this request; None where there is none, it failed, or its run is gone."""
-    wanted = _asked(request)
+def _finished_row(sweep: Sweep, request: RecordRequest, folder: Path) -> Row | None:
+    """Find the row of an earlier sweep for a request; None if there is none, it failed, or its run is gone."""
+    wanted = _requested_row(request)
     for row in sweep.rows:
         known = row if row.options else replace(row, options=wanted.options)
         if known.key != wanted.key or row.status == "failed":
             continue
-        if row.run is None or _serves(folder / row.run / "run.json", request):
+        if row.run is None or _satisfies(folder / row.run / "run.json", request):
             return row
     return None
 
 
-def _serves(path: Path, request: RecordRequest) -> bool:
-    """Whether a run can be read and has what was asked for."""
+def _satisfies(path: Path, request: RecordRequest) -> bool:
+    """Return whether a run can be read and has the requested baselines."""
     try:
         return read_run(path).controls is not None or not request.controls
     except InputError:

@@ -1,4 +1,4 @@
-"""Checks of the workload that the user of `ringprof.capture` stated, against what the recorder counted."""
+"""Checks of the workload stated by the user of `ringprof.capture` against the FLOPs that the recorder counted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class WorkloadProblem(msgspec.Struct, frozen=True):
     """One reason why rates that follow from the stated workload may be wrong."""
 
     code: str
-    """Stable, for scripts: ``workload_flops_differ`` or ``workload_ranks_unknown``."""
+    """Stable identifier for scripts: ``workload_flops_differ`` or ``workload_ranks_unknown``."""
     message: str
 
 
@@ -40,7 +40,7 @@ def workload_fits(run: Run) -> bool:
 
 
 def workload_problems(run: Run) -> list[WorkloadProblem]:
-    """List what makes the rates of a captured block doubtful; empty for a run of `ringprof record`."""
+    """List the reasons to doubt the rates of a captured block; empty for a run of `ringprof record`."""
     if not run.captured or run.workload is None:
         return []
     ratio = counted_over_needed(run)
@@ -56,6 +56,7 @@ def workload_problems(run: Run) -> list[WorkloadProblem]:
 
 
 def _flops_differ(run: Run, ratio: float) -> WorkloadProblem:
+    """Describe the difference between stated and counted FLOPs, with advice; ``ratio`` is counted over stated."""
     counted, needed = sum((run.block_flops() or {}).values()), run.needed_flops() or 0
     group, world = run.sharing_ranks, run.topology.world_size
     advice = f"state the work of one group of {group} rank{'s' if group > 1 else ''}"

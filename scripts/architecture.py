@@ -1,4 +1,4 @@
-"""Draw which module of the package imports which, and measure a checkout.
+"""Draw the imports between the modules of the package, and measure a checkout.
 
 ``python scripts/architecture.py`` rewrites the generated part of docs/architecture.md.
 ``python scripts/architecture.py --since COMMIT`` prints the measures of a commit beside those of the checkout.
@@ -33,7 +33,7 @@ DRAWN = ("ringprof", "ringprof.analysis")
 
 
 class ImportGraph:
-    """The direct children of a package, modules and subpackages, and which imports which."""
+    """Graph of the imports between the direct children of a package, modules and subpackages."""
 
     def __init__(self, root: Path, package: str) -> None:
         graph = _graph(root)
@@ -58,7 +58,9 @@ class ImportGraph:
     def direct(self, module: str) -> list[str]:
         """List the imports of a module, without those that it also reaches through another of them."""
         imports = self.imports[module]
-        return sorted(b for b in imports if not any(b in self._reachable(c) for c in imports - {b}))
+        return sorted(
+            target for target in imports if not any(target in self._reachable(other) for other in imports - {target})
+        )
 
     def _reachable(self, module: str) -> set[str]:
         return self.imports[module].union(*(self._reachable(other) for other in self.imports[module]))
@@ -171,7 +173,7 @@ def table(graph: ImportGraph) -> str:
 
 
 def generated(root: Path = ROOT) -> str:
-    """Return what the page holds between its two marks."""
+    """Return the generated part of the page, between its two marks."""
     parts = []
     for package in DRAWN:
         graph = ImportGraph(root, package)

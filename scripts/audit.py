@@ -1,10 +1,10 @@
-"""Look the pinned packages up in a database of known holes, and say loudly which could not be looked up.
+"""Look the pinned packages up in a database of known vulnerabilities, and report packages that were not found.
 
-Without an argument pip-audit asks PyPI. It says in a table's cells what it did not find, or ends in a traceback without
-a network; its exit code is then 0 or that of a finding. A hole exits with 1 here. A database that cannot be reached
-fails nobody's build, but is said last, in capitals: it is no audit.
+Without an argument, pip-audit queries PyPI. On its own, pip-audit hides unknown packages in the cells of a table, and
+ends with a traceback without a network; its exit code is then 0 or that of a finding. Here, a vulnerability exits with
+1. An unreachable database does not fail the build, but is reported last, in capitals, since nothing was audited.
 
-Where there is no network, ``make audit OSV=all.zip`` reads a database that was brought along: OSV's export for PyPI
+Without a network, ``make audit OSV=all.zip`` reads a downloaded database: OSV's export for PyPI
 (https://google.github.io/osv.dev/data/#data-dumps), whose records follow https://ossf.github.io/osv-schema.
 """
 
@@ -28,9 +28,13 @@ PINS = ROOT / "constraints.txt"
 
 
 def verdict(packages: list[dict[str, Any]]) -> tuple[list[str], int]:
-    """What is known of each package, in lines, and the exit code."""
-    holes = [f"{one['name']} {one['version']}: {hole['id']}" for one in packages for hole in one.get("vulns", ())]
-    unknown = [one["name"] for one in packages if "skip_reason" in one]
+    """Summarise the known vulnerabilities in lines; returns the lines and the exit code."""
+    holes = [
+        f"{package['name']} {package['version']}: {hole['id']}"
+        for package in packages
+        for hole in package.get("vulns", ())
+    ]
+    unknown = [package["name"] for package in packages if "skip_reason" in package]
     if len(unknown) == len(packages):
         return ["NOT AUDITED: no database of vulnerabilities could be reached"], 0
     lines = [f"audited: {len(packages) - len(unknown)} of {len(packages)} packages, {len(holes)} known holes", *holes]
@@ -40,7 +44,7 @@ def verdict(packages: list[dict[str, Any]]) -> tuple[list[str], int]:
 
 
 def by_pip_audit() -> list[dict[str, Any]]:
-    """The pinned packages as pip-audit finds them; none where it cannot."""
+    """Look the pinned packages up with pip-audit; an empty list if it fails."""
     options = ["--no-deps", "--disable-pip", "--progress-spinner", "off", "--format", "json"]
     command = [sys.executable, "-m", "pip_audit", "-r", str(PINS), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -52,7 +56,7 @@ def by_pip_audit() -> list[dict[str, Any]]:
 
 
 def by_records(records: Iterable[dict[str, Any]], pins: dict[str, str]) -> list[dict[str, Any]]:
-    """The pinned packages, names and versions, with the records of OSV that affect them."""
+    """Look the pinned packages, names and versions, up in OSV records."""
     packages = {name: {"name": name, "version": version, "vulns": []} for name, version in pins.items()}
     for record in records:
         if record.get("withdrawn"):
@@ -65,25 +69,27 @@ def by_records(records: Iterable[dict[str, Any]], pins: dict[str, str]) -> list[
 
 
 def affects(affected: dict[str, Any], version: str) -> bool:
-    """Whether a version is listed, or within a range from one event to the next."""
+    """Return whether an OSV entry lists a version, or has a range that includes it."""
     if version in affected.get("versions", ()):
         return True
-    ranges = [one["events"] for one in affected.get("ranges", ()) if one["type"] == "ECOSYSTEM"]
+    ranges = [item["events"] for item in affected.get("ranges", ()) if item["type"] == "ECOSYSTEM"]
     return any(_within(events, Version(version)) for events in ranges)
 
 
 def _within(events: list[dict[str, str]], version: Version) -> bool:
     inside = False
-    for event, text in sorted((pair for one in events for pair in one.items()), key=lambda pair: _order(pair[1])):
-        if event == "introduced" and version >= _order(text):
+    pairs = (pair for event in events for pair in event.items())
+    for event, text in sorted(pairs, key=lambda pair: _version(pair[1])):
+        limit = _version(text)
+        if event == "introduced" and version >= limit:
             inside = True
-        elif (event == "fixed" and version >= _order(text)) or (event == "last_affected" and version > _order(text)):
+        elif (event == "fixed" and version >= limit) or (event == "last_affected" and version > limit):
             inside = False
     return inside
 
 
-def _order(text: str) -> Version:
-    """Some have versions that are none by today's rules, as PYSEC-2025-189 2.6.0-cu124: their numbers count."""
+def _version(text: str) -> Version:
+    """Parse a version; an invalid one, such as 2.6.0-cu124 in PYSEC-2025-189, is reduced to its leading numbers."""
     try:
         return Version(text)
     except InvalidVersion:
@@ -91,10 +97,10 @@ def _order(text: str) -> Version:
 
 
 def pinned() -> dict[str, str]:
-    """Names and versions of the constraints."""
+    """Read the names and versions of the constraints file."""
     lines = (line.partition("#")[0].strip() for line in PINS.read_text().splitlines())
     pins = [Requirement(line) for line in lines if line]
-    return {canonicalize_name(one.name): next(iter(one.specifier)).version for one in pins}
+    return {canonicalize_name(pin.name): next(iter(pin.specifier)).version for pin in pins}
 
 
 def main(argv: list[str]) -> int:
@@ -104,10 +110,9 @@ def main(argv: list[str]) -> int:
                 records = [json.loads(archive.read(name)) for name in archive.namelist() if name.endswith(".json")]
         except (OSError, ValueError, zipfile.BadZipFile) as error:
             sys.exit(f"{argv[0]}: {error}")
-        # A database of another year audits little.
-        print(
-            f"{len(records)} records, the newest of {max((one['modified'] for one in records), default='never')[:10]}"
-        )
+        # An old database misses recent vulnerabilities, so its date is printed.
+        newest = max((record["modified"] for record in records), default="never")
+        print(f"{len(records)} records, the newest of {newest[:10]}")
         packages = by_records(records, pinned()) if records else []
     else:
         packages = by_pip_audit()

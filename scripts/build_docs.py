@@ -34,7 +34,7 @@ MODULES = (
 
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "docs"
-    # The public names load what they need when they are first used; the reference wants them there.
+    # The package loads its public names lazily; pdoc needs them in the module.
     vars(ringprof).update({name: getattr(ringprof, name) for name in ringprof.__all__})
     pdoc.pdoc(*MODULES, output_directory=folder)
     print(f"open {folder}/index.html")

@@ -1,4 +1,4 @@
-"""Say in one line what is missing before anything is installed. Runs on any Python, so its syntax is old."""
+"""Report in one line what is missing, before anything is installed. The syntax is old so that any Python runs it."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Print the options of a small recording that suits this machine: a second or two of work."""
+"""Print options for a small recording on this machine that takes a second or two."""
 
 from __future__ import annotations
 

@@ -36,13 +36,13 @@ PANELS: tuple[tuple[str, Mask, Layout], ...] = (
 
 
 def cells(mask: Mask, layout: Layout) -> torch.Tensor:
-    """(S, S): 0 where a query does not see a key, else 1 + the rank that has the query."""
-    everything = torch.arange(SEQ)
-    seen = KeyStretches.of(mask, everything, SEQ).shown(everything)
-    held = torch.empty(SEQ, dtype=torch.int64)
+    """Return a matrix (S, S): 0 if a query does not attend to a key, else 1 + the rank that holds the query."""
+    positions = torch.arange(SEQ)
+    visible = KeyStretches.of(mask, positions, SEQ).shown(positions)
+    owners = torch.empty(SEQ, dtype=torch.int64)
     for rank in range(RANKS):
-        held[layout.positions(SEQ, RANKS, rank)] = rank + 1
-    return torch.where(seen, held[:, None], 0)
+        owners[layout.positions(SEQ, RANKS, rank)] = rank + 1
+    return torch.where(visible, owners[:, None], 0)
 
 
 def draw(ax: Any, title: str, mask: Mask, layout: Layout) -> None:

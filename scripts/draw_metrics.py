@@ -1,4 +1,4 @@
-"""Draw the definitions: ``python scripts/draw_metrics.py`` writes the pictures of docs/metrics.md."""
+"""Draw the metrics: ``python scripts/draw_metrics.py`` writes the pictures of docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Span = tuple[float, float, str, str]
 
 
 def lanes(ax: Any, rows: list[tuple[str, list[Span]]], end: float) -> None:
-    """Rows of labelled bars over one time axis; a span is (start, end, colour, label)."""
-    for place, (_, spans) in enumerate(rows):
+    """Draw rows of labelled bars over one time axis; a span is (start, end, colour, label)."""
+    for height, (_, spans) in enumerate(rows):
         for start, stop, colour, label in spans:
-            ax.broken_barh([(start, stop - start)], (place - 0.36, 0.72), facecolors=colour)
-            ax.text((start + stop) / 2, place, label, ha="center", va="center", fontsize=8.5)
+            ax.broken_barh([(start, stop - start)], (height - 0.36, 0.72), facecolors=colour)
+            ax.text((start + stop) / 2, height, label, ha="center", va="center", fontsize=8.5)
     ax.set_yticks(range(len(rows)), [name for name, _ in rows])
     ax.set_ylim(len(rows) - 0.4, -0.6)
     ax.set_xlim(0, end)

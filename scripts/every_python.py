@@ -3,8 +3,8 @@
 One row has the lowest version of each package that setup.cfg allows. The last row runs the strategies' tests on CPU
 with torch 2.15, which downloads some gigabytes.
 
-Each row gets a throw-away environment in .venv-matrix/, which stays only where its tests fail. A Python that is not
-installed is reported.
+Each row gets a temporary environment in .venv-matrix/, which is kept only if its tests fail. Missing Pythons are
+listed, not silently skipped.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ MATRIX = [
 
 
 def find_python(version: str) -> str | None:
-    """An interpreter of exactly this version: on PATH, or under a pyenv root."""
+    """Find an interpreter of exactly this version on PATH or under a pyenv root."""
     candidates = [shutil.which(f"python{version}")]
     candidates += [str(path) for path in sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))]
     for candidate in filter(None, candidates):
         probe = [candidate, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
-        found = subprocess.run(probe, capture_output=True, text=True, check=False)
-        if found.stdout.strip() == version:
+        done = subprocess.run(probe, capture_output=True, text=True, check=False)
+        if done.stdout.strip() == version:
             return candidate
     return None
 
 
 def lowest() -> list[str]:
-    """What ringprof needs, each package in the lowest version that it allows."""
+    """List ringprof's requirements, each pinned to the lowest version that it allows."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     return [line.replace(">=", "==") for line in config["options"]["install_requires"].split()]
@@ -72,7 +72,7 @@ def test_one(python: str, row: Row) -> bool:
     tools = ["hypothesis", "jsonschema", "pytest", "pytest-timeout"]
     pip = [own, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     subprocess.run([*pip, *tools, *packages, f"{ROOT}{row.extras}"], check=True, capture_output=True)
-    # Old packages use what newer ones warn of.
+    # Old packages call functions that newer ones have deprecated.
     quiet = ["-W", "ignore::DeprecationWarning"] if row.packages == LOWEST else []
     command = [own, "-m", "pytest", "-q", "-m", "not long", *quiet, *(f"tests/{name}" for name in row.tests)]
     passed = subprocess.run(command, cwd=ROOT, check=False).returncode == 0

@@ -1,7 +1,7 @@
-"""Install this checkout with some extras into the running environment, quietly, in terms a newcomer can follow.
+"""Install this checkout with some extras into the running environment, with short messages.
 
-Usage: install.py EXTRAS. The pins of constraints.txt hold where they can be had. A Python for which the pinned torch
-has no build gets the newest torch that pip finds.
+Usage: install.py EXTRAS. The versions of constraints.txt are installed if they are available. A Python for which the
+pinned torch has no build gets the newest torch that pip finds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> int:
     extras = sys.argv[1]
     result = pip_install(extras, constrained=True)
     if result.returncode:
-        print("the pinned versions cannot be had here; installing the newest that fit", flush=True)
+        print("the pinned versions are not available here; installing the newest compatible ones", flush=True)
         result = pip_install(extras, constrained=False)
     if result.returncode:
         lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]

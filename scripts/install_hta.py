@@ -1,7 +1,7 @@
 """Install HolisticTraceAnalysis into an environment of its own, .venv-hta/: it needs a pandas below 3.
 
-``tests/analysis/test_hta.py`` compares against it there. Where it cannot be installed (without a package index, or on a
-Python that it does not support) this says so and the comparisons are skipped.
+``tests/analysis/test_hta.py`` compares its results with ringprof's. If it cannot be installed (without a package index,
+or on an unsupported Python), a message says so and the comparisons are skipped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main() -> int:
     done = subprocess.run([*pip, *PACKAGES, "--editable", str(ROOT)], capture_output=True, text=True, check=False)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
-        print(f"it cannot be installed here, and what is compared with it is skipped: {lines[-1]}")
+        print(f"it cannot be installed here, so the comparisons with it are skipped: {lines[-1]}")
     return 0
 
 

@@ -1,7 +1,7 @@
 """Build the wheel and the sdist, check them, and try each in a fresh environment.
 
-``python scripts/release.py [FOLDER]`` works in a checkout and in what a zip archive leaves of one. Two builds of the
-same files are equal byte for byte: all times in them are SOURCE_DATE_EPOCH, by default the day of the release. It
+``python scripts/release.py [FOLDER]`` works in a checkout and in an unpacked zip archive of one. Two builds of the same
+files are equal byte for byte: all times in them are SOURCE_DATE_EPOCH, by default the day of the release. The script
 publishes nothing.
 """
 
@@ -27,30 +27,30 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def stated_versions() -> dict[str, str]:
-    """The version, from each file that states it; in the changelog, that of the newest release."""
+    """Read the version from each file that states it; the changelog states that of the newest release."""
     patterns = {
         "ringprof/_version.py": r'__version__ = "(.+)"',
         "CITATION.cff": r"version: (.+)",
         "CHANGELOG.md": r"## \[(\d.*)\] - \d{4}-\d\d-\d\d",
     }
-    found = {}
+    versions = {}
     for name, pattern in patterns.items():
-        stated = re.search(f"^{pattern}$", (ROOT / name).read_text("utf-8"), re.MULTILINE)
-        found[name] = stated[1] if stated else "none"
-    return found
+        match = re.search(f"^{pattern}$", (ROOT / name).read_text("utf-8"), re.MULTILINE)
+        versions[name] = match[1] if match else "none"
+    return versions
 
 
 def build(folder: Path) -> tuple[Path, Path]:
-    """An sdist, and a wheel made from that sdist."""
+    """Build an sdist, and a wheel from that sdist."""
     os.environ.setdefault("SOURCE_DATE_EPOCH", str(release_time()))
     make = (sys.executable, "-m", "build", "--outdir", folder.resolve())
-    told(ROOT, *make, "--sdist", ROOT)
+    output_of(ROOT, *make, "--sdist", ROOT)
     (sdist,) = folder.glob("*.tar.gz")
     normalise(sdist, int(os.environ["SOURCE_DATE_EPOCH"]))
     with tempfile.TemporaryDirectory() as temporary:
         with tarfile.open(sdist) as archive:
             archive.extractall(temporary)
-        told(ROOT, *make, "--wheel", Path(temporary, sdist.name.removesuffix(".tar.gz")))
+        output_of(ROOT, *make, "--wheel", Path(temporary, sdist.name.removesuffix(".tar.gz")))
     (wheel,) = folder.glob("*.whl")
     return wheel, sdist
 
@@ -64,7 +64,7 @@ def release_time() -> int:
 
 
 def normalise(sdist: Path, time: int) -> None:
-    """Rewrite an sdist without what differs between builders: times, owners, permissions, the order of its files."""
+    """Rewrite an sdist so that all builders get the same bytes: set times, owners, permissions and the file order."""
     packed = io.BytesIO()
     with tarfile.open(sdist) as old, tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as new:
         for member in sorted(old.getmembers(), key=lambda member: member.name):
@@ -76,7 +76,7 @@ def normalise(sdist: Path, time: int) -> None:
 
 
 def contents(path: Path) -> set[str]:
-    """The files of a wheel, or those of an sdist below its own folder."""
+    """List the files of a wheel, or of an sdist relative to its top folder."""
     if path.suffix == ".whl":
         return set(zipfile.ZipFile(path).namelist())
     with tarfile.open(path) as archive:
@@ -84,32 +84,32 @@ def contents(path: Path) -> set[str]:
 
 
 def metadata(wheel: Path) -> Metadata:
-    """By the rules of the core metadata that package indexes apply; an ExceptionGroup names what breaks them."""
+    """Parse the metadata of a wheel by the rules of package indexes; raises an ExceptionGroup of the violations."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         return Metadata.from_email(archive.read(name), validate=True)
 
 
 def try_out(package: Path, folder: Path) -> None:
-    """Install into a fresh environment with what it depends on, and use it away from the checkout."""
+    """Install a package with its dependencies into a fresh environment, and run it outside the checkout."""
     venv.create(folder, with_pip=True)
     own, away = folder / "bin" / "python", folder / "away"
     away.mkdir()
-    told(away, own, "-m", "pip", "--disable-pip-version-check", "install", package.resolve())
+    output_of(away, own, "-m", "pip", "--disable-pip-version-check", "install", package.resolve())
     run, other = (ROOT / "traces" / f"h200x4-{name}" for name in ("zigzag-65536", "burst-262144"))
     for arguments in (
         ["--version"], ["report", run], ["compare", run, other], ["plot", "steps", run, "-o", "steps.svg"],
         ["export", run, "-o", "merged.json.gz"],
     ):  # fmt: skip
-        told(away, folder / "bin" / "ringprof", *arguments)
+        output_of(away, folder / "bin" / "ringprof", *arguments)
     program = "import importlib.util as u, ringprof; print(ringprof.__file__); print(u.find_spec('torch'))"
-    place, torch = told(away, own, "-c", program).splitlines()
-    if not place.startswith(str(folder)) or torch != "None":
-        raise SystemExit(f"{package.name}: {place} was used, torch: {torch}")
+    location, torch = output_of(away, own, "-c", program).splitlines()
+    if not location.startswith(str(folder)) or torch != "None":
+        raise SystemExit(f"{package.name}: {location} was used, torch: {torch}")
 
 
-def told(folder: Path, *command: str | Path) -> str:
-    """What a command prints; its complaint ends the release."""
+def output_of(folder: Path, *command: str | Path) -> str:
+    """Run a command and return its output; exits with its error message if it fails."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(map(str, command))} exited with {done.returncode}:\n{done.stderr}")
@@ -127,8 +127,8 @@ def main() -> int:
         print(f"versions differ: {versions}", file=sys.stderr)
         return 2
     packages = build(folder)
-    found = metadata(packages[0])
-    print(f"{found.name} {found.version}, {found.license_expression}")
+    package_metadata = metadata(packages[0])
+    print(f"{package_metadata.name} {package_metadata.version}, {package_metadata.license_expression}")
     for package in packages:
         with tempfile.TemporaryDirectory() as temporary:
             try_out(package, Path(temporary).resolve())

@@ -1,4 +1,4 @@
-"""Commands in a process of their own that may take so much memory, and no more."""
+"""Runs commands in a separate process with a memory limit."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from tests.paths import ROOT
 
 LIMIT = 256 << 20
-"""What ringprof is told that it may take; its default is four times as much."""
+"""Memory limit passed to ringprof in bytes; its default is four times as much."""
 OF_PYTHON = 700 << 20
-"""Addresses that Python, numpy and pandas take for themselves."""
+"""Address space that Python, numpy and pandas need, in bytes."""
 
 _PROGRAM = """
 import contextlib, io, json, resource, sys
@@ -28,30 +28,30 @@ def peak():
 run(json.loads(sys.argv[2]))
 before = peak()
 for line in sys.stdin:
-    told = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(told):
+    errors = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
         code = run(json.loads(line))
-    print(json.dumps([code, told.getvalue(), peak() - before]), flush=True)
+    print(json.dumps([code, errors.getvalue(), peak() - before]), flush=True)
 """
 
 
 @dataclass(frozen=True)
-class Told:
-    """How one command ended."""
+class Outcome:
+    """Exit code, error output and memory of one command."""
 
     code: int
     errors: str
     grown_bytes: int
-    """How much more memory the process has had by then than a small report takes."""
+    """Peak memory of the process after the command, minus that of a small report."""
 
 
-def commands(given: Sequence[Sequence[str]], sound: Path, limit: int = LIMIT) -> list[Told]:
-    """Carry out command lines one after another in one process; ``sound``: a small trace, to begin with."""
-    surroundings = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
+def commands(command_lines: Sequence[Sequence[str]], sound: Path, limit: int = LIMIT) -> list[Outcome]:
+    """Run command lines one after another in one process, after a report of the small trace ``sound``."""
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM, str(limit + OF_PYTHON), json.dumps(["report", str(sound), "-o", os.devnull])],
-        input="".join(json.dumps(one) + "\n" for one in given),
-        capture_output=True, text=True, env=surroundings, check=False,
+        input="".join(json.dumps(arguments) + "\n" for arguments in command_lines),
+        capture_output=True, text=True, env=variables, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    return [Told(*json.loads(line)) for line in done.stdout.splitlines() if line.startswith("[")]
+    return [Outcome(*json.loads(line)) for line in done.stdout.splitlines() if line.startswith("[")]

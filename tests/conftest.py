@@ -8,23 +8,23 @@ from collections.abc import Generator
 import pytest
 from hypothesis import HealthCheck, settings
 
-# A busy machine makes no example wrong.
+# On a busy machine, examples may be slow.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
-# A shell has what runs in its background ignore Ctrl-C, and what tests start would inherit that.
+# A shell's background jobs ignore Ctrl-C, and processes started by tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Of the user's shell: proxies, of which 127.0.0.1 has none; the terminal's size and colours; how much torch says; where
-# Matplotlib draws; inside a git hook the hook's checkout.
+# Variables of the user's shell that would change results: proxies, the terminal's size and colours, torch's log level,
+# Matplotlib's backend, and the checkout of a git hook.
 _OF_A_SHELL = """http_proxy https_proxy all_proxy COLUMNS LINES FORCE_COLOR NO_COLOR CLICOLOR CLICOLOR_FORCE MPLBACKEND
 TORCH_DISTRIBUTED_DEBUG TORCH_CPP_LOG_LEVEL TORCH_LOGS GIT_DIR GIT_INDEX_FILE GIT_WORK_TREE"""
 for name in _OF_A_SHELL.split():
     os.environ.pop(name, None)
     os.environ.pop(name.upper(), None)
 
-# Tensors here are small: further threads of torch's only burn processor time, waiting for each other on a busy machine.
+# Tensors here are small: more threads of torch only waste processor time.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Without --gpu no test sees a GPU: ranks are forked, which they cannot be from a process that has begun CUDA."""
+    """Hide the GPUs without --gpu: ranks are forked, which is impossible from a process that has initialised CUDA."""
     if not config.getoption("--gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -56,5 +56,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """Bytes are named by their number: gzip writes the time into them, and workers must agree on names."""
+    """Name bytes by their length: gzip writes the time into them, and test workers must agree on names."""
     return f"{len(val)} bytes" if isinstance(val, bytes) else None

@@ -1,4 +1,4 @@
-"""Whether time grows with a text's length, or with its square: told by two lengths, on a machine however busy."""
+"""Check that time grows linearly with the length of a text, by two lengths, even on a busy machine."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Callable
 from typing import Any
 
 PART = 8
-"""Of so many parts of a text, the first takes a sixty-fourth of the time where it grows with the square."""
+"""Number of parts of a text; with quadratic growth, the first part takes a sixty-fourth of the time."""
 NOISE_S = 0.1
 
 
 def assert_linear(work: Callable[[Any], object], text: str | bytes, part: str | bytes | None = None) -> None:
-    """The processor's time for a text, three times as long as a part of its kind lets expect at the most.
+    """Assert that a text takes at most three times the CPU time that a part of it predicts.
 
-    ``part``: an eighth as long  [default: the first eighth]
+    ``part`` is a similar text, an eighth as long; the default is the first eighth.
     """
-    part_s, whole_s = (spent_s(work, each) for each in (part or text[: len(text) // PART], text))
+    part_s, whole_s = (spent_s(work, sample) for sample in (part or text[: len(text) // PART], text))
     assert whole_s < 3 * PART * (part_s + NOISE_S), (part_s, whole_s)
 
 
 def spent_s(work: Callable[[Any], object], text: str | bytes) -> float:
-    """The processor's time."""
+    """Return the CPU time of ``work(text)`` in seconds."""
     begin = time.process_time()
     work(text)
     return time.process_time() - begin

@@ -1,4 +1,4 @@
-"""Runs and traces as the library loads them, typed as what they are."""
+"""Loads runs and traces, with the type `Analysis`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import ringprof
 from ringprof.api import Analysis
 
 
-def analysis(path: str | os.PathLike[str], **how: Any) -> Analysis:
-    """`ringprof.load` of what is a run or traces, not a printed table."""
-    loaded = ringprof.load(path, **how)
+def analysis(path: str | os.PathLike[str], **options: Any) -> Analysis:
+    """Load a run or traces, not a printed kernel table, with `ringprof.load`."""
+    loaded = ringprof.load(path, **options)
     assert isinstance(loaded, Analysis)
     return loaded

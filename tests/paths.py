@@ -1,4 +1,4 @@
-"""Where the repository, its committed runs and the tests' own data lie."""
+"""Paths of the repository, its committed runs and the tests' own data."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TRACES = ROOT / "traces"
 COMMITTED = sorted(path.parent for name in ("cpu*", "h200*") for path in TRACES.glob(f"{name}/run.json"))
-"""The runs that come with the repository; beside them lies what was recorded here."""
+"""Committed runs, without the runs that were recorded locally in the same folder."""
 DATA = ROOT / "tests" / "data"
 LOGS = DATA / "logs"
-"""Benchmark logs as users have them."""
+"""Benchmark logs from users."""
 
 
 def tracked_files() -> list[str]:
-    """What git tracks and the disk holds, relative to the repository."""
+    """List the files that git tracks and that exist, relative to the repository."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [name for name in listed.split("\0") if name and (ROOT / name).exists()]

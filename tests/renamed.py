@@ -13,7 +13,7 @@ def with_gpu_named(run: Path, device: str, folder: Path) -> Path:
     shutil.copytree(run, folder)
     for path in folder.glob("*.json.gz"):
         trace = json.loads(gzip.decompress(path.read_bytes()))
-        for one in trace["deviceProperties"]:
-            one["name"] = device
+        for properties in trace["deviceProperties"]:
+            properties["name"] = device
         path.write_bytes(gzip.compress(json.dumps(trace).encode()))
     return folder

@@ -1,4 +1,4 @@
-"""What `make audit` says of packages that no database has, or of a database that cannot be reached."""
+"""Output of `make audit` for packages that no database has, and for an unreachable database."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_could_not_be_audited_is_said(packages: list[dict[str, Any]], lines
 
 @pytest.mark.parametrize("answer", ["", 'print(\'{"dependencies": [{"name": "a", "skip_reason": "b"}]}\')'])
 def test_without_a_database_its_last_line_says_so(answer: str, tmp_path: Path) -> None:
-    """A pip-audit that says nothing, as without a network, or that found no package, as a mirror's index makes it."""
+    """Use a pip-audit without output, as without a network, or one that finds no package, as with a mirror's index."""
     (tmp_path / "pip_audit.py").write_text(answer)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, AUDIT], env=environment, capture_output=True, text=True, check=True)
@@ -65,31 +65,31 @@ _PARTS = st.tuples(st.integers(0, 12), st.integers(0, 12))
 
 @given(st.lists(_PARTS, min_size=1, max_size=6, unique=True), st.booleans(), _PARTS)
 def test_a_version_is_affected_between_two_events(
-    places: list[tuple[int, int]], last: bool, asked: tuple[int, int]
+    versions: list[tuple[int, int]], last: bool, version: tuple[int, int]
 ) -> None:
-    """Versions of two numbers against pairs of numbers; the last range has no end where events are odd in number."""
+    """Compare with pairs of numbers; the last range has no end if the number of events is odd."""
     kinds = ("introduced", "last_affected" if last else "fixed")
-    bounds = sorted(places)
-    events = tuple({kinds[at % 2]: f"{x}.{y}"} for at, (x, y) in enumerate(bounds))
+    bounds = sorted(versions)
+    events = tuple({kinds[index % 2]: f"{x}.{y}"} for index, (x, y) in enumerate(bounds))
     ends = [*bounds[1::2], (99, 99)]
     truth = any(
-        begin <= asked and (asked <= end if last else asked < end)
+        begin <= version and (version <= end if last else version < end)
         for begin, end in zip(bounds[::2], ends, strict=False)
     )
     affects = SCRIPT["affects"]
     for given_events in (events, events[::-1]):
-        assert affects(affected(events=given_events), f"{asked[0]}.{asked[1]}") == truth
+        assert affects(affected(events=given_events), f"{version[0]}.{version[1]}") == truth
 
 
 @pytest.mark.parametrize(("version", "hit"), [("2.5.1", True), ("2.6.0", True), ("2.6.1", False), ("2.13.0", False)])
 def test_a_bound_that_is_no_version(version: str, hit: bool) -> None:
-    """As in PYSEC-2025-189 of torch."""
+    """Use a bound that is not a valid version, as in PYSEC-2025-189 of torch."""
     events = ({"introduced": "0"}, {"last_affected": "2.6.0-cu124"})
     assert SCRIPT["affects"](affected(events=events), version) == hit
 
 
 def test_a_database_that_was_brought_along(tmp_path: Path) -> None:
-    """Records as OSV exports them, of the versions that this project pins: listed, in a range, withdrawn, another's."""
+    """Use records in OSV's export format for this project's pins: listed, in a range, withdrawn, fixed, unrelated."""
     pins = SCRIPT["pinned"]()
     assert len(pins) == sum("==" in line for line in (ROOT / "constraints.txt").read_text().splitlines())
     everything = ({"introduced": "0"},)

@@ -1,4 +1,4 @@
-"""What torch compiles lies in a folder of this user, never under a name that others can guess and take first."""
+"""torch's compiled code is stored in a folder of this user, never under a name that others can guess."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_it_is_the_users_cache_folder(tmp_path: Path) -> None:
     home, cache = tmp_path / "home", tmp_path / "cache"
     home.mkdir()
     assert chosen({"HOME": str(home)}) == str(home / ".cache" / "ringprof" / "torchinductor")
-    assert list(home.iterdir()) == []  # torch makes it when it needs it
+    assert list(home.iterdir()) == []  # torch creates the folder when it needs it
     cache.mkdir()
     assert chosen({"HOME": str(home), "XDG_CACHE_HOME": str(cache)}) == str(cache / "ringprof" / "torchinductor")
 

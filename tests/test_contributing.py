@@ -11,6 +11,6 @@ def test_every_file_that_it_names_exists() -> None:
     named = re.findall(r"`([\w./-]+/[\w.-]*)`", (ROOT / "CONTRIBUTING.md").read_text("utf-8"))
     assert len(named) > 20
     for name in named:
-        # NAME stands for what the newcomer writes; dist/ is made.
+        # NAME is a placeholder; dist/ is created by a build.
         path = ROOT / name if "NAME" not in name else (ROOT / name).parent
         assert path.exists() or name == "dist/", name

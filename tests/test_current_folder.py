@@ -1,6 +1,6 @@
-"""A stranger's folder runs no code: no process imports from the folder that ringprof is used in, nor obeys its files.
+"""An untrusted current folder runs no code: no process imports from it, nor uses its configuration files.
 
-Modules of every name that Python and the installed packages have lie there; each leaves a mark when it is imported.
+The folder contains a module for every name of Python and the installed packages; each leaves a mark when imported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def installed() -> set[str]:
 
 @pytest.fixture(scope="session")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The installed commands ``ringprof`` and ``torchrun``."""
+    """Write scripts that behave as the installed commands ``ringprof`` and ``torchrun``."""
     folder = tmp_path_factory.mktemp("bin")
     (folder / "ringprof").write_text("from ringprof.cli import main\nmain()\n")
     (folder / "torchrun").write_text("from torch.distributed.run import main\nmain()\n")
@@ -36,14 +36,14 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plant(folder: Path, names: set[str]) -> None:
-    """Modules that must not be imported."""
+    """Write modules that must not be imported."""
     for name in names - {"ringprof"}:
         if name.isidentifier():
             (folder / f"{name}.py").write_text(f"print({name!r}, file=open({str(folder / 'MARK')!r}, 'a'))\n")
 
 
 def finished(program: Path, arguments: list[str], folder: Path) -> str:
-    """What a command printed that ran in a folder."""
+    """Run a command in a folder, and return its output; it must succeed without importing a planted module."""
     command = [sys.executable, str(program), *arguments]
     done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 0, done.stderr
@@ -70,7 +70,7 @@ def test_ranks_of_a_recording(scripts: Path, tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_ranks_of_torchrun(scripts: Path, tmp_path: Path) -> None:
-    """They are started as ``python -m ringprof``: what Python imports before it knows of ringprof is Python's own."""
+    """Plant no standard modules: torchrun starts ``python -m ringprof``, before which Python imports its own."""
     plant(tmp_path, installed())
     launch = ["--standalone", "--nproc-per-node", "2", "-m", "ringprof"]
     finished(scripts / "torchrun", [*launch, *RECORD, "--strategy", "ring"], tmp_path)
@@ -89,23 +89,23 @@ def test_a_plot_is_not_drawn_by_the_folders_settings(
 ) -> None:
     monkeypatch.setenv("MPLBACKEND", "nonsense")
     settings = {
-        "plain": None, "stranger": b"axes.facecolor: red\ntext.usetex: True\n",
+        "plain": None, "untrusted": b"axes.facecolor: red\ntext.usetex: True\n",
         "terminal": b"\x1b]0;owned\x07: 1\n", "bytes": b"\xff\n",
     }  # fmt: skip
-    for place, lines in settings.items():
-        folder = tmp_path / place
+    for name, lines in settings.items():
+        folder = tmp_path / name
         folder.mkdir()
         shutil.copy(ROOT / "tests/data/h200x8-zigzag-131072/rank0.json.gz", folder)
         if lines:
             (folder / "matplotlibrc").write_bytes(lines)
-        told = finished(scripts / "ringprof", ["plot", "breakdown", "rank0.json.gz", "-o", "plot.png"], folder)
-        assert told == "Wrote plot.png\n"
-    assert len({(tmp_path / place / "plot.png").read_bytes() for place in settings}) == 1
+        printed = finished(scripts / "ringprof", ["plot", "breakdown", "rank0.json.gz", "-o", "plot.png"], folder)
+        assert printed == "Wrote plot.png\n"
+    assert len({(tmp_path / name / "plot.png").read_bytes() for name in settings}) == 1
 
 
 @pytest.mark.parametrize("start", [["-m", "ringprof"], ["-P", "-m", "ringprof"]])
 def test_the_module_as_a_program(start: list[str], tmp_path: Path) -> None:
-    (tmp_path / "click.py").write_text("raise SystemExit('the stranger')")
+    (tmp_path / "click.py").write_text("raise SystemExit('untrusted')")
     done = subprocess.run(
         [sys.executable, *start, "--version"], cwd=tmp_path, env=environment(), capture_output=True, text=True
     )

@@ -1,4 +1,4 @@
-"""Files of users that cannot be decoded end in one line, whatever is wrong with them, and one module decodes them."""
+"""Users' files that cannot be decoded give a one-line error, and a single module decodes them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringprof.decoding import DEEPEST, decode_file, decode_json, refuse_deep
 from ringprof.errors import InputError, RunFormatError
 from ringprof.prediction.calibration import parse_calibration, read_calibration
 from ringprof.run import parse_run
-from ringprof.scratch import OWNER_FILE, clear_abandoned, sees
+from ringprof.scratch import OWNER_FILE, has_token, remove_abandoned
 from tests.paths import ROOT, TRACES
 
 PACKAGE = Path(ringprof.__file__).parent
@@ -25,7 +25,7 @@ DEEP = b"[" * 20_000 + b"]" * 20_000
 
 
 def with_field(document: bytes, value: bytes) -> bytes:
-    """A JSON object with one more field, which no version knows."""
+    """Add an unknown field to a JSON object."""
     return document.rstrip()[:-1] + b', "unknown": ' + value + b"}"
 
 
@@ -63,13 +63,13 @@ def test_what_cannot_be_decoded_is_refused_in_one_line(
     path = str(tmp_path / name)
     with pytest.raises(InputError, match=why) as refused:
         read(damage(sound), path)
-    said = str(refused.value)
-    assert said.startswith(f"{path}: not a ") and "\n" not in said and "recursion" not in said
+    message = str(refused.value)
+    assert message.startswith(f"{path}: not a ") and "\n" not in message and "recursion" not in message
 
 
 @pytest.mark.parametrize("levels", [DEEPEST, DEEPEST + 1, 900])
 def test_parameters_of_any_type_are_nested_64_deep_at_most(levels: int) -> None:
-    """What is read must be possible to write again, as a part of a report."""
+    """Refuse deeper values: what is read must also be writable, as a part of a report."""
     nested = "[" * (levels - 1) + "]" * (levels - 1)
     run = json.loads(RUN)
     run["strategy"]["params"] = {"x": "VALUE"}
@@ -108,11 +108,11 @@ def test_a_machine_file_without_end_is_refused(tmp_path: Path, monkeypatch: pyte
         read_calibration(path)
 
 
-def test_an_owner_file_of_a_stranger_stops_no_recording(tmp_path: Path) -> None:
+def test_an_untrusted_owner_file_stops_no_recording(tmp_path: Path) -> None:
     folder = tmp_path / ".some.partial"
     folder.mkdir()
     (folder / OWNER_FILE).write_bytes(b'{"token": "a", "x": ' + b"[" * 1800 + b"]" * 1800 + b"}")
-    assert not sees(folder, "a") and clear_abandoned(tmp_path) == []
+    assert not has_token(folder, "a") and remove_abandoned(tmp_path) == []
 
 
 def test_the_error_is_the_callers() -> None:
@@ -120,11 +120,11 @@ def test_the_error_is_the_callers() -> None:
         decode_json(b'["x"]', list[int], "here", "a list", RunFormatError)
 
 
-# --- one place decodes ------------------------------------------------------------------------------------
+# --- one module decodes -----------------------------------------------------------------------------------
 
 _DECODERS = {"decode", "loads", "load", "Decoder", "JSONDecoder"}
 EXCEPTIONS = {
-    "decoding.py": "the place itself",
+    "decoding.py": "the module itself",
     "prediction/microbenchmark.py": "measurements that one process of a calibration sends to another",
     "spawn.py": "import paths on the command line of a process that ringprof starts itself",
     "json_object.py": "text that the same function has just written",
@@ -139,12 +139,12 @@ EXCEPTIONS = {
     "trace/kineto/shapes.py": "shapes of an operator: one that is damaged has no FLOPs",
     "trace/kineto/tracks.py": "names of tracks: one that is damaged has no name",
 }
-"""Modules that may call a decoder themselves, and why."""
+"""Modules that may call a decoder themselves, with the reason."""
 _OF_USERS = {name for name in EXCEPTIONS if name.startswith("trace/")}
 
 
 def decoder_calls(path: Path) -> set[str]:
-    """The calls of a module that decode JSON or MessagePack, as they are written."""
+    """Find the calls of a module that decode JSON or MessagePack."""
     tree = ast.parse(path.read_text("utf-8"))
     called = set()
     for node in ast.walk(tree):
@@ -166,7 +166,7 @@ def test_only_one_module_decodes_files_of_users() -> None:
 
 @pytest.mark.parametrize("name", sorted(_OF_USERS))
 def test_an_exception_that_reads_files_of_users_catches_what_decoders_raise(name: str) -> None:
-    """Where it defines decoders alone, the modules that call them do."""
+    """Look for `UNREADABLE` in the module; modules that only define decoders mention it for their callers."""
     assert "UNREADABLE" in (PACKAGE / name).read_text("utf-8")
 
 

@@ -1,4 +1,4 @@
-"""The one table of peak rates, against the vendors' data sheets."""
+"""The table of peak rates against the vendors' data sheets."""
 
 from __future__ import annotations
 

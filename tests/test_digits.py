@@ -1,4 +1,4 @@
-"""Figures as sentences write them."""
+"""Formatting of figures in sentences."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the README promises: its example is what the command prints, and every command is documented."""
+"""Checks of the README: its example is the output of the command, and every command is documented."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def test_the_table_of_strategies_is_what_their_runs_show() -> None:
 
 
 def test_the_first_five_are_not_told_apart() -> None:
-    """What the README says below its table, of every two."""
+    """Check the README's statement below its table for every pair."""
     for base, other in combinations([name for name, *_ in NINE[:5]], 2):
-        found = ringprof.compare(recorded(base), recorded(other))
-        (time,) = (one for one in found.differences if one.figure == "iteration_ms")
+        comparison = ringprof.compare(recorded(base), recorded(other))
+        (time,) = (difference for difference in comparison.differences if difference.figure == "iteration_ms")
         assert time.verdict == "noise", (base, other)
         assert time.assumed_spread is not None and 0.0095 < time.assumed_spread.share < 0.0105
     assert "recordings of one program differ by about 1 %" in README and "first five noise" in README
@@ -76,7 +76,7 @@ def test_every_command_is_in_the_readme(name: str) -> None:
 
 
 def _commands(page: str) -> list[str]:
-    """Indented lines of a page that read what comes with the repository, or list what there is."""
+    """List the indented commands of a page that read committed files, or list strategies and kernels."""
     lines = [
         line.strip() for line in (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines() if line[:4] == "    "
     ]

@@ -1,4 +1,4 @@
-"""Half-written runs: whose they are, and that only what the dead have left is removed."""
+"""Incomplete runs: who owns them, and that only those of killed processes are removed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from ringprof import scratch
-from ringprof.scratch import OWNER_FILE, abandoned, claim, clear_abandoned, release, sees
+from ringprof.scratch import OWNER_FILE, has_token, is_abandoned, lock, remove_abandoned, unlock
 from tests.record.command import environment
 
-HOLD = "import sys, pathlib; from ringprof.scratch import claim; "
-HOLD += "claim(pathlib.Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+HOLD = "import sys, pathlib; from ringprof.scratch import lock; "
+HOLD += "lock(pathlib.Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
 
 
 def partial(parent: Path, name: str) -> Path:
@@ -25,7 +25,7 @@ def partial(parent: Path, name: str) -> Path:
 
 
 def holder(folder: Path) -> subprocess.Popen[str]:
-    """Another process that is writing a run."""
+    """Start another process that holds the lock of a run's folder."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(folder)],
         env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -36,29 +36,30 @@ def holder(folder: Path) -> subprocess.Popen[str]:
 
 def test_a_pipe_in_the_place_of_an_owner_holds_nothing_up(tmp_path: Path) -> None:
     os.mkfifo(partial(tmp_path, "strange") / OWNER_FILE)
-    assert clear_abandoned(tmp_path) == []
+    assert remove_abandoned(tmp_path) == []
 
 
 def test_a_token_tells_a_folder_from_another_of_its_name(tmp_path: Path) -> None:
     folder = partial(tmp_path, "mine")
-    token = claim(folder)
-    assert sees(folder, token) and not sees(folder, token[::-1]) and not sees(tmp_path / "elsewhere", token)
-    release(folder)
-    assert not sees(folder, token) and list(folder.iterdir()) == []
+    token = lock(folder)
+    assert has_token(folder, token) and not has_token(folder, token[::-1])
+    assert not has_token(tmp_path / "elsewhere", token)
+    unlock(folder)
+    assert not has_token(folder, token) and list(folder.iterdir()) == []
 
 
 def test_only_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     mine, theirs, foreign, other = (partial(tmp_path, name) for name in ("mine", "theirs", "foreign", "other"))
-    claim(mine)
+    lock(mine)
     with holder(theirs) as process:
-        # Of another machine, or of before this one was started: nobody here can know.
+        # The lock was taken on another machine or before this one's boot: nobody here can know its owner.
         (other / OWNER_FILE).write_text('{"token": "t", "machine": "elsewhere 1"}')
-        assert clear_abandoned(tmp_path) == [] and not abandoned(theirs)
+        assert remove_abandoned(tmp_path) == [] and not is_abandoned(theirs)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert abandoned(theirs) and clear_abandoned(tmp_path) == [theirs.name]
+        assert is_abandoned(theirs) and remove_abandoned(tmp_path) == [theirs.name]
     assert sorted(tmp_path.iterdir()) == sorted([mine, foreign, other])
-    release(mine)
+    unlock(mine)
 
 
 def test_a_folder_that_another_process_removes_meanwhile_is_no_error(
@@ -70,12 +71,12 @@ def test_a_folder_that_another_process_removes_meanwhile_is_no_error(
         folder.rmdir()
         raise FileNotFoundError(folder)
 
-    monkeypatch.setattr(scratch, "abandoned", vanished)
-    assert clear_abandoned(tmp_path) == []
+    monkeypatch.setattr(scratch, "is_abandoned", vanished)
+    assert remove_abandoned(tmp_path) == []
 
 
-def test_an_owner_file_from_a_stranger_says_nothing(tmp_path: Path) -> None:
+def test_an_untrusted_owner_file_says_nothing(tmp_path: Path) -> None:
     folder = partial(tmp_path, "odd")
     for text in ("", "[]", "{", "x" * 10_000):
         (folder / OWNER_FILE).write_text(text)
-        assert not sees(folder, "") and not abandoned(folder)
+        assert not has_token(folder, "") and not is_abandoned(folder)

@@ -1,4 +1,4 @@
-"""Imports stand at the top of a module, but for what takes long to load and only some need."""
+"""Imports are at the top of a module, except for slow modules that only some functions need."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ SLOW = {
     "torch", "pandas", "matplotlib", "bokeh", "jinja2", "rich", "joblib", "distributed", "fsspec", "sqlite3", "hta",
     "multiprocessing", "numpy", "pyarrow", "psutil", "triton", "webbrowser", "hashlib", "torch.distributed.fsdp",
 }  # fmt: skip
-"""What takes longer to load than a small trace to read, and what is not everywhere."""
-ROOMS = {
+"""Modules that take longer to import than reading a small trace, or are not installed everywhere."""
+OWN_SLOW = {
     "ringprof.report.page.html", "ringprof.report.page.pages", "ringprof.report.plots", "ringprof.report.notebook",
     "ringprof.kernel_tables", "ringprof.benchmark_logs", "ringprof.prediction", "ringprof.record",
 }  # fmt: skip
-"""Of our own: a report of a trace in a terminal does without them (tests/cli/test_start.py)."""
+"""Modules of ringprof that a report of a trace in a terminal does not need (tests/cli/test_start.py)."""
 NOT_EVERYWHERE = {
     "pynvml", "zstandard", "compression", "flash_attn", "flash_attn_interface", "magi_attention", "ring_flash_attn",
     "transformer_engine", "yunchang",
 }  # fmt: skip
 OTHERWISE = {
-    "ringprof.cli": "signals are heard before the commands are loaded",
+    "ringprof.cli": "signal handlers are installed before the commands are loaded",
     "ringprof.spawn": "the path is set first",
     "ringprof.strategies.kernels.merge": "compiles kernels where there is Triton",
 }
@@ -40,7 +40,7 @@ def file_of(module: str) -> Path | None:
 
 
 def named(node: ast.Import | ast.ImportFrom, module: str) -> list[str]:
-    """The modules that a statement imports."""
+    """List the modules that a statement imports."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     path = file_of(module)
@@ -62,16 +62,15 @@ def at_the_top(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
 
 
 def loads(module: str) -> set[str]:
-    """All that importing a module imports, its own packages among them."""
-    found, waiting = set[str](), [module]
+    """Collect all modules that importing a module imports, including its parent packages."""
+    imported, waiting = set[str](), [module]
     while waiting:
-        one = waiting.pop()
-        parts = one.split(".")
-        for name in (".".join(parts[: at + 1]) for at in range(len(parts))):
-            if name not in found:
-                found.add(name)
+        parts = waiting.pop().split(".")
+        for name in (".".join(parts[:count]) for count in range(1, len(parts) + 1)):
+            if name not in imported:
+                imported.add(name)
                 waiting.extend(directly(name))
-    return found
+    return imported
 
 
 @cache
@@ -83,7 +82,7 @@ def directly(module: str) -> list[str]:
 
 
 def late() -> Iterator[tuple[str, int, str]]:
-    """Module, line and what is imported there, of every import in a function."""
+    """Yield the module, the line and the imported name of every import in a function."""
     for path in sorted((ROOT / "ringprof").rglob("*.py")) + sorted((ROOT / "ringprof" / "strategies").rglob("*.py")):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for function in ast.walk(ast.parse(path.read_text())):
@@ -94,13 +93,13 @@ def late() -> Iterator[tuple[str, int, str]]:
 
 
 def test_a_function_imports_only_what_is_slow_to_load_or_not_everywhere() -> None:
-    found = sorted({*late()})
-    assert len(found) > 50
+    late_imports = sorted({*late()})
+    assert len(late_imports) > 50
     wrong = []
-    for module, line, name in found:
-        # Parts of torch load more than torch does.
+    for module, line, name in late_imports:
+        # Submodules of torch import more than torch itself.
         foreign = name.startswith("torch.") or name.partition(".")[0] in NOT_EVERYWHERE
-        if not foreign and module not in OTHERWISE and not (SLOW | ROOMS) & (loads(name) - loads(module)):
+        if not foreign and module not in OTHERWISE and not (SLOW | OWN_SLOW) & (loads(name) - loads(module)):
             wrong.append(f"{module}:{line}: {name}")
     assert not wrong, "\n".join(wrong)
 
@@ -142,9 +141,9 @@ def test_what_needs_torch_says_how_to_get_it(tmp_path: Path) -> None:
     ]  # fmt: skip
     done = without_torch(*lines)
     assert done.returncode == 2
-    said = done.stderr.splitlines()
-    assert len(said) == len(lines), done.stderr
-    for line, message in zip(lines, said, strict=True):
+    messages = done.stderr.splitlines()
+    assert len(messages) == len(lines), done.stderr
+    for line, message in zip(lines, messages, strict=True):
         assert message.endswith("pip install 'ringprof[record]'"), (line, message)
 
 

@@ -1,4 +1,4 @@
-"""Lines of a log by index, whatever the log holds, at the memory of its bytes."""
+"""Lines of a log by index, in no more memory than the log's bytes."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def test_what_cannot_be_decoded_is_replaced() -> None:
 def test_any_index_in_any_order(lines: list[str], end: str, block: int, data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(log_lines, "_BLOCK_BYTES", block)
-        found = LogLines(end.join(lines).removeprefix("\ufeff").encode())
+        log = LogLines(end.join(lines).removeprefix("\ufeff").encode())
         expected = end.join(lines).removeprefix("\ufeff").replace("\r\n", "\n").split("\n")
-        assert len(found) == len(expected) and list(found) == expected
+        assert len(log) == len(expected) and list(log) == expected
         for index in data.draw(st.lists(st.integers(0, len(lines) - 1), max_size=20)):
-            assert found[index] == expected[index]
+            assert log[index] == expected[index]
         start = data.draw(st.integers(0, len(lines)))
-        assert found.between(start, start + 3) == expected[start : start + 3]
+        assert log.between(start, start + 3) == expected[start : start + 3]
         for outside in (-1, len(lines)):
             with pytest.raises(IndexError):
-                found[outside]
+                log[outside]
 
 
 def test_a_line_without_end_is_read_no_further_than_any_table_is_wide() -> None:

@@ -12,18 +12,18 @@ from ringprof.mask import Mask, band_area
 
 
 def sees(mask: Mask, query: int, key: int) -> bool:
-    """The definition, for one pair."""
+    """Evaluate the definition of the mask for one pair."""
     left, right = mask.window
     low, high = sorted((query, key))
-    same = not any(low < begins <= high for begins in mask.documents or ())
+    same_document = not any(low < begins <= high for begins in mask.documents or ())
     begin = max(first for first in (0, *(mask.documents or ())) if first <= query)
     inside = (left < 0 or query - key <= left) and (mask.causal or right < 0 or key - query <= right)
-    return same and (not mask.causal or key <= query) and (inside or begin <= key < begin + mask.prefix)
+    return same_document and (not mask.causal or key <= query) and (inside or begin <= key < begin + mask.prefix)
 
 
 @st.composite
 def masks(draw) -> tuple[Mask, int]:
-    """A mask and the length of its sequence; documents may be empty, or one token long."""
+    """Draw a mask and the length of its sequence; documents may be empty, or one token long."""
     lengths = draw(st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(sum))
     window = draw(st.tuples(st.integers(-1, 10), st.integers(-1, 10)))
     documents = [0, *itertools.accumulate(lengths)] if draw(st.booleans()) else None

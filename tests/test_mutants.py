@@ -26,7 +26,7 @@ def plant(*arguments: str) -> None:
 @pytest.mark.timeout(4 * 3600)
 def test_six_of_seven_small_bugs_are_noticed() -> None:
     """Set RINGPROF_MUTANTS for fewer or more than 600. docs/mutation-testing.md says what the survivors are."""
-    plant(str(ROOT / "scripts" / "mutants"), "--number", NUMBER, "--rooms", *MEASURED, "--least", "85")
+    plant(str(ROOT / "scripts" / "mutants"), "--number", NUMBER, "--folders", *MEASURED, "--least", "85")
 
 
 @pytest.mark.long

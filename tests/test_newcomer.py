@@ -1,4 +1,4 @@
-"""What a newcomer does first, in a fresh clone: ``make demo``, then ``make test``, and both again."""
+"""First steps of a new user in a fresh clone: ``make demo``, then ``make test``, and both again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.paths import ROOT
 
 FEW = "-q tests/test_run.py tests/test_docs.py tests/report/test_text.py"
-"""All linters run, and of the tests some that read what a demo leaves beside the committed runs."""
+"""Tests to run after the linters: some that read the folder in which a demo stores its run."""
 
 
 @pytest.mark.long
@@ -20,11 +20,11 @@ FEW = "-q tests/test_run.py tests/test_docs.py tests/report/test_text.py"
 def test_the_two_commands_of_the_readme_twice(tmp_path: Path) -> None:
     clone = tmp_path / "a clone"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
-    surroundings = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     for _ in range(2):
         for words in (["demo"], ["test", f"PYTEST={FEW}"]):
             command = ["make", *words, f"PYTHON={sys.executable}"]
-            done = subprocess.run(command, cwd=clone, env=surroundings, capture_output=True, text=True, check=False)
+            done = subprocess.run(command, cwd=clone, env=variables, capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     status = subprocess.run(["git", "status", "--porcelain"], cwd=clone, capture_output=True, text=True, check=True)
     assert status.stdout == ""

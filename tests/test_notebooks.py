@@ -1,4 +1,4 @@
-"""The notebooks run from their folder, on what comes with the repository, and were kept with their outputs."""
+"""The notebooks run from their folder on committed files, and their committed outputs are up to date."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ nbclient = pytest.importorskip("nbclient", reason="the notebook extra is not ins
 pytest.importorskip("torch", reason="the last notebook records")
 
 MEASURE = ("05_your_own_training_step", "07_before_you_buy")
-"""Record and time on this machine, or predict: figures that move with every calibration."""
+"""Notebooks whose figures change: they time on this machine, or predict with the current calibration."""
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
@@ -23,31 +23,31 @@ def test_there_are_seven() -> None:
     assert [path.name[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04", "05", "06", "07"]
 
 
-# The Jupyter client warns of its own plans and of unencrypted local sockets.
+# The Jupyter client warns of future changes and of unencrypted local sockets.
 @pytest.mark.processes
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # This checkout, whatever is installed.
+    # Use this checkout even if another ringprof is installed.
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.read(path, as_version=4)
     nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(path.parent)}}).execute()
-    kept = nbformat.read(path, as_version=4)
+    committed = nbformat.read(path, as_version=4)
     if path.stem not in MEASURE:
-        # What a reader sees beside the code is what the code gives today.
-        assert _figures(kept) <= _figures(notebook)
-    for mine, theirs in zip(notebook.cells, kept.cells, strict=True):
-        if mine.cell_type == "code":
-            # The kept outputs are of the same kinds: a cell that once drew still does.
-            assert _kinds(mine) == _kinds(theirs)
-            if "view(" in mine.source:
-                # What is kept says so; what is made holds the page, which fetches nothing.
-                assert mine.outputs[0].data["text/html"].startswith('<iframe sandbox="allow-scripts')
-                assert len(theirs.outputs[0].data["text/html"]) < 1000
+        # The committed figures are those that the code prints today.
+        assert _figures(committed) <= _figures(notebook)
+    for new, old in zip(notebook.cells, committed.cells, strict=True):
+        if new.cell_type == "code":
+            # The outputs have the same kinds: a cell that drew a plot still does.
+            assert _kinds(new) == _kinds(old)
+            if "view(" in new.source:
+                # The committed output is a short note; the new one is the page, which loads nothing from the network.
+                assert new.outputs[0].data["text/html"].startswith('<iframe sandbox="allow-scripts')
+                assert len(old.outputs[0].data["text/html"]) < 1000
 
 
 def _figures(notebook: Any) -> set[str]:
-    """Numbers with a fraction in all that is printed or shown as text."""
+    """Find the numbers with a fraction in all text outputs."""
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     texts = [output.get("text", "") + output.get("data", {}).get("text/plain", "") for output in outputs]
     return set(re.findall(r"\d[\d,]*\.\d+", "\n".join(texts)))

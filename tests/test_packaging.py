@@ -1,4 +1,4 @@
-"""What an installation holds, what importing costs, and that nothing is left out of the package."""
+"""Contents of an installation, cost of importing, and completeness of the package."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_every_subpackage_is_listed() -> None:
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     listed = set(config["options"]["packages"].split())
-    # The link to strategies/ is no folder to a search for all levels.
+    # A recursive search does not follow the link to strategies/.
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / "ringprof").rglob("__init__.py")}
     folders |= {"ringprof" / path.parent.relative_to(ROOT) for path in (ROOT / "strategies").rglob("__init__.py")}
     assert listed == {".".join(folder.parts) for folder in folders}
@@ -74,9 +74,9 @@ def test_a_second_copy_of_the_strategies_cannot_be_imported() -> None:
 
 
 def stated_version(name: str, pattern: str) -> str:
-    found = re.search(pattern, (ROOT / name).read_text("utf-8"), re.MULTILINE)
-    assert found, name
-    return found[1]
+    match = re.search(pattern, (ROOT / name).read_text("utf-8"), re.MULTILINE)
+    assert match, name
+    return match[1]
 
 
 def test_a_version_that_can_be_cited() -> None:
@@ -93,7 +93,7 @@ RELEASE = runpy.run_path(str(ROOT / "scripts" / "release.py"))
 
 
 def test_an_sdist_does_not_tell_who_built_it_and_when(tmp_path: Path) -> None:
-    """Two archives of the same files: other times, owners, groups and permissions, and another order."""
+    """Normalise two archives of the same files with different times, owners, groups, permissions and order."""
     archives = []
     for number, names in enumerate((["a.py", "b.py", "run.sh"], ["run.sh", "b.py", "a.py"])):
         archives.append(tmp_path / f"{number}.tar.gz")
@@ -108,7 +108,7 @@ def test_an_sdist_does_not_tell_who_built_it_and_when(tmp_path: Path) -> None:
     with tarfile.open(archives[0]) as archive:
         members = archive.getmembers()
         assert [archive.extractfile(member).read() for member in members] == [b"a.py", b"b.py", b"run."]  # type: ignore[union-attr]
-    assert [(one.name, one.mode, one.mtime, one.uid, one.uname) for one in members] == [
+    assert [(member.name, member.mode, member.mtime, member.uid, member.uname) for member in members] == [
         ("x-1/a.py", 0o644, 1_700_000_000, 0, ""),
         ("x-1/b.py", 0o644, 1_700_000_000, 0, ""),
         ("x-1/run.sh", 0o755, 1_700_000_000, 0, ""),
@@ -116,7 +116,7 @@ def test_an_sdist_does_not_tell_who_built_it_and_when(tmp_path: Path) -> None:
 
 
 def copied_checkout(source: Path) -> Path:
-    """The tracked files without the link, as a zip archive leaves them."""
+    """Copy the tracked files without the link, as in an unpacked zip archive."""
     for name in tracked_files():
         if not (ROOT / name).is_symlink():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ def copied_checkout(source: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """``make release`` in a copy of the checkout: the folder, and what it printed."""
+    """Run ``make release`` in a copy of the checkout; returns the folder and the output."""
     source = copied_checkout(tmp_path_factory.mktemp("a zip archive"))
     folder = tmp_path_factory.mktemp("release")
     command = [sys.executable, str(source / "scripts" / "release.py"), str(folder)]
@@ -144,7 +144,7 @@ def test_a_release_is_checked_and_works_in_fresh_environments(released: tuple[Pa
 
 @pytest.mark.long
 def test_another_build_of_the_same_files_is_equal_byte_for_byte(released: tuple[Path, str], tmp_path: Path) -> None:
-    """In another folder, of files of another age and with other permissions."""
+    """Build again in another folder, from files with other times and permissions."""
     source = copied_checkout(tmp_path / "elsewhere")
     for path in source.rglob("*.py"):
         os.utime(path, (1_600_000_000, 1_600_000_000))
@@ -172,13 +172,13 @@ def test_what_a_release_holds(released: tuple[Path, str]) -> None:
     with tarfile.open(sdist) as archive:
         members = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
     texts = {"README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "MANIFEST.in", "pyproject.toml", "setup.cfg"}
-    made = {"PKG-INFO"} | {name for name in members if name.startswith("ringprof.egg-info/")}
-    assert members == package | strategies | texts | made
+    generated = {"PKG-INFO"} | {name for name in members if name.startswith("ringprof.egg-info/")}
+    assert members == package | strategies | texts | generated
 
 
 @pytest.mark.long
 def test_beside_a_folder_of_the_same_name(released: tuple[Path, str], tmp_path: Path) -> None:
-    """The user's own folder strategies/ is not what ``ringprof.strategies`` imports."""
+    """Check that ``ringprof.strategies`` does not import the user's own folder strategies/."""
     (wheel,) = released[0].glob("*.whl")
     site, hostile = tmp_path / "site", tmp_path / "work"
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)]

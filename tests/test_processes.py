@@ -1,4 +1,4 @@
-"""Further processes: results in order, a process that ends or fails, and none that outlives its purpose."""
+"""Worker processes: results in order, processes that end or fail, and no process that stays."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from unittest.mock import Mock
 import pytest
 
 from ringprof import process_pool
-from ringprof.process_pool import ProcessEnded, mapped
+from ringprof.process_pool import ProcessEnded, map_in_processes
 from tests.paths import ROOT
 from tests.record.command import HANGS_S, wait_until
 
 
 def test_results_come_in_the_order_of_the_items() -> None:
-    assert list(mapped(2, pow, [(2, power) for power in range(40)])) == [2**power for power in range(40)]
+    assert list(map_in_processes(2, pow, [(2, power) for power in range(40)])) == [2**power for power in range(40)]
 
 
 def test_few_items_are_taken_ahead_of_the_results() -> None:
@@ -33,27 +33,27 @@ def test_few_items_are_taken_ahead_of_the_results() -> None:
             taken.append(number)
             yield (number,)
 
-    results = mapped(2, math.sqrt, items())
+    results = map_in_processes(2, math.sqrt, items())
     assert next(results) == 0.0 and len(taken) <= 5
     results.close()
 
 
 def test_the_processes_stay_for_the_next_call() -> None:
-    first, second = (set(mapped(2, os.getpid, [()] * 20)) for _ in range(2))
+    first, second = (set(map_in_processes(2, os.getpid, [()] * 20)) for _ in range(2))
     assert first | second <= set(first) and os.getpid() not in first
 
 
 def test_an_error_is_the_functions_own() -> None:
     with pytest.raises(ZeroDivisionError):
-        list(mapped(2, divmod, [(1, 1), (1, 0)]))
-    assert list(mapped(2, divmod, [(7, 2)])) == [(3, 1)]
+        list(map_in_processes(2, divmod, [(1, 1), (1, 0)]))
+    assert list(map_in_processes(2, divmod, [(7, 2)])) == [(3, 1)]
 
 
 @pytest.mark.parametrize(("function", "item"), [(os._exit, (0,)), (os.kill, (0, signal.SIGKILL))])
 def test_a_process_that_ends_is_told_and_the_next_call_has_others(function, item) -> None:
     with pytest.raises(ProcessEnded):
-        list(mapped(2, function, [item]))
-    assert list(mapped(2, abs, [(-1,)])) == [1]
+        list(map_in_processes(2, function, [item]))
+    assert list(map_in_processes(2, abs, [(-1,)])) == [1]
 
 
 INTERRUPTED_AT_START = """
@@ -69,10 +69,10 @@ def test_a_process_interrupted_at_its_start_writes_no_traceback(tmp_path, monkey
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     process_pool.end_all()
     with pytest.raises(ProcessEnded):
-        list(mapped(1, abs, [(-1,)]))
+        list(map_in_processes(1, abs, [(-1,)]))
     assert capfd.readouterr().err == ""
     monkeypatch.delenv("PYTHONPATH")
-    assert list(mapped(1, abs, [(-1,)])) == [1]
+    assert list(map_in_processes(1, abs, [(-1,)])) == [1]
 
 
 NO_PROCESS = BlockingIOError(11, "Resource temporarily unavailable")
@@ -85,50 +85,50 @@ NO_THREAD = RuntimeError("can't start new thread")
 def test_where_none_can_begin_it_is_told_and_the_next_call_has_others(
     where: object, name: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As under ``ulimit -u``, which binds root by nothing."""
+    """Fail to start processes or threads, as under ``ulimit -u``, which does not apply to root."""
     process_pool.end_all()
     with monkeypatch.context() as scarce, pytest.raises(ProcessEnded):
         scarce.setattr(where, name, Mock(side_effect=error))
-        list(mapped(2, abs, [(-1,)]))
-    assert list(mapped(2, abs, [(-1,)])) == [1]
+        list(map_in_processes(2, abs, [(-1,)]))
+    assert list(map_in_processes(2, abs, [(-1,)])) == [1]
 
 
 def test_a_helper_that_cannot_begin_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    """The command whose helper it is says so in one line."""
-    ours, theirs = Pipe()
-    with ours, theirs, pytest.MonkeyPatch.context() as scarce:
+    """Check that the worker prints nothing: its parent reports the error in one line."""
+    parent_end, child_end = Pipe()
+    with parent_end, child_end, pytest.MonkeyPatch.context() as scarce:
         scarce.setattr(threading.Thread, "start", Mock(side_effect=NO_THREAD))
-        process_pool.main([str(os.dup(theirs.fileno()))])
+        process_pool.main([str(os.dup(child_end.fileno()))])
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_helper_that_is_interrupted_alone_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    """SIGINT to it alone, in the midst of a call."""
+    """Send SIGINT to a worker alone during a call."""
     process_pool.end_all()
     with pytest.raises(ProcessEnded):
-        list(mapped(1, signal.raise_signal, [(signal.SIGINT,)]))
+        list(map_in_processes(1, signal.raise_signal, [(signal.SIGINT,)]))
     assert capfd.readouterr() == ("", "")
 
 
 def test_results_that_nobody_takes_end_the_processes() -> None:
-    results = mapped(2, time.sleep, [(0,), (1000,), (1000,)])
+    results = map_in_processes(2, time.sleep, [(0,), (1000,), (1000,)])
     next(results)
-    assert process_pool._Helpers.started is not None
-    helpers = [process.pid for process in process_pool._Helpers.started._processes]
+    assert process_pool._WorkerPool.started is not None
+    workers = [process.pid for process in process_pool._WorkerPool.started._processes]
     with pytest.raises(KeyboardInterrupt):
         results.throw(KeyboardInterrupt)
-    assert helpers and not any(Path(f"/proc/{pid}").exists() for pid in helpers)
+    assert workers and not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
 OWNER = """
 import time
-from ringprof.process_pool import _Helpers, mapped
-results = mapped(2, time.sleep, [(0.01,), (0.01,), (1000,), (1000,)])
+from ringprof.process_pool import _WorkerPool, map_in_processes
+results = map_in_processes(2, time.sleep, [(0.01,), (0.01,), (1000,), (1000,)])
 next(results); next(results)
-# The first may have done both before the second was started.
-while len(_Helpers.started._processes) < 2:
+# The first worker may have finished both before the second was started.
+while len(_WorkerPool.started._processes) < 2:
     time.sleep(0.01)
-print(*(process.pid for process in _Helpers.started._processes), flush=True)
+print(*(process.pid for process in _WorkerPool.started._processes), flush=True)
 time.sleep(1000)
 """
 
@@ -141,8 +141,8 @@ def test_they_end_with_their_owner_whatever_they_are_doing(tmp_path: Path, numbe
     )  # fmt: skip
     with owner:
         assert owner.stdout is not None
-        helpers = [int(pid) for pid in owner.stdout.readline().split()]
+        workers = [int(pid) for pid in owner.stdout.readline().split()]
         owner.send_signal(number)
         owner.wait(HANGS_S)
-    assert len(helpers) == 2
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in helpers))
+    assert len(workers) == 2
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))

@@ -1,4 +1,4 @@
-"""The Run and its store: what is written is complete, and what a stranger wrote stays in its folder."""
+"""The Run and its file: written files are complete, and untrusted files name no paths outside their folder."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_relocated_names_the_same_traces_from_the_folder_above(recorded: Run) ->
     [(False, False, 64, 4), (True, False, 32, 4), (False, True, 64, 14), (True, True, 32, 14)],
 )
 def test_model_flops_count_query_key_pairs(causal: bool, backward: bool, pairs: int, factor: int) -> None:
-    """4 FLOPs a pair, head and dimension forward (two products of two), 10 backward; 8 tokens make 64 pairs."""
+    """Count 4 FLOPs per pair, head and dimension forward (two products of two), 10 backward; 8 tokens make 64 pairs."""
     workload = Workload(batch=3, seq=8, heads=5, kv_heads=5, head_dim=2, causal=causal, backward=backward)
     assert workload.model_flops() == factor * 3 * pairs * 5 * 2
     exact = 36 if causal else 64
@@ -98,16 +98,16 @@ def test_model_flops_count_query_key_pairs(causal: bool, backward: bool, pairs: 
 
 
 def test_the_time_of_a_run_is_the_median_of_its_slowest_rank() -> None:
-    """Of an even number of iterations the mean of the middle two."""
+    """Take the mean of the middle two for an even number of iterations."""
     timings = Timings(warmup=1, iterations_ns=[[10, 40, 20, 30], [15, 5, 25, 35]])
     assert slowest(timings.iterations_ns) == [15, 40, 25, 35] and timings.median_ns() == 30.0
     assert Timings(warmup=0, iterations_ns=[[], []]).median_ns() is None
-    # Of the iterations that both have, without one that took no time.
+    # Only iterations that both ranks have count, without one that took no time.
     assert Timings(warmup=1, iterations_ns=[[10, 40, 0, 30], [15, 5, 0]]).median_ns() == 27.5
 
 
 def test_the_rate_of_a_run_is_per_device(recorded: Run) -> None:
-    """Forward and backward of 4·S²·H·D / 2 = 2·1024²·8·64 FLOPs, 3.5 times, over 4 ranks in a millisecond."""
+    """Count forward and backward, 3.5 · 4·S²·H·D / 2 = 3.5 · 2·1024²·8·64 FLOPs, over 4 ranks in a millisecond."""
     assert recorded.tflops(1e6) == pytest.approx(2 * 1024**2 * 8 * 64 * 3.5 / 4 / 1e9)
     assert recorded.tflops(None) is None
     assert msgspec.structs.replace(recorded, workload=None).tflops(1e6) is None

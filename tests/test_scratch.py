@@ -1,4 +1,4 @@
-"""Scratch folders go with the process that made them, however it ends, or with the next one."""
+"""Scratch folders are removed when their process ends, in whatever way, or by the next process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ringprof.scratch import UNCLAIMED_S
+from ringprof.scratch import UNLOCKED_S
 
 MAKE = "from ringprof.scratch import scratch_folder; (scratch_folder('trace') / 'rank0.json.gz').touch(); "
 
@@ -38,17 +38,17 @@ def test_it_goes_with_its_process(tmp_path: Path, end: str, code: int) -> None:
 
 @pytest.mark.parametrize("killed_at", ["os.open", "os.write"])
 def test_what_was_killed_before_it_had_an_owner_goes_after_an_hour(tmp_path: Path, killed_at: str) -> None:
-    """Killed when it opens its owner file, or when it writes it."""
+    """Kill the process when it opens or writes its owner file."""
     kill = "import os, signal, tempfile, ringprof.scratch; tempfile.gettempdir(); "
     kill += f"{killed_at} = lambda *_: os.kill(os.getpid(), signal.SIGKILL); "
     assert run(kill + MAKE, tmp_path) == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     assert [path.stat().st_size for path in left.iterdir()] == ([] if killed_at == "os.open" else [0])
-    # Young, it may be claimed at any moment; with something in it, it may be logs that were kept.
+    # A new folder may be locked at any moment; a folder with files may contain logs that were kept.
     kept = tmp_path / "ringprof-trace-kept"
     kept.mkdir()
     (kept / "rank0.log").write_text("why")
-    hours_ago = time.time() - 2 * UNCLAIMED_S
+    hours_ago = time.time() - 2 * UNLOCKED_S
     os.utime(kept, (hours_ago, hours_ago))
     assert run(MAKE, tmp_path) == 0
     assert sorted(tmp_path.iterdir()) == sorted([left, kept])
@@ -66,7 +66,7 @@ def test_what_a_killed_process_left_goes_with_the_next(tmp_path: Path) -> None:
         env={**os.environ, "TMPDIR": str(tmp_path)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     assert living.stdout is not None and living.stdout.readline() == b"\n"
-    # That of the living one stays while others come and go.
+    # The folder of a living process stays while other processes start and end.
     (other,) = tmp_path.iterdir()
     assert other != left and run(MAKE, tmp_path) == 0
     assert list(tmp_path.iterdir()) == [other]

@@ -1,4 +1,4 @@
-"""Sweeps: every combination once, rows that fail, going on after an interruption."""
+"""Sweeps: every combination once, rows that fail, resuming after an interruption."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ringprof.record import RecordRequest
 from ringprof.record.progress import SilentReporter
 from ringprof.report.sweep import COLUMNS, SweepTable, render_markdown
 from ringprof.report.text import TextStyle
-from ringprof.run import Controls, Workload, write_run
+from ringprof.run import Baselines, Workload, write_run
 from ringprof.scale.pipeline import attribute
 from tests.analysis.findings.test_summary import ring_with_compute
 from tests.analysis.recorded import recorded_run
@@ -40,7 +40,7 @@ BASE = RecordRequest(workload=Workload(seq=1, heads=8, kv_heads=8, head_dim=64),
 
 
 class Recorder:
-    """Stands in for `record`: writes a run without traces, or raises what it is told to."""
+    """Fake of `record` that writes a run without traces, or raises a given error."""
 
     def __init__(self, errors: dict[tuple[str, int], BaseException]) -> None:
         self.errors, self.calls = errors, []  # type: tuple[dict[tuple[str, int], BaseException], list[Any]]
@@ -60,15 +60,15 @@ class Recorder:
 
 @pytest.fixture
 def swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Run a sweep of three strategies and two lengths with given failures; (rows, recorder)."""
+    """Return a function that runs a sweep of two strategies and two lengths with given failures: (rows, recorder)."""
     monkeypatch.setattr(sweep, "analysis_of", lambda row, folder: None)
 
     def go(
-        errors: dict[tuple[str, int], BaseException], said: list[str] | None = None, **changes: Any
+        errors: dict[tuple[str, int], BaseException], messages: list[str] | None = None, **changes: Any
     ) -> tuple[list[sweep.Row], Recorder]:
         recorder, reporter = Recorder(errors), SilentReporter()
-        if said is not None:
-            monkeypatch.setattr(reporter, "say", said.append)
+        if messages is not None:
+            monkeypatch.setattr(reporter, "say", messages.append)
         monkeypatch.setattr(sweep, "record", recorder)
         requests = sweep.sweep_requests(
             replace(BASE, **changes),
@@ -118,7 +118,7 @@ def test_a_row_that_fails_says_why_and_the_sweep_goes_on(swept):
     ],
 )
 def test_a_sweep_with_a_row_that_failed_ends_with_3(monkeypatch, tmp_path, errors, code):
-    """Of two rows, the first ones have these errors; what cannot be recorded at all is no failure beside what can."""
+    """Give the first of two rows these errors; a row that cannot be recorded is no failure if another row can."""
     lengths = [1024, 2048]
     failing = {("zigzag", seq): error for seq, error in zip(lengths, errors, strict=False)}
     monkeypatch.setattr(sweep, "record", Recorder(failing))
@@ -142,7 +142,7 @@ def test_failed_rows_are_tried_again_and_what_ran_out_of_memory_is_not(swept):
     assert recorder.calls == [("burst", 2048, False), ("burst", 2048, True)]
 
 
-CONTROLS = Controls(
+CONTROLS = Baselines(
     warmup=1, rounds=1, ordinary_ns=[[3000]] * 4, compute_only_ns=[[2000]] * 4, communication_only_ns=[[1000]] * 4,
     solo_ns=[[1500]] * 4, solo_flops=[10**9] * 4,
 )  # fmt: skip
@@ -173,34 +173,34 @@ def test_a_row_without_controls_is_recorded_again_where_they_are_asked_for(swept
 
 def test_peers_are_recorded_beside_without_the_controls_that_they_cannot_have(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "analysis_of", lambda row, folder: None)
-    asked: dict[str, bool] = {}
+    requested: dict[str, bool] = {}
 
-    class Noting(Recorder):
+    class RequestRecorder(Recorder):
         def __call__(self, request: RecordRequest, reporter: Any) -> Any:
-            asked[request.strategy] = request.controls or asked.get(request.strategy, False)
+            requested[request.strategy] = request.controls or requested.get(request.strategy, False)
             return super().__call__(request, reporter)
 
-    monkeypatch.setattr(sweep, "record", recorder := Noting({}))
+    monkeypatch.setattr(sweep, "record", recorder := RequestRecorder({}))
     base = replace(BASE, controls=True)
     requests = sweep.sweep_requests(base, ["zigzag", "torch-cp"], [1024], ["auto"], {})
     for _ in range(2):
         rows = [row for row, _ in sweep.run_sweep(requests, tmp_path / "sweep.json", SilentReporter())]
         assert [row.status for row in rows] == ["ok", "ok"]
-    assert asked == {"zigzag": True, "torch-cp": False}
-    # The stand-in's runs have no controls: zigzag's is made again, the peer's is not.
+    assert requested == {"zigzag": True, "torch-cp": False}
+    # The fake's runs have no baselines: zigzag's is recorded again, the peer's is not.
     assert [call[0] for call in recorder.calls] == ["zigzag", "zigzag", "torch-cp", "torch-cp", "zigzag", "zigzag"]
     assert [sweep.row_figures(row, None)["peer"] for row in rows] == [False, True]
 
 
 def test_rows_recorded_with_other_options_are_kept_and_it_is_said(swept):
     swept({}, iters=3)
-    said: list[str] = []
-    rows, recorder = swept({}, said, iters=10)
+    messages: list[str] = []
+    rows, recorder = swept({}, messages, iters=10)
     assert [row.status for row in rows] == ["ok"] * 4 and recorder.calls == []
-    assert len(said) == 4 and "burst 1024: taken from " in said[0] and "--iters 3, not 10" in said[0]
-    said.clear()
-    swept({}, said, iters=3)
-    assert said == []
+    assert len(messages) == 4 and "burst 1024: taken from " in messages[0] and "--iters 3, not 10" in messages[0]
+    messages.clear()
+    swept({}, messages, iters=3)
+    assert messages == []
 
 
 def test_another_world_is_another_row(swept):
@@ -210,7 +210,7 @@ def test_another_world_is_another_row(swept):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"strategies": ["burst", "ulyses"]}, "did you mean 'ulysses'"),
         ({"kernels": ["auto", "flash-atn"]}, "no kernel 'flash-atn'"),
@@ -219,12 +219,18 @@ def test_another_world_is_another_row(swept):
         ({"base": replace(BASE, warmup=-1)}, "--warmup must be at least 0"),
     ],
 )
-def test_every_name_and_option_is_checked_before_anything_is_recorded(tmp_path, monkeypatch, changes, said):
+def test_every_name_and_option_is_checked_before_anything_is_recorded(tmp_path, monkeypatch, changes, message):
     recorder = Recorder({})
     monkeypatch.setattr(sweep, "record", recorder)
-    asked: dict[str, Any] = {"base": BASE, "strategies": ["burst"], "seqs": [1024], "kernels": ["auto"], "params": {}}
-    requests = sweep.sweep_requests(**(asked | changes))
-    with pytest.raises(UsageError, match=said):
+    arguments: dict[str, Any] = {
+        "base": BASE,
+        "strategies": ["burst"],
+        "seqs": [1024],
+        "kernels": ["auto"],
+        "params": {},
+    }
+    requests = sweep.sweep_requests(**(arguments | changes))
+    with pytest.raises(UsageError, match=message):
         list(sweep.run_sweep(requests, tmp_path / "sweep.json", SilentReporter()))
     assert recorder.calls == [] and list(tmp_path.iterdir()) == []
 
@@ -330,7 +336,7 @@ def test_a_masked_sweep_has_a_column_that_says_so():
     assert masks == ["causal, 2 documents, window 4, softcap 30", "full, learned sinks"]
     wide = TextStyle(width=250)
     assert "mask" in SweepTable(wide, masks).header and "mask" not in SweepTable(wide, ["causal"]).header
-    figures = {one.key: 1.0 if one.form else "n" for one in COLUMNS} | {
+    figures = {column.key: 1.0 if column.form else "n" for column in COLUMNS} | {
         "status": "ok",
         "reason": None,
         "mask": masks[1],
@@ -342,7 +348,10 @@ def test_a_masked_sweep_has_a_column_that_says_so():
 
 @pytest.mark.parametrize(("tflops", "shown"), [(521.74, "521.7"), (0.0015372, "0.001537")])
 def test_a_rate_is_shown_with_its_digits_on_a_cpu_too(tflops, shown):
-    figures = {one.key: tflops if one.key == "tflops" else None for one in COLUMNS} | {"status": "ok", "reason": None}
+    figures = {column.key: tflops if column.key == "tflops" else None for column in COLUMNS} | {
+        "status": "ok",
+        "reason": None,
+    }
     assert f" {shown} " in SweepTable(TextStyle(width=250)).line(figures)
     assert f"| {shown} |" in render_markdown([figures])
 
@@ -350,7 +359,7 @@ def test_a_rate_is_shown_with_its_digits_on_a_cpu_too(tflops, shown):
 @pytest.mark.parametrize(("width", "title"), [(80, "no room for"), (200, "parameters")])
 def test_a_row_fits_the_terminal(width, title):
     table = SweepTable(TextStyle(width=width))
-    figures = {one.key: 1234.5 / one.factor if one.form else "n" for one in COLUMNS}
+    figures = {column.key: 1234.5 / column.factor if column.form else "n" for column in COLUMNS}
     row = table.line({**figures, "status": "ok", "reason": None})
     assert title in table.header and max(map(len, [*table.header.splitlines(), row])) <= width
     assert len(row) == len(table.header.splitlines()[0])

@@ -1,4 +1,4 @@
-"""What a stranger's file cannot do: run code, or hold up a regular expression."""
+"""Untrusted files cannot run code, nor make a regular expression take too long."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_no_file_is_unpickled_or_run(path: Path) -> None:
 
 
 def imported_by_name() -> set[str]:
-    """Files that import a module whose name is not in their text."""
-    found = set()
+    """Find the files that import a module whose name is not in their text."""
+    names = set()
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if (
@@ -55,12 +55,12 @@ def imported_by_name() -> set[str]:
                 and getattr(node.func, "id", getattr(node.func, "attr", "")) == "import_module"
                 and not isinstance(node.args[0], ast.Constant)
             ):
-                found.add(str(path.relative_to(PACKAGE.parent)))
-    return found
+                names.add(str(path.relative_to(PACKAGE.parent)))
+    return names
 
 
 def test_only_what_the_user_names_is_imported() -> None:
-    """A strategy, or a function to check; the other places import what stands in their own tables."""
+    """Allow imports of the user's strategy or function, and of modules in a file's own table."""
     assert imported_by_name() <= {
         "ringprof/__init__.py",
         "ringprof/cli/commands.py",
@@ -73,9 +73,9 @@ def test_only_what_the_user_names_is_imported() -> None:
 
 
 def test_only_plain_digits_are_digits() -> None:
-    r"""``\d`` takes the digits of every script: rank٣.json would be rank 3."""
-    found = {path.name for path in SOURCES if r"\d" in path.read_text("utf-8")}
-    assert found <= {"rules.py", "operators.py"}  # of names of kernels and operators no number is read
+    r"""Refuse ``\d``, which matches the digits of every script: rank٣.json would be rank 3."""
+    names = {path.name for path in SOURCES if r"\d" in path.read_text("utf-8")}
+    assert names <= {"rules.py", "operators.py"}  # no number is read from names of kernels and operators
     assert [rank_in_name(f"rank{digit}.json") for digit in "3٣೩²"] == [3, None, None, None]
 
 
@@ -83,17 +83,17 @@ def test_only_plain_digits_are_digits() -> None:
 
 
 def patterns() -> Iterator[tuple[str, re.Pattern[Any]]]:
-    """Every compiled pattern at the top of a module of the reading and analysing side."""
-    # What the user types (conditions, times, groups) is his own.
+    """Yield every compiled pattern at the top level of the modules that read and analyse files."""
+    # Modules that parse the user's own input (conditions, times, groups) are excluded.
     names = ["ringprof.log_lines"]
     for part in ("trace", "analysis", "report", "kernel_tables", "benchmark_logs"):
         package = importlib.import_module(f"ringprof.{part}")
         names += [module.name for module in pkgutil.walk_packages(package.__path__, f"ringprof.{part}.")]
     for module in names:
-        # The page's figures need Bokeh, and read no text.
+        # The figures of the page need Bokeh, and read no text.
         if module.rpartition(".")[2] not in ("conditions", "focus", "groups", "user_rules", "figures"):
             for name, value in vars(importlib.import_module(module)).items():
-                yield from ((f"{module}.{name}", one) for one in within(value))
+                yield from ((f"{module}.{name}", pattern) for pattern in within(value))
 
 
 def within(value: object, depth: int = 3) -> Iterator[re.Pattern[Any]]:
@@ -108,26 +108,26 @@ def within(value: object, depth: int = 3) -> Iterator[re.Pattern[Any]]:
         yield from within(tuple(getattr(value, name) for name in value.__dataclass_fields__), depth - 1)
 
 
-PATTERNS = {(one.pattern, one.flags): (name, one) for name, one in patterns()}
+PATTERNS = {(pattern.pattern, pattern.flags): (name, pattern) for name, pattern in patterns()}
 LENGTH = 20_000
-LOOK_S = 0.1
-"""Where a text takes that long, one that is eight times as long tells why: the pattern, or a busy machine."""
+SUSPICIOUS_S = 0.1
+"""Time from which a text of eight times the length is tried, to tell a slow pattern from a busy machine."""
 
 
 @lru_cache
 def used(name: str) -> tuple[str, ...]:
-    """How a module uses a pattern."""
+    """List the methods that a module calls on a pattern."""
     module, _, variable = name.rpartition(".")
     text = Path(str(importlib.import_module(module).__file__)).read_text("utf-8")
     ways = dict.fromkeys(re.findall(rf"\b{variable}\.(search|match|fullmatch|finditer|findall|sub|split)\(", text))
-    # In a table: whatever the module does with any of its patterns.
+    # For a pattern in a table: all methods that the module calls on any pattern.
     ways = ways or dict.fromkeys(re.findall(r"\.(search|match|fullmatch|finditer|findall|sub|split)\(", text))
     simple = {"finditer": "search", "findall": "search", "sub": "search", "split": "search"}
     return tuple(dict.fromkeys(simple.get(way, way) for way in ways)) or ("search", "match", "fullmatch")
 
 
 def hostile(pattern: re.Pattern[Any]) -> Iterator[Callable[[int], str]]:
-    """Texts, by their length, of what the pattern is made of, which end in what it cannot take."""
+    """Yield functions of a length that repeat parts of the pattern, and end in text that it cannot match."""
     text = pattern.pattern.decode("latin-1") if isinstance(pattern.pattern, bytes) else pattern.pattern
     words = re.findall(r"[A-Za-z0-9]{2,}", text)[:6]
     letters = dict.fromkeys([*' 0a-|.=:,_([\t%"\\/', *(word[0] for word in words)])
@@ -155,14 +155,14 @@ def test_what_a_pattern_that_is_held_up_looks_like() -> None:
 
 
 def held_up(pattern: re.Pattern[Any], way: str, text: Callable[[int], str]) -> None:
-    """Fails where the time grows faster than the text."""
+    """Fail if the time grows faster than the text."""
 
-    def given(length: int) -> str | bytes:
+    def subject(length: int) -> str | bytes:
         return text(length).encode() if isinstance(pattern.pattern, bytes) else text(length)
 
     use = getattr(pattern, way)
-    if spent_s(use, given(LENGTH)) > LOOK_S:
-        assert_linear(use, given(PART * LENGTH), given(LENGTH))
+    if spent_s(use, subject(LENGTH)) > SUSPICIOUS_S:
+        assert_linear(use, subject(PART * LENGTH), subject(LENGTH))
 
 
 # --- memory ---------------------------------------------------------------------------------------------
@@ -181,8 +181,8 @@ def test_limits_have_an_option(command: str, name: str, data: bytes, tmp_path: P
     path = tmp_path / name
     path.write_bytes(data)
     assert cli.run([command, str(path), "--max-bytes", "5000"]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and "--max-bytes" in told
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1 and "--max-bytes" in errors
 
 
 # --- docs/security.md --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a user's type checker says of programs that use the library, installed as a user has it."""
+"""Results of a user's type checker for programs that use the installed library."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ SOUND = {
         walls: list[int] = [rank.breakdown.wall_ns for rank in run.attribution.ranks]
         verdict: list[str] = run.verdict
         tables: ringprof.TableAnalysis = ringprof.load_tables("kernels.log", wall_ns=1_000_000, iterations=3)
-        found = ringprof.compare(run, "other", tables, reading=ringprof.LoadOptions(between="10ms,20ms"))
-        page: str = found.to_html()
+        comparison = ringprof.compare(run, "other", tables, reading=ringprof.LoadOptions(between="10ms,20ms"))
+        page: str = comparison.to_html()
         with ringprof.capture("traces/mine"):
             pass
     """,
@@ -51,7 +51,7 @@ def test_a_users_type_checker_accepts_what_works_and_refuses_what_does_not(tmp_p
     for name, program in SOUND.items():
         (tmp_path / f"{name}.py").write_text(textwrap.dedent(program))
     (tmp_path / "wrong.py").write_text("import ringprof\n" + "".join(f"{line}\n" for line in WRONG))
-    # The tensors that the README's second half speaks of.
+    # The tensors of the README's second half.
     (tmp_path / "readme.py").write_text("import torch\nq = local_k = local_v = torch.zeros(1)\n" + SOUND["readme"])
     files = [*SOUND, "wrong"]
     done = subprocess.run(
@@ -60,8 +60,8 @@ def test_a_users_type_checker_accepts_what_works_and_refuses_what_does_not(tmp_p
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(site)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     *lines, summary = done.stdout.splitlines()
-    said = {int(line.split(":")[1]): line for line in lines if line.startswith("wrong.py") and ": error:" in line}
+    errors = {int(line.split(":")[1]): line for line in lines if line.startswith("wrong.py") and ": error:" in line}
     assert [line for line in lines if not line.startswith("wrong.py")] == [], done.stdout + done.stderr
     for number, (program, part) in enumerate(WRONG.items(), start=2):
-        assert part in said.get(number, ""), f"{program}: {said.get(number)}"
-    assert len(said) == len(WRONG) and summary.startswith("Found")
+        assert part in errors.get(number, ""), f"{program}: {errors.get(number)}"
+    assert len(errors) == len(WRONG) and summary.startswith("Found")

@@ -1,4 +1,4 @@
-"""Numbers from outside are read strictly: in variables, options and cells."""
+"""Strict parsing of users' numbers: in variables, options and notebook cells."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def test_nothing_else(text: str) -> None:
 def test_a_file_of_lengths(text: str, tmp_path: Path) -> None:
     path = tmp_path / "lengths.txt"
     path.write_text(text)
-    with pytest.raises(UsageError, match="is no length in tokens"):
+    with pytest.raises(UsageError, match="is not a valid token count"):
         document_lengths(str(path), 1024)
 
 
 @pytest.mark.parametrize("text", ["9" * 6000, "9" * 13, "1x" + "9" * 8, "mean=1"])
 def test_lengths_of_too_many_digits(text: str) -> None:
-    with pytest.raises(UsageError, match="is neither a file nor a length") as told:
+    with pytest.raises(UsageError, match="is neither a file nor a length") as refused:
         document_lengths(text, 1024)
-    assert len(str(told.value)) < 300
+    assert len(str(refused.value)) < 300
 
 
 @pytest.mark.parametrize("text", ["mean=inf,sigma=1", "mean=9,sigma=nan", "seed=nan", "mean=9,seed=inf", "seed=.5"])
@@ -62,13 +62,13 @@ TITLES = "strategy,seq_global,heads,n_gpus,time_ms\n"
     ],
 )
 def test_a_row_of_measurements_without_a_number(row: str, reason: str, tmp_path: Path) -> None:
-    """A default in its place would be held against the machine in silence."""
+    """Refuse the row: a default value would silently be compared with the prediction."""
     path = tmp_path / "table.csv"
     path.write_text(TITLES + row)
-    (found,) = check_rows(
+    (score,) = check_rows(
         read_rows(str(path)), read_calibration("h100"), lambda *_: pytest.fail("not asked"), Cluster()
     )
-    assert (found.reason, found.predicted_ms) == (reason, None)
+    assert (score.reason, score.predicted_ms) == (reason, None)
 
 
 def test_a_cell_too_wide_is_told_of(tmp_path: Path) -> None:

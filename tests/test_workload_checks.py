@@ -22,7 +22,7 @@ WORKLOAD = Workload(seq=SEQ, heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM)
 
 
 def captured(counted: int | None, world_size: int = 4, **changes: Any) -> Run:
-    """A captured block whose ranks counted so many FLOPs together."""
+    """Make a captured block whose ranks counted ``counted`` FLOPs in total."""
     each = None if counted is None else counted // world_size
     work = [Work(block_flops=each, block_calls={}, sent=[]) for _ in range(world_size)]
     return recorded_run(world_size, **{"timings": None, "workload": WORKLOAD, "work": work, **changes})
@@ -42,7 +42,7 @@ def test_every_group_of_ranks_computes_a_workload(world_size: int, group: int | 
 
 
 @pytest.mark.parametrize(
-    ("counted", "group", "fits", "said"),
+    ("counted", "group", "fits", "message"),
     [
         (2 * ONCE, None, False,
          "attention FLOPs of 4 ranks (4 per workload): 3.76 GFLOP stated, 7.52 GFLOP counted (2 times); TFLOP/s use "
@@ -59,10 +59,12 @@ def test_every_group_of_ranks_computes_a_workload(world_size: int, group: int | 
     ],
 )  # fmt: skip
 def test_other_flops_than_stated_are_a_warning_with_both(
-    counted: int, group: int | None, fits: bool, said: str
+    counted: int, group: int | None, fits: bool, message: str
 ) -> None:
     run = captured(counted, workload_ranks=group)
-    assert [(one.code, one.message) for one in workload_problems(run)] == [("workload_flops_differ", said)]
+    assert [(problem.code, problem.message) for problem in workload_problems(run)] == [
+        ("workload_flops_differ", message)
+    ]
     assert workload_fits(run) == fits
 
 
@@ -89,11 +91,11 @@ def test_a_forward_pass_is_computed_again_only_for_a_backward_pass() -> None:
     ids=["nothing tells", "the group is known", "one rank", "no workload", "not captured"],
 )
 def test_ranks_that_nothing_tells_are_a_warning(changes: dict[str, Any], codes: list[str]) -> None:
-    assert [one.code for one in workload_problems(captured(None, **changes))] == codes
+    assert [problem.code for problem in workload_problems(captured(None, **changes))] == codes
 
 
 def test_a_message_is_as_long_as_a_warning_may_be() -> None:
-    """A report cuts names and messages of files after 200 characters."""
+    """Keep messages within 200 characters, after which a report cuts texts from files."""
     large = msgspec.structs.replace(WORKLOAD, seq=1 << 22, layers=999)
     needed = captured(None, 16384, workload=large, workload_ranks=128).needed_flops() or 0
     for group in (None, 128):

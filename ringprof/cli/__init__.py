@@ -1,6 +1,6 @@
-"""The command line: each command parses its options, calls the library and writes what it returns.
+"""The command line: each command parses its options, calls the library and prints the result.
 
-Nothing is imported here that takes time: signals are heeded before anything else begins.
+No slow module is imported here: the signal handlers are installed before anything else starts.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from contextlib import suppress
 from ringprof.compile_cache import choose_compile_cache
 
 INTERRUPTED = 130
-"""A recording that was stopped has said so, whatever stopped it."""
+"""Exit code of an interrupted recording, which reports the interruption itself, whatever the signal."""
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the command line and exit: 0 fine, 1 a condition holds, 2 usage or input, 3 failed run, 128 + a signal."""
+    """Run the command line and exit: 0 success, 1 a condition holds, 2 usage or input, 3 failed run, 128 + signal."""
     _open_closed_streams()
     choose_compile_cache(os.environ)
     signals = _Signals()
@@ -27,78 +27,80 @@ def main(args: list[str] | None = None) -> None:
         code = run(sys.argv[1:] if args is None else args)
         signals.ignore()
     except BaseException:
-        # Whatever became of it on its way: libraries make an import's interruption a failure of theirs.
+        # After a signal, any error counts: libraries may turn an interrupted import into an error of their own.
         if not signals.received:
             raise
         signals.ignore()
         code = 0
     if signals.received:
         code = code if code == INTERRUPTED else 128 + signals.received
-        # At once: Python's own end would wait for what the further processes are doing.
-        _end_helpers()
+        # Python's own exit would wait until the worker processes finish.
+        _end_workers()
     _finish("stdout")
     _finish("stderr")
-    gc.freeze()  # Python would look for garbage three times on its way out
+    gc.freeze()  # Python would collect garbage three times at exit
     sys.exit(code)
 
 
 def run(args: list[str]) -> int:
-    """Run one command line and return its exit code, every error as one line on stderr."""
+    """Run one command line and return its exit code; every error becomes one line on stderr."""
     from ringprof.cli import commands
 
     return commands.run(args)
 
 
 def _open_closed_streams() -> None:
-    """Give a standard stream that was closed (``>&-``) nowhere to write to: the next file would take its number."""
+    """Open closed standard streams (``>&-``) on the null device: the next opened file would take their number."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            nowhere = os.open(os.devnull, os.O_RDWR)
-            os.dup2(nowhere, number)
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, number)
             os.set_inheritable(number, True)
             setattr(sys, name, open(number, "r+" if number else "r", closefd=False))
 
 
 def _finish(name: str) -> None:
+    """Flush a standard stream; a reader that closed the pipe is not an error."""
     stream = getattr(sys, name)
     try:
         stream.flush()
     except OSError as error:
         if name == "stdout" and not isinstance(error, BrokenPipeError):
             raise
-        # Python would try again to write what is left, and make an error of it.
+        # Python would try to write the rest again at exit, and report an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class _Signalled(BaseException):
-    """SIGTERM or SIGHUP as an error, as Ctrl-C is, so that scratch files and further processes go with this one."""
+    """SIGTERM or SIGHUP as an exception, like Ctrl-C, so that scratch files and worker processes are cleaned up."""
 
 
 class _Signals:
-    """What asks this process to end is raised as an error in the main thread, again where a library has dropped it."""
+    """Handler that raises termination signals as exceptions in the main thread, repeatedly if a library drops them."""
 
     PATIENCE_S = 4.0
-    """For cleaning up; then the process ends, whatever holds it."""
+    """Seconds for cleaning up, after which the process is ended."""
     AGAIN_S = 0.1
+    """Seconds between repetitions."""
 
     def __init__(self) -> None:
         self.received = 0
         self._until = 0.0
-        # nohup has SIGHUP ignored, a shell's background SIGINT, and they mean it.
-        self._heeded = [
+        # nohup ignores SIGHUP, and a shell ignores SIGINT for background jobs; both stay ignored.
+        self._handled = [
             number
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
             if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
         ]
-        for number in self._heeded:
+        for number in self._handled:
             signal.signal(number, self._raise)
-        signal.signal(signal.SIGALRM, self._look)
-        sys.unraisablehook = self._drop
+        signal.signal(signal.SIGALRM, self._raise_again)
+        sys.unraisablehook = self._hide_own_errors
 
     def ignore(self) -> None:
-        """Let nothing disturb the end that has begun."""
+        """Ignore further signals while the process ends."""
         signal.setitimer(signal.ITIMER_REAL, 0)
-        for number in self._heeded:
+        for number in self._handled:
             signal.signal(number, signal.SIG_IGN)
 
     def _raise(self, number: int, frame: object) -> None:
@@ -110,37 +112,38 @@ class _Signals:
     def _error(self) -> BaseException:
         return KeyboardInterrupt() if self.received == signal.SIGINT else _Signalled()
 
-    def _look(self, *_: object) -> None:
+    def _raise_again(self, *_: object) -> None:
+        """Raise the exception again unless it is being handled; end the process when `PATIENCE_S` is over."""
         if time.monotonic() > self._until:
             self._end()
-        # While it is on its way, whatever cleans up is in an `except`, a `finally` or an `__exit__`.
+        # While it is being handled, the clean-up code runs in an `except`, a `finally` or an `__exit__`.
         error = sys.exc_info()[1]
         while error is not None and not isinstance(error, (KeyboardInterrupt, _Signalled)):
             error = error.__context__
         if error is None:
             raise self._error()
 
-    def _drop(self, unraisable: sys.UnraisableHookArgs) -> None:
-        """Python drops an error that is raised in a destructor; ours comes again."""
+    def _hide_own_errors(self, unraisable: sys.UnraisableHookArgs) -> None:
+        """Do not report own exceptions that Python drops because a destructor raised them: they are raised again."""
         if not isinstance(unraisable.exc_value, (KeyboardInterrupt, _Signalled)):
             sys.__unraisablehook__(unraisable)
 
     def _end(self) -> None:
-        _end_helpers()
-        _end_children()
+        _end_workers()
+        _kill_children()
         if "ringprof.scratch" in sys.modules:
             sys.modules["ringprof.scratch"].remove_all()
         os._exit(128 + self.received)
 
 
-def _end_children() -> None:
-    """Ranks that were being started when the signal came: nobody else knows of them. Where Linux tells them."""
+def _kill_children() -> None:
+    """Kill the child processes (Linux only): ranks that were just being started when the signal came."""
     for thread in os.listdir("/proc/self/task") if sys.platform == "linux" else ():
         with suppress(OSError), open(f"/proc/self/task/{thread}/children") as children:
             for child in children.read().split():
                 os.kill(int(child), signal.SIGKILL)
 
 
-def _end_helpers() -> None:
+def _end_workers() -> None:
     if "ringprof.process_pool" in sys.modules:
         sys.modules["ringprof.process_pool"].end_all()

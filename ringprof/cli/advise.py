@@ -1,4 +1,4 @@
-"""``ringprof advise``: the strategy and degrees for a problem and a cluster."""
+"""``ringprof advise``: recommend a strategy and its degrees for a workload and a cluster."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ringprof.cli.predict import asked_cluster, asked_workload, asks
+from ringprof.cli.predict import cluster_of, predicted_workload, prediction_options
 from ringprof.cli.progress import loading_progress
 from ringprof.cli.write import text_style, write_text
 from ringprof.errors import UsageError
@@ -22,34 +22,36 @@ _UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}
 
 
 @click.command("advise")
-@asks
-@click.option("--memory", metavar="SIZE", help="What a GPU has for this, such as 80GB.  [default: all of it]")
-@click.option("--strategy", "strategies", multiple=True, metavar="NAME", help="Only this strategy; repeatable.")
-@click.option("--html", type=click.Path(dir_okay=False), help="Write a page with plots.")
+@prediction_options
+@click.option("--memory", metavar="SIZE", help="Available memory per GPU, such as 80GB.  [default: all of it]")
+@click.option("--strategy", "strategies", multiple=True, metavar="NAME",
+              help="Consider only this strategy; repeatable.")  # fmt: skip
+@click.option("--html", type=click.Path(dir_okay=False), help="Also write an HTML page with plots.")
 def command(**options: Any) -> int:
-    """Foresee every strategy, degree, placement, window and hop engine, and choose.
+    """Predict the performance of every strategy, degree, placement, window and transport, and recommend the best.
 
     \b
     ringprof advise --seq 1048576 --heads 40 --hosts 16 --gpus-per-host 8 --machine h100 --nic 400
     """
     from ringprof.prediction.schedule_cache import ScheduleCache
 
-    machine, cluster = read_calibration(options["machine"]), asked_cluster(options)
-    with loading_progress() as tell:
-        found = advise(
-            asked_workload(options), cluster, machine, ScheduleCache().of, kernel=options["kernel"],
+    machine, cluster = read_calibration(options["machine"]), cluster_of(options)
+    with loading_progress() as notify:
+        advice = advise(
+            predicted_workload(options), cluster, machine, ScheduleCache().of, kernel=options["kernel"],
             memory_bytes=_size(options["memory"]) if options["memory"] else None, strategies=options["strategies"],
-            notify=tell or ignore_progress,
+            notify=notify or ignore_progress,
         )  # fmt: skip
     click.echo(
-        json_text(advice_dict(found)) if options["form"] == "json" else advice_text(found, text_style(None)), nl=False
+        json_text(advice_dict(advice)) if options["form"] == "json" else advice_text(advice, text_style(None)), nl=False
     )
     if options["html"]:
-        write_text(options["html"], page(document(found)))
+        write_text(options["html"], page(document(advice)))
     return 0
 
 
 def _size(text: str) -> int:
+    """Parse a memory size such as ``80GB`` into bytes."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(GB|GiB|MB|MiB)", text)
     if match is None:
         raise UsageError(f"--memory {text!r}: write a size such as 80GB or 40GiB")

@@ -1,4 +1,4 @@
-"""``ringprof balance``: which layout deals out a mask's work most evenly."""
+"""``ringprof balance``: compare the load balance of strategies and layouts for a mask."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _COLUMNS = (
 @click.command("balance")
 @click.option("--seq", required=True, type=Tokens(), help="Global sequence length in tokens: 131072 or 128k.")
 @masks
-@click.option("--world", default=8, show_default=True, type=click.IntRange(min=1), help="Ranks.")
+@click.option("--world", default=8, show_default=True, type=click.IntRange(min=1), help="Number of ranks.")
 @click.option("--heads", default=40, show_default=True, type=click.IntRange(min=1), help="Query heads.")
-@click.option("--causal/--no-causal", default=True, show_default=True, help="Causal mask, or full attention.")
+@click.option("--causal/--no-causal", default=True, show_default=True, help="Causal mask or full attention.")
 @formats("json")
 @to_file
 def command(seq: int, world: int, heads: int, form: str, output: str | None, **options: Any) -> None:
-    """Compare how evenly strategies and layouts deal out the work of packed documents or a window. Needs no GPU.
+    """Compare the load balance of strategies and layouts for packed documents or a window. Needs no GPU.
 
     \b
     ringprof balance --seq 512k --documents lognormal:mean=8192,sigma=1.2,seed=7 --world 8
@@ -37,22 +37,22 @@ def command(seq: int, world: int, heads: int, form: str, output: str | None, **o
     from ringprof.record.balance import balances
 
     workload = Workload(seq=seq, heads=heads, kv_heads=heads, head_dim=128, **mask_of(options, seq))
-    found = balances(workload, world)
+    results = balances(workload, world)
     if form == "json":
-        print_or_write(rows_json("ringprof.balance/1", found), output)
+        print_or_write(rows_json("ringprof.balance/1", results), output)
         return
     rows = [
         [
-            one.strategy, " ".join(f"{key}={value}" for key, value in one.params.items()),
-            *(or_dash(x, ".3f") for x in (one.busiest, one.steps)), or_dash(one.needed, ".0%"),
+            result.strategy, " ".join(f"{key}={value}" for key, value in result.params.items()),
+            *(or_dash(ratio, ".3f") for ratio in (result.busiest, result.steps)), or_dash(result.needed, ".0%"),
         ]
-        for one in found
-        if one.reason is None
+        for result in results
+        if result.reason is None
     ]  # fmt: skip
     style = text_style(output)
     heading = (
         f"{seq} tokens on {world} ranks, {workload.mask()}: {workload.mask().area(seq) / seq**2:.2%} of the square"
     )
-    left_out = [f"{one.strategy} left out: {one.reason}" for one in found if one.reason]
-    text = "\n".join([heading, "", Table("", _COLUMNS, rows).text(style), *left_out])
+    omitted = [f"{result.strategy} left out: {result.reason}" for result in results if result.reason]
+    text = "\n".join([heading, "", Table("", _COLUMNS, rows).text(style), *omitted])
     print_or_write(text + "\n", output)

@@ -21,26 +21,27 @@ _FORMATS = {"json": shown.render_json, "csv": shown.render_csv, "markdown": show
 
 
 @click.command(name="bench")
-@click.option("--strategies", required=True, type=ListOf(Known(STRATEGIES)), help="Such as burst,zigzag,usp.")
-@click.option("--seq", "seqs", required=True, type=ListOf(Tokens()), help="Global lengths in tokens: 128k,256k.")
+@click.option("--strategies", required=True, type=ListOf(Known(STRATEGIES)),
+              help="Strategies to record, such as burst,zigzag,usp.")  # fmt: skip
+@click.option("--seq", "seqs", required=True, type=ListOf(Tokens()), help="Sequence lengths in tokens: 128k,256k.")
 @click.option("--kernel", "kernels", default="auto", show_default=True, type=ListOf(Known(KERNEL_NAMES)),
-              help="One or more.")  # fmt: skip
+              help="Attention kernels.")  # fmt: skip
 @masks
 @scores_and_heads
 @records
 @click.option("-p", "--param", "params", multiple=True, metavar="[NAME.]KEY=VALUE",
-              help="A parameter of all strategies, or of strategy NAME; repeatable.")  # fmt: skip
+              help="Parameter of all strategies, or of strategy NAME only; repeatable.")  # fmt: skip
 @formats(*_FORMATS)
 @click.option("-o", "--output", default="traces/bench/sweep.json", show_default=True, type=click.Path(dir_okay=False),
-              help="The sweep's file; its runs lie beside it. The same file again goes on with it.")  # fmt: skip
+              help="File of the sweep; its runs are stored next to it. An existing sweep is resumed.")  # fmt: skip
 @click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the sweep as one HTML page.")
 def command(
     strategies: list[str], seqs: list[int], kernels: list[str], form: str, output: str, page: str | None, **options: Any
 ) -> int:
-    """Record every combination of strategies, lengths and kernels, and print a row for each as soon as it is there.
+    """Record every combination of strategies, sequence lengths and kernels, and print one row for each as it finishes.
 
-    A row that does not fit, runs out of memory or fails says why, and the sweep goes on. The exit code is 3 where a row
-    failed or none could be recorded. After an interruption the same command goes on where it stopped.
+    A row that is unsupported, runs out of memory or fails shows the reason, and the sweep continues. The exit code is 3
+    if a row failed or none could be recorded. After an interruption, the same command resumes the sweep.
 
     \b
     ringprof bench --strategies burst,zigzag,usp --seq 128k,256k -p usp.ulysses_degree=2
@@ -53,7 +54,7 @@ def command(
     documents = {seq: document_lengths(packed, seq) for seq in seqs} if packed else {}
     requests = sweep_requests(request_of(options, seq=1, strategy=""), strategies, seqs, kernels, params, documents)
     rows = []
-    table = shown.SweepTable(text_style(None), [one.workload.mask_in_short() for one in requests])
+    table = shown.SweepTable(text_style(None), [request.workload.mask_in_short() for request in requests])
     if form == "terminal":
         click.echo(table.header)
     with reporter() as progress:

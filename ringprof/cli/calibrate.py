@@ -1,4 +1,4 @@
-"""``ringprof calibrate``: a machine's figures, from its GPUs or from recorded runs."""
+"""``ringprof calibrate``: measure a machine on its GPUs, or take its figures from recorded runs."""
 
 from __future__ import annotations
 
@@ -32,26 +32,27 @@ from ringprof.report.text import clean, shell_words
 
 @click.command("calibrate")
 @click.argument("runs", nargs=-1, type=click.Path(), metavar="[RUN]...")
-@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), help="The calibration file to write.")
-@click.option("--name", help="What to call the machine.  [default: the device]")
+@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), help="Calibration file to write.")
+@click.option("--name", help="Name of the machine.  [default: the device]")
 @click.option(
-    "--base", metavar="FILE_OR_NAME", help="Where what is not measured is taken from.  [default: by the device]"
+    "--base", metavar="FILE_OR_NAME", help="Calibration that supplies the other figures.  [default: by the device]"
 )
-@click.option("--kernels", metavar="NAMES", help="Kernels to measure, by commas.  [default: all that run here]")
+@click.option("--kernels", metavar="NAMES", help="Kernels to measure, separated by commas.  [default: all that run]")
 @click.option(
     "--parts",
     metavar="NAMES",
-    help=f"What to measure, by commas: {', '.join(TIME_SHARES)}; the base keeps the rest.  [default: all]",
+    help=f"Parts to measure, separated by commas: {', '.join(TIME_SHARES)}; the base supplies the rest."
+    "  [default: all]",
 )
 @click.option("--seconds", type=Number(min=5), default=400.0, show_default=True,
-              help="About how long to measure on GPUs.")  # fmt: skip
+              help="Approximate duration of the measurement on GPUs.")  # fmt: skip
 def command(
     runs: tuple[str, ...], output: str, name: str | None, base: str | None, kernels: str | None, parts: str | None,
     seconds: float,
 ) -> None:  # fmt: skip
     """Measure a machine on all GPUs of this host, or take its figures from recorded runs.
 
-    With two GPUs or more links are measured, too. What is known is written as it comes.
+    With two or more GPUs, the links are measured, too. Every result is written as soon as it is available.
 
     \b
     ringprof calibrate -o machine.json
@@ -63,22 +64,23 @@ def command(
         _save(calibrate_from([observed_run(run, known) for run in runs], known), name, path)
     else:
         _refuse_unwritable(path)
-        _measured(path, name, base, kernels, parts, seconds)
+        _measure(path, name, base, kernels, parts, seconds)
     click.echo(calibration_text(read_calibration(path), text_style(None)), nl=False)
     say(f"Wrote {output}: ringprof predict --machine {shell_words([output])}")
 
 
-def _measured(
+def _measure(
     path: Path, name: str | None, base: str | None, kernels: str | None, parts: str | None, seconds: float
 ) -> None:
+    """Measure on all GPUs of this host: one process per GPU, started with torchrun if there are several."""
     import torch
 
-    asked = _named(parts or ",".join(TIME_SHARES), TIME_SHARES, "--parts")
+    chosen_parts = _split_names(parts or ",".join(TIME_SHARES), TIME_SHARES, "--parts")
     if not torch.cuda.is_available():
         raise UsageError("calibrate measures GPUs and there is none here: name recorded runs instead")
-    place = launcher_rank()
-    if place is None and torch.cuda.device_count() > 1:
-        # Ranks of our own: the same command on every GPU.
+    rank = launcher_rank()
+    if rank is None and torch.cuda.device_count() > 1:
+        # Start this command again on every GPU.
         sys.stdout.flush()
         count = str(torch.cuda.device_count())
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
@@ -97,20 +99,20 @@ def _measured(
 
     def run(bench: Bench) -> None:
         usable = usable_kernels(bench.device)
-        chosen = _named(kernels, usable, "--kernels") if kernels else usable
-        measure_machine(known, bench, chosen, seconds, lambda found: _save(found, name, path), asked)
+        chosen = _split_names(kernels, usable, "--kernels") if kernels else usable
+        measure_machine(known, bench, chosen, seconds, lambda result: _save(result, name, path), chosen_parts)
 
-    if place is None:
+    if rank is None:
         run(Bench(device))
         return
-    with world_group(place, "cuda", seconds + 300) as mine:
-        run(Bench(mine, place.rank, place.world_size))
-    if place.rank != 0:
+    with world_group(rank, "cuda", seconds + 300) as own_device:
+        run(Bench(own_device, rank.rank, rank.world_size))
+    if rank.rank != 0:
         sys.exit(0)
 
 
 def _refuse_unwritable(path: Path) -> None:
-    """Raise OSError where the file cannot be written: before minutes of measuring, not after them."""
+    """Raise OSError if the file cannot be written, to fail before minutes of measuring rather than after them."""
     if path.exists() and os.access(path, os.W_OK):
         return
     try:
@@ -119,13 +121,14 @@ def _refuse_unwritable(path: Path) -> None:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None
 
 
-def _named(given: str, known: Collection[str], option: str) -> list[str]:
-    names = given.split(",")
+def _split_names(text: str, known: Collection[str], option: str) -> list[str]:
+    """Split names at commas. Raises `UsageError` for an unknown name."""
+    names = text.split(",")
     unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
         raise UsageError(f"{option}: no {clean(unknown)!r}; there are: {', '.join(known)}")
     return names
 
 
-def _save(found: Calibration, name: str | None, path: Path) -> None:
-    write_atomically(path, calibration_json(msgspec.structs.replace(found, name=name or found.name)))
+def _save(calibration: Calibration, name: str | None, path: Path) -> None:
+    write_atomically(path, calibration_json(msgspec.structs.replace(calibration, name=name or calibration.name)))

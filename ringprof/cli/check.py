@@ -1,4 +1,4 @@
-"""``ringprof check``: options to a request, and the answer."""
+"""``ringprof check``: compare a user's attention with dense attention."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ _LAYOUTS = ("contiguous", "zigzag", "stripe")
 
 @click.command("check")
 @click.argument("target", metavar="MODULE:FUNCTION")
-@click.option("--layout", required=True, type=click.Choice(_LAYOUTS), help="Which tokens of the sequence a rank holds.")
-@click.option("--seq", type=Tokens(), help="Length over all ranks.  [default: 256 tokens a rank on GPU, 64 on CPU]")
+@click.option("--layout", required=True, type=click.Choice(_LAYOUTS), help="Tokens of the sequence that a rank holds.")
+@click.option("--seq", type=Tokens(), help="Global length in tokens.  [default: 256 per rank on GPU, 64 on CPU]")
 @masks
 @workload_options(heads=8, head_dim=64)
 @on_ranks
-@click.option("--softmax-scale", type=float, help="That the attention uses.  [default: 1/sqrt(head_dim)]")
-@click.option("--forward-only", is_flag=True, help="No gradients.")
+@click.option("--softmax-scale", type=float, help="Scale that the attention applies.  [default: 1/sqrt(head_dim)]")
+@click.option("--forward-only", is_flag=True, help="Do not check gradients.")
 @click.option("--tensor-format", type=click.Choice(TENSOR_FORMATS), default="bshd", show_default=True,
               help="Order of batch, sequence, heads and head_dim in q, k, v and the output.")  # fmt: skip
-@click.option("--calls", default=CALLS, show_default=True, help="Calls, each with other numbers; all are compared.")
+@click.option("--calls", default=CALLS, show_default=True,
+              help="Number of calls, each with new random inputs; all are compared.")  # fmt: skip
 @click.option("--time-limit", type=float, default=TIME_LIMIT_S, show_default=True, metavar="SECONDS",
-              help="For one call, after which a rank counts as hung.")  # fmt: skip
+              help="Time limit per call, after which a rank counts as hanging.")  # fmt: skip
 @formats("json")
 def command(**options: Any) -> int:
-    """Compare any attention with dense attention.
+    """Compare a distributed attention with dense attention.
 
-    Starts its own ranks on this host; under torchrun or srun it is one of theirs. MODULE:FUNCTION is called on each as
-    attention(q, k, v) with the rank's own tokens (and the cumulative lengths of --documents as cu_seqlens= or
-    documents=, where it has such an argument). That imports the module, from the current folder too: it runs code that
-    is not ringprof's. Exit code 0: output and gradients are equal; 1: they are not; 3: a rank failed.
+    Starts its own ranks on this host; under torchrun or srun, each process is one of their ranks. MODULE:FUNCTION is
+    called on each rank as attention(q, k, v) with the rank's own tokens. If it has an argument cu_seqlens or documents,
+    it also gets the cumulative lengths of --documents. The module is imported, also from the current folder: this runs
+    code that is not part of ringprof. Exit code 0: output and gradients are equal; 1: they differ; 3: a rank failed.
 
     \b
     ringprof check mypackage.attention:ring --layout zigzag
@@ -53,19 +54,20 @@ def command(**options: Any) -> int:
     options |= mask_of(options, options["seq"])
     del options["window_size"]
     request = CheckRequest(backward=not options.pop("forward_only"), **options)
-    place = launcher_rank()
-    if place is None:
-        return _shown(check_here(request), form)
-    rank = place.rank
+    launched = launcher_rank()
+    if launched is None:
+        return _print_result(check_here(request), form)
+    rank = launched.rank
 
     def work() -> int:
-        found = check_here(request)
-        return _shown(found, form) if rank == 0 else int(not found.equal)
+        result = check_here(request)
+        return _print_result(result, form) if rank == 0 else int(not result.equal)
 
     end_as_rank(rank, work, lambda error: f"rank {rank} " in str(error))
 
 
-def _shown(found: Check, form: str) -> int:
-    style, document = text_style(None), {"schema": "ringprof.attention-check/1", **asdict(found)}
-    click.echo(json_text(document) if form == "json" else style.finish(style.fit(str(found))), nl=False)
-    return int(not found.equal)
+def _print_result(result: Check, form: str) -> int:
+    """Print the result and return the exit code."""
+    style, document = text_style(None), {"schema": "ringprof.attention-check/1", **asdict(result)}
+    click.echo(json_text(document) if form == "json" else style.finish(style.fit(str(result))), nl=False)
+    return int(not result.equal)

@@ -1,4 +1,4 @@
-"""The commands: each is a module, loaded when it is first used, so that ``ringprof --help`` is instant."""
+"""The command group: each command is a module that is loaded on its first use, so ``ringprof --help`` is instant."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from ringprof.errors import RingprofError, UsageError, nearest
 
 COMMANDS = {
     "record": "Run a strategy, check it, time it and profile it.",
-    "balance": "Compare how evenly layouts deal out packed documents.",
+    "balance": "Compare the load balance of layouts for packed documents.",
     "bench": "Record every combination of strategies, lengths and kernels.",
-    "check": "Compare any attention over several ranks with dense attention.",
-    "compare": "Set runs, traces, tables and logs side by side.",
+    "check": "Compare a distributed attention with dense attention.",
+    "compare": "Compare runs, traces, kernel tables and benchmark logs.",
     "export": "Merge all ranks into one trace for Perfetto.",
-    "kernels": "List the attention kernels and what each can.",
+    "kernels": "List the attention kernels and their features.",
     "logs": "Read benchmark logs into one table and audit them.",
-    "predict": "Foresee a run on a cluster that is not here.",
-    "what-if": "Replay a recorded run with something changed.",
-    "advise": "Find the strategy and degrees for a problem and a cluster.",
-    "calibrate": "Measure a machine, so that runs on it can be foreseen.",
+    "predict": "Predict the performance of a run on a given cluster.",
+    "what-if": "Replay a recorded run with changes, such as faster links.",
+    "advise": "Recommend a strategy and its degrees for a given cluster.",
+    "calibrate": "Measure a machine, to predict runs on it.",
     "plot": "Draw a plot as PNG, SVG or PDF.",
     "report": "Show where the time of a run or trace went.",
     "runs": "List the runs of a folder.",
-    "strategies": "List the strategies, or one strategy's parameters.",
+    "strategies": "List the strategies, or the parameters of one strategy.",
 }
-"""In one line for --help, by name; each is ``command`` of the module of its name."""
+"""Help line of each command by its name; the module of that name defines it as ``command``."""
 
 
 class _Fish(FishComplete):
-    """A list with commas in it is one completion: click's script cuts it at its first comma."""
+    """Completion for fish that keeps commas: click's script cuts a completion at its first comma."""
 
     source_template = FishComplete.source_template.replace("string split ", "string split -m 1 ")
 
@@ -48,12 +48,12 @@ class _Fish(FishComplete):
 add_completion_class(_Fish)
 
 LEFT = 128 + signal.SIGPIPE
-"""The exit code where the reader of our output left (`| head`): not an error, and nothing more can be said."""
+"""Exit code after the reader closed the output (`| head`): not an error, and nothing more can be printed."""
 
 
 @contextmanager
-def _readers_may_leave() -> Iterator[None]:
-    """Click would exit with 1, which says that a condition holds."""
+def _exit_if_pipe_closes() -> Iterator[None]:
+    """Exit with `LEFT` on a closed pipe; click would exit with 1, which means that a condition holds."""
     try:
         yield
     except BrokenPipeError:
@@ -61,14 +61,14 @@ def _readers_may_leave() -> Iterator[None]:
 
 
 class _LazyCommands(click.Group):
-    """Loads a command's module when the command is used, and turns errors into one line."""
+    """Command group that imports the module of a command when the command is used."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        with _readers_may_leave():
+        with _exit_if_pipe_closes():
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
-        with _readers_may_leave():
+        with _exit_if_pipe_closes():
             return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -83,7 +83,7 @@ class _LazyCommands(click.Group):
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Without loading the commands."""
+        """Complete the name of a command without importing the modules of the commands."""
         return [CompletionItem(name, help=help) for name, help in COMMANDS.items() if name.startswith(incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -102,16 +102,16 @@ class _LazyCommands(click.Group):
 
 @contextmanager
 def _quick_start() -> Iterator[None]:
-    """Load modules in two thirds of the time: nothing of them is garbage, and no report multiplies matrices."""
+    """Import modules in two thirds of the time: without garbage collection and without OpenBLAS threads."""
     variable = "OPENBLAS_NUM_THREADS"
-    given = os.environ.get(variable)
+    previous = os.environ.get(variable)
     gc.disable()
-    # NumPy's library starts a thread for every CPU as it is loaded. Processes started later are not meant.
+    # OpenBLAS starts one thread per CPU when NumPy is imported. Child processes keep the original setting.
     os.environ.setdefault(variable, "1")
     try:
         yield
     finally:
-        if given is None:
+        if previous is None:
             del os.environ[variable]
         gc.freeze()
         gc.enable()
@@ -121,11 +121,11 @@ def _quick_start() -> Iterator[None]:
 @click.version_option(__version__, prog_name="ringprof")
 @click.pass_context
 def group(context: click.Context) -> None:
-    """Record ring attention (context parallelism) and see where its time goes.
+    """Profile distributed training: record ring attention, read PyTorch traces, and see where the time goes.
 
     \b
     ringprof record --strategy burst --seq 524288    record on all GPUs of this host
-    ringprof report traces/run.json                  show the newest run
+    ringprof report traces/run.json                  show where the time of the newest run went
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
@@ -146,7 +146,7 @@ def _refuse_removed_folder() -> None:
 
 
 def run(args: list[str]) -> int:
-    """Run one command line and return its exit code, every error as one line on stderr."""
+    """Run one command line and return its exit code; every error becomes one line on stderr."""
     try:
         result = group.main(args, prog_name="ringprof", standalone_mode=False)
         return result if isinstance(result, int) else 0
@@ -162,26 +162,27 @@ def run(args: list[str]) -> int:
         package = str(error.name).partition(".")[0]
         if isinstance(error, ModuleNotFoundError) and package in ("torch", "psutil"):
             return _fail(f"this needs {package}, which is not installed: pip install 'ringprof[record]'", 2)
-        # One that is installed, and broken: a library of the system's is missing, or there is no memory for it.
+        # The package is installed but broken: a system library is missing, or there is not enough memory.
         return _fail(f"a package cannot be loaded: {error}", 2)
     except OSError as error:
-        # Nothing is assumed about a path that the user gives: too long, in a circle, on a disk that is gone.
-        named = f"{error.filename}: " if error.filename else ""
-        return _fail(f"{named}{error.strerror or error}", 2)
+        # A path from the user may be invalid in any way: too long, a loop of links, on a failed disk.
+        path = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{path}{error.strerror or error}", 2)
 
 
 _RANKS = ("--nproc", "--nproc-per-node", "--nproc_per_node", "--world-size", "--gpus", "--num-gpus", "--ranks")
-"""What other launchers call the number of ranks."""
+"""Options of other launchers for the number of ranks."""
 
 
 def _hint(error: click.ClickException) -> str:
+    """Return where to find help on a usage error, and the right option for the number of ranks."""
     if not isinstance(error, click.UsageError) or not error.ctx:
         return ""
-    meant = ""
+    suggestion = ""
     if isinstance(error, click.NoSuchOption) and error.option_name.partition("=")[0] in _RANKS:
         known = {option.name for option in error.ctx.command.params}
-        meant = "--world sets the number of ranks; " if "world" in known else ""
-    return f" ({meant}see: {error.ctx.command_path} --help)"
+        suggestion = "--world sets the number of ranks; " if "world" in known else ""
+    return f" ({suggestion}see: {error.ctx.command_path} --help)"
 
 
 def _fail(message: str, code: int) -> int:

@@ -1,4 +1,4 @@
-"""``ringprof compare``: runs, traces, tables and logs side by side."""
+"""``ringprof compare``: compare runs, traces, kernel tables and benchmark logs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FORMATS = {"json": shown.render_json, "csv": shown.render_csv, "markdown": show
 @to_file
 @click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the comparison as one HTML page.")
 @click.option("--same-work", is_flag=True,
-              help="Compare times and memory, too: you know that all did the same work.")  # fmt: skip
+              help="Assume that all did the same work: compare times and memory, too.")  # fmt: skip
 @gated("'tflops < 0.95 * base'")
 @reads_traces
 def command(
@@ -37,12 +37,12 @@ def command(
     *,
     same_work: bool,
 ) -> int:
-    """Set runs, traces, printed tables and benchmark logs side by side, in any mix, against the first.
+    """Compare runs, traces, printed kernel tables and benchmark logs, in any mix, with the first.
 
-    What differs in settings and hardware comes first. A difference that the repeated timings do not prove is called
-    noise. Times and memory are compared only where the work is the same: where both sides state the same workload, or
-    where the traces show equal computation calls and bytes. With the word vs between them, what stands on each side is
-    several recordings of one run.
+    Differences in settings and hardware come first. A difference that the repeated timings do not prove is called
+    noise. Times and memory are compared only if the work is the same: if both sides state the same workload, or if the
+    traces show equal computation calls and bytes. The word vs separates several recordings of one run from those of
+    another.
 
     \b
     ringprof compare traces/a traces/b
@@ -50,20 +50,25 @@ def command(
     ringprof compare traces/main traces/branch --fail-if 'tflops < 0.95 * base'
     """
     conditional = gate(conditions, undecided)
-    found = compare(*_sides(paths), reading=reading, same_work=same_work)
-    print_or_write(_FORMATS[form](found) if form in _FORMATS else found.to_terminal(text_style(output)), output)
+    comparison = compare(*_sides(paths), reading=reading, same_work=same_work)
+    text = _FORMATS[form](comparison) if form in _FORMATS else comparison.to_terminal(text_style(output))
+    print_or_write(text, output)
     if page:
-        write_text(page, found.to_html())
+        write_text(page, comparison.to_html())
     failed = [
-        conditional.fails(entry, found.entries[0], [one for one in found.differences if one.entry == index])
-        for index, entry in enumerate(found.entries)
+        conditional.fails(
+            entry,
+            comparison.entries[0],
+            [difference for difference in comparison.differences if difference.entry == index],
+        )
+        for index, entry in enumerate(comparison.entries)
         if index
     ]
     return 1 if any(failed) else 0
 
 
 def _sides(paths: Sequence[str]) -> list[str | list[str]]:
-    """The paths one by one or, with ``vs`` among them, what it separates."""
+    """Group the paths between the words ``vs``; without the word, each path is a side of its own."""
     if "vs" not in paths:
         return [*paths]
     return [list(side) for is_vs, side in groupby(paths, lambda path: path == "vs") if not is_vs]

@@ -1,4 +1,4 @@
-"""``ringprof export``: all ranks as one trace for Perfetto, in a file or handed to its page in the browser."""
+"""``ringprof export``: merge all ranks into one trace for Perfetto, as a file or opened in the browser."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from ringprof.scratch import remove, scratch_folder
 
 VIEWER = "https://ui.perfetto.dev"
 PORT = 9001
-"""The one that Perfetto's page may fetch from, by its own content security policy."""
+"""Only local port from which the content security policy of Perfetto's page allows a fetch."""
 
 
-class _Once(http.server.HTTPServer):
-    """Serves one file until it has been fetched."""
+class _SingleFileServer(http.server.HTTPServer):
+    """HTTP server of one file, used until the file has been fetched."""
 
     def __init__(self, port: int, path: Path) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
         self.path, self.fetched = path, False
-        # Not the file's, which may hold spaces, and known to the page alone: others use this machine's loopback, too.
+        # A random name that only the page knows, since other users can connect to this machine's loopback, too.
         self.name = f"ringprof-{secrets.token_hex(8)}"
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    server: _Once
+    server: _SingleFileServer
     timeout = 5
-    """Seconds that whoever connects and asks nothing may hold up the page."""
+    """Seconds for which a client that connects but sends no request may block the server."""
 
     def do_OPTIONS(self) -> None:
-        """A browser asks first whether a public page may reach this machine."""
+        """Answer the browser's preflight request, which asks whether a public page may access this machine."""
         self._answer(204)
         self.end_headers()
 
@@ -67,7 +67,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Cache-Control", "no-store")
 
     def log_message(self, *_: object) -> None:
-        """Nothing: the terminal is the user's."""
+        """Log nothing to the user's terminal."""
 
 
 _REDIRECT = """<!doctype html><meta charset="utf-8"><meta name="referrer" content="no-referrer"><title>ringprof</title>
@@ -78,12 +78,11 @@ _REDIRECT = """<!doctype html><meta charset="utf-8"><meta name="referrer" conten
 def open_in_perfetto(path: Path, folder: Path) -> None:
     """Open a trace in the browser and serve it until the page has fetched it.
 
-    The browser is started with a file in ``folder``, which only this user may read, and which sends it on to the
-    trace's address: the arguments of a process are there for every user to see. Raises `UsageError` where the port is
-    in use.
+    The browser opens a file in ``folder`` that redirects to the trace's address. Only this user can read the file,
+    whereas every user can see the arguments of a process. Raises `UsageError` if the port is in use.
     """
     try:
-        server = _Once(PORT, path)
+        server = _SingleFileServer(PORT, path)
     except OSError as error:
         reason = error.strerror or error
         raise UsageError(
@@ -103,15 +102,15 @@ def open_in_perfetto(path: Path, folder: Path) -> None:
 
 @click.command(name="export")
 @click.argument("paths", nargs=-1, type=click.Path(), metavar="[PATH]...")
-@click.option("-o", "--output", type=click.Path(dir_okay=False), help="A .json or .json.gz file.")
-@click.option("--open", "opens", is_flag=True, help="Show it in Perfetto's page; without -o from a temporary file.")
-@click.option("--launches", is_flag=True, help="With the CPU threads: their launches and named ranges.")
+@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Trace file to write: .json or .json.gz.")
+@click.option("--open", "opens", is_flag=True, help="Open the trace in Perfetto; without -o, from a temporary file.")
+@click.option("--launches", is_flag=True, help="Include the CPU threads: their launches and named ranges.")
 @reads_traces
 def command(paths: tuple[str, ...], reading: LoadOptions, output: str | None, *, opens: bool, launches: bool) -> int:
     """Merge all ranks into one trace on one clock, with ring steps, waits, rates and arrows from send to receive.
 
-    Open the file in https://ui.perfetto.dev, or in chrome://tracing. With --open it is served to the first on this
-    machine's loopback, once; the page reads it in the browser and sends it nowhere.
+    Open the file in https://ui.perfetto.dev or chrome://tracing. With --open, the file is served once on this machine's
+    loopback for ui.perfetto.dev; the page reads it in the browser and sends it nowhere.
 
     \b
     ringprof export traces/run.json -o merged.json.gz
@@ -124,25 +123,27 @@ def command(paths: tuple[str, ...], reading: LoadOptions, output: str | None, *,
     analysis = load_any(newest_or(paths), reading)
     if not isinstance(analysis, Analysis):
         raise UsageError("export: a printed table has no timeline: give a run or traces")
-    found = analysis.findings  # before a file is begun, as it may be refused
+    findings = analysis.findings  # before the file is opened, since this may raise an error
     if output is not None:
-        _write(found, Path(output), launches=launches)
+        _write(findings, Path(output), launches=launches)
     if opens:
         folder = scratch_folder("export")
         try:
             if output is None:
-                _write(found, folder / "merged.json.gz", launches=launches)
+                _write(findings, folder / "merged.json.gz", launches=launches)
             open_in_perfetto(Path(output) if output is not None else folder / "merged.json.gz", folder)
         finally:
             remove(folder)
     return 0
 
 
-def _write(found: Findings, path: Path, *, launches: bool) -> None:
-    with written(path) as place, place.open("wb") as raw:
+def _write(findings: Findings, path: Path, *, launches: bool) -> None:
+    """Write the merged trace as JSON, compressed if the path ends with ``.gz``."""
+    with written(path) as temporary, temporary.open("wb") as raw:
         packed = gzip.GzipFile(path.name, "wb", fileobj=raw) if path.suffix.lower() == ".gz" else raw
         with io.TextIOWrapper(cast(BinaryIO, packed), encoding="utf-8") as file:
-            file.write(f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(run_metadata(found))}, "traceEvents": [\n')
-            for number, event in enumerate(events_of(found, launches=launches)):
+            metadata = json.dumps(run_metadata(findings))
+            file.write(f'{{"displayTimeUnit": "ms", "otherData": {metadata}, "traceEvents": [\n')
+            for number, event in enumerate(events_of(findings, launches=launches)):
                 file.write((",\n" if number else "") + json.dumps(event))
             file.write("\n]}\n")

@@ -1,4 +1,4 @@
-"""``--fail-if``: conditions that set the exit code, and what is said of them."""
+"""``--fail-if``: conditions that set the exit code, and the messages about them."""
 
 from __future__ import annotations
 
@@ -18,26 +18,31 @@ from ringprof.report.comparison import needed_recordings
 
 
 class Gate(msgspec.Struct, frozen=True):
-    """The conditions of a command, and what an undecided one counts as."""
+    """Conditions of a command, and whether an undecided condition fails."""
 
     conditions: tuple[Condition, ...]
     undecided_fails: bool
 
     def fails(self, entry: Measurement, base: Measurement | None = None, against: Sequence[Difference] = ()) -> bool:
-        """Whether a condition fails the entry; says so, and which are undecided. ``against``: it beside the base."""
+        """Return whether a condition fails for the entry, and print failed and undecided conditions.
+
+        ``against`` are the differences between the entry and the base.
+        """
         answers = [self._answer(condition, entry, base, against) for condition in self.conditions]
         return any(answer or (answer is None and self.undecided_fails) for answer in answers)
 
     def _answer(
         self, condition: Condition, entry: Measurement, base: Measurement | None, against: Sequence[Difference]
     ) -> bool | None:
+        """Evaluate one condition, and print it unless it does not hold; None if the measurements do not decide it."""
         name, values = condition.figure, entry.values()
-        beside = next((one for one in against if one.figure == name), None)
-        if condition.of_base and beside is not None and beside.verdict == "not comparable":
+        difference = next((item for item in against if item.figure == name), None)
+        if condition.of_base and difference is not None and difference.verdict == "not comparable":
             raise UsageError(
-                f"--fail-if {condition.text!r}: {entry.label}: not known to be the base's work (--same-work: it is)"
+                f"--fail-if {condition.text!r}: {entry.label}: not known to do the same work as the base"
+                " (if it does: --same-work)"
             )
-        interval = _interval(condition, entry, beside)
+        interval = _interval(condition, entry, difference)
         answer = condition.holds(values, base.values() if base else {}, shares_among(values), interval)
         if answer is not False:
             shown = f"{name} is {values[name]:.6g}"
@@ -48,38 +53,39 @@ class Gate(msgspec.Struct, frozen=True):
                 shown += f", {interval[0]:.4g} to {interval[1]:.4g}{of_base}"
             label = f"{entry.label}: " if base is not None else ""
             verdict = "undecided: " if answer is None else ""
-            advice = _advice(condition, entry, base, beside) if answer is None else ""
+            advice = _advice(condition, entry, base, difference) if answer is None else ""
             say(f"ringprof: {label}{shown}: {verdict}{condition.text}{advice}")
         return answer
 
 
-def _advice(condition: Condition, entry: Measurement, base: Measurement | None, beside: Difference | None) -> str:
+def _advice(condition: Condition, entry: Measurement, base: Measurement | None, difference: Difference | None) -> str:
     """Say how many recordings per side would decide a condition on the base, where each side is a single recording."""
-    if not condition.of_base or base is None or beside is None or beside.assumed_spread is None:
+    if not condition.of_base or base is None or difference is None or difference.assumed_spread is None:
         return ""
     count = recordings_to_decide(base, entry, condition.figure, condition.number)
     return f" (deciding takes {needed_recordings(count)})"
 
 
-def _interval(condition: Condition, entry: Measurement, beside: Difference | None) -> tuple[float, float] | None:
+def _interval(condition: Condition, entry: Measurement, difference: Difference | None) -> tuple[float, float] | None:
+    """Return the interval of the condition's figure, over the base's figure where the condition is on the base."""
     if not condition.of_base:
         figure = entry.figures.get(condition.figure)
         return own_interval(figure.recordings) if figure is not None else None
-    if beside is None or beside.low is None or beside.high is None:
+    if difference is None or difference.low is None or difference.high is None:
         return None
-    return beside.low, beside.high
+    return difference.low, difference.high
 
 
 def gated(example: str) -> Decorator:
-    """Gives a command the options ``conditions`` and ``undecided``, to make a `gate` of."""
+    """Add the options ``conditions`` and ``undecided``, the arguments of `gate`, to a command."""
     return all_of(
         click.option("--fail-if", "conditions", multiple=True, metavar="CONDITION",
-                     help=f"Exit with 1 where it holds: {example}; repeatable."),
+                     help=f"Exit with code 1 if the condition holds: {example}; repeatable."),
         click.option("--undecided", type=click.Choice(["pass", "fail"]), default="pass", show_default=True,
-                     help="What a condition counts as that the measurements do not decide."),
+                     help="Treat a condition that the measurements do not decide as passed or failed."),
     )  # fmt: skip
 
 
 def gate(conditions: Sequence[str], undecided: str) -> Gate:
-    """Raises `UsageError` for what is no condition."""
+    """Parse the conditions of a command. Raises `UsageError` for text that is not a condition."""
     return Gate(tuple(map(parse_condition, conditions)), undecided == "fail")

@@ -1,4 +1,4 @@
-"""``ringprof logs``: benchmark logs of ring-attention systems as one audited table."""
+"""``ringprof logs``: read benchmark logs of ring-attention systems into one audited table."""
 
 from __future__ import annotations
 
@@ -20,65 +20,67 @@ from ringprof.limits import EXPANDED_BYTES, MEMORY_BYTES, Limits
 from ringprof.log_lines import TEXT_SHARE
 from ringprof.report.text import TextStyle
 
-_GIVEN = ("batch", "heads", "head_dim", "world_size", "causal", "device")
-"""Options that say what a log does not state, by the names of `LogSettings`."""
+_SETTINGS = ("batch", "heads", "head_dim", "world_size", "causal", "device")
+"""Options for settings that a log does not state: fields of `LogSettings`."""
 
 
 @click.command(name="logs")
 @click.argument("files", nargs=-1, type=click.Path(), required=True, metavar="FILE...")
 @formats("json", "csv")
 @to_file
-@click.option("--width", type=click.IntRange(min=NARROWEST), help="Columns to use.  [default: the terminal's]")
-@click.option("--batch", type=click.IntRange(min=1), help="Batch size, where a log does not state it.")
-@click.option("--heads", type=click.IntRange(min=1), help="Query heads, where a log does not state them.")
-@click.option("--head-dim", type=click.IntRange(min=1), help="Head dimension, where a log does not state it.")
-@click.option("--world", "world_size", type=click.IntRange(min=1), help="GPUs, where a log does not state them.")
-@click.option("--causal/--no-causal", default=None, help="The mask, where a log does not state it.")
-@click.option("--device", help="GPU model (such as A800), where a log does not state it.")
+@click.option("--width", type=click.IntRange(min=NARROWEST), help="Output width in columns.  [default: the terminal's]")
+@click.option("--batch", type=click.IntRange(min=1), help="Batch size, if a log does not state it.")
+@click.option("--heads", type=click.IntRange(min=1), help="Number of query heads, if a log does not state it.")
+@click.option("--head-dim", type=click.IntRange(min=1), help="Head dimension, if a log does not state it.")
+@click.option("--world", "world_size", type=click.IntRange(min=1), help="Number of GPUs, if a log does not state it.")
+@click.option("--causal/--no-causal", default=None, help="Causal mask or full attention, if a log does not state it.")
+@click.option("--device", help="GPU model (such as A800), if a log does not state it.")
 @click.option(
     "--spread", type=Number(min=0), default=100 * SPREAD, show_default=True,
     help="Percent by which the same configuration may differ between logs.",
 )  # fmt: skip
 @click.option("--machine", metavar="FILE_OR_NAME",
-              help="Hold rows against this machine, too: h100, a800, or a file of `ringprof calibrate`.")  # fmt: skip
+              help="Also compare rows with a prediction for this machine: h100, a800, or a file of"
+              " `ringprof calibrate`.")  # fmt: skip
 @click.option("--gpus-per-host", type=click.IntRange(1, 1024), default=8, show_default=True,
-              help="With --machine: GPUs of a host.")  # fmt: skip
+              help="With --machine: GPUs per node.")  # fmt: skip
 @click.option("--nic", type=Number(min=0, min_open=True), metavar="GBIT",
-              help="With --machine: line rate of a GPU's NIC in Gbit/s.")  # fmt: skip
+              help="With --machine: line rate of each GPU's NIC in Gbit/s.")  # fmt: skip
 @click.option(
-    "--max-bytes", type=click.IntRange(min=1), help="How large a log may be.  [default: a tenth of --max-memory]"
+    "--max-bytes", type=click.IntRange(min=1), help="Maximum log size in bytes.  [default: a tenth of --max-memory]"
 )
-@click.option("--max-memory", type=click.IntRange(min=1), help="Bytes of memory to read it in.  [default: 1 GiB]")
-@click.option("--strict", is_flag=True, help="Exit with 2 where a flag is an error.")
+@click.option("--max-memory", type=click.IntRange(min=1), help="Memory for reading in bytes.  [default: 1 GiB]")
+@click.option("--strict", is_flag=True, help="Exit with code 2 if a flag is an error.")
 def command(files: tuple[str, ...], **options: Any) -> int:
     """Read benchmark logs into one table and audit them.
 
-    Every row's TFLOP/s are computed again from its own time and settings. What a log does not state is never assumed:
-    give it as an option. FILE may be - for a log from a pipe.
+    The TFLOP/s of every row are recomputed from its time and settings. Settings that a log does not state are never
+    assumed: pass them as options. FILE may be - for a log from a pipe.
 
     \b
     ringprof logs bench.log
     ringprof logs results/*.txt --heads 40 --head-dim 128 --world 32 --format csv
     """
-    given = LogSettings(**{name: options[name] for name in _GIVEN})
+    settings = LogSettings(**{name: options[name] for name in _SETTINGS})
     limits = Limits(options["max_memory"] or MEMORY_BYTES, options["max_bytes"] or EXPANDED_BYTES)
-    found = BenchmarkLogs([_read(file, limits) for file in dict.fromkeys(files)], given, options["spread"] / 100)
+    logs = BenchmarkLogs([_read(file, limits) for file in dict.fromkeys(files)], settings, options["spread"] / 100)
     if options["machine"]:
-        found.add(_held(found, options["machine"], options["gpus_per_host"], options["nic"]))
+        logs.add(_implausible_rows(logs, options["machine"], options["gpus_per_host"], options["nic"]))
     output = options["output"]
-    print_or_write(_text(found, options["form"], text_style(output, options["width"])), output)
-    errors = [flag for flag in found.flags if flag.severity == "error"]
+    print_or_write(_text(logs, options["form"], text_style(output, options["width"])), output)
+    errors = [flag for flag in logs.flags if flag.severity == "error"]
     return 2 if options["strict"] and errors else 0
 
 
-def _held(found: BenchmarkLogs, machine: str, gpus_per_host: int, nic: float | None) -> Iterator[Flag]:
+def _implausible_rows(logs: BenchmarkLogs, machine: str, gpus_per_host: int, nic: float | None) -> Iterator[Flag]:
+    """Yield flags of rows whose times a prediction for the machine contradicts."""
     from ringprof.prediction.calibration import read_calibration
     from ringprof.prediction.network import Cluster
     from ringprof.prediction.plausibility import check_log_rows
     from ringprof.prediction.schedules import schedule_of
 
     cluster = Cluster(gpus_per_host=gpus_per_host, nic_gbit=nic)
-    return check_log_rows(found.rows, read_calibration(machine), schedule_of, cluster)
+    return check_log_rows(logs.rows, read_calibration(machine), schedule_of, cluster)
 
 
 def _read(file: str, limits: Limits) -> BenchmarkLog:
@@ -87,7 +89,7 @@ def _read(file: str, limits: Limits) -> BenchmarkLog:
     return read_log(file, limits)
 
 
-def _text(found: BenchmarkLogs, form: str, style: TextStyle) -> str:
+def _text(logs: BenchmarkLogs, form: str, style: TextStyle) -> str:
     if form == "json":
-        return json_text(found.report())
-    return found.to_csv() if form == "csv" else found.to_terminal(style)
+        return json_text(logs.report())
+    return logs.to_csv() if form == "csv" else logs.to_terminal(style)

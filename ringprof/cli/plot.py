@@ -1,4 +1,4 @@
-"""``ringprof plot``: one plot as a picture."""
+"""``ringprof plot``: draw one plot to an image file."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _FORMATS = (".png", ".svg", ".pdf")
 @click.command(name="plot")
 @click.argument("kind", type=click.Choice([*OF_ONE, *OF_SEVERAL]))
 @click.argument("paths", nargs=-1, type=click.Path(), required=True, metavar="PATH...")
-@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), help="A .png, .svg or .pdf file.")
+@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), help="Image file: .png, .svg or .pdf.")
 @reads_traces
 def command(kind: str, paths: tuple[str, ...], reading: LoadOptions, output: str) -> int:
-    """Draw one plot of a run or traces, or of several side by side (comparison, scaling).
+    """Draw one plot of a run or traces, or of several runs side by side (comparison, scaling).
 
     \b
     ringprof plot timeline traces/run.json -o timeline.png
@@ -42,33 +42,33 @@ def command(kind: str, paths: tuple[str, ...], reading: LoadOptions, output: str
     matplotlib = _matplotlib()
     with matplotlib.rc_context():
         matplotlib.rcParams.update(plots.STYLE)
-        figure: Any = _drawn(kind, paths, reading).get_figure()
-        with written(output) as place:
-            figure.savefig(place, format=Path(output).suffix[1:].lower())
+        figure: Any = _draw(kind, paths, reading).get_figure()
+        with written(output) as temporary:
+            figure.savefig(temporary, format=Path(output).suffix[1:].lower())
     return 0
 
 
 def _matplotlib() -> Any:
-    """Matplotlib without the settings of the current folder, which may be a stranger's: they may run LaTeX.
+    """Import matplotlib without the settings of the current folder, which may be untrusted and run LaTeX.
 
-    It reads them as it is imported: here, since that takes longer than most commands run.
+    Matplotlib reads the settings during its import. It is imported here, since that takes longer than most commands.
     """
     backend = os.environ.get("MPLBACKEND")
-    here = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
+    current = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
     try:
-        os.environ["MPLBACKEND"] = "agg"  # pictures in files need no other, and a notebook's may not be there
+        os.environ["MPLBACKEND"] = "agg"  # enough for image files; the backend of a notebook may not be installed
         os.chdir("/")
-        logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns at length of a home that it cannot write to
+        logging.getLogger("matplotlib").setLevel(logging.ERROR)  # no long warning about a read-only home folder
         import matplotlib
     finally:
-        # Processes that this one starts later, a notebook's kernel among them, have their own.
+        # Child processes, such as the kernel of a notebook, need the original setting.
         os.environ.pop("MPLBACKEND") if backend is None else os.environ.update(MPLBACKEND=backend)
-        os.fchdir(here)
-        os.close(here)
+        os.fchdir(current)
+        os.close(current)
     return matplotlib
 
 
-def _drawn(kind: str, paths: tuple[str, ...], reading: LoadOptions) -> Axes:
+def _draw(kind: str, paths: tuple[str, ...], reading: LoadOptions) -> Axes:
     if kind in OF_SEVERAL:
         return compare(*paths, reading=reading).plot(kind)
     analysis = load_any(paths, reading)

@@ -1,4 +1,4 @@
-"""Showing what a recording does, on stderr: bars on a terminal, plain lines elsewhere."""
+"""Progress of a recording on stderr: bars on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 
 
 class LineProgress(AbstractContextManager["LineProgress"]):
-    """A line for each phase: for logs and pipes."""
+    """Progress reporter for logs and pipes: one line per phase."""
 
     def __exit__(self, *error: object) -> None:
         pass
@@ -27,7 +27,7 @@ class LineProgress(AbstractContextManager["LineProgress"]):
 
 
 class BarProgress(AbstractContextManager["BarProgress"]):
-    """A bar for each phase."""
+    """Progress reporter for terminals: one bar per phase."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -56,31 +56,31 @@ class BarProgress(AbstractContextManager["BarProgress"]):
         self._progress.advance(self._bar)
 
     def move_to(self, done: int) -> None:
-        """So many steps of the current phase are done."""
+        """Set the number of finished steps of the current phase."""
         self._progress.update(self._bar, completed=done)
 
 
 def reporter() -> BarProgress | LineProgress:
-    """The fitting one for this stderr."""
+    """Return the progress reporter for this stderr: bars on a terminal, else lines."""
     return BarProgress() if sys.stderr.isatty() else LineProgress()
 
 
 @contextmanager
 def loading_progress() -> Iterator[Callable[[str, int, int], None] | None]:
-    """Shows on a terminal how far the reading of many ranks is; elsewhere, and of few ranks, nothing."""
+    """Yield a callback that shows the progress of reading many ranks on a terminal; None without a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
-    shown: list[BarProgress] = []
+    bars: list[BarProgress] = []
     phase = [""]
     with ExitStack() as stack:
 
         def notify(what: str, done: int, of: int) -> None:
-            if not shown:
-                shown.append(stack.enter_context(BarProgress()))
+            if not bars:
+                bars.append(stack.enter_context(BarProgress()))
             if what != phase[0]:
                 phase[0] = what
-                shown[0].start(what, of)
-            shown[0].move_to(done)
+                bars[0].start(what, of)
+            bars[0].move_to(done)
 
         yield notify

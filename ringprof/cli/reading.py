@@ -1,4 +1,4 @@
-"""The options of every command that reads runs or traces: defined once, they mean and do the same everywhere."""
+"""Options of every command that reads runs or traces, defined once."""
 
 from __future__ import annotations
 
@@ -15,40 +15,42 @@ from ringprof.files import is_file
 from ringprof.options import LoadOptions
 
 NEWEST = "traces/run.json"
-"""What is read where no path is given."""
+"""Path that is read if the command line has none."""
 
 _OPTIONS = all_of(
     click.option("--window", metavar="NAME",
-                 help="Look at the ranges of this name (* and ? fit any text), or at the whole 'trace'."),
+                 help="Analyse the ranges of this name (* and ? match any text), or the whole 'trace'."),
     click.option("--between", metavar="T1,T2",
-                 help="Look between two times from the trace's start, such as 10ms,20ms."),
-    click.option("--group", multiple=True, callback=lambda context, option, given: ";".join(given) or None,
-                 help="Only these process groups' communication: names or descriptions (* and ? fit any text), or a "
-                 "group's ranks (0,1,2,3); repeatable."),
-    click.option("--rules", type=click.Path(dir_okay=False), help="File of your own rules for what kernels are."),
+                 help="Analyse the time between two offsets from the start of the trace, such as 10ms,20ms."),
+    click.option("--group", multiple=True, callback=lambda context, option, values: ";".join(values) or None,
+                 help="Analyse the communication of these process groups only: names or descriptions (* and ? match"
+                 " any text), or the ranks of a group (0,1,2,3); repeatable."),
+    click.option("--rules", type=click.Path(dir_okay=False), help="File of your own rules for the kinds of kernels."),
     click.option("--mixed-runs", is_flag=True,
-                 help="Take traces together though they have no moment in common, as of two runs."),
-    click.option("--ranks-per-host", type=click.IntRange(min=1), help="Name the hosts where no trace does."),
+                 help="Accept traces that do not overlap in time, such as those of two runs."),
+    click.option("--ranks-per-host", type=click.IntRange(min=1),
+                 help="Ranks per node, if the traces do not name the hosts."),
     click.option("--max-memory", "memory_bytes", type=click.IntRange(min=1),
-                 help="Bytes of memory that a process may take to read and analyse.  [default: 1 GiB]"),
+                 help="Maximum memory per process for reading and analysing, in bytes.  [default: 1 GiB]"),
     click.option("--max-bytes", "limit_bytes", type=click.IntRange(min=1),
-                 help="How far a compressed trace may expand.  [default: 16 GiB]"),
-    click.option("--jobs", type=click.IntRange(min=1), help="Processes for many ranks.  [default: one a CPU]"),
+                 help="Maximum size of a compressed trace after expansion, in bytes.  [default: 16 GiB]"),
+    click.option("--jobs", type=click.IntRange(min=1),
+                 help="Number of processes for many ranks.  [default: one per CPU]"),
     click.option("--scheduler", metavar="ADDRESS",
-                 help="Have the workers of a Dask cluster read the traces (tcp://...)."),
+                 help="Address of a Dask scheduler whose workers read the traces (tcp://...)."),
 )  # fmt: skip
 _NAMES = tuple(field.name for field in fields(LoadOptions) if field.name != "notify")
 
 
 def newest_or(paths: Sequence[str]) -> Sequence[str]:
-    """The paths, or without any the newest run. Raises `InputError` where there is none."""
+    """Return the paths or, if there are none, the newest run. Raises `InputError` if there is no run."""
     if not paths and not is_file(NEWEST):
         raise InputError(f"{NEWEST}: no run here yet: give a path, or record one with: ringprof record --help")
     return paths or (NEWEST,)
 
 
 def reads_traces(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a command the options; it gets them as one argument, ``reading``."""
+    """Add the options to a command, which receives them as one argument ``reading``."""
 
     @functools.wraps(function)
     def command(**options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``ringprof record``: options to a request, and the run's headline."""
+"""``ringprof record``: record a run and print its time and rate."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ from ringprof.trace.reduced import reduce_file
 @click.command("record")
 @click.option(
     "--strategy", required=True, metavar="NAME", type=Known(STRATEGIES + INFERENCE),
-    help="A name from `ringprof strategies`, or package.module:Class for your own. That imports the module: it runs"
-    " code that is not ringprof's.",
+    help="Context-parallel strategy: a name from `ringprof strategies`, or package.module:Class for your own. The"
+    " latter imports the module, which runs code that is not part of ringprof.",
 )  # fmt: skip
 @click.option(
-    "--seq", type=Tokens(), help="Global sequence length in tokens: 131072 or 128k; with --phase, new tokens."
+    "--seq", type=Tokens(), help="Global sequence length in tokens: 131072 or 128k; for inference, the new tokens."
 )
 @phases
 @click.option("--cp-sizes", type=ListOf(click.IntRange(min=1)), metavar="N,N,...",
-              help="Dynamic context parallelism: an iteration has a step for each size, in which so many ranks share"
-              " a sequence of their share of --seq.")  # fmt: skip
+              help="Dynamic context parallelism: an iteration has one step per size N, in which each group of N ranks"
+              " shares one sequence. All sequences of a step together have --seq tokens.")  # fmt: skip
 @masks
 @layers
 @scores_and_heads
 @records
-@click.option("--forward-only", is_flag=True, help="No backward pass.")
+@click.option("--forward-only", is_flag=True, help="Skip the backward pass.")
 @click.option("-p", "--param", "params", multiple=True, metavar="KEY=VALUE",
-              help="A parameter of the strategy, see `ringprof strategies NAME`; repeatable.")  # fmt: skip
+              help="Parameter of the strategy (see `ringprof strategies NAME`); repeatable.")  # fmt: skip
 @click.option("--kernel", default="auto", show_default=True, type=Known(KERNEL_NAMES),
-              help=f"One of {', '.join(KERNEL_NAMES[1:])}; auto: the fastest that fits.")  # fmt: skip
+              help=f"Attention kernel: {', '.join(KERNEL_NAMES[1:])}; auto: the fastest supported one.")  # fmt: skip
 @click.option("--cuda-graph", is_flag=True,
-              help="Capture an iteration in a CUDA graph, and time its replays: the host costs nothing.")  # fmt: skip
-@click.option("--profile-iters", default=1, show_default=True, help="Profiled iterations.")
+              help="Capture an iteration in a CUDA graph and time its replays, without host overhead.")  # fmt: skip
+@click.option("--profile-iters", default=1, show_default=True, help="Number of profiled iterations.")
 @click.option("-o", "--output", default="traces/run.json", show_default=True, type=click.Path(),
-              help="Names the newest run; each run keeps its own folder beside it.")  # fmt: skip
-@click.option("--force", is_flag=True, help="Run even where memory or time will not do by the estimate.")
+              help="File for the newest run; each run also keeps its own folder next to it.")  # fmt: skip
+@click.option("--force", is_flag=True, help="Run even if the estimate exceeds available memory or time.")
 @click.option("--time-limit", type=float, metavar="SECONDS",
-              help="End a run that hangs.  [default: from the estimate]")  # fmt: skip
+              help="Time limit, after which a hanging run is ended.  [default: from the estimate]")  # fmt: skip
 def command(**options: Any) -> None:
-    """Run a strategy, check its result, time it, profile it.
+    """Run a strategy, check its result, time it and profile it.
 
-    Starts its own ranks on this host; under torchrun or srun it is one of theirs.
+    Starts its own ranks on this host; under torchrun or srun, each process is one of their ranks.
 
     \b
     ringprof record --strategy burst --seq 512k
@@ -59,41 +59,41 @@ def command(**options: Any) -> None:
     ringprof record --strategy dcp --phase decode --kv-length 1m --batch 32 --kv-heads 8
     torchrun --nnodes 2 --nproc-per-node 8 ... -m ringprof record --strategy burst --seq 1048576
     """
-    request, place = _request(options), launcher_rank()
+    request, rank = _request(options), launcher_rank()
 
     def work() -> int:
-        with reporter() as shown:
-            _show(record(request, shown, reduce_file if place else None), request)
+        with reporter() as progress:
+            _print_headline(record(request, progress, reduce_file if rank else None), request)
         return 0
 
-    if place is None:
+    if rank is None:
         work()
     else:
-        end_as_rank(place.rank, work, lambda error: type(error) is RecordError)
+        end_as_rank(rank.rank, work, lambda error: type(error) is RecordError)
 
 
-def _show(run: Run | None, request: RecordRequest) -> None:
+def _print_headline(run: Run | None, request: RecordRequest) -> None:
     if run is not None:
         click.echo(headline(run))
         click.echo(f"next: ringprof report {shell_words([request.output])}")
 
 
 def headline(run: Run) -> str:
-    """Time and rate of a run in a line."""
+    """Describe the time and the rate of a run in one line."""
     time_ns = run.timings.median_ns() if run.timings else None
     tflops = run.tflops(time_ns)
     assert time_ns is not None and tflops is not None
-    by = (run.kernel or "a kernel of its own") + ("" if run.verification else ", not verified")
-    return f"{run.name}: {duration(time_ns)} an iteration, {rate(tflops)} per device ({by})"
+    kernel = (run.kernel or "a kernel of its own") + ("" if run.verification else ", not verified")
+    return f"{run.name}: {duration(time_ns)} per iteration, {rate(tflops)} per device ({kernel})"
 
 
 def _request(options: Options) -> RecordRequest:
     seq = 1 if options["seq"] is None and options["phase"] == "decode" else options["seq"]
     if seq is None:
         raise click.UsageError("Missing option '--seq'.")
-    own = ("kernel", "cuda_graph", "profile_iters", "output", "force", "time_limit")
+    same_names = ("kernel", "cuda_graph", "profile_iters", "output", "force", "time_limit")
     return request_of(
         options, seq=seq, strategy=options["strategy"], backward=not options["forward_only"],
         params=params_of(options["params"], "KEY=VALUE"), cp_sizes=tuple(options["cp_sizes"] or ()),
-        **{name: options[name] for name in own},
+        **{name: options[name] for name in same_names},
     )  # fmt: skip

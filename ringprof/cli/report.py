@@ -1,4 +1,4 @@
-"""``ringprof report``: where the time of a run or trace went."""
+"""``ringprof report``: show where the time of a run or trace went."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ _PAGE_STAYS_S = 3600.0
 @click.argument("paths", nargs=-1, type=click.Path(), metavar="[PATH]...")
 @formats("json")
 @click.option("--csv", "frame", type=click.Choice([*FRAMES]), help="Write one table as CSV instead of the report.")
-@click.option("--parquet", metavar="TABLE", type=click.Choice([*FRAMES]), help="Write a table as Parquet to --output.")
+@click.option("--parquet", metavar="TABLE", type=click.Choice([*FRAMES]), help="Write one table as Parquet to -o.")
 @to_file
-@click.option("--width", type=click.IntRange(min=NARROWEST), help="Columns to use.  [default: the terminal's]")
+@click.option("--width", type=click.IntRange(min=NARROWEST), help="Output width in columns.  [default: the terminal's]")
 @click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the report as one HTML page.")
-@click.option("--open", "opens", is_flag=True, help="Open the page in a browser; without --html a temporary file.")
+@click.option("--open", "opens", is_flag=True, help="Open the page in a browser (without --html, a temporary file).")
 @all_of(*(click.option(f"--{name}", is_flag=True, help=section.option) for name, section in OPTIONAL.items()))
-@click.option("--sort", metavar="COLUMN", default="", help=f"Order {_SORTED}, largest first.")
-@click.option("--top", type=click.IntRange(min=1), help="So many rows of each of them.")
-@click.option("--all", "everything", is_flag=True, help="All rows of them, every rank's own.")
+@click.option("--sort", metavar="COLUMN", default="", help=f"Sort {_SORTED} by this column, largest first.")
+@click.option("--top", type=click.IntRange(min=1), help="Maximum number of rows of each of these sections.")
+@click.option("--all", "everything", is_flag=True, help="Show all rows of these sections, for every rank.")
 @gated("'exposed_comm > 5%', 'max(idle) > 1%'")
-@click.option("--strict", is_flag=True, help="Exit with 2 where the report has warnings.")
+@click.option("--strict", is_flag=True, help="Exit with code 2 if the report has warnings.")
 @reads_traces
 @click.option("--wall", type=Number(min=0, min_open=True), metavar="MS",
               help="Kernel table: wall time of the window in ms.")  # fmt: skip
@@ -71,38 +71,40 @@ def command(
 ) -> int:
     """Show where the time of a run or trace went.
 
-    PATH is a run.json, a run's folder, a Kineto trace (.json, .json.gz), a folder of them, several traces of one run,
-    a log with printed kernel tables, or - for a trace or log from a pipe. It may be a URL that fsspec reads (s3://...).
-    Without PATH: traces/run.json, the newest run.
+    PATH is a run.json, the folder of a run, a Kineto trace (.json, .json.gz), a folder of traces, several traces of one
+    run, a log with printed kernel tables, or - for a trace or log from a pipe. It may be a URL that fsspec supports
+    (s3://...). The default is traces/run.json, the newest run.
 
     \b
     ringprof report traces/run.json
     ringprof report rank0.json.gz rank1.json.gz --format json
     ringprof report traces/run.json --fail-if 'exposed_comm > 5%'
     """
-    conditional = _of_one_report(gate(conditions, undecided))
-    sections = [name for name, asked in options.items() if name in OPTIONAL and asked]
+    conditional = _refuse_base(gate(conditions, undecided))
+    sections = [name for name, value in options.items() if name in OPTIONAL and value]
     _refuse_unknown_column(options["sort"], sections)
     if options["parquet"] and (options["frame"] or not options["output"]):
         raise UsageError("--parquet writes one table to a file: give --output FILE, and no --csv")
-    analysis = _loaded(paths, reading, options)
+    analysis = _load(paths, reading, options)
     if options["parquet"]:
         frame = _frame(analysis, options["parquet"])
-        with written(options["output"]) as place:
-            write_parquet(frame, place)
+        with written(options["output"]) as temporary:
+            write_parquet(frame, temporary)
     else:
         print_or_write(_text(analysis, sections, options), options["output"])
     if options["page"] or options["opens"]:
-        _write_page(_with_page(analysis), options["page"], opens=options["opens"])
+        _write_page(_refuse_table(analysis), options["page"], opens=options["opens"])
     failed = conditional.conditions and conditional.fails(_entry_of(analysis))
-    return (_strictly(analysis.warnings) if strict else 0) or (1 if failed else 0)
+    return (_strict_exit_code(analysis.warnings) if strict else 0) or (1 if failed else 0)
 
 
-def _loaded(paths: Sequence[str], reading: LoadOptions, options: Mapping[str, Any]) -> Analysis | TableAnalysis:
-    of_table = {"wall_ns": round(options["wall"] * 1e6) if options["wall"] else None, "iterations": options["iters"]}
+def _load(paths: Sequence[str], reading: LoadOptions, options: Mapping[str, Any]) -> Analysis | TableAnalysis:
+    """Load the paths, the newest run if there are none, or a pipe for ``-``. Raises `UsageError`, `InputError`."""
+    wall_ns = round(options["wall"] * 1e6) if options["wall"] else None
+    table_options = {"wall_ns": wall_ns, "iterations": options["iters"]}
     if paths == ("-",):
         piped = read_within(sys.stdin.buffer, "-", reading.limits())
-        return parse_any(piped, "-", reading, **of_table)
+        return parse_any(piped, "-", reading, **table_options)
     if "-" in paths:
         raise click.UsageError("- stands for one trace or log from a pipe and cannot go with other paths")
     if len(paths) > 1 and all(is_file(within(path, "run.json")) or path.endswith("run.json") for path in paths):
@@ -110,7 +112,7 @@ def _loaded(paths: Sequence[str], reading: LoadOptions, options: Mapping[str, An
             f"these are {len(paths)} runs: set them side by side with: ringprof compare {shell_words(paths)}"
         )
     with loading_progress() as notify:
-        return load_any(newest_or(paths), replace(reading, notify=notify), **of_table)
+        return load_any(newest_or(paths), replace(reading, notify=notify), **table_options)
 
 
 def _text(analysis: Analysis | TableAnalysis, sections: Sequence[str], options: Mapping[str, Any]) -> str:
@@ -125,13 +127,14 @@ def _text(analysis: Analysis | TableAnalysis, sections: Sequence[str], options: 
 
 
 def _frame(analysis: Analysis | TableAnalysis, name: str) -> pd.DataFrame:
-    frame: pd.DataFrame = getattr(_with_page(analysis), name)()
+    frame: pd.DataFrame = getattr(_refuse_table(analysis), name)()
     if frame.empty:
         say(f"ringprof: {name}: no rows, only column names: the traces hold nothing of the kind")
     return frame
 
 
-def _with_page(analysis: Analysis | TableAnalysis) -> Analysis:
+def _refuse_table(analysis: Analysis | TableAnalysis) -> Analysis:
+    """Return the analysis. Raises `UsageError` for a printed kernel table, which has no page and no frames."""
     if not isinstance(analysis, Analysis):
         options = "--html, --open, --csv and --parquet"
         raise UsageError(f"{options}: a printed table has no page and no frames: give a run or traces")
@@ -139,7 +142,7 @@ def _with_page(analysis: Analysis | TableAnalysis) -> Analysis:
 
 
 def _write_page(analysis: Analysis, page: str | None, *, opens: bool) -> None:
-    import webbrowser  # here, since few reports are opened
+    import webbrowser  # imported here, since few reports are opened
 
     folder = None if page else scratch_folder("page", _PAGE_STAYS_S)
     path = page or os.path.join(str(folder), "report.html")
@@ -147,10 +150,11 @@ def _write_page(analysis: Analysis, page: str | None, *, opens: bool) -> None:
     if folder is not None:
         abandon(folder)  # the browser reads the page after this process has ended
     if opens and not webbrowser.open(Path(path).resolve().as_uri()):
-        say(f"ringprof: no browser to be had here: open {path}")
+        say(f"ringprof: no browser is available here: open {path}")
 
 
 def _refuse_unknown_column(name: str, sections: Sequence[str]) -> None:
+    """Raise `UsageError` if no shown section has the column of --sort."""
     columns = {column.name: None for section in sections for column in OPTIONAL[section].columns if column.name}
     if not name or name in columns:
         return
@@ -159,10 +163,11 @@ def _refuse_unknown_column(name: str, sections: Sequence[str]) -> None:
     raise UsageError(f"--sort {name}: no such column{nearest(name, columns)}; there are: {', '.join(columns)}")
 
 
-def _of_one_report(conditional: Gate) -> Gate:
-    for one in conditional.conditions:
-        if one.of_base:
-            text = f"--fail-if {one.text!r}: one report has no base: set two side by side with 'ringprof compare'"
+def _refuse_base(conditional: Gate) -> Gate:
+    """Return the gate. Raises `UsageError` for a condition on the base, which a single report does not have."""
+    for condition in conditional.conditions:
+        if condition.of_base:
+            text = f"--fail-if {condition.text!r}: one report has no base: set two side by side with 'ringprof compare'"
             raise UsageError(text)
     return conditional
 
@@ -173,7 +178,8 @@ def _entry_of(analysis: Analysis | TableAnalysis) -> Measurement:
     return Measurement(analysis.name, "table", {}, others=analysis.figures())
 
 
-def _strictly(warnings: list[Notice]) -> int:
+def _strict_exit_code(warnings: list[Notice]) -> int:
+    """Return 2 and print the first warning if there are warnings other than notes, else 0."""
     serious = [warning for warning in warnings if warning.code not in NOTES]
     if not serious:
         return 0

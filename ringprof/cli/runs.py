@@ -1,4 +1,4 @@
-"""``ringprof runs``: the runs of a folder, a line each."""
+"""``ringprof runs``: list the runs of a folder, one line each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FIELDS = (
     "path", "created", "strategy", "seq", "world_size", "ranks_per_host", "kernel", "dtype", "iteration_ms", "tflops",
     "verified",
 )  # fmt: skip
-"""Of JSON and CSV; empty or null for what a run does not hold."""
+"""Fields in JSON and CSV; null or empty if a run does not have the value."""
 _COLUMNS = (
     Column("run", folds=True), Column("recorded (UTC)", drop=3), Column("strategy"), Column("tokens", "count"),
     Column("ranks", "count"), Column("kernel", drop=4), Column("type", drop=2), Column("iteration", drop=1),
@@ -32,16 +32,16 @@ _COLUMNS = (
 @formats("json", "csv")
 @to_file
 def command(folders: tuple[str, ...], form: str, output: str | None) -> int:
-    """List the runs in FOLDER (traces/ where none is given), the newest first.
+    """List the runs in FOLDER (default: traces/), the newest first.
 
     \b
     ringprof runs
     ringprof runs traces/bench --format csv
     """
-    found = {str(path.parent): _read(path) for path in _places(folders or ("traces",))}
-    if not found:
+    runs = {str(path.parent): _read(path) for path in _run_files(folders or ("traces",))}
+    if not runs:
         raise InputError(f"{' '.join(folders) or 'traces'}: no runs here (folders that hold a run.json)")
-    rows = [_fields(path, run) for path, run in found.items() if isinstance(run, Run)]
+    rows = [_fields(path, run) for path, run in runs.items() if isinstance(run, Run)]
     rows.sort(key=lambda row: row["created"], reverse=True)
     if form == "json":
         text = rows_json("ringprof.runs/1", rows)
@@ -50,18 +50,18 @@ def command(folders: tuple[str, ...], form: str, output: str | None) -> int:
     else:
         text = Table("", _COLUMNS, [_cells(row) for row in rows]).text(text_style(output)) + "\n"
     print_or_write(text, output)
-    for problem in found.values():
+    for problem in runs.values():
         if isinstance(problem, InputError):
             say(f"ringprof: left out: {problem}")
     return 0
 
 
-def _places(folders: Sequence[str]) -> Iterator[Path]:
-    """Where the runs in the folders are; a folder may be a run itself."""
+def _run_files(folders: Sequence[str]) -> Iterator[Path]:
+    """Yield the ``run.json`` of each run in the folders; a folder may be a run itself."""
     for folder in map(Path, folders):
         if not folder.is_dir():
             raise InputError(f"{folder}: no such folder")
-        # Beside runs, traces/run.json names the newest of them.
+        # Next to the folders of runs, traces/run.json is a copy for the newest run, so it is skipped.
         yield from sorted(folder.glob("*/run.json")) or filter(Path.is_file, [folder / "run.json"])
 
 
@@ -73,6 +73,7 @@ def _read(path: Path) -> Run | InputError:
 
 
 def _fields(path: str, run: Run) -> JsonObject:
+    """Collect the values of one run by the names of `_FIELDS`."""
     time_ns = run.timings.median_ns() if run.timings else None
     work, size = run.workload, run.topology.world_size
     values = (
@@ -85,6 +86,7 @@ def _fields(path: str, run: Run) -> JsonObject:
 
 
 def _cells(row: JsonObject) -> list[Any]:
+    """Format the cells of one run in the order of `_COLUMNS`."""
     time_ms, tflops = row["iteration_ms"], row["tflops"]
     return [
         clean(row["path"]),

@@ -1,4 +1,4 @@
-"""``ringprof strategies``: what there is, and what each takes."""
+"""``ringprof strategies``: list the strategies, or the parameters of one."""
 
 from __future__ import annotations
 
@@ -12,42 +12,44 @@ from ringprof.strategies.catalog import CACHED, PEERS, SPECS
 @click.command("strategies")
 @click.argument("name", required=False, type=Known(STRATEGIES + INFERENCE))
 def command(name: str | None) -> None:
-    """List the strategies, or the parameters of strategy NAME (set with: ringprof record -p key=value).
+    """List the strategies, or the parameters of strategy NAME, which `ringprof record -p key=value` sets.
 
-    NAME may be package.module:Class, which imports that module.
+    NAME may be package.module:Class; the module is imported.
     """
     style = text_style(None)
     click.echo(style.finish(style.fit("\n".join(_listing() if name is None else _parameters(name)))), nl=False)
 
 
 def _listing() -> list[str]:
-    ours, inference, theirs = (list(specs.values()) for specs in (SPECS, CACHED, PEERS))
-    width = max(len(spec.name) for spec in ours + inference + theirs)
-    lacking = {spec.name.partition("/")[0]: spec.install for spec in theirs if spec.missing()}
+    """List all strategies in lines: ringprof's own, those for inference, and third-party ones."""
+    own, inference, peers = (list(specs.values()) for specs in (SPECS, CACHED, PEERS))
+    width = max(len(spec.name) for spec in own + inference + peers)
+    missing = {spec.name.partition("/")[0]: spec.install for spec in peers if spec.missing()}
     return [
-        *(f"{spec.name:<{width}}  {spec.summary} ({spec.reference})" for spec in ours),
+        *(f"{spec.name:<{width}}  {spec.summary} ({spec.reference})" for spec in own),
         "",
         "for --phase prefill and decode, forward only:",
         *(f"{spec.name:<{width}}  {spec.summary} ({spec.reference})" for spec in inference),
         "",
-        "other people's, called as they are:",
-        *(f"{spec.name:<{width}}  {spec.summary} ({'not ' * bool(spec.missing())}installed)" for spec in theirs),
-        *(f"to get {name}: {install}" for name, install in lacking.items()),
+        "third-party implementations, called unchanged:",
+        *(f"{spec.name:<{width}}  {spec.summary} ({'not ' * bool(spec.missing())}installed)" for spec in peers),
+        *(f"to get {name}: {install}" for name, install in missing.items()),
     ]
 
 
 def _parameters(name: str) -> list[str]:
+    """List the parameters of a strategy in lines, with type, default and help."""
     from ringprof.record.resolve import load_strategy, strategy_errors
     from ringprof.strategies.registry import find, parameters
 
     strategy = load_strategy(name)
     with strategy_errors():
-        spec, found = find(name), parameters(strategy)
+        spec, listed = find(name), parameters(strategy)
     lines = [f"{name}: {spec.summary}" + (f" ({spec.reference})" if spec.reference else "")]
-    if not found:
+    if not listed:
         return [*lines, "  no parameters"]
-    width = max(len(parameter.name) for parameter in found)
-    for parameter in found:
+    width = max(len(parameter.name) for parameter in listed)
+    for parameter in listed:
         default = "required" if parameter.required else f"default {_shown(parameter.default)}"
         lines.append(f"  {parameter.name:<{width}}  {parameter.kind}, {default}: {parameter.help}".rstrip(": "))
     return lines

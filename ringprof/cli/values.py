@@ -1,4 +1,4 @@
-"""Values of options: lengths in tokens, lists, and names that a shell can complete; and options that go together."""
+"""Types of option values: lengths in tokens, numbers, names with shell completion and lists; groups of options."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ringprof.documents import FACTORS
 from ringprof.strategies.catalog import CACHED, SPECS
 
 STRATEGIES, INFERENCE = tuple(SPECS), tuple(CACHED)
-# The kernels' classes need torch, which takes seconds to import, and a shell asks at every key: so their names stand
-# here a second time, and a test compares them.
+# These names repeat those of the kernels' classes, since importing torch takes seconds and shell completion must be fast.
+# A test compares the two.
 KERNEL_NAMES = (
     "auto", "cudnn", "flash-attn-3", "flash-attn", "flash-attn-4", "torch-flash", "torch-efficient", "cpu-flash",
     "flex", "reference",
@@ -25,7 +25,7 @@ _LENGTH = re.compile(r"([0-9]{1,13})([km]?)", re.IGNORECASE)
 
 
 class Tokens(click.ParamType):  # type: ignore[type-arg]
-    """A number of tokens: ``131072``, or ``128k`` with k for 1024 and m for 1024 k."""
+    """Number of tokens: ``131072``, or ``128k`` with k for 1024 and m for 1024 k."""
 
     name = "tokens"
 
@@ -37,7 +37,7 @@ class Tokens(click.ParamType):  # type: ignore[type-arg]
 
 
 class Number(click.FloatRange):
-    """A number in a range. NaN, which is in every range for click, and infinity are none."""
+    """Finite number in a range; click itself accepts NaN in every range, and infinity."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)
@@ -47,7 +47,7 @@ class Number(click.FloatRange):
 
 
 class Known(click.ParamType):  # type: ignore[type-arg]
-    """A name, of which some are known: a shell completes those."""
+    """Any name; the known names are offered by shell completion."""
 
     name = "name"
 
@@ -62,7 +62,7 @@ class Known(click.ParamType):  # type: ignore[type-arg]
 
 
 class ListOf(click.ParamType):  # type: ignore[type-arg]
-    """Values separated by commas."""
+    """List of values separated by commas."""
 
     name = "list"
 
@@ -82,7 +82,7 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def all_of(*options: Decorator) -> Decorator:
-    """Gives a command these options, in this order."""
+    """Return a decorator that adds these options to a command, in this order."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(options):

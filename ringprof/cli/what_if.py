@@ -1,4 +1,4 @@
-"""``ringprof what-if``: a recorded run with something changed."""
+"""``ringprof what-if``: replay a recorded run with changes."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ from ringprof.validation import whole
 @click.command("what-if")
 @click.argument("run", type=click.Path())
 @click.option(
-    "--link", "links", multiple=True, metavar="LINK=FACTOR", help="same_host=2x or other_host=2x: so much faster."
-)
-@click.option("--slow", multiple=True, metavar="RANK=FACTOR", help="This rank's blocks take so many times as long.")
-@click.option("--kernel-speed", default="1x", show_default=True, metavar="FACTOR", help="Attention so much faster.")
-@click.option("--hops", type=click.Choice(["nccl", "copy"]), help="Hops inside hosts carried so.")
-@click.option("--ranks-per-host", type=click.IntRange(min=1), help="As many neighbouring ranks to a host.")
-@click.option("--kv-heads", type=click.IntRange(min=1), help="Keys and values of so many heads.")
-@click.option("-p", "--param", "params", multiple=True, metavar="KEY=VALUE", help="Another parameter of the strategy.")
-@click.option("--machine", metavar="FILE_OR_NAME", help="What is not in the run.  [default: by its device]")
+    "--link", "links", multiple=True, metavar="LINK=FACTOR",
+    help="Speed up intra-node links (same_host=2x) or inter-node links (other_host=2x).",
+)  # fmt: skip
+@click.option("--slow", multiple=True, metavar="RANK=FACTOR", help="Slow the blocks of a rank down, such as 3=1.25.")
+@click.option("--kernel-speed", default="1x", show_default=True, metavar="FACTOR", help="Speed up attention kernels.")
+@click.option("--hops", type=click.Choice(["nccl", "copy"]), help="Intra-node transport: NCCL or CUDA copy engines.")
+@click.option("--ranks-per-host", type=click.IntRange(min=1), help="Number of neighbouring ranks per node.")
+@click.option("--kv-heads", type=click.IntRange(min=1), help="Number of key and value heads.")
+@click.option("-p", "--param", "params", multiple=True, metavar="KEY=VALUE", help="Change a parameter of the strategy.")
+@click.option("--machine", metavar="FILE_OR_NAME",
+              help="Calibration for figures that the run does not have.  [default: by its device]")  # fmt: skip
 @formats("json")
 def command(**options: Any) -> int:
-    """Replay a recorded run's own blocks and hops, then with something changed.
+    """Replay the blocks and hops of a recorded run, then replay them with changes.
 
     \b
     ringprof what-if traces/h200x4-zigzag-262144 --hops copy
@@ -48,29 +50,30 @@ def command(**options: Any) -> int:
         hosts_of=options["ranks_per_host"],
         kv_heads=options["kv_heads"], params=params_of(options["params"], "KEY=VALUE"),
     )  # fmt: skip
-    found = what_if(observed_run(options["run"], machine), machine, changes)
-    click.echo(json_text(found.as_dict()) if options["form"] == "json" else _text(found, changes), nl=False)
+    result = what_if(observed_run(options["run"], machine), machine, changes)
+    click.echo(json_text(result.as_dict()) if options["form"] == "json" else _text(result, changes), nl=False)
     return 0
 
 
-def _text(found: WhatIf, changes: Changes) -> str:
+def _text(result: WhatIf, changes: Changes) -> str:
     lines = [
-        f"recorded  {duration(found.recorded_ns)}, the profiled iteration's slowest rank",
-        f"replayed  {duration(found.replayed_ns)}: off by {percent(found.replay_error)}",
+        f"recorded  {duration(result.recorded_ns)}, the profiled iteration's slowest rank",
+        f"replayed  {duration(result.replayed_ns)}: off by {percent(result.replay_error)}",
     ]
     if changes == Changes():
         lines.append("nothing changed: name --link, --slow, --kernel-speed, --hops or --ranks-per-host")
     else:
-        word = "less" if found.gain >= 0 else "more"
-        lines.append(f"PREDICTED {duration(found.changed_ns)}: {percent(abs(found.gain))} {word} than the replay")
-        if abs(found.gain) < abs(found.replay_error):
+        word = "less" if result.gain >= 0 else "more"
+        lines.append(f"PREDICTED {duration(result.changed_ns)}: {percent(abs(result.gain))} {word} than the replay")
+        if abs(result.gain) < abs(result.replay_error):
             lines.append("the change is smaller than what the replay is off by")
     return "\n".join(lines) + "\n"
 
 
-def _pairs(given: tuple[str, ...], option: str) -> list[tuple[str, str]]:
+def _pairs(texts: tuple[str, ...], option: str) -> list[tuple[str, str]]:
+    """Split values of an option at ``=``. Raises `UsageError`."""
     pairs = []
-    for text in given:
+    for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
             raise UsageError(f"{option} {text!r}: write NAME=FACTOR")

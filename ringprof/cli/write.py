@@ -1,4 +1,4 @@
-"""What commands write: text to the terminal or a file, and files beside it."""
+"""Output of the commands: text to the terminal or a file, other files, and messages on stderr."""
 
 from __future__ import annotations
 
@@ -21,65 +21,66 @@ to_file = click.option(
     "-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal."
 )
 NARROWEST = 78
-"""Below this a table would lose digits."""
+"""Minimum width in columns: a narrower table would lose digits."""
 
 
 def formats(*others: str) -> Callable[[_Command], _Command]:
-    """Gives a command ``--format``, of ``terminal`` and others."""
+    """Add ``--format`` to a command, with ``terminal`` and other formats."""
     return click.option(
-        "--format", "form", type=click.Choice(["terminal", *others]), default="terminal", show_default=True
-    )
+        "--format", "form", type=click.Choice(["terminal", *others]), default="terminal", show_default=True,
+        help="Output format.",
+    )  # fmt: skip
 
 
 def say(text: str) -> None:
-    """One line on stderr, of which a terminal obeys nothing: names in it may come from a stranger's file."""
-    with suppress(OSError):  # nobody reads it, or the disk is full; the exit code says what it says
+    """Print one line on stderr, without control characters, since it may contain names from an untrusted file."""
+    with suppress(OSError):  # stderr is closed, or the disk is full; the exit code stays the same
         click.echo(" ".join(printable(text).split()), err=True)
 
 
 def print_or_write(text: str, output: str | None) -> None:
-    """Print, or write to the file that was asked for instead."""
+    """Print the text, or write it to the file ``output``."""
     if output is None:
-        # Coloured by `text_style` or not at all: click would take forced colours out again.
+        # `text_style` decides about colours; click would remove colours that the user forced.
         click.echo(text, nl=False, color=True)
     else:
         write_text(output, text)
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a file and say so on stderr. Raises `InputError` where it cannot be written."""
-    with written(path) as place:
-        place.write_text(text, encoding="utf-8")
+    """Write a file and report it on stderr. Raises `InputError` if it cannot be written."""
+    with written(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def written(path: str | Path) -> Iterator[Path]:
-    """A place to write a file to, which stands where it is wished once it is complete; then says so on stderr.
+    """Yield a temporary path that becomes ``path`` when the file is complete, which is then reported on stderr.
 
-    Raises `InputError` where it cannot be written.
+    Raises `InputError` if the file cannot be written.
     """
     try:
-        with replacing(path) as place:
-            yield place
+        with replacing(path) as temporary:
+            yield temporary
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
     say(f"Wrote {path}")
 
 
 def text_style(output: str | None, width: int | None = None) -> TextStyle:
-    """How to write: colour only to a terminal that wants it or by FORCE_COLOR, ASCII where the output knows no more."""
+    """Choose the text style: colours on a terminal or with FORCE_COLOR, ASCII if the output's encoding has no more."""
     to_terminal = output is None and sys.stdout.isatty()
     forced = os.environ.get("FORCE_COLOR", "0") not in ("", "0")
     plain = bool(os.environ.get("NO_COLOR")) or (os.environ.get("TERM") == "dumb" and not forced)
     columns = width or max(NARROWEST, shutil.get_terminal_size((80, 24)).columns)
     color = (to_terminal or (forced and output is None)) and not plain
-    # Without a terminal, and where nobody asked for a width, nothing needs to be left out of a table.
+    # Without a terminal and without a requested width, a table can show all its columns.
     wide = not to_terminal and width is None and "COLUMNS" not in os.environ
     return TextStyle(width=columns, color=color, ascii_only=knows_only_ascii(output), wide_tables=wide)
 
 
 def knows_only_ascii(output: str | None) -> bool:
-    """Whether the terminal lacks the characters of bars and units; a file never does."""
+    """Return whether the terminal's encoding lacks the characters of bars and units; a file's never does."""
     try:
         "█▏·µ…".encode("utf-8" if output else (sys.stdout.encoding or "ascii"))
     except (UnicodeEncodeError, LookupError):

@@ -31,7 +31,7 @@ from ringprof.record.remote_traces import TraceFile
 from ringprof.record.request import from_json
 from ringprof.record.run_folder import RUN_FILE, discard, reduced_name, trace_name
 from ringprof.run import Run, Workload, write_run
-from ringprof.scratch import claim, clear_abandoned, release
+from ringprof.scratch import lock, remove_abandoned, unlock
 from ringprof.validation import whole
 from ringprof.workload_checks import workload_problems
 
@@ -288,7 +288,7 @@ class _Recorder:
         )
         run = replace(run, workload_ranks=sharing_ranks)
         write_run(run, self._staging / RUN_FILE)
-        release(self._staging)
+        unlock(self._staging)
         folder.parent.mkdir(parents=True, exist_ok=True)
         os.replace(self._staging, folder)
         self._owns_staging = False
@@ -333,9 +333,9 @@ def _create_staging(folder: Path, staging: Path) -> _Opening:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             return _Opening(f"{folder}: not empty; capture never overwrites, choose another folder")
         staging.parent.mkdir(parents=True, exist_ok=True)
-        clear_abandoned(staging.parent)
+        remove_abandoned(staging.parent)
         staging.mkdir()
-        return _Opening(token=claim(staging))
+        return _Opening(token=lock(staging))
     except FileExistsError:
         if not staging.parent.is_dir():
             return _Opening(f"{folder}: cannot write the run here: {staging.parent} is no folder")

@@ -25,7 +25,7 @@ import psutil
 from ringprof.compile_cache import VARIABLE as COMPILE_CACHE
 from ringprof.compile_cache import choose_compile_cache
 from ringprof.errors import Interrupted, RecordError, RingprofError
-from ringprof.process_pool import cpu_count, interrupts_blocked, isolated
+from ringprof.process_pool import cpu_count, interrupts_blocked, spawn_command
 from ringprof.record.progress import ProgressLogReader, Reporter
 from ringprof.record.request import to_json
 from ringprof.record.shutdown.rank_errors import is_consequence, rank_error, signal_error, slowest_rank
@@ -125,7 +125,7 @@ def _start(request: Any, scratch: Path, port: int, job: str) -> Any:
     # The launcher would log failures that ringprof reports itself.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)
     world = request.world or 1
-    command = isolated(job, str(scratch / "task.json"), str(os.getpid()))
+    command = spawn_command(job, str(scratch / "task.json"), str(os.getpid()))
     try:
         return start_processes(
             name="ringprof",

@@ -30,7 +30,7 @@ from ringprof.record.verify import verify
 from ringprof.record.verify_cached import verify_cached, verify_cached_timed
 from ringprof.record.verify_timed import verify_timed
 from ringprof.run import (
-    Controls,
+    Baselines,
     DeviceLinks,
     DeviceState,
     Environment,
@@ -350,13 +350,13 @@ def build_run(name: str, created: str, command: list[str], results: list[RankRes
     )
 
 
-def _baselines_of_run(request: RecordRequest, ranks: list[BaselineTimes]) -> Controls | None:
+def _baselines_of_run(request: RecordRequest, ranks: list[BaselineTimes]) -> Baselines | None:
     """Build the run's baselines from those of all ranks; None if none were measured."""
     if not ranks:
         return None
     times = {f"{kind}_ns": [rank.times_ns[kind] for rank in ranks] for kind in ranks[0].times_ns}
     flops = [rank.solo_flops for rank in ranks]
-    return Controls(warmup=request.warmup or 0, rounds=ranks[0].rounds, solo_flops=flops, **times)
+    return Baselines(warmup=request.warmup or 0, rounds=ranks[0].rounds, solo_flops=flops, **times)
 
 
 def strategy_used(strategy: Strategy, name: str = "", *, cuda_graph: bool = False) -> StrategyUsed:

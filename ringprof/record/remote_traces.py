@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ringprof.record.run_folder import reduced_name, trace_name
-from ringprof.scratch import remove, scratch_folder, sees
+from ringprof.scratch import has_token, remove, scratch_folder
 
 MESSAGE_BYTES = 4 * 2**20
 """Most bytes of a trace that a rank holds in memory at a time."""
@@ -21,7 +21,7 @@ class TraceFile:
     """Compressed trace of one rank: in the run's folder, or in a temporary folder if the rank cannot see that."""
 
     def __init__(self, staging: Path, token: str, rank: int) -> None:
-        self.shared = sees(staging, token)
+        self.shared = has_token(staging, token)
         self._folder = staging if self.shared else scratch_folder("trace")
         self.path = self._folder / trace_name(rank)
         self.reduced = self._folder / reduced_name(rank)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ringprof.errors import RunFormatError, UsageError
 from ringprof.run import Run, read_run, relocated, write_run
-from ringprof.scratch import PARTIAL, claim, clear_abandoned, release
+from ringprof.scratch import PARTIAL, lock, remove_abandoned, unlock
 
 RUN_FILE = "run.json"
 NEEDED_BYTES_PER_RANK = 4 * 2**20
@@ -54,9 +54,9 @@ def stage(output: Path, label: str, ranks: int) -> StagingFolder:
     path, token = None, ""
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        clear_abandoned(parent)
+        remove_abandoned(parent)
         path = _create_hidden(parent, stem)
-        token = claim(path)
+        token = lock(path)
         _test_writing(path)
     except OSError as error:
         if path is not None:
@@ -80,7 +80,7 @@ def publish(staging: Path, run: Run, output: Path) -> Path:
     os.rename(staging, folder)
     try:
         # After the rename: a kill in between would leave a staging folder without an owner, which nothing removes.
-        release(staging, folder)
+        unlock(staging, folder)
         write_run(relocated(run, run.name), output)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -91,7 +91,7 @@ def publish(staging: Path, run: Run, output: Path) -> Path:
 def discard(staging: Path) -> None:
     """Remove the staging folder of a failed run."""
     shutil.rmtree(staging, ignore_errors=True)
-    release(staging)
+    unlock(staging)
 
 
 def _create_hidden(parent: Path, stem: str) -> Path:

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ringprof.errors import MissingExtraError, RingprofError, UsageError
-from ringprof.process_pool import in_order
+from ringprof.process_pool import results_in_order
 
 PATIENCE_S = 10
 """Seconds to wait for a scheduler to answer and to have a worker."""
@@ -70,7 +70,7 @@ class DaskCluster:
             return self._client.submit(function, *item, pure=False)
 
         try:
-            yield from in_order(submit, items, lambda: 2 * max(1, sum(self._client.nthreads().values())))
+            yield from results_in_order(submit, items, lambda: 2 * max(1, sum(self._client.nthreads().values())))
         except RingprofError:
             raise
         except (Exception, CancelledError) as error:

@@ -33,10 +33,10 @@ class LocalProcesses:
 
     def _map_in_processes(self, function: Callable[..., Any], items: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
         """Yield the results of worker processes. Raises `InputError` where a process ends early."""
-        from ringprof.process_pool import ProcessEnded, mapped
+        from ringprof.process_pool import ProcessEnded, map_in_processes
 
         try:
-            yield from mapped(self.jobs, function, items)
+            yield from map_in_processes(self.jobs, function, items)
         except ProcessEnded:
             raise InputError(
                 "a process that read a trace ended, or none could begin (out of memory or processes?): try --jobs 1"

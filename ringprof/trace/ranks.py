@@ -132,12 +132,12 @@ def _read_all(
     budget = MemoryBudget(limits)
     if len(names) < 2 or jobs == 1 or (jobs is None and json_bytes(names) < WORTH_A_PROCESS):
         return [read(name, budget) for name in names]
-    from ringprof.process_pool import ProcessEnded, cpu_count, mapped
+    from ringprof.process_pool import ProcessEnded, cpu_count, map_in_processes
 
     jobs = min(jobs or cpu_count(), len(names))
     results = []
     try:
-        for result in mapped(jobs, read, ((name, MemoryBudget(limits)) for name in names)):
+        for result in map_in_processes(jobs, read, ((name, MemoryBudget(limits)) for name in names)):
             results.append(result)
             for trace in result if isinstance(result, list) else []:
                 take_trace(trace, budget)

@@ -1,4 +1,4 @@
-"""A seeded sample of the small bugs that mutmut can plant."""
+"""Seeded sample of the mutants that mutmut can make."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from mutmut.mutation.mutators import mutation_operators
 from mutmut.mutation.pragma_handling import IgnoredCode
 
 ROOT = Path(__file__).resolve().parents[2]
-NEED_A_GPU = ("copies.py", "fused.py")
-"""Files of ``strategies/`` that nothing runs without CUDA; their tests are those marked ``gpu``."""
+NEED_A_GPU = ("copy_engine.py", "fused.py")
+"""Files of ``strategies/`` that run only with CUDA; their tests are marked ``gpu``."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change at one place: ``before`` and ``after`` are the expression, ``text`` is the whole changed file."""
+    """One change of one expression, ``before`` to ``after``; ``text`` is the whole changed file."""
 
     file: str
     line: int
@@ -34,8 +34,8 @@ class Mutant:
     text: str
 
 
-class Places(MutationVisitor):
-    """mutmut's mutations of a whole module; mutmut itself leaves out decorated functions and tables."""
+class AllMutations(MutationVisitor):
+    """Visitor for all mutations of a module; mutmut itself leaves out decorated functions and tables."""
 
     def __init__(self) -> None:
         super().__init__(mutation_operators, IgnoredCode(set(), set(), set()))
@@ -50,47 +50,47 @@ class Places(MutationVisitor):
         return bool(super()._skip_node_and_children(node))
 
 
-def places(path: Path) -> list[list[Callable[[], Mutant]]]:
-    """What makes each mutant of a file; a list for each place in the code."""
+def mutants_of(path: Path) -> list[list[Callable[[], Mutant]]]:
+    """List functions that make the mutants of a file, grouped by position in the code."""
     text = path.read_text("utf-8")
-    wrapper, visitor, functions = MetadataWrapper(cst.parse_module(text)), Places(), _functions(text)
+    wrapper, visitor, functions = MetadataWrapper(cst.parse_module(text)), AllMutations(), _functions(text)
     module = wrapper.visit(visitor)
     positions = wrapper.resolve(PositionProvider)
 
-    def maker(mutation: Mutation, at: Any) -> Callable[[], Mutant]:
+    def maker(mutation: Mutation, position: Any) -> Callable[[], Mutant]:
         def make() -> Mutant:
             before, after = (module.code_for_node(node) for node in (mutation.original_node, mutation.mutated_node))
             changed = deep_replace(module, mutation.original_node, mutation.mutated_node)
             assert isinstance(changed, cst.Module)
-            name = functions.get(at.line, "")
+            name = functions.get(position.line, "")
             file = str(path.relative_to(ROOT))
-            return Mutant(file, at.line, at.column, name, before.strip(), after.strip(), changed.code)
+            return Mutant(file, position.line, position.column, name, before.strip(), after.strip(), changed.code)
 
         return make
 
-    found: dict[tuple[int, int], list[Callable[[], Mutant]]] = defaultdict(list)
+    by_position: dict[tuple[int, int], list[Callable[[], Mutant]]] = defaultdict(list)
     for mutation in visitor.mutations:
-        # The wording of a sentence is nobody's behaviour.
+        # No test checks the wording of a sentence.
         if isinstance(mutation.original_node, cst.SimpleString) and " " in mutation.original_node.raw_value:
             continue
-        at = positions[mutation.original_node].start
-        found[at.line, at.column].append(maker(mutation, at))
-    return list(found.values())
+        position = positions[mutation.original_node].start
+        by_position[position.line, position.column].append(maker(mutation, position))
+    return list(by_position.values())
 
 
 def _functions(text: str) -> dict[int, str]:
-    """The innermost function or class of each line."""
+    """Map each line to the name of its innermost function or class."""
     names = {}
-    for node in ast.walk(ast.parse(text)):  # breadth first: the inner come later
+    for node in ast.walk(ast.parse(text)):  # breadth first, so inner nodes come later
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             names.update(dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), node.name))
     return names
 
 
-def sample(rooms: Iterable[str], number: int, seed: int) -> list[Mutant]:
-    """Mutants of different places, in the order of the files."""
-    chance = random.Random(seed)
-    files = [path for room in rooms for path in sorted((ROOT / room).rglob("*.py")) if path.name not in NEED_A_GPU]
-    every = [place for path in files for place in places(path)]
-    chosen = sorted(chance.sample(range(len(every)), min(number, len(every))))
-    return [chance.choice(every[index])() for index in chosen]
+def sample(folders: Iterable[str], number: int, seed: int) -> list[Mutant]:
+    """Draw mutants at different positions, in the order of the files."""
+    generator = random.Random(seed)
+    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    by_position = [makers for path in files if path.name not in NEED_A_GPU for makers in mutants_of(path)]
+    chosen = sorted(generator.sample(range(len(by_position)), min(number, len(by_position))))
+    return [generator.choice(by_position[index])() for index in chosen]

@@ -9,7 +9,7 @@ import ringprof
 from ringprof.analysis.copy_waits import CopyHop, count_unequal_hops, peers_of_ranks
 from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, KINDS, MEMORY
 from ringprof.errors import InputError
-from ringprof.monitoring import look_figures
+from ringprof.monitoring import sample_figures
 from ringprof.run import write_run
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.kineto import read_trace
@@ -286,7 +286,7 @@ def test_a_look_of_the_monitor_sees_waiting_for_copies() -> None:
     """The monitor has the ranks' reduced traces and no run.json."""
     folder = DATA / "waits-copies"
     traces = [parse_reduced(reduce_trace(read_trace(folder / f"rank{rank}.json.gz"))) for rank in (0, 1)]
-    look, report = look_figures(attribute(traces)), analysis(folder).report()
+    look, report = sample_figures(attribute(traces)), analysis(folder).report()
     assert look["exposed_comm_share"] == report["summary"]["exposed_comm_share"]
     assert look["exposed_comm_share"]["worst"] > 0.5 and look["straggler"] == 0
     waits = [rank["hops"]["wait_ns"] for rank in report["ranks"]]

@@ -1,4 +1,4 @@
-"""Logs and run files with bytes changed, dropped, inserted and repeated: a result, or exit 2 with one line."""
+"""Logs and run files with changed, dropped, inserted and repeated bytes give a result, or exit code 2 and one line."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ RUN = ROOT / "traces" / "h200x4-zigzag-65536"
 
 
 def mutated(data: bytes, chance: random.Random, most: int) -> bytes:
-    found = bytearray(data)
+    damaged = bytearray(data)
     for _ in range(chance.randrange(1, most)):
-        at, kind = chance.randrange(len(found)), chance.randrange(4)
+        offset, kind = chance.randrange(len(damaged)), chance.randrange(4)
         if kind == 0:
-            found[at] = chance.randrange(256)
+            damaged[offset] = chance.randrange(256)
         elif kind == 1:
-            del found[at : at + chance.randrange(1, 60)]
+            del damaged[offset : offset + chance.randrange(1, 60)]
         elif kind == 2:
-            found[at:at] = chance.randbytes(chance.randrange(1, 20))
+            damaged[offset:offset] = chance.randbytes(chance.randrange(1, 20))
         else:
-            other = chance.randrange(len(found))
-            found[at:at] = found[other : other + chance.randrange(1, 200)]
-    return bytes(found)
+            other = chance.randrange(len(damaged))
+            damaged[offset:offset] = damaged[other : other + chance.randrange(1, 200)]
+    return bytes(damaged)
 
 
 def check(arguments: list[str], capsys: pytest.CaptureFixture[str], seed: int) -> None:
@@ -65,7 +65,7 @@ def test_a_damaged_run_file_is_read_or_refused(count: int, tmp_path: Path, capsy
 
 
 def test_a_table_that_lost_its_main_backward_row_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """More forward calls than backward ones: no number of calls an iteration fits both."""
+    """Read a table with more forward than backward calls: no number of calls per iteration fits both."""
     log = next(path for path in LOGS if path.name.startswith("002"))
     kept = [line for line in log.read_text().splitlines() if "flash_bwd_dq_dk_dv" not in line]
     path = tmp_path / "some.log"

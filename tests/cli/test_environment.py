@@ -1,4 +1,4 @@
-"""Where a command is started with little: no home or one that nobody writes to, a plain terminal, strict Python."""
+"""Commands in poor environments: without a writable home, on a plain terminal, with a strict Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VARIABLES: dict[str, dict[str, str | None]] = {
     "no folder for temporary files": {"TMPDIR": "/nowhere"},
     "ASCII": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
     "a terminal of one column": {"COLUMNS": "1"},
-    # What the lowest versions of packages do is deprecated by others.
+    # The lowest versions of packages use functions that others deprecate.
     "warnings are errors": {"PYTHONWARNINGS": "error,ignore::DeprecationWarning"},
     "no assertions, no docstrings": {"PYTHONOPTIMIZE": "2"},
 }
@@ -36,21 +36,21 @@ def ringprof(arguments: list[str], folder: Path, changes: dict[str, str | None])
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The report where nothing is odd."""
+    """Return the report in a normal environment."""
     return ringprof(["report", RUN], tmp_path_factory.mktemp("plain"), {})[1]
 
 
 def figures(printed: bytes) -> list[bytes]:
-    found = re.findall(rb"\d+\.\d+", printed)
-    assert len(found) > 50
-    return found
+    numbers = re.findall(rb"\d+\.\d+", printed)
+    assert len(numbers) > 50
+    return numbers
 
 
 @pytest.mark.parametrize("changes", VARIABLES.values(), ids=[*VARIABLES])
 def test_report_and_plot(changes: dict[str, str | None], elsewhere: bytes, tmp_path: Path) -> None:
-    code, printed, said = ringprof(["report", RUN], tmp_path, changes)
-    assert (code, said) == (0, "")
-    # Lines may break elsewhere, bars be shorter, and what ASCII has not is written with what it has.
+    code, printed, errors = ringprof(["report", RUN], tmp_path, changes)
+    assert (code, errors) == (0, "")
+    # Lines may break elsewhere, bars may be shorter, and characters outside ASCII are replaced.
     assert figures(printed) == figures(elsewhere)
     assert printed.isascii() == ("LC_ALL" in changes)
     assert ringprof(["plot", "steps", RUN, "-o", "steps.svg"], tmp_path, changes) == (0, b"", "Wrote steps.svg\n")

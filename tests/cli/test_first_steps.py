@@ -1,4 +1,4 @@
-"""First steps and slips: what the command line says where something is left out, misspelt or called by another name."""
+"""First steps and mistakes: messages of the command line for missing, misspelt or unknown arguments."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_alone_it_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["reprot", RUN], "no command 'reprot' (did you mean 'report'?); there are: record, "),
         (["record", "--strategy", "zigzag", "--seq", "64", "--nproc", "2"], "--world sets the number of ranks"),
@@ -55,11 +55,11 @@ def test_alone_it_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_a_slip_is_one_line_that_says_what_was_meant(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = run(capsys, *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert said in err
+    assert message in err
 
 
 def test_without_a_run_it_says_how_to_get_one(
@@ -150,7 +150,7 @@ def test_the_page_can_be_opened(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     page = Path(unquote(urlparse(opened[0]).path))
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
     code, _, err = run(capsys, "report", RUN, "--open", "--html", str(page))
-    assert code == 0 and f"no browser to be had here: open {page}" in err
+    assert code == 0 and f"no browser is available here: open {page}" in err
 
 
 @pytest.mark.usefixtures("scratch")

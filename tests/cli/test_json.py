@@ -1,4 +1,4 @@
-"""JSON of commands: each names its form, has the fields of that form, and the form is in docs/metrics.md."""
+"""JSON of commands: each names its schema, has its fields, and the schema is in docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def test_json_has_the_fields_of_its_schema(
     monkeypatch.setattr("ringprof.record.kernel_rates.WARM_UP", 0)
     monkeypatch.setattr("ringprof.record.kernel_rates.CALLS", 1)
     cli.run([*(str(TRACES) if word == "TRACES" else word for word in command.split()), "--format", "json"])
-    found = json.loads(capsys.readouterr().out)
-    assert found["schema"] == f"ringprof.{schema}/1"
-    assert found[rows] and all(set(row) == set(fields.split()) for row in found[rows])
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema"] == f"ringprof.{schema}/1"
+    assert document[rows] and all(set(row) == set(fields.split()) for row in document[rows])
     others = {
         "attention-check": "equal workload ranks layout device calls call errors seen reasons",
         "kernel-rates": "device device_type workload",
     }
-    assert set(found) == {"schema", rows, *others.get(schema, "").split()}
+    assert set(document) == {"schema", rows, *others.get(schema, "").split()}
 
 
 def test_every_schema_is_documented() -> None:
@@ -57,7 +57,7 @@ def test_every_schema_is_documented() -> None:
 
 
 def test_what_is_no_finite_number_is_null() -> None:
-    """JSON has neither NaN nor infinity; what Python's encoder would write stops every other reader."""
+    """Write NaN and infinity as null: JSON has neither, and other readers refuse what Python's encoder writes."""
     worst = TensorCheck(
         max_abs=math.nan, rms=math.inf, kernel_rms=0.25, allowed_rms=1.0, rank=0, wrong_tokens=2, first_token=0,
         first_rank=0,

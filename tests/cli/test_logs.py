@@ -1,4 +1,4 @@
-"""``ringprof logs`` from the outside: formats, options, pipes and errors."""
+"""The command ``ringprof logs``: formats, options, pipes and errors."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def test_nothing_is_wider_than_the_terminal_and_no_figure_is_cut(
     assert run(["logs", *NAMES, *OPTIONS, "--width", "120"]) == 0
     wide = capsys.readouterr().out
     assert "no room for" not in wide and max(map(len, wide.splitlines())) <= 120
-    # Of a log that states no times there are no such columns.
+    # A log without times has no columns for them.
     lines = wide.splitlines()
-    at = next(number for number, line in enumerate(lines) if "003_096af187c4e73423.txt ·" in line)
-    assert lines[at + 1].split() == ["system", "line", "B", "seq", "TFLOP/s", "verdict"]
-    assert lines[at + 2].split() == ["megatron_cp", "28", "1", "131072", "53.10", "unchecked"]
+    heading = next(number for number, line in enumerate(lines) if "003_096af187c4e73423.txt ·" in line)
+    assert lines[heading + 1].split() == ["system", "line", "B", "seq", "TFLOP/s", "verdict"]
+    assert lines[heading + 2].split() == ["megatron_cp", "28", "1", "131072", "53.10", "unchecked"]
 
 
 def test_json_follows_its_schema(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,15 +19,15 @@ CPU = ["--heads", "4", "--head-dim", "8", "--device", "cpu", "--world", "2", "--
 def test_a_packed_recording_counts_and_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("300 100 100 100 500")
-    given = ["--seq", "1024", "--documents", str(lengths), "--window-size", "64"]
-    # The file has 1100 tokens: of its last document 424 fit.
+    options = ["--seq", "1024", "--documents", str(lengths), "--window-size", "64"]
+    # The file has 1100 tokens: 424 tokens of its last document fit.
     output = str(tmp_path / "run.json")
-    assert cli.run(["record", "--strategy", "ring", *given, *CPU, "-o", output, "--controls"]) == 0
+    assert cli.run(["record", "--strategy", "ring", *options, *CPU, "-o", output, "--controls"]) == 0
     run = read_run(output)
     assert run.workload is not None and run.work is not None and run.verification is not None
     assert run.workload.documents == (300, 100, 100, 100, 424) and run.workload.window == 64
     windows = [64 * 65 // 2 + (length - 64) * 64 for length in run.workload.documents]
-    # Four FLOPs forward and ten backward of every pair, head and number of it.
+    # Four FLOPs forward and ten backward per pair, head and dimension.
     assert sum(work.block_flops or 0 for work in run.work) == 14 * 4 * 8 * sum(windows)
     assert run.verification.timed is not None and run.verification.timed.seq == 1024
     assert run.controls is not None and sum(run.controls.solo_flops) == sum(work.block_flops or 0 for work in run.work)
@@ -40,11 +40,11 @@ def test_a_packed_recording_counts_and_says_what_it_did(tmp_path: Path, capsys: 
 @pytest.mark.processes
 def test_a_prefix_lm_is_recorded_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = str(tmp_path / "run.json")
-    given = ["--seq", "256", "--documents", "200,56", "--prefix", "72", "--no-causal"]
-    assert cli.run(["record", "--strategy", "zigzag", *given, *CPU, "-o", output]) == 0
+    options = ["--seq", "256", "--documents", "200,56", "--prefix", "72", "--no-causal"]
+    assert cli.run(["record", "--strategy", "zigzag", *options, *CPU, "-o", output]) == 0
     run = read_run(output)
     assert run.workload is not None and run.work is not None and run.verification is not None
-    # Causal, and the 72 tokens (or the whole of a shorter document) that come first see what follows them up to there.
+    # Causal; in addition, the first 72 tokens (or the whole shorter document) attend to all of each other.
     pairs = 200 * 201 // 2 + 72 * 71 // 2 + 56 * 56
     assert sum(work.block_flops or 0 for work in run.work) == 14 * 4 * 8 * pairs == run.workload.model_flops()
     assert run.verification.timed is not None
@@ -53,31 +53,31 @@ def test_a_prefix_lm_is_recorded_and_counted(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "message"),
     [
         (["--documents", "500,500"], "1000 tokens together, the sequence has 1024"),
         (["--documents", "lognormal:mean=none"], "as in lognormal:mean=8192"),
         (["--softcap", "nan"], "'nan' is not a finite number"),
         (["--window-size", "0"], "--window-size must be at least 1"),
         (["--window-size", "8", "--prefix", "0"], "--prefix must be at least 1"),
-        (["--prefix", "8"], "--prefix 8 goes with --window-size, or (prefix LM) with --no-causal"),
+        (["--prefix", "8"], "--prefix 8 needs --window-size or, for a prefix LM, --no-causal"),
         (["--prefix", "8", "--no-causal", "--cp-sizes", "2,1"], "--prefix: not made for --cp-sizes"),
         (["--documents", "512x2", "--strategy", "torch-cp"], "those that do are ring, zigzag, stripe"),
         (["--window-size", "64", "-p", "documents_layout=per_documents"], "is not packed|per_document"),
     ],
 )
 def test_what_cannot_be_meant_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
     output = ["-o", str(tmp_path / "run.json")]
-    code = cli.run(["record", "--strategy", "zigzag", "--seq", "1024", *CPU, *output, *given])
+    code = cli.run(["record", "--strategy", "zigzag", "--seq", "1024", *CPU, *output, *options])
     err = capsys.readouterr().err
-    assert code == 2 and said in err and "Traceback" not in err
+    assert code == 2 and message in err and "Traceback" not in err
 
 
 def test_balance_ranks_layouts(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["balance", "--seq", "64", "--documents", "40,24", "--world", "4"]
-    assert cli.run([*given, "--format", "json"]) == 0
+    command = ["balance", "--seq", "64", "--documents", "40,24", "--world", "4"]
+    assert cli.run([*command, "--format", "json"]) == 0
     rows = {
         (row["strategy"], row["params"].get("documents_layout")): row
         for row in json.loads(capsys.readouterr().out)["rows"]
@@ -87,7 +87,7 @@ def test_balance_ranks_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["ring", None]["busiest"] == pytest.approx((16 * 16 + 136) * 4 / area)
     assert rows["ulysses", None]["busiest"] == 1.0
     assert rows["zigzag", "per_document"]["busiest"] == pytest.approx(1.0, abs=0.03)
-    assert cli.run(given) == 0
+    assert cli.run(command) == 0
     assert "64 tokens on 4 ranks, causal, 2 documents of 24 to 40 tokens" in capsys.readouterr().out
 
 
@@ -109,13 +109,13 @@ def test_kernels_are_measured_and_a_cpu_is_named_one(
 ) -> None:
     monkeypatch.setattr("ringprof.record.kernel_rates.WARM_UP", 0)
     monkeypatch.setattr("ringprof.record.kernel_rates.CALLS", 2)
-    given = ["kernels", "--measure", "--device", "cpu", "--seq", "64", "--heads", "2", "--head-dim", "8"]
-    assert cli.run([*given, "--dtype", "fp32", "--format", "json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    rates = {(row["kernel"], row["mask"]): row for row in found["rates"]}
-    assert found["device_type"] == "cpu" and found["workload"]["seq"] == 64
+    command = ["kernels", "--measure", "--device", "cpu", "--seq", "64", "--heads", "2", "--head-dim", "8"]
+    assert cli.run([*command, "--dtype", "fp32", "--format", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    rates = {(row["kernel"], row["mask"]): row for row in document["rates"]}
+    assert document["device_type"] == "cpu" and document["workload"]["seq"] == 64
     assert {mask for _, mask in rates} == {"full", "causal", "documents", "window", "softcap"}
-    # Four FLOPs forward of every pair and number of a head; a window of 8 has 8 · 9 / 2 + 56 · 8 pairs.
+    # Four FLOPs forward per pair and dimension of a head; a window of 8 has 8 · 9 / 2 + 56 · 8 pairs.
     window = rates["cpu-flash", "window"]
     assert window["forward_tflops"] == pytest.approx(4 * 2 * 8 * (36 + 448) / window["forward_ns"] / 1e3)
     full = rates["cpu-flash", "full"]

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_signals import ASKED, COMMANDS, OTHER, RECORD, RUN, WITHIN_S, half_written, heeds_signals, until
+from tests.cli.test_signals import COMMANDS, OTHER, RECORD, RUN, WITHIN_S, WORKLOAD, half_written, heeds_signals, until
 from tests.cli.test_signals import start as start_program
 from tests.paths import ROOT
 from tests.record.command import HANGS_S, TORCHRUN
@@ -51,8 +51,8 @@ PROGRAMS = {
     "report of many ranks": ["report", "many", "--jobs", "2", "--format", "json", "-o", "report.json"],
     "export": ["export", RUN, "-o", "out.json.gz"],
     "compare": ["compare", RUN, OTHER, "--html", "page.html"],
-    "predict": ["predict", *ASKED, "--strategy", "burst", "-o", "predicted"],
-    "advise": ["advise", *ASKED, "--html", "page.html"],
+    "predict": ["predict", *WORKLOAD, "--strategy", "burst", "-o", "predicted"],
+    "advise": ["advise", *WORKLOAD, "--html", "page.html"],
     "calibrate": ["calibrate", RUN, "-o", "machine.json"],
 }
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -1,4 +1,4 @@
-"""The options of all commands that read traces: the same everywhere, and obeyed everywhere."""
+"""The shared options of all commands that read traces, which every command honours."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def options_of(name: str) -> dict[str, click.Option]:
 
 @pytest.mark.parametrize("name", ["compare", "plot", "export"])
 def test_every_reader_has_the_options_of_the_report(name: str) -> None:
-    ours, others = options_of("report"), options_of(name)
+    report_options, other_options = options_of("report"), options_of(name)
     for option in NAMES:
-        mine, other = ours[option], others[option]
-        assert (mine.opts, mine.help, mine.type.name) == (other.opts, other.help, other.type.name)
+        expected, actual = report_options[option], other_options[option]
+        assert (expected.opts, expected.help, expected.type.name) == (actual.opts, actual.help, actual.type.name)
 
 
 @pytest.mark.parametrize("command", READERS)
@@ -98,6 +98,6 @@ def test_a_plot_leaves_the_backend_of_later_processes_alone(
 
 
 def test_a_plot_is_of_the_chosen_times(tmp_path: Path) -> None:
-    """The axis of a drawn timeline ends where the chosen time does."""
+    """Check that the axis of a timeline ends with the chosen interval."""
     axes = analysis(RUN, between="10ms,20ms").plot.timeline()
     assert 9 < axes.dataLim.x1 <= 10 and axes.dataLim.x0 >= 0

@@ -1,4 +1,4 @@
-"""``ringprof record`` and ``ringprof strategies`` used wrongly: exit 2, one line that says what to do, no traceback."""
+"""Wrong usage of ``ringprof record`` and ``ringprof strategies``: exit code 2, one line with advice, no traceback."""
 
 from __future__ import annotations
 

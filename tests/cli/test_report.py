@@ -1,4 +1,4 @@
-"""``ringprof report`` as its user meets it: text, files, exit codes."""
+"""The command ``ringprof report``: text, files, exit codes."""
 
 from __future__ import annotations
 
@@ -42,15 +42,17 @@ def test_the_name_of_a_folder_commands_neither_terminal_nor_shell(capsys, tmp_pa
 
 
 def test_a_file_that_cannot_be_read_to_its_end_is_named(capsys):
-    """No page of it is at address 0: as where a disk fails."""
+    """Read a file without a page at address 0, as on a failing disk."""
     assert run(capsys, "/proc/self/mem") == (2, "", "ringprof: /proc/self/mem: Input/output error\n")
 
 
-@pytest.mark.parametrize(("given", "code"), [(["nowhere"], 2), ([ONE, "-o", os.devnull], 0), ([ONE, "--strict"], 2)])
-def test_what_cannot_be_said_changes_no_exit_code(given, code):
-    """1 says that a condition holds."""
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(["nowhere"], 2), ([ONE, "-o", os.devnull], 0), ([ONE, "--strict"], 2)]
+)
+def test_what_cannot_be_said_changes_no_exit_code(arguments, code):
+    """Keep the exit code, since 1 means that a condition holds."""
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "ringprof", "report", *given]
+        command = [sys.executable, "-m", "ringprof", "report", *arguments]
         assert subprocess.run(command, stderr=full, stdout=subprocess.DEVNULL, cwd=ROOT).returncode == code
 
 
@@ -151,7 +153,7 @@ def test_paths_that_the_system_refuses_are_one_line(capsys, options):
 
 
 def test_a_table_without_rows_says_so_and_has_its_columns(capsys):
-    """Nothing of memory was recorded, as of hops on CPU."""
+    """Write the memory table of a trace without memory events: no rows, like hops on CPU."""
     code, out, err = run(capsys, ONE, "--csv", "memory")
     assert (code, out.count("\n"), err.count("\n")) == (0, 1, 1) and out.startswith("rank,")
     assert err == "ringprof: memory: no rows, only column names: the traces hold nothing of the kind\n"

@@ -1,4 +1,4 @@
-"""``ringprof report``: the further tables, and conditions for CI."""
+"""Optional tables of ``ringprof report``, and conditions for CI."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_condition_that_holds_exits_with_1_and_its_figure(capsys, condition, h
     assert err.count("\n") == int(held)
     if held:
         figure = parse_condition(condition).figure
-        # What was timed repeatedly stands with its interval.
+        # Figures that were timed repeatedly have an interval.
         assert err.startswith(f"ringprof: {figure} is {analysis(RUN).figures()[figure]:.6g}")
         assert err.endswith(f": {condition}\n")
 

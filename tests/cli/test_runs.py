@@ -1,4 +1,4 @@
-"""``ringprof runs``: what it lists, and what it leaves out."""
+"""The command ``ringprof runs``: the runs that it lists, and those that it omits."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def test_what_is_no_run_is_left_out_and_said(tmp_path: Path, capsys: pytest.Capt
     assert run(capsys, str(tmp_path / "good"))[0] == 0
 
 
-@pytest.mark.parametrize(("name", "said"), [("nowhere", "no such folder"), ("", "no runs here")])
+@pytest.mark.parametrize(("name", "message"), [("nowhere", "no such folder"), ("", "no runs here")])
 def test_where_there_are_none_it_says_so(
-    name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, err = run(capsys, str(tmp_path / name))
-    assert code == 2 and said in err and err.count("\n") == 1
+    assert code == 2 and message in err and err.count("\n") == 1

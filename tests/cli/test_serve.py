@@ -1,4 +1,4 @@
-"""`ringprof export --open`: the trace is handed to the page that asks, once, on loopback."""
+"""`ringprof export --open`: the trace is served to the page that requests it, once, on loopback."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RUN = str(ROOT / "traces" / "h200x4-zigzag-65536")
 
 
 class Browser:
-    """Fetches what the page is told to fetch, as a browser does: it asks first, and for something else in between."""
+    """Fake browser that acts like Perfetto's page: a preflight request, then another path, then the trace."""
 
     def __init__(self) -> None:
         self.page = ""
@@ -39,7 +39,7 @@ class Browser:
         self.thread: threading.Thread | None = None
 
     def open(self, address: str) -> bool:
-        """Follow a page on disk, which is all that the command line of a browser shows to other users."""
+        """Follow the redirect of a page on disk, whose path is all that the browser's command line shows."""
         self.file = Path(urlsplit(address).path)
         assert urlsplit(address).scheme == "file" and "ringprof-" not in self.file.name
         self.mode = stat.S_IMODE(self.file.parent.stat().st_mode)
@@ -52,25 +52,25 @@ class Browser:
 
     def _fetch(self) -> None:
         (url,) = parse_qs(self.page.partition("?")[2])["url"]
-        # Whoever says nothing keeps the page out for a moment only.
+        # A client that sends nothing blocks the page only for a moment.
         silent = socket.create_connection(("127.0.0.1", int(url.split(":")[2].partition("/")[0])))
-        asked = urlopen(Request(url, method="OPTIONS"))
+        preflight = urlopen(Request(url, method="OPTIONS"))
         try:
             urlopen(url + ".other")
         except HTTPError as error:
             self.refused = error.code
         answer = urlopen(url)
         silent.close()
-        self.allowed = [one.headers["Access-Control-Allow-Origin"] for one in (asked, answer)]
+        self.allowed = [response.headers["Access-Control-Allow-Origin"] for response in (preflight, answer)]
         self.body = answer.read()
 
 
 @pytest.fixture
 def browser(monkeypatch: pytest.MonkeyPatch) -> Browser:
-    found = Browser()
-    monkeypatch.setattr(webbrowser, "open", found.open)
+    fake = Browser()
+    monkeypatch.setattr(webbrowser, "open", fake.open)
     monkeypatch.setattr(export, "PORT", 0)
-    return found
+    return fake
 
 
 STAND_IN = """#!{python}
@@ -86,7 +86,7 @@ if not os.fork():
 
 
 def test_the_arguments_of_the_browsers_process_hold_no_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A program that stands in for the browser keeps its arguments, and fetches what the page on disk leads to."""
+    """Replace the browser by a program that stores its arguments, and follows the page on disk."""
     program, seen = tmp_path / "browser", tmp_path / "seen"
     program.write_text(STAND_IN.format(python=sys.executable, seen=str(seen)))
     program.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Signals at random moments: every command ends within seconds, in good order, and no process of it stays."""
+"""Signals at random moments: every command ends cleanly within seconds, and leaves no process."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ except BaseException:
 
 
 def lost(body: str, number: signal.Signals, patience_s: float) -> subprocess.Popen[str]:
-    """A command in whose midst something happens to a signal's error."""
+    """Start a command that loses the exception of a signal in the way of ``body``."""
     begin = LOST.replace("PATIENCE,", f"{patience_s},")
     program = f"NUMBER = {int(number)}\n{begin}{textwrap.indent(body, '    ')}\ncli.run = run\ncli.main([])"
     return subprocess.Popen(
@@ -122,14 +122,14 @@ RUN, OTHER, LOG = (
     str(next((ROOT / "tests/data/logs").glob("*.txt"))),
 )
 RECORD = [*SMALL, "--world", "2", "--iters", "3"]
-ASKED = ["--seq", "128k", "--heads", "40", "--hosts", "1", "--gpus-per-host", "4", "--machine", "h100"]
+WORKLOAD = ["--seq", "128k", "--heads", "40", "--hosts", "1", "--gpus-per-host", "4", "--machine", "h100"]
 CHECKED = """
 import torch
 
 def dense(q, k, v):
     return torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 """
-"""Not equal to attention over all ranks' tokens, which takes as long to find."""
+"""Attention that is wrong, as it ignores the other ranks' tokens; checking it takes as long as a right one."""
 COMMANDS = {
     "reading": [
         ["report", RUN, "--steps", "--html", "page.html"],
@@ -143,26 +143,26 @@ COMMANDS = {
         ["kernels", "--format", "json", "-o", "out.json"],
         ["strategies", "burst"],
     ],
-    "foresight": [
-        ["predict", *ASKED, "--strategy", "burst", "-o", "predicted"],
+    "prediction": [
+        ["predict", *WORKLOAD, "--strategy", "burst", "-o", "predicted"],
         ["predict", "--like", RUN, "--machine", "h200", "-o", "predicted"],
-        ["advise", *ASKED, "--html", "page.html"],
+        ["advise", *WORKLOAD, "--html", "page.html"],
         ["what-if", RUN, "--hops", "copy"],
         ["calibrate", RUN, "-o", "machine.json"],
     ],
     "recording": [
         ["record", "--strategy", "zigzag", *RECORD, "-o", "here/run.json"],
         ["bench", "--strategies", "zigzag,ring", *RECORD, "-o", "there/"],
-        ["check", "stranger:dense", "--layout", "contiguous", "--device", "cpu", "--world", "2", "--heads", "2"],
+        ["check", "attention:dense", "--layout", "contiguous", "--device", "cpu", "--world", "2", "--heads", "2"],
         ["kernels", "--measure", "--device", "cpu", "--seq", "64", "--heads", "2", "--head-dim", "16"],
     ],
 }
 
 
 def start(arguments: list[str], folder: Path, program: list[str] = RINGPROF) -> subprocess.Popen[str]:
-    """Start a command in a folder of its own, whose temporary files lie there too."""
+    """Start a command in its own folder, which also contains its temporary files."""
     (folder / "scratch").mkdir(parents=True, exist_ok=True)
-    (folder / "stranger.py").write_text(CHECKED)
+    (folder / "attention.py").write_text(CHECKED)
     return subprocess.Popen(
         [*program, *arguments],
         cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
@@ -172,12 +172,12 @@ def start(arguments: list[str], folder: Path, program: list[str] = RINGPROF) -> 
 
 
 def ends_with(arguments: list[str]) -> int:
-    """The exit code of a command that nothing disturbs."""
+    """Return the exit code of a command that no signal interrupts."""
     return int(arguments[0] == "check")
 
 
 def heeds_signals(pid: int) -> bool:
-    """Whether the process has set a handler for SIGTERM: Python itself has none."""
+    """Return whether the process has installed a handler for SIGTERM; Python itself has none."""
     status = Path(f"/proc/{pid}/status").read_text()
     (caught,) = (int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt"))
     return bool(caught >> (signal.SIGTERM - 1) & 1)
@@ -193,7 +193,7 @@ def until(holds: Callable[[], bool], limit_s: float) -> bool:
 
 
 def half_written(folder: Path) -> list[str]:
-    """Files of a command that are none of their format, and what it has put beside them."""
+    """List the incomplete files of a command, and its temporary files next to them."""
     wrong = []
     for path in (path for path in folder.rglob("*") if path.is_file() and folder / "scratch" not in path.parents):
         data = path.read_bytes()
@@ -212,9 +212,9 @@ def half_written(folder: Path) -> list[str]:
 
 
 def disturb(arguments: list[str], folder: Path, number: signal.Signals, after_s: float, *, group: bool) -> str:
-    """Send a signal so long after the command has begun; what is wrong with how it ends, or nothing.
+    """Send a signal ``after_s`` seconds after the start of a command; returns what is wrong with its end, or nothing.
 
-    ``group``: to its ranks as well, as a terminal sends Ctrl-C.
+    ``group`` sends the signal to its ranks as well, like a terminal's Ctrl-C.
     """
     process = start(arguments, folder)
     assert until(lambda: process.poll() is not None or heeds_signals(process.pid), 60)
@@ -231,8 +231,8 @@ def disturb(arguments: list[str], folder: Path, number: signal.Signals, after_s:
         return "leaves a process"
     if "Traceback" in errors or "Exception ignored" in errors:
         return errors
-    # What has ended by then, or is ending, ends as it would have; Python itself makes of some SIGINTs its own end.
-    # A recording that is interrupted says so by 130, whoever wished it.
+    # A command that has already ended keeps its exit code, and Python itself handles some SIGINTs (-2). An interrupted
+    # recording exits with 130, whatever the signal.
     if process.returncode not in (ends_with(arguments), 130, 128 + number, -2 if number == signal.SIGINT else 0):
         return f"exits with {process.returncode}: {errors}"
     left = [path.name for path in (folder / "scratch").glob("ringprof-*") if "logs kept in" not in errors]
@@ -248,31 +248,31 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def moments(commands: list[list[str]], folder: Path, count: int) -> Iterator[tuple[Any, ...]]:
-    """Random commands, signals and moments, as far apart as the command takes when nothing disturbs it."""
+    """Yield random commands, signals and moments within the run time of the uninterrupted command."""
     chance, lasts = random.Random(SEED), []
-    for place, arguments in enumerate(commands):
+    for index, arguments in enumerate(commands):
         begin = time.monotonic()
-        process = start(arguments, folder / f"whole{place}")
+        process = start(arguments, folder / f"whole{index}")
         _, errors = process.communicate()
         assert process.returncode == ends_with(arguments), errors
         lasts.append(time.monotonic() - begin)
     for _ in range(count):
-        place = chance.randrange(len(commands))
-        yield commands[place], chance.choice(ENDING), chance.uniform(0, lasts[place]), chance.random() < 0.5
+        index = chance.randrange(len(commands))
+        yield commands[index], chance.choice(ENDING), chance.uniform(0, lasts[index]), chance.random() < 0.5
 
 
 @pytest.mark.long
 @pytest.mark.timeout(14400)
 @pytest.mark.parametrize("group", [*COMMANDS, "many ranks"])
 def test_a_signal_at_any_moment_ends_a_command(group: str, many: Path, tmp_path: Path) -> None:
-    """Set RINGPROF_SIGNALS for other than 200 moments each."""
-    if group in ("recording", "foresight"):
+    """Send signals at random moments: 200 per group, or RINGPROF_SIGNALS."""
+    if group in ("recording", "prediction"):
         pytest.importorskip("torch")
     commands = COMMANDS.get(group, [["report", str(many), "--jobs", "2", "--steps"]])
     wrong = []
-    for place, (arguments, number, after_s, to_all) in enumerate(moments(commands, tmp_path, MOMENTS)):
-        found = disturb(arguments, tmp_path / str(place), number, after_s, group=to_all)
-        if found:
-            wrong.append(f"{arguments[:3]}, {number.name} {'to all ' * to_all}after {after_s:.3f} s: {found}")
-        shutil.rmtree(tmp_path / str(place))
+    for index, (arguments, number, after_s, to_all) in enumerate(moments(commands, tmp_path, MOMENTS)):
+        problem = disturb(arguments, tmp_path / str(index), number, after_s, group=to_all)
+        if problem:
+            wrong.append(f"{arguments[:3]}, {number.name} {'to all ' * to_all}after {after_s:.3f} s: {problem}")
+        shutil.rmtree(tmp_path / str(index))
     assert not wrong, "\n".join(wrong)

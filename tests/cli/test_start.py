@@ -1,4 +1,4 @@
-"""What `ringprof report` of a trace loads: what a small one takes is nearly all start-up."""
+"""Modules that `ringprof report` of a trace loads: a report of a small trace is nearly all start-up."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_report_of_a_trace_loads_nothing_heavy():
     assert code == 0
     own = {"numpy.ma", "numpy.random"} if version("numpy").startswith("1.") else set()  # NumPy 1 loads them itself
     assert (HEAVY - own) & set(modules) == set()
-    # Each costs as much as forty msgspec Structs: generated, compiled and run at every start.
+    # A dataclass costs as much as forty msgspec Structs: its code is generated, compiled and run at every start.
     assert dataclasses < 15
 
 
@@ -57,12 +57,12 @@ def test_a_package_that_is_here_and_broken_is_one_line(tmp_path: Path) -> None:
         [sys.executable, "-m", "ringprof", "predict", "--strategy", "ring", "--seq", "64k", "--machine", "h100"],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    told = "ringprof: a package cannot be loaded: libcudart.so.12: cannot open shared object file\n"
-    assert (done.returncode, done.stderr) == (2, told)
+    message = "ringprof: a package cannot be loaded: libcudart.so.12: cannot open shared object file\n"
+    assert (done.returncode, done.stderr) == (2, message)
 
 
 def test_many_commands_in_one_process_keep_no_garbage() -> None:
-    """What the collector is told not to look at is what modules hold, not what commands leave behind."""
+    """Freeze only the objects of modules for the garbage collector, not those that commands leave behind."""
     program = (
         "import gc\nfrom ringprof.cli import run\n"
         f"report = ['report', {str(TRACES / 'h200x4-zigzag-65536')!r}]\n"
@@ -73,7 +73,7 @@ def test_many_commands_in_one_process_keep_no_garbage() -> None:
 
 
 def test_logs_are_read_without_numpy() -> None:
-    """Tables of others need none of the analysis of traces, which takes most of the start."""
+    """Read logs without importing the analysis of traces, which takes most of the start-up."""
     program = "import sys\nfrom ringprof.cli import run\nsys.exit(run(sys.argv[1:]) or 'numpy' in sys.modules)"
     log = next((DATA / "logs").iterdir())
     for form in ("terminal", "json", "csv"):

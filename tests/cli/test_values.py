@@ -1,4 +1,4 @@
-"""Values of options, and what a shell completes."""
+"""Values of options, and shell completion."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def test_the_names_to_complete_are_those_that_there_are() -> None:
     ],
 )
 def test_a_shell_completes_commands_options_and_names(words: str, completed: list[str]) -> None:
-    asked = {"_RINGPROF_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    variables = {"_RINGPROF_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
     done = subprocess.run(
         [sys.executable, "-c", "import sys; sys.argv = ['ringprof']; from ringprof.cli import main; main()"],
-        capture_output=True, text=True, env={**os.environ, **asked}, check=False, cwd=ROOT,
+        capture_output=True, text=True, env={**os.environ, **variables}, check=False, cwd=ROOT,
     )  # fmt: skip
     assert [line.split(",", 1)[1] for line in done.stdout.splitlines()] == completed, done.stderr
 
@@ -95,9 +95,9 @@ def test_the_line_of_the_guide_completes_in_the_shell_itself(
     command = tmp_path / "ringprof"
     command.write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{sys.executable}" -m ringprof "$@"\n')
     command.chmod(0o755)
-    asked = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "LINE": line, "HOME": str(tmp_path)}
+    variables = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "LINE": line, "HOME": str(tmp_path)}
     done = subprocess.run(
-        [shell, "-c", script], capture_output=True, text=True, env=asked, check=False, timeout=HANGS_S
+        [shell, "-c", script], capture_output=True, text=True, env=variables, check=False, timeout=HANGS_S
     )
     assert sorted(done.stdout.split()) == completed, done.stderr
 
@@ -105,14 +105,14 @@ def test_the_line_of_the_guide_completes_in_the_shell_itself(
 def test_the_guide_has_the_line_of_every_shell() -> None:
     guide = (ROOT / "docs" / "guides.md").read_text(encoding="utf-8")
     for shell, script in (("bash", BASH), ("zsh", ZSH), ("fish", FISH)):
-        line = next(one for one in script.splitlines() if f"{shell}_source" in one)
+        line = next(line for line in script.splitlines() if f"{shell}_source" in line)
         assert line.replace("|", "\\|") in guide
 
 
 def test_a_list_is_one_completion_in_fish() -> None:
-    """Where no fish is: its script cuts an answer at the first comma only."""
-    asked = {**os.environ, "_RINGPROF_COMPLETE": "fish_source"}
+    """Check the script for fish, which splits an answer at the first comma only, without running fish."""
+    variables = {**os.environ, "_RINGPROF_COMPLETE": "fish_source"}
     done = subprocess.run(
-        [sys.executable, "-m", "ringprof"], capture_output=True, text=True, env=asked, check=False, cwd=ROOT
+        [sys.executable, "-m", "ringprof"], capture_output=True, text=True, env=variables, check=False, cwd=ROOT
     )
     assert 'string split -m 1 "," $completion' in done.stdout

@@ -1,4 +1,4 @@
-"""Text keeps to the terminal, and to 100 columns where it goes to a pipe; nothing is left out of it."""
+"""Text fits the terminal, or 100 columns in a pipe, and nothing is omitted."""
 
 from __future__ import annotations
 

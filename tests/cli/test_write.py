@@ -1,4 +1,4 @@
-"""What commands write is complete, or as it was before."""
+"""Files that commands write are complete, or unchanged."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def test_a_file_takes_the_place_of_another_when_it_is_complete(
     file.write_text("before")
     file.chmod(0o640)
     link.symlink_to("out.json")
-    with pytest.raises(KeyboardInterrupt), written(link) as place:
-        place.write_text("half")
+    with pytest.raises(KeyboardInterrupt), written(link) as temporary:
+        temporary.write_text("half")
         raise KeyboardInterrupt
     assert (file.read_text(), capsys.readouterr().err) == ("before", "")
-    with written(link) as place:
-        place.write_text("after")
+    with written(link) as temporary:
+        temporary.write_text("after")
         assert file.read_text() == "before"
     assert file.read_text() == link.read_text() == "after" and link.is_symlink()
     assert stat.S_IMODE(file.stat().st_mode) == 0o640
@@ -39,8 +39,8 @@ def test_a_file_takes_the_place_of_another_when_it_is_complete(
 
 
 def test_a_new_file_is_as_the_user_has_them(tmp_path: Path) -> None:
-    with written(tmp_path / "out") as place:
-        place.write_text("")
+    with written(tmp_path / "out") as temporary:
+        temporary.write_text("")
     (tmp_path / "usual").write_text("")
     assert (tmp_path / "out").stat().st_mode == (tmp_path / "usual").stat().st_mode
 
@@ -82,7 +82,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
-    ("given", "stream", "code"),
+    ("arguments", "stream", "code"),
     [
         (["report", RUN, "--fail-if", "exposed_comm < 0"], "stdout", 141),
         (["--help"], "stdout", 141),
@@ -93,16 +93,16 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     ],
 )
 def test_a_reader_that_leaves_is_no_condition_that_holds(
-    given: list[str], stream: str, code: int, unbuffered: str
+    arguments: list[str], stream: str, code: int, unbuffered: str
 ) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.Popen(
-        [sys.executable, "-m", "ringprof", *given], cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        [sys.executable, "-m", "ringprof", *arguments], cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
         stdout=writing if stream == "stdout" else subprocess.DEVNULL,
         stderr=writing if stream == "stderr" else subprocess.PIPE,
     )  # fmt: skip
     os.close(writing)
-    _, told = done.communicate()
+    _, errors = done.communicate()
     assert done.returncode == code
-    assert (told or b"").count(b"\n") == (stream == "stdout" and code == 2), told
+    assert (errors or b"").count(b"\n") == (stream == "stdout" and code == 2), errors

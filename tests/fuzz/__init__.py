@@ -1,6 +1,6 @@
-"""Coverage-guided fuzzing of everything that reads a stranger's file.
+"""Coverage-guided fuzzing of all readers of untrusted files.
 
-    python -m tests.fuzz trace --minutes 10      # needs atheris; findings lie in tests/fuzz/found/
+    python -m tests.fuzz trace --minutes 10      # needs atheris; findings are written to tests/fuzz/found/
 
-A target takes any bytes and must end in a result or in a `ringprof.errors.RingprofError`, soon and in little memory.
+A target takes any bytes. It must return or raise a `ringprof.errors.RingprofError`, quickly and with little memory.
 """

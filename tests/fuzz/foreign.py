@@ -1,4 +1,4 @@
-"""Sound traces of other profilers than torch's, made up: of XLA (JAX, TensorFlow), of rocprof, of an Ascend NPU."""
+"""Synthetic valid traces of profilers other than torch's: XLA (JAX, TensorFlow), rocprof, an Ascend NPU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ringprof.trace.ranks import read_traces
 GEMM, NCCL = "gemm_fusion_dot_1", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
 
-def named(kind: str, pid: int, name: str, **where: int) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": pid, "args": {"name": name}, **where}
+def named(kind: str, pid: int, name: str, **fields: int) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "args": {"name": name}, **fields}
 
 
 def row(pid: int, tid: int, name: str, start: object, duration: object, **args: object) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def row(pid: int, tid: int, name: str, start: object, duration: object, **args: 
 
 
 def xla() -> dict[str, Any]:
-    """Two GPUs with two streams each, their operations once more by name, and the host."""
+    """Make a trace of two GPUs with two streams each, a track that repeats their operations by name, and the host."""
     events = [named("process_name", 701, "/host:CPU"), row(701, 1, "PjitFunction(train_step)", 0, 500)]
     for gpu in (0, 1):
         pid = gpu + 1
@@ -40,7 +40,7 @@ def xla() -> dict[str, Any]:
 
 
 def rocprof() -> dict[str, Any]:
-    """One GPU, whose times are text, the API's calls, and copies on a track of no GPU."""
+    """Make a trace of one GPU whose times are strings, with API calls, and with copies on a track of no GPU."""
     processes = {2: "CPU HIP API", 1: "COPY", 6: "GPU0"}
     events: list[dict[str, Any]] = [{}, *(named("process_name", pid, name) for pid, name in processes.items())]
     for number in range(6):
@@ -52,7 +52,7 @@ def rocprof() -> dict[str, Any]:
 
 
 def ascend() -> list[dict[str, Any]]:
-    """One NPU: tasks, a communicator with its planes, and a process that repeats what the others show."""
+    """Make a trace of one NPU: tasks, a communicator with its planes, and a process that repeats the others' rows."""
     names = {1: "Python", 2: "CANN", 3: "Ascend Hardware", 4: "Communication", 5: "Overlap Analysis"}
     events: list[dict[str, Any]] = [named("process_name", pid, name) for pid, name in names.items()]
     events.append(named("thread_name", 4, "Group 0 Communication", tid=0))
@@ -65,8 +65,8 @@ def ascend() -> list[dict[str, Any]]:
             "Add": "AI_VECTOR_CORE",
             "copy": "MEMCPY_ASYNC",
         }
-        for place, (name, kind) in enumerate(kinds.items()):
-            events.append(row(3, 2, name, f"{begin + 60 * place}.125", 50, **{"Task Type": kind}))
+        for slot, (name, kind) in enumerate(kinds.items()):
+            events.append(row(3, 2, name, f"{begin + 60 * slot}.125", 50, **{"Task Type": kind}))
         events.append(row(3, 2, "EVENT_WAIT", f"{begin + 240}.000", 200, **{"Task Type": "EVENT_WAIT"}))
         events.append(row(4, 0, "hcom_allReduce__606_0_1", f"{begin + 100}.500", 300))
         events.append(row(4, 1, "Notify_Wait", f"{begin + 100}.500", 90))
@@ -81,11 +81,11 @@ ON_DEVICE = {
     "rocprof": ("Cijk_Alik_Bljk_SB_MT64x64",),
     "ascend": ("MatMulV2", "hcom_allReduce__606_0_1"),
 }
-"""Names of rows whose times every figure depends on."""
+"""Names of rows whose times change every figure."""
 
 
 def read(data: bytes, limits: Any) -> list[Trace]:
-    """The traces of all ranks in a document, by way of a file, whose content tells its format."""
+    """Read the traces of all ranks in a document through a file, whose format is detected from its content."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "host.trace.json"
         path.write_bytes(data)
@@ -93,11 +93,11 @@ def read(data: bytes, limits: Any) -> list[Trace]:
 
 
 def events_of(tree: Any) -> list[Any]:
-    """The list of events of a document that is still sound."""
-    found: list[Any] = tree if isinstance(tree, list) else tree["traceEvents"]
-    return found
+    """Return the list of events of an undamaged document."""
+    events: list[Any] = tree if isinstance(tree, list) else tree["traceEvents"]
+    return events
 
 
 def document(name: str) -> Any:
-    """A copy of the sound document."""
+    """Return a copy of an undamaged document."""
     return json.loads(json.dumps(SOUND[name]()))

@@ -1,4 +1,4 @@
-"""Damage to what users give beside traces: machines, measurements, lengths, rules, conditions; and names in outputs."""
+"""Damaged user inputs other than traces: machines, measurements, lengths, rules, conditions; hostile names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ringprof.record.dryrun.schedule import Schedule
 from ringprof.report.text import TextStyle
 from ringprof.run import Workload
 
-ASKED = Query("ring", Workload(seq=65536, heads=8, kv_heads=8, head_dim=128), Cluster(gpus_per_host=4))
+QUERY = Query("ring", Workload(seq=65536, heads=8, kv_heads=8, head_dim=128), Cluster(gpus_per_host=4))
 MEASURED = """id,strategy,seq_global,heads,kv_heads,head_dim,n_gpus,hosts,causal,pass,kernel,degrees,time_ms,tflops
 a,ulysses,131072,64,8,128,16,2,False,fwd,fa3,,61.33,
 b,ulysses,131072,64,8,128,16,2,True,fwd+bwd,fa3,,,1937
@@ -59,15 +59,15 @@ HOSTILE_NAMES = (
 
 
 def cut_up(text: str, chance: random.Random) -> str:
-    """A text of which some pieces are something else, missing, or there many times."""
+    """Replace, drop or repeat some pieces of a text."""
     pieces = re.split(r"([\s,;:=x<>()%*]+)", text)
     for _ in range(chance.randint(1, 4)):
-        at = chance.randrange(len(pieces))
-        pieces[at] = chance.choice(
-            (chance.choice(CELLS), "", pieces[at] * chance.choice((2, 200)), chance.choice(pieces))
+        index = chance.randrange(len(pieces))
+        pieces[index] = chance.choice(
+            (chance.choice(CELLS), "", pieces[index] * chance.choice((2, 200)), chance.choice(pieces))
         )
-    found = "".join(pieces)
-    return found[: chance.randrange(len(found) + 1)] if chance.random() < 0.1 else found
+    damaged = "".join(pieces)
+    return damaged[: chance.randrange(len(damaged) + 1)] if chance.random() < 0.1 else damaged
 
 
 @contextlib.contextmanager
@@ -78,7 +78,7 @@ def in_file(text: str, name: str) -> Iterator[str]:
         yield str(path)
 
 
-# --- foresight ------------------------------------------------------------------------------------------
+# --- prediction -----------------------------------------------------------------------------------------
 
 
 @cache
@@ -88,22 +88,22 @@ def machine() -> Any:
 
 @cache
 def programs() -> Schedule:
-    """Of the question; they are the same on every machine."""
+    """Return the schedule of the query, which is the same on every machine."""
     from ringprof.prediction.schedules import schedule_of
 
-    return schedule_of(ASKED, ASKED.cluster, None)
+    return schedule_of(QUERY, QUERY.cluster, None)
 
 
 def read_machine(data: bytes) -> None:
-    """A calibration file, and a prediction by it."""
-    found = predict(ASKED, parse_calibration(data, "machine.json"), lambda *_: programs())
-    assert all(math.isfinite(ms) and ms >= 0 for ms in found.interval_ms), found.interval_ms
-    json.loads(json.dumps(prediction_dict(found), allow_nan=False))
-    assert_quiet(prediction_text(found, TextStyle()))
+    """Read a calibration file, and predict with it."""
+    prediction = predict(QUERY, parse_calibration(data, "machine.json"), lambda *_: programs())
+    assert all(math.isfinite(ms) and ms >= 0 for ms in prediction.interval_ms), prediction.interval_ms
+    json.loads(json.dumps(prediction_dict(prediction), allow_nan=False))
+    assert_quiet(prediction_text(prediction, TextStyle()))
 
 
 def measurements(chance: random.Random) -> str:
-    """A table of measurements whose cells are damaged."""
+    """Make a table of measurements with damaged cells."""
     rows = list(csv.reader(io.StringIO(MEASURED)))
     for _ in range(chance.randint(1, 5)):
         row = chance.choice(rows[1:] if chance.random() < 0.9 else rows)
@@ -115,56 +115,56 @@ def measurements(chance: random.Random) -> str:
 
 
 def read_measurements(text: str) -> None:
-    """Held against a machine, up to where strategies would be run through."""
+    """Compare measurements with a machine, without the dry runs of strategies."""
     known = parse_calibration(json.dumps(machine()).encode(), "h100")
 
     def refused(*_: object) -> Schedule:
-        raise UsageError("not foreseen")
+        raise UsageError("no dry run in this test")
 
     with in_file(text, "table.csv") as path:
         rows = read_rows(path)
-        found, unknown = check_rows(rows, known, refused, Cluster()), unknown_columns(rows)
-    assert_quiet(check_text(found, unknown, "terminal", TextStyle()))
-    as_json = check_text(found, unknown, "json", TextStyle())
+        scores, unknown = check_rows(rows, known, refused, Cluster()), unknown_columns(rows)
+    assert_quiet(check_text(scores, unknown, "terminal", TextStyle()))
+    as_json = check_text(scores, unknown, "json", TextStyle())
     strict = json.loads(as_json, parse_constant=lambda name: fails(f"{name} in JSON"))
-    assert len(strict["rows"]) == len(found)
+    assert len(strict["rows"]) == len(scores)
 
 
 def fails(why: str) -> None:
     raise AssertionError(why)
 
 
-# --- what is typed --------------------------------------------------------------------------------------
+# --- command-line input ---------------------------------------------------------------------------------
 
 
 def read_lengths(text: str) -> None:
-    """As an option, and in a file."""
-    for given in (text, None):
+    """Parse document lengths from an option and from a file."""
+    for option in (text, None):
         with in_file(text, "lengths.txt") as path, contextlib.suppress(UsageError):
-            found = document_lengths(path if given is None else given.replace("\0", ""), 65536)
-            assert sum(found) == 65536 and min(found) > 0
+            lengths = document_lengths(path if option is None else option.replace("\0", ""), 65536)
+            assert sum(lengths) == 65536 and min(lengths) > 0
 
 
 def read_rules(text: str) -> None:
-    """Rules of the user's own, and what they make of names."""
+    """Parse a user's rules, and apply them to names."""
     rules = parse_rules(text, "my.rules")
     for name in NAMES:
         rule_for(name, rules)
 
 
 def read_condition(text: str) -> None:
-    """A gate's condition."""
-    found = parse_condition(text)
+    """Parse and evaluate a condition of ``--fail-if``."""
+    condition = parse_condition(text)
     figures = {"tflops": 400.0, "exposed_comm": 0.05, "max(wall_ms)": 80.0, "idle": 0.001}
-    assert found.holds(figures, figures, shares=("exposed_comm", "idle")) in (True, False)
-    assert found.holds(figures, figures, interval=(0.9, 1.1)) in (True, False, None)
+    assert condition.holds(figures, figures, shares=("exposed_comm", "idle")) in (True, False)
+    assert condition.holds(figures, figures, interval=(0.9, 1.1)) in (True, False, None)
 
 
 # --- names in outputs -----------------------------------------------------------------------------------
 
 
 def named(tree: Any, chance: random.Random) -> Any:
-    """A trace with hostile names of kernels, ranges, groups, streams and devices."""
+    """Give kernels, ranges, groups, streams and devices of a trace hostile names."""
     events = tree["traceEvents"]
     for event in chance.sample(events, min(len(events), 60)):
         event["name"] = chance.choice(HOSTILE_NAMES) + str(event.get("name", "")) * chance.randrange(2)
@@ -179,24 +179,24 @@ def named(tree: Any, chance: random.Random) -> Any:
 
 
 def read_names(text: str) -> None:
-    """Whatever ringprof writes of the trace commands nothing that shows it."""
+    """Check that no output about the trace contains commands for the program that shows it."""
     with in_file(text, "rank0.json") as path:
         folder = Path(path).parent
-        said(["report", path, "--steps", "--hops", "--kernels", "--annotations"])
-        said(["report", path, "--format", "markdown"])
-        said(["compare", path, path, "--mixed-runs"])
-        cells = said(["report", path, "--csv", "kernels"]) + said(["compare", path, path, "--format", "csv"])
+        output_of(["report", path, "--steps", "--hops", "--kernels", "--annotations"])
+        output_of(["report", path, "--format", "markdown"])
+        output_of(["compare", path, path, "--mixed-runs"])
+        cells = output_of(["report", path, "--csv", "kernels"]) + output_of(["compare", path, path, "--format", "csv"])
         for row in csv.reader(io.StringIO(cells)):
             assert not [cell for cell in row if re.match(r"[=+@\t\r]|-(?![0-9.]|$)", cell)], row
-        if said(["report", path, "--html", str(folder / "page.html")]):
+        if output_of(["report", path, "--html", str(folder / "page.html")]):
             page = (folder / "page.html").read_text("utf-8")
             assert "<script>alert(1)" not in page and "<img src=x" not in page
         if cli.run(["export", path, "-o", str(folder / "out.json")]) == 0:
             json.loads((folder / "out.json").read_bytes())
 
 
-def said(arguments: list[str]) -> str:
-    """What a command prints."""
+def output_of(arguments: list[str]) -> str:
+    """Run a command and return its output."""
     out, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
         assert cli.run(arguments) in (0, 1, 2)
@@ -206,6 +206,6 @@ def said(arguments: list[str]) -> str:
 
 
 def assert_quiet(text: str) -> None:
-    """Nothing in it is a command to a terminal."""
-    found = re.findall(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
-    assert not found, found
+    """Assert that a text contains no control characters for a terminal."""
+    controls = re.findall(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
+    assert not controls, controls

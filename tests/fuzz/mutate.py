@@ -1,7 +1,8 @@
-"""Files that are damaged where they mean something: in a field, a cell or a line, not in a byte.
+"""Structured mutations of files: damage to a field, a cell or a line, not to a byte.
 
-``python -m tests.fuzz.mutate READER FIRST COUNT ...`` reads COUNT files per reader, made by the numbers from FIRST on,
-in one process that may take 1 GB of memory and 10 s of time for each, and prints what is wrong, a line of JSON each.
+``python -m tests.fuzz.mutate READER FIRST COUNT ...`` reads COUNT files per reader, generated from the seeds FIRST,
+FIRST + 1, ..., in one process with a limit of 1 GB of memory and 10 s per file. It prints each problem, and a summary
+per reader, as a line of JSON.
 """
 
 from __future__ import annotations
@@ -42,78 +43,84 @@ from tests.fuzz.targets import TARGETS
 CORPUS = Path(__file__).parent / "corpus"
 MOST_BYTES, MOST_S = 1 << 30, 10
 OF_PYTHON = 1 << 30
-"""Addresses that Python and its libraries have before anything is read."""
+"""Address space that Python and its libraries need before anything is read, in bytes."""
 HOSTILE: tuple[Any, ...] = (
     None, True, 0, -1, 1, 2**31, 2**32 + 1, 2**53 + 1, 2**62, 2**63 - 1, -(2**63), 2**64 - 1, 0.5, 1e300, -1e-300,
     "", "x", "0", "1_000", "1e3", "NaN", "9" * 30, "\x1b[31m", "</script>", "é\ud800", "=1+1", [], {}, [[]], {"a": []},
 )  # fmt: skip
 NO_NUMBER: tuple[Any, ...] = ("x", "", "1_000", None, [], {}, [1], "\x00")
-"""What no writer puts where a time stands."""
+"""Values that no program writes in place of a time."""
 NO_TEXT: tuple[Any, ...] = (None, [], {}, [1], 7, 1.5, True)
-"""What no writer puts where a text or an object stands."""
+"""Values that no program writes in place of a string or an object."""
 
 
 @dataclass(frozen=True)
 class Damaged:
-    """A file."""
+    """A damaged file."""
 
     data: Any
     sound: Any = None
-    """Where anybody would see that it is damaged: the file before."""
+    """Key of the undamaged file, if the damage is obvious and must cause a warning."""
 
 
 # --- trees: JSON and MessagePack ------------------------------------------------------------------------
 
 
 def nodes(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Every place in a tree: its container, and its key or index."""
-    places = range(len(tree)) if isinstance(tree, list) else list(tree) if isinstance(tree, dict) else ()
-    for place in places:
-        yield tree, place
-        yield from nodes(tree[place])
+    """Yield every node of a tree: its container, and its key or index."""
+    keys = range(len(tree)) if isinstance(tree, list) else list(tree) if isinstance(tree, dict) else ()
+    for key in keys:
+        yield tree, key
+        yield from nodes(tree[key])
 
 
 def disturb(tree: Any, chance: random.Random) -> None:
-    """One change of a tree, in place."""
-    found = list(nodes(tree))
-    if not found:
+    """Make one random change to a tree, in place."""
+    all_nodes = list(nodes(tree))
+    if not all_nodes:
         return
-    container, place = chance.choice(found)
-    other, there = chance.choice(found)
+    container, key = chance.choice(all_nodes)
+    other, other_key = chance.choice(all_nodes)
     kind = chance.randrange(7)
     if kind == 0:
-        container[place] = copy.deepcopy(chance.choice(HOSTILE))
+        container[key] = copy.deepcopy(chance.choice(HOSTILE))
     elif kind == 1:
-        del container[place]
+        del container[key]
     elif kind == 2:
-        container[place] = copy.deepcopy(other[there])
+        container[key] = copy.deepcopy(other[other_key])
     elif kind == 3 and isinstance(container, list):
-        container[place:place] = [copy.deepcopy(container[place]) for _ in range(chance.choice((1, 2, 300)))]
+        container[key:key] = [copy.deepcopy(container[key]) for _ in range(chance.choice((1, 2, 300)))]
     elif kind == 4 and isinstance(container, dict):
-        container[chance.choice(("", "x", "\x00", *(key for _, key in found if isinstance(key, str))))] = container.pop(
-            place
-        )
+        value = container.pop(key)
+        names = (name for _, name in all_nodes if isinstance(name, str))
+        container[chance.choice(("", "x", "\x00", *names))] = value
     elif kind == 5:
         for _ in range(chance.choice((1, 10, 100))):
-            container[place] = [container[place]]
-    elif isinstance(container[place], bytes):
-        container[place] = disturbed_columns(container[place], chance)
-    elif isinstance(container[place], (int, float)) and not isinstance(container[place], bool):
-        container[place] *= chance.choice((-1, 0, 2, 1000, 1 << 40))
+            container[key] = [container[key]]
+    elif isinstance(container[key], bytes):
+        container[key] = disturbed_columns(container[key], chance)
+    elif isinstance(container[key], (int, float)) and not isinstance(container[key], bool):
+        container[key] *= chance.choice((-1, 0, 2, 1000, 1 << 40))
 
 
 def disturbed_columns(column: bytes, chance: random.Random) -> bytes:
-    """Numbers of a column changed, dropped or repeated."""
+    """Change, drop or repeat numbers of a column."""
     width, extreme = chance.choice((1, 4, 8)), chance.choice((0, 1, 0x7F, 0x80, 0xFF))
-    at = chance.randrange(len(column) // width + 1) * width
+    offset = chance.randrange(len(column) // width + 1) * width
     new = bytes([extreme]) * width
     return chance.choice(
-        (column[:at] + new + column[at + width :], column[:at], column[:at] + column[at + width :], column * 2, new)
+        (
+            column[:offset] + new + column[offset + width :],
+            column[:offset],
+            column[:offset] + column[offset + width :],
+            column * 2,
+            new,
+        )
     )
 
 
 def json_text(tree: Any) -> bytes:
-    """As JSON, lone surrogates and all."""
+    """Encode a tree as JSON, including lone surrogates."""
     return json.dumps(tree).encode()
 
 
@@ -121,7 +128,7 @@ def json_text(tree: Any) -> bytes:
 
 
 def figures(traces: list[Trace]) -> tuple[Any, list[str]]:
-    """The whole report without its warnings, and these, by code."""
+    """Return the report without its warnings, and the codes of the warnings."""
     report = as_json.as_dict(findings_in_memory(attribute(traces, None)), source="trace", paths=["rank0"])
     json.loads(json_object.json_text(report))
     return report | {"warnings": []}, sorted(warning["code"] for warning in report["warnings"])
@@ -133,7 +140,7 @@ def budget() -> MemoryBudget:
 
 @cache
 def seeds(name: str) -> list[bytes]:
-    """Sound files; what fuzzing has found is damaged already, and serves as well where no harm is looked for."""
+    """Read the files of a corpus, some of which are damaged already."""
     return [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]
 
 
@@ -143,43 +150,43 @@ def sound_traces() -> list[dict[str, Any]]:
 
 
 def trace(chance: random.Random) -> Damaged:
-    """A Kineto trace: changed anywhere, or its times made unreadable, or cut off."""
-    place = chance.randrange(len(sound_traces()))
-    tree = copy.deepcopy(sound_traces()[place])
+    """Damage a Kineto trace: change any node, make times unreadable, or truncate it."""
+    index = chance.randrange(len(sound_traces()))
+    tree = copy.deepcopy(sound_traces()[index])
     if chance.random() < 0.3:
         kernels = [event for event in tree["traceEvents"] if event.get("cat") == "kernel"]
         for event in chance.sample(kernels, chance.randint(1, 3)):
             field = chance.choice(("ts", "dur", "ph", "cat", "name", "args"))
             event[field] = copy.deepcopy(chance.choice(NO_NUMBER if field in ("ts", "dur") else NO_TEXT))
-        return Damaged(json_text(tree), place)
+        return Damaged(json_text(tree), index)
     if chance.random() < 0.2:
         text = json_text(tree)
-        return Damaged(text[: chance.randrange(text.index(b'"traceEvents"') + 20, len(text) - 1)], place)
+        return Damaged(text[: chance.randrange(text.index(b'"traceEvents"') + 20, len(text) - 1)], index)
     for _ in range(chance.randint(1, 4)):
         disturb(tree, chance)
     return Damaged(json_text(tree))
 
 
 def read_trace(file: Damaged) -> None:
-    found = figures([parse_trace(file.data, "rank0.json", budget())])
+    damaged = figures([parse_trace(file.data, "rank0.json", budget())])
     if file.sound is not None:
-        assert_told(found, of_sound(file.sound))
+        assert_warned(damaged, sound_figures(file.sound))
 
 
-def assert_told(found: tuple[Any, list[str]], sound: tuple[Any, list[str]]) -> None:
-    """Damage either changes no figure, or a warning says so."""
-    assert found[0] == sound[0] or set(found[1]) - set(sound[1]), f"silent damage; told: {found[1]}"
+def assert_warned(damaged: tuple[Any, list[str]], sound: tuple[Any, list[str]]) -> None:
+    """Assert that damage changes no figure, or causes a warning."""
+    assert damaged[0] == sound[0] or set(damaged[1]) - set(sound[1]), f"silent damage; warnings: {damaged[1]}"
 
 
 @cache
-def of_sound(place: int) -> tuple[Any, list[str]]:
-    return figures([parse_trace(json_text(sound_traces()[place]), "rank0.json")])
+def sound_figures(index: int) -> tuple[Any, list[str]]:
+    return figures([parse_trace(json_text(sound_traces()[index]), "rank0.json")])
 
 
-def of_others(name: str) -> Callable[[random.Random], Damaged]:
-    """A trace of another profiler: changed anywhere, or times of its device's rows made unreadable."""
+def foreign_trace(name: str) -> Callable[[random.Random], Damaged]:
+    """Return a function that damages a trace of another profiler: any node, or times of device rows."""
 
-    def made(chance: random.Random) -> Damaged:
+    def damage(chance: random.Random) -> Damaged:
         tree = foreign.document(name)
         if chance.random() < 0.3:
             rows = [event for event in foreign.events_of(tree) if event.get("name") in foreign.ON_DEVICE[name]]
@@ -190,39 +197,39 @@ def of_others(name: str) -> Callable[[random.Random], Damaged]:
             disturb(tree, chance)
         return Damaged(json_text(tree))
 
-    return made
+    return damage
 
 
-def read_of_others(file: Damaged) -> None:
-    found = figures(foreign.read(file.data, budget().limits))
+def read_foreign(file: Damaged) -> None:
+    damaged = figures(foreign.read(file.data, budget().limits))
     if file.sound is not None:
-        assert_told(found, of_sound_others(file.sound))
+        assert_warned(damaged, sound_foreign_figures(file.sound))
 
 
 @cache
-def of_sound_others(name: str) -> tuple[Any, list[str]]:
+def sound_foreign_figures(name: str) -> tuple[Any, list[str]]:
     return figures(foreign.read(json_text(foreign.document(name)), budget().limits))
 
 
 def reduced(chance: random.Random) -> Damaged:
-    """A reduced trace: fields of its MessagePack, numbers of its columns, or bytes of its compression."""
+    """Damage a reduced trace: fields of its MessagePack, numbers of its columns, or bytes of its compressed data."""
     tree = msgspec.msgpack.decode(chance.choice([data for data in seeds("reduced") if data[:1] >= b"\x80"]))
     for _ in range(chance.randint(1, 4)):
         disturb(tree, chance)
     packed = zlib.compress(msgspec.msgpack.Encoder(enc_hook=str).encode(packable(tree)), 1)
     if chance.random() < 0.2:
-        at = chance.randrange(len(packed))
+        offset = chance.randrange(len(packed))
         return Damaged(
             MAGIC
-            + packed[:at]
-            + bytes([packed[at] ^ 1 << chance.randrange(8)]) * chance.randrange(2)
-            + packed[at + 1 :]
+            + packed[:offset]
+            + bytes([packed[offset] ^ 1 << chance.randrange(8)]) * chance.randrange(2)
+            + packed[offset + 1 :]
         )
     return Damaged(MAGIC + packed)
 
 
 def packable(tree: Any) -> Any:
-    """Without what MessagePack cannot hold."""
+    """Convert values that MessagePack cannot encode."""
     if isinstance(tree, dict):
         return {packable(key): packable(value) for key, value in tree.items()}
     if isinstance(tree, list):
@@ -237,7 +244,7 @@ def read_reduced(file: Damaged) -> None:
 
 
 def run(chance: random.Random) -> Damaged:
-    """A run.json."""
+    """Damage a run.json."""
     tree = json.loads((CORPUS / "run" / "zigzag.json").read_bytes())
     for _ in range(chance.randint(1, 4)):
         disturb(tree, chance)
@@ -245,16 +252,16 @@ def run(chance: random.Random) -> Damaged:
 
 
 def text(kind: str) -> Callable[[random.Random], Damaged]:
-    """A log or printed table: its lines and cells."""
+    """Return a function that damages lines and cells of a log or printed table."""
 
-    def made(chance: random.Random) -> Damaged:
+    def damage(chance: random.Random) -> Damaged:
         lines = chance.choice(seeds(kind)).decode("utf-8", "surrogateescape").split("\n")
         for _ in range(chance.randint(1, 8)):
             disturb_lines(lines, chance)
-        found = "\n".join(lines).encode("utf-8", "surrogateescape")
-        return Damaged(found[: chance.randrange(len(found) + 1)] if chance.random() < 0.1 else found)
+        data = "\n".join(lines).encode("utf-8", "surrogateescape")
+        return Damaged(data[: chance.randrange(len(data) + 1)] if chance.random() < 0.1 else data)
 
-    return made
+    return damage
 
 
 CELLS = (
@@ -279,27 +286,27 @@ CELLS = (
 
 
 def disturb_lines(lines: list[str], chance: random.Random) -> None:
-    """One change of a line, or among lines."""
-    at, other, kind = chance.randrange(len(lines)), chance.randrange(len(lines)), chance.randrange(6)
-    words = lines[at].split(" ")
+    """Make one random change to a line, or to the order of lines, in place."""
+    index, other, kind = chance.randrange(len(lines)), chance.randrange(len(lines)), chance.randrange(6)
+    words = lines[index].split(" ")
     if kind == 0 and len(lines) > 1:
-        del lines[at]
+        del lines[index]
     elif kind == 1:
-        lines[at:at] = [lines[other]] * chance.choice((1, 2, 200))
+        lines[index:index] = [lines[other]] * chance.choice((1, 2, 200))
     elif kind == 2:
-        lines[at], lines[other] = lines[other], lines[at]
+        lines[index], lines[other] = lines[other], lines[index]
     elif kind == 3:
         words[chance.randrange(len(words))] = chance.choice(CELLS)
-        lines[at] = " ".join(words)
+        lines[index] = " ".join(words)
     elif kind == 4:
-        lines[at] = lines[at][: chance.randrange(len(lines[at]) + 1)] + lines[other]
+        lines[index] = lines[index][: chance.randrange(len(lines[index]) + 1)] + lines[other]
     else:
-        lines[at] = lines[at] * chance.choice((2, 50))
+        lines[index] = lines[index] * chance.choice((2, 50))
 
 
 @cache
 def export_bytes() -> bytes:
-    """An Nsight export of two processes."""
+    """Make an Nsight export of two processes."""
     from tests.trace.test_nsys import export
 
     with tempfile.TemporaryDirectory() as folder:
@@ -307,29 +314,29 @@ def export_bytes() -> bytes:
 
 
 def nsight(chance: random.Random) -> Damaged:
-    """An Nsight export: cells, rows, columns and tables of its database; its kernels' times made unreadable."""
+    """Damage an Nsight export: cells, rows, columns and tables of its database, or times of its kernels."""
     with closing(sqlite3.connect(":memory:")) as database:
         database.deserialize(export_bytes())  # type: ignore[attr-defined,unused-ignore]
         tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-        plain = chance.random() < 0.3
-        if plain:
+        obvious = chance.random() < 0.3
+        if obvious:
             column = chance.choice(("start", "end"))
             value = chance.choice((None, "x", b"\x00\xff"))
             database.execute(f"UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET {column} = ? WHERE correlationId = 1", (value,))
-        for _ in range(0 if plain else chance.randint(1, 4)):
+        for _ in range(0 if obvious else chance.randint(1, 4)):
             disturb_table(database, chance.choice(tables), chance)
         database.commit()
-        return Damaged(database.serialize(), plain or None)  # type: ignore[attr-defined,unused-ignore]
+        return Damaged(database.serialize(), obvious or None)  # type: ignore[attr-defined,unused-ignore]
 
 
 def disturb_table(database: sqlite3.Connection, table: str, chance: random.Random) -> None:
-    """One change of a table, which may be gone by now."""
+    """Make one random change to a table, which an earlier change may have dropped."""
     columns = [row[1] for row in database.execute(f"PRAGMA table_info({table})")]
     if not columns:
         return
     column, other = chance.choice(columns), chance.choice(columns)
     value = chance.choice(
-        [one for one in HOSTILE if isinstance(one, (str, int, float)) and one != "é\ud800"] + [b"\xff"]
+        [item for item in HOSTILE if isinstance(item, (str, int, float)) and item != "é\ud800"] + [b"\xff"]
     )
     some = f"rowid IN (SELECT rowid FROM {table} ORDER BY rowid LIMIT 1 OFFSET {chance.randrange(4)})"
     value = value if not isinstance(value, int) or -(1 << 63) <= value < 1 << 63 else -1
@@ -345,20 +352,19 @@ def disturb_table(database: sqlite3.Connection, table: str, chance: random.Rando
     try:
         database.execute(change, (value,) if "?1" in change else ())
     except (sqlite3.OperationalError, sqlite3.IntegrityError):
-        return  # a column of that name is there already, or a key is none
+        return  # a column of that name exists already, or the change violates a constraint
 
 
 def read_export(file: Damaged) -> None:
-    with tempfile.NamedTemporaryFile(suffix=".sqlite") as place:
-        place.write(file.data)
-        place.flush()
-        traces = read_nsys(place.name, budget())
-        found = [figures([one]) for one in traces]
-        assert file.sound is None or any(codes for _, codes in found), "silent damage"
+    with tempfile.NamedTemporaryFile(suffix=".sqlite") as export:
+        export.write(file.data)
+        export.flush()
+        reports = [figures([trace]) for trace in read_nsys(export.name, budget())]
+        assert file.sound is None or any(codes for _, codes in reports), "silent damage"
 
 
 def machine(chance: random.Random) -> Damaged:
-    """A calibration file."""
+    """Damage a calibration file."""
     tree = copy.deepcopy(given.machine())
     for _ in range(chance.randint(1, 4)):
         disturb(tree, chance)
@@ -383,7 +389,7 @@ READERS: dict[str, tuple[Callable[[random.Random], Damaged], Callable[[Damaged],
         lambda file: given.read_names(file.data),
     ),
     "trace": (trace, read_trace),
-    **{name: (of_others(name), read_of_others) for name in foreign.SOUND},
+    **{name: (foreign_trace(name), read_foreign) for name in foreign.SOUND},
     "reduced": (reduced, read_reduced),
     "nsight": (nsight, read_export),
     "run": (run, lambda file: TARGETS["run"](file.data)),
@@ -393,10 +399,10 @@ READERS: dict[str, tuple[Callable[[random.Random], Damaged], Callable[[Damaged],
 
 
 def problem(reader: str, number: int) -> str:
-    """What is wrong with how one file is read, or nothing. Ends the process where reading takes over 10 s."""
+    """Read one damaged file, and return what is wrong, or nothing. Ends the process if reading takes over 10 s."""
     make, read = READERS[reader]
     file = make(random.Random(f"{reader} {number}"))
-    signal.setitimer(signal.ITIMER_PROF, MOST_S)  # of the processor: a busy machine makes nothing slow
+    signal.setitimer(signal.ITIMER_PROF, MOST_S)  # CPU time, which does not depend on the machine's load
     try:
         read(file)
     except RingprofError as error:
@@ -413,10 +419,10 @@ def read_files(reader: str, first: int, count: int) -> None:
     longest_s, slowest = 0.0, first
     for number in range(first, first + count):
         begin = time.process_time()
-        found = problem(reader, number)
+        reason = problem(reader, number)
         longest_s, slowest = max((longest_s, slowest), (time.process_time() - begin, number))
-        if found:
-            print(json.dumps({"reader": reader, "number": number, "problem": found}), flush=True)
+        if reason:
+            print(json.dumps({"reader": reader, "number": number, "problem": reason}), flush=True)
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     summary = {
         "reader": reader,
@@ -432,7 +438,7 @@ def main() -> None:
     readers, firsts, counts = sys.argv[1::3], sys.argv[2::3], sys.argv[3::3]
     most = OF_PYTHON + MOST_BYTES
     if {"machine", "measurements"} & {*readers}:
-        # These load torch, which maps some GB where it can use GPUs.
+        # These readers import torch, which maps several GB if it can use GPUs.
         import torch  # noqa: F401
 
         most += int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -1,4 +1,4 @@
-"""The readers as functions of bytes, and what must be true of whatever they make of them."""
+"""Readers as functions of bytes, with assertions on their results."""
 
 from __future__ import annotations
 
@@ -28,42 +28,42 @@ SOUND = parse_trace(_SEED.read_bytes(), "rank0.json")
 
 
 def read_trace(data: bytes) -> None:
-    """A Kineto trace, its report, and its reduced form."""
+    """Read a Kineto trace, reduce it, and report it."""
     trace = parse_trace(data, "rank0.json", MemoryBudget(SMALL))
     assert len(parse_reduced(reduce_trace(trace)).activities.start_ns) == len(trace.activities.start_ns)
     report_of(trace)
 
 
 def read_reduced(data: bytes) -> None:
-    """A reduced trace from what its compressed part expands to, and its report."""
+    """Read a reduced trace with the given bytes in its compressed part, and report it."""
     report_of(parse_reduced(MAGIC + zlib.compress(data, 0), "rank0.ringprof", MemoryBudget(SMALL)))
 
 
 def report_of(trace: Trace, run: Run | None = None) -> None:
-    """The whole JSON report of one trace: it adds up, and holds nothing that JSON does not."""
+    """Make the JSON report of one trace, and assert that its parts sum to the wall time and that it is valid JSON."""
     attribution = attribute([trace], run)
     (rank,) = attribution.ranks
-    b = rank.breakdown
-    parts = b.compute_ns + b.exposed_comm_ns + b.exposed_memory_ns + b.exposed_other_groups_ns + b.idle_ns
-    parts += b.background_ns
-    assert parts == b.wall_ns, (parts, b.wall_ns)
+    times = rank.breakdown
+    parts = times.compute_ns + times.exposed_comm_ns + times.exposed_memory_ns
+    parts += times.exposed_other_groups_ns + times.idle_ns + times.background_ns
+    assert parts == times.wall_ns, (parts, times.wall_ns)
     report = as_json.as_dict(findings_in_memory(attribution), source="trace", paths=["rank0.json"])
     json.loads(json_text(report))
 
 
 def read_table(data: bytes) -> None:
-    """Printed kernel tables and what they prove."""
+    """Read and analyse printed kernel tables."""
     for table in read_tables(data, "some.log"):
         analyse_table(table, None, None)
 
 
 def read_log(data: bytes) -> None:
-    """Benchmark logs and their audit."""
+    """Read and audit a benchmark log."""
     audit([parse_log(data, "some.log")])
 
 
 def read_run(data: bytes) -> None:
-    """A run.json, and the report of traces that it is said to be of."""
+    """Read a run.json, and report a valid trace with it."""
     report_of(SOUND, parse_run(data, "/nowhere/run.json"))
 
 
@@ -77,7 +77,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
 
 
 def one_input(target: str, data: bytes) -> None:
-    """Carry out a target; what a user would be told is no finding, as long as it is one line."""
+    """Run a target on one input; a `RingprofError` of one line is no finding."""
     try:
         TARGETS[target](data)
     except RingprofError as error:

@@ -1,4 +1,4 @@
-"""What fuzzing has reached and found is read again in every test run; the long tier fuzzes further."""
+"""Inputs found by fuzzing are read again in every test run; the long tier fuzzes further."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_corpus_is_small() -> None:
 @pytest.mark.skipif(find_spec("atheris") is None, reason="atheris has no build for this Python or system")
 @pytest.mark.parametrize("target", sorted(TARGETS))
 def test_fuzzing_finds_nothing(target: str, tmp_path: Path) -> None:
-    """Set RINGPROF_FUZZ_MINUTES for less or more than ten minutes each."""
+    """Fuzz each target for ten minutes, or for RINGPROF_FUZZ_MINUTES."""
     command = [sys.executable, "-m", "tests.fuzz", target, "--minutes", str(MINUTES), "--corpus", str(tmp_path / "new")]
     done = subprocess.run(command, cwd=CORPUS.parents[2], capture_output=True, text=True, errors="replace", check=False)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -1,4 +1,4 @@
-"""Files that are damaged in what they mean are read or refused in one line; what is damaged plainly is never silent."""
+"""Files with damaged fields are read or refused in one line; obvious damage always causes a warning."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.paths import ROOT
 
-# Together 81,000 in the long tier: most for the formats that others' programs write.
+# 81,000 in total in the long tier, most for formats that other programs write.
 COUNTS = {
     "trace": 15_000, "xla": 6_000, "rocprof": 6_000, "ascend": 6_000, "nsight": 10_000, "reduced": 8_000, "log": 7_000,
     "table": 6_000, "run": 4_000,
@@ -30,8 +30,8 @@ def can_read(reader: str) -> bool:
 
 def read(first: int, counts: dict[str, int]) -> list[dict[str, Any]]:
     """Read files by each reader in one process, and return the lines that it prints."""
-    asked = [word for reader, count in counts.items() for word in (reader, str(first), str(count))]
-    command = [sys.executable, "-m", "tests.fuzz.mutate", *asked]
+    arguments = [word for reader, count in counts.items() for word in (reader, str(first), str(count))]
+    command = [sys.executable, "-m", "tests.fuzz.mutate", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, (done.stdout[-1000:], done.stderr[-3000:])
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -48,7 +48,7 @@ def check(reader: str, count: int, lines: list[dict[str, Any]]) -> None:
 
 @pytest.fixture(scope="module")
 def few_files() -> list[dict[str, Any]]:
-    """Lines about a few files of every reader, all read by one process."""
+    """Read a few files by each reader, all in one process, and return the printed lines."""
     return read(0, {reader: count for reader, count in FEW.items() if can_read(reader)})
 
 

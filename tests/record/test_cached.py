@@ -183,7 +183,7 @@ def test_a_page_shows_it(decoded: Path) -> None:
         (["--strategy", "ring", "--seq", "64", "--layers", "2"], "--layers goes with --layer"),
         (["--strategy", "ring", "--seq", "64", "--layer", "ddp", "--mlp-size", "0"], "--mlp-size must be at least 1"),
         (["--strategy", "ring", "--seq", "64", "--layer", "ddp", "--softcap", "5"], "--softcap: not made for --layer"),
-        (["--strategy", "dcp", "--phase", "decode", "--kv-length", "64", "--prefix", "4"], "goes with --window-size"),
+        (["--strategy", "dcp", "--phase", "decode", "--kv-length", "64", "--prefix", "4"], "needs --window-size"),
         (["--strategy", "ring", "--seq", "64", "--layer", "ddp", "--controls"], "--controls: not made for --layer"),
     ],
 )  # fmt: skip

@@ -175,7 +175,7 @@ def test_lengths_as_users_write_them(tmp_path) -> None:
         str(file): None,
         "lognormal:mean=0": "as in lognormal:mean=8192",
         "lognormal:median=3": "as in lognormal:mean=8192",
-        "0x3": "is no document",
+        "0x3": "is not a valid document length",
     }.items():
         if said is None:
             assert len(document_lengths(text, 100)) == 4

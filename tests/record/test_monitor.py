@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 import ringprof
 from ringprof.errors import MissingExtraError, UsageError
-from ringprof.monitoring import Looks, look_figures, waited_for
+from ringprof.monitoring import SampleLog, sample_figures, waited_for
 from ringprof.record import monitor
 from ringprof.record.monitor import interval_for
 from ringprof.scale.pipeline import attribute
@@ -55,14 +55,15 @@ def test_steps_are_the_optimizers_and_each_sample_is_a_line(tmp_path: Path, capl
     assert line["exposed_comm_share"] == {"mean": 0.0, "worst": 0.0, "rank": 0}
     assert line["wall_ms"] > 0 and line["step_ms"] > 0 and line["straggler"] is None
     assert monitored.interval > 3
-    assert caplog.messages == [f"step 5: 0.0 % exposed communication (rank 0: 0.0 %), {line['step_ms']:,.1f} ms a step"]
+    (message,) = caplog.messages
+    assert message == f"step 5: 0.0 % exposed communication (rank 0: 0.0 %), {line['step_ms']:,.1f} ms per step"
     assert list(tmp_path.iterdir()) == [log]
 
 
 def test_steps_that_are_told_count_alone_and_nothing_is_left_behind(tmp_path: Path) -> None:
     with ringprof.monitor(tmp_path / "log", every=100) as monitored:
         train(7, monitored)
-    # The first was counted when the optimizer took it; from then on those that are told count.
+    # The first step was counted by the optimizer hook; from then on only calls of `step` count.
     assert monitored.steps == 8
     train(3)
     assert monitored.steps == 8
@@ -108,7 +109,7 @@ def test_what_cannot_be_meant_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="every must be at least 1, not 0"), ringprof.monitor(every=0):
         raise AssertionError("entered")
     for path in (tmp_path, tmp_path / "none" / "log"):
-        with pytest.raises(UsageError, match="cannot write the looks here"), ringprof.monitor(path):
+        with pytest.raises(UsageError, match="cannot write samples here"), ringprof.monitor(path):
             raise AssertionError("entered")
 
 
@@ -155,17 +156,17 @@ def test_who_is_waited_for() -> None:
     builders = ring([1000, 1000, 1000, 1500], [2500, 2000, 2500, 2500], tensors=1)
     attribution = attribute([builder.trace() for builder in builders])
     assert waited_for(attribution) == {3: 1000}
-    figures = look_figures(attribution)
+    figures = sample_figures(attribution)
     assert figures["waited_for"] == {"3": 0.001} and figures["straggler"] == 3
     assert (figures["wait_ms"], figures["wire_ms"]) == pytest.approx((1000 / 4 / 1e6, 4000 / 4 / 1e6))
 
 
 def test_a_straggler_is_counted_as_long_as_it_is_the_same(tmp_path: Path) -> None:
-    looks = Looks(tmp_path / "log")
+    looks = SampleLog(tmp_path / "log")
     for number, late in enumerate((3, 3, 1)):
         starts = [1500 if rank == late else 1000 for rank in range(4)]
         traces = [reduce_trace(builder.trace()) for builder in ring(starts, [2500] * 4, tensors=1)]
-        looks.tell(number, traces, {"step_ms": 1.0, "interval": 2})
+        looks.add(number, traces, {"step_ms": 1.0, "interval": 2})
     assert [(line["straggler"], line["looks"]) for line in lines(tmp_path / "log")] == [(3, 1), (3, 2), (1, 1)]
 
 

@@ -113,7 +113,7 @@ def test_record_and_report_write_the_rate_alike(
     recorded: tuple[Path, Run, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _, printed = recorded
-    (shown,) = re.findall(r"an iteration, ([\d.,]+ .FLOP/s) per device", printed)
+    (shown,) = re.findall(r"per iteration, ([\d.,]+ .FLOP/s) per device", printed)
     assert f"{shown} per device achieved" in report_of(folder, capsys)
 
 
@@ -152,7 +152,7 @@ def test_it_says_what_it_will_do_and_what_came_out(recorded: tuple[Path, Run, st
     assert "burst on 4 CPU processes: sequence 512" in printed
     assert "FLOPs an iteration" in printed and "of memory" in printed
     assert (
-        " ms an iteration, " in printed
+        " ms per iteration, " in printed
         and "FLOP/s per device" in printed
         and "next: ringprof report traces/run.json" in printed
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ringprof.run import Controls, LayerAround, Predicted, Run, Sent, StrategyUsed, Work, Workload
+from ringprof.run import Baselines, LayerAround, Predicted, Run, Sent, StrategyUsed, Work, Workload
 from ringprof.trace.columns import MEMCPY, OPERATOR
 from tests.analysis.build import FLASH, NCCL, Builder, collective
 from tests.analysis.findings.test_step_rates import Step
@@ -240,7 +240,7 @@ def on_cpu(hosts: Sequence[str], *, marks: bool = True) -> Program:
 UNEVEN = ([300, 900], [(300, 1000), (900, 1000)])
 LATE = ([500, 500], [(500, 1000), (900, 1000)])
 SLOW = ([100] * 4, [(100, 110), (100, 200), (100, 110), (100, 110)])
-SOLO = Controls(
+SOLO = Baselines(
     warmup=1, rounds=1, ordinary_ns=[[1_500_000]] * 2, solo_ns=[[500_000]] * 2, solo_flops=[7 * 2**36] * 2,
     compute_only_ns=[[10**6]] * 2, communication_only_ns=[[10**5]] * 2,
 )  # fmt: skip

@@ -14,7 +14,7 @@ from statistics import fmean, median
 import msgspec
 
 from ringprof.analysis.rank import Rank
-from ringprof.run import Controls, slowest_median
+from ringprof.run import Baselines, slowest_median
 
 
 class BaselineMetrics(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ class BaselineMetrics(msgspec.Struct, frozen=True):
     single rank."""
 
 
-def baseline_metrics(controls: Controls | None, ranks: Sequence[Rank]) -> BaselineMetrics | None:
+def baseline_metrics(controls: Baselines | None, ranks: Sequence[Rank]) -> BaselineMetrics | None:
     """Compute the metrics of the baselines; None where none were recorded, or a time is missing or zero."""
     if controls is None:
         return None

@@ -16,7 +16,7 @@ from ringprof.analysis.findings.same_work import evidence_of
 from ringprof.analysis.findings.step_rates import step_rates_of
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.kinds.kinds import KINDS
-from ringprof.run import Controls, Run, Workload, slowest
+from ringprof.run import Baselines, Run, Workload, slowest
 from ringprof.trace.columns import NOTES
 
 MS = 1e6
@@ -163,7 +163,7 @@ def _step_metrics(findings: Findings) -> dict[str, Metric]:
     }
 
 
-def _baseline_metrics(controls: Controls, baselines: BaselineMetrics) -> dict[str, Metric]:
+def _baseline_metrics(controls: Baselines, baselines: BaselineMetrics) -> dict[str, Metric]:
     """Return the metrics of the baselines. Shares have one value per round, in which all baselines ran in turn."""
 
     def by_round(times: Sequence[float]) -> list[float]:

@@ -34,7 +34,7 @@ from ringprof.record.shutdown.rank_errors import (
     write_log,
 )
 from ringprof.record.shutdown.watchdog import TIME_LIMIT
-from ringprof.scratch import remove_all, sees
+from ringprof.scratch import has_token, remove_all
 
 _SETTLE_S = 0.5
 """Time from the first failure to the choice of its cause, which may arrive after its effects."""
@@ -205,7 +205,7 @@ class OtherRankShutdown:
         if not self._reporting.acquire(blocking=False):
             _wait_for_exit()
         context = self._context
-        if sees(Path(context.task.staging), context.task.token):
+        if has_token(Path(context.task.staging), context.task.token):
             _print_error(_discard_run(context.task, failed))
         else:
             _print_error(failed.cause())

@@ -17,7 +17,7 @@ from ringprof.json_object import json_text
 from ringprof.report import as_json
 from ringprof.report.terminal import render
 from ringprof.report.text import TextStyle
-from ringprof.run import Controls, Profiled, Workload, read_run, write_run
+from ringprof.run import Baselines, Profiled, Workload, read_run, write_run
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, Builder
 from tests.analysis.findings.test_summary import ring_with_compute
@@ -28,7 +28,7 @@ ORDINARY = [[2000, 1000, 1000], [1000, 2400, 1000], [1000, 1000, 2200], [500, 50
 COMPUTE = [[1700, 1800, 1900]] * 4
 COMMUNICATION = [[1500, 1500, 1600]] * 4
 SOLO = [[900, 800, 2000], [1000, 1000, 1000], [1100, 1100, 1100], [1200, 1100, 1300]]
-CONTROLS = Controls(
+CONTROLS = Baselines(
     warmup=1, rounds=3, ordinary_ns=ORDINARY, compute_only_ns=COMPUTE, communication_only_ns=COMMUNICATION,
     solo_ns=SOLO, solo_flops=[10**9] * 4,
 )  # fmt: skip
@@ -64,7 +64,7 @@ def test_of_one_rank_nothing_is_said_of_communication(recorded):
     """Also where the run has these controls, as earlier ones do."""
     run = recorded_run(
         world_size=1,
-        controls=Controls(
+        controls=Baselines(
             warmup=1, rounds=1, ordinary_ns=[[2000, 2200]], solo_ns=[[900, 1100]], solo_flops=[10**9],
             compute_only_ns=[[1990, 2000]] if recorded else None,
             communication_only_ns=[[100, 100]] if recorded else None,
