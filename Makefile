@@ -54,6 +54,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/codespell $(TEXT)
+	$(BIN)/python scripts/lint_words.py
 
 audit: $(VENV)/.dev
 	$(BIN)/bandit -q -r ringprof strategies -ll

@@ -142,8 +142,9 @@ def test_iterations_are_analysed_alone_and_together():
 def test_of_an_even_number_of_iterations_the_median_one_is_the_lower_of_the_middle_two():
     b = Builder(world_size=1)
     for number, length in enumerate((400, 100, 300, 200)):
-        at = 1000 * number
-        b.mark("ringprof::iteration", at, at + 500).run(FLASH, at + 20, at + 20 + length, launched=at + 10)
+        start = 1000 * number
+        b.mark("ringprof::iteration", start, start + 500)
+        b.run(FLASH, start + 20, start + 20 + length, launched=start + 10)
     # 100, 200, 300 and 400 ns: the second shortest is the last.
     assert attribute_all(b).median_iteration == 3
 

@@ -70,7 +70,7 @@ OUTLIVES_S = 60.0
 """Time for ranks to see that their leader was killed: one that still imports torch looks when that is done."""
 KEPT_LOGS = re.compile(r"ringprof-ranks-[0-9a-f]{16}")
 CALLERS_OWN = ("KeyboardInterrupt", "SignalException", "ChildFailedError")
-"""What a user's program under torchrun, and torchrun itself, make of a signal."""
+"""Exceptions that a user's program under torchrun, and torchrun itself, raise for a signal."""
 
 
 @dataclass
@@ -124,7 +124,7 @@ def allowed_codes(command: str, strike: Strike) -> set[int]:
 
 
 def bad_text(command: str, errors: str) -> str:
-    """What the command should not have written on stderr; empty where there is nothing."""
+    """Return what the command should not have written on stderr; empty where there is nothing."""
     if "Exception ignored" in errors:
         return errors
     if command != "capture":

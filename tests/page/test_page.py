@@ -128,7 +128,7 @@ def test_the_figures_of_every_committed_page_are_those_of_the_json_report(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("folder", [one for one in COMMITTED if one.name not in DRAWN], ids=lambda path: path.name)
+@pytest.mark.parametrize("folder", [path for path in COMMITTED if path.name not in DRAWN], ids=lambda path: path.name)
 def test_every_committed_page_is_drawn(folder: Path) -> None:
     check_figures(folder)
 

@@ -75,7 +75,7 @@ def on_one_device(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **option
 def right(rank: int, layout: str) -> list[Check]:
     own = torch.randperm(SEQ, generator=torch.Generator().manual_seed(1)).view(-1, SEQ // 2)[rank]
     own = own if layout == "positions" else positions(layout)
-    asked = own.tolist() if layout == "positions" else layout
+    layout_argument = own.tolist() if layout == "positions" else layout
 
     def turned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
         return over_all(own, *(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2), None
@@ -84,9 +84,9 @@ def right(rank: int, layout: str) -> list[Check]:
         return over_all(own, *(x.transpose(0, 1) for x in (q, k, v))).transpose(0, 1).flatten(2)
 
     return [
-        ringprof.check(lambda q, k, v: over_all(own, q, k, v), asked, **SHAPE),
-        ringprof.check(turned, asked, tensor_format="bhsd", **SHAPE),
-        ringprof.check(like_a_model, asked, tensor_format="sbhd", **SHAPE),
+        ringprof.check(lambda q, k, v: over_all(own, q, k, v), layout_argument, **SHAPE),
+        ringprof.check(turned, layout_argument, tensor_format="bhsd", **SHAPE),
+        ringprof.check(like_a_model, layout_argument, tensor_format="sbhd", **SHAPE),
     ]
 
 
@@ -131,8 +131,8 @@ def in_a_group(rank: int) -> Check | str:
 
 @pytest.mark.processes
 def test_ranks_of_a_group_check_alone() -> None:
-    outside, one, _, other = run_ranks(4, in_a_group)
-    assert one == other and one.equal and one.ranks == 2
+    outside, first, _, second = run_ranks(4, in_a_group)
+    assert first == second and first.equal and first.ranks == 2
     assert outside == "rank 0 is not in the group: only its members may take part"
 
 
@@ -185,8 +185,8 @@ def test_the_error_of_a_small_token_may_be_that_of_a_mean_one() -> None:
 def test_tokens_that_are_not_a_number_are_wrong() -> None:
     error = torch.zeros(64)
     error[20] = torch.nan
-    found = check_of_output(error, torch.full((64,), 0.002), torch.ones(64))
-    assert (found.wrong_tokens, found.first_token, found.equal) == (1, 20, False)
+    check = check_of_output(error, torch.full((64,), 0.002), torch.ones(64))
+    assert (check.wrong_tokens, check.first_token, check.equal) == (1, 20, False)
 
 
 # --- what is sent -----------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def detached_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def own_gradients(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """As ``dist.all_gather`` outside autograd does it, with this rank's own piece put back."""
+    """Gather as ``dist.all_gather`` outside autograd does, with this rank's own piece put back."""
 
     def every(x: Tensor) -> Tensor:
         pieces = [torch.empty_like(x) for _ in range(dist.get_world_size())]
@@ -455,8 +455,8 @@ def test_one_wrong_token_is_found_where_the_mean_error_hides_it() -> None:
 
 def not_finite(rank: int) -> Check:
     def change(out: Tensor) -> Tensor:
-        at = (positions("zigzag") == 20)[:, None, None].expand_as(out)
-        return out.masked_fill(at, float("nan"))
+        token_20 = (positions("zigzag") == 20)[:, None, None].expand_as(out)
+        return out.masked_fill(token_20, float("nan"))
 
     return ringprof.check(Later(3, change), "zigzag", backward=False, **SHAPE)
 
@@ -546,9 +546,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 def refused(rank: int) -> None:
     for options, line in REFUSED:
-        given = {"layout": "zigzag", **SHAPE, **options}
+        arguments = {"layout": "zigzag", **SHAPE, **options}
         with pytest.raises(UsageError, match=line):
-            ringprof.check(alone, **given)
+            ringprof.check(alone, **arguments)
     with pytest.raises(UsageError, match="as many tokens as the others: not 1, 2"):
         ringprof.check(alone, list(range(rank + 1)))
     with pytest.raises(UsageError, match="the ranks do not ask for the same check"):
@@ -571,7 +571,7 @@ def packed(rank: int) -> list[Check]:
     own = positions("zigzag")
     document = torch.bucketize(torch.arange(SEQ), torch.tensor(LENGTHS).cumsum(0), right=True)
     strategy = create("zigzag")
-    asked: dict[str, Any] = {"documents": LENGTHS, **SHAPE}
+    arguments: dict[str, Any] = {"documents": LENGTHS, **SHAPE}
 
     def heeding(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
         assert cu_seqlens.tolist() == [0, 5, 45, 64] and cu_seqlens.dtype == torch.int32
@@ -593,9 +593,9 @@ def packed(rank: int) -> list[Check]:
         return out
 
     return [
-        ringprof.check(heeding, "zigzag", **asked),
-        ringprof.check(leaking, "zigzag", **asked),
-        ringprof.check(one_key_too_many, "zigzag", **asked),
+        ringprof.check(heeding, "zigzag", **arguments),
+        ringprof.check(leaking, "zigzag", **arguments),
+        ringprof.check(one_key_too_many, "zigzag", **arguments),
         ringprof.check(windowed, "zigzag", window_size=9, **SHAPE),
         ringprof.check(leaking, "zigzag", window_size=9, **SHAPE),
     ]

@@ -189,7 +189,7 @@ def test_who_has_less_to_compute_is_imbalance():
 
 
 def test_a_rank_that_is_done_early_waits_only_where_waiting_is_known():
-    """Of four ranks two have a trace, so nothing tells wait from wire. Rank 0 ends 300 ns before rank 1."""
+    """Two of four ranks have a trace, so nothing separates wait from wire. Rank 0 ends 300 ns before rank 1."""
     builders = ring([1000] * 4, [2000] * 4)[:2]
     builders[1].run(FLASH, 2000, 2300, launched=500)
     waterfall = waterfall_of(attribute([builder.trace() for builder in builders]))
@@ -205,8 +205,8 @@ def test_unknown_communication_beside_wire_is_wire():
         b.run(NCCL, 1500, 2500, launched=600, stream=30)
     attribution = attribute([builder.trace() for builder in builders])
     for rank in attribution.ranks:
-        found = exposure_of(rank.detail, rank.detail.rows())
-        assert [length_ns(spans) for spans in (found.wire, found.wait, found.unknown)] == [1000, 0, 500]
+        exposure = exposure_of(rank.detail, rank.detail.rows())
+        assert [length_ns(spans) for spans in (exposure.wire, exposure.wait, exposure.unknown)] == [1000, 0, 500]
     parts = {part.part: part.time_ns for part in waterfall_of(attribution).parts if part.time_ns}
     assert parts == {"exposed_wire": 1000, "exposed_unsplit": 500}
 
@@ -245,10 +245,11 @@ def test_a_run_slower_than_its_peak_starts_at_the_peak():
 
 
 def test_the_attention_at_peak_is_that_of_all_iterations():
-    """Of 1024 tokens, 8 heads and 64 channels: 14 FLOPs a pair and channel, 3.76e9, take 3804 ns at 989 TFLOP/s."""
+    """1024 tokens, 8 heads and 64 channels: 14 FLOPs per pair and channel, 3.76e9, take 3804 ns at 989 TFLOP/s."""
     b = Builder(rank=0, world_size=1)
-    for at in (0, 20_000):
-        b.mark("ringprof::iteration", at, at + 15_000).run(FLASH, at + 100, at + 10_100, launched=at + 50)
+    for start in (0, 20_000):
+        b.mark("ringprof::iteration", start, start + 15_000)
+        b.run(FLASH, start + 100, start + 10_100, launched=start + 50)
     work = [Work(block_flops=14 * 512 * 1024 * 1025 // 2, block_calls={"forward": 1, "backward": 1}, sent=[])]
     waterfall = waterfall_of(attribute([b.trace()], recorded_run(world_size=1, work=work)))
     assert waterfall.of("peak") == round(2 * 14 * 512 * 1024 * 1025 / 2 / 989e3) == 7607
