@@ -112,6 +112,7 @@ class PipeRow:
 
 
 def _key(title: str) -> str:
+    """Return a column title in lower case without spaces, underscores and backticks, to look it up."""
     return title.strip().lower().replace(" ", "").replace("_", "").replace("`", "")
 
 

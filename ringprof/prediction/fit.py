@@ -209,7 +209,7 @@ def _contention(runs: Sequence[Observed]) -> Value | None:
 
 
 def _tails(observed: Observed) -> list[float]:
-    """Return how long before a block's end the delayed hops began, as fractions of the block."""
+    """Return the time from each delayed hop's start to the end of the block before it, as a fraction of the block."""
     return [
         (block.end_ns - transfer.start_ns) / (block.end_ns - block.start_ns)
         for rank in observed.ranks

@@ -95,7 +95,7 @@ def _table(prediction: PredictionResult) -> Table:
 
 
 def remarks(prediction: PredictionResult) -> list[str]:
-    """Return what stands out, and what may help."""
+    """Return notes on the prediction: the host as the bound, exposed hops with a remedy, too little memory."""
     spans, lines = prediction.breakdown, []
     time_ns = prediction.median_ns
     if prediction.host_bound:

@@ -24,7 +24,7 @@ class CpuClock:
         self._times.append(time.perf_counter_ns() - start)
 
     def times_ns(self) -> list[int]:
-        """Return the time of every function that has run, in nanoseconds."""
+        """Return the duration of every function that has run, in nanoseconds, in the order of the calls."""
         return list(self._times)
 
 

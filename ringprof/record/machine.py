@@ -96,6 +96,6 @@ def distinct_host_names(ranks: Sequence[RankHost]) -> list[str]:
 
 
 def host_numbers(names: Sequence[str]) -> list[int]:
-    """Return each rank's host number, counted from 0 in the order of the hosts' first ranks."""
+    """Return each rank's host number from its host name, counted from 0 in the order of first appearance."""
     order = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return [order[name] for name in names]

@@ -60,6 +60,7 @@ def _can_join(parts: IdleParts, previous: int, row: int, shortest_ns: int) -> bo
 
 
 def _bar(parts: IdleParts, names: Sequence[str], group: Sequence[int]) -> IdleBar:
+    """Draw consecutive rows of ``parts`` as one bar, labelled by the label with the largest total time."""
     times: dict[tuple[str, str, str], int] = {}
     for row in group:
         label = parts.label(row, names)

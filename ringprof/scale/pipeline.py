@@ -108,9 +108,10 @@ def explain_stored(
     limits: Limits,
     notify: Notify | None,
 ) -> Findings:
-    """Return the findings of traces that need not fit into memory. Raises the errors of `attribute` and of reading.
+    """Explain the traces of one run that may be larger than memory, by way of reduced traces in a scratch folder.
 
-    ``workers`` run what needs this machine's files. ``readers`` read the traces; None stands for ``workers``.
+    ``readers`` read and reduce the traces, on other machines where they are a cluster's; None stands for ``workers``,
+    which analyse the reduced traces on this machine. Raises the errors of `attribute` and of reading.
     """
     notify = notify or ignore_progress
     try:

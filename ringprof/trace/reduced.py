@@ -134,7 +134,10 @@ def reduce_trace(trace: Trace) -> bytes:
 
 
 def reduce_file(trace: Path, target: Path) -> bool:
-    """Write the reduced form of one trace file to ``target``; return False if it cannot be read. Raises OSError."""
+    """Write the reduced form of one trace file to ``target``; return False for an unreadable trace.
+
+    Raises OSError where ``target`` cannot be written.
+    """
     try:
         full_trace = read_trace(trace)
     except RingprofError:

@@ -137,6 +137,10 @@ class DecodeContextParallel(Cached):
     def compute(
         self, call: AttentionCall, mask: Mask, q: Tensor, k: Tensor, v: Tensor, kv_length: int
     ) -> tuple[Tensor, Tensor]:
+        """Compute output and LSE of this rank's heads: attention over the rank's keys, merged with the other ranks'.
+
+        ``kv_length`` counts the keys of all ranks. Collective.
+        """
         if self.parameters["queries"] == "gathered":
             q = _join_heads(self.q_channel.all_gather(q).wait()[0])
         out, lse = attention_over_blocks(call, q, k, v, self._blocks(q.shape[1], k.shape[1], kv_length, mask), 0)

@@ -101,7 +101,7 @@ def significantly_different(
     interval = ratio_interval(base, other, interleaved=interleaved, spread=spread)
     if interval is None or interval[0] <= 1 <= interval[1]:
         return False
-    return len(base) + len(other) > 2 or rank_test(base[0], other[0]) <= MAX_P_VALUE
+    return len(base) + len(other) > 2 or mann_whitney_p(base[0], other[0]) <= MAX_P_VALUE
 
 
 def recordings_to_decide(
@@ -245,7 +245,7 @@ def between_run_sd(logs: FloatArray) -> float:
     return max(between_parts, SD_PER_SCATTER * max(0.0, scatter - QUIET_SCATTER))
 
 
-def rank_test(base: Sequence[float], other: Sequence[float]) -> float:
+def mann_whitney_p(base: Sequence[float], other: Sequence[float]) -> float:
     """Return the two-sided p value of the Wilcoxon-Mann-Whitney test, with ties.
 
     Exact over all arrangements up to `MAX_EXACT` measurements, else by the normal approximation.

@@ -215,6 +215,7 @@ class RecordingRing(HopRing):
             self.communicator = f"{self.communicator if pair else _communicator_name(channel, members)}/copy"
 
     def post(self, message: Message, *, into: Message | None = None) -> Any:
+        """Record the start of a hop without sending. Return a hop that hands out ``into`` or an empty message."""
         if self.size == 1:
             return super().post(message, into=into)
         message = self._owned(message)

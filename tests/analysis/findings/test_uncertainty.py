@@ -16,7 +16,7 @@ from ringprof.analysis.findings.metric import Recordings
 from ringprof.analysis.findings.uncertainty import (
     DRAWS,
     own_interval,
-    rank_test,
+    mann_whitney_p,
     ratio_interval,
     recordings_to_decide,
     resampled_medians,
@@ -205,24 +205,24 @@ def test_the_rank_test_is_that_of_every_arrangement(seed):
     random = np.random.default_rng(seed)
     # Few distinct values: ties within and between.
     base, other = ([float(v) for v in random.integers(0, 6, size)] for size in random.integers(2, 7, 2))
-    assert rank_test(base, other) == pytest.approx(by_every_arrangement(base, other))
+    assert mann_whitney_p(base, other) == pytest.approx(by_every_arrangement(base, other))
 
 
 def test_the_rank_test_by_hand():
     # 3 against 3, all below all: 2 of the 20 arrangements. 4 against 4: 2 of 70.
-    assert rank_test([1, 2, 3], [4, 5, 6]) == pytest.approx(0.1)
-    assert rank_test([1, 2, 3, 4], [5, 6, 7, 8]) == pytest.approx(2 / 70)
-    assert rank_test([1, 1], [1, 1]) == 1.0
+    assert mann_whitney_p([1, 2, 3], [4, 5, 6]) == pytest.approx(0.1)
+    assert mann_whitney_p([1, 2, 3, 4], [5, 6, 7, 8]) == pytest.approx(2 / 70)
+    assert mann_whitney_p([1, 1], [1, 1]) == 1.0
 
 
 def test_many_measurements_by_the_normal_approximation(monkeypatch):
     random = np.random.default_rng(3)
     base, other = random.integers(0, 60, 35).tolist(), random.integers(6, 66, 40).tolist()
-    exact = rank_test(base, other)
+    exact = mann_whitney_p(base, other)
     monkeypatch.setattr(uncertainty, "MAX_EXACT", 0)
     assert 0.01 < exact < 0.2
-    assert rank_test(base, other) == pytest.approx(exact, rel=0.03)
-    assert rank_test([1.0] * 60, [1.0] * 60) == 1.0
+    assert mann_whitney_p(base, other) == pytest.approx(exact, rel=0.03)
+    assert mann_whitney_p([1.0] * 60, [1.0] * 60) == 1.0
 
 
 def test_three_against_three_prove_nothing():
@@ -259,7 +259,7 @@ def test_of_47_pairs_of_one_command_on_gpus_none_is_called_different():
     pairs = [pair for levels in sets for pair in zip(levels[::2], levels[1::2], strict=True)]
     assert len(pairs) == 47 and not any(significantly_different([base], [other]) for base, other in pairs)
     # By the scatter within each alone some would be.
-    assert sum(rank_test(base, other) < 0.05 for base, other in pairs) > 47 / 10
+    assert sum(mann_whitney_p(base, other) < 0.05 for base, other in pairs) > 47 / 10
 
 
 @pytest.mark.long
@@ -267,7 +267,7 @@ def test_of_47_pairs_of_one_command_on_gpus_none_is_called_different():
 def test_each_recording_on_gpus_with_every_other(path):
     pairs = list(itertools.combinations(recordings(path), 2))
     assert sum(significantly_different([base], [other]) for base, other in pairs) <= len(pairs) / 20
-    assert sum(rank_test(base, other) < 0.05 for base, other in pairs) > len(pairs) / 10
+    assert sum(mann_whitney_p(base, other) < 0.05 for base, other in pairs) > len(pairs) / 10
 
 
 def test_recordings_hours_apart_are_called_different_one_time_in_twenty_at_most():
