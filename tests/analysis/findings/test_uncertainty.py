@@ -15,8 +15,8 @@ from ringprof.analysis.findings import uncertainty
 from ringprof.analysis.findings.metric import Recordings
 from ringprof.analysis.findings.uncertainty import (
     DRAWS,
-    own_interval,
     mann_whitney_p,
+    own_interval,
     ratio_interval,
     recordings_to_decide,
     resampled_medians,
