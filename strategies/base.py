@@ -562,6 +562,7 @@ _RENAMED_METHODS = {
     "computing": "layout_while_computing",
     "held": "local_shapes",
     "query_places": "query_positions",
+    "smaller_v_travels": "sends_smaller_v",
 }
 """Old and new names of methods that a user's strategy may define or call. The next release removes the old names."""
 

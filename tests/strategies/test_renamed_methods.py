@@ -40,6 +40,7 @@ def test_the_old_name_can_be_called() -> None:
     [
         ("own_block", "local_block"), ("over", "forward_over_ring"), ("cut", "sharded_mask"),
         ("placed", "with_placement"), ("computing", "layout_while_computing"),
+        ("smaller_v_travels", "sends_smaller_v"),
     ],
 )  # fmt: skip
 def test_renamed_methods_can_be_called_by_their_old_names(old: str, new: str) -> None:
