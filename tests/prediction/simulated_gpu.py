@@ -285,7 +285,7 @@ class _Pass:
     def __init__(self, kinds: dict[str, int]) -> None:
         self._kinds = kinds
 
-    def iteration(self) -> None:
+    def run_iteration(self) -> None:
         device = gpu()
         us = sum(device.truth.host_us[kind] * count for kind, count in self._kinds.items())
         device.host_ns += device.noisy(us * 1e3 * device.host_factor)
