@@ -1,8 +1,8 @@
 """Plant small bugs in the code one at a time, and list those that no test notices.
 
 ``python scripts/mutants --number 600 --seed 1`` takes a sample of the mutants that mutmut makes of the folders in
-`ROOMS`: every place in the code is equally likely, then one of the place's mutants. Each is put into a copy of the
-checkout, and the tests that pass through it run there, the shortest first. mutmut's own runner would leave out
+`PACKAGES`: every place in the code is equally likely, and one of its mutants is taken. Each is put into a copy of the
+checkout, and the tests that run its line run there, the shortest first. mutmut's own runner would leave out
 decorated functions, tables, and the package whose folder lies elsewhere (``strategies/``).
 """
 
@@ -25,13 +25,13 @@ from covering import Covering
 from fork import Watch, copy_checkout, in_fork, preload, run_pytest
 from sample import ROOT, Mutant, sample
 
-ROOMS = [*(f"ringprof/{name}" for name in ("analysis", "foresee", "record", "report", "trace")), "strategies"]
+PACKAGES = [*(f"ringprof/{name}" for name in ("analysis", "prediction", "record", "report", "trace")), "strategies"]
 PAGE = ROOT / "docs" / "mutation-testing.md"
 Row = dict[str, Any]
 
 
 def judge(mutant: Mutant, trees: Path, tests: list[str], limit_s: float) -> Row:
-    """What became of a mutant, and which test noticed it. Each process works in a copy of its own."""
+    """Run tests with a mutant in place; return its row. Each process works in its own copy of the checkout."""
     tree = trees / str(os.getpid())
     if not tree.exists():
         copy_checkout(tree)
@@ -40,7 +40,7 @@ def judge(mutant: Mutant, trees: Path, tests: list[str], limit_s: float) -> Row:
     answer.unlink(missing_ok=True)
     try:
         path.write_text(mutant.text, "utf-8")
-        in_time = in_fork(_ask, tree, tests, answer, limit_s=limit_s)
+        in_time = in_fork(_run, tree, tests, answer, limit_s=limit_s)
     finally:
         path.write_bytes(original)
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -50,7 +50,7 @@ def judge(mutant: Mutant, trees: Path, tests: list[str], limit_s: float) -> Row:
     return row(mutant, "killed" if code else "survived", failed[0] if failed else "an import" if code else "")
 
 
-def _ask(tree: Path, tests: list[str], answer: Path) -> None:
+def _run(tree: Path, tests: list[str], answer: Path) -> None:
     watch = Watch()
     code = run_pytest(tree, ["-x", *tests], watch)
     answer.write_text(json.dumps([code, *watch.failed]))
@@ -60,17 +60,19 @@ def row(mutant: Mutant, outcome: str, killer: str = "") -> Row:
     return {**asdict(mutant), "text": "", "outcome": outcome, "killer": killer}
 
 
-def key(one: Row) -> tuple[Any, ...]:
-    return one["file"], one["line"], one["column"], one["after"]
+def key(mutant_row: Row) -> tuple[Any, ...]:
+    return mutant_row["file"], mutant_row["line"], mutant_row["column"], mutant_row["after"]
 
 
 def judge_all(mutants: list[Mutant], covering: Covering, folder: Path, jobs: int) -> list[Row]:
-    """A row a mutant. Rows that a stopped run has left in the folder are taken from there."""
+    """Return one row per mutant. Rows that a stopped run left in the folder are taken from there."""
     log = folder / "rows.jsonl"
-    kept = {key(one): one for one in map(json.loads, log.read_text().splitlines())} if log.exists() else {}
+    kept = (
+        {key(kept_row): kept_row for kept_row in map(json.loads, log.read_text().splitlines())} if log.exists() else {}
+    )
     rows, futures = [], []
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool, log.open("a") as stream:
-        # In random order: a stopped run has seen a sample of the sample.
+        # In random order, so that a stopped run has judged a sample of the sample.
         for mutant in random.Random(0).sample(mutants, len(mutants)):
             tests, known = covering.tests(mutant), kept.get(key(row(mutant, "")))
             if known or not tests:
@@ -87,64 +89,72 @@ def judge_all(mutants: list[Mutant], covering: Covering, folder: Path, jobs: int
     return sorted(rows, key=key)
 
 
-def void(rows: list[Row], tree: Path) -> list[str]:
-    """Tests that are said to have noticed a mutant and fail without one, too."""
-    killers = sorted({one["killer"] for one in rows if "::" in one["killer"]})
+def unreliable_tests(rows: list[Row], tree: Path) -> list[str]:
+    """Return the tests that failed with a mutant but fail without it, too."""
+    killers = sorted({judged["killer"] for judged in rows if "::" in judged["killer"]})
     answer = tree / "answer.json"
     answer.unlink(missing_ok=True)
-    in_fork(_ask_all, tree, killers, answer)
+    in_fork(_run_all, tree, killers, answer)
     return list(json.loads(answer.read_text())[1:])
 
 
-def _ask_all(tree: Path, tests: list[str], answer: Path) -> None:
+def _run_all(tree: Path, tests: list[str], answer: Path) -> None:
     watch = Watch()
     code = run_pytest(tree, tests, watch)
     answer.write_text(json.dumps([code, *watch.failed]))
 
 
-def line(one: Row) -> str:
-    """A mutant as a line of a table, without what changes when code moves; what stands after it is why it survived."""
-    before, after = (" ".join(one[name].split()).replace("|", "\\|")[:110] for name in ("before", "after"))
-    return f"| {one['file']} {one['function']} | `{before}` | `{after}` |"
+def line(judged: Row) -> str:
+    """Return the start of a mutant's line in a table, without line numbers; the reason why it survived follows."""
+    before, after = (" ".join(judged[name].split()).replace("|", "\\|")[:110] for name in ("before", "after"))
+    return f"| {judged['file']} {judged['function']} | `{before}` | `{after}` |"
 
 
 def named_equivalent() -> list[str]:
-    """The lines of the page's table of mutants that change nothing a test could see."""
+    """Return the lines of the page's table of mutants that no test could notice."""
     return PAGE.read_text("utf-8").partition("## Equivalent")[2].partition("\n## ")[0].splitlines()
 
 
 def table(rows: list[Row]) -> str:
-    """The mutants that no test noticed."""
+    """Return a table of the mutants that no test noticed."""
     notes = {"not covered": "no test runs it", "survived": ""}
-    found = (f"{line(one)} {notes[one['outcome']]} |" for one in rows if one["outcome"] in notes)
-    return "\n".join(["| place | before | after | |", "| --- | --- | --- | --- |", *found])
+    survivors = (f"{line(judged)} {notes[judged['outcome']]} |" for judged in rows if judged["outcome"] in notes)
+    return "\n".join(["| place | before | after | |", "| --- | --- | --- | --- |", *survivors])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--number", type=int, default=600)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--rooms", nargs="+", default=ROOMS)
+    parser.add_argument("--packages", nargs="+", default=PACKAGES)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--folder", type=Path, help="keep copies and rows here, and go on where a run stopped")
-    parser.add_argument("--least", type=float, default=85.0, help="exit with 1 if fewer percent are noticed")
+    parser.add_argument("--folder", type=Path, help="keep copies and rows here, and continue a stopped run")
+    parser.add_argument("--least", type=float, default=85.0, help="exit with 1 if less than this percentage is noticed")
     options = parser.parse_args()
-    mutants = sample(options.rooms, options.number, options.seed)
+    mutants = sample(options.packages, options.number, options.seed)
     preload()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.folder or Path(temporary)).resolve()
         tree = folder / "map"
         if not tree.exists():
             copy_checkout(tree)
-        covering = Covering(tree, options.rooms)
-        print(f"{len(mutants)} mutants; {len(covering.seconds)} tests pass, not asked: {covering.failed}", flush=True)
+        covering = Covering(tree, options.packages)
+        print(
+            f"{len(mutants)} mutants; {len(covering.seconds)} tests pass, failing and left out: {covering.failed}",
+            flush=True,
+        )
         rows = judge_all(mutants, covering, folder, options.jobs)
-        untrue = void(rows, tree)
+        unreliable = unreliable_tests(rows, tree)
     known = named_equivalent()
-    different = [one for one in rows if not any(known_one.startswith(line(one)) for known_one in known)]
-    counts = Counter(one["outcome"] for one in different if one["killer"] not in untrue)
+    different = [judged for judged in rows if not any(text.startswith(line(judged)) for text in known)]
+    counts = Counter(judged["outcome"] for judged in different if judged["killer"] not in unreliable)
     noticed = 100 * (counts["killed"] + counts["timeout"]) / len(different)
-    print(table(different), f"tests that fail without a mutant: {untrue}" if untrue else "", dict(counts), sep="\n")
+    print(
+        table(different),
+        f"tests that fail without a mutant: {unreliable}" if unreliable else "",
+        dict(counts),
+        sep="\n",
+    )
     print(f"{noticed:.1f} % of {len(different)} mutants noticed; {len(rows) - len(different)} are named as equivalent")
     return int(noticed < options.least)
 

@@ -1,4 +1,4 @@
-"""Copies of the checkout, and pytest in a fork that works in one of them."""
+"""Copy the checkout, and run pytest in a fork that works in a copy."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ MEMORY = 6 << 30
 
 
 def preload() -> None:
-    """Import once, before the forks, what every one of them would import."""
+    """Import slow modules once, so that no fork has to."""
     for name in ("bokeh.plotting", "jinja2", "jsonschema", "matplotlib.figure", "pandas", "torch"):
         with suppress(ImportError):
             import_module(name)
 
 
 def copy_checkout(target: Path) -> None:
-    """What git lists, with what is not committed yet."""
+    """Copy the files that git lists, including changes that are not committed."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in filter(None, subprocess.check_output(listing, cwd=ROOT, text=True).split("\0")):
         if (ROOT / name).is_symlink() or (ROOT / name).is_file():
@@ -39,12 +39,12 @@ def copy_checkout(target: Path) -> None:
 
 
 def _cpu_seconds() -> float:
-    """Of this process and of those that it has waited for: a busy machine makes them no longer."""
+    """Return the CPU seconds of this process and its ended children; unlike wall time, other load adds nothing."""
     return sum(os.times()[:4])
 
 
 class Watch:
-    """Tells coverage which test runs, and keeps the CPU time of each and which failed."""
+    """Pytest plugin that tells coverage which test runs, and keeps each test's CPU time and the failed tests."""
 
     def __init__(self, cover: coverage.Coverage | None = None) -> None:
         self.cover = cover
@@ -66,7 +66,7 @@ class Watch:
 
 
 def run_pytest(tree: Path, arguments: list[str], watch: Watch) -> int:
-    """In a fork: the tree's own code and tests, without a word."""
+    """Run pytest on the code and tests of ``tree``, without output. Call it in a fork: it changes this process."""
     os.chdir(tree)
     sys.path.insert(0, str(tree))
     sys.dont_write_bytecode = True
@@ -79,7 +79,10 @@ def run_pytest(tree: Path, arguments: list[str], watch: Watch) -> int:
 
 
 def in_fork(function: Callable[..., Any], *arguments: Any, limit_s: float | None = None) -> bool:
-    """Run it in a process group of its own that is ended with it; whether it kept the limit."""
+    """Run ``function`` in a fork with its own process group; return whether it ended within the limit.
+
+    All processes of the group are killed at the end.
+    """
 
     def run() -> None:
         os.setsid()

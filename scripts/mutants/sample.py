@@ -17,13 +17,13 @@ from mutmut.mutation.mutators import mutation_operators
 from mutmut.mutation.pragma_handling import IgnoredCode
 
 ROOT = Path(__file__).resolve().parents[2]
-NEED_A_GPU = ("copies.py", "fused.py")
+NEED_A_GPU = ("copy_engine.py", "fused.py")
 """Files of ``strategies/`` that nothing runs without CUDA; their tests are those marked ``gpu``."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change at one place: ``before`` and ``after`` are the expression, ``text`` is the whole changed file."""
+    """One change of one expression from ``before`` to ``after``; ``text`` is the whole changed file."""
 
     file: str
     line: int
@@ -51,46 +51,46 @@ class Places(MutationVisitor):
 
 
 def places(path: Path) -> list[list[Callable[[], Mutant]]]:
-    """What makes each mutant of a file; a list for each place in the code."""
+    """Return functions that make the mutants of a file: one list per place in the code."""
     text = path.read_text("utf-8")
     wrapper, visitor, functions = MetadataWrapper(cst.parse_module(text)), Places(), _functions(text)
     module = wrapper.visit(visitor)
     positions = wrapper.resolve(PositionProvider)
 
-    def maker(mutation: Mutation, at: Any) -> Callable[[], Mutant]:
+    def maker(mutation: Mutation, position: Any) -> Callable[[], Mutant]:
         def make() -> Mutant:
             before, after = (module.code_for_node(node) for node in (mutation.original_node, mutation.mutated_node))
             changed = deep_replace(module, mutation.original_node, mutation.mutated_node)
             assert isinstance(changed, cst.Module)
-            name = functions.get(at.line, "")
+            name = functions.get(position.line, "")
             file = str(path.relative_to(ROOT))
-            return Mutant(file, at.line, at.column, name, before.strip(), after.strip(), changed.code)
+            return Mutant(file, position.line, position.column, name, before.strip(), after.strip(), changed.code)
 
         return make
 
-    found: dict[tuple[int, int], list[Callable[[], Mutant]]] = defaultdict(list)
+    makers: dict[tuple[int, int], list[Callable[[], Mutant]]] = defaultdict(list)
     for mutation in visitor.mutations:
-        # The wording of a sentence is nobody's behaviour.
+        # No behaviour depends on the wording of a sentence.
         if isinstance(mutation.original_node, cst.SimpleString) and " " in mutation.original_node.raw_value:
             continue
-        at = positions[mutation.original_node].start
-        found[at.line, at.column].append(maker(mutation, at))
-    return list(found.values())
+        position = positions[mutation.original_node].start
+        makers[position.line, position.column].append(maker(mutation, position))
+    return list(makers.values())
 
 
 def _functions(text: str) -> dict[int, str]:
-    """The innermost function or class of each line."""
+    """Return the name of the innermost function or class of each line."""
     names = {}
-    for node in ast.walk(ast.parse(text)):  # breadth first: the inner come later
+    for node in ast.walk(ast.parse(text)):  # breadth first, so inner ones overwrite outer ones
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             names.update(dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), node.name))
     return names
 
 
-def sample(rooms: Iterable[str], number: int, seed: int) -> list[Mutant]:
-    """Mutants of different places, in the order of the files."""
-    chance = random.Random(seed)
-    files = [path for room in rooms for path in sorted((ROOT / room).rglob("*.py")) if path.name not in NEED_A_GPU]
-    every = [place for path in files for place in places(path)]
-    chosen = sorted(chance.sample(range(len(every)), min(number, len(every))))
-    return [chance.choice(every[index])() for index in chosen]
+def sample(packages: Iterable[str], number: int, seed: int) -> list[Mutant]:
+    """Draw mutants of ``number`` different places in these folders, in the order of the files."""
+    generator = random.Random(seed)
+    files = [path for folder in packages for path in sorted((ROOT / folder).rglob("*.py"))]
+    makers = [makers for path in files if path.name not in NEED_A_GPU for makers in places(path)]
+    chosen = sorted(generator.sample(range(len(makers)), min(number, len(makers))))
+    return [generator.choice(makers[index])() for index in chosen]
