@@ -1,4 +1,4 @@
-"""Map from each line to the tests that execute it, from one run of the core tests with coverage."""
+"""Find the tests that run a line, from one run of the core tests with coverage."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from fork import Watch, in_fork, run_pytest
 from sample import Mutant
 
 LEFT_OUT = ("tests/page/", "tests/fuzz/", "tests/test_notebooks.py", "tests/test_mutants.py", "tests/test_sweep.py")
-"""Tests that are left out: browsers, fuzzing and notebooks take minutes, and other tests check the same figures."""
+"""Slow tests of figures that other tests check, too: browsers, fuzzing and notebooks."""
 RECORDINGS = "tests/record/"
-"""Folder of which only the tests that start no processes run: the others make whole recordings."""
+"""Folder from which only tests without processes run; the others make whole recordings."""
 ALSO = ("tests/record/test_baselines.py", "tests/record/test_estimate.py", "tests/record/test_verify.py")
-"""Files of `RECORDINGS` of which all tests run: they run strategies in this process and its forks."""
+"""Files of `RECORDINGS` whose tests all run: they run the code of strategies in this process and its forks."""
 LIMIT_S = 20.0
-"""Limit in CPU seconds on the tests that are run on one mutant."""
+"""CPU time that the tests of one mutant may take together."""
 
 
 class _Selection(Watch):
-    """Watch that leaves out the tests that make whole recordings."""
+    """Watch that deselects the tests that make whole recordings."""
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         kept = [item for item in items if not _makes_a_recording(item)]
@@ -36,29 +36,29 @@ def _makes_a_recording(item: pytest.Item) -> bool:
 
 
 class Covering:
-    """Map from lines to tests for one copy of the checkout."""
+    """Map from lines to tests of one copy of the checkout."""
 
-    def __init__(self, tree: Path, folders: list[str]) -> None:
+    def __init__(self, tree: Path, packages: list[str]) -> None:
         self.tree = tree
-        results = tree / "tests.json"
+        results = tree / "results.json"
         if not results.exists():
-            in_fork(_measure, tree, folders, results)
+            in_fork(_measure, tree, packages, results)
         self.seconds: dict[str, float]
         self.seconds, self.failed = json.loads(results.read_text())
         self.data = coverage.CoverageData(str(tree / ".coverage"))
         self.data.read()
 
     def tests(self, mutant: Mutant) -> list[str]:
-        """Choose tests that execute the mutant's statement, or its file if an import executes it.
+        """Return tests that run the mutant's statement, or its file where an import runs the statement.
 
-        Tests of the mutant's own folder come first, then the shortest, until the limit is reached.
+        Tests of the mutant's own package come first, then the shortest, until `LIMIT_S` is reached.
         """
         lines = self.data.contexts_by_lineno(str((self.tree / mutant.file).resolve()))
         first, last = statement((self.tree / mutant.file).read_text("utf-8"), mutant.line)
-        candidates = {test for line in range(first, last + 1) for test in lines.get(line, [])} & self.seconds.keys()
+        covering = {test for line in range(first, last + 1) for test in lines.get(line, [])} & self.seconds.keys()
         chosen, spent = [], 0.0
         own = f"tests/{mutant.file.removeprefix('ringprof/').partition('/')[0]}/"
-        for test in sorted(candidates, key=lambda test: (not test.startswith(own), self.seconds[test])):
+        for test in sorted(covering, key=lambda test: (not test.startswith(own), self.seconds[test])):
             spent += self.seconds[test]
             if chosen and spent > LIMIT_S:
                 break
@@ -66,15 +66,14 @@ class Covering:
         return chosen
 
 
-def _measure(tree: Path, folders: list[str], results: Path) -> None:
-    """Run the tests with coverage, and write the CPU seconds of each and the failed ones."""
+def _measure(tree: Path, packages: list[str], results: Path) -> None:
     cover = coverage.Coverage(
         data_file=str(tree / ".coverage"),
         data_suffix=True,
-        include=[f"{tree.resolve()}/{folder}/*" for folder in folders],
+        include=[f"{tree.resolve()}/{folder}/*" for folder in packages],
         config_file=False,
     )
-    # Tests of strategies fork their ranks, which end by os._exit.
+    # Tests of strategies fork their ranks, which end with os._exit.
     cover.set_option("run:patch", ["_exit"])
     watch = _Selection(cover)
     cover.start()
@@ -83,15 +82,15 @@ def _measure(tree: Path, folders: list[str], results: Path) -> None:
     run_pytest(tree, list(map(str, tests)), watch)
     cover.stop()
     cover.save()
-    combined = coverage.Coverage(data_file=str(tree / ".coverage"), config_file=False)
-    combined.combine([str(tree)])
-    combined.save()
+    whole = coverage.Coverage(data_file=str(tree / ".coverage"), config_file=False)
+    whole.combine([str(tree)])
+    whole.save()
     seconds = {test: spent for test, spent in watch.seconds.items() if test not in watch.failed}
     results.write_text(json.dumps([seconds, watch.failed]))
 
 
 def statement(text: str, line: int) -> tuple[int, int]:
-    """Return the first and last line of the innermost statement at ``line`` in a function; elsewhere, of the file."""
+    """Return the first and last line of the smallest statement at ``line``; the whole file outside functions."""
     first, last, inside = 1, text.count("\n") + 1, False
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.stmt) or not node.lineno <= line <= (node.end_lineno or 0):

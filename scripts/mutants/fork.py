@@ -1,4 +1,4 @@
-"""Copies of the checkout, and pytest in a fork that works in one of them."""
+"""Copy the checkout, and run pytest in a fork that works in a copy."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ MEMORY = 6 << 30
 
 
 def preload() -> None:
-    """Import large modules once before the forks, so that no fork has to."""
+    """Import slow modules once, so that no fork has to."""
     for name in ("bokeh.plotting", "jinja2", "jsonschema", "matplotlib.figure", "pandas", "torch"):
         with suppress(ImportError):
             import_module(name)
 
 
 def copy_checkout(target: Path) -> None:
-    """Copy all files that git tracks or does not ignore, including uncommitted changes."""
+    """Copy the files that git lists, including changes that are not committed."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in filter(None, subprocess.check_output(listing, cwd=ROOT, text=True).split("\0")):
         if (ROOT / name).is_symlink() or (ROOT / name).is_file():
@@ -39,12 +39,12 @@ def copy_checkout(target: Path) -> None:
 
 
 def _cpu_seconds() -> float:
-    """Return the CPU seconds of this process and its finished children, which do not depend on the machine's load."""
+    """Return the CPU seconds of this process and its ended children; unlike wall time, other load adds nothing."""
     return sum(os.times()[:4])
 
 
 class Watch:
-    """Pytest plugin that tells coverage which test runs, and collects CPU times and failed tests."""
+    """Pytest plugin that tells coverage which test runs, and keeps each test's CPU time and the failed tests."""
 
     def __init__(self, cover: coverage.Coverage | None = None) -> None:
         self.cover = cover
@@ -66,7 +66,7 @@ class Watch:
 
 
 def run_pytest(tree: Path, arguments: list[str], watch: Watch) -> int:
-    """Run pytest in this process, which must be a fork, on the code and tests of ``tree``, without output."""
+    """Run pytest on the code and tests of ``tree``, without output. Call it in a fork: it changes this process."""
     os.chdir(tree)
     sys.path.insert(0, str(tree))
     sys.dont_write_bytecode = True
@@ -79,7 +79,10 @@ def run_pytest(tree: Path, arguments: list[str], watch: Watch) -> int:
 
 
 def in_fork(function: Callable[..., Any], *arguments: Any, limit_s: float | None = None) -> bool:
-    """Run a function in a fork with its own process group, which is then killed; returns whether it was in time."""
+    """Run ``function`` in a fork with its own process group; return whether it ended within the limit.
+
+    All processes of the group are killed at the end.
+    """
 
     def run() -> None:
         os.setsid()

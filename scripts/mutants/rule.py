@@ -16,14 +16,14 @@ class Rule:
     """Text that stands in the file once."""
     after: str
     effect: str
-    """What a user would see."""
+    """Effect that a user would see."""
     equivalent: bool = False
     """Whether the change turned out to have no effect, for the reason that ``effect`` gives."""
     test: str = ""
-    """Test file to run first, where it is not among those that `by_hand.tests_near` finds by their names."""
+    """Test file to run first, where `by_hand.tests_near` does not find it by its name."""
 
     def planted_in(self, root: Path) -> str:
-        """Return the text of the file with the bug. Raises ValueError where the file no longer has the place."""
+        """Return the text of the file with the bug. Raises ValueError unless ``before`` stands once."""
         text = (root / self.file).read_text("utf-8")
         count = text.count(self.before)
         if count != 1:

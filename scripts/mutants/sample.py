@@ -1,4 +1,4 @@
-"""Seeded sample of the mutants that mutmut can make."""
+"""A seeded sample of the small bugs that mutmut can plant."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from mutmut.mutation.pragma_handling import IgnoredCode
 
 ROOT = Path(__file__).resolve().parents[2]
 NEED_A_GPU = ("copy_engine.py", "fused.py")
-"""Files of ``strategies/`` that run only with CUDA; their tests are marked ``gpu``."""
+"""Files of ``strategies/`` that nothing runs without CUDA; their tests are those marked ``gpu``."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one expression, ``before`` to ``after``; ``text`` is the whole changed file."""
+    """One change of one expression from ``before`` to ``after``; ``text`` is the whole changed file."""
 
     file: str
     line: int
@@ -34,8 +34,8 @@ class Mutant:
     text: str
 
 
-class AllMutations(MutationVisitor):
-    """Visitor for all mutations of a module; mutmut itself leaves out decorated functions and tables."""
+class Places(MutationVisitor):
+    """mutmut's mutations of a whole module; mutmut itself leaves out decorated functions and tables."""
 
     def __init__(self) -> None:
         super().__init__(mutation_operators, IgnoredCode(set(), set(), set()))
@@ -50,10 +50,10 @@ class AllMutations(MutationVisitor):
         return bool(super()._skip_node_and_children(node))
 
 
-def mutants_of(path: Path) -> list[list[Callable[[], Mutant]]]:
-    """List functions that make the mutants of a file, grouped by position in the code."""
+def places(path: Path) -> list[list[Callable[[], Mutant]]]:
+    """Return functions that make the mutants of a file: one list per place in the code."""
     text = path.read_text("utf-8")
-    wrapper, visitor, functions = MetadataWrapper(cst.parse_module(text)), AllMutations(), _functions(text)
+    wrapper, visitor, functions = MetadataWrapper(cst.parse_module(text)), Places(), _functions(text)
     module = wrapper.visit(visitor)
     positions = wrapper.resolve(PositionProvider)
 
@@ -68,29 +68,29 @@ def mutants_of(path: Path) -> list[list[Callable[[], Mutant]]]:
 
         return make
 
-    by_position: dict[tuple[int, int], list[Callable[[], Mutant]]] = defaultdict(list)
+    makers: dict[tuple[int, int], list[Callable[[], Mutant]]] = defaultdict(list)
     for mutation in visitor.mutations:
-        # No test checks the wording of a sentence.
+        # No behaviour depends on the wording of a sentence.
         if isinstance(mutation.original_node, cst.SimpleString) and " " in mutation.original_node.raw_value:
             continue
         position = positions[mutation.original_node].start
-        by_position[position.line, position.column].append(maker(mutation, position))
-    return list(by_position.values())
+        makers[position.line, position.column].append(maker(mutation, position))
+    return list(makers.values())
 
 
 def _functions(text: str) -> dict[int, str]:
-    """Map each line to the name of its innermost function or class."""
+    """Return the name of the innermost function or class of each line."""
     names = {}
-    for node in ast.walk(ast.parse(text)):  # breadth first, so inner nodes come later
+    for node in ast.walk(ast.parse(text)):  # breadth first, so inner ones overwrite outer ones
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             names.update(dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), node.name))
     return names
 
 
-def sample(folders: Iterable[str], number: int, seed: int) -> list[Mutant]:
-    """Draw mutants at different positions, in the order of the files."""
+def sample(packages: Iterable[str], number: int, seed: int) -> list[Mutant]:
+    """Draw mutants of ``number`` different places in these folders, in the order of the files."""
     generator = random.Random(seed)
-    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-    by_position = [makers for path in files if path.name not in NEED_A_GPU for makers in mutants_of(path)]
-    chosen = sorted(generator.sample(range(len(by_position)), min(number, len(by_position))))
-    return [generator.choice(by_position[index])() for index in chosen]
+    files = [path for folder in packages for path in sorted((ROOT / folder).rglob("*.py"))]
+    makers = [makers for path in files if path.name not in NEED_A_GPU for makers in places(path)]
+    chosen = sorted(generator.sample(range(len(makers)), min(number, len(makers))))
+    return [generator.choice(makers[index])() for index in chosen]
