@@ -256,6 +256,11 @@ def test_a_few_flipped_bits_lose_only_what_they_hit(flips):
     )
 
 
+def test_a_damaged_first_brace_loses_no_event():
+    damaged = SAMPLE.replace(b"{", b"[", 1)
+    assert len(parse_trace(damaged).activities.start_ns) == len(WHOLE.activities.start_ns)
+
+
 @pytest.mark.parametrize("damage", [b'#traceEvents": [', b'"traceEvents": Z', b'"traceEvents"  ['])
 def test_a_damaged_key_of_the_event_list_loses_no_event(damage):
     damaged = SAMPLE.replace(b'"traceEvents": [', damage, 1)

@@ -72,6 +72,8 @@ EVENT_START = re.compile(
 """Pattern of the start of an event, used to find the next event behind damage; too strict to match arguments."""
 
 LIST_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
+_LIST_ROOT = re.compile(rb"\s*\[(?!\s*\")")
+"""Start of a file that is a bare list. A key after the bracket shows a damaged brace instead."""
 _BARE_LIST = re.compile(rb"\[\s*(?=\{\s*" + _KEY + rb")")
 _FIRST_EVENT = re.compile(rb"(?=" + EVENT_START.pattern + rb")")
 """Pattern of the first event, in case the key or the bracket of the list is damaged. The first list in the file would
@@ -126,11 +128,10 @@ class EventStream:
         while len(data) < self.head_limit:
             chunk = next(self._chunks, b"")
             data += chunk
-            start = data.removeprefix(UTF8_MARK).lstrip()[:1]
-            match = LIST_KEY.search(data) if start != b"[" else None
-            if not match and (start == b"[" or not chunk):
-                match = (start != b"[" and _FIRST_EVENT.search(data)) or _BARE_LIST.search(data)
-                self.list_root = start == b"["
+            self.list_root = _LIST_ROOT.match(data.removeprefix(UTF8_MARK)) is not None
+            match = None if self.list_root else LIST_KEY.search(data)
+            if not match and (self.list_root or not chunk):
+                match = (not self.list_root and _FIRST_EVENT.search(data)) or _BARE_LIST.search(data)
             if match or not chunk:
                 break
         else:
