@@ -23,6 +23,7 @@ def main(args: list[str] | None = None) -> None:
     _open_closed_streams()
     choose_compile_cache(os.environ)
     signals = _Signals()
+    code = None
     try:
         code = run(sys.argv[1:] if args is None else args)
         signals.ignore()
@@ -31,7 +32,8 @@ def main(args: list[str] | None = None) -> None:
         if not signals.received:
             raise
         signals.ignore()
-        code = 0
+        # A repetition may also arrive between the command's return and the line after it: its exit code counts.
+        code = 0 if code is None else code
     if signals.received:
         code = code if code == INTERRUPTED else 128 + signals.received
         # Python's own exit would wait until the worker processes finish.

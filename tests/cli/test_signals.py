@@ -19,13 +19,14 @@ from typing import Any
 
 import pytest
 
+from ringprof import cli
 from tests.paths import ROOT, TRACES
 from tests.record.command import RINGPROF, SMALL
 from tests.scale.runs import write_ring
 from tests.scale.test_command import obey_signals, running
 
 LOST = """
-import os, time
+import os, signal, time
 from ringprof import cli
 cli._Signals.PATIENCE_S, cli._Signals.AGAIN_S = PATIENCE, 0.01
 def run(args):
@@ -80,6 +81,19 @@ except BaseException:
         print("told", flush=True)
 """
 
+AFTER_A_RECORDING = """
+ignore = cli._Signals.ignore
+def ignore_after_a_repetition(signals):
+    cli._Signals.ignore = ignore
+    signal.raise_signal(signal.SIGALRM)
+    ignore(signals)
+try:
+    os.kill(os.getpid(), NUMBER)
+except BaseException:
+    cli._Signals.ignore = ignore_after_a_repetition
+    return cli.INTERRUPTED
+"""
+
 
 def lost(body: str, number: signal.Signals, patience_s: float) -> subprocess.Popen[str]:
     """Start a command that loses the exception of a signal in the way of ``body``."""
@@ -102,6 +116,12 @@ def test_an_error_that_is_lost_comes_again(body: str, number: signal.Signals) ->
 def test_cleaning_up_is_not_disturbed(number: signal.Signals) -> None:
     process = lost(WHILE_CLEANING, number, patience_s=600)
     assert (*process.communicate(), process.returncode) == ("cleaned\nleft\ntold\n", "", 128 + number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_repetition_between_a_commands_return_and_the_exit_leaves_its_exit_code(number: signal.Signals) -> None:
+    process = lost(AFTER_A_RECORDING, number, patience_s=600)
+    assert (*process.communicate(), process.returncode) == ("", "", cli.INTERRUPTED)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
