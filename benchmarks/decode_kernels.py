@@ -14,10 +14,10 @@ from statistics import median
 
 import torch
 
-from ringprof.devices import bandwidth_of
 from ringprof.strategies.algorithms.cached import block_attention
 from ringprof.strategies.kernels.registry import KERNELS
 from ringprof.strategies.masks.layouts import Block
+from ringprof.workload.devices import bandwidth_of
 
 
 def main() -> None:

@@ -27,12 +27,12 @@ import torch.distributed as dist
 from on_gpus import leave, say, start, timed
 from torch import Tensor
 
-from ringprof.documents import document_lengths
 from ringprof.errors import RingprofError
 from ringprof.record.measure import WorkloadShard
 from ringprof.record.verify import verify
 from ringprof.run import Workload
 from ringprof.strategies import create
+from ringprof.workload.documents import document_lengths
 
 OURS = (
     "zigzag+documents_layout=per_document,zigzag,stripe,ring,allgather,"

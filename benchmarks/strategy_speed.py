@@ -40,7 +40,6 @@ import torch
 import torch.distributed as dist
 from on_gpus import leave, say, start, timed
 
-from ringprof.devices import peak_of
 from ringprof.errors import VerificationError
 from ringprof.record.baselines import Replay
 from ringprof.record.measure import WorkloadShard
@@ -49,6 +48,7 @@ from ringprof.record.verify import verify
 from ringprof.run import Workload
 from ringprof.strategies import Unsupported, create, find
 from ringprof.strategies.transport.copy_engine import slots_in_use
+from ringprof.workload.devices import peak_of
 
 OURS = "zigzag,burst,ring,stripe,ulysses,usp,double-ring,megatron,allgather"
 PEERS = (

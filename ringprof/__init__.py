@@ -45,13 +45,12 @@ if TYPE_CHECKING:
     from ringprof.api import Analysis, load
     from ringprof.benchmark_logs.logs import logs
     from ringprof.comparison import compare
-    from ringprof.in_process import capture, check
     from ringprof.kernel_tables.table_analysis import TableAnalysis, load_tables
-    from ringprof.monitoring import monitor
     from ringprof.options import LoadOptions
     from ringprof.prediction.api import advise, predict
     from ringprof.prediction.network import Cluster
     from ringprof.run import Workload
+    from ringprof.training import capture, check, monitor
 
 _HOME = {
     "Analysis": "ringprof.api",
@@ -60,13 +59,13 @@ _HOME = {
     "TableAnalysis": "ringprof.kernel_tables.table_analysis",
     "Workload": "ringprof.run",
     "advise": "ringprof.prediction.api",
-    "capture": "ringprof.in_process",
-    "check": "ringprof.in_process",
+    "capture": "ringprof.training",
+    "check": "ringprof.training",
     "compare": "ringprof.comparison",
     "load": "ringprof.api",
     "load_tables": "ringprof.kernel_tables.table_analysis",
     "logs": "ringprof.benchmark_logs.logs",
-    "monitor": "ringprof.monitoring",
+    "monitor": "ringprof.training",
     "predict": "ringprof.prediction.api",
 }
 

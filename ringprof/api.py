@@ -17,10 +17,10 @@ from ringprof.analysis.findings.measurements import measurement_of_run
 from ringprof.analysis.findings.metric import Measurement
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.transfers.clocks import Clocks
+from ringprof.common.files import exists, folder_of, is_url, read_whole, size_of, within
+from ringprof.common.limits import MemoryBudget
+from ringprof.common.log_lines import TEXT_SHARE
 from ringprof.errors import InputError, KernelTableError, MissingExtraError, NoKernelTableError
-from ringprof.files import exists, folder_of, is_url, read_whole, size_of, within
-from ringprof.limits import MemoryBudget
-from ringprof.log_lines import TEXT_SHARE
 from ringprof.options import LoadOptions
 from ringprof.report import as_json, terminal
 from ringprof.report.page.document import Report

@@ -13,8 +13,8 @@ from ringprof.analysis.findings.memory import memory_timelines
 from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.timeline.breakdown import Breakdown
 from ringprof.analysis.transfers.hops import TimedHop
+from ringprof.common.json_object import JsonObject
 from ringprof.errors import MissingExtraError
-from ringprof.json_object import JsonObject
 from ringprof.report.sections import idle
 from ringprof.report.terms import LABELS
 from ringprof.report.text import csv_text

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from ringprof.analysis.kinds.rules import Rule
 from ringprof.analysis.kinds.user_rules import parse_rules
 from ringprof.analysis.timeline.window import Focus, parse_between
+from ringprof.common.files import read_whole
+from ringprof.common.limits import EXPANDED_BYTES, MEMORY_BYTES, Limits
+from ringprof.common.validation import refuse_below_one
 from ringprof.errors import InputError, UsageError
-from ringprof.files import read_whole
-from ringprof.limits import EXPANDED_BYTES, MEMORY_BYTES, Limits
 from ringprof.scale.trace_set import Notify
-from ringprof.validation import refuse_below_one
 
 _TEXTS = {"window": "train_step*", "between": "10ms,20ms", "group": "cp,dp"}
 _MOST_RULES = Limits(memory_bytes=1 << 25)

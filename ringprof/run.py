@@ -16,12 +16,12 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ringprof.decoding import decode_json, refuse_deep
+from ringprof.common.decoding import decode_json, refuse_deep
+from ringprof.common.files import leading_out, read_whole, write_atomically
+from ringprof.common.json_object import Params
+from ringprof.common.limits import Limits
 from ringprof.errors import RunFormatError
-from ringprof.files import leading_out, read_whole, write_atomically
-from ringprof.json_object import Params
-from ringprof.limits import Limits
-from ringprof.mask import NO_LIMIT, Mask
+from ringprof.workload.mask import NO_LIMIT, Mask
 
 _SCHEMA = "ringprof.run/1"
 

@@ -19,10 +19,10 @@ from msgspec.structs import replace
 from ringprof.analysis.findings.summary import Rates
 from ringprof.analysis.kinds.kinds import ATTENTION, COMMUNICATION
 from ringprof.api import Analysis, load
-from ringprof.decoding import decode_file, refuse_deep
+from ringprof.common.decoding import decode_file, refuse_deep
+from ringprof.common.files import leading_out, write_atomically
+from ringprof.common.json_object import JsonObject, Params
 from ringprof.errors import InputError, Interrupted, OutOfMemory, RecordError, UnsupportedWorkloadError, UsageError
-from ringprof.files import leading_out, write_atomically
-from ringprof.json_object import JsonObject, Params
 from ringprof.record import RecordRequest, record
 from ringprof.record.launcher import launcher_rank
 from ringprof.record.progress import Reporter

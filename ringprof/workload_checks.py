@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ringprof.formatting import three_digits
+from ringprof.common.formatting import three_digits
 from ringprof.run import Run
 
 _TOLERANCE = 0.02

@@ -15,7 +15,7 @@ MODULES = (
     "ringprof.api",
     "ringprof.comparison",
     "ringprof.kernel_tables.table_analysis",
-    "ringprof.in_process",
+    "ringprof.training",
     "ringprof.frames",
     "ringprof.run",
     "ringprof.errors",

@@ -10,12 +10,12 @@ from matplotlib import rc_context
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
-from ringprof.mask import Mask
 from ringprof.report import palette
 from ringprof.report.plots import STYLE
 from ringprof.strategies.kernels.reference import KeyStretches
 from ringprof.strategies.masks.layouts import LAYOUTS, Layout
 from ringprof.strategies.masks.sharded_mask import busiest_over_mean, sharded_mask_of
+from ringprof.workload.mask import Mask
 
 IMAGE = Path(__file__).resolve().parent.parent / "docs" / "img" / "masks.png"
 SEQ, RANKS = 32, 4

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ringprof.mask import Mask
+from ringprof.workload.mask import Mask
 
 from .annotate import ring_step
 from .catalog import names_with_masks

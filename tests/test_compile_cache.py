@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ringprof.compile_cache import VARIABLE, choose_compile_cache
+from ringprof.common.compile_cache import VARIABLE, choose_compile_cache
 from tests.record.command import RINGPROF, SMALL, run
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 import ringprof
-from ringprof import decoding
-from ringprof.decoding import DEEPEST, decode_file, decode_json, refuse_deep
+from ringprof.common import decoding
+from ringprof.common.decoding import DEEPEST, decode_file, decode_json, refuse_deep
+from ringprof.common.scratch import OWNER_FILE, has_token, remove_abandoned
 from ringprof.errors import InputError, RunFormatError
 from ringprof.prediction.calibration import parse_calibration, read_calibration
 from ringprof.run import parse_run
-from ringprof.scratch import OWNER_FILE, has_token, remove_abandoned
 from tests.paths import ROOT, TRACES
 
 PACKAGE = Path(ringprof.__file__).parent
@@ -124,10 +124,10 @@ def test_the_error_is_the_callers() -> None:
 
 _DECODERS = {"decode", "loads", "load", "Decoder", "JSONDecoder"}
 EXCEPTIONS = {
-    "decoding.py": "the module itself",
+    "common/decoding.py": "the module itself",
     "prediction/microbenchmark.py": "measurements that one process of a calibration sends to another",
-    "spawn.py": "import paths on the command line of a process that ringprof starts itself",
-    "json_object.py": "text that the same function has just written",
+    "entry_points/spawn.py": "import paths on the command line of a process that ringprof starts itself",
+    "common/json_object.py": "text that the same function has just written",
     "record/progress.py": "progress logs of this run's own ranks, in a folder that is this user's alone",
     "record/request.py": "tasks that one process of a run sends to another",
     "scale/store.py": "results that this run's own helpers leave in a folder that is this user's alone",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringprof.devices import peak_of
+from ringprof.workload.devices import peak_of
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ringprof.formatting import milliseconds, percent, three_digits
+from ringprof.common.formatting import milliseconds, percent, three_digits
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ NOT_EVERYWHERE = {
 }  # fmt: skip
 OTHERWISE = {
     "ringprof.cli": "signal handlers are installed before the commands are loaded",
-    "ringprof.spawn": "the path is set first",
+    "ringprof.entry_points.spawn": "the path is set first",
     "ringprof.strategies.kernels.merge": "compiles kernels where there is Triton",
 }
 

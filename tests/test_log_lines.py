@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringprof import log_lines
-from ringprof.log_lines import LONGEST_LINE, LogLines
+from ringprof.common import log_lines
+from ringprof.common.log_lines import LONGEST_LINE, LogLines
 
 
 def test_lines_are_those_of_the_text() -> None:

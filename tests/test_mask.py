@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringprof.mask import Mask, band_area
+from ringprof.workload.mask import Mask, band_area
 
 
 def sees(mask: Mask, query: int, key: int) -> bool:

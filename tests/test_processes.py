@@ -15,8 +15,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from ringprof import process_pool
-from ringprof.process_pool import ProcessEnded, map_in_processes
+from ringprof.common import process_pool
+from ringprof.common.process_pool import ProcessEnded, map_in_processes
 from tests.paths import ROOT
 from tests.record.command import HANGS_S, wait_until
 
@@ -122,7 +122,7 @@ def test_results_that_nobody_takes_end_the_processes() -> None:
 
 OWNER = """
 import time
-from ringprof.process_pool import _WorkerPool, map_in_processes
+from ringprof.common.process_pool import _WorkerPool, map_in_processes
 results = map_in_processes(2, time.sleep, [(0.01,), (0.01,), (1000,), (1000,)])
 next(results); next(results)
 # The first worker may have finished both before the second was started.

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ringprof.scratch import UNLOCKED_S
+from ringprof.common.scratch import UNLOCKED_S
 
-MAKE = "from ringprof.scratch import scratch_folder; (scratch_folder('trace') / 'rank0.json.gz').touch(); "
+MAKE = "from ringprof.common.scratch import scratch_folder; (scratch_folder('trace') / 'rank0.json.gz').touch(); "
 
 
 def run(program: str, folder: Path) -> int:
@@ -39,7 +39,7 @@ def test_it_goes_with_its_process(tmp_path: Path, end: str, code: int) -> None:
 @pytest.mark.parametrize("killed_at", ["os.open", "os.write"])
 def test_what_was_killed_before_it_had_an_owner_goes_after_an_hour(tmp_path: Path, killed_at: str) -> None:
     """Kill the process when it opens or writes its owner file."""
-    kill = "import os, signal, tempfile, ringprof.scratch; tempfile.gettempdir(); "
+    kill = "import os, signal, tempfile, ringprof.common.scratch; tempfile.gettempdir(); "
     kill += f"{killed_at} = lambda *_: os.kill(os.getpid(), signal.SIGKILL); "
     assert run(kill + MAKE, tmp_path) == -signal.SIGKILL
     (left,) = tmp_path.iterdir()

@@ -85,7 +85,7 @@ def test_only_plain_digits_are_digits() -> None:
 def patterns() -> Iterator[tuple[str, re.Pattern[Any]]]:
     """Yield every compiled pattern at the top level of the modules that read and analyse files."""
     # Modules that parse the user's own input (conditions, times, groups) are excluded.
-    names = ["ringprof.log_lines"]
+    names = ["ringprof.common.log_lines"]
     for part in ("trace", "analysis", "report", "kernel_tables", "benchmark_logs"):
         package = importlib.import_module(f"ringprof.{part}")
         names += [module.name for module in pkgutil.walk_packages(package.__path__, f"ringprof.{part}.")]

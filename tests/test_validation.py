@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from ringprof.documents import document_lengths
+from ringprof.common.validation import whole
 from ringprof.errors import InputError, UsageError
 from ringprof.prediction.calibration import read_calibration
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.score import check_rows, read_rows
-from ringprof.validation import whole
+from ringprof.workload.documents import document_lengths
 
 
 @pytest.mark.parametrize(("text", "number"), [("0", 0), ("007", 7), ("9" * 18, 10**18 - 1)])

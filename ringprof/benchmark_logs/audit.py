@@ -22,7 +22,7 @@ from ringprof.benchmark_logs.rates import (
 )
 from ringprof.benchmark_logs.rows import STATED, BenchmarkLog, Flag, JudgedRow, LogRow, LogSettings, Severity, flag
 from ringprof.benchmark_logs.sections import grouped, section_flags
-from ringprof.devices import peak_of
+from ringprof.workload.devices import peak_of
 
 SPREAD = 0.10
 """Relative difference between logs above which rows of one configuration are noted."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ringprof.benchmark_logs.cells import parse_integer, parse_number
 from ringprof.benchmark_logs.rows import Fields, LogSettings
-from ringprof.log_lines import LogLines
+from ringprof.common.log_lines import LogLines
 
 _MAX_BLOCK_LINES = 60
 """Most lines of one block of results."""

@@ -12,10 +12,10 @@ from ringprof.benchmark_logs import show
 from ringprof.benchmark_logs.audit import SPREAD, LogAudit, audit, with_flags
 from ringprof.benchmark_logs.read import read_log
 from ringprof.benchmark_logs.rows import BenchmarkLog, Flag, JudgedRow, LogSettings
-from ringprof.json_object import JsonObject
-from ringprof.limits import MEMORY_BYTES, Limits
+from ringprof.common.json_object import JsonObject
+from ringprof.common.limits import MEMORY_BYTES, Limits
+from ringprof.common.validation import refuse_below_one
 from ringprof.report.text import TextStyle, csv_text
-from ringprof.validation import refuse_below_one
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -20,7 +20,7 @@ from ringprof.benchmark_logs.cells import (
     parse_sequence,
 )
 from ringprof.benchmark_logs.rows import Fields
-from ringprof.log_lines import LinePrefix, LogLines
+from ringprof.common.log_lines import LinePrefix, LogLines
 
 _FIGURES = {
     "fwd(ms)": "forward_ms",

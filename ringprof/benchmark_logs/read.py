@@ -16,10 +16,10 @@ from ringprof.benchmark_logs.cells import placement_of, system_of
 from ringprof.benchmark_logs.free_text import log_names, read_burst_figures, read_results, read_settings
 from ringprof.benchmark_logs.pipes import PipeHeader, PipeRow, find_pipe_header, may_be_header, read_pipe_row
 from ringprof.benchmark_logs.rows import STATED, BenchmarkLog, Fields, Flag, LogRow, LogSettings, flag
+from ringprof.common.files import read_whole
+from ringprof.common.limits import Limits
+from ringprof.common.log_lines import TEXT_SHARE, LinePrefix, LogLines
 from ringprof.errors import InputError
-from ringprof.files import read_whole
-from ringprof.limits import Limits
-from ringprof.log_lines import TEXT_SHARE, LinePrefix, LogLines
 
 _TWO_RINGS = re.compile(r"\[[0-9]+(?:, ?[0-9]+){0,4096}\]\s{1,16}\[[0-9]+(?:, ?[0-9]+){0,4096}\]")
 _MAX_HEADERS = 16

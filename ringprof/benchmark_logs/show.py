@@ -11,7 +11,7 @@ from dataclasses import asdict, fields
 from ringprof.analysis.findings.metric import Measurement, Metric
 from ringprof.benchmark_logs.audit import LogAudit
 from ringprof.benchmark_logs.rows import Flag, JudgedRow, LogRow
-from ringprof.json_object import JsonObject
+from ringprof.common.json_object import JsonObject
 from ringprof.report.tables import Column, text_table
 from ringprof.report.text import TextStyle, clean, or_dash
 

@@ -12,7 +12,7 @@ import sys
 import time
 from contextlib import suppress
 
-from ringprof.compile_cache import choose_compile_cache
+from ringprof.common.compile_cache import choose_compile_cache
 
 INTERRUPTED = 130
 """Exit code of an interrupted recording, which reports the interruption itself, whatever the signal."""
@@ -133,8 +133,8 @@ class _Signals:
     def _end(self) -> None:
         _end_workers()
         _kill_children()
-        if "ringprof.scratch" in sys.modules:
-            sys.modules["ringprof.scratch"].remove_all()
+        if "ringprof.common.scratch" in sys.modules:
+            sys.modules["ringprof.common.scratch"].remove_all()
         os._exit(128 + self.received)
 
 
@@ -147,5 +147,5 @@ def _kill_children() -> None:
 
 
 def _end_workers() -> None:
-    if "ringprof.process_pool" in sys.modules:
-        sys.modules["ringprof.process_pool"].end_all()
+    if "ringprof.common.process_pool" in sys.modules:
+        sys.modules["ringprof.common.process_pool"].end_all()

@@ -10,8 +10,8 @@ import click
 from ringprof.cli.predict import cluster_of, predicted_workload, prediction_options
 from ringprof.cli.progress import loading_progress
 from ringprof.cli.write import text_style, write_text
+from ringprof.common.json_object import json_text
 from ringprof.errors import UsageError
-from ringprof.json_object import json_text
 from ringprof.prediction.advise import advice_dict, advise
 from ringprof.prediction.calibration import read_calibration
 from ringprof.prediction.recommendation_text import advice_text, document

@@ -9,7 +9,7 @@ import click
 from ringprof.cli.recording import mask_of, masks
 from ringprof.cli.values import Tokens
 from ringprof.cli.write import formats, print_or_write, text_style, to_file
-from ringprof.json_object import rows_json
+from ringprof.common.json_object import rows_json
 from ringprof.report.tables import Column, Table
 from ringprof.report.text import or_dash
 from ringprof.run import Workload

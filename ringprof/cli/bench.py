@@ -12,10 +12,10 @@ from ringprof.cli.progress import reporter
 from ringprof.cli.recording import masks, params_of, records, request_of, scores_and_heads
 from ringprof.cli.values import KERNEL_NAMES, STRATEGIES, Known, ListOf, Tokens
 from ringprof.cli.write import formats, text_style, write_text
-from ringprof.documents import document_lengths
 from ringprof.report import sweep as shown
 from ringprof.report.page import html
 from ringprof.report.page.pages import sweep_document
+from ringprof.workload.documents import document_lengths
 
 _FORMATS = {"json": shown.render_json, "csv": shown.render_csv, "markdown": shown.render_markdown}
 

@@ -13,8 +13,8 @@ import msgspec
 
 from ringprof.cli.values import Number
 from ringprof.cli.write import say, text_style
+from ringprof.common.files import write_atomically
 from ringprof.errors import UsageError
-from ringprof.files import write_atomically
 from ringprof.prediction.calibration import (
     TIME_SHARES,
     Calibration,

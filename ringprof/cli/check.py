@@ -10,8 +10,8 @@ from msgspec.structs import asdict
 from ringprof.cli.recording import end_as_rank, mask_of, masks, on_ranks, workload_options
 from ringprof.cli.values import Tokens
 from ringprof.cli.write import formats, text_style
+from ringprof.common.json_object import json_text
 from ringprof.errors import UsageError
-from ringprof.json_object import json_text
 from ringprof.record.check.launch import check_here
 from ringprof.record.check.result import CALLS, TENSOR_FORMATS, TIME_LIMIT_S, Check, CheckRequest
 from ringprof.record.launcher import launcher_rank

@@ -18,10 +18,10 @@ from ringprof.analysis.findings.findings import Findings
 from ringprof.api import Analysis, load_any
 from ringprof.cli.reading import newest_or, reads_traces
 from ringprof.cli.write import written
+from ringprof.common.scratch import remove, scratch_folder
 from ringprof.errors import UsageError
 from ringprof.options import LoadOptions
 from ringprof.report.perfetto import events_of, run_metadata
-from ringprof.scratch import remove, scratch_folder
 
 VIEWER = "https://ui.perfetto.dev"
 PORT = 9001

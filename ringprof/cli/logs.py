@@ -14,10 +14,10 @@ from ringprof.benchmark_logs.read import parse_log, read_log
 from ringprof.benchmark_logs.rows import BenchmarkLog, Flag, LogSettings
 from ringprof.cli.values import Number
 from ringprof.cli.write import NARROWEST, formats, print_or_write, text_style, to_file
-from ringprof.files import read_within
-from ringprof.json_object import json_text
-from ringprof.limits import EXPANDED_BYTES, MEMORY_BYTES, Limits
-from ringprof.log_lines import TEXT_SHARE
+from ringprof.common.files import read_within
+from ringprof.common.json_object import json_text
+from ringprof.common.limits import EXPANDED_BYTES, MEMORY_BYTES, Limits
+from ringprof.common.log_lines import TEXT_SHARE
 from ringprof.report.text import TextStyle
 
 _SETTINGS = ("batch", "heads", "head_dim", "world_size", "causal", "device")

@@ -13,8 +13,8 @@ from click.core import ParameterSource
 from ringprof.cli.recording import masks, params_of, scores_and_heads, workload_of, workload_options
 from ringprof.cli.values import KERNEL_NAMES, STRATEGIES, Known, Number, Tokens, all_of
 from ringprof.cli.write import formats, say, text_style
+from ringprof.common.json_object import Options, json_text
 from ringprof.errors import UsageError
-from ringprof.json_object import Options, json_text
 from ringprof.prediction.as_run import write_prediction
 from ringprof.prediction.calibration import read_calibration
 from ringprof.prediction.network import Cluster

@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from ringprof.cli.values import all_of
+from ringprof.common.files import is_file
 from ringprof.errors import InputError
-from ringprof.files import is_file
 from ringprof.options import LoadOptions
 
 NEWEST = "traces/run.json"

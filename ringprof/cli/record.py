@@ -9,8 +9,8 @@ import click
 from ringprof.cli.progress import reporter
 from ringprof.cli.recording import end_as_rank, layers, masks, params_of, phases, records, request_of, scores_and_heads
 from ringprof.cli.values import INFERENCE, KERNEL_NAMES, STRATEGIES, Known, ListOf, Tokens
+from ringprof.common.json_object import Options
 from ringprof.errors import RecordError
-from ringprof.json_object import Options
 from ringprof.record import RecordRequest, record
 from ringprof.record.launcher import launcher_rank
 from ringprof.report.text import duration, rate, shell_words

@@ -12,13 +12,13 @@ import click
 
 from ringprof.cli.values import Decorator, Number, Tokens, all_of
 from ringprof.cli.write import say
-from ringprof.documents import document_lengths
+from ringprof.common.json_object import JsonObject, Options
+from ringprof.common.validation import refuse_below_one
 from ringprof.errors import RingprofError, UsageError
-from ringprof.json_object import JsonObject, Options
 from ringprof.record import RecordRequest
 from ringprof.record.request import DTYPES
 from ringprof.run import LayerAround, Phase, Workload
-from ringprof.validation import refuse_below_one
+from ringprof.workload.documents import document_lengths
 
 _REQUEST_OPTIONS = ("hops", "device", "world", "ranks_per_host", "warmup", "iters", "controls", "verify")
 """Options that are fields of a request under the same name."""

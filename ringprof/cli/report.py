@@ -18,15 +18,15 @@ from ringprof.cli.progress import loading_progress
 from ringprof.cli.reading import newest_or, reads_traces
 from ringprof.cli.values import Number, all_of
 from ringprof.cli.write import NARROWEST, formats, print_or_write, say, text_style, to_file, write_text, written
+from ringprof.common.files import is_file, read_within, within
+from ringprof.common.json_object import json_text
+from ringprof.common.scratch import abandon, scratch_folder
 from ringprof.errors import UsageError, nearest
-from ringprof.files import is_file, read_within, within
 from ringprof.frames import FRAMES, as_csv, write_parquet
-from ringprof.json_object import json_text
 from ringprof.options import LoadOptions
 from ringprof.report.sections import OPTIONAL
 from ringprof.report.tables import Listing
 from ringprof.report.text import shell_words
-from ringprof.scratch import abandon, scratch_folder
 from ringprof.trace.columns import NOTES, Notice
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from ringprof.cli.write import formats, print_or_write, say, text_style, to_file
+from ringprof.common.json_object import JsonObject, rows_json
 from ringprof.errors import InputError
-from ringprof.json_object import JsonObject, rows_json
 from ringprof.report.tables import Column, Table
 from ringprof.report.text import clean, csv_text, duration, rate
 from ringprof.run import Run, read_run

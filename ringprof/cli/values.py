@@ -10,8 +10,8 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from ringprof.documents import FACTORS
 from ringprof.strategies.catalog import CACHED, SPECS
+from ringprof.workload.documents import FACTORS
 
 STRATEGIES, INFERENCE = tuple(SPECS), tuple(CACHED)
 # These names repeat those of the kernels' classes, since importing torch takes seconds and shell completion must be

@@ -8,15 +8,15 @@ import click
 
 from ringprof.cli.recording import params_of
 from ringprof.cli.write import formats
+from ringprof.common.formatting import percent
+from ringprof.common.json_object import json_text
+from ringprof.common.validation import whole
 from ringprof.errors import UsageError
-from ringprof.formatting import percent
-from ringprof.json_object import json_text
 from ringprof.prediction.calibration import base_for, read_calibration
 from ringprof.prediction.fit import observed_run
 from ringprof.prediction.query import find_run
 from ringprof.prediction.what_if import Changes, WhatIf, what_if
 from ringprof.report.text import duration
-from ringprof.validation import whole
 
 
 @click.command("what-if")

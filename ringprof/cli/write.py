@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import click
 
+from ringprof.common.files import replacing
 from ringprof.errors import InputError
-from ringprof.files import replacing
 from ringprof.report.text import TextStyle, printable
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ringprof.log_lines import LinePrefix, LogLines
+from ringprof.common.log_lines import LinePrefix, LogLines
 
 _DASHES = re.compile(r"-+")
 GAP = re.compile(r" {2,}")

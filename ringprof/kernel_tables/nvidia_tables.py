@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from ringprof.common.log_lines import LinePrefix, LogLines
 from ringprof.kernel_tables.layout import TableLayout, parse_share, parse_time, scaled
 from ringprof.kernel_tables.rows import MOST_ROWS, KernelTable, TableRow
-from ringprof.log_lines import LinePrefix, LogLines
 from ringprof.trace.columns import Notice
 
 _TOTAL = re.compile(r"Total(?: Time)? ?\((ns|us|μs|ms|s)\)|Total Time")

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 
+from ringprof.common.log_lines import LogLines
 from ringprof.errors import KernelTableError, NoKernelTableError
 from ringprof.kernel_tables.layout import UNIT_NS, TableLayout, find_layout
 from ringprof.kernel_tables.nvidia_tables import fold_nsys, is_nsys, read_nsys_csv, read_nsys_text, read_nvprof
 from ringprof.kernel_tables.rows import MOST_ROWS, KernelTable, StatedShare, TableContext
 from ringprof.kernel_tables.torch_tables import TorchTable
-from ringprof.log_lines import LogLines
 
 _MOST_TABLES = 10_000
 _MOST_RULES = 100_000

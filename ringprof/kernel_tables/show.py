@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ringprof.analysis.findings.metric import Measurement, Metric
-from ringprof.formatting import percent
-from ringprof.json_object import JsonObject
+from ringprof.common.formatting import percent
+from ringprof.common.json_object import JsonObject
 from ringprof.kernel_tables.analyse import ASSUMPTIONS, KindSum, TableReport
 from ringprof.kernel_tables.iterations import Iterations
 from ringprof.kernel_tables.stated_shares import CheckedShare

@@ -7,12 +7,12 @@ import os
 from collections.abc import Sequence
 
 from ringprof.analysis.findings.metric import Measurement
-from ringprof.files import read_whole
+from ringprof.common.files import read_whole
+from ringprof.common.limits import MEMORY_BYTES, Limits
+from ringprof.common.log_lines import TEXT_SHARE
 from ringprof.kernel_tables import show
 from ringprof.kernel_tables.analyse import TableReport, analyse_table
 from ringprof.kernel_tables.read import read_tables
-from ringprof.limits import MEMORY_BYTES, Limits
-from ringprof.log_lines import TEXT_SHARE
 from ringprof.report.page.document import Report
 from ringprof.report.text import TextStyle
 from ringprof.trace.columns import Notice

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 
+from ringprof.common.log_lines import LogLines
 from ringprof.kernel_tables.layout import CALLS_TITLES, Columns, TableLayout, find_rule, parse_share, parse_time
 from ringprof.kernel_tables.rows import MOST_ROWS, KernelTable, TableRow
-from ringprof.log_lines import LogLines
 from ringprof.trace.columns import Notice
 
 MAX_UNRELATED_LINES = 200

@@ -10,8 +10,8 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
+from ringprof.common.json_object import JsonObject
 from ringprof.errors import RingprofError, UnknownStrategyError, UnsupportedWorkloadError
-from ringprof.json_object import JsonObject
 from ringprof.prediction.calibration import Calibration
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import PredictionResult, ScheduleOf, predict, prediction_dict

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from ringprof.common.formatting import percent
+from ringprof.common.json_object import JsonObject
 from ringprof.errors import UsageError
-from ringprof.formatting import percent
 from ringprof.frames import PREDICTION_COLUMNS
-from ringprof.json_object import JsonObject
 from ringprof.prediction import recommendation_text
 from ringprof.prediction.advise import Advice, advice_dict
 from ringprof.prediction.advise import advise as _advise

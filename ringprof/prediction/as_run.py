@@ -17,8 +17,8 @@ import msgspec
 
 from ringprof._version import __version__
 from ringprof.analysis.transfers.hops import EMULATED
-from ringprof.files import write_atomically
-from ringprof.json_object import JsonObject
+from ringprof.common.files import write_atomically
+from ringprof.common.json_object import JsonObject
 from ringprof.prediction.host_model import host_ns
 from ringprof.prediction.predict import PredictionResult
 from ringprof.prediction.simulator import RINGS, Timeline

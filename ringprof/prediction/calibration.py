@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ringprof.decoding import decode_json, read_small
+from ringprof.common.decoding import decode_json, read_small
 from ringprof.errors import InputError, UsageError
 from ringprof.run import Size
 

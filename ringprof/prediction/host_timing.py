@@ -10,8 +10,8 @@ from statistics import median, pstdev
 
 import msgspec
 
+from ringprof.common.json_object import JsonObject
 from ringprof.errors import UnsupportedWorkloadError
-from ringprof.json_object import JsonObject
 from ringprof.prediction.calibration import HostPass
 from ringprof.prediction.host_model import count_kinds
 from ringprof.prediction.microbenchmark import Bench

@@ -17,8 +17,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from ringprof.common.json_object import JsonObject
 from ringprof.errors import UsageError
-from ringprof.json_object import JsonObject
 from ringprof.prediction.calibration import (
     COLLECTIVES,
     TIME_SHARES,

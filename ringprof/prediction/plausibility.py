@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ringprof.benchmark_logs.rows import Flag, JudgedRow, LogRow, flag
-from ringprof.json_object import JsonObject
+from ringprof.common.json_object import JsonObject
 from ringprof.prediction.calibration import Calibration
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import ScheduleOf

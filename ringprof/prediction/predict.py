@@ -13,8 +13,8 @@ from statistics import median, pstdev, pvariance
 
 import msgspec
 
+from ringprof.common.json_object import JsonObject
 from ringprof.errors import UnsupportedWorkloadError
-from ringprof.json_object import JsonObject
 from ringprof.prediction.calibration import Calibration, Origin, Value
 from ringprof.prediction.host_model import host_ns, times_us
 from ringprof.prediction.kernel_model import OutsideCalibration

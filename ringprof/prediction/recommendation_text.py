@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ringprof.formatting import percent, three_digits
+from ringprof.common.formatting import percent, three_digits
 from ringprof.prediction.advise import HIDDEN, Advice, Choice, Point, compared, crossings
 from ringprof.prediction.predict import PredictionResult
 from ringprof.prediction.text import cluster_text, described, remarks

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from ringprof.common.json_object import JsonObject, Params
 from ringprof.errors import UnsupportedWorkloadError, UsageError
-from ringprof.json_object import JsonObject, Params
 from ringprof.prediction.legacy_schedules import use_legacy_schedule
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.query import Query

@@ -17,10 +17,10 @@ from typing import Any
 
 import msgspec
 
-from ringprof.devices import device_named, peak_of
+from ringprof.common.files import read_whole
+from ringprof.common.json_object import JsonObject, Params, json_text
+from ringprof.common.validation import whole
 from ringprof.errors import InputError, RingprofError
-from ringprof.files import read_whole
-from ringprof.json_object import JsonObject, Params, json_text
 from ringprof.prediction.calibration import Calibration
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import ScheduleOf, predict
@@ -28,7 +28,7 @@ from ringprof.prediction.query import Query
 from ringprof.report.text import TextStyle, clean
 from ringprof.run import Workload
 from ringprof.strategies.catalog import SPECS
-from ringprof.validation import whole
+from ringprof.workload.devices import device_named, peak_of
 
 _SCHEMA = "ringprof.check/1"
 _MOST_ROWS = 20_000

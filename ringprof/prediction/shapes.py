@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from ringprof.mask import NO_LIMIT
 from ringprof.record.dryrun.schedule import AttentionOp
 from ringprof.strategies.kernels.registry import KERNELS
 from ringprof.strategies.masks.mask_blocks import AttnRectangle, MaskBlocks
+from ringprof.workload.mask import NO_LIMIT
 
 HEADS = ((40, 40), (32, 8), (64, 8), (24, 4), (64, 1), (10, 10))
 HEAD_DIM = 128

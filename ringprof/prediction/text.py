@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ringprof.devices import peak_of
-from ringprof.formatting import percent
+from ringprof.common.formatting import percent
 from ringprof.prediction.calibration import Calibration, Value, named_values
 from ringprof.prediction.network import Cluster, Links
 from ringprof.prediction.predict import PredictionResult, inputs
@@ -13,6 +12,7 @@ from ringprof.record.dryrun.schedule import CommStart
 from ringprof.report.tables import Column, Table
 from ringprof.report.text import TextStyle, binary_size, clean, duration, in_unit, rate, unit_for
 from ringprof.run import Workload
+from ringprof.workload.devices import peak_of
 
 PART_LABELS = {
     "kernel": "attention", "memory": "merges, copies", "same_host": "wire in host", "other_host": "wire between",

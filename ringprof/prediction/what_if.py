@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
+from ringprof.common.json_object import JsonObject
 from ringprof.errors import UsageError
-from ringprof.json_object import JsonObject
 from ringprof.prediction.calibration import Calibration
 from ringprof.prediction.fit import Observed, contended_ns
 from ringprof.prediction.network import Cluster, Links

@@ -10,12 +10,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ringprof.common.scratch import remove, scratch_folder
 from ringprof.record.launcher import RankInfo, launcher_rank
 from ringprof.record.progress import Reporter, SilentReporter
 from ringprof.record.request import RankTask, RecordRequest, require_packages
 from ringprof.record.run_folder import discard, stage
 from ringprof.run import Run, read_run
-from ringprof.scratch import remove, scratch_folder
 
 __all__ = ["RecordRequest", "record"]
 

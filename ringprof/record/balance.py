@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ringprof.json_object import JsonObject, Params
+from ringprof.common.json_object import JsonObject, Params
 from ringprof.record.resolve import load_strategy, typed_params, why_unsupported
 from ringprof.run import Workload
 from ringprof.strategies.masks.sharded_mask import busiest_over_mean, steps_over_mean

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringprof.json_object import Params
+from ringprof.common.json_object import Params
 from ringprof.record.clock import clock_for
 from ringprof.record.measure import WorkloadShard
 from ringprof.record.progress import Reporter

@@ -21,6 +21,8 @@ import msgspec
 from msgspec.structs import replace
 from torch.profiler import record_function
 
+from ringprof.common.scratch import lock, remove_abandoned, unlock
+from ringprof.common.validation import whole
 from ringprof.errors import UsageError
 from ringprof.record.launcher import launcher_rank
 from ringprof.record.machine import RankHost, device_name, distinct_host_names, host_name
@@ -31,8 +33,6 @@ from ringprof.record.remote_traces import TraceFile
 from ringprof.record.request import from_json
 from ringprof.record.run_folder import RUN_FILE, discard, reduced_name, trace_name
 from ringprof.run import Run, Workload, write_run
-from ringprof.scratch import lock, remove_abandoned, unlock
-from ringprof.validation import whole
 from ringprof.workload_checks import workload_problems
 
 _log = logging.getLogger("ringprof.capture")

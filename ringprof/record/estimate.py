@@ -17,9 +17,8 @@ import msgspec
 import psutil
 import torch
 
-from ringprof.devices import bandwidth_of, peak_of
+from ringprof.common.process_pool import cpu_count
 from ringprof.errors import UnsupportedWorkloadError
-from ringprof.process_pool import cpu_count
 from ringprof.record.dryrun.fakes import KNOWN_KERNELS
 from ringprof.record.dryrun.memory import peak_bytes
 from ringprof.record.request import RecordRequest
@@ -27,6 +26,7 @@ from ringprof.record.resolve import kernel_class, load_strategy, torch_dtype, wh
 from ringprof.run import Workload
 from ringprof.strategies.base import Strategy
 from ringprof.strategies.masks.sharded_mask import busiest_over_mean
+from ringprof.workload.devices import bandwidth_of, peak_of
 
 CPU_LIMIT_S = 600.0
 BUSY_BELOW = 0.8

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from ringprof.documents import document_lengths
 from ringprof.record.resolve import torch_dtype
 from ringprof.record.verify import draw_inputs, whole_block
 from ringprof.run import Workload
 from ringprof.strategies.kernels.registry import KERNELS, reason_against
+from ringprof.workload.documents import document_lengths
 
 WARM_UP, CALLS = 3, 10
 DOCUMENTS_A_SEQUENCE = 8

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ringprof.common.validation import whole
 from ringprof.errors import UsageError
-from ringprof.validation import whole
 
 
 @dataclass(frozen=True)

@@ -22,14 +22,14 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import psutil
 
-from ringprof.compile_cache import VARIABLE as COMPILE_CACHE
-from ringprof.compile_cache import choose_compile_cache
+from ringprof.common.compile_cache import VARIABLE as COMPILE_CACHE
+from ringprof.common.compile_cache import choose_compile_cache
+from ringprof.common.process_pool import cpu_count, interrupts_blocked, spawn_command
+from ringprof.common.scratch import keep, remove
 from ringprof.errors import Interrupted, RecordError, RingprofError
-from ringprof.process_pool import cpu_count, interrupts_blocked, spawn_command
 from ringprof.record.progress import ProgressLogReader, Reporter
 from ringprof.record.request import to_json
 from ringprof.record.shutdown.rank_errors import is_consequence, rank_error, signal_error, slowest_rank
-from ringprof.scratch import keep, remove
 
 _POLL_S = 0.05
 _SETTLE_S = 0.3
@@ -72,9 +72,9 @@ class LaunchTask(Protocol):
 def launch(task: LaunchTask, reporter: Reporter, job: str, result: Callable[[], Result]) -> Result:
     """Start ranks on this host, wait until all have succeeded, and return ``result()``.
 
-    ``job`` is ``record`` or ``check``, as `ringprof.spawn` takes it. No rank survives this call. The scratch
-    folder is kept only after a failure. Raises `RecordError`, `VerificationError` or another error of a rank, and
-    `Interrupted` if the user interrupts.
+    ``job`` is ``record`` or ``check``, as `ringprof.entry_points.spawn` takes it. No rank survives this call. The
+    scratch folder is kept only after a failure. Raises `RecordError`, `VerificationError` or another error of a rank,
+    and `Interrupted` if the user interrupts.
     """
     assert task.scratch is not None and task.request.world is not None and isinstance(task, msgspec.Struct)
     scratch = Path(task.scratch)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from ringprof.json_object import JsonObject
+from ringprof.common.json_object import JsonObject
 from ringprof.record.clock import clock_for
 from ringprof.record.progress import Reporter
 from ringprof.record.resolve import attention_options, kernel_options, shape_of, torch_dtype

@@ -18,9 +18,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import record_function
 from torch.profiler.profiler import PROFILER_STEP_NAME
 
+from ringprof.common.scratch import remove, scratch_folder
 from ringprof.record.measure import ITERATION, profiler, profiler_is_busy
 from ringprof.record.process_group import GroupRanks, gather_tensor
-from ringprof.scratch import remove, scratch_folder
 
 MAX_SHARE = 0.01
 """Largest share of the loop's time that sampling may take (0 to 1); the sampling interval grows to keep it."""

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from ringprof.json_object import JsonObject
+from ringprof.common.json_object import JsonObject
 
 
 class Reporter(Protocol):

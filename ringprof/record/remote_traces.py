@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ringprof.common.scratch import has_token, remove, scratch_folder
 from ringprof.record.run_folder import reduced_name, trace_name
-from ringprof.scratch import has_token, remove, scratch_folder
 
 MESSAGE_BYTES = 4 * 2**20
 """Most bytes of a trace that a rank holds in memory at a time."""

@@ -8,10 +8,10 @@ from typing import TypeVar
 
 import msgspec
 
+from ringprof.common.json_object import Params
+from ringprof.common.validation import refuse_below_one
 from ringprof.errors import MissingExtraError, UsageError
-from ringprof.json_object import Params
 from ringprof.run import Workload
-from ringprof.validation import refuse_below_one
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MIN_GPU_WARMUP = 3

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import msgspec
 import torch
 
+from ringprof.common.json_object import JsonObject, Params
 from ringprof.errors import RecordError, UnknownStrategyError, UnsupportedWorkloadError, UsageError
-from ringprof.json_object import JsonObject, Params
 from ringprof.record.launcher import RankInfo
 from ringprof.record.request import DTYPES, MIN_GPU_WARMUP, RecordRequest, check_numbers
 from ringprof.run import Workload

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from ringprof.common.scratch import PARTIAL, lock, remove_abandoned, unlock
 from ringprof.errors import RunFormatError, UsageError
 from ringprof.run import Run, read_run, relocated, write_run
-from ringprof.scratch import PARTIAL, lock, remove_abandoned, unlock
 
 RUN_FILE = "run.json"
 NEEDED_BYTES_PER_RANK = 4 * 2**20

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ringprof.common.json_object import JsonObject, Params
 from ringprof.errors import UnsupportedWorkloadError, VerificationError
-from ringprof.json_object import JsonObject, Params
 from ringprof.record.measure import drawn_sinks
 from ringprof.record.process_group import gather_tensor
 from ringprof.record.resolve import attention_options, kernel_of, layout_options, torch_dtype, why_unsupported

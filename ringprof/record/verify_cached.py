@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from ringprof.json_object import JsonObject, Params
+from ringprof.common.json_object import JsonObject, Params
 from ringprof.record.measure import Results, WorkloadShard, drawn_sinks
 from ringprof.record.process_group import gather_tensor
 from ringprof.record.resolve import attention_options, kernel_of, shape_of, torch_dtype, why_unsupported

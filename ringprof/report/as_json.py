@@ -11,7 +11,7 @@ from ringprof.analysis.findings.inference import inference_of
 from ringprof.analysis.findings.step_rates import step_rates_of
 from ringprof.analysis.findings.summary import Communication, Summary
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS
-from ringprof.json_object import JsonObject
+from ringprof.common.json_object import JsonObject
 from ringprof.report.page.document import Report, ReportParts
 from ringprof.report.sections import SECTIONS, annotated, kernels
 from ringprof.trace.columns import Notice

@@ -24,7 +24,7 @@ from ringprof.analysis.transfers.from_run import fill_from_run
 from ringprof.analysis.transfers.hops import Split, gbps
 from ringprof.analysis.transfers.matching import match
 from ringprof.analysis.transfers.transfers import Transfer, transfers_of
-from ringprof.json_object import JsonObject
+from ringprof.common.json_object import JsonObject
 from ringprof.report import perfetto_calls
 from ringprof.report.idle_bars import idle_bars
 from ringprof.report.terms import LABELS

@@ -20,7 +20,7 @@ from ringprof.analysis.findings.uncertainty import own_interval
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS
 from ringprof.analysis.steps.steps import Step
 from ringprof.analysis.timeline.idle import causes_of_ranks
-from ringprof.formatting import percent
+from ringprof.common.formatting import percent
 from ringprof.report import palette
 from ringprof.report.palette import Interval
 from ringprof.report.sections.idle import PEER_LABEL, class_label, known_idle, stacked_parts, time_by_class

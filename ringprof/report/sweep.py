@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ringprof.json_object import rows_json
+from ringprof.common.json_object import rows_json
 from ringprof.report.text import TextStyle, clean, csv_text
 
 

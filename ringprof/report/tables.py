@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ringprof.formatting import percent, three_digits
+from ringprof.common.formatting import percent, three_digits
 from ringprof.report.page.document import MAX_PAGE_ROWS, Cell, PageTable, number, text
 from ringprof.report.text import LONGEST_KERNEL, TextStyle, clean, duration, in_unit, unit_for
 

@@ -11,7 +11,7 @@ from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.transfers.hops import EMULATED
-from ringprof.formatting import percent
+from ringprof.common.formatting import percent
 from ringprof.report.sections import OPTIONAL, SECTIONS
 from ringprof.report.tables import Listing
 from ringprof.report.text import LONGEST_SENTENCE, TextStyle, captured_in_words, clean, duration

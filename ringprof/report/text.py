@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ringprof.formatting import percent
+from ringprof.common.formatting import percent
 
 BLOCKS = " ▏▎▍▌▋▊▉█"
 _TO_ASCII = str.maketrans({"·": "|", "█": "#", "…": "~", "µ": "u"})

@@ -14,7 +14,7 @@ from ringprof.analysis.steps.blocks import StepKey
 from ringprof.analysis.steps.steps import Step
 from ringprof.analysis.transfers.hops import PeerBlock, Split, gbps
 from ringprof.analysis.transfers.transfers import Message
-from ringprof.formatting import three_digits
+from ringprof.common.formatting import three_digits
 from ringprof.report import palette
 from ringprof.report.idle_bars import idle_bars
 from ringprof.report.page.document import Content, PageContext

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ringprof.json_object import JsonObject
+from ringprof.common.json_object import JsonObject
 
 TraceEvent = JsonObject
 

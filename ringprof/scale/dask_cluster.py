@@ -13,8 +13,8 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from typing import Any
 
+from ringprof.common.process_pool import results_in_order
 from ringprof.errors import MissingExtraError, RingprofError, UsageError
-from ringprof.process_pool import results_in_order
 
 PATIENCE_S = 10
 """Seconds to wait for a scheduler to answer and to have a worker."""

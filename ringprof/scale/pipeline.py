@@ -40,16 +40,16 @@ from ringprof.analysis.transfers.clocks import (
 from ringprof.analysis.transfers.hops import HostOfRank
 from ringprof.analysis.transfers.match_by_end import ENDS_SOURCE, Communicators, find_communicators
 from ringprof.analysis.transfers.wait_and_wire import LinkClass, Rate, better_rates
+from ringprof.common.files import is_url
+from ringprof.common.limits import Limits
+from ringprof.common.scratch import remove, scratch_folder
 from ringprof.errors import InputError
-from ringprof.files import is_url
-from ringprof.limits import Limits
 from ringprof.run import Run
 from ringprof.scale import stages
 from ringprof.scale.collective_index import CollectiveExtract, CollectiveIndex
 from ringprof.scale.store import DiskStore, MemoryStore, RankStore
 from ringprof.scale.trace_set import Notify, TraceSet, ignore_progress
 from ringprof.scale.workers import LocalProcesses, Workers
-from ringprof.scratch import remove, scratch_folder
 from ringprof.trace.columns import Trace
 from ringprof.trace.one_run import TraceFacts, checked_facts, facts_of
 

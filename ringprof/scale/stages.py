@@ -31,9 +31,9 @@ from ringprof.analysis.transfers.hops import HostOfRank, PeerBlock
 from ringprof.analysis.transfers.match_by_end import StreamCalls, unrecorded_calls
 from ringprof.analysis.transfers.matching import Matches, match
 from ringprof.analysis.transfers.wait_and_wire import LinkClass, Rate, WaitSplitter, waits_by_peer
+from ringprof.common.files import is_url
+from ringprof.common.limits import Limits, MemoryBudget
 from ringprof.errors import InputError
-from ringprof.files import is_url
-from ringprof.limits import Limits, MemoryBudget
 from ringprof.run import Run, read_run
 from ringprof.scale.collective_index import CollectiveExtract
 from ringprof.scale.store import RankStore

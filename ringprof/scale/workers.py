@@ -21,7 +21,7 @@ class LocalProcesses:
     def __init__(self, jobs: int | None = None) -> None:
         if jobs is None:
             # Imported lazily, here and below: few reports need processes, and the import is a tenth of the start time.
-            from ringprof.process_pool import cpu_count
+            from ringprof.common.process_pool import cpu_count
 
             jobs = cpu_count()
         self.jobs = jobs
@@ -33,7 +33,7 @@ class LocalProcesses:
 
     def _map_in_processes(self, function: Callable[..., Any], items: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
         """Yield the results of worker processes. Raises `InputError` where a process ends early."""
-        from ringprof.process_pool import ProcessEnded, map_in_processes
+        from ringprof.common.process_pool import ProcessEnded, map_in_processes
 
         try:
             yield from map_in_processes(self.jobs, function, items)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from ringprof.common.limits import MemoryBudget
 from ringprof.errors import InputError, TraceFormatError
-from ringprof.limits import MemoryBudget
 from ringprof.trace.columns import Trace
 from ringprof.trace.kineto import parse_trace, read_trace
 from ringprof.trace.kineto.byte_source import first_bytes

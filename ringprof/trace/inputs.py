@@ -12,9 +12,9 @@ from typing import Literal
 
 import msgspec
 
-from ringprof.decoding import decode_json
+from ringprof.common.decoding import decode_json
+from ringprof.common.files import exists, files_in, folders_in, is_file, is_folder, is_url, leading_out, within
 from ringprof.errors import InputError, TraceFormatError, nearest
-from ringprof.files import exists, files_in, folders_in, is_file, is_folder, is_url, leading_out, within
 from ringprof.trace.formats import FORMATS, KINETO, REDUCED, XLA, Format, format_of
 from ringprof.trace.kineto.byte_source import HEAD_BYTES, first_bytes
 from ringprof.trace.kineto.event_list import UTF8_MARK

@@ -10,7 +10,7 @@ import re
 
 import numpy as np
 
-from ringprof.limits import MemoryBudget
+from ringprof.common.limits import MemoryBudget
 from ringprof.trace.columns import NONE, TABLES, Trace, dtypes_of
 
 _COPIES = 3

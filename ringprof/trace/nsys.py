@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ringprof.common.limits import MemoryBudget
 from ringprof.errors import InputError, TraceFormatError
-from ringprof.limits import MemoryBudget
 from ringprof.trace.checks import LARGEST_NS, overlap_warnings, validate_trace
 from ringprof.trace.columns import (
     KERNEL,

@@ -18,8 +18,8 @@ from functools import partial
 from math import prod
 from typing import NamedTuple
 
-from ringprof.mask import NO_LIMIT, band_area
 from ringprof.trace.columns import FLOP_DTYPES, FLOPS_LIMIT, NONE
+from ringprof.workload.mask import NO_LIMIT, band_area
 
 Sizes = tuple[int, ...]
 

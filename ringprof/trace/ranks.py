@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import msgspec
 
+from ringprof.common.files import read_bytes, size_of
+from ringprof.common.limits import Limits, MemoryBudget, MemoryLimitError
 from ringprof.errors import InputError
-from ringprof.files import read_bytes, size_of
-from ringprof.limits import Limits, MemoryBudget, MemoryLimitError
 from ringprof.trace.columns import CommRecord, Trace
 from ringprof.trace.formats import format_at
 from ringprof.trace.kineto.byte_source import is_compressed
@@ -132,7 +132,7 @@ def _read_all(
     budget = MemoryBudget(limits)
     if len(names) < 2 or jobs == 1 or (jobs is None and json_bytes(names) < WORTH_A_PROCESS):
         return [read(name, budget) for name in names]
-    from ringprof.process_pool import ProcessEnded, cpu_count, map_in_processes
+    from ringprof.common.process_pool import ProcessEnded, cpu_count, map_in_processes
 
     jobs = min(jobs or cpu_count(), len(names))
     results = []

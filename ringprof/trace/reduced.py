@@ -19,10 +19,10 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from ringprof.decoding import UNREADABLE, reason
+from ringprof.common.decoding import UNREADABLE, reason
+from ringprof.common.files import read_whole
+from ringprof.common.limits import MemoryBudget
 from ringprof.errors import RingprofError, TraceFormatError
-from ringprof.files import read_whole
-from ringprof.limits import MemoryBudget
 from ringprof.trace.checks import validate_trace
 from ringprof.trace.columns import NONE, TABLES, CommRecord, Device, Int64, Notice, Trace, dtypes_of
 from ringprof.trace.kineto import read_trace

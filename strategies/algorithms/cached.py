@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringprof.mask import Mask
+from ringprof.workload.mask import Mask
 
 from ..annotate import ring_step
 from ..base import AttentionCall, Rows, Shape, Strategy, mask_of_call

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ringprof.mask import Mask
+from ringprof.workload.mask import Mask
 
 from ..annotate import ring_step
 from ..base import AttentionCall, Context, Shape

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringprof.mask import NO_LIMIT, Mask
+from ringprof.workload.mask import NO_LIMIT, Mask
 
 from ..masks.mask_blocks import AttnRectangle, band_mask
 from .kernel import Gradients, Kernel

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringprof.mask import NO_LIMIT, band_area
+from ringprof.workload.mask import NO_LIMIT, band_area
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringprof.mask import NO_LIMIT, Mask
+from ringprof.workload.mask import NO_LIMIT, Mask
 
 from .layouts import Block, Layout, block_of
 from .mask_blocks import AttnRectangle, band, joined, split_rows

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch", reason="strategies and kernels need it")
 
 from ringprof import cli
-from ringprof.json_object import json_text
+from ringprof.common.json_object import json_text
 from ringprof.record.check.result import TensorCheck
 from tests.cli.test_width import CHECK
 from tests.paths import ROOT, TRACES

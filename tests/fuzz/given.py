@@ -20,7 +20,6 @@ from ringprof import cli
 from ringprof.analysis.findings.conditions import parse_condition
 from ringprof.analysis.kinds.rules import rule_for
 from ringprof.analysis.kinds.user_rules import parse_rules
-from ringprof.documents import document_lengths
 from ringprof.errors import UsageError
 from ringprof.prediction.calibration import parse_calibration
 from ringprof.prediction.network import Cluster
@@ -31,6 +30,7 @@ from ringprof.prediction.text import prediction_text
 from ringprof.record.dryrun.schedule import Schedule
 from ringprof.report.text import TextStyle
 from ringprof.run import Workload
+from ringprof.workload.documents import document_lengths
 
 QUERY = Query("ring", Workload(seq=65536, heads=8, kv_heads=8, head_dim=128), Cluster(gpus_per_host=4))
 MEASURED = """id,strategy,seq_global,heads,kv_heads,head_dim,n_gpus,hosts,causal,pass,kernel,degrees,time_ms,tflops

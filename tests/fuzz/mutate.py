@@ -27,10 +27,10 @@ from typing import Any
 
 import msgspec
 
-from ringprof import json_object
 from ringprof.analysis.findings.findings import findings_in_memory
+from ringprof.common import json_object
+from ringprof.common.limits import Limits, MemoryBudget
 from ringprof.errors import RingprofError
-from ringprof.limits import Limits, MemoryBudget
 from ringprof.report import as_json
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import Trace

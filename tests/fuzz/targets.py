@@ -10,11 +10,11 @@ from pathlib import Path
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.benchmark_logs.audit import audit
 from ringprof.benchmark_logs.read import parse_log
+from ringprof.common.json_object import json_text
+from ringprof.common.limits import Limits, MemoryBudget
 from ringprof.errors import RingprofError
-from ringprof.json_object import json_text
 from ringprof.kernel_tables.analyse import analyse_table
 from ringprof.kernel_tables.read import read_tables
-from ringprof.limits import Limits, MemoryBudget
 from ringprof.report import as_json
 from ringprof.run import Run, parse_run
 from ringprof.scale.pipeline import attribute

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torch", reason="a prediction runs strategies on shapes")
 
-from ringprof.json_object import JsonObject
+from ringprof.common.json_object import JsonObject
 from ringprof.prediction import machine
 from ringprof.prediction.calibration import (
     COLLECTIVES,

@@ -159,7 +159,7 @@ def test_a_size_that_does_not_fit_says_why() -> None:
 
 
 def test_lengths_as_users_write_them(tmp_path) -> None:
-    from ringprof.documents import document_lengths
+    from ringprof.workload.documents import document_lengths
 
     assert document_lengths("64k,32768x4", 196608) == (65536, *[32768] * 4)
     drawn = document_lengths("lognormal:mean=8192,sigma=1.2,seed=7", 2**24)

@@ -18,12 +18,12 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 import ringprof
 from ringprof.errors import MissingExtraError, UsageError
-from ringprof.monitoring import SampleLog, sample_figures, waited_for
 from ringprof.record import monitor
 from ringprof.record.monitor import interval_for
 from ringprof.scale.pipeline import attribute
 from ringprof.strategies import create
 from ringprof.trace.reduced import reduce_trace
+from ringprof.training import SampleLog, sample_figures, waited_for
 from tests.analysis.transfers.test_hops import ring
 from tests.strategies.ranks import run_ranks
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ringprof.errors import VerificationError
-from ringprof.mask import Mask
 from ringprof.record import verify_timed as subject
 from ringprof.record.measure import Results, WorkloadShard, row_sums
 from ringprof.record.verify_timed import SAMPLED_ROWS, softmax_rows, verify_timed
 from ringprof.run import TensorError, TimedVerification, Verification, Workload
 from ringprof.strategies import create
 from ringprof.strategies.kernels.reference import KeyStretches
+from ringprof.workload.mask import Mask
 from tests.strategies import cases
 from tests.strategies.cases import Case, dense, inputs
 from tests.strategies.ranks import run_ranks

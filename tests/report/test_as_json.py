@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from ringprof.analysis.findings.findings import findings_in_memory
-from ringprof.json_object import json_text
+from ringprof.common.json_object import json_text
 from ringprof.report import as_json
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, NCCL, Builder

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 from torch.autograd.profiler import profile
 
-from ringprof.mask import Mask
 from ringprof.strategies.annotate import annotate, redirect_annotations, ring_step
+from ringprof.workload.mask import Mask
 from tests.strategies.cases import Case, WorkloadShard, over_the_ranks
 from tests.strategies.ranks import run_ranks
 from tests.strategies.test_masks import over_the_ranks as over_the_ranks_with

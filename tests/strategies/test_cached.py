@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringprof.mask import Mask
 from ringprof.strategies import Unsupported, create, find, for_inference, names
 from ringprof.strategies.annotate import redirect_annotations
 from ringprof.strategies.base import Shape
+from ringprof.workload.mask import Mask
 from tests.strategies.cases import Case
 from tests.strategies.ranks import run_ranks
 from tests.strategies.test_results import examples

@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.distributed._symmetric_memory as symmetric
 
-from ringprof.mask import Mask
 from ringprof.strategies import create
 from ringprof.strategies.errors import PeerLost, Unsupported
 from ringprof.strategies.transport import copy_engine, handshake, ring_channel
 from ringprof.strategies.transport.message import Message, Shapes, shapes_of
+from ringprof.workload.mask import Mask
 from tests.strategies.cases import CASES, Case, WorkloadShard, dense, inputs, relative_error
 from tests.strategies.gpu_ranks import GPUS, SIZES, needs_two_gpus, run_gpu_ranks
 from tests.strategies.ranks import run_ranks

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringprof.mask import Mask
 from ringprof.strategies import create
 from ringprof.strategies.kernels import flex
 from ringprof.strategies.kernels.flex import TILE, stretches, tiles
@@ -19,6 +18,7 @@ from ringprof.strategies.kernels.registry import KERNELS
 from ringprof.strategies.masks.layouts import LAYOUTS, part
 from ringprof.strategies.masks.mask_blocks import AttnRectangle, MaskBlocks, band_mask
 from ringprof.strategies.masks.sharded_mask import sharded_mask_of
+from ringprof.workload.mask import Mask
 from tests.strategies.cases import Case, WorkloadShard, inputs, relative_error
 from tests.strategies.ranks import run_ranks
 from tests.strategies.test_masks import dense, drawn, over_the_ranks

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringprof.mask import NO_LIMIT, Mask
 from ringprof.strategies import Unsupported, create, find, names
 from ringprof.strategies.kernels import varlen
 from ringprof.strategies.kernels.reference import ReferenceKernel
@@ -19,6 +18,7 @@ from ringprof.strategies.masks.layouts import LAYOUTS, zigzag_per_document
 from ringprof.strategies.masks.mask_blocks import AttnRectangle, MaskBlocks, band, band_mask, joined, split_rows
 from ringprof.strategies.masks.row_routing import routing_of
 from ringprof.strategies.masks.sharded_mask import sharded_mask_of
+from ringprof.workload.mask import NO_LIMIT, Mask
 from tests.strategies.cases import Case, WorkloadShard, inputs, relative_error
 from tests.strategies.ranks import run_ranks
 from tests.strategies.test_results import examples

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringprof.mask import Mask
 from ringprof.strategies import Unsupported, create
 from ringprof.strategies.kernels.kernel import Kernel
 from ringprof.strategies.kernels.reference import MaskedReference, ReferenceKernel
 from ringprof.strategies.kernels.registry import KERNELS
 from ringprof.strategies.masks.layouts import LAYOUTS
 from ringprof.strategies.masks.sharded_mask import sharded_mask_of
+from ringprof.workload.mask import Mask
 from tests.strategies.cases import Case
 from tests.strategies.gpu_ranks import needs_two_gpus, run_gpu_ranks
 

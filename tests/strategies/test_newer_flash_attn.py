@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringprof.mask import Mask
 from ringprof.strategies.kernels import flash_attn, torch_kernels
 from ringprof.strategies.kernels.reference import ReferenceKernel
 from ringprof.strategies.kernels.registry import KERNELS
 from ringprof.strategies.masks.layouts import LAYOUTS
 from ringprof.strategies.masks.mask_blocks import AttnRectangle, MaskBlocks
 from ringprof.strategies.masks.sharded_mask import sharded_mask_of
+from ringprof.workload.mask import Mask
 from tests.strategies.cases import relative_error
 
 CPU = torch.device("cpu")

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringprof.mask import Mask
 from ringprof.strategies import Unsupported, create, find, names
 from ringprof.strategies.kernels.registry import KERNELS, choose_kernel
+from ringprof.workload.mask import Mask
 from tests.strategies.cases import WorkloadShard, inputs, relative_error
 from tests.strategies.ranks import run_ranks
 from tests.strategies.test_results import examples

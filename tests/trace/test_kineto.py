@@ -8,8 +8,8 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
+from ringprof.common.limits import Limits, MemoryBudget
 from ringprof.errors import InputError, MissingExtraError, TraceFormatError
-from ringprof.limits import Limits, MemoryBudget
 from ringprof.trace.columns import KERNEL, MEMCPY, MEMSET, NONE, CommRecord, Device
 from ringprof.trace.kineto import parse_trace, read_trace
 from ringprof.trace.kineto.byte_source import ByteSource

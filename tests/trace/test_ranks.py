@@ -9,8 +9,8 @@ import pytest
 
 import ringprof
 from ringprof.analysis.timeline.window import EVERYTHING
+from ringprof.common.limits import Limits
 from ringprof.errors import InputError, TraceFormatError
-from ringprof.limits import Limits
 from ringprof.scale.pipeline import explain_stored
 from ringprof.scale.trace_set import TraceSet
 from ringprof.scale.workers import LocalProcesses

@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from ringprof.common.limits import Limits, MemoryBudget, MemoryLimitError
 from ringprof.errors import RingprofError, TraceFormatError
-from ringprof.limits import Limits, MemoryBudget, MemoryLimitError
 from ringprof.trace.columns import CommRecord, Trace
 from ringprof.trace.kineto import parse_trace, read_trace
 from ringprof.trace.ranks import read_traces

@@ -26,7 +26,7 @@ from ringprof.analysis.timeline.idle import (
     IdleEvent,
     causes_of_ranks,
 )
-from ringprof.formatting import percent
+from ringprof.common.formatting import percent
 
 LAUNCH_BOUND = "launch-bound"
 """Kind of host cause: many short times between launches, whatever the host does in them."""

@@ -8,7 +8,7 @@ import msgspec
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.summary import Summary
-from ringprof.devices import bandwidth_of
+from ringprof.workload.devices import bandwidth_of
 
 
 class Inference(msgspec.Struct, frozen=True):

@@ -23,7 +23,7 @@ from ringprof.analysis.findings.idle_text import (
 from ringprof.analysis.findings.summary import Communication, Summary
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, MEMORY
 from ringprof.analysis.transfers.hops import OTHER_HOST
-from ringprof.formatting import milliseconds, percent, three_digits
+from ringprof.common.formatting import milliseconds, percent, three_digits
 from ringprof.run import Run, StrategyUsed
 
 UNBALANCED = 1.5

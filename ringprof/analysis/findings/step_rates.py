@@ -14,8 +14,8 @@ from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.kinds.kinds import COMPUTE, KIND
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.timeline.work import RATED_PARTS, PartWork
-from ringprof.devices import peak_of
-from ringprof.formatting import percent, three_digits
+from ringprof.common.formatting import percent, three_digits
+from ringprof.workload.devices import peak_of
 
 MAX_NAMED = 2
 """Largest number of parts that a sentence always names, longest first."""

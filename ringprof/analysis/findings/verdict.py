@@ -39,7 +39,7 @@ from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, KIND, MEMORY, in_a_sent
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.steps.steps import ExposedBySteps
 from ringprof.analysis.transfers.hops import SAME_HOST
-from ringprof.formatting import milliseconds, percent, three_digits
+from ringprof.common.formatting import milliseconds, percent, three_digits
 
 _MIN_GAIN = 0.0005
 """Smallest gain that is named, as a share of the wall time; smaller ones would round to 0.0 %."""

@@ -14,7 +14,7 @@ import msgspec
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.kinds.kinds import KIND
 from ringprof.analysis.transfers.hops import OTHER_HOST
-from ringprof.formatting import percent, three_digits
+from ringprof.common.formatting import percent, three_digits
 from ringprof.trace.columns import CUT_OFF
 
 MAX_NAMED = 2

@@ -28,7 +28,7 @@ from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.findings.waterfall_text import AttentionWork, part_evidence
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS
 from ringprof.analysis.rank import Rank
-from ringprof.devices import Peak, peak_of
+from ringprof.workload.devices import Peak, peak_of
 from ringprof.workload_checks import workload_fits
 
 WATERFALL_LABELS: dict[str, str] = {

@@ -10,8 +10,8 @@ from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, MEMORY
 from ringprof.analysis.rank import Rank
-from ringprof.devices import Peak
-from ringprof.formatting import milliseconds, three_digits
+from ringprof.common.formatting import milliseconds, three_digits
+from ringprof.workload.devices import Peak
 from ringprof.workload_checks import workload_fits
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
+from ringprof.common.scratch import scratch_folder
 from ringprof.errors import UsageError
 from ringprof.record.check.result import Check, CheckRequest
 from ringprof.record.launcher import RankInfo, launcher_rank
 from ringprof.record.progress import Reporter, SilentReporter
 from ringprof.record.request import from_json, require_packages, to_json
-from ringprof.scratch import scratch_folder
 
 START_S = 120.0
 """Time limit of everything before the first call: imports and the process group."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import profile
 
+from ringprof.common.validation import refuse_below_one
 from ringprof.errors import RingprofError, UsageError
 from ringprof.record.check.completion_barrier import CompletionBarrier
 from ringprof.record.check.diagnose import ReferenceResults, WrongCall, compare_results
@@ -32,7 +33,6 @@ from ringprof.record.request import DTYPES, from_json
 from ringprof.record.resolve import torch_dtype
 from ringprof.record.verify import MOST_TOKENS, SEED, Tensors, draw_inputs, severity
 from ringprof.run import Workload
-from ringprof.validation import refuse_below_one
 
 
 class _ShapeProblem(msgspec.Struct, frozen=True):

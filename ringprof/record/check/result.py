@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from ringprof.formatting import three_digits
+from ringprof.common.formatting import three_digits
 from ringprof.run import TensorError, Workload
 
 TENSOR_FORMATS = ("bshd", "bhsd", "sbhd")

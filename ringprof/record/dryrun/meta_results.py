@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringprof.json_object import JsonObject
+from ringprof.common.json_object import JsonObject
 
 _ALLOCATES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias")
 _FACTORIES = ("empty", "randn")

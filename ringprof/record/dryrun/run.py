@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 import torch
 
+from ringprof.common.json_object import Params
 from ringprof.errors import UnsupportedWorkloadError
-from ringprof.json_object import Params
 from ringprof.record.dryrun.dispatch import ReadsTensorValues, RecordedKernels, RecordedStreams, Recorder
 from ringprof.record.dryrun.fakes import RecordingCommunicator, recording_kernel
 from ringprof.record.dryrun.schedule import Program

@@ -20,6 +20,7 @@ from typing import NoReturn
 
 import psutil
 
+from ringprof.common.scratch import has_token, remove_all
 from ringprof.errors import RecordError, RingprofError
 from ringprof.record.progress import PositionReporter
 from ringprof.record.request import RankTask
@@ -34,7 +35,6 @@ from ringprof.record.shutdown.rank_errors import (
     write_log,
 )
 from ringprof.record.shutdown.watchdog import TIME_LIMIT
-from ringprof.scratch import has_token, remove_all
 
 _SETTLE_S = 0.5
 """Time from the first failure to the choice of its cause, which may arrive after its effects."""

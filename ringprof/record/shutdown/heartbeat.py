@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ringprof.decoding import decode_json
+from ringprof.common.decoding import decode_json
 
 CONNECT_S = 20.0
 KEEPALIVE_S = (5, 5, 3)

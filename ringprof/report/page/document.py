@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import msgspec
 
-from ringprof.json_object import JsonObject
+from ringprof.common.json_object import JsonObject
 from ringprof.report.text import clean
 
 LONG_CELL = 60

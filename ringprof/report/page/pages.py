@@ -15,8 +15,8 @@ from ringprof.analysis.findings.metric import WATERFALL_PREFIX, Measurement, Rec
 from ringprof.analysis.findings.recording_spread import SAME_SESSION
 from ringprof.analysis.findings.uncertainty import ratio_interval, significantly_different
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS
+from ringprof.common.formatting import percent
 from ringprof.errors import UsageError, nearest
-from ringprof.formatting import percent
 from ringprof.report import palette
 from ringprof.report.comparison import merged_notice, missing_setting_text, spread_notices, verdict_lines, work_notices
 from ringprof.report.page.document import Cell, Content, Document, PageContext, PageSection, PageTable, number, text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ringprof.analysis.findings.findings import Findings
-from ringprof.json_object import JsonObject
+from ringprof.common.json_object import JsonObject
 from ringprof.report.page.document import Content, PageContext
 from ringprof.report.tables import Column, Listing, Table
 from ringprof.report.text import TextStyle

@@ -9,8 +9,8 @@ from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Communication, Summary
 from ringprof.analysis.kinds.kinds import OTHER_GROUPS
 from ringprof.analysis.rank import Rank
-from ringprof.formatting import percent
-from ringprof.json_object import JsonObject
+from ringprof.common.formatting import percent
+from ringprof.common.json_object import JsonObject
 from ringprof.report.page.document import Content, PageContext, PageTable, ReportParts
 from ringprof.report.sections import idle
 from ringprof.report.tables import COLUMN_GAP, Column, Listing, Table, text_table

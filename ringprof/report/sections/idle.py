@@ -14,7 +14,7 @@ from ringprof.analysis.findings.summary import MOST_RANKS_LISTED
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.timeline.host_activity import HOST_CLASSES
 from ringprof.analysis.timeline.idle import BLOCKED, CAUSES, GAP, GAP_NS, HOST, IdleCauses, IdleEvent, causes_of_ranks
-from ringprof.json_object import JsonObject
+from ringprof.common.json_object import JsonObject
 from ringprof.report import palette
 from ringprof.report.page.document import Content, PageContext
 from ringprof.report.tables import Column, Listing, Table, text_table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.inference import Inference, inference_of
-from ringprof.formatting import percent
+from ringprof.common.formatting import percent
 from ringprof.report.page.document import Content, PageContext
 from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle, binary_size, duration

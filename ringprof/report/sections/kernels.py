@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ringprof.analysis.findings.findings import Findings
-from ringprof.json_object import JsonObject
+from ringprof.common.json_object import JsonObject
 from ringprof.report.page.document import Content, PageContext
 from ringprof.report.tables import Column, Listing, Table
 from ringprof.report.terms import LABELS

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from ringprof.analysis.findings.findings import Findings
-from ringprof.formatting import percent
+from ringprof.common.formatting import percent
 from ringprof.report.page.document import Content, PageContext, PageTable, number, text
 from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle, clean

@@ -12,7 +12,7 @@ from ringprof.analysis.findings.step_rates import (
     shape_coverage_clause,
     step_rates_of,
 )
-from ringprof.formatting import percent
+from ringprof.common.formatting import percent
 from ringprof.report.page.document import Content, PageContext
 from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle

@@ -12,8 +12,8 @@ from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Communication, Rates
 from ringprof.analysis.kinds.kinds import ATTENTION, COMPUTE, KIND, in_a_sentence
 from ringprof.analysis.transfers.hops import OTHER_HOST, SAME_HOST
-from ringprof.formatting import percent, three_digits
-from ringprof.json_object import JsonObject
+from ringprof.common.formatting import percent, three_digits
+from ringprof.common.json_object import JsonObject
 from ringprof.report.page.document import Content, PageContext, PageTable, ReportParts, text
 from ringprof.report.tables import Column, Listing, Table, text_table
 from ringprof.report.text import (

@@ -6,7 +6,7 @@ import msgspec
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS, Waterfall
-from ringprof.formatting import percent
+from ringprof.common.formatting import percent
 from ringprof.report.page.document import Content, PageContext, ReportParts
 from ringprof.report.tables import Column, Listing, Table, text_table
 from ringprof.report.text import TextStyle, clean, duration, in_unit, rate, rounded_to_sum, unit_for

@@ -8,9 +8,9 @@ import zlib
 from collections.abc import Iterator
 from typing import BinaryIO, Protocol, cast
 
+from ringprof.common.files import open_binary
+from ringprof.common.limits import EXPANDED_BYTES, size_text
 from ringprof.errors import InputError, MissingExtraError, TraceFormatError
-from ringprof.files import open_binary
-from ringprof.limits import EXPANDED_BYTES, size_text
 
 PIECE_BYTES = 1 << 20
 """Size of the pieces in bytes. The cost per piece must be small, and a piece must fit into the processor's cache. On a

@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from ringprof.decoding import UNREADABLE as UNREADABLE
+from ringprof.common.decoding import UNREADABLE as UNREADABLE
+from ringprof.common.limits import MEMORY_BYTES
 from ringprof.errors import TraceFormatError
-from ringprof.limits import MEMORY_BYTES
 from ringprof.trace.kineto.byte_source import ByteSource
 
 EMPTY = msgspec.Raw(b"")

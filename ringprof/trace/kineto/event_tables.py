@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ringprof.limits import MemoryLimitError
+from ringprof.common.limits import MemoryLimitError
 from ringprof.trace.columns import (
     KERNEL,
     MEMCPY,

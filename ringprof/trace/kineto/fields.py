@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ringprof.json_object import JsonObject
+from ringprof.common.json_object import JsonObject
 from ringprof.trace.checks import LARGEST_NS, RANKS_LIMIT
 from ringprof.trace.columns import Device
 from ringprof.trace.kineto.collectives import whole_number

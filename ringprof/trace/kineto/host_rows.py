@@ -7,7 +7,7 @@ from itertools import islice
 
 import numpy as np
 
-from ringprof.limits import MemoryLimitError
+from ringprof.common.limits import MemoryLimitError
 from ringprof.trace.columns import Int8, Int32, Int64
 from ringprof.trace.host_events import Columns, rows_in_idle
 from ringprof.trace.kineto.event_list import Event

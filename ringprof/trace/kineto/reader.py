@@ -6,8 +6,8 @@ import os
 
 import msgspec
 
+from ringprof.common.limits import MemoryBudget
 from ringprof.errors import TraceFormatError
-from ringprof.limits import MemoryBudget
 from ringprof.trace.checks import overlap_warnings, validate_trace
 from ringprof.trace.columns import NO_DEVICE_ACTIVITIES, Notice, Trace
 from ringprof.trace.kineto.byte_source import ByteSource

@@ -13,7 +13,7 @@ from ringprof.analysis.findings.findings import Findings, findings_in_memory
 from ringprof.analysis.findings.summary import summarise
 from ringprof.analysis.findings.waterfall import find_waterfall
 from ringprof.analysis.timeline.window import Focus
-from ringprof.json_object import json_text
+from ringprof.common.json_object import json_text
 from ringprof.report import as_json
 from ringprof.report.terminal import render
 from ringprof.report.text import TextStyle

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
+from ringprof.common.files import read_whole
+from ringprof.common.validation import whole
 from ringprof.errors import UsageError
-from ringprof.files import read_whole
-from ringprof.validation import whole
 
 MOST = 1 << 20
 """Maximum number of documents in one sequence."""

@@ -1,4 +1,4 @@
-"""Main function of one rank of a recording or of a check, which ringprof starts through `ringprof.spawn`.
+"""Main function of one rank of a recording or of a check, which ringprof starts through `ringprof.entry_points.spawn`.
 
 Its arguments are TASK, the path of the task's JSON, and PARENT, the id of the process with which the rank ends.
 """

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from ringprof.decoding import decode_file
+from ringprof.common.decoding import decode_file
 from ringprof.errors import InputError
 
 OWNER_FILE = ".owner"

@@ -3,13 +3,14 @@
 With ``python -m`` or ``-c`` the current folder comes first on the import path, and an untrusted folder may hold a
 ``numpy.py``. (From Python 3.11 on, ``python -P`` would do.) For a script, its own folder comes first; it is removed
 before anything is imported. PATHS are the import paths of the parent process as JSON
-(`ringprof.process_pool.spawn_command`).
+(`ringprof.common.process_pool.spawn_command`).
 """
 
 import sys
 
-PACKAGE = __file__.rpartition("/")[0]
-sys.path[:] = [path for path in sys.path if path != PACKAGE]
+FOLDER = __file__.rpartition("/")[0]
+PACKAGE = FOLDER.rpartition("/")[0]
+sys.path[:] = [path for path in sys.path if path != FOLDER]
 
 import json  # noqa: E402
 import signal  # noqa: E402
@@ -21,7 +22,7 @@ def start(paths: str, what: str, *arguments: str) -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # SIGINT ends the process without a traceback: the parent process reports it.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # The parent process blocked it until this line (`ringprof.process_pool.interrupts_blocked`).
+    # The parent process blocked it until this line (`ringprof.common.process_pool.interrupts_blocked`).
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     parent_paths = json.loads(paths)
     sys.path[:] = [*parent_paths, *(path for path in sys.path if path not in parent_paths)]
@@ -31,10 +32,10 @@ def start(paths: str, what: str, *arguments: str) -> None:
     sys.modules["ringprof"] = module_from_spec(spec)
     spec.loader.exec_module(sys.modules["ringprof"])
     if what in ("record", "check"):
-        from ringprof.rank_main import main as run_rank
+        from ringprof.entry_points.rank_main import main as run_rank
 
         run_rank(what, list(arguments))
-    from ringprof.process_pool import main as run_worker
+    from ringprof.common.process_pool import main as run_worker
 
     run_worker(list(arguments))
 

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ringprof.common.files import read_bytes
 from ringprof.errors import InputError
-from ringprof.files import read_bytes
 
 UNREADABLE = (ValueError, msgspec.MsgspecError, RecursionError)
 """Errors that decoders raise: bad syntax, values of the wrong type, text that is not UTF-8, values nested too deeply.

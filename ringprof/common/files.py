@@ -15,8 +15,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 from urllib.parse import unquote
 
+from ringprof.common.limits import Limits
 from ringprof.errors import InputError, MissingExtraError, RingprofError
-from ringprof.limits import Limits
 
 # At least two letters, since a Windows path begins with one letter and a colon.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::[A-Za-z0-9+.:/-]+)?://")

@@ -1,0 +1,1 @@
+"""Parts of a workload: masks, document lengths and device specifications."""
