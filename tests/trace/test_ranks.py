@@ -12,7 +12,7 @@ from ringprof.analysis.timeline.window import EVERYTHING
 from ringprof.common.limits import Limits
 from ringprof.errors import InputError, TraceFormatError
 from ringprof.scale.pipeline import explain_stored
-from ringprof.scale.trace_set import TraceSet
+from ringprof.scale.workers import TraceSet
 from ringprof.scale.workers import LocalProcesses
 from ringprof.trace.ranks import read_traces
 from tests.paths import DATA
