@@ -28,8 +28,7 @@ from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle, shell_words
 from ringprof.run import RankTrace, Run, read_run
 from ringprof.scale.pipeline import explain_stored, explain_traces
-from ringprof.scale.trace_set import Notify, TraceSet
-from ringprof.scale.workers import LocalProcesses
+from ringprof.scale.workers import LocalProcesses, Notify, TraceSet
 from ringprof.trace.columns import Notice
 from ringprof.trace.formats import REDUCED, format_at, is_newest_reduced, parse_bytes
 from ringprof.trace.inputs import Input, detect, detect_bytes

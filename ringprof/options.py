@@ -12,7 +12,7 @@ from ringprof.common.files import read_whole
 from ringprof.common.limits import EXPANDED_BYTES, MEMORY_BYTES, Limits
 from ringprof.common.validation import refuse_below_one
 from ringprof.errors import InputError, UsageError
-from ringprof.scale.trace_set import Notify
+from ringprof.scale.workers import Notify
 
 _TEXTS = {"window": "train_step*", "between": "10ms,20ms", "group": "cp,dp"}
 _MOST_RULES = Limits(memory_bytes=1 << 25)

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 
 import msgspec
 
-from ringprof.analysis.iterations import times_are_of, window_iterations
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.timeline.kernels import RunKernel
 from ringprof.analysis.timeline.window import Focus
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS, Clocks, one_clock
-from ringprof.analysis.transfers.hops import HostOfRank
-from ringprof.analysis.transfers.hosts import clock_of, hosts_of
+from ringprof.analysis.transfers.hops import EMULATED, HostOfRank
 from ringprof.analysis.transfers.wait_and_wire import LinkClass
 from ringprof.errors import InputError
 from ringprof.run import Run
+from ringprof.trace.checks import RANKS_LIMIT
 from ringprof.trace.columns import CUT_OFF, NO_DEVICE_ACTIVITIES, Notice
 from ringprof.trace.one_run import RUN_WARNINGS, TraceFacts, rank_sort_key, split_recordings
-from ringprof.workload_checks import workload_problems
+from ringprof.workload_checks import counted_over_needed, workload_fits, workload_problems
 
 MOST_OF_OTHER = 5
 """Largest number of kernels of kind ``other`` that a report lists."""
@@ -158,9 +158,22 @@ Means over complete and incomplete traces would mislead.
 
 def read_run_info(facts: Sequence[TraceFacts], run: Run | None, ranks_per_host: int | None, focus: Focus) -> RunInfo:
     """Determine the ranks, hosts and clocks of one run's traces. Raises `InputError` for traces of several runs."""
-    warnings = [warning for trace in facts for warning in _warnings_with_rank(trace)]
+    # Each warning gets its trace's rank unless it concerns the whole run.
+    warnings = [
+        warning
+        if warning.rank is not None or warning.code in RUN_WARNINGS
+        else msgspec.structs.replace(warning, rank=trace.rank)
+        for trace in facts
+        for warning in trace.warnings
+    ]
     trace_index = _trace_index_by_rank(facts, warnings)
-    warnings = _refuse_mixed_runs(warnings, run, focus)
+    mixed = [warning for warning in warnings if warning.code == "mixed_runs"]
+    if mixed and run is None and not focus.mixed_runs:
+        # Means over several runs would describe neither.
+        raise InputError(f"{mixed[0].message} Give those of one, or take them together with --mixed-runs")
+    if run is not None:
+        # Traces named by a run.json are of one run, although one rank may end before another begins.
+        warnings = [warning for warning in warnings if warning.code != "mixed_runs"]
     ranks_with_trace = tuple(trace_index)
     for codes, reason in _EXCLUDED:
         excluded = {
@@ -171,46 +184,29 @@ def read_run_info(facts: Sequence[TraceFacts], run: Run | None, ranks_per_host: 
             warnings += [
                 Notice("left_out", f"the trace {reason}: the rank is left out", rank) for rank in sorted(excluded)
             ]
+    if run is not None:
+        warnings += [Notice(problem.code, problem.message) for problem in workload_problems(run)]
     trace_by_rank = {rank: facts[index] for rank, index in trace_index.items()}
     hosts = hosts_of(trace_by_rank, run, ranks_per_host)
     stated_sizes = [trace.world_size for trace in facts if trace.world_size]
     # A single trace that states no world size is a run of one rank, even if its file is called rank2.
     fallback_size = 1 if len(ranks_with_trace) == 1 else max(ranks_with_trace) + 1
     world_size = run.topology.world_size if run else max(stated_sizes, default=fallback_size)
+    expected: Collection[int] = ranks_with_trace
+    if run and run.topology.ranks:
+        expected = dict.fromkeys(run.topology.ranks)
+    elif run or stated_sizes or len(ranks_with_trace) > 1:
+        expected = range(world_size)
     return RunInfo(
         trace_index=trace_index,
         hosts=hosts,
         clock_of=clock_of(trace_by_rank, hosts),
-        warnings=(*warnings, *_workload_warnings(run)),
+        warnings=tuple(warnings),
         world_size=world_size,
-        expected=_expected_ranks(run, ranks_with_trace, world_size, size_stated=bool(stated_sizes)),
+        expected=expected,
         starts_ns={rank: trace.span_ns[0] for rank, trace in trace_by_rank.items() if trace.span_ns},
         chosen_ns=focus.between_ns,
     )
-
-
-def _workload_warnings(run: Run | None) -> list[Notice]:
-    """Return the warnings about the workload that the user of `capture` stated."""
-    return [Notice(problem.code, problem.message) for problem in workload_problems(run)] if run else []
-
-
-def _expected_ranks(
-    run: Run | None, ranks_with_trace: Collection[int], world_size: int, *, size_stated: bool
-) -> Collection[int]:
-    """Return the ranks that should have a trace; ``size_stated``: whether traces state their world size."""
-    if run and run.topology.ranks:
-        return dict.fromkeys(run.topology.ranks)
-    return range(world_size) if run or size_stated or len(ranks_with_trace) > 1 else ranks_with_trace
-
-
-def _warnings_with_rank(trace: TraceFacts) -> list[Notice]:
-    """Return the warnings of a trace, each with the trace's rank unless it concerns the whole run."""
-    return [
-        warning
-        if warning.rank is not None or warning.code in RUN_WARNINGS
-        else msgspec.structs.replace(warning, rank=trace.rank)
-        for warning in trace.warnings
-    ]
 
 
 def _trace_index_by_rank(facts: Sequence[TraceFacts], warnings: list[Notice]) -> dict[int, int]:
@@ -233,7 +229,13 @@ def _trace_index_by_rank(facts: Sequence[TraceFacts], warnings: list[Notice]) ->
         index_by_rank[rank] = index
         if len(facts) > 1:
             warnings.append(Notice("unknown_rank", f"{facts[index].path} names no rank: taken as rank {rank}", rank))
-    _refuse_other_sizes(facts)
+    sizes: dict[int, TraceFacts] = {}
+    for trace in facts:
+        if trace.world_size is not None:
+            sizes.setdefault(trace.world_size, trace)
+    if len(sizes) > 1:
+        (a, first), (b, second) = list(sizes.items())[:2]
+        raise InputError(f"{first.path} is of a run of {a} ranks, {second.path} of {b}: give the traces of one run")
     return dict(sorted(index_by_rank.items()))
 
 
@@ -249,29 +251,6 @@ def _same_rank_message(first: TraceFacts, second: TraceFacts, facts: Sequence[Tr
     )
 
 
-def _refuse_mixed_runs(warnings: list[Notice], run: Run | None, focus: Focus) -> list[Notice]:
-    """Raise `InputError` for traces of several runs, whose means would describe neither.
-
-    Returns the warnings. With ``run.json`` the traces are known to be of one run, although one rank may end before
-    another begins, so the warning is dropped.
-    """
-    mixed = [warning for warning in warnings if warning.code == "mixed_runs"]
-    if mixed and run is None and not focus.mixed_runs:
-        raise InputError(f"{mixed[0].message} Give those of one, or take them together with --mixed-runs")
-    return warnings if run is None else [warning for warning in warnings if warning.code != "mixed_runs"]
-
-
-def _refuse_other_sizes(facts: Sequence[TraceFacts]) -> None:
-    """Raise `InputError` where two traces state different world sizes."""
-    sizes: dict[int, TraceFacts] = {}
-    for trace in facts:
-        if trace.world_size is not None:
-            sizes.setdefault(trace.world_size, trace)
-    if len(sizes) > 1:
-        (a, first), (b, second) = list(sizes.items())[:2]
-        raise InputError(f"{first.path} is of a run of {a} ranks, {second.path} of {b}: give the traces of one run")
-
-
 # --- all ranks --------------------------------------------------------------------------------------
 
 
@@ -285,9 +264,20 @@ def judge_matching(
     """
     warnings = [Notice(*_UNMATCHED[reason], count=count) for reason, count in sorted(unmatched.items())]
     if clocks.pairs:
-        warnings.append(Notice("clocks_fitted", _fit_in_words(clocks)))
-    problem = _no_common_clock(ranks, clocks)
-    if problem is None and disagree:
+        residual = "is not known" if clocks.residual_ns >= UNKNOWN_NS else f"is {clocks.residual_ns / 1e3:.1f} us"
+        largest = max(abs(offset) for offset in clocks.offset_ns.values())
+        message = (
+            f"the clocks of {len(set(clocks.host.values()))} hosts are aligned by their transfers, not known to agree: "
+            f"offsets up to {largest / 1e3:.1f} us, the largest residual {residual}"
+        )
+        warnings.append(Notice("clocks_fitted", message))
+    problem = None
+    latest_start = max(rank.breakdown.start_ns + clocks.offset_ns[rank.rank] for rank in ranks)
+    earliest_end = min(rank.breakdown.end_ns + clocks.offset_ns[rank.rank] for rank in ranks)
+    # Times of CPU ranks are not compared with each other.
+    if latest_start > earliest_end and not all(rank.on_cpu for rank in ranks):
+        problem = Notice("mixed_runs", "the traces do not overlap in time: they are of different runs or clocks")
+    elif disagree:
         # Where no host is named, all ranks are assumed to share one clock.
         fit = (
             ""
@@ -302,16 +292,6 @@ def judge_matching(
     return True, warnings
 
 
-def _fit_in_words(clocks: Clocks) -> str:
-    """Describe how the clocks of the hosts are aligned: largest offset and residual."""
-    residual = "is not known" if clocks.residual_ns >= UNKNOWN_NS else f"is {clocks.residual_ns / 1e3:.1f} us"
-    largest = max(abs(offset) for offset in clocks.offset_ns.values())
-    return (
-        f"the clocks of {len(set(clocks.host.values()))} hosts are aligned by their transfers, not known to agree: "
-        f"offsets up to {largest / 1e3:.1f} us, the largest residual {residual}"
-    )
-
-
 _INCONCLUSIVE = "kernels wait less than the clocks of their hosts can tell: no wait and wire for them"
 
 _UNMATCHED = {
@@ -320,16 +300,6 @@ _UNMATCHED = {
     "bytes_differ": ("bytes_differ", "transfers whose bytes two ranks record differently: no wait and wire for them"),
     "no_record": ("no_record", "communication kernels without a record of peers and bytes: no wait and wire for them"),
 }
-
-
-def _no_common_clock(ranks: Sequence[Rank], clocks: Clocks) -> Notice | None:
-    """Return a warning where the ranks' windows share no moment in time; None where they do, and on CPU."""
-    if all(rank.on_cpu for rank in ranks):
-        return None  # times of CPU ranks are not compared with each other
-    latest_start = max(rank.breakdown.start_ns + clocks.offset_ns[rank.rank] for rank in ranks)
-    if latest_start > min(rank.breakdown.end_ns + clocks.offset_ns[rank.rank] for rank in ranks):
-        return Notice("mixed_runs", "the traces do not overlap in time: they are of different runs or clocks")
-    return None
 
 
 def all_warnings(
@@ -355,3 +325,91 @@ def merge_warnings(warnings: Iterable[Notice]) -> tuple[Notice, ...]:
             else msgspec.structs.replace(earlier, rank=None, count=earlier.count + warning.count)
         )
     return tuple(merged.values())
+
+
+def window_iterations(ranks: Sequence[Rank], run: Run | None) -> int | None:
+    """Count the iterations in the window; None where they are not known, and for a part of an iteration.
+
+    In a block that `capture` recorded, iterations are the training steps that all traces show. Where the traces show
+    none, they are the steps that the workload states.
+    """
+    sources = {rank.window_source for rank in ranks}
+    if any(rank.partial_window for rank in ranks) or len(sources) > 1:
+        return None
+    counted = _counted_steps(ranks)
+    if run is None or "ringprof" not in sources:
+        return counted
+    if not run.captured:
+        marked = {len(rank.iteration_ns) for rank in ranks}
+        return marked.pop() if len(marked) == 1 else None
+    stated = run.workload.steps if run.workload is not None and workload_fits(run) else None
+    if counted is None or stated is None:
+        return counted or stated
+    # Several optimizers may step in one iteration: the counted FLOPs then confirm the stated number.
+    return min(counted, stated) if counted_over_needed(run) is not None else counted
+
+
+def steps_warning(ranks: Sequence[Rank], run: Run | None) -> list[Notice]:
+    """Warn where a captured block has more steps than its workload states, and no counted FLOPs check that."""
+    if run is None or run.workload is None or not run.captured or counted_over_needed(run) is not None:
+        return []
+    counted, stated = _counted_steps(ranks), run.workload.steps
+    if counted is None or counted <= stated:
+        return []
+    message = (
+        f"the workload states {stated} step{'s' if stated > 1 else ''}, the captured block has {counted} optimizer "
+        f"steps: unless several of them share an iteration, state Workload(steps={counted}), or TFLOP/s are too low"
+    )
+    return [Notice("workload_steps_differ", message)]
+
+
+def times_are_of(ranks: Sequence[Rank], run: Run | None) -> str:
+    """Name the unit that the window's times stand for after division: ``one iteration``, ``the captured block`` ..."""
+    sources, count = {rank.window_source for rank in ranks}, window_iterations(ranks, run)
+    recorded_here = "ringprof" in sources
+    if count is not None:
+        captured = recorded_here and (run is None or run.captured) and count > 1
+        return f"one iteration ({count} captured)" if captured else "one iteration"
+    if any(rank.partial_window for rank in ranks):
+        return "one chosen range" if max(len(rank.iteration_ns) for rank in ranks) > 1 else "the chosen window"
+    if sources == {"trace"}:
+        return "the whole trace"
+    if not recorded_here or len(sources) > 1:
+        return "each rank's window"
+    return "the captured block" if run is not None else "one ringprof::iteration range"
+
+
+def _counted_steps(ranks: Sequence[Rank]) -> int | None:
+    """Return the training steps that all traces show; None where they differ or none is shown."""
+    counts = {rank.steps for rank in ranks}
+    return counts.pop() if len(counts) == 1 else None
+
+
+# --- hosts ---------------------------------------------------------------------------------------
+
+
+def hosts_of(facts: Mapping[int, TraceFacts], run: Run | None, ranks_per_host: int | None) -> HostOfRank:
+    """Return each rank's host: grouped by ``ranks_per_host``, else named by the run, else named by the traces."""
+    if ranks_per_host:
+        size = min(max([*facts, *(rank_facts.largest_peer for rank_facts in facts.values())]) + 1, RANKS_LIMIT)
+        return {rank: f"host{rank // ranks_per_host}" for rank in range(size)}
+    if run and run.topology.hosts:
+        names, per_host = run.topology.hosts, run.topology.ranks_per_host
+        if max(Counter(names).values()) <= per_host:
+            return dict(zip(run.ranks(), names, strict=True))
+        return {
+            rank: f"{name}{EMULATED}{index // per_host}"
+            for index, (rank, name) in enumerate(zip(run.ranks(), names, strict=True))
+        }
+    return {rank: rank_facts.host for rank, rank_facts in facts.items()}
+
+
+def clock_of(ranks: Iterable[int], hosts: HostOfRank) -> dict[int, str]:
+    """Return the host whose clock each rank reads.
+
+    Hosts emulated on one real host share its clock. Where no host has a name, all ranks count as one host.
+    """
+    named = {rank: (hosts.get(rank) or "").partition(EMULATED)[0] for rank in ranks}
+    if not any(named.values()):
+        return named
+    return {rank: name or f"unknown host of rank {rank}" for rank, name in named.items()}

@@ -22,12 +22,13 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
+from ringprof.analysis import intervals
 from ringprof.analysis.kinds.kinds import CODE
 from ringprof.analysis.rank import Detail
 from ringprof.analysis.timeline.idle import idle_stretches
 from ringprof.analysis.transfers.hops import HostOfRank, PeerBlock
 from ringprof.run import Run
-from ringprof.trace.columns import NONE, Int64, Trace
+from ringprof.trace.columns import NONE, Int64, among
 
 _SEND = re.compile(r"ringprof::send/(?P<channel>[^/]+)(/to=(?P<to>[0-9]{1,7}))?")
 SOON_NS = 20_000
@@ -65,17 +66,24 @@ def copy_hops(detail: Detail, rank: int, run: Run | None) -> tuple[CopyHop, ...]
     copies = in_window[(detail.classified.kind[in_window] == CODE["copy_engine"]) & (launch[in_window] != NONE)]
     if detail.device is not None:
         copies = copies[activities.device[copies] == detail.device]
-    ranges = _send_ranges(trace)
-    if not len(copies) or not ranges:
+    matches = {index: match for index, name in enumerate(trace.names) if (match := _SEND.fullmatch(name))}
+    send_ranges = np.flatnonzero(among(trace.annotations.name, np.array(list(matches), np.int32)))
+    if not len(copies) or not len(send_ranges):
         return ()
     copies = copies[np.argsort(launch[copies], kind="stable")]
-    range_of_copy = _range_of_launch(trace, launch[copies], ranges)
+    ranges, calls = trace.annotations, launch[copies]
+    range_of_copy = intervals.enclosing_rows(
+        (ranges.start_ns[send_ranges], ranges.end_ns[send_ranges], ranges.thread[send_ranges]),
+        trace.launches.start_ns[calls],
+        trace.launches.thread[calls],
+    )
     receivers = _recorded_receivers(run, rank)
     posting = _Posting(detail)
     hops, hops_of_channel = [], dict[str, int]()
     for range_index in dict.fromkeys(range_of_copy[range_of_copy != NONE].tolist()):
         hop_copies = copies[range_of_copy == range_index]
-        channel, receiver = ranges[range_index][3], ranges[range_index][4]
+        match = matches[int(ranges.name[send_ranges[range_index]])]
+        channel = match["channel"]
         first_copy = int(hop_copies[0])
         hops.append(
             CopyHop(
@@ -88,49 +96,11 @@ def copy_hops(detail: Detail, rank: int, run: Run | None) -> tuple[CopyHop, ...]
                 posted_ns=posting.posted_ns(first_copy),
                 device=int(activities.device[first_copy]),
                 target_device=int(activities.target_device[first_copy]),
-                receiver=receivers.get(channel) if receiver is None else receiver,
+                receiver=int(match["to"]) if match["to"] else receivers.get(channel),
             )
         )
         hops_of_channel[channel] += 1
     return tuple(hops)
-
-
-_Range = tuple[int, int, int, str, int | None]
-"""Start, end and thread of a send range, the channel in its name, and the receiving rank if the name states it."""
-
-
-def _send_ranges(trace: Trace) -> list[_Range]:
-    """Return the ``ringprof::send`` ranges of a trace, in order of start."""
-    annotations = trace.annotations
-    matches = {index: match for index, name in enumerate(trace.names) if (match := _SEND.fullmatch(name))}
-    ranges: list[_Range] = []
-    for range_index in np.flatnonzero(np.isin(annotations.name, list(matches))).tolist() if matches else ():
-        match = matches[int(annotations.name[range_index])]
-        receiver = int(match["to"]) if match["to"] else None
-        ranges.append(
-            (
-                int(annotations.start_ns[range_index]),
-                int(annotations.end_ns[range_index]),
-                int(annotations.thread[range_index]),
-                match["channel"],
-                receiver,
-            )
-        )
-    return sorted(ranges)
-
-
-def _range_of_launch(trace: Trace, launch: Int64, ranges: Sequence[_Range]) -> Int64:
-    """Return for each launch the index in ``ranges`` of the range on its thread that contains it, or `NONE`."""
-    range_index = np.full(len(launch), NONE, np.int64)
-    launched_ns, thread = trace.launches.start_ns[launch], trace.launches.thread[launch]
-    for thread_id in {send_range[2] for send_range in ranges}:
-        on_thread = np.array([index for index, send_range in enumerate(ranges) if send_range[2] == thread_id], np.int64)
-        start = np.array([ranges[index][0] for index in on_thread.tolist()], np.int64)
-        end = np.array([ranges[index][1] for index in on_thread.tolist()], np.int64)
-        position = np.searchsorted(start, launched_ns, side="right") - 1
-        inside = (thread == thread_id) & (position >= 0) & (launched_ns < end[np.maximum(position, 0)])
-        range_index[inside] = on_thread[position[inside]]
-    return range_index
 
 
 def _recorded_receivers(run: Run | None, rank: int) -> dict[str, int]:

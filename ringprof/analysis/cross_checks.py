@@ -13,7 +13,7 @@ from ringprof.analysis.timeline.rows import TimedActivities
 from ringprof.analysis.timeline.window import Window
 from ringprof.analysis.transfers.hops import total
 from ringprof.analysis.transfers.transfers import Transfer
-from ringprof.run import Run, Sent
+from ringprof.run import Run
 from ringprof.trace.columns import CUT_OFF, NONE, Notice, Trace, distinct
 
 _BLOCK = re.compile(r"ringprof::(fwd|bwd)/(?:.*/)?block")
@@ -60,34 +60,24 @@ def warn_of_other_counts(
         return []
     profiled = dict(zip(run.ranks(), run.profiled.iterations_ns, strict=False)) if run.profiled else {}
     iterations = len(profiled.get(rank, window.span_ns))
-    # Traces of CPU ranks hold no transfers.
-    hops_known = work.sent is not None and len(trace.activities.start_ns)
-    differences = _hop_differences(work.sent or (), transfers, iterations) if hops_known else []
-    if run.strategy and run.strategy.target.startswith(_OWN_STRATEGIES):
-        differences += _block_differences(work.block_calls, trace, window, iterations)
-    return [
-        Notice(
-            "run_counts_differ",
-            f"the trace has {in_trace}, run.json counts {in_run} in {iterations} profiled "
-            f"iteration{'s' if iterations > 1 else ''}: events may be repeated or missing, or be of another run",
-            rank,
-        )
-        for in_trace, in_run in differences
-    ]
-
-
-def _hop_differences(
-    recorded_sends: Sequence[Sent], transfers: Sequence[Transfer], iterations: int
-) -> list[tuple[str, str]]:
-    """Return the counts of hops in the trace and in ``run.json``, as two texts each, where they differ.
-
-    One hop may be several kernels or copies, so bytes are compared instead of counts where they are known.
-    """
+    # One hop may be several kernels or copies, so bytes are compared instead of counts where they are known.
     differences = []
+    recorded_sends = work.sent or ()
+    if not len(trace.activities.start_ns):
+        recorded_sends = ()  # traces of CPU ranks hold no transfers
     for kind, operation in (("send_recv", "send_recv"), ("copy_engine", "copy")):
         sent_hops = [sent_entry for sent_entry in recorded_sends if sent_entry.operation == operation]
         receivers = {sent_entry.to for sent_entry in sent_hops}
-        matching = [transfer for transfer in transfers if transfer.kind == kind and _goes_to(transfer, receivers)]
+        matching = [
+            transfer
+            for transfer in transfers
+            if transfer.kind == kind
+            and (
+                None in receivers  # None stands for any rank
+                or not (transfer.sends or transfer.receives)
+                or any(message.peer in receivers for message in transfer.sends)
+            )
+        ]
         counted, counted_bytes = (
             iterations * sum(getattr(transfer, column) for transfer in sent_hops) for column in ("count", "sent_bytes")
         )
@@ -102,14 +92,17 @@ def _hop_differences(
                 f"{counted} hops ({counted_bytes:,} bytes)",
             )
         )
-    return differences
-
-
-def _goes_to(transfer: Transfer, receivers: set[int | None]) -> bool:
-    """Return whether a transfer may be a hop to one of the ``receivers``; None among them stands for any rank."""
-    if None in receivers or not (transfer.sends or transfer.receives):
-        return True
-    return any(message.peer in receivers for message in transfer.sends)
+    if run.strategy and run.strategy.target.startswith(_OWN_STRATEGIES):
+        differences += _block_differences(work.block_calls, trace, window, iterations)
+    return [
+        Notice(
+            "run_counts_differ",
+            f"the trace has {in_trace}, run.json counts {in_run} in {iterations} profiled "
+            f"iteration{'s' if iterations > 1 else ''}: events may be repeated or missing, or be of another run",
+            rank,
+        )
+        for in_trace, in_run in differences
+    ]
 
 
 def _block_differences(calls: dict[str, int], trace: Trace, window: Window, iterations: int) -> list[tuple[str, str]]:

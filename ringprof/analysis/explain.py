@@ -26,15 +26,14 @@ from ringprof.analysis.timeline.cpu import (
     marks_waiting,
 )
 from ringprof.analysis.timeline.idle import idle_causes
-from ringprof.analysis.timeline.kernels import RankKernel, rank_kernels
-from ringprof.analysis.timeline.launches import launch_statistics
+from ringprof.analysis.timeline.kernels import RankKernel, launch_statistics, rank_kernels
 from ringprof.analysis.timeline.rows import DeviceActivities, timed_activities
 from ringprof.analysis.timeline.window import Focus, Window, find_window
 from ringprof.analysis.timeline.work import cpu_work, device_work
 from ringprof.analysis.transfers.hops import PeerBlock, Split, TimedHop, group_into_hops, hop_totals, spans_of, total
 from ringprof.analysis.transfers.transfers import Transfer, transfers_of
 from ringprof.errors import TraceFormatError, UsageError
-from ringprof.trace.columns import MEMCPY, NONE, Int64, Notice, Trace
+from ringprof.trace.columns import MEMCPY, NONE, Notice, Trace
 
 
 class Explained(msgspec.Struct, frozen=True):
@@ -59,7 +58,16 @@ def explain(
     Raises `TraceFormatError` where the trace holds nothing to analyse, `UsageError` where it lacks a chosen range.
     """
     warnings: list[Notice] = []
-    classified, in_group = _classify(rank, trace, focus, warnings)
+    classified = classify(trace, focus.rules)
+    replayed = int(np.count_nonzero(trace.activities.graph_node != NONE))
+    if replayed:
+        warnings.append(Notice("cuda_graph", f"{replayed} {_CUDA_GRAPH}", rank))
+    in_group = True
+    if focus.group is not None:
+        selection = groups.keep_group(classified, focus.group)
+        if selection.unknown:
+            warnings.append(Notice("group_unknown", _GROUP_UNKNOWN, rank, selection.unknown))
+        classified, in_group = selection.classified, selection.in_group
     window = msgspec.structs.replace(find_window(trace, classified.launch, focus.window), between_ns=between_ns)
     if is_cpu_trace(trace):
         return Explained(*_explain_cpu(rank, host, classified, window, warnings), [], tuple(warnings), in_group)
@@ -70,13 +78,28 @@ def explain(
             Notice("window_empty", "no activity was launched in the marked iterations: the whole trace is shown", rank)
         )
     in_window = window.activities()
-    device = _busiest_device(classified, window, in_window, rank, warnings)
+    chosen = timed_activities(classified, in_window, None, between_ns).activity
+    if not len(chosen):
+        raise UsageError(
+            f"--between: nothing ran in {trace.path} at that time; times count from the start of the trace"
+        )
+    # A breakdown covers one device: the one with the most activities.
+    devices, counts = np.unique(trace.activities.device[chosen], return_counts=True)
+    device = int(devices[np.argmax(counts)])
+    if len(devices) > 1:
+        others = f"{int(counts.sum() - counts.max())} activities ran on others"
+        message = f"{trace.path}: of {len(devices)} devices only {device} is reported; {others}"
+        warnings.append(Notice("several_devices", message, rank))
     rows = timed_activities(classified, in_window, device, between_ns)
     warnings += warn_of_overfull_streams(rows, trace, rank)
     background = DeviceActivities(classified, device).background(rows)
     # Hops are matched over the whole window: within chosen times the ranks would count different hops.
     on_device = in_window[trace.activities.device[in_window] == device]
     transfers = transfers_of(classified, on_device, rank)
+    name_indices = [index for index, name in enumerate(trace.names) if _FROM_HOST.search(name)]
+    columns = trace.activities
+    copies = (columns.category[on_device] == MEMCPY) & np.isin(columns.name[on_device], name_indices)
+    sizes = columns.size_bytes[on_device[copies]]
     metrics = Rank(
         rank=rank,
         host=host,
@@ -92,7 +115,8 @@ def explain(
         iteration_ns=tuple(int(part.end_ns.max() - part.start_ns.min()) for part in window.by_iteration(rows)),
         launches=launch_statistics(classified, rows),
         bytes_moved=BytesMoved(
-            total([transfer.sent_bytes for transfer in transfers]), _from_host_bytes(trace, on_device)
+            total([transfer.sent_bytes for transfer in transfers]),
+            None if np.any(sizes == NONE) else int(sizes.sum()),
         ),
         part_work=device_work(classified, rows),
     )
@@ -101,29 +125,6 @@ def explain(
 
 
 _FROM_HOST = re.compile("HtoD|H2D|HostToDevice", re.IGNORECASE)
-
-
-def _from_host_bytes(trace: Trace, activities: Int64) -> int | None:
-    """Sum the bytes copied from the host; None where the trace does not state the size of a copy."""
-    name_indices = [index for index, name in enumerate(trace.names) if _FROM_HOST.search(name)]
-    columns = trace.activities
-    copies = (columns.category[activities] == MEMCPY) & np.isin(columns.name[activities], name_indices)
-    sizes = columns.size_bytes[activities[copies]]
-    return None if np.any(sizes == NONE) else int(sizes.sum())
-
-
-def _classify(rank: int, trace: Trace, focus: Focus, warnings: list[Notice]) -> tuple[Classified, bool]:
-    """Classify the activities; return them with whether the chosen group communicates. Adds to ``warnings``."""
-    classified = classify(trace, focus.rules)
-    replayed = int(np.count_nonzero(trace.activities.graph_node != NONE))
-    if replayed:
-        warnings.append(Notice("cuda_graph", f"{replayed} {_CUDA_GRAPH}", rank))
-    if focus.group is None:
-        return classified, True
-    selection = groups.keep_group(classified, focus.group)
-    if selection.unknown:
-        warnings.append(Notice("group_unknown", _GROUP_UNKNOWN, rank, selection.unknown))
-    return selection.classified, selection.in_group
 
 
 _CUDA_GRAPH = (
@@ -178,28 +179,6 @@ def _explain_cpu(
     return metrics, Detail(classified, window, cpu_iterations=iterations)
 
 
-def _busiest_device(
-    classified: Classified, window: Window, activities: Int64, rank: int, warnings: list[Notice]
-) -> int:
-    """Return the device with the most activities, since a breakdown covers one device.
-
-    Warns where other devices ran activities, too. Raises `UsageError` where nothing ran in the chosen times.
-    """
-    trace = classified.trace
-    rows = timed_activities(classified, activities, None, window.between_ns)
-    if not len(rows.activity):
-        raise UsageError(
-            f"--between: nothing ran in {trace.path} at that time; times count from the start of the trace"
-        )
-    devices, counts = np.unique(trace.activities.device[rows.activity], return_counts=True)
-    busiest = int(devices[np.argmax(counts)])
-    if len(devices) > 1:
-        others = f"{int(counts.sum() - counts.max())} activities ran on others"
-        message = f"{trace.path}: of {len(devices)} devices only {busiest} is reported; {others}"
-        warnings.append(Notice("several_devices", message, rank))
-    return busiest
-
-
 # --- with data of the other ranks ---------------------------------------------------------------------
 
 
@@ -242,12 +221,17 @@ def with_communication(rank: Rank, detail: Detail, waited_for: Mapping[int, int]
         exposure = exposure_of(detail, detail.rows())
         breakdown = breakdown.with_blocked(spans_of(detail.blocks))
         idle = idle_causes(detail.idle_parts(), detail.classified.trace.names)
+        # Time waited by kernels, and by the idle device.
+        waited_by_peer = defaultdict(int, waited_for)
+        for block in detail.blocks:
+            if block.part == "wait" and block.peer is not None:
+                waited_by_peer[block.peer] += block.time_ns
         exposed = ExposedTime(
             wire_ns=intervals.length_ns(exposure.wire),
             wait_ns=intervals.length_ns(exposure.wait),
             on_wire_ns=exposure.wire_ns,
             by_group=exposure.by_group,
-            waited_for=_waiting_by_peer(waited_for, detail.blocks),
+            waited_for=dict(waited_by_peer),
         )
     sends = [message.peer for hop in detail.hops for part in hop.parts for message in part.transfer.sends]
     return replace(
@@ -259,12 +243,3 @@ def with_communication(rank: Rank, detail: Detail, waited_for: Mapping[int, int]
         exposed=exposed,
         hop_peers=frozenset(sends),
     )
-
-
-def _waiting_by_peer(waited_in_kernels: Mapping[int, int], blocks: Sequence[PeerBlock]) -> dict[int, int]:
-    """Map each peer to the nanoseconds waited for it, by kernels and by the idle device."""
-    times = defaultdict(int, waited_in_kernels)
-    for block in blocks:
-        if block.part == "wait" and block.peer is not None:
-            times[block.peer] += block.time_ns
-    return dict(times)

@@ -56,24 +56,18 @@ def exposure_of(detail: Detail, rows: TimedActivities) -> Exposure:
     wire = intervals.intersection(exposed, on_wire)
     rest = intervals.subtraction(exposed, wire)
     unknown = intervals.intersection(rest, intervals.union(rows.start_ns[untimed], rows.end_ns[untimed]))
-    waiting, by_group = intervals.subtraction(rest, unknown), _exposed_by_group(detail, rows, compute)
+    rows_of_group: dict[tuple[str, str], list[int]] = {}
+    for row in np.flatnonzero(communication).tolist():
+        collectives = detail.classified.calls.get(int(rows.activity[row]), ())
+        rows_of_group.setdefault((KINDS[rows.kind[row]], name_of_group(collectives)), []).append(row)
+    by_group = {}
+    for key, group_rows in rows_of_group.items():
+        spans = intervals.union(rows.start_ns[group_rows], rows.end_ns[group_rows])
+        by_group[key] = intervals.length_ns(intervals.subtraction(spans, compute))
+    waiting = intervals.subtraction(rest, unknown)
     peer_blocks = [spans_of(detail.blocks, part) for part in ("wire", "wait", "unsplit")]
     wire, waiting, unknown = map(intervals.merged, (wire, waiting, unknown), peer_blocks)
     blocked_ns = sum(map(intervals.length_ns, peer_blocks))
     if blocked_ns:
         by_group["copy_engine", ""] = by_group.get(("copy_engine", ""), 0) + blocked_ns
     return Exposure(wire, waiting, unknown, intervals.length_ns(intervals.merged(on_wire, peer_blocks[0])), by_group)
-
-
-def _exposed_by_group(detail: Detail, rows: TimedActivities, compute: Spans) -> dict[tuple[str, str], int]:
-    """Return the exposed nanoseconds of communication by (kind, process group)."""
-    rows_of_group: dict[tuple[str, str], list[int]] = {}
-    collectives_of_activity = detail.classified.calls
-    for row in np.flatnonzero(rows.of(*COMMUNICATION)).tolist():
-        collectives = collectives_of_activity.get(int(rows.activity[row]), ())
-        rows_of_group.setdefault((KINDS[rows.kind[row]], name_of_group(collectives)), []).append(row)
-    exposed_ns = {}
-    for key, group_rows in rows_of_group.items():
-        spans = intervals.union(rows.start_ns[group_rows], rows.end_ns[group_rows])
-        exposed_ns[key] = intervals.length_ns(intervals.subtraction(spans, compute))
-    return exposed_ns

@@ -11,7 +11,7 @@ import msgspec
 from ringprof.analysis.kinds.classify import Classified
 from ringprof.analysis.timeline.breakdown import Breakdown, break_down
 from ringprof.analysis.timeline.idle import IdleCauses, IdleParts, idle_parts
-from ringprof.analysis.timeline.launches import LaunchStatistics
+from ringprof.analysis.timeline.kernels import LaunchStatistics
 from ringprof.analysis.timeline.rows import DeviceActivities, TimedActivities, timed_activities
 from ringprof.analysis.timeline.window import Window
 from ringprof.analysis.timeline.work import PartWork

@@ -16,7 +16,7 @@ from ringprof.prediction.advise import advice_dict, advise
 from ringprof.prediction.calibration import read_calibration
 from ringprof.prediction.recommendation_text import advice_text, document
 from ringprof.report.page.html import render as page
-from ringprof.scale.trace_set import ignore_progress
+from ringprof.scale.workers import ignore_progress
 
 _UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}
 

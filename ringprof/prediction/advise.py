@@ -17,7 +17,7 @@ from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import PredictionResult, ScheduleOf, predict, prediction_dict
 from ringprof.prediction.query import Query
 from ringprof.run import Workload
-from ringprof.scale.trace_set import Notify, ignore_progress
+from ringprof.scale.workers import Notify, ignore_progress
 
 _SCHEMA = "ringprof.advice/1"
 HIDDEN = 0.02

@@ -18,10 +18,16 @@ from typing import Any
 
 import msgspec
 
-from ringprof.analysis.attribution import Attribution, RunInfo, all_warnings, judge_matching, read_run_info
+from ringprof.analysis.attribution import (
+    Attribution,
+    RunInfo,
+    all_warnings,
+    judge_matching,
+    read_run_info,
+    steps_warning,
+)
 from ringprof.analysis.copy_waits import CopyPeers, count_unequal_hops, name_receivers, peers_of_ranks
 from ringprof.analysis.findings.findings import Findings, findings_in_memory
-from ringprof.analysis.iterations import steps_warning
 from ringprof.analysis.kinds.groups import refuse_unknown_group
 from ringprof.analysis.rank import Rank, in_memory_reader
 from ringprof.analysis.steps.plan import StepSummary
@@ -48,8 +54,7 @@ from ringprof.run import Run
 from ringprof.scale import stages
 from ringprof.scale.collective_index import CollectiveExtract, CollectiveIndex
 from ringprof.scale.store import DiskStore, MemoryStore, RankStore
-from ringprof.scale.trace_set import Notify, TraceSet, ignore_progress
-from ringprof.scale.workers import LocalProcesses, Workers
+from ringprof.scale.workers import LocalProcesses, Notify, TraceSet, Workers, ignore_progress
 from ringprof.trace.columns import Trace
 from ringprof.trace.one_run import TraceFacts, checked_facts, facts_of
 

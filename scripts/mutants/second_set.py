@@ -23,7 +23,7 @@ RULES = [
          "np.searchsorted(self._ends, end - SOON_NS)",
          "nothing: the parts before the device became idle have no length, and such parts are left out",
          equivalent=True),
-    Rule(f"{ANALYSIS}/iterations.py", "return min(counted, stated) if", "return max(counted, stated) if",
+    Rule(f"{ANALYSIS}/attribution.py", "return min(counted, stated) if", "return max(counted, stated) if",
          "two optimizers make two iterations of one, and times are halved"),
     Rule(f"{ANALYSIS}/findings/waterfall.py", "needed_flops = iteration_count * (run.needed_flops() or 0)",
          "needed_flops = run.needed_flops() or 0",

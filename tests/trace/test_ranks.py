@@ -12,8 +12,7 @@ from ringprof.analysis.timeline.window import EVERYTHING
 from ringprof.common.limits import Limits
 from ringprof.errors import InputError, TraceFormatError
 from ringprof.scale.pipeline import explain_stored
-from ringprof.scale.trace_set import TraceSet
-from ringprof.scale.workers import LocalProcesses
+from ringprof.scale.workers import LocalProcesses, TraceSet
 from ringprof.trace.ranks import read_traces
 from tests.paths import DATA
 from tests.trace.kineto_text import REAL, document, kernel

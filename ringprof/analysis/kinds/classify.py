@@ -83,7 +83,13 @@ def classify(trace: Trace, user_rules: Sequence[Rule] = ()) -> Classified:
         kind[activity], evidence[activity] = CODE[kind_by_calls[id(activity_calls)]], source
     _classify_by_comm_annotation(trace, launch, kind, evidence)
     _classify_by_stream(trace, launch, kind, evidence)
-    return Classified(trace, kind, evidence, launch, calls, _attention_families(trace, rules))
+    counts = np.bincount(trace.activities.name, minlength=len(trace.names))
+    activity_count: dict[str, int] = {}
+    for index, rule in rules.items():
+        if rule is not None and rule.family and rule.kind in ATTENTION:
+            activity_count[rule.family] = activity_count.get(rule.family, 0) + int(counts[index])
+    families = tuple(sorted(activity_count, key=lambda family: (-activity_count[family], family)))
+    return Classified(trace, kind, evidence, launch, calls, families)
 
 
 def launches_of(trace: Trace) -> Int64:
@@ -123,16 +129,6 @@ def _activities_with_rule(
     matching = np.zeros(max(len(trace.names), 1), np.bool_)
     matching[[index for index, rule in rules.items() if predicate(rule)]] = True
     return matching[trace.activities.name]
-
-
-def _attention_families(trace: Trace, rules: Rules) -> tuple[str, ...]:
-    """Return the families of the attention kernels that ran, most frequent first."""
-    counts = np.bincount(trace.activities.name, minlength=len(trace.names))
-    activity_count: dict[str, int] = {}
-    for index, rule in rules.items():
-        if rule is not None and rule.family and rule.kind in ATTENTION:
-            activity_count[rule.family] = activity_count.get(rule.family, 0) + int(counts[index])
-    return tuple(sorted(activity_count, key=lambda family: (-activity_count[family], family)))
 
 
 # --- the launch: operators and ringprof's own ranges --------------------------------------------------
@@ -227,17 +223,10 @@ def _calls_by_activity(trace: Trace, launch: Int64, kind: Int8) -> Iterator[tupl
     communication[with_record] = True
     bare = communication & (trace.activities.collective == NONE) & (launch != NONE)
     # All nodes of a CUDA graph share one launch, so the records before that launch belong to none of them.
-    bare &= (trace.activities.graph_node == NONE) & _has_own_launch(launch)
+    bare &= (trace.activities.graph_node == NONE) & (np.bincount(launch + 1, minlength=1)[launch + 1] == 1)
     for activity, numbers in _records_before(trace, launch, communication, bare):
         if calls := calls_of(numbers):
             yield activity, calls, CPU_RECORDS
-
-
-def _has_own_launch(launch: Int64) -> npt.NDArray[np.bool_]:
-    """Return a mask of the activities that share their launch with no other activity."""
-    counts = np.bincount(launch + 1, minlength=1)
-    alone: npt.NDArray[np.bool_] = counts[launch + 1] == 1
-    return alone
 
 
 def _records_before(
@@ -300,8 +289,10 @@ def _classify_by_comm_annotation(trace: Trace, launch: Int64, kind: Int8, eviden
     rows &= kind != CODE["copy_engine"]
     if not rows.any():
         return
-    kind_of_range = {name: comm_kind for name in trace.names if (comm_kind := _kind_of_comm_range(name))}
-    for name in set(kind_of_range.values()):
+    named_call = {name: match[1] for name in trace.names if (match := _COMM_RANGE.match(name))}
+    kind_of_range = {name: kind_of_collective(call) or "comm_other" for name, call in named_call.items()}
+    # nccl:coalesced marks a batch of calls without naming them.
+    for name in set(kind_of_range.values()) - {"comm_other"}:
         wanted = {text for text, kind_named in kind_of_range.items() if kind_named == name}
         inside = rows & launched_inside(trace, launch, trace.annotations, wanted.__contains__)
         kind[inside], evidence[inside] = CODE[name], ANNOTATION
@@ -320,11 +311,3 @@ def _classify_by_stream(trace: Trace, launch: Int64, kind: Int8, evidence: Int8)
         others = distinct(kind[same_stream & ~named & is_kind(kind, *COMMUNICATION)])
         if len(others) == 1:
             kind[activity], evidence[activity] = others[0], STREAM
-
-
-def _kind_of_comm_range(name: str) -> str | None:
-    """Return the kind that a communication annotation names; None for other ranges and for batches."""
-    match = _COMM_RANGE.match(name)
-    kind = kind_of_collective(match[1]) if match else None
-    # nccl:coalesced marks a batch of calls without naming them.
-    return None if kind == "comm_other" else kind

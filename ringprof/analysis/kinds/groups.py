@@ -67,7 +67,14 @@ def name_of_group(calls: Calls) -> str:
 
 def group_names(trace: Trace) -> set[str]:
     """Return the groups that one trace has a record of, with their ranks, for messages."""
-    return {_describe_group(record, trace) for record in trace.collectives if record.group is not None}
+    names = set()
+    for record in trace.collectives:
+        if record.group is not None:
+            ranks = _group_ranks(record, trace)
+            description = f" ({record.group_description})" if record.group_description else ""
+            members = f" of ranks {','.join(map(str, ranks[:8]))}{',...' if len(ranks) > 8 else ''}" if ranks else ""
+            names.add(f"{record.group}{description}{members}")
+    return names
 
 
 def refuse_unknown_group(group: str, names: Iterable[str]) -> None:
@@ -76,14 +83,6 @@ def refuse_unknown_group(group: str, names: Iterable[str]) -> None:
     if not listed:
         raise UsageError(f"--group {group!r}: no trace records the group of its communication (CPU traces never do)")
     raise UsageError(f"--group {group!r}: nothing was communicated in such a group; the traces have: {listed}")
-
-
-def _describe_group(record: CommRecord, trace: Trace) -> str:
-    """Return a record's group for messages: name, description and first ranks."""
-    ranks = _group_ranks(record, trace)
-    description = f" ({record.group_description})" if record.group_description else ""
-    members = f" of ranks {','.join(map(str, ranks[:8]))}{',...' if len(ranks) > 8 else ''}" if ranks else ""
-    return f"{record.group}{description}{members}"
 
 
 class _Choice(msgspec.Struct, frozen=True):

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
-from ringprof.analysis.kinds.inductor import kind_of_inductor
-
 
 class Rule(NamedTuple):
     """A kernel whose name, in lower case, contains ``pattern`` (a regular expression) is of this kind.
@@ -329,11 +327,7 @@ _PASS = re.compile(r"fwd|bwd|forward|backward|[fb]prop|cutlass[fb]|do_o|odo|dk_?
 
 def required_words(pattern: str) -> tuple[str, ...]:
     """Return the literal words of a pattern, one of which must occur in every matching name; "" occurs in any name."""
-    return tuple(word for branch in _branches(pattern) for word in _most_selective_words(branch))
-
-
-def _branches(pattern: str) -> list[list[str]]:
-    """Split a pattern into its alternatives, each a list of pieces; a bracketed group is one piece."""
+    # Split the pattern into its alternatives, each a list of pieces; a bracketed group is one piece.
     branches, group, depth = [list[str]()], "", 0
     for piece in _PIECE.finditer(pattern):
         depth += (piece[1] == "(") - (piece[1] == ")")
@@ -345,58 +339,115 @@ def _branches(pattern: str) -> list[list[str]]:
         else:
             branches[-1].append(group)
         group = ""
-    return branches
-
-
-def _most_selective_words(branch: list[str]) -> tuple[str, ...]:
-    """Return the most selective literal words of a branch: those of the piece whose shortest word is longest."""
-    plain_run, choices = "", list[tuple[str, ...]]([("",)])
-    for piece in branch:
-        plain_run = plain_run + piece if _WORDS.fullmatch(piece) else ""
-        choices.append((plain_run,))
-        # Optional pieces and lookarounds require no word.
-        if piece.endswith(")") and not piece.startswith(("(?<", "(?=", "(?!")):
-            choices.append(required_words(piece[1:-1]))
-    return max(choices, key=lambda words: min(map(len, words)))
-
-
-@cache
-def _table() -> list[tuple[Rule, tuple[str, ...], bool]]:
-    """Return for each rule: the rule, its required words, and whether one such word is sufficient.
-
-    Searching words is many times faster than searching expressions, and few expressions are ever compiled: compiling
-    all of them takes longer than reading a small trace.
-    """
-    table = []
-    for rule in RULES:
-        is_plain = _PLAIN.fullmatch(rule.pattern) is not None
-        words = tuple(rule.pattern.split("|")) if is_plain else required_words(rule.pattern)
-        table.append((rule, words, is_plain and not (rule.then or rule.later)))
-    return table
+    words: tuple[str, ...] = ()
+    for branch in branches:
+        plain_run, choices = "", list[tuple[str, ...]]([("",)])
+        for text in branch:
+            plain_run = plain_run + text if _WORDS.fullmatch(text) else ""
+            choices.append((plain_run,))
+            # Optional pieces and lookarounds require no word.
+            if text.endswith(")") and not text.startswith(("(?<", "(?=", "(?!")):
+                choices.append(required_words(text[1:-1]))
+        # The most selective words are those of the piece whose shortest word is longest.
+        words += max(choices, key=lambda choice: min(map(len, choice)))
+    return words
 
 
 _PREFIX_LENGTH = 3
 """Letters of a word by which rules are looked up: an untrusted trace may hold a million names."""
 
 
+class _Lookup(NamedTuple):
+    """The built-in rules, arranged so that few are tried for a name.
+
+    Searching words is many times faster than searching expressions, and few expressions are ever compiled: compiling
+    all of them takes longer than reading a small trace.
+    """
+
+    table: list[tuple[Rule, tuple[str, ...], bool]]
+    """For each rule: the rule, its required words, and whether one such word is sufficient."""
+    by_prefix: dict[str, list[int]]
+    """Prefix of a required word -> indices into the table."""
+    always: list[int]
+    """Indices of the rules that any name may match."""
+
+
 @cache
-def _rules_by_prefix() -> tuple[dict[str, list[int]], list[int]]:
-    """Return indices into the table: rules by the prefix of a required word, and rules that any name may match."""
-    by_prefix, always = dict[str, list[int]](), list[int]()
-    for index, (_, words, _) in enumerate(_table()):
+def _lookup() -> _Lookup:
+    """Arrange the built-in rules."""
+    lookup = _Lookup([], {}, [])
+    for index, rule in enumerate(RULES):
+        is_plain = _PLAIN.fullmatch(rule.pattern) is not None
+        words = tuple(rule.pattern.split("|")) if is_plain else required_words(rule.pattern)
+        lookup.table.append((rule, words, is_plain and not (rule.then or rule.later)))
         if min(map(len, words)) < _PREFIX_LENGTH:
-            always.append(index)
+            lookup.always.append(index)
             continue
         for word in words:
-            by_prefix.setdefault(word[:_PREFIX_LENGTH], []).append(index)
-    return by_prefix, always
+            lookup.by_prefix.setdefault(word[:_PREFIX_LENGTH], []).append(index)
+    return lookup
 
 
-def _candidate_rules(name: str) -> list[int]:
-    """Return the indices of the rules that may match a name, in order."""
-    by_prefix, always = _rules_by_prefix()
-    prefixes = {name[start : start + _PREFIX_LENGTH] for start in range(len(name) - _PREFIX_LENGTH + 1)}
-    return sorted({index for prefix in by_prefix.keys() & prefixes for index in by_prefix[prefix]}.union(always))
+# --- torch.compile's Triton kernels --------------------------------------------------------------
+
+
+_NAME = re.compile(r"triton_(poi|red|per|tem|for|spl|mix|unk)_fused_?(\w*)")
+
+
+def _any_word(*names: str) -> re.Pattern[str]:
+    """Return a pattern for any of these operator names between underscores."""
+    return re.compile(rf"(?:^|_)(?:{'|'.join(names)})(?=_|$)")
+
+
+_MERGE = re.compile(r"sub_sigmoid_\w*mul_sub")  # ring-flash-attention's update of out and LSE
+_BACKWARD_ATTENTION = _any_word("flex_attention_backward")
+_ATTENTION = _any_word("flex_attention", "flex_decoding")
+_CONVOLUTION = _any_word("convolution")
+_SOFTMAX = re.compile(r"softmax|cross_entropy")
+_NORM = re.compile(r"(?:layer|rms|batch|group|instance)_norm|var_mean")
+_ROOT, _MEAN = _any_word("rsqrt"), _any_word("mean", "var")
+_EMBEDDING = re.compile(r"embedding")
+_ARITHMETIC = _any_word(
+    "r?add", "r?sub", "mul", "div", "pow", "exp", "log", "log1p", "sigmoid", "silu", "gelu", "relu", "tanh", "r?sqrt",
+    "where", "native_dropout", "dropout", "clamp", "neg", "maximum", "minimum", "lerp", "addc(?:mul|div)", "cos", "sin",
+    "erf", "abs", "threshold", "masked_fill", "logical", "bitwise", "round", "floor", "addmm", "b?mm", "convolution",
+    "sum", "mean", "zeros", "ones", "full", "fill", "arange", "bernoulli", "rand", "reciprocal", "eq", "ne", "[lg][te]",
+)  # fmt: skip
+_MOVES = _any_word(
+    "cat", "clone", "slice", "split", "split_with_sizes", "index", "gather", "scatter", "permute", "transpose", "stack",
+    "select", "pad", "constant_pad_nd", "copy", "repeat", "flip", "roll", "sort", "topk", "index_put", "unbind",
+)  # fmt: skip
+
+
+def kind_of_inductor(name: str) -> str | None:
+    """Return the kind of a Triton kernel of torch.compile; None for a name of any other form."""
+    match = _NAME.match(name)
+    if match is None:
+        return None
+    sort, operators = match[1], match[2]
+    if sort == "tem":
+        if _BACKWARD_ATTENTION.search(operators):
+            return "flash_bwd"
+        if _ATTENTION.search(operators):
+            return "flash_fwd"
+        return "convolution" if _CONVOLUTION.search(operators) else "gemm"
+    if sort == "for":
+        return "optimizer"
+    if _MERGE.search(operators):
+        return "merge"
+    if _SOFTMAX.search(operators):
+        return "softmax"
+    if _NORM.search(operators) or (_ROOT.search(operators) and _MEAN.search(operators)):
+        return "norm"
+    if _EMBEDDING.search(operators):
+        return "embedding"
+    if sort in ("red", "per", "spl"):
+        return "reduction"
+    if _ARITHMETIC.search(operators):
+        return "elementwise"
+    if _MOVES.search(operators.replace("_to_copy", "")):
+        return "permute"
+    return "cast" if "_to_copy" in operators else "elementwise"
 
 
 def rule_for(name: str, user_rules: Sequence[Rule] = ()) -> Rule | None:
@@ -431,8 +482,10 @@ def _without_parameters(name: str) -> str:
 
 def _built_in_rule_for(name: str) -> Rule | None:
     """Return the first built-in rule that matches a lower-case name without parameters."""
-    for index in _candidate_rules(name):
-        rule, words, sufficient = _table()[index]
+    table, by_prefix, always = _lookup()
+    prefixes = {name[start : start + _PREFIX_LENGTH] for start in range(len(name) - _PREFIX_LENGTH + 1)}
+    for index in sorted({index for prefix in by_prefix.keys() & prefixes for index in by_prefix[prefix]}.union(always)):
+        rule, words, sufficient = table[index]
         if not any(word in name for word in words):
             continue
         if sufficient:

@@ -31,29 +31,21 @@ def parse_rules(text: str, name: str) -> tuple[Rule, ...]:
     for number, line in enumerate(text.splitlines(), start=1):
         stripped = line.strip()
         if stripped and not stripped.startswith("#"):
-            rules.append(_rule(stripped, f"{name}:{number}"))
+            where = f"{name}:{number}"
+            kind, *rest = stripped.split(maxsplit=1)
+            if kind not in KNOWN:
+                near = difflib.get_close_matches(kind, KNOWN, n=1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise UsageError(f"{where}: {kind!r} is not a kind; {hint}there are: {', '.join(KNOWN)}")
+            if not rest:
+                raise UsageError(
+                    f"{where}: no pattern after {kind!r}; write part of a kernel's name, or one with * or ?"
+                )
+            has_wildcard = "*" in rest[0] or "?" in rest[0]
+            rules.append(Rule(kind, "", rf"\A{wildcards(rest[0])}\Z" if has_wildcard else re.escape(rest[0])))
     if not rules:
         raise UsageError(f"{name}: no rule in it; write one a line: a kind, then part of a kernel's name")
     return tuple(rules)
-
-
-def _rule(line: str, where: str) -> Rule:
-    """Parse one line; ``where`` names it in errors."""
-    kind, *rest = line.split(maxsplit=1)
-    if kind not in KNOWN:
-        near = difflib.get_close_matches(kind, KNOWN, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UsageError(f"{where}: {kind!r} is not a kind; {hint}there are: {', '.join(KNOWN)}")
-    if not rest:
-        raise UsageError(f"{where}: no pattern after {kind!r}; write part of a kernel's name, or one with * or ?")
-    return Rule(kind, "", _expression(rest[0]))
-
-
-def _expression(pattern: str) -> str:
-    """Return the regular expression to search for."""
-    if "*" not in pattern and "?" not in pattern:
-        return re.escape(pattern)
-    return rf"\A{wildcards(pattern)}\Z"
 
 
 def wildcards(pattern: str) -> str:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from ringprof.analysis import intervals
 from ringprof.analysis.kinds.kinds import ATTENTION, CODE
 from ringprof.analysis.rank import Detail
 from ringprof.analysis.timeline.rows import TimedActivities
@@ -96,15 +97,42 @@ def named_blocks(detail: Detail, rows: TimedActivities, iteration: Int64, order:
         block_ranges = [range_index for range_index, item in enumerate(ranges) if item.part == "block"]
         if not block_ranges:
             continue
-        attention_rows = np.flatnonzero(rows.of(*ATTENTION))
-        range_index = _enclosing_ranges(
-            trace, detail.classified.launch[rows.activity[attention_rows]], ranges, block_ranges
+        launch, calls_of_host = detail.classified.launch, trace.launches
+        attention_rows = np.flatnonzero(rows.of(*ATTENTION) & (launch[rows.activity] != NONE))
+        call = launch[rows.activity[attention_rows]]
+        start, end, thread = (
+            np.array([getattr(ranges[index], name) for index in block_ranges], np.int64)
+            for name in ("start_ns", "end_ns", "thread")
         )
-        attention_rows, range_index = attention_rows[range_index != NONE], range_index[range_index != NONE]
+        enclosing = intervals.enclosing_rows(
+            (start, end, thread), calls_of_host.start_ns[call], calls_of_host.thread[call]
+        )
+        attention_rows = attention_rows[enclosing != NONE]
+        range_index = np.array(block_ranges, np.int64)[enclosing[enclosing != NONE]]
         if len(attention_rows):
-            return _blocks_of_ranges(
-                attention_rows, range_index, _number_calls(ranges), ranges, iteration, order, source
-            )
+            # A new call begins where the steps of a phase start over.
+            calls = []
+            count, previous = dict.fromkeys(PHASES, 0), dict.fromkeys(PHASES, (-1, ""))
+            for item in ranges:
+                step, part = previous[item.phase]
+                repeats = item.step == step and part == "merge" and item.part == "block"
+                count[item.phase] += item.step < step or repeats
+                previous[item.phase] = item.step, item.part
+                calls.append(count[item.phase])
+            # Calls are counted from 0 in every iteration.
+            absolute_keys = [
+                StepKey(number, ranges[index].phase, calls[index], ranges[index].step)
+                for number, index in zip(iteration[attention_rows].tolist(), range_index.tolist(), strict=True)
+            ]
+            first_call: dict[tuple[int, str], int] = {}
+            for key in absolute_keys:
+                lowest = first_call.setdefault((key.iteration, key.phase), key.call)
+                first_call[key.iteration, key.phase] = min(lowest, key.call)
+            keys = [
+                StepKey(number, phase, index - first_call[number, phase], step)
+                for number, phase, index, step in absolute_keys
+            ]
+            return blocks_in_order(attention_rows, keys, order[attention_rows], source)
     return None
 
 
@@ -120,66 +148,6 @@ def _ranges(trace: Trace, pattern: re.Pattern[str]) -> list[_Range]:
         phase = "bwd" if fields["phase"].lower().startswith("b") else "fwd"
         result.append(_Range(start, end, thread, phase, int(fields["step"]), fields.get("part", "block")))
     return result
-
-
-def _number_calls(ranges: list[_Range]) -> list[int]:
-    """Return the attention call of each range: a new call begins where the steps of a phase start over."""
-    calls = []
-    call, previous = dict.fromkeys(PHASES, 0), dict.fromkeys(PHASES, (-1, ""))
-    for item in ranges:
-        step, part = previous[item.phase]
-        repeats = item.step == step and part == "merge" and item.part == "block"
-        call[item.phase] += item.step < step or repeats
-        previous[item.phase] = item.step, item.part
-        calls.append(call[item.phase])
-    return calls
-
-
-def _enclosing_ranges(trace: Trace, launch: Int64, ranges: list[_Range], block_ranges: list[int]) -> Int64:
-    """Return for each launch the index in ``ranges`` of the block range around it on its thread, or `NONE`."""
-    result = np.full(len(launch), NONE, np.int64)
-    has_launch = launch != NONE
-    launch_row = np.where(has_launch, launch, 0)
-    if not has_launch.any():
-        return result
-    for thread in {ranges[index].thread for index in block_ranges}:
-        of_thread = np.array([index for index in block_ranges if ranges[index].thread == thread], np.int64)
-        start = np.array([ranges[index].start_ns for index in of_thread], np.int64)
-        end = np.array([ranges[index].end_ns for index in of_thread], np.int64)
-        time = trace.launches.start_ns[launch_row]
-        candidate = np.searchsorted(start, time, side="right") - 1
-        inside = (
-            has_launch
-            & (trace.launches.thread[launch_row] == thread)
-            & (candidate >= 0)
-            & (time < end[np.maximum(candidate, 0)])
-        )
-        result[inside] = of_thread[candidate[inside]]
-    return result
-
-
-def _blocks_of_ranges(
-    attention_rows: Int64,
-    range_index: Int64,
-    calls: list[int],
-    ranges: list[_Range],
-    iteration: Int64,
-    order: Int64,
-    source: str,
-) -> StepBlocks:
-    """Build `StepBlocks` from kernels and their ranges; calls are counted from 0 in every iteration."""
-    absolute_keys = [
-        StepKey(number, ranges[index].phase, calls[index], ranges[index].step)
-        for number, index in zip(iteration[attention_rows].tolist(), range_index.tolist(), strict=True)
-    ]
-    first_call: dict[tuple[int, str], int] = {}
-    for key in absolute_keys:
-        lowest = first_call.setdefault((key.iteration, key.phase), key.call)
-        first_call[key.iteration, key.phase] = min(lowest, key.call)
-    keys = [
-        StepKey(number, phase, call - first_call[number, phase], step) for number, phase, call, step in absolute_keys
-    ]
-    return blocks_in_order(attention_rows, keys, order[attention_rows], source)
 
 
 def blocks_in_order(row: Int64, keys: list[StepKey], order: Int64, source: str) -> StepBlocks:
@@ -215,24 +183,8 @@ def attention_runs(rows: TimedActivities, iteration: Int64, order: Int64, hops: 
     hops_before, iterations = np.searchsorted(hops, order[attention_rows]), iteration[attention_rows]
     changes = (np.diff(hops_before) != 0) | (np.diff(backward) != 0) | (np.diff(iterations) != 0)
     run = np.concatenate((np.zeros(min(len(attention_rows), 1), np.int64), np.cumsum(changes)))
-    run = _split_double_runs(run, backward, ring_size)
-    first = np.unique(run, return_index=True)[1]
-    return AttentionRuns(
-        row=attention_rows,
-        order=order[attention_rows],
-        run=run,
-        hops_before=tuple(hops_before[first].tolist()),
-        phase=tuple(PHASES[int(late)] for late in backward[first]),
-        iteration=tuple(iterations[first].tolist()),
-    )
-
-
-def _split_double_runs(run: Int64, backward: Int64, ring_size: int) -> Int64:
-    """Split runs that hold two ring steps.
-
-    A pass's last step has no hop before it, so its kernels join the previous run, which then has twice the usual
-    number of kernels. In a ring of two, every forward run holds two steps.
-    """
+    # Split runs that hold two ring steps. A pass's last step has no hop before it, so its kernels join the previous
+    # run, which then has twice the usual number of kernels. In a ring of two, every forward run holds two steps.
     starts, lengths = np.unique(run, return_index=True, return_counts=True)[1:]
     result = run.astype(np.int64)
     for is_backward in (False, True):
@@ -243,7 +195,16 @@ def _split_double_runs(run: Int64, backward: Int64, ring_size: int) -> Int64:
         double_runs = phase_runs[lengths[phase_runs] == (usual_length if ring_size == 2 else 2 * usual_length)]
         for index in double_runs[lengths[double_runs] % 2 == 0].tolist():
             result[starts[index] + lengths[index] // 2 :] += 1
-    return result
+    run = result
+    first = np.unique(run, return_index=True)[1]
+    return AttentionRuns(
+        row=attention_rows,
+        order=order[attention_rows],
+        run=run,
+        hops_before=tuple(hops_before[first].tolist()),
+        phase=tuple(PHASES[int(late)] for late in backward[first]),
+        iteration=tuple(iterations[first].tolist()),
+    )
 
 
 def number_runs(runs: AttentionRuns, ring_size: int) -> list[StepKey]:

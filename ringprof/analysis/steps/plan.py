@@ -184,45 +184,31 @@ def assign_steps(rank_steps: RankSteps, plan: StepPlan) -> tuple[StepBlocks, Int
 
     Returns the attention by step, and for each exchange its step as an index into the keys.
     """
-    blocks = _blocks_of_rank(rank_steps, plan)
+    if plan.model is None:
+        empty = np.empty(0, np.int64)
+        blocks = rank_steps.named or StepBlocks((), empty, empty, empty, plan.source)
+    else:
+        runs = rank_steps.runs(plan.ring_size)
+        run_keys = number_runs_like(runs, plan.model, list(plan.run_keys))
+        blocks = inferred_blocks(runs, number_runs(runs, plan.ring_size) if run_keys is None else run_keys)
     keys, slots = plan.keys, plan.slots
     if len(rank_steps.exchanges) != len(slots) or not set(blocks.keys) <= set(keys):
         keys, slots = blocks.keys, _slots_of_exchanges(rank_steps, blocks)
     return _reindexed(blocks, keys), slots
 
 
-def _blocks_of_rank(rank_steps: RankSteps, plan: StepPlan) -> StepBlocks:
-    """Return one rank's attention by step: by annotations, or by runs that are numbered like the model's."""
-    if plan.model is None:
-        empty = np.empty(0, np.int64)
-        return rank_steps.named or StepBlocks((), empty, empty, empty, plan.source)
-    runs = rank_steps.runs(plan.ring_size)
-    keys = number_runs_like(runs, plan.model, list(plan.run_keys))
-    return inferred_blocks(runs, number_runs(runs, plan.ring_size) if keys is None else keys)
-
-
 def _slots_of_exchanges(rank_steps: RankSteps, blocks: StepBlocks) -> Int64:
     """Return for each of the rank's exchanges the step whose block was launched next, as an index into the keys."""
     first = np.full(len(blocks.keys), np.iinfo(np.int64).max)
     np.minimum.at(first, blocks.slot, blocks.order)
-    slots = np.searchsorted(first, rank_steps.launched, side="right")
-    if blocks.source == "order":
-        slots = _move_last_gradients(slots, blocks.keys)
-    result: Int64 = np.minimum(slots, len(blocks.keys) - 1)
-    return result
-
-
-def _move_last_gradients(slots: Int64, keys: Sequence[StepKey]) -> Int64:
-    """Move a previous layer's last gradients back to its own pass.
-
-    Where one layer's backward pass meets the next, the first of several hops carries the previous layer's last dK and
-    dV. That hop belongs to the previous layer's last step.
-    """
-    result: Int64 = slots.copy()
-    for slot in distinct(slots).tolist():
+    slots, keys = np.searchsorted(first, rank_steps.launched, side="right"), blocks.keys
+    # Where one layer's backward pass meets the next, the first of several hops carries the previous layer's last dK and
+    # dV: it belongs to the previous layer's last step.
+    for slot in distinct(slots).tolist() if blocks.source == "order" else ():
         exchanges = np.flatnonzero(slots == slot)
         if 0 < slot < len(keys) and len(exchanges) > 1 and keys[slot - 1].phase == "bwd" and keys[slot].step == 0:
-            result[exchanges[0]] = slot - 1
+            slots[exchanges[0]] = slot - 1
+    result: Int64 = np.minimum(slots, len(keys) - 1)
     return result
 
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from ringprof.analysis import intervals
-from ringprof.analysis.exposure import Exposure, exposure_of
+from ringprof.analysis.exposure import exposure_of
 from ringprof.analysis.kinds.kinds import COMPUTE
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.steps.blocks import StepBlocks, StepKey
@@ -190,8 +190,23 @@ def _compute_steps(rank_steps: RankSteps, blocks: StepBlocks, slots: Int64) -> l
         "exposed_ns": exposed,
     }
     values = [dict(zip(columns, row, strict=True)) for row in zip(*(c.tolist() for c in columns.values()), strict=True)]
-    exposed_wire = _exposed_wire(exposure, start, end)
-    communication = _communication_columns(rank_steps, slots, len(blocks.keys))
+    wire = intervals.covered_ns(exposure.wire, start, end)
+    unknown = intervals.covered_ns(exposure.unknown, start, end)
+    exposed_wire = [
+        None if unknown_ns else time for time, unknown_ns in zip(wire.tolist(), unknown.tolist(), strict=True)
+    ]
+    exchanges: list[list[Exchange]] = [[] for _ in range(len(blocks.keys))]
+    for slot, exchange in zip(slots.tolist(), rank_steps.exchanges, strict=True):
+        exchanges[slot].append(exchange)
+    communication: list[dict[str, Any]] = [
+        {
+            "hops": len(in_step),
+            "bytes": total([part.transfer.sent_bytes for exchange in in_step for part in exchange.parts]),
+            "wait_ns": total([wait for exchange in in_step for wait in exchange.waits_ns]),
+            "wire_ns": total([part.wire_ns for exchange in in_step for part in exchange.parts]),
+        }
+        for in_step in exchanges
+    ]
     return [
         Step(
             rank=rank_steps.rank.rank,
@@ -230,13 +245,6 @@ def _step_bounds(rank_steps: RankSteps, blocks: StepBlocks, slots: Int64) -> tup
     return start, end
 
 
-def _exposed_wire(exposure: Exposure, start: Int64, end: Int64) -> list[int | None]:
-    """Return each step's exposed wire time; None where some of its exposed communication is unsplit."""
-    wire = intervals.covered_ns(exposure.wire, start, end)
-    unknown = intervals.covered_ns(exposure.unknown, start, end)
-    return [None if unknown_ns else time for time, unknown_ns in zip(wire.tolist(), unknown.tolist(), strict=True)]
-
-
 def _attention_ns(rows: TimedActivities, blocks: StepBlocks) -> Int64:
     """Return each step's union of attention kernels: the sum of what each kernel adds to the earlier ones."""
     start, end = rows.start_ns[blocks.row], rows.end_ns[blocks.row]
@@ -251,22 +259,6 @@ def _attention_ns(rows: TimedActivities, blocks: StepBlocks) -> Int64:
     previous_end = np.concatenate(([np.iinfo(np.int64).min], latest_end[:-1]))
     np.add.at(result, slot, np.maximum(latest_end - np.maximum(start + shift, previous_end), 0))
     return result
-
-
-def _communication_columns(rank_steps: RankSteps, slots: Int64, count: int) -> list[dict[str, Any]]:
-    """Return per step: the number of exchanges, the bytes that they send, and their wait and wire times."""
-    exchanges: list[list[Exchange]] = [[] for _ in range(count)]
-    for slot, exchange in zip(slots.tolist(), rank_steps.exchanges, strict=True):
-        exchanges[slot].append(exchange)
-    return [
-        {
-            "hops": len(in_step),
-            "bytes": total([part.transfer.sent_bytes for exchange in in_step for part in exchange.parts]),
-            "wait_ns": total([wait for exchange in in_step for wait in exchange.waits_ns]),
-            "wire_ns": total([part.wire_ns for exchange in in_step for part in exchange.parts]),
-        }
-        for in_step in exchanges
-    ]
 
 
 def _bound_of_step(time_ns: int, exposed_ns: int, exposed_wire_ns: int | None) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import numpy as np
-import numpy.typing as npt
 
 from ringprof.trace.columns import RANGE, RUNTIME_CALL, Int64, Trace, distinct
 
@@ -65,11 +64,7 @@ class HostThread:
         # Of events that start together, the longest encloses the others.
         rows = rows[np.lexsort((-events.end_ns[rows], events.start_ns[rows]))]
         self.start_ns, self.end_ns, self.name = events.start_ns[rows], events.end_ns[rows], events.name[rows]
-        self._enclosing_event = self._find_enclosing_events()
-        self._own_class = self._classes_of_names(trace, events.category[rows])
-
-    def _find_enclosing_events(self) -> Int64:
-        """Return for each event the latest that began before it and is still open when it begins, or -1."""
+        # For each event, find the latest that began before it and is still open when it begins, or -1.
         enclosing = np.arange(-1, len(self.start_ns) - 1, dtype=np.int64)
         open_rows = np.flatnonzero((enclosing >= 0) & (self.end_ns[enclosing] <= self.start_ns))
         # Replace an ended event by the event that enclosed it. The distance doubles with every pass.
@@ -77,13 +72,10 @@ class HostThread:
             enclosing[open_rows] = enclosing[enclosing[open_rows]]
             has_ended = (enclosing[open_rows] >= 0) & (self.end_ns[enclosing[open_rows]] <= self.start_ns[open_rows])
             open_rows = open_rows[has_ended]
-        return enclosing
-
-    def _classes_of_names(self, trace: Trace, category: npt.NDArray[np.int8]) -> Int64:
-        """Return for each event the index into `HOST_CLASSES` that its own name implies, or -1."""
-        key = self.name.astype(np.int64) * 4 + category
+        self._enclosing_event = enclosing
+        key = self.name.astype(np.int64) * 4 + events.category[rows]
         class_of = {code: class_of_name(trace.names[code // 4], code % 4) for code in distinct(key).tolist()}
-        return np.array([class_of[code] for code in key.tolist()], np.int64)
+        self._own_class = np.array([class_of[code] for code in key.tolist()], np.int64)
 
     def classes(self, times_ns: Int64, events: Int64) -> Int64:
         """Return the index into `HOST_CLASSES` of the innermost open event with a class, at each time.

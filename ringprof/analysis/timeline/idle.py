@@ -161,6 +161,7 @@ def _sum_causes(rows: Iterable[tuple[tuple[str, str, str], int, int]]) -> IdleCa
 
 _Columns = tuple[Int64, Int64, Int64, Int64, Int64]
 """The fields of `IdleParts`."""
+_EMPTY = np.empty(0, np.int64)
 
 
 def _host_parts(classified: Classified, stretches: IdleStretches) -> _Columns:
@@ -174,7 +175,11 @@ def _host_parts(classified: Classified, stretches: IdleStretches) -> _Columns:
         of_thread = host[threads == thread_number]
         thread = HostThread(trace, thread_number)
         spans = intervals.union(stretches.start_ns[of_thread], stretches.launched_ns[of_thread])
-        start, end = _cut_at_edges(spans, np.concatenate((thread.start_ns, thread.end_ns)))
+        # Cut the spans at all edges of events inside them.
+        edges = np.concatenate((thread.start_ns, thread.end_ns))
+        edges = distinct(np.concatenate((spans.start_ns, spans.end_ns, edges[intervals.contains(spans, edges)])))
+        inside = intervals.contains(spans, edges[:-1])
+        start, end = edges[:-1][inside], edges[1:][inside]
         event = thread.innermost(start)
         has_event, event_class = event >= 0, thread.classes(start, event)
         event_class = event_class if has_host_events else np.full(len(start), HOST_CLASSES.index(NOT_KEPT), np.int64)
@@ -183,16 +188,6 @@ def _host_parts(classified: Classified, stretches: IdleStretches) -> _Columns:
         parts.append((start, end, np.full(len(start), CAUSES.index(HOST), np.int64), event_class, name))
     joined = tuple(np.concatenate(column) for column in zip(*parts, strict=True))
     return joined[0], joined[1], joined[2], joined[3], joined[4]
-
-
-_EMPTY = np.empty(0, np.int64)
-
-
-def _cut_at_edges(spans: Spans, edges: Int64) -> tuple[Int64, Int64]:
-    """Cut spans at all edges inside them; return start and end of each piece."""
-    edges = distinct(np.concatenate((spans.start_ns, spans.end_ns, edges[intervals.contains(spans, edges)])))
-    inside = intervals.contains(spans, edges[:-1])
-    return edges[:-1][inside], edges[1:][inside]
 
 
 # --- time after the launch call -----------------------------------------------------------------------
@@ -216,17 +211,7 @@ def _launched_parts(
     stretch = np.searchsorted(stretches.start_ns, start, side="right") - 1
     blocked = end - start >= GAP_NS
     cause = np.where(blocked, CAUSES.index(BLOCKED), CAUSES.index(GAP))
-    name = _blocked_names(classified, stretches, rows, background)[stretch] if len(start) else _EMPTY
-    # The kernel would have reacted sooner to an event of another stream that ended earlier.
-    too_late = end > stretches.start_ns[stretch] + _WAKE_UP_NS if len(start) else blocked
-    name = np.where(too_late & (name == BLOCKED_NAMES.index(OTHER_STREAM)), BLOCKED_NAMES.index(UNKNOWN), name)
-    return start, end, cause, np.full(len(start), NONE, np.int64), np.where(blocked, name, NONE)
-
-
-def _blocked_names(
-    classified: Classified, stretches: IdleStretches, rows: TimedActivities, background: TimedActivities
-) -> Int64:
-    """Return for each stretch the likely cause of blocking, as index into `BLOCKED_NAMES`."""
+    # The likely cause of blocking in each stretch, as index into `BLOCKED_NAMES`.
     trace, activities = classified.trace, classified.trace.activities
     ends = np.concatenate((rows.end_ns, background.end_ns))
     activity = np.concatenate((rows.activity, background.activity))
@@ -241,4 +226,8 @@ def _blocked_names(
         [BLOCKED_NAMES.index(name) for _, name in evidence],
         BLOCKED_NAMES.index(UNKNOWN),
     )
-    return names
+    name = names[stretch] if len(start) else _EMPTY
+    # The kernel would have reacted sooner to an event of another stream that ended earlier.
+    too_late = end > stretches.start_ns[stretch] + _WAKE_UP_NS if len(start) else blocked
+    name = np.where(too_late & (name == BLOCKED_NAMES.index(OTHER_STREAM)), BLOCKED_NAMES.index(UNKNOWN), name)
+    return start, end, cause, np.full(len(start), NONE, np.int64), np.where(blocked, name, NONE)

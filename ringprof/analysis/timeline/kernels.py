@@ -10,9 +10,10 @@ import numpy as np
 
 from ringprof.analysis import intervals
 from ringprof.analysis.intervals import Spans
+from ringprof.analysis.kinds.classify import Classified
 from ringprof.analysis.kinds.kinds import CODE, COMMUNICATION, COMPUTE, KINDS, MEMORY, OTHER_GROUPS
 from ringprof.analysis.timeline.rows import TimedActivities
-from ringprof.trace.columns import Int64, Trace
+from ringprof.trace.columns import NONE, Trace
 
 
 class RankKernel(NamedTuple):
@@ -54,7 +55,20 @@ class RunKernel(NamedTuple):
 
 def rank_kernels(rows: TimedActivities, background: TimedActivities, trace: Trace) -> list[RankKernel]:
     """Return one rank's kernels, unordered. Background activities hide them too."""
-    exposed = _exposed(rows, background)
+
+    def spans(*kinds: str) -> Spans:
+        return intervals.merged(rows.spans(*kinds), background.spans(*kinds))
+
+    compute = spans(*COMPUTE)
+    compute_or_comm = intervals.merged(compute, spans(*COMMUNICATION))
+    covers = {**dict.fromkeys(COMMUNICATION, compute), OTHER_GROUPS: compute_or_comm}
+    covers |= dict.fromkeys(MEMORY, intervals.merged(compute_or_comm, spans(OTHER_GROUPS)))
+    # How long each activity runs with nothing that hides its kind; 0 for computation.
+    exposed = np.zeros(len(rows.kind), np.int64)
+    for kind, cover in covers.items():
+        rows_of_kind = rows.kind == CODE[kind]
+        start, end = rows.start_ns[rows_of_kind], rows.end_ns[rows_of_kind]
+        exposed[rows_of_kind] = end - start - intervals.covered_ns(cover, start, end)
     key = trace.activities.name[rows.activity].astype(np.int64) * len(KINDS) + rows.kind
     keys, inverse, calls = np.unique(key, return_inverse=True, return_counts=True)
     times, uncovered = np.zeros(len(keys), np.int64), np.zeros(len(keys), np.int64)
@@ -68,24 +82,6 @@ def rank_kernels(rows: TimedActivities, background: TimedActivities, trace: Trac
         exposed_or_none = None if KINDS[kind] in COMPUTE else exposed_ns
         totals.append(RankKernel(trace.names[name], KINDS[kind], calls_of_kernel, time, exposed_or_none))
     return totals
-
-
-def _exposed(rows: TimedActivities, background: TimedActivities) -> Int64:
-    """Return how long each activity runs with nothing that hides its kind; 0 for computation."""
-
-    def spans(*kinds: str) -> Spans:
-        return intervals.merged(rows.spans(*kinds), background.spans(*kinds))
-
-    compute = spans(*COMPUTE)
-    compute_or_comm = intervals.merged(compute, spans(*COMMUNICATION))
-    covers = {**dict.fromkeys(COMMUNICATION, compute), OTHER_GROUPS: compute_or_comm}
-    covers |= dict.fromkeys(MEMORY, intervals.merged(compute_or_comm, spans(OTHER_GROUPS)))
-    exposed = np.zeros(len(rows.kind), np.int64)
-    for kind, cover in covers.items():
-        rows_of_kind = rows.kind == CODE[kind]
-        start, end = rows.start_ns[rows_of_kind], rows.end_ns[rows_of_kind]
-        exposed[rows_of_kind] = end - start - intervals.covered_ns(cover, start, end)
-    return exposed
 
 
 class KernelTotals(msgspec.Struct):
@@ -107,3 +103,38 @@ class KernelTotals(msgspec.Struct):
     def sorted(self) -> tuple[RunKernel, ...]:
         """Return the kernels, longest time first."""
         return tuple(sorted(self.totals.values(), key=lambda kernel: (-kernel.time_ns, kernel.name, kernel.kind)))
+
+
+class LaunchStatistics(msgspec.Struct, frozen=True):
+    """Statistics of the launches of one rank's activities; times in nanoseconds."""
+
+    count: int
+    """Number of activities whose launch is recorded."""
+    median_delay_ns: int
+    """Median time from the start of the launch call to the start of the activity (the lower of two middle values)."""
+    longest_delay_ns: int
+    shorter_than_launch: int
+    """Number of activities that ran for less time than their launch call took."""
+    launch_ns: int
+    """Sum of the launch calls' durations, each counted once however many activities it launched."""
+
+
+def launch_statistics(classified: Classified, rows: TimedActivities) -> LaunchStatistics | None:
+    """Compute launch statistics of a window's activities; None where no launch is recorded."""
+    launch = classified.launch[rows.activity]
+    has_launch = launch != NONE
+    if not has_launch.any():
+        return None
+    launch, calls = launch[has_launch], classified.trace.launches
+    columns = classified.trace.activities
+    start, end = columns.start_ns[rows.activity[has_launch]], columns.end_ns[rows.activity[has_launch]]
+    call_ns = calls.end_ns[launch] - calls.start_ns[launch]
+    delay = np.sort(np.maximum(start - calls.start_ns[launch], 0))
+    first_of_call = np.unique(launch, return_index=True)[1]
+    return LaunchStatistics(
+        count=len(launch),
+        median_delay_ns=int(delay[(len(delay) - 1) // 2]),
+        longest_delay_ns=int(delay[-1]),
+        shorter_than_launch=int(np.count_nonzero(end - start < call_ns)),
+        launch_ns=int(call_ns[first_of_call].sum()),
+    )

@@ -15,7 +15,7 @@ from ringprof.analysis.kinds.rules import Rule
 from ringprof.analysis.kinds.user_rules import wildcards
 from ringprof.analysis.timeline.rows import TimedActivities
 from ringprof.errors import UsageError
-from ringprof.trace.columns import NONE, Int64, Ranges, Trace, distinct
+from ringprof.trace.columns import NONE, Int64, Trace, distinct
 
 _UNITS_NS = {"ns": 1, "us": 1_000, "µs": 1_000, "ms": 1_000_000, "s": 1_000_000_000}
 _TIME = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(ns|us|µs|ms|s)\s*")
@@ -76,7 +76,7 @@ class Window(msgspec.Struct, frozen=True):
     between_ns: tuple[int, int] | None = None
     """Unix times to which the activities are clipped."""
     steps: int | None = None
-    """Number of training steps in the marked ranges (`count_steps`); None where a range shows none."""
+    """Number of training steps in the marked ranges; None where a range shows none."""
 
     def activities(self) -> Int64:
         """Return the indices of all activities in the window, ascending."""
@@ -105,72 +105,59 @@ def find_window(trace: Trace, launch: Int64, name: str | None = None) -> Window:
     if name == WHOLE_TRACE:
         return Window("trace", (everything,), ())
     if name is not None:
-        return _named_window(trace, launch, name)
+        marked = trace.names_that(re.compile(wildcards(name), re.DOTALL).fullmatch)
+        # Ranges that the user named count as iterations where their names mark iterations.
+        found_names = {trace.names[index] for index in distinct(trace.annotations.name).tolist() if marked[index]}
+        if not found_names:
+            name_counts = Counter(trace.names[index] for index in trace.annotations.name.tolist())
+            listed = ", ".join(repr(text) for text, _ in name_counts.most_common(_MOST_LISTED)) or "none"
+            raise UsageError(f"--window {name!r}: {trace.path} has no such range; it has {listed}")
+        iteration_sources = (source for source, mark in _MARKS.items() if all(map(mark.fullmatch, found_names)))
+        window = _marked_window(trace, launch, next(iteration_sources, "range"), marked)
+        if window is None:
+            raise UsageError(f"--window {name!r}: nothing was launched in that range in {trace.path}")
+        return window
     has_marks = False
     for source, pattern in _MARKS.items():
         marked = trace.names_that(pattern.fullmatch)
-        rows = np.flatnonzero(marked[trace.annotations.name])
-        if not len(rows):
-            continue
-        has_marks = True
-        launched_in = _inside(trace, launch, rows, marked)
-        spans = tuple((int(trace.annotations.start_ns[index]), int(trace.annotations.end_ns[index])) for index in rows)
-        nonempty = [index for index, activities in enumerate(launched_in) if len(activities)]
-        if nonempty or not len(launch):
-            kept = list(nonempty or range(len(rows)))
-            return _marked_window(
-                trace, source, rows[kept], [launched_in[index] for index in kept], [spans[index] for index in kept]
-            )
+        if marked[trace.annotations.name].any():
+            has_marks = True
+            if window := _marked_window(trace, launch, source, marked):
+                return window
     return Window("trace", (everything,), (), marked=has_marks)
 
 
-def _named_window(trace: Trace, launch: Int64, name: str) -> Window:
-    """Return the window of all ranges called ``name``. Raises `UsageError` without such ranges or launches."""
-    marked = trace.names_that(re.compile(wildcards(name), re.DOTALL).fullmatch)
+def _marked_window(trace: Trace, launch: Int64, source: str, marked: npt.NDArray[np.bool_]) -> Window | None:
+    """Return the window of the ranges with ``marked`` names in which activities were launched; None without any.
+
+    On CPU, where nothing is launched, all of these ranges count.
+    """
     rows = np.flatnonzero(marked[trace.annotations.name])
-    if not len(rows):
-        name_counts = Counter(trace.names[index] for index in trace.annotations.name.tolist())
-        listed = ", ".join(repr(text) for text, _ in name_counts.most_common(_MOST_LISTED)) or "none"
-        raise UsageError(f"--window {name!r}: {trace.path} has no such range; it has {listed}")
-    launched_in = _inside(trace, launch, rows, marked)
-    kept = [number for number, activities in enumerate(launched_in) if len(activities) or not len(launch)]
-    if not kept:
-        raise UsageError(f"--window {name!r}: nothing was launched in that range in {trace.path}")
-    spans = [(int(trace.annotations.start_ns[row]), int(trace.annotations.end_ns[row])) for row in rows]
-    # Ranges that the user named count as iterations where their names mark iterations.
-    found_names = {trace.names[index] for index in trace.annotations.name[rows].tolist()}
-    iteration_sources = (source for source, mark in _MARKS.items() if all(map(mark.fullmatch, found_names)))
-    source = next(iteration_sources, "range")
-    return _marked_window(
-        trace, source, rows[kept], [launched_in[index] for index in kept], [spans[index] for index in kept]
-    )
-
-
-def _marked_window(
-    trace: Trace, source: str, rows: npt.NDArray[np.intp], launched_in: list[Int64], spans: list[tuple[int, int]]
-) -> Window:
-    """Build a window from marked ranges, which are ``rows`` of the annotations."""
-    steps = count_steps(trace, rows, source)
-    return Window(source, tuple(launched_in), tuple(spans), marked=True, steps=steps)
+    pairs = [
+        (row, activities)
+        for row, activities in zip(rows.tolist(), _inside(trace, launch, rows, marked), strict=True)
+        if len(activities) or not len(launch)
+    ]
+    if not pairs:
+        return None
+    # Each ProfilerStep#n is one step. Ranges that the user named, other than marks, show no steps.
+    steps: int | None = len(pairs)
+    if source != "profiler":
+        counts = [_steps_inside(trace, row) for row, _ in pairs] if source == "ringprof" else []
+        steps = sum(counts) if counts and all(counts) else None
+    ranges = trace.annotations
+    spans = tuple((int(ranges.start_ns[row]), int(ranges.end_ns[row])) for row, _ in pairs)
+    return Window(source, tuple(activities for _, activities in pairs), spans, marked=True, steps=steps)
 
 
 # --- training steps inside a marked range -------------------------------------------------------------
 
 
-def count_steps(trace: Trace, rows: npt.NDArray[np.intp], source: str) -> int | None:
-    """Count the training steps in marked ranges, which are ``rows`` of the annotations.
-
-    Each ``ProfilerStep#n`` is one step. A ringprof range has as many steps as ``ProfilerStep#n`` ranges inside, or else
-    optimizer steps. Returns None where a range has neither, and for ranges of other names.
-    """
-    if source == "profiler":
-        return len(rows)
-    counts = [_steps_inside(trace, int(row)) for row in rows] if source == "ringprof" else []
-    return sum(counts) if counts and all(counts) else None
-
-
 def _steps_inside(trace: Trace, row: int) -> int:
-    """Count the training steps inside one marked range; 0 where the range shows none."""
+    """Count the training steps inside one marked range: its ``ProfilerStep#n`` ranges, or else its optimizer steps.
+
+    Returns 0 where the range shows none. Optimizers that step directly one after another share a training step.
+    """
     ranges = trace.annotations
     inside = (ranges.start_ns > ranges.start_ns[row]) & (ranges.start_ns < ranges.end_ns[row])
     # Hooks that step the optimizer in the backward pass run on another thread, or inside an operator of this thread.
@@ -181,27 +168,14 @@ def _steps_inside(trace: Trace, row: int) -> int:
     steps = np.flatnonzero(inside & trace.names_that(_OPTIMIZER_STEP.fullmatch)[ranges.name])
     if not len(steps):
         return 0
-    steps = steps[~_inside_operators(trace, steps)]
-    return int(np.count_nonzero(_work_before(trace, steps)))
-
-
-def _inside_operators(trace: Trace, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
-    """Return a mask of the annotations that begin inside an operator of their own thread."""
-    operators, starts = trace.operators, trace.annotations.start_ns[rows]
-    same_thread = operators.thread == trace.annotations.thread[rows[0]]
+    operators, same_thread = trace.operators, trace.operators.thread == ranges.thread[row]
     spans = intervals.union(operators.start_ns[same_thread], operators.end_ns[same_thread])
-    return intervals.contains(spans, starts)
-
-
-def _work_before(trace: Trace, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
-    """Return a mask of the ranges with an operator or launch between the previous range's end and their start.
-
-    ``rows`` are in order. Optimizers that step directly one after another share a training step.
-    """
-    starts = np.sort(np.concatenate((trace.operators.start_ns, trace.launches.start_ns)))
-    begins, ends = trace.annotations.start_ns[rows], np.maximum.accumulate(trace.annotations.end_ns[rows])
-    between = np.searchsorted(starts, begins[1:]) > np.searchsorted(starts, ends[:-1], side="right")
-    return np.concatenate((np.ones(min(1, len(rows)), np.bool_), between))
+    steps = steps[~intervals.contains(spans, ranges.start_ns[steps])]
+    # A step counts if an operator or a launch lies between the previous step's end and its start.
+    work = np.sort(np.concatenate((operators.start_ns, trace.launches.start_ns)))
+    begins, ends = ranges.start_ns[steps], np.maximum.accumulate(ranges.end_ns[steps])
+    has_work_before = np.searchsorted(work, begins[1:]) > np.searchsorted(work, ends[:-1], side="right")
+    return min(1, len(steps)) + int(np.count_nonzero(has_work_before))
 
 
 def _inside(
@@ -218,18 +192,14 @@ def _inside(
         last_index = np.searchsorted(launched, trace.annotations.end_ns[row], side="right")
         inside = np.sort(with_launch[first_index:last_index])
         if len(with_launch) < len(launch):
-            on_device = _inside_on_device(trace, device_rows, int(trace.annotations.name[row]), int(row))
+            # Activities without a launch record are inside if they start in the range's own device annotation.
+            ranges = trace.device_annotations
+            matching_rows = device_rows[ranges.name[device_rows] == trace.annotations.name[row]]
+            external = trace.annotations.external_id[row]
+            if external != NONE and (ranges.external_id[matching_rows] == external).any():
+                matching_rows = matching_rows[ranges.external_id[matching_rows] == external]
+            spans = intervals.union(ranges.start_ns[matching_rows], ranges.end_ns[matching_rows])
+            on_device = intervals.contains(spans, trace.activities.start_ns)
             inside = distinct(np.concatenate((inside, np.flatnonzero(on_device & (launch == NONE)))))
         result.append(inside)
     return tuple(result)
-
-
-def _inside_on_device(trace: Trace, device_rows: npt.NDArray[np.intp], name: int, row: int) -> npt.NDArray[np.bool_]:
-    """Return a mask of the activities without a launch record that start in the range's own device annotation."""
-    ranges: Ranges = trace.device_annotations
-    matching_rows = device_rows[ranges.name[device_rows] == name]
-    external = trace.annotations.external_id[row]
-    if external != NONE and (ranges.external_id[matching_rows] == external).any():
-        matching_rows = matching_rows[ranges.external_id[matching_rows] == external]
-    spans = intervals.union(ranges.start_ns[matching_rows], ranges.end_ns[matching_rows])
-    return intervals.contains(spans, trace.activities.start_ns)

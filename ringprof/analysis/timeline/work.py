@@ -78,7 +78,7 @@ def cpu_work(trace: Trace, window: Window) -> tuple[PartWork, ...]:
     start, end, kind, thread = outermost_operators(trace)
     part, covered = _part_numbers(kind), np.zeros(len(kind), np.bool_)
     begins = records.start_ns[nesting.root_row]
-    enclosing = _enclosing_rows((start, end, thread), begins, records.thread[nesting.root_row])
+    enclosing = intervals.enclosing_rows((start, end, thread), begins, records.thread[nesting.root_row])
     enclosing[(begins < window_start) | (begins >= window_end)] = NONE
     part_of_root = np.append(part, NONE)[enclosing]
     covered[enclosing[enclosing != NONE]] = True
@@ -153,7 +153,9 @@ def _roots_of_activities(classified: Classified, activities: Int64, nesting: _Ne
     with_launch = np.flatnonzero(launch != NONE)
     rows, launched = nesting.root_row, launch[with_launch]
     roots = records.start_ns[rows], records.end_ns[rows], records.thread[rows]
-    root[with_launch] = _enclosing_rows(roots, trace.launches.start_ns[launched], trace.launches.thread[launched])
+    root[with_launch] = intervals.enclosing_rows(
+        roots, trace.launches.start_ns[launched], trace.launches.thread[launched]
+    )
     named = np.flatnonzero((launch == NONE) & (trace.activities.external_id[activities] != NONE))
     ids = np.flatnonzero(records.external_id != NONE)
     ids = ids[np.argsort(records.external_id[ids], kind="stable")]
@@ -163,21 +165,3 @@ def _roots_of_activities(classified: Classified, activities: Int64, nesting: _Ne
         equal = known[index] == wanted
         root[named[equal]] = nesting.root[ids[index[equal]]]
     return root
-
-
-def _enclosing_rows(rows: tuple[Int64, Int64, Int64], points_ns: Int64, thread: Int64) -> Int64:
-    """Return the row that contains each point, or `NONE`; ``rows`` are start, end and thread of disjoint intervals."""
-    start, end, row_thread = rows
-    threads, times = np.append(row_thread, thread), np.append(start, points_ns)
-    is_point = np.arange(len(times)) >= len(start)
-    order = np.lexsort((is_point, times, threads))
-    # Position of the last interval that begins at or before each position in this order.
-    last_start = np.maximum.accumulate(np.where(is_point[order], NONE, np.arange(len(order))))
-    row_before = np.full(len(times), NONE, np.int64)
-    row_before[order] = np.where(last_start == NONE, NONE, order[last_start])
-    row = row_before[len(start) :]
-    is_inside = row != NONE
-    is_inside[is_inside] = (row_thread[row[is_inside]] == thread[is_inside]) & (
-        points_ns[is_inside] < end[row[is_inside]]
-    )
-    return np.where(is_inside, row, NONE)

@@ -8,7 +8,7 @@ import msgspec
 
 from ringprof.common.limits import MemoryBudget
 from ringprof.errors import TraceFormatError
-from ringprof.trace.checks import overlap_warnings, validate_trace
+from ringprof.trace.checks import overlap_warnings, validate_trace, without_repeats
 from ringprof.trace.columns import NO_DEVICE_ACTIVITIES, Notice, Trace
 from ringprof.trace.kineto.byte_source import ByteSource
 from ringprof.trace.kineto.collectives import with_group
@@ -26,7 +26,6 @@ from ringprof.trace.kineto.recover import Recovery
 from ringprof.trace.kineto.tracks import ON_DEVICE
 from ringprof.trace.memory import bytes_of_text, take_analysis
 from ringprof.trace.one_run import rank_in_name
-from ringprof.trace.repeats import without_repeats
 
 
 def read_trace(path: str | os.PathLike[str], budget: MemoryBudget | None = None) -> Trace:

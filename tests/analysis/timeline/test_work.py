@@ -6,7 +6,8 @@ import random
 
 import numpy as np
 
-from ringprof.analysis.timeline.work import _enclosing_rows, _find_nesting
+from ringprof.analysis.intervals import enclosing_rows
+from ringprof.analysis.timeline.work import _find_nesting
 from ringprof.trace.columns import NONE, FlopRecords
 
 
@@ -57,7 +58,7 @@ def test_a_point_is_held_by_the_interval_around_it_on_its_thread():
         rng.shuffle(rows)
         points = [(rng.randint(-5, 130), rng.choice((1, 5, 7))) for _ in range(50)]
         start, end, thread = np.array(rows, np.int64).reshape(-1, 3).T
-        enclosing_row = _enclosing_rows((start, end, thread), *np.array(points, np.int64).T)
+        enclosing_row = enclosing_rows((start, end, thread), *np.array(points, np.int64).T)
         for (point, point_thread), row in zip(points, enclosing_row.tolist(), strict=True):
             containing = [
                 index
@@ -69,5 +70,5 @@ def test_a_point_is_held_by_the_interval_around_it_on_its_thread():
 
 def test_nothing_holds_nothing():
     none = np.empty(0, np.int64)
-    assert _enclosing_rows((none, none, none), np.array([3]), np.array([1])).tolist() == [NONE]
-    assert _enclosing_rows((none, none, none), none, none).tolist() == []
+    assert enclosing_rows((none, none, none), np.array([3]), np.array([1])).tolist() == [NONE]
+    assert enclosing_rows((none, none, none), none, none).tolist() == []
