@@ -6,22 +6,35 @@ flag reports.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, pairwise, product
+from operator import attrgetter
 from pathlib import PurePath
+from typing import Any
 
 from ringprof.benchmark_logs.rates import (
     SolvedSettings,
     audit_row,
     flop_in_words,
     follows,
+    missing_settings,
     rates_of,
     solve,
     tflop_per_gpu,
 )
-from ringprof.benchmark_logs.rows import STATED, BenchmarkLog, Flag, JudgedRow, LogRow, LogSettings, Severity, flag
-from ringprof.benchmark_logs.sections import grouped, section_flags
+from ringprof.benchmark_logs.rows import (
+    STATED,
+    BenchmarkLog,
+    Flag,
+    JudgedRow,
+    LogRow,
+    LogSettings,
+    Severity,
+    completed,
+    flag,
+    section_flag,
+)
 from ringprof.workload.devices import peak_of
 
 SPREAD = 0.10
@@ -30,6 +43,13 @@ SPREAD = 0.10
 _FINE = 0.02
 """Largest rounding of a time, relative to the time, with which it is compared between logs."""
 _MAX_COMPARED, _MAX_LISTED = 100, 8
+GROWTH = 1.1
+"""Smallest expected growth of a time when the sequence at least doubles; attention takes four times as long."""
+
+PASS_RATIO = (1.5, 6.0)
+"""Plausible bounds of the time of forward and backward over that of forward; the ratio of the FLOPs is 3.5."""
+
+_OPTIONS = {"batch": "--batch", "heads": "--heads", "head_dim": "--head-dim", "world_size": "--world"}
 _ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "note": 2}
 
 
@@ -49,10 +69,14 @@ def audit(logs: Sequence[BenchmarkLog], user_settings: LogSettings | None = None
     flags: list[Flag] = []
     rows: list[JudgedRow] = []
     for log in logs:
-        completed = [_with_user_settings(row, user_settings) for row in log.rows] if user_settings else list(log.rows)
-        audited, row_flags = _audit_rows(completed)
+        log_rows = list(log.rows)
+        if user_settings is not None:
+            for index, log_row in enumerate(log.rows):
+                unstated = [name for name in STATED if getattr(log_row, name) is None]
+                log_rows[index] = completed(log_row, user_settings, unstated, "option")
+        audited, row_flags = _audit_rows(log_rows)
         rows += audited
-        flags += [*section_flags(completed, log.settings), *row_flags, *log.flags]
+        flags += [*_section_flags(log_rows, log.settings), *row_flags, *log.flags]
     flags += [peak_flag for row in rows for peak_flag in _above_peak(row)]
     flags += [*_inferred_masks(rows), *_differing_rows(rows, spread)]
     return LogAudit(tuple(rows), _sort_flags(rows, flags))
@@ -68,11 +92,12 @@ def _sort_flags(rows: Sequence[JudgedRow], flags: Iterable[Flag]) -> tuple[Flag,
     return tuple(sorted(flags, key=lambda item: (files.get(item.file, 0), item.line, _ORDER[item.severity], item.code)))
 
 
-def _with_user_settings(row: LogRow, user_settings: LogSettings) -> LogRow:
-    """Return a row completed with the settings that the caller states and the log does not."""
-    added = {name: getattr(user_settings, name) for name in STATED if getattr(row, name) is None}
-    added = {name: value for name, value in added.items() if value is not None}
-    return replace(row, **added, sources={**row.sources, **dict.fromkeys(added, "option")}) if added else row
+def grouped(rows: Iterable[LogRow], key: Callable[[LogRow], Hashable]) -> list[list[LogRow]]:
+    """Group the rows with equal keys; rows stay in order, groups are ordered by first row."""
+    groups: dict[Hashable, list[LogRow]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return list(groups.values())
 
 
 # --- verdicts, alone and together ------------------------------------------------------------------------
@@ -82,30 +107,22 @@ def _audit_rows(rows: list[LogRow]) -> tuple[list[JudgedRow], list[Flag]]:
     """Audit each row; where all rows under one set of stated settings fail, solve for other settings."""
     audited = {id(row): audit_row(row) for row in rows}
     flags: list[Flag] = []
-    for group in _group_by_settings(rows):
+    # Rows with equal settings that take their head dimension from the same statement in the log.
+    settings = attrgetter("heads", "head_dim", "batch", "world_size")
+    for group in grouped(rows, lambda row: (row.sources.get("head_dim"), settings(row))):
         checked = [row for row in group if audited[id(row)][0].verdict != "unchecked"]
         verdicts = {audited[id(row)][0].verdict for row in checked}
         if verdicts & {"agrees", "rounding"} or verdicts <= {"constant"}:
             continue
         if solutions := solve(checked):
             flags.append(_solved_flag(checked, solutions))
-            audited |= {id(row): (_correct_rate(row, solutions[0]), []) for row in checked}
+            best = solutions[0]
+            for row in checked:
+                rate, world = rates_of(row)[0], row.world_size or 1
+                computed = tflop_per_gpu(row, rate, best.head_dim, causal=best.causal) / rate.time_ms * 1e3
+                per_gpu = rate.tflops / world if best.total else rate.tflops
+                audited[id(row)] = JudgedRow(row, "settings", computed, per_gpu), []
     return [audited[id(row)][0] for row in rows], flags + [row_flag for row in rows for row_flag in audited[id(row)][1]]
-
-
-def _group_by_settings(rows: list[LogRow]) -> list[list[LogRow]]:
-    """Group the rows that have equal settings and take their head dimension from the same statement in the log."""
-    by_source: dict[str | None, list[LogRow]] = {}
-    for row in rows:
-        by_source.setdefault(row.sources.get("head_dim"), []).append(row)
-    return [group for rows in by_source.values() for group in grouped(rows, "heads", "head_dim", "batch", "world_size")]
-
-
-def _correct_rate(row: LogRow, solved: SolvedSettings) -> JudgedRow:
-    """Return a row with its rate per GPU, corrected and computed again with the solved settings."""
-    rate, world = rates_of(row)[0], row.world_size or 1
-    computed = tflop_per_gpu(row, rate, solved.head_dim, causal=solved.causal) / rate.time_ms * 1e3
-    return JudgedRow(row, "settings", computed, rate.tflops / world if solved.total else rate.tflops)
 
 
 def _solved_flag(rows: list[LogRow], solutions: list[SolvedSettings]) -> Flag:
@@ -170,6 +187,169 @@ def _above_peak(audited: JudgedRow) -> list[Flag]:
     return flags
 
 
+# --- tables and rows, without settings -----------------------------------------------------------------
+
+
+def _section_flags(rows: Sequence[LogRow], settings: LogSettings) -> list[Flag]:
+    """Return all findings about the tables of one log; rows with one heading and equal columns form a table."""
+    flags: list[Flag] = []
+    for section in grouped(rows, attrgetter("label_line", "format", "columns")):
+        flags += [*_foreign_columns(section), *_conflicting_rates(section), *_length_flags(section, settings)]
+        flags += [*_growth_flags(section), *(row_flag for row in section for row_flag in _row_flags(row))]
+    return flags + _repeated_rows(rows)
+
+
+def _repeated_rows(rows: Sequence[LogRow]) -> list[Flag]:
+    """Note each stretch of rows that repeats earlier rows of the same log to the last digit."""
+    first: dict[tuple[Any, ...], LogRow] = {}
+    stretches: list[list[tuple[LogRow, LogRow]]] = []
+    in_stretch = False
+    for row in rows:
+        times = row.forward_ms, row.forward_backward_ms, row.throughput_per_s
+        settings = row.system, row.seq, row.ulysses_degree, row.ring_degree, row.placement
+        earlier = first.setdefault((*settings, *times, row.tflops, row.memory_mb), row)
+        is_repeated = earlier is not row and any(value is not None for value in times)
+        if is_repeated and not in_stretch:
+            stretches.append([])
+        if is_repeated:
+            stretches[-1].append((row, earlier))
+        in_stretch = is_repeated
+    flags = []
+    for stretch in stretches:
+        repeated_lines, earlier_lines = (
+            f"line {first}" if first == last else f"lines {first} to {last}"
+            for first, last in ((rows[0].line, rows[-1].line) for rows in zip(*stretch, strict=True))
+        )
+        message = f"{repeated_lines} repeat {earlier_lines} to the last digit: the same measurement, printed again"
+        flags.append(flag(stretch[0][0], "repeated_rows", "note", message))
+    return flags
+
+
+def _foreign_columns(rows: list[LogRow]) -> list[Flag]:
+    """Flag a table whose columns are those of a Ulysses benchmark although its heading names another system."""
+    first = rows[0]
+    if "SP Size" not in first.columns or first.system in ("ulysses", "unknown"):
+        return []
+    message = (
+        f"headed {first.label!r}, but its columns ({', '.join(first.columns)}) are those of a Ulysses benchmark: "
+        "the rows below are of another tool than the heading says"
+    )
+    return [section_flag(rows, "foreign_columns", "warning", message, "SP Size")]
+
+
+def _conflicting_rates(rows: list[LogRow]) -> list[Flag]:
+    """Flag a table whose rates imply different values of heads x head_dim / GPUs, which must be equal.
+
+    Where they are equal but settings are missing, a note names the options that state them.
+    """
+    # Bounds that a row's rate and time imply for a causal mask; without one, the true value is half of it.
+    rows_with_size: list[tuple[LogRow, tuple[float, float]]] = []
+    for row in rows:
+        if row.batch and row.seq and (rates := rates_of(row)):
+            unit = 2e-12 * row.batch * row.seq**2 * rates[0].passes
+            rows_with_size.append((row, (rates[0].work[0] / unit, rates[0].work[1] / unit)))
+    if not rows_with_size:
+        return []
+    low, high = max(size[0] for _, size in rows_with_size), min(size[1] for _, size in rows_with_size)
+    first = rows_with_size[0][0]
+    if low > high:
+        implied_sizes = ", ".join(f"{sum(size) / 2:.1f} (line {row.line})" for row, size in rows_with_size)
+        heads = ""
+        if first.head_dim and first.world_size:
+            scale = first.world_size / first.head_dim
+            heads = "; heads: " + ", ".join(f"{sum(size) / 2 * scale:.2f}" for _, size in rows_with_size)
+        message = (
+            f"the TFLOP/s follow from the times for no head count: rate x time / (2 x batch x seq^2 x "
+            f"{rates_of(first)[0].passes:g}) gives heads x head_dim / GPUs = {implied_sizes}{heads}: they must be equal"
+        )
+        return [
+            section_flag(rows, "tflops_no_settings", "error", message, None, [sum(s) / 2 for _, s in rows_with_size])
+        ]
+    missing = [_OPTIONS[name] for name in missing_settings(first) if name in _OPTIONS]
+    if not missing:
+        return []
+    # Where only the number of GPUs is missing, it is solved for.
+    hint = ""
+    if first.heads and first.head_dim and first.world_size is None:
+        gpus = 2 * first.heads * first.head_dim / (low + high)
+        hint = f", so {gpus:.2f} GPUs for {first.heads} heads of {first.head_dim}"
+    message = (
+        f"{len(rows_with_size)} rows cannot be checked in full without {' '.join(missing)}: their TFLOP/s agree with "
+        f"one another and imply heads x head_dim / GPUs = {(low + high) / 2:.2f} if causal{hint}"
+    )
+    return [section_flag(rows, "settings_missing", "note", message, None, (low + high) / 2)]
+
+
+def _length_flags(rows: list[LogRow], settings: LogSettings) -> list[Flag]:
+    """Flag lengths that the log does not state, and stated lengths that a table lacks."""
+    stated, line = settings.seqs, settings.lines.get("seqs", 0)
+    extra = [row for row in rows if row.seq not in stated]
+    if not stated or line > rows[0].line or not extra:
+        return []
+    words = f"is not among those of line {line} ({', '.join(map(str, stated))})"
+    flags = [flag(row, "length_not_stated", "warning", f"seq {row.seq} {words}", row.seq) for row in extra]
+    lacking = [seq for seq in stated if seq not in {row.seq for row in rows}]
+    if not lacking:
+        return flags
+    hint = ""
+    lengths, stated_lengths = sorted(row.seq or 0 for row in rows), sorted(stated)
+    if len(lengths) == len(stated_lengths) and 0 not in lengths:
+        pairs = list(zip(lengths, stated_lengths, strict=True))
+        factors = {stated_length / length for length, stated_length in pairs if length != stated_length}
+        # Where one common factor separates some lengths from the stated ones, it is named.
+        if len(factors) == 1:
+            shifted = [row for row in rows if row.seq != stated_lengths[lengths.index(row.seq or 0)]]
+            lines = ", ".join(str(row.line) for row in shifted)
+            hint = f"; with lines {lines} times {factors.pop():g} they would be those stated"
+    message = f"lacks {', '.join(map(str, lacking))} of line {line}{hint}"
+    return [*flags, section_flag(rows, "length_missing", "warning", message, None, lacking)]
+
+
+def _growth_flags(rows: list[LogRow]) -> list[Flag]:
+    """Flag times that hardly grow with the sequence length, within each series of comparable rows."""
+    flags = []
+    names = ("system", "layout", "ulysses_degree", "ring_degree", "forward_only", "batch")
+    passes = (("forward_ms", "forward"), ("forward_backward_ms", "forward and backward"))
+    for series in grouped(rows, attrgetter(*names)):
+        ordered = sorted((row for row in series if row.seq), key=lambda row: row.seq or 0)
+        for (before, after), (name, label) in product(pairwise(ordered), passes):
+            longer = (after.seq or 0) / (before.seq or 1)
+            first, second = getattr(before, name), getattr(after, name)
+            if longer >= 2 and first and second and second < GROWTH * first:
+                message = (
+                    f"{label} takes {second:g} ms at seq {after.seq} and {first:g} ms at {before.seq} "
+                    f"(line {before.line}): {second / first:.2f} times for {longer:g} times the sequence, "
+                    f"where attention takes {longer**2:g} times"
+                )
+                flags.append(flag(after, "no_growth", "warning", message, second, round(second / first, 4)))
+    return flags
+
+
+def _row_flags(row: LogRow) -> list[Flag]:
+    """Return the findings about a single row: times beside OOM, an implausible ratio, a wrong throughput."""
+    flags = []
+    times = [time for time in (row.forward_ms, row.forward_backward_ms) if time]
+    if row.oom and times:
+        listed = ", ".join(f"{time:g} ms" for time in times)
+        message = f"OOM stands beside times ({listed}): one of them is of another run"
+        flags.append(flag(row, "oom_with_times", "error", message, "OOM", times[-1]))
+    if len(times) == 2 and not PASS_RATIO[0] <= (ratio := times[1] / times[0]) <= PASS_RATIO[1]:
+        message = (
+            f"forward and backward {times[1]:g} ms is {ratio:.2f} times forward {times[0]:g} ms, where 3.5 is the "
+            "ratio of the FLOPs: set-up may have been timed"
+        )
+        flags.append(flag(row, "pass_ratio", "warning", message, times[1], round(ratio, 4)))
+    if (printed := row.throughput_per_s) and times:
+        # A throughput is the inverse of the latency, within the rounding of both.
+        time_ms = times[-1]
+        step = row.steps.get("forward_ms" if row.forward_only else "forward_backward_ms", 0.0)
+        slack = row.steps.get("throughput_per_s", 0.0)
+        if not 1e3 / (time_ms + step) - slack <= printed <= 1e3 / max(time_ms - step, 1e-12) + slack:
+            message = f"{printed:g} iterations/s printed; 1000 / {time_ms:g} ms = {1e3 / time_ms:.3f}"
+            flags.append(flag(row, "throughput_mismatch", "error", message, printed, round(1e3 / time_ms, 4)))
+    return flags
+
+
 # --- between logs ----------------------------------------------------------------------------------------
 
 
@@ -182,7 +362,7 @@ def _differing_rows(rows: list[JudgedRow], spread: float) -> list[Flag]:
     }
     names = ("system", "seq", "batch", "layout", "ulysses_degree", "ring_degree", "forward_only")
     flags = []
-    for group in grouped((audited.row for audited in usable.values()), *names):
+    for group in grouped((audited.row for audited in usable.values()), attrgetter(*names)):
         rates = [(row, rate) for row in group if (rate := usable[id(row)].tflops_per_gpu)]
         precise = [row for row in group if row.steps.get("forward_ms", 0.0) <= _FINE * (row.forward_ms or 0.0)]
         times = [(row, time) for row in precise if (time := row.forward_ms)]

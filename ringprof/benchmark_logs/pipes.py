@@ -11,16 +11,43 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ringprof.benchmark_logs.cells import (
-    LAYOUT_NAMES,
-    NO_NUMBER,
-    parse_bool,
-    parse_integer,
-    parse_number,
-    parse_sequence,
-)
 from ringprof.benchmark_logs.rows import Fields
 from ringprof.common.log_lines import LinePrefix, LogLines
+
+_NUMBER = re.compile(r"[0-9]{1,15}(?:,[0-9]{3}){0,4}(?:\.[0-9]{1,12})?")
+_SEQUENCE = re.compile(r"([0-9]{1,12}(?:,[0-9]{3}){0,3})\s?([kKM]?)")
+_SCALE = {"": 1, "k": 1 << 10, "K": 1 << 10, "M": 1 << 20}
+_NO_NUMBER = frozenset({"x", "X", "\u00d7", "-", "--", "—", "n/a", "N/A", "NA", "nan", "NaN", ""})
+"""Texts of cells that hold no value."""
+
+_LAYOUT_NAMES = {"basic": "contiguous", "ring": "contiguous", "zigzag": "zigzag", "stripe": "stripe", "strip": "stripe"}
+
+
+def parse_number(cell: str) -> tuple[float, float] | None:
+    """Parse a cell as (value, value of one unit in the last printed digit); None where it holds no number."""
+    text = cell.strip()
+    if not _NUMBER.fullmatch(text):
+        return None
+    plain = text.replace(",", "")
+    return float(plain), 10.0 ** -len(plain.partition(".")[2])
+
+
+def parse_integer(cell: str) -> int | None:
+    """Parse a whole number; None for every other cell."""
+    number = parse_number(cell)
+    return int(number[0]) if number is not None and "." not in cell else None
+
+
+def parse_sequence(cell: str) -> int | None:
+    """Parse a sequence length: ``131072``, ``131,072``, ``128k`` (k is 1024) or ``1M``; None for every other cell."""
+    match = _SEQUENCE.fullmatch(cell.strip())
+    return int(match[1].replace(",", "")) * _SCALE[match[2]] if match else None
+
+
+def parse_bool(cell: str) -> bool | None:
+    """Parse a printed boolean; None for every other cell."""
+    return {"true": True, "false": False, "yes": True, "no": False}.get(cell.strip().lower())
+
 
 _FIGURES = {
     "fwd(ms)": "forward_ms",
@@ -50,7 +77,7 @@ _SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "spsize": ("world_size", parse_integer),
     "cpsize": ("world_size", parse_integer),
     "worldsize": ("world_size", parse_integer),
-    "ringtype": ("layout", lambda cell: LAYOUT_NAMES.get(cell.lower())),
+    "ringtype": ("layout", lambda cell: _LAYOUT_NAMES.get(cell.lower())),
     "ulyssesdegree": ("ulysses_degree", parse_integer),
     "ringdegree": ("ring_degree", parse_integer),
     "fwdonly": ("forward_only", parse_bool),
@@ -238,7 +265,7 @@ def _parse_fields(cells: list[str], header: PipeHeader) -> Fields:
                 fields[name], steps[name] = number
             elif cell.lower() in ("oom", "out of memory"):
                 fields["oom"] = True
-            elif cell in NO_NUMBER and name == "tflops":
+            elif cell in _NO_NUMBER and name == "tflops":
                 fields["missing"] = True
     if "latency_ms" in fields:
         name = _time_name(fields)

@@ -26,8 +26,6 @@ _COARSE = 0.005
 
 _VERDICTS_BEST_FIRST: tuple[Verdict, ...] = ("agrees", "rounding", "constant", "inconsistent")
 
-RateBounds = tuple[float, float]
-
 
 @dataclass(frozen=True)
 class Rate:
@@ -41,7 +39,7 @@ class Rate:
     passes: float
 
     @property
-    def work(self) -> RateBounds:
+    def work(self) -> tuple[float, float]:
         """Lower and upper bound of the TFLOP that rate and time imply, over as many GPUs as the rate is for."""
         low = (self.tflops - self.tflops_step / 2) * (self.time_ms - self.time_step / 2)
         high = (self.tflops + self.tflops_step) * (self.time_ms + self.time_step)
@@ -112,17 +110,29 @@ def _audit_rate(row: LogRow, rate: Rate) -> tuple[JudgedRow, list[Flag]]:
             computed = work / rate.time_ms * 1e3
             if not rate.coarse:
                 return JudgedRow(row, "agrees", computed, rate.tflops), []
-            return JudgedRow(row, "rounding", computed, rate.tflops), [_rounded_time_flag(row, rate, work)]
+            time = work / rate.tflops * 1e3
+            message = (
+                f"{rate.name}: the time is rounded to {rate.time_ms:g} ms (+-{rate.time_step / 2:g}); "
+                f"{work:.4f} TFLOP a GPU / {rate.tflops:g} TFLOP/s = {time:.2f} ms"
+            )
+            rounded_time = flag(row, "rounded_time", "note", message, rate.time_ms, round(time, 4))
+            return JudgedRow(row, "rounding", computed, rate.tflops), [rounded_time]
     work = tflop_per_gpu(row, rate, causal=row.causal is not False)
     computed = work / rate.time_ms * 1e3
+    flop = flop_in_words(row, rate, row.head_dim, "" if row.causal is False else " / 2 (causal)")
+    arithmetic = f"{rate.name}: {flop} / {row.world_size} GPUs / {rate.time_ms:g} ms = {computed:.2f} TFLOP/s"
+    arithmetic += f"; printed {rate.tflops:g}"
     for factor, explanation in _constant_errors(row, rate):
         if factor != 1 and follows(work * factor, rate):
-            message = (
-                f"{_arithmetic(row, rate, computed)}; printed {rate.tflops:g}, {factor:g} times that: {explanation}"
-            )
+            message = f"{arithmetic}, {factor:g} times that: {explanation}"
             constant_flag = flag(row, "tflops_constant", "warning", message, rate.tflops, round(computed, 4))
             return JudgedRow(row, "constant", computed, rate.tflops / factor), [constant_flag]
-    return JudgedRow(row, "inconsistent", computed, None), [_inconsistent_flag(row, rate, computed, work)]
+    # A rate of 0, or one computed as 0 from a very long time, follows from no number of heads.
+    if computed and rate.tflops:
+        heads, time = (row.heads or 0) * rate.tflops / computed, work / rate.tflops * 1e3
+        arithmetic += f": that needs {heads:.2f} heads, or {time:.2f} ms"
+    inconsistent = flag(row, "tflops_inconsistent", "error", arithmetic, rate.tflops, round(computed, 4))
+    return JudgedRow(row, "inconsistent", computed, None), [inconsistent]
 
 
 def _constant_errors(row: LogRow, rate: Rate) -> list[tuple[float, str]]:
@@ -144,31 +154,6 @@ def flop_in_words(row: LogRow, rate: Rate, head_dim: int | None, halved: str) ->
     """Format the arithmetic of a rate's pass over all GPUs: ``4 x 1 x 8192^2 x 32 x 128 / 2 x 3.5 FLOP``."""
     times = f" x {rate.passes:g}" if rate.passes != 1 else ""
     return f"4 x {row.batch} x {row.seq}^2 x {row.heads} x {head_dim}{halved}{times} FLOP"
-
-
-def _arithmetic(row: LogRow, rate: Rate, computed: float) -> str:
-    flop = flop_in_words(row, rate, row.head_dim, "" if row.causal is False else " / 2 (causal)")
-    return f"{rate.name}: {flop} / {row.world_size} GPUs / {rate.time_ms:g} ms = {computed:.2f} TFLOP/s"
-
-
-def _rounded_time_flag(row: LogRow, rate: Rate, work: float) -> Flag:
-    """Note that a time is coarsely rounded, with the exact time that follows from the rate."""
-    time = work / rate.tflops * 1e3
-    message = (
-        f"{rate.name}: the time is rounded to {rate.time_ms:g} ms (+-{rate.time_step / 2:g}); "
-        f"{work:.4f} TFLOP a GPU / {rate.tflops:g} TFLOP/s = {time:.2f} ms"
-    )
-    return flag(row, "rounded_time", "note", message, rate.time_ms, round(time, 4))
-
-
-def _inconsistent_flag(row: LogRow, rate: Rate, computed: float, work: float) -> Flag:
-    """Flag a rate that does not follow from its time, with the heads or the time that it would need."""
-    message = f"{_arithmetic(row, rate, computed)}; printed {rate.tflops:g}"
-    # A rate of 0, or one computed as 0 from a very long time, follows from no number of heads.
-    if computed and rate.tflops:
-        heads, time = (row.heads or 0) * rate.tflops / computed, work / rate.tflops * 1e3
-        message += f": that needs {heads:.2f} heads, or {time:.2f} ms"
-    return flag(row, "tflops_inconsistent", "error", message, rate.tflops, round(computed, 4))
 
 
 # --- settings that a whole log gets wrong ------------------------------------------------------------

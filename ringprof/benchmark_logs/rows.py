@@ -5,8 +5,8 @@ Times are in ms, memory in MB, rates in TFLOP/s. None stands for a value that is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Severity = Literal["error", "warning", "note"]
@@ -148,3 +148,9 @@ def section_flag(
 ) -> Flag:
     """Create a flag about a whole section, at its heading, or at its first row if it has none."""
     return Flag(code, severity, rows[0].file, rows[0].label_line or rows[0].line, message, printed, computed)
+
+
+def completed(row: LogRow, settings: LogSettings | LogRow, names: Iterable[str], source: str) -> LogRow:
+    """Return a row with the named settings taken from ``settings``, as far as they are known there."""
+    added = {name: value for name in names if (value := getattr(settings, name)) is not None}
+    return replace(row, **added, sources={**row.sources, **dict.fromkeys(added, source)})

@@ -9,8 +9,6 @@ Modules, in the order in which a log passes through them:
     read             reader of all tables in a log, and of the text around them
     kernels          selection of the rows that are kernels, and their kinds
     iterations       number of iterations that the rows hold
-    stated_shares    check of the shares that the log's author printed
-    analyse          time by kind, and bounds on overlap
-    show             the report as text and JSON, its figures, and entries of a comparison
-    table_analysis   the result of `ringprof.load_tables`, the package's public entry point
+    analyse          time by kind, bounds on overlap, and a check of the shares that the log's author printed
+    table_analysis   `ringprof.load_tables`, the package's public entry point: text, JSON, figures, measurements
 """

@@ -1,4 +1,4 @@
-"""Analysis of a printed kernel table: time by kind, bounds on the overlap, and warnings about inconsistencies.
+"""Analysis of a printed kernel table: time by kind, bounds on the overlap, stated shares, and inconsistencies.
 
 Times are integer nanoseconds, shares and ratios are 0..1. A table holds sums over all calls and streams. So shares are
 relative to the summed kernel time, not to a wall time, and overlap is known only as an interval.
@@ -7,6 +7,7 @@ relative to the summed kernel time, not to a wall time, and overlap is known onl
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,8 +15,7 @@ from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, KINDS
 from ringprof.analysis.kinds.operators import kind_of_collective
 from ringprof.kernel_tables.iterations import Iterations, count_iterations
 from ringprof.kernel_tables.kernels import CountedRows, rounding_slack_ns, select_counted_rows
-from ringprof.kernel_tables.rows import KernelTable, TableRow
-from ringprof.kernel_tables.stated_shares import CheckedShare, check_share
+from ringprof.kernel_tables.rows import KernelTable, StatedShare, TableRow
 from ringprof.report.text import duration
 from ringprof.trace.columns import Notice
 
@@ -29,6 +29,8 @@ _SHARE_STEP = 1e-4
 _LEAST_SHARE = 0.01
 """Smallest share from which the total is computed: smaller ones have too few digits, and are not always rounded."""
 _SEND_RECV_KINDS = ("send_recv", "all_to_all", "comm_other")
+_SHARE_KINDS = {"flash": ("flash_fwd", "flash_bwd"), "send_recv": ("send_recv", "all_to_all")}
+_READ_UNITS = ("us", "ms")
 
 WallSource = Literal["given", "iteration_time", "cpu_total"]
 """Source of a wall time: the user, the log's time of one iteration, or the footer's CPU total."""
@@ -77,6 +79,24 @@ UNKNOWN_OVERLAP = OverlapBounds(None, None, None, None, 0, 0, "the table has no 
 
 
 @dataclass(frozen=True)
+class CheckedShare:
+    """One share that the log's author printed, the share by the table, and the causes of a difference."""
+
+    stated: StatedShare
+    share: float
+    """Share of the summed kernel time, 0..1, from all rows of the subject."""
+    partial_share: float
+    """Share from only the rows whose times are printed in us and ms."""
+    missing: tuple[TableRow, ...]
+    """Rows of the subject whose times are printed in other units, such as s."""
+    agrees: bool
+    causes: tuple[str, ...]
+    """Causes of the difference: ``seconds_dropped``, ``fraction_as_percent``; empty if none explains it."""
+    listed: bool
+    """Whether the author's own list names exactly the rows printed in us and ms."""
+
+
+@dataclass(frozen=True)
 class TableReport:
     """Analysis of one table, with everything that its report shows."""
 
@@ -87,9 +107,9 @@ class TableReport:
     slack_ns: int
     """Largest difference from the footer that rounding of the printed times explains."""
     iterations: Iterations | None
-    overlap: OverlapBounds
-    shares: tuple[CheckedShare, ...]
-    warnings: tuple[Notice, ...]
+    overlap: OverlapBounds = UNKNOWN_OVERLAP
+    shares: tuple[CheckedShare, ...] = ()
+    warnings: tuple[Notice, ...] = ()
 
     @property
     def total_ns(self) -> int:
@@ -136,15 +156,14 @@ def analyse_table(table: KernelTable, wall_ns: int | None = None, iterations: in
     counted = select_counted_rows(table)
     counted_iterations = count_iterations(table, counted, iterations)
     kinds, split_warnings = _sum_by_kind(table, counted, counted_iterations)
-    slack_ns = rounding_slack_ns(counted.rows, table)
-    report = TableReport(table, counted, kinds, slack_ns, counted_iterations, UNKNOWN_OVERLAP, (), ())
+    report = TableReport(table, counted, kinds, rounding_slack_ns(counted.rows, table), counted_iterations)
     return replace(
         report,
         overlap=_overlap(report, wall_ns),
         shares=tuple(
-            check_share(stated, counted, report.total_ns) for stated in table.context.shares if report.total_ns
+            _check_share(stated, counted, report.total_ns) for stated in table.context.shares if report.total_ns
         ),
-        warnings=(*table.warnings, *_row_warnings(counted), *split_warnings, *_sum_warnings(report)),
+        warnings=tuple(_warnings(report, split_warnings)),
     )
 
 
@@ -185,12 +204,17 @@ def _split_send_recv(table: KernelTable, sums: dict[str, KindSum]) -> list[Notic
     Sends, receives and all-to-alls run in kernels of the same name. The annotations' times give the proportions.
     ``sums`` is changed in place.
     """
-    times: dict[str, int] = {}
-    calls: dict[str, int] = {}
+    times: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
     for row in table.rows:
-        if kind := _kind_of_annotation(row):
-            times[kind] = times.get(kind, 0) + (row.self_device_ns or 0)
-            calls[kind] = calls.get(kind, 0) + (row.calls or 0)
+        if not row.name.startswith("nccl:") or (row.self_device_ns or 0) <= 0 or row.on_cpu:
+            continue
+        # Point-to-point calls are batched as "coalesced".
+        is_batch = row.name.startswith("nccl:coalesced")
+        kind = "send_recv" if is_batch else kind_of_collective(row.name.split(" ")[0])
+        if kind in _SEND_RECV_KINDS:
+            times[kind] += row.self_device_ns or 0
+            calls[kind] += row.calls or 0
     send_recv = sums["send_recv"]
     if not send_recv.time_ns or set(times) <= {"send_recv"}:
         return []
@@ -199,28 +223,18 @@ def _split_send_recv(table: KernelTable, sums: dict[str, KindSum]) -> list[Notic
     for kind, time_ns in _divide_by_weight(send_recv.time_ns, times).items():
         per_iteration_ns = (send_recv.per_iteration_ns or 0.0) * time_ns / send_recv.time_ns
         sums[kind] = sums[kind].add(time_ns, shared_calls[kind], per_iteration_ns)
-    percentages = ", ".join(f"{kind} {100 * times[kind] / sum(times.values()):.1f} %" for kind in sorted(times))
+    percentages = ", ".join(f"{kind} {100 * times[kind] / times.total():.1f} %" for kind in sorted(times))
     message = (
         f"SendRecv kernels carry more than hops: their time is shared out as their annotations' is ({percentages})"
     )
     return [Notice("send_recv_split", message)]
 
 
-def _divide_by_weight(total: int, weights: dict[str, int]) -> dict[str, int]:
-    """Divide ``whole`` into integers in proportion to the weights; the remainder goes to the heaviest."""
-    heaviest = max(weights, key=lambda kind: weights[kind])
-    parts = {kind: total * weight // max(1, sum(weights.values())) for kind, weight in weights.items()}
-    parts[heaviest] += total - sum(parts.values())
+def _divide_by_weight(total: int, weights: Counter[str]) -> dict[str, int]:
+    """Divide ``total`` into integers in proportion to the weights; the remainder goes to the heaviest."""
+    parts = {kind: total * weight // max(1, weights.total()) for kind, weight in weights.items()}
+    parts[max(weights, key=weights.__getitem__)] += total - sum(parts.values())
     return parts
-
-
-def _kind_of_annotation(row: TableRow) -> str | None:
-    """Return the kind that an ``nccl:`` row on the device states for SendRecv kernels; None for other rows."""
-    if not row.name.startswith("nccl:") or (row.self_device_ns or 0) <= 0 or row.on_cpu:
-        return None
-    # Point-to-point calls are batched as "coalesced".
-    kind = "send_recv" if row.name.startswith("nccl:coalesced") else kind_of_collective(row.name.split(" ")[0])
-    return kind if kind in _SEND_RECV_KINDS else None
 
 
 # --- overlap ----------------------------------------------------------------------------------------
@@ -231,21 +245,23 @@ def _overlap(report: TableReport, user_wall_ns: int | None) -> OverlapBounds:
 
     At least C + K - wall was hidden, and at most the smaller of C and K.
     """
-    iterations = report.iterations
+    table, iterations = report.table, report.iterations
     if report.counted.basis != "kernels":
         return UNKNOWN_OVERLAP
-    wall, source = _wall(report.table, iterations, user_wall_ns)
-    per_iteration = source == "iteration_time"
-    comm, compute = (
-        _sum_of_kinds(report.kinds, COMMUNICATION, per_iteration=per_iteration),
-        _sum_of_kinds(report.kinds, COMPUTE, per_iteration=per_iteration),
-    )
+    wall: int | None = None
+    source: WallSource | None = None
     # Kernels without a row may be communication or compute: for the upper bound, all of them hid communication.
-    missing = (
-        report.missing_ns / iterations.device_range[0]
-        if per_iteration and iterations is not None
-        else report.missing_ns
-    )
+    missing: float = report.missing_ns
+    times: dict[str, float] = dict(report.kinds_ns)
+    if user_wall_ns is not None:
+        wall, source = user_wall_ns, "given"
+    elif table.context.iteration_ns and iterations is not None:
+        wall, source = table.context.iteration_ns, "iteration_time"
+        missing /= iterations.device_range[0]
+        times = {kind.kind: kind.per_iteration_ns or 0.0 for kind in report.kinds}
+    elif (table.self_cpu_total_ns or 0) > 0:
+        wall, source = table.self_cpu_total_ns, "cpu_total"
+    comm, compute = (sum(time for kind, time in times.items() if kind in wanted) for wanted in (COMMUNICATION, COMPUTE))
     reason = None
     if not comm:
         reason = "there is no communication"
@@ -262,29 +278,38 @@ def _overlap(report: TableReport, user_wall_ns: int | None) -> OverlapBounds:
     return OverlapBounds(least, min(1.0, (compute + missing) / comm), wall, source, comm, compute, None)
 
 
-def _wall(
-    table: KernelTable, iterations: Iterations | None, user_wall_ns: int | None
-) -> tuple[int, WallSource] | tuple[None, None]:
-    """Return the wall time to compare the sums with, and its source; (None, None) where no wall time is known."""
-    if user_wall_ns is not None:
-        return user_wall_ns, "given"
-    if table.context.iteration_ns and iterations is not None:
-        return table.context.iteration_ns, "iteration_time"
-    if (table.self_cpu_total_ns or 0) > 0:
-        return table.self_cpu_total_ns or 0, "cpu_total"
-    return None, None
-
-
-def _sum_of_kinds(kinds: tuple[KindSum, ...], wanted: tuple[str, ...], *, per_iteration: bool) -> float:
-    return sum((k.per_iteration_ns or 0.0) if per_iteration else k.time_ns for k in kinds if k.kind in wanted)
+def _check_share(stated: StatedShare, counted: CountedRows, total_ns: int) -> CheckedShare:
+    """Compare a printed share with the share by the table, whose rows take ``total_ns`` in total."""
+    rows = [row for row in counted.rows if row.kind in _SHARE_KINDS[stated.subject]]
+    read_rows = [row.row for row in rows if row.row.unit in _READ_UNITS]
+    dropped_rows = [row for row in rows if row.row.unit not in _READ_UNITS]
+    share = sum(row.time_ns for row in rows) / total_ns
+    partial_share = share - sum(row.time_ns for row in dropped_rows) / total_ns
+    scale = 100 if stated.percent else 1
+    interpretations = (
+        (share * scale, ()),
+        (share, ("fraction_as_percent",)),
+        (partial_share * scale, ("seconds_dropped",)),
+        (partial_share, ("seconds_dropped", "fraction_as_percent")),
+    )
+    # Several interpretations can match: a share of 0 is the same as a fraction and in percent.
+    tolerance = 0.5 * 10.0 ** -len(stated.printed.partition(".")[2]) + 1e-9
+    matching = [causes for value, causes in interpretations if abs(float(stated.printed) - value) <= tolerance]
+    listed = stated.parts is not None and [round(row.device_share or 0.0, 6) for row in read_rows] == [
+        round(part, 6) for part in stated.parts
+    ]
+    return CheckedShare(
+        stated, share, max(partial_share, 0.0), tuple(row.row for row in dropped_rows), () in matching,
+        next(iter(matching), ()), listed,
+    )  # fmt: skip
 
 
 # --- warnings ---------------------------------------------------------------------------------------
 
 
-def _row_warnings(counted: CountedRows) -> list[Notice]:
-    """Return the warnings about the selection of rows."""
-    warnings = []
+def _warnings(report: TableReport, split_warnings: list[Notice]) -> list[Notice]:
+    """Return the warnings about the selection of rows, about the split of SendRecv, and about the sums."""
+    warnings, counted = [*report.table.warnings], report.counted
     if counted.basis == "cpu":
         warnings.append(Notice("table_cpu_only", "the table has no device columns: self CPU times are added up"))
     if counted.basis == "operators":
@@ -298,12 +323,7 @@ def _row_warnings(counted: CountedRows) -> list[Notice]:
     if doubtful:
         text = f"{doubtful} rows are left out as annotations: without them the rows add up to the footer's total"
         warnings.append(Notice("table_annotations_by_footer", text, count=doubtful))
-    return warnings
-
-
-def _sum_warnings(report: TableReport) -> list[Notice]:
-    """Return the warnings about the sums: a different footer, missing rows, work from before the window."""
-    warnings = []
+    warnings += split_warnings
     difference, iterations = report.difference_ns, report.iterations
     if difference is not None and report.counted.basis == "kernels" and abs(difference) > report.slack_ns:
         direction, why = "more", "rows that are no kernels were counted"

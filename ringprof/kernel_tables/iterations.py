@@ -35,6 +35,8 @@ _LAUNCHES = {
     "kernel": ("cudaLaunchKernel",),
     **_COPIES,
 }
+IterationSource = Literal["given", "log", "profiler_steps", "inferred"]
+"""Source of a number of iterations; ``inferred`` is the greatest common divisor of the launch counts."""
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -77,8 +79,7 @@ class Iterations:
 
     cpu: int
     """Number of iterations in the CPU rows."""
-    source: Literal["given", "log", "profiler_steps", "inferred"]
-    """Source of `cpu`; ``inferred`` is the greatest common divisor of the launch counts."""
+    source: IterationSource
     counts: tuple[LaunchCount, ...]
     flash: tuple[FlashCount, ...]
     leak: bool
@@ -93,12 +94,10 @@ class Iterations:
         return min(values), max(values)
 
     @cached_property
-    def _by_flash(self) -> dict[str, float]:
-        return {count.kind: count.iterations for count in self.flash}
-
-    @cached_property
-    def _by_group(self) -> dict[str, float]:
-        return {count.group: self.cpu * count.ratio for count in self.counts}
+    def _by_key(self) -> dict[str, float]:
+        """Number of iterations by kind of attention and, where earlier work ran in the window, by launch group."""
+        by_group = {count.group: self.cpu * count.ratio for count in self.counts} if self.leak else {}
+        return by_group | {count.kind: count.iterations for count in self.flash}
 
     def covered_by(self, row: CountedRow) -> float:
         """Return the number of iterations that a row's time covers.
@@ -106,10 +105,8 @@ class Iterations:
         Where the row's calls per iteration are known, the number follows from its calls. Elsewhere it is the number of
         iterations in the CPU rows, times the ratio of device calls to launches where earlier work ran in the window.
         """
-        if row.kind in self._by_flash:
-            return self._by_flash[row.kind]
-        by_group = self._by_group if self.leak else {}
-        return next((by_group[group] for group in (launch_group(row), "all", "kernel") if group in by_group), self.cpu)
+        keys = (row.kind, launch_group(row), "all", "kernel")
+        return next((self._by_key[key] for key in keys if key in self._by_key), self.cpu)
 
 
 def launch_group(row: CountedRow) -> str:
@@ -129,12 +126,20 @@ def count_iterations(table: KernelTable, counted: CountedRows, user_count: int |
     ``user_count`` is the number that the user stated, if any. None where neither the log nor its launches show one.
     """
     counts = _launch_counts(table, counted.rows) if counted.basis == "kernels" else ()
-    cpu_iterations = _cpu_iterations(table, user_count, counts)
-    if cpu_iterations is None:
+    steps = sum(row.calls or 0 for row in table.rows if row.name.startswith("ProfilerStep") and row.cpu_total_ns)
+    divisor = math.gcd(*(count.launched for count in counts)) if len(counts) > 1 else 0
+    candidates: tuple[tuple[int | None, IterationSource], ...] = (
+        (user_count, "given"),
+        (table.context.iterations, "log"),
+        (steps, "profiler_steps"),
+        (divisor if divisor > 1 else None, "inferred"),
+    )
+    cpu, source = next(((count, source) for count, source in candidates if count), (0, None))
+    if source is None:
         return None
     leak = any(count.ratio > LEAK for count in counts) and all(count.ratio < _MAX_RATIO for count in counts)
-    flash = _flash_counts(table, counted.rows, cpu_iterations[0], counts) if leak else ()
-    return Iterations(*cpu_iterations, counts, flash, leak)
+    flash = _flash_counts(table, counted.rows, cpu, counts) if leak else ()
+    return Iterations(cpu, source, counts, flash, leak)
 
 
 def _launch_counts(table: KernelTable, rows: Iterable[CountedRow]) -> tuple[LaunchCount, ...]:
@@ -168,21 +173,6 @@ def _launch_count(group: str, names: Iterable[str], cpu: dict[str, int], ran: in
     present = [name for name in names if name in cpu]
     launched = sum(cpu[name] for name in present)
     return LaunchCount(group, " and ".join(present), launched, ran) if launched and ran else None
-
-
-def _cpu_iterations(
-    table: KernelTable, user_count: int | None, counts: tuple[LaunchCount, ...]
-) -> tuple[int, Literal["given", "log", "profiler_steps", "inferred"]] | None:
-    """Return the number of iterations in the CPU rows and its source, or None."""
-    if user_count:
-        return user_count, "given"
-    if table.context.iterations:
-        return table.context.iterations, "log"
-    steps = sum(row.calls or 0 for row in table.rows if row.name.startswith("ProfilerStep") and row.cpu_total_ns)
-    if steps:
-        return steps, "profiler_steps"
-    divisor = math.gcd(*(count.launched for count in counts)) if len(counts) > 1 else 0
-    return (divisor, "inferred") if divisor > 1 else None
 
 
 def _flash_counts(

@@ -35,7 +35,6 @@ _OPERATOR = re.compile(r"[A-Za-z_]\w*::\w+(?:\.\w+)?")
 _MAX_DOUBTFUL = 10
 _COMMON_WORDS = set(COMPUTE) - {*ATTENTION, "merge", "gemm"}
 
-
 Reason = Literal["operator", "annotation", "same_name_on_cpu", "footer"]
 """Reason why a row with device time is not counted; ``footer``: without it the rows add up to the footer's total."""
 
@@ -85,26 +84,6 @@ class CountedRows:
     """Kind of the counted rows: ``operators`` without kernel rows (torch before 1.8), ``cpu`` without a device."""
 
 
-@lru_cache(maxsize=4096)
-def kind_of_row(name: str) -> str:
-    """Return the kind of a kernel, copy or operator, by its name in a table, whose end may be cut off."""
-    cut = name.endswith(CUT_MARKS)
-    stem = name.removesuffix("...").removesuffix("…")[:_LONGEST_NAME]
-    bare = stem.lower().removeprefix("[cuda ").removeprefix("[")
-    if bare.startswith(("memcpy", "hipmemcpy")):
-        return "copy_engine" if "PtoP" in stem or "peer" in bare else "memcpy"
-    if bare.startswith("memset"):
-        return "memset"
-    if kind := kind_of_attention_operator(stem) or kind_of_enclosed_kernels(stem) or kind_of_own_kernel(stem):
-        return kind
-    if stem.startswith(("c10d::", "nccl:")):
-        return kind_of_collective(stem) or "other"
-    if cut and (kind := _completed_kind(stem)):
-        return kind
-    rule = rule_for(stem)
-    return rule.kind if rule else "other"
-
-
 # Words of kernel names that a narrow column may cut before the rules recognise their kind.
 _COLLECTIVES = ("SendRecv", "AllGather", "ReduceScatter", "AllReduce", "Broadcast")
 _KERNEL_WORDS = (
@@ -119,25 +98,38 @@ _KERNEL_WORDS = (
     "FlashAttentionForwardSm90",
     "FlashAttentionBackwardSm90",
 )
-_MIN_WORD = 8
-_LAST_WORD = re.compile(r"\w{1,80}$")
+_LAST_WORD = re.compile(r"\w{8,80}$")
+"""Last word of a name; shorter ones are beginnings of too many words."""
 
 
-def _completed_kind(stem: str) -> str | None:
-    """Return the kind of a name that was cut inside a known word; None unless all possible words are of one kind."""
-    match = _LAST_WORD.search(stem[-80:])
-    if match is None or len(match[0]) < _MIN_WORD:
-        return None
-    kinds = {rule.kind for full in _KERNEL_WORDS if full.startswith(match[0]) and (rule := rule_for(full))}
-    return kinds.pop() if len(kinds) == 1 else None
+@lru_cache(maxsize=4096)
+def kind_of_row(name: str) -> str:
+    """Return the kind of a kernel, copy or operator, by its name in a table, whose end may be cut off."""
+    cut = name.endswith(CUT_MARKS)
+    stem = name.removesuffix("...").removesuffix("…")[:_LONGEST_NAME]
+    bare = stem.lower().removeprefix("[cuda ").removeprefix("[")
+    if bare.startswith(("memcpy", "hipmemcpy")):
+        return "copy_engine" if "PtoP" in stem or "peer" in bare else "memcpy"
+    if bare.startswith("memset"):
+        return "memset"
+    if kind := kind_of_attention_operator(stem) or kind_of_enclosed_kernels(stem) or kind_of_own_kernel(stem):
+        return kind
+    if stem.startswith(("c10d::", "nccl:")):
+        return kind_of_collective(stem) or "other"
+    if cut and (match := _LAST_WORD.search(stem[-80:])):
+        # The name was cut inside a known word; its kind is known if all possible words are of one kind.
+        kinds = {rule.kind for full in _KERNEL_WORDS if full.startswith(match[0]) and (rule := rule_for(full))}
+        if len(kinds) == 1:
+            return kinds.pop()
+    rule = rule_for(stem)
+    return rule.kind if rule else "other"
 
 
 def select_counted_rows(table: KernelTable) -> CountedRows:
     """Select the rows whose times add up to the device's work; list the other rows with device time, with reasons."""
     if table.device is None:
-        return CountedRows(
-            tuple(_counted_row(row, row.self_cpu_ns) for row in table.rows if row.self_cpu_ns), (), "cpu"
-        )
+        timed_on_cpu = [row for row in table.rows if row.self_cpu_ns]
+        return CountedRows(tuple(_counted_row(row, row.self_cpu_ns) for row in timed_on_cpu), (), "cpu")
     timed = [row for row in table.rows if (row.self_device_ns or 0) > 0]
     launchers = [row for row in timed if row.on_cpu]
     if launchers and len(launchers) == len(timed):
@@ -148,13 +140,25 @@ def select_counted_rows(table: KernelTable) -> CountedRows:
             device_times_by_cpu_name.setdefault(row.name, []).append(row.self_device_ns)
     rows: list[CountedRow] = []
     left_out = [LeftOutRow(row, "operator") for row in launchers]
-    for candidate in (_counted_row(row, row.self_device_ns) for row in timed if not row.on_cpu):
-        reason = _reason_to_leave_out(candidate, device_times_by_cpu_name.get(candidate.row.name, []))
-        if reason is None:
-            rows.append(candidate)
+    for candidate in [_counted_row(row, row.self_device_ns) for row in timed if not row.on_cpu]:
+        row, cpu_row_times = candidate.row, device_times_by_cpu_name.get(candidate.row.name, [])
+        if _ANNOTATION.match(row.name):
+            left_out.append(LeftOutRow(row, "annotation"))
+        elif not row.cut and _OPERATOR.fullmatch(row.name):
+            left_out.append(LeftOutRow(row, "operator"))
+        # The CPU row of an operator that launches a kernel of its own name has that kernel's device time. That of an
+        # annotation has no device time, or the sum of the kernels inside it, which is less than its span on the device.
+        elif cpu_row_times and candidate.may_be_annotation and row.self_device_ns not in cpu_row_times:
+            left_out.append(LeftOutRow(row, "same_name_on_cpu"))
         else:
-            left_out.append(LeftOutRow(candidate.row, reason))
-    beyond_footer = _rows_beyond_footer(rows, table)
+            rows.append(candidate)
+    beyond_footer: tuple[CountedRow, ...] = ()
+    if table.self_device_total_ns is not None:
+        # The fewest possible annotations without which the rest adds up to the footer.
+        slack = rounding_slack_ns(rows, table)
+        excess = sum(row.time_ns for row in rows) - table.self_device_total_ns
+        if excess > slack:
+            beyond_footer = _rows_adding_up_to(excess, slack, [row for row in rows if row.may_be_annotation])
     left_out += [LeftOutRow(candidate.row, "footer") for candidate in beyond_footer]
     left_out.sort(key=lambda out: out.row.line)
     with_kinds = _kinds_from_operators([candidate for candidate in rows if candidate not in beyond_footer], launchers)
@@ -165,36 +169,9 @@ def _counted_row(row: TableRow, time_ns: int | None) -> CountedRow:
     return CountedRow(row, kind_of_row(row.name), time_ns or 0)
 
 
-def _reason_to_leave_out(candidate: CountedRow, cpu_row_times: list[int | None]) -> Reason | None:
-    """Return why a row is not counted, or None; ``cpu_row_times`` are device times of CPU rows of the same name."""
-    row = candidate.row
-    if _ANNOTATION.match(row.name):
-        return "annotation"
-    if not row.cut and _OPERATOR.fullmatch(row.name):
-        return "operator"
-    # The CPU row of an operator that launches a kernel of its own name has that kernel's device time. The CPU row of an
-    # annotation has no device time, or the sum of the kernels inside it, which is less than its span on the device.
-    return (
-        "same_name_on_cpu"
-        if cpu_row_times and candidate.may_be_annotation and row.self_device_ns not in cpu_row_times
-        else None
-    )
-
-
 def rounding_slack_ns(rows: Iterable[CountedRow], table: KernelTable) -> int:
     """Return the largest difference between the sum of printed times and the printed total that rounding explains."""
     return (sum(row.row.step_ns for row in rows) + table.total_step_ns) // 2 + 1
-
-
-def _rows_beyond_footer(rows: Sequence[CountedRow], table: KernelTable) -> tuple[CountedRow, ...]:
-    """Return the fewest possible annotations without which the rest adds up to the footer; empty where none fit."""
-    if table.self_device_total_ns is None:
-        return ()
-    slack = rounding_slack_ns(rows, table)
-    excess = sum(row.time_ns for row in rows) - table.self_device_total_ns
-    if excess <= slack:
-        return ()
-    return _rows_adding_up_to(excess, slack, [row for row in rows if row.may_be_annotation])
 
 
 def _rows_adding_up_to(time_ns: int, slack: int, rows: Sequence[CountedRow]) -> tuple[CountedRow, ...]:
@@ -221,7 +198,11 @@ def _kinds_from_operators(rows: list[CountedRow], launchers: Sequence[TableRow])
     must be a multiple of the operators' calls.
     """
     for kind in ("flash_fwd", "flash_bwd", "gemm"):
-        operators = [row for row in launchers if _kind_of_operator(row.name) == kind]
+        operators = [
+            row
+            for row in launchers
+            if kind == ("gemm" if _GEMM_OPERATOR.fullmatch(row.name) else kind_of_attention_operator(row.name))
+        ]
         recognised = [counted for counted in rows if counted.kind == kind]
         calls = sum(row.calls or 0 for row in operators)
         missing = sum(row.self_device_ns or 0 for row in operators) - sum(counted.time_ns for counted in recognised)
@@ -231,7 +212,3 @@ def _kinds_from_operators(rows: list[CountedRow], launchers: Sequence[TableRow])
             completed = _rows_adding_up_to(missing, slack, cut)
             rows = [replace(counted, kind=kind) if counted in completed else counted for counted in rows]
     return rows
-
-
-def _kind_of_operator(name: str) -> str | None:
-    return "gemm" if _GEMM_OPERATOR.fullmatch(name) else kind_of_attention_operator(name)

@@ -188,12 +188,14 @@ def _only_dashes(line: str) -> bool:
 
 
 _DECIMAL = r"-?[0-9]{1,18}(?:\.[0-9]{1,12})?"
-_CELL_PATTERNS = {
-    "time": rf"{_DECIMAL}(?:ns|us|ms|s)",
-    "share": rf"{_DECIMAL}%|nan|NaN|0|-?inf%?",
-    "count": r"-?[0-9]{1,18}",
-    "memory": rf"{_DECIMAL} ?(?:[KMGTP]i?)?[bB]",
-}
+_CELL_PATTERNS = (
+    (re.compile(r"# of Calls|Number of Calls|Calls|Node ID"), r"-?[0-9]{1,18}"),
+    (re.compile(r".*%"), rf"{_DECIMAL}%|nan|NaN|0|-?inf%?"),
+    (re.compile(r".*Mem"), rf"{_DECIMAL} ?(?:[KMGTP]i?)?[bB]"),
+    (re.compile(r"Name|Overload Name|Input Shapes|Source Loc.*|.*FLOP.*"), None),
+    (re.compile(r".*"), rf"{_DECIMAL}(?:ns|us|ms|s)"),
+)
+"""Patterns of titles, with the pattern of the cells below them; None for a column of text. The first match counts."""
 _TIME = re.compile(r"(-?)([0-9]{1,18})(?:\.([0-9]{1,12}))?(ns|us|ms|s)")
 _SHARE = re.compile(r"(-?[0-9]{1,18})(?:\.([0-9]{1,12}))?%?")
 
@@ -206,24 +208,11 @@ UNIT_NS = {"ns": 1, "us": 1_000, "µs": 1_000, "μs": 1_000, "ms": 1_000_000, "s
 """Nanoseconds in each unit that tables print; the micro sign and the Greek letter are two characters."""
 
 
-def _cell_pattern(title: str) -> str | None:
-    """Return the pattern of the cells of a column of numbers, by its title; None for a column of text."""
-    if title in CALLS_TITLES or title == "Node ID":
-        return _CELL_PATTERNS["count"]
-    if title.endswith("%"):
-        return _CELL_PATTERNS["share"]
-    if title.endswith("Mem"):
-        return _CELL_PATTERNS["memory"]
-    if title in ("Name", "Overload Name", "Input Shapes") or title.startswith("Source Loc") or "FLOP" in title:
-        return None
-    return _CELL_PATTERNS["time"]
-
-
 class Columns:
     """The columns of one table: names at the left, then numbers, then possibly shapes and stacks."""
 
     def __init__(self, titles: Sequence[str], rule: DashedRule) -> None:
-        patterns = [_cell_pattern(title) for title in titles]
+        patterns = [next(cells for title, cells in _CELL_PATTERNS if title.fullmatch(text)) for text in titles]
         first_number = next((index for index, pattern in enumerate(patterns) if pattern), len(patterns))
         numbers = " {2,}".join(f"({pattern})" for pattern in patterns if pattern)
         self._numbers = re.compile(numbers + (r"(?: {2}| ?$)" if patterns[-1] is None else " *$"))

@@ -39,11 +39,16 @@ def _count_column(titles: Sequence[str]) -> str | None:
 def read_nsys_text(lines: LogLines, layout: TableLayout, path: str) -> KernelTable:
     """Read the summary with the given layout: all rows up to the first line that is not a row."""
     rows: list[TableRow] = []
-    index, lines_used = layout.rows_start, 1
+    spans, index, lines_used = layout.rule.spans, layout.rows_start, 1
     while lines_used and index < len(lines) and len(rows) <= MOST_ROWS:
         lines_used = 0
         for content, line_count in layout.candidate_rows(lines, index):
-            if row := _row(_cells(content, layout), layout.titles, index + 1):
+            # Cells lie at the columns' offsets; where one is wider than its column, only spaces separate them.
+            if any(content[end:start].strip() for (_, end), (start, _) in pairwise(spans)):
+                cells = content.split(None, len(spans) - 1)
+            else:
+                cells = [content[start:end].strip() for start, end in (*spans[:-1], (spans[-1][0], None))]
+            if row := _row(cells, layout.titles, index + 1):
                 rows.append(row)
                 lines_used = line_count
                 break
@@ -64,14 +69,6 @@ def _cut_off(lines: LogLines, header: int, path: str, end: int) -> tuple[Notice,
     """Return a warning where the log ends with the table's last line and that line may be incomplete."""
     message = f"{path}:{header + 1}: the log ends inside this table: it may have been cut off"
     return (Notice("table_cut_off", message),) if end == len(lines) and lines.is_open(end - 1) else ()
-
-
-def _cells(content: str, layout: TableLayout) -> list[str]:
-    """Split a line at the table's column offsets, or at spaces where a cell is wider than its column."""
-    spans = layout.rule.spans
-    if any(content[end:start].strip() for (_, end), (start, _) in pairwise(spans)):
-        return content.split(None, len(spans) - 1)
-    return [content[start:end].strip() for start, end in spans[:-1]] + [content[spans[-1][0] :].strip()]
 
 
 def read_nsys_csv(lines: LogLines, index: int, path: str) -> KernelTable | None:
@@ -160,17 +157,14 @@ def read_nvprof(lines: LogLines, index: int, path: str) -> tuple[KernelTable, in
         if part_title := _PART.search(content):
             part, content = part_title[1], content[part_title.end() :]
         if row := _NVPROF_ROW.match(content):
-            rows += _nvprof_row(row, part, line_index + 1)
+            time_ns, step_ns, unit = parse_time(row[2])
+            name, line, calls = row[7].strip(), line_index + 1, int(row[3])
+            if part == "GPU activities":
+                rows.append(TableRow(name, line, calls, 0, 0, time_ns, parse_share(row[1]), unit, step_ns))
+            elif part == "API calls":
+                rows.append(TableRow(name, line, calls, time_ns, time_ns))
         elif content.strip() and not part_title and not _HEADER.search(content):
             break
         line_index += 1
     titles, warnings = tuple(header[0].split()), _cut_off(lines, index, path, line_index)
     return KernelTable(path, index + 1, "nvprof", "CUDA", titles, tuple(rows), warnings=warnings), line_index
-
-
-def _nvprof_row(row: re.Match[str], part: str, line: int) -> list[TableRow]:
-    """Build the row of a device activity or an API call of nvprof; empty for other parts of the summary."""
-    time_ns, step_ns, unit = parse_time(row[2])
-    if part == "GPU activities":
-        return [TableRow(row[7].strip(), line, int(row[3]), 0, 0, time_ns, parse_share(row[1]), unit, step_ns)]
-    return [TableRow(row[7].strip(), line, int(row[3]), time_ns, time_ns)] if part == "API calls" else []

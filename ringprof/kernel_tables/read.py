@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import replace
 from decimal import Decimal
+from itertools import pairwise
 
 from ringprof.common.log_lines import LogLines
 from ringprof.errors import KernelTableError, NoKernelTableError
@@ -14,8 +15,8 @@ from ringprof.kernel_tables.nvidia_tables import fold_nsys, is_nsys, read_nsys_c
 from ringprof.kernel_tables.rows import MOST_ROWS, KernelTable, StatedShare, TableContext
 from ringprof.kernel_tables.torch_tables import TorchTable
 
-_MOST_TABLES = 10_000
-_MOST_RULES = 100_000
+_MOST = {"dashed lines": 100_000, "kernel tables": 10_000, "rows of kernel tables": MOST_ROWS}
+"""Most of each in one log: a log constructed to hold a table on every line would take minutes to read."""
 
 
 def read_tables(data: bytes, path: str) -> list[KernelTable]:
@@ -30,21 +31,38 @@ def read_tables(data: bytes, path: str) -> list[KernelTable]:
     nsys: list[KernelTable] = []
     nvprof: list[KernelTable] = []
     nvprof_end = 0
-    limits = _CountLimits(path)
+    counts: Counter[str] = Counter()
+
+    def count(noun: str, number: int) -> None:
+        counts[noun] += number
+        if counts[noun] > _MOST[noun]:
+            raise KernelTableError(f"{path}: more than {_MOST[noun]} {noun}: cut out the part that you want to see")
+
+    def counted(table: KernelTable) -> KernelTable:
+        count("kernel tables", 1)
+        count("rows of kernel tables", len(table.rows))
+        return table
+
     for index, line in enumerate(lines):
         if "--" in line:
-            limits.count_rule(line)
+            count("dashed lines", line.rstrip().endswith("-"))
             if layout := find_layout(lines, index):
                 layouts.append(layout)
         if "," in line and "Total" in line and (table := read_nsys_csv(lines, index, path)):
-            nsys.append(limits.count_table(table))
+            nsys.append(counted(table))
         if "Time(%)" in line and index >= nvprof_end and (summary := read_nvprof(lines, index, path)):
-            nvprof.append(limits.count_table(summary[0]))
+            nvprof.append(counted(summary[0]))
             nvprof_end = summary[1]
-    nsys += [limits.count_table(read_nsys_text(lines, layout, path)) for layout in layouts if is_nsys(layout.titles)]
+    nsys += [counted(read_nsys_text(lines, layout, path)) for layout in layouts if is_nsys(layout.titles)]
+    # A table ends at the latest where the next one with the same prefix begins.
+    ends: list[int] = []
+    following: dict[str, int] = {}
+    for layout in reversed(layouts):
+        ends.append(following.get(layout.rule.prefix, len(lines)))
+        following[layout.rule.prefix] = layout.line
     torch = [
-        limits.count_table(TorchTable(lines, layout, path).read(limit))
-        for layout, limit in zip(layouts, _limits(layouts, len(lines)), strict=True)
+        counted(TorchTable(lines, layout, path).read(end))
+        for layout, end in zip(layouts, reversed(ends), strict=True)
         if not is_nsys(layout.titles)
     ]
     tables = sorted([*torch, *fold_nsys(nsys), *nvprof], key=lambda table: table.line)
@@ -53,56 +71,15 @@ def read_tables(data: bytes, path: str) -> list[KernelTable]:
     if not any(table.rows for table in tables):
         where = f"{path}:{tables[0].line}"
         raise KernelTableError(f"{where}: a kernel table without a row that can be read: was the log cut off here?")
-    return _with_context(tables, lines)
-
-
-@dataclass
-class _CountLimits:
-    """Counters of dashed lines, tables and rows in a log, with limits.
-
-    Without limits, a log constructed to hold a table on every line would take minutes to read.
-    """
-
-    path: str
-    rules: int = 0
-    tables: int = 0
-    rows: int = 0
-
-    def count_rule(self, line: str) -> None:
-        """Count a line that ends in a dash. Raises `KernelTableError` above the limit."""
-        self.rules += line.rstrip().endswith("-")
-        self._check(self.rules, _MOST_RULES, "dashed lines")
-
-    def count_table(self, table: KernelTable) -> KernelTable:
-        """Count a table and its rows, and return the table. Raises `KernelTableError` above the limits."""
-        self.tables, self.rows = self.tables + 1, self.rows + len(table.rows)
-        self._check(self.tables, _MOST_TABLES, "kernel tables")
-        self._check(self.rows, MOST_ROWS, "rows of kernel tables")
-        return table
-
-    def _check(self, count: int, limit: int, noun: str) -> None:
-        if count > limit:
-            raise KernelTableError(f"{self.path}: more than {limit} {noun}: cut out the part that you want to see")
-
-
-def _limits(layouts: Sequence[TableLayout], end: int) -> list[int]:
-    """List for each table the line at which the next table with the same prefix begins, where reading must stop."""
-    limits: list[int] = []
-    following: dict[str, int] = {}
-    for layout in reversed(layouts):
-        limits.append(following.get(layout.rule.prefix, end))
-        following[layout.rule.prefix] = layout.line
-    return limits[::-1]
-
-
-def _with_context(tables: list[KernelTable], lines: LogLines) -> list[KernelTable]:
-    """Set each table's context from the text up to the next table; text before the first table belongs to the first."""
-    borders = [0, *(table.line - 1 for table in tables[1:]), len(lines)]
+    # The text up to the next table belongs to a table; that before the first table, to the first.
+    borders = pairwise([0, *(table.line - 1 for table in tables[1:]), len(lines)])
     return [
-        replace(table, context=read_context(lines, borders[index], borders[index + 1]))
-        for index, table in enumerate(tables)
+        replace(table, context=_read_context(lines, start, end))
+        for table, (start, end) in zip(tables, borders, strict=True)
     ]
 
+
+# --- the text around the tables -----------------------------------------------------------------------
 
 _SHARE = re.compile(r"\b(FlashAttention Kernel|RingComm) {0,4}: {0,4}([0-9]{1,12}(?:\.[0-9]{1,9})?) {0,4}(%?)")
 _SUBJECTS = {"FlashAttention Kernel": "flash", "RingComm": "send_recv"}
@@ -120,7 +97,7 @@ _PAIR = re.compile(r"\( {0,4}[-0-9.e+]{1,40}, {0,4}([0-9]{1,12}\.?[0-9]{0,12}) {
 _LISTED = {"flash": "flash", "SendRecv": "send_recv"}
 
 
-def read_context(lines: LogLines, start: int, end: int) -> TableContext:
+def _read_context(lines: LogLines, start: int, end: int) -> TableContext:
     """Read the context in lines ``start`` to ``end``; the first statement on each subject counts."""
     shares: list[StatedShare] = []
     fractions: dict[str, tuple[float, ...]] = {}

@@ -32,7 +32,9 @@ class TorchTable:
     def __init__(self, lines: LogLines, layout: TableLayout, path: str) -> None:
         self.lines, self.layout, self.path = lines, layout, path
         self.columns = Columns(layout.titles, layout.rule)
-        self.device = _device_of(layout.titles)
+        # The titles of the time columns name the device, such as CUDA in "CUDA total"; None if CPU only.
+        others = (title.removesuffix(" total") for title in layout.titles if title.endswith(" total"))
+        self.device = next((device for device in others if device not in ("CPU", "Self CPU")), None)
 
     def read(self, limit: int) -> KernelTable:
         """Read the table, using only lines before index ``limit``."""
@@ -147,12 +149,3 @@ class TorchTable:
             elif device is None and (match := _DEVICE_TOTAL.match(content.strip())):
                 device, step, _ = parse_time(match[2])
         return cpu, device, step
-
-
-def _device_of(titles: tuple[str, ...]) -> str | None:
-    """Return the device in the titles of the time columns, such as ``CUDA`` in ``CUDA total``; None if CPU only."""
-    for title in titles:
-        device = title.removesuffix(" total")
-        if device != title and device not in ("CPU", "Self CPU"):
-            return device
-    return None

@@ -12,7 +12,7 @@ from ringprof.kernel_tables.analyse import TableReport, analyse_table
 from ringprof.kernel_tables.kernels import kind_of_row
 from ringprof.kernel_tables.read import read_tables
 from ringprof.kernel_tables.rows import KernelTable, TableRow
-from ringprof.kernel_tables.show import table_dict, tables_dict, tables_text
+from ringprof.kernel_tables.table_analysis import table_dict, tables_dict, tables_text
 from ringprof.report.text import TextStyle
 from tests.paths import LOGS
 

@@ -12,7 +12,7 @@ from ringprof.cli import run
 from ringprof.kernel_tables.analyse import TableReport, analyse_table, total_from_shares
 from ringprof.kernel_tables.read import read_tables
 from ringprof.kernel_tables.rows import KernelTable, TableRow
-from ringprof.kernel_tables.show import entry_of_table, figures_of_table, table_dict, tables_text
+from ringprof.kernel_tables.table_analysis import entry_of_table, figures_of_table, table_dict, tables_text
 from ringprof.report.text import TextStyle
 from tests.paths import DATA
 
