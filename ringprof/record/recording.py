@@ -27,7 +27,6 @@ from ringprof.record.resolve import load_strategy, strategy_errors
 from ringprof.record.run_folder import publish, reduced_name, trace_name
 from ringprof.record.telemetry import device_links
 from ringprof.record.verify import verify
-from ringprof.record.verify_cached import verify_cached, verify_cached_timed
 from ringprof.record.verify_timed import verify_timed
 from ringprof.run import (
     Baselines,
@@ -223,8 +222,7 @@ class RankRecording:
         if self.dynamic is not None:
             verification = verify_steps(self.dynamic, request.workload, request.cp_sizes, device)
         else:
-            check = verify if request.workload.phase == "training" else verify_cached
-            verification = check(self.strategy, request.workload, device)
+            verification = verify(self.strategy, request.workload, device)
         self.reporter.advance()
         if device.type == "cuda":
             # The reference's tensors must not stay in the allocator while the strategy is timed.
@@ -246,8 +244,7 @@ class RankRecording:
         if isinstance(shard, DynamicCpShard):
             verification = verify_timed_steps(shard, measured, before)
         else:
-            check = verify_timed if workload.phase == "training" else verify_cached_timed
-            verification = check(shard, measured.first_rows, measured.last, workload, before)
+            verification = verify_timed(shard, measured.first_rows, measured.last, workload, before)
         self.reporter.advance()
         return verification
 

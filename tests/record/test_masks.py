@@ -14,8 +14,9 @@ import torch
 from ringprof.errors import UsageError, VerificationError
 from ringprof.record import verify_timed as subject
 from ringprof.record.balance import balances
+from ringprof.record.check.dense import draw_inputs, kernel_results, whole_block
 from ringprof.record.measure import Results, WorkloadShard
-from ringprof.record.verify import draw_inputs, kernel_results, verify, whole_block
+from ringprof.record.verify import verify
 from ringprof.run import Workload
 from ringprof.strategies import create
 from ringprof.strategies.algorithms.zigzag import Zigzag

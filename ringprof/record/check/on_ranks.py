@@ -22,7 +22,16 @@ from torch.autograd.profiler import profile
 from ringprof.common.validation import refuse_below_one
 from ringprof.errors import RingprofError, UsageError
 from ringprof.record.check.completion_barrier import CompletionBarrier
-from ringprof.record.check.diagnose import ReferenceResults, WrongCall, compare_results
+from ringprof.record.check.dense import (
+    MOST_TOKENS,
+    SEED,
+    References,
+    Tensors,
+    compare_results,
+    draw_inputs,
+    severity,
+)
+from ringprof.record.check.diagnose import WrongCall
 from ringprof.record.check.result import TENSOR_FORMATS, Check, CheckRequest, Seen, SentInCall, TensorCheck
 from ringprof.record.check.user_attention import AttentionResults, UserAttention, order_of_layout, order_of_positions
 from ringprof.record.check.weights import read_weights
@@ -31,8 +40,10 @@ from ringprof.record.process_group import GroupRanks
 from ringprof.record.progress import Reporter, SilentReporter
 from ringprof.record.request import DTYPES, from_json
 from ringprof.record.resolve import torch_dtype
-from ringprof.record.verify import MOST_TOKENS, SEED, Tensors, draw_inputs, severity
 from ringprof.run import Workload
+from ringprof.strategies import Unsupported
+from ringprof.strategies.kernels.reference import ReferenceKernel
+from ringprof.strategies.kernels.registry import choose_kernel
 
 
 class _ShapeProblem(msgspec.Struct, frozen=True):
@@ -193,8 +204,18 @@ def _compare_call(
     if any(shape_problems):
         rank, text = next((rank, text) for rank, text in enumerate(shape_problems) if text)
         return _CallResult(number, {}, [f"on rank {rank} {text}"])
-    reference = ReferenceResults.of(attention, full, workload, scale)
-    errors, wrong_on_this_rank = compare_results(results, reference, attention, torch_dtype(workload))
+    try:
+        requirements: Any = workload.mask().asks_of_kernels()
+        kernel = choose_kernel("auto", full.q.device, full.q.dtype, workload.head_dim, **requirements)()
+    except Unsupported:
+        # With an exact kernel, only the rounding of the result is allowed for.
+        kernel = ReferenceKernel()
+    ranks, reference = attention.ranks, References.of(full, workload, kernel, attention.shard, scale)
+    # It is unknown in which type a user's code sends its partial results: each hop may round, in the output, too.
+    hops = ranks.size if ranks.size > 1 else 0
+    errors, wrong_on_this_rank = compare_results(
+        results, reference, attention.positions, torch_dtype(workload), lambda name: hops, ranks
+    )
     call = _CallResult(number, errors, [])
     if call.equal or not explain:
         return call
