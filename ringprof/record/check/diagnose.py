@@ -49,7 +49,10 @@ class WrongCall:
             candidates = [(f"is 0: no gradient reaches {name[1]}", torch.zeros_like(self.reference.exact[name]))]
             if name != "dq":
                 message = "is what a rank's own queries give: other ranks' part is missing"
-                candidates.append((message, self._local_gradient(name)))
+                dout = torch.zeros_like(self.full.dout)
+                dout[:, self.attention.positions] = self.full.dout[:, self.attention.positions]
+                gradient = reference_results(replace(self.full, dout=dout), self.workload, self.scale)[name]
+                candidates.append((message, self.attention.shard(gradient)))
             sentences += _best_explanation(name, candidates, self) or _scale_explanation(name, self)
         return sentences
 
@@ -64,12 +67,6 @@ class WrongCall:
         omitted |= {"prefix": None} if causal and self.workload.window is None else {}
         workload = replace_fields(self.workload, backward=False, causal=causal, **{"seq": seq, **omitted, **mask})
         return reference_results(full, workload, scale)["out"]
-
-    def _local_gradient(self, name: str) -> Tensor:
-        """Return this rank's part of a gradient to which only this rank's own queries contribute."""
-        dout = torch.zeros_like(self.full.dout)
-        dout[:, self.attention.positions] = self.full.dout[:, self.attention.positions]
-        return self.attention.shard(reference_results(replace(self.full, dout=dout), self.workload, self.scale)[name])
 
 
 def _known_mistakes(call: WrongCall) -> Iterator[Explanation]:

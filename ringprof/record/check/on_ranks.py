@@ -109,10 +109,14 @@ def check_on_ranks(
         reporter.start("what queries see", 1)
         seen, reasons_from_weights = _check_visible_keys(attention, workload, request, barrier)
         reasons = reasons or ([] if seen and seen.right and reported.equal else reasons_from_weights)
+    own_sent = sent[0] if sent else SentInCall(operations={}, size_bytes=-1)
+    sent_by_rank = [from_json(part, SentInCall) for part in ranks.gather_structs(own_sent)]
+    # The size is -1 where another profiler was running on a rank.
+    known = all(rank.size_bytes != -1 for rank in sent_by_rank)
     return Check(
         equal=all(call.equal for call in calls) and (seen is None or seen.right), workload=workload, ranks=ranks.size,
         layout=request.layout, device=ranks.device.type, calls=len(calls), call=reported.number, errors=reported.errors,
-        sent=_sent_by_rank(ranks, sent), seen=seen, reasons=reasons,
+        sent=sent_by_rank if known else None, seen=seen, reasons=reasons,
     )  # fmt: skip
 
 
@@ -223,13 +227,6 @@ def _compare_call(
     return msgspec.structs.replace(call, reasons=wrong_call.reasons())
 
 
-def _sent_by_rank(ranks: GroupRanks, sent: list[SentInCall]) -> list[SentInCall] | None:
-    """Gather the data that each rank sent; None where another profiler was running on a rank. Collective."""
-    own_sent = sent[0] if sent else SentInCall(operations={}, size_bytes=-1)
-    by_rank = [from_json(part, SentInCall) for part in ranks.gather_structs(own_sent)]
-    return None if any(rank.size_bytes == -1 for rank in by_rank) else by_rank
-
-
 _GLOO_BYTES = {"double": 8, "long int": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "short": 2}
 _NCCL_BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "BFloat16": 2, "Half": 2}
 _SEND_NOTHING = ("recv", "barrier")
@@ -263,7 +260,8 @@ def _sent_in_events(events: list[Any]) -> SentInCall:
             name = operation.strip(":_")
             operations[name] += not name.startswith(_SEND_NOTHING)
         elif backend == "gloo" and not operation.startswith(_SEND_NOTHING):
-            sizes.append(_gloo_bytes(event))
+            tensors = [pair for pair in zip(event.shapes(), event.dtypes(), strict=False) if pair[0]]
+            sizes.append(sum(int(math.prod(shape)) * _GLOO_BYTES.get(dtype, 1) for shape, dtype in tensors))
         elif backend == "record_param_comms":
             sizes.append(_nccl_bytes(event))
         elif backend.startswith("Memcpy PtoP"):
@@ -274,12 +272,6 @@ def _sent_in_events(events: list[Any]) -> SentInCall:
     return SentInCall(
         operations=dict(+operations), size_bytes=sum(known_sizes) if known_sizes or not +operations else None
     )
-
-
-def _gloo_bytes(event: Any) -> int:
-    """Return the total size in bytes of the tensors passed to a gloo operation."""
-    pairs = [pair for pair in zip(event.shapes(), event.dtypes(), strict=False) if pair[0]]
-    return sum(int(math.prod(shape)) * _GLOO_BYTES.get(dtype, 1) for shape, dtype in pairs)
 
 
 def _nccl_bytes(event: Any) -> int | None:
