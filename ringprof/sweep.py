@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from ringprof.analysis.findings.summary import Rates
 from ringprof.analysis.kinds.kinds import ATTENTION, COMMUNICATION
 from ringprof.api import Analysis, load
 from ringprof.common.decoding import decode_file, refuse_deep
@@ -108,7 +107,13 @@ def run_sweep(
     if launcher_rank() is not None:
         raise UsageError("a sweep starts its own ranks: run it without torchrun or srun, on one host")
     for request in requests:
-        _refuse_unknown(request)
+        # A name or an option that no recording accepts is refused before the sweep spends hours on others.
+        try:
+            typed_params(load_strategy(request.strategy), request.strategy, request.params)
+        except UnsupportedWorkloadError as error:
+            raise UsageError(str(error)) from None
+        with suppress(UnsupportedWorkloadError):  # unsupported at this length or on this machine: the row reports it
+            kernel_class(resolve(request, None))
     # Third-party strategies have no baselines: ringprof cannot leave out their computation or communication.
     requests = [replace(request, controls=request.controls and not is_peer(request.strategy)) for request in requests]
     folder = path.parent
@@ -128,16 +133,6 @@ def run_sweep(
 def is_peer(strategy: str) -> bool:
     """Return whether a strategy is third-party code that ringprof calls unchanged."""
     return ".strategies.peers." in find(strategy).target
-
-
-def _refuse_unknown(request: RecordRequest) -> None:
-    """Raise `UsageError` for a name or an option that no recording accepts, before the sweep spends hours on others."""
-    try:
-        typed_params(load_strategy(request.strategy), request.strategy, request.params)
-    except UnsupportedWorkloadError as error:
-        raise UsageError(str(error)) from None
-    with suppress(UnsupportedWorkloadError):  # unsupported at this length or on this machine: the row reports it
-        kernel_class(resolve(request, None))
 
 
 def _report_other_options(row: Row, request: RecordRequest, path: Path, reporter: Reporter) -> None:
@@ -196,6 +191,9 @@ def row_figures(row: Row, analysis: Analysis | None) -> JsonObject:
     parts = {part.name: part for part in summary.parts}
     wall = parts["wall"].mean_ns
     times = {kind.kind: kind.time_ns for kind in summary.kinds}
+    # Without baselines, the rate is divided by that of the run's attention kernels.
+    of_kernel_rate = rates.tflops / rates.block_tflops if rates.tflops and rates.block_tflops else None
+    of_kernel_rate = of_kernel_rate if rates.controls is None else rates.controls.of_solo
     return values | {
         "kernel": analysis.run.kernel,
         "forward_backward_ms": None if rates.slowest_median_ns is None else rates.slowest_median_ns / 1e6,
@@ -208,15 +206,8 @@ def row_figures(row: Row, analysis: Analysis | None) -> JsonObject:
         "compute_share": parts["compute"].share,
         "exposed_comm_share": parts["exposed_comm"].share,
         "exposed_comm_ms": parts["exposed_comm"].mean_ns / max(1, summary.iterations) / 1e6,
-        "of_kernel_rate": _of_kernel_rate(rates),
+        "of_kernel_rate": of_kernel_rate,
     }
-
-
-def _of_kernel_rate(rates: Rates) -> float | None:
-    """Return the run's rate over the kernel-only rate or, without baselines, over the rate of its attention kernels."""
-    if rates.controls is not None:
-        return rates.controls.of_solo
-    return rates.tflops / rates.block_tflops if rates.tflops and rates.block_tflops else None
 
 
 def _requested_row(request: RecordRequest) -> Row:

@@ -112,19 +112,17 @@ def check(
 
     from ringprof.record.check.on_ranks import check_on_ranks
 
-    named = isinstance(layout, str)
+    named, dtypes = (
+        isinstance(layout, str),
+        {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"},
+    )
     request = CheckRequest(
         layout=str(layout) if named else "positions", batch=batch, seq=seq, heads=heads, kv_heads=kv_heads,
-        head_dim=head_dim, dtype=_dtype_name(dtype), causal=causal, softmax_scale=softmax_scale, backward=backward,
-        documents=None if documents is None else tuple(map(int, documents)), window=window_size,
+        head_dim=head_dim, dtype=dtypes.get(str(dtype), str(dtype)), causal=causal, softmax_scale=softmax_scale,
+        backward=backward, documents=None if documents is None else tuple(map(int, documents)), window=window_size,
         prefix=prefix, tensor_format=tensor_format, calls=calls, time_limit=time_limit,
     )  # fmt: skip
     return check_on_ranks(attention, request, None if named else as_tensor(layout), group)
-
-
-def _dtype_name(dtype: Any) -> str:
-    known = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
-    return known.get(str(dtype), str(dtype))
 
 
 @contextmanager

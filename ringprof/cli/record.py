@@ -63,19 +63,16 @@ def command(**options: Any) -> None:
 
     def work() -> int:
         with reporter() as progress:
-            _print_headline(record(request, progress, reduce_file if rank else None), request)
+            run = record(request, progress, reduce_file if rank else None)
+            if run is not None:
+                click.echo(headline(run))
+                click.echo(f"next: ringprof report {shell_words([request.output])}")
         return 0
 
     if rank is None:
         work()
     else:
         end_as_rank(rank.rank, work, lambda error: type(error) is RecordError)
-
-
-def _print_headline(run: Run | None, request: RecordRequest) -> None:
-    if run is not None:
-        click.echo(headline(run))
-        click.echo(f"next: ringprof report {shell_words([request.output])}")
 
 
 def headline(run: Run) -> str:

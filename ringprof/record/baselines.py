@@ -81,10 +81,15 @@ def baseline_bodies(shard: WorkloadShard, null_strategy: Any) -> tuple[list[Call
 
     A single rank has only the first two kinds. Collective: every rank must call this.
     """
-    replay = Replay.record(shard)
+    replay, no_op = Replay.record(shard), NoOpKernel()
+
+    def communication_only() -> None:
+        with use_kernel(shard.strategy, no_op):
+            shard.run_iteration()
+
     bodies: list[Callable[[], object]] = [shard.run_iteration, replay.run]
     if shard.strategy.comm.size > 1:
-        bodies += [replace(shard, strategy=null_strategy).run_iteration, _communication_only(shard)]
+        bodies += [replace(shard, strategy=null_strategy).run_iteration, communication_only]
     return bodies, replay.flops
 
 
@@ -94,16 +99,6 @@ def strategy_without_transport(
     """Create a strategy by name or ``package.module:Class`` on a communicator that sends nothing."""
     communicator = NullCommunicator(ranks_per_host=ranks_per_host, hosts=hosts)
     return load_strategy(name)(Context(communicator, kernel), **params)
-
-
-def _communication_only(shard: WorkloadShard) -> Callable[[], None]:
-    kernel = NoOpKernel()
-
-    def body() -> None:
-        with use_kernel(shard.strategy, kernel):
-            shard.run_iteration()
-
-    return body
 
 
 class Replay:

@@ -17,8 +17,9 @@ import msgspec
 import torch
 from torch.profiler import record_function
 
+from ringprof.record.check.dense import severity
 from ringprof.record.measure import Measurement, Results, WorkloadShard
-from ringprof.record.verify import severity, verify
+from ringprof.record.verify import verify
 from ringprof.record.verify_timed import verify_timed
 from ringprof.run import TensorError, Verification, Workload
 

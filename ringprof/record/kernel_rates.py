@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
+from ringprof.record.check.dense import draw_inputs, whole_block
 from ringprof.record.resolve import torch_dtype
-from ringprof.record.verify import draw_inputs, whole_block
 from ringprof.run import Workload
 from ringprof.strategies.kernels.registry import KERNELS, reason_against
 from ringprof.workload.documents import document_lengths

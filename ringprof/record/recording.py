@@ -27,7 +27,6 @@ from ringprof.record.resolve import load_strategy, strategy_errors
 from ringprof.record.run_folder import publish, reduced_name, trace_name
 from ringprof.record.telemetry import device_links
 from ringprof.record.verify import verify
-from ringprof.record.verify_cached import verify_cached, verify_cached_timed
 from ringprof.record.verify_timed import verify_timed
 from ringprof.run import (
     Baselines,
@@ -136,16 +135,22 @@ class RankRecording:
         """
         request = self.task.request
         with strategy_errors():
-            self.dynamic = self._create_dynamic()
-            self.strategy = self._create_strategy() if self.dynamic is None else self.dynamic.of(request.cp_sizes[0])
+            # The class is loaded first, so that the user's own modules are found.
+            load_strategy(request.strategy)
+            if request.cp_sizes:
+                self.dynamic = Dynamic(request.strategy, kernel=request.kernel, hops=request.hops, **request.params)
+                self.strategy = self.dynamic.of(request.cp_sizes[0])
+            else:
+                self.strategy = self._create_strategy()
             verification = self._verify(device)
             if verification is not None and request.controls:
                 # The counts of the short verification show this before the long run.
                 computes, sends = self._are_counted(None, device)
                 self._refuse_baselines(computes=computes, sends=sends)
             shard = self._create_shard(device)
-            measured = self._measure(shard, device)
-            steps = shard.step_times_ns(request.iters or 0) if isinstance(shard, DynamicCpShard) else None
+            assert request.warmup is not None and request.iters is not None
+            measured = measure(shard, device, request.warmup, request.iters, self.reporter)
+            steps = shard.step_times_ns(request.iters) if isinstance(shard, DynamicCpShard) else None
             computes, sends = self._are_counted(measured.work, device)
             if request.controls:
                 self._refuse_baselines(computes=computes, sends=sends)
@@ -156,13 +161,18 @@ class RankRecording:
             profiled = profile_iterations(shard, device, request.profile_iters, trace.path, self.reporter)
             kernel = shard.kernel().name if computes else None
         reduced = self.reduce is not None and self.reduce(trace.path, trace.reduced)
+        # Leave out figures that are incomplete because a rank computes or sends past the counters.
+        work = msgspec.structs.replace(
+            measured.work, block_flops=measured.work.block_flops if computes else None,
+            sent=measured.work.sent if sends else None,
+        )  # fmt: skip
         host = host_name() if self.hosts is None else self.hosts[self.rank_info.rank]
         result = RankResult(
             host=host, local_rank=self.rank_info.local_rank, device=device_name(device),
             trace=trace_name(self.rank_info.rank), iterations_ns=measured.iterations_ns, steps_ns=steps,
             profiled_ns=profiled, peak_bytes=measured.peak_bytes,
             state=measured.state, links=device_links(device, first_on_host=self.rank_info.local_rank == 0),
-            work=_without_uncounted(measured.work, computes=computes, sends=sends), controls=baselines,
+            work=work, controls=baselines,
             trace_bytes=trace.size_bytes, remote_bytes=trace.remote_bytes(),
             reduced=reduced_name(self.rank_info.rank) if reduced else None,
             remote_reduced_bytes=trace.remote_reduced_bytes(),
@@ -198,18 +208,8 @@ class RankRecording:
         kind = WorkloadShard if request.workload.layer is None else LayersShard
         return kind.create(self.strategy, request.workload, device, cuda_graph=request.cuda_graph)
 
-    def _create_dynamic(self) -> Any:
-        """Create the strategies of all sizes for dynamic CP; None if all ranks attend every sequence."""
-        request = self.task.request
-        load_strategy(request.strategy)
-        if not request.cp_sizes:
-            return None
-        return Dynamic(request.strategy, kernel=request.kernel, hops=request.hops, **request.params)
-
     def _create_strategy(self) -> Any:
-        """Create the strategy on this rank; load its class first, so that the user's own modules are found."""
         request = self.task.request
-        load_strategy(request.strategy)
         return create(
             request.strategy, kernel=request.kernel, ranks_per_host=request.ranks_per_host, hops=request.hops,
             hosts=None if self.hosts is None else host_numbers(self.hosts), **request.params,
@@ -223,18 +223,12 @@ class RankRecording:
         if self.dynamic is not None:
             verification = verify_steps(self.dynamic, request.workload, request.cp_sizes, device)
         else:
-            check = verify if request.workload.phase == "training" else verify_cached
-            verification = check(self.strategy, request.workload, device)
+            verification = verify(self.strategy, request.workload, device)
         self.reporter.advance()
         if device.type == "cuda":
             # The reference's tensors must not stay in the allocator while the strategy is timed.
             torch.cuda.empty_cache()
         return verification
-
-    def _measure(self, shard: WorkloadShard, device: torch.device) -> Measurement:
-        request = self.task.request
-        assert request.warmup is not None and request.iters is not None
-        return measure(shard, device, request.warmup, request.iters, self.reporter)
 
     def _verify_timed(
         self, shard: WorkloadShard, measured: Measurement, before: Verification | None
@@ -246,8 +240,7 @@ class RankRecording:
         if isinstance(shard, DynamicCpShard):
             verification = verify_timed_steps(shard, measured, before)
         else:
-            check = verify_timed if workload.phase == "training" else verify_cached_timed
-            verification = check(shard, measured.first_rows, measured.last, workload, before)
+            verification = verify_timed(shard, measured.first_rows, measured.last, workload, before)
         self.reporter.advance()
         return verification
 
@@ -282,13 +275,6 @@ class RankRecording:
             request.strategy, request.kernel, request.ranks_per_host, request.params, hosts
         )
         return measure_baselines(shard, null_strategy, device, request.warmup, request.iters, self.reporter)
-
-
-def _without_uncounted(work: Work, *, computes: bool, sends: bool) -> Work:
-    """Return ``work`` without the figures that are incomplete because a rank computes or sends past the counters."""
-    return msgspec.structs.replace(
-        work, block_flops=work.block_flops if computes else None, sent=work.sent if sends else None
-    )
 
 
 def gather_trace_files(

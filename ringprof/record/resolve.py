@@ -76,7 +76,12 @@ def resolve(request: RecordRequest, rank_info: RankInfo | None) -> RecordRequest
     if request.hops == "copy" and device == "cpu":
         raise UsageError("--hops copy: copy engines are GPUs'; on CPU hops go by gloo (leave --hops out)")
     if request.cuda_graph:
-        _check_graph(request, device)
+        if device == "cpu":
+            raise UsageError("--cuda-graph needs GPUs")
+        if request.hops == "copy":
+            raise UsageError("--cuda-graph: copied hops count on, and a graph repeats itself: use --hops nccl")
+        if request.controls:
+            raise UsageError("--cuda-graph: the controls run other calls than the graph: leave --controls out")
     if request.hops == "auto" and (device == "cpu" or request.cuda_graph):
         request = msgspec.structs.replace(request, hops="nccl")
     world = resolve_world_size(request.world, device, rank_info)
@@ -89,7 +94,10 @@ def resolve(request: RecordRequest, rank_info: RankInfo | None) -> RecordRequest
         request = _with_sequences(strategy, request, params, world)
     else:
         _check_supported(strategy, request, params, world)
-    warmup, iters = _iteration_counts(request, device)
+    warmup = request.warmup if request.warmup is not None else (MIN_GPU_WARMUP if device == "cuda" else 1)
+    if device == "cuda" and warmup < MIN_GPU_WARMUP:
+        raise UsageError(f"--warmup {warmup}: at least {MIN_GPU_WARMUP} on GPUs, the first iterations set things up")
+    iters = request.iters or (10 if device == "cuda" else 3)
     return msgspec.structs.replace(request, device=device, world=world, params=params, warmup=warmup, iters=iters)
 
 
@@ -211,15 +219,6 @@ def _check_combinations(request: RecordRequest) -> None:
                 raise UsageError(f"--{option}: not made for --{excluding} (record it without --{option})")
 
 
-def _check_graph(request: RecordRequest, device: str) -> None:
-    if device == "cpu":
-        raise UsageError("--cuda-graph needs GPUs")
-    if request.hops == "copy":
-        raise UsageError("--cuda-graph: copied hops count on, and a graph repeats itself: use --hops nccl")
-    if request.controls:
-        raise UsageError("--cuda-graph: the controls run other calls than the graph: leave --controls out")
-
-
 def resolve_device(device: str) -> str:
     """Return the device type, ``cuda`` or ``cpu``, for the option ``--device``. Raises `UsageError`."""
     if device not in ("auto", "cuda", "cpu"):
@@ -251,14 +250,6 @@ def resolve_world_size(world: int | None, device: str, rank_info: RankInfo | Non
     if world is not None and world > gpus:
         raise UsageError(f"--world {world}: there are {gpus} GPUs here (--device cpu takes any number of ranks)")
     return world or gpus
-
-
-def _iteration_counts(request: RecordRequest, device: str) -> tuple[int, int]:
-    on_gpu = device == "cuda"
-    warmup = request.warmup if request.warmup is not None else (MIN_GPU_WARMUP if on_gpu else 1)
-    if on_gpu and warmup < MIN_GPU_WARMUP:
-        raise UsageError(f"--warmup {warmup}: at least {MIN_GPU_WARMUP} on GPUs, the first iterations set things up")
-    return warmup, request.iters or (10 if on_gpu else 3)
 
 
 def typed_params(strategy: type[Strategy], name: str, params: Params) -> Params:

@@ -1,64 +1,45 @@
-"""Verification before timing: the strategy's results against a dense float64 reference, on the ranks that are timed.
+"""Verification before timing: a strategy's results against dense attention, on the ranks that are timed.
 
-Every rank draws the same full tensors from one seed, shards them, and runs the strategy. It compares its share of out,
-dq, dk and dv with two other results:
+A short sequence is compared as `ringprof.record.check.dense` describes, with the strategy's own kernel as the kernel
+alone. Its ``hops`` are 0 if partial results are sent in float32, and the world size for gradients that are sent in the
+input's type.
 
-* the reference, dense attention in float64, which gives the strategy's error;
-* one call of the same kernel on one device over the whole sequence, which gives the kernel's own error on the same
-  tokens: the error that rounding alone explains.
-
-An error is the root mean square of the difference, relative to the root mean square of the reference, over one rank's
-share of one tensor. With u the unit roundoff of the input type (2^-8 for bf16, 2^-11 for fp16, 2^-24 for fp32), a
-result passes on a rank while
-
-    error <= 3 · sqrt(kernel_error² + hops · u² / 3)        and at least 64 u for fp32
-
-with hops = 0 if partial results are sent in float32, and hops = the world size for gradients that are sent in the
-input's type. Each of those hops rounds once, by at most u, evenly spread (variance u² / 3). Independent roundings add
-as variances, so that the bound grows with the square root of the hops. The kernel's own error counts up to 16 u: a
-kernel with a larger error is wrong itself. An error that is not a number fails.
+Prefill and decode have fewer queries than keys. Their output over a short cache is compared as a whole, and the
+kernel's own error is that of one call over the keys that all new tokens attend.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+import msgspec
 import torch
-from torch import Tensor
-from torch.nn.functional import pad
 
-from ringprof.common.json_object import JsonObject, Params
+from ringprof.common.json_object import Params
 from ringprof.errors import UnsupportedWorkloadError, VerificationError
-from ringprof.record.measure import drawn_sinks
-from ringprof.record.process_group import gather_tensor
+from ringprof.record.check.dense import (
+    MOST_TOKENS,
+    TOKENS_PER_RANK,
+    References,
+    compare_results,
+    draw_inputs,
+    error_row,
+    errors_over_ranks,
+    relative_rms,
+    severity,
+)
+from ringprof.record.check.result import TensorCheck
+from ringprof.record.measure import WorkloadShard, drawn_sinks
+from ringprof.record.process_group import GroupRanks, gather_tensor
 from ringprof.record.resolve import attention_options, kernel_of, layout_options, torch_dtype, why_unsupported
 from ringprof.run import TensorError, Verification, Workload
-from ringprof.strategies.base import Strategy
-from ringprof.strategies.kernels.merge import row_product, with_sinks
-from ringprof.strategies.kernels.reference import MaskedReference
-from ringprof.strategies.masks.layouts import LAYOUTS
-from ringprof.strategies.masks.sharded_mask import sharded_mask_of
-
-SEED = 20260401
-TOKENS_PER_RANK = {"cpu": 64, "cuda": 256}
-MOST_TOKENS = 8192
-"""Most tokens of the verification, because the reference is dense; many ranks get fewer tokens each."""
-ERROR_FACTOR = 3.0
-KERNEL_ERROR_LIMIT = 16
-SINGLE_FLOOR = 64
-
-
-@dataclass(frozen=True)
-class Tensors:
-    """Full inputs: q and dout (B, S, H, D), k and v (B, S, Hkv, D)."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
+from ringprof.strategies.algorithms.cached import Cached
+from ringprof.strategies.base import AttentionCall, Strategy
+from ringprof.strategies.kernels.merge import with_sinks
+from ringprof.strategies.kernels.reference import KeyStretches, ReferenceKernel
+from ringprof.strategies.masks.layouts import Block
 
 
 def verify(strategy: Strategy, workload: Workload, device: torch.device) -> Verification:
@@ -66,38 +47,15 @@ def verify(strategy: Strategy, workload: Workload, device: torch.device) -> Veri
 
     Raises `VerificationError`, which names the worst rank and tensor, if a result is wrong.
     """
-    comm = strategy.comm
-    seq = verification_seq(type(strategy), workload, comm.size, device.type, strategy.parameters)
-    workload = workload.at(seq)
-    full = draw_inputs(workload, device)
-    measured = _strategy_results(strategy, full, workload)
-    kernel = kernel_of(strategy, full.q, workload).again()
-    rows, names = [], list(measured)
-    dout = full.dout if workload.backward else None
-    reference = reference_results(full, workload)
-    block = whole_block(workload)
-    sinks = drawn_sinks(workload, device)
-    kernel_alone = kernel_results(kernel, full.q, full.k, full.v, dout, block, sinks=sinks)
-    for name in names:
-        share = _share(strategy, name, reference[name], workload)
-        difference = measured[name].double() - share
-        kernel_error = relative_rms(_share(strategy, name, kernel_alone[name], workload).double() - share, share)
-        if name == "dsinks":
-            # This sum over all rows has too few numbers to estimate the effect of rounding from.
-            kernel_error = max(kernel_error, torch.finfo(torch_dtype(workload)).eps / 2)
-        rows.append([difference.abs().max().item(), relative_rms(difference, share), kernel_error])
-    by_rank = gather_rows(rows, device)
-    errors = {
-        name: worst_error([rank_rows[index] for rank_rows in by_rank], torch_dtype(workload), roundings(name, strategy))
-        for index, name in enumerate(names)
-    }
-    raise_if_wrong(errors, f"at sequence {seq}; nothing was timed")
-    return Verification(passed=True, seq=seq, errors=errors)
-
-
-def _share(strategy: Strategy, name: str, whole: Tensor, workload: Workload) -> Tensor:
-    """Return this rank's rows of a result over the whole sequence, or the sum of all summands of ``dsinks``."""
-    return whole.sum((0, 1, 3)) if name == "dsinks" else strategy.shard(whole, **layout_options(workload))
+    if isinstance(strategy, Cached):
+        workload = shortened(type(strategy), workload, strategy.comm.size, device.type, strategy.parameters)
+        errors = _errors_over_cache(strategy, workload, device)
+    else:
+        seq = verification_seq(type(strategy), workload, strategy.comm.size, device.type, strategy.parameters)
+        workload = workload.at(seq)
+        errors = _errors_of_training(strategy, workload, device)
+    recorded = raise_if_wrong(errors, f"{size_in_words(workload)}; nothing was timed")
+    return Verification(passed=True, seq=workload.kv_length or workload.seq, errors=recorded)
 
 
 def verification_seq(strategy: type[Strategy], workload: Workload, world: int, device_type: str, params: Params) -> int:
@@ -114,175 +72,110 @@ def verification_seq(strategy: type[Strategy], workload: Workload, world: int, d
     raise UnsupportedWorkloadError(f"no sequence up to {workload.seq} fits {strategy.__name__} on {world} ranks")
 
 
-def allowed_rms(kernel_rms: float, dtype: torch.dtype, hops: int) -> float:
-    """Return the largest relative error that passes, by the formula in this module's docstring.
-
-    ``hops`` is the number of roundings to the input's type between ranks; 0 if partial results are sent in float32.
-    """
-    unit = torch.finfo(dtype).eps / 2
-    explained = min(kernel_rms, KERNEL_ERROR_LIMIT * unit) if math.isfinite(kernel_rms) else 0.0
-    if dtype in (torch.float32, torch.float64):
-        explained = max(explained, SINGLE_FLOOR * unit / ERROR_FACTOR)
-    return ERROR_FACTOR * math.sqrt(explained**2 + hops * unit**2 / 3)
-
-
-def draw_inputs(workload: Workload, device: torch.device, seed: int = SEED) -> Tensors:
-    """Draw full inputs on the CPU from one seed, so that they are the same on every rank and device."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(heads: int, size: int) -> Tensor:
-        shape = (workload.batch, workload.seq, heads, size)
-        return torch.randn(shape, generator=generator).to(device=device, dtype=torch_dtype(workload))
-
-    heads, kv_heads = workload.heads, workload.kv_heads
-    size, v_head_dim = workload.head_dim, workload.v_head_dim or workload.head_dim
-    return Tensors(draw(heads, size), draw(kv_heads, size), draw(kv_heads, v_head_dim), draw(heads, v_head_dim))
+def shortened(strategy: type[Cached], workload: Workload, world: int, device_type: str, params: Params) -> Workload:
+    """Return the workload of the verification over a cache: new and cached tokens are each limited as for training."""
+    assert workload.kv_length is not None
+    limit = min(TOKENS_PER_RANK[device_type] * world, MOST_TOKENS)
+    new, cached = workload.seq, workload.kv_length - workload.seq
+    divisor = int(strategy.layout.divisor(world)) if workload.phase == "prefill" else 1
+    if new > limit:
+        new = limit // divisor * divisor or divisor
+    if cached > limit:
+        # Keep the remainder over the ranks, so that the cache is divided as evenly as the workload's.
+        cached = limit // world * world + cached % world
+    short = workload.at(new, new + cached)
+    assert why_unsupported(strategy, short, world, params) is None
+    return short
 
 
-def _strategy_results(strategy: Strategy, full: Tensors, workload: Workload) -> dict[str, Tensor]:
-    """Run the strategy and return this rank's share of its output and gradients, by name."""
-    shared = layout_options(workload)
-    q, k, v = (
-        strategy.shard(x, **shared).contiguous().requires_grad_(workload.backward) for x in (full.q, full.k, full.v)
-    )
-    sinks = drawn_sinks(workload, q.device)
-    leaves = (q, k, v) if sinks is None else (q, k, v, sinks)
-    out = strategy.attention(q, k, v, causal=workload.causal, **attention_options(workload, sinks))
-    results = {"out": out.detach()}
-    if workload.backward:
-        gradients = torch.autograd.grad(out, leaves, strategy.shard(full.dout, **shared).contiguous())
-        results |= dict(zip(("dq", "dk", "dv", "dsinks"), gradients, strict=False))
+def _errors_of_training(strategy: Strategy, workload: Workload, device: torch.device) -> dict[str, TensorCheck]:
+    """Return the errors of output and gradients over the whole sequence, by name. Collective."""
+    shared, sinks = layout_options(workload), drawn_sinks(workload, device)
+    full = draw_inputs(workload, device)
+
+    def shard(x: torch.Tensor) -> torch.Tensor:
+        return strategy.shard(x, **shared)
+
+    q, k, v = (shard(x).contiguous().requires_grad_(workload.backward) for x in (full.q, full.k, full.v))
+    dout = shard(full.dout).contiguous() if workload.backward else None
+    options = attention_options(workload, sinks)
+    local = WorkloadShard(strategy, workload.causal, q, k, v, dout, attention_options=options, sinks=sinks)
+    results = {name: x.detach() for name, x in vars(local.run_iteration()).items() if x is not None}
     if "dsinks" in results:
         results["dsinks"] = summed_over_ranks(results["dsinks"])
-    return results
+    del q, k, v, dout, local  # their memory is for the reference
+    references = References.of(full, workload, kernel_of(strategy, full.q, workload).again(), shard)
+    positions = strategy.positions(workload.seq, device, **shared)
+    hops = partial(roundings, strategy=strategy)
+    return compare_results(results, references, positions, torch_dtype(workload), hops, GroupRanks(None))[0]
 
 
-def summed_over_ranks(x: Tensor) -> Tensor:
+def _errors_over_cache(strategy: Cached, workload: Workload, device: torch.device) -> dict[str, TensorCheck]:
+    """Return the error of the output over a cache, by name. Collective."""
+    keys, new = workload.kv_length, workload.seq
+    assert keys is not None
+    full = draw_inputs(msgspec.structs.replace(workload, phase="training", kv_length=None, seq=keys), device)
+    q = full.q[:, keys - new :]
+    k, v = (strategy.shard_cache(x, new, workload.heads).contiguous() for x in (full.k, full.v))
+    sinks = drawn_sinks(workload, device)
+    own_sinks = None if sinks is None else sinks[strategy.heads(workload.heads, workload.kv_heads).returned]
+    options = attention_options(workload, own_sinks)
+    with torch.no_grad():
+        out = strategy.attention(strategy.shard(q).contiguous(), k, v, causal=workload.causal, **options)
+    wide_k, wide_v = (x.repeat_interleave(workload.heads // workload.kv_heads, 2) for x in (full.k, full.v))
+    scale, reference = workload.head_dim**-0.5, ReferenceKernel(softcap=workload.softcap or 0.0)
+    all_positions = torch.arange(keys, device=device)
+    attended = KeyStretches.of(workload.mask(), all_positions[keys - new :], keys).shown(all_positions)
+    exact, lse = reference.forward_masked(q.double(), wide_k, wide_v, scale, attended)
+    if sinks is not None:
+        exact, _ = with_sinks(exact, lse, sinks)
+    common = slice(keys - new + 1 if workload.causal else keys)
+    call = AttentionCall(kernel_of(strategy, q, workload).again(), scale, causal=False)
+    kernel_out, _ = call.forward(q, full.k[:, common], full.v[:, common], Block())
+    kernel_exact, _ = reference.forward_masked(q.double(), wide_k[:, common], wide_v[:, common], scale, None)
+    kernel_rms = relative_rms(kernel_out.double() - kernel_exact, kernel_exact)
+    rows = {"out": error_row(out, strategy.shard_output(exact), kernel_rms)}
+    hops = partial(roundings, strategy=strategy, sinks=sinks is not None)
+    return errors_over_ranks(rows, torch_dtype(workload), hops, GroupRanks(None))
+
+
+def summed_over_ranks(x: torch.Tensor) -> torch.Tensor:
     """Return the sum over the ranks in float64, the same on every rank. Collective."""
     return torch.stack(gather_tensor(x.double().contiguous())).sum(0)
 
 
-def whole_block(workload: Workload) -> JsonObject:
-    """Return a kernel's arguments ``causal`` and ``parts`` for one call over the whole sequence."""
-    mask = workload.mask()
-    block = None if mask.plain else sharded_mask_of(mask, LAYOUTS["contiguous"], 1, workload.seq).block(0, 0)
-    if block is None:
-        return {"causal": workload.causal}
-    return {"causal": block.causal, "parts": block.parts}
-
-
-def kernel_results(
-    kernel: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor | None,
-    block: JsonObject,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """Call a kernel over a whole sequence; return its output and, with ``dout``, its gradients, by name.
-
-    ``block`` is a `whole_block`. With ``sinks`` (H) there is ``dsinks`` (B, 1, H, 1), to be summed over B. If v has
-    smaller heads than q, they are padded as a strategy pads them, except for the reference kernel.
-    """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    v_head_dim = v.shape[-1]
-    padding = (0, q.shape[-1] - v_head_dim if kernel.production else 0)
-    v = pad(v, padding)
-    out, lse = kernel.forward(q, k, v, scale=scale, **block)
-    # The kernel's output has a wider type if a row is in several parts of the mask.
-    out = out.to(q.dtype)
-    if sinks is not None:
-        out, lse = with_sinks(out, lse, sinks.detach())
-    if dout is None:
-        return {"out": out[..., :v_head_dim]}
-    dout = pad(dout, padding)
-    gradients = kernel.backward(dout, q, k, v, lse, out=out, scale=scale, **block)
-    results = {
-        "out": out[..., :v_head_dim],
-        "dq": gradients[0],
-        "dk": gradients[1],
-        "dv": gradients[2][..., :v_head_dim],
-    }
-    if sinks is not None:
-        sink_weights = (sinks.detach().to(lse.dtype).view(1, -1, 1) - lse).exp()
-        results["dsinks"] = -(sink_weights * row_product(dout, out)).sum(2)[:, None, :, None]
-    return results
-
-
-def reference_results(full: Tensors, workload: Workload, scale: float | None = None) -> dict[str, Tensor]:
-    """Compute the float64 reference of output and gradients, by name, over the whole sequence.
-
-    Computes one batch entry and kv head at a time, because the scores of all heads would not fit on a device.
-    """
-    kernel = MaskedReference(workload.mask(), softcap=workload.softcap or 0.0)
-    group, sinks = workload.heads // workload.kv_heads, drawn_sinks(workload, full.q.device)
-    collected: dict[str, list[list[Tensor]]] = {}
-    for batch in range(workload.batch):
-        parts: dict[str, list[Tensor]] = {}
-        for head in range(workload.kv_heads):
-            q_heads, kv_heads = slice(head * group, (head + 1) * group), slice(head, head + 1)
-            q, k, v, dout = (
-                x[batch : batch + 1, :, heads].double()
-                for x, heads in ((full.q, q_heads), (full.k, kv_heads), (full.v, kv_heads), (full.dout, q_heads))
-            )
-            head_dout = dout if workload.backward else None
-            head_sinks = None if sinks is None else sinks[q_heads]
-            for name, tensor in kernel_results(
-                kernel, q, k, v, head_dout, {"causal": workload.causal}, scale, head_sinks
-            ).items():
-                parts.setdefault(name, []).append(tensor)
-        for name, tensors in parts.items():
-            collected.setdefault(name, []).append(tensors)
-    return {name: torch.cat([torch.cat(row, dim=2) for row in rows]) for name, rows in collected.items()}
-
-
-def gather_rows(numbers: Sequence[Any], device: torch.device) -> list[list[Any]]:
-    """Gather every rank's numbers, or rows of numbers, in rank order. Collective."""
-    return [part.tolist() for part in gather_tensor(torch.tensor(numbers, dtype=torch.float64, device=device))]
-
-
-def roundings(name: str, strategy: Strategy) -> int:
-    """Return how often a tensor is rounded to the input's type between ranks."""
+def roundings(name: str, strategy: Any, *, sinks: bool = False) -> int:
+    """Return how often a tensor is rounded to the input's type between ranks. Over a cache, sinks add a rounding."""
+    if isinstance(strategy, Cached):
+        return strategy.out_roundings + int(sinks)
     # A strategy that mixes types, or does not state them, may round gradients at every hop.
     rounds_gradients = strategy.parameters.get("grad_wire", "input") not in ("exact", "fp32")
     return strategy.comm.size if rounds_gradients and name not in ("out", "dsinks") and strategy.comm.size > 1 else 0
 
 
-def worst_error(rows: list[list[float]], dtype: torch.dtype, hops: int) -> TensorError:
-    """Return one tensor's error on the rank with the largest error relative to its bound.
+def size_in_words(workload: Workload) -> str:
+    """Describe the tokens of a verification, for the end of a message."""
+    if workload.kv_length is None:
+        return f"at sequence {workload.seq}"
+    return f"with {workload.seq} new tokens over {workload.kv_length} keys"
 
-    ``rows`` holds, for each rank, the largest absolute error, the relative error, and the kernel's own relative error.
+
+def raise_if_wrong(errors: Mapping[str, TensorCheck], ending: str) -> dict[str, TensorError]:
+    """Return the errors as a run keeps them; raise `VerificationError` if a tensor exceeds its bound.
+
+    The message names the tensor with the largest error relative to its bound; ``ending`` ends it.
     """
-    errors = [
-        TensorError(
-            max_abs=max_abs, rms=rms, kernel_rms=kernel_rms, allowed_rms=allowed_rms(kernel_rms, dtype, hops), rank=rank
-        )
-        for rank, (max_abs, rms, kernel_rms) in enumerate(rows)
-    ]
-    return max(errors, key=severity)
-
-
-def severity(error: TensorError) -> float:
-    """Return the error as a multiple of its bound; above 1 the result is wrong."""
-    if error.rms == 0:
-        return 0.0  # exact: passes even if the bound is 0
-    return error.rms / error.allowed_rms if error.allowed_rms and math.isfinite(error.rms) else math.inf
-
-
-def raise_if_wrong(errors: dict[str, TensorError], ending: str) -> None:
-    """Raise `VerificationError` for the worst tensor, if it exceeds its bound; ``ending`` ends the message."""
     name, error = max(errors.items(), key=lambda item: severity(item[1]))
-    if severity(error) <= 1.0:
-        return
-    raise VerificationError(
-        f"wrong result on rank {error.rank}: {name} is off by {error.rms:.3g} (relative rms), {error.allowed_rms:.3g}"
-        f" allowed, {error.kernel_rms:.3g} for the kernel alone, {ending}"
-    )
-
-
-def relative_rms(difference: Tensor, reference: Tensor) -> float:
-    """Return the root mean square of a difference, relative to the reference's unless that is 0."""
-    error, size = (x.double().square().mean().sqrt().item() for x in (difference, reference))
-    return error / size if size > 0 else error
+    if severity(error) > 1.0:
+        raise VerificationError(
+            f"wrong result on rank {error.rank}: {name} is off by {error.rms:.3g} (relative rms),"
+            f" {error.allowed_rms:.3g} allowed, {error.kernel_rms:.3g} for the kernel alone, {ending}"
+        )
+    for name, error in errors.items():
+        if error.wrong_tokens:
+            tokens = f"{error.wrong_tokens} token{'s' * (error.wrong_tokens > 1)}"
+            raise VerificationError(
+                f"wrong result on rank {error.first_rank}: {name} is off by more than rounding explains at {tokens},"
+                f" the first is token {error.first_token}, {ending}"
+            )
+    return {name: msgspec.convert(msgspec.structs.asdict(error), TensorError) for name, error in errors.items()}

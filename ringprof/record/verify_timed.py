@@ -11,43 +11,47 @@ results of its last timed iteration:
   delta are computed here for that head, and not taken from the strategy. With a batch of one, so is the gradient of
   that head's sinks.
 
+Prefill and decode have an output alone: that of `SAMPLED_ROWS` rows of each rank is compared, of `SEQUENCES` sequences,
+for every kv head whose query heads the rank returns.
+
 Whole sequences are gathered for one head at a time, and their scores are computed block by block. Errors are relative
 over the sampled rows of one rank, with the bound of the verification before timing. The kernel's own error may grow
 with the length. It is that of one call over the whole sequence on the kv head of the keys, and at least one unit
-roundoff. If there are so many ranks that this call would cost more than `MOST_ITERATIONS` iterations, the kernel's own
-error is that of the verification before timing.
+roundoff. If there are so many ranks that this call would cost more than `MOST_ITERATIONS` iterations, and over a cache,
+the kernel's own error is that of the verification before timing.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
+from functools import partial
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from ringprof.errors import VerificationError
-from ringprof.record.measure import Results, WorkloadShard, row_sums
-from ringprof.record.process_group import gather_tensor
-from ringprof.record.resolve import layout_options, torch_dtype
-from ringprof.record.verify import (
+from ringprof.record.check.dense import (
     SEED,
-    gather_rows,
+    error_row,
+    errors_over_ranks,
+    gather_numbers,
     kernel_results,
-    raise_if_wrong,
     relative_rms,
-    roundings,
-    summed_over_ranks,
     whole_block,
-    worst_error,
 )
+from ringprof.record.measure import Results, WorkloadShard, row_sums
+from ringprof.record.process_group import GroupRanks, gather_tensor
+from ringprof.record.resolve import layout_options, torch_dtype
+from ringprof.record.verify import raise_if_wrong, roundings, size_in_words, summed_over_ranks
 from ringprof.run import TimedVerification, Verification, Workload
 from ringprof.strategies.kernels.reference import KeyStretches, capped
 
 SAMPLED_ROWS = 16
+SEQUENCES = 2
 BLOCK_NUMBERS = {"cpu": 2**22, "cuda": 2**25}
 """Number of scores that are computed at a time, by device type; memory holds a few copies of them."""
 KEYS_AT_A_TIME = 8192
@@ -63,34 +67,47 @@ def verify_timed(
     iteration. Collective: every rank must call this, and gets the same answer. Raises `VerificationError`, which names
     the worst rank and tensor, if a result is wrong.
     """
-    begin = time.perf_counter_ns()
-    same = same_as_first(shard, first_rows, last, workload.seq)
-    if not same and shard.strategy.parameters.get("deterministic"):
-        raise VerificationError(
-            f"wrong result: the last timed output is not the first's to the bit, at sequence {workload.seq}, though"
-            " the kernel is deterministic; nothing was recorded"
-        )
-    head = int(torch.randint(workload.kv_heads, (), generator=torch.Generator().manual_seed(SEED)))
-    sample = _RowSample(shard, workload)
-    measured = sample.select_results(last, head)
-    expected = sample.reference_rows() | (sample.reference_keys(head) if workload.backward else {})
-    kernel_alone = sample.kernel_rows(head)
-    unit = torch.finfo(torch_dtype(workload)).eps / 2
-    errors = {}
+    begin, ranks = time.perf_counter_ns(), GroupRanks(None)
+    ending = f"{size_in_words(workload)}; nothing was recorded"
+    results = {name: x.detach() for name, x in vars(last).items() if x is not None}
+    flags = [*(bool(x.isfinite().all()) for x in results.values()), torch.equal(first_rows, row_sums(last.out))]
+    flags_by_rank = gather_numbers(flags, ranks)
+    for rank, flags in enumerate(flags_by_rank):
+        for name in (name for name, finite in zip(results, flags, strict=False) if not finite):
+            raise VerificationError(
+                f"wrong result on rank {rank}: {name} is not finite, in the last timed iteration, {ending}"
+            )
+    same = all(flags[-1] for flags in flags_by_rank)
+    if shard.q.device.type == "cuda":
+        # Device memory that the iterations have cached is needed here.
+        torch.cuda.empty_cache()
+    head, kernel_alone = 0, dict[str, Tensor]()
+    if workload.kv_length is not None:
+        places, measured, expected = _compared_over_cache(shard, last.out, workload)
+    else:
+        if not same and shard.strategy.parameters.get("deterministic"):
+            raise VerificationError(
+                f"wrong result: the last timed output is not the first's to the bit, at sequence {workload.seq}, though"
+                " the kernel is deterministic; nothing was recorded"
+            )
+        head = int(torch.randint(workload.kv_heads, (), generator=torch.Generator().manual_seed(SEED)))
+        sample = _RowSample(shard, workload)
+        places, measured = sample.count, sample.select_results(last, head)
+        expected = sample.reference_rows() | (sample.reference_keys(head) if workload.backward else {})
+        kernel_alone = sample.kernel_rows(head)
+    rows, unit = {}, torch.finfo(torch_dtype(workload)).eps / 2
     for name, reference in expected.items():
-        difference = measured[name].double() - reference
         kernel_rms = before.errors[name].kernel_rms
         if name in kernel_alone:
             one_head = reference.shape[2] == 1 or name == "dsinks"
             kernel_reference = reference if one_head else reference[:1, :, sample.heads(head)]
             kernel_rms = relative_rms(kernel_alone[name].double() - kernel_reference, kernel_reference)
-        row = [float(difference.abs().max()), relative_rms(difference, reference), max(kernel_rms, unit)]
-        rows, hops = gather_rows(row, shard.q.device), roundings(name, shard.strategy)
-        errors[name] = worst_error(rows, torch_dtype(workload), hops)
-    raise_if_wrong(errors, f"in the last timed iteration, at sequence {workload.seq}; nothing was recorded")
+        rows[name] = error_row(measured[name], reference, max(kernel_rms, unit))
+    hops = partial(roundings, strategy=shard.strategy, sinks=workload.sinks is not None)
+    errors = errors_over_ranks(rows, torch_dtype(workload), hops, ranks)
     timed = TimedVerification(
-        seq=workload.seq, places=sample.count, kv_head=head, same_output=same, errors=errors,
-        took_ns=time.perf_counter_ns() - begin,
+        seq=workload.kv_length or workload.seq, places=places, kv_head=head, same_output=same,
+        errors=raise_if_wrong(errors, f"in the last timed iteration, {ending}"), took_ns=time.perf_counter_ns() - begin,
     )  # fmt: skip
     return msgspec.structs.replace(before, timed=timed)
 
@@ -139,26 +156,18 @@ def _capped(scores: Tensor, softcap: float) -> tuple[Tensor, Tensor | float]:
     return scores, 1 - (scores / softcap).square()
 
 
-class _KeysValues(NamedTuple):
-    """Keys and values (S, D) of one head and batch entry, in sequence order."""
-
-    k: Tensor
-    v: Tensor
-
-
 class _RowSample:
     """Sample of rows and keys of every rank, and the results of dense attention for them."""
 
     def __init__(self, shard: WorkloadShard, workload: Workload) -> None:
         self._shard, self._workload = shard, workload
-        self._strategy, self._device = shard.strategy, shard.q.device
-        self._comm = shard.strategy.comm
+        self._comm, self._device = shard.strategy.comm, shard.q.device
         self._group = workload.heads // workload.kv_heads
         self._scale: float = workload.head_dim**-0.5
         self._softcap, self._sinks = workload.softcap or 0.0, shard.sinks
         self._mask, shared = workload.mask(), layout_options(workload)
-        self._positions = self._strategy.positions(workload.seq, **shared).to(self._device)
-        self._layout = self._strategy.layout_of(**shared) if shared else self._strategy.layout
+        self._positions = shard.strategy.positions(workload.seq, **shared).to(self._device)
+        self._layout = shard.strategy.layout_of(**shared) if shared else shard.strategy.layout
         self.count = min(SAMPLED_ROWS, len(self._positions))
         generator = torch.Generator().manual_seed(SEED + self._comm.rank)
         chosen = torch.randperm(len(self._positions), generator=generator)[: self.count]
@@ -212,21 +221,23 @@ class _RowSample:
         seen = self._keys_seen_from(self._positions[self._chosen])
         for batch in range(self._workload.batch):
             for head in range(self._workload.kv_heads):
-                cache, heads = self._gather_keys_values(batch, head), self.heads(head)
-                rows = by_head(q[batch, :, heads])
+                (k, v), heads = self._gather_keys_values(batch, head), self.heads(head)
+                rows = _by_head(q[batch, :, heads])
                 sinks = self._sink_logits(heads, self.count)
-                out, lse = softmax_rows(rows, cache.k, cache.v, seen, self._scale, torch.float64, self._softcap, sinks)
+                out, lse = softmax_rows(rows, k, v, seen, self._scale, torch.float64, self._softcap, sinks)
                 results["out"][batch, :, heads] = self._by_row(out)
                 if shard.dout is not None:
-                    dout = by_head(self._select(shard.dout)[batch, :, heads].double())
-                    results["dq"][batch, :, heads] = self._by_row(self._dq(rows, dout, out, lse, cache, seen))
+                    dout = _by_head(self._select(shard.dout)[batch, :, heads].double())
+                    results["dq"][batch, :, heads] = self._by_row(self._dq(rows, k, v, dout, out, lse, seen))
         return results
 
-    def _dq(self, q: Tensor, dout: Tensor, out: Tensor, lse: Tensor, cache: _KeysValues, seen: KeyStretches) -> Tensor:
+    def _dq(
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, seen: KeyStretches
+    ) -> Tensor:
         dq, delta = torch.zeros_like(q), (dout * out).sum(1, keepdim=True)
-        for keys, scores, slope in _scores(q * self._scale, cache.k, seen, self._softcap):
+        for keys, scores, slope in _scores(q * self._scale, k, seen, self._softcap):
             weights = (scores - lse[:, None]).exp_()
-            dq += (slope * weights * (dout @ cache.v[keys].double().T - delta)) @ cache.k[keys].double()
+            dq += (slope * weights * (dout @ v[keys].double().T - delta)) @ k[keys].double()
         return dq * self._scale
 
     def _by_row(self, x: Tensor) -> Tensor:
@@ -239,9 +250,9 @@ class _RowSample:
         Every rank sums the contributions of its own query rows to the sampled keys of all ranks. Collective.
         """
         assert self._shard.dout is not None
-        cache, heads = self._gather_keys_values(0, head), self.heads(head)
+        (k, v), heads = self._gather_keys_values(0, head), self.heads(head)
         sampled_positions = torch.cat(gather_tensor(self._positions[self._chosen], self._comm.group))
-        keys, values = cache.k[sampled_positions].double(), cache.v[sampled_positions].double()
+        keys, values = k[sampled_positions].double(), v[sampled_positions].double()
         dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
         dsinks = torch.zeros(self._group, dtype=torch.float64, device=self._device)
         # With 16-bit inputs the errors to be found are far larger than those of float32.
@@ -249,10 +260,10 @@ class _RowSample:
         step = max(1, BLOCK_NUMBERS[self._device.type] // max(len(sampled_positions), KEYS_AT_A_TIME) // self._group)
         for start in range(0, len(self._positions), step):
             rows = slice(start, start + step)
-            q, dout = (by_head(x.detach()[0, rows, heads]) for x in (self._shard.q, self._shard.dout))
+            q, dout = (_by_head(x.detach()[0, rows, heads]) for x in (self._shard.q, self._shard.dout))
             seen = self._keys_seen_from(self._positions[rows])
             sinks = self._sink_logits(heads, len(self._positions[rows]))
-            out, lse = softmax_rows(q, cache.k, cache.v, seen, self._scale, dtype, self._softcap, sinks)
+            out, lse = softmax_rows(q, k, v, seen, self._scale, dtype, self._softcap, sinks)
             q, dout, out, lse = q.double(), dout.double(), out.double(), lse.double()
             scores, slope = _capped(q @ keys.T * self._scale, self._softcap)
             scores.masked_fill_(~seen.shown(sampled_positions), float("-inf"))
@@ -275,9 +286,9 @@ class _RowSample:
         """Return the keys that all query heads of a kv head attend from these positions."""
         return KeyStretches.of(self._mask, positions, self._workload.seq).repeated(self._group)
 
-    def _gather_keys_values(self, batch: int, head: int) -> _KeysValues:
-        k, v = (self._gather(x, batch, slice(head, head + 1))[:, 0] for x in (self._shard.k, self._shard.v))
-        return _KeysValues(k, v)
+    def _gather_keys_values(self, batch: int, head: int) -> Iterator[Tensor]:
+        """Gather keys and values (S, D) of one kv head from all ranks, in sequence order. Collective."""
+        return (self._gather(x, batch, slice(head, head + 1))[:, 0] for x in (self._shard.k, self._shard.v))
 
     def _gather(self, x: Tensor, batch: int, heads: slice) -> Tensor:
         """Gather some heads of a batch entry of a tensor from all ranks, in sequence order: (S, heads, D)."""
@@ -289,29 +300,68 @@ class _RowSample:
         return in_order
 
 
-def by_head(x: Tensor) -> Tensor:
+def _by_head(x: Tensor) -> Tensor:
     """Reshape (rows, heads, D) into (heads · rows, D)."""
     return x.transpose(0, 1).flatten(0, 1)
 
 
-def same_as_first(shard: WorkloadShard, first_rows: Tensor, last: Results, seq: int) -> bool:
-    """Return whether the last output has the same bits as the first one on all ranks. Collective.
+def _compared_over_cache(
+    shard: WorkloadShard, out: Tensor, workload: Workload
+) -> tuple[int, dict[str, Tensor], dict[str, Tensor]]:
+    """Return sampled numbers of this rank's output, and those of dense attention, from some rows of some sequences.
 
-    Frees cached device memory for the verification. Raises `VerificationError` if a result is not finite.
+    The first item is the number of pairs of a kv head and a sequence. Collective.
     """
-    _refuse_not_finite(last, seq)
-    same = gather_rows([torch.equal(first_rows, row_sums(last.out))], shard.q.device)
-    if shard.q.device.type == "cuda":
-        torch.cuda.empty_cache()
-    return all(flag for (flag,) in same)
+    strategy, keys, group = shard.strategy, workload.kv_length or 0, workload.heads // workload.kv_heads
+    own_heads = strategy.heads(workload.heads, workload.kv_heads)
+    of_queries, returned = (
+        range(*heads.indices(workload.heads)) for heads in (own_heads.queries, own_heads.returned)
+    )  # fmt: skip
+    kv_heads = range(*own_heads.kv.indices(workload.kv_heads))
+    key_positions = strategy.key_positions(keys, workload.seq).to(out.device)
+    ranks = gather_numbers([kv_heads.start, len(key_positions)], GroupRanks(None))
+    most_keys = int(max(count for _, count in ranks))
+    padded = functional.pad(key_positions, (0, most_keys - len(key_positions)), value=-1)
+    # Keep only ranks with the same kv heads: others hold the same positions of other heads.
+    positions_by_rank = {
+        rank: rank_positions[rank_positions >= 0]
+        for rank, rank_positions in enumerate(gather_tensor(padded))
+        if ranks[rank][0] == kv_heads.start
+    }
 
+    def gathered_head(x: Tensor, batch: int, number: int) -> Tensor:
+        """Gather keys or values (kv_length, D) of one of this rank's heads, in sequence order. Collective."""
+        own_rows = functional.pad(x[batch, :, number], (0, 0, 0, most_keys - x.shape[1]))
+        # gloo does not support every dtype, so the bytes are gathered.
+        pieces = gather_tensor(own_rows.contiguous().view(torch.uint8))
+        gathered = own_rows.new_full((keys, own_rows.shape[1]), float("nan"))
+        for rank, positions in positions_by_rank.items():
+            gathered[positions] = pieces[rank].view(own_rows.dtype)[: len(positions)]
+        return gathered
 
-def _refuse_not_finite(results: Results, seq: int) -> None:
-    named = {name: tensor.detach() for name, tensor in vars(results).items() if tensor is not None}
-    bad = [int(not torch.isfinite(tensor).all()) for tensor in named.values()]
-    for rank, flags in enumerate(gather_rows(bad, results.out.device)):
-        for name in (name for name, wrong in zip(named, flags, strict=True) if wrong):
-            raise VerificationError(
-                f"wrong result on rank {rank}: {name} is not finite, in the last timed iteration, at sequence {seq};"
-                " nothing was recorded"
-            )
+    queries = shard.q
+    if returned != of_queries:
+        # Gather the queries of the returned heads. Ranks with the same query heads have the same queries, so their sum
+        # is divided by their number.
+        total = queries.new_zeros((*queries.shape[:2], workload.heads, queries.shape[3]), dtype=torch.float64)
+        count = queries.new_zeros(workload.heads, dtype=torch.float64)
+        total[:, :, own_heads.queries], count[own_heads.queries] = queries.double(), 1
+        dist.all_reduce(total)
+        dist.all_reduce(count)
+        queries = (total / count[:, None])[:, :, own_heads.returned]
+    generator = torch.Generator().manual_seed(SEED)
+    rows = torch.randperm(out.shape[1], generator=generator)[:SAMPLED_ROWS].sort().values.to(out.device)
+    positions = keys - workload.seq + strategy.query_positions(workload.seq).to(out.device)[rows]
+    seen = KeyStretches.of(workload.mask(), positions, keys)
+    measured, expected = list[Tensor](), list[Tensor]()
+    for number, kv_head in enumerate(kv_heads):
+        heads = [index for index, head in enumerate(returned) if head // group == kv_head]
+        for batch in torch.randperm(workload.batch, generator=generator)[:SEQUENCES].tolist():
+            k, v = (gathered_head(x, batch, number) for x in (shard.k, shard.v))
+            if heads:
+                q, own_rows = (_by_head(x[batch][rows][:, heads].double()) for x in (queries, out))
+                sinks = None if shard.sinks is None else shard.sinks[heads].repeat_interleave(len(rows))
+                scores = workload.head_dim**-0.5, torch.float64, workload.softcap or 0.0, sinks
+                measured.append(own_rows.flatten())
+                expected.append(softmax_rows(q, k, v, seen.repeated(len(heads)), *scores)[0].flatten())
+    return len(measured), {"out": torch.cat(measured)}, {"out": torch.cat(expected)}

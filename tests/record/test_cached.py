@@ -15,7 +15,8 @@ import torch
 from ringprof import cli
 from ringprof.errors import VerificationError
 from ringprof.record.measure import WorkloadShard, row_sums
-from ringprof.record.verify_cached import verify_cached, verify_cached_timed
+from ringprof.record.verify import verify
+from ringprof.record.verify_timed import verify_timed
 from ringprof.run import Workload
 from ringprof.strategies import create
 from ringprof.strategies.algorithms.dcp import DecodeContextParallel
@@ -38,17 +39,17 @@ def gates(rank: int, cases: list[Case], workload: Workload) -> list[str]:
     verified = []
     for case in cases:
         strategy = create(case.name, kernel="cpu-flash", **case.params)
-        before = verify_cached(strategy, workload, CPU)
+        before = verify(strategy, workload, CPU)
         shard = WorkloadShard.create(strategy, workload, CPU)
         last = shard.run_iteration()
-        after = verify_cached_timed(shard, row_sums(last.out), last, workload, before)
+        after = verify_timed(shard, row_sums(last.out), last, workload, before)
         assert after.timed is not None and after.timed.same_output
         assert before.seq < after.timed.seq == workload.kv_length
         # bf16: a result that was not computed would be off by 1.
         assert 0 < after.timed.errors["out"].rms < 0.02
         last.out[:, :, 0] += 0.5
         with pytest.raises(VerificationError, match="wrong result on rank"):
-            verify_cached_timed(shard, row_sums(last.out), last, workload, before)
+            verify_timed(shard, row_sums(last.out), last, workload, before)
         verified.append(str(case))
     return verified
 
@@ -77,11 +78,11 @@ class Forgets(DecodeContextParallel):
 
 def forgetful(rank: int) -> str:
     strategy = Forgets(Context(Communicator(), "cpu-flash"))
-    before = verify_cached(strategy, BASE, CPU)
+    before = verify(strategy, BASE, CPU)
     shard = WorkloadShard.create(strategy, BASE, CPU)
     last = shard.run_iteration()
     with pytest.raises(VerificationError) as refused:
-        verify_cached_timed(shard, row_sums(last.out), last, BASE, before)
+        verify_timed(shard, row_sums(last.out), last, BASE, before)
     return str(refused.value)
 
 

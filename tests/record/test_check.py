@@ -17,9 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import ringprof
 from ringprof.errors import RecordError, UsageError
-from ringprof.record.check.diagnose import ReferenceResults, compare_results
+from ringprof.record.check.dense import References, compare_results
 from ringprof.record.check.result import Check, QueryAndKey, Seen, TensorCheck
-from ringprof.record.check.user_attention import UserAttention
 from ringprof.record.process_group import GroupRanks
 from ringprof.strategies import create
 from ringprof.strategies.masks.layouts import LAYOUTS
@@ -155,11 +154,10 @@ def test_an_edge_of_a_document_is_tried_where_not_all_keys_are() -> None:
 
 def check_of_output(error: Tensor, kernel_error: Tensor, exact: Tensor) -> TensorCheck:
     """The errors of an output on one rank in bf16; errors and exact values of each token."""
-    order = torch.arange(len(exact))[None]
-    attention = UserAttention(lambda: None, GroupRanks(None), order, "bshd")
     wide = [x.double().view(1, -1, 1, 1).expand(1, -1, 2, 4) for x in (exact, exact + kernel_error, exact + error)]
-    reference = ReferenceResults({"out": wide[0]}, {"out": wide[1]})
-    return compare_results({"out": wide[2]}, reference, attention, torch.bfloat16)[0]["out"]
+    references, positions = References({"out": wide[0]}, {"out": wide[1]}), torch.arange(len(exact))
+    results = {"out": wide[2]}
+    return compare_results(results, references, positions, torch.bfloat16, lambda name: 0, GroupRanks(None))[0]["out"]
 
 
 def test_a_token_that_the_kernel_alone_has_wrong_is_allowed_three_times_that() -> None:

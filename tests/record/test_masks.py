@@ -14,8 +14,10 @@ import torch
 from ringprof.errors import UsageError, VerificationError
 from ringprof.record import verify_timed as subject
 from ringprof.record.balance import balances
+from ringprof.record.check import dense as dense_module
+from ringprof.record.check.dense import draw_inputs, kernel_results, whole_block
 from ringprof.record.measure import Results, WorkloadShard
-from ringprof.record.verify import draw_inputs, kernel_results, verify, whole_block
+from ringprof.record.verify import verify
 from ringprof.run import Workload
 from ringprof.strategies import create
 from ringprof.strategies.algorithms.zigzag import Zigzag
@@ -102,6 +104,37 @@ def leaking(rank: int) -> str:
 @pytest.mark.processes
 def test_attention_across_documents_is_found() -> None:
     assert all("wrong result on rank" in said for said in run_ranks(2, leaking))
+
+
+class OneToken(Zigzag):
+    """Strategy whose output is a tenth too small at the last token of rank 1."""
+
+    def attention(self, *tensors, **options):
+        out = super().attention(*tensors, **options)
+        factor = torch.ones_like(out)
+        factor[:, -1] = 0.9 if self.comm.rank == 1 else 1.0
+        return out * factor
+
+
+def wrong_at_one_token(rank: int) -> str:
+    strategy = OneToken(Context(Communicator(), "cpu-flash"))
+    workload = Workload(seq=1024, heads=4, kv_heads=2, head_dim=8, dtype="bf16", backward=False)
+    with patch.dict(dense_module.TOKENS_PER_RANK, cpu=512), pytest.raises(VerificationError) as refused:
+        verify(strategy, workload, torch.device("cpu"))
+    return str(refused.value)
+
+
+@pytest.mark.processes
+def test_one_wrong_token_is_found() -> None:
+    """Zigzag on 2 ranks: the last token of rank 1, which holds tokens 256 to 767."""
+    assert (
+        run_ranks(2, wrong_at_one_token)
+        == [
+            "wrong result on rank 1: out is off by more than rounding explains at 1 token, the first is token 767, at"
+            " sequence 1024; nothing was timed"
+        ]
+        * 2
+    )
 
 
 def test_work_and_rates_are_of_the_masks_area() -> None:

@@ -16,9 +16,10 @@ from torch import Tensor
 from ringprof import cli
 from ringprof.errors import VerificationError
 from ringprof.prediction.text import described
+from ringprof.record.check.dense import draw_inputs, reference_results
 from ringprof.record.measure import WorkloadShard, row_sums
 from ringprof.record.resolve import why_unsupported
-from ringprof.record.verify import draw_inputs, reference_results, verify
+from ringprof.record.verify import verify
 from ringprof.record.verify_timed import verify_timed
 from ringprof.run import Workload, read_run
 from ringprof.strategies import create, names

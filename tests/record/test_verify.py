@@ -14,7 +14,9 @@ pytest.importorskip("torch", reason="recording needs torch")
 import torch
 
 from ringprof.errors import UnsupportedWorkloadError, VerificationError
-from ringprof.record.verify import allowed_rms, raise_if_wrong, roundings, verification_seq
+from ringprof.record.check.dense import allowed_rms
+from ringprof.record.check.result import TensorCheck
+from ringprof.record.verify import raise_if_wrong, roundings, verification_seq
 from ringprof.run import TensorError, Workload
 from ringprof.strategies import find
 
@@ -41,8 +43,12 @@ def test_float32_noise_passes_and_no_more() -> None:
     assert allowed_rms(1e-9, torch.float32, hops=0) == pytest.approx(64 * 2.0**-24)
 
 
-def error(rms: float, rank: int = 0) -> TensorError:
-    return TensorError(max_abs=rms, rms=rms, kernel_rms=0.002, allowed_rms=0.006, rank=rank)
+def error(rms: float, rank: int = 0, wrong: int = 0) -> TensorCheck:
+    first = (7, 1) if wrong else (None, None)
+    return TensorCheck(
+        max_abs=rms, rms=rms, kernel_rms=0.002, allowed_rms=0.006, rank=rank, wrong_tokens=wrong, first_token=first[0],
+        first_rank=first[1],
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong", [0.0061, math.nan, math.inf])
@@ -52,12 +58,22 @@ def test_what_is_over_the_bound_or_no_number_is_refused(wrong: float) -> None:
 
 
 def test_what_keeps_the_bound_passes() -> None:
-    raise_if_wrong({"out": error(0.006), "dv": error(0.0)}, "at sequence 256")
+    kept = raise_if_wrong({"out": error(0.006), "dv": error(0.0)}, "at sequence 256")
+    assert kept["out"] == TensorError(max_abs=0.006, rms=0.006, kernel_rms=0.002, allowed_rms=0.006, rank=0)
+
+
+def test_wrong_tokens_are_refused_where_the_mean_error_hides_them() -> None:
+    with pytest.raises(VerificationError) as refused:
+        raise_if_wrong({"out": error(0.005), "dk": error(0.001, wrong=2)}, "at sequence 256")
+    assert str(refused.value) == (
+        "wrong result on rank 1: dk is off by more than rounding explains at 2 tokens, the first is token 7, at"
+        " sequence 256"
+    )
 
 
 def test_what_is_exact_passes_where_nothing_is_allowed() -> None:
     """With one key per row, the kernel alone has no error, and the strategy must have none."""
-    exact = TensorError(max_abs=0.0, rms=0.0, kernel_rms=0.0, allowed_rms=0.0, rank=0)
+    exact = msgspec.structs.replace(error(0.0), kernel_rms=0.0, allowed_rms=0.0)
     raise_if_wrong({"out": exact, "dk": error(0.005)}, "")
     with pytest.raises(VerificationError, match="out is off by 1e-09"):
         raise_if_wrong({"out": msgspec.structs.replace(exact, rms=1e-9), "dk": error(0.005)}, "")

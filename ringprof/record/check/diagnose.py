@@ -1,128 +1,19 @@
-"""Comparison of this rank's results with dense attention, and explanations of wrong results.
-
-Over all tokens the error bound is that of `ringprof.record.verify`, with one rounding per hop for the output, too: it
-is unknown in which type a user's code sends its partial results. One wrong token among thousands would not exceed that
-bound. So each token is also compared on its own: its error may be `TOKEN_FACTOR` times the bound, relative to the
-larger of that token's own reference and the mean one. (The gradient of the first token's query is 0, but the kernel's
-error in it is not.) Where a kernel alone has an error at a token, three times that error is allowed.
-
-A wrong result is then compared with the results of the known mistakes of context parallelism.
-"""
+"""Explanations of a wrong result: it is compared with the results of the known mistakes of context parallelism."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from msgspec.structs import replace as replace_fields
 from torch import Tensor
 
+from ringprof.record.check.dense import References, Tensors, gather_numbers, reference_results, relative_rms
 from ringprof.record.check.result import TensorCheck
-from ringprof.record.check.user_attention import AttentionResults, UserAttention
-from ringprof.record.verify import (
-    ERROR_FACTOR,
-    Tensors,
-    allowed_rms,
-    kernel_results,
-    reference_results,
-    relative_rms,
-    whole_block,
-    worst_error,
-)
+from ringprof.record.check.user_attention import UserAttention
 from ringprof.run import Workload
-from ringprof.strategies import Unsupported
-from ringprof.strategies.kernels.reference import ReferenceKernel
-from ringprof.strategies.kernels.registry import choose_kernel
 from ringprof.strategies.masks.layouts import LAYOUTS
-
-TOKEN_FACTOR = 4.0
-"""Factor by which the error of one token may exceed the bound over all tokens."""
-
-
-@dataclass(frozen=True)
-class ReferenceResults:
-    """This rank's share of two references over the whole sequence: dense float64 attention and one kernel call."""
-
-    exact: AttentionResults
-    kernel: AttentionResults
-
-    @classmethod
-    def of(cls, attention: UserAttention, full: Tensors, workload: Workload, scale: float | None) -> ReferenceResults:
-        """Compute both references on the full inputs, and keep this rank's tokens."""
-        exact = reference_results(full, workload, scale)
-        try:
-            requirements: Any = workload.mask().asks_of_kernels()
-            kernel = choose_kernel("auto", full.q.device, full.q.dtype, workload.head_dim, **requirements)()
-        except Unsupported:
-            # With an exact kernel, only the rounding of the result is allowed for.
-            kernel = ReferenceKernel()
-        dout = full.dout if workload.backward else None
-        rounded = kernel_results(kernel, full.q, full.k, full.v, dout, whole_block(workload), scale)
-        return cls(*({name: attention.shard(x) for name, x in tensors.items()} for tensors in (exact, rounded)))
-
-
-def compare_results(
-    results: AttentionResults, reference: ReferenceResults, attention: UserAttention, dtype: torch.dtype
-) -> tuple[dict[str, TensorCheck], dict[str, bool]]:
-    """Compare each result with the references; return its errors over all ranks and whether it is wrong on this rank.
-
-    Collective.
-    """
-    hops = attention.ranks.size if attention.ranks.size > 1 else 0
-    own_rows = {
-        name: _rank_errors(x, reference.exact[name], reference.kernel[name], attention, dtype, hops)
-        for name, x in results.items()
-    }
-    rows = torch.tensor(list(own_rows.values()), dtype=torch.float64).to(attention.order.device)
-    by_rank = [part.tolist() for part in attention.ranks.gather_tensor(rows)]
-    errors = {
-        name: _combine_ranks([rank_rows[index] for rank_rows in by_rank], dtype, hops)
-        for index, name in enumerate(own_rows)
-    }
-    return errors, {name: not _combine_ranks([row], dtype, hops).equal for name, row in own_rows.items()}
-
-
-def _rank_errors(
-    x: Tensor, exact: Tensor, kernel: Tensor, attention: UserAttention, dtype: torch.dtype, hops: int
-) -> list[float]:
-    """Return the errors of one tensor on this rank as numbers that can be gathered.
-
-    They are the largest absolute error, the relative errors of the result and of the kernel, the number of wrong
-    tokens, and the position of the first wrong token (infinity where there is none).
-    """
-    difference, kernel_difference = x.double() - exact, kernel.double() - exact
-    kernel_rms = relative_rms(kernel_difference, exact)
-    reference_rms = _rms_by_token(exact)
-    mean_rms = reference_rms.square().mean().sqrt().item()
-    bound = TOKEN_FACTOR * allowed_rms(kernel_rms, dtype, hops) * reference_rms.clamp_min(mean_rms)
-    # Negated, so that an error that is NaN counts as wrong.
-    wrong = ~(_rms_by_token(difference) <= torch.maximum(bound, ERROR_FACTOR * _rms_by_token(kernel_difference)))
-    first = attention.positions[wrong].min().item() if wrong.any() else math.inf
-    return [
-        difference.abs().max().item(), relative_rms(difference, exact), kernel_rms, wrong.sum().item(), first,
-    ]  # fmt: skip
-
-
-def _rms_by_token(x: Tensor) -> Tensor:
-    """Return the root mean square (S) of every token of a tensor (B, S, H, D)."""
-    return x.square().mean((0, 2, 3)).sqrt()
-
-
-def _combine_ranks(rows: list[list[float]], dtype: torch.dtype, hops: int) -> TensorCheck:
-    """Combine the rows of `_rank_errors` from several ranks into the check of one tensor."""
-    error = worst_error([row[:3] for row in rows], dtype, hops)
-    first = min(row[4] for row in rows)
-    has_wrong_token = math.isfinite(first)
-    return TensorCheck(
-        max_abs=error.max_abs, rms=error.rms, kernel_rms=error.kernel_rms, allowed_rms=error.allowed_rms,
-        rank=error.rank, wrong_tokens=int(sum(row[3] for row in rows)),
-        first_token=int(first) if has_wrong_token else None,
-        first_rank=[row[4] for row in rows].index(first) if has_wrong_token else None,
-    )  # fmt: skip
-
 
 MATCH_FACTOR = 1.5
 """A result matches an explanation if its error against it is at most this many times the error allowed otherwise."""
@@ -140,8 +31,8 @@ class WrongCall:
     full: Tensors
     workload: Workload
     scale: float | None
-    results: AttentionResults
-    reference: ReferenceResults
+    results: dict[str, Tensor]
+    reference: References
     errors: dict[str, TensorCheck]
     wrong: dict[str, bool]
     """Whether each tensor is wrong on this rank."""
@@ -158,13 +49,12 @@ class WrongCall:
             candidates = [(f"is 0: no gradient reaches {name[1]}", torch.zeros_like(self.reference.exact[name]))]
             if name != "dq":
                 message = "is what a rank's own queries give: other ranks' part is missing"
-                candidates.append((message, self._local_gradient(name)))
+                dout = torch.zeros_like(self.full.dout)
+                dout[:, self.attention.positions] = self.full.dout[:, self.attention.positions]
+                gradient = reference_results(replace(self.full, dout=dout), self.workload, self.scale)[name]
+                candidates.append((message, self.attention.shard(gradient)))
             sentences += _best_explanation(name, candidates, self) or _scale_explanation(name, self)
         return sentences
-
-    def gathered(self, numbers: Sequence[float]) -> list[Tensor]:
-        """Gather every rank's numbers. Collective."""
-        return self.attention.ranks.gather_tensor(torch.tensor(numbers, dtype=torch.float64).to(self.full.q.device))
 
     def dense_output(self, full: Tensors, scale: float | None, *, causal: bool, **mask: None) -> Tensor:
         """Return the float64 output of dense attention.
@@ -177,12 +67,6 @@ class WrongCall:
         omitted |= {"prefix": None} if causal and self.workload.window is None else {}
         workload = replace_fields(self.workload, backward=False, causal=causal, **{"seq": seq, **omitted, **mask})
         return reference_results(full, workload, scale)["out"]
-
-    def _local_gradient(self, name: str) -> Tensor:
-        """Return this rank's part of a gradient to which only this rank's own queries contribute."""
-        dout = torch.zeros_like(self.full.dout)
-        dout[:, self.attention.positions] = self.full.dout[:, self.attention.positions]
-        return self.attention.shard(reference_results(replace(self.full, dout=dout), self.workload, self.scale)[name])
 
 
 def _known_mistakes(call: WrongCall) -> Iterator[Explanation]:
@@ -254,7 +138,7 @@ def _best_explanation(name: str, candidates: list[Explanation], call: WrongCall)
     """
     limit = MATCH_FACTOR * call.errors[name].allowed_rms
     equal = [relative_rms(call.results[name].double() - other, other) <= limit for _, other in candidates]
-    wrong_and_equal = [part.tolist() for part in call.gathered([call.wrong[name], *equal])]
+    wrong_and_equal = gather_numbers([call.wrong[name], *equal], call.attention.ranks)
     affected = [rank for rank, row in enumerate(wrong_and_equal) if row[0]]
     matching_ranks = [
         [rank for rank in affected if wrong_and_equal[rank][1 + index]] for index in range(len(candidates))
@@ -272,7 +156,7 @@ def _scale_explanation(name: str, call: WrongCall) -> list[str]:
     x, exact = call.results[name].double(), call.reference.exact[name]
     factor = ((x * exact).sum() / exact.square().sum().clamp_min(1e-300)).item()
     matches = relative_rms(x - factor * exact, exact) <= MATCH_FACTOR * call.errors[name].allowed_rms * abs(factor)
-    by_rank = [part.tolist() for part in call.gathered([call.wrong[name], matches, factor])]
+    by_rank = gather_numbers([call.wrong[name], matches, factor], call.attention.ranks)
     affected = [rank for rank, row in enumerate(by_rank) if row[0]]
     factors = [by_rank[rank][2] for rank in affected]
     factors_agree = bool(factors) and max(factors) - min(factors) <= 0.02 * abs(factors[0])

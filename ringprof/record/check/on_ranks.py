@@ -22,7 +22,16 @@ from torch.autograd.profiler import profile
 from ringprof.common.validation import refuse_below_one
 from ringprof.errors import RingprofError, UsageError
 from ringprof.record.check.completion_barrier import CompletionBarrier
-from ringprof.record.check.diagnose import ReferenceResults, WrongCall, compare_results
+from ringprof.record.check.dense import (
+    MOST_TOKENS,
+    SEED,
+    References,
+    Tensors,
+    compare_results,
+    draw_inputs,
+    severity,
+)
+from ringprof.record.check.diagnose import WrongCall
 from ringprof.record.check.result import TENSOR_FORMATS, Check, CheckRequest, Seen, SentInCall, TensorCheck
 from ringprof.record.check.user_attention import AttentionResults, UserAttention, order_of_layout, order_of_positions
 from ringprof.record.check.weights import read_weights
@@ -31,8 +40,10 @@ from ringprof.record.process_group import GroupRanks
 from ringprof.record.progress import Reporter, SilentReporter
 from ringprof.record.request import DTYPES, from_json
 from ringprof.record.resolve import torch_dtype
-from ringprof.record.verify import MOST_TOKENS, SEED, Tensors, draw_inputs, severity
 from ringprof.run import Workload
+from ringprof.strategies import Unsupported
+from ringprof.strategies.kernels.reference import ReferenceKernel
+from ringprof.strategies.kernels.registry import choose_kernel
 
 
 class _ShapeProblem(msgspec.Struct, frozen=True):
@@ -98,10 +109,14 @@ def check_on_ranks(
         reporter.start("what queries see", 1)
         seen, reasons_from_weights = _check_visible_keys(attention, workload, request, barrier)
         reasons = reasons or ([] if seen and seen.right and reported.equal else reasons_from_weights)
+    own_sent = sent[0] if sent else SentInCall(operations={}, size_bytes=-1)
+    sent_by_rank = [from_json(part, SentInCall) for part in ranks.gather_structs(own_sent)]
+    # The size is -1 where another profiler was running on a rank.
+    known = all(rank.size_bytes != -1 for rank in sent_by_rank)
     return Check(
         equal=all(call.equal for call in calls) and (seen is None or seen.right), workload=workload, ranks=ranks.size,
         layout=request.layout, device=ranks.device.type, calls=len(calls), call=reported.number, errors=reported.errors,
-        sent=_sent_by_rank(ranks, sent), seen=seen, reasons=reasons,
+        sent=sent_by_rank if known else None, seen=seen, reasons=reasons,
     )  # fmt: skip
 
 
@@ -193,20 +208,23 @@ def _compare_call(
     if any(shape_problems):
         rank, text = next((rank, text) for rank, text in enumerate(shape_problems) if text)
         return _CallResult(number, {}, [f"on rank {rank} {text}"])
-    reference = ReferenceResults.of(attention, full, workload, scale)
-    errors, wrong_on_this_rank = compare_results(results, reference, attention, torch_dtype(workload))
+    try:
+        requirements: Any = workload.mask().asks_of_kernels()
+        kernel = choose_kernel("auto", full.q.device, full.q.dtype, workload.head_dim, **requirements)()
+    except Unsupported:
+        # With an exact kernel, only the rounding of the result is allowed for.
+        kernel = ReferenceKernel()
+    ranks, reference = attention.ranks, References.of(full, workload, kernel, attention.shard, scale)
+    # It is unknown in which type a user's code sends its partial results: each hop may round, in the output, too.
+    hops = ranks.size if ranks.size > 1 else 0
+    errors, wrong_on_this_rank = compare_results(
+        results, reference, attention.positions, torch_dtype(workload), lambda name: hops, ranks
+    )
     call = _CallResult(number, errors, [])
     if call.equal or not explain:
         return call
     wrong_call = WrongCall(attention, full, workload, scale, results, reference, errors, wrong_on_this_rank)
     return msgspec.structs.replace(call, reasons=wrong_call.reasons())
-
-
-def _sent_by_rank(ranks: GroupRanks, sent: list[SentInCall]) -> list[SentInCall] | None:
-    """Gather the data that each rank sent; None where another profiler was running on a rank. Collective."""
-    own_sent = sent[0] if sent else SentInCall(operations={}, size_bytes=-1)
-    by_rank = [from_json(part, SentInCall) for part in ranks.gather_structs(own_sent)]
-    return None if any(rank.size_bytes == -1 for rank in by_rank) else by_rank
 
 
 _GLOO_BYTES = {"double": 8, "long int": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "short": 2}
@@ -242,7 +260,8 @@ def _sent_in_events(events: list[Any]) -> SentInCall:
             name = operation.strip(":_")
             operations[name] += not name.startswith(_SEND_NOTHING)
         elif backend == "gloo" and not operation.startswith(_SEND_NOTHING):
-            sizes.append(_gloo_bytes(event))
+            tensors = [pair for pair in zip(event.shapes(), event.dtypes(), strict=False) if pair[0]]
+            sizes.append(sum(int(math.prod(shape)) * _GLOO_BYTES.get(dtype, 1) for shape, dtype in tensors))
         elif backend == "record_param_comms":
             sizes.append(_nccl_bytes(event))
         elif backend.startswith("Memcpy PtoP"):
@@ -253,12 +272,6 @@ def _sent_in_events(events: list[Any]) -> SentInCall:
     return SentInCall(
         operations=dict(+operations), size_bytes=sum(known_sizes) if known_sizes or not +operations else None
     )
-
-
-def _gloo_bytes(event: Any) -> int:
-    """Return the total size in bytes of the tensors passed to a gloo operation."""
-    pairs = [pair for pair in zip(event.shapes(), event.dtypes(), strict=False) if pair[0]]
-    return sum(int(math.prod(shape)) * _GLOO_BYTES.get(dtype, 1) for shape, dtype in pairs)
 
 
 def _nccl_bytes(event: Any) -> int | None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ringprof.errors import UsageError
+from ringprof.record.check.dense import MOST_TOKENS, TOKENS_PER_RANK, Tensors
 from ringprof.record.process_group import GroupRanks
-from ringprof.record.verify import MOST_TOKENS, TOKENS_PER_RANK, Tensors
 from ringprof.strategies.masks.layouts import LAYOUTS
 
 _SWAPPED: dict[str, tuple[int, int] | None] = {"bshd": None, "bhsd": (1, 2), "sbhd": (0, 1)}

@@ -17,10 +17,10 @@ import msgspec
 import torch
 from torch import Tensor
 
+from ringprof.record.check.dense import Tensors, relative_rms
 from ringprof.record.check.result import QueryAndKey, Seen
 from ringprof.record.check.user_attention import AttentionResults, UserAttention
 from ringprof.record.request import from_json
-from ringprof.record.verify import Tensors, relative_rms
 from ringprof.run import Workload
 from ringprof.strategies.kernels.reference import KeyStretches
 
