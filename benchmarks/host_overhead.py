@@ -197,7 +197,7 @@ def _strategy(name: str, kernel: str, hops: str) -> Any:
     # As on a GPU, where hops of this size are not worth the extra kernel calls that would overlap them.
     strategy.overlaps_last_hop = lambda travelling: False
     for hop_ring in [part for part in vars(strategy).values() if isinstance(part, ring_channel.HopRing)]:
-        hop_ring.all_to_all_device = "cpu"
+        hop_ring.transport.all_to_all_device = "cpu"
     no_op = NoOpKernel()
     strategy.kernel_for = lambda q: no_op
     return strategy

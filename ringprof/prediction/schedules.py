@@ -12,7 +12,7 @@ from ringprof.prediction.legacy_schedules import use_legacy_schedule
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.query import Query
 from ringprof.record.dryrun.dispatch import Recorder
-from ringprof.record.dryrun.fakes import RecordingCommunicator
+from ringprof.record.dryrun.fakes import DryRunNetwork, dry_run_communicator
 from ringprof.record.dryrun.run import dry_run_rank, refuse_on_failure
 from ringprof.record.dryrun.schedule import Schedule
 from ringprof.record.resolve import load_strategy, strategy_errors, typed_params, why_unsupported
@@ -150,7 +150,8 @@ def _stand_in_params(query: Query, workload: Workload, cluster: Cluster) -> Json
 
 def _instantiate(query: Query, cluster: Cluster, params: JsonObject) -> tuple[JsonObject, dict[str, int]]:
     """Return the parameters that a strategy resolves on a cluster, and how its channels lie over the hosts."""
-    comm = RecordingCommunicator(Recorder(), 0, cluster.size, cluster.gpus_per_host, query.hops)
+    network = DryRunNetwork(Recorder())
+    comm = dry_run_communicator(network.connect, 0, cluster.size, cluster.gpus_per_host, query.hops)
     with strategy_errors():
         instance = load_strategy(query.strategy)(Context(comm, query.kernel), **params)
-    return instance.parameters, comm.spread
+    return instance.parameters, network.spread

@@ -22,11 +22,12 @@ from ringprof.strategies.base import Context
 from ringprof.strategies.transport.baselines import (
     KernelCall,
     NoOpKernel,
-    NullCommunicator,
+    NullTransport,
     RecordingKernel,
     TensorView,
     use_kernel,
 )
+from ringprof.strategies.transport.communicator import Communicator
 
 BASELINE_KINDS = ("ordinary", "solo", "compute_only", "communication_only")
 ORDERS = ((0, 1, 3, 2), (1, 2, 0, 3), (2, 3, 1, 0), (3, 0, 2, 1))
@@ -53,7 +54,7 @@ def measure_baselines(
     ``solo`` replays the kernel calls of an iteration back to back. ``compute_only`` is an iteration on a communicator
     that sends nothing. ``communication_only`` is an iteration with a kernel that computes nothing. Merges and
     accumulation run in the last two. A single rank has only ``solo``, because it sends nothing anyway.
-    ``null_strategy`` is the shard's strategy on a `NullCommunicator`. Collective: every rank must call this.
+    ``null_strategy`` is the shard's strategy over a `NullTransport`. Collective: every rank must call this.
     """
     rounds = min(iters, len(ORDERS))
     per_kind = -(-iters // rounds)
@@ -97,7 +98,7 @@ def strategy_without_transport(
     name: str, kernel: str, ranks_per_host: int | None, params: Params, hosts: Sequence[int] | None = None
 ) -> Any:
     """Create a strategy by name or ``package.module:Class`` on a communicator that sends nothing."""
-    communicator = NullCommunicator(ranks_per_host=ranks_per_host, hosts=hosts)
+    communicator = Communicator(ranks_per_host=ranks_per_host, hosts=hosts, connect=NullTransport)
     return load_strategy(name)(Context(communicator, kernel), **params)
 
 

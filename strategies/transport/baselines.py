@@ -1,12 +1,12 @@
-"""Kernels and communicators for baselines, which measure a strategy without communication or without computation.
+"""Kernels and a transport for baselines, which measure a strategy without communication or without computation.
 
-A strategy runs unchanged on a `NullCommunicator`, which sends nothing, or with a `NoOpKernel`, which computes nothing.
+A strategy runs unchanged over a `NullTransport`, which sends nothing, or with a `NoOpKernel`, which computes nothing.
 A `RecordingKernel` computes and records its calls, so that the same blocks can be timed alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +17,8 @@ from torch import Tensor
 from ..kernels.kernel import Gradients, Kernel, allocate_adjacent
 from ..kernels.merge import wide_type
 from ..masks.mask_blocks import MaskBlocks
-from .collectives import Collective
-from .communicator import Communicator
-from .message import Message
-from .ring_channel import Hop, HopRing
+from .message import Message, Shapes
+from .ring_channel import Channel, Hop
 
 _SLOTS = 2
 
@@ -162,13 +160,18 @@ class NoOpKernel(Kernel):
         return torch.empty_like(q), *allocate_adjacent(k)
 
 
-# --- communicator -------------------------------------------------------------------------------------
+# --- transport ----------------------------------------------------------------------------------------
 
 
-class NullRing(HopRing):
-    """A ring that sends nothing."""
+class NullTransport:
+    """A transport that sends nothing, counts nothing and has no process group: every member keeps its own data."""
 
-    def post(self, message: Message, *, into: Message | None = None) -> Hop:
+    free_slot: Callable[[Shapes], list[Tensor]] | None = None
+
+    def __init__(self, *_: Any) -> None:
+        self._gathered: dict[TensorView, list[Tensor]] = {}
+
+    def hop(self, ring: Channel, message: Message, into: Message | None) -> Hop:
         """Return a hop on which the message that was sent arrives, in the same memory: nothing is copied.
 
         Only with ``into`` are the values copied there: the speed of a kernel depends on the values that it computes
@@ -181,46 +184,15 @@ class NullRing(HopRing):
             target.copy_(buffer)
         return Hop([], message.buffers, into)
 
+    def collective(self, channel: Channel, operation: str, tensor: Tensor) -> Hop:
+        """Return a hop on which this rank's piece arrives in place of every member's, or of their sum.
 
-class NullCollective(Collective):
-    """A collective channel that sends nothing: every member keeps its own data."""
-
-    def __init__(self, channel: str, members: Sequence[int], comm: Communicator) -> None:
-        super().__init__(channel, members, None, comm)
-        self._gathered: dict[TensorView, list[Tensor]] = {}
-
-    def all_to_all(self, tensor: Tensor) -> Hop:
-        """Return a hop on which ``tensor`` itself arrives, in the same memory."""
-        tensor = tensor.contiguous()
-        return Hop([], [tensor], [tensor])
-
-    def all_gather(self, tensor: Tensor) -> Hop:
-        """Return a hop on which this rank's piece arrives in place of every member's.
-
-        The pieces are written when a shape is first seen. What arrives is valid until the second next gather of the
-        same shape.
+        The pieces of an all-gather are written when a shape is first seen. What arrives is valid until the second next
+        gather of the same shape.
         """
-        tensor = tensor.contiguous()
+        if operation != "all_gather":
+            return Hop([], [tensor], [tensor if operation == "all_to_all" else tensor[0]])
         slots = self._gathered.setdefault(TensorView.of(tensor), [])
         full = len(slots) == _SLOTS
-        slots.append(slots.pop(0) if full else tensor.expand(self.size, *tensor.shape).contiguous())
+        slots.append(slots.pop(0) if full else tensor.expand(channel.size, *tensor.shape).contiguous())
         return Hop([], [tensor], [slots[-1]])
-
-    def reduce_scatter(self, tensor: Tensor) -> Hop:
-        """Return a hop on which this rank's own first piece arrives in place of the sum."""
-        tensor = tensor.contiguous()
-        return Hop([], [tensor], [tensor[0]])
-
-
-class NullCommunicator(Communicator):
-    """A communicator whose channels send nothing, count nothing and need no process group of their own."""
-
-    def ring(self, channel: str, members: Sequence[int] | None = None, **_: Any) -> HopRing:
-        # Options about the transport make no difference here.
-        return NullRing(channel, self._members(members), None, self)
-
-    def collective(self, channel: str, members: Sequence[int] | None = None) -> Collective:
-        return NullCollective(channel, self._members(members), self)
-
-    def _members(self, members: Sequence[int] | None) -> list[int]:
-        return list(range(self.size)) if members is None else list(members)

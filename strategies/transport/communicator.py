@@ -1,8 +1,9 @@
 """The communicator: a strategy's access to the other ranks, and the count of what it sends.
 
 A strategy asks it for channels: a `HopRing` posts one hop at a time, a `Collective` exchanges data among all its
-members. Every channel has its own process group, and with it its own NCCL stream: two rings of one strategy run at the
-same time, and a trace tells them apart.
+members. The communicator connects every channel by a `Transport`: usually a process group of its own, and with it an
+NCCL stream of its own, so that two rings of one strategy run at the same time, and a trace tells them apart. Baselines
+and dry runs connect their channels by fakes.
 """
 
 from __future__ import annotations
@@ -18,11 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import Unsupported
 from .collectives import Collective
 from .copy_engine import can_copy
-from .groups import process_group
 from .handshake import check_same_call, perform_handshake
 from .hosts import Hosts
-from .meter import Meter
-from .ring_channel import HopRing
+from .ring_channel import Connect, HopRing, Meter
+from .torch_transport import torch_transport
 
 HOPS = ("auto", "nccl", "copy")
 """Transports for hops within a host: NCCL's send/recv kernels (gloo on a CPU), or copy engines (see `copy_engine`).
@@ -40,26 +40,32 @@ class Communicator:
     def __init__(
         self, group: Any = None, *, ranks_per_host: int | None = None, hops: str = "nccl",
         hosts: Sequence[int] | None = None, request: str = "a communicator", problem: Exception | None = None,
+        connect: Connect = torch_transport, dry_run: tuple[int, Hosts] | None = None,
     ) -> None:  # fmt: skip
         """Connect this rank to ``group``: a process group or a DeviceMesh of one dimension; None is the world.
 
         ``hops`` is the transport of rings within a host, one of `HOPS`. ``hosts`` numbers the host of every global
         rank, for launchers that do not say it (see `Hosts`). ``request`` is what this rank was asked for, and
-        ``problem`` why it cannot do it.
+        ``problem`` why it cannot do it. ``connect`` makes the transport of each channel. ``dry_run`` is a rank, and the
+        hosts of all ranks: this process stands for that rank, and torch.distributed is not used.
 
         Collective, the first time for a group and request. Raises `Unsupported` on every rank where one rank has a
         problem, or where they do not ask for the same; raises ``problem`` itself where there is one.
         """
-        self.hops = hops
+        self.hops, self.connect = hops, connect
         self.can_copy = False
         """Whether ``auto`` may use copy engines: all ranks support them and can access each other's memory."""
         self.meter = Meter()
         self.rank, self.size, self.token = 0, 1, ""
-        self._ranks = [0]
+        self._ranks: Sequence[int] = [0]
         self.hosts = Hosts({0: 0})
         self.processes: dict[int, int | None] = {}
         self.recipe: Any = None
         """(callable, arguments) to make a strategy over the world again, for `object.__reduce__`; None for others."""
+        if dry_run is not None:
+            self.rank, self.hosts = dry_run
+            self._ranks, self.size = range(len(self.hosts.numbers)), len(self.hosts.numbers)
+            return
         world_size = dist.get_world_size() if _initialised() else 1
         problem = problem or _problem(world_size, ranks_per_host, hops, hosts)
         if _initialised():
@@ -118,30 +124,25 @@ class Communicator:
         With ``keeps``, received memory stays valid for as long as it is referenced, also on other streams. Every rank
         of the group must ask for its rings in the same order.
         """
-        members = list(range(self.size)) if members is None else list(members)
-        group = self._group_of(channel, members) if shares is None else shares.group
-        return HopRing(channel, members, group, self, keeps=keeps)
+        ring = HopRing(channel, range(self.size) if members is None else members, self, shares=shares, keeps=keeps)
+        self.meter.goes_to[channel] = ring.following
+        return ring
 
     def collective(self, channel: str, members: Sequence[int] | None = None) -> Collective:
         """Return a channel for collectives over ``members`` (None: all ranks of the group)."""
-        members = list(range(self.size)) if members is None else list(members)
-        return Collective(channel, members, self._group_of(channel, members), self)
+        return Collective(channel, range(self.size) if members is None else members, self, keeps=True)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Gather the ``tensor`` of every rank, in rank order.
 
-        The meter does not count this traffic, which serves checks and `unshard`.
+        The meter does not count this traffic, which serves checks and `unshard`. In a dry run nothing is gathered.
         """
         if self.size == 1:
             return [tensor]
         gathered = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(gathered, tensor.contiguous(), group=self.group)
+        if self.group is not None:
+            dist.all_gather(gathered, tensor.contiguous(), group=self.group)
         return gathered
-
-    def _group_of(self, channel: str, members: Sequence[int]) -> dist.ProcessGroup | None:
-        if len(members) == 1:
-            return None
-        return process_group(channel, tuple(self._ranks[member] for member in members), self.token, self.group)
 
 
 def _initialised() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -44,10 +45,8 @@ class Hosts:
     def per_host(self, ranks: Sequence[int]) -> int:
         """Return how many of ``ranks`` each host has, if consecutive and equally many per host; else all of them."""
         hosts = [self.number(rank) for rank in ranks]
-        per_host = hosts.count(hosts[0])
-        regular = len(ranks) % per_host == 0 and hosts == sorted(hosts)
-        even = all(hosts.count(host) == per_host for host in hosts)
-        return per_host if regular and even else len(ranks)
+        sizes = set(Counter(hosts).values())
+        return sizes.pop() if len(sizes) == 1 and hosts == sorted(hosts) else len(ranks)
 
 
 def int_from_environment(variable: str) -> int | None:

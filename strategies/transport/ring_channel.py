@@ -1,36 +1,20 @@
-"""Channels in which each rank sends to the next: a ring, and a ring of rings."""
+"""Channels in which each rank sends to the next: a ring, and a ring of rings; and what every channel consists of."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
 
 from ..annotate import annotate
 from ..errors import Unsupported
-from .copy_engine import CopyHop, copy_if_in_other_slot, copy_ring
-from .groups import uses_nccl
-from .hosts import Hosts
+from .copy_engine import CopyHop
+from .hosts import OTHER_HOST, SAME_HOST, Hosts
 from .message import Message, Shapes
-from .meter import Meter
-
-
-def async_options(kind: str) -> Any:
-    """Return a collective's options of the class ``kind``, as `torch.distributed` makes them for ``async_op=True``."""
-    options = getattr(c10d, kind)()
-    options.asyncOp = True
-    return options
-
-
-ALL_TO_ALL_OPTIONS = async_options("AllToAllOptions")
-_MOST_NAMED = 30
-"""Largest ring, in members, whose hops are sent as all-to-alls. Up to this size torch's profiler records how much goes
-to each member; beyond it a trace does not tell such a hop from a real all-to-all."""
 
 
 class Hop:
@@ -64,11 +48,55 @@ class Hop:
         return received
 
 
+@dataclass
+class Meter:
+    """Counts and bytes of what this rank has sent."""
+
+    phase: str = "forward"
+    goes_to: dict[str, int] = field(default_factory=dict)
+    """The global rank that the hops of a channel go to."""
+    sent: dict[tuple[str, str, str, str], list[int]] = field(default_factory=dict)
+    """[count, bytes] by (channel, phase, operation, link)."""
+
+    def add(self, channel: str, operation: str, link: str, size_bytes: int, count: int = 1) -> None:
+        """Add ``count`` operations of ``size_bytes`` together, in the current phase."""
+        entry = self.sent.setdefault((channel, self.phase, operation, link), [0, 0])
+        entry[0] += count
+        entry[1] += size_bytes
+
+    def clear(self) -> None:
+        """Reset the counts."""
+        self.sent.clear()
+
+
 AnyHop = Hop | CopyHop
 
 
+class Transport(Protocol):
+    """Carrier of the transfers of one channel: torch.distributed, copy engines, or a fake that sends nothing.
+
+    A transport that sends also counts what it sends, in the channel's meter.
+    """
+
+    free_slot: Callable[[Shapes], list[Tensor]] | None
+    """Memory to write the next message to, where copy engines send from memory of their own; else None."""
+
+    def hop(self, ring: Channel, message: Message, into: Message | None) -> AnyHop:
+        """Start a hop on a ring of several ranks; the arguments are those of `HopRing.post`."""
+
+    def collective(self, channel: Channel, operation: str, tensor: Tensor) -> Hop:
+        """Start the `Collective` method called ``operation`` among several ranks; ``tensor`` is contiguous."""
+
+
+Connect = Callable[["Channel", "RankGroup", Transport | None, bool], Transport]
+"""A function or a class that returns the transport of a new channel of a communicator; collective over the channel.
+
+The last arguments are ``shares``, as the transport of that channel, and ``keeps`` of `Communicator.ring`. ``keeps`` is
+True for collectives, which always keep what they receive."""
+
+
 class RankGroup(Protocol):
-    """A group of ranks as rings and collectives see it; a `Communicator` is one."""
+    """A group of ranks as channels see it; a `Communicator` is one."""
 
     rank: int
     size: int
@@ -77,6 +105,9 @@ class RankGroup(Protocol):
     meter: Meter
     hosts: Hosts
     processes: dict[int, int | None]
+    group: Any
+    token: str
+    connect: Connect
 
     def global_rank(self, rank: int) -> int:
         """Return the global rank of a position in the group."""
@@ -94,41 +125,42 @@ class Routing(Protocol):
         """Yield (position, tensors) of every member whose rows this rank needs."""
 
 
-class HopRing:
-    """A ring of ranks in which every hop goes from each member to the next."""
+class Channel:
+    """Ranks that send to each other under one name, and the transport between them."""
 
     def __init__(
-        self, channel: str, members: Sequence[int], group: dist.ProcessGroup | None, comm: RankGroup,
-        *, keeps: bool = False,
+        self, channel: str, members: Sequence[int], comm: RankGroup, *,
+        shares: Channel | None = None, keeps: bool = False,
     ) -> None:  # fmt: skip
-        """Set up this rank's hops; with ``keeps``, received memory stays valid for as long as it is referenced.
+        """Connect this rank; ``members`` are positions in the communicator's group, in the order of the ring."""
+        self.channel, self.meter, self.hosts = channel, comm.meter, comm.hosts
+        self.size, self.rank = len(members), list(members).index(comm.rank)
+        self.ranks = tuple(map(comm.global_rank, members))
+        """Global ranks of the members."""
+        self.following, self.previous = (self.ranks[(self.rank + step) % self.size] for step in (1, -1))
+        self.link = self.hosts.link(self.ranks[self.rank], self.following)
+        self.transport: Transport = comm.connect(self, comm, None if shares is None else shares.transport, keeps)
 
-        ``members`` are positions in the communicator's group, in the order of the ring.
+    @cached_property
+    def links(self) -> list[str]:
+        """Class of the link to every other member in ring order, the next member first."""
+        others = (self.ranks[(self.rank + step) % self.size] for step in range(1, self.size))
+        return [self.hosts.link(self.ranks[self.rank], other) for other in others]
+
+    def count_collective(self, operation: str, piece_bytes: int) -> None:
+        """Count one collective under its slowest link, and the bytes of each piece under the link that it takes.
+
+        An all-to-all sends one piece to every other member; the others send size - 1 pieces to the next one, as NCCL's
+        ring does.
         """
-        self.channel = channel
-        self.size = len(members)
-        self.rank = list(members).index(comm.rank)
-        self.group = group
-        self._meter = comm.meter
-        following, previous = (comm.global_rank(members[(self.rank + step) % self.size]) for step in (1, -1))
-        self._link = comm.hosts.link(comm.global_rank(comm.rank), following)
-        comm.meter.goes_to[channel] = following
-        self._peers, self._copies = (following, previous), None
-        # gloo cancels a transfer whose work nobody holds, such as one abandoned by an exception; the peers would hang.
-        self._posted: list[Any] = []
-        self.all_to_all_device: str | None = None  # Device type whose hops are sent as all-to-alls.
-        if group is not None:
-            to, source = (dist.get_group_rank(group, rank) for rank in self._peers)
-            self._splits = lru_cache(maxsize=4)(partial(_splits, self.size, source, to))
-            self.all_to_all_device = "cuda" if uses_nccl() and self.size <= _MOST_NAMED else None
-        same_host = len({comm.hosts.number(comm.global_rank(member)) for member in members}) == 1
-        may_copy = comm.hops == "copy" or (comm.hops == "auto" and comm.can_copy)
-        if may_copy and group is not None and same_host and not keeps:
-            self._copies = copy_ring(channel, group, to, source, {rank: comm.processes[rank] for rank in self._peers})
-        # A trace of a copy does not record the destination rank, so the range around it names the rank.
-        self._copied_to = f"{channel}/to={following}"
-        self.copied = self._copies is not None
-        """Whether copy engines carry the hops."""
+        links = self.links if operation == "all_to_all" else self.links[:1] * (self.size - 1)
+        for link in links:
+            self.meter.add(self.channel, operation, link, piece_bytes, count=0)
+        self.meter.add(self.channel, operation, OTHER_HOST if OTHER_HOST in links else SAME_HOST, 0)
+
+
+class HopRing(Channel):
+    """A ring of ranks in which every hop goes from each member to the next."""
 
     def post(self, message: Message, *, into: Message | None = None) -> AnyHop:
         """Start sending a message to the next member and receiving one of the same shapes from the previous member.
@@ -137,49 +169,17 @@ class HopRing:
         `Hop.wait`. On a ring that keeps what it receives, ``into`` says where to receive. Otherwise the memory is
         allocated here, and may be used until the second next hop is posted.
         """
-        if self.size == 1:
-            return Hop([], message.buffers, message)
-        message = copy_if_in_other_slot(message, self._copies)
-        if self._copies is not None:
-            assert into is None, "copy engines write where they may, not where they are told"
-            self._meter.add(self.channel, "copy", self._link, message.size_bytes)
-            with annotate("send", self._copied_to):
-                # The hop gets its own message: a tour clears the caller's, which another ring may still be sending.
-                return self._copies.post(message.with_buffers(list(message.buffers)))
-        arriving = message.empty_like() if into is None else into
-        self._meter.add(self.channel, "send_recv", self._link, message.size_bytes)
-        with annotate("send", self.channel):
-            works = self._exchange(message.buffers, arriving.buffers)
-        return Hop(works, message.buffers, arriving, self.channel, self._posted)
+        return Hop([], message.buffers, message) if self.size == 1 else self.transport.hop(self, message, into)
 
     def reserve(self, shapes: Shapes, device: torch.device) -> Message:
         """Return an uninitialised message to be posted next on this ring: the free slot, where the ring has slots."""
-        return Message.empty(shapes, partial(_allocate, device) if self._copies is None else self._copies.free_slot)
+        return Message.empty(shapes, self.transport.free_slot or partial(_allocate, device))
 
     def pack(self, tensors: Sequence[Tensor]) -> Message:
         """Pack tensors for this ring: one buffer for NCCL; copy engines copy contiguous tensors from where they lie."""
-        if self.copied and all([tensor.is_contiguous() for tensor in tensors]):
+        if self.transport.free_slot is not None and all([tensor.is_contiguous() for tensor in tensors]):
             return Message(list(tensors))
         return Message.pack(tensors)
-
-    def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor]) -> list[Any]:
-        """Start sending and receiving. With NCCL that is an all-to-all in which each member sends only to the next.
-
-        An all-to-all is one call and the same kernel; a batch of a send and a receive is four calls.
-        """
-        pairs = zip(outgoing, incoming, strict=True)
-        if outgoing[0].device.type == self.all_to_all_device:
-            group: Any = self.group
-            return [
-                group.alltoall_base(into, out, *self._splits(out.shape[0]), ALL_TO_ALL_OPTIONS) for out, into in pairs
-            ]
-        to, source = self._peers
-        ops = [
-            (dist.P2POp(dist.isend, x, to, self.group), dist.P2POp(dist.irecv, y, source, self.group)) for x, y in pairs
-        ]
-        works = dist.batch_isend_irecv([op for pair in ops for op in pair])
-        self._posted += works
-        return works
 
     def tour(self, tensors: Sequence[Tensor] | Message, steps: int | None = None) -> Iterator[tuple[int, list[Tensor]]]:
         """Yield (position, tensors) of every member: this rank's own first, then the previous member's, and so on.
@@ -204,11 +204,6 @@ class HopRing:
                 passed.clear()
                 handed_out.clear()
                 hop = None
-
-
-def _splits(size: int, source: int, to: int, rows: int) -> list[list[int]]:
-    """Return how many ``rows`` come from each member, and how many go to each."""
-    return [[rows if member == peer else 0 for member in range(size)] for peer in (source, to)]
 
 
 def _allocate(device: torch.device, shapes: Shapes) -> list[Tensor]:

@@ -20,8 +20,8 @@ from ringprof.record.progress import SilentReporter
 from ringprof.run import Workload, read_run
 from ringprof.strategies import create, names
 from ringprof.strategies.kernels.torch_kernels import CpuFlashKernel
-from ringprof.strategies.transport import collectives, ring_channel
 from ringprof.strategies.transport.baselines import NoOpKernel, use_kernel
+from ringprof.strategies.transport.torch_transport import TorchTransport
 from tests.record.command import run
 from tests.strategies.cases import CASES, Case
 from tests.strategies.ranks import run_ranks
@@ -61,8 +61,8 @@ def no_sending() -> Iterator[None]:
     with ExitStack() as stack:
         for name in SENDING:
             stack.enter_context(patch.object(dist, name, refuse))
-        stack.enter_context(patch.object(collectives.Collective, "_exchange", refuse))
-        stack.enter_context(patch.object(ring_channel.HopRing, "_exchange", refuse))
+        stack.enter_context(patch.object(TorchTransport, "hop", refuse))
+        stack.enter_context(patch.object(TorchTransport, "collective", refuse))
         yield
 
 

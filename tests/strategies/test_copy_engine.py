@@ -17,7 +17,7 @@ import torch.distributed._symmetric_memory as symmetric
 
 from ringprof.strategies import create
 from ringprof.strategies.errors import PeerLost, Unsupported
-from ringprof.strategies.transport import copy_engine, handshake, ring_channel
+from ringprof.strategies.transport import copy_engine, handshake, torch_transport
 from ringprof.strategies.transport.message import Message, Shapes, shapes_of
 from ringprof.workload.mask import Mask
 from tests.strategies.cases import CASES, Case, WorkloadShard, dense, inputs, relative_error
@@ -106,7 +106,7 @@ def _carried(rank: int, can: list[bool], cases: list[Case], mask: Mask = PLAIN) 
         patch.object(handshake, "sees_peers", lambda: True),
         patch.object(copy_engine, "CopyRing", make_ring),
         patch.object(copy_engine, "_watchdog", SimpleNamespace(add=lambda ring: None)),
-        patch.object(ring_channel, "copy_if_in_other_slot", copy_if_in_other_slot),
+        patch.object(torch_transport, "copy_if_in_other_slot", copy_if_in_other_slot),
     ):
         return {str(case): _one_carried(case, mask) for case in cases}
 

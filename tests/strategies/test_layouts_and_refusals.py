@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from ringprof.strategies.base import Shape
 from ringprof.strategies.masks.layouts import LAYOUTS, Block, Grid, Grouped, split_local_block
 from ringprof.strategies.registry import check_parameters, parse_parameter
 from ringprof.strategies.transport.message import Message
-from ringprof.strategies.transport.ring_channel import HopRing, _splits
+from ringprof.strategies.transport.ring_channel import HopRing, Meter
+from ringprof.strategies.transport.torch_transport import TorchTransport, _splits
 from tests.paths import ROOT
 from tests.strategies.cases import CASES
 from tests.strategies.ranks import run_ranks
@@ -423,14 +425,16 @@ class _Group:
 
 
 def test_all_messages_of_a_hop_are_waited_for():
-    ring: Any = object.__new__(HopRing)
-    vars(ring).update(group=_Group(), all_to_all_device="cpu", _splits=partial(_splits, 4, 3, 1))
+    transport: Any = object.__new__(TorchTransport)
+    vars(transport).update(group=_Group(), all_to_all_device="cpu", _splits=partial(_splits, 4, 3, 1), _posted=[])
+    ring: Any = SimpleNamespace(channel="kv", link="same_host", meter=Meter())
     messages = [
         [torch.full((rows,), number) for rows, number in numbers]
         for numbers in (((2, 10), (5, 11)), ((2, 20), (5, 21)))
     ]
     first, second = ([0, 0, 0, 2], [0, 2, 0, 0]), ([0, 0, 0, 5], [0, 5, 0, 0])
-    assert ring._exchange(*messages) == [(20, 10, *first), (21, 11, *second)]
+    hop = transport.hop(ring, Message(messages[0]), Message(messages[1]))
+    assert hop._works == [(20, 10, *first), (21, 11, *second)]
 
 
 @pytest.mark.parametrize("of_v", [1, 3, 4])

@@ -1,10 +1,11 @@
-"""Fakes for dry runs: a kernel that computes nothing and a communicator that sends nothing; both record their calls."""
+"""Fakes for dry runs: a kernel that computes nothing and a transport that sends nothing; both record their calls."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -17,13 +18,11 @@ from ringprof.strategies.kernels import varlen
 from ringprof.strategies.kernels.kernel import Gradients, Kernel, allocate_adjacent
 from ringprof.strategies.kernels.merge import wide_type
 from ringprof.strategies.masks.mask_blocks import Batch, Lengths, MaskBlocks
-from ringprof.strategies.transport.collectives import Collective
 from ringprof.strategies.transport.communicator import Communicator
 from ringprof.strategies.transport.copy_engine import SLOTS, slot_offsets, views_in_slot
-from ringprof.strategies.transport.hosts import SAME_HOST, Hosts
+from ringprof.strategies.transport.hosts import Hosts
 from ringprof.strategies.transport.message import Message, Shapes, shapes_of
-from ringprof.strategies.transport.meter import Meter
-from ringprof.strategies.transport.ring_channel import Hop, HopRing
+from ringprof.strategies.transport.ring_channel import Channel, Connect, Hop, RankGroup
 
 KNOWN_KERNELS = ("cudnn", "flash-attn", "torch-flash", "cpu-flash", "reference")
 """Kernels whose temporary memory is known; others are assumed to hold what flash attention holds."""
@@ -151,41 +150,24 @@ def _split_bytes(kernel: str, q: Tensor, k: Tensor) -> int:
     return 4 * splits * batch * heads * rows * (head_dim + 1) if splits > 1 else 0
 
 
-class RecordingCommunicator(Communicator):
-    """Communicator of one rank of ``size``: every transfer is recorded, and nothing is sent."""
+@dataclass
+class DryRunNetwork:
+    """State that the transports of one rank's dry run share."""
 
-    def __init__(self, recorder: Recorder, rank: int, size: int, per_host: int, hops: str) -> None:
-        self.hops, self.meter, self.recorder = hops, Meter(), recorder
-        self.rank, self.size, self._per_host = rank, size, per_host
-        self.hosts = _hosts(size, per_host)
-        self.slots: dict[StorageWeakRef, _ReceiveSlots] = {}
-        """Receive slots of rings, by their memory."""
-        self.spread: dict[str, int] = {}
-        """Largest number of members on one host per channel; 0 if all are on one host."""
+    recorder: Recorder
+    slots: dict[StorageWeakRef, _ReceiveSlots] = field(default_factory=dict)
+    """Receive slots of rings, by their memory."""
+    spread: dict[str, int] = field(default_factory=dict)
+    """Largest number of members on one host per channel; 0 if all are on one host."""
 
-    def global_rank(self, rank: int) -> int:
-        return rank
+    def connect(self, channel: Channel, comm: RankGroup, shares: Any, keeps: bool) -> RecordingTransport:
+        """Return the transport of a new channel; a `Connect`."""
+        return RecordingTransport(self, channel, comm, shares, keeps)
 
-    def ranks_per_host(self) -> int:
-        return self._per_host
 
-    def ring(
-        self, channel: str, members: Sequence[int] | None = None, *, shares: Any = None, keeps: bool = False
-    ) -> HopRing:
-        return RecordingRing(channel, self._members_of(channel, members), self, shares, keeps=keeps)
-
-    def collective(self, channel: str, members: Sequence[int] | None = None) -> Collective:
-        return RecordingCollective(channel, self._members_of(channel, members), self)
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        return [_like(tensor) for _ in range(self.size)]
-
-    def _members_of(self, channel: str, members: Sequence[int] | None) -> list[int]:
-        """Return the members of a channel and record how they lie over the hosts."""
-        ranks = list(range(self.size)) if members is None else list(members)
-        per_host_counts = Counter(member // self._per_host for member in ranks)
-        self.spread[channel] = max(per_host_counts.values()) if len(per_host_counts) > 1 else 0
-        return ranks
+def dry_run_communicator(connect: Connect, rank: int, size: int, per_host: int, hops: str) -> Communicator:
+    """Return the communicator of one rank of ``size``, of which ``per_host`` share a host, over fake transports."""
+    return Communicator(hops=hops, connect=connect, dry_run=(rank, _hosts(size, per_host)))
 
 
 @lru_cache(maxsize=4)
@@ -194,55 +176,58 @@ def _hosts(size: int, per_host: int) -> Hosts:
     return Hosts({rank: rank // per_host for rank in range(size)})
 
 
-class RecordingRing(HopRing):
-    """Ring whose hops are recorded. Received data is fresh memory, or a slot if copy engines carry the hop."""
+class RecordingTransport:
+    """Transport that records transfers. Received data is fresh memory, or a slot if copy engines carry the hops."""
 
-    _comm: RecordingCommunicator
+    def __init__(self, network: DryRunNetwork, channel: Channel, comm: RankGroup, shares: Any, keeps: bool) -> None:
+        self._network, self._recorder = network, network.recorder
+        per_host_counts = Counter(map(comm.hosts.number, channel.ranks))
+        network.spread[channel.channel] = max(per_host_counts.values()) if len(per_host_counts) > 1 else 0
+        # One process group per channel and members, one NCCL communicator each.
+        own_name = f"{channel.channel}:{','.join(map(str, channel.ranks))}"
+        self.communicator: str = own_name if shares is None else shares.communicator
+        self.slots: _ReceiveSlots | None = None
+        self.free_slot: Callable[[Shapes], list[Tensor]] | None = None
+        if comm.hops == "copy" and len(per_host_counts) == 1 and not keeps:
+            # Two members have one ring of copies for all channels, as in
+            # `ringprof.strategies.transport.copy_engine.copy_ring`.
+            pair = channel.size == 2
+            self.communicator = f"{self.communicator if pair else own_name}/copy"
+            self.slots = shares.slots if shares is not None and pair else _ReceiveSlots(network.slots)
+            self.free_slot = self.slots.last
 
-    def __init__(
-        self, channel: str, members: Sequence[int], comm: RecordingCommunicator, shares: Any, *, keeps: bool
-    ) -> None:
-        super().__init__(channel, members, None, comm, keeps=keeps)
-        self._comm, self._all_members = comm, tuple(members)
-        self.communicator: str = shares.communicator if shares is not None else _communicator_name(channel, members)
-        on_one_host = all(comm.hosts.link(members[0], other) == SAME_HOST for other in members)
-        self.copied = comm.hops == "copy" and on_one_host and not keeps
-        # Two members have one ring of copies for all channels, as in
-        # `ringprof.strategies.transport.copy_engine.copy_ring`.
-        pair = self.size == 2
-        self.slots: _ReceiveSlots = shares.slots if shares is not None and pair else _ReceiveSlots(comm.slots)
-        if self.copied:
-            self.communicator = f"{self.communicator if pair else _communicator_name(channel, members)}/copy"
-
-    def post(self, message: Message, *, into: Message | None = None) -> Any:
-        """Record the start of a hop without sending. Return a hop that hands out ``into`` or an empty message."""
-        if self.size == 1:
-            return super().post(message, into=into)
-        message = self._owned(message)
-        operation = "copy" if self.copied else "send_recv"
-        self.slots.number += 1
-        buffers = self.slots.last(shapes_of(message.buffers)) if self.copied else [_like(x) for x in message.buffers]
+    def hop(self, ring: Channel, message: Message, into: Message | None) -> Hop:
+        """Record the start of a hop. Return one that hands out ``into`` or an empty message."""
+        # A message in another ring's receive slots is copied: see
+        # `ringprof.strategies.transport.copy_engine.copy_if_in_other_slot`.
+        owners = [self._network.slots.get(_storage_key(buffer)) for buffer in message.buffers]
+        if not all(slots is None or slots is self.slots for slots in owners):
+            message = message.with_buffers([buffer.clone() for buffer in message.buffers])
+        if self.slots is None:
+            operation, buffers = "send_recv", [_like(x) for x in message.buffers]
+        else:
+            self.slots.number += 1
+            operation, buffers = "copy", self.slots.last(shapes_of(message.buffers))
         received = message.with_buffers(buffers)
-        self._meter.add(self.channel, operation, self._link, message.size_bytes)
+        ring.meter.add(ring.channel, operation, ring.link, message.size_bytes)
         sizes = [buffer.nbytes for buffer in message.buffers]
-        recorder = self._comm.recorder
-        number = recorder.comm_start(
-            self.channel, self._meter.phase, operation, self._all_members, self.communicator, sizes
+        return self._start(ring, operation, sizes, list(message.buffers), received if into is None else into)
+
+    def collective(self, channel: Channel, operation: str, tensor: Tensor) -> Hop:
+        """Record the start of a collective."""
+        piece_bytes = tensor.nbytes if operation == "all_gather" else tensor.nbytes // channel.size
+        channel.count_collective(operation, piece_bytes)
+        if operation == "all_gather":
+            received = torch.empty((channel.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        else:
+            received = _like(tensor if operation == "all_to_all" else tensor[0])
+        return self._start(channel, operation, [piece_bytes], [tensor], [received])
+
+    def _start(self, channel: Channel, operation: str, sizes: list[int], sent: list[Tensor], received: Any) -> Hop:
+        number = self._recorder.comm_start(
+            channel.channel, channel.meter.phase, operation, channel.ranks, self.communicator, sizes
         )
-        return _RecordedHop(recorder, number, list(message.buffers), received if into is None else into)
-
-    def _owned(self, message: Message) -> Message:
-        """Return a message that lies in no other ring's receive slots; copy it if needed.
-
-        `ringprof.strategies.transport.copy_engine.copy_if_in_other_slot` does the same in a run.
-        """
-        owners = [self._comm.slots.get(_storage_key(buffer)) for buffer in message.buffers]
-        if all(slots is None or slots is self.slots for slots in owners):
-            return message
-        return message.with_buffers([buffer.clone() for buffer in message.buffers])
-
-    def reserve(self, shapes: Shapes, device: torch.device) -> Message:
-        return Message.empty(shapes, self.slots.last) if self.copied else super().reserve(shapes, device)
+        return _RecordedHop(self._recorder, number, sent, received)
 
 
 class _ReceiveSlots:
@@ -266,44 +251,6 @@ def _storage_key(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-class RecordingCollective(Collective):
-    """Group whose collectives are recorded."""
-
-    def __init__(self, channel: str, members: Sequence[int], comm: RecordingCommunicator) -> None:
-        super().__init__(channel, members, None, comm)
-        self._comm, self._all_members = comm, tuple(members)
-
-    def all_to_all(self, tensor: Tensor) -> Any:
-        if self.size == 1:
-            return super().all_to_all(tensor)
-        tensor = tensor.contiguous()
-        piece = tensor.nbytes // self.size
-        self._count("all_to_all", self._links, piece)
-        return self._start_transfer("all_to_all", tensor, _like(tensor), piece)
-
-    def all_gather(self, tensor: Tensor) -> Any:
-        if self.size == 1:
-            return super().all_gather(tensor)
-        tensor = tensor.contiguous()
-        piece = tensor.nbytes
-        self._count("all_gather", self._links[:1] * (self.size - 1), piece)
-        received = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        return self._start_transfer("all_gather", tensor, received, piece)
-
-    def reduce_scatter(self, tensor: Tensor) -> Any:
-        if self.size == 1:
-            return super().reduce_scatter(tensor)
-        tensor = tensor.contiguous()
-        piece = tensor.nbytes // self.size
-        self._count("reduce_scatter", self._links[:1] * (self.size - 1), piece)
-        return self._start_transfer("reduce_scatter", tensor, _like(tensor[0]), piece)
-
-    def _start_transfer(self, operation: str, sent: Tensor, received: Tensor, piece_bytes: int) -> Any:
-        recorder, name = self._comm.recorder, _communicator_name(self.channel, self._all_members)
-        number = recorder.comm_start(self.channel, self.meter.phase, operation, self._all_members, name, [piece_bytes])
-        return _RecordedHop(recorder, number, [sent], [received])
-
-
 class _RecordedHop(Hop):
     """A started transfer of a dry run."""
 
@@ -320,8 +267,3 @@ class _RecordedHop(Hop):
 def _like(tensor: Tensor) -> Tensor:
     """Return a dense empty tensor, like `torch.empty_like`, which takes ten times as long on ``meta``."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-
-
-def _communicator_name(channel: str, members: Sequence[int]) -> str:
-    """Return the name of a communicator: one process group per channel and members, one NCCL communicator each."""
-    return f"{channel}:{','.join(map(str, members))}"

@@ -13,7 +13,7 @@ from torch import Tensor
 from ringprof.errors import UnsupportedWorkloadError
 from ringprof.record.baselines import baseline_bodies
 from ringprof.record.dryrun.dispatch import Recorder
-from ringprof.record.dryrun.fakes import RecordingCommunicator
+from ringprof.record.dryrun.fakes import DryRunNetwork, dry_run_communicator
 from ringprof.record.dryrun.forked import run_in_fork
 from ringprof.record.dryrun.run import META, dry_run_iterations, recording, recording_strategy, refuse_on_failure
 from ringprof.record.dynamic_cp import DynamicCpShard
@@ -23,7 +23,8 @@ from ringprof.record.resolve import load_strategy, strategy_errors, torch_dtype,
 from ringprof.run import Workload
 from ringprof.strategies.masks.expected import is_bundled
 from ringprof.strategies.peers.call import PeerStrategy
-from ringprof.strategies.transport.baselines import NullCommunicator
+from ringprof.strategies.transport.baselines import NullTransport
+from ringprof.strategies.transport.ring_channel import Connect
 
 MAX_ALL_RANKS, MAX_SAMPLED_RANKS = 8, 48
 """Number of ranks up to which each is run, and up to which a few of them are."""
@@ -126,7 +127,7 @@ class _RankDryRun:
                 self._recorder.start()
                 shard.run_for_verification()
             if request.controls:
-                ordinary, *others = baseline_bodies(shard, self._create(self._world, _NullRecordingCommunicator))[0]
+                ordinary, *others = baseline_bodies(shard, self._create(self._world, NullTransport))[0]
                 for body in (*others, ordinary):
                     body()
         return self._recorder.peak_bytes
@@ -142,13 +143,14 @@ class _RankDryRun:
         """Communicator of all ranks."""
         return self.of(self._world).comm
 
-    def _create(self, size: int, comm_class: type[RecordingCommunicator] = RecordingCommunicator) -> Any:
+    def _create(self, size: int, connect: Connect | None = None) -> Any:
         request, kernel, per_host = self._setup
         ranks_per_host = min(per_host, size)
         rank_position = self._rank % size, size, size if size % ranks_per_host else ranks_per_host
-        comm = comm_class(self._recorder, *rank_position, self._setup.hops)
+        connect = connect or DryRunNetwork(self._recorder).connect
+        comm = dry_run_communicator(connect, *rank_position, self._setup.hops)
         return recording_strategy(
-            load_strategy(request.strategy), request.params, comm, kernel, self._workload.softcap
+            load_strategy(request.strategy), request.params, self._recorder, comm, kernel, self._workload.softcap
         )[0]
 
     def _shard(self) -> WorkloadShard:
@@ -163,10 +165,6 @@ class _RankDryRun:
 
             return _with_fused_norms(LayersShard.create(self.of(world), workload, META))
         return WorkloadShard.create(self.of(world), workload, META)
-
-
-class _NullRecordingCommunicator(NullCommunicator, RecordingCommunicator):
-    """Communicator of one rank that sends nothing and records no transfer."""
 
 
 def _untracked_bytes(setup: _Setup, workload: Workload) -> int:

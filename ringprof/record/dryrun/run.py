@@ -19,7 +19,7 @@ import torch
 from ringprof.common.json_object import Params
 from ringprof.errors import UnsupportedWorkloadError
 from ringprof.record.dryrun.dispatch import ReadsTensorValues, RecordedKernels, RecordedStreams, Recorder
-from ringprof.record.dryrun.fakes import RecordingCommunicator, recording_kernel
+from ringprof.record.dryrun.fakes import DryRunNetwork, dry_run_communicator, recording_kernel
 from ringprof.record.dryrun.schedule import Program
 from ringprof.record.measure import WorkloadShard, counted_work, reset_counts
 from ringprof.run import Workload
@@ -28,6 +28,7 @@ from ringprof.strategies.base import Context, Strategy
 from ringprof.strategies.kernels.kernel import Kernel
 from ringprof.strategies.kernels.merge import FUSED
 from ringprof.strategies.kernels.registry import KERNELS
+from ringprof.strategies.transport.communicator import Communicator
 from ringprof.strategies.transport.streams import SIDE_STREAMS
 
 META = torch.device("meta")
@@ -50,9 +51,8 @@ def dry_run_rank(
     """
     recorder = Recorder()
     with recording(recorder):
-        strategy, fake_kernel = recording_strategy(
-            strategy_class, params, RecordingCommunicator(recorder, *rank_position, hops), kernel
-        )
+        comm = dry_run_communicator(DryRunNetwork(recorder).connect, *rank_position, hops)
+        strategy, fake_kernel = recording_strategy(strategy_class, params, recorder, comm, kernel)
         if prepare is not None:
             prepare(strategy)
         shard = WorkloadShard.create(strategy, workload, META)
@@ -86,14 +86,15 @@ def dry_run_iterations(shard: WorkloadShard, hops: str) -> range:
 def recording_strategy(
     strategy_class: type[Strategy],
     params: Params,
-    comm: RecordingCommunicator,
+    recorder: Recorder,
+    comm: Communicator,
     kernel: str,
     softcap: float | None = None,
 ) -> tuple[Any, Kernel]:
     """Return a strategy without devices, and the kernel that replaces ``kernel``."""
     strategy: Any = strategy_class(Context(comm, kernel), **params)
     deterministic = bool(params.get("deterministic"))
-    fake_kernel = recording_kernel(KERNELS[kernel], comm.recorder, deterministic=deterministic, softcap=softcap or 0.0)
+    fake_kernel = recording_kernel(KERNELS[kernel], recorder, deterministic=deterministic, softcap=softcap or 0.0)
     strategy.kernel_for = lambda q, **options: fake_kernel
     return strategy, fake_kernel
 
