@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,6 @@ def test_the_rank_that_the_others_wait_for_is_named(
     for log, count in zip(written, hops, strict=True):
         log.start("iterations", 3)
         if not isinstance(count, str):
-            log.hops = lambda count=count: count
+            log.hops = partial(lambda posted: posted, count)
             log.end(stopped_outcome(log, "SIGTERM"))
     assert str(_explain(_TimeIsUp(9), readers, tmp_path, "record")).startswith(expected)
