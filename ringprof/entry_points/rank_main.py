@@ -9,24 +9,21 @@ import faulthandler
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 from ringprof.record.check.launch import CheckTask, check_for_parent
-from ringprof.record.launcher import RankInfo, launcher_rank
+from ringprof.record.launcher import launcher_rank
 from ringprof.record.local_launcher import log_path, progress_log_path
 from ringprof.record.progress import ProgressLog
 from ringprof.record.recording import RankRecording
-from ringprof.record.request import RankTask as RecordTask
-from ringprof.record.request import from_json
+from ringprof.record.request import RankTask, from_json
 from ringprof.record.run_folder import discard
-from ringprof.record.shutdown.rank_errors import error_kind, error_line, traceback_text
+from ringprof.record.shutdown.rank_errors import RankOutcome, failed_outcome, stopped_outcome
 from ringprof.record.shutdown.watchdog import PARENT_GONE, Watchdog
 from ringprof.trace.reduced import reduce_file
 
-_Task = RecordTask | CheckTask
-_TASKS: dict[str, type[_Task]] = {"record": RecordTask, "check": CheckTask}
+_TASKS: dict[str, type[RankTask | CheckTask]] = {"record": RankTask, "check": CheckTask}
 
 
 def main(what: str, arguments: list[str]) -> NoReturn:
@@ -40,12 +37,11 @@ def main(what: str, arguments: list[str]) -> NoReturn:
     scratch = Path(task.scratch)
     _redirect_output(log_path(scratch, rank.rank))
     progress = ProgressLog(progress_log_path(scratch, rank.rank))
-    hops: list[Callable[[], int | None]] = []
 
     def at_end(reason: str, code: int) -> None:
-        progress.log_stop(hops[0]() if hops else None)
+        progress.end(stopped_outcome(progress, reason))
         if reason == PARENT_GONE and rank.rank == 0:
-            if isinstance(task, RecordTask):
+            if isinstance(task, RankTask):
                 discard(Path(task.staging))
             shutil.rmtree(scratch, ignore_errors=True)
         # The log then shows where the rank hangs.
@@ -54,35 +50,26 @@ def main(what: str, arguments: list[str]) -> NoReturn:
     watchdog = Watchdog(at_end, parent=parent)
     watchdog.start()
     try:
-        _run_task(task, rank, progress, hops)
-        progress.done()
+        if isinstance(task, CheckTask):
+            check_for_parent(task, rank, progress)
+        else:
+            recording = RankRecording(task, rank, progress, reduce=reduce_file)
+            progress.hops = recording.hops
+            recording.run()
+        progress.end(RankOutcome(kind="done"))
     except BaseException as error:
-        _exit_with_error(error, progress)
+        try:
+            outcome = failed_outcome(progress, error)
+            sys.stderr.write(outcome.detail)
+            sys.stderr.flush()
+            progress.end(outcome)
+        finally:
+            # Exit without destroying the process group, which could wait for the peers for ever.
+            os._exit(3)
     sys.stdout.flush()
     sys.stderr.flush()
     # Exit without finalising Python: native threads left by torch sometimes abort an interpreter that shuts down.
     os._exit(0)
-
-
-def _run_task(task: _Task, rank: RankInfo, progress: ProgressLog, hops: list[Callable[[], int | None]]) -> None:
-    """Run a check or a recording; a recording appends its hop counter to ``hops``."""
-    if isinstance(task, CheckTask):
-        check_for_parent(task, rank, progress)
-        return
-    recording = RankRecording(task, rank, progress, reduce=reduce_file)
-    hops.append(recording.hops)
-    recording.run()
-
-
-def _exit_with_error(error: BaseException, progress: ProgressLog) -> NoReturn:
-    """Write the error of this rank to its log and its progress log, and end the process."""
-    try:
-        sys.stderr.write(traceback_text(error))
-        sys.stderr.flush()
-        progress.error(error_kind(error), error_line(error))
-    finally:
-        # Exit without destroying the process group, which could wait for the peers for ever.
-        os._exit(3)
 
 
 def _redirect_output(log: Path) -> None:

@@ -1,13 +1,11 @@
 """Launcher of ringprof's own ranks on this host; ends all within seconds if one fails or the user interrupts.
 
-Ranks are started by the process layer of torch's elastic launcher, without its agent and rendezvous service: there is
-one host, nothing is restarted, and the agent would wait half a minute for a stuck rank. The rendezvous store is in this
-parent process, on a port that the system chose, so that two runs cannot share a store.
+torch's elastic agent would wait half a minute for a stuck rank, and nothing is to be restarted here. The rendezvous
+store is in this parent process, on a port that the system chose, so that two runs cannot share a store.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
@@ -17,28 +15,28 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from subprocess import Popen, TimeoutExpired
 from typing import Any, Protocol, TypeVar
 
 import msgspec
-import psutil
 
-from ringprof.common.compile_cache import VARIABLE as COMPILE_CACHE
 from ringprof.common.compile_cache import choose_compile_cache
 from ringprof.common.process_pool import cpu_count, interrupts_blocked, spawn_command
 from ringprof.common.scratch import keep, remove
 from ringprof.errors import Interrupted, RecordError, RingprofError
 from ringprof.record.progress import ProgressLogReader, Reporter
 from ringprof.record.request import to_json
-from ringprof.record.shutdown.rank_errors import is_consequence, rank_error, signal_error, slowest_rank
+from ringprof.record.shutdown.rank_errors import RankOutcome, rank_error, slowest_rank
 
 _POLL_S = 0.05
 _SETTLE_S = 0.3
 """Seconds to wait after the first failure, for other ranks whose failure may be its cause."""
-END_S = 2
+END_S = 2.0
 """Seconds between the request to end (SIGTERM) and SIGKILL."""
+_KILLED_S = 30.0
+"""Seconds to wait for killed ranks; one that is stuck in the kernel does not end."""
 Result = TypeVar("Result")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_PYTHON_HANDLERS = (signal.SIG_DFL, signal.default_int_handler)
 
 
 def log_path(scratch: Path, rank: int) -> Path:
@@ -79,25 +77,23 @@ def launch(task: LaunchTask, reporter: Reporter, job: str, result: Callable[[], 
     assert task.scratch is not None and task.request.world is not None and isinstance(task, msgspec.Struct)
     scratch = Path(task.scratch)
     (scratch / "task.json").write_bytes(to_json(task))
-    with _signals_restored(), _store() as port:
-        context = None
-        readers = [ProgressLogReader(progress_log_path(scratch, rank)) for rank in range(task.request.world)]
+    readers = [ProgressLogReader(progress_log_path(scratch, rank)) for rank in range(task.request.world)]
+    ranks: list[Popen[bytes]] = []
+    with _store() as port, _signals_held() as deliver_signals:
         try:
-            with _signals_deferred(), interrupts_blocked():
-                context = _start(task.request, scratch, port, job)
-            _wait_until_done(context.pids(), readers, reporter, task)
+            with interrupts_blocked():
+                _start(ranks, task.request, scratch, port, job)
+            deliver_signals()
+            _wait_until_done(ranks, readers, reporter, task)
         except BaseException as error:
             # A second Ctrl-C must not stop the shutdown of the ranks.
             _set_handlers(dict.fromkeys(_SIGNALS, signal.SIG_IGN))
-            if context is not None:
-                # SIGTERM first, so that the ranks can log where they were, then SIGKILL.
-                context.close(signal.SIGTERM, END_S)
+            _end(ranks)
             user_error = _explain(error, readers, scratch, job)
             # The message of a refused task needs no logs.
             is_refusal = isinstance(user_error, RingprofError) and not isinstance(user_error, RecordError)
             (remove if is_refusal else keep)(scratch)
             raise user_error from None
-        context.close()
     value = result()
     remove(scratch)
     return value
@@ -119,42 +115,14 @@ class _TimeIsUp(Exception):
         self.seconds = seconds
 
 
-def _start(request: Any, scratch: Path, port: int, job: str) -> Any:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
-
-    # The launcher would log failures that ringprof reports itself.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)
+def _start(ranks: list[Popen[bytes]], request: Any, scratch: Path, port: int, job: str) -> None:
+    """Start the ranks and append their processes to ``ranks``, each in a session of its own."""
     world = request.world or 1
     command = spawn_command(job, str(scratch / "task.json"), str(os.getpid()))
-    try:
-        return start_processes(
-            name="ringprof",
-            entrypoint=command[0],
-            args={rank: tuple(command[1:]) for rank in range(world)},
-            envs={rank: _environment(request, rank, world, port, scratch) for rank in range(world)},
-            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-        )
-    except (OSError, RuntimeError) as error:
-        # A failed start leaves processes that the launcher does not return.
-        for process in psutil.Process().children():
-            with suppress(psutil.Error):
-                if command[-2] in process.cmdline():
-                    process.kill()
-                    process.wait()
-        raise _start_error(error) from None
-
-
-def _start_error(error: Exception) -> RecordError:
-    why = getattr(error, "strerror", None) or error
-    return RecordError(f"not all ranks can be started here ({why}): see ulimit -u and -n, or use a smaller --world")
-
-
-def _environment(request: Any, rank: int, world: int, port: int, scratch: Path) -> dict[str, str]:
-    """Return a rank's environment variables: those that torch reads, and its number of threads."""
+    # Variables that torch reads, and the number of threads.
     env = {
-        "RANK": str(rank),
+        **os.environ,
         "WORLD_SIZE": str(world),
-        "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -162,12 +130,34 @@ def _environment(request: Any, rank: int, world: int, port: int, scratch: Path) 
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_count() // world))),
     }
-    choose_compile_cache(compiling := dict(os.environ), str(scratch / "torchinductor"))
-    env[COMPILE_CACHE] = compiling[COMPILE_CACHE]
+    choose_compile_cache(env, str(scratch / "torchinductor"))
     if request.device == "cpu" and any(name == "lo" for _, name in socket.if_nameindex()):
         # One host: gloo must not depend on what the host's name resolves to.
-        env["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    return env
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    for rank in range(world):
+        try:
+            ranks.append(
+                Popen(command, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, start_new_session=True)
+            )
+        except OSError as error:
+            raise _start_error(error) from None
+
+
+def _start_error(error: Exception) -> RecordError:
+    why = getattr(error, "strerror", None) or error
+    return RecordError(f"not all ranks can be started here ({why}): see ulimit -u and -n, or use a smaller --world")
+
+
+def _end(ranks: list[Popen[bytes]]) -> None:
+    """End the ranks: SIGTERM first, so that they can log where they were, then SIGKILL."""
+    for number, seconds in ((signal.SIGTERM, END_S), (signal.SIGKILL, _KILLED_S)):
+        for process in ranks:
+            if process.poll() is None:
+                os.killpg(process.pid, number)
+        deadline = time.monotonic() + seconds
+        for process in ranks:
+            with suppress(TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
 
 
 @contextmanager
@@ -197,43 +187,30 @@ def _store() -> Iterator[int]:
 
 
 @contextmanager
-def _signals_restored() -> Iterator[None]:
-    """Restore the handlers of signals after the block."""
+def _signals_held() -> Iterator[Callable[[], None]]:
+    """Hold back signals while ranks are being started, since a rank whose start is cut short could not be ended.
+
+    Yields a function that raises the first one and lets later ones through. The handlers are restored after the block.
+    """
     before = {number: signal.getsignal(number) for number in _SIGNALS}
+    received: list[int] = []
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def deliver() -> None:
+        # The default of a signal would end this process but not its ranks.
+        defaults = (signal.SIG_DFL, signal.default_int_handler)
+        _set_handlers({number: interrupt if handler in defaults else handler for number, handler in before.items()})
+        if received:
+            signal.raise_signal(received[0])
+
+    heeded = [number for number, handler in before.items() if handler != signal.SIG_IGN]
+    _set_handlers(dict.fromkeys(heeded, lambda number, _: received.append(number)))
     try:
-        yield
+        yield deliver
     finally:
         _set_handlers(before)
-
-
-@contextmanager
-def _signals_deferred() -> Iterator[None]:
-    """Hold back signals while ranks are being started, when nothing could end them; raise the first one afterwards.
-
-    The launcher is kept from setting its own handlers. They would raise in the middle of the start, and would handle
-    signals that nohup ignores.
-    """
-    variable, received = "TORCHELASTIC_SIGNALS_TO_HANDLE", list[int]()
-    previous = os.environ.pop(variable, None)
-    os.environ[variable] = ""
-    handlers = {number: handler for number in _SIGNALS if (handler := signal.getsignal(number)) != signal.SIG_IGN}
-    _set_handlers(dict.fromkeys(handlers, lambda number, _: received.append(number)))
-    try:
-        yield
-    finally:
-        os.environ.pop(variable)
-        if previous is not None:
-            os.environ[variable] = previous
-        _set_handlers(
-            {number: _stop if handler in _PYTHON_HANDLERS else handler for number, handler in handlers.items()}
-        )
-    if received:
-        signal.raise_signal(received[0])
-
-
-def _stop(*_: object) -> None:
-    """Raise KeyboardInterrupt, as the handler of signals whose default would end this process but not its ranks."""
-    raise KeyboardInterrupt
 
 
 def _set_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
@@ -243,93 +220,71 @@ def _set_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
 
 
 def _wait_until_done(
-    pids: dict[int, int], readers: list[ProgressLogReader], reporter: Reporter, task: LaunchTask
+    ranks: list[Popen[bytes]], readers: list[ProgressLogReader], reporter: Reporter, task: LaunchTask
 ) -> None:
     """Relay rank 0's progress until all ranks have ended with success. Raises `_RankFailed` and `_TimeIsUp`."""
+
+    def statuses() -> dict[int, int]:
+        """Return the exit codes of the ranks that have ended, negative for signals."""
+        return {rank: code for rank, process in enumerate(ranks) if (code := process.poll()) is not None}
+
     limit_s, phase, begin = task.limit_of(None) or 0.0, None, time.monotonic()
     while True:
         readers[0].relay(reporter)
         current = (readers[0].last("start") or {}).get("start")
         if current != phase and task.limit_of(current) is not None:
             limit_s, begin = task.limit_of(current) or 0.0, time.monotonic()
-        phase = current
-        statuses = _statuses(pids)
-        if any(statuses.values()):
+        phase, ended = current, statuses()
+        if any(ended.values()):
             time.sleep(_SETTLE_S)
-            raise _RankFailed(_statuses(pids))
-        if len(statuses) == len(pids):
+            raise _RankFailed(statuses())
+        if len(ended) == len(ranks):
             readers[0].relay(reporter)
-            _refuse_unfinished(statuses, readers)
+            for reader in readers[1:]:
+                reader.read()
+            # User code may have ended a rank with exit code 0 before it was done.
+            unfinished = {rank: code for rank, code in ended.items() if readers[rank].last("done") is None}
+            if unfinished:
+                raise _RankFailed(unfinished)
             return
         if time.monotonic() > begin + limit_s:
             raise _TimeIsUp(limit_s)
         time.sleep(_POLL_S)
 
 
-def _refuse_unfinished(statuses: dict[int, int], readers: list[ProgressLogReader]) -> None:
-    """Raise `_RankFailed` for ranks that ended with exit code 0 before they were done, as user code may do."""
-    for reader in readers[1:]:
-        reader.read()
-    unfinished = {rank: status for rank, status in statuses.items() if readers[rank].last("done") is None}
-    if unfinished:
-        raise _RankFailed(unfinished)
-
-
-def _statuses(pids: dict[int, int]) -> dict[int, int]:
-    """Return the exit codes of the ranks that have ended, negative for signals. The processes are not reaped."""
-    statuses = {}
-    for rank, pid in pids.items():
-        try:
-            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            continue
-        if ended is not None:
-            statuses[rank] = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-    return statuses
-
-
 def _explain(error: BaseException, readers: list[ProgressLogReader], scratch: Path, job: str) -> BaseException:
-    """Return the error to raise to the user for ``error``, which ended the launch."""
+    """Return the error to raise to the user for ``error``, which ended the launch; all ranks have ended.
+
+    The cause of failures is a rank that was killed by a signal, else the rank with the earliest error of its own. A
+    rank that only lost its peers fails a moment later, with an error of the communication library.
+    """
     for reader in readers:
         reader.read()
     logs = f"; logs kept in {scratch}"
     if not isinstance(error, Exception):
-        nothing = "; nothing was recorded" if job == "record" else ""
-        return Interrupted(f"interrupted{_phase_text(readers)}{nothing}{logs}")
-    if isinstance(error, _RankFailed):
-        return _cause(error.statuses, readers, scratch)
+        entry = readers[0].last("start")
+        phase, nothing = f" during {entry['start']}" if entry else "", "; nothing was recorded" * (job == "record")
+        return Interrupted(f"interrupted{phase}{nothing}{logs}")
     if isinstance(error, _TimeIsUp):
-        return RecordError(f"{_laggard(readers)} when the time limit of {error.seconds:.0f} s was over{logs}")
-    return error
-
-
-def _phase_text(readers: list[ProgressLogReader]) -> str:
-    entry = readers[0].last("start") if readers else None
-    return f" during {entry['start']}" if entry else ""
-
-
-def _cause(statuses: dict[int, int], readers: list[ProgressLogReader], scratch: Path) -> RingprofError:
-    """Return the error of the rank whose failure caused the others.
-
-    A rank killed by a signal comes first, then the rank with the earliest error of its own. A rank that only lost its
-    peers fails a moment later, with an error of the communication library.
-    """
+        stopped = {rank: entry for rank, reader in enumerate(readers) if (entry := reader.last("stopped"))}
+        outcomes = {rank: msgspec.convert(entry["stopped"], RankOutcome) for rank, entry in stopped.items()}
+        slowest = slowest_rank(outcomes, len(readers))
+        return RecordError(f"{slowest} when the time limit of {error.seconds:.0f} s was over{logs}")
+    if not isinstance(error, _RankFailed):
+        return error
+    statuses = error.statuses
     killed = [rank for rank, status in statuses.items() if status < 0]
     if killed:
-        return signal_error(killed[0], -statuses[killed[0]], f"; log: {log_path(scratch, killed[0])}")
-    errors = {rank: entry for rank in statuses if (entry := readers[rank].last("error"))}
-    unexplained = [rank for rank in statuses if rank not in errors]
-    if unexplained and all(is_consequence(entry["error"], entry["message"]) for entry in errors.values()):
+        rank, number = killed[0], signal.Signals(-statuses[killed[0]])
+        hint = " (often the system's answer to memory running out)" if number == signal.SIGKILL else ""
+        return RecordError(f"rank {rank} was killed by {number.name}{hint}; log: {log_path(scratch, rank)}")
+    failed = {rank: entry for rank in statuses if (entry := readers[rank].last("failed"))}
+    outcomes = {rank: msgspec.convert(entry["failed"], RankOutcome) for rank, entry in failed.items()}
+    unexplained = [rank for rank in statuses if rank not in outcomes]
+    if unexplained and all(outcome.effect for outcome in outcomes.values()):
         # All logged errors are consequences: the cause is a rank that ended without an error, whatever its exit code.
         rank = max(unexplained, key=lambda rank: statuses[rank] != 0)
         log = log_path(scratch, rank)
         return RecordError(f"rank {rank} ended with exit code {statuses[rank]} and said nothing; log: {log}")
-    rank, entry = min(
-        errors.items(), key=lambda item: (is_consequence(item[1]["error"], item[1]["message"]), item[1]["at"])
-    )
-    return rank_error(rank, entry["error"], entry["message"], f"; log: {log_path(scratch, rank)}")
-
-
-def _laggard(readers: list[ProgressLogReader]) -> str:
-    stops = {rank: entry for rank, reader in enumerate(readers) if (entry := reader.last("stopped"))}
-    return slowest_rank({rank: (entry["stopped"], entry["hops"]) for rank, entry in stops.items()}, len(readers))
+    rank = min(outcomes, key=lambda rank: (outcomes[rank].effect, failed[rank]["at"]))
+    return rank_error(rank, outcomes[rank], f"; log: {log_path(scratch, rank)}")

@@ -29,7 +29,13 @@ def device_name(device: torch.device) -> str:
     """Return the name of the GPU or the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return _processor() or platform.machine() or "CPU"
+    # ``platform`` does not know the processor's model on Linux.
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return model or platform.machine() or "CPU"
 
 
 def driver_version(device: torch.device) -> str | None:
@@ -64,15 +70,6 @@ def variables() -> dict[str, str]:
         for name, value in sorted(os.environ.items())
         if name.startswith(VARIABLE_PREFIXES) or name in VARIABLES
     }
-
-
-def _processor() -> str | None:
-    """Return the processor's model from /proc, because ``platform`` does not know it on Linux."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
 NODE_SEPARATOR = "#"

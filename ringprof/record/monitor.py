@@ -97,7 +97,8 @@ class Monitor:
     def _start_profiler(self) -> None:
         """Start the profiler, which warms up in the next step, unless the program has a profiler of its own."""
         self._profiling, self._cost = ExitStack(), 0
-        if not _has_profiler():
+        # A second profiler may end the process, also while the first one is between its steps.
+        if not (profiler_is_busy() or PROFILER_STEP_NAME in getattr(KinetoStepTracker, "_step_dict", ())):
             self._profiler = self._profiling.enter_context(profiler())
 
     def _start_sample(self) -> None:
@@ -150,11 +151,6 @@ class Monitor:
         intervals: Sequence[Any] = gather_tensor(own_interval, ranks.group) if ranks.size > 1 else [own_interval]
         self.interval = max(int(interval.item()) for interval in intervals)
         self._next = self.steps + self.interval
-
-
-def _has_profiler() -> bool:
-    """Return whether the program has a profiler, active or between its steps: a second one may end the process."""
-    return profiler_is_busy() or PROFILER_STEP_NAME in getattr(KinetoStepTracker, "_step_dict", ())
 
 
 def interval_for(cost_ns: int, step_ns: int, every: int) -> int:

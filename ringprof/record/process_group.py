@@ -84,7 +84,10 @@ class GroupRanks:
         if dist.is_available() and dist.is_initialized():
             if getattr(group, "ndim", 1) > 1:
                 raise UsageError(f"a DeviceMesh of {group.ndim} dimensions is no group: name one, as in mesh['cp']")
-            self.group = _process_group(group)
+            if hasattr(group, "get_coordinate") and group.get_coordinate() is None:
+                self.group = dist.GroupMember.NON_GROUP_MEMBER
+            else:
+                self.group = group.get_group() if hasattr(group, "get_group") else group or dist.group.WORLD
             self.rank, self.number = dist.get_rank(self.group), dist.get_rank()
             if self.rank < 0:
                 raise UsageError(f"rank {self.number} is not in the group: only its members may take part")
@@ -152,10 +155,3 @@ class GroupRanks:
     def gather_tensor(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Gather every rank's ``tensor``, of the same shape and type on all."""
         return gather_tensor(tensor, self.group) if self.size > 1 else [tensor]
-
-
-def _process_group(group: Any) -> Any:
-    """Return the process group of a process group, a DeviceMesh of one dimension, or None, which is the world."""
-    if hasattr(group, "get_coordinate") and group.get_coordinate() is None:
-        return dist.GroupMember.NON_GROUP_MEMBER
-    return group.get_group() if hasattr(group, "get_group") else group or dist.group.WORLD

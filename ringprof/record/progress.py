@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
+
+import msgspec
 
 from ringprof.common.json_object import JsonObject
 
@@ -40,6 +43,8 @@ class PositionReporter:
     """Reporter that forwards everything to another reporter and tracks the position of this rank."""
 
     def __init__(self, reporter: Reporter) -> None:
+        self.hops: Callable[[], int | None] = lambda: None
+        """Function that returns how many hops this rank has posted in this iteration; None where none are counted."""
         self._reporter = reporter
         self._phase, self._done = "set-up", 0
 
@@ -60,7 +65,7 @@ class PositionReporter:
 
 
 class ProgressLog(PositionReporter):
-    """Progress log of a rank: a file of JSON lines with its progress, its error, and its position when stopped."""
+    """Progress log of a rank: a file of JSON lines with its progress and its outcome."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(SilentReporter())
@@ -77,17 +82,10 @@ class ProgressLog(PositionReporter):
         super().advance()
         self._write(advance=1)
 
-    def error(self, kind: str, message: str) -> None:
-        """Log why this rank fails; ``kind`` is the name of an error class."""
-        self._write(error=kind, message=message)
-
-    def done(self) -> None:
-        """Log that this rank has finished its task. Exit code 0 does not prove it, since user code may exit."""
-        self._write(done=True)
-
-    def log_stop(self, hops: int | None) -> None:
-        """Log the position of this rank when it is stopped, and how many hops it has posted in this iteration."""
-        self._write(stopped=self.where(), hops=hops)
+    def end(self, outcome: msgspec.Struct) -> None:
+        """Log how the run ends on this rank, a `RankOutcome` of `ringprof.record.shutdown.rank_errors`, by its kind."""
+        values = msgspec.to_builtins(outcome)
+        self._write(**{values["kind"]: values})
 
     def _write(self, **entry: Any) -> None:
         # The file is opened for each line: a rank may be killed at any moment, and must not lose lines.

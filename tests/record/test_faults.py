@@ -186,15 +186,16 @@ def test_a_hanging_rank_is_named_when_time_is_up(own_strategies: Path) -> None:
 
 STARTED = """
 import os
-from torch.distributed.elastic.multiprocessing.api import PContext
-start, close = PContext.start, PContext.close
-def started(context):
-    start(context)
+from ringprof.record import local_launcher
+end = local_launcher._end
+class Started(local_launcher.Popen):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        os.kill(os.getpid(), NUMBER)
+def ended(ranks):
     os.kill(os.getpid(), NUMBER)
-def closed(context, *how):
-    os.kill(os.getpid(), NUMBER)
-    close(context, *how)
-PContext.start, PContext.close = started, closed
+    end(ranks)
+local_launcher.Popen, local_launcher._end = Started, ended
 from ringprof.cli import main
 """
 
@@ -202,7 +203,7 @@ from ringprof.cli import main
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_ranks_are_being_started_ends_them(tmp_path: Path, number: signal.Signals) -> None:
-    """Before the launcher has said which they are, and again while it ends them."""
+    """Before the launcher knows the first of them, and again while it ends them."""
     command = ["record", "--strategy", "ring", *TWO, "--iters", "100000"]
     program = f"NUMBER = {int(number)}\n{STARTED}main({command})"
     done = subprocess.run(
@@ -216,7 +217,7 @@ def test_a_signal_while_ranks_are_being_started_ends_them(tmp_path: Path, number
 
 SCARCE = """
 import subprocess, threading, torch.distributed
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from ringprof.record import local_launcher
 from ringprof.cli import main
 def scarce(begin, count):
     left = iter(range(count))
@@ -226,8 +227,8 @@ def scarce(begin, count):
         return begin(*arguments, **options)
     return instead
 """
-NO_PROCESS = "subprocess_handler.Popen = scarce(subprocess.Popen, 1)"
-NO_THREAD = "threading.Thread.start = scarce(threading.Thread.start, 1)"
+NO_PROCESS = "local_launcher.Popen = scarce(subprocess.Popen, 1)"
+NO_THREAD = "threading.Thread.start = scarce(threading.Thread.start, 0)"
 NO_STORE = "torch.distributed.TCPStore = scarce(torch.distributed.TCPStore, 0)"
 
 
@@ -236,10 +237,9 @@ NO_STORE = "torch.distributed.TCPStore = scarce(torch.distributed.TCPStore, 0)"
     ("what", "error"),
     [
         (NO_PROCESS, "BlockingIOError(11, 'Resource temporarily unavailable')"),
-        (NO_THREAD, 'RuntimeError("can\'t start new thread")'),
         (NO_STORE, "RuntimeError('Resource temporarily unavailable')"),
     ],
-    ids=["process", "thread", "store"],
+    ids=["process", "store"],
 )
 def test_where_no_more_can_be_started_no_rank_stays(tmp_path: Path, what: str, error: str) -> None:
     """Simulate the limit of ``ulimit -u``, which does not apply to root."""
@@ -251,6 +251,17 @@ def test_where_no_more_can_be_started_no_rank_stays(tmp_path: Path, what: str, e
     assert done.returncode == 3 and "not all ranks can be started here" in one_line(done.stderr)
     assert started_in(tmp_path) == []
     assert nothing_recorded(tmp_path)
+
+
+@pytest.mark.processes
+def test_the_parent_needs_no_thread(tmp_path: Path) -> None:
+    error = 'RuntimeError("can\'t start new thread")'
+    command = ["record", "--strategy", "ring", *TWO, "--iters", "1"]
+    program = f"{SCARCE.replace('ERROR', error)}{NO_THREAD}\nmain({command})"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment()
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.processes

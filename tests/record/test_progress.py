@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from ringprof.errors import RecordError, UnsupportedWorkloadError, VerificationError
-from ringprof.record.local_launcher import _cause, _laggard
+from ringprof.record.local_launcher import _explain, _RankFailed, _TimeIsUp
 from ringprof.record.progress import ProgressLog, ProgressLogReader
+from ringprof.record.shutdown.rank_errors import RankOutcome, is_consequence, stopped_outcome
 
 
 class RecordingReporter:
@@ -48,10 +50,12 @@ def open_logs(tmp_path: Path, count: int) -> tuple[list[ProgressLog], list[Progr
     return [ProgressLog(path) for path in paths], [ProgressLogReader(path) for path in paths]
 
 
-def cause(statuses: dict[int, int], readers: list[ProgressLogReader], folder: Path) -> Exception:
-    for reader in readers:
-        reader.read()
-    return _cause(statuses, readers, folder)
+def fail(log: ProgressLog, kind: str, message: str) -> None:
+    log.end(RankOutcome(kind="failed", reason=kind, message=message, effect=is_consequence(kind, message)))
+
+
+def cause(statuses: dict[int, int], readers: list[ProgressLogReader], folder: Path) -> BaseException:
+    return _explain(_RankFailed(statuses), readers, folder, "record")
 
 
 LOST_PEER = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:53655"
@@ -59,25 +63,25 @@ LOST_PEER = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:5
 
 def test_a_killed_rank_is_the_cause_and_lost_connections_are_effects(tmp_path: Path) -> None:
     written, readers = open_logs(tmp_path, 3)
-    written[0].error("RuntimeError", LOST_PEER)
+    fail(written[0], "RuntimeError", LOST_PEER)
     error = cause({0: 3, 2: -signal.SIGKILL}, readers, tmp_path)
     assert isinstance(error, RecordError) and str(error).startswith("rank 2 was killed by SIGKILL")
 
 
 def test_an_error_of_its_own_beats_an_earlier_lost_connection(tmp_path: Path) -> None:
     written, readers = open_logs(tmp_path, 3)
-    written[0].error("RuntimeError", LOST_PEER)
-    written[1].error("OutOfMemory", "out of memory")
+    fail(written[0], "RuntimeError", LOST_PEER)
+    fail(written[1], "OutOfMemory", "out of memory")
     error = cause({0: 3, 1: 3}, readers, tmp_path)
     assert "rank 1 failed: out of memory: use a shorter sequence" in str(error) and "rank1.log" in str(error)
 
 
 def test_a_rank_that_left_a_check_is_the_cause_of_what_the_others_quote(tmp_path: Path) -> None:
     written, readers = open_logs(tmp_path, 2)
-    written[0].error("RecordError", f"rank 0 failed in call 1 of the attention: {LOST_PEER}")
+    fail(written[0], "RecordError", f"rank 0 failed in call 1 of the attention: {LOST_PEER}")
     assert str(cause({0: 3, 1: 0}, readers, tmp_path)).startswith("rank 1 ended with exit code 0 and said nothing")
     own = "rank 0 failed in call 1 of the attention: ValueError: no gloo"
-    written[0].error("RecordError", own)
+    fail(written[0], "RecordError", own)
     assert str(cause({0: 3, 1: 0}, readers, tmp_path)).startswith(own)
 
 
@@ -87,15 +91,15 @@ def test_the_earlier_of_two_errors_is_the_cause_though_the_clock_is_set_back(
     written, readers = open_logs(tmp_path, 2)
     for rank, says, wall_clock in ((1, "earlier", 2e9), (0, "later", 1e9)):
         monkeypatch.setattr(time, "time", lambda seconds=wall_clock: seconds)
-        written[rank].error("RecordError", says)
+        fail(written[rank], "RecordError", says)
     assert str(cause({0: 3, 1: 3}, readers, tmp_path)).startswith("earlier")
 
 
 def test_ringprofs_own_errors_keep_their_class_and_exit_code(tmp_path: Path) -> None:
     written, readers = open_logs(tmp_path, 2)
-    written[0].error("VerificationError", "wrong result on rank 1")
+    fail(written[0], "VerificationError", "wrong result on rank 1")
     assert isinstance(cause({0: 3, 1: 3}, readers, tmp_path), VerificationError)
-    written[0].error("UnsupportedWorkloadError", "does not fit")
+    fail(written[0], "UnsupportedWorkloadError", "does not fit")
     error = cause({0: 3}, readers, tmp_path)
     assert isinstance(error, UnsupportedWorkloadError) and error.exit_code == 2
 
@@ -120,7 +124,6 @@ def test_the_rank_that_the_others_wait_for_is_named(
     for log, count in zip(written, hops, strict=True):
         log.start("iterations", 3)
         if not isinstance(count, str):
-            log.log_stop(count)
-    for reader in readers:
-        reader.read()
-    assert _laggard(readers).startswith(expected)
+            log.hops = partial(lambda posted: posted, count)
+            log.end(stopped_outcome(log, "SIGTERM"))
+    assert str(_explain(_TimeIsUp(9), readers, tmp_path, "record")).startswith(expected)

@@ -17,11 +17,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
 from ringprof.common.decoding import decode_json
+from ringprof.errors import InputError
+from ringprof.record.shutdown.rank_errors import RankOutcome
 
 CONNECT_S = 20.0
 KEEPALIVE_S = (5, 5, 3)
@@ -36,25 +38,6 @@ LOOPBACK = "127.0.0.1"
 WELCOME, END, COMPLETE = b"welcome\n", b"end\n", b"complete\n"
 
 
-class RankOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How the run ended on one rank, as that rank reports it; only a rank's first outcome counts."""
-
-    kind: str
-    """``failed``, ``stopped`` or ``done``."""
-    where: str = ""
-    """Phase and step that the rank was in."""
-    hops: int | None = None
-    """Number of hops that the rank had posted in this iteration; None where hops are not counted."""
-    reason: str = ""
-    """The signal that stopped the rank, or the class name of its error."""
-    message: str = ""
-    """First line of the error."""
-    effect: bool = False
-    """Whether the error is of a kind that follows from losing a peer."""
-    detail: str = ""
-    """Traceback, for the log."""
-
-
 class _Credentials(msgspec.Struct, frozen=True):
     """First message of every connection: the sender's rank and the run's token."""
 
@@ -67,7 +50,7 @@ class _Connection:
     """One open connection to rank 0."""
 
     connection: socket.socket
-    data: bytearray = field(default_factory=bytearray)
+    data: bytes = b""
     """Bytes received after the last complete line."""
     rank: int | None = None
     """The rank at the other end; None until it has sent its credentials."""
@@ -106,8 +89,7 @@ class HeartbeatServer:
 
     def end_all_ranks(self, seconds: float) -> None:
         """Send `END` to every rank, and receive their outcomes for at most ``seconds``."""
-        for peer in list(self._ranks.values()):
-            _send_line(peer.connection, END)
+        self._send_to_all(END)
         deadline = time.monotonic() + seconds
         while self._ranks and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -118,9 +100,13 @@ class HeartbeatServer:
 
     def announce_complete(self) -> None:
         """Send `COMPLETE` to every rank, and close all connections."""
-        for peer in list(self._ranks.values()):
-            _send_line(peer.connection, COMPLETE)
+        self._send_to_all(COMPLETE)
         self.close()
+
+    def _send_to_all(self, line: bytes) -> None:
+        for peer in list(self._ranks.values()):
+            with suppress(OSError):  # the rank has gone
+                peer.connection.send(line)
 
     def close(self) -> None:
         """Close all connections and wait for the serving thread to end."""
@@ -133,89 +119,66 @@ class HeartbeatServer:
             for key, _ in self._selector.select(0.2):
                 if key.data is None:
                     self._accept_waiting()
-                else:
-                    self._receive_or_close(key.data)
+                # A connection may be closed while this batch of events is handled.
+                elif key.data.connection.fileno() >= 0 and not self._stays_open(key.data):
+                    self._close_connection(key.data)
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
         self._selector.close()
 
     def _accept_waiting(self) -> None:
-        """Accept the waiting connections, at most `MAX_UNAUTHENTICATED_CONNECTIONS` at a time."""
+        """Accept waiting connections, a limited number at a time; close the oldest that have sent no credentials."""
         with suppress(OSError):
             for _ in range(MAX_UNAUTHENTICATED_CONNECTIONS):
-                self._add_connection(self._listener.accept()[0])
+                peer = _Connection(self._listener.accept()[0])
+                keep_alive(peer.connection)
+                peer.connection.setblocking(False)
+                self._selector.register(peer.connection, selectors.EVENT_READ, peer)
+                self._unauthenticated.append(peer)
+                if len(self._unauthenticated) > self._world + MAX_UNAUTHENTICATED_CONNECTIONS:
+                    # A rank sends its credentials at once, so the oldest connection without them is no rank.
+                    self._close_connection(self._unauthenticated[0])
 
-    def _add_connection(self, connection: socket.socket) -> None:
-        """Register a new connection, and close the oldest unauthenticated one where there are too many."""
-        keep_alive(connection)
-        connection.setblocking(False)
-        peer = _Connection(connection)
-        self._selector.register(connection, selectors.EVENT_READ, peer)
-        self._unauthenticated.append(peer)
-        if len(self._unauthenticated) > self._world + MAX_UNAUTHENTICATED_CONNECTIONS:
-            # A rank sends its credentials at once, so the oldest connection without them is no rank.
-            self._close_connection(self._unauthenticated[0])
-
-    def _receive_or_close(self, peer: _Connection) -> None:
-        """Read from one connection; an error on it closes that connection only."""
-        if peer.connection.fileno() < 0:
-            return  # closed while this batch of events was handled
+    def _stays_open(self, peer: _Connection) -> bool:
+        """Read and handle what a connection has sent; return whether it stays open. An error closes it alone."""
         try:
-            stays_open = self._receive(peer)
+            data = peer.connection.recv(
+                MAX_LINE if peer.rank is not None else MAX_UNAUTHENTICATED_BYTES - len(peer.data)
+            )
+            *lines, incomplete_line = (peer.data + data).split(b"\n")
+            peer.data = incomplete_line
+            for line in lines:
+                self._handle_line(peer, line)
         except BlockingIOError:
-            return
+            return True
         except Exception:  # this thread serves all ranks: no connection may end it
-            stays_open = False
-        if not stays_open:
-            self._close_connection(peer)
-
-    def _receive(self, peer: _Connection) -> bool:
-        """Read and handle what a connection has sent; return whether it stays open."""
-        max_bytes = MAX_LINE if peer.rank is not None else MAX_UNAUTHENTICATED_BYTES - len(peer.data)
-        data = peer.connection.recv(max_bytes)
-        peer.data += data
-        *lines, incomplete_line = peer.data.split(b"\n")
-        peer.data = bytearray(incomplete_line)
-        if not data or not all(self._handle_line(peer, bytes(line)) for line in lines):
             return False
-        return (
-            len(incomplete_line) <= MAX_LINE
-            if peer.rank is not None
-            else len(incomplete_line) < MAX_UNAUTHENTICATED_BYTES
-        )
+        max_bytes = MAX_LINE + 1 if peer.rank is not None else MAX_UNAUTHENTICATED_BYTES
+        return bool(data) and len(incomplete_line) < max_bytes
 
-    def _handle_line(self, peer: _Connection, line: bytes) -> bool:
-        """Handle one message; return False where the sender does not belong to this run.
-
-        Raises `InputError` for a line that is not a valid message.
-        """
-        if peer.rank is None:
-            return self._authenticate(peer, decode_json(line, _Credentials, "connection", "a rank's credentials"))
-        outcome = decode_json(line, RankOutcome, f"rank {peer.rank}", "an outcome")
-        self.outcomes.setdefault(peer.rank, outcome)
-        if outcome.kind != "done":
-            self._report_trouble()
-        return True
-
-    def _authenticate(self, peer: _Connection, credentials: _Credentials) -> bool:
-        """Check a rank's credentials and answer them; return False for a wrong token or rank."""
+    def _handle_line(self, peer: _Connection, line: bytes) -> None:
+        """Handle one message. Raises `InputError` where it is not valid, or the sender does not belong to this run."""
+        if peer.rank is not None:
+            outcome = decode_json(line, RankOutcome, f"rank {peer.rank}", "an outcome")
+            self.outcomes.setdefault(peer.rank, outcome)
+            if outcome.kind != "done":
+                self._report_trouble()
+            return
+        credentials = decode_json(line, _Credentials, "connection", "a rank's credentials")
+        rank = credentials.rank
         # `compare_digest` accepts only ASCII strings, but any bytes.
         token_matches = hmac.compare_digest(credentials.token.encode("utf-8", "replace"), self.token.encode())
-        if not token_matches or not 0 < credentials.rank < self._world or credentials.rank in self._ranks:
-            return False
-        peer.rank = credentials.rank
-        self._ranks[credentials.rank] = peer
+        if not token_matches or not 0 < rank < self._world or rank in self._ranks:
+            raise InputError("connection: not of a rank of this run")
+        peer.rank, self._ranks[rank] = rank, peer
         self._unauthenticated.remove(peer)
         if len(self._ranks) == self._world - 1:
-            self._stop_accepting()
-        return _send_line(peer.connection, WELCOME)
-
-    def _stop_accepting(self) -> None:
-        """Close the listening socket and every connection that has not sent credentials."""
-        self._selector.unregister(self._listener)
-        self._listener.close()
-        for peer in list(self._unauthenticated):
-            self._close_connection(peer)
+            # All ranks are connected: nobody else is let in.
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            for other in list(self._unauthenticated):
+                self._close_connection(other)
+        peer.connection.send(WELCOME)
 
     def _close_connection(self, peer: _Connection) -> None:
         """Close a connection; report a rank that disconnects before it has sent an outcome."""
@@ -260,7 +223,8 @@ class Heartbeat:
     def send(self, outcome: RankOutcome) -> bool:
         """Send an outcome to rank 0, with long texts shortened; return whether it was sent."""
         values = msgspec.structs.asdict(outcome)
-        texts = {name: _escaped(value) for name, value in values.items() if isinstance(value, str)}
+        # UTF-8 cannot encode lone surrogates.
+        texts = {k: v.encode(errors="backslashreplace").decode() for k, v in values.items() if isinstance(v, str)}
         texts |= {"message": texts["message"][:2000], "detail": texts["detail"][-16_000:]}
         shortened = msgspec.structs.replace(outcome, **texts)
         try:
@@ -283,11 +247,6 @@ class Heartbeat:
             self._on_end(message)
 
 
-def _escaped(text: str) -> str:
-    """Escape lone surrogates, which UTF-8 cannot encode."""
-    return text.encode(errors="backslashreplace").decode()
-
-
 def keep_alive(connection: socket.socket) -> None:
     """Enable TCP keep-alive, so that the operating system detects a host that is down, and disable Nagle's delay."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -298,12 +257,3 @@ def keep_alive(connection: socket.socket) -> None:
     for name, value in options.items():
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _send_line(connection: socket.socket, line: bytes) -> bool:
-    """Send a few bytes, which always fit into the socket's buffer; return whether they were sent."""
-    try:
-        connection.send(line)
-    except OSError:
-        return False
-    return True

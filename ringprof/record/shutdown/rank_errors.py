@@ -1,8 +1,7 @@
-"""Errors of failed runs: the rank that caused the failure, in one line, and the log with every rank's outcome."""
+"""How a run ends on its ranks: each rank's outcome, the one-line error of a failed run, and the log of all outcomes."""
 
 from __future__ import annotations
 
-import signal
 import tempfile
 import traceback
 from collections import Counter
@@ -11,12 +10,46 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import torch
 
 from ringprof import errors
 from ringprof.errors import Interrupted, OutOfMemory, RecordError, RingprofError
-from ringprof.record.shutdown.heartbeat import RankOutcome
-from ringprof.record.shutdown.watchdog import TIME_LIMIT
+from ringprof.record.progress import PositionReporter
+from ringprof.record.shutdown.watchdog import INTERRUPT, TIME_LIMIT
+
+
+class RankOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How the run ended on one rank, as that rank reports it."""
+
+    kind: str
+    """``failed``, ``stopped`` or ``done``. Exit code 0 does not prove ``done``, since user code may exit."""
+    where: str = ""
+    """Phase and step that the rank was in."""
+    hops: int | None = None
+    """Number of hops that the rank had posted in this iteration; None where hops are not counted."""
+    reason: str = ""
+    """The signal that stopped the rank, or the class name of its error."""
+    message: str = ""
+    """First line of the error."""
+    effect: bool = False
+    """Whether the error is of a kind that follows from losing a peer."""
+    detail: str = ""
+    """Traceback, for the log."""
+
+
+def stopped_outcome(position: PositionReporter, reason: str) -> RankOutcome:
+    """Return the outcome of this rank when it is stopped; ``reason`` is empty where rank 0 stops it."""
+    return RankOutcome(kind="stopped", where=position.where(), hops=position.hops(), reason=reason)
+
+
+def failed_outcome(position: PositionReporter, error: BaseException) -> RankOutcome:
+    """Return the outcome of this rank when it fails with ``error``."""
+    kind, message = error_kind(error), error_line(error)
+    return RankOutcome(
+        kind="failed", where=position.where(), hops=position.hops(), reason=kind, message=message,
+        effect=is_consequence(kind, message), detail="".join(traceback.format_exception(error)),
+    )  # fmt: skip
 
 
 def ran_out(error: BaseException) -> bool:
@@ -40,45 +73,29 @@ def error_line(error: BaseException) -> str:
 
     The class name stands before the text of errors that are not from `ringprof.errors`.
     """
-    line = _line(error).encode(errors="backslashreplace").decode()
+    if isinstance(error, RingprofError):
+        line = str(error)
+    elif ran_out(error):
+        line = "out of memory"
+    elif isinstance(error, OSError) and error.filename is not None and error.strerror:
+        line = f"{error.filename}: {error.strerror}"
+    else:
+        line = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+    line = line.encode(errors="backslashreplace").decode()
     return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 3]}..."
 
 
-def _line(error: BaseException) -> str:
-    """Return the first line of an error, with its class where it is not from `ringprof.errors`."""
-    if isinstance(error, RingprofError):
-        return str(error)
-    if ran_out(error):
-        return "out of memory"
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{error.filename}: {error.strerror}"
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
-
-
-def traceback_text(error: BaseException) -> str:
-    """Return the traceback of an error, for a log."""
-    return "".join(traceback.format_exception(error))
-
-
-def rank_error(rank: int, kind: str, message: str, log: str) -> RingprofError:
-    """Return the error that the whole run ends with, from the kind and message of one rank's error."""
-    if kind == OutOfMemory.__name__:
-        return OutOfMemory(f"rank {rank} failed: {message}: use a shorter sequence or more ranks{log}")
-    error_class = getattr(errors, kind, None)
+def rank_error(rank: int, outcome: RankOutcome, log: str = "") -> RingprofError:
+    """Return the error that the whole run ends with, from the outcome of the rank that failed."""
+    if outcome.reason == OutOfMemory.__name__:
+        return OutOfMemory(f"rank {rank} failed: {outcome.message}: use a shorter sequence or more ranks{log}")
+    error_class = getattr(errors, outcome.reason, None)
     if isinstance(error_class, type) and issubclass(error_class, RecordError):
-        return error_class(f"{message}{log}")
+        return error_class(f"{outcome.message}{log}")
     if isinstance(error_class, type) and issubclass(error_class, RingprofError):
         # All ranks refuse for the same reason: the request is at fault, not a rank.
-        return error_class(message)
-    return RecordError(f"rank {rank} failed: {message}{log}")
-
-
-def signal_error(rank: int, number: int, log: str) -> RecordError:
-    """Return the error for a rank that was killed by a signal."""
-    name = signal.Signals(number).name
-    hint = " (often the system's answer to memory running out)" if number == signal.SIGKILL else ""
-    return RecordError(f"rank {rank} was killed by {name}{hint}{log}")
+        return error_class(outcome.message)
+    return RecordError(f"rank {rank} failed: {outcome.message}{log}")
 
 
 _OF_PEERS = ("DistBackendError", "DistNetworkError", "DistStoreError")
@@ -93,38 +110,31 @@ def is_consequence(kind: str, message: str) -> bool:
     )
 
 
-def slowest_rank(positions: Mapping[int, tuple[str, int | None]], world: int) -> str:
-    """Describe the rank that the others waited for: one that sent no position, else the one with the fewest hops.
+def slowest_rank(stopped: Mapping[int, RankOutcome], world: int) -> str:
+    """Describe the rank that the others waited for: one that sent no outcome, else the one with the fewest hops.
 
-    ``positions`` maps each rank to the phase and step in which it was stopped, and to the number of hops that it had
-    posted in that iteration.
+    If hops are not counted, it is the smallest group of ranks that share a position. ``stopped`` maps each rank to its
+    outcome when it was stopped.
     """
-    silent = [rank for rank in range(world) if rank not in positions]
+    silent = [rank for rank in range(world) if rank not in stopped]
     if silent:
         return f"rank {silent[0]} hung and did not answer"
-    if all(hops is None for _, hops in positions.values()):
-        return _minority_position({rank: where for rank, (where, _) in positions.items()})
-    rank, (where, hops) = min(positions.items(), key=lambda item: -1 if item[1][1] is None else item[1][1])
+    if all(outcome.hops is None for outcome in stopped.values()):
+        positions = Counter(outcome.where for outcome in stopped.values())
+        where, count = min(positions.items(), key=lambda item: item[1])
+        if len(positions) == 1 and count > 1:
+            return f"all {count} ranks hung in {where},"
+        ranks = [str(rank) for rank, outcome in stopped.items() if outcome.where == where]
+        return f"rank {', '.join(ranks)} hung in {where},"
+    rank = min(stopped, key=lambda rank: -1 if (hops := stopped[rank].hops) is None else hops)
+    where, hops = stopped[rank].where, stopped[rank].hops
     posted = "" if hops is None else f", after {hops} hop{'' if hops == 1 else 's'}: hop {hops + 1} was not posted"
     return f"rank {rank} hung in {where}{posted},"
 
 
-def _minority_position(positions: Mapping[int, str]) -> str:
-    """Describe the smallest group of ranks that share a position, for runs in which hops are not counted."""
-    ranks_per_position = Counter(positions.values())
-    where, count = min(ranks_per_position.items(), key=lambda item: item[1])
-    ranks = [rank for rank, position in positions.items() if position == where]
-    if len(ranks_per_position) == 1 and count > 1:
-        return f"all {count} ranks hung in {where},"
-    return f"rank {', '.join(map(str, ranks))} hung in {where},"
-
-
-INTERRUPT = signal.SIGINT.name
-
-
 @dataclass
 class FailedRun:
-    """A failed run: the outcome of every rank that sent one, and the ranks that disconnected."""
+    """A failed run under an external launcher: the ranks' outcomes, and the ranks that disconnected."""
 
     hosts: Sequence[str]
     """Host of each rank."""
@@ -149,14 +159,14 @@ class FailedRun:
         if interrupted:
             return Interrupted(f"interrupted during {interrupted[0].where}; nothing was recorded")
         if self.disconnected:
-            return RecordError(f"{self._describe_disconnected()}{self._others_position()}; nothing was recorded")
-        for effect in (False, True):
-            for rank, outcome in failed.items():
-                if outcome.effect == effect:
-                    return rank_error(rank, outcome.reason, outcome.message, "")
+            position = next((outcome.where for outcome in self.outcomes.values() if outcome.where), "")
+            others = f", while the others were in {position}" if position else ""
+            return RecordError(f"{self._describe_disconnected()}{others}; nothing was recorded")
+        if failed:
+            rank = min(failed, key=lambda rank: failed[rank].effect)
+            return rank_error(rank, failed[rank])
         if self.overdue or any(outcome.reason == TIME_LIMIT for outcome in stopped.values()):
-            positions = {rank: (outcome.where, outcome.hops) for rank, outcome in stopped.items()}
-            slowest = slowest_rank(positions, len(self.hosts))
+            slowest = slowest_rank(stopped, len(self.hosts))
             return RecordError(f"{slowest} when the time limit of {self.limit_s:.0f} s was over; nothing was recorded")
         for rank, outcome in stopped.items():
             if outcome.reason:
@@ -168,20 +178,17 @@ class FailedRun:
         """Return the text of the log: the command, the cause, and every rank's outcome with its traceback."""
         lines = [f"$ {' '.join(command)}", f"{self.cause()}", ""]
         for rank, host in enumerate(self.hosts):
-            lines.append(f"rank {rank} on {host}: {self._last_outcome(rank)}")
-            detail = self.outcomes[rank].detail if rank in self.outcomes else ""
-            lines += [f"    {line}" for line in detail.splitlines()]
+            outcome = self.outcomes.get(rank)
+            if outcome is None:
+                text = "gone without a word" if rank in self.disconnected else "said nothing"
+            else:
+                posted = "" if outcome.hops is None else f", {outcome.hops} hops posted"
+                position = f" in {outcome.where}{posted}" if outcome.where else ""
+                why = f": {outcome.message}" if outcome.message else f" ({outcome.reason})" if outcome.reason else ""
+                text = f"{outcome.kind}{position}{why}"
+            lines.append(f"rank {rank} on {host}: {text}")
+            lines += [f"    {line}" for line in (outcome.detail.splitlines() if outcome else ())]
         return "\n".join(lines) + "\n"
-
-    def _last_outcome(self, rank: int) -> str:
-        """Describe the outcome of one rank, for the log."""
-        outcome = self.outcomes.get(rank)
-        if outcome is None:
-            return "gone without a word" if rank in self.disconnected else "said nothing"
-        posted = "" if outcome.hops is None else f", {outcome.hops} hops posted"
-        position = f" in {outcome.where}{posted}" if outcome.where else ""
-        explanation = f": {outcome.message}" if outcome.message else f" ({outcome.reason})" if outcome.reason else ""
-        return f"{outcome.kind}{position}{explanation}"
 
     def _describe_disconnected(self) -> str:
         """Describe the ranks that disconnected; as a host where they are all ranks of it."""
@@ -196,10 +203,6 @@ class FailedRun:
             f"rank {disconnected[0]} on host {host} has gone" if len(disconnected) == 1 else f"ranks {listed} have gone"
         )
         return f"{subject} without a word: killed (often the system's answer to memory running out), or out of reach"
-
-    def _others_position(self) -> str:
-        position = next((outcome.where for outcome in self.outcomes.values() if outcome.where), "")
-        return f", while the others were in {position}" if position else ""
 
 
 def write_log(text: str, output: Path, name: str) -> Path | None:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-PARENT_GONE, TIME_LIMIT = "its parent's end", "time limit"
+INTERRUPT, PARENT_GONE, TIME_LIMIT = signal.SIGINT.name, "its parent's end", "time limit"
 POLL_S = 0.5
 """Interval at which the parent and the time limit are checked."""
 HARD_KILL_S = 8.0

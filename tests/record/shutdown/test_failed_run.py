@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from ringprof.errors import Interrupted, RecordError, UnsupportedWorkloadError, VerificationError
-from ringprof.record.shutdown.heartbeat import RankOutcome
-from ringprof.record.shutdown.rank_errors import FailedRun, write_log
+from ringprof.record.shutdown.rank_errors import FailedRun, RankOutcome, write_log
 from ringprof.record.shutdown.watchdog import TIME_LIMIT
 
 HOSTS = ["a", "a", "b", "b"]

@@ -17,8 +17,8 @@ from ringprof.record.shutdown.heartbeat import (
     MAX_UNAUTHENTICATED_CONNECTIONS,
     Heartbeat,
     HeartbeatServer,
-    RankOutcome,
 )
+from ringprof.record.shutdown.rank_errors import RankOutcome
 from tests.record.command import HANGS_S, wait_until
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from ringprof.record.shutdown.coordinator import end_local_ranks
+from ringprof.record.external_launcher import end_local_ranks
 from tests.record.command import HANGS_S, wait_until
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(1000)"]
