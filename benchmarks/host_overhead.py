@@ -36,11 +36,10 @@ import torch.distributed as dist
 from on_gpus import start
 
 from ringprof.strategies import create, find
-from ringprof.strategies.algorithms import ring
 from ringprof.strategies.base import Rows
 from ringprof.strategies.kernels import merge
 from ringprof.strategies.kernels.kernel import Kernel
-from ringprof.strategies.transport import communicator, ring_channel
+from ringprof.strategies.transport import communicator, gradient_ring, ring_channel
 from ringprof.strategies.transport.baselines import NoOpKernel
 from ringprof.strategies.transport.handshake import Handshake
 
@@ -220,7 +219,8 @@ def _measure(bodies: dict[Any, Body], rounds: int, device: torch.device) -> dict
 PIECES = (
     (Kernel, "forward"), (Kernel, "backward"), (ring_channel.HopRing, "post"), (ring_channel.Hop, "wait"),
     (merge.Partial, "_merge_pending"),
-    (merge.Sum, "add"), (merge.Sum, "result"), (ring, "forward_grads"), (ring, "add_and_cast_dkv"), (Rows, "select"),
+    (merge.Sum, "add"), (merge.Sum, "result"), (gradient_ring, "forward_grads"), (gradient_ring, "add_and_cast_all"),
+    (Rows, "select"),
 )  # fmt: skip
 """Functions that --pieces times: owner and name."""
 

@@ -25,6 +25,7 @@ from .first_order import first_order
 from .kernels.kernel import Gradients, Kernel
 from .kernels.merge import (
     Partial,
+    Sum,
     lift_tiny_rows,
     output_with_delta,
     row_product,
@@ -38,6 +39,7 @@ from .masks.layouts import ALL, WHOLE, Block, Layout, as_contiguous, part, split
 from .masks.row_routing import RowRouting, routing_of
 from .masks.sharded_mask import ShardedMask, sharded_mask_of
 from .transport.communicator import Communicator
+from .transport.gradient_ring import GradientRing
 
 GradWire = Literal["fp32", "input"]
 """Type that gradients travel in: at least float32, or the input's own."""
@@ -466,6 +468,49 @@ class Strategy(Expectations, ABC):
                 result.merge(out, lse, block.q)
         with ring_step("fwd", step, "merge"):
             return result.result(q.dtype)
+
+    def backward_over_ring(
+        self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor,
+        tour: Iterable[tuple[int, Sequence[Tensor]]], gradient_ring: GradientRing, *, sends_first: bool = False,
+    ) -> Gradients:  # fmt: skip
+        """Run a backward pass over a ``tour`` of (rank, K and V); dK and dV return by the ``gradient_ring``.
+
+        With ``sends_first``, dK and dV of a block are sent before its dQ is added, and all is freed once it is used.
+        """
+        first_block, held_back = self.split_local_block(call, q, k)
+        dq = Sum(q, 2 if held_back else self.ring_size)
+        local_dq: list[tuple[slice, Tensor]] = []
+        for step, (kv_rank, kv) in enumerate(tour):
+            block, grads = first_block if step == 0 else self.block(call, kv_rank, q), None
+            if block is None:
+                gradient_ring.add(step, None, ALL)
+                continue
+            with ring_step("bwd", step, "block"):
+                grads = call.backward(rows, q, kv[0], kv[1], block)
+            if sends_first:
+                gradient_ring.add(step, grads[1:], block.kv)
+                block_dq, grads = grads[0], None
+                with ring_step("bwd", step, "merge"):
+                    dq.add(block_dq, block.q)
+                del block_dq
+            else:
+                with ring_step("bwd", step, "merge"):
+                    dq.add(grads[0], block.q)
+                gradient_ring.add(step, grads[1:], block.kv)
+        if sends_first:
+            del kv
+        for block in held_back:
+            # These blocks overlap the last hops of dK and dV.
+            with ring_step("bwd", self.ring_size, "block"):
+                own_dq, *own_dkv = call.backward(rows, q, k, v, block)
+            gradient_ring.keep(own_dkv, block.kv)
+            local_dq.append((block.q, own_dq))
+            gradient_ring.post_last_hop()
+        returned = gradient_ring.receive()
+        with ring_step("bwd", self.ring_size, "merge"):
+            whole_dq = dq.result(q.dtype, local_dq) if self.routing(call) is None else None
+            dk, dv = gradient_ring.total(returned)
+        return dq.result(q.dtype) if whole_dq is None else whole_dq, dk, dv
 
     def routing(self, call: AttentionCall, *, queries: bool = False) -> RowRouting | None:
         """Return which keys, or ``queries``, travel around the ring; None where whole shards or nothing travels."""

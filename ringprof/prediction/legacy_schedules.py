@@ -15,7 +15,8 @@ from ringprof.strategies.annotate import ring_step
 from ringprof.strategies.base import AttentionCall, Rows, Strategy, wire_type
 from ringprof.strategies.kernels.kernel import Gradients
 from ringprof.strategies.kernels.merge import Sum
-from ringprof.strategies.transport.gradient_ring import LocalGrads, add_and_cast_dkv, forward_grads, kv_grads
+from ringprof.strategies.masks.layouts import ALL
+from ringprof.strategies.transport.gradient_ring import LocalGrads, add_and_cast_all, forward_grads
 
 
 def use_legacy_schedule(strategy: Strategy) -> None:
@@ -41,14 +42,17 @@ def _backward_with_n_hops(self: Any, call: AttentionCall, rows: Rows, q: Tensor,
         with ring_step("bwd", step, "merge"):
             if block is not None and grads is not None:
                 dq.add(grads[0], block.q)
-            dkv = forward_grads(self.dkv_ring, arrived, *kv_grads(grads, block), (k, v), wire)
+            block_rows = ALL if block is None else block.kv
+            dkv = forward_grads(self.dkv_ring, arrived, grads and grads[1:], block_rows, (k, v), wire)
         grads = None
         hop = self.dkv_ring.post(dkv)
     for block in deferred_blocks:
         with ring_step("bwd", self.ring_size, "block"):
             block_dq, *block_dkv = call.backward(rows, q, k, v, block)
-        local_grads.append((block, block_dkv))
+        local_grads.append((block.kv, block_dkv))
         deferred_dq.append((block.q, block_dq))
     dkv = hop.wait()
     with ring_step("bwd", self.ring_size, "merge"):
-        return dq.result(q.dtype, deferred_dq), *add_and_cast_dkv(dkv, local_grads, k.dtype)
+        whole_dq = dq.result(q.dtype, deferred_dq)
+        dk, dv = add_and_cast_all(dkv, local_grads, k.dtype)
+        return whole_dq, dk, dv

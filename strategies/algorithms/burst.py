@@ -15,10 +15,8 @@ Source: BurstEngine (arXiv 2509.19836) and MayDomine/Burst-Attention.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from ..annotate import ring_step
@@ -34,9 +32,8 @@ from ..base import (
     wire_type,
 )
 from ..kernels.kernel import Gradients
-from ..kernels.merge import Sum, accumulate, add_and_cast, row_product, write_rows
-from ..masks.layouts import ALL, LAYOUTS, Block, part
-from ..masks.row_routing import RowRouting
+from ..kernels.merge import Sum, row_product
+from ..masks.layouts import ALL, LAYOUTS, Block
 from ..transport.gradient_ring import GradientRing
 from ..transport.ring_channel import DoubleRing
 
@@ -92,59 +89,37 @@ class Burst(Strategy):
         if self.parameters["optimized_backward"] and rows.delta is None:
             assert rows.out is not None
             rows = Rows(rows.dout, rows.lse, delta=row_product(rows.dout, rows.out))
-        wire, dk, dv = wire_type(self.parameters["grad_wire"], q), Sum(k), Sum(v)
-        routing = self.routing(call, queries=True)
-        if routing is not None:
-            gradient_ring = GradientRing(routing, self.dq.inner, self.dq.outer, (q,), wire)
-            return self._backward_of_rows(call, rows, q, k, v, routing, gradient_ring)
+        routing, dk, dv = self.routing(call, queries=True), Sum(k), Sum(v)
+        wire = wire_type(self.parameters["grad_wire"], q)
+        dq_ring = GradientRing(self.dq.inner, self.dq.outer, (q,), wire, routing, start_at_owner=True)
         first_block, held_back = self.split_local_block(call, q, q)
-        circulating_dq = _CirculatingDq(self.dq, q, wire)
-        for step, (q_rank, received) in enumerate(self.read.tour(_pack(q, rows))):
-            block = first_block if step == 0 else call.block_between(self.layout, q_rank, self.comm.rank, q.shape[1])
-            if block is None:
-                circulating_dq.add(step, None)
-                continue
-            block_dq = _block_dq(call, block, step, received, rows, (k, v), (dk, dv))
-            circulating_dq.add(step, (block.q, block_dq))
-        # The held-back pieces of this rank's own block overlap the last hops of dQ.
-        local_grads = []
-        for block in held_back:
-            with ring_step("bwd", self.comm.size, "block"):
-                local_grads.append((block, call.backward(rows, q, k, v, block)))
-            circulating_dq.post_closing_hop()
-        dq = circulating_dq.receive_own()
-        with ring_step("bwd", self.comm.size, "merge"):
-            return (
-                add_and_cast(dq, [(block.q, grads[0]) for block, grads in local_grads], q.dtype),
-                dk.result(k.dtype, [(block.kv, grads[1]) for block, grads in local_grads]),
-                dv.result(v.dtype, [(block.kv, grads[2]) for block, grads in local_grads]),
-            )
-
-    def _backward_of_rows(
-        self,
-        call: AttentionCall,
-        rows: Rows,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        routing: RowRouting,
-        gradient_ring: GradientRing,
-    ) -> Gradients:
-        """Compute the backward pass for a mask with which only some rows of the queries are sent."""
-        dk, dv = Sum(k), Sum(v)
-        local_dq: Sequence[Tensor] = ()
         dims = (1, 1, 2, 1 if rows.delta is None else 2)
         for step, (q_rank, received) in enumerate(self.read.tour(_pack(q, rows), routing, dims)):
-            block = routing.block(self.comm.rank, q_rank) if step else self.local_block(call, q)
+            if step == 0:
+                block: Block | None = first_block
+            elif routing is not None:
+                block = routing.block(self.comm.rank, q_rank)
+            else:
+                block = call.block_between(self.layout, q_rank, self.comm.rank, q.shape[1])
             if block is None:
-                gradient_ring.add(step, None, ALL)
+                dq_ring.add(step, None, ALL)
                 continue
             block_dq = _block_dq(call, block, step, received, rows, (k, v), (dk, dv))
-            if step:
-                gradient_ring.add(step, (block_dq,), block.q)
-            else:
-                local_dq = (block_dq,)
-        (dq,) = gradient_ring.receive_own(self.comm.rank, local_dq)
+            dq_ring.add(step, (block_dq,), block.q)
+        # The held-back pieces of this rank's own block overlap the last hops of dQ.
+        local_dk, local_dv = [], []
+        for block in held_back:
+            with ring_step("bwd", self.comm.size, "block"):
+                own_dq, own_dk, own_dv = call.backward(rows, q, k, v, block)
+            dq_ring.keep((own_dq,), block.q)
+            local_dk.append((block.kv, own_dk))
+            local_dv.append((block.kv, own_dv))
+            dq_ring.post_last_hop()
+        returned = dq_ring.receive()
+        with ring_step("bwd", self.comm.size, "merge"):
+            (dq,) = dq_ring.total(returned)
+            if routing is None:
+                return dq, dk.result(k.dtype, local_dk), dv.result(v.dtype, local_dv)
         return dq, dk.result(k.dtype), dv.result(v.dtype)
 
     @property
@@ -164,57 +139,6 @@ def _block_dq(
         for total, gradient in zip(sums, dkv, strict=True):
             total.add(gradient, block.kv)
     return dq
-
-
-class _CirculatingDq:
-    """Ring transfers of dQ: zero at the start of each window, along the inner ring, then over the outer ring."""
-
-    def __init__(self, rings: DoubleRing, q: Tensor, dtype: torch.dtype) -> None:
-        self._rings = rings
-        self._like, self._dtype = q, dtype
-        self._inner: Any = None
-        self._outer: Any = None
-
-    def add(self, step: int, dq: tuple[slice, Tensor] | None) -> None:
-        """Add a block's dQ, if there is one, to the received partial sum, and send the sum on.
-
-        ``dq``: rows of the block and their gradient.
-        """
-        window, inner_step = divmod(step, self._rings.window)
-        like = self._like
-        total = (
-            self._inner.wait() if inner_step else self._rings.inner.reserve(((self._dtype, like.shape),), like.device)
-        )
-        with ring_step("bwd", step, "merge"):
-            if dq is None:
-                if not inner_step:
-                    total.tensors[0].zero_()
-            elif inner_step:
-                accumulate(part(total.tensors[0], dq[0]), dq[1])
-            else:
-                write_rows(total.tensors[0], *dq)
-        if inner_step + 1 < self._rings.window:
-            self._inner = self._rings.inner.post(total)
-            return
-        if window > 0:
-            earlier = self._outer.wait()
-            with ring_step("bwd", step, "merge"):
-                accumulate(total.tensors[0], earlier.tensors[0])
-        self._inner = None
-        self._outer = self._rings.outer.post(total)
-        if self._rings.outer.size == 1:
-            self.post_closing_hop()
-
-    def post_closing_hop(self) -> None:
-        """Post the closing hop of the inner ring, once the outer ring's last hop has arrived."""
-        if self._inner is None:
-            self._inner = self._rings.inner.post(self._outer.wait())
-
-    def receive_own(self) -> Tensor:
-        """Wait for this rank's own dQ; the held-back pieces are not in it."""
-        self.post_closing_hop()
-        dq: Tensor = self._inner.wait().tensors[0]
-        return dq
 
 
 def _pack(q: Tensor, rows: Rows) -> list[Tensor]:

@@ -20,10 +20,8 @@ import math
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
-from ..annotate import ring_step
 from ..base import (
     DOCUMENTS_LAYOUT_HELP,
     AttentionCall,
@@ -36,18 +34,9 @@ from ..base import (
 )
 from ..errors import Unsupported
 from ..kernels.kernel import Gradients
-from ..kernels.merge import Sum, accumulate
-from ..masks.layouts import LAYOUTS, Block, Grid, Grouped, Layout
-from ..transport.gradient_ring import (
-    GradientRing,
-    LocalGrads,
-    add_and_cast_dkv,
-    backward_of_rows,
-    forward_grads,
-    kv_grads,
-)
-from ..transport.message import Message
-from ..transport.ring_channel import AnyHop, DoubleRing
+from ..masks.layouts import LAYOUTS, Grid, Grouped, Layout
+from ..transport.gradient_ring import GradientRing
+from ..transport.ring_channel import DoubleRing
 from .ulysses import HeadExchange, why_heads_unsupported
 
 
@@ -106,35 +95,14 @@ class LoongDoubleRing(Strategy):
         return self.forward_over_ring(call, q, self._tour(call, k, v))
 
     def backward(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-        routing = self.routing(call)
-        if routing is not None:
-            # "mixed" means fp32 here: with row routing, only few rows are sent.
-            wire = wire_type("input" if self.parameters["grad_wire"] == "input" else "fp32", k)
-            gradient_ring = GradientRing(routing, self.dkv.inner, self.dkv.outer, (k, v), wire)
-            return backward_of_rows(self, call, rows, q, self._tour(call, k, v), gradient_ring)
-        first_block, held_back = self.split_local_block(call, q, k)
-        dq = Sum(q, 2 if held_back else self.kv.size)
-        gradients = _CirculatingDkv(self.dkv, (k, v), self.parameters["grad_wire"])
-        for step, (kv_rank, kv) in enumerate(self._tour(call, k, v)):
-            block = first_block if step == 0 else self.block(call, kv_rank, q)
-            grads = None
-            if block is not None:
-                with ring_step("bwd", step, "block"):
-                    grads = call.backward(rows, q, kv[0], kv[1], block)
-                with ring_step("bwd", step, "merge"):
-                    dq.add(grads[0], block.q)
-            gradients.add(step, grads, block)
-        local_grads: LocalGrads = []
-        local_dq = []
-        for block in held_back:
-            with ring_step("bwd", self.kv.size, "block"):
-                block_dq, *dkv = call.backward(rows, q, k, v, block)
-            local_grads.append((block, dkv))
-            local_dq.append((block.q, block_dq))
-            gradients.finish_window()
-        received = gradients.receive_own()
-        with ring_step("bwd", self.kv.size, "merge"):
-            return dq.result(q.dtype, local_dq), *add_and_cast_dkv(received, local_grads, k.dtype)
+        grad_wire, routing = self.parameters["grad_wire"], self.routing(call)
+        wire = wire_type("input" if grad_wire == "input" else "fp32", k)
+        # With row routing, "mixed" means fp32, because only few rows are sent.
+        later_wire = wire_type("input", k) if grad_wire == "mixed" and routing is None else wire
+        gradient_ring = GradientRing(
+            self.dkv.inner, self.dkv.outer, (k, v), wire, routing, later_wire=later_wire, full_turns=True
+        )
+        return self.backward_over_ring(call, rows, q, k, v, self._tour(call, k, v), gradient_ring)
 
     def _tour(self, call: AttentionCall, k: Tensor, v: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
         return self.kv.tour([k, v], self.routing(call))
@@ -155,48 +123,6 @@ class LoongDoubleRing(Strategy):
     def layout_while_computing(cls, layout: Layout, size: int) -> tuple[Layout, int]:
         assert isinstance(layout, Grouped)
         return layout.ring, layout.grid.ring_degree
-
-
-class _CirculatingDkv:
-    """Ring transfers of dK and dV: zero at the start of a window, a turn of the inner ring, a hop of the outer ring."""
-
-    def __init__(self, rings: DoubleRing, kv: tuple[Tensor, Tensor], grad_wire: str) -> None:
-        self._rings, self._kv, self._grad_wire = rings, kv, grad_wire
-        self._inner: AnyHop | None = None
-        self._outer: AnyHop | None = None
-
-    def add(self, step: int, grads: Gradients | None, block: Block | None) -> None:
-        """Add a block's dK and dV, if there is one, to the received partial sums, and send these on."""
-        window, inner_step = divmod(step, self._rings.window)
-        if inner_step == 0:
-            self.finish_window()
-        received = None if self._inner is None else self._inner.wait()
-        with ring_step("bwd", step, "merge"):
-            dkv = forward_grads(self._rings.inner, received, *kv_grads(grads, block), self._kv, self._wire_type(window))
-        self._inner = self._rings.inner.post(dkv)
-
-    def receive_own(self) -> Message:
-        """Wait for this rank's own dK and dV; the held-back pieces are not in them."""
-        self.finish_window()
-        assert self._outer is not None
-        dkv: Message = self._outer.wait()
-        return dkv
-
-    def finish_window(self) -> None:
-        """Add the gradients returned by the inner ring to those of earlier windows; send the sum to the next window."""
-        if self._inner is None:
-            return
-        dkv = self._inner.wait()
-        self._inner = None
-        if self._outer is not None:
-            for total, earlier in zip(dkv.tensors, self._outer.wait().tensors, strict=True):
-                accumulate(total, earlier)
-        self._outer = self._rings.outer.post(dkv)
-
-    def _wire_type(self, window: int) -> torch.dtype:
-        """Return the type in which dK and dV are sent in a window."""
-        narrow = self._grad_wire == "input" or (self._grad_wire == "mixed" and window > 0)
-        return wire_type("input" if narrow else "fp32", self._kv[0])
 
 
 def default_window(grid: Grid, per_host: int) -> int:

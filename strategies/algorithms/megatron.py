@@ -38,14 +38,8 @@ from ..base import (
 )
 from ..kernels.kernel import Gradients
 from ..kernels.merge import Sum
-from ..masks.layouts import LAYOUTS, Block
-from ..transport.gradient_ring import (
-    GradientRing,
-    add_and_cast_dkv,
-    add_block_grads,
-    backward_of_rows,
-    kv_grads,
-)
+from ..masks.layouts import ALL, LAYOUTS, Block
+from ..transport.gradient_ring import GradientRing, add_and_cast_all, add_block_grads
 from ..transport.message import Message, unstacked
 from ..transport.streams import SideStreams, side_streams
 
@@ -102,8 +96,9 @@ class Megatron(Strategy):
         """
         routing, wire = self.routing(call), wire_type(self.parameters["grad_wire"], k)
         if routing is not None:
-            gradient_ring = GradientRing(routing, self.ring, None, (k, v), wire)
-            return backward_of_rows(self, call, rows, q, routing.tour(self.ring, None, [k, v]), gradient_ring)
+            gradient_ring = GradientRing(self.ring, None, (k, v), wire, routing)
+            tour = routing.tour(self.ring, None, [k, v])
+            return self.backward_over_ring(call, rows, q, k, v, tour, gradient_ring)
         dq, last = Sum(q), self.comm.size - 1
         current = _StepMessage(k, wire)
         torch.stack([k, v], out=current.kv)
@@ -122,13 +117,13 @@ class Megatron(Strategy):
                     dq.add(grads[0], block.q)
                 dkv = Message([incoming.dkv], unstacked)
                 if step < last:
-                    add_block_grads(dkv, *kv_grads(grads, block), first=step == 0)
+                    add_block_grads(dkv, grads and grads[1:], block.kv if block else ALL, first=step == 0)
             current = incoming
         assert block is not None and grads is not None, "a token sees itself"
         with ring_step("bwd", last, "merge"):
-            if self.comm.size == 1:
-                return dq.result(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
-            return dq.result(q.dtype), *add_and_cast_dkv(dkv, [(block, grads[1:])], k.dtype)
+            whole_dq, returned = dq.result(q.dtype), None if self.comm.size == 1 else dkv
+            dk, dv = add_and_cast_all(returned, [(block.kv, grads[1:])], k.dtype)
+            return whole_dq, dk, dv
 
     @property
     def hop_window(self) -> int:

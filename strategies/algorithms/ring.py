@@ -20,20 +20,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..annotate import ring_step
 from ..base import AttentionCall, Context, Rows, Strategy, wire_type
 from ..kernels.kernel import Gradients
-from ..kernels.merge import Sum
 from ..masks.expected import contiguous_imbalance
 from ..masks.layouts import LAYOUTS
-from ..transport.gradient_ring import (
-    GradientRing,
-    LocalGrads,
-    add_and_cast_dkv,
-    backward_of_rows,
-    forward_grads,
-    kv_grads,
-)
+from ..transport.gradient_ring import GradientRing
 from ..transport.ring_channel import HopRing
 
 RingWire = Literal["exact", "fp32", "input"]
@@ -64,49 +55,10 @@ class Ring(Strategy):
 
     def backward(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         routing = self.routing(call)
-        if routing is not None:
-            direct_ring = self.back_ring if routing.last_step == 1 else None
-            gradient_ring = GradientRing(routing, self.dkv_ring, None, (k, v), self._wire(call, k), direct_ring)
-            return backward_of_rows(self, call, rows, q, self.tour(call, k, v), gradient_ring)
-        first_block, held_back = self.split_local_block(call, q, k)
-        wire = self._wire(call, k)
-        dq = Sum(q, 2 if held_back else self.ring_size)
-        local_grads: LocalGrads = []
-        local_dq: list[tuple[slice, Tensor]] = []
-        hop: Any = None
-        for step, (kv_rank, kv) in enumerate(self.tour(call, k, v)):
-            block = first_block if step == 0 else self.block(call, kv_rank, q)
-            grads = None
-            if block is not None:
-                with ring_step("bwd", step, "block"):
-                    grads = call.backward(rows, q, kv[0], kv[1], block)
-                if step == 0:
-                    # Leave out dQ, which would otherwise stay in memory after it is added.
-                    local_grads.append((block, grads[1:]))
-            if step > 0:
-                received = None if hop is None else hop.wait()
-                with ring_step("bwd", step, "merge"):
-                    dkv = forward_grads(self.dkv_ring, received, *kv_grads(grads, block), (k, v), wire)
-                hop = self.dkv_ring.post(dkv)
-                del dkv
-            if block is not None and grads is not None:
-                # Add dQ only now that dK and dV are being sent and no longer referenced here.
-                block_dq, grads = grads[0], None
-                with ring_step("bwd", step, "merge"):
-                    dq.add(block_dq, block.q)
-                del block_dq
-        del kv
-        for _ in range(step + 1, self.ring_size if step else 0):
-            hop = self.dkv_ring.post(hop.wait())
-        for block in held_back:
-            # These blocks overlap the last hop of dK and dV.
-            with ring_step("bwd", self.ring_size, "block"):
-                block_dq, *block_dkv = call.backward(rows, q, k, v, block)
-            local_grads.append((block, block_dkv))
-            local_dq.append((block.q, block_dq))
-        received = None if hop is None else hop.wait()
-        with ring_step("bwd", self.ring_size, "merge"):
-            return dq.result(q.dtype, local_dq), *add_and_cast_dkv(received, local_grads, k.dtype)
+        direct_ring = self.back_ring if routing is not None and routing.last_step == 1 else None
+        gradient_ring = GradientRing(self.dkv_ring, None, (k, v), self._wire(call, k), routing, direct_ring)
+        tour = self.tour(call, k, v)
+        return self.backward_over_ring(call, rows, q, k, v, tour, gradient_ring, sends_first=routing is None)
 
     @property
     def hop_window(self) -> int:
