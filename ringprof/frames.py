@@ -10,6 +10,7 @@ import msgspec
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.memory import memory_timelines
+from ringprof.analysis.findings.metric_table import TIMES
 from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.timeline.breakdown import Breakdown
 from ringprof.analysis.transfers.hops import TimedHop
@@ -35,17 +36,9 @@ _INTERVAL = {
 _CHOICE = {"choice": "strategy, degrees, placement and hop engine"}
 
 PARTS_OF_TIME = {
-    "wall_ns": "from the start of the first activity to the end of the last",
-    "compute_ns": "time in which anything computes",
-    "comm_ns": "time in which any communication runs",
-    "overlapped_ns": "of comm_ns, with computation beside it; missing on CPU",
-    "exposed_comm_ns": "communication with no computation beside it",
-    "exposed_memory_ns": "copies and sets with neither computation nor communication beside them",
-    "idle_ns": "nothing runs",
+    **{f"{row.name}_ns": row.meaning for row in TIMES if not row.optional},
     "overlap_ratio": "overlapped_ns / comm_ns, 0..1; missing without communication and on CPU",
-    "exposed_other_groups_ns": "exposed communication of process groups that were not asked for",
-    "background_ns": "only what is not of the chosen range runs",
-    "blocked_on_peer_ns": "of exposed_comm_ns: nothing runs because of a peer's copy",
+    **{f"{row.name}_ns": row.meaning for row in TIMES if row.optional},
 }
 """Columns of the time breakdown with their meaning; the names are fields of `Breakdown`."""
 _KIND_COLUMNS = {f"{kind}_ns": f"sum of the durations of kind {LABELS[kind]}; kinds may overlap" for kind in KINDS}

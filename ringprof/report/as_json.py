@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from ringprof.analysis.findings.findings import Findings
-from ringprof.analysis.findings.inference import inference_of
-from ringprof.analysis.findings.step_rates import step_rates_of
-from ringprof.analysis.findings.summary import Communication, Summary
+from ringprof.analysis.findings.metric_table import METRICS, Use
+from ringprof.analysis.findings.summary import Communication
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS
 from ringprof.common.json_object import JsonObject
 from ringprof.report.page.document import Report, ReportParts
@@ -21,9 +20,7 @@ REPORT_SCHEMA = "ringprof.report/1"
 
 def as_dict(findings: Findings, *, source: str, paths: Sequence[str]) -> Report:
     """Build the whole report; ``source`` is ``run`` or ``trace``, ``paths`` are the files that were read."""
-    summary = (
-        _summary(findings.summary) | _explanation(findings) | {"partial_window": findings.attribution.partial_window}
-    )
+    summary = _summary(findings) | _explanation(findings) | {"partial_window": findings.attribution.partial_window}
     parts: ReportParts = {"summary": summary}
     for section in SECTIONS:
         if section.json:
@@ -41,20 +38,10 @@ def whole_report(source: str, paths: Sequence[str], warnings: Iterable[Notice], 
     }  # fmt: skip
 
 
-_RATES = ("tflops", "tflops_quantiles", "iterations_timed", "block_tflops", "solo_tflops")
-
-
-def _summary(summary: Summary) -> JsonObject:
-    rates, exposed = summary.rates, (summary.exposed_mean, summary.exposed_worst, summary.exposed_worst_rank)
+def _summary(findings: Findings) -> JsonObject:
+    summary = findings.summary
     return {
-        **{name: getattr(rates, name) for name in _RATES},
-        "controls": msgspec.to_builtins(rates.controls),
-        "profiler_overhead": rates.profiler_overhead,
-        "exposed_comm_share": dict(zip(("mean", "worst", "rank"), exposed, strict=True)),
-        "overlap_ratio": summary.overlap_ratio,
-        "other_share": summary.other_share,
-        "iterations": summary.iterations,
-        "window_iterations": summary.window_iterations,
+        **{row.name: row.value(findings) for row in METRICS if Use.JSON in row.use},
         "slowest_rank": {"rank": summary.slowest_rank, "wall_ns": summary.slowest_wall_ns},
         "parts_ns": {
             part.name: {"mean": part.mean_ns, "min": part.min_ns, "max": part.max_ns} for part in summary.parts
@@ -86,8 +73,8 @@ def _explanation(findings: Findings) -> JsonObject:
         "peak": {"tflops": waterfall.peak.tflops, "source": waterfall.peak.source} if waterfall.peak else None,
         "kernels": kernels.items(findings),
         "annotations": annotated.items(findings),
-        "inference": msgspec.to_builtins(inference_of(findings.attribution, findings.summary)),
-        "step_rates": msgspec.to_builtins(step_rates_of(findings.attribution)),
+        "inference": msgspec.to_builtins(findings.inference),
+        "step_rates": msgspec.to_builtins(findings.step_rates),
         "clocks": {
             "hosts": len(set(clocks.host.values())),
             "residual_ns": residual,

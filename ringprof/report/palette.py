@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ringprof.analysis.findings.metric_table import TIMES
 from ringprof.analysis.kinds.kinds import BLUE as BLUE
 from ringprof.analysis.kinds.kinds import GREEN, KIND, ORANGE, PURPLE, SKY, VERMILION, YELLOW
 from ringprof.analysis.kinds.kinds import GREY as GREY
@@ -17,14 +18,7 @@ WIRE, WAIT, UNSPLIT = ORANGE, VERMILION, "#A6761D"
 IDLE = "#B4BCC5"
 """Colour of idle time on a timeline: lighter than that of any activity."""
 
-PART_COLOURS: dict[str, str] = {
-    "compute": BLUE,
-    "exposed_comm": ORANGE,
-    "exposed_other_groups": YELLOW,
-    "exposed_memory": PURPLE,
-    "background": SKY,
-    "idle": GREY,
-}
+PART_COLOURS = {row.name: row.colour for row in TIMES if row.colour}
 """Colour of each part of a rank's time."""
 
 WATERFALL_COLOURS: dict[str, str] = {

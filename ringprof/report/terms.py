@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
+from ringprof.analysis.findings.metric_table import IDLE_LABELS, TIMES
 from ringprof.analysis.kinds.kinds import KIND
 
 LABELS: dict[str, str] = {
-    "compute": "compute",
-    "exposed_comm": "exposed communication",
-    "exposed_other_groups": "exposed, other groups",
-    "exposed_memory": "exposed memory",
-    "background": "background only",
-    "idle": "idle",
-    "wall": "wall",
-    "idle_host": "idle: host",
-    "idle_gap": "idle: gap",
-    "idle_blocked": "idle: blocked",
-    "blocked_on_peer": "blocked on a peer",
+    **{row.name: row.label for row in TIMES if row.label},
+    **IDLE_LABELS,
     **{key: kind.label for key, kind in KIND.items()},
 }
 """Label of each part of a rank's time, cause of idle time, and kind."""

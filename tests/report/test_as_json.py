@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 
 from ringprof.analysis.findings.findings import findings_in_memory
+from ringprof.analysis.findings.metric_table import METRICS, TIMES, Use
 from ringprof.common.json_object import json_text
 from ringprof.report import as_json
 from ringprof.scale.pipeline import attribute
@@ -18,6 +19,7 @@ from tests.analysis.findings.test_summary import ring_with_compute
 from tests.analysis.recorded import recorded_run
 from tests.analysis.test_real_runs import NVLINK, TWO_HOSTS, attribution_of
 from tests.analysis.timeline.test_cpu import example as cpu_example
+from tests.paths import ROOT
 
 SCHEMA = json.loads(files("ringprof.report").joinpath("schema/report-1.schema.json").read_text(encoding="utf-8"))
 
@@ -52,6 +54,15 @@ CASES = {
 
 def test_the_schema_is_sound():
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+def test_every_metric_is_in_the_schema_and_in_the_documents():
+    described = SCHEMA["properties"]["summary"]["properties"]
+    assert [row.name for row in METRICS if Use.JSON in row.use and row.name not in described] == []
+    text = (ROOT / "docs" / "metrics.md").read_text("utf-8")
+    conditions = [row.name for row in METRICS if row.use & (Use.CONDITIONS | Use.COMPARISONS)]
+    assert [name for name in conditions if f"`{name}`" not in text] == []
+    assert [row.name for row in TIMES if f"`{row.name}_ns`" not in text] == []
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -24,67 +24,64 @@ from statistics import fmean
 import msgspec
 
 from ringprof.analysis.findings.findings import Findings
-from ringprof.analysis.findings.inference import inference_of
-from ringprof.analysis.findings.step_rates import step_rates_of
+from ringprof.analysis.findings.metric import WATERFALL_PREFIX
+from ringprof.analysis.findings.metric_table import IDLE_LABELS, METRICS, TIMES, Use
 from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.rank import Rank
 from ringprof.errors import UsageError
 
-_TIMED_PARTS = ("compute", "comm", "overlapped", "exposed_comm", "exposed_memory", "background", "idle")
-
-IDLE_METRICS = ("idle_host", "idle_gap", "idle_blocked", "blocked_on_peer")
-"""Causes of idle time, which sum to ``idle``, and last the part of ``exposed_comm`` blocked on a peer's copy."""
+_TIMES_WITH_SHARES = [row.name for row in TIMES if row.name not in ("wall", "exposed_other_groups", "blocked_on_peer")]
+"""Times that conditions know of every rank, with their share of its wall time."""
+_HOP_METRICS = {
+    "wait_share": "wait_share",
+    "wire_gbps": "wire_gbps",
+    "wait_ns": "wait_ns",
+    "wire_ns": "wire_ns",
+    "hops": "count",
+    "hop_bytes": "sent_bytes",
+}
+"""Fields of `HopTotals` by the name of the metric."""
 
 
 def metrics_of(findings: Findings) -> dict[str, float]:
     """Return all known metrics of a run or of traces, by name."""
-    attribution, summary = findings.attribution, findings.summary
     metrics: dict[str, float] = {}
-    by_rank = [_rank_metrics(rank) for rank in attribution.ranks]
+    by_rank = [_rank_metrics(rank) for rank in findings.attribution.ranks]
     for name in dict.fromkeys(name for of_rank in by_rank for name in of_rank):
         values = [of_rank[name] for of_rank in by_rank if name in of_rank]
         metrics |= {name: fmean(values), f"max({name})": max(values), f"min({name})": min(values)}
     # Shares in a report are total time over total wall time of all ranks, not means of the ranks' shares.
-    metrics |= {part.name: part.share for part in summary.parts if part.name != "wall"}
-    wall = summary.parts[-1].mean_ns
-    metrics |= {name: metrics[f"{name}_ns"] / wall for name in IDLE_METRICS if wall and name in metrics}
-    rates, controls = summary.rates, summary.rates.controls
-    other: dict[str, float | None] = {
-        "overlap_ratio": summary.overlap_ratio,
-        "tflops": rates.tflops,
-        "block_tflops": rates.block_tflops,
-        "solo_tflops": rates.solo_tflops,
-        "of_solo": controls.of_solo if controls else None,
-        "ideal_efficiency": controls.ideal_efficiency if controls else None,
-        "flash_slowdown": controls.flash_slowdown if controls else None,
-        "profiler_overhead": rates.profiler_overhead,
-        "peak_memory_bytes": rates.peak_memory_bytes,
-        "other_share": summary.other_share,
-        "slowest_excess": summary.slowest_excess,
-        "warnings": sum(warning.count for warning in attribution.warnings),
-    }
-    inference = inference_of(attribution, summary)
-    if inference is not None:
-        other["tokens_per_second"], other["read_gbps"] = inference.tokens_per_second, inference.read_gbps
-        other |= {f"bound.{name}": share for name, share in inference.shares.items()}
-    step = step_rates_of(attribution)
-    if step is not None:
-        other |= {"mfu": step.mfu, "shapes_known": step.coverage}
-        other |= {f"{row.part}_tflops": row.tflops for row in step.parts}
+    *parts, wall = findings.summary.parts
+    metrics |= {part.name: part.share for part in parts}
+    metrics |= {name: metrics[f"{name}_ns"] / wall.mean_ns for name in IDLE_LABELS if wall.mean_ns and name in metrics}
+    other = {row.name: row.value(findings) for row in METRICS if Use.CONDITIONS in row.use}
+    if findings.inference is not None:
+        other |= {f"bound.{name}": share for name, share in findings.inference.shares.items()}
+    if findings.step_rates is not None:
+        other |= {f"{row.part}_tflops": row.tflops for row in findings.step_rates.parts}
     metrics |= {name: float(value) for name, value in other.items() if value is not None}
-    metrics |= {f"waterfall.{part.part}": part.share for part in findings.waterfall.parts}
-    return metrics
+    return metrics | {f"{WATERFALL_PREFIX}{part.part}": part.share for part in findings.waterfall.parts}
 
 
-_NOT_SHARES = {
-    "tflops",
-    "wire_gbps",
-    "read_gbps",
-    "tokens_per_second",
-    "hops",
-    "warnings",
-    "iterations",
-}
+def _rank_metrics(rank: Rank) -> dict[str, float]:
+    """Return the metrics of one rank by name."""
+    breakdown, hops = rank.breakdown, rank.hop_totals
+    times_ns: dict[str, int | None] = {name: getattr(breakdown, f"{name}_ns") for name in _TIMES_WITH_SHARES}
+    if rank.idle is not None:
+        causes_ns = rank.idle.host_ns, rank.idle.gap_ns, rank.idle.blocked_ns, breakdown.blocked_on_peer_ns
+        times_ns |= zip(IDLE_LABELS, causes_ns, strict=True)
+    metrics: dict[str, float | None] = {"wall_ns": breakdown.wall_ns}
+    for name, time_ns in times_ns.items():
+        if time_ns is not None:
+            metrics |= {f"{name}_ns": time_ns, name: time_ns / breakdown.wall_ns if breakdown.wall_ns else 0.0}
+    metrics["overlap_ratio"] = breakdown.overlap_ratio
+    metrics |= {f"{kind}_ns": breakdown.kinds[kind].time_ns if kind in breakdown.kinds else 0 for kind in KINDS}
+    if hops.count:
+        metrics |= {name: getattr(hops, field) for name, field in _HOP_METRICS.items()}
+    return {name: value for name, value in metrics.items() if value is not None}
+
+
+_NOT_SHARES = {"wire_gbps", "hops", *(row.name for row in METRICS if row.unit != "share")}
 
 
 def shares_among(names: Iterable[str]) -> set[str]:
@@ -95,35 +92,6 @@ def shares_among(names: Iterable[str]) -> set[str]:
         for name, plain in plain_names.items()
         if plain not in _NOT_SHARES and not plain.endswith(("_ns", "_ms", "_bytes", "_mib", "_mb", "_tflops"))
     }
-
-
-def _rank_metrics(rank: Rank) -> dict[str, float]:
-    """Return the metrics of one rank by name."""
-    breakdown = rank.breakdown
-    metrics: dict[str, float] = {"wall_ns": breakdown.wall_ns}
-    for name in _TIMED_PARTS:
-        time_ns = getattr(breakdown, f"{name}_ns")
-        if time_ns is not None:
-            metrics |= {f"{name}_ns": time_ns, name: time_ns / breakdown.wall_ns if breakdown.wall_ns else 0.0}
-    for name, time_ns in _idle_times(rank).items():
-        metrics |= {f"{name}_ns": time_ns, name: time_ns / breakdown.wall_ns if breakdown.wall_ns else 0.0}
-    if breakdown.overlap_ratio is not None:
-        metrics["overlap_ratio"] = breakdown.overlap_ratio
-    metrics |= {f"{kind}_ns": breakdown.kinds[kind].time_ns if kind in breakdown.kinds else 0 for kind in KINDS}
-    if rank.hop_totals.count:
-        hops = rank.hop_totals
-        hop_metrics = {"wait_share": hops.wait_share, "wire_gbps": hops.wire_gbps, "wait_ns": hops.wait_ns}
-        hop_metrics |= {"wire_ns": hops.wire_ns, "hops": hops.count, "hop_bytes": hops.sent_bytes}
-        metrics |= {name: value for name, value in hop_metrics.items() if value is not None}
-    return metrics
-
-
-def _idle_times(rank: Rank) -> dict[str, int]:
-    """Return the nanoseconds of each cause in `IDLE_METRICS`; empty for a CPU rank."""
-    if rank.idle is None:
-        return {}
-    times_ns = rank.idle.host_ns, rank.idle.gap_ns, rank.idle.blocked_ns
-    return dict(zip(IDLE_METRICS, (*times_ns, rank.breakdown.blocked_on_peer_ns), strict=True))
 
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {

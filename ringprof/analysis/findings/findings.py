@@ -8,6 +8,8 @@ import msgspec
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.annotations import Annotation, annotations_of
+from ringprof.analysis.findings.inference import Inference, inference_of
+from ringprof.analysis.findings.step_rates import StepRates, step_rates_of
 from ringprof.analysis.findings.summary import Summary, summarise
 from ringprof.analysis.findings.verdict import NextStep, next_step_of, verdict_of
 from ringprof.analysis.findings.waterfall import Waterfall, find_waterfall
@@ -24,6 +26,16 @@ class Findings(msgspec.Struct, frozen=True, dict=True):
     def summary(self) -> Summary:
         """Totals and means over ranks."""
         return summarise(self.attribution)
+
+    @cached_property
+    def inference(self) -> Inference | None:
+        """Metrics of a recording of prefill or decode; None for anything else."""
+        return inference_of(self.attribution, self.summary)
+
+    @cached_property
+    def step_rates(self) -> StepRates | None:
+        """Rates of a step by recorded shapes; None where no trace holds shapes."""
+        return step_rates_of(self.attribution)
 
     @property
     def lists_steps(self) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.baselines import BaselineMetrics, baseline_metrics
+from ringprof.analysis.findings.metric_table import PARTS
 from ringprof.analysis.kinds.kinds import COMMUNICATION, KINDS, OTHER_GROUPS
 from ringprof.analysis.rank import LinkTotals, Rank
 from ringprof.analysis.transfers.hops import gbps, total
@@ -20,12 +21,6 @@ from ringprof.run import Run, slowest
 
 MOST_RANKS_LISTED = 16
 """Largest number of ranks that are listed one by one."""
-PARTS = ("compute", "exposed_comm", "exposed_other_groups", "exposed_memory", "background", "idle", "wall")
-"""Parts of a rank's time and, last, the wall time that they sum to.
-
-``exposed_other_groups`` is present only where the user chose a process group, ``background`` only where more ran than
-the window.
-"""
 
 
 class TimePart(msgspec.Struct, frozen=True):

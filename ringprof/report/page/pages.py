@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -12,6 +12,7 @@ from ringprof.analysis.findings.changes import Change
 from ringprof.analysis.findings.comparison import Comparison, Difference
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.metric import WATERFALL_PREFIX, Measurement, Recordings
+from ringprof.analysis.findings.metric_table import METRICS, USUAL_PARTS
 from ringprof.analysis.findings.recording_spread import SAME_SESSION
 from ringprof.analysis.findings.uncertainty import ratio_interval, significantly_different
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS
@@ -66,26 +67,23 @@ def part_document(findings: Findings, paths: Sequence[str], name: str, wanted: S
     return Document(page.title, page.subtitle, (), (), [by_name[section] for section in shown])
 
 
+_TILE_FORMATS: dict[str, Callable[[Any], str]] = {"TFLOP/s": rate, "share": percent, "bytes": binary_size}
+
+
 def _tiles(findings: Findings) -> list[tuple[str, str]]:
-    summary, rates = findings.summary, findings.summary.rates
-    tiles = [(duration(summary.slowest_wall_ns), f"wall of rank {summary.slowest_rank}, the slowest")]
-    if rates.tflops is not None:
-        origin = "predicted" if findings.attribution.run and findings.attribution.run.predicted else "achieved"
-        tiles.insert(0, (rate(rates.tflops), f"{origin}, per device"))
-    if rates.block_tflops is not None:
-        tiles.append((rate(rates.block_tflops), "attention kernels in the run"))
-    if rates.solo_tflops is not None:
-        tiles.append((rate(rates.solo_tflops), "the same blocks alone"))
-    tiles.append((percent(summary.exposed_mean), "exposed communication, of the mean wall"))
-    if summary.overlap_ratio is not None:
-        tiles.append((percent(summary.overlap_ratio), "of communication hidden"))
-    if rates.peak_memory_bytes:
-        tiles.append((binary_size(rates.peak_memory_bytes), "peak memory a device"))
+    summary, run = findings.summary, findings.attribution.run
+    values = [(row, row.value(findings)) for row in METRICS if row.tile]
+    # A peak memory of 0 bytes says nothing: the program allocated none by torch.
+    tiles = [
+        (_TILE_FORMATS[row.unit](value), row.tile)
+        for row, value in values
+        if value is not None and (value or row.unit != "bytes")
+    ]
+    if run and run.predicted:
+        tiles = [(value, label.replace("achieved", "predicted")) for value, label in tiles]
+    wall = duration(summary.slowest_wall_ns), f"wall of rank {summary.slowest_rank}, the slowest"
+    tiles.insert(0 if summary.rates.tflops is None else 1, wall)
     return tiles
-
-
-_TIME_PARTS = ("compute", "exposed_comm", "exposed_memory", "idle")
-"""Parts of the time; comparisons have each as a figure whose name ends with ``_ms``."""
 
 
 def comparison_document(comparison: Comparison) -> Document:
@@ -101,7 +99,7 @@ def comparison_document(comparison: Comparison) -> Document:
         )
         sections.append(PageSection("speed", "Speed", MEANINGS["tflops"], Content(bars)))
     entries_with_times = [
-        entry for entry in comparison.entries if all(f"{name}_ms" in entry.figures for name in _TIME_PARTS)
+        entry for entry in comparison.entries if all(f"{name}_ms" in entry.figures for name in USUAL_PARTS)
     ]
     if entries_with_times:
         content = Content(_share_figure(entries_with_times, figures))
@@ -174,10 +172,10 @@ def _single_part(name: str, values: Sequence[float]) -> dict[str, tuple[str, Seq
 
 def _share_figure(entries: Sequence[Measurement], figures: Any) -> Any:
     parts = {}
-    for name in _TIME_PARTS:
+    for name in USUAL_PARTS:
         values = []
         for entry in entries:
-            whole = sum(entry.figures[f"{part}_ms"].value for part in _TIME_PARTS) or 1.0
+            whole = sum(entry.figures[f"{part}_ms"].value for part in USUAL_PARTS) or 1.0
             values.append(100 * entry.figures[f"{name}_ms"].value / whole)
         parts[LABELS[name]] = (palette.PART_COLOURS[name], values)
     return figures.stacked([entry.label for entry in entries], parts, "%")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringprof.analysis.findings.findings import Findings
+from ringprof.analysis.findings.metric_table import TIMES, USUAL_PARTS
 from ringprof.analysis.findings.summary import Communication, Summary
 from ringprof.analysis.kinds.kinds import OTHER_GROUPS
 from ringprof.analysis.rank import Rank
@@ -133,9 +134,6 @@ def json(findings: Findings) -> ReportParts:
     return {"ranks": [_rank(rank) for rank in findings.attribution.ranks]}
 
 
-_TIME_FIELDS = ("wall", "compute", "comm", "overlapped", "exposed_comm", "exposed_memory", "idle")
-
-
 def _rank(rank: Rank) -> JsonObject:
     breakdown = rank.breakdown
     others = {"exposed_other_groups_ns": breakdown.exposed_other_groups_ns} if OTHER_GROUPS in breakdown.kinds else {}
@@ -143,7 +141,7 @@ def _rank(rank: Rank) -> JsonObject:
     return {
         "rank": rank.rank,
         "host": rank.host,
-        **{f"{name}_ns": getattr(breakdown, f"{name}_ns") for name in _TIME_FIELDS},
+        **{f"{row.name}_ns": getattr(breakdown, f"{row.name}_ns") for row in TIMES if not row.optional},
         **others,
         "overlap_ratio": breakdown.overlap_ratio,
         "kinds_ns": {kind: figures.time_ns for kind, figures in breakdown.kinds.items()},
@@ -177,7 +175,7 @@ def rank_table(ranks: Sequence[Mapping[str, Any]], communication: Sequence[Commu
 
     The rate is left out where links of several classes were used.
     """
-    times = ("wall", "compute", "exposed_comm", "exposed_memory", "idle")
+    times = ("wall", *USUAL_PARTS)
     columns = [
         Column("rank", "count"), Column("host"), *(Column(name.replace("_", " "), "time") for name in times),
         Column("overlap", "share"), Column("hop wait", "time"), Column("hop wire", "time"),

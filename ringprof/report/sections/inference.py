@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ringprof.analysis.findings.findings import Findings
-from ringprof.analysis.findings.inference import Inference, inference_of
+from ringprof.analysis.findings.inference import Inference
 from ringprof.common.formatting import percent
 from ringprof.report.page.document import Content, PageContext
 from ringprof.report.tables import Listing
@@ -20,7 +20,7 @@ _BOUND_LABELS = {
 
 def terminal(findings: Findings, style: TextStyle, listing: Listing) -> list[str]:
     """Summarize prefill or decode in a block of text; none where neither was recorded."""
-    figures = inference_of(findings.attribution, findings.summary)
+    figures = findings.inference
     return [] if figures is None else [style.wrap("\n".join(_summary_lines(figures)))]
 
 
@@ -47,5 +47,5 @@ def _summary_lines(figures: Inference) -> list[str]:
 
 def html(findings: Findings, page: PageContext) -> Content | None:
     """Build the summary of prefill or decode for the page; None where neither was recorded."""
-    recorded = inference_of(findings.attribution, findings.summary)
+    recorded = findings.inference
     return None if recorded is None else Content(lines=_summary_lines(recorded))

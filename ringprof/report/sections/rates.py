@@ -10,7 +10,6 @@ from ringprof.analysis.findings.step_rates import (
     flops_in_words,
     label_of,
     shape_coverage_clause,
-    step_rates_of,
 )
 from ringprof.common.formatting import percent
 from ringprof.report.page.document import Content, PageContext
@@ -29,7 +28,7 @@ def html(findings: Findings, page: PageContext) -> Content | None:
 
 
 def _lines(findings: Findings) -> list[str]:
-    rates = step_rates_of(findings.attribution)
+    rates = findings.step_rates
     if rates is None:
         return []
     device = "process" if findings.attribution.on_cpu else "GPU"
