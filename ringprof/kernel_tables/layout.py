@@ -189,11 +189,11 @@ def _only_dashes(line: str) -> bool:
 
 _DECIMAL = r"-?[0-9]{1,18}(?:\.[0-9]{1,12})?"
 _CELL_PATTERNS = (
-    (re.compile(r"# of Calls|Number of Calls|Calls|Node ID"), r"-?[0-9]{1,18}"),
-    (re.compile(r".*%"), rf"{_DECIMAL}%|nan|NaN|0|-?inf%?"),
-    (re.compile(r".*Mem"), rf"{_DECIMAL} ?(?:[KMGTP]i?)?[bB]"),
-    (re.compile(r"Name|Overload Name|Input Shapes|Source Loc.*|.*FLOP.*"), None),
-    (re.compile(r".*"), rf"{_DECIMAL}(?:ns|us|ms|s)"),
+    (r"# of Calls|Number of Calls|Calls|Node ID", r"-?[0-9]{1,18}"),
+    (r".*%", rf"{_DECIMAL}%|nan|NaN|0|-?inf%?"),
+    (r".*Mem", rf"{_DECIMAL} ?(?:[KMGTP]i?)?[bB]"),
+    (r"Name|Overload Name|Input Shapes|Source Loc.*|.*FLOP.*", None),
+    (r".*", rf"{_DECIMAL}(?:ns|us|ms|s)"),
 )
 """Patterns of titles, with the pattern of the cells below them; None for a column of text. The first match counts."""
 _TIME = re.compile(r"(-?)([0-9]{1,18})(?:\.([0-9]{1,12}))?(ns|us|ms|s)")
@@ -212,7 +212,7 @@ class Columns:
     """The columns of one table: names at the left, then numbers, then possibly shapes and stacks."""
 
     def __init__(self, titles: Sequence[str], rule: DashedRule) -> None:
-        patterns = [next(cells for title, cells in _CELL_PATTERNS if title.fullmatch(text)) for text in titles]
+        patterns = [next(cells for title, cells in _CELL_PATTERNS if re.fullmatch(title, text)) for text in titles]
         first_number = next((index for index, pattern in enumerate(patterns) if pattern), len(patterns))
         numbers = " {2,}".join(f"({pattern})" for pattern in patterns if pattern)
         self._numbers = re.compile(numbers + (r"(?: {2}| ?$)" if patterns[-1] is None else " *$"))
