@@ -332,7 +332,10 @@ class Strategy(Expectations, ABC):
         if dropout_p or alibi_slopes is not None:
             option = "dropout_p" if dropout_p else "alibi_slopes"
             raise Unsupported(f"{option} is not supported by any bundled strategy")
-        q, k, v = _as_autocast(q, k, v)
+        device = q.device.type
+        if device != "meta" and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
         missing = 0 if self.sends_smaller_v else q.shape[-1] - v.shape[-1]
         if missing > 0:
             v = pad(v, (0, missing))
@@ -341,9 +344,13 @@ class Strategy(Expectations, ABC):
         trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         options = causal, scale, return_lse, sinks is not None, softcap, packed, window, prefix, trains
         self._check_call(q, k, v, options)
-        sharded_mask = None
+        sharded_mask, seq, size = None, q.shape[1] * self.comm.size, self.comm.size
         if packed or prefix or window != (-1, -1):
-            sharded_mask = self._sharded_mask(causal, documents, window, prefix, q.shape[1] * self.comm.size)
+            mask = mask_of_call(documents, window, causal=causal, prefix=prefix)
+            reason = self.why_mask_unsupported(mask, seq, size, **self.parameters)
+            if reason:
+                raise Unsupported(f"{type(self).__name__} {reason}")
+            sharded_mask = None if mask.plain else self.sharded_mask(mask, seq, size, **self.parameters)
         needs: dict[str, Any] = {}
         if sharded_mask or softcap:
             needs = self._kernel_requirements(sharded_mask.mask if sharded_mask else None, softcap)
@@ -372,16 +379,6 @@ class Strategy(Expectations, ABC):
         if not self.takes_softcap:
             raise Unsupported(f"{type(self).__name__} {NO_SOFTCAP}")
         return {**needs, "softcap": float(softcap)}
-
-    def _sharded_mask(
-        self, causal: bool, documents: Documents, window: Sequence[int], prefix: int, seq: int
-    ) -> ShardedMask | None:
-        """Return the sharded mask of a call; None for a plain mask. Raises `Unsupported`."""
-        mask = mask_of_call(documents, window, causal=causal, prefix=prefix)
-        reason = self.why_mask_unsupported(mask, seq, self.comm.size, **self.parameters)
-        if reason:
-            raise Unsupported(f"{type(self).__name__} {reason}")
-        return None if mask.plain else self.sharded_mask(mask, seq, self.comm.size, **self.parameters)
 
     @classmethod
     def sharded_mask(cls, mask: Mask, seq: int, size: int, **params: Any) -> ShardedMask:
@@ -510,6 +507,7 @@ class Strategy(Expectations, ABC):
         with ring_step("bwd", self.ring_size, "merge"):
             whole_dq = dq.result(q.dtype, local_dq) if self.routing(call) is None else None
             dk, dv = gradient_ring.total(returned)
+        del returned
         return dq.result(q.dtype) if whole_dq is None else whole_dq, dk, dv
 
     def routing(self, call: AttentionCall, *, queries: bool = False) -> RowRouting | None:
@@ -575,13 +573,6 @@ class Strategy(Expectations, ABC):
         key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options
         if key in self._checked_calls:
             return
-        self._check_tensors(q, k, v)
-        tensors = f"q, k and v of shape {_shapes(q, k, v)}", f"type {q.dtype}"
-        described = (f"{name}={value}" for name, value in zip(_COMPARED_OPTIONS, options, strict=True))
-        self.comm.check_same_call("; ".join(("attention", *tensors, *described)))
-        self._checked_calls.add(key)
-
-    def _check_tensors(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         if q.dim() != 4 or k.dim() != 4 or k.shape[:3] != v.shape[:3] or v.shape[3:] > k.shape[3:]:
             raise Unsupported(f"expected q (B, S, H, D), k and v (B, S, Hkv, D): got {_shapes(q, k, v)}")
         if q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
@@ -592,6 +583,10 @@ class Strategy(Expectations, ABC):
         reason = self.why_unsupported(shape, self.comm.size, **self.parameters)
         if reason:
             raise Unsupported(reason)
+        tensors = f"q, k and v of shape {_shapes(q, k, v)}", f"type {q.dtype}"
+        described = (f"{name}={value}" for name, value in zip(_COMPARED_OPTIONS, options, strict=True))
+        self.comm.check_same_call("; ".join(("attention", *tensors, *described)))
+        self._checked_calls.add(key)
 
 
 _RENAMED_METHODS = {
@@ -685,15 +680,6 @@ def _heads_together(q: Tensor) -> Tensor:
         return q
     strides = [stride for stride, size in zip(q.stride(), q.shape, strict=True) if size > 1]
     return q if strides == sorted(strides, reverse=True) and q.stride(-1) == 1 else q.contiguous()
-
-
-def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast the tensors as autocast would, if it is enabled."""
-    device = tensors[0].device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
 def wire_type(wire: GradWire, like: Tensor) -> torch.dtype:

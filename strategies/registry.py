@@ -113,21 +113,15 @@ def parse_parameter(strategy: Any, name: str, key: str, text: str) -> Any:
     """Parse the value of ``key=text`` into the parameter's type. Raises `Unsupported` for an invalid value."""
     kind = _find_parameter(parameters(strategy), name, key).kind
     try:
-        return _parse(kind, text)
-    except ValueError:
-        raise Unsupported(f"parameter {key}: {text!r} is not {kind}") from None
-
-
-def _parse(kind: str, text: str) -> Any:
-    if kind == "bool":
-        truth = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-        if text.lower() not in truth:
+        if kind == "bool":
+            truth = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+            return truth[text.lower()]
+        if kind in ("int", "float"):
+            return int(text) if kind == "int" else float(text)
+        if "|" in kind and text not in kind.split("|"):
             raise ValueError(text)
-        return truth[text.lower()]
-    if kind in ("int", "float"):
-        return int(text) if kind == "int" else float(text)
-    if "|" in kind and text not in kind.split("|"):
-        raise ValueError(text)
+    except (KeyError, ValueError):
+        raise Unsupported(f"parameter {key}: {text!r} is not {kind}") from None
     return text
 
 
@@ -154,18 +148,14 @@ def create(
         check_parameters(strategy, name, params)
     except (Unsupported, UnknownName) as error:
         problem = error
+    # Equal on all ranks that were called with the same arguments.
+    listed = ", ".join(f"{key}={params[key]!r}" for key in sorted(params))
     comm = Communicator(
-        group, ranks_per_host=ranks_per_host, hops=hops, hosts=hosts, request=_request(name, kernel, params),
-        problem=problem,
+        group, ranks_per_host=ranks_per_host, hops=hops, hosts=hosts,
+        request=f"{name}({listed}) with kernel {kernel}", problem=problem,
     )  # fmt: skip
     assert strategy is not None, "a communicator is refused where there is a problem"
     if comm.is_world:
         create_again = partial(create, name, None, kernel, ranks_per_host, hops, hosts, **params)
         comm.recipe = create_again, ()
     return strategy(Context(comm, kernel), **params)
-
-
-def _request(name: str, kernel: str, params: dict[str, Any]) -> str:
-    """Describe the arguments of `create` in one line, equal on all ranks that were called with the same arguments."""
-    listed = ", ".join(f"{key}={params[key]!r}" for key in sorted(params))
-    return f"{name}({listed}) with kernel {kernel}"

@@ -93,8 +93,9 @@ class Burst(Strategy):
         wire = wire_type(self.parameters["grad_wire"], q)
         dq_ring = GradientRing(self.dq.inner, self.dq.outer, (q,), wire, routing, start_at_owner=True)
         first_block, held_back = self.split_local_block(call, q, q)
-        dims = (1, 1, 2, 1 if rows.delta is None else 2)
-        for step, (q_rank, received) in enumerate(self.read.tour(_pack(q, rows), routing, dims)):
+        term, dims = (rows.out, (1, 1, 2, 1)) if rows.delta is None else (rows.delta, (1, 1, 2, 2))
+        assert term is not None
+        for step, (q_rank, received) in enumerate(self.read.tour([q, rows.dout, rows.lse, term], routing, dims)):
             if step == 0:
                 block: Block | None = first_block
             elif routing is not None:
@@ -131,24 +132,15 @@ def _block_dq(
     call: AttentionCall, block: Block, step: int, received: list[Tensor], rows: Rows, kv: tuple[Tensor, Tensor],
     sums: tuple[Sum, Sum],
 ) -> Tensor:  # fmt: skip
-    """Compute dQ of a block of received queries, and add its dK and dV to ``sums``."""
-    their_q, their_rows = _unpack(received, rows)
+    """Compute dQ of a block of received queries, and add its dK and dV to ``sums``.
+
+    ``received`` are q, dO, LSE and, like ``rows``, either delta or O.
+    """
+    their_q, dout, lse, term = received
+    their_rows = Rows(dout, lse, out=term) if rows.delta is None else Rows(dout, lse, delta=term)
     with ring_step("bwd", step, "block"):
         dq, *dkv = call.backward(their_rows, their_q, *kv, block)
     with ring_step("bwd", step, "merge"):
         for total, gradient in zip(sums, dkv, strict=True):
             total.add(gradient, block.kv)
     return dq
-
-
-def _pack(q: Tensor, rows: Rows) -> list[Tensor]:
-    """Return the tensors that a query block sends: q, dO, LSE, and delta or O."""
-    term = rows.out if rows.delta is None else rows.delta
-    assert term is not None
-    return [q, rows.dout, rows.lse, term]
-
-
-def _unpack(received: list[Tensor], like: Rows) -> tuple[Tensor, Rows]:
-    """Return q and the rows of received tensors, which are packed like ``like``."""
-    q, dout, lse, term = received
-    return q, Rows(dout, lse, out=term) if like.delta is None else Rows(dout, lse, delta=term)

@@ -148,12 +148,20 @@ class DecodeContextParallel(Cached):
             return out.to(q.dtype), lse
         wire = q.dtype if self.parameters["out_wire"] == "input" else wide_type(q)
         with ring_step("fwd", 1, "merge"):
-            merge = {
-                "reduce-scatter": self._reduce_scatter,
-                "all-to-all": self._all_to_all,
-                "all-gather": self._all_gather,
-            }
-            out, lse = merge[self.parameters["merge"]](out, lse, wire)
+            if self.parameters["merge"] == "reduce-scatter":
+                # LSEs are gathered and weighted outputs reduced; a rank keeps its own heads.
+                total = torch.logsumexp(self.out_channel.all_gather(lse).wait()[0], 0)
+                weighted = (out * (lse - total).exp().transpose(1, 2).unsqueeze(-1)).to(wire)
+                out = self.out_channel.reduce_scatter(_split_heads(weighted, 2, self.degree)).wait()[0]
+                return out.to(q.dtype), total.chunk(self.degree, 1)[self.rank_in_group]
+            if self.parameters["merge"] == "all-to-all":
+                # The partial results of this rank's own heads.
+                split = ((out.to(wire), 2), (lse, 1))
+                hops = [self.out_channel.all_to_all(_split_heads(x, dim, self.degree)) for x, dim in split]
+            else:
+                hops = [self.out_channel.all_gather(x) for x in (out.to(wire), lse)]
+            outs, lses = (hop.wait()[0] for hop in hops)
+            out, lse = merge_by_lse(outs, lses, wire)
             return out.to(q.dtype), lse
 
     def _blocks(self, queries: int, keys: int, kv_length: int, mask: Mask) -> list[Block]:
@@ -176,28 +184,6 @@ class DecodeContextParallel(Cached):
                 start = blocks.pop().kv.start
             blocks += [Block(rows, slice(start, end))] if count else []
         return blocks
-
-    def _reduce_scatter(self, out: Tensor, lse: Tensor, wire: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Merge by gathering the LSEs and reducing the weighted outputs; a rank keeps its own heads."""
-        lses = self.out_channel.all_gather(lse).wait()[0]
-        total = torch.logsumexp(lses, 0)
-        weighted = (out * (lse - total).exp().transpose(1, 2).unsqueeze(-1)).to(wire)
-        out = self.out_channel.reduce_scatter(_split_heads(weighted, 2, self.degree)).wait()[0]
-        return out, total.chunk(self.degree, 1)[self.rank_in_group]
-
-    def _all_to_all(self, out: Tensor, lse: Tensor, wire: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Merge the partial results of this rank's own heads, exchanged by all-to-all."""
-        hops = [
-            self.out_channel.all_to_all(_split_heads(x, dim, self.degree)) for x, dim in ((out.to(wire), 2), (lse, 1))
-        ]
-        outs, lses = (hop.wait()[0] for hop in hops)
-        return merge_by_lse(outs, lses, wire)
-
-    def _all_gather(self, out: Tensor, lse: Tensor, wire: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Merge the gathered partial results of all heads."""
-        hops = [self.out_channel.all_gather(x) for x in (out.to(wire), lse)]
-        outs, lses = (hop.wait()[0] for hop in hops)
-        return merge_by_lse(outs, lses, wire)
 
 
 def _degree(size: int, requested: int | None) -> int:

@@ -63,7 +63,10 @@ class LoongDoubleRing(Strategy):
         super().__init__(context, deterministic=deterministic)
         grouped = self.layout_for(self.comm.size, ulysses_degree=ulysses_degree, placement=placement)
         self.layout, grid = grouped, grouped.grid
-        window = ring_window or default_window(grid, self.comm.ranks_per_host())
+        per_host = self.comm.ranks_per_host()
+        on_host = max(1, per_host // grid.ulysses_degree) if grid.head_first else per_host
+        # By default the ranks of a ring on one host, reduced to a divisor of the ring's size.
+        window = ring_window or math.gcd(grid.ring_degree, on_host)
         self.parameters |= {
             "ring_window": window, "placement": placement, "ulysses_degree": ulysses_degree, "grad_wire": grad_wire,
             "documents_layout": documents_layout,
@@ -123,9 +126,3 @@ class LoongDoubleRing(Strategy):
     def layout_while_computing(cls, layout: Layout, size: int) -> tuple[Layout, int]:
         assert isinstance(layout, Grouped)
         return layout.ring, layout.grid.ring_degree
-
-
-def default_window(grid: Grid, per_host: int) -> int:
-    """Return the number of ranks of a ring on one host, reduced to a divisor of the ring size."""
-    on_host = max(1, per_host // grid.ulysses_degree) if grid.head_first else per_host
-    return math.gcd(grid.ring_degree, on_host)

@@ -47,15 +47,13 @@ class Dynamic:
         if self.comm.rank not in members or len(set(members)) < len(members):
             raise Unsupported(f"ranks {list(members)}: each once, and rank {self.comm.rank} among them")
         if members not in self._strategies:
-            self._strategies[members] = self._create(group=self._group(members))
+            group, global_ranks = self.comm.group, tuple(map(self.comm.global_rank, members))
+            if members != tuple(range(self.comm.size)):
+                group = process_group("cp", global_ranks, self.comm.token, group)
+            self._strategies[members] = self._create(group=group)
         return self._strategies[members]
 
     @property
     def made(self) -> list[Any]:
         """Strategies that this rank has created so far."""
         return list(self._strategies.values())
-
-    def _group(self, members: tuple[int, ...]) -> Any:
-        if members == tuple(range(self.comm.size)):
-            return self.comm.group
-        return process_group("cp", tuple(map(self.comm.global_rank, members)), self.comm.token, self.comm.group)

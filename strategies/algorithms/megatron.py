@@ -20,7 +20,7 @@ the input's type; here, sums that stay on a rank accumulate in float32.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,7 +72,10 @@ class Megatron(Strategy):
         return 1.0
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        streams = self._streams_for(q)
+        # The blocks run on two streams; the current stream is used for hops only.
+        if self.comm.size > 1 and q.device not in self._streams:
+            self._streams[q.device] = side_streams(q, 2)
+        streams = SideStreams() if self.comm.size == 1 else self._streams[q.device]
         steps: list[_Step] = []
         routing = self.routing(call)
         tour = self.ring.tour([torch.stack([k, v])]) if routing is None else routing.tour(self.ring, None, [k, v])
@@ -87,7 +90,16 @@ class Megatron(Strategy):
         streams.join(result for step in steps for result in (step.out, step.lse))
         call.saved = (q, kv[0], kv[1]) if routing is None else ()
         with ring_step("fwd", self.comm.size, "merge"):
-            return merge_steps(steps, q.dtype)
+            # lse = log Σ exp(lse_step); out = Σ exp(lse_step - lse) · out_step. The first step covers all queries.
+            lse = steps[0].lse.clone()
+            for result in steps[1:]:
+                queries = lse[..., result.block.q]
+                queries.copy_(torch.logaddexp(queries, result.lse))
+            out = torch.zeros(steps[0].out.shape, dtype=lse.dtype, device=lse.device)
+            for result in steps:
+                weight = (result.lse - lse[..., result.block.q]).exp().transpose(1, 2).unsqueeze(-1)
+                out[:, result.block.q].addcmul_(result.out.to(lse.dtype), weight)
+            return out.to(q.dtype), lse
 
     def backward(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         """Compute dq, dk and dv. ``k`` and ``v`` are those of the last forward step, which belong to the next rank.
@@ -129,36 +141,14 @@ class Megatron(Strategy):
     def hop_window(self) -> int:
         return self.comm.size
 
-    def _streams_for(self, q: Tensor) -> SideStreams:
-        """Return two streams for blocks; the current stream is used for hops only."""
-        if self.comm.size == 1:
-            return SideStreams()
-        if q.device not in self._streams:
-            self._streams[q.device] = side_streams(q, 2)
-        return self._streams[q.device]
 
-
-class _Step:
+class _Step(NamedTuple):
     """Result of one forward step, with its K and V."""
 
-    def __init__(self, block: Block, out: Tensor, lse: Tensor, kv: Any) -> None:
-        self.block, self.out, self.lse, self.kv = block, out, lse, kv
-
-
-def merge_steps(steps: list[_Step], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Merge the results of all steps into the output in ``dtype`` and the LSE; the first step covers all queries.
-
-    lse = log Σ exp(lse_step);  out = Σ exp(lse_step - lse) · out_step
-    """
-    lse = steps[0].lse.clone()
-    for step in steps[1:]:
-        queries = lse[..., step.block.q]
-        queries.copy_(torch.logaddexp(queries, step.lse))
-    out = torch.zeros(steps[0].out.shape, dtype=lse.dtype, device=lse.device)
-    for step in steps:
-        weight = (step.lse - lse[..., step.block.q]).exp().transpose(1, 2).unsqueeze(-1)
-        out[:, step.block.q].addcmul_(step.out.to(lse.dtype), weight)
-    return out.to(dtype), lse
+    block: Block
+    out: Tensor
+    lse: Tensor
+    kv: Any
 
 
 class _StepMessage:

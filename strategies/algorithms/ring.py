@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from ..base import AttentionCall, Context, Rows, Strategy, wire_type
@@ -56,7 +55,10 @@ class Ring(Strategy):
     def backward(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         routing = self.routing(call)
         direct_ring = self.back_ring if routing is not None and routing.last_step == 1 else None
-        gradient_ring = GradientRing(self.dkv_ring, None, (k, v), self._wire(call, k), routing, direct_ring)
+        wire, single_hop = self.parameters["grad_wire"], self.ring_size == 2 and call.sharded_mask is None
+        # Over a single hop, "exact" is the input's type, because the kernel has already rounded to it.
+        wire_dtype = wire_type("input" if wire == "exact" and single_hop else wire, k)
+        gradient_ring = GradientRing(self.dkv_ring, None, (k, v), wire_dtype, routing, direct_ring)
         tour = self.tour(call, k, v)
         return self.backward_over_ring(call, rows, q, k, v, tour, gradient_ring, sends_first=routing is None)
 
@@ -83,10 +85,3 @@ class Ring(Strategy):
         if routing is not None:
             return routing.tour(self.kv_ring, None, [k, v])
         return self.kv_ring.tour([k, v], None if call.sharded_mask is None else call.sharded_mask.steps)
-
-    def _wire(self, call: AttentionCall, like: Tensor) -> torch.dtype:
-        """Return the type in which dK and dV are sent. Over a single hop, "exact" is the input's type, because the
-        kernel has
-        already rounded them."""
-        wire, single_hop = self.parameters["grad_wire"], self.ring_size == 2 and call.sharded_mask is None
-        return wire_type("input" if wire == "exact" and single_hop else wire, like)

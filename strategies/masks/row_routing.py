@@ -119,16 +119,17 @@ class RowRouting:
         """
         key = rank, sender
         if key not in self._blocks:
-            self._blocks[key] = self._block(*key)
+            mask, window = self._sharded_mask, self.window
+            # The step in which the rows of the sender reach the rank.
+            step = (rank // window - sender // window) % (mask.size // window) * window + (rank - sender) % window
+            count = len(self.received_rows(step))
+            if self._queries:
+                parts = [x.shifted(self._shift(sender, x.q_first, step), 0) for x in mask.parts(sender, rank)]
+                self._blocks[key] = block_of(parts, count, mask.keys)
+            else:
+                parts = [x.shifted(0, self._shift(sender, x.kv_first, step)) for x in mask.parts(rank, sender)]
+                self._blocks[key] = block_of(parts, mask.queries, count)
         return self._blocks[key]
-
-    def _block(self, rank: int, sender: int) -> Block | None:
-        mask, step = self._sharded_mask, step_of(sender, rank, self._sharded_mask.size, self.window)
-        if self._queries:
-            parts = [x.shifted(self._shift(sender, x.q_first, step), 0) for x in mask.parts(sender, rank)]
-            return block_of(parts, len(self.received_rows(step)), mask.keys)
-        parts = [x.shifted(0, self._shift(sender, x.kv_first, step)) for x in mask.parts(rank, sender)]
-        return block_of(parts, mask.queries, len(self.received_rows(step)))
 
     def _shift(self, rank: int, row: int, step: int) -> int:
         """Return the offset of ``rank``'s ``row`` among the rows received in a step, minus ``row``."""
@@ -188,11 +189,6 @@ def _narrowed(message: Message, held: range, target: range, dims: Sequence[int])
         return message
     first = target.start - held.start
     return Message.pack([x.narrow(dim, first, len(target)) for x, dim in zip(message.tensors, dims, strict=True)])
-
-
-def step_of(sender: int, rank: int, size: int, window: int) -> int:
-    """Return the step in which the rows of ``sender`` reach ``rank``."""
-    return (rank // window - sender // window) % (size // window) * window + (rank - sender) % window
 
 
 def routing_of(sharded_mask: ShardedMask, window: int, *, queries: bool = False) -> RowRouting | None:

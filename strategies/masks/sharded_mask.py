@@ -132,7 +132,10 @@ class ShardedMask:
         """Split a rank's rows into pieces, by the number of their document."""
         bounds, stride = self.mask.documents or (0, self.seq), self.stride
         pieces: dict[int, list[_Piece]] = {}
-        for row, position, left in _runs(positions, stride):
+        # The rank's rows are runs of positions ``stride`` apart.
+        breaks = (positions.diff() != stride).nonzero().flatten().add(1).tolist()
+        for row, end in pairwise([0, *breaks, len(positions)]):
+            position, left = int(positions[row]) if end > row else 0, end - row
             document = bisect_right(bounds, position) - 1
             while left:
                 # Rows up to the end of the document.
@@ -164,10 +167,3 @@ def steps_over_mean(areas: list[list[int]]) -> float:
     size = len(areas)
     steps = ([areas[rank][(rank - step) % size] for rank in range(size)] for step in range(size))
     return sum(map(max, steps)) * size / sum(map(sum, areas))
-
-
-def _runs(positions: Tensor, stride: int) -> list[_Piece]:
-    """Split a rank's rows into runs of positions ``stride`` apart."""
-    breaks = (positions.diff() != stride).nonzero().flatten().add(1).tolist()
-    bounds = [0, *breaks, len(positions)]
-    return [_Piece(row, int(positions[row]), end - row) for row, end in pairwise(bounds) if end > row]

@@ -45,7 +45,9 @@ class GradientRing:
         """
         self._full_turns = full_turns and routing is None
         self._start_at_owner = (start_at_owner or full_turns) and routing is None
-        self._outer = outer if outer is not None and (self._full_turns or outer.size > 1) else None
+        # Where whole shards have a single inner ring, their last hop on it is posted with the others.
+        posts_at_once = routing is None and not full_turns and outer is not None and outer.size == 1
+        self._outer = None if posts_at_once else outer
         self._routing, self._inner, self._return_ring, self._like = routing, inner, return_ring, like
         self._wires = wire, wire if later_wire is None else later_wire
         self._inner_hop: AnyHop | None = None
