@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,49 +26,55 @@ from ringprof.analysis.transfers.hops import Split, gbps
 from ringprof.analysis.transfers.matching import match
 from ringprof.analysis.transfers.transfers import Transfer, transfers_of
 from ringprof.common.json_object import JsonObject
-from ringprof.report import perfetto_calls
-from ringprof.report.idle_bars import idle_bars
 from ringprof.report.terms import LABELS
 from ringprof.report.text import clean
-from ringprof.report.timeline import Activity, activities_of, origins_of, peers_of, step_name
+from ringprof.report.timeline import Activity, activities_of, idle_bars, origins_of, peers_of, step_name
 from ringprof.report.trace_event import Lanes, TraceEvent, arrow_event, counter_event, metadata_event, slice_event
 from ringprof.run import Run
+from ringprof.trace.columns import NONE, Ranges, Trace
 
 RUN_TRACK, STEPS, EXPOSED, IDLE, STREAMS, TRACKS_PER_LANE = 0, 1, 2, 3, 100, 1_000_000
 """Track numbers inside a process: the run, ring steps, exposed communication, idle time by cause. A stream's track is
 its number plus ``STREAMS``. ``TRACKS_PER_LANE`` is added for each further lane of a track whose slices overlap."""
-ARROW_CATEGORY = "message"
+FIRST_THREAD_TRACK, THREAD_TRACKS_PER_LANE = 10_000_000, 10_000
+"""Track number of a rank's first CPU thread, and the amount added for each further lane of a thread."""
+ARROW_CATEGORY, LAUNCH_CATEGORY = "message", "launch"
 _LINK_NAMES = {"same_host": "same host", "other_host": "other host", "unknown": "unknown link"}
 
 
 def events_of(findings: Findings, *, launches: bool = False) -> Iterator[TraceEvent]:
     """Generate every event of the merged trace; with ``launches`` also the CPU threads of every rank."""
     attribution = findings.attribution
-    origin, arrows = _origins(attribution, launches=launches), _arrows(attribution)
-    steps = findings.finder.by_activity
+    origin, shift_ns = origins_of(attribution), 0
+    for rank in attribution.ranks if launches else ():
+        # Launches may begin before the first activity, and Perfetto drops negative times.
+        launch = rank.detail.classified.launch[rank.detail.rows().activity]
+        starts_ns = rank.detail.classified.trace.launches.start_ns[launch[launch != NONE]]
+        first = min(starts_ns.tolist(), default=None)
+        shift_ns = shift_ns if first is None else max(shift_ns, origin[rank.rank] - first)
+    origin = {rank: start_ns - shift_ns for rank, start_ns in origin.items()}
+    arrows, steps = _arrows(attribution), findings.finder.by_activity
     yield from _run_events(attribution, origin, arrows)
     for rank in attribution.ranks:
-        yield from _track_names(rank)
+        host = f"{clean(rank.host)} " if rank.host else ""
+        yield metadata_event("process_name", rank.rank, 0, name=f"{host}rank {rank.rank}")
+        yield metadata_event("process_sort_index", rank.rank, 0, sort_index=rank.rank)
         if rank.on_cpu:
-            calls = perfetto_calls.ranges_and_operators(rank.detail)
-            yield from perfetto_calls.call_events(rank.rank, calls, origin[rank.rank])
+            yield from _call_events(rank.rank, _ranges_and_operators(rank.detail), origin[rank.rank])
             continue
+        for track, name in ((STEPS, "ring steps"), (EXPOSED, "exposed communication"), (IDLE, "idle by cause")):
+            yield metadata_event("thread_name", rank.rank, track, name=name)
         rank_events = _RankEvents(rank, rank.detail, origin[rank.rank], arrows, steps.get(rank.rank, {}))
         yield from rank_events.activities(launches=launches)
         yield from rank_events.exposed()
         yield from rank_events.idle()
         yield from rank_events.rates()
     yield from _step_events(findings.steps, origin)
-    yield from _memory_events(attribution, origin)
-
-
-def _origins(attribution: Attribution, *, launches: bool) -> dict[int, int]:
-    """Return for each rank the time to subtract, so that no time is negative: Perfetto drops negative times."""
-    origin, shift_ns = origins_of(attribution), 0
-    for rank in attribution.ranks if launches else ():
-        first = perfetto_calls.first_launch_ns(rank.detail)
-        shift_ns = shift_ns if first is None else max(shift_ns, origin[rank.rank] - first)
-    return {rank: start_ns - shift_ns for rank, start_ns in origin.items()}
+    for pool in memory_timelines(attribution):
+        for time, size in zip(pool.time_ns.tolist(), pool.allocated_bytes.tolist(), strict=True):
+            # Changes before the first activity are put at time 0.
+            time_ns = max(0, time - origin[pool.rank])
+            yield counter_event(pool.rank, f"allocated, {pool.memory}", time_ns, "MiB", size / 2**20)
 
 
 def run_metadata(findings: Findings) -> JsonObject:
@@ -112,16 +119,25 @@ class _Arrows:
 
 def _arrows(attribution: Attribution) -> _Arrows:
     """Match each transfer to those that receive from it, with one arrow per pair where both are drawn."""
-    matches = match({rank.rank: _all_transfers(rank, attribution.run) for rank in attribution.ranks})
+    transfers: dict[int, list[Transfer]] = {}
+    for rank in attribution.ranks:
+        detail = rank.detail
+        if detail.window.between_ns is None:
+            transfers[rank.rank] = [part.transfer for part in detail.splits]
+            continue
+        # If each rank listed only what lies between the cut times, ranks would count different transfers, and wrong
+        # pairs would match.
+        activities = timed_activities(detail.classified, detail.window.activities(), detail.device, None)
+        whole_window = transfers_of(detail.classified, activities.activity, rank.rank)
+        transfers[rank.rank] = fill_from_run(whole_window, attribution.run, rank.rank)
+    matches = match(transfers)
     windows = {rank.rank: rank.window.between_ns for rank in attribution.ranks}
     pairs = dict.fromkeys(zip(matches.sender.tolist(), matches.receiver.tolist(), strict=True))
     arrows, backward = _Arrows(), 0
     for number, pair in enumerate(pairs):
         sender, receiver = (matches.transfers[index] for index in pair)
-        send_span, receive_span = (
-            _drawn_span(sender, windows[sender.rank]),
-            _drawn_span(receiver, windows[receiver.rank]),
-        )
+        send_span = _drawn_span(sender, windows[sender.rank])
+        receive_span = _drawn_span(receiver, windows[receiver.rank])
         if send_span is None or receive_span is None:
             continue
         offset_ns = attribution.clocks.offset_ns
@@ -141,19 +157,6 @@ def _drawn_span(transfer: Transfer, between_ns: tuple[int, int] | None) -> tuple
     return (start, end) if between_ns is None or start < end else None
 
 
-def _all_transfers(rank: Rank, run: Run | None) -> list[Transfer]:
-    """List a rank's transfers of the whole window, even where it is cut at times.
-
-    If each rank listed only what lies between the cut times, ranks would count different transfers, and wrong pairs
-    would match.
-    """
-    detail = rank.detail
-    if detail.window.between_ns is None:
-        return [part.transfer for part in detail.splits]
-    activities = timed_activities(detail.classified, detail.window.activities(), detail.device, None)
-    return fill_from_run(transfers_of(detail.classified, activities.activity, rank.rank), run, rank.rank)
-
-
 # --- the run, and names -------------------------------------------------------------------------------
 
 
@@ -170,15 +173,6 @@ def _run_events(attribution: Attribution, origin: dict[int, int], arrows: _Arrow
     yield slice_event(process, RUN_TRACK, name, 0, end, **details)
 
 
-def _track_names(rank: Rank) -> Iterator[TraceEvent]:
-    host = f"{clean(rank.host)} " if rank.host else ""
-    yield metadata_event("process_name", rank.rank, 0, name=f"{host}rank {rank.rank}")
-    yield metadata_event("process_sort_index", rank.rank, 0, sort_index=rank.rank)
-    for track, name in ((STEPS, "ring steps"), (EXPOSED, "exposed communication"), (IDLE, "idle by cause")):
-        if not rank.on_cpu:
-            yield metadata_event("thread_name", rank.rank, track, name=name)
-
-
 def _step_events(steps: Iterable[Step], origin: dict[int, int]) -> Iterator[TraceEvent]:
     lanes: dict[int, Lanes] = {}
     for step in steps:
@@ -190,15 +184,6 @@ def _step_events(steps: Iterable[Step], origin: dict[int, int]) -> Iterator[Trac
             "exposed ms": step.exposed_ns / 1e6, "wait ms": _ms(step.wait_ns), "wire ms": _ms(step.wire_ns),
         }  # fmt: skip
         yield slice_event(step.rank, track, name, start, end, **figures)
-
-
-def _memory_events(attribution: Attribution, origin: dict[int, int]) -> Iterator[TraceEvent]:
-    """Generate a counter of what each allocator holds; changes before the first activity are put at time 0."""
-    for pool in memory_timelines(attribution):
-        for time, size in zip(pool.time_ns.tolist(), pool.allocated_bytes.tolist(), strict=True):
-            yield counter_event(
-                pool.rank, f"allocated, {pool.memory}", max(0, time - origin[pool.rank]), "MiB", size / 2**20
-            )
 
 
 def _ms(time_ns: int | None) -> float | None:
@@ -217,8 +202,8 @@ class _RankEvents:
 
     def activities(self, *, launches: bool) -> Iterator[TraceEvent]:
         """Generate every activity on its stream, with its transfer; with ``launches`` also the CPU threads."""
-        calls = perfetto_calls.ranges_and_launches(self._detail) if launches else []
-        yield from perfetto_calls.call_events(self._rank, calls, self._origin)
+        calls = _ranges_and_launches(self._detail) if launches else []
+        yield from _call_events(self._rank, calls, self._origin)
         launched = {row for call in calls for row in call.launched}
         lanes: dict[int, Lanes] = {}
         named_tracks: set[int] = set()
@@ -230,19 +215,25 @@ class _RankEvents:
                 named_tracks.add(track)
                 name = f"stream {activity.stream}" + (f", beside ({lane + 1})" if lane else "")
                 yield metadata_event("thread_name", self._rank, track, name=name)
-            yield from self._activity_slice(activity, track, start, end)
+            key, part = self._steps.get(activity.row), self._split.get(activity.row)
+            figures: JsonObject = {"kind": LABELS[activity.kind], "step": key and step_name(key)}
+            if part is not None:
+                transfer, group = part.transfer, part.transfer.group[0]
+                figures |= {
+                    "bytes": transfer.sent_bytes,
+                    "send to": peers_of(transfer.sends),
+                    "receive from": peers_of(transfer.receives),
+                    "link": _LINK_NAMES[part.link],
+                    "group": clean(group) if group else None,
+                    "wait ms": _ms(part.wait_ns),
+                    "wire ms": _ms(part.wire_ns),
+                    "GB/s": _rate_gbps(part),
+                }
+            yield slice_event(self._rank, track, clean(activity.name), start, end, **figures)
             if activity.row in launched:
-                number = perfetto_calls.arrow_number(self._rank, activity.row)
-                yield arrow_event("f", perfetto_calls.LAUNCH, number, self._rank, track, start)
+                number = _arrow_number(self._rank, activity.row)
+                yield arrow_event("f", LAUNCH_CATEGORY, number, self._rank, track, start)
             yield from self._transfer_events(activity, track, start, end)
-
-    def _activity_slice(self, activity: Activity, track: int, start: int, end: int) -> Iterator[TraceEvent]:
-        key = self._steps.get(activity.row)
-        figures = {"kind": LABELS[activity.kind], "step": key and step_name(key)}
-        part = self._split.get(activity.row)
-        yield slice_event(
-            self._rank, track, clean(activity.name), start, end, **figures, **(_transfer_figures(part) if part else {})
-        )
 
     def _transfer_events(self, activity: Activity, track: int, start: int, end: int) -> Iterator[TraceEvent]:
         """Generate a transfer's messages as instants with their arrows, and its wait and wire slices."""
@@ -295,18 +286,18 @@ class _RankEvents:
             if rate is not None and split.wire_ns:
                 end = split.transfer.end_ns
                 links.setdefault(split.link, []).append((end - split.wire_ns, end, rate))
+        between_ns = self._detail.window.between_ns
         for link, spans in links.items():
-            for time, value in _total_rates(spans, self._detail.window.between_ns):
+            # The sum of the rates of all transfers on the wire, at each time that it changes.
+            starts, ends, rates = (np.array(column) for column in zip(*spans, strict=True))
+            if between_ns is not None:
+                starts, ends = np.clip(starts, *between_ns), np.clip(ends, *between_ns)
+            times, index = np.unique(np.concatenate((starts, ends)), return_inverse=True)
+            change = np.zeros(len(times))
+            np.add.at(change, index, np.concatenate((rates, -rates)))
+            values = np.abs(np.round(np.cumsum(change), 3))
+            for time, value in zip(times.tolist(), values.tolist(), strict=True):
                 yield counter_event(self._rank, f"sent, {_LINK_NAMES[link]}", time - self._origin, "GB/s", value)
-
-
-def _transfer_figures(part: Split) -> JsonObject:
-    transfer = part.transfer
-    return {
-        "bytes": transfer.sent_bytes, "send to": peers_of(transfer.sends), "receive from": peers_of(transfer.receives),
-        "link": _LINK_NAMES[part.link], "group": clean(transfer.group[0]) if transfer.group[0] else None,
-        "wait ms": _ms(part.wait_ns), "wire ms": _ms(part.wire_ns), "GB/s": _rate_gbps(part),
-    }  # fmt: skip
 
 
 def _rate_gbps(part: Split) -> float | None:
@@ -314,14 +305,78 @@ def _rate_gbps(part: Split) -> float | None:
     return None if rate is None else round(rate, 3)
 
 
-def _total_rates(
-    spans: list[tuple[int, int, float]], between_ns: tuple[int, int] | None
-) -> Iterator[tuple[int, float]]:
-    """Sum the rates of all transfers on the wire, at each time that the sum changes."""
-    starts, ends, rate = (np.array(column) for column in zip(*spans, strict=True))
-    if between_ns is not None:
-        starts, ends = np.clip(starts, *between_ns), np.clip(ends, *between_ns)
-    times, index = np.unique(np.concatenate((starts, ends)), return_inverse=True)
-    change = np.zeros(len(times))
-    np.add.at(change, index, np.concatenate((rate, -rate)))
-    yield from zip(times.tolist(), np.abs(np.round(np.cumsum(change), 3)).tolist(), strict=True)
+# --- CPU threads: named ranges, launches of device work, and a CPU rank's operators -------------------
+
+
+class _Call(NamedTuple):
+    """A call or range on a CPU thread; times are in nanoseconds of the rank's own clock."""
+
+    start_ns: int
+    end_ns: int
+    thread: int
+    name: str
+    launched: tuple[int, ...] = ()
+    """Activities to draw an arrow to; those that seem to start before their launch are left out."""
+
+
+def _ranges_and_operators(detail: Detail) -> list[_Call]:
+    """List the named ranges and operators within the window of a rank that runs on CPU."""
+    trace, iterations = detail.classified.trace, detail.cpu_iterations
+    first, last = min(iteration.start_ns for iteration in iterations), max(iteration.end_ns for iteration in iterations)
+    return [
+        *_clipped_ranges(trace, trace.annotations, first, last),
+        *_clipped_ranges(trace, trace.operators, first, last),
+    ]
+
+
+def _ranges_and_launches(detail: Detail) -> list[_Call]:
+    """List the launches of the activities in a rank's window, and the named ranges during that time."""
+    trace, launches = detail.classified.trace, detail.classified.trace.launches
+    activities = detail.rows().activity
+    launch = detail.classified.launch[activities]
+    activities, launch = activities[launch != NONE], launch[launch != NONE]
+    if not len(launch):
+        return []
+    first, last = int(launches.start_ns[launch].min()), int(launches.end_ns[launch].max())
+    activities_of_launch: dict[int, list[int]] = {}
+    for activity, index in zip(activities.tolist(), launch.tolist(), strict=True):
+        activities_of_launch.setdefault(index, []).append(activity)
+    calls, columns = list(_clipped_ranges(trace, trace.annotations, first, last)), trace.activities
+    for index, launched in activities_of_launch.items():
+        start = int(launches.start_ns[index])
+        name = f"launch of {trace.names[columns.name[launched[0]]]}"
+        name += f" and {len(launched) - 1} more" if len(launched) > 1 else ""
+        later = tuple(activity for activity in launched if columns.start_ns[activity] >= start)
+        calls.append(_Call(start, int(launches.end_ns[index]), int(launches.thread[index]), name, later))
+    return calls
+
+
+def _clipped_ranges(trace: Trace, ranges: Ranges, first: int, last: int) -> Iterator[_Call]:
+    rows = np.flatnonzero((ranges.start_ns < last) & (ranges.end_ns > first))
+    columns = (ranges.start_ns, ranges.end_ns, ranges.thread, ranges.name)
+    for start, end, thread, name in zip(*(column[rows].tolist() for column in columns), strict=True):
+        yield _Call(max(start, first), min(end, last), thread, trace.names[name])
+
+
+def _call_events(rank: int, calls: Iterable[_Call], origin: int) -> Iterator[TraceEvent]:
+    """Generate the events of one rank's calls, one track per thread.
+
+    Each call is followed by the starts of the arrows to the activities that it launched.
+    """
+    threads: dict[int, tuple[int, Lanes]] = {}
+    named_tracks: set[int] = set()
+    for call in sorted(calls, key=lambda call: (call.start_ns, -call.end_ns)):
+        number, lanes = threads.setdefault(call.thread, (len(threads), Lanes(nested=True)))
+        track = FIRST_THREAD_TRACK + number + THREAD_TRACKS_PER_LANE * lanes.place(call.start_ns, call.end_ns)
+        if track not in named_tracks:
+            named_tracks.add(track)
+            yield metadata_event("thread_name", rank, track, name=f"CPU thread {call.thread}")
+        start = call.start_ns - origin
+        yield slice_event(rank, track, clean(call.name), start, call.end_ns - origin)
+        for activity in call.launched:
+            yield arrow_event("s", LAUNCH_CATEGORY, _arrow_number(rank, activity), rank, track, start)
+
+
+def _arrow_number(rank: int, activity: int) -> int:
+    """Return the number of the arrow from an activity's launch, unique per rank and activity."""
+    return (rank << 32) + activity

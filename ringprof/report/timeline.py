@@ -6,17 +6,20 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
+from ringprof.analysis import intervals
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.kinds.kinds import COMMUNICATION, KIND, KINDS
 from ringprof.analysis.rank import Detail, Rank
 from ringprof.analysis.steps.blocks import StepKey
 from ringprof.analysis.steps.steps import Step
-from ringprof.analysis.transfers.hops import PeerBlock, Split, gbps
+from ringprof.analysis.timeline.idle import HOST, IdleParts
+from ringprof.analysis.transfers.hops import gbps
 from ringprof.analysis.transfers.transfers import Message
 from ringprof.common.formatting import three_digits
 from ringprof.report import palette
-from ringprof.report.idle_bars import idle_bars
 from ringprof.report.page.document import Content, PageContext
 from ringprof.report.terms import LABELS
 
@@ -158,17 +161,8 @@ def _bars(rank: Rank, origin: int, steps: Mapping[int, StepKey], column_ns: int)
     for block in detail.blocks:
         stream, name = max(int(columns.stream[block.hop]), 0), names[columns.name[block.hop]]
         start, end = block.start_ns - origin, block.end_ns - origin
-        yield Bar(
-            rank.rank,
-            "communication",
-            block.part,
-            BLOCKED_ON_PEER,
-            start,
-            end,
-            name,
-            stream,
-            sent=_describe_peer(block),
-        )
+        peer = "peer not known" if block.peer is None else f"peer: rank {block.peer}"
+        yield Bar(rank.rank, "communication", block.part, BLOCKED_ON_PEER, start, end, name, stream, sent=peer)
     # Idle means that no stream runs anything, so the first lane is free.
     stream = min(streams, default=0)
     for idle in idle_bars(detail.idle_parts(), names, column_ns):
@@ -176,37 +170,90 @@ def _bars(rank: Rank, origin: int, steps: Mapping[int, StepKey], column_ns: int)
         yield Bar(rank.rank, "compute", IDLE, IDLE, start, end, idle.label, stream, activities=idle.parts)
 
 
-def _describe_peer(block: PeerBlock) -> str:
-    return "peer not known" if block.peer is None else f"peer: rank {block.peer}"
-
-
 def _activity_bars(rank: int, detail: Detail, origin: int, steps: Mapping[int, StepKey]) -> Iterator[Bar]:
     split = {part.transfer.activity: part for part in detail.splits}
     for activity in activities_of(detail):
         part, key = split.get(activity.row), steps.get(activity.row)
         start, end = activity.start_ns - origin, activity.end_ns - origin
-        bar = Bar(
-            rank,
-            "compute",
-            activity.kind,
-            activity.kind,
-            start,
-            end,
-            activity.name,
-            activity.stream,
-            step_name(key) if key else "",
-        )
-        if activity.kind not in COMMUNICATION:
+        kind, step = activity.kind, step_name(key) if key else ""
+        bar = Bar(rank, "compute", kind, kind, start, end, activity.name, activity.stream, step)
+        if kind in COMMUNICATION:
+            bar = bar._replace(lane="communication", category="unsplit")
+        if kind not in COMMUNICATION or part is None:
             yield bar
             continue
-        bar = bar._replace(lane="communication", category="unsplit", sent=_describe_message(part) if part else "")
-        if part is None or part.wire_ns is None:
+        transfer, rate_gbps = part.transfer, gbps(part.transfer.sent_bytes, part.wire_ns)
+        receivers, senders = peers_of(transfer.sends), peers_of(transfer.receives)
+        sent = [f"to {receivers}" if receivers else "", f"from {senders}" if senders else ""]
+        sent += [f"{transfer.sent_bytes / 1e6:,.1f} MB" if transfer.sent_bytes is not None else ""]
+        sent += [f"{three_digits(rate_gbps)} GB/s" if rate_gbps is not None else ""]
+        bar = bar._replace(sent=", ".join(filter(None, sent)))
+        if part.wire_ns is None:
             yield bar
             continue
         ready = min(max(part.transfer.end_ns - part.wire_ns - origin, start), end)
         for category, part_start, part_end in (("wait", start, ready), ("wire", ready, end)):
             if part_end > part_start or category == "wire":
                 yield bar._replace(category=category, start_ns=part_start, end_ns=part_end)
+
+
+# --- idle time ----------------------------------------------------------------------------------------
+
+
+class IdleBar(NamedTuple):
+    """A part of an idle stretch; times are in nanoseconds of the rank's own clock."""
+
+    start_ns: int
+    end_ns: int
+    cause: str
+    """Cause of most of the bar's time; `event_class` and `name` belong to the same cause."""
+    event_class: str
+    name: str
+    parts: int
+    """Number of idle parts, each with a cause of its own, that the bar joins."""
+
+    @property
+    def label(self) -> str:
+        """Cause, class and name as text: ``host, launch call: cudaLaunchKernel``."""
+        label = f"{self.cause}, {self.event_class}" if self.cause == HOST else self.cause
+        return f"{label}: {self.name}" if self.name else label
+
+
+def idle_bars(parts: IdleParts, names: Sequence[str], shortest_ns: int = 0) -> Iterator[IdleBar]:
+    """Generate bars for the idle stretches of at least ``shortest_ns``; ``names`` are the names in the trace.
+
+    Touching parts with the same cause, class and name form one bar. Touching parts that are each shorter than
+    ``shortest_ns`` also form one bar, with the cause that takes most of its time.
+    """
+    stretches = intervals.union(parts.start_ns, parts.end_ns)
+    is_long = stretches.end_ns - stretches.start_ns >= shortest_ns
+    visible = intervals.Spans(stretches.start_ns[is_long], stretches.end_ns[is_long])
+    rows = np.flatnonzero(intervals.contains(visible, parts.start_ns))
+    group: list[int] = []
+    for row in rows.tolist():
+        if group:
+            previous = group[-1]
+            same_cause = all(column[row] == column[previous] for column in (parts.cause, parts.event_class, parts.name))
+            both_short = all(parts.end_ns[index] - parts.start_ns[index] < shortest_ns for index in (previous, row))
+            if parts.start_ns[row] != parts.end_ns[previous] or not (same_cause or both_short):
+                yield _idle_bar(parts, names, group)
+                group = []
+        group.append(row)
+    if group:
+        yield _idle_bar(parts, names, group)
+
+
+def _idle_bar(parts: IdleParts, names: Sequence[str], group: Sequence[int]) -> IdleBar:
+    """Draw consecutive rows of ``parts`` as one bar, labelled by the label with the largest total time."""
+    times: dict[tuple[str, str, str], int] = {}
+    for row in group:
+        label = parts.label(row, names)
+        times[label] = times.get(label, 0) + int(parts.end_ns[row] - parts.start_ns[row])
+    cause, event_class, name = max(times, key=lambda label: times[label])
+    return IdleBar(int(parts.start_ns[group[0]]), int(parts.end_ns[group[-1]]), cause, event_class, name, len(group))
+
+
+# --- names, and bars that are too short to be seen ----------------------------------------------------
 
 
 def step_name(key: StepKey) -> str:
@@ -217,19 +264,6 @@ def step_name(key: StepKey) -> str:
 def peers_of(messages: Iterable[Message]) -> str | None:
     """Return the ranks that messages go to or come from, as text; None where there are none."""
     return ", ".join(dict.fromkeys(f"rank {message.peer}" for message in messages)) or None
-
-
-def _describe_message(part: Split) -> str:
-    transfer = part.transfer
-    receivers, senders, rate_gbps = (
-        peers_of(transfer.sends),
-        peers_of(transfer.receives),
-        gbps(transfer.sent_bytes, part.wire_ns),
-    )
-    parts = [f"to {receivers}" if receivers else "", f"from {senders}" if senders else ""]
-    parts += [f"{transfer.sent_bytes / 1e6:,.1f} MB" if transfer.sent_bytes is not None else ""]
-    parts += [f"{three_digits(rate_gbps)} GB/s" if rate_gbps is not None else ""]
-    return ", ".join(filter(None, parts))
 
 
 def _joined_bars(bars: Iterable[Bar], gap_ns: int) -> Iterable[Bar]:

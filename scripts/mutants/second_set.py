@@ -153,7 +153,7 @@ RULES = [
          "sorted((100 * (difference.low - 1), 100 * (difference.high - 1)))",
          "faster by 5 % (-6 to -4): the interval has the other sign",
          test="tests/report/test_tables.py"),
-    Rule(f"{REPORT}/idle_bars.py", "short = all(parts", "short = any(parts",
+    Rule(f"{REPORT}/timeline.py", "short = all(parts", "short = any(parts",
          "a long idle part is drawn with the short one beside it as one"),
     Rule(f"{REPORT}/sections/steps.py", "means = {rank: fmean(times) for", "means = {rank: sum(times) for",
          "what the worst rank exposes is the sum over calls, not one call's",

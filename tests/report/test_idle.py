@@ -20,7 +20,6 @@ from ringprof.analysis.timeline.idle import CAUSES
 from ringprof.frames import frame_of
 from ringprof.report import palette, plots
 from ringprof.report.as_json import as_dict
-from ringprof.report.idle_bars import idle_bars
 from ringprof.report.page.document import PageContext
 from ringprof.report.page.html import drawing
 from ringprof.report.perfetto import EXPOSED, IDLE, events_of
@@ -28,7 +27,7 @@ from ringprof.report.sections import idle
 from ringprof.report.tables import Listing
 from ringprof.report.terminal import render
 from ringprof.report.text import TextStyle
-from ringprof.report.timeline import BLOCKED_ON_PEER, timeline_of
+from ringprof.report.timeline import BLOCKED_ON_PEER, idle_bars, timeline_of
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import RUNTIME_CALL
 from ringprof.trace.kineto.reader import parse_trace

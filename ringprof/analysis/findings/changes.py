@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ringprof.analysis.findings.comparison import shared_parts
 from ringprof.analysis.findings.findings import Findings
-from ringprof.analysis.findings.shared_parts import shared_parts
 from ringprof.analysis.findings.verdict import PASSES
 from ringprof.analysis.findings.waterfall import COMMUNICATION_PARTS, WATERFALL_LABELS
 
@@ -72,63 +72,34 @@ class RunChanges:
             if sum(passes[phase][earlier] for earlier in named) < STEP_COVERAGE * pass_change and share:
                 named.append(number)
         covered = sign * 100 * sum(passes[phase][step_number] for step_number in named)
-        steps = f"step{'s' if len(named) > 1 else ''} {_steps_in_words(sorted(named))}"
+        is_range = len(named) > 2 and max(named) - min(named) == len(named) - 1
+        numbers = f"{min(named)} to {max(named)}" if is_range else ", ".join(map(str, sorted(named)))
+        steps = f"step{'s' if len(named) > 1 else ''} {numbers}"
         return f"; by ring step {covered:+.1f} % exposed in {PASSES.get(phase, phase)} {steps}"
-
-
-def _steps_in_words(steps: list[int]) -> str:
-    """Return ascending step numbers as text: ``1 to 4``, or ``1, 3``."""
-    if len(steps) > 2 and steps[-1] - steps[0] == len(steps) - 1:
-        return f"{steps[0]} to {steps[-1]}"
-    return ", ".join(map(str, steps))
 
 
 def changes_between(base: Findings, other: Findings) -> RunChanges:
     """Compare the times of two runs, which must have done the same work."""
-    base_wall_ns = base.waterfall.wall_ns / _times_divisor(base) or 1.0
+    base_wall_ns = base.waterfall.wall_ns / base.summary.times_divisor or 1.0
 
     def changed(base_ns: Mapping[str, float], other_ns: Mapping[str, float]) -> tuple[Change, ...]:
         """Pair the times of both runs by name, largest change first."""
-        rows = [
-            Change(
-                name,
-                base_ns.get(name, 0.0),
-                other_ns.get(name, 0.0),
-                (other_ns.get(name, 0.0) - base_ns.get(name, 0.0)) / base_wall_ns,
-            )
-            for name in dict.fromkeys([*base_ns, *other_ns])
-        ]
+        pairs = {name: (base_ns.get(name, 0.0), other_ns.get(name, 0.0)) for name in (*base_ns, *other_ns)}
+        rows = [Change(name, old, new, (new - old) / base_wall_ns) for name, (old, new) in pairs.items()]
         return tuple(sorted(rows, key=lambda row: -abs(row.share)))
 
-    parts = shared_parts([_time_by_part(base), _time_by_part(other)])
-    return RunChanges(
-        changed(*parts), *(changed(times(base), times(other)) for times in (_exposed_by_step, _time_by_kernel))
-    )
+    by_part, by_step, by_kernel = zip(_times_of(base), _times_of(other), strict=True)
+    return RunChanges(changed(*shared_parts(by_part)), changed(*by_step), changed(*by_kernel))
 
 
-def _times_divisor(findings: Findings) -> int:
-    """Return the divisor that makes a time of the window one of an iteration."""
-    return findings.summary.times_divisor
-
-
-def _time_by_part(findings: Findings) -> dict[str, float]:
-    """Return the nanoseconds of each part of the waterfall."""
-    return {part.part: part.time_ns / _times_divisor(findings) for part in findings.waterfall.parts}
-
-
-def _exposed_by_step(findings: Findings) -> dict[str, float]:
-    """Return the exposed nanoseconds of each ring step, mean over ranks."""
-    divisor = len(findings.attribution.ranks) * _times_divisor(findings)
-    times: dict[str, float] = defaultdict(float)
+def _times_of(findings: Findings) -> tuple[dict[str, float], ...]:
+    """Return nanoseconds by part of the waterfall and, as means over ranks, exposed by ring step, and by kernel."""
+    iterations = findings.summary.times_divisor
+    divisor = len(findings.attribution.ranks) * iterations
+    by_step: dict[str, float] = defaultdict(float)
     for (phase, step), (time, _) in findings.exposed_by_step.items():
-        times[f"{phase} {step}"] += time / divisor
-    return times
-
-
-def _time_by_kernel(findings: Findings) -> dict[str, float]:
-    """Return the nanoseconds of each kernel by name, mean over ranks."""
-    divisor = len(findings.attribution.ranks) * _times_divisor(findings)
-    times: dict[str, float] = defaultdict(float)
+        by_step[f"{phase} {step}"] += time / divisor
+    by_kernel: dict[str, float] = defaultdict(float)
     for kernel in findings.attribution.kernels:
-        times[kernel.name] += kernel.time_ns / divisor
-    return times
+        by_kernel[kernel.name] += kernel.time_ns / divisor
+    return {part.part: part.time_ns / iterations for part in findings.waterfall.parts}, by_step, by_kernel

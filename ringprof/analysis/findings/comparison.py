@@ -10,7 +10,7 @@ parts that every measurement separates.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import hypot
@@ -22,7 +22,6 @@ import msgspec
 from ringprof.analysis.findings.metric import MIN_INTERLEAVED, WATERFALL_PREFIX, Measurement, Metric
 from ringprof.analysis.findings.recording_spread import OTHER_SESSION, SAME_SESSION, Spread, session_spread
 from ringprof.analysis.findings.same_work import WorkMatch, match_work, same_evidence
-from ringprof.analysis.findings.shared_parts import merged_parts
 
 if TYPE_CHECKING:
     from ringprof.analysis.findings.changes import RunChanges
@@ -279,14 +278,13 @@ def _assumed_spread(base: Measurement, other: Measurement, spread: Spread | None
     """Return the assumed spread for recordings of this length: that of one session, unless they are of two."""
     if spread is None:
         spread = session_spread((*base.created, *other.created)) if base.created and other.created else OTHER_SESSION
-    shares = [spread.share_of(_iteration_ms(measurement)) for measurement in (base, other)]
-    return AssumedSpread(hypot(*shares) / 2**0.5, spread.source)
-
-
-def _iteration_ms(measurement: Measurement) -> float | None:
-    """Return the time of one iteration: without the profiler if known, else with it; None where neither is known."""
+    # The time of one iteration is that without the profiler if it is known.
     names = ("iteration_ms", "profiled_iteration_ms", "wall_ms")
-    return next((measurement.figures[name].value for name in names if name in measurement.figures), None)
+    shares = [
+        spread.share_of(next((side.figures[name].value for name in names if name in side.figures), None))
+        for side in (base, other)
+    ]
+    return AssumedSpread(hypot(*shares) / 2**0.5, spread.source)
 
 
 def _verdict(base: Metric, other: Metric, *, proved: bool | None) -> str:
@@ -298,3 +296,47 @@ def _verdict(base: Metric, other: Metric, *, proved: bool | None) -> str:
     if proved is None or base.higher_is_better is None:
         return "differs"
     return "better" if (other.value > base.value) == base.higher_is_better else "worse"
+
+
+# --- waterfalls that separate different parts -------------------------------------------------------
+
+_COARSE = {
+    "attention": ("peak", "kernel", "repeated", "slowdown"),
+    "exposed_unsplit": ("imbalance", "exposed_wire", "peer_wait"),
+}
+"""Coarse parts, each with the finer parts that it contains where a run does not separate them."""
+_OF_KERNEL = ("repeated", "slowdown")
+"""Parts that ``kernel`` contains where a run does not separate them from it."""
+
+
+def shared_parts(waterfalls: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """Sum the parts that not every waterfall separates, so that a part means the same in each result.
+
+    An empty waterfall, of a measurement without one, stays empty.
+    """
+    merged = merged_parts([set(parts) for parts in waterfalls if parts])
+    results = []
+    for parts in waterfalls:
+        result: dict[str, float] = {}
+        for name, value in parts.items():
+            result[merged.get(name, name)] = result.get(merged.get(name, name), 0.0) + value
+        results.append(result)
+    return results
+
+
+def merged_parts(waterfalls: Sequence[Collection[str]]) -> dict[str, str]:
+    """Map each part that not every waterfall separates to the part that contains it in all of them."""
+    merged: dict[str, str] = {}
+    for coarse, fine in _COARSE.items():
+        present = [part for part in fine if any(part in parts for parts in waterfalls)]
+        if any(coarse in parts for parts in waterfalls):
+            merged |= dict.fromkeys(present, coarse)
+    with_kernel = [parts for parts in waterfalls if "kernel" in parts]
+    for part in _OF_KERNEL:
+        if (
+            part not in merged
+            and any(part in parts for parts in with_kernel)
+            and not all(part in parts for parts in with_kernel)
+        ):
+            merged[part] = "kernel"
+    return merged

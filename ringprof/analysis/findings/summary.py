@@ -11,13 +11,12 @@ import msgspec
 import numpy as np
 
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.findings.baselines import BaselineMetrics, baseline_metrics
 from ringprof.analysis.findings.metric_table import PARTS
 from ringprof.analysis.kinds.kinds import COMMUNICATION, KINDS, OTHER_GROUPS
 from ringprof.analysis.rank import LinkTotals, Rank
 from ringprof.analysis.transfers.hops import gbps, total
 from ringprof.analysis.transfers.wait_and_wire import LinkClass
-from ringprof.run import Run, slowest
+from ringprof.run import Baselines, slowest, slowest_median
 
 MOST_RANKS_LISTED = 16
 """Largest number of ranks that are listed one by one."""
@@ -67,6 +66,40 @@ class Communication(msgspec.Struct, frozen=True):
     """Best rate of one kernel, in GB/s."""
 
 
+class BaselineMetrics(msgspec.Struct, frozen=True):
+    """Metrics from the baselines of a recording: compute-only, communication-only and kernel-only iterations.
+
+    They show what overlap could gain, and how close the run comes to the speed of its attention blocks alone. Times are
+    nanoseconds: medians over iterations of the slowest rank's time, as in the achieved rate. The solo time and metrics
+    derived from it are means over ranks, so that ranks with less work are not charged for waiting. All baselines are
+    compared with ordinary iterations that were interleaved with them, on equally hot devices.
+    """
+
+    rounds: int
+    """Number of times that all kinds of iteration were run in turn."""
+    iterations: int
+    """Number of ordinary iterations, the smallest of any rank."""
+    iteration_ns: float
+    """Time of an ordinary iteration, interleaved with the baselines."""
+    compute_only_ns: float | None
+    """Time of an iteration that sends nothing; None for a single rank, which communicates nothing."""
+    communication_only_ns: float | None
+    """Time of an iteration whose attention kernel computes nothing; None for a single rank."""
+    ideal_ns: float | None
+    """The larger of compute-only and communication-only time, reached with perfect overlap; None for a single rank."""
+    ideal_efficiency: float | None
+    """ideal_ns / iteration_ns; None for a single rank."""
+    solo_ns: float
+    """Time of the attention blocks alone (kernel-only baseline): mean over ranks of each rank's median."""
+    solo_tflops: float
+    """FLOPs of all ranks' blocks over the sum of their solo times, in TFLOP/s."""
+    of_solo: float
+    """solo_ns / iteration_ns: share of the solo rate that the iteration reaches."""
+    flash_slowdown: float | None
+    """Attention kernels' time in the profiled run / solo time - 1, over ranks with a trace; None on CPU, and for a
+    single rank."""
+
+
 class Rates(msgspec.Struct, frozen=True):
     """Metrics from the recorder's measurements; each None where the run does not hold it."""
 
@@ -79,7 +112,7 @@ class Rates(msgspec.Struct, frozen=True):
     block_tflops: float | None = None
     """TFLOP/s of the attention blocks over the union of the attention kernels' intervals, mean over ranks."""
     solo_tflops: float | None = None
-    """TFLOP/s of the attention blocks alone, see `ringprof.analysis.findings.baselines`."""
+    """TFLOP/s of the attention blocks alone, see `BaselineMetrics`."""
     slowest_median_ns: float | None = None
     """Median over iterations of the slowest rank's time, without the profiler."""
     profiler_overhead: float | None = None
@@ -150,14 +183,24 @@ class Summary(msgspec.Struct, frozen=True):
 def summarise(attribution: Attribution) -> Summary:
     """Summarise a run with at least one rank."""
     ranks = attribution.ranks
-    parts = _time_parts(ranks)
-    wall = parts[-1]
+    mean_wall_ns = fmean(rank.breakdown.wall_ns for rank in ranks)
+    parts = []
+    for name in PARTS:
+        values = [getattr(rank.breakdown, f"{name}_ns") for rank in ranks]
+        if name == "exposed_other_groups" and not any(OTHER_GROUPS in rank.breakdown.kinds for rank in ranks):
+            continue
+        if name == "background" and not any(values):
+            continue
+        mean_ns = fmean(values)
+        parts.append(TimePart(name, mean_ns, min(values), max(values), _ratio(mean_ns, mean_wall_ns)))
     slowest = max(ranks, key=lambda rank: rank.breakdown.wall_ns)
     shares = [rank.breakdown.exposed_comm_share for rank in ranks]
     worst_index = int(np.argmax(shares))
-    kinds = _kind_rows(ranks, wall.mean_ns)
+    kinds = _kind_rows(ranks, mean_wall_ns)
+    overlapped_ns = total([rank.breakdown.overlapped_ns for rank in ranks])
+    communication_ns = sum(rank.breakdown.comm_ns for rank in ranks)
     return Summary(
-        parts=parts,
+        parts=tuple(parts),
         kinds=kinds,
         communication=_communication_rows(attribution),
         rates=_rates(attribution),
@@ -166,10 +209,10 @@ def summarise(attribution: Attribution) -> Summary:
         exposed_mean=next(part.share for part in parts if part.name == "exposed_comm"),
         exposed_worst=shares[worst_index],
         exposed_worst_rank=ranks[worst_index].rank,
-        overlap_ratio=_overlap_ratio(ranks),
+        overlap_ratio=None if overlapped_ns is None or not communication_ns else overlapped_ns / communication_ns,
         slowest_rank=slowest.rank,
         slowest_wall_ns=slowest.breakdown.wall_ns,
-        slowest_excess=_ratio(slowest.breakdown.wall_ns, wall.mean_ns) - 1.0,
+        slowest_excess=_ratio(slowest.breakdown.wall_ns, mean_wall_ns) - 1.0,
         other_share=next((row.share for row in kinds if row.kind == "other"), 0.0),
         ranks=_rank_rows(ranks),
         devices=_distinct(rank.device for rank in ranks),
@@ -178,57 +221,29 @@ def summarise(attribution: Attribution) -> Summary:
     )
 
 
-def _time_parts(ranks: Sequence[Rank]) -> tuple[TimePart, ...]:
-    """Return the parts of the time over all ranks; optional parts that do not occur are left out."""
-    wall_ns = fmean(rank.breakdown.wall_ns for rank in ranks)
-    result = []
-    for name in PARTS:
-        values = [getattr(rank.breakdown, f"{name}_ns") for rank in ranks]
-        if name == "exposed_other_groups" and not any(OTHER_GROUPS in rank.breakdown.kinds for rank in ranks):
-            continue
-        if name == "background" and not any(values):
-            continue
-        mean_ns = fmean(values)
-        result.append(TimePart(name, mean_ns, min(values), max(values), _ratio(mean_ns, wall_ns)))
-    return tuple(result)
-
-
 def _rank_rows(ranks: Sequence[Rank]) -> tuple[RankRow, ...]:
     """Return one row per rank, or statistics over them where they are more than `MOST_RANKS_LISTED`."""
-    rows = [_rank_row(rank) for rank in ranks]
+    rows = [
+        RankRow(
+            label=f"rank {rank.rank}",
+            **{name: getattr(rank.breakdown, name) for name in RankRow.__struct_fields__[1:-2]},
+            wait_share=rank.hop_totals.wait_share,
+            wire_gbps=rank.hop_totals.wire_gbps,
+        )
+        for rank in ranks
+    ]
     if len(rows) <= MOST_RANKS_LISTED:
         return tuple(rows)
-    statistics: tuple[tuple[str, Statistic], ...] = (("mean", fmean), ("min", min), ("max", max))
-    return tuple(_over_ranks(label, statistic, rows) for label, statistic in statistics)
-
-
-Statistic = Callable[[list[float]], float]
-"""Function of one value per rank."""
-
-
-def _over_ranks(label: str, statistic: Statistic, rows: Sequence[RankRow]) -> RankRow:
-    """Return the row of one statistic over ranks; fields that some ranks lack are over the other ranks."""
-    values: dict[str, Any] = {"label": label}
-    for name in RankRow.__struct_fields__[1:]:
-        known_values = [value for row in rows if (value := getattr(row, name)) is not None]
-        values[name] = statistic(known_values) if known_values else None
-    return RankRow(**values)
-
-
-def _rank_row(rank: Rank) -> RankRow:
-    """Return the row of one rank."""
-    breakdown, hops = rank.breakdown, rank.hop_totals
-    return RankRow(
-        label=f"rank {rank.rank}",
-        wall_ns=breakdown.wall_ns,
-        compute_ns=breakdown.compute_ns,
-        exposed_comm_ns=breakdown.exposed_comm_ns,
-        exposed_memory_ns=breakdown.exposed_memory_ns,
-        idle_ns=breakdown.idle_ns,
-        overlap_ratio=breakdown.overlap_ratio,
-        wait_share=hops.wait_share,
-        wire_gbps=hops.wire_gbps,
-    )
+    statistics: dict[str, Callable[[list[float]], float]] = {"mean": fmean, "min": min, "max": max}
+    rows_of_statistics = []
+    for label, statistic in statistics.items():
+        values: dict[str, Any] = {}
+        for name in RankRow.__struct_fields__[1:]:
+            # Fields that some ranks lack are over the other ranks.
+            known_values = [value for row in rows if (value := getattr(row, name)) is not None]
+            values[name] = statistic(known_values) if known_values else None
+        rows_of_statistics.append(RankRow(label, **values))
+    return tuple(rows_of_statistics)
 
 
 def _kind_rows(ranks: Sequence[Rank], wall_ns: float) -> tuple[KindRow, ...]:
@@ -279,13 +294,6 @@ def _communication_rows(attribution: Attribution) -> tuple[Communication, ...]:
     return tuple(row for _, row in sorted(rows, key=lambda item: -item[0]))
 
 
-def _overlap_ratio(ranks: Sequence[Rank]) -> float | None:
-    """Return the overlapped share of all ranks' communication time; None where it is not known."""
-    overlapped = total([rank.breakdown.overlapped_ns for rank in ranks])
-    communication = sum(rank.breakdown.comm_ns for rank in ranks)
-    return None if overlapped is None or not communication else overlapped / communication
-
-
 # --- what the recorder measured -------------------------------------------------------------------
 
 
@@ -299,14 +307,30 @@ def _rates(attribution: Attribution) -> Rates:
     profiled_ns = slowest(run.profiled.iterations_ns) if run.profiled else []
     median_ns = median(slowest_ns) if slowest_ns else None
     overhead = median(profiled_ns) / median_ns - 1.0 if profiled_ns and median_ns else None
-    # A captured block was timed under the profiler only.
-    quantiles = _rate_quantiles(run, slowest_ns or profiled_ns)
-    controls = baseline_metrics(run.controls, attribution.ranks)
+    # A captured block was timed under the profiler only. The median rate is the rate of the median time.
+    times_ns = slowest_ns or profiled_ns
+    time_of_quantile = (
+        {
+            "p10": np.quantile(times_ns, 0.9),
+            "p50": median(times_ns),
+            "p90": np.quantile(times_ns, 0.1),
+        }
+        if times_ns
+        else {}
+    )
+    quantiles = {name: rate for name, time in time_of_quantile.items() if (rate := run.tflops(float(time)))} or None
+    flops = run.block_flops() or {}
+    block_rates = [
+        flops[rank.rank] * len(rank.iteration_ns) / rank.breakdown.flash_ns / 1e3
+        for rank in attribution.ranks
+        if rank.rank in flops and rank.breakdown.flash_ns
+    ]
+    controls = _baseline_metrics(run.controls, attribution.ranks)
     return Rates(
         tflops=quantiles["p50"] if quantiles else None,
         tflops_quantiles=quantiles,
-        iterations_timed=len(slowest_ns or profiled_ns),
-        block_tflops=_block_tflops(attribution, run),
+        iterations_timed=len(times_ns),
+        block_tflops=fmean(block_rates) if block_rates else None,
         solo_tflops=controls.solo_tflops if controls else None,
         slowest_median_ns=median_ns,
         profiler_overhead=overhead,
@@ -315,26 +339,46 @@ def _rates(attribution: Attribution) -> Rates:
     )
 
 
-def _rate_quantiles(run: Run, iterations_ns: list[int]) -> dict[str, float] | None:
-    """Return TFLOP/s per GPU by quantile over iterations; the median rate is the rate of the median time."""
-    if not iterations_ns:
+def _baseline_metrics(controls: Baselines | None, ranks: Sequence[Rank]) -> BaselineMetrics | None:
+    """Compute the metrics of the baselines; None where none were recorded, or a time is missing or zero."""
+    if controls is None:
         return None
-    time_of_quantile = {
-        "p10": np.quantile(iterations_ns, 0.9),
-        "p50": median(iterations_ns),
-        "p90": np.quantile(iterations_ns, 0.1),
-    }
-    return {name: rate for name, time in time_of_quantile.items() if (rate := run.tflops(float(time)))} or None
-
-
-def _block_tflops(attribution: Attribution, run: Run) -> float | None:
-    """Return the mean over ranks of the TFLOP/s of the attention blocks; None where their FLOPs are not known."""
-    rates, flops = [], run.block_flops()
-    for rank in attribution.ranks:
-        flash_ns = rank.breakdown.flash_ns
-        if flops and rank.rank in flops and flash_ns:
-            rates.append(flops[rank.rank] * len(rank.iteration_ns) / flash_ns / 1e3)
-    return fmean(rates) if rates else None
+    single_rank = len(controls.solo_ns) == 1
+    ordinary_ns, compute_only, communication_only = (
+        slowest_median(times or [])
+        for times in (controls.ordinary_ns, controls.compute_only_ns, controls.communication_only_ns)
+    )
+    solo_ns = [median(times) if times else 0.0 for times in controls.solo_ns]
+    complete = len(solo_ns) == len(controls.solo_flops) and min(solo_ns, default=0) > 0
+    if not (ordinary_ns and complete):
+        return None
+    ideal_ns, mean_solo_ns = None, fmean(solo_ns)
+    if single_rank:
+        # Older recordings of a single rank hold these baselines, too, although nothing is communicated.
+        compute_only = communication_only = None
+    elif compute_only and communication_only:
+        ideal_ns = max(compute_only, communication_only)
+    else:
+        return None
+    # How much slower attention kernels are in the profiled run is not known where the window is not whole profiled
+    # iterations, which have other blocks; nor on CPU, where communication takes time from other ranks' kernels.
+    profiled = [rank for rank in ranks if not rank.on_cpu and rank.iteration_ns and rank.rank < len(solo_ns)]
+    in_run_ns = sum(rank.breakdown.flash_ns for rank in profiled)
+    solo_total_ns = sum(solo_ns[rank.rank] * len(rank.iteration_ns) for rank in profiled)
+    is_known = not single_rank and len(profiled) == len(ranks) and in_run_ns and solo_total_ns
+    return BaselineMetrics(
+        rounds=controls.rounds,
+        iterations=min(len(times) for times in controls.ordinary_ns),
+        iteration_ns=ordinary_ns,
+        compute_only_ns=compute_only,
+        communication_only_ns=communication_only,
+        ideal_ns=ideal_ns,
+        ideal_efficiency=ideal_ns / ordinary_ns if ideal_ns else None,
+        solo_ns=mean_solo_ns,
+        solo_tflops=sum(controls.solo_flops) / sum(solo_ns) / 1e3,
+        of_solo=mean_solo_ns / ordinary_ns,
+        flash_slowdown=in_run_ns / solo_total_ns - 1.0 if is_known else None,
+    )
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -18,16 +18,16 @@ Parts that the evidence cannot separate are shown as one part with a name of its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from statistics import fmean
 
 import msgspec
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.recommendations import recommendations_of
 from ringprof.analysis.findings.summary import Summary
-from ringprof.analysis.findings.waterfall_text import AttentionWork, part_evidence
-from ringprof.analysis.kinds.kinds import COMPUTE_PARTS
+from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, MEMORY
 from ringprof.analysis.rank import Rank
+from ringprof.common.formatting import milliseconds, three_digits
 from ringprof.workload.devices import Peak, peak_of
 from ringprof.workload_checks import workload_fits
 
@@ -165,6 +165,18 @@ class _RankParts(msgspec.Struct, frozen=True):
     on_wire_ns: int
 
 
+class _AttentionWork(msgspec.Struct, frozen=True):
+    """Attention work of the window over all ranks, and the rates that it is compared with."""
+
+    peak: Peak | None
+    needed: int
+    """FLOPs that the workload needs, from its exact mask area."""
+    done: int | None
+    """FLOPs of the computed blocks; None where the run did not count them."""
+    solo_tflops: float | None
+    """TFLOP/s of the same blocks without communication; None where they were not measured."""
+
+
 def find_waterfall(attribution: Attribution, summary: Summary) -> Waterfall:
     """Compute the waterfall of a run."""
     ranks = attribution.ranks
@@ -184,16 +196,26 @@ def find_waterfall(attribution: Attribution, summary: Summary) -> Waterfall:
         "launch_gaps": sum(parts.host_bound_ns for parts in rank_parts),
         "blocked": sum(parts.blocked_ns for parts in rank_parts),
     }
-    mean_ns = _whole_means(totals, len(ranks))
+    # The means are whole nanoseconds that sum to the mean of all: those with the largest remainders are rounded up.
+    times_ns = {name: time // len(ranks) for name, time in totals.items()}
+    missing_ns = sum(totals.values()) // len(ranks) - sum(times_ns.values())
+    for name in sorted(totals, key=lambda name: -(totals[name] % len(ranks)))[:missing_ns]:
+        times_ns[name] += 1
     wall_ns = slowest.breakdown.wall_ns
-    texts = part_evidence(attribution, summary, work), recommendations_of(attribution, summary)
+    mean_ns = -(-sum(parts.busy_ns for parts in rank_parts) // len(rank_parts))
+    run = attribution.run
     # For whole layers only the FLOPs of the attention are counted, which give no rate of the step.
-    flops = work.needed / len(ranks) if work and not _has_layers(attribution) else None
+    has_layers = run is not None and run.workload is not None and run.workload.layer is not None
+    flops = work.needed / len(ranks) if work and not has_layers else None
     return Waterfall(
-        parts=_waterfall_parts(mean_ns, wall_ns, flops, texts, _always_shown(attribution)),
+        parts=_waterfall_parts(attribution, summary, work, times_ns, wall_ns, flops),
         wall_ns=wall_ns,
         slowest_rank=slowest.rank,
-        bounds=_bounds(rank_parts, wall_ns, mean_ns["imbalance"]),
+        bounds=Bounds(
+            free_ns=max(parts.busy_ns for parts in rank_parts),
+            balanced_ns=wall_ns - times_ns["imbalance"],
+            hidden_ns=max(mean_ns, *(parts.on_wire_ns for parts in rank_parts)),
+        ),
         peak=work.peak if work else None,
         tflops=flops / wall_ns / 1e3 if flops and wall_ns else None,
     )
@@ -231,20 +253,10 @@ def _rank_parts(rank: Rank, wall_ns: int, longest_compute_ns: int) -> _RankParts
     )
 
 
-def _bounds(rank_parts: Sequence[_RankParts], wall_ns: int, imbalance_ns: int) -> Bounds:
-    """Compute the bounds of the wall time; the mean busy time is rounded up."""
-    mean_ns = -(-sum(parts.busy_ns for parts in rank_parts) // len(rank_parts))
-    return Bounds(
-        free_ns=max(parts.busy_ns for parts in rank_parts),
-        balanced_ns=wall_ns - imbalance_ns,
-        hidden_ns=max(mean_ns, *(parts.on_wire_ns for parts in rank_parts)),
-    )
-
-
 # --- the attention kernels' time ----------------------------------------------------------------------
 
 
-def _attention_work(attribution: Attribution, summary: Summary) -> AttentionWork | None:
+def _attention_work(attribution: Attribution, summary: Summary) -> _AttentionWork | None:
     """Return the attention FLOPs and rates over all ranks; None where the work of every rank is not known."""
     run, ranks = attribution.run, attribution.ranks
     if run is None or run.workload is None or run.topology.world_size != len(ranks) or attribution.on_cpu:
@@ -261,16 +273,10 @@ def _attention_work(attribution: Attribution, summary: Summary) -> AttentionWork
     # Attention faster than the peak cannot be that of the stated workload, so there is no peak to compare with.
     if peak is None or needed_flops / peak.tflops / 1e3 > attention_ns or len(set(summary.devices)) > 1:
         peak = None
-    return AttentionWork(peak, needed_flops, done_flops, summary.rates.solo_tflops)
+    return _AttentionWork(peak, needed_flops, done_flops, summary.rates.solo_tflops)
 
 
-def _has_layers(attribution: Attribution) -> bool:
-    """Return whether the attention was recorded in whole layers."""
-    run = attribution.run
-    return run is not None and run.workload is not None and run.workload.layer is not None
-
-
-def _attention_parts(spent_ns: int, work: AttentionWork | None) -> dict[str, int]:
+def _attention_parts(spent_ns: int, work: _AttentionWork | None) -> dict[str, int]:
     """Split the attention kernels' time over all ranks as far as the evidence allows."""
     if work is None or work.peak is None:
         return {"attention": spent_ns}
@@ -284,50 +290,102 @@ def _attention_parts(spent_ns: int, work: AttentionWork | None) -> dict[str, int
     return totals
 
 
-# --- means that sum -----------------------------------------------------------------------------------
-
-
-def _whole_means(totals: dict[str, int], count: int) -> dict[str, int]:
-    """Divide each total by ``count`` into whole nanoseconds that sum to the mean of all.
-
-    The means with the largest remainders are rounded up.
-    """
-    mean_ns = {name: time // count for name, time in totals.items()}
-    missing_ns = sum(totals.values()) // count - sum(mean_ns.values())
-    for name in sorted(totals, key=lambda name: -(totals[name] % count))[:missing_ns]:
-        mean_ns[name] += 1
-    return mean_ns
-
-
-def _always_shown(attribution: Attribution) -> set[str]:
-    """Return the parts that are shown even if they take no time, since that is worth knowing."""
-    has_several = len(attribution.ranks) > 1
-    timed = any(row.timed for rank in attribution.ranks for row in rank.link_totals)
-    always_shown = {"merge_and_copies", "launch_gaps", "kernel", "repeated", "slowdown", "peak", "attention"}
-    return always_shown | ({"imbalance", "exposed_wire", "peer_wait"} if has_several and timed else set())
-
-
 def _waterfall_parts(
-    mean_ns: dict[str, int],
+    attribution: Attribution,
+    summary: Summary,
+    work: _AttentionWork | None,
+    times_ns: dict[str, int],
     wall_ns: int,
     flops: float | None,
-    texts: tuple[dict[str, str], ...],
-    always_shown: set[str],
 ) -> tuple[WaterfallPart, ...]:
-    """Build the parts in order; ``texts``: evidence and recommendations by part."""
-    rows, total_ns, (evidence, recommendations) = [], 0, texts
+    """Build the parts in order; ``flops``: needed FLOPs per device, None where they give no rate."""
+    evidence, recommendations = _part_evidence(attribution, summary, work), recommendations_of(attribution, summary)
+    # These are shown even if they take no time, since that is worth knowing.
+    always_shown = {"merge_and_copies", "launch_gaps", "kernel", "repeated", "slowdown", "peak", "attention"}
+    if len(attribution.ranks) > 1 and any(row.timed for rank in attribution.ranks for row in rank.link_totals):
+        always_shown |= {"imbalance", "exposed_wire", "peer_wait"}
+    rows, total_ns = [], 0
     for name in WATERFALL_LABELS:
-        if name not in mean_ns or (not mean_ns[name] and name not in always_shown):
+        if name not in times_ns or (not times_ns[name] and name not in always_shown):
             continue
-        total_ns += mean_ns[name]
+        total_ns += times_ns[name]
         rows.append(
             WaterfallPart(
                 part=name,
-                time_ns=mean_ns[name],
-                share=mean_ns[name] / wall_ns if wall_ns else 0.0,
+                time_ns=times_ns[name],
+                share=times_ns[name] / wall_ns if wall_ns else 0.0,
                 tflops=flops / total_ns / 1e3 if flops and total_ns > 0 else None,
                 evidence=evidence[name],
-                remedy=recommendations.get(name, "") if mean_ns[name] > 0 else "",
+                remedy=recommendations.get(name, "") if times_ns[name] > 0 else "",
             )
         )
     return tuple(rows)
+
+
+# --- evidence: the metrics that a part is computed from, in one line each -----------------------------
+
+
+def _part_evidence(attribution: Attribution, summary: Summary, work: _AttentionWork | None) -> dict[str, str]:
+    """Return the line of evidence for every part, by its name."""
+    ranks, on_cpu = attribution.ranks, attribution.on_cpu
+    if on_cpu:
+        attention = f"attention operators, mean {milliseconds(fmean(rank.breakdown.flash_ns for rank in ranks))}"
+        unsplit = "blocked in wait: on CPU wire, peer wait and imbalance are not told apart"
+    else:
+        reason = "the traces do not tell the work" if work is None else "no peak is known that fits"
+        if attribution.run is not None and not workload_fits(attribution.run):
+            reason = "the stated workload does not fit the counted FLOPs"
+        attention = f"union of the attention kernels; {reason}: not held against a peak"
+        unsplit = "its kernels have no wait and wire (see warnings): exposed wire, peer wait and imbalance in one"
+    least = min(ranks, key=lambda rank: rank.breakdown.compute_ns)
+    most = max(ranks, key=lambda rank: rank.breakdown.compute_ns)
+    computing = [f"rank {rank.rank} computes {milliseconds(rank.breakdown.compute_ns)}" for rank in (least, most)]
+    rates = [
+        f"{row.kind} {three_digits(row.wire_gbps)} GB/s" for row in summary.communication if row.wire_gbps is not None
+    ]
+    host_bound = "nothing ran on the device before the next activity was launched, and in gaps below 5 us"
+    return {
+        "attention": attention,
+        **_work_evidence(attribution, work),
+        "imbalance": ", ".join(computing),
+        "exposed_wire": f"on the wire with no computation beside it; {', '.join(rates[:3]) or 'rates not known'}",
+        "peer_wait": "waiting beyond what the ranks' computation differs by",
+        "exposed_unsplit": unsplit,
+        "other_groups": "communication of groups that were not asked for, with nothing beside it",
+        **{part: _compute_evidence(summary, kinds) for part, kinds in COMPUTE_PARTS.items()},
+        "merge_and_copies": _compute_evidence(summary, (*COMPUTE_PARTS["merge_and_copies"], *MEMORY)),
+        "background": "other work of the device runs, launched outside the window",
+        "launch_gaps": host_bound if not on_cpu else "neither computing nor blocked",
+        "blocked": "nothing ran on the device, although the next activity had been launched, or no launch is recorded",
+    }
+
+
+def _work_evidence(attribution: Attribution, work: _AttentionWork | None) -> dict[str, str]:
+    """Return the evidence for the parts that compare attention with the peak; empty where no peak is known."""
+    if work is None or work.peak is None:
+        return {}
+    rank_count = len(attribution.ranks)
+    attention_ns = sum(rank.breakdown.flash_ns for rank in attribution.ranks)
+    done_flops = work.done or work.needed
+    rate_tflops = done_flops / attention_ns / 1e3 if attention_ns else 0.0
+    peak = work.peak
+    words = {
+        "peak": f"{work.needed / rank_count / 1e12:,.1f} TFLOP a device at {peak.tflops:g} TFLOP/s ({peak.source})",
+        "repeated": f"blocks of {done_flops / work.needed:.4f} times the work that the mask needs",
+    }
+    if work.solo_tflops:
+        share = work.solo_tflops / peak.tflops
+        words["kernel"] = f"the same blocks alone: {work.solo_tflops:,.1f} TFLOP/s, {share:.0%} of peak"
+        words["slowdown"] = f"{rate_tflops:,.1f} TFLOP/s in the run against {work.solo_tflops:,.1f} alone"
+    else:
+        other_cause = "" if work.done is not None else " repeated work and"
+        words["kernel"] = (
+            f"{rate_tflops:,.1f} TFLOP/s in the run; no solo rate:{other_cause} slow-down beside communication is in it"
+        )
+    return words
+
+
+def _compute_evidence(summary: Summary, kinds: tuple[str, ...]) -> str:
+    """Give the mean time of each kind that a part consists of."""
+    times = [f"{row.kind} {milliseconds(row.time_ns)}" for row in summary.kinds if row.kind in kinds]
+    return f"not beside attention; mean of all: {', '.join(times) or 'none'}"

@@ -7,9 +7,8 @@ from typing import Any
 
 import msgspec
 
-from ringprof.analysis.findings.baselines import BaselineMetrics
 from ringprof.analysis.findings.findings import Findings
-from ringprof.analysis.findings.summary import Communication, Rates
+from ringprof.analysis.findings.summary import BaselineMetrics, Communication, Rates
 from ringprof.analysis.kinds.kinds import ATTENTION, COMPUTE, KIND, in_a_sentence
 from ringprof.analysis.transfers.hops import OTHER_HOST, SAME_HOST
 from ringprof.common.formatting import percent, three_digits
