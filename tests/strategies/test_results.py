@@ -15,6 +15,7 @@ from ringprof.strategies import algorithms, create, find, names, parameters, pee
 from ringprof.strategies.algorithms.cached import Cached
 from ringprof.strategies.base import Strategy
 from ringprof.strategies.registry import for_inference
+from ringprof.strategies.transport.torch_transport import TorchTransport
 from tests.strategies.cases import CASES, Case, WorkloadShard, dense, inputs, over_the_ranks, relative_error
 from tests.strategies.ranks import run_ranks
 
@@ -272,8 +273,9 @@ def test_one_rank_needs_no_process_group():
 
 
 def group_timeout(rank: int) -> float:
-    group = create("ring").kv_ring.group
-    return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+    transport = create("ring").kv_ring.transport
+    assert isinstance(transport, TorchTransport)
+    return float(transport.group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
 
 
 @pytest.mark.processes
