@@ -1,4 +1,4 @@
-"""Kernels of flash-attn 3 and 4, written from the signatures in their public repository; the authors could run neither.
+"""Kernels of flash-attn 3 and 4, written from the signatures in their public repository.
 
 A recording checks the results of every kernel before it measures them, including these.
 
@@ -8,6 +8,7 @@ Source: Dao-AILab/flash-attention, hopper/flash_attn_interface.py (3) and flash_
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,16 +20,35 @@ from .kernel import Gradients, Kernel, allocate_adjacent
 from .varlen import VarlenKernel
 
 
+def _disabled_features() -> frozenset[str]:
+    """Return the features that the installed flash-attn 3 was compiled without, such as "SOFTCAP" or "HDIM256".
+
+    Its setup.py writes FLASHATTENTION_DISABLE_... of the build into the module ``flash_attn_config``. A call that needs
+    a disabled feature can end the process by a segmentation fault (seen: softcap on H200), so no such call is made.
+    """
+    try:
+        flags = import_module("flash_attn_config").CONFIG["build_flags"]
+    except (ImportError, AttributeError, KeyError, TypeError):
+        return frozenset()
+    return frozenset(
+        name.rpartition("DISABLE_")[2] for name, disabled in flags.items() if "DISABLE_" in name and disabled
+    )
+
+
+_DISABLED = _disabled_features()
+
+
 class FlashAttn3Kernel(VarlenKernel):
-    """Kernel of flash-attn 3 for Hopper (module ``flash_attn_interface``)."""
+    """Kernel of flash-attn 3 for Hopper (module ``flash_attn_interface``), with the features of the installed build."""
 
     name = "flash-attn-3"
     pairs_gradients = True
-    tested = False
     dense_rows = False
-    takes_windows = True
-    takes_softcap = True
-    most_head_dim = 256
+    takes_windows = "LOCAL" not in _DISABLED
+    takes_softcap = "SOFTCAP" not in _DISABLED
+    # A smaller head_dim is computed with the next larger size that was compiled.
+    most_head_dim = max((size for size in (64, 96, 128, 192, 256) if f"HDIM{size}" not in _DISABLED), default=0)
+    dtypes = (torch.bfloat16,) if "FP16" in _DISABLED else (torch.bfloat16, torch.float16)
 
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
@@ -36,6 +56,9 @@ class FlashAttn3Kernel(VarlenKernel):
             return "needs a CUDA device"
         if find_spec("flash_attn_interface") is None:
             return "needs flash-attn 3: build hopper/ of github.com/Dao-AILab/flash-attention"
+        for feature in ("BACKWARD", "VARLEN"):
+            if feature in _DISABLED:
+                return f"needs a flash-attn 3 that was built without FLASHATTENTION_DISABLE_{feature}"
         return None if torch.cuda.get_device_capability(device)[0] == 9 else "needs a Hopper GPU (capability 9.0)"
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:

@@ -365,7 +365,7 @@ def test_what_kernels_can():
         "takes_softcap": {"flash-attn-3", "flash-attn", "flex", "reference"},
         "has_deterministic_mode": own_and_flash,
         "takes_delta": {"reference"},
-        "tested": set(KERNELS) - {"flash-attn-3", "flash-attn-4"},
+        "tested": set(KERNELS) - {"flash-attn-4"},
         "production": set(KERNELS) - {"reference"},
     }
     for flag, those in able.items():

@@ -2,12 +2,13 @@
 
 Signatures of Dao-AILab/flash-attention: flash_attn/flash_attn_interface.py, hopper/flash_attn_interface.py and
 flash_attn/cute/interface.py; and of torch's aten/src/ATen/native/native_functions.yaml. What the real ones compute is
-not held here: flash-attn 3 and 4 could not be run, the others are in `test_gpu`.
+not tested here: `test_gpu` does, but for flash-attn 4, which was not run.
 """
 
 from __future__ import annotations
 
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringprof.strategies.kernels import flash_attn, torch_kernels
+from ringprof.strategies.kernels import flash_attn, newer_flash_attn, torch_kernels
 from ringprof.strategies.kernels.reference import ReferenceKernel
 from ringprof.strategies.kernels.registry import KERNELS
 from ringprof.strategies.masks.layouts import LAYOUTS
@@ -281,3 +282,48 @@ def test_what_they_do_not_take_is_said() -> None:
     assert not KERNELS["flash-attn-4"].has_deterministic_mode
     for name in ("flash-attn-3", "flash-attn-4"):
         assert KERNELS[name].missing(CPU) == "needs a CUDA device"
+
+
+SIZES = ("HDIM64", "HDIM96", "HDIM128", "HDIM192", "HDIM256")
+
+
+@pytest.mark.parametrize(
+    ("disabled", "windows", "softcap", "most_head_dim", "dtypes"),
+    [
+        ((), True, True, 256, (torch.bfloat16, torch.float16)),
+        (("SOFTCAP", "FP16", "HDIM64", "HDIM192", "HDIM256"), True, False, 128, (torch.bfloat16,)),
+        (("LOCAL", "HDIM256"), False, True, 192, (torch.bfloat16, torch.float16)),
+        (SIZES, True, True, 0, (torch.bfloat16, torch.float16)),
+    ],
+)
+def test_flash_attn_3_offers_only_the_features_it_was_compiled_with(
+    monkeypatch: pytest.MonkeyPatch, disabled: tuple[str, ...], windows: bool, softcap: bool, most_head_dim: int,
+    dtypes: tuple[torch.dtype, ...],
+) -> None:  # fmt: skip
+    kernel = _flash_attn_3_built_without(monkeypatch, disabled)
+    assert (kernel.takes_windows, kernel.takes_softcap) == (windows, softcap)
+    assert (kernel.most_head_dim, kernel.dtypes) == (most_head_dim, dtypes)
+    # A device of no GPU: whether it is found here must not matter.
+    assert kernel.missing(CPU) == "needs a CUDA device"
+
+
+@pytest.mark.parametrize("feature", ["BACKWARD", "VARLEN"])
+def test_a_flash_attn_3_without_backward_or_varlen_is_not_used(monkeypatch: pytest.MonkeyPatch, feature: str) -> None:
+    kernel = _flash_attn_3_built_without(monkeypatch, (feature,))
+    monkeypatch.setitem(kernel.missing.__func__.__globals__, "find_spec", lambda name: object())
+    reason = kernel.missing(torch.device("cuda"))
+    assert reason == f"needs a flash-attn 3 that was built without FLASHATTENTION_DISABLE_{feature}"
+
+
+def _flash_attn_3_built_without(monkeypatch: pytest.MonkeyPatch, disabled: tuple[str, ...]) -> Any:
+    """Load the kernels' module beside a ``flash_attn_config`` as setup.py writes it; return its flash-attn 3 kernel."""
+    names = ("BACKWARD", "LOCAL", "SOFTCAP", "FP16", "VARLEN", "SPLIT", *SIZES)
+    flags = {f"FLASHATTENTION_DISABLE_{name}": name in disabled for name in names}
+    config = ModuleType("flash_attn_config")
+    config.CONFIG = {"build_flags": {**flags, "FLASHATTENTION_ENABLE_VCOLMAJOR": True}}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn_config", config)
+    spec = spec_from_file_location("ringprof.strategies.kernels.of_another_build", newer_flash_attn.__file__)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.FlashAttn3Kernel
