@@ -303,6 +303,9 @@ def build_run(name: str, created: str, command: list[str], results: list[RankRes
     states, links = [result.state for result in results], [result.links for result in results]
     works = [result.work for result in results if result.work is not None]
     profiled = [result.profiled_ns for result in results]
+    hosts = [result.host for result in results]
+    # A group's local ranks need not start at 0, and hosts that are emulated share a name: neither count alone is right.
+    ranks_per_host = min(1 + max(result.local_rank for result in results), max(Counter(hosts).values()))
     return Run(
         name=name,
         created=created,
@@ -310,9 +313,9 @@ def build_run(name: str, created: str, command: list[str], results: list[RankRes
         workload=None,
         topology=Topology(
             world_size=len(results),
-            hosts=[result.host for result in results],
+            hosts=hosts,
             local_ranks=[result.local_rank for result in results],
-            ranks_per_host=1 + max(result.local_rank for result in results),
+            ranks_per_host=ranks_per_host,
             device_type=device.type,
             backend="nccl" if device.type == "cuda" else "gloo",
         ),

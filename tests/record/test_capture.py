@@ -24,6 +24,7 @@ from ringprof.api import Analysis
 from ringprof.errors import UsageError
 from ringprof.record import capture as recorder
 from ringprof.record import process_group
+from ringprof.record.recording import RankResult, build_run
 from ringprof.run import Workload, read_run
 from ringprof.strategies import create
 from tests.strategies.ranks import run_ranks
@@ -186,6 +187,25 @@ def test_groups_of_one_job_may_name_one_folder(tmp_path: Path) -> None:
     whole = ringprof.load(tmp_path / "pairs")
     assert isinstance(whole, Analysis) and len(whole.attribution.ranks) == 4
     assert {warning.code for warning in whole.attribution.warnings} == {"cpu_no_transfer_times"}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "local_ranks", "expected"),
+    [
+        (["a", "a"], [2, 3], 2),
+        (["a", "b"], [3, 3], 1),
+        (["a", "a", "b", "b"], [0, 1, 0, 1], 2),
+        (["a", "a", "a", "a"], [0, 1, 0, 1], 2),
+    ],
+    ids=["second group of a host", "one rank on each host", "all of two hosts", "two emulated hosts"],
+)
+def test_ranks_per_host_count_the_recorded_ranks_alone(hosts: list[str], local_ranks: list[int], expected: int) -> None:
+    results = [
+        RankResult(host=host, local_rank=local_rank, device="cpu", trace=f"rank{index}.json.gz")
+        for index, (host, local_rank) in enumerate(zip(hosts, local_ranks, strict=True))
+    ]
+    run = build_run("pair", "2026-11-23T00:00:00Z", [], results, torch.device("cpu"))
+    assert run.topology.ranks_per_host == expected
 
 
 def outside(rank: int, folder: Path, mesh: bool) -> str:
