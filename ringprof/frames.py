@@ -10,7 +10,7 @@ import msgspec
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.memory import memory_timelines
-from ringprof.analysis.findings.metric_table import TIMES
+from ringprof.analysis.findings.time_table import TIMES
 from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.timeline.breakdown import Breakdown
 from ringprof.analysis.transfers.hops import TimedHop

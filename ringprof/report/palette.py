@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringprof.analysis.findings.metric_table import TIMES
+from ringprof.analysis.findings.time_table import TIMES
 from ringprof.analysis.kinds.kinds import BLUE as BLUE
 from ringprof.analysis.kinds.kinds import GREEN, KIND, ORANGE, PURPLE, SKY, VERMILION, YELLOW
 from ringprof.analysis.kinds.kinds import GREY as GREY

@@ -15,7 +15,7 @@ import numpy as np
 from ringprof.analysis.findings.comparison import Comparison
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.metric import Measurement
-from ringprof.analysis.findings.metric_table import PARTS
+from ringprof.analysis.findings.time_table import PARTS
 from ringprof.analysis.findings.uncertainty import own_interval
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS
 from ringprof.analysis.steps.steps import Step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringprof.analysis.findings.metric_table import IDLE_LABELS, TIMES
+from ringprof.analysis.findings.time_table import IDLE_LABELS, TIMES
 from ringprof.analysis.kinds.kinds import KIND
 
 LABELS: dict[str, str] = {

@@ -9,7 +9,8 @@ import jsonschema
 import pytest
 
 from ringprof.analysis.findings.findings import findings_in_memory
-from ringprof.analysis.findings.metric_table import METRICS, TIMES, Use
+from ringprof.analysis.findings.metric_table import METRICS, Use
+from ringprof.analysis.findings.time_table import TIMES
 from ringprof.common.json_object import json_text
 from ringprof.report import as_json
 from ringprof.scale.pipeline import attribute

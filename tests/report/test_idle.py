@@ -357,3 +357,17 @@ def test_the_idle_track_of_a_recorded_run_sums_to_its_idle_time() -> None:
     for rank in findings.attribution.ranks:
         idle_pieces = [piece for piece in model.slices if piece.process == rank.rank and piece.track == IDLE]
         assert sum(piece.end_ns - piece.start_ns for piece in idle_pieces) == rank.breakdown.idle_ns
+
+
+def test_only_a_complete_recording_says_how_long_peer_copies_were_waited_for(tmp_path: Path) -> None:
+    """A rank that waits for a copy idles: one rank's trace without run.json must not call that 0 % of waiting."""
+    recording = ROOT / "tests/data/waits-copies"
+    trace = next(path for path in recording.iterdir() if path.name.startswith("rank1"))
+    (tmp_path / trace.name).write_bytes(trace.read_bytes())
+
+    def sentences(path: Path) -> str:
+        return " ".join(render(analysis(path).findings, TextStyle(width=400)).split())
+
+    assert "of peer copy time within a host was waiting for a peer" in sentences(recording)
+    alone = sentences(tmp_path / trace.name)
+    assert "waiting for a peer" not in alone and "peer copy time within a host is all on the wire" in alone

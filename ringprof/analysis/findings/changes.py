@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ringprof.analysis.findings.comparison import shared_parts
 from ringprof.analysis.findings.findings import Findings
+from ringprof.analysis.findings.metric import shared_parts
 from ringprof.analysis.findings.verdict import PASSES
 from ringprof.analysis.findings.waterfall import COMMUNICATION_PARTS, WATERFALL_LABELS
 

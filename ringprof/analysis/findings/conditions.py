@@ -25,7 +25,8 @@ import msgspec
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.metric import WATERFALL_PREFIX
-from ringprof.analysis.findings.metric_table import IDLE_LABELS, METRICS, TIMES, Use
+from ringprof.analysis.findings.metric_table import METRICS, Use
+from ringprof.analysis.findings.time_table import IDLE_LABELS, TIMES
 from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.rank import Rank
 from ringprof.errors import UsageError

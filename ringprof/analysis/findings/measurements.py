@@ -8,8 +8,9 @@ from fractions import Fraction
 from ringprof.analysis.findings.conditions import metrics_of
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.metric import WATERFALL_PREFIX, Measurement, Metric
-from ringprof.analysis.findings.metric_table import IDLE_LABELS, MS, RATES, RECORDED, SHARES, MetricRow, Use
+from ringprof.analysis.findings.metric_table import MS, RATES, RECORDED, SHARES, MetricRow, Use
 from ringprof.analysis.findings.same_work import evidence_of
+from ringprof.analysis.findings.time_table import IDLE_LABELS
 from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.run import Run, Workload
 from ringprof.trace.columns import NOTES

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.findings.metric_table import PARTS
+from ringprof.analysis.findings.time_table import PARTS
 from ringprof.analysis.kinds.kinds import COMMUNICATION, KINDS, OTHER_GROUPS
 from ringprof.analysis.rank import LinkTotals, Rank
 from ringprof.analysis.transfers.hops import gbps, total

@@ -13,7 +13,7 @@ from bokeh.palettes import Viridis256
 from bokeh.plotting import figure
 
 from ringprof.analysis.findings.changes import Change
-from ringprof.analysis.findings.metric_table import PARTS
+from ringprof.analysis.findings.time_table import PARTS
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS, Waterfall, WaterfallPart
 from ringprof.analysis.steps.steps import Step
 from ringprof.report import palette

@@ -12,8 +12,9 @@ from ringprof.analysis.findings.changes import Change
 from ringprof.analysis.findings.comparison import Comparison, Difference
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.metric import WATERFALL_PREFIX, Measurement, Recordings
-from ringprof.analysis.findings.metric_table import METRICS, USUAL_PARTS
+from ringprof.analysis.findings.metric_table import METRICS
 from ringprof.analysis.findings.recording_spread import SAME_SESSION
+from ringprof.analysis.findings.time_table import USUAL_PARTS
 from ringprof.analysis.findings.uncertainty import ratio_interval, significantly_different
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS
 from ringprof.common.formatting import percent

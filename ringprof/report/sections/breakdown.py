@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringprof.analysis.findings.findings import Findings
-from ringprof.analysis.findings.metric_table import TIMES, USUAL_PARTS
 from ringprof.analysis.findings.summary import Communication, Summary
+from ringprof.analysis.findings.time_table import TIMES, USUAL_PARTS
 from ringprof.analysis.kinds.kinds import OTHER_GROUPS
 from ringprof.analysis.rank import Rank
 from ringprof.common.formatting import percent

@@ -193,11 +193,13 @@ def _cost_lines(run: Run, rates: Rates) -> list[str]:
 
 def communication(findings: Findings, style: TextStyle, listing: Listing) -> list[str]:
     """Describe waiting and wire time of each kind of communication; empty on CPU, where they are not known."""
-    rows = findings.summary.communication
-    return [style.wrap("\n".join(map(_communication_line, rows)))] if rows and not findings.attribution.on_cpu else []
+    attribution, rows = findings.attribution, findings.summary.communication
+    complete = attribution.run is not None and len(attribution.ranks) == attribution.world_size
+    lines = [_communication_line(row, copy_waits_known=complete) for row in rows]
+    return [style.wrap("\n".join(lines))] if rows and not attribution.on_cpu else []
 
 
-def _communication_line(row: Communication) -> str:
+def _communication_line(row: Communication, *, copy_waits_known: bool) -> str:
     name = in_a_sentence(row.kind)
     link = f" {_LINK_PLACES[row.link]}" if row.link in _LINK_PLACES else ""
     rates = []
@@ -206,6 +208,9 @@ def _communication_line(row: Communication) -> str:
     if row.best_gbps is not None:
         rates.append(f"{three_digits(row.best_gbps)} best seen on this link")
     shown = f" ({'; '.join(rates)})" if rates else ""
+    # A copy by the copy engine never waits itself: its rank idles, which only a complete recording attributes to a peer.
+    if row.kind == "copy_engine" and not row.wait_share and not copy_waits_known:
+        return f"{name} time{link} is all on the wire{shown}; waiting for it, if any, is idle time in these traces."
     waited = f"{percent(row.wait_share, 0)} of {name} time{link} was waiting for a peer"
     return f"{waited}, {percent(row.wire_share, 0)} on the wire{shown}."
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import ringprof
-from ringprof.analysis.findings.comparison import combine_recordings, compare_measurements, merged_parts, shared_parts
-from ringprof.analysis.findings.metric import Measurement, Metric
+from ringprof.analysis.findings.comparison import combine_recordings, compare_measurements
+from ringprof.analysis.findings.metric import Measurement, Metric, merged_parts, shared_parts
 from ringprof.report.comparison import verdict_lines
 from tests.loaded import analysis
 from tests.paths import TRACES
