@@ -370,4 +370,4 @@ def test_only_a_complete_recording_says_how_long_peer_copies_were_waited_for(tmp
 
     assert "of peer copy time within a host was waiting for a peer" in sentences(recording)
     alone = sentences(tmp_path / trace.name)
-    assert "waiting for a peer" not in alone and "peer copy time within a host is all on the wire" in alone
+    assert "waiting for a peer" not in alone and "All peer copy time within a host is on the wire" in alone

@@ -208,9 +208,9 @@ def _communication_line(row: Communication, *, copy_waits_known: bool) -> str:
     if row.best_gbps is not None:
         rates.append(f"{three_digits(row.best_gbps)} best seen on this link")
     shown = f" ({'; '.join(rates)})" if rates else ""
-    # A copy by the copy engine never waits itself: its rank idles, which only a complete recording attributes to a peer.
+    # A peer copy itself never waits: its rank idles, which only a complete recording attributes to a peer.
     if row.kind == "copy_engine" and not row.wait_share and not copy_waits_known:
-        return f"{name} time{link} is all on the wire{shown}; waiting for it, if any, is idle time in these traces."
+        return f"All {name} time{link} is on the wire{shown}; waiting for it, if any, is idle time in these traces."
     waited = f"{percent(row.wait_share, 0)} of {name} time{link} was waiting for a peer"
     return f"{waited}, {percent(row.wire_share, 0)} on the wire{shown}."
 
