@@ -186,7 +186,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return 3 * forward if self.backward else forward
 
     def cache_bytes(self) -> int:
-        """Return the bytes of the K/V cache that new tokens attend to: batch · keys · kv_heads · (D + E) elements."""
+        """Return the bytes of K and V that all ranks hold and the new tokens attend to.
+
+        That is batch · keys · kv_heads · (head_dim + v_head_dim) elements, with the keys that a window leaves.
+        """
         keys = self.kv_length or self.seq
         if self.window is not None:
             keys = min(keys, self.seq + self.window - 1 + (self.prefix or 0))
@@ -572,7 +575,7 @@ def parse_run(data: bytes, path: str | os.PathLike[str]) -> Run:
 
 
 def _contradictions(run: Run) -> Iterator[str]:
-    """Yield the inconsistencies of a run. A report assumes that there are none."""
+    """Yield a sentence for each inconsistency of a run; reports assume that there are none."""
     size = run.topology.world_size
     by_rank: dict[str, Sequence[object] | None] = {
         "topology.hosts": run.topology.hosts,

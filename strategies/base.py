@@ -549,7 +549,7 @@ class Strategy(Expectations, ABC):
         return travelling.is_cpu or travelling.nbytes >= OVERLAP_FROM_BYTES
 
     def _positions_on(self, seq: int, device: torch.device, documents: Documents = None) -> Tensor:
-        """Return this rank's positions on a device, cached for the latest sequence lengths."""
+        """Return the positions of this rank's tokens among ``seq``, int64 on ``device``; the latest few are cached."""
         layout = self.layout_of(documents)
         reason = _indivisible(layout, seq, self.comm.size)
         if reason:

@@ -102,7 +102,7 @@ class Monitor:
             self._profiler = self._profiling.enter_context(profiler())
 
     def _start_sample(self) -> None:
-        """Wait for the device, then start to profile the next step."""
+        """Wait for the device's earlier work, then start the profiler, which records until the next step ends."""
         self._ranks.finish()
         self._annotation = ExitStack()
         if self._profiler is not None:

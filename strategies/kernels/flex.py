@@ -142,7 +142,7 @@ def _simple_mask(queries: int, keys: int, causal: bool, device: torch.device) ->
 
 
 def _mask_of_parts(parts: MaskBlocks, device: torch.device) -> Any:
-    """Return the ``BlockMask`` of a block for FlexAttention, cached in ``parts``."""
+    """Return FlexAttention's ``BlockMask`` for an attention call; cached in ``parts``, per device."""
     if device not in parts.kernel_cache:
         first, end = stretches(parts)
         # Build it on the host: a strategy may build it on one stream and use it on another.

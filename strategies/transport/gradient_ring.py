@@ -187,9 +187,10 @@ def forward_grads(
 
 
 def add_block_grads(totals: Message, grads: Sequence[Tensor] | None, rows: slice, *, first: bool = False) -> None:
-    """Add the gradients of a block's ``rows`` to travelling ``totals``; ``grads`` are None where there is no block.
+    """Add the gradients of a block's ``rows`` to ``totals``, the sums that travel round the ring.
 
-    The ``first`` block writes its gradients, and zeros in all other rows.
+    The ``first`` block writes its gradients, and zeros in all other rows. ``grads`` are None where the mask leaves no
+    block: nothing is added, and a ``first`` one writes zeros.
     """
     if grads is None:
         for buffer in totals.buffers if first else ():

@@ -180,7 +180,7 @@ def _listed_names(figures: Mapping[str, float]) -> str:
 
 
 def parse_condition(text: str) -> Condition:
-    """Parse a condition. Raises `UsageError` with the grammar where the text is not a condition."""
+    """Parse a condition of ``--fail-if``, such as ``tflops < 0.95 * base``; raise `UsageError` with its grammar."""
     match = _GRAMMAR.fullmatch(text)
     number = float(match["number"]) if match else math.nan
     if match is None or not math.isfinite(number):

@@ -162,7 +162,10 @@ def _common_work(base: WorkEvidence, other: WorkEvidence) -> str:
 
 
 def _name_match(base: WorkEvidence, other: WorkEvidence) -> str:
-    """State whether kernels are equal by name, or how many of the base's have other names in the other traces."""
+    """State whether the kernel calls of both sides are equal by name, or how many of the base's are not.
+
+    Calls are counted per iteration.
+    """
     if not base.kernels or not other.kernels:
         return "equal by kind"
     equal = sum(

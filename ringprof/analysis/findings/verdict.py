@@ -317,7 +317,10 @@ _MIN_EARLY_SHARE = 0.1
 
 
 def _unsplit_line(facts: Facts, share: float) -> str:
-    """Say that wire and wait cannot be separated; on CPU, how long ranks are blocked."""
+    """Say that transfer and waiting cannot be separated; on CPU, say instead how long ranks are blocked.
+
+    ``share`` is that of the slowest rank's time.
+    """
     if facts.attribution.on_cpu:
         # The share includes the time from a rank's own end to the slowest rank's.
         blocked = f"{percent(share)} of the slowest rank's time others are blocked, or done before it"

@@ -135,7 +135,10 @@ def _activities_with_rule(
 
 
 def _classify_by_launch(trace: Trace, launch: Int64, kind: Int8, evidence: Int8) -> None:
-    """Reclassify kernels launched inside an attention operator or a merge range, unless their name is better proof."""
+    """Reclassify kernels launched inside an attention operator or a range named as a merge.
+
+    Kernels whose own name says flash attention and the pass, or communication, keep their kind.
+    """
     kernel = (trace.activities.category != MEMCPY) & (trace.activities.category != MEMSET)
     named_flash = is_kind(kind, *ATTENTION) & ~trace.names_that(lacks_pass_word)[trace.activities.name]
     kernel &= evidence != USER_RULE

@@ -216,7 +216,7 @@ def _transfer_times(matches: Matches, clocks: Clocks) -> _TransferTimes:
 
 
 def _clock_error(matches: Matches, clocks: Clocks) -> Int64:
-    """Return the largest clock error between each transfer and its own partners."""
+    """Return, per transfer, the largest error in ns of its rank's clock against the clocks of its partners' ranks."""
     error = np.zeros(len(matches.transfers), np.int64)
     if not clocks.several:
         return error

@@ -82,7 +82,7 @@ class UserAttention:
         return {}
 
     def _wrong_shape(self, out: Tensor, q: Tensor, seq: int) -> str:
-        """Describe an output whose shape differs from that of q."""
+        """Describe an output whose shape is not that of q, the rank's shard of ``seq`` tokens in all."""
         message = f"the output is {tuple(out.shape)}, and q {tuple(q.shape)}"
         if self.ranks.size > 1 and out.numel() == q.numel() * self.ranks.size and seq in out.shape:
             return f"{message}: the whole sequence on every rank, not the rank's own tokens"
