@@ -45,7 +45,7 @@ def test_block_longer_than_its_hop_hides_it(source):
 
 
 @pytest.mark.parametrize("source", NAMES)
-def test_exposed_time_belongs_to_the_step_whose_block_is_too_short(source):
+def test_exposed_time_is_charged_to_the_step_of_its_block(source):
     steps = steps_of(ring_pass(block=everybody(600), hop_ns=800, names=NAMES[source]))
     forward = steps_of_rank(steps, 0, "fwd")
     # Block and merge overlap 610 of the hop's 800 ns.

@@ -63,7 +63,7 @@ def test_two_messages_per_peer_wait_for_peers_of_peers():
 
 
 @pytest.mark.parametrize(("tensors", "waited_for"), [(1, [{3: 500}, {}, {3: 500}, {}]), (2, [{3: 500}] * 3 + [{}])])
-def test_wait_ends_when_the_last_required_rank_begins(tensors, waited_for):
+def test_wait_is_attributed_to_the_last_rank_it_depends_on(tensors, waited_for):
     # With two messages per peer, rank 1 waits for rank 3, which is not one of its own peers 0 and 2.
     starts, ends = [1000, 1000, 1000, 1500], [2500, 2500 if tensors == 2 else 2000, 2500, 2500]
     attribution = attribution_of(ring(starts, ends, tensors=tensors))
