@@ -17,12 +17,12 @@ def structure(text: str) -> str:
     return re.sub(r"^(\| `\w+` \| \d+ \|) [^|]+ \|", r"\1 |", text, flags=re.MULTILINE)
 
 
-def test_the_drawings_are_those_of_the_imports() -> None:
+def test_architecture_diagrams_match_the_imports() -> None:
     written = PAGE.partition(SCRIPT["BEGIN"])[2].partition(SCRIPT["END"])[0]
     assert structure(written.strip()) == structure(SCRIPT["generated"]().strip()), "python scripts/architecture.py"
 
 
-def test_what_follows_from_other_imports_is_left_out() -> None:
+def test_diagrams_omit_transitive_imports() -> None:
     graph = SCRIPT["ImportGraph"].__new__(SCRIPT["ImportGraph"])
     graph.imports = {
         "p.cli": {"p.report", "p.trace"},
@@ -36,7 +36,7 @@ def test_what_follows_from_other_imports_is_left_out() -> None:
     assert drawn == ["cli --> report", "report --> trace", "scale --> trace"]
 
 
-def test_a_checkout_is_measured() -> None:
+def test_architecture_script_measures_a_checkout() -> None:
     measured = SCRIPT["measures"](ROOT)
     assert measured["files of ringprof/"] == len(
         [path for path in (ROOT / "ringprof").rglob("*.py") if "strategies" not in path.parts]

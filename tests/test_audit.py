@@ -42,12 +42,12 @@ UNKNOWN = {"name": "torch", "skip_reason": "not found on PyPI"}
         ([], ["NOT AUDITED: no database of vulnerabilities could be reached"], 0),
     ],
 )
-def test_what_could_not_be_audited_is_said(packages: list[dict[str, Any]], lines: list[str], code: int) -> None:
+def test_audit_reports_what_could_not_be_audited(packages: list[dict[str, Any]], lines: list[str], code: int) -> None:
     assert SCRIPT["verdict"](packages) == (lines, code)
 
 
 @pytest.mark.parametrize("answer", ["", 'print(\'{"dependencies": [{"name": "a", "skip_reason": "b"}]}\')'])
-def test_without_a_database_its_last_line_says_so(answer: str, tmp_path: Path) -> None:
+def test_audit_without_a_database_ends_with_not_audited(answer: str, tmp_path: Path) -> None:
     """Use a pip-audit without output, as without a network, or one that finds no package, as with a mirror's index."""
     (tmp_path / "pip_audit.py").write_text(answer)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
@@ -64,7 +64,7 @@ _PARTS = st.tuples(st.integers(0, 12), st.integers(0, 12))
 
 
 @given(st.lists(_PARTS, min_size=1, max_size=6, unique=True), st.booleans(), _PARTS)
-def test_a_version_is_affected_between_two_events(
+def test_version_is_affected_between_two_events(
     versions: list[tuple[int, int]], last: bool, version: tuple[int, int]
 ) -> None:
     """Compare with pairs of numbers; the last range has no end if the number of events is odd."""
@@ -82,13 +82,13 @@ def test_a_version_is_affected_between_two_events(
 
 
 @pytest.mark.parametrize(("version", "hit"), [("2.5.1", True), ("2.6.0", True), ("2.6.1", False), ("2.13.0", False)])
-def test_a_bound_that_is_no_version(version: str, hit: bool) -> None:
+def test_affected_range_with_an_invalid_version_bound(version: str, hit: bool) -> None:
     """Use a bound that is not a valid version, as in PYSEC-2025-189 of torch."""
     events = ({"introduced": "0"}, {"last_affected": "2.6.0-cu124"})
     assert SCRIPT["affects"](affected(events=events), version) == hit
 
 
-def test_a_database_that_was_brought_along(tmp_path: Path) -> None:
+def test_audit_with_a_local_database(tmp_path: Path) -> None:
     """Use records in OSV's export format for this project's pins: listed, in a range, withdrawn, fixed, unrelated."""
     pins = SCRIPT["pinned"]()
     assert len(pins) == sum("==" in line for line in (ROOT / "constraints.txt").read_text().splitlines())

@@ -16,7 +16,7 @@ def chosen(environment: dict[str, str], fallback: str | None = None) -> str | No
     return environment.get(VARIABLE)
 
 
-def test_it_is_the_users_cache_folder(tmp_path: Path) -> None:
+def test_compile_cache_is_in_the_cache_folder_of_the_user(tmp_path: Path) -> None:
     home, cache = tmp_path / "home", tmp_path / "cache"
     home.mkdir()
     assert chosen({"HOME": str(home)}) == str(home / ".cache" / "ringprof" / "torchinductor")
@@ -25,18 +25,18 @@ def test_it_is_the_users_cache_folder(tmp_path: Path) -> None:
     assert chosen({"HOME": str(home), "XDG_CACHE_HOME": str(cache)}) == str(cache / "ringprof" / "torchinductor")
 
 
-def test_what_the_user_names_stays(tmp_path: Path) -> None:
+def test_compile_cache_set_by_the_user_is_kept(tmp_path: Path) -> None:
     assert chosen({"HOME": str(tmp_path), VARIABLE: "/elsewhere"}, "/fallback") == "/elsewhere"
 
 
 @pytest.mark.parametrize("home", [None, "", "relative", __file__, "/dev/null"])
-def test_without_a_home_it_is_the_fallback(home: str | None) -> None:
+def test_compile_cache_without_a_home_uses_the_fallback(home: str | None) -> None:
     environment = {} if home is None else {"HOME": home}
     assert chosen(dict(environment)) is None
     assert chosen(dict(environment), "/fallback") == "/fallback"
 
 
-def test_a_folder_of_another_user_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_cache_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / ".cache" / "ringprof" / "torchinductor").mkdir(parents=True)
     monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
     assert chosen({"HOME": str(tmp_path)}, "/fallback") == "/fallback"
@@ -44,7 +44,7 @@ def test_a_folder_of_another_user_is_not_taken(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.processes
 @pytest.mark.parametrize("has_home", [True, False])
-def test_a_recording_leaves_nothing_in_the_temporary_folder(tmp_path: Path, has_home: bool) -> None:
+def test_recording_leaves_no_temporary_files(tmp_path: Path, has_home: bool) -> None:
     pytest.importorskip("torch")
     home, temporary = tmp_path / "home", tmp_path / "tmp"
     temporary.mkdir()

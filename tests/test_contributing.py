@@ -7,7 +7,7 @@ import re
 from tests.paths import ROOT
 
 
-def test_every_file_that_it_names_exists() -> None:
+def test_files_named_in_contributing_exist() -> None:
     named = re.findall(r"`([\w./-]+/[\w.-]*)`", (ROOT / "CONTRIBUTING.md").read_text("utf-8"))
     assert len(named) > 20
     for name in named:

@@ -52,7 +52,7 @@ def finished(program: Path, arguments: list[str], folder: Path) -> str:
 
 
 @pytest.mark.processes
-def test_helpers_of_a_report_of_many_ranks(scripts: Path, tmp_path: Path) -> None:
+def test_report_workers_import_nothing_from_the_current_folder(scripts: Path, tmp_path: Path) -> None:
     plant(tmp_path, installed() | sys.stdlib_module_names)
     write_ring(tmp_path, 72, per_host=8)
     printed = finished(scripts / "ringprof", ["report", ".", "--jobs", "2"], tmp_path)
@@ -63,13 +63,13 @@ RECORD = ["record", *SMALL, "--seq", "128", "--world", "2", "--iters", "1"]
 
 
 @pytest.mark.processes
-def test_ranks_of_a_recording(scripts: Path, tmp_path: Path) -> None:
+def test_local_ranks_import_nothing_from_the_current_folder(scripts: Path, tmp_path: Path) -> None:
     plant(tmp_path, installed() | sys.stdlib_module_names)
     finished(scripts / "ringprof", [*RECORD, "--strategy", "ring"], tmp_path)
 
 
 @pytest.mark.processes
-def test_ranks_of_torchrun(scripts: Path, tmp_path: Path) -> None:
+def test_torchrun_ranks_import_nothing_from_the_current_folder(scripts: Path, tmp_path: Path) -> None:
     """Plant no standard modules: torchrun starts ``python -m ringprof``, before which Python imports its own."""
     plant(tmp_path, installed())
     launch = ["--standalone", "--nproc-per-node", "2", "-m", "ringprof"]
@@ -77,14 +77,14 @@ def test_ranks_of_torchrun(scripts: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_strategy_given_by_its_path_is_the_users_word(scripts: Path, tmp_path: Path) -> None:
+def test_named_strategy_is_imported_from_the_current_folder(scripts: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from ringprof.strategies.algorithms.ring import Ring\n\n\nclass Mine(Ring):\n    pass\n"
     )
     assert "mine:Mine" in finished(scripts / "ringprof", [*RECORD, "--strategy", "mine:Mine"], tmp_path)
 
 
-def test_a_plot_is_not_drawn_by_the_folders_settings(
+def test_plot_ignores_matplotlibrc_of_the_current_folder(
     scripts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MPLBACKEND", "nonsense")
@@ -104,7 +104,7 @@ def test_a_plot_is_not_drawn_by_the_folders_settings(
 
 
 @pytest.mark.parametrize("start", [["-m", "ringprof"], ["-P", "-m", "ringprof"]])
-def test_the_module_as_a_program(start: list[str], tmp_path: Path) -> None:
+def test_python_m_ringprof_imports_nothing_from_the_current_folder(start: list[str], tmp_path: Path) -> None:
     (tmp_path / "click.py").write_text("raise SystemExit('untrusted')")
     done = subprocess.run(
         [sys.executable, *start, "--version"], cwd=tmp_path, env=environment(), capture_output=True, text=True

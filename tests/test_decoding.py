@@ -56,7 +56,7 @@ READERS: dict[str, tuple[Callable[[bytes, str], object], bytes]] = {
         (lambda sound: sound.replace(b'"schema": "r', b'"schema": 1e999, "x": "r', 1), "malformed|out of range"),
     ],
 )
-def test_what_cannot_be_decoded_is_refused_in_one_line(
+def test_undecodable_file_is_a_one_line_error(
     name: str, damage: Callable[[bytes], bytes], why: str, tmp_path: Path
 ) -> None:
     read, sound = READERS[name]
@@ -108,14 +108,14 @@ def test_a_machine_file_without_end_is_refused(tmp_path: Path, monkeypatch: pyte
         read_calibration(path)
 
 
-def test_an_untrusted_owner_file_stops_no_recording(tmp_path: Path) -> None:
+def test_deeply_nested_owner_file_is_ignored(tmp_path: Path) -> None:
     folder = tmp_path / ".some.partial"
     folder.mkdir()
     (folder / OWNER_FILE).write_bytes(b'{"token": "a", "x": ' + b"[" * 1800 + b"]" * 1800 + b"}")
     assert not has_token(folder, "a") and remove_abandoned(tmp_path) == []
 
 
-def test_the_error_is_the_callers() -> None:
+def test_decode_json_raises_the_error_of_the_caller() -> None:
     with pytest.raises(RunFormatError, match=r"^here: not a list: Expected `int`, got `str` - at `\$\[0\]`$"):
         decode_json(b'["x"]', list[int], "here", "a list", RunFormatError)
 
@@ -159,13 +159,13 @@ def decoder_calls(path: Path) -> set[str]:
     return called
 
 
-def test_only_one_module_decodes_files_of_users() -> None:
+def test_only_one_module_decodes_user_files() -> None:
     calling = {str(path.relative_to(PACKAGE)) for path in sorted(PACKAGE.rglob("*.py")) if decoder_calls(path)}
     assert calling == set(EXCEPTIONS)
 
 
 @pytest.mark.parametrize("name", sorted(_OF_USERS))
-def test_an_exception_that_reads_files_of_users_catches_what_decoders_raise(name: str) -> None:
+def test_modules_that_read_user_files_catch_decoder_errors(name: str) -> None:
     """Look for `UNREADABLE` in the module; modules that only define decoders mention it for their callers."""
     assert "UNREADABLE" in (PACKAGE / name).read_text("utf-8")
 
@@ -179,11 +179,11 @@ def test_an_exception_that_reads_files_of_users_catches_what_decoders_raise(name
         "from msgspec import json",
     ],
 )
-def test_a_decoder_is_noticed(text: str, tmp_path: Path) -> None:
+def test_decoder_calls_are_detected(text: str, tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text(text)
     assert decoder_calls(path)
 
 
-def test_the_package_is_the_checkouts() -> None:
+def test_package_is_imported_from_the_checkout() -> None:
     assert PACKAGE == ROOT / "ringprof"

@@ -44,5 +44,5 @@ def test_peaks_by_name(device: str, tflops: float) -> None:
         ("NVIDIA H200", None),
     ],
 )
-def test_what_the_table_does_not_know_has_no_peak(device: str | None, dtype: str | None) -> None:
+def test_unknown_devices_and_dtypes_have_no_peak(device: str | None, dtype: str | None) -> None:
     assert peak_of(device, dtype) is None

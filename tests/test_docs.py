@@ -26,7 +26,7 @@ from tests.paths import ROOT
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_example_report_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_report_equals_the_command_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["report", str(ROOT / "traces" / "h200x4-zigzag-262144"), "--width", "80"]) == 0
     indented = "\n".join(f"    {line}" if line else "" for line in capsys.readouterr().out.rstrip().split("\n"))
     assert indented in README
@@ -42,7 +42,7 @@ def recorded(strategy: str) -> ringprof.Analysis:
     return ringprof.load(ROOT / "traces" / f"h200x4-{strategy}-262144")
 
 
-def test_the_table_of_strategies_is_what_their_runs_show() -> None:
+def test_strategy_table_equals_the_committed_runs() -> None:
     shown = {}
     for name, *_ in NINE:
         figures, summary = recorded(name).figures(), recorded(name).summary
@@ -52,7 +52,7 @@ def test_the_table_of_strategies_is_what_their_runs_show() -> None:
     assert shown == {name: tuple(row) for name, *row in NINE} and len(shown) == 9
 
 
-def test_the_first_five_are_not_told_apart() -> None:
+def test_first_five_strategies_of_the_table_do_not_differ() -> None:
     """Check the README's statement below its table for every pair."""
     for base, other in combinations([name for name, *_ in NINE[:5]], 2):
         comparison = ringprof.compare(recorded(base), recorded(other))
@@ -62,7 +62,7 @@ def test_the_first_five_are_not_told_apart() -> None:
     assert "recordings of one program differ by about 1 %" in README and "first five noise" in README
 
 
-def test_the_hop_that_the_readme_explains() -> None:
+def test_readme_hop_example_equals_the_committed_run() -> None:
     hops = recorded("zigzag").hops()
     hop = hops[(hops["rank"] == 0) & (hops["hop"] == 1)].iloc[0]
     wait, wire = hop.wait_ns / 1e6, hop.wire_ns / 1e6
@@ -85,7 +85,7 @@ def _commands(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize("command", [*_commands("guides.md"), *_commands("logs.md"), *_commands("workloads.md")])
-def test_the_guides_commands_work(
+def test_commands_of_the_guide_work(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -95,7 +95,7 @@ def test_the_guides_commands_work(
     assert len(list(tmp_path.iterdir())) == sum(word.startswith("out.") for word in arguments)
 
 
-def test_every_public_name_says_what_it_does() -> None:
+def test_every_public_name_has_a_docstring() -> None:
     for module in (ringprof, ringprof.api, ringprof.comparison, ringprof.frames, ringprof.strategies):
         for name, thing in vars(module).items():
             mine = getattr(thing, "__module__", "").startswith("ringprof")

@@ -34,12 +34,12 @@ def holder(folder: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_pipe_in_the_place_of_an_owner_holds_nothing_up(tmp_path: Path) -> None:
+def test_named_pipe_as_owner_file_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(partial(tmp_path, "strange") / OWNER_FILE)
     assert remove_abandoned(tmp_path) == []
 
 
-def test_a_token_tells_a_folder_from_another_of_its_name(tmp_path: Path) -> None:
+def test_token_identifies_a_folder(tmp_path: Path) -> None:
     folder = partial(tmp_path, "mine")
     token = lock(folder)
     assert has_token(folder, token) and not has_token(folder, token[::-1])
@@ -48,7 +48,7 @@ def test_a_token_tells_a_folder_from_another_of_its_name(tmp_path: Path) -> None
     assert not has_token(folder, token) and list(folder.iterdir()) == []
 
 
-def test_only_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+def test_only_folders_of_dead_processes_are_removed(tmp_path: Path) -> None:
     mine, theirs, foreign, other = (partial(tmp_path, name) for name in ("mine", "theirs", "foreign", "other"))
     lock(mine)
     with holder(theirs) as process:
@@ -62,9 +62,7 @@ def test_only_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     unlock(mine)
 
 
-def test_a_folder_that_another_process_removes_meanwhile_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_removed_concurrently_is_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     partial(tmp_path, "mine")
 
     def vanished(folder: Path) -> bool:
@@ -75,7 +73,7 @@ def test_a_folder_that_another_process_removes_meanwhile_is_no_error(
     assert remove_abandoned(tmp_path) == []
 
 
-def test_an_untrusted_owner_file_says_nothing(tmp_path: Path) -> None:
+def test_invalid_owner_files_are_ignored(tmp_path: Path) -> None:
     folder = partial(tmp_path, "odd")
     for text in ("", "[]", "{", "x" * 10_000):
         (folder / OWNER_FILE).write_text(text)

@@ -92,7 +92,7 @@ def late() -> Iterator[tuple[str, int, str]]:
                         yield from ((module, node.lineno, name) for name in named(node, module))
 
 
-def test_a_function_imports_only_what_is_slow_to_load_or_not_everywhere() -> None:
+def test_late_imports_are_slow_or_optional_modules() -> None:
     late_imports = sorted({*late()})
     assert len(late_imports) > 50
     wrong = []
@@ -104,7 +104,7 @@ def test_a_function_imports_only_what_is_slow_to_load_or_not_everywhere() -> Non
     assert not wrong, "\n".join(wrong)
 
 
-def test_what_stands_in_no_function_is_named_no_exception() -> None:
+def test_list_of_late_import_exceptions_is_current() -> None:
     assert set(OTHERWISE) <= {module for module, _, _ in late()}
 
 
@@ -125,13 +125,13 @@ def without_torch(*lines: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
-def test_every_command_says_without_torch_what_it_does() -> None:
+def test_every_command_prints_help_without_torch() -> None:
     done = without_torch(*(f"{name} --help" for name in COMMANDS))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Usage: ringprof") == len(COMMANDS)
 
 
-def test_what_needs_torch_says_how_to_get_it(tmp_path: Path) -> None:
+def test_commands_needing_torch_explain_how_to_install_it(tmp_path: Path) -> None:
     run = ROOT / "traces" / "h200x4-zigzag-65536"
     cluster = "--seq 128k --hosts 1 --machine h200"
     lines = [

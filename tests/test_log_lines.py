@@ -12,7 +12,7 @@ from ringprof.common import log_lines
 from ringprof.common.log_lines import LONGEST_LINE, LogLines
 
 
-def test_lines_are_those_of_the_text() -> None:
+def test_log_lines_equal_the_lines_of_the_text() -> None:
     assert list(LogLines(b"a\nb\r\n\n c")) == ["a", "b", "", " c"]
     assert list(LogLines(b"")) == [""]
     assert list(LogLines(b"a\n")) == ["a", ""]
@@ -20,7 +20,7 @@ def test_lines_are_those_of_the_text() -> None:
     assert list(LogLines("a\x0bb\u2028c\rd\n".encode())) == ["a\x0bb\u2028c\rd", ""]
 
 
-def test_colours_and_titles_are_taken_off() -> None:
+def test_escape_sequences_are_removed() -> None:
     assert list(LogLines(b"\x1b[1;31mred\x1b[0m\n\x1b]0;title\x07text\n\x1b[2K|")) == ["red", "text", "|"]
 
 
@@ -31,7 +31,7 @@ def test_encodings(encoding: str) -> None:
     assert (lines[0], lines[19_999], lines[20_000], len(lines)) == ("zwölf 🚀 ≤ 3", "zwölf 🚀 ≤ 3", "end", 20_001)
 
 
-def test_what_cannot_be_decoded_is_replaced() -> None:
+def test_invalid_utf_8_is_replaced() -> None:
     assert list(LogLines(b"a\xff\nb\xe2\x82")) == ["a\ufffd", "b\ufffd"]
 
 
@@ -41,7 +41,7 @@ def test_what_cannot_be_decoded_is_replaced() -> None:
     st.integers(1, 60),
     st.data(),
 )
-def test_any_index_in_any_order(lines: list[str], end: str, block: int, data: st.DataObject) -> None:
+def test_lines_can_be_indexed_in_any_order(lines: list[str], end: str, block: int, data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(log_lines, "_BLOCK_BYTES", block)
         log = LogLines(end.join(lines).removeprefix("\ufeff").encode())
@@ -56,13 +56,13 @@ def test_any_index_in_any_order(lines: list[str], end: str, block: int, data: st
                 log[outside]
 
 
-def test_a_line_without_end_is_read_no_further_than_any_table_is_wide() -> None:
+def test_endless_line_is_read_up_to_a_limit() -> None:
     lines = LogLines(b"first\n" + b"x" * (3 * LONGEST_LINE) + b"\nlast")
     assert [line[:5] for line in lines] == ["first", "xxxxx", "last"]
     assert LONGEST_LINE <= len(lines[1]) < 2 * LONGEST_LINE
 
 
-def test_one_emoji_does_not_widen_a_log() -> None:
+def test_one_emoji_does_not_multiply_memory() -> None:
     data = "🚀\n".encode() + b"step 1 loss 2.5\n" * 500_000
     tracemalloc.start()
     try:
@@ -78,6 +78,6 @@ def test_one_emoji_does_not_widen_a_log() -> None:
 @pytest.mark.parametrize(
     ("data", "opened"), [(b"a", True), (b"a\n", False), (b"a\nb 1", True), (b"a |", True), (b"", False)]
 )
-def test_a_last_line_in_which_the_log_may_be_cut_off(data: bytes, opened: bool) -> None:
+def test_last_line_may_be_truncated(data: bytes, opened: bool) -> None:
     lines = LogLines(data)
     assert [lines.is_open(index) for index in range(len(lines))] == [*[False] * (len(lines) - 1), opened]

@@ -39,7 +39,7 @@ def test_area_counts_every_pair(drawn):
     assert mask.area(seq) == sum(sees(mask, query, key) for query in range(seq) for key in range(seq))
 
 
-def test_areas_by_hand():
+def test_mask_areas_by_hand():
     assert Mask().area(131072) == 131072 * 131073 // 2
     assert Mask(causal=False).area(1000) == 10**6
     assert Mask.of(documents=[0, 3, 3, 5]).area(5) == 6 + 3
@@ -63,7 +63,7 @@ def test_band_area_is_aligned_to_the_last_query_and_key(queries, keys, left, rig
     assert band_area(queries, keys, left, right) == expected
 
 
-def test_a_scaled_mask_keeps_the_shares():
+def test_scaled_mask_keeps_relative_lengths():
     mask = Mask.of(documents=[0, 1000, 3000, 4000], window=(399, 0)).scaled(4000, 400)
     assert (mask.documents, mask.window) == ((0, 100, 300, 400), (39, 0))
     assert Mask.of(window=(0, 0)).scaled(4000, 4) == Mask.of(window=(0, 0))
@@ -71,7 +71,7 @@ def test_a_scaled_mask_keeps_the_shares():
     assert Mask.of(window=(399, 0), prefix=64).scaled(4000, 4) == Mask.of(window=(0, 0), prefix=1)
 
 
-def test_what_is_no_mask_is_refused():
+def test_invalid_masks_are_refused():
     for documents in ([1, 4], [0, 5, 3], [0]):
         with pytest.raises(ValueError, match="cumulative lengths"):
             Mask.of(documents=documents)

@@ -17,7 +17,7 @@ FEW = "-q tests/test_run.py tests/test_docs.py tests/report/test_text.py"
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_the_two_commands_of_the_readme_twice(tmp_path: Path) -> None:
+def test_readme_commands_work_twice_in_a_fresh_clone(tmp_path: Path) -> None:
     clone = tmp_path / "a clone"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}

@@ -19,7 +19,7 @@ MEASURE = ("05_your_own_training_step", "07_before_you_buy")
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
-def test_there_are_seven() -> None:
+def test_notebooks_are_numbered_01_to_07() -> None:
     assert [path.name[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04", "05", "06", "07"]
 
 
@@ -27,7 +27,7 @@ def test_there_are_seven() -> None:
 @pytest.mark.processes
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notebook_runs_without_errors(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Use this checkout even if another ringprof is installed.
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.read(path, as_version=4)

@@ -60,7 +60,7 @@ def test_the_public_names_exist_and_are_sorted() -> None:
         "from ringprof.cli import run; assert run(['report', 'nowhere.json']) == 2",
     ],
 )
-def test_starting_loads_neither_torch_nor_matplotlib_nor_pandas(program: str) -> None:
+def test_startup_imports_neither_torch_nor_matplotlib_nor_pandas(program: str) -> None:
     check = "; import sys; print(sorted({'torch', 'matplotlib', 'pandas'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program + check], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.splitlines()[-1] == "[]"
@@ -79,7 +79,7 @@ def stated_version(name: str, pattern: str) -> str:
     return match[1]
 
 
-def test_a_version_that_can_be_cited() -> None:
+def test_version_can_be_cited() -> None:
     released = stated_version("CHANGELOG.md", r"^## \[(\d.*)\] - ")
     assert stated_version("CITATION.cff", "^version: (.*)$") == released == ringprof.__version__
     day = stated_version("CHANGELOG.md", rf"^## \[{re.escape(released)}\] - (.*)$")
@@ -92,7 +92,7 @@ def test_a_version_that_can_be_cited() -> None:
 RELEASE = runpy.run_path(str(ROOT / "scripts" / "release.py"))
 
 
-def test_an_sdist_does_not_tell_who_built_it_and_when(tmp_path: Path) -> None:
+def test_sdist_does_not_depend_on_builder_or_time(tmp_path: Path) -> None:
     """Normalise two archives of the same files with different times, owners, groups, permissions and order."""
     archives = []
     for number, names in enumerate((["a.py", "b.py", "run.sh"], ["run.sh", "b.py", "a.py"])):
@@ -143,7 +143,7 @@ def test_a_release_is_checked_and_works_in_fresh_environments(released: tuple[Pa
 
 
 @pytest.mark.long
-def test_another_build_of_the_same_files_is_equal_byte_for_byte(released: tuple[Path, str], tmp_path: Path) -> None:
+def test_rebuilding_the_same_files_is_reproducible(released: tuple[Path, str], tmp_path: Path) -> None:
     """Build again in another folder, from files with other times and permissions."""
     source = copied_checkout(tmp_path / "elsewhere")
     for path in source.rglob("*.py"):
@@ -161,7 +161,7 @@ def test_another_build_of_the_same_files_is_equal_byte_for_byte(released: tuple[
 
 
 @pytest.mark.long
-def test_what_a_release_holds(released: tuple[Path, str]) -> None:
+def test_release_contains_exactly_the_expected_files(released: tuple[Path, str]) -> None:
     (wheel,), (sdist,) = released[0].glob("*.whl"), released[0].glob("*.tar.gz")
     package = {name for name in tracked_files() if name.startswith("ringprof/") and not (ROOT / name).is_symlink()}
     strategies = {name for name in tracked_files() if name.startswith("strategies/")}
@@ -177,7 +177,7 @@ def test_what_a_release_holds(released: tuple[Path, str]) -> None:
 
 
 @pytest.mark.long
-def test_beside_a_folder_of_the_same_name(released: tuple[Path, str], tmp_path: Path) -> None:
+def test_installed_strategies_ignore_a_folder_named_strategies(released: tuple[Path, str], tmp_path: Path) -> None:
     """Check that ``ringprof.strategies`` does not import the user's own folder strategies/."""
     (wheel,) = released[0].glob("*.whl")
     site, hostile = tmp_path / "site", tmp_path / "work"

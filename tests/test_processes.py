@@ -25,7 +25,7 @@ def test_results_come_in_the_order_of_the_items() -> None:
     assert list(map_in_processes(2, pow, [(2, power) for power in range(40)])) == [2**power for power in range(40)]
 
 
-def test_few_items_are_taken_ahead_of_the_results() -> None:
+def test_few_items_are_consumed_ahead_of_results() -> None:
     taken = []
 
     def items():
@@ -38,19 +38,19 @@ def test_few_items_are_taken_ahead_of_the_results() -> None:
     results.close()
 
 
-def test_the_processes_stay_for_the_next_call() -> None:
+def test_workers_are_reused_by_the_next_call() -> None:
     first, second = (set(map_in_processes(2, os.getpid, [()] * 20)) for _ in range(2))
     assert first | second <= set(first) and os.getpid() not in first
 
 
-def test_an_error_is_the_functions_own() -> None:
+def test_error_of_the_function_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         list(map_in_processes(2, divmod, [(1, 1), (1, 0)]))
     assert list(map_in_processes(2, divmod, [(7, 2)])) == [(3, 1)]
 
 
 @pytest.mark.parametrize(("function", "item"), [(os._exit, (0,)), (os.kill, (0, signal.SIGKILL))])
-def test_a_process_that_ends_is_told_and_the_next_call_has_others(function, item) -> None:
+def test_ended_worker_is_an_error_and_is_replaced(function, item) -> None:
     with pytest.raises(ProcessEnded):
         list(map_in_processes(2, function, [item]))
     assert list(map_in_processes(2, abs, [(-1,)])) == [1]
@@ -64,7 +64,7 @@ if any(argument.endswith("spawn.py") for argument in sys.orig_argv):
 """A ``sitecustomize.py``: Python runs it before the program's first line, while SIGINT still has its own handler."""
 
 
-def test_a_process_interrupted_at_its_start_writes_no_traceback(tmp_path, monkeypatch, capfd) -> None:
+def test_worker_interrupted_at_start_writes_no_traceback(tmp_path, monkeypatch, capfd) -> None:
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTED_AT_START)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     process_pool.end_all()
@@ -82,7 +82,7 @@ NO_THREAD = RuntimeError("can't start new thread")
 @pytest.mark.parametrize(
     ("where", "name", "error"), [(subprocess, "Popen", NO_PROCESS), (threading.Thread, "start", NO_THREAD)]
 )
-def test_where_none_can_begin_it_is_told_and_the_next_call_has_others(
+def test_failure_to_start_workers_is_an_error_until_it_works(
     where: object, name: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fail to start processes or threads, as under ``ulimit -u``, which does not apply to root."""
@@ -93,7 +93,7 @@ def test_where_none_can_begin_it_is_told_and_the_next_call_has_others(
     assert list(map_in_processes(2, abs, [(-1,)])) == [1]
 
 
-def test_a_helper_that_cannot_begin_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_worker_that_cannot_start_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     """Check that the worker prints nothing: its parent reports the error in one line."""
     parent_end, child_end = Pipe()
     with parent_end, child_end, pytest.MonkeyPatch.context() as scarce:
@@ -102,7 +102,7 @@ def test_a_helper_that_cannot_begin_says_nothing(capfd: pytest.CaptureFixture[st
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_helper_that_is_interrupted_alone_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_interrupted_worker_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     """Send SIGINT to a worker alone during a call."""
     process_pool.end_all()
     with pytest.raises(ProcessEnded):
@@ -110,7 +110,7 @@ def test_a_helper_that_is_interrupted_alone_says_nothing(capfd: pytest.CaptureFi
     assert capfd.readouterr() == ("", "")
 
 
-def test_results_that_nobody_takes_end_the_processes() -> None:
+def test_abandoned_results_end_the_workers() -> None:
     results = map_in_processes(2, time.sleep, [(0,), (1000,), (1000,)])
     next(results)
     assert process_pool._WorkerPool.started is not None
@@ -134,7 +134,7 @@ time.sleep(1000)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_they_end_with_their_owner_whatever_they_are_doing(tmp_path: Path, number: signal.Signals) -> None:
+def test_workers_end_with_their_parent(tmp_path: Path, number: signal.Signals) -> None:
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -62,7 +62,7 @@ def test_a_link_out_of_the_runs_folder_is_refused(tmp_path: Path, recorded: Run)
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"schema": "ringprof.run/2"}', '{"schema": "ringprof.run/1"}', "\xff"]
 )
-def test_what_is_no_run_is_refused_in_a_line(tmp_path: Path, text: str) -> None:
+def test_invalid_run_file_is_a_one_line_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(RunFormatError) as refusal:
         read_run(tmp_path / "run.json")
@@ -74,13 +74,13 @@ def test_a_missing_run_is_an_input_error(tmp_path: Path) -> None:
         read_run(tmp_path / "run.json")
 
 
-def test_fields_of_a_newer_minor_version_are_passed_over(tmp_path: Path, recorded: Run) -> None:
+def test_unknown_fields_of_a_run_file_are_ignored(tmp_path: Path, recorded: Run) -> None:
     content = json.loads(msgspec.json.encode(recorded)) | {"weather": "fine"}
     (tmp_path / "run.json").write_text(json.dumps(content))
     assert read_run(tmp_path / "run.json") == recorded
 
 
-def test_relocated_names_the_same_traces_from_the_folder_above(recorded: Run) -> None:
+def test_relocated_prefixes_trace_paths(recorded: Run) -> None:
     moved = store.relocated(recorded, "mine")
     assert [trace.path for trace in moved.traces] == [f"mine/{trace.path}" for trace in recorded.traces]
 

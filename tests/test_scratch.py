@@ -29,7 +29,7 @@ def run(program: str, folder: Path) -> int:
         ("from ringprof.record.external_launcher import _exit_now; _exit_now(3)", 3),
     ],
 )
-def test_it_goes_with_its_process(tmp_path: Path, end: str, code: int) -> None:
+def test_scratch_folder_is_removed_with_its_process(tmp_path: Path, end: str, code: int) -> None:
     if "record" in end:
         pytest.importorskip("torch")
     assert run(MAKE + end, tmp_path) == code
@@ -37,7 +37,7 @@ def test_it_goes_with_its_process(tmp_path: Path, end: str, code: int) -> None:
 
 
 @pytest.mark.parametrize("killed_at", ["os.open", "os.write"])
-def test_what_was_killed_before_it_had_an_owner_goes_after_an_hour(tmp_path: Path, killed_at: str) -> None:
+def test_scratch_folder_without_owner_is_removed_after_an_hour(tmp_path: Path, killed_at: str) -> None:
     """Kill the process when it opens or writes its owner file."""
     kill = "import os, signal, tempfile, ringprof.common.scratch; tempfile.gettempdir(); "
     kill += f"{killed_at} = lambda *_: os.kill(os.getpid(), signal.SIGKILL); "
@@ -57,7 +57,7 @@ def test_what_was_killed_before_it_had_an_owner_goes_after_an_hour(tmp_path: Pat
     assert list(tmp_path.iterdir()) == [kept]
 
 
-def test_what_a_killed_process_left_goes_with_the_next(tmp_path: Path) -> None:
+def test_scratch_folder_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> None:
     kill = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     assert run(MAKE + kill, tmp_path) == -signal.SIGKILL
     (left,) = tmp_path.iterdir()

@@ -95,7 +95,7 @@ def test_every_combination_has_a_row_with_its_own_parameters(swept):
     assert rows[0].forward_ns == 3e6
 
 
-def test_a_row_that_fails_says_why_and_the_sweep_goes_on(swept):
+def test_failed_row_has_a_reason_and_the_sweep_continues(swept):
     rows, _ = swept(
         {
             ("burst", 1024): OutOfMemory("rank 1 failed: out of memory: use a shorter sequence"),
@@ -127,7 +127,7 @@ def test_a_sweep_with_a_row_that_failed_ends_with_3(monkeypatch, tmp_path, error
     assert cli.run(["bench", *arguments, "-o", str(tmp_path / "sweep.json")]) == code
 
 
-def test_an_interrupted_sweep_goes_on_where_it_stopped(swept):
+def test_interrupted_sweep_resumes(swept):
     with pytest.raises(Interrupted):
         swept({("usp", 1024): Interrupted("interrupted")})
     rows, recorder = swept({})
@@ -135,7 +135,7 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(swept):
     assert {call[0] for call in recorder.calls} == {"usp"}
 
 
-def test_failed_rows_are_tried_again_and_what_ran_out_of_memory_is_not(swept):
+def test_failed_rows_are_retried_except_out_of_memory(swept):
     swept({("burst", 1024): OutOfMemory("x: out of memory"), ("burst", 2048): RecordError("rank 1 failed: other")})
     rows, recorder = swept({})
     assert [row.status for row in rows] == ["oom", "ok", "ok", "ok"]
@@ -149,7 +149,7 @@ CONTROLS = Baselines(
 
 
 @pytest.mark.parametrize(("controls", "share"), [(CONTROLS, 1500 / 3000), (None, None)])
-def test_the_kernel_rate_is_the_solo_rate_where_there_is_one(controls, share):
+def test_kernel_rate_is_the_solo_rate_if_known(controls, share):
     run = recorded_run(controls=controls)
     assert run.workload is not None
     analysis: Any = SimpleNamespace(
@@ -164,14 +164,14 @@ def test_the_kernel_rate_is_the_solo_rate_where_there_is_one(controls, share):
     assert figures["of_kernel_rate"] == pytest.approx(achieved / kernels if share is None else share)
 
 
-def test_a_row_without_controls_is_recorded_again_where_they_are_asked_for(swept, monkeypatch):
+def test_row_without_controls_is_recorded_again_if_requested(swept, monkeypatch):
     swept({})
     monkeypatch.setattr(sys.modules[__name__], "BASE", replace(BASE, controls=True))
     rows, recorder = swept({})
     assert [row.status for row in rows] == ["ok"] * 4 and len(recorder.calls) == 8
 
 
-def test_peers_are_recorded_beside_without_the_controls_that_they_cannot_have(tmp_path, monkeypatch):
+def test_peers_are_recorded_without_unsupported_controls(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "analysis_of", lambda row, folder: None)
     requested: dict[str, bool] = {}
 
@@ -192,7 +192,7 @@ def test_peers_are_recorded_beside_without_the_controls_that_they_cannot_have(tm
     assert [sweep.row_figures(row, None)["peer"] for row in rows] == [False, True]
 
 
-def test_rows_recorded_with_other_options_are_kept_and_it_is_said(swept):
+def test_rows_recorded_with_other_options_are_kept_and_flagged(swept):
     swept({}, iters=3)
     messages: list[str] = []
     rows, recorder = swept({}, messages, iters=10)
@@ -203,7 +203,7 @@ def test_rows_recorded_with_other_options_are_kept_and_it_is_said(swept):
     assert messages == []
 
 
-def test_another_world_is_another_row(swept):
+def test_each_world_size_has_its_own_rows(swept):
     swept({}, world=2)
     rows, recorder = swept({}, world=4)
     assert len(rows) == 4 and len(recorder.calls) == 8
@@ -249,7 +249,7 @@ def test_each_length_packs_documents_of_its_own():
 
 
 @pytest.mark.long
-def test_a_packed_row_is_another_than_a_plain_one(capsys, tmp_path, monkeypatch):
+def test_packed_and_plain_workloads_have_separate_rows(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     small = ["--heads", "2", "--head-dim", "16", "--iters", "1", "--world", "2", "--device", "cpu", "--dtype", "fp32"]
@@ -285,7 +285,7 @@ def test_a_reason_that_is_not_utf8_is_kept_escaped(swept):
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"schema": "ringprof.sweep/9"}', "{"])
-def test_what_is_no_sweep_is_refused(tmp_path, text):
+def test_invalid_sweep_file_is_refused(tmp_path, text):
     (tmp_path / "sweep.json").write_text(text)
     with pytest.raises(InputError):
         sweep.read_sweep(tmp_path / "sweep.json")
@@ -308,7 +308,7 @@ def test_wrong_usage_is_one_line(capsys, tmp_path, monkeypatch, arguments, part)
 
 
 @pytest.mark.processes
-def test_a_real_sweep_on_two_ranks_and_again(capsys, tmp_path, monkeypatch):
+def test_real_sweep_on_two_ranks_and_rerun(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # This checkout, whatever is installed.
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -328,7 +328,7 @@ def test_a_real_sweep_on_two_ranks_and_again(capsys, tmp_path, monkeypatch):
     assert capsys.readouterr().out.startswith("| Dtype | B | Seq Len |")
 
 
-def test_a_masked_sweep_has_a_column_that_says_so():
+def test_masked_sweep_has_a_mask_column():
     masks = [workload.mask_in_short() for workload in (
         Workload(seq=8, heads=1, kv_heads=1, head_dim=2, documents=(5, 3), window=4, softcap=30.0),
         Workload(seq=8, heads=1, kv_heads=1, head_dim=2, causal=False, sinks="learned"),
@@ -347,7 +347,7 @@ def test_a_masked_sweep_has_a_column_that_says_so():
 
 
 @pytest.mark.parametrize(("tflops", "shown"), [(521.74, "521.7"), (0.0015372, "0.001537")])
-def test_a_rate_is_shown_with_its_digits_on_a_cpu_too(tflops, shown):
+def test_small_rates_are_shown_with_significant_digits(tflops, shown):
     figures = {column.key: tflops if column.key == "tflops" else None for column in COLUMNS} | {
         "status": "ok",
         "reason": None,

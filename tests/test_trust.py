@@ -59,7 +59,7 @@ def imported_by_name() -> set[str]:
     return names
 
 
-def test_only_what_the_user_names_is_imported() -> None:
+def test_only_modules_named_by_the_user_are_imported() -> None:
     """Allow imports of the user's strategy or function, and of modules in a file's own table."""
     assert imported_by_name() <= {
         "ringprof/__init__.py",
@@ -141,7 +141,7 @@ def repeated(piece: str, start: str, end: str, length: int) -> str:
 
 
 @pytest.mark.parametrize("key", sorted(PATTERNS, key=str), ids=lambda key: PATTERNS[key][0])
-def test_no_text_holds_up_a_pattern(key: tuple[Any, int]) -> None:
+def test_regular_expressions_are_fast_on_hostile_text(key: tuple[Any, int]) -> None:
     name, pattern = PATTERNS[key]
     for text in hostile(pattern):
         for way in used(name):
@@ -149,7 +149,7 @@ def test_no_text_holds_up_a_pattern(key: tuple[Any, int]) -> None:
 
 
 @pytest.mark.long
-def test_what_a_pattern_that_is_held_up_looks_like() -> None:
+def test_slow_regular_expression_is_detected() -> None:
     with pytest.raises(AssertionError):
         held_up(re.compile(r"a+b"), "search", lambda length: "a" * length)
 
@@ -177,7 +177,7 @@ def held_up(pattern: re.Pattern[Any], way: str, text: Callable[[int], str]) -> N
         ("report", "rank0.ringprof", MAGIC + zlib.compress(bytes(100_000))),
     ],
 )
-def test_limits_have_an_option(command: str, name: str, data: bytes, tmp_path: Path, capsys: Any) -> None:
+def test_input_limits_have_an_option(command: str, name: str, data: bytes, tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / name
     path.write_bytes(data)
     assert cli.run([command, str(path), "--max-bytes", "5000"]) == 2
@@ -188,7 +188,7 @@ def test_limits_have_an_option(command: str, name: str, data: bytes, tmp_path: P
 # --- docs/security.md --------------------------------------------------------------------------------------
 
 
-def test_every_promise_names_a_test_that_there_is() -> None:
+def test_every_security_promise_names_an_existing_test() -> None:
     text = (PACKAGE.parent / "docs" / "security.md").read_text("utf-8")
     promises = re.findall(r"^\* (.+(?:\n  .+)*)", text.partition("## Not promised")[0], re.MULTILINE)
     assert len(promises) > 8

@@ -58,7 +58,7 @@ def test_every_group_of_ranks_computes_a_workload(world_size: int, group: int | 
          "the stated workload: correct its batch, heads, layers or steps"),
     ],
 )  # fmt: skip
-def test_other_flops_than_stated_are_a_warning_with_both(
+def test_flops_that_differ_from_the_stated_are_a_warning(
     counted: int, group: int | None, fits: bool, message: str
 ) -> None:
     run = captured(counted, workload_ranks=group)
@@ -69,7 +69,7 @@ def test_other_flops_than_stated_are_a_warning_with_both(
 
 
 @pytest.mark.parametrize(("factor", "differs"), [(0.979, 1), (0.981, 0), (1.019, 0), (1.021, 1)])
-def test_two_percent_are_no_difference(factor: float, differs: int) -> None:
+def test_flops_within_2_percent_are_not_a_warning(factor: float, differs: int) -> None:
     assert len(workload_problems(captured(int(factor * ONCE)))) == differs
 
 
@@ -90,11 +90,11 @@ def test_a_forward_pass_is_computed_again_only_for_a_backward_pass() -> None:
     ],
     ids=["nothing tells", "the group is known", "one rank", "no workload", "not captured"],
 )
-def test_ranks_that_nothing_tells_are_a_warning(changes: dict[str, Any], codes: list[str]) -> None:
+def test_unknown_workload_ranks_are_a_warning(changes: dict[str, Any], codes: list[str]) -> None:
     assert [problem.code for problem in workload_problems(captured(None, **changes))] == codes
 
 
-def test_a_message_is_as_long_as_a_warning_may_be() -> None:
+def test_messages_are_at_most_200_characters() -> None:
     """Keep messages within 200 characters, after which a report cuts texts from files."""
     large = msgspec.structs.replace(WORKLOAD, seq=1 << 22, layers=999)
     needed = captured(None, 16384, workload=large, workload_ranks=128).needed_flops() or 0

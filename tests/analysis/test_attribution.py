@@ -41,7 +41,7 @@ def test_two_traces_of_one_rank_are_refused_by_name():
         attribute_all(rank_builder(1), rank_builder(1))
 
 
-def test_of_a_schedule_that_repeats_the_files_of_its_last_recording_are_named(tmp_path):
+def test_repeated_profiler_schedule_error_names_the_last_files(tmp_path):
     """Two ranks, three recordings each, as the handler of TensorBoard names them: neither rank nor number."""
     for recording, start in enumerate((1000, 5000, 9000)):
         for rank in (0, 1):
@@ -61,17 +61,17 @@ def test_runs_of_different_size_are_refused():
         attribute_all(rank_builder(0), rank_builder(1, world_size=8))
 
 
-def test_missing_ranks_are_said():
+def test_missing_ranks_are_a_warning():
     (warning,) = attribute_all(rank_builder(0), rank_builder(2)).warnings
     assert (warning.code, warning.message) == ("missing_ranks", "2 of 4 ranks have no trace: 1, 3")
 
 
-def test_a_lone_trace_without_a_world_is_one_of_its_own():
+def test_single_trace_without_world_size_has_world_size_1():
     attribution = attribute_all(rank_builder(2, world_size=None))
     assert ([rank.rank for rank in attribution.ranks], attribution.world_size, codes(attribution)) == ([2], 1, [])
 
 
-def test_several_traces_without_a_world_are_of_one_that_has_their_ranks():
+def test_world_size_is_inferred_from_the_highest_rank():
     (warning,) = attribute_all(rank_builder(0, world_size=None), rank_builder(3, world_size=None)).warnings
     assert warning.message == "2 of 4 ranks have no trace: 1, 2"
 
@@ -82,12 +82,12 @@ def test_a_trace_without_a_rank_takes_a_free_one():
     assert codes(attribution) == ["unknown_rank"]
 
 
-def test_one_process_alone_is_rank_0_and_nothing_is_odd():
+def test_single_trace_without_rank_is_rank_0_without_warnings():
     attribution = attribute_all(rank_builder(None, world_size=None))
     assert (attribution.ranks[0].rank, codes(attribution)) == (0, [])
 
 
-def test_traces_that_share_no_moment_are_of_different_runs():
+def test_traces_that_never_overlap_are_mixed_runs():
     builders = [rank_builder(0, world_size=2), rank_builder(1, start=10_000, world_size=2)]
     for rank, b in enumerate(builders):
         start = 1000 + 9000 * rank
@@ -97,7 +97,7 @@ def test_traces_that_share_no_moment_are_of_different_runs():
     assert attribution.ranks[0].splits[0].wait_ns is None
 
 
-def test_ranks_of_a_recorded_run_may_be_done_before_others_begin():
+def test_ranks_of_a_recorded_run_need_not_overlap():
     """On CPU, where nothing of theirs is matched: rank 0 computes from 0 to 100, rank 1 from 5000 on."""
     builders = [
         Builder(rank=rank, world_size=2).operate("aten::mm", start, start + 100) for rank, start in ((0, 0), (1, 5000))
@@ -116,12 +116,12 @@ def test_a_trace_with_nothing_to_analyse_is_refused():
         attribute_all(Builder())
 
 
-def test_no_trace_at_all_is_refused():
+def test_empty_list_of_traces_is_refused():
     with pytest.raises(InputError):
         attribute([])
 
 
-def test_of_several_devices_the_busiest_is_reported():
+def test_busiest_of_several_devices_is_reported():
     b = rank_builder(0, world_size=1).run(FLASH, 1200, 1300, launched=20).run(FLASH, 1200, 1800, launched=30, device=1)
     attribution = attribute_all(b)
     assert codes(attribution) == ["several_devices"]
@@ -139,7 +139,7 @@ def test_iterations_are_analysed_alone_and_together():
     assert (rank.breakdown.wall_ns, rank.breakdown.compute_ns, rank.breakdown.idle_ns) == (2300, 900, 1400)
 
 
-def test_of_an_even_number_of_iterations_the_median_one_is_the_lower_of_the_middle_two():
+def test_median_of_an_even_number_of_iterations_is_the_lower_middle():
     b = Builder(world_size=1)
     for number, length in enumerate((400, 100, 300, 200)):
         start = 1000 * number
@@ -149,7 +149,7 @@ def test_of_an_even_number_of_iterations_the_median_one_is_the_lower_of_the_midd
     assert attribute_all(b).median_iteration == 3
 
 
-def test_marks_that_hold_nothing_are_said():
+def test_marks_around_nothing_are_a_warning():
     b = rank_builder(0, world_size=1).mark("ringprof::iteration", 5000, 6000)
     assert codes(attribute_all(b)) == ["window_empty"]
 
@@ -162,7 +162,7 @@ def test_hosts_come_from_the_traces_or_the_option():
     assert [rank.host for rank in with_option.ranks] == ["host0", "host1"]
 
 
-def test_the_same_warning_of_many_ranks_is_one():
+def test_equal_warnings_of_many_ranks_are_merged():
     builders = [rank_builder(rank) for rank in range(4)]
     for b in builders:
         b.run(NCCL, 1100, 1200, launched=30)
@@ -170,7 +170,7 @@ def test_the_same_warning_of_many_ranks_is_one():
     assert (warning.code, warning.count, warning.rank) == ("no_record", 4, None)
 
 
-def test_chosen_times_are_told_by_each_ranks_own_clock():
+def test_chosen_times_are_converted_to_each_rank_clock():
     """Rank 1's clock is 500 ns behind: its trace begins at 600 of its own, which is 1100 of rank 0's."""
     info = RunInfo(
         trace_index={0: 0, 1: 1}, hosts={0: "a", 1: "b"}, clock_of={0: "a", 1: "b"}, warnings=(), world_size=2,
@@ -179,12 +179,12 @@ def test_chosen_times_are_told_by_each_ranks_own_clock():
     assert info.chosen_by_rank() == {0: (1010, 1020), 1: (510, 520)}
 
 
-def test_one_warning_of_several_ranks_counts_what_each_of_them_counted():
+def test_merged_warning_sums_the_counts_of_ranks():
     (merged,) = merge_warnings([Notice("code", "message", rank, count) for rank, count in ((0, 3), (1, 5), (2, 7))])
     assert merged == Notice("code", "message", None, 15)
 
 
-def test_what_warnings_say():
+def test_warning_messages_are_complete():
     """Whole messages, and one warning where several ranks say the same."""
     b = Builder().run(FLASH, 0, 10, device=0).run(FLASH, 20, 30, device=0).run(FLASH, 40, 50, device=1)
     (warning,) = attribute([b.trace("a.json")]).warnings[:1]
@@ -211,7 +211,7 @@ def test_what_warnings_say():
     assert [(rank_builder.count, rank_builder.rank) for rank_builder in without_record] == [(2, None)]
 
 
-def test_traces_of_two_runs_are_refused_unless_asked_for(tmp_path):
+def test_traces_of_two_runs_need_the_mixed_runs_option(tmp_path):
     for rank, start in ((0, 1000), (1, 5000)):
         info = {"backend": "nccl", "rank": rank, "world_size": 2}
         text = document([kernel(number, ts=start + 100 * number) for number in range(10)], distributedInfo=info)
@@ -221,7 +221,7 @@ def test_traces_of_two_runs_are_refused_unless_asked_for(tmp_path):
     assert "mixed_runs" in [warning.code for warning in ringprof.load(tmp_path, mixed_runs=True).warnings]
 
 
-def test_a_trace_cut_off_before_others_begin_is_left_out_and_not_taken_for_another_run(tmp_path):
+def test_truncated_trace_is_left_out_and_not_another_run(tmp_path):
     for rank, start in ((0, 5000), (1, 1000), (2, 5000)):
         info = {"backend": "nccl", "rank": rank, "world_size": 3}
         text = document([kernel(number, ts=start + 100 * number) for number in range(10)], distributedInfo=info)

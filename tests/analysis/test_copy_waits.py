@@ -68,7 +68,7 @@ def receiver(rank=1, world=2, to=0, device=1):
     return trace
 
 
-def test_departure_waits_until_the_receiver_posts_and_arrival_until_the_copy_has_come(tmp_path):
+def test_send_waits_for_posted_receive_and_receive_for_the_copy(tmp_path):
     ranks = loaded(tmp_path, sender(), receiver(), hops={"kv": 1})
     # The receiver computes until 150 us, so it posts then.
     assert blocks_of(ranks[0]) == [("wait", 1, 100, 150), ("wire", 1, 150, 180)]
@@ -79,13 +79,13 @@ def test_departure_waits_until_the_receiver_posts_and_arrival_until_the_copy_has
     assert [ranks[rank].idle.gap_ns for rank in (0, 1)] == [0, 3 * US]
 
 
-def test_without_run_json_two_ranks_know_each_other_however_they_number_their_devices(tmp_path):
+def test_two_ranks_match_without_run_json_at_any_device_numbering(tmp_path):
     # Each process sees its own GPU as device 0 and the peer's as device 1.
     ranks = loaded(tmp_path, sender(to=1, device=0), receiver(to=1, device=0))
     assert blocks_of(ranks[0]) == [("wait", 1, 100, 150), ("wire", 1, 150, 180)]
 
 
-def test_the_host_part_comes_before_what_is_blocked(tmp_path):
+def test_host_time_precedes_blocked_time(tmp_path):
     first = TraceText(0, 2)
     first.run(0, 100 * US, launched=EARLY)
     first.hop("kv", 1, (110 * US, 120 * US, 180 * US, 200 * US))
@@ -94,7 +94,7 @@ def test_the_host_part_comes_before_what_is_blocked(tmp_path):
     assert ranks[0].idle.host_ns == 20 * US
 
 
-def test_the_receiver_posts_after_its_launch_call_its_stream_and_its_copy_stream_before_the_window_too(tmp_path):
+def test_receiver_posts_after_its_launch_and_both_streams(tmp_path):
     first, second = sender(), TraceText(1, 2)
     first.range("ringprof::iteration", 0, 300 * US)
     second.range("ringprof::iteration", 15 * US, 300 * US)
@@ -110,7 +110,7 @@ def test_the_receiver_posts_after_its_launch_call_its_stream_and_its_copy_stream
     assert blocks_of(ranks[0]) == [("wait", 1, 100, 141), ("wire", 1, 141, 180)]
 
 
-def test_in_a_ring_of_three_a_rank_waits_for_its_receiver_and_gets_from_its_sender(tmp_path):
+def test_ring_of_three_waits_for_receiver_and_sender(tmp_path):
     middle = receiver(rank=1, world=3, to=2)
     last = TraceText(2, 3)
     last.run(0, 110 * US, launched=EARLY)
@@ -126,7 +126,7 @@ def test_in_a_ring_of_three_a_rank_waits_for_its_receiver_and_gets_from_its_send
 
 
 @pytest.mark.parametrize("device", ["own", "renumbered"])
-def test_old_runs_tell_the_receiver_by_its_device_where_devices_differ(tmp_path, device):
+def test_runs_without_peers_find_the_receiver_by_device(tmp_path, device):
     traces = []
     for rank in range(3):
         trace = TraceText(rank, 3, rank if device == "own" else 0)
@@ -177,7 +177,7 @@ def second_rank_with(start, category="kernel", name="gemm", launched=(30 * US, 3
         ({"start": 210 * US, "category": "gpu_memcpy", "name": "Memcpy DtoD (Device -> Device)"}, True),
     ],
 )
-def test_what_waits_for_an_arrival(tmp_path, changes, blocked):
+def test_kernels_that_wait_for_a_copy_to_arrive(tmp_path, changes, blocked):
     ranks = loaded(tmp_path, sender(), second_rank_with(**changes), hops={"kv": 1})
     parts = [("wait", 0, 170, 180), ("wire", 0, 180, 200)] if blocked else []
     assert [block for block in blocks_of(ranks[1]) if block[2] >= 170] == parts
@@ -191,7 +191,7 @@ def test_an_unknown_stall_before_a_memory_set_stays_unknown(tmp_path):
     ]
 
 
-def test_copies_of_one_hop_wait_for_nobody_but_the_first(tmp_path):
+def test_only_the_first_copy_of_a_hop_waits(tmp_path):
     first = TraceText(0, 2)
     first.run(0, 100 * US, launched=EARLY)
     first.hop("kv", 1, (10 * US, 12 * US, 180 * US, 190 * US), (14 * US, 15 * US, 196 * US, 200 * US))
@@ -282,7 +282,7 @@ def test_hops_that_two_ranks_count_differently_are_reported() -> None:
     assert count_unequal_hops(peers_of_ranks(hops)) == 0
 
 
-def test_a_look_of_the_monitor_sees_waiting_for_copies() -> None:
+def test_monitor_sample_sees_waiting_for_copies() -> None:
     """The monitor has the ranks' reduced traces and no run.json."""
     folder = DATA / "waits-copies"
     traces = [parse_reduced(reduce_trace(read_trace(folder / f"rank{rank}.json.gz"))) for rank in (0, 1)]

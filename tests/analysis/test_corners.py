@@ -21,18 +21,18 @@ from tests.analysis.build import FLASH, Builder, collective
 from tests.trace.kineto_text import document, kernel
 
 
-def test_a_group_where_no_trace_tells_any() -> None:
+def test_chosen_group_is_refused_where_no_trace_records_groups() -> None:
     with pytest.raises(UsageError, match=r"^--group 'cp': no trace records the group .* \(CPU traces never do\)$"):
         refuse_unknown_group("cp", [])
 
 
-def test_operators_that_take_no_time_are_nothing_to_report() -> None:
+def test_operators_of_zero_duration_are_refused() -> None:
     trace = parse_trace(document([kernel(0, cat="cpu_op", name="aten::add", dur=0, args={})], deviceProperties=[]))
     with pytest.raises(TraceFormatError, match="its CPU operators span no time: nothing to report"):
         attribute([trace])
 
 
-def test_a_rank_none_of_whose_transfers_has_a_time_waited_in_communication() -> None:
+def test_rank_without_timed_transfers_has_zero_waiting_share() -> None:
     rows = (SimpleNamespace(timed=0, kind="send_recv", wait_ns=7, wire_ns=9),)
     untimed: Any = SimpleNamespace(link_totals=rows)
     assert _waiting_share(untimed) == (0.0, "communication")
@@ -51,7 +51,7 @@ def test_a_rank_none_of_whose_transfers_has_a_time_waited_in_communication() -> 
         ("broadcast", "broadcast", 1000, 4, None),
     ],
 )
-def test_bytes_that_leave_a_rank_in_a_collective(
+def test_bytes_sent_by_a_rank_in_a_collective(
     kind: str, name: str, elements: int | None, size: int | None, leaving: int | None
 ) -> None:
     call = CommRecord(
@@ -61,7 +61,7 @@ def test_bytes_that_leave_a_rank_in_a_collective(
     assert _collective_sent_bytes(call, kind, 0) == leaving
 
 
-def test_an_all_to_all_that_is_a_rotation_is_a_send_and_a_receive() -> None:
+def test_all_to_all_rotation_is_a_send_and_a_receive() -> None:
     """1000 numbers of 2 bytes go to rank 2 of four, and 500 come from rank 0."""
     call = collective("all_to_all", in_split=(0, 0, 1000, 0), out_split=(500, 0, 0, 0), out_elements=500)
     assert _messages((call,), "send_recv", 1) == ((Message(2, 2000),), (Message(0, 1000),))

@@ -48,19 +48,19 @@ def codes(analysis: ringprof.Analysis | Attribution) -> set[str]:
     return {warning.code for warning in analysis.warnings}
 
 
-def test_events_that_are_there_twice_count_once(tmp_path):
+def test_duplicated_events_count_once(tmp_path):
     twice = ringprof.load(rewritten(tmp_path, lambda events: [*events, *events]))
     assert codes(twice) == {"repeated_events"}
     assert figures(twice) == figures(ringprof.load(RUN))
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in TRACES.iterdir() if (path / "run.json").exists()))
-def test_no_committed_run_is_warned_of(name):
+def test_committed_runs_have_no_cross_check_warnings(name):
     warning_codes = codes(ringprof.load(TRACES / name))
     assert not warning_codes & {"repeated_events", "stream_overlap", "run_counts_differ"}
 
 
-def test_events_that_are_there_twice_at_other_times(tmp_path):
+def test_duplicated_events_at_shifted_times_are_a_warning(tmp_path):
     """Repeat the hops and the ranges of blocks; run.json counts 3 hops of 536,870,912 bytes, 2 and 4 blocks."""
 
     def repeated(event: Event) -> bool:
@@ -121,7 +121,7 @@ def run_with(count: int, sent_bytes: int, blocks: int, to: int | None = None) ->
         (3, 0, []),
     ],
 )
-def test_other_hops_and_blocks_than_run_json_counts(hops, blocks, expected):
+def test_counts_that_differ_from_run_json_are_a_warning(hops, blocks, expected):
     attribution = attribute(ring_of_two(hops, blocks), run_with(3, 6000, 4))
     warnings = [warning for warning in attribution.warnings if warning.code == "run_counts_differ"]
     assert [warning.message.partition(" in 1 profiled iteration:")[0] for warning in warnings] == [
@@ -139,7 +139,7 @@ def test_a_hop_may_be_several_kernels():
     assert "run_counts_differ" not in codes(attribute(ring_of_two(6, 4), run_with(3, 12000, 4)))
 
 
-def test_messages_to_other_ranks_are_no_hops_of_the_run():
+def test_messages_outside_the_ring_are_not_hops():
     """Such as those of a pipeline of which the ring is one stage."""
     traces = []
     for rank in (0, 1):
@@ -158,7 +158,7 @@ def test_a_window_of_part_of_the_iteration_is_not_compared():
     assert "run_counts_differ" not in codes(attribute(traces, run_with(3, 6000, 4), None, part))
 
 
-def test_more_time_of_one_kind_on_one_stream_than_there_is():
+def test_overlapping_kernels_on_one_stream_are_a_warning():
     """Two kernels at once on one stream, as where events are repeated with other times."""
     builder = Builder(world_size=1)
     for start in (0, 10):

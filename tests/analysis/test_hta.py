@@ -84,12 +84,12 @@ def test_the_temporal_breakdown_is_within_two_microseconds_an_activity(path: Pat
         assert (breakdown.idle_ns + blocked) / 1e3 == pytest.approx(row["idle_time(us)"], abs=lost)
 
 
-def test_without_it_the_error_names_the_pip_line(monkeypatch):
+def test_missing_hta_error_shows_the_pip_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "hta.trace_analysis", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'ringprof\[hta\]' 'pandas<3'"):
         analysis(RUNS[0]).hta()
 
 
-def test_it_is_not_given_what_it_cannot_read(tmp_path):
+def test_hta_refuses_traces_other_than_kineto(tmp_path):
     with pytest.raises(InputError, match="reads Kineto files only"):
         analysis(export(tmp_path / "one.sqlite", 41)).hta()

@@ -68,7 +68,7 @@ def test_covered_counts_each_interval_alone(cover, pairs):
 
 
 @given(INTERVALS, st.lists(POINTS, max_size=8))
-def test_contains_asks_for_single_points(pairs, points):
+def test_contains_tests_single_points(pairs, points):
     points_ns = np.array(points, np.int64) + OFFSET
     assert intervals.contains(spans(pairs), points_ns).tolist() == [
         point + OFFSET in covered(pairs) for point in points

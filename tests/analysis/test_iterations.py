@@ -110,7 +110,7 @@ def test_steps_in_the_backward_pass_are_no_iterations() -> None:
     assert iterations_of(b, run=captured_run()) == (None, "the captured block")
 
 
-def test_without_steps_the_workload_tells() -> None:
+def test_workload_states_iterations_where_no_steps_are_traced() -> None:
     forward = msgspec.structs.replace(WORKLOAD, backward=False, steps=4)
     assert iterations_of(capture_of(4), run=captured_run()) == (None, "the captured block")
     assert iterations_of(capture_of(4), run=captured_run(forward)) == (4, "one iteration (4 captured)")
@@ -129,25 +129,25 @@ def test_counted_steps_against_stated_ones(stated: int, flops: int | None, itera
     assert iterations_of(capture_of(2, ADAM), run=run)[0] == iterations
 
 
-def test_ranks_that_show_other_steps_leave_it_unknown() -> None:
+def test_iterations_are_unknown_where_ranks_show_different_steps() -> None:
     builders = [capture_of(2, *[ADAM] * count, rank=rank, world_size=2) for rank, count in enumerate((1, 0))]
     assert iterations_of(*builders, run=captured_run(world_size=2)) == (None, "the captured block")
 
 
-def test_marked_iterations_are_as_many_as_they_are() -> None:
+def test_marked_iterations_are_counted() -> None:
     assert iterations_of(profiled(3)) == (3, "one iteration")
     b = program(2).mark("ringprof::iteration", 100, 1050).mark("ringprof::iteration", 1100, 2050)
     assert iterations_of(b, run=recorded_run(1)) == (2, "one iteration")
 
 
-def test_a_part_of_the_traces_holds_no_known_number() -> None:
+def test_number_of_iterations_is_unknown_for_a_window() -> None:
     assert iterations_of(program(3, ADAM)) == (None, "the whole trace")
     assert iterations_of(profiled(3), between_ns=(0, 1500)) == (None, "one chosen range")
     assert iterations_of(capture_of(3, ADAM), run=captured_run(), between_ns=(0, 1500)) == (None, "the chosen window")
     assert iterations_of(program(3).mark("part", 50, 3150), window="part") == (None, "the chosen window")
 
 
-def test_more_steps_than_stated_are_a_warning_where_no_flops_tell() -> None:
+def test_more_steps_than_stated_are_a_warning_without_flops() -> None:
     def codes(stated: int, steps: int, flops: int | None = None) -> list[str]:
         run = captured_run(msgspec.structs.replace(WORKLOAD, steps=stated), flops)
         return [warning.code for warning in findings_of(capture_of(steps, ADAM), run=run).attribution.warnings]
@@ -180,14 +180,14 @@ def test_a_capture_compares_with_a_profile_of_the_same_program() -> None:
     assert "figures, of one iteration (2 captured)" in render(both, TextStyle(width=100))
 
 
-def test_a_block_of_unknown_iterations_is_not_called_one() -> None:
+def test_captured_block_is_not_called_one_iteration() -> None:
     entry = measurement_of_run("mine", findings_of(capture_of(2), run=captured_run()))
     assert entry.figures["flash_fwd_ms"].value * 1e6 == pytest.approx(1200)
     text = render(compare_measurements([entry, entry]), TextStyle(width=100))
     assert "figures, of the captured block" in text and "one iteration" not in text
 
 
-def test_the_same_work_is_as_much_an_iteration() -> None:
+def test_work_per_iteration_is_equal_at_any_number_of_steps() -> None:
     """Two steps against four of the same workload, and data parallel 2 x 2 against a batch of 2."""
     two, four = (
         measurement_of_run(
@@ -239,7 +239,7 @@ def test_the_waterfall_needs_the_work_of_every_group() -> None:
     assert waterfall.tflops == pytest.approx(FLOPS / 2 / waterfall.wall_ns / 1e3)
 
 
-def test_a_workload_that_cannot_be_meant_makes_no_waterfall_from_the_peak() -> None:
+def test_contradictory_workload_gives_no_peak_in_the_waterfall() -> None:
     """A second step that the workload does not state is no repeated work."""
     waterfall = findings_of(capture_of(2, ADAM), run=captured_run(WORKLOAD, 2 * FLOPS)).waterfall
     assert (waterfall.peak, waterfall.of("repeated"), waterfall.of("attention")) == (None, 0, 1200)

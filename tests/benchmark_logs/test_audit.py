@@ -82,7 +82,7 @@ def test_log_003(all_logs: LogAudit) -> None:
     assert flag.computed == [262144, 524288] and "times 4" in flag.message
 
 
-def test_log_004_is_solved(all_logs: LogAudit) -> None:
+def test_log_004_settings_are_recovered(all_logs: LogAudit) -> None:
     assert flags_of(all_logs, 4, "error") == [("settings_solved", 2)]
     flag = next(flag for flag in all_logs.flags if flag.code == "settings_solved")
     assert (flag.printed, flag.computed) == (16, 128)
@@ -99,7 +99,7 @@ def test_log_004_is_solved(all_logs: LogAudit) -> None:
     assert ("above_peak", 25) in flags_of(all_logs, 4)
 
 
-def test_rows_that_are_printed_again_are_noted(all_logs: LogAudit) -> None:
+def test_repeated_rows_are_noted(all_logs: LogAudit) -> None:
     # Lines 20 to 25 of the log stand under two further headings.
     notes = [flag for flag in all_logs.flags if flag.code == "repeated_rows"]
     assert [(flag.line, flag.severity) for flag in notes] == [(32, "note"), (50, "note")]
@@ -115,7 +115,7 @@ def test_differences_between_logs_are_noted(all_logs: LogAudit) -> None:
     assert not [f for f in audit([log(n) for n in range(5)], SETTINGS, spread=2.0).flags if f.code == "far_apart"]
 
 
-def test_nothing_is_assumed() -> None:
+def test_missing_settings_are_not_assumed() -> None:
     result = audit([log(0)])
     assert {audited.verdict for audited in result.rows} == {"unchecked"}
     missing = [flag for flag in result.flags if flag.code == "settings_missing"]
@@ -148,7 +148,7 @@ def one_row(time_ms: float, tflops: float, seq: int = 131072) -> tuple[str, list
 RIGHT = 192.414
 
 
-def test_correct_row() -> None:
+def test_row_with_the_correct_rate_agrees() -> None:
     assert one_row(400, RIGHT) == ("agrees", [], RIGHT)
 
 
@@ -163,19 +163,19 @@ def test_correct_row() -> None:
         (1000, "in ms though labelled s"),
     ],
 )
-def test_constants(factor: float, words: str) -> None:
+def test_rate_off_by_a_known_constant_is_explained(factor: float, words: str) -> None:
     verdict, flags, per_gpu = one_row(400, RIGHT * factor)
     assert verdict == "constant"
     assert words in next(flag.message for flag in flags if flag.code == "tflops_constant")
     assert per_gpu == pytest.approx(RIGHT, rel=2e-3)
 
 
-def test_an_unexplained_rate() -> None:
+def test_unexplained_rate_is_inconsistent() -> None:
     verdict, flags, per_gpu = one_row(400, 150)
     assert (verdict, [flag.code for flag in flags], per_gpu) == ("inconsistent", ["tflops_inconsistent"], None)
 
 
-def test_above_the_peak() -> None:
+def test_rate_above_the_peak_is_an_error() -> None:
     verdict, flags, _ = one_row(200, 2 * RIGHT)
     assert (verdict, [(flag.code, flag.severity) for flag in flags]) == ("agrees", [("above_peak", "error")])
 

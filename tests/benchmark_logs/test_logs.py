@@ -46,7 +46,7 @@ def test_every_column_is_in_the_docs() -> None:
     assert [name for name in LOG_COLUMNS if f"`{name}`" not in page] == []
 
 
-def test_rows_and_flags_are_values(published: BenchmarkLogs) -> None:
+def test_rows_and_flags_are_python_objects(published: BenchmarkLogs) -> None:
     assert len(published.rows) == 80
     row = published.rows[0]
     assert (row.row.line, row.row.system, row.verdict) == (5, "megatron_cp", "inconsistent")
@@ -66,7 +66,7 @@ def test_results_equal_those_of_the_command(
     assert json.loads((tmp_path / "out").read_text()) == published.report()
 
 
-def test_one_path_and_its_options() -> None:
+def test_single_path_with_options() -> None:
     single = ringprof.logs(LOGS / "003_096af187c4e73423.txt")
     assert {row.row.file for row in single.rows} == {str(LOGS / "003_096af187c4e73423.txt")}
     # What the log states is not overruled; what it does not state is filled in and said to be an option.

@@ -109,7 +109,7 @@ def test_all_logs_in_one_file() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["[rank0]:", "node-3: ", "2026-01-02 03:04:05 INFO "])
-def test_other_prefixes(prefix: str) -> None:
+def test_rank_host_and_time_prefixes_are_removed(prefix: str) -> None:
     text = (LOGS / "001_70a12dcf62574dfd.txt").read_text().replace("g43: ", prefix)
     assert [r.tflops for r in parse_log(text.encode(), "log").rows] == [r.tflops for r in rows(1)]
 
@@ -119,7 +119,7 @@ TIMED = "2026-01-02 03:{:02d}:07,{:03d} - INFO - "
 
 @pytest.mark.parametrize("prefix", ["(EngineCore_6 pid=1389346) ", "[2026-01-02 03:04:05] [INFO] ", TIMED])
 @pytest.mark.parametrize("number", [0, 3, 4])
-def test_any_prefix_changes_nothing(prefix: str, number: int) -> None:
+def test_line_prefixes_do_not_change_rows(prefix: str, number: int) -> None:
     text = re.sub(r"(?m)^g\d\d: |\n-$", "", next(LOGS.glob(f"{number:03d}_*")).read_text())
     plain = parse_log(text.encode(), "log")
     lines = "".join(
@@ -173,7 +173,7 @@ def test_a_log_that_ends_inside_a_row(end: str, tflops: list[float | None], seve
     assert log.flags == tuple(flag for flag in audit([log]).flags if flag.code == "cut_off")
 
 
-def test_single_figure_at_the_end_may_be_incomplete() -> None:
+def test_last_figure_of_a_truncated_log_may_be_incomplete() -> None:
     log = parse_log(WHOLE[: WHOLE.index("6.79")].encode(), "log")
     assert [row.tflops for row in log.rows] == [13.0]
     assert [(flag.severity, flag.printed) for flag in log.flags] == [("note", "13")]
@@ -230,7 +230,7 @@ def test_a_kernel_table_alone_names_the_other_command(tmp_path: Path) -> None:
 
 @settings(max_examples=200)
 @given(st.data())
-def test_damage_never_raises(data: st.DataObject) -> None:
+def test_damaged_log_raises_only_input_errors(data: st.DataObject) -> None:
     text = list(data.draw(st.sampled_from([path.read_text() for path in sorted(LOGS.glob("*.txt"))])))
     for _ in range(data.draw(st.integers(1, 8))):
         start = data.draw(st.integers(0, len(text) - 1))

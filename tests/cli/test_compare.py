@@ -32,7 +32,7 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
     return code, captured.out, captured.err
 
 
-def test_two_runs_side_by_side(capsys):
+def test_compare_two_runs_as_json(capsys):
     code, out, _ = run(capsys, ZIGZAG, RING, "--format", "json")
     document = json.loads(out)
     assert code == 0 and document["schema"] == "ringprof.compare/1"
@@ -57,7 +57,7 @@ def test_markdown_for_a_pull_request(capsys):
     assert re.search(r"^\| iteration_ms \| 1,180\.3 \| 2,018\.5 +1\.71x- \|$", out, re.MULTILINE)
 
 
-def test_the_parts_of_the_waterfall_are_side_by_side(capsys):
+def test_compare_shows_waterfall_parts(capsys):
     _, out, _ = run(capsys, ZIGZAG, RING, "--format", "json")
     entries = json.loads(out)["entries"]
     for entry, path in zip(entries, (ZIGZAG, RING), strict=True):
@@ -70,14 +70,14 @@ def test_the_parts_of_the_waterfall_are_side_by_side(capsys):
     assert "imbalance_ms" not in heading
 
 
-def test_a_difference_between_alike_runs_is_called_noise(capsys):
+def test_difference_between_similar_runs_is_noise(capsys):
     _, out, _ = run(capsys, ZIGZAG, BURST)
     line = next(line for line in out.splitlines() if line.startswith("tflops"))
     assert line.endswith("1.00x~")
     assert "~ noise" in out
 
 
-def test_what_stands_against_an_entry_is_said(capsys, tmp_path):
+def test_comparison_reports_the_warnings_of_an_entry(capsys, tmp_path):
     """Leave a truncated trace out of all figures, and report it in the comparison."""
     pytest.importorskip("bokeh")
     whole, cut = ROOT / "traces" / "h200x4-zigzag-65536", tmp_path / "cut"
@@ -93,7 +93,7 @@ def test_what_stands_against_an_entry_is_said(capsys, tmp_path):
     assert "warnings" not in run(capsys, str(whole), str(whole))[1]
 
 
-def test_any_mix(capsys):
+def test_compare_run_trace_table_and_log(capsys):
     code, out, err = run(capsys, ZIGZAG, TRACES, TABLE, LOG)
     assert code == 0, err
     for part in ("(run)", "(trace)", "(table)", "(log)"):
@@ -117,7 +117,7 @@ def test_a_condition_sets_the_exit_code(capsys):
     assert run(capsys, ZIGZAG, RING, "--fail-if", "max(exposed_comm) > 80%")[0] == 1
 
 
-def test_what_the_interval_does_not_decide_is_said_and_passes_unless_asked(capsys):
+def test_undecided_condition_is_reported_and_passes_by_default(capsys):
     """Compare burst with zigzag: it takes 0.3 % longer, which its iterations do not prove."""
     code, _, err = run(capsys, ZIGZAG, BURST, "--fail-if", "tflops < 0.998 * base")
     assert code == 0 and "undecided: tflops < 0.998 * base" in err and "times the base" in err
@@ -127,7 +127,7 @@ def test_what_the_interval_does_not_decide_is_said_and_passes_unless_asked(capsy
     assert run(capsys, ZIGZAG, BURST, "--fail-if", "tflops < 0.95 * base", "--undecided", "fail")[0] == 0
 
 
-def test_a_small_difference_between_single_recordings_decides_no_condition(capsys):
+def test_single_recordings_leave_small_differences_undecided(capsys):
     """Compare burst with usp: it takes 0.9 % longer; recordings of one program differ by about as much."""
     sides = [str(ROOT / "traces" / "h200x4-usp-262144"), BURST]
     condition = "iteration_ms > 1.001 * base"
@@ -148,7 +148,7 @@ def test_a_small_difference_between_single_recordings_decides_no_condition(capsy
 
 
 @pytest.mark.parametrize("path", [ZIGZAG, TRACES])
-def test_a_figures_name_means_the_same_in_a_report_and_in_a_comparison(path):
+def test_figures_are_equal_in_report_and_comparison(path):
     """Compare every name that both know, and recompute the shares and times of each part."""
     loaded = ringprof.load(path)
     figures, report = loaded.figures(), loaded.report()
@@ -165,7 +165,7 @@ def test_a_figures_name_means_the_same_in_a_report_and_in_a_comparison(path):
         assert name.endswith(("_ms", "_mib")) == (entry.figures[name].unit in ("ms", "MiB"))
 
 
-def test_recordings_of_one_run_stand_together(capsys, tmp_path):
+def test_compare_combines_recordings_of_each_side(capsys, tmp_path):
     """Record three times per side, each recording 1 % slower than the last: an 8 % difference is still found."""
     folders: dict[str, list[str]] = {}
     for side, factor in (("main", 1.0), ("branch", 1.08)):
@@ -188,7 +188,7 @@ def test_recordings_of_one_run_stand_together(capsys, tmp_path):
     assert run(capsys, *arguments, "--fail-if", "iteration_ms > 1.01 * base")[0] == 1
 
 
-def test_ten_percent_slower_with_one_hiccup_is_said_with_its_interval(capsys, tmp_path):
+def test_ten_percent_slowdown_with_an_outlier_shows_its_interval(capsys, tmp_path):
     """Compare 50 iterations of 80.9 ms, one of which takes 91 ms, with 50 of 89 ms."""
     for name, middle in (("main", 80_900_000), ("branch", 89_000_000)):
         shutil.copytree(ZIGZAG, tmp_path / name)
@@ -234,13 +234,13 @@ def test_objects_can_be_compared_from_python():
     assert [(entry.label, entry.source) for entry in comparison.entries] == [(run.name, "run") for run in runs]
 
 
-def test_in_python_it_reads_as_the_command_prints_it(capsys, monkeypatch):
+def test_compare_in_python_prints_the_command_output(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     _, out, _ = run(capsys, str(ZIGZAG), str(RING))
     assert out == ringprof.compare(ZIGZAG, RING).to_terminal(TextStyle(width=100))
 
 
-def test_nine_runs_fit_80_columns_one_run_a_row(capsys, monkeypatch):
+def test_nine_runs_fit_80_columns_with_one_run_per_row(capsys, monkeypatch):
     paths = [str(path) for path in sorted((ROOT / "traces").glob("h200x4-*-262144"))]
     assert len(paths) == 9
     _, wide, _ = run(capsys, *paths)
@@ -267,7 +267,7 @@ def changed(name: str, folder: Path, change: Callable[[list[dict[str, Any]]], No
     return str(folder / name)
 
 
-def test_a_folder_of_traces_compared_with_itself_is_the_same_everywhere(capsys):
+def test_traces_compared_with_themselves_are_the_same(capsys):
     code, out, _ = run(capsys, TRACES, TRACES)
     assert code == 0 and "(work)" not in out and "--same-work" not in out
     assert "1: the same" in out.splitlines()
@@ -282,7 +282,7 @@ def test_a_folder_of_traces_compared_with_itself_is_the_same_everywhere(capsys):
     assert run(capsys, TRACES, TRACES, "--fail-if", "wall_ms > 1.0 * base")[0] == 0
 
 
-def test_an_autotuned_kernel_is_the_same_work_and_a_missing_one_is_not(capsys, tmp_path):
+def test_autotuned_kernel_is_same_work_missing_kernel_is_not(capsys, tmp_path):
     def rename(events):
         for event in events:
             if event.get("cat") == "kernel":
@@ -311,7 +311,7 @@ def test_an_autotuned_kernel_is_the_same_work_and_a_missing_one_is_not(capsys, t
     assert markdown.startswith("**Work not known to be the same (rank 3 ") and "wall_ms" not in markdown
 
 
-def test_another_sequence_length_is_not_taken_as_the_same_work(capsys, tmp_path):
+def test_different_sequence_lengths_are_not_the_same_work(capsys, tmp_path):
     """Compare runs of 64k and 256k tokens: they launch the same kernels, but send different numbers of bytes."""
     folders = []
     for tokens in (65536, 262144):
@@ -326,7 +326,7 @@ def test_another_sequence_length_is_not_taken_as_the_same_work(capsys, tmp_path)
     assert code == 2 and "--same-work" in err
 
 
-def test_a_condition_names_the_parts_that_both_runs_have(capsys, tmp_path):
+def test_condition_on_a_part_requires_it_in_both_runs(capsys, tmp_path):
     known = ROOT / "traces" / "h200x4-zigzag-65536"
     unknown = str(with_gpu_named(known, "NVIDIA RTX PRO 6000", tmp_path / "unknown"))
     for pair in ((unknown, str(known)), (str(known), unknown)):

@@ -47,7 +47,9 @@ def figures(printed: bytes) -> list[bytes]:
 
 
 @pytest.mark.parametrize("changes", VARIABLES.values(), ids=[*VARIABLES])
-def test_report_and_plot(changes: dict[str, str | None], elsewhere: bytes, tmp_path: Path) -> None:
+def test_report_and_plot_in_unusual_environments(
+    changes: dict[str, str | None], elsewhere: bytes, tmp_path: Path
+) -> None:
     code, printed, errors = ringprof(["report", RUN], tmp_path, changes)
     assert (code, errors) == (0, "")
     # Lines may break elsewhere, bars may be shorter, and characters outside ASCII are replaced.
@@ -57,7 +59,7 @@ def test_report_and_plot(changes: dict[str, str | None], elsewhere: bytes, tmp_p
 
 
 @pytest.mark.parametrize("mask", [0o077, 0o000])
-def test_files_have_the_modes_that_were_asked_for(mask: int, tmp_path: Path) -> None:
+def test_output_files_have_the_requested_modes(mask: int, tmp_path: Path) -> None:
     before = os.umask(mask)
     try:
         assert ringprof(["export", RUN, "-o", "out.json.gz"], tmp_path, {})[0] == 0

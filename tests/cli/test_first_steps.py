@@ -33,7 +33,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return code, *capsys.readouterr()
 
 
-def test_alone_it_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_without_arguments_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys)
     assert (code, err) == (0, "")
     assert out.startswith("Usage: ringprof") and "\n  report " in out and len(out.splitlines()) > 10
@@ -54,7 +54,7 @@ def test_alone_it_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
         ),
     ],
 )
-def test_a_slip_is_one_line_that_says_what_was_meant(
+def test_misspelled_argument_error_suggests_the_nearest(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = run(capsys, *arguments)
@@ -62,7 +62,7 @@ def test_a_slip_is_one_line_that_says_what_was_meant(
     assert message in err
 
 
-def test_without_a_run_it_says_how_to_get_one(
+def test_missing_run_error_explains_how_to_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -71,7 +71,7 @@ def test_without_a_run_it_says_how_to_get_one(
         assert code == 2 and "no run here yet: give a path, or record one" in err
 
 
-def test_hints_name_what_was_given(
+def test_hints_quote_the_path_of_the_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(RUN, tmp_path / "a run")
@@ -89,7 +89,7 @@ def test_hints_name_what_was_given(
     [({}, False), ({"FORCE_COLOR": "1"}, True), ({"FORCE_COLOR": "0"}, False),
      ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False), ({"FORCE_COLOR": "1", "TERM": "dumb"}, True)],
 )  # fmt: skip
-def test_colour_can_be_forced_and_refused(variables: dict[str, str], colour: bool) -> None:
+def test_colour_can_be_forced_and_disabled(variables: dict[str, str], colour: bool) -> None:
     kept = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "NO_COLOR")}
     done = subprocess.run(
         [sys.executable, "-m", "ringprof", "report", RUN], capture_output=True, text=True, env={**kept, **variables},
@@ -98,7 +98,7 @@ def test_colour_can_be_forced_and_refused(variables: dict[str, str], colour: boo
     assert ("\x1b[1m" in done.stdout) is colour
 
 
-def test_a_pipe_gets_all_columns_and_a_width_what_fits() -> None:
+def test_pipe_gets_all_columns_and_terminal_what_fits() -> None:
     kept = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     command = [
         sys.executable,
@@ -118,7 +118,7 @@ def test_a_pipe_gets_all_columns_and_a_width_what_fits() -> None:
 
 
 @pytest.mark.parametrize("frame", ["breakdown", "iterations", "steps", "kernels", "annotations", "hops", "waterfall"])
-def test_every_frame_can_be_had_as_csv(frame: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_frame_can_be_written_as_csv(frame: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "frame.csv"
     assert run(capsys, "report", RUN, "--csv", frame, "-o", str(out))[:2] == (0, "")
     rows = list(csv.DictReader(io.StringIO(out.read_text(encoding="utf-8"))))
@@ -137,7 +137,9 @@ def test_every_frame_can_be_had_as_csv(frame: str, tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.usefixtures("scratch")
-def test_the_page_can_be_opened(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_open_option_opens_the_page_in_a_browser(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("bokeh")
     opened: list[str] = []
 
@@ -154,7 +156,7 @@ def test_the_page_can_be_opened(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 @pytest.mark.usefixtures("scratch")
-def test_a_temporary_page_goes_with_a_later_one(
+def test_temporary_page_is_removed_by_a_later_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The browser reads the page when it likes, so the page stays for an hour."""
@@ -191,7 +193,7 @@ def test_a_current_folder_that_was_removed_is_named(start: list[str], arguments:
     assert (process.returncode, process.stdout, process.stderr) == (2, "", sentence)
 
 
-def test_an_error_line_holds_nothing_that_a_terminal_obeys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_line_contains_no_terminal_control_characters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "broken.sqlite"
     with contextlib.closing(sqlite3.connect(path)) as database:
         database.execute("CREATE TABLE t (a)")

@@ -56,7 +56,7 @@ def test_every_schema_is_documented() -> None:
     assert len(used) >= 15 and used == {*documented} and len(documented) == len(used)
 
 
-def test_what_is_no_finite_number_is_null() -> None:
+def test_non_finite_numbers_are_null_in_json() -> None:
     """Write NaN and infinity as null: JSON has neither, and other readers refuse what Python's encoder writes."""
     worst = TensorCheck(
         max_abs=math.nan, rms=math.inf, kernel_rms=0.25, allowed_rms=1.0, rank=0, wrong_tokens=2, first_token=0,

@@ -19,7 +19,7 @@ NAMES = [str(path) for path in FILES]
 OPTIONS = ["--heads", "40", "--head-dim", "128", "--world", "32"]
 
 
-def test_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_terminal_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["logs", *NAMES, *OPTIONS]) == 0
     out = capsys.readouterr().out
     assert "42 rows" in out and "settings_solved" in out and "1 row\n" in out
@@ -58,21 +58,21 @@ def test_json_follows_its_schema(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"code", "severity", "file", "line", "message", "printed", "computed"} == set(data["flags"][0])
 
 
-def test_csv(capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_csv_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["logs", NAMES[0], "--format", "csv"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert len(rows) == 15
     assert (rows[0]["seq"], rows[0]["heads"], rows[0]["tflops"]) == ("131072", "", "43.28")
 
 
-def test_csv_never_holds_a_formula(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_csv_contains_no_formula(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "# =cmd|' /C calc'!A0\n| B | Seq Len | FWD (ms) | TFLOPs/s |\n| 1 | 1024 | 2.0 | 3.0 |\n"
     (tmp_path / "log.txt").write_text(text)
     assert run(["logs", str(tmp_path / "log.txt"), "--format", "csv"]) == 0
     assert next(csv.DictReader(io.StringIO(capsys.readouterr().out)))["label"].startswith("'=")
 
 
-def test_output_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_writes_an_output_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "out.json"
     assert run(["logs", NAMES[1], "--format", "json", "-o", str(target)]) == 0
     assert len(json.loads(target.read_text())["rows"]) == 6
@@ -80,20 +80,20 @@ def test_output_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_reads_a_pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     stream = io.TextIOWrapper(io.BytesIO(FILES[1].read_bytes()))
     monkeypatch.setattr("sys.stdin", stream)
     assert run(["logs", "-", "--format", "json"]) == 0
     assert {row["file"] for row in json.loads(capsys.readouterr().out)["rows"]} == {"-"}
 
 
-def test_strict() -> None:
+def test_logs_strict_exit_code() -> None:
     assert run(["logs", NAMES[0], "--strict", "-o", "/dev/null"]) == 2
     assert run(["logs", NAMES[1], "--strict", "-o", "/dev/null"]) == 0
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"\x80\x81 | Seq Len | B | FWD (ms)", b"hello"])
-def test_bad_files_are_one_line(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_log_is_a_one_line_error(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bad.txt"
     file.write_bytes(content)
     assert run(["logs", str(file)]) == 2
@@ -108,7 +108,7 @@ def test_missing_file_and_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err.count("\n") == 3
 
 
-def test_many_flags_of_one_kind_are_one_paragraph(capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_flags_are_summarised_in_one_paragraph(capsys: pytest.CaptureFixture[str]) -> None:
     code = run(["logs", *NAMES, "--heads", "40", "--head-dim", "128", "--world", "32"])
     out = " ".join(capsys.readouterr().out.split())
     assert code == 0

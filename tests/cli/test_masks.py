@@ -16,7 +16,7 @@ CPU = ["--heads", "4", "--head-dim", "8", "--device", "cpu", "--world", "2", "--
 
 
 @pytest.mark.processes
-def test_a_packed_recording_counts_and_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_record_packed_documents_with_window(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("300 100 100 100 500")
     options = ["--seq", "1024", "--documents", str(lengths), "--window-size", "64"]
@@ -66,7 +66,7 @@ def test_a_prefix_lm_is_recorded_and_counted(tmp_path: Path, capsys: pytest.Capt
         (["--window-size", "64", "-p", "documents_layout=per_documents"], "is not packed|per_document"),
     ],
 )
-def test_what_cannot_be_meant_is_one_line(
+def test_contradictory_mask_options_are_a_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
     output = ["-o", str(tmp_path / "run.json")]
@@ -104,9 +104,7 @@ def test_kernels_are_listed_installed_or_not(capsys: pytest.CaptureFixture[str])
     assert rows["reference"]["delta"] == "yes"
 
 
-def test_kernels_are_measured_and_a_cpu_is_named_one(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_measure_names_the_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ringprof.record.kernel_rates.WARM_UP", 0)
     monkeypatch.setattr("ringprof.record.kernel_rates.CALLS", 2)
     command = ["kernels", "--measure", "--device", "cpu", "--seq", "64", "--heads", "2", "--head-dim", "8"]

@@ -34,7 +34,7 @@ def options_of(name: str) -> dict[str, click.Option]:
 
 
 @pytest.mark.parametrize("name", ["compare", "plot", "export"])
-def test_every_reader_has_the_options_of_the_report(name: str) -> None:
+def test_reading_commands_share_the_options_of_report(name: str) -> None:
     report_options, other_options = options_of("report"), options_of(name)
     for option in NAMES:
         expected, actual = report_options[option], other_options[option]
@@ -53,7 +53,7 @@ def test_every_reader_has_the_options_of_the_report(name: str) -> None:
         (["--scheduler", "nowhere"], "--scheduler nowhere"),
     ],
 )
-def test_every_reader_obeys_them(
+def test_reading_commands_obey_the_options_of_report(
     command: str, option: list[str], message: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -66,7 +66,7 @@ def test_every_reader_obeys_them(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_comparison_is_of_the_chosen_times(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_uses_the_chosen_times(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["compare", FOLDER, FOLDER, "--between", "10ms,20ms", "--format", "json"]) == 0
     (first, second) = json.loads(capsys.readouterr().out)["entries"]
     walls = analysis(FOLDER, between="10ms,20ms").breakdown()["wall_ns"]
@@ -78,7 +78,7 @@ def test_a_comparison_is_of_the_chosen_times(capsys: pytest.CaptureFixture[str])
     assert max(walls) <= 10_000_000
 
 
-def test_an_export_is_of_the_chosen_times(tmp_path: Path) -> None:
+def test_export_uses_the_chosen_times(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     assert cli.run(["export", RUN, "--between", "10ms,20ms", "-o", str(out)]) == 0
     slices = [event for event in json.loads(out.read_text())["traceEvents"] if event["ph"] == "X"]
@@ -87,7 +87,7 @@ def test_an_export_is_of_the_chosen_times(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", [None, "module://of_a_notebook"])
-def test_a_plot_leaves_the_backend_of_later_processes_alone(
+def test_plot_keeps_the_matplotlib_backend_variable(
     backend: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MPLBACKEND", raising=False)
@@ -97,7 +97,7 @@ def test_a_plot_leaves_the_backend_of_later_processes_alone(
     assert os.environ.get("MPLBACKEND") == backend
 
 
-def test_a_plot_is_of_the_chosen_times(tmp_path: Path) -> None:
+def test_plot_uses_the_chosen_times(tmp_path: Path) -> None:
     """Check that the axis of a timeline ends with the chosen interval."""
     axes = analysis(RUN, between="10ms,20ms").plot.timeline()
     assert 9 < axes.dataLim.x1 <= 10 and axes.dataLim.x0 >= 0

@@ -35,7 +35,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("arguments", "part"), WRONG, ids=lambda value: value if isinstance(value, str) else "")
-def test_what_cannot_run_is_refused_in_one_line(capsys, tmp_path, monkeypatch, arguments, part) -> None:
+def test_impossible_recording_is_a_one_line_error(capsys, tmp_path, monkeypatch, arguments, part) -> None:
     monkeypatch.chdir(tmp_path)
     code, _, err = run(capsys, "record", *arguments)
     lines = [line for line in err.splitlines() if line.startswith("ringprof: ")]
@@ -54,7 +54,7 @@ def test_an_output_that_is_not_a_run_is_left_alone(capsys, tmp_path: Path, monke
     assert (tmp_path / "mine.json").read_text() == "{}"
 
 
-def test_more_than_the_machine_holds_is_refused_with_what_fits(capsys, tmp_path, monkeypatch) -> None:
+def test_excessive_memory_error_states_the_largest_sequence(capsys, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     code, _, err = run(capsys, "record", "--strategy", "zigzag", "--seq", str(2**22), "--device", "cpu")
     assert code == 2
@@ -75,7 +75,7 @@ def test_the_strategies_are_listed_with_their_parameters(capsys) -> None:
 
 
 @pytest.mark.skipif(find_spec("yunchang") is not None, reason="the package is installed")
-def test_a_strategy_whose_package_is_missing_is_refused_with_the_way_to_get_it(capsys) -> None:
+def test_strategy_with_missing_package_error_shows_how_to_install(capsys) -> None:
     code, out, _ = run(capsys, "strategies")
     assert code == 0 and "yunchang/usp" in out and "to get yunchang: pip install yunchang flash-attn" in out
     code, _, err = run(capsys, "record", "--strategy", "yunchang/usp", "--seq", "64", "--device", "cpu")

@@ -31,7 +31,7 @@ def test_a_folder_of_traces(capsys):
     assert out.startswith("8 ranks, hosts unknown")
 
 
-def test_the_name_of_a_folder_commands_neither_terminal_nor_shell(capsys, tmp_path, monkeypatch):
+def test_folder_name_is_escaped_for_terminal_and_shell(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, shown in {"\x1b]0;owned\x07": "PATH", "a; touch b": "'a; touch b'"}.items():
         os.symlink(FOLDER, name)
@@ -41,7 +41,7 @@ def test_the_name_of_a_folder_commands_neither_terminal_nor_shell(capsys, tmp_pa
         assert f"next: ringprof report {shown} --html" in out
 
 
-def test_a_file_that_cannot_be_read_to_its_end_is_named(capsys):
+def test_read_error_names_the_file(capsys):
     """Read a file without a page at address 0, as on a failing disk."""
     assert run(capsys, "/proc/self/mem") == (2, "", "ringprof: /proc/self/mem: Input/output error\n")
 
@@ -49,7 +49,7 @@ def test_a_file_that_cannot_be_read_to_its_end_is_named(capsys):
 @pytest.mark.parametrize(
     ("arguments", "code"), [(["nowhere"], 2), ([ONE, "-o", os.devnull], 0), ([ONE, "--strict"], 2)]
 )
-def test_what_cannot_be_said_changes_no_exit_code(arguments, code):
+def test_unwritable_stderr_keeps_the_exit_code(arguments, code):
     """Keep the exit code, since 1 means that a condition holds."""
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "ringprof", "report", *arguments]
@@ -110,7 +110,7 @@ def wrong(tmp_path):
         (),
     ],
 )
-def test_wrong_use_is_one_line_and_exit_2(capsys, tmp_path, monkeypatch, args):
+def test_wrong_usage_is_one_line_and_exit_code_2(capsys, tmp_path, monkeypatch, args):
     monkeypatch.chdir(wrong(tmp_path))
     code, _, err = run(capsys, *args)
     assert code == 2
@@ -147,12 +147,12 @@ def test_a_compressed_trace_that_expands_beyond_the_limit_is_refused(tmp_path, c
 
 
 @pytest.mark.parametrize("options", [["-o", "x" * 300], ["-o", "/dev/full"], ["--rules", "x" * 300]])
-def test_paths_that_the_system_refuses_are_one_line(capsys, options):
+def test_invalid_output_paths_are_a_one_line_error(capsys, options):
     code, _, err = run(capsys, ONE, *options)
     assert code == 2 and err.startswith("ringprof: ") and err.count("\n") == 1
 
 
-def test_a_table_without_rows_says_so_and_has_its_columns(capsys):
+def test_empty_csv_table_has_columns_and_a_note(capsys):
     """Write the memory table of a trace without memory events: no rows, like hops on CPU."""
     code, out, err = run(capsys, ONE, "--csv", "memory")
     assert (code, out.count("\n"), err.count("\n")) == (0, 1, 1) and out.startswith("rank,")

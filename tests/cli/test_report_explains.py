@@ -36,7 +36,7 @@ def report(capsys, *options, path=RUN):
         ("exposed_comm <= 1", True),
     ],
 )
-def test_a_condition_that_holds_exits_with_1_and_its_figure(capsys, condition, held):
+def test_condition_that_holds_exits_with_1_and_prints_the_figure(capsys, condition, held):
     code, out, err = report(capsys, "--fail-if", condition)
     assert code == int(held)
     assert "exposed communication" in out
@@ -76,20 +76,20 @@ def test_every_figure_is_that_of_the_json_report():
         ("tflops < 95%", "tflops is no share: did you mean 'tflops < 0.95 * base'?"),
     ],
 )
-def test_a_condition_that_cannot_be_meant_exits_with_2_and_one_line(capsys, condition, message):
+def test_invalid_condition_exits_with_2_and_one_line(capsys, condition, message):
     code, _, err = report(capsys, "--fail-if", condition)
     assert code == 2
     assert message in err
     assert err.count("\n") == 1
 
 
-def test_a_printed_table_has_figures_too(capsys):
+def test_condition_applies_to_a_kernel_table(capsys):
     code, _, err = report(capsys, "--fail-if", "send_recv_ns > 1", path=TABLE)
     assert code == 1
     assert "send_recv_ns is 1.1306e+10" in err
 
 
-def test_the_further_tables_are_shown_when_asked_for(capsys):
+def test_further_tables_are_shown_on_request(capsys):
     _, plain, _ = report(capsys)
     assert "ring steps" not in plain
     code, out, _ = report(capsys, "--steps", "--hops", "--waterfall", "--kernels", "--annotations", "--all")
@@ -111,7 +111,7 @@ def test_a_step_row_shows_the_json_reports_figures(capsys):
     assert row[-1] == step["bound"]
 
 
-def test_a_window_and_two_times_choose_what_is_looked_at(capsys):
+def test_window_and_between_select_the_reported_time(capsys):
     wall = json.loads(report(capsys, "--format", "json", "--between", "100ms,600ms")[1])["ranks"][0]["wall_ns"]
     assert wall <= 500_000_000
     code, _, err = report(capsys, "--window", "nothing like it")
@@ -119,6 +119,6 @@ def test_a_window_and_two_times_choose_what_is_looked_at(capsys):
     assert "has no such range" in err
 
 
-def test_a_figure_must_be_named_to_be_parsed():
+def test_condition_without_a_figure_is_refused():
     with pytest.raises(UsageError):
         parse_condition("> 5%")

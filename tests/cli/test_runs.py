@@ -36,14 +36,14 @@ def test_every_committed_run_is_listed_newest_first(capsys: pytest.CaptureFixtur
     assert len(list(csv.DictReader(io.StringIO(run(capsys, str(TRACES), "--format", "csv")[1])))) == len(rows)
 
 
-def test_it_fits_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_of_runs_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     _, out, _ = run(capsys, str(TRACES))
     assert max(map(len, out.splitlines())) <= 80 and "…" not in out
     assert "521.7 TFLOP/s" in out and "262,144" in out
 
 
-def test_what_is_no_run_is_left_out_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_run_is_left_out_with_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(TRACES / "cpu4-burst-4096", tmp_path / "good")
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "run.json").write_text("{}")
@@ -54,7 +54,7 @@ def test_what_is_no_run_is_left_out_and_said(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(("name", "message"), [("nowhere", "no such folder"), ("", "no runs here")])
-def test_where_there_are_none_it_says_so(
+def test_folder_without_runs_is_an_error(
     name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, err = run(capsys, str(tmp_path / name))

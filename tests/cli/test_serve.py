@@ -85,7 +85,7 @@ if not os.fork():
 """
 
 
-def test_the_arguments_of_the_browsers_process_hold_no_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_browser_process_arguments_contain_no_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Replace the browser by a program that stores its arguments, and follows the page on disk."""
     program, seen = tmp_path / "browser", tmp_path / "seen"
     program.write_text(STAND_IN.format(python=sys.executable, seen=str(seen)))
@@ -98,7 +98,7 @@ def test_the_arguments_of_the_browsers_process_hold_no_secret(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_the_page_gets_the_trace_and_the_command_ends(browser: Browser, kept: bool, tmp_path: Path) -> None:
+def test_page_fetches_the_trace_and_the_command_ends(browser: Browser, kept: bool, tmp_path: Path) -> None:
     out = tmp_path / "a name.json.gz"
     assert cli.run(["export", RUN, "--open", *(["-o", str(out)] if kept else [])]) == 0
     assert browser.thread is not None
@@ -122,6 +122,6 @@ def test_a_port_in_use_is_one_line(
     assert last.startswith("ringprof: --open: port") and "in use" in last and not browser.page
 
 
-def test_a_file_or_a_page_must_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_requires_an_output_or_open(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["export", RUN]) == 2
     assert "-o merged.json.gz" in capsys.readouterr().err

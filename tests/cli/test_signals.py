@@ -107,25 +107,25 @@ def lost(body: str, number: signal.Signals, patience_s: float) -> subprocess.Pop
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("body", [IN_AN_IMPORT, DROPPED, IN_A_DESTRUCTOR], ids=["import", "dropped", "destructor"])
-def test_an_error_that_is_lost_comes_again(body: str, number: signal.Signals) -> None:
+def test_swallowed_interrupt_is_raised_again(body: str, number: signal.Signals) -> None:
     process = lost(body, number, patience_s=600)
     assert (*process.communicate(), process.returncode) == ("", "", 128 + number)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_cleaning_up_is_not_disturbed(number: signal.Signals) -> None:
+def test_cleanup_is_not_interrupted(number: signal.Signals) -> None:
     process = lost(WHILE_CLEANING, number, patience_s=600)
     assert (*process.communicate(), process.returncode) == ("cleaned\nleft\ntold\n", "", 128 + number)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_repetition_between_a_commands_return_and_the_exit_leaves_its_exit_code(number: signal.Signals) -> None:
+def test_interrupt_repeated_before_exit_keeps_the_exit_code(number: signal.Signals) -> None:
     process = lost(AFTER_A_RECORDING, number, patience_s=600)
     assert (*process.communicate(), process.returncode) == ("", "", cli.INTERRUPTED)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_it_ends_even_where_the_error_is_always_lost(number: signal.Signals) -> None:
+def test_signal_ends_a_process_that_swallows_every_interrupt(number: signal.Signals) -> None:
     process = lost(DEAF, number, patience_s=0.2)
     assert process.stdout is not None and process.stdout.readline() == "begun\n"
     process.send_signal(number)

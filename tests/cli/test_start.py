@@ -36,7 +36,7 @@ def started(environment=None):
     return json.loads(done.stderr)
 
 
-def test_a_report_of_a_trace_loads_nothing_heavy():
+def test_report_of_a_trace_imports_no_heavy_packages():
     code, modules, dataclasses, _ = started()
     assert code == 0
     own = {"numpy.ma", "numpy.random"} if version("numpy").startswith("1.") else set()  # NumPy 1 loads them itself
@@ -45,13 +45,13 @@ def test_a_report_of_a_trace_loads_nothing_heavy():
     assert dataclasses < 15
 
 
-def test_the_number_of_blas_threads_is_left_as_it_was():
+def test_number_of_blas_threads_is_unchanged():
     unset = {key: value for key, value in os.environ.items() if key != "OPENBLAS_NUM_THREADS"}
     assert started(unset)[3] == os.environ.get("OPENBLAS_NUM_THREADS")
     assert started({"OPENBLAS_NUM_THREADS": "3"})[3] == "3"
 
 
-def test_a_package_that_is_here_and_broken_is_one_line(tmp_path: Path) -> None:
+def test_broken_package_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text('raise ImportError("libcudart.so.12: cannot open shared object file")')
     done = subprocess.run(
         [sys.executable, "-m", "ringprof", "predict", "--strategy", "ring", "--seq", "64k", "--machine", "h100"],
@@ -61,7 +61,7 @@ def test_a_package_that_is_here_and_broken_is_one_line(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (2, message)
 
 
-def test_many_commands_in_one_process_keep_no_garbage() -> None:
+def test_repeated_commands_in_one_process_leak_no_frozen_objects() -> None:
     """Freeze only the objects of modules for the garbage collector, not those that commands leave behind."""
     program = (
         "import gc\nfrom ringprof.cli import run\n"

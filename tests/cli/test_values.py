@@ -25,12 +25,12 @@ def test_lengths_in_tokens(text: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "k", "1.5k", "-1", "12g", "1k2"])
-def test_what_is_no_length_is_refused(text: str) -> None:
+def test_invalid_token_counts_are_refused(text: str) -> None:
     with pytest.raises(click.BadParameter, match="such as 131072 or 128k"):
         Tokens().convert(text, None, None)
 
 
-def test_the_names_to_complete_are_those_that_there_are() -> None:
+def test_completion_names_equal_the_registries() -> None:
     strategies = pytest.importorskip("ringprof.strategies", reason="needs torch")
     from ringprof.strategies.kernels.registry import KERNELS as KNOWN
 
@@ -50,7 +50,7 @@ def test_the_names_to_complete_are_those_that_there_are() -> None:
         ("ringprof report --ste", ["--steps"]),
     ],
 )
-def test_a_shell_completes_commands_options_and_names(words: str, completed: list[str]) -> None:
+def test_completion_of_commands_options_and_names(words: str, completed: list[str]) -> None:
     variables = {"_RINGPROF_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
     done = subprocess.run(
         [sys.executable, "-c", "import sys; sys.argv = ['ringprof']; from ringprof.cli import main; main()"],
@@ -87,7 +87,7 @@ _ringprof_completion
     ],
 )
 @pytest.mark.parametrize(("shell", "script"), [("bash", BASH), ("zsh", ZSH), ("fish", FISH)])
-def test_the_line_of_the_guide_completes_in_the_shell_itself(
+def test_completion_script_of_the_guide_works_in_the_shell(
     shell: str, script: str, line: str, completed: list[str], tmp_path: Path
 ) -> None:
     if shutil.which(shell) is None:
@@ -102,14 +102,14 @@ def test_the_line_of_the_guide_completes_in_the_shell_itself(
     assert sorted(done.stdout.split()) == completed, done.stderr
 
 
-def test_the_guide_has_the_line_of_every_shell() -> None:
+def test_guide_has_a_completion_line_for_every_shell() -> None:
     guide = (ROOT / "docs" / "guides.md").read_text(encoding="utf-8")
     for shell, script in (("bash", BASH), ("zsh", ZSH), ("fish", FISH)):
         line = next(line for line in script.splitlines() if f"{shell}_source" in line)
         assert line.replace("|", "\\|") in guide
 
 
-def test_a_list_is_one_completion_in_fish() -> None:
+def test_list_value_is_one_completion_in_fish() -> None:
     """Check the script for fish, which splits an answer at the first comma only, without running fish."""
     variables = {**os.environ, "_RINGPROF_COMPLETE": "fish_source"}
     done = subprocess.run(

@@ -35,7 +35,7 @@ CHECK = Check(
      ("check", "any:thing", "--layout", "contiguous")],
     ids=lambda command: " ".join(command[:2]),
 )  # fmt: skip
-def test_lines_fit_and_lose_nothing(
+def test_lines_fit_the_width_without_losing_text(
     command: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ringprof.cli.check.check_here", lambda request: CHECK)

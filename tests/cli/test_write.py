@@ -19,9 +19,7 @@ from tests.paths import ROOT, TRACES
 RUN = str(TRACES / "h200x4-zigzag-65536")
 
 
-def test_a_file_takes_the_place_of_another_when_it_is_complete(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_output_replaces_an_existing_file_atomically(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, link = tmp_path / "out.json", tmp_path / "link"
     file.write_text("before")
     file.chmod(0o640)
@@ -38,14 +36,14 @@ def test_a_file_takes_the_place_of_another_when_it_is_complete(
     assert sorted(os.listdir(tmp_path)) == ["link", "out.json"]
 
 
-def test_a_new_file_is_as_the_user_has_them(tmp_path: Path) -> None:
+def test_new_file_has_the_mode_of_the_umask(tmp_path: Path) -> None:
     with written(tmp_path / "out") as temporary:
         temporary.write_text("")
     (tmp_path / "usual").write_text("")
     assert (tmp_path / "out").stat().st_mode == (tmp_path / "usual").stat().st_mode
 
 
-def test_an_error_names_what_the_user_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_write_error_names_the_path_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "no" / "out.json"
     with pytest.raises(InputError, match=f"^{path}: cannot be written: No such file or directory$"), written(path):
         pytest.fail("nothing can be written")
@@ -62,13 +60,13 @@ def test_a_pipe_is_written_to() -> None:
     assert done.returncode == 0 and done.stdout.startswith(b"{")
 
 
-def test_a_packed_export_names_itself(tmp_path: Path) -> None:
+def test_gzip_export_contains_its_file_name(tmp_path: Path) -> None:
     assert cli.run(["export", RUN, "-o", str(tmp_path / "merged.json.gz")]) == 0
     packed = (tmp_path / "merged.json.gz").read_bytes()
     assert packed[10:22] == b"merged.json\0" and gzip.decompress(packed).startswith(b"{")
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
+def test_full_disk_leaves_the_existing_file(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     file.write_text("before")
     done = subprocess.run(
@@ -92,9 +90,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
         (["report", RUN, "--fail-if", "exposed_comm > 0"], "stderr", 1),
     ],
 )
-def test_a_reader_that_leaves_is_no_condition_that_holds(
-    arguments: list[str], stream: str, code: int, unbuffered: str
-) -> None:
+def test_closed_pipe_is_not_exit_code_1(arguments: list[str], stream: str, code: int, unbuffered: str) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.Popen(

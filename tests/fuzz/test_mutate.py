@@ -53,13 +53,13 @@ def few_files() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("reader", sorted(COUNTS))
-def test_some_damaged_files(reader: str, few_files: list[dict[str, Any]]) -> None:
+def test_some_damaged_files_are_read_or_refused(reader: str, few_files: list[dict[str, Any]]) -> None:
     check(reader, FEW[reader], few_files)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("reader", sorted(COUNTS))
-def test_many_damaged_files(reader: str) -> None:
+def test_many_damaged_files_are_read_or_refused(reader: str) -> None:
     counts = {reader: COUNTS[reader]} if can_read(reader) else {}
     check(reader, COUNTS[reader], read(100, counts))

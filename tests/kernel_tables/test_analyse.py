@@ -97,7 +97,7 @@ def test_cpu_total_is_not_used_where_earlier_work_ran_in_the_window(published: T
     assert "before the window" in (overlap.reason or "")
 
 
-def test_given_iterations_are_used(published: TableReport) -> None:
+def test_stated_iterations_are_used(published: TableReport) -> None:
     counted_iterations = analyse_table(published.table, iterations=5).iterations
     assert counted_iterations is not None
     assert (counted_iterations.cpu, counted_iterations.source) == (5, "given")
@@ -142,7 +142,7 @@ def test_operators_and_annotations_are_not_added() -> None:
     assert warning_codes(report) == []
 
 
-def test_a_kernel_and_an_operator_of_one_name() -> None:
+def test_kernel_and_operator_with_one_name_count_once() -> None:
     report = analyse_table(make_table(cpu_row("fused_add", 1, 5), kernel_row("fused_add", 5), total_ms=5))
     assert report.kinds_ns == {"elementwise": 5 * MS}
 
@@ -212,7 +212,7 @@ def test_a_cpu_table() -> None:
         ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_par...", "flash_bwd"),
     ],
 )
-def test_kinds_of_printed_names(name: str, kind: str) -> None:
+def test_kinds_of_printed_kernel_names(name: str, kind: str) -> None:
     assert kind_of_row(name) == kind
 
 
@@ -244,7 +244,7 @@ def test_overlap_needs_communication_and_a_wall_time() -> None:
     assert analyse_table(make_table(kernel_row(SEND, 5))).overlap.reason == "no wall time is known"
 
 
-def test_the_cpu_total_is_named_as_such() -> None:
+def test_overlap_from_the_cpu_total_states_its_source() -> None:
     overlap = analyse_table(make_table(kernel_row(FLASH, 8), kernel_row(SEND, 4), cpu_ms=10)).overlap
     assert (overlap.least, overlap.wall_source) == (0.5, "cpu_total")
 
@@ -252,7 +252,7 @@ def test_the_cpu_total_is_named_as_such() -> None:
 # --- warm-up ----------------------------------------------------------------------------------------
 
 
-def test_no_leak_where_every_launch_ran_once() -> None:
+def test_no_iteration_leak_where_every_launch_ran_once() -> None:
     rows = [cpu_row("cudaLaunchKernel", 1, calls=40), kernel_row(FLASH, 5, 30), kernel_row(SEND, 5, 10)]
     report = analyse_table(make_table(*rows), iterations=10)
     assert report.iterations is not None and not report.iterations.leak
@@ -274,7 +274,7 @@ def test_two_tables_are_both_shown(published: TableReport) -> None:
     assert tables_text([published], TextStyle(ascii_only=True)).isascii()
 
 
-def test_names_cannot_reach_the_terminal_as_commands() -> None:
+def test_kernel_names_are_escaped_for_the_terminal() -> None:
     report = analyse_table(make_table(kernel_row("nccl:\x1b[31m\x07evil\u202e", 3), kernel_row(FLASH, 5)))
     text = tables_text([report], TextStyle())
     assert not [char for char in text if char != "\n" and not char.isprintable()]

@@ -32,7 +32,7 @@ def warning_codes(table_report: TableReport) -> list[str]:
 # --- names cut too early, whose kinds follow from their operators --------------------------------------------
 
 
-def test_operators_give_the_kinds_of_cut_names() -> None:
+def test_operators_classify_truncated_names() -> None:
     table_report = report("cut-names.txt")
     assert table_report.kinds_ns == {"flash_fwd": 75 * US, "cast": 20 * US, "elementwise": 5 * US}
     assert figures_of_table(table_report)["flash_fwd"] == 0.75
@@ -84,14 +84,14 @@ CUT = "void cutlass::device_kernel<flash::enable_sm90_or_la..."
         ([operator("flash_attn_3::fwd", 30), kernel("void my_very_lo...", 30)], {"other": 30}),
     ],
 )
-def test_cut_names_get_a_kind_only_if_the_operators_prove_it(rows: list[TableRow], expected: dict[str, int]) -> None:
+def test_truncated_names_get_a_kind_only_if_operators_prove_it(rows: list[TableRow], expected: dict[str, int]) -> None:
     assert kinds(*rows) == expected
 
 
 # --- rows that are not there ----------------------------------------------------------------------------------
 
 
-def test_the_first_rows_of_a_table_are_not_the_whole() -> None:
+def test_table_of_first_rows_reports_missing_time() -> None:
     table_report = report("first-rows.txt")
     # 40 s are 32.00 %, 31.25 s 25.00 % and 30 s 24.00 %: of 125 s.
     total, slack = total_from_shares(table_report.table)
@@ -138,7 +138,7 @@ def test_missing_kernels_may_have_hidden_communication() -> None:
 # --- nsys and nvprof ------------------------------------------------------------------------------------------
 
 
-def test_names_that_nsys_cut() -> None:
+def test_names_truncated_by_nsys() -> None:
     table_report = report("nsys.txt")
     assert table_report.kinds_ns == {"all_reduce": 8 * MS, "gemm": 1_500 * US, "flash_fwd": 500 * US}
     assert [row.cut for row in table_report.table.rows] == [True, False, True]

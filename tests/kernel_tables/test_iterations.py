@@ -23,7 +23,7 @@ RUNS = [path for folder in COMMITTED for path in sorted(folder.glob("*.json.gz")
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: f"{path.parent.name}-{path.name}")
-def test_round_trip(path: Path) -> None:
+def test_printed_table_of_a_run_keeps_its_kinds(path: Path) -> None:
     events = [e for e in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if is_device(e)]
     if not events:
         pytest.skip("a run without device activities")

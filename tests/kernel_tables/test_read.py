@@ -71,7 +71,7 @@ def test_the_published_log() -> None:
     "prefix",
     ["", "g43: ", "[rank0]:", "[rank0]: ", "2026-01-02 03:04:05,678 INFO - ", "I0102 03:04:05.678901 77 a.py:3] "],
 )
-def test_prefixes(prefix: str) -> None:
+def test_line_prefixes_are_removed(prefix: str) -> None:
     table = read_tables("".join(f"{prefix}{line}\n" for line in SMALL.splitlines()).encode(), "log")[0]
     assert [row.name for row in table.rows] == ["aten::mm", "gemm_a, b c", "ncclDevKernel_SendRe..."]
     assert [row.self_device_ns for row in table.rows] == [0, 2_000_000, 3_000_000]
@@ -172,7 +172,7 @@ def test_nsys_csv() -> None:
 @pytest.mark.parametrize(
     "text", ["", "hello", "Name # of Calls\n---", "-----  -----  -----\n" * 5, "| a | b |\n|---|---|"]
 )
-def test_no_table(text: str) -> None:
+def test_text_without_a_table_is_refused(text: str) -> None:
     with pytest.raises(KernelTableError, match="log"):
         read_tables(text.encode(), "log")
 
@@ -190,7 +190,7 @@ def test_a_table_without_rows_says_where() -> None:
 
 @settings(max_examples=300)
 @given(st.data())
-def test_damage_never_raises_anything_else(data: st.DataObject) -> None:
+def test_damaged_table_raises_only_table_errors(data: st.DataObject) -> None:
     text = list(SMALL)
     for _ in range(data.draw(st.integers(1, 12))):
         start = data.draw(st.integers(0, len(text) - 1))

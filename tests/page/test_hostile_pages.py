@@ -145,7 +145,7 @@ FIND_TRACES = """(() => {
   look(document); return [window.ran || 0, document.title === 'ran', traces]; })()"""
 
 
-def test_what_a_payload_leaves_behind_is_noticed(tmp_path: Path) -> None:
+def test_detector_notices_an_executed_payload(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     path.write_text(f"<!doctype html><body>{PAYLOADS[0]}{PAYLOADS[1]}{PAYLOADS[8]}", encoding="utf-8")
     with browser.Browser() as tab:
@@ -157,7 +157,7 @@ def test_what_a_payload_leaves_behind_is_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["policy", "bare"])
 @pytest.mark.parametrize("name", ["report", "compare", "advise", "bench"])
-def test_nothing_runs(written: dict[str, Path], name: str, kind: str) -> None:
+def test_no_payload_runs_in_any_page(written: dict[str, Path], name: str, kind: str) -> None:
     path = written[f"{name} {kind}"]
     with browser.Browser() as tab:
         tab.open(path)

@@ -128,7 +128,7 @@ def _sorts(tab: Any) -> None:
 
 
 @pytest.mark.parametrize("width", [420, 1280, 1920])
-def test_nothing_sticks_out_and_labels_stand_within_the_figure(tab: Any, tmp_path: Path, width: int) -> None:
+def test_page_does_not_overflow_and_labels_fit_the_figure(tab: Any, tmp_path: Path, width: int) -> None:
     tab.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
     open_page(tab, TRACES / "h200x4-zigzag-262144", tmp_path)
     assert tab.run("document.documentElement.scrollWidth <= window.innerWidth")
@@ -200,7 +200,7 @@ def test_a_table_is_saved_as_csv(tab: Any, tmp_path: Path) -> None:
     assert tab.messages == []
 
 
-def test_a_view_is_drawn_in_its_cell(tab: Any, tmp_path: Path) -> None:
+def test_notebook_view_is_drawn_in_its_cell(tab: Any, tmp_path: Path) -> None:
     path = tmp_path / "notebook.html"
     path.write_text(f"<!doctype html><body>{analysis(TRACES / 'h200x4-zigzag-262144').view()._repr_html_()}</body>")
     tab.call("Emulation.setDeviceMetricsOverride", width=1000, height=1200, deviceScaleFactor=1, mobile=False)
@@ -216,7 +216,7 @@ def test_a_view_is_drawn_in_its_cell(tab: Any, tmp_path: Path) -> None:
     assert tab.messages == [] and {url.partition(":")[0] for url in tab.requests} <= {"file", "data", "blob", "about"}
 
 
-def test_a_hostile_name_runs_nothing(tab: Any, tmp_path: Path) -> None:
+def test_hostile_name_does_not_run_a_script(tab: Any, tmp_path: Path) -> None:
     from tests.analysis.rings import ring_pass
 
     builders = ring_pass()
@@ -230,7 +230,7 @@ def test_a_hostile_name_runs_nothing(tab: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_text_stands_out_in_light_and_dark(dark: bool, tmp_path: Path) -> None:
+def test_text_has_contrast_in_light_and_dark_mode(dark: bool, tmp_path: Path) -> None:
     with browser.Browser(dark=dark) as tab:
         open_page(tab, TRACES / "h200x4-zigzag-262144", tmp_path)
         script = """(() => {

@@ -87,7 +87,7 @@ def page_of(*builders: Builder) -> str:
     return render(run_document(findings, ["x"], "x"))
 
 
-def test_hops_of_hosts_with_clocks_of_their_own_start_by_one_clock() -> None:
+def test_hops_start_on_one_clock_across_hosts() -> None:
     """Rank 1's clock is an hour ahead, so an hour is subtracted from its times."""
     hour = 3_600_000_000_000
     builders = ring_pass()
@@ -186,7 +186,7 @@ def test_only_the_pages_own_scripts_may_run_and_nothing_is_loaded(text: str) -> 
     assert len(text) < 15e6
 
 
-def test_names_from_a_trace_are_text() -> None:
+def test_names_from_a_trace_are_escaped_in_the_page() -> None:
     builders = ring_pass()
     builders[0].run(HOSTILE, 20_000, 21_000, launched=99_000)
     page = Page(page_of(*builders))
@@ -197,7 +197,7 @@ def test_names_from_a_trace_are_text() -> None:
     assert "\x1b" not in shown and "\u202e" not in shown
 
 
-def test_a_view_is_part_of_the_page_in_a_frame_of_its_own() -> None:
+def test_view_is_part_of_the_page_in_an_iframe() -> None:
     run = analysis(RUN)
     view = run.view()
     assert [heading for heading in Page(view.html).tables if heading] == ["Waterfall"]
@@ -216,7 +216,7 @@ def test_a_view_is_part_of_the_page_in_a_frame_of_its_own() -> None:
     assert "Both timelines" in comparison_view.html and "run.view()" in run._repr_html_()
 
 
-def test_a_large_run_is_thinned_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeline_of_a_large_run_is_thinned_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ringprof.report.timeline.MAX_BARS", 200)
     builders = ring_pass(world=8, names="ringprof::{phase}/step={step}/block")
     attribution = attribute([builder.trace() for builder in builders])
@@ -248,7 +248,7 @@ def test_a_comparison_and_a_sweep_have_pages() -> None:
     assert [cells[-1] for cells in page.tables["Every row"][1:]] == ["ok", "ok", "oom: <b>out of memory</b>"]
 
 
-def test_a_sweep_calls_fastest_only_what_the_timings_prove_to_be() -> None:
+def test_sweep_page_names_only_a_proved_fastest() -> None:
     """One of three strategies is 0.1 % behind the first, within the scatter of 2 %, and one 50 %."""
     pytest.importorskip("bokeh")
     times = {"burst": 100.0, "zigzag": 100.1, "ring": 150.0}
@@ -285,7 +285,7 @@ def test_speed_over_length_has_the_kernel_as_its_ceiling_and_peers_dotted() -> N
     assert plot.yaxis[0].axis_label == "TFLOP/s" and plot.y_range.start == 0
 
 
-def test_the_page_of_two_runs_says_what_changed_first() -> None:
+def test_comparison_page_begins_with_what_changed() -> None:
     comparison = ringprof.compare(
         ROOT / "traces" / "h200x4-zigzag-65536", ROOT / "traces" / "h200x4-zigzag-65536-copied"
     )
@@ -303,7 +303,7 @@ def test_the_page_of_two_runs_says_what_changed_first() -> None:
     assert difference is not None and interval == f"{difference.low:.3f} to {difference.high:.3f}"
 
 
-def test_a_page_has_what_the_terminal_has_and_what_it_was_run_with() -> None:
+def test_page_has_the_terminal_tables_and_the_settings() -> None:
     run = analysis(ROOT / "traces" / "h200x4-zigzag-65536")
     assert run.run is not None
     page = Page(run.to_html())
@@ -335,7 +335,7 @@ def test_warnings_that_change_the_reading_come_first(tmp_path: Path) -> None:
     assert run_document(on_cpu.findings, [], "x").sections[0].anchor == "waterfall"
 
 
-def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_html_option_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out.html"
     assert cli.run(["report", str(RUN), "--html", str(path)]) == 0
     assert capsys.readouterr().err == f"Wrote {path}\n"
@@ -344,7 +344,7 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_without_the_library_one_line_says_what_to_install(
+def test_missing_bokeh_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in [name for name in sys.modules if name.startswith(("bokeh", "ringprof.report.page.figures"))]:

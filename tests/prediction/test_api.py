@@ -45,7 +45,7 @@ def test_a_problem_is_a_workload_or_its_fields() -> None:
             ringprof.predict("zigzag", wrong, hosts, machine="h200")  # type: ignore[arg-type]
 
 
-def test_parts_add_up_to_the_simulated_time_of_the_slowest_rank() -> None:
+def test_parts_sum_to_the_simulated_time_of_the_slowest_rank() -> None:
     frame = prediction().parts()
     timelines = prediction().prediction.timelines
     assert frame.time_ms.sum() == pytest.approx(max(timeline.end_ns for timeline in timelines) / 1e6, rel=1e-6)
@@ -87,7 +87,7 @@ def test_plots_of_choices_and_parts() -> None:
     assert sum(bar.get_width() for bar in bars) == pytest.approx(prediction().parts().time_ms.sum())
 
 
-def test_choices_that_are_not_shown_are_counted() -> None:
+def test_hidden_choices_are_counted() -> None:
     advice = recommendation().advice
     threefold = dataclasses.replace(advice, choices=advice.choices * 3)
     assert "\nand 3 more: --format json has them\n" in Recommendation(threefold).to_terminal()
@@ -95,7 +95,7 @@ def test_choices_that_are_not_shown_are_counted() -> None:
     assert "The slowest are in the table alone." in Recommendation(threefold).to_html()
 
 
-def test_a_word_beside_a_line_stays_inside_the_picture() -> None:
+def test_plot_labels_beside_lines_stay_inside_the_axes() -> None:
     marks = [(2.0, "near the left"), (60.0, "near the right")]
     axes = plots.bands("tokens", "speed", {"a": [(1.0, (1.0, 2.0, 3.0)), (64.0, (1.0, 2.0, 3.0))]}, marks)
     assert {text.get_text(): text.get_horizontalalignment() for text in axes.texts} == {
@@ -130,22 +130,20 @@ def _prediction_of(ms: float) -> Any:
     ("ms", "peak_bytes", "on_front"),
     [(2.0, 100, False), (2.0, 101, False), (2.0, 99, True), (1.0, 100, True), (1.0, 200, True), (0.5, 300, True)],
 )
-def test_a_choice_is_on_the_front_where_nothing_faster_needs_as_little_memory(
-    ms: float, peak_bytes: int, on_front: bool
-) -> None:
+def test_choice_is_on_the_pareto_front_of_time_and_memory(ms: float, peak_bytes: int, on_front: bool) -> None:
     other: Any = SimpleNamespace(median_ns=1.0, peak_bytes=100)
     choice: Any = SimpleNamespace(median_ns=ms, peak_bytes=peak_bytes)
     assert _on_front(choice, [other, choice]) is on_front
 
 
-def test_a_prediction_is_written_and_read_again(tmp_path: Path) -> None:
+def test_prediction_survives_a_write_and_a_read(tmp_path: Path) -> None:
     run = prediction().write(tmp_path / "predicted")
     loaded = ringprof.load(tmp_path / "predicted")
     assert isinstance(loaded, ringprof.Analysis) and len(loaded.ranks) == 4 and run.predicted is not None
     assert "PREDICTED zigzag" in repr(prediction()) and "PREDICTED" in prediction().to_terminal()
 
 
-def test_masks_are_refused_by_name_where_nothing_is_calibrated_for_them() -> None:
+def test_uncalibrated_masks_are_refused_by_name() -> None:
     windowed = ringprof.Workload(seq=131072, heads=16, kv_heads=8, head_dim=128, window=4096)
     with pytest.raises(UnsupportedWorkloadError, match="no kernel is calibrated for packed documents and windows"):
         ringprof.predict("zigzag", windowed, machine="h100")
@@ -168,14 +166,12 @@ def choice(label: str, **parts_ms: float) -> Any:
         ({"kernel": 1010.0, "peers": 100.0}, "b takes 0.9 % (10.00 ms) longer: +10.00 ms of attention"),
     ],
 )  # fmt: skip
-def test_what_the_second_gains_is_said_where_it_loses_more_than_the_difference(
-    other: dict[str, float], expected: str
-) -> None:
+def test_why_not_the_second_choice_names_gain_and_loss(other: dict[str, float], expected: str) -> None:
     choices: tuple[Choice, ...] = (choice("a", kernel=1000.0, peers=100.0), choice("b", **other))
     assert Advice(choices, (), (), (), ()).why_not_the_second() == expected
 
 
-def test_what_cannot_be_meant_is_refused() -> None:
+def test_invalid_prediction_arguments_are_refused() -> None:
     """An unknown transport was once predicted as NCCL's, and a name as text chose every strategy that contains it."""
     with pytest.raises(UsageError, match="hops 'zz' is not one of auto, nccl, copy"):
         ringprof.predict("zigzag", PROBLEM, machine="h200", hops="zz")

@@ -30,14 +30,14 @@ def problem(seq: int, heads: int, *, backward: bool = True, causal: bool = True)
     return Workload(seq=seq, heads=heads, kv_heads=heads, head_dim=128, backward=backward, causal=causal)
 
 
-def test_zigzag_on_four_is_its_blocks_alone() -> None:
+def test_zigzag_on_4_gpus_is_bound_by_its_blocks() -> None:
     """S²/2 pairs per head over 4 GPUs, 4 and 10 FLOPs per pair and channel, at 600 and 525; hops are hidden."""
     pairs = 262144**2 / 2 * 40 * 128 / 4
     by_hand = 4 * pairs / (600 * T) + 10 * pairs / (525 * T)
     assert predicted("zigzag", problem(262144, 40), Cluster(1, 4)).median_ns / 1e9 == pytest.approx(by_hand, rel=0.05)
 
 
-def test_a_ring_over_slow_nics_is_its_hops_and_one_block() -> None:
+def test_ring_over_slow_nics_takes_its_hops_and_one_block() -> None:
     """K and V of 16384 tokens over 6.25 GB/s, seven times; of eight blocks seven are hidden behind them (at 400)."""
     ring = problem(131072, 32, backward=False, causal=False)
     hops = 7 * 2 * 16384 * 32 * 128 * 2 / 6.25e9
@@ -46,7 +46,7 @@ def test_a_ring_over_slow_nics_is_its_hops_and_one_block() -> None:
     assert prediction.median_ns / 1e9 == pytest.approx(hops + block, rel=0.04)
 
 
-def test_hops_that_find_the_device_full_wait_for_the_block() -> None:
+def test_hops_wait_for_blocks_that_fill_the_device() -> None:
     """cuDNN's blocks fill the device, and of a ring's ranks one is always too late: blocks (at 650) and hops add up."""
     ring = problem(131072, 32, backward=False, causal=False)
     hops = 7 * 2 * 16384 * 32 * 128 * 2 / 6.25e9
@@ -55,7 +55,7 @@ def test_hops_that_find_the_device_full_wait_for_the_block() -> None:
     assert prediction.median_ns / 1e9 == pytest.approx(hops + blocks, rel=0.04)
 
 
-def test_ulysses_is_one_long_block_and_its_exchanges() -> None:
+def test_ulysses_takes_one_block_and_its_all_to_alls() -> None:
     """10 heads of all tokens per GPU, at 620 and 520; 3/4 of eight tensors of 32768 tokens move at 334 GB/s."""
     pairs = 131072**2 / 2 * 10 * 128
     blocks = 4 * pairs / (620 * T) + 10 * pairs / (520 * T)
@@ -64,7 +64,7 @@ def test_ulysses_is_one_long_block_and_its_exchanges() -> None:
     assert prediction.median_ns / 1e9 == pytest.approx(blocks + moved, rel=0.05)
 
 
-def test_a_short_zigzag_is_what_its_host_issues() -> None:
+def test_short_zigzag_is_bound_by_host_launches() -> None:
     """Count of each kind of operation times its host time; the slowest of four hosts takes 1.1 times the mean."""
     prediction = predicted("zigzag", problem(4096, 8), Cluster(1, 4))
     host = read_calibration("h200").host
@@ -79,7 +79,7 @@ def test_a_short_zigzag_is_what_its_host_issues() -> None:
     assert prediction.host_bound and prediction.median_ns / 1e3 == pytest.approx(1.098 * by_hand, rel=0.02)
 
 
-def test_unexplained_variance_is_a_share_of_the_time_plus_a_fixed_noise() -> None:
+def test_variance_is_relative_noise_plus_fixed_noise() -> None:
     """The standard deviations are 1 % of the time and 200 us, of a run of about 3 ms; their squares add up."""
     machine = read_calibration("h200")
     machine = replace(
@@ -94,7 +94,7 @@ def test_unexplained_variance_is_a_share_of_the_time_plus_a_fixed_noise() -> Non
     assert unexplained == pytest.approx(0.01**2 + (200e3 / slowest_ns) ** 2)
 
 
-def test_a_ring_of_128_is_its_hops_and_one_block() -> None:
+def test_ring_of_128_takes_its_hops_and_one_block() -> None:
     """K and V of 16384 tokens over 6.25 GB/s, 127 times; the prediction extrapolates from fewer simulated ranks."""
     ring = problem(16384 * 128, 32, backward=False, causal=False)
     hops = 127 * 2 * 16384 * 32 * 128 * 2 / 6.25e9

@@ -113,7 +113,7 @@ def test_curves_of_kernels_lie_within_their_spread(monkeypatch: pytest.MonkeyPat
     assert median(spreads) < 0.01 and max(spreads) < 0.15
 
 
-def test_curves_of_few_samples_are_less_sure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_curves_of_few_samples_have_wider_spreads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a third of the shapes is measured, and the spreads cover the remaining uncertainty of short blocks."""
     errors, spreads = curve_errors(monkeypatch, seconds=50)
     all_errors = [error for length_errors in errors.values() for error in length_errors]
@@ -207,14 +207,14 @@ def test_a_size_without_memory_is_named_and_the_rest_is_measured(monkeypatch: py
     assert estimate.ns == pytest.approx(true_ns, rel=0.02)
 
 
-def test_a_phase_that_does_not_run_leaves_no_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phase_that_fails_has_no_curve(monkeypatch: pytest.MonkeyPatch) -> None:
     calibration = calibrate(monkeypatch, Truth(), ["kernels"], kernel_error=no_backward)
     assert {sample.phase for sample in calibration.kernel("cudnn").samples} == {"forward"}
     with pytest.raises(UsageError, match="cudnn backward': nothing measured of this phase"):
         Curves(calibration, "cudnn").estimate(block("backward", 4096, 4096, 40, 40, causal=True))
 
 
-def test_no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibrate_measures_the_rest_when_no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other parts are measured, and every failure is listed."""
     calibration = calibrate(
         monkeypatch, Truth(), ["kernels", "memory", "heat"], kernel_error=lambda *_: RuntimeError("no kernel image")
@@ -227,7 +227,7 @@ def test_no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not measured: heat: RuntimeError: no kernel image" in text
 
 
-def test_the_first_kernel_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibrate_warms_up_with_the_next_kernel_if_the_first_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another kernel warms up the GPU, so the samples are a tenth slower than on a cool GPU."""
     calls = iter(range(10**9))
 
@@ -247,12 +247,12 @@ def test_the_first_kernel_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(ratios) > 5 and all(1.05 < ratio < 1.15 for ratio in ratios)
 
 
-def test_no_kernel_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibrate_refuses_a_gpu_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="no attention kernel runs on this GPU"):
         calibrate(monkeypatch, Truth(), ["kernels"], kernels=[])
 
 
-def test_an_interrupted_calibration_leaves_what_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_calibration_keeps_saved_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples are saved every 30 s; those of the first three saves can be read and used for estimates."""
     saved: list[bytes] = []
     calls = iter(range(10**9))
@@ -275,7 +275,7 @@ def test_an_interrupted_calibration_leaves_what_it_had(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("seconds", [5.0, 20.0])
-def test_shapes_that_there_was_no_time_for_are_counted(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_skipped_for_lack_of_time_are_counted(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Warming up takes at most a fifth of the kernels' time, so some shapes are measured."""
     calibration = calibrate(monkeypatch, Truth(), ["kernels"], seconds=seconds)
     measured, total = len(calibration.kernel("cudnn").samples), len(kernel_cases(["cudnn"]))
@@ -307,7 +307,7 @@ def test_the_environment_is_the_measured_one(monkeypatch: pytest.MonkeyPatch) ->
     assert calibration.kernels == base.kernels and calibration.transfer_margin == {}
 
 
-def test_an_output_that_cannot_be_written_is_refused_at_once(
+def test_unwritable_calibration_output_is_refused_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The refusal comes before any measurement, so no GPU is looked for."""

@@ -27,36 +27,36 @@ def inside(scores: Sequence[Score]) -> float:
     return sum(bool(score.inside) for score in scores) / len(scores)
 
 
-def test_shapes_that_no_committed_run_has() -> None:
+def test_error_on_shapes_of_no_committed_run() -> None:
     scores = list(prediction.shapes())
     assert len(scores) == 14 and within(scores, 0.01, 0.025)
 
 
-def test_shapes_of_a_later_session() -> None:
+def test_error_on_shapes_of_a_later_session() -> None:
     """Ten runs are bound by the device, and four, which take 2.5 to 5 ms, are in between."""
     scores = list(prediction.later())
     of_device = [score for score in scores if score.measured > prediction.HOST_MS]
     assert len(scores) == 14 and len(of_device) == 10 and within(of_device, 0.02, 0.04) and within(scores, 0.03, 0.08)
 
 
-def test_shapes_of_the_last_session() -> None:
+def test_error_on_shapes_of_the_last_session() -> None:
     scores = list(prediction.last())
     assert len(scores) == 7 and within(scores, 0.015, 0.02) and inside(scores) == 1.0
 
 
-def test_short_sequences_that_the_host_decides() -> None:
+def test_error_on_host_bound_short_sequences() -> None:
     """The docs say that 5 % is out of reach: one program, recorded twice, differs by more. The interval shows it."""
     same, other_hosts = list(prediction.host()), list(prediction.host_elsewhere())
     assert len(same) == 46 and 0.7 <= inside(same) <= 0.95
     assert len(other_hosts) == 43 and 0.7 <= inside(other_hosts) <= 0.95
 
 
-def test_short_sequences_that_the_device_decides() -> None:
+def test_error_on_device_bound_short_sequences() -> None:
     scores = list(prediction.short())
     assert len(scores) == 32 and within(scores, 0.05, 0.11)
 
 
-def test_one_program_in_two_processes_on_one_host() -> None:
+def test_difference_between_two_processes_on_one_host() -> None:
     """23 host-bound programs differ by 16.2 % on average, 16 device-bound ones by 0.9 %."""
     by_device = {score.name for score in prediction.short()}
     differences = {name: abs(second / first - 1) for name, (first, second) in prediction.measured_twice().items()}
@@ -66,14 +66,14 @@ def test_one_program_in_two_processes_on_one_host() -> None:
     assert sum(device) / len(device) == pytest.approx(0.009, abs=0.001)
 
 
-def test_packed_documents_and_windows() -> None:
+def test_error_on_packed_documents_and_windows() -> None:
     """The all-gather run converted dQ to float32 once more, which takes half a millisecond of its 12.8."""
     scores = list(prediction.masks())
     assert len(scores) == 4 and within(scores, 0.04, 0.125)
 
 
 @pytest.mark.long
-def test_zigzags_grid_on_4_gpus() -> None:
+def test_error_on_the_zigzag_grid_on_4_gpus() -> None:
     """The docs say that intervals are too narrow here, and that sizes which the host decides are missed."""
     scores = list(prediction.grid())
     assert within(scores, 0.035, 0.25) and 0.7 <= inside(scores) <= 0.9
@@ -88,7 +88,7 @@ def test_zigzags_grid_on_4_gpus() -> None:
     assert all(margins[bound] <= bundled[bound] < margins[bound] + 0.1 for bound in bundled)
 
 
-def test_conformal_by_hand() -> None:
+def test_conformal_interval_by_hand() -> None:
     """Nine cases are off by 1 to 9 spreads: the eighth of ten, over the 1.2816 of a normal distribution."""
     prediction_stub: Any = SimpleNamespace(
         time=MaxLognormal(Lognormal(1e6, 0.01)), machine=SimpleNamespace(transfer_margin={})
@@ -97,7 +97,7 @@ def test_conformal_by_hand() -> None:
     assert prediction.transfer_margin(scores, "device") == pytest.approx(8 / 1.2816, abs=0.01)
 
 
-def test_peak_memory_of_the_later_session() -> None:
+def test_error_of_peak_memory_in_the_later_session() -> None:
     """Torch holds 32 MiB besides on a GPU. The runs are of older code, which held more.
 
     It kept K and V of the last step, sent dK and dV, and gathered tensors. K and V had other slots than dK and dV, and
@@ -113,7 +113,7 @@ def test_peak_memory_of_the_later_session() -> None:
     assert sum(ratio > 0.99 for ratio in ratios) == 18 and len(ratios) == 29
 
 
-def test_peak_memory_of_short_sequences() -> None:
+def test_error_of_peak_memory_of_short_sequences() -> None:
     """14 of 39 runs hold up to 22 % less today; the others are predicted within 0.3 %, also small flash-attn blocks."""
     same = set()
     for shape in prediction.recorded_shapes("h200_shapes_4.csv")[:39]:
@@ -129,38 +129,38 @@ def test_peak_memory_of_short_sequences() -> None:
     }  # fmt: skip
 
 
-def test_other_heads_and_sinks() -> None:
+def test_error_on_other_heads_and_sinks() -> None:
     scores = list(prediction.other_heads())
     assert len(scores) == 13 and within(scores, 0.015, 0.035) and inside(scores) == 1.0
 
 
-def test_one_run_left_out() -> None:
+def test_error_with_one_run_left_out() -> None:
     scores = list(prediction.runs())
     assert len(scores) == 13 and within(scores, 0.015, 0.055)
     assert 0.7 <= inside(scores) <= 0.9
 
 
-def test_one_strategy_left_out() -> None:
+def test_error_with_one_strategy_left_out() -> None:
     scores = list(prediction.strategies())
     assert len(scores) == 13 and within(scores, 0.015, 0.055)
     assert 0.7 <= inside(scores) <= 0.9
 
 
-def test_another_length() -> None:
+def test_error_on_another_length() -> None:
     scores = list(prediction.lengths())
     assert len(scores) == 13 and within(scores, 0.03, 0.08) and 0.7 <= inside(scores) <= 0.9
 
 
-def test_8_gpus_from_4() -> None:
+def test_error_on_8_gpus_predicted_from_4() -> None:
     assert within(list(prediction.eight()), 0.06, 0.06)
 
 
-def test_runs_are_replayed_from_their_own_blocks() -> None:
+def test_error_of_replays_from_recorded_blocks() -> None:
     scores = list(prediction.replays())
     assert len(scores) == 17 and within(scores, 0.02, 0.02)
 
 
-def test_published_h100_cells() -> None:
+def test_error_on_published_h100_cells() -> None:
     """Causal backward passes on 16 GPUs, in which the best one leads by 2 %; the benchmark has all 60 cells."""
     scores = list(prediction.h100("V0241", "V0242", "V0243", "V0244", "V0245"))
     assert len(scores) == 5 and within(scores, 0.06, 0.09)
@@ -168,7 +168,7 @@ def test_published_h100_cells() -> None:
 
 
 @pytest.mark.long
-def test_all_published_h100_cells() -> None:
+def test_error_on_all_published_h100_cells() -> None:
     scores = list(prediction.h100())
     assert len(scores) == 60 and within(scores, 0.06, 0.27)
     good, cells = prediction.ranking(scores)
@@ -176,7 +176,7 @@ def test_all_published_h100_cells() -> None:
 
 
 @pytest.mark.long
-def test_published_burst_on_32_a800() -> None:
+def test_error_on_published_burst_on_32_a800() -> None:
     """Double rings at 262144 and 524288 tokens with the settings that have repeats, forward and backward."""
     rows = {"V0035", "V0038", "V0044", "V0047", "V0060", "V0061", "V0102", "V0104", "V0132", "V0135"}
     scores = list(prediction.a800(*rows))

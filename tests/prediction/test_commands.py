@@ -71,7 +71,7 @@ def test_a_prediction_is_read_as_a_run(tmp_path: Path, capsys: pytest.CaptureFix
     assert code == 0 and "predicted" in out
 
 
-def test_a_prediction_over_hosts_is_of_one_clock_and_says_that_it_is_predicted(tmp_path: Path) -> None:
+def test_prediction_over_hosts_has_one_clock_and_a_predicted_note(tmp_path: Path) -> None:
     hosts = ringprof.Cluster(hosts=2, gpus_per_host=1, nic_gbit=200.0)
     ringprof.predict(
         "zigzag", ringprof.Workload(seq=65536, heads=8, kv_heads=8, head_dim=128), hosts, machine="h200"
@@ -113,14 +113,14 @@ def test_a_prediction_over_hosts_is_of_one_clock_and_says_that_it_is_predicted(t
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value[-2:]),
 )
-def test_what_cannot_be_predicted_is_refused_in_a_line(
+def test_impossible_prediction_is_a_one_line_error(
     arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = run(capsys, *arguments)
     assert code == 2 and out == "" and says in err and err.count("\n") == 1
 
 
-def test_what_if_says_what_a_change_would_have_done(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_if_estimates_the_effect_of_a_change(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "what-if", ZIGZAG, "--format", "json", "--slow", "3=1.25")
     report = json.loads(out)
     assert code == 0 and abs(report["replay_error"]) < 0.02
@@ -136,7 +136,7 @@ def test_predicted_copied_hops_match_the_recorded_ones(capsys: pytest.CaptureFix
     assert json.loads(out)["changed_ms"] == pytest.approx(75.15, rel=0.05)
 
 
-def test_sockets_ten_times_as_fast(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_if_with_ten_times_faster_sockets(capsys: pytest.CaptureFixture[str]) -> None:
     """The wire is the bound of this run: 1,631 ms of which the blocks take 60."""
     path = str(TRACES / "h200x4-zigzag-65536-two-hosts")
     _, out, _ = run(capsys, "what-if", path, "--format", "json", "--link", "other_host=10x")
@@ -209,14 +209,14 @@ def test_a_machine_with_a_rate_of_0_is_refused(
         (("what-if", ZIGZAG, "--link", "other_host=2x"), "--link other_host: the run has one host"),
     ],
 )
-def test_what_would_change_nothing_is_refused(
+def test_options_without_effect_are_refused(
     arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, err = run(capsys, *arguments, "--machine", "h200")
     assert code == 2 and err == f"ringprof: {message}\n"
 
 
-def test_the_network_is_told_beside_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_network_options_apply_beside_like(capsys: pytest.CaptureFixture[str]) -> None:
     """Two hosts of two GPUs whose hops are bound by 2 NCCL channels: 8 channels are faster."""
     arguments = (
         "predict",
@@ -235,13 +235,13 @@ def test_the_network_is_told_beside_a_run(capsys: pytest.CaptureFixture[str]) ->
     assert times[1] < 0.7 * times[0]
 
 
-def test_runs_that_cannot_calibrate_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibrate_error_names_the_unsuitable_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layer = str(TRACES / "h200x2-zigzag-65536-layer")
     code, _, err = run(capsys, "calibrate", ZIGZAG, layer, "-o", str(tmp_path / "machine.json"))
     assert code == 2 and err.startswith(f"ringprof: {layer}: only training's attention can be predicted")
 
 
-def test_hosts_of_unlike_numbers_are_refused() -> None:
+def test_hosts_with_unequal_rank_counts_are_refused() -> None:
     recorded = read_run(Path(ZIGZAG) / "run.json")
     topology = msgspec.structs.replace(recorded.topology, world_size=6, ranks_per_host=4)
     with pytest.raises(UnsupportedWorkloadError, match="6 ranks are not hosts of 4"):
@@ -276,13 +276,13 @@ def test_published_tables_are_audited(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "PREDICTED ms" in out and "3 of 5 rows flagged" in out
 
 
-def test_a_table_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_that_is_not_a_table_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "table.csv").write_text("a,b\n1,2\n")
     code, _, err = run(capsys, "predict", "--check", str(tmp_path / "table.csv"), "--machine", "h100")
     assert code == 2 and "not a table of measurements" in err and err.count("\n") == 1
 
 
-def test_where_nothing_fits_the_least_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_advise_names_the_least_memory_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     """6 GPUs with 14 heads: no degree of 3 or 6 divides those; q, k and v of 1536 tokens take 16.5 of the 20 MB."""
     cluster = ("--gpus-per-host", "6", "--machine", "h100", "--seq", "9216", "--heads", "14", "--forward-only")
     code, out, _ = run(capsys, "advise", *cluster, "--memory", "20MB")

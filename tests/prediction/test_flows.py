@@ -20,21 +20,21 @@ def flow(size: float, cap: float, *links: Hashable, done: Callable[[float], None
     return Flow(size, cap, links, done)
 
 
-def test_two_share_a_link_and_a_third_is_slow_of_itself() -> None:
+def test_two_flows_share_a_link_beside_a_capped_third() -> None:
     """A link of 10: one flow can do 2, the others share the 8 that are left."""
     slow, first, second = flow(1, 2, "a"), flow(1, 99, "a"), flow(1, 99, "a", "wide")
     rates = max_min([slow, first, second], lambda link: {"a": 10.0, "wide": 100.0}[str(link)])
     assert rates == {slow: 2, first: 4, second: 4}
 
 
-def test_a_flow_over_two_links_leaves_room_on_the_wider() -> None:
+def test_flow_over_two_links_leaves_bandwidth_on_the_wider() -> None:
     """Example of Bertsekas and Gallager: x over both, y on a (10), z on b (4); x and z get 2, y the other 8."""
     x, y, z = flow(1, 99, "a", "b"), flow(1, 99, "a"), flow(1, 99, "b")
     assert max_min([x, y, z], lambda link: {"a": 10.0, "b": 4.0}[str(link)]) == {x: 2, y: 8, z: 2}
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_rates_are_fair_by_definition(seed: int) -> None:
+def test_rates_are_max_min_fair(seed: int) -> None:
     """No link carries too much, and a flow below its cap has a full link on which no other is faster."""
     chance = random.Random(seed)
     capacity: Mapping[Hashable, float] = {link: chance.uniform(1, 10) for link in range(6)}
@@ -71,7 +71,7 @@ def ends(begins: Sequence[tuple[float, float, float]], capacity: float) -> list[
     return end_times
 
 
-def test_flows_slow_down_and_speed_up_as_others_come_and_go() -> None:
+def test_flow_rates_change_as_flows_begin_and_end() -> None:
     """A link of 4: the first flow has it alone until 10 (40 of 100 done), then half of it.
 
     The second flow's 40 take 20, until 30. The first then has 20 left, for which it needs 5 more.
@@ -79,7 +79,7 @@ def test_flows_slow_down_and_speed_up_as_others_come_and_go() -> None:
     assert ends([(0, 100, 99), (10, 40, 99)], 4.0) == [35, 30]
 
 
-def test_all_bytes_arrive_and_none_too_early() -> None:
+def test_flows_deliver_all_bytes_within_rate_limits() -> None:
     chance = random.Random(3)
     begins = [(chance.uniform(0, 50), chance.uniform(1, 90), chance.uniform(0.5, 3)) for _ in range(20)]
     end_times = ends(begins, 4.0)

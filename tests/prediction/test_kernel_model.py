@@ -61,18 +61,18 @@ def test_lengths_between_samples_follow_the_law(length: int, causal: bool) -> No
     assert estimate.ns == pytest.approx(law(block(length, length, causal)), rel=0.05)
 
 
-def test_oblong_blocks_follow_the_law() -> None:
+def test_rectangular_blocks_follow_the_law() -> None:
     for q, kv in ((8192, 16384), (4096, 32768)):
         assert curve(law, SQUARES).estimate(block(q, kv)).ns == pytest.approx(law(block(q, kv)), rel=0.08)
 
 
-def test_the_farther_from_samples_the_less_sure() -> None:
+def test_spread_grows_with_distance_from_samples() -> None:
     fitted = curve(lambda op: law(op) * (1.1 if op.kv > 4096 else 1.0), SQUARES, noise=0.02)
     spreads = [fitted.estimate(block(length, length)).spread for length in (16384, 65536, 262144)]
     assert spreads == sorted(spreads) and spreads[0] < 0.5 * spreads[-1]
 
 
-def test_a_short_part_of_a_mask_has_the_forms_time_and_its_spread() -> None:
+def test_short_mask_part_is_extrapolated_with_its_spread() -> None:
     """Pieces of a mask that are too short: 600 TFLOP/s plus the rest of `law`, on a device that is not full."""
     masked = [replace(op, pairs=op.q * op.kv // 2) for op in SQUARES if not op.causal]
     fitted = curve(lambda op: 2e4 + 4 * op.heads * op.head_dim * (op.q * op.kv / 2 + 300 * op.q) / 600e3, masked)
@@ -84,7 +84,7 @@ def test_a_short_part_of_a_mask_has_the_forms_time_and_its_spread() -> None:
         fitted.estimate(replace(block(2**24, 64), pairs=2**30))
 
 
-def test_what_was_not_measured_is_refused() -> None:
+def test_unmeasured_shapes_are_refused() -> None:
     fitted = curve(law, SQUARES)
     with pytest.raises(OutsideCalibration, match="64 x 64 tokens is too unlike"):
         fitted.estimate(block(64, 64))
@@ -92,7 +92,7 @@ def test_what_was_not_measured_is_refused() -> None:
         Curve("none", [], 132, no_throttling)
 
 
-def test_samples_of_a_cool_device_are_scaled_to_a_hot_one() -> None:
+def test_cool_samples_are_scaled_to_a_hot_device() -> None:
     """The samples follow the law on a cool device, which is a tenth faster than a hot one."""
     samples = [
         KernelSample(
@@ -130,7 +130,7 @@ def test_heads_of_each_size_have_curves_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(("name", "within"), [("h200", 0.05), ("h100", 0.05), ("b200", 0.07)])
-def test_bundled_curves_predict_the_lengths_left_out(name: str, within: float) -> None:
+def test_bundled_curves_predict_held_out_lengths(name: str, within: float) -> None:
     """Each length of a curve is left out and predicted from the others; the mean error stays within the limit."""
     machine, errors = read_calibration(name), []
     for kernel in machine.kernels:

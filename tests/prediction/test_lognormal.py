@@ -11,7 +11,7 @@ import pytest
 from ringprof.prediction.lognormal import Lognormal, MaxLognormal
 
 
-def test_as_many_draws_lie_below_each_quantile() -> None:
+def test_quantiles_of_max_lognormal_equal_those_of_draws() -> None:
     chance = random.Random(1)
     for host_ns, host_spread in ((1e6, 0.2), (0.7e6, 0.3), (2e6, 0.05)):
         pairs = [
@@ -25,7 +25,7 @@ def test_as_many_draws_lie_below_each_quantile() -> None:
         assert time.host_share == pytest.approx(sum(host > device for device, host in pairs) / len(pairs), abs=0.01)
 
 
-def test_a_host_that_needs_next_to_nothing_changes_nothing() -> None:
+def test_negligible_host_time_does_not_change_quantiles() -> None:
     alone, beside = MaxLognormal(Lognormal(5e6, 0.1)), MaxLognormal(Lognormal(5e6, 0.1), Lognormal(1e4, 0.2))
     for share in (0.1, 0.5, 0.9):
         # exp(±1.2816 · 0.1) of the median.
@@ -34,7 +34,7 @@ def test_a_host_that_needs_next_to_nothing_changes_nothing() -> None:
     assert alone.host_share == 0.0 and beside.host_share < 1e-9
 
 
-def test_of_two_alike_each_is_the_bound_as_often_and_their_longer_lies_above_both() -> None:
+def test_max_of_two_equal_lognormals_by_formula() -> None:
     both = MaxLognormal(Lognormal(1e6, 0.1), Lognormal(1e6, 0.1))
     assert both.host_share == pytest.approx(0.5)
     # F² = 1/2 where F = 0.7071: 0.5450 standard deviations above the middle.

@@ -15,7 +15,7 @@ from ringprof.run import Workload
 
 
 @pytest.mark.parametrize("placement", ["head-first", "ring-first"])
-def test_the_ring_of_usp_goes_at_the_pace_of_its_slowest_link(placement: str) -> None:
+def test_usp_ring_runs_at_the_rate_of_its_slowest_link(placement: str) -> None:
     """128 GPUs, 8 of them share the heads: a ring of 16, which leaves its host wherever its ranks lie.
 
     K and V of 8192 tokens and 5 heads are 20.97 MB; a NIC of 100 Gbit/s carries 43 / 50 of its line rate, as in the

@@ -39,7 +39,7 @@ def host_pass_of(kernel: str, counts: Counter[str], us: float, strategy: str = "
     )
 
 
-def test_passes_of_some_strategies_tell_of_another() -> None:
+def test_host_times_from_some_strategies_predict_another() -> None:
     """Passes of five strategies, built from known times per kind, predict a sixth within 6 %."""
     counts_by_strategy = [count_kinds(program(name)) for name in ("zigzag", "ring", "ulysses", "megatron", "allgather")]
     counts_by_strategy.append(count_kinds(program("zigzag", "copy")))
@@ -65,7 +65,7 @@ def test_kernels_have_host_times_of_their_own() -> None:
     assert flash["forward_us"] < cudnn["forward_us"] and flash["post_us"] == cudnn["post_us"]
 
 
-def test_a_pass_costs_the_host_what_its_operations_do() -> None:
+def test_host_time_of_a_pass_is_the_sum_of_its_operations() -> None:
     """Two blocks per phase, three hops; the backward pass's own overhead counts once."""
     machine = assumed_calibration("x", "x", 132, 1 << 30)
     ring = program("zigzag")

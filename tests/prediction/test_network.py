@@ -39,7 +39,7 @@ def test_channels_between_hosts() -> None:
     assert channels(64 * MIB, 128, 16, HOPPER, 50.0, net_channels=4) == 4
 
 
-def test_h200_hops_take_what_was_measured() -> None:
+def test_h200_hop_times_equal_measurements() -> None:
     """Messages from 64 MiB, in communicators of 2 and 4, of one and two tensors: within 16 %, 7 % on average."""
     links = Links(read_calibration("h200"), Cluster(gpus_per_host=8))
     errors = []
@@ -101,7 +101,7 @@ def test_collectives_between_hosts_have_the_latency_between_hosts() -> None:
     assert 10_000 < inside < 11_000 and 70_000 < across < 71_000
 
 
-def test_gpus_that_share_a_nic_share_its_rate_in_a_collective() -> None:
+def test_gpus_sharing_a_nic_share_its_rate_in_a_collective() -> None:
     """Two GPUs share a NIC of 43 GB/s, halved by oversubscription: two pieces of 64 MiB move at 10.75 GB/s."""
     machine = read_calibration("h100")
     cluster = Cluster(hosts=2, gpus_per_host=2, nic_gbit=400.0, gpus_per_nic=2, oversubscription=2.0)
@@ -110,7 +110,7 @@ def test_gpus_that_share_a_nic_share_its_rate_in_a_collective() -> None:
     assert Links(machine, cluster).collective_ns(comm_op) == pytest.approx(2 * 64 * MIB / 10.75 + latency_ns)
 
 
-def test_copies_hold_no_multiprocessors() -> None:
+def test_copies_occupy_no_multiprocessors() -> None:
     links = Links(read_calibration("h200"), Cluster(gpus_per_host=4))
     assert links.device_share(hop(0, 1, operation="copy")) == 0
     assert links.held_share(hop(0, 1, 2, 3, messages=(512 * MIB,))) == pytest.approx(32 / 132)

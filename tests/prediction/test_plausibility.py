@@ -15,7 +15,7 @@ LOG = next((DATA / "logs").glob("000_*"))
 
 
 @pytest.mark.long
-def test_what_is_above_the_flash_kernel_is_flagged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rates_above_the_flash_kernel_are_flagged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Transformer Engine's rows of 343.59 and 1303.94 ms are 224 and 236 TFLOP/s per A800.
 
     By hand: 4 x 262144^2 x 40 x 128 / 2 x 3.5 / 32 / 0.34359 s. The flash kernel of the same source reaches at most
@@ -33,7 +33,7 @@ def test_what_is_above_the_flash_kernel_is_flagged(tmp_path: Path, capsys: pytes
     assert output.count("[above_kernel]") == 2
 
 
-def test_a_time_of_another_length_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_time_of_another_sequence_length_is_detected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The label states four times the true length; the machine finds the true one."""
     log = tmp_path / "short.txt"
     log.write_text(

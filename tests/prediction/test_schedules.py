@@ -40,7 +40,7 @@ def by_name(sent: list[Sent] | None) -> list[tuple[str, str, str, str, int, int]
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.parent.name)
-def test_blocks_and_bytes_are_those_of_the_recording(path: Path) -> None:
+def test_dry_run_has_blocks_and_bytes_of_the_recording(path: Path) -> None:
     run = read_run(path)
     dry_run = schedule_of_run(run)
     assert run.work and run.strategy
@@ -59,7 +59,7 @@ def test_blocks_and_bytes_are_those_of_the_recording(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [path for path in RUNS if "h200" in str(path)], ids=lambda path: path.parent.name)
-def test_memory_is_what_the_recording_held(path: Path) -> None:
+def test_dry_run_memory_equals_the_recording(path: Path) -> None:
     run = read_run(path)
     assert run.peak_memory_bytes
     workspace = CHECK_WORKSPACE_BYTES if run.verification else 0
@@ -71,7 +71,7 @@ def test_memory_is_what_the_recording_held(path: Path) -> None:
         assert lowest_error < error < 0.001 if run.created >= NEWER_FROM else -0.34 < error < 0.01
 
 
-def test_sinks_are_kernels_over_the_output_and_v_is_filled_up() -> None:
+def test_sinks_add_kernels_and_v_is_padded() -> None:
     """32 local tokens of 2 heads; v has 8 of 16 channels.
 
     It is sent as it is, and padded to k's size for the kernel.
@@ -165,7 +165,7 @@ def test_a_prefix_and_sinks_by_hand() -> None:
     assert moved_bytes[1] - moved_bytes[0] > 2 * 2 * 32 * 2 * 8 * 2
 
 
-def test_hops_carry_the_rows_that_a_window_leaves() -> None:
+def test_hops_carry_the_rows_within_the_window() -> None:
     """Four ranks with chunks of 8 and a window of 5: 4 rows at the end of both chunks of a rank, one of them far."""
     workload = Workload(seq=64, heads=2, kv_heads=1, head_dim=8, window=5)
     for program in schedule("zigzag", workload, 4, kernel="flash-attn").programs:
@@ -196,7 +196,7 @@ def test_memory_of_a_small_block_by_hand(monkeypatch: pytest.MonkeyPatch) -> Non
         (2, 65536, 40, 40, 7368),
     ],
 )  # fmt: skip
-def test_a_ring_holds_no_more_than_one_that_waits_for_each_block(
+def test_overlapped_ring_needs_no_more_memory_than_a_waiting_one(
     hops: str, size: int, seq: int, heads: int, kv_heads: int, reference_mib: int
 ) -> None:
     """ring-flash-attn 0.1.8 held these MiB on H200 with flash-attn (docs/speed.md)."""
@@ -223,7 +223,7 @@ def test_memory_of_zigzag_on_two_gpus(seq: int, heads: int, kv_heads: int, kerne
         assert max(program.peak_bytes for program in programs) / 2**20 == pytest.approx(measured, abs=1.01)
 
 
-def test_two_members_have_two_slots_for_all_channels() -> None:
+def test_two_ranks_share_two_slots_among_all_channels() -> None:
     """8192 tokens of 40 heads on two ranks are 40 MiB per tensor.
 
     Rank 0 adds up dK and dV at the end. Then it holds q, k, v, dO and O, two slots of K and V, and the three gradients.
@@ -250,7 +250,7 @@ def test_ranks_with_equal_roles_have_equal_programs() -> None:
     assert len({len(rank.ops) for rank in ranks}) == 1
 
 
-def test_strategies_of_users_are_recorded_as_they_are() -> None:
+def test_user_strategies_are_recorded_in_a_dry_run() -> None:
     theirs = schedule(f"{USER_MODULE}:Chatty", SMALL, 4, params={"extra": "7"}, ranks=[2])
     ours = schedule("zigzag", SMALL, 4, ranks=[2])
     assert theirs.params["extra"] == 7
@@ -267,7 +267,7 @@ def test_strategies_of_users_are_recorded_as_they_are() -> None:
         ("Broken", r"fails on shapes alone \(user_strategies.py, line \d+\): AttributeError"),
     ],
 )
-def test_what_a_dry_run_cannot_know_is_refused_in_a_line(name: str, message: str) -> None:
+def test_data_dependent_strategy_is_refused_in_a_dry_run(name: str, message: str) -> None:
     with pytest.raises(UnsupportedWorkloadError, match=message) as refused:
         schedule(f"{USER_MODULE}:{name}", SMALL, 2)
     assert "\n" not in str(refused.value)

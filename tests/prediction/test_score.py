@@ -34,7 +34,7 @@ def query_of(**changes: str) -> tuple[Any, str]:
         ("causal", {"True": True, "t": True, "y": True, "1": True, "": True, "no": False, "FALSE": False, "f": False}),
     ],
 )
-def test_words_of_a_pass_and_a_mask(column: str, words: dict[str, bool]) -> None:
+def test_names_of_passes_and_masks_in_tables(column: str, words: dict[str, bool]) -> None:
     for word, expected in words.items():
         workload = query_of(**{column: word})[0].workload
         assert (workload.backward if column == "pass" else workload.causal) is expected
@@ -96,7 +96,7 @@ def test_hosts_follow_from_the_given_columns(changes: dict[str, str], hosts: int
         '"strategy"\t"seq_global"\t"heads"\t"n_gpus"\t"time_ms"\t"window"\nzigzag\t65536\t40\t8\t40\t\n',
     ],
 )
-def test_tables_as_programs_write_them(text: str, tmp_path: Path) -> None:
+def test_tables_written_by_spreadsheets_are_read(text: str, tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_bytes(text.encode())
     rows = read_rows(str(tmp_path / "table.csv"))
     assert rows == [{**ROW, "window": ""}] and unknown_columns(rows) == ["window"]

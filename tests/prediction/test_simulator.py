@@ -91,7 +91,7 @@ def rings(size: int) -> list[Program]:
     return [ring(rank, size) for rank in range(size)]
 
 
-def test_hidden_hops_cost_nothing_and_others_their_excess() -> None:
+def test_hidden_hops_cost_nothing_and_longer_ones_their_excess() -> None:
     """Four blocks of 100; three hops of 1000 bytes take 50 at 20 bytes per nanosecond, and 200 at 5."""
     assert end_times(rings(4), Machine(rate=20)) == [400] * 4
     assert end_times(rings(4), Machine(rate=5)) == [3 * 200 + 100] * 4
@@ -99,7 +99,7 @@ def test_hidden_hops_cost_nothing_and_others_their_excess() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_ring_follows_its_recurrence(seed: int) -> None:
+def test_simulated_ring_follows_its_recurrence(seed: int) -> None:
     """A step starts when the previous one is done and its hop has arrived (max-plus).
 
     A hop takes its time from the moment when both ends have started it.
@@ -134,7 +134,7 @@ def test_a_slow_rank_holds_up_the_ring() -> None:
     assert end_times(rings(8), slow)[3] == pytest.approx(6 * 150 + 100)
 
 
-def test_a_hop_posted_into_a_block_that_fills_the_device_begins_when_it_drains() -> None:
+def test_hop_behind_a_full_block_begins_in_the_block_tail() -> None:
     """The hop becomes ready with the block, loses by the handover, and waits for the block's tail."""
     programs = [program(rank, hop(0, 2), block(), CommWait(id=0)) for rank in range(2)]
     late = Machine(fills=True, tail_ns=10, rate=20, hops_first=False, handover_ns=1, transfer_share=0.25)
@@ -144,13 +144,13 @@ def test_a_hop_posted_into_a_block_that_fills_the_device_begins_when_it_drains()
     assert end_times(programs, Machine(fills=True, tail_ns=10, rate=20, transfer_share=0.25)) == [112.5, 112.5]
 
 
-def test_small_kernels_at_the_beginning_of_a_backward_block_leave_room() -> None:
+def test_small_leading_kernels_of_a_block_let_a_hop_begin() -> None:
     programs = [program(rank, hop(0, 2), block(), CommWait(id=0)) for rank in range(2)]
     early = Machine(fills=True, lead_ns=5, tail_ns=10, rate=20, hops_first=False, handover_ns=1, transfer_share=0.25)
     assert [timeline.kernels[0][0] for timeline in simulate(programs, early)] == [1, 1]
 
 
-def test_a_block_beside_a_hop_has_what_the_hop_leaves() -> None:
+def test_block_beside_a_hop_slows_by_the_share_of_the_hop() -> None:
     """A hop takes a quarter for 50: the block has done 37.5 of its 100 by then, and ends at 112.5.
 
     Copies take nothing.
@@ -175,7 +175,7 @@ def test_a_collective_begins_with_its_last_member() -> None:
     assert end_times(programs, late) == [20 + 70] * 3
 
 
-def test_streams_run_beside_each_other_until_they_meet() -> None:
+def test_streams_run_concurrently_until_a_stream_wait() -> None:
     meet: list[Op] = [
         StreamWait(stream=0, after=1),
         StreamWait(stream=0, after=2),
@@ -198,17 +198,17 @@ def test_the_host_is_the_bound_where_it_takes_longer() -> None:
     assert end_times(programs, Machine(host_ns=20), lead_ns=0) == [1020]
 
 
-def test_a_transfer_that_a_peer_never_posts_is_an_error_and_no_short_run() -> None:
+def test_transfer_never_posted_by_a_peer_is_an_error() -> None:
     programs = [program(0, hop(0, 2), CommWait(id=0)), program(1, block())]
     with pytest.raises(RuntimeError, match="rank 0 waits"):
         simulate(programs, Machine())
 
 
-def test_ranks_without_a_program_come_with_those_that_trade_with_them() -> None:
+def test_ranks_without_a_program_are_ready_with_their_peers() -> None:
     """Ranks 2 and 3 of a ring of 8; the others are ready when these two are."""
     assert end_times([ring(2, 8), ring(3, 8)], Machine(rate=5)) == [7 * 200 + 100] * 2
 
 
-def test_timelines_say_when_everything_was() -> None:
+def test_timeline_has_start_and_end_of_each_operation() -> None:
     (timeline,) = simulate([program(0, block(), MemoryOp(label="", name="", bytes=5))], Machine())
     assert timeline == Timeline([(0.0, 100.0), (100.0, 105.0)], {})

@@ -77,7 +77,7 @@ def nan_in_fresh_memory() -> Iterator[None]:
 
 
 @pytest.mark.processes
-def test_the_refusal_above_refuses() -> None:
+def test_no_sending_guard_raises_on_a_send() -> None:
     def attempt(case: Case) -> bool:
         shard, _ = create_shard(case)
         with no_sending(), pytest.raises(AssertionError, match="something was sent"):
@@ -151,7 +151,7 @@ def check_communication_only(case: Case) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("check", [check_solo, check_compute_only, check_communication_only])
-def test_every_strategy_and_option_under(check: Callable[[Case], None], world: int) -> None:
+def test_every_strategy_and_option_under_each_baseline(check: Callable[[Case], None], world: int) -> None:
     in_every_case(world, check, CASES)
 
 
@@ -184,7 +184,7 @@ def measure_all(case: Case) -> tuple[int, dict[str, int], int, int | None]:
 
 
 @pytest.mark.processes
-def test_the_turns_leave_the_problem_as_it_was_and_time_each_kind_equally_often() -> None:
+def test_baselines_keep_the_inputs_and_time_each_kind_equally_often() -> None:
     for rank in in_every_case(2, measure_all, [Case(name) for name in names()]):
         for rounds, counts, solo_flops, block_flops in rank:
             # Five in four rounds: two in each.
@@ -192,7 +192,7 @@ def test_the_turns_leave_the_problem_as_it_was_and_time_each_kind_equally_often(
             assert solo_flops == block_flops
 
 
-def test_each_kind_follows_each_other_kind_once_within_the_rounds() -> None:
+def test_each_baseline_follows_each_other_once_within_the_rounds() -> None:
     pairs = [pair for order in ORDERS for pair in pairwise(order)]
     assert len(set(pairs)) == len(pairs) == 12 and all(sorted(order) == [0, 1, 2, 3] for order in ORDERS)
 
@@ -206,7 +206,7 @@ def forward_only(rank: int) -> tuple[int, set[str]]:
 
 
 @pytest.mark.processes
-def test_the_blocks_of_a_forward_pass_alone() -> None:
+def test_solo_blocks_of_a_forward_pass() -> None:
     assert run_ranks(2, forward_only) == [(2, {"forward"})] * 2
 
 
@@ -221,13 +221,13 @@ def replay_is_finite(rank: int) -> bool:
 
 
 @pytest.mark.processes
-def test_the_blocks_alone_compute_with_ordinary_numbers() -> None:
+def test_solo_blocks_compute_with_finite_values() -> None:
     assert run_ranks(2, replay_is_finite) == [True, True]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*names(), "mine:Slow"])
-def test_the_command_controls_every_strategy(name: str, own_strategies: Path) -> None:
+def test_controls_option_works_for_every_strategy(name: str, own_strategies: Path) -> None:
     arguments = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--seq", "256", "--iters", "1", "--controls"]
     done = run(["record", "--strategy", name, *arguments, "--device", "cpu", "--world", "2"], own_strategies)
     assert done.returncode == 0, done.stderr

@@ -65,7 +65,7 @@ def gates(rank: int, cases: list[Case], workload: Workload) -> list[str]:
         (2, PREFILL, msgspec.structs.replace(CHUNK, **MASKED)),
     ],
 )
-def test_both_gates_pass_what_is_right_and_refuse_one_wrong_head(world, cases, workload) -> None:
+def test_both_verifications_refuse_one_wrong_head(world, cases, workload) -> None:
     assert len(run_ranks(world, gates, cases, msgspec.structs.replace(workload, batch=1))[0]) == len(cases)
 
 
@@ -87,7 +87,7 @@ def forgetful(rank: int) -> str:
 
 
 @pytest.mark.processes
-def test_keys_that_are_forgotten_in_a_long_cache_are_found() -> None:
+def test_skipped_keys_of_a_long_cache_are_detected() -> None:
     assert "in the last timed iteration, with 2 new tokens over 2001 keys" in run_ranks(2, forgetful)[0]
 
 
@@ -121,7 +121,7 @@ def test_a_decode_run_counts_its_work_by_the_formulas(decoded: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_decode_report_says_what_a_token_costs_and_what_bounds_it(decoded: Path) -> None:
+def test_decode_report_has_time_per_token_and_its_bound(decoded: Path) -> None:
     shown = run(["report", "traces/run.json"], decoded)
     assert "decode: 1 new of 4097 tokens, 8 heads (2 kv) of 16, batch 4" in " ".join(shown.stdout.split())
     data = json.loads(run(["report", "traces/run.json", "--format", "json"], decoded).stdout)["summary"]["inference"]
@@ -141,7 +141,7 @@ def test_a_decode_report_says_what_a_token_costs_and_what_bounds_it(decoded: Pat
 
 
 @pytest.mark.processes
-def test_a_window_over_a_cache_is_counted_by_what_it_shows(tmp_path: Path) -> None:
+def test_flops_of_a_window_over_a_cache_count_visible_keys(tmp_path: Path) -> None:
     command = ["record", "--strategy", "dcp", "--phase", "decode", "--kv-length", "4097", *SMALL, "--dtype", "fp32"]
     masks = ["--window-size", "100", "--prefix", "9", "--softcap", "5", "--kernel", "flex", "--sinks", "learned"]
     process = run([*command, *masks], tmp_path)
@@ -162,7 +162,7 @@ def test_a_decode_run_is_not_compared_with_training_and_not_predicted(decoded: P
 
 
 @pytest.mark.processes
-def test_a_page_shows_it(decoded: Path) -> None:
+def test_page_shows_prefill_and_decode(decoded: Path) -> None:
     process = run(["report", "traces/run.json", "--html", "page.html"], decoded)
     assert process.returncode == 0, process.stderr
     assert "Prefill and decode" in (decoded / "page.html").read_text()
@@ -188,7 +188,7 @@ def test_a_page_shows_it(decoded: Path) -> None:
         (["--strategy", "ring", "--seq", "64", "--layer", "ddp", "--controls"], "--controls: not made for --layer"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_recorded_is_refused_in_a_line(
+def test_impossible_decode_recording_is_a_one_line_error(
     arguments: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip

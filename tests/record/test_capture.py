@@ -72,7 +72,7 @@ def two_layers(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.processes
-def test_layers_steps_and_the_strategys_own_work_enter_the_run(tmp_path: Path) -> None:
+def test_capture_records_layers_steps_and_strategy_work(tmp_path: Path) -> None:
     """Two layers, three steps: six times the FLOPs of one call, counted by the kernels and said by the workload."""
     run_ranks(2, two_layers, tmp_path / "mine")
     run = read_run(tmp_path / "mine/run.json")
@@ -108,7 +108,7 @@ def each_group(rank: int, folder: Path, mesh: bool) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("mesh", [False, True])
-def test_a_group_captures_alone_and_its_ranks_keep_their_numbers(tmp_path: Path, mesh: bool) -> None:
+def test_group_captures_separately_and_keeps_global_ranks(tmp_path: Path, mesh: bool) -> None:
     run_ranks(4, each_group, tmp_path / "mine", mesh)
     run = read_run(tmp_path / "mine/run.json")
     assert run.topology.world_size == 2 and run.topology.ranks == [2, 3]
@@ -174,7 +174,7 @@ def all_groups(rank: int, folder: Path) -> list[str]:
 
 
 @pytest.mark.processes
-def test_groups_of_one_job_may_name_one_folder(tmp_path: Path) -> None:
+def test_groups_of_one_job_can_share_a_folder(tmp_path: Path) -> None:
     assert run_ranks(4, all_groups, tmp_path) == [[], [], [], []]
     assert sorted(os.listdir(tmp_path)) == ["alone", "pairs"]
     assert sorted(os.listdir(tmp_path / "pairs")) == ["ranks0-1", "ranks2-3"]
@@ -269,7 +269,7 @@ def test_a_capture_beside_another_profiler_is_refused_on_all_ranks(tmp_path: Pat
         ("file/mine", {}, "file/mine: cannot write the run here: .*file is no folder"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_before_the_block(
+def test_invalid_capture_arguments_are_refused_before_the_block(
     tmp_path: Path, path: str, arguments: dict[str, Any], message: str
 ) -> None:
     (tmp_path / "file").touch()
@@ -293,7 +293,7 @@ def nobody_else_comes(rank: int, folder: Path) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.processes
-def test_the_program_goes_on_where_no_other_rank_comes(tmp_path: Path) -> None:
+def test_program_continues_where_no_other_rank_enters_capture(tmp_path: Path) -> None:
     (line,), left = run_ranks(2, nobody_else_comes, tmp_path)[0]
     said = "no run: another rank has ended, or is not here: all of the group must enter (see group=)"
     assert line == f"ringprof.capture: {tmp_path / 'mine'}: {said} (RuntimeError: nobody answers)"
@@ -321,7 +321,7 @@ def raises(rank: int, folder: Path) -> tuple[str, list[str]]:
 
 
 @pytest.mark.processes
-def test_an_error_in_one_ranks_block_is_a_warning_on_the_others(tmp_path: Path) -> None:
+def test_error_in_the_block_of_one_rank_is_a_warning_on_others(tmp_path: Path) -> None:
     first, second = run_ranks(2, raises, tmp_path)
     assert second == ("loss is\nnot finite", [])
     left = "rank 1 left the block with ValueError: loss is not finite (RuntimeError: Connection closed by peer)"
@@ -355,7 +355,7 @@ def fails(rank: int, folder: Path) -> list[tuple[list[str], float]]:
 
 
 @pytest.mark.processes
-def test_a_fault_of_recording_is_one_warning_and_the_program_goes_on(tmp_path: Path) -> None:
+def test_recording_failure_is_one_warning_and_the_program_continues(tmp_path: Path) -> None:
     first, second = run_ranks(2, fails, tmp_path)
     for (name, (_, reason)), (lines, total), other in zip(FAULTS.items(), first, second, strict=True):
         assert lines == [f"ringprof.capture: {tmp_path / name}: no run: {reason}"] and total == 4
@@ -368,7 +368,7 @@ def test_a_fault_of_recording_is_one_warning_and_the_program_goes_on(tmp_path: P
     [("nccl", True, True, "cuda"), ("cpu:gloo,cuda:nccl", True, True, "cuda"), ("gloo", False, True, "cpu"),
      ("undefined", True, True, "cuda"), ("undefined", True, False, "cpu"), ("undefined", False, False, "cpu")],
 )  # fmt: skip
-def test_the_device_is_that_of_the_groups_backend(
+def test_capture_uses_the_device_of_the_group_backend(
     named: str, by_nccl: bool, used: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """init_device_mesh names no backend: then each sort of device has its own, and the program's choice tells."""

@@ -91,7 +91,7 @@ def right(rank: int, layout: str) -> list[Check]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "stripe", "positions"])
-def test_dense_attention_on_gathered_keys_is_equal(layout: str) -> None:
+def test_check_accepts_dense_attention_on_gathered_keys(layout: str) -> None:
     by_rank = run_ranks(2, right, layout)
     for check in by_rank[0]:
         assert check.equal and check.communicates and check.reasons == [] and check.layout == layout
@@ -114,7 +114,7 @@ def bundled(rank: int, dtype: str) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_bundled_strategies_are_equal(dtype: str) -> None:
+def test_check_accepts_bundled_strategies(dtype: str) -> None:
     run_ranks(4, bundled, dtype)
 
 
@@ -129,19 +129,19 @@ def in_a_group(rank: int) -> Check | str:
 
 
 @pytest.mark.processes
-def test_ranks_of_a_group_check_alone() -> None:
+def test_check_runs_on_the_ranks_of_a_group() -> None:
     outside, first, _, second = run_ranks(4, in_a_group)
     assert first == second and first.equal and first.ranks == 2
     assert outside == "rank 0 is not in the group: only its members may take part"
 
 
-def test_without_torch_distributed_there_is_one_rank() -> None:
+def test_check_without_torch_distributed_has_one_rank() -> None:
     check = ringprof.check(lambda q, k, v: on_one_device(q, k, v, None), "zigzag", causal=False, **SHAPE)
     assert check.equal and check.ranks == 1 and "one rank has nobody to send to" in str(check)
     assert f"{SHAPE['seq']} tokens: 1 rank, {SHAPE['seq']} tokens each" in str(check)
 
 
-def test_an_edge_of_a_document_is_tried_where_not_all_keys_are() -> None:
+def test_sampled_keys_include_document_boundaries() -> None:
     """16 calls tell 64 of 512 keys: every ninth, and those beside the edge at 101, which no ninth key is."""
     own, other = torch.arange(512), (torch.arange(512) >= 101).int()
     mask = (own[:, None] >= own) & (other[:, None] == other)
@@ -160,7 +160,7 @@ def check_of_output(error: Tensor, kernel_error: Tensor, exact: Tensor) -> Tenso
     return compare_results(results, references, positions, torch.bfloat16, lambda name: 0, GroupRanks(None))[0]["out"]
 
 
-def test_a_token_that_the_kernel_alone_has_wrong_is_allowed_three_times_that() -> None:
+def test_token_error_may_be_three_times_the_kernel_error() -> None:
     """One of 1024 tokens is off by a fifth: 0.2 / 32 over all, of which four times three would be allowed: 0.075."""
     kernel = torch.zeros(1024)
     kernel[700] = 0.2
@@ -170,7 +170,7 @@ def test_a_token_that_the_kernel_alone_has_wrong_is_allowed_three_times_that() -
     assert right.equal and not wrong.equal
 
 
-def test_the_error_of_a_small_token_may_be_that_of_a_mean_one() -> None:
+def test_small_token_may_have_the_error_of_a_mean_token() -> None:
     """The kernel is off by 0.002 everywhere, so 0.006 is allowed over all and 0.024 at a token of the mean size 1."""
     exact, error = torch.ones(1024), torch.zeros(1024)
     exact[0] = 1e-6
@@ -180,7 +180,7 @@ def test_the_error_of_a_small_token_may_be_that_of_a_mean_one() -> None:
     assert check_of_output(error, torch.full((1024,), 0.002), exact).first_token == 0
 
 
-def test_tokens_that_are_not_a_number_are_wrong() -> None:
+def test_nan_tokens_are_wrong() -> None:
     error = torch.zeros(64)
     error[20] = torch.nan
     check = check_of_output(error, torch.full((64,), 0.002), torch.ones(64))
@@ -201,7 +201,7 @@ def forward_only(rank: int) -> Check:
 
 
 @pytest.mark.processes
-def test_bytes_are_those_that_the_rank_gives_to_its_collectives() -> None:
+def test_check_counts_bytes_passed_to_collectives() -> None:
     """K and V of 32 tokens, 2 heads of 16 numbers of 4 bytes."""
     check = run_ranks(2, forward_only)[0]
     assert check.equal and set(check.errors) == {"out"} and check.sent is not None
@@ -219,7 +219,7 @@ def hops(rank: int) -> tuple[Check, int]:
 
 
 @pytest.mark.processes
-def test_bytes_are_those_that_a_strategy_counts() -> None:
+def test_check_counts_the_bytes_that_the_strategy_counts() -> None:
     check, counted = run_ranks(4, hops)[0]
     assert check.sent is not None and check.sent[0].size_bytes == counted > 0
 
@@ -347,7 +347,9 @@ def checked(rank: int, attention: Attention, options: dict[str, Any]) -> Check:
 @pytest.mark.processes
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("attention", "wrong", "reason"), WRONG, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_known_mistake_is_found_and_named(attention: Attention, wrong: set[str], reason: str, dtype: str) -> None:
+def test_check_finds_and_explains_known_mistakes(
+    attention: Attention, wrong: set[str], reason: str, dtype: str
+) -> None:
     check = run_ranks(2, checked, attention, {"dtype": dtype})[0]
     assert not check.equal and check.call == 1
     assert {name for name, error in check.errors.items() if not error.equal} == wrong
@@ -356,7 +358,7 @@ def test_a_known_mistake_is_found_and_named(attention: Attention, wrong: set[str
 
 @pytest.mark.processes
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_dropout_is_seen_by_calls_that_differ(dtype: str) -> None:
+def test_dropout_is_detected_by_differing_calls(dtype: str) -> None:
     check = run_ranks(2, checked, dropping, {"dtype": dtype})[0]
     assert not check.equal and check.seen is None
     assert check.reasons[0].startswith("out differs between two calls with the same tensors, by 0.")
@@ -377,7 +379,7 @@ def one_pair(rank: int, layout: str, query: int, key: int) -> Check:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("query", "key", "rank"), [(500, 3, 0), (300, 301, 1), (511, 0, 0)])
-def test_one_pair_in_a_quarter_of_a_million_is_found_where_rounding_hides_it(query: int, key: int, rank: int) -> None:
+def test_single_wrong_pair_is_found_below_rounding(query: int, key: int, rank: int) -> None:
     check = run_ranks(2, one_pair, "zigzag", query, key)[0]
     wrong = QueryAndKey(query=query, key=key, rank=rank)
     leaks = key > query
@@ -390,7 +392,7 @@ def test_one_pair_in_a_quarter_of_a_million_is_found_where_rounding_hides_it(que
 
 
 @pytest.mark.processes
-def test_of_a_long_sequence_some_keys_are_tried_and_it_is_said() -> None:
+def test_long_sequence_samples_keys_and_reports_the_share() -> None:
     """16 calls tell a key for each of 16 numbers of a head, 256: every fourth, and the last."""
     check = run_ranks(2, checked, alone, {"seq": 1000, "backward": False})[0]
     assert check.seen and (check.seen.pairs, check.seen.of) == (251 * 1000, 10**6)
@@ -398,7 +400,7 @@ def test_of_a_long_sequence_some_keys_are_tried_and_it_is_said() -> None:
 
 
 @pytest.mark.processes
-def test_the_first_wrong_token_is_the_first_that_misses_other_ranks() -> None:
+def test_first_wrong_token_is_the_first_that_needs_remote_keys() -> None:
     """Zigzag on 2 ranks: 0 holds 0-15 and 48-63, 1 the rest; 16 is the first token that needs the other rank's keys."""
     check = run_ranks(2, checked, alone, {})[0]
     assert (check.errors["out"].first_token, check.errors["out"].first_rank) == (16, 1)
@@ -429,7 +431,7 @@ def stale(rank: int) -> Check:
 
 
 @pytest.mark.processes
-def test_what_is_left_of_an_earlier_call_shows() -> None:
+def test_stale_state_of_an_earlier_call_is_detected() -> None:
     """Keys of the first call in all: right as long as the numbers are the same."""
     check = run_ranks(2, stale)[0]
     assert not check.equal and check.call == 2 and "call 2 of 3, the first that is not equal" in str(check)
@@ -445,7 +447,7 @@ def one_token(rank: int) -> Check:
 
 
 @pytest.mark.processes
-def test_one_wrong_token_is_found_where_the_mean_error_hides_it() -> None:
+def test_single_wrong_token_is_found_below_the_mean_error() -> None:
     error = run_ranks(2, one_token)[0].errors["out"]
     assert error.rms <= error.allowed_rms and not error.equal
     assert (error.wrong_tokens, error.first_token, error.first_rank) == (1, 1023, 0)
@@ -460,7 +462,7 @@ def not_finite(rank: int) -> Check:
 
 
 @pytest.mark.processes
-def test_what_is_not_a_number_is_wrong() -> None:
+def test_non_finite_output_is_wrong() -> None:
     check = run_ranks(2, not_finite)[0]
     error = check.errors["out"]
     assert not check.equal and check.call == 3
@@ -473,7 +475,7 @@ def whole(rank: int) -> Check:
 
 
 @pytest.mark.processes
-def test_an_output_of_the_whole_sequence_is_said_to_be_one() -> None:
+def test_output_of_the_whole_sequence_is_explained() -> None:
     check = run_ranks(2, whole)[0]
     assert not check.equal and check.errors == {}
     assert check.reasons == [
@@ -483,7 +485,7 @@ def test_an_output_of_the_whole_sequence_is_said_to_be_one() -> None:
 
 
 @pytest.mark.processes
-def test_an_output_that_no_gradient_reaches_is_wrong_in_all_gradients() -> None:
+def test_output_without_gradient_is_wrong_in_all_gradients() -> None:
     check = run_ranks(2, checked, lambda *qkv: over_all(positions("zigzag"), *qkv).detach(), {})[0]
     assert check.reasons == [f"d{x} is 0: no gradient reaches {x}" for x in "qkv"]
 
@@ -503,7 +505,7 @@ def failing(rank: int) -> str:
 
 
 @pytest.mark.processes
-def test_an_error_on_one_rank_is_all_ranks_error() -> None:
+def test_error_on_one_rank_is_raised_on_all() -> None:
     assert run_ranks(2, failing) == ["rank 1 failed in call 1 of the attention: ValueError: boom"] * 2
 
 
@@ -523,7 +525,7 @@ def hanging(rank: int) -> str:
 
 
 @pytest.mark.processes
-def test_a_rank_that_does_not_come_back_is_named() -> None:
+def test_hanging_rank_is_named() -> None:
     said = run_ranks(2, hanging)[0]
     assert said.startswith("rank 1 did not come back from call 1 of the attention within 0.3 s of rank 0: it hangs, or")
 
@@ -556,7 +558,7 @@ def refused(rank: int) -> None:
 
 
 @pytest.mark.processes
-def test_what_cannot_be_meant_is_refused_on_all_ranks() -> None:
+def test_invalid_check_arguments_are_refused_on_all_ranks() -> None:
     run_ranks(2, refused)
 
 

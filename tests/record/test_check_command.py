@@ -82,7 +82,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_on_ranks_of_its_own(folder: Path) -> None:
+def test_check_on_locally_started_ranks(folder: Path) -> None:
     done = run(["check", "mine:alone", "--world", "2", "--format", "json", *SMALL], folder)
     assert (done.returncode, done.stderr) == (1, "")
     said = json.loads(done.stdout)
@@ -90,27 +90,27 @@ def test_on_ranks_of_its_own(folder: Path) -> None:
     assert said["errors"]["out"]["first_token"] == 32 and said["sent"][1] == {"operations": {}, "size_bytes": 0}
 
 
-def test_on_ranks_of_torchrun(folder: Path) -> None:
+def test_check_on_ranks_of_torchrun(folder: Path) -> None:
     done = run(["-m", "ringprof", "check", "mine:right.attend", *SMALL], folder, TORCHRUN)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("equal to dense attention over 128 tokens: 2 ranks, 64 tokens each, zigzag") == 1
     assert "sent by a rank in a call: " in done.stdout
 
 
-def test_an_error_on_one_rank_ends_all(folder: Path) -> None:
+def test_error_on_one_rank_ends_the_check(folder: Path) -> None:
     done = run(["check", "mine:fails", "--world", "2", *SMALL], folder)
     assert done.returncode == 3 and done.stdout == ""
     assert done.stderr.startswith("ringprof: rank 1 failed in call 2 of the attention: ValueError: boom; log: ")
     assert done.stderr.count("\n") == 1 and not started_in(folder)
 
 
-def test_ranks_that_leave_with_exit_code_0_have_failed(folder: Path) -> None:
+def test_check_fails_if_ranks_exit_early_with_code_0(folder: Path) -> None:
     done = run(["check", "mine:leaves", "--world", "2", *SMALL], folder)
     assert done.returncode == 3 and done.stdout == ""
     assert done.stderr.startswith("ringprof: rank 0 ended with exit code 0 and said nothing; log: ")
 
 
-def test_an_error_of_10_mb_is_cut(folder: Path) -> None:
+def test_check_shortens_an_error_of_10_mb(folder: Path) -> None:
     done = run(["check", "mine:says_too_much", "--world", "2", *SMALL], folder)
     assert done.returncode == 3 and done.stderr.count("\n") == 1 and len(done.stderr) < 2500
     assert re.match(
@@ -118,7 +118,7 @@ def test_an_error_of_10_mb_is_cut(folder: Path) -> None:
     )
 
 
-def test_what_is_refused_keeps_no_logs(folder: Path) -> None:
+def test_refused_check_keeps_no_logs(folder: Path) -> None:
     temporary = folder / "temporary"
     temporary.mkdir(exist_ok=True)
     done = run(["check", "mine:returns_no_tensor", "--world", "2", *SMALL], folder, TMPDIR=str(temporary))
@@ -126,7 +126,7 @@ def test_what_is_refused_keeps_no_logs(folder: Path) -> None:
     assert list(temporary.iterdir()) == []
 
 
-def test_a_rank_that_hangs_ends_all(folder: Path) -> None:
+def test_hanging_rank_ends_the_check(folder: Path) -> None:
     """The other waits for it in a collective, where no Python runs."""
     done = run(["check", "mine:hangs", "--world", "2", "--time-limit", "1", *SMALL], folder)
     assert done.returncode == 3
@@ -136,7 +136,7 @@ def test_a_rank_that_hangs_ends_all(folder: Path) -> None:
     assert done.stderr.count("\n") == 1 and not started_in(folder)
 
 
-def test_what_is_not_there_is_named(folder: Path) -> None:
+def test_missing_attention_function_is_named(folder: Path) -> None:
     done = run(["check", "mine:nothing", "--world", "2", *SMALL], folder)
     assert done.returncode == 2
     assert "'mine:nothing' cannot be imported: AttributeError: module 'mine' has no attribute 'nothing'" in done.stderr

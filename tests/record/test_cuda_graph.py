@@ -14,7 +14,7 @@ from tests.record.command import run
 REFUSED = ["record", "--strategy", "zigzag", "--cuda-graph", "--seq", "2048", "--heads", "2", "--head-dim", "64"]
 
 
-def test_a_cpu_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cuda_graph_on_cpu_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run([*REFUSED, "--device", "cpu", "-o", str(tmp_path / "run.json")]) == 2
     assert "--cuda-graph needs GPUs" in capsys.readouterr().err
 
@@ -25,14 +25,14 @@ def test_a_cpu_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     ("options", "said"),
     [(["--hops", "copy"], "copied hops count on"), (["--controls"], "leave --controls out")],
 )
-def test_what_a_graph_cannot_hold_is_refused(tmp_path: Path, options: list[str], said: str) -> None:
+def test_options_that_a_cuda_graph_cannot_capture_are_refused(tmp_path: Path, options: list[str], said: str) -> None:
     ended = run([*REFUSED, *options], tmp_path)
     assert ended.returncode == 2 and said in ended.stderr
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_replays_are_timed_profiled_and_counted(tmp_path: Path) -> None:
+def test_graph_replays_are_timed_profiled_and_counted(tmp_path: Path) -> None:
     size = ["--seq", "4096", "--heads", "8", "--head-dim", "128", "--world", "2", "--iters", "5"]
     runs = []
     for options in (["--hops", "nccl"], ["--cuda-graph"]):

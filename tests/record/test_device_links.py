@@ -35,7 +35,7 @@ class Driver:
         return self.links[link]
 
 
-def test_links_are_counted_by_their_other_end() -> None:
+def test_nvlinks_are_counted_by_their_remote_end() -> None:
     assert count_nvlinks(Driver([(2, "")] * 18), "gpu") == {"switch": 18}
     neighbours: list[tuple[int, str] | None] = [(0, "00000000:65:00.0"), None, (0, "00000000:65:00.0"), (0, "1:0.0")]
     assert count_nvlinks(Driver(neighbours), "gpu") == {"00000000:65:00.0": 2, "1:0.0": 1}
@@ -44,7 +44,7 @@ def test_links_are_counted_by_their_other_end() -> None:
     assert count_nvlinks(Driver([]), "gpu") is None
 
 
-def test_an_older_driver_tells_that_links_are_there() -> None:
+def test_older_driver_counts_nvlinks_of_unknown_remote() -> None:
     driver = SimpleNamespace(nvmlDeviceGetNvLinkState=Driver([(0, "x"), (0, "x")]).nvmlDeviceGetNvLinkState)
     assert count_nvlinks(driver, "gpu") == {"unknown": 2}
 
@@ -68,9 +68,7 @@ def test_active_ports_of_adapters_are_listed(tmp_path: Path) -> None:
     assert list_adapters(tmp_path / "nowhere") is None
 
 
-def test_a_cpu_has_none_and_a_gpu_without_a_driver_has_those_of_its_host(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_device_links_of_a_cpu_and_of_a_gpu_without_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert device_links(torch.device("cpu"), first_on_host=True) is None
     _port(tmp_path, "mlx5_0", "4: ACTIVE", "strange", "")
     monkeypatch.setattr(telemetry, "ADAPTERS", tmp_path)
@@ -80,7 +78,7 @@ def test_a_cpu_has_none_and_a_gpu_without_a_driver_has_those_of_its_host(
     assert device_links(torch.device("cuda", 1), first_on_host=False) is None
 
 
-def test_they_are_a_line() -> None:
+def test_device_links_are_reported_in_one_line() -> None:
     ports = [Adapter(name=f"mlx5_{number}:1", gbits=400.0, layer="InfiniBand") for number in range(8)]
     first = DeviceLinks(nvlinks={"switch": 18}, adapters=[*ports, Adapter(name="mlx5_8:1", gbits=100.0)])
     assert link_lines([first, DeviceLinks(nvlinks={"switch": 18})]) == [

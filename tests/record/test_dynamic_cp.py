@@ -25,7 +25,7 @@ SIZES = (4, 2, 1)
 CPU = torch.device("cpu")
 
 
-def test_flops_are_those_of_every_steps_own_sequences() -> None:
+def test_flops_count_the_sequences_of_every_step() -> None:
     # 7 · B · S² · H · D causal, forward and backward: of one sequence of 256, two of 128 and four of 64 tokens.
     assert WORK.model_flops() == 7 * 32 * (256**2 + 2 * 128**2 + 4 * 64**2)
     assert WORK.exact_flops() == 14 * 32 * (256 * 257 // 2 + 2 * 128 * 129 // 2 + 4 * 64 * 65 // 2)
@@ -54,7 +54,7 @@ def gates(rank: int) -> list[str]:
 
 
 @pytest.mark.processes
-def test_both_gates_look_at_every_step() -> None:
+def test_both_verifications_check_every_step() -> None:
     said = run_ranks(4, gates)[0]
     assert said[0] == "256"
     for text, seq in zip(said[1:], (256, 128, 64), strict=True):
@@ -62,7 +62,7 @@ def test_both_gates_look_at_every_step() -> None:
         assert f"at sequence {seq};" in text
 
 
-def test_of_several_sizes_the_error_nearest_its_bound_is_kept() -> None:
+def test_worst_relative_error_of_several_sizes_is_kept() -> None:
     def verified(seq: int, rms: float, allowed_rms: float) -> Verification:
         error = TensorError(max_abs=0.0, rms=rms, kernel_rms=0.0, allowed_rms=allowed_rms, rank=0)
         return Verification(passed=True, seq=seq, errors={"out": error})
@@ -75,7 +75,7 @@ SMALL = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--device", "cpu
 
 
 @pytest.mark.processes
-def test_a_recording_has_the_size_and_the_time_of_every_step(tmp_path: Path) -> None:
+def test_recording_has_the_size_and_time_of_every_step(tmp_path: Path) -> None:
     process = run(["record", "--strategy", "zigzag", "--cp-sizes", "2,1", *SMALL], tmp_path)
     assert process.returncode == 0, process.stderr
     assert "steps of an iteration: 2, 1 ranks a sequence" in process.stderr
@@ -104,7 +104,7 @@ def test_a_recording_has_the_size_and_the_time_of_every_step(tmp_path: Path) -> 
         (["--cp-sizes", "1", "--seq", "511"], "511 tokens are not 2 even sequences"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(
+def test_invalid_group_sizes_are_refused(
     arguments: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip

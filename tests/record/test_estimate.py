@@ -72,11 +72,11 @@ def plan(**changes: object) -> RecordingEstimate:
         (0.8, 8, 4, 8 / 13),
     ],
 )
-def test_ranks_share_a_busy_machine_with_all_others(cpu_share: float, slots: float, world: int, share: float) -> None:
+def test_cpu_share_of_ranks_on_a_busy_machine(cpu_share: float, slots: float, world: int, share: float) -> None:
     assert share_of_ranks(cpu_share, slots, world) == pytest.approx(share)
 
 
-def test_a_busy_machine_is_said_in_the_plan() -> None:
+def test_plan_reports_a_busy_machine() -> None:
     recording = request()
     quiet = plan(rate=5e15, available_share=0.95)
     assert "about 200 ms each (" in describe(recording, quiet)[1]
@@ -94,7 +94,7 @@ def test_time_counts_every_iteration_and_the_busiest_rank() -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("name", names())
 @pytest.mark.parametrize("causal", [True, False])
-def test_the_busiest_ranks_work_is_that_of_the_mask_cells(name: str, size: int, causal: bool) -> None:
+def test_work_of_the_busiest_rank_counts_mask_cells(name: str, size: int, causal: bool) -> None:
     """Every rank's cells counted by its tokens' positions; strategies that share out the heads share the cells."""
     strategy = find(name).load()
     layouts = {"usp": ("contiguous", "zigzag", "stripe"), "allgather": ("contiguous", "zigzag")}.get(name, (None,))
@@ -118,7 +118,7 @@ def busiest_over_mean(strategy: Any, size: int, seq: int, causal: bool, params: 
 @pytest.mark.parametrize("name", names())
 @pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize("backward", [True, False])
-def test_memory_of_one_rank_is_that_of_its_tensors(name: str, kv_heads: int, backward: bool) -> None:
+def test_memory_estimate_of_one_rank_equals_its_tensors(name: str, kv_heads: int, backward: bool) -> None:
     """Estimate one rank, which sends nothing. The kernel allocates its results without computing them."""
     workload = Workload(seq=1024, heads=8, kv_heads=kv_heads, head_dim=32, backward=backward)
     estimate = peak_bytes(request(world=1, strategy=name), workload, "flash-attn-3", 1)
@@ -181,7 +181,7 @@ class Looks(Zigzag):
         return super().forward(blocks, q, k, v) if k.sum().item() else (q, q)
 
 
-def test_a_users_strategy_without_a_figure_gets_nobody_elses() -> None:
+def test_user_strategy_without_imbalance_inherits_none() -> None:
     resolved = resolve(request(strategy="tests.record.test_estimate:Mine"), None)
     estimate = estimate_of(resolved)
     assert estimate.imbalance is None
@@ -189,7 +189,7 @@ def test_a_users_strategy_without_a_figure_gets_nobody_elses() -> None:
     assert "not known" in describe(resolved, estimate)[2]
 
 
-def test_memory_that_cannot_be_told_is_unknown_with_the_reason() -> None:
+def test_unpredictable_memory_is_unknown_with_the_reason() -> None:
     resolved = resolve(request(strategy="tests.record.test_estimate:Looks"), None)
     estimate = estimate_of(resolved)
     assert estimate.memory_bytes is None
@@ -199,14 +199,14 @@ def test_memory_that_cannot_be_told_is_unknown_with_the_reason() -> None:
     raise_if_too_large(resolved, estimate)
 
 
-def test_what_is_assumed_of_a_kernel_is_said() -> None:
+def test_plan_states_assumptions_about_a_kernel() -> None:
     resolved = resolve(request(kernel="flex"), None)
     assert describe(resolved, estimate_of(resolved))[1].endswith(
         " of memory, assuming flash attention's memory for flex"
     )
 
 
-def test_a_bundled_strategy_without_a_figure_of_its_own_cannot_be_made() -> None:
+def test_bundled_strategy_must_declare_its_imbalance() -> None:
     body: dict[str, Any] = {"__module__": "ringprof.strategies.algorithms.new"}
     with pytest.raises(TypeError, match=r"ringprof.strategies.algorithms.new.New must say imbalance itself"):
         type("New", (Zigzag,), body)
@@ -239,7 +239,7 @@ SIX_RANKS = {"strategy": "usp", "world": 6, "workload": Workload(seq=1200, heads
 ON_HOSTS_OF_THREE = RankInfo(rank=0, world_size=6, local_rank=0, local_world_size=3)
 
 
-def test_the_plan_chooses_degrees_by_the_hosts_that_the_run_will_have() -> None:
+def test_plan_chooses_degrees_by_the_hosts_of_the_run() -> None:
     """On hosts of three the groups are of three, which 3 heads allow; on one host of six they are of two."""
     assert resolve(request(**SIX_RANKS, ranks_per_host=3), None).params["ulysses_degree"] == 3
     assert resolve(request(**SIX_RANKS), ON_HOSTS_OF_THREE).params["ulysses_degree"] == 3
@@ -249,7 +249,7 @@ def test_the_plan_chooses_degrees_by_the_hosts_that_the_run_will_have() -> None:
         resolve(request(**SIX_RANKS), None)
 
 
-def test_the_plan_refuses_what_the_run_would() -> None:
+def test_plan_refuses_what_the_run_would_refuse() -> None:
     four_heads = Workload(seq=1200, heads=4, kv_heads=4, head_dim=32)
     for hosts, rank_info in ((3, None), (None, ON_HOSTS_OF_THREE)):
         with pytest.raises(UnsupportedWorkloadError, match="Ulysses degree of 3 does not divide 4 heads"):
@@ -260,7 +260,7 @@ def test_the_plan_refuses_what_the_run_would() -> None:
     assert resolved.params == {"ulysses_degree": 2}
 
 
-def test_too_much_memory_is_refused_with_the_sequence_that_fits() -> None:
+def test_too_much_memory_error_states_the_largest_sequence() -> None:
     recording = request(device="cuda", workload=Workload(seq=2**20, heads=40, kv_heads=40, head_dim=128), world=8)
     sizes: list[int] = []
 
@@ -282,7 +282,7 @@ def test_too_much_memory_is_refused_with_the_sequence_that_fits() -> None:
     raise_if_too_large(recording, replace(tight, memory_limit=None))
 
 
-def test_too_long_a_cache_is_refused_with_the_one_that_fits() -> None:
+def test_too_long_cache_error_states_the_largest_that_fits() -> None:
     workload = Workload(
         seq=1, batch=4, heads=8, kv_heads=8, head_dim=128, backward=False, phase="decode", kv_length=2**20 + 1
     )
@@ -309,7 +309,7 @@ def test_too_long_a_cache_is_refused_with_the_one_that_fits() -> None:
         (lambda n: n + 1, 0),
     ],
 )
-def test_the_search_asks_where_the_line_crosses(excess: Any, largest: int) -> None:
+def test_search_finds_the_largest_value_in_few_evaluations(excess: Any, largest: int) -> None:
     numbers: list[int] = []
 
     def counted(number: int) -> int:
@@ -322,7 +322,7 @@ def test_the_search_asks_where_the_line_crosses(excess: Any, largest: int) -> No
     assert largest_not_over(excess, 0) == 0
 
 
-def test_ten_minutes_on_cpu_are_refused_and_on_gpu_not() -> None:
+def test_iterations_of_ten_minutes_are_refused_on_cpu_only() -> None:
     recording = request()
     slow = plan(rate=recording.workload.model_flops() / 4 / 60, flops_per_device=recording.workload.model_flops() // 4)
     with pytest.raises(UnsupportedWorkloadError, match="over 10 minutes; the largest sequence that fits is"):
@@ -333,7 +333,7 @@ def test_ten_minutes_on_cpu_are_refused_and_on_gpu_not() -> None:
     raise_if_too_large(msgspec.structs.replace(recording, device="cuda"), slow)
 
 
-def test_the_plan_in_words() -> None:
+def test_plan_is_described_in_text() -> None:
     first, second = describe(request(device="cuda"), plan())
     assert first.startswith("zigzag on 4 x NVIDIA H200: sequence 1024") and "forward and backward" in first
     assert "1 PFLOPs an iteration, about 2 s each (500 TFLOP/s cudnn, assumed)" in second
@@ -341,7 +341,7 @@ def test_the_plan_in_words() -> None:
     assert describe(request(world=1), plan())[-1] == "one device: nothing is communicated"
 
 
-def test_open_choices_follow_the_machine() -> None:
+def test_unset_options_default_to_the_machine() -> None:
     done = resolve(request(world=None, warmup=None, iters=None, params={"grad_wire": "input"}), None)
     assert (done.device, done.world, done.warmup, done.iters) == ("cpu", 4, 1, 3)
     assert done.params == {"grad_wire": "input"}
@@ -360,13 +360,13 @@ def test_open_choices_follow_the_machine() -> None:
         ({"workload": Workload(seq=8, heads=4, kv_heads=4, head_dim=32, dtype="fp8")}, "--dtype"),
     ],
 )
-def test_counts_that_cannot_be_meant_are_refused(changes: dict[str, object], part: str) -> None:
+def test_invalid_iteration_counts_are_refused(changes: dict[str, object], part: str) -> None:
     with pytest.raises(UsageError, match=part):
         resolve(request(**changes), None)
 
 
 @pytest.mark.parametrize("missing", ["torch", "psutil"])
-def test_without_what_recording_needs_the_extra_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_error_names_the_extra(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ringprof.record.request.find_spec", lambda name: None if name == missing else find_spec(name))
     with pytest.raises(MissingExtraError, match=rf"needs {missing}: pip install 'ringprof\[record\]'"):
         require_packages("torch", "psutil")

@@ -66,9 +66,7 @@ def test_a_wrong_result_ends_the_run_before_timing(own_strategies: Path, name: s
 @pytest.mark.parametrize(
     ("name", "problem"), [("LongOnly", "is off by"), ("SecondCall", "is not finite, in the last timed iteration")]
 )
-def test_a_result_that_is_wrong_only_where_it_is_timed_ends_the_run(
-    own_strategies: Path, name: str, problem: str
-) -> None:
+def test_result_wrong_only_when_timed_ends_the_run(own_strategies: Path, name: str, problem: str) -> None:
     done = run(["record", "--strategy", f"mine:{name}", *TWO], own_strategies, TMPDIR=str(own_strategies))
     assert done.returncode == 3
     line = one_line(done.stderr)
@@ -77,7 +75,7 @@ def test_a_result_that_is_wrong_only_where_it_is_timed_ends_the_run(
 
 
 @pytest.mark.processes
-def test_one_key_a_row_is_verified(own_strategies: Path) -> None:
+def test_rows_with_a_single_key_are_verified(own_strategies: Path) -> None:
     """Rows that attend one key have no error of the kernel alone."""
     tiny = ["--seq", "4", "--world", "4", "--heads", "4", "--head-dim", "8", "--device", "cpu", "--iters", "1"]
     done = run(["record", "--strategy", "ring", *tiny], own_strategies)
@@ -131,7 +129,7 @@ def test_ranks_do_not_outlive_their_parent(own_strategies: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_stopped_rank_is_killed_too(own_strategies: Path) -> None:
+def test_rank_stopped_by_sigstop_is_killed(own_strategies: Path) -> None:
     def disturb(process: subprocess.Popen[str]) -> None:
         os.kill(rank_process(own_strategies, 1), signal.SIGSTOP)
         process.send_signal(signal.SIGINT)
@@ -151,7 +149,7 @@ def test_running_out_of_memory_names_the_rank(own_strategies: Path) -> None:
 
 
 @pytest.mark.processes
-def test_ranks_that_all_leave_with_exit_code_0_have_recorded_nothing(own_strategies: Path) -> None:
+def test_ranks_exiting_early_with_code_0_record_nothing(own_strategies: Path) -> None:
     """An earlier run is not taken for theirs."""
     done = run(["record", "--strategy", "zigzag", *TWO, "--iters", "1"], own_strategies)
     assert done.returncode == 0, done.stderr
@@ -167,7 +165,7 @@ def test_ranks_that_all_leave_with_exit_code_0_have_recorded_nothing(own_strateg
 
 @pytest.mark.long
 @pytest.mark.parametrize(("what", "code"), [("leave", 0), ("leave_badly", 7)])
-def test_a_rank_that_leaves_is_named_not_the_one_that_misses_it(own_strategies: Path, what: str, code: int) -> None:
+def test_rank_that_exits_is_named_not_the_one_waiting(own_strategies: Path, what: str, code: int) -> None:
     done = run(["record", "--strategy", "mine:Later", "-p", f"what={what}", *TWO], own_strategies)
     assert done.returncode == 3
     assert f"rank 1 ended with exit code {code} and said nothing; log: " in one_line(done.stderr)
@@ -175,7 +173,7 @@ def test_a_rank_that_leaves_is_named_not_the_one_that_misses_it(own_strategies: 
 
 
 @pytest.mark.long
-def test_a_hanging_rank_is_named_when_time_is_up(own_strategies: Path) -> None:
+def test_hanging_rank_is_named_at_the_time_limit(own_strategies: Path) -> None:
     arguments = ["record", "--strategy", "mine:Later", "-p", "what=hang", *TWO, "--time-limit", "15"]
     done = run(arguments, own_strategies, TMPDIR=str(own_strategies))
     assert done.returncode == 3
@@ -241,7 +239,7 @@ NO_STORE = "torch.distributed.TCPStore = scarce(torch.distributed.TCPStore, 0)"
     ],
     ids=["process", "store"],
 )
-def test_where_no_more_can_be_started_no_rank_stays(tmp_path: Path, what: str, error: str) -> None:
+def test_failure_to_start_a_rank_ends_the_started_ones(tmp_path: Path, what: str, error: str) -> None:
     """Simulate the limit of ``ulimit -u``, which does not apply to root."""
     command = ["record", "--strategy", "ring", *TWO, "--iters", "100000"]
     program = f"{SCARCE.replace('ERROR', error)}{what}\nmain({command})"
@@ -254,7 +252,7 @@ def test_where_no_more_can_be_started_no_rank_stays(tmp_path: Path, what: str, e
 
 
 @pytest.mark.processes
-def test_the_parent_needs_no_thread(tmp_path: Path) -> None:
+def test_recording_works_if_the_parent_cannot_start_threads(tmp_path: Path) -> None:
     error = 'RuntimeError("can\'t start new thread")'
     command = ["record", "--strategy", "ring", *TWO, "--iters", "1"]
     program = f"{SCARCE.replace('ERROR', error)}{NO_THREAD}\nmain({command})"
@@ -265,7 +263,7 @@ def test_the_parent_needs_no_thread(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_what_nohup_and_a_shells_background_ignore_is_ignored(tmp_path: Path) -> None:
+def test_ignored_sighup_and_sigint_stay_ignored(tmp_path: Path) -> None:
     def ignore() -> None:
         for number in (signal.SIGHUP, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
@@ -285,7 +283,7 @@ def test_what_nohup_and_a_shells_background_ignore_is_ignored(tmp_path: Path) ->
 
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_before_there_are_ranks_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+def test_signal_before_ranks_start_leaves_no_files(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "tmp").mkdir()
     process = subprocess.Popen(
         [*RINGPROF, "record", "--strategy", "ring", *TWO], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
@@ -300,7 +298,7 @@ def test_a_signal_before_there_are_ranks_leaves_nothing(tmp_path: Path, number: 
 
 
 @pytest.mark.long
-def test_what_a_killed_recording_leaves_among_the_temporary_files_goes_with_the_next(own_strategies: Path) -> None:
+def test_temporary_files_of_a_killed_recording_are_removed_by_the_next(own_strategies: Path) -> None:
     run_and_disturb(SLOW, own_strategies, kill_all)
     assert list(own_strategies.glob("ringprof-ranks-*"))
     done = run(["record", "--strategy", "ring", *TWO, "--iters", "1"], own_strategies, TMPDIR=str(own_strategies))

@@ -16,18 +16,18 @@ SRUN = {
 }  # fmt: skip
 
 
-def test_torchrun_makes_a_rank() -> None:
+def test_rank_from_torchrun_variables() -> None:
     assert launcher_rank(TORCHRUN) == RankInfo(9, 16, 1, 8, node=1)
     assert launcher_rank({**TORCHRUN, "GROUP_RANK": "3"}) == RankInfo(9, 16, 1, 8, node=3)
     elastic = launcher_rank({**TORCHRUN, "TORCHELASTIC_RUN_ID": "7"})
     assert elastic is not None and elastic.parent == os.getppid()
 
 
-def test_a_launcher_that_says_little_is_one_host() -> None:
+def test_launcher_without_local_variables_is_one_host() -> None:
     assert launcher_rank({"RANK": "1", "WORLD_SIZE": "2"}) == RankInfo(1, 2, 1, 2)
 
 
-def test_srun_makes_a_rank_and_rank_0s_host_is_the_first() -> None:
+def test_rank_from_srun_variables() -> None:
     rank_info = launcher_rank(SRUN)
     assert rank_info == RankInfo(5, 8, 1, 4, node=1, parent=os.getppid())
     assert slurm_rendezvous(rank_info, SRUN) == {
@@ -54,14 +54,14 @@ def test_the_first_host_of_a_slurm_list(hosts: str, first: str) -> None:
         {"WORLD_SIZE": "4"},
     ],
 )
-def test_other_processes_are_no_ranks(env: dict[str, str]) -> None:
+def test_processes_without_launcher_variables_are_not_ranks(env: dict[str, str]) -> None:
     assert launcher_rank(env) is None
 
 
 @pytest.mark.parametrize(
     "wrong", [{"RANK": "x"}, {"RANK": "16"}, {"WORLD_SIZE": ""}, {"LOCAL_WORLD_SIZE": "0"}, {"RANK": "-1"}]
 )
-def test_variables_that_make_no_sense_are_refused(wrong: dict[str, str]) -> None:
+def test_invalid_launcher_variables_are_refused(wrong: dict[str, str]) -> None:
     with pytest.raises(UsageError):
         launcher_rank({**TORCHRUN, **wrong})
 

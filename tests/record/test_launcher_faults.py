@@ -148,7 +148,7 @@ def lonely(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
         os.kill(rank, signal.SIGKILL)
 
 
-def test_ranks_do_not_wait_for_others_when_their_launcher_is_gone(
+def test_waiting_rank_ends_when_its_launcher_is_killed(
     lonely: tuple[subprocess.Popen[str], int], tmp_path: Path
 ) -> None:
     launcher, rank = lonely
@@ -159,7 +159,7 @@ def test_ranks_do_not_wait_for_others_when_their_launcher_is_gone(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_rank_that_waits_for_others_hears_signals(
+def test_waiting_rank_reacts_to_signals(
     lonely: tuple[subprocess.Popen[str], int], number: signal.Signals, code: int
 ) -> None:
     launcher, rank = lonely

@@ -147,11 +147,11 @@ def kept(rank: int, recomputed: bool) -> float:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_the_attention_that_is_checked_is_the_layers_own(recomputed: bool) -> None:
+def test_verification_checks_the_attention_of_the_layer(recomputed: bool) -> None:
     assert max(run_ranks(2, kept, recomputed)) < 1e-6
 
 
-def test_a_rotation_keeps_lengths_and_turns_by_the_difference_of_positions() -> None:
+def test_rotary_embedding_depends_on_position_difference() -> None:
     generator = torch.Generator().manual_seed(1)
     q, k = (torch.randn(1, 1, 1, 8, generator=generator, dtype=torch.float64) for _ in range(2))
 

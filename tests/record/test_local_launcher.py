@@ -15,7 +15,7 @@ from ringprof.record.local_launcher import _store
 from tests.record.command import HANGS_S, RINGPROF, SMALL, environment
 
 
-def test_the_ranks_meet_where_no_other_host_can_connect() -> None:
+def test_local_store_listens_on_loopback_only() -> None:
     with _store() as port:
         listening = [
             connection.laddr
@@ -27,7 +27,7 @@ def test_the_ranks_meet_where_no_other_host_can_connect() -> None:
 
 
 @pytest.mark.processes
-def test_without_a_loopback_ranks_cannot_meet_and_one_line_says_so(tmp_path: Path) -> None:
+def test_missing_loopback_is_a_one_line_error(tmp_path: Path) -> None:
     """Run in a network namespace whose loopback is down, as in a container without network."""
     apart = ["unshare", "--net"]
     if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:

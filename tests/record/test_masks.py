@@ -43,7 +43,7 @@ CASES = [
 ]  # fmt: skip
 
 
-def test_a_kernel_alone_gives_the_type_of_its_inputs() -> None:
+def test_single_kernel_returns_the_dtype_of_its_inputs() -> None:
     """torch's flash on a GPU takes no output for its backward pass that is wider than its queries."""
     workload = msgspec.structs.replace(BASE, window=9, prefix=5, dtype="bf16")
     full = draw_inputs(workload, torch.device("cpu"))
@@ -83,7 +83,7 @@ def gates(rank: int) -> None:
 
 
 @pytest.mark.processes
-def test_both_gates_take_the_workloads_mask() -> None:
+def test_both_verifications_use_the_mask() -> None:
     run_ranks(4, gates)
 
 
@@ -102,7 +102,7 @@ def leaking(rank: int) -> str:
 
 
 @pytest.mark.processes
-def test_attention_across_documents_is_found() -> None:
+def test_verification_finds_attention_across_documents() -> None:
     assert all("wrong result on rank" in said for said in run_ranks(2, leaking))
 
 
@@ -125,7 +125,7 @@ def wrong_at_one_token(rank: int) -> str:
 
 
 @pytest.mark.processes
-def test_one_wrong_token_is_found() -> None:
+def test_verification_finds_one_wrong_token() -> None:
     """Zigzag on 2 ranks: the last token of rank 1, which holds tokens 256 to 767."""
     assert (
         run_ranks(2, wrong_at_one_token)
@@ -137,7 +137,7 @@ def test_one_wrong_token_is_found() -> None:
     )
 
 
-def test_work_and_rates_are_of_the_masks_area() -> None:
+def test_flops_and_rates_count_the_mask_area() -> None:
     packed, window = WORKLOADS[:2]
     pairs = 1 + 50 * 51 // 2 + 15 + 40 * 41 // 2
     assert packed.exact_flops() == 14 * 2 * 4 * 8 * pairs
@@ -146,7 +146,7 @@ def test_work_and_rates_are_of_the_masks_area() -> None:
     assert window.model_flops() == window.exact_flops() == 14 * 2 * 4 * 8 * (17 * 18 // 2 + (96 - 17) * 17)
 
 
-def test_a_shorter_workload_keeps_the_masks_shape() -> None:
+def test_shortened_workload_scales_its_mask() -> None:
     short = msgspec.structs.replace(BASE, documents=(48, 48), window=16).at(48)
     assert (short.seq, short.documents, short.window) == (48, (24, 24), 8)
     both_ways = msgspec.structs.replace(BASE, prefix=20, causal=False).at(48)
@@ -174,7 +174,7 @@ def test_balance_by_hand() -> None:
     assert causal["ring"].busiest == pytest.approx((16 * 48 + 136) / (64 * 65 / 2 / 4))
 
 
-def test_rings_are_ordered_by_what_their_ranks_wait_for_in_every_step() -> None:
+def test_balance_orders_rings_by_waiting_per_step() -> None:
     """With two documents, contiguous pieces are more balanced than zigzag's over the pass, but less in each step."""
     workload = Workload(seq=1024, heads=4, kv_heads=4, head_dim=64, documents=(600, 424))
     order = balances(workload, 4)
@@ -185,13 +185,13 @@ def test_rings_are_ordered_by_what_their_ranks_wait_for_in_every_step() -> None:
     assert order.index(zigzag) < order.index(ring)
 
 
-def test_a_size_that_does_not_fit_says_why() -> None:
+def test_balance_states_why_a_size_is_unsupported() -> None:
     workload = Workload(seq=60, heads=4, kv_heads=4, head_dim=8, documents=(30, 30))
     reasons = {balance.strategy: balance.reason for balance in balances(workload, 4) if balance.reason}
     assert "divisible by 8: not 60" in reasons["zigzag"]
 
 
-def test_lengths_as_users_write_them(tmp_path) -> None:
+def test_document_lengths_from_text(tmp_path) -> None:
     from ringprof.workload.documents import document_lengths
 
     assert document_lengths("64k,32768x4", 196608) == (65536, *[32768] * 4)

@@ -44,7 +44,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_steps_are_the_optimizers_and_each_sample_is_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_monitor_counts_optimizer_steps_and_writes_a_line_per_sample(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Three steps, one to warm up, one that is profiled; the next sample is delayed, because these steps are tiny."""
     log = tmp_path / "exposed.jsonl"
     with caplog.at_level(logging.INFO, "ringprof.monitor"), ringprof.monitor(log, every=3) as monitored:
@@ -60,7 +62,7 @@ def test_steps_are_the_optimizers_and_each_sample_is_a_line(tmp_path: Path, capl
     assert list(tmp_path.iterdir()) == [log]
 
 
-def test_steps_that_are_told_count_alone_and_nothing_is_left_behind(tmp_path: Path) -> None:
+def test_explicit_steps_replace_optimizer_steps_and_hooks_are_removed(tmp_path: Path) -> None:
     with ringprof.monitor(tmp_path / "log", every=100) as monitored:
         train(7, monitored)
     # The first step was counted by the optimizer hook; from then on only calls of `step` count.
@@ -69,7 +71,7 @@ def test_steps_that_are_told_count_alone_and_nothing_is_left_behind(tmp_path: Pa
     assert monitored.steps == 8
 
 
-def test_a_sample_that_fails_does_not_end_the_loop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_sample_does_not_end_the_loop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "folder").mkdir()
     with ringprof.monitor(tmp_path / "folder" / "log", every=2) as monitored:
         (tmp_path / "folder").rmdir()
@@ -78,7 +80,7 @@ def test_a_sample_that_fails_does_not_end_the_loop(tmp_path: Path, caplog: pytes
     assert "the sample failed" in caplog.text
 
 
-def test_an_error_in_the_loop_ends_it_as_it_is(tmp_path: Path) -> None:
+def test_monitor_passes_on_errors_of_the_loop(tmp_path: Path) -> None:
     """The profiler is off after an error in the middle of a sample, too."""
     for steps in (2, 3):
         with pytest.raises(ZeroDivisionError), ringprof.monitor(tmp_path / "log", every=2):
@@ -90,7 +92,7 @@ def test_an_error_in_the_loop_ends_it_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("own", [{}, {"schedule": schedule(wait=2, warmup=2, active=2)}], ids=["at work", "scheduled"])
-def test_there_is_no_sample_beside_a_profiler_of_the_programs_own(
+def test_monitor_takes_no_sample_beside_another_profiler(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, own: dict[str, Any]
 ) -> None:
     log = tmp_path / "log"
@@ -105,7 +107,7 @@ def test_there_is_no_sample_beside_a_profiler_of_the_programs_own(
     assert [line["step"] for line in lines(log)] == [4]
 
 
-def test_what_cannot_be_meant_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_invalid_monitor_arguments_are_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="every must be at least 1, not 0"), ringprof.monitor(every=0):
         raise AssertionError("entered")
     for path in (tmp_path, tmp_path / "none" / "log"):
@@ -116,7 +118,7 @@ def test_what_cannot_be_meant_is_refused_at_the_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("cost_ns", "step_ns", "every", "interval"), [
     (10**8, 10**9, 200, 200), (4 * 10**9, 10**9, 200, 400), (10**6, 10**6, 3, 100),
 ])  # fmt: skip
-def test_samples_take_at_most_a_hundredth(cost_ns: int, step_ns: int, every: int, interval: int) -> None:
+def test_samples_take_at_most_1_percent_of_the_time(cost_ns: int, step_ns: int, every: int, interval: int) -> None:
     assert interval_for(cost_ns, step_ns, every) == interval
     assert cost_ns <= 0.01 * interval * step_ns * (1 + 1e-9)
 
@@ -132,7 +134,7 @@ def attend(rank: int, log: Path) -> int:
 
 
 @pytest.mark.processes
-def test_ranks_sample_together_and_the_first_reports(tmp_path: Path) -> None:
+def test_ranks_sample_together_and_rank_0_reports(tmp_path: Path) -> None:
     intervals = run_ranks(2, attend, tmp_path / "log")
     (line,) = lines(tmp_path / "log")
     assert line["step"] == 4 and line["ranks"] == 2
@@ -151,7 +153,7 @@ def test_the_next_sample_waits_for_the_largest_interval_of_any_rank(monkeypatch:
     assert monitored.interval == 400
 
 
-def test_who_is_waited_for() -> None:
+def test_monitor_attributes_waiting_to_the_late_rank() -> None:
     """Rank 3 is 500 ns late: ranks 0 and 2 wait for it."""
     builders = ring([1000, 1000, 1000, 1500], [2500, 2000, 2500, 2500], tensors=1)
     attribution = attribute([builder.trace() for builder in builders])
@@ -161,7 +163,7 @@ def test_who_is_waited_for() -> None:
     assert (figures["wait_ms"], figures["wire_ms"]) == pytest.approx((1000 / 4 / 1e6, 4000 / 4 / 1e6))
 
 
-def test_a_straggler_is_counted_as_long_as_it_is_the_same(tmp_path: Path) -> None:
+def test_consecutive_samples_with_the_same_straggler_are_counted(tmp_path: Path) -> None:
     looks = SampleLog(tmp_path / "log")
     for number, late in enumerate((3, 3, 1)):
         starts = [1500 if rank == late else 1000 for rank in range(4)]
@@ -170,7 +172,7 @@ def test_a_straggler_is_counted_as_long_as_it_is_the_same(tmp_path: Path) -> Non
     assert [(line["straggler"], line["looks"]) for line in lines(tmp_path / "log")] == [(3, 1), (3, 2), (1, 1)]
 
 
-def test_tensorboard_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_tensorboard_error_shows_how_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(MissingExtraError, match="pip install tensorboard"), ringprof.monitor(tensorboard=tmp_path):
         pass

@@ -93,7 +93,7 @@ def test_an_output_on_a_read_only_disk_is_refused_before_the_work(earlier: Path)
 
 
 @pytest.mark.long
-def test_a_folder_that_is_taken_away(own_strategies: Path) -> None:
+def test_output_folder_removed_during_the_run(own_strategies: Path) -> None:
     process = start_alone(own_strategies)
     under_way(own_strategies)
     shutil.rmtree(own_strategies / "traces")
@@ -117,7 +117,7 @@ def test_two_recordings_on_one_output_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_what_a_killed_recording_leaves_is_cleared_by_the_next(own_strategies: Path) -> None:
+def test_partial_run_of_a_killed_recording_is_removed_by_the_next(own_strategies: Path) -> None:
     """All of its processes killed at once, nobody is left to remove the half-written run."""
     traces = own_strategies / "traces"
     process = start_alone(own_strategies)
@@ -166,7 +166,7 @@ except BaseException as error:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("how", "on"), [("raise", 1), ("die", 1), ("die", 0)])
-def test_capture_with_a_rank_that_fails(tmp_path: Path, how: str, on: int) -> None:
+def test_capture_with_a_failing_rank(tmp_path: Path, how: str, on: int) -> None:
     (tmp_path / "own.py").write_text(CAPTURE)
     done = run(["own.py", how, str(on)], tmp_path, TORCHRUN)
     assert done.returncode == 1
@@ -193,7 +193,7 @@ QUICK = ["record", "--strategy", "ring", *SMALL, "--seq", "128", "--world", "2",
     [pytest.param(RINGPROF, id="own ranks"),
      pytest.param([*TORCHRUN, "-m", "ringprof"], id="torchrun", marks=pytest.mark.long)],
 )  # fmt: skip
-def test_a_folder_whose_name_is_not_utf_8(tmp_path: Path, launcher: list[str]) -> None:
+def test_output_folder_with_a_name_that_is_not_utf_8(tmp_path: Path, launcher: list[str]) -> None:
     """Where the command runs, where it writes to, and among its arguments."""
     folder = tmp_path / NOT_UTF_8
     folder.mkdir()
@@ -206,7 +206,7 @@ def test_a_folder_whose_name_is_not_utf_8(tmp_path: Path, launcher: list[str]) -
     assert not list((folder / "traces").glob(".*"))
 
 
-def test_an_output_that_is_not_utf_8_and_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_unwritable_output_that_is_not_utf_8_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / NOT_UTF_8).write_text("no run")
     done = subprocess.run(
         [*RINGPROF, *QUICK, "-o", NOT_UTF_8], cwd=tmp_path, env=environment(), capture_output=True, check=False
@@ -218,7 +218,7 @@ def test_an_output_that_is_not_utf_8_and_cannot_be_written_is_one_line(tmp_path:
 @pytest.mark.parametrize(
     "closed", [">&- 2>&- <&-", *(pytest.param(stream, marks=pytest.mark.long) for stream in (">&-", "2>&-", "<&-"))]
 )
-def test_closed_streams_are_no_failure(tmp_path: Path, closed: str) -> None:
+def test_closed_standard_streams_do_not_fail_a_recording(tmp_path: Path, closed: str) -> None:
     command = ["bash", "-c", f'"$@" {closed}', "_", *RINGPROF, *QUICK]
     env = environment(TMPDIR=str(tmp_path))
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, check=False)

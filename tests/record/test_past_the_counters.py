@@ -15,7 +15,7 @@ pytestmark = pytest.mark.processes
 RECORD = ["record", "--strategy", "mine:Past", *SMALL, "--world", "2", "--iters", "2"]
 
 
-def test_what_is_not_counted_is_null_and_the_rate_of_the_model_stays(own_strategies: Path) -> None:
+def test_uncounted_kernel_work_is_null_and_model_rate_stays(own_strategies: Path) -> None:
     done = run(RECORD, own_strategies)
     assert done.returncode == 0, done.stderr
     assert "per device (a kernel of its own)" in done.stdout
@@ -30,7 +30,7 @@ def test_what_is_not_counted_is_null_and_the_rate_of_the_model_stays(own_strateg
     assert shown.returncode == 0 and "attention kernels run at" not in shown.stdout
 
 
-def test_controls_are_refused_with_the_reason(own_strategies: Path) -> None:
+def test_controls_of_uncounted_work_are_refused_with_the_reason(own_strategies: Path) -> None:
     done = run([*RECORD, "--controls"], own_strategies, TMPDIR=str(own_strategies))
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("ringprof: ")]
@@ -38,7 +38,7 @@ def test_controls_are_refused_with_the_reason(own_strategies: Path) -> None:
     assert "warm-up" not in done.stderr and list((own_strategies / "traces").iterdir()) == []
 
 
-def test_one_rank_has_no_controls_of_communication(tmp_path: Path) -> None:
+def test_one_rank_has_no_communication_controls(tmp_path: Path) -> None:
     alone = ["record", "--strategy", "zigzag", *SMALL, "--world", "1", "--iters", "2", "--controls"]
     done = run(alone, tmp_path)
     assert done.returncode == 0, done.stderr

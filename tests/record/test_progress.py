@@ -68,7 +68,7 @@ def test_a_killed_rank_is_the_cause_and_lost_connections_are_effects(tmp_path: P
     assert isinstance(error, RecordError) and str(error).startswith("rank 2 was killed by SIGKILL")
 
 
-def test_an_error_of_its_own_beats_an_earlier_lost_connection(tmp_path: Path) -> None:
+def test_own_error_of_a_rank_outranks_an_earlier_lost_connection(tmp_path: Path) -> None:
     written, readers = open_logs(tmp_path, 3)
     fail(written[0], "RuntimeError", LOST_PEER)
     fail(written[1], "OutOfMemory", "out of memory")
@@ -76,7 +76,7 @@ def test_an_error_of_its_own_beats_an_earlier_lost_connection(tmp_path: Path) ->
     assert "rank 1 failed: out of memory: use a shorter sequence" in str(error) and "rank1.log" in str(error)
 
 
-def test_a_rank_that_left_a_check_is_the_cause_of_what_the_others_quote(tmp_path: Path) -> None:
+def test_rank_that_exited_is_the_cause_of_quoted_lost_connections(tmp_path: Path) -> None:
     written, readers = open_logs(tmp_path, 2)
     fail(written[0], "RecordError", f"rank 0 failed in call 1 of the attention: {LOST_PEER}")
     assert str(cause({0: 3, 1: 0}, readers, tmp_path)).startswith("rank 1 ended with exit code 0 and said nothing")
@@ -85,9 +85,7 @@ def test_a_rank_that_left_a_check_is_the_cause_of_what_the_others_quote(tmp_path
     assert str(cause({0: 3, 1: 0}, readers, tmp_path)).startswith(own)
 
 
-def test_the_earlier_of_two_errors_is_the_cause_though_the_clock_is_set_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_earlier_error_is_the_cause_if_the_clock_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written, readers = open_logs(tmp_path, 2)
     for rank, says, wall_clock in ((1, "earlier", 2e9), (0, "later", 1e9)):
         monkeypatch.setattr(time, "time", lambda seconds=wall_clock: seconds)
@@ -104,7 +102,7 @@ def test_ringprofs_own_errors_keep_their_class_and_exit_code(tmp_path: Path) -> 
     assert isinstance(error, UnsupportedWorkloadError) and error.exit_code == 2
 
 
-def test_a_rank_that_says_nothing_is_named_with_its_log(tmp_path: Path) -> None:
+def test_rank_without_an_error_message_is_named_with_its_log(tmp_path: Path) -> None:
     _, readers = open_logs(tmp_path, 2)
     assert "rank 1 ended with exit code 1 and said nothing" in str(cause({0: 0, 1: 1}, readers, tmp_path))
 
@@ -117,9 +115,7 @@ def test_a_rank_that_says_nothing_is_named_with_its_log(tmp_path: Path) -> None:
         ((7, 7, "silent"), "rank 2 hung and did not answer"),
     ],
 )
-def test_the_rank_that_the_others_wait_for_is_named(
-    tmp_path: Path, hops: tuple[int | str | None, ...], expected: str
-) -> None:
+def test_rank_that_others_wait_for_is_named(tmp_path: Path, hops: tuple[int | str | None, ...], expected: str) -> None:
     written, readers = open_logs(tmp_path, 3)
     for log, count in zip(written, hops, strict=True):
         log.start("iterations", 3)

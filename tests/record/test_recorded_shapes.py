@@ -126,7 +126,7 @@ KERNELS: dict[str, Step] = {
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernels_of_tensors_with_tokens_first_count_what_pytorch_counts_of_attention(name: str, tmp_path: Path) -> None:
+def test_tokens_first_kernels_count_as_pytorch_counts_attention(name: str, tmp_path: Path) -> None:
     """Not as its counter does, which takes tokens for heads there."""
     records = recorded(KERNELS[name], tmp_path).flop_records
     shapes = Q.shape, K.shape, V.shape
@@ -141,7 +141,7 @@ def test_grouped_query_attention_counts_as_if_every_query_had_its_own_key(tmp_pa
     assert recorded(step, tmp_path).flop_records.flops.tolist() == [counted(CALLS["flash"])]
 
 
-def test_a_grouped_weights_gradient_counts_its_own_groups(tmp_path: Path) -> None:
+def test_gradient_of_a_grouped_convolution_counts_its_groups(tmp_path: Path) -> None:
     """PyTorch's counter takes each group's weight for one over all channels."""
     x, weight = meta(2, 4, 9, 9), meta(6, 2, 3, 3)
 
@@ -166,7 +166,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", [name for name in FORMULAS if name.startswith("aten::") and not name.endswith("_")])
-def test_the_places_of_arguments_are_those_of_pytorchs_schemas(name: str) -> None:
+def test_argument_positions_match_pytorch_schemas(name: str) -> None:
     packet = getattr(aten, name.removeprefix("aten::"))
     arguments = [argument.name for argument in packet.default._schema.arguments]
     places = _ATTENTION.get(name)
@@ -195,7 +195,7 @@ FLASH_ATTN = {
 }
 
 
-def test_flash_attns_operators_count_by_the_arguments_of_its_schemas(tmp_path: Path) -> None:
+def test_flash_attn_operators_count_by_their_schema_arguments(tmp_path: Path) -> None:
     """Operators of its names and arguments that compute nothing: a dense, a causal, a packed call, and a gradient."""
     library = torch.library.Library("flash_attn", "FRAGMENT")
     for name, schema in FLASH_ATTN.items():
@@ -286,7 +286,7 @@ def test_a_capture_without_shapes_has_no_rates(tmp_path: Path) -> None:
     assert step_rates_of(analysis.findings.attribution) is None
 
 
-def test_an_operator_that_dispatches_itself_again_counts_once(tmp_path: Path) -> None:
+def test_redispatched_operator_counts_once(tmp_path: Path) -> None:
     """Under a dispatch mode, as within DTensor, an operator's record lies in another of the same name."""
     a, b = torch.randn(64, 32), torch.randn(32, 16)
 

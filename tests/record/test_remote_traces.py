@@ -61,7 +61,7 @@ os._exit(0)
 
 
 @pytest.mark.processes
-def test_traces_arrive_whole_in_little_memory(tmp_path: Path) -> None:
+def test_remote_traces_arrive_complete_in_bounded_memory(tmp_path: Path) -> None:
     (tmp_path / "gather.py").write_text(PROGRAM)
     (tmp_path / "staging").mkdir()
     done = run(["gather.py"], tmp_path, [*TORCHRUN[:-1], "4"], TMPDIR=str(tmp_path))

@@ -42,7 +42,7 @@ def test_two_runs_of_one_second_get_two_names(tmp_path: Path) -> None:
     assert len({staging.name for staging in stages}) == 4
 
 
-def test_a_name_from_a_module_path_makes_one_plain_folder(tmp_path: Path) -> None:
+def test_strategy_name_with_a_module_path_makes_one_plain_folder(tmp_path: Path) -> None:
     assert stage(tmp_path / "run.json", "../my.module:Class-64", 1).path.parent == tmp_path
 
 
@@ -53,7 +53,7 @@ def test_a_failed_run_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_output_that_is_something_else_is_refused(tmp_path: Path) -> None:
+def test_output_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.json").write_text('{"schema": "mine"}')
     with pytest.raises(UsageError, match="not a ringprof run"):
         stage(tmp_path / "notes.json", "ring-64", 1)
@@ -71,7 +71,7 @@ def test_a_full_disk_is_refused_before_the_work(tmp_path: Path, monkeypatch: pyt
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_takes_a_part_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_write_on_a_full_disk_is_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate a full disk by a limit of the file size: a write takes what fits, and the next one fails."""
     gc.collect()  # what tests before this one left
     unraisable: list[object] = []

@@ -54,7 +54,7 @@ def reports_without_its_traces(folder: Path, recording: Run, aside: Path, capsys
     return after == before
 
 
-def test_every_rank_has_reduced_its_own_trace(
+def test_every_rank_wrote_its_reduced_trace(
     recorded: tuple[Path, Run, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, recording, _ = recorded
@@ -67,7 +67,7 @@ def test_every_rank_has_reduced_its_own_trace(
     assert reports_without_its_traces(folder, recording, tmp_path, capsys)
 
 
-def test_the_run_says_what_ran(recorded: tuple[Path, Run, str]) -> None:
+def test_run_file_describes_the_run(recorded: tuple[Path, Run, str]) -> None:
     _, recording, _ = recorded
     assert recording.topology.world_size == WORLD and recording.topology.ranks_per_host == 2
     assert recording.topology.local_ranks == [0, 1, 2, 3] and len(set(recording.topology.hosts)) == 1
@@ -78,7 +78,7 @@ def test_the_run_says_what_ran(recorded: tuple[Path, Run, str]) -> None:
     assert recording.command[:2] == ["ringprof", "record"]
 
 
-def test_the_run_says_where_each_ranks_hops_go_to(recorded: tuple[Path, Run, str]) -> None:
+def test_run_file_has_the_peers_of_each_hop(recorded: tuple[Path, Run, str]) -> None:
     """Windows of two: the inner ring's next is the other of the window, the outer ring's the same place in the next."""
     _, recording, _ = recorded
     assert recording.work is not None
@@ -117,7 +117,7 @@ def test_record_and_report_write_the_rate_alike(
     assert f"{shown} per device achieved" in report_of(folder, capsys)
 
 
-def test_verification_is_in_the_run(recorded: tuple[Path, Run, str]) -> None:
+def test_run_file_has_the_verification(recorded: tuple[Path, Run, str]) -> None:
     _, recording, _ = recorded
     assert (
         recording.verification is not None
@@ -147,7 +147,7 @@ def test_work_equals_the_closed_formulas(recorded: tuple[Path, Run, str]) -> Non
         assert sent["dq_inner", "backward"].sent_bytes % q_bytes == 0
 
 
-def test_it_says_what_it_will_do_and_what_came_out(recorded: tuple[Path, Run, str]) -> None:
+def test_record_prints_plan_and_result(recorded: tuple[Path, Run, str]) -> None:
     _, _, printed = recorded
     assert "burst on 4 CPU processes: sequence 512" in printed
     assert "FLOPs an iteration" in printed and "of memory" in printed
@@ -159,7 +159,7 @@ def test_it_says_what_it_will_do_and_what_came_out(recorded: tuple[Path, Run, st
 
 
 @pytest.mark.processes
-def test_a_second_run_leaves_the_first_and_becomes_the_newest(recorded: tuple[Path, Run, str], tmp_path: Path) -> None:
+def test_second_run_keeps_the_first_and_becomes_the_newest(recorded: tuple[Path, Run, str], tmp_path: Path) -> None:
     recorded_folder, first, _ = recorded
     folder = Path(shutil.copytree(recorded_folder, tmp_path / "copy"))
     kept = {path: path.read_bytes() for path in (folder / "traces" / first.name).iterdir()}
@@ -173,7 +173,7 @@ def test_a_second_run_leaves_the_first_and_becomes_the_newest(recorded: tuple[Pa
     assert sorted(path.name for path in (folder / "traces").iterdir()) == sorted([first.name, newest.name, "run.json"])
 
 
-def test_under_torchrun_it_joins_and_only_rank_0_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_record_under_torchrun_prints_on_rank_0_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["-m", "ringprof", "record", "--strategy", "zigzag", *SMALL, "--iters", "1"]
     done = run(arguments, tmp_path, TORCHRUN)
     assert done.returncode == 0, done.stderr
@@ -228,7 +228,7 @@ def test_capture_in_a_users_own_program(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_on_a_terminal_there_are_bars(tmp_path: Path) -> None:
+def test_record_shows_progress_bars_on_a_terminal(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [*RINGPROF, "record", "--strategy", "zigzag", *SMALL, "--world", "1", "--iters", "2"], cwd=tmp_path,

@@ -61,7 +61,7 @@ def dense(workload: Workload, sinks: Tensor | None) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_the_reference_is_dense_attention(name: str) -> None:
+def test_reference_equals_dense_attention_with_score_options(name: str) -> None:
     from ringprof.record.measure import drawn_sinks
 
     workload = WORKLOADS[name]
@@ -96,12 +96,12 @@ def gates(rank: int, damage: str) -> list[str]:
 
 
 @pytest.mark.long
-def test_both_gates_pass_what_is_right_in_every_strategy() -> None:
+def test_both_verifications_pass_every_strategy() -> None:
     assert run_ranks(2, gates, "") == [[]] * 2
 
 
 @pytest.mark.processes
-def test_the_gate_finds_a_sink_whose_gradient_is_wrong_on_one_rank() -> None:
+def test_verification_finds_a_wrong_sink_gradient_on_one_rank() -> None:
     for said in run_ranks(2, gates, "dsinks"):
         assert [line.split(":")[0] for line in said] == ["sinks", "all"]
         assert all("dsinks is off by" in line for line in said)
@@ -119,7 +119,7 @@ def test_flops_of_two_head_sizes_by_hand() -> None:
 
 
 @pytest.mark.processes
-def test_a_run_keeps_and_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_file_keeps_sinks_and_head_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = str(tmp_path / "run.json")
     sizes = ["--seq", "64", "--heads", "2", "--head-dim", "12", "--v-head-dim", "8", "--sinks", "learned"]
     where = ["--device", "cpu", "--world", "2", "--iters", "1", "--dtype", "fp32", "-o", output]
@@ -135,7 +135,7 @@ def test_a_run_keeps_and_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "2 heads of 12 (v 8) · causal, learned sinks · fp32" in capsys.readouterr().out
 
 
-def test_a_prediction_names_both_sizes() -> None:
+def test_workload_description_names_both_head_sizes() -> None:
     workload = Workload(seq=4096, heads=16, kv_heads=4, head_dim=192, v_head_dim=128)
     assert described(workload) == "4096 tokens, 16 heads (4 kv) of 192 (v 128) · causal · bf16 · forward and backward"
 
@@ -154,7 +154,7 @@ def test_a_prediction_names_both_sizes() -> None:
         ),
     ],
 )
-def test_what_cannot_be_meant_is_one_line(
+def test_invalid_score_options_are_a_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
     base = ["record", "--strategy", "zigzag", "--seq", "64", "--heads", "2", "--head-dim", "8", "--dtype", "fp32"]
@@ -163,7 +163,7 @@ def test_what_cannot_be_meant_is_one_line(
     assert code == 2 and message in err and "Traceback" not in err
 
 
-def test_who_takes_neither_says_so() -> None:
+def test_unsupported_score_options_are_refused_with_the_reason() -> None:
     peer = RingFlashAttnRing
     assert "takes no softcap" in str(why_unsupported(peer, WORKLOADS["softcap"], 2, {}))
     sinks = msgspec.structs.replace(BASE, sinks="learned")

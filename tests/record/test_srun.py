@@ -63,7 +63,7 @@ def test_two_nodes_of_two_tasks_make_one_run(tmp_path: Path, port: int) -> None:
 
 
 @pytest.mark.long
-def test_ranks_dealt_out_to_the_nodes_send_every_hop_between_hosts(hosts: TwoHosts, tmp_path: Path) -> None:
+def test_cyclic_rank_placement_sends_every_hop_between_hosts(hosts: TwoHosts, tmp_path: Path) -> None:
     """srun --distribution=cyclic: neighbours in the ring are on different hosts, which no count a host can say."""
     started = []
     for rank in range(4):
@@ -95,7 +95,7 @@ def test_a_killed_task_ends_all(own_strategies: Path, port: int) -> None:
 
 
 @pytest.mark.long
-def test_a_task_that_no_thread_of_its_own_can_end(own_strategies: Path, port: int) -> None:
+def test_hanging_task_is_ended_by_the_other_node(own_strategies: Path, port: int) -> None:
     """Rank 2 would see to it that its node's tasks end, and nobody sees to rank 2."""
     hang = ["-p", "what=never_let_go", "-p", "on=2", "--time-limit", "8"]
     started = start(own_strategies, ["record", "--strategy", "mine:Later", *SMALL, *hang], port)
@@ -108,7 +108,7 @@ def test_a_task_that_no_thread_of_its_own_can_end(own_strategies: Path, port: in
 
 
 @pytest.mark.long
-def test_a_rank_that_is_gone_before_the_run_begins(tmp_path: Path, port: int) -> None:
+def test_rank_that_exits_before_the_run_begins(tmp_path: Path, port: int) -> None:
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     meet_and_leave = "import os, torch.distributed as d; d.init_process_group('gloo'); os._exit(0)"
     other = subprocess.Popen([sys.executable, "-c", meet_and_leave], env=environment(RANK="1", **env))

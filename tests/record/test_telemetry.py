@@ -67,7 +67,7 @@ class Driver:
         return value
 
 
-def test_median_extremes_and_what_held_it_back() -> None:
+def test_telemetry_has_median_extremes_and_throttle_reasons() -> None:
     driver = Driver([(1980, 500_000, 50, 0x1), (1500, 690_500, 60, 0x4), (1700, 700_000, 64, 0x4 | 0x20)])
     gpu = DeviceTelemetry(driver, "GPU-1234")
     for _ in range(3):
@@ -99,7 +99,7 @@ class InstantDriver(Driver):
     ("powers", "expected"),
     [([690_000, 701_000, 650_000], (690.0, 701.0, True)), ([690_000, None], (250.0, 250.0, False))],
 )
-def test_power_is_that_of_the_moment_where_the_driver_tells_it(
+def test_power_is_instantaneous_where_the_driver_supports_it(
     powers: list[int | None], expected: tuple[float, float, bool]
 ) -> None:
     gpu = DeviceTelemetry(InstantDriver(powers), "GPU-1234")
@@ -110,7 +110,7 @@ def test_power_is_that_of_the_moment_where_the_driver_tells_it(
     assert (state.power_w, state.highest_power_w, state.instant_power) == expected
 
 
-def test_what_the_driver_does_not_tell_is_none() -> None:
+def test_values_unknown_to_the_driver_are_none() -> None:
     gpu = DeviceTelemetry(Driver([(None, None, 41, None)]), "GPU-1234")
     gpu.sample()
     state = gpu.state()
@@ -119,7 +119,7 @@ def test_what_the_driver_does_not_tell_is_none() -> None:
     assert DeviceTelemetry(Driver([(None, None, None, 0x4)]), "GPU-1234").state() is None
 
 
-def test_it_looks_in_between_and_no_longer_than_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_telemetry_samples_only_within_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry, "SAMPLE_INTERVAL_S", 0.001)
     driver = Driver([(1000, 1000, 30, 0)] * 5)
     gpu = DeviceTelemetry(driver, "GPU-1234")
@@ -141,7 +141,7 @@ def test_a_gpu_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     assert state is not None and state.sm_clock_mhz == 1000
 
 
-def test_without_a_driver_or_a_gpu_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_telemetry_without_a_driver_or_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with device_telemetry(torch.device("cpu")) as gpu:
         assert gpu is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
@@ -159,7 +159,7 @@ def state(**changes: Any) -> DeviceState:
 SECONDS = 10**9
 
 
-def test_gpus_at_their_highest_clock_are_a_line() -> None:
+def test_unthrottled_gpus_are_reported_in_one_line() -> None:
     assert state_lines({0: state(), 1: state(power_w=520.0, hottest_celsius=61)}, 95 * SECONDS // 100) == [
         "GPUs while they were timed (10 samples each in 0.95 s): SM clock 1,980 of 1,980 MHz, 500 to 520 of 700 W, "
         "at most 61 °C"
@@ -170,12 +170,12 @@ def test_gpus_at_their_highest_clock_are_a_line() -> None:
     ("timed_ns", "shown"),
     [(None, "(10 samples each)"), (23_160_000, "in 23 ms)"), (1_477_320_000, "in 1.5 s)"), (98 * SECONDS, "in 98 s)")],
 )
-def test_it_is_said_how_long_the_gpus_were_sampled(timed_ns: int | None, shown: str) -> None:
+def test_report_states_how_long_gpus_were_sampled(timed_ns: int | None, shown: str) -> None:
     assert shown in state_lines({0: state()}, timed_ns)[0]
     assert "(9 to 10 samples each" in state_lines({0: state(), 1: state(looks=9)}, timed_ns)[0]
 
 
-def test_what_held_gpus_back_and_which_is_slower_is_said() -> None:
+def test_report_states_throttle_reasons_and_the_slower_gpu() -> None:
     held = {0: state(sm_clock_mhz=1800, power_w=690.0, held_back={"power cap": 0.9}), 1: state(sm_clock_mhz=1600)}
     first, second, third, fourth = state_lines(held)
     assert "SM clock 1,600 to 1,800 of 1,980 MHz" in first
@@ -194,7 +194,7 @@ CAPPED = {"power cap": 1.0}
 LAGS = "; NVML's power is a mean over 1 s on most GPUs since Ampere, and lags behind in a run this short"
 
 
-def test_a_power_cap_is_the_cause_only_where_the_power_was_near_its_limit() -> None:
+def test_power_cap_is_a_cause_only_near_the_power_limit() -> None:
     """A run of 1.5 s whose driver reports a cap in every sample, at 256 to 259 of 700 W."""
     ranks = {0: state(sm_clock_mhz=1650, power_w=256.0, held_back=CAPPED),
              1: state(sm_clock_mhz=1650, power_w=259.0, held_back=CAPPED)}  # fmt: skip
@@ -220,7 +220,7 @@ def test_a_power_cap_is_the_cause_only_where_the_power_was_near_its_limit() -> N
         ({"power_w": 690.0, "power_limit_w": None}, False),
     ],
 )
-def test_the_power_that_confirms_a_cap(sampled: dict[str, float | None], is_cause: bool) -> None:
+def test_power_cap_is_the_cause_from_95_percent_of_the_limit(sampled: dict[str, float | None], is_cause: bool) -> None:
     line = state_lines({0: state(sm_clock_mhz=1650, held_back=CAPPED, **sampled)})[1]
     assert line.startswith("held back by power cap") is is_cause
     assert line.startswith("the driver reports power cap") is not is_cause
@@ -228,7 +228,7 @@ def test_the_power_that_confirms_a_cap(sampled: dict[str, float | None], is_caus
         assert " while the power is not known: " in line
 
 
-def test_heat_is_the_cause_only_where_the_gpu_was_near_its_limit() -> None:
+def test_thermal_limit_is_a_cause_only_near_the_temperature_limit() -> None:
     heat = {"software thermal slow-down": 0.5}
     hot = state(sm_clock_mhz=1650, hottest_celsius=86, limit_celsius=87, held_back=heat)
     assert state_lines({0: hot})[1].startswith("held back by software thermal slow-down (1 of 1 ranks, in 50 % of the")
@@ -238,7 +238,7 @@ def test_heat_is_the_cause_only_where_the_gpu_was_near_its_limit() -> None:
     assert " while the GPU was at most at 56 °C, limit not known: " in state_lines({0: unknown})[1]
 
 
-def test_a_limit_that_no_sample_can_contradict_is_the_cause_with_the_others_beside_it() -> None:
+def test_unsampled_limit_is_the_cause_beside_other_limits() -> None:
     both = state(sm_clock_mhz=990, held_back={"hardware power brake": 1.0, "power cap": 0.5})
     (line,) = state_lines({0: both})[1:]
     assert line.startswith("held back by hardware power brake (1 of 1 ranks, in 100 % of the samples): ")
@@ -248,7 +248,7 @@ def test_a_limit_that_no_sample_can_contradict_is_the_cause_with_the_others_besi
     )
 
 
-def test_a_limit_that_cost_no_clock_holds_nothing_back() -> None:
+def test_limit_at_full_clock_is_not_throttling() -> None:
     # 1972 of 1980 MHz is 0.4 % below.
     at_limit = state(sm_clock_mhz=1972, power_w=690.0, held_back={"power cap": 0.25})
     assert state_lines({0: state(), 1: at_limit})[1:] == [
@@ -270,7 +270,7 @@ def test_a_limit_that_cost_no_clock_holds_nothing_back() -> None:
     ]  # fmt: skip
 
 
-def test_what_is_not_known_is_not_said() -> None:
+def test_unknown_telemetry_values_are_left_out() -> None:
     assert state_lines({0: DeviceState(looks=3, hottest_celsius=40)}) == [
         "GPUs while they were timed (3 samples each): at most 40 °C"
     ]

@@ -91,7 +91,7 @@ ROWS = FP32 / HEAD_DIM
         ("burst", "input", 2 * 2 * BF16 + 2 * (2 * BF16 + 2 * ROWS) + 3 * BF16, 4 * BF16 + 2 * ROWS + 2 * BF16),
     ],
 )
-def test_what_a_double_ring_sends_over_the_wire(
+def test_bytes_of_a_double_ring_between_hosts(
     hosts: TwoHosts, tmp_path: Path, strategy: str, wire: str, within: float, between: float
 ) -> None:
     run = recorded(hosts, tmp_path, strategy, "-p", f"grad_wire={wire}")
@@ -122,7 +122,7 @@ def only_a_log(line: str, folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_host_whose_processes_die(hosts: TwoHosts, own_strategies: Path) -> None:
+def test_processes_of_one_host_are_killed(hosts: TwoHosts, own_strategies: Path) -> None:
     under_way(hosts, own_strategies)
     hosts.kill(hosts.namespaces[1])
     wait_until(lambda: not hosts.ranks())
@@ -132,7 +132,7 @@ def test_a_host_whose_processes_die(hosts: TwoHosts, own_strategies: Path) -> No
 
 
 @pytest.mark.long
-def test_rank_0s_host_dies(hosts: TwoHosts, own_strategies: Path) -> None:
+def test_processes_on_the_host_of_rank_0_are_killed(hosts: TwoHosts, own_strategies: Path) -> None:
     under_way(hosts, own_strategies)
     hosts.kill(hosts.namespaces[0])
     wait_until(lambda: not hosts.ranks())
@@ -142,7 +142,7 @@ def test_rank_0s_host_dies(hosts: TwoHosts, own_strategies: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_wire_that_is_cut(hosts: TwoHosts, own_strategies: Path) -> None:
+def test_network_between_hosts_is_cut(hosts: TwoHosts, own_strategies: Path) -> None:
     """Neither side hears anything of the other: the system's keep-alive finds out, and each side says so."""
     under_way(hosts, own_strategies)
     hosts.disconnect()

@@ -23,23 +23,23 @@ from ringprof.strategies import find
 ZIGZAG = find("zigzag").load()
 
 
-def test_three_times_the_kernels_own_error() -> None:
+def test_three_times_the_kernel_error_is_allowed() -> None:
     assert allowed_rms(0.002, torch.bfloat16, hops=0) == pytest.approx(0.006)
 
 
-def test_room_for_roundings_on_the_way_grows_as_the_root_of_the_hops() -> None:
+def test_rounding_tolerance_grows_with_the_square_root_of_hops() -> None:
     unit = 2.0**-8
     assert allowed_rms(0.0, torch.bfloat16, hops=12) == pytest.approx(3 * 2 * unit)
     ratio = allowed_rms(0.0, torch.bfloat16, hops=36) / allowed_rms(0.0, torch.bfloat16, hops=9)
     assert ratio == pytest.approx(2.0)
 
 
-def test_a_kernel_that_is_wrong_itself_excuses_little() -> None:
+def test_kernel_error_is_capped_in_the_tolerance() -> None:
     assert allowed_rms(0.9, torch.bfloat16, hops=0) == pytest.approx(3 * 16 * 2.0**-8)
     assert allowed_rms(math.nan, torch.bfloat16, hops=0) == 0.0
 
 
-def test_float32_noise_passes_and_no_more() -> None:
+def test_float32_tolerance_is_64_roundings() -> None:
     assert allowed_rms(1e-9, torch.float32, hops=0) == pytest.approx(64 * 2.0**-24)
 
 
@@ -52,17 +52,17 @@ def error(rms: float, rank: int = 0, wrong: int = 0) -> TensorCheck:
 
 
 @pytest.mark.parametrize("wrong", [0.0061, math.nan, math.inf])
-def test_what_is_over_the_bound_or_no_number_is_refused(wrong: float) -> None:
+def test_errors_above_tolerance_or_not_finite_are_refused(wrong: float) -> None:
     with pytest.raises(VerificationError, match=r"wrong result on rank 3: dk is off by .* 0\.006 allowed"):
         raise_if_wrong({"out": error(0.005), "dk": error(wrong, rank=3)}, "at sequence 256")
 
 
-def test_what_keeps_the_bound_passes() -> None:
+def test_errors_within_tolerance_pass() -> None:
     kept = raise_if_wrong({"out": error(0.006), "dv": error(0.0)}, "at sequence 256")
     assert kept["out"] == TensorError(max_abs=0.006, rms=0.006, kernel_rms=0.002, allowed_rms=0.006, rank=0)
 
 
-def test_wrong_tokens_are_refused_where_the_mean_error_hides_them() -> None:
+def test_wrong_tokens_are_refused_below_the_mean_error() -> None:
     with pytest.raises(VerificationError) as refused:
         raise_if_wrong({"out": error(0.005), "dk": error(0.001, wrong=2)}, "at sequence 256")
     assert str(refused.value) == (
@@ -71,7 +71,7 @@ def test_wrong_tokens_are_refused_where_the_mean_error_hides_them() -> None:
     )
 
 
-def test_what_is_exact_passes_where_nothing_is_allowed() -> None:
+def test_exact_result_passes_a_tolerance_of_zero() -> None:
     """With one key per row, the kernel alone has no error, and the strategy must have none."""
     exact = msgspec.structs.replace(error(0.0), kernel_rms=0.0, allowed_rms=0.0)
     raise_if_wrong({"out": exact, "dk": error(0.005)}, "")
@@ -89,12 +89,12 @@ def test_what_is_exact_passes_where_nothing_is_allowed() -> None:
         (2**20, 3, "cpu", 192),
     ],
 )
-def test_the_check_is_short_and_fits_the_layout(seq: int, world: int, device: str, expected: int) -> None:
+def test_verification_workload_is_short_and_fits_the_layout(seq: int, world: int, device: str, expected: int) -> None:
     workload = Workload(seq=seq, heads=4, kv_heads=4, head_dim=32)
     assert verification_seq(ZIGZAG, workload, world, device, {}) == expected
 
 
-def test_a_workload_that_never_fits_has_no_check() -> None:
+def test_unsupported_workload_has_no_verification_size() -> None:
     with pytest.raises(UnsupportedWorkloadError):
         verification_seq(ZIGZAG, Workload(seq=512, heads=6, kv_heads=4, head_dim=32), 4, "cpu", {})
 
@@ -106,7 +106,7 @@ def test_a_workload_that_never_fits_has_no_check() -> None:
         ({}, "dq", 4, 4), ({"grad_wire": "input"}, "out", 4, 0), ({"grad_wire": "input"}, "dk", 1, 0),
     ],
 )  # fmt: skip
-def test_only_gradients_in_the_inputs_type_are_rounded_on_their_way(
+def test_only_gradients_sent_in_the_input_dtype_are_rounded(
     parameters: dict[str, str], name: str, size: int, count: int
 ) -> None:
     strategy: Any = SimpleNamespace(parameters=parameters, comm=SimpleNamespace(size=size))

@@ -71,7 +71,7 @@ def reference_is_dense(rank: int, dtype: torch.dtype, causal: bool, limit: float
 @pytest.mark.processes
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-12), (torch.bfloat16, 1e-5)])
-def test_its_reference_is_dense_attention(dtype: torch.dtype, causal: bool, limit: float) -> None:
+def test_timed_reference_equals_dense_attention(dtype: torch.dtype, causal: bool, limit: float) -> None:
     """Computed in blocks of a few keys and rows; float64, with LSE and delta of 16-bit inputs in float32."""
     run_ranks(4, reference_is_dense, dtype, causal, limit)
 
@@ -107,7 +107,7 @@ def damaged(rank: int, name: str) -> str:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", DAMAGES)
-def test_every_rank_refuses_what_one_has_wrong(name: str) -> None:
+def test_error_on_one_rank_is_refused_on_every_rank(name: str) -> None:
     said = run_ranks(2, damaged, name)
     assert said[0] == said[1] and said[0].startswith(f"wrong result on rank 1: {DAMAGES[name][0]} is ")
     assert said[0].endswith("in the last timed iteration, at sequence 192; nothing was recorded")
@@ -119,7 +119,7 @@ def passes(rank: int) -> tuple[TimedVerification, TimedVerification]:
 
 
 @pytest.mark.processes
-def test_what_is_right_passes_and_is_said_to_be_the_first_output_or_not() -> None:
+def test_right_result_passes_and_reports_bitwise_repetition() -> None:
     (same, other), _ = run_ranks(2, passes)
     assert (same.seq, same.places, same.same_output, other.same_output) == (SEQ, SAMPLED_ROWS, True, False)
     assert set(same.errors) == {"out", "dq", "dk", "dv"} and all(e.rms < 1e-5 for e in same.errors.values())
@@ -133,7 +133,7 @@ def bound_by(rank: int, most_iterations: int) -> dict[str, float]:
 
 
 @pytest.mark.processes
-def test_the_kernels_own_error_is_measured_at_this_length_where_that_is_cheap() -> None:
+def test_kernel_error_is_measured_at_the_timed_length_if_cheap() -> None:
     """Then it is at least the unit roundoff of bf16; where it is not measured, it is that of the check before."""
     measured, assumed = (run_ranks(2, bound_by, most)[0] for most in (2, 0))
     assert assumed == dict.fromkeys(("out", "dq", "dk", "dv"), 0.0123)
@@ -150,7 +150,7 @@ def not_the_first(rank: int) -> None:
 
 
 @pytest.mark.processes
-def test_a_deterministic_kernel_must_give_the_first_output_again() -> None:
+def test_deterministic_kernel_must_repeat_its_first_output() -> None:
     run_ranks(2, not_the_first)
 
 
@@ -168,7 +168,7 @@ def test_softmax_in_blocks(dtype: torch.dtype) -> None:
     assert torch.allclose(out.double(), scores.softmax(1) @ v, rtol=1e-3, atol=1e-3)
 
 
-def test_row_sums_tell_outputs_apart() -> None:
+def test_row_sums_distinguish_outputs() -> None:
     x = torch.randn(2, 6, 3, 4).to(torch.bfloat16)
     y = x.clone()
     y[1, 4, 2, 3] = -y[1, 4, 2, 3]

@@ -40,7 +40,7 @@ def test_breakdown_has_the_documented_columns(analysis):
 
 
 @pytest.mark.parametrize("frame", FRAMES)
-def test_every_frame_says_what_its_columns_mean(analysis, frame):
+def test_every_frame_describes_its_columns(analysis, frame):
     table = getattr(analysis, frame)()
     meanings = table.attrs["columns"]
     assert list(meanings) == list(table.columns)
@@ -52,7 +52,7 @@ def test_every_frame_says_what_its_columns_mean(analysis, frame):
 
 
 @pytest.mark.parametrize("frame", FRAMES)
-def test_every_frame_is_kept_whole_by_a_parquet_file(analysis, frame, tmp_path):
+def test_parquet_file_keeps_every_frame(analysis, frame, tmp_path):
     pytest.importorskip("pyarrow", reason="the parquet extra is not installed")
     table, path = getattr(analysis, frame)(), tmp_path / "frame.parquet"
     write_parquet(table, path)
@@ -67,7 +67,7 @@ def test_every_frame_is_kept_whole_by_a_parquet_file(analysis, frame, tmp_path):
         assert written == read_values
 
 
-def test_without_pyarrow_one_line_says_what_to_install(analysis, monkeypatch, tmp_path, capsys):
+def test_missing_pyarrow_error_says_what_to_install(analysis, monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     path = tmp_path / "hops.parquet"
     assert cli.run(["report", str(DATA / NVLINK), "--parquet", "hops", "-o", str(path)]) == 2
@@ -87,7 +87,7 @@ def test_without_pyarrow_one_line_says_what_to_install(analysis, monkeypatch, tm
         ({"limit_bytes": -1}, "limit_bytes must be at least 1, not -1"),
     ],
 )
-def test_what_a_notebook_may_give_and_no_option_can_be_is_refused(options, said):
+def test_arguments_of_the_wrong_type_are_refused(options, said):
     with pytest.raises(UsageError) as refused:
         ringprof.load(DATA / NVLINK, **options)
     assert str(refused.value) == said
@@ -102,7 +102,7 @@ def test_hops_have_the_documented_columns(analysis):
     assert int(frame["start_ns"].iloc[0]) > 1_790_857_026_000_000_000
 
 
-def test_a_hop_of_two_kernels_is_ready_when_the_later_one_is():
+def test_hop_of_two_kernels_is_ready_with_the_later_one():
     """A lone send and a lone receive launched after it are each ready when the other rank's kernel begins."""
     starts = {0: (100, 110), 1: (300, 700)}
     builders = []
@@ -119,7 +119,7 @@ def test_a_hop_of_two_kernels_is_ready_when_the_later_one_is():
     assert frame["wire_gbps"].tolist() == pytest.approx([2000 / 600, 2000 / 600])
 
 
-def test_frames_and_report_say_the_same(analysis):
+def test_frames_and_report_agree(analysis):
     report, frame = analysis.report(), analysis.breakdown()
     assert report["source"]["type"] == "trace"
     assert [rank["compute_ns"] for rank in report["ranks"]] == frame["compute_ns"].tolist()
@@ -133,7 +133,7 @@ def test_a_notebook_gets_the_report_as_safe_html(analysis):
     assert f'<td style="text-align: right">{wall / 1e6:,.3f}</td>' in page
 
 
-def test_names_are_text_in_a_notebook():
+def test_names_are_escaped_in_notebook_html():
     b = Builder(world_size=1).run("<script>alert(1)</script>", 0, 10, launched=1)
     b.host = "<img src=x onerror=alert(1)>"
     attribution = attribute([b.trace()])
@@ -171,7 +171,7 @@ def test_bytes_from_a_pipe():
     assert isinstance(loaded, Analysis) and loaded.ranks == [3]
 
 
-def test_a_text_file_is_named_as_such(tmp_path):
+def test_text_file_error_names_the_file(tmp_path):
     file = tmp_path / "run.log"
     file.write_text("hello\n", encoding="utf-8")
     with pytest.raises(KernelTableError, match=r"run\.log"):

@@ -53,7 +53,7 @@ CASES = {
 }
 
 
-def test_the_schema_is_sound():
+def test_report_schema_is_valid():
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
 
 
@@ -67,7 +67,7 @@ def test_every_metric_is_in_the_schema_and_in_the_documents():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_report_fits_the_schema(case):
+def test_every_report_matches_the_schema(case):
     jsonschema.Draft202012Validator(SCHEMA).validate(report_of(CASES[case]()))
 
 
@@ -80,7 +80,7 @@ def test_the_parts_of_every_rank_sum_to_its_wall(case):
             assert rank["comm_ns"] == rank["overlapped_ns"] + rank["exposed_comm_ns"]
 
 
-def test_the_top_level_is_the_contracts():
+def test_top_level_keys_follow_the_contract():
     assert list(report_of(attribution_of(NVLINK))) == [
         "schema", "source", "summary", "ranks", "steps", "waterfall", "run", "table", "warnings",
     ]  # fmt: skip
@@ -95,7 +95,7 @@ def test_a_rank_of_the_nvlink_run():
     assert rank["hops"]["wire_gbps"] == pytest.approx(rank["hops"]["bytes"] / rank["hops"]["wire_ns"])
 
 
-def test_each_bound_has_its_own_name():
+def test_each_time_bound_has_its_own_key():
     """Ranks compute from 500 to 1500, 1600, 1700 and 1800; their hops wait until 1500 and end at 2500."""
     bounds = report_of(traced(*ring_with_compute()))["summary"]["bounds_ns"]
     # Free: the longest computation. Balanced: the wall, as no rank waits without computing. Hidden: the mean of the
@@ -103,7 +103,7 @@ def test_each_bound_has_its_own_name():
     assert bounds == {"free_communication": 1300, "balanced": 2000, "all_hidden": 1150}
 
 
-def test_what_is_not_known_is_null():
+def test_unknown_values_are_null():
     (rank,) = report_of(traced(cpu_example()))["ranks"]
     assert [rank[key] for key in ("overlapped_ns", "overlap_ratio", "waits", "hops")] == [None] * 4
     alone = report_of(traced(*ring_with_compute()[:1]))["ranks"][0]
@@ -111,6 +111,6 @@ def test_what_is_not_known_is_null():
     assert (alone["hops"]["bytes"], alone["hops"]["wait_ns"], alone["hops"]["wire_gbps"]) == (4000, None, None)
 
 
-def test_a_run_is_named_with_its_check():
+def test_report_of_a_run_includes_its_verification():
     run = report_of(traced(*ring_with_compute(), run=recorded_run()))["run"]
     assert (run["name"], run["strategy"]["name"], run["verification"]["passed"]) == ("burst-1024", "burst", True)

@@ -49,12 +49,12 @@ def raw_events(path):
     return activities
 
 
-def test_there_are_committed_runs():
+def test_committed_runs_exist():
     assert {"h200x4-zigzag-262144", "h200x4-burst-262144"} <= {run.name for run in RUNS}
 
 
 @pytest.mark.parametrize("folder", RUNS, ids=lambda path: path.name)
-def test_a_committed_run(folder):
+def test_committed_run_is_verified_and_consistent(folder):
     run = read_run(folder / "run.json")
     unverified = {"h200x4-double-ring-65536-two-hosts", "h200x4-usp-65536-two-hosts"}
     assert (folder.name in unverified) == (run.verification is None)

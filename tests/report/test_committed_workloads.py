@@ -31,7 +31,7 @@ def attention_ns(rank: int) -> int:
     return time
 
 
-def test_a_token_and_the_memorys_rate() -> None:
+def test_decode_time_per_token_and_memory_rate() -> None:
     analysis = load(RUN)
     inference = inference_of(analysis.attribution, analysis.findings.summary)
     assert inference is not None
@@ -50,7 +50,7 @@ def test_a_token_and_the_memorys_rate() -> None:
     assert inference.sent_bytes_per_token == 2 * (32768 + 32768 + 1024) / 8
 
 
-def test_a_prefix_beside_a_window_sends_its_rows_alone_and_computes_its_pairs() -> None:
+def test_prefix_with_window_sends_its_rows_and_computes_its_pairs() -> None:
     """Two ranks have zigzag chunks of 16384; each sends the prefix of 1024 and the 4095 tokens before a chunk."""
     run = read_run(TRACES / "h200x2-zigzag-65536-prefix" / "run.json")
     rows = (1024 + 4095) * 8 * 128 * 2
@@ -67,7 +67,7 @@ def test_a_prefix_beside_a_window_sends_its_rows_alone_and_computes_its_pairs() 
     assert sum(rank.block_flops or 0 for rank in run.work) == 14 * 32 * 128 * (window + beside)
 
 
-def test_a_window_over_a_cache_is_read_alone() -> None:
+def test_decode_reads_only_the_window_of_the_cache() -> None:
     analysis = load(TRACES / "h200x2-decode-1048576-window")
     inference = inference_of(analysis.attribution, analysis.findings.summary)
     assert inference is not None and inference.cache_bytes == CACHE // 16
@@ -82,7 +82,7 @@ def slowest_median_s(name: str) -> float:
     return seconds
 
 
-def test_prefill_sends_queries_and_returns_outputs_and_lses() -> None:
+def test_prefill_sends_queries_and_returns_outputs_and_lse() -> None:
     analysis = load(TRACES / "h200x2-ring-prefill-262144")
     inference = inference_of(analysis.attribution, analysis.findings.summary)
     assert inference is not None and inference.new_tokens == 32768 and inference.bound_by == "attention"

@@ -69,7 +69,7 @@ def test_time_blocked_on_a_peer_is_exposed_communication_and_not_idle() -> None:
 
 
 @pytest.mark.parametrize("name", KNOWN_CAUSES)
-def test_the_longest_cause_of_a_trace_of_known_structure(name: str) -> None:
+def test_longest_idle_cause_of_a_known_trace(name: str) -> None:
     make, event_class, event, share = KNOWN_CAUSES[name]
     (rank,) = json_ranks(findings_in_memory(attribute([parse_trace(make())])))
     assert rank["idle_ns"] == 1000 * US == sum(rank["idle_causes_ns"].values())
@@ -85,7 +85,7 @@ def test_launches_count_delays_from_the_start_of_the_call() -> None:
     }  # fmt: skip
 
 
-def test_names_beyond_the_fiftieth_are_one_item_per_class() -> None:
+def test_idle_names_beyond_50_are_one_item_per_class() -> None:
     """The fifty longest of op1 to op60 are op60 to op11; the others take 1 + 2 + ... + 10 µs."""
     (rank,) = json_ranks(findings_of(many_names()))
     names = [event["name"] for event in rank["idle_events"]]
@@ -95,7 +95,7 @@ def test_names_beyond_the_fiftieth_are_one_item_per_class() -> None:
     assert sum(event["time_ns"] for event in rank["idle_events"]) == rank["idle_ns"] == 1832 * US
 
 
-def test_a_cpu_trace_has_no_causes() -> None:
+def test_cpu_trace_has_no_idle_causes() -> None:
     (rank,) = json_ranks(findings_of(cpu_example()))
     assert [rank[key] for key in ("idle_causes_ns", "idle_events", "launches")] == [None] * 3
     assert rank["blocked_on_peer_ns"] == 0
@@ -124,7 +124,7 @@ def test_causes_and_events_of_every_committed_run_sum_to_idle(folder: Path) -> N
 # --- frame and figures --------------------------------------------------------------------------------
 
 
-def test_the_frame_has_every_name_and_its_share() -> None:
+def test_idle_frame_has_every_name_and_its_share() -> None:
     frame = frame_of(findings_of(many_names()), "idle")
     longest = frame.iloc[0]
     assert (longest["cause"], longest["class"], longest["name"]) == ("host", "operator", "op60")
@@ -133,7 +133,7 @@ def test_the_frame_has_every_name_and_its_share() -> None:
     assert frame_of(findings_of(*copied_hop()), "breakdown")["blocked_on_peer_ns"].tolist() == [200 * US, 50 * US]
 
 
-def test_the_figures_of_conditions_are_shares_of_the_wall_and_times() -> None:
+def test_idle_figures_are_wall_shares_and_times() -> None:
     """Ranks idle 2 and 4 of 500 µs, all of it gaps, and are blocked on a peer for 200 and 50 µs."""
     figures = metrics_of(findings_of(*copied_hop()))
     assert figures["blocked_on_peer"] == pytest.approx(0.25)
@@ -143,7 +143,7 @@ def test_the_figures_of_conditions_are_shares_of_the_wall_and_times() -> None:
     assert "idle_host" not in metrics_of(findings_of(cpu_example()))
 
 
-def test_a_comparison_has_times_of_one_iteration() -> None:
+def test_comparison_has_idle_times_per_iteration() -> None:
     """Two marked iterations: the host takes 20 µs of the first and 10 µs of the second; 10 µs lie between them."""
     b = Builder(world_size=1)
     for number, (start, late) in enumerate(((0, 20), (100, 10))):
@@ -160,7 +160,7 @@ def test_a_comparison_has_times_of_one_iteration() -> None:
 
 
 @pytest.mark.parametrize(("condition", "code"), [("max(blocked_on_peer) > 0%", 0), ("idle_host > 83%", 1)])
-def test_a_condition_may_name_a_cause(condition: str, code: int, tmp_path: Path) -> None:
+def test_condition_can_name_an_idle_cause(condition: str, code: int, tmp_path: Path) -> None:
     """The device idles for 1000 of 1200 µs: 997 of them until the launch call returns."""
     path = tmp_path / "trace.json"
     path.write_bytes(hip_free())
@@ -175,7 +175,7 @@ def numbers(line: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["h200x2-decode-1048576", "h200x4-zigzag-262144-copied"])
-def test_the_parts_visibly_sum(name: str) -> None:
+def test_printed_idle_parts_sum_to_the_total(name: str) -> None:
     lines = terminal(analysis(ROOT / "traces" / name).findings).splitlines()
     for line in lines[2 : lines.index("")]:
         if line.startswith(("rank ", "mean ")):
@@ -188,7 +188,7 @@ def test_the_parts_visibly_sum(name: str) -> None:
     assert [sum(times[:-1]), sum(shares[:-1])] == pytest.approx([times[-1], shares[-1]], abs=1e-9)
 
 
-def test_time_blocked_on_a_peer_stands_beside_idle_and_is_called_communication() -> None:
+def test_time_blocked_on_a_peer_is_shown_as_communication() -> None:
     text = terminal(findings_of(*copied_hop()))
     assert "part of exposed communication, not of idle" in " ".join(text.split())
     row = next(line for line in text.splitlines() if line.startswith("rank 0"))
@@ -196,14 +196,14 @@ def test_time_blocked_on_a_peer_stands_beside_idle_and_is_called_communication()
     assert "peer" not in terminal(findings_of(many_names()))
 
 
-def test_names_are_listed_longest_first_and_as_many_as_asked_for() -> None:
+def test_idle_names_are_sorted_and_limited() -> None:
     findings = findings_of(many_names())
     assert [name for name in re.findall(r"^op\d+", terminal(findings, top=3), re.MULTILINE)] == ["op60", "op59", "op58"]
     assert len(re.findall(r"^op\d+", terminal(findings), re.MULTILINE)) == 15 and "more: --all" in terminal(findings)
     assert len(re.findall(r"^op\d+", terminal(findings, everything=True), re.MULTILINE)) == 60
 
 
-def test_of_many_ranks_the_mean_and_the_rank_that_idles_longest_are_shown() -> None:
+def test_many_ranks_show_the_mean_and_the_longest_idle_rank() -> None:
     builders = []
     for rank in range(20):
         late = (1010 if rank == 7 else 10) * US
@@ -216,7 +216,7 @@ def test_of_many_ranks_the_mean_and_the_rank_that_idles_longest_are_shown() -> N
     assert numbers(mean)[:4] == [0.06, 0.0, 0.0, 0.06]
 
 
-def test_a_cpu_run_says_that_causes_are_not_known() -> None:
+def test_cpu_run_reports_idle_causes_as_unknown() -> None:
     text = terminal(findings_of(cpu_example()))
     assert text == "idle: a CPU trace records no device activity, so it cannot tell the causes of idle time"
 
@@ -225,7 +225,7 @@ def last_line(findings: Findings) -> str:
     return render(findings, TextStyle(width=400)).rstrip().splitlines()[-1].partition("PATH ")[2]
 
 
-def test_the_last_line_offers_what_the_run_has() -> None:
+def test_last_line_offers_the_sections_of_the_run() -> None:
     """One GPU without communication idles most of its time; the ring has hops and does not idle."""
     alone = last_line(findings_in_memory(attribute([parse_trace(hip_free())])))
     assert alone == "--kernels · --html report.html · --waterfall · --idle · --annotations · --format json"
@@ -234,14 +234,14 @@ def test_the_last_line_offers_what_the_run_has() -> None:
 
 
 @pytest.mark.parametrize(("late", "offered"), [(19, False), (20, True)])
-def test_idle_is_offered_from_two_percent_of_the_wall(late: int, offered: bool) -> None:
+def test_idle_section_is_offered_from_2_percent_of_the_wall(late: int, offered: bool) -> None:
     b = Builder(world_size=1).run(FLASH, 0, 100 * US, launched=-US)
     b.run(FLASH, (100 + late) * US, 1000 * US, launched=US)
     assert ("--idle" in last_line(findings_of(b))) is offered
 
 
 @pytest.mark.parametrize("folder", COMMITTED, ids=lambda path: path.name)
-def test_steps_are_offered_where_there_are_some(folder: Path) -> None:
+def test_steps_section_is_offered_where_steps_exist(folder: Path) -> None:
     findings = analysis(folder).findings
     assert ("--steps" in last_line(findings)) is bool(findings.steps)
     assert ("--hops" in last_line(findings)) is any(rank.hops for rank in findings.attribution.ranks if not rank.on_cpu)
@@ -250,7 +250,7 @@ def test_steps_are_offered_where_there_are_some(folder: Path) -> None:
 # --- drawings -----------------------------------------------------------------------------------------
 
 
-def test_a_plotted_bar_has_a_part_per_class_and_last_the_time_blocked_on_a_peer() -> None:
+def test_idle_plot_has_a_part_per_class_and_blocked_time_last() -> None:
     ax: Any = plots.Plots(findings_of(*copied_hop())).idle()
     widths = [round(patch.get_width(), 6) for patch in ax.patches]
     assert widths == [0.002, 0.004, 0.2, 0.05]
@@ -268,7 +268,7 @@ def test_the_command_draws_idle_time_and_refuses_a_cpu_run(tmp_path: Path, capsy
     assert "records no device activities" in capsys.readouterr().err
 
 
-def test_every_class_has_a_colour_of_its_own() -> None:
+def test_every_idle_class_has_its_own_colour() -> None:
     assert tuple(palette.IDLE_COLOURS) == idle.CLASSES
     assert len({*palette.IDLE_COLOURS.values(), palette.WAIT}) == len(idle.CLASSES) + 1
     assert SCHEMA["properties"]["ranks"]["items"]["properties"]["idle_events"]["items"]["properties"]["class"][
@@ -276,7 +276,7 @@ def test_every_class_has_a_colour_of_its_own() -> None:
     ] == list(idle.CLASSES)
 
 
-def test_the_page_shows_the_json_reports_figures() -> None:
+def test_page_shows_the_idle_figures_of_the_json_report() -> None:
     pytest.importorskip("bokeh")
     findings = findings_of(*copied_hop())
     content = idle.html(findings, PageContext(drawing(), ["x"]))
@@ -310,7 +310,7 @@ def test_the_timeline_shows_idle_stretches_with_their_cause() -> None:
     ]  # fmt: skip
 
 
-def test_stretches_that_cannot_be_seen_are_left_out_and_short_parts_are_one_bar() -> None:
+def test_timeline_omits_invisible_idle_and_merges_short_parts() -> None:
     """The second stretch is 99 µs long; the first has parts of 1, 2, 3 µs and so on, and ends with 2 µs of gap."""
     b = many_names(20)
     end = 222 * US + 10 * US
@@ -326,7 +326,7 @@ def test_stretches_that_cannot_be_seen_are_left_out_and_short_parts_are_one_bar(
     assert [bar.name for bar in separate] == [f"op{number}" for number in range(15, 21)]
 
 
-def test_the_timeline_shows_on_whom_a_rank_was_blocked() -> None:
+def test_timeline_shows_the_peer_that_blocks_a_rank() -> None:
     bars = [bar for bar in timeline_of(attribution_of(*copied_hop()), ()).bars if bar.kind == BLOCKED_ON_PEER]
     assert [(bar.rank, bar.category, bar.start_ns // US, bar.end_ns // US, bar.sent) for bar in bars] == [
         (0, "wait", 100, 250, "peer: rank 1"), (0, "wire", 250, 300, "peer: rank 1"),
@@ -359,7 +359,7 @@ def test_the_idle_track_of_a_recorded_run_sums_to_its_idle_time() -> None:
         assert sum(piece.end_ns - piece.start_ns for piece in idle_pieces) == rank.breakdown.idle_ns
 
 
-def test_only_a_complete_recording_says_how_long_peer_copies_were_waited_for(tmp_path: Path) -> None:
+def test_waiting_for_peer_copies_needs_a_complete_recording(tmp_path: Path) -> None:
     """A rank that waits for a copy idles: one rank's trace without run.json must not call that 0 % of waiting."""
     recording = ROOT / "tests/data/waits-copies"
     trace = next(path for path in recording.iterdir() if path.name.startswith("rank1"))

@@ -28,7 +28,7 @@ NO_FIGURES = PageContext(None, ["run.json"])
 """Page context for a section that draws no figures."""
 
 
-def test_it_stands_before_the_verdict_and_in_the_page_and_the_data() -> None:
+def test_gpu_state_is_shown_before_the_verdict_on_page_and_in_json() -> None:
     run = recorded_run(4, device_states=STATES)
     traces = [builder.trace() for builder in ring([1000] * 4, [2000] * 4)]
     findings = findings_in_memory(attribute(traces, run))
@@ -48,7 +48,7 @@ def test_it_stands_before_the_verdict_and_in_the_page_and_the_data() -> None:
     ]
 
 
-def test_without_it_nothing_is_said() -> None:
+def test_report_without_gpu_state_omits_it() -> None:
     traces = [builder.trace() for builder in ring([1000] * 4, [2000] * 4)]
     findings = findings_in_memory(attribute(traces, recorded_run(4)))
     assert "GPUs while" not in render(findings) and machine.html(findings, NO_FIGURES) is None

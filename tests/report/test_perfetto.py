@@ -66,7 +66,7 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return trace
 
 
-def test_it_is_a_valid_trace(merged):
+def test_export_is_a_valid_trace(merged):
     jsonschema.validate(merged, SCHEMA)
 
 
@@ -90,13 +90,13 @@ def test_exposed_stretches_sum_to_the_reports_figure(merged):
         assert sum(durations) == pytest.approx(rank.breakdown.exposed_comm_ns / 1e3)
 
 
-def test_each_ring_step_is_a_slice(merged):
+def test_export_has_a_slice_per_ring_step(merged):
     slices = [e for e in merged["traceEvents"] if e["ph"] == "X" and e["tid"] == STEPS]
     assert len(slices) == len(analysis(RUN).findings.steps)
     assert {e["name"] for e in slices if e["pid"] == 0} >= {"fwd 0", "fwd 3", "bwd 0", "bwd 4"}
 
 
-def test_arrows_go_from_a_rank_to_the_next_each_once(merged):
+def test_each_message_has_one_arrow_to_the_next_rank(merged):
     ends: dict[int, dict[str, Any]] = defaultdict(dict)
     for event in merged["traceEvents"]:
         if event["ph"] in "sf":
@@ -119,7 +119,7 @@ def stream_slices(model: Model, rank: int) -> list[Slice]:
     return [piece for piece in model.slices if piece.process == rank and piece.track >= STREAMS]
 
 
-def test_a_transfer_holds_its_messages_its_wait_and_its_wire() -> None:
+def test_transfer_slice_contains_messages_wait_and_wire() -> None:
     """Rank 3 is 500 late. Its neighbours 0 and 2 wait for it, rank 1 does not; 2000 bytes in 1000 ns are 2 GB/s."""
     model = exported_model(*ring([1000, 1000, 1000, 1500], [2500, 2000, 2500, 2500], tensors=1))
     whole, *inside = stream_slices(model, 0)
@@ -141,7 +141,7 @@ def test_a_transfer_holds_its_messages_its_wait_and_its_wire() -> None:
     }
 
 
-def test_rates_of_transfers_at_one_time_are_summed() -> None:
+def test_rates_of_concurrent_transfers_are_summed() -> None:
     """Both transfers use one link: 2000 bytes in 1000 ns from 0 on, and in 500 ns from 600 on."""
     builders = ring([1000] * 4, [2000] * 4, tensors=1)
     for rank, builder in enumerate(builders):
@@ -151,7 +151,7 @@ def test_rates_of_transfers_at_one_time_are_summed() -> None:
     assert rates == [(0, 2.0), (600, 6.0), (1000, 4.0), (1100, 0.0)]
 
 
-def test_a_message_that_would_end_before_it_begins_has_no_arrow() -> None:
+def test_message_ending_before_its_start_has_no_arrow() -> None:
     """Rank 1 is done before rank 0 begins: the times of one of them are wrong."""
     model = exported_model(*ring([5000, 1000, 5000, 5000], [6000, 2000, 6000, 6000], tensors=1))
     assert (0, 1) not in {(arrow.source.process, arrow.target.process) for arrow in model.arrows}
@@ -160,7 +160,7 @@ def test_a_message_that_would_end_before_it_begins_has_no_arrow() -> None:
     assert run.args["arrows left out, as clocks are off"] == 1
 
 
-def test_activities_that_overlap_on_a_stream_are_all_read() -> None:
+def test_overlapping_activities_of_a_stream_are_exported() -> None:
     builder = Builder(world_size=1).run(FLASH, 0, 10, launched=1).run(FLASH, 5, 20, launched=2)
     builder.run(FLASH, 6, 9, launched=3).run(FLASH, 10, 30, launched=4)
     model = exported_model(builder)
@@ -194,7 +194,7 @@ RUNS = [
 @pytest.mark.parametrize(
     "path", [*(ROOT / "traces" / name for name in RUNS), DATA / NVLINK], ids=lambda path: path.name
 )
-def test_a_viewer_loses_nothing_of_a_recorded_run(path: Path) -> None:
+def test_viewer_reads_every_event_of_a_recorded_run(path: Path) -> None:
     findings = analysis(path).findings
     events = list(events_of(findings, launches=True))
     model = read(events)
@@ -211,7 +211,7 @@ def test_a_viewer_loses_nothing_of_a_recorded_run(path: Path) -> None:
     assert steps >= {"fwd 0", "bwd 0"}
 
 
-def test_a_run_on_cpu_shows_its_operators_and_what_it_waited() -> None:
+def test_export_of_a_cpu_run_has_operators_and_waits() -> None:
     run = analysis(ROOT / "traces" / "cpu4-burst-4096")
     model = read(list(events_of(run.findings)))
     assert not +model.lost
@@ -223,7 +223,7 @@ def test_a_run_on_cpu_shows_its_operators_and_what_it_waited() -> None:
         assert any(piece.process == rank.rank and piece.name.startswith("aten::") for piece in model.slices)
 
 
-def test_the_file_says_what_was_run(merged):
+def test_export_metadata_describes_the_run(merged):
     metadata = merged["otherData"]
     assert (metadata["strategy"], metadata["tokens"], metadata["ranks"]) == ("zigzag", 65536, 4)
     assert metadata["devices"] == "NVIDIA H200" and metadata["torch"].startswith("2.")
@@ -232,12 +232,12 @@ def test_the_file_says_what_was_run(merged):
 
 
 @given(st.integers(0, 10**15))
-def test_no_time_is_lost_by_cutting_off(time_ns: int) -> None:
+def test_microseconds_keep_nanosecond_times(time_ns: int) -> None:
     assert nanoseconds(json.loads(json.dumps(microseconds(time_ns)))) == time_ns
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20))), st.booleans())
-def test_what_shares_a_lane_is_apart_or_within(drawn: list[tuple[int, int]], nested: bool) -> None:
+def test_slices_of_a_lane_are_disjoint_or_nested(drawn: list[tuple[int, int]], nested: bool) -> None:
     spans = sorted(((start, start + size) for start, size in drawn), key=lambda span: (span[0], -span[1]))
     lanes = Lanes(nested=nested)
     placed = [(lanes.place(*span), *span) for span in spans]
@@ -247,7 +247,7 @@ def test_what_shares_a_lane_is_apart_or_within(drawn: list[tuple[int, int]], nes
                 assert start >= other_end or (nested and end <= other_end)
 
 
-def test_hosts_are_put_on_one_clock():
+def test_export_puts_hosts_on_one_clock():
     run = analysis(ROOT / "tests" / "data" / "h200x8-zigzag-131072", ranks_per_host=4)
     offsets = run.clocks().offset_ns
     starts = {rank.rank: rank.breakdown.start_ns + offsets[rank.rank] for rank in run.attribution.ranks}
@@ -268,13 +268,13 @@ def test_hosts_are_put_on_one_clock():
         ([str(RUN), "-o", "/no/such/out.json"], "cannot be written"),
     ],
 )
-def test_what_cannot_be_exported_is_one_line(arguments, message, capsys):
+def test_impossible_export_is_a_one_line_error(arguments, message, capsys):
     assert cli.run(["export", *arguments]) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
 
 
-def test_the_trace_processor_reads_it(merged, tmp_path):
+def test_trace_processor_reads_the_export(merged, tmp_path):
     if shutil.which("trace_processor_shell") is None:
         pytest.skip("Perfetto's trace_processor_shell is not on the path")
     processor = pytest.importorskip("perfetto.trace_processor", reason="the package perfetto is not installed")

@@ -35,7 +35,7 @@ def bars(ax: Axes) -> list[tuple[float, float]]:
     return [(patch.get_x(), patch.get_width()) for patch in ax.patches]  # type: ignore[attr-defined]
 
 
-def test_the_waterfalls_bars_follow_each_other_and_sum_to_the_wall():
+def test_waterfall_bars_are_adjacent_and_sum_to_the_wall():
     run = analysis(RUN)
     drawn = bars(run.plot.waterfall())
     for (x, width), (following, _) in itertools.pairwise(drawn):
@@ -43,7 +43,7 @@ def test_the_waterfalls_bars_follow_each_other_and_sum_to_the_wall():
     assert sum(width for _, width in drawn) == pytest.approx(run.summary.slowest_wall_ns / 1e6)
 
 
-def test_a_ranks_bar_is_as_long_as_its_wall():
+def test_breakdown_bar_of_a_rank_is_its_wall():
     run = analysis(RUN)
     ax = run.plot.breakdown()
     count = len(run.ranks)
@@ -52,7 +52,7 @@ def test_a_ranks_bar_is_as_long_as_its_wall():
     assert ax.get_xlabel() == "ms"
 
 
-def test_the_timelines_bars_are_the_activities():
+def test_timeline_bars_are_the_activities():
     run = analysis(RUN)
     ax: Any = run.plot.timeline()
     spans = sum(path.vertices[:, 0].max() - path.vertices[:, 0].min()
@@ -61,7 +61,7 @@ def test_the_timelines_bars_are_the_activities():
     assert spans == pytest.approx(total / 1e6, rel=1e-6)
 
 
-def test_steps_and_waiting_hold_the_step_table():
+def test_steps_and_waiting_plots_show_the_step_table():
     run = analysis(RUN)
     frame = run.steps()
     widths = [width for _, width in bars(run.plot.steps())]
@@ -84,7 +84,7 @@ def test_labels_never_touch_at_any_number_of_ranks(count):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_plot_draws_where_it_is_told_and_shows_nothing(kind):
+def test_plots_draw_into_the_given_axes_without_showing(kind):
     before = plt.get_fignums()
     _, ax = plt.subplots()
     assert getattr(analysis(RUN).plot, kind)(ax=ax) is ax
@@ -94,7 +94,7 @@ def test_each_plot_draws_where_it_is_told_and_shows_nothing(kind):
     assert plt.get_fignums() == before
 
 
-def test_several_runs_side_by_side():
+def test_comparison_and_scaling_plots_of_several_runs():
     comparison = ringprof.compare(
         RUN, ROOT / "traces" / "h200x4-zigzag-65536-copied", ROOT / "traces" / "h200x4-zigzag-262144"
     )
@@ -106,7 +106,7 @@ def test_several_runs_side_by_side():
     assert list(lines["zigzag"].get_ydata()) == pytest.approx([values[0], values[2]])
 
 
-def test_runs_on_another_number_of_hosts_are_a_line_of_their_own():
+def test_scaling_plot_has_a_line_per_number_of_hosts():
     """The run on two hosts is twenty times slower than that on one: no line may join it to another length's."""
     names = ("h200x4-zigzag-65536", "h200x4-zigzag-65536-two-hosts", "h200x4-zigzag-262144")
     ax: Any = plots.scaling(ringprof.compare(*(ROOT / "traces" / name for name in names)))
@@ -114,7 +114,7 @@ def test_runs_on_another_number_of_hosts_are_a_line_of_their_own():
     assert lines["zigzag"] == [65536, 262144] and lines["zigzag (2 hosts)"] == [65536]
 
 
-def test_plots_say_what_was_run_and_what_they_show():
+def test_plots_have_titles_of_run_and_content():
     """The figures are the report's: rank 1 exposes most, 7.0 %; most of the rest is lost below the kernel's peak."""
     run = analysis(RUN)
     titles = {kind: getattr(run.plot, kind)().get_title(loc="left") for kind in KINDS}
@@ -129,7 +129,7 @@ def test_plots_say_what_was_run_and_what_they_show():
     )
 
 
-def test_bars_hold_their_figures():
+def test_bar_labels_show_their_figures():
     run = analysis(RUN)
     labels = [text.get_text() for text in run.plot.waterfall().texts]
     assert labels[0] == f"{run.findings.waterfall.parts[0].time_ns / 1e6:.2f} ms, 48.5 %"
@@ -139,7 +139,7 @@ def test_bars_hold_their_figures():
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
-def test_the_command_writes_a_picture(suffix, tmp_path, capsys):
+def test_plot_command_writes_a_picture(suffix, tmp_path, capsys):
     path = tmp_path / f"out.{suffix}"
     assert cli.run(["plot", "waterfall", str(RUN), "-o", str(path)]) == 0
     assert capsys.readouterr().err == f"Wrote {path}\n"
@@ -154,13 +154,13 @@ def test_the_command_writes_a_picture(suffix, tmp_path, capsys):
         (["comparison", str(RUN), "-o", "out.png"], "two measurements or more"),
     ],
 )
-def test_what_cannot_be_drawn_is_one_line(arguments, message, capsys):
+def test_impossible_plot_is_a_one_line_error(arguments, message, capsys):
     assert cli.run(["plot", *arguments]) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
 
 
-def test_names_are_text_in_svg(tmp_path):
+def test_names_are_escaped_in_svg(tmp_path):
     builders = ring_pass()
     for builder in builders:
         builder.host = "<script>$x^2$</script>"

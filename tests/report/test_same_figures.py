@@ -167,7 +167,7 @@ def assert_numbers_are_data(run: Analysis) -> None:
     assert unexplained == []
 
 
-def test_the_pool_is_no_sieve() -> None:
+def test_pool_of_numbers_rejects_wrong_ones() -> None:
     """Numbers of five digits pass as they are shown; numbers off by 1.3 % hardly ever pass."""
     run = analysis(TRACES / "h200x4-zigzag-65536")
     numbers, text = pool(run), run.to_terminal(TextStyle(width=200))
@@ -177,7 +177,7 @@ def test_the_pool_is_no_sieve() -> None:
 
 
 @pytest.mark.parametrize("name", QUICK_RUNS)
-def test_every_number_of_the_terminal_is_one_of_the_data(name: str) -> None:
+def test_terminal_numbers_are_in_the_data(name: str) -> None:
     assert_numbers_are_data(analysis(TRACES / name))
 
 
@@ -185,5 +185,5 @@ def test_every_number_of_the_terminal_is_one_of_the_data(name: str) -> None:
 @pytest.mark.parametrize(
     "folder", [folder for folder in COMMITTED if folder.name not in QUICK_RUNS], ids=lambda path: path.name
 )
-def test_every_number_of_every_committed_runs_terminal_is_one_of_the_data(folder: Any) -> None:
+def test_terminal_numbers_of_all_committed_runs_are_in_the_data(folder: Any) -> None:
     assert_numbers_are_data(analysis(folder))

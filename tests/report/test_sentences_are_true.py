@@ -58,7 +58,7 @@ def test_every_sentence_of_a_recorded_run_is_true(folder):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_every_sentence_of_a_made_up_program_is_true(name):
+def test_every_sentence_of_a_synthetic_program_is_true(name):
     builders, run = PROGRAMS[name]()
     findings = findings_in_memory(attribute([builder.trace() for builder in builders], run))
     raws = [of_builder(builder) if isinstance(builder, Builder) else of_events(builder.events) for builder in builders]
@@ -66,7 +66,7 @@ def test_every_sentence_of_a_made_up_program_is_true(name):
     assert false_sentences(Case(findings, raw)) == []
 
 
-def test_a_sentence_without_a_rule_fails():
+def test_audit_fails_on_a_sentence_without_a_rule():
     case = case_of(COMMITTED[0])
     assert all(RULES[category] for category in ("verdict", "next", "remedy", "evidence", "warning")) and RULE_MODULES
     with pytest.raises(AssertionError, match="no rule for 'All is well"):
@@ -75,7 +75,7 @@ def test_a_sentence_without_a_rule_fails():
         audit(case, "verdict", f"{case.summary['verdict'][0][:-1]}, by the moon.")
 
 
-def test_a_wrong_number_fails():
+def test_audit_fails_on_a_wrong_number():
     case = case_of(COMMITTED[0])
     line = case.summary["verdict"][0]
     share = line.split(" %")[0]

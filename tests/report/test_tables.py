@@ -28,7 +28,7 @@ def lines(width: int, columns: tuple[Column, ...] = COLUMNS) -> list[str]:
     return text_table(columns, ROWS, TextStyle(width=width)).split("\n")
 
 
-def test_what_fits_is_shown_whole() -> None:
+def test_table_that_fits_is_shown_unchanged() -> None:
     assert lines(40) == [
         "                              exposed",
         "rank         wall       note     comm",
@@ -37,7 +37,7 @@ def test_what_fits_is_shown_whole() -> None:
     ]
 
 
-def test_columns_go_by_priority_and_are_named() -> None:
+def test_columns_are_dropped_by_priority_and_named() -> None:
     assert lines(30) == [
         "                   exposed",
         "rank         wall     comm",
@@ -49,7 +49,7 @@ def test_columns_go_by_priority_and_are_named() -> None:
     assert " ".join(lines(20)[3:]) == "no room for note, exposed comm: --width 37"
 
 
-def test_what_cannot_go_stands_below_with_the_names() -> None:
+def test_columns_that_cannot_be_dropped_wrap_below() -> None:
     kept = tuple(column._replace(drop=0) for column in COLUMNS)
     assert lines(30, kept) == [
         "rank         wall       note",
@@ -62,7 +62,7 @@ def test_what_cannot_go_stands_below_with_the_names() -> None:
     ]
 
 
-def test_long_names_go_on_below() -> None:
+def test_long_names_wrap_below() -> None:
     columns = (Column("kernel", folds=True), Column("time"))
     text = text_table(columns, [["k" * 50, "1.000"]], TextStyle(width=47))
     assert text.split("\n")[1:] == ["k" * 40 + "  1.000", "k" * 10]
@@ -77,7 +77,7 @@ def names(listing: Listing, default_rows: int | None = None) -> list[str]:
     return re.findall(r"fwd \d", TABLE.listed(TextStyle(), listing, default_rows))
 
 
-def test_rows_come_in_the_order_and_number_asked_for() -> None:
+def test_rows_are_sorted_and_limited_on_request() -> None:
     assert names(Listing()) == ["fwd 0", "fwd 1", "fwd 2"]
     assert names(Listing("exposed")) == ["fwd 1", "fwd 2", "fwd 0"]
     assert names(Listing("bound by")) == ["fwd 1", "fwd 2", "fwd 0"]
@@ -118,11 +118,11 @@ FILL = "vectorized_elementwise_kernel<4, {0}FillFunctor<float>, {1}array<char*, 
         (")", ")"),
     ],
 )
-def test_kernels_are_called_by_what_they_are(kernel: str, shown: str) -> None:
+def test_short_names_of_kernels(kernel: str, shown: str) -> None:
     assert short_name(kernel) == shown
 
 
-def test_a_rate_over_links_of_several_classes_stands_in_no_table() -> None:
+def test_rate_over_several_link_classes_is_left_out() -> None:
     two_hosts, one_host = (analysis(TRACES / name) for name in ("h200x4-burst-65536-two-hosts", "h200x4-zigzag-65536"))
     for run, rated in ((two_hosts, False), (one_host, True)):
         links = {row.link for row in run.summary.communication}
@@ -133,7 +133,7 @@ def test_a_rate_over_links_of_several_classes_stands_in_no_table() -> None:
         assert ("wire GB/s" in titles) is rated and "hop wire ms" in titles
 
 
-def test_more_than_ten_times_is_said_as_that_and_a_cpu_by_its_name() -> None:
+def test_ratios_above_ten_and_cpu_names_in_comparisons() -> None:
     result = ringprof.compare(TRACES / "cpu4-burst-4096", TRACES / "h200x4-burst-262144")
     times = [entry.figures["tflops"].value for entry in result.entries]
     assert comparison.verdict_lines(result) == [f"1: more TFLOP/s, {times[1] / times[0]:,.1f} times"]
@@ -145,13 +145,13 @@ def test_more_than_ten_times_is_said_as_that_and_a_cpu_by_its_name() -> None:
 
 
 @pytest.mark.parametrize("name", ["\x1b]0;owned\x07", "\x9b2Jx", "a\nverdict: fine", "\u202e", "\x00"])
-def test_no_cell_commands_a_terminal(name: str) -> None:
+def test_table_cells_are_escaped_for_the_terminal(name: str) -> None:
     """A user's own ranges have names from the trace, too; a name of control characters only is no error."""
     table = Table("t", (Column("name", folds=True), Column("n", "count")), [[name, 1]]).text(TextStyle(width=60))
     assert all(line.isprintable() for line in table.split("\n")) and table.count("\n") == 1
 
 
-def test_mebibytes_are_of_two_to_the_twentieth() -> None:
+def test_mib_column_divides_by_2_to_the_20() -> None:
     table = Table("memory", (Column(""), Column("held", "MiB")), [["rank 0", 3 << 20]])
     assert table.text(TextStyle(width=40)).split("\n")[-1].split() == ["rank", "0", "3.0"]
 
@@ -171,7 +171,7 @@ def test_the_interval_of_a_gain_has_the_sign_of_the_gain(
     assert comparison._describe(difference, "slower", "faster") == shown
 
 
-def test_the_worst_rank_of_a_step_is_that_of_the_mean_over_calls() -> None:
+def test_worst_rank_of_a_step_by_the_mean_over_calls() -> None:
     """Rank 0 exposes 10 and 20 in two calls, rank 1 18 in the one that it has."""
     steps_of_ranks: list[Any] = [SimpleNamespace(rank=rank, exposed_ns=ns) for rank, ns in ((0, 10), (0, 20), (1, 18))]
     assert steps._most_exposed(steps_of_ranks) == (1, 18)

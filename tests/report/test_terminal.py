@@ -27,7 +27,7 @@ def shown_traces(*builders, run=None, **look):
     return shown(attribute([b.trace() for b in builders], run), **look)
 
 
-def test_the_most_important_comes_first():
+def test_terminal_report_begins_with_the_most_important():
     lines = shown(attribution_of(NVLINK), width=250).splitlines()
     assert lines[0] == (
         "8 ranks, hosts unknown · NVIDIA H200 · cuDNN attention · 163.12 ms on the slowest rank "
@@ -40,7 +40,7 @@ def test_the_most_important_comes_first():
     assert lines[8].startswith("35 % of SendRecv time was waiting for a peer, 65 % on the wire (288 GB/s; 438 best")
 
 
-def test_the_parts_visibly_sum():
+def test_printed_parts_sum_to_the_wall():
     text = shown(attribution_of(NVLINK))
     rows = {}
     for line in text.splitlines():
@@ -52,7 +52,7 @@ def test_the_parts_visibly_sum():
     assert tuple(map(sum, zip(*rows.values(), strict=True))) == wall
 
 
-def test_a_share_is_in_the_table_what_it_is_in_the_verdict():
+def test_shares_in_the_table_equal_those_in_the_verdict():
     """The nearest tenths of 92.825, 4.846, 0.021 and 2.308 % sum to 99.9; the second must not become 4.9 for that."""
     b = Builder(world_size=1).mark("ringprof::iteration", 0, 100_000).operate("aten::mm", 0, 92_825)
     text = shown_traces(b.mark("ringprof::wait", 92_825, 97_671).operate("aten::copy_", 97_671, 97_692))
@@ -68,7 +68,7 @@ def test_no_line_is_longer_than_the_terminal(run, width):
 
 
 @pytest.mark.parametrize("run", [NVLINK, TWO_HOSTS])
-def test_nothing_is_cut_at_80_columns(run):
+def test_nothing_is_truncated_at_80_columns(run):
     assert "…" not in shown(attribution_of(run), width=80)
 
 
@@ -76,14 +76,14 @@ def test_without_colour_there_is_no_escape_code():
     assert "\x1b" not in shown(attribution_of(NVLINK))
 
 
-def test_colour_changes_no_letter():
+def test_colour_does_not_change_the_text():
     plain, coloured = (shown(attribution_of(NVLINK), color=color) for color in (False, True))
     assert "\x1b[" in coloured
     stripped = re.sub(r"\x1b\[[\d;]*m", "", coloured)
     assert [line.rstrip() for line in stripped.splitlines()] == plain.splitlines()
 
 
-def test_ascii_is_enough():
+def test_ascii_output_is_pure_ascii():
     text = shown(attribution_of(NVLINK), ascii_only=True)
     assert text.isascii()
     assert "####" in text
@@ -96,7 +96,7 @@ def test_one_gpu_communicates_nothing():
     assert "by rank" not in text
 
 
-def test_many_ranks_are_summed_up():
+def test_many_ranks_are_summarised():
     builders = [Builder(rank=rank, world_size=17).run(FLASH, 0, 1000 + rank, launched=1) for rank in range(17)]
     text = shown_traces(*builders)
     assert "rank 16 " not in text
@@ -131,7 +131,7 @@ def test_a_range_of_gloo_is_not_called_blocked_time():
     assert re.search(r"^send/recv .* posting to end of wait$", shown_traces(b, width=100), re.MULTILINE)
 
 
-def test_names_from_a_trace_cannot_command_the_terminal():
+def test_names_from_a_trace_are_escaped_in_the_terminal_report():
     attribution = attribution_of(NVLINK)
     evil = tuple(
         dataclasses.replace(rank, device="\x1b[2J[bold]GPU\x07\n", host="a\u202eb") for rank in attribution.ranks

@@ -21,7 +21,7 @@ from ringprof.report import text
         ("x" * 300, "x" * 199 + "…"),
     ],
 )
-def test_names_cannot_command_a_terminal(raw, shown):
+def test_clean_text_removes_terminal_control_sequences(raw, shown):
     assert text.clean(raw) == shown
 
 
@@ -38,14 +38,14 @@ def test_clean_text_is_one_printable_line(raw):
         (["\x1b]0;owned\x07", "two\nlines", "\u202egnp.exe", "sound"], "PATH PATH PATH sound"),
     ],
 )
-def test_a_path_in_a_hint_is_one_word_of_a_shell(paths, words):
+def test_paths_in_hints_are_shell_quoted(paths, words):
     assert text.shell_words(paths) == words
 
 
 @pytest.mark.parametrize(
     "formula", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", *(f"{sign}1" for sign in "\uff1d\uff0b\uff0d\uff20")]
 )
-def test_a_spreadsheet_runs_no_cell(formula):
+def test_csv_cells_that_look_like_formulas_are_quoted(formula):
     (cell,) = text.csv_text(["name"], [[formula]]).splitlines()[1:]
     assert cell == f"'{formula.strip()}"
 
@@ -80,23 +80,23 @@ def test_rounded_parts_sum_to_the_rounded_whole(values, digits):
         ([1.4, 1.3, 1.3], 0, [2.0, 1.0, 1.0]),
     ],
 )
-def test_what_is_cut_most_is_rounded_up_to_the_sum(values, digits, rounded):
+def test_largest_remainders_are_rounded_up_to_the_sum(values, digits, rounded):
     assert text.rounded_to_sum(values, sum(values), digits) == pytest.approx(rounded)
 
 
 @pytest.mark.parametrize(("tflops", "shown"), [(520.04, "520.0 TFLOP/s"), (0.0101, "10.1 GFLOP/s")])
-def test_rates(tflops, shown):
+def test_formatted_rates(tflops, shown):
     assert text.rate(tflops) == shown
 
 
 @pytest.mark.parametrize(
     ("size", "shown"), [(3685 << 20, "3.6 GiB"), (6 << 20, "6.0 MiB"), (2048, "2.0 KiB"), (5, "5 bytes")]
 )
-def test_sizes(size, shown):
+def test_formatted_sizes(size, shown):
     assert text.binary_size(size) == shown
 
 
-def test_bars_are_as_long_as_their_share():
+def test_text_bars_are_as_long_as_their_share():
     bar = text.TextStyle().bar
     assert bar(0.5, 10) == "█" * 5
     assert bar(0.0, 10) == ""
@@ -117,11 +117,11 @@ def test_bars_are_as_long_as_their_share():
         ("a/path/longer/than/a/line/is x", ["a/path/longer/than/a/line/is", "  x"]),
     ],
 )
-def test_long_lines_go_on_below(line: str, shown: list[str]) -> None:
+def test_long_lines_wrap_below(line: str, shown: list[str]) -> None:
     assert text.TextStyle(width=20).fit(line).split("\n") == shown
 
 
-def test_a_line_in_a_pipe_has_a_readable_length() -> None:
+def test_lines_in_a_pipe_are_wrapped_at_100_columns() -> None:
     # 20 words, 19 below the indent, the other 11 and what is left of the control sequence.
     words = " ".join(["word"] * 50)
     lines = text.TextStyle(wide_tables=True).fit(f"{words}\x1b[2J\n\n{words}").split("\n")

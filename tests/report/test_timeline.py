@@ -36,14 +36,14 @@ def communication_bars(bars: list[Bar], rank: int) -> list[tuple[str, int, int]]
     ]
 
 
-def test_a_split_bar_is_waiting_first_and_wire_then() -> None:
+def test_split_bar_shows_wait_then_wire() -> None:
     """Ranks 0 to 2 start their hop at 1000 and rank 3 at 1500; all end at 2500. The timeline begins at 1000."""
     bars = bars_of(*ring([1000, 1000, 1000, 1500], [2500] * 4))
     assert communication_bars(bars, 0) == [("wait", 0, 500), ("wire", 500, 1500)]
     assert communication_bars(bars, 3) == [("wire", 500, 1500)]
 
 
-def test_a_split_bar_is_cut_at_the_chosen_times() -> None:
+def test_split_bar_is_clipped_to_the_chosen_times() -> None:
     """The traces begin at 900, with a kernel; 200 to 1200 from there is 1100 to 2100."""
     builders = ring([1200, 1200, 1200, 1700], [2700] * 4)
     for builder in builders:
@@ -76,7 +76,7 @@ CHOSEN: tuple[tuple[Path, dict[str, Any]], ...] = (
 
 
 @pytest.mark.parametrize(("path", "options"), CHOSEN, ids=lambda value: str(value)[-60:])
-def test_timeline_kernel_table_and_export_hold_what_the_breakdown_holds(path: Path, options: dict[str, Any]) -> None:
+def test_timeline_kernel_table_and_export_agree_with_the_breakdown(path: Path, options: dict[str, Any]) -> None:
     """Calls and times agree by kind and rank, to the nanosecond."""
     run, between = analysis(path, **options), options.get("between")
     ranks = {rank.rank: rank.breakdown for rank in run.attribution.ranks}
@@ -132,7 +132,7 @@ def _counted_slices(findings: Findings) -> dict[tuple[int, str], int]:
 
 
 @pytest.mark.parametrize("between", ["10ms,20ms", "33.3ms,120ms", "60ms,90ms"])
-def test_arrows_of_a_part_are_those_of_the_whole(between: str) -> None:
+def test_arrows_of_a_window_equal_those_of_the_whole_run(between: str) -> None:
     """Ranks that are cut at times hold different hops; none may be matched to another hop than its own."""
 
     def arrows(chosen: str | None) -> set[tuple[int, ...]]:

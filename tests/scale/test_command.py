@@ -88,7 +88,7 @@ def signalled_report(many: Path, scratch: Path, jobs: str, number: signal.Signal
 @pytest.mark.processes
 @pytest.mark.parametrize("jobs", ["1", "2"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_it_and_leaves_nothing(many, tmp_path, jobs, number):
+def test_signal_ends_a_report_of_many_ranks_without_leftovers(many, tmp_path, jobs, number):
     code, errors = signalled_report(many, tmp_path / "scratch", jobs, number)
     assert code == 128 + number and "Traceback" not in errors, errors
     assert leftover_folders(tmp_path / "scratch") == []
@@ -98,7 +98,7 @@ def test_a_signal_ends_it_and_leaves_nothing(many, tmp_path, jobs, number):
 
 
 @pytest.mark.processes
-def test_what_a_killed_report_left_goes_with_the_next(many, tmp_path):
+def test_scratch_files_of_a_killed_report_are_removed_by_the_next(many, tmp_path):
     code, _ = signalled_report(many, tmp_path / "scratch", "1", signal.SIGKILL)
     assert code == -signal.SIGKILL and len(leftover_folders(tmp_path / "scratch")) == 1
     assert report(many, scratch=tmp_path / "scratch").returncode == 0
@@ -106,7 +106,7 @@ def test_what_a_killed_report_left_goes_with_the_next(many, tmp_path):
 
 
 @pytest.mark.processes
-def test_no_room_for_scratch_files_is_one_line(many, tmp_path):
+def test_full_disk_for_scratch_files_is_a_one_line_error(many, tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     done = subprocess.run(
         ["bash", "-c", 'ulimit -f 1; exec "$@"', "_", *command(many, "--jobs", "1", scratch=tmp_path / "unused")],
@@ -117,7 +117,7 @@ def test_no_room_for_scratch_files_is_one_line(many, tmp_path):
 
 
 @pytest.mark.processes
-def test_a_damaged_trace_of_many_in_a_folder_is_left_out_with_a_warning(many, tmp_path):
+def test_damaged_trace_in_a_folder_of_many_is_left_out(many, tmp_path):
     folder = tmp_path / "damaged"
     shutil.copytree(many, folder)
     (folder / "rank40.ringprof").write_bytes(MAGIC + b"nothing")
@@ -131,7 +131,7 @@ def test_a_damaged_trace_of_many_in_a_folder_is_left_out_with_a_warning(many, tm
 
 
 @pytest.mark.processes
-def test_a_damaged_trace_among_many_that_are_named_is_one_line(many, tmp_path):
+def test_damaged_trace_among_named_files_is_a_one_line_error(many, tmp_path):
     folder = tmp_path / "damaged"
     shutil.copytree(many, folder)
     (folder / "rank40.ringprof").write_bytes(MAGIC + b"nothing")
@@ -146,7 +146,7 @@ def without_hint(done):
     return done.stdout.rpartition("\nnext: ")[0]
 
 
-def test_a_recorded_run_needs_no_trace(tmp_path):
+def test_recorded_run_is_reported_from_reduced_traces_alone(tmp_path):
     """Check that ``run.json`` and the reduced traces alone give the same report."""
     run = parse_run((RING / "run.json").read_bytes(), "run.json")
     entries = [

@@ -45,7 +45,7 @@ def put(system: Any, folder: Path, to: str) -> None:
         system.pipe(f"{to}/{file.name}", file.read_bytes())
 
 
-def test_a_run_in_another_file_system(memory):
+def test_run_on_a_remote_file_system(memory):
     put(memory, RING, "/bucket/mine")
     here = report_of(RING)
     assert report_of("memory://bucket/mine/run.json") == here
@@ -53,7 +53,7 @@ def test_a_run_in_another_file_system(memory):
     assert report_of(f"file://{RING}/run.json") == here
 
 
-def test_traces_in_another_file_system(memory):
+def test_traces_on_a_remote_file_system(memory):
     traces = sorted(RING.glob("rank*.json.gz"))
     for path in traces:
         memory.pipe(f"/loose/{path.name}", path.read_bytes())
@@ -61,14 +61,14 @@ def test_traces_in_another_file_system(memory):
     assert report_of(*(f"memory://loose/{path.name}" for path in traces)) == report_of(*traces)
 
 
-def test_reduced_traces_in_another_file_system(memory):
+def test_reduced_traces_on_a_remote_file_system(memory):
     traces = sorted(RING.glob("rank*.json.gz"))
     for path in traces:
         memory.pipe(f"/small/{path.name[:5]}.ringprof", reduce_trace(read_trace(path)))
     assert report_of("memory://small") == report_of(*traces)
 
 
-def test_missing_files_are_reported(memory):
+def test_missing_remote_files_are_reported(memory):
     for name in ("memory://nothing/run.json", "memory://nothing"):
         with pytest.raises(InputError, match="no such file"):
             ringprof.load(name)
@@ -78,7 +78,7 @@ def test_missing_files_are_reported(memory):
 
 @pytest.mark.parametrize("field", ["path", "reduced"])
 @pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a::memory://other/x", "a\\..\\x", ""])
-def test_a_run_elsewhere_leads_nowhere_else(memory, path, field):
+def test_remote_run_with_paths_outside_its_folder_is_refused(memory, path, field):
     run = json.loads((RING / "run.json").read_text())
     run["traces"][0][field] = path
     memory.pipe("/evil/run.json", json.dumps(run).encode())
@@ -123,7 +123,7 @@ def test_workers_of_a_cluster_read_the_traces(cluster, name):
 
 
 @pytest.mark.processes
-def test_an_error_on_a_cluster_is_the_same_error(cluster, tmp_path):
+def test_error_on_a_cluster_worker_is_raised_unchanged(cluster, tmp_path):
     bad = tmp_path / "rank4.json"
     bad.write_text('{"traceEvents": []}')
     with pytest.raises(InputError, match=r"rank4\.json: nothing to analyse"):
@@ -131,14 +131,14 @@ def test_an_error_on_a_cluster_is_the_same_error(cluster, tmp_path):
 
 
 @pytest.mark.processes
-def test_workers_find_a_path_that_is_relative_here(cluster, monkeypatch):
+def test_workers_find_a_relative_path(cluster, monkeypatch):
     monkeypatch.chdir(TRACES)
     assert report_of(RING.name, scheduler=cluster) == report_of(RING)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("address", ["bogus", "http://127.0.0.1:1", "tcp://127.0.0.1:1", "tcp://", ""])
-def test_no_scheduler_there(address):
+def test_unreachable_scheduler_is_a_one_line_error(address):
     """Check for one line within the time limit; run as a process, because Dask leaves threads behind."""
     program = "import ringprof.scale.dask_cluster as d; d.PATIENCE_S = 1; from ringprof.cli import main; main()"
     command = [sys.executable, "-c", program, "report", str(RING), "--scheduler", address]
@@ -162,7 +162,7 @@ def test_workers_without_ringprof():
 
 
 @pytest.mark.processes
-def test_a_cluster_that_ends_meanwhile(tmp_path):
+def test_cluster_that_ends_during_the_work(tmp_path):
     paths = write_ring(tmp_path, 40)
     with cluster_of(1) as (address, process):
 
@@ -174,7 +174,7 @@ def test_a_cluster_that_ends_meanwhile(tmp_path):
             ringprof.load(paths, scheduler=address, notify=end)
 
 
-def test_a_link_out_of_the_folder_is_refused_by_url_too(tmp_path):
+def test_symbolic_link_out_of_the_folder_is_refused_by_url(tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(RING, folder)
     shutil.move(folder / "rank0.json.gz", tmp_path / "rank0.json.gz")
@@ -188,7 +188,7 @@ def test_a_link_out_of_the_folder_is_refused_by_url_too(tmp_path):
         ringprof.load(folder / "run.json")
 
 
-def test_whatever_a_file_system_raises_is_one_line(tmp_path):
+def test_file_system_errors_are_one_line(tmp_path):
     (tmp_path / "bad.zip").write_bytes(b"nonsense")
     for name in (f"zip://run.json::file://{tmp_path}/bad.zip", "reference://x/run.json", "data://x"):
         with pytest.raises(InputError) as raised:

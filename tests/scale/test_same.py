@@ -50,7 +50,7 @@ def comparable_report(analysis: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_every_recorded_run(load_few_at_a_time, name):
+def test_tiled_report_of_every_recorded_run_is_equal(load_few_at_a_time, name):
     together, apart = load_together(TRACES / name), load_few_at_a_time(TRACES / name)
     assert comparable_report(apart) == comparable_report(together)
     assert apart.findings.steps == together.findings.steps
@@ -69,13 +69,13 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("how", OPTIONS, ids=lambda how: next(iter(how)))
 @pytest.mark.parametrize("name", ["h200x4-zigzag-65536", "h200x4-allgather-262144", "h200x4-usp-262144"])
-def test_with_options(load_few_at_a_time, name, how):
+def test_tiled_report_with_options_is_equal(load_few_at_a_time, name, how):
     traces = sorted((TRACES / name).glob("rank*.json.gz"))
     assert comparable_report(load_few_at_a_time(*traces, **how)) == comparable_report(load_together(traces, **how))
 
 
 @pytest.mark.parametrize("lost", [0, 3])
-def test_with_a_rank_missing(load_few_at_a_time, lost):
+def test_tiled_report_with_a_missing_rank_is_equal(load_few_at_a_time, lost):
     traces = [path for rank, path in enumerate(sorted((TRACES / RECORDED[-1]).glob("rank*.json.gz"))) if rank != lost]
     assert comparable_report(load_few_at_a_time(*traces)) == comparable_report(load_together(traces))
 
@@ -90,7 +90,7 @@ def spoil(folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["gone", "empty", "cut", "nothing"])
-def test_a_run_with_a_rank_that_cannot_be_read(load_few_at_a_time, tmp_path, how):
+def test_tiled_report_with_an_unreadable_rank_is_equal(load_few_at_a_time, tmp_path, how):
     """Check that the figures are those of the other ranks, however the rank is missing, and that a warning says so."""
     folders = [tmp_path / "mine", tmp_path / "without"]
     for folder in folders:
@@ -106,7 +106,7 @@ def test_a_run_with_a_rank_that_cannot_be_read(load_few_at_a_time, tmp_path, how
     assert together.to_terminal().startswith("3 of 4 ranks")
 
 
-def test_a_run_that_names_its_ranks_needs_no_trace_to(load_few_at_a_time, tmp_path):
+def test_run_json_supplies_ranks_that_traces_lack(load_few_at_a_time, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(TRACES / "h200x4-zigzag-65536", folder)
     run = json.loads((folder / "run.json").read_text())
@@ -123,7 +123,7 @@ def test_a_run_that_names_its_ranks_needs_no_trace_to(load_few_at_a_time, tmp_pa
 
 
 @pytest.mark.parametrize("late_ns", [0, 3_000_000, -50_000])
-def test_hosts_with_clocks_of_their_own(load_few_at_a_time, tmp_path, late_ns):
+def test_tiled_report_aligns_host_clocks(load_few_at_a_time, tmp_path, late_ns):
     paths = write_ring(tmp_path, 24, per_host=4, late_ns=late_ns)
     together = load_together(paths)
     assert comparable_report(load_few_at_a_time(*paths, tile=4)) == comparable_report(together)
@@ -132,7 +132,7 @@ def test_hosts_with_clocks_of_their_own(load_few_at_a_time, tmp_path, late_ns):
 
 
 @pytest.mark.parametrize("late_ns", [0, 1_000_000, 200_000_000])
-def test_chosen_times_are_the_same_moments_on_every_clock(load_few_at_a_time, tmp_path, late_ns):
+def test_chosen_times_are_converted_to_every_clock(load_few_at_a_time, tmp_path, late_ns):
     """Check ranks 0 and 4, made from one rank of the small ring: both do the same at the same time."""
     paths = write_ring(tmp_path, 8, per_host=4, late_ns=late_ns)
     together = load_together(paths, between="10ms,30ms")
@@ -145,7 +145,7 @@ def test_chosen_times_are_the_same_moments_on_every_clock(load_few_at_a_time, tm
     assert comparable_report(load_few_at_a_time(*paths, between="10ms,30ms", tile=4)) == comparable_report(together)
 
 
-def test_a_ring_of_many_is_the_small_ring_again(load_few_at_a_time, tmp_path):
+def test_tiled_report_of_a_repeated_ring_equals_the_small_ring(load_few_at_a_time, tmp_path):
     """Check that each rank of the large ring has the figures of the small ring's rank that it was made from."""
     small: Any = api.Analysis(pipeline.explain_traces(real_ring()), Input("trace", ("small",)))
     large = load_few_at_a_time(*write_ring(tmp_path, 48), tile=16)
@@ -161,7 +161,7 @@ def test_a_ring_of_many_is_the_small_ring_again(load_few_at_a_time, tmp_path):
     }
 
 
-def test_steps_inferred_from_order(load_few_at_a_time, monkeypatch):
+def test_tiled_report_infers_steps_from_order(load_few_at_a_time, monkeypatch):
     """Check that all ranks get the same plan where the order of hops defines the steps."""
     monkeypatch.setattr("ringprof.analysis.steps.plan.named_blocks", lambda *_: None)
     together, apart = load_together(TRACES / RECORDED[-1]), load_few_at_a_time(TRACES / RECORDED[-1])
@@ -169,7 +169,7 @@ def test_steps_inferred_from_order(load_few_at_a_time, monkeypatch):
     assert apart.findings.steps == together.findings.steps
 
 
-def test_the_page_names_what_it_leaves_out(load_few_at_a_time, tmp_path):
+def test_page_of_many_ranks_states_omissions(load_few_at_a_time, tmp_path):
     pytest.importorskip("bokeh")
     together, apart = load_together(TRACES / RECORDED[-1]), load_few_at_a_time(TRACES / RECORDED[-1])
     assert together.report()["summary"]["steps_listed"] and together.report()["steps"]
@@ -179,14 +179,14 @@ def test_the_page_names_what_it_leaves_out(load_few_at_a_time, tmp_path):
         assert getattr(apart.plot, kind)().has_data()
 
 
-def test_other_processes(load_few_at_a_time):
+def test_tiled_report_in_other_processes_is_equal(load_few_at_a_time):
     name = "h200x4-burst-262144"
     assert comparable_report(load_few_at_a_time(TRACES / name, jobs=2)) == comparable_report(
         load_together(TRACES / name)
     )
 
 
-def test_the_scratch_folder_goes_with_the_analysis(load_few_at_a_time, tmp_path, monkeypatch):
+def test_scratch_folder_is_removed_with_the_analysis(load_few_at_a_time, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     analysis = load_few_at_a_time(TRACES / RECORDED[-1])
     assert list(tmp_path.iterdir())
@@ -194,7 +194,7 @@ def test_the_scratch_folder_goes_with_the_analysis(load_few_at_a_time, tmp_path,
     assert not list(tmp_path.iterdir())
 
 
-def test_nothing_is_left_where_reading_fails(load_few_at_a_time, tmp_path, monkeypatch):
+def test_scratch_files_are_removed_where_reading_fails(load_few_at_a_time, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     bad: Path = tmp_path / "rank9.json"
     bad.write_text('{"traceEvents": []}')
@@ -203,7 +203,7 @@ def test_nothing_is_left_where_reading_fails(load_few_at_a_time, tmp_path, monke
     assert list(tmp_path.iterdir()) == [bad]
 
 
-def test_details_live_as_long_as_a_rank_does(load_few_at_a_time):
+def test_scratch_files_live_as_long_as_a_rank(load_few_at_a_time):
     """Check that keeping one rank of a run keeps the files that its hops are read from."""
     together = load_together(TRACES / RECORDED[-1]).attribution.ranks[1]
     rank = load_few_at_a_time(TRACES / RECORDED[-1]).attribution.ranks[1]
@@ -211,7 +211,7 @@ def test_details_live_as_long_as_a_rank_does(load_few_at_a_time):
     assert rank.hops == together.hops
 
 
-def test_the_first_end_on_a_host_bounds_its_clock(load_few_at_a_time, tmp_path):
+def test_first_end_on_a_host_bounds_its_clock_offset(load_few_at_a_time, tmp_path):
     """Check an all-reduce of ranks that end at different times.
 
     Rank 3, until 700, ended after rank 1 began, at 1000: the clocks are 300 to 9000 us apart.
@@ -230,7 +230,7 @@ def test_the_first_end_on_a_host_bounds_its_clock(load_few_at_a_time, tmp_path):
         assert (pair.hosts, pair.residual_ns) == (("node0", "node1"), 4_350_000)
 
 
-def test_collectives_without_records_that_end_together(load_few_at_a_time, tmp_path):
+def test_tiled_report_matches_collectives_by_ends(load_few_at_a_time, tmp_path):
     """Check four all-reduces to which rank r comes r ms after rank 0."""
     ms = 1_000_000
     for rank in range(6):

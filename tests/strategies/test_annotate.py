@@ -29,7 +29,7 @@ def names(rank: int, cases: list[Case]) -> list[set[str]]:
 
 
 @pytest.mark.processes
-def test_blocks_merges_sends_and_waits_are_named() -> None:
+def test_profiler_ranges_of_blocks_merges_sends_and_waits() -> None:
     cases = [Case(name) for name in ("ring", "zigzag", "stripe", "ulysses", "usp", "double-ring", "burst", "megatron")]
     cases += [Case("allgather"), Case("double-ring", {"ring_window": 2})]
     names_by_case = run_ranks(WORLD, names, cases)[WORLD - 1]
@@ -63,7 +63,7 @@ HEARD = re.compile(r"(?:fwd|bwd)/step=\d/(?:block|merge)|send|wait")
 
 
 @pytest.mark.processes
-def test_names_are_the_same_where_rows_travel() -> None:
+def test_profiler_ranges_are_equal_with_row_routing() -> None:
     """With a window of 6 over chunks of 8, only some rows travel, also in two inner rings."""
     cases = [
         Case(name) for name in ("ring", "zigzag", "stripe", "usp", "double-ring", "burst", "megatron", "allgather")
@@ -76,7 +76,7 @@ def test_names_are_the_same_where_rows_travel() -> None:
             assert parts == {"fwd", "bwd", "send", "wait"}, case
 
 
-def test_a_listener_hears_the_names_without_a_profiler() -> None:
+def test_redirected_annotations_work_without_a_profiler() -> None:
     heard: list[str] = []
 
     def listen(name: str) -> AbstractContextManager[None]:

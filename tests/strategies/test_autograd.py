@@ -56,7 +56,7 @@ def lse_on_one_rank(rank: int, kernel: str) -> list[tuple[str, float]]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kernel", ["reference", "cpu-flash"])
-def test_the_lse_may_be_in_the_loss_of_some_ranks_only(kernel):
+def test_loss_of_some_ranks_can_use_the_lse(kernel):
     for errors in run_ranks(2, lse_on_one_rank, kernel):
         for case, error in errors:
             assert error < 1e-5, case
@@ -104,7 +104,7 @@ def transformed(rank: int) -> list[str]:
 
 
 @pytest.mark.processes
-def test_transforms_of_functions_are_refused_in_a_line():
+def test_functorch_transforms_are_a_one_line_error():
     for said in run_ranks(2, transformed):
         assert len(said) == 18
         assert set(said) == {
@@ -132,7 +132,7 @@ def interrupted(rank: int) -> dict[str, float]:
 
 
 @pytest.mark.processes
-def test_a_second_attempt_after_an_exception_is_right():
+def test_attention_after_an_exception_is_exact():
     """The messages of the first attempt are not withdrawn, and no later hop waits for them."""
     for errors in run_ranks(2, interrupted):
         assert {case: error for case, error in errors.items() if not error < 1e-12} == {}
@@ -205,7 +205,7 @@ def strided_inputs(rank: int) -> float:
 
 
 @pytest.mark.processes
-def test_inputs_may_lie_in_memory_as_they_like():
+def test_strided_inputs_are_exact():
     assert max(run_ranks(2, strided_inputs)) < 1e-13
 
 
@@ -232,7 +232,7 @@ def with_other_defaults(rank: int) -> float:
 
 
 @pytest.mark.processes
-def test_neither_default_devices_nor_types_nor_inference_change_anything():
+def test_default_device_dtype_and_inference_mode_are_ignored():
     assert max(run_ranks(2, with_other_defaults)) < 1e-13
 
 
@@ -277,7 +277,7 @@ def bits_by_wire(rank: int) -> bool:
 
 
 @pytest.mark.processes
-def test_what_a_kernel_rounded_travels_in_its_type_without_loss():
+def test_rounded_gradients_travel_in_their_dtype_without_loss():
     assert run_ranks(2, bits_by_wire) == [True, True]
 
 
@@ -291,7 +291,7 @@ def kept_positions(rank: int) -> tuple[int, bool]:
 
 
 @pytest.mark.processes
-def test_positions_are_kept_for_few_lengths_and_belong_to_the_caller():
+def test_positions_cache_is_bounded_and_returns_copies():
     assert run_ranks(2, kept_positions) == [(8, True), (8, True)]
 
 
@@ -340,7 +340,7 @@ def test_a_compiled_model_breaks_its_graph_around_a_strategy():
     assert max(run_ranks(2, compiled)) < 1e-12
 
 
-def test_what_kernels_take_in_words():
+def test_descriptions_of_kernel_dtypes_and_head_sizes():
     words = {name: (kernel.types(), kernel.head_dims()) for name, kernel in KERNELS.items()}
     of_16_bits = "bf16 and fp16"
     assert words == {
@@ -356,7 +356,7 @@ def test_what_kernels_take_in_words():
     }
 
 
-def test_what_kernels_can():
+def test_feature_flags_of_kernels():
     """The flags match the libraries: torch's operators have no softcap and, except for flash, no windows."""
     own_and_flash = {"flash-attn-3", "flash-attn", "torch-flash", "cpu-flash", "flex", "reference"}
     able = {

@@ -219,14 +219,14 @@ def drawn_are_exact(given_: tuple[list[Case], WorkloadShard]) -> None:
 @pytest.mark.processes
 @examples(5)
 @given(drawn())
-def test_drawn_caches_are_exact(drawn_one) -> None:
+def test_random_caches_are_exact(drawn_one) -> None:
     drawn_are_exact(drawn_one)
 
 
 @pytest.mark.long
 @examples(80)
 @given(drawn())
-def test_many_drawn_caches_are_exact(drawn_one) -> None:
+def test_many_random_caches_are_exact(drawn_one) -> None:
     drawn_are_exact(drawn_one)
 
 
@@ -259,7 +259,7 @@ def test_bytes_of_decode_do_not_grow_with_the_cache() -> None:
 
 
 @pytest.mark.processes
-def test_prefill_sends_what_is_less() -> None:
+def test_prefill_sends_the_smaller_of_queries_and_keys() -> None:
     # 12 of 24 keys of 4 heads, K and V of 2 sequences: 6144 bytes. 4 of 8 queries of 8 heads: 2048, there and back,
     # and 512 of LSEs.
     kv, q = {("kv", "send_recv"): 6144}, {("q", "send_recv"): 2048, ("out", "all_to_all"): 2048 + 512}
@@ -269,7 +269,7 @@ def test_prefill_sends_what_is_less() -> None:
 
 
 @pytest.mark.processes
-def test_prefill_sends_of_the_cache_what_a_window_shows() -> None:
+def test_prefill_sends_only_cached_keys_in_the_window() -> None:
     """A window sends two keys per rank around the ring: one travels one hop, the other three.
 
     On 4 ranks with chunks of 2 new tokens, each chunk and the cache is followed by one on another rank or its own. K
@@ -295,7 +295,7 @@ def shares(rank: int) -> list[list[int]]:
 
 
 @pytest.mark.processes
-def test_who_holds_which_keys() -> None:
+def test_cached_key_positions_of_each_rank() -> None:
     positions = run_ranks(4, shares)
     # Groups of 2 neighbours; a cache that grows by one token grows by one key on one rank.
     assert [rank[0] for rank in positions] == [[0, 2, 4, 6, 8], [1, 3, 5, 7]] * 2
@@ -304,7 +304,7 @@ def test_who_holds_which_keys() -> None:
 
 
 @pytest.mark.parametrize("name", ["dcp", "ring-prefill"])
-def test_keys_are_counted_without_a_list_of_them(name: str) -> None:
+def test_cache_shapes_need_no_list_of_positions(name: str) -> None:
     """A list of 2**50 positions fits in no memory: a dry run of a cache that is too large must still end."""
     assert create(name).local_shapes(Shape(1, 4, 8, 2, 8, 2**50)).kv == (1, 2**50, 2, 8)
 
@@ -319,7 +319,7 @@ def test_keys_are_counted_without_a_list_of_them(name: str) -> None:
         ("ring-prefill", Shape(1, 16, 8, 2, 8, 34), 4, {}, "18 cached tokens are none"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_reason(name, shape, size, params, reason) -> None:
+def test_unsupported_cache_is_refused_with_the_reason(name, shape, size, params, reason) -> None:
     assert reason in find(name).load().why_unsupported(shape, size, **params)
 
 
@@ -344,7 +344,7 @@ def of_unsaid_length(rank: int, case: Case, problem: WorkloadShard, exact: Tenso
     ],
     ids=str,
 )
-def test_the_number_of_keys_need_not_be_said_where_a_rank_can_tell_it(case: Case, problem: WorkloadShard) -> None:
+def test_kv_length_is_optional_where_a_rank_can_infer_it(case: Case, problem: WorkloadShard) -> None:
     assert max(run_ranks(4, of_unsaid_length, case, problem, dense(problem)[0])) < 1e-12
 
 
@@ -367,7 +367,7 @@ def phases(rank: int, cases: list[Case], problem: WorkloadShard) -> list[set[str
 
 
 @pytest.mark.processes
-def test_its_phases_are_named_as_those_of_training() -> None:
+def test_decode_and_prefill_use_the_ranges_of_training() -> None:
     """Reports find ring steps, sends and waits by these names."""
     merges = [f"fwd/step={step}/merge" for step in range(2)]
     blocks = [f"fwd/step={step}/block" for step in range(2)]
@@ -379,7 +379,7 @@ def test_its_phases_are_named_as_those_of_training() -> None:
     assert all({"send", "wait"} <= names for names in (decode, hops, queries))
 
 
-def test_calls_that_cannot_be_meant_are_refused() -> None:
+def test_invalid_decode_calls_are_refused() -> None:
     strategy = create("dcp", kernel="reference")
     q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 9, 2, 8)
     with pytest.raises(Unsupported, match="needs kv_length"):

@@ -51,7 +51,7 @@ def trades(rank: int) -> list[str]:
 
 
 @pytest.mark.processes
-def test_what_arrives_is_what_was_sent():
+def test_received_tensors_equal_those_sent():
     assert run_ranks(4, trades) == [[]] * 4
 
 
@@ -62,7 +62,7 @@ def sums(rank: int) -> float:
 
 
 @pytest.mark.processes
-def test_a_sum_is_rounded_once_where_the_ranks_add_it_themselves():
+def test_sum_added_by_ranks_is_rounded_once():
     # 259 lies between the bf16 neighbours 258 and 260; halves go to the even one.
     assert run_ranks(4, sums) == [260.0] * 4
 
@@ -77,7 +77,7 @@ def counts(rank: int) -> dict[tuple[str, str, str, str], list[int]]:
 
 
 @pytest.mark.processes
-def test_bytes_are_counted_by_the_link_that_they_take():
+def test_bytes_are_counted_per_link_class():
     for rank, sent in enumerate(run_ranks(4, counts)):
         # Pieces of 5 bf16 are 10 bytes. An all-to-all sends one to the neighbour on the host and two to the other host.
         assert sent["test", "forward", "all_to_all", "same_host"] == [0, 10]
@@ -96,11 +96,11 @@ def channels(rank: int) -> list[bool]:
 
 
 @pytest.mark.processes
-def test_channels_of_one_name_share_a_process_group_and_others_do_not():
+def test_channels_share_a_process_group_by_name():
     assert run_ranks(2, channels) == [[False, True]] * 2
 
 
-def test_what_carries_hops_is_told_by_what_was_sent():
+def test_hop_transport_is_inferred_from_counted_traffic():
     comm = Communicator()
     for operation, carrier in (("send_recv", "nccl"), ("copy", "copy")):
         comm.meter.add("kv", operation, "same_host", 10)
@@ -117,7 +117,7 @@ def test_one_rank_sends_nothing():
     assert comm.meter.sent == {}
 
 
-def test_what_arrives_is_handed_out_once():
+def test_received_tensors_can_be_taken_once():
     hop = Communicator().collective("alone").all_to_all(torch.zeros(1, 2))
     hop.wait()
     with pytest.raises(RuntimeError, match="twice"):

@@ -28,7 +28,7 @@ from tests.strategies.test_masks import dense as masked
 PLAIN = Mask()
 
 
-def test_hops_that_nothing_carries_are_refused_by_name():
+def test_unknown_hop_transport_is_refused_by_name():
     with pytest.raises(Unsupported, match="hops 'pigeon': write one of auto, nccl, copy"):
         create("ring", hops="pigeon")
 
@@ -130,14 +130,14 @@ def _one_carried(case: Case, mask: Mask) -> tuple[set[str], float]:
 @pytest.mark.parametrize(
     ("can", "way"), [([True, True], "copy"), ([True, False], "send_recv"), ([False, False], "send_recv")]
 )
-def test_auto_copies_where_all_ranks_can(can, way):
+def test_auto_uses_copies_if_every_rank_supports_them(can, way):
     for carried in run_ranks(2, _carried, can, [Case("zigzag")]):
         assert all(ways == {way} and error < 1e-13 for ways, error in carried.values())
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_strategy_is_right_with_memory_that_is_used_again(size):
+def test_every_strategy_is_exact_with_reused_copy_buffers(size):
     cases = [case for case in CASES if size in case.worlds]
     for carried in run_ranks(size, _carried, [True] * size, cases):
         assert {case: error for case, (_, error) in carried.items() if not error < 1e-12} == {}
@@ -148,13 +148,13 @@ def test_every_strategy_is_right_with_memory_that_is_used_again(size):
 @pytest.mark.parametrize(
     "mask", [Mask.of(window=(3, 0)), Mask.of(window=(3, 0), prefix=2), Mask.of(documents=[0, 3, 21, 32])]
 )
-def test_rows_that_travel_alone_are_right_with_memory_that_is_used_again(mask):
+def test_routed_rows_are_exact_with_reused_copy_buffers(mask):
     cases = [Case("ring"), Case("zigzag"), Case("usp", {"ulysses_degree": 1})]
     for carried in run_ranks(4, _carried, [True] * 4, cases, mask):
         assert {case: error for case, (_, error) in carried.items() if not error < 1e-12} == {}
 
 
-def test_slots_that_were_outgrown_are_given_back_at_once(monkeypatch):
+def test_outgrown_copy_buffers_are_freed_at_once(monkeypatch):
     """The memory is freed at once, not at the next garbage collection: a GPU would run out before that."""
     handle = SimpleNamespace(rank=0, buffer_ptrs=[0, 0])
     monkeypatch.setattr(symmetric, "empty", lambda size, dtype, device: torch.empty(size, dtype=dtype))
@@ -232,7 +232,7 @@ def _differences(rank: int, size: int) -> list[str]:
 @pytest.mark.gpu
 @needs_two_gpus
 @pytest.mark.parametrize("size", SIZES)
-def test_every_strategy_gives_the_same_bits_and_bytes_either_way(size):
+def test_copies_and_nccl_give_equal_bits_and_bytes(size):
     assert run_gpu_ranks(size, _differences, size) == [[]] * size
 
 
@@ -257,7 +257,7 @@ def _bucketed(rank: int) -> tuple[list[int], bool]:
 
 @pytest.mark.gpu
 @needs_two_gpus
-def test_a_ring_holds_two_slots_of_its_largest_hop_whatever_lengths_and_strategies_there_are():
+def test_ring_reserves_two_slots_of_its_largest_hop():
     for held, right in run_gpu_ranks(2, _bucketed):
         # K and V of 1024 tokens of 8 heads of 64 in bf16 are 2 MiB, as dK and dV on their only hop.
         assert held[3] == held[-1] == 2 * 2 * 2**20 + 256
@@ -283,7 +283,7 @@ def _after_a_peer_died(rank: int) -> str:
 
 @pytest.mark.gpu
 @needs_two_gpus
-def test_a_peer_that_dies_ends_the_wait_for_its_hop():
+def test_wait_for_a_hop_ends_when_the_peer_dies():
     message, ended = run_gpu_ranks(2, _after_a_peer_died, limit_s=90)
     assert message.startswith("rank 1 has ended (process ") and message.endswith("the last output has NaN: True")
     assert ended == "gone"
@@ -318,5 +318,5 @@ def _auto(rank: int) -> dict[str, set[str]]:
 
 @pytest.mark.gpu
 @needs_two_gpus
-def test_auto_copies_beside_any_kernel_on_gpus():
+def test_auto_uses_copies_beside_any_kernel_on_gpus():
     assert run_gpu_ranks(2, _auto) == [{"cudnn": {"copy"}, "torch-flash": {"copy"}}] * 2

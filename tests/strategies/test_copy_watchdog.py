@@ -44,7 +44,7 @@ def watch_at(seconds: float) -> CopyWatchdog:
     return watch
 
 
-def test_a_peer_that_ends_releases_those_who_wait_for_it(peer):
+def test_watchdog_releases_ranks_waiting_for_an_ended_peer(peer):
     watch, waiting, idle = watch_at(1.0), Ring(0.0, {3: peer.pid}), Ring(None, {3: peer.pid})
     watch.add(waiting)
     watch.add(idle)
@@ -60,7 +60,7 @@ def test_a_peer_that_ends_releases_those_who_wait_for_it(peer):
 
 
 @pytest.mark.parametrize(("now", "released"), [(599.0, 0), (600.0, 1)])
-def test_a_hop_takes_at_most_the_groups_time(now, released):
+def test_watchdog_enforces_the_group_timeout(now, released):
     watch, ring = watch_at(now), Ring(0.0, {1: None, 3: None})
     watch.add(ring)
     watch.check()
@@ -70,7 +70,7 @@ def test_a_hop_takes_at_most_the_groups_time(now, released):
             watch.raise_if_lost()
 
 
-def test_a_peer_that_ended_after_its_last_hop_is_not_missed(peer):
+def test_watchdog_ignores_a_peer_that_ended_after_its_last_hop(peer):
     watch, ring = watch_at(1.0), Ring(None, {3: peer.pid})
     watch.add(ring)
     peer.kill()
@@ -80,7 +80,7 @@ def test_a_peer_that_ended_after_its_last_hop_is_not_missed(peer):
     assert ring.released == 0
 
 
-def test_a_ring_that_nobody_has_any_more_is_not_looked_at():
+def test_watchdog_drops_rings_that_were_collected():
     watch, ring = watch_at(1e9), Ring(0.0, {1: None})
     watch.add(ring)
     del ring
@@ -89,7 +89,7 @@ def test_a_ring_that_nobody_has_any_more_is_not_looked_at():
     watch.raise_if_lost()
 
 
-def test_the_watch_keeps_no_process_alive():
+def test_watchdog_thread_is_a_daemon():
     watch = watch_at(0.0)
     watch.add(Ring(None, {}))
     assert watch._thread is not None and watch._thread.daemon

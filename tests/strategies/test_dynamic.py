@@ -52,7 +52,7 @@ def at_once(rank: int) -> float:
 
 
 @pytest.mark.processes
-def test_parts_of_several_sizes_at_once() -> None:
+def test_groups_of_several_sizes_at_once_are_exact() -> None:
     assert max(run_ranks(4, at_once)) < 1e-12
 
 
@@ -73,7 +73,7 @@ def counts(rank: int) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.processes
-def test_going_round_the_sizes_makes_no_group_and_keeps_no_tensor() -> None:
+def test_cycling_sizes_creates_no_groups_and_leaks_no_tensors() -> None:
     for rank in run_ranks(4, counts):
         # The world; parts of 1 and 2; rings of K and V over 2 and 4. dK and dV share these.
         assert [groups for groups, _, _ in rank] == [5] * 6
@@ -97,7 +97,7 @@ def refused(rank: int) -> list[str]:
 
 
 @pytest.mark.processes
-def test_parts_that_cannot_be_are_refused() -> None:
+def test_invalid_group_sizes_are_refused() -> None:
     said = run_ranks(2, refused)[0]
     assert said[:2] == ["parts of 3 ranks do not divide 2", "parts of 0 ranks do not divide 2"]
     assert said[2] == "ranks [1]: each once, and rank 0 among them"

@@ -77,7 +77,7 @@ def strides_seen(rank: int, world: int) -> list[str]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.long)])
-def test_every_backward_call_has_the_strides_that_torchs_own_autograd_gives(world):
+def test_backward_calls_have_the_strides_of_torch_autograd(world):
     for wrong_calls in run_ranks(world, strides_seen, world):
         assert wrong_calls == []
 
@@ -112,14 +112,14 @@ def results_with_views(rank: int, world: int) -> tuple[list[str], int]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_a_kernel_that_takes_views_is_given_them_and_its_gradients_are_added_in_pairs(world):
+def test_views_are_passed_to_kernels_and_gradients_added_in_pairs(world):
     for rank, (wrong, views) in enumerate(run_ranks(world, results_with_views, world)):
         assert wrong == []
         # Half of a rank's queries see the keys of those before it: ranks but the last have such blocks.
         assert views > 0 or rank == world - 1
 
 
-def test_only_what_lies_side_by_side_is_taken_as_one():
+def test_only_adjacent_tensors_are_joined_without_a_copy():
     pair = torch.rand(2, 1, 3, 4)
     first, second = pair.unbind(0)
     assert side_by_side(first, second) is pair
@@ -137,7 +137,7 @@ def test_only_what_lies_side_by_side_is_taken_as_one():
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("scale", [1.0, 1e-4])
-def test_right_gradients_are_plausible_and_those_of_wrong_memory_are_not(causal, scale):
+def test_plausibility_check_detects_gradients_of_wrong_memory(causal, scale):
     torch.manual_seed(0)
     kernel: Kernel = ReferenceKernel()
     q, dout = (torch.randn(2, 64, 4, 16).bfloat16() for _ in range(2))
@@ -179,7 +179,7 @@ def _allocate(shapes: Shapes) -> list[torch.Tensor]:
         ([(torch.float32, (4,))], 1),
     ],
 )
-def test_tensors_travel_in_one_message_where_no_byte_is_added(shapes, messages):
+def test_tensors_are_packed_in_one_message_without_padding(shapes, messages):
     torch.manual_seed(0)
     tensors = [torch.randn(shape).to(dtype) for dtype, shape in shapes]
     message = Message.pack(tensors)
@@ -196,7 +196,7 @@ def test_tensors_travel_in_one_message_where_no_byte_is_added(shapes, messages):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("sharpness", [1, 8, 60, 200])
-def test_gradients_of_a_softmax_with_one_key_are_rounding_and_no_sign_of_a_wrong_plan(causal, sharpness):
+def test_rounding_of_one_key_softmax_gradients_is_plausible(causal, sharpness):
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, 256, 4, 64).bfloat16() for _ in range(4))
     k = (k + sharpness * q.float()).bfloat16()
@@ -213,7 +213,7 @@ def test_gradients_of_a_softmax_with_one_key_are_rounding_and_no_sign_of_a_wrong
     assert not is_plausible(out.flip(2).contiguous())
 
 
-def test_a_kernel_is_made_once_for_all_that_it_computes():
+def test_kernel_is_created_once_per_strategy():
     strategy = create("ring", kernel="auto")
     single, wider, double = (
         strategy.kernel_for(torch.zeros(1, 4, 2, head_dim, dtype=dtype))
@@ -223,13 +223,13 @@ def test_a_kernel_is_made_once_for_all_that_it_computes():
     assert strategy.kernel_for(torch.zeros(1, 4, 2, 8), softcap=2.0) is not single
 
 
-def test_what_lies_in_order_is_taken_as_it_is():
+def test_ordered_tensor_is_not_copied():
     """The tensor is not copied, even if a dimension of one element has a meaningless stride."""
     q = torch.empty(5, 4, 3, 8).transpose(0, 1)[::2, :1]
     assert q.shape == (2, 1, 3, 8) and not q.is_contiguous() and _heads_together(q) is q
 
 
-def test_a_mask_lies_where_the_tensors_do():
+def test_additive_mask_is_on_the_device_of_the_tensors():
     with torch.device("meta"):
         assert _additive_mask(AttnRectangle(0, 2, 0, 2, right=0), torch.zeros(1, device="cpu")).tolist() == [
             [0, -inf],
@@ -249,7 +249,7 @@ def test_a_mask_lies_where_the_tensors_do():
         ("cpu-flash", False, True, True, True),
     ],
 )
-def test_what_each_kernel_takes(name, grouped_heads, dense_rows, windows, deterministic):
+def test_features_of_third_party_kernels(name, grouped_heads, dense_rows, windows, deterministic):
     """The features are those that the kernels' authors document."""
     kernel = KERNELS[name]
     assert kernel.grouped_heads is grouped_heads and kernel.dense_rows is dense_rows
@@ -277,6 +277,6 @@ def test_a_recording_kernel_keeps_the_layout_of_its_arguments():
         assert last is not None and last.delta is None and last.out == TensorView.of(dout)
 
 
-def test_the_span_of_a_view_is_from_its_first_element_to_its_last():
+def test_span_of_a_view_is_first_to_last_element():
     x = torch.empty(5, 4, 8)
     assert [TensorView.of(view).span for view in (x, x[:, :2], x.transpose(0, 2), x[:, 1])] == [160, 144, 160, 136]

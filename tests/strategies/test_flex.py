@@ -35,7 +35,7 @@ def pairs_of(parts: MaskBlocks) -> torch.Tensor:
 
 
 @given(drawn(), st.sampled_from([1, 2]), st.sampled_from(["contiguous", "zigzag", "stripe"]))
-def test_stretches_are_the_pairs_of_the_parts(
+def test_key_ranges_cover_exactly_the_pairs_of_the_mask(
     drawn_problem: tuple[WorkloadShard, Mask], size: int, layout: str
 ) -> None:
     problem, mask = drawn_problem
@@ -52,7 +52,7 @@ def test_stretches_are_the_pairs_of_the_parts(
 
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "stripe"])
-def test_a_rank_sees_of_its_own_rows_what_a_window_shows_behind_them(layout: str, after: int) -> None:
+def test_window_after_a_query_is_exact_on_local_rows(layout: str, after: int) -> None:
     """Each query sees all keys before it and ``after`` keys behind it, checked pair by pair; 0 is a causal mask."""
     mask = Mask.of(window=(-1, after), causal=False)
     sharded_mask, positions = (
@@ -67,7 +67,7 @@ def test_a_rank_sees_of_its_own_rows_what_a_window_shows_behind_them(layout: str
 
 
 @pytest.mark.parametrize(("number", "stretched"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8)])
-def test_stretches_are_a_power_of_two(number: int, stretched: int) -> None:
+def test_number_of_key_ranges_is_a_power_of_two(number: int, stretched: int) -> None:
     """A query that sees every other key needs one stretch per key: each number of stretches is compiled separately."""
     block = MaskBlocks(tuple(AttnRectangle(0, 1, 2 * index, 2 * index + 1) for index in range(number)), 1, 2 * number)
     first, end = stretches(block)
@@ -78,7 +78,7 @@ def test_stretches_are_a_power_of_two(number: int, stretched: int) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 700), st.integers(0, 700)), min_size=1, max_size=400), st.integers(1, 700))
-def test_tiles_are_those_of_the_dense_mask(rows: list[tuple[int, int]], keys: int) -> None:
+def test_tiles_equal_those_of_the_dense_mask(rows: list[tuple[int, int]], keys: int) -> None:
     bounds = torch.tensor(rows, dtype=torch.int32).clamp(max=keys)
     first, end = bounds[:, 0][None], bounds[:, 1][None]
     key = torch.arange(keys)
@@ -94,7 +94,7 @@ def test_tiles_are_those_of_the_dense_mask(rows: list[tuple[int, int]], keys: in
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(300, 700), (700, 100), (100, 300), (256, 128)])
-def test_tiles_by_keys_are_torchs_own_by_queries_turned(queries: int, keys: int) -> None:
+def test_key_tiles_equal_the_transposed_query_tiles_of_torch(queries: int, keys: int) -> None:
     """torch computes one index from the other; columns outside all tiles have no entry."""
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -124,7 +124,7 @@ BLOCKS = [
 
 @pytest.mark.parametrize(("mask", "layout", "size", "q_rank", "kv_rank"), BLOCKS)
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
-def test_a_block_given_the_lse_of_all_blocks(
+def test_block_with_the_global_lse_has_exact_gradients(
     mask: Mask, layout: str, size: int, q_rank: int, kv_rank: int, softcap: float
 ) -> None:
     block = sharded_mask_of(mask, LAYOUTS[layout], size, 96).block(q_rank, kv_rank)
@@ -158,14 +158,14 @@ def through_strategies(rank: int, truths: dict[Mask, list[torch.Tensor]]) -> lis
 
 
 @pytest.mark.processes
-def test_strategies_are_exact_with_it() -> None:
+def test_strategies_are_exact_with_flex() -> None:
     masks = [Mask.of(documents=[0, 1, 2, 9, 9, 40, 64]), Mask.of(causal=False, documents=[0, 29, 64], window=(5, 2))]
     truths = {mask: dense(WorkloadShard(seq=64), mask) for mask in masks}
     for label, error in run_ranks(2, through_strategies, truths)[0]:
         assert error < 1e-12, label
 
 
-def test_numbers_of_a_document_change_no_bit_of_another() -> None:
+def test_values_of_one_document_do_not_change_another() -> None:
     """Only NaN may pass, within a tile, as docs/workloads.md says."""
     strategy, results = create("zigzag", kernel="flex"), []
     for factor in (1.0, -1.5):
@@ -192,7 +192,7 @@ def test_heads_of_two_sizes_and_any_lengths(queries: int, keys: int, size: int) 
     assert relative_error(result[0], truth[0]) < 1e-12
 
 
-def test_every_softcap_is_compiled_as_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_softcap_is_compiled_as_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch would make a number that changes between calls a tensor, which the kernel template refuses on a GPU."""
     numbers: list[int] = []
 

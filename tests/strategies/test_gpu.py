@@ -90,7 +90,7 @@ def test_the_deterministic_mode_gives_the_same_bits(name):
         assert all(torch.equal(first, second) for first, second in zip(results[0], again, strict=True))
 
 
-def test_a_kernel_without_a_deterministic_mode_is_refused_or_passed_over():
+def test_kernel_without_a_deterministic_mode_is_refused_or_skipped():
     q = torch.randn(1, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="no deterministic"):
         create("zigzag", kernel="cudnn", deterministic=True).kernel_for(q)

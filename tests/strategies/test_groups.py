@@ -52,7 +52,7 @@ def a_group_of_rank_0(rank: int) -> list[float]:
 
 
 @pytest.mark.processes
-def test_a_group_that_only_one_rank_is_in_holds_nobody_up():
+def test_group_of_one_rank_does_not_block_others():
     assert max(max(errors) for errors in run_ranks(2, a_group_of_rank_0)) < 1e-13
 
 
@@ -62,7 +62,7 @@ def a_group_of_half_the_ranks(rank: int) -> float:
 
 
 @pytest.mark.processes
-def test_a_group_that_half_of_the_ranks_are_in_holds_nobody_up():
+def test_group_of_half_of_the_ranks_does_not_block_others():
     assert max(run_ranks(4, a_group_of_half_the_ranks)) < 1e-13
 
 
@@ -100,7 +100,7 @@ def lengths_that_change(rank: int) -> tuple[list[float], list[int]]:
 
 
 @pytest.mark.processes
-def test_a_context_parallel_degree_that_changes_makes_each_group_once():
+def test_changing_cp_degree_creates_each_group_once():
     for errors, counts in run_ranks(4, lengths_that_change):
         assert max(errors) < 1e-13
         assert counts[0] == counts[1] == counts[2]
@@ -113,7 +113,7 @@ def strided_groups(rank: int) -> float:
 
 
 @pytest.mark.processes
-def test_groups_of_ranks_that_are_no_neighbours():
+def test_groups_of_non_adjacent_ranks_are_exact():
     assert max(run_ranks(4, strided_groups)) < 1e-13
 
 
@@ -135,7 +135,7 @@ def _refusal(call: Any) -> str:
 
 
 @pytest.mark.processes
-def test_a_mesh_of_one_dimension_is_a_group_and_one_of_two_is_refused():
+def test_one_dimensional_mesh_is_accepted_and_two_refused():
     for error, refusal, backend in run_ranks(4, on_a_mesh):
         assert error < 1e-13
         assert refusal == "Unsupported: a mesh of 2 dimensions: give one of them, as mesh[NAME] of 'dp', 'cp'"
@@ -148,7 +148,7 @@ def from_outside(rank: int) -> str:
 
 
 @pytest.mark.processes
-def test_a_rank_outside_the_group_is_told_so_and_waits_for_nobody():
+def test_rank_outside_the_group_is_refused_at_once():
     inside, refused = "", "Unsupported: rank {} is not in the group: only its members can have a strategy over it"
     assert run_ranks(3, from_outside) == [inside, inside, refused.format(2)]
 
@@ -165,7 +165,7 @@ def different_wishes(rank: int) -> list[str]:
 
 
 @pytest.mark.processes
-def test_ranks_that_ask_for_different_things_are_all_refused():
+def test_ranks_with_different_options_are_all_refused():
     for rank, (name, params, hops, unknown, hosts, after) in enumerate(run_ranks(2, different_wishes)):
         assert name.startswith("Unsupported: the ranks do not ask for the same: rank 0 for ring() with kernel auto")
         assert "rank 1 for burst(ring_window=2)" in params
@@ -210,11 +210,11 @@ def request_of(rank: int, **facts: Any) -> HandshakeRequest:
         ([request_of(r, host="ab"[r // 2], local_world_size=4 if r == 0 else None) for r in range(4)], 4, [0, 0, 1, 1]),
     ],
 )
-def test_hosts_follow_the_launcher_and_else_the_names(ranks, world, hosts):
+def test_hosts_follow_the_launcher_or_host_names(ranks, world, hosts):
     assert list(assign_hosts(ranks, world).values()) == hosts
 
 
-def test_hosts_of_unequal_size_that_cannot_be_told_apart_are_refused():
+def test_ambiguous_hosts_of_unequal_size_are_refused():
     ranks = [request_of(rank, local_world_size=4 if rank < 4 else 2) for rank in (0, 4, 5)]
     with pytest.raises(Unsupported, match=r"LOCAL_WORLD_SIZE 2 and 4.*give ranks_per_host"):
         assign_hosts(ranks, 6)
@@ -232,13 +232,13 @@ def under(rank: int, variables: list[dict[str, str]]) -> tuple[Any, ...]:
 
 
 @pytest.mark.processes
-def test_srun_alone_tells_two_hosts_of_two():
+def test_srun_variables_alone_give_two_hosts():
     for window, degree, error in run_ranks(4, under, [{"SLURM_NODEID": str(rank // 2)} for rank in range(4)]):
         assert (window, degree) == (2, 2) and error < 1e-12
 
 
 @pytest.mark.processes
-def test_hosts_of_four_and_two_ranks_are_agreed_on_by_all():
+def test_hosts_of_four_and_two_ranks_are_consistent():
     sizes = ["4", "4", "4", "4", "2", "2"]
     for window, degree, error in run_ranks(6, under, [{"LOCAL_WORLD_SIZE": size} for size in sizes]):
         # No window divides both hosts: one ring of all.
@@ -305,7 +305,7 @@ def differing(rank: int, how: str) -> str:
         ("gradients", "gradients=False", "gradients=True"),
     ],
 )
-def test_ranks_that_call_differently_are_all_told_how(how, first, other):
+def test_ranks_with_different_calls_get_an_error_with_both(how, first, other):
     """For such a difference gloo would end the process, and NCCL would compute wrong results."""
     for message in run_ranks(2, differing, how):
         assert message.startswith("the ranks do not ask for the same: rank 0 for ")
@@ -355,7 +355,7 @@ def late(rank: int) -> list[str]:
 
 
 @pytest.mark.processes
-def test_a_rank_that_waits_for_others_to_make_its_call_says_so():
+def test_rank_waiting_for_the_first_call_of_others_warns():
     (warned,), nothing = run_ranks(2, late)
     assert warned.startswith("rank 0 waits for the others to ask for the same, as all must the first time: ")
     assert "q, k and v of shape (1, 8, 4, 8)" in warned and nothing == []
@@ -370,6 +370,6 @@ def where_cuda_may_not_be_asked(rank: int) -> float:
 
 
 @pytest.mark.processes
-def test_ranks_that_were_forked_after_cuda_had_begun_compute_on_the_cpu():
+def test_ranks_forked_after_cuda_initialization_use_the_cpu():
     """In such a process every CUDA query fails, although there is a GPU."""
     assert max(run_ranks(2, where_cuda_may_not_be_asked)) < 1e-12

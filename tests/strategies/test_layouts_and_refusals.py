@@ -29,7 +29,7 @@ layout_names = st.sampled_from(["contiguous", "zigzag", "stripe"])
 
 
 @given(layout_names, st.integers(1, 9), st.integers(1, 6))
-def test_a_layout_deals_out_every_token_once(name, size, times):
+def test_layout_assigns_every_token_once(name, size, times):
     layout = LAYOUTS[name]
     seq = layout.divisor(size) * times
     assert sorted(layout.order(seq, size).tolist()) == list(range(seq))
@@ -42,7 +42,7 @@ def covered(mask: torch.Tensor, block: Block) -> None:
 
 
 @given(layout_names, st.integers(1, 5), st.integers(1, 5), st.booleans())
-def test_the_blocks_of_all_pairs_are_the_mask_exactly_once(name, size, times, causal):
+def test_blocks_of_all_rank_pairs_cover_the_mask_once(name, size, times, causal):
     layout = LAYOUTS[name]
     seq = layout.divisor(size) * times
     local = seq // size
@@ -59,7 +59,7 @@ def test_the_blocks_of_all_pairs_are_the_mask_exactly_once(name, size, times, ca
 
 
 @given(st.integers(1, 40), st.booleans())
-def test_the_parts_of_the_home_block_are_the_whole(local, causal):
+def test_split_local_block_covers_the_local_block_once(local, causal):
     early, rest = split_local_block(local, causal=causal)
     seen = torch.zeros(local, local, dtype=torch.int)
     for block in (early, *rest):
@@ -77,7 +77,7 @@ grids = st.builds(
 
 
 @given(grids)
-def test_a_grid_names_every_rank_once_and_gives_neighbours_to_what_comes_first(grid):
+def test_grid_contains_every_rank_once_with_inner_dimension_adjacent(grid):
     size = grid.ulysses_degree * grid.ring_degree
     for rank in range(size):
         assert grid.rank(*grid.coordinates(rank)) == rank
@@ -87,7 +87,7 @@ def test_a_grid_names_every_rank_once_and_gives_neighbours_to_what_comes_first(g
 
 
 @given(grids, layout_names, st.integers(1, 4))
-def test_a_ulysses_group_holds_what_its_place_on_the_ring_holds(grid, name, times):
+def test_ulysses_group_holds_the_tokens_of_its_ring_position(grid, name, times):
     layout = Grouped(LAYOUTS[name], grid)
     size = grid.ulysses_degree * grid.ring_degree
     seq = layout.divisor(size) * times
@@ -140,7 +140,7 @@ def round_trips(rank: int, world: int) -> list[str]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("world", [1, 4])
-def test_unshard_undoes_shard(world):
+def test_unshard_reverses_shard(world):
     assert run_ranks(world, round_trips, world) == [[]] * world
 
 
@@ -209,7 +209,7 @@ EXPECTED = {
 
 
 @pytest.mark.processes
-def test_what_does_not_fit_is_refused_on_every_rank_alike():
+def test_unsupported_workload_is_refused_equally_on_every_rank():
     for said in run_ranks(4, refusals):
         for label, part in EXPECTED.items():
             assert part in said[label], label
@@ -253,14 +253,14 @@ UNFIT = [
 
 
 @pytest.mark.parametrize(("name", "params", "given_shape", "size", "said"), UNFIT)
-def test_unfit_says_why(name, params, given_shape, size, said):
+def test_why_unsupported_states_the_reason(name, params, given_shape, size, said):
     shape = Shape(**{"batch": 1, "seq": 64, "heads": 8, "kv_heads": 8, "head_dim": 8, **given_shape})
     assert said in (find(name).load().why_unsupported(shape, size, **params) or "")
 
 
 @pytest.mark.parametrize("name", names())
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_what_fits_is_not_refused(name, size):
+def test_supported_workload_is_not_refused(name, size):
     assert find(name).load().why_unsupported(Shape(1, 64, 8, 2, 8), size) is None
 
 
@@ -273,12 +273,12 @@ def test_what_fits_is_not_refused(name, size):
         ("ring", {"grad_wire": "mixed"}),
     ],
 )
-def test_a_choice_that_there_is_not_is_refused(name, params):
+def test_unknown_parameter_value_is_refused(name, params):
     with pytest.raises(Unsupported, match=f"{next(iter(params))}: .* is not "):
         create(name, **params)
 
 
-def test_an_unknown_strategy_names_the_nearest_and_all():
+def test_unknown_strategy_error_suggests_the_nearest():
     with pytest.raises(UnknownName, match=r"did you mean 'zigzag'\?.*ring, zigzag"):
         find("zigzg")
     with pytest.raises(UnknownName, match="cannot be imported"):
@@ -345,7 +345,7 @@ def test_parameters_that_are_hidden_or_missing_are_refused():
     check_parameters(Demanding, "mine", {"pace": 1})
 
 
-def test_a_parameter_of_no_strategy_is_refused_with_those_that_there_are():
+def test_unknown_parameter_error_lists_the_parameters():
     class Plain:
         def __init__(self) -> None: ...
 
@@ -390,14 +390,14 @@ def resolved(rank: int) -> list[dict[str, object]]:
     return params
 
 
-def test_one_degree_decides_the_other():
+def test_one_parallel_degree_determines_the_other():
     assert USP.with_placement(8, 4) == {"ulysses_degree": 4}
     assert USP.with_placement(8, 4, ring_degree=4) == {"ring_degree": 4}
     assert USP.layout_for(8, ring_degree=2).grid == Grid.of(8, 4, 2, head_first=True)
 
 
 @pytest.mark.processes
-def test_degrees_and_windows_follow_the_hosts():
+def test_default_degrees_and_windows_follow_the_hosts():
     for usp, double, burst, one_usp, one_double, one_burst, ring_first, heads, context in run_ranks(4, resolved):
         assert (usp["ulysses_degree"], usp["ring_degree"]) == (2, 2)
         assert (double["ring_window"], burst["ring_window"], burst["double_ring"]) == (2, 2, True)

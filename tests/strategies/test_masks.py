@@ -114,7 +114,7 @@ def errors_of(
     [pytest.param(1, "reference", marks=pytest.mark.processes), (2, "cpu-flash"),
      pytest.param(4, "reference", marks=pytest.mark.processes)],
 )  # fmt: skip
-def test_exact_in_float64_and_counted_by_the_exact_area(world: int, kernel: str) -> None:
+def test_masks_are_exact_in_float64_and_counted_by_area(world: int, kernel: str) -> None:
     cases = [case for case in TAKING if world in case.worlds]
     problem = WorkloadShard(seq=64, batch=2, kernel=kernel)
     truths = {mask: dense(problem, mask) for mask in MASKS}
@@ -123,7 +123,7 @@ def test_exact_in_float64_and_counted_by_the_exact_area(world: int, kernel: str)
 
 
 @pytest.mark.long
-def test_exact_in_float64_on_8_ranks() -> None:
+def test_masks_are_exact_in_float64_on_8_ranks() -> None:
     cases = [case for case in TAKING if case.name != "ulysses" and 4 in case.worlds]
     truths = {mask: dense(WorkloadShard(seq=64), mask) for mask in MASKS}
     for label, error in run_ranks(8, errors_of, cases, WorkloadShard(seq=64), truths)[0]:
@@ -147,7 +147,7 @@ def drawn(draw) -> tuple[WorkloadShard, Mask]:
 @pytest.mark.processes
 @examples(5)
 @given(drawn())
-def test_drawn_masks_on_2_ranks(problem: tuple[WorkloadShard, Mask]) -> None:
+def test_random_masks_on_2_ranks_are_exact(problem: tuple[WorkloadShard, Mask]) -> None:
     cases = [case for case in TAKING if 2 in case.worlds]
     # Where a query sees itself alone dq and dk are 0, and what is left of them is rounding.
     for label, error in run_ranks(2, errors_of_all, cases, *problem)[0]:
@@ -189,7 +189,7 @@ def leaks(rank: int, kernel: str) -> list[str]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kernel", ["reference", "cpu-flash"])
-def test_what_one_document_holds_reaches_no_bit_of_another(kernel: str) -> None:
+def test_values_of_one_document_do_not_change_another(kernel: str) -> None:
     assert run_ranks(4, leaks, kernel) == [[]] * 4
 
 
@@ -258,7 +258,7 @@ def types_and_bytes(rank: int, name: str) -> tuple[set[torch.dtype], list[int]]:
 
 
 @pytest.mark.processes
-def test_parts_that_share_rows_come_in_the_type_of_the_inputs() -> None:
+def test_mask_blocks_sharing_rows_return_the_input_dtype() -> None:
     """Rows in several parts, and gradients of keys in several parts, are merged in float32, but do not travel in it."""
     types, sent = run_ranks(2, types_and_bytes, "ulysses")[0]
     assert types == {torch.bfloat16} and sent[0] == sent[1]
@@ -317,7 +317,7 @@ def refusals(rank: int) -> list[str]:
 
 
 @pytest.mark.processes
-def test_who_takes_no_such_mask_names_those_who_do() -> None:
+def test_unsupported_mask_error_names_supporting_strategies() -> None:
     for said in run_ranks(2, refusals):
         assert "the documents end at 8, and the sequence has 16" in said[0]
         assert "documents are cumulative lengths: 0" in said[1]
@@ -328,13 +328,13 @@ def test_who_takes_no_such_mask_names_those_who_do() -> None:
     )
 
 
-def test_documents_are_not_dealt_out_each_in_stripes() -> None:
+def test_stripe_layout_per_document_is_refused() -> None:
     mask, usp = Mask.of(documents=[0, 4, 16]), find("usp").load()
     assert usp.why_mask_unsupported(mask, 16, 2, layout="stripe") is None
     assert "stripe" in usp.why_mask_unsupported(mask, 16, 2, layout="stripe", documents_layout="per_document")
 
 
-def test_one_document_and_no_window_is_the_plain_path() -> None:
+def test_single_document_without_window_uses_the_plain_path() -> None:
     strategy = create("burst", kernel="reference")
     x = torch.randn(1, 8, 2, 4)
     plain = strategy.attention(x, x, x)
@@ -345,7 +345,7 @@ def test_one_document_and_no_window_is_the_plain_path() -> None:
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(sum), st.integers(1, 5))
-def test_zigzag_per_document_deals_every_token_out_evenly(lengths: list[int], size: int) -> None:
+def test_zigzag_per_document_assigns_tokens_evenly(lengths: list[int], size: int) -> None:
     lengths.append(-sum(lengths) % (2 * size))
     bounds = (0, *itertools.accumulate(lengths))
     layout = zigzag_per_document(bounds)
@@ -362,7 +362,7 @@ def test_zigzag_per_document_deals_every_token_out_evenly(lengths: list[int], si
 
 
 @given(*(st.integers(1, 7),) * 2, *(st.one_of(st.none(), st.integers(-9, 9)),) * 2)
-def test_a_band_keeps_every_pair(queries: int, keys: int, low: int | None, high: int | None) -> None:
+def test_band_keeps_every_pair(queries: int, keys: int, low: int | None, high: int | None) -> None:
     wanted = {
         (i, j)
         for i, j in itertools.product(range(queries), range(keys))
@@ -392,7 +392,7 @@ def as_flash_attn_reads(part: AttnRectangle) -> AttnRectangle:
 
 @given(drawn(), st.sampled_from([1, 2, 4]))
 @settings(max_examples=150, deadline=None)
-def test_flash_attn_reads_every_part_as_it_is_meant(problem: tuple[WorkloadShard, Mask], size: int) -> None:
+def test_flash_attn_windows_match_every_mask_block(problem: tuple[WorkloadShard, Mask], size: int) -> None:
     """With more queries than keys it would not, because of the order in which it normalises its windows."""
     seq, mask = 4 * size * problem[0].seq, problem[1].scaled(problem[0].seq, 4 * size * problem[0].seq)
     for layout in (*LAYOUTS.values(), zigzag_per_document(mask.documents or (0, seq))):
@@ -404,7 +404,7 @@ def test_flash_attn_reads_every_part_as_it_is_meant(problem: tuple[WorkloadShard
 
 
 @given(*(st.integers(1, 9),) * 2, *(st.one_of(st.none(), st.integers(-9, 9)),) * 2)
-def test_rows_apart_keep_every_pair_once(queries: int, keys: int, low: int | None, high: int | None) -> None:
+def test_split_rows_keep_every_pair_once(queries: int, keys: int, low: int | None, high: int | None) -> None:
     part = band(0, queries, 0, keys, low, high)
     if part is None:
         return
@@ -415,7 +415,7 @@ def test_rows_apart_keep_every_pair_once(queries: int, keys: int, low: int | Non
     assert torch.equal(whole, split)
 
 
-def test_full_rectangles_are_joined_only_where_their_other_sides_are_equal() -> None:
+def test_full_rectangles_join_only_with_equal_sides() -> None:
     top, below, beside = AttnRectangle(0, 2, 0, 4), AttnRectangle(2, 4, 0, 4), AttnRectangle(0, 2, 4, 6)
     assert joined([top, below]) == [AttnRectangle(0, 4, 0, 4)]
     assert joined([top, beside]) == [AttnRectangle(0, 2, 0, 6)]
@@ -428,7 +428,7 @@ def test_full_rectangles_are_joined_only_where_their_other_sides_are_equal() -> 
         assert joined([top, other]) == [top, other]
 
 
-def test_rows_that_see_all_keys_are_apart() -> None:
+def test_rows_attending_all_keys_are_split_off() -> None:
     # Query i sees key j where j <= i - 2: from query 4 on all three.
     assert split_rows(AttnRectangle(0, 6, 0, 3, right=1)) == [
         AttnRectangle(2, 4, 0, 2, right=0),
@@ -452,7 +452,7 @@ PARTS = {
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
-def test_several_lengths_in_one_call_are_a_call_each(parts: list[AttnRectangle], batch: int) -> None:
+def test_varlen_call_equals_one_call_per_length(parts: list[AttnRectangle], batch: int) -> None:
     """The rows and lengths for a varlen kernel are right, checked with one made of dense calls."""
     block, kernel = MaskBlocks(tuple(parts), 12, 12), ReferenceKernel()
     torch.manual_seed(0)
@@ -544,13 +544,15 @@ def rows_sent(rank: int, name: str, mask: Mask, **params: Any) -> dict[str, tupl
         ("zigzag", Mask.of(documents=[0, 4, 44, 64]), (3, 3 * 16), ("dkv", 3, 3 * 16)),
     ],
 )
-def test_hops_carry_what_somebody_needs(name: str, mask: Mask, kv: tuple[int, int], dkv: tuple[str, int, int]) -> None:
+def test_hops_carry_only_rows_that_some_rank_needs(
+    name: str, mask: Mask, kv: tuple[int, int], dkv: tuple[str, int, int]
+) -> None:
     expected = {"kv forward": kv, "kv backward": kv, f"{dkv[0]} backward": dkv[1:]}
     assert run_ranks(4, rows_sent, name, mask) == [expected] * 4
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_shares_go_whole_where_little_is_saved(size: int) -> None:
+def test_whole_shards_are_sent_where_routing_saves_little(size: int) -> None:
     """On two ranks, the last chunks of the first rank see all keys of the second: cutting out rows saves nothing."""
     bounds = (0, 40, 90, 128)
     sharded_mask = sharded_mask_of(Mask.of(documents=bounds), zigzag_per_document(bounds), size, 128)
@@ -570,7 +572,7 @@ def others_rows_sent(rank: int) -> list[dict[str, tuple[int, int]]]:
 
 
 @pytest.mark.processes
-def test_queries_keys_and_gradients_of_a_window_travel_alone_in_all_rings() -> None:
+def test_rings_send_only_window_rows_of_queries_keys_and_gradients() -> None:
     """Only rows in a window travel: 5 keys before each of 8 chunks of 8 tokens, over one hop or three.
 
     Of two inner rings of two ranks the one is in the same ring, and the other comes in the last step of the other one.
@@ -593,7 +595,7 @@ def test_queries_keys_and_gradients_of_a_window_travel_alone_in_all_rings() -> N
 
 
 @pytest.mark.processes
-def test_nothing_travels_where_no_document_lies_on_two_ranks() -> None:
+def test_nothing_is_sent_if_no_document_spans_two_ranks() -> None:
     assert run_ranks(4, rows_sent, "ring", Mask.of(documents=[0, 16, 20, 32, 48, 64])) == [{}] * 4
 
 
@@ -602,7 +604,7 @@ def test_nothing_travels_where_no_document_lies_on_two_ranks() -> None:
     drawn(), st.sampled_from([2, 4, 8]), st.sampled_from([1, 2, 4, 8]),
     st.sampled_from(["contiguous", "zigzag", "stripe"]), st.booleans(),
 )  # fmt: skip
-def test_every_hop_carries_all_that_is_still_needed(
+def test_every_hop_carries_all_rows_still_needed(
     drawn_problem: tuple[WorkloadShard, Mask], size: int, window: int, name: str, queries: bool
 ) -> None:
     """The needed rows follow from the mask, pair by pair."""

@@ -79,7 +79,7 @@ SOFTCAP = 2.0
         if not softcap or KERNELS[name].takes_softcap
     ],
 )
-def test_a_kernel_computes_parts_as_float64_does(name: str, softcap: float) -> None:
+def test_kernel_on_mask_blocks_agrees_with_float64(name: str, softcap: float) -> None:
     reason = KERNELS[name].why_unsupported(torch.device("cuda"), torch.bfloat16, HEAD_DIM)
     if reason:
         pytest.skip(f"{name} {reason}")
@@ -148,7 +148,7 @@ ON_TWO = {
 
 @needs_two_gpus
 @pytest.mark.parametrize("part", ON_TWO)
-def test_strategies_are_right_on_two_gpus(part: str) -> None:
+def test_masked_strategies_are_exact_on_two_gpus(part: str) -> None:
     reason = KERNELS[ON_TWO[part][0]].why_unsupported(torch.device("cuda"), torch.bfloat16, HEAD_DIM)
     if reason:
         pytest.skip(f"{ON_TWO[part][0]} {reason}")
@@ -180,7 +180,7 @@ def bits(rank: int) -> list[str]:
 
 
 @needs_two_gpus
-def test_no_bit_of_one_document_reaches_another() -> None:
+def test_values_of_one_document_do_not_change_another() -> None:
     if KERNELS["flash-attn"].missing(torch.device("cuda")):
         pytest.skip("flash-attn is not here")
     assert run_gpu_ranks(2, bits) == [[], []]

@@ -13,7 +13,7 @@ from ringprof.strategies.kernels import merge
 
 @pytest.mark.parametrize("rows", [slice(None), slice(0, 5), slice(5, 12), slice(3, 9)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_total_begins_with_its_block_and_zeros_around_it(rows, dtype):
+def test_write_rows_surrounds_a_block_with_zeros(rows, dtype):
     like, block = torch.full((2, 12, 3, 4), torch.nan), torch.randn(2, len(range(12)[rows]), 3, 4)
     expected = torch.zeros(2, 12, 3, 4, dtype=dtype)
     expected[:, rows] = block.to(dtype)
@@ -22,7 +22,7 @@ def test_a_total_begins_with_its_block_and_zeros_around_it(rows, dtype):
 
 @pytest.mark.parametrize("cuts", [(0, 12), (0, 6, 12), (0, 1, 5, 12), (6, 9, 12), (0, 5)])
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_settled_total_is_the_sum_rounded_once(cuts, wire):
+def test_add_and_cast_rounds_the_sum_once(cuts, wire):
     total = torch.randn(1, 12, 2, 8).to(wire)
     parts = [(slice(a, b), torch.randn(1, b - a, 2, 8).to(wire)) for a, b in itertools.pairwise(cuts) if b > a]
     truth = total.double().clone()
@@ -36,14 +36,14 @@ def test_a_settled_total_is_the_sum_rounded_once(cuts, wire):
     assert torch.all((result.double() - truth).abs() <= truth.abs() * 2**-8 * (1 + 2**-10))
 
 
-def test_several_blocks_in_the_same_rows_are_all_added():
+def test_add_and_cast_adds_overlapping_blocks():
     total = torch.randn(1, 12, 2, 8)
     parts = [(slice(None), torch.randn(1, 12, 2, 8)), (slice(None), torch.randn(1, 12, 2, 8))]
     truth = sum((block.double() for _, block in parts), total.double())
     assert torch.allclose(merge.add_and_cast(total, parts, torch.float32).double(), truth, atol=1e-6)
 
 
-def test_a_settled_total_shares_no_memory():
+def test_add_and_cast_returns_new_memory():
     total = torch.randn(1, 4, 1, 8)
     for parts in ([], [(slice(None), torch.randn(1, 4, 1, 8))]):
         before = total.clone()
@@ -100,7 +100,7 @@ def test_a_merge_of_partial_results_is_the_softmax_over_all_keys(dtype, queries)
     )
 
 
-def test_a_result_can_be_asked_for_twice():
+def test_merge_result_can_be_read_twice():
     blocks = [(torch.full((1, 2, 1, 1), value), torch.zeros(1, 1, 2)) for value in (1.0, 3.0)]
     partial = merge.Partial()
     for out, lse in blocks:
@@ -114,7 +114,7 @@ def test_a_result_can_be_asked_for_twice():
 
 @pytest.mark.parametrize("size", [1.0, 1e-6, 1e-20, 1e-25, 1e-30, 1e-37])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_stand_in_for_the_output_carries_delta_however_small_its_gradient_is(dtype, size):
+def test_output_with_delta_carries_delta_for_tiny_gradients(dtype, size):
     torch.manual_seed(0)
     dout = (size * torch.randn(1, 8, 2, 16)).to(dtype)
     delta = size * torch.randn(1, 2, 8)
@@ -124,7 +124,7 @@ def test_a_stand_in_for_the_output_carries_delta_however_small_its_gradient_is(d
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rows_without_a_gradient_of_their_own_carry_that_of_the_lse(dtype):
+def test_rows_without_gradient_carry_the_lse_gradient(dtype):
     torch.manual_seed(0)
     dout, delta = torch.randn(1, 8, 2, 16).to(dtype), torch.randn(1, 2, 8)
     dout[:, 2:6] = 0
@@ -139,13 +139,13 @@ def test_rows_without_a_gradient_of_their_own_carry_that_of_the_lse(dtype):
     assert rows[:, 2:6].abs().max() <= least * delta.abs().max() * 1.01
 
 
-def test_what_carries_in_float16_is_at_least_its_smallest_number():
+def test_lifted_rows_in_float16_are_at_least_its_minimum():
     dout, delta = torch.zeros(1, 1, 1, 4, dtype=torch.float16), torch.full((1, 1, 1), 2.0**-20)
     assert merge.lift_tiny_rows(dout, delta).flatten().tolist() == [2.0**-24, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_blocks_that_share_rows_are_added_where_they_lie(seed):
+def test_blocks_sharing_rows_are_added_in_place(seed):
     """Sums over any, also overlapping, stretches of rows equal one addition after the other."""
     random = torch.Generator().manual_seed(seed)
     rows = int(torch.randint(1, 12, (), generator=random))
@@ -159,14 +159,14 @@ def test_blocks_that_share_rows_are_added_where_they_lie(seed):
     assert torch.allclose(merge.add_and_cast(total.clone(), parts, torch.float64), truth)
 
 
-def test_a_sink_takes_its_share_of_the_output_and_adds_to_the_lse():
+def test_sink_scales_the_output_and_adds_to_the_lse():
     """Three keys of score 0, and a sink of score 0: the output keeps three quarters, the LSE is log 4."""
     out, lse = torch.ones(1, 1, 1, 2), torch.full((1, 1, 1), math.log(3))
     kept, total = merge.with_sinks(out, lse, torch.zeros(1))
     assert torch.allclose(kept, torch.full_like(out, 0.75)) and total.item() == pytest.approx(math.log(4))
 
 
-def test_rows_that_have_seen_no_key_take_the_others_result_and_stay_numbers():
+def test_merge_of_rows_without_keys_stays_finite():
     """Rows 0 and 1 have seen nothing, row 2 has; the block's rows 0 and 2 see nothing, its row 1 does."""
     never = -math.inf
     out, lse = torch.tensor([0.0, 0.0, 5.0]).view(1, 3, 1, 1), torch.tensor([never, never, 2.0]).view(1, 1, 3)

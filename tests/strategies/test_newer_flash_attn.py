@@ -261,7 +261,7 @@ PARTS = [
         ("flash-attn-4", 0.0, WHOLE + PARTS[:1]),
     ],
 )
-def test_what_is_handed_over_is_what_is_meant(name: str, softcap: float, masks: list[Mask]) -> None:
+def test_arguments_passed_to_kernels_match_the_mask(name: str, softcap: float, masks: list[Mask]) -> None:
     generator = torch.Generator().manual_seed(3)
     q, k, v, dout, out = (
         torch.randn(2, 24, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2, 4, 4)
@@ -277,7 +277,7 @@ def test_what_is_handed_over_is_what_is_meant(name: str, softcap: float, masks: 
         assert all(relative_error(x, y) < 1e-12 for x, y in zip(*gradients, strict=True)), mask
 
 
-def test_what_they_do_not_take_is_said() -> None:
+def test_unsupported_features_of_newer_flash_attn() -> None:
     assert (KERNELS["flash-attn-4"].takes_windows, KERNELS["flash-attn-4"].takes_softcap) == (False, False)
     assert not KERNELS["flash-attn-4"].has_deterministic_mode
     for name in ("flash-attn-3", "flash-attn-4"):

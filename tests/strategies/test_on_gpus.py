@@ -84,7 +84,7 @@ def in_random_order(rank: int, size: int, seed: int) -> list[str]:
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("size", SIZES[:1])
-def test_cudnn_is_right_whatever_ran_before(size, seed):
+def test_cudnn_is_exact_in_any_order_of_calls(size, seed):
     for wrong in run_gpu_ranks(size, in_random_order, size, seed):
         assert wrong == []
 
@@ -149,6 +149,6 @@ def without_waiting(rank: int) -> list[str]:
     return waiting
 
 
-def test_neither_pass_waits_for_the_device():
+def test_forward_and_backward_do_not_synchronize_the_device():
     for waiting in run_gpu_ranks(2, without_waiting):
         assert waiting == []

@@ -82,7 +82,7 @@ def _torch_errors(rank: int, problem: WorkloadShard) -> list[float]:
 @pytest.mark.processes
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("causal", [True, False])
-def test_torchs_own_ring_gives_dense_attention(world: int, causal: bool) -> None:
+def test_torch_context_parallel_gives_dense_attention(world: int, causal: bool) -> None:
     problem = WorkloadShard(seq=64, batch=2, causal=causal, dtype=torch.float32, kernel="cpu-flash")
     (errors, *_) = run_ranks(world, _torch_errors, problem)
     # It merges in float32, whose unit roundoff is 6e-8.
@@ -98,18 +98,18 @@ def _options_left(rank: int) -> Any:
 
 
 @pytest.mark.processes
-def test_torchs_options_are_as_before() -> None:
+def test_torch_context_parallel_options_are_restored() -> None:
     assert run_ranks(2, _options_left) == [True, True]
 
 
 @pytest.mark.parametrize(("rotate", "method"), [("allgather", "ALL_GATHER"), ("alltoall", "ALL_TO_ALL")])
-def test_torchs_ring_rotates_as_asked(rotate: str, method: str) -> None:
+def test_torch_context_parallel_uses_the_rotate_method(rotate: str, method: str) -> None:
     with create("torch-cp", rotate=rotate)._options(causal=False) as ring:
         assert ring._cp_options.rotate_method is ring._RotateMethod[method]
 
 
 @pytest.mark.parametrize(("kernel", "fused", "flash"), [("cudnn", "1", "0"), ("flash-attn", "0", "1")])
-def test_transformer_engine_is_told_which_kernel_to_use(
+def test_transformer_engine_kernel_is_set_by_environment(
     kernel: str, fused: str, flash: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"):
@@ -122,7 +122,7 @@ def test_transformer_engine_is_told_which_kernel_to_use(
     assert (os.environ["NVTE_FUSED_ATTN"], os.environ["NVTE_FLASH_ATTN"]) == (fused, flash)
 
 
-def test_peers_are_not_deterministic_unless_asked() -> None:
+def test_peers_are_deterministic_only_on_request() -> None:
     for name in peer_names():
         module, _, peer = find(name).target.partition(":")
         (default,) = (
@@ -153,7 +153,7 @@ def _refusals(rank: int) -> list[str]:
 
 
 @pytest.mark.processes
-def test_what_a_peer_cannot_do_is_refused_in_a_line() -> None:
+def test_unsupported_peer_options_are_a_one_line_error() -> None:
     (said, _) = run_ranks(2, _refusals)
     for line, part in zip(
         said,
@@ -164,7 +164,7 @@ def test_what_a_peer_cannot_do_is_refused_in_a_line() -> None:
 
 
 @pytest.mark.parametrize("name", peer_names())
-def test_a_package_that_is_not_here_is_named_with_the_way_to_get_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_error_shows_how_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ringprof.strategies.catalog.find_spec", lambda package: None)
     if name == "torch-cp":
         assert find(name).missing() is None

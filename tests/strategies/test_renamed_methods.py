@@ -52,6 +52,6 @@ def test_the_old_exception_is_the_new_one() -> None:
         assert ringprof.strategies.Unfit is ringprof.strategies.Unsupported
 
 
-def test_no_other_name_is_there() -> None:
+def test_unknown_names_are_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'Fit'"):
         _ = ringprof.strategies.Fit

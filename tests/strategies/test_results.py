@@ -69,7 +69,7 @@ def test_every_strategy_is_exact_in_float64_on_8_ranks():
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.float32, 2**-24), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
-def test_rounding_stays_near_that_of_one_device(dtype, unit):
+def test_rounding_error_is_near_that_of_one_device(dtype, unit):
     """The error is at most 3 times that of one call of the same kernel, plus a rounding at each hop."""
     problem = WorkloadShard(seq=128, heads=4, kv_heads=2, head_dim=16, dtype=dtype, kernel="cpu-flash")
     truth = dense(problem)
@@ -121,14 +121,14 @@ def examples(count: int) -> settings:
 @pytest.mark.processes
 @examples(5)
 @given(drawn_problems())
-def test_drawn_shapes_on_2_ranks(problem):
+def test_random_shapes_on_2_ranks_are_exact(problem):
     drawn_are_exact(problem, 2)
 
 
 @pytest.mark.long
 @examples(60)
 @given(drawn_problems())
-def test_drawn_shapes_on_4_ranks(problem):
+def test_random_shapes_on_4_ranks_are_exact(problem):
     drawn_are_exact(problem, 4)
 
 
@@ -179,7 +179,7 @@ def lse_gradients(rank: int, cases: list[Case], problem: WorkloadShard) -> list[
 @pytest.mark.parametrize(
     ("kernel", "dtype", "bound"), [("reference", torch.float64, 1e-13), ("cpu-flash", torch.float32, 1e-5)]
 )
-def test_a_gradient_through_the_lse_is_right(kernel, dtype, bound):
+def test_gradient_through_the_lse_is_exact(kernel, dtype, bound):
     problem = WorkloadShard(seq=32, kernel=kernel, dtype=dtype)
     cases = [case for case in CASES if 4 in case.worlds]
     for errors in run_ranks(4, lse_gradients, cases, problem):
@@ -211,14 +211,14 @@ def lse_alone(rank: int, kernel: str) -> dict[str, float]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kernel", ["reference", "cpu-flash"])
-def test_an_lse_gradient_of_rows_without_an_output_gradient_is_right(kernel):
+def test_lse_gradient_without_output_gradient_is_exact(kernel):
     for errors in run_ranks(2, lse_alone, kernel):
         for case, error in errors.items():
             assert error < 1e-5, case
 
 
 @pytest.mark.processes
-def test_the_stand_in_for_the_output_is_as_good_as_the_output():
+def test_sending_delta_is_as_exact_as_sending_the_output():
     """Burst is as exact with delta on the wire as with O, through a kernel that takes no delta."""
     for dtype in (torch.float32, torch.bfloat16):
         problem = WorkloadShard(seq=128, head_dim=32, dtype=dtype, kernel="cpu-flash")

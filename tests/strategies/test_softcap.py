@@ -63,7 +63,7 @@ def test_softcap_is_exact_in_every_strategy(world: int, kernel: str) -> None:
         assert error < 1e-12, label
 
 
-def test_a_large_softcap_changes_nothing_and_a_small_one_evens_out() -> None:
+def test_limits_of_large_and_small_softcap() -> None:
     problem = WorkloadShard(seq=16)
     q, k, v, _ = inputs(problem)
     strategy = create("zigzag", kernel="reference")
@@ -75,7 +75,7 @@ def test_a_large_softcap_changes_nothing_and_a_small_one_evens_out() -> None:
 
 @examples(8)
 @given(st.floats(0.05, 60), st.integers(0, 99), st.integers(1, 12), st.booleans())
-def test_drawn_softcaps(softcap: float, seed: int, quarter: int, causal: bool) -> None:
+def test_random_softcaps_are_exact(softcap: float, seed: int, quarter: int, causal: bool) -> None:
     problem = WorkloadShard(seq=4 * quarter, seed=seed, head_dim=3)
     mask = Mask(causal)
     truth = dense(problem, mask, softcap)
@@ -90,7 +90,7 @@ def test_drawn_softcaps(softcap: float, seed: int, quarter: int, causal: bool) -
         assert off < 1e-12 * size, name
 
 
-def test_nan_in_a_document_stays_there_with_softcap() -> None:
+def test_nan_stays_in_its_document_with_softcap() -> None:
     problem = WorkloadShard(seq=64)
     strategy = create("ring", kernel="reference")
     results = []
@@ -107,13 +107,13 @@ def test_nan_in_a_document_stays_there_with_softcap() -> None:
 
 
 @pytest.mark.parametrize("softcap", [-1.0, float("inf"), float("nan")])
-def test_no_softcap_is_refused(softcap: float) -> None:
+def test_invalid_softcaps_are_refused(softcap: float) -> None:
     x = torch.zeros(1, 8, 2, 4)
     with pytest.raises(Unsupported, match="a positive number, or 0 for none"):
         create("ring", kernel="reference").attention(x, x, x, softcap=softcap)
 
 
-def test_kernels_without_it_refuse_by_name_and_auto_passes_them_over() -> None:
+def test_kernels_without_softcap_are_refused_and_skipped_by_auto() -> None:
     x = torch.zeros(1, 8, 2, 4)
     with pytest.raises(Unsupported, match=r"'cpu-flash' is not available: it takes no softcap .*: flex, reference\)"):
         create("ring", kernel="cpu-flash").attention(x, x, x, softcap=5.0)
@@ -124,7 +124,7 @@ def test_kernels_without_it_refuse_by_name_and_auto_passes_them_over() -> None:
     assert choose_kernel("auto", cpu, torch.float32, 64, softcap=5.0).name == "flex"
 
 
-def test_one_strategy_computes_with_and_without() -> None:
+def test_strategy_computes_with_and_without_softcap() -> None:
     strategy = create("zigzag", kernel="reference")
     x = torch.randn(1, 8, 2, 4)
     capped = strategy.attention(x, x, x, softcap=0.5)

@@ -146,7 +146,7 @@ def sent_on_8_ranks(rank: int, problem: WorkloadShard) -> list[dict[str, list[in
 
 @pytest.mark.long
 @pytest.mark.parametrize(("heads", "kv_heads", "seq", "column"), [(40, 40, 131072, 2), (32, 8, 65536, 3)])
-def test_the_volumes_on_8_ranks_are_those_of_the_literature(heads, kv_heads, seq, column):
+def test_volumes_on_8_ranks_equal_published_values(heads, kv_heads, seq, column):
     """Bytes are proportional to the sequence length: those of 64 tokens are counted and scaled."""
     problem = WorkloadShard(
         seq=64, heads=heads, kv_heads=kv_heads, head_dim=128, dtype=torch.bfloat16, kernel="cpu-flash"
@@ -174,7 +174,7 @@ def links_of(rank: int) -> dict[str, dict[str, int]]:
 
 
 @pytest.mark.processes
-def test_a_double_ring_follows_the_hosts_and_crosses_them_once_a_window():
+def test_double_ring_crosses_hosts_once_per_window():
     by_rank = run_ranks(4, links_of)
     for rank, hops in enumerate(by_rank):
         # Flat: ranks 1 and 3 send every hop to the other host. Double: 2 inner hops and 1 outer hop each.
@@ -198,7 +198,7 @@ def usp_links(rank: int) -> list[dict[str, int]]:
 
 
 @pytest.mark.processes
-def test_the_placement_decides_what_crosses_hosts():
+def test_usp_placement_decides_what_crosses_hosts():
     # A tensor is 8 tokens x 2 heads x 4 x 8 bytes = 512: half of four of them go out, and one hop of two.
     for head_first, ring_first in run_ranks(4, usp_links):
         assert head_first == {"heads same_host": 1024, "kv other_host": 1024}
@@ -275,7 +275,7 @@ def interleaved(rank: int, pairs: list[tuple[str, str]]) -> list[str]:
 
 
 @pytest.mark.processes
-def test_two_calls_under_way_at_once_do_not_disturb_each_other():
+def test_concurrent_calls_do_not_interfere():
     pairs = [("zigzag", "burst"), ("usp", "double-ring"), ("megatron", "allgather"), ("ulysses", "stripe")]
     pairs += [(name, name) for name in names()]
     assert run_ranks(2, interleaved, pairs) == [[]] * 2

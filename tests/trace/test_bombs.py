@@ -95,7 +95,7 @@ TRACES_OF_TEXT: dict[str, tuple[Callable[[], Iterator[bytes]], bool]] = {
 
 
 @pytest.mark.long
-def test_traces(tmp_path: Path) -> None:
+def test_expanding_traces_stay_within_memory_limits(tmp_path: Path) -> None:
     sound = tmp_path / "rank0.json"
     sound.write_bytes(TEN)
     paths = []
@@ -180,7 +180,7 @@ REDUCED: dict[str, tuple[Callable[[dict[str, Any]], None], bool]] = {
 }
 
 
-def test_reduced_traces(tmp_path: Path) -> None:
+def test_expanding_reduced_traces_stay_within_memory_limits(tmp_path: Path) -> None:
     sound = tmp_path / "rank0.json"
     sound.write_bytes(TEN)
     trace = read_trace(TRACES / "h200x4-zigzag-65536" / "rank0.json.gz")
@@ -197,7 +197,7 @@ def test_reduced_traces(tmp_path: Path) -> None:
 # --- the others ---------------------------------------------------------------------------------------
 
 
-def test_exports_and_runs(tmp_path: Path) -> None:
+def test_expanding_exports_and_runs_stay_within_memory_limits(tmp_path: Path) -> None:
     sound = tmp_path / "rank0.json"
     sound.write_bytes(TEN)
     texts, rows = export(tmp_path / "texts.sqlite", 41), export(tmp_path / "rows.sqlite", 41)
@@ -228,7 +228,7 @@ COUNTED = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c LIMIT 
         pytest.param("| a | b | c |\n", marks=pytest.mark.long),
     ],
 )
-def test_texts(tmp_path: Path, line: str) -> None:
+def test_expanding_texts_stay_within_memory_limits(tmp_path: Path, line: str) -> None:
     sound, log = tmp_path / "rank0.json", tmp_path / "some.log"
     sound.write_bytes(TEN)
     log.write_bytes(line.encode() * (10 * MB // len(line)))

@@ -30,7 +30,7 @@ def events(trace: Trace) -> list[str]:
 
 
 @pytest.mark.parametrize("between", ["", ', "schemaVersion": 1'])
-def test_a_second_list_of_events_is_told_and_the_first_is_read(between: str) -> None:
+def test_second_event_list_is_a_warning_and_the_first_is_read(between: str) -> None:
     text = document([kernel(1), kernel(2)]).decode()
     second = document([kernel(7)]).decode()
     joined = text.rstrip().removesuffix("}") + between + "," + second.lstrip().removeprefix("{")
@@ -39,7 +39,7 @@ def test_a_second_list_of_events_is_told_and_the_first_is_read(between: str) -> 
     assert "second_event_list" in codes(trace) and "damaged_events" not in codes(trace)
 
 
-def test_what_stands_behind_gzip_data_is_told_and_the_data_is_read() -> None:
+def test_data_behind_a_gzip_stream_is_a_warning() -> None:
     packed = gzip.compress(document([kernel(1)]))
     trace = parse_trace(packed + b"\0\0" + b"a line of a log\n")
     assert events(trace) == ["k1"]
@@ -56,11 +56,11 @@ def test_whole_numbers_may_be_written_as_decimals(value: float, expected: int | 
     assert whole_number(value) == expected
 
 
-def test_a_column_of_numbers_beyond_64_bits_has_gaps() -> None:
+def test_integers_beyond_64_bits_are_missing() -> None:
     assert integers([2**63, 2**63 - 1, None, -(2**63) + 1]).tolist() == [NONE, 2**63 - 1, NONE, -(2**63) + 1]
 
 
-def test_a_process_whose_name_cannot_be_read_is_no_hindrance() -> None:
+def test_process_with_an_invalid_name_is_ignored() -> None:
     named = [
         {"ph": "M", "name": "process_name", "pid": 0, "args": args} for args in ({"name": 7}, {"name": "stream 7"})
     ]
@@ -75,7 +75,7 @@ def test_a_folder_of_nothing_but_broken_traces_names_the_first(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("data", [b"", b"something else", MAGIC[:-1] + b"\x7f"])
-def test_a_reduced_trace_of_another_version_is_none(data: bytes) -> None:
+def test_reduced_trace_of_another_version_is_refused(data: bytes) -> None:
     with pytest.raises(TraceFormatError, match=r"^reduced trace: not a reduced trace of this version: remove it"):
         parse_reduced(data)
 
@@ -100,13 +100,13 @@ def test_fields_of_payloads_are_of_the_size_and_sign_of_their_type(kind: int) ->
     assert fields == {"peer": int.from_bytes(payload[:size], "little", signed=signed)}
 
 
-def test_copies_of_nsight_are_named_by_their_ends() -> None:
+def test_nsight_copy_names_match_cupti() -> None:
     """Check the names against CUPTI's CUpti_ActivityMemcpyKind, in its order: host, device, array, peer."""
     ends = "HtoD DtoH HtoA AtoH AtoA AtoD DtoA DtoD HtoH PtoP".split()
     assert nsys._COPY_NAMES == {number: f"Memcpy {pair}" for number, pair in enumerate(ends, 1)}
 
 
-def test_a_field_that_an_export_puts_in_two_places_is_in_none() -> None:
+def test_payload_field_at_two_offsets_is_not_read() -> None:
     layouts: Layouts = {}
     add_entries(layouts, [(1, "Peer rank", 5, 8), (1, "Peer rank", 5, 16), (1, "Rank", 5, 4), (1, "Rank", 5, 4)])
     assert layouts[1]["peer"] is None and layouts[1]["rank"] is not None

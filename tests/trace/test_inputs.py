@@ -27,7 +27,7 @@ def put(folder, name, data):
     return str(path)
 
 
-def test_a_run(tmp_path):
+def test_detect_a_run(tmp_path):
     run = put(tmp_path, "run.json", RUN)
     put(tmp_path, "rank0.json", TEN)
     assert detect([run]) == detect([tmp_path]) == Input("run", run=run)
@@ -37,7 +37,7 @@ def test_a_run(tmp_path):
 
 @pytest.mark.parametrize("name", ["rank0.json", "trace.bin", "noname"])
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
-def test_a_trace_whatever_its_name(tmp_path, name, pack):
+def test_detect_a_trace_with_any_name(tmp_path, name, pack):
     path = put(tmp_path, name, pack(TEN))
     assert detect([path]) == Input("trace", (path,))
 
@@ -53,12 +53,12 @@ def test_a_trace_whatever_its_name(tmp_path, name, pack):
         b'{"traceEvents": [' + b" " * 100_000,
     ],
 )
-def test_a_trace_that_is_odd(tmp_path, data):
+def test_detect_unusual_traces(tmp_path, data):
     path = put(tmp_path, "some.json", data)
     assert detect([path]).type == "trace"
 
 
-def test_a_folder_in_the_order_of_ranks(tmp_path):
+def test_traces_of_a_folder_are_in_rank_order(tmp_path):
     paths = [put(tmp_path, f"rank{rank}.json.gz", gzip.compress(TEN)) for rank in (0, 2, 10, 1)]
     put(tmp_path, "notes.json", b'{"a": 1}')
     put(tmp_path, "README.md", b"hello")
@@ -88,7 +88,7 @@ SOUND = gzip.compress(TEN)
         ("rank1.sqlite", b"SQLite", "not a trace, despite its name"),
     ],
 )
-def test_a_damaged_trace_in_a_folder_does_not_vanish(tmp_path, name, data, reason):
+def test_damaged_trace_in_a_folder_is_reported(tmp_path, name, data, reason):
     path = put(tmp_path, "rank0.json.gz", SOUND)
     bad = put(tmp_path, name, data)
     detected = detect([tmp_path])
@@ -109,14 +109,14 @@ def test_a_damaged_trace_in_a_folder_does_not_vanish(tmp_path, name, data, reaso
         ("README.md", b""),
     ],
 )
-def test_other_files_in_a_folder_are_passed_over(tmp_path, name, data):
+def test_other_files_in_a_folder_are_ignored(tmp_path, name, data):
     path = put(tmp_path, "rank0.json.gz", SOUND)
     put(tmp_path, name, data)
     detected = detect([tmp_path])
     assert (detected.paths, detected.left_out) == ((path,), ())
 
 
-def test_ranks_of_which_only_the_reduced_form_is_there(tmp_path):
+def test_detect_ranks_with_reduced_traces_only(tmp_path):
     reduced = reduce_trace(parse_trace(TEN))
     for rank in (0, 1, 2):
         put(tmp_path, f"rank{rank}.ringprof", reduced)
@@ -150,7 +150,7 @@ def test_links_out_of_a_folder_are_not_followed(tmp_path):
     assert detect([run / "rank2.json"]).paths == (str(run / "rank2.json"),)
 
 
-def test_nothing_but_regular_files_is_opened(tmp_path):
+def test_only_regular_files_are_opened(tmp_path):
     """Refuse a pipe without opening it: nobody writes to it, so opening it would block forever."""
     put(tmp_path, "rank0.json", TEN)
     os.mkfifo(tmp_path / "rank1.json")
@@ -220,7 +220,7 @@ def test_several_runs_below_a_folder_are_listed(tmp_path):
     assert detect([tmp_path]) == Input("run", run=run)
 
 
-def test_the_number_of_runs_below_a_folder_is_not_understated(tmp_path):
+def test_number_of_runs_below_a_folder_is_a_lower_bound(tmp_path):
     """Stop the search before all 1,001 folders are visited."""
     for number in range(1001):
         put(tmp_path, f"run{number}/run.json", RUN)
@@ -231,7 +231,7 @@ def test_the_number_of_runs_below_a_folder_is_not_understated(tmp_path):
         detect([tmp_path])
 
 
-def test_a_damaged_trace_below_a_folder_does_not_vanish(tmp_path):
+def test_damaged_trace_below_a_folder_is_reported(tmp_path):
     bad = put(tmp_path, "a/b/c/rank0.json", b'{"a": 1}')
     with pytest.raises(InputError, match=f"{bad}: no Kineto trace"):
         detect([tmp_path])
@@ -240,7 +240,7 @@ def test_a_damaged_trace_below_a_folder_does_not_vanish(tmp_path):
     assert str(problem).startswith(f"{bad}: no Kineto trace")
 
 
-def test_folders_are_looked_through_only_so_far(tmp_path):
+def test_folder_search_has_a_depth_limit(tmp_path):
     put(tmp_path, "/".join("abcdefgh") + "/i/rank0.json", TEN)
     assert detect([tmp_path]).type == "trace"
     deeper = put(tmp_path / "far", "/".join("abcdefghijkl") + "/rank0.json", TEN)
@@ -252,18 +252,18 @@ def test_folders_are_looked_through_only_so_far(tmp_path):
         detect([tmp_path / "linked"])
 
 
-def test_real_folders():
+def test_detect_traces_of_real_folders():
     for folder in DATA.glob("h200*"):
         assert len(detect([folder]).paths) == 8
 
 
-def test_text(tmp_path):
+def test_detect_text(tmp_path):
     path = put(tmp_path, "log.txt", LOG)
     assert detect([path]) == Input("text", (path,))
     assert detect([put(tmp_path, "colour.log", b"\x1b[32m" + LOG)]).type == "text"
 
 
-def test_a_pipe():
+def test_detect_bytes_from_a_pipe():
     assert [detect_bytes(data) for data in (TEN, gzip.compress(TEN), RUN, LOG)] == ["trace", "trace", "run", "text"]
     with pytest.raises(InputError, match="-: the file is empty"):
         detect_bytes(b"")
@@ -288,7 +288,7 @@ def test_a_pipe():
         ("t.json.gz", b"\x1f\x8b\x08\x00" + b"\xff" * 50, "gzip data is damaged"),
     ],
 )
-def test_what_is_refused(tmp_path, name, data, message):
+def test_invalid_inputs_are_a_one_line_error(tmp_path, name, data, message):
     path = put(tmp_path, name, data)
     with pytest.raises(InputError, match=message) as caught:
         detect([path])
@@ -296,7 +296,7 @@ def test_what_is_refused(tmp_path, name, data, message):
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_not_there(tmp_path):
+def test_missing_input_error_suggests_the_nearest(tmp_path):
     with pytest.raises(InputError, match="no such file or folder"):
         detect([tmp_path / "none"])
     put(tmp_path, "h200x4-zigzag-65536.json", TEN)

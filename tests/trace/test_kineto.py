@@ -128,7 +128,7 @@ def test_a_real_trace_equals_a_slow_reading(path):
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000, 1 << 16])
-def test_pieces_do_not_show_in_the_result(size, monkeypatch):
+def test_piece_size_does_not_change_the_result(size, monkeypatch):
     """Read a file in pieces of any size with the same result as in one piece."""
     data = gzip.decompress(REAL[0].read_bytes())[:200_000]
     whole = parse_trace(data)
@@ -139,7 +139,7 @@ def test_pieces_do_not_show_in_the_result(size, monkeypatch):
     assert (whole.warnings, whole.events_total) == (parts.warnings, parts.events_total)
 
 
-def test_objects_in_arguments_that_look_like_events(monkeypatch):
+def test_event_like_objects_in_arguments_are_not_events(monkeypatch):
     inner = [{"name": "a", "ph": "b"}, {"ph": "c", "cat": "d"}, {"name": "e"}]
     events = [kernel(number, args={"correlation": number, "items": inner}) for number in range(50)]
     for size in (60, 100, 333, 1 << 20):
@@ -149,7 +149,7 @@ def test_objects_in_arguments_that_look_like_events(monkeypatch):
         assert (trace.events_skipped, trace.warnings) == (0, [])
 
 
-def test_facts_behind_the_events():
+def test_metadata_behind_the_events_is_read():
     events = json.dumps([kernel(0)]).encode()
     facts = b'"distributedInfo": {"rank": 5, "world_size": 8}, "baseTimeNanoseconds": 7000, "INFO": ["a"]'
     trace = parse_trace(b'{"traceEvents": ' + events + b", " + facts + b"}")
@@ -170,7 +170,7 @@ def test_facts_behind_the_events():
         ("trace.json", None),
     ],
 )
-def test_the_rank_from_the_name(name, rank):
+def test_rank_from_the_file_name(name, rank):
     data = json.dumps({"traceEvents": [kernel(0)]}).encode()
     assert parse_trace(data, f"some/folder/{name}").rank == rank
 
@@ -223,13 +223,13 @@ def test_text_that_is_a_number(text, number):
     assert whole_number(text) == number
 
 
-def test_a_number_of_more_than_64_bits_is_none():
+def test_numbers_beyond_64_bits_are_none():
     assert whole_number(2**64 - 1) == 2**64 - 1 and whole_number(-(2**63)) == -(2**63)
     assert whole_number(2**64) is None and whole_number(-(2**63) - 1) is None
 
 
 @pytest.mark.parametrize("text", ["1_000", "1e3", "8x", "0x10", "7.5", "", "1 2", "²", "٣", "9" * 30, "NaN"])
-def test_text_that_only_begins_like_a_number_is_none(text):
+def test_text_beginning_like_a_number_is_none(text):
     assert whole_number(text) is None
     info = {"rank": text, "world_size": 8}
     assert parse_trace(document([kernel(0)], distributedInfo=info)).rank is None
@@ -239,7 +239,7 @@ def test_text_that_only_begins_like_a_number_is_none(text):
 
 
 @pytest.mark.parametrize("text", ["1_000", "1e 3", "²", "0x10"])
-def test_times_that_only_look_like_numbers_are_none(text):
+def test_malformed_times_are_missing(text):
     trace = parse_trace(document([kernel(0), kernel(1, ts=text)]))
     assert [(w.code, w.count) for w in trace.warnings] == [("missing_time", 1)]
 
@@ -251,13 +251,13 @@ def test_a_kernel_with_metadata_of_its_own():
     assert (trace.collectives[0].in_split, trace.collectives[0].out_split) == ((2, 0), (1, 1))
 
 
-def test_compressed_whatever_the_name(tmp_path):
+def test_compressed_traces_are_read_with_any_name(tmp_path):
     file = tmp_path / "rank1.json"
     file.write_bytes(gzip.compress(TEN[:500]) + gzip.compress(TEN[500:]) + b"\0" * 100)
     assert len(read_trace(file).activities.start_ns) == 10
 
 
-def test_zstd(tmp_path):
+def test_zstd_traces_are_read(tmp_path):
     file = tmp_path / "rank1.json.zst"
     zstandard = pytest.importorskip("zstandard")
     file.write_bytes(zstandard.compress(TEN[:900]) + zstandard.compress(TEN[900:]))
@@ -275,7 +275,7 @@ def test_zstd_without_the_package(tmp_path, monkeypatch):
         read_trace(file)
 
 
-def test_a_bomb_is_refused(tmp_path):
+def test_compression_bomb_is_refused(tmp_path):
     file = tmp_path / "bomb.json.gz"
     file.write_bytes(gzip.compress(TEN[:-3] + b" " * (8 << 20)))
     with pytest.raises(InputError, match=r"bomb\.json\.gz: expands to more than 1 MiB; .*--max-bytes"):
@@ -295,19 +295,19 @@ def test_a_bomb_is_refused(tmp_path):
         (document([kernel(0, cat="Op")]), r"nothing to analyse: 1 events, .*; of category 'Op' \(1\)"),
     ],
 )
-def test_what_is_no_trace(data, message):
+def test_invalid_traces_are_a_one_line_error(data, message):
     with pytest.raises(TraceFormatError, match=message) as caught:
         parse_trace(data, "some.json")
     assert str(caught.value).startswith("some.json: ")
     assert "\n" not in str(caught.value)
 
 
-def test_no_such_file(tmp_path):
+def test_missing_trace_file_is_refused(tmp_path):
     with pytest.raises(InputError, match="No such file"):
         read_trace(tmp_path / "none.json")
 
 
-def test_memory_is_bounded_by_the_piece():
+def test_memory_is_bounded_by_the_piece_size():
     """Yield pieces of about the read size, however long the list of events is."""
     data = document([kernel(number) for number in range(60_000)])
     source = ByteSource(data, "-")
@@ -336,14 +336,14 @@ LAUNCH = {**OPERATOR, "cat": "cuda_runtime", "name": "cudaLaunchKernel", "args":
         ([OPERATOR], {"distributedInfo": {"backend": "cpu:gloo,cuda:nccl", "rank": 0}}, True),
     ],
 )
-def test_a_gpu_run_without_device_activities_is_no_cpu_run(events, fields, lacks):
+def test_gpu_run_without_device_activities_is_not_a_cpu_run(events, fields, lacks):
     trace = parse_trace(document(events, **fields))
     assert trace.lacks_device is lacks
     assert ("no_device_activities" in [warning.code for warning in trace.warnings]) is lacks
 
 
 @pytest.mark.parametrize("category", ["mtia_ccp_events", "hpu_op", "privateuse1_kernels"])
-def test_rows_of_an_unknown_category_are_told(category):
+def test_rows_of_an_unknown_category_are_a_warning(category):
     """Unread device rows do not make a CPU run; next to kernels that are read, they are named in a warning."""
     unknown = [kernel(number, cat=category) for number in range(3)]
     (warning,) = parse_trace(document([OPERATOR, *unknown])).warnings
@@ -358,7 +358,7 @@ def test_rows_of_an_unknown_category_are_told(category):
 
 
 @pytest.mark.parametrize("category", ["Kernel", "gpu_kernel", "concurrent_kernel", "cuda memcpy", "GPU_MEMSET"])
-def test_other_writers_categories(category):
+def test_categories_of_other_writers_are_read(category):
     trace = parse_trace(document([kernel(0, cat=category)]))
     assert trace.activities.category.tolist() == [{"l": 0, "y": 1}.get(category[-1], 2)]
     assert not trace.warnings
@@ -396,19 +396,19 @@ def test_ranks_merged_into_one_file_are_refused(name):
         [*(kernel(0, args={"device": device, "stream": 7}, pid=device) for device in (0, 1)), LAUNCH],
     ],
 )
-def test_what_is_of_one_rank_is_not_refused(events):
+def test_several_processes_of_one_rank_are_not_refused(events):
     assert len(parse_trace(document(events)).activities.start_ns) > 1
 
 
 @pytest.mark.parametrize("odd", [{"ph": "C", "ts": 1}, {"ph": "s", "cat": "ac2g", "id": 1}, {"ph": "?"}, {}, {"ts": 1}])
-def test_events_of_any_phase_stand_among_others(odd):
+def test_events_of_other_phases_are_skipped(odd):
     trace = parse_trace(document([kernel(0), odd, kernel(1)]))
     assert len(trace.activities.start_ns) == 2
     assert (trace.events_total, trace.warnings) == (3, [])
 
 
 @pytest.mark.parametrize(("name", "source", "destination"), [("send", None, 6), ("recv", 6, None)])
-def test_older_traces_name_a_peer_by_its_place_in_the_group(name, source, destination):
+def test_peers_in_older_traces_are_group_ranks(name, source, destination):
     args = CommArgs(collective=name, peer=1, group_ranks="[4, 6]", group_size=2)
     record = collective_of(args, NumberLists(lambda taken: None))
     assert record is not None

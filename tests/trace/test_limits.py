@@ -42,7 +42,7 @@ def test_a_group_is_kept_where_its_size_is_the_number_of_its_ranks() -> None:
     assert facts(rank=0, pg_config=config).groups == {"0": (0, 1, 2, 3), "2": (1, 3)}
 
 
-def test_devices_are_numbered_by_their_place_where_they_have_no_number() -> None:
+def test_devices_without_an_id_are_numbered_by_position() -> None:
     listed: list[object] = [{"id": 5, "name": "NVIDIA H200"}, {}, "none", {"id": 0}]
     devices = parse_trace(document([kernel(0)], deviceProperties=listed)).devices
     assert [(device.index, device.name) for device in devices] == [(5, "NVIDIA H200"), (1, ""), (0, "")]
@@ -104,7 +104,7 @@ def test_every_damaged_event_is_counted() -> None:
     assert [trace.names[index] for index in trace.activities.name] == [f"k{n}" for n in range(10) if n not in (2, 6)]
 
 
-def test_what_follows_a_damaged_last_event_is_nothing() -> None:
+def test_damaged_last_event_is_dropped() -> None:
     text = document([kernel(number) for number in range(3)])
     trace = parse_trace(text[: text.rindex(b'"dur"')])
     assert [trace.names[index] for index in trace.activities.name] == ["k0", "k1"]
@@ -124,7 +124,7 @@ def test_traces_of_the_cpu_that_do_not_overlap_are_of_different_runs(tmp_path: A
     ("name", "peer", "ends"),
     [("send", 1, (None, 6)), ("recv", 0, (4, None)), ("send", 2, (None, None)), ("allreduce", 1, (None, None))],
 )
-def test_older_traces_give_a_peers_place_in_the_group(name: str, peer: int, ends: tuple[int | None, ...]) -> None:
+def test_group_rank_of_a_peer_in_older_traces_is_converted(name: str, peer: int, ends: tuple[int | None, ...]) -> None:
     args = {"Collective name": name, "Group size": 2, "Process Group Ranks": "[4, 6]", "Rank": peer}
     (record,) = parse_trace(document([kernel(0, args=args)])).collectives
     assert (record.source_rank, record.destination_rank) == ends
@@ -155,7 +155,7 @@ def column(*values: int, kind: type = np.int32) -> Any:
     return np.array(values, kind)
 
 
-def test_every_index_of_a_reduced_trace_is_within_its_list() -> None:
+def test_out_of_range_indices_of_a_reduced_trace_are_refused() -> None:
     assert reduced(name=column(1, 0)).activities.name.tolist() == [1, 0]
     assert reduced(collective=column(NONE, 0)).activities.collective.tolist() == [NONE, 0]
     for broken in (
@@ -184,7 +184,7 @@ def test_no_part_of_a_reduced_trace_lasts_over_73_years() -> None:
 # --- kept rows, counts and warnings -----------------------------------------------------------------------
 
 
-def test_ranks_named_by_groups_count_for_each_record(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_ranks_count_towards_the_limit_for_each_record(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = Builder().run("send", 0, 10, launched=1, own=collective("send", group_ranks=None)).trace()
     trace = replace(trace, groups={"cp": (0, 1, 2, 3)})
     monkeypatch.setattr(checks, "NAMED_LIMIT", 4)
@@ -194,7 +194,7 @@ def test_ranks_named_by_groups_count_for_each_record(monkeypatch: pytest.MonkeyP
         checks.validate_trace(trace)
 
 
-def test_ranks_count_for_each_group_that_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_ranks_count_towards_the_limit_for_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count six ranks for two groups that share one list of three ranks."""
     ranks = (0, 1, 2)
     trace = replace(Builder().run(FLASH, 0, 10).trace(), groups={"a": ranks, "b": ranks})
@@ -205,7 +205,7 @@ def test_ranks_count_for_each_group_that_names_them(monkeypatch: pytest.MonkeyPa
         checks.validate_trace(trace)
 
 
-def test_a_kernel_over_eight_others_of_its_stream_is_told_of_its_rank() -> None:
+def test_kernel_overlapping_eight_others_of_its_stream_is_a_warning() -> None:
     builder = Builder().run(FLASH, 0, 1000).run(FLASH, 0, 1000, stream=8)
     for number in range(8):
         builder.run(FLASH, 10 + number, 11 + number)
@@ -217,7 +217,7 @@ def test_a_host_has_4096_devices_at_most() -> None:
     assert len(parse_trace(document([kernel(0)], deviceProperties=[{}] * 4097)).devices) == 4096
 
 
-def test_a_name_counts_for_memory_once() -> None:
+def test_repeated_name_counts_once_towards_memory() -> None:
     taken: list[int] = []
     collector = Collector(taken.append, every_operator=False)
     spent = []

@@ -127,7 +127,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("data", "kernels", "skipped", "codes"), CASES.values(), ids=CASES)
-def test_malformed(data, kernels, skipped, codes):
+def test_malformed_traces_keep_intact_events(data, kernels, skipped, codes):
     trace = parse_trace(data)
     warning_counts = {warning.code: warning.count for warning in trace.warnings}
     if kernels is None:
@@ -171,13 +171,13 @@ def test_the_values_of_a_repaired_event_are_exact():
     "unit",
     [b'"', b'"\\', b'{"ph":[', b'{"ph":[{},', b'{"name":"', b'{"ph":"x', b"}", b"},", b"]", b'{"ph":"X"}],', b"\0"],
 )
-def test_garbage_ends_soon(unit):
+def test_garbage_is_refused_in_bounded_time(unit):
     """Read a megabyte of any text in far less than a minute, which the timeout of the test checks."""
     with pytest.raises(RingprofError):
         parse_trace(b'{"traceEvents":[' + unit * ((1 << 20) // len(unit)))
 
 
-def test_a_hole_in_the_middle_costs_only_itself(monkeypatch):
+def test_hole_in_a_trace_loses_only_its_events(monkeypatch):
     monkeypatch.setattr("ringprof.trace.kineto.byte_source.PIECE_BYTES", 1 << 16)
     data = gzip.decompress(REAL[0].read_bytes())
     whole = parse_trace(data)
@@ -188,12 +188,12 @@ def test_a_hole_in_the_middle_costs_only_itself(monkeypatch):
     assert "damaged_events" in {warning.code for warning in holed.warnings}
 
 
-def test_only_what_escapes_nothing_is_mended():
+def test_only_invalid_escapes_are_repaired():
     trace = parse_trace(TEN.replace(b'"k4"', rb'"k\u00E9\q"'))
     assert trace.names[trace.activities.name[4]] == "ké\\q"
 
 
-def test_after_a_repaired_event_others_are_looked_for_as_far_as_before():
+def test_search_for_events_continues_after_a_repaired_one():
     """Pass over half a megabyte of zeros after a repaired event: the effort allows four megabytes."""
     data = ten(args={"x": float("nan"), "stream": 9})
     begin, end = data.index(b'"k6"'), data.index(b'"k7"')
@@ -232,13 +232,13 @@ changes = st.lists(
 
 @given(changes)
 @settings(max_examples=60)
-def test_any_mutation_is_read_or_refused(changes):
+def test_mutated_traces_are_read_or_refused(changes):
     read_or_refuse(mutated(SHORT, changes))
 
 
 @given(changes)
 @settings(max_examples=30)
-def test_any_mutation_of_compressed_data(changes):
+def test_mutated_compressed_traces_are_read_or_refused(changes):
     read_or_refuse(mutated(gzip.compress(SHORT, 1), changes))
 
 
@@ -273,7 +273,7 @@ WHOLE = parse_trace(SAMPLE)
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_ten_thousand_mutations():
+def test_ten_thousand_mutations_are_read_or_refused():
     random = np.random.default_rng(20)
     packed = gzip.compress(SHORT, 1)
     for number in range(10_000):

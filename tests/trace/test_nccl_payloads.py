@@ -119,7 +119,7 @@ def test_a_hop_has_its_bytes_peers_and_group_and_its_wait(tmp_path: Path) -> Non
     assert early.wire_gbps == pytest.approx(4096 / 700)
 
 
-def test_a_rank_is_the_place_in_the_communicator_of_all(tmp_path: Path) -> None:
+def test_ranks_are_ordered_by_communicator_rank(tmp_path: Path) -> None:
     """Order processes by communicator rank: where each process sees only one device, the device gives no order."""
     first, second = ring(tmp_path / "all.sqlite", {41: 1, 77: 0}).read()
     assert [int(trace.activities.start_ns[0]) for trace in (first, second)] == [1000, 1300]
@@ -127,7 +127,7 @@ def test_a_rank_is_the_place_in_the_communicator_of_all(tmp_path: Path) -> None:
     assert (early.sent_to, late.sent_to) == ((1,), (0,))
 
 
-def test_a_peer_is_a_rank_of_the_communicator_and_not_of_the_job(tmp_path: Path) -> None:
+def test_peer_is_a_rank_of_the_communicator_not_of_the_job(tmp_path: Path) -> None:
     """Translate communicator ranks 0 and 1 to the job ranks 1 and 3."""
     job = Job(tmp_path / "all.sqlite")
     for rank in range(4):
@@ -143,7 +143,7 @@ def test_a_peer_is_a_rank_of_the_communicator_and_not_of_the_job(tmp_path: Path)
     assert [hop.parts[0].transfer.group for mine in hops for hop in mine] == [("0x0000000000000008", (1, 3))] * 2
 
 
-def test_a_second_file_counts_its_ranks_on(tmp_path: Path) -> None:
+def test_ranks_of_a_second_export_follow_the_first(tmp_path: Path) -> None:
     """Read two hosts with a communicator each: communicator rank 0 of the second file is rank 2."""
     for name in ("a.sqlite", "b.sqlite"):
         job = ring(tmp_path / name, {41: 0, 77: 1})
@@ -234,7 +234,7 @@ def changed(path: Path, script: str, *values: Any) -> list[Trace]:
         ),
     ],
 )
-def test_without_a_sound_payload_a_hop_is_as_it_was(tmp_path: Path, script: str, values: tuple[Any, ...]) -> None:
+def test_invalid_payload_leaves_the_hop_without_bytes(tmp_path: Path, script: str, values: tuple[Any, ...]) -> None:
     traces = changed(tmp_path / "all.sqlite", script, *values)
     assert [trace.collectives for trace in traces] == [[], []]
     for (hop,) in hops_of(traces):
@@ -242,14 +242,14 @@ def test_without_a_sound_payload_a_hop_is_as_it_was(tmp_path: Path, script: str,
 
 
 @pytest.mark.parametrize("field", [2**63, 2**64 - 1, (1 << 48) + 1])
-def test_a_size_that_no_message_has(tmp_path: Path, field: int) -> None:
+def test_impossible_message_sizes_are_ignored(tmp_path: Path, field: int) -> None:
     data = payload(MESSAGE, RING, field, 1)
     traces = changed(tmp_path / "all.sqlite", "UPDATE NVTX_EVENTS SET binaryData = ? WHERE end > 50", data)
     assert [trace.collectives for trace in traces] == [[], []]
 
 
 @pytest.mark.parametrize("peer", [-1, 2, 2**31 - 1])
-def test_a_send_to_nobody_of_the_communicator_has_no_bytes(tmp_path: Path, peer: int) -> None:
+def test_send_to_a_rank_outside_the_communicator_has_no_bytes(tmp_path: Path, peer: int) -> None:
     data = payload(MESSAGE, RING, 4096, peer)
     traces = changed(tmp_path / "all.sqlite", "UPDATE NVTX_EVENTS SET binaryData = ? WHERE start = 100", data)
     assert [(hop.sent_to, hop.sent_bytes) for (hop,) in hops_of(traces)] == [((), None)] * 2
@@ -262,7 +262,7 @@ def test_a_field_outside_the_payload_is_not_read(tmp_path: Path, offset: int) ->
     assert [(hop.sent_to, hop.sent_bytes) for (hop,) in hops_of(traces)] == [((), None)] * 2
 
 
-def test_long_payloads_are_not_in_memory(tmp_path: Path) -> None:
+def test_long_payloads_are_not_kept_in_memory(tmp_path: Path) -> None:
     """Keep memory low for an export whose rows are fetched in one chunk, with 45 MB of payloads."""
     job = ring(tmp_path / "all.sqlite", {41: 0, 77: 1})
     row = "1, 2, 59, NULL, 100, 5, 1, zeroblob(900000)"

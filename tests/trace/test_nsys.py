@@ -91,7 +91,7 @@ def test_the_columns_of_one_process(tmp_path):
     assert trace.warnings == []
 
 
-def test_threads_have_24_bits(tmp_path):
+def test_thread_ids_have_24_bits(tmp_path):
     """Take the process from the upper bits of a global thread id; thread numbers above 65,535 must not change it."""
     (trace,) = read_nsys(export(tmp_path / "one.sqlite", 41, thread_number=70_000))
     assert trace.launches.correlation.tolist() == [1, 2, 4, 5, 3]
@@ -99,7 +99,7 @@ def test_threads_have_24_bits(tmp_path):
     assert [trace.names[name] for name in trace.annotations.name] == ["train step"]
 
 
-def test_the_breakdown_and_a_chosen_range(tmp_path):
+def test_breakdown_of_an_export_and_of_a_range(tmp_path):
     (trace,) = read_nsys(export(tmp_path / "one.sqlite", 41))
     (rank,) = attribute([trace]).ranks
     figures = rank.breakdown
@@ -117,7 +117,7 @@ def test_processes_of_one_export_are_ranks_by_device(tmp_path):
     assert [warning.code for warning in traces[0].warnings] == ["assumed_ranks"]
 
 
-def test_an_export_of_one_process_does_not_tell_how_many_ranks_there_are(tmp_path):
+def test_export_of_one_process_leaves_world_size_unknown(tmp_path):
     traces = read_traces([export(tmp_path / f"rank{rank}.sqlite", 41) for rank in (0, 2)])
     assert [(trace.rank, trace.world_size) for trace in traces] == [(0, None), (2, None)]
     attribution = attribute(traces)
@@ -125,7 +125,7 @@ def test_an_export_of_one_process_does_not_tell_how_many_ranks_there_are(tmp_pat
     assert "1 of 3 ranks have no trace: 1" in [warning.message for warning in attribution.warnings]
 
 
-def test_ringprofs_own_ranges_are_no_operators(tmp_path):
+def test_ringprof_ranges_are_not_operators(tmp_path):
     path = export(tmp_path / "one.sqlite", 41)
     with closing(sqlite3.connect(path)) as connection:
         row = (90, 115, 59, "ringprof::iteration", None, process(41) + 5)
@@ -146,7 +146,7 @@ def test_the_export_is_not_written_to(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["one.sqlite"]
 
 
-def test_it_is_found_out_by_its_first_bytes(tmp_path):
+def test_export_is_detected_by_its_first_bytes(tmp_path):
     path = export(tmp_path / "report.db", 41)
     assert detect([path]).type == "trace"
 

@@ -49,7 +49,7 @@ def changed(path: Path, script: str) -> Path:
         ("DROP TABLE TARGET_INFO_GPU; CREATE VIEW TARGET_INFO_GPU AS SELECT * FROM TARGET_INFO_GPU", "TARGET_INFO_GPU"),
     ],
 )
-def test_what_is_no_plain_table_is_refused(tmp_path: Path, script: str, table: str) -> None:
+def test_views_and_virtual_tables_are_refused(tmp_path: Path, script: str, table: str) -> None:
     with pytest.raises(TraceFormatError, match=f"{table} is no plain table: export it again"):
         read_nsys(changed(tmp_path / "one.sqlite", script))
 
@@ -63,7 +63,7 @@ def test_columns_that_are_computed_are_not_read(tmp_path: Path) -> None:
     assert [(w.code, w.count) for w in trace.warnings] == [("unnamed_kernels", 3)]
 
 
-def test_no_index_is_believed(tmp_path: Path) -> None:
+def test_indexes_of_an_export_are_not_used(tmp_path: Path) -> None:
     """Read tables without indexes, which an attacker can empty to hide rows. Here, one has another table's page."""
     path = changed(tmp_path / "one.sqlite", "CREATE INDEX fast ON StringIds (id, value); CREATE TABLE other (a);")
     with closing(sqlite3.connect(path)) as connection:
@@ -77,7 +77,7 @@ def test_no_index_is_believed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("column", ["start", "end", "deviceId", "streamId", "correlationId", "globalPid"])
 @pytest.mark.parametrize("value", ["'x'", "x'00ff'", "1e300", "9223372036854775807", "-9223372036854775808", "NULL"])
-def test_any_value_in_a_column_of_numbers(tmp_path: Path, column: str, value: str) -> None:
+def test_invalid_values_in_numeric_columns_are_handled(tmp_path: Path, column: str, value: str) -> None:
     script = f"UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET {column} = {value} WHERE correlationId = 2"
     (trace, *others) = read_nsys(changed(tmp_path / "one.sqlite", script))
     kept = sum(len(part.activities.start_ns) for part in (trace, *others))
@@ -87,7 +87,7 @@ def test_any_value_in_a_column_of_numbers(tmp_path: Path, column: str, value: st
 
 
 @pytest.mark.parametrize("value", ["'x'", "x'ff'", "NULL", "-5", "1e9"])
-def test_any_value_for_a_device(tmp_path: Path, value: str) -> None:
+def test_invalid_device_values_are_handled(tmp_path: Path, value: str) -> None:
     script = (
         f"INSERT INTO TARGET_INFO_GPU VALUES ({value}, x'ff00', NULL, NULL); DELETE FROM TARGET_INFO_SESSION_START_TIME"
     )
@@ -95,14 +95,14 @@ def test_any_value_for_a_device(tmp_path: Path, value: str) -> None:
     assert trace.devices[0].name == "NVIDIA H200" and trace.base_ns == 0
 
 
-def test_more_processes_than_a_host_can_run(tmp_path: Path) -> None:
+def test_export_with_too_many_processes_is_refused(tmp_path: Path) -> None:
     row = "x, x + 1, x, 1, 7, x, (x + 100) << 24, 1, 1, NULL"
     counted = f"{ENDLESS} INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL SELECT {row} FROM c LIMIT 50000"
     with pytest.raises(TraceFormatError, match="50,001 processes used a GPU"):
         read_nsys(changed(tmp_path / "one.sqlite", counted))
 
 
-def test_a_tree_whose_branches_are_all_the_same_one(tmp_path: Path) -> None:
+def test_cyclic_b_tree_is_refused(tmp_path: Path) -> None:
     """Stop reading a tree in which a few pages refer to each other repeatedly and give billions of rows."""
     path = tmp_path / "tree.sqlite"
     with closing(sqlite3.connect(path)) as connection:
@@ -135,7 +135,7 @@ def varint(number: int) -> bytes:
     return bytes(reversed(groups))
 
 
-def test_a_text_that_is_longer_than_its_file(tmp_path: Path) -> None:
+def test_text_longer_than_its_file_is_refused(tmp_path: Path) -> None:
     """Stop reading a chain of overflow pages that leads back to its start."""
     path, size = tmp_path / "one.sqlite", 3_000_000
     changed(path, f"UPDATE StringIds SET value = '{'k' * size}' WHERE id = 1")
@@ -159,14 +159,14 @@ def test_a_text_that_is_longer_than_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["-wal", "-journal"])
-def test_changes_that_are_not_in_the_file_yet(tmp_path: Path, suffix: str) -> None:
+def test_export_with_a_pending_journal_is_refused(tmp_path: Path, suffix: str) -> None:
     path = export(tmp_path / "one.sqlite", 41)
     Path(f"{path}{suffix}").write_bytes(b"x")
     with pytest.raises(InputError, match=rf"changes to it wait in one\.sqlite{suffix}"):
         read_nsys(path)
 
 
-def test_every_cut_is_told(tmp_path: Path) -> None:
+def test_truncated_export_is_refused_or_has_a_warning(tmp_path: Path) -> None:
     path = export(tmp_path / "one.sqlite", 41)
     data = path.read_bytes()
     (whole,) = read_nsys(path)

@@ -36,7 +36,7 @@ def pairs(queries, keys, *, bottom_right, left=-1, right=0):
     return int(seen.sum())
 
 
-def test_a_matrix_product_is_a_multiplication_and_an_addition_for_every_pair():
+def test_matrix_product_flops_are_two_per_multiplication():
     assert counted("aten::mm", call((3, 5), (5, 7))).flops == 2 * 3 * 5 * 7
     assert counted("aten::addmm", call((7,), (3, 5), (5, 7))).flops == 2 * 3 * 5 * 7
     assert counted("aten::bmm", call((4, 3, 5), (4, 5, 7))).flops == 2 * 4 * 3 * 5 * 7
@@ -47,7 +47,7 @@ def test_a_matrix_product_is_a_multiplication_and_an_addition_for_every_pair():
 
 @pytest.mark.parametrize(("queries", "keys"), [(6, 6), (4, 9), (9, 4), (1, 5)])
 @pytest.mark.parametrize("backward", [False, True])
-def test_a_causal_mask_counts_what_it_shows_and_half_of_a_square(queries, keys, backward):
+def test_causal_attention_flops_count_visible_pairs(queries, keys, backward):
     """Check alignment bottom right (flash-attn) and top left (other kernels of PyTorch); head sizes 16 and 8 (v)."""
     batch, heads, size, v_size = 2, 6, 16, 8
     per_pair = 2 * (3 * size + 2 * v_size) if backward else 2 * (size + v_size)
@@ -68,7 +68,7 @@ def test_a_causal_mask_counts_what_it_shows_and_half_of_a_square(queries, keys, 
 
 
 @pytest.mark.parametrize(("left", "right", "causal"), [(2, 0, True), (2, -1, True), (3, 1, False), (-1, 0, False)])
-def test_a_window_counts_what_it_shows(left, right, causal):
+def test_window_attention_flops_count_visible_pairs(left, right, causal):
     values = ["", "", "", "0.", "0.125", str(causal), str(left), str(right), "0.", "", "False"]
     shape = (1, 7, 3, 16)
     result = counted("flash_attn::_flash_attn_forward", call(shape, shape, shape, values=values))
@@ -78,7 +78,7 @@ def test_a_window_counts_what_it_shows(left, right, causal):
     assert (result.flops, result.causal) == (3 * 4 * 16 * seen, 1)
 
 
-def test_a_mask_that_is_not_recorded_counts_dense_and_says_so():
+def test_unrecorded_mask_counts_as_dense_and_is_marked():
     shape = (2, 4, 8, 16)
     result = counted("aten::_scaled_dot_product_flash_attention", call(shape, shape, shape))
     assert (result.flops, result.causal) == (4 * 2 * 4 * 8 * 8 * 16, NONE)
@@ -88,7 +88,7 @@ def test_a_mask_that_is_not_recorded_counts_dense_and_says_so():
     ("name", "lengths", "causal"),
     [("aten::_flash_attention_forward", 3, 8), ("flash_attn_3::fwd", 7, 24), ("flash_attn_3::fwd", 14, 24)],
 )
-def test_lengths_in_tensors_do_not_tell_the_work(name, lengths, causal):
+def test_flops_are_unknown_with_lengths_in_tensors(name, lengths, causal):
     shape = (1, 8, 4, 16)
     sizes = [shape, shape, shape, *[None] * (lengths - 3), (3,)]
     values = [""] * causal + ["True"]
@@ -96,7 +96,7 @@ def test_lengths_in_tensors_do_not_tell_the_work(name, lengths, causal):
     assert flops_of(name, call(*sizes[:-1], values=values)) is not None
 
 
-def test_chunks_and_packed_sequences_do_not_tell_the_work():
+def test_flops_are_unknown_for_chunks_and_packed_sequences():
     shape = (1, 8, 4, 16)
     values = [""] * 24 + ["False", "-1", "-1", "0"]
     assert flops_of("flash_attn_3::fwd", call(shape, shape, shape, values=values)) is not None
@@ -105,7 +105,7 @@ def test_chunks_and_packed_sequences_do_not_tell_the_work():
     assert flops_of("aten::_flash_attention_forward", call(tokens, tokens, tokens)) is None
 
 
-def test_a_convolution_counts_every_weight_at_every_place_of_its_output():
+def test_convolution_flops_count_weights_times_outputs():
     """Check a 3 x 3 convolution of a 9 x 8 image with stride 2 and padding 1: 5 x 4 output positions."""
     values = ["", "", "", "[2, 2]", "[1, 1]", "[1, 1]", "False", "[0, 0]", "2"]
     forward = counted("aten::convolution", call((3, 4, 9, 8), (6, 2, 3, 3), None, values=values))

@@ -37,7 +37,7 @@ def test_sorted_by_rank():
     assert codes(traces) == [[]] * 8
 
 
-def test_other_processes_give_the_same():
+def test_reading_in_other_processes_is_equal():
     serial, parallel = read_traces(REAL, jobs=1), read_traces(REAL, jobs=2)
     for trace, other in zip(serial, parallel, strict=True):
         assert (trace.names, trace.collectives, trace.warnings) == (other.names, other.collectives, other.warnings)
@@ -54,7 +54,7 @@ def test_an_error_in_another_process_is_the_same_error(tmp_path):
         read_traces([tmp_path / "none.json", good], jobs=2)
 
 
-def test_a_script_without_a_main_guard(tmp_path):
+def test_script_without_a_main_guard_can_read_traces(tmp_path):
     """Check that reading processes do not run the caller's script again."""
     script = tmp_path / "script.py"
     paths = [str(path) for path in REAL]
@@ -66,19 +66,19 @@ def test_a_script_without_a_main_guard(tmp_path):
     assert (done.stdout, done.stderr) == ("2 read\n", "")
 
 
-def test_no_ranks_anywhere(tmp_path):
+def test_traces_without_ranks_are_numbered_with_a_warning(tmp_path):
     traces = read_traces([write(tmp_path, "b.json"), write(tmp_path, "a.json")])
     assert [trace.rank for trace in traces] == [0, 1]
     assert codes(traces) == [["assumed_ranks"], []]
 
 
-def test_one_rank_is_unknown(tmp_path):
+def test_trace_without_a_rank_beside_others_is_unknown(tmp_path):
     traces = read_traces([write(tmp_path, "b.json"), write(tmp_path, "rank0.json", 0, size=1)])
     assert [trace.rank for trace in traces] == [0, None]
     assert codes(traces) == [[], ["unknown_rank"]]
 
 
-def test_a_rank_twice(tmp_path):
+def test_two_traces_of_one_rank_keep_their_rank(tmp_path):
     traces = read_traces([write(tmp_path, name, 0, size=1) for name in ("a.json", "b.json")])
     assert [trace.rank for trace in traces] == [0, 0]
 
@@ -128,7 +128,7 @@ def test_the_newest_cycle_is_one_that_every_process_wrote(tmp_path):
     assert [trace.activities.start_ns[0] for trace in read_traces(later)] == [kernel(10_000)["ts"] * 1000] * 2
 
 
-def test_ranks_with_one_name_are_no_cycles_of_a_process(tmp_path):
+def test_ranks_with_one_name_are_not_cycles_of_a_process(tmp_path):
     """Accept a worker name shared by all ranks, or a process id shared by two containers."""
     together = [tmp_path / f"run_1.{1_700_000_000_000_000_000 + number}.pt.trace.json" for number in (0, 1)]
     for path in together:

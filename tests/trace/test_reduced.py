@@ -34,7 +34,7 @@ def assert_same(first: Trace, second: Trace) -> None:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}-{path.name}")
-def test_nothing_is_lost(path):
+def test_reduced_trace_keeps_everything(path):
     trace = read_trace(path)
     data = reduce_trace(trace)
     assert_same(trace, parse_reduced(data))
@@ -42,7 +42,7 @@ def test_nothing_is_lost(path):
     assert len(data) < path.stat().st_size
 
 
-def test_it_is_read_in_place_of_a_trace(tmp_path):
+def test_reduced_trace_can_replace_a_trace(tmp_path):
     traces = sorted((RUNS / "h200x4-zigzag-65536").glob("rank*.json.gz"))
     for path in traces:
         (tmp_path / f"{path.name[:5]}.ringprof").write_bytes(reduce_trace(read_trace(path)))
@@ -52,7 +52,7 @@ def test_it_is_read_in_place_of_a_trace(tmp_path):
 
 
 @pytest.mark.parametrize("name", [b'"k\\ud8004"', b'"k\xff4"', b'"k\x004"'])
-def test_whatever_a_name_holds_can_be_stored(name):
+def test_any_name_can_be_stored(name):
     trace = parse_trace(TEN.replace(b'"k4"', name))
     assert_same(trace, parse_reduced(reduce_trace(trace)))
 
@@ -126,7 +126,7 @@ def group(*ranks):
         (lambda file: file["columns"].update({str(number): {} for number in range(100)}), "length"),
     ],
 )
-def test_what_no_reader_makes_is_refused(change, reason):
+def test_reduced_trace_with_invalid_columns_is_refused(change, reason):
     with pytest.raises(TraceFormatError, match=reason):
         parse_reduced(repacked(change))
 
@@ -162,14 +162,14 @@ def groups_of_one(count):
         lambda: document(many_events(50_000)),
     ],
 )
-def test_what_the_reader_of_traces_takes_is_taken_back(build):
+def test_every_accepted_trace_can_be_reduced_and_read(build):
     """Accept every trace that the Kineto reader accepts: both have the same limits, so no rank is lost."""
     trace = parse_trace(build())
     assert trace.warnings == []
     assert_same(trace, parse_reduced(reduce_trace(trace)))
 
 
-def test_lone_surrogates():
+def test_lone_surrogates_in_names_are_stored():
     """Replace lone surrogates: JSON can hold them, but UTF-8, and so the reduced form, cannot."""
     config = [{"pg_name": "g\ud800", "pg_size": 2, "ranks": [0, 1]}]
     info = {"rank": 3, "world_size": 8, "pg_config": config}
@@ -183,7 +183,7 @@ def test_lone_surrogates():
     assert parse_reduced(reduce_trace(elsewhere)).path == "bad?/rank0.json"
 
 
-def test_it_needs_no_more_memory_than_its_trace():
+def test_reduced_trace_needs_no_more_memory_than_its_trace():
     """Read the reduced trace with every memory limit that suffices for the trace itself."""
     data = document([kernel(number, name=f"kernel {number}") for number in range(2000)], **groups_of_one(300))
     taken = []
@@ -198,7 +198,7 @@ def test_it_needs_no_more_memory_than_its_trace():
     assert 10 < len(taken) < 80
 
 
-def test_every_cut_and_damage_is_told():
+def test_truncated_or_damaged_reduced_trace_is_refused():
     data = reduce_trace(read_trace(REAL[0]))
     draw = random.Random(3)
     for _ in range(300):
@@ -216,7 +216,7 @@ def test_every_cut_and_damage_is_told():
                 assert_same(trace, read_trace(REAL[0]))
 
 
-def test_what_cannot_be_read_is_not_reduced(tmp_path):
+def test_unreadable_trace_is_not_reduced(tmp_path):
     trace, target = tmp_path / "rank0.json", tmp_path / "rank0.ringprof"
     trace.write_bytes(b"no trace")
     assert not reduce_file(trace, target) and not target.exists()

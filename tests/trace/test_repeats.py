@@ -37,7 +37,7 @@ def test_every_event_twice_is_read_as_once():
         assert (warning.code, warning.count, warning.rank) == ("repeated_events", 7, 3)
 
 
-def test_three_times_is_two_too_many():
+def test_event_repeated_three_times_counts_two_repeats():
     (warning,) = parse_trace(document([kernel(1)] * 3 + [kernel(2)])).warnings
     assert warning.count == 2
 
@@ -56,13 +56,13 @@ def test_three_times_is_two_too_many():
         {"args": {"device": 0, "stream": 7, "correlation": 0, "bytes": 5}},
     ],
 )
-def test_what_differs_in_anything_is_no_repeat(change):
+def test_events_that_differ_are_not_repeats(change):
     trace = parse_trace(document([kernel(0), kernel(0, **change)]))
     assert len(trace.activities.start_ns) == 2
     assert "repeated_events" not in {warning.code for warning in trace.warnings}
 
 
-def test_calls_without_an_id_may_be_two_of_a_batch():
+def test_calls_without_an_id_are_not_repeats():
     """Keep equal rows such as the sends of K and V, which old profilers write with the same microsecond."""
     trace = parse_trace(document([kernel(5), call(0), call(0), mark(0), mark(0)]))
     assert (lengths(trace), trace.warnings) == ((1, 2, 2), [])

@@ -29,7 +29,7 @@ def test_streams_that_are_pointers_stay_apart():
     assert streams[3:] == [7, 0]
 
 
-def test_a_copy_that_lasts_while_its_stream_goes_on_is_told():
+def test_copy_overlapping_its_own_stream_is_a_warning():
     """Warn about a wrong duration: the copy lasts 3 s, but its stream continues after 5 us."""
     kernels = [row("gemm", 10 * index, 9, 7) for index in range(1, 21)]
     (warning,) = parsed(row("Memcpy DtoH", 0, 3_000_000, 7, "gpu_memcpy"), *kernels).warnings
@@ -38,6 +38,6 @@ def test_a_copy_that_lasts_while_its_stream_goes_on_is_told():
     assert "2,999.920 ms longer" in warning.message
 
 
-def test_work_of_other_streams_may_lie_over_it():
+def test_work_of_other_streams_may_overlap():
     kernels = [row("gemm", 10 * index, 9, 7) for index in range(1, 21)]
     assert not parsed(row("Memcpy DtoH", 0, 3_000_000, 8, "gpu_memcpy"), *kernels).warnings

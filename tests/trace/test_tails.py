@@ -55,7 +55,7 @@ def codes(trace: Trace) -> set[str]:
 
 
 @pytest.mark.parametrize("indent", [None, 1])
-def test_metadata_behind_the_events_reads_as_in_front_wherever_the_reader_cuts(monkeypatch, indent):
+def test_metadata_behind_events_is_read_at_any_piece_size(monkeypatch, indent):
     """Read metadata behind the events with any piece size; entries of "deviceProperties" look like events at a cut."""
     front, behind = text_of(1, behind=False, indent=indent), text_of(1, behind=True, indent=indent)
     expected = content(parse_trace(front))
@@ -77,7 +77,7 @@ def test_metadata_behind_the_events_of_a_compressed_trace():
     assert content(parse_trace(packed)) == expected
 
 
-def test_a_trace_of_a_cpu_whose_metadata_stands_behind_keeps_every_operator():
+def test_cpu_trace_with_metadata_at_the_end_keeps_every_operator():
     events = [kernel(n, cat="cpu_op", name=f"aten::op{n}") for n in range(3)]
     trace = parse_trace(json.dumps({"traceEvents": events, "deviceProperties": []}).encode())
     assert len(trace.operators.start_ns) == 3
@@ -86,7 +86,7 @@ def test_a_trace_of_a_cpu_whose_metadata_stands_behind_keeps_every_operator():
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("second", [False, True])
 @pytest.mark.parametrize("between", [b"", b"\n", b"\n\n  "])
-def test_of_concatenated_traces_the_first_is_read_as_itself(monkeypatch, first, second, between):
+def test_first_of_concatenated_traces_is_read(monkeypatch, first, second, between):
     whole = text_of(0, behind=first) + between + text_of(1, behind=second)
     expected = content(parse_trace(text_of(0, behind=first)))
     for size in (100, 333, 1 << 20):
@@ -96,14 +96,14 @@ def test_of_concatenated_traces_the_first_is_read_as_itself(monkeypatch, first, 
         assert codes(trace) == {"second_event_list"}
 
 
-def test_concatenated_gzip_files_are_told_as_such():
+def test_concatenated_gzip_files_are_a_warning():
     trace = parse_trace(gzip.compress(text_of(0, behind=False)) + gzip.compress(text_of(1, behind=False)))
     assert (trace.rank, names(trace)) == (0, [f"r0k{n}" for n in range(9)])
     assert codes(trace) == {"second_event_list"}
 
 
 @pytest.mark.parametrize("second", [json.dumps(events_of(1)).encode(), text_of(1, behind=False)])
-def test_a_list_of_events_takes_no_rank_from_what_is_concatenated_to_it(second):
+def test_event_list_takes_no_rank_from_concatenated_data(second):
     trace = parse_trace(json.dumps(events_of(0)).encode() + b"\n" + second, "rank1.json")
     assert (trace.rank, names(trace)) == (None, [f"r0k{n}" for n in range(9)])
     assert "second_event_list" in codes(trace)
@@ -111,7 +111,7 @@ def test_a_list_of_events_takes_no_rank_from_what_is_concatenated_to_it(second):
 
 @pytest.mark.parametrize("cut", [1, 20, 60, 150])
 @pytest.mark.parametrize("devices", [[], DEVICES[:1], DEVICES])
-def test_a_cut_trace_takes_no_events_and_no_rank_from_the_one_behind_it(cut, devices):
+def test_truncated_trace_takes_nothing_from_a_concatenated_one(cut, devices):
     first = json.dumps({"traceEvents": events_of(0)}).encode()[: -2 - cut]
     second = json.dumps({**fields_of(1), "deviceProperties": devices, "traceEvents": events_of(1)}).encode()
     trace = parse_trace(first + second, "rank1.json")
@@ -120,7 +120,7 @@ def test_a_cut_trace_takes_no_events_and_no_rank_from_the_one_behind_it(cut, dev
     assert "second_event_list" in codes(trace)
 
 
-def test_a_second_list_in_the_same_object_takes_no_rank_with_it():
+def test_second_event_list_in_an_object_gives_no_rank():
     """Ignore fields behind both lists, which may belong to either; fields before both belong to the first."""
     first, second = text_of(0, behind=False), text_of(1, behind=False)
     joined = parse_trace(first.rstrip(b"}") + b"," + second.lstrip(b"{"))

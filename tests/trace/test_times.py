@@ -65,7 +65,7 @@ decimals = st.integers(0, 12).flatmap(lambda places: st.decimals(-(10**15), 10**
 
 
 @given(st.lists(decimals | st.floats(-1e15, 1e15), min_size=1))
-def test_any_decimal(values):
+def test_any_decimal_is_converted_exactly(values):
     texts = [str(value) for value in values]
     assert to_ns([text.encode() for text in texts]).tolist() == [slow(text) for text in texts]
 
@@ -75,7 +75,7 @@ def test_any_bytes_give_a_number_or_missing(texts):
     assert len(to_ns(texts)) == len(texts)
 
 
-def test_float64_would_not_do():
+def test_float64_times_would_lose_nanoseconds():
     """Check a time whose nearest float64, multiplied by 1000, is off by a nanosecond."""
     text = "1790857026000000.123"
     assert round(float(text) * 1000) != slow(text)

@@ -91,20 +91,20 @@ def test_an_xla_trace_of_one_gpu_is_of_the_rank_in_its_name(tmp_path):
     assert not trace.warnings
 
 
-def test_the_copy_that_jax_writes_for_perfetto_is_no_other_run(tmp_path):
+def test_jax_perfetto_copy_is_not_another_run(tmp_path):
     for name in ("host.trace.json", "perfetto_trace.json.gz"):
         (tmp_path / name).write_text(json.dumps(XLA))
     assert [path.rpartition("/")[2] for path in detect([tmp_path]).paths] == ["host.trace.json"]
     assert len(read_traces(detect([tmp_path]).paths)) == 2
 
 
-def test_the_profiler_before_kineto_is_named():
+def test_legacy_profiler_traces_are_refused_by_name():
     events = [{**row(1, 1, "aten::mm", 1, 5), "pid": "CUDA functions"}]
     with pytest.raises(TraceFormatError, match=r"nothing to analyse: 1 events, .*; of process 'CUDA functions' \(1\)"):
         parse_trace(json.dumps(events).encode())
 
 
-def test_rocprofs_json(tmp_path):
+def test_rocprof_json_is_read(tmp_path):
     """Read kernels on the tracks of a GPU; warn that copies, on a track without a GPU, are missing."""
     events = [
         {},
@@ -126,7 +126,7 @@ def test_rocprofs_json(tmp_path):
     assert "process 'COPY' (1)" in warning.message
 
 
-def test_copies_and_kernels_are_told_apart_by_name():
+def test_copies_and_kernels_are_distinguished_by_name():
     events = [*XLA["traceEvents"][:6], row(1, 13, "MemcpyP2P", 1, 2), row(1, 13, "fusion", 4, 2)]
     rows = parse_trace(json.dumps({"traceEvents": events}).encode()).activities
     assert rows.category.tolist() == [MEMCPY, KERNEL]
@@ -134,7 +134,7 @@ def test_copies_and_kernels_are_told_apart_by_name():
 
 
 @pytest.mark.parametrize("process", ["Ascend Hardware", "/device:TPU:0"])
-def test_other_devices_rows_are_told_to_be_missing(process):
+def test_unread_rows_of_other_devices_are_a_warning(process):
     operator = {**row(9, 1, "aten::mm", 1, 5), "cat": "cpu_op"}
     events = [named("process_name", 2, process), operator, row(2, 10, "MatMulV2", 2, 100)]
     trace = parse_trace(json.dumps(events).encode())
@@ -144,7 +144,7 @@ def test_other_devices_rows_are_told_to_be_missing(process):
     ]
 
 
-def test_names_of_tracks_take_little_memory():
+def test_track_names_take_little_memory():
     """Limit the memory for names, however many processes a file names and however long their ids are."""
     tracks = Tracks()
     long = [Event(ph="M", name="process_name", pid="p" * 10_000 + str(number), args=ARGS) for number in range(3)]
@@ -170,7 +170,7 @@ def task(tid: int, name: str, start_us: float, us: float, kind: str) -> dict[str
     return {**row(3, tid, name, start_us, us), "args": {"Task Type": kind}}
 
 
-def test_an_npus_trace(tmp_path):
+def test_npu_trace_is_read(tmp_path):
     """Count tasks on cores, copies, and each communicator's own track, but no waits, planes and summaries."""
     path = tmp_path / "trace_view.json"
     events = cann(
@@ -203,7 +203,7 @@ def test_an_npus_trace(tmp_path):
     assert not read_traces([str(path)])[0].warnings
 
 
-def test_tasks_without_a_type_count_as_the_files_own_summary_counts_them(tmp_path):
+def test_untyped_npu_tasks_match_the_summary_of_the_file(tmp_path):
     """Classify tasks of the type "Other", common in CANN 7; the lane "Overlap Analysis" has the expected times."""
     path = tmp_path / "trace_view.json"
     tasks = [
@@ -230,7 +230,7 @@ def test_tasks_without_a_type_count_as_the_files_own_summary_counts_them(tmp_pat
     assert (len(trace.activities.start_ns), trace.warnings) == (6, [])
 
 
-def test_what_is_not_read_of_an_npus_trace_is_told():
+def test_unread_tasks_of_an_npu_trace_are_a_warning():
     """Warn about tasks of an unknown type, and about those of a second NPU, which could be mistaken for the first's."""
     second = {**task(2, "MatMulV2", 20, 5, "AI_CORE"), "pid": 6}
     events = cann(task(2, "MatMulV2", 10, 5, "AI_CORE"), task(3, "FUTURE_SQE", 540, 2, "FUTURE_SQE"))

@@ -25,7 +25,7 @@ def example(rank=0):
     return b.run("at::native::vectorized_elementwise_kernel", 600, 700, launched=60)
 
 
-def test_what_was_launched_in_a_range_is_its_own():
+def test_annotation_sums_the_kernels_launched_in_its_range():
     assert annotations_in(example()) == (
         # 100 to 900; exposed where neither attention nor, later and outside, the elementwise kernel runs.
         Annotation("forward", 1, 800, 400, 600, 300),
@@ -34,7 +34,7 @@ def test_what_was_launched_in_a_range_is_its_own():
     )
 
 
-def test_ranks_add_up():
+def test_annotations_are_summed_over_ranks():
     (forward, *_) = annotations_in(example(0), example(1))
     assert (forward.calls, forward.busy_ns, forward.exposed_ns, forward.hidden) == (2, 1600, 600, 0.5)
 
@@ -46,29 +46,29 @@ def test_ranges_of_one_name_overlap_without_counting_twice():
     assert (annotation.calls, annotation.busy_ns, annotation.hidden) == (2, 150, None)
 
 
-def test_steps_of_the_profiler_are_one_name():
+def test_profiler_steps_are_one_annotation():
     b = Builder(world_size=1).mark("ProfilerStep#4", 0, 10).mark("ProfilerStep#5", 10, 20)
     b.run(FLASH, 100, 200, launched=5).run(FLASH, 300, 400, launched=15)
     assert annotations_in(b) == (Annotation("ProfilerStep", 2, 200, 200, 0, 0),)
 
 
-def test_the_libraries_own_ranges_are_not_the_users():
+def test_ranges_of_libraries_are_not_annotations():
     b = Builder(world_size=1).mark("nccl:all_reduce", 0, 10).mark("ringprof::iteration", 0, 10)
     assert annotations_in(b.run(FLASH, 100, 200, launched=5)) == ()
 
 
-def test_a_graph_replayed_without_launches_is_told_by_the_devices_own_range():
+def test_graph_kernels_without_launches_use_the_device_annotation():
     b = Builder(world_size=1).mark("step", 0, 10).mark_device("step", 90, 450)
     b.run(FLASH, 100, 200, node=1).run(FLASH, 300, 400, node=2).run(FLASH, 500, 600, node=3)
     assert annotations_in(b) == (Annotation("step", 1, 200, 200, 0, 0),)
 
 
-def test_a_cpu_run_has_none():
+def test_cpu_run_has_no_annotations():
     assert findings_in_memory(attribute([cpu_example().trace()])).annotations == ()
 
 
 @pytest.mark.parametrize("form", ["terminal", "json", "frame"])
-def test_every_form_has_them(form):
+def test_annotations_in_terminal_json_and_frame(form):
     run = analysis(TRACES / "h200x4-ring-262144")
     shown = {
         "terminal": lambda: run.to_terminal(sections=["annotations"]),

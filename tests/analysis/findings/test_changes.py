@@ -21,7 +21,7 @@ def changes(*names: str) -> RunChanges:
     return run_changes
 
 
-def test_what_is_worth_saying_begins_at_one_percent():
+def test_changes_below_one_percent_are_not_in_the_sentence():
     parts = tuple(Change(what, 100, 101, share) for what, share in (("attention", 0.01), ("other_compute", 0.0099)))
     assert RunChanges(parts, (), ()).sentence().startswith("+1.0 %")
     assert "," not in RunChanges(parts, (), ()).sentence()
@@ -53,7 +53,7 @@ def test_steps_and_kernels_are_those_of_the_reports():
         assert {name: time for name, time in times.items() if time} == pytest.approx(dict(kernels))
 
 
-def test_the_sentence_names_the_largest_with_their_steps():
+def test_sentence_names_the_largest_changes_and_their_ring_steps():
     parts = (
         Change("exposed_wire", 20.0, 11.0, -0.09),
         Change("merge_and_copies", 9.0, 5.0, -0.04),
@@ -68,13 +68,13 @@ def test_the_sentence_names_the_largest_with_their_steps():
     assert RunChanges(parts[2:], steps, ()).sentence() == ""
 
 
-def test_runs_of_other_work_have_no_changes():
+def test_no_changes_between_runs_of_different_work_or_three_runs():
     assert ringprof.compare(*(analysis(TRACES / f"h200x4-zigzag-{n}") for n in ("65536", "262144"))).changes is None
     three = [analysis(TRACES / f"h200x4-{name}-262144") for name in ("zigzag", "burst", "usp")]
     assert ringprof.compare(*three).changes is None
 
 
-def test_why_a_contiguous_ring_is_slower_is_said():
+def test_sentence_explains_the_slower_contiguous_ring():
     comparison = ringprof.compare(*(analysis(TRACES / f"h200x4-{name}-262144") for name in ("zigzag", "ring")))
     assert comparison.changes is not None
     assert re.match(
@@ -83,7 +83,7 @@ def test_why_a_contiguous_ring_is_slower_is_said():
     )
 
 
-def test_one_step_is_named_in_the_singular():
+def test_single_ring_step_is_named_in_the_singular():
     parts = (Change("exposed_wire", 20.0, 11.0, -0.09),)
     steps = (Change("fwd 1", 9.0, 4.0, -0.05), Change("fwd 2", 1.0, 1.0, 0.0))
     said = RunChanges(parts, steps, ()).sentence()

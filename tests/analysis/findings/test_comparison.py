@@ -46,7 +46,7 @@ def rate(value: float, spread: float) -> Metric:
         (replace(rate(5, 0.1), higher_is_better=None), replace(rate(9, 0.1), higher_is_better=None), "differs"),
     ],
 )
-def test_a_difference_that_is_not_proved_is_noise(base, other, verdict):
+def test_unproved_difference_is_noise(base, other, verdict):
     (difference,) = compare_measurements([measurement("a", x=base), measurement("b", x=other)]).differences
     assert difference.verdict == verdict
     assert (difference.low is None) == (not other.recordings)
@@ -56,7 +56,7 @@ def test_a_difference_that_is_not_proved_is_noise(base, other, verdict):
     assert difference.ratio == other.value / base.value
 
 
-def test_times_are_set_against_each_other_only_for_the_same_work():
+def test_compare_times_only_of_the_same_work():
     time = Metric(5, "ms", higher_is_better=False, depends_on_work=True)
     longer = measurement("b", SETTINGS | {"seq": "2"}, t=replace(time, value=10))
     unknown = measurement("c", {}, t=time)
@@ -66,7 +66,7 @@ def test_times_are_set_against_each_other_only_for_the_same_work():
     assert not match_work(unknown, unknown).same
 
 
-def test_a_figure_that_one_side_lacks_is_missing():
+def test_figure_of_one_side_alone_is_missing():
     comparison = compare_measurements([measurement("a", x=rate(1, 0)), measurement("b", y=rate(1, 0))])
     assert comparison.figures == ("x", "y")
     assert {d.verdict for d in comparison.differences} == {"missing"}
@@ -82,7 +82,7 @@ def recorded(label: str, created: str, tflops: float, exposed: float) -> Measure
     )
 
 
-def test_recordings_of_one_run_are_one_entry():
+def test_recordings_of_one_run_are_combined():
     combined = combine_recordings(
         [recorded("b", "2026-02", 104, 0.3), recorded("a", "2026-01", 100, 0.1), recorded("c", "2026-03", 102, 0.2)]
     )
@@ -95,7 +95,7 @@ def test_recordings_of_one_run_are_one_entry():
     assert combine_recordings([combined]) is combined
 
 
-def test_a_setting_in_which_recordings_differ_shows_all_its_values():
+def test_differing_setting_shows_all_values():
     two = [
         replace(measurement(label, SETTINGS | {"torch": version}), created=(label,)) for label, version in ("a1", "b2")
     ]
@@ -107,7 +107,7 @@ def test_a_setting_in_which_recordings_differ_shows_all_its_values():
     ).same
 
 
-def test_recordings_made_in_turns_are_told_by_their_times():
+def test_interleaved_recordings_are_detected_by_their_times():
     def made(*times: str) -> Measurement:
         return replace(measurement("x"), created=times)
 
@@ -118,7 +118,7 @@ def test_recordings_made_in_turns_are_told_by_their_times():
     assert not interleaved(made(), made())
 
 
-def test_one_entry_is_no_comparison():
+def test_compare_requires_two_entries():
     with pytest.raises(ValueError, match="two"):
         compare_measurements([measurement("a")])
 
@@ -166,7 +166,7 @@ def test_labels_are_the_shortest_that_differ(paths, labels):
         ("x == 6%", True),
     ],
 )
-def test_a_condition_on_a_figure(text, holds):
+def test_condition_holds_for_its_figure(text, holds):
     assert parse_condition(text).holds({"x": 0.06}, {"x": 0.1}) is holds
 
 
@@ -189,23 +189,23 @@ def test_a_condition_is_undecided_where_the_interval_lies_on_both_sides(text, in
 @pytest.mark.parametrize(
     "text", ["", "x", "x >", "> 5", "x > y", "x > 5 * other", "x > 5; y", "__import__('os') > 1", "x > 1e999"]
 )
-def test_what_is_no_condition_is_refused(text):
+def test_malformed_condition_is_refused(text):
     with pytest.raises(UsageError, match="FIGURE OP NUMBER"):
         parse_condition(text)
 
 
-def test_an_unknown_figure_names_those_that_are():
+def test_unknown_figure_error_lists_the_figures():
     with pytest.raises(UsageError, match="there are: x, y"):
         parse_condition("z > 1").holds({"x": 1.0, "y": 2.0}, {})
 
 
 @given(st.floats(0, 1e6), st.floats(0, 1e6), st.sampled_from(["<", "<=", ">", ">=", "==", "!="]))
-def test_a_condition_is_what_python_says(value, limit, sign):
+def test_condition_agrees_with_python_comparison(value, limit, sign):
     expected = eval(f"{value!r} {sign} {limit!r}")
     assert parse_condition(f"figure {sign} {limit!r}").holds({"figure": value}, {}) is expected
 
 
-def test_times_of_work_that_only_the_user_knows_are_set_against_each_other_where_he_says_so():
+def test_same_work_option_compares_times_of_unknown_work():
     entries = [
         measurement(label, {}, wall=Metric(value, "ms", depends_on_work=True)) for label, value in (("a", 8), ("b", 6))
     ]
@@ -226,7 +226,7 @@ def marked(lengths):
     return measurement_of_run("traces", findings_in_memory(attribute([b.trace() for b in builders])))
 
 
-def test_of_traces_with_several_iterations_a_difference_has_an_interval():
+def test_difference_of_traces_with_iterations_has_an_interval():
     scatter = (-3, 2, 0, 1, -2, 3, -1, 0)
     base, again, slower = (marked([length + deviation for deviation in scatter]) for length in (999, 1000, 1099))
     metric = base.figures["profiled_iteration_ms"]
@@ -241,5 +241,5 @@ def test_of_traces_with_several_iterations_a_difference_has_an_interval():
     assert verdict_lines(comparison)[1].startswith("2: slower by 10.0 % (2.3 to 18.")
 
 
-def test_one_iteration_is_no_repeated_figure():
+def test_single_iteration_has_no_profiled_iteration_figure():
     assert "profiled_iteration_ms" not in marked([1000]).figures

@@ -41,7 +41,7 @@ def findings_of(focus: Focus | None = None, **changes) -> Findings:
     return findings_in_memory(attribution)
 
 
-def test_the_figures_are_the_formulas():
+def test_control_figures_equal_their_formulas():
     rates = findings_of().summary.rates
     c = rates.controls
     assert c is not None and (c.rounds, c.iterations) == (3, 3)
@@ -54,13 +54,13 @@ def test_the_figures_are_the_formulas():
     assert c.flash_slowdown == pytest.approx(4600 / 4200 - 1)
 
 
-def test_communication_can_be_the_ideal():
+def test_ideal_is_communication_where_that_takes_longer():
     c = findings_of(communication_only_ns=[[2100] * 3] * 4).summary.rates.controls
     assert c is not None and c.ideal_ns == 2100 and c.ideal_efficiency == pytest.approx(2100 / 2200)
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_of_one_rank_nothing_is_said_of_communication(recorded):
+def test_one_rank_has_no_communication_only_figure(recorded):
     """Also where the run has these controls, as earlier ones do."""
     run = recorded_run(
         world_size=1,
@@ -80,7 +80,7 @@ def test_of_one_rank_nothing_is_said_of_communication(recorded):
     assert of_each and "of the solo rate" in controls and "communication" not in controls
 
 
-def test_a_part_of_an_iteration_has_none():
+def test_part_of_an_iteration_has_no_controls():
     assert findings_of(Focus(between_ns=(0, 1800))).summary.rates.controls is None
 
 
@@ -92,12 +92,12 @@ def test_a_part_of_an_iteration_has_none():
         {"ordinary_ns": []}, {"ordinary_ns": [[0, 0]] * 4}, {"compute_only_ns": [[]]},
     ],
 )  # fmt: skip
-def test_what_is_not_complete_gives_no_figures(broken):
+def test_incomplete_controls_give_no_figures(broken):
     rates = findings_of(**broken).summary.rates
     assert rates.controls is None and rates.solo_tflops is None and rates.tflops is not None
 
 
-def test_a_nanosecond_is_a_time():
+def test_solo_time_of_one_nanosecond_is_valid():
     controls = findings_of(solo_ns=[[1]] * 4).summary.rates.controls
     assert controls is not None and controls.solo_ns == 1
 
@@ -121,7 +121,7 @@ def test_the_json_report_has_every_figure():
     assert summary["controls"]["ideal_ns"] == 1800 and summary["controls"]["solo_tflops"] == summary["solo_tflops"]
 
 
-def test_people_read_times_shares_and_what_follows():
+def test_terminal_shows_controls_as_times_shares_and_sentence():
     text = " ".join(render(findings_of(), TextStyle(width=100)).split())
     assert "an iteration, in turns with these 2.200 µs 100.0 %" in text
     assert "ideal: the larger of the two 1.800 µs 81.8 % compute only" in text
@@ -135,7 +135,7 @@ def test_no_line_is_longer_than_the_terminal(width):
     assert max(map(len, render(findings_of(), TextStyle(width=width)).splitlines())) <= width
 
 
-def test_the_profilers_cost_is_neither_slower_nor_faster_where_it_rounds_to_nothing():
+def test_profiler_cost_that_rounds_to_zero_is_as_fast():
     def line(profiled_ns: int) -> str:
         run = recorded_run(profiled=Profiled(iterations_ns=[[profiled_ns]] * 4))
         attribution = attribute([b.trace() for b in ring_with_compute()], run)
@@ -147,13 +147,13 @@ def test_the_profilers_cost_is_neither_slower_nor_faster_where_it_rounds_to_noth
     assert "without the profiler, 10.0 % slower with it" in line(3_300_000)
 
 
-def test_the_controls_read_back_as_they_were_written(tmp_path):
+def test_controls_survive_a_write_and_a_read(tmp_path):
     run = recorded_run(controls=CONTROLS)
     write_run(run, tmp_path / "run.json")
     assert read_run(tmp_path / "run.json") == run and read_run(tmp_path / "run.json").controls == CONTROLS
 
 
-def test_a_run_of_before_there_were_controls_still_reads(tmp_path):
+def test_run_file_without_controls_is_read(tmp_path):
     write_run(recorded_run(), tmp_path / "run.json")
     old = json.loads((tmp_path / "run.json").read_text())
     del old["controls"]
@@ -161,7 +161,7 @@ def test_a_run_of_before_there_were_controls_still_reads(tmp_path):
     assert read_run(tmp_path / "run.json") == recorded_run()
 
 
-def test_the_waterfalls_slowdown_is_the_attention_time_above_the_solo_time():
+def test_waterfall_slowdown_is_attention_time_above_solo_time():
     # So little work that the device's peak takes less time for it than the attention kernels did.
     run = recorded_run(controls=CONTROLS, workload=Workload(seq=16, heads=8, kv_heads=8, head_dim=64))
     attribution = attribute([b.trace() for b in ring_with_compute()], run)
@@ -170,7 +170,7 @@ def test_the_waterfalls_slowdown_is_the_attention_time_above_the_solo_time():
     assert parts["slowdown"].time_ns == (4600 - 4200) / 4
 
 
-def test_the_slowdown_is_that_of_one_profiled_iteration_though_there_be_two():
+def test_slowdown_is_per_iteration_of_two_profiled_iterations():
     builders = [Builder(rank=rank) for rank in range(4)]
     for rank, b in enumerate(builders):
         for begin in (0, 10_000):
@@ -182,6 +182,6 @@ def test_the_slowdown_is_that_of_one_profiled_iteration_though_there_be_two():
     assert controls is not None and controls.flash_slowdown == pytest.approx(9200 / 8400 - 1)
 
 
-def test_ranks_that_the_controls_do_not_know_have_no_slowdown():
+def test_no_slowdown_where_controls_lack_a_rank():
     c = findings_of(solo_ns=SOLO[:3], solo_flops=[10**9] * 3).summary.rates.controls
     assert c is not None and c.flash_slowdown is None and c.solo_ns == 1000

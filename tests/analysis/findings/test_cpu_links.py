@@ -41,7 +41,7 @@ def attributed(hosts: list[str], ranks: list[Work], waits: list[dict[str, int]])
     return attribute(traces, run)
 
 
-def test_the_channel_that_crosses_hosts_is_told_from_the_one_that_does_not():
+def test_blocked_time_is_split_by_inter_and_intra_host_channel():
     inner, outer = ("kv_inner", "same_host", 500), ("kv_outer", "other_host", 2000)
     attribution = attributed(["a", "b"], [work(inner, outer)] * 2, [{"kv_inner": 100_000, "kv_outer": 400_000},
                                                              {"kv_inner": 200_000, "kv_outer": 600_000}])  # fmt: skip
@@ -56,7 +56,7 @@ def test_the_channel_that_crosses_hosts_is_told_from_the_one_that_does_not():
     assert "0.002 MB leave each host in the captured block, 2 MB/s" in cpu_blocked_sentence(block)
 
 
-def test_a_ring_across_hosts_is_held_up_for_all_of_its_ranks():
+def test_ring_across_hosts_counts_all_its_ranks_as_blocked_between_hosts():
     here, there = work(("kv", "same_host", 100)), work(("kv", "other_host", 100))
     waits = [{"kv": 100_000}] * 4
     links = blocked_by_link(attributed(["a", "a", "b", "b"], [here, there, here, there], waits))
@@ -65,14 +65,14 @@ def test_a_ring_across_hosts_is_held_up_for_all_of_its_ranks():
 
 
 @pytest.mark.parametrize("hosts", [["a", "a"], ["a", "b"]])
-def test_nothing_is_said_of_one_host_or_of_traces_that_name_no_channel(hosts: list[str]):
+def test_no_link_sentence_for_one_host_or_unnamed_channels(hosts: list[str]):
     named = hosts == ["a", "a"]
     waits = [{"kv": 100}] * 2 if named else [{}] * 2
     attribution = attributed(hosts, [work(("kv", "same_host" if named else "other_host", 100))] * 2, waits)
     assert blocked_by_link(attribution) is None and cpu_blocked_sentence(attribution) == ""
 
 
-def test_the_channel_that_blocks_longest_is_named_first():
+def test_longest_blocking_channel_is_named_first():
     sent = [("dq", "other_host", 1), ("kv", "other_host", 1), ("dkv", "other_host", 1)]
     links = blocked_by_link(attributed(["a", "b"], [work(*sent)] * 2, [{"dq": 20, "kv": 300, "dkv": 90}] * 2))
     assert links is not None and links.channels == ("kv", "dkv", "dq")

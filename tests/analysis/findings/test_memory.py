@@ -66,7 +66,7 @@ def run(tmp_path: Path) -> ringprof.Analysis:
     return ringprof.load(path)
 
 
-def test_each_memory_over_time_by_its_own_clock(run: ringprof.Analysis) -> None:
+def test_memory_timeline_of_each_device_uses_its_own_clock(run: ringprof.Analysis) -> None:
     base = 1_700_000_000_000_000_000
     frame = run.memory()
     assert frame["memory"].tolist() == ["host", "cuda 0", "cuda 0", "cuda 0"]
@@ -78,7 +78,7 @@ def test_each_memory_over_time_by_its_own_clock(run: ringprof.Analysis) -> None:
     assert run.warnings == []
 
 
-def test_the_page_has_the_peak_and_the_export_a_counter(run: ringprof.Analysis) -> None:
+def test_page_shows_peak_memory_and_export_has_a_counter(run: ringprof.Analysis) -> None:
     pytest.importorskip("bokeh")
     from ringprof.report.page import figures
 
@@ -95,7 +95,7 @@ def test_the_page_has_the_peak_and_the_export_a_counter(run: ringprof.Analysis) 
     ]  # fmt: skip
 
 
-def test_a_trace_without_it_has_none(tmp_path: Path) -> None:
+def test_trace_without_memory_events_has_no_memory_timeline(tmp_path: Path) -> None:
     path = tmp_path / "rank0.json"
     path.write_bytes(trace_text())
     run = ringprof.load(path)
@@ -103,7 +103,7 @@ def test_a_trace_without_it_has_none(tmp_path: Path) -> None:
     assert memory.html(run.findings, NO_FIGURES) is None
 
 
-def test_a_reduced_trace_holds_it_and_older_ones_are_read() -> None:
+def test_reduced_trace_keeps_memory_and_older_versions_are_read() -> None:
     whole = parse_trace(trace_text(*EVENTS), "rank0.json")
     again = parse_reduced(reduce_trace(whole))
     for name in ("start_ns", "device", "allocated_bytes", "reserved_bytes"):
@@ -116,13 +116,13 @@ def test_a_reduced_trace_holds_it_and_older_ones_are_read() -> None:
 
 
 @pytest.mark.parametrize("allocated", [None, "much", -5, 2**70])
-def test_what_is_no_amount_is_left_out(allocated: Any, tmp_path: Path) -> None:
+def test_invalid_memory_amounts_are_left_out(allocated: Any, tmp_path: Path) -> None:
     path = tmp_path / "rank0.json"
     path.write_bytes(trace_text(gpu(90.0, allocated, 1), gpu(91.0, 7, 8)))
     assert ringprof.load(path).memory()["allocated_bytes"].tolist() == [7]
 
 
-def test_what_is_thinned_keeps_its_peaks() -> None:
+def test_thinned_memory_timeline_keeps_its_peaks() -> None:
     values = np.zeros(100_000, np.int64)
     values[[0, 777, 50_001, 99_999]] = [3, 9, 8, 5]
     kept = thinned_indices(values, 2_000)

@@ -24,12 +24,12 @@ def verdict(*traces):
     return findings_in_memory(attribute(list(traces))).verdict
 
 
-def test_a_run_without_its_device_has_no_verdict_but_that():
+def test_verdict_without_device_activity_names_only_that():
     (line,) = verdict(trace(0, NO_DEVICE_ACTIVITIES, computes=False), trace(1, NO_DEVICE_ACTIVITIES, computes=False))
     assert line.startswith("Missing: all that ran on the GPU.")
 
 
-def test_a_rank_without_its_device_is_left_out_beside_one_that_has_it():
+def test_rank_without_device_activity_is_left_out():
     attribution = attribute([trace(0), trace(1, NO_DEVICE_ACTIVITIES, computes=False)])
     assert [rank.rank for rank in attribution.ranks] == [0]
     lines = findings_in_memory(attribution).verdict
@@ -37,12 +37,12 @@ def test_a_rank_without_its_device_is_left_out_beside_one_that_has_it():
 
 
 @pytest.mark.parametrize("code", ["truncated", "damaged_compression"])
-def test_a_trace_that_is_cut_off_says_so_first(code):
+def test_verdict_begins_with_truncated_traces(code):
     lines = verdict(trace(0, code), trace(1, code))
     assert (
         lines[0] == "Missing: the end of what is cut off, so that all figures are of what comes before (see warnings)."
     )
 
 
-def test_a_sound_run_misses_nothing():
+def test_complete_run_has_no_missing_line():
     assert not [line for line in verdict(trace(0), trace(1)) if line.startswith("Missing")]

@@ -53,7 +53,7 @@ def test_the_assumed_spread_is_the_upper_end_of_the_committed_pairs(pairs, count
     ],
     ids=["one session", "two sessions"],
 )
-def test_at_most_one_committed_pair_in_twenty_differs_by_more_than_is_assumed(pairs, assumed):
+def test_at_most_5_percent_of_committed_pairs_exceed_the_spread(pairs, assumed):
     far = [
         (a, b)
         for a, b in pairs
@@ -103,7 +103,7 @@ BASE = [100.0, 100.01, 99.99, 100.0, 100.02, 99.98, 100.01, 99.99, 100.0, 100.0]
     ("created", "assumed"),
     [("2026-01-01T00:30:00Z", SAME_SESSION), ("2026-01-02T00:00:00Z", OTHER_SESSION), (None, OTHER_SESSION)],
 )
-def test_the_interval_of_single_recordings_is_as_wide_as_is_assumed(created, assumed):
+def test_single_recordings_have_an_interval_of_the_assumed_spread(created, assumed):
     sides = measurement(BASE, "2026-01-01T00:00:00Z"), measurement([1.01 * value for value in BASE], created)
     difference = compare_measurements(sides).differences[0]
     each = [math.hypot(assumed.share, assumed.fixed_ms / length) for length in (100, 101)]
@@ -115,7 +115,7 @@ def test_the_interval_of_single_recordings_is_as_wide_as_is_assumed(created, ass
     assert (difference.assumed_spread.source, difference.verdict) == (assumed.source, "noise")
 
 
-def test_what_is_assumed_and_how_many_recordings_decide_is_said():
+def test_verdict_states_assumed_spread_and_recordings_needed():
     created = "2026-01-01T00:00:00Z"
     near, far = (measurement([factor * value for value in BASE], created) for factor in (1.001, 1.02))
     comparison = compare_measurements([measurement(BASE, created), near, far])
@@ -130,7 +130,7 @@ def test_what_is_assumed_and_how_many_recordings_decide_is_said():
     ]
 
 
-def test_several_recordings_per_side_assume_nothing():
+def test_several_recordings_per_side_need_no_assumed_spread():
     sides = [measurement([100.0, 100.1, 100.2], "2026-01-01T00:00:00Z", 3), measurement([101.0, 101.1, 101.2], None, 3)]
     comparison = compare_measurements(sides)
     assert (comparison.differences[0].assumed_spread, comparison.differences[0].verdict) == (None, "worse")
@@ -138,7 +138,7 @@ def test_several_recordings_per_side_assume_nothing():
     assert recordings_to_decide(sides[0], sides[1], "iteration_ms") is None
 
 
-def test_one_recording_against_several_assumes_the_spread_at_least():
+def test_one_recording_against_several_uses_at_least_the_assumed_spread():
     group = measurement([100.0, 100.1, 99.9, 100.0], "2026-01-01T00:00:00Z", 4)
     difference = compare_measurements(
         [group, measurement([value * 1.02 for value in BASE], "2026-01-01T00:00:00Z")]
@@ -154,19 +154,19 @@ def test_one_recording_against_several_assumes_the_spread_at_least():
 
 @pytest.mark.parametrize("size", [(1, 10), (3, 10)], ids=str)
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_one_pair_of_recordings_of_one_program_in_twenty_is_called_different(model: Model, size: tuple[int, int]):
+def test_single_pairs_of_one_program_differ_in_5_percent_of_cases(model: Model, size: tuple[int, int]):
     assert size in SIZES
     random = np.random.default_rng(1)
     assert compare_errors.false_alarms(model, size, CASES, random) <= most(0.05, CASES)
 
 
 @pytest.mark.parametrize("model", [each for each in MODELS if not each.spread], ids=lambda model: model.name)
-def test_three_recordings_per_side_find_two_percent(model: Model):
+def test_three_recordings_per_side_detect_2_percent(model: Model):
     found_share = compare_errors.power(model, (3, 10), 1.02, CASES, np.random.default_rng(2))
     assert 1 - found_share <= most(0.2, CASES)
 
 
-def test_as_many_recordings_as_are_advised_find_a_difference_in_four_of_five_cases():
+def test_advised_number_of_recordings_has_power_of_80_percent():
     """2 % at a spread of 1 %: seven per side (0.8 by the formula), where three find it in two of five."""
     model = next(each for each in MODELS if each.spread)
     random = np.random.default_rng(3)

@@ -95,7 +95,7 @@ def test_equal_computation_and_bytes_are_the_same_work(other: Measurement, evide
         (job(ranks=2, world=4), "world size 4 against 2"),
     ],
 )
-def test_what_the_traces_show_to_differ_is_not_the_same_work(other: Measurement, reason: str) -> None:
+def test_traces_with_different_kernels_are_not_the_same_work(other: Measurement, reason: str) -> None:
     assert match_work(job(), other) == WorkMatch(same=False, by="traces", text=reason)
     assert match_work(other, job()).same is False
     comparison = compare_measurements([job(), other])
@@ -109,7 +109,7 @@ def test_what_the_traces_show_to_differ_is_not_the_same_work(other: Measurement,
     assert match_work(job(), other, did_same_work=True) == WorkMatch(same=True, by="user")
 
 
-def test_a_transport_that_records_no_bytes_says_nothing_of_the_work() -> None:
+def test_unrecorded_bytes_do_not_count_as_different_work() -> None:
     def with_sent(sent: int | None) -> Measurement:
         entry = job()
         assert entry.evidence is not None
@@ -121,7 +121,7 @@ def test_a_transport_that_records_no_bytes_says_nothing_of_the_work() -> None:
         assert match.same and "bytes sent" not in match.text
 
 
-def test_workloads_that_both_state_decide_before_any_trace() -> None:
+def test_stated_workloads_decide_before_traces() -> None:
     stated = dict.fromkeys(WORK, "1")
     base = replace(job(), settings=stated)
     assert match_work(base, replace(job(gemms=4), settings=stated)) == WorkMatch(same=True, by="settings")
@@ -154,7 +154,7 @@ def test_traces_without_computation_are_compared_by_all_their_calls() -> None:
     assert not match_work(benchmark(3), job()).same
 
 
-def test_a_log_has_no_evidence() -> None:
+def test_log_entry_has_no_work_evidence() -> None:
     log = Measurement("x.log:7", "log", {"seq": "8"})
     assert match_work(job(), log) == WorkMatch(same=False, by="nothing", text="job does not state its workload")
     stated = replace(job(), settings=dict.fromkeys(WORK, "1"))
@@ -163,12 +163,12 @@ def test_a_log_has_no_evidence() -> None:
     assert match_work(stated, partly).text == "x.log:7 does not state heads, dtype"
 
 
-def test_recordings_keep_their_evidence_where_all_show_the_same_work() -> None:
+def test_combined_recordings_of_the_same_work_keep_the_evidence() -> None:
     assert match_work(job(), combine_recordings([job(), job(slower=5)])).same
     assert combine_recordings([job(), job(gemms=4)]).evidence is None
 
 
-def test_the_evidence_is_said_beside_the_verdict_and_in_the_json() -> None:
+def test_work_evidence_appears_beside_the_verdict_and_in_json() -> None:
     # From the input copy at 0 to the end of the hop: 550 and 605 ns.
     comparison = compare_measurements([job(), job(hop_ns=105)])
     first, second, *_ = verdict_lines(comparison)
@@ -177,7 +177,7 @@ def test_the_evidence_is_said_beside_the_verdict_and_in_the_json() -> None:
     assert '"by": "traces"' in render_json(comparison)
 
 
-def test_of_several_entries_those_of_other_work_are_named() -> None:
+def test_entries_of_different_work_are_named() -> None:
     stated = dict.fromkeys(WORK, "1")
     time = Metric(5, "ms", depends_on_work=True)
     entries = [Measurement(str(number), "log", {**stated, "seq": str(seq)}, {"t": time})

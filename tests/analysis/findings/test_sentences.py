@@ -37,7 +37,7 @@ def sentences(*builders):
         ("Memset", MEMSET, "40.0 % is merges and copies, most of it memory sets."),
     ],
 )
-def test_what_stands_beside_attention_is_named(name, category, said):
+def test_verdict_names_the_largest_part_beside_attention(name, category, said):
     """Attention, which takes longer, comes first. Beside 390 ms of it stand 10 ms of merging, or of arithmetic where it
     is merging itself."""
     b = Builder(world_size=1).run(FLASH, 0, 600 * MS, launched=1)
@@ -96,7 +96,7 @@ def test_rates_of_thousands_have_no_exponent():
     ("compute", "rises"),
     [([100, 200, 300], True), ([100, 300, 200], False), ([100, 200], False), ([100, 100, 300], False)],
 )
-def test_work_that_rises_with_every_rank_is_a_causal_mask_over_contiguous_pieces(compute, rises):
+def test_work_rising_with_rank_suggests_contiguous_causal_shards(compute, rises):
     longest = max(compute)
     spans = [(time, longest + 10) for time in compute]
     _, cause, _ = sentences(*ring_of(spans, compute=compute, world=len(compute)))
@@ -139,7 +139,7 @@ def test_figures_by_name():
     assert "tflops" not in figures and "of_solo" not in figures
 
 
-def test_what_a_rank_waits_in_is_the_communication_that_takes_it_longest():
+def test_waiting_is_attributed_to_the_longest_communication():
     # A short all-gather, nearly all of it waiting, before a send/recv of which 100 of 110 ms are.
     builders = []
     for rank, (gathers, sends) in enumerate([((0, 10), (100, 210)), ((9, 10), (200, 210))]):
@@ -156,7 +156,7 @@ def test_what_a_rank_waits_in_is_the_communication_that_takes_it_longest():
     )
 
 
-def test_the_step_that_exposes_most_is_named_in_the_pass_that_exposes_most():
+def test_verdict_names_pass_and_step_with_most_exposed_time():
     # Blocks of 600 under hops of 800: each step but a pass's last exposes 190; K, V and gradients backward 2 x 800.
     run_findings = findings_in_memory(attribute([b.trace() for b in ring_pass(block=everybody(600), hop_ns=800)]))
     exposed = {key: time // count for key, (time, count) in run_findings.exposed_by_step.items()}
@@ -170,7 +170,7 @@ def test_the_step_that_exposes_most_is_named_in_the_pass_that_exposes_most():
     )
 
 
-def test_parts_that_are_nothing_are_shown_where_that_is_worth_knowing():
+def test_waterfall_keeps_zero_parts_that_inform():
     alone = Builder(world_size=1).run(FLASH, 0, 100, launched=1)
     parts = findings_in_memory(attribute([alone.trace()])).waterfall.parts
     assert [(part.part, part.time_ns) for part in parts] == [
@@ -199,7 +199,7 @@ def test_communication_is_listed_by_its_time():
     ]  # fmt: skip
 
 
-def test_where_no_loss_is_worth_naming_and_no_rate_is_known():
+def test_verdict_without_a_notable_loss_or_known_rate():
     b = Builder(world_size=1).run(FLASH, 0, 990, launched=1).run(MERGE, 990, 1000, launched=2)
     assert (
         sentences(b)[1] == "No loss outside the attention kernels reaches 2 %: 99.0 % of the time is attention kernels."

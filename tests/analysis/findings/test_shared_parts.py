@@ -32,14 +32,14 @@ WHOLE = {"peak": 50.0, "kernel": 40.0, "repeated": 3.0, "slowdown": -2.0, "expos
          {"peak": 50.0, "kernel": 40.0, "repeated": 3.0, "slowdown": -2.0, "exposed_unsplit": 9.0}),
     ],
 )  # fmt: skip
-def test_parts_are_those_that_both_tell_apart(other, one_then, other_then):
+def test_compared_parts_are_those_both_runs_distinguish(other, one_then, other_then):
     assert shared_parts([WHOLE, other]) == [one_then, other if other_then is None else other_then]
     assert shared_parts([other, WHOLE]) == [other if other_then is None else other_then, one_then]
     for parts in shared_parts([WHOLE, other]):
         assert sum(parts.values()) in (sum(WHOLE.values()), sum(other.values()))
 
 
-def test_only_parts_that_are_there_are_merged():
+def test_only_present_parts_are_merged():
     assert merged_parts([{"attention"}, {"attention", "launch_gaps"}]) == {}
     assert merged_parts([{"attention"}, {"peak", "kernel"}]) == {"peak": "attention", "kernel": "attention"}
 
@@ -49,7 +49,7 @@ def unknown_gpu(name: str, tmp_path) -> ringprof.Analysis:
     return ringprof.load(with_gpu_named(TRACES / name, "NVIDIA RTX PRO 6000", tmp_path / "unknown"))
 
 
-def test_the_same_run_with_an_unknown_peak_has_not_changed(tmp_path):
+def test_unknown_peak_does_not_change_the_comparison(tmp_path):
     known, unknown = analysis(TRACES / "h200x4-zigzag-65536"), unknown_gpu("h200x4-zigzag-65536", tmp_path)
     for pair in ((known, unknown), (unknown, known)):
         comparison = ringprof.compare(*pair)
@@ -67,7 +67,7 @@ def test_the_same_run_with_an_unknown_peak_has_not_changed(tmp_path):
         assert comparison.merged == dict.fromkeys(("peak", "kernel", "repeated", "slowdown"), "attention")
 
 
-def test_recordings_are_merged_one_by_one():
+def test_parts_are_merged_per_recording():
     def recorded(label, parts):
         return Measurement(
             label, "run", {}, {f"waterfall.{name}_ms": Metric(value, "ms") for name, value in parts.items()}

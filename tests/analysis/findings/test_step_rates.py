@@ -123,7 +123,7 @@ def test_attention_counts_once_though_its_operators_nest():
     assert rates.parts[0].tflops == pytest.approx(CAUSAL / 70e-6 / 1e12)
 
 
-def test_kernels_at_once_are_one_time():
+def test_overlapping_kernels_count_once_in_time():
     step = Step().product(100, 108, launched=1)
     step.operate("aten::mm", 2, 3, [[SQUARE, SQUARE], [SQUARE, WIDTH]]).run(GEMM, 104, 110, launched=2.5, stream=8)
     assert rates_of(step).parts[0].time_ns == 10_000
@@ -138,14 +138,14 @@ def test_what_is_launched_outside_the_window_does_not_count():
     assert (rates.flops, rates.parts[0].time_ns) == (2 * PRODUCT, 12_000)
 
 
-def test_a_launch_on_another_thread_is_not_the_operators():
+def test_launch_on_another_thread_is_not_part_of_the_operator():
     step = Step().operate("aten::mm", 1, 5, [[SQUARE, SQUARE], [SQUARE, WIDTH]], thread=9)
     step.run(GEMM, 100, 108, launched=2, thread=10).product(108, 110, launched=20)
     rates = rates_of(step)
     assert (rates.flops, rates.coverage) == (PRODUCT, pytest.approx(0.2))
 
 
-def test_kernels_without_a_launch_are_told_by_their_operators_number():
+def test_kernels_without_a_launch_match_by_external_id():
     step = Step().operate("aten::mm", 1, 5, [[SQUARE, SQUARE], [SQUARE, WIDTH]], number=77)
     step.run(GEMM, 100, 108, number=77).run(GEMM, 108, 110, number=78)
     rates = rates_of(step)
@@ -181,7 +181,7 @@ def test_a_part_of_an_iteration_has_no_rates():
     assert rates_of(step, focus=Focus(between_ns=(0, 150_000))) is None
 
 
-def test_missing_shapes_are_named_and_leave_no_mfu():
+def test_missing_shapes_are_reported_and_suppress_the_mfu():
     step = Step().product(100, 108, launched=1).product(108, 110, launched=5, dims=None)
     rates = rates_of(step)
     assert (rates.mfu, rates.coverage) == (None, pytest.approx(0.8))
@@ -193,7 +193,7 @@ def test_missing_shapes_are_named_and_leave_no_mfu():
     )
 
 
-def test_ninety_nine_percent_of_the_time_is_enough_for_an_mfu():
+def test_mfu_needs_shapes_for_99_percent_of_the_time():
     most = Step().product(100, 199, launched=1).product(199, 200, launched=5, dims=None)
     assert rates_of(most).mfu == pytest.approx(PRODUCT / 100e-6 / 989e12)
     less = Step().product(100, 198, launched=1).product(198, 200, launched=5, dims=None)
@@ -242,7 +242,7 @@ def test_ranks_flops_are_averaged_and_the_slowest_sets_the_mfu():
     assert rates.mfu == pytest.approx(1.5 * PRODUCT / 16e-6 / 989e12)
 
 
-def test_the_time_of_launches_is_no_time_of_operators():
+def test_gpu_run_without_device_activity_has_no_rates():
     """A GPU's run whose device activities are missing has no rates."""
     dims = [[SQUARE, SQUARE], [SQUARE, WIDTH]]
     assert rates_of(Step().operate("aten::mm", 1, 5, dims)) is None
@@ -263,20 +263,20 @@ def test_a_real_ring_step_computes_the_causal_attention_of_its_share():
 # --- in words -----------------------------------------------------------------------------------------
 
 
-def test_attention_stands_before_matrix_products():
+def test_verdict_names_attention_before_matrix_products():
     assert findings(attention_step()).verdict[1] == (
         "70.0 % of the time is attention (123 TFLOP/s), 20.0 % is matrix products (98.9 TFLOP/s); "
         "MFU 10.7 % of 989 TFLOP/s (bf16)."
     )
 
 
-def test_attention_stands_before_matrix_products_without_shapes():
+def test_verdict_names_attention_first_without_shapes():
     step = Step().run(FLASH, 100, 170, launched=4).run(GEMM, 170, 190, launched=20)
     step.run("elementwise_kernel", 190, 200, launched=30)
     assert findings(step).verdict[1] == "70.0 % of the time is attention, 20.0 % is matrix products."
 
 
-def test_a_recorded_layer_names_its_attention_first():
+def test_verdict_of_a_recorded_layer_names_attention_first():
     """Kernels of attention, one after the other, are 117.8 of 180.1 ms, by the report's own table."""
     folder = RUNS / "h200x2-zigzag-65536-layer"
     run = ringprof.load(folder / "run.json")
@@ -296,7 +296,7 @@ def test_forward_and_backward_kernels_are_one_part_of_a_step():
     assert said == "What computes longest is attention 33.3 %, then matrix products 25.0 % of the time."
 
 
-def test_a_part_with_a_rate_is_named_though_others_take_longer():
+def test_part_with_a_rate_is_named_before_longer_parts():
     step = Step().run("elementwise_kernel", 100, 150, launched=1)
     step.run("vectorized_layer_norm_kernel", 150, 190, launched=2)
     step.product(190, 200, launched=10)
@@ -306,7 +306,7 @@ def test_a_part_with_a_rate_is_named_though_others_take_longer():
     )
 
 
-def test_attention_alone_says_its_rate():
+def test_verdict_of_attention_alone_states_its_rate():
     shape = [1, 8, 2048, 128]
     step = Step().operate(SDPA, 2, 8, [shape] * 3, values=("", "", "", "0.", "True")).run(FLASH, 100, 170, launched=4)
     assert findings(step).verdict[1] == (

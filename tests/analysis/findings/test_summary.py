@@ -55,7 +55,7 @@ def test_traces_alone_have_no_rates():
     assert (rates.tflops, rates.block_tflops, rates.profiler_overhead) == (None, None, None)
 
 
-def test_achieved_rate_is_that_of_the_median_of_the_slowest_ranks_time():
+def test_achieved_rate_uses_the_median_time_of_the_slowest_rank():
     summary = summary_of(ring_with_compute(), recorded_run())
     rates = summary.rates
     # 4·1·1024²·8·64 / 2 · 3.5 FLOPs over 4 ranks; the slowest rank takes 2, 3 and 4 ms.
@@ -74,7 +74,7 @@ def test_block_rate_is_over_the_union_of_the_attention_kernels():
     assert summary.rates.block_tflops == pytest.approx(expected)
 
 
-def test_many_ranks_are_given_as_statistics():
+def test_many_ranks_are_summarised_as_mean_min_max():
     builders = [Builder(rank=rank, world_size=17).run(FLASH, 0, 100 + rank, launched=1) for rank in range(17)]
     rows = summary_of(builders).ranks
     assert [(row.label, row.wall_ns) for row in rows] == [("mean", 108.0), ("min", 100), ("max", 116)]

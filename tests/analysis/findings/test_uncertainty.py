@@ -44,7 +44,7 @@ def timed(middle: float, count: int, seed: int) -> list[float]:
     return [*(middle + np.random.default_rng(seed).uniform(-0.25, 0.25, count))]
 
 
-def test_ten_percent_with_one_hiccup_is_found():
+def test_ten_percent_difference_is_significant_despite_an_outlier():
     base, slower = timed(80.9, 50, 1), timed(89.0, 50, 2)
     base[17] = 91.0
     assert min(slower) < max(base)
@@ -71,7 +71,7 @@ def test_the_interval_of_a_rate_is_the_reciprocal_of_its_times():
     assert interval([rates[0]], [rates[1]]) == pytest.approx((1 / high, 1 / low), rel=2e-3)
 
 
-def test_what_was_measured_once_has_no_interval():
+def test_single_measurement_has_no_interval():
     assert ratio_interval([[5.0]], [[4.0, 5.0]]) is None
     assert own_interval([[5.0]]) is None
     assert own_interval([]) is None
@@ -103,7 +103,7 @@ DISTRIBUTIONS = {
 @pytest.mark.parametrize(
     ("name", "count"), [("normal", 4), ("normal", 10), ("normal", 40), ("long tail", 10), ("two levels", 10)]
 )
-def test_intervals_hold_the_true_ratio_as_often_as_they_say(name, count):
+def test_intervals_cover_the_true_ratio_at_the_stated_rate(name, count):
     """Two sets drawn from one distribution, one set three percent slower: seeded, so the counts are always the same."""
     random, rounds = np.random.default_rng(count), 200
     held = 0
@@ -142,7 +142,7 @@ def test_the_inflation_of_few_values_by_hand():
 
 
 @pytest.mark.parametrize(("count", "correlation"), [(10, 0.7), (20, 0.7), (50, 0.7)])
-def test_intervals_hold_the_true_ratio_where_neighbouring_iterations_are_alike(count, correlation):
+def test_intervals_cover_the_true_ratio_with_autocorrelation(count, correlation):
     random, rounds = np.random.default_rng(count), 400
     held = 0
     for _ in range(rounds):
@@ -161,12 +161,12 @@ def test_intervals_hold_the_true_ratio_where_neighbouring_iterations_are_alike(c
     [(0.975, 1, 12.706), (0.975, 2, 4.303), (0.975, 4, 2.776), (0.975, 8, 2.306), (0.975, 120, 1.980),
      (0.8, 4, 0.941), (0.8, 1, 1.376), (0.5, 3, 0.0)],
 )  # fmt: skip
-def test_students_t_is_that_of_printed_tables(share, freedom, table):
+def test_student_t_quantiles_equal_printed_tables(share, freedom, table):
     assert student_quantile(share, freedom) == pytest.approx(table, abs=6e-4)
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
-def test_groups_of_recordings_of_one_program_differ_one_time_in_twenty(count):
+def test_groups_of_one_program_differ_in_5_percent_of_cases(count):
     """Student's t holds its level by definition; quantiles drawn at random were 2 to 7 % too small."""
     random, rounds = np.random.default_rng(count), 4000
     levels = np.exp(random.normal(0, 0.01, (rounds, 2, count, 1)))
@@ -174,7 +174,7 @@ def test_groups_of_recordings_of_one_program_differ_one_time_in_twenty(count):
     assert abs(called / rounds - 0.05) <= 3 * math.sqrt(0.05 * 0.95 / rounds)
 
 
-def test_recordings_that_decide_by_hand():
+def test_recordings_to_decide_by_hand():
     still, other = [100.0, 100.0], [102.0, 102.0]
     distance = math.log(1.02)
     # Two: (4.303 + 1.061) * spread / sqrt(2); three: (2.776 + 0.941) / sqrt(3); four, in turns: (3.182 + 0.978) / 2.
@@ -201,14 +201,14 @@ def by_every_arrangement(base: list[float], other: list[float]) -> float:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_rank_test_is_that_of_every_arrangement(seed):
+def test_mann_whitney_p_equals_full_enumeration(seed):
     random = np.random.default_rng(seed)
     # Few distinct values: ties within and between.
     base, other = ([float(v) for v in random.integers(0, 6, size)] for size in random.integers(2, 7, 2))
     assert mann_whitney_p(base, other) == pytest.approx(by_every_arrangement(base, other))
 
 
-def test_the_rank_test_by_hand():
+def test_mann_whitney_p_by_hand():
     # 3 against 3, all below all: 2 of the 20 arrangements. 4 against 4: 2 of 70.
     assert mann_whitney_p([1, 2, 3], [4, 5, 6]) == pytest.approx(0.1)
     assert mann_whitney_p([1, 2, 3, 4], [5, 6, 7, 8]) == pytest.approx(2 / 70)
@@ -225,7 +225,7 @@ def test_many_measurements_by_the_normal_approximation(monkeypatch):
     assert mann_whitney_p([1.0] * 60, [1.0] * 60) == 1.0
 
 
-def test_three_against_three_prove_nothing():
+def test_three_against_three_are_never_significant():
     """However far apart: a rank test of so few finds one arrangement in ten as extreme."""
     assert not significantly_different([[80.0, 80.1, 80.2]], [[90.0, 90.1, 90.2]])
     assert significantly_different([[80.0, 80.1, 80.2, 80.3]], [[90.0, 90.1, 90.2, 90.3]])
@@ -241,7 +241,7 @@ def recordings(path) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("path", ON_CPU, ids=lambda path: path.stem)
-def test_pairs_of_one_command_are_called_different_one_time_in_twenty_at_most(path):
+def test_pairs_of_one_command_differ_in_at_most_5_percent(path):
     """80 recordings of one command, one after another, on a machine whose two cores others used more and less."""
     levels = recordings(path)
     assert len(levels) == 80
@@ -252,7 +252,7 @@ def test_pairs_of_one_command_are_called_different_one_time_in_twenty_at_most(pa
     assert max(middles) > 1.5 * min(middles)
 
 
-def test_of_47_pairs_of_one_command_on_gpus_none_is_called_different():
+def test_47_gpu_pairs_of_one_command_are_not_different():
     """24 and, hours later, 70 recordings on two GPUs (`benchmarks/same_command.py`): neighbours in time."""
     sets = [recordings(path) for path in ON_GPUS]
     assert [len(levels) for levels in sets] == [24, 70]
@@ -264,20 +264,20 @@ def test_of_47_pairs_of_one_command_on_gpus_none_is_called_different():
 
 @pytest.mark.long
 @pytest.mark.parametrize("path", ON_GPUS, ids=lambda path: path.stem)
-def test_each_recording_on_gpus_with_every_other(path):
+def test_all_gpu_recording_pairs_differ_in_at_most_5_percent(path):
     pairs = list(itertools.combinations(recordings(path), 2))
     assert sum(significantly_different([base], [other]) for base, other in pairs) <= len(pairs) / 20
     assert sum(mann_whitney_p(base, other) < 0.05 for base, other in pairs) > len(pairs) / 10
 
 
-def test_recordings_hours_apart_are_called_different_one_time_in_twenty_at_most():
+def test_recordings_hours_apart_differ_in_at_most_5_percent():
     before, after = (recordings(path) for path in ON_GPUS)
     pairs = list(itertools.product(before, after))
     assert sum(significantly_different([base], [other]) for base, other in pairs) <= len(pairs) / 20
 
 
 @pytest.mark.parametrize("path", ON_CPU, ids=lambda path: path.stem)
-def test_groups_of_recordings_of_one_command_differ_one_time_in_twenty_at_most(path):
+def test_groups_of_one_command_differ_in_at_most_5_percent(path):
     """Four against four made in turns: 10 pairs of groups."""
     levels = recordings(path)
     groups = [levels[index : index + 8] for index in range(0, 80, 8)]
@@ -285,7 +285,7 @@ def test_groups_of_recordings_of_one_command_differ_one_time_in_twenty_at_most(p
     assert sum(significantly_different(group[0::2], group[1::2]) for group in groups) <= 1
 
 
-def test_a_group_against_a_group_is_students_t():
+def test_interval_of_two_groups_is_student_t():
     base, other = [[100.0], [102.0], [101.0]], [[110.0], [111.0], [113.0]]
     base_logs, other_logs = np.log([100, 102, 101]), np.log([110, 111, 113])
     spread = math.sqrt((base_logs.var(ddof=1) + other_logs.var(ddof=1)) / 2 * (2 / 3))
@@ -295,7 +295,7 @@ def test_a_group_against_a_group_is_students_t():
     assert significantly_different(base, other)
 
 
-def test_made_in_turns_what_moved_both_cancels():
+def test_interleaved_recordings_cancel_common_drift():
     between_run_sd = [1.0, 1.2, 0.9, 1.4]
     base, other = (
         [[100 * factor] for factor in between_run_sd],
@@ -305,19 +305,19 @@ def test_made_in_turns_what_moved_both_cancels():
     assert significantly_different(base, other, interleaved=True)
 
 
-def test_one_run_against_recordings_of_another():
+def test_single_run_against_a_group_of_recordings():
     group = [[100.0], [101.0], [100.5], [99.5]]
     assert significantly_different(group, [[90.0, 90.1]])
     assert not significantly_different(group, [[100.4, 100.2]])
 
 
-def test_two_measurements_of_each_say_how_sure_they_are():
+def test_ratio_interval_needs_two_measurements_per_side():
     assert ratio_interval([[1.0, 1.1]], [[2.0, 2.2]]) is not None
     assert ratio_interval([[1.0]], [[2.0, 2.2]]) is None
 
 
 @pytest.mark.parametrize(("counts", "student"), [((2, 2), 4.303), ((2, 3), 3.182), ((4, 5), 2.365)])
-def test_few_measurements_widen_the_interval_as_students_t_does(counts, student, monkeypatch):
+def test_few_measurements_widen_the_interval_by_student_t(counts, student, monkeypatch):
     """Without scatter, each side off by a standard deviation of 0.1; one degree of freedom less would be 12.7, 4.3."""
     monkeypatch.setattr(uncertainty, "between_run_sd", lambda values: 0.1)
     low, high = interval([[1.0] * counts[0]], [[1.0] * counts[1]])
@@ -325,7 +325,7 @@ def test_few_measurements_widen_the_interval_as_students_t_does(counts, student,
     assert math.log(low) == pytest.approx(-student * 0.1 * math.sqrt(2), rel=0.1)
 
 
-def test_drift_is_what_the_parts_are_apart_beyond_their_scatter():
+def test_between_run_sd_is_variance_beyond_scatter():
     # Medians 0.005 three times and 1.005: a variance of 1/4. The median distance from the median is 0.01.
     # Ranks less their mean: -2.5 and 0.5 in turns, then 2.5 and 3.5. Neighbours' products sum to 3.75, squares to 38.
     correlation = (8 * 3.75 / 38 + 1) / 4
@@ -334,7 +334,7 @@ def test_drift_is_what_the_parts_are_apart_beyond_their_scatter():
     assert sd == pytest.approx(math.sqrt(0.25 - by_chance), rel=1e-9)
 
 
-def test_the_interval_of_three_recordings_is_students():
+def test_interval_of_three_recordings_is_student_t():
     """Logarithms -0.02, 0 and 0.02: standard deviation 0.02, over the root of 3, times 4.3027 of two degrees."""
     low, high = own_interval([[math.exp(level)] * 5 for level in (-0.02, 0.0, 0.02)]) or (0, 0)
     assert (low, high) == pytest.approx((math.exp(-0.049683), math.exp(0.049683)), rel=1e-5)

@@ -31,7 +31,7 @@ def verdict_of(folder):
     return analysis(folder).findings.verdict
 
 
-def test_a_contiguous_causal_ring_is_told_to_balance():
+def test_verdict_recommends_balancing_a_contiguous_causal_ring():
     run = analysis(TRACES / "h200x4-ring-262144")
     cost, cause, gain = run.verdict
     report = run.report()
@@ -53,7 +53,7 @@ def test_a_contiguous_causal_ring_is_told_to_balance():
     assert f"{report['summary']['bounds_ns']['balanced'] / 1e6:,.1f} ms" in gain
 
 
-def test_the_same_from_traces_alone_says_what_rises_with_the_rank():
+def test_verdict_from_traces_alone_suspects_contiguous_shards():
     builders = []
     for rank in range(4):
         b = Builder(rank=rank, world_size=4).run(FLASH, 0, 1000 * (rank + 1), launched=1)
@@ -77,7 +77,7 @@ def test_a_slow_link_is_named_by_its_ends():
         assert step.text.endswith(": faster links, fewer bytes over the slow ones.")
 
 
-def test_a_slow_link_between_hosts_is_named_as_such():
+def test_verdict_names_a_slow_inter_host_link():
     _, cause, _ = verdict_of(TRACES / "h200x4-burst-65536-two-hosts")
     assert "SendRecv between hosts moves 1.65 GB/s, 231 within a host" in cause
 
@@ -96,7 +96,7 @@ def test_exposed_wire_names_the_step_that_exposes_most():
     assert (worst[1], phase) == (int(step), {"fwd": "forward", "bwd": "backward"}[worst[0]])
 
 
-def test_where_nothing_is_lost_the_kernels_are_named():
+def test_verdict_without_losses_names_the_kernels():
     cost, cause, _ = verdict_of(TRACES / "h200x4-zigzag-262144-copied")
     assert "100 % of all communication is hidden behind computation" in cost
     assert cause.startswith("No loss outside the attention kernels reaches 2 %: 99.0 %")
@@ -118,7 +118,7 @@ def training_step():
     return b.run("multi_tensor_apply_kernel<FusedAdamMathFunctor>", 800, 1000, launched=4)
 
 
-def test_a_training_step_names_its_exposed_communication_by_kind_and_group_then_its_computation():
+def test_training_step_verdict_names_exposed_kinds_and_computation():
     assert verdict(training_step()) == (
         "20.0 % of the time is exposed communication: "
         "10.0 % all-reduce of group 7, 10.0 % all-gather of group dp_shard.",
@@ -147,7 +147,7 @@ def test_gaps_are_named_where_they_cost_most():
     assert any(line.startswith("30.0 % of the time the GPU is idle because its next work") for line in verdict(b))
 
 
-def test_gaps_between_launched_kernels_are_not_said_to_wait_for_a_launch():
+def test_short_gaps_are_not_attributed_to_launches():
     b = Builder(world_size=1).run(FLASH, 0, 600, launched=1).run(FLASH, 900, 1000, launched=2)
     line = next(line for line in verdict(b) if "idle" in line)
     assert line.startswith("30.0 % of the time the GPU is idle in gaps below 5 us: 100.0 % of its idle time is short")
@@ -165,7 +165,7 @@ def test_a_cpu_run_speaks_of_blocked_time():
     assert "time blocked in waiting for a transfer" in verdict(cpu_example())[0]
 
 
-def test_of_a_cpu_run_that_also_reduces_blocked_time_and_ranges_are_named():
+def test_cpu_verdict_names_blocked_time_and_reductions():
     b = Builder(world_size=2).mark("ProfilerStep#1", 0, 1000).operate("aten::mm", 0, 500)
     b.mark("ringprof::wait/kv", 500, 600).mark("gloo:all_reduce", 800, 870, thread=7)
     assert verdict(b)[0] == (
@@ -180,7 +180,7 @@ def test_no_verdict_has_more_than_three_lines(folder):
     assert all(line and "nan" not in line and "inf" not in line for line in lines)
 
 
-def test_balanced_blocks_and_short_hops_have_no_cause_in_communication():
+def test_verdict_of_a_balanced_ring_has_no_communication_cause():
     text = " ".join(verdict(*ring_pass(block=everybody(985), hop_ns=100)))
     assert "SendRecv" not in text
 
@@ -221,7 +221,7 @@ def step_of(*builders):
         ("cpu4-zigzag-4096-two-hosts", "double-ring, burst or usp (less between hosts)"),
     ],
 )
-def test_nobody_is_told_to_do_what_the_run_did(run, remedy):
+def test_remedies_leave_out_the_strategy_of_the_run(run, remedy):
     assert remedy in analysis(TRACES / run).report()["summary"]["next_step"]["text"]
 
 
@@ -237,7 +237,7 @@ def test_the_rate_that_would_hide_the_wire_is_its_bytes_over_the_computation():
 
 
 @pytest.mark.parametrize("folder", COMMITTED, ids=lambda path: path.name)
-def test_the_next_step_is_the_waterfalls_own_largest_loss(folder):
+def test_next_step_is_the_largest_loss_of_the_waterfall(folder):
     report = analysis(folder).report()
     step = report["summary"]["next_step"]
     if step is None:
@@ -262,7 +262,7 @@ def test_the_next_step_is_the_waterfalls_own_largest_loss(folder):
         assert part["time_ns"] == max(row["time_ns"] for row in rivals)
 
 
-def test_gaps_and_merges_have_remedies_of_their_own():
+def test_idle_gaps_and_merges_have_their_own_remedies():
     gaps = Builder(world_size=1).run(FLASH, 0, 600_000, launched=1).run(FLASH, 900_000, 10**6, launched=899_990)
     gaps.on_host("cudaLaunchKernel", 500_000, 899_995, RUNTIME_CALL)
     assert step_of(gaps).text == (
@@ -274,7 +274,7 @@ def test_gaps_and_merges_have_remedies_of_their_own():
     assert (step_of(merges).part, step_of(merges).time_ns) == ("merge_and_copies", 400)
 
 
-def test_communication_of_other_groups_can_be_the_largest_loss():
+def test_next_step_can_be_communication_of_other_groups():
     b = Builder(world_size=1).run(FLASH, 0, 600_000, launched=1)
     b.batch(100, 600_000, 700_000, to=1, source=3)
     own = collective("_allgather_base", group="2", group_description="dp")
@@ -287,7 +287,7 @@ def test_communication_of_other_groups_can_be_the_largest_loss():
     )
 
 
-def test_communication_is_named_as_a_whole_where_no_part_of_it_is_the_largest_loss():
+def test_next_step_can_be_communication_as_a_whole():
     # Mean over ranks: 100 ms each of imbalance and wire, 150 ms of merging.
     builders = []
     for rank, computes in enumerate((400, 600)):
@@ -301,7 +301,7 @@ def test_communication_is_named_as_a_whole_where_no_part_of_it_is_the_largest_lo
     )
 
 
-def test_without_a_loss_the_kernel_is_named_with_what_a_tenth_of_it_is():
+def test_next_step_without_losses_is_a_faster_kernel():
     step = step_of(
         Builder(world_size=1).run(FLASH, 0, 990_000_000, launched=1).run(MERGE, 990_000_000, 10**9, launched=2)
     )
@@ -309,7 +309,7 @@ def test_without_a_loss_the_kernel_is_named_with_what_a_tenth_of_it_is():
     assert step.text.endswith("; 10 % faster attention saves 99.0 ms.")
 
 
-def test_a_step_that_only_computes_matrix_products_has_no_next_step():
+def test_matrix_products_alone_have_no_next_step():
     assert step_of(Builder(world_size=1).run("ampere_sgemm_128x64_nn", 0, 600, launched=1)) is None
 
 
@@ -319,19 +319,19 @@ def test_one_process_communicates_nothing():
 
 
 @pytest.mark.parametrize(("causal", "work"), [(True, "causal work"), (False, "work")])
-def test_more_work_is_called_causal_where_a_causal_mask_makes_it(causal, work):
+def test_imbalance_is_called_causal_under_a_causal_mask(causal, work):
     run = SimpleNamespace(block_flops=lambda: {0: 1e9, 1: 3e9}, workload=SimpleNamespace(causal=causal))
     facts: Any = SimpleNamespace(attribution=SimpleNamespace(run=run))
     rank: Any = SimpleNamespace(rank=0)
     assert _work_clause(facts, rank) == f"with up to 3 times its {work}"
 
 
-def test_no_step_is_worst_where_none_exposes_anything():
+def test_no_worst_step_without_exposed_time():
     facts: Any = SimpleNamespace(exposed_by_step={("fwd", 0): (0, 1), ("fwd", 1): (0, 1)})
     assert _worst_step_clause(facts) == ""
 
 
-def test_what_no_group_is_known_of_is_named_without_one():
+def test_communication_of_unknown_group_is_named_without_group():
     by_group = {("all_reduce", ""): 70, ("send_recv", "cp"): 30}
     rank = SimpleNamespace(
         exposed=SimpleNamespace(by_group=by_group), blocked_ns={}, breakdown=SimpleNamespace(wall_ns=1000)

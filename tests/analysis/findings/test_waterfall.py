@@ -145,7 +145,7 @@ def check(attribution, blocks=NONE, blocked_idle=NONE):
 
 
 @pytest.mark.parametrize("folder", RUNS, ids=lambda path: path.name)
-def test_every_part_of_a_recorded_run_equals_the_sweep(folder):
+def test_waterfall_of_a_recorded_run_equals_a_sweep(folder):
     run = analysis(folder)
     copies = run_traces_of(run, folder)
     check(
@@ -162,11 +162,11 @@ def blocked_idle(copies, rank):
 @pytest.mark.parametrize("block", [everybody(900), everybody(300), causal(900)])
 @pytest.mark.parametrize("hop_ns", [100, 400, 1500])
 @pytest.mark.parametrize("present", [4, 2])
-def test_every_part_of_a_plain_pass_equals_the_sweep(block, hop_ns, present):
+def test_waterfall_of_a_ring_pass_equals_a_sweep(block, hop_ns, present):
     check(attribute([builder.trace() for builder in ring_pass(block=block, hop_ns=hop_ns)[:present]]))
 
 
-def test_the_parts_of_a_hidden_ring_are_known():
+def test_waterfall_of_a_hidden_ring_by_hand():
     # Blocks of 900 hide hops of 400, merges take 10 of the 100 left in a step; the gradients' last hop hides nowhere.
     waterfall = waterfall_of(attribute([builder.trace() for builder in ring_pass()]))
     assert waterfall.wall_ns == 8 * LENGTH + 400
@@ -177,7 +177,7 @@ def test_the_parts_of_a_hidden_ring_are_known():
     assert waterfall.of("imbalance", "peer_wait", "exposed_unsplit") == 0
 
 
-def test_who_has_less_to_compute_is_imbalance():
+def test_rank_with_less_computation_is_imbalance():
     # Two ranks, one block of 600 and one of 1000; the shorter one waits for nothing but the longer.
     builders = [
         Builder(rank=rank, world_size=2).run(FLASH, 0, time, launched=1) for rank, time in enumerate((600, 1000))
@@ -188,7 +188,7 @@ def test_who_has_less_to_compute_is_imbalance():
     assert (waterfall.bounds.free_ns, waterfall.bounds.balanced_ns, waterfall.bounds.hidden_ns) == (1000, 800, 800)
 
 
-def test_a_rank_that_is_done_early_waits_only_where_waiting_is_known():
+def test_early_rank_counts_as_waiting_only_where_wait_is_known():
     """Two of four ranks have a trace, so nothing separates wait from wire. Rank 0 ends 300 ns before rank 1."""
     builders = ring([1000] * 4, [2000] * 4)[:2]
     builders[1].run(FLASH, 2000, 2300, launched=500)
@@ -211,21 +211,21 @@ def test_unknown_communication_beside_wire_is_wire():
     assert parts == {"exposed_wire": 1000, "exposed_unsplit": 500}
 
 
-def test_with_one_rank_exposed_communication_is_one_part():
+def test_one_rank_has_unsplit_exposed_communication():
     waterfall = waterfall_of(attribute([ring_pass(hop_ns=1500)[0].trace()]))
     assert waterfall.of("exposed_unsplit") > 0
     assert waterfall.of("imbalance", "exposed_wire", "peer_wait") == 0
     assert next(part.evidence for part in waterfall.parts if part.part == "exposed_unsplit")
 
 
-def test_without_a_run_there_is_no_rate_and_no_peak():
+def test_waterfall_without_run_json_has_no_rate_or_peak():
     waterfall = waterfall_of(attribute([builder.trace() for builder in ring_pass()]))
     assert waterfall.peak is None
     assert waterfall.tflops is None
     assert {part.tflops for part in waterfall.parts} == {None}
 
 
-def test_a_run_slower_than_its_peak_starts_at_the_peak():
+def test_waterfall_starts_at_the_device_peak():
     folder = ROOT / "traces" / "h200x4-zigzag-262144-copied"
     run = analysis(folder)
     waterfall = run.findings.waterfall
@@ -244,7 +244,7 @@ def test_a_run_slower_than_its_peak_starts_at_the_peak():
     assert waterfall.parts[-1].tflops == pytest.approx(waterfall.tflops)
 
 
-def test_the_attention_at_peak_is_that_of_all_iterations():
+def test_peak_attention_time_covers_all_iterations():
     """1024 tokens, 8 heads and 64 channels: 14 FLOPs per pair and channel, 3.76e9, take 3804 ns at 989 TFLOP/s."""
     b = Builder(rank=0, world_size=1)
     for start in (0, 20_000):
@@ -264,12 +264,12 @@ def test_the_frame_has_the_parts():
     assert np.isfinite(frame["tflops"].astype(float)).all()
 
 
-def test_work_of_another_size_than_the_traces_gives_no_rates():
+def test_no_rates_where_run_json_has_another_world_size():
     attribution = attribute([builder.trace() for builder in ring_pass()], recorded_run(world_size=8))
     assert waterfall_of(attribution).peak is None
 
 
-def test_communication_longer_than_computation_is_what_hiding_leaves():
+def test_hidden_bound_is_communication_where_that_is_longer():
     # Blocks of 400 and 200, then a hop of 1000 that begins beside them: hidden, the hop is all that is left.
     builders = ring([100, 100], [1100, 1100], world=2)
     for b, time in zip(builders, (400, 200), strict=True):

@@ -28,7 +28,7 @@ def test_copies_and_sets_go_by_category():
     assert kinds_of(b) == ["memcpy", "copy_engine", "memset"]
 
 
-def test_metadata_beats_the_name():
+def test_metadata_takes_precedence_over_the_kernel_name():
     b = Builder().run(NCCL, 0, 1, launched=0, own=collective("all_to_all"))
     assert kinds_of(b) == ["all_to_all"]
     assert evidence_of(b) == ["metadata"]
@@ -45,24 +45,24 @@ def test_a_batched_kernel_takes_the_records_since_the_communication_launch_befor
     assert evidence_of(b) == ["cpu_records", "name", "cpu_records"]
 
 
-def test_waiting_records_carry_nothing():
+def test_wait_records_are_not_assigned_to_kernels():
     b = Builder().record(10, 12, collective("wait")).batch(100, 200, 300, to=1, source=3)
     assert len(classify(b.trace()).calls[0]) == 4
 
 
-def test_records_of_another_thread_are_not_taken():
+def test_records_of_another_thread_are_ignored():
     b = Builder().record(10, 12, collective("allreduce"), thread=MAIN + 1).batch(100, 200, 300, to=1, source=3)
     assert kinds_of(b) == ["send_recv"]
 
 
-def test_a_record_around_the_launch_is_the_kernels_own():
+def test_record_enclosing_the_launch_belongs_to_the_kernel():
     b = Builder().record(0, 4, collective("send", destination_rank=1))
     b.record(10, 30, collective("all_to_all")).run(NCCL, 40, 50, launched=20)
     assert kinds_of(b) == ["all_to_all"]
     assert len(classify(b.trace()).calls[0]) == 1
 
 
-def test_nodes_of_a_graph_take_no_records():
+def test_graph_nodes_take_no_records():
     b = Builder().record(0, 4, collective("allreduce"))
     b.launches.append((10, 15, MAIN, 77))
     b.run(NCCL, 20, 30, correlation=77, node=1).run(NCCL, 30, 40, correlation=77, node=2)
@@ -70,12 +70,12 @@ def test_nodes_of_a_graph_take_no_records():
     assert evidence_of(b) == ["name", "name"]
 
 
-def test_an_all_to_all_with_one_peer_is_a_hop():
+def test_all_to_all_with_one_peer_is_send_recv():
     b = Builder(rank=1).record(0, 4, collective("all_to_all", **ROTATION)).run(NCCL, 20, 30, launched=10)
     assert kinds_of(b) == ["send_recv"]
 
 
-def test_an_all_to_all_that_keeps_a_part_is_none():
+def test_all_to_all_that_keeps_a_local_part_is_not_a_hop():
     b = Builder(rank=2).record(0, 4, collective("all_to_all", **ROTATION)).run(NCCL, 20, 30, launched=10)
     assert kinds_of(b) == ["all_to_all"]
 
@@ -88,7 +88,7 @@ def test_a_kernel_without_a_launch_record_takes_the_kind_of_its_stream():
     assert evidence_of(b) == ["stream", "cpu_records"]
 
 
-def test_a_stream_of_several_kinds_is_no_evidence():
+def test_stream_with_several_kinds_is_not_evidence():
     b = Builder().run(NCCL, 0, 8, stream=20)
     b.record(9, 11, collective("all_to_all")).run(NCCL, 20, 30, launched=10, stream=20)
     b.record(31, 33, collective("allreduce")).run(NCCL, 40, 50, launched=32, stream=20)
@@ -102,7 +102,7 @@ def test_an_annotation_decides_where_no_record_exists():
     assert evidence_of(b) == ["annotation"]
 
 
-def test_the_annotation_of_a_batch_is_no_evidence():
+def test_annotation_of_a_batch_is_not_evidence():
     b = Builder().mark("nccl:coalesced", 5, 15).run(NCCL, 20, 30, launched=10)
     assert evidence_of(b) == ["name"]
 
@@ -113,7 +113,7 @@ def test_kernels_launched_in_a_merge_range_are_merge():
     assert kinds_of(b) == ["merge", "elementwise", "flash_fwd"]
 
 
-def test_a_merge_range_of_another_thread_is_not_this_ones():
+def test_merge_range_of_another_thread_is_ignored():
     b = Builder().mark("ringprof::fwd/step=1/merge", 0, 20, thread=MAIN + 1).run(ADD, 100, 110, launched=10)
     assert kinds_of(b) == ["elementwise"]
 
@@ -134,7 +134,7 @@ def test_helpers_launched_by_an_attention_operator_are_attention():
         ("vllm::moe_forward", "other"),
     ],
 )
-def test_an_unknown_kernel_is_the_communication_that_its_operator_is(operator, kind):
+def test_unknown_kernel_takes_the_communication_kind_of_its_operator(operator, kind):
     b = Builder().operate(operator, 0, 30)
     b.run("k_17", 100, 200, launched=10).run("void cutlass::gemm_kernel<4>()", 300, 400, launched=20)
     assert kinds_of(b) == [kind, "gemm"]
@@ -154,7 +154,7 @@ CUT = "void cutlass::device_kernel<flash::enable_sm90_or_la"
         ("void flash_fwd_kernel<2>", "flash_attn_3::bwd", "flash_fwd"),
     ],
 )
-def test_the_operator_decides_the_pass_where_the_name_is_cut_short(name, operator, kind):
+def test_operator_decides_the_pass_for_truncated_kernel_names(name, operator, kind):
     assert kinds_of(Builder().operate(operator, 0, 30).run(name, 100, 200, launched=10)) == [kind]
 
 

@@ -34,7 +34,7 @@ def attribution_of_group(group, *builders):
 
 
 @pytest.mark.parametrize("group", ["4", "context_parallel_group", "0,1", "0-1", "CONTEXT*", "tp,*parallel*", "3-5;0-1"])
-def test_only_the_groups_communication_counts(group):
+def test_only_communication_of_the_chosen_group_counts(group):
     for rank in attribution_of_group(group).ranks:
         figures = rank.breakdown
         assert (figures.comm_ns, figures.overlapped_ns, figures.exposed_comm_ns) == (1500, 500, 1000)
@@ -49,7 +49,7 @@ def test_only_the_groups_communication_counts(group):
         assert [hop.parts[0].transfer.group[0] for hop in rank.hops] == ["4"]
 
 
-def test_without_a_choice_all_of_it_counts():
+def test_all_communication_counts_without_a_chosen_group():
     (rank, _) = attribute([training(0).trace(), training(1).trace()]).ranks
     assert rank.breakdown.comm_ns == 2500
     assert len(rank.hops) == 2
@@ -62,7 +62,7 @@ def test_several_groups_are_kept_together():
 
 
 @pytest.mark.parametrize("group", ["mesh_cp", "MESH_C?", "4", "0-3"])
-def test_groups_of_ringprofs_strategies_count_as_the_groups_they_were_made_from(group):
+def test_derived_strategy_groups_count_as_their_parent_group(group):
     # Two rings of two ranks within the context-parallel group of four; the data-parallel group belongs to others.
     inner = {"group": "9", "group_description": "ringprof:read_inner", "group_ranks": (0, 1), "group_size": 2}
     b = Builder(world_size=8).run(FLASH, 0, 1000, launched=10)
@@ -76,12 +76,12 @@ def test_groups_of_ringprofs_strategies_count_as_the_groups_they_were_made_from(
     assert (rank.breakdown.exposed_comm_ns, rank.breakdown.exposed_other_groups_ns) == (500, 1000)
 
 
-def test_an_unknown_group_is_refused_with_those_there_are():
+def test_unknown_group_error_lists_the_groups():
     with pytest.raises(UsageError, match=r"--group 'dp'.* 4 \(CONTEXT_PARALLEL_GROUP\) of ranks 0,1; 7 \(PIPELINE\)"):
         attribution_of_group("dp")
 
 
-def test_kernels_without_a_record_are_apart_and_counted():
+def test_kernels_without_a_record_are_excluded_and_counted():
     b = training(0).run(NCCL, 3100, 3200, launched=300)
     attribution = attribution_of_group("4", b, training(1))
     assert [(warning.code, warning.count) for warning in attribution.warnings] == [("group_unknown", 1)]
@@ -93,7 +93,7 @@ def test_peer_copies_belong_to_the_ring():
     assert attribution_of_group("4", b, training(1)).ranks[0].breakdown.exposed_comm_ns == 1300
 
 
-def test_the_report_shows_them_as_a_part_of_their_own():
+def test_report_shows_other_groups_as_a_separate_part():
     attribution = attribution_of_group("4")
     summary = summarise(attribution)
     *parts, wall = summary.parts
@@ -104,7 +104,7 @@ def test_the_report_shows_them_as_a_part_of_their_own():
     assert "other groups" in terminal.render(findings_in_memory(attribution))
 
 
-def test_the_parts_equal_a_sweep_whatever_overlaps():
+def test_parts_of_random_intervals_equal_a_sweep():
     """Check random intervals of four classes against a sweep over all edges."""
     random = np.random.default_rng(3)
     for _ in range(20):

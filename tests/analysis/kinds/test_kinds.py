@@ -66,7 +66,7 @@ def test_every_colour_stands_out_on_a_light_and_on_a_dark_page():
     assert all(map(stands_out, DRAWN.values()))
 
 
-def test_there_is_a_colour_for_another_kind():
+def test_a_free_colour_remains_for_a_new_kind():
     assert free_colours()
 
 

@@ -249,7 +249,7 @@ EVERY_NAME = [(kind, name) for table in (NAMES, OF_OTHER_JOBS) for kind, names i
 
 
 @pytest.mark.parametrize(("kind", "name"), EVERY_NAME)
-def test_every_family_is_recognised_by_its_name(kind, name):
+def test_attention_families_are_recognised_by_name(kind, name):
     rule = rule_for(name)
     assert (rule.kind if rule else "other") == kind
 
@@ -295,7 +295,7 @@ def test_every_family_is_recognised_by_its_name(kind, name):
         ("_sage_fwd", "SageAttention"),
     ],
 )
-def test_the_family_of_a_kernel(name, family):
+def test_attention_family_of_kernel_names(name, family):
     rule = rule_for(name)
     assert rule is not None and rule.family == family
 
@@ -343,7 +343,7 @@ def test_the_category_of_each_kind():
     assert sum(map(len, GROUPS.values())) == len(KINDS)
 
 
-def test_the_table_of_the_definitions_has_every_kind():
+def test_metrics_page_lists_every_kind():
     """Check every kind except communication of other groups, which is not listed there."""
     page = (ROOT / "docs" / "metrics.md").read_text("utf-8")
     lines = page.partition("| class | kinds |\n")[2].partition("\n\n")[0].splitlines()[1:]
@@ -351,7 +351,7 @@ def test_the_table_of_the_definitions_has_every_kind():
     assert [re.findall(r"`(\w+)`", line) for line in lines] == [GROUPS[group] for group in groups]
 
 
-def test_every_rule_is_of_a_known_kind():
+def test_every_rule_has_a_known_kind():
     assert {rule.kind for rule in RULES} <= set(KINDS)
 
 
@@ -392,7 +392,7 @@ def test_operators_that_are_one_attention_pass(name, kind):
         ("nccl:c10d::wait", None),
     ],
 )
-def test_recorded_calls(name, kind):
+def test_kind_of_recorded_collective_names(name, kind):
     assert kind_of_collective(name) == kind
 
 
@@ -435,14 +435,14 @@ def test_the_kind_of_an_operators_own_kernel(name, kind):
     assert kind_of_own_kernel(name) == kind
 
 
-def test_a_name_of_a_million_letters_takes_no_time():
+def test_long_names_are_classified_in_linear_time():
     for name in ("a" * 10**6, "aten::" + "norm" * 250_000 + "!", "fused_" + "x_" * 500_000, "flash" * 200_000):
         assert kind_of_enclosed_kernels(name) in (None, "norm")
         assert kind_of_own_kernel(name) is None
         rule_for(name)
 
 
-def test_a_name_that_a_rule_fits_holds_a_word_that_the_rule_needs():
+def test_names_matching_a_rule_contain_a_required_word():
     """Check that the words only save time: without them, the same rules match."""
     names = {name.lower() for _, name in EVERY_NAME} | {row.name.lower() for row in rows()}
     for rule in RULES:
@@ -463,5 +463,5 @@ def test_a_name_that_a_rule_fits_holds_a_word_that_the_rule_needs():
         (r"^a_\w{0,9}(long|longer)?", ("a_",)),
     ],
 )
-def test_words_that_a_pattern_needs(pattern, words):
+def test_required_words_of_a_pattern(pattern, words):
     assert required_words(pattern) == words

@@ -30,7 +30,7 @@ def test_every_kernel_of_the_table_is_classified(kind):
     assert not wrong
 
 
-def test_nothing_is_mistaken_for_communication_or_attention_nor_they_for_it():
+def test_communication_and_attention_are_never_misclassified():
     assert not [
         (row.kind, kind_found, row.name)
         for row in ROWS
@@ -38,5 +38,5 @@ def test_nothing_is_mistaken_for_communication_or_attention_nor_they_for_it():
     ]
 
 
-def test_the_table_holds_every_kind_that_a_kernel_can_be():
+def test_truth_table_covers_every_kernel_kind():
     assert set(KINDS) - {row.kind for row in ROWS} == {"copy_engine", "other", "other_groups"}

@@ -20,7 +20,7 @@ def kinds(builder, text):
     return kind_names(classify(builder.trace(), parse_rules(text, "my.rules")))
 
 
-def test_comments_and_empty_lines_count_for_nothing():
+def test_comments_and_empty_lines_are_ignored():
     rules = parse_rules("# mine\n\n  gemm   my kernel  \n", "my.rules")
     assert [rule.kind for rule in rules] == ["gemm"]
     assert rule_for("void my kernel<float>(int)", rules) == rules[0]
@@ -45,43 +45,43 @@ def test_comments_and_empty_lines_count_for_nothing():
         ("*a*b*c*", "c b a c b", False),
     ],
 )
-def test_a_pattern_is_part_of_the_name_or_fits_all_of_it(pattern, name, fits):
+def test_pattern_matches_a_substring_or_the_whole_name(pattern, name, fits):
     assert (rule_for(name, parse_rules(f"gemm {pattern}", "r")) is not None) == fits
 
 
 @given(text("ab*?", max_size=8), text("ab\n", max_size=12))
-def test_wildcards_are_those_of_a_shell(pattern, name):
+def test_wildcards_follow_shell_rules(pattern, name):
     assert bool(re.fullmatch(wildcards(pattern), name, re.DOTALL)) == fnmatchcase(name, pattern)
 
 
-def test_many_stars_take_no_time():
+def test_many_wildcards_match_in_linear_time():
     """Check a pattern for which trying every combination of positions would take longer than the universe is old."""
     assert rule_for("a" * 8000, parse_rules(f"gemm {'*a' * 60}*b", "r")) is None
 
 
-def test_the_first_rule_wins_and_all_stand_before_the_built_in():
+def test_first_user_rule_wins_over_later_and_built_in_rules():
     b = Builder().run(FLASH, 0, 1, launched=1).run("flash_fwd_other", 1, 2, launched=2)
     assert kinds(b, "merge flash_fwd_other\ngemm flash_fwd") == ["gemm", "merge"]
 
 
-def test_a_rule_stands_before_operators_and_ranges():
+def test_user_rule_takes_precedence_over_operators_and_ranges():
     b = Builder().run("my_kernel", 0, 1, launched=5)
     b.operate("aten::_scaled_dot_product_flash_attention", 0, 10).mark("ringprof::fwd/merge", 0, 10)
     assert kind_names(classify(b.trace())) == ["flash_fwd"]
     assert kinds(b, "gemm my_kernel") == ["gemm"]
 
 
-def test_a_copy_can_be_made_communication():
+def test_user_rule_can_make_a_copy_communication():
     b = Builder().run("Memcpy DtoD (Device -> Device)", 0, 1, launched=1, category=1)
     assert kinds(b, "copy_engine Memcpy DtoD*") == ["copy_engine"]
 
 
-def test_a_calls_own_record_is_stronger():
+def test_collective_record_takes_precedence_over_user_rule():
     b = Builder().run(NCCL, 0, 1, launched=1, own=collective("all_to_all"))
     assert kinds(b, "send_recv ncclDevKernel*") == ["all_to_all"]
 
 
-def test_a_kernel_made_communication_takes_the_records_before_it():
+def test_kernel_classified_as_communication_takes_preceding_records():
     b = Builder().record(1, 3, collective("send", destination_rank=1)).run("my_ring", 10, 20, launched=5)
     classified = classify(b.trace(), parse_rules("send_recv my_ring", "r"))
     assert [call.name for call in classified.calls[0]] == ["send"]
@@ -100,6 +100,6 @@ def test_a_kernel_made_communication_takes_the_records_before_it():
         ("", "my.rules: no rule in it"),
     ],
 )
-def test_errors_name_the_line(text, message):
+def test_rule_errors_name_the_line(text, message):
     with pytest.raises(UsageError, match=message):
         parse_rules(text, "my.rules")

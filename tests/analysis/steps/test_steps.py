@@ -32,7 +32,7 @@ def steps_of_rank(steps, rank, phase, call=0):
 
 
 @pytest.mark.parametrize("source", NAMES)
-def test_a_block_that_is_longer_than_its_hop_hides_it(source):
+def test_block_longer_than_its_hop_hides_it(source):
     steps = steps_of(ring_pass(block=everybody(900), hop_ns=400, names=NAMES[source]))
     assert {step.source for step in steps} == {source}
     forward = steps_of_rank(steps, 2, "fwd")
@@ -45,7 +45,7 @@ def test_a_block_that_is_longer_than_its_hop_hides_it(source):
 
 
 @pytest.mark.parametrize("source", NAMES)
-def test_a_step_is_charged_for_what_its_own_block_does_not_hide(source):
+def test_exposed_time_is_charged_to_the_step_of_its_block(source):
     steps = steps_of(ring_pass(block=everybody(600), hop_ns=800, names=NAMES[source]))
     forward = steps_of_rank(steps, 0, "fwd")
     # Block and merge overlap 610 of the hop's 800 ns.
@@ -64,7 +64,7 @@ def test_gradients_hide_behind_the_next_block(source):
 
 
 @pytest.mark.parametrize("source", NAMES)
-def test_steps_without_work_belong_to_those_who_wait(source):
+def test_steps_without_computation_count_for_waiting_ranks(source):
     # Rank 0 computes in step 0 only, but its waits are still assigned to steps.
     builders = ring_pass(block=causal(900), hop_ns=950, names=NAMES[source])
     steps = steps_of(builders)
@@ -83,7 +83,7 @@ def test_steps_without_work_belong_to_those_who_wait(source):
 
 @pytest.mark.parametrize("source", NAMES)
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_layers_are_calls(world, source):
+def test_each_layer_is_a_separate_call(world, source):
     steps = steps_of(ring_pass(world=world, layers=3, names=NAMES[source]))
     for rank in range(world):
         for phase in ("fwd", "bwd"):
@@ -91,7 +91,7 @@ def test_layers_are_calls(world, source):
             assert numbers == [(call, step) for call in range(3) for step in range(world)]
 
 
-def test_the_last_gradients_of_a_layer_are_its_own():
+def test_last_gradient_hop_belongs_to_its_layer():
     steps = steps_of(ring_pass(layers=2))
     for call in (0, 1):
         assert [s.hops for s in steps_of_rank(steps, 0, "bwd", call)] == [1, 2, 2, 2]
@@ -121,7 +121,7 @@ def test_without_launch_records_the_order_is_that_of_the_device():
     ]
 
 
-def test_one_rank_alone_has_steps_without_a_bound_where_something_is_exposed():
+def test_single_rank_steps_with_exposed_time_have_no_bound():
     steps = steps_of(ring_pass(block=everybody(600), hop_ns=800)[:1])
     assert [(s.exposed_ns, s.exposed_wire_ns, s.bound) for s in steps_of_rank(steps, 0, "fwd")][:2] == [
         (190, None, None)
@@ -178,7 +178,7 @@ def test_exposed_communication_of_a_fiftieth_of_a_step_is_negligible(hop_ns, exp
 
 
 @pytest.mark.parametrize(("late", "exposed_wire", "bound"), [(805, 195, "wire"), (806, 194, "peer")])
-def test_half_of_what_is_exposed_on_the_wire_makes_the_wire_the_bound(late, exposed_wire, bound):
+def test_wire_is_the_bound_from_half_of_the_exposed_time(late, exposed_wire, bound):
     # The first hop lasts until 1000, 390 longer than block and merge, and moves nothing before the late rank arrives.
     builders = ring_pass(block=everybody(600), hop_ns=800)
     for rank, b in enumerate(builders):
@@ -219,7 +219,7 @@ def runs_with(hops_before, phase, iteration):
     return AttentionRuns(rows, rows, rows, hops_before, phase, iteration)
 
 
-def test_a_run_is_the_step_of_the_models_run_that_follows_as_many_hops():
+def test_steps_are_numbered_by_the_count_of_preceding_hops():
     model = runs_with((0, 1, 1, 2), ("fwd", "fwd", "bwd", "bwd"), (0, 0, 0, 0))
     keys = [StepKey(0, "fwd", 0, 0), StepKey(0, "fwd", 0, 1), StepKey(0, "bwd", 0, 0), StepKey(0, "bwd", 0, 1)]
     assert number_runs_like(runs_with((1, 1, 2), ("fwd", "bwd", "bwd"), (0, 0, 0)), model, keys) == keys[1:]

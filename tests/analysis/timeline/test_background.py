@@ -58,14 +58,14 @@ def test_every_part_equals_a_count_of_nanoseconds(events):
     assert {name: getattr(breakdown, f"{name}_ns") for name in expected} == expected
 
 
-def test_communication_is_hidden_by_what_was_launched_elsewhere():
+def test_communication_is_hidden_by_background_computation():
     breakdown = breakdown_of_range([(0, 100, "comm", True), (10, 80, "compute", False), (150, 10, "comm", True)])
     assert (breakdown.comm_ns, breakdown.overlapped_ns, breakdown.exposed_comm_ns) == (110, 80, 30)
     assert (breakdown.background_ns, breakdown.idle_ns, breakdown.wall_ns) == (80, 50, 160)
     assert breakdown.kinds["send_recv"].hidden_ns == 80
 
 
-def test_wire_and_wait_have_nothing_beside_what_was_launched_elsewhere():
+def test_exposed_wire_and_wait_exclude_background_computation():
     """Check one hop of two ranks, the second 300 ns late, with a block of 400 ns outside the range beside it."""
     builders = [Builder(rank=rank, world_size=2).mark("mine", 0, 200) for rank in range(2)]
     for rank, b in enumerate(builders):
@@ -80,11 +80,11 @@ def test_wire_and_wait_have_nothing_beside_what_was_launched_elsewhere():
     assert (second.exposed.wait_ns, second.exposed.wire_ns) == (0, 700)
 
 
-def test_a_window_of_all_that_runs_has_no_background():
+def test_window_of_all_activities_has_no_background():
     assert breakdown_of_range([(0, 10, "compute", True), (5, 10, "comm", True)]).background_ns == 0
 
 
-def test_rates_of_whole_iterations_do_not_stand_beside_a_part_of_one():
+def test_partial_window_omits_rates_of_whole_iterations():
     work = [Work(block_flops=10**9, block_calls={"forward": 1}, sent=[])] * 4
     run = recorded_run(work=work, workload=Workload(seq=4096, heads=8, kv_heads=8, head_dim=64))
     traces = [builder.trace() for builder in ring_with_compute()]

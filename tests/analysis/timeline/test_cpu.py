@@ -62,7 +62,7 @@ def test_without_wait_marks_a_warning_reports_unknown_communication():
     assert "cpu_no_wait_marks" in codes(b)
 
 
-def test_one_process_needs_no_warning():
+def test_single_cpu_process_has_no_warning():
     assert codes(Builder(world_size=1).operate(FORWARD, 0, 100)) == set()
 
 
@@ -78,7 +78,7 @@ def test_without_an_iteration_mark_communication_outside_the_operators_counts():
     assert (breakdown.exposed_comm_ns, breakdown.compute_ns, breakdown.idle_ns) == (230, 100, 20)
 
 
-def test_each_iteration_alone():
+def test_cpu_iterations_are_measured_separately():
     b = Builder(world_size=1)
     for start in (0, 1000):
         b.mark("ringprof::iteration", start, start + 500).operate(FORWARD, start + 100, start + 200)
@@ -138,7 +138,7 @@ def test_posting_calls_count_where_there_is_no_range():
     assert rank_of(b).breakdown.exposed_comm_ns == 100
 
 
-def test_a_mark_replaces_ranges_that_end_in_it_and_others_count():
+def test_wait_mark_replaces_gloo_ranges_that_end_in_it():
     b = example()
     # A hop of the ring, posted before the block that hides it, and an unrelated reduction.
     b.mark("gloo:send", 120, 400).mark("gloo:all_reduce", 800, 870, thread=7)
@@ -148,7 +148,7 @@ def test_a_mark_replaces_ranges_that_end_in_it_and_others_count():
     assert breakdown.kinds["all_reduce"].time_ns == 70
 
 
-def test_what_a_compiled_graph_runs_outside_of_operators_is_computed():
+def test_compiled_graph_time_outside_operators_is_computation():
     """Check a product, a wait and a reduction inside a graph of torch.compile; idle before and after it."""
     b = Builder(world_size=2).mark("ProfilerStep#1", 0, 1000)
     b.operate("Torch-Compiled Region: 0/0", 50, 950).operate("## Call CompiledFxGraph fex62z2pad6 ##", 100, 900)
@@ -170,7 +170,7 @@ def tensor_parallel():
     return b.operate("_c10d_functional::wait_tensor", 510, 710).operate("aten::mm", 800, 1000)
 
 
-def test_nothing_is_computed_while_a_functional_collective_is_waited_for():
+def test_waiting_for_a_functional_collective_is_not_computation():
     breakdown = rank_of(tensor_parallel()).breakdown
     assert (breakdown.compute_ns, breakdown.exposed_comm_ns, breakdown.idle_ns) == (50 + 200, 290 + 250, 210)
     assert {kind: (t.time_ns, t.calls) for kind, t in breakdown.kinds.items()} == {
@@ -198,13 +198,13 @@ def test_fsdp_copies_around_a_gather_are_not_gathers():
     assert (breakdown.compute_ns, breakdown.exposed_comm_ns, breakdown.exposed_memory_ns) == (400, 200, 50)
 
 
-def test_ranges_alone_are_a_report():
+def test_gloo_ranges_without_operators_are_enough_for_a_report():
     b = Builder(rank=34, world_size=300).mark("ProfilerStep#551", 0, 1000)
     b.mark("gloo:all_reduce", 100, 800, thread=3553).mark("gloo:all_reduce", 200, 1500, thread=3554)
     assert rank_of(b).breakdown.exposed_comm_ns == 900
 
 
-def test_what_runs_in_the_optimizers_step_is_the_optimizer():
+def test_operators_in_the_optimizer_step_are_optimizer():
     b = Builder(world_size=1).mark("Optimizer.step#AdamW.step", 0, 100)
     b.operate("aten::add_", 10, 40).operate("aten::mm", 40, 60).operate("aten::_foreach_sqrt", 200, 220)
     b.operate("aten::add_", 300, 340).operate("aten::native_layer_norm", 400, 410).operate("aten::_softmax", 410, 425)

@@ -37,7 +37,7 @@ def nanoseconds(spans):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_gloo_is_communication_and_ddp_is_no_gap(ranks, rank):
+def test_gloo_is_communication_and_ddp_leaves_no_gap(ranks, rank):
     gloo = [
         (int(event["ts"] * 1000), int((event["ts"] + event["dur"]) * 1000))
         for event in events(rank)

@@ -37,20 +37,20 @@ def test_a_range_is_chosen_by_its_name():
     assert walls(steps(), window="layer 1") == ("range", [20])
 
 
-def test_a_profiler_step_is_one():
+def test_window_selects_a_single_profiler_step():
     assert walls(steps(), window="ProfilerStep#6") == ("profiler", [200])
 
 
-def test_wildcards_choose_several_and_each_is_an_iteration():
+def test_window_wildcard_selects_ranges_as_iterations():
     assert walls(steps(), window="layer ?") == ("range", [20, 20])
     assert walls(steps(), window="ProfilerStep#*") == ("profiler", [670, 670, 200])
 
 
-def test_the_whole_trace_can_be_asked_for():
+def test_window_can_be_the_whole_trace():
     assert walls(steps(), window="trace") == ("trace", [2200])
 
 
-def test_a_name_that_is_not_there_is_refused_with_those_there_are():
+def test_unknown_window_error_lists_the_ranges():
     with pytest.raises(UsageError, match=r"rank0.json has no such range; it has 'ProfilerStep#4', 'layer 0'"):
         walls(steps(), window="layer 7")
 
@@ -108,7 +108,7 @@ def test_activities_are_cut_at_both_times():
     assert figures.kinds["flash_fwd"].time_ns == 800
 
 
-def test_the_cut_parts_equal_a_sweep_and_neighbours_sum_to_the_whole():
+def test_parts_between_times_equal_a_sweep_and_sum_to_the_whole():
     random = np.random.default_rng(0)
     b, events = Builder(world_size=1), []
     for number in range(200):
@@ -141,7 +141,7 @@ def test_hops_that_begin_between_the_times_are_matched_and_whole():
     assert attribution.warnings == ()
 
 
-def test_times_at_which_nothing_ran_are_refused():
+def test_times_without_activity_are_refused():
     b = Builder(world_size=1).run(FLASH, 1000, 2000, launched=1)
     with pytest.raises(UsageError, match="--between: nothing ran"):
         attribute([b.trace()], focus=Focus(between_ns=(5000, 6000)))

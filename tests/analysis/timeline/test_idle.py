@@ -73,7 +73,7 @@ def test_host_time_belongs_to_the_innermost_event_and_the_rest_is_blocked(trace,
         ("cudaStreamIsCapturing", "cuda_runtime", "operator"),
     ],
 )
-def test_the_class_of_an_event_and_of_what_lies_in_it(trace, tmp_path, name, category, label):
+def test_idle_class_of_an_event_and_of_events_inside_it(trace, tmp_path, name, category, label):
     trace.event(category, name, 10 * US, 50 * US)
     trace.operator("aten::view", 20 * US, 30 * US)
     trace.run(60 * US, 70 * US, launched=(60 * US, 60 * US))
@@ -97,7 +97,7 @@ def test_ranges_around_everything_are_ignored(trace, tmp_path, category, name):
     assert idle_of(trace, tmp_path) == {("nothing recorded", ""): 50 * US}
 
 
-def test_only_the_thread_that_launches_counts_and_an_empty_event_does_not(trace, tmp_path):
+def test_only_nonempty_events_of_the_launching_thread_count(trace, tmp_path):
     trace.operator("aten::mm", 10 * US, 60 * US, thread=2)
     trace.operator("aten::add", 20 * US, 20 * US, thread=1)
     trace.run(60 * US, 70 * US, launched=(50 * US, 60 * US), thread=1)
@@ -107,7 +107,7 @@ def test_only_the_thread_that_launches_counts_and_an_empty_event_does_not(trace,
     }
 
 
-def test_an_event_that_has_ended_gives_its_class_to_nothing(trace, tmp_path):
+def test_ended_event_does_not_classify_later_events(trace, tmp_path):
     # The operator begins inside the range and outlives it; a child of the operator begins after the range's end.
     trace.range("forward", 10 * US, 20 * US)
     trace.operator("aten::mm", 15 * US, 50 * US)
@@ -121,7 +121,7 @@ def test_an_event_that_has_ended_gives_its_class_to_nothing(trace, tmp_path):
     }
 
 
-def test_of_events_that_begin_together_the_shortest_is_innermost(trace, tmp_path):
+def test_shortest_event_of_equal_starts_is_innermost(trace, tmp_path):
     trace.operator("aten::linear", 10 * US, 50 * US)
     trace.range("forward", 10 * US, 30 * US)
     trace.run(50 * US, 70 * US, launched=(50 * US, 50 * US))
@@ -205,7 +205,7 @@ def test_a_recorded_run_equals_the_oracle(folder, window):
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_the_host_events_that_are_kept_are_those_that_overlap_host_time(seed):
+def test_kept_host_events_overlap_host_time(seed):
     rng = Random(seed)
     correlations = [rng.choice((-1, *range(6))) for _ in range(12)]
     activities = sorted(

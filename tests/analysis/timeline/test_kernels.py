@@ -33,7 +33,7 @@ def kernels_of(between_ns: tuple[int, int] | None = None) -> dict[str, tuple[int
     }
 
 
-def test_times_calls_and_what_nothing_hides() -> None:
+def test_kernel_table_has_times_calls_and_exposed_time() -> None:
     assert kernels_of() == {
         "flash_fwd": (4, 221, None, 1, 111),
         "send_recv": (2, 160, 80, 0, 80),
@@ -41,7 +41,7 @@ def test_times_calls_and_what_nothing_hides() -> None:
     }
 
 
-def test_a_part_is_cut_at_its_times() -> None:
+def test_kernel_table_is_clipped_to_the_window() -> None:
     """Check the window 80 to 135 ns, with 20 ns of computation, 55 of the send and 5 of the copy."""
     assert kernels_of((80, 135)) == {
         "flash_fwd": (2, 40, None, 0, 20),

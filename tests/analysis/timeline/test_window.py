@@ -19,12 +19,12 @@ def kernels(*launched):
     return b
 
 
-def test_without_marks_it_is_the_whole_trace():
+def test_window_without_marks_is_the_whole_trace():
     window = window_of(kernels(1, 2, 3))
     assert (window.source, window.activities().tolist(), window.span_ns) == ("trace", [0, 1, 2], ())
 
 
-def test_the_window_holds_launches_of_any_thread():
+def test_window_includes_launches_of_any_thread():
     b = kernels(5, 15, 25).mark("ringprof::iteration", 10, 20)
     b.run(FLASH, 2000, 2005, launched=12, thread=MAIN + 1)
     window = window_of(b)
@@ -32,7 +32,7 @@ def test_the_window_holds_launches_of_any_thread():
     assert window.activities().tolist() == [1, 3]
 
 
-def test_each_iteration_is_kept_apart():
+def test_window_has_one_part_per_iteration():
     b = kernels(5, 15, 25).mark("ringprof::iteration", 0, 10).mark("ringprof::iteration", 12, 30)
     assert [part.tolist() for part in window_of(b).iterations] == [[0], [1, 2]]
 

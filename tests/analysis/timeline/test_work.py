@@ -51,7 +51,7 @@ def test_operators_nest_on_their_own_thread():
             assert not any(inside(root, other) for other in rows)
 
 
-def test_a_point_is_held_by_the_interval_around_it_on_its_thread():
+def test_point_is_enclosed_by_the_interval_of_its_thread():
     for seed in range(60):
         rng = random.Random(seed)
         rows = [row for thread in (5, 1) for row in nested(rng, 0, 100, 0, thread)]
@@ -68,7 +68,7 @@ def test_a_point_is_held_by_the_interval_around_it_on_its_thread():
             assert [row] == (containing or [NONE])
 
 
-def test_nothing_holds_nothing():
+def test_enclosing_rows_of_empty_input():
     none = np.empty(0, np.int64)
     assert enclosing_rows((none, none, none), np.array([3]), np.array([1])).tolist() == [NONE]
     assert enclosing_rows((none, none, none), none, none).tolist() == []

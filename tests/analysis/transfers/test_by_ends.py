@@ -80,13 +80,13 @@ def test_two_communicators_of_a_rank_are_distinguished():
     assert groups == [(2, 3), (0, 1, 2, 3)]
 
 
-def test_a_rank_without_a_trace_may_be_in_any_communicator():
+def test_missing_rank_may_belong_to_any_communicator():
     spans = [(1 * MS, 4 * MS), (6 * MS, 7 * MS)]
     attribution = attribution_of(reduces(0, spans, world=3), reduces(1, spans, world=3))
     assert "matched_by_ends" not in codes(attribution) and "no_record" in codes(attribution)
 
 
-def test_records_go_before_ends():
+def test_records_take_precedence_over_matching_by_ends():
     builders = [Builder(rank=rank, world_size=2) for rank in range(2)]
     for rank, builder in enumerate(builders):
         ranks = collective("allreduce", group="dp", group_ranks=(0, 1), group_size=2)
@@ -106,7 +106,7 @@ def test_hosts_with_clocks_of_their_own_need_several_kernels(count):
     assert ("matched_by_ends" in codes(attribution)) == (count == 3)
 
 
-def test_the_spread_is_that_around_the_first_rank():
+def test_spread_of_ends_is_measured_from_the_first_rank():
     # 4 us after rank 0 and 3 us before it: 7 us apart from each other.
     ends = [4 * MS, 4 * MS + 4 * US, 4 * MS - 3 * US]
     attribution = attribution_of(*(reduces(rank, [(1 * MS, end)] * 2, world=3) for rank, end in enumerate(ends)))
@@ -124,7 +124,7 @@ def over_pcie(rank, count=6, world=2, **options):
     return reduces(rank, spans, world=world, **options)
 
 
-def test_ends_over_pcie_match_where_there_is_one_communicator():
+def test_ends_over_pcie_match_with_one_communicator():
     """Check two GPUs without group records: the kernel that waits least takes 4 ms, and ends are 10 % apart."""
     attribution = attribution_of(over_pcie(0), over_pcie(1))
     assert [[wait for wait, _ in rank_splits] for rank_splits in splits(attribution)] == [[0] * 6, [2 * MS] * 6]
@@ -143,7 +143,7 @@ def test_ends_over_pcie_of_three_ranks():
     assert "matched_by_ends" not in codes(attribution_of(*(reduces(rank, far[rank], world=3) for rank in range(3))))
 
 
-def test_groups_in_lockstep_are_not_taken_for_one():
+def test_groups_in_lockstep_are_not_joined():
     """Check two pairs of ranks that reduce almost at the same time, like replicas of a model."""
 
     def pair(first, second, difference):
@@ -201,7 +201,7 @@ def streams_of(random, communicators):
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_no_two_communicators_are_ever_joined(seed):
+def test_random_communicators_are_never_joined(seed):
     """Check random groups of ranks in lockstep within 0.4 ms, with ends up to 0.35 ms apart."""
     random = np.random.default_rng(seed)
     world = int(random.integers(2, 7))

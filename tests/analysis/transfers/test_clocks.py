@@ -84,12 +84,12 @@ def test_offsets_up_to_5_ms_are_recovered_to_5_us(skews, slow):
     assert codes(attribution)[0] == "clocks_fitted"
 
 
-def test_a_lag_on_the_way_does_not_count_as_an_offset():
+def test_symmetric_lag_is_not_counted_as_clock_offset():
     skews = (0, 5 * MS)
     assert max(map(abs, recovered(attribute(ring(skews, lag=300 * US)), skews))) <= 5 * US
 
 
-def test_waits_are_those_of_one_clock():
+def test_waits_with_skewed_clocks_equal_waits_with_one_clock():
     skewed, together = attribute(ring((0, 5 * MS))), attribute(ring((0, 0)))
     for skewed_rank, expected_rank in zip(skewed.ranks, together.ranks, strict=True):
         totals, expected_totals = hop_totals(skewed_rank.hops), hop_totals(expected_rank.hops)
@@ -97,14 +97,14 @@ def test_waits_are_those_of_one_clock():
         assert totals.wait_share == pytest.approx(expected_totals.wait_share, abs=0.01)
 
 
-def test_hops_keep_their_own_clocks_times():
+def test_hops_keep_the_times_of_their_own_clock():
     for rank in attribute(ring((0, 5 * MS))).ranks:
         timed = [part for part in rank.splits if part.ready_ns is not None]
         assert len(timed) > len(rank.splits) // 2
         assert all(abs(part.transfer.end_ns - (part.ready_ns or 0)) < 2 * MS for part in timed)
 
 
-def test_collectives_alone_are_enough():
+def test_collectives_alone_suffice_to_align_clocks():
     skews, builders = (0, -5 * MS), []
     draw = np.random.default_rng(1)
     arrival = draw.integers(0, 300 * US, (10, 4)) + 10 * MS * np.arange(1, 11)[:, None]
@@ -171,7 +171,7 @@ def one_clock_runs():
     return [match({rank.rank: [part.transfer for part in rank.splits] for rank in run.ranks}) for run in runs]
 
 
-def test_the_bounds_hold_the_truth_on_random_splits_of_one_clock():
+def test_offset_bounds_contain_the_truth_on_random_host_splits():
     draw = random.Random(7)
     within_bounds, widths = [], []
     for _ in range(200):
@@ -260,18 +260,18 @@ def test_of_many_hosts_each_is_compared_with_the_first_and_with_its_neighbours()
         (Spread(0, 4_000_000, 3), []),
     ],
 )
-def test_ends_one_way_give_an_estimate_where_three_are_within_two_ms(ends, read):
+def test_one_way_ends_give_an_offset_if_three_agree_within_2_ms(ends, read):
     estimates = _offset_estimates(0, 1, TrafficSummary(message_ends=ends), TrafficSummary())
     assert [(estimate.offset_ns, estimate.width_ns) for estimate in estimates] == read
 
 
 @pytest.mark.parametrize(("number", "between"), [(3, (-50_000, 50_020)), (2, (-np.inf, np.inf))])
-def test_ends_both_ways_give_an_interval_from_three_on(number, between):
+def test_two_way_ends_give_an_offset_interval_from_three_on(number, between):
     a_to_b, b_to_a = (TrafficSummary(message_ends=Spread(*ends, number)) for ends in ((0, 10), (-20, -5)))
     assert _message_interval(a_to_b, b_to_a) == between
 
 
-def test_the_more_certain_estimate_counts_more():
+def test_more_certain_estimate_has_more_weight():
     """Check weights 1 and 1/2, squared in least squares: (100 + 400 / 4) / (1 + 1/4)."""
     estimates = [_OffsetEstimate(0, 1, 100.0, 1_000.0, lags=False), _OffsetEstimate(0, 1, 400.0, 2_000.0, lags=False)]
     assert _fit_offsets(estimates, 2).offsets == pytest.approx([0.0, 160.0])
@@ -282,13 +282,13 @@ def _lagging(a: int, b: int, offset_ns: float) -> _OffsetEstimate:
     return _OffsetEstimate(a, b, offset_ns, 1_000.0, lags=True)
 
 
-def test_a_circle_of_hosts_separates_lag_from_offsets():
+def test_cycle_of_hosts_separates_lag_from_offsets():
     """Check clocks at 0, 10 and 20 with a lag of 5: 10 - 5, 10 - 5 and -20 - 5."""
     fit = _fit_offsets([_lagging(0, 1, 5.0), _lagging(1, 2, 5.0), _lagging(2, 0, -25.0)], 3)
     assert fit.offsets == pytest.approx([0.0, 10.0, 20.0]) and fit.lag_ns == pytest.approx(5.0)
 
 
-def test_estimates_with_lag_are_not_used_for_hosts_in_a_row():
+def test_chain_of_hosts_ignores_estimates_with_lag():
     chain = [_lagging(0, 1, 5.0), _lagging(1, 2, 5.0)]
     fit = _fit_offsets(chain, 3)
     assert (fit.offsets, fit.lag_ns, fit.residual(0, 2)) == ([0.0, 0.0, 0.0], 0.0, math.inf)

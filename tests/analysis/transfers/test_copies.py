@@ -42,7 +42,7 @@ def test_bytes_wire_and_exposed_totals_are_those_of_nccl():
     assert nccl.warnings == copies.warnings == ()
 
 
-def test_a_copy_waits_for_nobody_and_needs_no_peer():
+def test_copy_has_no_wait_and_needs_no_peer():
     attribution = attribute([Builder(world_size=1).run(COPY, 0, 500, launched=1, category=1, size=1000).trace()])
     (part,) = attribution.ranks[0].splits
     assert (part.wait_ns, part.wire_ns, part.link, part.transfer.source) == (0, 500, "same_host", "copy")
@@ -56,7 +56,7 @@ def test_a_copy_of_unknown_size_has_no_rate():
     assert (totals.sent_bytes, totals.wire_ns, totals.wire_gbps) == (0, 500, None)
 
 
-def test_copies_with_work_between_are_hops_of_their_own():
+def test_copies_separated_by_work_are_separate_hops():
     b = Builder(world_size=1)
     b.run(COPY, 0, 500, launched=1, category=1, size=1000)
     b.run(FLASH, 0, 100, launched=2)
@@ -65,7 +65,7 @@ def test_copies_with_work_between_are_hops_of_their_own():
     assert [hop.sent_bytes for hop in rank.hops] == [1000, 1000]
 
 
-def test_three_copies_of_one_hop_are_wire_where_any_runs():
+def test_wire_of_a_hop_is_the_union_of_its_copies():
     b = Builder(world_size=1)
     for number, (start, end) in enumerate([(0, 100), (50, 200), (300, 400)]):
         b.run(COPY, start, end, launched=number + 1, category=1, size=10)
@@ -74,7 +74,7 @@ def test_three_copies_of_one_hop_are_wire_where_any_runs():
     assert hop.busy_ns() == [(0, 200), (300, 400)]
 
 
-def test_ordinary_copies_are_memory():
+def test_copies_outside_hops_are_memory_operations():
     b = Builder(world_size=1).run("Memcpy DtoD (Device -> Device)", 0, 500, launched=1, category=1, size=1000)
     b.run(NCCL, 500, 600, launched=9, own=collective("send", destination_rank=1), thread=MAIN)
     (rank,) = attribute([b.trace()]).ranks

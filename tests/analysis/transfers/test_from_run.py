@@ -44,7 +44,7 @@ def attribution_without_records(hops, *entries, step=1, **changes):
     return attribute([b.trace() for b in builders], recorded_run(work=work, **changes))
 
 
-def test_hops_of_one_size_take_it_from_the_run():
+def test_hops_of_one_size_take_bytes_from_run_json():
     attribution = attribution_without_records(6, sent("kv", "forward", 3, 4000))
     for rank in attribution.ranks:
         assert [part.transfer.source for part in rank.splits] == ["run"] * 6
@@ -54,20 +54,20 @@ def test_hops_of_one_size_take_it_from_the_run():
     assert attribution.warnings == ()
 
 
-def test_a_pass_with_hops_of_two_sizes_leaves_them_open():
+def test_hops_of_two_sizes_in_a_pass_have_unknown_bytes():
     attribution = attribution_without_records(
         5, sent("kv", "forward", 1, 4000), sent("kv", "backward", 2, 4000), sent("dkv", "backward", 2, 8000)
     )
     assert [hop.sent_bytes for hop in attribution.ranks[0].hops] == [4000, None, None, None, None]
 
 
-def test_counts_that_do_not_fit_leave_all_open():
+def test_hop_counts_that_disagree_with_run_json_give_no_bytes():
     attribution = attribution_without_records(5, sent("kv", "forward", 3, 4000))
     assert {part.transfer.source for rank in attribution.ranks for part in rank.splits} == {"none"}
     assert [warning.code for warning in attribution.warnings] == ["no_record"]
 
 
-def test_a_run_with_all_to_all_leaves_all_open():
+def test_run_with_all_to_all_gives_no_bytes_to_hops():
     attribution = attribution_without_records(
         3, sent("kv", "forward", 3, 4000), sent("q", "forward", 1, 10, "all_to_all")
     )
@@ -75,7 +75,7 @@ def test_a_run_with_all_to_all_leaves_all_open():
 
 
 @pytest.mark.parametrize("step", [2, 0])
-def test_peers_are_known_only_of_one_ring_over_all_ranks(step):
+def test_peers_from_run_json_need_one_ring_over_all_ranks(step):
     """Check two rings of two ranks, and a run recorded before peers were."""
     attribution = attribution_without_records(3, sent("kv", "forward", 3, 4000), step=step)
     (part, *_) = attribution.ranks[0].splits

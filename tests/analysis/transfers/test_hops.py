@@ -50,20 +50,20 @@ def test_nobody_waits_when_all_start_together():
     assert splits(attribution_of(ring([1000] * 4, [2000] * 4))) == [(0, 1000)] * 4
 
 
-def test_one_message_a_peer_waits_for_the_own_peers_only():
+def test_one_message_per_peer_waits_for_direct_peers_only():
     # Rank 3 is 500 late. Its neighbours 0 and 2 wait for it, rank 1 does not.
     attribution = attribution_of(ring([1000, 1000, 1000, 1500], [2500, 2000, 2500, 2500], tensors=1))
     assert splits(attribution) == [(500, 1000), (0, 1000), (500, 1000), (0, 1000)]
 
 
-def test_two_messages_a_peer_wait_for_the_peers_peers_too():
+def test_two_messages_per_peer_wait_for_peers_of_peers():
     # Rank 1, two hops away, is delayed too: its peers' V cannot move before their K has.
     attribution = attribution_of(ring([1000, 1000, 1000, 1500], [2500] * 4, tensors=2))
     assert splits(attribution) == [(500, 1000)] * 3 + [(0, 1000)]
 
 
 @pytest.mark.parametrize(("tensors", "waited_for"), [(1, [{3: 500}, {}, {3: 500}, {}]), (2, [{3: 500}] * 3 + [{}])])
-def test_a_wait_is_for_the_rank_that_began_last_of_all_that_it_depends_on(tensors, waited_for):
+def test_wait_is_attributed_to_the_last_rank_it_depends_on(tensors, waited_for):
     # With two messages per peer, rank 1 waits for rank 3, which is not one of its own peers 0 and 2.
     starts, ends = [1000, 1000, 1000, 1500], [2500, 2500 if tensors == 2 else 2000, 2500, 2500]
     attribution = attribution_of(ring(starts, ends, tensors=tensors))
@@ -88,7 +88,7 @@ def test_wire_is_never_faster_than_the_best_rate_seen():
     assert splits(attribution)[1] == (900, 100)
 
 
-def test_totals_give_all_bytes_over_all_wire():
+def test_total_rate_is_all_bytes_over_all_wire_time():
     totals = hop_totals(attribution_of(ring([1000] * 4, [2000] * 4)).ranks[0].hops)
     assert (totals.count, totals.sent_bytes, totals.wait_ns, totals.wire_ns) == (1, 2 * BYTES, 0, 1000)
     assert totals.wire_gbps == 4.0
@@ -186,7 +186,7 @@ def test_hops_of_named_hosts_have_a_link_class():
     assert [rank.splits[0].link for rank in attribution.ranks] == ["same_host"] * 4
 
 
-def test_clocks_of_several_hosts_are_not_taken_to_agree():
+def test_clocks_of_several_hosts_are_not_assumed_equal():
     # One hop bounds the offset to within its own length, and no rank waits that long.
     builders = ring([1000] * 4, [2000] * 4)
     for rank, b in enumerate(builders):
@@ -235,7 +235,7 @@ def test_exposed_time_of_a_hop_has_no_computation_beside_it():
     assert [rank.hops[0].exposed_ns for rank in attribution_of(builders).ranks] == [400] * 4
 
 
-def test_a_hop_is_one_send_and_one_receive_and_no_third():
+def test_hop_is_exactly_one_send_and_one_receive():
     builders = [Builder(rank=rank, world_size=2) for rank in range(2)]
     pair = {"group_ranks": (0, 1), "group_size": 2}
     for rank, b in enumerate(builders):
@@ -252,7 +252,7 @@ def test_a_hop_is_one_send_and_one_receive_and_no_third():
 @pytest.mark.parametrize(
     ("name", "sent"), [("allreduce", 3000), ("_allgather_base", 6000), ("_reduce_scatter_base", 1500)]
 )
-def test_what_leaves_a_rank_in_a_ring_collective(name, sent):
+def test_bytes_sent_in_a_ring_collective(name, sent):
     # 2000 bytes on each of 4 ranks: three quarters twice; all bytes three times; three quarters once.
     builders = [Builder(rank=rank) for rank in range(4)]
     for b in builders:
@@ -304,19 +304,19 @@ def test_an_all_to_all_of_one_peer_each_way_is_a_hop(to, source, fields, peers):
 
 
 @pytest.mark.parametrize(("split", "sent"), [((2, 1, 1), 1000), ((4, 0, 0), 0), ((), 1333)])
-def test_what_leaves_a_rank_in_an_all_to_all(split, sent):
+def test_bytes_sent_in_an_all_to_all(split, sent):
     # 2000 bytes on each of 3 ranks: the rank's own split stays; without splits, two thirds leave.
     own = collective("all_to_all", group_ranks=(0, 1, 2), group_size=3, in_split=split)
     b = Builder(world_size=3).run(NCCL, 0, 10, launched=1, own=own, stream=20)
     assert attribution_of([b]).ranks[0].splits[0].transfer.sent_bytes == sent
 
 
-def test_spans_that_touch_are_one():
+def test_touching_spans_are_merged():
     assert _merged_spans([(5, 9), (0, 5), (11, 12)]) == [(0, 9), (11, 12)]
 
 
 @pytest.mark.parametrize(
     ("counts", "reason"), [({0: 3, 1: 3}, ""), ({0: 3, 1: 4}, "counts_differ"), ({0: 3}, "counts_differ")]
 )
-def test_ranks_of_a_group_must_call_equally_often(counts, reason):
+def test_ranks_of_a_group_must_make_equally_many_calls(counts, reason):
     assert collective_mismatch(("cp", (0, 1)), {0, 1}, counts) == reason

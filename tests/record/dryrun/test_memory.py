@@ -55,7 +55,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_plan_is_within_a_twentieth_of_what_committed_runs_held(name: str) -> None:
+def test_planned_memory_is_within_5_percent_of_committed_runs(name: str) -> None:
     run = read_run(TRACES / name / "run.json")
     assert run.workload and run.strategy and run.kernel and run.peak_memory_bytes
     assert max(run.peak_memory_bytes) / MIB == pytest.approx(RUNS[name], abs=0.1)
@@ -75,7 +75,9 @@ def measured_cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("request_", "kernel", "held", "before"), measured_cases())
-def test_the_plan_is_what_two_gpus_held(request_: RecordRequest, kernel: str, held: float, before: float) -> None:
+def test_planned_memory_equals_measurements_on_two_gpus(
+    request_: RecordRequest, kernel: str, held: float, before: float
+) -> None:
     """Within half a percent. The plan counts earlier workspaces if the case itself needs them."""
     counted = kernel == "cudnn" or request_.workload.layer is not None or kernel == "reference"
     plan = peak_bytes(request_, request_.workload, kernel, 2) / MIB
@@ -93,14 +95,14 @@ def test_every_strategy_was_measured_both_ways() -> None:
 # --- by hand ----------------------------------------------------------------------------------------
 
 
-def test_one_rank_by_hand() -> None:
+def test_memory_of_one_rank_by_hand() -> None:
     """Forward q, k, v, O and the LSE; backward also dO and the gradients."""
     assert held_mib("ring", 1, backward=False) == Q + KV + Q + LSE == 96.625
     assert held_mib("ring", 1, backward=True) == 3 * Q + KV + LSE + GRADIENTS == 353.25
 
 
 @pytest.mark.parametrize("name", ["ring", "zigzag"])
-def test_rings_by_hand(name: str) -> None:
+def test_memory_of_rings_by_hand(name: str) -> None:
     """Two ranks: at the second block, received K and V, and two outputs.
 
     Backward: received K and V, dQ, dK and dV of the first block, and the second block's gradients. On four ranks, at
@@ -113,14 +115,14 @@ def test_rings_by_hand(name: str) -> None:
     assert held_mib(name, 4, backward=True) == 3 * Q + KV + LSE + travelling + 2 * Q + GRADIENTS == 545.25
 
 
-def test_a_rings_first_hop_by_hand() -> None:
+def test_first_hop_of_a_ring_by_hand() -> None:
     """K and V have as many heads as Q: sent ones are copied into one message; others arrive during the block."""
     workload = replace(WORKLOAD, seq=8192, kv_heads=40, backward=False)
     assert peak_bytes(request_for("ring", 2), workload, "flash-attn", 2) / MIB == Q + 3 * 2 * Q + Q + LSE == 320.625
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_ulysses_by_hand(world: int) -> None:
+def test_memory_of_ulysses_by_hand(world: int) -> None:
     """Everything twice: a rank's tokens, and all tokens of its heads.
 
     Forward has the output three times: as computed, as received and reassembled. There are as many heads of K and V, so
@@ -136,7 +138,7 @@ def test_ulysses_by_hand(world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_all_gather_by_hand(world: int) -> None:
+def test_memory_of_all_gather_by_hand(world: int) -> None:
     """Forward all gathered tensors, and two outputs: of the local keys and of all others.
 
     Between the first and the last of four ranks there are others on both sides. When the third output exists, the first
@@ -146,13 +148,13 @@ def test_all_gather_by_hand(world: int) -> None:
     assert held_mib("allgather", world, backward=False) == Q + KV + world * KV + outputs
 
 
-def test_two_slots_of_copied_hops_by_hand() -> None:
+def test_memory_of_copied_hops_by_hand() -> None:
     """Slots exist as long as the ring: instead of received data, one more message of K and V."""
     nccl, copied = (held_mib("ring", 2, backward=False, hops=hops) for hops in ("nccl", "copy"))
     assert copied - nccl == KV
 
 
-def test_what_is_computed_densely_by_hand() -> None:
+def test_memory_of_the_dense_reference_by_hand() -> None:
     """The reference's scores are float64: 1024 x 1024 pairs and 2 heads are 16 MiB, several times at once."""
     workload = Workload(seq=1024, heads=2, kv_heads=2, head_dim=8, causal=False, backward=False, dtype="fp32")
     held = peak_bytes(request_for("ring", 1), workload, "reference", 1)
@@ -165,7 +167,7 @@ def test_what_is_computed_densely_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", names())
-def test_fewer_ranks_stand_for_many(name: str) -> None:
+def test_planned_memory_of_many_ranks_from_few_dry_runs(name: str) -> None:
     """Five and six hosts of eight ranks stand for eight of them, whose ranks are run one by one."""
     workload = replace(WORKLOAD, seq=4096 * 64, heads=64, kv_heads=64, causal=True)
     request = request_for(name, 64, params=find(name).load().with_placement(64, 8))
@@ -175,14 +177,14 @@ def test_fewer_ranks_stand_for_many(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", names())
-def test_of_many_ranks_three_are_enough(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_ranks_determine_the_memory_of_many(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     workload = replace(WORKLOAD, seq=4096 * 12, heads=12, kv_heads=12, causal=True)
     three = peak_bytes(request_for(name, 12), workload, "flash-attn", 4)
     monkeypatch.setattr(memory, "MAX_ALL_RANKS", 12)
     assert three == peak_bytes(request_for(name, 12), workload, "flash-attn", 4)
 
 
-def test_sixteen_thousand_ranks_and_billions_of_tokens() -> None:
+def test_dry_run_of_16384_ranks_and_billions_of_tokens() -> None:
     """Rings hold as much as 48 ranks with the same tokens per rank; all-gather holds K and V of all ranks."""
     world, tokens = 16384, 2**17
     workload = replace(WORKLOAD, seq=world * tokens, backward=False)
@@ -253,7 +255,7 @@ def test_a_block_of_flex_is_measured_after_the_fork() -> None:
     assert completed.returncode == 0, completed.stderr
 
 
-def test_other_peoples_code_is_not_run() -> None:
+def test_third_party_strategies_are_not_run_in_a_dry_run() -> None:
     with pytest.raises(UnsupportedWorkloadError, match="other people's code computes and sends by itself"):
         peak_bytes(request_for("torch-cp", 2), replace(WORKLOAD, seq=8192), "flash-attn", 2)
 

@@ -35,7 +35,7 @@ def test_temporary_bytes_of_a_small_flash_call(shape: tuple[int, ...], splits: i
     assert _split_bytes("flash-attn", q, k) == held and _split_bytes("cudnn", q, k) == 0
 
 
-def test_the_hosts_own_tensors_are_computed() -> None:
+def test_host_tensors_are_computed_in_a_dry_run() -> None:
     """Values that a strategy knows without reading tensors, such as a rank's rows, are those of a run."""
     with Recorder() as recorder:
         held = torch.cat([torch.arange(3), torch.arange(7, 9)])

@@ -67,14 +67,14 @@ OPERATIONS: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_results_are_torchs_own(name: str) -> None:
+def test_fake_results_equal_those_of_torch(name: str) -> None:
     """Run twice: the second result comes from the cache."""
     truth = _form(OPERATIONS[name]())
     with _Ours():
         assert [_form(OPERATIONS[name]()) for _ in range(2)] == [truth, truth]
 
 
-def test_results_are_new_memory_or_what_was_changed() -> None:
+def test_fake_results_are_new_storage_or_the_mutated_input() -> None:
     first, second = _wide(), _wide()
     with _Ours():
         results = [first.add_(second), first + second, first + second]
@@ -82,11 +82,11 @@ def test_results_are_new_memory_or_what_was_changed() -> None:
     assert len({tensor.untyped_storage()._cdata for tensor in (first, second, *results[1:])}) == 4
 
 
-def test_what_torch_refuses_is_refused() -> None:
+def test_invalid_operations_raise_as_in_torch() -> None:
     with _Ours(), pytest.raises(RuntimeError, match="roadcast"):
         _wide().add_(torch.empty(5, device="meta"))
 
 
-def test_values_of_the_host_are_computed() -> None:
+def test_host_values_are_computed() -> None:
     with _Ours():
         assert (torch.arange(4) * 3).tolist() == [0, 3, 6, 9]
