@@ -219,7 +219,7 @@ def test_each_world_size_has_its_own_rows(swept):
         ({"base": replace(BASE, warmup=-1)}, "--warmup must be at least 0"),
     ],
 )
-def test_every_name_and_option_is_checked_before_anything_is_recorded(tmp_path, monkeypatch, changes, message):
+def test_names_and_options_are_checked_before_recording(tmp_path, monkeypatch, changes, message):
     recorder = Recorder({})
     monkeypatch.setattr(sweep, "record", recorder)
     arguments: dict[str, Any] = {
@@ -278,7 +278,7 @@ def test_a_run_outside_the_sweeps_folder_is_refused(swept, capsys, tmp_path, run
     assert str(error.value) == f"{path}: run {run!r} is not inside the folder of the sweep"
 
 
-def test_a_reason_that_is_not_utf8_is_kept_escaped(swept):
+def test_reason_that_is_not_utf_8_is_escaped(swept):
     rows, _ = swept({("burst", 1024): RecordError("rank 1 failed; log: /tmp/\udcff/rank1.log")})
     again, _ = swept({})
     assert rows[0].reason == "rank 1 failed; log: /tmp/\\udcff/rank1.log" and again[0].status == "ok"

@@ -72,7 +72,7 @@ def test_only_modules_named_by_the_user_are_imported() -> None:
     }
 
 
-def test_only_plain_digits_are_digits() -> None:
+def test_only_ascii_digits_are_matched_as_digits() -> None:
     r"""Refuse ``\d``, which matches the digits of every script: rank٣.json would be rank 3."""
     names = {path.name for path in SOURCES if r"\d" in path.read_text("utf-8")}
     assert names <= {"rules.py", "operators.py"}  # no number is read from names of kernels and operators

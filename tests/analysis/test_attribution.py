@@ -76,7 +76,7 @@ def test_world_size_is_inferred_from_the_highest_rank():
     assert warning.message == "2 of 4 ranks have no trace: 1, 2"
 
 
-def test_a_trace_without_a_rank_takes_a_free_one():
+def test_trace_without_a_rank_takes_an_unused_rank():
     attribution = attribute_all(rank_builder(0, world_size=2), rank_builder(None, world_size=2))
     assert [rank.rank for rank in attribution.ranks] == [0, 1]
     assert codes(attribution) == ["unknown_rank"]
@@ -128,7 +128,7 @@ def test_busiest_of_several_devices_is_reported():
     assert attribution.ranks[0].breakdown.wall_ns == 300
 
 
-def test_iterations_are_analysed_alone_and_together():
+def test_iterations_are_analysed_separately_and_together():
     b = Builder(world_size=1)
     for number in range(3):
         start = 1000 * number

@@ -208,7 +208,7 @@ def no_core_files() -> Iterator[None]:
 @pytest.mark.timeout(14400)
 @pytest.mark.usefixtures("no_core_files")
 @pytest.mark.parametrize("command", PROGRAMS)
-def test_random_signals(command: str, tmp_path: Path) -> None:
+def test_random_signals_end_commands_cleanly(command: str, tmp_path: Path) -> None:
     """Set RINGPROF_RANDOM_SIGNALS for other than 100 signals per command, RINGPROF_SEED for others."""
     if command not in ("report", "report of many ranks", "export", "compare"):
         pytest.importorskip("torch")

@@ -284,7 +284,7 @@ def moments(commands: list[list[str]], folder: Path, count: int) -> Iterator[tup
 @pytest.mark.long
 @pytest.mark.timeout(14400)
 @pytest.mark.parametrize("group", [*COMMANDS, "many ranks"])
-def test_a_signal_at_any_moment_ends_a_command(group: str, many: Path, tmp_path: Path) -> None:
+def test_signal_at_any_moment_ends_a_command(group: str, many: Path, tmp_path: Path) -> None:
     """Send signals at random moments: 200 per group, or RINGPROF_SIGNALS."""
     if group in ("recording", "prediction"):
         pytest.importorskip("torch")

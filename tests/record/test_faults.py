@@ -82,7 +82,7 @@ def test_rows_with_a_single_key_are_verified(own_strategies: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_killed_rank_ends_all(own_strategies: Path) -> None:
+def test_killed_rank_ends_the_run(own_strategies: Path) -> None:
     code, stderr = run_and_disturb(
         SLOW, own_strategies, lambda _: os.kill(rank_process(own_strategies, 1), signal.SIGKILL)
     )
@@ -104,7 +104,7 @@ def to_parent_twice(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize("interrupt", [to_group, pytest.param(to_parent_twice, marks=pytest.mark.long)])
-def test_ctrl_c_ends_all(own_strategies: Path, interrupt: Callable[[subprocess.Popen[str]], None]) -> None:
+def test_ctrl_c_ends_every_rank(own_strategies: Path, interrupt: Callable[[subprocess.Popen[str]], None]) -> None:
     code, stderr = run_and_disturb(SLOW, own_strategies, interrupt)
     assert code == 130
     assert "interrupted during iterations" in one_line(stderr)

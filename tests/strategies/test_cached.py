@@ -182,7 +182,7 @@ def errors_beside_meta(rank: int, problem: WorkloadShard, truth: Tensor) -> list
 
 
 @pytest.mark.processes
-def test_a_default_device_changes_nothing_over_a_cache() -> None:
+def test_default_device_is_ignored_with_a_cache() -> None:
     problem = WorkloadShard(16, 48, window=(20, 0), prefix=11)
     for errors in run_ranks(2, errors_beside_meta, problem, dense(problem)[0]):
         assert max(errors) < 1e-12

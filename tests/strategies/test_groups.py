@@ -81,7 +81,7 @@ def started_again(rank: int) -> list[bool]:
 
 
 @pytest.mark.processes
-def test_a_channel_has_a_new_group_after_torch_distributed_was_started_again():
+def test_channel_has_a_new_group_after_reinitialization():
     """The old group's communicator is gone: a collective on it raises."""
     assert run_ranks(1, started_again) == [[True, True]]
 
@@ -325,7 +325,7 @@ def left_alone(rank: int) -> str:
 
 
 @pytest.mark.processes
-def test_a_call_that_no_other_rank_makes_is_named():
+def test_call_that_no_other_rank_makes_is_an_error():
     for message in run_ranks(2, left_alone):
         assert message.startswith(
             "this rank comes with a call that it has not made before, and another rank has not, or"

@@ -116,7 +116,7 @@ def test_a_sequence_of_a_hybrid_is_divided_by_its_groups_and_by_its_ring():
         assert Grouped(LAYOUTS["zigzag"], Grid(ulysses, 3, True)).divisor(3 * ulysses) == divisor
 
 
-def test_a_grid_by_hand():
+def test_process_grid_by_hand():
     # 2 x 4 ranks, 16 tokens, contiguous: a ring place holds 4 tokens, its two ranks 2 each.
     head_first = Grouped(LAYOUTS["contiguous"], Grid.of(8, 2, None, head_first=True))
     assert head_first.positions(16, 8, 3).tolist() == [6, 7]
@@ -296,7 +296,7 @@ def test_every_parameter_is_described_and_listed(name):
             assert f"`{parameter.name}" in guide
 
 
-def test_the_kinds_of_every_parameter():
+def test_parameter_types_of_every_strategy():
     """The types are those that `ringprof strategies NAME` lists and command lines use; all have `deterministic`."""
     of_rings = {"grad_wire": "exact|fp32|input"}
     packed, narrow = {"documents_layout": "packed|per_document"}, {"grad_wire": "fp32|input"}

@@ -82,7 +82,7 @@ def test_single_measurement_has_no_interval():
 
 
 @pytest.mark.parametrize("values", [[1.0, 2.0, 4.0], [1.0, 2.0, 4.0, 8.0], [1.0, 1.0, 3.0, 7.0, 9.0]])
-def test_resampled_medians_are_those_of_every_resample(values):
+def test_resampled_medians_equal_full_enumeration(values):
     expected = Counter(median(sample) for sample in itertools.product(values, repeat=len(values)))
     drawn = Counter(resampled_medians(np.array(values), np.random.default_rng(7)).tolist())
     assert set(drawn) <= set(expected)

@@ -198,7 +198,7 @@ def test_early_rank_counts_as_waiting_only_where_wait_is_known():
     assert parts == {"attention": 150, "exposed_unsplit": 1150}
 
 
-def test_unknown_communication_beside_wire_is_wire():
+def test_unsplit_communication_beside_wire_counts_as_wire():
     """A hop of two ranks from 1000 to 2000, beside a kernel without a record from 1500 to 2500."""
     builders = ring([1000] * 2, [2000] * 2, world=2)
     for b in builders:
@@ -255,7 +255,7 @@ def test_peak_attention_time_covers_all_iterations():
     assert waterfall.of("peak") == round(2 * 14 * 512 * 1024 * 1025 / 2 / 989e3) == 7607
 
 
-def test_the_frame_has_the_parts():
+def test_waterfall_frame_has_the_parts():
     run = analysis(RUNS[0])
     frame = run.waterfall()
     assert list(frame.columns) == ["part", "time_ns", "share", "tflops", "evidence", "remedy"]

@@ -57,12 +57,12 @@ def stands_out(colour):
     return contrast(colour, "#ffffff") > 1.3 and contrast(colour, "#15181c") > 2.5
 
 
-def test_any_two_colours_are_far_apart():
+def test_kind_colours_are_distinguishable():
     near = [pair for pair in combinations(DRAWN, 2) if math.dist(*(lab(DRAWN[name]) for name in pair)) < FAR]
     assert not near, f"free are {free_colours()[:9]}"
 
 
-def test_every_colour_stands_out_on_a_light_and_on_a_dark_page():
+def test_every_colour_has_contrast_on_light_and_dark_pages():
     assert all(map(stands_out, DRAWN.values()))
 
 

@@ -111,7 +111,7 @@ def test_a_step_that_waits_for_a_peer_shows_the_wait():
     assert first.exposed_ns == 90
 
 
-def test_without_launch_records_the_order_is_that_of_the_device():
+def test_steps_without_launch_records_follow_device_order():
     builders = ring_pass(block=everybody(900), hop_ns=400)
     for b in builders:
         b.launches.clear()
@@ -129,13 +129,13 @@ def test_single_rank_steps_with_exposed_time_have_no_bound():
     assert steps_of_rank(steps, 0, "fwd")[3].bound == "compute"
 
 
-def test_without_hops_or_names_there_are_no_steps():
+def test_no_steps_without_hops_or_names():
     assert steps_of([Builder(world_size=1).run(FLASH, 0, 10, launched=1).run(BACKWARD, 20, 30, launched=2)]) == ()
     assert steps_of([Builder(world_size=1).run(NCCL, 0, 10, launched=1)]) == ()
 
 
 @pytest.mark.parametrize("run", [NVLINK, TWO_HOSTS])
-def test_the_steps_of_a_ring_hold_all_its_exposed_communication(run):
+def test_ring_steps_account_for_all_exposed_communication(run):
     attribution = attribution_of(run)
     steps = steps_in_memory(attribution.ranks).steps
     assert len(steps) == 8 * 16
@@ -171,7 +171,7 @@ def test_steps_by_order_equal_steps_by_name(run):
 
 
 @pytest.mark.parametrize(("hop_ns", "exposed", "bound"), [(630, 20, "compute"), (631, 21, "wire")])
-def test_exposed_communication_of_a_fiftieth_of_a_step_is_negligible(hop_ns, exposed, bound):
+def test_exposed_time_below_2_percent_of_a_step_is_negligible(hop_ns, exposed, bound):
     # Block and merge overlap 610 of each step's 1000 ns.
     step = steps_of_rank(steps_of(ring_pass(block=everybody(600), hop_ns=hop_ns)), 1, "fwd")[1]
     assert (step.end_ns - step.start_ns, step.exposed_ns, step.bound) == (1000, exposed, bound)
@@ -188,7 +188,7 @@ def test_wire_is_the_bound_from_half_of_the_exposed_time(late, exposed_wire, bou
     assert (step.exposed_ns, step.exposed_wire_ns, step.bound) == (390, exposed_wire, bound)
 
 
-def test_a_blocks_time_is_the_union_of_its_kernels_whatever_other_steps_do():
+def test_block_time_is_the_union_of_its_own_kernels():
     # The second kernel of step 0 begins during the first, and ends after the start of step 1's on another stream.
     b = Builder(world_size=1)
     for step, (launched, spans) in enumerate([(10, [(0, 1000), (400, 1300)]), (500, [(1100, 1500)])]):
@@ -201,7 +201,7 @@ def test_a_blocks_time_is_the_union_of_its_kernels_whatever_other_steps_do():
 
 
 @pytest.mark.parametrize("name", ["_allgather_base", "_reduce_scatter_base"])
-def test_a_collective_that_a_block_hides_is_a_hop_of_its_step(name):
+def test_collective_hidden_by_a_block_is_a_hop_of_its_step(name):
     builders = [Builder(rank=rank, world_size=2) for rank in range(2)]
     for b in builders:
         own = collective(name, group_ranks=(0, 1), group_size=2)
