@@ -118,7 +118,7 @@ def test_failed_row_has_a_reason_and_the_sweep_continues(swept):
     ],
 )
 def test_a_sweep_with_a_row_that_failed_ends_with_3(monkeypatch, tmp_path, errors, code):
-    """Give the first of two rows these errors; a row that cannot be recorded is no failure if another row can."""
+    """Give the first of two rows these errors; a row that cannot be recorded is not a failure if another row can."""
     lengths = [1024, 2048]
     failing = {("zigzag", seq): error for seq, error in zip(lengths, errors, strict=False)}
     monkeypatch.setattr(sweep, "record", Recorder(failing))
@@ -310,7 +310,7 @@ def test_wrong_usage_is_one_line(capsys, tmp_path, monkeypatch, arguments, part)
 @pytest.mark.processes
 def test_real_sweep_on_two_ranks_and_rerun(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    # This checkout, whatever is installed.
+    # Import this checkout, not an installed package.
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     small = ["--heads", "2", "--head-dim", "16", "--iters", "2", "--world", "2", "--device", "cpu"]
     arguments = ["bench", "--strategies", "zigzag", "--seq", "256,258", *small]

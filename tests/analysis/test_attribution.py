@@ -98,7 +98,7 @@ def test_traces_that_never_overlap_are_mixed_runs():
 
 
 def test_ranks_of_a_recorded_run_need_not_overlap():
-    """On CPU, where nothing of theirs is matched: rank 0 computes from 0 to 100, rank 1 from 5000 on."""
+    """Rank 0 computes on CPU from 0 to 100, rank 1 from 5000 on, and no transfer is matched."""
     builders = [
         Builder(rank=rank, world_size=2).operate("aten::mm", start, start + 100) for rank, start in ((0, 0), (1, 5000))
     ]
@@ -185,7 +185,7 @@ def test_merged_warning_sums_the_counts_of_ranks():
 
 
 def test_warning_messages_are_complete():
-    """Whole messages, and one warning where several ranks say the same."""
+    """Messages are complete, and equal warnings of several ranks are merged."""
     b = Builder().run(FLASH, 0, 10, device=0).run(FLASH, 20, 30, device=0).run(FLASH, 40, 50, device=1)
     (warning,) = attribute([b.trace("a.json")]).warnings[:1]
     assert warning.message == "a.json: of 2 devices only 0 is reported; 1 activities ran on others"

@@ -147,7 +147,7 @@ def test_hop_without_the_trace_of_its_receiver_is_not_split(tmp_path):
     assert ranks[0].breakdown.exposed_comm_ns == 100 * US
 
 
-def test_copy_wait_needs_the_receiver_trace_or_run_json(tmp_path):
+def test_copy_wait_is_unknown_without_receiver_trace_and_run_json(tmp_path):
     ranks = loaded(tmp_path, sender())
     assert blocks_of(ranks[0]) == []
     assert ranks[0].breakdown.exposed_comm_ns == 20 * US

@@ -140,7 +140,7 @@ def test_hop_of_several_kernels_is_not_a_warning():
 
 
 def test_messages_outside_the_ring_are_not_hops():
-    """Such as those of a pipeline of which the ring is one stage."""
+    """Messages of a pipeline, of which the ring is one stage, do not count."""
     traces = []
     for rank in (0, 1):
         builder = Builder(rank=rank, world_size=4).mark("ringprof::iteration", 0, 9000)

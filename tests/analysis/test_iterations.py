@@ -240,7 +240,7 @@ def test_the_waterfall_needs_the_work_of_every_group() -> None:
 
 
 def test_contradictory_workload_gives_no_peak_in_the_waterfall() -> None:
-    """A second step that the workload does not state is no repeated work."""
+    """A second step that the workload does not state is not repeated work."""
     waterfall = findings_of(capture_of(2, ADAM), run=captured_run(WORKLOAD, 2 * FLOPS)).waterfall
     assert (waterfall.peak, waterfall.of("repeated"), waterfall.of("attention")) == (None, 0, 1200)
     again = findings_of(capture_of(2, ADAM), run=captured_run(replaced(steps=2), 2 * FLOPS * 9 // 7)).waterfall

@@ -21,7 +21,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_signals import COMMANDS, OTHER, RECORD, RUN, WITHIN_S, WORKLOAD, half_written, heeds_signals, until
+from tests.cli.test_signals import (
+    COMMANDS,
+    OTHER,
+    RECORD,
+    RUN,
+    WITHIN_S,
+    WORKLOAD,
+    half_written,
+    handles_signals,
+    until,
+)
 from tests.cli.test_signals import start as start_program
 from tests.paths import ROOT
 from tests.record.command import HANGS_S, TORCHRUN
@@ -155,7 +165,7 @@ def fault_of(command: str, folder: Path, strike: Strike, chance: random.Random) 
     scratch = folder / "scratch"
     before = set(scratch.glob("ringprof-*"))
     process = start(command, folder)
-    assert until(lambda: process.poll() is not None or heeds_signals(process.pid), HANGS_S)
+    assert until(lambda: process.poll() is not None or handles_signals(process.pid), HANGS_S)
     time.sleep(strike.after_s)
     if process.poll() is None:
         strike.send(process, scratch, chance)

@@ -439,7 +439,7 @@ def test_all_messages_of_a_hop_are_waited_for():
 
 @pytest.mark.parametrize("of_v", [1, 3, 4])
 def test_the_output_is_as_wide_as_v(of_v):
-    """Attention with equal weights is the mean of v, whatever v is padded with for the kernel."""
+    """Attention with equal weights is the mean of v, independent of the padding for the kernel."""
     q, k = torch.zeros(1, 8, 2, 4), torch.randn(1, 8, 2, 4)
     v = torch.arange(8.0).view(1, 8, 1, 1).expand(1, 8, 2, of_v).contiguous()
     out = create("ring", kernel="reference").attention(q, k, v, causal=False)

@@ -17,7 +17,7 @@ from ringprof.trace.columns import KERNEL, MEMCPY, MEMSET
 from tests.analysis.build import FLASH, NCCL, Builder, collective
 from tests.analysis.findings.test_summary import ring_with_compute
 from tests.analysis.recorded import recorded_run
-from tests.analysis.rings import MERGE, everybody, ring_pass
+from tests.analysis.rings import MERGE, ring_pass, uniform_blocks
 
 MS = 1_000_000
 
@@ -60,7 +60,7 @@ def ring_of(spans, *, compute, world, ms=MS):
 
 
 def test_verdict_of_slow_wire_with_one_slow_rank():
-    # 250 MB a hop: in 10 ms 25 GB/s, in 100 ms 2.5 GB/s. Nobody waits, and exposed are
+    # 250 MB a hop: in 10 ms 25 GB/s, in 100 ms 2.5 GB/s. No rank waits, and exposed are
     # 10 + 100 + 10 + 10 of 110 + 200 + 110 + 110.
     spans, compute = [(100, 110), (100, 200), (100, 110), (100, 110)], [100] * 4
     cost, cause, gain = sentences(*ring_of(spans, compute=compute, world=4))
@@ -158,7 +158,7 @@ def test_waiting_is_attributed_to_the_longest_communication():
 
 def test_verdict_names_pass_and_step_with_most_exposed_time():
     # Blocks of 600 under hops of 800: each step but a pass's last exposes 190; K, V and gradients backward 2 x 800.
-    run_findings = findings_in_memory(attribute([b.trace() for b in ring_pass(block=everybody(600), hop_ns=800)]))
+    run_findings = findings_in_memory(attribute([b.trace() for b in ring_pass(block=uniform_blocks(600), hop_ns=800)]))
     exposed = {key: time // count for key, (time, count) in run_findings.exposed_by_step.items()}
     forward, backward = (sum(time for key, time in exposed.items() if key[0] == phase) for phase in ("fwd", "bwd"))
     assert (forward, exposed["fwd", 0], exposed["fwd", 3]) == (570, 190, 0) and backward > forward

@@ -153,7 +153,7 @@ def test_kernels_without_a_launch_match_by_external_id():
 
 
 def test_a_distributed_tensors_operator_counts_its_local_shard():
-    """Around the local product the same operator is recorded with the sizes of the whole."""
+    """An operator of the same name encloses the local product, recorded with the global sizes."""
     step = Step().operate("aten::mm", 1, 9, [[8 * SQUARE, SQUARE], [SQUARE, WIDTH]])
     step.product(100, 108, launched=3)
     assert rates_of(step).flops == PRODUCT

@@ -89,7 +89,7 @@ def test_resampled_medians_equal_full_enumeration(values):
     whole = len(values) ** len(values)
     for middle, count in expected.items():
         share = count / whole
-        # Five standard errors of a count among so many draws.
+        # Five standard errors of a count among that many draws.
         assert drawn[middle] / DRAWS == pytest.approx(share, abs=5 * math.sqrt(share * (1 - share) / DRAWS) + 1e-9)
 
 

@@ -15,7 +15,7 @@ from ringprof.analysis.timeline.window import Focus
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import RUNTIME_CALL
 from tests.analysis.build import FLASH, Builder, collective
-from tests.analysis.rings import MERGE, everybody, ring_pass
+from tests.analysis.rings import MERGE, ring_pass, uniform_blocks
 from tests.analysis.test_real_runs import NVLINK, TWO_HOSTS, attribution_of
 from tests.analysis.timeline.test_cpu import example as cpu_example
 from tests.loaded import analysis
@@ -181,7 +181,7 @@ def test_no_verdict_has_more_than_three_lines(folder):
 
 
 def test_verdict_of_a_balanced_ring_has_no_communication_cause():
-    text = " ".join(verdict(*ring_pass(block=everybody(985), hop_ns=100)))
+    text = " ".join(verdict(*ring_pass(block=uniform_blocks(985), hop_ns=100)))
     assert "SendRecv" not in text
 
 

@@ -20,7 +20,7 @@ from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, NCCL, Builder
 from tests.analysis.idle_oracle import idle_by_cause, run_traces_of
 from tests.analysis.recorded import recorded_run
-from tests.analysis.rings import LENGTH, MERGING, causal, everybody, ring_pass
+from tests.analysis.rings import LENGTH, MERGING, causal, ring_pass, uniform_blocks
 from tests.analysis.transfers.test_hops import ring
 from tests.loaded import analysis
 from tests.paths import ROOT
@@ -159,7 +159,7 @@ def blocked_idle(copies, rank):
     return sum(ns for (cause, _), ns in idle_by_cause(copies, rank).items() if cause == "blocked")
 
 
-@pytest.mark.parametrize("block", [everybody(900), everybody(300), causal(900)])
+@pytest.mark.parametrize("block", [uniform_blocks(900), uniform_blocks(300), causal(900)])
 @pytest.mark.parametrize("hop_ns", [100, 400, 1500])
 @pytest.mark.parametrize("present", [4, 2])
 def test_waterfall_of_a_ring_pass_equals_a_sweep(block, hop_ns, present):

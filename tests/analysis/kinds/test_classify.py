@@ -150,7 +150,7 @@ CUT = "void cutlass::device_kernel<flash::enable_sm90_or_la"
         (CUT, "flash_attn_3::fwd", "flash_fwd"),
         (CUT, "aten::add", "other"),
         ("void flash::prepare_varlen_num_blocks_kernel<1>", "flash_attn_3::bwd", "flash_bwd"),
-        # A specific name is right, whatever operator the kernel was launched in.
+        # A specific name decides, for any operator that launched the kernel.
         ("void flash_fwd_kernel<2>", "flash_attn_3::bwd", "flash_fwd"),
     ],
 )

@@ -171,7 +171,7 @@ def test_groups_in_lockstep_are_not_joined():
 
 
 def test_two_communicators_of_the_same_ranks_are_separated():
-    """Check two communicators that reduce equally often on separate streams: ends that lie apart cannot tell which."""
+    """Check two communicators that reduce equally often on separate streams, with ends at different times."""
     builders = [over_pcie(rank) for rank in (0, 1)]
     for rank, builder in enumerate(builders):
         spans = [((10 * number + 1) * MS, (10 * number + 6) * MS + (100 + 90 * rank) * US) for number in range(6)]

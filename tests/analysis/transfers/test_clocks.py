@@ -210,7 +210,7 @@ def shifted(trace: Trace, by: int) -> Trace:
 def test_recorded_hosts_are_aligned_and_keep_their_figures(skew):
     expected = attribute(recorded())
     shifted_run = attribute([shifted(t, skew if (t.rank or 0) >= 4 else 0) for t in recorded()], ranks_per_host=4)
-    # Messages take 300 us here, at times more, which cannot be told from an offset.
+    # Messages take 300 us here, at times more, which looks the same as an offset.
     assert abs(shifted_run.clocks.offset_ns[4] + skew) < 50 * US
     assert 300 * US < shifted_run.clocks.residual_ns < 600 * US
     for expected_rank, rank in zip(expected.ranks, shifted_run.ranks, strict=True):

@@ -85,7 +85,7 @@ def test_long_outcome_is_shortened(trouble: CallLog) -> None:
 
 @pytest.mark.parametrize("text", ["\udcff", "\0", "\U0001f4a5"], ids=["lone surrogate", "control", "4 bytes"])
 def test_message_that_grows_when_encoded_arrives(trouble: CallLog, text: str) -> None:
-    """A lone surrogate is no UTF-8; a control character takes 6 bytes in JSON, and a line has a largest length."""
+    """A lone surrogate is not UTF-8; a control character takes 6 bytes in JSON, and a line has a largest length."""
     server = HeartbeatServer(2, trouble)
     line = connected(server, 1, CallLog())
     assert line.send(RankOutcome(kind="failed", message=f"why {text}", detail=text * 16_000 + "the end"))
@@ -96,7 +96,7 @@ def test_message_that_grows_when_encoded_arrives(trouble: CallLog, text: str) ->
     disconnect(line)
 
 
-def test_error_of_a_rank_ends_all_ranks(trouble: CallLog) -> None:
+def test_end_all_ranks_notifies_every_rank(trouble: CallLog) -> None:
     server, ended = HeartbeatServer(3, trouble), {1: CallLog(), 2: CallLog()}
     lines: dict[int, Heartbeat] = {}
 
