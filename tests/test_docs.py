@@ -104,7 +104,7 @@ def test_every_public_name_has_a_docstring() -> None:
 
 
 @pytest.mark.long
-def test_the_reference_is_built_from_docstrings(tmp_path: Path) -> None:
+def test_reference_pages_are_built_from_docstrings(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "build_docs.py"), str(tmp_path)]
     subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
     first = (tmp_path / "ringprof.html").read_text(encoding="utf-8")

@@ -52,7 +52,7 @@ def test_only_folders_of_dead_processes_are_removed(tmp_path: Path) -> None:
     mine, theirs, foreign, other = (partial(tmp_path, name) for name in ("mine", "theirs", "foreign", "other"))
     lock(mine)
     with holder(theirs) as process:
-        # The lock was taken on another machine or before this one's boot: nobody here can know its owner.
+        # The lock was taken on another machine or before this one's boot: its owner cannot be checked here.
         (other / OWNER_FILE).write_text('{"token": "t", "machine": "elsewhere 1"}')
         assert remove_abandoned(tmp_path) == [] and not is_abandoned(theirs)
         process.send_signal(signal.SIGKILL)

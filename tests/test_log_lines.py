@@ -25,7 +25,7 @@ def test_escape_sequences_are_removed() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-def test_encodings(encoding: str) -> None:
+def test_utf_8_and_utf_16_logs_are_read(encoding: str) -> None:
     text = "zwölf 🚀 ≤ 3\n" * 20_000 + "end"
     lines = LogLines(text.encode(encoding))
     assert (lines[0], lines[19_999], lines[20_000], len(lines)) == ("zwölf 🚀 ≤ 3", "zwölf 🚀 ≤ 3", "end", 20_001)

@@ -1,4 +1,4 @@
-"""Scratch folders are removed when their process ends, in whatever way, or by the next process."""
+"""Scratch folders are removed when their process ends in any way, or by the next process."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_failed_row_has_a_reason_and_the_sweep_continues(swept):
     ],
 )
 def test_a_sweep_with_a_row_that_failed_ends_with_3(monkeypatch, tmp_path, errors, code):
-    """Give the first of two rows these errors; a row that cannot be recorded is no failure if another row can."""
+    """Give the first of two rows these errors; a row that cannot be recorded is not a failure if another row can."""
     lengths = [1024, 2048]
     failing = {("zigzag", seq): error for seq, error in zip(lengths, errors, strict=False)}
     monkeypatch.setattr(sweep, "record", Recorder(failing))
@@ -219,7 +219,7 @@ def test_each_world_size_has_its_own_rows(swept):
         ({"base": replace(BASE, warmup=-1)}, "--warmup must be at least 0"),
     ],
 )
-def test_every_name_and_option_is_checked_before_anything_is_recorded(tmp_path, monkeypatch, changes, message):
+def test_names_and_options_are_checked_before_recording(tmp_path, monkeypatch, changes, message):
     recorder = Recorder({})
     monkeypatch.setattr(sweep, "record", recorder)
     arguments: dict[str, Any] = {
@@ -278,7 +278,7 @@ def test_a_run_outside_the_sweeps_folder_is_refused(swept, capsys, tmp_path, run
     assert str(error.value) == f"{path}: run {run!r} is not inside the folder of the sweep"
 
 
-def test_a_reason_that_is_not_utf8_is_kept_escaped(swept):
+def test_reason_that_is_not_utf_8_is_escaped(swept):
     rows, _ = swept({("burst", 1024): RecordError("rank 1 failed; log: /tmp/\udcff/rank1.log")})
     again, _ = swept({})
     assert rows[0].reason == "rank 1 failed; log: /tmp/\\udcff/rank1.log" and again[0].status == "ok"
@@ -310,7 +310,7 @@ def test_wrong_usage_is_one_line(capsys, tmp_path, monkeypatch, arguments, part)
 @pytest.mark.processes
 def test_real_sweep_on_two_ranks_and_rerun(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    # This checkout, whatever is installed.
+    # Import this checkout, not an installed package.
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     small = ["--heads", "2", "--head-dim", "16", "--iters", "2", "--world", "2", "--device", "cpu"]
     arguments = ["bench", "--strategies", "zigzag", "--seq", "256,258", *small]

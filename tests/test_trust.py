@@ -72,7 +72,7 @@ def test_only_modules_named_by_the_user_are_imported() -> None:
     }
 
 
-def test_only_plain_digits_are_digits() -> None:
+def test_only_ascii_digits_are_matched_as_digits() -> None:
     r"""Refuse ``\d``, which matches the digits of every script: rank٣.json would be rank 3."""
     names = {path.name for path in SOURCES if r"\d" in path.read_text("utf-8")}
     assert names <= {"rules.py", "operators.py"}  # no number is read from names of kernels and operators
@@ -145,16 +145,16 @@ def test_regular_expressions_are_fast_on_hostile_text(key: tuple[Any, int]) -> N
     name, pattern = PATTERNS[key]
     for text in hostile(pattern):
         for way in used(name):
-            held_up(pattern, way, text)
+            assert_bounded_time(pattern, way, text)
 
 
 @pytest.mark.long
 def test_slow_regular_expression_is_detected() -> None:
     with pytest.raises(AssertionError):
-        held_up(re.compile(r"a+b"), "search", lambda length: "a" * length)
+        assert_bounded_time(re.compile(r"a+b"), "search", lambda length: "a" * length)
 
 
-def held_up(pattern: re.Pattern[Any], way: str, text: Callable[[int], str]) -> None:
+def assert_bounded_time(pattern: re.Pattern[Any], way: str, text: Callable[[int], str]) -> None:
     """Fail if the time grows faster than the text."""
 
     def subject(length: int) -> str | bytes:

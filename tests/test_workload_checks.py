@@ -73,7 +73,7 @@ def test_flops_within_2_percent_are_not_a_warning(factor: float, differs: int) -
     assert len(workload_problems(captured(int(factor * ONCE)))) == differs
 
 
-def test_a_forward_pass_is_computed_again_only_for_a_backward_pass() -> None:
+def test_forward_recomputation_counts_only_with_a_backward_pass() -> None:
     forward = msgspec.structs.replace(WORKLOAD, backward=False)
     assert not workload_fits(captured(FORWARD * 9 // 7, workload=forward))
     assert workload_fits(captured(ONCE * 9 // 7))

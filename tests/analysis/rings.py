@@ -15,7 +15,7 @@ BlockTime = Callable[[int, int, str], int]
 """Function from rank, step and phase to the time of a block in nanoseconds; 0 where the rank has no work."""
 
 
-def everybody(time_ns: int) -> BlockTime:
+def uniform_blocks(time_ns: int) -> BlockTime:
     """Return equal block times for all ranks and steps."""
     return lambda rank, step, phase: time_ns
 
@@ -70,7 +70,7 @@ def ring_pass(
     Every forward step but the last hides one hop. A backward step hides the hop of its keys and that of the gradients
     of the step before. After the last step one hop returns the gradients to their ranks.
     """
-    ranks = [Pass(rank, world, block or everybody(900), hop_ns, names) for rank in range(world)]
+    ranks = [Pass(rank, world, block or uniform_blocks(900), hop_ns, names) for rank in range(world)]
     for rank_pass in ranks:
         start = 0
         for _ in range(layers):

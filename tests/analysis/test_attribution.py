@@ -76,7 +76,7 @@ def test_world_size_is_inferred_from_the_highest_rank():
     assert warning.message == "2 of 4 ranks have no trace: 1, 2"
 
 
-def test_a_trace_without_a_rank_takes_a_free_one():
+def test_trace_without_a_rank_takes_an_unused_rank():
     attribution = attribute_all(rank_builder(0, world_size=2), rank_builder(None, world_size=2))
     assert [rank.rank for rank in attribution.ranks] == [0, 1]
     assert codes(attribution) == ["unknown_rank"]
@@ -98,7 +98,7 @@ def test_traces_that_never_overlap_are_mixed_runs():
 
 
 def test_ranks_of_a_recorded_run_need_not_overlap():
-    """On CPU, where nothing of theirs is matched: rank 0 computes from 0 to 100, rank 1 from 5000 on."""
+    """Rank 0 computes on CPU from 0 to 100, rank 1 from 5000 on, and no transfer is matched."""
     builders = [
         Builder(rank=rank, world_size=2).operate("aten::mm", start, start + 100) for rank, start in ((0, 0), (1, 5000))
     ]
@@ -128,7 +128,7 @@ def test_busiest_of_several_devices_is_reported():
     assert attribution.ranks[0].breakdown.wall_ns == 300
 
 
-def test_iterations_are_analysed_alone_and_together():
+def test_iterations_are_analysed_separately_and_together():
     b = Builder(world_size=1)
     for number in range(3):
         start = 1000 * number
@@ -185,7 +185,7 @@ def test_merged_warning_sums_the_counts_of_ranks():
 
 
 def test_warning_messages_are_complete():
-    """Whole messages, and one warning where several ranks say the same."""
+    """Messages are complete, and equal warnings of several ranks are merged."""
     b = Builder().run(FLASH, 0, 10, device=0).run(FLASH, 20, 30, device=0).run(FLASH, 40, 50, device=1)
     (warning,) = attribute([b.trace("a.json")]).warnings[:1]
     assert warning.message == "a.json: of 2 devices only 0 is reported; 1 activities ran on others"

@@ -141,13 +141,13 @@ def test_runs_without_peers_find_the_receiver_by_device(tmp_path, device):
         assert blocks_of(ranks[0]) == [("unsplit", None, 100, 180)]
 
 
-def test_without_the_receivers_trace_a_recorded_hop_is_not_split(tmp_path):
+def test_hop_without_the_trace_of_its_receiver_is_not_split(tmp_path):
     ranks = loaded(tmp_path, sender(), hops={"kv": 1})
     assert blocks_of(ranks[0]) == [("unsplit", 1, 100, 180)]
     assert ranks[0].breakdown.exposed_comm_ns == 100 * US
 
 
-def test_without_the_receivers_trace_and_run_json_nothing_is_exposed_communication(tmp_path):
+def test_copy_wait_is_unknown_without_receiver_trace_and_run_json(tmp_path):
     ranks = loaded(tmp_path, sender())
     assert blocks_of(ranks[0]) == []
     assert ranks[0].breakdown.exposed_comm_ns == 20 * US
@@ -202,7 +202,7 @@ def test_only_the_first_copy_of_a_hop_waits(tmp_path):
     assert blocks_of(ranks[1])[1:] == [("wait", 0, 170, 180), ("wire", 0, 180, 200)]
 
 
-def test_ranks_that_count_the_hops_of_a_channel_differently_are_not_matched(tmp_path):
+def test_channels_with_different_hop_counts_are_not_matched(tmp_path):
     first = sender()
     first.hop("kv", 1, (40 * US, 42 * US, 400 * US, 420 * US))
     ranks = loaded(tmp_path, first, receiver(), hops={"kv": 1})
@@ -210,7 +210,7 @@ def test_ranks_that_count_the_hops_of_a_channel_differently_are_not_matched(tmp_
     assert blocks_of(ranks[1]) == [("unsplit", 0, 150, 151)]
 
 
-def test_an_arrival_of_a_hop_that_is_posted_later_does_not_hide_an_earlier_one(tmp_path):
+def test_arrival_of_a_later_hop_does_not_hide_an_earlier_one(tmp_path):
     # The gradients of the next step arrive at 202 us, but rank 1 exchanges them only after the block that waits.
     first, second = sender(), second_rank_with(210 * US)
     first.hop("dkv", 1, (15 * US, 16 * US, 190 * US, 202 * US), stream=21)
@@ -222,7 +222,7 @@ def test_an_arrival_of_a_hop_that_is_posted_later_does_not_hide_an_earlier_one(t
 
 
 @pytest.mark.parametrize("seed", range(1000, 1040))
-def test_a_random_run_equals_the_oracle(seed, tmp_path):
+def test_copy_waits_of_a_random_run_equal_the_oracle(seed, tmp_path):
     write_random_run(seed, tmp_path)
     try:
         run = ringprof.load(tmp_path)
@@ -253,7 +253,7 @@ def _times(rows, row):
     return int(rows.start_ns[row]), int(rows.end_ns[row])
 
 
-def test_the_same_program_by_copies_and_by_nccl_has_the_same_losses():
+def test_copies_and_nccl_have_the_same_losses():
     # Two recordings of one program, which differ in what carries the hops. NCCL's kernels show waiting themselves.
     copies, nccl = (analysis(DATA / f"waits-{name}") for name in ("copies", "nccl"))
     wall = copies.findings.waterfall.wall_ns
@@ -268,7 +268,7 @@ def test_the_same_program_by_copies_and_by_nccl_has_the_same_losses():
         assert "launch" not in " ".join([*run.findings.verdict, run.findings.next_step.text]).lower()
 
 
-def test_hops_that_two_ranks_count_differently_are_reported() -> None:
+def test_different_hop_counts_of_two_ranks_are_a_warning() -> None:
     def hop(channel: str, number: int, receiver: int) -> CopyHop:
         return CopyHop(channel, number, number, 0, 1, number, 0, 0, 0, receiver)
 

@@ -80,7 +80,7 @@ def test_one_collective_over_two_hosts_is_split_by_both_clocks() -> None:
     assert attribution.clocks.several and [len(rank.splits) for rank in attribution.ranks] == [1, 1]
 
 
-def test_hosts_that_exchange_nothing_have_no_known_residual() -> None:
+def test_hosts_without_traffic_have_an_infinite_residual() -> None:
     attribution = attribute(
         [Builder(rank=rank, world_size=3, host=f"host{rank}").run(FLASH, 0, 9).trace() for rank in range(3)]
     )

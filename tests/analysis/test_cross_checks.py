@@ -135,12 +135,12 @@ def test_hops_without_bytes_are_counted():
     assert "run_counts_differ" in codes(attribute(ring_of_two(6, 4, with_bytes=False), run_with(3, 6000, 4)))
 
 
-def test_a_hop_may_be_several_kernels():
+def test_hop_of_several_kernels_is_not_a_warning():
     assert "run_counts_differ" not in codes(attribute(ring_of_two(6, 4), run_with(3, 12000, 4)))
 
 
 def test_messages_outside_the_ring_are_not_hops():
-    """Such as those of a pipeline of which the ring is one stage."""
+    """Messages of a pipeline, of which the ring is one stage, do not count."""
     traces = []
     for rank in (0, 1):
         builder = Builder(rank=rank, world_size=4).mark("ringprof::iteration", 0, 9000)
@@ -169,7 +169,7 @@ def test_overlapping_kernels_on_one_stream_are_a_warning():
     assert warning.message.startswith("flash backward on stream 7 adds up to 196.0% of the window")
 
 
-def test_streams_may_run_side_by_side():
+def test_concurrent_streams_are_not_a_warning():
     builder = Builder(world_size=1)
     for stream in (7, 8, 9):
         builder.run(BACKWARD, 0, 1000, stream=stream)

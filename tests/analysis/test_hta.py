@@ -50,7 +50,7 @@ def hta_figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.processes
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
-def test_the_overlap_ratio_is_within_three_tenths_of_a_point(path: Path, hta_figures: dict[str, Any]) -> None:
+def test_overlap_ratio_is_within_0_3_points_of_hta(path: Path, hta_figures: dict[str, Any]) -> None:
     run, ratios = analysis(path, window="trace"), hta_figures[str(path)]["overlap"]
     assert len(ratios) == len(run.ranks)
     for rank in run.attribution.ranks:
@@ -68,7 +68,7 @@ def test_the_overlap_ratio_is_within_three_tenths_of_a_point(path: Path, hta_fig
 @pytest.mark.processes
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
-def test_the_temporal_breakdown_is_within_two_microseconds_an_activity(path: Path, hta_figures: dict[str, Any]) -> None:
+def test_temporal_breakdown_is_within_2_us_per_activity_of_hta(path: Path, hta_figures: dict[str, Any]) -> None:
     run = analysis(path, window="trace")
     copies = run_traces_of(run, path, window="trace")
     for rank in run.attribution.ranks:

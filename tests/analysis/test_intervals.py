@@ -45,7 +45,7 @@ def test_union_covers_what_any_interval_covers(pairs):
 
 
 @given(INTERVALS, INTERVALS)
-def test_intersection_and_subtraction_are_those_of_sets(a, b):
+def test_intersection_and_subtraction_equal_set_operations(a, b):
     both = intervals.intersection(spans(a), spans(b))
     rest = intervals.subtraction(spans(a), spans(b))
     assert_tidy(both)

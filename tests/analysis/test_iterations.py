@@ -80,7 +80,7 @@ def test_steps_of_the_optimizer_are_the_iterations_of_a_captured_block() -> None
     assert iterations_of(capture_of(3, ADAM)) == (3, "one iteration (3 captured)")
 
 
-def test_steps_of_a_profiler_inside_the_block_go_before_those_of_an_optimizer() -> None:
+def test_profiler_steps_take_precedence_over_optimizer_steps() -> None:
     b = capture_of(4, ADAM)
     for start in (100, 2100):
         b.mark(f"ProfilerStep#{start}", start, start + 1900)
@@ -99,7 +99,7 @@ def test_optimizers_that_step_together_are_one_iteration() -> None:
     assert iterations_of(apart, run=captured_run(replaced(steps=2), 2 * FLOPS))[0] == 2
 
 
-def test_steps_in_the_backward_pass_are_no_iterations() -> None:
+def test_steps_in_the_backward_pass_are_not_iterations() -> None:
     """One optimizer for each parameter, stepped by hooks: on autograd's thread, on CPU inside its operators."""
     b = program(2).mark("ringprof::iteration", 50, 2150)
     for begin in (100, 1100):
@@ -124,7 +124,7 @@ def test_workload_states_iterations_where_no_steps_are_traced() -> None:
     [(2, None, 2), (1, None, 2), (8, None, 2), (2, 2 * FLOPS, 2), (1, FLOPS, 1), (1, 2 * FLOPS, 2)],
     ids=["agree", "not stated", "gradients accumulated", "counted, too", "two optimizers", "stated wrong"],
 )
-def test_counted_steps_against_stated_ones(stated: int, flops: int | None, iterations: int) -> None:
+def test_counted_steps_take_precedence_over_stated_ones(stated: int, flops: int | None, iterations: int) -> None:
     run = captured_run(msgspec.structs.replace(WORKLOAD, steps=stated), flops)
     assert iterations_of(capture_of(2, ADAM), run=run)[0] == iterations
 
@@ -213,7 +213,7 @@ def replaced(**changes: Any) -> Workload:
     return msgspec.structs.replace(WORKLOAD, **changes)
 
 
-def test_a_report_says_how_many_were_captured() -> None:
+def test_report_states_the_captured_iterations() -> None:
     known = findings_of(capture_of(2, ADAM), run=captured_run(replaced(steps=2), 2 * FLOPS))
     text = report(known, TextStyle(width=200))
     assert text.splitlines()[0].endswith("· 2 captured iterations")
@@ -240,7 +240,7 @@ def test_the_waterfall_needs_the_work_of_every_group() -> None:
 
 
 def test_contradictory_workload_gives_no_peak_in_the_waterfall() -> None:
-    """A second step that the workload does not state is no repeated work."""
+    """A second step that the workload does not state is not repeated work."""
     waterfall = findings_of(capture_of(2, ADAM), run=captured_run(WORKLOAD, 2 * FLOPS)).waterfall
     assert (waterfall.peak, waterfall.of("repeated"), waterfall.of("attention")) == (None, 0, 1200)
     again = findings_of(capture_of(2, ADAM), run=captured_run(replaced(steps=2), 2 * FLOPS * 9 // 7)).waterfall

@@ -31,7 +31,7 @@ def flags_of(result: LogAudit, number: int, *severities: str) -> list[tuple[str,
     ]
 
 
-def test_log_000(all_logs: LogAudit) -> None:
+def test_log_000_flags(all_logs: LogAudit) -> None:
     assert flags_of(all_logs, 0, "error") == [
         ("tflops_no_settings", 1),
         ("tflops_inconsistent", 5),
@@ -70,7 +70,7 @@ def test_log_001_and_002_have_no_error(all_logs: LogAudit) -> None:
     assert flags_of(all_logs, 2) == [("far_apart", 69)]
 
 
-def test_log_003(all_logs: LogAudit) -> None:
+def test_log_003_flags(all_logs: LogAudit) -> None:
     assert flags_of(all_logs, 3, "error") == []
     assert flags_of(all_logs, 3, "warning") == [
         ("length_missing", 43),
@@ -180,7 +180,7 @@ def test_rate_above_the_peak_is_an_error() -> None:
     assert (verdict, [(flag.code, flag.severity) for flag in flags]) == ("agrees", [("above_peak", "error")])
 
 
-def test_throughput_against_latency() -> None:
+def test_throughput_that_contradicts_latency_is_flagged() -> None:
     text = (LOGS / "004_095922512483cfba.txt").read_text().replace("| 84.019 |", "| 94.019 |")
     codes = [(flag.code, flag.line) for flag in audit([parse_log(text.encode(), "log")]).flags]
     assert ("throughput_mismatch", 8) in codes

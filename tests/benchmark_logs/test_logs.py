@@ -108,7 +108,7 @@ def test_logs_are_one_side_of_a_comparison(published: BenchmarkLogs) -> None:
     assert len(ringprof.compare(ringprof.logs(FILES[3])).entries) == 14
 
 
-def test_a_notebook_shows_text_from_logs_as_text(tmp_path: Path) -> None:
+def test_log_text_is_escaped_in_notebooks(tmp_path: Path) -> None:
     text = "# <script>alert(1)</script>\n| B | Seq Len | FWD (ms) | TFLOPs/s |\n| 1 | 1024 | 2.0 | 3.0 |\n"
     (tmp_path / "log.txt").write_text(text)
     logs = ringprof.logs(tmp_path / "log.txt")

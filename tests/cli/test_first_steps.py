@@ -182,7 +182,7 @@ def scratch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("start", [["-m", "ringprof"], ["-c", "from ringprof.cli import main; main()"]])
 @pytest.mark.parametrize("arguments", [["report", RUN], ["runs"], ["record", "--strategy", "ring", "--seq", "256"]])
-def test_a_current_folder_that_was_removed_is_named(start: list[str], arguments: list[str], tmp_path: Path) -> None:
+def test_removed_current_folder_is_a_named_error(start: list[str], arguments: list[str], tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     process = subprocess.run(

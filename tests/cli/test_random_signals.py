@@ -21,7 +21,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_signals import COMMANDS, OTHER, RECORD, RUN, WITHIN_S, WORKLOAD, half_written, heeds_signals, until
+from tests.cli.test_signals import (
+    COMMANDS,
+    OTHER,
+    RECORD,
+    RUN,
+    WITHIN_S,
+    WORKLOAD,
+    half_written,
+    handles_signals,
+    until,
+)
 from tests.cli.test_signals import start as start_program
 from tests.paths import ROOT
 from tests.record.command import HANGS_S, TORCHRUN
@@ -155,7 +165,7 @@ def fault_of(command: str, folder: Path, strike: Strike, chance: random.Random) 
     scratch = folder / "scratch"
     before = set(scratch.glob("ringprof-*"))
     process = start(command, folder)
-    assert until(lambda: process.poll() is not None or heeds_signals(process.pid), HANGS_S)
+    assert until(lambda: process.poll() is not None or handles_signals(process.pid), HANGS_S)
     time.sleep(strike.after_s)
     if process.poll() is None:
         strike.send(process, scratch, chance)
@@ -208,7 +218,7 @@ def no_core_files() -> Iterator[None]:
 @pytest.mark.timeout(14400)
 @pytest.mark.usefixtures("no_core_files")
 @pytest.mark.parametrize("command", PROGRAMS)
-def test_random_signals(command: str, tmp_path: Path) -> None:
+def test_random_signals_end_commands_cleanly(command: str, tmp_path: Path) -> None:
     """Set RINGPROF_RANDOM_SIGNALS for other than 100 signals per command, RINGPROF_SEED for others."""
     if command not in ("report", "report of many ranks", "export", "compare"):
         pytest.importorskip("torch")

@@ -45,7 +45,7 @@ def test_impossible_recording_is_a_one_line_error(capsys, tmp_path, monkeypatch,
     assert not list(tmp_path.rglob("run.json"))
 
 
-def test_an_output_that_is_not_a_run_is_left_alone(capsys, tmp_path: Path, monkeypatch) -> None:
+def test_output_that_is_not_a_run_is_not_overwritten(capsys, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.json").write_text("{}")
     code, _, err = run(capsys, "record", "--strategy", "zigzag", *SMALL, "-o", "mine.json")

@@ -25,7 +25,7 @@ def run(capsys, *args):
     return code, captured.out, captured.err
 
 
-def test_a_folder_of_traces(capsys):
+def test_report_of_a_folder_of_traces(capsys):
     code, out, err = run(capsys, FOLDER)
     assert (code, err) == (0, "")
     assert out.startswith("8 ranks, hosts unknown")
@@ -78,7 +78,7 @@ def test_hosts_can_be_named(capsys):
     assert [rank["host"] for rank in json.loads(out)["ranks"]] == ["host0"] * 4 + ["host1"] * 4
 
 
-def test_a_trace_from_a_pipe(capsys, monkeypatch):
+def test_report_of_a_trace_from_a_pipe(capsys, monkeypatch):
     with open(ONE, "rb") as file:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(file.read())))
     code, out, _ = run(capsys, "-", "--format", "json")
@@ -119,7 +119,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(capsys, tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize(("encoding", "ascii_only"), [("utf-8", False), ("ascii", True), ("latin-1", True)])
-def test_the_outputs_encoding_is_respected(encoding, ascii_only):
+def test_report_uses_the_encoding_of_stdout(encoding, ascii_only):
     done = subprocess.run(
         [sys.executable, "-m", "ringprof", "report", FOLDER],
         capture_output=True,
@@ -132,7 +132,7 @@ def test_the_outputs_encoding_is_respected(encoding, ascii_only):
     assert "\x1b" not in text
 
 
-def test_width_is_honoured(capsys):
+def test_width_option_limits_line_length(capsys):
     _, out, _ = run(capsys, FOLDER, "--width", "100")
     assert 80 < max(map(len, out.splitlines())) <= 100
 

@@ -196,7 +196,7 @@ def ends_with(arguments: list[str]) -> int:
     return int(arguments[0] == "check")
 
 
-def heeds_signals(pid: int) -> bool:
+def handles_signals(pid: int) -> bool:
     """Return whether the process has installed a handler for SIGTERM; Python itself has none."""
     status = Path(f"/proc/{pid}/status").read_text()
     (caught,) = (int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt"))
@@ -237,7 +237,7 @@ def disturb(arguments: list[str], folder: Path, number: signal.Signals, after_s:
     ``group`` sends the signal to its ranks as well, like a terminal's Ctrl-C.
     """
     process = start(arguments, folder)
-    assert until(lambda: process.poll() is not None or heeds_signals(process.pid), 60)
+    assert until(lambda: process.poll() is not None or handles_signals(process.pid), 60)
     time.sleep(after_s)
     if process.poll() is None:
         (os.killpg if group else os.kill)(process.pid, number)
@@ -252,7 +252,7 @@ def disturb(arguments: list[str], folder: Path, number: signal.Signals, after_s:
     if "Traceback" in errors or "Exception ignored" in errors:
         return errors
     # A command that has already ended keeps its exit code, and Python itself handles some SIGINTs (-2). An interrupted
-    # recording exits with 130, whatever the signal.
+    # recording exits with 130 after any signal.
     if process.returncode not in (ends_with(arguments), 130, 128 + number, -2 if number == signal.SIGINT else 0):
         return f"exits with {process.returncode}: {errors}"
     left = [path.name for path in (folder / "scratch").glob("ringprof-*") if "logs kept in" not in errors]
@@ -284,7 +284,7 @@ def moments(commands: list[list[str]], folder: Path, count: int) -> Iterator[tup
 @pytest.mark.long
 @pytest.mark.timeout(14400)
 @pytest.mark.parametrize("group", [*COMMANDS, "many ranks"])
-def test_a_signal_at_any_moment_ends_a_command(group: str, many: Path, tmp_path: Path) -> None:
+def test_signal_at_any_moment_ends_a_command(group: str, many: Path, tmp_path: Path) -> None:
     """Send signals at random moments: 200 per group, or RINGPROF_SIGNALS."""
     if group in ("recording", "prediction"):
         pytest.importorskip("torch")

@@ -52,7 +52,7 @@ def test_write_error_names_the_path_of_the_user(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().err == f"ringprof: {path}: No such file or directory\n"
 
 
-def test_a_pipe_is_written_to() -> None:
+def test_output_to_dev_stdout_writes_to_a_pipe() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "ringprof", "report", RUN, "--format", "json", "-o", "/dev/stdout"],
         capture_output=True, cwd=ROOT, check=False,

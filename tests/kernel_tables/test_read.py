@@ -51,7 +51,7 @@ NSYS = """\
 """
 
 
-def test_the_published_log() -> None:
+def test_published_log_is_read() -> None:
     table = read_tables(LOG.read_bytes(), "log")[0]
     assert (len(table.rows), table.device, table.line) == (29, "CUDA", 1)
     assert table.self_cpu_total_ns == 22_088_000_000
@@ -78,7 +78,7 @@ def test_line_prefixes_are_removed(prefix: str) -> None:
     assert table.self_device_total_ns == 5_000_000
 
 
-def test_times_in_a_prefix_may_change() -> None:
+def test_prefix_with_changing_times_is_removed() -> None:
     lines = [f"2026-01-02 03:04:{index:02d},{index}00 rank 3: {line}" for index, line in enumerate(SMALL.splitlines())]
     table = read_tables("\n".join(lines).encode(), "log")[0]
     assert (len(table.rows), table.self_cpu_total_ns) == (3, 20_000)
@@ -125,7 +125,7 @@ def test_a_name_with_a_line_feed() -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 97])
-def test_wrapped_lines(width: int) -> None:
+def test_wrapped_table_lines_are_joined(width: int) -> None:
     lines = [f"g43: {line}" for line in SMALL.splitlines()]
     pieces = [line[start : start + width] for line in lines for start in range(0, len(line), width)]
     assert [row.self_device_ns for row in read_tables("\n".join(pieces).encode(), "log")[0].rows] == [
@@ -135,7 +135,7 @@ def test_wrapped_lines(width: int) -> None:
     ]
 
 
-def test_old_columns() -> None:
+def test_table_with_old_columns() -> None:
     text = """\
 ---------------  ---------------  ---------------  ---------------  ---------------  ---------------
 Name             Self CPU total   CPU total        CUDA total %     CUDA total       Number of Calls
@@ -161,7 +161,7 @@ def test_nsys_summaries_become_one_table() -> None:
     ]
 
 
-def test_nsys_csv() -> None:
+def test_nsys_csv_is_read() -> None:
     text = 'Time (%),Total Time (ns),Instances,Name\n60.0,6000,12,"void k<1, 2>(int)"\n40.0,4000,2,other\n\nrest'
     assert [(row.name, row.self_device_ns) for row in read_tables(text.encode(), "log")[0].rows] == [
         ("void k<1, 2>(int)", 6000),
@@ -183,7 +183,7 @@ def test_benchmark_rows_without_a_table_name_the_other_command() -> None:
         parse_any(text.encode(), "some.txt", LoadOptions())
 
 
-def test_a_table_without_rows_says_where() -> None:
+def test_table_without_rows_error_has_the_line() -> None:
     with pytest.raises(KernelTableError, match=r"log:\d+: a kernel table without a row"):
         read_tables("\n".join([*SMALL.splitlines()[:3], *SMALL.splitlines()[6:]]).encode(), "log")
 

@@ -119,9 +119,7 @@ DRAWN = ("h200x4-zigzag-65536", "h200x4-usp-65536-two-hosts", "cpu4-burst-4096",
 
 
 @pytest.mark.parametrize("folder", COMMITTED, ids=lambda path: path.name)
-def test_the_figures_of_every_committed_page_are_those_of_the_json_report(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_committed_pages_have_the_figures_of_the_json_report(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if folder.name not in DRAWN:
         monkeypatch.setattr("bokeh.embed.components", lambda figures, **_: ("", [""] * len(figures)))
     check_figures(folder)
@@ -175,7 +173,7 @@ def _shown(value: float, digits: int) -> str:
     return f"{round(value, digits) + 0.0:,.{digits}f}"
 
 
-def test_only_the_pages_own_scripts_may_run_and_nothing_is_loaded(text: str) -> None:
+def test_page_runs_only_its_own_scripts_and_loads_nothing(text: str) -> None:
     page = Page(text)
     directives = dict(part.strip().split(" ", 1) for part in page.policy.split(";"))
     assert directives["default-src"] == "'none'"
@@ -269,7 +267,7 @@ def test_sweep_page_names_only_a_proved_fastest() -> None:
     assert sweep_document([rows[0], rows[2]], "sweep").verdict[0].startswith("1,024 tokens: burst cudnn is fastest")
 
 
-def test_speed_over_length_has_the_kernel_as_its_ceiling_and_peers_dotted() -> None:
+def test_speed_plot_has_the_kernel_rate_as_ceiling_and_dotted_peers() -> None:
     figures = pytest.importorskip("ringprof.report.page.figures")
     series = {"zigzag": [(2048, 5.0), (1024, 4.0)], "torch-cp": [(1024, 3.0)], "the kernel": [(1024, 8.0)]}
     plot = figures.lines("TFLOP/s", series, "the kernel", {"torch-cp"})
@@ -322,7 +320,7 @@ def test_page_has_the_terminal_tables_and_the_settings() -> None:
     assert kinds[0][1] == f"{mean / 1e6:,.3f}"
 
 
-def test_warnings_that_change_the_reading_come_first(tmp_path: Path) -> None:
+def test_page_puts_important_warnings_first(tmp_path: Path) -> None:
     complete, cut = ROOT / "traces" / "h200x4-zigzag-65536", tmp_path / "cut"
     shutil.copytree(complete, cut)
     (cut / "rank2.json.gz").unlink()

@@ -52,7 +52,7 @@ def test_parts_sum_to_the_simulated_time_of_the_slowest_rank() -> None:
     assert set(frame.phase) == {"forward", "backward"} and set(frame.attrs["columns"]) == set(frame.columns)
 
 
-def test_choices_are_in_the_order_of_their_times_and_share_one_probability() -> None:
+def test_choices_are_sorted_by_time_and_probabilities_sum_to_1() -> None:
     frame = recommendation().choices()
     assert frame.fits.all() and frame.middle_ms.is_monotonic_increasing
     assert frame.best.sum() == pytest.approx(1.0)
@@ -62,7 +62,7 @@ def test_choices_are_in_the_order_of_their_times_and_share_one_probability() -> 
 
 
 @pytest.mark.parametrize(("name", "points"), [("tokens", 5), ("hosts", 4), ("nic", 6)])
-def test_frames_and_plots_over_a_size_show_the_same(name: str, points: int) -> None:
+def test_frames_and_plots_over_a_size_agree(name: str, points: int) -> None:
     frame = recommendation().over(name)
     assert frame["at"].nunique() == points
     axes = getattr(recommendation().plot, name)()
@@ -113,7 +113,7 @@ def test_plot_labels_beside_lines_stay_inside_the_axes() -> None:
         ((1.1, 1.2), []),
     ],
 )
-def test_crossings_by_hand(others: tuple[float, float], expected: list[float]) -> None:
+def test_crossing_points_by_hand(others: tuple[float, float], expected: list[float]) -> None:
     points = [
         Point(position, (_prediction_of(1.0), _prediction_of(ms)))
         for position, ms in zip((1.0, 4.0), others, strict=True)

@@ -298,7 +298,7 @@ def test_links_without_time_or_without_a_second_gpu(monkeypatch: pytest.MonkeyPa
     assert again.unmeasured == ["x: y"] and again.same_host.hop_gb_s.origin == "measured"
 
 
-def test_the_environment_is_the_measured_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibration_records_the_current_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment is this machine's, also on another machine's base; unmeasured kernels of the base stay."""
     base: Calibration = read_calibration("h200")
     calibration = calibrate(monkeypatch, Truth(), ["memory"], base=base)

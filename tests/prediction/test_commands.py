@@ -143,7 +143,7 @@ def test_what_if_with_ten_times_faster_sockets(capsys: pytest.CaptureFixture[str
     assert json.loads(out)["changed_ms"] == pytest.approx(163, rel=0.15)
 
 
-def test_exchanges_inside_a_host_follow_the_links_and_the_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_to_all_times_follow_links_and_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     """Ulysses on 4 GPUs makes eight all-to-alls of three pieces of 65536 tokens and 10 heads, at 299 GB/s on the wire.
 
     Links ten times as slow add nine times that time. With two GPUs per host, two pieces of each all-to-all cross the

@@ -120,7 +120,7 @@ def test_a_device_warms_up_as_it_computes(utilisation: float, busy_s: float | No
     assert machine.slowdown(machine.kernel("cudnn"), utilisation, busy_s) == pytest.approx(slowdown, abs=1e-4)
 
 
-def test_heads_of_each_size_have_curves_of_their_own() -> None:
+def test_each_head_size_has_its_own_curve() -> None:
     """4 x 32 x 16384^2 x 64 FLOPs in 4.77 ms: 461 TFLOP/s, where heads of 128 reach 613 (h200_heads.csv)."""
     curves = Curves(read_calibration("h200"), "cudnn")
     op = msgspec.structs.replace(block(16384, 16384, head_dim=64), heads=32, kv_heads=32)

@@ -55,7 +55,7 @@ def test_host_times_from_some_strategies_predict_another() -> None:
     assert machine.host.post_us.origin == "measured" and machine.kernel("cudnn").forward_us is not None
 
 
-def test_kernels_have_host_times_of_their_own() -> None:
+def test_each_kernel_has_its_own_host_times() -> None:
     counts = count_kinds(program("zigzag"))
     passes = [
         host_pass_of(kernel, counts, took(counts) * slower) for kernel, slower in (("cudnn", 1.0), ("flash-attn", 0.8))

@@ -25,12 +25,12 @@ def hop(*members: int, messages: tuple[int, ...] = (64 * MIB,), operation: str =
 @pytest.mark.parametrize(
     ("ranks", "by_size"), [(8, [4, 8, 16, 32]), (4, [8, 8, 16, 32]), (2, [16, 16, 16, 32])], ids=str
 )
-def test_channels_inside_a_host(ranks: int, by_size: list[int]) -> None:
+def test_intra_node_channel_counts(ranks: int, by_size: list[int]) -> None:
     """Sweeps of mghpcc/aicr-benchmarks on 1 to 8 B200 show these counts at 64, 128, 256 and 512 MiB."""
     assert [channels(size * MIB, ranks, 1, HOPPER, 0.0) for size in (64, 128, 256, 512)] == by_size
 
 
-def test_channels_between_hosts() -> None:
+def test_inter_node_channel_counts() -> None:
     """Together AI's 8 x 400 Gbit/s B200, NCCL 2.29.7: 42, 44, 26, 14.5, 14.5 GB/s at 16 to 256 ranks."""
     nccl_2_29 = msgspec.structs.replace(HOPPER, version="2.29.7")
     counts = [channels(64 * MIB, ranks, ranks // 8, nccl_2_29, 50.0) for ranks in (16, 32, 64, 128, 256)]

@@ -188,7 +188,7 @@ def compute_at(flops: float, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_constant_rates(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulator_equals_the_oracle_at_constant_rates(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(seed)
     ranks, kv_heads, flops = (
         draw.choice([2, 3, 4, 5, 8, 12]),
@@ -217,7 +217,7 @@ def test_constant_rates(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_constant_rates_of_all_gather(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulated_all_gather_equals_the_oracle(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both layouts, with a causal mask and without; a rank has more than 32 MiB of K or less."""
     draw = random.Random(seed)
     ranks, kv_heads, flops = draw.choice([2, 3, 4, 6, 8]), draw.choice([2, 4, 8]), draw.choice([1e14, 4e14, 1e15])

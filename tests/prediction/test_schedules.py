@@ -236,7 +236,7 @@ def test_two_ranks_share_two_slots_among_all_channels() -> None:
     assert program.peak_bytes == (5 * 40 + 2 * 80 + 3 * 40 + 2 * 20 + 3 * 40 + 80 << 20) + 2 * lse
 
 
-def test_copied_hops_hold_two_slots_and_take_no_kernel() -> None:
+def test_copied_hops_need_more_memory_and_no_nccl_kernel() -> None:
     nccl, copied = (schedule("zigzag", SMALL, 2, hops=hops, ranks=[0]).programs[0] for hops in ("nccl", "copy"))
     assert {op.operation for op in nccl.ops if isinstance(op, CommStart)} == {"send_recv"}
     assert {op.operation for op in copied.ops if isinstance(op, CommStart)} == {"copy"}
@@ -273,7 +273,7 @@ def test_data_dependent_strategy_is_refused_in_a_dry_run(name: str, message: str
     assert "\n" not in str(refused.value)
 
 
-def test_refusals_are_those_of_a_recording() -> None:
+def test_dry_run_refusals_equal_those_of_a_recording() -> None:
     with pytest.raises(UnsupportedWorkloadError, match="divisible by 4"):
         schedule("zigzag", Workload(seq=66, heads=2, kv_heads=2, head_dim=8), 2)
     with pytest.raises(UnsupportedWorkloadError, match="do not divide 6 ranks"):
@@ -306,7 +306,7 @@ def test_a_dry_run_leaves_no_state_behind() -> None:
     ("documents", "grad_wire", "rows", "number_bytes"),
     [((100, 412), "exact", 156, 4), ((100, 412), "input", 156, 2), (None, "exact", 256, 2)],
 )
-def test_the_type_in_which_gradients_travel_between_two_ranks(
+def test_dtype_of_gradients_sent_between_two_ranks(
     documents: tuple[int, ...] | None, grad_wire: str, rows: int, number_bytes: int
 ) -> None:
     """One hop returns dK and dV to their rank: one kernel call's under a plain mask, the sum of several for documents.
@@ -322,7 +322,7 @@ def test_the_type_in_which_gradients_travel_between_two_ranks(
 
 
 @pytest.mark.parametrize(("grad_wire", "number_bytes"), [("fp32", 4), ("input", 2)])
-def test_bytes_of_the_exchanges_of_ulysses(grad_wire: str, number_bytes: int) -> None:
+def test_bytes_of_ulysses_all_to_alls(grad_wire: str, number_bytes: int) -> None:
     """With 12 heads and 6 kv heads on 4 ranks, each kv head is repeated, so all four tensors have 3 heads per rank.
 
     The forward pass exchanges Q, K, V and the output. The backward pass exchanges the output's gradient in the input

@@ -82,7 +82,7 @@ def test_a_row_with_an_unknown_value_is_not_predicted(changes: dict[str, str], r
         ({"n_gpus": "16.0", "hosts": "16"}, 16, 1),
     ],
 )  # fmt: skip
-def test_hosts_follow_from_the_given_columns(changes: dict[str, str], hosts: int, per_host: int) -> None:
+def test_hosts_are_derived_from_table_columns(changes: dict[str, str], hosts: int, per_host: int) -> None:
     cluster = query_of(**changes)[0].cluster
     assert (cluster.hosts, cluster.gpus_per_host) == (hosts, per_host)
 

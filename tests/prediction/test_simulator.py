@@ -123,7 +123,7 @@ def test_simulated_ring_follows_its_recurrence(seed: int) -> None:
     assert end_times(rings(size), machine) == pytest.approx(expected)
 
 
-def test_a_slow_rank_holds_up_the_ring() -> None:
+def test_slow_rank_delays_the_ring() -> None:
     """Rank 2's blocks take 150, the others' 100.
 
     It starts its last hop when it begins its third block, at 300. All ranks then have what they wait for, and one block
@@ -185,12 +185,12 @@ def test_streams_run_concurrently_until_a_stream_wait() -> None:
     assert end_times([program(0, block(stream=1), block(stream=2), *meet)], machine) == [157]
 
 
-def test_a_stream_that_waited_for_another_goes_on_after_the_handover() -> None:
+def test_stream_wait_adds_the_handover_time() -> None:
     ops: list[Op] = [block(stream=1), StreamWait(stream=0, after=1), MemoryOp(label="", name="", bytes=7)]
     assert end_times([program(0, *ops)], Machine(handover_ns=3)) == [100 + 3 + 7]
 
 
-def test_the_host_is_the_bound_where_it_takes_longer() -> None:
+def test_host_is_the_bound_where_it_takes_longer() -> None:
     """Ten blocks of 100 that take the host 300 each to launch: the last begins at 3000."""
     programs = [program(0, *(block() for _ in range(10)))]
     assert end_times(programs, Machine(host_ns=300), lead_ns=0) == [3100]

@@ -26,7 +26,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, str]:
 
 
 @pytest.fixture
-def own_strategies(tmp_path: Path) -> Path:
+def strategy_folder(tmp_path: Path) -> Path:
     """Return a folder with a user's strategies in ``mine.py``."""
     (tmp_path / "mine.py").write_text(STRATEGIES)
     return tmp_path

@@ -227,14 +227,14 @@ def test_solo_blocks_compute_with_finite_values() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*names(), "mine:Slow"])
-def test_controls_option_works_for_every_strategy(name: str, own_strategies: Path) -> None:
+def test_controls_option_works_for_every_strategy(name: str, strategy_folder: Path) -> None:
     arguments = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--seq", "256", "--iters", "1", "--controls"]
-    done = run(["record", "--strategy", name, *arguments, "--device", "cpu", "--world", "2"], own_strategies)
+    done = run(["record", "--strategy", name, *arguments, "--device", "cpu", "--world", "2"], strategy_folder)
     assert done.returncode == 0, done.stderr
-    recorded = read_run(own_strategies / "traces/run.json")
+    recorded = read_run(strategy_folder / "traces/run.json")
     assert recorded.controls is not None and recorded.work is not None
     assert recorded.controls.solo_flops == [work.block_flops for work in recorded.work]
-    reported = run(["report", "traces/run.json", "--format", "json"], own_strategies)
+    reported = run(["report", "traces/run.json", "--format", "json"], strategy_folder)
     controls = json.loads(reported.stdout)["summary"]["controls"]
     ordinary, solo = recorded.controls.ordinary_ns, recorded.controls.solo_ns
     # One iteration of each: the slowest rank's, and the mean of the ranks'.

@@ -73,7 +73,7 @@ def two_layers(rank: int, folder: Path) -> None:
 
 @pytest.mark.processes
 def test_capture_records_layers_steps_and_strategy_work(tmp_path: Path) -> None:
-    """Two layers, three steps: six times the FLOPs of one call, counted by the kernels and said by the workload."""
+    """Two layers, three steps: six times the FLOPs of one call, by the kernels' counts and by the workload."""
     run_ranks(2, two_layers, tmp_path / "mine")
     run = read_run(tmp_path / "mine/run.json")
     once = 4 * (SEQ * (SEQ + 1) // 2) * HEADS * HEAD_DIM * 7 // 2
@@ -277,7 +277,7 @@ def test_invalid_capture_arguments_are_refused_before_the_block(
         raise AssertionError("entered")
 
 
-def nobody_else_comes(rank: int, folder: Path) -> tuple[list[str], list[str]]:
+def enter_alone(rank: int, folder: Path) -> tuple[list[str], list[str]]:
     group, entered = dist.new_group([0, 1]), False
     if rank == 1:
         return [], []
@@ -294,7 +294,7 @@ def nobody_else_comes(rank: int, folder: Path) -> tuple[list[str], list[str]]:
 
 @pytest.mark.processes
 def test_program_continues_where_no_other_rank_enters_capture(tmp_path: Path) -> None:
-    (line,), left = run_ranks(2, nobody_else_comes, tmp_path)[0]
+    (line,), left = run_ranks(2, enter_alone, tmp_path)[0]
     said = "no run: another rank has ended, or is not here: all of the group must enter (see group=)"
     assert line == f"ringprof.capture: {tmp_path / 'mine'}: {said} (RuntimeError: nobody answers)"
     assert left == []
@@ -371,7 +371,7 @@ def test_recording_failure_is_one_warning_and_the_program_continues(tmp_path: Pa
 def test_capture_uses_the_device_of_the_group_backend(
     named: str, by_nccl: bool, used: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """init_device_mesh names no backend: then each sort of device has its own, and the program's choice tells."""
+    """init_device_mesh names no backend: each device type then has its own, and the program's device decides."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     for name, value in {
         "get_rank": 0,

@@ -142,7 +142,7 @@ def test_check_without_torch_distributed_has_one_rank() -> None:
 
 
 def test_sampled_keys_include_document_boundaries() -> None:
-    """16 calls tell 64 of 512 keys: every ninth, and those beside the edge at 101, which no ninth key is."""
+    """16 calls test 64 of 512 keys: every ninth, and those at the document boundary 101, which is not a ninth key."""
     own, other = torch.arange(512), (torch.arange(512) >= 101).int()
     mask = (own[:, None] >= own) & (other[:, None] == other)
     mask[300, 100] = True
@@ -393,7 +393,7 @@ def test_single_wrong_pair_is_found_below_rounding(query: int, key: int, rank: i
 
 @pytest.mark.processes
 def test_long_sequence_samples_keys_and_reports_the_share() -> None:
-    """16 calls tell a key for each of 16 numbers of a head, 256: every fourth, and the last."""
+    """16 calls test one key per number of a 16-wide head, so 256 keys: every fourth, and the last."""
     check = run_ranks(2, checked, alone, {"seq": 1000, "backward": False})[0]
     assert check.seen and (check.seen.pairs, check.seen.of) == (251 * 1000, 10**6)
     assert "of 251000 pairs of a query and a key (25.1 % of all) " in str(check)

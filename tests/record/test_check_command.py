@@ -1,4 +1,4 @@
-"""``ringprof check``: ranks of its own or torchrun's, exit codes, and an end in one line whatever a rank does."""
+"""``ringprof check``: local and torchrun ranks, exit codes, and one-line errors for every failure of a rank."""
 
 from __future__ import annotations
 

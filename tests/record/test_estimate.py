@@ -61,7 +61,7 @@ def plan(**changes: object) -> RecordingEstimate:
 @pytest.mark.parametrize(
     ("cpu_share", "slots", "world", "share"),
     [
-        # No other threads: the ranks are as fast as on an idle machine, whatever their number.
+        # No other threads: any number of ranks is as fast as on an idle machine.
         (1.0, 2, 4, 1.0),
         (0.97, 8, 4, 1.0),
         # Two processors and three others: half of the time for one, 2/7 for each of four, who would have half.

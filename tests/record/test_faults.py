@@ -52,45 +52,45 @@ def kept_log(line: str, folder: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("name", "tensor"), [("Wrong", "out"), ("NotANumber", "dv")])
-def test_a_wrong_result_ends_the_run_before_timing(own_strategies: Path, name: str, tensor: str) -> None:
-    done = run(["record", "--strategy", f"mine:{name}", *TWO], own_strategies, TMPDIR=str(own_strategies))
+def test_a_wrong_result_ends_the_run_before_timing(strategy_folder: Path, name: str, tensor: str) -> None:
+    done = run(["record", "--strategy", f"mine:{name}", *TWO], strategy_folder, TMPDIR=str(strategy_folder))
     assert done.returncode == 3
     line = one_line(done.stderr)
     assert f"wrong result on rank 1: {tensor} is off by" in line and "allowed" in line
     assert "warm-up" not in done.stderr and "iterations" not in done.stderr.replace("an iteration", "")
-    kept_log(line, own_strategies)
-    assert nothing_recorded(own_strategies)
+    kept_log(line, strategy_folder)
+    assert nothing_recorded(strategy_folder)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "problem"), [("LongOnly", "is off by"), ("SecondCall", "is not finite, in the last timed iteration")]
 )
-def test_result_wrong_only_when_timed_ends_the_run(own_strategies: Path, name: str, problem: str) -> None:
-    done = run(["record", "--strategy", f"mine:{name}", *TWO], own_strategies, TMPDIR=str(own_strategies))
+def test_result_wrong_only_when_timed_ends_the_run(strategy_folder: Path, name: str, problem: str) -> None:
+    done = run(["record", "--strategy", f"mine:{name}", *TWO], strategy_folder, TMPDIR=str(strategy_folder))
     assert done.returncode == 3
     line = one_line(done.stderr)
     assert "wrong result on rank" in line and problem in line and "sequence 512" in line
-    assert "nothing was recorded" in line and nothing_recorded(own_strategies)
+    assert "nothing was recorded" in line and nothing_recorded(strategy_folder)
 
 
 @pytest.mark.processes
-def test_rows_with_a_single_key_are_verified(own_strategies: Path) -> None:
+def test_rows_with_a_single_key_are_verified(strategy_folder: Path) -> None:
     """Rows that attend one key have no error of the kernel alone."""
     tiny = ["--seq", "4", "--world", "4", "--heads", "4", "--head-dim", "8", "--device", "cpu", "--iters", "1"]
-    done = run(["record", "--strategy", "ring", *tiny], own_strategies)
+    done = run(["record", "--strategy", "ring", *tiny], strategy_folder)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_killed_rank_ends_all(own_strategies: Path) -> None:
+def test_killed_rank_ends_the_run(strategy_folder: Path) -> None:
     code, stderr = run_and_disturb(
-        SLOW, own_strategies, lambda _: os.kill(rank_process(own_strategies, 1), signal.SIGKILL)
+        SLOW, strategy_folder, lambda _: os.kill(rank_process(strategy_folder, 1), signal.SIGKILL)
     )
     assert code == 3
     line = one_line(stderr)
     assert "rank 1 was killed by SIGKILL" in line
-    kept_log(line, own_strategies)
-    assert nothing_recorded(own_strategies)
+    kept_log(line, strategy_folder)
+    assert nothing_recorded(strategy_folder)
 
 
 def to_group(process: subprocess.Popen[str]) -> None:
@@ -104,11 +104,11 @@ def to_parent_twice(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize("interrupt", [to_group, pytest.param(to_parent_twice, marks=pytest.mark.long)])
-def test_ctrl_c_ends_all(own_strategies: Path, interrupt: Callable[[subprocess.Popen[str]], None]) -> None:
-    code, stderr = run_and_disturb(SLOW, own_strategies, interrupt)
+def test_ctrl_c_ends_every_rank(strategy_folder: Path, interrupt: Callable[[subprocess.Popen[str]], None]) -> None:
+    code, stderr = run_and_disturb(SLOW, strategy_folder, interrupt)
     assert code == 130
     assert "interrupted during iterations" in one_line(stderr)
-    assert nothing_recorded(own_strategies)
+    assert nothing_recorded(strategy_folder)
 
 
 @pytest.mark.processes
@@ -121,65 +121,65 @@ def test_ranks_interrupted_at_their_start_write_no_traceback(tmp_path: Path) -> 
 
 
 @pytest.mark.long
-def test_ranks_do_not_outlive_their_parent(own_strategies: Path) -> None:
-    code, _ = run_and_disturb(SLOW, own_strategies, lambda process: process.kill())
+def test_ranks_do_not_outlive_their_parent(strategy_folder: Path) -> None:
+    code, _ = run_and_disturb(SLOW, strategy_folder, lambda process: process.kill())
     assert code == -signal.SIGKILL
     # The ranks clear up as they notice, which on a busy machine is after the parent's end has been seen.
-    wait_until(lambda: nothing_recorded(own_strategies))
+    wait_until(lambda: nothing_recorded(strategy_folder))
 
 
 @pytest.mark.long
-def test_rank_stopped_by_sigstop_is_killed(own_strategies: Path) -> None:
+def test_rank_stopped_by_sigstop_is_killed(strategy_folder: Path) -> None:
     def disturb(process: subprocess.Popen[str]) -> None:
-        os.kill(rank_process(own_strategies, 1), signal.SIGSTOP)
+        os.kill(rank_process(strategy_folder, 1), signal.SIGSTOP)
         process.send_signal(signal.SIGINT)
 
-    code, _ = run_and_disturb(SLOW, own_strategies, disturb)
+    code, _ = run_and_disturb(SLOW, strategy_folder, disturb)
     assert code == 130
-    assert nothing_recorded(own_strategies)
+    assert nothing_recorded(strategy_folder)
 
 
 @pytest.mark.long
-def test_running_out_of_memory_names_the_rank(own_strategies: Path) -> None:
+def test_running_out_of_memory_names_the_rank(strategy_folder: Path) -> None:
     arguments = ["record", "--strategy", "mine:Later", "-p", "what=out_of_memory", *TWO]
-    done = run(arguments, own_strategies, TMPDIR=str(own_strategies))
+    done = run(arguments, strategy_folder, TMPDIR=str(strategy_folder))
     assert done.returncode == 3
     assert "rank 1 failed: out of memory" in one_line(done.stderr)
-    assert nothing_recorded(own_strategies)
+    assert nothing_recorded(strategy_folder)
 
 
 @pytest.mark.processes
-def test_ranks_exiting_early_with_code_0_record_nothing(own_strategies: Path) -> None:
-    """An earlier run is not taken for theirs."""
-    done = run(["record", "--strategy", "zigzag", *TWO, "--iters", "1"], own_strategies)
+def test_ranks_exiting_early_with_code_0_record_nothing(strategy_folder: Path) -> None:
+    """An earlier run is not reported as the result."""
+    done = run(["record", "--strategy", "zigzag", *TWO, "--iters", "1"], strategy_folder)
     assert done.returncode == 0, done.stderr
-    runs = own_strategies / "traces"
+    runs = strategy_folder / "traces"
     earlier = {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()}
-    done = run(["record", "--strategy", "mine:Leaves", *TWO], own_strategies, TMPDIR=str(own_strategies))
+    done = run(["record", "--strategy", "mine:Leaves", *TWO], strategy_folder, TMPDIR=str(strategy_folder))
     assert done.returncode == 3 and done.stdout == ""
     line = one_line(done.stderr)
     assert line.startswith("ringprof: rank 0 ended with exit code 0 and said nothing; log: ")
-    kept_log(line, own_strategies)
+    kept_log(line, strategy_folder)
     assert {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()} == earlier
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("what", "code"), [("leave", 0), ("leave_badly", 7)])
-def test_rank_that_exits_is_named_not_the_one_waiting(own_strategies: Path, what: str, code: int) -> None:
-    done = run(["record", "--strategy", "mine:Later", "-p", f"what={what}", *TWO], own_strategies)
+def test_rank_that_exits_is_named_not_the_one_waiting(strategy_folder: Path, what: str, code: int) -> None:
+    done = run(["record", "--strategy", "mine:Later", "-p", f"what={what}", *TWO], strategy_folder)
     assert done.returncode == 3
     assert f"rank 1 ended with exit code {code} and said nothing; log: " in one_line(done.stderr)
-    assert nothing_recorded(own_strategies)
+    assert nothing_recorded(strategy_folder)
 
 
 @pytest.mark.long
-def test_hanging_rank_is_named_at_the_time_limit(own_strategies: Path) -> None:
+def test_hanging_rank_is_named_at_the_time_limit(strategy_folder: Path) -> None:
     arguments = ["record", "--strategy", "mine:Later", "-p", "what=hang", *TWO, "--time-limit", "15"]
-    done = run(arguments, own_strategies, TMPDIR=str(own_strategies))
+    done = run(arguments, strategy_folder, TMPDIR=str(strategy_folder))
     assert done.returncode == 3
     line = one_line(done.stderr)
     assert "rank 1 hung in iterations, step 1, after 0 hops" in line and "15 s" in line
-    assert nothing_recorded(own_strategies)
+    assert nothing_recorded(strategy_folder)
 
 
 STARTED = """
@@ -298,11 +298,11 @@ def test_signal_before_ranks_start_leaves_no_files(tmp_path: Path, number: signa
 
 
 @pytest.mark.long
-def test_temporary_files_of_a_killed_recording_are_removed_by_the_next(own_strategies: Path) -> None:
-    run_and_disturb(SLOW, own_strategies, kill_all)
-    assert list(own_strategies.glob("ringprof-ranks-*"))
-    done = run(["record", "--strategy", "ring", *TWO, "--iters", "1"], own_strategies, TMPDIR=str(own_strategies))
-    assert done.returncode == 0 and not list(own_strategies.glob("ringprof-*"))
+def test_temporary_files_of_a_killed_recording_are_removed_by_the_next(strategy_folder: Path) -> None:
+    run_and_disturb(SLOW, strategy_folder, kill_all)
+    assert list(strategy_folder.glob("ringprof-ranks-*"))
+    done = run(["record", "--strategy", "ring", *TWO, "--iters", "1"], strategy_folder, TMPDIR=str(strategy_folder))
+    assert done.returncode == 0 and not list(strategy_folder.glob("ringprof-*"))
 
 
 def kill_all(process: subprocess.Popen[str]) -> None:

@@ -1,4 +1,4 @@
-"""Hosts of ranks, whatever the launcher's order, and the kind of link between any two ranks."""
+"""Hosts of ranks in any launcher order, and the kind of link between any two ranks."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ SLOW = ["-m", "ringprof", "record", "--strategy", "mine:Slow", *SMALL, "--iters"
 
 
 def one_line(stderr: str) -> str:
-    """The error; torchrun then says on its own, with a traceback of its own, that a process of its has failed."""
+    """Return the error line; torchrun adds its own report, with a traceback, that a process has failed."""
     lines = [line for line in stderr.splitlines() if line.startswith("ringprof: ")]
     assert len(lines) == 1, stderr
     assert "/ringprof/" not in stderr
@@ -62,41 +62,41 @@ def later(folder: Path, what: str, call: int = 3, on: int = 1, *more: str) -> st
     [pytest.param(1, "verify", marks=pytest.mark.long), (3, "iterations"),
      pytest.param(5, "profile", marks=pytest.mark.long)],
 )  # fmt: skip
-def test_a_rank_killed_before_in_and_after_the_timed_section(own_strategies: Path, call: int, phase: str) -> None:
-    line = later(own_strategies, "die", call)
+def test_a_rank_killed_before_in_and_after_the_timed_section(strategy_folder: Path, call: int, phase: str) -> None:
+    line = later(strategy_folder, "die", call)
     assert "rank 1 on host" in line and "has gone without a word" in line and f"the others were in {phase}" in line
-    assert "gone without a word\n" in only_a_log(line, own_strategies)
+    assert "gone without a word\n" in only_a_log(line, strategy_folder)
 
 
 @pytest.mark.long
-def test_rank_0_killed(own_strategies: Path) -> None:
-    line = later(own_strategies, "die", 3, 0)
+def test_rank_0_killed(strategy_folder: Path) -> None:
+    line = later(strategy_folder, "die", 3, 0)
     assert "rank 0 on host" in line and "has gone without a word" in line
-    assert "rank 1 on" in only_a_log(line, own_strategies)
+    assert "rank 1 on" in only_a_log(line, strategy_folder)
 
 
 @pytest.mark.long
-def test_a_rank_out_of_gpu_memory(own_strategies: Path) -> None:
-    line = later(own_strategies, "gpu_out_of_memory")
+def test_a_rank_out_of_gpu_memory(strategy_folder: Path) -> None:
+    line = later(strategy_folder, "gpu_out_of_memory")
     assert "rank 1 failed: out of memory: use a shorter sequence or more ranks" in line
-    log = only_a_log(line, own_strategies)
+    log = only_a_log(line, strategy_folder)
     assert "Tried to allocate 80.00 GiB" in log and 'raise torch.OutOfMemoryError("CUDA' in log
 
 
 @pytest.mark.long
-def test_a_rank_that_hangs(own_strategies: Path) -> None:
-    line = later(own_strategies, "hang", 3, 1, "--time-limit", "12")
+def test_a_rank_that_hangs(strategy_folder: Path) -> None:
+    line = later(strategy_folder, "hang", 3, 1, "--time-limit", "12")
     assert "rank 1 hung in iterations, step 1, after 0 hops: hop 1 was not posted" in line and "12 s" in line
-    assert "rank 0 on" in only_a_log(line, own_strategies)
+    assert "rank 0 on" in only_a_log(line, strategy_folder)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("on", [0, 1])
-def test_a_stopped_process(own_strategies: Path, on: int) -> None:
+def test_a_stopped_process(strategy_folder: Path, on: int) -> None:
     """Nothing of a rank answers: the time limit names it, whichever rank it is."""
     code, stderr = run_and_disturb(
-        [*SLOW, "--time-limit", "14"], own_strategies,
-        lambda _: os.kill(rank_process(own_strategies, on), signal.SIGSTOP), TORCHRUN,
+        [*SLOW, "--time-limit", "14"], strategy_folder,
+        lambda _: os.kill(rank_process(strategy_folder, on), signal.SIGSTOP), TORCHRUN,
     )  # fmt: skip
     assert code != 0 and f"rank {on} " in one_line(stderr)
 
@@ -109,11 +109,11 @@ def twice(process: subprocess.Popen[str]) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("interrupt", [to_group, twice])
-def test_ctrl_c(own_strategies: Path, interrupt: Callable[[subprocess.Popen[str]], None]) -> None:
-    _, stderr = run_and_disturb(SLOW, own_strategies, interrupt, TORCHRUN)
+def test_ctrl_c(strategy_folder: Path, interrupt: Callable[[subprocess.Popen[str]], None]) -> None:
+    _, stderr = run_and_disturb(SLOW, strategy_folder, interrupt, TORCHRUN)
     line = one_line(stderr)
     assert "interrupted during iterations" in line
-    only_a_log(line, own_strategies)
+    only_a_log(line, strategy_folder)
 
 
 # A launcher, and one rank of it that waits for another which never comes.
@@ -126,12 +126,12 @@ sys.exit(rank.wait())
 
 
 @pytest.fixture
-def lonely(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def waiting_rank(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     launched = environment(
         RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        TORCHELASTIC_RUN_ID="lonely", TMPDIR=str(tmp_path),
+        TORCHELASTIC_RUN_ID="waiting_rank", TMPDIR=str(tmp_path),
     )  # fmt: skip
     command = [sys.executable, "-c", LONELY, "--strategy", "ring", *SMALL]
     launcher = subprocess.Popen(
@@ -149,9 +149,9 @@ def lonely(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 
 def test_waiting_rank_ends_when_its_launcher_is_killed(
-    lonely: tuple[subprocess.Popen[str], int], tmp_path: Path
+    waiting_rank: tuple[subprocess.Popen[str], int], tmp_path: Path
 ) -> None:
-    launcher, rank = lonely
+    launcher, rank = waiting_rank
     launcher.kill()
     launcher.wait(HANGS_S)
     wait_until(lambda: not psutil.pid_exists(rank))
@@ -160,9 +160,9 @@ def test_waiting_rank_ends_when_its_launcher_is_killed(
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_waiting_rank_reacts_to_signals(
-    lonely: tuple[subprocess.Popen[str], int], number: signal.Signals, code: int
+    waiting_rank: tuple[subprocess.Popen[str], int], number: signal.Signals, code: int
 ) -> None:
-    launcher, rank = lonely
+    launcher, rank = waiting_rank
     os.kill(rank, number)
     assert launcher.wait(HANGS_S) == code
     said = launcher.stderr.read() if launcher.stderr else ""

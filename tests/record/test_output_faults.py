@@ -20,15 +20,15 @@ MOUNT = ["unshare", "--mount", "--propagation", "private", "sh", "-c"]
 
 
 @pytest.fixture
-def earlier(own_strategies: Path) -> Path:
+def earlier(strategy_folder: Path) -> Path:
     """A folder with an earlier run."""
     if subprocess.run([*MOUNT, "mount -t tmpfs none /mnt"], capture_output=True, check=False).returncode:
         pytest.skip("mount namespaces are not permitted here")
-    return own_strategies
+    return strategy_folder
 
 
 def start(folder: Path, mount: str, program: list[str]) -> subprocess.Popen[str]:
-    """Start in a mount namespace of its own, after ``mount``."""
+    """Start in a new mount namespace, after ``mount``."""
     with (folder / "stderr.txt").open("w") as stderr:
         return subprocess.Popen(
             [*MOUNT, f'{mount} && cd . && exec "$@"', "sh", *program], cwd=folder, text=True, stderr=stderr,
@@ -93,14 +93,14 @@ def test_an_output_on_a_read_only_disk_is_refused_before_the_work(earlier: Path)
 
 
 @pytest.mark.long
-def test_output_folder_removed_during_the_run(own_strategies: Path) -> None:
-    process = start_alone(own_strategies)
-    under_way(own_strategies)
-    shutil.rmtree(own_strategies / "traces")
+def test_output_folder_removed_during_the_run(strategy_folder: Path) -> None:
+    process = start_alone(strategy_folder)
+    under_way(strategy_folder)
+    shutil.rmtree(strategy_folder / "traces")
     assert process.wait(HANGS_S) == 3
-    wait_until(lambda: not started_in(own_strategies))
-    assert "No such file or directory" in one_line(own_strategies)
-    assert not (own_strategies / "traces").exists()
+    wait_until(lambda: not started_in(strategy_folder))
+    assert "No such file or directory" in one_line(strategy_folder)
+    assert not (strategy_folder / "traces").exists()
 
 
 @pytest.mark.long
@@ -117,19 +117,19 @@ def test_two_recordings_on_one_output_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_partial_run_of_a_killed_recording_is_removed_by_the_next(own_strategies: Path) -> None:
-    """All of its processes killed at once, nobody is left to remove the half-written run."""
-    traces = own_strategies / "traces"
-    process = start_alone(own_strategies)
-    under_way(own_strategies)
-    for pid in started_in(own_strategies):
+def test_partial_run_of_a_killed_recording_is_removed_by_the_next(strategy_folder: Path) -> None:
+    """All processes are killed at once, so none can remove the half-written run."""
+    traces = strategy_folder / "traces"
+    process = start_alone(strategy_folder)
+    under_way(strategy_folder)
+    for pid in started_in(strategy_folder):
         os.kill(pid, signal.SIGSTOP)
-    for pid in started_in(own_strategies):
+    for pid in started_in(strategy_folder):
         os.kill(pid, signal.SIGKILL)
     process.wait(HANGS_S)
-    wait_until(lambda: not started_in(own_strategies))
+    wait_until(lambda: not started_in(strategy_folder))
     assert [path.suffix for path in traces.iterdir()] == [".partial"]
-    done = run(["record", "--strategy", "ring", *SMALL, "--world", "1", "--iters", "1"], own_strategies)
+    done = run(["record", "--strategy", "ring", *SMALL, "--world", "1", "--iters", "1"], strategy_folder)
     assert done.returncode == 0 and not list(traces.glob(".*"))
 
 

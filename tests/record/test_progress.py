@@ -1,4 +1,4 @@
-"""A rank's progress log, and how the cause of a failure is told from its effects."""
+"""Progress log of a rank, and how the cause of a failure is distinguished from its effects."""
 
 from __future__ import annotations
 

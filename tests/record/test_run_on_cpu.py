@@ -109,7 +109,7 @@ def test_every_control_of_every_rank_is_kept(
     assert "the same blocks alone" in report_of(folder, capsys)
 
 
-def test_record_and_report_write_the_rate_alike(
+def test_record_and_report_print_the_same_rate(
     recorded: tuple[Path, Run, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _, printed = recorded

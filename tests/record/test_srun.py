@@ -80,30 +80,30 @@ def test_cyclic_rank_placement_sends_every_hop_between_hosts(hosts: TwoHosts, tm
 
 
 @pytest.mark.long
-def test_a_killed_task_ends_all(own_strategies: Path, port: int) -> None:
+def test_a_killed_task_ends_all(strategy_folder: Path, port: int) -> None:
     """Without --kill-on-bad-exit Slurm itself would let the others run on."""
-    started = start(own_strategies, ["record", "--strategy", "mine:Slow", *SMALL, "--iters", "100"], port)
-    output = own_strategies / "printed0.txt"
+    started = start(strategy_folder, ["record", "--strategy", "mine:Slow", *SMALL, "--iters", "100"], port)
+    output = strategy_folder / "printed0.txt"
     wait_until(lambda: "iterations" in output.read_text())
     started[2].kill()
-    wait_until(lambda: not started_in(own_strategies))
+    wait_until(lambda: not started_in(strategy_folder))
     assert [process.wait(HANGS_S) for process in started] == [3, 3, -signal.SIGKILL, 3]
-    said = [line for rank in range(4) for line in (own_strategies / f"printed{rank}.txt").read_text().splitlines()]
+    said = [line for rank in range(4) for line in (strategy_folder / f"printed{rank}.txt").read_text().splitlines()]
     (line,) = [line for line in said if line.startswith("ringprof: ")]
     assert "rank 2 on host" in line and "has gone" in line
-    assert list((own_strategies / "traces").iterdir()) == [Path(line.split("log: ")[1])]
+    assert list((strategy_folder / "traces").iterdir()) == [Path(line.split("log: ")[1])]
 
 
 @pytest.mark.long
-def test_hanging_task_is_ended_by_the_other_node(own_strategies: Path, port: int) -> None:
-    """Rank 2 would see to it that its node's tasks end, and nobody sees to rank 2."""
+def test_hanging_task_is_ended_by_the_other_node(strategy_folder: Path, port: int) -> None:
+    """Rank 2 ends the other tasks of its node, but no process there ends rank 2."""
     hang = ["-p", "what=never_let_go", "-p", "on=2", "--time-limit", "8"]
-    started = start(own_strategies, ["record", "--strategy", "mine:Later", *SMALL, *hang], port)
+    started = start(strategy_folder, ["record", "--strategy", "mine:Later", *SMALL, *hang], port)
     wait_until(lambda: started[0].poll() is not None)
-    wait_until(lambda: not started_in(own_strategies))
+    wait_until(lambda: not started_in(strategy_folder))
     assert [process.wait(HANGS_S) for process in started] == [3, 3, 1, 3]
-    assert not started_in(own_strategies)
-    said = [(own_strategies / f"printed{rank}.txt").read_text() for rank in range(4)]
+    assert not started_in(strategy_folder)
+    said = [(strategy_folder / f"printed{rank}.txt").read_text() for rank in range(4)]
     assert "ringprof: rank 2 hung" in said[0] and "in never_let_go" in said[2]
 
 

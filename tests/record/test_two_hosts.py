@@ -37,7 +37,7 @@ def crossing(sent: list[Sent] | None, link: str) -> int:
 
 
 def traces_of_all_ranks(run: Run, folder: Path) -> None:
-    """Each is a whole trace, and its own rank's, and so is what it was reduced to."""
+    """Check that every trace and reduced trace is complete and belongs to its rank."""
     for entry in run.traces:
         with gzip.open(folder / entry.path) as file:
             trace = json.load(file)
@@ -50,7 +50,7 @@ def traces_of_all_ranks(run: Run, folder: Path) -> None:
 
 @pytest.mark.processes
 def test_separate_folders_on_two_hosts_make_one_run(hosts: TwoHosts, tmp_path: Path) -> None:
-    """The second host has a file system of its own where the first has the output: its traces are sent."""
+    """The second host cannot see the output folder of the first, so its traces are sent."""
     other = tmp_path / "disk-of-the-second"
     other.mkdir()
     hosts.start(
@@ -122,34 +122,34 @@ def only_a_log(line: str, folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_processes_of_one_host_are_killed(hosts: TwoHosts, own_strategies: Path) -> None:
-    under_way(hosts, own_strategies)
+def test_processes_of_one_host_are_killed(hosts: TwoHosts, strategy_folder: Path) -> None:
+    under_way(hosts, strategy_folder)
     hosts.kill(hosts.namespaces[1])
     wait_until(lambda: not hosts.ranks())
-    (line,) = lines(own_strategies, 0)
+    (line,) = lines(strategy_folder, 0)
     assert "#1 with ranks 2, 3 has gone" in line and "in iterations" in line
-    only_a_log(line, own_strategies)
+    only_a_log(line, strategy_folder)
 
 
 @pytest.mark.long
-def test_processes_on_the_host_of_rank_0_are_killed(hosts: TwoHosts, own_strategies: Path) -> None:
-    under_way(hosts, own_strategies)
+def test_processes_on_the_host_of_rank_0_are_killed(hosts: TwoHosts, strategy_folder: Path) -> None:
+    under_way(hosts, strategy_folder)
     hosts.kill(hosts.namespaces[0])
     wait_until(lambda: not hosts.ranks())
-    (line,) = lines(own_strategies, 1)
+    (line,) = lines(strategy_folder, 1)
     assert "rank 0 on host" in line and "has gone" in line
-    only_a_log(line, own_strategies)
+    only_a_log(line, strategy_folder)
 
 
 @pytest.mark.long
-def test_network_between_hosts_is_cut(hosts: TwoHosts, own_strategies: Path) -> None:
-    """Neither side hears anything of the other: the system's keep-alive finds out, and each side says so."""
-    under_way(hosts, own_strategies)
+def test_network_between_hosts_is_cut(hosts: TwoHosts, strategy_folder: Path) -> None:
+    """Neither side receives data; TCP keep-alive detects the loss, and each side reports it."""
+    under_way(hosts, strategy_folder)
     hosts.disconnect()
     idle, between, count = KEEPALIVE_S
-    wait_until(lambda: all(lines(own_strategies, node) for node in range(2)), idle + between * count + 10)
+    wait_until(lambda: all(lines(strategy_folder, node) for node in range(2)), idle + between * count + 10)
     wait_until(lambda: not hosts.ranks())
-    (first,), (second,) = lines(own_strategies, 0), lines(own_strategies, 1)
+    (first,), (second,) = lines(strategy_folder, 0), lines(strategy_folder, 1)
     assert "#1" in first and "out of reach" in first.replace("cannot be reached", "out of reach")
     assert "rank 0 on host" in second and "out of reach" in second
-    assert not list((own_strategies / "traces").glob("*/run.json"))
+    assert not list((strategy_folder / "traces").glob("*/run.json"))

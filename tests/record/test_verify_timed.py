@@ -1,4 +1,4 @@
-"""The check at the timed length: its reference is dense attention, and it sees what is wrong anywhere it looks."""
+"""Verification at the timed length: its reference is dense attention, and it detects errors in all sampled rows."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ PORT = 29_511
 
 
 class TwoHosts:
-    """Pair of network namespaces, by number, each of which runs ranks of its own torchrun."""
+    """Pair of network namespaces, by number, each with its own torchrun."""
 
     def __init__(self, name: str) -> None:
         self.namespaces = [f"{name}-{node}" for node in range(2)]

@@ -17,7 +17,7 @@ from ringprof.trace.columns import MEMCPY, OPERATOR
 from tests.analysis.build import FLASH, NCCL, Builder, collective
 from tests.analysis.findings.test_step_rates import Step
 from tests.analysis.recorded import recorded_run
-from tests.analysis.rings import MERGE, causal, everybody, ring_pass
+from tests.analysis.rings import MERGE, causal, ring_pass, uniform_blocks
 
 MS, US = 1_000_000, 1_000
 GEMM, ADD, COPY = "sm90_xmma_gemm_bf16", "elementwise_kernel", "Memcpy PtoP (Device -> Device)"
@@ -199,7 +199,7 @@ def with_shapes() -> Program:
 
 
 def unrecorded_sharding() -> Program:
-    """Return two ranks whose long collectives have no record, so that waiting cannot be told from wire."""
+    """Return two ranks whose long collectives have no record, so that waiting and wire cannot be separated."""
     builders = []
     for rank in range(2):
         b = Builder(rank=rank, world_size=2).run(GEMM, 0, 50 * US, launched=1)
@@ -315,9 +315,9 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "several small losses": several_small_losses,
     "ring that hides its hops": lambda: (ring_pass(), None),
     "contiguous causal ring by traces alone": lambda: (ring_pass(block=causal(900)), None),
-    "hops longer than blocks": lambda: (ring_pass(block=everybody(600), hop_ns=800), None),
-    "a rank is missing": lambda: (ring_pass(block=everybody(600), hop_ns=800)[:3], None),
-    "one rank of several": lambda: (ring_pass(block=everybody(600), hop_ns=800)[:1], None),
+    "hops longer than blocks": lambda: (ring_pass(block=uniform_blocks(600), hop_ns=800), None),
+    "a rank is missing": lambda: (ring_pass(block=uniform_blocks(600), hop_ns=800)[:3], None),
+    "one rank of several": lambda: (ring_pass(block=uniform_blocks(600), hop_ns=800)[:1], None),
     "uneven work": lambda: (ring(*UNEVEN), None),
     "a late rank": lambda: (ring(*LATE), None),
     "uneven after the last hop": lambda: (ring([300, 300], [(300, 310)] * 2, after=[100, 900]), None),

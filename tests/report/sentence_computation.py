@@ -366,7 +366,7 @@ def _unrecorded(case: Case, m: re.Match[str]) -> None:
 
 
 @rule("next", r"which of these it is cannot be told on CPU")
-def _untold_on_cpu(case: Case, m: re.Match[str]) -> None:
+def _unknown_on_cpu(case: Case, m: re.Match[str]) -> None:
     assert case.on_cpu
 
 

@@ -146,7 +146,7 @@ def test_ratios_above_ten_and_cpu_names_in_comparisons() -> None:
 
 @pytest.mark.parametrize("name", ["\x1b]0;owned\x07", "\x9b2Jx", "a\nverdict: fine", "\u202e", "\x00"])
 def test_table_cells_are_escaped_for_the_terminal(name: str) -> None:
-    """A user's own ranges have names from the trace, too; a name of control characters only is no error."""
+    """User ranges have names from the trace, too; a name of control characters only is not an error."""
     table = Table("t", (Column("name", folds=True), Column("n", "count")), [[name, 1]]).text(TextStyle(width=60))
     assert all(line.isprintable() for line in table.split("\n")) and table.count("\n") == 1
 

@@ -90,7 +90,7 @@ def test_ascii_output_is_pure_ascii():
     assert "?" not in text
 
 
-def test_one_gpu_communicates_nothing():
+def test_terminal_report_of_one_gpu_has_no_communication():
     text = shown_traces(Builder(world_size=1).run(FLASH, 0, 1000, launched=1))
     assert "one GPU: nothing is communicated" in text
     assert "by rank" not in text
@@ -117,7 +117,7 @@ def test_warnings_are_shown_with_their_code():
     assert "warnings\n  3 of 4 ranks have no trace: 1, 2, 3 [missing_ranks]" in text
 
 
-def test_a_cpu_run_speaks_of_blocked_time():
+def test_terminal_report_of_a_cpu_run_shows_blocked_time():
     text = shown_traces(cpu_example(), width=100)
     assert "10.0 % of the time is exposed communication: time blocked in waiting for a transfer." in text
     assert "· CPU, no device activity ·" in text

@@ -51,7 +51,7 @@ def test_csv_cells_that_look_like_formulas_are_quoted(formula):
 
 
 @given(st.text())
-def test_ascii_text_is_ascii(raw):
+def test_ascii_only_text_has_no_other_characters(raw):
     assert text.in_ascii(raw).isascii()
 
 
@@ -59,7 +59,7 @@ def test_ascii_text_is_ascii(raw):
     ("time_ns", "shown"),
     [(163_122_749, "163.12 ms"), (950_000, "950.00 µs"), (12_500_000_000, "12.50 s"), (3_343_305_547, "3,343.31 ms")],
 )
-def test_durations_take_a_unit_that_suits(time_ns, shown):
+def test_durations_use_a_suitable_unit(time_ns, shown):
     assert text.duration(time_ns) == shown
 
 

@@ -88,7 +88,7 @@ def test_remote_run_with_paths_outside_its_folder_is_refused(memory, path, field
 
 @contextmanager
 def cluster_of(workers: int, setup: str = "") -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Start a scheduler and workers in processes of their own, each of which runs ``setup`` first."""
+    """Start a scheduler and workers in separate processes, each of which runs ``setup`` first."""
     program = (
         f"{setup}\n"
         "from distributed import LocalCluster; import sys\n"

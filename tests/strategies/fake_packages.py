@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def install() -> None:
-    """Install the stand-ins in `sys.modules`; to be called in a process of its own."""
+    """Install the stand-ins in `sys.modules`; to be called in a separate process."""
     _module("flash_attn")
     _module(
         "ring_flash_attn", ring_flash_attn_func=_ring, zigzag_ring_flash_attn_func=_zigzag,

@@ -83,7 +83,7 @@ def penalised(rank: int) -> dict[str, list[str]]:
 
 
 @pytest.mark.processes
-def test_a_second_order_gradient_is_refused_and_never_dropped():
+def test_second_order_gradients_are_refused_not_dropped():
     for said in run_ranks(2, penalised):
         for name, refusals in said.items():
             assert all("second-order gradients: no bundled strategy" in refusal for refusal in refusals), name

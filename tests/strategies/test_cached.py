@@ -182,7 +182,7 @@ def errors_beside_meta(rank: int, problem: WorkloadShard, truth: Tensor) -> list
 
 
 @pytest.mark.processes
-def test_a_default_device_changes_nothing_over_a_cache() -> None:
+def test_default_device_is_ignored_with_a_cache() -> None:
     problem = WorkloadShard(16, 48, window=(20, 0), prefix=11)
     for errors in run_ranks(2, errors_beside_meta, problem, dense(problem)[0]):
         assert max(errors) < 1e-12
@@ -323,7 +323,7 @@ def test_unsupported_cache_is_refused_with_the_reason(name, shape, size, params,
     assert reason in find(name).load().why_unsupported(shape, size, **params)
 
 
-def of_unsaid_length(rank: int, case: Case, problem: WorkloadShard, exact: Tensor) -> float:
+def error_with_inferred_length(rank: int, case: Case, problem: WorkloadShard, exact: Tensor) -> float:
     q, k, v, _ = inputs(problem)
     strategy = create(case.name, kernel="reference", **case.params)
     mine = (strategy.shard_cache(x, problem.new, problem.heads) for x in (k, v))
@@ -345,7 +345,7 @@ def of_unsaid_length(rank: int, case: Case, problem: WorkloadShard, exact: Tenso
     ids=str,
 )
 def test_kv_length_is_optional_where_a_rank_can_infer_it(case: Case, problem: WorkloadShard) -> None:
-    assert max(run_ranks(4, of_unsaid_length, case, problem, dense(problem)[0])) < 1e-12
+    assert max(run_ranks(4, error_with_inferred_length, case, problem, dense(problem)[0])) < 1e-12
 
 
 def phases(rank: int, cases: list[Case], problem: WorkloadShard) -> list[set[str]]:

@@ -11,6 +11,6 @@ from ringprof.strategies.algorithms.allgather import AllGather
     ("layout", "causal", "busiest"),
     [("contiguous", True, 7 / 4), ("contiguous", False, 1.0), ("zigzag", True, 1.0), ("zigzag", False, 1.0)],
 )
-def test_the_last_of_four_ranks_sees_most_of_a_causal_mask(layout: str, causal: bool, busiest: float) -> None:
+def test_all_gather_imbalance_by_hand(layout: str, causal: bool, busiest: float) -> None:
     """Each rank has a quarter of the queries: the last rank sees 3 1/2 quarters of the keys, the mean is 2 quarters."""
     assert AllGather.imbalance(4, causal=causal, layout=layout) == busiest

@@ -182,7 +182,7 @@ def test_values_of_one_document_do_not_change_another() -> None:
 
 @examples(3)
 @given(st.integers(1, 200), st.integers(1, 200), st.integers(1, 40))
-def test_heads_of_two_sizes_and_any_lengths(queries: int, keys: int, size: int) -> None:
+def test_flex_is_exact_with_two_head_sizes_and_any_length(queries: int, keys: int, size: int) -> None:
     generator = torch.Generator().manual_seed(queries)
     q, k = (torch.randn(1, rows, 2, 12, generator=generator, dtype=torch.float64) for rows in (queries, keys))
     v = torch.randn(1, keys, 2, size, generator=generator, dtype=torch.float64)

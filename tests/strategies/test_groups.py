@@ -1,4 +1,4 @@
-"""Strategies among a program's own process groups: whatever groups its ranks know, on meshes, and on odd hosts.
+"""Strategies on the process groups of a program: any groups of its ranks, meshes, and hosts of unequal size.
 
 What cannot work is refused in one line on every rank that asked; nothing waits for a rank that will not come.
 """
@@ -81,7 +81,7 @@ def started_again(rank: int) -> list[bool]:
 
 
 @pytest.mark.processes
-def test_a_channel_has_a_new_group_after_torch_distributed_was_started_again():
+def test_channel_has_a_new_group_after_reinitialization():
     """The old group's communicator is gone: a collective on it raises."""
     assert run_ranks(1, started_again) == [[True, True]]
 
@@ -153,7 +153,7 @@ def test_rank_outside_the_group_is_refused_at_once():
     assert run_ranks(3, from_outside) == [inside, inside, refused.format(2)]
 
 
-def different_wishes(rank: int) -> list[str]:
+def request_different_options(rank: int) -> list[str]:
     calls = [
         lambda: create("zigzag" if rank else "ring"),
         lambda: create("burst", ring_window=2 if rank == 1 else 1),
@@ -166,7 +166,7 @@ def different_wishes(rank: int) -> list[str]:
 
 @pytest.mark.processes
 def test_ranks_with_different_options_are_all_refused():
-    for rank, (name, params, hops, unknown, hosts, after) in enumerate(run_ranks(2, different_wishes)):
+    for rank, (name, params, hops, unknown, hosts, after) in enumerate(run_ranks(2, request_different_options)):
         assert name.startswith("Unsupported: the ranks do not ask for the same: rank 0 for ring() with kernel auto")
         assert "rank 1 for burst(ring_window=2)" in params
         assert ("hops by copy engine need CUDA" in hops) and (("rank 1 refused" in hops) == (rank == 0))
@@ -205,7 +205,7 @@ def request_of(rank: int, **facts: Any) -> HandshakeRequest:
         ([request_of(r, local_world_size=2, local_rank=r) for r in range(4)], 4, [0, 0, 1, 1]),
         # srun without torchrun, cyclic
         ([request_of(r, node=r % 2) for r in range(4)], 4, [0, 1, 0, 1]),
-        # neither: the names; also where only some were told
+        # neither: the names; also where only some ranks have variables
         ([request_of(r, host="ab"[r // 2]) for r in range(4)], 4, [0, 0, 1, 1]),
         ([request_of(r, host="ab"[r // 2], local_world_size=4 if r == 0 else None) for r in range(4)], 4, [0, 0, 1, 1]),
     ],
@@ -312,7 +312,7 @@ def test_ranks_with_different_calls_get_an_error_with_both(how, first, other):
         assert f"{first}, rank 1 for " in message and message.endswith(other)
 
 
-def left_alone(rank: int) -> str:
+def call_alone(rank: int) -> str:
     """Return the error message where the group fails during the check of a call that no other rank makes."""
     strategy = create("zigzag", kernel="reference")
     closed = RuntimeError("Connection closed by peer [127.0.0.1]:42388.\nThis is typically caused by a worker")
@@ -325,8 +325,8 @@ def left_alone(rank: int) -> str:
 
 
 @pytest.mark.processes
-def test_a_call_that_no_other_rank_makes_is_named():
-    for message in run_ranks(2, left_alone):
+def test_call_that_no_other_rank_makes_is_an_error():
+    for message in run_ranks(2, call_alone):
         assert message.startswith(
             "this rank comes with a call that it has not made before, and another rank has not, or"
         )
@@ -361,7 +361,7 @@ def test_rank_waiting_for_the_first_call_of_others_warns():
     assert "q, k and v of shape (1, 8, 4, 8)" in warned and nothing == []
 
 
-def where_cuda_may_not_be_asked(rank: int) -> float:
+def compute_without_cuda_queries(rank: int) -> float:
     capture_query = patch.object(
         torch.cuda, "is_current_stream_capturing", side_effect=RuntimeError("initialization error")
     )
@@ -372,4 +372,4 @@ def where_cuda_may_not_be_asked(rank: int) -> float:
 @pytest.mark.processes
 def test_ranks_forked_after_cuda_initialization_use_the_cpu():
     """In such a process every CUDA query fails, although there is a GPU."""
-    assert max(run_ranks(2, where_cuda_may_not_be_asked)) < 1e-12
+    assert max(run_ranks(2, compute_without_cuda_queries)) < 1e-12

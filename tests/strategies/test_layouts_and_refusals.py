@@ -116,7 +116,7 @@ def test_a_sequence_of_a_hybrid_is_divided_by_its_groups_and_by_its_ring():
         assert Grouped(LAYOUTS["zigzag"], Grid(ulysses, 3, True)).divisor(3 * ulysses) == divisor
 
 
-def test_a_grid_by_hand():
+def test_process_grid_by_hand():
     # 2 x 4 ranks, 16 tokens, contiguous: a ring place holds 4 tokens, its two ranks 2 each.
     head_first = Grouped(LAYOUTS["contiguous"], Grid.of(8, 2, None, head_first=True))
     assert head_first.positions(16, 8, 3).tolist() == [6, 7]
@@ -296,7 +296,7 @@ def test_every_parameter_is_described_and_listed(name):
             assert f"`{parameter.name}" in guide
 
 
-def test_the_kinds_of_every_parameter():
+def test_parameter_types_of_every_strategy():
     """The types are those that `ringprof strategies NAME` lists and command lines use; all have `deterministic`."""
     of_rings = {"grad_wire": "exact|fp32|input"}
     packed, narrow = {"documents_layout": "packed|per_document"}, {"grad_wire": "fp32|input"}
@@ -439,7 +439,7 @@ def test_all_messages_of_a_hop_are_waited_for():
 
 @pytest.mark.parametrize("of_v", [1, 3, 4])
 def test_the_output_is_as_wide_as_v(of_v):
-    """Attention with equal weights is the mean of v, whatever v is padded with for the kernel."""
+    """Attention with equal weights is the mean of v, independent of the padding for the kernel."""
     q, k = torch.zeros(1, 8, 2, 4), torch.randn(1, 8, 2, 4)
     v = torch.arange(8.0).view(1, 8, 1, 1).expand(1, 8, 2, of_v).contiguous()
     out = create("ring", kernel="reference").attention(q, k, v, causal=False)

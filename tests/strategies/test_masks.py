@@ -149,7 +149,7 @@ def drawn(draw) -> tuple[WorkloadShard, Mask]:
 @given(drawn())
 def test_random_masks_on_2_ranks_are_exact(problem: tuple[WorkloadShard, Mask]) -> None:
     cases = [case for case in TAKING if 2 in case.worlds]
-    # Where a query sees itself alone dq and dk are 0, and what is left of them is rounding.
+    # Where a query attends only to itself, dq and dk are 0 except for rounding.
     for label, error in run_ranks(2, errors_of_all, cases, *problem)[0]:
         assert error < 1e-12, label
 
@@ -381,7 +381,7 @@ def test_band_keeps_every_pair(queries: int, keys: int, low: int | None, high: i
 
 
 def as_flash_attn_reads(part: AttnRectangle) -> AttnRectangle:
-    """Return the limits that flash-attn 2 computes with: beside another limit, the number of keys is no limit."""
+    """Return the limits that flash-attn 2 computes with: next to another limit, it ignores the number of keys."""
     left, right = (NO_LIMIT if side >= part.keys else side for side in part.band)
     if left >= 0 > right:
         right = part.keys
@@ -561,7 +561,7 @@ def test_whole_shards_are_sent_where_routing_saves_little(size: int) -> None:
     assert routing_of(sharded_mask_of(Mask.of(window=(5, 0)), LAYOUTS["zigzag"], size, 128), size) is not None
 
 
-def others_rows_sent(rank: int) -> list[dict[str, tuple[int, int]]]:
+def window_rows_sent(rank: int) -> list[dict[str, tuple[int, int]]]:
     mask = Mask.of(window=(5, 0))
     return [
         rows_sent(rank, "burst", mask, grad_wire="fp32"),
@@ -579,7 +579,7 @@ def test_rings_send_only_window_rows_of_queries_keys_and_gradients() -> None:
     A token's queries are as large as its K and V; dO is, too, and LSE and delta are an eighth of it each.
     """
     hops = (3, 10 + 5 + 5)
-    assert run_ranks(4, others_rows_sent) == [[
+    assert run_ranks(4, window_rows_sent) == [[
         {"read_inner forward": hops, "read_inner backward": (3, 20 * 9 // 4), "dq_inner backward": (3, 20)},
         # dK and dV by the same ring.
         {"kv forward": hops, "kv backward": (6, 40)},

@@ -237,7 +237,7 @@ def test_expanding_texts_stay_within_memory_limits(tmp_path: Path, line: str) ->
         assert result.code == 2 and result.grown_bytes < LIMIT
 
 
-def test_an_option_raises_the_limit(tmp_path: Path) -> None:
+def test_max_memory_option_raises_the_limit(tmp_path: Path) -> None:
     data = b"".join(around(KERNEL, 4 * MB))
     path = tmp_path / "rank0.json"
     path.write_bytes(data)

@@ -67,7 +67,7 @@ def test_process_with_an_invalid_name_is_ignored() -> None:
     assert events(parse_trace(document([*named, kernel(1)]))) == ["k1"]
 
 
-def test_a_folder_of_nothing_but_broken_traces_names_the_first(tmp_path: Path) -> None:
+def test_folder_of_broken_traces_error_names_the_first(tmp_path: Path) -> None:
     for name in ("a.json", "b.json"):
         (tmp_path / name).write_text("no trace")
     with pytest.raises(InputError, match=r"a\.json: not a Kineto trace"):

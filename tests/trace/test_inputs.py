@@ -163,7 +163,7 @@ def test_only_regular_files_are_opened(tmp_path):
         read_trace("/dev/zero")
 
 
-def test_a_run_that_names_a_pipe(tmp_path):
+def test_run_with_a_pipe_as_trace_is_refused(tmp_path):
     run = json.loads((TRACES / "h200x4-zigzag-65536" / "run.json").read_bytes())
     for trace in run["traces"]:
         shutil.copy(TRACES / "h200x4-zigzag-65536" / trace["path"], tmp_path)
@@ -317,6 +317,6 @@ def test_several_inputs_must_be_traces(tmp_path):
         detect([trace, text])
 
 
-def test_known_formats_are_trace_errors(tmp_path):
+def test_unsupported_trace_formats_are_trace_errors(tmp_path):
     with pytest.raises(TraceFormatError):
         detect([put(tmp_path, "t.pftrace", b"abc")])

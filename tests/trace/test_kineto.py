@@ -109,7 +109,7 @@ def slow_rows(path):
 
 
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.parent.name)
-def test_a_real_trace_equals_a_slow_reading(path):
+def test_trace_columns_equal_a_slow_reader(path):
     rows, launches, total = slow_rows(path)
     trace = read_trace(path)
     a = trace.activities
@@ -204,7 +204,7 @@ def test_shortened_rank_lists():
     assert ranks_of(None, 4, **{"Global rank start": 2, "Global rank stride": 3}) == (2, 5, 8, 11)
 
 
-def test_a_group_must_have_as_many_ranks_as_it_says():
+def test_group_whose_size_disagrees_is_ignored():
     config = [
         {"pg_name": "whole", "pg_size": 2, "ranks": [4, 6]},
         {"pg_name": "fewer", "pg_size": 4, "ranks": [0, 1]},
@@ -244,7 +244,7 @@ def test_malformed_times_are_missing(text):
     assert [(w.code, w.count) for w in trace.warnings] == [("missing_time", 1)]
 
 
-def test_a_kernel_with_metadata_of_its_own():
+def test_kernel_with_its_own_collective_metadata():
     args = {"Collective name": "all_to_all", "In split size": "[2, 0]", "Out split size": [1, 1], "stream": 3}
     trace = parse_trace(document([kernel(0, args=args), kernel(1, args=args), kernel(2)]))
     assert trace.activities.collective.tolist() == [0, 0, NONE]

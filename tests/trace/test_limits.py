@@ -48,7 +48,7 @@ def test_devices_without_an_id_are_numbered_by_position() -> None:
     assert [(device.index, device.name) for device in devices] == [(5, "NVIDIA H200"), (1, ""), (0, "")]
 
 
-def test_a_device_annotation_is_of_the_device_in_its_arguments() -> None:
+def test_device_annotation_takes_the_device_of_its_arguments() -> None:
     events = [
         kernel(0),
         kernel(1, cat="gpu_user_annotation", pid=2, tid=20, args={"device": 3, "stream": 9}),
@@ -91,7 +91,7 @@ def test_a_shortened_list_of_ranks_needs_a_stride(ranks: str, size: int, read: t
 
 
 @pytest.mark.parametrize(("elements", "kept"), [(1 << 48, 1 << 48), ((1 << 48) + 1, None), (-1, None), (True, None)])
-def test_a_message_has_a_quarter_of_a_quadrillion_elements_at_most(elements: object, kept: int | None) -> None:
+def test_message_element_count_has_an_upper_limit(elements: object, kept: int | None) -> None:
     args = {"Collective name": "send", "In msg nelems": elements}
     (record,) = parse_trace(document([kernel(0, args=args)])).collectives
     assert record.in_elements == kept

@@ -244,7 +244,7 @@ def test_mutated_compressed_traces_are_read_or_refused(changes):
 
 @given(st.lists(st.tuples(st.integers(0, len(SAMPLE) - 1), st.integers(0, 7)), min_size=1, max_size=4))
 @settings(max_examples=30)
-def test_a_few_flipped_bits_lose_only_what_they_hit(flips):
+def test_flipped_bits_lose_only_the_events_they_hit(flips):
     data = bytearray(SAMPLE)
     for position, bit in flips:
         data[position] ^= 1 << bit

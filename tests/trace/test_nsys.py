@@ -138,7 +138,7 @@ def test_ringprof_ranges_are_not_operators(tmp_path):
     assert (rank.window.source, rank.breakdown.wall_ns) == ("ringprof", 1500)
 
 
-def test_the_export_is_not_written_to(tmp_path):
+def test_export_file_is_not_modified(tmp_path):
     path = export(tmp_path / "one.sqlite", 41)
     before = path.read_bytes()
     read_nsys(path)

@@ -54,7 +54,7 @@ def test_views_and_virtual_tables_are_refused(tmp_path: Path, script: str, table
         read_nsys(changed(tmp_path / "one.sqlite", script))
 
 
-def test_columns_that_are_computed_are_not_read(tmp_path: Path) -> None:
+def test_generated_columns_are_not_read(tmp_path: Path) -> None:
     """Skip a computed column, which would give 400 MB per row."""
     computed = "value TEXT GENERATED ALWAYS AS (hex(zeroblob(200000000))) VIRTUAL"
     script = f"DROP TABLE StringIds; CREATE TABLE StringIds (id INTEGER PRIMARY KEY, {computed});"
@@ -188,7 +188,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_reading(large: Path, number: signal.Signals) -> None:
+def test_signal_ends_reading_of_an_export(large: Path, number: signal.Signals) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "ringprof", "report", str(large), "--max-memory", str(8 << 30)],
         cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,

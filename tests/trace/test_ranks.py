@@ -31,7 +31,7 @@ def codes(traces):
     return [[warning.code for warning in trace.warnings] for trace in traces]
 
 
-def test_sorted_by_rank():
+def test_traces_are_sorted_by_rank():
     traces = read_traces([FOLDER / f"rank{rank}.json.gz" for rank in (3, 0, 2, 1, 7, 6, 5, 4)])
     assert [trace.rank for trace in traces] == list(range(8))
     assert codes(traces) == [[]] * 8
@@ -45,7 +45,7 @@ def test_reading_in_other_processes_is_equal():
             assert np.array_equal(getattr(trace.activities, field), getattr(other.activities, field))
 
 
-def test_an_error_in_another_process_is_the_same_error(tmp_path):
+def test_error_in_another_process_is_raised_unchanged(tmp_path):
     (tmp_path / "rank0.json").write_text("hello")
     good = write(tmp_path, "rank1.json", 1)
     with pytest.raises(TraceFormatError, match=r"rank0\.json: not a Kineto trace"):
@@ -83,7 +83,7 @@ def test_two_traces_of_one_rank_keep_their_rank(tmp_path):
     assert [trace.rank for trace in traces] == [0, 0]
 
 
-def test_ranks_of_different_runs(tmp_path):
+def test_ranks_of_different_runs_are_a_warning(tmp_path):
     sizes = read_traces([write(tmp_path, "a.json", 0, size=2), write(tmp_path, "b.json", 1, size=4)])
     assert codes(sizes)[0] == ["mixed_runs"]
     times = read_traces([write(tmp_path, "a.json", 0), write(tmp_path, "b.json", 1, start=50)])

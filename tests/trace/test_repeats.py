@@ -28,7 +28,7 @@ def lengths(trace: Trace) -> tuple[int, ...]:
     return tuple(len(getattr(trace, name).start_ns) for name in ("activities", "comm_records", "annotations"))
 
 
-def test_every_event_twice_is_read_as_once():
+def test_duplicated_events_are_read_once():
     events = [kernel(n) for n in range(5)] + [call(0, **{"External id": 3}), mark(0, **{"External id": 4})]
     for listed in (events + events, [event for event in events for _ in range(2)], events + events[::-1]):
         trace = parse_trace(document(listed))

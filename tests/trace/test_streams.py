@@ -18,7 +18,7 @@ def parsed(*rows: dict[str, Any]) -> Trace:
     return parse_trace(json.dumps({"traceEvents": rows}).encode())
 
 
-def test_streams_that_are_pointers_stay_apart():
+def test_pointer_stream_ids_are_distinguished():
     """Keep streams apart that are pointers, as ROCm writes them."""
     pointers = [94_023_481_122_816, 94_023_481_125_120, 94_023_481_122_816, 7, 0]
     streams = parsed(

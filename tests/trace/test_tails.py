@@ -129,7 +129,7 @@ def test_second_event_list_in_an_object_gives_no_rank():
     assert (bare.rank, codes(bare)) == (None, {"second_event_list"})
 
 
-def test_text_in_the_metadata_may_look_like_the_end_of_a_document():
+def test_metadata_text_may_look_like_the_end_of_a_document():
     text = json.dumps({"traceEvents": events_of(1), "note": 'a "}{" b', **fields_of(1)})
     for damaged in (False, True):
         trace = parse_trace((text[:-1] + ("x" if damaged else "}")).encode())

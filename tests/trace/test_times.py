@@ -43,7 +43,7 @@ def slow(text: str) -> int:
         ("1e-999999999", 0),
     ],
 )
-def test_text_to_ns(text, ns):
+def test_decimal_microseconds_to_nanoseconds(text, ns):
     assert text_to_ns(text.encode()) == ns
     assert to_ns([text.encode()]).tolist() == [ns]
     # Together with other texts, the conversion uses another code path with the same result.

@@ -39,7 +39,7 @@ def test_annotations_are_summed_over_ranks():
     assert (forward.calls, forward.busy_ns, forward.exposed_ns, forward.hidden) == (2, 1600, 600, 0.5)
 
 
-def test_ranges_of_one_name_overlap_without_counting_twice():
+def test_overlapping_ranges_of_one_name_count_once():
     b = Builder(world_size=1).mark("a", 0, 20).mark("a", 5, 30).mark("a", 40, 50)
     b.run(FLASH, 100, 200, launched=10).run(FLASH, 150, 250, launched=25, stream=8)
     (annotation,) = annotations_in(b)

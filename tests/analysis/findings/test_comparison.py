@@ -123,7 +123,7 @@ def test_compare_requires_two_entries():
         compare_measurements([measurement("a")])
 
 
-def test_a_log_row_keeps_what_it_printed():
+def test_log_row_entry_keeps_the_printed_figures():
     row = LogRow(
         file="x.log", line=7, format="columns", system="burst", label="Burst", seq=8, tflops=3.0, forward_ms=2.0
     )
@@ -182,7 +182,7 @@ def test_condition_holds_for_its_figure(text, holds):
         ("x > 5%", None, True),
     ],
 )
-def test_a_condition_is_undecided_where_the_interval_lies_on_both_sides(text, interval, answer):
+def test_condition_inside_the_interval_is_undecided(text, interval, answer):
     assert parse_condition(text).holds({"x": 0.06}, {"x": 0.064}, None, interval) is answer
 
 

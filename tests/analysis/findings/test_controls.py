@@ -108,14 +108,14 @@ def test_without_controls_there_is_no_solo_rate():
     assert run.controls is None and rates.controls is None and rates.solo_tflops is None
 
 
-def test_conditions_know_the_figures():
+def test_conditions_accept_control_figures():
     figures = metrics_of(findings_of())
     assert figures["ideal_efficiency"] == pytest.approx(1800 / 2200)
     assert figures["of_solo"] == pytest.approx(1050 / 2200)
     assert figures["flash_slowdown"] == pytest.approx(4600 / 4200 - 1)
 
 
-def test_the_json_report_has_every_figure():
+def test_json_report_has_every_control_figure():
     text = json_text(as_json.as_dict(findings_of(), source="run", paths=["run.json"]))
     summary = json.loads(text)["summary"]
     assert summary["controls"]["ideal_ns"] == 1800 and summary["controls"]["solo_tflops"] == summary["solo_tflops"]

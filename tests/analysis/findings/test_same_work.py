@@ -89,7 +89,7 @@ def test_equal_computation_and_bytes_are_the_same_work(other: Measurement, evide
         (job(length=2000), "rank 0 sends 8 kB per iteration against 4 kB"),
         (job(length=2000, copied=True), "rank 0 sends 8 kB per iteration against 4 kB"),
         (job(host_bytes=128), "rank 0 copies from the host 128 B per iteration against 64 B"),
-        # Two steps that nobody marked look like one of twice the work.
+        # Two unmarked steps look like one step of twice the work.
         (job(steps=2, marked=False), "rank 0 runs 2 calls of kind flash forward per iteration against 1"),
         (job(ranks=1), "traces of 1 ranks against 2"),
         (job(ranks=2, world=4), "world size 4 against 2"),

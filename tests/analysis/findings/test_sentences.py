@@ -17,7 +17,7 @@ from ringprof.trace.columns import KERNEL, MEMCPY, MEMSET
 from tests.analysis.build import FLASH, NCCL, Builder, collective
 from tests.analysis.findings.test_summary import ring_with_compute
 from tests.analysis.recorded import recorded_run
-from tests.analysis.rings import MERGE, everybody, ring_pass
+from tests.analysis.rings import MERGE, ring_pass, uniform_blocks
 
 MS = 1_000_000
 
@@ -59,8 +59,8 @@ def ring_of(spans, *, compute, world, ms=MS):
     return builders
 
 
-def test_bytes_on_the_wire_with_one_slow_rank():
-    # 250 MB a hop: in 10 ms 25 GB/s, in 100 ms 2.5 GB/s. Nobody waits, and exposed are
+def test_verdict_of_slow_wire_with_one_slow_rank():
+    # 250 MB a hop: in 10 ms 25 GB/s, in 100 ms 2.5 GB/s. No rank waits, and exposed are
     # 10 + 100 + 10 + 10 of 110 + 200 + 110 + 110.
     spans, compute = [(100, 110), (100, 200), (100, 110), (100, 110)], [100] * 4
     cost, cause, gain = sentences(*ring_of(spans, compute=compute, world=4))
@@ -106,7 +106,7 @@ def test_work_rising_with_rank_suggests_contiguous_causal_shards(compute, rises)
     assert ("imbalance takes " in cause) is not rises
 
 
-def test_evidence_of_every_part_of_the_waterfall():
+def test_evidence_text_of_every_waterfall_part():
     # Two ranks whose hop of 250 MB begins when both are there, at 200: 50 ms on the wire, then 10 ms of merging.
     builders = ring_of([(100, 250), (200, 250)], compute=[100, 200], world=2)
     for b in builders:
@@ -123,7 +123,7 @@ def test_evidence_of_every_part_of_the_waterfall():
     assert [part.share for part in waterfall.parts] == [pytest.approx(n / 260) for n in (150, 50, 50, 0, 10, 0)]
 
 
-def test_figures_by_name():
+def test_metrics_by_name():
     figures = metrics_of(findings_in_memory(attribute([b.trace() for b in ring_of(
         [(100, 250), (200, 250)], compute=[100, 200], world=2
     )])))  # fmt: skip
@@ -158,7 +158,7 @@ def test_waiting_is_attributed_to_the_longest_communication():
 
 def test_verdict_names_pass_and_step_with_most_exposed_time():
     # Blocks of 600 under hops of 800: each step but a pass's last exposes 190; K, V and gradients backward 2 x 800.
-    run_findings = findings_in_memory(attribute([b.trace() for b in ring_pass(block=everybody(600), hop_ns=800)]))
+    run_findings = findings_in_memory(attribute([b.trace() for b in ring_pass(block=uniform_blocks(600), hop_ns=800)]))
     exposed = {key: time // count for key, (time, count) in run_findings.exposed_by_step.items()}
     forward, backward = (sum(time for key, time in exposed.items() if key[0] == phase) for phase in ("fwd", "bwd"))
     assert (forward, exposed["fwd", 0], exposed["fwd", 3]) == (570, 190, 0) and backward > forward

@@ -19,14 +19,14 @@ WHOLE = {"peak": 50.0, "kernel": 40.0, "repeated": 3.0, "slowdown": -2.0, "expos
     ("other", "one_then", "other_then"),
     [
         (WHOLE, WHOLE, WHOLE),
-        # The peak is not known: nothing of the attention is told apart.
+        # The peak is not known, so the attention is not split.
         ({"attention": 90.0, "exposed_wire": 8.0}, {"attention": 91.0, "exposed_wire": 9.0}, None),
         # No solo rate, then no count of the blocks either: the kernel's loss holds both.
         ({"peak": 50.0, "kernel": 39.0, "repeated": 2.0, "exposed_wire": 9.0},
          {"peak": 50.0, "kernel": 38.0, "repeated": 3.0, "exposed_wire": 9.0}, None),
         ({"peak": 50.0, "kernel": 41.0, "exposed_wire": 9.0},
          {"peak": 50.0, "kernel": 41.0, "exposed_wire": 9.0}, None),
-        # Wire, wait and imbalance are not told apart.
+        # Wire, wait and imbalance are not separated.
         ({**WHOLE, "exposed_wire": 0.0, "exposed_unsplit": 9.0},
          {"peak": 50.0, "kernel": 40.0, "repeated": 3.0, "slowdown": -2.0, "exposed_unsplit": 9.0},
          {"peak": 50.0, "kernel": 40.0, "repeated": 3.0, "slowdown": -2.0, "exposed_unsplit": 9.0}),

@@ -115,7 +115,7 @@ def test_the_rate_is_flops_over_the_kernels_time_and_the_mfu_flops_over_the_wall
     assert rates.mfu == pytest.approx(3 * PRODUCT / 10e-6 / 989e12)
 
 
-def test_attention_counts_once_though_its_operators_nest():
+def test_nested_attention_operators_count_once():
     rates = rates_of(attention_step())
     assert {row.part: row.flops for row in rates.parts} == {"attention": CAUSAL, "matrix_products": PRODUCT}
     assert [row.part for row in rates.parts] == ["attention", "matrix_products"]
@@ -130,7 +130,7 @@ def test_overlapping_kernels_count_once_in_time():
     assert rates_of(step).parts[0].tflops == pytest.approx(2 * PRODUCT / 10e-6 / 1e12)
 
 
-def test_what_is_launched_outside_the_window_does_not_count():
+def test_kernels_launched_outside_the_window_do_not_count():
     step = Step().product(100, 108, launched=1).product(200, 208, launched=50).mark("ProfilerStep#3", 40, 60)
     # Launched within, by an operator that began before: a window holds launches.
     step.operate("aten::mm", 39, 41, [[SQUARE, SQUARE], [SQUARE, WIDTH]]).run(GEMM, 210, 214, launched=40.5)
@@ -153,7 +153,7 @@ def test_kernels_without_a_launch_match_by_external_id():
 
 
 def test_a_distributed_tensors_operator_counts_its_local_shard():
-    """Around the local product the same operator is recorded with the sizes of the whole."""
+    """An operator of the same name encloses the local product, recorded with the global sizes."""
     step = Step().operate("aten::mm", 1, 9, [[8 * SQUARE, SQUARE], [SQUARE, WIDTH]])
     step.product(100, 108, launched=3)
     assert rates_of(step).flops == PRODUCT
@@ -200,7 +200,7 @@ def test_mfu_needs_shapes_for_99_percent_of_the_time():
     assert rates_of(less).mfu is None
 
 
-def test_a_mask_that_is_not_recorded_makes_an_upper_bound_and_no_mfu():
+def test_unrecorded_mask_gives_an_upper_bound_and_no_mfu():
     step = attention_step(values=("",) * 5)
     rates = rates_of(step)
     assert rates.part("attention").flops == 2 * CAUSAL
@@ -219,7 +219,7 @@ def test_the_peak_is_that_of_the_data_type_with_most_flops():
 
 
 @pytest.mark.parametrize("device", ["NVIDIA Unheard-of 9000", "NVIDIA L4"])
-def test_no_mfu_where_no_peak_is_known_or_it_is_exceeded(device):
+def test_no_mfu_if_the_peak_is_unknown_or_exceeded(device):
     """247 TFLOP/s are more than an L4 has."""
     rates = rates_of(Step(device).product(100, 108, launched=1))
     assert rates.mfu is None
@@ -343,7 +343,7 @@ def test_a_reduced_trace_has_the_same_rates():
     assert step_rates_of(attribute([reduced])) == step_rates_of(attribute([trace]))
 
 
-def test_a_reduced_trace_without_shapes_has_no_table_of_them():
+def test_reduced_trace_without_shapes_stores_no_shape_table():
     trace = Step().product(100, 108, launched=1, dims=None).trace()
     assert b"flop_records" not in zlib.decompress(reduce_trace(trace).removeprefix(MAGIC))
 

@@ -81,7 +81,7 @@ def test_many_ranks_are_summarised_as_mean_min_max():
     assert {row.overlap_ratio for row in rows} == {None}
 
 
-def test_a_run_as_an_entry_of_a_comparison():
+def test_run_as_an_entry_of_a_comparison():
     attribution = attribute([b.trace() for b in ring_with_compute()], recorded_run())
     entry = measurement_of_run("mine", findings_in_memory(attribution))
     flops = 4 * 1024**2 * 8 * 64 // 2 * 7 // 2 / 4
@@ -104,7 +104,7 @@ def test_a_run_as_an_entry_of_a_comparison():
     }  # fmt: skip
 
 
-def test_times_of_an_entry_are_of_one_iteration():
+def test_times_of_an_entry_are_per_iteration():
     b = Builder(world_size=1)
     for begin in (0, 10_000):
         b.mark("ringprof::iteration", begin, begin + 5_000).run(

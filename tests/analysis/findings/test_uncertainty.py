@@ -82,14 +82,14 @@ def test_single_measurement_has_no_interval():
 
 
 @pytest.mark.parametrize("values", [[1.0, 2.0, 4.0], [1.0, 2.0, 4.0, 8.0], [1.0, 1.0, 3.0, 7.0, 9.0]])
-def test_resampled_medians_are_those_of_every_resample(values):
+def test_resampled_medians_equal_full_enumeration(values):
     expected = Counter(median(sample) for sample in itertools.product(values, repeat=len(values)))
     drawn = Counter(resampled_medians(np.array(values), np.random.default_rng(7)).tolist())
     assert set(drawn) <= set(expected)
     whole = len(values) ** len(values)
     for middle, count in expected.items():
         share = count / whole
-        # Five standard errors of a count among so many draws.
+        # Five standard errors of a count among that many draws.
         assert drawn[middle] / DRAWS == pytest.approx(share, abs=5 * math.sqrt(share * (1 - share) / DRAWS) + 1e-9)
 
 

@@ -15,7 +15,7 @@ from ringprof.analysis.timeline.window import Focus
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import RUNTIME_CALL
 from tests.analysis.build import FLASH, Builder, collective
-from tests.analysis.rings import MERGE, everybody, ring_pass
+from tests.analysis.rings import MERGE, ring_pass, uniform_blocks
 from tests.analysis.test_real_runs import NVLINK, TWO_HOSTS, attribution_of
 from tests.analysis.timeline.test_cpu import example as cpu_example
 from tests.loaded import analysis
@@ -82,7 +82,7 @@ def test_verdict_names_a_slow_inter_host_link():
     assert "SendRecv between hosts moves 1.65 GB/s, 231 within a host" in cause
 
 
-def test_exposed_wire_names_the_step_that_exposes_most():
+def test_verdict_names_the_step_with_most_exposed_wire():
     attribution = attribution_of(NVLINK)
     run_findings = findings_in_memory(attribution)
     _, cause, _ = run_findings.verdict
@@ -137,7 +137,7 @@ def test_a_training_step_with_gaps_names_them_first():
     assert line.endswith("what computes longest is matrix products 22.6 %, then optimizer 6.5 % of the time.")
 
 
-def test_a_matrix_product_beside_attention_is_no_merge():
+def test_matrix_product_beside_attention_is_not_a_merge():
     b = Builder(world_size=1).run(FLASH, 0, 600, launched=1).run("nvjet_tst_64x64", 600, 1000, launched=2)
     assert "60.0 % of the time is attention, 40.0 % is matrix products." in verdict(b)
 
@@ -153,15 +153,15 @@ def test_short_gaps_are_not_attributed_to_launches():
     assert line.startswith("30.0 % of the time the GPU is idle in gaps below 5 us: 100.0 % of its idle time is short")
 
 
-def test_one_gpu_communicates_nothing():
+def test_verdict_of_one_gpu_states_no_communication():
     assert verdict(Builder(world_size=1).run(FLASH, 0, 10, launched=1))[0] == "one GPU: nothing is communicated"
 
 
-def test_one_rank_of_several_says_that_the_split_is_not_known():
+def test_verdict_of_one_rank_of_several_has_no_wait_split():
     assert any("not known" in line for line in verdict(ring_pass(hop_ns=1500)[0]))
 
 
-def test_a_cpu_run_speaks_of_blocked_time():
+def test_verdict_of_a_cpu_run_uses_blocked_time():
     assert "time blocked in waiting for a transfer" in verdict(cpu_example())[0]
 
 
@@ -181,7 +181,7 @@ def test_no_verdict_has_more_than_three_lines(folder):
 
 
 def test_verdict_of_a_balanced_ring_has_no_communication_cause():
-    text = " ".join(verdict(*ring_pass(block=everybody(985), hop_ns=100)))
+    text = " ".join(verdict(*ring_pass(block=uniform_blocks(985), hop_ns=100)))
     assert "SendRecv" not in text
 
 
@@ -313,7 +313,7 @@ def test_matrix_products_alone_have_no_next_step():
     assert step_of(Builder(world_size=1).run("ampere_sgemm_128x64_nn", 0, 600, launched=1)) is None
 
 
-def test_one_process_communicates_nothing():
+def test_verdict_of_one_process_states_no_communication():
     b = Builder(world_size=1).mark("ProfilerStep#1", 0, 1000).operate("aten::mm", 0, 500)
     assert verdict(b)[0] == "one process: nothing is communicated"
 

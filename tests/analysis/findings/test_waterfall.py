@@ -20,7 +20,7 @@ from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, NCCL, Builder
 from tests.analysis.idle_oracle import idle_by_cause, run_traces_of
 from tests.analysis.recorded import recorded_run
-from tests.analysis.rings import LENGTH, MERGING, causal, everybody, ring_pass
+from tests.analysis.rings import LENGTH, MERGING, causal, ring_pass, uniform_blocks
 from tests.analysis.transfers.test_hops import ring
 from tests.loaded import analysis
 from tests.paths import ROOT
@@ -159,7 +159,7 @@ def blocked_idle(copies, rank):
     return sum(ns for (cause, _), ns in idle_by_cause(copies, rank).items() if cause == "blocked")
 
 
-@pytest.mark.parametrize("block", [everybody(900), everybody(300), causal(900)])
+@pytest.mark.parametrize("block", [uniform_blocks(900), uniform_blocks(300), causal(900)])
 @pytest.mark.parametrize("hop_ns", [100, 400, 1500])
 @pytest.mark.parametrize("present", [4, 2])
 def test_waterfall_of_a_ring_pass_equals_a_sweep(block, hop_ns, present):
@@ -198,7 +198,7 @@ def test_early_rank_counts_as_waiting_only_where_wait_is_known():
     assert parts == {"attention": 150, "exposed_unsplit": 1150}
 
 
-def test_unknown_communication_beside_wire_is_wire():
+def test_unsplit_communication_beside_wire_counts_as_wire():
     """A hop of two ranks from 1000 to 2000, beside a kernel without a record from 1500 to 2500."""
     builders = ring([1000] * 2, [2000] * 2, world=2)
     for b in builders:
@@ -255,7 +255,7 @@ def test_peak_attention_time_covers_all_iterations():
     assert waterfall.of("peak") == round(2 * 14 * 512 * 1024 * 1025 / 2 / 989e3) == 7607
 
 
-def test_the_frame_has_the_parts():
+def test_waterfall_frame_has_the_parts():
     run = analysis(RUNS[0])
     frame = run.waterfall()
     assert list(frame.columns) == ["part", "time_ns", "share", "tflops", "evidence", "remedy"]

@@ -20,7 +20,7 @@ def evidence_of(builder):
     return [EVIDENCE[code] for code in classify(builder.trace()).evidence]
 
 
-def test_copies_and_sets_go_by_category():
+def test_memory_copies_and_sets_are_classified_by_category():
     b = Builder()
     b.run("Memcpy DtoD (Device -> Device)", 0, 1, category=MEMCPY)
     b.run("Memcpy PtoP (Device -> Device)", 1, 2, category=MEMCPY)
@@ -34,7 +34,7 @@ def test_metadata_takes_precedence_over_the_kernel_name():
     assert evidence_of(b) == ["metadata"]
 
 
-def test_a_batched_kernel_takes_the_records_since_the_communication_launch_before_it():
+def test_batched_kernel_takes_records_since_the_previous_launch():
     b = Builder()
     b.batch(100, 200, 300, to=1, source=3)
     b.run(ADD, 210, 220, launched=110)
@@ -96,7 +96,7 @@ def test_stream_with_several_kinds_is_not_evidence():
     assert kinds_of(b) == ["send_recv", "all_to_all", "all_reduce", "send_recv"]
 
 
-def test_an_annotation_decides_where_no_record_exists():
+def test_annotation_decides_the_kind_without_records():
     b = Builder().mark("nccl:all_to_all", 5, 15).run(NCCL, 20, 30, launched=10)
     assert kinds_of(b) == ["all_to_all"]
     assert evidence_of(b) == ["annotation"]
@@ -118,7 +118,7 @@ def test_merge_range_of_another_thread_is_ignored():
     assert kinds_of(b) == ["elementwise"]
 
 
-def test_helpers_launched_by_an_attention_operator_are_attention():
+def test_small_kernels_of_an_attention_operator_are_attention():
     b = Builder().operate("aten::_cudnn_attention_backward", 0, 20)
     b.run(ADD, 100, 110, launched=10).run("cudnn::qkv_tma_setup", 110, 120, launched=12).run(ADD, 120, 130, launched=25)
     assert kinds_of(b) == ["flash_bwd", "flash_bwd", "elementwise"]
@@ -150,7 +150,7 @@ CUT = "void cutlass::device_kernel<flash::enable_sm90_or_la"
         (CUT, "flash_attn_3::fwd", "flash_fwd"),
         (CUT, "aten::add", "other"),
         ("void flash::prepare_varlen_num_blocks_kernel<1>", "flash_attn_3::bwd", "flash_bwd"),
-        # A specific name is right, whatever operator the kernel was launched in.
+        # A specific name decides, for any operator that launched the kernel.
         ("void flash_fwd_kernel<2>", "flash_attn_3::bwd", "flash_fwd"),
     ],
 )
@@ -159,7 +159,7 @@ def test_operator_decides_the_pass_for_truncated_kernel_names(name, operator, ki
 
 
 @pytest.mark.parametrize(("operator", "kind"), [("_C_custom_ar::all_reduce", "all_reduce"), ("aten::add", "permute")])
-def test_the_owning_operator_outranks_a_single_word_of_the_name(operator, kind):
+def test_operator_takes_precedence_over_a_word_of_the_name(operator, kind):
     assert kinds_of(Builder().operate(operator, 0, 30).run("push_expert_rows", 100, 200, launched=10)) == [kind]
 
 

@@ -56,7 +56,7 @@ def test_all_communication_counts_without_a_chosen_group():
     assert rank.breakdown.exposed_other_groups_ns == 0
 
 
-def test_several_groups_are_kept_together():
+def test_several_groups_can_be_chosen():
     for group in ("4;7", "*", "*PARALLEL*,PIPE*", "0,1;0,2"):
         assert attribution_of_group(group).ranks[0].breakdown.comm_ns == 2500
 

@@ -46,24 +46,24 @@ def free_colours():
     """Return the colours left for a new kind, farthest from all others first; none as bright as a warning."""
     used = [lab(colour) for colour in DRAWN.values()]
     grid = (f"#{red:02X}{green:02X}{blue:02X}" for red, green, blue in product(range(15, 256, 30), repeat=3))
-    candidates = [colour for colour in grid if stands_out(colour) and 15 < math.hypot(*lab(colour)[1:]) < 60]
+    candidates = [colour for colour in grid if has_contrast(colour) and 15 < math.hypot(*lab(colour)[1:]) < 60]
     distance_of = {colour: min(math.dist(lab(colour), other) for other in used) for colour in candidates}
     return sorted(
         (colour for colour in candidates if distance_of[colour] >= FAR), key=lambda colour: -distance_of[colour]
     )
 
 
-def stands_out(colour):
+def has_contrast(colour):
     return contrast(colour, "#ffffff") > 1.3 and contrast(colour, "#15181c") > 2.5
 
 
-def test_any_two_colours_are_far_apart():
+def test_kind_colours_are_distinguishable():
     near = [pair for pair in combinations(DRAWN, 2) if math.dist(*(lab(DRAWN[name]) for name in pair)) < FAR]
     assert not near, f"free are {free_colours()[:9]}"
 
 
-def test_every_colour_stands_out_on_a_light_and_on_a_dark_page():
-    assert all(map(stands_out, DRAWN.values()))
+def test_every_colour_has_contrast_on_light_and_dark_pages():
+    assert all(map(has_contrast, DRAWN.values()))
 
 
 def test_a_free_colour_remains_for_a_new_kind():

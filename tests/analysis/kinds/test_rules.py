@@ -333,12 +333,12 @@ FUNCTOR = "at::native::CUDAFunctor_add<float>"
         ("(gemm)", "gemm"),
     ],
 )  # fmt: skip
-def test_only_text_before_the_parameters_decides(name, kind):
+def test_parameters_in_kernel_names_are_ignored(name, kind):
     rule = rule_for(name)
     assert (rule.kind if rule else None) == kind
 
 
-def test_the_category_of_each_kind():
+def test_group_of_each_kind():
     assert {group: [kind.key for kind in KIND.values() if kind.group == group] for group in GROUPS} == GROUPS
     assert sum(map(len, GROUPS.values())) == len(KINDS)
 
@@ -369,7 +369,7 @@ def test_every_rule_has_a_known_kind():
         ("aten::mm", None),
     ],
 )
-def test_operators_that_are_one_attention_pass(name, kind):
+def test_kind_of_attention_operators(name, kind):
     assert kind_of_attention_operator(name) == kind
 
 

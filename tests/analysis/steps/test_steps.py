@@ -16,7 +16,7 @@ from ringprof.analysis.steps.blocks import AttentionRuns, StepKey, number_runs_l
 from ringprof.analysis.steps.steps import Step, steps_in_memory
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, NCCL, Builder, collective
-from tests.analysis.rings import BACKWARD, causal, everybody, ring_pass
+from tests.analysis.rings import BACKWARD, causal, ring_pass, uniform_blocks
 from tests.analysis.test_real_runs import NVLINK, TWO_HOSTS, attribution_of
 from tests.analysis.transfers.test_hops import BYTES
 
@@ -33,7 +33,7 @@ def steps_of_rank(steps, rank, phase, call=0):
 
 @pytest.mark.parametrize("source", NAMES)
 def test_block_longer_than_its_hop_hides_it(source):
-    steps = steps_of(ring_pass(block=everybody(900), hop_ns=400, names=NAMES[source]))
+    steps = steps_of(ring_pass(block=uniform_blocks(900), hop_ns=400, names=NAMES[source]))
     assert {step.source for step in steps} == {source}
     forward = steps_of_rank(steps, 2, "fwd")
     assert [(s.step, s.start_ns, s.end_ns) for s in forward] == [
@@ -46,7 +46,7 @@ def test_block_longer_than_its_hop_hides_it(source):
 
 @pytest.mark.parametrize("source", NAMES)
 def test_exposed_time_is_charged_to_the_step_of_its_block(source):
-    steps = steps_of(ring_pass(block=everybody(600), hop_ns=800, names=NAMES[source]))
+    steps = steps_of(ring_pass(block=uniform_blocks(600), hop_ns=800, names=NAMES[source]))
     forward = steps_of_rank(steps, 0, "fwd")
     # Block and merge overlap 610 of the hop's 800 ns.
     assert [(s.exposed_ns, s.exposed_wire_ns, s.bound) for s in forward] == [(190, 190, "wire")] * 3 + [
@@ -98,7 +98,7 @@ def test_last_gradient_hop_belongs_to_its_layer():
 
 
 def test_a_step_that_waits_for_a_peer_shows_the_wait():
-    builders = ring_pass(world=4, block=everybody(900), hop_ns=950)
+    builders = ring_pass(world=4, block=uniform_blocks(900), hop_ns=950)
     late = builders[2]
     # Rank 2 posts its first hop 700 ns late, and all ranks end together.
     for rank, b in enumerate(builders):
@@ -111,8 +111,8 @@ def test_a_step_that_waits_for_a_peer_shows_the_wait():
     assert first.exposed_ns == 90
 
 
-def test_without_launch_records_the_order_is_that_of_the_device():
-    builders = ring_pass(block=everybody(900), hop_ns=400)
+def test_steps_without_launch_records_follow_device_order():
+    builders = ring_pass(block=uniform_blocks(900), hop_ns=400)
     for b in builders:
         b.launches.clear()
     steps = steps_of(builders)
@@ -122,20 +122,20 @@ def test_without_launch_records_the_order_is_that_of_the_device():
 
 
 def test_single_rank_steps_with_exposed_time_have_no_bound():
-    steps = steps_of(ring_pass(block=everybody(600), hop_ns=800)[:1])
+    steps = steps_of(ring_pass(block=uniform_blocks(600), hop_ns=800)[:1])
     assert [(s.exposed_ns, s.exposed_wire_ns, s.bound) for s in steps_of_rank(steps, 0, "fwd")][:2] == [
         (190, None, None)
     ] * 2
     assert steps_of_rank(steps, 0, "fwd")[3].bound == "compute"
 
 
-def test_without_hops_or_names_there_are_no_steps():
+def test_no_steps_without_hops_or_names():
     assert steps_of([Builder(world_size=1).run(FLASH, 0, 10, launched=1).run(BACKWARD, 20, 30, launched=2)]) == ()
     assert steps_of([Builder(world_size=1).run(NCCL, 0, 10, launched=1)]) == ()
 
 
 @pytest.mark.parametrize("run", [NVLINK, TWO_HOSTS])
-def test_the_steps_of_a_ring_hold_all_its_exposed_communication(run):
+def test_ring_steps_account_for_all_exposed_communication(run):
     attribution = attribution_of(run)
     steps = steps_in_memory(attribution.ranks).steps
     assert len(steps) == 8 * 16
@@ -171,16 +171,16 @@ def test_steps_by_order_equal_steps_by_name(run):
 
 
 @pytest.mark.parametrize(("hop_ns", "exposed", "bound"), [(630, 20, "compute"), (631, 21, "wire")])
-def test_exposed_communication_of_a_fiftieth_of_a_step_is_negligible(hop_ns, exposed, bound):
+def test_exposed_time_below_2_percent_of_a_step_is_negligible(hop_ns, exposed, bound):
     # Block and merge overlap 610 of each step's 1000 ns.
-    step = steps_of_rank(steps_of(ring_pass(block=everybody(600), hop_ns=hop_ns)), 1, "fwd")[1]
+    step = steps_of_rank(steps_of(ring_pass(block=uniform_blocks(600), hop_ns=hop_ns)), 1, "fwd")[1]
     assert (step.end_ns - step.start_ns, step.exposed_ns, step.bound) == (1000, exposed, bound)
 
 
 @pytest.mark.parametrize(("late", "exposed_wire", "bound"), [(805, 195, "wire"), (806, 194, "peer")])
 def test_wire_is_the_bound_from_half_of_the_exposed_time(late, exposed_wire, bound):
     # The first hop lasts until 1000, 390 longer than block and merge, and moves nothing before the late rank arrives.
-    builders = ring_pass(block=everybody(600), hop_ns=800)
+    builders = ring_pass(block=uniform_blocks(600), hop_ns=800)
     for rank, b in enumerate(builders):
         hop = next(row for row in b.activities if row[5] == 20)
         b.activities[b.activities.index(hop)] = (late if rank == 2 else 0, 1000, *hop[2:])
@@ -188,7 +188,7 @@ def test_wire_is_the_bound_from_half_of_the_exposed_time(late, exposed_wire, bou
     assert (step.exposed_ns, step.exposed_wire_ns, step.bound) == (390, exposed_wire, bound)
 
 
-def test_a_blocks_time_is_the_union_of_its_kernels_whatever_other_steps_do():
+def test_block_time_is_the_union_of_its_own_kernels():
     # The second kernel of step 0 begins during the first, and ends after the start of step 1's on another stream.
     b = Builder(world_size=1)
     for step, (launched, spans) in enumerate([(10, [(0, 1000), (400, 1300)]), (500, [(1100, 1500)])]):
@@ -201,7 +201,7 @@ def test_a_blocks_time_is_the_union_of_its_kernels_whatever_other_steps_do():
 
 
 @pytest.mark.parametrize("name", ["_allgather_base", "_reduce_scatter_base"])
-def test_a_collective_that_a_block_hides_is_a_hop_of_its_step(name):
+def test_collective_hidden_by_a_block_is_a_hop_of_its_step(name):
     builders = [Builder(rank=rank, world_size=2) for rank in range(2)]
     for b in builders:
         own = collective(name, group_ranks=(0, 1), group_size=2)

@@ -31,7 +31,7 @@ def example():
     return b
 
 
-def test_the_parts_of_a_cpu_run():
+def test_cpu_run_breakdown_by_hand():
     rank = rank_of(example())
     b = rank.breakdown
     assert rank.on_cpu
@@ -40,7 +40,7 @@ def test_the_parts_of_a_cpu_run():
     assert (b.overlapped_ns, b.overlap_ratio) == (None, None)
 
 
-def test_the_kinds_of_a_cpu_run():
+def test_cpu_run_kinds_by_hand():
     kinds = {kind: (t.time_ns, t.calls) for kind, t in rank_of(example()).breakdown.kinds.items()}
     assert kinds == {
         "flash_fwd": (200, 1),
@@ -57,7 +57,7 @@ def test_cpu_transfers_are_not_split_and_a_warning_names_the_reason():
     assert rank_of(example()).splits == ()
 
 
-def test_without_wait_marks_a_warning_reports_unknown_communication():
+def test_missing_wait_marks_are_a_warning():
     b = Builder(world_size=2).operate(FORWARD, 0, 100)
     assert "cpu_no_wait_marks" in codes(b)
 
@@ -66,11 +66,11 @@ def test_single_cpu_process_has_no_warning():
     assert codes(Builder(world_size=1).operate(FORWARD, 0, 100)) == set()
 
 
-def test_without_an_iteration_mark_the_operators_bound_the_wall():
+def test_wall_without_an_iteration_mark_spans_the_operators():
     assert rank_of(Builder(world_size=1).operate(FORWARD, 10, 110)).breakdown.wall_ns == 100
 
 
-def test_without_an_iteration_mark_communication_outside_the_operators_counts():
+def test_communication_outside_operators_counts_without_marks():
     b = Builder(world_size=2).operate(FORWARD, 100, 200).mark("gloo:all_reduce", 50, 80, thread=7)
     b.mark("gloo:all_reduce", 150, 400, thread=7).mark("somebody's own", 0, 1000)
     breakdown = rank_of(b).breakdown
@@ -130,7 +130,7 @@ def test_the_ranges_of_gloo_are_communication():
     assert "cpu_no_wait_marks" not in codes(data_parallel())
 
 
-def test_posting_calls_count_where_there_is_no_range():
+def test_posting_calls_are_communication_without_ranges():
     b = Builder(world_size=2).operate("aten::mm", 0, 100).operate("c10d::allreduce_", 100, 140)
     b.operate("c10d::allreduce_", 140, 200).operate("aten::mm", 200, 300)
     kinds = rank_of(b).breakdown.kinds
@@ -178,7 +178,7 @@ def test_waiting_for_a_functional_collective_is_not_computation():
     }  # fmt: skip
 
 
-def test_a_compiled_graph_computes_nothing_while_it_waits_for_a_functional_collective():
+def test_waiting_inside_a_compiled_graph_is_not_computation():
     b = tensor_parallel().operate("## Call CompiledFxGraph fex62z2pad6 ##", 0, 1000)
     breakdown = rank_of(b).breakdown
     # Everything except the two waits and the two products; each reduction ends 10 ns before its wait.

@@ -99,7 +99,7 @@ def test_times_must_be_in_order():
         parse_between("20ms,10ms")
 
 
-def test_activities_are_cut_at_both_times():
+def test_activities_are_clipped_to_the_chosen_times():
     b = Builder(world_size=1).run(FLASH, 1000, 2000, launched=1).run(NCCL, 1500, 3000, launched=2)
     (rank,) = attribute([b.trace()], focus=Focus(between_ns=(200, 1300))).ranks
     figures = rank.breakdown

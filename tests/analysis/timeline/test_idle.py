@@ -91,7 +91,7 @@ def test_idle_class_of_an_event_and_of_events_inside_it(trace, tmp_path, name, c
         ("python_function", "train.py(1): step"),
     ],
 )
-def test_ranges_around_everything_are_ignored(trace, tmp_path, category, name):
+def test_iteration_ranges_do_not_classify_idle_time(trace, tmp_path, category, name):
     trace.event(category, name, -20 * US, 100 * US)
     trace.run(60 * US, 70 * US, launched=(60 * US, 60 * US))
     assert idle_of(trace, tmp_path) == {("nothing recorded", ""): 50 * US}
@@ -168,7 +168,7 @@ def test_the_kernels_of_a_graph_share_its_launch(trace, tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_random_run_equals_the_oracle_with_every_option(seed, tmp_path):
+def test_idle_time_of_random_runs_equals_the_oracle(seed, tmp_path):
     choices, rng = write_random_run(seed, tmp_path), Random(-seed)
     first = rng.randint(0, 900)
     window = rng.choice((None, "trace", *(["part"] if choices.iterations else [])))
@@ -195,7 +195,7 @@ WITH_COPIES = ("copied", "-prefix", "-layer", "-sizes", "ring-prefill", "waits-"
     ids=lambda path: path.name,
 )
 @pytest.mark.parametrize("window", [None, "ringprof::bwd*"])
-def test_a_recorded_run_equals_the_oracle(folder, window):
+def test_idle_time_of_a_recorded_run_equals_the_oracle(folder, window):
     try:
         run = analysis(folder, window=window)
     except UsageError:

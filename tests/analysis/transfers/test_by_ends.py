@@ -97,7 +97,7 @@ def test_records_take_precedence_over_matching_by_ends():
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_hosts_with_clocks_of_their_own_need_several_kernels(count):
+def test_separate_host_clocks_need_several_kernels(count):
     """Check that two kernels are not enough: one offset fits any single pair, but three within 50 us are no chance."""
     clock_offset = 40 * MS
     first = [((10 * number + 1) * MS, (10 * number + 4) * MS) for number in range(1, 1 + count)]
@@ -170,8 +170,8 @@ def test_groups_in_lockstep_are_not_joined():
     assert groups == [{(0, 1)}, {(0, 1)}, {()}, {()}]
 
 
-def test_two_communicators_of_the_same_ranks_are_not_mixed_up():
-    """Check two communicators that reduce equally often on separate streams: ends that lie apart cannot tell which."""
+def test_two_communicators_of_the_same_ranks_are_separated():
+    """Check two communicators that reduce equally often on separate streams, with ends at different times."""
     builders = [over_pcie(rank) for rank in (0, 1)]
     for rank, builder in enumerate(builders):
         spans = [((10 * number + 1) * MS, (10 * number + 6) * MS + (100 + 90 * rank) * US) for number in range(6)]
@@ -180,7 +180,7 @@ def test_two_communicators_of_the_same_ranks_are_not_mixed_up():
     assert "matched_by_ends" not in codes(attribution) and "no_record" in codes(attribution)
 
 
-def test_hosts_with_clocks_of_their_own_need_ends_that_agree_closely():
+def test_separate_host_clocks_need_closely_agreeing_ends():
     hosts = (over_pcie(0, host="a"), over_pcie(1, host="b"))
     assert "matched_by_ends" not in codes(attribution_of(*hosts))
 

@@ -140,13 +140,13 @@ def test_waits_below_the_clock_error_are_not_reported():
     assert hop_totals(attribution.ranks[0].hops).wait_ns is None
 
 
-def test_ranks_of_one_host_need_no_fit():
+def test_ranks_of_one_host_need_no_clock_fit():
     builders = ring((0,), per_host=4)
     attribution = attribute(builders)
     assert (attribution.clocks.residual_ns, attribution.clocks.pairs, codes(attribution)) == (0, (), [])
 
 
-def test_hosts_that_exchange_nothing_keep_their_times():
+def test_hosts_without_traffic_keep_their_times():
     traces = []
     for host in range(2):
         pair = (2 * host, 2 * host + 1)
@@ -210,7 +210,7 @@ def shifted(trace: Trace, by: int) -> Trace:
 def test_recorded_hosts_are_aligned_and_keep_their_figures(skew):
     expected = attribute(recorded())
     shifted_run = attribute([shifted(t, skew if (t.rank or 0) >= 4 else 0) for t in recorded()], ranks_per_host=4)
-    # Messages take 300 us here, at times more, which cannot be told from an offset.
+    # Messages take 300 us here, at times more, which looks the same as an offset.
     assert abs(shifted_run.clocks.offset_ns[4] + skew) < 50 * US
     assert 300 * US < shifted_run.clocks.residual_ns < 600 * US
     for expected_rank, rank in zip(expected.ranks, shifted_run.ranks, strict=True):
@@ -220,7 +220,7 @@ def test_recorded_hosts_are_aligned_and_keep_their_figures(skew):
 
 
 @pytest.mark.parametrize("hosts", [3, 33, 100])
-def test_a_collective_of_many_hosts_ties_all_their_clocks(hosts):
+def test_collective_of_many_hosts_aligns_all_clocks(hosts):
     draw = np.random.default_rng(hosts)
     true_offset = np.concatenate([[0], draw.integers(-(10**9), 10**9, hosts - 1)])
     begin = np.arange(40) * 1_000_000
@@ -241,7 +241,7 @@ def test_a_collective_of_many_hosts_ties_all_their_clocks(hosts):
         assert abs(offset + true_offset[rank // 8]) <= clocks.residual_ns < 200_000
 
 
-def test_of_many_hosts_each_is_compared_with_the_first_and_with_its_neighbours():
+def test_many_hosts_are_compared_with_the_first_and_neighbours():
     traffic: Traffic = defaultdict(TrafficSamples)
     time = np.array([0])
     collect_collectives({host: CollectiveTimes(time, time + 1, time + 2) for host in range(40)}, "all_reduce", traffic)

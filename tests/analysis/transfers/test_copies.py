@@ -30,7 +30,7 @@ def ring(kind):
     return attribute([b.trace() for b in builders])
 
 
-def test_bytes_wire_and_exposed_totals_are_those_of_nccl():
+def test_copy_bytes_wire_and_exposed_totals_equal_nccl():
     nccl, copies = ring("nccl"), ring("copies")
     for a, b in zip(nccl.ranks, copies.ranks, strict=True):
         assert hop_totals(a.hops) == hop_totals(b.hops)

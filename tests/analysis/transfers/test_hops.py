@@ -46,7 +46,7 @@ def test_peers_and_bytes_come_from_the_cpu_records_of_the_launch():
     assert split.transfer.group == ("cp", (0, 1, 2, 3))
 
 
-def test_nobody_waits_when_all_start_together():
+def test_no_wait_when_all_ranks_start_together():
     assert splits(attribution_of(ring([1000] * 4, [2000] * 4))) == [(0, 1000)] * 4
 
 
@@ -100,14 +100,14 @@ def test_a_missing_rank_leaves_its_neighbours_without_a_split():
     assert set(codes(attribution)) == {"missing_ranks", "peer_missing"}
 
 
-def test_one_rank_alone_has_bytes_and_no_split():
+def test_single_rank_has_bytes_and_no_wait_split():
     attribution = attribution_of(ring([1000] * 4, [2000] * 4)[:1])
     assert splits(attribution) == [(None, None)]
     assert hop_totals(attribution.ranks[0].hops).sent_bytes == 2 * BYTES
     assert "peer_missing" in codes(attribution)
 
 
-def test_unequal_counts_are_reported_and_not_forced():
+def test_unequal_counts_are_reported_and_not_matched():
     builders = ring([1000] * 4, [2000] * 4)
     builders[0].batch(500, 3000, 4000, to=1, source=3)
     attribution = attribution_of(builders)
@@ -128,7 +128,7 @@ def test_a_kernel_without_records_gets_a_warning():
     assert hop_totals(attribution.ranks[0].hops).wire_gbps is None
 
 
-def test_two_rings_are_kept_apart_by_group():
+def test_two_rings_are_separated_by_group():
     builders = ring([1000] * 4, [2000] * 4)
     for rank, b in enumerate(builders):
         # The other ring runs backwards, later, on its own stream.
@@ -228,7 +228,7 @@ def test_a_collective_that_ends_before_a_rank_begins_disproves_a_common_clock():
     assert "clocks_disagree" not in codes(named) and splits(named)[1][1] is not None
 
 
-def test_exposed_time_of_a_hop_has_no_computation_beside_it():
+def test_exposed_time_of_a_hop_excludes_computation():
     builders = ring([1000] * 4, [2000] * 4)
     for b in builders:
         b.run(FLASH, 500, 1600, launched=90)
@@ -285,7 +285,7 @@ def test_bytes_of_every_type(dtype, element):
         ((5, 0, 0), (0, 5, 0), {}, None),
     ],
 )
-def test_an_all_to_all_of_one_peer_each_way_is_a_hop(to, source, fields, peers):
+def test_all_to_all_with_one_peer_each_way_is_a_hop(to, source, fields, peers):
     values = {"group_ranks": (0, 1, 2), "group_size": 3, **fields}
     own = collective("all_to_allv", in_split=to, out_split=source, **values)
     b = Builder(world_size=3).run(NCCL, 0, 10, launched=1, own=own, stream=20)

@@ -24,7 +24,7 @@ from ringprof.record.dryrun.memory import peak_bytes
 from ringprof.record.request import RecordRequest
 from ringprof.run import Workload, read_run
 from ringprof.strategies import find, names
-from tests.record.dryrun import strategies_of_strangers
+from tests.record.dryrun import untrusted_strategies
 
 MIB = 2**20
 Q, KV, LSE = 40.0, 16.0, 0.625
@@ -84,7 +84,7 @@ def test_planned_memory_equals_measurements_on_two_gpus(
     assert plan == pytest.approx(held + (before if counted else 0), rel=0.005)
 
 
-def test_every_strategy_was_measured_both_ways() -> None:
+def test_every_strategy_was_measured_in_all_variants() -> None:
     measured = {case.id for case in measured_cases()}
     for name in names():
         assert {
@@ -198,7 +198,7 @@ def test_dry_run_of_16384_ranks_and_billions_of_tokens() -> None:
 
 # --- user strategies --------------------------------------------------------------------------------
 
-USER_MODULE = "tests.record.dryrun.strategies_of_strangers"
+USER_MODULE = "tests.record.dryrun.untrusted_strategies"
 
 
 def user_strategy_bytes(name: str) -> int:
@@ -213,7 +213,7 @@ def test_a_user_strategy_is_run_in_a_fork(name: str, capfd: pytest.CaptureFixtur
     assert user_strategy_bytes(name) == peak_bytes(
         request_for("zigzag", 2), replace(WORKLOAD, seq=8192), "flash-attn", 2
     )
-    assert capfd.readouterr() == ("", "") and strategies_of_strangers.CREATED == []
+    assert capfd.readouterr() == ("", "") and untrusted_strategies.CREATED == []
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_user_strategy_is_run_in_a_fork(name: str, capfd: pytest.CaptureFixtur
         ("Exits", "it ends the process on shapes alone"),
         ("Dies", "it ends the process on shapes alone"),
         ("Raises", "LookupError: no such thing"),
-        ("Sends", "fails on shapes alone .*strategies_of_strangers.py, line"),
+        ("Sends", "fails on shapes alone .*untrusted_strategies.py, line"),
         ("Hangs", "it does not end within 1 s on shapes alone"),
         ("Forked", "this process has computed gradients on devices, and torch computes none in a fork"),
     ],

@@ -12,7 +12,7 @@ from ringprof.record.dryrun.dispatch import Recorder, _allocated_bytes
 from ringprof.record.dryrun.fakes import _split_bytes
 
 
-def test_bytes_that_the_allocator_counts() -> None:
+def test_bytes_are_rounded_as_by_the_cuda_allocator() -> None:
     """From 10 MiB on, a tensor has its own segment, a multiple of 2 MiB; a remainder of up to 1 MiB stays with it."""
     mib = 1 << 20
     sizes = {1: 512, 9 * mib + 1: 9 * mib + 512, 27 * mib: 28 * mib, 28 * mib: 28 * mib, 26 * mib + 1: 26 * mib + 512}

@@ -1,4 +1,4 @@
-"""The cause of a failed run is told apart from its effects in other ranks' outcomes, and the log has all of them."""
+"""The cause of a failed run is distinguished from its effects in other ranks' outcomes, and the log has all of them."""
 
 from __future__ import annotations
 

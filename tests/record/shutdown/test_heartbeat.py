@@ -59,7 +59,7 @@ def test_first_outcome_of_a_rank_counts(trouble: CallLog) -> None:
     disconnect(line)
 
 
-def test_disconnecting_is_trouble_only_before_an_outcome(trouble: CallLog) -> None:
+def test_disconnecting_is_an_error_only_before_an_outcome(trouble: CallLog) -> None:
     server = HeartbeatServer(3, trouble)
     done, killed = connected(server, 1, CallLog()), connected(server, 2, CallLog())
     done.send(RankOutcome(kind="done"))
@@ -84,8 +84,8 @@ def test_long_outcome_is_shortened(trouble: CallLog) -> None:
 
 
 @pytest.mark.parametrize("text", ["\udcff", "\0", "\U0001f4a5"], ids=["lone surrogate", "control", "4 bytes"])
-def test_text_that_grows_when_encoded_arrives(trouble: CallLog, text: str) -> None:
-    """A lone surrogate is no UTF-8; a control character takes 6 bytes in JSON, and a line has a largest length."""
+def test_message_that_grows_when_encoded_arrives(trouble: CallLog, text: str) -> None:
+    """A lone surrogate is not UTF-8; a control character takes 6 bytes in JSON, and a line has a largest length."""
     server = HeartbeatServer(2, trouble)
     line = connected(server, 1, CallLog())
     assert line.send(RankOutcome(kind="failed", message=f"why {text}", detail=text * 16_000 + "the end"))
@@ -96,7 +96,7 @@ def test_text_that_grows_when_encoded_arrives(trouble: CallLog, text: str) -> No
     disconnect(line)
 
 
-def test_all_ranks_are_ended(trouble: CallLog) -> None:
+def test_end_all_ranks_notifies_every_rank(trouble: CallLog) -> None:
     server, ended = HeartbeatServer(3, trouble), {1: CallLog(), 2: CallLog()}
     lines: dict[int, Heartbeat] = {}
 
@@ -203,7 +203,7 @@ def test_invalid_message_closes_only_its_own_connection(trouble: CallLog) -> Non
     disconnect(sound)
 
 
-def test_many_unauthenticated_connections_keep_no_rank_out(trouble: CallLog) -> None:
+def test_many_unauthenticated_connections_do_not_block_ranks(trouble: CallLog) -> None:
     server = HeartbeatServer(3, trouble)
     port = ("127.0.0.1", server.port)
     connections = [socket.create_connection(port, HANGS_S) for _ in range(2 * MAX_UNAUTHENTICATED_CONNECTIONS)]

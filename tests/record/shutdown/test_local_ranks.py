@@ -41,7 +41,7 @@ def test_a_rank_that_does_not_end_is_killed(started: list[subprocess.Popen[bytes
     assert started[0].wait(HANGS_S) == -signal.SIGKILL
 
 
-def test_other_processes_are_left_alone(started: list[subprocess.Popen[bytes]]) -> None:
+def test_other_processes_are_not_killed(started: list[subprocess.Popen[bytes]]) -> None:
     """Not killed: no rank, another rank, ranks of other runs with a process id of this run, an id without a process."""
     pids = {
         1: start_process(started), 2: start_process(started, RANK="3"),
