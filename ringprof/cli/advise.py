@@ -33,7 +33,7 @@ def command(**options: Any) -> int:
     \b
     ringprof advise --seq 1048576 --heads 40 --hosts 16 --gpus-per-host 8 --machine h100 --nic 400
     """
-    from ringprof.prediction.schedule_cache import ScheduleCache
+    from ringprof.prediction.schedules import ScheduleCache
 
     machine, cluster = read_calibration(options["machine"]), cluster_of(options)
     with loading_progress() as notify:

@@ -76,8 +76,8 @@ def _implausible_rows(logs: BenchmarkLogs, machine: str, gpus_per_host: int, nic
     """Yield flags of rows whose times a prediction for the machine contradicts."""
     from ringprof.prediction.calibration import read_calibration
     from ringprof.prediction.network import Cluster
-    from ringprof.prediction.plausibility import check_log_rows
     from ringprof.prediction.schedules import schedule_of
+    from ringprof.prediction.score import check_log_rows
 
     cluster = Cluster(gpus_per_host=gpus_per_host, nic_gbit=nic)
     return check_log_rows(logs.rows, read_calibration(machine), schedule_of, cluster)
