@@ -102,10 +102,8 @@ class CommunicatorRanks:
         members = {}
         for communicator, by_rank in self._processes.items():
             processes = tuple(min(by_rank[rank]) for rank in sorted(by_rank))
-            unique = all(len(candidates) == 1 for candidates in by_rank.values()) and len(set(processes)) == len(
-                by_rank
-            )
-            if unique and self._sizes[communicator] == {len(by_rank)}:
+            unique = all(len(candidates) == 1 for candidates in by_rank.values())
+            if unique and len(set(processes)) == len(by_rank) and self._sizes[communicator] == {len(by_rank)}:
                 members[communicator] = processes
         return members
 
