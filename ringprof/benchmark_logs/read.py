@@ -119,9 +119,8 @@ class _Reader:
             label = fields.pop("label")
             system = "double_ring" if self._double_ring else _system_of(label)
             # The row of a block is kept until a table row repeats it or the block ends.
-            self._block = replace(
-                self._build_row(fields, index, "results", ()), label=label, label_line=index + 1, system=system
-            )
+            row = self._build_row(fields, index, "results", ())
+            self._block = replace(row, label=label, label_line=index + 1, system=system)
             return line_count
         if "[" in line and _TWO_RINGS.search(line):
             self._double_ring = True
@@ -239,11 +238,8 @@ class _Reader:
         if not name or row.oom or complete:
             return
         step = row.steps.get(name, 0.0)
-        steps_above = [
-            earlier.steps[name]
-            for earlier in self.rows[:-1]
-            if earlier.columns == row.columns and name in earlier.steps
-        ]
+        same_table = (earlier for earlier in self.rows[:-1] if earlier.columns == row.columns)
+        steps_above = [earlier.steps[name] for earlier in same_table if name in earlier.steps]
         if step < 1 and step in steps_above:
             return
         if step and step <= min(steps_above, default=step):

@@ -42,9 +42,8 @@ def command(**options: Any) -> int:
             memory_bytes=_size(options["memory"]) if options["memory"] else None, strategies=options["strategies"],
             notify=notify or ignore_progress,
         )  # fmt: skip
-    click.echo(
-        json_text(advice_dict(advice)) if options["form"] == "json" else advice_text(advice, text_style(None)), nl=False
-    )
+    as_json = options["form"] == "json"
+    click.echo(json_text(advice_dict(advice)) if as_json else advice_text(advice, text_style(None)), nl=False)
     if options["html"]:
         write_text(options["html"], page(document(advice)))
     return 0

@@ -158,10 +158,8 @@ def _launch_counts(table: KernelTable, rows: Iterable[CountedRow]) -> tuple[Laun
     together = _launch_count("all", launches, cpu, kernels)
     if together is None:
         return tuple(by_group.values())
-    explained = (
-        sum(c.ran for c in kernel_counts) == together.ran
-        and sum(c.launched for c in kernel_counts) == together.launched
-    )
+    sums = sum(c.ran for c in kernel_counts), sum(c.launched for c in kernel_counts)
+    explained = sums == (together.ran, together.launched)
     # Newer libraries launch some of their kernels by another call; then only the sums can be compared.
     if explained and all(abs(count.ratio / together.ratio - 1) < 0.1 for count in kernel_counts):
         return tuple(by_group.values())

@@ -60,9 +60,8 @@ def _table(
     lines: LogLines, header: int, path: str, titles: tuple[str, ...], rows: list[TableRow], end: int
 ) -> KernelTable:
     """Build a table from its rows; ``end`` is the index of the first line after them."""
-    return KernelTable(
-        path, header + 1, "nsys", "CUDA", titles, tuple(rows), warnings=_cut_off(lines, header, path, end)
-    )
+    warnings = _cut_off(lines, header, path, end)
+    return KernelTable(path, header + 1, "nsys", "CUDA", titles, tuple(rows), warnings=warnings)
 
 
 def _cut_off(lines: LogLines, header: int, path: str, end: int) -> tuple[Notice, ...]:
@@ -78,11 +77,10 @@ def read_nsys_csv(lines: LogLines, index: int, path: str) -> KernelTable | None:
         return None
     rows: list[TableRow] = []
     line_index = index + 1
-    while (
-        line_index < len(lines)
-        and len(rows) <= MOST_ROWS
-        and (row := _row(_csv_cells(lines[line_index]), titles, line_index + 1))
-    ):
+    while line_index < len(lines) and len(rows) <= MOST_ROWS:
+        row = _row(_csv_cells(lines[line_index]), titles, line_index + 1)
+        if row is None:
+            break
         rows.append(row)
         line_index += 1
     return _table(lines, index, path, titles, rows, line_index)

@@ -106,9 +106,8 @@ def _read_context(lines: LogLines, start: int, end: int) -> TableContext:
         line = lines[index]
         if "'" in line:
             for author_list in _LIST.finditer(line):
-                fractions.setdefault(
-                    _LISTED[author_list[1]], tuple(float(pair[1]) for pair in _PAIR.finditer(author_list[2]))
-                )
+                listed = tuple(float(pair[1]) for pair in _PAIR.finditer(author_list[2]))
+                fractions.setdefault(_LISTED[author_list[1]], listed)
         if ":" not in line and "=" not in line:
             continue
         if match := _SHARE.search(line):

@@ -269,9 +269,8 @@ def table_dict(report: TableReport) -> JsonObject:
 def figures_of_table(report: TableReport) -> dict[str, float]:
     """Return figures by name, for conditions: times by kind as ``KIND_ns``, and shares of the total as ``KIND``."""
     times, whole_ns = report.kinds_ns, report.whole_ns or 1
-    return {f"{kind}_ns": float(time) for kind, time in times.items()} | {
-        k: time / whole_ns for k, time in times.items()
-    }
+    shares = {kind: time / whole_ns for kind, time in times.items()}
+    return {f"{kind}_ns": float(time) for kind, time in times.items()} | shares
 
 
 def entry_of_table(label: str, report: TableReport) -> Measurement:

@@ -107,9 +107,8 @@ class TorchTable:
                 break
             with_line_feeds, without_line_feeds = f"{with_line_feeds}\n{next_line}", without_line_feeds + next_line
             fills_rule = len(without_line_feeds.rstrip()) == self.layout.rule.width
-            if cells := self.columns.split(without_line_feeds if fills_rule else with_line_feeds) or self.columns.split(
-                without_line_feeds
-            ):
+            likelier = without_line_feeds if fills_rule else with_line_feeds
+            if cells := self.columns.split(likelier) or self.columns.split(without_line_feeds):
                 return self._row(cells, index), last_index + 1 - index
         return None, 1
 
