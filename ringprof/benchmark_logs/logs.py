@@ -120,17 +120,10 @@ class BenchmarkLogs:
 
 
 def logs(
-    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
-    *,
-    batch: int | None = None,
-    heads: int | None = None,
-    head_dim: int | None = None,
-    world: int | None = None,
-    causal: bool | None = None,
-    device: str | None = None,
-    spread: float = SPREAD,
-    memory_bytes: int = MEMORY_BYTES,
-) -> BenchmarkLogs:
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], *, batch: int | None = None,
+    heads: int | None = None, head_dim: int | None = None, world: int | None = None, causal: bool | None = None,
+    device: str | None = None, spread: float = SPREAD, memory_bytes: int = MEMORY_BYTES,
+) -> BenchmarkLogs:  # fmt: skip
     """Read benchmark logs and audit them: every row's TFLOP/s are computed again from its own time and settings.
 
     ``batch``, ``heads`` (query heads), ``head_dim``, ``world`` (number of GPUs), ``causal`` and ``device`` (GPU model,
@@ -206,14 +199,11 @@ def entry_of_row(row: LogRow) -> Measurement:
     kv_heads = row.kv_heads if row.kv_heads is not None else row.heads
     numbers = {"seq": row.seq, "batch": row.batch, "heads": row.heads, "kv_heads": kv_heads, "head_dim": row.head_dim}
     settings = {
-        "strategy": row.system,
-        **{name: None if value is None else str(value) for name, value in numbers.items()},
-        "causal": None if row.causal is None else str(row.causal).lower(),
-        "dtype": row.dtype,
+        "strategy": row.system, **{name: None if value is None else str(value) for name, value in numbers.items()},
+        "causal": None if row.causal is None else str(row.causal).lower(), "dtype": row.dtype,
         "world_size": None if row.world_size is None else str(row.world_size),
-        "passes": "forward" if row.forward_only else "forward and backward",
-        "device": row.device,
-    }
+        "passes": "forward" if row.forward_only else "forward and backward", "device": row.device,
+    }  # fmt: skip
     times = {"forward_ms": row.forward_ms, "iteration_ms": row.forward_backward_ms}
     figures = {
         name: Metric(value, "ms", higher_is_better=False, depends_on_work=True)

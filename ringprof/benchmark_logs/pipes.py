@@ -50,18 +50,11 @@ def parse_bool(cell: str) -> bool | None:
 
 
 _FIGURES = {
-    "fwd(ms)": "forward_ms",
-    "forward(ms)": "forward_ms",
-    "fwd+bwd(ms)": "forward_backward_ms",
-    "forward+backward(ms)": "forward_backward_ms",
-    "memory(mb)": "memory_mb",
-    "peakmemory(mb/device)": "memory_mb",
-    "tflops/s": "tflops",
-    "tflops": "tflops",
-    "speed(tflops)": "tflops",
-    "throughput(iters/s)": "throughput_per_s",
+    "fwd(ms)": "forward_ms", "forward(ms)": "forward_ms", "fwd+bwd(ms)": "forward_backward_ms",
+    "forward+backward(ms)": "forward_backward_ms", "memory(mb)": "memory_mb", "peakmemory(mb/device)": "memory_mb",
+    "tflops/s": "tflops", "tflops": "tflops", "speed(tflops)": "tflops", "throughput(iters/s)": "throughput_per_s",
     "latency(ms/iter)": "latency_ms",
-}
+}  # fmt: skip
 _SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "dtype": ("dtype", lambda cell: cell or None),
     "b": ("batch", parse_integer),

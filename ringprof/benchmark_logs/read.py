@@ -259,18 +259,10 @@ class _Reader:
         stated = {name: getattr(self.settings, name) for name in STATED if name not in printed}
         stated = {name: value for name, value in stated.items() if value is not None}
         return LogRow(
-            file=self.path,
-            line=index + 1,
-            format=kind,
-            system=_system_of(label),
-            label=label,
-            label_line=label_line,
-            placement=_placement_of(label),
-            columns=tuple(title for title in titles if title),
-            sources={name: f"line {self.settings.lines.get(name, 0)}" for name in stated},
-            **printed,
-            **stated,
-        )
+            file=self.path, line=index + 1, format=kind, system=_system_of(label), label=label, label_line=label_line,
+            placement=_placement_of(label), columns=tuple(title for title in titles if title),
+            sources={name: f"line {self.settings.lines.get(name, 0)}" for name in stated}, **printed, **stated,
+        )  # fmt: skip
 
 
 # --- text outside the tables: results printed line by line, settings, headings ---------------------------
@@ -289,19 +281,13 @@ _ITEM = re.compile(r"- ([A-Z][\w+ /]{0,40}?) {0,4}: {0,4}(\S[^\r\n]{0,120})")
 _FIGURE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?(ms|us|s|MB|GB|TFLOPs?/s|TFLOPS)?")
 _SCALES = {"us": 1e-3, "ms": 1.0, "s": 1e3, "MB": 1.0, "GB": 1024.0}
 _INTEGERS = {
-    "batch size": "batch",
-    "sequence length": "seq",
-    "num heads": "heads",
-    "head dimension": "head_dim",
-    "gqa groups": "kv_heads",
-    "world size": "world_size",
-}
+    "batch size": "batch", "sequence length": "seq", "num heads": "heads", "head dimension": "head_dim",
+    "gqa groups": "kv_heads", "world size": "world_size",
+}  # fmt: skip
 _FIGURES = {
-    "forward time": "forward_ms",
-    "forward+backward time": "forward_backward_ms",
-    "memory usage": "memory_mb",
+    "forward time": "forward_ms", "forward+backward time": "forward_backward_ms", "memory usage": "memory_mb",
     "performance": "tflops",
-}
+}  # fmt: skip
 
 
 def _read_burst_figures(lines: LogLines, index: int) -> tuple[Fields, int] | None:

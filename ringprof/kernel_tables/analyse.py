@@ -13,8 +13,13 @@ from typing import Literal
 
 from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, KINDS
 from ringprof.analysis.kinds.operators import kind_of_collective
-from ringprof.kernel_tables.iterations import Iterations, count_iterations
-from ringprof.kernel_tables.kernels import CountedRows, rounding_slack_ns, select_counted_rows
+from ringprof.kernel_tables.kernels import (
+    CountedRows,
+    Iterations,
+    count_iterations,
+    rounding_slack_ns,
+    select_counted_rows,
+)
 from ringprof.kernel_tables.rows import KernelTable, StatedShare, TableRow
 from ringprof.report.text import duration
 from ringprof.trace.columns import Notice

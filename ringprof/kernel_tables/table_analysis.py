@@ -25,10 +25,9 @@ from ringprof.trace.columns import Notice
 
 _SUMMED = {"kernels": "kernel time", "operators": "device time", "cpu": "CPU time"}
 _WALLS = {
-    "given": "the wall time given",
-    "iteration_time": "the log's own time of one iteration",
+    "given": "the wall time given", "iteration_time": "the log's own time of one iteration",
     "cpu_total": "the footer's CPU total taken for the wall time",
-}
+}  # fmt: skip
 _SOURCES = {
     "given": "as given",
     "log": "as the log says",
@@ -84,12 +83,9 @@ class TableAnalysis:
 
 
 def load_tables(
-    path: str | os.PathLike[str],
-    *,
-    wall_ns: int | None = None,
-    iterations: int | None = None,
+    path: str | os.PathLike[str], *, wall_ns: int | None = None, iterations: int | None = None,
     memory_bytes: int = MEMORY_BYTES,
-) -> TableAnalysis:
+) -> TableAnalysis:  # fmt: skip
     """Load a log that contains printed kernel tables of torch.profiler, ``nsys stats`` or nvprof.
 
     ``wall_ns`` is the wall time of the profiled window, ``iterations`` the number of iterations in it, and

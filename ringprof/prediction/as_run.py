@@ -40,10 +40,8 @@ _TRANSFER_KERNELS = {
     "all_gather": "ncclDevKernel_AllGather_RING_LL", "reduce_scatter": "ncclDevKernel_ReduceScatter_Sum_RING_LL",
 }  # fmt: skip
 _COLLECTIVE_NAMES = {
-    "all_to_all": "all_to_allv",
-    "all_gather": "_allgather_base",
-    "reduce_scatter": "_reduce_scatter_base",
-}
+    "all_to_all": "all_to_allv", "all_gather": "_allgather_base", "reduce_scatter": "_reduce_scatter_base",
+}  # fmt: skip
 
 _Event = JsonObject
 

@@ -78,18 +78,14 @@ def calibrate_from(runs: Sequence[Observed], base: Calibration) -> Calibration:
         raise UsageError(f"one calibration is of one device, and these runs are of {', '.join(sorted(devices))}")
     contention = _contention(runs) or base.contention
     measured = {
-        "device": devices.pop(),
-        "created": max(observed.run.created for observed in runs),
-        "environment": runs[-1].run.environment.versions,
-        "kernels": _kernels(runs, base, contention.value),
-        "contention": contention,
-        "hop_first": _hop_first(runs) or base.hop_first,
+        "device": devices.pop(), "created": max(observed.run.created for observed in runs),
+        "environment": runs[-1].run.environment.versions, "kernels": _kernels(runs, base, contention.value),
+        "contention": contention, "hop_first": _hop_first(runs) or base.hop_first,
         "device_variation": _device_variation(runs, contention.value, base.throttling.value) or base.device_variation,
         "memory_gb_s": _memory(runs, strided=False) or base.memory_gb_s,
         "reorder_gb_s": _memory(runs, strided=True) or base.reorder_gb_s,
-        "same_host": _same_host(runs, base.same_host),
-        "transfer_margin": {},
-    }
+        "same_host": _same_host(runs, base.same_host), "transfer_margin": {},
+    }  # fmt: skip
     return msgspec.structs.replace(base, **measured)
 
 

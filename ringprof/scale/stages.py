@@ -131,17 +131,14 @@ def explain_rank(context: RunContext, rank: int) -> RankExplanation:
     context.store.keep_detail(rank, explained.detail)
     message_lists = {id(sent): sent for transfer in transfers for sent in (transfer.sends, transfer.receives)}
     return RankExplanation(
-        rank=explained.rank,
-        warnings=(*explained.warnings, *differences),
-        in_group=explained.in_group,
+        rank=explained.rank, warnings=(*explained.warnings, *differences), in_group=explained.in_group,
         group_names=frozenset() if explained.in_group else frozenset(group_names(trace)),
         peers=frozenset(message.peer for messages in message_lists.values() for message in messages) - {rank},
         communicates=bool(transfers),
         in_collectives=any(transfer.kind not in POINT_TO_POINT for transfer in transfers),
-        unrecorded=tuple(unrecorded_calls(rank, transfers)),
-        kernels=explained.kernels,
+        unrecorded=tuple(unrecorded_calls(rank, transfers)), kernels=explained.kernels,
         copies=() if explained.rank.on_cpu else copy_hops(explained.detail, rank, context.run()),
-    )
+    )  # fmt: skip
 
 
 # --- a tile of ranks ------------------------------------------------------------------------------------

@@ -37,14 +37,11 @@ def facts_of(trace: Trace) -> TraceFacts:
     """Extract the facts of one trace."""
     rows = trace.activities if len(trace.activities.start_ns) else trace.operators
     return TraceFacts(
-        path=trace.path,
-        rank=trace.rank,
-        world_size=trace.world_size,
-        host=trace.host,
+        path=trace.path, rank=trace.rank, world_size=trace.world_size, host=trace.host,
         largest_peer=max((rank for ranks in trace.groups.values() for rank in ranks), default=0),
         span_ns=(int(rows.start_ns[0]), int(rows.end_ns.max())) if len(rows.start_ns) else None,
         warnings=tuple(trace.warnings),
-    )
+    )  # fmt: skip
 
 
 def checked_facts(facts: Sequence[TraceFacts], problems: Sequence[InputError] = ()) -> list[TraceFacts]:

@@ -100,14 +100,9 @@ _NO_ARGS = msgspec.Raw(b"{}")
 _TRITON_FILE = re.compile(rb'"kernel_file"\s*:\s*"(?:[^"\\]*/)?([\w.-]{1,200})"')
 
 _ARGS: dict[str, type[Args]] = {
-    "activities": DeviceArgs,
-    "launches": Args,
-    "annotations": Args,
-    "device_annotations": DeviceArgs,
-    "operators": Args,
-    "comm_records": CommArgs,
-    "memory": MemoryArgs,
-}
+    "activities": DeviceArgs, "launches": Args, "annotations": Args, "device_annotations": DeviceArgs,
+    "operators": Args, "comm_records": CommArgs, "memory": MemoryArgs,
+}  # fmt: skip
 
 
 _CLASSIFIES, _MAY_NAME_A_FILE, _RECORDS = 1, 2, 3

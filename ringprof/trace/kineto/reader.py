@@ -166,20 +166,12 @@ def _trace(reading: _PassResult, name: str) -> Trace:
     # With a second list, the file name may give the rank of the other trace.
     rank_of_name = None if reading.second_list else rank_in_name(name)
     trace = Trace(
-        path=name,
-        names=list(collector.names),
-        **tables,
-        collectives=[with_group(collective, groups) for collective in collector.collectives],
-        devices=metadata.devices,
-        rank=rank_of_name if metadata.rank is None else metadata.rank,
-        world_size=metadata.world_size,
-        host=metadata.host,
-        groups=groups,
-        base_ns=metadata.base_ns,
-        events_total=collector.total + reading.skipped,
-        events_skipped=reading.skipped,
-        warnings=_warnings(reading),
-    )
+        path=name, names=list(collector.names), **tables,
+        collectives=[with_group(collective, groups) for collective in collector.collectives], devices=metadata.devices,
+        rank=rank_of_name if metadata.rank is None else metadata.rank, world_size=metadata.world_size,
+        host=metadata.host, groups=groups, base_ns=metadata.base_ns, events_total=collector.total + reading.skipped,
+        events_skipped=reading.skipped, warnings=_warnings(reading),
+    )  # fmt: skip
     trace = without_repeats(trace)
     trace.warnings.extend(overlap_warnings(trace.activities, metadata.rank))
     return trace
