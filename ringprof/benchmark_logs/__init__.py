@@ -7,6 +7,5 @@ Modules, in the order in which a log passes through them:
     read    reader of a whole log: every row with the settings that apply to it, and the text outside tables
     rates   recomputation of each row's TFLOP/s, and the verdict on it
     audit   the whole audit: findings about rows and tables, and comparisons between several logs
-    show    the audit as text, JSON and CSV
-    logs    `ringprof.logs`, the package's public entry point
+    logs    `ringprof.logs`, the package's public entry point: the audit as text, JSON and CSV
 """

@@ -209,9 +209,8 @@ def _repeated_rows(rows: Sequence[LogRow]) -> list[Flag]:
         settings = row.system, row.seq, row.ulysses_degree, row.ring_degree, row.placement
         earlier = first.setdefault((*settings, *times, row.tflops, row.memory_mb), row)
         is_repeated = earlier is not row and any(value is not None for value in times)
-        if is_repeated and not in_stretch:
-            stretches.append([])
         if is_repeated:
+            stretches += [] if in_stretch else [[]]
             stretches[-1].append((row, earlier))
         in_stretch = is_repeated
     flags = []
@@ -355,11 +354,8 @@ def _row_flags(row: LogRow) -> list[Flag]:
 
 def _differing_rows(rows: list[JudgedRow], spread: float) -> list[Flag]:
     """Flag configurations that were measured more than once, with figures that differ by more than ``spread``."""
-    usable = {
-        id(audited.row): audited
-        for audited in rows
-        if audited.verdict != "inconsistent" and audited.row.system != "unknown"
-    }
+    known = (audited for audited in rows if audited.verdict != "inconsistent" and audited.row.system != "unknown")
+    usable = {id(audited.row): audited for audited in known}
     names = ("system", "seq", "batch", "layout", "ulysses_degree", "ring_degree", "forward_only")
     flags = []
     for group in grouped((audited.row for audited in usable.values()), attrgetter(*names)):
@@ -399,7 +395,5 @@ def _comparable(a: LogRow, b: LogRow) -> bool:
     # A placement that is not stated may be either one, and the two placements differ widely in speed.
     if a.placement != b.placement:
         return False
-    names = ("heads", "kv_heads", "head_dim", "causal", "world_size", "dtype", "device", "double_ring")
-    return all(
-        getattr(a, name) is None or getattr(b, name) is None or getattr(a, name) == getattr(b, name) for name in names
-    )
+    values = attrgetter("heads", "kv_heads", "head_dim", "causal", "world_size", "dtype", "device", "double_ring")
+    return all(x is None or y is None or x == y for x, y in zip(values(a), values(b), strict=True))

@@ -1,24 +1,49 @@
-"""Public function `ringprof.logs`, and its result: benchmark logs as one audited table."""
+"""Public function `ringprof.logs`, and its result: benchmark logs as one audited table, as text, JSON and CSV."""
 
 from __future__ import annotations
 
 import html
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
-from ringprof.analysis.findings.metric import Measurement
-from ringprof.benchmark_logs import show
+from ringprof.analysis.findings.metric import Measurement, Metric
 from ringprof.benchmark_logs.audit import SPREAD, LogAudit, audit, with_flags
 from ringprof.benchmark_logs.read import read_log
-from ringprof.benchmark_logs.rows import BenchmarkLog, Flag, JudgedRow, LogSettings
+from ringprof.benchmark_logs.rows import BenchmarkLog, Flag, JudgedRow, LogRow, LogSettings
 from ringprof.common.json_object import JsonObject
 from ringprof.common.limits import MEMORY_BYTES, Limits
 from ringprof.common.validation import refuse_below_one
-from ringprof.report.text import TextStyle, csv_text
+from ringprof.report.tables import Column, text_table
+from ringprof.report.text import TextStyle, clean, csv_text, or_dash
 
 if TYPE_CHECKING:
     import pandas as pd
+
+LOGS_SCHEMA = "ringprof.logs/1"
+
+LOG_COLUMNS = (
+    "file", "line", "format", "system", "label", "seq", "batch", "heads", "kv_heads", "head_dim", "causal", "dtype",
+    "world_size", "placement", "layout", "ulysses_degree", "ring_degree", "double_ring", "forward_only", "device",
+    "forward_ms", "forward_backward_ms", "throughput_per_s", "tflops", "tflops_forward", "tflops_backward",
+    "memory_mb", "oom", "missing", "computed_tflops", "tflops_per_gpu", "verdict",
+)  # fmt: skip
+"""Columns of the frame, the CSV and the rows in JSON.
+
+Times are in ms, memory in MB, ``throughput_per_s`` in iterations per second, rates in TFLOP/s. ``tflops`` is the
+printed rate, ``computed_tflops`` the rate per GPU from the row's own time, and ``tflops_per_gpu`` the printed rate,
+corrected by a known constant factor.
+"""
+
+MAX_SEPARATE_FLAGS = 5
+"""Most flags of one code and file that are printed as separate paragraphs."""
+_COLUMNS = (
+    Column("system"), Column("line"), Column("B", drop=1), Column("seq"), Column("fwd ms", drop=3),
+    Column("fwd+bwd\nms"), Column("memory\nMB", drop=2), Column("TFLOP/s"), Column("computed"),
+    Column("verdict", left=True),
+)  # fmt: skip
+_ROW_FIELDS = frozenset(field.name for field in fields(LogRow))
 
 
 class BenchmarkLogs:
@@ -51,30 +76,39 @@ class BenchmarkLogs:
     def frame(self) -> pd.DataFrame:
         """Return a data frame with one row per printed row; a value that is not printed is missing.
 
-        The columns are `ringprof.benchmark_logs.show.LOG_COLUMNS`.
+        The columns are `LOG_COLUMNS`.
         """
         import pandas as pd  # imported here, because the import takes longer than reading most logs
 
-        return pd.DataFrame(map(show.record_of, self.rows), columns=list(show.LOG_COLUMNS)).convert_dtypes()
+        return pd.DataFrame(map(record_of, self.rows), columns=list(LOG_COLUMNS)).convert_dtypes()
 
     def report(self) -> JsonObject:
-        """Return the report of ``--format json``, schema ``ringprof.logs/1``."""
-        return show.audit_dict(self._audit)
+        """Return the report of ``--format json``, schema ``ringprof.logs/1``: null for values that are not printed."""
+        rows, flags = [record_of(audited) for audited in self.rows], [asdict(flag) for flag in self.flags]
+        return {"schema": LOGS_SCHEMA, "rows": rows, "flags": flags}
 
     def entries(self, label: str) -> list[Measurement]:
         """Return each row that has a figure as one side of a comparison.
 
         Rows are labelled by file and line; ``label`` is ignored.
         """
-        return [show.entry_of_row(audited.row) for audited in self.rows if not audited.row.missing]
+        return [entry_of_row(audited.row) for audited in self.rows if not audited.row.missing]
 
     def to_csv(self) -> str:
         """Return the rows as CSV with a header, safe to open in a spreadsheet."""
-        return csv_text(show.LOG_COLUMNS, (show.record_of(audited).values() for audited in self.rows))
+        return csv_text(LOG_COLUMNS, (record_of(audited).values() for audited in self.rows))
 
     def to_terminal(self, style: TextStyle | None = None) -> str:
         """Return rows and flags as text; without a style, tables are as wide as they need."""
-        return show.audit_text(self._audit, style)
+        style = style or TextStyle(wide_tables=True)
+        files: dict[str, list[JudgedRow]] = {}
+        for audited in self.rows:
+            files.setdefault(audited.row.file, []).append(audited)
+        blocks = [
+            f"{clean(file)} · {len(rows)} row{'s' * (len(rows) != 1)}\n" + _table(rows, style)
+            for file, rows in files.items()
+        ]
+        return style.finish("\n\n".join([*blocks, style.fit("\n".join(_flag_lines(self.flags)))]))
 
     def __repr__(self) -> str:
         files = len({audited.row.file for audited in self.rows})
@@ -86,17 +120,10 @@ class BenchmarkLogs:
 
 
 def logs(
-    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
-    *,
-    batch: int | None = None,
-    heads: int | None = None,
-    head_dim: int | None = None,
-    world: int | None = None,
-    causal: bool | None = None,
-    device: str | None = None,
-    spread: float = SPREAD,
-    memory_bytes: int = MEMORY_BYTES,
-) -> BenchmarkLogs:
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], *, batch: int | None = None,
+    heads: int | None = None, head_dim: int | None = None, world: int | None = None, causal: bool | None = None,
+    device: str | None = None, spread: float = SPREAD, memory_bytes: int = MEMORY_BYTES,
+) -> BenchmarkLogs:  # fmt: skip
     """Read benchmark logs and audit them: every row's TFLOP/s are computed again from its own time and settings.
 
     ``batch``, ``heads`` (query heads), ``head_dim``, ``world`` (number of GPUs), ``causal`` and ``device`` (GPU model,
@@ -113,3 +140,78 @@ def logs(
     limits = Limits(memory_bytes)
     benchmark_logs = [read_log(path, limits) for path in dict.fromkeys(os.fspath(path) for path in path_list)]
     return BenchmarkLogs(benchmark_logs, user_settings, spread)
+
+
+def _table(rows: Sequence[JudgedRow], style: TextStyle) -> str:
+    """Format the table of some rows, without columns that are empty in every row."""
+    cells = [*map(_cells, rows)]
+    used = [index for index, column in enumerate(_COLUMNS) if any(row[index] != "-" for row in cells)]
+    return text_table([_COLUMNS[index] for index in used], [[row[index] for index in used] for row in cells], style)
+
+
+def _cells(audited: JudgedRow) -> list[str]:
+    """Format the cells of one row, in the order of `_COLUMNS`."""
+    row = audited.row
+    tflops = "OOM" if row.oom else "x" if row.missing else or_dash(row.tflops, ".2f")
+    times = (or_dash(value, ".2f") for value in (row.forward_ms, row.forward_backward_ms, row.memory_mb))
+    integers = (or_dash(value, "d") for value in (row.line, row.batch, row.seq))
+    return [_system(row), *integers, *times, tflops, or_dash(audited.computed_tflops, ".2f"), audited.verdict]
+
+
+def _system(row: LogRow) -> str:
+    """Format name, layout, degrees and placement of a row's system, as far as the log states them."""
+    parts = [row.system if row.system != "unknown" else clean(row.label)[:16] or "unknown"]
+    parts += [row.layout] if row.layout and row.layout != row.system else []
+    parts += [f"u{row.ulysses_degree} r{row.ring_degree}"] if row.ulysses_degree and row.ring_degree else []
+    parts += [row.placement.replace("_", "-")] if row.placement else []
+    return " ".join(parts)
+
+
+def _flag_lines(flags: Sequence[Flag]) -> list[str]:
+    """Format the number of flags by severity, and one paragraph per flag, with similar ones joined."""
+    if not flags:
+        return ["nothing to flag"]
+    counts = {name: sum(flag.severity == name for flag in flags) for name in ("error", "warning", "note")}
+    lines = ["flags: " + ", ".join(f"{count} {name}{'s' * (count != 1)}" for name, count in counts.items())]
+    alike: dict[tuple[str, str], list[Flag]] = {}
+    for flag in flags:
+        alike.setdefault((flag.file, flag.code), []).append(flag)
+    for flag in flags:
+        first, *others = alike[flag.file, flag.code]
+        if len(others) < MAX_SEPARATE_FLAGS:
+            suffix = ""
+        elif flag is first:
+            suffix = f"; and {len(others)} more like it, lines {', '.join(str(other.line) for other in others)}"
+        else:
+            continue
+        lines.append(f"{flag.severity}: {flag.file}:{flag.line}: {flag.message}{suffix} [{flag.code}]")
+    return lines
+
+
+def record_of(audited: JudgedRow) -> JsonObject:
+    """Return one row as plain values in the order of `LOG_COLUMNS`; None for a value that is not printed."""
+    values = {name: getattr(audited.row if name in _ROW_FIELDS else audited, name) for name in LOG_COLUMNS}
+    return {name: value if value != "" else None for name, value in values.items()}
+
+
+def entry_of_row(row: LogRow) -> Measurement:
+    """Build one side of a comparison from a row, with the printed TFLOP/s."""
+    kv_heads = row.kv_heads if row.kv_heads is not None else row.heads
+    numbers = {"seq": row.seq, "batch": row.batch, "heads": row.heads, "kv_heads": kv_heads, "head_dim": row.head_dim}
+    settings = {
+        "strategy": row.system, **{name: None if value is None else str(value) for name, value in numbers.items()},
+        "causal": None if row.causal is None else str(row.causal).lower(), "dtype": row.dtype,
+        "world_size": None if row.world_size is None else str(row.world_size),
+        "passes": "forward" if row.forward_only else "forward and backward", "device": row.device,
+    }  # fmt: skip
+    times = {"forward_ms": row.forward_ms, "iteration_ms": row.forward_backward_ms}
+    figures = {
+        name: Metric(value, "ms", higher_is_better=False, depends_on_work=True)
+        for name, value in times.items()
+        if value is not None
+    }
+    if row.tflops is not None:
+        figures["tflops"] = Metric(row.tflops, "TFLOP/s", higher_is_better=True)
+    if row.memory_mb is not None:
+        figures["peak_memory_mb"] = Metric(row.memory_mb, "MB", higher_is_better=False, depends_on_work=True)
+    return Measurement(f"{row.file}:{row.line}", "log", settings, figures)

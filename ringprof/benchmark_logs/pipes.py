@@ -50,18 +50,11 @@ def parse_bool(cell: str) -> bool | None:
 
 
 _FIGURES = {
-    "fwd(ms)": "forward_ms",
-    "forward(ms)": "forward_ms",
-    "fwd+bwd(ms)": "forward_backward_ms",
-    "forward+backward(ms)": "forward_backward_ms",
-    "memory(mb)": "memory_mb",
-    "peakmemory(mb/device)": "memory_mb",
-    "tflops/s": "tflops",
-    "tflops": "tflops",
-    "speed(tflops)": "tflops",
-    "throughput(iters/s)": "throughput_per_s",
+    "fwd(ms)": "forward_ms", "forward(ms)": "forward_ms", "fwd+bwd(ms)": "forward_backward_ms",
+    "forward+backward(ms)": "forward_backward_ms", "memory(mb)": "memory_mb", "peakmemory(mb/device)": "memory_mb",
+    "tflops/s": "tflops", "tflops": "tflops", "speed(tflops)": "tflops", "throughput(iters/s)": "throughput_per_s",
     "latency(ms/iter)": "latency_ms",
-}
+}  # fmt: skip
 _SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "dtype": ("dtype", lambda cell: cell or None),
     "b": ("batch", parse_integer),
@@ -208,9 +201,8 @@ def _parse_header(text: str, index: int, line_count: int, wrap: int) -> PipeHead
         prefix = cells[0][: cells[0].rindex(first_words[-len(title.split())])] if title else cells[0]
         cells[0] = title
     keys = tuple(map(_key, cells))
-    header = PipeHeader(
-        index, line_count, LinePrefix(prefix.strip()), tuple(cell.strip() for cell in cells), keys, wrap
-    )
+    titles = tuple(cell.strip() for cell in cells)
+    header = PipeHeader(index, line_count, LinePrefix(prefix.strip()), titles, keys, wrap)
     return header if header.known >= 3 and not _LENGTHS.isdisjoint(keys) else None
 
 
@@ -221,9 +213,8 @@ def read_pipe_row(lines: LogLines, index: int, header: PipeHeader) -> PipeRow | 
         return None
     cells = _split_cells(joined, header)
     while cells is not None and line_count < min(_MAX_WRAPPED_LINES, len(lines) - index):
-        incomplete = len(cells) < len(header.keys) or (
-            header.wrap > 0 and len(lines[index + line_count - 1]) == header.wrap
-        )
+        full = header.wrap > 0 and len(lines[index + line_count - 1]) == header.wrap
+        incomplete = full or len(cells) < len(header.keys)
         next_line = lines[index + line_count]
         if not incomplete or _begins_new_row(next_line, header) or _parse_header(next_line, index, 1, 0):
             break

@@ -144,8 +144,7 @@ def _constant_errors(row: LogRow, rate: Rate) -> list[tuple[float, str]]:
     if rate.passes != 1:
         slips.append((1 / rate.passes, "counts the forward pass only"))
         slips.append((3 / rate.passes, "counts backward as 2 forward passes instead of 2.5"))
-    slips.append((1e3, "the time is in ms though labelled s"))
-    slips.append((1e-3, "the time is in s though labelled ms"))
+    slips += [(1e3, "the time is in ms though labelled s"), (1e-3, "the time is in s though labelled ms")]
     pairs = [(a * b, f"{x}, and {y}") for i, (a, x) in enumerate(slips[:3]) for b, y in slips[i + 1 : 3]]
     return slips + pairs
 
@@ -180,6 +179,4 @@ def solve(rows: Sequence[LogRow]) -> list[SolvedSettings]:
         return []
     masks = (True, False) if rows[0].causal is None else (rows[0].causal,)
     candidates = [SolvedSettings(dim, mask, total) for mask in masks for total in (False, True) for dim in HEAD_DIMS]
-    return [
-        candidate for candidate in candidates if all(follows(candidate.tflop(row, rate), rate) for row, rate in checked)
-    ]
+    return [option for option in candidates if all(follows(option.tflop(row, rate), rate) for row, rate in checked)]

@@ -119,9 +119,8 @@ class _Reader:
             label = fields.pop("label")
             system = "double_ring" if self._double_ring else _system_of(label)
             # The row of a block is kept until a table row repeats it or the block ends.
-            self._block = replace(
-                self._build_row(fields, index, "results", ()), label=label, label_line=index + 1, system=system
-            )
+            row = self._build_row(fields, index, "results", ())
+            self._block = replace(row, label=label, label_line=index + 1, system=system)
             return line_count
         if "[" in line and _TWO_RINGS.search(line):
             self._double_ring = True
@@ -239,11 +238,8 @@ class _Reader:
         if not name or row.oom or complete:
             return
         step = row.steps.get(name, 0.0)
-        steps_above = [
-            earlier.steps[name]
-            for earlier in self.rows[:-1]
-            if earlier.columns == row.columns and name in earlier.steps
-        ]
+        same_table = (earlier for earlier in self.rows[:-1] if earlier.columns == row.columns)
+        steps_above = [earlier.steps[name] for earlier in same_table if name in earlier.steps]
         if step < 1 and step in steps_above:
             return
         if step and step <= min(steps_above, default=step):
@@ -263,18 +259,10 @@ class _Reader:
         stated = {name: getattr(self.settings, name) for name in STATED if name not in printed}
         stated = {name: value for name, value in stated.items() if value is not None}
         return LogRow(
-            file=self.path,
-            line=index + 1,
-            format=kind,
-            system=_system_of(label),
-            label=label,
-            label_line=label_line,
-            placement=_placement_of(label),
-            columns=tuple(title for title in titles if title),
-            sources={name: f"line {self.settings.lines.get(name, 0)}" for name in stated},
-            **printed,
-            **stated,
-        )
+            file=self.path, line=index + 1, format=kind, system=_system_of(label), label=label, label_line=label_line,
+            placement=_placement_of(label), columns=tuple(title for title in titles if title),
+            sources={name: f"line {self.settings.lines.get(name, 0)}" for name in stated}, **printed, **stated,
+        )  # fmt: skip
 
 
 # --- text outside the tables: results printed line by line, settings, headings ---------------------------
@@ -293,19 +281,13 @@ _ITEM = re.compile(r"- ([A-Z][\w+ /]{0,40}?) {0,4}: {0,4}(\S[^\r\n]{0,120})")
 _FIGURE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?(ms|us|s|MB|GB|TFLOPs?/s|TFLOPS)?")
 _SCALES = {"us": 1e-3, "ms": 1.0, "s": 1e3, "MB": 1.0, "GB": 1024.0}
 _INTEGERS = {
-    "batch size": "batch",
-    "sequence length": "seq",
-    "num heads": "heads",
-    "head dimension": "head_dim",
-    "gqa groups": "kv_heads",
-    "world size": "world_size",
-}
+    "batch size": "batch", "sequence length": "seq", "num heads": "heads", "head dimension": "head_dim",
+    "gqa groups": "kv_heads", "world size": "world_size",
+}  # fmt: skip
 _FIGURES = {
-    "forward time": "forward_ms",
-    "forward+backward time": "forward_backward_ms",
-    "memory usage": "memory_mb",
+    "forward time": "forward_ms", "forward+backward time": "forward_backward_ms", "memory usage": "memory_mb",
     "performance": "tflops",
-}
+}  # fmt: skip
 
 
 def _read_burst_figures(lines: LogLines, index: int) -> tuple[Fields, int] | None:

@@ -33,7 +33,7 @@ def command(**options: Any) -> int:
     \b
     ringprof advise --seq 1048576 --heads 40 --hosts 16 --gpus-per-host 8 --machine h100 --nic 400
     """
-    from ringprof.prediction.schedule_cache import ScheduleCache
+    from ringprof.prediction.schedules import ScheduleCache
 
     machine, cluster = read_calibration(options["machine"]), cluster_of(options)
     with loading_progress() as notify:
@@ -42,9 +42,8 @@ def command(**options: Any) -> int:
             memory_bytes=_size(options["memory"]) if options["memory"] else None, strategies=options["strategies"],
             notify=notify or ignore_progress,
         )  # fmt: skip
-    click.echo(
-        json_text(advice_dict(advice)) if options["form"] == "json" else advice_text(advice, text_style(None)), nl=False
-    )
+    as_json = options["form"] == "json"
+    click.echo(json_text(advice_dict(advice)) if as_json else advice_text(advice, text_style(None)), nl=False)
     if options["html"]:
         write_text(options["html"], page(document(advice)))
     return 0

@@ -34,16 +34,12 @@ from ringprof.report.text import clean, shell_words
 @click.argument("runs", nargs=-1, type=click.Path(), metavar="[RUN]...")
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), help="Calibration file to write.")
 @click.option("--name", help="Name of the machine.  [default: the device]")
-@click.option(
-    "--base", metavar="FILE_OR_NAME", help="Calibration that supplies the other figures.  [default: by the device]"
-)
+@click.option("--base", metavar="FILE_OR_NAME",
+              help="Calibration that supplies the other figures.  [default: by the device]")  # fmt: skip
 @click.option("--kernels", metavar="NAMES", help="Kernels to measure, separated by commas.  [default: all that run]")
-@click.option(
-    "--parts",
-    metavar="NAMES",
-    help=f"Parts to measure, separated by commas: {', '.join(TIME_SHARES)}; the base supplies the rest."
-    "  [default: all]",
-)
+@click.option("--parts", metavar="NAMES",
+              help=f"Parts to measure, separated by commas: {', '.join(TIME_SHARES)}; the base supplies the rest."
+              "  [default: all]")  # fmt: skip
 @click.option("--seconds", type=Number(min=5), default=400.0, show_default=True,
               help="Approximate duration of the measurement on GPUs.")  # fmt: skip
 def command(

@@ -27,16 +27,9 @@ _FORMATS = {"json": shown.render_json, "csv": shown.render_csv, "markdown": show
 @gated("'tflops < 0.95 * base'")
 @reads_traces
 def command(
-    paths: tuple[str, ...],
-    reading: LoadOptions,
-    form: str,
-    output: str | None,
-    page: str | None,
-    conditions: tuple[str, ...],
-    undecided: str,
-    *,
-    same_work: bool,
-) -> int:
+    paths: tuple[str, ...], reading: LoadOptions, form: str, output: str | None, page: str | None,
+    conditions: tuple[str, ...], undecided: str, *, same_work: bool,
+) -> int:  # fmt: skip
     """Compare runs, traces, printed kernel tables and benchmark logs, in any mix, with the first.
 
     Differences in settings and hardware come first. A difference that the repeated timings do not prove is called
@@ -55,16 +48,11 @@ def command(
     print_or_write(text, output)
     if page:
         write_text(page, comparison.to_html())
-    failed = [
-        conditional.fails(
-            entry,
-            comparison.entries[0],
-            [difference for difference in comparison.differences if difference.entry == index],
-        )
-        for index, entry in enumerate(comparison.entries)
-        if index
-    ]
-    return 1 if any(failed) else 0
+    failed = 0
+    for index, entry in enumerate(comparison.entries[1:], 1):
+        differences = [difference for difference in comparison.differences if difference.entry == index]
+        failed |= conditional.fails(entry, comparison.entries[0], differences)
+    return int(failed)
 
 
 def _sides(paths: Sequence[str]) -> list[str | list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,11 +22,7 @@ _FEATURES: tuple[tuple[str, Column, Callable[[type[Kernel]], object]], ...] = (
     ("head_dim", Column("head_dim", left=True, drop=4), lambda kernel: kernel.head_dims()),
     ("tried", Column("tried", left=True), lambda kernel: kernel.tested),
     ("windows", Column("windows", left=True), lambda kernel: kernel.takes_windows),
-    (
-        "documents",
-        Column("documents", left=True),
-        lambda kernel: "in one call" if kernel.varlen else "a call each",
-    ),
+    ("documents", Column("documents", left=True), lambda kernel: "in one call" if kernel.varlen else "a call each"),
     ("softcap", Column("softcap", left=True), lambda kernel: kernel.takes_softcap),
     ("deterministic", Column("determi-\nnistic", left=True, drop=1), lambda kernel: kernel.has_deterministic_mode),
     ("delta", Column("delta", left=True, drop=3), lambda kernel: kernel.takes_delta),
@@ -106,18 +102,11 @@ def _rates_table(rates: Iterable[Any], factor: float) -> Table:
         by_kernel.setdefault(rate.kernel, {})[rate.mask] = rate
     masks = list(next(iter(by_kernel.values())))
     columns = [Column(f"{mask if way == 'fwd' else ''}\n{way}", "rate") for mask in masks for way in ("fwd", "bwd")]
-    rows = [
-        [
-            kernel,
-            *(
-                tflops and tflops * factor
-                for rate in by_mask.values()
-                for tflops in (rate.forward_tflops, rate.backward_tflops)
-            ),
-        ]
-        for kernel, by_mask in by_kernel.items()
-        if any(rate.reason is None for rate in by_mask.values())
-    ]
+    rows = []
+    for kernel, by_mask in by_kernel.items():
+        if any(rate.reason is None for rate in by_mask.values()):
+            tflops = (value for rate in by_mask.values() for value in (rate.forward_tflops, rate.backward_tflops))
+            rows.append([kernel, *(value and value * factor for value in tflops)])
     return Table("", (Column("kernel"), *columns), rows)
 
 
@@ -127,16 +116,11 @@ def _feature_rows() -> list[list[str]]:
     from ringprof.strategies.kernels.registry import KERNELS
 
     devices = [torch.device(name) for name in (*(["cuda"] if torch.cuda.is_available() else []), "cpu")]
-    return [
-        _feature_row(name, kernel, {device.type: kernel.missing(device) for device in devices})
-        for name, kernel in KERNELS.items()
-    ]
-
-
-def _feature_row(name: str, kernel: type[Kernel], reasons: Mapping[str, str | None]) -> list[str]:
-    """Build the row of one kernel; ``reasons`` are the reasons why it cannot run, by device type."""
-    devices = [device for device, reason in reasons.items() if reason is None]
-    availability = f"yes, on {' and '.join(devices)}" if devices else next(iter(reasons.values())) or ""
-    values = (value_of(kernel) for _, _, value_of in _FEATURES)
-    cells = (value if isinstance(value, str) else "yes" if value else "no" for value in values)
-    return [name, availability, *cells]
+    rows = []
+    for name, kernel in KERNELS.items():
+        reasons = {device.type: kernel.missing(device) for device in devices}
+        usable = [device for device, reason in reasons.items() if reason is None]
+        availability = f"yes, on {' and '.join(usable)}" if usable else next(iter(reasons.values())) or ""
+        values = (value_of(kernel) for _, _, value_of in _FEATURES)
+        rows.append([name, availability, *(v if isinstance(v, str) else "yes" if v else "no" for v in values)])
+    return rows

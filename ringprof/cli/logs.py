@@ -18,7 +18,6 @@ from ringprof.common.files import read_within
 from ringprof.common.json_object import json_text
 from ringprof.common.limits import EXPANDED_BYTES, MEMORY_BYTES, Limits
 from ringprof.common.log_lines import TEXT_SHARE
-from ringprof.report.text import TextStyle
 
 _SETTINGS = ("batch", "heads", "head_dim", "world_size", "causal", "device")
 """Options for settings that a log does not state: fields of `LogSettings`."""
@@ -67,7 +66,11 @@ def command(files: tuple[str, ...], **options: Any) -> int:
     if options["machine"]:
         logs.add(_implausible_rows(logs, options["machine"], options["gpus_per_host"], options["nic"]))
     output = options["output"]
-    print_or_write(_text(logs, options["form"], text_style(output, options["width"])), output)
+    if options["form"] == "terminal":
+        text = logs.to_terminal(text_style(output, options["width"]))
+    else:
+        text = json_text(logs.report()) if options["form"] == "json" else logs.to_csv()
+    print_or_write(text, output)
     errors = [flag for flag in logs.flags if flag.severity == "error"]
     return 2 if options["strict"] and errors else 0
 
@@ -76,8 +79,8 @@ def _implausible_rows(logs: BenchmarkLogs, machine: str, gpus_per_host: int, nic
     """Yield flags of rows whose times a prediction for the machine contradicts."""
     from ringprof.prediction.calibration import read_calibration
     from ringprof.prediction.network import Cluster
-    from ringprof.prediction.plausibility import check_log_rows
     from ringprof.prediction.schedules import schedule_of
+    from ringprof.prediction.score import check_log_rows
 
     cluster = Cluster(gpus_per_host=gpus_per_host, nic_gbit=nic)
     return check_log_rows(logs.rows, read_calibration(machine), schedule_of, cluster)
@@ -87,9 +90,3 @@ def _read(file: str, limits: Limits) -> BenchmarkLog:
     if file == "-":
         return parse_log(read_within(sys.stdin.buffer, "-", limits, TEXT_SHARE), "-")
     return read_log(file, limits)
-
-
-def _text(logs: BenchmarkLogs, form: str, style: TextStyle) -> str:
-    if form == "json":
-        return json_text(logs.report())
-    return logs.to_csv() if form == "csv" else logs.to_terminal(style)

@@ -113,9 +113,12 @@ def workload_of(options: Options, seq: int, *, backward: bool = True) -> Workloa
     """Build the workload that the options describe."""
     heads, kv_heads = options["heads"], options["kv_heads"]
     fields = {"backward": backward, **phase_of(options, seq), **layer_of(options), **mask_of(options, seq)}
+    head_dim, v_size = options["head_dim"], options.get("v_head_dim")
+    if v_size is not None and v_size > head_dim:
+        raise UsageError(f"--v-head-dim {v_size}: heads of v are at most as large as those of q and k, {head_dim}")
     return Workload(
         batch=options["batch"], seq=seq, heads=heads, kv_heads=heads if kv_heads is None else kv_heads,
-        head_dim=options["head_dim"], v_head_dim=_smaller_v_size(options.get("v_head_dim"), options["head_dim"]),
+        head_dim=head_dim, v_head_dim=None if v_size == head_dim else v_size,
         dtype=options["dtype"], softcap=options.get("softcap"), sinks=options.get("sinks"), **fields,
     )  # fmt: skip
 
@@ -158,13 +161,6 @@ def phase_of(options: Options, seq: int) -> JsonObject:
         raise UsageError(f"--kv-length {keys} holds the new tokens, too: at least {seq}")
     _refuse_together(options, f"--phase {phase}", ("documents",))
     return {"phase": phase, "kv_length": keys, "backward": False}
-
-
-def _smaller_v_size(v_size: int | None, size: int) -> int | None:
-    """Return v's head size if it differs from that of q and k, else None. Raises `UsageError` if it is larger."""
-    if v_size is not None and v_size > size:
-        raise UsageError(f"--v-head-dim {v_size}: heads of v are at most as large as those of q and k, {size}")
-    return None if v_size == size else v_size
 
 
 def request_of(options: Options, *, seq: int, strategy: str, backward: bool = True, **others: Any) -> RecordRequest:

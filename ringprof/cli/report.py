@@ -13,7 +13,7 @@ import click
 
 from ringprof.analysis.findings.metric import Measurement
 from ringprof.api import Analysis, load_any, parse_any
-from ringprof.cli.gate import Gate, gate, gated
+from ringprof.cli.gate import gate, gated
 from ringprof.cli.progress import loading_progress
 from ringprof.cli.reading import newest_or, reads_traces
 from ringprof.cli.values import Number, all_of
@@ -61,14 +61,9 @@ _PAGE_STAYS_S = 3600.0
               help="Kernel table: wall time of the window in ms.")  # fmt: skip
 @click.option("--iters", type=click.IntRange(min=1), help="Kernel table: iterations in the window.")
 def command(
-    paths: tuple[str, ...],
-    reading: LoadOptions,
-    conditions: tuple[str, ...],
-    undecided: str,
-    *,
-    strict: bool,
+    paths: tuple[str, ...], reading: LoadOptions, conditions: tuple[str, ...], undecided: str, *, strict: bool,
     **options: Any,
-) -> int:
+) -> int:  # fmt: skip
     """Show where the time of a run or trace went.
 
     PATH is a run.json, the folder of a run, a Kineto trace (.json, .json.gz), a folder of traces, several traces of one
@@ -80,7 +75,10 @@ def command(
     ringprof report rank0.json.gz rank1.json.gz --format json
     ringprof report traces/run.json --fail-if 'exposed_comm > 5%'
     """
-    conditional = _refuse_base(gate(conditions, undecided))
+    conditional = gate(conditions, undecided)
+    if condition := next((condition for condition in conditional.conditions if condition.of_base), None):
+        text = f"--fail-if {condition.text!r}: one report has no base: set two side by side with 'ringprof compare'"
+        raise UsageError(text)
     sections = [name for name, value in options.items() if name in OPTIONAL and value]
     _refuse_unknown_column(options["sort"], sections)
     if options["parquet"] and (options["frame"] or not options["output"]):
@@ -94,7 +92,11 @@ def command(
         print_or_write(_text(analysis, sections, options), options["output"])
     if options["page"] or options["opens"]:
         _write_page(_refuse_table(analysis), options["page"], opens=options["opens"])
-    failed = conditional.conditions and conditional.fails(_entry_of(analysis))
+    failed = False
+    if conditional.conditions and isinstance(analysis, Analysis):
+        failed = conditional.fails(analysis.entries(analysis.name)[0])
+    elif conditional.conditions:
+        failed = conditional.fails(Measurement(analysis.name, "table", {}, others=analysis.figures()))
     return (_strict_exit_code(analysis.warnings) if strict else 0) or (1 if failed else 0)
 
 
@@ -161,21 +163,6 @@ def _refuse_unknown_column(name: str, sections: Sequence[str]) -> None:
     if not columns:
         raise UsageError(f"--sort {name}: orders {_SORTED}: ask for one of them")
     raise UsageError(f"--sort {name}: no such column{nearest(name, columns)}; there are: {', '.join(columns)}")
-
-
-def _refuse_base(conditional: Gate) -> Gate:
-    """Return the gate. Raises `UsageError` for a condition on the base, which a single report does not have."""
-    for condition in conditional.conditions:
-        if condition.of_base:
-            text = f"--fail-if {condition.text!r}: one report has no base: set two side by side with 'ringprof compare'"
-            raise UsageError(text)
-    return conditional
-
-
-def _entry_of(analysis: Analysis | TableAnalysis) -> Measurement:
-    if isinstance(analysis, Analysis):
-        return analysis.entries(analysis.name)[0]
-    return Measurement(analysis.name, "table", {}, others=analysis.figures())
 
 
 def _strict_exit_code(warnings: list[Notice]) -> int:

@@ -89,14 +89,8 @@ def _cells(row: JsonObject) -> list[Any]:
     """Format the cells of one run in the order of `_COLUMNS`."""
     time_ms, tflops = row["iteration_ms"], row["tflops"]
     return [
-        clean(row["path"]),
-        clean(row["created"][:16].replace("T", " ")),
-        clean(row["strategy"] or "own program"),
-        row["seq"],
-        row["world_size"],
-        clean(row["kernel"] or "-"),
-        row["dtype"] or "-",
-        "-" if time_ms is None else duration(time_ms * 1e6),
-        "-" if tflops is None else rate(tflops),
+        clean(row["path"]), clean(row["created"][:16].replace("T", " ")), clean(row["strategy"] or "own program"),
+        row["seq"], row["world_size"], clean(row["kernel"] or "-"), row["dtype"] or "-",
+        "-" if time_ms is None else duration(time_ms * 1e6), "-" if tflops is None else rate(tflops),
         {True: "right", False: "WRONG", None: "no"}[row["verified"]],
-    ]
+    ]  # fmt: skip

@@ -13,8 +13,13 @@ from typing import Literal
 
 from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, KINDS
 from ringprof.analysis.kinds.operators import kind_of_collective
-from ringprof.kernel_tables.iterations import Iterations, count_iterations
-from ringprof.kernel_tables.kernels import CountedRows, rounding_slack_ns, select_counted_rows
+from ringprof.kernel_tables.kernels import (
+    CountedRows,
+    Iterations,
+    count_iterations,
+    rounding_slack_ns,
+    select_counted_rows,
+)
 from ringprof.kernel_tables.rows import KernelTable, StatedShare, TableRow
 from ringprof.report.text import duration
 from ringprof.trace.columns import Notice
@@ -131,9 +136,9 @@ class TableReport:
         """Time of kernels without a row in the table, by the footer or the printed shares; 0 if neither shows any."""
         if self.counted.basis != "kernels":
             return 0
-        expected_ns, slack = (
-            (self.footer_ns, self.slack_ns) if self.footer_ns is not None else total_from_shares(self.table)
-        )
+        expected_ns, slack = self.footer_ns, self.slack_ns
+        if expected_ns is None:
+            expected_ns, slack = total_from_shares(self.table)
         return expected_ns - self.total_ns if expected_ns is not None and expected_ns - self.total_ns > slack else 0
 
     @property
@@ -160,9 +165,7 @@ def analyse_table(table: KernelTable, wall_ns: int | None = None, iterations: in
     return replace(
         report,
         overlap=_overlap(report, wall_ns),
-        shares=tuple(
-            _check_share(stated, counted, report.total_ns) for stated in table.context.shares if report.total_ns
-        ),
+        shares=tuple(_check_share(stated, report) for stated in table.context.shares if report.total_ns),
         warnings=tuple(_warnings(report, split_warnings)),
     )
 
@@ -175,11 +178,9 @@ def total_from_shares(table: KernelTable) -> tuple[int | None, int]:
         if share >= _LEAST_SHARE:
             least_ns = max(least_ns, (time_ns - row.step_ns / 2) / (share + _SHARE_STEP / 2))
             most_ns = min(most_ns, (time_ns + row.step_ns / 2) / (share - _SHARE_STEP / 2))
-    return (
-        (round((least_ns + most_ns) / 2), math.ceil((most_ns - least_ns) / 2))
-        if least_ns <= most_ns < math.inf
-        else (None, 0)
-    )
+    if not least_ns <= most_ns < math.inf:
+        return None, 0
+    return round((least_ns + most_ns) / 2), math.ceil((most_ns - least_ns) / 2)
 
 
 # --- kinds ------------------------------------------------------------------------------------------
@@ -278,9 +279,10 @@ def _overlap(report: TableReport, user_wall_ns: int | None) -> OverlapBounds:
     return OverlapBounds(least, min(1.0, (compute + missing) / comm), wall, source, comm, compute, None)
 
 
-def _check_share(stated: StatedShare, counted: CountedRows, total_ns: int) -> CheckedShare:
-    """Compare a printed share with the share by the table, whose rows take ``total_ns`` in total."""
-    rows = [row for row in counted.rows if row.kind in _SHARE_KINDS[stated.subject]]
+def _check_share(stated: StatedShare, report: TableReport) -> CheckedShare:
+    """Compare a printed share with the share by the table."""
+    total_ns = report.total_ns
+    rows = [row for row in report.counted.rows if row.kind in _SHARE_KINDS[stated.subject]]
     read_rows = [row.row for row in rows if row.row.unit in _READ_UNITS]
     dropped_rows = [row for row in rows if row.row.unit not in _READ_UNITS]
     share = sum(row.time_ns for row in rows) / total_ns

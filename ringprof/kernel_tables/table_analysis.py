@@ -25,10 +25,9 @@ from ringprof.trace.columns import Notice
 
 _SUMMED = {"kernels": "kernel time", "operators": "device time", "cpu": "CPU time"}
 _WALLS = {
-    "given": "the wall time given",
-    "iteration_time": "the log's own time of one iteration",
+    "given": "the wall time given", "iteration_time": "the log's own time of one iteration",
     "cpu_total": "the footer's CPU total taken for the wall time",
-}
+}  # fmt: skip
 _SOURCES = {
     "given": "as given",
     "log": "as the log says",
@@ -84,12 +83,9 @@ class TableAnalysis:
 
 
 def load_tables(
-    path: str | os.PathLike[str],
-    *,
-    wall_ns: int | None = None,
-    iterations: int | None = None,
+    path: str | os.PathLike[str], *, wall_ns: int | None = None, iterations: int | None = None,
     memory_bytes: int = MEMORY_BYTES,
-) -> TableAnalysis:
+) -> TableAnalysis:  # fmt: skip
     """Load a log that contains printed kernel tables of torch.profiler, ``nsys stats`` or nvprof.
 
     ``wall_ns`` is the wall time of the profiled window, ``iterations`` the number of iterations in it, and
@@ -269,9 +265,8 @@ def table_dict(report: TableReport) -> JsonObject:
 def figures_of_table(report: TableReport) -> dict[str, float]:
     """Return figures by name, for conditions: times by kind as ``KIND_ns``, and shares of the total as ``KIND``."""
     times, whole_ns = report.kinds_ns, report.whole_ns or 1
-    return {f"{kind}_ns": float(time) for kind, time in times.items()} | {
-        k: time / whole_ns for k, time in times.items()
-    }
+    shares = {kind: time / whole_ns for kind, time in times.items()}
+    return {f"{kind}_ns": float(time) for kind, time in times.items()} | shares
 
 
 def entry_of_table(label: str, report: TableReport) -> Measurement:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -180,19 +181,14 @@ def advise(
         for index, prediction in enumerate(predictions)
     )
     to_compare = [choice.prediction for choice in compared(choices)]
-    points: list[tuple[Point, ...]] = []
-    for axis, sweep in (
-        ("lengths", _length_sweep(workload)),
-        ("NICs", _nic_sweep(cluster)),
-        ("hosts", _host_sweep(cluster)),
-    ):
-        axis_points: list[Point] = []
-        for number, (value, change) in enumerate(sweep):
-            notify(axis, number, len(sweep))
-            axis_points += _point(
-                value, [(prediction, change(prediction.query)) for prediction in to_compare], machine, schedule_of
-            )
-        points.append(tuple(axis_points))
+    gbit = cluster.nic_gbit
+    sweeps: dict[str, Sequence[float]] = {
+        "lengths": [int(workload.seq * factor) for factor in _LENGTH_FACTORS],
+        "NICs": [gbit * factor for factor in _NIC_FACTORS] if gbit is not None and cluster.hosts > 1 else [],
+        "hosts": sorted({round(cluster.hosts * factor) for factor in _HOST_FACTORS} - {0})
+        if gbit is not None or cluster.hosts > 1 else [],
+    }  # fmt: skip
+    points = (tuple(_sweep(axis, values, to_compare, machine, schedule_of, notify)) for axis, values in sweeps.items())
     return Advice(choices, tuple(refusals), *points)
 
 
@@ -239,66 +235,33 @@ def probabilities_of_being_best(predictions: Sequence[PredictionResult]) -> list
 
 
 def _on_front(prediction: PredictionResult, predictions: Sequence[PredictionResult]) -> bool:
-    """Return whether no other prediction is faster with at most as much memory."""
+    """Return whether no prediction is faster with at most as much memory."""
     return not any(
-        other.median_ns < prediction.median_ns and other.peak_bytes <= prediction.peak_bytes
-        for other in predictions
-        if other is not prediction
+        other.median_ns < prediction.median_ns and other.peak_bytes <= prediction.peak_bytes for other in predictions
     )
 
 
-_Sweep = Sequence[tuple[float, Callable[[Query], Query]]]
-"""Values to examine, each with a function that applies it to a query."""
+def _sweep(
+    axis: str, values: Sequence[float], predictions: Sequence[PredictionResult], machine: Calibration,
+    schedule_of: ScheduleOf, notify: Notify,
+) -> Iterator[Point]:  # fmt: skip
+    """Yield the predictions at each value of an axis (``lengths``, ``NICs``, ``hosts``) that is not refused."""
 
+    def changed(query: Query, value: float) -> Query:
+        if axis == "lengths":
+            return replace(query, workload=msgspec.structs.replace(query.workload, seq=int(value)))
+        changes: JsonObject = {"nic_gbit": value} if axis == "NICs" else {"hosts": int(value)}
+        return replace(query, cluster=replace(query.cluster, **changes))
 
-def _length_sweep(workload: Workload) -> _Sweep:
-    """Return sequence lengths around the workload's own."""
-
-    def with_length(seq: int) -> Callable[[Query], Query]:
-        return lambda query: replace(query, workload=msgspec.structs.replace(query.workload, seq=seq))
-
-    return [(seq, with_length(seq)) for seq in (int(workload.seq * factor) for factor in _LENGTH_FACTORS)]
-
-
-def _nic_sweep(cluster: Cluster) -> _Sweep:
-    """Return NIC rates around the cluster's own; none where there is no network."""
-
-    def with_rate(gbit: float) -> Callable[[Query], Query]:
-        return lambda query: replace(query, cluster=replace(query.cluster, nic_gbit=gbit))
-
-    base_gbit = cluster.nic_gbit
-    return (
-        []
-        if cluster.hosts == 1 or base_gbit is None
-        else [(base_gbit * factor, with_rate(base_gbit * factor)) for factor in _NIC_FACTORS]
-    )
-
-
-def _host_sweep(cluster: Cluster) -> _Sweep:
-    """Return numbers of hosts around the cluster's own."""
-
-    def with_hosts(hosts: int) -> Callable[[Query], Query]:
-        return lambda query: replace(query, cluster=replace(query.cluster, hosts=hosts))
-
-    if cluster.hosts == 1 and cluster.nic_gbit is None:
-        return []
-    return [
-        (hosts, with_hosts(hosts))
-        for hosts in sorted({round(cluster.hosts * factor) for factor in _HOST_FACTORS} - {0})
-    ]
-
-
-def _point(
-    value: float, queries: Sequence[tuple[PredictionResult, Query]], machine: Calibration, schedule_of: ScheduleOf
-) -> Iterator[Point]:
-    """Yield the predictions at one value of a sweep, or nothing if one of them is refused."""
-    try:
-        yield Point(value, tuple(
-            prediction if prediction.query == query else predict(query, machine, schedule_of, draws=_FIRST_PASS_DRAWS)
-            for prediction, query in queries
-        ))  # fmt: skip
-    except RingprofError:
-        return
+    for number, value in enumerate(values):
+        notify(axis, number, len(values))
+        queries = [(prediction, changed(prediction.query, value)) for prediction in predictions]
+        with suppress(RingprofError):
+            yield Point(value, tuple(
+                prediction if prediction.query == query
+                else predict(query, machine, schedule_of, draws=_FIRST_PASS_DRAWS)
+                for prediction, query in queries
+            ))  # fmt: skip
 
 
 def _first_hidden(points: Sequence[Point]) -> float | None:
@@ -306,14 +269,10 @@ def _first_hidden(points: Sequence[Point]) -> float | None:
     excess = [point.predictions[0].exposed_share - HIDDEN for point in points]
     if not points or excess[-1] > 0:
         return None
-    last_exposed = max((index for index, share in enumerate(excess) if share > 0), default=None)
-    return (
-        points[0].value
-        if last_exposed is None
-        else _zero_crossing(
-            points[last_exposed].value, points[last_exposed + 1].value, excess[last_exposed], excess[last_exposed + 1]
-        )
-    )
+    last = max((index for index, share in enumerate(excess) if share > 0), default=None)
+    if last is None:
+        return points[0].value
+    return _zero_crossing(points[last].value, points[last + 1].value, excess[last], excess[last + 1])
 
 
 def compared(choices: Sequence[Choice]) -> list[Choice]:
@@ -322,8 +281,7 @@ def compared(choices: Sequence[Choice]) -> list[Choice]:
     Choices of one strategy differ little from each other, so one of each is enough.
     """
     best = {choice.prediction.query.strategy: choice for choice in reversed(choices)}
-    others = sorted(best.values(), key=choices.index)
-    return others[:_MAX_COMPARED]
+    return sorted(best.values(), key=choices.index)[:_MAX_COMPARED]
 
 
 def crossings(points: Sequence[Point]) -> list[tuple[float, int]]:

@@ -64,7 +64,7 @@ def advise(
 
     Raises the errors of `predict`.
     """
-    from ringprof.prediction.schedule_cache import ScheduleCache
+    from ringprof.prediction.schedules import ScheduleCache
 
     advice = _advise(
         _converted(workload, Workload), _converted(cluster, Cluster), _read(machine), ScheduleCache().of, kernel=kernel,

@@ -40,10 +40,8 @@ _TRANSFER_KERNELS = {
     "all_gather": "ncclDevKernel_AllGather_RING_LL", "reduce_scatter": "ncclDevKernel_ReduceScatter_Sum_RING_LL",
 }  # fmt: skip
 _COLLECTIVE_NAMES = {
-    "all_to_all": "all_to_allv",
-    "all_gather": "_allgather_base",
-    "reduce_scatter": "_reduce_scatter_base",
-}
+    "all_to_all": "all_to_allv", "all_gather": "_allgather_base", "reduce_scatter": "_reduce_scatter_base",
+}  # fmt: skip
 
 _Event = JsonObject
 
@@ -147,7 +145,7 @@ class _Writer:
     """Events of one rank's operations, on the host and on the device."""
 
     def __init__(self, prediction: PredictionResult, program: Program, timeline: Timeline, origin: int) -> None:
-        self._prediction, self._program, self._timeline, self._origin = prediction, program, timeline, origin
+        self._program, self._timeline, self._origin = program, timeline, origin
         self._streams: dict[str, int] = {}
         self._launches = 0
         forward, backward = _ATTENTION_KERNELS.get(prediction.query.kernel, _DEFAULT_ATTENTION_KERNELS)
@@ -197,23 +195,19 @@ class _Writer:
                 yield from self._kernel(name, stream, copy_start, copy_end, begin, end, "gpu_memcpy", bytes=size)
                 copy_start = copy_end
             return
-        yield from (
-            _record(self._program.rank, comm_op, begin, call) for call in _recorded_calls(self._program.rank, comm_op)
-        )
-        args = {} if comm_op.operation in RINGS else _collective_args(self._program.rank, comm_op)
+        rank, args, calls = self._program.rank, JsonObject(), list[JsonObject]()
+        if comm_op.operation in RINGS:
+            following, previous = _neighbours(rank, comm_op)
+            for size in comm_op.messages:
+                calls.append({"Collective name": "send", "Dst Rank": following, **_sizes(comm_op, size, size)})
+                calls.append({"Collective name": "recv", "Src Rank": previous, **_sizes(comm_op, size, size)})
+        else:
+            args = _collective_args(rank, comm_op)
+            calls.append(args)
+        for call in calls:
+            yield _slice("cpu_op", "record_param_comms", 0, _THREAD, begin, begin + 1, {"Rank": rank, **call})
         name = f"{_TRANSFER_KERNELS[comm_op.operation]} {MARK}"
         yield from self._kernel(name, stream, start, stop, begin, end, **args)
-
-
-def _recorded_calls(rank: int, comm_op: CommStart) -> Iterator[JsonObject]:
-    """Yield the arguments that the host records for each message of a transfer."""
-    if comm_op.operation not in RINGS:
-        yield _collective_args(rank, comm_op)
-        return
-    following, previous = _neighbours(rank, comm_op)
-    for size in comm_op.messages:
-        yield {"Collective name": "send", "Dst Rank": following, **_sizes(comm_op, size, size)}
-        yield {"Collective name": "recv", "Src Rank": previous, **_sizes(comm_op, size, size)}
 
 
 def _neighbours(rank: int, comm_op: CommStart) -> tuple[int, int]:
@@ -235,10 +229,6 @@ def _sizes(comm_op: CommStart, sent: int, received: int) -> JsonObject:
         "Process Group Name": comm_op.communicator, "Process Group Description": f"ringprof:{comm_op.channel}",
         "Process Group Ranks": str(list(comm_op.members)), "In split size": "[]", "Out split size": "[]",
     }  # fmt: skip
-
-
-def _record(rank: int, comm_op: CommStart, begin: int, call: JsonObject) -> _Event:
-    return _slice("cpu_op", "record_param_comms", 0, _THREAD, begin, begin + 1, {"Rank": rank, **call})
 
 
 def _slice(category: str, name: str, process: int, thread: int, begin: int, end: int, args: _Event) -> _Event:

@@ -39,11 +39,6 @@ class Observed:
     links: Links
     fills: bool
 
-    @property
-    def source(self) -> str:
-        """Name of the run, as the source of the figures fitted to it."""
-        return self.run.name
-
 
 def schedule_of_run(run: Run) -> Schedule:
     """Return the schedule that a run executed. Raises `InputError` for a run that does not name its strategy."""
@@ -83,18 +78,14 @@ def calibrate_from(runs: Sequence[Observed], base: Calibration) -> Calibration:
         raise UsageError(f"one calibration is of one device, and these runs are of {', '.join(sorted(devices))}")
     contention = _contention(runs) or base.contention
     measured = {
-        "device": devices.pop(),
-        "created": max(observed.run.created for observed in runs),
-        "environment": runs[-1].run.environment.versions,
-        "kernels": _kernels(runs, base, contention.value),
-        "contention": contention,
-        "hop_first": _hop_first(runs) or base.hop_first,
+        "device": devices.pop(), "created": max(observed.run.created for observed in runs),
+        "environment": runs[-1].run.environment.versions, "kernels": _kernels(runs, base, contention.value),
+        "contention": contention, "hop_first": _hop_first(runs) or base.hop_first,
         "device_variation": _device_variation(runs, contention.value, base.throttling.value) or base.device_variation,
         "memory_gb_s": _memory(runs, strided=False) or base.memory_gb_s,
         "reorder_gb_s": _memory(runs, strided=True) or base.reorder_gb_s,
-        "same_host": _same_host(runs, base.same_host),
-        "transfer_margin": {},
-    }
+        "same_host": _same_host(runs, base.same_host), "transfer_margin": {},
+    }  # fmt: skip
     return msgspec.structs.replace(base, **measured)
 
 
@@ -109,10 +100,15 @@ def _kernels(runs: Sequence[Observed], base: Calibration, contention: float) -> 
         observed_runs = [observed for observed in runs if observed.run.kernel == name]
         samples = [sample for observed in observed_runs for sample in _samples(observed, contention)]
         current = by_name.get(name) or KernelFigures(
-            name=name, fills_device=False, tail=_assumed_value("a kernel of many short blocks"),
-            lead=_assumed_value("not seen"), samples=[],
+            name=name, fills_device=False, tail=Value(0.0, 0.5, "assumed", "a kernel of many short blocks"),
+            lead=Value(0.0, 0.5, "assumed", "not seen"), samples=[],
         )  # fmt: skip
-        tails = [tail for observed in observed_runs for tail in _tails(observed)] if current.fills_device else []
+        # From a delayed hop's start to the end of the block before it, as a fraction of the block.
+        tails = [
+            (block.end_ns - transfer.start_ns) / (block.end_ns - block.start_ns)
+            for observed in observed_runs if current.fills_device
+            for rank in observed.ranks for block, transfer in _delayed_transfers(rank)
+        ]  # fmt: skip
         leads = [
             (block.main_ns - block.start_ns) / (block.end_ns - block.start_ns)
             for observed in observed_runs for rank in observed.ranks for op_index, block in rank.blocks.items()
@@ -140,7 +136,7 @@ def _samples(observed: Observed, contention: float) -> list[KernelSample]:
             spread=min(1.0, float(np.std([ns for ns, _ in times]) / np.mean([ns for ns, _ in times]))),
             count=len(times),
             utilisation=min(1.0, float(np.mean([duty for _, duty in times]))), busy_s=busy_s(observed.run, 1.0),
-            origin="measured", source=observed.source,
+            origin="measured", source=observed.run.name,
         )
         for shape, times in times_by_shape.items()
     ]  # fmt: skip
@@ -150,12 +146,8 @@ def _observed_blocks(observed: Observed) -> Iterator[tuple[ObservedRank, Attenti
     """Yield each block's rank, operation, duration in nanoseconds and contended nanoseconds."""
     for rank in observed.ranks:
         for op_index, block in rank.blocks.items():
-            yield (
-                rank,
-                _attention_op(rank, op_index),
-                block.end_ns - block.start_ns,
-                contended_ns(observed, rank, op_index),
-            )
+            contended = contended_ns(observed, rank, op_index)
+            yield rank, _attention_op(rank, op_index), block.end_ns - block.start_ns, contended
 
 
 def contended_ns(observed: Observed, rank: ObservedRank, op_index: int) -> float:
@@ -208,15 +200,6 @@ def _contention(runs: Sequence[Observed]) -> Value | None:
     return Value(min(max(slope, 0.0), 1.5), min(spread, 1.0), "measured", _source_of(runs))
 
 
-def _tails(observed: Observed) -> list[float]:
-    """Return the time from each delayed hop's start to the end of the block before it, as a fraction of the block."""
-    return [
-        (block.end_ns - transfer.start_ns) / (block.end_ns - block.start_ns)
-        for rank in observed.ranks
-        for block, transfer in _delayed_transfers(rank)
-    ]
-
-
 def _delayed_transfers(rank: ObservedRank) -> list[tuple[Any, Any]]:
     """Return transfers that began in the last tenth of the block after their start, with that block."""
     return [
@@ -238,12 +221,9 @@ def _hop_first(runs: Sequence[Observed]) -> Value | None:
             delayed = {id(transfer) for _, transfer in _delayed_transfers(rank)}
             for op_index, transfer in rank.transfers.items():
                 block = _next_block(rank, op_index)
-                earlier_block_exists = any(index < op_index for index in rank.blocks)
-                if (
-                    block is None
-                    or not earlier_block_exists
-                    or _attention_op(rank, min(index for index in rank.blocks if index > op_index)).phase != "forward"
-                ):
+                if block is None or not any(index < op_index for index in rank.blocks):
+                    continue
+                if _attention_op(rank, min(index for index in rank.blocks if index > op_index)).phase != "forward":
                     continue
                 previous = [other.end_ns for index, other in rank.transfers.items() if index < op_index]
                 if previous and transfer.start_ns - max(previous) < 2e4:
@@ -253,12 +233,8 @@ def _hop_first(runs: Sequence[Observed]) -> Value | None:
     if hops_first + blocks_first < 8:
         return None
     share = hops_first / (hops_first + blocks_first)
-    return Value(
-        share,
-        (share * (1 - share) / (hops_first + blocks_first)) ** 0.5 / max(share, 0.01),
-        "measured",
-        _source_of(runs),
-    )
+    spread = (share * (1 - share) / (hops_first + blocks_first)) ** 0.5 / max(share, 0.01)
+    return Value(share, spread, "measured", _source_of(runs))
 
 
 # --- memory and links -------------------------------------------------------------------------------
@@ -301,12 +277,8 @@ def _same_host(runs: Sequence[Observed], base: Link) -> Link:
         channel_gb_s=_median_value(per_channel, runs) or base.channel_gb_s,
         hop_gb_s=_median_value(per_hop, runs) or base.hop_gb_s,
         copy_gb_s=_median_value(copies, runs) or base.copy_gb_s,
-        collective_gb_s={
-            **base.collective_gb_s,
-            **{
-                name: value for name, rates in collectives.items() if (value := _median_value(_best_tenth(rates), runs))
-            },
-        },
+        collective_gb_s=base.collective_gb_s
+        | {name: value for name, rates in collectives.items() if (value := _median_value(_best_tenth(rates), runs))},
     )
 
 
@@ -338,10 +310,6 @@ def _median_value(values: Sequence[float], runs: Iterable[Observed]) -> Value | 
     return Value(middle, min(spread, 1.0), "measured", _source_of(runs))
 
 
-def _assumed_value(reason: str) -> Value:
-    return Value(0.0, 0.5, "assumed", reason)
-
-
 def _source_of(runs: Iterable[Observed]) -> str:
-    names = sorted({observed.source for observed in runs})
+    names = sorted({observed.run.name for observed in runs})
     return names[0] if len(names) == 1 else f"{len(names)} recorded runs, {names[0]} to {names[-1]}"

@@ -16,7 +16,6 @@ from statistics import NormalDist, fmean, pstdev
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from ringprof.prediction.calibration import Calibration, Host, HostPass, KernelFigures, Value
 from ringprof.record.dryrun.schedule import AttentionOp, CommStart, MemoryOp, Op, Program
@@ -104,8 +103,12 @@ def fit_host_times(base: Calibration, passes: Sequence[HostPass], source: str) -
     )[0]
     fitted = np.maximum(fitted, 0.1 * prior)
     error = max(math.sqrt(float(np.mean((rows @ fitted / measured - 1) ** 2))), _MIN_SPREAD)
-    prior_spreads = np.array([_prior_spread(base, column) for column in columns])
-    stds_us = _kind_stds_us(rows / measured[:, None], error, prior_spreads, prior)
+    # Each kind's standard deviation after the fit: the passes, and the relative error of its usual proportion before.
+    usual_values = (getattr(base.host, _kind(column)) for column in columns)
+    spreads = np.array([max(_MIN_PRIOR_SPREAD, 0.0 if value is None else value.spread) for value in usual_values])
+    counts_per_us = rows / measured[:, None]
+    precision = counts_per_us.T @ counts_per_us / error**2 + np.diag(1 / (spreads * prior) ** 2)
+    stds_us = np.sqrt(np.diag(np.linalg.inv(precision)))
     has_passes = [bool(counts.any()) for counts in rows.T]
     slowest_spread = _slowest_spread(max(host_pass.ranks for host_pass in passes), variation)
     values = {
@@ -115,28 +118,6 @@ def fit_host_times(base: Calibration, passes: Sequence[HostPass], source: str) -
     }  # fmt: skip
     host = msgspec.structs.replace(base.host, pass_spread=round(min(math.hypot(error, slowest_spread), 1.0), 3))
     return _with_values(msgspec.structs.replace(base, host=host, passes=list(passes)), values, kernels)
-
-
-def _kind_stds_us(
-    counts_per_us: npt.NDArray[np.float64],
-    pass_spread: float,
-    prior_spreads: npt.NDArray[np.float64],
-    prior_us: npt.NDArray[np.float64],
-) -> npt.NDArray[np.float64]:
-    """Return the standard deviation of each kind's time after the fit, in microseconds.
-
-    ``counts_per_us`` has a row per pass: its counts by kind, divided by its time. ``pass_spread`` is the relative error
-    of a pass. Before the fit, a kind's time is ``prior_us`` with a relative error of ``prior_spreads``.
-    """
-    precision = counts_per_us.T @ counts_per_us / pass_spread**2 + np.diag(1 / (prior_spreads * prior_us) ** 2)
-    result: npt.NDArray[np.float64] = np.sqrt(np.diag(np.linalg.inv(precision)))
-    return result
-
-
-def _prior_spread(base: Calibration, column: str) -> float:
-    """Return the relative error of a kind's usual proportion to the other kinds, before any pass is measured."""
-    value = getattr(base.host, _kind(column))
-    return max(_MIN_PRIOR_SPREAD, value.spread if value is not None else 0.0)
 
 
 def slowest_ratio(ranks: int, variation: float) -> float:

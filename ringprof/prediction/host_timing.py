@@ -94,21 +94,17 @@ def _passes_to_measure(bench: Bench, kernels: Sequence[str]) -> Iterator[tuple[H
                         seq=_TOKENS * bench.size, heads=heads, kv_heads=heads, head_dim=HEAD_DIM, causal=name != "ring",
                         backward=backward,
                     )  # fmt: skip
-                    counts = _kind_counts(bench, name, kernel, hops, workload)
+                    try:
+                        params = dict(_PARAMS.get(name, {}))
+                        dry_run = schedule(
+                            name, workload, bench.size, kernel=kernel, hops=hops, params=params, ranks=[0]
+                        )
+                    except UnsupportedWorkloadError:
+                        continue
+                    counts = dict(count_kinds(dry_run.programs[0]))
                     if counts and (hops == "nccl" or "copy_us" in counts):
                         yield HostPass(strategy=name, kernel=kernel, hops=hops, ranks=bench.size, backward=backward,
                                        kinds=counts, us=1.0, source="ringprof calibrate"), workload  # fmt: skip
-
-
-def _kind_counts(bench: Bench, name: str, kernel: str, hops: str, workload: Workload) -> dict[str, int] | None:
-    """Count the kinds of operations in a pass; None if the strategy cannot run it."""
-    try:
-        dry_run = schedule(
-            name, workload, bench.size, kernel=kernel, hops=hops, params=dict(_PARAMS.get(name, {})), ranks=[0]
-        )  # fmt: skip
-    except UnsupportedWorkloadError:
-        return None
-    return dict(count_kinds(dry_run.programs[0]))
 
 
 def _prepare(bench: Bench, host_pass: HostPass, workload: Workload) -> _TimedPass | None:

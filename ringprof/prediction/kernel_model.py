@@ -32,6 +32,9 @@ from ringprof.record.dryrun.schedule import AttentionOp
 Floats = npt.NDArray[np.float64]
 
 _TILE = 128
+_SHAPE = (
+    "phase", "batch", "q", "kv", "heads", "kv_heads", "head_dim", "causal", "pairs", "sequences",
+)  # fmt: skip
 MAX_OCTAVES_ABOVE, MAX_OCTAVES_BELOW = 6.0, 2.0
 """Largest distance in one size, in powers of two, of a block above and below its nearest sample."""
 EXTRAPOLATED_SPREAD = 1.2
@@ -81,7 +84,7 @@ class Curve:
             raise OutsideCalibration(f"kernel {name!r}: nothing measured of this phase")
         self.name = name
         self._samples, self._multiprocessors = list(samples), multiprocessors
-        self._blocks = [_sample_op(sample) for sample in samples]
+        self._blocks = [AttentionOp(label="", **{name: getattr(sample, name) for name in _SHAPE}) for sample in samples]
         self._log_ns = np.log([sample.ns * cool_speedup(sample) for sample in samples])
         self._noise = np.array([max(0.01, sample.spread) for sample in samples])
         self._coordinates = np.array([_coordinates(block) for block in self._blocks])
@@ -118,9 +121,10 @@ class Curve:
             (np.maximum(distance / MAX_OCTAVES_ABOVE, -distance / MAX_OCTAVES_BELOW).max(axis=1) > 1).all()
         )
         if too_short and (block.pairs is None or (distance.max(axis=1) > MAX_OCTAVES_ABOVE).all()):
+            q, kv = [sample.q for sample in self._blocks], [sample.kv for sample in self._blocks]
             raise OutsideCalibration(
                 f"kernel {self.name!r}: a block of {block.q} x {block.kv} tokens is too unlike those that are"
-                f" calibrated, {_size_range(self._blocks)}"
+                f" calibrated, {min(q)} to {max(q)} queries by {min(kv)} to {max(kv)} keys"
             )
         return too_short
 
@@ -186,14 +190,15 @@ class Curve:
         sensitivities = self._form_sensitivities(self._blocks)
         amplitude, length_scale, _, _ = self._process
         residuals = self._log_ns - np.array([self._form(block) for block in self._blocks])
-        covariance = _covariance(self._coordinates, self._coordinates, amplitude, length_scale) + np.diag(
-            self._noise**2
-        )
+        covariance = self._sample_covariance(amplitude, length_scale)
         with _one_thread():
             inverse = np.linalg.inv(covariance + sensitivities @ sensitivities.T).astype(np.float64)
             return sensitivities, inverse @ residuals, inverse
 
     # --- residuals ------------------------------------------------------------------------------
+
+    def _sample_covariance(self, amplitude: float, length_scale: float) -> Floats:
+        return _covariance(self._coordinates, self._coordinates, amplitude, length_scale) + np.diag(self._noise**2)
 
     @cached_property
     def _process(self) -> tuple[float, float, Floats, Floats]:
@@ -201,9 +206,7 @@ class Curve:
         residuals = self._log_ns - np.array([self._form(block) for block in self._blocks])
         best: tuple[float, tuple[float, float, Floats, Floats]] | None = None
         for amplitude, length_scale in product(_AMPLITUDE_GRID, _LENGTH_SCALE_GRID):
-            covariance = _covariance(self._coordinates, self._coordinates, amplitude, length_scale) + np.diag(
-                self._noise**2
-            )
+            covariance = self._sample_covariance(amplitude, length_scale)
             with _one_thread():
                 lower = np.linalg.cholesky(covariance)
                 whitened = np.linalg.solve(lower, residuals)
@@ -221,9 +224,7 @@ def _one_thread() -> AbstractContextManager[object]:
     return limit
 
 
-@cache
-def _libraries() -> ThreadpoolController:
-    return ThreadpoolController()
+_libraries = cache(ThreadpoolController)
 
 
 def _covariance(a: Floats, b: Floats, amplitude: float, length_scale: float) -> Floats:
@@ -238,60 +239,28 @@ def _coordinates(block: AttentionOp) -> tuple[float, ...]:
 
     Under a mask of documents or windows, the mean number of keys that a query sees replaces the number of keys.
     """
-    if block.pairs is not None:
-        return (
-            float(np.log2(block.q)),
-            float(np.log2(block.pairs / block.q)),
-            0.5 * float(np.log2(block.heads)),
-            0.5 * float(np.log2(block.heads / block.kv_heads)),
-            0.5 * float(np.log2(block.sequences)),
-        )
+    masked = block.pairs is not None
     return (
         float(np.log2(block.q)),
-        float(np.log2(block.kv)),
-        0.5 * float(np.log2(block.heads * block.batch)),
+        float(np.log2(block.kv if block.pairs is None else block.pairs / block.q)),
+        0.5 * float(np.log2(block.heads * (1 if masked else block.batch))),
         0.5 * float(np.log2(block.heads / block.kv_heads)),
-        _MASK_DISTANCE * block.causal,
+        0.5 * float(np.log2(block.sequences)) if masked else _MASK_DISTANCE * block.causal,
     )
 
 
 def _log_work(block: AttentionOp, kappa: float, multiprocessors: int) -> float:
     """Return the logarithm of FLOPs, including the tiles' fixed cost and the idle part of waves."""
-    block = _in_whole_tiles(block)
+    # A kernel computes a partial tile in full. A mask's pieces keep their sizes: `pairs` counts them.
+    if block.pairs is None:
+        block = msgspec.structs.replace(block, q=-(-block.q // _TILE) * _TILE, kv=-(-block.kv // _TILE) * _TILE)
     rows = block.q if block.phase == "forward" else block.kv
     per_pair = (4 if block.phase == "forward" else 10) * block.batch * block.heads * block.head_dim
     # On average the last tile of every packed sequence is half full.
     tiles = block.batch * block.heads * (-(-rows // _TILE) + block.sequences // 2)
     # Causal tiles have all lengths. Longest first, they fill the multiprocessors up to half a tile.
-    lengths_differ = block.causal or block.pairs is not None
-    waves = (
-        tiles / (tiles + 0.5 * multiprocessors)
-        if lengths_differ
-        else tiles / (multiprocessors * -(-tiles // multiprocessors))
-    )
+    if block.causal or block.pairs is not None:
+        waves = tiles / (tiles + 0.5 * multiprocessors)
+    else:
+        waves = tiles / (multiprocessors * -(-tiles // multiprocessors))
     return float(np.log((block.flops() + per_pair * kappa * rows) / waves))
-
-
-def _in_whole_tiles(block: AttentionOp) -> AttentionOp:
-    """Round queries and keys up to whole tiles: a kernel computes a partial tile in full.
-
-    The sizes of a mask's pieces stay: ``pairs`` counts them, and `_log_work` adds their partial tiles.
-    """
-    if block.pairs is not None:
-        return block
-    return msgspec.structs.replace(block, q=-(-block.q // _TILE) * _TILE, kv=-(-block.kv // _TILE) * _TILE)
-
-
-def _size_range(blocks: Sequence[AttentionOp]) -> str:
-    """Return the range of queries and keys of the samples, for a message."""
-    q, kv = sorted(block.q for block in blocks), sorted(block.kv for block in blocks)
-    return f"{q[0]} to {q[-1]} queries by {kv[0]} to {kv[-1]} keys"
-
-
-def _sample_op(sample: KernelSample) -> AttentionOp:
-    """Return a sample as an attention operation."""
-    return AttentionOp(
-        label="", phase=sample.phase, batch=sample.batch, q=sample.q, kv=sample.kv, heads=sample.heads,
-        kv_heads=sample.kv_heads, head_dim=sample.head_dim, causal=sample.causal, pairs=sample.pairs,
-        sequences=sample.sequences,
-    )  # fmt: skip

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict, deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ringprof.prediction.calibration import Calibration, KernelFigures, KernelSample
 from ringprof.prediction.host_model import host_ns
 from ringprof.prediction.kernel_model import Curve, Estimate, OutsideCalibration
 from ringprof.prediction.network import Links
-from ringprof.prediction.simulator import BlockTime, Transfer
-from ringprof.record.dryrun.schedule import AttentionOp, CommStart, MemoryOp, Program
+from ringprof.prediction.simulator import BlockTime
+from ringprof.record.dryrun.schedule import AttentionOp, MemoryOp, Program
 
 JITTER = 0.01
 """Relative standard deviation of a block's time from one call to the next."""
@@ -35,9 +35,8 @@ class Curves:
             block.pairs, block.sequences,
         )  # fmt: skip
         if key not in self._estimates:
-            self._estimates[key] = self._curve(block.phase, block.head_dim, masked=block.pairs is not None).estimate(
-                block
-            )
+            curve = self._curve(block.phase, block.head_dim, masked=block.pairs is not None)
+            self._estimates[key] = curve.estimate(block)
         return self._estimates[key]
 
     def _curve(self, phase: str, head_dim: int, *, masked: bool) -> Curve:
@@ -98,7 +97,8 @@ class CalibratedMachine:
     ) -> None:  # fmt: skip
         """Set up one draw; ``busy_s`` is how long the devices have computed, None means a long time."""
         self._calibration, self._curves, self._draw = calibration, curves, draw
-        self.links = links
+        self.transfer, self.collective_ns = links.transfer, links.collective_ns
+        self.device_share, self.capacity = links.device_share, links.capacity
         self.handover_ns = calibration.handover_us.value * 1e3
         self._utilisation, self._busy_s = utilisation or {}, busy_s
         self._random = random.Random(draw.seed)
@@ -124,18 +124,6 @@ class CalibratedMachine:
         calibration = self._calibration
         rate = calibration.reorder_gb_s.value if op.strided else calibration.memory_gb_s.value
         return calibration.memory_op_us.value * 1e3 + op.bytes / rate
-
-    def transfer(self, comm_op: CommStart, sender: int, receiver: int) -> Transfer:
-        return self.links.transfer(comm_op, sender, receiver)
-
-    def collective_ns(self, comm_op: CommStart) -> float:
-        return self.links.collective_ns(comm_op)
-
-    def device_share(self, comm_op: CommStart) -> float:
-        return self.links.device_share(comm_op)
-
-    def capacity(self, link: Hashable) -> float:
-        return self.links.capacity(link)
 
     def hop_starts_first(self, rank: int, op_index: int) -> bool:
         return self._random.random() < self._calibration.hop_first.value

@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
 
 from ringprof.common.json_object import JsonObject
 from ringprof.errors import UsageError
@@ -109,7 +108,10 @@ def measure_machine(
             if part == "links" and bench.size == 1:
                 update(unmeasured=[*failures, f"{name}: needs two GPUs"])
             else:
-                update(**{"unmeasured": failures, **_changes_or_failure(name, measure, failures)})
+                try:
+                    update(**{"unmeasured": failures, **measure()})
+                except (RuntimeError, ValueError, UsageError) as error:  # other parts still run
+                    update(unmeasured=[*failures, f"{name}: {_short_error(error)}"])
     return calibration
 
 
@@ -118,14 +120,6 @@ def _host(bench: Bench, calibration: Calibration, kernels: Sequence[str], deadli
     passes = measure_passes(bench, kernels, deadline)
     fitted = fit_host_times(calibration, passes, "ringprof calibrate: passes of strategies")
     return {"host": fitted.host, "kernels": fitted.kernels, "passes": fitted.passes}
-
-
-def _changes_or_failure(name: str, measure: Callable[[], JsonObject], failures: list[str]) -> JsonObject:
-    """Return what a part measures, or the failure as an entry of ``unmeasured``: other parts still run."""
-    try:
-        return measure()
-    except (RuntimeError, ValueError, UsageError) as error:
-        return {"unmeasured": [*failures, f"{name}: {_short_error(error)}"]}
 
 
 def _short_error(error: Exception) -> str:
@@ -263,7 +257,7 @@ def _links(bench: Bench, calibration: Calibration, deadline: float) -> Link:
     for size in sizes:
         tensor = torch.zeros(size, dtype=torch.uint8, device=bench.device)
         if all(bench.gather(time.monotonic() < deadline, bool)):
-            times[size] = bench.collective_ns(lambda: ring.post(_as_message(tensor)).wait())  # noqa: B023
+            times[size] = bench.collective_ns(lambda: ring.post(Message([tensor])).wait())  # noqa: B023
     if not times:
         raise UsageError("no time was left")
     latency = times[min(times)]
@@ -275,7 +269,7 @@ def _links(bench: Bench, calibration: Calibration, deadline: float) -> Link:
             by_channels[all_channels].append(size / max(ns - latency, 1.0) / (1 if all_channels else count))
     tensor = torch.zeros(sizes[-1] // 4, dtype=torch.uint8, device=bench.device)
     both_ns = bench.collective_ns(
-        lambda: [hop.wait() for hop in (ring.post(_as_message(tensor)), second_ring.post(_as_message(tensor)))]
+        lambda: [hop.wait() for hop in (ring.post(Message([tensor])), second_ring.post(Message([tensor])))]
     )
     both_ns = max(both_ns - latency, both_ns / 2)
     link = msgspec.structs.replace(
@@ -289,11 +283,6 @@ def _links(bench: Bench, calibration: Calibration, deadline: float) -> Link:
     if by_channels[True]:
         link = msgspec.structs.replace(link, hop_gb_s=_value(max(by_channels[True]), 0.03))
     return link
-
-
-def _as_message(tensor: Tensor) -> Message:
-    """Return a tensor as one message."""
-    return Message([tensor])
 
 
 def _collectives(bench: Bench, comm: Communicator) -> dict[str, Value]:
@@ -320,7 +309,7 @@ def _copy_rate(bench: Bench, link: Link) -> Link:
     part = whole[: _COPY_BYTES // 4]
     # The difference of two sizes leaves the latency out of the rate.
     whole_ns, part_ns = (
-        bench.collective_ns(lambda: ring.post(_as_message(tensor)).wait())  # noqa: B023
+        bench.collective_ns(lambda: ring.post(Message([tensor])).wait())  # noqa: B023
         for tensor in (whole, part)
     )
     gb_s = (whole.numel() - part.numel()) / max(whole_ns - part_ns, whole_ns / 2)
@@ -339,7 +328,7 @@ def _contention(bench: Bench, calibration: Calibration, kernel: str) -> JsonObje
     alone, with_hop = [], []
     for _ in range(_CONTENTION_TURNS):
         alone.append(_time_beside(call, stream)[0])
-        with_hop.append(_time_beside(call, stream, lambda: ring.post(_as_message(message))))
+        with_hop.append(_time_beside(call, stream, lambda: ring.post(Message([message]))))
     block_ns, overlap_ns = (median(times) for times in zip(*with_hop, strict=True))
     lost_share = (block_ns - median(alone)) / overlap_ns / held_share
     lost_shares = bench.gather(lost_share, float)

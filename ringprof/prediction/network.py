@@ -108,7 +108,9 @@ class Links:
         self._copy = calibration.same_host.copy_gb_s
         line = self._other_host.total_gb_s.value
         # The fraction of the line rate that a NIC reaches is the one measured on the calibrated machine.
-        self.nic_gb_s = line if cluster.nic_gbit is None else cluster.nic_gbit / 8 * _nic_efficiency(self._other_host)
+        line_gbit = self._other_host.line_gbit
+        efficiency = line / (line_gbit / 8) if line_gbit else 1.0
+        self.nic_gb_s = line if cluster.nic_gbit is None else cluster.nic_gbit / 8 * efficiency
         self._transfers: dict[tuple[object, ...], Transfer] = {}
         self._held_shares: dict[tuple[object, ...], float] = {}
 
@@ -129,9 +131,7 @@ class Links:
             assert self._copy is not None, "refused before"
             max_rate = self._copy.value
         else:
-            max_rate = total_bytes / sum(
-                message / self._message_gb_s(comm_op, message, link) for message in comm_op.messages
-            )
+            max_rate = total_bytes / sum(size / self._message_gb_s(comm_op, size, link) for size in comm_op.messages)
         return Transfer(total_bytes, max_rate, link.latency_us.value * 1e3, self._path(sender, receiver))
 
     def collective_ns(self, comm_op: CommStart) -> float:
@@ -142,9 +142,8 @@ class Links:
         nvlink = self._same_host.collective_gb_s[comm_op.operation].value
         nic = self.nic_gb_s / self.cluster.gpus_per_nic / self.cluster.oversubscription
         if comm_op.operation == "all_to_all":
-            wire_ns = max(
-                (on_first_host - 1) * piece / nvlink, (len(members) - on_first_host) * piece / nic if hosts > 1 else 0.0
-            )
+            nic_ns = (len(members) - on_first_host) * piece / nic if hosts > 1 else 0.0
+            wire_ns = max((on_first_host - 1) * piece / nvlink, nic_ns)
         else:
             # Every channel's ring crosses between hosts over its own NIC.
             rate = nvlink if hosts == 1 else min(nvlink, nic * on_first_host)
@@ -170,11 +169,9 @@ class Links:
         if comm_op.operation in ("all_gather", "reduce_scatter"):
             return self._nccl.collective_channels
         per_peer = max(self._channels(comm_op, message) for message in comm_op.messages)
-        return (
-            per_peer
-            if comm_op.operation == "send_recv"
-            else min(per_peer * (len(comm_op.members) - 1), self._nccl.peer_channels)
-        )
+        if comm_op.operation == "send_recv":
+            return per_peer
+        return min(per_peer * (len(comm_op.members) - 1), self._nccl.peer_channels)
 
     def capacity(self, link: Hashable) -> float:
         """Return the capacity in GB/s (bytes per nanosecond) of a link named by `transfer`."""
@@ -211,8 +208,3 @@ class Links:
         crosses_hosts = hosts > 1 or len(comm_op.members) == self.cluster.size
         ranks = round(len(comm_op.members) * self.cluster.stretch) if crosses_hosts else len(comm_op.members)
         return channels(message, ranks, hosts, self._nccl, self.nic_gb_s, self.cluster.net_channels)
-
-
-def _nic_efficiency(link: Link) -> float:
-    """Return the fraction of a NIC's line rate that transfers reach."""
-    return link.total_gb_s.value / (link.line_gbit / 8) if link.line_gbit else 1.0

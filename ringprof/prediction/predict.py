@@ -85,9 +85,8 @@ class PredictionResult:
     def representative_of(self, rank: int) -> int:
         """Return the simulated rank that stands for ``rank``: the nearest one, if possible with the same local rank."""
         simulated = [program.rank for program in self.schedule.programs]
-        same_local_rank = [
-            candidate for candidate in simulated if (candidate - rank) % self.query.cluster.gpus_per_host == 0
-        ]
+        per_host = self.query.cluster.gpus_per_host
+        same_local_rank = [candidate for candidate in simulated if (candidate - rank) % per_host == 0]
         return min(same_local_rank or simulated, key=lambda candidate: abs(candidate - rank))
 
     @property
@@ -133,9 +132,7 @@ class PredictionResult:
         return next(origin for origin in ("assumed", "published", "measured") if origin in origins)
 
 
-def predict(
-    query: Query, machine: Calibration, schedule_of: ScheduleOf, *, draws: int = 15
-) -> PredictionResult:  # fmt: skip
+def predict(query: Query, machine: Calibration, schedule_of: ScheduleOf, *, draws: int = 15) -> PredictionResult:
     """Predict one run from at most ``draws`` Monte Carlo draws.
 
     Raises `UnsupportedWorkloadError` if the strategy cannot run this way, `OutsideCalibration` if the machine's file
@@ -143,8 +140,7 @@ def predict(
     """
     cluster = query.cluster
     refuse_unsupported(query, machine)
-    kernel = query.kernel_on(machine)
-    query = replace(query, kernel=kernel, hops=query.hops_on(machine))
+    query = replace(query, kernel=query.kernel_on(machine), hops=query.hops_on(machine))
     curves = curves_of(machine, query.kernel)
     if cluster.size <= MAX_SIMULATED_RANKS:
         return _simulate_draws(query, machine, curves, schedule_of(query, cluster, None), draws)
@@ -178,9 +174,8 @@ def refuse_unsupported(query: Query, machine: Calibration) -> None:
             " Sockets cannot be predicted, their rate depends on the pattern of traffic"
         )
     if query.hops == "copy" and machine.same_host.copy_gb_s is None:
-        raise UnsupportedWorkloadError(
-            f"machine {machine.name!r} has no rate of copied hops (ringprof calibrate on 2 GPUs)"
-        )
+        reason = f"machine {machine.name!r} has no rate of copied hops (ringprof calibrate on 2 GPUs)"
+        raise UnsupportedWorkloadError(reason)
 
 
 # --- one simulation, drawn several times ------------------------------------------------------------
@@ -201,10 +196,11 @@ def _simulate_draws(
     timelines = run(LIKELIEST, None)
     end_ns = _latest_end_ns(timelines)
     utilisation = {
-        program.rank: busy_share(program, timeline, end_ns)
+        program.rank: _busy_share(program, timeline, end_ns)
         for program, timeline in zip(programs, timelines, strict=True)
     }
-    draws = [run(Draw(seed=seed), utilisation) for seed in range(1, 1 + min(most_draws, _max_draws(len(programs))))]
+    max_draws = 15 if len(programs) <= 8 else 7 if len(programs) <= LARGE_RANKS else 3
+    draws = [run(Draw(seed=seed), utilisation) for seed in range(1, 1 + min(most_draws, max_draws))]
     ends_ns = [_latest_end_ns(drawn) for drawn in draws]
     device_ns, run_variance = median(ends_ns), pvariance([math.log(end_ns) for end_ns in ends_ns])
     timelines = min(draws, key=lambda candidate: abs(_latest_end_ns(candidate) - device_ns))
@@ -219,9 +215,8 @@ def _simulate_draws(
         host = replace(host, median_ns=_latest_end_ns(timelines))
     slowest = max(range(len(programs)), key=lambda index: timelines[index].end_ns)
     breakdown = time_breakdown(programs[slowest], timelines[slowest], cluster)
-    variances = _variances(machine, curves, programs[slowest], breakdown, timelines[slowest].end_ns) | {
-        "chance": run_variance
-    }
+    variances = _variances(machine, curves, programs[slowest], breakdown, timelines[slowest].end_ns)
+    variances["chance"] = run_variance
     margin = _transfer_margin(machine, "device")
     device = Lognormal(device_ns, margin * math.sqrt(sum(variances.values())))
     time = MaxLognormal(device, replace(host, spread=host.spread * _transfer_margin(machine, "host")))
@@ -262,12 +257,7 @@ def _host_time(machine: Calibration, issued_ns: Sequence[float]) -> Lognormal:
     return Lognormal(median_ns, math.hypot(spread, noise, pstdev(slowest_ns) / median_ns))
 
 
-def _max_draws(ranks: int) -> int:
-    """Return the maximum number of draws for a number of simulated ranks."""
-    return 15 if ranks <= 8 else 7 if ranks <= LARGE_RANKS else 3
-
-
-def busy_share(program: Program, timeline: Timeline, iteration_ns: float) -> float:
+def _busy_share(program: Program, timeline: Timeline, iteration_ns: float) -> float:
     """Return the fraction of an iteration in which a rank computes attention."""
     spans = (timeline.ops[op_index] for op_index, op in enumerate(program.ops) if isinstance(op, AttentionOp))
     return min(1.0, sum(stop - start for start, stop in spans) / iteration_ns) if iteration_ns else 0.0
@@ -284,9 +274,8 @@ def time_breakdown(program: Program, timeline: Timeline, cluster: Cluster) -> _B
     last_ns, phase = 0.0, "forward"
     for time_ns, change, key in sorted(events):
         if time_ns > last_ns:
-            part_index, phase = min(
-                (active_key for active_key, count in active.items() if count), default=(_PARTS.index("host"), phase)
-            )
+            running = (active_key for active_key, count in active.items() if count)
+            part_index, phase = min(running, default=(_PARTS.index("host"), phase))
             phases[phase][_PARTS[part_index]] = phases[phase].get(_PARTS[part_index], 0.0) + time_ns - last_ns
         active[key] += change
         last_ns = time_ns
@@ -367,15 +356,11 @@ def _extrapolate(
     small_ranks, large_ranks = (cluster.size for cluster in clusters)
     small, large = (
         _simulate_draws(
-            query,
-            machine,
-            curves,
-            schedule_of(query, cluster, None),
-            draws,
+            query, machine, curves, schedule_of(query, cluster, None), draws,
             replace(cluster, stretch=ranks / cluster.size),
         )
         for cluster in clusters
-    )
+    )  # fmt: skip
 
     def extrapolate(a: float, b: float) -> float:
         return b + (b - a) * (ranks - large_ranks) / (large_ranks - small_ranks)
@@ -411,24 +396,20 @@ def inputs(prediction: PredictionResult) -> dict[str, Value]:
         spread = math.sqrt(prediction.variance_by_input.get(f"{phase} kernel", 0.0))
         origin: Origin = "measured" if all(sample.origin == "measured" for sample in samples) else "published"
         sources = sorted({sample.source for sample in samples})
-        values[f"{phase}_kernel_samples"] = Value(len(samples), spread, origin, _shortened(sources))
+        source = sources[0] if len(sources) == 1 else f"{len(sources)} sources, such as {sources[0]}"
+        values[f"{phase}_kernel_samples"] = Value(len(samples), spread, origin, source)
     if query.cluster.size > 1:
         values["hop_gb_s"] = machine.same_host.hop_gb_s
         if query.hops == "copy" and machine.same_host.copy_gb_s is not None:
             values["copy_gb_s"] = machine.same_host.copy_gb_s
     if query.cluster.hosts > 1:
-        nic_gbit = query.cluster.nic_gbit
-        nic_value = machine.other_host.total_gb_s
-        values["nic_gb_s"] = (
-            nic_value if nic_gbit is None else Value(nic_gbit / 8, nic_value.spread, "assumed", "given: --nic")
-        )
+        nic = machine.other_host.total_gb_s
+        if query.cluster.nic_gbit is not None:
+            nic = Value(query.cluster.nic_gbit / 8, nic.spread, "assumed", "given: --nic")
+        values["nic_gb_s"] = nic
     if prediction.host_bound:
         values["launch_us"] = machine.host.launch_us
     return values
-
-
-def _shortened(sources: Sequence[str]) -> str:
-    return sources[0] if len(sources) == 1 else f"{len(sources)} sources, such as {sources[0]}"
 
 
 def prediction_dict(prediction: PredictionResult, *, whole: bool = True) -> JsonObject:
@@ -456,8 +437,8 @@ def prediction_dict(prediction: PredictionResult, *, whole: bool = True) -> Json
         "peak_memory_at": prediction.peak_label,
         "bound_by": prediction.bound_by,
         "parts_ms": {
-            phase: {part: round(ns / 1e6, 4) for part, ns in parts.items()}
-            for phase, parts in (("forward", prediction.breakdown.forward), ("backward", prediction.breakdown.backward))
+            phase: {part: round(ns / 1e6, 4) for part, ns in getattr(prediction.breakdown, phase).items()}
+            for phase in ("forward", "backward")
         },
         "uncertainty": {name: round(math.sqrt(part), 5) for name, part in prediction.variance_by_input.items()},
         "host_bound": prediction.host_bound,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringprof.common.formatting import percent, three_digits
-from ringprof.prediction.advise import HIDDEN, Advice, Choice, Point, compared, crossings
+from ringprof.prediction.advise import HIDDEN, Advice, Point, compared, crossings
 from ringprof.prediction.predict import PredictionResult
 from ringprof.prediction.text import cluster_text, described, remarks
 from ringprof.report.page.document import Content, Document, PageSection, PageTable, number, text
@@ -40,9 +40,20 @@ def advice_text(advice: Advice, style: TextStyle) -> str:
         *(f"first: {line}" for line in remarks(advice.first.prediction) if line),
         f"to be surer: {advice.what_to_measure()}",
     ]
-    if advice.refused:
-        tail.append(f"not predicted: {_refusal_text(advice)}")
-    rows = [_table_row(choice) for choice in advice.choices[:MOST_SHOWN]]
+    # Each strategy is named once.
+    refused = [f"{label}: {why.partition(' cannot run this: ')[2] or why}" for label, why in advice.refused]
+    more = [f"and {len(refused) - MOST_REFUSED} more"] if len(refused) > MOST_REFUSED else []
+    if refused:
+        tail.append(f"not predicted: {'; '.join([*map(clean, refused[:MOST_REFUSED]), *more])}")
+    rows = []
+    for choice in advice.choices[:MOST_SHOWN]:
+        prediction = choice.prediction
+        low, middle, high = map(_ms, prediction.interval_ms)
+        rows.append([
+            f"{'*' if choice.on_front else ' '} {clean(choice.label)}{'' if choice.fits else ', does not fit'}",
+            percent(choice.best, 0), middle, f"{low} to {high}", f"{prediction.tflops(prediction.median_ns):.1f}",
+            percent(prediction.exposed_share), binary_size(prediction.peak_bytes),
+        ])  # fmt: skip
     table = text_table(_COLUMNS, rows, style)
     return style.finish(style.fit("\n".join(head)) + "\n\n" + table + "\n" + style.fit("\n".join(tail)))
 
@@ -57,26 +68,6 @@ def _nothing_fits(advice: Advice) -> list[str]:
         f"nothing fits: the least that any needs is {required} a GPU, of {clean(smallest.label)}."
         " More GPUs need less each"
     ]
-
-
-def _refusal_text(advice: Advice) -> str:
-    """Return what cannot be predicted and why, with each strategy named once."""
-    shown = [
-        clean(f"{label}: {why.partition(' cannot run this: ')[2] or why}")
-        for label, why in advice.refused[:MOST_REFUSED]
-    ]
-    more = len(advice.refused) - len(shown)
-    return "; ".join([*shown, f"and {more} more"] if more else shown)
-
-
-def _table_row(choice: Choice) -> list[str]:
-    prediction = choice.prediction
-    low, middle, high = map(_ms, prediction.interval_ms)
-    return [
-        f"{'*' if choice.on_front else ' '} {clean(choice.label)}{'' if choice.fits else ', does not fit'}",
-        percent(choice.best, 0), middle, f"{low} to {high}", f"{prediction.tflops(prediction.median_ns):.1f}",
-        percent(prediction.exposed_share), binary_size(prediction.peak_bytes),
-    ]  # fmt: skip
 
 
 def _crossing_lines(advice: Advice) -> list[str]:
@@ -123,8 +114,14 @@ def document(advice: Advice) -> Document:
     for name, title in (("hosts", "Speed against hosts"), ("nic", "Speed against the network")):
         if points_of(advice, name):
             sections.append(PageSection(name, title, "Predicted, as above.", Content(_bands(advice, name))))
+    low, middle, high = map(_ms, first.interval_ms)
+    choose = (
+        f"choose {advice.first.label}: {middle} ms an iteration ({low} to {high} in four of five cases), "
+        f"{first.tflops(first.median_ns):,.0f} TFLOP/s per GPU, {binary_size(first.peak_bytes)} a GPU; "
+        f"the fastest in {percent(advice.first.best, 0)} of cases"
+    )
     lines = [
-        *(_nothing_fits(advice) or [_recommendation_line(advice)]),
+        *(_nothing_fits(advice) or [choose]),
         advice.why_not_the_second(),
         *_crossing_lines(advice),
         f"to be surer: {advice.what_to_measure()}",
@@ -185,17 +182,6 @@ def marks(advice: Advice, name: str) -> list[tuple[float, str]]:
     hidden = {"tokens": advice.hidden_from_tokens, "nic": advice.hidden_from_gbit}.get(name)
     value = hidden() if hidden else None
     return [*crossing_marks, (value, "transfers hidden")] if value is not None else crossing_marks
-
-
-def _recommendation_line(advice: Advice) -> str:
-    """Return the sentence that names the first choice, its time, its speed and its memory."""
-    prediction = advice.first.prediction
-    low, middle, high = (_ms(time) for time in prediction.interval_ms)
-    return (
-        f"choose {advice.first.label}: {middle} ms an iteration ({low} to {high} in four of five cases), "
-        f"{prediction.tflops(prediction.median_ns):,.0f} TFLOP/s per GPU, {binary_size(prediction.peak_bytes)} a GPU; "
-        f"the fastest in {percent(advice.first.best, 0)} of cases"
-    )
 
 
 def _ms(time: float) -> str:

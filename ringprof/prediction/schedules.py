@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from types import MethodType
+from typing import Any
 
 import msgspec
+from torch import Tensor
 
 from ringprof.common.json_object import JsonObject, Params
 from ringprof.errors import UnsupportedWorkloadError, UsageError
-from ringprof.prediction.legacy_schedules import use_legacy_schedule
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.query import Query
 from ringprof.record.dryrun.dispatch import Recorder
 from ringprof.record.dryrun.fakes import DryRunNetwork, dry_run_communicator
 from ringprof.record.dryrun.run import dry_run_rank, refuse_on_failure
-from ringprof.record.dryrun.schedule import Schedule
+from ringprof.record.dryrun.schedule import Program, Schedule
 from ringprof.record.resolve import load_strategy, strategy_errors, typed_params, why_unsupported
 from ringprof.run import MOST_RANKS, Workload
 from ringprof.strategies import find
-from ringprof.strategies.base import Context
+from ringprof.strategies.algorithms.ring import Ring
+from ringprof.strategies.annotate import ring_step
+from ringprof.strategies.base import AttentionCall, Context, Rows, Strategy, wire_type
+from ringprof.strategies.kernels.kernel import Gradients
+from ringprof.strategies.kernels.merge import Sum
 from ringprof.strategies.kernels.registry import KERNELS
+from ringprof.strategies.masks.layouts import ALL
+from ringprof.strategies.transport.gradient_ring import LocalGrads, add_and_cast_all, forward_grads
 
 MOST_PACKED = 64
 """Largest number of ranks for packed documents. Fewer ranks cannot stand for more, because their documents differ."""
@@ -36,8 +44,8 @@ def schedule(
     """Dry-run the ``ranks`` (all if None) of ``size`` ranks, of which ``ranks_per_host`` share a host.
 
     ``strategy`` is the name of a bundled strategy or ``package.module:Class``; ``legacy_schedule`` applies
-    `ringprof.prediction.legacy_schedules`. Raises `UnknownStrategyError`, `UsageError` and `UnsupportedWorkloadError`,
-    the last also if the strategy's operations depend on tensor values.
+    `_use_legacy_schedule`. Raises `UnknownStrategyError`, `UsageError` and `UnsupportedWorkloadError`, the last also if
+    the strategy's operations depend on tensor values.
     """
     dry_run_kernel = _SIMILAR_KERNELS.get(kernel, kernel)
     if dry_run_kernel not in KERNELS:
@@ -63,7 +71,7 @@ def schedule(
     programs, instance = [], None
     for rank in range(size) if ranks is None else ranks:
         with refuse_on_failure(strategy), strategy_errors():
-            rank_position, prepare = (rank, size, per_host), use_legacy_schedule if legacy_schedule else None
+            rank_position, prepare = (rank, size, per_host), _use_legacy_schedule if legacy_schedule else None
             program, instance = dry_run_rank(
                 strategy_class, placed_params, workload, rank_position, dry_run_kernel, hops, prepare=prepare
             )
@@ -155,3 +163,70 @@ def _instantiate(query: Query, cluster: Cluster, params: JsonObject) -> tuple[Js
     with strategy_errors():
         instance = load_strategy(query.strategy)(Context(comm, query.kernel), **params)
     return instance.parameters, network.spread
+
+
+class ScheduleCache:
+    """Cached equivalent of `schedule_of`: every rank's program is created once per workload and cluster.
+
+    `ringprof.prediction.advise` asks for the same program with other links, other machines, fewer ranks, or as many
+    tokens per rank on more hosts. Another length needs a new program: the merge kernels and the division into blocks
+    depend on it.
+    """
+
+    def __init__(self) -> None:
+        self._schedules: dict[Any, tuple[Schedule, dict[int, Program]]] = {}
+
+    def of(self, query: Query, cluster: Cluster, ranks: Sequence[int] | None) -> Schedule:
+        """Return the programs of ``ranks`` (all if None). Raises like `schedule_of`."""
+        workload, params = stand_in_workload(query, cluster)
+        key = (
+            query.strategy, workload, cluster.size, cluster.gpus_per_host, query.kernel, query.hops,
+            tuple(sorted(params.items())), query.legacy_schedule,
+        )  # fmt: skip
+        wanted_ranks = range(cluster.size) if ranks is None else ranks
+        known, programs = self._schedules.get(key, (None, {}))
+        missing_ranks = [rank for rank in wanted_ranks if rank not in programs]
+        if missing_ranks or known is None:
+            known = stand_in_schedule(query, cluster, workload, params, missing_ranks)
+            programs |= {program.rank: program for program in known.programs}
+            self._schedules[key] = known, programs
+        return msgspec.structs.replace(known, programs=[programs[rank] for rank in wanted_ranks])
+
+
+def _use_legacy_schedule(strategy: Strategy) -> None:
+    """Replace a plain ring's backward pass with that of runs recorded before November 2026 (`uses_legacy_schedule`)."""
+    if isinstance(strategy, Ring) and type(strategy).backward is Ring.backward:
+        strategy.backward = MethodType(_backward_with_n_hops, strategy)  # type: ignore[method-assign]
+
+
+def _backward_with_n_hops(self: Any, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+    """Run the legacy backward pass, in which dK and dV travel from the first (local) block on, one hop per rank."""
+    local_block, deferred_blocks = self.split_local_block(call, q, k)
+    wire, dq = wire_type(self.parameters["grad_wire"], k), Sum(q)
+    local_grads: LocalGrads = []
+    deferred_dq = []
+    hop: Any = None
+    for step, (kv_rank, kv) in enumerate(self.kv_ring.tour([k, v])):
+        block = local_block if step == 0 else self.block(call, kv_rank, q)
+        grads = None
+        if block is not None:
+            with ring_step("bwd", step, "block"):
+                grads = call.backward(rows, q, kv[0], kv[1], block)
+        arrived = None if hop is None else hop.wait()
+        with ring_step("bwd", step, "merge"):
+            if block is not None and grads is not None:
+                dq.add(grads[0], block.q)
+            block_rows = ALL if block is None else block.kv
+            dkv = forward_grads(self.dkv_ring, arrived, grads and grads[1:], block_rows, (k, v), wire)
+        grads = None
+        hop = self.dkv_ring.post(dkv)
+    for block in deferred_blocks:
+        with ring_step("bwd", self.ring_size, "block"):
+            block_dq, *block_dkv = call.backward(rows, q, k, v, block)
+        local_grads.append((block.kv, block_dkv))
+        deferred_dq.append((block.q, block_dq))
+    dkv = hop.wait()
+    with ring_step("bwd", self.ring_size, "merge"):
+        whole_dq = dq.result(q.dtype, deferred_dq)
+        dk, dv = add_and_cast_all(dkv, local_grads, k.dtype)
+        return whole_dq, dk, dv

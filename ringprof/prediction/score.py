@@ -10,15 +10,16 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 import msgspec
 
+from ringprof.benchmark_logs.rows import Flag, JudgedRow, flag
 from ringprof.common.files import read_whole
-from ringprof.common.json_object import JsonObject, Params, json_text
+from ringprof.common.json_object import Params, json_text
 from ringprof.common.validation import whole
 from ringprof.errors import InputError, RingprofError
 from ringprof.prediction.calibration import Calibration
@@ -121,6 +122,39 @@ def check_rows(
     return [_check(_read_row(n, row, machine, cluster), machine, schedule_of, cache) for n, row in enumerate(rows, 2)]
 
 
+def check_log_rows(
+    rows: Iterable[JudgedRow], machine: Calibration, schedule_of: ScheduleOf, cluster: Cluster
+) -> Iterator[Flag]:
+    """Yield flags of the rows that state enough to be predicted; ``cluster`` gives the GPUs per host.
+
+    Rates above the device's peak are left out, because the audit reports them without a machine.
+    """
+    measurements = [(row, measurement) for row in rows if (measurement := _as_measurement(row))]
+    checked_rows = check_rows([measurement for _, measurement in measurements], machine, schedule_of, cluster)
+    for (row, _), checked in zip(measurements, checked_rows, strict=True):
+        for code, message in checked.flags:
+            if code != "above_peak":
+                yield flag(row.row, code, "error", f"{row.row.system}: {message}", checked.row.measured_ms)
+
+
+def _as_measurement(judged: JudgedRow) -> dict[str, str | None] | None:
+    """Return the row in the form that `check_rows` reads; None if a required value is missing."""
+    row = judged.row
+    ms = row.forward_ms if row.forward_only or row.forward_backward_ms is None else row.forward_backward_ms
+    if (ms is None and judged.tflops_per_gpu is None) or not all((row.seq, row.heads, row.head_dim, row.world_size)):
+        return None
+    flat = "flat ring" if row.double_ring is False else ""
+    return {
+        "strategy": "megatron" if row.system == "megatron_cp" else row.system,
+        "seq_global": str(row.seq), "heads": str(row.heads),
+        "kv_heads": str(row.kv_heads or row.heads), "head_dim": str(row.head_dim), "batch": str(row.batch or 1),
+        "n_gpus": str(row.world_size), "causal": str(row.causal is not False),
+        "pass": "fwd" if row.forward_only or (ms and ms is row.forward_ms) else "fwd+bwd",
+        "degrees": f"ulysses={row.ulysses_degree}" if row.ulysses_degree else flat,
+        "time_ms": str(ms) if ms else None, "tflops": None if ms else str(judged.tflops_per_gpu),
+    }  # fmt: skip
+
+
 class _UnreadableRowError(Exception):
     """A value of a row is missing or not understood."""
 
@@ -133,7 +167,8 @@ def _read_row(number: int, row: Mapping[str, str | None], machine: Calibration, 
         part, workload, cluster = _read_workload(cells, cluster)
         speeds = {name: _number(name, cells[name]) for name in _TIMES if name in cells}
         measured_ms, tflops = speeds.pop("time_ms", None), next(iter(speeds.values()), None)
-        flops = _flops(workload, part) / cluster.size / 1e9
+        flops = workload.model_flops() * 5 / 7 if part == "bwd" else workload.model_flops()
+        flops = flops / cluster.size / 1e9
         if measured_ms is None and tflops:
             measured_ms = flops / tflops
         measurement = replace(
@@ -153,9 +188,8 @@ def _number(name: str, text: str) -> float:
 
 
 def _count(name: str, text: str) -> int:
-    # pandas writes 65536.0 if another row lacks the value.
     """Read a positive integer. Raises `_UnreadableRowError`."""
-    count = whole(text.removesuffix(".0"))
+    count = whole(text.removesuffix(".0"))  # pandas writes 65536.0 if another row lacks the value
     if not count or count > 1 << 40:
         raise _UnreadableRowError(f"{name} {text[:40]!r} is no such number" if text else f"no {name}")
     return count
@@ -184,12 +218,6 @@ def _read_workload(cells: Mapping[str, str], cluster: Cluster) -> tuple[str, Wor
     if hosts * per_host != world_size:
         raise _UnreadableRowError(f"n_gpus {world_size} is not {hosts} hosts of {per_host}")
     return meanings["pass"], workload, replace(cluster, hosts=hosts, gpus_per_host=per_host)
-
-
-def _flops(workload: Workload, part: str) -> float:
-    """Return the model FLOPs of the pass."""
-    flops = workload.model_flops()
-    return flops * 5 / 7 if part == "bwd" else flops
 
 
 def _query_of(cells: Mapping[str, str], workload: Workload, cluster: Cluster, machine: Calibration) -> Query:
@@ -240,9 +268,8 @@ def _check(row: _Measurement, machine: Calibration, schedule_of: ScheduleOf, cac
     if row.measured_ms and not 0.4 < predicted[1] / row.measured_ms < 2.5:
         flags += _flag_other_length(row, machine, schedule_of, cache)
     if row.measured_ms and row.measured_ms < predicted[0] / 1.5 and not flags:
-        flags.append(
-            ("too_fast", f"{row.measured_ms:.2f} ms, where this machine needs {predicted[0]:.2f} at the least")
-        )
+        message = f"{row.measured_ms:.2f} ms, where this machine needs {predicted[0]:.2f} at the least"
+        flags.append(("too_fast", message))
     return checked
 
 
@@ -256,10 +283,8 @@ def _flag_impossible_rates(row: _Measurement, machine: Calibration) -> list[tupl
     kernel_name = row.query.kernel if row.query else "auto"
     kernels = [kernel for kernel in machine.kernels if kernel.name == kernel_name] or machine.kernels
     phases = {"fwd": ("forward",), "bwd": ("backward",)}.get(row.part, ("forward", "backward"))
-    best = max(
-        (sample.tflops for kernel in kernels for sample in kernel.samples if sample.phase in phases),
-        default=float("inf"),
-    )
+    rates = (sample.tflops for kernel in kernels for sample in kernel.samples if sample.phase in phases)
+    best = max(rates, default=float("inf"))
     if row.tflops > SLACK * best:
         return [("above_kernel", f"{row.tflops:.0f} TFLOP/s per GPU, the kernel alone reaches {best:.0f} at its best")]
     return []
@@ -289,13 +314,8 @@ def _predicted_ms(
 
     def prediction(*, backward: bool) -> Any:
         phase_query = replace(query, workload=msgspec.structs.replace(query.workload, backward=backward))
-        key = (
-            phase_query.strategy,
-            phase_query.workload,
-            phase_query.cluster,
-            phase_query.kernel,
-            tuple(sorted(phase_query.params.items())),
-        )
+        params = tuple(sorted(query.params.items()))
+        key = phase_query.strategy, phase_query.workload, phase_query.cluster, phase_query.kernel, params
         if key not in cache:
             cache[key] = predict(phase_query, machine, schedule_of)
         return cache[key]
@@ -306,12 +326,10 @@ def _predicted_ms(
     return low, middle, high
 
 
-def _check_dict(checked_rows: Sequence[CheckedRow], unknown: Sequence[str]) -> JsonObject:
-    """Return the checked rows as a dict of schema ``ringprof.check/1``."""
-    return {
-        "schema": _SCHEMA,
-        "columns_not_looked_at": list(unknown),
-        "rows": [
+def check_text(checked_rows: Sequence[CheckedRow], unknown: Sequence[str], form: str, style: TextStyle) -> str:
+    """Return the checked table and the ignored columns, as text or as JSON."""
+    if form == "json":
+        rows = [
             {
                 "line": checked.row.number, "name": checked.row.name, "measured_ms": checked.row.measured_ms,
                 "predicted_ms": checked.predicted_ms
@@ -320,22 +338,15 @@ def _check_dict(checked_rows: Sequence[CheckedRow], unknown: Sequence[str]) -> J
                 "flags": [{"code": code, "message": message} for code, message in checked.flags],
             }
             for checked in checked_rows
-        ],
-    }  # fmt: skip
-
-
-def check_text(checked_rows: Sequence[CheckedRow], unknown: Sequence[str], form: str, style: TextStyle) -> str:
-    """Return the checked table and the ignored columns, as text or as JSON."""
-    if form == "json":
-        return json_text(_check_dict(checked_rows, unknown))
+        ]  # fmt: skip
+        return json_text({"schema": _SCHEMA, "columns_not_looked_at": list(unknown), "rows": rows})
     lines = ["line  measured ms  PREDICTED ms         error"]
     for checked in checked_rows:
         measured = f"{checked.row.measured_ms:,.2f}" if checked.row.measured_ms else "-"
         predicted = f"{checked.predicted_ms[1]:,.2f}" if checked.predicted_ms else "-"
         error = f"{100 * checked.error:+.1f} %" if checked.error is not None else ""
-        lines.append(
-            f"{checked.row.number:>4}  {measured:>11}  {predicted:>12}  {error:>12}  {clean(checked.row.name)}"
-        )
+        name = clean(checked.row.name)
+        lines.append(f"{checked.row.number:>4}  {measured:>11}  {predicted:>12}  {error:>12}  {name}")
         lines += [f"      {code}: {clean(message)}" for code, message in checked.flags]
         if checked.reason:
             lines.append(f"      not predicted: {clean(checked.reason)}")

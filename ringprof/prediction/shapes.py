@@ -20,6 +20,7 @@ from ringprof.workload.mask import NO_LIMIT
 
 HEADS = ((40, 40), (32, 8), (64, 8), (24, 4), (64, 1), (10, 10))
 HEAD_DIM = 128
+_PHASES = ("forward", "backward")
 _LENGTHS, _SHORT_LIST_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072), (1024, 4096, 16384, 65536)
 _INTERMEDIATE_LENGTHS = (3072, 6144, 12288, 24576, 49152)
 _GATHERED = ((4096, 32768), (8192, 65536), (8192, 131072), (16384, 131072))
@@ -55,10 +56,9 @@ def kernel_cases(kernels: Sequence[str]) -> list[KernelCase]:
             lengths = (
                 (*_LENGTHS, *(_INTERMEDIATE_LENGTHS if number == 0 else ())) if is_first_shape else _SHORT_LIST_LENGTHS
             )
-            shapes = [
-                *_square_blocks(lengths, heads, kv_heads),
-                *(_gathered_blocks(heads, kv_heads) if is_first_shape else ()),
-            ]
+            shapes = [*_square_blocks(lengths, heads, kv_heads)]
+            for q, kv in _GATHERED if is_first_shape else ():
+                shapes += [_attention_op(phase, q, kv, heads, kv_heads, causal=False) for phase in _PHASES]
             cases += [KernelCase(kernel, block) for block in shapes if block.flops() < _MAX_FLOPS]
         if KERNELS[kernel].takes_windows and KERNELS[kernel].varlen:
             cases += _masked_cases(kernel)
@@ -76,7 +76,7 @@ def _square_blocks(lengths: Sequence[int], heads: int, kv_heads: int) -> Iterato
     """Yield the blocks that layouts make of a rank's share of a sequence."""
     for length in lengths:
         half = length // 2
-        for phase in ("forward", "backward"):
+        for phase in _PHASES:
             # The local block; a full block; zigzag's halves; stripe's triangle, one row and one column short.
             yield _attention_op(phase, length, length, heads, kv_heads, causal=True)
             yield _attention_op(phase, length, length, heads, kv_heads, causal=False)
@@ -103,22 +103,13 @@ def _masked_cases(kernel: str) -> Iterator[KernelCase]:
 def _mask_cases(kernel: str, rectangles: Sequence[AttnRectangle], heads: int, kv_heads: int) -> Iterator[KernelCase]:
     """Yield the forward and the backward pass over a mask's rectangles."""
     mask_blocks = MaskBlocks(tuple(rectangles), rectangles[-1].q_end, rectangles[-1].kv_end)
-    for phase in ("forward", "backward"):
+    for phase in _PHASES:
         block = _attention_op(
             phase, mask_blocks.queries, mask_blocks.keys, heads, kv_heads, causal=rectangles[0].left == NO_LIMIT
         )
         yield KernelCase(
             kernel, msgspec.structs.replace(block, pairs=mask_blocks.area, sequences=len(rectangles)), mask_blocks
         )  # fmt: skip
-
-
-def _gathered_blocks(heads: int, kv_heads: int) -> list[AttentionOp]:
-    """Return blocks of a rank's queries against all keys."""
-    return [
-        _attention_op(phase, q, kv, heads, kv_heads, causal=False)
-        for q, kv in _GATHERED
-        for phase in ("forward", "backward")
-    ]
 
 
 def _attention_op(phase: str, q: int, kv: int, heads: int, kv_heads: int, *, causal: bool) -> AttentionOp:

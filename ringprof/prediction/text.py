@@ -49,6 +49,8 @@ def prediction_text(prediction: PredictionResult, style: TextStyle) -> str:
     params = ", ".join(f"{key}={value}" for key, value in prediction.schedule.params.items())
     hops = " · hops by copy engine" if query.hops == "copy" else ""
     peak_place = f", in {clean(prediction.peak_label)}" if prediction.peak_label else ""
+    peak = peak_of(machine.device, query.workload.dtype)
+    of_peak = f", {percent(prediction.tflops(median_ns) / peak.tflops, 0)} of the device's peak" if peak else ""
     head = [
         f"PREDICTED: {clean(query.strategy)} on {cluster_text(query.cluster, machine.device)}",
         f"{described(query.workload)} · kernel {query.kernel}{hops}",
@@ -57,7 +59,7 @@ def prediction_text(prediction: PredictionResult, style: TextStyle) -> str:
         f"time      {duration(median_ns)} an iteration; in four of five cases {in_unit(low_ns, unit_ns, 2)} {unit} to "
         f"{in_unit(high_ns, unit_ns, 2)} {unit}",
         f"rate      {rate(prediction.tflops(median_ns))} per GPU ({rate(prediction.tflops(high_ns))} to"
-        f" {rate(prediction.tflops(low_ns))}){_of_peak(prediction, median_ns)}",
+        f" {rate(prediction.tflops(low_ns))}){of_peak}",
         f"memory    {binary_size(prediction.peak_bytes)} a GPU at most{peak_place}",
         f"exposed   {percent(prediction.exposed_share)} of the time waits for transfers and peers (mean of ranks)",
         f"bound by  {', '.join(f'{phase}: {PART_LABELS[part]}' for phase, part in prediction.bound_by.items())}",
@@ -74,12 +76,6 @@ def prediction_text(prediction: PredictionResult, style: TextStyle) -> str:
     ]  # fmt: skip
     sections = [style.fit("\n".join(head)), _table(prediction).text(style), style.fit("\n".join(tail))]
     return style.finish("\n\n".join(sections))
-
-
-def _of_peak(prediction: PredictionResult, time_ns: float) -> str:
-    """Return the rate as a fraction of the device's peak, if the peak is known."""
-    peak = peak_of(prediction.machine.device, prediction.query.workload.dtype)
-    return f", {percent(prediction.tflops(time_ns) / peak.tflops, 0)} of the device's peak" if peak else ""
 
 
 def _table(prediction: PredictionResult) -> Table:

@@ -87,9 +87,8 @@ def what_if(observed: Observed, machine: Calibration, changes: Changes) -> WhatI
     ends = []
     for variant in (Changes(), changes):
         programs = _programs(observed, variant)
-        ends.append(
-            max(timeline.end_ns for timeline in simulate(programs, _Replay(observed, machine, variant, programs)))
-        )
+        timelines = simulate(programs, _Replay(observed, machine, variant, programs))
+        ends.append(max(timeline.end_ns for timeline in timelines))
     busy = [sum(b.end_ns - b.start_ns for b in rank.blocks.values()) for rank in observed.ranks]
     return WhatIf(recorded, ends[0], ends[1], sum(busy) / len(busy))
 
@@ -128,17 +127,13 @@ def _programs(observed: Observed, changes: Changes) -> list[Program]:
         legacy_schedule=uses_legacy_schedule(run),
     )  # fmt: skip
     for old_program, new_program in zip(recorded, changed.programs, strict=True):
-        if [_shape(block) for block in _blocks(old_program)] != [_shape(block) for block in _blocks(new_program)]:
+        if _block_shapes(old_program) != _block_shapes(new_program):
             raise UsageError("so changed, ranks compute other blocks than were recorded: ask `ringprof predict`")
     return changed.programs
 
 
-def _blocks(program: Program) -> list[AttentionOp]:
-    return [op for op in program.ops if isinstance(op, AttentionOp)]
-
-
-def _shape(block: AttentionOp) -> tuple[Any, ...]:
-    return block.phase, block.q, block.kv, block.heads, block.causal
+def _block_shapes(program: Program) -> list[tuple[Any, ...]]:
+    return [(op.phase, op.q, op.kv, op.heads, op.causal) for op in program.ops if isinstance(op, AttentionOp)]
 
 
 class _Replay:
@@ -152,6 +147,7 @@ class _Replay:
         if changes.hosts_of:
             cluster = Cluster(hosts=cluster.size // changes.hosts_of, gpus_per_host=changes.hosts_of)
         self._links = Links(machine, cluster)
+        self.device_share = self._links.device_share
         self.handover_ns = machine.handover_us.value * 1e3
         self._kernel = machine.kernel(observed.run.kernel or "")
         self._memory = {
@@ -163,9 +159,12 @@ class _Replay:
         }  # fmt: skip
         self._programs = {program.rank: program for program in programs}
         self._observed_indices = {
-            program.rank: dict(zip(_attention_indices(program), self._ranks[program.rank].blocks, strict=True))
+            program.rank: dict(zip(
+                (op_index for op_index, op in enumerate(program.ops) if isinstance(op, AttentionOp)),
+                self._ranks[program.rank].blocks, strict=True,
+            ))
             for program in programs
-        }
+        }  # fmt: skip
 
     def attention_time(self, rank: int, op_index: int, block: AttentionOp) -> BlockTime:
         observed_index = self._observed_indices[rank][op_index]
@@ -183,10 +182,8 @@ class _Replay:
         return [0.0] * len(program.ops)
 
     def transfer(self, comm_op: CommStart, sender: int, receiver: int) -> Transfer:
-        total_bytes, same_host = (
-            sum(comm_op.messages),
-            self._links.cluster.host(sender) == self._links.cluster.host(receiver),
-        )
+        total_bytes = sum(comm_op.messages)
+        same_host = self._links.cluster.host(sender) == self._links.cluster.host(receiver)
         speedup = self._changes.links.get("same_host" if same_host else "other_host", 1.0)
         rates = [
             rate
@@ -226,28 +223,16 @@ class _Replay:
             return sum(comm_op.messages) / max(rates) / speedup
         return self._links.collective_ns(comm_op) / speedup
 
-    def device_share(self, comm_op: CommStart) -> float:
-        return self._links.device_share(comm_op)
-
     def capacity(self, link: Hashable) -> float:
         return self._links.capacity(link) * max(self._changes.links.values(), default=1.0)
 
     def hop_starts_first(self, rank: int, op_index: int) -> bool:
         """Return whether the recorded hop started before its block was half done."""
-        later_blocks = [
-            observed_index for index, observed_index in self._observed_indices[rank].items() if index > op_index
-        ]
-        transfer = self._observed_transfers.get((rank, self._transfer_id(rank, op_index)))
+        later_blocks = [block for index, block in self._observed_indices[rank].items() if index > op_index]
+        comm_op = self._programs[rank].ops[op_index]
+        assert isinstance(comm_op, CommStart)
+        transfer = self._observed_transfers.get((rank, comm_op.id))
         if not later_blocks or transfer is None:
             return True
         block = self._ranks[rank].blocks[min(later_blocks)]
         return transfer.start_ns < (block.start_ns + block.end_ns) / 2
-
-    def _transfer_id(self, rank: int, op_index: int) -> int:
-        comm_op = self._programs[rank].ops[op_index]
-        assert isinstance(comm_op, CommStart)
-        return comm_op.id
-
-
-def _attention_indices(program: Program) -> list[int]:
-    return [op_index for op_index, op in enumerate(program.ops) if isinstance(op, AttentionOp)]

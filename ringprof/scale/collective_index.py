@@ -105,9 +105,8 @@ class CollectiveIndex:
     def extract(self, ranks: Sequence[int], clocks: Clocks) -> CollectiveExtract:
         """Return the calls of all groups that these ranks belong to."""
         wanted = {key: calls for key, calls in self._calls.items() if any(rank in calls.counts for rank in ranks)}
-        return CollectiveExtract(
-            {key: self._known_calls(key[0], calls, ranks, clocks) for key, calls in wanted.items()}
-        )
+        known = {key: self._known_calls(key[0], calls, ranks, clocks) for key, calls in wanted.items()}
+        return CollectiveExtract(known)
 
     def _mismatch(self, group: Group, calls: _Calls) -> str:
         """Return why a group's calls are not matched; empty where they are."""
@@ -122,16 +121,12 @@ class CollectiveIndex:
         starts = np.array([times.last_start + offset[host] for host, times in calls.on_host.items()])
         latest_host = starts.argmax(axis=0)[None, :]
         peers_ready = np.take_along_axis(starts, latest_host, axis=0)[0]
-        last_rank = np.take_along_axis(
-            np.array([calls.last_on_host[host] for host in calls.on_host]), latest_host, axis=0
-        )[0]
+        last_on_host = np.array([calls.last_on_host[host] for host in calls.on_host])
+        last_rank = np.take_along_axis(last_on_host, latest_host, axis=0)[0]
         local_ranks = [rank for rank in ranks if rank in calls.counts]
-        if not clocks.several:
-            return KnownCalls(peers_ready, last_rank, dict.fromkeys(local_ranks, 0))
-        clock_errors, host_number = clocks.residuals()
-        hosts = sorted({host_number[clocks.host[rank]] for rank in calls.counts})
-        return KnownCalls(
-            peers_ready,
-            last_rank,
-            {rank: int(clock_errors[host_number[clocks.host[rank]], hosts].max()) for rank in local_ranks},
-        )
+        errors_ns = dict.fromkeys(local_ranks, 0)
+        if clocks.several:
+            clock_errors, host_number = clocks.residuals()
+            hosts = sorted({host_number[clocks.host[rank]] for rank in calls.counts})
+            errors_ns = {rank: int(clock_errors[host_number[clocks.host[rank]], hosts].max()) for rank in local_ranks}
+        return KnownCalls(peers_ready, last_rank, errors_ns)

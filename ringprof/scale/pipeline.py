@@ -26,7 +26,7 @@ from ringprof.analysis.attribution import (
     read_run_info,
     steps_warning,
 )
-from ringprof.analysis.copy_waits import CopyPeers, count_unequal_hops, name_receivers, peers_of_ranks
+from ringprof.analysis.copy_waits import count_unequal_hops, name_receivers, peers_of_ranks
 from ringprof.analysis.findings.findings import Findings, findings_in_memory
 from ringprof.analysis.kinds.groups import refuse_unknown_group
 from ringprof.analysis.rank import Rank, in_memory_reader
@@ -43,7 +43,6 @@ from ringprof.analysis.transfers.clocks import (
     hosts_in_order,
     one_clock,
 )
-from ringprof.analysis.transfers.hops import HostOfRank
 from ringprof.analysis.transfers.match_by_end import ENDS_SOURCE, Communicators, find_communicators
 from ringprof.analysis.transfers.wait_and_wire import LinkClass, Rate, better_rates
 from ringprof.common.files import is_url
@@ -104,15 +103,9 @@ def explain_traces(
 
 
 def explain_stored(
-    trace_set: TraceSet,
-    ranks_per_host: int | None,
-    focus: Focus,
-    *,
-    workers: Workers,
-    readers: Workers | None,
-    limits: Limits,
-    notify: Notify | None,
-) -> Findings:
+    trace_set: TraceSet, ranks_per_host: int | None, focus: Focus, *, workers: Workers, readers: Workers | None,
+    limits: Limits, notify: Notify | None,
+) -> Findings:  # fmt: skip
     """Explain the traces of one run that may be larger than memory, by way of reduced traces in a scratch folder.
 
     ``readers`` read and reduce the traces, on other machines where they are a cluster's; None stands for ``workers``,
@@ -129,9 +122,8 @@ def explain_stored(
             raise
     except OSError as error:
         reason = error.strerror or " ".join(str(error).split())
-        raise InputError(
-            f"a report of many ranks keeps about 2 MB a rank in the folder that TMPDIR names: {reason}"
-        ) from None
+        message = f"a report of many ranks keeps about 2 MB a rank in the folder that TMPDIR names: {reason}"
+        raise InputError(message) from None
 
 
 def _explain_in(
@@ -172,7 +164,7 @@ def _reduce_traces(
         trace_facts, data = result
         rank = trace_facts.rank if trace_set.ranks[index] is None else trace_set.ranks[index]
         facts.append(msgspec.structs.replace(trace_facts, rank=rank, path=trace_set.shown[index]))
-        reduced.append(trace_set.paths[index] if data is None else stages.scratch_file(str(folder), index))
+        reduced.append(trace_set.paths[index] if data is None else str(folder / f"reduced{index}"))
         if data is not None:
             Path(reduced[-1]).write_bytes(data)
     if not facts:
@@ -216,15 +208,17 @@ class _Pipeline(msgspec.Struct, dict=True):
         explained = self._explain_ranks()
         communicators = self._group_by_end(explained)
         collective_index = CollectiveIndex(self.host)
-        if not self.in_memory:
-            self._index_collectives(collective_index, explained)
+        for rank, explained_rank in explained.items():
+            if not self.in_memory and explained_rank.in_collectives:
+                collective_index.add(rank, self.context.store.transfers(rank))
         tiles = self._tiles(explained)
         clocks = self.clocks or self._fit_clocks(tiles, collective_index)
         if not self.in_memory:
-            tiles = [
-                msgspec.structs.replace(tile, absent=collective_index.extract(tile.ranks, clocks)) for tile in tiles
-            ]
-        copies = _copy_peers(explained, self.context.hosts, self.info.world_size)
+            absent = (collective_index.extract(tile.ranks, clocks) for tile in tiles)
+            tiles = [msgspec.structs.replace(tile, absent=extract) for tile, extract in zip(tiles, absent, strict=True)]
+        # For each rank with copy-engine hops: these hops and those of its peers.
+        hops = {rank: explained_rank.copies for rank, explained_rank in explained.items() if explained_rank.copies}
+        copies = peers_of_ranks(name_receivers(hops, self.context.hosts, self.info.world_size))
         tiles = [
             msgspec.structs.replace(tile, copies={rank: copies[rank] for rank in tile.ranks if rank in copies})
             for tile in tiles
@@ -239,10 +233,8 @@ class _Pipeline(msgspec.Struct, dict=True):
         if usable and inconclusive:
             usable, warnings = judge_matching(ranks, clocks, unmatched, inconclusive, disagree=disagree)
         warnings += communicators.warnings()
-        rank_warnings = [
-            *self.info.warnings,
-            *(warning for explained_rank in explained.values() for warning in explained_rank.warnings),
-        ]
+        rank_warnings = [*self.info.warnings]
+        rank_warnings += (warning for explained_rank in explained.values() for warning in explained_rank.warnings)
         rank_warnings += steps_warning(ranks, self.context.run())
         return Attribution(
             ranks=finished,
@@ -259,17 +251,14 @@ class _Pipeline(msgspec.Struct, dict=True):
     def _explain_ranks(self) -> dict[int, stages.RankExplanation]:
         """Explain every rank by itself. Raises `UsageError` where the chosen group occurs on no rank."""
         explained: dict[int, stages.RankExplanation] = {}
-        for explained_rank in self.workers.map(
-            stages.explain_rank, ((self.context, rank) for rank in self.info.trace_index)
-        ):
+        items = ((self.context, rank) for rank in self.info.trace_index)
+        for explained_rank in self.workers.map(stages.explain_rank, items):
             self.kernels.add(explained_rank.rank.rank, explained_rank.kernels)
             explained[explained_rank.rank.rank] = msgspec.structs.replace(explained_rank, kernels=())
             self.notify("ranks explained", len(explained), len(self.info.trace_index))
         group = self.context.focus.group
         if group is not None and not any(explained_rank.in_group for explained_rank in explained.values()):
-            refuse_unknown_group(
-                group, {name for explained_rank in explained.values() for name in explained_rank.group_names}
-            )
+            refuse_unknown_group(group, {name for rank in explained.values() for name in rank.group_names})
         return explained
 
     def _group_by_end(self, explained: Mapping[int, stages.RankExplanation]) -> Communicators:
@@ -285,14 +274,6 @@ class _Pipeline(msgspec.Struct, dict=True):
                 transfers[index] = msgspec.structs.replace(transfers[index], group=group, source=ENDS_SOURCE)
             self.context.store.put_transfers(rank, transfers)
         return communicators
-
-    def _index_collectives(
-        self, collective_index: CollectiveIndex, explained: Mapping[int, stages.RankExplanation]
-    ) -> None:
-        """Fill the index with the collectives of all ranks."""
-        for rank, explained_rank in explained.items():
-            if explained_rank.in_collectives:
-                collective_index.add(rank, self.context.store.transfers(rank))
 
     def _tiles(self, explained: Mapping[int, stages.RankExplanation]) -> list[stages.Tile]:
         """Return one tile in memory, else tiles of enough ranks each: whole hosts, where several are known."""
@@ -313,9 +294,8 @@ class _Pipeline(msgspec.Struct, dict=True):
         if not self.several_clocks:
             return one_clock(list(self.info.trace_index))
         traffic: dict[tuple[int, int], TrafficSummary] = {}
-        for tile_traffic in self.workers.map(
-            stages.traffic_of, ((self.context.store, tile, self.host) for tile in tiles)
-        ):
+        items = ((self.context.store, tile, self.host) for tile in tiles)
+        for tile_traffic in self.workers.map(stages.traffic_of, items):
             traffic |= tile_traffic
         collective_traffic: Traffic = defaultdict(TrafficSamples)
         collective_index.traffic(collective_traffic)
@@ -339,11 +319,7 @@ class _Pipeline(msgspec.Struct, dict=True):
         return best, dict(unmatched), disagree
 
     def _split_tiles(
-        self,
-        tiles: Sequence[stages.Tile],
-        ranks: Sequence[Rank],
-        clocks: Clocks,
-        best: dict[LinkClass, Rate] | None,
+        self, tiles: Sequence[stages.Tile], ranks: Sequence[Rank], clocks: Clocks, best: dict[LinkClass, Rate] | None
     ) -> tuple[tuple[Rank, ...], int]:
         """Split the transfers of all tiles; return the finished ranks and the number of inconclusive kernels."""
         by_rank = {rank.rank: rank for rank in ranks}
@@ -356,9 +332,8 @@ class _Pipeline(msgspec.Struct, dict=True):
             inconclusive += split_tile.inconclusive
             for rank, step_result in zip(split_tile.ranks, split_tile.step_results, strict=True):
                 detail = self.context.store.detail(rank.rank)
-                finished[rank.rank] = replace(
-                    rank, read_detail=read_detail if detail is None else in_memory_reader(detail)
-                )
+                reader = read_detail if detail is None else in_memory_reader(detail)
+                finished[rank.rank] = replace(rank, read_detail=reader)
                 if step_result is not None:
                     self._keep_step_result(rank.rank, step_result)
             self.notify("ranks split", len(finished), len(ranks))
@@ -372,14 +347,6 @@ class _Pipeline(msgspec.Struct, dict=True):
         exposed, ranks = self.exposed_by_plan.setdefault(result.plan, ({}, set()))
         add_exposed(exposed, result.exposed)
         ranks.add(rank)
-
-
-def _copy_peers(
-    explained: Mapping[int, stages.RankExplanation], hosts: HostOfRank, world_size: int
-) -> dict[int, CopyPeers]:
-    """Return for each rank with copy-engine hops: these hops and those of its peers."""
-    hops = {rank: explained_rank.copies for rank, explained_rank in explained.items() if explained_rank.copies}
-    return peers_of_ranks(name_receivers(hops, hosts, world_size))
 
 
 def _with_neighbours(ranks: Sequence[int], explained: Mapping[int, stages.RankExplanation]) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ holds all ranks.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -82,10 +81,7 @@ class RunContext(msgspec.Struct, frozen=True):
         return explain(rank, host, trace, self.focus, self.between_ns.get(rank)).detail
 
 
-@lru_cache(maxsize=1)
-def _cached_run(path: str) -> Run:
-    """Read a run.json; the last one read is cached."""
-    return read_run(path)
+_cached_run = lru_cache(maxsize=1)(read_run)
 
 
 def reduce_at(path: str, limits: Limits) -> tuple[TraceFacts, bytes | None] | InputError:
@@ -99,11 +95,6 @@ def reduce_at(path: str, limits: Limits) -> tuple[TraceFacts, bytes | None] | In
     (trace,) = result
     is_reduced = not is_url(path) and format_at(path) is REDUCED
     return facts_of(trace), None if is_reduced else reduce_trace(trace)
-
-
-def scratch_file(folder: str, number: int) -> str:
-    """Return the path of the reduced form of the trace with index ``number``."""
-    return os.path.join(folder, f"reduced{number}")
 
 
 # --- one rank -----------------------------------------------------------------------------------------
@@ -138,21 +129,16 @@ def explain_rank(context: RunContext, rank: int) -> RankExplanation:
     transfers = fill_from_run(explained.transfers, context.run(), rank)
     context.store.put_transfers(rank, transfers)
     context.store.keep_detail(rank, explained.detail)
-    message_lists = {id(transfer.sends): transfer.sends for transfer in transfers} | {
-        id(transfer.receives): transfer.receives for transfer in transfers
-    }
+    message_lists = {id(sent): sent for transfer in transfers for sent in (transfer.sends, transfer.receives)}
     return RankExplanation(
-        rank=explained.rank,
-        warnings=(*explained.warnings, *differences),
-        in_group=explained.in_group,
+        rank=explained.rank, warnings=(*explained.warnings, *differences), in_group=explained.in_group,
         group_names=frozenset() if explained.in_group else frozenset(group_names(trace)),
         peers=frozenset(message.peer for messages in message_lists.values() for message in messages) - {rank},
         communicates=bool(transfers),
         in_collectives=any(transfer.kind not in POINT_TO_POINT for transfer in transfers),
-        unrecorded=tuple(unrecorded_calls(rank, transfers)),
-        kernels=explained.kernels,
+        unrecorded=tuple(unrecorded_calls(rank, transfers)), kernels=explained.kernels,
         copies=() if explained.rank.on_cpu else copy_hops(explained.detail, rank, context.run()),
-    )
+    )  # fmt: skip
 
 
 # --- a tile of ranks ------------------------------------------------------------------------------------

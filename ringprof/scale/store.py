@@ -134,32 +134,16 @@ class DiskStore(msgspec.Struct, frozen=True, weakref=True):
         contents: list[_Content] = []
         content_indices = []
         for transfer in transfers:
+            others = transfer.sends, transfer.receives, transfer.sent_bytes, transfer.source
             # Compared by identity where possible: a group can have as many members as the run has ranks.
-            key = (
-                transfer.kind,
-                id(transfer.group),
-                transfer.sends,
-                transfer.receives,
-                transfer.sent_bytes,
-                transfer.source,
-            )
+            key = (transfer.kind, id(transfer.group), *others)
             if key not in index_of:
                 index_of[key] = len(contents)
-                contents.append(
-                    _Content(
-                        transfer.kind,
-                        transfer.group,
-                        transfer.sends,
-                        transfer.receives,
-                        transfer.sent_bytes,
-                        transfer.source,
-                    )
-                )
+                contents.append(_Content(transfer.kind, transfer.group, *others))
             content_indices.append(index_of[key])
         numbers = {name: _packed([getattr(transfer, name) for transfer in transfers]) for name in _NUMBERS}
-        self._path("transfers", rank).write_bytes(
-            msgspec.msgpack.encode(_Transfers(contents, _packed(content_indices), numbers))
-        )
+        file = _Transfers(contents, _packed(content_indices), numbers)
+        self._path("transfers", rank).write_bytes(msgspec.msgpack.encode(file))
 
     def transfers(self, rank: int) -> list[Transfer]:
         file = msgspec.msgpack.decode(self._path("transfers", rank).read_bytes(), type=_Transfers)
@@ -189,10 +173,8 @@ class DiskStore(msgspec.Struct, frozen=True, weakref=True):
     def splits(self, rank: int) -> list[Split]:
         file = msgspec.msgpack.decode(self._path("splits", rank).read_bytes(), type=_Splits)
         links = [file.links[number] for number in _unpacked(file.link).tolist()]
-        columns = [
-            [None if value == _NOT_KNOWN else value for value in _unpacked(file.times[name]).tolist()]
-            for name in _TIMES
-        ]
+        stored = (_unpacked(file.times[name]).tolist() for name in _TIMES)
+        columns = [[None if value == _NOT_KNOWN else value for value in column] for column in stored]
         rows = zip(self.transfers(rank), links, *columns, strict=True)
         return [Split(transfer, link, *times) for transfer, link, *times in rows]
 

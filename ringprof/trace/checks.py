@@ -135,13 +135,9 @@ def _counts_in(trace: Trace) -> list[tuple[int | None, ...]]:
 
 
 _ID_COLUMNS = {
-    "activities": ("correlation", "stream"),
-    "launches": ("correlation",),
-    "annotations": ("external_id",),
-    "device_annotations": ("external_id",),
-    "operators": ("external_id",),
-    "comm_records": ("external_id",),
-}
+    "activities": ("correlation", "stream"), "launches": ("correlation",), "annotations": ("external_id",),
+    "device_annotations": ("external_id",), "operators": ("external_id",), "comm_records": ("external_id",),
+}  # fmt: skip
 """Columns with ids, by table. A row is compared only if it has one: rows without ids may be different events."""
 
 _Table = TypeVar("_Table", bound=msgspec.Struct)

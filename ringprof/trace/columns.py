@@ -193,16 +193,10 @@ class Device(msgspec.Struct, frozen=True):
 
 
 TABLES: dict[str, type[Any]] = {
-    "activities": Activities,
-    "launches": Launches,
-    "annotations": Ranges,
-    "device_annotations": Ranges,
-    "operators": Ranges,
-    "comm_records": CommRecords,
-    "memory": MemoryEvents,
-    "host_events": HostEvents,
+    "activities": Activities, "launches": Launches, "annotations": Ranges, "device_annotations": Ranges,
+    "operators": Ranges, "comm_records": CommRecords, "memory": MemoryEvents, "host_events": HostEvents,
     "flop_records": FlopRecords,
-}
+}  # fmt: skip
 """Fields of `Trace` that hold columns, with the type of each table."""
 
 _DTYPES: dict[str, type[Any]] = {"Int64": np.int64, "Int32": np.int32, "Int8": np.int8}

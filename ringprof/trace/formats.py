@@ -53,32 +53,22 @@ def _read_nsys(path: str, budget: MemoryBudget) -> list[Trace]:
 
 
 NSYS = Format(
-    name="an Nsight Systems export",
-    suffixes=(".sqlite",),
-    sniff=lambda head: head.startswith(_SQLITE_MAGIC),
-    read=_read_nsys,
-    one_rank=False,
-)
+    name="an Nsight Systems export", suffixes=(".sqlite",), sniff=lambda head: head.startswith(_SQLITE_MAGIC),
+    read=_read_nsys, one_rank=False,
+)  # fmt: skip
 REDUCED = Format(
-    name="a reduced trace",
-    suffixes=(SUFFIX,),
-    sniff=lambda head: head.startswith((MAGIC, PREVIOUS_MAGIC)),
+    name="a reduced trace", suffixes=(SUFFIX,), sniff=lambda head: head.startswith((MAGIC, PREVIOUS_MAGIC)),
     read=lambda path, budget: [read_reduced(path, budget)],
-)
+)  # fmt: skip
 KINETO = Format(
-    name="a Kineto trace",
-    suffixes=(".json", ".json.gz", ".json.zst", ".json.zstd", ".gz", ".zst"),
-    sniff=_is_kineto,
-    read=lambda path, budget: [read_trace(path, budget)],
-    parse=parse_trace,
-)
+    name="a Kineto trace", suffixes=(".json", ".json.gz", ".json.zst", ".json.zstd", ".gz", ".zst"), sniff=_is_kineto,
+    read=lambda path, budget: [read_trace(path, budget)], parse=parse_trace,
+)  # fmt: skip
 XLA = Format(
-    name="an XLA trace",
-    suffixes=KINETO.suffixes,
+    name="an XLA trace", suffixes=KINETO.suffixes,
     sniff=lambda head: b'"/device:GPU:' in head and b'"traceEvents"' in head,
-    read=lambda path, budget: by_device(read_trace(path, budget)),
-    one_rank=False,
-)
+    read=lambda path, budget: by_device(read_trace(path, budget)), one_rank=False,
+)  # fmt: skip
 """Traces of JAX and TensorFlow. A file holds all GPUs of a process; each GPU counts as a rank."""
 FORMATS = (NSYS, REDUCED, XLA, KINETO)
 

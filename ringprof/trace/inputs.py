@@ -196,17 +196,12 @@ def _trace_key(file: str) -> str | int:
 
 def _natural_order(text: str) -> tuple[object, ...]:
     """Return a sort key that orders digits by value, so that rank2 comes before rank10."""
-    key: list[tuple[object, ...]] = []
-    digits = ""
-    for letter in text + "\0":
-        if letter.isdecimal() and letter.isascii():
-            digits += letter
-            continue
-        if digits:
-            key.append((0, len(digits.lstrip("0")), digits.lstrip("0")))
-            digits = ""
-        key.append((1, 0, letter))
-    return tuple(key)
+
+    def key(part: str) -> tuple[object, ...]:
+        digits = part.lstrip("0")
+        return (0, len(digits), digits) if part[0] in "0123456789" else (1, 0, part)
+
+    return tuple(map(key, re.findall(r"[0-9]+|[^0-9]", text + "\0")))
 
 
 def _format_in_folder(file: str) -> Format | InputError | None:
@@ -271,7 +266,11 @@ def _type_of(head: bytes, name: str) -> tuple[InputType, Format | None]:
         raise InputError(f"{name}: the file is empty")
     form = format_of(head)
     if form is None or form is KINETO:
-        _refuse_unsupported(head, name)
+        advice = [advice for magic, advice in _UNSUPPORTED_MAGIC if head.startswith(magic)]
+        advice += [_ARCHIVE] if head[257:262] == b"ustar" else []
+        advice += [advice for suffixes, advice in _UNSUPPORTED_SUFFIXES.items() if name.lower().endswith(suffixes)]
+        if advice:
+            raise TraceFormatError(f"{name}: {advice[0]}")
     text = head.removeprefix(UTF8_MARK).lstrip()
     if text.startswith(b"{") and b'"ringprof.run/' in text:
         return "run", None
@@ -279,20 +278,8 @@ def _type_of(head: bytes, name: str) -> tuple[InputType, Format | None]:
         return "trace", form
     if text.startswith((b"{", b"[")) and name.lower().endswith(KINETO.suffixes):
         return "trace", KINETO
-    if _is_binary(head):
+    # Binary data has a zero byte, or more than a tenth of other control characters.
+    controls = len(head) - len(head.translate(None, bytes(range(9)) + bytes(range(14, 27)) + bytes(range(28, 32))))
+    if b"\0" in head or controls * 10 > len(head):
         raise InputError(f"{name}: binary data of an unknown kind; give a Kineto trace (.json), a run.json or a log")
     return "text", None
-
-
-def _refuse_unsupported(head: bytes, name: str) -> None:
-    advice_found = [advice for magic, advice in _UNSUPPORTED_MAGIC if head.startswith(magic)]
-    advice_found += [_ARCHIVE] if head[257:262] == b"ustar" else []
-    advice_found += [advice for suffixes, advice in _UNSUPPORTED_SUFFIXES.items() if name.lower().endswith(suffixes)]
-    if advice_found:
-        raise TraceFormatError(f"{name}: {advice_found[0]}")
-
-
-def _is_binary(head: bytes) -> bool:
-    """Return whether bytes are binary: they have a zero byte, or more than a tenth are other control characters."""
-    controls = len(head) - len(head.translate(None, bytes(range(9)) + bytes(range(14, 27)) + bytes(range(28, 32))))
-    return b"\0" in head or controls * 10 > len(head)

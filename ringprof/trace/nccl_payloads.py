@@ -102,10 +102,8 @@ class CommunicatorRanks:
         members = {}
         for communicator, by_rank in self._processes.items():
             processes = tuple(min(by_rank[rank]) for rank in sorted(by_rank))
-            unique = all(len(candidates) == 1 for candidates in by_rank.values()) and len(set(processes)) == len(
-                by_rank
-            )
-            if unique and self._sizes[communicator] == {len(by_rank)}:
+            unique = all(len(candidates) == 1 for candidates in by_rank.values())
+            if unique and len(set(processes)) == len(by_rank) and self._sizes[communicator] == {len(by_rank)}:
                 members[communicator] = processes
         return members
 
@@ -122,14 +120,7 @@ def record_of_call(call: NcclCall, ranks: tuple[int, ...]) -> CommRecord | None:
     # NCCL reports the bytes that one rank receives in a reduce-scatter, and the bytes per peer in an all-to-all.
     in_bytes = size * n if call.name in ("reducescatter", "alltoall") else size
     return CommRecord(
-        name=call.name,
-        group=f"{call.communicator % 2**64:#018x}",
-        group_description=None,
-        group_ranks=ranks,
-        group_size=n,
-        in_elements=in_bytes,
-        out_elements=size,
-        dtype="byte",
-        source_rank=peer if call.name == "recv" else None,
-        destination_rank=peer if call.name == "send" else None,
-    )
+        name=call.name, group=f"{call.communicator % 2**64:#018x}", group_description=None, group_ranks=ranks,
+        group_size=n, in_elements=in_bytes, out_elements=size, dtype="byte",
+        source_rank=peer if call.name == "recv" else None, destination_rank=peer if call.name == "send" else None,
+    )  # fmt: skip

@@ -88,7 +88,6 @@ MOST_PROCESSES = 1 << 10
 _ROWS_AT_ONCE = 1 << 14
 _COPIES_PER_ROW = 6  # in memory at once: as read, joined with all rows, sorted, and split by process
 _LONGEST_VALUE = 1 << 20
-_LIMIT_LENGTH = 0  # sqlite3.SQLITE_LIMIT_LENGTH, available from Python 3.11
 _STEPS_BETWEEN, _STEPS_FREE, _STEPS_PER_BYTE = 10_000, 10_000_000, 8
 """Limit on SQLite virtual machine steps: steps between two checks, steps allowed in any case, and steps per byte of the
 file. Reading rows takes two or three steps per byte."""
@@ -131,13 +130,10 @@ class _Export:
         # Use a C iterator, whose end stops SQLite. An exception from a signal in a Python callback is lost.
         checks = (_STEPS_FREE + _STEPS_PER_BYTE * size) // _STEPS_BETWEEN
         connection.set_progress_handler(repeat(0, checks).__next__, _STEPS_BETWEEN)
-        if hasattr(connection, "setlimit"):  # Python 3.11
-            connection.setlimit(_LIMIT_LENGTH, _LONGEST_VALUE)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
         # Views and virtual tables have no root page. Computed columns do not appear in `table_info`.
-        tables = connection.execute(
-            "SELECT name, rootpage FROM sqlite_master WHERE type IN ('table', 'view')"
-        ).fetchall()
-        pages = {name: page for name, page in tables if name in _TABLES_READ}
+        tables = connection.execute("SELECT name, rootpage FROM sqlite_master WHERE type IN ('table', 'view')")
+        pages = {name: page for name, page in tables.fetchall() if name in _TABLES_READ}
         for name, page in pages.items():
             if not page:
                 raise TraceFormatError(f"{path}: {name} is no plain table: export it again with nsys")
@@ -149,11 +145,8 @@ class _Export:
     ) -> int:
         reads_table = action == sqlite3.SQLITE_SELECT or (action == sqlite3.SQLITE_READ and table in self._present)
         calls_allowed_function = action == sqlite3.SQLITE_FUNCTION and name in ("typeof", "length")
-        return (
-            sqlite3.SQLITE_OK
-            if (reads_table or calls_allowed_function) and trigger_or_view is None
-            else sqlite3.SQLITE_DENY
-        )
+        allowed = (reads_table or calls_allowed_function) and trigger_or_view is None
+        return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
 
     def has(self, table: str) -> bool:
         """Return whether the export has a table."""
@@ -319,13 +312,11 @@ def _marks(export: _Export) -> _Rows:
     def name_ranges(rows: list[tuple[Any, ...]]) -> Int64:
         # Marks without an end are instants, not ranges.
         ranges = (row for row in rows if all(isinstance(number, int) for number in row[:3]))
-        return np.array(
-            [
-                (*times, key if isinstance(key, int) else NONE, NONE if text is None else _mark_code(export, str(text)))
-                for *times, key, text in ranges
-            ],
-            np.int64,
-        ).reshape(-1, 5)
+        codes = [
+            (*times, key if isinstance(key, int) else NONE, NONE if text is None else _mark_code(export, str(text)))
+            for *times, key, text in ranges
+        ]
+        return np.array(codes, np.int64).reshape(-1, 5)
 
     chunks = map(name_ranges, export.select(_MARKS, ("start", "end", "globalTid", "textId", "text")))
     rows = export.join_chunks(("start_ns", "end_ns", "thread", "text", "mark"), chunks)
@@ -393,11 +384,7 @@ def _members(rows: _Rows, calls: list[NcclCall]) -> dict[int, tuple[int, ...]]:
 def _rank_order(activities: Mapping[int, _Rows], members: Mapping[int, tuple[int, ...]]) -> list[int]:
     """Return the processes in the rank order of a communicator that has all of them, else ordered by device."""
     all_processes = next((processes for processes in members.values() if set(processes) == set(activities)), None)
-    return (
-        list(all_processes)
-        if all_processes
-        else sorted(activities, key=lambda process: (int(activities[process]["device"][0]), process))
-    )
+    return list(all_processes or sorted(activities, key=lambda key: (int(activities[key]["device"][0]), key)))
 
 
 def _records(
@@ -461,9 +448,8 @@ def _host_events(calls: _Rows | None, marks: _Rows | None, parts: Mapping[str, _
     rows = {column: np.concatenate([table[column] for table in tables]) for column in columns}
     rows["start_ns"], rows["end_ns"] = rows["start_ns"] + base, rows["end_ns"] + base
     rows = _select(rows, np.argsort(rows["start_ns"], kind="stable"))
-    return _select(
-        rows, rows_in_idle(rows, parts["activities"], parts["launches"]) & (rows["end_ns"] > rows["start_ns"])
-    )
+    explains_idle = rows_in_idle(rows, parts["activities"], parts["launches"])
+    return _select(rows, explains_idle & (rows["end_ns"] > rows["start_ns"]))
 
 
 # --- facts about the machine ----------------------------------------------------------------------------

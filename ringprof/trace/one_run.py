@@ -37,14 +37,11 @@ def facts_of(trace: Trace) -> TraceFacts:
     """Extract the facts of one trace."""
     rows = trace.activities if len(trace.activities.start_ns) else trace.operators
     return TraceFacts(
-        path=trace.path,
-        rank=trace.rank,
-        world_size=trace.world_size,
-        host=trace.host,
+        path=trace.path, rank=trace.rank, world_size=trace.world_size, host=trace.host,
         largest_peer=max((rank for ranks in trace.groups.values() for rank in ranks), default=0),
         span_ns=(int(rows.start_ns[0]), int(rows.end_ns.max())) if len(rows.start_ns) else None,
         warnings=tuple(trace.warnings),
-    )
+    )  # fmt: skip
 
 
 def checked_facts(facts: Sequence[TraceFacts], problems: Sequence[InputError] = ()) -> list[TraceFacts]:
@@ -60,10 +57,23 @@ def checked_facts(facts: Sequence[TraceFacts], problems: Sequence[InputError] = 
                 checked[index] = msgspec.structs.replace(checked[index], rank=rank)
             note = Notice("assumed_ranks", "no trace names its rank: ranks are given in the order of the files")
             checked[reported[0]] = _add_warnings(checked[reported[0]], note)
-        checked = [_add_warnings(trace_facts, *_rank_warnings(trace_facts)) for trace_facts in checked]
+        for index, trace_facts in enumerate(checked):
+            if trace_facts.rank is None:
+                message = f"{trace_facts.path} does not name its rank, in the file or its name"
+                checked[index] = _add_warnings(trace_facts, Notice("unknown_rank", message))
     first = min(reported, key=lambda index: rank_sort_key(checked[index]))
-    warnings = [*_run_warnings([checked[index] for index in reported]), *_unread_warnings(problems)]
-    checked[first] = _add_warnings(checked[first], *warnings, *_cycle_warnings(checked))
+    warnings = _run_warnings([checked[index] for index in reported])
+    if problems:
+        more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+        warnings.append(Notice("left_out", f"traces that cannot be read are left out: {problems[0]}{more}"))
+    superseded = [trace_facts.path for trace_facts in checked if trace_facts.other_cycle]
+    if superseded:
+        message = (
+            f"processes wrote several traces, one per profiler cycle: the newest cycle is reported, "
+            f"{len(superseded)} other traces are left out, such as {superseded[0]}"
+        )
+        warnings.append(Notice("profiler_cycles", message, count=len(superseded)))
+    checked[first] = _add_warnings(checked[first], *warnings)
     return checked
 
 
@@ -116,17 +126,6 @@ def _overlap(first: TraceFacts, second: TraceFacts) -> bool:
     return max(start, other_start) <= min(end, other_end)
 
 
-def _cycle_warnings(facts: Sequence[TraceFacts]) -> list[Notice]:
-    superseded = [trace_facts.path for trace_facts in facts if trace_facts.other_cycle]
-    if not superseded:
-        return []
-    message = (
-        f"processes wrote several traces, one per profiler cycle: the newest cycle is reported, "
-        f"{len(superseded)} other traces are left out, such as {superseded[0]}"
-    )
-    return [Notice("profiler_cycles", message, count=len(superseded))]
-
-
 def rank_sort_key(facts: TraceFacts) -> tuple[bool, int]:
     """Return a sort key by rank; facts without a rank come last."""
     return facts.rank is None, facts.rank or 0
@@ -134,19 +133,6 @@ def rank_sort_key(facts: TraceFacts) -> tuple[bool, int]:
 
 def _add_warnings(facts: TraceFacts, *warnings: Notice) -> TraceFacts:
     return msgspec.structs.replace(facts, warnings=(*facts.warnings, *warnings)) if warnings else facts
-
-
-def _rank_warnings(facts: TraceFacts) -> list[Notice]:
-    if facts.rank is not None:
-        return []
-    return [Notice("unknown_rank", f"{facts.path} does not name its rank, in the file or its name")]
-
-
-def _unread_warnings(problems: Sequence[InputError]) -> list[Notice]:
-    if not problems:
-        return []
-    more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
-    return [Notice("left_out", f"traces that cannot be read are left out: {problems[0]}{more}")]
 
 
 def _run_warnings(facts: Sequence[TraceFacts]) -> list[Notice]:
@@ -190,18 +176,15 @@ def split_recordings(facts: Sequence[TraceFacts]) -> list[list[TraceFacts]]:
     """
     recordings: list[list[TraceFacts]] = []
     latest_end = -1
-    for trace_facts in sorted(
-        (trace_facts for trace_facts in facts if trace_facts.span_ns), key=lambda trace_facts: trace_facts.span_ns or ()
-    ):
+    timed = [trace_facts for trace_facts in facts if trace_facts.span_ns]
+    for trace_facts in sorted(timed, key=lambda trace_facts: trace_facts.span_ns or ()):
         first, last = trace_facts.span_ns or (0, 0)
         if first > latest_end:
             recordings.append([])
         recordings[-1].append(trace_facts)
         latest_end = max(latest_end, last)
     ranks = [sorted(map(rank_sort_key, recording)) for recording in recordings]
-    same_ranks = all(
-        recording_ranks == ranks[0] and len(set(recording_ranks)) == len(recording_ranks) for recording_ranks in ranks
-    )
+    same_ranks = all(numbers == ranks[0] and len(set(numbers)) == len(numbers) for numbers in ranks)
     return recordings if same_ranks and len(recordings) > 1 else []
 
 
@@ -214,10 +197,8 @@ _RANK_NAMES = (
 
 def rank_in_name(path: str) -> int | None:
     """Return the rank in a file name ("rank3.json.gz", "trace_r3.json", "rank_3/trace.json"); None if there is none."""
-    parts = PurePath(path).parts
-    rank_match = (
-        next((match for pattern in _RANK_NAMES if (match := pattern.search(parts[-1]))), None) if parts else None
-    )
-    if rank_match is None and len(parts) > 1:
-        rank_match = _RANK_NAMES[0].search(parts[-2])
-    return int(rank_match.group(1)) if rank_match and int(rank_match.group(1)) < RANKS_LIMIT else None
+    *folders, name = PurePath(path).parts or ("",)
+    rank_match = next((match for pattern in _RANK_NAMES if (match := pattern.search(name))), None)
+    if rank_match is None and folders:
+        rank_match = _RANK_NAMES[0].search(folders[-1])
+    return int(rank_match[1]) if rank_match and int(rank_match[1]) < RANKS_LIMIT else None

@@ -87,7 +87,8 @@ class _Attention(NamedTuple):
 def _attention(positions: _Attention, call: Call) -> _Count | None:
     """Count the FLOPs of an attention call: each head multiplies queries by keys, and weights by values."""
     query, key, value = (call.shape(positions.query + offset) for offset in range(3))
-    if any(len(shape) != 4 for shape in (query, key, value)) or any(map(partial(_is_present, call), positions.absent)):
+    present = any(call.shape(index) or call.value(index) not in ("", "0") for index in positions.absent)
+    if present or any(len(shape) != 4 for shape in (query, key, value)):
         return None
     batch, heads, queries, size = query if positions.heads_first else (query[0], query[2], query[1], query[3])
     keys = key[2 if positions.heads_first else 1]
@@ -95,10 +96,6 @@ def _attention(positions: _Attention, call: Call) -> _Count | None:
     # The backward pass computes the scores again, then four gradients: dV, dP, dQ and dK.
     per_pair = 3 * size + 2 * value[3] if positions.query else size + value[3]
     return batch * heads * twice_pairs * per_pair, causal
-
-
-def _is_present(call: Call, index: int) -> bool:
-    return bool(call.shape(index)) or call.value(index) not in ("", "0")
 
 
 def _twice_pairs(positions: _Attention, call: Call, queries: int, keys: int) -> _Count:

@@ -26,14 +26,9 @@ COMPRESSION = 15
 
 
 def read_traces(
-    paths: Sequence[str | os.PathLike[str]],
-    *,
-    jobs: int | None = None,
-    limits: Limits | None = None,
-    ranks: Sequence[int] | None = None,
-    in_folder: bool = False,
-    left_out: Sequence[InputError] = (),
-) -> list[Trace]:
+    paths: Sequence[str | os.PathLike[str]], *, jobs: int | None = None, limits: Limits | None = None,
+    ranks: Sequence[int] | None = None, in_folder: bool = False, left_out: Sequence[InputError] = (),
+) -> list[Trace]:  # fmt: skip
     """Read the traces of several ranks, sorted by rank.
 
     ``jobs``: number of reading processes; by default the number of CPUs if the files are large, else one.

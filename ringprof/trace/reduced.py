@@ -83,9 +83,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
     group_lists: memoryview
     """Index of each group's ranks among the lists."""
     collectives: list[_Record]
-    columns: Annotated[
-        dict[str, Annotated[dict[str, memoryview], msgspec.Meta(max_length=16)]], msgspec.Meta(max_length=16)
-    ]
+    columns: Annotated[dict[str, Annotated[dict[str, memoryview], _FEW]], _FEW]
 
 
 _MAY_BE_MISSING = frozenset({"memory", "host_events", "flop_records"})
@@ -111,6 +109,7 @@ def reduce_trace(trace: Trace) -> bytes:
         })
         for record in trace.collectives
     ]  # fmt: skip
+    tables = {name: getattr(trace, name) for name in TABLES}
     file = _File(
         **{name: getattr(trace, name) for name in _METADATA},
         path=trace.path.encode("utf-8", "replace").decode(),
@@ -119,15 +118,11 @@ def reduce_trace(trace: Trace) -> bytes:
         group_names=_texts_stored(trace.groups),
         group_lists=_stored([list_index(ranks) for ranks in trace.groups.values()]),
         collectives=records,
-        lists=_Ragged(
-            _stored([len(numbers) for numbers in lists]), _stored([number for numbers in lists for number in numbers])
-        ),
+        lists=_Ragged(_stored([*map(len, lists)]), _stored([number for numbers in lists for number in numbers])),
         columns={
-            table: {
-                name: _stored(getattr(getattr(trace, table), name), dtype) for name, dtype in dtypes_of(kind).items()
-            }
-            for table, kind in TABLES.items()
-            if table not in _MAY_BE_MISSING or len(getattr(trace, table).start_ns)
+            name: {column: _stored(getattr(table, column), dtype) for column, dtype in dtypes_of(type(table)).items()}
+            for name, table in tables.items()
+            if name not in _MAY_BE_MISSING or len(table.start_ns)
         },
     )
     return MAGIC + zlib.compress(msgspec.msgpack.encode(file), _LEVEL)

@@ -85,7 +85,7 @@ RULES = [
     Rule(f"{PREDICTION}/network.py", "nic = self.nic_gb_s / self.cluster.gpus_per_nic / self.cluster.oversubscription",
          "nic = self.nic_gb_s / self.cluster.oversubscription",
          "GPUs that share a NIC are predicted to gather as fast as with one each"),
-    Rule(f"{PREDICTION}/network.py", "cluster.nic_gbit / 8 * _nic_efficiency(self._other_host)", "cluster.nic_gbit / 8",
+    Rule(f"{PREDICTION}/network.py", "cluster.nic_gbit / 8 * efficiency", "cluster.nic_gbit / 8",
          "a given NIC is predicted to reach its whole line rate"),
     Rule(f"{PREDICTION}/network.py", "if cluster.oversubscription > 1 and nics[0][1] != nics[1][1]:",
          "if cluster.oversubscription > 1:",

@@ -11,9 +11,8 @@ from typing import get_args
 import pytest
 
 import ringprof
-from ringprof.benchmark_logs.logs import BenchmarkLogs
+from ringprof.benchmark_logs.logs import LOG_COLUMNS, BenchmarkLogs
 from ringprof.benchmark_logs.rows import Verdict
-from ringprof.benchmark_logs.show import LOG_COLUMNS
 from ringprof.cli import run
 from ringprof.errors import InputError, UsageError
 from tests.paths import LOGS, ROOT

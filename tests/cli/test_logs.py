@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ringprof.benchmark_logs.show import LOG_COLUMNS
+from ringprof.benchmark_logs.logs import LOG_COLUMNS
 from ringprof.cli import run
 from tests.paths import LOGS
 

@@ -11,10 +11,10 @@ pytest.importorskip("torch", reason="a dry run runs a strategy on shapes")
 
 from msgspec.structs import replace as changed
 
-from ringprof.prediction import schedule_cache
+from ringprof.prediction import schedules
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.query import Query
-from ringprof.prediction.schedules import schedule_of, stand_in_schedule
+from ringprof.prediction.schedules import ScheduleCache, schedule_of, stand_in_schedule
 from ringprof.record.dryrun.schedule import Schedule
 from ringprof.run import Workload
 
@@ -29,7 +29,7 @@ PROBLEM = Workload(seq=4096, heads=8, kv_heads=4, head_dim=128)
 )  # fmt: skip
 def test_a_cached_schedule_equals_a_new_one(strategy: str, causal: bool) -> None:
     """Query some ranks first, then all."""
-    cache = schedule_cache.ScheduleCache()
+    cache = ScheduleCache()
     query = Query(strategy, changed(PROBLEM, causal=causal), CLUSTER, "cudnn")
     for seq in (4096, 2048, 16384, 4096):
         other_query = replace(query, workload=changed(query.workload, seq=seq))
@@ -45,8 +45,8 @@ def test_every_program_is_created_once(monkeypatch: pytest.MonkeyPatch) -> None:
         created.append(arguments[-1])
         return stand_in_schedule(*arguments)
 
-    monkeypatch.setattr(schedule_cache, "stand_in_schedule", count_calls)
-    cache, query = schedule_cache.ScheduleCache(), Query("zigzag", PROBLEM, CLUSTER, "cudnn")
+    monkeypatch.setattr(schedules, "stand_in_schedule", count_calls)
+    cache, query = ScheduleCache(), Query("zigzag", PROBLEM, CLUSTER, "cudnn")
     for ranks in ([0], [3, 0], None, [1]):
         assert [program.rank for program in cache.of(query, CLUSTER, ranks).programs] == (ranks or [0, 1, 2, 3])
     cache.of(replace(query, cluster=replace(CLUSTER, nic_gbit=100.0)), replace(CLUSTER, nic_gbit=100.0), None)

@@ -6,7 +6,7 @@ import io
 import re
 import zlib
 from collections.abc import Iterator
-from typing import BinaryIO, Protocol, cast
+from typing import Any, BinaryIO
 
 from ringprof.common.files import open_binary
 from ringprof.common.limits import EXPANDED_BYTES, size_text
@@ -41,12 +41,6 @@ def first_bytes(source: str | bytes, name: str) -> bytes:
     if not head and pieces.damage:
         raise TraceFormatError(f"{name}: {pieces.damage}: copy the file again")
     return head
-
-
-class Readable(Protocol):
-    """Object with a ``read`` method, such as a file or a decompressor."""
-
-    def read(self, size: int, /) -> bytes: ...
 
 
 class ByteSource:
@@ -147,12 +141,12 @@ def _inflate_until_damage(inflater: zlib._Decompress, data: bytes) -> Iterator[b
                 break
 
 
-def _zstd_reader(file: BinaryIO, name: str) -> tuple[Readable, type[Exception]]:
+def _zstd_reader(file: BinaryIO, name: str) -> tuple[Any, type[Exception]]:
     """Return a decompressing reader, and the exception class of its package, which has no common base class."""
     try:
         from compression import zstd  # type: ignore[import-not-found, unused-ignore]  # Python 3.14
 
-        return cast(Readable, zstd.open(file, "rb")), zstd.ZstdError
+        return zstd.open(file, "rb"), zstd.ZstdError
     except ImportError:
         pass
     try:
@@ -160,4 +154,4 @@ def _zstd_reader(file: BinaryIO, name: str) -> tuple[Readable, type[Exception]]:
     except ImportError:
         raise MissingExtraError(f"{name}: reading zstd needs one more package: pip install zstandard") from None
     reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
-    return cast(Readable, reader), zstandard.ZstdError
+    return reader, zstandard.ZstdError

@@ -126,10 +126,8 @@ def collective_of(args: CommArgs, lists: NumberLists) -> CommRecord | None:
     ranks = group_ranks(args, size, lists)
     name = args.collective.lower()
     return CommRecord(
-        name=name,
-        group=None if args.group is None else str(args.group),
-        group_description=None if args.group_description is None else str(args.group_description),
-        group_ranks=ranks,
+        name=name, group=None if args.group is None else str(args.group),
+        group_description=None if args.group_description is None else str(args.group_description), group_ranks=ranks,
         group_size=size if size is not None else len(ranks) if ranks else None,
         in_elements=_number_up_to(args.in_elements, ELEMENTS_LIMIT),
         out_elements=_number_up_to(args.out_elements, ELEMENTS_LIMIT),
@@ -137,10 +135,9 @@ def collective_of(args: CommArgs, lists: NumberLists) -> CommRecord | None:
         source_rank=_peer(args, args.source_rank, ranks, applies=name == "recv"),
         destination_rank=_peer(args, args.destination_rank, ranks, applies=name == "send"),
         in_split=lists.shared(_numbers(args.in_split, ELEMENTS_LIMIT) or ()),
-        out_split=lists.shared(_numbers(args.out_split, ELEMENTS_LIMIT) or ()),
-        sequence=whole_number(args.sequence),
+        out_split=lists.shared(_numbers(args.out_split, ELEMENTS_LIMIT) or ()), sequence=whole_number(args.sequence),
         comms_id=whole_number(args.comms_id),
-    )
+    )  # fmt: skip
 
 
 def with_group(collective: CommRecord, groups: dict[str, tuple[int, ...]]) -> CommRecord:

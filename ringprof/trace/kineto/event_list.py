@@ -137,9 +137,8 @@ class EventStream:
         else:
             match = None
         if not match:
-            raise TraceFormatError(
-                f"{self._name}: {self._source.damage or 'not a Kineto trace: ' + _why_no_events(data)}"
-            )
+            reason = self._source.damage or f"not a Kineto trace: {_why_no_events(data)}"
+            raise TraceFormatError(f"{self._name}: {reason}")
         self._rest = data[match.end() :]
         self._offset = match.end()
         return data[: match.start()]
@@ -164,14 +163,11 @@ class EventStream:
             self._offset += len(rest) + start
             self._separator, self._rest = chunk[end:start], chunk[start:]
             yield piece
-            self._prepend_pushed_back()
+            if self._pushed_back:
+                self._offset -= len(self._pushed_back) + len(self._separator)
+                self._rest = self._pushed_back + self._separator + self._rest
+                self._pushed_back = b""
         yield Piece(b"".join((b"[", self._rest, b"]")), self._offset, last=True)
-
-    def _prepend_pushed_back(self) -> None:
-        if self._pushed_back:
-            self._offset -= len(self._pushed_back) + len(self._separator)
-            self._rest = self._pushed_back + self._separator + self._rest
-            self._pushed_back = b""
 
     def remainder(self) -> bytes:
         """Return the text that follows the last piece, up to `head_limit` bytes."""

@@ -100,14 +100,9 @@ _NO_ARGS = msgspec.Raw(b"{}")
 _TRITON_FILE = re.compile(rb'"kernel_file"\s*:\s*"(?:[^"\\]*/)?([\w.-]{1,200})"')
 
 _ARGS: dict[str, type[Args]] = {
-    "activities": DeviceArgs,
-    "launches": Args,
-    "annotations": Args,
-    "device_annotations": DeviceArgs,
-    "operators": Args,
-    "comm_records": CommArgs,
-    "memory": MemoryArgs,
-}
+    "activities": DeviceArgs, "launches": Args, "annotations": Args, "device_annotations": DeviceArgs,
+    "operators": Args, "comm_records": CommArgs, "memory": MemoryArgs,
+}  # fmt: skip
 
 
 _CLASSIFIES, _MAY_NAME_A_FILE, _RECORDS = 1, 2, 3
@@ -235,9 +230,8 @@ class Collector:
     def is_merged(self) -> bool:
         """Whether the rows are of several ranks: several processes have many rows of one device, or many launches."""
         devices = {device for device, _ in self._rows_by_process if device is not None}
-        shares = [
-            [count for (device, _), count in self._rows_by_process.items() if device == index] for index in devices
-        ]
+        rows = self._rows_by_process.items()
+        shares = [[count for (device, _), count in rows if device == index] for index in devices]
         if len(devices) > 1:
             shares.append(list(self._launches_by_process.values()))
         return any(_MERGED_SHARE * sorted(counts)[-2] > sum(counts) for counts in shares if len(counts) > 1)
@@ -256,12 +250,8 @@ class Collector:
 
     def _sort(self, events: list[Event]) -> list[Event]:
         """Queue events by table. Returns events that name tracks, and events of unknown category."""
-        queued, table_for, operator_use, launches_nothing = (
-            self._queued,
-            self._table_for,
-            self._operator_use,
-            self._launches_nothing,
-        )
+        queued, table_for = self._queued, self._table_for
+        operator_use, launches_nothing = self._operator_use, self._launches_nothing
         launches, operators, comm_records = (queued[table] for table in ("launches", "operators", "comm_records"))
         # A CPU trace has no idle device, so it needs no host events.
         host_events = [] if self.every_operator else queued["host_events"]
@@ -399,9 +389,7 @@ class Collector:
         """Build the columns of a table's events, except for times and for columns that its events never have."""
         args = self._args(events, _ARGS[table])
         if table == "activities" and len(self._rows_by_process) < MOST_SOURCES:
-            self._rows_by_process.update(
-                zip([event_args.device for event_args in args], [event.pid for event in events], strict=True)
-            )
+            self._rows_by_process.update((a.device, event.pid) for a, event in zip(args, events, strict=True))
         elif table == "launches" and len(self._launches_by_process) < MOST_SOURCES:
             self._launches_by_process.update(event.pid for event in events)
         on_device = _ARGS[table] is DeviceArgs
@@ -459,8 +447,7 @@ class Collector:
         index = NONE if collective is None else self.collectives.setdefault(collective, len(self.collectives))
         if key is not None:
             self._seen_collectives[key] = index
-            texts = sum(bytes_of_text(part) for part in key if isinstance(part, str))
-            self.take(bytes_of_collectives(1) + texts)
+            self.take(bytes_of_collectives(1) + sum(bytes_of_text(part) for part in key if isinstance(part, str)))
         return index
 
     # --- the finished columns ---------------------------------------------------------------------
@@ -493,12 +480,6 @@ class Collector:
         joined["end_ns"] += self._base_ns
         return joined
 
-    def _host_events(self, rows: dict[str, _Columns]) -> _Columns:
-        """Select the host events that explain idle time; empty if activities or their launches are missing."""
-        if not (rows["activities"] and rows["launches"]):
-            return {}
-        return self.host_rows.columns(self._base_ns, rows["activities"], rows["launches"], self._name_index)
-
     def tables(self, base_ns: int) -> dict[str, Any]:
         """Build the tables of a `Trace`, by field; ``base_ns`` is added to all times."""
         self._base_ns = base_ns
@@ -513,7 +494,9 @@ class Collector:
             correlation = rows["launches"]["correlation"]
             known = rows["activities"].get("correlation", np.empty(0, np.int64))
             rows["launches"] = _select(rows["launches"], (correlation != NONE) & among(correlation, known))
-        rows["host_events"] = self._host_events(rows)
+        activities, launches = rows["activities"], rows["launches"]
+        if activities and launches:
+            rows["host_events"] = self.host_rows.columns(self._base_ns, activities, launches, self._name_index)
         if rows["memory"]:
             rows["memory"] = _select(rows["memory"], rows["memory"]["allocated_bytes"] >= 0)
         if rows["comm_records"]:
@@ -554,12 +537,8 @@ def integers(values: Sequence[JsonScalar]) -> Int64:
             return np.array([NONE if value is None else value for value in values], np.int64)
     except OverflowError:
         pass
-    return np.array([_int64(value) for value in values], np.int64)
-
-
-def _int64(value: JsonScalar) -> int:
-    number = whole_number(value)
-    return number if number is not None and -(2**63) < number < 2**63 else NONE
+    numbers = map(whole_number, values)
+    return np.array([NONE if n is None or not -(2**63) < n < 2**63 else n for n in numbers], np.int64)
 
 
 def _first_known(value: JsonScalar, other: JsonScalar) -> JsonScalar:

@@ -71,9 +71,8 @@ def read_fields(text: bytes) -> TopLevelFields:
     """Read the fields of a JSON object; from damaged text, those that can be recovered."""
     try:
         raw_fields = msgspec.structs.asdict(_decode(text))
-        return TopLevelFields(
-            {key: json.loads(bytes(raw_fields[key])) for key in _WANTED if raw_fields[key] is not EMPTY}, True
-        )
+        values = {key: json.loads(bytes(raw_fields[key])) for key in _WANTED if raw_fields[key] is not EMPTY}
+        return TopLevelFields(values, True)
     except UNREADABLE:
         return TopLevelFields(_salvage_fields(text.decode("utf-8", "replace")), False)
 
@@ -84,12 +83,6 @@ def close_head(head: bytes) -> bytes:
     return head + b"}" if head else b"{}"
 
 
-def open_tail(tail: bytes) -> bytes:
-    """Complete the text behind the closing bracket of the event list to a JSON object."""
-    tail = tail.strip().removeprefix(b",").lstrip()
-    return b"{" + (tail or b"}")
-
-
 def read_tail(tail: bytes, *, bare_list: bool) -> tuple[TopLevelFields, bool]:
     """Read the fields behind the event list, and return whether another list of events follows.
 
@@ -98,7 +91,8 @@ def read_tail(tail: bytes, *, bare_list: bool) -> tuple[TopLevelFields, bool]:
     """
     if bare_list and tail.lstrip().startswith((b"[", b"{")):
         return TopLevelFields({}, True), True
-    text = open_tail(tail)
+    # Completed to a JSON object.
+    text = b"{" + (tail.strip().removeprefix(b",").lstrip() or b"}")
     fields, second = read_fields(text), LIST_KEY.search(tail) is not None
     for boundary in islice(_NEXT_DOCUMENT.finditer(text), 0 if fields.sound else _ATTEMPTS):
         document = text[: boundary.start() + 1]
@@ -131,23 +125,17 @@ def metadata_of(values: Mapping[str, Any]) -> Metadata:
     info = values.get("distributedInfo")
     info = info if isinstance(info, dict) else {}
     base = whole_number(values.get("baseTimeNanoseconds"))
-    host = values.get("host_name")
+    devices, backend = values.get("deviceProperties"), _text(info.get("backend"))
     return Metadata(
         base_ns=base if base is not None and 0 <= base < LARGEST_NS else 0,
         rank=_rank(info.get("rank")),
         world_size=_rank(info.get("world_size")),
-        host=_text(host) or None,
+        host=_text(values.get("host_name")) or None,
         groups=_groups(info.get("pg_config")),
-        devices=_devices(values.get("deviceProperties")),
-        on_gpu=_on_gpu(values.get("deviceProperties"), _text(info.get("backend"))),
+        devices=_devices(devices),
+        # gloo and MPI count as CPU even if devices are listed.
+        on_gpu=bool(devices) and backend not in ("gloo", "mpi") if isinstance(devices, list) else "nccl" in backend,
     )
-
-
-def _on_gpu(devices: object, backend: str) -> bool:
-    """Return whether the run used GPUs. gloo and MPI count as CPU even if devices are listed."""
-    if isinstance(devices, list):
-        return bool(devices) and backend not in ("gloo", "mpi")
-    return "nccl" in backend
 
 
 def _rank(value: object) -> int | None:

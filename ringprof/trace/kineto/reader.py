@@ -12,14 +12,7 @@ from ringprof.trace.checks import overlap_warnings, validate_trace, without_repe
 from ringprof.trace.columns import NO_DEVICE_ACTIVITIES, Notice, Trace
 from ringprof.trace.kineto.byte_source import ByteSource
 from ringprof.trace.kineto.collectives import with_group
-from ringprof.trace.kineto.event_list import (
-    UNREADABLE,
-    Event,
-    EventStream,
-    Piece,
-    decode_events,
-    decode_fields,
-)
+from ringprof.trace.kineto.event_list import UNREADABLE, Event, EventStream, Piece, decode_events, decode_fields
 from ringprof.trace.kineto.event_tables import Collector
 from ringprof.trace.kineto.fields import Metadata, close_head, metadata_of, read_fields, read_tail
 from ringprof.trace.kineto.recover import Recovery
@@ -113,8 +106,11 @@ def _read_once(source: str | bytes, name: str, budget: MemoryBudget, *, every_op
 def _collect_piece(piece: Piece, stream: EventStream, reading: _PassResult) -> int | None:
     """Collect the events of a piece. Returns the offset at which the event list is closed in it, None if it goes on."""
     try:
-        decoded = _decode_last(piece, list_root=stream.list_root) if piece.last else (decode_events(piece.framed), None)
-        events, end = decoded
+        end: int | None = None
+        if piece.last:
+            events, end = _decode_last(piece, list_root=stream.list_root)
+        else:
+            events = decode_events(piece.framed)
         reading.collector.add(events)
         return end
     except UNREADABLE:
@@ -170,20 +166,12 @@ def _trace(reading: _PassResult, name: str) -> Trace:
     # With a second list, the file name may give the rank of the other trace.
     rank_of_name = None if reading.second_list else rank_in_name(name)
     trace = Trace(
-        path=name,
-        names=list(collector.names),
-        **tables,
-        collectives=[with_group(collective, groups) for collective in collector.collectives],
-        devices=metadata.devices,
-        rank=rank_of_name if metadata.rank is None else metadata.rank,
-        world_size=metadata.world_size,
-        host=metadata.host,
-        groups=groups,
-        base_ns=metadata.base_ns,
-        events_total=collector.total + reading.skipped,
-        events_skipped=reading.skipped,
-        warnings=_warnings(reading),
-    )
+        path=name, names=list(collector.names), **tables,
+        collectives=[with_group(collective, groups) for collective in collector.collectives], devices=metadata.devices,
+        rank=rank_of_name if metadata.rank is None else metadata.rank, world_size=metadata.world_size,
+        host=metadata.host, groups=groups, base_ns=metadata.base_ns, events_total=collector.total + reading.skipped,
+        events_skipped=reading.skipped, warnings=_warnings(reading),
+    )  # fmt: skip
     trace = without_repeats(trace)
     trace.warnings.extend(overlap_warnings(trace.activities, metadata.rank))
     return trace
@@ -196,9 +184,8 @@ def _why_empty(reading: _PassResult) -> str:
     if reading.collector.oddities["begin_end_events"]:
         return "only begin/end events, which PyTorch does not write: export the trace with torch.profiler"
     summary = f"{reading.collector.total} events, none of them a kernel, operator or annotation"
-    return (
-        f"nothing to analyse: {summary}{'; of ' if reading.collector.unread else ''}{_unread_text(reading.collector)}"
-    )
+    unread = f"; of {_unread_text(reading.collector)}" if reading.collector.unread else ""
+    return f"nothing to analyse: {summary}{unread}"
 
 
 def _unread_text(collector: Collector) -> str:
@@ -252,9 +239,8 @@ def _warnings(reading: _PassResult) -> list[Notice]:
         message = f"{reading.repaired} events that are not sound JSON were read all the same, from byte {offset} on"
         warnings.append(Notice("repaired_events", message, rank, reading.repaired, offset))
     if reading.gaps:
-        message = (
-            f"{reading.gaps} commas between events are missing or too many, from byte {offset} on; no event is lost"
-        )
+        problem = "commas between events are missing or too many"
+        message = f"{reading.gaps} {problem}, from byte {offset} on; no event is lost"
         warnings.append(Notice("misplaced_commas", message, rank, reading.gaps, offset))
     if not reading.fields_sound:
         message = "the text around the events is damaged: the rank, groups or base time may be missing"

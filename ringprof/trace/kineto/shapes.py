@@ -56,16 +56,13 @@ class ShapeReader:
         key = event.name or "", texts
         if key in self._cache:
             return self._cache[key]
-        flops = flops_of(key[0], _call(texts))
+        dimensions, types, values = map(_list, texts)
+        call = Call([*map(_sizes, dimensions)], [*map(_text, types)], [*map(_text, values)])
+        flops = flops_of(key[0], call)
         if len(self._cache) < _CACHE_SIZE:
             self._take(sum(bytes_of_text(text.decode("latin-1")) for text in texts))
             self._cache[key] = flops
         return flops
-
-
-def _call(texts: _Texts) -> Call:
-    dims, types, values = map(_list, texts)
-    return Call([_sizes(shape) for shape in dims], list(map(_text, types)), list(map(_text, values)))
 
 
 def _list(text: bytes) -> list[Any]:
@@ -79,7 +76,7 @@ def _list(text: bytes) -> list[Any]:
 def _sizes(value: object) -> Sizes:
     """Return the shape of a tensor; empty for a list of tensors and for any other value."""
     is_shape = isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
-    return tuple(value) if is_shape and isinstance(value, list) else ()
+    return tuple(value) if is_shape else ()  # type: ignore[arg-type]
 
 
 def _text(value: object) -> str:
