@@ -1,4 +1,4 @@
-"""Recording as one rank of an external launcher: torchrun on one or many hosts, or srun. Loads torch.
+"""Launcher whose rank this process is, and recording as that rank: torchrun on one or many hosts, or srun. Loads torch.
 
 If the run fails, all ranks end within seconds and one rank reports the cause. Rank 0 receives the outcome of every rank
 that fails, is stopped or disconnects. It waits briefly, since the cause may arrive after its effects, ends all ranks
@@ -26,15 +26,14 @@ import torch
 from ringprof import errors
 from ringprof.common.scratch import has_token, remove_all
 from ringprof.errors import RecordError, RingprofError
-from ringprof.record import prepare
-from ringprof.record.launcher import RankInfo
+from ringprof.record import RecordJob
+from ringprof.record.launcher import Job, RankInfo, Result
 from ringprof.record.machine import RankHost, distinct_host_names, host_name, host_numbers
 from ringprof.record.process_group import gather_bytes, world_group
 from ringprof.record.progress import PositionReporter, Reporter, SilentReporter
-from ringprof.record.recording import RankRecording, Reduce
-from ringprof.record.request import RankTask, RecordRequest, from_json, to_json
+from ringprof.record.recording import RankRecording
+from ringprof.record.request import RankTask, from_json, to_json
 from ringprof.record.resolve import resolve
-from ringprof.record.run_folder import discard
 from ringprof.record.shutdown.heartbeat import END, LOOPBACK, Heartbeat, HeartbeatServer
 from ringprof.record.shutdown.rank_errors import (
     FailedRun,
@@ -74,13 +73,22 @@ class _TaskMessage(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
 
 
-def record_as_rank(
-    request: RecordRequest, rank_info: RankInfo, reporter: Reporter, reduce: Reduce | None = None
-) -> Run | None:
+class ExternalLauncher:
+    """Launcher that has started this process as one rank; rank 0 reports."""
+
+    def __init__(self, rank_info: RankInfo) -> None:
+        self._rank_info = rank_info
+
+    def run(self, job: Job[Result], reporter: Reporter) -> Result | None:
+        """Run the job as this rank."""
+        return job.run_as_rank(self._rank_info, reporter if self._rank_info.rank == 0 else SilentReporter())
+
+
+def record_as_rank(job: RecordJob, rank_info: RankInfo, reporter: Reporter) -> Run | None:
     """Record as the rank ``rank_info``; return the run on rank 0 and None on other ranks.
 
-    Only rank 0 reports, estimates and writes ``run.json``. ``reduce`` writes the reduced form of this rank's trace.
-    Raises an error of rank 0 before the recording (`UsageError` and others) on every rank.
+    Only rank 0 estimates and writes ``run.json``. Raises an error of rank 0 before the recording (`UsageError` and
+    others) on every rank.
     """
 
     def exit_before_run(reason: str, code: int) -> None:
@@ -89,27 +97,24 @@ def record_as_rank(
             sys.stderr.write("ringprof: interrupted before all ranks were there; nothing was recorded\n")
         os._exit(code)
 
-    if rank_info.rank != 0:
-        reporter = SilentReporter()
-    resolved = resolve(request, rank_info)
+    resolved = resolve(job.request, rank_info)
     # A rank that waits in a collective for missing ranks notices signals and its launcher's end only by the watchdog.
     watchdog = Watchdog(exit_before_run, rank_info.parent)
     watchdog.start()
     try:
         with world_group(rank_info, resolved.device, SETUP_LIMIT_S) as device:
-            run = _record(request, rank_info, PositionReporter(reporter), device, reduce, watchdog)
+            run = _record(job, rank_info, PositionReporter(reporter), device, watchdog)
     except RuntimeError as error:
         # Before the heartbeats start, a lost rank, perhaps rank 0, shows only as an error of torch.distributed.
         raise RecordError(f"rank {rank_info.rank} cannot reach the other ranks: {error_line(error)}") from error
     finally:
         watchdog.stop()
-    return None if run is None else read_run(request.output)
+    return None if run is None else read_run(job.request.output)
 
 
 def _record(
-    request: RecordRequest, rank_info: RankInfo, position: PositionReporter, device: torch.device,
-    reduce: Reduce | None, watchdog: Watchdog,
-) -> Run | None:  # fmt: skip
+    job: RecordJob, rank_info: RankInfo, position: PositionReporter, device: torch.device, watchdog: Watchdog
+) -> Run | None:
     """Share the task with the other ranks and record it.
 
     The watchdog ends this rank when the launcher or another rank ends, or at the time limit.
@@ -127,7 +132,7 @@ def _record(
     shutdown: FirstRankShutdown | OtherRankShutdown | None = None
     if rank == 0:
         try:
-            task = prepare(request, rank_info, position, None)
+            task = job.prepare(position, None, rank_info)
             shutdown = FirstRankShutdown(RankContext(task, rank, hosts, position, siblings))
             own_message = _TaskMessage(task=task, port=shutdown.server.port, token=shutdown.server.token)
         except RingprofError as error:
@@ -151,12 +156,12 @@ def _record(
     problems = [os.fsdecode(part) for part in gather_bytes(os.fsencode(problem), device) if part]
     if problems or shutdown is None:
         if rank == 0:
-            discard(Path(message.task.staging))
+            message.task.discard()
         # On one host no firewall is between the ranks, so there is nothing to advise.
         advice = "" if one_host else "; check that the hosts accept each other's TCP connections on any port"
         raise (RecordError if rank == 0 else ReportedElsewhere)(f"{problems[0]}{advice}")
 
-    recording = RankRecording(message.task, rank_info, position, hosts=hosts, reduce=reduce)
+    recording = RankRecording(message.task, rank_info, position, hosts=hosts, reduce=job.reduce)
     position.hops = recording.hops
     if isinstance(shutdown, FirstRankShutdown):
         recording.before_publish = shutdown.seal
@@ -318,7 +323,7 @@ class OtherRankShutdown:
 
 def _discard_run(task: RankTask, failed: FailedRun) -> RingprofError:
     """Remove the half-written run and write the log; return the error, which names the log."""
-    discard(Path(task.staging))
+    task.discard()
     error = failed.cause()
     if not isinstance(error, RecordError):
         # All ranks refused the request for the same reason: a log would add nothing.

@@ -1,4 +1,9 @@
-"""Rank of this process, if a launcher (torchrun, srun) started it as one."""
+"""Launchers of ranks: ringprof starts them on this host, or torchrun or srun has started this process as a rank.
+
+`current_launcher` chooses the implementation. `LocalLauncher` of `ringprof.record.local_launcher` starts one process
+per rank, and learns from exit codes and progress logs how each has ended. `ExternalLauncher` of
+`ringprof.record.external_launcher` is one of the ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,15 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from ringprof.common.validation import whole
 from ringprof.errors import UsageError
+from ringprof.record.progress import Reporter
+from ringprof.record.request import require_packages
+
+Result = TypeVar("Result")
+Result_co = TypeVar("Result_co", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,71 @@ def launcher_rank(environment: Mapping[str, str] | None = None) -> RankInfo | No
         local = _integer(env, "SLURM_LOCALID", rank % per_host)
         return _validated(RankInfo(rank, world, local, per_host, rank // per_host if node < 0 else node, _parent))
     return None
+
+
+class LaunchTask(Protocol[Result_co]):
+    """Task of ranks that ringprof starts, sent to them as JSON: `ringprof.record.request.RankTask` or `CheckTask`."""
+
+    @property
+    def job(self) -> str:
+        """Kind of task, ``record`` or ``check``, as `ringprof.entry_points.spawn` takes it."""
+
+    @property
+    def request(self) -> Any:
+        """Request whose ``world`` and ``device`` are resolved."""
+
+    def limit_of(self, phase: str | None) -> float | None:
+        """Return the time limit of a phase of rank 0 in seconds; None if the limit that runs already covers it.
+
+        The phase None is the time before rank 0's first phase.
+        """
+
+    def result(self) -> Result_co:
+        """Read the result that rank 0 has written."""
+
+    def discard(self) -> None:
+        """Remove what the ranks have written outside the scratch folder."""
+
+
+class Job(Protocol[Result_co]):
+    """Work of a command on ranks: `ringprof.record.RecordJob` or `ringprof.record.check.launch.CheckJob`."""
+
+    def prepare(self, reporter: Reporter, scratch: str) -> LaunchTask[Result_co]:
+        """Return the task for ranks that this process starts; ``scratch`` is the folder of their logs.
+
+        Raises `UsageError` for a request that no rank could fulfil.
+        """
+
+    def run_as_rank(self, rank_info: RankInfo, reporter: Reporter) -> Result_co | None:
+        """Run as one rank of an external launcher; return the result, or None if only rank 0 has it."""
+
+
+class Launcher(Protocol):
+    """Way in which a command gets its ranks."""
+
+    def run(self, job: Job[Result], reporter: Reporter) -> Result | None:
+        """Run a job on all ranks, and return its result, or None on ranks that have none. Blocks until all have ended.
+
+        ``reporter`` is used only by the process that reports: the one that starts the ranks, or rank 0. Raises errors
+        of the request, and otherwise the error of the rank that caused the failure; `Interrupted` if the user
+        interrupts. No rank survives a failure.
+        """
+
+
+def current_launcher() -> Launcher:
+    """Return an `ExternalLauncher` if torchrun or srun started this process as a rank, else a `LocalLauncher`.
+
+    Raises `UsageError` for contradictory variables, and `MissingExtraError` without the packages that ranks need.
+    """
+    rank_info = launcher_rank()
+    require_packages("torch", "psutil")
+    if rank_info is None:
+        from ringprof.record.local_launcher import LocalLauncher
+
+        return LocalLauncher()
+    from ringprof.record.external_launcher import ExternalLauncher
+
+    return ExternalLauncher(rank_info)
 
 
 def slurm_rendezvous(rank_info: RankInfo, environment: Mapping[str, str] | None = None) -> dict[str, str]:
