@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -133,7 +133,7 @@ def _record(
     if rank == 0:
         try:
             task = job.prepare(position, None, rank_info)
-            shutdown = FirstRankShutdown(RankContext(task, rank, hosts, position, siblings))
+            shutdown = FirstRankShutdown(task, rank, hosts, position, siblings)
             own_message = _TaskMessage(task=task, port=shutdown.server.port, token=shutdown.server.token)
         except RingprofError as error:
             own_message, refusal = _TaskMessage(error=type(error).__name__, message=str(error)), error
@@ -147,9 +147,9 @@ def _record(
     one_host, problem = len(set(hosts)) == 1, ""
     address = LOOPBACK if one_host else os.environ.get("MASTER_ADDR", LOOPBACK)
     if rank != 0:
-        context = RankContext(message.task, rank, hosts, position, siblings)
+        shutdown = OtherRankShutdown(message.task, rank, hosts, position, siblings)
         try:
-            shutdown = OtherRankShutdown(context, address, message.port, message.token)
+            shutdown.connect(address, message.port, message.token)
         except OSError as error:
             why = error.strerror or error
             problem = f"rank {rank} on host {host} cannot reach rank 0 at {address}, port {message.port}: {why}"
@@ -177,8 +177,8 @@ def _record(
 
 
 @dataclass
-class RankContext:
-    """One rank of a run, with everything that its shutdown needs."""
+class _RankShutdown:
+    """One rank's part in the shutdown of a run."""
 
     task: RankTask
     rank: int
@@ -188,17 +188,26 @@ class RankContext:
     siblings: Mapping[int, int]
     """Process ids of this host's other ranks, by rank."""
 
+    def discard_run(self, failed: FailedRun) -> RingprofError:
+        """Remove the half-written run and write the log; return the error, which names the log."""
+        self.task.discard()
+        error = failed.cause()
+        if not isinstance(error, RecordError):
+            # All ranks refused the request for the same reason: a log would add nothing.
+            return error
+        log = write_log(failed.log(self.task.request.command), Path(self.task.request.output), self.task.name)
+        return type(error)(f"{error}; log: {log}") if log else error
 
-class FirstRankShutdown:
+
+@dataclass
+class FirstRankShutdown(_RankShutdown):
     """Rank 0's part in the shutdown of a run."""
 
-    def __init__(self, context: RankContext) -> None:
-        self._context = context
+    def __post_init__(self) -> None:
         self._own_outcome: RankOutcome | None = None
         self._ending = threading.Lock()
         self._sealed = False
-        hosts = context.hosts
-        self.server = HeartbeatServer(len(hosts), self._on_trouble, one_host=len(set(hosts)) == 1)
+        self.server = HeartbeatServer(len(self.hosts), self._on_trouble, one_host=len(set(self.hosts)) == 1)
 
     def seal(self) -> None:
         """Mark the recording as complete, so that later failures of other ranks are ignored.
@@ -216,27 +225,23 @@ class FirstRankShutdown:
 
     def failed(self, error: BaseException) -> RingprofError:
         """End the run after an error on this rank; return the error to raise for the whole run."""
-        self._own_outcome = self._own_outcome or failed_outcome(self._context.position, error)
+        self._own_outcome = self._own_outcome or failed_outcome(self.position, error)
         if not self._sealed and not self._ending.acquire(blocking=False):
             _wait_for_exit()
         return self._end_run()
 
     def stopped(self, reason: str, code: int) -> None:
         """End the run and this process, on the watchdog's call."""
-        self._own_outcome = self._own_outcome or stopped_outcome(self._context.position, reason)
+        self._own_outcome = self._own_outcome or stopped_outcome(self.position, reason)
         if self._ending.acquire(timeout=OUTCOMES_S + _SETTLE_S):
-            error = self._end_run()
-            _print_error(error)
-            code = error.exit_code
+            code = _print_error(self._end_run())
         _exit_now(code)
 
     def _on_trouble(self) -> None:
         """End the run and this process, on the heartbeat server's call after another rank's failure."""
         if self._ending.acquire(blocking=False):
-            self._own_outcome = self._own_outcome or stopped_outcome(self._context.position, "")
-            error = self._end_run()
-            _print_error(error)
-            _exit_now(error.exit_code)
+            self._own_outcome = self._own_outcome or stopped_outcome(self.position, "")
+            _exit_now(_print_error(self._end_run()))
 
     def _end_run(self) -> RingprofError:
         """End all other ranks, collect their outcomes, discard the run; return the error with the cause."""
@@ -245,22 +250,25 @@ class FirstRankShutdown:
         self.server.end_all_ranks(OUTCOMES_S)
         self.server.close()
         outcomes = {**({0: self._own_outcome} if self._own_outcome else {}), **self.server.outcomes}
-        failed = FailedRun(self._context.hosts, outcomes, disconnected, self._context.task.time_limit)
-        error = _discard_run(self._context.task, failed)
+        error = self.discard_run(FailedRun(self.hosts, outcomes, disconnected, self.task.time_limit))
         # The ranks were told to end ``OUTCOMES_S`` ago, which counts towards their grace period.
-        end_local_ranks(self._context.siblings, GRACE_S - OUTCOMES_S)
+        end_local_ranks(self.siblings, GRACE_S - OUTCOMES_S)
         return error
 
 
-class OtherRankShutdown:
+@dataclass
+class OtherRankShutdown(_RankShutdown):
     """The part of a rank other than 0 in the shutdown of a run."""
 
-    def __init__(self, context: RankContext, address: str, port: int, token: str) -> None:
-        """Connect to rank 0's host at ``address``. Raises OSError where rank 0 cannot be reached."""
-        self._context = context
+    heartbeat: Heartbeat = field(init=False)
+
+    def __post_init__(self) -> None:
         self._outcome_sent = False
         self._reporting = threading.Lock()
-        self.heartbeat = Heartbeat(address, port, token, context.rank, self._on_end)
+
+    def connect(self, address: str, port: int, token: str) -> None:
+        """Connect to rank 0's host at ``address``. Raises OSError where rank 0 cannot be reached."""
+        self.heartbeat = Heartbeat(address, port, token, self.rank, self._on_end)
 
     def done(self) -> None:
         """Send the outcome ``done`` to rank 0, and ignore what rank 0 sends from here on."""
@@ -269,7 +277,7 @@ class OtherRankShutdown:
 
     def failed(self, error: BaseException) -> RingprofError:
         """Send the error to rank 0, which reports it; return an error that needs no report here."""
-        outcome = failed_outcome(self._context.position, error)
+        outcome = failed_outcome(self.position, error)
         self._send_outcome(outcome)
         # Normally the process ends during this sleep: rank 0 ends it, or rank 0's disconnect does.
         time.sleep(GRACE_S)
@@ -280,10 +288,9 @@ class OtherRankShutdown:
 
         Where rank 0 cannot be reached, or has let the time limit pass, the backup reporter reports the cause.
         """
-        context = self._context
         if reason == TIME_LIMIT:
-            self._report_for_rank_0(FailedRun(context.hosts, limit_s=context.task.time_limit, overdue=True))
-        elif not self._send_outcome(stopped_outcome(context.position, reason)):
+            self._report_for_rank_0(FailedRun(self.hosts, limit_s=self.task.time_limit, overdue=True))
+        elif not self._send_outcome(stopped_outcome(self.position, reason)):
             self._report_for_rank_0()
         _exit_now(code)
 
@@ -293,48 +300,40 @@ class OtherRankShutdown:
 
     def _on_end(self, message: bytes) -> NoReturn:
         """End this process on rank 0's message, or after rank 0 has disconnected (an empty message)."""
-        context = self._context
         if message != END:
             self._report_for_rank_0()
         elif not self._outcome_sent:
-            self._send_outcome(stopped_outcome(context.position, ""))
-        if context.rank == context.hosts.index(context.hosts[context.rank]):
-            # The first rank of a host ends the host's other ranks; rank 0 does so on its own host.
-            end_local_ranks(context.siblings)
+            self._send_outcome(stopped_outcome(self.position, ""))
+        if self._is_first_of_host():
+            # Rank 0 does so on its own host.
+            end_local_ranks(self.siblings)
         _exit_now(RecordError.exit_code)
+
+    def _is_first_of_host(self) -> bool:
+        return self.rank == self.hosts.index(self.hosts[self.rank])
 
     def _report_for_rank_0(self, failed: FailedRun | None = None) -> None:
         """Discard the run and print its error in place of rank 0, if this rank is the one to do so; end rank 0's host.
 
         ``failed`` is by default a run whose rank 0 has disconnected.
         """
-        context = self._context
-        hosts, host = context.hosts, context.hosts[context.rank]
-        if context.rank != 1 and not (context.rank == hosts.index(host) and host not in hosts[:2]):
+        host = self.hosts[self.rank]
+        if self.rank != 1 and not (self._is_first_of_host() and host not in self.hosts[:2]):
             return
-        failed = failed or FailedRun(hosts, {context.rank: stopped_outcome(context.position, "")}, [0])
+        failed = failed or FailedRun(self.hosts, {self.rank: stopped_outcome(self.position, "")}, [0])
         if not self._reporting.acquire(blocking=False):
             _wait_for_exit()
-        sees_folder = has_token(Path(context.task.staging), context.task.token)
-        _print_error(_discard_run(context.task, failed) if sees_folder else failed.cause())
-        if host == hosts[0]:
-            end_local_ranks(context.siblings)
+        sees_folder = has_token(Path(self.task.staging), self.task.token)
+        _print_error(self.discard_run(failed) if sees_folder else failed.cause())
+        if host == self.hosts[0]:
+            end_local_ranks(self.siblings)
 
 
-def _discard_run(task: RankTask, failed: FailedRun) -> RingprofError:
-    """Remove the half-written run and write the log; return the error, which names the log."""
-    task.discard()
-    error = failed.cause()
-    if not isinstance(error, RecordError):
-        # All ranks refused the request for the same reason: a log would add nothing.
-        return error
-    log = write_log(failed.log(task.request.command), Path(task.request.output), task.name)
-    return type(error)(f"{error}; log: {log}") if log else error
-
-
-def _print_error(error: object) -> None:
+def _print_error(error: RingprofError) -> int:
+    """Print an error as the command line does; return its exit code."""
     sys.stderr.write(f"ringprof: {error}\n")
     sys.stderr.flush()
+    return error.exit_code
 
 
 def _wait_for_exit() -> NoReturn:

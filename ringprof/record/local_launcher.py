@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
@@ -97,20 +98,19 @@ def _run_ranks(task: LaunchTask[Result], scratch: Path, reporter: Reporter) -> N
             raise user_error from None
 
 
+@dataclass(eq=False)
 class _RankFailed(Exception):
     """Failure of at least one rank; which rank and why is found out after all have ended."""
 
-    def __init__(self, statuses: dict[int, int]) -> None:
-        super().__init__()
-        self.statuses = statuses
+    statuses: dict[int, int]
+    """Exit codes of the ranks that had ended, negative for signals."""
 
 
+@dataclass(eq=False)
 class _TimeIsUp(Exception):
     """Expiry of a time limit."""
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.seconds = seconds
+    seconds: float
 
 
 def _start(ranks: list[Popen[bytes]], task: LaunchTask[Any], scratch: Path, port: int) -> None:
@@ -223,7 +223,6 @@ def _wait_until_done(
     """Relay rank 0's progress until all ranks have ended with success. Raises `_RankFailed` and `_TimeIsUp`."""
 
     def statuses() -> dict[int, int]:
-        """Return the exit codes of the ranks that have ended, negative for signals."""
         return {rank: code for rank, process in enumerate(ranks) if (code := process.poll()) is not None}
 
     limit_s, phase, begin = task.limit_of(None) or 0.0, None, time.monotonic()
