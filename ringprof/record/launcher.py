@@ -35,6 +35,14 @@ class RankInfo:
     parent: int | None = None
     """Process id of the launcher, which a rank does not outlive; None if the parent may be a shell that ends before."""
 
+    def variables(self, address: str, port: object) -> dict[str, str]:
+        """Return the environment variables by which torch.distributed knows this rank and where the ranks meet."""
+        values = {
+            "MASTER_ADDR": address, "MASTER_PORT": port, "RANK": self.rank, "WORLD_SIZE": self.world_size,
+            "LOCAL_RANK": self.local_rank, "LOCAL_WORLD_SIZE": self.local_world_size,
+        }  # fmt: skip
+        return {name: str(value) for name, value in values.items()}
+
 
 _parent = os.getppid()
 """Process id of the parent at the start of this process. The parent may have ended when torch is loaded."""
@@ -134,16 +142,9 @@ def current_launcher() -> Launcher:
 def slurm_rendezvous(rank_info: RankInfo, environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment variables that torch.distributed needs and srun does not set, such as rank 0's address."""
     env = os.environ if environment is None else environment
-    job = _integer(env, "SLURM_JOB_ID", 0)
-    return {
-        "MASTER_ADDR": env.get("MASTER_ADDR") or _first_host(env),
-        # Different jobs on one host need different ports, below the range of ephemeral ports.
-        "MASTER_PORT": env.get("MASTER_PORT") or str(12_000 + job % 18_000),
-        "RANK": str(rank_info.rank),
-        "WORLD_SIZE": str(rank_info.world_size),
-        "LOCAL_RANK": str(rank_info.local_rank),
-        "LOCAL_WORLD_SIZE": str(rank_info.local_world_size),
-    }
+    # Different jobs on one host need different ports, below the range of ephemeral ports.
+    port = 12_000 + _integer(env, "SLURM_JOB_ID", 0) % 18_000
+    return rank_info.variables(env.get("MASTER_ADDR") or _first_host(env), env.get("MASTER_PORT") or port)
 
 
 def _first_host(env: Mapping[str, str]) -> str:

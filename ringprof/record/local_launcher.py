@@ -25,7 +25,7 @@ from ringprof.common.compile_cache import choose_compile_cache
 from ringprof.common.process_pool import cpu_count, interrupts_blocked, spawn_command
 from ringprof.common.scratch import keep, remove, scratch_folder
 from ringprof.errors import Interrupted, RecordError, RingprofError
-from ringprof.record.launcher import Job, LaunchTask, Result
+from ringprof.record.launcher import Job, LaunchTask, RankInfo, Result
 from ringprof.record.progress import ProgressLogReader, Reporter
 from ringprof.record.request import to_json
 from ringprof.record.shutdown.rank_errors import RankOutcome, rank_error, slowest_rank
@@ -117,13 +117,8 @@ def _start(ranks: list[Popen[bytes]], task: LaunchTask[Any], scratch: Path, port
     """Start the ranks and append their processes to ``ranks``, each in a session of its own."""
     world = task.request.world
     command = spawn_command(task.job, str(scratch / "task.json"), str(os.getpid()))
-    # Variables that torch reads, and the number of threads.
     env = {
         **os.environ,
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
         # The parent's store is the rendezvous: no rank opens a port of its own.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_count() // world))),
@@ -133,10 +128,9 @@ def _start(ranks: list[Popen[bytes]], task: LaunchTask[Any], scratch: Path, port
         # One host: gloo must not depend on what the host's name resolves to.
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     for rank in range(world):
+        variables = RankInfo(rank, world, rank, world).variables("127.0.0.1", port)
         try:
-            ranks.append(
-                Popen(command, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, start_new_session=True)
-            )
+            ranks.append(Popen(command, env={**env, **variables}, start_new_session=True))
         except OSError as error:
             raise _start_error(error) from None
 
