@@ -7,14 +7,15 @@ from typing import Any
 import click
 from msgspec.structs import asdict
 
-from ringprof.cli.recording import end_as_rank, mask_of, masks, on_ranks, workload_options
+from ringprof.cli.recording import mask_of, masks, on_ranks, run_on_ranks, workload_options
 from ringprof.cli.values import Tokens
 from ringprof.cli.write import formats, text_style
 from ringprof.common.json_object import json_text
 from ringprof.errors import UsageError
-from ringprof.record.check.launch import check_here
+from ringprof.record.check.launch import CheckJob
 from ringprof.record.check.result import CALLS, TENSOR_FORMATS, TIME_LIMIT_S, Check, CheckRequest
-from ringprof.record.launcher import launcher_rank
+from ringprof.record.launcher import current_launcher
+from ringprof.record.progress import SilentReporter
 
 _LAYOUTS = ("contiguous", "zigzag", "stripe")
 
@@ -54,16 +55,13 @@ def command(**options: Any) -> int:
     options |= mask_of(options, options["seq"])
     del options["window_size"]
     request = CheckRequest(backward=not options.pop("forward_only"), **options)
-    launched = launcher_rank()
-    if launched is None:
-        return _print_result(check_here(request), form)
-    rank = launched.rank
 
-    def work() -> int:
-        result = check_here(request)
+    def work(rank: int) -> int:
+        result = current_launcher().run(CheckJob(request), SilentReporter())
+        assert result is not None, "all ranks have a check's result"
         return _print_result(result, form) if rank == 0 else int(not result.equal)
 
-    end_as_rank(rank, work, lambda error: f"rank {rank} " in str(error))
+    return run_on_ranks(work, lambda error, rank: f"rank {rank} " in str(error))
 
 
 def _print_result(result: Check, form: str) -> int:

@@ -7,12 +7,11 @@ from typing import Any
 import click
 
 from ringprof.cli.progress import reporter
-from ringprof.cli.recording import end_as_rank, layers, masks, params_of, phases, records, request_of, scores_and_heads
+from ringprof.cli.recording import layers, masks, params_of, phases, records, request_of, run_on_ranks, scores_and_heads
 from ringprof.cli.values import INFERENCE, KERNEL_NAMES, STRATEGIES, Known, ListOf, Tokens
 from ringprof.common.json_object import Options
 from ringprof.errors import RecordError
 from ringprof.record import RecordRequest, record
-from ringprof.record.launcher import launcher_rank
 from ringprof.report.text import duration, rate, shell_words
 from ringprof.run import Run
 from ringprof.trace.reduced import reduce_file
@@ -48,7 +47,7 @@ from ringprof.trace.reduced import reduce_file
 @click.option("--force", is_flag=True, help="Run even if the estimate exceeds available memory or time.")
 @click.option("--time-limit", type=float, metavar="SECONDS",
               help="Time limit, after which a hanging run is ended.  [default: from the estimate]")  # fmt: skip
-def command(**options: Any) -> None:
+def command(**options: Any) -> int:
     """Run a strategy, check its result, time it and profile it.
 
     Starts its own ranks on this host; under torchrun or srun, each process is one of their ranks.
@@ -59,20 +58,17 @@ def command(**options: Any) -> None:
     ringprof record --strategy dcp --phase decode --kv-length 1m --batch 32 --kv-heads 8
     torchrun --nnodes 2 --nproc-per-node 8 ... -m ringprof record --strategy burst --seq 1048576
     """
-    request, rank = _request(options), launcher_rank()
+    request = _request(options)
 
-    def work() -> int:
+    def work(rank: int) -> int:
         with reporter() as progress:
-            run = record(request, progress, reduce_file if rank else None)
+            run = record(request, progress, reduce_file)
             if run is not None:
                 click.echo(headline(run))
                 click.echo(f"next: ringprof report {shell_words([request.output])}")
         return 0
 
-    if rank is None:
-        work()
-    else:
-        end_as_rank(rank.rank, work, lambda error: type(error) is RecordError)
+    return run_on_ranks(work, lambda error, _: type(error) is RecordError)
 
 
 def headline(run: Run) -> str:

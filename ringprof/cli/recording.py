@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 import click
 
@@ -16,6 +16,7 @@ from ringprof.common.json_object import JsonObject, Options
 from ringprof.common.validation import refuse_below_one
 from ringprof.errors import RingprofError, UsageError
 from ringprof.record import RecordRequest
+from ringprof.record.launcher import launcher_rank
 from ringprof.record.request import DTYPES
 from ringprof.run import LayerAround, Phase, Workload
 from ringprof.workload.documents import document_lengths
@@ -199,17 +200,22 @@ def params_of(texts: Iterable[str], form: str) -> dict[str, str]:
     return params
 
 
-def end_as_rank(rank: int, work: Callable[[], int], is_own: Callable[[RingprofError], bool]) -> NoReturn:
-    """Run ``work`` on this rank, and end the process at once with the exit code that it returns.
+def run_on_ranks(work: Callable[[int], int], is_own: Callable[[RingprofError, int], bool]) -> int:
+    """Call ``work`` with the number of this rank, 0 if no launcher started this process, and return its exit code.
 
-    A normal exit of the interpreter can block in a communicator whose peers are gone. Errors common to all ranks are
-    printed by rank 0 only; an error of this rank alone, for which ``is_own`` returns true, is printed by this rank.
+    A launcher's rank ends the process at once with that code, because a normal exit of the interpreter can block in a
+    communicator whose peers are gone. Errors common to all ranks are printed by rank 0 only; an error of this rank
+    alone, for which ``is_own`` returns true, is printed by this rank.
     """
+    rank_info = launcher_rank()
+    if rank_info is None:
+        return work(0)
+    rank = rank_info.rank
     try:
-        code = work()
+        code = work(rank)
     except RingprofError as error:
         code = error.exit_code
-        if rank == 0 or is_own(error):
+        if rank == 0 or is_own(error, rank):
             say(f"ringprof: {error}")
     except Exception:
         code = 3

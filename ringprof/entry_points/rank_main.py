@@ -12,18 +12,17 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from ringprof.record.check.launch import CheckTask, check_for_parent
+from ringprof.record.check.launch import CheckTask
 from ringprof.record.launcher import launcher_rank
 from ringprof.record.local_launcher import log_path, progress_log_path
 from ringprof.record.progress import ProgressLog
 from ringprof.record.recording import RankRecording
 from ringprof.record.request import RankTask, from_json
-from ringprof.record.run_folder import discard
 from ringprof.record.shutdown.rank_errors import RankOutcome, failed_outcome, stopped_outcome
 from ringprof.record.shutdown.watchdog import PARENT_GONE, Watchdog
 from ringprof.trace.reduced import reduce_file
 
-_TASKS: dict[str, type[RankTask | CheckTask]] = {"record": RankTask, "check": CheckTask}
+_TASKS: dict[str, type[RankTask | CheckTask]] = {task.job: task for task in (RankTask, CheckTask)}
 
 
 def main(what: str, arguments: list[str]) -> NoReturn:
@@ -41,8 +40,7 @@ def main(what: str, arguments: list[str]) -> NoReturn:
     def at_end(reason: str, code: int) -> None:
         progress.end(stopped_outcome(progress, reason))
         if reason == PARENT_GONE and rank.rank == 0:
-            if isinstance(task, RankTask):
-                discard(Path(task.staging))
+            task.discard()
             shutil.rmtree(scratch, ignore_errors=True)
         # The log then shows where the rank hangs.
         faulthandler.dump_traceback()
@@ -51,7 +49,7 @@ def main(what: str, arguments: list[str]) -> NoReturn:
     watchdog.start()
     try:
         if isinstance(task, CheckTask):
-            check_for_parent(task, rank, progress)
+            task.run(rank, progress)
         else:
             recording = RankRecording(task, rank, progress, reduce=reduce_file)
             progress.hops = recording.hops

@@ -5,17 +5,17 @@ Importing this package does not load torch; starting a recording does.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
-from ringprof.common.scratch import remove, scratch_folder
-from ringprof.record.launcher import RankInfo, launcher_rank
+from ringprof.record.launcher import RankInfo, current_launcher
 from ringprof.record.progress import Reporter, SilentReporter
-from ringprof.record.request import RankTask, RecordRequest, require_packages
-from ringprof.record.run_folder import discard, stage
-from ringprof.run import Run, read_run
+from ringprof.record.request import RankTask, RecordRequest
+from ringprof.record.run_folder import stage
+from ringprof.run import Run
 
 __all__ = ["RecordRequest", "record"]
 
@@ -30,57 +30,37 @@ def record(request: RecordRequest, reporter: Reporter | None = None, reduce: Any
     Raises `UsageError` or a subclass before anything is started, and `RecordError` if a rank fails or a result is
     wrong.
     """
-    reporter = reporter or SilentReporter()
-    rank_info = launcher_rank()
-    if rank_info is not None:
-        require_packages("torch", "psutil")
-        from ringprof.record.external_launcher import record_as_rank
-
-        return record_as_rank(request, rank_info, reporter, reduce)
-    return _record_here(request, reporter)
+    return current_launcher().run(RecordJob(request, reduce), reporter or SilentReporter())
 
 
-def _record_here(request: RecordRequest, reporter: Reporter) -> Run:
-    from ringprof.record.local_launcher import launch
+@dataclass(frozen=True)
+class RecordJob:
+    """Recording of one run, for a `ringprof.record.launcher.Launcher`."""
 
-    task = prepare(request, None, reporter, str(scratch_folder("ranks")))
-    try:
-        return launch(task, reporter, "record", lambda: read_run(task.request.output))
-    except BaseException:
-        discard(Path(task.staging))
-        raise
+    request: RecordRequest
+    reduce: Any = None
 
-
-def prepare(request: RecordRequest, rank_info: RankInfo | None, reporter: Reporter, scratch: str | None) -> RankTask:
-    """Resolve the request, report the plan, refuse a run that is too large, and create the run's staging folder.
-
-    Removes the folder ``scratch`` if it raises.
-    """
-    staging = None
-    try:
-        require_packages("torch", "psutil")
+    def prepare(self, reporter: Reporter, scratch: str | None, rank_info: RankInfo | None = None) -> RankTask:
+        """Resolve the request, report the plan, refuse a run that is too large, and create its staging folder."""
         from ringprof.record.estimate import describe, estimate_of, raise_if_too_large
         from ringprof.record.resolve import ranks_per_host, resolve
 
-        request = resolve(request, rank_info)
+        request = resolve(self.request, rank_info)
         estimate = estimate_of(request, ranks_per_host(request, rank_info))
         for line in describe(request, estimate):
             reporter.say(line)
         raise_if_too_large(request, estimate)
-        staging = stage(
-            Path(request.output).absolute(),
-            f"{request.strategy}-{request.workload.kv_length or request.workload.seq}",
-            request.world or 1,
-        )
-    finally:
-        if staging is None and scratch is not None:
-            remove(Path(scratch))
-    return RankTask(
-        request=replace(request, output=str(Path(request.output).absolute())),
-        name=staging.name,
-        staging=str(staging.path),
-        token=staging.token,
-        scratch=scratch,
-        created=staging.created,
-        time_limit=request.time_limit or estimate.time_limit,
-    )
+        output = Path(request.output).absolute()
+        label = f"{request.strategy}-{request.workload.kv_length or request.workload.seq}"
+        staging = stage(output, label, request.world or 1)
+        return RankTask(
+            request=replace(request, output=str(output)), name=staging.name, staging=str(staging.path),
+            token=staging.token, scratch=scratch, created=staging.created,
+            time_limit=request.time_limit or estimate.time_limit,
+        )  # fmt: skip
+
+    def run_as_rank(self, rank_info: RankInfo, reporter: Reporter) -> Run | None:
+        """Record as one rank; return the run on rank 0 and None on other ranks."""
+        from ringprof.record.external_launcher import record_as_rank
+
+        return record_as_rank(self, rank_info, reporter)

@@ -27,7 +27,7 @@ from ringprof.errors import UsageError
 from ringprof.record.launcher import launcher_rank
 from ringprof.record.machine import RankHost, device_name, distinct_host_names, host_name
 from ringprof.record.measure import ITERATION, counted_work, profiler, profiler_is_busy, reset_counts
-from ringprof.record.process_group import GroupRanks
+from ringprof.record.process_group import GroupRanks, one_line
 from ringprof.record.recording import RankResult, build_run, gather_trace_files, strategy_used
 from ringprof.record.remote_traces import TraceFile
 from ringprof.record.request import from_json
@@ -208,7 +208,7 @@ class _Recorder:
         except RuntimeError as error:
             self._give_up(error)
         except Exception as error:  # a failed capture must not end the job
-            self._warn(f"no run: {_one_line(error)}")
+            self._warn(f"no run: {one_line(error)}")
         self._wait()
 
     def close(self) -> None:
@@ -275,7 +275,7 @@ class _Recorder:
             try:
                 self._publish(results, _ranks_per_workload(self._arguments, outcomes))
             except Exception as error:  # a failed capture must not end the job
-                self._warn(f"no run: {_one_line(error)}")
+                self._warn(f"no run: {one_line(error)}")
 
     def _publish(self, results: list[RankResult], sharing_ranks: int | None) -> None:
         """Complete the run's folder and rename it to its final name, in place of an empty folder of that name."""
@@ -316,12 +316,12 @@ class _Recorder:
         try:
             yield
         except Exception as error:  # a failed capture must not end the job
-            self._problem = self._problem or _one_line(error)
+            self._problem = self._problem or one_line(error)
 
     def _give_up(self, error: Exception) -> None:
         """Warn that another rank does not answer, with the reason if that rank has announced one."""
         self._disconnected = True
-        self._warn(f"no run: {self._ranks.exit_notice(self._token) or _RANK_IS_MISSING} ({_one_line(error)})")
+        self._warn(f"no run: {self._ranks.exit_notice(self._token) or _RANK_IS_MISSING} ({one_line(error)})")
 
     def _warn(self, message: str) -> None:
         _log.warning("ringprof.capture: %s: %s", self._arguments.target, message)
@@ -376,8 +376,3 @@ def _as_list(strategy: Any) -> list[Any]:
                 f"strategy is what ringprof.strategies.create returns, or a list of them, not {strategy!r}"
             )
     return list({id(item): item for item in strategies}.values())
-
-
-def _one_line(error: BaseException) -> str:
-    """Format an error in one line: its type and the first 200 characters of its text."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -89,8 +89,9 @@ class DynamicCpShard(WorkloadShard):
 
         The device must have finished.
         """
+        on_gpu = self.q.device.type == "cuda"
         times = [
-            [self._elapsed_ns(begin, end) for begin, end in pairwise(timestamps)]
+            [round(begin.elapsed_time(end) * 1e6) if on_gpu else end - begin for begin, end in pairwise(timestamps)]
             for timestamps in self.timestamps[-iterations:]
         ]
         return [int(median(times_of_step)) for times_of_step in zip(*times, strict=True)]
@@ -101,10 +102,6 @@ class DynamicCpShard(WorkloadShard):
         event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
-
-    @staticmethod
-    def _elapsed_ns(begin: Any, end: Any) -> int:
-        return int(end - begin) if isinstance(begin, int) else round(begin.elapsed_time(end) * 1e6)
 
 
 def verify_steps(dynamic: Any, workload: Workload, sizes: tuple[int, ...], device: torch.device) -> Verification:

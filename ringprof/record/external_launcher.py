@@ -1,4 +1,4 @@
-"""Recording as one rank of an external launcher: torchrun on one or many hosts, or srun. Loads torch.
+"""Launcher whose rank this process is, and recording as that rank: torchrun on one or many hosts, or srun. Loads torch.
 
 If the run fails, all ranks end within seconds and one rank reports the cause. Rank 0 receives the outcome of every rank
 that fails, is stopped or disconnects. It waits briefly, since the cause may arrive after its effects, ends all ranks
@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,15 +26,14 @@ import torch
 from ringprof import errors
 from ringprof.common.scratch import has_token, remove_all
 from ringprof.errors import RecordError, RingprofError
-from ringprof.record import prepare
-from ringprof.record.launcher import RankInfo
+from ringprof.record import RecordJob
+from ringprof.record.launcher import Job, RankInfo, Result
 from ringprof.record.machine import RankHost, distinct_host_names, host_name, host_numbers
 from ringprof.record.process_group import gather_bytes, world_group
 from ringprof.record.progress import PositionReporter, Reporter, SilentReporter
-from ringprof.record.recording import RankRecording, Reduce
-from ringprof.record.request import RankTask, RecordRequest, from_json, to_json
+from ringprof.record.recording import RankRecording
+from ringprof.record.request import RankTask, from_json, to_json
 from ringprof.record.resolve import resolve
-from ringprof.record.run_folder import discard
 from ringprof.record.shutdown.heartbeat import END, LOOPBACK, Heartbeat, HeartbeatServer
 from ringprof.record.shutdown.rank_errors import (
     FailedRun,
@@ -74,13 +73,22 @@ class _TaskMessage(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
 
 
-def record_as_rank(
-    request: RecordRequest, rank_info: RankInfo, reporter: Reporter, reduce: Reduce | None = None
-) -> Run | None:
+class ExternalLauncher:
+    """Launcher that has started this process as one rank; rank 0 reports."""
+
+    def __init__(self, rank_info: RankInfo) -> None:
+        self._rank_info = rank_info
+
+    def run(self, job: Job[Result], reporter: Reporter) -> Result | None:
+        """Run the job as this rank."""
+        return job.run_as_rank(self._rank_info, reporter if self._rank_info.rank == 0 else SilentReporter())
+
+
+def record_as_rank(job: RecordJob, rank_info: RankInfo, reporter: Reporter) -> Run | None:
     """Record as the rank ``rank_info``; return the run on rank 0 and None on other ranks.
 
-    Only rank 0 reports, estimates and writes ``run.json``. ``reduce`` writes the reduced form of this rank's trace.
-    Raises an error of rank 0 before the recording (`UsageError` and others) on every rank.
+    Only rank 0 estimates and writes ``run.json``. Raises an error of rank 0 before the recording (`UsageError` and
+    others) on every rank.
     """
 
     def exit_before_run(reason: str, code: int) -> None:
@@ -89,27 +97,24 @@ def record_as_rank(
             sys.stderr.write("ringprof: interrupted before all ranks were there; nothing was recorded\n")
         os._exit(code)
 
-    if rank_info.rank != 0:
-        reporter = SilentReporter()
-    resolved = resolve(request, rank_info)
+    resolved = resolve(job.request, rank_info)
     # A rank that waits in a collective for missing ranks notices signals and its launcher's end only by the watchdog.
     watchdog = Watchdog(exit_before_run, rank_info.parent)
     watchdog.start()
     try:
         with world_group(rank_info, resolved.device, SETUP_LIMIT_S) as device:
-            run = _record(request, rank_info, PositionReporter(reporter), device, reduce, watchdog)
+            run = _record(job, rank_info, PositionReporter(reporter), device, watchdog)
     except RuntimeError as error:
         # Before the heartbeats start, a lost rank, perhaps rank 0, shows only as an error of torch.distributed.
         raise RecordError(f"rank {rank_info.rank} cannot reach the other ranks: {error_line(error)}") from error
     finally:
         watchdog.stop()
-    return None if run is None else read_run(request.output)
+    return None if run is None else read_run(job.request.output)
 
 
 def _record(
-    request: RecordRequest, rank_info: RankInfo, position: PositionReporter, device: torch.device,
-    reduce: Reduce | None, watchdog: Watchdog,
-) -> Run | None:  # fmt: skip
+    job: RecordJob, rank_info: RankInfo, position: PositionReporter, device: torch.device, watchdog: Watchdog
+) -> Run | None:
     """Share the task with the other ranks and record it.
 
     The watchdog ends this rank when the launcher or another rank ends, or at the time limit.
@@ -127,8 +132,8 @@ def _record(
     shutdown: FirstRankShutdown | OtherRankShutdown | None = None
     if rank == 0:
         try:
-            task = prepare(request, rank_info, position, None)
-            shutdown = FirstRankShutdown(RankContext(task, rank, hosts, position, siblings))
+            task = job.prepare(position, None, rank_info)
+            shutdown = FirstRankShutdown(task, rank, hosts, position, siblings)
             own_message = _TaskMessage(task=task, port=shutdown.server.port, token=shutdown.server.token)
         except RingprofError as error:
             own_message, refusal = _TaskMessage(error=type(error).__name__, message=str(error)), error
@@ -142,21 +147,21 @@ def _record(
     one_host, problem = len(set(hosts)) == 1, ""
     address = LOOPBACK if one_host else os.environ.get("MASTER_ADDR", LOOPBACK)
     if rank != 0:
-        context = RankContext(message.task, rank, hosts, position, siblings)
+        shutdown = OtherRankShutdown(message.task, rank, hosts, position, siblings)
         try:
-            shutdown = OtherRankShutdown(context, address, message.port, message.token)
+            shutdown.connect(address, message.port, message.token)
         except OSError as error:
             why = error.strerror or error
             problem = f"rank {rank} on host {host} cannot reach rank 0 at {address}, port {message.port}: {why}"
     problems = [os.fsdecode(part) for part in gather_bytes(os.fsencode(problem), device) if part]
     if problems or shutdown is None:
         if rank == 0:
-            discard(Path(message.task.staging))
+            message.task.discard()
         # On one host no firewall is between the ranks, so there is nothing to advise.
         advice = "" if one_host else "; check that the hosts accept each other's TCP connections on any port"
         raise (RecordError if rank == 0 else ReportedElsewhere)(f"{problems[0]}{advice}")
 
-    recording = RankRecording(message.task, rank_info, position, hosts=hosts, reduce=reduce)
+    recording = RankRecording(message.task, rank_info, position, hosts=hosts, reduce=job.reduce)
     position.hops = recording.hops
     if isinstance(shutdown, FirstRankShutdown):
         recording.before_publish = shutdown.seal
@@ -172,8 +177,8 @@ def _record(
 
 
 @dataclass
-class RankContext:
-    """One rank of a run, with everything that its shutdown needs."""
+class _RankShutdown:
+    """One rank's part in the shutdown of a run."""
 
     task: RankTask
     rank: int
@@ -183,17 +188,26 @@ class RankContext:
     siblings: Mapping[int, int]
     """Process ids of this host's other ranks, by rank."""
 
+    def discard_run(self, failed: FailedRun) -> RingprofError:
+        """Remove the half-written run and write the log; return the error, which names the log."""
+        self.task.discard()
+        error = failed.cause()
+        if not isinstance(error, RecordError):
+            # All ranks refused the request for the same reason: a log would add nothing.
+            return error
+        log = write_log(failed.log(self.task.request.command), Path(self.task.request.output), self.task.name)
+        return type(error)(f"{error}; log: {log}") if log else error
 
-class FirstRankShutdown:
+
+@dataclass
+class FirstRankShutdown(_RankShutdown):
     """Rank 0's part in the shutdown of a run."""
 
-    def __init__(self, context: RankContext) -> None:
-        self._context = context
+    def __post_init__(self) -> None:
         self._own_outcome: RankOutcome | None = None
         self._ending = threading.Lock()
         self._sealed = False
-        hosts = context.hosts
-        self.server = HeartbeatServer(len(hosts), self._on_trouble, one_host=len(set(hosts)) == 1)
+        self.server = HeartbeatServer(len(self.hosts), self._on_trouble, one_host=len(set(self.hosts)) == 1)
 
     def seal(self) -> None:
         """Mark the recording as complete, so that later failures of other ranks are ignored.
@@ -211,27 +225,23 @@ class FirstRankShutdown:
 
     def failed(self, error: BaseException) -> RingprofError:
         """End the run after an error on this rank; return the error to raise for the whole run."""
-        self._own_outcome = self._own_outcome or failed_outcome(self._context.position, error)
+        self._own_outcome = self._own_outcome or failed_outcome(self.position, error)
         if not self._sealed and not self._ending.acquire(blocking=False):
             _wait_for_exit()
         return self._end_run()
 
     def stopped(self, reason: str, code: int) -> None:
         """End the run and this process, on the watchdog's call."""
-        self._own_outcome = self._own_outcome or stopped_outcome(self._context.position, reason)
+        self._own_outcome = self._own_outcome or stopped_outcome(self.position, reason)
         if self._ending.acquire(timeout=OUTCOMES_S + _SETTLE_S):
-            error = self._end_run()
-            _print_error(error)
-            code = error.exit_code
+            code = _print_error(self._end_run())
         _exit_now(code)
 
     def _on_trouble(self) -> None:
         """End the run and this process, on the heartbeat server's call after another rank's failure."""
         if self._ending.acquire(blocking=False):
-            self._own_outcome = self._own_outcome or stopped_outcome(self._context.position, "")
-            error = self._end_run()
-            _print_error(error)
-            _exit_now(error.exit_code)
+            self._own_outcome = self._own_outcome or stopped_outcome(self.position, "")
+            _exit_now(_print_error(self._end_run()))
 
     def _end_run(self) -> RingprofError:
         """End all other ranks, collect their outcomes, discard the run; return the error with the cause."""
@@ -240,22 +250,25 @@ class FirstRankShutdown:
         self.server.end_all_ranks(OUTCOMES_S)
         self.server.close()
         outcomes = {**({0: self._own_outcome} if self._own_outcome else {}), **self.server.outcomes}
-        failed = FailedRun(self._context.hosts, outcomes, disconnected, self._context.task.time_limit)
-        error = _discard_run(self._context.task, failed)
+        error = self.discard_run(FailedRun(self.hosts, outcomes, disconnected, self.task.time_limit))
         # The ranks were told to end ``OUTCOMES_S`` ago, which counts towards their grace period.
-        end_local_ranks(self._context.siblings, GRACE_S - OUTCOMES_S)
+        end_local_ranks(self.siblings, GRACE_S - OUTCOMES_S)
         return error
 
 
-class OtherRankShutdown:
+@dataclass
+class OtherRankShutdown(_RankShutdown):
     """The part of a rank other than 0 in the shutdown of a run."""
 
-    def __init__(self, context: RankContext, address: str, port: int, token: str) -> None:
-        """Connect to rank 0's host at ``address``. Raises OSError where rank 0 cannot be reached."""
-        self._context = context
+    heartbeat: Heartbeat = field(init=False)
+
+    def __post_init__(self) -> None:
         self._outcome_sent = False
         self._reporting = threading.Lock()
-        self.heartbeat = Heartbeat(address, port, token, context.rank, self._on_end)
+
+    def connect(self, address: str, port: int, token: str) -> None:
+        """Connect to rank 0's host at ``address``. Raises OSError where rank 0 cannot be reached."""
+        self.heartbeat = Heartbeat(address, port, token, self.rank, self._on_end)
 
     def done(self) -> None:
         """Send the outcome ``done`` to rank 0, and ignore what rank 0 sends from here on."""
@@ -264,7 +277,7 @@ class OtherRankShutdown:
 
     def failed(self, error: BaseException) -> RingprofError:
         """Send the error to rank 0, which reports it; return an error that needs no report here."""
-        outcome = failed_outcome(self._context.position, error)
+        outcome = failed_outcome(self.position, error)
         self._send_outcome(outcome)
         # Normally the process ends during this sleep: rank 0 ends it, or rank 0's disconnect does.
         time.sleep(GRACE_S)
@@ -275,10 +288,9 @@ class OtherRankShutdown:
 
         Where rank 0 cannot be reached, or has let the time limit pass, the backup reporter reports the cause.
         """
-        context = self._context
         if reason == TIME_LIMIT:
-            self._report_for_rank_0(FailedRun(context.hosts, limit_s=context.task.time_limit, overdue=True))
-        elif not self._send_outcome(stopped_outcome(context.position, reason)):
+            self._report_for_rank_0(FailedRun(self.hosts, limit_s=self.task.time_limit, overdue=True))
+        elif not self._send_outcome(stopped_outcome(self.position, reason)):
             self._report_for_rank_0()
         _exit_now(code)
 
@@ -288,48 +300,40 @@ class OtherRankShutdown:
 
     def _on_end(self, message: bytes) -> NoReturn:
         """End this process on rank 0's message, or after rank 0 has disconnected (an empty message)."""
-        context = self._context
         if message != END:
             self._report_for_rank_0()
         elif not self._outcome_sent:
-            self._send_outcome(stopped_outcome(context.position, ""))
-        if context.rank == context.hosts.index(context.hosts[context.rank]):
-            # The first rank of a host ends the host's other ranks; rank 0 does so on its own host.
-            end_local_ranks(context.siblings)
+            self._send_outcome(stopped_outcome(self.position, ""))
+        if self._is_first_of_host():
+            # Rank 0 does so on its own host.
+            end_local_ranks(self.siblings)
         _exit_now(RecordError.exit_code)
+
+    def _is_first_of_host(self) -> bool:
+        return self.rank == self.hosts.index(self.hosts[self.rank])
 
     def _report_for_rank_0(self, failed: FailedRun | None = None) -> None:
         """Discard the run and print its error in place of rank 0, if this rank is the one to do so; end rank 0's host.
 
         ``failed`` is by default a run whose rank 0 has disconnected.
         """
-        context = self._context
-        hosts, host = context.hosts, context.hosts[context.rank]
-        if context.rank != 1 and not (context.rank == hosts.index(host) and host not in hosts[:2]):
+        host = self.hosts[self.rank]
+        if self.rank != 1 and not (self._is_first_of_host() and host not in self.hosts[:2]):
             return
-        failed = failed or FailedRun(hosts, {context.rank: stopped_outcome(context.position, "")}, [0])
+        failed = failed or FailedRun(self.hosts, {self.rank: stopped_outcome(self.position, "")}, [0])
         if not self._reporting.acquire(blocking=False):
             _wait_for_exit()
-        sees_folder = has_token(Path(context.task.staging), context.task.token)
-        _print_error(_discard_run(context.task, failed) if sees_folder else failed.cause())
-        if host == hosts[0]:
-            end_local_ranks(context.siblings)
+        sees_folder = has_token(Path(self.task.staging), self.task.token)
+        _print_error(self.discard_run(failed) if sees_folder else failed.cause())
+        if host == self.hosts[0]:
+            end_local_ranks(self.siblings)
 
 
-def _discard_run(task: RankTask, failed: FailedRun) -> RingprofError:
-    """Remove the half-written run and write the log; return the error, which names the log."""
-    discard(Path(task.staging))
-    error = failed.cause()
-    if not isinstance(error, RecordError):
-        # All ranks refused the request for the same reason: a log would add nothing.
-        return error
-    log = write_log(failed.log(task.request.command), Path(task.request.output), task.name)
-    return type(error)(f"{error}; log: {log}") if log else error
-
-
-def _print_error(error: object) -> None:
+def _print_error(error: RingprofError) -> int:
+    """Print an error as the command line does; return its exit code."""
     sys.stderr.write(f"ringprof: {error}\n")
     sys.stderr.flush()
+    return error.exit_code
 
 
 def _wait_for_exit() -> NoReturn:

@@ -89,17 +89,14 @@ def _median_times(kernel: Any, workload: Workload, device: torch.device) -> tupl
 def _median_ns(body: Callable[[], object], device: torch.device) -> float:
     for _ in range(WARM_UP):
         body()
-    time_ns = _time_on_gpu_ns if device.type == "cuda" else _time_on_cpu_ns
-    return median(time_ns(body) for _ in range(CALLS))
+    return median(_time_ns(body, device) for _ in range(CALLS))
 
 
-def _time_on_cpu_ns(body: Callable[[], object]) -> float:
-    start = time.perf_counter_ns()
-    body()
-    return float(time.perf_counter_ns() - start)
-
-
-def _time_on_gpu_ns(body: Callable[[], object]) -> float:
+def _time_ns(body: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        start_ns = time.perf_counter_ns()
+        body()
+        return float(time.perf_counter_ns() - start_ns)
     event: Any = torch.cuda.Event
     start, end = event(enable_timing=True), event(enable_timing=True)
     start.record()

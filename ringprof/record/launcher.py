@@ -1,4 +1,9 @@
-"""Rank of this process, if a launcher (torchrun, srun) started it as one."""
+"""Launchers of ranks: ringprof starts them on this host, or torchrun or srun has started this process as a rank.
+
+`current_launcher` chooses the implementation. `LocalLauncher` of `ringprof.record.local_launcher` starts one process
+per rank, and learns from exit codes and progress logs how each has ended. `ExternalLauncher` of
+`ringprof.record.external_launcher` is one of the ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,15 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from ringprof.common.validation import whole
 from ringprof.errors import UsageError
+from ringprof.record.progress import Reporter
+from ringprof.record.request import require_packages
+
+Result = TypeVar("Result")
+Result_co = TypeVar("Result_co", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -23,6 +34,14 @@ class RankInfo:
     """Number that the launcher gave this rank's host."""
     parent: int | None = None
     """Process id of the launcher, which a rank does not outlive; None if the parent may be a shell that ends before."""
+
+    def variables(self, address: str, port: object) -> dict[str, str]:
+        """Return the environment variables by which torch.distributed knows this rank and where the ranks meet."""
+        values = {
+            "MASTER_ADDR": address, "MASTER_PORT": port, "RANK": self.rank, "WORLD_SIZE": self.world_size,
+            "LOCAL_RANK": self.local_rank, "LOCAL_WORLD_SIZE": self.local_world_size,
+        }  # fmt: skip
+        return {name: str(value) for name, value in values.items()}
 
 
 _parent = os.getppid()
@@ -55,19 +74,77 @@ def launcher_rank(environment: Mapping[str, str] | None = None) -> RankInfo | No
     return None
 
 
+class LaunchTask(Protocol[Result_co]):
+    """Task of ranks that ringprof starts, sent to them as JSON: `ringprof.record.request.RankTask` or `CheckTask`."""
+
+    @property
+    def job(self) -> str:
+        """Kind of task, ``record`` or ``check``, as `ringprof.entry_points.spawn` takes it."""
+
+    @property
+    def request(self) -> Any:
+        """Request whose ``world`` and ``device`` are resolved."""
+
+    def limit_of(self, phase: str | None) -> float | None:
+        """Return the time limit of a phase of rank 0 in seconds; None if the limit that runs already covers it.
+
+        The phase None is the time before rank 0's first phase.
+        """
+
+    def result(self) -> Result_co:
+        """Read the result that rank 0 has written."""
+
+    def discard(self) -> None:
+        """Remove what the ranks have written outside the scratch folder."""
+
+
+class Job(Protocol[Result_co]):
+    """Work of a command on ranks: `ringprof.record.RecordJob` or `ringprof.record.check.launch.CheckJob`."""
+
+    def prepare(self, reporter: Reporter, scratch: str) -> LaunchTask[Result_co]:
+        """Return the task for ranks that this process starts; ``scratch`` is the folder of their logs.
+
+        Raises `UsageError` for a request that no rank could fulfil.
+        """
+
+    def run_as_rank(self, rank_info: RankInfo, reporter: Reporter) -> Result_co | None:
+        """Run as one rank of an external launcher; return the result, or None if only rank 0 has it."""
+
+
+class Launcher(Protocol):
+    """Way in which a command gets its ranks."""
+
+    def run(self, job: Job[Result], reporter: Reporter) -> Result | None:
+        """Run a job on all ranks, and return its result, or None on ranks that have none. Blocks until all have ended.
+
+        ``reporter`` is used only by the process that reports: the one that starts the ranks, or rank 0. Raises errors
+        of the request, and otherwise the error of the rank that caused the failure; `Interrupted` if the user
+        interrupts. No rank survives a failure.
+        """
+
+
+def current_launcher() -> Launcher:
+    """Return an `ExternalLauncher` if torchrun or srun started this process as a rank, else a `LocalLauncher`.
+
+    Raises `UsageError` for contradictory variables, and `MissingExtraError` without the packages that ranks need.
+    """
+    rank_info = launcher_rank()
+    require_packages("torch", "psutil")
+    if rank_info is None:
+        from ringprof.record.local_launcher import LocalLauncher
+
+        return LocalLauncher()
+    from ringprof.record.external_launcher import ExternalLauncher
+
+    return ExternalLauncher(rank_info)
+
+
 def slurm_rendezvous(rank_info: RankInfo, environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment variables that torch.distributed needs and srun does not set, such as rank 0's address."""
     env = os.environ if environment is None else environment
-    job = _integer(env, "SLURM_JOB_ID", 0)
-    return {
-        "MASTER_ADDR": env.get("MASTER_ADDR") or _first_host(env),
-        # Different jobs on one host need different ports, below the range of ephemeral ports.
-        "MASTER_PORT": env.get("MASTER_PORT") or str(12_000 + job % 18_000),
-        "RANK": str(rank_info.rank),
-        "WORLD_SIZE": str(rank_info.world_size),
-        "LOCAL_RANK": str(rank_info.local_rank),
-        "LOCAL_WORLD_SIZE": str(rank_info.local_world_size),
-    }
+    # Different jobs on one host need different ports, below the range of ephemeral ports.
+    port = 12_000 + _integer(env, "SLURM_JOB_ID", 0) % 18_000
+    return rank_info.variables(env.get("MASTER_ADDR") or _first_host(env), env.get("MASTER_PORT") or port)
 
 
 def _first_host(env: Mapping[str, str]) -> str:

@@ -13,17 +13,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import msgspec
 
 from ringprof.common.compile_cache import choose_compile_cache
 from ringprof.common.process_pool import cpu_count, interrupts_blocked, spawn_command
-from ringprof.common.scratch import keep, remove
+from ringprof.common.scratch import keep, remove, scratch_folder
 from ringprof.errors import Interrupted, RecordError, RingprofError
+from ringprof.record.launcher import Job, LaunchTask, RankInfo, Result
 from ringprof.record.progress import ProgressLogReader, Reporter
 from ringprof.record.request import to_json
 from ringprof.record.shutdown.rank_errors import RankOutcome, rank_error, slowest_rank
@@ -35,7 +37,6 @@ END_S = 2.0
 """Seconds between the request to end (SIGTERM) and SIGKILL."""
 _KILLED_S = 30.0
 """Seconds to wait for killed ranks; one that is stuck in the kernel does not end."""
-Result = TypeVar("Result")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -49,96 +50,87 @@ def progress_log_path(scratch: Path, rank: int) -> Path:
     return scratch / f"rank{rank}.jsonl"
 
 
-class LaunchTask(Protocol):
-    """Task of locally launched ranks, sent to them as JSON: `ringprof.record.request.RankTask` or `CheckTask`."""
+class LocalLauncher:
+    """Launcher that starts one process per rank, and reports for all of them."""
 
-    @property
-    def request(self) -> Any:
-        """Request whose ``world`` and ``device`` are resolved."""
+    def run(self, job: Job[Result], reporter: Reporter) -> Result:
+        """Prepare the job, start its ranks, wait until all have succeeded, and return the result.
 
-    @property
-    def scratch(self) -> str | None:
-        """Folder of the ranks' logs."""
-
-    def limit_of(self, phase: str | None) -> float | None:
-        """Return the time limit of a phase of rank 0 in seconds; None if the limit that runs already covers it.
-
-        The phase None is the time before rank 0's first phase.
+        No rank survives this call. The scratch folder is kept only after a failure. Raises what
+        `ringprof.record.launcher.Launcher.run` raises.
         """
+        scratch, task = scratch_folder("ranks"), None
+        try:
+            task = job.prepare(reporter, str(scratch))
+        finally:
+            if task is None:
+                remove(scratch)
+        try:
+            _run_ranks(task, scratch, reporter)
+            result = task.result()
+        except BaseException:
+            task.discard()
+            raise
+        remove(scratch)
+        return result
 
 
-def launch(task: LaunchTask, reporter: Reporter, job: str, result: Callable[[], Result]) -> Result:
-    """Start ranks on this host, wait until all have succeeded, and return ``result()``.
-
-    ``job`` is ``record`` or ``check``, as `ringprof.entry_points.spawn` takes it. No rank survives this call. The
-    scratch folder is kept only after a failure. Raises `RecordError`, `VerificationError` or another error of a rank,
-    and `Interrupted` if the user interrupts.
-    """
-    assert task.scratch is not None and task.request.world is not None and isinstance(task, msgspec.Struct)
-    scratch = Path(task.scratch)
+def _run_ranks(task: LaunchTask[Result], scratch: Path, reporter: Reporter) -> None:
+    """Start the ranks and wait until all have succeeded. Raises the error to show to the user."""
+    assert isinstance(task, msgspec.Struct)
     (scratch / "task.json").write_bytes(to_json(task))
     readers = [ProgressLogReader(progress_log_path(scratch, rank)) for rank in range(task.request.world)]
     ranks: list[Popen[bytes]] = []
     with _store() as port, _signals_held() as deliver_signals:
         try:
             with interrupts_blocked():
-                _start(ranks, task.request, scratch, port, job)
+                _start(ranks, task, scratch, port)
             deliver_signals()
             _wait_until_done(ranks, readers, reporter, task)
         except BaseException as error:
             # A second Ctrl-C must not stop the shutdown of the ranks.
             _set_handlers(dict.fromkeys(_SIGNALS, signal.SIG_IGN))
             _end(ranks)
-            user_error = _explain(error, readers, scratch, job)
+            user_error = _explain(error, readers, scratch, task.job)
             # The message of a refused task needs no logs.
             is_refusal = isinstance(user_error, RingprofError) and not isinstance(user_error, RecordError)
             (remove if is_refusal else keep)(scratch)
             raise user_error from None
-    value = result()
-    remove(scratch)
-    return value
 
 
+@dataclass(eq=False)
 class _RankFailed(Exception):
     """Failure of at least one rank; which rank and why is found out after all have ended."""
 
-    def __init__(self, statuses: dict[int, int]) -> None:
-        super().__init__()
-        self.statuses = statuses
+    statuses: dict[int, int]
+    """Exit codes of the ranks that had ended, negative for signals."""
 
 
+@dataclass(eq=False)
 class _TimeIsUp(Exception):
     """Expiry of a time limit."""
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.seconds = seconds
+    seconds: float
 
 
-def _start(ranks: list[Popen[bytes]], request: Any, scratch: Path, port: int, job: str) -> None:
+def _start(ranks: list[Popen[bytes]], task: LaunchTask[Any], scratch: Path, port: int) -> None:
     """Start the ranks and append their processes to ``ranks``, each in a session of its own."""
-    world = request.world or 1
-    command = spawn_command(job, str(scratch / "task.json"), str(os.getpid()))
-    # Variables that torch reads, and the number of threads.
+    world = task.request.world
+    command = spawn_command(task.job, str(scratch / "task.json"), str(os.getpid()))
     env = {
         **os.environ,
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
         # The parent's store is the rendezvous: no rank opens a port of its own.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_count() // world))),
     }
     choose_compile_cache(env, str(scratch / "torchinductor"))
-    if request.device == "cpu" and any(name == "lo" for _, name in socket.if_nameindex()):
+    if task.request.device == "cpu" and any(name == "lo" for _, name in socket.if_nameindex()):
         # One host: gloo must not depend on what the host's name resolves to.
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     for rank in range(world):
+        variables = RankInfo(rank, world, rank, world).variables("127.0.0.1", port)
         try:
-            ranks.append(
-                Popen(command, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, start_new_session=True)
-            )
+            ranks.append(Popen(command, env={**env, **variables}, start_new_session=True))
         except OSError as error:
             raise _start_error(error) from None
 
@@ -220,12 +212,11 @@ def _set_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
 
 
 def _wait_until_done(
-    ranks: list[Popen[bytes]], readers: list[ProgressLogReader], reporter: Reporter, task: LaunchTask
+    ranks: list[Popen[bytes]], readers: list[ProgressLogReader], reporter: Reporter, task: LaunchTask[Any]
 ) -> None:
     """Relay rank 0's progress until all ranks have ended with success. Raises `_RankFailed` and `_TimeIsUp`."""
 
     def statuses() -> dict[int, int]:
-        """Return the exit codes of the ranks that have ended, negative for signals."""
         return {rank: code for rank, process in enumerate(ranks) if (code := process.poll()) is not None}
 
     limit_s, phase, begin = task.limit_of(None) or 0.0, None, time.monotonic()

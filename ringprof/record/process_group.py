@@ -131,9 +131,9 @@ class GroupRanks:
 
     def announce_exit(self, token: str, error: BaseException) -> None:
         """Announce in the job's store, without waiting, that an error ended this rank's capture ``token``."""
-        notice = f"rank {self.number} left the block with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         # Nothing here may hide that error.
         with suppress(Exception):
+            notice = f"rank {self.number} left the block with {one_line(error)}"
             c10d._get_default_store().set(_EXIT_NOTICE + token, notice)
 
     def exit_notice(self, token: str) -> str | None:
@@ -155,3 +155,8 @@ class GroupRanks:
     def gather_tensor(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Gather every rank's ``tensor``, of the same shape and type on all."""
         return gather_tensor(tensor, self.group) if self.size > 1 else [tensor]
+
+
+def one_line(error: BaseException) -> str:
+    """Format an error in one line: its type and the first 200 characters of its text."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from importlib.util import find_spec
-from typing import TypeVar
+from pathlib import Path
+from typing import ClassVar, TypeVar
 
 import msgspec
 
 from ringprof.common.json_object import Params
 from ringprof.common.validation import refuse_below_one
 from ringprof.errors import MissingExtraError, UsageError
-from ringprof.run import Workload
+from ringprof.record.run_folder import discard
+from ringprof.run import Run, Workload, read_run
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MIN_GPU_WARMUP = 3
@@ -68,6 +70,7 @@ class RecordRequest(msgspec.Struct, frozen=True, kw_only=True):
 class RankTask(msgspec.Struct, frozen=True, kw_only=True):
     """Task of the ranks of a recording: a resolved request, and the folders that the ranks work in."""
 
+    job: ClassVar[str] = "record"
     request: RecordRequest
     name: str
     """Name of the run and of its folder."""
@@ -88,6 +91,14 @@ class RankTask(msgspec.Struct, frozen=True, kw_only=True):
         A recording has a single limit, which starts with the ranks.
         """
         return self.time_limit if phase is None else None
+
+    def result(self) -> Run:
+        """Read the run that rank 0 has published."""
+        return read_run(self.request.output)
+
+    def discard(self) -> None:
+        """Remove the half-written run."""
+        discard(Path(self.staging))
 
 
 def check_numbers(request: RecordRequest) -> None:

@@ -93,7 +93,14 @@ def resolve(request: RecordRequest, rank_info: RankInfo | None) -> RecordRequest
         params = typed_params(strategy, request.strategy, request.params)
         request = _with_sequences(strategy, request, params, world)
     else:
-        _check_supported(strategy, request, params, world)
+        if request.ranks_per_host is not None and world % request.ranks_per_host:
+            raise UnsupportedWorkloadError(
+                f"--ranks-per-host {request.ranks_per_host} does not divide the {world} ranks"
+            )
+        with strategy_errors():
+            reason = why_unsupported(strategy, request.workload, world, params)
+        if reason:
+            raise UnsupportedWorkloadError(f"strategy {request.strategy!r} cannot run this: {reason}")
     warmup = request.warmup if request.warmup is not None else (MIN_GPU_WARMUP if device == "cuda" else 1)
     if device == "cuda" and warmup < MIN_GPU_WARMUP:
         raise UsageError(f"--warmup {warmup}: at least {MIN_GPU_WARMUP} on GPUs, the first iterations set things up")
@@ -275,12 +282,3 @@ def ranks_per_host(request: RecordRequest, rank_info: RankInfo | None, world: in
     launched = world if rank_info is None else rank_info.local_world_size
     per_host = request.ranks_per_host or launched
     return per_host if world % per_host == 0 else world
-
-
-def _check_supported(strategy: type[Strategy], request: RecordRequest, params: Params, world: int) -> None:
-    if request.ranks_per_host is not None and world % request.ranks_per_host:
-        raise UnsupportedWorkloadError(f"--ranks-per-host {request.ranks_per_host} does not divide the {world} ranks")
-    with strategy_errors():
-        reason = why_unsupported(strategy, request.workload, world, params)
-    if reason:
-        raise UnsupportedWorkloadError(f"strategy {request.strategy!r} cannot run this: {reason}")

@@ -15,6 +15,7 @@ from ringprof.common.json_object import json_text
 from ringprof.record.check.result import TensorCheck
 from tests.cli.test_width import CHECK
 from tests.paths import ROOT, TRACES
+from tests.record.fake_launcher import FakeLauncher
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ def test_json_has_the_fields_of_its_schema(
     command: str, schema: str, rows: str, fields: str, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("ringprof.cli.check.check_here", lambda request: CHECK)
+    monkeypatch.setattr("ringprof.cli.check.current_launcher", lambda: FakeLauncher(CHECK))
     monkeypatch.setattr("ringprof.record.kernel_rates.WARM_UP", 0)
     monkeypatch.setattr("ringprof.record.kernel_rates.CALLS", 1)
     cli.run([*(str(TRACES) if word == "TRACES" else word for word in command.split()), "--format", "json"])

@@ -10,6 +10,7 @@ from ringprof import cli
 from ringprof.record.check.result import Check, QueryAndKey, Seen, SentInCall, TensorCheck
 from ringprof.run import Workload
 from tests.paths import DATA
+from tests.record.fake_launcher import FakeLauncher
 
 PREDICT = ("predict", "--strategy", "burst", "--seq", "1m", "--heads", "64", "--kv-heads", "8", "--hosts", "2",
            "--machine", "h100", "--nic", "400")  # fmt: skip
@@ -38,7 +39,7 @@ CHECK = Check(
 def test_lines_fit_the_width_without_losing_text(
     command: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ringprof.cli.check.check_here", lambda request: CHECK)
+    monkeypatch.setattr("ringprof.cli.check.current_launcher", lambda: FakeLauncher(CHECK))
     monkeypatch.delenv("COLUMNS", raising=False)
     cli.run([*command])
     in_pipe = capsys.readouterr().out

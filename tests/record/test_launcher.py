@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import os
+import sys
+from typing import Any
 
 import pytest
 
-from ringprof.errors import UsageError
-from ringprof.record.launcher import RankInfo, launcher_rank, slurm_rendezvous
+pytest.importorskip("torch", reason="ranks need torch")
+
+from ringprof import cli
+from ringprof.errors import RecordError, RingprofError, UsageError
+from ringprof.record.external_launcher import ExternalLauncher
+from ringprof.record.launcher import RankInfo, current_launcher, launcher_rank, slurm_rendezvous
+from ringprof.record.local_launcher import LocalLauncher
+from ringprof.record.progress import SilentReporter
+from tests.cli.test_width import CHECK
+from tests.record.fake_launcher import FakeJob, FakeLauncher
+from tests.record.test_progress import RecordingReporter
 
 TORCHRUN = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
 SRUN = {
@@ -70,3 +81,57 @@ def test_srun_with_more_tasks_on_one_host_than_on_another() -> None:
     uneven = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3(x2),2", "SLURM_PROCID": "7"}
     assert launcher_rank({**uneven, "SLURM_NODEID": "2"}) == RankInfo(7, 8, 1, 2, 2, os.getppid())
     assert launcher_rank({**uneven, "SLURM_NODEID": "1", "SLURM_LOCALID": "2"}) == RankInfo(7, 8, 2, 3, 1, os.getppid())
+
+
+def test_current_launcher_follows_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", *SRUN):
+        monkeypatch.delenv(name, raising=False)
+    assert isinstance(current_launcher(), LocalLauncher)
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    launcher = current_launcher()
+    assert isinstance(launcher, ExternalLauncher)
+    result: Any = launcher.run(FakeJob(), RecordingReporter())
+    assert result[0] == RankInfo(9, 16, 1, 8, node=1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_rank_0_of_an_external_launcher_shows_progress(rank: int) -> None:
+    reporter = RecordingReporter()
+    result: Any = ExternalLauncher(RankInfo(rank, 2, rank, 2)).run(FakeJob(), reporter)
+    _, used = result
+    assert used is reporter if rank == 0 else isinstance(used, SilentReporter)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "printing_ranks"),
+    [
+        (UsageError("refused"), 2, {None, 0}),
+        (RecordError("rank 0 hangs"), 3, {None, 0}),
+        (RecordError("rank 1 failed"), 3, {None, 0, 1}),
+        (CHECK, 1, {None, 0}),
+    ],
+)
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_each_process_of_a_check_has_the_exit_code_and_the_right_ones_print(
+    rank: int | None, outcome: object, code: int, printing_ranks: set[int | None],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr("ringprof.cli.check.current_launcher", lambda: FakeLauncher(outcome))
+    monkeypatch.setattr("os._exit", sys.exit)
+    for name in ("RANK", "WORLD_SIZE", *SRUN):
+        monkeypatch.delenv(name, raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    ended: object
+    try:
+        ended = cli.run(["check", "any:thing", "--layout", "contiguous"])
+    except RingprofError as error:
+        # `ringprof.cli.main` prints it, and ends with this code.
+        ended, shown = error.exit_code, True
+    except SystemExit as end:
+        ended, shown = end.code, any(capsys.readouterr())
+    else:
+        shown = any(capsys.readouterr())
+    assert (ended, shown) == (code, rank in printing_ranks)

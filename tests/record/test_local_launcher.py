@@ -1,4 +1,4 @@
-"""Local launcher: which processes can reach the ranks' rendezvous store."""
+"""Local launcher: the folders that it leaves, and which processes can reach the ranks' rendezvous store."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ import pytest
 
 pytest.importorskip("torch", reason="recording needs torch")
 
-from ringprof.record.local_launcher import _store
+from ringprof.errors import RecordError, UsageError
+from ringprof.record import local_launcher
+from ringprof.record.local_launcher import LocalLauncher, _store
+from ringprof.record.progress import SilentReporter
 from tests.record.command import HANGS_S, RINGPROF, SMALL, environment
+from tests.record.fake_launcher import FakeJob
 
 
 def test_local_store_listens_on_loopback_only() -> None:
@@ -39,3 +43,32 @@ def test_missing_loopback_is_a_one_line_error(tmp_path: Path) -> None:
     assert last == (
         "ringprof: ranks cannot meet on 127.0.0.1 (Network is unreachable): bring it up (ip link set lo up)"
     )
+
+
+def test_a_refused_job_leaves_no_scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    job = FakeJob(UsageError("refused"))
+    with pytest.raises(UsageError, match="refused"):
+        LocalLauncher().run(job, SilentReporter())
+    assert job.task is not None and Path(job.task.scratch).parent == tmp_path
+    assert list(tmp_path.iterdir()) == [] and not job.task.discarded
+
+
+@pytest.mark.parametrize("failure", [None, RecordError("rank 1 failed"), KeyboardInterrupt()])
+def test_only_a_failed_job_is_discarded(
+    failure: BaseException | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_ranks(*_: object) -> None:
+        if failure is not None:
+            raise failure
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(local_launcher, "_run_ranks", run_ranks)
+    job = FakeJob()
+    if failure is None:
+        scratch = LocalLauncher().run(job, SilentReporter())
+        assert Path(scratch).parent == tmp_path and list(tmp_path.iterdir()) == []
+    else:
+        with pytest.raises(type(failure)):
+            LocalLauncher().run(job, SilentReporter())
+    assert job.task is not None and job.task.discarded == (failure is not None)

@@ -1,21 +1,21 @@
-"""Entry points of ``ringprof check module:function``: start local ranks, or run as one rank of torchrun or srun."""
+"""Job of ``ringprof check module:function``, for ranks that ringprof starts and for those of torchrun and srun."""
 
 from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
-from ringprof.common.scratch import scratch_folder
 from ringprof.errors import UsageError
 from ringprof.record.check.result import Check, CheckRequest
-from ringprof.record.launcher import RankInfo, launcher_rank
-from ringprof.record.progress import Reporter, SilentReporter
-from ringprof.record.request import from_json, require_packages, to_json
+from ringprof.record.launcher import RankInfo
+from ringprof.record.progress import Reporter
+from ringprof.record.request import from_json, to_json
 
 START_S = 120.0
 """Time limit of everything before the first call: imports and the process group."""
@@ -28,6 +28,7 @@ _GRACE_S = 5.0
 class CheckTask(msgspec.Struct, frozen=True, kw_only=True):
     """A check with every default resolved, for ranks that ringprof starts."""
 
+    job: ClassVar[str] = "check"
     request: CheckRequest
     scratch: str
     """Folder in which rank 0 leaves the result."""
@@ -38,44 +39,54 @@ class CheckTask(msgspec.Struct, frozen=True, kw_only=True):
             return START_S
         return (0 if phase.startswith("call ") else JUDGE_S) + self.request.time_limit + _GRACE_S
 
+    def run(self, rank_info: RankInfo, reporter: Reporter) -> None:
+        """Run the check as one rank; rank 0 writes the result to the scratch folder, where the parent reads it."""
+        check = _check_as_rank(self.request, rank_info, reporter)
+        if rank_info.rank == 0:
+            self._result_file().write_bytes(to_json(check))
 
-def check_here(request: CheckRequest) -> Check:
-    """Check ``request.target`` on ranks started here, or as one rank where torchrun or srun started this process.
+    def result(self) -> Check:
+        """Read the result that rank 0 has written."""
+        return from_json(self._result_file().read_bytes(), Check)
 
-    Only the ranks import the module. Raises `UsageError`, and `RecordError` where a rank fails or hangs.
-    """
-    require_packages("torch", "psutil")
-    from ringprof.record.local_launcher import launch
-    from ringprof.record.resolve import resolve_device, resolve_world_size
+    def discard(self) -> None:
+        """Remove nothing: a check writes only to the scratch folder."""
 
-    rank_place = launcher_rank()
-    device = resolve_device(request.device)
-    request = msgspec.structs.replace(
-        request, device=device, world=resolve_world_size(request.world, device, rank_place)
-    )
-    _split(request.target)
-    if rank_place is not None:
-        return check_as_rank(request, rank_place, SilentReporter())
-    scratch = scratch_folder("ranks")
-    task = CheckTask(request=request, scratch=str(scratch))
-    return launch(task, SilentReporter(), "check", lambda: from_json(_result(scratch).read_bytes(), Check))
+    def _result_file(self) -> Path:
+        return Path(self.scratch, "check.json")
 
 
-def check_as_rank(request: CheckRequest, rank_place: RankInfo, reporter: Reporter) -> Check:
+@dataclass(frozen=True)
+class CheckJob:
+    """Check of an attention, for a `ringprof.record.launcher.Launcher`. Only the ranks import its module."""
+
+    request: CheckRequest
+
+    def prepare(self, reporter: Reporter, scratch: str) -> CheckTask:
+        """Resolve the defaults. Raises `UsageError`."""
+        return CheckTask(request=self._resolved(None), scratch=scratch)
+
+    def run_as_rank(self, rank_info: RankInfo, reporter: Reporter) -> Check:
+        """Run the check as one rank; every rank has the result."""
+        return _check_as_rank(self._resolved(rank_info), rank_info, reporter)
+
+    def _resolved(self, rank_info: RankInfo | None) -> CheckRequest:
+        from ringprof.record.resolve import resolve_device, resolve_world_size
+
+        device = resolve_device(self.request.device)
+        world = resolve_world_size(self.request.world, device, rank_info)
+        _split(self.request.target)
+        return msgspec.structs.replace(self.request, device=device, world=world)
+
+
+def _check_as_rank(request: CheckRequest, rank_info: RankInfo, reporter: Reporter) -> Check:
     """Create the process group and run the check as one of its ranks."""
     from ringprof.record.check.on_ranks import check_on_ranks
     from ringprof.record.process_group import world_group
 
     attention = load_function(request.target)
-    with world_group(rank_place, request.device, request.time_limit + JUDGE_S):
+    with world_group(rank_info, request.device, request.time_limit + JUDGE_S):
         return check_on_ranks(attention, request, reporter=reporter)
-
-
-def check_for_parent(task: CheckTask, rank_place: RankInfo, reporter: Reporter) -> None:
-    """Run the check as one rank; rank 0 writes the result to the scratch folder, where the parent reads it."""
-    check = check_as_rank(task.request, rank_place, reporter)
-    if rank_place.rank == 0:
-        _result(Path(task.scratch)).write_bytes(to_json(check))
 
 
 def load_function(target: str) -> Any:
@@ -103,7 +114,3 @@ def _split(target: str) -> tuple[str, str]:
     if not (module_name and colon and function_name):
         raise UsageError(f"{target!r} is not module:function, such as mypackage.attention:ring_attention")
     return module_name, function_name
-
-
-def _result(folder: Path) -> Path:
-    return folder / "check.json"

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,10 +20,10 @@ from ringprof.errors import UnsupportedWorkloadError
 from ringprof.record.baselines import baseline_bodies
 from ringprof.record.dryrun.dispatch import Recorder
 from ringprof.record.dryrun.fakes import DryRunNetwork, dry_run_communicator
-from ringprof.record.dryrun.forked import run_in_fork
 from ringprof.record.dryrun.run import META, dry_run_iterations, recording, recording_strategy, refuse_on_failure
 from ringprof.record.dynamic_cp import DynamicCpShard
 from ringprof.record.measure import WorkloadShard
+from ringprof.record.process_group import one_line
 from ringprof.record.request import RecordRequest
 from ringprof.record.resolve import load_strategy, strategy_errors, torch_dtype, why_unsupported
 from ringprof.run import Workload
@@ -51,7 +57,7 @@ def peak_bytes(request: RecordRequest, workload: Workload, kernel: str, per_host
         return work()
     if strategy_class.__module__.startswith(PeerStrategy.__module__.rpartition(".")[0]):
         raise UnsupportedWorkloadError("other people's code computes and sends by itself")
-    return run_in_fork(work, USER_STRATEGY_LIMIT_S)
+    return _run_in_fork(work, USER_STRATEGY_LIMIT_S)
 
 
 class _Setup(NamedTuple):
@@ -209,3 +215,60 @@ class _FusedRMSNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         weight, x, _ = ctx.saved_tensors
         return weight.new_empty(weight.shape), x.new_empty(x.shape)
+
+
+def _run_in_fork(work: Callable[[], int], limit_s: float) -> int:
+    """Run user code, which has ``limit_s`` seconds, in a fork of this process, and return its result.
+
+    It prints nothing, and what it changes, starts or begins on a GPU ends with it. Raises `UnsupportedWorkloadError`
+    with the reason if it raises, exceeds the limit or ends the process.
+    """
+    context = get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_run_and_send, args=(work, sender, limit_s), daemon=True)
+    with warnings.catch_warnings():
+        # Python 3.12 and later warn about threads, which the fork does not need.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child.start()
+    sender.close()
+    group = child.pid
+    assert group is not None
+    try:
+        if not receiver.poll(limit_s):
+            raise UnsupportedWorkloadError(f"it does not end within {limit_s:.0f} s on shapes alone")
+        result, reason = receiver.recv()
+    except EOFError:
+        raise UnsupportedWorkloadError("it ends the process on shapes alone") from None
+    finally:
+        child.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+        child.join()
+        receiver.close()
+    if reason:
+        raise UnsupportedWorkloadError(reason)
+    return int(result)
+
+
+def _run_and_send(work: Callable[[], int], sender: Any, limit_s: float) -> None:
+    """Run ``work`` and send its result or the reason of its failure."""
+    os.setsid()
+    # Limit the time even if the waiting process is gone.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, limit_s + 1)
+    null_fd = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null_fd, fd)
+    # In a notebook, Python's streams do not write to the file descriptors.
+    sys.stdout = sys.stderr = os.fdopen(null_fd, "w")
+    # Torch's compute threads do not exist in the fork.
+    torch.set_num_threads(1)
+    try:
+        sender.send((work(), ""))
+    except UnsupportedWorkloadError as error:
+        reason = str(error)[:500]
+        if "autograd's threading" in str(error):
+            reason = "this process has computed gradients on devices, and torch computes none in a fork of it then"
+        sender.send((0, reason))
+    except Exception as error:  # user code may raise anything
+        sender.send((0, one_line(error)))
