@@ -558,7 +558,8 @@ class Strategy(Expectations, ABC):
         if key not in self._positions:
             while len(self._positions) >= POSITIONS_KEPT:
                 del self._positions[next(iter(self._positions))]
-            self._positions[key] = layout.positions(seq, self.comm.size, self.comm.rank).to(device)
+            with torch.inference_mode(False):
+                self._positions[key] = layout.positions(seq, self.comm.size, self.comm.rank).to(device)
         return self._positions[key]
 
     def _check_call(self, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> None:
