@@ -326,6 +326,7 @@ class Strategy(Expectations, ABC):
         * ``prefix``: outside the window, a query also sees the first ``prefix`` tokens of its document.
         * ``sinks`` (H): logits without a value that take part in the softmax of each head's rows. Their gradient is
           this rank's share, to be summed over the ranks like that of every replicated parameter.
+        * ``softmax_scale``: any finite number but 0; None: 1/√D.
         * ``softcap``: above 0, a score s becomes softcap · tanh(s / softcap) before the mask. Needs a kernel that
           supports it.
         """
@@ -339,10 +340,11 @@ class Strategy(Expectations, ABC):
         missing = 0 if self.sends_smaller_v else q.shape[-1] - v.shape[-1]
         if missing > 0:
             v = pad(v, (0, missing))
-        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        q, scale = scaled_queries(q, softmax_scale)
         window, packed = tuple(window_size), documents is not None
         trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        options = causal, scale, return_lse, sinks is not None, softcap, packed, window, prefix, trains
+        signed_scale = scale if softmax_scale is None else softmax_scale
+        options = causal, signed_scale, return_lse, sinks is not None, softcap, packed, window, prefix, trains
         self._check_call(q, k, v, options)
         sharded_mask, seq, size = None, q.shape[1] * self.comm.size, self.comm.size
         if packed or prefix or window != (-1, -1):
@@ -571,6 +573,7 @@ class Strategy(Expectations, ABC):
             raise Unsupported(
                 "torch.func transforms (grad, vmap, jvp) are not supported: take gradients by torch.autograd"
             )
+        self.comm.check_alive()
         key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options
         if key in self._checked_calls:
             return
@@ -631,6 +634,20 @@ def mask_of_call(documents: Documents, window: Sequence[int], *, causal: bool, p
         return Mask.of(documents, window, causal=causal, prefix=prefix)
     except ValueError as error:
         raise Unsupported(str(error)) from None
+
+
+def scaled_queries(q: Tensor, softmax_scale: float | None) -> tuple[Tensor, float]:
+    """Return q and the positive scale of its scores; a negative ``softmax_scale`` negates q instead.
+
+    Kernels apply the scale after the mask, so that -inf times a negative scale, or 0, would be wrong.
+    Raises `Unsupported` for 0 and for a scale that is not finite.
+    """
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    if 0 < scale < float("inf"):
+        return q, scale
+    if not -float("inf") < scale < 0:
+        raise Unsupported(f"softmax_scale is a finite number other than 0 (None: 1/sqrt(head_dim)): not {scale}")
+    return -q, -scale
 
 
 class _Attention(torch.autograd.Function):

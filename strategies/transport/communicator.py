@@ -70,6 +70,7 @@ class Communicator:
         problem = problem or _problem(world_size, ranks_per_host, hops, hosts)
         if _initialised():
             self.group = own_group = _process_group(group)
+            self._world = dist.group.WORLD
             self.rank, self.size = dist.get_rank(own_group), dist.get_world_size(own_group)
             self._ranks = dist.get_process_group_ranks(own_group)
             self._perform_handshake(f"{request}, {ranks_per_host=}, {hops=}, {hosts=}", problem)
@@ -84,6 +85,11 @@ class Communicator:
             raise (problem or refusal) from None
         self.token, self.hosts, self.processes = handshake.token, Hosts(handshake.hosts), handshake.processes
         self.can_copy = handshake.can_copy
+
+    def check_alive(self) -> None:
+        """Raise `Unsupported` where torch.distributed was shut down after this communicator was created."""
+        if self.group is not None and dist.group.WORLD is not self._world:
+            raise Unsupported("torch.distributed was shut down since this strategy was created: create it again")
 
     def check_same_call(self, call: str) -> None:
         """Check that all ranks make the same ``call`` (see `handshake.check_same_call`).
