@@ -52,9 +52,11 @@ NO_SOFTCAP = "takes no softcap: the bundled strategies do, with a kernel that co
 OVERLAP_FROM_BYTES = 2**25
 """Bytes from which, on a GPU, the last hop of a backward pass is worth two more kernel calls that overlap it."""
 _COMPARED_OPTIONS = (
-    "causal", "softmax_scale", "return_lse", "sinks", "softcap", "documents", "window_size", "prefix", "gradients",
+    "causal", "softmax_scale", "return_lse", "sinks", "softcap", "packed", "window_size", "prefix", "gradients",
 )  # fmt: skip
-"""Options that all ranks must call with alike, beside shapes and types. The documents themselves are not compared."""
+"""Options that all ranks must call with alike, beside shapes and types."""
+_COMPARED_PARTS = ("documents", *_COMPARED_OPTIONS, "q", "k", "v", "type")
+"""Parts that ranks compare at every call, once there were packed documents: options, and shapes of tensors."""
 OutAndLse = tuple[Tensor, Tensor | None]
 """Output, and the LSE where it is wanted."""
 POSITIONS_KEPT = 8
@@ -326,6 +328,7 @@ class Strategy(Expectations, ABC):
         * ``prefix``: outside the window, a query also sees the first ``prefix`` tokens of its document.
         * ``sinks`` (H): logits without a value that take part in the softmax of each head's rows. Their gradient is
           this rank's share, to be summed over the ranks like that of every replicated parameter.
+        * ``softmax_scale``: any finite number but 0; None: 1/√D.
         * ``softcap``: above 0, a score s becomes softcap · tanh(s / softcap) before the mask. Needs a kernel that
           supports it.
         """
@@ -339,11 +342,14 @@ class Strategy(Expectations, ABC):
         missing = 0 if self.sends_smaller_v else q.shape[-1] - v.shape[-1]
         if missing > 0:
             v = pad(v, (0, missing))
-        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        q, scale = scaled_queries(q, softmax_scale)
         window, packed = tuple(window_size), documents is not None
+        # A tensor on a GPU makes the host wait: copy it once.
+        documents = None if documents is None else tuple(map(int, getattr(documents, "tolist", lambda: documents)()))
         trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        options = causal, scale, return_lse, sinks is not None, softcap, packed, window, prefix, trains
-        self._check_call(q, k, v, options)
+        signed_scale = scale if softmax_scale is None else softmax_scale
+        options = causal, signed_scale, return_lse, sinks is not None, softcap, packed, window, prefix, trains
+        self._check_call(q, k, v, options, documents)
         sharded_mask, seq, size = None, q.shape[1] * self.comm.size, self.comm.size
         if packed or prefix or window != (-1, -1):
             mask = mask_of_call(documents, window, causal=causal, prefix=prefix)
@@ -558,21 +564,37 @@ class Strategy(Expectations, ABC):
         if key not in self._positions:
             while len(self._positions) >= POSITIONS_KEPT:
                 del self._positions[next(iter(self._positions))]
-            self._positions[key] = layout.positions(seq, self.comm.size, self.comm.rank).to(device)
+            with torch.inference_mode(False):
+                self._positions[key] = layout.positions(seq, self.comm.size, self.comm.rank).to(device)
         return self._positions[key]
 
-    def _check_call(self, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> None:
+    def _check_call(
+        self, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], documents: tuple[int, ...] | None
+    ) -> None:
         """Check, once per kind of call, that the tensors fit and that all ranks make the same call.
 
-        Raises `Unsupported` where not.
+        From a group's first call with documents on, its ranks compare every call. Raises `Unsupported` where two calls
+        differ.
         """
         if torch._C._are_functorch_transforms_active():
             raise Unsupported(
                 "torch.func transforms (grad, vmap, jvp) are not supported: take gradients by torch.autograd"
             )
+        self.comm.check_alive()
         key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options
-        if key in self._checked_calls:
-            return
+        call = documents or (), *options, q.shape, k.shape, v.shape, q.dtype
+        parts = dict(zip(_COMPARED_PARTS, call, strict=True))
+        compares = self.comm.compares_calls()
+        if compares:
+            self.comm.compare_call(parts)
+        if key not in self._checked_calls:
+            self._check_new_call(q, k, v, options, alone=compares)
+            self._checked_calls.add(key)
+        if documents is not None and not compares:
+            self.comm.compare_call(parts)
+
+    def _check_new_call(self, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], *, alone: bool) -> None:
+        """Check a kind of call that is new; with ``alone``, the ranks have compared it already."""
         if q.dim() != 4 or k.dim() != 4 or k.shape[:3] != v.shape[:3] or v.shape[3:] > k.shape[3:]:
             raise Unsupported(f"expected q (B, S, H, D), k and v (B, S, Hkv, D): got {_shapes(q, k, v)}")
         if q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
@@ -585,8 +607,8 @@ class Strategy(Expectations, ABC):
             raise Unsupported(reason)
         tensors = f"q, k and v of shape {_shapes(q, k, v)}", f"type {q.dtype}"
         described = (f"{name}={value}" for name, value in zip(_COMPARED_OPTIONS, options, strict=True))
-        self.comm.check_same_call("; ".join(("attention", *tensors, *described)))
-        self._checked_calls.add(key)
+        if not alone:
+            self.comm.check_same_call("; ".join(("attention", *tensors, *described)))
 
 
 _RENAMED_METHODS = {
@@ -630,6 +652,20 @@ def mask_of_call(documents: Documents, window: Sequence[int], *, causal: bool, p
         return Mask.of(documents, window, causal=causal, prefix=prefix)
     except ValueError as error:
         raise Unsupported(str(error)) from None
+
+
+def scaled_queries(q: Tensor, softmax_scale: float | None) -> tuple[Tensor, float]:
+    """Return q and the positive scale of its scores; a negative ``softmax_scale`` negates q instead.
+
+    Kernels apply the scale after the mask, so that -inf times a negative scale, or 0, would be wrong.
+    Raises `Unsupported` for 0 and for a scale that is not finite.
+    """
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    if 0 < scale < float("inf"):
+        return q, scale
+    if not -float("inf") < scale < 0:
+        raise Unsupported(f"softmax_scale is a finite number other than 0 (None: 1/sqrt(head_dim)): not {scale}")
+    return -q, -scale
 
 
 class _Attention(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch import Tensor
 from ringprof.workload.mask import Mask
 
 from ..annotate import ring_step
-from ..base import AttentionCall, Rows, Shape, Strategy, mask_of_call
+from ..base import AttentionCall, Rows, Shape, Strategy, mask_of_call, scaled_queries
 from ..errors import Unsupported
 from ..kernels.kernel import Gradients
 from ..kernels.merge import merge_rows, wide_type, with_sinks
@@ -101,7 +101,7 @@ class Cached(Strategy):
             )
         mask = mask_of_call(None, window_size, causal=causal, prefix=prefix)
         kv_length = self._length(q, k, mask) if kv_length is None else kv_length
-        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        q, scale = scaled_queries(q, softmax_scale)
         call = AttentionCall(self.kernel_for(q, **self._kernel_requirements(mask, softcap)), scale, causal)
         self.comm.meter.phase = "forward"
         out, lse = self.compute(call, mask, q, k, v, kv_length)

@@ -144,9 +144,10 @@ def _simple_mask(queries: int, keys: int, causal: bool, device: torch.device) ->
 def _mask_of_parts(parts: MaskBlocks, device: torch.device) -> Any:
     """Return FlexAttention's ``BlockMask`` for an attention call; cached in ``parts``, per device."""
     if device not in parts.kernel_cache:
-        first, end = stretches(parts)
-        # Build it on the host: a strategy may build it on one stream and use it on another.
-        parts.kernel_cache[device] = _block_mask(first, end, parts.keys, device)
+        with torch.inference_mode(False):
+            first, end = stretches(parts)
+            # Build it on the host: a strategy may build it on one stream and use it on another.
+            parts.kernel_cache[device] = _block_mask(first, end, parts.keys, device)
     return parts.kernel_cache[device]
 
 

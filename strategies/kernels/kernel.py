@@ -109,6 +109,7 @@ class Kernel(ABC):
         rectangles, the output is 0 and the LSE is -inf.
         """
         self._count("forward", q, k, causal, parts)
+        q, k, v = (with_dense_heads(x) for x in (q, k, v))
         if not self.grouped_heads:
             k, v = self._match_heads(q, k, v)
         return self._forward(q, k, v, scale, causal) if parts is None else self._forward_parts(q, k, v, scale, parts)
@@ -136,6 +137,7 @@ class Kernel(ABC):
         self._count("backward", q, k, causal, parts)
         if delta is not None and not self.takes_delta:
             out, delta = output_with_delta(dout, delta), None
+        q, k, v = (with_dense_heads(x) for x in (q, k, v))
         original_k = k
         if not self.grouped_heads:
             k, v = self._match_heads(q, k, v)
@@ -227,6 +229,14 @@ class Kernel(ABC):
             return k, v
         groups = q.shape[2] // k.shape[2]
         return k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
+
+
+def with_dense_heads(x: Tensor) -> Tensor:
+    """Return ``x`` (..., D), copied where D is not the innermost dimension or a stride of 0 repeats elements.
+
+    Kernels assume neither: that of the CPU reads wrong elements without an error.
+    """
+    return x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous()
 
 
 def allocate_adjacent(k: Tensor) -> tuple[Tensor, Tensor]:

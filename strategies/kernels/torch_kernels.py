@@ -17,6 +17,7 @@ aten = torch.ops.aten
 
 
 @cache
+@torch.inference_mode(False)
 def _no_dropout_state(device: torch.device) -> Tensor:
     """Return a placeholder for the random state of dropout, which is not used."""
     return torch.zeros((), dtype=torch.int64, device=device)

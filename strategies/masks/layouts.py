@@ -176,6 +176,7 @@ class ZigzagPerDocumentLayout(Layout):
         raise NotImplementedError("a layout for documents is cut by them")
 
     @lru_cache(maxsize=4)  # noqa: B019 - layouts are few
+    @torch.inference_mode(False)
     def _all_positions(self, seq: int, size: int) -> list[Tensor]:
         pieces: list[list[Tensor]] = [[] for _ in range(size)]
         turn = 0

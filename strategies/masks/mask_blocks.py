@@ -231,6 +231,7 @@ class Batch:
         self.most_keys = max(part.keys for part in parts)
         self._lengths: dict[tuple[torch.device, int], Lengths] = {}
 
+    @torch.inference_mode(False)
     def lengths_on(self, device: torch.device, batch: int, queries: int, keys: int) -> Lengths:
         """Return the rows and lengths on a device, for ``batch`` entries of ``queries`` and ``keys`` each.
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..base import AttentionCall, Context, Rows, Strategy
 from ..kernels.kernel import Gradients, Kernel
+from ..kernels.merge import lift_tiny_rows, output_with_delta
 from ..masks.layouts import LAYOUTS
 
 Rotate = Literal["allgather", "alltoall"]
@@ -25,6 +26,7 @@ class TorchContextParallel(Strategy):
     """torch's ring over the zigzag layout, with keys and values sent by all-gather or by rotation."""
 
     layout = LAYOUTS["zigzag"]
+    sends_smaller_v = False
     KERNELS = ("cudnn", "torch-flash", "torch-efficient", "cpu-flash", "reference")
     PARAMETERS: ClassVar[dict[str, str]] = {
         "rotate": "how keys and values are sent: torch's default, allgather, or alltoall",
@@ -45,9 +47,13 @@ class TorchContextParallel(Strategy):
         return out.transpose(1, 2).contiguous(), lse
 
     def backward(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-        assert rows.out is not None
-        op = _Operator(call.kernel, call.scale)
-        dout, q, k, v, out = (x.transpose(1, 2) for x in (rows.dout, q, k, v, rows.out))
+        op, dout, out = _Operator(call.kernel, call.scale), rows.dout, rows.out
+        if out is None:
+            # Only our kernels can take delta, torch's ring passes on an output.
+            assert rows.delta is not None
+            dout = lift_tiny_rows(dout, rows.delta)
+            out = output_with_delta(dout, rows.delta)
+        dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
         with self._options(call.causal) as ring:
             dq, dk, dv, *_ = ring._templated_ring_attention_backward(
                 self.comm.group, _SEQ_DIM, op.backward, dout, "dout", q, k, v, out, rows.lse, is_causal=call.causal

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import Unsupported
+from .call_comparison import compare_call, compares_calls
 from .collectives import Collective
 from .copy_engine import can_copy
 from .handshake import check_same_call, perform_handshake
@@ -70,6 +71,7 @@ class Communicator:
         problem = problem or _problem(world_size, ranks_per_host, hops, hosts)
         if _initialised():
             self.group = own_group = _process_group(group)
+            self._world = dist.group.WORLD
             self.rank, self.size = dist.get_rank(own_group), dist.get_world_size(own_group)
             self._ranks = dist.get_process_group_ranks(own_group)
             self._perform_handshake(f"{request}, {ranks_per_host=}, {hops=}, {hosts=}", problem)
@@ -85,16 +87,38 @@ class Communicator:
         self.token, self.hosts, self.processes = handshake.token, Hosts(handshake.hosts), handshake.processes
         self.can_copy = handshake.can_copy
 
+    def check_alive(self) -> None:
+        """Raise `Unsupported` where torch.distributed was shut down after this communicator was created."""
+        if self.group is not None and dist.group.WORLD is not self._world:
+            raise Unsupported("torch.distributed was shut down since this strategy was created: create it again")
+
     def check_same_call(self, call: str) -> None:
         """Check that all ranks make the same ``call`` (see `handshake.check_same_call`).
 
         The check is skipped while a CUDA graph is captured, because ranks cannot talk to each other then.
         """
+        if self._can_talk():
+            check_same_call(self.group, call)
+
+    def compares_calls(self) -> bool:
+        """Return whether the ranks of the group compare every call, which `compare_call` begins."""
+        return self.group is not None and compares_calls(self.group)
+
+    def compare_call(self, call: dict[str, Any]) -> None:
+        """Check that all ranks make the same ``call`` (see `call_comparison.compare_call`).
+
+        Nothing is compared while a CUDA graph is captured.
+        """
+        if self._can_talk():
+            compare_call(self.group, call, self.processes)
+
+    def _can_talk(self) -> bool:
+        """Return whether there are other ranks, and this one can exchange messages with them now."""
+        if self.size == 1 or self.group is None:
+            return False
         # A process that has not initialised CUDA, or was forked after that, must not query the capture.
         initialised: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        captures = initialised and torch.cuda.is_current_stream_capturing()
-        if self.size > 1 and self.group is not None and not captures:
-            check_same_call(self.group, call)
+        return not (initialised and torch.cuda.is_current_stream_capturing())
 
     @property
     def is_world(self) -> bool:

@@ -247,6 +247,7 @@ class _Slots:
 
     any_made = False  # Whether this process has ever made slots.
 
+    @torch.inference_mode(False)
     def __init__(self, slot_bytes: int, group: dist.ProcessGroup, following: int, previous: int) -> None:
         import torch.distributed._symmetric_memory as symmetric
 

@@ -1,0 +1,168 @@
+"""Ranks that call with different documents are told so, on every rank, whichever way their calls are compared."""
+
+from __future__ import annotations
+
+import random
+import time
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringprof.strategies import Unsupported, create, names
+from ringprof.strategies.errors import PeerLost
+from ringprof.strategies.transport import call_comparison
+from ringprof.strategies.transport.call_comparison import CallComparison, compare_call, difference
+from tests.strategies.ranks import run_ranks
+
+SEQ = 32
+MEANS = ["memory", "store"]
+BY_STORE = patch.object(CallComparison, "_map", lambda *_: None)
+ADVICE = (
+    "the ranks of a context-parallel group share one batch: give them the same cu_seqlens (one data loader per group,"
+    " or the same seed and position)"
+)
+
+
+def by(means: str) -> Any:
+    """Return a context in which calls are compared in shared memory, or in the store."""
+    return BY_STORE if means == "store" else patch.object(call_comparison, "WARNED_AFTER_S", 60.0)
+
+
+def dense(x: Tensor, documents: list[int] | None) -> Tensor:
+    """Compute causal self-attention of ``x`` (B, S, H, D) within documents."""
+    bounds = torch.tensor([0, SEQ] if documents is None else documents)
+    document = torch.bucketize(torch.arange(SEQ), bounds, right=True)
+    visible = (document[:, None] == document).tril()
+    scores = torch.einsum("bqhd,bkhd->bhqk", x, x) * x.shape[-1] ** -0.5
+    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~visible, float("-inf")).softmax(-1), x)
+
+
+# Message sizes of a ring depend on the first pair, but not on the second.
+BATCHES: list[tuple[Any, Any]] = [
+    ([0, 8, 32], [0, 16, 32]), ([0, 20, 32], [0, 24, 32]), ([0, 8, 32], [0, 8, 32]), ([0, 3, 32], None), (None, None),
+    ([0, 3, 30], [0, 3, 32]), ([0, 4, 32], [0, 4, 32]),
+]  # fmt: skip
+
+
+def batches_of_two_loaders(rank: int, means: str) -> list[tuple[str, int, str]]:
+    """Call every strategy with rank 0's documents and with those of the others; return (strategy, batch, refusal)."""
+    x = torch.randn(1, SEQ, 4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    refusals = []
+    with by(means):
+        for name in names():
+            strategy = create(name)
+            for index, pair in enumerate(BATCHES):
+                documents = pair[min(rank, 1)]
+                q = strategy.shard(x)
+                try:
+                    out = strategy.attention(q, q, q, documents=documents and torch.tensor(documents))
+                except Unsupported as error:
+                    refusals.append((name, index, str(error)))
+                else:
+                    assert torch.allclose(out, strategy.shard(dense(x, documents)), rtol=0, atol=1e-13)
+    return refusals
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("means", MEANS)
+def test_every_rank_refuses_documents_that_differ(means):
+    results = run_ranks(2, batches_of_two_loaders, means)
+    assert results[0] == results[1]
+    refused = {(name, index): text for name, index, text in results[0]}
+    assert set(refused) == {(name, index) for name in names() for index in (0, 1, 3, 5)}
+    prefix = "the ranks call with different documents: rank 0: "
+    for name in names():
+        assert refused[name, 0] == f"{prefix}[0, 8, 32]; rank 1: [0, 16, 32]; {ADVICE}"
+        assert refused[name, 3] == f"{prefix}[0, 3, 32]; rank 1: none; {ADVICE}"
+
+
+def other_windows(rank: int) -> str:
+    strategy = create("zigzag")
+    q = strategy.shard(torch.randn(1, 30, 4, 8))
+    for window in ((3, 0), (4, 0)):
+        strategy.attention(q, q, q, documents=[0, 5, 30], window_size=window)
+    with pytest.raises(Unsupported) as refusal:
+        strategy.attention(q, q, q, documents=[0, 5, 30], window_size=(3 + rank // 2, 0))
+    return str(refusal.value)
+
+
+@pytest.mark.processes
+def test_known_calls_that_differ_in_their_window_are_refused():
+    assert run_ranks(3, other_windows) == [
+        "the ranks call with different window_size: ranks 0, 1: [3, 0]; rank 2: [4, 0]; all must make the same call"
+    ] * 3  # fmt: skip
+
+
+def many_calls(rank: int, means: str, count: int) -> list[int]:
+    """Make calls at random times; return the numbers of those that were refused."""
+    group: Any = dist.group.WORLD
+    own = random.Random(rank)
+    processes = create("ring").comm.processes
+    refused = []
+    with by(means):
+        for number, differs in enumerate(random.Random(0).choices([False, False, False, True], k=count)):
+            if own.random() < 0.1:
+                time.sleep(own.random() / 100)
+            try:
+                compare_call(group, {"documents": (0, number + (differs and rank == 2), SEQ)}, processes)
+            except Unsupported:
+                refused.append(number)
+    return refused
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("means", MEANS)
+def test_exactly_the_calls_that_differ_are_refused(means):
+    expected = [i for i, differs in enumerate(random.Random(0).choices([False, False, False, True], k=200)) if differs]
+    assert run_ranks(4, many_calls, means, 200) == [expected] * 4
+
+
+def call_number_70000(rank: int) -> bool:
+    processes = create("ring").comm.processes
+    group: Any = dist.group.WORLD
+    compare_call(group, {"documents": ()}, processes)
+    comparison = call_comparison._comparisons[group]
+    assert comparison._words is not None
+    for count in (2**16 - 3, 2**16 - 2, 2**16 - 1, 2**16):
+        comparison._calls = count
+        compare_call(group, {"documents": (0, count)}, processes)
+    return True
+
+
+@pytest.mark.processes
+def test_the_number_of_a_call_may_exceed_its_bits():
+    assert run_ranks(2, call_number_70000) == [True, True]
+
+
+def without_rank_1(rank: int) -> str:
+    processes = create("ring").comm.processes
+    group: Any = dist.group.WORLD
+    compare_call(group, {"documents": ()}, processes)
+    if rank == 0:
+        with patch.object(call_comparison, "timeout", lambda: timedelta(seconds=1)), pytest.raises(PeerLost) as lost:
+            compare_call(group, {"documents": ()}, processes)
+        return str(lost.value)
+    return ""
+
+
+@pytest.mark.processes
+def test_a_rank_that_does_not_come_is_named():
+    assert run_ranks(2, without_rank_1)[0].startswith("rank 1 does not come: a group that has packed documents ")
+
+
+def test_the_message_names_ranks_and_the_first_bound_that_differs():
+    long = tuple(range(0, 100, 10))
+    text = difference({4: {"documents": long}, 5: {"documents": (*long[:3], 25, *long[4:])}, 6: {"documents": long}})
+    assert text == (
+        "the ranks call with different documents: ranks 4, 6: 9 documents, of which number 3 ends at 30; rank 5: 9"
+        f" documents, of which number 3 ends at 25; {ADVICE}"
+    )
+    text = difference({0: {"documents": long}, 1: {"documents": (*long, 90, 90)}})
+    assert "rank 0: 9 documents, of which number 9 ends at 90; rank 1: 11 documents" in text
+    text = difference({rank: {"documents": (), "prefix": rank == 9} for rank in range(10)})
+    assert text.startswith("the ranks call with different prefix: ranks 0, 1, 2, 3, 4, 5, 6, 7, ...: False; rank 9: T")
