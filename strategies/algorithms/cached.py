@@ -6,6 +6,7 @@ Keys are assigned to ranks by position. There is no backward pass.
 
 from __future__ import annotations
 
+import operator
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from torch import Tensor
 from ringprof.workload.mask import Mask
 
 from ..annotate import ring_step
-from ..base import AttentionCall, Rows, Shape, Strategy, mask_of_call
+from ..base import AttentionCall, Context, Rows, Shape, Strategy, mask_of_call
 from ..errors import Unsupported
 from ..kernels.kernel import Gradients
 from ..kernels.merge import merge_rows, wide_type, with_sinks
@@ -47,6 +48,11 @@ class Cached(Strategy):
     """Attention of new tokens over a cache that is distributed over the ranks."""
 
     layout = LAYOUTS["contiguous"]
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._agreed: dict[Any, Any] = {}
+        """The latest lengths that all ranks are known to have in common, by kind of call."""
 
     @abstractmethod
     def compute(
@@ -83,14 +89,25 @@ class Cached(Strategy):
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, softmax_scale: float | None = None,
         kv_length: int | None = None, return_lse: bool = False, window_size: tuple[int, int] = (-1, -1),
         prefix: int = 0, sinks: Tensor | None = None, softcap: float = 0.0,
+        cache_seqlens: Any = None, block_table: Any = None,
     ) -> Any:  # fmt: skip
         """Compute attention of this rank's new queries over the keys of all ranks. Not differentiable.
 
         q: (B, S, H, D), as `shard` returns it. k and v: (B, keys, Hkv, D), as `shard_cache` returns them, including
         the new tokens; v may have a smaller head size. ``kv_length``: number of keys of all ranks. ``sinks``: logits
         of the heads that this rank returns. ``window_size``, ``prefix`` and ``softcap`` are those of training.
-        Returns out, or (out, lse) with lse (B, H, S). Raises `Unsupported` for unsupported shapes and options.
+        Returns out, or (out, lse) with lse (B, H, S). ``cache_seqlens`` and ``block_table`` (flash-attn's names for
+        sequences of different lengths and for paged caches) are refused.
+
+        Collective. The ranks compare their arguments on the first call of each kind, and where its lengths change.
+        Raises `Unsupported` for unsupported shapes and options, for a number of keys that is not this rank's part of
+        ``kv_length``, and, on every rank, where the arguments differ.
         """
+        if cache_seqlens is not None or block_table is not None:
+            raise Unsupported(
+                f"{'cache_seqlens' if block_table is None else 'block_table'}: all sequences of a batch have one "
+                "kv_length, and their keys are in k and v. Call once per length, with contiguous keys"
+            )
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise Unsupported(f"{type(self).__name__} has no backward pass: call it under torch.no_grad()")
         matching = q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and v.shape[3] <= k.shape[3]
@@ -100,8 +117,19 @@ class Cached(Strategy):
                 f"expected q (B, S, H, D), k and v (B, keys, Hkv, D) of the same batch and D: got {shapes}"
             )
         mask = mask_of_call(None, window_size, causal=causal, prefix=prefix)
-        kv_length = self._length(q, k, mask) if kv_length is None else kv_length
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        inferred = kv_length is None
+        if kv_length is None:
+            kv_length = self._length(q, k, mask)
+        else:
+            try:
+                kv_length = operator.index(kv_length)
+            except TypeError:
+                raise Unsupported(
+                    "kv_length is one number: sequences of different lengths in a batch are not supported (call once "
+                    f"per length); got {kv_length!r}"
+                ) from None
+        self._check_cached_call(q, k, v, kv_length, mask, (scale, float(softcap), sinks is not None), inferred=inferred)
         call = AttentionCall(self.kernel_for(q, **self._kernel_requirements(mask, softcap)), scale, causal)
         self.comm.meter.phase = "forward"
         out, lse = self.compute(call, mask, q, k, v, kv_length)
@@ -112,6 +140,49 @@ class Cached(Strategy):
     @classmethod
     def why_mask_unsupported(cls, mask: Mask, seq: int, size: int, **params: Any) -> str | None:
         return "takes no packed documents over a cache" if mask.documents else None
+
+    def depends_on_length(self, new_tokens: int, mask: Mask) -> bool:
+        """Return whether the result depends on ``kv_length``, beside the keys that each rank passes."""
+        return True
+
+    def new_tokens(self, q: Tensor) -> int:
+        """Return the number of new tokens of all ranks, from this rank's queries."""
+        return q.shape[1]
+
+    def _check_cached_call(
+        self, q: Tensor, k: Tensor, v: Tensor, kv_length: int, mask: Mask, scores: tuple[float, float, bool],
+        *, inferred: bool,
+    ) -> None:  # fmt: skip
+        """Check that this rank holds its part of the keys, and that all ranks make the same call.
+
+        The ranks talk on the first call of a kind and where its lengths change, and then all raise `Unsupported` if
+        one of them does.
+        """
+        new = self.new_tokens(q)
+        lengths = kv_length if self.depends_on_length(new, mask) else None
+        problem = None
+        if new > kv_length:
+            problem = f"kv_length={kv_length} includes the {new} new tokens"
+        elif not (inferred and lengths is None) and k.shape[1] != (keys := self.key_count(kv_length, new)):
+            problem = (
+                f"kv_length={kv_length} with {new} new tokens makes {keys} keys per sequence on rank "
+                f"{self.comm.global_rank(self.comm.rank)}, which holds {k.shape[1]}"
+            )
+        kind = new, q.shape[0], q.shape[2:], k.shape[2:], v.shape[3], q.dtype, k.dtype, v.dtype, mask, scores
+        if self._agreed.get(kind, self) == lengths:
+            if problem:
+                raise Unsupported(problem)
+            return
+        self._agreed.pop(kind, None)
+        scale, softcap, sinks = scores
+        parts = (
+            f"{type(self).__name__} of {new} new tokens", f"kv_length={lengths}", f"batch {q.shape[0]}",
+            f"{q.shape[2]} and {k.shape[2]} heads of {q.shape[3]} and {v.shape[3]}",
+            f"types {q.dtype}, {k.dtype}, {v.dtype}", f"causal={mask.causal}", f"window_size={mask.window}",
+            f"prefix={mask.prefix}", f"softmax_scale={scale}", f"softcap={softcap}", f"sinks={sinks}",
+        )  # fmt: skip
+        self.comm.compare_calls("; ".join(parts), problem)
+        self._agreed[kind] = lengths
 
     @abstractmethod
     def _length(self, q: Tensor, k: Tensor, mask: Mask) -> int:

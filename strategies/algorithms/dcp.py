@@ -128,9 +128,12 @@ class DecodeContextParallel(Cached):
             part(kv_heads, self.groups, self.group),
         )
 
+    def depends_on_length(self, new_tokens: int, mask: Mask) -> bool:
+        return new_tokens > 1 or not mask.plain
+
     def _length(self, q: Tensor, k: Tensor, mask: Mask) -> int:
         # A rank may hold one key more than others. This does not matter for a single query that sees all keys.
-        if q.shape[1] > 1 or not mask.plain:
+        if self.depends_on_length(q.shape[1], mask):
             raise Unsupported("with more than one new token per sequence, or with a window, attention needs kv_length")
         return k.shape[1] * self.degree
 

@@ -71,6 +71,9 @@ class RingPrefill(Cached):
     def heads(self, heads: int, kv_heads: int) -> Heads:
         return Heads(ALL, ALL, ALL)
 
+    def new_tokens(self, q: Tensor) -> int:
+        return q.shape[1] * self.comm.size
+
     def _length(self, q: Tensor, k: Tensor, mask: Mask) -> int:
         return k.shape[1] * self.comm.size
 

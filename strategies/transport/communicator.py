@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import Unsupported
 from .collectives import Collective
 from .copy_engine import can_copy
-from .handshake import check_same_call, perform_handshake
+from .handshake import check_same_call, compare_calls, perform_handshake
 from .hosts import Hosts
 from .ring_channel import Connect, HopRing, Meter
 from .torch_transport import torch_transport
@@ -90,11 +90,25 @@ class Communicator:
 
         The check is skipped while a CUDA graph is captured, because ranks cannot talk to each other then.
         """
+        if self._can_compare():
+            check_same_call(self.group, call)
+
+    def compare_calls(self, call: str, problem: str | None) -> None:
+        """Check that all ranks make the same ``call``, each time (see `handshake.compare_calls`).
+
+        Raises `Unsupported` for a ``problem`` of this rank where the ranks cannot talk, too.
+        """
+        if self._can_compare():
+            compare_calls(self.group, call, problem)
+        elif problem:
+            raise Unsupported(problem)
+
+    def _can_compare(self) -> bool:
+        """Return whether there are other ranks, and they can be talked to: not while a CUDA graph is captured."""
         # A process that has not initialised CUDA, or was forked after that, must not query the capture.
         initialised: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         captures = initialised and torch.cuda.is_current_stream_capturing()
-        if self.size > 1 and self.group is not None and not captures:
-            check_same_call(self.group, call)
+        return self.size > 1 and self.group is not None and not captures
 
     @property
     def is_world(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -348,6 +348,75 @@ def test_the_number_of_keys_need_not_be_said_where_a_rank_can_tell_it(case: Case
     assert max(run_ranks(4, of_unsaid_length, case, problem, dense(problem)[0])) < 1e-12
 
 
+def refusals(rank: int, problem: WorkloadShard, case: Case, calls: list[tuple[Any, Any]]) -> list[str]:
+    """Return the message of each call, whose options are those of rank 0 and those of rank 1; empty if it is right."""
+    q, k, v, _ = inputs(problem)
+    strategy = create(case.name, kernel="reference", **case.params)
+    mine = [strategy.shard_cache(x, problem.new, problem.heads) for x in (k, v)]
+    said = []
+    for options in calls:
+        try:
+            strategy.attention(strategy.shard(q), *mine, **{"kv_length": problem.keys} | options[rank])
+            said.append("")
+        except Unsupported as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("case", "problem", "calls", "expected"),
+    [
+        (
+            Case("dcp"),
+            WorkloadShard(2, 9),
+            [
+                ({}, {}),
+                ({"kv_length": 8}, {"kv_length": 8}),
+                ({}, {"kv_length": 10}),
+                # With as many keys on rank 1 as with 9, where only its queries' positions change.
+                ({}, {"kv_length": 8}),
+                ({"softmax_scale": 0.3}, {"softmax_scale": 1.3}),
+                ({"window_size": (4, 0)}, {}),
+                ({"window_size": (4, 0), "prefix": 2}, {"window_size": (4, 0), "prefix": 1}),
+                ({"softcap": 2.0}, {}),
+                ({"sinks": torch.zeros(4, dtype=torch.float64)}, {}),
+                ({"causal": False}, {}),
+                ({}, {}),
+            ],
+            [
+                "",
+                "kv_length=8 with 2 new tokens makes 4 keys per sequence on rank 0, which holds 5",
+                "kv_length=10 with 2 new tokens makes 5 keys per sequence on rank 1, which holds 4",
+                "rank 0 for kv_length=9, rank 1 for kv_length=8",
+                "rank 0 for softmax_scale=0.3, rank 1 for softmax_scale=1.3",
+                "rank 0 for window_size=(4, 0), rank 1 for window_size=(-1, -1)",
+                "rank 0 for prefix=2, rank 1 for prefix=1",
+                "rank 0 for softcap=2.0, rank 1 for softcap=0.0",
+                "rank 0 for sinks=True, rank 1 for sinks=False",
+                "rank 0 for causal=False, rank 1 for causal=True",
+                "",
+            ],
+        ),
+        (
+            Case("ring-prefill"),
+            WorkloadShard(8, 16),
+            [({}, {}), ({"kv_length": 10}, {"kv_length": 10}), ({}, {"softmax_scale": 1.3}), ({}, {})],
+            [
+                "",
+                "kv_length=10 with 8 new tokens makes 5 keys per sequence on rank 0, which holds 8",
+                "rank 0 for softmax_scale=0.5, rank 1 for softmax_scale=1.3",
+                "",
+            ],
+        ),
+    ],
+)
+def test_ranks_whose_calls_differ_are_all_told_which_rank_does(case, problem, calls, expected) -> None:
+    for messages in run_ranks(2, refusals, problem, case, calls):
+        for message, part in zip(messages, expected, strict=True):
+            assert (part in message) if part else not message, message
+
+
 def phases(rank: int, cases: list[Case], problem: WorkloadShard) -> list[set[str]]:
     q, k, v, _ = inputs(problem)
     names_by_case = []
@@ -393,6 +462,17 @@ def test_calls_that_cannot_be_meant_are_refused() -> None:
         strategy.attention(q.detach(), k, k[:, 1:], kv_length=9)
     with pytest.raises(Unsupported, match="4 heads over 3 kv heads"):
         strategy.attention(q.detach(), torch.randn(1, 9, 3, 8), torch.randn(1, 9, 3, 8), kv_length=9)
+    # Of 9 keys on one rank all are its own, in every call.
+    strategy.attention(q.detach()[:, :1], k, k, kv_length=9)
+    for length in (8, 10):
+        with pytest.raises(Unsupported, match=f"kv_length={length} with 1 new tokens makes {length} keys"):
+            strategy.attention(q.detach()[:, :1], k, k, kv_length=length)
+    for lengths in ({"kv_length": torch.tensor([9, 7])}, {"kv_length": [9, 7]}):
+        with pytest.raises(Unsupported, match="sequences of different lengths in a batch are not supported"):
+            strategy.attention(q.detach(), k, k, **lengths)
+    for name in ("cache_seqlens", "block_table"):
+        with pytest.raises(Unsupported, match=f"{name}: all sequences of a batch have one kv_length"):
+            strategy.attention(q.detach(), k, k, kv_length=9, **{name: torch.tensor([9, 7])})
     for options, said in (
         ({"prefix": 3}, "a prefix of 3"),
         ({"sinks": torch.ones(3)}, "one logit a head: (4,), not (3,)"),
