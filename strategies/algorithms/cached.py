@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from ..errors import Unsupported
 from ..kernels.kernel import Gradients
 from ..kernels.merge import merge_rows, wide_type, with_sinks
 from ..kernels.uncompiled import uncompiled
+from ..masks.cache_layout import CacheLayout
 from ..masks.layouts import ALL, LAYOUTS, Block, part
 
 
@@ -61,15 +63,21 @@ class Cached(Strategy):
         """Compute output (B, S, H, D) in q's type and LSE (B, H, S) of the rows that this rank returns."""
 
     @abstractmethod
+    def cache_layout(self, kv_length: int, new_tokens: int, kv_chunks: tuple[int, ...] | None = None) -> CacheLayout:
+        """Return which keys each rank holds; ``kv_chunks`` are those of `attention`. Raises `Unsupported`."""
+
+    @property
+    def cache_rank(self) -> int:
+        """This rank's number in `cache_layout`."""
+        return self.comm.rank
+
     def key_positions(self, kv_length: int, new_tokens: int) -> Tensor:
         """Return the positions (int64) of the keys that this rank holds, in local order."""
+        return self.cache_layout(kv_length, new_tokens).positions(self.cache_rank)
 
     def key_count(self, kv_length: int, new_tokens: int) -> int:
-        """Return the number of keys on this rank, the length of `key_positions`.
-
-        Override it to allocate no positions.
-        """
-        return len(self.key_positions(kv_length, new_tokens))
+        """Return the number of keys on this rank, the length of `key_positions`."""
+        return self.cache_layout(kv_length, new_tokens).key_count(self.cache_rank)
 
     @abstractmethod
     def query_positions(self, new_tokens: int) -> Tensor:
@@ -88,7 +96,7 @@ class Cached(Strategy):
     def attention(  # type: ignore[override]
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, softmax_scale: float | None = None,
         kv_length: int | None = None, return_lse: bool = False, window_size: tuple[int, int] = (-1, -1),
-        prefix: int = 0, sinks: Tensor | None = None, softcap: float = 0.0,
+        prefix: int = 0, sinks: Tensor | None = None, softcap: float = 0.0, kv_chunks: Sequence[int] | None = None,
         cache_seqlens: Any = None, block_table: Any = None,
     ) -> Any:  # fmt: skip
         """Compute attention of this rank's new queries over the keys of all ranks. Not differentiable.
@@ -96,6 +104,8 @@ class Cached(Strategy):
         q: (B, S, H, D), as `shard` returns it. k and v: (B, keys, Hkv, D), as `shard_cache` returns them, including
         the new tokens; v may have a smaller head size. ``kv_length``: number of keys of all ranks. ``sinks``: logits
         of the heads that this rank returns. ``window_size``, ``prefix`` and ``softcap`` are those of training.
+        ``kv_chunks``: the lengths of the chunks in which prefill has computed the sequence, the new tokens last, where
+        each rank keeps the keys that it computed (for ring-prefill; see `RingPrefill`).
         Returns out, or (out, lse) with lse (B, H, S). ``cache_seqlens`` and ``block_table`` (flash-attn's names for
         sequences of different lengths and for paged caches) are refused.
 
@@ -118,21 +128,28 @@ class Cached(Strategy):
             )
         mask = mask_of_call(None, window_size, causal=causal, prefix=prefix)
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        inferred = kv_length is None
-        if kv_length is None:
-            kv_length = self._length(q, k, mask)
-        else:
-            try:
-                kv_length = operator.index(kv_length)
-            except TypeError:
-                raise Unsupported(
-                    "kv_length is one number: sequences of different lengths in a batch are not supported (call once "
-                    f"per length); got {kv_length!r}"
-                ) from None
-        self._check_cached_call(q, k, v, kv_length, mask, (scale, float(softcap), sinks is not None), inferred=inferred)
-        call = AttentionCall(self.kernel_for(q, **self._kernel_requirements(mask, softcap)), scale, causal)
+        new, inferred = self.new_tokens(q), kv_length is None and kv_chunks is None
+        lengths = [] if kv_length is None else [kv_length]
+        try:
+            lengths, chunks = ([operator.index(x) for x in sizes] for sizes in (lengths, kv_chunks or ()))
+        except TypeError:
+            raise Unsupported(
+                "kv_length is one number: sequences of different lengths in a batch are not supported (call once "
+                f"per length); got {kv_length!r}"
+            ) from None
+        if chunks:
+            new = chunks[-1]
+            if min(chunks) < 1 or lengths not in ([], [sum(chunks)]):
+                raise Unsupported(f"kv_chunks {chunks} are no lengths of chunks of kv_length={kv_length} tokens")
+            lengths = [sum(chunks)]
+        length = lengths[0] if lengths else self._length(q, k, mask)
+        layout = self.cache_layout(length, new, tuple(chunks) or None)
+        self._check_cached_call(q, k, v, layout, new, mask, (scale, float(softcap), sinks is not None), inferred)
+        call = AttentionCall(
+            self.kernel_for(q, **self._kernel_requirements(mask, softcap)), scale, causal, cache_layout=layout
+        )
         self.comm.meter.phase = "forward"
-        out, lse = self.compute(call, mask, q, k, v, kv_length)
+        out, lse = self.compute(call, mask, q, k, v, length)
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
         return (out, lse) if return_lse else out
@@ -150,24 +167,25 @@ class Cached(Strategy):
         return q.shape[1]
 
     def _check_cached_call(
-        self, q: Tensor, k: Tensor, v: Tensor, kv_length: int, mask: Mask, scores: tuple[float, float, bool],
-        *, inferred: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, layout: CacheLayout, new: int, mask: Mask,
+        scores: tuple[float, float, bool], inferred: bool,
     ) -> None:  # fmt: skip
         """Check that this rank holds its part of the keys, and that all ranks make the same call.
 
         The ranks talk on the first call of a kind and where its lengths change, and then all raise `Unsupported` if
-        one of them does.
+        one of them does. ``inferred``: the caller did not give the length.
         """
-        new = self.new_tokens(q)
-        lengths = kv_length if self.depends_on_length(new, mask) else None
-        problem = None
-        if new > kv_length:
-            problem = f"kv_length={kv_length} includes the {new} new tokens"
-        elif not (inferred and lengths is None) and k.shape[1] != (keys := self.key_count(kv_length, new)):
-            problem = (
-                f"kv_length={kv_length} with {new} new tokens makes {keys} keys per sequence on rank "
-                f"{self.comm.global_rank(self.comm.rank)}, which holds {k.shape[1]}"
-            )
+        lengths = layout if self.depends_on_length(new, mask) else None
+        problem, rank = None, self.comm.global_rank(self.comm.rank)
+        said = f"kv_length={layout.kv_length} with {new} new tokens"
+        if new > layout.kv_length:
+            problem = f"kv_length={layout.kv_length} includes the {new} new tokens"
+        elif not (inferred and lengths is None):
+            keys, queries = layout.key_count(self.cache_rank), len(self.query_positions(new))
+            if k.shape[1] != keys:
+                problem = f"{said} makes {keys} keys per sequence on rank {rank}, which holds {k.shape[1]}"
+            elif q.shape[1] != queries:
+                problem = f"{said} makes {queries} queries per sequence on rank {rank}, which has {q.shape[1]}"
         kind = new, q.shape[0], q.shape[2:], k.shape[2:], v.shape[3], q.dtype, k.dtype, v.dtype, mask, scores
         if self._agreed.get(kind, self) == lengths:
             if problem:
@@ -176,7 +194,8 @@ class Cached(Strategy):
         self._agreed.pop(kind, None)
         scale, softcap, sinks = scores
         parts = (
-            f"{type(self).__name__} of {new} new tokens", f"kv_length={lengths}", f"batch {q.shape[0]}",
+            f"{type(self).__name__} of {new} new tokens", f"kv_length={lengths and lengths.kv_length} ({lengths})",
+            f"batch {q.shape[0]}",
             f"{q.shape[2]} and {k.shape[2]} heads of {q.shape[3]} and {v.shape[3]}",
             f"types {q.dtype}, {k.dtype}, {v.dtype}", f"causal={mask.causal}", f"window_size={mask.window}",
             f"prefix={mask.prefix}", f"softmax_scale={scale}", f"softcap={softcap}", f"sinks={sinks}",

@@ -33,6 +33,7 @@ from ..kernels.kernel import Kernel
 from ..kernels.merge import wide_type
 from ..kernels.reference import KeyStretches
 from ..kernels.registry import choose_kernel
+from ..masks.cache_layout import CacheLayout
 from ..masks.layouts import ALL, LAYOUTS, Block, Layout
 from .cached import Cached, Heads, attention_over_blocks, merge_by_lse
 
@@ -108,11 +109,16 @@ class DecodeContextParallel(Cached):
         narrow = self.parameters["out_wire"] == "input" and self.parameters["merge"] == "reduce-scatter"
         return self.degree if narrow and self.degree > 1 else 0
 
-    def key_positions(self, kv_length: int, new_tokens: int) -> Tensor:
-        return torch.arange(min(self.rank_in_group, kv_length), kv_length, self.degree, device="cpu")
+    def cache_layout(self, kv_length: int, new_tokens: int, kv_chunks: tuple[int, ...] | None = None) -> CacheLayout:
+        if kv_chunks:
+            raise Unsupported(
+                "kv_chunks: dcp has token t on rank t mod N; redistribute_cache moves prefill's keys there"
+            )
+        return CacheLayout(self.degree, ((self.layout, kv_length),))
 
-    def key_count(self, kv_length: int, new_tokens: int) -> int:
-        return len(range(self.rank_in_group, kv_length, self.degree))
+    @property
+    def cache_rank(self) -> int:
+        return self.rank_in_group
 
     def query_positions(self, new_tokens: int) -> Tensor:
         return torch.arange(new_tokens, device="cpu")

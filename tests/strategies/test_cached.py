@@ -167,6 +167,72 @@ def test_prefill_is_exact_in_float64_and_counted_by_the_exact_area(world: int) -
             assert error < 1e-12, label
 
 
+def chunked_errors(
+    rank: int, problem: WorkloadShard, chunks: tuple[int, ...], truth: tuple[Tensor, Tensor]
+) -> list[float]:
+    """Return the errors of the last chunk of a prompt whose earlier chunks are where prefill has computed them."""
+    q, k, v, sinks = inputs(problem)
+    largest = []
+    for case in PREFILL:
+        strategy = create(case.name, kernel=problem.kernel, **case.params)
+        starts = [sum(chunks[:index]) for index in range(len(chunks))]
+        held = torch.cat([start + strategy.query_positions(n) for start, n in zip(starts, chunks, strict=True)])
+        out, lse = strategy.attention(
+            strategy.shard(q), k[:, held], v[:, held], causal=problem.causal, kv_chunks=chunks, return_lse=True,
+            window_size=problem.window, prefix=problem.prefix, softcap=problem.softcap,
+            sinks=sinks if problem.sinks else None,
+        )  # fmt: skip
+        rows = strategy.shard_output(truth[1].transpose(1, 2).unsqueeze(-1)).squeeze(-1).transpose(1, 2)
+        wrong = torch.cat([(out - strategy.shard_output(truth[0])).flatten(), (lse - rows).flatten(), torch.zeros(1)])
+        counted = torch.tensor(sum(kernel.flops for kernel in strategy.kernels()))
+        torch.distributed.all_reduce(counted)
+        area = problem.mask().area(problem.keys, problem.new)
+        assert int(counted) == 4 * problem.batch * problem.heads * problem.head_dim * area
+        largest.append(float(wrong.abs().max()))
+    return largest
+
+
+CHUNKED: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+    ((24,), {}),
+    ((24, 24, 24), {"window": (5, 0)}),
+    ((24, 24, 24), {"window": (30, 0), "prefix": 7, "softcap": 1.5, "v_head_dim": 3}),
+    # Lengths that no number of ranks divides; fewer tokens than ranks; chunks of one token.
+    ((13,), {}),
+    ((13,), {"causal": False}),
+    ((13,), {"window": (3, 0), "sinks": True}),
+    ((7, 5, 11), {}),
+    ((7, 5, 11), {"window": (6, 0), "prefix": 2}),
+    ((7, 5, 11), {"causal": False, "window": (4, 3), "sinks": True}),
+    ((1, 1, 2), {"window": (1, 0)}),
+    ((2, 1), {}),
+    ((1, 9, 1), {"kernel": "cpu-flash"}),
+]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_chunks_whose_keys_stay_where_they_were_computed_are_exact(world: int) -> None:
+    for chunks, options in CHUNKED:
+        problem = WorkloadShard(chunks[-1], sum(chunks), **options)
+        for rank, errors in enumerate(run_ranks(world, chunked_errors, problem, chunks, dense(problem))):
+            assert max(errors) < 1e-12, (rank, chunks, options, errors)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_cache_that_the_ranks_cannot_share_evenly_is_exact_in_prefill(world: int) -> None:
+    """5, 1 and 17 cached keys in contiguous shares that differ by one key."""
+    new = 4 * world
+    for problem in (
+        WorkloadShard(new, new + 5),
+        WorkloadShard(new, new + 1),
+        WorkloadShard(new, new + 1, window=(3, 0)),
+        WorkloadShard(new, new + 17, window=(9, 0), prefix=4),
+    ):
+        for label, error in run_ranks(world, errors, PREFILL, problem, dense(problem))[0]:
+            assert error < 1e-12, label
+
+
 def errors_beside_meta(rank: int, problem: WorkloadShard, truth: Tensor) -> list[float]:
     """Return the errors in a program whose default device is ``meta``."""
     q, k, v, _ = inputs(problem)
@@ -281,6 +347,21 @@ def test_prefill_sends_of_the_cache_what_a_window_shows() -> None:
     assert run_ranks(4, sent, PREFILL, WorkloadShard(16, 48, window=(1, 0))) == [[kv, q, kv]] * 4
 
 
+def test_chunks_that_cannot_be_meant_are_refused() -> None:
+    prefill, x = create("ring-prefill", kernel="reference"), torch.randn(1, 8, 2, 4)
+    for chunks, said in (
+        ((5, 2), "kv_length=7 with 2 new tokens makes 7 keys per sequence on rank 0, which holds 8"),
+        ((0, 8), re.escape("kv_chunks [0, 8] are no lengths")),
+        ((4, 4), "kv_length=8 with 4 new tokens makes 4 queries per sequence on rank 0, which has 8"),
+    ):
+        with pytest.raises(Unsupported, match=said):
+            prefill.attention(x, x, x, kv_chunks=chunks)
+    with pytest.raises(Unsupported, match="are no lengths of chunks of kv_length=9 tokens"):
+        prefill.attention(x, x, x, kv_chunks=(8,), kv_length=9)
+    with pytest.raises(Unsupported, match="kv_chunks: dcp has token t on rank t mod N"):
+        create("dcp", kernel="reference").attention(x, x, x, kv_chunks=(8,))
+
+
 def shares(rank: int) -> list[list[int]]:
     dcp, prefill = create("dcp", dcp_degree=2), create("ring-prefill")
     # A cache of one key leaves the second rank of a group without any.
@@ -316,7 +397,6 @@ def test_keys_are_counted_without_a_list_of_them(name: str) -> None:
         ("dcp", Shape(1, 1, 8, 1, 8, 100), 4, {"dcp_degree": 2}, "2 groups of 2 ranks cannot share out 1 kv heads"),
         ("dcp", Shape(1, 1, 6, 2, 8, 100), 4, {}, "4 ranks cannot share out 6 heads"),
         ("ring-prefill", Shape(1, 12, 8, 2, 8, 100), 4, {}, "needs a sequence divisible by 8: not 12"),
-        ("ring-prefill", Shape(1, 16, 8, 2, 8, 34), 4, {}, "18 cached tokens are none"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_reason(name, shape, size, params, reason) -> None:
@@ -388,7 +468,7 @@ def refusals(rank: int, problem: WorkloadShard, case: Case, calls: list[tuple[An
                 "",
                 "kv_length=8 with 2 new tokens makes 4 keys per sequence on rank 0, which holds 5",
                 "kv_length=10 with 2 new tokens makes 5 keys per sequence on rank 1, which holds 4",
-                "rank 0 for kv_length=9, rank 1 for kv_length=8",
+                "rank 0 for kv_length=9 (9 stripe), rank 1 for kv_length=8 (8 stripe)",
                 "rank 0 for softmax_scale=0.3, rank 1 for softmax_scale=1.3",
                 "rank 0 for window_size=(4, 0), rank 1 for window_size=(-1, -1)",
                 "rank 0 for prefix=2, rank 1 for prefix=1",
