@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from ..kernels.merge import merge_rows, wide_type, with_sinks
 from ..kernels.uncompiled import uncompiled
 from ..masks.cache_layout import CacheLayout
 from ..masks.layouts import ALL, LAYOUTS, Block, part
+from ..transport.collectives import Collective
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Cached(Strategy):
     """Attention of new tokens over a cache that is distributed over the ranks."""
 
     layout = LAYOUTS["contiguous"]
+    out_channel: Collective
+    """The channel that partial outputs are merged on."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -65,6 +68,10 @@ class Cached(Strategy):
     @abstractmethod
     def cache_layout(self, kv_length: int, new_tokens: int, kv_chunks: tuple[int, ...] | None = None) -> CacheLayout:
         """Return which keys each rank holds; ``kv_chunks`` are those of `attention`. Raises `Unsupported`."""
+
+    def shares_of_ranks(self, kv_heads: int) -> list[tuple[int, range]]:
+        """Return the number in `cache_layout` and the kv heads of each rank."""
+        return [(rank, range(kv_heads)) for rank in range(self.comm.size)]
 
     @property
     def cache_rank(self) -> int:
@@ -128,28 +135,16 @@ class Cached(Strategy):
             )
         mask = mask_of_call(None, window_size, causal=causal, prefix=prefix)
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        new, inferred = self.new_tokens(q), kv_length is None and kv_chunks is None
-        lengths = [] if kv_length is None else [kv_length]
-        try:
-            lengths, chunks = ([operator.index(x) for x in sizes] for sizes in (lengths, kv_chunks or ()))
-        except TypeError:
-            raise Unsupported(
-                "kv_length is one number: sequences of different lengths in a batch are not supported (call once "
-                f"per length); got {kv_length!r}"
-            ) from None
-        if chunks:
-            new = chunks[-1]
-            if min(chunks) < 1 or lengths not in ([], [sum(chunks)]):
-                raise Unsupported(f"kv_chunks {chunks} are no lengths of chunks of kv_length={kv_length} tokens")
-            lengths = [sum(chunks)]
-        length = lengths[0] if lengths else self._length(q, k, mask)
-        layout = self.cache_layout(length, new, tuple(chunks) or None)
+        kv_length, chunks = lengths_of(kv_length, kv_chunks)
+        new, inferred = chunks[-1] if chunks else self.new_tokens(q), kv_length is None
+        kv_length = self._length(q, k, mask) if kv_length is None else kv_length
+        layout = self.cache_layout(kv_length, new, chunks)
         self._check_cached_call(q, k, v, layout, new, mask, (scale, float(softcap), sinks is not None), inferred)
         call = AttentionCall(
             self.kernel_for(q, **self._kernel_requirements(mask, softcap)), scale, causal, cache_layout=layout
         )
         self.comm.meter.phase = "forward"
-        out, lse = self.compute(call, mask, q, k, v, length)
+        out, lse = self.compute(call, mask, q, k, v, kv_length)
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
         return (out, lse) if return_lse else out
@@ -187,20 +182,30 @@ class Cached(Strategy):
             elif q.shape[1] != queries:
                 problem = f"{said} makes {queries} queries per sequence on rank {rank}, which has {q.shape[1]}"
         kind = new, q.shape[0], q.shape[2:], k.shape[2:], v.shape[3], q.dtype, k.dtype, v.dtype, mask, scores
+
+        def describe() -> str:
+            scale, softcap, sinks = scores
+            return (
+                f"{type(self).__name__} of {new} new tokens; kv_length={lengths and lengths.kv_length} ({lengths}); "
+                f"batch {q.shape[0]}; {q.shape[2]} and {k.shape[2]} heads of {q.shape[3]} and {v.shape[3]}; "
+                f"types {q.dtype}, {k.dtype}, {v.dtype}; causal={mask.causal}; window_size={mask.window}; "
+                f"prefix={mask.prefix}; softmax_scale={scale}; softcap={softcap}; sinks={sinks}"
+            )
+
+        self.agree(kind, lengths, problem, describe)
+
+    def agree(self, kind: Any, lengths: Any, problem: str | None, describe: Callable[[], str]) -> None:
+        """Check that all ranks make the same call, which ``describe`` puts into words for `compare_calls`.
+
+        Collective on the first call of a ``kind`` and where its ``lengths`` change. Raises `Unsupported` for a
+        ``problem`` of this rank; where the ranks talk, on all of them.
+        """
         if self._agreed.get(kind, self) == lengths:
             if problem:
                 raise Unsupported(problem)
             return
         self._agreed.pop(kind, None)
-        scale, softcap, sinks = scores
-        parts = (
-            f"{type(self).__name__} of {new} new tokens", f"kv_length={lengths and lengths.kv_length} ({lengths})",
-            f"batch {q.shape[0]}",
-            f"{q.shape[2]} and {k.shape[2]} heads of {q.shape[3]} and {v.shape[3]}",
-            f"types {q.dtype}, {k.dtype}, {v.dtype}", f"causal={mask.causal}", f"window_size={mask.window}",
-            f"prefix={mask.prefix}", f"softmax_scale={scale}", f"softcap={softcap}", f"sinks={sinks}",
-        )  # fmt: skip
-        self.comm.compare_calls("; ".join(parts), problem)
+        self.comm.compare_calls(describe(), problem)
         self._agreed[kind] = lengths
 
     @abstractmethod
@@ -244,6 +249,23 @@ class Cached(Strategy):
 
     def backward(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         raise NotImplementedError("there is no backward pass over a cache")
+
+
+def lengths_of(kv_length: Any, kv_chunks: Sequence[Any] | None) -> tuple[int | None, tuple[int, ...] | None]:
+    """Return the number of keys and the lengths of chunks of a call, as integers. Raises `Unsupported`."""
+    try:
+        chunks = None if kv_chunks is None else tuple(map(operator.index, kv_chunks))
+        kv_length = kv_length if kv_length is None else operator.index(kv_length)
+    except TypeError:
+        raise Unsupported(
+            "kv_length is one number: sequences of different lengths in a batch are not supported (call once per "
+            f"length); got {kv_length!r}"
+        ) from None
+    if chunks is None:
+        return kv_length, None
+    if not chunks or min(chunks) < 1 or kv_length not in (None, sum(chunks)):
+        raise Unsupported(f"kv_chunks {list(chunks)} are no lengths of chunks of kv_length={kv_length} tokens")
+    return sum(chunks), chunks
 
 
 def attention_over_blocks(

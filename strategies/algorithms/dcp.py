@@ -116,6 +116,12 @@ class DecodeContextParallel(Cached):
             )
         return CacheLayout(self.degree, ((self.layout, kv_length),))
 
+    def shares_of_ranks(self, kv_heads: int) -> list[tuple[int, range]]:
+        return [
+            (rank % self.degree, range(kv_heads)[_share(kv_heads, self.groups, rank // self.degree)])
+            for rank in range(self.comm.size)
+        ]
+
     @property
     def cache_rank(self) -> int:
         return self.rank_in_group
@@ -124,14 +130,11 @@ class DecodeContextParallel(Cached):
         return torch.arange(new_tokens, device="cpu")
 
     def heads(self, heads: int, kv_heads: int) -> Heads:
-        def part(count: int, pieces: int, index: int) -> slice:
-            return slice(count * index // pieces, count * (index + 1) // pieces)
-
-        group_heads, own_heads = part(heads, self.groups, self.group), part(heads, self.comm.size, self.comm.rank)
+        group_heads, own_heads = _share(heads, self.groups, self.group), _share(heads, self.comm.size, self.comm.rank)
         return Heads(
             own_heads if self.parameters["queries"] == "gathered" else group_heads,
             group_heads if self.parameters["merge"] == "all-gather" else own_heads,
-            part(kv_heads, self.groups, self.group),
+            _share(kv_heads, self.groups, self.group),
         )
 
     def depends_on_length(self, new_tokens: int, mask: Mask) -> bool:
@@ -201,6 +204,11 @@ def _degree(size: int, requested: int | None) -> int:
     if degree < 1 or size % degree:
         raise Unsupported(f"dcp_degree {degree} does not divide the world size {size}")
     return degree
+
+
+def _share(count: int, pieces: int, index: int) -> slice:
+    """Return one of equal pieces of so many heads."""
+    return slice(count * index // pieces, count * (index + 1) // pieces)
 
 
 def _split_heads(x: Tensor, dim: int, pieces: int) -> Tensor:
