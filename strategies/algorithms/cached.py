@@ -111,10 +111,10 @@ class Cached(Strategy):
         q: (B, S, H, D), as `shard` returns it. k and v: (B, keys, Hkv, D), as `shard_cache` returns them, including
         the new tokens; v may have a smaller head size. ``kv_length``: number of keys of all ranks. ``sinks``: logits
         of the heads that this rank returns. ``window_size``, ``prefix`` and ``softcap`` are those of training.
-        ``kv_chunks``: the lengths of the chunks in which prefill has computed the sequence, the new tokens last, where
-        each rank keeps the keys that it computed (for ring-prefill; see `RingPrefill`).
-        Returns out, or (out, lse) with lse (B, H, S). ``cache_seqlens`` and ``block_table`` (flash-attn's names for
-        sequences of different lengths and for paged caches) are refused.
+        ``kv_chunks``, for ring-prefill where each rank keeps the keys that it computed: lengths of the chunks of the
+        sequence, the new tokens last; without it, the cached keys are in contiguous shares. ``cache_seqlens`` and
+        ``block_table`` (flash-attn's names for sequences of different lengths and for paged caches) are refused.
+        Returns out, or (out, lse) with lse (B, H, S).
 
         Collective. The ranks compare their arguments on the first call of each kind, and where its lengths change.
         Raises `Unsupported` for unsupported shapes and options, for a number of keys that is not this rank's part of
@@ -174,7 +174,7 @@ class Cached(Strategy):
         problem, rank = None, self.comm.global_rank(self.comm.rank)
         said = f"kv_length={layout.kv_length} with {new} new tokens"
         if new > layout.kv_length:
-            problem = f"kv_length={layout.kv_length} includes the {new} new tokens"
+            problem = f"kv_length={layout.kv_length} is less than the {new} new tokens, which it includes"
         elif not (inferred and lengths is None):
             keys, queries = layout.key_count(self.cache_rank), len(self.query_positions(new))
             if k.shape[1] != keys:

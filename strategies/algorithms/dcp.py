@@ -33,7 +33,7 @@ from ..kernels.kernel import Kernel
 from ..kernels.merge import wide_type
 from ..kernels.reference import KeyStretches
 from ..kernels.registry import choose_kernel
-from ..masks.cache_layout import CacheLayout
+from ..masks.cache_layout import CacheLayout, cache_layout_of
 from ..masks.layouts import ALL, LAYOUTS, Block, Layout
 from .cached import Cached, Heads, attention_over_blocks, merge_by_lse
 
@@ -114,7 +114,7 @@ class DecodeContextParallel(Cached):
             raise Unsupported(
                 "kv_chunks: dcp has token t on rank t mod N; redistribute_cache moves prefill's keys there"
             )
-        return CacheLayout(self.degree, ((self.layout, kv_length),))
+        return cache_layout_of(self.degree, ((self.layout, kv_length),))
 
     def shares_of_ranks(self, kv_heads: int) -> list[tuple[int, range]]:
         return [

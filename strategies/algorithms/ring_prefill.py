@@ -1,7 +1,8 @@
 """Ring prefill with a cache: a chunk of new tokens attends to all cached keys, and causally to itself.
 
-The new tokens are distributed in zigzag chunks, the cached keys in equal parts, so every rank has the same work in
-every step. The ring sends either of these:
+The new tokens are distributed in zigzag chunks, so every rank has the same work in every step. The cached keys are in
+contiguous shares, or, with ``kv_chunks``, where earlier chunks of the prompt were computed. Shares may differ by a few
+tokens; hops are then filled up to the largest. The ring sends either of these:
 
     passes=kv    keys and values, cached and new: N-1 hops, each overlapped by a block; outputs stay on their rank
     passes=q     queries: each rank computes the received queries over its own keys, and a final all-to-all returns
@@ -24,7 +25,7 @@ from ringprof.workload.mask import Mask
 from ..annotate import ring_step
 from ..base import AttentionCall, Context
 from ..kernels.merge import Partial, wide_type
-from ..masks.cache_layout import CacheLayout
+from ..masks.cache_layout import CacheLayout, cache_layout_of
 from ..masks.layouts import ALL, LAYOUTS, Block
 from ..masks.row_routing import RowRouting, routing_of
 from ..masks.sharded_mask import ShardedMask, sharded_mask_of
@@ -34,7 +35,7 @@ Passes = Literal["auto", "kv", "q"]
 
 
 class RingPrefill(Cached):
-    """Prefill of zigzag chunks of new tokens over a cache in equal parts."""
+    """Prefill of a chunk of new tokens, in zigzag layout, over a cache in contiguous shares or of earlier chunks."""
 
     phase = "prefill"
     layout = LAYOUTS["zigzag"]
@@ -54,8 +55,8 @@ class RingPrefill(Cached):
     def cache_layout(self, kv_length: int, new_tokens: int, kv_chunks: tuple[int, ...] | None = None) -> CacheLayout:
         if kv_chunks is None:
             cached = LAYOUTS["contiguous"], kv_length - new_tokens
-            return CacheLayout(self.comm.size, (cached, (self.layout, new_tokens)))
-        return CacheLayout(self.comm.size, tuple((self.layout, tokens) for tokens in kv_chunks))
+            return cache_layout_of(self.comm.size, (cached, (self.layout, new_tokens)))
+        return cache_layout_of(self.comm.size, tuple((self.layout, tokens) for tokens in kv_chunks))
 
     def query_positions(self, new_tokens: int) -> Tensor:
         return self.layout.positions(new_tokens, self.comm.size, self.comm.rank)
@@ -77,7 +78,7 @@ class RingPrefill(Cached):
         if self.comm.size > 1 and self.passes_queries(layout, q, k, v, mask):
             return self._pass_queries(call, layout, mask, q, k, v)
         # Hops have equal sizes: ranks with fewer keys than others send rows that no block contains.
-        missing = layout.largest_count() - k.shape[1]
+        missing = max(layout.key_counts) - k.shape[1]
         k, v = (pad(x, (0, 0, 0, 0, 0, missing)) if missing else x for x in (k, v))
         result, routing = Partial(), self._row_routing(layout, mask)
         tour = self.ring.tour([k, v]) if routing is None else routing.tour(self.ring, None, [k, v])
@@ -101,9 +102,9 @@ class RingPrefill(Cached):
         """Return whether to send queries and return outputs, instead of sending keys and values."""
         if self.parameters["passes"] != "auto":
             return bool(self.parameters["passes"] == "q")
-        rows = q.shape[0] * layout.largest_count(new=True) * q.shape[2]
+        rows = q.shape[0] * max(layout.new_counts) * q.shape[2]
         query_bytes = rows * ((q.shape[3] + v.shape[3]) * q.element_size() + torch.finfo(wide_type(q)).bits // 8)
-        routing, keys = self._row_routing(layout, mask), layout.largest_count()
+        routing, keys = self._row_routing(layout, mask), max(layout.key_counts)
         sent_keys = keys if routing is None else sum(map(len, routing.inner_slices)) / (self.comm.size - 1)
         key_bytes = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
         return query_bytes < sent_keys * key_bytes
@@ -111,7 +112,7 @@ class RingPrefill(Cached):
     def _pass_queries(
         self, call: AttentionCall, layout: CacheLayout, mask: Mask, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
-        queries, rows = q.shape[1], layout.largest_count(new=True)
+        queries, rows = q.shape[1], max(layout.new_counts)
         if queries < rows:
             # Hops have equal sizes; the rows that fill them are in no block.
             q = pad(q, (0, 0, 0, 0, 0, rows - queries))
@@ -132,12 +133,12 @@ class RingPrefill(Cached):
         if not mask.plain:
             block = self._sharded_mask_of_cache(layout, mask).block(q_rank, kv_rank)
             return [] if block is None else [block]
-        (early, late), (kv_early, kv_late) = (map(len, layout.ranges(rank)[-1]) for rank in (q_rank, kv_rank))
-        queries, keys = early + late, layout.key_count(kv_rank)
+        (early, late), (kv_early, kv_late) = (map(len, layout.ranges(rank, new=True)) for rank in (q_rank, kv_rank))
+        queries, keys = early + late, layout.key_counts[kv_rank]
         cached = keys - kv_early - kv_late
         # Of tensors with as many rows as the largest share, fewer are of this rank.
-        rows = ALL if queries == layout.largest_count(new=True) else slice(0, queries)
-        columns = ALL if keys == layout.largest_count() else slice(0, keys)
+        rows = ALL if queries == max(layout.new_counts) else slice(0, queries)
+        columns = ALL if keys == max(layout.key_counts) else slice(0, keys)
         if not mask.causal:
             blocks = [Block(rows, columns)]
         elif kv_rank == q_rank:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 import torch
@@ -31,29 +32,35 @@ class CacheLayout:
         """Number of keys of all ranks."""
         return sum(tokens for _, tokens in self.stretches)
 
-    @property
-    def new_tokens(self) -> int:
-        """Number of tokens of the last stretch: in prefill, of the chunk that is computed."""
-        return self.stretches[-1][1]
+    @cached_property
+    def key_counts(self) -> tuple[int, ...]:
+        """Number of keys of each rank."""
+        return tuple(map(self.key_count, range(self.size)))
 
-    def ranges(self, rank: int) -> list[list[range]]:
-        """Return the positions of the rank's keys as ranges, for each stretch."""
+    @cached_property
+    def new_counts(self) -> tuple[int, ...]:
+        """Number of keys of the last stretch on each rank: in prefill, of its queries."""
+        return tuple(sum(map(len, self.ranges(rank, new=True))) for rank in range(self.size))
+
+    def ranges(self, rank: int, *, new: bool = False) -> list[range]:
+        """Return the positions of the rank's keys as ranges; ``new``: those of the last stretch alone."""
         starts = accumulate((tokens for _, tokens in self.stretches), initial=0)
+        stretches = list(zip(starts, self.stretches, strict=False))[-1 if new else 0 :]
         return [
-            [range(start + x.start, start + x.stop, x.step) for x in layout.ranges(tokens, self.size, rank)]
-            for start, (layout, tokens) in zip(starts, self.stretches, strict=False)
+            range(start + x.start, start + x.stop, x.step)
+            for start, (layout, tokens) in stretches
+            for x in layout.ranges(tokens, self.size, rank)
         ]
 
     def positions(self, rank: int, *, new: bool = False) -> Tensor:
         """Return the positions (int64, CPU) of the rank's keys in local order; ``new``: of the last stretch alone."""
-        ranges = self.ranges(rank)[-1:] if new else self.ranges(rank)
-        return torch.cat([torch.arange(x.start, x.stop, x.step, device="cpu") for part in ranges for x in part])
+        ranges = self.ranges(rank, new=new)
+        return torch.cat([torch.arange(x.start, x.stop, x.step, device="cpu") for x in ranges])
 
-    def key_count(self, rank: int, *, new: bool = False) -> int:
-        """Return the number of the rank's keys; ``new``: of the last stretch alone."""
-        ranges = self.ranges(rank)[-1:] if new else self.ranges(rank)
-        return sum(len(x) for part in ranges for x in part)
+    def key_count(self, rank: int) -> int:
+        """Return the number of the rank's keys."""
+        return sum(map(len, self.ranges(rank)))
 
-    def largest_count(self, *, new: bool = False) -> int:
-        """Return the number of keys of the rank that has most; ``new``: of the last stretch alone."""
-        return max(self.key_count(rank, new=new) for rank in range(self.size))
+
+cache_layout_of = lru_cache(maxsize=64)(CacheLayout)
+"""Return the `CacheLayout`, cached: all layers of a model use the same one."""

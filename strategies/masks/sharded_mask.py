@@ -48,7 +48,7 @@ class ShardedMask:
             self._queries = [self._pieces(layout.positions(seq, size, rank)) for rank in range(size)]
             self._keys = self._queries
         else:
-            self.queries, self.keys = cache.largest_count(new=True), cache.largest_count()
+            self.queries, self.keys = max(cache.new_counts), max(cache.key_counts)
             self._queries = [self._pieces(cache.positions(rank, new=True)) for rank in range(size)]
             self._keys = [self._pieces(cache.positions(rank)) for rank in range(size)]
         self._blocks: dict[tuple[int, int], Block | None] = {}
