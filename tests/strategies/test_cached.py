@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -167,13 +168,14 @@ def test_prefill_is_exact_in_float64_and_counted_by_the_exact_area(world: int) -
             assert error < 1e-12, label
 
 
-def chunked_errors(
-    rank: int, problem: WorkloadShard, chunks: tuple[int, ...], truth: tuple[Tensor, Tensor]
-) -> list[float]:
-    """Return the errors of the last chunk of a prompt whose earlier chunks are where prefill has computed them."""
-    q, k, v, sinks = inputs(problem)
+ChunkedProblem = tuple[WorkloadShard, tuple[int, ...], tuple[Tensor, Tensor]]
+
+
+def chunked_errors(rank: int, problems: list[ChunkedProblem]) -> list[float]:
+    """Return the errors of the last chunk of prompts whose earlier chunks are where prefill has computed them."""
     largest = []
-    for case in PREFILL:
+    for case, (problem, chunks, truth) in product(PREFILL, problems):
+        q, k, v, sinks = inputs(problem)
         strategy = create(case.name, kernel=problem.kernel, **case.params)
         starts = [sum(chunks[:index]) for index in range(len(chunks))]
         held = torch.cat([start + strategy.query_positions(n) for start, n in zip(starts, chunks, strict=True)])
@@ -187,7 +189,7 @@ def chunked_errors(
         counted = torch.tensor(sum(kernel.flops for kernel in strategy.kernels()))
         torch.distributed.all_reduce(counted)
         area = problem.mask().area(problem.keys, problem.new)
-        assert int(counted) == 4 * problem.batch * problem.heads * problem.head_dim * area
+        assert int(counted) == 4 * problem.batch * problem.heads * problem.head_dim * area, (case, problem)
         largest.append(float(wrong.abs().max()))
     return largest
 
@@ -212,10 +214,12 @@ CHUNKED: list[tuple[tuple[int, ...], dict[str, Any]]] = [
 @pytest.mark.processes
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_chunks_whose_keys_stay_where_they_were_computed_are_exact(world: int) -> None:
-    for chunks, options in CHUNKED:
-        problem = WorkloadShard(chunks[-1], sum(chunks), **options)
-        for rank, errors in enumerate(run_ranks(world, chunked_errors, problem, chunks, dense(problem))):
-            assert max(errors) < 1e-12, (rank, chunks, options, errors)
+    problems = [(WorkloadShard(chunks[-1], sum(chunks), **options), chunks) for chunks, options in CHUNKED]
+    with_truth = [(problem, chunks, dense(problem)) for problem, chunks in problems]
+    labels = list(product(PREFILL, CHUNKED))
+    for rank, largest in enumerate(run_ranks(world, chunked_errors, with_truth)):
+        for label, error in zip(labels, largest, strict=True):
+            assert error < 1e-12, (rank, label)
 
 
 @pytest.mark.processes

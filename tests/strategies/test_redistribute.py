@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,19 @@ def full_cache(tokens: int, kv_heads: int = 4) -> tuple[torch.Tensor, torch.Tens
     return k, -k[..., :2] - 1
 
 
-def moved(rank: int, chunks: tuple[int, ...], params: dict[str, Any]) -> list[tuple[bool, list[int]]]:
-    """Return, for each way to say where the keys are, whether the moved ones are right, and [count, bytes] sent."""
-    prefill, decode = create("ring-prefill", kernel="reference"), create("dcp", kernel="reference", **params)
+def moved(rank: int, cases: list[tuple[tuple[int, ...], int]]) -> list[tuple[bool, list[int]]]:
+    """Move caches of given chunks to groups of given size.
+
+    Return whether the moved keys are right, and [count, bytes] sent, for each case and way to say where the keys are.
+    """
+    return [result for chunks, degree in cases for result in moved_of(rank, chunks, degree)]
+
+
+def moved_of(rank: int, chunks: tuple[int, ...], degree: int) -> list[tuple[bool, list[int]]]:
+    prefill, decode = create("ring-prefill", kernel="reference"), create("dcp", kernel="reference", dcp_degree=degree)
     k, v = full_cache(sum(chunks))
     # Token t of the heads of group g is on rank g·N + t mod N.
-    degree, size = decode.degree, decode.comm.size
+    size = decode.comm.size
     heads = range(4)[4 * (rank // degree) // (size // degree) : 4 * (rank // degree + 1) // (size // degree)]
     expected = [x[:, rank % degree :: degree, heads.start : heads.stop] for x in (k, v)]
     starts = [sum(chunks[:index]) for index in range(len(chunks))]
@@ -49,15 +57,14 @@ def moved(rank: int, chunks: tuple[int, ...], params: dict[str, Any]) -> list[tu
 def test_keys_of_prefill_move_to_decode_with_one_all_to_all(world: int) -> None:
     # Groups share out 4 kv heads.
     degrees = [degree for degree in range(1, world + 1) if world % degree == 0 and 4 % (world // degree) == 0]
-    for chunks in ((8 * world, 8 * world), (13,), (7, 5, 11), (1, 1), (2,)):
-        for degree in degrees:
-            for results in run_ranks(world, moved, chunks, {"dcp_degree": degree}):
-                assert [right for right, _ in results] == [True, True], (chunks, degree)
-                assert all(sent == [] or sent[0] == 1 for _, sent in results)
-    if world == 2:
-        # 32 keys, of which a rank has 16 and sends 8: 2 sequences, 4 heads of 3 and 2 numbers of 8 bytes.
-        sizes = [sent for _, sent in run_ranks(2, moved, (16, 16), {})[0]]
-        assert sizes[0] == [1, 8 * 2 * 4 * 5 * 8]
+    chunks = [(8 * world, 8 * world), (13,), (7, 5, 11), (1, 1), (2,)]
+    cases = list(product(chunks, degrees))
+    for results in run_ranks(world, moved, cases):
+        for case, (right, sent) in zip((case for case in cases for _ in range(2)), results, strict=True):
+            assert right and sent[:1] in ([], [1]), case
+        if world == 2:
+            # 32 keys, of which a rank has 16 and sends 8: 2 sequences, 4 heads of 3 and 2 numbers of 8 bytes.
+            assert results[2][1] == [1, 8 * 2 * 4 * 5 * 8]
 
 
 def back_and_refusals(rank: int) -> list[str]:
