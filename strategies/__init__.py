@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .algorithms.dynamic import Dynamic
+    from .algorithms.redistribute import redistribute_cache
     from .catalog import Spec
     from .errors import PeerLost, UnknownName, Unsupported, WrongGradient
     from .registry import Parameter, create, find, for_inference, names, parameters, peer_names
@@ -33,6 +34,7 @@ _MODULES = {
     "names": "registry",
     "parameters": "registry",
     "peer_names": "registry",
+    "redistribute_cache": "algorithms.redistribute",
 }
 """Module of each public name, below this package."""
 
@@ -50,6 +52,7 @@ __all__ = [
     "names",
     "parameters",
     "peer_names",
+    "redistribute_cache",
 ]
 
 

@@ -34,6 +34,7 @@ from .kernels.merge import (
 )
 from .kernels.registry import choose_kernel
 from .kernels.uncompiled import uncompiled
+from .masks.cache_layout import CacheLayout
 from .masks.expected import Expectations
 from .masks.layouts import ALL, WHOLE, Block, Layout, as_contiguous, part, split_local_block
 from .masks.row_routing import RowRouting, routing_of
@@ -137,6 +138,8 @@ class AttentionCall:
     """Whether a gradient may come through the LSE on some rank: all ranks must then run the same backward pass."""
     sharded_mask: ShardedMask | None = None
     """The mask, sharded; None where it is only causal, or there is none."""
+    cache_layout: CacheLayout | None = None
+    """Which keys each rank holds, where they are cached; None in training."""
     saved: tuple[Tensor, ...] = ()
     """q, k and v to save for the backward pass, where they are not those of the call."""
 

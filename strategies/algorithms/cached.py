@@ -6,7 +6,9 @@ Keys are assigned to ranks by position. There is no backward pass.
 
 from __future__ import annotations
 
+import operator
 from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,12 +18,14 @@ from torch import Tensor
 from ringprof.workload.mask import Mask
 
 from ..annotate import ring_step
-from ..base import AttentionCall, Rows, Shape, Strategy, mask_of_call, scaled_queries
+from ..base import AttentionCall, Context, Rows, Shape, Strategy, mask_of_call, scaled_queries
 from ..errors import Unsupported
 from ..kernels.kernel import Gradients
 from ..kernels.merge import merge_rows, wide_type, with_sinks
 from ..kernels.uncompiled import uncompiled
+from ..masks.cache_layout import CacheLayout
 from ..masks.layouts import ALL, LAYOUTS, Block, part
+from ..transport.collectives import Collective
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,13 @@ class Cached(Strategy):
     """Attention of new tokens over a cache that is distributed over the ranks."""
 
     layout = LAYOUTS["contiguous"]
+    out_channel: Collective
+    """The channel that partial outputs are merged on."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._agreed: dict[Any, Any] = {}
+        """The latest lengths that all ranks are known to have in common, by kind of call."""
 
     @abstractmethod
     def compute(
@@ -55,15 +66,25 @@ class Cached(Strategy):
         """Compute output (B, S, H, D) in q's type and LSE (B, H, S) of the rows that this rank returns."""
 
     @abstractmethod
+    def cache_layout(self, kv_length: int, new_tokens: int, kv_chunks: tuple[int, ...] | None = None) -> CacheLayout:
+        """Return which keys each rank holds; ``kv_chunks`` are those of `attention`. Raises `Unsupported`."""
+
+    def shares_of_ranks(self, kv_heads: int) -> list[tuple[int, range]]:
+        """Return the number in `cache_layout` and the kv heads of each rank."""
+        return [(rank, range(kv_heads)) for rank in range(self.comm.size)]
+
+    @property
+    def cache_rank(self) -> int:
+        """This rank's number in `cache_layout`."""
+        return self.comm.rank
+
     def key_positions(self, kv_length: int, new_tokens: int) -> Tensor:
         """Return the positions (int64) of the keys that this rank holds, in local order."""
+        return self.cache_layout(kv_length, new_tokens).positions(self.cache_rank)
 
     def key_count(self, kv_length: int, new_tokens: int) -> int:
-        """Return the number of keys on this rank, the length of `key_positions`.
-
-        Override it to allocate no positions.
-        """
-        return len(self.key_positions(kv_length, new_tokens))
+        """Return the number of keys on this rank, the length of `key_positions`."""
+        return self.cache_layout(kv_length, new_tokens).key_count(self.cache_rank)
 
     @abstractmethod
     def query_positions(self, new_tokens: int) -> Tensor:
@@ -82,15 +103,28 @@ class Cached(Strategy):
     def attention(  # type: ignore[override]
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, softmax_scale: float | None = None,
         kv_length: int | None = None, return_lse: bool = False, window_size: tuple[int, int] = (-1, -1),
-        prefix: int = 0, sinks: Tensor | None = None, softcap: float = 0.0,
+        prefix: int = 0, sinks: Tensor | None = None, softcap: float = 0.0, kv_chunks: Sequence[int] | None = None,
+        cache_seqlens: Any = None, block_table: Any = None,
     ) -> Any:  # fmt: skip
         """Compute attention of this rank's new queries over the keys of all ranks. Not differentiable.
 
         q: (B, S, H, D), as `shard` returns it. k and v: (B, keys, Hkv, D), as `shard_cache` returns them, including
         the new tokens; v may have a smaller head size. ``kv_length``: number of keys of all ranks. ``sinks``: logits
         of the heads that this rank returns. ``window_size``, ``prefix`` and ``softcap`` are those of training.
-        Returns out, or (out, lse) with lse (B, H, S). Raises `Unsupported` for unsupported shapes and options.
+        ``kv_chunks``, for ring-prefill where each rank keeps the keys that it computed: lengths of the chunks of the
+        sequence, the new tokens last; without it, the cached keys are in contiguous shares. ``cache_seqlens`` and
+        ``block_table`` (flash-attn's names for sequences of different lengths and for paged caches) are refused.
+        Returns out, or (out, lse) with lse (B, H, S).
+
+        Collective. The ranks compare their arguments on the first call of each kind, and where its lengths change.
+        Raises `Unsupported` for unsupported shapes and options, for a number of keys that is not this rank's part of
+        ``kv_length``, and, on every rank, where the arguments differ.
         """
+        if cache_seqlens is not None or block_table is not None:
+            raise Unsupported(
+                f"{'cache_seqlens' if block_table is None else 'block_table'}: all sequences of a batch have one "
+                "kv_length, and their keys are in k and v. Call once per length, with contiguous keys"
+            )
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise Unsupported(f"{type(self).__name__} has no backward pass: call it under torch.no_grad()")
         matching = q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and v.shape[3] <= k.shape[3]
@@ -100,9 +134,15 @@ class Cached(Strategy):
                 f"expected q (B, S, H, D), k and v (B, keys, Hkv, D) of the same batch and D: got {shapes}"
             )
         mask = mask_of_call(None, window_size, causal=causal, prefix=prefix)
-        kv_length = self._length(q, k, mask) if kv_length is None else kv_length
         q, scale = scaled_queries(q, softmax_scale)
-        call = AttentionCall(self.kernel_for(q, **self._kernel_requirements(mask, softcap)), scale, causal)
+        kv_length, chunks = lengths_of(kv_length, kv_chunks)
+        new, inferred = chunks[-1] if chunks else self.new_tokens(q), kv_length is None
+        kv_length = self._length(q, k, mask) if kv_length is None else kv_length
+        layout = self.cache_layout(kv_length, new, chunks)
+        self._check_cached_call(q, k, v, layout, new, mask, (scale, float(softcap), sinks is not None), inferred)
+        call = AttentionCall(
+            self.kernel_for(q, **self._kernel_requirements(mask, softcap)), scale, causal, cache_layout=layout
+        )
         self.comm.meter.phase = "forward"
         out, lse = self.compute(call, mask, q, k, v, kv_length)
         if sinks is not None:
@@ -112,6 +152,61 @@ class Cached(Strategy):
     @classmethod
     def why_mask_unsupported(cls, mask: Mask, seq: int, size: int, **params: Any) -> str | None:
         return "takes no packed documents over a cache" if mask.documents else None
+
+    def depends_on_length(self, new_tokens: int, mask: Mask) -> bool:
+        """Return whether the result depends on ``kv_length``, beside the keys that each rank passes."""
+        return True
+
+    def new_tokens(self, q: Tensor) -> int:
+        """Return the number of new tokens of all ranks, from this rank's queries."""
+        return q.shape[1]
+
+    def _check_cached_call(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: CacheLayout, new: int, mask: Mask,
+        scores: tuple[float, float, bool], inferred: bool,
+    ) -> None:  # fmt: skip
+        """Check that this rank holds its part of the keys, and that all ranks make the same call.
+
+        The ranks talk on the first call of a kind and where its lengths change, and then all raise `Unsupported` if
+        one of them does. ``inferred``: the caller did not give the length.
+        """
+        lengths = layout if self.depends_on_length(new, mask) else None
+        problem, rank = None, self.comm.global_rank(self.comm.rank)
+        said = f"kv_length={layout.kv_length} with {new} new tokens"
+        if new > layout.kv_length:
+            problem = f"kv_length={layout.kv_length} is less than the {new} new tokens, which it includes"
+        elif not (inferred and lengths is None):
+            keys, queries = layout.key_count(self.cache_rank), len(self.query_positions(new))
+            if k.shape[1] != keys:
+                problem = f"{said} makes {keys} keys per sequence on rank {rank}, which holds {k.shape[1]}"
+            elif q.shape[1] != queries:
+                problem = f"{said} makes {queries} queries per sequence on rank {rank}, which has {q.shape[1]}"
+        kind = new, q.shape[0], q.shape[2:], k.shape[2:], v.shape[3], q.dtype, k.dtype, v.dtype, mask, scores
+
+        def describe() -> str:
+            scale, softcap, sinks = scores
+            return (
+                f"{type(self).__name__} of {new} new tokens; kv_length={lengths and lengths.kv_length} ({lengths}); "
+                f"batch {q.shape[0]}; {q.shape[2]} and {k.shape[2]} heads of {q.shape[3]} and {v.shape[3]}; "
+                f"types {q.dtype}, {k.dtype}, {v.dtype}; causal={mask.causal}; window_size={mask.window}; "
+                f"prefix={mask.prefix}; softmax_scale={scale}; softcap={softcap}; sinks={sinks}"
+            )
+
+        self.agree(kind, lengths, problem, describe)
+
+    def agree(self, kind: Any, lengths: Any, problem: str | None, describe: Callable[[], str]) -> None:
+        """Check that all ranks make the same call, which ``describe`` puts into words for `require_same_call`.
+
+        Collective on the first call of a ``kind`` and where its ``lengths`` change. Raises `Unsupported` for a
+        ``problem`` of this rank; where the ranks talk, on all of them.
+        """
+        if self._agreed.get(kind, self) == lengths:
+            if problem:
+                raise Unsupported(problem)
+            return
+        self._agreed.pop(kind, None)
+        self.comm.require_same_call(describe(), problem)
+        self._agreed[kind] = lengths
 
     @abstractmethod
     def _length(self, q: Tensor, k: Tensor, mask: Mask) -> int:
@@ -154,6 +249,23 @@ class Cached(Strategy):
 
     def backward(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         raise NotImplementedError("there is no backward pass over a cache")
+
+
+def lengths_of(kv_length: Any, kv_chunks: Sequence[Any] | None) -> tuple[int | None, tuple[int, ...] | None]:
+    """Return the number of keys and the lengths of chunks of a call, as integers. Raises `Unsupported`."""
+    try:
+        chunks = None if kv_chunks is None else tuple(map(operator.index, kv_chunks))
+        kv_length = kv_length if kv_length is None else operator.index(kv_length)
+    except TypeError:
+        raise Unsupported(
+            "kv_length is one number: sequences of different lengths in a batch are not supported (call once per "
+            f"length); got {kv_length!r}"
+        ) from None
+    if chunks is None:
+        return kv_length, None
+    if not chunks or min(chunks) < 1 or kv_length not in (None, sum(chunks)):
+        raise Unsupported(f"kv_chunks {list(chunks)} are no lengths of chunks of kv_length={kv_length} tokens")
+    return sum(chunks), chunks
 
 
 def attention_over_blocks(

@@ -33,6 +33,7 @@ from ..kernels.kernel import Kernel
 from ..kernels.merge import wide_type
 from ..kernels.reference import KeyStretches
 from ..kernels.registry import choose_kernel
+from ..masks.cache_layout import CacheLayout, cache_layout_of
 from ..masks.layouts import ALL, LAYOUTS, Block, Layout
 from .cached import Cached, Heads, attention_over_blocks, merge_by_lse
 
@@ -108,29 +109,40 @@ class DecodeContextParallel(Cached):
         narrow = self.parameters["out_wire"] == "input" and self.parameters["merge"] == "reduce-scatter"
         return self.degree if narrow and self.degree > 1 else 0
 
-    def key_positions(self, kv_length: int, new_tokens: int) -> Tensor:
-        return torch.arange(min(self.rank_in_group, kv_length), kv_length, self.degree, device="cpu")
+    def cache_layout(self, kv_length: int, new_tokens: int, kv_chunks: tuple[int, ...] | None = None) -> CacheLayout:
+        if kv_chunks:
+            raise Unsupported(
+                "kv_chunks: dcp has token t on rank t mod N; redistribute_cache moves prefill's keys there"
+            )
+        return cache_layout_of(self.degree, ((self.layout, kv_length),))
 
-    def key_count(self, kv_length: int, new_tokens: int) -> int:
-        return len(range(self.rank_in_group, kv_length, self.degree))
+    def shares_of_ranks(self, kv_heads: int) -> list[tuple[int, range]]:
+        return [
+            (rank % self.degree, range(kv_heads)[_share(kv_heads, self.groups, rank // self.degree)])
+            for rank in range(self.comm.size)
+        ]
+
+    @property
+    def cache_rank(self) -> int:
+        return self.rank_in_group
 
     def query_positions(self, new_tokens: int) -> Tensor:
         return torch.arange(new_tokens, device="cpu")
 
     def heads(self, heads: int, kv_heads: int) -> Heads:
-        def part(count: int, pieces: int, index: int) -> slice:
-            return slice(count * index // pieces, count * (index + 1) // pieces)
-
-        group_heads, own_heads = part(heads, self.groups, self.group), part(heads, self.comm.size, self.comm.rank)
+        group_heads, own_heads = _share(heads, self.groups, self.group), _share(heads, self.comm.size, self.comm.rank)
         return Heads(
             own_heads if self.parameters["queries"] == "gathered" else group_heads,
             group_heads if self.parameters["merge"] == "all-gather" else own_heads,
-            part(kv_heads, self.groups, self.group),
+            _share(kv_heads, self.groups, self.group),
         )
+
+    def depends_on_length(self, new_tokens: int, mask: Mask) -> bool:
+        return new_tokens > 1 or not mask.plain
 
     def _length(self, q: Tensor, k: Tensor, mask: Mask) -> int:
         # A rank may hold one key more than others. This does not matter for a single query that sees all keys.
-        if q.shape[1] > 1 or not mask.plain:
+        if self.depends_on_length(q.shape[1], mask):
             raise Unsupported("with more than one new token per sequence, or with a window, attention needs kv_length")
         return k.shape[1] * self.degree
 
@@ -192,6 +204,11 @@ def _degree(size: int, requested: int | None) -> int:
     if degree < 1 or size % degree:
         raise Unsupported(f"dcp_degree {degree} does not divide the world size {size}")
     return degree
+
+
+def _share(count: int, pieces: int, index: int) -> slice:
+    """Return one of equal pieces of so many heads."""
+    return slice(count * index // pieces, count * (index + 1) // pieces)
 
 
 def _split_heads(x: Tensor, dim: int, pieces: int) -> Tensor:

@@ -85,9 +85,17 @@ class Layout(ABC):
     def divisor(self, size: int) -> int:
         """Return the number that the sequence length must be a multiple of, for ``size`` ranks."""
 
-    @abstractmethod
+    def ranges(self, seq: int, size: int, rank: int) -> list[range]:
+        """Return the global positions of the tokens of ``rank`` as ranges, in local order.
+
+        ``seq`` need not be a multiple of the divisor: pieces then differ by one token.
+        """
+        raise NotImplementedError(f"the {self.name} layout has no ranges")
+
     def positions(self, seq: int, size: int, rank: int) -> Tensor:
         """Return the global positions (int64, CPU, length ``seq / size``) of the tokens of ``rank``, in local order."""
+        ranges = self.ranges(seq, size, rank)
+        return torch.cat([torch.arange(x.start, x.stop, x.step, device="cpu") for x in ranges])
 
     @abstractmethod
     def causal_block(self, q_rank: int, kv_rank: int, local_seq: int) -> Block | None:
@@ -111,6 +119,11 @@ class Layout(ABC):
         return torch.cat([self.positions(seq, size, rank) for rank in range(size)])
 
 
+def _piece(seq: int, pieces: int, index: int) -> range:
+    """Return the tokens of one of ``pieces`` consecutive pieces, as equal as possible."""
+    return range(seq * index // pieces, seq * (index + 1) // pieces)
+
+
 class ContiguousLayout(Layout):
     """A layout in which rank r holds the r-th piece of the sequence."""
 
@@ -119,9 +132,8 @@ class ContiguousLayout(Layout):
     def divisor(self, size: int) -> int:
         return size
 
-    def positions(self, seq: int, size: int, rank: int) -> Tensor:
-        local = seq // size
-        return torch.arange(rank * local, (rank + 1) * local, device="cpu")
+    def ranges(self, seq: int, size: int, rank: int) -> list[range]:
+        return [_piece(seq, size, rank)]
 
     def causal_block(self, q_rank: int, kv_rank: int, local_seq: int) -> Block | None:
         if kv_rank > q_rank:
@@ -137,9 +149,8 @@ class ZigzagLayout(Layout):
     def divisor(self, size: int) -> int:
         return 2 * size
 
-    def positions(self, seq: int, size: int, rank: int) -> Tensor:
-        chunks = torch.arange(seq, device="cpu").chunk(2 * size)
-        return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
+    def ranges(self, seq: int, size: int, rank: int) -> list[range]:
+        return [_piece(seq, 2 * size, chunk) for chunk in (rank, 2 * size - 1 - rank)]
 
     def causal_block(self, q_rank: int, kv_rank: int, local_seq: int) -> Block | None:
         half = local_seq // 2
@@ -210,8 +221,8 @@ class StripeLayout(Layout):
     def stride(self, size: int) -> int:
         return size
 
-    def positions(self, seq: int, size: int, rank: int) -> Tensor:
-        return torch.arange(rank, seq, size, device="cpu")
+    def ranges(self, seq: int, size: int, rank: int) -> list[range]:
+        return [range(min(rank, seq), seq, size)]
 
     def causal_block(self, q_rank: int, kv_rank: int, local_seq: int) -> Block | None:
         if kv_rank <= q_rank:

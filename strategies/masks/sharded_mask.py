@@ -14,11 +14,11 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ringprof.workload.mask import NO_LIMIT, Mask
 
+from .cache_layout import CacheLayout
 from .layouts import Block, Layout, block_of
 from .mask_blocks import AttnRectangle, band, joined, split_rows
 
@@ -34,22 +34,23 @@ class _Piece(NamedTuple):
 class ShardedMask:
     """A mask over ``seq`` tokens that ``size`` ranks hold by a layout.
 
-    The first ``cached`` tokens have keys only. Each rank holds an equal share of them, before its other keys.
+    With a ``cache``, it says which keys each rank holds; only those of its last stretch have queries.
     """
 
-    def __init__(self, mask: Mask, layout: Layout, size: int, seq: int, cached: int = 0) -> None:
-        self.mask, self.seq, self.size, self.cached = mask, seq, size, cached
+    def __init__(self, mask: Mask, layout: Layout, size: int, seq: int, cache: CacheLayout | None = None) -> None:
+        self.mask, self.seq, self.size, self.cache = mask, seq, size, cache
         self.stride = layout.stride(size)
-        self.queries, self.keys = (seq - cached) // size, seq // size
-        """Number of queries, and of keys, per rank."""
+        self.queries = self.keys = seq // size
+        """Number of queries, and of keys, of the rank that has most."""
         self.routings: dict[tuple[int, bool], Any] = {}
         """Row routings of this mask, kept by `row_routing.routing_of`."""
-        new = [cached + layout.positions(seq - cached, size, rank) for rank in range(size)]
-        self._queries = [self._pieces(positions) for positions in new]
-        self._keys = self._queries
-        if cached:
-            shares = torch.arange(cached, device="cpu").chunk(size)
-            self._keys = [self._pieces(torch.cat(held)) for held in zip(shares, new, strict=True)]
+        if cache is None:
+            self._queries = [self._pieces(layout.positions(seq, size, rank)) for rank in range(size)]
+            self._keys = self._queries
+        else:
+            self.queries, self.keys = max(cache.new_counts), max(cache.key_counts)
+            self._queries = [self._pieces(cache.positions(rank, new=True)) for rank in range(size)]
+            self._keys = [self._pieces(cache.positions(rank)) for rank in range(size)]
         self._blocks: dict[tuple[int, int], Block | None] = {}
 
     def block(self, q_rank: int, kv_rank: int) -> Block | None:
@@ -105,7 +106,7 @@ class ShardedMask:
         self, q_pieces: list[_Piece], kv_pieces: list[_Piece], begin: int, *, own: bool
     ) -> list[AttnRectangle]:
         """Return the parts within a document that begins at ``begin``; ``own``: queries and keys are of one rank."""
-        if own and not self.cached and (self.mask.left, self.mask.right, self.mask.prefix) == (NO_LIMIT, 0, 0):
+        if own and self.cache is None and (self.mask.left, self.mask.right, self.mask.prefix) == (NO_LIMIT, 0, 0):
             # In every layout, a rank's own rows lie in the order of their positions.
             first, end = q_pieces[0].row, q_pieces[-1].row + q_pieces[-1].tokens
             return [AttnRectangle(first, end, first, end, right=0 if end - first > 1 else NO_LIMIT)]
@@ -148,9 +149,9 @@ class ShardedMask:
 
 
 @lru_cache(maxsize=16)
-def sharded_mask_of(mask: Mask, layout: Layout, size: int, seq: int, cached: int = 0) -> ShardedMask:
+def sharded_mask_of(mask: Mask, layout: Layout, size: int, seq: int, cache: CacheLayout | None = None) -> ShardedMask:
     """Return the `ShardedMask`, cached: all layers of a model use the same one."""
-    return ShardedMask(mask, layout, size, seq, cached)
+    return ShardedMask(mask, layout, size, seq, cache)
 
 
 def busiest_over_mean(areas: list[list[int]]) -> float:

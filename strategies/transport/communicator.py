@@ -20,7 +20,7 @@ from ..errors import Unsupported
 from .call_comparison import compare_call, compares_calls
 from .collectives import Collective
 from .copy_engine import can_copy
-from .handshake import check_same_call, perform_handshake
+from .handshake import check_same_call, perform_handshake, require_same_call
 from .hosts import Hosts
 from .ring_channel import Connect, HopRing, Meter
 from .torch_transport import torch_transport
@@ -99,6 +99,16 @@ class Communicator:
         """
         if self._can_talk():
             check_same_call(self.group, call)
+
+    def require_same_call(self, call: str, problem: str | None) -> None:
+        """Check that all ranks make the same ``call``, each time (see `handshake.require_same_call`).
+
+        Raises `Unsupported` for a ``problem`` of this rank where the ranks cannot talk, too.
+        """
+        if self._can_talk():
+            require_same_call(self.group, call, problem)
+        elif problem:
+            raise Unsupported(problem)
 
     def compares_calls(self) -> bool:
         """Return whether the ranks of the group compare every call, which `compare_call` begins."""

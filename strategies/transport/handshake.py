@@ -107,16 +107,24 @@ def check_same_call(group: dist.ProcessGroup, call: str) -> None:
     and names the parts that differ.
     """
     known = _calls.setdefault(group, set())
-    if call in known:
-        return
+    if call not in known:
+        require_same_call(group, call)
+        known.add(call)
+
+
+def require_same_call(group: dist.ProcessGroup, call: str, problem: str | None = None) -> None:
+    """Check that all ranks of a group make the same ``call``, described as for `check_same_call`. Collective.
+
+    ``problem`` is why this rank cannot make the call. Raises `Unsupported` on every rank where one rank has a problem,
+    and where the calls differ.
+    """
     try:
-        _exchange_requests(group, call, None)
+        _exchange_requests(group, call, problem)
     except RuntimeError as error:
         raise Unsupported(
             "this rank comes with a call that it has not made before, and another rank has not, or has ended: all must"
-            f" make the same ({call}; {' '.join(str(error).split())[:200]})"
+            f" make the same ({problem or call}; {' '.join(str(error).split())[:200]})"
         ) from error
-    known.add(call)
 
 
 def _exchange_requests(group: dist.ProcessGroup, request: str, problem: str | None) -> list[HandshakeRequest]:

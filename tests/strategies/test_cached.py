@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from itertools import product
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -167,6 +168,75 @@ def test_prefill_is_exact_in_float64_and_counted_by_the_exact_area(world: int) -
             assert error < 1e-12, label
 
 
+ChunkedProblem = tuple[WorkloadShard, tuple[int, ...], tuple[Tensor, Tensor]]
+
+
+def chunked_errors(rank: int, problems: list[ChunkedProblem]) -> list[float]:
+    """Return the errors of the last chunk of prompts whose earlier chunks are where prefill has computed them."""
+    largest = []
+    for case, (problem, chunks, truth) in product(PREFILL, problems):
+        q, k, v, sinks = inputs(problem)
+        strategy = create(case.name, kernel=problem.kernel, **case.params)
+        starts = [sum(chunks[:index]) for index in range(len(chunks))]
+        held = torch.cat([start + strategy.query_positions(n) for start, n in zip(starts, chunks, strict=True)])
+        out, lse = strategy.attention(
+            strategy.shard(q), k[:, held], v[:, held], causal=problem.causal, kv_chunks=chunks, return_lse=True,
+            window_size=problem.window, prefix=problem.prefix, softcap=problem.softcap,
+            sinks=sinks if problem.sinks else None,
+        )  # fmt: skip
+        rows = strategy.shard_output(truth[1].transpose(1, 2).unsqueeze(-1)).squeeze(-1).transpose(1, 2)
+        wrong = torch.cat([(out - strategy.shard_output(truth[0])).flatten(), (lse - rows).flatten(), torch.zeros(1)])
+        counted = torch.tensor(sum(kernel.flops for kernel in strategy.kernels()))
+        torch.distributed.all_reduce(counted)
+        area = problem.mask().area(problem.keys, problem.new)
+        assert int(counted) == 4 * problem.batch * problem.heads * problem.head_dim * area, (case, problem)
+        largest.append(float(wrong.abs().max()))
+    return largest
+
+
+CHUNKED: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+    ((24,), {}),
+    ((24, 24, 24), {"window": (5, 0)}),
+    ((24, 24, 24), {"window": (30, 0), "prefix": 7, "softcap": 1.5, "v_head_dim": 3}),
+    # Lengths that no number of ranks divides; fewer tokens than ranks; chunks of one token.
+    ((13,), {}),
+    ((13,), {"causal": False}),
+    ((13,), {"window": (3, 0), "sinks": True}),
+    ((7, 5, 11), {}),
+    ((7, 5, 11), {"window": (6, 0), "prefix": 2}),
+    ((7, 5, 11), {"causal": False, "window": (4, 3), "sinks": True}),
+    ((1, 1, 2), {"window": (1, 0)}),
+    ((2, 1), {}),
+    ((1, 9, 1), {"kernel": "cpu-flash"}),
+]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_chunks_whose_keys_stay_where_they_were_computed_are_exact(world: int) -> None:
+    problems = [(WorkloadShard(chunks[-1], sum(chunks), **options), chunks) for chunks, options in CHUNKED]
+    with_truth = [(problem, chunks, dense(problem)) for problem, chunks in problems]
+    labels = list(product(PREFILL, CHUNKED))
+    for rank, largest in enumerate(run_ranks(world, chunked_errors, with_truth)):
+        for label, error in zip(labels, largest, strict=True):
+            assert error < 1e-12, (rank, label)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_cache_that_the_ranks_cannot_share_evenly_is_exact_in_prefill(world: int) -> None:
+    """5, 1 and 17 cached keys in contiguous shares that differ by one key."""
+    new = 4 * world
+    for problem in (
+        WorkloadShard(new, new + 5),
+        WorkloadShard(new, new + 1),
+        WorkloadShard(new, new + 1, window=(3, 0)),
+        WorkloadShard(new, new + 17, window=(9, 0), prefix=4),
+    ):
+        for label, error in run_ranks(world, errors, PREFILL, problem, dense(problem))[0]:
+            assert error < 1e-12, label
+
+
 def errors_beside_meta(rank: int, problem: WorkloadShard, truth: Tensor) -> list[float]:
     """Return the errors in a program whose default device is ``meta``."""
     q, k, v, _ = inputs(problem)
@@ -281,6 +351,21 @@ def test_prefill_sends_only_cached_keys_in_the_window() -> None:
     assert run_ranks(4, sent, PREFILL, WorkloadShard(16, 48, window=(1, 0))) == [[kv, q, kv]] * 4
 
 
+def test_chunks_that_cannot_be_meant_are_refused() -> None:
+    prefill, x = create("ring-prefill", kernel="reference"), torch.randn(1, 8, 2, 4)
+    for chunks, said in (
+        ((5, 2), "kv_length=7 with 2 new tokens makes 7 keys per sequence on rank 0, which holds 8"),
+        ((0, 8), re.escape("kv_chunks [0, 8] are no lengths")),
+        ((4, 4), "kv_length=8 with 4 new tokens makes 4 queries per sequence on rank 0, which has 8"),
+    ):
+        with pytest.raises(Unsupported, match=said):
+            prefill.attention(x, x, x, kv_chunks=chunks)
+    with pytest.raises(Unsupported, match="are no lengths of chunks of kv_length=9 tokens"):
+        prefill.attention(x, x, x, kv_chunks=(8,), kv_length=9)
+    with pytest.raises(Unsupported, match="kv_chunks: dcp has token t on rank t mod N"):
+        create("dcp", kernel="reference").attention(x, x, x, kv_chunks=(8,))
+
+
 def shares(rank: int) -> list[list[int]]:
     dcp, prefill = create("dcp", dcp_degree=2), create("ring-prefill")
     # A cache of one key leaves the second rank of a group without any.
@@ -316,7 +401,6 @@ def test_cache_shapes_need_no_list_of_positions(name: str) -> None:
         ("dcp", Shape(1, 1, 8, 1, 8, 100), 4, {"dcp_degree": 2}, "2 groups of 2 ranks cannot share out 1 kv heads"),
         ("dcp", Shape(1, 1, 6, 2, 8, 100), 4, {}, "4 ranks cannot share out 6 heads"),
         ("ring-prefill", Shape(1, 12, 8, 2, 8, 100), 4, {}, "needs a sequence divisible by 8: not 12"),
-        ("ring-prefill", Shape(1, 16, 8, 2, 8, 34), 4, {}, "18 cached tokens are none"),
     ],
 )
 def test_unsupported_cache_is_refused_with_the_reason(name, shape, size, params, reason) -> None:
@@ -346,6 +430,75 @@ def error_with_inferred_length(rank: int, case: Case, problem: WorkloadShard, ex
 )
 def test_kv_length_is_optional_where_a_rank_can_infer_it(case: Case, problem: WorkloadShard) -> None:
     assert max(run_ranks(4, error_with_inferred_length, case, problem, dense(problem)[0])) < 1e-12
+
+
+def refusals(rank: int, problem: WorkloadShard, case: Case, calls: list[tuple[Any, Any]]) -> list[str]:
+    """Return the message of each call, whose options are those of rank 0 and those of rank 1; empty if it is right."""
+    q, k, v, _ = inputs(problem)
+    strategy = create(case.name, kernel="reference", **case.params)
+    mine = [strategy.shard_cache(x, problem.new, problem.heads) for x in (k, v)]
+    said = []
+    for options in calls:
+        try:
+            strategy.attention(strategy.shard(q), *mine, **{"kv_length": problem.keys} | options[rank])
+            said.append("")
+        except Unsupported as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("case", "problem", "calls", "expected"),
+    [
+        (
+            Case("dcp"),
+            WorkloadShard(2, 9),
+            [
+                ({}, {}),
+                ({"kv_length": 8}, {"kv_length": 8}),
+                ({}, {"kv_length": 10}),
+                # With as many keys on rank 1 as with 9, where only its queries' positions change.
+                ({}, {"kv_length": 8}),
+                ({"softmax_scale": 0.3}, {"softmax_scale": 1.3}),
+                ({"window_size": (4, 0)}, {}),
+                ({"window_size": (4, 0), "prefix": 2}, {"window_size": (4, 0), "prefix": 1}),
+                ({"softcap": 2.0}, {}),
+                ({"sinks": torch.zeros(4, dtype=torch.float64)}, {}),
+                ({"causal": False}, {}),
+                ({}, {}),
+            ],
+            [
+                "",
+                "kv_length=8 with 2 new tokens makes 4 keys per sequence on rank 0, which holds 5",
+                "kv_length=10 with 2 new tokens makes 5 keys per sequence on rank 1, which holds 4",
+                "rank 0 for kv_length=9 (9 stripe), rank 1 for kv_length=8 (8 stripe)",
+                "rank 0 for softmax_scale=0.3, rank 1 for softmax_scale=1.3",
+                "rank 0 for window_size=(4, 0), rank 1 for window_size=(-1, -1)",
+                "rank 0 for prefix=2, rank 1 for prefix=1",
+                "rank 0 for softcap=2.0, rank 1 for softcap=0.0",
+                "rank 0 for sinks=True, rank 1 for sinks=False",
+                "rank 0 for causal=False, rank 1 for causal=True",
+                "",
+            ],
+        ),
+        (
+            Case("ring-prefill"),
+            WorkloadShard(8, 16),
+            [({}, {}), ({"kv_length": 10}, {"kv_length": 10}), ({}, {"softmax_scale": 1.3}), ({}, {})],
+            [
+                "",
+                "kv_length=10 with 8 new tokens makes 5 keys per sequence on rank 0, which holds 8",
+                "rank 0 for softmax_scale=0.5, rank 1 for softmax_scale=1.3",
+                "",
+            ],
+        ),
+    ],
+)
+def test_ranks_whose_calls_differ_are_all_told_which_rank_does(case, problem, calls, expected) -> None:
+    for messages in run_ranks(2, refusals, problem, case, calls):
+        for message, part in zip(messages, expected, strict=True):
+            assert (part in message) if part else not message, message
 
 
 def phases(rank: int, cases: list[Case], problem: WorkloadShard) -> list[set[str]]:
@@ -393,6 +546,17 @@ def test_invalid_decode_calls_are_refused() -> None:
         strategy.attention(q.detach(), k, k[:, 1:], kv_length=9)
     with pytest.raises(Unsupported, match="4 heads over 3 kv heads"):
         strategy.attention(q.detach(), torch.randn(1, 9, 3, 8), torch.randn(1, 9, 3, 8), kv_length=9)
+    # Of 9 keys on one rank all are its own, in every call.
+    strategy.attention(q.detach()[:, :1], k, k, kv_length=9)
+    for length in (8, 10):
+        with pytest.raises(Unsupported, match=f"kv_length={length} with 1 new tokens makes {length} keys"):
+            strategy.attention(q.detach()[:, :1], k, k, kv_length=length)
+    for lengths in ({"kv_length": torch.tensor([9, 7])}, {"kv_length": [9, 7]}):
+        with pytest.raises(Unsupported, match="sequences of different lengths in a batch are not supported"):
+            strategy.attention(q.detach(), k, k, **lengths)
+    for name in ("cache_seqlens", "block_table"):
+        with pytest.raises(Unsupported, match=f"{name}: all sequences of a batch have one kv_length"):
+            strategy.attention(q.detach(), k, k, kv_length=9, **{name: torch.tensor([9, 7])})
     for options, said in (
         ({"prefix": 3}, "a prefix of 3"),
         ({"sinks": torch.ones(3)}, "one logit a head: (4,), not (3,)"),
