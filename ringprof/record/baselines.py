@@ -163,28 +163,20 @@ class _Buffers:
     """Buffers of a replay: one per role and dtype of a kernel's arguments."""
 
     def __init__(self, shard: WorkloadShard, calls: Sequence[KernelCall]) -> None:
-        self._q = shard.q
         self._by_role: dict[tuple[str, torch.dtype], Tensor] = {}
         for role in ("q", "k", "v", "dout"):
             tensor = getattr(shard, role)
             if tensor is not None and tensor.is_contiguous():
                 self._by_role[role, tensor.dtype] = tensor.detach().view(-1)
         for call in calls:
-            for role, view in _views_by_role(call):
-                self._reserve(role, view)
+            views: list[tuple[str, TensorView | None]] = [("q", call.q), ("k", call.k), ("v", call.v)]
+            if call.rows is not None:
+                views += [("dout", call.rows.dout), ("out", call.rows.out), ("delta", call.rows.delta)]
+            for role, view in views:
+                buffer = None if view is None else self._by_role.get((role, view.dtype))
+                if view is not None and (buffer is None or buffer.numel() < view.span):
+                    self._by_role[role, view.dtype] = torch.randn(view.span, dtype=view.dtype, device=shard.q.device)
 
     def as_view(self, role: str, view: TensorView) -> Tensor:
         """Return the role's buffer with the size and the strides of ``view``."""
         return self._by_role[role, view.dtype].as_strided(view.size, view.stride)
-
-    def _reserve(self, role: str, view: TensorView) -> None:
-        buffer = self._by_role.get((role, view.dtype))
-        if buffer is None or buffer.numel() < view.span:
-            self._by_role[role, view.dtype] = torch.randn(view.span, dtype=view.dtype, device=self._q.device)
-
-
-def _views_by_role(call: KernelCall) -> list[tuple[str, TensorView]]:
-    views: list[tuple[str, TensorView | None]] = [("q", call.q), ("k", call.k), ("v", call.v)]
-    if call.rows is not None:
-        views += [("dout", call.rows.dout), ("out", call.rows.out), ("delta", call.rows.delta)]
-    return [(role, view) for role, view in views if view is not None]

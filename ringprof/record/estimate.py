@@ -117,13 +117,19 @@ def estimate_of(request: RecordRequest, per_host: int | None = None) -> Recordin
     on_gpu = request.device == "cuda"
     peak_memory_of = partial(peak_bytes, request, kernel=kernel.name, per_host=per_host or request.world)
     # The memory first, in forks of this process: timing a flex block on CPU computes gradients, and then no fork can.
-    peak, note = _memory_and_note(peak_memory_of, request.workload, kernel.name)
+    peak, note = None, "" if kernel.name in KNOWN_KERNELS else f", assuming flash attention's memory for {kernel.name}"
+    try:
+        peak = peak_memory_of(request.workload)
+    except UnsupportedWorkloadError as error:
+        note = str(error)
     name, limit, rate, source, available_share = (
         _describe_gpu(request, kernel.name) if on_gpu else _describe_cpu(request, kernel)
     )
     # On CPU the measured peak is that of the whole process, so the estimate includes what a process holds anyway.
     other_bytes = 0 if on_gpu else psutil.Process().memory_info().rss
     profiled = PROFILED_SLOWDOWN * (1 + request.profile_iters)
+    # Ordinary iterations and three baselines in four rounds, and three warm-ups; none costs more than an ordinary one.
+    baselines = 3 * request.warmup + 4 * (request.iters + 3) if request.controls else 0
     return RecordingEstimate(
         device=name,
         kernel=kernel.name,
@@ -134,7 +140,7 @@ def estimate_of(request: RecordRequest, per_host: int | None = None) -> Recordin
         memory_note=note,
         memory_of=lambda workload: peak_memory_of(workload) + other_bytes,
         memory_limit=limit,
-        iterations=round(request.warmup + request.iters + profiled + _baseline_iterations(request)),
+        iterations=round(request.warmup + request.iters + profiled + baselines),
         start_s=GPU_START_S if on_gpu else CPU_START_S,
         imbalance=_imbalance(strategy, request),
         reading_s=_reading_s(request.workload, request.world, name) if on_gpu else 0.0,
@@ -155,26 +161,6 @@ def _imbalance(strategy: type[Strategy], request: RecordRequest) -> float | None
     if mask.plain:
         return strategy.imbalance(request.world, causal=workload.causal, **request.params)
     return busiest_over_mean(strategy.sharded_mask(mask, workload.seq, request.world, **request.params).areas())
-
-
-def _baseline_iterations(request: RecordRequest) -> int:
-    """Count the iterations of the baselines: ordinary ones and three kinds in four rounds, and three warm-ups.
-
-    No kind costs more than an ordinary iteration.
-    """
-    assert request.warmup is not None and request.iters is not None
-    return 3 * request.warmup + 4 * (request.iters + 3) if request.controls else 0
-
-
-def _memory_and_note(
-    peak_memory_of: Callable[[Workload], int], workload: Workload, kernel: str
-) -> tuple[int | None, str]:
-    """Return the peak memory of one rank in bytes, and a note on its assumption, or None and why it is unknown."""
-    try:
-        peak = peak_memory_of(workload)
-    except UnsupportedWorkloadError as error:
-        return None, str(error)
-    return peak, "" if kernel in KNOWN_KERNELS else f", assuming flash attention's memory for {kernel}"
 
 
 def describe(request: RecordRequest, estimate: RecordingEstimate) -> list[str]:

@@ -141,7 +141,10 @@ class RankRecording:
                 self.dynamic = Dynamic(request.strategy, kernel=request.kernel, hops=request.hops, **request.params)
                 self.strategy = self.dynamic.of(request.cp_sizes[0])
             else:
-                self.strategy = self._create_strategy()
+                self.strategy = create(
+                    request.strategy, kernel=request.kernel, ranks_per_host=request.ranks_per_host, hops=request.hops,
+                    hosts=self._host_numbers(), **request.params,
+                )  # fmt: skip
             verification = self._verify(device)
             if verification is not None and request.controls:
                 # The counts of the short verification show this before the long run.
@@ -208,12 +211,8 @@ class RankRecording:
         kind = WorkloadShard if request.workload.layer is None else LayersShard
         return kind.create(self.strategy, request.workload, device, cuda_graph=request.cuda_graph)
 
-    def _create_strategy(self) -> Any:
-        request = self.task.request
-        return create(
-            request.strategy, kernel=request.kernel, ranks_per_host=request.ranks_per_host, hops=request.hops,
-            hosts=None if self.hosts is None else host_numbers(self.hosts), **request.params,
-        )  # fmt: skip
+    def _host_numbers(self) -> list[int] | None:
+        return None if self.hosts is None else host_numbers(self.hosts)
 
     def _verify(self, device: torch.device) -> Verification | None:
         if not self.task.request.verify:
@@ -270,9 +269,8 @@ class RankRecording:
     def _measure_baselines(self, shard: WorkloadShard, device: torch.device) -> BaselineTimes:
         request = self.task.request
         assert request.warmup is not None and request.iters is not None
-        hosts = None if self.hosts is None else host_numbers(self.hosts)
         null_strategy = strategy_without_transport(
-            request.strategy, request.kernel, request.ranks_per_host, request.params, hosts
+            request.strategy, request.kernel, request.ranks_per_host, request.params, self._host_numbers()
         )
         return measure_baselines(shard, null_strategy, device, request.warmup, request.iters, self.reporter)
 

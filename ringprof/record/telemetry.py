@@ -208,18 +208,15 @@ def list_adapters(folder: Path) -> list[Adapter] | None:
         ports = sorted(folder.glob("*/ports/*"))
     except OSError:
         return None
-    adapters = [_adapter(port) for port in ports if _read_text(port / "state").endswith("ACTIVE")]
+    adapters = []
+    for port in ports:
+        if _read_text(port / "state").endswith("ACTIVE"):
+            # "400 Gb/sec (4X NDR)"
+            rate = _read_text(port / "rate").partition(" ")[0]
+            gbits = float(rate) if rate.isascii() and rate.replace(".", "", 1).isdigit() else None
+            layer = _read_text(port / "link_layer") or None
+            adapters.append(Adapter(name=f"{port.parent.parent.name}:{port.name}", gbits=gbits, layer=layer))
     return adapters or None
-
-
-def _adapter(port: Path) -> Adapter:
-    # "400 Gb/sec (4X NDR)"
-    rate = _read_text(port / "rate").partition(" ")[0]
-    return Adapter(
-        name=f"{port.parent.parent.name}:{port.name}",
-        gbits=float(rate) if rate.isascii() and rate.replace(".", "", 1).isdigit() else None,
-        layer=_read_text(port / "link_layer") or None,
-    )
 
 
 def _read_text(file: Path) -> str:
