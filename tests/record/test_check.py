@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import ringprof
 from ringprof.errors import RecordError, UsageError
 from ringprof.record.check.dense import References, compare_results
+from ringprof.record.check.on_ranks import hidden_profiler_lines
 from ringprof.record.check.result import Check, QueryAndKey, Seen, TensorCheck
 from ringprof.record.process_group import GroupRanks
 from ringprof.strategies import create
@@ -25,7 +27,8 @@ from ringprof.strategies.masks.layouts import LAYOUTS
 from tests.strategies.ranks import run_ranks
 
 SEQ, HEADS, KV_HEADS, HEAD_DIM = 64, 4, 2, 16
-SHAPE: dict[str, Any] = {"seq": SEQ, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "dtype": "fp32"}
+SHAPE: dict[str, Any] = {"seq": SEQ, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "dtype": "fp32",
+                         "batch": 1, "extra_calls": False}  # fmt: skip
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -185,6 +188,93 @@ def test_tokens_that_are_not_a_number_are_wrong() -> None:
     error[20] = torch.nan
     check = check_of_output(error, torch.full((64,), 0.002), torch.ones(64))
     assert (check.wrong_tokens, check.first_token, check.equal) == (1, 20, False)
+
+
+# --- the calls beside the equal ones ------------------------------------------------------------
+
+EXTRA: dict[str, Any] = {**SHAPE, "dtype": "bf16", "extra_calls": True}
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, change: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
+    """Causal attention on one device whose scores ``change`` sees."""
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    scores = change(torch.einsum("bqhd,bkhd->bhqk", q.float(), k.float()) * q.shape[-1] ** -0.5)
+    scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v.float()).to(q.dtype)
+
+
+def test_default_sizes_have_several_batch_entries_and_grouped_heads() -> None:
+    check = ringprof.check(dense, "zigzag", seq=16, head_dim=8)
+    work = check.workload
+    assert (work.batch, work.heads, work.kv_heads) == (2, 8, 2)
+    assert check.equal and check.calls == 5 and check.skipped == [], str(check)
+    assert ringprof.check(dense, "zigzag", seq=16, head_dim=8, heads=4, extra_calls=False).workload.kv_heads == 4
+
+
+def test_a_softmax_without_its_maximum_is_found_by_large_scores() -> None:
+    def without_maximum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+        weights = (torch.einsum("bqhd,bkhd->bhqk", q.float(), k.float()) * q.shape[-1] ** -0.5).exp().tril()
+        return torch.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdim=True), v.float()).to(q.dtype)
+
+    check = ringprof.check(without_maximum, "zigzag", **EXTRA)
+    assert not check.equal and (check.call, check.variant) == (4, "queries times 32")
+    assert "call 4 of 5 (queries times 32), relative root-mean-square errors" in str(check)
+    assert ringprof.check(without_maximum, "zigzag", **{**EXTRA, "extra_calls": False}).equal
+
+
+def test_scores_rounded_to_bf16_are_found_in_fp32_alone() -> None:
+    check = ringprof.check(lambda q, k, v: dense(q, k, v, lambda x: x.bfloat16().float()), "zigzag", **EXTRA)
+    assert not check.equal and (check.call, check.variant) == (5, "fp32")
+    assert 1e-4 < check.errors["out"].rms < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_attention_that_rounds_its_inputs_is_not_compared_in_fp32(dtype: torch.dtype) -> None:
+    check = ringprof.check(lambda q, k, v: dense(*(x.to(dtype) for x in (q, k, v))).to(q.dtype), "zigzag", **EXTRA)
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    assert check.equal and check.calls == 4
+    assert check.skipped == [f"call 5 of the attention, in fp32: it rounds q, k and v to {name}"]
+
+
+def test_an_attention_that_refuses_fp32_is_told_so() -> None:
+    def half_only(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.dtype == torch.float32:
+            raise ValueError("half types only")
+        return dense(q, k, v)
+
+    check = ringprof.check(half_only, "zigzag", **EXTRA)
+    assert check.equal and check.calls == 4
+    assert "skipped: call 5 of the attention, in fp32: ValueError: half types only" in str(check)
+
+
+def test_an_attention_that_fails_with_default_sizes_is_told_how_to_ask_for_less() -> None:
+    with pytest.raises(RecordError, match=r"batch 2, 8 heads \(2 kv\) of 64; for less: batch=1, kv_heads=8\): "):
+        ringprof.check(lambda q, k, v: torch.cat([q, k], 3), "zigzag")
+
+
+def refusing_on_rank_1(rank: int) -> str:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if rank == 1 and q.dtype == torch.float32:
+            raise ValueError("half types only")
+        return over_all(positions("zigzag"), q, k, v) if q.dtype == torch.bfloat16 else alone(q, k, v)
+
+    with pytest.raises(RecordError) as failed:
+        ringprof.check(attention, "zigzag", **EXTRA)
+    return str(failed.value)
+
+
+@pytest.mark.processes
+def test_fp32_refused_on_one_rank_alone_is_a_failure() -> None:
+    line = "rank 1 failed in call 5 of the attention, in fp32: ValueError: half types only"
+    assert run_ranks(2, refusing_on_rank_1) == [line] * 2
+
+
+def test_lines_of_the_profiler_are_hidden_and_others_are_not(capfd: pytest.CaptureFixture[str]) -> None:
+    with hidden_profiler_lines():
+        os.write(2, b"USDT:2026-01-01 profiler_start\nkept\n")
+    ringprof.check(dense, "zigzag", **SHAPE)
+    assert capfd.readouterr().err == "kept\n"
 
 
 # --- what is sent -----------------------------------------------------------------------------

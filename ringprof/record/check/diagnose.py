@@ -137,7 +137,12 @@ def _best_explanation(name: str, candidates: list[Explanation], call: WrongCall)
     Empty where no candidate matches on any of them.
     """
     limit = MATCH_FACTOR * call.errors[name].allowed_rms
-    equal = [relative_rms(call.results[name].double() - other, other) <= limit for _, other in candidates]
+    # Relative to the right result where the mistaken one is 0.
+    exact = call.reference.exact[name]
+    equal = [
+        relative_rms(call.results[name].double() - other, other if other.any() else exact) <= limit
+        for _, other in candidates
+    ]
     wrong_and_equal = gather_numbers([call.wrong[name], *equal], call.attention.ranks)
     affected = [rank for rank, row in enumerate(wrong_and_equal) if row[0]]
     matching_ranks = [
@@ -163,6 +168,8 @@ def _scale_explanation(name: str, call: WrongCall) -> list[str]:
     if not factors_agree or not all(by_rank[rank][1] for rank in affected):
         return []
     mean = sum(factors) / len(factors)
+    if f"{mean:.3g}" == "1":
+        return []  # the error is in a few tokens
     factor_names = {call.attention.ranks.size: "the number of ranks", 1 / call.attention.ranks.size: "1 / ranks"}
     factor_name = next(
         (f" ({text})" for value, text in factor_names.items() if value != 1 and abs(mean / value - 1) < 0.02), ""
