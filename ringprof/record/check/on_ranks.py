@@ -148,7 +148,8 @@ def check_on_ranks(
     reported = [*explained, *wrong, max(calls.results, key=_CallResult.severity)][0]
     reasons = reported.reasons
     if reported.errors:
-        reasons = reasons or ([] if seen and seen.right and reported.equal else reasons_from_weights)
+        if not reasons or (seen and not seen.right and reported.call.variant):
+            reasons = [] if seen and seen.right and reported.equal else reasons_from_weights
     own_sent = calls.sent[0] if calls.sent else SentInCall(operations={}, size_bytes=-1)
     sent_by_rank = [from_json(part, SentInCall) for part in ranks.gather_structs(own_sent)]
     # The size is -1 where another profiler was running on a rank.
@@ -201,9 +202,9 @@ def _planned_calls(request: CheckRequest, workload: Workload, device_type: str) 
     scale = workload.head_dim**-0.5 if request.softmax_scale is None else request.softmax_scale
     # A power of two, so that the queries keep their digits.
     q_factor = 2.0 ** math.ceil(math.log2(SCORE_RMS / (abs(scale) * workload.head_dim**0.5)))
-    # Some attentions round scores to the input's type before the softmax, which weights of large scores show.
+    # Some attentions round scores to the input's type before the softmax; in fp32, the roundings of sums add up.
     unit = torch.finfo(torch_dtype(workload)).eps / 2
-    score_error = 0.0 if workload.dtype == "fp32" else SCORE_RMS * unit / 3**0.5
+    score_error = SCORE_RMS * unit * (8 if workload.dtype == "fp32" else 3**-0.5)
     variant = f"queries times {q_factor:g}"
     planned.append(_PlannedCall(len(planned) + 1, workload, variant, q_factor, score_error))
     if workload.dtype != "fp32":
@@ -351,7 +352,12 @@ class _Calls:
         wrong = [earlier for earlier in self.results if not earlier.equal]
         if result.equal or any(earlier.reasons or not earlier.call.variant for earlier in wrong):
             return result
-        wrong_call = WrongCall(self.attention, full, workload, scale, results, reference, errors, wrong_on_this_rank)
+        # Buffers may hold data of the call before, or of the first.
+        numbers = {call.number - 1, 1} - {0, call.number} if not call.variant else set[int]()
+        earlier = {number: self.planned[number - 1].draw(ranks.device) for number in sorted(numbers)}
+        wrong_call = WrongCall(
+            self.attention, full, workload, scale, results, reference, errors, wrong_on_this_rank, earlier
+        )
         return msgspec.structs.replace(result, reasons=wrong_call.reasons())
 
 
