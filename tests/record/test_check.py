@@ -249,7 +249,9 @@ def test_an_attention_that_refuses_fp32_is_told_so() -> None:
 
 
 def test_an_attention_that_fails_with_default_sizes_is_told_how_to_ask_for_less() -> None:
-    with pytest.raises(RecordError, match=r"batch 2, 8 heads \(2 kv\) of 64; for less: batch=1, kv_heads=8\): "):
+    with pytest.raises(
+        RecordError, match=r"batch 2, 8 heads \(2 kv\) of 64, bf16; try batch=1, kv_heads=8, dtype='fp32'\): "
+    ):
         ringprof.check(lambda q, k, v: torch.cat([q, k], 3), "zigzag")
 
 

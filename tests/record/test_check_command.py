@@ -114,8 +114,8 @@ def test_an_error_of_10_mb_is_cut(folder: Path) -> None:
     done = run(["check", "mine:says_too_much", "--world", "2", *SMALL], folder)
     assert done.returncode == 3 and done.stderr.count("\n") == 1 and len(done.stderr) < 2500
     assert re.match(
-        r"ringprof: rank [01] failed in call 1 of the attention \(batch 2, 2 heads of 16; for less: --batch 1\):"
-        r" ValueError: y{1000,}\.\.\.; log: ",
+        r"ringprof: rank [01] failed in call 1 of the attention \(batch 2, 2 heads of 16, bf16; try --batch 1,"
+        r" --dtype fp32\): ValueError: y{1000,}\.\.\.; log: ",
         done.stderr,
     )
 

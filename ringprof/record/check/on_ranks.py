@@ -204,7 +204,7 @@ def _planned_calls(request: CheckRequest, workload: Workload, device_type: str) 
     q_factor = 2.0 ** math.ceil(math.log2(SCORE_RMS / (abs(scale) * workload.head_dim**0.5)))
     # Some attentions round scores to the input's type before the softmax; in fp32, the roundings of sums add up.
     unit = torch.finfo(torch_dtype(workload)).eps / 2
-    score_error = SCORE_RMS * unit * (8 if workload.dtype == "fp32" else 3**-0.5)
+    score_error = SCORE_RMS * unit * (16 if workload.dtype == "fp32" else 3**-0.5)
     variant = f"queries times {q_factor:g}"
     planned.append(_PlannedCall(len(planned) + 1, workload, variant, q_factor, score_error))
     if workload.dtype != "fp32":
@@ -309,22 +309,26 @@ class _Calls:
             self.barrier.report_failure(where, error)
             raise
         except Exception as error:
-            if number == 1 and (smaller := self._smaller_request()):
-                where += f" ({smaller})"
+            if number == 1 and (hint := self._other_defaults()):
+                where += f" ({hint})"
             raise self.barrier.report_failure(where, error) from error
         return results
 
-    def _smaller_request(self) -> str:
-        """Say which default sizes an attention may not support, and how to ask for less; empty where it chose all."""
+    def _other_defaults(self) -> str:
+        """Say what defaults an attention may not support, and how to ask for others; empty where there are none."""
         request, workload = self.request, self.planned[0].workload
-        smaller = {"batch": 1} if request.batch is None else {}
+        others: dict[str, Any] = {"batch": 1} if request.batch is None else {}
         if request.heads is None and request.kv_heads is None:
-            smaller["kv_heads"] = workload.heads
-        if not smaller:
+            others["kv_heads"] = workload.heads
+        if workload.dtype != "fp32":
+            others["dtype"] = "fp32"
+        if not others:
             return ""
-        command = bool(request.target)
-        options = (f"--{k.replace('_', '-')} {v}" if command else f"{k}={v}" for k, v in smaller.items())
-        return f"batch {workload.batch}, {workload.heads_in_words()}; for less: {', '.join(options)}"
+        if request.target:
+            options = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in others.items())
+        else:
+            options = ", ".join(f"{name}={value!r}" for name, value in others.items())
+        return f"batch {workload.batch}, {workload.heads_in_words()}, {workload.dtype}; try {options}"
 
     def _compare(self, call: _PlannedCall, full: Tensors, results: AttentionResults, shape_problem: str) -> _CallResult:
         """Compare one call's results with the references on all ranks; explain the first wrong ones. Collective."""
