@@ -66,9 +66,14 @@ class WrongCall:
                 or _scale_explanation(name, self)
                 or (_overflow(self) if name == "out" else self._parts_explanation(name))
             )
-        return (
-            sentences or self._reasons_of_one_entry() or [text for name in names for text in _lost_digits(name, self)]
-        )
+        return sentences or self._reasons_of_one_entry()
+
+    def lost_digits(self) -> list[str]:
+        """Return sentences about results in fp32 that have lost digits, as by a shorter type. Collective."""
+        if self.workload.dtype != "fp32":
+            return []
+        names = ["out"] if not self.errors["out"].equal else [n for n, error in self.errors.items() if not error.equal]
+        return [text for name in names for text in _lost_digits(name, self)]
 
     @cached_property
     def whole_gradients(self) -> dict[str, Tensor]:
@@ -316,8 +321,6 @@ def _overflow(call: WrongCall) -> list[str]:
 
 def _lost_digits(name: str, call: WrongCall) -> list[str]:
     """Return a sentence about a result in fp32 that has lost digits, as by a shorter type. Collective."""
-    if call.workload.dtype != "fp32":
-        return []
     x, exact, ranks = call.results[name].double(), call.reference.exact[name], call.attention.ranks
     limit = 0.2 * relative_rms(x - exact, exact)
     for words, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
@@ -340,6 +343,9 @@ def _lost_digits(name: str, call: WrongCall) -> list[str]:
                     return [f"out equals attention with scores rounded to {words}"]
     unit = {words: torch.finfo(dtype).eps for words, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))}
     words = min(unit, key=lambda words: abs(math.log(max(call.errors[name].rms, 1e-300) / (unit[words] / 4))))
+    # Rounding reaches every token.
+    if call.errors[name].wrong_tokens < call.workload.seq / 2:
+        return []
     if unit[words] / 40 <= call.errors[name].rms <= unit[words]:
         return [f"{name} is off in fp32 by about as much as rounding to {words} explains"]
     return []

@@ -101,6 +101,8 @@ class _CallResult(msgspec.Struct, frozen=True):
     """Errors by tensor; empty where the output has another shape."""
     reasons: list[str]
     """Explanations of a wrong result, one sentence each."""
+    lost_digits: list[str] = []
+    """Sentences about results that have lost digits, if nothing else explains them."""
 
     @property
     def equal(self) -> bool:
@@ -144,12 +146,14 @@ def check_on_ranks(
     # An attention that refuses a type may leave sends unfinished: no call follows.
     skipped = [calls.make_optional(call) for call in calls.planned[request.calls + request.extra_calls :]]
     wrong = [result for result in calls.results if not result.equal]
-    explained = [result for result in wrong if result.reasons] if wrong and wrong[0].call.variant else []
+    explained = [result for result in wrong if result.reasons or result.lost_digits]
+    explained = explained if wrong and wrong[0].call.variant else []
     reported = [*explained, *wrong, max(calls.results, key=_CallResult.severity)][0]
     reasons = reported.reasons
     if reported.errors:
         if not reasons or (seen and not seen.right and reported.call.variant):
             reasons = [] if seen and seen.right and reported.equal else reasons_from_weights
+        reasons = reasons or (reported.lost_digits if not seen or seen.right else [])
     own_sent = calls.sent[0] if calls.sent else SentInCall(operations={}, size_bytes=-1)
     sent_by_rank = [from_json(part, SentInCall) for part in ranks.gather_structs(own_sent)]
     # The size is -1 where another profiler was running on a rank.
@@ -362,7 +366,8 @@ class _Calls:
         wrong_call = WrongCall(
             self.attention, full, workload, scale, results, reference, errors, wrong_on_this_rank, earlier
         )
-        return msgspec.structs.replace(result, reasons=wrong_call.reasons())
+        reasons = wrong_call.reasons()
+        return msgspec.structs.replace(result, reasons=reasons, lost_digits=[] if reasons else wrong_call.lost_digits())
 
 
 _GLOO_BYTES = {"double": 8, "long int": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "short": 2}
