@@ -66,9 +66,9 @@ def check(
     layout: str | torch.Tensor | Sequence[int],
     *,
     group: ProcessGroup | DeviceMesh | None = None,
-    batch: int = 1,
+    batch: int | None = None,
     seq: int | None = None,
-    heads: int = 8,
+    heads: int | None = None,
     kv_heads: int | None = None,
     head_dim: int = 64,
     dtype: str | torch.dtype = "bf16",
@@ -80,6 +80,7 @@ def check(
     backward: bool = True,
     tensor_format: str = "bshd",
     calls: int = CALLS,
+    extra_calls: bool = True,
     time_limit: float = TIME_LIMIT_S,
 ) -> Check:
     """Check whether an attention over several ranks equals dense attention over the whole sequence.
@@ -101,8 +102,13 @@ def check(
 
     ``layout`` says which tokens a rank holds: ``contiguous``, ``zigzag``, ``stripe``, or this rank's positions in the
     sequence in local order (as for RoPE). ``seq`` is the length over all ranks; the default is 64 tokens per rank on
-    CPU and 256 on GPU, at most 8192 in total. Each of the ``calls`` has new random inputs, and all are compared.
-    ``dtype`` is ``bf16``, ``fp16`` or ``fp32``; fp32 has the tightest tolerance.
+    CPU and 256 on GPU, at most 8192 in total. ``dtype`` is ``bf16``, ``fp16`` or ``fp32``; fp32 has the tightest
+    tolerance. By default there are 2 batch entries and 8 heads with 2 kv heads; where ``heads`` is given, ``kv_heads``
+    is the same number by default.
+
+    Each of the ``calls`` has new random inputs, and all are compared. With ``extra_calls`` two more follow: one with
+    queries that make scores large (root mean square 32), and one in fp32, which the attention may refuse on all ranks:
+    ``check.skipped`` then has its reason.
 
     Raises `UsageError` for unsupported arguments and `MissingExtraError` without torch. Raises `RecordError`, on every
     rank that can still act, if a call fails on some rank or returns more than ``time_limit`` seconds after the others.
@@ -120,7 +126,8 @@ def check(
         layout=str(layout) if named else "positions", batch=batch, seq=seq, heads=heads, kv_heads=kv_heads,
         head_dim=head_dim, dtype=dtypes.get(str(dtype), str(dtype)), causal=causal, softmax_scale=softmax_scale,
         backward=backward, documents=None if documents is None else tuple(map(int, documents)), window=window_size,
-        prefix=prefix, tensor_format=tensor_format, calls=calls, time_limit=time_limit,
+        prefix=prefix, tensor_format=tensor_format, calls=calls, extra_calls=extra_calls,
+        time_limit=time_limit,
     )  # fmt: skip
     return check_on_ranks(attention, request, None if named else as_tensor(layout), group)
 

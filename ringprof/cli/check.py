@@ -25,7 +25,7 @@ _LAYOUTS = ("contiguous", "zigzag", "stripe")
 @click.option("--layout", required=True, type=click.Choice(_LAYOUTS), help="Tokens of the sequence that a rank holds.")
 @click.option("--seq", type=Tokens(), help="Global length in tokens.  [default: 256 per rank on GPU, 64 on CPU]")
 @masks
-@workload_options(heads=8, head_dim=64)
+@workload_options(heads=None, head_dim=64)
 @on_ranks
 @click.option("--softmax-scale", type=float, help="Scale that the attention applies.  [default: 1/sqrt(head_dim)]")
 @click.option("--forward-only", is_flag=True, help="Do not check gradients.")
@@ -33,6 +33,8 @@ _LAYOUTS = ("contiguous", "zigzag", "stripe")
               help="Order of batch, sequence, heads and head_dim in q, k, v and the output.")  # fmt: skip
 @click.option("--calls", default=CALLS, show_default=True,
               help="Number of calls, each with new random inputs; all are compared.")  # fmt: skip
+@click.option("--extra-calls/--no-extra-calls", default=True, show_default=True,
+              help="Also make a call with large scores, and one in fp32 if the attention takes it.")  # fmt: skip
 @click.option("--time-limit", type=float, default=TIME_LIMIT_S, show_default=True, metavar="SECONDS",
               help="Time limit per call, after which a rank counts as hanging.")  # fmt: skip
 @formats("json")

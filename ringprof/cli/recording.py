@@ -16,6 +16,7 @@ from ringprof.common.json_object import JsonObject, Options
 from ringprof.common.validation import refuse_below_one
 from ringprof.errors import RingprofError, UsageError
 from ringprof.record import RecordRequest
+from ringprof.record.check.result import BATCH, HEADS, KV_HEADS
 from ringprof.record.launcher import launcher_rank
 from ringprof.record.request import DTYPES
 from ringprof.run import LayerAround, Phase, Workload
@@ -27,14 +28,20 @@ _REQUEST_OPTIONS = ("hops", "device", "world", "ranks_per_host", "warmup", "iter
 _SCORES_AND_HEADS = ("v_head_dim", "softcap", "sinks")
 
 
-def workload_options(*, heads: int = 40, head_dim: int = 128) -> Decorator:
-    """Add the options of the attention to a command, except the sequence length."""
+def workload_options(*, heads: int | None = 40, head_dim: int = 128) -> Decorator:
+    """Add the options of the attention to a command, except the sequence length.
+
+    With ``heads`` None, batch and heads default to those of a check.
+    """
+    checks = heads is None
     return all_of(
-        click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Batch size."),
-        click.option("--heads", type=click.IntRange(min=1), default=heads, show_default=True,
-                     help="Number of query heads."),
+        click.option("--batch", type=click.IntRange(min=1), default=None if checks else 1,
+                     show_default=str(BATCH) if checks else True, help="Batch size."),
+        click.option("--heads", type=click.IntRange(min=1), default=heads,
+                     show_default=str(HEADS) if checks else True, help="Number of query heads."),
         click.option("--kv-heads", type=click.IntRange(min=1),
-                     help="Number of key and value heads (grouped-query attention).  [default: --heads]"),
+                     help="Number of key and value heads (grouped-query attention)."
+                     f"  [default: {f'{KV_HEADS}, or --heads if set' if checks else '--heads'}]"),
         click.option("--head-dim", type=click.IntRange(min=1), default=head_dim, show_default=True,
                      help="Head size."),
         click.option("--causal/--no-causal", default=True, show_default=True, help="Causal mask or full attention."),

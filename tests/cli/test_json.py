@@ -44,7 +44,7 @@ def test_json_has_the_fields_of_its_schema(
     assert document["schema"] == f"ringprof.{schema}/1"
     assert document[rows] and all(set(row) == set(fields.split()) for row in document[rows])
     others = {
-        "attention-check": "equal workload ranks layout device calls call errors seen reasons",
+        "attention-check": "equal workload ranks layout device calls call variant errors seen reasons skipped",
         "kernel-rates": "device device_type workload",
     }
     assert set(document) == {"schema", rows, *others.get(schema, "").split()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import ringprof
 from ringprof.errors import RecordError, UsageError
 from ringprof.record.check.dense import References, compare_results
+from ringprof.record.check.on_ranks import hidden_profiler_lines
 from ringprof.record.check.result import Check, QueryAndKey, Seen, TensorCheck
 from ringprof.record.process_group import GroupRanks
 from ringprof.strategies import create
@@ -25,7 +27,8 @@ from ringprof.strategies.masks.layouts import LAYOUTS
 from tests.strategies.ranks import run_ranks
 
 SEQ, HEADS, KV_HEADS, HEAD_DIM = 64, 4, 2, 16
-SHAPE: dict[str, Any] = {"seq": SEQ, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "dtype": "fp32"}
+SHAPE: dict[str, Any] = {"seq": SEQ, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "dtype": "fp32",
+                         "batch": 1, "extra_calls": False}  # fmt: skip
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -187,6 +190,96 @@ def test_nan_tokens_are_wrong() -> None:
     assert (check.wrong_tokens, check.first_token, check.equal) == (1, 20, False)
 
 
+# --- the calls beside the equal ones ------------------------------------------------------------
+
+EXTRA: dict[str, Any] = {**SHAPE, "dtype": "bf16", "extra_calls": True}
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, change: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
+    """Causal attention on one device whose scores ``change`` sees."""
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    scores = change(torch.einsum("bqhd,bkhd->bhqk", q.float(), k.float()) * q.shape[-1] ** -0.5)
+    scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v.float()).to(q.dtype)
+
+
+def test_default_sizes_have_several_batch_entries_and_grouped_heads() -> None:
+    check = ringprof.check(dense, "zigzag", seq=16, head_dim=8)
+    work = check.workload
+    assert (work.batch, work.heads, work.kv_heads) == (2, 8, 2)
+    assert check.equal and check.calls == 5 and check.skipped == [], str(check)
+    assert ringprof.check(dense, "zigzag", seq=16, head_dim=8, heads=4, extra_calls=False).workload.kv_heads == 4
+
+
+def test_a_softmax_without_its_maximum_is_found_by_large_scores() -> None:
+    def without_maximum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+        weights = (torch.einsum("bqhd,bkhd->bhqk", q.float(), k.float()) * q.shape[-1] ** -0.5).exp().tril()
+        return torch.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdim=True), v.float()).to(q.dtype)
+
+    check = ringprof.check(without_maximum, "zigzag", **EXTRA)
+    assert not check.equal and (check.call, check.variant) == (4, "queries times 32")
+    assert "call 4 of 5 (queries times 32), relative root-mean-square errors" in str(check)
+    assert "above 88.7, from which exp() overflows fp32: the row's maximum is not subtracted" in check.reasons[-1]
+    assert ringprof.check(without_maximum, "zigzag", **{**EXTRA, "extra_calls": False}).equal
+
+
+def test_scores_rounded_to_bf16_are_found_in_fp32_alone() -> None:
+    check = ringprof.check(lambda q, k, v: dense(q, k, v, lambda x: x.bfloat16().float()), "zigzag", **EXTRA)
+    assert not check.equal and (check.call, check.variant) == (5, "fp32")
+    assert 1e-4 < check.errors["out"].rms < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_attention_that_rounds_its_inputs_is_not_compared_in_fp32(dtype: torch.dtype) -> None:
+    check = ringprof.check(lambda q, k, v: dense(*(x.to(dtype) for x in (q, k, v))).to(q.dtype), "zigzag", **EXTRA)
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    assert check.equal and check.calls == 4
+    assert check.skipped == [f"call 5 of the attention, in fp32: it rounds q, k and v to {name}"]
+
+
+def test_an_attention_that_refuses_fp32_is_told_so() -> None:
+    def half_only(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.dtype == torch.float32:
+            raise ValueError("half types only")
+        return dense(q, k, v)
+
+    check = ringprof.check(half_only, "zigzag", **EXTRA)
+    assert check.equal and check.calls == 4
+    assert "skipped: call 5 of the attention, in fp32: ValueError: half types only" in str(check)
+
+
+def test_an_attention_that_fails_with_default_sizes_is_told_how_to_ask_for_less() -> None:
+    with pytest.raises(
+        RecordError, match=r"batch 2, 8 heads \(2 kv\) of 64, bf16; try batch=1, kv_heads=8, dtype='fp32'\): "
+    ):
+        ringprof.check(lambda q, k, v: torch.cat([q, k], 3), "zigzag")
+
+
+def refusing_on_rank_1(rank: int) -> str:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if rank == 1 and q.dtype == torch.float32:
+            raise ValueError("half types only")
+        return over_all(positions("zigzag"), q, k, v) if q.dtype == torch.bfloat16 else alone(q, k, v)
+
+    with pytest.raises(RecordError) as failed:
+        ringprof.check(attention, "zigzag", **EXTRA)
+    return str(failed.value)
+
+
+@pytest.mark.processes
+def test_fp32_refused_on_one_rank_alone_is_a_failure() -> None:
+    line = "rank 1 failed in call 5 of the attention, in fp32: ValueError: half types only"
+    assert run_ranks(2, refusing_on_rank_1) == [line] * 2
+
+
+def test_lines_of_the_profiler_are_hidden_and_others_are_not(capfd: pytest.CaptureFixture[str]) -> None:
+    with hidden_profiler_lines():
+        os.write(2, b"USDT:2026-01-01 profiler_start\nkept\n")
+    ringprof.check(dense, "zigzag", **SHAPE)
+    assert capfd.readouterr().err == "kept\n"
+
+
 # --- what is sent -----------------------------------------------------------------------------
 
 
@@ -312,6 +405,25 @@ def averaged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return over_all(positions("zigzag"), q, k, v)
 
 
+def merged_by_maximum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = (gathered(x).repeat_interleave(HEADS // KV_HEADS, 2) for x in (k, v))
+    every = torch.cat([_positions_of(rank) for rank in range(2)])
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), k.float()) * HEAD_DIM**-0.5
+    scores = scores.masked_fill(positions("zigzag")[:, None] < every, -torch.inf)
+    lses = torch.stack([part.logsumexp(-1) for part in scores.chunk(2, -1)])
+    return torch.einsum("bhqk,bkhd->bqhd", (scores - lses.amax(0)[..., None]).exp(), v.float()).to(q.dtype)
+
+
+def gradients_one_hop_too_far(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def exchanged(gradient: Tensor) -> Tensor:
+        pieces = [torch.empty_like(gradient) for _ in range(2)]
+        dist.all_gather(pieces, gradient.contiguous())
+        return pieces[1 - dist.get_rank()]
+
+    k.register_hook(exchanged)
+    return over_all(positions("zigzag"), q, k, v)
+
+
 def off_on_rank_1(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     out = over_all(positions("zigzag"), q, k, v)
     # Rank 0 waits for this rank in its backward pass all the same.
@@ -336,8 +448,124 @@ WRONG: list[tuple[Attention, set[str], str]] = [
     (detached_keys, {"dk"}, "dk is 0: no gradient reaches k"),
     (own_gradients, {"dk", "dv"}, "dk is what a rank's own queries give: other ranks' part is missing"),
     (averaged, {"dk", "dv"}, "dk is the right one times 0.5 (1 / ranks)"),
+    (merged_by_maximum, OUTPUT,
+     "partial outputs are merged with the maximum of the ranks' LSEs, not with the LSE of all"),
+    (gradients_one_hop_too_far, {"dk"}, "dk is that of the tokens of the next rank"),
     (off_on_rank_1, OUTPUT, f"{ALONE} (on rank 1)"),
 ]  # fmt: skip
+
+
+def with_gradients(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Attention:
+    """Right attention on one device whose dk and dv are those that ``change`` returns of the right ones."""
+
+    class Changed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            return k.clone(), v.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+            return change(*gradients)
+
+    return lambda q, k, v: dense(q, *Changed.apply(k, v))
+
+
+def without_delta(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The gradient of a divisor that is a constant for autograd lacks delta."""
+    k, v = (x.repeat_interleave(HEADS // KV_HEADS, 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), k.float()) * HEAD_DIM**-0.5
+    scores = scores.masked_fill(~torch.ones(SEQ, SEQ, dtype=torch.bool).tril(), -torch.inf)
+    weights = (scores - scores.detach().logsumexp(-1, keepdim=True)).exp()
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v.float()).to(q.dtype)
+
+
+class Unzeroed:
+    """Keep the sums of all gradients so far, as a buffer that nothing sets to 0."""
+
+    def __init__(self) -> None:
+        self.sums: list[Tensor] = []
+
+    def __call__(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        self.sums = [x + y for x, y in zip(self.sums, (dk, dv), strict=True)] if self.sums else [dk, dv]
+        return self.sums[0].clone(), self.sums[1].clone()
+
+
+def second_entry_unmasked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mask = torch.ones(2, 1, SEQ, SEQ, dtype=torch.bool)
+    mask[0] = mask[0].tril()
+    return on_one_device(q, k, v, mask)
+
+
+def keys_of_the_first_entry(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return dense(q, k[:1].expand_as(k), v[:1].expand_as(v))
+
+
+def only_first_query_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    wide_k, wide_v = (x.repeat_interleave(2, 2).clone() for x in (k, v))
+    for head in (1, 3):
+        wide_k[:, :, head] = wide_k[:, :, head].detach()
+    return on_one_device(q, wide_k, wide_v, torch.ones(SEQ, SEQ, dtype=torch.bool).tril())
+
+
+DELTA = "leaves out delta, the row sums of dout times out"
+WRONG_ON_ONE_RANK: list[tuple[Callable[[], Attention], list[str]]] = [
+    (lambda: with_gradients(lambda dk, dv: (dk.clamp(-0.5, 0.5), dv)), ["dk is clipped at 0.5"]),
+    (lambda: with_gradients(lambda dk, dv: (dk + dv, dv)), ["dk is the sum of dk and dv"]),
+    (lambda: with_gradients(lambda dk, dv: (dv, dk)),
+     ["dk is dv: they are swapped", "dv is dk: they are swapped"]),
+    (lambda: with_gradients(lambda dk, dv: (dk.sum(0, keepdim=True).expand_as(dk), dv)),
+     ["dk is the sum over all batch entries"]),
+    (lambda: with_gradients(Unzeroed()),
+     [f"{name} has that of call 1 added: a buffer is not set to 0" for name in ("dk", "dv")]),
+    (lambda: with_gradients(lambda dk, dv: (4 * dk, dv)), ["dk is the right one times 4 (1 / softmax_scale)"]),
+    (lambda: without_delta, [f"dq {DELTA}", f"dk {DELTA}"]),
+    (lambda: second_entry_unmasked,
+     ["batch entry 1 is wrong and entry 0 is right: out equals attention without the causal mask"]),
+    (lambda: keys_of_the_first_entry, ["out uses k and v of batch entry 0 for all entries"]),
+    (lambda: only_first_query_head, ["dk of kv head 0 sums query heads 0, not 0, 1"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("attention", "reasons"), WRONG_ON_ONE_RANK, ids=[str(x[1][0]) for x in WRONG_ON_ONE_RANK])
+def test_a_mistake_that_needs_no_other_rank_is_named(
+    attention: Callable[[], Attention], reasons: list[str], dtype: str
+) -> None:
+    check = ringprof.check(attention(), "zigzag", **{**SHAPE, "batch": 2, "dtype": dtype})
+    assert not check.equal and check.reasons == reasons, str(check)
+
+
+def test_one_missing_pair_is_named_by_its_place_alone() -> None:
+    """The rest of the output is right times about 1, which explains nothing."""
+    mask = torch.ones(SEQ, SEQ, dtype=torch.bool).tril()
+    mask[50, 3] = False
+    check = ringprof.check(lambda q, k, v: on_one_device(q, k, v, mask), "zigzag", **SHAPE)
+    assert not check.equal and check.reasons == []
+    assert check.seen and check.seen.first_missing == QueryAndKey(query=50, key=3, rank=0)
+
+
+def rounded_lse(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = (x.repeat_interleave(HEADS // KV_HEADS, 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * HEAD_DIM**-0.5
+    scores = scores.masked_fill(~torch.ones(SEQ, SEQ, dtype=torch.bool).tril(), -torch.inf)
+    lse = scores.logsumexp(-1, keepdim=True).bfloat16().float()
+    return torch.einsum("bhqk,bkhd->bqhd", (scores - lse).exp(), v)
+
+
+LOST_DIGITS: list[tuple[Attention, str]] = [
+    (
+        lambda q, k, v: dense(q, k, v).bfloat16().to(q.dtype),
+        "out has the digits of bf16 alone: it is summed up, sent or",
+    ),
+    (lambda q, k, v: dense(q, k, v, lambda x: x.half().float()), "out equals attention with scores rounded to fp16"),
+    (rounded_lse, "each query's out is right times a factor from 0.98"),
+]
+
+
+@pytest.mark.parametrize(("attention", "reason"), LOST_DIGITS, ids=lambda value: value if type(value) is str else "")
+def test_digits_that_are_lost_in_fp32_are_named(attention: Attention, reason: str) -> None:
+    check = ringprof.check(attention, "zigzag", **SHAPE)
+    assert not check.equal and check.reasons[0].startswith(reason), str(check)
 
 
 def checked(rank: int, attention: Attention, options: dict[str, Any]) -> Check:
@@ -435,6 +663,7 @@ def test_stale_state_of_an_earlier_call_is_detected() -> None:
     """Keys of the first call in all: right as long as the numbers are the same."""
     check = run_ranks(2, stale)[0]
     assert not check.equal and check.call == 2 and "call 2 of 3, the first that is not equal" in str(check)
+    assert check.reasons == ["out uses k of call 1, left in a buffer"]
 
 
 def one_token(rank: int) -> Check:
@@ -467,6 +696,7 @@ def test_non_finite_output_is_wrong() -> None:
     error = check.errors["out"]
     assert not check.equal and check.call == 3
     assert (error.rank, error.wrong_tokens, error.first_token) == (1, 1, 20)
+    assert check.reasons == ["out is not finite at 1 of 64 tokens, the first is token 20 on rank 1"]
     assert str(check).splitlines()[3].split()[:3] == ["out", "not", "finite"]
 
 

@@ -17,6 +17,8 @@ from ringprof.record.process_group import GroupRanks
 from ringprof.record.shutdown.rank_errors import error_kind, error_line, is_consequence
 
 _POLL_S = 0.02
+_REFUSAL_S = 10.0
+"""Time that a rank that refuses a call waits for the others to refuse it, too."""
 _SETTLE_S = 2.0
 """Time that a rank that seems to have lost a peer waits for the failure report of the rank that failed by itself."""
 _checks_per_group: Counter[str] = Counter()
@@ -56,19 +58,26 @@ class CompletionBarrier:
         self._store.set("failed", message)
         return RecordError(message)
 
-    def wait_for_all(self, where: str) -> None:
-        """Wait until all ranks have returned from a call.
+    def wait_for_all(self, where: str, refusal: str = "") -> list[str]:
+        """Wait until all ranks have returned from a call; return every rank's ``refusal``, in rank order.
 
-        Raises `RecordError` where a rank has failed or does not return within the time limit.
+        A refusal is the error of a call that may be left out, empty where it succeeded. Raises `RecordError` where a
+        rank has failed, does not return within the time limit, or does not follow another's refusal.
         """
         if self._store is None:
-            return
-        self._store.set(f"{where}:{self._ranks.number}", "back")
+            return [refusal]
+        self._store.set(f"{where}:{self._ranks.number}", refusal)
         keys = {number: f"{where}:{number}" for number in self._ranks.numbers}
-        deadline, pause = time.monotonic() + self._limit_s, _POLL_S
+        limit_s = min(_REFUSAL_S, self._limit_s) if refusal else self._limit_s
+        deadline, pause = time.monotonic() + limit_s, _POLL_S
         while not self._store.check(list(keys.values())):
             if failure := self._reported_failure():
                 raise RecordError(failure)
+            if time.monotonic() > deadline and refusal:
+                # The others wait for this rank in the attention's own collectives.
+                message = f"rank {self._ranks.number} failed in {where}: {refusal}"
+                self._store.set("failed", message)
+                raise RecordError(message)
             if time.monotonic() > deadline:
                 missing = [str(number) for number, key in keys.items() if not self._store.check([key])]
                 raise RecordError(
@@ -77,6 +86,7 @@ class CompletionBarrier:
                 )
             time.sleep(pause)
             pause = min(0.5, 1.2 * pause)
+        return [self._store.get(key).decode() for key in keys.values()]
 
     def _reported_failure(self) -> str:
         """Return the failure that a rank has reported; empty where none has."""

@@ -183,25 +183,27 @@ class References:
         return cls(exact, shares(kernel_results(kernel, full.q, full.k, full.v, dout, block, scale, sinks)))
 
 
-def allowed_rms(kernel_rms: float, dtype: torch.dtype, hops: int) -> float:
+def allowed_rms(kernel_rms: float, dtype: torch.dtype, hops: int, explained_rms: float = 0.0) -> float:
     """Return the largest relative error that passes, by the formula in this module's docstring.
 
     ``hops`` is the number of roundings to the input's type between ranks; 0 if partial results are sent in float32.
+    ``explained_rms`` is a relative error that something else explains.
     """
     unit = torch.finfo(dtype).eps / 2
     explained = min(kernel_rms, KERNEL_ERROR_LIMIT * unit) if math.isfinite(kernel_rms) else 0.0
     if dtype in (torch.float32, torch.float64):
         explained = max(explained, SINGLE_FLOOR * unit / ERROR_FACTOR)
-    return ERROR_FACTOR * math.sqrt(explained**2 + hops * unit**2 / 3)
+    return ERROR_FACTOR * math.sqrt(explained**2 + hops * unit**2 / 3 + explained_rms**2)
 
 
 def compare_results(
     results: dict[str, Tensor], references: References, positions: Tensor, dtype: torch.dtype,
-    hops: Callable[[str], int], ranks: GroupRanks,
+    hops: Callable[[str], int], ranks: GroupRanks, explained_rms: float = 0.0,
 ) -> tuple[dict[str, TensorCheck], dict[str, bool]]:  # fmt: skip
     """Compare each result with the references; return its error over all ranks and whether it is wrong on this rank.
 
-    ``positions`` are those of this rank's tokens, ``hops`` returns the roundings between ranks of a tensor. Collective.
+    ``positions`` are those of this rank's tokens, ``hops`` returns the roundings between ranks of a tensor, and
+    ``explained_rms`` is that of `allowed_rms`. Collective.
     """
     rows = {}
     for name, x in results.items():
@@ -216,13 +218,15 @@ def compare_results(
             y.square().mean((0, 2, 3)).sqrt() for y in (exact, kernel_difference, x.double() - exact)
         )
         mean_rms = own_rms.square().mean().sqrt().item()
-        bound = TOKEN_FACTOR * allowed_rms(kernel_rms, dtype, hops(name)) * own_rms.clamp_min(mean_rms)
+        bound = TOKEN_FACTOR * allowed_rms(kernel_rms, dtype, hops(name), explained_rms) * own_rms.clamp_min(mean_rms)
         # Negated, so that an error that is NaN counts as wrong.
         wrong = ~(error_by_token <= torch.maximum(bound, ERROR_FACTOR * kernel_rms_by_token))
         first = positions[wrong].min().item() if wrong.any() else math.inf
         rows[name] = [*error_row(x, exact, kernel_rms)[:3], wrong.sum().item(), first]
-    errors = errors_over_ranks(rows, dtype, hops, ranks)
-    return errors, {name: not _combine_ranks([row], dtype, hops(name)).equal for name, row in rows.items()}
+    errors = errors_over_ranks(rows, dtype, hops, ranks, explained_rms)
+    return errors, {
+        name: not _combine_ranks([row], dtype, hops(name), explained_rms).equal for name, row in rows.items()
+    }
 
 
 def error_row(x: Tensor, exact: Tensor, kernel_rms: float) -> list[float]:
@@ -236,15 +240,16 @@ def error_row(x: Tensor, exact: Tensor, kernel_rms: float) -> list[float]:
 
 
 def errors_over_ranks(
-    rows: dict[str, list[float]], dtype: torch.dtype, hops: Callable[[str], int], ranks: GroupRanks
-) -> dict[str, TensorCheck]:
+    rows: dict[str, list[float]], dtype: torch.dtype, hops: Callable[[str], int], ranks: GroupRanks,
+    explained_rms: float = 0.0,
+) -> dict[str, TensorCheck]:  # fmt: skip
     """Return each tensor's error on the rank with the largest error relative to its bound. Collective.
 
     ``rows`` has this rank's `error_row` of each tensor.
     """
     by_rank = gather_numbers(list(rows.values()), ranks)
     return {
-        name: _combine_ranks([rank_rows[index] for rank_rows in by_rank], dtype, hops(name))
+        name: _combine_ranks([rank_rows[index] for rank_rows in by_rank], dtype, hops(name), explained_rms)
         for index, name in enumerate(rows)
     }
 
@@ -255,14 +260,15 @@ def gather_numbers(numbers: Sequence[Any], ranks: GroupRanks) -> list[list[Any]]
     return [part.tolist() for part in ranks.gather_tensor(own)]
 
 
-def _combine_ranks(rows: list[list[float]], dtype: torch.dtype, hops: int) -> TensorCheck:
+def _combine_ranks(rows: list[list[float]], dtype: torch.dtype, hops: int, explained_rms: float) -> TensorCheck:
     """Combine the `error_row` of each rank into the check of one tensor."""
     first = min(row[4] for row in rows)
     wrong = math.isfinite(first)
     return max((
         TensorCheck(
-            max_abs=max_abs, rms=rms, kernel_rms=kernel_rms, allowed_rms=allowed_rms(kernel_rms, dtype, hops),
-            rank=rank, wrong_tokens=int(sum(row[3] for row in rows)), first_token=int(first) if wrong else None,
+            max_abs=max_abs, rms=rms, kernel_rms=kernel_rms,
+            allowed_rms=allowed_rms(kernel_rms, dtype, hops, explained_rms), rank=rank,
+            wrong_tokens=int(sum(row[3] for row in rows)), first_token=int(first) if wrong else None,
             first_rank=[row[4] for row in rows].index(first) if wrong else None,
         )
         for rank, (max_abs, rms, kernel_rms, *_) in enumerate(rows)

@@ -1,17 +1,21 @@
 """The check as it runs on the ranks: each calls the attention with its own tokens and compares with dense attention.
 
 Every call gets different random inputs, so that data left over from an earlier call shows as an error. All calls are
-made, whatever the first one gives, and each is compared before the next. The last call runs under the profiler, which
-records what the ranks send.
+made, whatever the first one gives, and each is compared before the next. The last of the equal calls runs under the
+profiler, which records what the ranks send. Another call has large scores, and the last is in fp32.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import os
+import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -20,7 +24,7 @@ from torch import Tensor
 from torch.autograd.profiler import profile
 
 from ringprof.common.validation import refuse_below_one
-from ringprof.errors import RingprofError, UsageError
+from ringprof.errors import RecordError, RingprofError, UsageError
 from ringprof.record.check.completion_barrier import CompletionBarrier
 from ringprof.record.check.dense import (
     MOST_TOKENS,
@@ -29,10 +33,22 @@ from ringprof.record.check.dense import (
     Tensors,
     compare_results,
     draw_inputs,
+    gather_numbers,
+    relative_rms,
     severity,
 )
 from ringprof.record.check.diagnose import WrongCall
-from ringprof.record.check.result import TENSOR_FORMATS, Check, CheckRequest, Seen, SentInCall, TensorCheck
+from ringprof.record.check.result import (
+    BATCH,
+    HEADS,
+    KV_HEADS,
+    TENSOR_FORMATS,
+    Check,
+    CheckRequest,
+    Seen,
+    SentInCall,
+    TensorCheck,
+)
 from ringprof.record.check.user_attention import AttentionResults, UserAttention, order_of_layout, order_of_positions
 from ringprof.record.check.weights import read_weights
 from ringprof.record.measure import profiler_is_busy
@@ -40,10 +56,16 @@ from ringprof.record.process_group import GroupRanks
 from ringprof.record.progress import Reporter, SilentReporter
 from ringprof.record.request import DTYPES, from_json
 from ringprof.record.resolve import torch_dtype
+from ringprof.record.shutdown.rank_errors import error_line
 from ringprof.run import Workload
 from ringprof.strategies import Unsupported
 from ringprof.strategies.kernels.reference import ReferenceKernel
 from ringprof.strategies.kernels.registry import choose_kernel
+
+SCORE_RMS = 32.0
+"""Root mean square of large scores: exp() of the largest among thousands overflows in float32."""
+TF32_RMS = 4e-4
+"""Relative error of products in TF32, in which GPUs may compute for float32 inputs."""
 
 
 class _ShapeProblem(msgspec.Struct, frozen=True):
@@ -52,14 +74,35 @@ class _ShapeProblem(msgspec.Struct, frozen=True):
     text: str
 
 
+class _PlannedCall(msgspec.Struct, frozen=True):
+    """One call to make."""
+
+    number: int
+    """Number of the call, counted from 1, which its inputs depend on."""
+    workload: Workload
+    variant: str = ""
+    """How the call differs from the first ones; empty where it does not."""
+    q_factor: float = 1.0
+    """Factor by which the queries are larger."""
+    explained_rms: float = 0.0
+    """Relative error that rounding explains in addition to a kernel's own."""
+
+    def draw(self, device: torch.device) -> Tensors:
+        """Draw the full inputs of the call, the same on every rank."""
+        full = draw_inputs(self.workload, device, SEED + self.number)
+        return replace(full, q=full.q * self.q_factor)
+
+
 class _CallResult(msgspec.Struct, frozen=True):
     """Result of one call, the same on all ranks."""
 
-    number: int
+    call: _PlannedCall
     errors: dict[str, TensorCheck]
     """Errors by tensor; empty where the output has another shape."""
     reasons: list[str]
     """Explanations of a wrong result, one sentence each."""
+    lost_digits: list[str] = []
+    """Sentences about results that have lost digits, if nothing else explains them."""
 
     @property
     def equal(self) -> bool:
@@ -93,59 +136,41 @@ def check_on_ranks(
     attention = UserAttention(
         function, ranks, order, request.tensor_format, workload.mask().documents, requires_grad=workload.backward
     )
-    calls, sent = list[_CallResult](), list[SentInCall]()
-    for number in range(1, request.calls + 1):
-        full = draw_inputs(workload, ranks.device, SEED + number)
-        reporter.start(f"call {number} of {request.calls}", 1)
-        sent_in_call = sent if number == request.calls else None
-        results, shape_problem = _run_call(attention, full, workload, barrier, number, sent_in_call)
-        reporter.start(f"after call {number} of {request.calls}", 1)
-        barrier.wait_for_all(f"call {number} of the attention")
-        explain, scale = all(call.equal for call in calls), request.softmax_scale
-        calls.append(_compare_call(attention, full, workload, scale, results, shape_problem, number, explain=explain))
-    reported = next((call for call in calls if not call.equal), None) or max(calls, key=_CallResult.severity)
-    seen, reasons = None, reported.reasons
-    if reported.errors:
+    calls = _Calls(attention, request, barrier, reporter, _planned_calls(request, workload, ranks.device.type))
+    for call in calls.planned[: request.calls + request.extra_calls]:
+        calls.make_and_compare(call)
+    seen, reasons_from_weights = None, list[str]()
+    if all(result.errors for result in calls.results):
         reporter.start("what queries see", 1)
-        seen, reasons_from_weights = _check_visible_keys(attention, workload, request, barrier)
-        reasons = reasons or ([] if seen and seen.right and reported.equal else reasons_from_weights)
-    own_sent = sent[0] if sent else SentInCall(operations={}, size_bytes=-1)
+        seen, reasons_from_weights = calls.check_visible_keys(workload)
+    # An attention that refuses a type may leave sends unfinished: no call follows.
+    skipped = [calls.make_optional(call) for call in calls.planned[request.calls + request.extra_calls :]]
+    wrong = [result for result in calls.results if not result.equal]
+    explained = [result for result in wrong if result.reasons or result.lost_digits]
+    explained = explained if wrong and wrong[0].call.variant else []
+    reported = [*explained, *wrong, max(calls.results, key=_CallResult.severity)][0]
+    reasons = reported.reasons
+    if reported.errors:
+        if not reasons or (seen and not seen.right and reported.call.variant):
+            reasons = [] if seen and seen.right and reported.equal else reasons_from_weights
+        reasons = reasons or (reported.lost_digits if not seen or seen.right else [])
+    own_sent = calls.sent[0] if calls.sent else SentInCall(operations={}, size_bytes=-1)
     sent_by_rank = [from_json(part, SentInCall) for part in ranks.gather_structs(own_sent)]
     # The size is -1 where another profiler was running on a rank.
     known = all(rank.size_bytes != -1 for rank in sent_by_rank)
     return Check(
-        equal=all(call.equal for call in calls) and (seen is None or seen.right), workload=workload, ranks=ranks.size,
-        layout=request.layout, device=ranks.device.type, calls=len(calls), call=reported.number, errors=reported.errors,
+        equal=all(result.equal for result in calls.results) and (seen is None or seen.right), workload=workload,
+        ranks=ranks.size, layout=request.layout, device=ranks.device.type, calls=len(calls.results),
+        call=reported.call.number, variant=reported.call.variant, errors=reported.errors,
         sent=sent_by_rank if known else None, seen=seen, reasons=reasons,
+        skipped=[reason for reason in skipped if reason],
     )  # fmt: skip
-
-
-def _check_visible_keys(
-    attention: UserAttention, workload: Workload, request: CheckRequest, barrier: CompletionBarrier
-) -> tuple[Seen | None, list[str]]:
-    """Compare the keys that queries see with the mask, by extra forward calls. Collective.
-
-    Returns None where the output differs from call to call, and the mistakes that the weights reveal.
-    """
-    forward_only = msgspec.structs.replace(workload, backward=False)
-    numbers = itertools.count(request.calls + 1)
-
-    def call(full: Tensors) -> AttentionResults:
-        number = next(numbers)
-        results, _ = _run_call(attention, full, forward_only, barrier, number, None)
-        barrier.wait_for_all(f"call {number} of the attention")
-        return results
-
-    full = draw_inputs(workload, attention.ranks.device, SEED)
-    return read_weights(call, attention, full, workload, request.softmax_scale)
 
 
 def _validate_request(request: CheckRequest) -> None:
     """Raise `UsageError` for values that no check can have."""
     sizes = ("batch", "seq", "heads", "kv_heads", "head_dim", "calls", "window", "prefix")
     refuse_below_one({name: getattr(request, name) for name in sizes})
-    if request.heads % (request.kv_heads or request.heads):
-        raise UsageError(f"{request.heads} heads are not a multiple of {request.kv_heads} kv heads")
     if request.dtype not in DTYPES:
         raise UsageError(f"dtype {request.dtype!r} is not one of {', '.join(DTYPES)}")
     if request.tensor_format not in TENSOR_FORMATS:
@@ -160,71 +185,189 @@ def _workload(request: CheckRequest, seq: int) -> Workload:
         raise UsageError(f"seq {request.seq}: the ranks' positions are of {seq} tokens")
     if seq > MOST_TOKENS:
         raise UsageError(f"a check of {seq} tokens: at most {MOST_TOKENS}, since its reference is dense")
+    heads, kv_heads = request.heads or HEADS, request.kv_heads or request.heads or KV_HEADS
+    if heads % kv_heads:
+        raise UsageError(f"{heads} heads are not a multiple of {kv_heads} kv heads")
     try:
         return Workload(
-            batch=request.batch, seq=seq, heads=request.heads, kv_heads=request.kv_heads or request.heads,
-            head_dim=request.head_dim, causal=request.causal, dtype=request.dtype, backward=request.backward,
-            documents=request.documents, window=request.window, prefix=request.prefix,
+            batch=request.batch or BATCH, seq=seq, heads=heads, kv_heads=kv_heads, head_dim=request.head_dim,
+            causal=request.causal, dtype=request.dtype, backward=request.backward, documents=request.documents,
+            window=request.window, prefix=request.prefix,
         )  # fmt: skip
     except ValueError as error:
         raise UsageError(str(error)) from None
 
 
-def _run_call(
-    attention: UserAttention,
-    full: Tensors,
-    workload: Workload,
-    barrier: CompletionBarrier,
-    number: int,
-    sent: list[SentInCall] | None,
-) -> tuple[AttentionResults, str]:
-    """Call the attention once; return its results, and a description of a wrong shape.
+def _planned_calls(request: CheckRequest, workload: Workload, device_type: str) -> list[_PlannedCall]:
+    """Return the calls to make, in order; the last may be one in fp32, which the attention may refuse."""
+    planned = [_PlannedCall(number, workload) for number in range(1, request.calls + 1)]
+    if not request.extra_calls:
+        return planned
+    scale = workload.head_dim**-0.5 if request.softmax_scale is None else request.softmax_scale
+    # A power of two, so that the queries keep their digits.
+    q_factor = 2.0 ** math.ceil(math.log2(SCORE_RMS / (abs(scale) * workload.head_dim**0.5)))
+    # Some attentions round scores to the input's type before the softmax; in fp32, the roundings of sums add up.
+    unit = torch.finfo(torch_dtype(workload)).eps / 2
+    score_error = SCORE_RMS * unit * (16 if workload.dtype == "fp32" else 3**-0.5)
+    variant = f"queries times {q_factor:g}"
+    planned.append(_PlannedCall(len(planned) + 1, workload, variant, q_factor, score_error))
+    if workload.dtype != "fp32":
+        in_fp32 = msgspec.structs.replace(workload, dtype="fp32")
+        explained_rms = TF32_RMS if device_type == "cuda" else 0.0
+        planned.append(_PlannedCall(len(planned) + 1, in_fp32, "fp32", explained_rms=explained_rms))
+    return planned
 
-    Where ``sent`` is a list, the data that this rank sends is recorded and appended to it.
-    """
-    where = f"call {number} of the attention"
-    try:
-        if sent is None:
-            results = attention.run(full, backward=workload.backward)
+
+@dataclass(frozen=True)
+class _Calls:
+    """The calls of one check, and their results so far."""
+
+    attention: UserAttention
+    request: CheckRequest
+    barrier: CompletionBarrier
+    reporter: Reporter
+    planned: list[_PlannedCall]
+    results: list[_CallResult] = field(default_factory=list)
+    sent: list[SentInCall] = field(default_factory=list)
+    """Data that this rank sent in the last of the equal calls; empty where another profiler was running."""
+
+    def make_and_compare(self, call: _PlannedCall) -> None:
+        """Make a call and compare its results with dense attention on all ranks. Collective."""
+        full = call.draw(self.attention.ranks.device)
+        self.reporter.start(f"call {call.number} of {len(self.planned)}", 1)
+        results, shape_problem = self._make(full, call.workload, call.number, record=call.number == self.request.calls)
+        self.reporter.start(f"after call {call.number} of {len(self.planned)}", 1)
+        self.barrier.wait_for_all(f"call {call.number} of the attention")
+        self.results.append(self._compare(call, full, results, shape_problem))
+
+    def make_optional(self, call: _PlannedCall) -> str:
+        """Make and compare a call that the attention may refuse; return why it was left out, or nothing. Collective.
+
+        Raises `RecordError` where only some ranks refuse it.
+        """
+        full, where, refusal = call.draw(self.attention.ranks.device), f"call {call.number} of the attention", ""
+        results, shape_problem = AttentionResults(), ""
+        self.reporter.start(f"call {call.number} of {len(self.planned)}", 1)
+        try:
+            results, shape_problem = self.attention.run(full, backward=call.workload.backward)
+            self.attention.ranks.finish()
+            if any(x.dtype != torch_dtype(call.workload) for x in results.values()):
+                refusal = "it returns another type"
+        except Exception as error:
+            refusal = error_line(error)
+        self.reporter.start(f"after call {call.number} of {len(self.planned)}", 1)
+        refusals = self.barrier.wait_for_all(where, refusal)
+        if all(refusals):
+            return f"{where}, in {call.variant}: {refusals[0]}"
+        for rank, text in enumerate(refusals):
+            if text:
+                raise RecordError(f"rank {rank} failed in {where}, in {call.variant}: {text}")
+        result = self._compare(call, full, results, shape_problem)
+        if not result.equal and (rounding := self._input_rounding(full, results)):
+            return f"{where}, in {call.variant}: it rounds q, k and v to {rounding}"
+        self.results.append(result)
+        return ""
+
+    def _input_rounding(self, full: Tensors, results: AttentionResults) -> str:
+        """Return the type to which the attention rounds its float32 inputs; empty where it does not. Collective.
+
+        Inputs that are already rounded give the same output then.
+        """
+        if "out" not in results:
+            return ""
+        for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+            rounded = Tensors(*(x.to(dtype).to(x.dtype) for x in (full.q, full.k, full.v, full.dout)))
+            again, _ = self.attention.run(rounded, backward=False)
+            difference = relative_rms(again["out"] - results["out"], results["out"])
+            if all(row[0] <= 1e-5 for row in gather_numbers([difference], self.attention.ranks)):
+                return name
+        return ""
+
+    def check_visible_keys(self, workload: Workload) -> tuple[Seen | None, list[str]]:
+        """Compare the keys that queries see with the mask, by extra forward calls. Collective.
+
+        Returns None where the output differs from call to call, and the mistakes that the weights reveal.
+        """
+        forward_only = msgspec.structs.replace(workload, backward=False)
+        numbers = itertools.count(len(self.planned) + 1)
+
+        def call(full: Tensors) -> AttentionResults:
+            number = next(numbers)
+            results, _ = self._make(full, forward_only, number)
+            self.barrier.wait_for_all(f"call {number} of the attention")
+            return results
+
+        full = draw_inputs(workload, self.attention.ranks.device, SEED)
+        return read_weights(call, self.attention, full, workload, self.request.softmax_scale)
+
+    def _make(
+        self, full: Tensors, workload: Workload, number: int, *, record: bool = False
+    ) -> tuple[AttentionResults, str]:
+        """Call the attention once; return its results, and a description of a wrong shape."""
+        where = f"call {number} of the attention"
+        try:
+            with record_sent(self.sent) if record else nullcontext():
+                results = self.attention.run(full, backward=workload.backward)
+            self.attention.ranks.finish()
+        except RingprofError as error:
+            self.barrier.report_failure(where, error)
+            raise
+        except Exception as error:
+            if number == 1 and (hint := self._other_defaults()):
+                where += f" ({hint})"
+            raise self.barrier.report_failure(where, error) from error
+        return results
+
+    def _other_defaults(self) -> str:
+        """Say what defaults an attention may not support, and how to ask for others; empty where there are none."""
+        request, workload = self.request, self.planned[0].workload
+        others: dict[str, Any] = {"batch": 1} if request.batch is None else {}
+        if request.heads is None and request.kv_heads is None:
+            others["kv_heads"] = workload.heads
+        if workload.dtype != "fp32":
+            others["dtype"] = "fp32"
+        if not others:
+            return ""
+        if request.target:
+            options = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in others.items())
         else:
-            with record_sent(sent):
-                results = attention.run(full, backward=workload.backward)
-        attention.ranks.finish()
-    except RingprofError as error:
-        barrier.report_failure(where, error)
-        raise
-    except Exception as error:
-        raise barrier.report_failure(where, error) from error
-    return results
+            options = ", ".join(f"{name}={value!r}" for name, value in others.items())
+        return f"batch {workload.batch}, {workload.heads_in_words()}, {workload.dtype}; try {options}"
 
-
-def _compare_call(
-    attention: UserAttention, full: Tensors, workload: Workload, scale: float | None, results: AttentionResults,
-    shape_problem: str, number: int, *, explain: bool,
-) -> _CallResult:  # fmt: skip
-    """Compare one call's results with the references on all ranks, and explain a wrong result if asked. Collective."""
-    gathered = attention.ranks.gather_structs(_ShapeProblem(shape_problem))
-    shape_problems = [from_json(encoded, _ShapeProblem).text for encoded in gathered]
-    if any(shape_problems):
-        rank, text = next((rank, text) for rank, text in enumerate(shape_problems) if text)
-        return _CallResult(number, {}, [f"on rank {rank} {text}"])
-    try:
-        requirements: Any = workload.mask().asks_of_kernels()
-        kernel = choose_kernel("auto", full.q.device, full.q.dtype, workload.head_dim, **requirements)()
-    except Unsupported:
-        # With an exact kernel, only the rounding of the result is allowed for.
-        kernel = ReferenceKernel()
-    ranks, reference = attention.ranks, References.of(full, workload, kernel, attention.shard, scale)
-    # It is unknown in which type a user's code sends its partial results: each hop may round, in the output, too.
-    hops = ranks.size if ranks.size > 1 else 0
-    errors, wrong_on_this_rank = compare_results(
-        results, reference, attention.positions, torch_dtype(workload), lambda name: hops, ranks
-    )
-    call = _CallResult(number, errors, [])
-    if call.equal or not explain:
-        return call
-    wrong_call = WrongCall(attention, full, workload, scale, results, reference, errors, wrong_on_this_rank)
-    return msgspec.structs.replace(call, reasons=wrong_call.reasons())
+    def _compare(self, call: _PlannedCall, full: Tensors, results: AttentionResults, shape_problem: str) -> _CallResult:
+        """Compare one call's results with the references on all ranks; explain the first wrong ones. Collective."""
+        ranks, workload, scale = self.attention.ranks, call.workload, self.request.softmax_scale
+        gathered = ranks.gather_structs(_ShapeProblem(shape_problem))
+        shape_problems = [from_json(encoded, _ShapeProblem).text for encoded in gathered]
+        if any(shape_problems):
+            rank, text = next((rank, text) for rank, text in enumerate(shape_problems) if text)
+            return _CallResult(call, {}, [f"on rank {rank} {text}"])
+        try:
+            requirements: Any = workload.mask().asks_of_kernels()
+            kernel = choose_kernel("auto", full.q.device, full.q.dtype, workload.head_dim, **requirements)()
+        except Unsupported:
+            # With an exact kernel, only the rounding of the result is allowed for.
+            kernel = ReferenceKernel()
+        reference = References.of(full, workload, kernel, self.attention.shard, scale)
+        # It is unknown in which type a user's code sends its partial results: each hop may round, in the output, too.
+        hops = ranks.size if ranks.size > 1 else 0
+        errors, wrong_on_this_rank = compare_results(
+            results, reference, self.attention.positions, torch_dtype(workload), lambda name: hops, ranks,
+            call.explained_rms,
+        )  # fmt: skip
+        result = _CallResult(call, errors, [])
+        # A call with large scores that nothing explains may be explained by the one in fp32.
+        wrong = [earlier for earlier in self.results if not earlier.equal]
+        if result.equal or any(earlier.reasons or not earlier.call.variant for earlier in wrong):
+            return result
+        # Buffers may hold data of the call before, or of the first.
+        numbers = {call.number - 1, 1} - {0, call.number} if not call.variant else set[int]()
+        earlier = {number: self.planned[number - 1].draw(ranks.device) for number in sorted(numbers)}
+        wrong_call = WrongCall(
+            self.attention, full, workload, scale, results, reference, errors, wrong_on_this_rank, earlier
+        )
+        reasons = wrong_call.reasons()
+        return msgspec.structs.replace(result, reasons=reasons, lost_digits=[] if reasons else wrong_call.lost_digits())
 
 
 _GLOO_BYTES = {"double": 8, "long int": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "short": 2}
@@ -244,9 +387,38 @@ def record_sent(sent_in_calls: list[SentInCall]) -> Iterator[None]:
     # autograd's profiler, since torch.profiler imports the compiler, which takes seconds.
     device = "cuda" if torch.cuda.is_available() else None
     recording: Any = profile(use_device=device, record_shapes=True, use_kineto=True)
-    with recording:
+    with hidden_profiler_lines():
+        recording.__enter__()
+    try:
         yield
+    finally:
+        with hidden_profiler_lines():
+            recording.__exit__(*sys.exc_info())
     sent_in_calls.append(_sent_in_events(recording.kineto_results.events()))
+
+
+@contextmanager
+def hidden_profiler_lines() -> Iterator[None]:
+    """Drop lines that begin with "USDT:" from what the process writes to stderr in the block.
+
+    torch's profiler writes two of them from C++ whenever it runs, and has no option that hides only them.
+    """
+    try:
+        stderr = os.dup(2)
+    except OSError:  # closed
+        yield
+        return
+    with tempfile.TemporaryFile() as written:
+        os.dup2(written.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            written.seek(0)
+            for line in written:
+                if not line.startswith(b"USDT:"):
+                    os.write(2, line)
 
 
 def _sent_in_events(events: list[Any]) -> SentInCall:

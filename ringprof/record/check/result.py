@@ -11,6 +11,8 @@ from ringprof.run import TensorError, Workload
 
 TENSOR_FORMATS = ("bshd", "bhsd", "sbhd")
 CALLS = 3
+BATCH, HEADS, KV_HEADS = 2, 8, 2
+"""Default sizes. Several batch entries and grouped heads, so that mistakes with either show."""
 TIME_LIMIT_S = 300.0
 
 
@@ -21,10 +23,13 @@ class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):
     """``module:function`` where ringprof starts the ranks."""
     layout: str
     """``contiguous``, ``zigzag`` or ``stripe``; ``positions`` where each rank states which tokens it holds."""
-    batch: int = 1
+    batch: int | None = None
+    """None: `BATCH`."""
     seq: int | None = None
-    heads: int = 8
+    heads: int | None = None
+    """None: `HEADS`, with `KV_HEADS` kv heads unless ``kv_heads`` says otherwise."""
     kv_heads: int | None = None
+    """None: as many as ``heads`` where these are given."""
     head_dim: int = 64
     dtype: str = "bf16"
     causal: bool = True
@@ -38,6 +43,8 @@ class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):
     backward: bool = True
     tensor_format: str = "bshd"
     calls: int = CALLS
+    extra_calls: bool = True
+    """Whether to add a call with large scores, and one in fp32."""
     time_limit: float = TIME_LIMIT_S
     """Seconds that a rank waits for the others after a call."""
     device: str = "auto"
@@ -134,6 +141,10 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     """Keys that queries see; None where the output has another shape, or differs from call to call."""
     reasons: list[str]
     """Explanations of a wrong result, one sentence each; empty where none is known."""
+    variant: str = ""
+    """How the reported call differs from the first ones, such as ``fp32``; empty where it does not."""
+    skipped: list[str] = []
+    """Reasons why calls were left out, one sentence each."""
 
     @property
     def communicates(self) -> bool | None:
@@ -145,14 +156,17 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
         lines = [
             f"{'equal' if self.equal else 'NOT EQUAL'} to dense attention over {work.seq} tokens: {self.ranks}"
             f" rank{'s' * (self.ranks > 1)}, {work.seq // self.ranks} tokens each, {self.layout},"
-            f" {work.heads_in_words()}, {work.mask()}, {work.dtype}, {self.device}",
-            f"call {self.call} of {self.calls}" + ", the first that is not equal" * self._differs
+            f"{f' batch {work.batch},' * (work.batch > 1)} {work.heads_in_words()}, {work.mask()}, {work.dtype},"
+            f" {self.device}",
+            f"call {self.call} of {self.calls}"
+            + (f" ({self.variant})" if self.variant else ", the first that is not equal" * self._differs)
             + ", relative root-mean-square errors:",
         ]  # fmt: skip
         if self.errors:
             lines.append(f"  {'':4}{'off by':>10}{'allowed':>10}{'kernel':>10}  worst     wrong tokens")
         lines += [f"  {name:4}{_error_in_words(error, work.seq)}" for name, error in self.errors.items()]
         lines += [*([str(self.seen)] if self.seen else []), self._sent_in_words()]
+        lines += [f"skipped: {reason}" for reason in self.skipped]
         return "\n".join([*lines, *(f"why: {reason}" for reason in self.reasons)])
 
     @property

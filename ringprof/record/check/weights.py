@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from ringprof.record.check.dense import Tensors, relative_rms
+from ringprof.record.check.merging import merge_mistake
 from ringprof.record.check.result import QueryAndKey, Seen
 from ringprof.record.check.user_attention import AttentionResults, UserAttention
+from ringprof.record.check.visible_keys import mask_mistake, shown_by_mask
 from ringprof.record.request import from_json
 from ringprof.run import Workload
-from ringprof.strategies.kernels.reference import KeyStretches
 
 MOST_CALLS = 16
 """Most calls that are made: enough for all keys of a short sequence.
@@ -55,7 +56,7 @@ class _RankFindings(msgspec.Struct, frozen=True):
     scale: float | None
     """Factor by which scores are multiplied; None where no scores explain the weights."""
     merge_mistake: str
-    """Key of `_MERGE_SENTENCES` for a wrong merge of the ranks' partial outputs; empty where none is found."""
+    """Sentence about a wrong merge of the ranks' partial outputs; empty where none is found."""
     heads: list[tuple[int, int]]
     """For each output head, the query head and the kv head whose scores explain it; empty where none do."""
 
@@ -78,19 +79,23 @@ def read_weights(
     keys = _keys_to_try(workload, full.q.device)
     starts = range(0, len(keys), workload.head_dim)
     weights = torch.cat(
-        [_weights_from_call(call, full, keys[first : first + workload.head_dim]) for first in starts], 2
+        [_weights_from_call(call, full, keys[first : first + workload.head_dim]) for first in starts], 3
     )
     first = keys[: workload.head_dim]
     first_weights = weights[..., : len(first)]
     repeat_difference = relative_rms(_weights_from_call(call, full, first) - first_weights, first_weights)
     rank_weights = _RankWeights(attention, full, workload, keys, weights)
+    sees = torch.empty(workload.seq, len(keys), dtype=torch.bool, device=keys.device)
+    sees[attention.order.flatten()] = torch.cat(attention.ranks.gather_tensor(rank_weights.sees[0].byte())).bool()
     rank_findings = rank_weights.findings(repeat_difference if math.isfinite(repeat_difference) else 0.0)
     findings_by_rank = [from_json(encoded, _RankFindings) for encoded in attention.ranks.gather_structs(rank_findings)]
     repeat_difference = max(findings.repeat_difference for findings in findings_by_rank)
     if repeat_difference > TOLERANCE:
         difference = f"out differs between two calls with the same tensors, by {repeat_difference:.2g}"
         return None, [f"{difference}: dropout is on, or ranks race"]
-    return _combine_ranks(findings_by_rank, workload), _reasons(findings_by_rank, workload, scale)
+    mistake = "" if _shifts(findings_by_rank) else mask_mistake(sees, keys, attention.order, workload)
+    reasons = _reasons(findings_by_rank, workload, scale)
+    return _combine_ranks(findings_by_rank, workload), [mistake, *reasons] if mistake else reasons
 
 
 def _keys_to_try(workload: Workload, device: torch.device) -> Tensor:
@@ -105,10 +110,10 @@ def _keys_to_try(workload: Workload, device: torch.device) -> Tensor:
 
 
 def _weights_from_call(call: Callable[[Tensors], AttentionResults], full: Tensors, keys: Tensor) -> Tensor:
-    """Return the weights (S/N, H, keys) of this rank's queries, times `UNIT`, from one call."""
+    """Return the weights (B, S/N, H, keys) of this rank's queries, times `UNIT`, from one call."""
     v = torch.zeros_like(full.v)
     v[:, keys, :, torch.arange(len(keys), device=keys.device)] = UNIT
-    return call(replace(full, v=v))["out"][0, :, :, : len(keys)]
+    return call(replace(full, v=v))["out"][..., : len(keys)]
 
 
 @dataclass(frozen=True)
@@ -121,25 +126,32 @@ class _RankWeights:
     keys: Tensor
     """Positions (T) of the keys that were tried."""
     weights: Tensor
-    """Weights (S/N, H, T), times `UNIT`."""
+    """Weights (B, S/N, H, T), times `UNIT`."""
 
     @cached_property
     def shown_by_mask(self) -> Tensor:
         """Boolean mask (S/N, T) of the keys that each query should see."""
-        stretches = KeyStretches.of(self.workload.mask(), self.attention.positions, self.workload.seq)
-        return stretches.shown(self.keys)
+        return shown_by_mask(self.workload, self.attention.positions, self.keys)
+
+    @cached_property
+    def sees(self) -> Tensor:
+        """Boolean mask (B, S/N, T) of the keys that any head of each query sees."""
+        return (self.weights != 0).any(2)
 
     def findings(self, repeat_difference: float) -> _RankFindings:
         """Return this rank's findings, with the given difference between two equal calls."""
-        finite = self.weights.isfinite().all(2).all(1)[:, None]
-        sees = (self.weights != 0).any(1)
-        leaks, missing = sees & ~self.shown_by_mask & finite, ~sees & self.shown_by_mask & finite
+        finite = self.weights.isfinite().all(3).all(2).all(0)[:, None]
+        leaks, missing = (
+            self.sees.any(0) & ~self.shown_by_mask & finite,
+            ~self.sees.all(0) & self.shown_by_mask & finite,
+        )
         scale, merge_mistake, heads = None, "", list[tuple[int, int]]()
         if finite.all():
             scale, merge_mistake, heads = _ScoreFit(self).fit()
         return _RankFindings(
             self.shown_by_mask.numel(), int(leaks.sum()), self._first_pair(leaks), int(missing.sum()),
-            self._first_pair(missing), self._position_shift(sees), repeat_difference, scale, merge_mistake, heads,
+            self._first_pair(missing), self._position_shift(self.sees[0]), repeat_difference, scale, merge_mistake,
+            heads,
         )  # fmt: skip
 
     def _first_pair(self, pairs: Tensor) -> QueryAndKey | None:
@@ -177,7 +189,7 @@ class _ScoreFit:
         q = full.q[0, attention.positions[rows]].double()
         k = full.k[0, rank_weights.keys].double()
         self.group_size = workload.heads // workload.kv_heads
-        weights = rank_weights.weights[rows].transpose(0, 1).double() / UNIT
+        weights = rank_weights.weights[0, rows].transpose(0, 1).double() / UNIT
         self.weights = weights
         """Weights (H, R, T)."""
         self.visible = (weights > 0).all(0)
@@ -190,7 +202,18 @@ class _ScoreFit:
         """Rank that holds each key, one-hot (T, N)."""
         self.key_count = (self.visible.double() @ self.holder_one_hot).clamp_min(1e-9)
         """Number (R, N) of keys of each rank that a query sees; above 0, for division."""
-        self.all_keys_tried = len(rank_weights.keys) == workload.seq
+        self.own_rank = attention.ranks.rank
+        all_keys = torch.arange(workload.seq, device=holder.device)
+        shown = shown_by_mask(workload, attention.positions[rows], all_keys)
+        # Keys that were not tried are taken for those that the mask shows.
+        shown[:, rank_weights.keys] = self.visible
+        self.shown_by_rank = shown[:, None] & (
+            holder == torch.arange(attention.ranks.size, device=holder.device)[:, None]
+        )
+        """Boolean mask (R, N, S) of each rank's keys that a query sees."""
+        wide_k = full.k[0].double().repeat_interleave(self.group_size, 1)
+        self.all_scores = torch.einsum("rhd,thd->hrt", q, wide_k)
+        """Products q·k (H, R, S) of the right pairs of heads, over all keys."""
 
     def fit(self) -> tuple[float | None, str, list[tuple[int, int]]]:
         """Return the scale of the scores, the merge mistake and the pairs of heads, as in `_RankFindings`.
@@ -214,34 +237,15 @@ class _ScoreFit:
         slope = float((centred_scores * of_weights).sum() / centred_scores.square().sum())
         if float((of_weights - slope * centred_scores)[:, self.visible].square().mean().sqrt()) > TOLERANCE:
             return None, "", heads
-        return slope, self._find_merge_mistake(torch.where(self.visible, logs - slope * scores, 0.0)), heads
+        log_factors = torch.where(self.visible, logs - slope * scores, 0.0) @ self.holder_one_hot / self.key_count
+        masked_scores = torch.where(self.shown_by_rank, slope * self.all_scores[:, :, None], -torch.inf)
+        mistake = merge_mistake(log_factors, masked_scores.logsumexp(3), self.key_count > 0.5, self.own_rank)
+        return slope, mistake, heads
 
     def _centred(self, x: Tensor) -> Tensor:
         """Subtract from x (..., R, T) its mean over the keys of each rank that a query sees."""
         mean = (x @ self.holder_one_hot) / self.key_count
         return torch.where(self.visible, x - mean @ self.holder_one_hot.T, 0.0)
-
-    def _find_merge_mistake(self, residual: Tensor) -> str:
-        """Return how the weights over different ranks' keys are merged wrongly; empty where the merge is right.
-
-        ``residual`` (H, R, T) holds the logarithms of the weights less the scores. A right merge leaves the same
-        residual for the keys of every rank.
-        """
-        by_rank = (residual @ self.holder_one_hot) / self.key_count
-        has_keys = self.key_count > 0.5
-        several_ranks = has_keys.sum(1) > 1
-        if not bool(several_ranks.any()):
-            return ""
-        spread = torch.where(has_keys, by_rank, -torch.inf).amax(2) - torch.where(has_keys, by_rank, torch.inf).amin(2)
-        if float(spread[:, several_ranks].square().mean().sqrt()) < TOLERANCE:
-            return ""
-        if self.all_keys_tried:
-            sums, ranks = (self.weights @ self.holder_one_hot)[:, several_ranks], has_keys[several_ranks]
-            averages = 1 / ranks.sum(1)[:, None].double()
-            for mistake, expected_sums in (("added", torch.ones_like(sums)), ("averaged", averages)):
-                if bool(((sums - expected_sums).abs()[ranks.expand_as(sums)] < TOLERANCE).all()):
-                    return mistake
-        return "weighted wrongly"
 
 
 def _combine_ranks(findings_by_rank: list[_RankFindings], workload: Workload) -> Seen:
@@ -260,21 +264,12 @@ def _combine_ranks(findings_by_rank: list[_RankFindings], workload: Workload) ->
     )
 
 
-_MERGE_SENTENCES = {
-    "added": "are added as they are, not weighted by their LSE",
-    "averaged": "are averaged, not weighted by their LSE",
-    "weighted wrongly": "are not weighted by their LSE",
-}
-
-
 def _reasons(findings_by_rank: list[_RankFindings], workload: Workload, scale: float) -> list[str]:
     """Return sentences about the mistakes that the weights reveal.
 
     A mistake that explains others is reported alone: shifted positions before swapped heads before scale and merge.
     """
-    wrong = [(rank, findings) for rank, findings in enumerate(findings_by_rank) if findings.leaks or findings.missing]
-    shifted = [(rank, findings.shift) for rank, findings in wrong if findings.shift]
-    if shifted and len(shifted) == len(wrong):
+    if shifted := _shifts(findings_by_rank):
         shifts = ", ".join(f"{shift:+d} on rank {rank}" for rank, shift in shifted)
         return [f"queries see as if at other positions: {shifts}"]
     heads = next((findings.heads for findings in findings_by_rank if findings.heads), [])
@@ -291,5 +286,12 @@ def _reasons(findings_by_rank: list[_RankFindings], workload: Workload, scale: f
         reasons.append(f"scores are multiplied with {sum(scales) / len(scales):.3g}, not {scale:.3g} (softmax_scale)")
     merges = [findings.merge_mistake for findings in findings_by_rank if findings.merge_mistake]
     if merges:
-        reasons.append(f"the ranks' partial outputs {_MERGE_SENTENCES[max(merges, key=merges.count)]}")
+        reasons.append(max(merges, key=merges.count))
     return reasons
+
+
+def _shifts(findings_by_rank: list[_RankFindings]) -> list[tuple[int, int]]:
+    """Return the ranks whose queries see as if at other positions, with the shift; empty if that is not all."""
+    wrong = [(rank, findings) for rank, findings in enumerate(findings_by_rank) if findings.leaks or findings.missing]
+    shifted = [(rank, findings.shift) for rank, findings in wrong if findings.shift]
+    return shifted if len(shifted) == len(wrong) else []
