@@ -21,7 +21,9 @@ from ringprof.common.formatting import percent
 from ringprof.common.json_object import JsonObject
 from ringprof.common.validation import refuse_below_one
 from ringprof.errors import MissingExtraError, RingprofError, UsageError
+from ringprof.record.check.model_result import ModelCheck
 from ringprof.record.check.result import CALLS, TIME_LIMIT_S, Check, CheckRequest
+from ringprof.record.progress import SilentReporter
 from ringprof.record.request import require_packages
 from ringprof.run import Workload
 from ringprof.scale.pipeline import attribute
@@ -123,6 +125,50 @@ def check(
         prefix=prefix, tensor_format=tensor_format, calls=calls, time_limit=time_limit,
     )  # fmt: skip
     return check_on_ranks(attention, request, None if named else as_tensor(layout), group)
+
+
+def check_model(
+    parallel: Callable[..., Any],
+    reference: Callable[..., Any],
+    batch: Any,
+    *,
+    shard: Callable[[Any], Any] | None = None,
+    positions: torch.Tensor | Sequence[int] | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
+    time_limit: float = TIME_LIMIT_S,
+) -> ModelCheck:
+    """Check whether a training step over several ranks equals the step of one process with the same weights and batch.
+
+    All ranks of ``group`` (None: the world) call this with the same ``batch``, which holds all tokens, and get the same
+    answer. ``check.equal`` is the verdict: every token's logits, the loss, every parameter's gradient. ``print(check)``
+    shows their errors, the first module whose output differs, and causes that a measurement decides: local positions,
+    a mask that is dropped, labels shifted across shard borders, scaled gradients, context parallelism silently off.
+
+    ``parallel(batch)`` runs one training step of this rank without the optimizer: it takes the rank's tokens, calls the
+    model once, computes the loss, and reduces the gradients. It returns the loss or an object with ``loss``; the
+    backward pass may be left to this function. With ``shard``, ``parallel`` is called as ``parallel(**shard(batch))``,
+    so that it may be the model itself. ``reference(batch)``, or a module called as ``reference(**batch)``, is the same
+    step on one process; every rank runs it. Neither may be random: switch dropout off.
+
+    ``positions`` are those of this rank's tokens in the sequence, in local order; None: they are found from the values
+    of the first tensor (rows, tokens) that the model is called with. The model's calls are seen by module hooks.
+
+    Raises `UsageError` for steps that cannot be compared and `MissingExtraError` without torch. Raises `RecordError`
+    on every rank that can still act, if a step fails on some rank or returns ``time_limit`` seconds after the others.
+    """
+    require_packages("torch")
+    from torch import as_tensor, nn  # here, because it takes seconds
+
+    from ringprof.record.check.model import check_model_on_ranks
+
+    def parallel_step() -> Any:
+        return parallel(batch) if shard is None else parallel(**shard(batch))
+
+    def reference_step() -> Any:
+        return reference(**batch) if isinstance(reference, nn.Module) else reference(batch)
+
+    held = None if positions is None else as_tensor(positions)
+    return check_model_on_ranks(parallel_step, reference_step, batch, held, group, time_limit, SilentReporter())
 
 
 @contextmanager
