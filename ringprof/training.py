@@ -23,7 +23,6 @@ from ringprof.common.validation import refuse_below_one
 from ringprof.errors import MissingExtraError, RingprofError, UsageError
 from ringprof.record.check.model_result import ModelCheck
 from ringprof.record.check.result import CALLS, TIME_LIMIT_S, Check, CheckRequest
-from ringprof.record.progress import SilentReporter
 from ringprof.record.request import require_packages
 from ringprof.run import Workload
 from ringprof.scale.pipeline import attribute
@@ -157,18 +156,11 @@ def check_model(
     on every rank that can still act, if a step fails on some rank or returns ``time_limit`` seconds after the others.
     """
     require_packages("torch")
-    from torch import as_tensor, nn  # here, because it takes seconds
+    from ringprof.record.check.model import check_model_on_ranks  # here, because it imports torch
 
-    from ringprof.record.check.model import check_model_on_ranks
-
-    def parallel_step() -> Any:
-        return parallel(batch) if shard is None else parallel(**shard(batch))
-
-    def reference_step() -> Any:
-        return reference(**batch) if isinstance(reference, nn.Module) else reference(batch)
-
-    held = None if positions is None else as_tensor(positions)
-    return check_model_on_ranks(parallel_step, reference_step, batch, held, group, time_limit, SilentReporter())
+    return check_model_on_ranks(
+        parallel, reference, batch, shard=shard, positions=positions, group=group, time_limit=time_limit
+    )
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import msgspec
 
 from ringprof.common.scratch import scratch_folder
 from ringprof.errors import UsageError
+from ringprof.record.check.model_result import ModelCheck, ModelRequest
 from ringprof.record.check.result import Check, CheckRequest
 from ringprof.record.launcher import RankInfo, launcher_rank
 from ringprof.record.progress import Reporter, SilentReporter
@@ -28,7 +29,7 @@ _GRACE_S = 5.0
 class CheckTask(msgspec.Struct, frozen=True, kw_only=True):
     """A check with every default resolved, for ranks that ringprof starts."""
 
-    request: CheckRequest
+    request: CheckRequest | ModelRequest
     scratch: str
     """Folder in which rank 0 leaves the result."""
 
@@ -39,7 +40,7 @@ class CheckTask(msgspec.Struct, frozen=True, kw_only=True):
         return (0 if phase.startswith("call ") else JUDGE_S) + self.request.time_limit + _GRACE_S
 
 
-def check_here(request: CheckRequest) -> Check:
+def check_here(request: CheckRequest | ModelRequest) -> Check | ModelCheck:
     """Check ``request.target`` on ranks started here, or as one rank where torchrun or srun started this process.
 
     Only the ranks import the module. Raises `UsageError`, and `RecordError` where a rank fails or hangs.
@@ -58,17 +59,31 @@ def check_here(request: CheckRequest) -> Check:
         return check_as_rank(request, rank_place, SilentReporter())
     scratch = scratch_folder("ranks")
     task = CheckTask(request=request, scratch=str(scratch))
-    return launch(task, SilentReporter(), "check", lambda: from_json(_result(scratch).read_bytes(), Check))
+    kind: type[Check | ModelCheck] = Check if isinstance(request, CheckRequest) else ModelCheck
+    return launch(task, SilentReporter(), "check", lambda: from_json(_result(scratch).read_bytes(), kind))
 
 
-def check_as_rank(request: CheckRequest, rank_place: RankInfo, reporter: Reporter) -> Check:
-    """Create the process group and run the check as one of its ranks."""
+def check_as_rank(request: CheckRequest | ModelRequest, rank_place: RankInfo, reporter: Reporter) -> Check | ModelCheck:
+    """Create the process group and run the check as one of its ranks.
+
+    Raises `UsageError` where the function for a check of a model returns something else than its arguments.
+    """
+    from ringprof.record.check.model import check_model_on_ranks
     from ringprof.record.check.on_ranks import check_on_ranks
     from ringprof.record.process_group import world_group
 
-    attention = load_function(request.target)
+    function = load_function(request.target)
     with world_group(rank_place, request.device, request.time_limit + JUDGE_S):
-        return check_on_ranks(attention, request, reporter=reporter)
+        if isinstance(request, CheckRequest):
+            return check_on_ranks(function, request, reporter=reporter)
+        returned = function()
+        if not isinstance(returned, tuple) or len(returned) not in (3, 4):
+            raise UsageError(
+                f"{request.target} must return the parallel step, the reference and the batch, and if needed a dict of"
+                f" other arguments of ringprof.check_model, not {type(returned).__name__}"
+            )
+        options = dict(returned[3]) if len(returned) == 4 else {}
+        return check_model_on_ranks(*returned[:3], time_limit=request.time_limit, reporter=reporter, **options)
 
 
 def check_for_parent(task: CheckTask, rank_place: RankInfo, reporter: Reporter) -> None:
@@ -93,7 +108,7 @@ def load_function(target: str) -> Any:
     except Exception as error:
         raise UsageError(f"{target!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(function):
-        raise UsageError(f"{target!r} is not a function of q, k and v")
+        raise UsageError(f"{target!r} is not a function")
     return function
 
 

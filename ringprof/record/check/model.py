@@ -19,10 +19,10 @@ from ringprof.record.check.model_result import ModelCheck, ModuleDifference, Par
 from ringprof.record.check.model_run import NOISE_RUNS, ModelRun, allowed_error, run_on_ranks
 from ringprof.record.check.model_step import Step, full_parameters
 from ringprof.record.check.on_ranks import record_sent
-from ringprof.record.check.result import SentInCall, TensorCheck
+from ringprof.record.check.result import TIME_LIMIT_S, SentInCall, TensorCheck
 from ringprof.record.check.tokens import find_tokens
 from ringprof.record.process_group import GroupRanks
-from ringprof.record.progress import Reporter
+from ringprof.record.progress import Reporter, SilentReporter
 from ringprof.record.request import from_json
 
 UNSTABLE = 0.5
@@ -39,28 +39,40 @@ class _Names(msgspec.Struct, frozen=True):
 
 
 def check_model_on_ranks(
-    parallel: Callable[[], Any],
-    reference: Callable[[], Any],
+    parallel: Callable[..., Any],
+    reference: Callable[..., Any],
     batch: Any,
-    positions: Tensor | None,
-    group: Any,
-    time_limit: float,
-    reporter: Reporter,
+    *,
+    shard: Callable[[Any], Any] | None = None,
+    positions: Any = None,
+    group: Any = None,
+    time_limit: float = TIME_LIMIT_S,
+    reporter: Reporter | None = None,
 ) -> ModelCheck:
     """Compare a parallel step with the reference's; all ranks call this and get the same result.
 
-    Raises `UsageError`, and `RecordError` where a step fails or does not return on some rank.
+    The arguments are those of `ringprof.check_model`. Raises `UsageError`, and `RecordError` where a step fails or does
+    not return on some rank.
     """
+
+    def run_own() -> Any:
+        return parallel(batch) if shard is None else parallel(**shard(batch))
+
+    def run_whole() -> Any:
+        return reference(**batch) if isinstance(reference, nn.Module) else reference(batch)
+
+    held = None if positions is None else torch.as_tensor(positions)
+    reporter = reporter or SilentReporter()
     ranks = GroupRanks(group)
     barrier = CompletionBarrier(ranks, time_limit)
     reporter.start("call 1 of the parallel step", 1)
     sent: list[SentInCall] = []
     parallel_step = run_on_ranks(
-        parallel, ranks, barrier, "call 1 of the parallel step", around_forward=lambda: record_sent(sent)
+        run_own, ranks, barrier, "call 1 of the parallel step", around_forward=lambda: record_sent(sent)
     )
     reporter.start("reference", 1)
-    reference_step = run_on_ranks(reference, ranks, barrier, "the reference")
-    run = _aligned(parallel, reference, parallel_step, reference_step, batch, positions, ranks, barrier)
+    reference_step = run_on_ranks(run_whole, ranks, barrier, "the reference")
+    run = _aligned(run_own, run_whole, parallel_step, reference_step, batch, held, ranks, barrier)
     weights = _differing_weights(run)
     noisy = [_noisy_step(run, number) for number in range(NOISE_RUNS)]
 

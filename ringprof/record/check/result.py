@@ -14,7 +14,7 @@ CALLS = 3
 TIME_LIMIT_S = 300.0
 
 
-class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):
+class CheckRequest(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     """One check as the user requested it; None stands for a default that depends on the machine."""
 
     target: str = ""
