@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from ringprof.prediction.api import advise, predict
     from ringprof.prediction.network import Cluster
     from ringprof.run import Workload
-    from ringprof.training import capture, check, check_model, monitor
+    from ringprof.training import capture, check, check_model, monitor, prove
 
 _HOME = {
     "Analysis": "ringprof.api",
@@ -68,6 +68,7 @@ _HOME = {
     "logs": "ringprof.benchmark_logs.logs",
     "monitor": "ringprof.training",
     "predict": "ringprof.prediction.api",
+    "prove": "ringprof.training",
 }
 
 __all__ = [
@@ -87,6 +88,7 @@ __all__ = [
     "logs",
     "monitor",
     "predict",
+    "prove",
 ]
 
 
