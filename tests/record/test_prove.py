@@ -43,7 +43,7 @@ def train(target: Any, model: Any, strategy: Any, log: Path | None, *, steps: in
 
 
 def right(rank: int, folder: Path) -> None:
-    prover.interval_for = lambda cost_ns, step_ns, every: every
+    prover.interval_for = lambda cost_ns, step_ns, every: every  # type: ignore[attr-defined]
     for name, kind, recompute in (
         ("zigzag", torch.float32, False), ("ulysses", torch.bfloat16, False), ("burst", torch.float32, True)
     ):  # fmt: skip
@@ -71,7 +71,7 @@ def test_bundled_strategies_in_a_model_are_proved(tmp_path: Path) -> None:
 
 
 def wrong(rank: int, folder: Path) -> None:
-    prover.interval_for = lambda cost_ns, step_ns, every: every
+    prover.interval_for = lambda cost_ns, step_ns, every: every  # type: ignore[attr-defined]
     zigzag = create("zigzag")
     for name in ("alone", "positions", "function", "fails"):
         torch.manual_seed(0)

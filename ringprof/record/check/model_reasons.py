@@ -76,6 +76,7 @@ def _explain_output(run: ModelRun, check: ModelCheck) -> list[str]:
 def _known_mistakes(run: ModelRun) -> Iterator[tuple[str, Tensor | None]]:
     """Yield each mistake with the output of this rank's tokens under it; None where the reference cannot show it."""
     whole, tokens = run.reference, run.tokens
+    whole.name_arguments()
     rows, seq = whole.shape
     alone = "the output equals the reference on each rank's own tokens alone: context parallelism is silently off"
     if run.ranks.size > 1:
@@ -188,7 +189,7 @@ def _seen_tokens(run: ModelRun, check: ModelCheck) -> list[str]:
         of_ranks = f": nothing of rank {', '.join(ranks)} reaches it" if ranks else ""
         first_missing = token_in_words(int(missing[0]), check.batch)
         reasons.append(
-            f"{where} does not see {len(missing)} tokens that it should (the first: {first_missing}){of_ranks}"
+            f"{where} does not see {len(missing)} token{'s' * (len(missing) > 1)} that it should (the first: {first_missing}){of_ranks}"
         )
     return reasons
 
@@ -205,11 +206,6 @@ def _leak_in_words(
         if isinstance(value, Tensor) and value.shape == run.reference.shape and value.dtype in (torch.bool, torch.int64)
         and set(value.flatten().tolist()) <= {0, 1}
     ]  # fmt: skip
-    restarts = [
-        value for value in run.reference.kwargs.values()
-        if isinstance(value, Tensor) and value.numel() in (seq, math.prod(check.batch))
-        and (value.flatten()[1:] < value.flatten()[:-1]).any() and value.flatten()[0] == 0 and value.max() > 1
-    ]  # fmt: skip
     if leak // seq != token // seq:
         kind = "separation of the rows"
     elif any(not bool(mask.flatten()[leak]) for mask in padded):
@@ -217,11 +213,13 @@ def _leak_in_words(
     elif int(leaks.min()) > token:
         kind = "causal mask"
     elif leak < token:
+        # A document shows its first token nothing before it; a window shows all but the keys that it has just left.
         begin = int((visible > 0).nonzero()[0])
-        document = any(int(x.flatten()[begin % x.numel()]) == 0 for x in restarts)
-        kind = "mask of packed documents" if document else "mask of packed documents or of a window"
+        kind = "mask of packed documents" if begin == token else "mask of packed documents or of a window"
+        if begin < token and leaks.tolist() == [begin - 1]:
+            kind = f"window of {token - begin + 1} tokens"
     return (
-        f"{where} sees {len(leaks)} tokens that the reference hides (the first:"
+        f"{where} sees {len(leaks)} token{'s' * (len(leaks) > 1)} that the reference hides (the first:"
         f" {token_in_words(leak, check.batch)}): the {kind} is dropped"
     )
 

@@ -6,8 +6,9 @@ parameters that is called from outside other modules is the model.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,18 @@ class Step:
     def ids(self) -> Tensor:
         """First tensor argument of the model's call: (rows, tokens, ...)."""
         return first_tensor(self.args, self.kwargs)
+
+    def name_arguments(self) -> None:
+        """Turn the positional arguments of the model's call into keyword arguments, where its signature names them."""
+        with suppress(TypeError, ValueError):
+            signature = inspect.signature(self.model.forward)
+            named = signature.bind(*self.args, **self.kwargs).arguments
+            kinds = {name: signature.parameters[name].kind for name in named}
+            if inspect.Parameter.VAR_POSITIONAL not in kinds.values():
+                rest = [name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD]
+                self.args, self.kwargs = (), {**named, **(named[rest[0]] if rest else {})}
+                for name in rest:
+                    del self.kwargs[name]
 
 
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
