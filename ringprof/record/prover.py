@@ -54,7 +54,7 @@ _NAMES = ("out", "dq", "dk", "dv")
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """What an attention that is not a ringprof strategy computes."""
+    """Layout, mask and scale of an attention that is not a ringprof strategy."""
 
     layout: str | Tensor = "contiguous"
     """Name of a layout, or the positions of this rank's tokens."""

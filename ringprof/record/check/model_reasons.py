@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ringprof.record.check.dense import TOKEN_FACTOR, gather_numbers
 from ringprof.record.check.model_result import ModelCheck, ParameterCheck, token_in_words
 from ringprof.record.check.model_run import ModelRun
-from ringprof.record.check.model_step import rows_of
+from ringprof.record.check.model_step import names_of, rows_of
 
 RATIO_TOLERANCE = 0.01
 """Relative difference up to which a gradient's ratio is taken for a number."""
@@ -58,14 +58,12 @@ def _not_partitioned(run: ModelRun, check: ModelCheck, holders: Tensor) -> str |
 
 def _explain_output(run: ModelRun, check: ModelCheck) -> list[str]:
     """Explain a wrong output: compare it with the reference under known mistakes, then trace what the tokens see."""
-    logits = check.logits
     reasons = []
-    if logits is not None and not logits.equal:
-        for reason, output in _known_mistakes(run):
-            fits = output is not None and _fits(run, output, logits.allowed_rms)
-            if all(bool(row[0]) for row in gather_numbers([float(fits)], run.ranks)):
-                reasons.append(reason)
-                break
+    for reason, outputs in _known_mistakes(run, check):
+        fits = outputs is not None and all(_fits(run, name, x, check) for name, x in outputs.items())
+        if all(bool(row[0]) for row in gather_numbers([float(fits)], run.ranks)):
+            reasons.append(reason)
+            break
     if not reasons or "without its argument" in reasons[0]:
         reasons += _seen_tokens(run, check)
     if run.ranks.size > 1 and check.sent is not None and not any(rank.operations for rank in check.sent):
@@ -73,14 +71,35 @@ def _explain_output(run: ModelRun, check: ModelCheck) -> list[str]:
     return reasons
 
 
-def _known_mistakes(run: ModelRun) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield each mistake with the output of this rank's tokens under it; None where the reference cannot show it."""
-    whole, tokens = run.reference, run.tokens
+_Outputs = dict[str, Tensor]
+"""Rows of this rank's tokens in the outputs of modules, by name."""
+
+
+def _known_mistakes(run: ModelRun, check: ModelCheck) -> Iterator[tuple[str, _Outputs | None]]:
+    """Yield each mistake with outputs of the reference under it; None where the reference cannot show it.
+
+    The outputs are those of the first module that differs, and of the model.
+    """
+    assert check.first_difference is not None
+    whole, tokens, name_of_first = run.reference, run.tokens, check.first_difference.name
     whole.name_arguments()
     rows, seq = whole.shape
+    parameters: dict[str, Any] = {}
+    with suppress(TypeError, ValueError):
+        parameters = dict(inspect.signature(whole.model.forward).parameters)
+
+    def call(args: tuple[Any, ...], kwargs: dict[str, Any], tokens: Tensor | None) -> _Outputs | None:
+        if "attention_mask" in parameters and kwargs.get("attention_mask") is None:
+            # transformers takes a jump of the positions for the border of a document where there is no mask.
+            shape = run.reference.shape if tokens is not None else run.parallel.shape
+            mask = torch.ones(shape, dtype=torch.int64, device=whole.ids.device)
+            if (outputs := _call(run, args, kwargs | {"attention_mask": mask}, tokens, name_of_first)) is not None:
+                return outputs
+        return _call(run, args, kwargs, tokens, name_of_first)
+
     alone = "the output equals the reference on each rank's own tokens alone: context parallelism is silently off"
     if run.ranks.size > 1:
-        yield alone, _call(run, run.parallel.args, run.parallel.kwargs, None)
+        yield alone, call(run.parallel.args, run.parallel.kwargs, None)
 
         def shard(value: Any) -> Any:
             if (
@@ -94,10 +113,7 @@ def _known_mistakes(run: ModelRun) -> Iterator[tuple[str, Tensor | None]]:
             return full[tokens.to(full.device)].view(*run.parallel.shape, *full.shape[1:])
 
         kwargs = {name: shard(value) for name, value in whole.kwargs.items()}
-        yield alone, _call(run, tuple(map(shard, whole.args)), kwargs, None)
-    parameters: dict[str, Any] = {}
-    with suppress(TypeError, ValueError):
-        parameters = dict(inspect.signature(whole.model.forward).parameters)
+        yield alone, call(tuple(map(shard, whole.args)), kwargs, None)
     for name in (name for name in parameters if "pos" in name):
         for meaning, numbers in _wrong_positions(run):
             present = whole.kwargs.get(name)
@@ -105,7 +121,7 @@ def _known_mistakes(run: ModelRun) -> Iterator[tuple[str, Tensor | None]]:
             ids = ids[0] if isinstance(present, Tensor) and present.dim() == 1 else ids
             yield (
                 f"the output equals the reference with {meaning} as {name}",
-                _call(run, whole.args, whole.kwargs | {name: ids}, tokens),
+                call(whole.args, whole.kwargs | {name: ids}, tokens),
             )
     for name, value in whole.kwargs.items():
         optional = parameters.get(name) is None or parameters[name].default is not inspect.Parameter.empty
@@ -113,7 +129,7 @@ def _known_mistakes(run: ModelRun) -> Iterator[tuple[str, Tensor | None]]:
             kwargs = {key: other for key, other in whole.kwargs.items() if key != name}
             yield (
                 f"the output equals the reference without its argument {name}: it is dropped",
-                _call(run, whole.args, kwargs, tokens),
+                _call(run, whole.args, kwargs, tokens, name_of_first),
             )
 
 
@@ -133,22 +149,43 @@ def _wrong_positions(run: ModelRun) -> Iterator[tuple[str, Tensor]]:
     yield "positions that do not restart with a document", torch.arange(rows * seq) % seq
 
 
-def _call(run: ModelRun, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: Tensor | None) -> Tensor | None:
-    """Call the reference without gradients; return the rows of ``tokens`` (None: all). None where the call fails."""
-    with suppress(Exception), torch.no_grad():
-        output = run.reference.model(*args, **kwargs)
-        shape = run.parallel.shape if tokens is None else run.reference.shape
+def _call(
+    run: ModelRun, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: Tensor | None, name: str
+) -> _Outputs | None:
+    """Call the reference without gradients; return the rows of ``tokens`` (None: all) of two modules' outputs.
+
+    These are the model and the module ``name``. None where the call fails or gives no such rows.
+    """
+    model, outputs = run.reference.model, dict[str, Any]()
+    names = names_of(model)
+    shape = run.parallel.shape if tokens is None else run.reference.shape
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
         rows = rows_of(output, shape)
+        called = names[id(module)]
         if rows is not None:
-            return rows[1] if tokens is None else rows[1][tokens.to(rows[1].device)]
+            outputs.setdefault(called, rows[1] if tokens is None else rows[1][tokens.to(rows[1].device)])
+
+    hooks = [x.register_forward_hook(keep) for x in model.modules() if names.get(id(x)) in (name, "")]
+    try:
+        with suppress(Exception), torch.no_grad():
+            model(*args, **kwargs)
+            return outputs if outputs.keys() == {name, ""} else None
+    finally:
+        for hook in hooks:
+            hook.remove()
     return None
 
 
-def _fits(run: ModelRun, output: Tensor, allowed: float) -> bool:
-    """Return whether every local token of the parallel model's output equals ``output``."""
-    own = run.parallel.outputs[""][0].double()
-    error, size = (x.square().mean(1).sqrt() for x in (own - output.double().to(own.device), own))
-    return bool((error <= TOKEN_FACTOR * allowed * size.clamp_min(size.mean())).all())
+def _fits(run: ModelRun, name: str, output: Tensor, check: ModelCheck) -> bool:
+    """Return whether every local token's row of a parallel module's output equals that of ``output``."""
+    assert check.first_difference is not None
+    error = check.first_difference.error if name == check.first_difference.name else check.logits
+    if error is None:
+        return False
+    own = run.parallel.outputs[name][0].double()
+    difference, size = (x.square().mean(1).sqrt() for x in (own - output.double().to(own.device), own))
+    return bool((difference <= TOKEN_FACTOR * error.allowed_rms * size.clamp_min(size.mean())).all())
 
 
 def _seen_tokens(run: ModelRun, check: ModelCheck) -> list[str]:
@@ -189,7 +226,8 @@ def _seen_tokens(run: ModelRun, check: ModelCheck) -> list[str]:
         of_ranks = f": nothing of rank {', '.join(ranks)} reaches it" if ranks else ""
         first_missing = token_in_words(int(missing[0]), check.batch)
         reasons.append(
-            f"{where} does not see {len(missing)} token{'s' * (len(missing) > 1)} that it should (the first: {first_missing}){of_ranks}"
+            f"{where} does not see {len(missing)} token{'s' * (len(missing) > 1)} that it should (the first:"
+            f" {first_missing}){of_ranks}"
         )
     return reasons
 

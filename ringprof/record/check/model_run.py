@@ -26,7 +26,7 @@ from ringprof.record.check.model_step import Step, record_step
 from ringprof.record.process_group import GroupRanks
 
 NOISE_RUNS = 2
-NOISE_FACTOR = 4.0
+NOISE_FACTOR = 2.0
 LOW_FLOOR, SINGLE_FLOOR = 4, 64
 """Unit roundoffs that are always allowed: of bf16 and fp16, and of wider types."""
 

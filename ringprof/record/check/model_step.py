@@ -76,6 +76,14 @@ def unwrapped(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def names_of(model: nn.Module) -> dict[int, str]:
+    """Return the qualified name without wrappers of each module, by its id; a wrapped module itself has none."""
+    names: dict[str, int] = {}
+    for name, module in model.named_modules():
+        names.setdefault(unwrapped(name), id(module))
+    return {module: name for name, module in names.items()}
+
+
 def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     """Return the first tensor argument with a row per sequence: (rows, tokens, ...). Raises `UsageError`."""
     for value in (*args, *kwargs.values()):
@@ -119,7 +127,7 @@ class _Recorder:
         # A module of a model that is called from outside any other is recomputed by activation checkpointing.
         is_new = id(module) not in self.names or any(step.model is module for step in self.steps)
         if not self.depth and is_new and any(True for _ in module.parameters()):
-            self.names |= {id(child): unwrapped(name) for name, child in module.named_modules()}
+            self.names |= names_of(module)
             self.outputs, self.recording = {}, True
             module.zero_grad(set_to_none=True)
             if self.around_forward is not None:
