@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from ringprof.prediction.api import advise, predict
     from ringprof.prediction.network import Cluster
     from ringprof.run import Workload
-    from ringprof.training import capture, check, monitor
+    from ringprof.training import capture, check, check_model, monitor, prove
 
 _HOME = {
     "Analysis": "ringprof.api",
@@ -61,12 +61,14 @@ _HOME = {
     "advise": "ringprof.prediction.api",
     "capture": "ringprof.training",
     "check": "ringprof.training",
+    "check_model": "ringprof.training",
     "compare": "ringprof.comparison",
     "load": "ringprof.api",
     "load_tables": "ringprof.kernel_tables.table_analysis",
     "logs": "ringprof.benchmark_logs.logs",
     "monitor": "ringprof.training",
     "predict": "ringprof.prediction.api",
+    "prove": "ringprof.training",
 }
 
 __all__ = [
@@ -79,12 +81,14 @@ __all__ = [
     "advise",
     "capture",
     "check",
+    "check_model",
     "compare",
     "load",
     "load_tables",
     "logs",
     "monitor",
     "predict",
+    "prove",
 ]
 
 

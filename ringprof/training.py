@@ -21,6 +21,7 @@ from ringprof.common.formatting import percent
 from ringprof.common.json_object import JsonObject
 from ringprof.common.validation import refuse_below_one
 from ringprof.errors import MissingExtraError, RingprofError, UsageError
+from ringprof.record.check.model_result import ModelCheck
 from ringprof.record.check.result import CALLS, TIME_LIMIT_S, Check, CheckRequest
 from ringprof.record.request import require_packages
 from ringprof.run import Workload
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from ringprof.record.monitor import Monitor
+    from ringprof.record.prover import Prover
     from ringprof.strategies.base import Strategy
 
 _log = logging.getLogger("ringprof.monitor")
@@ -132,6 +134,43 @@ def check(
     return check_on_ranks(attention, request, None if named else as_tensor(layout), group)
 
 
+def check_model(
+    parallel: Callable[..., Any],
+    reference: Callable[..., Any],
+    batch: Any,
+    *,
+    shard: Callable[[Any], Any] | None = None,
+    positions: torch.Tensor | Sequence[int] | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
+    time_limit: float = TIME_LIMIT_S,
+) -> ModelCheck:
+    """Check whether a training step over several ranks equals the step of one process with the same weights and batch.
+
+    All ranks of ``group`` (None: the world) call this with the same ``batch``, which holds all tokens, and get the same
+    answer. ``check.equal`` is the verdict: every token's logits, the loss, every parameter's gradient. ``print(check)``
+    shows their errors, the first module whose output differs, and causes that a measurement decides: local positions,
+    a mask that is dropped, labels shifted across shard borders, scaled gradients, context parallelism silently off.
+
+    ``parallel(batch)`` runs one training step of this rank without the optimizer: it takes the rank's tokens, calls the
+    model once, computes the loss, and reduces the gradients. It returns the loss or an object with ``loss``; the
+    backward pass may be left to this function. With ``shard``, ``parallel`` is called as ``parallel(**shard(batch))``,
+    so that it may be the model itself. ``reference(batch)``, or a module called as ``reference(**batch)``, is the same
+    step on one process; every rank runs it. Neither may be random: switch dropout off.
+
+    ``positions`` are those of this rank's tokens in the sequence, in local order; None: they are found from the values
+    of the first tensor (rows, tokens) that the model is called with. The model's calls are seen by module hooks.
+
+    Raises `UsageError` for steps that cannot be compared and `MissingExtraError` without torch. Raises `RecordError`
+    on every rank that can still act, if a step fails on some rank or returns ``time_limit`` seconds after the others.
+    """
+    require_packages("torch")
+    from ringprof.record.check.model import check_model_on_ranks  # here, because it imports torch
+
+    return check_model_on_ranks(
+        parallel, reference, batch, shard=shard, positions=positions, group=group, time_limit=time_limit
+    )
+
+
 @contextmanager
 def monitor(
     log: str | os.PathLike[str] | None = None,
@@ -173,6 +212,73 @@ def monitor(
         running.close()
 
 
+@contextmanager
+def prove(
+    attention: Any,
+    layout: str | torch.Tensor | Sequence[int] = "contiguous",
+    *,
+    every: int = 1000,
+    log: str | os.PathLike[str] | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
+    causal: bool = True,
+    window_size: int | None = None,
+    softmax_scale: float | None = None,
+    memory_bytes: int = 1 << 30,
+) -> Iterator[Prover]:
+    """Prove at intervals, in a running training loop, that an attention over several ranks equals dense attention.
+
+    Every rank enters the block. ``attention`` is a strategy; a module that calls strategies in its forward pass, such
+    as a transformers model; or any function of q, k and v, which the loop then calls through the yielded object. For a
+    function, ``layout``, ``causal``, ``window_size`` and ``softmax_scale`` say what it computes, as for `check`, and
+    ``group`` is its context-parallel group. A strategy's calls and group say all that by themselves.
+
+    A step is a step of the first optimizer that takes one; in other loops, call ``step()`` of the yielded object. The
+    first proof is made within 5 steps, then one every ``every`` steps. It takes q, k, v and the output's gradient of
+    one call of a real batch, for one sequence and one kv head with its query heads; these take turns. Output and
+    gradients are compared with dense attention over gathered keys, with about ``memory_bytes`` of scores at a time.
+    Bytes sent, the softmax weight on other ranks' keys, and whether the ranks' positions (and the model's
+    ``position_ids``) partition the sequence are recorded, too. Overhead is capped at 1 %: the interval grows with the
+    cost of the last proof on the slowest rank.
+
+    The first rank of the group appends a line of JSON per proof to ``log``, with the SHA-256 of itself and of the line
+    before it. The logger ``ringprof.prove`` writes a sentence per proof, as a warning where something is wrong. A proof
+    that fails on a rank is such a warning, too: it never ends the loop, and no rank waits for another.
+
+    Raises `MissingExtraError` without torch and `UsageError` for arguments that no proof can have.
+    """
+    require_packages("torch")
+    refuse_below_one({"every": every, "window_size": window_size, "memory_bytes": memory_bytes})
+    from torch import as_tensor  # here, because it takes seconds
+
+    from ringprof.record.process_group import GroupRanks
+    from ringprof.record.prover import AttentionMask, ProofLog, Prover
+    from ringprof.strategies.masks.layouts import LAYOUTS
+
+    if not callable(attention) and not hasattr(attention, "attention"):
+        raise UsageError(f"{type(attention).__name__} is neither a strategy nor a module nor a function")
+    if isinstance(layout, str) and layout not in LAYOUTS:
+        raise UsageError(f"layout {layout!r} is not one of {', '.join(LAYOUTS)}")
+    if log is not None and GroupRanks(None).rank == 0:
+        refuse_unwritable(log)
+    mask = AttentionMask(
+        layout if isinstance(layout, str) else as_tensor(layout),
+        causal,
+        (-1, -1) if window_size is None else (window_size - 1, 0 if causal else window_size - 1),
+        softmax_scale,
+    )
+    running = Prover(attention, every, group, mask, memory_bytes, ProofLog(log).add)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def refuse_unwritable(log: str | os.PathLike[str]) -> None:
+    """Raise `UsageError` where a log cannot be written."""
+    if Path(log).is_dir() or not os.access(Path(log).absolute().parent, os.W_OK):
+        raise UsageError(f"{os.fspath(log)}: cannot write samples here: name a file in an existing folder")
+
+
 def reduced_or_empty(path: Path) -> bytes:
     """Return the reduced form of a trace; empty if it cannot be read."""
     try:
@@ -186,8 +292,8 @@ class SampleLog:
 
     def __init__(self, log: str | os.PathLike[str] | None, writer: Any = None) -> None:
         self._log, self._writer = log, writer
-        if log is not None and (Path(log).is_dir() or not os.access(Path(log).absolute().parent, os.W_OK)):
-            raise UsageError(f"{os.fspath(log)}: cannot write samples here: name a file in an existing folder")
+        if log is not None:
+            refuse_unwritable(log)
         self._straggler: int | None = None
         self._in_a_row = 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from msgspec.structs import asdict
 
 from ringprof.cli.recording import mask_of, masks, on_ranks, run_on_ranks, workload_options
@@ -13,6 +14,7 @@ from ringprof.cli.write import formats, text_style
 from ringprof.common.json_object import json_text
 from ringprof.errors import UsageError
 from ringprof.record.check.launch import CheckJob
+from ringprof.record.check.model_result import ModelCheck, ModelRequest
 from ringprof.record.check.result import CALLS, TENSOR_FORMATS, TIME_LIMIT_S, Check, CheckRequest
 from ringprof.record.launcher import current_launcher
 from ringprof.record.progress import SilentReporter
@@ -22,7 +24,10 @@ _LAYOUTS = ("contiguous", "zigzag", "stripe")
 
 @click.command("check")
 @click.argument("target", metavar="MODULE:FUNCTION")
-@click.option("--layout", required=True, type=click.Choice(_LAYOUTS), help="Tokens of the sequence that a rank holds.")
+@click.option("--layout", type=click.Choice(_LAYOUTS),
+              help="Tokens of the sequence that a rank holds; required without --model.")  # fmt: skip
+@click.option("--model", "of_model", is_flag=True,
+              help="Check a whole model: the function returns parallel step, reference and batch.")  # fmt: skip
 @click.option("--seq", type=Tokens(), help="Global length in tokens.  [default: 256 per rank on GPU, 64 on CPU]")
 @masks
 @workload_options(heads=None, head_dim=64)
@@ -46,17 +51,39 @@ def command(**options: Any) -> int:
     it also gets the cumulative lengths of --documents. The module is imported, also from the current folder: this runs
     code that is not part of ringprof. Exit code 0: output and gradients are equal; 1: they differ; 3: a rank failed.
 
+    With --model, the function takes no argument and returns what ringprof.check_model takes: a training step over the
+    ranks, the same step on one process, and a batch. Their logits, losses and gradients are compared.
+
     \b
     ringprof check mypackage.attention:ring --layout zigzag
     ringprof check mine:attention --layout contiguous --dtype fp32 --device cpu --world 4
     ringprof check mine:packed --layout zigzag --seq 512 --documents 100,300,112
+    ringprof check --model mine:training_step
     """
     form = options.pop("form")
+    if options.pop("of_model"):
+        return _check(ModelRequest(**_model_options(options)), form)
+    if options["layout"] is None:
+        raise UsageError("--layout is missing: it says which tokens a rank holds (with --model it is found)")
     if options["documents"] and options["seq"] is None:
         raise UsageError("--documents needs --seq, the length that they fill")
     options |= mask_of(options, options["seq"])
     del options["window_size"]
-    request = CheckRequest(backward=not options.pop("forward_only"), **options)
+    return _check(CheckRequest(backward=not options.pop("forward_only"), **options), form)
+
+
+def _model_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a check of a model. Raises `UsageError` where an option of an attention is set."""
+    context, kept = click.get_current_context(), ("target", "device", "world", "time_limit")
+    for name in options:
+        if name not in kept and context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            option = name.replace("_", "-")
+            raise UsageError(f"--{option}: not with --model, whose function brings its own batch and mask")
+    return {name: options[name] for name in kept}
+
+
+def _check(request: CheckRequest | ModelRequest, form: str) -> int:
+    """Run the check on own ranks, or as one rank of a launcher; print the result and return the exit code."""
 
     def work(rank: int) -> int:
         result = current_launcher().run(CheckJob(request), SilentReporter())
@@ -66,8 +93,9 @@ def command(**options: Any) -> int:
     return run_on_ranks(work, lambda error, rank: f"rank {rank} " in str(error))
 
 
-def _print_result(result: Check, form: str) -> int:
+def _print_result(result: Check | ModelCheck, form: str) -> int:
     """Print the result and return the exit code."""
-    style, document = text_style(None), {"schema": "ringprof.attention-check/1", **asdict(result)}
+    schema = f"ringprof.{'attention' if isinstance(result, Check) else 'model'}-check/1"
+    style, document = text_style(None), {"schema": schema, **asdict(result)}
     click.echo(json_text(document) if form == "json" else style.finish(style.fit(str(result))), nl=False)
     return int(not result.equal)

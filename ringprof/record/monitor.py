@@ -35,31 +35,47 @@ _Report = Callable[[int, list[bytes], dict[str, float]], None]
 """Function that the first rank calls with the step, every rank's reduced trace, and ``step_ms`` and ``interval``."""
 
 
-class Monitor:
-    """Monitor that profiles single steps of a training loop at intervals; created by `ringprof.monitor`."""
+class StepCounter:
+    """Counter of the steps of a training loop: those of the first optimizer that takes one, until `step` is called."""
 
-    def __init__(self, every: int, ranks: GroupRanks, reduce: _Reduce, report: _Report) -> None:
-        """Start to count steps: those of the first optimizer that takes one, until `step` is called."""
+    def __init__(self) -> None:
         self.steps = 0
         """Number of steps done so far."""
-        self.interval = every
-        """Steps from one sample to the next."""
-        self.spent_ns = 0
-        """Time that sampling has cost this rank so far, in nanoseconds."""
-        self._every, self._next, self._ranks, self._reduce, self._report = every, every, ranks, reduce, report
         self._counts_calls, self._optimizer = False, 0
-        self._profiling: ExitStack | None = None
-        self._profiler: Any = None
-        self._annotation: ExitStack | None = None
-        self._unprofiled_ns: deque[int] = deque(maxlen=32)
-        self._last_step_ns = time.perf_counter_ns()
-        self._cost = 0
         self._hook: Any = register_optimizer_step_post_hook(self._after_optimizer)
 
     def step(self) -> None:
         """Report that one step of the loop is done. Either every rank must call this, or none."""
         self._counts_calls = True
         self._advance()
+
+    def _after_optimizer(self, optimizer: Any, *_: Any) -> None:
+        self._optimizer = self._optimizer or id(optimizer)
+        if not self._counts_calls and id(optimizer) == self._optimizer:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Act on the end of a step."""
+        raise NotImplementedError
+
+
+class Monitor(StepCounter):
+    """Monitor that profiles single steps of a training loop at intervals; created by `ringprof.monitor`."""
+
+    def __init__(self, every: int, ranks: GroupRanks, reduce: _Reduce, report: _Report) -> None:
+        """Start to count steps."""
+        super().__init__()
+        self.interval = every
+        """Steps from one sample to the next."""
+        self.spent_ns = 0
+        """Time that sampling has cost this rank so far, in nanoseconds."""
+        self._every, self._next, self._ranks, self._reduce, self._report = every, every, ranks, reduce, report
+        self._profiling: ExitStack | None = None
+        self._profiler: Any = None
+        self._annotation: ExitStack | None = None
+        self._unprofiled_ns: deque[int] = deque(maxlen=32)
+        self._last_step_ns = time.perf_counter_ns()
+        self._cost = 0
 
     def close(self) -> None:
         """Stop sampling; drop a sample that has begun."""
@@ -69,11 +85,6 @@ class Monitor:
         if self._profiling is not None:
             self._profiling.close()
         self._profiling = self._annotation = None
-
-    def _after_optimizer(self, optimizer: Any, *_: Any) -> None:
-        self._optimizer = self._optimizer or id(optimizer)
-        if not self._counts_calls and id(optimizer) == self._optimizer:
-            self._advance()
 
     def _advance(self) -> None:
         """Count one step, account for its cost, and begin the next phase of a sample if it is due."""

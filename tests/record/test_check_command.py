@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,13 @@ import pytest
 pytest.importorskip("torch", reason="checking needs torch")
 
 from ringprof import cli
+from tests.paths import ROOT
 from tests.record.command import TORCHRUN, run, started_in
 
 pytestmark = pytest.mark.processes
 
-SMALL = ["--layout", "zigzag", "--heads", "2", "--head-dim", "16", "--device", "cpu"]
+HERE = ["--device", "cpu"]
+SMALL = ["--layout", "zigzag", "--heads", "2", "--head-dim", "16", *HERE]
 
 MINE = '''
 import os
@@ -95,6 +98,32 @@ def test_check_on_ranks_of_torchrun(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("equal to dense attention over 128 tokens: 2 ranks, 64 tokens each, zigzag") == 1
     assert "sent by a rank in a call: " in done.stdout
+
+
+def test_the_documented_example_of_a_model_is_equal_and_its_mistake_is_named(folder: Path) -> None:
+    page = (ROOT / "docs" / "checking.md").read_text()
+    example = textwrap.dedent(re.findall(r"one process:\n\n((?:    .*\n|\n)+?)    \$ (.*)\n", page)[0][0])
+    (folder / "models.py").write_text(example)
+    (folder / "wrong.py").write_text(example.replace('local["labels"]', 'local["ids"].roll(-1, 1)'))
+    done = run(["check", "--model", "models:training_step", *HERE, "--world", "2"], folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("equal to one process: 2 ranks, 2 x 128 tokens, float32, cpu")
+    command = ["-m", "ringprof", "check", "--model", "wrong:training_step", *HERE, "--format", "json"]
+    done = run(command, folder, TORCHRUN)
+    said = json.loads(done.stdout)
+    assert said["schema"] == "ringprof.model-check/1" and said["equal"] is False
+    assert said["reasons"][0].startswith("the labels are shifted across shard borders: 2 tokens differ only in")
+
+
+@pytest.mark.parametrize("options", [["--layout", "zigzag"], ["--documents", "3"], ["--forward-only"]])
+def test_a_model_takes_no_options_of_an_attention(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["check", "--model", "mine:step", *options]) == 2
+    assert f"{options[0]}: not with --model" in capsys.readouterr().err
+
+
+def test_an_attention_needs_a_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["check", "mine:alone"]) == 2
+    assert "--layout is missing" in capsys.readouterr().err
 
 
 def test_error_on_one_rank_ends_the_check(folder: Path) -> None:

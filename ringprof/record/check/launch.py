@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from ringprof.errors import UsageError
+from ringprof.record.check.model_result import ModelCheck, ModelRequest
 from ringprof.record.check.result import Check, CheckRequest
 from ringprof.record.launcher import RankInfo
 from ringprof.record.progress import Reporter
@@ -29,7 +30,7 @@ class CheckTask(msgspec.Struct, frozen=True, kw_only=True):
     """A check with every default resolved, for ranks that ringprof starts."""
 
     job: ClassVar[str] = "check"
-    request: CheckRequest
+    request: CheckRequest | ModelRequest
     scratch: str
     """Folder in which rank 0 leaves the result."""
 
@@ -45,9 +46,10 @@ class CheckTask(msgspec.Struct, frozen=True, kw_only=True):
         if rank_info.rank == 0:
             self._result_file().write_bytes(to_json(check))
 
-    def result(self) -> Check:
+    def result(self) -> Check | ModelCheck:
         """Read the result that rank 0 has written."""
-        return from_json(self._result_file().read_bytes(), Check)
+        kind: type[Check | ModelCheck] = Check if isinstance(self.request, CheckRequest) else ModelCheck
+        return from_json(self._result_file().read_bytes(), kind)
 
     def discard(self) -> None:
         """Remove nothing: a check writes only to the scratch folder."""
@@ -58,19 +60,19 @@ class CheckTask(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class CheckJob:
-    """Check of an attention, for a `ringprof.record.launcher.Launcher`. Only the ranks import its module."""
+    """Check of an attention or a model, for a `ringprof.record.launcher.Launcher`. Only the ranks import its module."""
 
-    request: CheckRequest
+    request: CheckRequest | ModelRequest
 
     def prepare(self, reporter: Reporter, scratch: str) -> CheckTask:
         """Resolve the defaults. Raises `UsageError`."""
         return CheckTask(request=self._resolved(None), scratch=scratch)
 
-    def run_as_rank(self, rank_info: RankInfo, reporter: Reporter) -> Check:
+    def run_as_rank(self, rank_info: RankInfo, reporter: Reporter) -> Check | ModelCheck:
         """Run the check as one rank; every rank has the result."""
         return _check_as_rank(self._resolved(rank_info), rank_info, reporter)
 
-    def _resolved(self, rank_info: RankInfo | None) -> CheckRequest:
+    def _resolved(self, rank_info: RankInfo | None) -> CheckRequest | ModelRequest:
         from ringprof.record.resolve import resolve_device, resolve_world_size
 
         device = resolve_device(self.request.device)
@@ -79,14 +81,27 @@ class CheckJob:
         return msgspec.structs.replace(self.request, device=device, world=world)
 
 
-def _check_as_rank(request: CheckRequest, rank_info: RankInfo, reporter: Reporter) -> Check:
-    """Create the process group and run the check as one of its ranks."""
+def _check_as_rank(request: CheckRequest | ModelRequest, rank_info: RankInfo, reporter: Reporter) -> Check | ModelCheck:
+    """Create the process group and run the check as one of its ranks.
+
+    Raises `UsageError` where the function for a check of a model returns something else than its arguments.
+    """
+    from ringprof.record.check.model import check_model_on_ranks
     from ringprof.record.check.on_ranks import check_on_ranks
     from ringprof.record.process_group import world_group
 
-    attention = load_function(request.target)
+    function = load_function(request.target)
     with world_group(rank_info, request.device, request.time_limit + JUDGE_S):
-        return check_on_ranks(attention, request, reporter=reporter)
+        if isinstance(request, CheckRequest):
+            return check_on_ranks(function, request, reporter=reporter)
+        returned = function()
+        if not isinstance(returned, tuple) or len(returned) not in (3, 4):
+            raise UsageError(
+                f"{request.target} must return the parallel step, the reference and the batch, and if needed a dict of"
+                f" other arguments of ringprof.check_model, not {type(returned).__name__}"
+            )
+        options = dict(returned[3]) if len(returned) == 4 else {}
+        return check_model_on_ranks(*returned[:3], time_limit=request.time_limit, reporter=reporter, **options)
 
 
 def load_function(target: str) -> Any:
@@ -104,7 +119,7 @@ def load_function(target: str) -> Any:
     except Exception as error:
         raise UsageError(f"{target!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(function):
-        raise UsageError(f"{target!r} is not a function of q, k and v")
+        raise UsageError(f"{target!r} is not a function")
     return function
 
 

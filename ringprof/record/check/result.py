@@ -16,7 +16,7 @@ BATCH, HEADS, KV_HEADS = 2, 8, 2
 TIME_LIMIT_S = 300.0
 
 
-class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):
+class CheckRequest(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     """One check as the user requested it; None stands for a default that depends on the machine."""
 
     target: str = ""
@@ -165,7 +165,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
         if self.errors:
             lines.append(f"  {'':4}{'off by':>10}{'allowed':>10}{'kernel':>10}  worst     wrong tokens")
         lines += [f"  {name:4}{_error_in_words(error, work.seq)}" for name, error in self.errors.items()]
-        lines += [*([str(self.seen)] if self.seen else []), self._sent_in_words()]
+        lines += [*([str(self.seen)] if self.seen else []), sent_in_words(self.sent, "a call")]
         lines += [f"skipped: {reason}" for reason in self.skipped]
         return "\n".join([*lines, *(f"why: {reason}" for reason in self.reasons)])
 
@@ -173,19 +173,20 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     def _differs(self) -> bool:
         return not (self.errors and all(error.equal for error in self.errors.values()))
 
-    def _sent_in_words(self) -> str:
-        """Format the line about the data that the ranks sent."""
-        if self.ranks == 1:
-            return "sent: one rank has nobody to send to"
-        if self.sent is None:
-            return "sent: not seen (another profiler is running)"
-        if not self.communicates:
-            return "sent: nothing, by torch.distributed, in a call"
-        busiest = max(self.sent, key=lambda rank: (rank.size_bytes or 0, sum(rank.operations.values())))
-        calls = ", ".join(f"{count} {name}" for name, count in sorted(busiest.operations.items()))
-        silent = [str(number) for number, rank in enumerate(self.sent) if not rank.operations]
-        size = "" if busiest.size_bytes is None else f"{three_digits(busiest.size_bytes / 2**20)} MiB, "
-        return f"sent by a rank in a call: {size}{calls}" + (f"; nothing by rank {', '.join(silent)}" * bool(silent))
+
+def sent_in_words(sent: list[SentInCall] | None, where: str) -> str:
+    """Format the line about the data that each rank sent in ``where``, such as ``a call``."""
+    if sent is None:
+        return "sent: not seen (another profiler is running)"
+    if len(sent) == 1:
+        return "sent: one rank has nobody to send to"
+    if not any(rank.operations for rank in sent):
+        return f"sent: nothing, by torch.distributed, in {where}"
+    busiest = max(sent, key=lambda rank: (rank.size_bytes or 0, sum(rank.operations.values())))
+    calls = ", ".join(f"{count} {name}" for name, count in sorted(busiest.operations.items()))
+    silent = [str(number) for number, rank in enumerate(sent) if not rank.operations]
+    size = "" if busiest.size_bytes is None else f"{three_digits(busiest.size_bytes / 2**20)} MiB, "
+    return f"sent by a rank in {where}: {size}{calls}" + (f"; nothing by rank {', '.join(silent)}" * bool(silent))
 
 
 def _error_in_words(error: TensorCheck, seq: int) -> str:

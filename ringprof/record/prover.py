@@ -1,0 +1,529 @@
+"""Proofs in a running training loop: one head of one attention call of a real batch, against dense attention.
+
+A due step captures, from one call, one sequence of the batch and one kv head with its query heads: q, k, v, the output
+and, in the backward pass, their gradients. When the step ends, the ranks compare them with dense attention in float64
+over the gathered keys, a few rows at a time. Layers, sequences and heads take turns.
+
+A result passes while its relative root-mean-square error is at most 3 · sqrt(kernel² + N · u² / 3), or 64 u for fp32:
+each of N ranks may round partial results by the unit roundoff u, and ``kernel`` is the error that rounding the weights,
+their gradients and the output to the input's type alone makes on the same tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ringprof.common.json_object import JsonObject
+from ringprof.record.check.dense import ERROR_FACTOR, SINGLE_FLOOR, gather_numbers, relative_rms
+from ringprof.record.check.on_ranks import record_sent
+from ringprof.record.check.result import SentInCall
+from ringprof.record.monitor import StepCounter, interval_for
+from ringprof.record.process_group import GroupRanks
+from ringprof.record.request import from_json
+from ringprof.strategies.base import Strategy
+from ringprof.strategies.kernels.reference import KeyStretches, capped
+from ringprof.strategies.kernels.uncompiled import uncompiled
+from ringprof.strategies.masks.layouts import LAYOUTS
+from ringprof.workload.mask import Mask
+
+NUMBERS_PER_SCORE = 8
+"""Float64 numbers that are held per score while a block of rows is computed."""
+FIRST_PROOF = 5
+"""Latest step of the first proof: the steps before show how many calls there are, and how long a step takes."""
+
+_log = logging.getLogger("ringprof.prove")
+_NAMES = ("out", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """Layout, mask and scale of an attention that is not a ringprof strategy."""
+
+    layout: str | Tensor = "contiguous"
+    """Name of a layout, or the positions of this rank's tokens."""
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    softmax_scale: float | None = None
+
+
+@dataclass
+class _Capture:
+    """One head of one sequence in one attention call: q (s, G, D), k and v (s, D), and results by name."""
+
+    strategy: Strategy | None
+    options: dict[str, Any]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    results: dict[str, Tensor]
+    dout: Tensor | None = None
+    sent: SentInCall | None = None
+    position_ids: Tensor | None = None
+
+
+class _Ready(msgspec.Struct, frozen=True):
+    """Whether one rank can take part in a proof, and values that must be alike on all ranks."""
+
+    problem: str = ""
+    key: str = ""
+    backward: bool = False
+
+
+@dataclass
+class _Problem:
+    """Inputs and buffers of a proof on a rank; all memory for collectives is allocated before the first of them."""
+
+    capture: _Capture
+    mask: Mask
+    positions: Tensor
+    keys: Tensor
+    values: Tensor
+    sums: Tensor
+    """Sums over ranks of dk and dv, exact and rounded: (2, S, D + E)."""
+    order: Tensor
+    """Positions of all keys, in the order of ``keys``."""
+    backward: bool = False
+    """Whether every rank has captured the gradients."""
+
+
+class Prover(StepCounter):
+    """Prover of one attention in a training loop; created by `ringprof.prove`. Calling it calls the attention."""
+
+    def __init__(
+        self, attention: Any, every: int, group: Any, mask: AttentionMask, memory_bytes: int,
+        report: Callable[[JsonObject], None],
+    ) -> None:  # fmt: skip
+        """Observe a strategy, a module that calls strategies, or a function that the loop calls through this object."""
+        super().__init__()
+        self.interval = every
+        """Steps from one proof to the next."""
+        self.proofs = 0
+        """Number of proofs so far."""
+        self.spent_ns = 0
+        """Time that proofs have cost this rank so far, in nanoseconds."""
+        self._attention, self._every, self._mask, self._memory_bytes = attention, every, mask, memory_bytes
+        self._report, self._next = report, max(2, min(every, FIRST_PROOF))
+        self._ranks: GroupRanks | None = None
+        if isinstance(attention, Strategy):
+            group = attention.comm.group if group is None else group
+        if not isinstance(attention, nn.Module):
+            self._ranks = GroupRanks(group)
+        self._group = group
+        self._calls = self._calls_per_step = self._inside = 0
+        self._armed, self._problem = False, ""
+        self._capture: _Capture | None = None
+        self._position_ids: Tensor | None = None
+        self._cost, self._last_step_ns, self._step_ns = 0, time.perf_counter_ns(), list[int]()
+        self._observing = ExitStack()
+        if isinstance(attention, (Strategy, nn.Module)):
+            self._observe(attention)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
+        """Call the attention; return what it returns."""
+        function = self._attention.attention if isinstance(self._attention, Strategy) else self._attention
+        return self._call(None, function, q, k, v, args, options)
+
+    def close(self) -> None:
+        """Stop observing; drop what has been captured."""
+        self._hook.remove()
+        self._observing.close()
+        self._capture = None
+        if not self.proofs and self.steps > self._next:
+            _log.warning("no proof in %d steps: no call of an attention was seen", self.steps)
+
+    # --- capture ------------------------------------------------------------------------------
+
+    def _observe(self, target: Strategy | nn.Module) -> None:
+        """Observe the calls of a strategy, or of all strategies while the module's forward pass runs."""
+        original = Strategy.attention
+
+        @uncompiled
+        def observed(strategy: Strategy, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+            if strategy is not target and not self._inside:
+                return original(strategy, q, k, v, **options)
+            return self._call(strategy, original.__get__(strategy), q, k, v, (), options)
+
+        Strategy.attention = observed  # type: ignore[method-assign, assignment]
+        self._observing.callback(setattr, Strategy, "attention", original)
+        if isinstance(target, nn.Module):
+
+            def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+                self._inside += 1
+                ids = kwargs.get("position_ids")
+                self._position_ids = ids if isinstance(ids, Tensor) and ids.dim() in (1, 2) else None
+
+            def after(*_: Any) -> None:
+                self._inside -= 1
+
+            for hook in (
+                target.register_forward_pre_hook(before, with_kwargs=True),
+                target.register_forward_hook(after, always_call=True),
+            ):
+                self._observing.callback(hook.remove)
+
+    def _call(
+        self, strategy: Strategy | None, function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor,
+        args: tuple[Any, ...], options: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        """Call the attention, and capture the call if its turn has come."""
+        self._calls += 1
+        if self._ranks is None and strategy is not None:
+            self._ranks = GroupRanks(strategy.comm.group if self._group is None else self._group)
+        wanted = self._armed and self._capture is None and not self._problem
+        if not wanted or self._calls - 1 != self.proofs % max(1, self._calls_per_step):
+            return function(q, k, v, *args, **options)
+        begin = time.perf_counter_ns()
+        # Aliases, whose gradients come from this call alone.
+        q, k, v = (x.view_as(x) for x in (q, k, v))
+        sent: list[SentInCall] = []
+        if strategy is None:
+            with record_sent(sent):
+                returned = function(q, k, v, *args, **options)
+        else:
+            before = {key: list(entry) for key, entry in strategy.comm.meter.sent.items()}
+            returned = function(q, k, v, *args, **options)
+            sent.append(_sent_since(strategy, before))
+        called = time.perf_counter_ns()
+        try:
+            out = returned[0] if isinstance(returned, (tuple, list)) else returned
+            self._capture = self._captured(strategy, options, q, k, v, out)
+            self._capture.sent = sent[0] if sent else None
+        except Exception as error:  # must not end the training; reported at the end of the step
+            self._problem = f"the call was not captured: {type(error).__name__}: {error}"
+        # Starting torch's profiler in a call counts, too.
+        self._cost += time.perf_counter_ns() - (begin if strategy is None else called)
+        return returned
+
+    def _captured(
+        self, strategy: Strategy | None, options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, out: Tensor
+    ) -> _Capture:
+        """Copy one sequence and one kv head of a call, and of the gradients as the backward pass brings them."""
+        kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
+        row, head = self.proofs % q.shape[0], self.proofs % kv_heads
+        heads = slice(head * group, (head + 1) * group)
+
+        def part(x: Tensor, *, of_keys: bool = False) -> Tensor:
+            # Under autocast the attention casts its inputs to the type of the output.
+            return x.detach()[row, :, head if of_keys else heads].to(out.dtype, copy=True)
+
+        options = {**options, "row": row, "head": head}
+        if isinstance(options.get("sinks"), Tensor):
+            options["sinks"] = options["sinks"].detach()[heads].clone()
+        capture = _Capture(strategy, options, part(q), part(k, of_keys=True), part(v, of_keys=True), {"out": part(out)})
+        capture.position_ids = self._position_ids
+        if out.requires_grad and not options.get("return_lse"):
+
+            def keep(name: str, *, of_keys: bool = False) -> Callable[[Tensor], None]:
+                def hook(gradient: Tensor) -> None:
+                    if name == "dout":
+                        capture.dout = part(gradient)
+                    else:
+                        capture.results[name] = part(gradient, of_keys=of_keys)
+
+                return hook
+
+            untyped: Any = out
+            untyped.register_hook(keep("dout"))
+            for name, x in (("dq", q), ("dk", k), ("dv", v)):
+                untyped = x
+                if x.requires_grad:
+                    untyped.register_hook(keep(name, of_keys=name != "dq"))
+        return capture
+
+    # --- proof --------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Count one step; prove what it captured, and prepare the next capture if it is due."""
+        self.steps += 1
+        begin = time.perf_counter_ns()
+        if self._armed:
+            try:
+                self._prove()
+            except Exception as error:  # a proof that fails must not end the training
+                _log.warning("step %d: the proof failed: %s: %s", self.steps, type(error).__name__, error)
+                self._next = self.steps + self.interval
+            self._capture, self._problem, self._armed = None, "", False
+        else:
+            self._step_ns = [*self._step_ns[-31:], begin - self._last_step_ns]
+        self._calls_per_step, self._calls = self._calls, 0
+        if self.steps + 1 >= self._next and self._ranks is not None:
+            self._armed, self._cost = True, 0
+        self._last_step_ns = time.perf_counter_ns()
+
+    def _prove(self) -> None:
+        """Compare what the step captured on all ranks. Collective.
+
+        Every rank makes the same collectives whatever fails on it: memory for them is allocated before the first, in
+        which each rank says whether it can take part, and nothing between them may raise.
+        """
+        begin, ranks = time.perf_counter_ns(), self._ranks
+        assert ranks is not None
+        problem: _Problem | None = None
+        try:
+            ready, problem = self._prepare(ranks)
+        except Exception as error:  # also torch.OutOfMemoryError
+            ready = _Ready(self._problem or f"{type(error).__name__}: {error}")
+        by_rank = [from_json(part, _Ready) for part in ranks.gather_structs(ready)]
+        line: JsonObject = {"step": self.steps, "time": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"}
+        calls = self._calls_per_step
+        line |= {"ranks": ranks.numbers, "call": self.proofs % max(1, calls), "calls": calls}
+        numbered = zip(ranks.numbers, by_rank, strict=True)
+        text = next((f"rank {number}: {other.problem}" for number, other in numbered if other.problem), "")
+        text = text or "the ranks' calls have different shapes or options" * (len({x.key for x in by_rank}) > 1)
+        step_ns = max(1, round(median(self._step_ns))) if self._step_ns else 1
+        if not text:
+            assert problem is not None
+            problem.backward = all(other.backward for other in by_rank)
+            line |= self._compare(problem, ranks)
+        ranks.finish()
+        cost = self._cost + time.perf_counter_ns() - begin
+        rows = gather_numbers([interval_for(cost, step_ns, self._every), cost], ranks)
+        self.spent_ns += cost
+        self.interval = int(max(row[0] for row in rows))
+        self._next = self.steps + self.interval
+        self.proofs += 1
+        line |= {"problem": line.get("problem") or text or None, "took_ms": max(row[1] for row in rows) / 1e6}
+        line |= {"step_ms": step_ns / 1e6, "interval": self.interval}
+        if ranks.rank == 0:
+            self._report(line)
+
+    def _prepare(self, ranks: GroupRanks) -> tuple[_Ready, _Problem]:
+        """Describe the captured call for the other ranks, and allocate the memory of its proof."""
+        capture = self._capture
+        if capture is None:
+            raise RuntimeError(self._problem or "no attention was called in the step")
+        options, local = capture.options, len(capture.q)
+        seq, device = local * ranks.size, capture.q.device
+        if capture.strategy is not None:
+            documents = options.get("documents")
+            mask = Mask.of(documents, options.get("window_size", (-1, -1)), causal=options.get("causal", True),
+                           prefix=options.get("prefix", 0))  # fmt: skip
+            positions = capture.strategy.positions(seq, device, documents=documents)
+        else:
+            documents = options.get("cu_seqlens", options.get("documents"))
+            layout = self._mask.layout
+            mask = Mask.of(documents, self._mask.window, causal=self._mask.causal)
+            positions = LAYOUTS[layout].positions(seq, ranks.size, ranks.rank) if isinstance(layout, str) else layout
+            positions = positions.to(device)
+            options.setdefault("softmax_scale", self._mask.softmax_scale)
+        mask.check(seq)
+        backward = capture.dout is not None and {"dq", "dk", "dv"} <= capture.results.keys()
+        d, e = capture.k.shape[1], capture.v.shape[1]
+        problem = _Problem(
+            capture, mask, positions, capture.k.new_empty(seq, d), capture.v.new_empty(seq, e),
+            torch.zeros(2, seq, d + e, dtype=torch.float64, device=device),
+            torch.empty(seq, dtype=torch.int64, device=device),
+        )  # fmt: skip
+        scalars = {name: options.get(name) for name in ("softmax_scale", "softcap", "row", "head")}
+        return _Ready("", f"{tuple(capture.q.shape)} {capture.q.dtype} {mask} {scalars}", backward), problem
+
+    def _compare(self, problem: _Problem, ranks: GroupRanks) -> JsonObject:
+        """Gather keys, compute dense attention of this rank's rows, and compare. Collective."""
+        capture, backward = problem.capture, problem.backward
+        gathered: list[tuple[Tensor, Tensor]] = [
+            (problem.order, problem.positions), (problem.keys, capture.k), (problem.values, capture.v)
+        ]  # fmt: skip
+        for whole, own in gathered:
+            if ranks.size > 1:
+                dist.all_gather(list(whole.chunk(ranks.size)), own.contiguous(), group=ranks.group)
+            else:
+                whole.copy_(own)
+        failed = ""
+        rounded: dict[str, Tensor] = {}
+        exact: dict[str, Tensor] = {}
+        weights = torch.zeros(ranks.size, dtype=torch.float64)
+        try:
+            exact = self._dense(problem, ranks, weights, rounds=False)
+            rounded = self._dense(problem, ranks, torch.zeros_like(weights), rounds=True)
+        except Exception as error:  # the other ranks wait in the next collective
+            failed = f"rank {ranks.number}: {type(error).__name__}: {error}"
+        if backward and ranks.size > 1:
+            dist.all_reduce(problem.sums, group=ranks.group)
+        rows = [[math.nan] * 3] * 4
+        partition = position_ids = math.nan
+        try:
+            if not failed:
+                rows = _result_rows(problem, exact, rounded, ranks)
+                partition, position_ids = _partition(problem)
+        except Exception as error:
+            failed = f"rank {ranks.number}: {type(error).__name__}: {error}"
+        sent = -1 if capture.sent is None or capture.sent.size_bytes is None else capture.sent.size_bytes
+        peers = float((weights > 0).sum() - (weights[ranks.rank] > 0).float())
+        total = float(weights.sum()) or 1.0
+        peer_weight = 1 - float(weights[ranks.rank]) / total
+        mine = [x for row in rows for x in row]
+        mine += [partition, position_ids, sent, peers, peer_weight, float(bool(failed))]
+        by_rank = gather_numbers(mine, ranks)
+        errors: dict[str, JsonObject] = {}
+        equal = True
+        for index, name in enumerate(_NAMES[: 4 if backward else 1]):
+            off = [row[3 * index : 3 * index + 3] for row in by_rank]
+            # An error that is not a number counts as the largest.
+            excess = [rms / (allowed or 1.0) if math.isfinite(rms) else math.inf for rms, allowed, _ in off]
+            worst = excess.index(max(excess))
+            rms, allowed, kernel = off[worst]
+            equal &= rms <= allowed
+            errors[name] = {"rms": rms if math.isfinite(rms) else None, "allowed": allowed, "kernel": kernel,
+                            "rank": worst}  # fmt: skip
+        fed = [row[13] for row in by_rank]
+        line: JsonObject = {
+            "seq": len(problem.order), "dtype": str(capture.q.dtype).split(".")[-1], "mask": str(problem.mask),
+            "row": capture.options["row"], "kv_head": capture.options["head"],
+            "equal": equal, "errors": errors,
+            "partition": all(row[12] == 1 for row in by_rank),
+            "position_ids": None if any(map(math.isnan, fed)) else all(fed),
+            "sent_bytes": [None if row[14] < 0 else int(row[14]) for row in by_rank],
+            "peers": [int(row[15]) for row in by_rank], "peer_weight": [round(row[16], 6) for row in by_rank],
+        }  # fmt: skip
+        failing = [str(number) for number, row in zip(ranks.numbers, by_rank, strict=True) if row[17]]
+        return line | ({"problem": failed or f"the proof failed on rank {', '.join(failing)}"} if failing else {})
+
+    def _dense(self, problem: _Problem, ranks: GroupRanks, weights: Tensor, *, rounds: bool) -> dict[str, Tensor]:
+        """Compute dense attention of this rank's rows in float64, and add its dk and dv to ``problem.sums``.
+
+        ``weights`` receives the softmax weight on each rank's keys. With ``rounds``, the weights, their gradients and
+        the output are rounded to the input's type, as a kernel rounds them.
+        """
+        capture, options = problem.capture, problem.capture.options
+        local, group, size = capture.q.shape
+        k, v = problem.keys.double(), problem.values.double()
+        scale = size**-0.5 if options.get("softmax_scale") is None else options["softmax_scale"]
+        softcap, sinks = options.get("softcap") or 0.0, options.get("sinks")
+        step = max(1, self._memory_bytes // (8 * NUMBERS_PER_SCORE * len(k) * group))
+        results: dict[str, list[Tensor]] = {"out": [], "dq": []}
+
+        def stored(x: Tensor) -> Tensor:
+            return x.to(capture.q.dtype).double() if rounds else x
+
+        for first in range(0, local, step):
+            rows = slice(first, first + step)
+            q = capture.q[rows].double().flatten(0, 1)
+            seen = KeyStretches.of(problem.mask, problem.positions[rows], len(k)).shown(problem.order)
+            hidden = ~seen.repeat_interleave(group, 0)
+            scores = capped(q @ k.T * scale, softcap)
+            p = scores.masked_fill(hidden, -math.inf)
+            if sinks is not None:
+                p = torch.cat([p, sinks.double().repeat(len(p) // group)[:, None]], 1)
+            p = torch.softmax(p, 1).nan_to_num(0.0)[:, : len(k)]
+            weights += p.view(len(p), ranks.size, -1).sum((0, 2)).cpu()
+            used = stored(p)
+            out = stored(used @ v)
+            results["out"].append(out)
+            if not problem.backward:
+                continue
+            assert capture.dout is not None
+            dout = capture.dout[rows].double().flatten(0, 1)
+            dscores = p * (dout @ v.T - (dout * out).sum(1, keepdim=True)) * scale
+            dscores = stored(dscores * (1 - (scores / softcap).square()) if softcap else dscores)
+            results["dq"].append(dscores @ k)
+            problem.sums[int(rounds), :, :size] += dscores.T @ q
+            problem.sums[int(rounds), :, size:] += used.T @ dout
+        return {name: torch.cat(parts) for name, parts in results.items() if parts}
+
+
+def _result_rows(
+    problem: _Problem, exact: dict[str, Tensor], rounded: dict[str, Tensor], ranks: GroupRanks
+) -> list[list[float]]:
+    """Return error, tolerance and rounding error of each result on this rank, in the order of `_NAMES`."""
+    capture, size, backward = problem.capture, problem.capture.q.shape[2], problem.backward
+    if backward:
+        own = problem.sums.chunk(ranks.size, 1)[ranks.rank]
+        for sums, results in zip(own, (exact, rounded), strict=True):
+            results |= {"dk": sums[:, :size], "dv": sums[:, size:]}
+    unit = torch.finfo(capture.q.dtype).eps / 2
+    rows = []
+    for name in _NAMES[: 4 if backward else 1]:
+        result = capture.results[name].double().reshape(exact[name].shape)
+        kernel = relative_rms(rounded[name] - exact[name], exact[name])
+        allowed = ERROR_FACTOR * math.sqrt(kernel**2 + (ranks.size > 1) * ranks.size * unit**2 / 3)
+        floor = SINGLE_FLOOR * unit if capture.q.dtype in (torch.float32, torch.float64) else 0.0
+        rows.append([relative_rms(result - exact[name], exact[name]), max(allowed, floor), kernel])
+    return rows + [[0.0] * 3] * (4 - len(rows))
+
+
+def _partition(problem: _Problem) -> tuple[float, float]:
+    """Return whether the ranks' positions partition the sequence, and whether the model was called with this rank's.
+
+    The latter is NaN where the model was called without ``position_ids`` per token. They may restart with a document.
+    """
+    expected = torch.arange(len(problem.order), device=problem.order.device)
+    partition = float(torch.equal(problem.order.sort().values, expected))
+    ids, positions = problem.capture.position_ids, problem.positions
+    if ids is None or ids.shape[-1] != len(positions):
+        return partition, math.nan
+    ids = ids.detach().view(-1, len(positions))
+    ids = ids[problem.capture.options["row"] % len(ids)].to(positions)
+    starts = torch.tensor(problem.mask.documents or (0,), device=positions.device)
+    within = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+    return partition, float(torch.equal(ids, positions) or torch.equal(ids, within))
+
+
+def _sent_since(strategy: Strategy, before: dict[Any, list[int]]) -> SentInCall:
+    """Return what a strategy has sent since its meter read ``before``."""
+    operations: dict[str, int] = {}
+    size = 0
+    for key, (count, size_bytes) in strategy.comm.meter.sent.items():
+        old_count, old_bytes = before.get(key, (0, 0))
+        if count > old_count:
+            operations[key[2]] = operations.get(key[2], 0) + count - old_count
+            size += size_bytes - old_bytes
+    return SentInCall(operations=operations, size_bytes=size)
+
+
+class ProofLog:
+    """Log of proofs on the first rank of a group: JSON lines, each with its hash and that of the line before."""
+
+    def __init__(self, path: str | os.PathLike[str] | None) -> None:
+        self._path, self._previous = path, ""
+
+    def add(self, line: JsonObject) -> None:
+        """Write one proof, and warn where it found something wrong."""
+        line |= {"previous": self._previous}
+        line["hash"] = self._previous = line_hash(line)
+        verdict = _verdict(line)
+        _log.log(logging.INFO if verdict.startswith("equal") else logging.WARNING, "step %d: %s", line["step"], verdict)
+        if self._path is not None:
+            with Path(self._path).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def line_hash(line: JsonObject) -> str:
+    """Return the SHA-256 of a proof without its own hash, as sorted JSON."""
+    content = {key: value for key, value in line.items() if key != "hash"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _verdict(line: JsonObject) -> str:
+    """Describe a proof in one sentence."""
+    if line["problem"]:
+        return f"no proof: {line['problem']}"
+    name, worst = max(
+        line["errors"].items(),
+        key=lambda item: math.inf if item[1]["rms"] is None else item[1]["rms"] / (item[1]["allowed"] or 1.0),
+    )
+    size = "not finite" if worst["rms"] is None else f"off by {worst['rms']:.1e}"
+    off = f"{name} of call {line['call']} is {size} (allowed {worst['allowed']:.1e})"
+    wrong = [
+        f"NOT EQUAL to dense attention: {off} on rank {worst['rank']}" if not line["equal"] else "",
+        "" if line["partition"] else "the ranks' positions do not partition the sequence",
+        "the model is called with other position_ids than its tokens have" if line["position_ids"] is False else "",
+        "nothing was sent" if len(line["ranks"]) > 1 and not any(x is None or x for x in line["sent_bytes"]) else "",
+    ]
+    return "; ".join(filter(None, wrong)) or f"equal to dense attention over {line['seq']} tokens: {off}"
