@@ -2,12 +2,13 @@
 
 A recording checks the results of every kernel before it measures them, including these.
 
-Source: Dao-AILab/flash-attention, hopper/flash_attn_interface.py (3) and flash_attn/cute/interface.py (4).
+Source: Dao-AILab/flash-attention, hopper/flash_api_stable.cpp (3) and flash_attn/cute/interface.py (4).
 """
 
 from __future__ import annotations
 
 import os
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -62,8 +63,9 @@ class FlashAttn3Kernel(VarlenKernel):
         return None if torch.cuda.get_device_capability(device)[0] == 9 else "needs a Hopper GPU (capability 9.0)"
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = _interface()._flash_attn_forward(
-            q, k, v, softmax_scale=scale, causal=causal, softcap=self.softcap
+        # Without num_splits=1 the operator may split the keys, which small grids of blocks would choose by themselves.
+        out, lse, *_ = _operators().fwd.default(
+            q, k, v, softmax_scale=scale, is_causal=causal, softcap=self.softcap, num_splits=1
         )
         return out, lse
 
@@ -71,31 +73,32 @@ class FlashAttn3Kernel(VarlenKernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
         out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
     ) -> Gradients:  # fmt: skip
-        gradients = torch.empty_like(q), *allocate_adjacent(k)
-        _interface()._flash_attn_backward(
-            dout, q, k, v, out, lse, dq=gradients[0], dk=gradients[1], dv=gradients[2], softmax_scale=scale,
-            is_causal=causal, softcap=self.softcap, deterministic=self.deterministic,
+        dq, (dk, dv) = torch.empty_like(q), allocate_adjacent(k)
+        _operators().bwd.default(
+            dout, q, k, v, out, lse, dq, dk, dv, softmax_scale=scale, is_causal=causal, softcap=self.softcap,
+            deterministic=self.deterministic,
         )  # fmt: skip
-        return gradients
+        return dq, dk, dv
 
     def _varlen_forward(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, batch: Batch, scale: float
     ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = _interface()._flash_attn_forward(
-            q, k, v, softmax_scale=scale, softcap=self.softcap, causal=batch.causal, **_varlen(lengths, batch)
-        )
+        out, lse, *_ = _operators().fwd.default(
+            q, k, v, softmax_scale=scale, is_causal=batch.causal, softcap=self.softcap, num_splits=1,
+            **_varlen(lengths, batch),
+        )  # fmt: skip
         return out, lse
 
     def _varlen_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, batch: Batch,
         scale: float,
     ) -> Gradients:  # fmt: skip
-        gradients = torch.empty_like(q), *allocate_adjacent(k)
-        _interface()._flash_attn_backward(
-            dout, q, k, v, out, lse, dq=gradients[0], dk=gradients[1], dv=gradients[2], softmax_scale=scale,
-            softcap=self.softcap, is_causal=batch.causal, deterministic=self.deterministic, **_varlen(lengths, batch),
+        dq, (dk, dv) = torch.empty_like(q), allocate_adjacent(k)
+        _operators().bwd.default(
+            dout, q, k, v, out, lse, dq, dk, dv, softmax_scale=scale, is_causal=batch.causal, softcap=self.softcap,
+            deterministic=self.deterministic, **_varlen(lengths, batch),
         )  # fmt: skip
-        return gradients
+        return dq, dk, dv
 
 
 def _varlen(lengths: Lengths, batch: Batch) -> dict[str, Any]:
@@ -107,10 +110,12 @@ def _varlen(lengths: Lengths, batch: Batch) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _interface() -> Any:
+@cache
+def _operators() -> Any:
+    """Return the compiled operators of flash-attn 3. Its Python functions take twice their host time per call."""
     import flash_attn_interface
 
-    return flash_attn_interface
+    return flash_attn_interface.flash_attn_3_gpu
 
 
 class FlashAttn4Kernel(Kernel):

@@ -1,6 +1,6 @@
 """Kernels for GPUs through stand-ins: the published names, signatures and layouts, dense attention inside.
 
-Signatures of Dao-AILab/flash-attention: flash_attn/flash_attn_interface.py, hopper/flash_attn_interface.py and
+Signatures of Dao-AILab/flash-attention: flash_attn/flash_attn_interface.py, hopper/flash_api_stable.cpp and
 flash_attn/cute/interface.py; and of torch's aten/src/ATen/native/native_functions.yaml. What the real ones compute is
 not tested here: `test_gpu` does, but for flash-attn 4, which was not run.
 """
@@ -37,32 +37,32 @@ def _parts(q: Tensor, k: Tensor, cu_q: Any, cu_k: Any, left: int, right: int) ->
 
 
 def _fwd3(
-    q: Tensor, k: Tensor, v: Tensor, k_new: Any = None, v_new: Any = None, qv: Any = None, out_: Any = None,
+    q: Tensor, k: Tensor, v: Tensor, k_new: Any = None, v_new: Any = None, q_v: Any = None, out: Any = None,
     cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, cu_seqlens_k_new: Any = None, seqused_q: Any = None,
     seqused_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, page_table: Any = None,
     kv_batch_idx: Any = None, leftpad_k: Any = None, rotary_cos: Any = None, rotary_sin: Any = None,
     seqlens_rotary: Any = None, q_descale: Any = None, k_descale: Any = None, v_descale: Any = None,
-    softmax_scale: float | None = None, causal: bool = False, window_size_left: int = -1, window_size_right: int = -1,
-    attention_chunk: int = 0, softcap: float = 0.0, rotary_interleaved: bool = True, scheduler_metadata: Any = None,
-    num_splits: int = 1, pack_gqa: Any = None, sm_margin: int = 0,
+    softmax_scale: float | None = None, is_causal: bool = False, window_size_left: int = -1,
+    window_size_right: int = -1, attention_chunk: int = 0, softcap: float = 0.0, is_rotary_interleaved: bool = False,
+    scheduler_metadata: Any = None, num_splits: int = 0, pack_gqa: Any = None, sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    assert softmax_scale is not None
+    assert softmax_scale is not None and num_splits == 1
     kernel, none = ReferenceKernel(softcap=softcap), torch.tensor([])
     if cu_seqlens_q is None:
-        return *kernel.forward(q, k, v, scale=softmax_scale, causal=causal), none, none
-    parts = _parts(q, k, cu_seqlens_q, cu_seqlens_k, window_size_left, 0 if causal else window_size_right)
+        return *kernel.forward(q, k, v, scale=softmax_scale, causal=is_causal), none, none
+    parts = _parts(q, k, cu_seqlens_q, cu_seqlens_k, window_size_left, 0 if is_causal else window_size_right)
     assert max_seqlen_q == max(part.queries for part in parts) and max_seqlen_k == max(part.keys for part in parts)
-    out, lse = kernel.forward(q[None], k[None], v[None], scale=softmax_scale, causal=False, parts=parts)
-    return out[0], lse[0], none, none
+    result, lse = kernel.forward(q[None], k[None], v[None], scale=softmax_scale, causal=False, parts=parts)
+    return result[0], lse[0], none, none
 
 
 def _bwd3(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None, sequed_q: Any = None, sequed_k: Any = None, max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None, dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None = None,
+    dk: Tensor | None = None, dv: Tensor | None = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
+    seqused_q: Any = None, seqused_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
     softmax_scale: float | None = None, is_causal: bool = False, window_size_left: int = -1,
     window_size_right: int = -1, softcap: float = 0.0, deterministic: bool = False, sm_margin: int = 0,
-) -> Tensor:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     assert dq is not None and dk is not None and dv is not None and softmax_scale is not None
     kernel = ReferenceKernel(softcap=softcap)
     if cu_seqlens_q is None:
@@ -73,7 +73,7 @@ def _bwd3(
         gradients = kernel.backward(*rows, out=out[None], scale=softmax_scale, causal=False, parts=parts)
     for target, gradient in zip((dq, dk, dv), gradients, strict=True):
         target.copy_(gradient.view_as(target))
-    return torch.zeros(1)
+    return dq, dk, dv, torch.zeros(1), torch.zeros(1)
 
 
 def _fwd2(
@@ -103,8 +103,8 @@ def _varlen_fwd2(
     assert dropout_p == 0.0 and not return_softmax
     return _fwd3(
         q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k, softmax_scale=softmax_scale, causal=causal, window_size_left=window_size_left,
-        window_size_right=window_size_right, softcap=softcap,
+        max_seqlen_k=max_seqlen_k, softmax_scale=softmax_scale, is_causal=causal, window_size_left=window_size_left,
+        window_size_right=window_size_right, softcap=softcap, num_splits=1,
     )  # fmt: skip
 
 
@@ -113,10 +113,10 @@ def _varlen_bwd2(
     cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float, softmax_scale: float,
     causal: bool, window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Any,
     deterministic: bool,
-) -> Tensor:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     assert dropout_p == 0.0
     return _bwd3(
-        dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, dq=dq, dk=dk, dv=dv, softmax_scale=softmax_scale,
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, softmax_scale=softmax_scale,
         is_causal=causal, window_size_left=window_size_left, window_size_right=window_size_right, softcap=softcap,
     )  # fmt: skip
 
@@ -222,8 +222,8 @@ def _bwd4(
 
 @pytest.fixture(autouse=True)
 def packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    three, four, cute = (ModuleType(name) for name in ("flash_attn_interface", "flash_attn", "flash_attn.cute"))
-    vars(three).update(_flash_attn_forward=_fwd3, _flash_attn_backward=_bwd3)
+    four, cute = (ModuleType(name) for name in ("flash_attn", "flash_attn.cute"))
+    operators = SimpleNamespace(fwd=SimpleNamespace(default=_fwd3), bwd=SimpleNamespace(default=_bwd3))
     interface = ModuleType("flash_attn.cute.interface")
     vars(interface).update(_flash_attn_fwd=_fwd4, _flash_attn_bwd=_bwd4)
     vars(cute).update(interface=interface)
@@ -233,9 +233,10 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> None:
         _flash_attn_varlen_backward=_varlen_bwd2,
     )  # fmt: skip
     vars(four).update(flash_attn_interface=two)
-    for module in (two, three, four, cute, interface):
+    for module in (two, four, cute, interface):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(flash_attn, "_flash_attn", lambda: two.flash_attn_gpu)
+    monkeypatch.setattr(newer_flash_attn, "_operators", lambda: operators)
     monkeypatch.setattr(torch_kernels, "aten", _Aten)
     # Where torch is built without CUDA there is no such function.
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
