@@ -172,15 +172,17 @@ class Cached(Strategy):
         """
         lengths = layout if self.depends_on_length(new, mask) else None
         problem, rank = None, self.comm.global_rank(self.comm.rank)
+        keys, queries = layout.key_count(self.cache_rank), len(self.query_positions(new))
         said = f"kv_length={layout.kv_length} with {new} new tokens"
-        if new > layout.kv_length:
+        if inferred and lengths is None:
+            # The ranks infer different lengths, of which none is used.
+            pass
+        elif new > layout.kv_length:
             problem = f"kv_length={layout.kv_length} is less than the {new} new tokens, which it includes"
-        elif not (inferred and lengths is None):
-            keys, queries = layout.key_count(self.cache_rank), len(self.query_positions(new))
-            if k.shape[1] != keys:
-                problem = f"{said} makes {keys} keys per sequence on rank {rank}, which holds {k.shape[1]}"
-            elif q.shape[1] != queries:
-                problem = f"{said} makes {queries} queries per sequence on rank {rank}, which has {q.shape[1]}"
+        elif k.shape[1] != keys:
+            problem = f"{said} makes {keys} keys per sequence on rank {rank}, which holds {k.shape[1]}"
+        elif q.shape[1] != queries:
+            problem = f"{said} makes {queries} queries per sequence on rank {rank}, which has {q.shape[1]}"
         kind = new, q.shape[0], q.shape[2:], k.shape[2:], v.shape[3], q.dtype, k.dtype, v.dtype, mask, scores
 
         def describe() -> str:

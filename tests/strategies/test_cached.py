@@ -423,6 +423,8 @@ def error_with_inferred_length(rank: int, case: Case, problem: WorkloadShard, ex
         # 8 keys on one rank and 7 on the others: one query sees all of them, whatever their number.
         (Case("dcp"), WorkloadShard(1, 29)),
         (Case("dcp", {"dcp_degree": 2}), WorkloadShard(1, 29, causal=False)),
+        # One rank has no key.
+        (Case("dcp"), WorkloadShard(1, 3)),
         (Case("ring-prefill", {"passes": "kv"}), WorkloadShard(16, 48)),
         (Case("ring-prefill", {"passes": "q"}), WorkloadShard(16, 48, window=(6, 0))),
     ],

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ringprof.strategies import UnknownName, Unsupported, create, find, for_inference, names, parameters
 from ringprof.strategies.algorithms.usp import USP, default_ulysses_degree
 from ringprof.strategies.base import Shape
+from ringprof.strategies.masks.cache_layout import CacheLayout
 from ringprof.strategies.masks.layouts import LAYOUTS, Block, Grid, Grouped, split_local_block
 from ringprof.strategies.registry import check_parameters, parse_parameter
 from ringprof.strategies.transport.message import Message
@@ -56,6 +57,27 @@ def test_blocks_of_all_rank_pairs_cover_the_mask_once(name, size, times, causal)
             keys = layout.positions(seq, size, kv_rank).unsqueeze(0)
             expected = (keys <= queries).int() if causal else torch.ones_like(seen)
             assert torch.equal(seen, expected)
+
+
+@given(layout_names, st.integers(1, 5), st.lists(st.integers(0, 40), min_size=1, max_size=4))
+def test_uneven_stretches_of_a_cache_are_split_without_gaps(name, size, lengths):
+    layout = CacheLayout(size, tuple((LAYOUTS[name], tokens) for tokens in lengths))
+    positions = [layout.positions(rank) for rank in range(size)]
+    assert sorted(torch.cat(positions).tolist()) == list(range(sum(lengths)))
+    assert layout.key_counts == tuple(map(len, positions))
+    new = [layout.positions(rank, new=True) for rank in range(size)]
+    assert layout.new_counts == tuple(map(len, new))
+    assert sorted(torch.cat(new).tolist()) == list(range(sum(lengths[:-1]), sum(lengths)))
+    # Each rank's keys are in the order of the sequence, and pieces differ by a token.
+    assert all(torch.equal(held, held.sort().values) for held in positions)
+    assert max(layout.new_counts) - min(layout.new_counts) <= (2 if name == "zigzag" else 1)
+
+
+def test_uneven_pieces_are_those_of_the_docs():
+    assert LAYOUTS["contiguous"].positions(5, 2, 1).tolist() == [2, 3, 4]
+    # Chunks [0, 3), [3, 6), [6, 9) and [9, 13) of 13 tokens.
+    assert LAYOUTS["zigzag"].positions(13, 2, 0).tolist() == [0, 1, 2, 9, 10, 11, 12]
+    assert LAYOUTS["zigzag"].positions(13, 2, 1).tolist() == [3, 4, 5, 6, 7, 8]
 
 
 @given(st.integers(1, 40), st.booleans())
