@@ -95,7 +95,7 @@ def _check(request: CheckRequest | ModelRequest, form: str) -> int:
 
 def _print_result(result: Check | ModelCheck, form: str) -> int:
     """Print the result and return the exit code."""
-    schema = f"ringprof.{'attention' if isinstance(result, Check) else 'model'}-check/1"
+    schema = "ringprof.attention-check/1" if isinstance(result, Check) else "ringprof.model-check/1"
     style, document = text_style(None), {"schema": schema, **asdict(result)}
     click.echo(json_text(document) if form == "json" else style.finish(style.fit(str(result))), nl=False)
     return int(not result.equal)
