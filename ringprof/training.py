@@ -25,6 +25,7 @@ from ringprof.record.check.result import CALLS, TIME_LIMIT_S, Check, CheckReques
 from ringprof.record.request import require_packages
 from ringprof.run import Workload
 from ringprof.scale.pipeline import attribute
+from ringprof.strategies.catalog import LAYOUT_ALIASES
 from ringprof.trace.kineto import read_trace
 from ringprof.trace.reduced import parse_reduced, reduce_file, reduce_trace
 
@@ -99,10 +100,10 @@ def check(
     the number of keys that a token attends to, its own included. With ``prefix``, it also attends to the first
     ``prefix`` tokens of its document; without a window and without ``causal`` this is the mask of a prefix LM.
 
-    ``layout`` says which tokens a rank holds: ``contiguous``, ``zigzag``, ``stripe``, or this rank's positions in the
-    sequence in local order (as for RoPE). ``seq`` is the length over all ranks; the default is 64 tokens per rank on
-    CPU and 256 on GPU, at most 8192 in total. Each of the ``calls`` has new random inputs, and all are compared.
-    ``dtype`` is ``bf16``, ``fp16`` or ``fp32``; fp32 has the tightest tolerance.
+    ``layout`` says which tokens a rank holds: ``contiguous``, ``zigzag``, ``stripe`` (or ``striped``), or this rank's
+    positions in the sequence in local order (as for RoPE). ``seq`` is the length over all ranks; the default is 64
+    tokens per rank on CPU and 256 on GPU, at most 8192 in total. Each of the ``calls`` has new random inputs, and all
+    are compared. ``dtype`` is ``bf16``, ``fp16`` or ``fp32``; fp32 has the tightest tolerance.
 
     Raises `UsageError` for unsupported arguments and `MissingExtraError` without torch. Raises `RecordError`, on every
     rank that can still act, if a call fails on some rank or returns more than ``time_limit`` seconds after the others.
@@ -117,7 +118,8 @@ def check(
         {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"},
     )
     request = CheckRequest(
-        layout=str(layout) if named else "positions", batch=batch, seq=seq, heads=heads, kv_heads=kv_heads,
+        layout=LAYOUT_ALIASES.get(str(layout), str(layout)) if named else "positions",
+        batch=batch, seq=seq, heads=heads, kv_heads=kv_heads,
         head_dim=head_dim, dtype=dtypes.get(str(dtype), str(dtype)), causal=causal, softmax_scale=softmax_scale,
         backward=backward, documents=None if documents is None else tuple(map(int, documents)), window=window_size,
         prefix=prefix, tensor_format=tensor_format, calls=calls, time_limit=time_limit,

@@ -15,13 +15,15 @@ from ringprof.errors import UsageError
 from ringprof.record.check.launch import check_here
 from ringprof.record.check.result import CALLS, TENSOR_FORMATS, TIME_LIMIT_S, Check, CheckRequest
 from ringprof.record.launcher import launcher_rank
+from ringprof.strategies.catalog import LAYOUT_ALIASES
 
-_LAYOUTS = ("contiguous", "zigzag", "stripe")
+_LAYOUTS = ("contiguous", "zigzag", "stripe", *LAYOUT_ALIASES)
 
 
 @click.command("check")
 @click.argument("target", metavar="MODULE:FUNCTION")
-@click.option("--layout", required=True, type=click.Choice(_LAYOUTS), help="Tokens of the sequence that a rank holds.")
+@click.option("--layout", required=True, type=click.Choice(_LAYOUTS),
+              help="Tokens of the sequence that a rank holds (striped is stripe).")  # fmt: skip
 @click.option("--seq", type=Tokens(), help="Global length in tokens.  [default: 256 per rank on GPU, 64 on CPU]")
 @masks
 @workload_options(heads=8, head_dim=64)
@@ -53,6 +55,7 @@ def command(**options: Any) -> int:
         raise UsageError("--documents needs --seq, the length that they fill")
     options |= mask_of(options, options["seq"])
     del options["window_size"]
+    options["layout"] = LAYOUT_ALIASES.get(options["layout"], options["layout"])
     request = CheckRequest(backward=not options.pop("forward_only"), **options)
     launched = launcher_rank()
     if launched is None:
