@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+import ringprof
+from ringprof.cli import run
 from ringprof.cli.values import INFERENCE, STRATEGIES, Known
-from ringprof.errors import UnknownStrategyError
+from ringprof.errors import UnknownStrategyError, UsageError
 from ringprof.prediction.advise import advise
 from ringprof.strategies import Unsupported, create, find, names
 from ringprof.strategies.registry import parse_parameter
@@ -45,6 +47,21 @@ def test_striped_is_the_stripe_layout():
     assert parse_parameter(find("usp").load(), "usp", "layout", "striped") == "stripe"
     with pytest.raises(Unsupported, match="layout"):
         create("allgather", layout="striped")
+
+
+def test_check_takes_the_striped_layout(monkeypatch):
+    requests: list[Any] = []
+
+    def keep(*arguments: Any) -> None:
+        requests.append(arguments)
+        raise UsageError("not run")
+
+    monkeypatch.setattr("ringprof.cli.check.check_here", lambda request: keep(None, request))
+    assert run(["check", "module:function", "--layout", "striped"]) == 2
+    monkeypatch.setattr("ringprof.record.check.on_ranks.check_on_ranks", keep)
+    with pytest.raises(UsageError):
+        ringprof.check(lambda q, k, v: q, "striped")
+    assert [request.layout for _, request, *_ in requests] == ["stripe", "stripe"]
 
 
 def test_cu_seqlens_are_the_documents():
