@@ -587,9 +587,10 @@ class Strategy(Expectations, ABC):
             )
         self.comm.check_alive()
         key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options
-        call = documents or (), *options, q.shape, k.shape, v.shape, q.dtype
-        parts = dict(zip(_COMPARED_PARTS, call, strict=True))
-        compares = self.comm.compares_calls()
+        compares, parts = self.comm.compares_calls(), {}
+        if compares or documents is not None:
+            call = documents or (), *options, q.shape, k.shape, v.shape, q.dtype
+            parts = dict(zip(_COMPARED_PARTS, call, strict=True))
         if compares:
             self.comm.compare_call(parts)
         if key not in self._checked_calls:
