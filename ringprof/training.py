@@ -26,6 +26,7 @@ from ringprof.record.check.result import CALLS, TIME_LIMIT_S, Check, CheckReques
 from ringprof.record.request import require_packages
 from ringprof.run import Workload
 from ringprof.scale.pipeline import attribute
+from ringprof.strategies.catalog import LAYOUT_ALIASES
 from ringprof.trace.kineto import read_trace
 from ringprof.trace.reduced import parse_reduced, reduce_file, reduce_trace
 
@@ -102,11 +103,11 @@ def check(
     the number of keys that a token attends to, its own included. With ``prefix``, it also attends to the first
     ``prefix`` tokens of its document; without a window and without ``causal`` this is the mask of a prefix LM.
 
-    ``layout`` says which tokens a rank holds: ``contiguous``, ``zigzag``, ``stripe``, or this rank's positions in the
-    sequence in local order (as for RoPE). ``seq`` is the length over all ranks; the default is 64 tokens per rank on
-    CPU and 256 on GPU, at most 8192 in total. ``dtype`` is ``bf16``, ``fp16`` or ``fp32``; fp32 has the tightest
-    tolerance. By default there are 2 batch entries and 8 heads with 2 kv heads; where ``heads`` is given, ``kv_heads``
-    is the same number by default.
+    ``layout`` says which tokens a rank holds: ``contiguous``, ``zigzag``, ``stripe`` (or ``striped``), or this rank's
+    positions in the sequence in local order (as for RoPE). ``seq`` is the length over all ranks; the default is 64
+    tokens per rank on CPU and 256 on GPU, at most 8192 in total. ``dtype`` is ``bf16``, ``fp16`` or ``fp32``; fp32 has
+    the tightest tolerance. By default there are 2 batch entries and 8 heads with 2 kv heads; where ``heads`` is given,
+    ``kv_heads`` is the same number by default.
 
     Each of the ``calls`` has new random inputs, and all are compared. With ``extra_calls`` two more follow: one with
     queries that make scores large (root mean square 32), and one in fp32, which the attention may refuse on all ranks:
@@ -125,7 +126,8 @@ def check(
         {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"},
     )
     request = CheckRequest(
-        layout=str(layout) if named else "positions", batch=batch, seq=seq, heads=heads, kv_heads=kv_heads,
+        layout=LAYOUT_ALIASES.get(str(layout), str(layout)) if named else "positions",
+        batch=batch, seq=seq, heads=heads, kv_heads=kv_heads,
         head_dim=head_dim, dtype=dtypes.get(str(dtype), str(dtype)), causal=causal, softmax_scale=softmax_scale,
         backward=backward, documents=None if documents is None else tuple(map(int, documents)), window=window_size,
         prefix=prefix, tensor_format=tensor_format, calls=calls, extra_calls=extra_calls,

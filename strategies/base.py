@@ -317,6 +317,7 @@ class Strategy(Expectations, ABC):
         sinks: Tensor | None = None,
         softcap: float = 0.0,
         prefix: int = 0,
+        cu_seqlens: Documents = None,
     ) -> Any:
         """Compute attention over the whole sequence for this rank's queries. Differentiable, also through the LSE.
 
@@ -325,8 +326,8 @@ class Strategy(Expectations, ABC):
         support. Heads of v may be smaller (MLA): they travel without padding, but a block's work is that of the larger
         size. Under autocast q, k and v are cast as `scaled_dot_product_attention` casts them.
 
-        * ``documents``: cumulative lengths, from 0 to S, of the documents that every batch entry packs (``cu_seqlens``
-          of flash-attn). Tokens see only their own document. A tensor on a GPU makes the host wait for it.
+        * ``documents``, or ``cu_seqlens`` as in flash-attn: cumulative lengths, from 0 to S, of the documents that
+          every batch entry packs. Tokens see only their own document. A tensor on a GPU makes the host wait for it.
         * ``window_size``: the numbers of tokens before and after its own that a query sees, -1 for all.
         * ``prefix``: outside the window, a query also sees the first ``prefix`` tokens of its document.
         * ``sinks`` (H): logits without a value that take part in the softmax of each head's rows. Their gradient is
@@ -335,6 +336,10 @@ class Strategy(Expectations, ABC):
         * ``softcap``: above 0, a score s becomes softcap · tanh(s / softcap) before the mask. Needs a kernel that
           supports it.
         """
+        if cu_seqlens is not None:
+            if documents is not None:
+                raise Unsupported("documents and cu_seqlens are two names of the same argument: give one of them")
+            documents = cu_seqlens
         if dropout_p or alibi_slopes is not None:
             option = "dropout_p" if dropout_p else "alibi_slopes"
             raise Unsupported(f"{option} is not supported by any bundled strategy")
@@ -585,9 +590,10 @@ class Strategy(Expectations, ABC):
             )
         self.comm.check_alive()
         key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options
-        call = documents or (), *options, q.shape, k.shape, v.shape, q.dtype
-        parts = dict(zip(_COMPARED_PARTS, call, strict=True))
-        compares = self.comm.compares_calls()
+        compares, parts = self.comm.compares_calls(), {}
+        if compares or documents is not None:
+            call = documents or (), *options, q.shape, k.shape, v.shape, q.dtype
+            parts = dict(zip(_COMPARED_PARTS, call, strict=True))
         if compares:
             self.comm.compare_call(parts)
         if key not in self._checked_calls:

@@ -110,6 +110,23 @@ PEERS = {
 """Strategies of other projects (peers), available where their packages are installed."""
 
 
+ALIASES = {"p2p": "megatron", "a2a": "ulysses", "all_gather": "allgather", "a2a+p2p": "usp"}
+"""Bundled strategies by the names that Transformer Engine (``cp_comm_type``) gives the same communication."""
+LAYOUT_ALIASES = {"striped": "stripe"}
+"""Layouts by their other names."""
+
+
+def canonical_name(name: str) -> str:
+    """Return the name of a strategy that ``name``, perhaps an alias, stands for."""
+    return ALIASES.get(name, name)
+
+
+def canonical_parameters(params: dict[str, Any]) -> dict[str, Any]:
+    """Return a strategy's parameters with the layout's own name in place of an alias."""
+    layout = params.get("layout")
+    return {**params, "layout": LAYOUT_ALIASES[layout]} if layout in LAYOUT_ALIASES else params
+
+
 def names_with_masks() -> list[str]:
     """Return the names of the bundled strategies that support packed documents and sliding windows."""
     return [name for name, spec in SPECS.items() if spec.load().takes_masks]

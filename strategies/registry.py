@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from .base import Context
-from .catalog import CACHED, PEERS, SPECS, Spec
+from .catalog import ALIASES, CACHED, PEERS, SPECS, Spec, canonical_name, canonical_parameters
 from .errors import UnknownName, Unsupported
 from .transport.communicator import Communicator
 
@@ -45,13 +45,17 @@ def peer_names() -> list[str]:
 
 
 def find(name: str) -> Spec:
-    """Return the spec of a bundled strategy, of a peer, or of ``package.module:Class``. Raises `UnknownName`."""
+    """Return the spec of a bundled strategy, of a peer, or of ``package.module:Class``. Raises `UnknownName`.
+
+    Also accepts the `catalog.ALIASES`.
+    """
     known = {**SPECS, **CACHED, **PEERS}
+    name = canonical_name(name)
     if name in known:
         return known[name]
     if ":" in name:
         return Spec(name, name, "given by its import path", "")
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name, [*known, *ALIASES], n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     raise UnknownName(f"no strategy {name!r}{hint}; there are: {', '.join(known)}, or package.module:Class")
 
@@ -112,6 +116,7 @@ def _find_parameter(known: Sequence[Parameter], name: str, key: str) -> Paramete
 def parse_parameter(strategy: Any, name: str, key: str, text: str) -> Any:
     """Parse the value of ``key=text`` into the parameter's type. Raises `Unsupported` for an invalid value."""
     kind = _find_parameter(parameters(strategy), name, key).kind
+    text = canonical_parameters({key: text})[key]
     try:
         if kind == "bool":
             truth = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
@@ -136,12 +141,15 @@ def create(
 ) -> Any:
     """Create a strategy over the ranks of ``group``: a process group or a one-dimensional DeviceMesh (None: the world).
 
+    ``name`` may be Transformer Engine's (``p2p``, ``a2a``, ``all_gather``, ``a2a+p2p``; see `catalog.ALIASES`).
+
     Collective: all ranks of the group call it with the same arguments. Without torch.distributed there is one rank.
 
     ``kernel`` is a kernel's name or ``auto``. ``ranks_per_host`` overrides what the launcher says. ``hops`` is the
     transport of hops within a host (see `communicator.HOPS`). ``hosts`` numbers every global rank's host. ``params``
     are the strategy's own parameters. Raises `UnknownName` and `Unsupported`.
     """
+    name, params = canonical_name(name), canonical_parameters(params)
     strategy, problem = None, None
     try:
         strategy = find(name).load()

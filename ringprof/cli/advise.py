@@ -25,7 +25,7 @@ _UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}
 @prediction_options
 @click.option("--memory", metavar="SIZE", help="Available memory per GPU, such as 80GB.  [default: all of it]")
 @click.option("--strategy", "strategies", multiple=True, metavar="NAME",
-              help="Consider only this strategy; repeatable.")  # fmt: skip
+              help="Consider only this strategy (or p2p, a2a, all_gather, a2a+p2p); repeatable.")  # fmt: skip
 @click.option("--html", type=click.Path(dir_okay=False), help="Also write an HTML page with plots.")
 def command(**options: Any) -> int:
     """Predict the performance of every strategy, degree, placement, window and transport, and recommend the best.

@@ -18,14 +18,15 @@ from ringprof.record.check.model_result import ModelCheck, ModelRequest
 from ringprof.record.check.result import CALLS, TENSOR_FORMATS, TIME_LIMIT_S, Check, CheckRequest
 from ringprof.record.launcher import current_launcher
 from ringprof.record.progress import SilentReporter
+from ringprof.strategies.catalog import LAYOUT_ALIASES
 
-_LAYOUTS = ("contiguous", "zigzag", "stripe")
+_LAYOUTS = ("contiguous", "zigzag", "stripe", *LAYOUT_ALIASES)
 
 
 @click.command("check")
 @click.argument("target", metavar="MODULE:FUNCTION")
 @click.option("--layout", type=click.Choice(_LAYOUTS),
-              help="Tokens of the sequence that a rank holds; required without --model.")  # fmt: skip
+              help="Tokens of the sequence that a rank holds (striped: stripe); required without --model.")  # fmt: skip
 @click.option("--model", "of_model", is_flag=True,
               help="Check a whole model: the function returns parallel step, reference and batch.")  # fmt: skip
 @click.option("--seq", type=Tokens(), help="Global length in tokens.  [default: 256 per rank on GPU, 64 on CPU]")
@@ -69,6 +70,7 @@ def command(**options: Any) -> int:
         raise UsageError("--documents needs --seq, the length that they fill")
     options |= mask_of(options, options["seq"])
     del options["window_size"]
+    options["layout"] = LAYOUT_ALIASES.get(options["layout"], options["layout"])
     return _check(CheckRequest(backward=not options.pop("forward_only"), **options), form)
 
 

@@ -6,7 +6,7 @@ import click
 
 from ringprof.cli.values import INFERENCE, STRATEGIES, Known
 from ringprof.cli.write import text_style
-from ringprof.strategies.catalog import CACHED, PEERS, SPECS
+from ringprof.strategies.catalog import ALIASES, CACHED, PEERS, SPECS
 
 
 @click.command("strategies")
@@ -27,6 +27,7 @@ def _listing() -> list[str]:
     missing = {spec.name.partition("/")[0]: spec.install for spec in peers if spec.missing()}
     return [
         *(f"{spec.name:<{width}}  {spec.summary} ({spec.reference})" for spec in own),
+        f"Transformer Engine's names also work: {', '.join(f'{alias} for {name}' for alias, name in ALIASES.items())}",
         "",
         "for --phase prefill and decode, forward only:",
         *(f"{spec.name:<{width}}  {spec.summary} ({spec.reference})" for spec in inference),

@@ -10,7 +10,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from ringprof.strategies.catalog import CACHED, SPECS
+from ringprof.strategies.catalog import CACHED, SPECS, canonical_name
 from ringprof.workload.documents import FACTORS
 
 STRATEGIES, INFERENCE = tuple(SPECS), tuple(CACHED)
@@ -47,7 +47,7 @@ class Number(click.FloatRange):
 
 
 class Known(click.ParamType):  # type: ignore[type-arg]
-    """Any name; the known names are offered by shell completion."""
+    """Any name; the known names are offered by shell completion. An alias of a known strategy becomes its name."""
 
     name = "name"
 
@@ -55,7 +55,8 @@ class Known(click.ParamType):  # type: ignore[type-arg]
         self.names = names
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        return str(value).strip()
+        name = str(value).strip()
+        return canonical_name(name) if canonical_name(name) in self.names else name
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         return [CompletionItem(name) for name in self.names if name.startswith(incomplete)]

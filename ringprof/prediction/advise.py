@@ -19,6 +19,7 @@ from ringprof.prediction.predict import PredictionResult, ScheduleOf, predict, p
 from ringprof.prediction.query import Query
 from ringprof.run import Workload
 from ringprof.scale.workers import Notify, ignore_progress
+from ringprof.strategies.catalog import canonical_name
 
 _SCHEMA = "ringprof.advice/1"
 HIDDEN = 0.02
@@ -139,7 +140,7 @@ def advise(
 
     Raises `UnsupportedWorkloadError` if none can run and `UnknownStrategyError` for a name that no candidate has.
     """
-    selected = (strategies,) if isinstance(strategies, str) else strategies
+    selected = [canonical_name(name) for name in ((strategies,) if isinstance(strategies, str) else strategies)]
     all_queries = [*candidates(workload, cluster, machine, kernel)]
     known_names = dict.fromkeys(query.strategy for query in all_queries)
     for name in selected:

@@ -76,9 +76,11 @@ class CallComparison:
         if own_file is not None:
             os.close(own_file)
         self._key = f"ringprof:calls:{token}"
-        store: Any = c10d._world.pg_map[c10d._get_default_group()][1]
-        # A client of its own: another thread's requests do not wait for the answer of this one's.
-        self._store = store.clone() if hasattr(store, "clone") else store
+        self._store: Any = None
+        if self._words is None:
+            store: Any = c10d._world.pg_map[c10d._get_default_group()][1]
+            # A client of its own: another thread's requests do not wait for the answer of this one's.
+            self._store = store.clone() if hasattr(store, "clone") else store
 
     def check(self, group: dist.ProcessGroup, call: Mapping[str, Any]) -> None:
         """Compare one call of ``group``, as `compare_call` does."""
