@@ -14,6 +14,7 @@ from ringprof.errors import UnknownStrategyError, UsageError
 from ringprof.prediction.advise import advise
 from ringprof.strategies import Unsupported, create, find, names
 from ringprof.strategies.registry import parse_parameter
+from tests.record.fake_launcher import FakeLauncher
 from tests.strategies.cases import WorkloadShard, inputs
 from tests.strategies.ranks import run_ranks
 
@@ -50,18 +51,18 @@ def test_striped_is_the_stripe_layout():
 
 
 def test_check_takes_the_striped_layout(monkeypatch):
-    requests: list[Any] = []
+    launcher, requests = FakeLauncher(UsageError("not run")), []
 
-    def keep(*arguments: Any) -> None:
-        requests.append(arguments)
+    def keep(attention: Any, request: Any, *_: Any) -> None:
+        requests.append(request)
         raise UsageError("not run")
 
-    monkeypatch.setattr("ringprof.cli.check.check_here", lambda request: keep(None, request))
+    monkeypatch.setattr("ringprof.cli.check.current_launcher", lambda: launcher)
     assert run(["check", "module:function", "--layout", "striped"]) == 2
     monkeypatch.setattr("ringprof.record.check.on_ranks.check_on_ranks", keep)
     with pytest.raises(UsageError):
         ringprof.check(lambda q, k, v: q, "striped")
-    assert [request.layout for _, request, *_ in requests] == ["stripe", "stripe"]
+    assert [request.layout for request in (launcher.jobs[0].request, *requests)] == ["stripe", "stripe"]
 
 
 def test_cu_seqlens_are_the_documents():
