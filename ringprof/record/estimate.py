@@ -48,7 +48,9 @@ _MAX_DRY_RUNS = 8
 """Most dry runs in the search for the largest workload that fits."""
 TIME_LIMIT_S, TIME_LIMIT_FACTOR = 600.0, 10.0
 
-KERNEL_SHARES = {"cudnn": (0.56, 1200.0), "flash-attn": (0.58, 340.0), "torch-flash": (0.55, 325.0)}
+KERNEL_SHARES = {
+    "flash-attn-3": (0.62, 1200.0), "cudnn": (0.56, 1200.0), "flash-attn": (0.58, 340.0), "torch-flash": (0.55, 325.0),
+}  # fmt: skip
 """Assumed rate of each kernel, forward and backward together: share of the device's peak, and largest TFLOP/s.
 
 Measured on H200 and A100. flash-attn 2, which torch contains, makes no use of features newer than Ampere."""

@@ -109,7 +109,7 @@ class Kernel(ABC):
         rectangles, the output is 0 and the LSE is -inf.
         """
         self._count("forward", q, k, causal, parts)
-        q, k, v = (with_dense_heads(x) for x in (q, k, v))
+        q, k, v = (as_kernel_input(x) for x in (q, k, v))
         if not self.grouped_heads:
             k, v = self._match_heads(q, k, v)
         return self._forward(q, k, v, scale, causal) if parts is None else self._forward_parts(q, k, v, scale, parts)
@@ -137,7 +137,7 @@ class Kernel(ABC):
         self._count("backward", q, k, causal, parts)
         if delta is not None and not self.takes_delta:
             out, delta = output_with_delta(dout, delta), None
-        q, k, v = (with_dense_heads(x) for x in (q, k, v))
+        dout, q, k, v = (as_kernel_input(x) for x in (dout, q, k, v))
         original_k = k
         if not self.grouped_heads:
             k, v = self._match_heads(q, k, v)
@@ -231,12 +231,22 @@ class Kernel(ABC):
         return k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
 
 
-def with_dense_heads(x: Tensor) -> Tensor:
-    """Return ``x`` (..., D), copied where D is not the innermost dimension or a stride of 0 repeats elements.
+def as_kernel_input(x: Tensor) -> Tensor:
+    """Return ``x`` (B, S, H, D), copied where kernels would read wrong elements without an error.
 
-    Kernels assume neither: that of the CPU reads wrong elements without an error.
+    They assume that D is the innermost dimension and that no stride is 0; on a GPU also that every row begins at a
+    multiple of 16 bytes, as in no view from an odd offset of a flat buffer.
     """
-    return x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous()
+    strides = x.stride()
+    dense = strides[-1] == 1 and 0 not in strides
+    step = _ALIGNMENT // x.element_size()
+    if dense and x.is_cuda and (x.data_ptr() % _ALIGNMENT or any(stride % step for stride in strides[:-1])):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x if dense else x.contiguous()
+
+
+_ALIGNMENT = 16
+"""Bytes that GPU kernels load at once."""
 
 
 def allocate_adjacent(k: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..base import AttentionCall, OutAndLse, Rows, Shape, Strategy
 from ..errors import Unsupported
-from ..kernels.kernel import Gradients, with_dense_heads
+from ..kernels.kernel import Gradients, as_kernel_input
 
 
 class PeerStrategy(Strategy):
@@ -38,7 +38,7 @@ class PeerStrategy(Strategy):
             raise Unsupported(f"{name} takes a causal mask only")
         if self.WORLD_ONLY and not self.comm.is_world:
             raise Unsupported(f"{name} makes groups of all ranks: it cannot run over some of them")
-        q, k, v = (with_dense_heads(x) for x in (q, k, v))
+        q, k, v = (as_kernel_input(x) for x in (q, k, v))
         return self.call(q, k, v, causal=call.causal, scale=call.scale), None
 
     @classmethod

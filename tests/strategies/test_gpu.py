@@ -75,6 +75,23 @@ def test_a_kernel_agrees_with_float64(name, dtype, head_dim):
     assert wrong == []
 
 
+@pytest.mark.parametrize("name", GPU_KERNELS)
+def test_misaligned_inputs_compute_the_bits_of_aligned_ones(name):
+    """A view from an odd offset was computed wrongly by cuDNN without an error, or ended the process."""
+    kernel = _kernel(name)
+    tensors = [x.contiguous() for x in _tensors(1, 8, 2, 256, 256)]
+    odd_offset = [torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in tensors]
+    odd_rows = [torch.cat([x, x[..., :1]], -1)[..., :-1] for x in tensors]
+    results = []
+    for q, k, v, dout in (tensors, odd_offset, odd_rows):
+        out, lse = kernel.forward(q, k, v, scale=0.1, causal=True)
+        _, dk, dv = kernel.backward(dout, q, k, v, lse, out=out, scale=0.1, causal=True)
+        results.append((out, lse, dk, dv))
+    for first, *others in zip(*results, strict=True):
+        assert all(_error(other, first.double()) < 1e-3 for other in others)
+    assert all(torch.equal(result[0], results[0][0]) for result in results)
+
+
 @pytest.mark.parametrize("name", ["flash-attn-3", "flash-attn", "torch-flash"])
 def test_the_deterministic_mode_gives_the_same_bits(name):
     _kernel(name)
