@@ -170,7 +170,7 @@ class Cached(Strategy):
         The ranks talk on the first call of a kind and where its lengths change, and then all raise `Unsupported` if
         one of them does. ``inferred``: the caller did not give the length.
         """
-        lengths = layout if self.depends_on_length(new, mask) else None
+        lengths = str(layout) if self.depends_on_length(new, mask) else None
         problem, rank = None, self.comm.global_rank(self.comm.rank)
         keys, queries = layout.key_count(self.cache_rank), len(self.query_positions(new))
         said = f"kv_length={layout.kv_length} with {new} new tokens"
@@ -188,7 +188,7 @@ class Cached(Strategy):
         def describe() -> str:
             scale, softcap, sinks = scores
             return (
-                f"{type(self).__name__} of {new} new tokens; kv_length={lengths and lengths.kv_length} ({lengths}); "
+                f"{type(self).__name__} of {new} new tokens; kv_length={lengths and layout.kv_length} ({lengths}); "
                 f"batch {q.shape[0]}; {q.shape[2]} and {k.shape[2]} heads of {q.shape[3]} and {v.shape[3]}; "
                 f"types {q.dtype}, {k.dtype}, {v.dtype}; causal={mask.causal}; window_size={mask.window}; "
                 f"prefix={mask.prefix}; softmax_scale={scale}; softcap={softcap}; sinks={sinks}"
@@ -196,19 +196,21 @@ class Cached(Strategy):
 
         self.agree(kind, lengths, problem, describe)
 
-    def agree(self, kind: Any, lengths: Any, problem: str | None, describe: Callable[[], str]) -> None:
+    def agree(self, kind: Any, lengths: str | None, problem: str | None, describe: Callable[[], str]) -> None:
         """Check that all ranks make the same call, which ``describe`` puts into words for `require_same_call`.
 
         Collective on the first call of a ``kind`` and where its ``lengths`` change. Raises `Unsupported` for a
         ``problem`` of this rank; where the ranks talk, on all of them.
         """
-        if self._agreed.get(kind, self) == lengths:
-            if problem:
-                raise Unsupported(problem)
-            return
-        self._agreed.pop(kind, None)
-        self.comm.require_same_call(describe(), problem)
+        agreed = self._agreed.pop(kind, self)
+        if agreed is self:
+            self.comm.require_same_call(describe(), problem)
+        elif agreed != lengths:
+            # Lengths change with every decode step: they are compared on the host, without a collective.
+            self.comm.compare_call({"caches": problem, "lengths": lengths})
         self._agreed[kind] = lengths
+        if problem:
+            raise Unsupported(problem)
 
     @abstractmethod
     def _length(self, q: Tensor, k: Tensor, mask: Mask) -> int:

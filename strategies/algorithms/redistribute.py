@@ -72,7 +72,7 @@ def redistribute_cache(
             f"{k.shape[3]} and {v.shape[3]}; type {k.dtype}"
         )
 
-    source.agree(kind, tuple(layouts), problem, describe)
+    source.agree(kind, " to ".join(map(str, layouts)), problem, describe)
     send, receive = _routes(*layouts, source_ranks, target_ranks, comm.rank, k.device)
     both = torch.cat((k, v), -1)
     if not keys:
