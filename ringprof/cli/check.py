@@ -16,7 +16,7 @@ from ringprof.errors import UsageError
 from ringprof.record.check.launch import CheckJob
 from ringprof.record.check.model_result import ModelCheck, ModelRequest
 from ringprof.record.check.result import CALLS, TENSOR_FORMATS, TIME_LIMIT_S, Check, CheckRequest
-from ringprof.record.launcher import current_launcher
+from ringprof.record.launch import current_launcher
 from ringprof.record.progress import SilentReporter
 from ringprof.strategies.catalog import LAYOUT_ALIASES
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ringprof.record.launcher import RankInfo, current_launcher
+from ringprof.record.launch import current_launcher
+from ringprof.record.launcher import RankInfo
 from ringprof.record.progress import Reporter, SilentReporter
 from ringprof.record.request import RankTask, RecordRequest
 from ringprof.record.run_folder import stage
@@ -63,4 +64,7 @@ class RecordJob:
         """Record as one rank; return the run on rank 0 and None on other ranks."""
         from ringprof.record.external_launcher import record_as_rank
 
-        return record_as_rank(self, rank_info, reporter)
+        def prepare(reporter: Reporter, rank_info: RankInfo) -> RankTask:
+            return self.prepare(reporter, None, rank_info)
+
+        return record_as_rank(self.request, prepare, self.reduce, rank_info, reporter)

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,13 +26,12 @@ import torch
 from ringprof import errors
 from ringprof.common.scratch import has_token, remove_all
 from ringprof.errors import RecordError, RingprofError
-from ringprof.record import RecordJob
 from ringprof.record.launcher import Job, RankInfo, Result
 from ringprof.record.machine import RankHost, distinct_host_names, host_name, host_numbers
 from ringprof.record.process_group import gather_bytes, world_group
 from ringprof.record.progress import PositionReporter, Reporter, SilentReporter
-from ringprof.record.recording import RankRecording
-from ringprof.record.request import RankTask, from_json, to_json
+from ringprof.record.recording import RankRecording, Reduce
+from ringprof.record.request import RankTask, RecordRequest, from_json, to_json
 from ringprof.record.resolve import resolve
 from ringprof.record.shutdown.heartbeat import END, LOOPBACK, Heartbeat, HeartbeatServer
 from ringprof.record.shutdown.rank_errors import (
@@ -51,6 +50,8 @@ SETUP_LIMIT_S = 600.0
 """Time limit in seconds of the process group's first collectives, before the estimate sets the run's own limit."""
 GRACE_S = 3.0
 """Time that a rank has to end by itself before it is killed."""
+Prepare = Callable[[Reporter, RankInfo], RankTask]
+"""Resolves and estimates a recording on rank 0; raises a `RingprofError` that refuses it."""
 _SETTLE_S = 0.5
 """Time from the first failure to the choice of its cause, which may arrive after its effects."""
 OUTCOMES_S = 2.0
@@ -84,10 +85,13 @@ class ExternalLauncher:
         return job.run_as_rank(self._rank_info, reporter if self._rank_info.rank == 0 else SilentReporter())
 
 
-def record_as_rank(job: RecordJob, rank_info: RankInfo, reporter: Reporter) -> Run | None:
+def record_as_rank(
+    request: RecordRequest, prepare: Prepare, reduce: Reduce | None, rank_info: RankInfo, reporter: Reporter
+) -> Run | None:
     """Record as the rank ``rank_info``; return the run on rank 0 and None on other ranks.
 
-    Only rank 0 estimates and writes ``run.json``. Raises an error of rank 0 before the recording (`UsageError` and
+    Only rank 0 calls ``prepare``, which estimates, and writes ``run.json``. ``reduce`` writes the reduced form of this
+    rank's trace. Raises an error of rank 0 before the recording (`UsageError` and
     others) on every rank.
     """
 
@@ -97,24 +101,25 @@ def record_as_rank(job: RecordJob, rank_info: RankInfo, reporter: Reporter) -> R
             sys.stderr.write("ringprof: interrupted before all ranks were there; nothing was recorded\n")
         os._exit(code)
 
-    resolved = resolve(job.request, rank_info)
+    resolved = resolve(request, rank_info)
     # A rank that waits in a collective for missing ranks notices signals and its launcher's end only by the watchdog.
     watchdog = Watchdog(exit_before_run, rank_info.parent)
     watchdog.start()
     try:
         with world_group(rank_info, resolved.device, SETUP_LIMIT_S) as device:
-            run = _record(job, rank_info, PositionReporter(reporter), device, watchdog)
+            run = _record(prepare, reduce, rank_info, PositionReporter(reporter), device, watchdog)
     except RuntimeError as error:
         # Before the heartbeats start, a lost rank, perhaps rank 0, shows only as an error of torch.distributed.
         raise RecordError(f"rank {rank_info.rank} cannot reach the other ranks: {error_line(error)}") from error
     finally:
         watchdog.stop()
-    return None if run is None else read_run(job.request.output)
+    return None if run is None else read_run(request.output)
 
 
 def _record(
-    job: RecordJob, rank_info: RankInfo, position: PositionReporter, device: torch.device, watchdog: Watchdog
-) -> Run | None:
+    prepare: Prepare, reduce: Reduce | None, rank_info: RankInfo, position: PositionReporter, device: torch.device,
+    watchdog: Watchdog,
+) -> Run | None:  # fmt: skip
     """Share the task with the other ranks and record it.
 
     The watchdog ends this rank when the launcher or another rank ends, or at the time limit.
@@ -132,7 +137,7 @@ def _record(
     shutdown: FirstRankShutdown | OtherRankShutdown | None = None
     if rank == 0:
         try:
-            task = job.prepare(position, None, rank_info)
+            task = prepare(position, rank_info)
             shutdown = FirstRankShutdown(task, rank, hosts, position, siblings)
             own_message = _TaskMessage(task=task, port=shutdown.server.port, token=shutdown.server.token)
         except RingprofError as error:
@@ -161,7 +166,7 @@ def _record(
         advice = "" if one_host else "; check that the hosts accept each other's TCP connections on any port"
         raise (RecordError if rank == 0 else ReportedElsewhere)(f"{problems[0]}{advice}")
 
-    recording = RankRecording(message.task, rank_info, position, hosts=hosts, reduce=job.reduce)
+    recording = RankRecording(message.task, rank_info, position, hosts=hosts, reduce=reduce)
     position.hops = recording.hops
     if isinstance(shutdown, FirstRankShutdown):
         recording.before_publish = shutdown.seal

@@ -1,7 +1,7 @@
 """Launchers of ranks: ringprof starts them on this host, or torchrun or srun has started this process as a rank.
 
-`current_launcher` chooses the implementation. `LocalLauncher` of `ringprof.record.local_launcher` starts one process
-per rank, and learns from exit codes and progress logs how each has ended. `ExternalLauncher` of
+`ringprof.record.launch` chooses the implementation. `LocalLauncher` of `ringprof.record.local_launcher` starts one
+process per rank, and learns from exit codes and progress logs how each has ended. `ExternalLauncher` of
 `ringprof.record.external_launcher` is one of the ranks.
 """
 
@@ -16,7 +16,6 @@ from typing import Any, Protocol, TypeVar
 from ringprof.common.validation import whole
 from ringprof.errors import UsageError
 from ringprof.record.progress import Reporter
-from ringprof.record.request import require_packages
 
 Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
@@ -121,22 +120,6 @@ class Launcher(Protocol):
         of the request, and otherwise the error of the rank that caused the failure; `Interrupted` if the user
         interrupts. No rank survives a failure.
         """
-
-
-def current_launcher() -> Launcher:
-    """Return an `ExternalLauncher` if torchrun or srun started this process as a rank, else a `LocalLauncher`.
-
-    Raises `UsageError` for contradictory variables, and `MissingExtraError` without the packages that ranks need.
-    """
-    rank_info = launcher_rank()
-    require_packages("torch", "psutil")
-    if rank_info is None:
-        from ringprof.record.local_launcher import LocalLauncher
-
-        return LocalLauncher()
-    from ringprof.record.external_launcher import ExternalLauncher
-
-    return ExternalLauncher(rank_info)
 
 
 def slurm_rendezvous(rank_info: RankInfo, environment: Mapping[str, str] | None = None) -> dict[str, str]:

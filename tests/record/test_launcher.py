@@ -13,7 +13,8 @@ pytest.importorskip("torch", reason="ranks need torch")
 from ringprof import cli
 from ringprof.errors import RecordError, RingprofError, UsageError
 from ringprof.record.external_launcher import ExternalLauncher
-from ringprof.record.launcher import RankInfo, current_launcher, launcher_rank, slurm_rendezvous
+from ringprof.record.launch import current_launcher
+from ringprof.record.launcher import RankInfo, launcher_rank, slurm_rendezvous
 from ringprof.record.local_launcher import LocalLauncher
 from ringprof.record.progress import SilentReporter
 from tests.cli.test_width import CHECK
