@@ -14,9 +14,11 @@ import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # what a first backward pass imports: once, and not in every forked rank
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import ringprof
+from ringprof.errors import RingprofError
 from ringprof.record.check.model_result import ModelCheck
 from ringprof.strategies import create
 from tests.record.test_check import gathered, on_one_device
@@ -179,6 +181,73 @@ def test_each_mistake_is_found_and_named() -> None:
     for name, check in by_rank[0].items():
         assert not check.equal
         assert check.reasons and MISTAKES[name][1] in check.reasons[0], f"{name}: {check}"
+
+
+def other_mistakes(rank: int) -> dict[str, Any]:
+    """Mistakes in shards, weights and losses, each in a step written for it."""
+    mine, reference = pair(gathering)
+    full = ids()
+    labels = shifted(full)
+    labels[:, :12] = -100
+    own = slice(rank * SEQ // 2, (rank + 1) * SEQ // 2)
+
+    def check(step: Callable[[Tensor], Any], truth: Any = None) -> ModelCheck:
+        return ringprof.check_model(step, truth or (lambda batch: total_loss(reference(batch), labels)), full)
+
+    def mean_over_own_tokens(batch: Tensor) -> Tensor:
+        logits = mine(batch[:, own], torch.arange(SEQ)[own])
+        loss = cross_entropy(logits.flatten(0, 1), labels[:, own].flatten()) / 2
+        loss.backward()
+        reduced(mine)
+        return loss
+
+    def unreduced(batch: Tensor) -> Tensor:
+        return total_loss(mine(batch[:, own], torch.arange(SEQ)[own]), labels[:, own])
+
+    def same_shard(batch: Tensor) -> Tensor:
+        return total_loss(mine(batch[:, : SEQ // 2], torch.arange(SEQ // 2)), labels[:, : SEQ // 2])
+
+    def mean(batch: Tensor) -> Tensor:
+        return cross_entropy(reference(batch).flatten(0, 1), labels.flatten())
+
+    def fails(batch: Tensor) -> Tensor:
+        unreduced(batch).backward()
+        if rank == 1:
+            raise ValueError("boom")
+        return batch.float().mean()
+
+    results: dict[str, Any] = {
+        "unequal": check(mean_over_own_tokens, mean), "unreduced": check(unreduced), "same shard": check(same_shard)
+    }  # fmt: skip
+    with torch.no_grad():
+        mine.norm.weight[rank] += 1
+    refused: dict[str, tuple[Any, Any]] = {
+        "weights": (unreduced, None), "twice": (lambda batch: unreduced(batch) + unreduced(batch), None),
+        "no model": (lambda batch: batch.sum(), None), "fails": (fails, None),
+    }  # fmt: skip
+    for name, (step, truth) in refused.items():
+        with pytest.raises(RingprofError) as error:
+            check(step, truth)
+        results[name] = str(error.value)
+    return results
+
+
+@pytest.mark.processes
+def test_shards_weights_and_losses() -> None:
+    results, of_other = run_ranks(2, other_mistakes)
+    # Of the 38 labels, 8 are on rank 0 and 30 on rank 1: 38 / (2 * 8) = 2.375 and 38 / (2 * 30) = 0.633.
+    (reason,) = results["unequal"].reasons
+    assert reason.startswith("the ranks' losses are weighted unequally: the output's gradient is 2.37, 0.633 times")
+    (reason,) = results["unreduced"].reasons
+    assert reason == "the gradients of 23 parameters are not reduced: their sum over the ranks is right"
+    assert results["same shard"].reasons == [
+        "the shards do not partition the batch: 32 tokens are on no rank (the first: token 16 of row 0), 32 are on"
+        " several (the first: token 0 of row 0 on ranks 0, 1)"
+    ]
+    assert results["weights"].startswith("the reference has other weights than the parallel model (the first: norm.")
+    assert results["twice"] == "the step calls its model 2 times: compare a step that calls it once"
+    assert results["no model"] == "the step calls no torch module with parameters: nothing to compare"
+    assert results["fails"] == of_other["fails"] == "rank 1 failed in call 1 of the parallel step: ValueError: boom"
 
 
 def of_four(rank: int) -> list[ModelCheck]:
