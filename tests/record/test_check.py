@@ -110,7 +110,7 @@ def bundled(rank: int, dtype: str) -> None:
         for causal in (True, False):
             check = ringprof.check(
                 lambda q, k, v, strategy=strategy, causal=causal: strategy.attention(q, k, v, causal=causal),
-                strategy.layout.name, causal=causal, **{**SHAPE, "dtype": dtype},
+                strategy.layout.name, causal=causal, **{**SHAPE, "batch": 2, "dtype": dtype, "extra_calls": True},
             )  # fmt: skip
             assert check.equal, str(check)
 
