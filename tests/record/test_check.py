@@ -584,6 +584,19 @@ def test_check_finds_and_explains_known_mistakes(
     assert check.reasons[0] == reason and f"why: {reason}" in str(check)
 
 
+def test_an_output_in_a_buffer_of_the_next_call_is_not_equal() -> None:
+    """Each call is right when it returns, and wrong as soon as the next one begins."""
+    buffers: dict[Any, Tensor] = {}
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = on_one_device(q, k, v, None)
+        buffer = buffers.setdefault((out.shape, out.dtype), torch.empty_like(out))
+        return buffer.copy_(out.detach())
+
+    check = ringprof.check(attention, "contiguous", seq=192, causal=False, backward=False)
+    assert not check.equal and check.reasons[0].startswith("out differs between two calls with the same tensors")
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_dropout_is_detected_by_differing_calls(dtype: str) -> None:
