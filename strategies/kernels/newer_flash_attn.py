@@ -63,7 +63,7 @@ class FlashAttn3Kernel(VarlenKernel):
         return None if torch.cuda.get_device_capability(device)[0] == 9 else "needs a Hopper GPU (capability 9.0)"
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-        # Without num_splits=1 the operator may split the keys, which small grids of blocks would choose by themselves.
+        # By default the operator may split the keys where there are few queries, which not every build can do.
         out, lse, *_ = _operators().fwd.default(
             q, k, v, softmax_scale=scale, is_causal=causal, softcap=self.softcap, num_splits=1
         )

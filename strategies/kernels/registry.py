@@ -19,8 +19,8 @@ from .torch_kernels import (
     TorchFlashKernel,
 )
 
-# Fastest first, as measured on H200 (docs/workloads.md): flash-attn 3 takes 0.6 to 1.0 of cuDNN's time from 256 tokens
-# on, cuDNN about 0.6 of flash-attn 2's. flash-attn 4 as its authors state.
+# Fastest first, as measured on H200 (docs/workloads.md): flash-attn 3 takes 0.6 to 1.1 of cuDNN's time from 256 tokens
+# on, mostly less than 1, and cuDNN about 0.6 of flash-attn 2's. flash-attn 4 as its authors state.
 KERNELS: dict[str, type[Kernel]] = {
     kernel.name: kernel
     for kernel in (

@@ -1,4 +1,6 @@
-"""Comparison of every call between the ranks of a group, on the host: packed documents change with every batch.
+"""Comparison of every call between the ranks of a group, on the host.
+
+Packed documents change with every batch, and lengths of caches with every decode step.
 
 Each rank contributes a hash of its call and waits for those of all others, before anything is sent. Where all ranks of
 the group are on one host, the hashes are words in memory that the ranks share, which takes some microseconds. Otherwise
@@ -47,7 +49,7 @@ def compares_calls(group: dist.ProcessGroup) -> bool:
 
 
 def compare_call(group: dist.ProcessGroup, call: Mapping[str, Any], processes: Mapping[int, int | None]) -> None:
-    """Check that all ranks of a group make the same ``call``, numbers, types, and tuples of integers. Collective.
+    """Check that all ranks of a group make the same ``call``: numbers, types, texts and tuples of integers. Collective.
 
     ``processes``: process ID by global rank, None where this rank cannot see the process. Raises `Unsupported` on every
     rank where two calls differ, and `PeerLost` where a rank does not come.
@@ -151,7 +153,7 @@ class CallComparison:
         return bool(total % (1 << _COUNT_FROM) == self._size * summand)
 
 
-_WAITED = "a group that has packed documents compares every call, and all its ranks must make the same calls"
+_WAITED = "the ranks of its group compare their calls, and all must make the same"
 
 
 def difference(calls: Mapping[int, Mapping[str, Any]]) -> str:

@@ -152,7 +152,9 @@ def without_rank_1(rank: int) -> str:
 
 @pytest.mark.processes
 def test_a_rank_that_does_not_come_is_named():
-    assert run_ranks(2, without_rank_1)[0].startswith("rank 1 does not come: a group that has packed documents ")
+    assert run_ranks(2, without_rank_1)[0].startswith(
+        "rank 1 does not come: the ranks of its group compare their calls, "
+    )
 
 
 def test_the_message_names_ranks_and_the_first_bound_that_differs():

@@ -22,13 +22,14 @@ from torch import Tensor
 
 from ringprof.errors import RingprofError
 from ringprof.record.check.completion_barrier import CompletionBarrier
+from ringprof.record.check.dense import SINGLE_FLOOR
 from ringprof.record.check.model_step import Step, record_step
 from ringprof.record.process_group import GroupRanks
 
 NOISE_RUNS = 2
 NOISE_FACTOR = 2.0
-LOW_FLOOR, SINGLE_FLOOR = 4, 64
-"""Unit roundoffs that are always allowed: of bf16 and fp16, and of wider types."""
+LOW_FLOOR = 4
+"""Unit roundoffs of bf16 and fp16 that are always allowed; of wider types `SINGLE_FLOOR`."""
 
 
 @dataclass
