@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 benchmarks/transformers_step.py --seq 65536 --strategies zigzag,ulysses
 
-Both use accelerate's ``Accelerator`` with ``ParallelismConfig(cp_size=N)`` and FSDP2, one model of random weights, bf16,
-the same batch. Rounds alternate. Prints the median step of the slowest rank in ms, the loss, and the peak memory.
+Both use accelerate's ``Accelerator`` with ``ParallelismConfig(cp_size=N)`` and FSDP2, one model of random weights in
+bf16, and the same batch. Rounds alternate. Prints the median step of the slowest rank in ms, the loss, and peak memory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import warnings
-from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
@@ -56,16 +55,10 @@ def main() -> None:
         use_cache=False,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    model.model.layers = nn.ModuleList(model.model.layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     model, optimizer = accelerator.prepare(model, optimizer)
     generator = torch.Generator().manual_seed(1)
     whole = torch.randint(config.vocab_size, (1, options.seq), generator=generator).to(device)
-
-    @contextmanager
-    def of_strategy(strategy: Any, **buffers: Any) -> Any:
-        with context_parallel(strategy, **buffers):
-            yield
 
     losses: dict[str, float] = {}
 
@@ -75,7 +68,7 @@ def main() -> None:
         positions = torch.arange(options.seq, device=device)[None].clone()
         buffers = [ids, labels, positions]
         named = {"buffers": buffers, "buffer_seq_dims": [1] * 3, "no_restore_buffers": set(buffers)}
-        context = own_context(**named) if strategy is None else of_strategy(strategy, **named)
+        context = own_context(**named) if strategy is None else context_parallel(strategy, **named)
         with context:
             loss = model(
                 input_ids=ids, position_ids=positions, labels=labels, shift_labels=labels, use_cache=False,

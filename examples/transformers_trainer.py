@@ -31,9 +31,9 @@ def main() -> None:
     size = int(os.environ["WORLD_SIZE"])
     arguments = transformers.TrainingArguments(
         "trainer_output", num_train_epochs=options.epochs, per_device_train_batch_size=1, gradient_accumulation_steps=2,
-        activation_checkpointing=True, bf16=True, learning_rate=1e-3, logging_strategy="epoch", save_strategy="no",
+        bf16=True, learning_rate=1e-3, logging_strategy="epoch", save_strategy="no",
         report_to=[], parallelism_config=ParallelismConfig(cp_size=size), fsdp=True,
-        fsdp_config={"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
+        fsdp_config={"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "activation_checkpointing": True},
     )  # fmt: skip
 
     strategy = create(options.strategy)

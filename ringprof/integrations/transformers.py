@@ -141,10 +141,10 @@ class _Attention:
             if wrong:
                 raise Unsupported(_WRONG_POSITIONS)
             return
-        on_host, copied = torch.empty((), dtype=torch.bool, pin_memory=True), torch.cuda.Event()
+        on_host, copied = torch.empty((), dtype=torch.bool, pin_memory=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
         on_host.copy_(wrong, non_blocking=True)
         copied.record()
-        self._wrong = lambda: copied.query() and bool(on_host)
+        self._wrong = lambda: copied.query() and bool(on_host)  # type: ignore[no-untyped-call]
 
 
 _WRONG_POSITIONS = (
