@@ -447,7 +447,7 @@ WRONG: list[tuple[Attention, set[str], str]] = [
     (averaged_over_ranks, OUTPUT, "the ranks' partial outputs are averaged, not weighted by their LSE"),
     (detached_keys, {"dk"}, "dk is 0: no gradient reaches k"),
     (own_gradients, {"dk", "dv"}, "dk is what a rank's own queries give: other ranks' part is missing"),
-    (averaged, {"dk", "dv"}, "dk is the right one times 0.5 (1 / ranks)"),
+    (averaged, {"dk", "dv"}, "dk is the right one times 0.5 (1 / ranks or 1 / query heads per kv head)"),
     (merged_by_maximum, OUTPUT,
      "partial outputs are merged with the maximum of the ranks' LSEs, not with the LSE of all"),
     (gradients_one_hop_too_far, {"dk"}, "dk is that of the tokens of the next rank"),
@@ -516,7 +516,7 @@ WRONG_ON_ONE_RANK: list[tuple[Callable[[], Attention], list[str]]] = [
     (lambda: with_gradients(lambda dk, dv: (dk.sum(0, keepdim=True).expand_as(dk), dv)),
      ["dk is the sum over all batch entries"]),
     (lambda: with_gradients(Unzeroed()),
-     [f"{name} has that of call 1 added: a buffer is not set to 0" for name in ("dk", "dv")]),
+     [f"{name} has those of all earlier calls added: a buffer is not set to 0" for name in ("dk", "dv")]),
     (lambda: with_gradients(lambda dk, dv: (4 * dk, dv)), ["dk is the right one times 4 (1 / softmax_scale)"]),
     (lambda: without_delta, [f"dq {DELTA}", f"dk {DELTA}"]),
     (lambda: second_entry_unmasked,
@@ -675,7 +675,7 @@ def stale(rank: int) -> Check:
 def test_stale_state_of_an_earlier_call_is_detected() -> None:
     """Keys of the first call in all: right as long as the numbers are the same."""
     check = run_ranks(2, stale)[0]
-    assert not check.equal and check.call == 2 and "call 2 of 3, the first that is not equal" in str(check)
+    assert not check.equal and check.call == 2 and "call 2 of 3 (another call between its passes)" in str(check)
     assert check.reasons == ["out uses k of call 1, left in a buffer"]
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from ringprof.record.check.dense import Tensors
@@ -22,6 +23,10 @@ BACKWARD_MISTAKES = {
     "own softmax": "uses each rank's own LSE, not that of the whole row",
     "own softmax and delta": "uses each rank's own LSE and delta, not those of the whole row",
     "no mask": "is computed without the mask",
+    "mask of own rank": "is computed without the mask between tokens of different ranks",
+    "no documents": "is computed across documents",
+    "no window": "is computed without the window",
+    "local mask": "masks by the places of tokens within their rank, not by their positions",
 }
 """Mistakes that `gradients_under` knows, each with its words after the name of a gradient."""
 
@@ -63,12 +68,17 @@ def holder_of(order: Tensor) -> Tensor:
 
 
 def _weights_and_dscores(
-    group: _Group, mask: Tensor, holder: Tensor, scale: float, mistake: str = ""
+    group: _Group, mask: Tensor, holder: Tensor, scale: float, mistake: str = "", other_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the weights and the gradients of the scores (G, S, S), under a mistake of `BACKWARD_MISTAKES` or none."""
+    """Return the weights and the gradients of the scores (G, S, S), under a mistake of `BACKWARD_MISTAKES` or none.
+
+    With ``other_mask`` weights are recomputed from the right LSE with another mask.
+    """
     masked = group.scores.masked_fill(~mask, -torch.inf)
     weights = masked.softmax(2)
     delta = (weights * group.dweights).sum(2, keepdim=True)
+    if other_mask is not None:
+        weights = (group.scores - masked.logsumexp(2, keepdim=True)).exp() * other_mask
     if mistake == "no delta":
         delta = torch.zeros_like(delta)
     if mistake.startswith("own"):
@@ -79,8 +89,6 @@ def _weights_and_dscores(
             own_delta[..., keys] = (own_weights * group.dweights)[..., keys].sum(2, keepdim=True)
         delta = own_delta if "delta" in mistake else delta
         weights = own_weights if "softmax" in mistake else weights
-    if mistake == "no mask":
-        weights = (group.scores - masked.logsumexp(2, keepdim=True)).exp()
     return weights, weights * (group.dweights - delta) * scale
 
 
@@ -90,10 +98,21 @@ def gradients_under(mistake: str, full: Tensors, workload: Workload, scale: floa
     ``holder`` (S) is the rank that holds each token.
     """
     positions = torch.arange(workload.seq, device=holder.device)
-    mask = shown_by_mask(workload, positions, positions)
+    mask, other_mask = shown_by_mask(workload, positions, positions), None
+    if mistake == "no mask":
+        other_mask = torch.ones_like(mask)
+    elif mistake == "local mask":
+        place = torch.empty_like(holder)
+        for rank in torch.unique(holder):
+            place[holder == rank] = torch.arange(int((holder == rank).sum()), device=holder.device)
+        other_mask = place[:, None] >= place
+    elif mistake == "mask of own rank":
+        other_mask = mask | (holder[:, None] != holder)
+    elif mistake in ("no documents", "no window"):
+        other_mask = shown_by_mask(replace(workload, **{mistake.split()[1]: None}), positions, positions)
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (full.q, full.k, full.v))
     for group in _groups(full, workload, scale):
-        weights, dscores = _weights_and_dscores(group, mask, holder, scale, mistake)
+        weights, dscores = _weights_and_dscores(group, mask, holder, scale, mistake, other_mask)
         dq[group.batch, :, group.heads] = (dscores @ group.k).transpose(0, 1)
         dk[group.batch, :, group.kv_head] = torch.einsum("gqk,gqd->kd", dscores, group.q)
         dv[group.batch, :, group.kv_head] = torch.einsum("gqk,gqd->kd", weights, group.dout)

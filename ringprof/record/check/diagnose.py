@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from msgspec.structs import replace as replace_fields
@@ -29,7 +30,8 @@ from ringprof.strategies.masks.layouts import LAYOUTS
 
 MATCH_FACTOR = 1.5
 """A result matches an explanation if its error against it is at most this many times the error allowed otherwise."""
-
+ZERO_LIMIT = 1e-6
+"""Largest result, relative to the right one, that is called 0."""
 
 Explanation = tuple[str, Tensor]
 """Sentence about a wrong tensor, and this rank's tensor if the sentence is true."""
@@ -50,35 +52,52 @@ class WrongCall:
     """Whether each tensor is wrong on this rank."""
     earlier: dict[int, Tensors] = field(default_factory=dict)
     """Full inputs of earlier calls, by the number of the call."""
+    between: Tensors | None = None
+    """Full inputs of a forward pass that was made between the call's forward and backward pass."""
+    large_scores: bool = False
+    """Whether exp() of the scores overflows without the row's maximum."""
+    misread_dout: Tensor | None = None
+    """Output gradient (B, S, H, D) if its memory is read as if it were contiguous; None where it is contiguous."""
 
     def reasons(self) -> list[str]:
         """Return a sentence for each wrong tensor with a known explanation. Collective.
 
         Where the output is wrong, only the output is explained.
         """
-        names = ["out"] if not self.errors["out"].equal else [n for n, error in self.errors.items() if not error.equal]
         sentences = []
-        for name in names:
+        for name in self._wrong_names:
             candidates = _known_mistakes(self) if name == "out" else _gradient_mistakes(name, self)
             sentences += (
                 _not_finite(name, self)
                 or _best_explanation(name, list(candidates), self)
+                or _other_tokens(name, self)
                 or _scale_explanation(name, self)
-                or (_overflow(self) if name == "out" else self._parts_explanation(name))
+                or (_changed_scores(self) or _overflow(self) if name == "out" else self._parts_explanation(name))
             )
         return sentences or self._reasons_of_one_entry()
+
+    @property
+    def _wrong_names(self) -> list[str]:
+        """Names of the tensors to explain: only the output, if that is wrong."""
+        return ["out"] if not self.errors["out"].equal else [n for n, error in self.errors.items() if not error.equal]
 
     def lost_digits(self) -> list[str]:
         """Return sentences about results in fp32 that have lost digits, as by a shorter type. Collective."""
         if self.workload.dtype != "fp32":
             return []
-        names = ["out"] if not self.errors["out"].equal else [n for n, error in self.errors.items() if not error.equal]
-        return [text for name in names for text in _lost_digits(name, self)]
+        return [text for name in self._wrong_names for text in _lost_digits(name, self)]
 
     @cached_property
-    def whole_gradients(self) -> dict[str, Tensor]:
-        """Gradients of the whole sequence in float64, by name."""
+    def whole(self) -> dict[str, Tensor]:
+        """Output and gradients of the whole sequence in float64, by name."""
         return reference_results(self.full, self.workload, self.scale)
+
+    def under(self, **changes: Any) -> Tensor:
+        """Return this rank's output in float64 with other inputs (``q``, ``k``, ``v``), ``scale`` or mask."""
+        options: dict[str, Any] = {"scale": self.scale, "causal": self.workload.causal}
+        options |= {name: x for name, x in changes.items() if not isinstance(x, Tensor)}
+        tensors = {name: x for name, x in changes.items() if isinstance(x, Tensor)}
+        return self.attention.shard(self.dense_output(replace(self.full, **tensors), **options))
 
     @property
     def softmax_scale(self) -> float:
@@ -89,7 +108,7 @@ class WrongCall:
         """Return the largest relative error of a tensor against an explanation that matches it."""
         limit, exact = MATCH_FACTOR * self.errors[name].allowed_rms, self.reference.exact[name]
         # Next to the right result, where only some tokens are off, much is about equal.
-        return min(limit, relative_rms(self.results[name] - exact, exact) / 4) if self.wrong[name] else limit
+        return min(limit, relative_rms(self.results[name] - exact, exact) / 6) if self.wrong[name] else limit
 
     def _reasons_of_one_entry(self) -> list[str]:
         """Explain the first wrong batch entry where other entries are right; empty where all are wrong. Collective."""
@@ -129,6 +148,14 @@ class WrongCall:
         reasons = one_entry.reasons() or [", ".join(names)] * grossly_wrong
         return [f"{others}: {reason}" for reason in reasons]
 
+    def unmasked_scores(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return scores (1, R, H, S) of some of this rank's queries in float64, and which keys the mask hides."""
+        workload, positions = self.workload, self.attention.positions[rows].contiguous()
+        shown = shown_by_mask(workload, positions, torch.arange(workload.seq, device=positions.device))
+        k = self.full.k[:1].double().repeat_interleave(workload.heads // workload.kv_heads, 2)
+        scores = torch.einsum("bqhd,bkhd->bqhk", self.full.q[:1, positions].double(), k) * self.softmax_scale
+        return scores, ~shown[:, None]
+
     @cached_property
     def scores(self) -> Tensor:
         """Scores (B, S/N, H, S) of this rank's queries in float64; minus infinity where the mask hides a key."""
@@ -153,7 +180,9 @@ class WrongCall:
         if all(math.inf not in row for row in by_rank):
             mistake = rank_parts_mistake(name, by_rank)
             return [f"{name} {mistake}"] if mistake else []
-        if name == "dq" or group == 1:
+        if name == "dq":
+            return self._delta_explanation()
+        if group == 1:
             return []
         head_parts = parts.sum(0).unbind(2)
         by_head = [
@@ -170,6 +199,24 @@ class WrongCall:
         mistake = head_parts_mistake(affected[0])
         return [f"{name} {mistake}"] if mistake else []
 
+    def _delta_explanation(self) -> list[str]:
+        """Return a sentence if dq is right but for one number per query, its delta. Collective."""
+        holder, exact = holder_of(self.attention.order), self.reference.exact["dq"]
+        without = gradients_under("no delta", self.full, self.workload, self.softmax_scale, holder)["dq"]
+        by_delta, excess = (self.attention.shard(without) - x for x in (exact, self.results["dq"].double()))
+        ratio = (excess * by_delta).sum(3) / by_delta.square().sum(3).clamp_min(1e-300)
+        rest = relative_rms(excess - ratio[..., None] * by_delta, exact)
+        rows = gather_numbers([rest <= self.match_limit("dq"), ratio.median().item()], self.attention.ranks)
+        if not all(row[0] for row in rows):
+            return []
+        middle = sorted(row[1] for row in rows)[len(rows) // 2]
+        if abs(middle - 1) < 0.05:
+            return []
+        return [
+            "dq is right but for delta, the row sums of dout times out: it subtracts"
+            f" {middle:.3g} times the right one in the median"
+        ]
+
     def dense_output(self, full: Tensors, scale: float | None, *, causal: bool, **mask: None) -> Tensor:
         """Return the float64 output of dense attention.
 
@@ -185,67 +232,98 @@ class WrongCall:
 
 def _known_mistakes(call: WrongCall) -> Iterator[Explanation]:
     """Yield each known mistake with this rank's output under that mistake, in float64."""
-    attention, full, scale, causal = call.attention, call.full, call.scale, call.workload.causal
+    attention, full, workload, exact = call.attention, call.full, call.workload, call.reference.exact["out"]
+    causal, dim, ranks = workload.causal, workload.head_dim, attention.ranks
     local = Tensors(*(attention.shard(x) for x in (full.q, full.k, full.v, full.dout)))
-    if attention.ranks.size > 1:
+    if ranks.size > 1:
         local_only = "equals attention over the rank's own tokens alone{}: context parallelism is off, or sends in vain"
-        yield local_only.format(""), call.dense_output(local, scale, causal=causal)
+        yield local_only.format(""), call.dense_output(local, call.scale, causal=causal)
         if causal:
-            yield local_only.format(", without a mask"), call.dense_output(local, scale, causal=False)
-    workload = call.workload
+            yield local_only.format(", without a mask"), call.dense_output(local, call.scale, causal=False)
     if workload.documents:
         across_documents = "equals attention across documents: where they end is not told, or not heeded"
-        yield across_documents, attention.shard(call.dense_output(full, scale, causal=causal, documents=None))
+        yield across_documents, call.under(documents=None)
     if workload.window:
-        without_window = call.dense_output(full, scale, causal=causal, window=None, prefix=None)
-        yield "equals attention without the window", attention.shard(without_window)
+        yield "equals attention without the window", call.under(window=None, prefix=None)
     if workload.prefix:
-        without_prefix = call.dense_output(full, scale, causal=causal, prefix=None)
-        missing = "the prefix" if workload.window else "a mask"
-        yield f"equals attention without {missing}", attention.shard(without_prefix)
-    other_mask = "without the causal mask" if causal else "with a causal mask"
-    yield f"equals attention {other_mask}", attention.shard(call.dense_output(full, scale, causal=not causal))
-    dim = call.workload.head_dim
-    for other in {1.0, 1 / dim, dim**-0.5} - {dim**-0.5 if scale is None else scale}:
-        yield (
-            f"equals attention with softmax_scale {other:.4g}",
-            attention.shard(call.dense_output(full, other, causal=causal)),
-        )
+        yield f"equals attention without {'the prefix' if workload.window else 'a mask'}", call.under(prefix=None)
+    yield f"equals attention {'without the' if causal else 'with a'} causal mask", call.under(causal=not causal)
+    for other in {1.0, 1 / dim, dim**-0.5} - {call.softmax_scale}:
+        yield f"equals attention with softmax_scale {other:.4g}", call.under(scale=other)
     yield from _layout_mistakes(call)
-    heads, kv_heads = call.workload.heads, call.workload.kv_heads
+    heads, kv_heads = workload.heads, workload.kv_heads
     if 1 < kv_heads < heads:
         order = torch.arange(heads, device=full.q.device).view(-1, kv_heads).T.flatten()
-        regrouped = call.dense_output(replace(full, q=full.q[:, :, order]), scale, causal=causal)[:, :, order.argsort()]
-        yield "equals attention in which query head h uses kv head h mod kv_heads", attention.shard(regrouped)
-    yield "is 0", torch.zeros_like(call.reference.exact["out"])
-    if call.workload.batch > 1:
-        first_entry = replace(full, k=full.k[:1].expand_as(full.k), v=full.v[:1].expand_as(full.v))
-        yield (
-            "uses k and v of batch entry 0 for all entries",
-            attention.shard(call.dense_output(first_entry, scale, causal=causal)),
-        )
-        exact = call.reference.exact["out"]
+        regrouped = call.under(q=full.q[:, :, order])[:, :, order.argsort()]
+        yield "equals attention in which query head h uses kv head h mod kv_heads", regrouped
+    yield "is 0", torch.zeros_like(exact)
+    yield "uses k in the place of v", call.under(v=full.k)
+    yield "uses k for v and v for k: they are swapped", call.under(k=full.v, v=full.k)
+    normalized = {name: getattr(full, name).double() for name in "qk"}
+    normalized = {name: x * x.square().mean(3, keepdim=True).rsqrt() for name, x in normalized.items()}
+    yield "equals attention with q and k normalized per head", call.under(**normalized)
+    if workload.batch > 1:
+        first_entry = {name: getattr(full, name)[:1].expand_as(full.k) for name in "kv"}
+        yield "uses k and v of batch entry 0 for all entries", call.under(**first_entry)
         yield "is that of batch entry 0 for all entries", exact[:1].expand_as(exact)
+        yield "has the batch entries in reverse order", exact.flip(0)
+        yield "uses k and v of the batch entries in reverse order", call.under(k=full.k.flip(0), v=full.v.flip(0))
+    yield from _mixed_ranks(call)
     yield from _stale_inputs(call)
+
+
+def _of_ranks(call: WrongCall, x: Tensor, holder: Callable[[int], int]) -> Tensor:
+    """Return a full tensor (B, S, ...) in which each rank's tokens are replaced with those of the rank ``holder``."""
+    order, mixed = call.attention.order, x.clone()
+    for rank, own in enumerate(order):
+        mixed[:, own] = x[:, order[holder(rank) % len(order)]]
+    return mixed
+
+
+def _mixed_ranks(call: WrongCall) -> Iterator[Explanation]:
+    """Yield the mistakes in which k or v does not arrive as the other does, or in fewer digits."""
+    ranks, full = call.attention.ranks, call.full
+    own, size = ranks.rank, ranks.size
+    if size == 1:
+        return
+    for name, other in ("kv", "vk"):
+        words = f"uses the rank's own {name} with the {other} of every rank: {name} is not sent on"
+        yield words, call.under(**{name: _of_ranks(call, getattr(full, name), lambda rank: own)})
+    if size > 2:
+        words = "uses v of the rank i before the query's with k of the rank i after it: k and v are sent opposite ways"
+        yield words, call.under(v=_of_ranks(call, full.v, lambda rank: 2 * own - rank))
+    backwards = {name: _of_ranks(call, getattr(full, name), lambda rank: -1 - rank) for name in "kv"}
+    yield "uses the ranks' v in reverse order", call.under(v=backwards["v"])
+    yield "uses the ranks' k and v in reverse order, under the mask of the right order", call.under(**backwards)
+    for offset in range(1, size):
+        words = f"uses with the k of each rank the v of {relative_rank(offset, size)}"
+        yield words, call.under(v=_of_ranks(call, full.v, lambda rank, offset=offset: rank + offset))  # type: ignore[misc]
+    types = [torch.float8_e4m3fn, torch.float8_e5m2]
+    types += [torch.bfloat16, torch.float16] if full.q.dtype == torch.float32 else []
+    others = torch.ones(full.q.shape[1], dtype=torch.bool, device=full.q.device)
+    others[call.attention.positions] = False
+    for dtype in types:
+        rounded = {name: getattr(full, name).to(dtype).to(full.q.dtype) for name in "kv"}
+        rounded = {name: torch.where(others[:, None, None], x, getattr(full, name)) for name, x in rounded.items()}
+        for names in ("kv", "k", "v"):
+            words = f"uses other ranks' {' and '.join(names)} rounded to {str(dtype).removeprefix('torch.')}"
+            yield words, call.under(**{name: rounded[name] for name in names})
 
 
 def _stale_inputs(call: WrongCall) -> Iterator[Explanation]:
     """Yield the mistakes of a buffer that still has the data of an earlier call."""
-    attention, full, scale, causal = call.attention, call.full, call.scale, call.workload.causal
+    attention, full, causal = call.attention, call.full, call.workload.causal
     others = torch.ones(full.q.shape[1], dtype=torch.bool, device=full.q.device)
     others[attention.positions] = False
     for number, earlier in call.earlier.items():
-        yield f"is that of call {number}", attention.shard(call.dense_output(earlier, scale, causal=causal))
-        for names in (("k",), ("v",), ("k", "v"), ("q",)):
+        yield f"is that of call {number}", attention.shard(call.dense_output(earlier, call.scale, causal=causal))
+        for names in ("k", "v", "kv", "q"):
             old = {name: getattr(earlier, name) for name in names}
             words = f"{' and '.join(names)} of call {number}, left in a buffer"
-            yield f"uses {words}", attention.shard(call.dense_output(replace(full, **old), scale, causal=causal))
-            if names != ("q",):
+            yield f"uses {words}", call.under(**old)
+            if names != "q":
                 mixed = {name: torch.where(others[:, None, None], x, getattr(full, name)) for name, x in old.items()}
-                yield (
-                    f"uses other ranks' {words}",
-                    attention.shard(call.dense_output(replace(full, **mixed), scale, causal=causal)),
-                )
+                yield f"uses other ranks' {words}", call.under(**mixed)
 
 
 def _gradient_mistakes(name: str, call: WrongCall) -> Iterator[Explanation]:
@@ -254,11 +332,14 @@ def _gradient_mistakes(name: str, call: WrongCall) -> Iterator[Explanation]:
     yield f"is 0: no gradient reaches {name[1]}", torch.zeros_like(exact[name])
     holder = holder_of(attention.order)
     for mistake, words in BACKWARD_MISTAKES.items():
-        if mistake.startswith("own") and attention.ranks.size == 1:
+        needs = mistake.split()[-1]
+        if attention.ranks.size == 1 and mistake.startswith(("own", "local")):
+            continue
+        if needs in ("documents", "window") and getattr(call.workload, needs) is None:
             continue
         gradients = gradients_under(mistake, call.full, call.workload, call.softmax_scale, holder)
         yield words, attention.shard(gradients[name])
-    whole = call.whole_gradients[name]
+    whole = call.whole[name]
     for offset in range(1, attention.ranks.size):
         owner = attention.order[(attention.ranks.rank + offset) % attention.ranks.size]
         yield f"is that of the tokens of {relative_rank(offset, attention.ranks.size)}", whole[:, owner]
@@ -270,7 +351,7 @@ def _gradient_mistakes(name: str, call: WrongCall) -> Iterator[Explanation]:
     if name != "dq":
         other = "dv" if name == "dk" else "dk"
         yield f"is {other}: they are swapped", exact[other]
-        both = call.whole_gradients["dk"] + call.whole_gradients["dv"]
+        both = call.whole["dk"] + call.whole["dv"]
         yield "is the sum of dk and dv", attention.shard(both)
         for offset in range(1, attention.ranks.size):
             owner = attention.order[(attention.ranks.rank + offset) % attention.ranks.size]
@@ -278,10 +359,24 @@ def _gradient_mistakes(name: str, call: WrongCall) -> Iterator[Explanation]:
             yield f"is the sum of dk and dv {tokens}", both[:, owner]
     if call.workload.batch > 1:
         yield "is the sum over all batch entries", exact[name].sum(0, keepdim=True).expand_as(exact[name])
-    for number, earlier in call.earlier.items():
-        earlier_gradient = attention.shard(reference_results(earlier, call.workload, call.scale)[name])
-        yield f"is that of call {number}", earlier_gradient
-        yield f"has that of call {number} added: a buffer is not set to 0", exact[name] + earlier_gradient
+    earlier_gradients = {
+        number: attention.shard(reference_results(earlier, call.workload, call.scale)[name])
+        for number, earlier in {**call.earlier, **({0: call.between} if call.between else {})}.items()
+    }
+    if call.between:
+        mixed = reference_results(replace(call.between, dout=call.full.dout), call.workload, call.scale)[name]
+        words = "is computed from the tensors of another forward pass, made before this backward pass"
+        yield f"{words}: they are not kept for each call", attention.shard(mixed)
+    if call.misread_dout is not None:
+        misread = reference_results(replace(call.full, dout=call.misread_dout), call.workload, call.scale)[name]
+        yield "reads dout as if it were contiguous in memory: its strides are not heeded", attention.shard(misread)
+    for number, gradient in earlier_gradients.items():
+        words = f"that of call {number}" if number else "that of the call between its passes"
+        yield f"is {words}", gradient
+        yield f"has {words} added: a buffer is not set to 0", exact[name] + gradient
+    if len(earlier_gradients) > 1:
+        added = sum(earlier_gradients.values(), exact[name])
+        yield "has those of all earlier calls added: a buffer is not set to 0", added
 
 
 def _not_finite(name: str, call: WrongCall) -> list[str]:
@@ -301,20 +396,74 @@ def _not_finite(name: str, call: WrongCall) -> list[str]:
     return [f"{name} is not finite {where}{why}", *(_overflow(call) if name == "out" else [])]
 
 
+def _capped(scores: Tensor, hidden: Tensor, cap: float) -> Tensor:
+    return (cap * (scores / cap).tanh()).masked_fill(hidden, -torch.inf)
+
+
+SCORE_CHANGES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "are capped, {0} * tanh(score / {0})": _capped,
+    "are clamped to ±{0}": lambda scores, hidden, cap: scores.clamp(-cap, cap).masked_fill(hidden, -torch.inf),
+    "are clamped to at most {0}": lambda scores, hidden, cap: scores.clamp(max=cap).masked_fill(hidden, -torch.inf),
+    "are -{0} where the mask hides the key, not minus infinity":
+        lambda scores, hidden, value: scores.masked_fill(hidden, -value),
+    "are lowered by {0} where the mask hides the key, not to minus infinity":
+        lambda scores, hidden, value: scores - value * hidden,
+}  # fmt: skip
+"""Changes of scores by one number, each with its words; the second argument says which keys the mask hides."""
+_CHANGED_ROWS = 32
+"""Most queries per rank that are compared with changed scores."""
+
+
+def _changed_scores(call: WrongCall) -> list[str]:
+    """Return a sentence if scores changed by one number explain nearly all of the output's error. Collective."""
+    ranks, workload, exact = call.attention.ranks, call.workload, call.reference.exact["out"]
+    rows = slice(None, None, -(-exact.shape[1] // _CHANGED_ROWS))
+    scores, hidden = call.unmasked_scores(rows)
+    v = call.full.v[:1].double().repeat_interleave(workload.heads // workload.kv_heads, 2)
+    exact, x = exact[:1, rows], call.results["out"][:1, rows].double()
+
+    def errors(change: Callable[[Tensor, Tensor, float], Tensor], numbers: list[float]) -> list[float]:
+        outs = (torch.einsum("bqhk,bkhd->bqhd", change(scores, hidden, n).softmax(3), v) for n in numbers)
+        squares = [float((x - out).square().sum()) for out in outs]
+        own = [*squares, float((x - exact).square().sum()), float(exact.square().sum())]
+        *totals, error, size = torch.tensor(gather_numbers(own, ranks)).sum(0).tolist()
+        return [math.sqrt(total / size) for total in [*totals, error]]
+
+    matches = {}
+    limit = MATCH_FACTOR * call.errors["out"].allowed_rms
+    for words, change in SCORE_CHANGES.items():
+        if "hides" in words and not call.large_scores:
+            continue  # these are told from the weights
+        numbers = [float(n) for n in torch.logspace(-0.3, 2.3, 20)]
+        for attempt in range(12):
+            *by_number, error = errors(change, numbers)
+            best = by_number.index(min(by_number))
+            low, high = numbers[max(best - 1, 0)], numbers[min(best + 1, len(numbers) - 1)]
+            if by_number[best] <= min(limit, error / 8):
+                matches[words] = (by_number[best], numbers[best])
+            if attempt == 2 and by_number[best] > error / 2:
+                break
+            numbers = torch.linspace(low, high, 7, dtype=torch.float64).tolist()
+    # Changes that fit about equally are all named.
+    least = min((fit for fit, _ in matches.values()), default=0.0)
+    named = [words.format(f"{n:.3g}") for words, (fit, n) in matches.items() if fit <= 2 * least + limit / 100]
+    return [f"out equals attention whose scores {', or '.join(named)}"] if named else []
+
+
 def _overflow(call: WrongCall) -> list[str]:
-    """Return a sentence if the output is wrong where exp() of a score overflows, and only there. Collective."""
-    exact = call.reference.exact["out"]
-    error, size = (x.double().square().mean(3).sqrt() for x in (call.results["out"] - exact, exact))
-    wrong, largest = ~(error <= size / 2), call.scores.amax(3)
+    """Return a sentence if the output is lost where exp() of a score overflows, and right below. Collective."""
+    x, exact = call.results["out"].double(), call.reference.exact["out"]
+    error, size = (y.square().mean(3).sqrt() for y in (x - exact, exact))
+    lost, wrong, largest = ~(x.square().mean(3).sqrt() > size / 100), ~(error <= size / 2), call.scores.amax(3)
     for name, dtype in (("fp16", torch.float16), ("fp32", torch.float32)):
         limit = math.log(torch.finfo(dtype).max)
         above, below = largest > limit, largest.abs() < limit - 2
-        counts = [int(x.sum()) for x in (above, above & wrong, below & wrong)]
-        rows, wrong_above, wrong_below = torch.tensor(gather_numbers(counts, call.attention.ranks)).sum(0).tolist()
-        if wrong_above and wrong_above >= 0.8 * rows and wrong_below <= 0.05 * wrong_above:
+        counts = [int(y.sum()) for y in (above, above & lost, below & wrong)]
+        rows, lost_above, wrong_below = torch.tensor(gather_numbers(counts, call.attention.ranks)).sum(0).tolist()
+        if lost_above and lost_above >= 0.8 * rows and wrong_below <= 0.05 * lost_above:
             return [
-                f"out is wrong where a query's largest score is above {limit:.3g}, from which exp() overflows {name}:"
-                " the row's maximum is not subtracted"
+                f"out is 0 or not finite where a query's largest score is above {limit:.3g}, from which exp() overflows"
+                f" {name}: the row's maximum is not subtracted"
             ]
     return []
 
@@ -377,25 +526,44 @@ def _layout_mistakes(call: WrongCall) -> Iterator[Explanation]:
 
 
 def _best_explanation(name: str, candidates: list[Explanation], call: WrongCall) -> list[str]:
-    """Return a sentence about the candidate that matches on most of the ranks where a tensor is wrong. Collective.
-
-    Empty where no candidate matches on any of them.
-    """
+    """Return a sentence about the first candidate that matches on all ranks where a tensor is wrong. Collective."""
     limit = call.match_limit(name)
     x, exact = call.results[name].double(), call.reference.exact[name]
-    # Relative to the right result where the mistaken one is 0.
-    equal = [relative_rms(x - other, other if other.any() else exact) <= limit for _, other in candidates]
+    # A result that is 0 is exactly 0; a small one is not, even within a wide bound.
+    equal = [
+        relative_rms(x - other, other) <= limit if other.any() else relative_rms(x, exact) <= ZERO_LIMIT
+        for _, other in candidates
+    ]
     wrong_and_equal = gather_numbers([call.wrong[name], *equal], call.attention.ranks)
     affected = [rank for rank, row in enumerate(wrong_and_equal) if row[0]]
-    matching_ranks = [
-        [rank for rank in affected if wrong_and_equal[rank][1 + index]] for index in range(len(candidates))
-    ]
-    matching = max(matching_ranks, key=len)
-    if not matching:
+    for index, (words, _) in enumerate(candidates, 1):
+        if affected and all(wrong_and_equal[rank][index] for rank in affected):
+            everywhere = all(row[index] for row in wrong_and_equal)
+            return [f"{name} {words}" + ("" if everywhere else f" ({_ranks(affected)})")]
+    return []
+
+
+def _other_tokens(name: str, call: WrongCall) -> list[str]:
+    """Return a sentence if a tensor has the right result of other tokens in the place of a token's own. Collective."""
+    attention, positions = call.attention, call.attention.positions
+    own, whole = (x.double().transpose(0, 1).flatten(1) for x in (call.results[name], call.whole[name]))
+    norms = own.norm(dim=1, keepdim=True)
+    likeness = (own / norms.clamp_min(1e-300)) @ (whole / whole.norm(dim=1, keepdim=True).clamp_min(1e-300)).T
+    best = likeness.max(1)
+    moved = best.indices != positions
+    same = (whole[best.indices] - own).norm(dim=1) <= call.match_limit(name) * whole.norm(dim=1).square().mean().sqrt()
+    first = int(moved.int().argmax())
+    offsets = (best.indices - positions)[moved]
+    row = [call.wrong[name], bool(same.all() and moved.any()), positions[first], best.indices[first]]
+    row += [offsets.min() if moved.any() else 0, offsets.max() if moved.any() else 0]
+    affected = [rows for rows in gather_numbers([float(x) for x in row], attention.ranks) if rows[0]]
+    if not affected or not all(rows[1] for rows in affected):
         return []
-    index = matching_ranks.index(matching)
-    matches_everywhere = all(row[1 + index] for row in wrong_and_equal)
-    return [f"{name} {candidates[index][0]}" + ("" if matches_everywhere else f" ({_ranks(matching)})")]
+    token, other, low = (int(affected[0][index]) for index in (2, 3, 4))
+    if len({offset for rows in affected for offset in rows[4:]}) == 1:
+        side = "after" if low > 0 else "before"
+        return [f"{name} is that of the token {abs(low)} {side} it"]
+    return [f"{name} has its tokens in another order: at token {token} is that of token {other}"]
 
 
 def _scale_explanation(name: str, call: WrongCall) -> list[str]:
@@ -412,13 +580,14 @@ def _scale_explanation(name: str, call: WrongCall) -> list[str]:
     mean = sum(factors) / len(factors)
     if f"{mean:.3g}" == "1":
         return []  # the error is in a few tokens
-    size, scale = call.attention.ranks.size, call.softmax_scale
-    factor_names = {size: "the number of ranks", 1 / size: "1 / ranks"}
+    size, scale, group = call.attention.ranks.size, call.softmax_scale, call.workload.heads // call.workload.kv_heads
+    factor_names = [(size, "the number of ranks"), (1 / size, "1 / ranks")]
     if name in ("dq", "dk"):
-        factor_names |= {1 / scale: "1 / softmax_scale", scale: "softmax_scale"}
-    factor_name = next(
-        (f" ({text})" for value, text in factor_names.items() if value != 1 and abs(mean / value - 1) < 0.02), ""
-    )
+        factor_names += [(1 / scale, "1 / softmax_scale"), (scale, "softmax_scale")]
+    if name != "dq":
+        factor_names += [(1 / group, "1 / query heads per kv head"), (group, "query heads per kv head")]
+    fitting = [text for value, text in factor_names if value != 1 and abs(mean / value - 1) < 0.02]
+    factor_name = f" ({' or '.join(fitting)})" if fitting else ""
     where = "" if len(affected) == len(by_rank) else f" ({_ranks(affected)})"
     return [f"{name} is the right one times {mean:.3g}{factor_name}{where}"]
 

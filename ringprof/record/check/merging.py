@@ -17,55 +17,63 @@ TOLERANCE = 0.05
 """Largest difference between logarithms of weights that rounding explains."""
 
 
-def merge_mistake(log_factors: Tensor, lses: Tensor, has_keys: Tensor, own_rank: int) -> str:
+def merge_mistake(
+    log_factors: Tensor, lses: Tensor, has_keys: Tensor, own_rank: int, other_sums: dict[str, Tensor] | None = None
+) -> str:
     """Return a sentence about a wrong merge; empty where the merge is right.
 
     ``log_factors`` (H, R, N) are the logarithms of the weights less the scores, which in a right merge are minus the
-    LSE of the whole row. ``lses`` (H, R, N) are the LSEs over each rank's keys, ``has_keys`` (R, N) says which ranks
-    hold keys that a query sees, and ``own_rank`` holds the queries.
+    LSE of the whole row. ``lses`` (H, R, N) are the LSEs over each rank's keys, ``has_keys`` (R, N) says for which
+    ranks there are factors, and ``own_rank`` holds the queries. ``other_sums`` (H, R) are LSEs over other keys, by the
+    sentence that is true where they are in the place of the right ones.
     """
     rows = has_keys.any(1)
     factors, has_keys = log_factors[:, rows], has_keys[rows]
-    lses = torch.where(has_keys, lses[:, rows], -torch.inf)
-    total = lses.logsumexp(2)
+    lses = lses[:, rows]
     largest, smallest = (torch.where(has_keys, factors, -sign * torch.inf) for sign in (1, -1))
     if _small((largest.amax(2) - smallest.amin(2))[:, has_keys.sum(1) > 1]):
         divisor = -torch.where(has_keys, factors, 0.0).sum(2) / has_keys.sum(1)
-        return _wrong_sum(divisor, total, lses, has_keys)
+        return _wrong_sum(divisor, lses, has_keys, {text: x[:, rows] for text, x in (other_sums or {}).items()})
+    lses = torch.where(has_keys, lses, -torch.inf)
     return f"the ranks' partial outputs {_wrong_weighting(factors, lses, has_keys, own_rank)}"
 
 
-def _small(difference: Tensor) -> bool:
-    return not difference.numel() or float(difference.square().mean().sqrt()) < TOLERANCE
+def _small(difference: Tensor, limit: float = TOLERANCE) -> bool:
+    return not difference.numel() or float(difference.square().mean().sqrt()) < limit
 
 
-def _wrong_sum(divisor: Tensor, total: Tensor, lses: Tensor, has_keys: Tensor) -> str:
-    """Explain weights that are right but for a factor per query: exp(score - ``divisor``), not exp(score - ``total``).
-
-    Both are (H, R).
-    """
+def _wrong_sum(divisor: Tensor, lses: Tensor, has_keys: Tensor, other_sums: dict[str, Tensor]) -> str:
+    """Explain weights that are right but for a factor per query: exp(score - ``divisor`` (H, R)), not minus the LSE."""
+    total = lses.logsumexp(2)
     if _small(divisor - total):
         return ""
-    if _small(divisor - lses.amax(2)):
-        return "partial outputs are merged with the maximum of the ranks' LSEs, not with the LSE of all"
-    if _small(divisor - torch.exp2(lses).sum(2).log2()):
-        return "LSEs are added in base 2 and used in base e: log2 and ln are mixed"
-    zero_keys = divisor.exp() - total.exp()
-    empty = (~has_keys).sum(1).double()
-    allowed = TOLERANCE / 2 * (divisor.exp() + total.exp())
-    if bool(empty.any()) and bool(((zero_keys - empty).abs() <= allowed).all()):
-        return "ranks whose keys a query does not see count with an LSE of 0, not of minus infinity"
-    count = round(float(zero_keys.median()))
-    if count and bool(((zero_keys - count).abs() <= allowed).all()):
-        plural = "s" * (abs(count) > 1)
-        if count > 0:
-            return f"weights sum to less than 1, as with {count} more key{plural} of score 0: padding is not masked"
-    sums = (total - divisor).exp()
-    relation = "less" if float(sums.median()) < 1 else "more"
-    return (
-        f"weights of a query sum to {relation} than 1: from {float(sums.min()):.3g} to {float(sums.max()):.3g},"
-        f" the median is {float(sums.median()):.3g}"
-    )
+    hidden_ranks = (~has_keys).sum(1)
+    sums = {
+        "partial outputs are merged with the maximum of the ranks' LSEs, not with the LSE of all": lses.amax(2),
+        "LSEs are added in base 2 and used in base e: log2 and ln are mixed": torch.exp2(lses).sum(2).log2(),
+        **other_sums,
+        "ranks whose keys a query does not see count with an LSE of 0, not of minus infinity":
+            (total.exp() + hidden_ranks).log(),
+    }  # fmt: skip
+    # Where two sums hardly differ, the weights do not tell which of them is used.
+    limit = min(TOLERANCE, float((divisor - total).square().mean().sqrt()) / 4)
+    for text, expected in sums.items():
+        if _small(divisor - expected, limit):
+            return text
+    extra = divisor.exp() - total.exp()
+    middle = float(extra.median())
+    count = round(middle)
+    if count > 0 and abs(middle - count) <= 0.02 * count and _small(divisor - (total.exp() + count).log(), limit):
+        return f"weights sum to less than 1, as with {count} more key{'s' * (count > 1)} of score 0 for every query"
+    by_head = extra.median(1, keepdim=True).values
+    if float(by_head.min()) > 0 and _small(divisor - (total.exp() + by_head).log(), limit):
+        scores = sorted({f"{math.log(float(x)):.2g}" for x in (by_head.min(), by_head.max())}, key=float)
+        score = " to ".join(scores) + ", by head" * (len(scores) > 1)
+        return f"weights sum to less than 1, as with one more key for every query, an attention sink of score {score}"
+    sums_of_weights = (total - divisor).exp()
+    low, middle, high = (float(x) for x in (sums_of_weights.min(), sums_of_weights.median(), sums_of_weights.max()))
+    relation = "less" if middle < 1 else "more"
+    return f"weights of a query sum to {relation} than 1: from {low:.3g} to {high:.3g}, the median is {middle:.3g}"
 
 
 def _wrong_weighting(factors: Tensor, lses: Tensor, has_keys: Tensor, own_rank: int) -> str:

@@ -1,8 +1,9 @@
 """The check as it runs on the ranks: each calls the attention with its own tokens and compares with dense attention.
 
 Every call gets different random inputs, so that data left over from an earlier call shows as an error. All calls are
-made, whatever the first one gives, and each is compared before the next. The last of the equal calls runs under the
-profiler, which records what the ranks send. Another call has large scores, and the last is in fp32.
+made, whatever the first one gives, and each is compared before the next. In the second, passes of another call are made
+between the forward and the backward pass; in the last of them the output's gradient is not contiguous, and the profiler
+records what the ranks send. Two further calls have large scores, and inputs in fp32.
 """
 
 from __future__ import annotations
@@ -81,7 +82,13 @@ class _PlannedCall(msgspec.Struct, frozen=True):
     """Number of the call, counted from 1, which its inputs depend on."""
     workload: Workload
     variant: str = ""
-    """How the call differs from the first ones; empty where it does not."""
+    """How the call differs from the first one; empty where it does not."""
+    between: bool = False
+    """Whether passes with other inputs are made between the forward and the backward pass."""
+    strided_dout: bool = False
+    """Whether the output's gradient is not contiguous in memory."""
+    extra: bool = False
+    """Whether the call has large scores or another type."""
     q_factor: float = 1.0
     """Factor by which the queries are larger."""
     explained_rms: float = 0.0
@@ -91,6 +98,10 @@ class _PlannedCall(msgspec.Struct, frozen=True):
         """Draw the full inputs of the call, the same on every rank."""
         full = draw_inputs(self.workload, device, SEED + self.number)
         return replace(full, q=full.q * self.q_factor)
+
+    def draw_between(self, device: torch.device) -> Tensors | None:
+        """Draw the inputs of the passes that are made between those of the call; None where there are none."""
+        return draw_inputs(self.workload, device, SEED - self.number) if self.between else None
 
 
 class _CallResult(msgspec.Struct, frozen=True):
@@ -146,14 +157,17 @@ def check_on_ranks(
     # An attention that refuses a type may leave sends unfinished: no call follows.
     skipped = [calls.make_optional(call) for call in calls.planned[request.calls + request.extra_calls :]]
     wrong = [result for result in calls.results if not result.equal]
-    explained = [result for result in wrong if result.reasons or result.lost_digits]
-    explained = explained if wrong and wrong[0].call.variant else []
+    if not wrong and seen and seen.right:
+        reasons_from_weights = []
+    explained = [] if reasons_from_weights else [result for result in wrong if result.reasons or result.lost_digits]
     reported = [*explained, *wrong, max(calls.results, key=_CallResult.severity)][0]
     reasons = reported.reasons
-    if reported.errors:
-        if not reasons or (seen and not seen.right and reported.call.variant):
-            reasons = [] if seen and seen.right and reported.equal else reasons_from_weights
-        reasons = reasons or (reported.lost_digits if not seen or seen.right else [])
+    if reported.errors and reasons_from_weights:
+        # A wrong forward pass explains gradients, and large scores, too.
+        if not reasons or reported.call.extra or reported.errors["out"].equal:
+            reasons = reasons_from_weights
+    if not seen or seen.right:
+        reasons = reasons or reported.lost_digits
     own_sent = calls.sent[0] if calls.sent else SentInCall(operations={}, size_bytes=-1)
     sent_by_rank = [from_json(part, SentInCall) for part in ranks.gather_structs(own_sent)]
     # The size is -1 where another profiler was running on a rank.
@@ -203,6 +217,10 @@ def _workload(request: CheckRequest, seq: int) -> Workload:
 def _planned_calls(request: CheckRequest, workload: Workload, device_type: str) -> list[_PlannedCall]:
     """Return the calls to make, in order; the last may be one in fp32, which the attention may refuse."""
     planned = [_PlannedCall(number, workload) for number in range(1, request.calls + 1)]
+    if workload.backward and request.calls > 1:
+        planned[1] = _PlannedCall(2, workload, "another call between its passes", between=True)
+    if workload.backward and request.calls > 2:
+        planned[-1] = _PlannedCall(request.calls, workload, "strided dout", strided_dout=True)
     if not request.extra_calls:
         return planned
     scale = workload.head_dim**-0.5 if request.softmax_scale is None else request.softmax_scale
@@ -212,11 +230,13 @@ def _planned_calls(request: CheckRequest, workload: Workload, device_type: str) 
     unit = torch.finfo(torch_dtype(workload)).eps / 2
     score_error = SCORE_RMS * unit * (16 if workload.dtype == "fp32" else 3**-0.5)
     variant = f"queries times {q_factor:g}"
-    planned.append(_PlannedCall(len(planned) + 1, workload, variant, q_factor, score_error))
+    planned.append(
+        _PlannedCall(len(planned) + 1, workload, variant, q_factor=q_factor, explained_rms=score_error, extra=True)
+    )
     if workload.dtype != "fp32":
         in_fp32 = msgspec.structs.replace(workload, dtype="fp32")
         explained_rms = TF32_RMS if device_type == "cuda" else 0.0
-        planned.append(_PlannedCall(len(planned) + 1, in_fp32, "fp32", explained_rms=explained_rms))
+        planned.append(_PlannedCall(len(planned) + 1, in_fp32, "fp32", explained_rms=explained_rms, extra=True))
     return planned
 
 
@@ -237,7 +257,7 @@ class _Calls:
         """Make a call and compare its results with dense attention on all ranks. Collective."""
         full = call.draw(self.attention.ranks.device)
         self.reporter.start(f"call {call.number} of {len(self.planned)}", 1)
-        results, shape_problem = self._make(full, call.workload, call.number, record=call.number == self.request.calls)
+        results, shape_problem = self._make(full, call, record=call.number == self.request.calls)
         self.reporter.start(f"after call {call.number} of {len(self.planned)}", 1)
         self.barrier.wait_for_all(f"call {call.number} of the attention")
         self.results.append(self._compare(call, full, results, shape_problem))
@@ -295,27 +315,28 @@ class _Calls:
 
         def call(full: Tensors) -> AttentionResults:
             number = next(numbers)
-            results, _ = self._make(full, forward_only, number)
+            results, _ = self._make(full, _PlannedCall(number, forward_only))
             self.barrier.wait_for_all(f"call {number} of the attention")
             return results
 
         full = draw_inputs(workload, self.attention.ranks.device, SEED)
         return read_weights(call, self.attention, full, workload, self.request.softmax_scale)
 
-    def _make(
-        self, full: Tensors, workload: Workload, number: int, *, record: bool = False
-    ) -> tuple[AttentionResults, str]:
+    def _make(self, full: Tensors, call: _PlannedCall, *, record: bool = False) -> tuple[AttentionResults, str]:
         """Call the attention once; return its results, and a description of a wrong shape."""
-        where = f"call {number} of the attention"
+        where = f"call {call.number} of the attention" + f", with {call.variant}" * bool(call.variant)
+        between = call.draw_between(self.attention.ranks.device)
         try:
             with record_sent(self.sent) if record else nullcontext():
-                results = self.attention.run(full, backward=workload.backward)
+                results = self.attention.run(
+                    full, backward=call.workload.backward, between=between, strided_dout=call.strided_dout
+                )
             self.attention.ranks.finish()
         except RingprofError as error:
             self.barrier.report_failure(where, error)
             raise
         except Exception as error:
-            if number == 1 and (hint := self._other_defaults()):
+            if call.number == 1 and (hint := self._other_defaults()):
                 where += f" ({hint})"
             raise self.barrier.report_failure(where, error) from error
         return results
@@ -358,16 +379,18 @@ class _Calls:
             call.explained_rms,
         )  # fmt: skip
         result = _CallResult(call, errors, [])
-        # A call with large scores that nothing explains may be explained by the one in fp32.
+        # Calls that nothing explains may be explained by those with large scores or in fp32.
         wrong = [earlier for earlier in self.results if not earlier.equal]
-        if result.equal or any(earlier.reasons or not earlier.call.variant for earlier in wrong):
+        if result.equal or any(earlier.reasons for earlier in wrong) or (wrong and not call.extra):
             return result
         # Buffers may hold data of the call before, or of the first.
-        numbers = {call.number - 1, 1} - {0, call.number} if not call.variant else set[int]()
+        numbers = {call.number - 1, 1} - {0, call.number} if not call.extra else set[int]()
         earlier = {number: self.planned[number - 1].draw(ranks.device) for number in sorted(numbers)}
         wrong_call = WrongCall(
-            self.attention, full, workload, scale, results, reference, errors, wrong_on_this_rank, earlier
-        )
+            self.attention, full, workload, scale, results, reference, errors, wrong_on_this_rank, earlier,
+            call.draw_between(ranks.device), call.q_factor != 1,
+            self.attention.misread_dout(full) if call.strided_dout else None,
+        )  # fmt: skip
         reasons = wrong_call.reasons()
         return msgspec.structs.replace(result, reasons=reasons, lost_digits=[] if reasons else wrong_call.lost_digits())
 

@@ -50,13 +50,19 @@ class UserAttention:
         """Return this rank's tokens (B, S/N, H, D) of a full tensor (B, S, H, D)."""
         return full.index_select(1, self.positions)
 
-    def run(self, full: Tensors, *, backward: bool) -> tuple[AttentionResults, str]:
+    def run(
+        self, full: Tensors, *, backward: bool, between: Tensors | None = None, strided_dout: bool = False
+    ) -> tuple[AttentionResults, str]:
         """Call the function with this rank's tokens; return the results and an empty message.
 
-        Where the output has another shape than q, the results are empty and the message describes the shape. Raises
-        every error of the function, and `UsageError` where it returns no tensor.
+        Where the output has another shape than q, the results are empty and the message describes the shape. With
+        ``between``, forward and backward passes with these inputs are made between the forward and the backward pass,
+        as by a second layer. With ``strided_dout`` the output's gradient has its 2nd and 3rd dimension in the other
+        order in memory. Raises every error of the function, and `UsageError` where it returns no tensor.
         """
         q, k, v, dout = (self._formatted(self.shard(x)) for x in (full.q, full.k, full.v, full.dout))
+        if strided_dout:
+            dout = dout.transpose(1, 2).contiguous().transpose(1, 2)
         inputs = [x.requires_grad_(self.requires_grad) for x in (q, k, v)]
         out = self.function(*inputs, **self._document_arguments())
         out = out[0] if isinstance(out, (tuple, list)) and out else out
@@ -65,11 +71,21 @@ class UserAttention:
         if out.dim() == 3 and out.shape[-1] == q.shape[-1] * q.shape[-2]:
             # Attention modules of models return the heads concatenated.
             out = out.view(*out.shape[:2], *q.shape[-2:])
+        if between:
+            self.run(between, backward=backward)
         results = [out, *_gradients(out, inputs, dout)] if backward else [out]
         if out.shape != q.shape:
             return {}, self._wrong_shape(out, q, full.q.shape[1])
         names = ("out", "dq", "dk", "dv")
         return {name: self._formatted(x.to(q.device)) for name, x in zip(names, results, strict=False)}, ""
+
+    def misread_dout(self, full: Tensors) -> Tensor:
+        """Return dout (B, S, H, D) if each rank reads that of ``strided_dout`` as if its memory were contiguous."""
+        dout = full.dout.clone()
+        for positions in self.order:
+            own = self._formatted(full.dout.index_select(1, positions))
+            dout[:, positions] = self._formatted(own.transpose(1, 2).contiguous().view(own.shape))
+        return dout
 
     def _document_arguments(self) -> dict[str, Tensor]:
         """Return the documents as keyword arguments, for those `DOCUMENT_ARGUMENTS` that the function takes."""

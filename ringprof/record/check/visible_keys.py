@@ -47,10 +47,12 @@ def mask_mistake(sees: Tensor, keys: Tensor, order: Tensor, workload: Workload) 
     same_rank = holder[:, None] == holder[keys]
     distance = positions[:, None] - keys
     return (
-        _other_window(sees, keys, distance, workload)
+        _unseen_keys(sees, shown, keys, order)
+        or _other_window(sees, keys, distance, workload)
         or _other_documents(sees, shown, keys, same_rank, workload)
         or (_rank_pairs(sees, order, workload) if len(keys) == workload.seq else "")
-        or _missing_tokens(sees, shown, keys)
+        or _blind_queries(sees, shown)
+        or _whole_blocks(sees, keys, workload)
         or _same_distance(sees ^ shown, distance, same_rank)
     )
 
@@ -99,8 +101,8 @@ def _rank_pairs(sees: Tensor, order: Tensor, workload: Workload) -> str:
     wrong = {pair: block for pair, block in blocks.items() if not torch.equal(block, masked_as(*pair))}
     if all(torch.equal(block, masked_as(r, 2 * r - s)) for (r, s), block in wrong.items()):
         return (
-            "keys of the rank i after a query's own are masked as those of the rank i before it: the ring turns the"
-            " other way than the mask supposes"
+            "keys of the rank i after a query's own are masked as those of the rank i before it, as if the ring turned"
+            " the other way"
         )
     for offset in range(1, size):
         if all(torch.equal(block, masked_as(r, s + offset)) for (r, s), block in wrong.items()):
@@ -116,7 +118,7 @@ def _rank_pairs(sees: Tensor, order: Tensor, workload: Workload) -> str:
             return "queries do not see their own rank's keys"
         if everywhere:
             owners = " and ".join(relative_rank(offset, size) for offset in sorted(offsets))
-            return f"queries of a rank see no key of {owners}: a hop is missing"
+            return f"queries of a rank see no key of {owners}, as if a hop were missing"
         return f"all keys are hidden of rank {pairs}"
     if all(bool(block.all()) for block in wrong.values()):
         if offsets == {0} and everywhere:
@@ -125,14 +127,47 @@ def _rank_pairs(sees: Tensor, order: Tensor, workload: Workload) -> str:
     return ""
 
 
-def _missing_tokens(sees: Tensor, shown: Tensor, keys: Tensor) -> str:
-    """Name the keys that no query sees, or the queries that see no key, if these are all that is wrong."""
-    wrong = sees ^ shown
-    columns, rows = wrong.any(0), wrong.any(1)
-    if int(columns.sum()) <= MOST_NAMED and not sees[:, columns].any():
-        return f"no query sees key {', '.join(str(int(key)) for key in keys[columns])}"
+def _unseen_keys(sees: Tensor, shown: Tensor, keys: Tensor, order: Tensor) -> str:
+    """Name the keys that no query sees, if these are all that is wrong."""
+    unseen = shown.any(0) & ~sees.any(0)
+    if not unseen.any() or not torch.equal(sees, shown & ~unseen):
+        return ""
+    missing = torch.zeros_like(order.flatten(), dtype=torch.bool)
+    missing[keys[unseen]] = True
+    by_rank = missing[order]
+    indices = by_rank[0].nonzero().flatten().tolist()
+    if len(keys) == len(missing) and by_rank.all(1).any() and not (by_rank.any(1) ^ by_rank.all(1)).any():
+        return f"no query sees any key of rank {', '.join(map(str, by_rank.all(1).nonzero().flatten().tolist()))}"
+    if len(order) > 1 and indices and bool((by_rank == by_rank[0]).all()) and "," not in _ranges(indices):
+        return f"no query sees keys {_ranges(indices)} of the {order.shape[1]} of each rank, counted from 0"
+    ranges = _ranges(keys[unseen].tolist())
+    return f"no query sees key{'s' * (int(unseen.sum()) > 1)} {ranges}" if ranges.count(",") < MOST_NAMED else ""
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Format ascending numbers, those that follow each other as ``first to last``."""
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True))
+
+
+def _blind_queries(sees: Tensor, shown: Tensor) -> str:
+    """Name the queries that see no key, if these are all that is wrong."""
+    rows = (sees ^ shown).any(1)
     if int(rows.sum()) <= MOST_NAMED and not sees[rows].any():
         return f"no key is seen by the query at token {', '.join(str(int(row)) for row in rows.nonzero())}"
+    return ""
+
+
+def _whole_blocks(sees: Tensor, keys: Tensor, workload: Workload) -> str:
+    """Compare with masks that all queries of a block have from its last or its first query."""
+    positions, size = torch.arange(len(sees), device=sees.device), 2
+    while size < len(sees):
+        for which, offset in (("last", size - 1), ("first", 0)):
+            query = (positions // size * size + offset).clamp_max(len(sees) - 1)
+            if torch.equal(sees, shown_by_mask(workload, query, keys)):
+                return f"all queries of each block of {size} tokens see the keys that its {which} query should see"
+        size *= 2
     return ""
 
 

@@ -36,6 +36,28 @@ SCORED_ROWS = 64
 """Most queries per rank whose scores are compared."""
 TOLERANCE = 0.05
 """Largest difference between weights and the scores that explain them: rounding is below it, mistakes are above."""
+AFTER_SOFTMAX = "weights sum to less than 1: the softmax is over all keys, and the mask hides keys after it"
+ZERO_V = "keys that are not seen count with their score, but their v is 0, as in a buffer read before it is received"
+ZERO_K_AND_V = "keys that are not seen count with a score of 0, as k and v of 0 in a buffer read before it is received"
+
+_ScoresOfHidden = Callable[[Tensor], Tensor]
+
+
+class _Fit(msgspec.Struct, frozen=True, kw_only=True):
+    """How the scores q·k explain the weights of one rank's queries."""
+
+    scale: float | None = None
+    """Factor by which scores are multiplied; None where no scores explain the weights."""
+    scores: str = ""
+    """Sentence about other scores than q·k, of keys that the mask shows or hides; empty where none is found."""
+    merge: str = ""
+    """Sentence about a wrong merge of the ranks' partial outputs; empty where none is found."""
+    explains_seen: bool = False
+    """Whether all keys that are seen have the weights that their scores give."""
+    received: bool = True
+    """Whether keys that are not seen have no weight. They have some where k or v is 0 in their place."""
+    heads: list[tuple[int, int]] = []
+    """For each output head, the query head and the kv head whose scores explain it; empty where none do."""
 
 
 class _RankFindings(msgspec.Struct, frozen=True):
@@ -53,12 +75,8 @@ class _RankFindings(msgspec.Struct, frozen=True):
     """Number of keys that every query sees too far ahead; None where queries differ."""
     repeat_difference: float
     """Relative difference of two calls with the same tensors."""
-    scale: float | None
-    """Factor by which scores are multiplied; None where no scores explain the weights."""
-    merge_mistake: str
-    """Sentence about a wrong merge of the ranks' partial outputs; empty where none is found."""
-    heads: list[tuple[int, int]]
-    """For each output head, the query head and the kv head whose scores explain it; empty where none do."""
+    fit: _Fit
+    """How scores explain the weights."""
 
 
 def read_weights(
@@ -93,9 +111,11 @@ def read_weights(
     if repeat_difference > TOLERANCE:
         difference = f"out differs between two calls with the same tensors, by {repeat_difference:.2g}"
         return None, [f"{difference}: dropout is on, or ranks race"]
-    mistake = "" if _shifts(findings_by_rank) else mask_mistake(sees, keys, attention.order, workload)
-    reasons = _reasons(findings_by_rank, workload, scale)
-    return _combine_ranks(findings_by_rank, workload), [mistake, *reasons] if mistake else reasons
+    reasons, fits = _reasons(findings_by_rank, workload, scale), [findings.fit for findings in findings_by_rank]
+    # Which pairs are wrong is no reason by itself: v may be of other keys, and hidden scores may be finite.
+    if all(fit.explains_seen and fit.received for fit in fits) and not _shifts(findings_by_rank):
+        reasons = [*filter(None, [mask_mistake(sees, keys, attention.order, workload)]), *reasons]
+    return _combine_ranks(findings_by_rank, workload), reasons
 
 
 def _keys_to_try(workload: Workload, device: torch.device) -> Tensor:
@@ -145,13 +165,10 @@ class _RankWeights:
             self.sees.any(0) & ~self.shown_by_mask & finite,
             ~self.sees.all(0) & self.shown_by_mask & finite,
         )
-        scale, merge_mistake, heads = None, "", list[tuple[int, int]]()
-        if finite.all():
-            scale, merge_mistake, heads = _ScoreFit(self).fit()
+        fit = _ScoreFit(self).fit() if finite.all() else _Fit()
         return _RankFindings(
             self.shown_by_mask.numel(), int(leaks.sum()), self._first_pair(leaks), int(missing.sum()),
-            self._first_pair(missing), self._position_shift(self.sees[0]), repeat_difference, scale, merge_mistake,
-            heads,
+            self._first_pair(missing), self._position_shift(self.sees[0]), repeat_difference, fit,
         )  # fmt: skip
 
     def _first_pair(self, pairs: Tensor) -> QueryAndKey | None:
@@ -163,19 +180,16 @@ class _RankWeights:
         return QueryAndKey(query=int(self.attention.positions[query]), key=int(key), rank=self.attention.ranks.rank)
 
     def _position_shift(self, sees: Tensor) -> int | None:
-        """Return the number of keys by which all queries see too far ahead; None where queries differ.
-
-        Queries whose last visible key is at either end of the sequence may differ. Only known for causal masks.
-        """
-        if not self.workload.causal or len(self.keys) < self.workload.seq or not sees.any(1).all():
+        """Return the number of keys by which all queries see too far ahead; None where they see other keys."""
+        positions, last = self.attention.positions, self.workload.seq - 1
+        if not self.workload.causal or len(self.keys) <= last or not sees.any(1).all():
             return None
-        last_seen, last_shown = (torch.where(mask, self.keys, -1).amax(1) for mask in (sees, self.shown_by_mask))
-        shifts = (last_seen - last_shown).tolist()
-        positions = self.attention.positions.tolist()
-        shift = max(shifts, key=shifts.count)
-        ends = (0, self.workload.seq - 1)
-        others = [(other, position) for other, position in zip(shifts, positions, strict=True) if other != shift]
-        return shift if all(position + other in ends for other, position in others) else None
+        shifts = torch.where(sees, self.keys, -1).amax(1) - torch.where(self.shown_by_mask, self.keys, -1).amax(1)
+        shift = int(shifts.mode().values)
+        moved = (positions + shift).clamp(0, last)
+        # Most queries must stay inside the sequence: at its ends, many shifts give the same keys.
+        same = torch.equal(sees, shown_by_mask(self.workload, moved, self.keys))
+        return shift if same and int((moved == positions + shift).sum()) * 2 >= len(positions) else None
 
 
 class _ScoreFit:
@@ -192,8 +206,17 @@ class _ScoreFit:
         weights = rank_weights.weights[0, rows].transpose(0, 1).double() / UNIT
         self.weights = weights
         """Weights (H, R, T)."""
-        self.visible = (weights > 0).all(0)
-        """Boolean mask (R, T) of the keys that every head of a query sees."""
+        all_keys = torch.arange(workload.seq, device=rank_weights.keys.device)
+        self.keys = rank_weights.keys
+        self.shown = shown_by_mask(workload, attention.positions[rows], all_keys)
+        """Boolean mask (R, S) of the keys that the mask shows."""
+        seen = (weights > 0).all(0)
+        self.visible = seen & self.shown[:, self.keys]
+        """Boolean mask (R, T) of the keys that every head of a query sees, and that the mask shows."""
+        self.leaked = seen & ~self.shown[:, self.keys]
+        """Boolean mask (R, T) of the keys that every head of a query sees, and that the mask hides."""
+        self.distance = (attention.positions[rows][:, None] - self.keys).double()
+        """Distances (R, T) from a key to the query."""
         self.scores = torch.einsum("rhd,tkd->hkrt", q, k)
         """Products q·k (H, Hkv, R, T) of every pair of heads, without a scale."""
         holder = torch.empty(workload.seq, dtype=torch.int64, device=rank_weights.keys.device)
@@ -203,48 +226,108 @@ class _ScoreFit:
         self.key_count = (self.visible.double() @ self.holder_one_hot).clamp_min(1e-9)
         """Number (R, N) of keys of each rank that a query sees; above 0, for division."""
         self.own_rank = attention.ranks.rank
-        all_keys = torch.arange(workload.seq, device=holder.device)
-        shown = shown_by_mask(workload, attention.positions[rows], all_keys)
-        # Keys that were not tried are taken for those that the mask shows.
-        shown[:, rank_weights.keys] = self.visible
-        self.shown_by_rank = shown[:, None] & (
-            holder == torch.arange(attention.ranks.size, device=holder.device)[:, None]
-        )
-        """Boolean mask (R, N, S) of each rank's keys that a query sees."""
+        self.holder = holder
+        """Rank (S) that holds each key."""
         wide_k = full.k[0].double().repeat_interleave(self.group_size, 1)
         self.all_scores = torch.einsum("rhd,thd->hrt", q, wide_k)
         """Products q·k (H, R, S) of the right pairs of heads, over all keys."""
 
-    def fit(self) -> tuple[float | None, str, list[tuple[int, int]]]:
-        """Return the scale of the scores, the merge mistake and the pairs of heads, as in `_RankFindings`.
+    def fit(self) -> _Fit:
+        """Compare the logarithms of the weights with the scores of every pair of heads.
 
-        The logarithms of the weights are compared with the scores of every pair of heads. Both are centred over the
-        keys of each rank, so that neither the softmax's normalisation nor a wrong merge matters.
+        Both are centred over the keys of each rank, so that neither the softmax's normalisation nor a wrong merge
+        matters.
         """
-        logs = torch.where(self.visible, self.weights.clamp_min(1e-300).log(), 0.0)
-        of_weights, of_scores = self._centred(logs), self._centred(torch.where(self.visible, self.scores, 0.0))
+        logs = torch.where(self.visible | self.leaked, self.weights.clamp_min(1e-300).log(), 0.0)
+        of_weights, of_scores = self._centred(logs), self._centred(self.scores)
         norms = of_weights.flatten(-2).norm(dim=-1)[:, None, None], of_scores.flatten(-2).norm(dim=-1)
         likeness = torch.einsum("hrt,gkrt->hgk", of_weights, of_scores) / (norms[0] * norms[1]).clamp_min(1e-300)
         best = likeness.flatten(1).max(1)
         kv_heads = self.scores.shape[1]
         heads = [(int(index) // kv_heads, int(index) % kv_heads) for index in best.indices]
         expected_heads = [(head, head // self.group_size) for head in range(len(heads))]
-        if not bool((best.values > 1 - TOLERANCE).all()):
-            return None, "", []
-        if heads != expected_heads:
-            return None, "", heads
         centred_scores, scores = (torch.stack([x[h, k] for h, k in expected_heads]) for x in (of_scores, self.scores))
-        slope = float((centred_scores * of_weights).sum() / centred_scores.square().sum())
-        if float((of_weights - slope * centred_scores)[:, self.visible].square().mean().sqrt()) > TOLERANCE:
-            return None, "", heads
+        alike = bool((best.values > 1 - TOLERANCE).all())
+        if alike and heads != expected_heads:
+            return _Fit(heads=heads)
+        slope = float((centred_scores * of_weights).sum() / centred_scores.square().sum().clamp_min(1e-300))
+        if not alike or not self._negligible(of_weights - slope * centred_scores):
+            return _Fit(heads=heads if alike else [], scores=self._distance_bias(of_weights, centred_scores))
         log_factors = torch.where(self.visible, logs - slope * scores, 0.0) @ self.holder_one_hot / self.key_count
-        masked_scores = torch.where(self.shown_by_rank, slope * self.all_scores[:, :, None], -torch.inf)
-        mistake = merge_mistake(log_factors, masked_scores.logsumexp(3), self.key_count > 0.5, self.own_rank)
-        return slope, mistake, heads
+        counts = self.visible.sum(1).clamp_min(1)
+        row_factors = torch.where(self.visible, logs - slope * scores, 0.0).sum(2, keepdim=True) / counts[:, None]
+        near = (centred_scores.abs() <= centred_scores.abs()[:, self.visible].median()) & self.visible
+        halves = ((centred_scores[part], of_weights[part]) for part in (near, ~near & self.visible))
+        slopes = [float((x * y).sum() / x.square().sum().clamp_min(1e-300)) for x, y in halves]
+        if abs(slopes[0] - slopes[1]) > TOLERANCE / 2 * abs(slope):
+            return _Fit(heads=heads)  # scores are no multiple of q·k
+        hidden, hidden_scores = self._hidden_scores(logs - row_factors, slope * scores)
+        if hidden is None:
+            return _Fit(scale=slope, heads=heads)
+        # Keys that were not tried are taken for those that the mask shows.
+        seen, all_scores = self.shown.clone(), slope * self.all_scores
+        seen[:, self.keys] = self.visible | self.leaked
+        unseen = self.shown & ~seen
+        if hidden_scores is not None:
+            all_scores = torch.where(self.shown, all_scores, hidden_scores(all_scores))
+            seen = ~unseen
+        by_rank = self.holder == torch.arange(self.holder_one_hot.shape[1], device=self.holder.device)[:, None]
+        lses = all_scores[:, :, None].masked_fill(~(seen[:, None] & by_rank), -torch.inf).logsumexp(3)
+        sums = {AFTER_SOFTMAX: all_scores.logsumexp(2)}
+        if unseen.any():
+            sums[ZERO_V] = all_scores.masked_fill(~(seen | unseen), -torch.inf).logsumexp(2)
+            sums[ZERO_K_AND_V] = (lses.logsumexp(2).exp() + unseen.sum(1)).log()
+        mistake = merge_mistake(log_factors, lses, self.key_count > 0.5, self.own_rank, sums)
+        received = mistake not in (ZERO_V, ZERO_K_AND_V)
+        return _Fit(
+            scale=slope, scores=hidden, merge=mistake, explains_seen=not hidden, received=received, heads=heads
+        )  # fmt: skip
+
+    def _negligible(self, x: Tensor) -> bool:
+        return float(x[:, self.visible].square().mean().sqrt()) <= TOLERANCE
+
+    def _hidden_scores(self, of_weights: Tensor, scores: Tensor) -> tuple[str | None, _ScoresOfHidden | None]:
+        """Compare the scores (H, R, T) that weights of hidden keys show with those that the keys have.
+
+        Returns a sentence, empty where they are equal or no hidden key is seen, and None where nothing explains them;
+        and a function from the right scores to those of hidden keys, if they differ.
+        """
+        measured = of_weights[:, self.leaked]
+        if not measured.numel():
+            return "", None
+        added = measured - scores[:, self.leaked]
+        middle, shift = float(measured.mean()), float(added.mean())
+        if float((measured - middle).square().mean().sqrt()) <= TOLERANCE:
+            score = "0" if abs(middle) <= TOLERANCE else f"{middle:.3g}"
+            words = f"keys that the mask hides have a score of {score}, not of minus infinity"
+            return words, lambda x: torch.full_like(x, middle)
+        if float((added - shift).square().mean().sqrt()) > TOLERANCE:
+            return None, None
+        if abs(shift) <= TOLERANCE:
+            return "", None
+        return (
+            f"the mask adds {shift:.3g} to the scores of the keys that it hides, not minus infinity",
+            lambda x: x + shift,
+        )
+
+    def _distance_bias(self, of_weights: Tensor, of_scores: Tensor) -> str:
+        """Return a sentence if scores have a multiple of the distance added, by head; empty otherwise."""
+        distance = self._centred(self.distance)
+        factors, rest = [], []
+        for weights, scores in zip(of_weights, of_scores, strict=True):
+            matrix = torch.stack([scores.flatten(), distance.flatten()], 1)
+            solution = torch.linalg.lstsq(matrix, weights.flatten()[:, None]).solution[:, 0]
+            factors.append(float(solution[1]))
+            rest.append(weights - (matrix @ solution).view_as(weights))
+        if not self._negligible(torch.stack(rest)):
+            return ""
+        low, high = f"{min(factors):.3g}", f"{max(factors):.3g}"
+        times = low if low == high else f"{low} to {high}"
+        return f"scores have the distance from the key to the query added, times {times}, as with ALiBi"
 
     def _centred(self, x: Tensor) -> Tensor:
-        """Subtract from x (..., R, T) its mean over the keys of each rank that a query sees."""
-        mean = (x @ self.holder_one_hot) / self.key_count
+        """Subtract from x (..., R, T) its mean over the visible keys of each rank; return 0 for keys not visible."""
+        mean = (torch.where(self.visible, x, 0.0) @ self.holder_one_hot) / self.key_count
         return torch.where(self.visible, x - mean @ self.holder_one_hot.T, 0.0)
 
 
@@ -269,10 +352,11 @@ def _reasons(findings_by_rank: list[_RankFindings], workload: Workload, scale: f
 
     A mistake that explains others is reported alone: shifted positions before swapped heads before scale and merge.
     """
-    if shifted := _shifts(findings_by_rank):
+    fits = [findings.fit for findings in findings_by_rank]
+    if (shifted := _shifts(findings_by_rank)) and all(fit.explains_seen for fit in fits):
         shifts = ", ".join(f"{shift:+d} on rank {rank}" for rank, shift in shifted)
         return [f"queries see as if at other positions: {shifts}"]
-    heads = next((findings.heads for findings in findings_by_rank if findings.heads), [])
+    heads = next((fit.heads for fit in fits if fit.heads), [])
     group_size = workload.heads // workload.kv_heads
     if heads and any(pair != (head, head // group_size) for head, pair in enumerate(heads)):
         of_q, of_k = (", ".join(str(pair[side]) for pair in heads) for side in (0, 1))
@@ -281,12 +365,12 @@ def _reasons(findings_by_rank: list[_RankFindings], workload: Workload, scale: f
             return [f"the output's heads are those of query heads {of_q}"]
         return [f"query heads use kv heads {of_k}, not {right}"]
     reasons = []
-    scales = [findings.scale for findings in findings_by_rank if findings.scale is not None]
+    scales = [fit.scale for fit in fits if fit.scale is not None]
     if scales and all(abs(found_scale / scale - 1) > TOLERANCE / 2 for found_scale in scales):
         reasons.append(f"scores are multiplied with {sum(scales) / len(scales):.3g}, not {scale:.3g} (softmax_scale)")
-    merges = [findings.merge_mistake for findings in findings_by_rank if findings.merge_mistake]
-    if merges:
-        reasons.append(max(merges, key=merges.count))
+    # The sentence of most ranks. ZERO_K_AND_V and ZERO_V differ little where few keys are seen.
+    for sentences in ([fit.scores for fit in fits if fit.scores], [fit.merge for fit in fits if fit.merge]):
+        reasons += [max(sentences, key=sentences.count)] if sentences else []
     return reasons
 
 
