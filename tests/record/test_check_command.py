@@ -129,7 +129,8 @@ def test_an_attention_needs_a_layout(capsys: pytest.CaptureFixture[str]) -> None
 def test_error_on_one_rank_ends_the_check(folder: Path) -> None:
     done = run(["check", "mine:fails", "--world", "2", *SMALL], folder)
     assert done.returncode == 3 and done.stdout == ""
-    assert done.stderr.startswith("ringprof: rank 1 failed in call 2 of the attention: ValueError: boom; log: ")
+    where = "call 2 of the attention, with another call between its passes"
+    assert done.stderr.startswith(f"ringprof: rank 1 failed in {where}: ValueError: boom; log: ")
     assert done.stderr.count("\n") == 1 and not started_in(folder)
 
 

@@ -54,8 +54,6 @@ class WrongCall:
     """Full inputs of earlier calls, by the number of the call."""
     between: Tensors | None = None
     """Full inputs of a forward pass that was made between the call's forward and backward pass."""
-    large_scores: bool = False
-    """Whether exp() of the scores overflows without the row's maximum."""
     misread_dout: Tensor | None = None
     """Output gradient (B, S, H, D) if its memory is read as if it were contiguous; None where it is contiguous."""
 
@@ -69,7 +67,7 @@ class WrongCall:
             candidates = _known_mistakes(self) if name == "out" else _gradient_mistakes(name, self)
             sentences += (
                 _not_finite(name, self)
-                or _best_explanation(name, list(candidates), self)
+                or _best_explanation(name, candidates, self)
                 or _other_tokens(name, self)
                 or _scale_explanation(name, self)
                 or (_changed_scores(self) or _overflow(self) if name == "out" else self._parts_explanation(name))
@@ -142,28 +140,30 @@ class WrongCall:
             self, workload=replace_fields(self.workload, batch=1), results=of_entry(self.results),
             full=Tensors(**of_entry(vars(self.full))), wrong=wrong,
             reference=References(of_entry(self.reference.exact), of_entry(self.reference.kernel)), earlier={},
+            between=None, misread_dout=None,
         )  # fmt: skip
         others = f"batch entry {first} is wrong and entry {right} is right"
         grossly_wrong = any(max(rows[first]) * self.errors["out"].allowed_rms > 0.25 for rows in by_rank)
         reasons = one_entry.reasons() or [", ".join(names)] * grossly_wrong
         return [f"{others}: {reason}" for reason in reasons]
 
-    def unmasked_scores(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return scores (1, R, H, S) of some of this rank's queries in float64, and which keys the mask hides."""
-        workload, positions = self.workload, self.attention.positions[rows].contiguous()
-        shown = shown_by_mask(workload, positions, torch.arange(workload.seq, device=positions.device))
-        k = self.full.k[:1].double().repeat_interleave(workload.heads // workload.kv_heads, 2)
-        scores = torch.einsum("bqhd,bkhd->bqhk", self.full.q[:1, positions].double(), k) * self.softmax_scale
-        return scores, ~shown[:, None]
+    @cached_property
+    def shown(self) -> Tensor:
+        """Boolean mask (S/N, S) of the keys that the mask shows to this rank's queries."""
+        positions = self.attention.positions
+        return shown_by_mask(self.workload, positions, torch.arange(self.workload.seq, device=positions.device))
 
     @cached_property
+    def unmasked_scores(self) -> Tensor:
+        """Scores (B, S/N, H, S) of this rank's queries in float64, of hidden keys, too."""
+        q = self.full.q[:, self.attention.positions].double()
+        k = self.full.k.double().repeat_interleave(self.workload.heads // self.workload.kv_heads, 2)
+        return torch.einsum("bqhd,bkhd->bqhk", q, k) * self.softmax_scale
+
+    @property
     def scores(self) -> Tensor:
         """Scores (B, S/N, H, S) of this rank's queries in float64; minus infinity where the mask hides a key."""
-        workload, positions = self.workload, self.attention.positions
-        shown = shown_by_mask(workload, positions, torch.arange(workload.seq, device=positions.device))
-        k = self.full.k.double().repeat_interleave(workload.heads // workload.kv_heads, 2)
-        scores = torch.einsum("bqhd,bkhd->bqhk", self.full.q[:, positions].double(), k) * self.softmax_scale
-        return scores.masked_fill(~shown[:, None], -torch.inf)
+        return self.unmasked_scores.masked_fill(~self.shown[:, None], -torch.inf)
 
     @cached_property
     def _parts(self) -> dict[str, Tensor]:
@@ -383,8 +383,7 @@ def _not_finite(name: str, call: WrongCall) -> list[str]:
     """Return a sentence about tokens whose result is not finite; empty where all are. Collective."""
     tokens = ~call.results[name].isfinite().all(3).all(2).all(0)
     workload, positions = call.workload, call.attention.positions
-    visible = call.scores[0, :, 0].isfinite()
-    sees_no_key = torch.stack([~visible[:, held].any(1) for held in call.attention.order]).any(0)
+    sees_no_key = torch.stack([~call.shown[:, held].any(1) for held in call.attention.order]).any(0)
     first = int(positions[tokens].min()) if tokens.any() else -1
     rows = gather_numbers([int(tokens.sum()), first, torch.equal(tokens, sees_no_key)], call.attention.ranks)
     affected = [(int(row[1]), rank) for rank, row in enumerate(rows) if row[0]]
@@ -404,10 +403,6 @@ SCORE_CHANGES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "are capped, {0} * tanh(score / {0})": _capped,
     "are clamped to ±{0}": lambda scores, hidden, cap: scores.clamp(-cap, cap).masked_fill(hidden, -torch.inf),
     "are clamped to at most {0}": lambda scores, hidden, cap: scores.clamp(max=cap).masked_fill(hidden, -torch.inf),
-    "are -{0} where the mask hides the key, not minus infinity":
-        lambda scores, hidden, value: scores.masked_fill(hidden, -value),
-    "are lowered by {0} where the mask hides the key, not to minus infinity":
-        lambda scores, hidden, value: scores - value * hidden,
 }  # fmt: skip
 """Changes of scores by one number, each with its words; the second argument says which keys the mask hides."""
 _CHANGED_ROWS = 32
@@ -418,7 +413,7 @@ def _changed_scores(call: WrongCall) -> list[str]:
     """Return a sentence if scores changed by one number explain nearly all of the output's error. Collective."""
     ranks, workload, exact = call.attention.ranks, call.workload, call.reference.exact["out"]
     rows = slice(None, None, -(-exact.shape[1] // _CHANGED_ROWS))
-    scores, hidden = call.unmasked_scores(rows)
+    scores, hidden = call.unmasked_scores[:1, rows], ~call.shown[rows, None]
     v = call.full.v[:1].double().repeat_interleave(workload.heads // workload.kv_heads, 2)
     exact, x = exact[:1, rows], call.results["out"][:1, rows].double()
 
@@ -432,8 +427,6 @@ def _changed_scores(call: WrongCall) -> list[str]:
     matches = {}
     limit = MATCH_FACTOR * call.errors["out"].allowed_rms
     for words, change in SCORE_CHANGES.items():
-        if "hides" in words and not call.large_scores:
-            continue  # these are told from the weights
         numbers = [float(n) for n in torch.logspace(-0.3, 2.3, 20)]
         for attempt in range(12):
             *by_number, error = errors(change, numbers)
@@ -525,21 +518,17 @@ def _layout_mistakes(call: WrongCall) -> Iterator[Explanation]:
         yield f"is that of the tokens which the {name} layout gives the rank", correct[:, layout_positions]
 
 
-def _best_explanation(name: str, candidates: list[Explanation], call: WrongCall) -> list[str]:
+def _best_explanation(name: str, candidates: Iterator[Explanation], call: WrongCall) -> list[str]:
     """Return a sentence about the first candidate that matches on all ranks where a tensor is wrong. Collective."""
     limit = call.match_limit(name)
     x, exact = call.results[name].double(), call.reference.exact[name]
-    # A result that is 0 is exactly 0; a small one is not, even within a wide bound.
-    equal = [
-        relative_rms(x - other, other) <= limit if other.any() else relative_rms(x, exact) <= ZERO_LIMIT
-        for _, other in candidates
-    ]
-    wrong_and_equal = gather_numbers([call.wrong[name], *equal], call.attention.ranks)
-    affected = [rank for rank, row in enumerate(wrong_and_equal) if row[0]]
-    for index, (words, _) in enumerate(candidates, 1):
-        if affected and all(wrong_and_equal[rank][index] for rank in affected):
-            everywhere = all(row[index] for row in wrong_and_equal)
-            return [f"{name} {words}" + ("" if everywhere else f" ({_ranks(affected)})")]
+    for words, other in candidates:
+        # A result that is 0 is exactly 0; a small one is not, even within a wide bound.
+        error, bound = (relative_rms(x - other, other), limit) if other.any() else (relative_rms(x, exact), ZERO_LIMIT)
+        by_rank = gather_numbers([call.wrong[name], error <= bound], call.attention.ranks)
+        affected = [rank for rank, row in enumerate(by_rank) if row[0]]
+        if affected and all(by_rank[rank][1] for rank in affected):
+            return [f"{name} {words}" + ("" if all(row[1] for row in by_rank) else f" ({_ranks(affected)})")]
     return []
 
 

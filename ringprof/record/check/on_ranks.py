@@ -388,8 +388,7 @@ class _Calls:
         earlier = {number: self.planned[number - 1].draw(ranks.device) for number in sorted(numbers)}
         wrong_call = WrongCall(
             self.attention, full, workload, scale, results, reference, errors, wrong_on_this_rank, earlier,
-            call.draw_between(ranks.device), call.q_factor != 1,
-            self.attention.misread_dout(full) if call.strided_dout else None,
+            call.draw_between(ranks.device), self.attention.misread_dout(full) if call.strided_dout else None,
         )  # fmt: skip
         reasons = wrong_call.reasons()
         return msgspec.structs.replace(result, reasons=reasons, lost_digits=[] if reasons else wrong_call.lost_digits())

@@ -253,16 +253,17 @@ class _ScoreFit:
         slope = float((centred_scores * of_weights).sum() / centred_scores.square().sum().clamp_min(1e-300))
         if not alike or not self._negligible(of_weights - slope * centred_scores):
             return _Fit(heads=heads if alike else [], scores=self._distance_bias(of_weights, centred_scores))
-        log_factors = torch.where(self.visible, logs - slope * scores, 0.0) @ self.holder_one_hot / self.key_count
-        counts = self.visible.sum(1).clamp_min(1)
-        row_factors = torch.where(self.visible, logs - slope * scores, 0.0).sum(2, keepdim=True) / counts[:, None]
+        rest = torch.where(self.visible, logs - slope * scores, 0.0)
+        log_factors = rest @ self.holder_one_hot / self.key_count
+        row_factors = rest.sum(2, keepdim=True) / self.visible.sum(1).clamp_min(1)[:, None]
         near = (centred_scores.abs() <= centred_scores.abs()[:, self.visible].median()) & self.visible
         halves = ((centred_scores[part], of_weights[part]) for part in (near, ~near & self.visible))
         slopes = [float((x * y).sum() / x.square().sum().clamp_min(1e-300)) for x, y in halves]
         if abs(slopes[0] - slopes[1]) > TOLERANCE / 2 * abs(slope):
             return _Fit(heads=heads)  # scores are no multiple of q·k
         hidden, hidden_scores = self._hidden_scores(logs - row_factors, slope * scores)
-        if hidden is None:
+        # Weights of hidden keys show their scores only if one factor per query is right for the keys that are shown.
+        if hidden is None or (hidden and not self._negligible(rest - row_factors)):
             return _Fit(scale=slope, heads=heads)
         # Keys that were not tried are taken for those that the mask shows.
         seen, all_scores = self.shown.clone(), slope * self.all_scores
@@ -303,8 +304,8 @@ class _ScoreFit:
             return words, lambda x: torch.full_like(x, middle)
         if float((added - shift).square().mean().sqrt()) > TOLERANCE:
             return None, None
-        if abs(shift) <= TOLERANCE:
-            return "", None
+        if shift > -1:  # no number that is meant to hide a key
+            return ("" if abs(shift) <= TOLERANCE else None), None
         return (
             f"the mask adds {shift:.3g} to the scores of the keys that it hides, not minus infinity",
             lambda x: x + shift,
