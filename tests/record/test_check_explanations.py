@@ -80,6 +80,7 @@ ON_ONE_RANK: list[tuple[str, Attention, dict[str, Any], list[str]]] = [
      ["weights sum to less than 1, as with one more key for every query, an attention sink of score 1.7"]),
     ("bias", changed(lambda x: x - SLOPES[:, None, None] * DISTANCE), {},
      ["scores have the distance from the key to the query added, times -0.5 to -0.0625, as with ALiBi"]),
+    ("largest scores alone", changed(lambda x: x.masked_fill((x < x.median()) & (DISTANCE > 0), -torch.inf)), {}, []),
     ("last keys", attention(shown_of=lambda q, k: (q >= k) & (k < 50)), {}, ["no query sees keys 50 to 63"]),
     ("last keys of all", attention(shown_of=lambda q, k: (q >= -1) & (k < 50)), {"causal": False},
      ["no query sees keys 50 to 63"]),
@@ -255,7 +256,8 @@ ON_RANKS: list[tuple[Attention, str]] = [
     (read_too_early,
      "keys that are not seen count with a score of 0, as k and v of 0 in a buffer read before it is received"),
     (v_read_too_early,
-     "keys that are not seen count with their score, but their v is 0, as in a buffer read before it is received"),
+     "keys that are not seen count in the sum of weights: their v is 0 (not received in time), or their output is"
+     " lost"),
     (own_v, "out uses the rank's own v with the k of every rank: v is not sent on"),
     (v_of_the_next_rank, "out uses with the k of each rank the v of the next rank"),
     (last_keys_of_each_rank, "no query sees keys 10 to 15 of the 16 of each rank, counted from 0"),

@@ -358,6 +358,7 @@ def _gradient_mistakes(name: str, call: WrongCall) -> Iterator[Explanation]:
             tokens = f"of the tokens of {relative_rank(offset, attention.ranks.size)}"
             yield f"is the sum of dk and dv {tokens}", both[:, owner]
     if call.workload.batch > 1:
+        yield "has the batch entries in reverse order", exact[name].flip(0)
         yield "is the sum over all batch entries", exact[name].sum(0, keepdim=True).expand_as(exact[name])
     earlier_gradients = {
         number: attention.shard(reference_results(earlier, call.workload, call.scale)[name])

@@ -37,7 +37,9 @@ SCORED_ROWS = 64
 TOLERANCE = 0.05
 """Largest difference between weights and the scores that explain them: rounding is below it, mistakes are above."""
 AFTER_SOFTMAX = "weights sum to less than 1: the softmax is over all keys, and the mask hides keys after it"
-ZERO_V = "keys that are not seen count with their score, but their v is 0, as in a buffer read before it is received"
+ZERO_V = (
+    "keys that are not seen count in the sum of weights: their v is 0 (not received in time), or their output is lost"
+)
 ZERO_K_AND_V = "keys that are not seen count with a score of 0, as k and v of 0 in a buffer read before it is received"
 
 _ScoresOfHidden = Callable[[Tensor], Tensor]
@@ -261,6 +263,8 @@ class _ScoreFit:
         slopes = [float((x * y).sum() / x.square().sum().clamp_min(1e-300)) for x, y in halves]
         if abs(slopes[0] - slopes[1]) > TOLERANCE / 2 * abs(slope):
             return _Fit(heads=heads)  # scores are no multiple of q·k
+        if not torch.equal((self.weights > 0).any(0), (self.weights > 0).all(0)):
+            return _Fit(scale=slope, heads=heads)  # heads see different keys
         hidden, hidden_scores = self._hidden_scores(logs - row_factors, slope * scores)
         # Weights of hidden keys show their scores only if one factor per query is right for the keys that are shown.
         if hidden is None or (hidden and not self._negligible(rest - row_factors)):
