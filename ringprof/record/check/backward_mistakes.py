@@ -102,10 +102,10 @@ def gradients_under(mistake: str, full: Tensors, workload: Workload, scale: floa
     if mistake == "no mask":
         other_mask = torch.ones_like(mask)
     elif mistake == "local mask":
-        place = torch.empty_like(holder)
+        local_index = torch.empty_like(holder)
         for rank in torch.unique(holder):
-            place[holder == rank] = torch.arange(int((holder == rank).sum()), device=holder.device)
-        other_mask = place[:, None] >= place
+            local_index[holder == rank] = torch.arange(int((holder == rank).sum()), device=holder.device)
+        other_mask = local_index[:, None] >= local_index
     elif mistake == "mask of own rank":
         other_mask = mask | (holder[:, None] != holder)
     elif mistake in ("no documents", "no window"):
