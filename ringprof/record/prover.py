@@ -45,8 +45,12 @@ from ringprof.workload.mask import Mask
 
 NUMBERS_PER_SCORE = 8
 """Float64 numbers that are held per score while a block of rows is computed."""
-FIRST_PROOF = 5
-"""Latest step of the first proof: the steps before show how many calls there are, and how long a step takes."""
+STEPS_BEFORE = 4
+"""Steps that show how many calls there are and how long a step takes, before the first proof is planned."""
+PROBED_SCORES = 2**20
+"""Scores of the rows on which the time of a proof is estimated before the first."""
+PROOF_PER_FORWARD = 10
+"""Time of a proof over that of one forward pass in float64: exact and rounded, each forward and backward."""
 
 _log = logging.getLogger("ringprof.prove")
 _NAMES = ("out", "dq", "dk", "dv")
@@ -119,7 +123,9 @@ class Prover(StepCounter):
         self.spent_ns = 0
         """Time that proofs have cost this rank so far, in nanoseconds."""
         self._attention, self._every, self._mask, self._memory_bytes = attention, every, mask, memory_bytes
-        self._report, self._next = report, max(2, min(every, FIRST_PROOF))
+        self._report = report
+        self._next: int | None = None
+        """Step of the next proof; None until the first is planned."""
         self._ranks: GroupRanks | None = None
         if isinstance(attention, Strategy):
             group = attention.comm.group if group is None else group
@@ -130,6 +136,8 @@ class Prover(StepCounter):
         self._armed, self._problem = False, ""
         self._capture: _Capture | None = None
         self._position_ids: Tensor | None = None
+        self._shapes: tuple[torch.Size, torch.Size, torch.Size, torch.device] | None = None
+        """Shapes of q, k and v, and their device, in the last call."""
         self._cost, self._last_step_ns, self._step_ns = 0, time.perf_counter_ns(), list[int]()
         self._observing = ExitStack()
         if isinstance(attention, (Strategy, nn.Module)):
@@ -145,7 +153,7 @@ class Prover(StepCounter):
         self._hook.remove()
         self._observing.close()
         self._capture = None
-        if not self.proofs and self.steps > self._next:
+        if not self.proofs and self.steps > (self._next or STEPS_BEFORE):
             _log.warning("no proof in %d steps: no call of an attention was seen", self.steps)
 
     # --- capture ------------------------------------------------------------------------------
@@ -186,6 +194,7 @@ class Prover(StepCounter):
         self._calls += 1
         if self._ranks is None and strategy is not None:
             self._ranks = GroupRanks(strategy.comm.group if self._group is None else self._group)
+        self._shapes = q.shape, k.shape, v.shape, q.device
         wanted = self._armed and self._capture is None and not self._problem
         if not wanted or self._calls - 1 != self.proofs % max(1, self._calls_per_step):
             return function(q, k, v, *args, **options)
@@ -263,9 +272,29 @@ class Prover(StepCounter):
         else:
             self._step_ns = [*self._step_ns[-31:], begin - self._last_step_ns]
         self._calls_per_step, self._calls = self._calls, 0
-        if self.steps + 1 >= self._next and self._ranks is not None:
-            self._armed, self._cost = True, 0
+        if self._ranks is not None and self._shapes is not None:
+            if self._next is None and self.steps >= min(self._every - 1, STEPS_BEFORE):
+                self._next = self._plan_first(self._ranks)
+            if self._next is not None and self.steps + 1 >= self._next:
+                self._armed, self._cost = True, 0
         self._last_step_ns = time.perf_counter_ns()
+
+    def _plan_first(self, ranks: GroupRanks) -> int:
+        """Return the first step of which a proof, by its estimated cost, is at most 1 % of the time so far. Collective.
+
+        The slowest rank's estimate counts: float64 attention over all keys is timed on a few rows, which also loads
+        what it needs, and multiplied by the number of rows.
+        """
+        begin = time.perf_counter_ns()
+        assert self._shapes is not None
+        try:
+            estimate = _estimated_ns(*self._shapes, ranks)
+        except Exception as error:  # a proof that cannot be planned must not end the training
+            _log.warning("step %d: the cost of a proof is not known before the first: %s", self.steps, error)
+            estimate = 0
+        cost = estimate + time.perf_counter_ns() - begin
+        rows = gather_numbers([interval_for(cost, max(1, round(median(self._step_ns))), 1)], ranks)
+        return max(self.steps + 1, *(int(row[0]) for row in rows))
 
     def _prove(self) -> None:
         """Compare what the step captured on all ranks. Collective.
@@ -436,6 +465,22 @@ class Prover(StepCounter):
             problem.sums[int(rounds), :, :size] += dscores.T @ q
             problem.sums[int(rounds), :, size:] += used.T @ dout
         return {name: torch.cat(parts) for name, parts in results.items() if parts}
+
+
+def _estimated_ns(
+    of_q: torch.Size, of_k: torch.Size, of_v: torch.Size, device: torch.device, ranks: GroupRanks
+) -> int:
+    """Estimate the time of a proof of one head of calls with these shapes from the time of a few of its rows."""
+    seq, group = of_k[1] * ranks.size, of_q[2] // of_k[2]
+    rows = max(1, min(of_q[1] * group, PROBED_SCORES // seq))
+    q, k, v = (torch.zeros(size, dtype=torch.float64, device=device)
+               for size in ((rows, of_q[3]), (seq, of_k[3]), (seq, of_v[3])))  # fmt: skip
+    begin = 0
+    for _ in range(2):  # the first time loads the kernels
+        begin = time.perf_counter_ns()
+        torch.softmax(q @ k.T, 1) @ v
+        ranks.finish()
+    return PROOF_PER_FORWARD * (time.perf_counter_ns() - begin) * of_q[1] * group // rows
 
 
 def _result_rows(
