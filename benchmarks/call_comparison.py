@@ -93,8 +93,8 @@ def measure(options: argparse.Namespace, device: torch.device, measures_pass: bo
     if measures_pass:
         times = pass_us(options.tokens, device, options.passes)
         shares = "; ".join(f"{means} {result / times['none']:.3%}" for means, result in results.items())
-        lines += [f"  of a pass of {options.tokens} tokens: {shares}",
-                  f"  pass, compared by: {', '.join(f'{means} {x / 1e3:.3f} ms' for means, x in times.items())}"]  # fmt: skip
+        passes = ", ".join(f"{means} {x / 1e3:.3f} ms" for means, x in times.items())
+        lines += [f"  of a pass of {options.tokens} tokens: {shares}", f"  pass, compared by: {passes}"]
     if dist.get_rank() == 0:
         print("\n".join(lines), flush=True)
 

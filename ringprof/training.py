@@ -235,7 +235,7 @@ def prove(
     ``group`` is its context-parallel group. A strategy's calls and group say all that by themselves.
 
     A step is a step of the first optimizer that takes one; in other loops, call ``step()`` of the yielded object. The
-    first proof waits until its cost, estimated on a few rows, is 1 % of the time so far; then one is made every
+    first proof waits until its cost, estimated from the shapes, is 1 % of the time so far; then one is made every
     ``every`` steps. It takes q, k, v and the output's gradient of one call of a real batch, for one sequence and one kv
     head with its query heads; these take turns. Output and gradients are compared with dense attention over gathered
     keys, with about ``memory_bytes`` of scores at a time. Bytes sent, the softmax weight on other ranks' keys, and

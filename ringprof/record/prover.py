@@ -47,10 +47,10 @@ NUMBERS_PER_SCORE = 8
 """Float64 numbers that are held per score while a block of rows is computed."""
 STEPS_BEFORE = 4
 """Steps that show how many calls there are and how long a step takes, before the first proof is planned."""
-PROBED_SCORES = 2**20
-"""Scores of the rows on which the time of a proof is estimated before the first."""
-PROOF_PER_FORWARD = 10
-"""Time of a proof over that of one forward pass in float64: exact and rounded, each forward and backward."""
+PASSES_OVER_SCORES = 30
+"""Times that a proof reads or writes the float64 scores of its head, for the estimate before the first proof."""
+GATHERED_PER_S = 1e9
+"""Bytes per second between ranks, for the same estimate."""
 
 _log = logging.getLogger("ringprof.prove")
 _NAMES = ("out", "dq", "dk", "dv")
@@ -121,7 +121,7 @@ class Prover(StepCounter):
         self.proofs = 0
         """Number of proofs so far."""
         self.spent_ns = 0
-        """Time that proofs have cost this rank so far, in nanoseconds."""
+        """Time that proofs, and planning the first, have cost this rank so far, in nanoseconds."""
         self._attention, self._every, self._mask, self._memory_bytes = attention, every, mask, memory_bytes
         self._report = report
         self._next: int | None = None
@@ -280,20 +280,12 @@ class Prover(StepCounter):
         self._last_step_ns = time.perf_counter_ns()
 
     def _plan_first(self, ranks: GroupRanks) -> int:
-        """Return the first step of which a proof, by its estimated cost, is at most 1 % of the time so far. Collective.
-
-        The slowest rank's estimate counts: float64 attention over all keys is timed on a few rows, which also loads
-        what it needs, and multiplied by the number of rows.
-        """
+        """Return the first step at which a proof is estimated to cost at most 1 % of the time so far. Collective."""
         begin = time.perf_counter_ns()
         assert self._shapes is not None
-        try:
-            estimate = _estimated_ns(*self._shapes, ranks)
-        except Exception as error:  # a proof that cannot be planned must not end the training
-            _log.warning("step %d: the cost of a proof is not known before the first: %s", self.steps, error)
-            estimate = 0
-        cost = estimate + time.perf_counter_ns() - begin
-        rows = gather_numbers([interval_for(cost, max(1, round(median(self._step_ns))), 1)], ranks)
+        estimate = round(1e9 * _estimated_s(*self._shapes, ranks.size))
+        rows = gather_numbers([interval_for(estimate, max(1, round(median(self._step_ns))), 1)], ranks)
+        self.spent_ns += time.perf_counter_ns() - begin
         return max(self.steps + 1, *(int(row[0]) for row in rows))
 
     def _prove(self) -> None:
@@ -467,20 +459,24 @@ class Prover(StepCounter):
         return {name: torch.cat(parts) for name, parts in results.items() if parts}
 
 
-def _estimated_ns(
-    of_q: torch.Size, of_k: torch.Size, of_v: torch.Size, device: torch.device, ranks: GroupRanks
-) -> int:
-    """Estimate the time of a proof of one head of calls with these shapes from the time of a few of its rows."""
-    seq, group = of_k[1] * ranks.size, of_q[2] // of_k[2]
-    rows = max(1, min(of_q[1] * group, PROBED_SCORES // seq))
-    q, k, v = (torch.zeros(size, dtype=torch.float64, device=device)
-               for size in ((rows, of_q[3]), (seq, of_k[3]), (seq, of_v[3])))  # fmt: skip
-    begin = 0
-    for _ in range(2):  # the first time loads the kernels
-        begin = time.perf_counter_ns()
-        torch.softmax(q @ k.T, 1) @ v
-        ranks.finish()
-    return PROOF_PER_FORWARD * (time.perf_counter_ns() - begin) * of_q[1] * group // rows
+def _estimated_s(of_q: torch.Size, of_k: torch.Size, of_v: torch.Size, device: torch.device, ranks: int) -> float:
+    """Estimate the time in seconds of the first proof of a call with these shapes, rather too long than too short.
+
+    It is the sum of: float64 products, exact and rounded, forward and backward; passes over the scores; gathered keys
+    and summed gradients; and a fixed time for collectives and what is loaded with its first use.
+    """
+    seq, numbers = of_k[1] * ranks, of_k[3] + of_v[3]
+    scores = of_q[1] * (of_q[2] // of_k[2]) * seq
+    if device.type != "cuda":
+        flops_per_s, bytes_per_s, fixed_s = 1e9 * torch.get_num_threads(), 5e9, 0.05
+    else:
+        # Of NVIDIA's GPUs, only those of version x.0 compute float64 fast.
+        fast = torch.cuda.get_device_capability(device)[1] == 0
+        flops_per_s, bytes_per_s, fixed_s = 1e13 if fast else 3e11, 1e12 if fast else 3e11, 0.5
+    return (
+        12 * scores * numbers / flops_per_s + 8 * PASSES_OVER_SCORES * scores / bytes_per_s
+        + 3 * 8 * seq * numbers / GATHERED_PER_S + fixed_s
+    )  # fmt: skip
 
 
 def _result_rows(

@@ -43,6 +43,7 @@ class Heads:
 KeyChunks = tuple[int, ...] | Literal["contiguous"] | None
 """Where cached keys lie: in chunks of these lengths, where they were computed, or in contiguous shares."""
 
+
 class _LocalShapes(NamedTuple):
     """Shapes of a rank's tensors: q (B, S, H, D), k and v (B, keys, Hkv, D)."""
 
@@ -115,9 +116,10 @@ class Cached(Strategy):
         q: (B, S, H, D), as `shard` returns it. k and v: (B, keys, Hkv, D), as `shard_cache` returns them, including
         the new tokens; v may have a smaller head size. ``kv_length``: number of keys of all ranks. ``sinks``: logits
         of the heads that this rank returns. ``window_size``, ``prefix`` and ``softcap`` are those of training.
-        ``kv_chunks`` tells ring-prefill where the cached keys lie: where they were computed, in chunks of these lengths,
-        the new tokens last, or "contiguous" for contiguous shares. A window over a cache needs it, since nothing in the
-        keys shows their positions; without it, the shares are contiguous. ``cache_seqlens`` and ``block_table`` (flash-attn's names for sequences of different lengths and for paged caches) are refused.
+        ``kv_chunks`` tells ring-prefill where the cached keys lie: where they were computed, in chunks of these
+        lengths, the new tokens last, or "contiguous" for contiguous shares. A window over a cache needs it, since
+        nothing in the keys shows their positions. ``cache_seqlens`` and ``block_table`` (flash-attn's names for
+        sequences of different lengths and for paged caches) are refused.
         Returns out, or (out, lse) with lse (B, H, S).
 
         Collective. The ranks compare their arguments on the first call of each kind, and where its lengths change.
@@ -144,8 +146,8 @@ class Cached(Strategy):
         kv_length = self._length(q, k, mask) if kv_length is None else kv_length
         if self.phase == "prefill" and chunks is None and not mask.plain and kv_length > new and self.comm.size > 1:
             raise Unsupported(
-                "a window over a cache needs kv_chunks: the lengths of the chunks whose keys each rank has kept where it"
-                ' computed them, the new tokens last; or "contiguous", if the cached keys are in contiguous shares'
+                "a window over a cache needs kv_chunks: the lengths of the chunks whose keys each rank has kept where"
+                ' it computed them, the new tokens last; or "contiguous", if the cached keys are in contiguous shares'
             )
         layout = self.cache_layout(kv_length, new, chunks)
         self._check_cached_call(q, k, v, layout, new, mask, (scale, float(softcap), sinks is not None), inferred)
@@ -264,9 +266,7 @@ class Cached(Strategy):
         raise NotImplementedError("there is no backward pass over a cache")
 
 
-def lengths_of(
-    kv_length: Any, kv_chunks: Sequence[Any] | Literal["contiguous"] | None
-) -> tuple[int | None, KeyChunks]:
+def lengths_of(kv_length: Any, kv_chunks: Sequence[Any] | Literal["contiguous"] | None) -> tuple[int | None, KeyChunks]:
     """Return the number of keys and the lengths of chunks of a call, as integers. Raises `Unsupported`."""
     try:
         chunks: Any = kv_chunks

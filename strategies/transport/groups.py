@@ -42,7 +42,8 @@ def abort_channels(within: str) -> None:
     """Abort the communicators of the channels of the group named ``within``, so that no stream waits in them."""
     for (_, _, name), group in list(_groups.items()):
         if name == within:
-            with suppress(RuntimeError, AttributeError):  # a backend that cannot abort, or a torch that does not offer it
+            # A backend may be unable to abort, and an older torch does not offer it.
+            with suppress(RuntimeError, AttributeError):
                 group.abort()
 
 

@@ -318,7 +318,8 @@ IN_DDP: dict[str, tuple[dict[str, Any], str]] = {
         "the window of 20 tokens is dropped",
     ),
     "reduced over data-parallel ranks alone": (
-        {"reduced_over": "dp"}, "the gradients of 23 parameters are not reduced over all ranks: their sum over the ranks"
+        {"reduced_over": "dp"},
+        "the gradients of 23 parameters are not reduced over all ranks: their sum over the ranks is the reference's times",
     ),
 }  # fmt: skip
 

@@ -129,12 +129,21 @@ def test_the_first_proof_waits_until_its_estimate_is_one_percent(
 ) -> None:
     strategy, steps_ns = create("ring"), [10**6]
     monkeypatch.setattr(prover, "median", lambda times: steps_ns[0])
-    monkeypatch.setattr(prover, "_estimated_ns", lambda *_: 3 * 10**7)
+    monkeypatch.setattr(prover, "_estimated_s", lambda *_: 0.03)
     for step_ns, first in ((10**12, 2), (10**6, 3000)):
         steps_ns[0] = step_ns
         running = train(strategy, Model(lambda q, k, v: strategy.attention(q, k, v)), strategy, None, steps=3)
-        # The estimate is 30 ms, beside the time of planning itself.
         assert running.proofs == (first == 2) and running._next >= first
+
+
+def test_the_estimate_grows_with_rows_times_keys() -> None:
+    """4 query heads of 2^15 rows have 2^15 * 4 * 2^16 scores; 2 products of q, k and 4 of the gradients have 128 each."""
+    shape = (1, 2**15, 4, 128), (1, 2**15, 1, 128), (1, 2**15, 1, 128)
+    of_q, of_k, of_v = map(torch.Size, shape)
+    long = prover._estimated_s(of_q, of_k, of_v, torch.device("cpu"), 2)
+    exact_and_rounded = 2 * 6 * 2 * 128 * (2**15 * 4 * 2**16)
+    assert long >= exact_and_rounded / (1e9 * torch.get_num_threads())
+    assert prover._estimated_s(of_q, of_k, of_v, torch.device("cpu"), 1) < 0.51 * long
 
 
 def test_the_interval_grows_with_the_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

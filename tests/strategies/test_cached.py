@@ -70,7 +70,7 @@ def inputs(problem: WorkloadShard) -> list[Tensor]:
 
 
 def held(strategy: Any) -> dict[str, str]:
-    """Return the argument that says where ring-prefill's cached keys lie: in contiguous shares, as `shard_cache` does."""
+    """Return the argument that says that ring-prefill's cached keys lie where `shard_cache` puts them."""
     return {"kv_chunks": "contiguous"} if strategy.phase == "prefill" else {}
 
 

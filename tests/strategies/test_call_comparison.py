@@ -217,4 +217,5 @@ def test_a_rank_that_passed_a_call_is_refused_later(changed):
 def test_ranks_that_change_documents_at_different_calls_do_not_wait_for_each_other():
     """Each of two ranks waits in a call that the other has passed, or will pass."""
     results = run_ranks(2, passing_ranks, {0: 4, 1: 1})
-    assert all(any(result) and set(result) <= {"", result[-1]} for result in results) and results[0][-1] == results[1][-1]
+    assert results[0][-1] == results[1][-1]
+    assert all(any(result) and set(result) <= {"", result[-1]} for result in results)

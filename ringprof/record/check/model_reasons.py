@@ -366,7 +366,8 @@ def _explain_gradients(run: ModelRun, check: ModelCheck) -> list[str]:
             summed, exact = total.to(reference).double(), reference.double()
             ratio = ((summed * exact).sum() / exact.square().sum()).item()
             if ratio and relative_rms(summed - ratio * exact, ratio * exact) <= max(error.allowed_rms, RATIO_TOLERANCE):
-                words = "right" if abs(ratio - 1) < RATIO_TOLERANCE else f"the reference's times {_ratio_in_words(ratio, run)}"
+                right = abs(ratio - 1) < RATIO_TOLERANCE
+                words = "right" if right else f"the reference's times {_ratio_in_words(ratio, run)}"
                 unreduced[words] = unreduced.get(words, 0) + 1
     wrong = len(check.wrong_parameters)
     return [
