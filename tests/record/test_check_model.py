@@ -319,7 +319,7 @@ IN_DDP: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "reduced over data-parallel ranks alone": (
         {"reduced_over": "dp"},
-        "the gradients of 23 parameters are not reduced over all ranks: their sum over the ranks is the reference's times",
+        "of 23 parameters are not reduced over all ranks: their sum over the ranks is the reference's times",
     ),
 }  # fmt: skip
 

@@ -137,7 +137,7 @@ def test_the_first_proof_waits_until_its_estimate_is_one_percent(
 
 
 def test_the_estimate_grows_with_rows_times_keys() -> None:
-    """4 query heads of 2^15 rows have 2^15 * 4 * 2^16 scores; 2 products of q, k and 4 of the gradients have 128 each."""
+    """4 query heads of 2^15 rows have 2^15 * 4 * 2^16 scores, in six products with 128 numbers each."""
     shape = (1, 2**15, 4, 128), (1, 2**15, 1, 128), (1, 2**15, 1, 128)
     of_q, of_k, of_v = map(torch.Size, shape)
     long = prover._estimated_s(of_q, of_k, of_v, torch.device("cpu"), 2)
