@@ -53,7 +53,6 @@ GATHERED_PER_S = 1e9
 """Bytes per second between ranks, for the same estimate."""
 
 _log = logging.getLogger("ringprof.prove")
-_NAMES = ("out", "dq", "dk", "dv")
 
 
 @dataclass(frozen=True)
@@ -88,6 +87,19 @@ class _Ready(msgspec.Struct, frozen=True):
     problem: str = ""
     key: str = ""
     backward: bool = False
+
+
+class _RankResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Findings of one rank in a proof."""
+
+    failed: str = ""
+    errors: dict[str, tuple[float | None, float, float]] = {}
+    """(error, None if it is not finite; tolerance; rounding error) of each result."""
+    partition: bool = True
+    position_ids: bool | None = None
+    sent: int | None = None
+    peers: int = 0
+    peer_weight: float = 0.0
 
 
 @dataclass
@@ -309,8 +321,7 @@ class Prover(StepCounter):
         text = next((f"rank {number}: {other.problem}" for number, other in numbered if other.problem), "")
         text = text or "the ranks' calls have different shapes or options" * (len({x.key for x in by_rank}) > 1)
         step_ns = max(1, round(median(self._step_ns))) if self._step_ns else 1
-        if not text:
-            assert problem is not None
+        if problem is not None and not text:
             problem.backward = all(other.backward for other in by_rank)
             line |= self._compare(problem, ranks)
         ranks.finish()
@@ -357,64 +368,56 @@ class Prover(StepCounter):
 
     def _compare(self, problem: _Problem, ranks: GroupRanks) -> JsonObject:
         """Gather keys, compute dense attention of this rank's rows, and compare. Collective."""
-        capture, backward = problem.capture, problem.backward
-        gathered: list[tuple[Tensor, Tensor]] = [
+        capture = problem.capture
+        for whole, own in (
             (problem.order, problem.positions), (problem.keys, capture.k), (problem.values, capture.v)
-        ]  # fmt: skip
-        for whole, own in gathered:
+        ):  # fmt: skip
             if ranks.size > 1:
                 dist.all_gather(list(whole.chunk(ranks.size)), own.contiguous(), group=ranks.group)
             else:
                 whole.copy_(own)
+        weights, unused = torch.zeros(2, ranks.size, dtype=torch.float64)
         failed = ""
-        rounded: dict[str, Tensor] = {}
-        exact: dict[str, Tensor] = {}
-        weights = torch.zeros(ranks.size, dtype=torch.float64)
         try:
             exact = self._dense(problem, ranks, weights, rounds=False)
-            rounded = self._dense(problem, ranks, torch.zeros_like(weights), rounds=True)
+            rounded = self._dense(problem, ranks, unused, rounds=True)
         except Exception as error:  # the other ranks wait in the next collective
-            failed = f"rank {ranks.number}: {type(error).__name__}: {error}"
-        if backward and ranks.size > 1:
+            failed = f"{type(error).__name__}: {error}"
+        if problem.backward and ranks.size > 1:
             dist.all_reduce(problem.sums, group=ranks.group)
-        rows = [[math.nan] * 3] * 4
-        partition = position_ids = math.nan
+        result = _RankResult(failed=failed)
         try:
             if not failed:
-                rows = _result_rows(problem, exact, rounded, ranks)
+                others = weights.clone()
+                others[ranks.rank] = 0
                 partition, position_ids = _partition(problem)
+                result = _RankResult(
+                    errors=_errors(problem, exact, rounded, ranks), partition=partition, position_ids=position_ids,
+                    sent=None if capture.sent is None else capture.sent.size_bytes, peers=int((others > 0).sum()),
+                    peer_weight=round(float(others.sum() / (weights.sum() or 1.0)), 6),
+                )  # fmt: skip
         except Exception as error:
-            failed = f"rank {ranks.number}: {type(error).__name__}: {error}"
-        sent = -1 if capture.sent is None or capture.sent.size_bytes is None else capture.sent.size_bytes
-        peers = float((weights > 0).sum() - (weights[ranks.rank] > 0).float())
-        total = float(weights.sum()) or 1.0
-        peer_weight = 1 - float(weights[ranks.rank]) / total
-        mine = [x for row in rows for x in row]
-        mine += [partition, position_ids, sent, peers, peer_weight, float(bool(failed))]
-        by_rank = gather_numbers(mine, ranks)
+            result = _RankResult(failed=f"{type(error).__name__}: {error}")
+        by_rank = [from_json(part, _RankResult) for part in ranks.gather_structs(result)]
+        failing = [f"rank {n}: {x.failed}" for n, x in zip(ranks.numbers, by_rank, strict=True) if x.failed]
+        if failing:
+            return {"problem": f"the proof failed on {failing[0]}"}
         errors: dict[str, JsonObject] = {}
-        equal = True
-        for index, name in enumerate(_NAMES[: 4 if backward else 1]):
-            off = [row[3 * index : 3 * index + 3] for row in by_rank]
+        for name in by_rank[0].errors:
             # An error that is not a number counts as the largest.
-            excess = [rms / (allowed or 1.0) if math.isfinite(rms) else math.inf for rms, allowed, _ in off]
+            excess = [_excess(*x.errors[name][:2]) for x in by_rank]
             worst = excess.index(max(excess))
-            rms, allowed, kernel = off[worst]
-            equal &= rms <= allowed
-            errors[name] = {"rms": rms if math.isfinite(rms) else None, "allowed": allowed, "kernel": kernel,
-                            "rank": worst}  # fmt: skip
-        fed = [row[13] for row in by_rank]
-        line: JsonObject = {
+            rms, allowed, kernel = by_rank[worst].errors[name]
+            errors[name] = {"rms": rms, "allowed": allowed, "kernel": kernel, "rank": worst}
+        fed = [x.position_ids for x in by_rank]
+        return {
             "seq": len(problem.order), "dtype": str(capture.q.dtype).split(".")[-1], "mask": str(problem.mask),
             "row": capture.options["row"], "kv_head": capture.options["head"],
-            "equal": equal, "errors": errors,
-            "partition": all(row[12] == 1 for row in by_rank),
-            "position_ids": None if any(map(math.isnan, fed)) else all(fed),
-            "sent_bytes": [None if row[14] < 0 else int(row[14]) for row in by_rank],
-            "peers": [int(row[15]) for row in by_rank], "peer_weight": [round(row[16], 6) for row in by_rank],
+            "equal": all(_excess(x["rms"], x["allowed"]) <= 1 for x in errors.values()), "errors": errors,
+            "partition": all(x.partition for x in by_rank), "position_ids": None if None in fed else all(fed),
+            "sent_bytes": [x.sent for x in by_rank], "peers": [x.peers for x in by_rank],
+            "peer_weight": [x.peer_weight for x in by_rank],
         }  # fmt: skip
-        failing = [str(number) for number, row in zip(ranks.numbers, by_rank, strict=True) if row[17]]
-        return line | ({"problem": failed or f"the proof failed on rank {', '.join(failing)}"} if failing else {})
 
     def _dense(self, problem: _Problem, ranks: GroupRanks, weights: Tensor, *, rounds: bool) -> dict[str, Tensor]:
         """Compute dense attention of this rank's rows in float64, and add its dk and dv to ``problem.sums``.
@@ -479,41 +482,47 @@ def _estimated_s(of_q: torch.Size, of_k: torch.Size, of_v: torch.Size, device: t
     )  # fmt: skip
 
 
-def _result_rows(
+def _excess(rms: float | None, allowed: float) -> float:
+    """Return an error over its tolerance: infinite where it is not finite."""
+    return math.inf if rms is None else rms / (allowed or 1.0)
+
+
+def _errors(
     problem: _Problem, exact: dict[str, Tensor], rounded: dict[str, Tensor], ranks: GroupRanks
-) -> list[list[float]]:
-    """Return error, tolerance and rounding error of each result on this rank, in the order of `_NAMES`."""
-    capture, size, backward = problem.capture, problem.capture.q.shape[2], problem.backward
-    if backward:
+) -> dict[str, tuple[float | None, float, float]]:
+    """Return error, tolerance and rounding error of each result on this rank."""
+    capture, size = problem.capture, problem.capture.q.shape[2]
+    if problem.backward:
         own = problem.sums.chunk(ranks.size, 1)[ranks.rank]
         for sums, results in zip(own, (exact, rounded), strict=True):
             results |= {"dk": sums[:, :size], "dv": sums[:, size:]}
     unit = torch.finfo(capture.q.dtype).eps / 2
-    rows = []
-    for name in _NAMES[: 4 if backward else 1]:
-        result = capture.results[name].double().reshape(exact[name].shape)
-        kernel = relative_rms(rounded[name] - exact[name], exact[name])
+    floor = SINGLE_FLOOR * unit if capture.q.dtype in (torch.float32, torch.float64) else 0.0
+    errors = {}
+    for name, truth in exact.items():
+        rms = relative_rms(capture.results[name].double().reshape(truth.shape) - truth, truth)
+        kernel = relative_rms(rounded[name] - truth, truth)
+        kernel = kernel if math.isfinite(kernel) else 0.0  # then the error is not finite, either
         allowed = ERROR_FACTOR * math.sqrt(kernel**2 + (ranks.size > 1) * ranks.size * unit**2 / 3)
-        floor = SINGLE_FLOOR * unit if capture.q.dtype in (torch.float32, torch.float64) else 0.0
-        rows.append([relative_rms(result - exact[name], exact[name]), max(allowed, floor), kernel])
-    return rows + [[0.0] * 3] * (4 - len(rows))
+        errors[name] = rms if math.isfinite(rms) else None, max(allowed, floor), kernel
+    return errors
 
 
-def _partition(problem: _Problem) -> tuple[float, float]:
+def _partition(problem: _Problem) -> tuple[bool, bool | None]:
     """Return whether the ranks' positions partition the sequence, and whether the model was called with this rank's.
 
-    The latter is NaN where the model was called without ``position_ids`` per token. They may restart with a document.
+    The latter is None where the model was called without ``position_ids`` per token. They may restart with a document.
     """
     expected = torch.arange(len(problem.order), device=problem.order.device)
-    partition = float(torch.equal(problem.order.sort().values, expected))
+    partition = torch.equal(problem.order.sort().values, expected)
     ids, positions = problem.capture.position_ids, problem.positions
     if ids is None or ids.shape[-1] != len(positions):
-        return partition, math.nan
+        return partition, None
     ids = ids.detach().view(-1, len(positions))
     ids = ids[problem.capture.options["row"] % len(ids)].to(positions)
     starts = torch.tensor(problem.mask.documents or (0,), device=positions.device)
     within = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
-    return partition, float(torch.equal(ids, positions) or torch.equal(ids, within))
+    return partition, torch.equal(ids, positions) or torch.equal(ids, within)
 
 
 def _sent_since(strategy: Strategy, before: dict[Any, list[int]]) -> SentInCall:
@@ -555,10 +564,7 @@ def _verdict(line: JsonObject) -> str:
     """Describe a proof in one sentence."""
     if line["problem"]:
         return f"no proof: {line['problem']}"
-    name, worst = max(
-        line["errors"].items(),
-        key=lambda item: math.inf if item[1]["rms"] is None else item[1]["rms"] / (item[1]["allowed"] or 1.0),
-    )
+    name, worst = max(line["errors"].items(), key=lambda item: _excess(item[1]["rms"], item[1]["allowed"]))
     size = "not finite" if worst["rms"] is None else f"off by {worst['rms']:.1e}"
     off = f"{name} of call {line['call']} is {size} (allowed {worst['allowed']:.1e})"
     wrong = [
