@@ -5,13 +5,13 @@ Packed documents change with every batch, and lengths of caches with every decod
 Where all ranks of the group are on one host, each writes a hash of its call into memory that the ranks share, and waits
 for those of all others before anything is sent, which takes some microseconds. NCCL and the GPU take no part.
 
-Otherwise hashes are added up in the store of torch.distributed: two requests per rank, three for the last. On a GPU a
-rank takes part only where its documents differ from those of its call before, or its options are new to the group: once
-per batch and not once per layer. It says in the store which call it waits in. The other ranks send at once, and a
-thread of each looks twice a second whether a rank waits in a call that its own rank has passed. If so, every rank
-raises the same error from the call in which it waits, or from its next call or backward pass. Communicators of the
-group are aborted then, since what some ranks have sent is never received, and the group can make no further call. On a
-CPU, where a rank that sends waits for its peers, every call is compared before anything is sent.
+Otherwise, hashes are summed in the store of torch.distributed, three requests per rank. On GPUs a rank takes part only
+where its documents differ from those of its call before, or its options are new to the group: once per batch and not
+once per layer. It says in the store which call it waits in. The other ranks send at once, and a thread of each looks
+twice a second whether a rank waits in a call that its own rank has passed. If so, every rank raises the same error from
+the call in which it waits, or from its next call or backward pass. Communicators of the group are aborted then, since
+what some ranks have sent is never received, and the group can make no further call. On a CPU, where a rank that sends
+waits for its peers, every call is compared before anything is sent.
 
 Where hashes differ, the ranks gather what they were called with, and all raise the same error.
 """
