@@ -3,8 +3,10 @@
     python benchmarks/call_comparison.py                                    # on CPUs: ranks are forked, gloo
     torchrun --nproc-per-node 4 benchmarks/call_comparison.py               # on GPUs: the comparison in shared memory
 
-Prints the median time of one comparison, in shared memory and in the store of torch.distributed, for groups of --ranks,
-and its share of a forward and backward pass of --tokens tokens in all, 16 documents, on 2 ranks (torchrun: on all).
+Prints the median time of one comparison for groups of --ranks: in shared memory, in the store of torch.distributed with
+new documents in every call, and in the store with the documents of the call before, as in all layers of a model but the
+first. Then its share of a forward and backward pass of --tokens tokens in all, 16 documents, on 2 ranks (torchrun: on
+all), and the same pass measured with and without the comparison.
 With more ranks than processor cores, a comparison mostly waits for its turn on a core.
 """
 
@@ -16,6 +18,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -39,57 +42,61 @@ def median_us(body: Callable[[int], Any], count: int) -> float:
     return statistics.median(times[WARM:]) * 1e6
 
 
+BY_STORE = patch.object(call_comparison.CallComparison, "_map", lambda *_: None)
+MEANS = ("memory", "store, new documents", "store, same documents")
+
+
 def comparison_us(means: str, count: int) -> float:
-    """Return the time of one comparison of 16 documents that change with every call, in a new group."""
+    """Return the time of one comparison of 16 documents in a new group."""
     group = dist.new_group()
     processes = create("ring", group=group).comm.processes
     documents = tuple(range(0, 4097, 256))
 
     def compare(index: int) -> None:
-        call = {"documents": (*documents, 4096 + index), "causal": True, "softmax_scale": 0.1, "q": (1, 4096, 32, 128)}
-        call_comparison.compare_call(group, call, processes)
+        last = 4096 if means == "store, same documents" else 4096 + index
+        call = {"documents": (*documents, last), "causal": True, "softmax_scale": 0.1, "q": (1, 4096, 32, 128)}
+        call_comparison.compare_call(group, call, processes, may_pass=True)
 
-    if means == "memory":
+    with nullcontext() if means == "memory" else BY_STORE:
         return median_us(compare, count)
-    with patch.object(call_comparison.CallComparison, "_map", lambda *_: None):
-        return median_us(compare, count)
 
 
-def pass_us(tokens: int, device: torch.device, count: int) -> tuple[float, float]:
-    """Return the times of a forward and backward pass of zigzag, with and without the comparison of its calls."""
-    strategy = create("zigzag")
+def pass_us(tokens: int, device: torch.device, count: int) -> dict[str, float]:
+    """Return the times of a forward and backward pass of zigzag: compared in memory, in the store, and not compared."""
     documents = list(range(0, tokens + 1, tokens // 16))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     q, k, v = (
         torch.randn(1, tokens // dist.get_world_size(), heads, 128, dtype=dtype, device=device, requires_grad=True)
         for heads in (32, 8, 8)
     )
+    times = {}
+    for means in ("memory", "store", "none"):
+        strategy = create("zigzag", group=dist.new_group())
+        if means == "none":
+            strategy.comm.compares_calls = strategy.comm.compare_call = lambda *_, **__: None
 
-    def run(index: int) -> None:
-        out = strategy.attention(q, k, v, documents=documents)
-        out.backward(torch.ones_like(out))
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        def run(index: int, strategy: Any = strategy) -> None:
+            out = strategy.attention(q, k, v, documents=documents)
+            out.backward(torch.ones_like(out))
+            if device.type == "cuda":
+                torch.cuda.synchronize()
 
-    times = []
-    for _ in range(2):
-        times.append(median_us(run, count))
-        # The second time, no call is compared.
-        strategy.comm.compares_calls = strategy.comm.compare_call = lambda *_: None
-    return times[0], times[1]
+        with BY_STORE if means == "store" else nullcontext():
+            times[means] = median_us(run, count)
+    return times
 
 
 def measure(options: argparse.Namespace, device: torch.device, measures_pass: bool) -> None:
     """Measure on this rank, and print on the first."""
-    ranks = dist.get_world_size()
-    results = {means: comparison_us(means, options.calls) for means in ("memory", "store")}
-    line = ", ".join(f"{means} {result:.0f} us" for means, result in results.items())
+    results = {means: comparison_us(means, options.calls) for means in MEANS}
+    lines = [f"{dist.get_world_size()} ranks: {'; '.join(f'{means} {x:.1f} us' for means, x in results.items())}"]
     if measures_pass:
-        compared, alone = pass_us(options.tokens, device, options.passes)
-        shares = ", ".join(f"{means} {result / alone:.3%}" for means, result in results.items())
-        line += f"; a pass of {options.tokens} tokens {compared / 1e3:.2f} ms, {alone / 1e3:.2f} without: {shares}"
+        times = pass_us(options.tokens, device, options.passes)
+        shares = "; ".join(f"{means} {result / times['none']:.3%}" for means, result in results.items())
+        passes = ", ".join(f"{means} {x / 1e3:.3f} ms" for means, x in times.items())
+        lines += [f"  of a pass of {options.tokens} tokens: {shares}", f"  pass, compared by: {passes}"]
     if dist.get_rank() == 0:
-        print(f"{ranks} ranks: {line}", flush=True)
+        print("\n".join(lines), flush=True)
 
 
 def _forked(rank: int, ranks: int, options: argparse.Namespace) -> None:

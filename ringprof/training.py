@@ -235,12 +235,12 @@ def prove(
     ``group`` is its context-parallel group. A strategy's calls and group say all that by themselves.
 
     A step is a step of the first optimizer that takes one; in other loops, call ``step()`` of the yielded object. The
-    first proof is made within 5 steps, then one every ``every`` steps. It takes q, k, v and the output's gradient of
-    one call of a real batch, for one sequence and one kv head with its query heads; these take turns. Output and
-    gradients are compared with dense attention over gathered keys, with about ``memory_bytes`` of scores at a time.
-    Bytes sent, the softmax weight on other ranks' keys, and whether the ranks' positions (and the model's
-    ``position_ids``) partition the sequence are recorded, too. After the first proof, overhead is capped at 1 %: the
-    interval grows with the cost of the last proof on the slowest rank.
+    first proof waits until its cost, estimated from the shapes, is 1 % of the time so far; then one is made every
+    ``every`` steps. It takes q, k, v and the output's gradient of one call of a real batch, for one sequence and one kv
+    head with its query heads; these take turns. Output and gradients are compared with dense attention over gathered
+    keys, with about ``memory_bytes`` of scores at a time. Bytes sent, the softmax weight on other ranks' keys, and
+    whether the ranks' positions (and the model's ``position_ids``) partition the sequence are recorded, too. Overhead
+    is capped at 1 %: the interval grows with the cost of the last proof on the slowest rank.
 
     The first rank of the group appends a line of JSON per proof to ``log``, with the SHA-256 of itself and of the line
     before it. The logger ``ringprof.prove`` writes a sentence per proof, as a warning where something is wrong. A proof

@@ -595,12 +595,12 @@ class Strategy(Expectations, ABC):
             call = documents or (), *options, q.shape, k.shape, v.shape, q.dtype
             parts = dict(zip(_COMPARED_PARTS, call, strict=True))
         if compares:
-            self.comm.compare_call(parts)
+            self.comm.compare_call(parts, may_pass=q.is_cuda)
         if key not in self._checked_calls:
             self._check_new_call(q, k, v, options, alone=compares)
             self._checked_calls.add(key)
         if documents is not None and not compares:
-            self.comm.compare_call(parts)
+            self.comm.compare_call(parts, may_pass=q.is_cuda)
 
     def _check_new_call(self, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], *, alone: bool) -> None:
         """Check a kind of call that is new; with ``alone``, the ranks have compared it already."""
@@ -696,6 +696,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         strategy, call = ctx.strategy, ctx.blocks
+        strategy.comm.check_alive()
         dout = torch.zeros_like(out) if dout is None else as_contiguous(dout)
         rows = Rows(dout, as_contiguous(lse), out=as_contiguous(out))
         if dlse is not None or (call.lse_wanted and call.kernel.takes_delta):

@@ -45,11 +45,14 @@ from ringprof.workload.mask import Mask
 
 NUMBERS_PER_SCORE = 8
 """Float64 numbers that are held per score while a block of rows is computed."""
-FIRST_PROOF = 5
-"""Latest step of the first proof: the steps before show how many calls there are, and how long a step takes."""
+STEPS_BEFORE = 4
+"""Steps that show how many calls there are and how long a step takes, before the first proof is planned."""
+PASSES_OVER_SCORES = 30
+"""Times that a proof reads or writes the float64 scores of its head, for the estimate before the first proof."""
+GATHERED_PER_S = 1e9
+"""Bytes per second between ranks, for the same estimate."""
 
 _log = logging.getLogger("ringprof.prove")
-_NAMES = ("out", "dq", "dk", "dv")
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,19 @@ class _Ready(msgspec.Struct, frozen=True):
     backward: bool = False
 
 
+class _RankResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Findings of one rank in a proof."""
+
+    failed: str = ""
+    errors: dict[str, tuple[float | None, float, float]] = {}
+    """(error, None if it is not finite; tolerance; rounding error) of each result."""
+    partition: bool = True
+    position_ids: bool | None = None
+    sent: int | None = None
+    peers: int = 0
+    peer_weight: float = 0.0
+
+
 @dataclass
 class _Problem:
     """Inputs and buffers of a proof on a rank; all memory for collectives is allocated before the first of them."""
@@ -117,9 +133,11 @@ class Prover(StepCounter):
         self.proofs = 0
         """Number of proofs so far."""
         self.spent_ns = 0
-        """Time that proofs have cost this rank so far, in nanoseconds."""
+        """Time that proofs, and planning the first, have cost this rank so far, in nanoseconds."""
         self._attention, self._every, self._mask, self._memory_bytes = attention, every, mask, memory_bytes
-        self._report, self._next = report, max(2, min(every, FIRST_PROOF))
+        self._report = report
+        self._next: int | None = None
+        """Step of the next proof; None until the first is planned."""
         self._ranks: GroupRanks | None = None
         if isinstance(attention, Strategy):
             group = attention.comm.group if group is None else group
@@ -130,6 +148,8 @@ class Prover(StepCounter):
         self._armed, self._problem = False, ""
         self._capture: _Capture | None = None
         self._position_ids: Tensor | None = None
+        self._shapes: tuple[torch.Size, torch.Size, torch.Size, torch.device] | None = None
+        """Shapes of q, k and v, and their device, in the last call."""
         self._cost, self._last_step_ns, self._step_ns = 0, time.perf_counter_ns(), list[int]()
         self._observing = ExitStack()
         if isinstance(attention, (Strategy, nn.Module)):
@@ -145,7 +165,7 @@ class Prover(StepCounter):
         self._hook.remove()
         self._observing.close()
         self._capture = None
-        if not self.proofs and self.steps > self._next:
+        if not self.proofs and self.steps > (self._next or STEPS_BEFORE):
             _log.warning("no proof in %d steps: no call of an attention was seen", self.steps)
 
     # --- capture ------------------------------------------------------------------------------
@@ -186,6 +206,7 @@ class Prover(StepCounter):
         self._calls += 1
         if self._ranks is None and strategy is not None:
             self._ranks = GroupRanks(strategy.comm.group if self._group is None else self._group)
+        self._shapes = q.shape, k.shape, v.shape, q.device
         wanted = self._armed and self._capture is None and not self._problem
         if not wanted or self._calls - 1 != self.proofs % max(1, self._calls_per_step):
             return function(q, k, v, *args, **options)
@@ -263,9 +284,24 @@ class Prover(StepCounter):
         else:
             self._step_ns = [*self._step_ns[-31:], begin - self._last_step_ns]
         self._calls_per_step, self._calls = self._calls, 0
-        if self.steps + 1 >= self._next and self._ranks is not None:
-            self._armed, self._cost = True, 0
+        if self._ranks is not None and self._shapes is not None:
+            if self._next is None and self.steps >= min(self._every - 1, STEPS_BEFORE):
+                self._next = self._plan_first(self._ranks)
+            if self._next is not None and self.steps + 1 >= self._next:
+                self._armed, self._cost = True, 0
         self._last_step_ns = time.perf_counter_ns()
+
+    def _plan_first(self, ranks: GroupRanks) -> int:
+        """Return the first step at which a proof is estimated to cost at most 1 % of the time so far. Collective."""
+        begin = time.perf_counter_ns()
+        assert self._shapes is not None
+        try:
+            estimate = round(1e9 * _estimated_s(*self._shapes, ranks.size))
+        except Exception:  # tensors of unknown order: the first proof says so
+            estimate = 0
+        rows = gather_numbers([interval_for(estimate, max(1, round(median(self._step_ns))), 1)], ranks)
+        self.spent_ns += time.perf_counter_ns() - begin
+        return max(self.steps + 1, *(int(row[0]) for row in rows))
 
     def _prove(self) -> None:
         """Compare what the step captured on all ranks. Collective.
@@ -288,8 +324,7 @@ class Prover(StepCounter):
         text = next((f"rank {number}: {other.problem}" for number, other in numbered if other.problem), "")
         text = text or "the ranks' calls have different shapes or options" * (len({x.key for x in by_rank}) > 1)
         step_ns = max(1, round(median(self._step_ns))) if self._step_ns else 1
-        if not text:
-            assert problem is not None
+        if problem is not None and not text:
             problem.backward = all(other.backward for other in by_rank)
             line |= self._compare(problem, ranks)
         ranks.finish()
@@ -336,64 +371,56 @@ class Prover(StepCounter):
 
     def _compare(self, problem: _Problem, ranks: GroupRanks) -> JsonObject:
         """Gather keys, compute dense attention of this rank's rows, and compare. Collective."""
-        capture, backward = problem.capture, problem.backward
-        gathered: list[tuple[Tensor, Tensor]] = [
+        capture = problem.capture
+        for whole, own in (
             (problem.order, problem.positions), (problem.keys, capture.k), (problem.values, capture.v)
-        ]  # fmt: skip
-        for whole, own in gathered:
+        ):  # fmt: skip
             if ranks.size > 1:
                 dist.all_gather(list(whole.chunk(ranks.size)), own.contiguous(), group=ranks.group)
             else:
                 whole.copy_(own)
+        weights, unused = torch.zeros(2, ranks.size, dtype=torch.float64)
         failed = ""
-        rounded: dict[str, Tensor] = {}
-        exact: dict[str, Tensor] = {}
-        weights = torch.zeros(ranks.size, dtype=torch.float64)
         try:
             exact = self._dense(problem, ranks, weights, rounds=False)
-            rounded = self._dense(problem, ranks, torch.zeros_like(weights), rounds=True)
+            rounded = self._dense(problem, ranks, unused, rounds=True)
         except Exception as error:  # the other ranks wait in the next collective
-            failed = f"rank {ranks.number}: {type(error).__name__}: {error}"
-        if backward and ranks.size > 1:
+            failed = f"{type(error).__name__}: {error}"
+        if problem.backward and ranks.size > 1:
             dist.all_reduce(problem.sums, group=ranks.group)
-        rows = [[math.nan] * 3] * 4
-        partition = position_ids = math.nan
+        result = _RankResult(failed=failed)
         try:
             if not failed:
-                rows = _result_rows(problem, exact, rounded, ranks)
+                others = weights.clone()
+                others[ranks.rank] = 0
                 partition, position_ids = _partition(problem)
+                result = _RankResult(
+                    errors=_errors(problem, exact, rounded, ranks), partition=partition, position_ids=position_ids,
+                    sent=None if capture.sent is None else capture.sent.size_bytes, peers=int((others > 0).sum()),
+                    peer_weight=round(float(others.sum() / (weights.sum() or 1.0)), 6),
+                )  # fmt: skip
         except Exception as error:
-            failed = f"rank {ranks.number}: {type(error).__name__}: {error}"
-        sent = -1 if capture.sent is None or capture.sent.size_bytes is None else capture.sent.size_bytes
-        peers = float((weights > 0).sum() - (weights[ranks.rank] > 0).float())
-        total = float(weights.sum()) or 1.0
-        peer_weight = 1 - float(weights[ranks.rank]) / total
-        mine = [x for row in rows for x in row]
-        mine += [partition, position_ids, sent, peers, peer_weight, float(bool(failed))]
-        by_rank = gather_numbers(mine, ranks)
+            result = _RankResult(failed=f"{type(error).__name__}: {error}")
+        by_rank = [from_json(part, _RankResult) for part in ranks.gather_structs(result)]
+        failing = [f"rank {n}: {x.failed}" for n, x in zip(ranks.numbers, by_rank, strict=True) if x.failed]
+        if failing:
+            return {"problem": f"the proof failed on {failing[0]}"}
         errors: dict[str, JsonObject] = {}
-        equal = True
-        for index, name in enumerate(_NAMES[: 4 if backward else 1]):
-            off = [row[3 * index : 3 * index + 3] for row in by_rank]
+        for name in by_rank[0].errors:
             # An error that is not a number counts as the largest.
-            excess = [rms / (allowed or 1.0) if math.isfinite(rms) else math.inf for rms, allowed, _ in off]
+            excess = [_excess(*x.errors[name][:2]) for x in by_rank]
             worst = excess.index(max(excess))
-            rms, allowed, kernel = off[worst]
-            equal &= rms <= allowed
-            errors[name] = {"rms": rms if math.isfinite(rms) else None, "allowed": allowed, "kernel": kernel,
-                            "rank": worst}  # fmt: skip
-        fed = [row[13] for row in by_rank]
-        line: JsonObject = {
+            rms, allowed, kernel = by_rank[worst].errors[name]
+            errors[name] = {"rms": rms, "allowed": allowed, "kernel": kernel, "rank": worst}
+        fed = [x.position_ids for x in by_rank]
+        return {
             "seq": len(problem.order), "dtype": str(capture.q.dtype).split(".")[-1], "mask": str(problem.mask),
             "row": capture.options["row"], "kv_head": capture.options["head"],
-            "equal": equal, "errors": errors,
-            "partition": all(row[12] == 1 for row in by_rank),
-            "position_ids": None if any(map(math.isnan, fed)) else all(fed),
-            "sent_bytes": [None if row[14] < 0 else int(row[14]) for row in by_rank],
-            "peers": [int(row[15]) for row in by_rank], "peer_weight": [round(row[16], 6) for row in by_rank],
+            "equal": all(_excess(x["rms"], x["allowed"]) <= 1 for x in errors.values()), "errors": errors,
+            "partition": all(x.partition for x in by_rank), "position_ids": None if None in fed else all(fed),
+            "sent_bytes": [x.sent for x in by_rank], "peers": [x.peers for x in by_rank],
+            "peer_weight": [x.peer_weight for x in by_rank],
         }  # fmt: skip
-        failing = [str(number) for number, row in zip(ranks.numbers, by_rank, strict=True) if row[17]]
-        return line | ({"problem": failed or f"the proof failed on rank {', '.join(failing)}"} if failing else {})
 
     def _dense(self, problem: _Problem, ranks: GroupRanks, weights: Tensor, *, rounds: bool) -> dict[str, Tensor]:
         """Compute dense attention of this rank's rows in float64, and add its dk and dv to ``problem.sums``.
@@ -438,41 +465,67 @@ class Prover(StepCounter):
         return {name: torch.cat(parts) for name, parts in results.items() if parts}
 
 
-def _result_rows(
+def _estimated_s(of_q: torch.Size, of_k: torch.Size, of_v: torch.Size, device: torch.device, ranks: int) -> float:
+    """Estimate the time in seconds of the first proof of a call with these shapes, rather too long than too short.
+
+    It is the sum of: float64 products, exact and rounded, forward and backward; passes over the scores; gathered keys
+    and summed gradients; and a fixed time for collectives and what is loaded with its first use.
+    """
+    seq, numbers = of_k[1] * ranks, of_k[3] + of_v[3]
+    scores = of_q[1] * (of_q[2] // of_k[2]) * seq
+    if device.type != "cuda":
+        flops_per_s, bytes_per_s, fixed_s = 1e9 * torch.get_num_threads(), 5e9, 0.05
+    else:
+        # Of NVIDIA's GPUs, only those of version x.0 compute float64 fast.
+        fast = torch.cuda.get_device_capability(device)[1] == 0
+        flops_per_s, bytes_per_s, fixed_s = 1e13 if fast else 3e11, 1e12 if fast else 3e11, 0.3
+    return (
+        12 * scores * numbers / flops_per_s + 8 * PASSES_OVER_SCORES * scores / bytes_per_s
+        + 3 * 8 * seq * numbers / GATHERED_PER_S + fixed_s
+    )  # fmt: skip
+
+
+def _excess(rms: float | None, allowed: float) -> float:
+    """Return an error over its tolerance: infinite where it is not finite."""
+    return math.inf if rms is None else rms / (allowed or 1.0)
+
+
+def _errors(
     problem: _Problem, exact: dict[str, Tensor], rounded: dict[str, Tensor], ranks: GroupRanks
-) -> list[list[float]]:
-    """Return error, tolerance and rounding error of each result on this rank, in the order of `_NAMES`."""
-    capture, size, backward = problem.capture, problem.capture.q.shape[2], problem.backward
-    if backward:
+) -> dict[str, tuple[float | None, float, float]]:
+    """Return error, tolerance and rounding error of each result on this rank."""
+    capture, size = problem.capture, problem.capture.q.shape[2]
+    if problem.backward:
         own = problem.sums.chunk(ranks.size, 1)[ranks.rank]
         for sums, results in zip(own, (exact, rounded), strict=True):
             results |= {"dk": sums[:, :size], "dv": sums[:, size:]}
     unit = torch.finfo(capture.q.dtype).eps / 2
-    rows = []
-    for name in _NAMES[: 4 if backward else 1]:
-        result = capture.results[name].double().reshape(exact[name].shape)
-        kernel = relative_rms(rounded[name] - exact[name], exact[name])
+    floor = SINGLE_FLOOR * unit if capture.q.dtype in (torch.float32, torch.float64) else 0.0
+    errors = {}
+    for name, truth in exact.items():
+        rms = relative_rms(capture.results[name].double().reshape(truth.shape) - truth, truth)
+        kernel = relative_rms(rounded[name] - truth, truth)
+        kernel = kernel if math.isfinite(kernel) else 0.0  # then the error is not finite, either
         allowed = ERROR_FACTOR * math.sqrt(kernel**2 + (ranks.size > 1) * ranks.size * unit**2 / 3)
-        floor = SINGLE_FLOOR * unit if capture.q.dtype in (torch.float32, torch.float64) else 0.0
-        rows.append([relative_rms(result - exact[name], exact[name]), max(allowed, floor), kernel])
-    return rows + [[0.0] * 3] * (4 - len(rows))
+        errors[name] = rms if math.isfinite(rms) else None, max(allowed, floor), kernel
+    return errors
 
 
-def _partition(problem: _Problem) -> tuple[float, float]:
+def _partition(problem: _Problem) -> tuple[bool, bool | None]:
     """Return whether the ranks' positions partition the sequence, and whether the model was called with this rank's.
 
-    The latter is NaN where the model was called without ``position_ids`` per token. They may restart with a document.
+    The latter is None where the model was called without ``position_ids`` per token. They may restart with a document.
     """
     expected = torch.arange(len(problem.order), device=problem.order.device)
-    partition = float(torch.equal(problem.order.sort().values, expected))
+    partition = torch.equal(problem.order.sort().values, expected)
     ids, positions = problem.capture.position_ids, problem.positions
     if ids is None or ids.shape[-1] != len(positions):
-        return partition, math.nan
+        return partition, None
     ids = ids.detach().view(-1, len(positions))
     ids = ids[problem.capture.options["row"] % len(ids)].to(positions)
     starts = torch.tensor(problem.mask.documents or (0,), device=positions.device)
     within = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
-    return partition, float(torch.equal(ids, positions) or torch.equal(ids, within))
+    return partition, torch.equal(ids, positions) or torch.equal(ids, within)
 
 
 def _sent_since(strategy: Strategy, before: dict[Any, list[int]]) -> SentInCall:
@@ -514,10 +567,7 @@ def _verdict(line: JsonObject) -> str:
     """Describe a proof in one sentence."""
     if line["problem"]:
         return f"no proof: {line['problem']}"
-    name, worst = max(
-        line["errors"].items(),
-        key=lambda item: math.inf if item[1]["rms"] is None else item[1]["rms"] / (item[1]["allowed"] or 1.0),
-    )
+    name, worst = max(line["errors"].items(), key=lambda item: _excess(item[1]["rms"], item[1]["allowed"]))
     size = "not finite" if worst["rms"] is None else f"off by {worst['rms']:.1e}"
     off = f"{name} of call {line['call']} is {size} (allowed {worst['allowed']:.1e})"
     wrong = [

@@ -154,6 +154,7 @@ def attention_options(workload: Workload, sinks: torch.Tensor | None = None) -> 
     options: JsonObject = {} if mask.plain else {"documents": mask.documents, "window_size": mask.window}
     if workload.kv_length is not None:
         options = {"kv_length": workload.kv_length} | ({"window_size": mask.window} if mask.windowed else {})
+        options |= {"kv_chunks": "contiguous"} if workload.phase == "prefill" else {}
     options |= {"prefix": mask.prefix} if mask.prefix else {}
     options |= {} if sinks is None else {"sinks": sinks}
     return options | ({"softcap": workload.softcap} if workload.softcap else {})

@@ -10,7 +10,7 @@ import operator
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +40,10 @@ class Heads:
     """Heads of the keys and values that the rank holds."""
 
 
+KeyChunks = tuple[int, ...] | Literal["contiguous"] | None
+"""Where cached keys lie: in chunks of these lengths, where they were computed, or in contiguous shares."""
+
+
 class _LocalShapes(NamedTuple):
     """Shapes of a rank's tensors: q (B, S, H, D), k and v (B, keys, Hkv, D)."""
 
@@ -66,7 +70,7 @@ class Cached(Strategy):
         """Compute output (B, S, H, D) in q's type and LSE (B, H, S) of the rows that this rank returns."""
 
     @abstractmethod
-    def cache_layout(self, kv_length: int, new_tokens: int, kv_chunks: tuple[int, ...] | None = None) -> CacheLayout:
+    def cache_layout(self, kv_length: int, new_tokens: int, kv_chunks: KeyChunks = None) -> CacheLayout:
         """Return which keys each rank holds; ``kv_chunks`` are those of `attention`. Raises `Unsupported`."""
 
     def shares_of_ranks(self, kv_heads: int) -> list[tuple[int, range]]:
@@ -103,7 +107,8 @@ class Cached(Strategy):
     def attention(  # type: ignore[override]
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, softmax_scale: float | None = None,
         kv_length: int | None = None, return_lse: bool = False, window_size: tuple[int, int] = (-1, -1),
-        prefix: int = 0, sinks: Tensor | None = None, softcap: float = 0.0, kv_chunks: Sequence[int] | None = None,
+        prefix: int = 0, sinks: Tensor | None = None, softcap: float = 0.0,
+        kv_chunks: Sequence[int] | Literal["contiguous"] | None = None,
         cache_seqlens: Any = None, block_table: Any = None,
     ) -> Any:  # fmt: skip
         """Compute attention of this rank's new queries over the keys of all ranks. Not differentiable.
@@ -111,9 +116,10 @@ class Cached(Strategy):
         q: (B, S, H, D), as `shard` returns it. k and v: (B, keys, Hkv, D), as `shard_cache` returns them, including
         the new tokens; v may have a smaller head size. ``kv_length``: number of keys of all ranks. ``sinks``: logits
         of the heads that this rank returns. ``window_size``, ``prefix`` and ``softcap`` are those of training.
-        ``kv_chunks``, for ring-prefill where each rank keeps the keys that it computed: lengths of the chunks of the
-        sequence, the new tokens last; without it, the cached keys are in contiguous shares. ``cache_seqlens`` and
-        ``block_table`` (flash-attn's names for sequences of different lengths and for paged caches) are refused.
+        ``kv_chunks`` tells ring-prefill where the cached keys lie: where they were computed, in chunks of these
+        lengths, the new tokens last, or "contiguous" for contiguous shares. A window over a cache needs it, since
+        nothing in the keys shows their positions. ``cache_seqlens`` and ``block_table`` (flash-attn's names for
+        sequences of different lengths and for paged caches) are refused.
         Returns out, or (out, lse) with lse (B, H, S).
 
         Collective. The ranks compare their arguments on the first call of each kind, and where its lengths change.
@@ -136,8 +142,13 @@ class Cached(Strategy):
         mask = mask_of_call(None, window_size, causal=causal, prefix=prefix)
         q, scale = scaled_queries(q, softmax_scale)
         kv_length, chunks = lengths_of(kv_length, kv_chunks)
-        new, inferred = chunks[-1] if chunks else self.new_tokens(q), kv_length is None
+        new, inferred = chunks[-1] if isinstance(chunks, tuple) else self.new_tokens(q), kv_length is None
         kv_length = self._length(q, k, mask) if kv_length is None else kv_length
+        if self.phase == "prefill" and chunks is None and not mask.plain and kv_length > new and self.comm.size > 1:
+            raise Unsupported(
+                "a window over a cache needs kv_chunks: the lengths of the chunks whose keys each rank has kept where"
+                ' it computed them, the new tokens last; or "contiguous", if the cached keys are in contiguous shares'
+            )
         layout = self.cache_layout(kv_length, new, chunks)
         self._check_cached_call(q, k, v, layout, new, mask, (scale, float(softcap), sinks is not None), inferred)
         call = AttentionCall(
@@ -255,18 +266,20 @@ class Cached(Strategy):
         raise NotImplementedError("there is no backward pass over a cache")
 
 
-def lengths_of(kv_length: Any, kv_chunks: Sequence[Any] | None) -> tuple[int | None, tuple[int, ...] | None]:
+def lengths_of(kv_length: Any, kv_chunks: Sequence[Any] | Literal["contiguous"] | None) -> tuple[int | None, KeyChunks]:
     """Return the number of keys and the lengths of chunks of a call, as integers. Raises `Unsupported`."""
     try:
-        chunks = None if kv_chunks is None else tuple(map(operator.index, kv_chunks))
+        chunks: Any = kv_chunks
+        if kv_chunks is not None and kv_chunks != "contiguous":
+            chunks = tuple(map(operator.index, kv_chunks))
         kv_length = kv_length if kv_length is None else operator.index(kv_length)
     except TypeError:
         raise Unsupported(
             "kv_length is one number: sequences of different lengths in a batch are not supported (call once per "
             f"length); got {kv_length!r}"
         ) from None
-    if chunks is None:
-        return kv_length, None
+    if not isinstance(chunks, tuple):
+        return kv_length, chunks
     if not chunks or min(chunks) < 1 or kv_length not in (None, sum(chunks)):
         raise Unsupported(f"kv_chunks {list(chunks)} are no lengths of chunks of kv_length={kv_length} tokens")
     return sum(chunks), chunks

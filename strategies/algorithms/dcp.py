@@ -35,7 +35,7 @@ from ..kernels.reference import KeyStretches
 from ..kernels.registry import choose_kernel
 from ..masks.cache_layout import CacheLayout, cache_layout_of
 from ..masks.layouts import ALL, LAYOUTS, Block, Layout
-from .cached import Cached, Heads, attention_over_blocks, merge_by_lse
+from .cached import Cached, Heads, KeyChunks, attention_over_blocks, merge_by_lse
 
 SPLITTING = ("flash-attn", "torch-flash")
 """Kernels that ``auto`` prefers to kernels that are faster on long blocks. They split the keys of few queries over the
@@ -109,7 +109,7 @@ class DecodeContextParallel(Cached):
         narrow = self.parameters["out_wire"] == "input" and self.parameters["merge"] == "reduce-scatter"
         return self.degree if narrow and self.degree > 1 else 0
 
-    def cache_layout(self, kv_length: int, new_tokens: int, kv_chunks: tuple[int, ...] | None = None) -> CacheLayout:
+    def cache_layout(self, kv_length: int, new_tokens: int, kv_chunks: KeyChunks = None) -> CacheLayout:
         if kv_chunks:
             raise Unsupported(
                 "kv_chunks: dcp has token t on rank t mod N; redistribute_cache moves prefill's keys there"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ _LayoutRanks = tuple[int, ...]
 @uncompiled
 def redistribute_cache(
     source: Cached, target: Cached, k: Tensor, v: Tensor, *, kv_length: int | None = None, new_tokens: int = 0,
-    kv_chunks: Sequence[int] | None = None,
+    kv_chunks: Sequence[int] | Literal["contiguous"] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return this rank's keys and values where ``target`` needs them, from where ``source`` has left them.
 

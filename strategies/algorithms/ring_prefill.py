@@ -29,7 +29,7 @@ from ..masks.cache_layout import CacheLayout, cache_layout_of
 from ..masks.layouts import ALL, LAYOUTS, Block
 from ..masks.row_routing import RowRouting, routing_of
 from ..masks.sharded_mask import ShardedMask, sharded_mask_of
-from .cached import Cached, Heads, attention_over_blocks, block_attention, merge_by_lse
+from .cached import Cached, Heads, KeyChunks, attention_over_blocks, block_attention, merge_by_lse
 
 Passes = Literal["auto", "kv", "q"]
 
@@ -52,8 +52,8 @@ class RingPrefill(Cached):
     def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:
         return 1.0
 
-    def cache_layout(self, kv_length: int, new_tokens: int, kv_chunks: tuple[int, ...] | None = None) -> CacheLayout:
-        if kv_chunks is None:
+    def cache_layout(self, kv_length: int, new_tokens: int, kv_chunks: KeyChunks = None) -> CacheLayout:
+        if not isinstance(kv_chunks, tuple):
             cached = LAYOUTS["contiguous"], kv_length - new_tokens
             return cache_layout_of(self.comm.size, (cached, (self.layout, new_tokens)))
         return cache_layout_of(self.comm.size, tuple((self.layout, tokens) for tokens in kv_chunks))

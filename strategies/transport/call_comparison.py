@@ -2,29 +2,40 @@
 
 Packed documents change with every batch, and lengths of caches with every decode step.
 
-Each rank contributes a hash of its call and waits for those of all others, before anything is sent. Where all ranks of
-the group are on one host, the hashes are words in memory that the ranks share, which takes some microseconds. Otherwise
-they are added up in the store of torch.distributed: two requests per rank, three for the last. NCCL and the GPU take no
-part. Only where the hashes differ do the ranks gather what they were called with, and all raise the same error.
+Where all ranks of the group are on one host, each writes a hash of its call into memory that the ranks share, and waits
+for those of all others before anything is sent, which takes some microseconds. NCCL and the GPU take no part.
+
+Otherwise, hashes are summed in the store of torch.distributed, three requests per rank. On GPUs a rank takes part only
+where its documents differ from those of its call before, or its options are new to the group: once per batch and not
+once per layer. It says in the store which call it waits in. The other ranks send at once, and a thread of each looks
+twice a second whether a rank waits in a call that its own rank has passed. If so, every rank raises the same error from
+the call in which it waits, or from its next call or backward pass. Communicators of the group are aborted then, since
+what some ranks have sent is never received, and the group can make no further call. On a CPU, where a rank that sends
+waits for its peers, every call is compared before anything is sent.
+
+Where hashes differ, the ranks gather what they were called with, and all raise the same error.
 """
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
+import threading
 import time
 import uuid
 import warnings
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ..errors import PeerLost, Unsupported
-from .groups import timeout
+from .copy_engine import stop_copies
+from .groups import abort_channels, timeout
 from .handshake import WARNED_AFTER_S
 
 _HASH_BITS = 48
@@ -35,6 +46,8 @@ _COUNT_FROM = 44
 """Bit of a sum in the store from which on it counts ranks."""
 _SPINNING_S = 1e-3
 """Seconds for which a rank that waits yields its processor only; then it sleeps between two looks."""
+INTERVAL_S = 0.5
+"""Seconds between two looks at whether a rank waits in a call that this rank has passed."""
 _DIFFERENT_DOCUMENTS = (
     "the ranks of a context-parallel group share one batch: give them the same cu_seqlens (one data loader per group,"
     " or the same seed and position)"
@@ -48,15 +61,25 @@ def compares_calls(group: dist.ProcessGroup) -> bool:
     return group in _comparisons
 
 
-def compare_call(group: dist.ProcessGroup, call: Mapping[str, Any], processes: Mapping[int, int | None]) -> None:
-    """Check that all ranks of a group make the same ``call``: numbers, types, texts and tuples of integers. Collective.
+def compare_call(
+    group: dist.ProcessGroup, call: Mapping[str, Any], processes: Mapping[int, int | None], *, may_pass: bool = False
+) -> None:
+    """Check that all ranks of ``group`` make the same ``call``: numbers, types, texts and tuples of integers.
 
-    ``processes``: process ID by global rank, None where this rank cannot see the process. Raises `Unsupported` on every
-    rank where two calls differ, and `PeerLost` where a rank does not come.
+    ``processes``: process ID by global rank, None where this rank cannot see the process. With ``may_pass``, a call
+    with the documents of the one before may return before the ranks are known to agree, and a later one then raises the
+    error. Collective otherwise. Raises `Unsupported` on every rank where two calls differ, and `PeerLost` where a rank
+    does not come.
     """
     if group not in _comparisons:
         _comparisons[group] = CallComparison(group, processes)
-    _comparisons[group].check(group, call)
+    _comparisons[group].check(group, call, may_pass=may_pass)
+
+
+def raise_if_refused(group: dist.ProcessGroup) -> None:
+    """Raise `Unsupported` if the ranks of ``group`` have made different calls, and this one has passed its own."""
+    if (comparison := _comparisons.get(group)) is not None and comparison.refusal is not None:
+        raise Unsupported(comparison.refusal)
 
 
 class CallComparison:
@@ -77,22 +100,37 @@ class CallComparison:
             self._words = None
         if own_file is not None:
             os.close(own_file)
-        self._key = f"ringprof:calls:{token}"
-        self._store: Any = None
+        self.refusal: str | None = None
+        """Why no further call is possible; None while the ranks' calls are equal as far as this rank knows."""
+        self._documents: Any = self  # no documents are equal to it
+        self._kinds: set[tuple[Any, ...]] = set()
+        """All other parts of the calls that the ranks have compared."""
+        self._waited: list[tuple[int, Mapping[str, Any]]] = [(0, {})]
+        """Number and parts of the last two calls in which this rank waited for the others."""
         if self._words is None:
-            store: Any = c10d._world.pg_map[c10d._get_default_group()][1]
-            # A client of its own: another thread's requests do not wait for the answer of this one's.
-            self._store = store.clone() if hasattr(store, "clone") else store
+            self._connect_store(f"ringprof:calls:{token}", group)
 
-    def check(self, group: dist.ProcessGroup, call: Mapping[str, Any]) -> None:
+    def check(self, group: dist.ProcessGroup, call: Mapping[str, Any], *, may_pass: bool) -> None:
         """Compare one call of ``group``, as `compare_call` does."""
+        kind = tuple(value for name, value in call.items() if name != "documents")
+        passes = may_pass and self._words is None and call["documents"] == self._documents and kind in self._kinds
+        if not passes:
+            # Before the count, since the thread that looks reads the count first.
+            self._waited = [*self._waited[-1:], (self._calls + 1, call)]
         self._calls += 1
+        raise_if_refused(group)
+        if passes:
+            return
         # Hashes of integers are equal in all processes, those of strings are not.
         values = [hash(value) if isinstance(value, tuple) else value for value in call.values()]
         digest = int.from_bytes(blake2b(repr(values).encode(), digest_size=8).digest(), "little")
         equal = self._compare_in_store(digest) if self._words is None else self._compare_in_memory(digest)
         if not equal:
             raise Unsupported(difference(dict(zip(self._ranks, _gather(group, dict(call)), strict=True))))
+        if self._words is None:
+            self._documents = call.get("documents", self)
+            if may_pass:
+                self._kinds.add(kind)
 
     def _map(self, file: int | None) -> Any:
         """Return the 2 x N words of the first rank's ``file``; None where this rank cannot share them."""
@@ -135,22 +173,100 @@ class CallComparison:
                     warnings.warn(f"rank {dist.get_rank()} waits for rank {missing[0]}: {_WAITED}", stacklevel=2)
             time.sleep(0 if now - begin < _SPINNING_S else 1e-4)
 
+    def _connect_store(self, key: str, group: dist.ProcessGroup) -> None:
+        """Connect this rank to the store, and start the thread that looks for ranks which wait. Collective."""
+        self._key, self._group_name = key, group.group_name
+        store: Any = c10d._world.pg_map[c10d._get_default_group()][1]
+        # Clients of their own: a request does not wait for the answer to another thread's.
+        self._store, self._thread_store = store.clone(), store.clone()
+        self._refused = threading.Event()
+        self._obsolete: list[str] = []
+        self._store.set(f"{key}:waits:{self._rank}", "0")
+        if self._rank == 0:
+            self._store.set(f"{key}:refused", "0")
+        _gather(group, True)
+        stopped = threading.Event()
+        thread = threading.Thread(target=_look_forever, args=(ref(self), stopped), name="ringprof-calls", daemon=True)
+        thread.start()
+        # At the latest when the interpreter exits: a thread must not be inside the store then.
+        finalize(self, _stop, thread, stopped)
+
     def _compare_in_store(self, digest: int) -> bool:
         """Add this rank's hash and a count of 1 to the sum in the store, and wait for the sum of all ranks."""
         summand = digest % 2**_SUMMAND_BITS
         key = f"{self._key}:{self._calls}"
         try:
+            self._store.set(f"{self._key}:waits:{self._rank}", str(self._calls))
             total = self._store.add(key, (1 << _COUNT_FROM) + summand)
             if total >> _COUNT_FROM == self._size:
                 self._store.set(f"{key}:sum", str(total))
                 # All ranks are here, so none waits for the sum of the call before.
-                for old in (f"{self._key}:{self._calls - 1}", f"{self._key}:{self._calls - 1}:sum"):
-                    self._store.delete_key(old)
+                before = f"{self._key}:{self._waited[0][0]}"
+                self._obsolete += [before, f"{before}:sum"]
             else:
                 total = int(self._store.get(f"{key}:sum"))
         except RuntimeError as error:
             raise PeerLost(f"a rank has ended or does not come: {_WAITED} ({error})") from error
+        if not total:
+            self._refused.wait(timeout().total_seconds())
+            raise Unsupported(self.refusal or "the ranks make different calls")
         return bool(total % (1 << _COUNT_FROM) == self._size * summand)
+
+    def look(self) -> bool:
+        """Look once whether a rank waits in a call that this rank has passed; return whether to look again.
+
+        If so, all ranks publish their calls, and none makes another. Runs in a thread. Raises `RuntimeError` where the
+        store has ended.
+        """
+        store, key = self._thread_store, self._key
+        # Read before the store: a number that is older than these two cannot be there any more.
+        calls, waited = self._calls, self._waited
+        while self._obsolete:
+            store.delete_key(self._obsolete.pop())
+        *waits, refused = _values(store, [*(f"{key}:waits:{rank}" for rank in range(self._size)), f"{key}:refused"])
+        passed = [number for number in waits if number <= calls and number not in {own for own, _ in waited}]
+        if not refused and not passed:
+            return True
+        refused = refused or int(store.compare_set(f"{key}:refused", "0", str(passed[0])))
+        _, call = next(entry for entry in reversed(self._waited) if entry[0] <= refused)
+        parts = {name: list(value) if isinstance(value, tuple) else str(value) for name, value in call.items()}
+        store.set(f"{key}:call:{self._rank}", json.dumps(parts))
+        try:
+            by_rank = [json.loads(store.get(f"{key}:call:{rank}")) for rank in range(self._size)]
+            plain = [{name: tuple(x) if isinstance(x, list) else x for name, x in parts.items()} for parts in by_rank]
+            self.refusal = difference(dict(zip(self._ranks, plain, strict=True)))
+        except RuntimeError as error:
+            self.refusal = f"the ranks make different calls, and one has ended: {_WAITED} ({error})"
+        self._refused.set()
+        store.set(f"{key}:{self._waited[-1][0]}:sum", "0")
+        # Streams of this process may wait for what no rank sends.
+        stop_copies(self.refusal)
+        abort_channels(self._group_name)
+        return False
+
+
+def _values(store: Any, keys: Sequence[str]) -> list[int]:
+    return [int(x) for x in (store.multi_get(keys) if store.has_extended_api() else map(store.get, keys))]
+
+
+def _look_forever(comparison: ref[CallComparison], stopped: threading.Event) -> None:
+    """Look until told to stop, while the comparison and the store exist."""
+    while not stopped.wait(INTERVAL_S):
+        if (present := comparison()) is None:
+            return
+        try:
+            if not present.look():
+                return
+        except RuntimeError:
+            # The store has ended: calls that wait in it raise the error.
+            return
+        del present
+
+
+def _stop(thread: threading.Thread, stopped: threading.Event) -> None:
+    stopped.set()
+    if thread is not threading.current_thread():
+        thread.join(2 * INTERVAL_S)
 
 
 _WAITED = "the ranks of its group compare their calls, and all must make the same"
@@ -159,7 +275,9 @@ _WAITED = "the ranks of its group compare their calls, and all must make the sam
 def difference(calls: Mapping[int, Mapping[str, Any]]) -> str:
     """Describe the first part in which the calls, by global rank, differ, and how to make them agree."""
     first = next(iter(calls.values()))
-    name = next(name for name in first if len({call[name] for call in calls.values()}) > 1)
+    name = next((name for name in first if len({call.get(name) for call in calls.values()}) > 1), None)
+    if name is None:
+        return "the ranks change from one call to another, but not all at the same one: all must make the same calls"
     values = {rank: call[name] for rank, call in calls.items()}
     ranks: dict[Any, list[int]] = {}
     for rank, value in values.items():

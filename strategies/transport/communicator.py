@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import Unsupported
-from .call_comparison import compare_call, compares_calls
+from .call_comparison import compare_call, compares_calls, raise_if_refused
 from .collectives import Collective
 from .copy_engine import can_copy
 from .handshake import check_same_call, perform_handshake, require_same_call
@@ -88,9 +88,15 @@ class Communicator:
         self.can_copy = handshake.can_copy
 
     def check_alive(self) -> None:
-        """Raise `Unsupported` where torch.distributed was shut down after this communicator was created."""
-        if self.group is not None and dist.group.WORLD is not self._world:
+        """Raise `Unsupported` where torch.distributed was shut down after this communicator was created.
+
+        Raises it also where an earlier call turned out to differ between the ranks.
+        """
+        if self.group is None:
+            return
+        if dist.group.WORLD is not self._world:
             raise Unsupported("torch.distributed was shut down since this strategy was created: create it again")
+        raise_if_refused(self.group)
 
     def check_same_call(self, call: str) -> None:
         """Check that all ranks make the same ``call`` (see `handshake.check_same_call`).
@@ -114,13 +120,13 @@ class Communicator:
         """Return whether the ranks of the group compare every call, which `compare_call` begins."""
         return self.group is not None and compares_calls(self.group)
 
-    def compare_call(self, call: dict[str, Any]) -> None:
+    def compare_call(self, call: dict[str, Any], *, may_pass: bool = False) -> None:
         """Check that all ranks make the same ``call`` (see `call_comparison.compare_call`).
 
         Nothing is compared while a CUDA graph is captured.
         """
         if self._can_talk():
-            compare_call(self.group, call, self.processes)
+            compare_call(self.group, call, self.processes, may_pass=may_pass)
 
     def _can_talk(self) -> bool:
         """Return whether there are other ranks, and this one can exchange messages with them now."""

@@ -60,6 +60,12 @@ _owners: WeakValueDictionary[int, _Slots] = WeakValueDictionary()
 _watchdog = CopyWatchdog()
 
 
+def stop_copies(reason: str) -> None:
+    """Let streams that wait for copied hops continue with NaN, and send nothing more; the next hop gives ``reason``."""
+    _watchdog.lost = _watchdog.lost or reason
+    _watchdog.check()
+
+
 def can_copy() -> str | None:
     """Return why copy engines cannot carry hops here; None where they can, at least within a host."""
     if not torch.cuda.is_available() or _cuda() is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -36,6 +36,15 @@ def process_group(channel: str, ranks: tuple[int, ...], token: str, within: dist
     if key not in _groups:
         _groups[key] = _make_group(channel, ranks, token)
     return _groups[key]
+
+
+def abort_channels(within: str) -> None:
+    """Abort the communicators of the channels of the group named ``within``, so that no stream waits in them."""
+    for (_, _, name), group in list(_groups.items()):
+        if name == within:
+            # A backend may be unable to abort, and an older torch does not offer it.
+            with suppress(RuntimeError, AttributeError):
+                group.abort()
 
 
 def backend_for(device_type: str, group: dist.ProcessGroup | None = None) -> str | None:

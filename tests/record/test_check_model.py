@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # what a first backward pass imports: once, and not in every forked rank
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -239,7 +240,9 @@ def test_shards_weights_and_losses() -> None:
     (reason,) = results["unequal"].reasons
     assert reason.startswith("the ranks' losses are weighted unequally: the output's gradient is 2.37, 0.633 times")
     (reason,) = results["unreduced"].reasons
-    assert reason == "the gradients of 23 parameters are not reduced: their sum over the ranks is right"
+    assert reason == (
+        "the gradients of 23 parameters are not reduced over all ranks: their sum over the ranks is right"
+    )
     assert results["same shard"].reasons == [
         "the shards do not partition the batch: 32 tokens are on no rank (the first: token 16 of row 0), 32 are on"
         " several (the first: token 0 of row 0 on ranks 0, 1)"
@@ -263,3 +266,73 @@ def test_groups_that_keep_to_themselves_are_named() -> None:
         "token 16 of row 0 on rank 2 does not see 16 tokens that it should (the first: token 0 of row 0): nothing of"
         " rank 0, 1 reaches it"
     ], str(wrong)
+
+
+# A plain training loop over data-parallel and context-parallel ranks, and six mistakes that trainers have made.
+
+
+def in_ddp(
+    *, attention: Any = None, truth: Any = None, positions: Any = None, labels: Any = None, scale: float = 1.0,
+    own_mean: bool = False, reduced_over: str | None = None,
+) -> ModelCheck:  # fmt: skip
+    """Check a loop over a mesh of 2 x 2 ranks in which DDP averages over all four, with one part of it replaced."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    strategy = create("zigzag", mesh["cp"])
+    mine, reference = pair(attention or strategy.attention, truth)
+    model = DistributedDataParallel(mine, process_group=mesh[reduced_over].get_group() if reduced_over else None)
+    batch = ids(4)
+    targets = shifted(batch)
+    targets[:3, :20] = -100
+    count = int((targets >= 0).sum())
+    rows = slice(2 * mesh["dp"].get_local_rank(), 2 * mesh["dp"].get_local_rank() + 2)
+
+    def step(batch: Tensor) -> Tensor:
+        local = strategy.shard(batch[rows])
+        own = strategy.shard(targets[rows])
+        own = own if labels is None else torch.where(own < 0, own, labels(local))
+        logits = model(local, strategy.positions(SEQ) if positions is None else positions(local))
+        if own_mean:
+            loss = cross_entropy(logits.flatten(0, 1), own.flatten())
+        else:
+            loss = total_loss(logits, own) / count * dist.get_world_size() * scale
+        loss.backward()
+        return loss.detach()
+
+    return ringprof.check_model(
+        step, lambda batch: total_loss(reference(batch, torch.arange(SEQ)), targets) / count, batch
+    )
+
+
+IN_DDP: dict[str, tuple[dict[str, Any], str]] = {
+    "context parallelism off": (
+        {"attention": lambda q, k, v: dense(q, k, v, None)}, "context parallelism is silently off"
+    ),
+    "averaged over context-parallel ranks": ({"scale": 0.5}, "0.5, 1 / ranks that share a row"),
+    "mean over own tokens": ({"own_mean": True}, "the ranks' losses are weighted unequally"),
+    "labels of the shard": ({"labels": shifted}, "the labels are shifted across shard borders: "),
+    "positions of the shard": (
+        {"positions": lambda local: torch.arange(local.shape[1])}, "local positions, which restart on every rank"
+    ),
+    "window dropped": (
+        {"truth": lambda q, k, v: dense(q, k, v, visible(torch.arange(SEQ), window=20))},
+        "the window of 20 tokens is dropped",
+    ),
+    "reduced over data-parallel ranks alone": (
+        {"reduced_over": "dp"},
+        "of 23 parameters are not reduced over all ranks: their sum over the ranks is the reference's times",
+    ),
+}  # fmt: skip
+
+
+def ddp_loops(rank: int) -> dict[str, ModelCheck]:
+    return {"right": in_ddp(), **{name: in_ddp(**options) for name, (options, _) in IN_DDP.items()}}
+
+
+@pytest.mark.processes
+def test_a_ddp_loop_over_two_mesh_dimensions() -> None:
+    by_rank = run_ranks(4, ddp_loops)
+    right = by_rank[0].pop("right")
+    assert right.equal and right.reasons == [] and right.loss_is == "mean", str(right)
+    for name, check in by_rank[0].items():
+        assert not check.equal
+        assert check.reasons and IN_DDP[name][1] in check.reasons[0], f"{name}: {check}"

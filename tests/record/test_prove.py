@@ -104,6 +104,7 @@ def test_what_is_wrong_is_found_and_a_rank_that_fails_ends_nothing(tmp_path: Pat
 
 def masked(rank: int, folder: Path) -> None:
     """Documents, window, sinks, softcap and a scale, in pieces of few rows."""
+    prover.Prover._plan_first = lambda *_: 2  # type: ignore[method-assign]
     strategy = create("ring", kernel="reference")
     documents, sinks = torch.tensor([0, 5, 24, 32]), torch.nn.Parameter(torch.randn(4))
     model = Model(lambda q, k, v: strategy.attention(
@@ -123,8 +124,31 @@ def test_masks_and_scores_are_those_of_the_call(tmp_path: Path) -> None:
     assert line["mask"] == "causal, 3 documents of 5 to 19 tokens, window of 7"
 
 
-def test_the_interval_grows_with_the_cost(tmp_path: Path) -> None:
+def test_the_first_proof_waits_until_its_estimate_is_one_percent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy, steps_ns = create("ring"), [10**6]
+    monkeypatch.setattr(prover, "median", lambda times: steps_ns[0])
+    monkeypatch.setattr(prover, "_estimated_s", lambda *_: 0.03)
+    for step_ns, first in ((10**12, 2), (10**6, 3000)):
+        steps_ns[0] = step_ns
+        running = train(strategy, Model(lambda q, k, v: strategy.attention(q, k, v)), strategy, None, steps=3)
+        assert running.proofs == (first == 2) and running._next >= first
+
+
+def test_the_estimate_grows_with_rows_times_keys() -> None:
+    """4 query heads of 2^15 rows have 2^15 * 4 * 2^16 scores, in six products with 128 numbers each."""
+    shape = (1, 2**15, 4, 128), (1, 2**15, 1, 128), (1, 2**15, 1, 128)
+    of_q, of_k, of_v = map(torch.Size, shape)
+    long = prover._estimated_s(of_q, of_k, of_v, torch.device("cpu"), 2)
+    exact_and_rounded = 2 * 6 * 2 * 128 * (2**15 * 4 * 2**16)
+    assert long >= exact_and_rounded / (1e9 * torch.get_num_threads())
+    assert prover._estimated_s(of_q, of_k, of_v, torch.device("cpu"), 1) < 0.51 * long
+
+
+def test_the_interval_grows_with_the_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However fast the machine is at that moment, proofs are as far apart as their cost says."""
+    monkeypatch.setattr(prover.Prover, "_plan_first", lambda *_: 2)
     strategy = create("ring")
     running = train(strategy, Model(lambda q, k, v: strategy.attention(q, k, v)), strategy, tmp_path / "log", steps=9)
     proofs = lines(tmp_path / "log")

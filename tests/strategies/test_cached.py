@@ -69,6 +69,11 @@ def inputs(problem: WorkloadShard) -> list[Tensor]:
     return [*(x[: problem.batch] for x in qkv), sinks[0].flatten()]
 
 
+def held(strategy: Any) -> dict[str, str]:
+    """Return the argument that says that ring-prefill's cached keys lie where `shard_cache` puts them."""
+    return {"kv_chunks": "contiguous"} if strategy.phase == "prefill" else {}
+
+
 def dense(problem: WorkloadShard) -> tuple[Tensor, Tensor]:
     """Compute the output and LSE one row and head at a time, and check for every key whether the query sees it."""
     q, k, v, sinks = inputs(problem)
@@ -100,6 +105,7 @@ def errors(
         mine = (strategy.shard_cache(x, problem.new, problem.heads) for x in (k, v))
         heads = strategy.heads(problem.heads, problem.kv_heads).returned
         options = {"window_size": problem.window, "prefix": problem.prefix, "softcap": problem.softcap}
+        options |= held(strategy)
         out, lse = strategy.attention(
             strategy.shard(q), *mine, causal=problem.causal, kv_length=problem.keys, return_lse=True,
             sinks=sinks[heads] if problem.sinks else None, **options,
@@ -246,7 +252,7 @@ def errors_beside_meta(rank: int, problem: WorkloadShard, truth: Tensor) -> list
             strategy = create(name, kernel="reference")
             mine = [strategy.shard_cache(x, problem.new, problem.heads) for x in (k, v)]
             window = {"window_size": problem.window, "prefix": problem.prefix}
-            out = strategy.attention(strategy.shard(q), *mine, kv_length=problem.keys, **window)
+            out = strategy.attention(strategy.shard(q), *mine, kv_length=problem.keys, **window, **held(strategy))
         errors.append(float((out - strategy.shard_output(truth)).abs().max()))
     return errors
 
@@ -306,7 +312,9 @@ def sent(rank: int, cases: list[Case], problem: WorkloadShard) -> list[dict[tupl
     for case in cases:
         strategy = create(case.name, kernel="reference", **case.params)
         mine = (strategy.shard_cache(x, problem.new, problem.heads) for x in (k, v))
-        strategy.attention(strategy.shard(q), *mine, kv_length=problem.keys, window_size=problem.window)
+        strategy.attention(
+            strategy.shard(q), *mine, kv_length=problem.keys, window_size=problem.window, **held(strategy)
+        )
         meter = strategy.comm.meter.sent
         bytes_by_case.append({(channel, operation): size for (channel, _, operation, _), (_, size) in meter.items()})
     return bytes_by_case
@@ -336,6 +344,30 @@ def test_prefill_sends_the_smaller_of_queries_and_keys() -> None:
     assert run_ranks(2, sent, PREFILL, WorkloadShard(8, 24))[0] == [kv, q, q]
     # Without a cache keys and values are less: 4 of 8 tokens are 2048 bytes.
     assert run_ranks(2, sent, PREFILL[2:], WorkloadShard(8, 8))[0] == [{("kv", "send_recv"): 2048}]
+
+
+def windows_over_a_cache(rank: int) -> list[str]:
+    x, refusals = torch.randn(1, 8, 4, 8), []
+    for name, options in (
+        ("ring-prefill", {"window_size": (4, 0), "kv_length": 16}),
+        ("ring-prefill", {"window_size": (4, 0), "prefix": 2}),
+        ("dcp", {"kv_chunks": "contiguous", "kv_length": 16}),
+    ):  # fmt: skip
+        with pytest.raises(Unsupported) as refusal:
+            create(name, kernel="reference").attention(x[:, :2], x, x, **options)
+        refusals.append(str(refusal.value))
+    # Without a cache, or a window, nothing is to be declared.
+    strategy = create("ring-prefill", kernel="reference")
+    strategy.attention(x, x, x, window_size=(4, 0))
+    strategy.attention(x[:, :2], x, x)
+    return refusals
+
+
+@pytest.mark.processes
+def test_a_window_over_cached_keys_of_unknown_positions_is_refused() -> None:
+    first, second, third = run_ranks(2, windows_over_a_cache)[0]
+    assert first == second and first.startswith("a window over a cache needs kv_chunks: the lengths of the chunks")
+    assert third.startswith("kv_chunks: dcp has token t on rank t mod N")
 
 
 @pytest.mark.processes
@@ -411,7 +443,8 @@ def error_with_inferred_length(rank: int, case: Case, problem: WorkloadShard, ex
     q, k, v, _ = inputs(problem)
     strategy = create(case.name, kernel="reference", **case.params)
     mine = (strategy.shard_cache(x, problem.new, problem.heads) for x in (k, v))
-    out = strategy.attention(strategy.shard(q), *mine, causal=problem.causal, window_size=problem.window)
+    options = {"causal": problem.causal, "window_size": problem.window, **held(strategy)}
+    out = strategy.attention(strategy.shard(q), *mine, **options)
     return float((out - strategy.shard_output(exact)).abs().max())
 
 

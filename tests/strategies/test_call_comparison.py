@@ -168,3 +168,54 @@ def test_the_message_names_ranks_and_the_first_bound_that_differs():
     assert "rank 0: 9 documents, of which number 9 ends at 90; rank 1: 11 documents" in text
     text = difference({rank: {"documents": (), "prefix": rank == 9} for rank in range(10)})
     assert text.startswith("the ranks call with different prefix: ranks 0, 1, 2, 3, 4, 5, 6, 7, ...: False; rank 9: T")
+
+
+PASSING: list[tuple[tuple[int, ...], bool]] = [
+    ((0, 8, 32), True), ((0, 8, 32), True), ((0, 16, 32), True), ((0, 16, 32), False), ((0, 16, 32), True)
+]  # fmt: skip
+
+
+def passing_ranks(rank: int, changes: dict[int, int]) -> list[str]:
+    """Make calls that may pass, with other documents from call ``changes[rank]`` on; return what each raised."""
+    group: Any = dist.group.WORLD
+    processes = create("ring").comm.processes
+    raised = []
+    with BY_STORE, patch.object(call_comparison, "INTERVAL_S", 0.02):
+        for number, (documents, may_pass) in enumerate(PASSING):
+            documents = (0, 4, 32) if changes.get(rank) == number else documents
+            try:
+                compare_call(group, {"documents": documents, "window_size": (3, 0)}, processes, may_pass=may_pass)
+                raised.append("")
+            except Unsupported as error:
+                raised.append(str(error))
+        # What a rank does next, long after it has passed the call.
+        for _ in range(500):
+            try:
+                call_comparison.raise_if_refused(group)
+            except Unsupported as error:
+                return [*raised, str(error)]
+            time.sleep(0.01)
+    return raised
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("changed", [1, 2, 3, 4])
+def test_a_rank_that_passed_a_call_is_refused_later(changed):
+    """Rank 1 comes with documents of its own in one call; the other two may have passed that call."""
+    results = run_ranks(3, passing_ranks, {1: changed})
+    before = "0, 8, 32" if changed < 2 else "0, 16, 32"
+    expected = f"the ranks call with different documents: ranks 0, 2: [{before}]; rank 1: [0, 4, 32]; {ADVICE}"
+    if changed in (2, 3):  # calls in which every rank waits: all go on
+        assert results == [[expected * (number == changed) for number in range(len(PASSING))]] * 3
+    else:
+        assert results[1][changed] == expected and not any(results[1][:changed])
+        for result in results:
+            assert result[-1] == expected and set(result) <= {"", expected}
+
+
+@pytest.mark.processes
+def test_ranks_that_change_documents_at_different_calls_do_not_wait_for_each_other():
+    """Each of two ranks waits in a call that the other has passed, or will pass."""
+    results = run_ranks(2, passing_ranks, {0: 4, 1: 1})
+    assert results[0][-1] == results[1][-1]
+    assert all(any(result) and set(result) <= {"", result[-1]} for result in results)

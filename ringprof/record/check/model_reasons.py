@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringprof.record.check.dense import TOKEN_FACTOR, gather_numbers
-from ringprof.record.check.model_result import ModelCheck, ParameterCheck, token_in_words
+from ringprof.record.check.dense import TOKEN_FACTOR, gather_numbers, relative_rms
+from ringprof.record.check.model_result import ModelCheck, token_in_words
 from ringprof.record.check.model_run import ModelRun
 from ringprof.record.check.model_step import names_of, rows_of
 
@@ -353,41 +353,43 @@ def _explain_loss(run: ModelRun, check: ModelCheck) -> list[str]:
 
 def _explain_gradients(run: ModelRun, check: ModelCheck) -> list[str]:
     """Explain wrong gradients of parameters where the loss is right: their scale, or no reduction. Collective."""
-    wrong, size = check.wrong_parameters, run.ranks.size
-    if not wrong:
-        return []
-    exact = run.reference.gradients
-    unreduced = []
-    for name in wrong:
-        reference, own = exact[name], run.parallel.gradients[name]
-        if reference is None:
-            continue
-        total = torch.zeros_like(reference) if own is None else own.to(reference, copy=True)
-        total = total.to(run.ranks.device)
-        if size > 1:
-            dist.all_reduce(total, group=run.ranks.group)
-        difference = total.to(reference).double() - reference.double()
-        unreduced.append(bool(difference.norm() <= check.parameters[name].allowed_rms * reference.double().norm()))
-    if unreduced and all(unreduced) and size > 1:
-        ratios = [error.ratio for error in wrong.values()]
-        if not all(abs(ratio * size - 1) < RATIO_TOLERANCE for ratio in ratios):
-            return [f"the gradients of {len(wrong)} parameters are not reduced: their sum over the ranks is right"]
-    scaled: dict[str, list[ParameterCheck]] = {}
-    for error in wrong.values():
+    scaled: dict[str, int] = {}
+    unreduced: dict[str, int] = {}
+    for name, error in check.wrong_parameters.items():
+        reference, own = run.reference.gradients[name], run.parallel.gradients[name]
         if error.residual <= max(error.allowed_rms, RATIO_TOLERANCE) and error.ratio:
-            scaled.setdefault(_ratio_in_words(error.ratio, size), []).append(error)
+            words = _ratio_in_words(error.ratio, run)
+            scaled[words] = scaled.get(words, 0) + 1
+        elif reference is not None and run.ranks.size > 1:
+            total = (torch.zeros_like(reference) if own is None else own.to(reference, copy=True)).to(run.ranks.device)
+            dist.all_reduce(total, group=run.ranks.group)
+            summed, exact = total.to(reference).double(), reference.double()
+            ratio = ((summed * exact).sum() / exact.square().sum()).item()
+            if ratio and relative_rms(summed - ratio * exact, ratio * exact) <= max(error.allowed_rms, RATIO_TOLERANCE):
+                right = abs(ratio - 1) < RATIO_TOLERANCE
+                words = "right" if right else f"the reference's times {_ratio_in_words(ratio, run)}"
+                unreduced[words] = unreduced.get(words, 0) + 1
+    wrong = len(check.wrong_parameters)
     return [
-        f"the gradients of {len(errors)} of {len(wrong)} differing parameters are the reference's times {words}"
-        for words, errors in scaled.items()
-    ]
+        *(f"the gradients of {count} parameters are not reduced over all ranks: their sum over the ranks is {words}"
+          for words, count in unreduced.items()),
+        *(f"the gradients of {count} of {wrong} differing parameters are the reference's times {words}"
+          for words, count in scaled.items()),
+    ]  # fmt: skip
 
 
-def _ratio_in_words(ratio: float, ranks: int) -> str:
-    """Return a ratio as words: a product or quotient of the number of ranks where it is one."""
-    for value, meaning in (
-        (ranks, "the number of ranks: summed where they are to be averaged, or scaled twice"),
-        (1 / ranks, "1 / ranks: averaged where they are to be summed, or scaled twice"),
-    ):
-        if ranks > 1 and abs(ratio / value - 1) < RATIO_TOLERANCE:
-            return f"{value:.3g}, {meaning}"
+def _ratio_in_words(ratio: float, run: ModelRun) -> str:
+    """Return a ratio as words: a number of ranks, or its inverse, where it is one."""
+    row = run.every_token[0][0] // run.reference.shape[1]
+    sharing = sum(bool((tokens // run.reference.shape[1] == row).any()) for tokens in run.every_token)
+    sizes = {
+        "the number of ranks": run.ranks.size, "the number of ranks that share a row": sharing,
+        "the number of groups of ranks that share a row": run.ranks.size / sharing,
+    }  # fmt: skip
+    for words, size in sizes.items():
+        if size > 1 and abs(ratio / size - 1) < RATIO_TOLERANCE:
+            return f"{ratio:.3g}, {words}: summed where they are to be averaged, or scaled twice"
+        if size > 1 and abs(ratio * size - 1) < RATIO_TOLERANCE:
+            words = words.removeprefix("the number of ")
+            return f"{ratio:.3g}, 1 / {words}: averaged where they are to be summed, or scaled twice"
     return f"{ratio:.3g}"
