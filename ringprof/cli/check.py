@@ -64,7 +64,6 @@ def command(**options: Any) -> int:
     ringprof check --model mine:training_step
     """
     form = options.pop("form")
-    refuse_missing_module(options["target"])
     if options.pop("of_model"):
         return _check(ModelRequest(**_model_options(options)), form)
     if options["layout"] is None:
@@ -88,6 +87,7 @@ def _model_options(options: dict[str, Any]) -> dict[str, Any]:
 
 def _check(request: CheckRequest | ModelRequest, form: str) -> int:
     """Run the check on own ranks, or as one rank of a launcher; print the result and return the exit code."""
+    refuse_missing_module(request.target)
 
     def work(rank: int) -> int:
         with show_progress("checking") if rank == 0 else nullcontext():

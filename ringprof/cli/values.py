@@ -83,10 +83,10 @@ class StrategyName(Known):
 
 def refuse_missing_module(target: str) -> None:
     """Raise `UsageError` if no module of ``module:name`` is installed or in the current folder; imports nothing."""
-    package = target.partition(":")[0].partition(".")[0]
-    folder = os.getcwd()
-    with suppress(ValueError):  # an empty name, and a module without a spec
-        if package and (PathFinder.find_spec(package, [folder]) is None and find_spec(package) is None):
+    module, colon, _ = target.partition(":")
+    package, folder = module.partition(".")[0], os.getcwd()
+    with suppress(ValueError):  # a module without a spec
+        if package and colon and (PathFinder.find_spec(package, [folder]) is None and find_spec(package) is None):
             names = [entry.name for entry in islice(os.scandir(folder), 500)]
             modules = [name.removesuffix(".py") for name in names if name.endswith(".py") or "." not in name]
             raise UsageError(

@@ -50,7 +50,7 @@ def test_verdict_recommends_balancing_a_contiguous_causal_ring():
         f"Largest loss outside attention: imbalance between ranks, {uneven / 1e6:.1f} ms of 2.034 s. To try: "
         "zigzag or stripe (the same causal work for all)."
     )
-    assert f"{report['summary']['bounds_ns']['balanced'] / 1e6:,.1f} ms" in gain
+    assert f"{report['summary']['bounds_ns']['balanced'] / 1e9:,.3f} s" in gain
 
 
 def test_verdict_from_traces_alone_suspects_contiguous_shards():
