@@ -11,7 +11,7 @@ WORKERS := -n auto --maxprocesses 4 --dist loadfile
 
 .PHONY: help demo test test-processes test-all docs lint audit release clean
 help:
-	@echo 'make demo      record a small run and show its report (first result, a few minutes)'
+	@echo 'make demo      record a small run, show its report and write its page (first result, a few minutes)'
 	@echo 'make test      linters, types, import contracts and the fast tests; those of GPUs where there are some'
 	@echo 'make test-processes  the tests that start ranks, clusters or a browser'
 	@echo 'make test-all  make test, make test-processes, make audit, the long tier, and analysis on every Python found'
@@ -20,13 +20,14 @@ help:
 	@echo 'make clean     remove .venv/ and caches'
 
 demo: $(VENV)/.record
-	@echo '[3/4] recording a small burst run (all visible GPUs, else 4 CPU processes)'
-	@$(BIN)/python -m ringprof record --strategy burst $$($(BIN)/python scripts/demo_size.py) --output traces/run.json
-	@echo '[4/4] its report'
-	@$(BIN)/python -m ringprof report traces/run.json
+	@echo '[3/4] recording a small zigzag run (all visible GPUs, else 4 CPU processes)'
+	@$(BIN)/python -m ringprof record --strategy zigzag $$($(BIN)/python scripts/demo_size.py) --output traces/run.json
+	@echo '[4/4] its report, and the same as a page'
+	@$(BIN)/python -m ringprof report traces/run.json --html traces/report.html
 	@echo
 	@echo 'done. Activate the environment:   . $(BIN)/activate'
 	@echo 'and try next:                     ringprof report traces/h200x4-zigzag-262144'
+	@echo 'Open the page in a browser:       file://$(CURDIR)/traces/report.html'
 
 test: $(VENV)/.dev lint
 	$(BIN)/python -m pytest -m 'not long and not processes' $(WORKERS) $(PYTEST)

@@ -97,7 +97,7 @@ def build(folder: Path, world: int, copies: int) -> int:
 def measure(folder: Path) -> tuple[float, float, str]:
     """Run a report, and return its seconds, its peak memory in MB and its text."""
     with tempfile.NamedTemporaryFile(suffix=".txt") as output:
-        hosts = ["--ranks-per-host", str(PER_HOST)]
+        hosts = ["--ranks-per-node", str(PER_HOST)]
         command = [sys.executable, "-m", "ringprof", "report", str(folder), *hosts, "-o", output.name]
         start = time.perf_counter()
         process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)

@@ -28,6 +28,7 @@ problem = ringprof.Workload(seq=1 << 20, heads=40, kv_heads=8, head_dim=128)
 cluster = ringprof.Cluster(hosts=4, gpus_per_host=8, nic_gbit=400)
 ringprof.advise(problem, cluster, machine="h100").choices()
 ringprof.predict("burst", problem, cluster, machine="h100").plot()
+ringprof.balance(problem, world=32)         # load balance of each layout, from the mask alone
 ```
 
 Importing this module does not load torch, pandas or matplotlib. Each public name loads what it needs on its first
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from ringprof.comparison import compare
     from ringprof.kernel_tables.table_analysis import TableAnalysis, load_tables
     from ringprof.options import LoadOptions
-    from ringprof.prediction.api import advise, predict
+    from ringprof.prediction.api import advise, balance, predict
     from ringprof.prediction.network import Cluster
     from ringprof.run import Workload
     from ringprof.training import capture, check, check_model, monitor, prove
@@ -59,6 +60,7 @@ _HOME = {
     "TableAnalysis": "ringprof.kernel_tables.table_analysis",
     "Workload": "ringprof.run",
     "advise": "ringprof.prediction.api",
+    "balance": "ringprof.prediction.api",
     "capture": "ringprof.training",
     "check": "ringprof.training",
     "check_model": "ringprof.training",
@@ -79,6 +81,7 @@ __all__ = [
     "Workload",
     "__version__",
     "advise",
+    "balance",
     "capture",
     "check",
     "check_model",

@@ -190,7 +190,7 @@ class Analysis:
         return Plots(self.findings)
 
     def to_html(self) -> str:
-        """Return the report as one self-contained HTML page. Raises `MissingExtraError` without Bokeh."""
+        """Return the report as one self-contained HTML page."""
         from ringprof.report.page import html
         from ringprof.report.page.pages import run_document
 
@@ -200,7 +200,7 @@ class Analysis:
         """Show interactive sections of the page in a notebook cell: ``run.view()``, ``run.view("steps", "hops")``.
 
         The default sections are the timeline and the waterfall. ``height`` is in pixels. Raises `UsageError` for a
-        section that the page of this run does not have, `MissingExtraError` without Bokeh.
+        section that the page of this run does not have.
         """
         from ringprof.report.notebook import View
         from ringprof.report.page.pages import part_document

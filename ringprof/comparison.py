@@ -14,7 +14,7 @@ from ringprof.analysis.findings.measurements import shortest_labels
 from ringprof.analysis.findings.metric import Measurement
 from ringprof.api import Analysis, load_any
 from ringprof.benchmark_logs.logs import BenchmarkLogs, logs
-from ringprof.errors import KernelTableError, UsageError
+from ringprof.errors import KernelTableError, UsageError, nearest
 from ringprof.kernel_tables.table_analysis import TableAnalysis
 from ringprof.options import LoadOptions
 from ringprof.report import comparison as shown
@@ -53,7 +53,7 @@ class RunComparison(Comparison):
         """Draw a ``comparison`` (one bar per entry) or ``scaling`` (one line per strategy over tokens) plot."""
         draw = {"comparison": plots.comparison, "scaling": plots.scaling}
         if kind not in draw:
-            raise UsageError(f"plot {kind!r}: there are {', '.join(draw)}")
+            raise UsageError(f"no plot {kind!r}{nearest(kind, draw)}; there are: {', '.join(draw)}")
         return draw[kind](self, ax=ax)
 
     def to_terminal(self, style: TextStyle | None = None) -> str:
@@ -61,14 +61,11 @@ class RunComparison(Comparison):
         return shown.render(self, style or TextStyle())
 
     def to_html(self) -> str:
-        """Return one self-contained HTML page. Raises `MissingExtraError` without Bokeh."""
+        """Return one self-contained HTML page."""
         return html.render(comparison_document(self))
 
     def view(self, height: int | None = None) -> notebook.View:
-        """Show the interactive page in a notebook cell, ``height`` pixels high.
-
-        Raises `MissingExtraError` without Bokeh.
-        """
+        """Show the interactive page in a notebook cell, ``height`` pixels high."""
         return notebook.View(comparison_document(self), height)
 
     def _repr_html_(self) -> str:

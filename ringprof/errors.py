@@ -87,6 +87,13 @@ class Interrupted(RecordError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint for an error message, `` (did you mean 'NAME'?)``; empty if no known name is similar."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    """Return a hint for an error message, `` (did you mean 'NAME'?)``; empty if no known name is similar.
+
+    Case does not count, nor whether words are joined by a dash or by an underscore. A known name that is one word of
+    ``name`` is similar, too: ``ring`` for ``ring_attention``.
+    """
+    folded = {other.casefold().replace("_", "-"): other for other in known}
+    wanted = name.casefold().replace("_", "-")
+    words = [word for word in wanted.split("-") if word in folded]
+    close = difflib.get_close_matches(wanted, folded, cutoff=0.75) or words or difflib.get_close_matches(wanted, folded)
+    return f" (did you mean {folded[close[0]]!r}?)" if close else ""

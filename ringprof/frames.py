@@ -151,6 +151,15 @@ PREDICTION_COLUMNS: dict[str, dict[str, str]] = {
         "fits": "whether peak_bytes fits in the memory of a device",
         "on_front": "whether no faster choice needs as little memory",
     },
+    "balance": {
+        "strategy": "name of the strategy",
+        "params": "parameters of the strategy",
+        "reason": "why the strategy cannot run this; empty if it can",
+        "busiest": "work of the busiest rank over the mean of the ranks",
+        "steps": "work of the busiest rank of each ring step, summed over the steps, over the mean rank's total;"
+        " missing where ranks do not wait for each other in every step",
+        "needed": "share of the ordered pairs of ranks of which the first needs keys of the second, 0..1",
+    },
     "over": {**_CHOICE, "at": "tokens, hosts, or Gbit/s of a NIC", **_INTERVAL},
     "parts": {
         "phase": "forward or backward",
@@ -158,7 +167,8 @@ PREDICTION_COLUMNS: dict[str, dict[str, str]] = {
         "time_ms": "predicted time of the slowest rank",
     },
 }
-"""Columns of the frames of a prediction and of advice with their meaning, by the method that returns the frame."""
+"""Columns of the frames of a prediction, of advice and of `ringprof.balance` with their meaning, by what returns the
+frame."""
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -231,12 +241,17 @@ def as_csv(frame: pd.DataFrame) -> str:
     return csv_text(list(frame.columns), rows)
 
 
-def write_parquet(frame: pd.DataFrame, path: str | os.PathLike[str]) -> None:
-    """Write a frame and the meaning of its columns to a Parquet file. Raises `MissingExtraError` without pyarrow."""
+def require_pyarrow() -> None:
+    """Raise `MissingExtraError` if pyarrow, which writes Parquet files, cannot be imported."""
     try:
         import pyarrow  # noqa: F401  (the error of pandas would be a paragraph long)
     except ImportError:
         raise MissingExtraError("Parquet files need pyarrow: pip install 'ringprof[parquet]'") from None
+
+
+def write_parquet(frame: pd.DataFrame, path: str | os.PathLike[str]) -> None:
+    """Write a frame and the meaning of its columns to a Parquet file. Raises `MissingExtraError` without pyarrow."""
+    require_pyarrow()
     frame.to_parquet(path, engine="pyarrow", index=False)
 
 

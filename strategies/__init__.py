@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .algorithms.dynamic import Dynamic
     from .algorithms.redistribute import redistribute_cache
-    from .catalog import Spec
+    from .catalog import Spec, find
     from .errors import PeerLost, UnknownName, Unsupported, WrongGradient
-    from .registry import Parameter, create, find, for_inference, names, parameters, peer_names
+    from .registry import Parameter, create, for_inference, names, parameters, peer_names
 
 _MODULES = {
     "Dynamic": "algorithms.dynamic",
@@ -29,7 +29,7 @@ _MODULES = {
     "Unsupported": "errors",
     "WrongGradient": "errors",
     "create": "registry",
-    "find": "registry",
+    "find": "catalog",
     "for_inference": "registry",
     "names": "registry",
     "parameters": "registry",

@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from .errors import UnknownName
+from .errors import UnknownName, nearest_name
 
 
 @dataclass(frozen=True)
@@ -130,3 +130,18 @@ def canonical_parameters(params: dict[str, Any]) -> dict[str, Any]:
 def names_with_masks() -> list[str]:
     """Return the names of the bundled strategies that support packed documents and sliding windows."""
     return [name for name, spec in SPECS.items() if spec.load().takes_masks]
+
+
+def find(name: str) -> Spec:
+    """Return the spec of a bundled strategy, of a peer, or of ``package.module:Class``. Raises `UnknownName`.
+
+    Also accepts the `ALIASES`.
+    """
+    known = {**SPECS, **CACHED, **PEERS}
+    name = canonical_name(name)
+    if name in known:
+        return known[name]
+    if ":" in name:
+        return Spec(name, name, "given by its import path", "")
+    hint = nearest_name(name, [*known, *ALIASES])
+    raise UnknownName(f"no strategy {name!r}{hint}; there are: {', '.join(known)}, or package.module:Class")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class UnknownName(LookupError):
     """No strategy, kernel or layout has this name."""
@@ -17,3 +20,15 @@ class WrongGradient(RuntimeError):
 
 class PeerLost(RuntimeError):
     """A rank that hops were waiting for has ended, or has not answered within the group's timeout."""
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """Return a hint for an error message, `` (did you mean 'NAME'?)``; empty if no known name is similar.
+
+    Case does not count. A known name that is one word of ``name`` is similar, too: ``ring`` for ``ring_attention``.
+    """
+    folded = {other.lower().replace("_", "-"): other for other in known}
+    wanted = name.lower().replace("_", "-")
+    words = [word for word in wanted.split("-") if word in folded]
+    close = difflib.get_close_matches(wanted, folded, cutoff=0.75) or words or difflib.get_close_matches(wanted, folded)
+    return f" (did you mean {folded[close[0]]!r}?)" if close else ""

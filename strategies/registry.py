@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import types
 import typing
@@ -12,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from .base import Context
-from .catalog import ALIASES, CACHED, PEERS, SPECS, Spec, canonical_name, canonical_parameters
-from .errors import UnknownName, Unsupported
+from .catalog import CACHED, PEERS, SPECS, canonical_name, canonical_parameters, find
+from .errors import UnknownName, Unsupported, nearest_name
 from .transport.communicator import Communicator
 
 
@@ -42,22 +41,6 @@ def for_inference() -> list[str]:
 def peer_names() -> list[str]:
     """Return the names of the strategies of other projects, installed or not."""
     return list(PEERS)
-
-
-def find(name: str) -> Spec:
-    """Return the spec of a bundled strategy, of a peer, or of ``package.module:Class``. Raises `UnknownName`.
-
-    Also accepts the `catalog.ALIASES`.
-    """
-    known = {**SPECS, **CACHED, **PEERS}
-    name = canonical_name(name)
-    if name in known:
-        return known[name]
-    if ":" in name:
-        return Spec(name, name, "given by its import path", "")
-    close = difflib.get_close_matches(name, [*known, *ALIASES], n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    raise UnknownName(f"no strategy {name!r}{hint}; there are: {', '.join(known)}, or package.module:Class")
 
 
 def parameters(strategy: Any) -> list[Parameter]:
@@ -110,7 +93,8 @@ def _find_parameter(known: Sequence[Parameter], name: str, key: str) -> Paramete
         if parameter.name == key:
             return parameter
     valid = ", ".join(parameter.name for parameter in known) or "none"
-    raise Unsupported(f"strategy {name!r} has no parameter {key!r}; it has: {valid}")
+    hint = nearest_name(key, (parameter.name for parameter in known))
+    raise Unsupported(f"strategy {name!r} has no parameter {key!r}{hint}; it has: {valid}")
 
 
 def parse_parameter(strategy: Any, name: str, key: str, text: str) -> Any:

@@ -24,6 +24,9 @@ for name in _OF_A_SHELL.split():
     os.environ.pop(name, None)
     os.environ.pop(name.upper(), None)
 
+# On a busy machine every command may take long enough to say how far it is.
+os.environ["RINGPROF_PROGRESS_S"] = "3600"
+
 # Tensors here are small: more threads of torch only waste processor time.
 os.environ["OMP_NUM_THREADS"] = "1"
 

@@ -15,7 +15,15 @@ def test_a_rate_has_three_digits_and_no_exponent(value: float, shown: str) -> No
 
 @pytest.mark.parametrize(
     ("time_ns", "shown"),
-    [(123_456, "0.123 ms"), (1_234_567, "1.23 ms"), (12_345_678, "12.3 ms"), (12_345_678_901, "12,345.7 ms")],
+    [
+        (123_456, "0.123 ms"),
+        (1_234_567, "1.23 ms"),
+        (12_345_678, "12.3 ms"),
+        (999_949_999, "999.9 ms"),
+        (999_950_000, "1.000 s"),
+        (1_186_190_000, "1.186 s"),
+        (12_345_678_901, "12.346 s"),
+    ],
 )
 def test_a_time_has_fewer_digits_the_longer_it_is(time_ns: int, shown: str) -> None:
     assert milliseconds(time_ns) == shown

@@ -133,10 +133,10 @@ def test_every_command_prints_help_without_torch() -> None:
 
 def test_commands_needing_torch_explain_how_to_install_it(tmp_path: Path) -> None:
     run = ROOT / "traces" / "h200x4-zigzag-65536"
-    cluster = "--seq 128k --hosts 1 --machine h200"
+    cluster = "--seq 128k --nodes 1 --machine h200"
     lines = [
-        "record --strategy burst --seq 1k", "bench --strategies burst --seq 1k", "check a:b --layout zigzag", "kernels",
-        f"calibrate -o '{tmp_path}/m.json'", "strategies burst", "balance --seq 64k --documents 32k,32k",
+        "record --strategy burst --seq 1k", "bench --strategies burst --seq 1k", "check json:b --layout zigzag",
+        "kernels", f"calibrate -o '{tmp_path}/m.json'", "strategies burst", "balance --seq 64k --documents 32k,32k",
         f"predict --strategy burst {cluster}", f"advise {cluster}", f"what-if '{run}' --hops copy",
     ]  # fmt: skip
     done = without_torch(*lines)

@@ -26,6 +26,9 @@ def test_readme_commands_work_twice_in_a_fresh_clone(tmp_path: Path) -> None:
             command = ["make", *words, f"PYTHON={sys.executable}"]
             done = subprocess.run(command, cwd=clone, env=variables, capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+            if words == ["demo"]:
+                page = done.stdout.splitlines()[-1].partition("file://")[2]
+                assert Path(page) == clone / "traces" / "report.html" and Path(page).is_file()
     status = subprocess.run(["git", "status", "--porcelain"], cwd=clone, capture_output=True, text=True, check=True)
     assert status.stdout == ""
-    assert len(list((clone / "traces").glob("2*-burst-*/run.json"))) == 2
+    assert len(list((clone / "traces").glob("2*-zigzag-*/run.json"))) == 2

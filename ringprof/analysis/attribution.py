@@ -282,7 +282,7 @@ def judge_matching(
         fit = (
             ""
             if all(rank.host for rank in ranks)
-            else ": if these ranks are of several hosts, --ranks-per-host has their clocks fitted"
+            else ": if these ranks are of several nodes, --ranks-per-node has their clocks fitted"
         )
         problem = Notice("clocks_disagree", f"a transfer ends before its partner begins: no wait and wire{fit}")
     if problem:

@@ -7,40 +7,41 @@ from typing import Any
 
 import click
 
+from ringprof.cli.options import Command
 from ringprof.cli.predict import cluster_of, predicted_workload, prediction_options
-from ringprof.cli.progress import loading_progress
-from ringprof.cli.write import text_style, write_text
+from ringprof.cli.progress import show_progress
+from ringprof.cli.write import OutputFile, text_style, write_text
 from ringprof.common.json_object import json_text
 from ringprof.errors import UsageError
 from ringprof.prediction.advise import advice_dict, advise
 from ringprof.prediction.calibration import read_calibration
 from ringprof.prediction.recommendation_text import advice_text, document
 from ringprof.report.page.html import render as page
-from ringprof.scale.workers import ignore_progress
 
 _UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}
 
 
-@click.command("advise")
+@click.command("advise", cls=Command)
 @prediction_options
 @click.option("--memory", metavar="SIZE", help="Available memory per GPU, such as 80GB.  [default: all of it]")
 @click.option("--strategy", "strategies", multiple=True, metavar="NAME",
               help="Consider only this strategy (or p2p, a2a, all_gather, a2a+p2p); repeatable.")  # fmt: skip
-@click.option("--html", type=click.Path(dir_okay=False), help="Also write an HTML page with plots.")
+@click.option("--html", type=OutputFile(), help="Also write an HTML page with plots.")
 def command(**options: Any) -> int:
     """Predict the performance of every strategy, degree, placement, window and transport, and recommend the best.
 
     \b
-    ringprof advise --seq 1048576 --heads 40 --hosts 16 --gpus-per-host 8 --machine h100 --nic 400
+    ringprof advise --seq 1048576 --heads 40 --nodes 16 --gpus-per-node 8 --machine h100 --nic 400
     """
-    from ringprof.prediction.schedules import ScheduleCache
-
     machine, cluster = read_calibration(options["machine"]), cluster_of(options)
-    with loading_progress() as notify:
+    workload = predicted_workload(options)
+    memory_bytes = _size(options["memory"]) if options["memory"] else None
+    with show_progress("strategies") as notify:
+        from ringprof.prediction.schedules import ScheduleCache  # imports torch, which takes seconds
+
         advice = advise(
-            predicted_workload(options), cluster, machine, ScheduleCache().of, kernel=options["kernel"],
-            memory_bytes=_size(options["memory"]) if options["memory"] else None, strategies=options["strategies"],
-            notify=notify or ignore_progress,
+            workload, cluster, machine, ScheduleCache().of, kernel=options["kernel"], memory_bytes=memory_bytes,
+            strategies=options["strategies"], notify=notify,
         )  # fmt: skip
     as_json = options["form"] == "json"
     click.echo(json_text(advice_dict(advice)) if as_json else advice_text(advice, text_style(None)), nl=False)

@@ -6,6 +6,8 @@ from typing import Any
 
 import click
 
+from ringprof.cli.options import Command
+from ringprof.cli.progress import show_progress
 from ringprof.cli.recording import mask_of, masks
 from ringprof.cli.values import Tokens
 from ringprof.cli.write import formats, print_or_write, text_style, to_file
@@ -20,7 +22,7 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-@click.command("balance")
+@click.command("balance", cls=Command)
 @click.option("--seq", required=True, type=Tokens(), help="Global sequence length in tokens: 131072 or 128k.")
 @masks
 @click.option("--world", default=8, show_default=True, type=click.IntRange(min=1), help="Number of ranks.")
@@ -34,10 +36,11 @@ def command(seq: int, world: int, heads: int, form: str, output: str | None, **o
     \b
     ringprof balance --seq 512k --documents lognormal:mean=8192,sigma=1.2,seed=7 --world 8
     """
-    from ringprof.record.balance import balances
-
     workload = Workload(seq=seq, heads=heads, kv_heads=heads, head_dim=128, **mask_of(options, seq))
-    results = balances(workload, world)
+    with show_progress("balancing"):
+        from ringprof.record.balance import balances  # imports torch, which takes seconds
+
+        results = balances(workload, world)
     if form == "json":
         print_or_write(rows_json("ringprof.balance/1", results), output)
         return

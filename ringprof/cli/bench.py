@@ -8,10 +8,11 @@ from typing import Any
 
 import click
 
+from ringprof.cli.options import Command
 from ringprof.cli.progress import reporter
 from ringprof.cli.recording import masks, params_of, records, request_of, scores_and_heads
-from ringprof.cli.values import KERNEL_NAMES, STRATEGIES, Known, ListOf, Tokens
-from ringprof.cli.write import formats, text_style, write_text
+from ringprof.cli.values import KERNEL_NAMES, STRATEGIES, Known, ListOf, StrategyName, Tokens
+from ringprof.cli.write import OutputFile, formats, text_style, write_text
 from ringprof.report import sweep as shown
 from ringprof.report.page import html
 from ringprof.report.page.pages import sweep_document
@@ -20,8 +21,8 @@ from ringprof.workload.documents import document_lengths
 _FORMATS = {"json": shown.render_json, "csv": shown.render_csv, "markdown": shown.render_markdown}
 
 
-@click.command(name="bench")
-@click.option("--strategies", required=True, type=ListOf(Known(STRATEGIES)),
+@click.command(name="bench", cls=Command)
+@click.option("--strategies", required=True, type=ListOf(StrategyName(STRATEGIES)),
               help="Strategies to record, such as burst,zigzag,usp.")  # fmt: skip
 @click.option("--seq", "seqs", required=True, type=ListOf(Tokens()), help="Sequence lengths in tokens: 128k,256k.")
 @click.option("--kernel", "kernels", default="auto", show_default=True, type=ListOf(Known(KERNEL_NAMES)),
@@ -34,7 +35,7 @@ _FORMATS = {"json": shown.render_json, "csv": shown.render_csv, "markdown": show
 @formats(*_FORMATS)
 @click.option("-o", "--output", default="traces/bench/sweep.json", show_default=True, type=click.Path(dir_okay=False),
               help="File of the sweep; its runs are stored next to it. An existing sweep is resumed.")  # fmt: skip
-@click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the sweep as one HTML page.")
+@click.option("--html", "page", type=OutputFile(), help="Also write the sweep as one HTML page.")
 def command(
     strategies: list[str], seqs: list[int], kernels: list[str], form: str, output: str, page: str | None, **options: Any
 ) -> int:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Collection
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
 
+from ringprof.cli.kernel_rates import rate_options, rates_text
+from ringprof.cli.options import Advanced, Command, options_set
+from ringprof.cli.progress import show_progress
 from ringprof.cli.values import Number
-from ringprof.cli.write import say, text_style
+from ringprof.cli.write import OutputFile, formats, print_or_write, refuse_unwritable, say, text_style
 from ringprof.common.files import write_atomically
-from ringprof.errors import UsageError
+from ringprof.errors import UsageError, nearest
 from ringprof.prediction.calibration import (
     TIME_SHARES,
     Calibration,
@@ -29,10 +33,14 @@ from ringprof.prediction.text import calibration_text
 from ringprof.record.launcher import launcher_rank
 from ringprof.report.text import clean, shell_words
 
+_OUTPUT = "machine.json"
+"""File that is written if the command line names none."""
 
-@click.command("calibrate")
+
+@click.command("calibrate", cls=Command)
 @click.argument("runs", nargs=-1, type=click.Path(), metavar="[RUN]...")
-@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), help="Calibration file to write.")
+@click.option("-o", "--output", type=OutputFile(),
+              help=f"Calibration file to write.  [default: {_OUTPUT}; with --rates: the terminal]")  # fmt: skip
 @click.option("--name", help="Name of the machine.  [default: the device]")
 @click.option("--base", metavar="FILE_OR_NAME",
               help="Calibration that supplies the other figures.  [default: by the device]")  # fmt: skip
@@ -42,25 +50,43 @@ from ringprof.report.text import clean, shell_words
               "  [default: all]")  # fmt: skip
 @click.option("--seconds", type=Number(min=5), default=400.0, show_default=True,
               help="Approximate duration of the measurement on GPUs.")  # fmt: skip
+@click.option("--rates", is_flag=True,
+              help="Instead of a calibration, time every kernel on every mask, on one GPU or CPU.")  # fmt: skip
+@rate_options(cls=Advanced)
+@formats("json", cls=Advanced)
 def command(
-    runs: tuple[str, ...], output: str, name: str | None, base: str | None, kernels: str | None, parts: str | None,
-    seconds: float,
+    runs: tuple[str, ...], output: str | None, name: str | None, base: str | None, kernels: str | None,
+    parts: str | None, seconds: float, form: str, *, rates: bool, **sizes: Any,
 ) -> None:  # fmt: skip
-    """Measure a machine on all GPUs of this host, or take its figures from recorded runs.
+    """Measure a machine on all GPUs of this node, or take its figures from recorded runs.
 
     With two or more GPUs, the links are measured, too. Every result is written as soon as it is available.
 
     \b
-    ringprof calibrate -o machine.json
+    ringprof calibrate
     ringprof calibrate traces/h200x4-* -o machine.json
+    ringprof calibrate --rates
     """
-    path = Path(output)
+    others = {option: shown for option, shown in options_set().items() if option not in ("output", "rates")}
+    unused = next((shown for option, shown in others.items() if (option in (*sizes, "form")) is not rates), None)
+    if unused:
+        raise UsageError(f"{unused}: {'not with' if rates else 'goes with'} --rates")
+    if rates:
+        print_or_write(rates_text(form, output, **sizes), output)
+        return
+    path = Path(output or _OUTPUT)
     if runs:
-        known = read_calibration(base) if base else base_for(find_run(runs[0]).environment.devices[0])
-        _save(calibrate_from([observed_run(run, known) for run in runs], known), name, path)
+        with show_progress("runs") as notify:
+            known = read_calibration(base) if base else base_for(find_run(runs[0]).environment.devices[0])
+            observed = []
+            for number, run in enumerate(runs):
+                notify("runs", number, len(runs))
+                observed.append(observed_run(run, known))
+            _save(calibrate_from(observed, known), name, path)
     else:
-        _refuse_unwritable(path)
+        refuse_unwritable(str(path))
         _measure(path, name, base, kernels, parts, seconds)
+    output = str(path)
     click.echo(calibration_text(read_calibration(path), text_style(None)), nl=False)
     say(f"Wrote {output}: ringprof predict --machine {shell_words([output])}")
 
@@ -73,7 +99,7 @@ def _measure(
 
     chosen_parts = _split_names(parts or ",".join(TIME_SHARES), TIME_SHARES, "--parts")
     if not torch.cuda.is_available():
-        raise UsageError("calibrate measures GPUs and there is none here: name recorded runs instead")
+        raise UsageError("calibrate measures GPUs and there is none here: name recorded runs, or --rates of kernels")
     rank = launcher_rank()
     if rank is None and torch.cuda.device_count() > 1:
         # Start this command again on every GPU.
@@ -96,7 +122,8 @@ def _measure(
     def run(bench: Bench) -> None:
         usable = usable_kernels(bench.device)
         chosen = _split_names(kernels, usable, "--kernels") if kernels else usable
-        measure_machine(known, bench, chosen, seconds, lambda result: _save(result, name, path), chosen_parts)
+        with show_progress(f"measuring for about {seconds:.0f} s") if bench.rank == 0 else nullcontext():
+            measure_machine(known, bench, chosen, seconds, lambda result: _save(result, name, path), chosen_parts)
 
     if rank is None:
         run(Bench(device))
@@ -107,22 +134,12 @@ def _measure(
         sys.exit(0)
 
 
-def _refuse_unwritable(path: Path) -> None:
-    """Raise OSError if the file cannot be written, to fail before minutes of measuring rather than after them."""
-    if path.exists() and os.access(path, os.W_OK):
-        return
-    try:
-        tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(path))).close()
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
-
-
 def _split_names(text: str, known: Collection[str], option: str) -> list[str]:
     """Split names at commas. Raises `UsageError` for an unknown name."""
     names = text.split(",")
     unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
-        raise UsageError(f"{option}: no {clean(unknown)!r}; there are: {', '.join(known)}")
+        raise UsageError(f"{option}: no {clean(unknown)!r}{nearest(unknown, known)}; there are: {', '.join(known)}")
     return names
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import click
-from click.core import ParameterSource
 from msgspec.structs import asdict
 
+from ringprof.cli.options import Command, OneOf, options_set
+from ringprof.cli.progress import show_progress
 from ringprof.cli.recording import mask_of, masks, on_ranks, run_on_ranks, workload_options
-from ringprof.cli.values import Tokens
+from ringprof.cli.values import Tokens, refuse_missing_module
 from ringprof.cli.write import formats, text_style
 from ringprof.common.json_object import json_text
 from ringprof.errors import UsageError
@@ -23,9 +25,9 @@ from ringprof.strategies.catalog import LAYOUT_ALIASES
 _LAYOUTS = ("contiguous", "zigzag", "stripe", *LAYOUT_ALIASES)
 
 
-@click.command("check")
+@click.command("check", cls=Command)
 @click.argument("target", metavar="MODULE:FUNCTION")
-@click.option("--layout", type=click.Choice(_LAYOUTS),
+@click.option("--layout", type=OneOf(_LAYOUTS),
               help="Tokens of the sequence that a rank holds (striped: stripe); required without --model.")  # fmt: skip
 @click.option("--model", "of_model", is_flag=True,
               help="Check a whole model: the function returns parallel step, reference and batch.")  # fmt: skip
@@ -35,7 +37,7 @@ _LAYOUTS = ("contiguous", "zigzag", "stripe", *LAYOUT_ALIASES)
 @on_ranks
 @click.option("--softmax-scale", type=float, help="Scale that the attention applies.  [default: 1/sqrt(head_dim)]")
 @click.option("--forward-only", is_flag=True, help="Do not check gradients.")
-@click.option("--tensor-format", type=click.Choice(TENSOR_FORMATS), default="bshd", show_default=True,
+@click.option("--tensor-format", type=OneOf(TENSOR_FORMATS), default="bshd", show_default=True,
               help="Order of batch, sequence, heads and head_dim in q, k, v and the output.")  # fmt: skip
 @click.option("--calls", default=CALLS, show_default=True,
               help="Number of calls, each with new random inputs; all are compared.")  # fmt: skip
@@ -47,7 +49,7 @@ _LAYOUTS = ("contiguous", "zigzag", "stripe", *LAYOUT_ALIASES)
 def command(**options: Any) -> int:
     """Compare a distributed attention with dense attention.
 
-    Starts its own ranks on this host; under torchrun or srun, each process is one of their ranks. MODULE:FUNCTION is
+    Starts its own ranks on this node; under torchrun or srun, each process is one of their ranks. MODULE:FUNCTION is
     called on each rank as attention(q, k, v) with the rank's own tokens. If it has an argument cu_seqlens or documents,
     it also gets the cumulative lengths of --documents. The module is imported, also from the current folder: this runs
     code that is not part of ringprof. Exit code 0: output and gradients are equal; 1: they differ; 3: a rank failed.
@@ -76,19 +78,20 @@ def command(**options: Any) -> int:
 
 def _model_options(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a check of a model. Raises `UsageError` where an option of an attention is set."""
-    context, kept = click.get_current_context(), ("target", "device", "world", "time_limit")
-    for name in options:
-        if name not in kept and context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
-            option = name.replace("_", "-")
-            raise UsageError(f"--{option}: not with --model, whose function brings its own batch and mask")
+    kept = ("target", "device", "world", "time_limit")
+    for name, shown in options_set().items():
+        if name in options and name not in kept:
+            raise UsageError(f"{shown}: not with --model, whose function brings its own batch and mask")
     return {name: options[name] for name in kept}
 
 
 def _check(request: CheckRequest | ModelRequest, form: str) -> int:
     """Run the check on own ranks, or as one rank of a launcher; print the result and return the exit code."""
+    refuse_missing_module(request.target)
 
     def work(rank: int) -> int:
-        result = current_launcher().run(CheckJob(request), SilentReporter())
+        with show_progress("checking") if rank == 0 else nullcontext():
+            result = current_launcher().run(CheckJob(request), SilentReporter())
         assert result is not None, "all ranks have a check's result"
         return _print_result(result, form) if rank == 0 else int(not result.equal)
 

@@ -18,24 +18,34 @@ from ringprof._version import __version__
 from ringprof.cli.write import say
 from ringprof.errors import RingprofError, UsageError, nearest
 
-COMMANDS = {
-    "record": "Run a strategy, check it, time it and profile it.",
-    "balance": "Compare the load balance of layouts for packed documents.",
-    "bench": "Record every combination of strategies, lengths and kernels.",
-    "check": "Compare a distributed attention with dense attention.",
-    "compare": "Compare runs, traces, kernel tables and benchmark logs.",
-    "export": "Merge all ranks into one trace for Perfetto.",
-    "kernels": "List the attention kernels and their features.",
-    "logs": "Read benchmark logs into one table and audit them.",
-    "predict": "Predict the performance of a run on a given cluster.",
-    "what-if": "Replay a recorded run with changes, such as faster links.",
-    "advise": "Recommend a strategy and its degrees for a given cluster.",
-    "calibrate": "Measure a machine, to predict runs on it.",
-    "plot": "Draw a plot as PNG, SVG or PDF.",
-    "report": "Show where the time of a run or trace went.",
-    "runs": "List the runs of a folder.",
-    "strategies": "List the strategies, or the parameters of one strategy.",
+GROUPS = {
+    "Analyze": {
+        "report": "Show where the time of a run or trace went.",
+        "compare": "Compare runs, traces, kernel tables and benchmark logs.",
+        "plot": "Draw a plot as PNG, SVG or PDF.",
+        "export": "Merge all ranks into one trace for Perfetto.",
+        "logs": "Read benchmark logs into one table and audit them.",
+    },
+    "Record": {
+        "record": "Run a strategy, check it, time it and profile it.",
+        "bench": "Record every combination of strategies, lengths and kernels.",
+        "check": "Compare a distributed attention with dense attention.",
+        "calibrate": "Measure a machine, to predict runs on it.",
+    },
+    "Plan": {
+        "predict": "Predict the performance of a run on a given cluster.",
+        "advise": "Recommend a strategy and its degrees for a given cluster.",
+        "what-if": "Replay a recorded run with changes, such as faster links.",
+        "balance": "Compare the load balance of layouts for packed documents.",
+    },
+    "List": {
+        "runs": "List the runs of a folder.",
+        "strategies": "List the strategies, or the parameters of one strategy.",
+        "kernels": "List the attention kernels and their features.",
+    },
 }
+"""Help line of each command by its name, by the heading under which ``--help`` lists it."""
+COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
 """Help line of each command by its name; the module of that name defines it as ``command``."""
 
 
@@ -76,7 +86,7 @@ class _LazyCommands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
-            return None
+            return _OWN_COMMANDS.get(cmd_name)
         module = f"ringprof.cli.{cmd_name.replace('-', '_')}"
         with nullcontext() if module in sys.modules else _quick_start():
             command: click.Command = import_module(module).command
@@ -87,17 +97,57 @@ class _LazyCommands(click.Group):
         return [CompletionItem(name, help=help) for name, help in COMMANDS.items() if name.startswith(incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([*COMMANDS.items()])
+        width = max(map(len, COMMANDS))
+        for heading, commands in GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name.ljust(width), line) for name, line in commands.items()])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            raise click.UsageError(
-                f"no command {args[0]!r}{nearest(args[0], COMMANDS)}; there are: {', '.join(COMMANDS)}"
-            )
+        name = args[0]
+        if name not in COMMANDS and name not in _OWN_COMMANDS and _is_path(name):
+            args = ["report", *args]
+        elif not name.startswith("-"):
+            self.refuse_unknown(name)
         return super().resolve_command(ctx, args)
+
+    def refuse_unknown(self, name: str) -> None:
+        """Raise `click.UsageError` for the name of no command, with the nearest one."""
+        if name not in COMMANDS and name not in _OWN_COMMANDS:
+            raise click.UsageError(
+                f"no command {name!r}{nearest(name, [*COMMANDS, *_OWN_COMMANDS])}; there are: {', '.join(COMMANDS)}"
+            )
+
+
+def _is_path(text: str) -> bool:
+    """Return whether a word in the place of a command is a path to report on: a file, a URL, or ``-`` for a pipe."""
+    return text == "-" or "/" in text or text.endswith((".json", ".json.gz")) or os.path.exists(text)
+
+
+@click.command("help")
+@click.argument("name", metavar="[COMMAND]", required=False)
+@click.pass_context
+def _help(context: click.Context, name: str | None) -> None:
+    """Show the help of COMMAND, or the list of all commands."""
+    parent = context.parent
+    assert parent is not None and isinstance(parent.command, _LazyCommands)
+    if name is not None:
+        parent.command.refuse_unknown(name)
+        command = parent.command.get_command(parent, name)
+        assert command is not None
+        parent = click.Context(command, info_name=name, parent=parent)
+    click.echo(parent.get_help())
+
+
+@click.command("version")
+def _version() -> None:
+    """Show the version."""
+    click.echo(f"ringprof, version {__version__}")
+
+
+_OWN_COMMANDS = {"help": _help, "version": _version}
+"""Commands on the command line itself, beside those of `COMMANDS`."""
 
 
 @contextmanager
@@ -117,15 +167,26 @@ def _quick_start() -> Iterator[None]:
         gc.enable()
 
 
-@click.group(cls=_LazyCommands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+_FORMER_NAMES = {"hosts": "nodes", "gpus-per-host": "gpus-per-node", "ranks-per-host": "ranks-per-node"}
+"""Names of options by their former names, which still work."""
+
+
+@click.group(
+    cls=_LazyCommands, invoke_without_command=True,
+    context_settings={
+        "help_option_names": ["-h", "--help"], "token_normalize_func": lambda name: _FORMER_NAMES.get(name, name)
+    },
+    epilog="`ringprof PATH` is `ringprof report PATH`; `ringprof help COMMAND` is `ringprof COMMAND --help`.",
+)  # fmt: skip
 @click.version_option(__version__, prog_name="ringprof")
 @click.pass_context
 def group(context: click.Context) -> None:
     """Profile distributed training: record ring attention, read PyTorch traces, and see where the time goes.
 
     \b
-    ringprof record --strategy burst --seq 524288    record on all GPUs of this host
-    ringprof report traces/run.json                  show where the time of the newest run went
+    ringprof report traces/run.json                  show where the time of a run or trace went
+    ringprof compare traces/main traces/branch       show what changed between two runs
+    ringprof record --strategy zigzag --seq 512k     record on all GPUs of this node
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
@@ -155,7 +216,7 @@ def run(args: list[str]) -> int:
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except click.ClickException as error:
-        return _fail(error.format_message() + _hint(error), 2)
+        return _fail(_usage_message(error), 2)
     except RingprofError as error:
         return _fail(str(error), error.exit_code)
     except ImportError as error:
@@ -174,15 +235,24 @@ _RANKS = ("--nproc", "--nproc-per-node", "--nproc_per_node", "--world-size", "--
 """Options of other launchers for the number of ranks."""
 
 
-def _hint(error: click.ClickException) -> str:
-    """Return where to find help on a usage error, and the right option for the number of ranks."""
+def _usage_message(error: click.ClickException) -> str:
+    """Return the message of a usage error: what is wrong, the option that was meant if it is known, where help is."""
     if not isinstance(error, click.UsageError) or not error.ctx:
-        return ""
-    suggestion = ""
-    if isinstance(error, click.NoSuchOption) and error.option_name.partition("=")[0] in _RANKS:
-        known = {option.name for option in error.ctx.command.params}
-        suggestion = "--world sets the number of ranks; " if "world" in known else ""
-    return f" ({suggestion}see: {error.ctx.command_path} --help)"
+        return error.format_message()
+    help_line = f"see: {error.ctx.command_path} --help"
+    if isinstance(error, click.NoSuchOption) and (meant := _meant_option(error.option_name, error.ctx.command)):
+        return f"{error.message} ({meant}; {help_line})"
+    return f"{error.format_message()} ({help_line})"
+
+
+def _meant_option(name: str, command: click.Command) -> str:
+    """Return what to write for an option of other programs: the number of ranks, or an output format."""
+    name = name.partition("=")[0]
+    options = {option.name: option for option in command.params}
+    formats = options["form"].type if "form" in options else None
+    if isinstance(formats, click.Choice) and name[2:] in formats.choices:
+        return f"use --format {name[2:]}"
+    return "--world sets the number of ranks" if name in _RANKS and "world" in options else ""
 
 
 def _fail(message: str, code: int) -> int:

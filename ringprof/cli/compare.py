@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import click
 
 from ringprof.cli.gate import gate, gated
+from ringprof.cli.options import Command
+from ringprof.cli.progress import show_progress
 from ringprof.cli.reading import reads_traces
-from ringprof.cli.write import formats, print_or_write, text_style, to_file, write_text
+from ringprof.cli.write import OutputFile, formats, print_or_write, text_style, to_file, write_text
 from ringprof.comparison import compare
 from ringprof.options import LoadOptions
 from ringprof.report import comparison as shown
@@ -17,11 +20,11 @@ from ringprof.report import comparison as shown
 _FORMATS = {"json": shown.render_json, "csv": shown.render_csv, "markdown": shown.render_markdown}
 
 
-@click.command(name="compare")
+@click.command(name="compare", cls=Command)
 @click.argument("paths", nargs=-1, type=click.Path(), required=True, metavar="BASE OTHER...")
 @formats(*_FORMATS)
 @to_file
-@click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the comparison as one HTML page.")
+@click.option("--html", "page", type=OutputFile(), help="Also write the comparison as one HTML page.")
 @click.option("--same-work", is_flag=True,
               help="Assume that all did the same work: compare times and memory, too.")  # fmt: skip
 @gated("'tflops < 0.95 * base'")
@@ -43,7 +46,8 @@ def command(
     ringprof compare traces/main traces/branch --fail-if 'tflops < 0.95 * base'
     """
     conditional = gate(conditions, undecided)
-    comparison = compare(*_sides(paths), reading=reading, same_work=same_work)
+    with show_progress("reading") as notify:
+        comparison = compare(*_sides(paths), reading=replace(reading, notify=notify), same_work=same_work)
     text = _FORMATS[form](comparison) if form in _FORMATS else comparison.to_terminal(text_style(output))
     print_or_write(text, output)
     if page:

@@ -9,6 +9,7 @@ import io
 import json
 import secrets
 import webbrowser
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -16,8 +17,10 @@ import click
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.api import Analysis, load_any
+from ringprof.cli.options import Command
+from ringprof.cli.progress import show_progress
 from ringprof.cli.reading import newest_or, reads_traces
-from ringprof.cli.write import written
+from ringprof.cli.write import OutputFile, written
 from ringprof.common.scratch import remove, scratch_folder
 from ringprof.errors import UsageError
 from ringprof.options import LoadOptions
@@ -100,9 +103,9 @@ def open_in_perfetto(path: Path, folder: Path) -> None:
             server.handle_request()
 
 
-@click.command(name="export")
+@click.command(name="export", cls=Command)
 @click.argument("paths", nargs=-1, type=click.Path(), metavar="[PATH]...")
-@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Trace file to write: .json or .json.gz.")
+@click.option("-o", "--output", type=OutputFile(), help="Trace file to write: .json or .json.gz.")
 @click.option("--open", "opens", is_flag=True, help="Open the trace in Perfetto; without -o, from a temporary file.")
 @click.option("--launches", is_flag=True, help="Include the CPU threads: their launches and named ranges.")
 @reads_traces
@@ -120,12 +123,14 @@ def command(paths: tuple[str, ...], reading: LoadOptions, output: str | None, *,
         raise UsageError("export: give a file to write (-o merged.json.gz), or --open")
     if output is not None and not output.lower().endswith((".json", ".json.gz")):
         raise UsageError(f"--output {output}: a trace is written as .json or .json.gz")
-    analysis = load_any(newest_or(paths), reading)
-    if not isinstance(analysis, Analysis):
-        raise UsageError("export: a printed table has no timeline: give a run or traces")
-    findings = analysis.findings  # before the file is opened, since this may raise an error
-    if output is not None:
-        _write(findings, Path(output), launches=launches)
+    with show_progress("reading") as notify:
+        analysis = load_any(newest_or(paths), replace(reading, notify=notify))
+        if not isinstance(analysis, Analysis):
+            raise UsageError("export: a printed table has no timeline: give a run or traces")
+        findings = analysis.findings  # before the file is opened, since this may raise an error
+        notify("writing", 0, 0)
+        if output is not None:
+            _write(findings, Path(output), launches=launches)
     if opens:
         folder = scratch_folder("export")
         try:

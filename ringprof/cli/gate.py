@@ -11,7 +11,7 @@ from ringprof.analysis.findings.comparison import Difference, recordings_to_deci
 from ringprof.analysis.findings.conditions import Condition, parse_condition, shares_among
 from ringprof.analysis.findings.metric import Measurement
 from ringprof.analysis.findings.uncertainty import own_interval
-from ringprof.cli.values import Decorator, all_of
+from ringprof.cli.options import Advanced, Decorator, OneOf, all_of
 from ringprof.cli.write import say
 from ringprof.errors import UsageError
 from ringprof.report.comparison import needed_recordings
@@ -45,12 +45,15 @@ class Gate(msgspec.Struct, frozen=True):
         interval = _interval(condition, entry, difference)
         answer = condition.holds(values, base.values() if base else {}, shares_among(values), interval)
         if answer is not False:
-            shown = f"{name} is {values[name]:.6g}"
+            # In the unit of the condition.
+            unit, sign = (100, "%") if condition.percent else (1, "")
+            shown = f"{name} is {unit * values[name]:.6g}{sign}"
             if base is not None and name in base.values():
-                shown += f" (base {base.values()[name]:.6g})"
-            if interval is not None:
-                of_base = " times the base" if condition.of_base else ""
-                shown += f", {interval[0]:.4g} to {interval[1]:.4g}{of_base}"
+                shown += f" (base {unit * base.values()[name]:.6g}{sign})"
+            if interval is not None and condition.of_base:
+                shown += f", {interval[0]:.4g} to {interval[1]:.4g} times the base"
+            elif interval is not None:
+                shown += f", {unit * interval[0]:.4g}{sign} to {unit * interval[1]:.4g}{sign}"
             label = f"{entry.label}: " if base is not None else ""
             verdict = "undecided: " if answer is None else ""
             advice = _advice(condition, entry, base, difference) if answer is None else ""
@@ -81,7 +84,7 @@ def gated(example: str) -> Decorator:
     return all_of(
         click.option("--fail-if", "conditions", multiple=True, metavar="CONDITION",
                      help=f"Exit with code 1 if the condition holds: {example}; repeatable."),
-        click.option("--undecided", type=click.Choice(["pass", "fail"]), default="pass", show_default=True,
+        click.option("--undecided", cls=Advanced, type=OneOf(["pass", "fail"]), default="pass", show_default=True,
                      help="Treat a condition that the measurements do not decide as passed or failed."),
     )  # fmt: skip
 

@@ -12,6 +12,8 @@ from ringprof.benchmark_logs.audit import SPREAD
 from ringprof.benchmark_logs.logs import BenchmarkLogs
 from ringprof.benchmark_logs.read import parse_log, read_log
 from ringprof.benchmark_logs.rows import BenchmarkLog, Flag, LogSettings
+from ringprof.cli.options import Advanced, Command
+from ringprof.cli.progress import show_progress
 from ringprof.cli.values import Number
 from ringprof.cli.write import NARROWEST, formats, print_or_write, text_style, to_file
 from ringprof.common.files import read_within
@@ -23,11 +25,16 @@ _SETTINGS = ("batch", "heads", "head_dim", "world_size", "causal", "device")
 """Options for settings that a log does not state: fields of `LogSettings`."""
 
 
-@click.command(name="logs")
+@click.command(name="logs", cls=Command)
 @click.argument("files", nargs=-1, type=click.Path(), required=True, metavar="FILE...")
 @formats("json", "csv")
 @to_file
-@click.option("--width", type=click.IntRange(min=NARROWEST), help="Output width in columns.  [default: the terminal's]")
+@click.option(
+    "--width",
+    cls=Advanced,
+    type=click.IntRange(min=NARROWEST),
+    help="Output width in columns.  [default: the terminal's]",
+)
 @click.option("--batch", type=click.IntRange(min=1), help="Batch size, if a log does not state it.")
 @click.option("--heads", type=click.IntRange(min=1), help="Number of query heads, if a log does not state it.")
 @click.option("--head-dim", type=click.IntRange(min=1), help="Head dimension, if a log does not state it.")
@@ -41,14 +48,19 @@ _SETTINGS = ("batch", "heads", "head_dim", "world_size", "causal", "device")
 @click.option("--machine", metavar="FILE_OR_NAME",
               help="Also compare rows with a prediction for this machine: h100, a800, or a file of"
               " `ringprof calibrate`.")  # fmt: skip
-@click.option("--gpus-per-host", type=click.IntRange(1, 1024), default=8, show_default=True,
-              help="With --machine: GPUs per node.")  # fmt: skip
-@click.option("--nic", type=Number(min=0, min_open=True), metavar="GBIT",
+@click.option("--gpus-per-node", "gpus_per_host", cls=Advanced, type=click.IntRange(1, 1024), default=8,
+              show_default=True, help="With --machine: GPUs per node.")  # fmt: skip
+@click.option("--nic", cls=Advanced, type=Number(min=0, min_open=True), metavar="GBIT",
               help="With --machine: line rate of each GPU's NIC in Gbit/s.")  # fmt: skip
 @click.option(
-    "--max-bytes", type=click.IntRange(min=1), help="Maximum log size in bytes.  [default: a tenth of --max-memory]"
+    "--max-bytes",
+    cls=Advanced,
+    type=click.IntRange(min=1),
+    help="Maximum log size in bytes.  [default: a tenth of --max-memory]",
 )
-@click.option("--max-memory", type=click.IntRange(min=1), help="Memory for reading in bytes.  [default: 1 GiB]")
+@click.option(
+    "--max-memory", cls=Advanced, type=click.IntRange(min=1), help="Memory for reading in bytes.  [default: 1 GiB]"
+)
 @click.option("--strict", is_flag=True, help="Exit with code 2 if a flag is an error.")
 def command(files: tuple[str, ...], **options: Any) -> int:
     """Read benchmark logs into one table and audit them.
@@ -64,7 +76,8 @@ def command(files: tuple[str, ...], **options: Any) -> int:
     limits = Limits(options["max_memory"] or MEMORY_BYTES, options["max_bytes"] or EXPANDED_BYTES)
     logs = BenchmarkLogs([_read(file, limits) for file in dict.fromkeys(files)], settings, options["spread"] / 100)
     if options["machine"]:
-        logs.add(_implausible_rows(logs, options["machine"], options["gpus_per_host"], options["nic"]))
+        with show_progress("predicting"):
+            logs.add(_implausible_rows(logs, options["machine"], options["gpus_per_host"], options["nic"]))
     output = options["output"]
     if options["form"] == "terminal":
         text = logs.to_terminal(text_style(output, options["width"]))

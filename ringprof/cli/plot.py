@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ringprof.api import Analysis, load_any
+from ringprof.cli.options import Command, OneOf
+from ringprof.cli.progress import show_progress
 from ringprof.cli.reading import reads_traces
-from ringprof.cli.write import written
+from ringprof.cli.write import OutputFile, written
 from ringprof.comparison import compare
 from ringprof.errors import UsageError
 from ringprof.options import LoadOptions
@@ -25,24 +28,26 @@ OF_SEVERAL = ("comparison", "scaling")
 _FORMATS = (".png", ".svg", ".pdf")
 
 
-@click.command(name="plot")
-@click.argument("kind", type=click.Choice([*OF_ONE, *OF_SEVERAL]))
+@click.command(name="plot", cls=Command)
+@click.argument("kind", type=OneOf([*OF_ONE, *OF_SEVERAL]))
 @click.argument("paths", nargs=-1, type=click.Path(), required=True, metavar="PATH...")
-@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), help="Image file: .png, .svg or .pdf.")
+@click.option("-o", "--output", type=OutputFile(), help="Image file: .png, .svg or .pdf.  [default: KIND.png]")
 @reads_traces
-def command(kind: str, paths: tuple[str, ...], reading: LoadOptions, output: str) -> int:
+def command(kind: str, paths: tuple[str, ...], reading: LoadOptions, output: str | None) -> int:
     """Draw one plot of a run or traces, or of several runs side by side (comparison, scaling).
 
     \b
-    ringprof plot timeline traces/run.json -o timeline.png
+    ringprof plot timeline traces/run.json
     ringprof plot comparison traces/a traces/b -o comparison.svg
     """
+    output = output or f"{kind}.png"
     if Path(output).suffix.lower() not in _FORMATS:
         raise UsageError(f"--output {output}: a plot is written as one of {', '.join(_FORMATS)}")
     matplotlib = _matplotlib()
     with matplotlib.rc_context():
         matplotlib.rcParams.update(plots.STYLE)
-        figure: Any = _draw(kind, paths, reading).get_figure()
+        with show_progress("reading") as notify:
+            figure: Any = _draw(kind, paths, replace(reading, notify=notify)).get_figure()
         with written(output) as temporary:
             figure.savefig(temporary, format=Path(output).suffix[1:].lower())
     return 0

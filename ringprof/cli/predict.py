@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
+from ringprof.cli.options import Advanced, Command, OneOf, all_of, options_set
+from ringprof.cli.progress import show_progress
 from ringprof.cli.recording import masks, params_of, scores_and_heads, workload_of, workload_options
-from ringprof.cli.values import KERNEL_NAMES, STRATEGIES, Known, Number, Tokens, all_of
+from ringprof.cli.values import KERNEL_NAMES, STRATEGIES, Known, Number, StrategyName, Tokens
 from ringprof.cli.write import formats, say, text_style
 from ringprof.common.json_object import Options, json_text
 from ringprof.errors import UsageError
@@ -33,14 +34,17 @@ prediction_options = all_of(
     click.option("--forward-only", is_flag=True, help="Skip the backward pass."),
     click.option("--kernel", default="auto", show_default=True, type=Known(KERNEL_NAMES),
                  help="Attention kernel; the calibration must have its curves."),
-    click.option("--hosts", type=click.IntRange(1, 1 << 16), default=1, show_default=True, help="Number of nodes."),
-    click.option("--gpus-per-host", type=click.IntRange(1, 1024), default=8, show_default=True, help="GPUs per node."),
+    click.option("--nodes", "hosts", type=click.IntRange(1, 1 << 16), default=1, show_default=True,
+                 help="Number of nodes."),
+    click.option("--gpus-per-node", "gpus_per_host", type=click.IntRange(1, 1024), default=8, show_default=True,
+                 help="GPUs per node."),
     click.option("--nic", "nic_gbit", type=Number(min=0, min_open=True), metavar="GBIT",
                  help="Line rate of a NIC in Gbit/s; one NIC per GPU unless --gpus-per-nic is set."),
-    click.option("--gpus-per-nic", type=click.IntRange(min=1), default=1, show_default=True, help="GPUs per NIC."),
-    click.option("--oversubscription", type=Number(min=1), default=1.0, show_default=True,
+    click.option("--gpus-per-nic", cls=Advanced, type=click.IntRange(min=1), default=1, show_default=True,
+                 help="GPUs per NIC."),
+    click.option("--oversubscription", cls=Advanced, type=Number(min=1), default=1.0, show_default=True,
                  help="Ratio of a node's NIC bandwidth to its up-link bandwidth."),
-    click.option("--net-channels", type=click.IntRange(1, 64),
+    click.option("--net-channels", cls=Advanced, type=click.IntRange(1, 64),
                  help="Value of NCCL_NCHANNELS_PER_NET_PEER, if it is set."),
     click.option("--machine", required=True, metavar="FILE_OR_NAME",
                  help="Calibration: h200, h100, b200, a800, or a file of `ringprof calibrate`."),
@@ -61,13 +65,13 @@ def cluster_of(options: Options) -> Cluster:
     return Cluster(**{field.name: options[field.name] for field in fields(Cluster) if field.name in options})
 
 
-@click.command("predict")
-@click.option("--strategy", metavar="NAME", type=Known(STRATEGIES),
+@click.command("predict", cls=Command)
+@click.option("--strategy", metavar="NAME", type=StrategyName(STRATEGIES),
               help="Context-parallel strategy: a name from `ringprof strategies`, or package.module:Class."
               )  # fmt: skip
 @prediction_options
 @click.option("-p", "--param", "params", multiple=True, metavar="KEY=VALUE", help="Parameter of the strategy.")
-@click.option("--hops", type=click.Choice(["auto", "nccl", "copy"]), default="auto", show_default=True,
+@click.option("--hops", type=OneOf(["auto", "nccl", "copy"]), default="auto", show_default=True,
               help="Intra-node transport: NCCL or CUDA copy engines (auto: copy engines if supported).")  # fmt: skip
 @click.option(
     "--like", type=click.Path(), metavar="RUN", help="Predict this recorded run instead of the options above."
@@ -79,20 +83,25 @@ def command(**options: Any) -> int:
     """Predict the performance of a run on a given cluster: time with an interval, memory, exposed communication.
 
     \b
-    ringprof predict --strategy burst --seq 8388608 --heads 64 --kv-heads 8 --hosts 128 --machine h100 --nic 400
+    ringprof predict --strategy burst --seq 8388608 --heads 64 --kv-heads 8 --nodes 128 --machine h100 --nic 400
     ringprof predict --like traces/h200x4-zigzag-262144 --machine h200 -o traces/predicted
     """
-    from ringprof.prediction.schedules import schedule_of
-
     _refuse_conflicts(options)
     machine = read_calibration(options["machine"])
     style = text_style(None)
     if options["check"]:
         rows = read_rows(options["check"])
-        scores = check_rows(rows, machine, schedule_of, cluster_of(options))
+        with show_progress("predicting") as notify:
+            from ringprof.prediction.schedules import schedule_of
+
+            scores = check_rows(rows, machine, schedule_of, cluster_of(options), notify)
         click.echo(check_text(scores, unknown_columns(rows), options["form"], style), nl=False)
         return 0
-    prediction = predict(_query(options), machine, schedule_of)
+    query = _query(options)
+    with show_progress("predicting"):
+        from ringprof.prediction.schedules import schedule_of  # imports torch, which takes seconds
+
+        prediction = predict(query, machine, schedule_of)
     as_json = options["form"] == "json"
     click.echo(json_text(prediction_dict(prediction)) if as_json else prediction_text(prediction, style), nl=False)
     if options["output"]:
@@ -107,13 +116,10 @@ _ALWAYS_ALLOWED = {"machine", "form", "output", *_NETWORK}
 
 def _refuse_conflicts(options: Options) -> None:
     """Raise `UsageError` for an option whose value comes from the run of --like or the table of --check."""
-    context = click.get_current_context()
     for source, allowed in (("like", set()), ("check", {"gpus_per_host"})):
-        for option in context.command.params if options[source] else ():
-            name = option.name or ""
-            is_set = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-            if is_set and name not in _ALWAYS_ALLOWED | allowed | {source}:
-                raise UsageError(f"{option.opts[0]} beside --{source}: leave one of them out")
+        for name, shown in options_set().items() if options[source] else ():
+            if name not in _ALWAYS_ALLOWED | allowed | {source}:
+                raise UsageError(f"{shown} beside --{source}: leave one of them out")
 
 
 def _query(options: Options) -> Query:

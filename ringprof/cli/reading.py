@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ringprof.cli.values import all_of
+from ringprof.cli.options import Advanced, all_of
 from ringprof.common.files import is_file
 from ringprof.errors import InputError
 from ringprof.options import LoadOptions
@@ -25,18 +25,19 @@ _OPTIONS = all_of(
     click.option("--group", multiple=True, callback=lambda context, option, values: ";".join(values) or None,
                  help="Analyse the communication of these process groups only: names or descriptions (* and ? match"
                  " any text), or the ranks of a group (0,1,2,3); repeatable."),
-    click.option("--rules", type=click.Path(dir_okay=False), help="File of your own rules for the kinds of kernels."),
-    click.option("--mixed-runs", is_flag=True,
+    click.option("--rules", cls=Advanced, type=click.Path(dir_okay=False),
+                 help="File of your own rules for the kinds of kernels."),
+    click.option("--mixed-runs", cls=Advanced, is_flag=True,
                  help="Accept traces that do not overlap in time, such as those of two runs."),
-    click.option("--ranks-per-host", type=click.IntRange(min=1),
-                 help="Ranks per node, if the traces do not name the hosts."),
-    click.option("--max-memory", "memory_bytes", type=click.IntRange(min=1),
+    click.option("--ranks-per-node", "ranks_per_host", cls=Advanced, type=click.IntRange(min=1),
+                 help="Ranks per node, if the traces do not name their nodes."),
+    click.option("--max-memory", "memory_bytes", cls=Advanced, type=click.IntRange(min=1),
                  help="Maximum memory per process for reading and analysing, in bytes.  [default: 1 GiB]"),
-    click.option("--max-bytes", "limit_bytes", type=click.IntRange(min=1),
+    click.option("--max-bytes", "limit_bytes", cls=Advanced, type=click.IntRange(min=1),
                  help="Maximum size of a compressed trace after expansion, in bytes.  [default: 16 GiB]"),
-    click.option("--jobs", type=click.IntRange(min=1),
+    click.option("--jobs", cls=Advanced, type=click.IntRange(min=1),
                  help="Number of processes for many ranks.  [default: one per CPU]"),
-    click.option("--scheduler", metavar="ADDRESS",
+    click.option("--scheduler", cls=Advanced, metavar="ADDRESS",
                  help="Address of a Dask scheduler whose workers read the traces (tcp://...)."),
 )  # fmt: skip
 _NAMES = tuple(field.name for field in fields(LoadOptions) if field.name != "notify")

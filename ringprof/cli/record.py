@@ -6,9 +6,10 @@ from typing import Any
 
 import click
 
+from ringprof.cli.options import Advanced, Command
 from ringprof.cli.progress import reporter
 from ringprof.cli.recording import layers, masks, params_of, phases, records, request_of, run_on_ranks, scores_and_heads
-from ringprof.cli.values import INFERENCE, KERNEL_NAMES, STRATEGIES, Known, ListOf, Tokens
+from ringprof.cli.values import INFERENCE, KERNEL_NAMES, STRATEGIES, Known, ListOf, StrategyName, Tokens
 from ringprof.common.json_object import Options
 from ringprof.errors import RecordError
 from ringprof.record import RecordRequest, record
@@ -17,9 +18,9 @@ from ringprof.run import Run
 from ringprof.trace.reduced import reduce_file
 
 
-@click.command("record")
+@click.command("record", cls=Command)
 @click.option(
-    "--strategy", required=True, metavar="NAME", type=Known(STRATEGIES + INFERENCE),
+    "--strategy", required=True, metavar="NAME", type=StrategyName(STRATEGIES + INFERENCE),
     help="Context-parallel strategy: a name from `ringprof strategies`, or package.module:Class for your own. The"
     " latter imports the module, which runs code that is not part of ringprof.",
 )  # fmt: skip
@@ -27,7 +28,7 @@ from ringprof.trace.reduced import reduce_file
     "--seq", type=Tokens(), help="Global sequence length in tokens: 131072 or 128k; for inference, the new tokens."
 )
 @phases
-@click.option("--cp-sizes", type=ListOf(click.IntRange(min=1)), metavar="N,N,...",
+@click.option("--cp-sizes", cls=Advanced, type=ListOf(click.IntRange(min=1)), metavar="N,N,...",
               help="Dynamic context parallelism: an iteration has one step per size N, in which each group of N ranks"
               " shares one sequence. All sequences of a step together have --seq tokens.")  # fmt: skip
 @masks
@@ -39,18 +40,18 @@ from ringprof.trace.reduced import reduce_file
               help="Parameter of the strategy (see `ringprof strategies NAME`); repeatable.")  # fmt: skip
 @click.option("--kernel", default="auto", show_default=True, type=Known(KERNEL_NAMES),
               help=f"Attention kernel: {', '.join(KERNEL_NAMES[1:])}; auto: the fastest supported one.")  # fmt: skip
-@click.option("--cuda-graph", is_flag=True,
+@click.option("--cuda-graph", cls=Advanced, is_flag=True,
               help="Capture an iteration in a CUDA graph and time its replays, without host overhead.")  # fmt: skip
-@click.option("--profile-iters", default=1, show_default=True, help="Number of profiled iterations.")
+@click.option("--profile-iters", cls=Advanced, default=1, show_default=True, help="Number of profiled iterations.")
 @click.option("-o", "--output", default="traces/run.json", show_default=True, type=click.Path(),
               help="File for the newest run; each run also keeps its own folder next to it.")  # fmt: skip
-@click.option("--force", is_flag=True, help="Run even if the estimate exceeds available memory or time.")
-@click.option("--time-limit", type=float, metavar="SECONDS",
+@click.option("--force", cls=Advanced, is_flag=True, help="Run even if the estimate exceeds available memory or time.")
+@click.option("--time-limit", cls=Advanced, type=float, metavar="SECONDS",
               help="Time limit, after which a hanging run is ended.  [default: from the estimate]")  # fmt: skip
 def command(**options: Any) -> int:
     """Run a strategy, check its result, time it and profile it.
 
-    Starts its own ranks on this host; under torchrun or srun, each process is one of their ranks.
+    Starts its own ranks on this node; under torchrun or srun, each process is one of their ranks.
 
     \b
     ringprof record --strategy burst --seq 512k

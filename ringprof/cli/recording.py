@@ -10,7 +10,8 @@ from typing import Any, get_args
 
 import click
 
-from ringprof.cli.values import Decorator, Number, Tokens, all_of
+from ringprof.cli.options import Advanced, Decorator, OneOf, all_of
+from ringprof.cli.values import Number, Tokens
 from ringprof.cli.write import say
 from ringprof.common.json_object import JsonObject, Options
 from ringprof.common.validation import refuse_below_one
@@ -45,13 +46,13 @@ def workload_options(*, heads: int | None = 40, head_dim: int = 128) -> Decorato
         click.option("--head-dim", type=click.IntRange(min=1), default=head_dim, show_default=True,
                      help="Head size."),
         click.option("--causal/--no-causal", default=True, show_default=True, help="Causal mask or full attention."),
-        click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True,
+        click.option("--dtype", type=OneOf(list(DTYPES)), default="bf16", show_default=True,
                      help="Data type of the inputs."),
     )  # fmt: skip
 
 
 on_ranks = all_of(
-    click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True,
+    click.option("--device", type=OneOf(["auto", "cuda", "cpu"]), default="auto", show_default=True,
                  help="GPUs with NCCL, or CPU processes with gloo."),
     click.option("--world", type=int, help="Number of ranks.  [default: all GPUs; 4 on CPU]"),
 )  # fmt: skip
@@ -60,14 +61,15 @@ on_ranks = all_of(
 records = all_of(
     workload_options(),
     on_ranks,
-    click.option("--hops", type=click.Choice(["auto", "nccl", "copy"]), default="auto", show_default=True,
+    click.option("--hops", cls=Advanced, type=OneOf(["auto", "nccl", "copy"]), default="auto", show_default=True,
                  help="Intra-node transport: NCCL or CUDA copy engines (auto: copy engines if every rank supports"
                  " them)."),
-    click.option("--ranks-per-host", type=int,
+    click.option("--ranks-per-node", "ranks_per_host", cls=Advanced, type=int,
                  help="Ranks per node; neighbouring ranks are treated as one node.  [default: as launched]"),
-    click.option("--warmup", type=int, help="Number of untimed iterations.  [default: 3 on GPU, 1 on CPU]"),
+    click.option("--warmup", cls=Advanced, type=int,
+                 help="Number of untimed iterations.  [default: 3 on GPU, 1 on CPU]"),
     click.option("--iters", type=int, help="Number of timed iterations.  [default: 10 on GPU, 3 on CPU]"),
-    click.option("--controls", is_flag=True,
+    click.option("--controls", cls=Advanced, is_flag=True,
                  help="Also time three baselines: kernels only, without communication, without computation."),
     click.option("--verify/--no-verify", default=True, show_default=True,
                  help="Compare the result with a float64 reference before timing."),
@@ -78,16 +80,16 @@ records = all_of(
 masks = all_of(
     click.option("--documents", metavar="LENGTHS",
                  help="Packed documents: 65536,32768x4, a file of lengths, or lognormal:mean=8192,sigma=1.2,seed=7."),
-    click.option("--window-size", type=Tokens(),
+    click.option("--window-size", cls=Advanced, type=Tokens(),
                  help="Sliding window: number of keys that a token attends to, its own included."),
-    click.option("--prefix", type=Tokens(),
+    click.option("--prefix", cls=Advanced, type=Tokens(),
                  help="Always attend to the first N tokens of the document (global prefix), in addition to a window;"
                  " with --no-causal and no window, a prefix LM."),
 )  # fmt: skip
 """Decorator that adds the options for packed documents, windows and prefixes."""
 
 phases = all_of(
-    click.option("--phase", type=click.Choice(get_args(Phase)), default="training", show_default=True,
+    click.option("--phase", type=OneOf(get_args(Phase)), default="training", show_default=True,
                  help="Training, or inference: prefill and decode compute new tokens over a K/V cache, forward only."
                  " `ringprof strategies` lists the strategies for inference."),
     click.option("--kv-length", type=Tokens(),
@@ -96,22 +98,23 @@ phases = all_of(
 """Decorator that adds the options of prefill and decode."""
 
 layers = all_of(
-    click.option("--layer", type=click.Choice(["ddp", "fsdp2"]),
+    click.option("--layer", cls=Advanced, type=OneOf(["ddp", "fsdp2"]),
                  help="Run whole transformer layers, with their gradients reduced by DDP or FSDP2."),
-    click.option("--layers", type=int, help="With --layer: number of layers.  [default: 1]"),
-    click.option("--mlp-size", type=int,
+    click.option("--layers", cls=Advanced, type=int, help="With --layer: number of layers.  [default: 1]"),
+    click.option("--mlp-size", cls=Advanced, type=int,
                  help="With --layer: intermediate size of the gated MLP.  [default: 8/3 of heads x head-dim, rounded up"
                  " to a multiple of 256]"),
-    click.option("--checkpoint", is_flag=True,
+    click.option("--checkpoint", cls=Advanced, is_flag=True,
                  help="With --layer: activation checkpointing (recompute each layer in the backward pass)."),
 )  # fmt: skip
 """Decorator that adds the options of whole layers."""
 
 scores_and_heads = all_of(
-    click.option("--v-head-dim", type=click.IntRange(min=1), help="Head size of v, if it is smaller (MLA)."),
-    click.option("--softcap", type=Number(min=0, min_open=True, max=1e9),
+    click.option("--v-head-dim", cls=Advanced, type=click.IntRange(min=1),
+                 help="Head size of v, if it is smaller (MLA)."),
+    click.option("--softcap", cls=Advanced, type=Number(min=0, min_open=True, max=1e9),
                  help="Soft cap on the scores: s becomes softcap * tanh(s / softcap)."),
-    click.option("--sinks", type=click.Choice(["learned"]),
+    click.option("--sinks", cls=Advanced, type=OneOf(["learned"]),
                  help="Attention sinks: one learned logit per head takes part in the softmax."),
 )  # fmt: skip
 """Decorator that adds the options for v's head size, the soft cap and attention sinks."""

@@ -14,15 +14,26 @@ import click
 from ringprof.analysis.findings.metric import Measurement
 from ringprof.api import Analysis, load_any, parse_any
 from ringprof.cli.gate import gate, gated
-from ringprof.cli.progress import loading_progress
+from ringprof.cli.options import Advanced, Command, OneOf, all_of
+from ringprof.cli.progress import show_progress
 from ringprof.cli.reading import newest_or, reads_traces
-from ringprof.cli.values import Number, all_of
-from ringprof.cli.write import NARROWEST, formats, print_or_write, say, text_style, to_file, write_text, written
+from ringprof.cli.values import Number
+from ringprof.cli.write import (
+    NARROWEST,
+    OutputFile,
+    formats,
+    print_or_write,
+    say,
+    text_style,
+    to_file,
+    write_text,
+    written,
+)
 from ringprof.common.files import is_file, read_within, within
 from ringprof.common.json_object import json_text
 from ringprof.common.scratch import abandon, scratch_folder
 from ringprof.errors import UsageError, nearest
-from ringprof.frames import FRAMES, as_csv, write_parquet
+from ringprof.frames import FRAMES, as_csv, require_pyarrow, write_parquet
 from ringprof.options import LoadOptions
 from ringprof.report.sections import OPTIONAL
 from ringprof.report.tables import Listing
@@ -41,14 +52,19 @@ _PAGE_STAYS_S = 3600.0
 """Least age in seconds of a temporary page that a later ``--open`` removes."""
 
 
-@click.command(name="report")
+@click.command(name="report", cls=Command)
 @click.argument("paths", nargs=-1, type=click.Path(), metavar="[PATH]...")
 @formats("json")
-@click.option("--csv", "frame", type=click.Choice([*FRAMES]), help="Write one table as CSV instead of the report.")
-@click.option("--parquet", metavar="TABLE", type=click.Choice([*FRAMES]), help="Write one table as Parquet to -o.")
+@click.option("--csv", "frame", type=OneOf([*FRAMES]), help="Write one table as CSV instead of the report.")
+@click.option("--parquet", metavar="TABLE", type=OneOf([*FRAMES]), help="Write one table as Parquet to -o.")
 @to_file
-@click.option("--width", type=click.IntRange(min=NARROWEST), help="Output width in columns.  [default: the terminal's]")
-@click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the report as one HTML page.")
+@click.option(
+    "--width",
+    cls=Advanced,
+    type=click.IntRange(min=NARROWEST),
+    help="Output width in columns.  [default: the terminal's]",
+)
+@click.option("--html", "page", type=OutputFile(), help="Also write the report as one HTML page.")
 @click.option("--open", "opens", is_flag=True, help="Open the page in a browser (without --html, a temporary file).")
 @all_of(*(click.option(f"--{name}", is_flag=True, help=section.option) for name, section in OPTIONAL.items()))
 @click.option("--sort", metavar="COLUMN", default="", help=f"Sort {_SORTED} by this column, largest first.")
@@ -57,9 +73,9 @@ _PAGE_STAYS_S = 3600.0
 @gated("'exposed_comm > 5%', 'max(idle) > 1%'")
 @click.option("--strict", is_flag=True, help="Exit with code 2 if the report has warnings.")
 @reads_traces
-@click.option("--wall", type=Number(min=0, min_open=True), metavar="MS",
+@click.option("--wall", cls=Advanced, type=Number(min=0, min_open=True), metavar="MS",
               help="Kernel table: wall time of the window in ms.")  # fmt: skip
-@click.option("--iters", type=click.IntRange(min=1), help="Kernel table: iterations in the window.")
+@click.option("--iters", cls=Advanced, type=click.IntRange(min=1), help="Kernel table: iterations in the window.")
 def command(
     paths: tuple[str, ...], reading: LoadOptions, conditions: tuple[str, ...], undecided: str, *, strict: bool,
     **options: Any,
@@ -80,9 +96,11 @@ def command(
         text = f"--fail-if {condition.text!r}: one report has no base: set two side by side with 'ringprof compare'"
         raise UsageError(text)
     sections = [name for name, value in options.items() if name in OPTIONAL and value]
-    _refuse_unknown_column(options["sort"], sections)
+    _refuse_unused_order(options, sections)
     if options["parquet"] and (options["frame"] or not options["output"]):
         raise UsageError("--parquet writes one table to a file: give --output FILE, and no --csv")
+    if options["parquet"]:
+        require_pyarrow()
     analysis = _load(paths, reading, options)
     if options["parquet"]:
         frame = _frame(analysis, options["parquet"])
@@ -113,7 +131,7 @@ def _load(paths: Sequence[str], reading: LoadOptions, options: Mapping[str, Any]
         raise UsageError(
             f"these are {len(paths)} runs: set them side by side with: ringprof compare {shell_words(paths)}"
         )
-    with loading_progress() as notify:
+    with show_progress("reading") as notify:
         return load_any(newest_or(paths), replace(reading, notify=notify), **table_options)
 
 
@@ -155,13 +173,17 @@ def _write_page(analysis: Analysis, page: str | None, *, opens: bool) -> None:
         say(f"ringprof: no browser is available here: open {path}")
 
 
-def _refuse_unknown_column(name: str, sections: Sequence[str]) -> None:
-    """Raise `UsageError` if no shown section has the column of --sort."""
+def _refuse_unused_order(options: Mapping[str, Any], sections: Sequence[str]) -> None:
+    """Raise `UsageError` if no shown section has the column of --sort, or rows for --top and --all."""
     columns = {column.name: None for section in sections for column in OPTIONAL[section].columns if column.name}
+    name, top = options["sort"], options["top"]
+    if not columns:
+        for option, verb in ((f"--sort {name}" * bool(name), "orders"), (f"--top {top}" * bool(top), "limits"),
+                             ("--all" * options["everything"], "completes")):  # fmt: skip
+            if option:
+                raise UsageError(f"{option}: {verb} {_SORTED}: ask for one of them")
     if not name or name in columns:
         return
-    if not columns:
-        raise UsageError(f"--sort {name}: orders {_SORTED}: ask for one of them")
     raise UsageError(f"--sort {name}: no such column{nearest(name, columns)}; there are: {', '.join(columns)}")
 
 

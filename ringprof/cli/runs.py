@@ -23,7 +23,7 @@ _FIELDS = (
 _COLUMNS = (
     Column("run", folds=True), Column("recorded (UTC)", drop=3), Column("strategy"), Column("tokens", "count"),
     Column("ranks", "count"), Column("kernel", drop=4), Column("type", drop=2), Column("iteration", drop=1),
-    Column("per device"), Column("checked", drop=5),
+    Column("per device"), Column("verified", drop=5),
 )  # fmt: skip
 
 
@@ -92,5 +92,5 @@ def _cells(row: JsonObject) -> list[Any]:
         clean(row["path"]), clean(row["created"][:16].replace("T", " ")), clean(row["strategy"] or "own program"),
         row["seq"], row["world_size"], clean(row["kernel"] or "-"), row["dtype"] or "-",
         "-" if time_ms is None else duration(time_ms * 1e6), "-" if tflops is None else rate(tflops),
-        {True: "right", False: "WRONG", None: "no"}[row["verified"]],
+        {True: "yes", False: "WRONG", None: "no"}[row["verified"]],
     ]  # fmt: skip

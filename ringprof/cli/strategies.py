@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import click
 
-from ringprof.cli.values import INFERENCE, STRATEGIES, Known
+from ringprof.cli.values import INFERENCE, STRATEGIES, StrategyName
 from ringprof.cli.write import text_style
-from ringprof.strategies.catalog import ALIASES, CACHED, PEERS, SPECS
+from ringprof.strategies.catalog import ALIASES, CACHED, PEERS, SPECS, find
 
 
 @click.command("strategies")
-@click.argument("name", required=False, type=Known(STRATEGIES + INFERENCE))
+@click.argument("name", required=False, type=StrategyName(STRATEGIES + INFERENCE))
 def command(name: str | None) -> None:
     """List the strategies, or the parameters of strategy NAME, which `ringprof record -p key=value` sets.
 
@@ -41,7 +41,7 @@ def _listing() -> list[str]:
 def _parameters(name: str) -> list[str]:
     """List the parameters of a strategy in lines, with type, default and help."""
     from ringprof.record.resolve import load_strategy, strategy_errors
-    from ringprof.strategies.registry import find, parameters
+    from ringprof.strategies.registry import parameters
 
     strategy = load_strategy(name)
     with strategy_errors():

@@ -1,16 +1,23 @@
-"""Types of option values: lengths in tokens, numbers, names with shell completion and lists; groups of options."""
+"""Types of option values: lengths in tokens, numbers, names with shell completion and lists."""
 
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from itertools import islice
 from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
-from ringprof.strategies.catalog import CACHED, SPECS, canonical_name
+from ringprof.errors import UnknownStrategyError, UsageError, nearest
+from ringprof.strategies.catalog import CACHED, SPECS, find
+from ringprof.strategies.errors import UnknownName
 from ringprof.workload.documents import FACTORS
 
 STRATEGIES, INFERENCE = tuple(SPECS), tuple(CACHED)
@@ -47,7 +54,7 @@ class Number(click.FloatRange):
 
 
 class Known(click.ParamType):  # type: ignore[type-arg]
-    """Any name; the known names are offered by shell completion. An alias of a known strategy becomes its name."""
+    """Any name; the known names are offered by shell completion."""
 
     name = "name"
 
@@ -55,11 +62,36 @@ class Known(click.ParamType):  # type: ignore[type-arg]
         self.names = names
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        name = str(value).strip()
-        return canonical_name(name) if canonical_name(name) in self.names else name
+        return str(value).strip()
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         return [CompletionItem(name) for name in self.names if name.startswith(incomplete)]
+
+
+class StrategyName(Known):
+    """Name of a strategy, an alias of one, or ``package.module:Class``; others are refused without importing torch."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        name = super().convert(value, param, ctx)
+        if ":" in name:
+            refuse_missing_module(name)
+        try:
+            return find(name).name
+        except UnknownName as error:
+            raise UnknownStrategyError(str(error)) from None
+
+
+def refuse_missing_module(target: str) -> None:
+    """Raise `UsageError` if no module of ``module:name`` is installed or in the current folder; imports nothing."""
+    module, colon, _ = target.partition(":")
+    package, folder = module.partition(".")[0], os.getcwd()
+    with suppress(ValueError):  # a module without a spec
+        if package and colon and (PathFinder.find_spec(package, [folder]) is None and find_spec(package) is None):
+            names = [entry.name for entry in islice(os.scandir(folder), 500)]
+            modules = [name.removesuffix(".py") for name in names if name.endswith(".py") or "." not in name]
+            raise UsageError(
+                f"{target!r}: no module {package!r} is installed or in the current folder{nearest(package, modules)}"
+            )
 
 
 class ListOf(click.ParamType):  # type: ignore[type-arg]
@@ -77,17 +109,3 @@ class ListOf(click.ParamType):  # type: ignore[type-arg]
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         before, comma, last = incomplete.rpartition(",")
         return [CompletionItem(f"{before}{comma}{item.value}") for item in self.kind.shell_complete(ctx, param, last)]
-
-
-Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-def all_of(*options: Decorator) -> Decorator:
-    """Return a decorator that adds these options to a command, in this order."""
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate

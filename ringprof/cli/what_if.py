@@ -6,6 +6,8 @@ from typing import Any
 
 import click
 
+from ringprof.cli.options import Advanced, Command, OneOf
+from ringprof.cli.progress import show_progress
 from ringprof.cli.recording import params_of
 from ringprof.cli.write import formats
 from ringprof.common.formatting import percent
@@ -15,20 +17,32 @@ from ringprof.errors import UsageError
 from ringprof.prediction.calibration import base_for, read_calibration
 from ringprof.prediction.fit import observed_run
 from ringprof.prediction.query import find_run
+from ringprof.prediction.text import PART_LABELS
 from ringprof.prediction.what_if import Changes, WhatIf, what_if
 from ringprof.report.text import duration
 
+_LINKS = {"intra-node": "same_host", "inter-node": "other_host"}
+"""Classes of links by their names on the command line; a calibration's own names work, too."""
+_NOTABLE = 0.05
+"""Share of the whole change from which the change of a part is named."""
 
-@click.command("what-if")
+
+@click.command("what-if", cls=Command)
 @click.argument("run", type=click.Path())
 @click.option(
     "--link", "links", multiple=True, metavar="LINK=FACTOR",
-    help="Speed up intra-node links (same_host=2x) or inter-node links (other_host=2x).",
+    help="Speed up the links within nodes (intra-node=2x) or between nodes (inter-node=2x).",
 )  # fmt: skip
 @click.option("--slow", multiple=True, metavar="RANK=FACTOR", help="Slow the blocks of a rank down, such as 3=1.25.")
 @click.option("--kernel-speed", default="1x", show_default=True, metavar="FACTOR", help="Speed up attention kernels.")
-@click.option("--hops", type=click.Choice(["nccl", "copy"]), help="Intra-node transport: NCCL or CUDA copy engines.")
-@click.option("--ranks-per-host", type=click.IntRange(min=1), help="Number of neighbouring ranks per node.")
+@click.option("--hops", type=OneOf(["nccl", "copy"]), help="Intra-node transport: NCCL or CUDA copy engines.")
+@click.option(
+    "--ranks-per-node",
+    "ranks_per_host",
+    cls=Advanced,
+    type=click.IntRange(min=1),
+    help="Number of neighbouring ranks per node.",
+)
 @click.option("--kv-heads", type=click.IntRange(min=1), help="Number of key and value heads.")
 @click.option("-p", "--param", "params", multiple=True, metavar="KEY=VALUE", help="Change a parameter of the strategy.")
 @click.option("--machine", metavar="FILE_OR_NAME",
@@ -39,18 +53,19 @@ def command(**options: Any) -> int:
 
     \b
     ringprof what-if traces/h200x4-zigzag-262144 --hops copy
-    ringprof what-if traces/h200x4-burst-65536-two-hosts --link other_host=10x --slow 3=1.25
+    ringprof what-if traces/h200x4-burst-65536-two-hosts --link inter-node=10x --slow 3=1.25
     """
     run = find_run(options["run"])
     machine = read_calibration(options["machine"]) if options["machine"] else base_for(run.environment.devices[0])
     changes = Changes(
-        links={name: _factor("--link", value) for name, value in _pairs(options["links"], "--link")},
+        links={_LINKS.get(name, name): _factor("--link", value) for name, value in _pairs(options["links"], "--link")},
         slow={_rank(name): _factor("--slow", value) for name, value in _pairs(options["slow"], "--slow")},
         kernel_speed=_factor("--kernel-speed", options["kernel_speed"]), hops=options["hops"],
         hosts_of=options["ranks_per_host"],
         kv_heads=options["kv_heads"], params=params_of(options["params"], "KEY=VALUE"),
     )  # fmt: skip
-    result = what_if(observed_run(options["run"], machine), machine, changes)
+    with show_progress("replaying"):
+        result = what_if(observed_run(options["run"], machine), machine, changes)
     click.echo(json_text(result.as_dict()) if options["form"] == "json" else _text(result, changes), nl=False)
     return 0
 
@@ -61,13 +76,28 @@ def _text(result: WhatIf, changes: Changes) -> str:
         f"replayed  {duration(result.replayed_ns)}: off by {percent(result.replay_error)}",
     ]
     if changes == Changes():
-        lines.append("nothing changed: name --link, --slow, --kernel-speed, --hops or --ranks-per-host")
+        lines.append("nothing changed: name --link, --slow, --kernel-speed, --hops or --ranks-per-node")
     else:
         word = "less" if result.gain >= 0 else "more"
-        lines.append(f"PREDICTED {duration(result.changed_ns)}: {percent(abs(result.gain))} {word} than the replay")
+        low, high = map(duration, result.range_ns)
+        lines += [
+            f"PREDICTED {duration(result.changed_ns)} ({low} to {high}): {percent(abs(result.gain))} {word} than the"
+            " replay",
+            f"change    {_change(result)}",
+            "range     what the replay is off by, and the spread of the machine's figures",
+        ]
         if abs(result.gain) < abs(result.replay_error):
             lines.append("the change is smaller than what the replay is off by")
     return "\n".join(lines) + "\n"
+
+
+def _change(result: WhatIf) -> str:
+    """Name the parts of the slowest rank's time that change most, largest first."""
+    changed = sorted(result.parts_ns.items(), key=lambda part: -abs(part[1]))
+    least_ns = _NOTABLE * abs(result.changed_ns - result.replayed_ns)
+    shown = [f"{PART_LABELS[part]} {'-' if ns < 0 else '+'}{duration(abs(ns))}" for part, ns in changed
+             if abs(ns) > least_ns]  # fmt: skip
+    return f"{'; '.join(shown) or 'none'}; on the slowest rank"
 
 
 def _pairs(texts: tuple[str, ...], option: str) -> list[tuple[str, str]]:

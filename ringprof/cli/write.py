@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,23 +13,51 @@ from typing import Any, TypeVar
 
 import click
 
+from ringprof.cli.options import OneOf
 from ringprof.common.files import replacing
 from ringprof.errors import InputError
 from ringprof.report.text import TextStyle, printable
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-to_file = click.option(
-    "-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal."
-)
 NARROWEST = 78
 """Minimum width in columns: a narrower table would lose digits."""
 
 
-def formats(*others: str) -> Callable[[_Command], _Command]:
-    """Add ``--format`` to a command, with ``terminal`` and other formats."""
+class OutputFile(click.Path):
+    """Path of a file to write; one that cannot be written is refused before the work rather than after it."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = str(super().convert(value, param, ctx))
+        if ctx is None or not ctx.resilient_parsing:
+            refuse_unwritable(path)
+        return path
+
+
+def refuse_unwritable(path: str) -> None:
+    """Raise `InputError` if the file cannot be written."""
+    if os.path.exists(path) and os.access(path, os.W_OK):
+        return
+    try:
+        tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(path))).close()
+    except OSError as error:
+        raise _not_written(path, error) from None
+
+
+def _not_written(path: str | Path, error: OSError) -> InputError:
+    return InputError(f"{path}: cannot be written: {error.strerror or error}")
+
+
+to_file = click.option("-o", "--output", type=OutputFile(), help="Write to this file instead of the terminal.")
+
+
+def formats(*others: str, **attributes: Any) -> Callable[[_Command], _Command]:
+    """Add ``--format`` to a command: ``terminal`` and other formats; ``attributes`` are arguments of the option."""
     return click.option(
-        "--format", "form", type=click.Choice(["terminal", *others]), default="terminal", show_default=True,
-        help="Output format.",
+        "--format", "form", type=OneOf(["terminal", *others]), default="terminal", show_default=True,
+        help="Output format.", **attributes,
     )  # fmt: skip
 
 
@@ -63,7 +92,7 @@ def written(path: str | Path) -> Iterator[Path]:
         with replacing(path) as temporary:
             yield temporary
     except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
+        raise _not_written(path, error) from None
     say(f"Wrote {path}")
 
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 
 def milliseconds(time_ns: float) -> str:
-    """Format a time in ms for a sentence. Tables show more digits, so that rounded parts sum to their total."""
+    """Format a time for a sentence: in ms, from 1 s up in seconds with as many digits as ms have below.
+
+    Tables show more digits, so that rounded parts sum to their total.
+    """
+    if time_ns >= 999_950_000:  # 1,000.0 ms when rounded
+        return f"{time_ns / 1e9:,.3f} s"
     return f"{time_ns / 1e6:,.{1 if time_ns >= 1e7 else 2 if time_ns >= 1e6 else 3}f} ms"
 
 

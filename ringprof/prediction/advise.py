@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from ringprof.common.json_object import JsonObject
-from ringprof.errors import RingprofError, UnknownStrategyError, UnsupportedWorkloadError
+from ringprof.errors import RingprofError, UnknownStrategyError, UnsupportedWorkloadError, nearest
 from ringprof.prediction.calibration import Calibration
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import PredictionResult, ScheduleOf, predict, prediction_dict
@@ -25,7 +25,9 @@ _SCHEMA = "ringprof.advice/1"
 HIDDEN = 0.02
 """Largest fraction of the time spent waiting for transfers that still counts as hidden communication."""
 _TIE = 0.005
-"""Largest difference of log times that counts as equal."""
+"""Largest difference of log times that always counts as equal."""
+_Z = 1.28
+"""Standard deviations on each side of the middle that hold four of five cases."""
 _MAX_COMPARED = 3
 """Number of strategies that are compared over lengths, hosts and NICs."""
 _DRAWS, _FIRST_PASS_DRAWS, _REDRAW_FACTOR = 4000, 1, 1.1
@@ -120,14 +122,14 @@ class Advice:
 
 
 _PART_NAMES = {
-    "kernel": "attention", "memory": "merges and copies", "same_host": "bytes inside hosts",
-    "other_host": "bytes between hosts", "peers": "waiting for peers", "host": "launching",
+    "kernel": "attention", "memory": "merges and copies", "same_host": "bytes inside nodes",
+    "other_host": "bytes between nodes", "peers": "waiting for peers", "host": "launching",
 }  # fmt: skip
 _HOW_TO_MEASURE = {
     "forward kernel": "calibrate the kernel's forward pass at these shapes (ringprof calibrate on one GPU)",
     "backward kernel": "calibrate the kernel's backward pass at these shapes (ringprof calibrate on one GPU)",
     "unexplained": "record one run on such a machine, and calibrate from it",
-    "other_host": "measure the rate between two hosts with all GPUs sending",
+    "other_host": "measure the rate between two nodes with all GPUs sending",
     "same_host": "calibrate the links on two GPUs", "chance": "nothing: it is the chance of one run against another",
 }  # fmt: skip
 
@@ -145,7 +147,10 @@ def advise(
     known_names = dict.fromkeys(query.strategy for query in all_queries)
     for name in selected:
         if name not in known_names:
-            raise UnknownStrategyError(f"advise has no strategy {name!r} to choose; it has: {', '.join(known_names)}")
+            hint = nearest(name, known_names)
+            raise UnknownStrategyError(
+                f"advise has no strategy {name!r} to choose{hint}; it has: {', '.join(known_names)}"
+            )
     queries = [query for query in all_queries if not selected or query.strategy in selected]
     predictions, refusals = [], []
     for number, query in enumerate(queries):
@@ -286,20 +291,35 @@ def compared(choices: Sequence[Choice]) -> list[Choice]:
 
 
 def crossings(points: Sequence[Point]) -> list[tuple[float, int]]:
-    """Return (value, index) wherever a compared choice becomes as fast as the first one, or stops being so."""
+    """Return (value, index) wherever a compared choice becomes as fast as the first one, or stops being so.
+
+    Only points count at which one is faster in four of five cases: between others the order is not known.
+    """
     crossing_points = []
     for other in range(1, _MAX_COMPARED):
         log_ratios = [
-            (point.value, math.log(point.predictions[other].median_ns / point.predictions[0].median_ns))
+            (point.value, math.log(point.predictions[other].median_ns / point.predictions[0].median_ns),
+             max(_TIE, _Z * _spread_of_ratio(point.predictions[0], point.predictions[other])))
             for point in points if len(point.predictions) > other
         ]  # fmt: skip
-        distinct = [(value, log_ratio) for value, log_ratio in log_ratios if abs(log_ratio) > _TIE]
+        distinct = [(value, log_ratio) for value, log_ratio, tie in log_ratios if abs(log_ratio) > tie]
         crossing_points += [
             (_zero_crossing(a, b, ratio_a, ratio_b), other)
             for (a, ratio_a), (b, ratio_b) in pairwise(distinct)
             if (ratio_a > 0) != (ratio_b > 0)
         ]  # fmt: skip
     return sorted(crossing_points)
+
+
+def _spread_of_ratio(first: PredictionResult, second: PredictionResult) -> float:
+    """Return the log standard deviation of the ratio of two predictions, whose `_SHARED_INPUTS` move both alike."""
+    variances = first.device_variance, second.device_variance
+    names = dict.fromkeys(name for of_one in variances for name in of_one)
+    pairs = {name: [of_one.get(name, 0.0) for of_one in variances] for name in names}
+    return math.sqrt(sum(
+        (math.sqrt(pair[0]) - math.sqrt(pair[1])) ** 2 if name in _SHARED_INPUTS else sum(pair)
+        for name, pair in pairs.items()
+    ))  # fmt: skip
 
 
 def _zero_crossing(a: float, b: float, at_a: float, at_b: float) -> float:

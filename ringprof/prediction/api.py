@@ -1,4 +1,4 @@
-"""The public functions `predict` and `advise`: predictions as objects with data frames and plots."""
+"""The public functions `predict`, `advise` and `balance`: predictions as objects with data frames and plots."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import msgspec
 
 from ringprof.common.formatting import percent
 from ringprof.common.json_object import JsonObject
+from ringprof.common.validation import refuse_below_one
 from ringprof.errors import UsageError
 from ringprof.frames import PREDICTION_COLUMNS
 from ringprof.prediction import recommendation_text
@@ -71,6 +72,17 @@ def advise(
         memory_bytes=memory_bytes, strategies=strategies,
     )  # fmt: skip
     return Recommendation(advice)
+
+
+def balance(workload: Workload, world: int = 8) -> pd.DataFrame:
+    """Compare the load balance of strategies and layouts for a mask on ``world`` ranks, best first. Needs no GPU.
+
+    One row per strategy with its parameters; the columns are ``frame.attrs["columns"]``. Raises `UsageError`.
+    """
+    from ringprof.record.balance import balances  # imports torch
+
+    refuse_below_one({"world": world})
+    return _frame("balance", [vars(row) for row in balances(_converted(workload, Workload), world)])
 
 
 def _read(machine: MachineLike) -> Calibration:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ringprof.common.decoding import decode_json, read_small
-from ringprof.errors import InputError, UsageError
+from ringprof.errors import InputError, UsageError, nearest
 from ringprof.run import Size
 
 _SCHEMA = "ringprof.calibration/1"
@@ -241,18 +241,22 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
         for kernel in self.kernels:
             if kernel.name == name:
                 return kernel
-        known = ", ".join(kernel.name for kernel in self.kernels) or "none"
-        raise UsageError(f"machine {self.name!r} has no curves of kernel {name!r}: it has {known} (ringprof calibrate)")
+        names = [kernel.name for kernel in self.kernels]
+        raise UsageError(
+            f"machine {self.name!r} has no curves of kernel {name!r}{nearest(name, names)}: it has"
+            f" {', '.join(names) or 'none'} (ringprof calibrate)"
+        )
 
 
 def read_calibration(path: str | os.PathLike[str]) -> Calibration:
-    """Read a calibration file, or a bundled one by its name. Raises `InputError` and `UsageError`."""
+    """Read a calibration file, or a bundled one by its name in any case. Raises `InputError` and `UsageError`."""
     name_or_path = os.fspath(path)
-    if name_or_path in BUNDLED:
-        return _bundled(name_or_path)
+    if name_or_path.lower() in BUNDLED:
+        return _bundled(name_or_path.lower())
     if not name_or_path.endswith(".json") and not os.path.exists(name_or_path):
         raise UsageError(
-            f"no machine {name_or_path!r}; there are: {', '.join(BUNDLED)}, or a file of `ringprof calibrate`"
+            f"no machine {name_or_path!r}{nearest(name_or_path, BUNDLED)}; there are: {', '.join(BUNDLED)}, or a file"
+            " of `ringprof calibrate`"
         )
     return parse_calibration(read_small(name_or_path, "a calibration"), name_or_path)
 

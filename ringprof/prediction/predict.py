@@ -170,7 +170,7 @@ def refuse_unsupported(query: Query, machine: Calibration) -> None:
         raise UnsupportedWorkloadError(f"{query.workload.dtype}: curves are of bf16 and fp16 only")
     if query.cluster.hosts > 1 and query.cluster.nic_gbit is None and machine.other_host.total_gb_s.origin == "assumed":
         raise UnsupportedWorkloadError(
-            f"machine {machine.name!r} does not say how hosts are joined: give the NICs' rate (--nic, Gbit/s a GPU)."
+            f"machine {machine.name!r} does not say how nodes are joined: give the NICs' rate (--nic, Gbit/s per GPU)."
             " Sockets cannot be predicted, their rate depends on the pattern of traffic"
         )
     if query.hops == "copy" and machine.same_host.copy_gb_s is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ringprof.common.formatting import percent, three_digits
+from ringprof.common.formatting import percent
 from ringprof.prediction.advise import HIDDEN, Advice, Point, compared, crossings
 from ringprof.prediction.predict import PredictionResult
 from ringprof.prediction.text import cluster_text, described, remarks
@@ -29,9 +29,15 @@ def advice_text(advice: Advice, style: TextStyle) -> str:
         f"PREDICTED for {cluster_text(query.cluster, machine.device)}, machine {machine.name}",
         described(query.workload),
     ]
-    hidden_choices = len(advice.choices) - MOST_SHOWN
+    # One more row takes no more space than the line that says there is one.
+    shown_choices = advice.choices if len(advice.choices) == MOST_SHOWN + 1 else advice.choices[:MOST_SHOWN]
+    hidden_choices = len(advice.choices) - len(shown_choices)
     tail = [
-        *([f"and {hidden_choices} more: --format json has them"] if hidden_choices > 0 else []),
+        *(
+            [f"{hidden_choices} more choices are slower: --format json lists all {len(advice.choices)}"]
+            if hidden_choices
+            else []
+        ),
         "* nothing is faster with as little memory",
         "",
         *_nothing_fits(advice),
@@ -46,7 +52,7 @@ def advice_text(advice: Advice, style: TextStyle) -> str:
     if refused:
         tail.append(f"not predicted: {'; '.join([*map(clean, refused[:MOST_REFUSED]), *more])}")
     rows = []
-    for choice in advice.choices[:MOST_SHOWN]:
+    for choice in shown_choices:
         prediction = choice.prediction
         low, middle, high = map(_ms, prediction.interval_ms)
         rows.append([
@@ -65,7 +71,7 @@ def _nothing_fits(advice: Advice) -> list[str]:
     smallest = min(advice.choices, key=lambda choice: choice.prediction.peak_bytes)
     required = binary_size(smallest.prediction.peak_bytes)
     return [
-        f"nothing fits: the least that any needs is {required} a GPU, of {clean(smallest.label)}."
+        f"nothing fits: the least that any needs is {required} per GPU, of {clean(smallest.label)}."
         " More GPUs need less each"
     ]
 
@@ -74,24 +80,29 @@ def _crossing_lines(advice: Advice) -> list[str]:
     tokens, gbit = advice.hidden_from_tokens(), advice.hidden_from_gbit()
     hidden = f"transfers are hidden (under {percent(HIDDEN, 0)} of the time)"
     if tokens is not None:
-        lines = [f"{hidden} from {tokens:,.0f} tokens on"]
+        lines = [f"{hidden} from about {_two_digits(tokens)} tokens on"]
     else:
         lines = ["transfers are not hidden at any length up to four times this one"]
     if gbit is not None:
-        lines.append(f"{hidden} from {three_digits(gbit)} Gbit/s a NIC on, {three_digits(gbit / 8)} GB/s")
+        lines.append(f"{hidden} from about {_two_digits(gbit)} Gbit/s per NIC on, {_two_digits(gbit / 8)} GB/s")
     elif advice.nics:
         lines.append("transfers would not be hidden by NICs four times as fast")
     names = [clean(choice.label) for choice in compared(advice.choices)]
-    for points, what in ((advice.lengths, "tokens"), (advice.hosts, "hosts"), (advice.nics, "Gbit/s")):
+    for points, what in ((advice.lengths, "tokens"), (advice.hosts, "nodes"), (advice.nics, "Gbit/s")):
         lines += [
-            f"at {value:,.0f} {what} {names[index]} is as fast as {names[0]}" for value, index in crossings(points)
+            f"at about {_two_digits(value)} {what} {names[index]} is as fast as {names[0]}"
+            for value, index in crossings(points)
         ]
     return lines
 
 
+def _two_digits(value: float) -> str:
+    """Format a number with two significant digits: where lines of predictions meet is not known better."""
+    return f"{float(f'{value:.2g}'):,.{1 if value < 9.95 else 0}f}"
+
+
 def document(advice: Advice) -> Document:
-    """Return the page: the recommendation, all choices, and speed over length, hosts and NICs. Raises
-    `MissingExtraError`."""
+    """Return the page: the recommendation, all choices, and speed over length, nodes and NICs."""
     figures = drawing()
     first = advice.first.prediction
     shown = advice.choices[:MOST_SHOWN]
@@ -111,12 +122,12 @@ def document(advice: Advice) -> Document:
             Content(_bands(advice, "tokens")),
         ),
     ]  # fmt: skip
-    for name, title in (("hosts", "Speed against hosts"), ("nic", "Speed against the network")):
+    for name, title in (("hosts", "Speed against nodes"), ("nic", "Speed against the network")):
         if points_of(advice, name):
             sections.append(PageSection(name, title, "Predicted, as above.", Content(_bands(advice, name))))
-    low, middle, high = map(_ms, first.interval_ms)
+    low, middle, high = (duration(1e6 * time_ms) for time_ms in first.interval_ms)
     choose = (
-        f"choose {advice.first.label}: {middle} ms an iteration ({low} to {high} in four of five cases), "
+        f"choose {advice.first.label}: {middle} per iteration ({low} to {high} in four of five cases), "
         f"{first.tflops(first.median_ns):,.0f} TFLOP/s per GPU, {binary_size(first.peak_bytes)} a GPU; "
         f"the fastest in {percent(advice.first.best, 0)} of cases"
     )
@@ -136,7 +147,7 @@ def document(advice: Advice) -> Document:
 
 
 SPEED = "TFLOP/s per GPU, predicted"
-ACROSS = {"tokens": "tokens", "hosts": "hosts", "nic": "Gbit/s of a NIC"}
+ACROSS = {"tokens": "tokens", "hosts": "nodes", "nic": "Gbit/s of a NIC"}
 """Axis label of each sweep, by the name of its plot."""
 
 

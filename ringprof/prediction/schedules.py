@@ -10,7 +10,7 @@ import msgspec
 from torch import Tensor
 
 from ringprof.common.json_object import JsonObject, Params
-from ringprof.errors import UnsupportedWorkloadError, UsageError
+from ringprof.errors import UnsupportedWorkloadError, UsageError, nearest
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.query import Query
 from ringprof.record.dryrun.dispatch import Recorder
@@ -49,7 +49,8 @@ def schedule(
     """
     dry_run_kernel = _SIMILAR_KERNELS.get(kernel, kernel)
     if dry_run_kernel not in KERNELS:
-        raise UsageError(f"no kernel {kernel!r}; there are: {', '.join(dict.fromkeys((*KERNELS, *_SIMILAR_KERNELS)))}")
+        known = dict.fromkeys((*KERNELS, *_SIMILAR_KERNELS))
+        raise UsageError(f"no kernel {kernel!r}{nearest(kernel, known)}; there are: {', '.join(known)}")
     _refuse_unsupported(workload)
     if workload.batch * workload.seq * workload.heads * workload.head_dim > _MOST_ELEMENTS:
         raise UnsupportedWorkloadError("a tensor of so many heads and tokens has more bytes than 64 bits count")

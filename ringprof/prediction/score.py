@@ -28,6 +28,7 @@ from ringprof.prediction.predict import ScheduleOf, predict
 from ringprof.prediction.query import Query
 from ringprof.report.text import TextStyle, clean
 from ringprof.run import Workload
+from ringprof.scale.workers import Notify, ignore_progress
 from ringprof.strategies.catalog import SPECS
 from ringprof.workload.devices import device_named, peak_of
 
@@ -115,11 +116,16 @@ def unknown_columns(rows: Sequence[Mapping[str, str | None]]) -> list[str]:
 
 
 def check_rows(
-    rows: Sequence[Mapping[str, str | None]], machine: Calibration, schedule_of: ScheduleOf, cluster: Cluster
-) -> list[CheckedRow]:
+    rows: Sequence[Mapping[str, str | None]], machine: Calibration, schedule_of: ScheduleOf, cluster: Cluster,
+    notify: Notify = ignore_progress,
+) -> list[CheckedRow]:  # fmt: skip
     """Check rows against a machine; ``cluster`` gives the network, and the GPUs per host where a row does not."""
     cache: dict[Any, Any] = {}
-    return [_check(_read_row(n, row, machine, cluster), machine, schedule_of, cache) for n, row in enumerate(rows, 2)]
+    checked = []
+    for number, row in enumerate(rows):
+        notify("rows", number, len(rows))
+        checked.append(_check(_read_row(number + 2, row, machine, cluster), machine, schedule_of, cache))
+    return checked
 
 
 def check_log_rows(

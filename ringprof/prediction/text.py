@@ -10,12 +10,12 @@ from ringprof.prediction.network import Cluster, Links
 from ringprof.prediction.predict import PredictionResult, inputs
 from ringprof.record.dryrun.schedule import CommStart
 from ringprof.report.tables import Column, Table
-from ringprof.report.text import TextStyle, binary_size, clean, duration, in_unit, rate, unit_for
+from ringprof.report.text import TextStyle, binary_size, clean, duration, rate
 from ringprof.run import Workload
 from ringprof.workload.devices import peak_of
 
 PART_LABELS = {
-    "kernel": "attention", "memory": "merges, copies", "same_host": "wire in host", "other_host": "wire between",
+    "kernel": "attention", "memory": "merges, copies", "same_host": "wire in node", "other_host": "wire between",
     "peers": "waiting for peers", "host": "launching",
 }  # fmt: skip
 _NOTABLE = 0.02
@@ -35,9 +35,9 @@ def cluster_text(cluster: Cluster, device: str) -> str:
     """Describe a cluster in a few words."""
     network = ""
     if cluster.hosts > 1 and cluster.nic_gbit is not None:
-        shared = f" for {cluster.gpus_per_nic} GPUs" if cluster.gpus_per_nic > 1 else " a GPU"
+        shared = f" for {cluster.gpus_per_nic} GPUs" if cluster.gpus_per_nic > 1 else " per GPU"
         network = f", {cluster.nic_gbit:g} Gbit/s{shared}"
-    hosts = f"{cluster.hosts} hosts of {cluster.gpus_per_host}" if cluster.hosts > 1 else "one host"
+    hosts = f"{cluster.hosts} nodes of {cluster.gpus_per_host}" if cluster.hosts > 1 else "one node"
     return f"{cluster.size} x {clean(device)} ({hosts}{network})"
 
 
@@ -45,7 +45,6 @@ def prediction_text(prediction: PredictionResult, style: TextStyle) -> str:
     """Return the full text of a prediction, ending with a newline."""
     query, machine = prediction.query, prediction.machine
     low_ns, median_ns, high_ns = prediction.interval_ns
-    unit_ns, unit = unit_for(median_ns)
     params = ", ".join(f"{key}={value}" for key, value in prediction.schedule.params.items())
     hops = " · hops by copy engine" if query.hops == "copy" else ""
     peak_place = f", in {clean(prediction.peak_label)}" if prediction.peak_label else ""
@@ -56,8 +55,8 @@ def prediction_text(prediction: PredictionResult, style: TextStyle) -> str:
         f"{described(query.workload)} · kernel {query.kernel}{hops}",
         f"{clean(params)}",
         "",
-        f"time      {duration(median_ns)} an iteration; in four of five cases {in_unit(low_ns, unit_ns, 2)} {unit} to "
-        f"{in_unit(high_ns, unit_ns, 2)} {unit}",
+        f"time      {duration(median_ns)} per iteration; in four of five cases {duration(low_ns)} to"
+        f" {duration(high_ns)}",
         f"rate      {rate(prediction.tflops(median_ns))} per GPU ({rate(prediction.tflops(high_ns))} to"
         f" {rate(prediction.tflops(low_ns))}){of_peak}",
         f"memory    {binary_size(prediction.peak_bytes)} a GPU at most{peak_place}",
@@ -99,7 +98,7 @@ def remarks(prediction: PredictionResult) -> list[str]:
     if spans.total("other_host") > _NOTABLE * time_ns:
         lines.append(_channels_line(prediction))
     if spans.total("same_host") > _NOTABLE * time_ns and prediction.query.hops == "nccl":
-        lines.append("hops inside a host are exposed: --hops copy keeps NCCL's kernels off the multiprocessors")
+        lines.append("hops inside a node are exposed: --hops copy keeps NCCL's kernels off the multiprocessors")
     if prediction.peak_bytes > prediction.machine.memory_bytes:
         lines.append(f"this does not fit: a GPU has {binary_size(prediction.machine.memory_bytes)}")
     return [*lines, ""] if lines else []
@@ -115,7 +114,7 @@ def _channels_line(prediction: PredictionResult) -> str:
     )  # fmt: skip
     comm_op = next(inter_node_ops, None)
     waiting = percent(prediction.breakdown.total("other_host") / prediction.median_ns)
-    waiting_text = f"{waiting} of the time waits for bytes between hosts"
+    waiting_text = f"{waiting} of the time waits for bytes between nodes"
     if comm_op is None or comm_op.operation != "send_recv":
         return waiting_text
     count, gb_s = links.channels_of(comm_op), links.hop_gb_s(comm_op)

@@ -7,8 +7,11 @@ is replayed again.
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean, quantiles
 from typing import Any
 
 import msgspec
@@ -19,12 +22,15 @@ from ringprof.prediction.calibration import Calibration
 from ringprof.prediction.fit import Observed, contended_ns
 from ringprof.prediction.network import Cluster, Links
 from ringprof.prediction.observed_schedule import memory_op_bytes
+from ringprof.prediction.predict import time_breakdown
 from ringprof.prediction.query import uses_legacy_schedule
 from ringprof.prediction.simulator import BlockTime, Transfer, simulate
 from ringprof.record.dryrun.schedule import AttentionOp, CommStart, MemoryOp, Program
 
 _SCHEMA = "ringprof.what-if/1"
 _LINKS = ("same_host", "other_host")
+_DRAWS = 15
+"""Number of machines drawn for the range of a prediction."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,10 @@ class WhatIf:
     changed_ns: float
     balanced_ns: float
     """Time without any waiting: compute time averaged over the ranks."""
+    range_ns: tuple[float, float]
+    """`changed_ns` with the error of the replay, and with the spread of the machine's figures (see `what_if`)."""
+    parts_ns: Mapping[str, float]
+    """Change of the slowest rank's time per part of `time_breakdown`; their sum is the whole change."""
 
     @property
     def replay_error(self) -> float:
@@ -77,29 +87,77 @@ class WhatIf:
             "schema": _SCHEMA, "predicted": True, "recorded_ms": self.recorded_ns / 1e6,
             "replayed_ms": round(self.replayed_ns / 1e6, 4), "replay_error": round(self.replay_error, 5),
             "changed_ms": round(self.changed_ns / 1e6, 4), "change": round(-self.gain, 5),
+            "range_ms": [round(end_ns / 1e6, 4) for end_ns in self.range_ns],
+            "parts_ms": {part: round(ns / 1e6, 4) for part, ns in self.parts_ns.items()},
         }  # fmt: skip
 
 
 def what_if(observed: Observed, machine: Calibration, changes: Changes) -> WhatIf:
-    """Replay a run, and replay it with changes. Raises `UsageError` for a change that does not apply to it."""
+    """Replay a run, and replay it with changes. Raises `UsageError` for a change that does not apply to it.
+
+    The range has two sources. The replay itself is off by a known factor, in which the changed run may be off, too, in
+    either direction. And what is not taken from the run comes from the machine's figures: both replays are repeated
+    with `_DRAWS` machines whose figures lie apart by their spreads, and the middle four fifths of the ratios count.
+    """
     _check_changes(observed, machine, changes)
     recorded = max(rank.wall_ns for rank in observed.ranks)
-    ends = []
-    for variant in (Changes(), changes):
-        programs = _programs(observed, variant)
-        timelines = simulate(programs, _Replay(observed, machine, variant, programs))
-        ends.append(max(timeline.end_ns for timeline in timelines))
-    busy = [sum(b.end_ns - b.start_ns for b in rank.blocks.values()) for rank in observed.ranks]
-    return WhatIf(recorded, ends[0], ends[1], sum(busy) / len(busy))
+    variants = [(variant, _programs(observed, variant)) for variant in (Changes(), changes)]
+
+    def replay(drawn_machine: Calibration) -> list[dict[str, float]]:
+        """Return the time per part of the slowest rank of each variant."""
+        return [_slowest_parts(programs, _Replay(observed, drawn_machine, variant, programs))
+                for variant, programs in variants]  # fmt: skip
+
+    before, after = replay(machine)
+    replayed_ns, changed_ns = sum(before.values()), sum(after.values())
+    generator = random.Random(0)
+    ratios = [sum(parts[1].values()) / sum(parts[0].values())
+              for parts in (replay(_drawn(machine, generator)) for _ in range(_DRAWS))]  # fmt: skip
+    tenths = quantiles([*ratios, changed_ns / replayed_ns], n=10)
+    error = 1 + abs(replayed_ns / recorded - 1)
+    return WhatIf(
+        recorded, replayed_ns, changed_ns, _balanced_ns(observed),
+        (replayed_ns * min(tenths[0], changed_ns / replayed_ns) / error,
+         replayed_ns * max(tenths[-1], changed_ns / replayed_ns) * error),
+        {part: after.get(part, 0.0) - before.get(part, 0.0) for part in before | after},
+    )  # fmt: skip
+
+
+def _slowest_parts(programs: Sequence[Program], replay: _Replay) -> dict[str, float]:
+    """Simulate the programs and return the slowest rank's time per part."""
+    timelines = simulate(programs, replay)
+    slowest = max(range(len(programs)), key=lambda index: timelines[index].end_ns)
+    breakdown = time_breakdown(programs[slowest], timelines[slowest], replay.cluster)
+    parts = {part: breakdown.total(part) for part in (*breakdown.forward, *breakdown.backward)}
+    # The host and what no operation covers.
+    parts["host"] = parts.get("host", 0.0) + timelines[slowest].end_ns - sum(parts.values())
+    return parts
+
+
+def _balanced_ns(observed: Observed) -> float:
+    return fmean(sum(b.end_ns - b.start_ns for b in rank.blocks.values()) for rank in observed.ranks)
+
+
+def _drawn(machine: Calibration, generator: random.Random) -> Calibration:
+    """Return the machine with each figure drawn from its spread, except the curves of kernels, which no replay uses."""
+
+    def drawn(figures: Any) -> Any:
+        if isinstance(figures, dict) and {"value", "spread"} <= figures.keys():
+            return {**figures, "value": figures["value"] * math.exp(generator.gauss(0.0, figures["spread"]))}
+        return {key: drawn(value) for key, value in figures.items()} if isinstance(figures, dict) else figures
+
+    changed = msgspec.convert(drawn(msgspec.to_builtins(machine)), Calibration)
+    contention = msgspec.structs.replace(changed.contention, value=min(1.0, changed.contention.value))
+    return msgspec.structs.replace(changed, contention=contention)
 
 
 def _check_changes(observed: Observed, machine: Calibration, changes: Changes) -> None:
     """Refuse changes that do not apply to the run. Raises `UsageError`."""
     for name in changes.links:
         if name not in _LINKS:
-            raise UsageError(f"--link {name}: write same_host or other_host")
+            raise UsageError(f"--link {name}: write intra-node or inter-node")
     if "other_host" in changes.links and (changes.hosts_of or observed.links.cluster.hosts) == 1:
-        raise UsageError("--link other_host: the run has one host")
+        raise UsageError("--link inter-node: the run has one node")
     known_ranks = {rank.program.rank for rank in observed.ranks}
     for rank in changes.slow:
         if rank not in known_ranks:
@@ -107,7 +165,7 @@ def _check_changes(observed: Observed, machine: Calibration, changes: Changes) -
     if changes.hops == "copy" and machine.same_host.copy_gb_s is None:
         raise UsageError(f"--hops copy: machine {machine.name!r} has no rate of copied hops")
     if changes.hosts_of is not None and machine.other_host.total_gb_s.origin == "assumed":
-        raise UsageError(f"--ranks-per-host: machine {machine.name!r} does not say how hosts are joined")
+        raise UsageError(f"--ranks-per-node: machine {machine.name!r} does not say how nodes are joined")
 
 
 def _programs(observed: Observed, changes: Changes) -> list[Program]:
@@ -146,6 +204,7 @@ class _Replay:
         cluster = observed.links.cluster
         if changes.hosts_of:
             cluster = Cluster(hosts=cluster.size // changes.hosts_of, gpus_per_host=changes.hosts_of)
+        self.cluster = cluster
         self._links = Links(machine, cluster)
         self.device_share = self._links.device_share
         self.handover_ns = machine.handover_us.value * 1e3

@@ -51,13 +51,18 @@ def _masks(workload: Workload) -> dict[str, Workload]:
     }  # fmt: skip
 
 
-def kernel_rates(workload: Workload, device: torch.device) -> Iterator[KernelRate]:
-    """Measure every kernel except the reference, mask by mask; yield each rate as soon as it is measured."""
-    for mask, masked_workload in _masks(workload).items():
-        softcap = SOFTCAP if mask == "softcap" else 0.0
-        for name in KERNELS:
-            if name != "reference":
-                yield _measure_rate(name, mask, masked_workload, softcap, device)
+def kernel_rates(
+    workload: Workload, device: torch.device, notify: Callable[[str, int, int], None] = lambda *_: None
+) -> Iterator[KernelRate]:
+    """Measure every kernel except the reference, mask by mask; yield each rate as soon as it is measured.
+
+    ``notify`` is called before each measurement: what it is of, how many are done, how many there are.
+    """
+    masks = _masks(workload)
+    cases = [(mask, name) for mask in masks for name in KERNELS if name != "reference"]
+    for number, (mask, name) in enumerate(cases):
+        notify("kernels", number, len(cases))
+        yield _measure_rate(name, mask, masks[mask], SOFTCAP if mask == "softcap" else 0.0, device)
 
 
 def _measure_rate(name: str, mask: str, workload: Workload, softcap: float, device: torch.device) -> KernelRate:

@@ -68,7 +68,7 @@ def variables() -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(os.environ.items())
-        if name.startswith(VARIABLE_PREFIXES) or name in VARIABLES
+        if (name.startswith(VARIABLE_PREFIXES) and name != "RINGPROF_PROGRESS_S") or name in VARIABLES
     }
 
 

@@ -106,7 +106,7 @@ def check_numbers(request: RecordRequest) -> None:
     sizes = {
         name: getattr(request.workload, name) for name in ("batch", "seq", "heads", "kv_heads", "head_dim", "kv_length")
     }
-    counts = {"world": request.world, "ranks-per-host": request.ranks_per_host, "iters": request.iters}
+    counts = {"world": request.world, "ranks-per-node": request.ranks_per_host, "iters": request.iters}
     numbers = {**sizes, **counts, "profile-iters": request.profile_iters}
     refuse_below_one({f"--{name.replace('_', '-')}": value for name, value in numbers.items()})
     if request.warmup is not None and request.warmup < 0:

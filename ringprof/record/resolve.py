@@ -95,7 +95,7 @@ def resolve(request: RecordRequest, rank_info: RankInfo | None) -> RecordRequest
     else:
         if request.ranks_per_host is not None and world % request.ranks_per_host:
             raise UnsupportedWorkloadError(
-                f"--ranks-per-host {request.ranks_per_host} does not divide the {world} ranks"
+                f"--ranks-per-node {request.ranks_per_host} does not divide the {world} ranks"
             )
         with strategy_errors():
             reason = why_unsupported(strategy, request.workload, world, params)
@@ -213,7 +213,7 @@ def _check_combinations(request: RecordRequest) -> None:
         "controls": request.controls, "cuda-graph": request.cuda_graph, "layer": workload.layer,
         "phase": workload.kv_length, "documents": workload.documents, "window-size": workload.window,
         "prefix": workload.prefix,
-        "ranks-per-host": request.ranks_per_host, "softcap": workload.softcap, "sinks": workload.sinks,
+        "ranks-per-node": request.ranks_per_host, "softcap": workload.softcap, "sinks": workload.sinks,
         "v-head-dim": workload.v_head_dim,
     }  # fmt: skip
     excluded = {

@@ -84,7 +84,9 @@ def in_unit(time_ns: float, unit_ns: float, digits: int = 3) -> str:
 
 
 def duration(time_ns: float, digits: int = 2) -> str:
-    """Format a time in the unit that suits it."""
+    """Format a time in the unit that suits it: seconds from 1 s up, with one more digit below 10 s."""
+    if 1e9 <= time_ns < 10e9:
+        return f"{in_unit(time_ns, 1e9, digits + 1)} s"
     unit_ns, name = unit_for(time_ns)
     return f"{in_unit(time_ns, unit_ns, digits)} {name}"
 

@@ -92,10 +92,12 @@ def _detect_file(name: str) -> Input:
 
 
 def _suggestion(name: str) -> str:
-    """Suggest a similarly named file for a missing one, from the first 500 names of its folder; may be empty."""
-    folder, base_name = os.path.split(os.path.abspath(name))
-    if is_url(name) or not is_folder(folder):
+    """Suggest a name for the first missing part of a path, from the first 500 names of its folder; may be empty."""
+    if is_url(name):
         return ""
+    folder, base_name = os.path.split(os.path.abspath(name))
+    while not os.path.lexists(folder):
+        folder, base_name = os.path.split(folder)
     with suppress(OSError), os.scandir(folder) as entries:
         return nearest(base_name, [entry.name for entry in islice(entries, 500)])
     return ""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..errors import UnknownName, Unsupported
+from ..errors import UnknownName, Unsupported, nearest_name
 from .flash_attn import FlashAttnKernel
 from .flex import FlexKernel
 from .kernel import Kernel
@@ -59,7 +59,7 @@ def choose_kernel(
     Raises `UnknownName`, or `Unsupported` with the reason.
     """
     if name not in ("auto", *KERNELS):
-        raise UnknownName(f"no kernel {name!r}; there are: auto, {', '.join(KERNELS)}")
+        raise UnknownName(f"no kernel {name!r}{nearest_name(name, KERNELS)}; there are: auto, {', '.join(KERNELS)}")
     if among and name not in ("auto", *among):
         raise Unsupported(
             f"kernel {name!r}: this strategy computes blocks in its own way; it supports {', '.join(among)}"

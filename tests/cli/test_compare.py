@@ -79,7 +79,6 @@ def test_difference_between_similar_runs_is_noise(capsys):
 
 def test_comparison_reports_the_warnings_of_an_entry(capsys, tmp_path):
     """Leave a truncated trace out of all figures, and report it in the comparison."""
-    pytest.importorskip("bokeh")
     whole, cut = ROOT / "traces" / "h200x4-zigzag-65536", tmp_path / "cut"
     shutil.copytree(whole, cut)
     (cut / "rank2.json.gz").write_bytes((whole / "rank2.json.gz").read_bytes()[:16_000])
@@ -211,7 +210,7 @@ def test_ten_percent_slowdown_with_an_outlier_shows_its_interval(capsys, tmp_pat
     [
         ([ZIGZAG], "two measurements"),
         ([ZIGZAG, "nowhere"], "nowhere"),
-        ([ZIGZAG, RING, "--fail-if", "tflop < 1"], "there are:"),
+        ([ZIGZAG, RING, "--fail-if", "tflop < 1"], "did you mean tflops?"),
         ([ZIGZAG, RING, "--fail-if", "import os"], "FIGURE OP NUMBER"),
         ([ZIGZAG, RING, "--fail-if", "exposed_comm > 5"], "did you mean 'exposed_comm > 5%'?"),
         ([ZIGZAG, RING, "--fail-if", "exposed_comm_ms > 5%"], "exposed_comm_ms is no share"),
@@ -338,3 +337,12 @@ def test_condition_on_a_part_requires_it_in_both_runs(capsys, tmp_path):
         )
     code, _, err = run(capsys, unknown, str(known), "--fail-if", "waterfall.peak_ms > 1.01 * base")
     assert code == 2 and "waterfall.peak_ms" in err
+
+
+@pytest.mark.parametrize(("name", "transport"), [("cpu4-burst-4096", "gloo"), (Path(ZIGZAG).name, "nccl")])
+def test_transport_is_that_of_the_recorded_backend(
+    name: str, transport: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(ROOT / "traces" / name)
+    _, out, _ = run(capsys, path, path, "--format", "json")
+    assert {entry["settings"]["hops"] for entry in json.loads(out)["entries"]} == {transport}

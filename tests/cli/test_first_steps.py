@@ -42,7 +42,33 @@ def test_command_without_arguments_prints_help(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["reprot", RUN], "no command 'reprot' (did you mean 'report'?); there are: record, "),
+        (["reprot", RUN], "no command 'reprot' (did you mean 'report'?); there are: report, "),
+        (["help", "predct"], "no command 'predct' (did you mean 'predict'?); there are: report, "),
+        (["report", "--json"], "No such option '--json'. (use --format json; see: ringprof report --help)"),
+        (["compare", "--csv"], "(use --format csv; see: "),
+        (["report", RUN, "--csv", "brekdown"], "(did you mean 'breakdown'?)"),
+        (["report", RUN, "--top", "5"], "--top 5: limits --steps, --idle, --kernels, --annotations and --hops: ask"),
+        (["report", RUN, "--all"], "--all: completes --steps, --idle, --kernels, --annotations and --hops: ask"),
+        (["report", RUN.replace("traces", "tracs")], "no such file or folder (did you mean 'traces'?)"),
+        (["plot", "timline", RUN], "(did you mean 'timeline'?)"),
+        (["predict", "--strategy", "ring_attention", "--seq", "64", "--machine", "h100"], "(did you mean 'ring'?)"),
+        (
+            ["predict", "--strategy", "ring", "--seq", "64", "--machine", "h10"],
+            "no machine 'h10' (did you mean 'h100'?)",
+        ),
+        (["predict", "--strategy", "ring", "--seq", "64", "--machine", "h100", "--kernel", "cudn"], "mean 'cudnn'?)"),
+        (
+            ["predict", "--strategy", "usp", "--seq", "64", "--machine", "h100", "-p", "ulises_degree=2"],
+            "no parameter 'ulises_degree' (did you mean 'ulysses_degree'?)",
+        ),
+        (["advise", "--strategy", "zigag", "--seq", "64", "--machine", "h100"], "(did you mean 'zigzag'?)"),
+        (["record", "--strategy", "zigzg", "--seq", "64"], "no strategy 'zigzg' (did you mean 'zigzag'?)"),
+        (
+            ["check", "tets.cli:f", "--layout", "zigzag"],
+            "no module 'tets' is installed or in the current folder (did you mean 'tests'?)",
+        ),
+        (["record", "--strategy", "nomodule:C", "--seq", "64"], "no module 'nomodule' is installed or in the"),
+        (["calibrate", "--parts", "link"], "(did you mean 'links'?)"),
         (["record", "--strategy", "zigzag", "--seq", "64", "--nproc", "2"], "--world sets the number of ranks"),
         (["bench", "--strategies", "zigzag", "--seq", "64", "--gpus=2"], "--world sets the number of ranks"),
         (["report", RUN, OTHER], f"set them side by side with: ringprof compare {quote(RUN)} {quote(OTHER)}"),
@@ -55,8 +81,9 @@ def test_command_without_arguments_prints_help(capsys: pytest.CaptureFixture[str
     ],
 )
 def test_misspelled_argument_error_suggests_the_nearest(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(ROOT)
     code, out, err = run(capsys, *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert message in err
@@ -140,7 +167,6 @@ def test_every_frame_can_be_written_as_csv(frame: str, tmp_path: Path, capsys: p
 def test_open_option_opens_the_page_in_a_browser(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("bokeh")
     opened: list[str] = []
 
     def open_page(url: str) -> bool:
@@ -160,7 +186,6 @@ def test_temporary_page_is_removed_by_a_later_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The browser reads the page when it likes, so the page stays for an hour."""
-    pytest.importorskip("bokeh")
     monkeypatch.setattr(webbrowser, "open", lambda _: True)
     for number in (1, 2):
         assert run(capsys, "report", RUN, "--open")[0] == 0

@@ -27,9 +27,9 @@ from tests.record.fake_launcher import FakeLauncher
          "strategy params reason busiest steps needed"),
         ("kernels", "kernels", "rows",
          "kernel here types head_dim tried windows documents softcap deterministic delta grouped_heads"),
-        ("kernels --measure --device cpu --seq 64 --heads 2 --head-dim 8", "kernel-rates", "rates",
+        ("calibrate --rates --device cpu --seq 64 --heads 2 --head-dim 8", "kernel-rates", "rates",
          "kernel mask forward_ns backward_ns forward_tflops backward_tflops reason"),
-        ("check any:thing --layout zigzag", "attention-check", "sent", "operations size_bytes"),
+        ("check json:thing --layout zigzag", "attention-check", "sent", "operations size_bytes"),
     ],
 )  # fmt: skip
 def test_json_has_the_fields_of_its_schema(

@@ -21,7 +21,7 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 
 WRONG = [
     (["--strategy", "zigzagg", *SMALL], "did you mean 'zigzag'"),
-    (["--strategy", "nowhere:Found", *SMALL], "cannot be imported"),
+    (["--strategy", "json:Found", *SMALL], "cannot be imported"),
     (["--strategy", "zigzag", *SMALL, "--seq", "63"], "divisible by 8"),
     (["--strategy", "zigzag", *SMALL, "--heads", "6", "--kv-heads", "4"], "not a multiple of 4 kv heads"),
     (["--strategy", "zigzag", *SMALL, "--kernel", "cudnn"], "needs a CUDA device"),
@@ -29,7 +29,7 @@ WRONG = [
     (["--strategy", "zigzag", *SMALL, "-p", "grad_wire=bf16"], "is not exact|fp32|input"),
     (["--strategy", "zigzag", *SMALL, "-p", "grad_wire"], "KEY=VALUE"),
     (["--strategy", "burst", *SMALL, "-p", "ring_window=3"], "does not divide"),
-    (["--strategy", "zigzag", *SMALL, "--ranks-per-host", "3"], "3"),
+    (["--strategy", "zigzag", *SMALL, "--ranks-per-node", "3"], "3"),
     (["--strategy", "zigzag"], "--seq"),
 ]
 

@@ -74,7 +74,7 @@ def test_strict_makes_warnings_an_error(capsys):
 
 
 def test_hosts_can_be_named(capsys):
-    _, out, _ = run(capsys, FOLDER, "--ranks-per-host", "4", "--format", "json")
+    _, out, _ = run(capsys, FOLDER, "--ranks-per-node", "4", "--format", "json")
     assert [rank["host"] for rank in json.loads(out)["ranks"]] == ["host0"] * 4 + ["host1"] * 4
 
 

@@ -44,7 +44,8 @@ def test_condition_that_holds_exits_with_1_and_prints_the_figure(capsys, conditi
     if held:
         figure = parse_condition(condition).figure
         # Figures that were timed repeatedly have an interval.
-        assert err.startswith(f"ringprof: {figure} is {analysis(RUN).figures()[figure]:.6g}")
+        value, percent = analysis(RUN).figures()[figure], "%" in condition
+        assert err.startswith(f"ringprof: {figure} is {100 * value if percent else value:.6g}{'%' * percent}")
         assert err.endswith(f": {condition}\n")
 
 
@@ -64,12 +65,13 @@ def test_every_figure_is_that_of_the_json_report():
 @pytest.mark.parametrize(
     ("condition", "message"),
     [
-        ("exposed > 5%", "no figure 'exposed' here (nearest: "),
+        ("exposed > 5%", "no figure 'exposed' here; did you mean "),
+        ("speed > 5", "no figure 'speed' here; there are: exposed_comm, max(exposed_comm), idle, "),
         ("tflops < 0.95 * base", "one report has no base"),
         ("tflops = 5", "write FIGURE OP NUMBER"),
         ("__import__('os') > 1", "write FIGURE OP NUMBER"),
         ("mean(idle) > 1", "write FIGURE OP NUMBER"),
-        ("exposed_com > 5%", "nearest: exposed_comm"),
+        ("exposed_com > 5%", "no figure 'exposed_com' here; did you mean exposed_comm"),
         ("exposed_comm > 5", "exposed_comm is a share: did you mean 'exposed_comm > 5%'?"),
         ("max(idle) >= 2", "did you mean 'max(idle) >= 2%'?"),
         ("waterfall.imbalance > 10", "did you mean"),
@@ -81,6 +83,17 @@ def test_invalid_condition_exits_with_2_and_one_line(capsys, condition, message)
     assert code == 2
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_failed_condition_is_told_in_its_own_unit(capsys):
+    share = analysis(RUN).figures()["exposed_comm"]
+    for condition, shown in (("exposed_comm > 1%", f"{100 * share:.6g}%"), ("exposed_comm > 0.01", f"{share:.6g}")):
+        assert report(capsys, "--fail-if", condition)[2] == f"ringprof: exposed_comm is {shown}: {condition}\n"
+
+
+def test_annotations_of_a_cpu_run_say_why_there_are_none(capsys):
+    out = report(capsys, "--annotations", path=ROOT / "traces" / "cpu4-burst-4096")[1]
+    assert "annotations: not on CPU: they are the times of ranges on a device" in " ".join(out.split())
 
 
 def test_condition_applies_to_a_kernel_table(capsys):

@@ -43,6 +43,14 @@ def test_list_of_runs_fits_80_columns(capsys: pytest.CaptureFixture[str], monkey
     assert "521.7 TFLOP/s" in out and "262,144" in out
 
 
+def test_list_says_which_results_were_verified(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = json.loads(run(capsys, str(TRACES), "--format", "json")[1])["rows"]
+    heading, *lines = run(capsys, str(TRACES))[1].splitlines()
+    assert heading.endswith("verified")
+    shown = {line.split()[0]: line.split()[-1] for line in lines}
+    assert shown == {row["path"]: {True: "yes", None: "no"}[row["verified"]] for row in rows}
+
+
 def test_invalid_run_is_left_out_with_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(TRACES / "cpu4-burst-4096", tmp_path / "good")
     (tmp_path / "bad").mkdir()

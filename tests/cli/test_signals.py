@@ -142,7 +142,7 @@ RUN, OTHER, LOG = (
     str(next((ROOT / "tests/data/logs").glob("*.txt"))),
 )
 RECORD = [*SMALL, "--world", "2", "--iters", "3"]
-WORKLOAD = ["--seq", "128k", "--heads", "40", "--hosts", "1", "--gpus-per-host", "4", "--machine", "h100"]
+WORKLOAD = ["--seq", "128k", "--heads", "40", "--nodes", "1", "--gpus-per-node", "4", "--machine", "h100"]
 CHECKED = """
 import torch
 
@@ -174,7 +174,7 @@ COMMANDS = {
         ["record", "--strategy", "zigzag", *RECORD, "-o", "here/run.json"],
         ["bench", "--strategies", "zigzag,ring", *RECORD, "-o", "there/"],
         ["check", "attention:dense", "--layout", "contiguous", "--device", "cpu", "--world", "2", "--heads", "2"],
-        ["kernels", "--measure", "--device", "cpu", "--seq", "64", "--heads", "2", "--head-dim", "16"],
+        ["calibrate", "--rates", "--device", "cpu", "--seq", "64", "--heads", "2", "--head-dim", "16"],
     ],
 }
 

@@ -42,7 +42,7 @@ def test_completion_names_equal_the_registries() -> None:
 @pytest.mark.parametrize(
     ("words", "completed"),
     [
-        ("ringprof re", ["record", "report"]),
+        ("ringprof re", ["report", "record"]),
         ("ringprof record --strategy zi", ["zigzag"]),
         ("ringprof bench --strategies burst,u", ["burst,ulysses", "burst,usp"]),
         ("ringprof record --kernel c", ["cudnn", "cpu-flash"]),

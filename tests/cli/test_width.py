@@ -12,7 +12,7 @@ from ringprof.run import Workload
 from tests.paths import DATA
 from tests.record.fake_launcher import FakeLauncher
 
-PREDICT = ("predict", "--strategy", "burst", "--seq", "1m", "--heads", "64", "--kv-heads", "8", "--hosts", "2",
+PREDICT = ("predict", "--strategy", "burst", "--seq", "1m", "--heads", "64", "--kv-heads", "8", "--nodes", "2",
            "--machine", "h100", "--nic", "400")  # fmt: skip
 FURTHEST = QueryAndKey(query=1_048_575, key=1_000_000, rank=127)
 ERRORS = {
@@ -33,7 +33,7 @@ CHECK = Check(
 @pytest.mark.parametrize(
     "command",
     [PREDICT, ("strategies",), ("strategies", "zigzag"), ("report", str(DATA / "tables" / "first-rows.txt")),
-     ("check", "any:thing", "--layout", "contiguous")],
+     ("check", "json:thing", "--layout", "contiguous")],
     ids=lambda command: " ".join(command[:2]),
 )  # fmt: skip
 def test_lines_fit_the_width_without_losing_text(

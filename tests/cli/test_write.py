@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import stat
 import subprocess
@@ -47,9 +48,45 @@ def test_write_error_names_the_path_of_the_user(tmp_path: Path, capsys: pytest.C
     path = tmp_path / "no" / "out.json"
     with pytest.raises(InputError, match=f"^{path}: cannot be written: No such file or directory$"), written(path):
         pytest.fail("nothing can be written")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["report", "-o"], ["report", "--html"], ["compare", RUN, "--html"], ["export", "-o"], ["plot", "timeline", "-o"],
+     ["calibrate", "-o"], ["advise", "--machine", "h100", "--seq", "64", "--html"],
+     ["bench", "--strategies", "ring", "--seq", "64", "--html"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_unwritable_output_is_refused_before_the_work(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run that is to be read is not there, either: what is refused first is the output."""
+    path = tmp_path / "no" / "out.png"
+    work = [] if command[0] in ("advise", "bench") else ["no-such-run"]
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert cli.run([*command, str(path), *work]) == 2
+    assert capsys.readouterr().err == f"ringprof: {path}: cannot be written: No such file or directory\n"
+
+
+def test_missing_pyarrow_is_told_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert cli.run(["report", "no-such-run", "--parquet", "hops", "-o", str(tmp_path / "hops.parquet")]) == 2
+    assert "Parquet files need pyarrow" in capsys.readouterr().err
+
+
+def test_plot_and_calibration_have_a_default_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = str(Path(RUN).resolve())
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["plot", "breakdown", run]) == 0
+    assert (tmp_path / "breakdown.png").read_bytes().startswith(b"\x89PNG")
     pytest.importorskip("torch")
-    assert cli.run(["calibrate", RUN, "-o", str(path)]) == 2
-    assert capsys.readouterr().err == f"ringprof: {path}: No such file or directory\n"
+    assert cli.run(["calibrate", run]) == 0
+    assert json.loads((tmp_path / "machine.json").read_text())["device"] == "NVIDIA H200"
+    assert "Wrote machine.json: ringprof predict --machine machine.json" in capsys.readouterr().err
 
 
 def test_output_to_dev_stdout_writes_to_a_pipe() -> None:

@@ -6,7 +6,6 @@ import base64
 import hashlib
 import re
 import shutil
-import sys
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -248,7 +247,6 @@ def test_a_comparison_and_a_sweep_have_pages() -> None:
 
 def test_sweep_page_names_only_a_proved_fastest() -> None:
     """One of three strategies is 0.1 % behind the first, within the scatter of 2 %, and one 50 %."""
-    pytest.importorskip("bokeh")
     times = {"burst": 100.0, "zigzag": 100.1, "ring": 150.0}
     off_by = (3, -1, 0, 4, -4, 1, -3, 2, -2)
     rows = [
@@ -340,13 +338,3 @@ def test_html_option_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert path.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert cli.run(["report", str(RUN), "--html", str(tmp_path / "no" / "out.html")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_missing_bokeh_error_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in [name for name in sys.modules if name.startswith(("bokeh", "ringprof.report.page.figures"))]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "bokeh", None)
-    assert cli.run(["report", str(RUN), "--html", str(tmp_path / "out.html")]) == 2
-    assert capsys.readouterr().err == "ringprof: the HTML report needs Bokeh: pip install 'ringprof[html]'\n"

@@ -87,11 +87,29 @@ def test_plots_of_choices_and_parts() -> None:
     assert sum(bar.get_width() for bar in bars) == pytest.approx(prediction().parts().time_ms.sum())
 
 
+def test_balance_of_contiguous_causal_work_by_hand() -> None:
+    """Each of 2 ranks has a triangle of 32 x 33 / 2 pairs of its own tokens, the second a square more."""
+    triangle, square = 32 * 33 / 2, 32**2
+    frame = ringprof.balance({"seq": 64, "heads": 2, "kv_heads": 2, "head_dim": 8}, world=2)  # type: ignore[arg-type]
+    ring, zigzag = (frame[frame.strategy == name].iloc[0] for name in ("ring", "zigzag"))
+    assert ring.busiest == pytest.approx((triangle + square) / (triangle + square / 2)) and ring.needed == 0.5
+    assert zigzag.busiest == 1.0 and zigzag.needed == 1.0
+    assert list(frame.columns) == list(frame.attrs["columns"])
+    with pytest.raises(UsageError, match="world"):
+        ringprof.balance(ringprof.Workload(seq=64, heads=2, kv_heads=2, head_dim=8), world=0)
+
+
 def test_hidden_choices_are_counted() -> None:
     advice = recommendation().advice
     threefold = dataclasses.replace(advice, choices=advice.choices * 3)
-    assert "\nand 3 more: --format json has them\n" in Recommendation(threefold).to_terminal()
-    assert " more:" not in recommendation().to_terminal()
+    count = len(threefold.choices)
+    assert f"\n{count - 12} more choices are slower: --format json lists all {count}\n" in Recommendation(
+        threefold).to_terminal()  # fmt: skip
+    # A line about a single one would take as much space as its row.
+    thirteen = dataclasses.replace(advice, choices=threefold.choices[:13])
+    for shown in (recommendation(), Recommendation(thirteen)):
+        assert "more choices" not in shown.to_terminal()
+    assert Recommendation(thirteen).to_terminal().count(" GiB\n") == 13
     assert "The slowest are in the table alone." in Recommendation(threefold).to_html()
 
 
@@ -104,26 +122,33 @@ def test_plot_labels_beside_lines_stay_inside_the_axes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("others", "expected"),
+    ("others", "variance", "expected"),
     [
         # Ahead by a tenth at 1, behind by a tenth at 4: halfway on a logarithmic axis.
-        ((1.1, 1 / 1.1), [2.0]),
+        ((1.1, 1 / 1.1), {}, [2.0]),
         # Equal is neither: half a per cent either way is chance.
-        ((1.004, 0.996), []),
-        ((1.1, 1.2), []),
+        ((1.004, 0.996), {}, []),
+        ((1.1, 1.2), {}, []),
+        # Links 5 % either way for each: 1.28 * sqrt(2) * 5 % = 9.05 % of the ratio, less than the 9.53 % of log 1.1.
+        ((1.1, 1 / 1.1), {"other_host": 0.0025}, [2.0]),
+        ((1.09, 1 / 1.09), {"other_host": 0.0025}, []),
+        # A kernel that is slower than measured slows both alike.
+        ((1.09, 1 / 1.09), {"forward kernel": 0.0025}, [2.0]),
     ],
 )
-def test_crossing_points_by_hand(others: tuple[float, float], expected: list[float]) -> None:
+def test_crossing_points_by_hand(
+    others: tuple[float, float], variance: dict[str, float], expected: list[float]
+) -> None:
     points = [
-        Point(position, (_prediction_of(1.0), _prediction_of(ms)))
+        Point(position, (_prediction_of(1.0, variance), _prediction_of(ms, variance)))
         for position, ms in zip((1.0, 4.0), others, strict=True)
     ]
     assert [value for value, _ in crossings(points)] == pytest.approx(expected)
 
 
-def _prediction_of(ms: float) -> Any:
-    """Return a stand-in for a prediction that has only a time."""
-    return SimpleNamespace(median_ns=ms * 1e6)
+def _prediction_of(ms: float, variance: dict[str, float]) -> Any:
+    """Return a stand-in for a prediction that has only a time and its log-variance by input."""
+    return SimpleNamespace(median_ns=ms * 1e6, device_variance=variance)
 
 
 @pytest.mark.parametrize(

@@ -314,4 +314,4 @@ def test_unwritable_calibration_output_is_refused_at_once(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("the file comes first"))
     missing = tmp_path / "missing" / "machine.json"
     assert cli.run(["calibrate", "-o", str(missing)]) == 2
-    assert capsys.readouterr().err == f"ringprof: {missing}: No such file or directory\n"
+    assert capsys.readouterr().err == f"ringprof: {missing}: cannot be written: No such file or directory\n"

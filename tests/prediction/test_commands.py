@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,7 @@ from ringprof.prediction.query import Query
 from ringprof.run import Workload, read_run
 
 ZIGZAG = str(TRACES / "h200x4-zigzag-65536")
-SMALL = ("--strategy", "zigzag", "--seq", "64k", "--gpus-per-host", "2")
+SMALL = ("--strategy", "zigzag", "--seq", "64k", "--gpus-per-node", "2")
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -92,7 +93,7 @@ def test_prediction_over_hosts_has_one_clock_and_a_predicted_note(tmp_path: Path
     [
         (("predict", "--machine", "h200", "--seq", "64k"), "--strategy NAME or --like RUN"),
         (("predict", "--machine", "h200", "--strategy", "zigzag"), "the sequence length is needed"),
-        (("predict", "--machine", "h201", *SMALL), "no machine 'h201'; there are: h200"),
+        (("predict", "--machine", "h201", *SMALL), "no machine 'h201' (did you mean 'h200'?); there are: h200"),
         (("predict", "--machine", "h200", *SMALL, "--heads", "0"), "'--heads': 0 is not in the range"),
         (("advise", "--machine", "h100", "--seq", "64k", "--heads", "0"), "'--heads': 0 is not in the range"),
         (("predict", "--machine", "h100", *SMALL, "--nic", "nan"), "'nan' is not a finite number"),
@@ -100,12 +101,12 @@ def test_prediction_over_hosts_has_one_clock_and_a_predicted_note(tmp_path: Path
         (("what-if", ZIGZAG, "--kernel-speed", "0"), "--kernel-speed: '0' is not a factor"),
         (("predict", "--machine", "h200", *SMALL, "--dtype", "fp32"), "bf16 and fp16 only"),
         (("predict", "--machine", "h200", *SMALL, "--head-dim", "96"), "calibrated for head_dim [64, 128], not 96"),
-        (("predict", "--machine", "h200", *SMALL, "--hosts", "2"), "Sockets cannot be predicted"),
-        (("predict", "--machine", "h200", *SMALL, "--kernel", "cudn"), "no curves of kernel 'cudn'"),
+        (("predict", "--machine", "h200", *SMALL, "--nodes", "2"), "Sockets cannot be predicted"),
+        (("predict", "--machine", "H200", *SMALL, "--kernel", "cudn"), "kernel 'cudn' (did you mean 'cudnn'?)"),
         (("predict", "--machine", "h100", *SMALL, "--seq", "1000003"), "divisible"),
         (("predict", "--machine", "h200", "--like", str(TRACES / "cpu4-burst-4096")), "CPU processes"),
         (("predict", "--machine", ZIGZAG + "/run.json", *SMALL), "not a calibration"),
-        (("what-if", ZIGZAG, "--link", "nic=2x"), "write same_host or other_host"),
+        (("what-if", ZIGZAG, "--link", "nic=2x"), "write intra-node or inter-node"),
         (("what-if", ZIGZAG, "--slow", "9=2"), "no such rank"),
         (("what-if", ZIGZAG, "--slow", "1=fast"), "not a factor"),
         (("what-if", str(TRACES / "cpu4-burst-4096"), "--kernel-speed", "2x"), "CPU processes"),
@@ -143,6 +144,35 @@ def test_what_if_with_ten_times_faster_sockets(capsys: pytest.CaptureFixture[str
     assert json.loads(out)["changed_ms"] == pytest.approx(163, rel=0.15)
 
 
+def test_replay_with_changes_says_how_sure_and_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    known = json.loads(calibration_json(read_calibration("h200")))
+    widths = []
+    for spread in (0.0, 0.3):
+        # So slow that computation does not hide the copies.
+        known["same_host"]["copy_gb_s"].update(value=40.0, spread=spread)
+        (tmp_path / "machine.json").write_text(json.dumps(known))
+        arguments = ("what-if", ZIGZAG, "--hops", "copy", "--machine", str(tmp_path / "machine.json"))
+        _, out, _ = run(capsys, *arguments, "--format", "json")
+        answer = json.loads(out)
+        replayed, changed, (low, high) = answer["replayed_ms"], answer["changed_ms"], answer["range_ms"]
+        assert sum(answer["parts_ms"].values()) == pytest.approx(changed - replayed, abs=0.01)
+        # The changed run may be off as the replay is off, in either direction.
+        error = abs(answer["replay_error"])
+        assert low <= changed / (1 + error) + 1e-3 and high >= changed * (1 + error) - 1e-3
+        widths.append(high - low)
+    assert widths[1] > widths[0] > 0
+    _, out, _ = run(capsys, *arguments)
+    assert f"PREDICTED {changed:.2f} ms ({low:.2f} ms to {high:.2f} ms): " in out
+    assert re.search(r"\nchange +\S.* on the slowest rank\n", out)
+
+
+def test_link_names_of_the_command_line_are_those_of_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(TRACES / "h200x4-zigzag-65536-two-hosts")
+    answers = [run(capsys, "what-if", path, "--link", f"{name}=2x")[1] for name in ("inter-node", "other_host")]
+    assert answers[0] == answers[1]
+    assert "wire between" in answers[0].partition("change ")[2]
+
+
 def test_all_to_all_times_follow_links_and_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     """Ulysses on 4 GPUs makes eight all-to-alls of three pieces of 65536 tokens and 10 heads, at 299 GB/s on the wire.
 
@@ -154,7 +184,7 @@ def test_all_to_all_times_follow_links_and_hosts(capsys: pytest.CaptureFixture[s
     path = str(TRACES / "h200x4-ulysses-262144")
     for options, expected_ms in (
         (("--link", "same_host=0.1x"), 9 * wire_ms),
-        (("--ranks-per-host", "2", "--machine", "h100"), 8 * 2 * piece / 43e6 - wire_ms),
+        (("--ranks-per-node", "2", "--machine", "h100"), 8 * 2 * piece / 43e6 - wire_ms),
     ):
         _, out, _ = run(capsys, "what-if", path, "--format", "json", *options)
         report = json.loads(out)
@@ -206,7 +236,7 @@ def test_a_machine_with_a_rate_of_0_is_refused(
         (("predict", "--like", ZIGZAG, "--seq", "64k"), "--seq beside --like: leave one of them out"),
         (("predict", "--like", ZIGZAG, "--strategy", "ring"), "--strategy beside --like: leave one of them out"),
         (("predict", "--check", "no.csv", "--kernel", "cudnn"), "--kernel beside --check: leave one of them out"),
-        (("what-if", ZIGZAG, "--link", "other_host=2x"), "--link other_host: the run has one host"),
+        (("what-if", ZIGZAG, "--link", "other_host=2x"), "--link inter-node: the run has one node"),
     ],
 )
 def test_options_without_effect_are_refused(
@@ -284,7 +314,7 @@ def test_file_that_is_not_a_table_is_refused(tmp_path: Path, capsys: pytest.Capt
 
 def test_advise_names_the_least_memory_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     """6 GPUs with 14 heads: no degree of 3 or 6 divides those; q, k and v of 1536 tokens take 16.5 of the 20 MB."""
-    cluster = ("--gpus-per-host", "6", "--machine", "h100", "--seq", "9216", "--heads", "14", "--forward-only")
+    cluster = ("--gpus-per-node", "6", "--machine", "h100", "--seq", "9216", "--heads", "14", "--forward-only")
     code, out, _ = run(capsys, "advise", *cluster, "--memory", "20MB")
     assert code == 0 and "nothing fits: the least that any needs is" in out and out.count("does not fit") > 3
     assert "not predicted: ulysses: a Ulysses degree of 6 does not divide 14 heads" in out

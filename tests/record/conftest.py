@@ -17,7 +17,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, str]:
     """Record burst on 4 CPU ranks, emulating two ranks per host; return the folder, the run and the printed text."""
     folder = tmp_path_factory.mktemp("recorded")
     done = run(
-        ["record", "--strategy", "burst", *SMALL, "--kv-heads", "1", "--ranks-per-host", "2", "--iters", "2",
+        ["record", "--strategy", "burst", *SMALL, "--kv-heads", "1", "--ranks-per-node", "2", "--iters", "2",
          "--controls", "-p", "optimized_backward=true"],
         folder,
     )  # fmt: skip

@@ -127,7 +127,7 @@ def test_each_process_of_a_check_has_the_exit_code_and_the_right_ones_print(
         monkeypatch.setenv("WORLD_SIZE", "2")
     ended: object
     try:
-        ended = cli.run(["check", "any:thing", "--layout", "contiguous"])
+        ended = cli.run(["check", "json:thing", "--layout", "contiguous"])
     except RingprofError as error:
         # `ringprof.cli.main` prints it, and ends with this code.
         ended, shown = error.exit_code, True

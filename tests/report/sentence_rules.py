@@ -21,7 +21,7 @@ from ringprof.analysis.findings.findings import Findings
 from ringprof.report.as_json import as_dict
 from tests.report.raw_facts import RawRank
 
-P, MS, R = r"(-?[\d.]+) %", r"(-?[\d,]+\.\d+) ms", r"([\d,.]+)"
+P, MS, R = r"(-?[\d.]+) %", r"(-?[\d,]+\.\d+ m?s)", r"([\d,.]+)"
 COMMUNICATION_PARTS = ("imbalance", "exposed_wire", "peer_wait", "exposed_unsplit")
 ATTENTION_PARTS = ("attention", "peak", "kernel", "repeated", "slowdown")
 IDLE_PARTS = ("launch_gaps", "blocked")
@@ -116,7 +116,10 @@ def shows(text: str, value: float, unit: float = 1.0) -> None:
 
 
 def milliseconds(text: str, time_ns: float) -> None:
-    shows(text, time_ns, 1e6)
+    """Assert that a time as displayed, with its unit, is the value."""
+    number, unit = text.split(" ")
+    assert (unit == "s") == (time_ns >= 999_950_000), text
+    shows(number, time_ns, {"ms": 1e6, "s": 1e9}[unit])
 
 
 def percent(text: str, share: float) -> None:

@@ -277,7 +277,6 @@ def test_every_idle_class_has_its_own_colour() -> None:
 
 
 def test_page_shows_the_idle_figures_of_the_json_report() -> None:
-    pytest.importorskip("bokeh")
     findings = findings_of(*copied_hop())
     content = idle.html(findings, PageContext(drawing(), ["x"]))
     assert content is not None

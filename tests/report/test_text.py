@@ -57,7 +57,7 @@ def test_ascii_only_text_has_no_other_characters(raw):
 
 @pytest.mark.parametrize(
     ("time_ns", "shown"),
-    [(163_122_749, "163.12 ms"), (950_000, "950.00 µs"), (12_500_000_000, "12.50 s"), (3_343_305_547, "3,343.31 ms")],
+    [(163_122_749, "163.12 ms"), (950_000, "950.00 µs"), (12_500_000_000, "12.50 s"), (3_343_305_547, "3.343 s")],
 )
 def test_durations_use_a_suitable_unit(time_ns, shown):
     assert text.duration(time_ns) == shown

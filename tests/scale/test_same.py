@@ -170,7 +170,6 @@ def test_tiled_report_infers_steps_from_order(load_tiled, monkeypatch):
 
 
 def test_page_of_many_ranks_states_omissions(load_tiled, tmp_path):
-    pytest.importorskip("bokeh")
     together, apart = load_together(TRACES / RECORDED[-1]), load_tiled(TRACES / RECORDED[-1])
     assert together.report()["summary"]["steps_listed"] and together.report()["steps"]
     assert not apart.report()["summary"]["steps_listed"] and apart.report()["steps"] == []

@@ -9,7 +9,7 @@ import torch
 
 import ringprof
 from ringprof.cli import run
-from ringprof.cli.values import INFERENCE, STRATEGIES, Known
+from ringprof.cli.values import INFERENCE, STRATEGIES, Known, StrategyName
 from ringprof.errors import UnknownStrategyError, UsageError
 from ringprof.prediction.advise import advise
 from ringprof.strategies import Unsupported, create, find, names
@@ -25,12 +25,12 @@ TRANSFORMER_ENGINE = {"p2p": "megatron", "a2a": "ulysses", "all_gather": "allgat
 def test_transformer_engines_names(alias, name):
     assert find(alias) is find(name)
     assert type(create(alias)) is type(create(name))
-    assert Known(STRATEGIES).convert(f" {alias} ", None, None) == name
+    assert StrategyName(STRATEGIES).convert(f" {alias} ", None, None) == name
     assert alias not in names()
 
 
 def test_other_names_are_left_as_they_are():
-    assert Known(STRATEGIES + INFERENCE).convert("module:Class", None, None) == "module:Class"
+    assert StrategyName(STRATEGIES + INFERENCE).convert("json:Class", None, None) == "json:Class"
     # Not a list of strategies.
     assert Known(["auto"]).convert("p2p", None, None) == "p2p"
 
@@ -58,7 +58,7 @@ def test_check_takes_the_striped_layout(monkeypatch):
         raise UsageError("not run")
 
     monkeypatch.setattr("ringprof.cli.check.current_launcher", lambda: launcher)
-    assert run(["check", "module:function", "--layout", "striped"]) == 2
+    assert run(["check", "json:function", "--layout", "striped"]) == 2
     monkeypatch.setattr("ringprof.record.check.on_ranks.check_on_ranks", keep)
     with pytest.raises(UsageError):
         ringprof.check(lambda q, k, v: q, "striped")

@@ -82,6 +82,8 @@ def _rank_metrics(rank: Rank) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if value is not None}
 
 
+_USUAL = ("exposed_comm", "max(exposed_comm)", "idle", "overlap_ratio", "wait_share", "wall_ms", "tflops")
+"""Names that the message about an unknown one lists."""
 _NOT_SHARES = {"wire_gbps", "hops", *(row.name for row in METRICS if row.unit != "share")}
 
 
@@ -153,11 +155,9 @@ class Condition(msgspec.Struct, frozen=True):
     def _figure(self, figures: Mapping[str, float]) -> float:
         """Return the value of the condition's metric. Raises `UsageError` where it is unknown, with similar names."""
         if self.figure not in figures:
-            nearest = ", ".join(difflib.get_close_matches(self.figure, figures, n=3, cutoff=0.4))
-            hint = f" (nearest: {nearest})" if nearest else ""
-            raise UsageError(
-                f"--fail-if {self.text!r}: no figure {self.figure!r} here{hint}; there are: {_listed_names(figures)}"
-            )
+            similar = ", ".join(difflib.get_close_matches(self.figure, figures, n=3, cutoff=0.6))
+            advice = f"did you mean {similar}?" if similar else f"there are: {_listed_names(figures)}"
+            raise UsageError(f"--fail-if {self.text!r}: no figure {self.figure!r} here; {advice}")
         return figures[self.figure]
 
     def _refuse_other_unit(self, *, is_share: bool) -> None:
@@ -171,12 +171,10 @@ class Condition(msgspec.Struct, frozen=True):
 
 
 def _listed_names(figures: Mapping[str, float]) -> str:
-    """List the names of all metrics for an error message, each in one of its forms."""
-    names = [name for name in figures if "(" not in name and not name.startswith("waterfall.")]
-    shown = ", ".join(sorted(name for name in names if not name.endswith("_ns") or f"{name[:-3]}_ms" not in names))
-    other_forms = {"(": "max(...) and min(...)", "_ns": "with _ns", "waterfall.": "waterfall.PART"}
-    also = [form for mark, form in other_forms.items() if any(mark in name for name in figures)]
-    return f"{shown or 'none'}" + (f"; also {', '.join(also)}" if also else "")
+    """Name the metrics that conditions are mostly on, and count the others, for an error message."""
+    usual = [name for name in _USUAL if name in figures] or [*figures][: len(_USUAL)]
+    others = len(figures) - len(usual)
+    return f"{', '.join(usual) or 'none'}" + (f" and {others} more (docs/metrics.md lists all)" if others else "")
 
 
 def parse_condition(text: str) -> Condition:

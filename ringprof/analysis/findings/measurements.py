@@ -67,7 +67,7 @@ def _run_settings(run: Run, iterations: int | None) -> dict[str, str | None]:
         settings |= _unless_one("steps", Fraction(run.workload.steps, iterations or 1 if run.captured else 1))
     if run.strategy is not None:
         settings["strategy"] = run.strategy.name
-        settings["hops"] = run.strategy.hops
+        settings["hops"] = "gloo" if run.topology.backend == "gloo" else run.strategy.hops
         settings |= {f"-p {key}": str(value) for key, value in sorted(run.strategy.params.items())}
     settings["kernel"] = run.kernel
     settings["ranks_per_host"] = str(run.topology.ranks_per_host)

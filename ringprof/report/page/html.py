@@ -10,21 +10,22 @@ import base64
 import hashlib
 from collections.abc import Sequence
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any
 
-from ringprof.errors import MissingExtraError
 from ringprof.report.page.document import Document
 
 
 def render(document: Document) -> str:
-    """Render the page as text. Raises `MissingExtraError` where Bokeh is not installed."""
+    """Render the page as text."""
     # Jinja2 and Bokeh are imported where they are needed: both imports take longer than most reports.
+    from bokeh.embed import components
+    from bokeh.resources import Resources
     from jinja2 import Environment, StrictUndefined
 
-    bokeh = _import_bokeh()
     figures = [section.content.figure for section in document.sections if section.content.figure is not None]
-    script, figure_elements = bokeh.components(figures, wrap_script=False) if figures else ("", ())
-    scripts = [_escape_script(source) for source in (*bokeh.library, script, _read_asset("page.js"))]
+    script, figure_elements = components(figures, wrap_script=False) if figures else ("", ())
+    library = Resources(mode="inline", components=["bokeh"]).js_raw
+    scripts = [_escape_script(source) for source in (*library, script, _read_asset("page.js"))]
     elements = iter(figure_elements)
     sections_with_figures = [
         (section, next(elements) if section.content.figure is not None else "") for section in document.sections
@@ -40,23 +41,8 @@ def render(document: Document) -> str:
     return page
 
 
-class _Bokeh(NamedTuple):
-    components: Any
-    library: Sequence[str]
-
-
-def _import_bokeh() -> _Bokeh:
-    try:
-        from bokeh.embed import components
-        from bokeh.resources import Resources
-    except ImportError:
-        raise MissingExtraError("the HTML report needs Bokeh: pip install 'ringprof[html]'") from None
-    return _Bokeh(components, Resources(mode="inline", components=["bokeh"]).js_raw)
-
-
 def drawing() -> Any:
-    """Return the module that draws figures. Raises `MissingExtraError` where Bokeh is not installed."""
-    _import_bokeh()
+    """Return the module that draws figures; it imports Bokeh, which takes longer than most reports."""
     from ringprof.report.page import figures
 
     return figures

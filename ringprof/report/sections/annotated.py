@@ -22,13 +22,14 @@ COLUMNS = (
 def terminal(findings: Findings, style: TextStyle, listing: Listing) -> list[str]:
     """List the longest ranges, as means over ranks."""
     if not findings.annotations:
-        return [style.wrap(_NO_ANNOTATIONS)]
+        return [style.wrap(_NOT_ON_CPU if findings.attribution.on_cpu else _NO_ANNOTATIONS)]
     count = len(findings.attribution.ranks)
     title = "annotations" + (f", mean of {count} ranks" if count > 1 else "")
     return [Table(title, COLUMNS, _rows(findings), "--all").listed(style, listing, _MAX_LISTED)]
 
 
 _NO_ANNOTATIONS = "annotations: nothing on the device was launched in a range of the user's"
+_NOT_ON_CPU = "annotations: not on CPU: they are the times of ranges on a device, and a CPU run records none"
 
 
 def _rows(findings: Findings) -> list[list[Any]]:

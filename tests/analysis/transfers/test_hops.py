@@ -223,7 +223,7 @@ def test_a_collective_that_ends_before_a_rank_begins_disproves_a_common_clock():
     apart = attribution_of(all_reduces(5_000_000))
     assert splits(apart) == [(None, None)] * 8
     (warning,) = (notice for notice in apart.warnings if notice.code == "clocks_disagree")
-    assert warning.message.endswith("if these ranks are of several hosts, --ranks-per-host has their clocks fitted")
+    assert warning.message.endswith("if these ranks are of several nodes, --ranks-per-node has their clocks fitted")
     named = attribution_of(all_reduces(5_000_000), ranks_per_host=2)
     assert "clocks_disagree" not in codes(named) and splits(named)[1][1] is not None
 
