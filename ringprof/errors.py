@@ -1,4 +1,4 @@
-"""Every error that ringprof raises on purpose.
+"""Every error that ringprof raises on purpose::
 
     RingprofError                     exit code 2 unless noted
     |- UsageError                     an option or an argument that cannot be honoured
