@@ -1,4 +1,6 @@
-"""Every error that ringprof raises on purpose::
+"""Every error that ringprof raises on purpose.
+
+The hierarchy::
 
     RingprofError                     exit code 2 unless noted
     |- UsageError                     an option or an argument that cannot be honoured
