@@ -48,8 +48,8 @@ def _contents(text: str) -> str:
     trees = []
     for part in text.split("\n## ")[1:]:
         title, _, body = part.partition("\n")
-        pages = [f"/{(Path('docs') / link)}" for link in re.findall(r"^\| \[[^]]+\]\(([\w./-]+)\)", body, re.MULTILINE)]
-        pages = [page.replace("docs/../", "") for page in pages]
+        links = re.findall(r"^\| \[([^]]+)\]\(([\w./-]+)\)", body, re.MULTILINE)
+        pages = [f"{name} </{('docs/' + link).replace('docs/../', '')}>" for name, link in links]
         trees.append("\n".join([f"```{{toctree}}\n:hidden:\n:caption: {title}", *pages, "```"]))
     return "\n\n".join(trees)
 
