@@ -40,7 +40,7 @@ def test_example_report_equals_the_command_output(capsys: pytest.CaptureFixture[
     example = README.partition("## A report\n")[2].partition("\n\n    ")[2].partition("\n\n[Reading a report]")[0]
     parts = f"    {example}".split("\n    ...\n")
     assert len(example.splitlines()) >= 20 and len(parts) == 2
-    assert all(part in output for part in parts) and output.startswith(parts[0])
+    assert all(part in output for part in parts) and output.startswith(parts[0]), "python scripts/draw_example.py"
 
 
 NINE = re.findall(
