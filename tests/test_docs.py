@@ -22,6 +22,7 @@ import ringprof.frames
 import ringprof.strategies
 from ringprof import cli
 from ringprof.cli import commands
+from ringprof.strategies.kernels.registry import KERNELS
 from tests.paths import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -143,6 +144,19 @@ def test_python_of_the_readme_compiles() -> None:
     assert len(blocks) == 2
     for block in blocks:
         compile(block, "README.md", "exec")
+
+
+def test_kernel_table_equals_the_features_of_the_kernels() -> None:
+    """The order counts, too: ``auto`` takes the first that fits."""
+    yes = {True: "yes", False: "no"}
+    rows = [
+        f"| `{name}` | {kernel.types()} | {kernel.head_dims()} | {yes[kernel.tested]} | {yes[kernel.takes_windows]} "
+        f"| {'in one call' if kernel.varlen else 'one call each'} | {yes[kernel.takes_softcap]} "
+        f"| {yes[kernel.has_deterministic_mode]} |"
+        for name, kernel in KERNELS.items()
+    ]
+    table = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8").partition("| --- |")[2].partition("\n\n")[0]
+    assert table.splitlines()[1:] == rows
 
 
 def test_every_public_name_has_a_docstring() -> None:
