@@ -15,7 +15,7 @@ help:
 	@echo 'make test      linters, types, import contracts and the fast tests; those of GPUs where there are some'
 	@echo 'make test-processes  the tests that start ranks, clusters or a browser'
 	@echo 'make test-all  make test, make test-processes, make audit, the long tier, and analysis on every Python found'
-	@echo 'make docs      the reference of the Python API, from its docstrings'
+	@echo 'make docs      the documentation as a site, with the reference of the Python API'
 	@echo 'make release   wheel and sdist in dist/, checked and tried in fresh environments; publishes nothing'
 	@echo 'make clean     remove .venv/ and caches'
 

@@ -1,5 +1,7 @@
 """Every error that ringprof raises on purpose.
 
+The hierarchy::
+
     RingprofError                     exit code 2 unless noted
     |- UsageError                     an option or an argument that cannot be honoured
     |  |- UnknownStrategyError        lists the names, suggests the nearest

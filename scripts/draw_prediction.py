@@ -1,4 +1,4 @@
-"""Draw the README's prediction: ``python scripts/draw_prediction.py`` writes docs/img/prediction.png.
+"""Draw the prediction of docs/python.md: ``python scripts/draw_prediction.py`` writes docs/img/prediction.png.
 
 It shows the speed of zigzag on 4 H200 over the sequence length, predicted by the bundled machine with its 80 %
 interval. The points are those of benchmarks/data/h200_grid.csv; the machine was fitted to none of them.

@@ -13,10 +13,12 @@ import pytest
 
 from tests.paths import ROOT
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
 
 SOUND = {
-    "readme": textwrap.dedent(re.findall(r"## From Python\n\n((?:    .*\n|\n)+)", README)[0]),
+    "page": "".join(
+        textwrap.dedent(block) for block in re.findall(r"^## \w+\n\n((?:    .*\n|\n)+)", PAGE, re.MULTILINE)
+    ),
     "options": """
         from pathlib import Path
         import ringprof
@@ -51,8 +53,8 @@ def test_a_users_type_checker_accepts_what_works_and_refuses_what_does_not(tmp_p
     for name, program in SOUND.items():
         (tmp_path / f"{name}.py").write_text(textwrap.dedent(program))
     (tmp_path / "wrong.py").write_text("import ringprof\n" + "".join(f"{line}\n" for line in WRONG))
-    # The tensors of the README's second half.
-    (tmp_path / "readme.py").write_text("import torch\nq = local_k = local_v = torch.zeros(1)\n" + SOUND["readme"])
+    # The tensors of the page's second part.
+    (tmp_path / "page.py").write_text("import torch\nq = local_k = local_v = torch.zeros(1)\n" + SOUND["page"])
     files = [*SOUND, "wrong"]
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(ROOT / ".mypy_cache" / "of_a_user"),

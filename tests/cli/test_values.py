@@ -103,7 +103,7 @@ def test_completion_script_of_the_guide_works_in_the_shell(
 
 
 def test_guide_has_a_completion_line_for_every_shell() -> None:
-    guide = (ROOT / "docs" / "guides.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs" / "reading-a-report.md").read_text(encoding="utf-8")
     for shell, script in (("bash", BASH), ("zsh", ZSH), ("fish", FISH)):
         line = next(line for line in script.splitlines() if f"{shell}_source" in line)
         assert line.replace("|", "\\|") in guide

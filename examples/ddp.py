@@ -1,0 +1,43 @@
+"""Context parallelism under DistributedDataParallel: DDP averages the gradients over the ranks of the sequence.
+
+torchrun --nproc-per-node 2 examples/ddp.py traces/ddp
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from setup_ranks import log, setup
+from tiny_model import Model, batch
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+import ringprof
+from ringprof.strategies import create
+
+SEQ = 128
+device = setup()
+
+strategy = create("zigzag")
+model = DistributedDataParallel(Model(lambda q, k, v: strategy.attention(q, k, v, causal=True)).to(device))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+positions = strategy.positions(SEQ, device)
+
+
+def train_step(step: int) -> None:
+    tokens, labels = (strategy.shard(x).to(device) for x in batch(step, SEQ))
+    loss = cross_entropy(model(tokens, positions).flatten(0, 1), labels.flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    log(step, loss, clip_grad_norm_(model.parameters(), 1.0))
+    optimizer.step()
+
+
+train_step(0)
+train_step(1)
+with ringprof.capture(sys.argv[1], strategy=strategy):
+    train_step(2)
+    train_step(3)
+
+dist.destroy_process_group()

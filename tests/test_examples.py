@@ -1,0 +1,128 @@
+"""The scripts under ``examples/`` train as one process does, and write runs that a report reads."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ringprof
+from tests.paths import ROOT
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
+torch = pytest.importorskip("torch", reason="the record extra is not installed")
+
+EXAMPLES = ROOT / "examples"
+STEPS, SEQ = 4, 128
+
+
+def run_example(name: str, ranks: int, folder: Path) -> str:
+    """Run an example under torchrun and return what it printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [*command, str(EXAMPLES / f"{name}.py"), str(folder)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def printed(text: str) -> list[tuple[float, float]]:
+    """Return loss and gradient norm of every printed step."""
+    lines = re.findall(r"step (\d+): loss ([\d.]+), gradient norm ([\d.]+)", text)
+    assert [int(step) for step, *_ in lines] == list(range(STEPS)), text
+    return [(float(loss), float(norm)) for _, loss, norm in lines]
+
+
+def trained_alone(model: Any, loss_of: Callable[[int], Any]) -> list[tuple[float, float]]:
+    """Train ``model`` in this process, without ringprof. Return loss and gradient norm of every step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    rows = []
+    for step in range(STEPS):
+        loss = loss_of(step)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        rows.append((loss.item(), norm.item()))
+    return rows
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[Any]:
+    """The module ``examples/tiny_model.py``."""
+    spec = importlib.util.spec_from_file_location("tiny_model", EXAMPLES / "tiny_model.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+
+
+def tiny_trained_alone(tiny: Any, replicas: int) -> list[tuple[float, float]]:
+    model = tiny.Model(tiny.dense_attention)
+
+    def loss_of(step: int) -> Any:
+        rows = [tiny.batch(step, SEQ, replica) for replica in range(replicas)]
+        tokens, labels = (torch.cat(parts) for parts in zip(*rows, strict=True))
+        return torch.nn.functional.cross_entropy(model(tokens, torch.arange(SEQ)).flatten(0, 1), labels.flatten())
+
+    return trained_alone(model, loss_of)
+
+
+def assert_equal(rows: list[tuple[float, float]], expected: list[tuple[float, float]]) -> None:
+    for row, truth in zip(rows, expected, strict=True):
+        assert row == pytest.approx(truth, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "replicas"), [("plain_loop", 2, 1), ("ddp", 2, 1), ("fsdp2", 2, 1), ("dp_cp_mesh", 4, 2)]
+)
+def test_example_trains_as_one_process_does(name: str, ranks: int, replicas: int, tiny: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert_equal(printed(run_example(name, ranks, folder)), tiny_trained_alone(tiny, replicas))
+    run = ringprof.load(folder)
+    assert len(run.breakdown()) == ranks
+    # The strategy's blocks are in the run; its workload only where the example states it.
+    assert ("block_tflops" in run.figures(), "tflops" in run.figures()) == (True, name == "dp_cp_mesh")
+
+
+def test_hugging_face_example_trains_as_one_process_does(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the dev extra is not installed")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=SEQ, attn_implementation="eager",
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+
+    def loss_of(step: int) -> Any:
+        tokens = torch.randint(256, (1, SEQ), generator=torch.Generator().manual_seed(step))
+        logits = model(input_ids=tokens, use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:])
+
+    folder = tmp_path / "run"
+    assert_equal(printed(run_example("hugging_face", 2, folder)), trained_alone(model, loss_of))
+    assert len(ringprof.load(folder).breakdown()) == 2
+
+
+def test_profiler_example_writes_traces_that_a_report_reads(tmp_path: Path) -> None:
+    run_example("profiler_only", 2, tmp_path / "traces")
+    run = ringprof.load(tmp_path / "traces")
+    assert len(run.breakdown()) == 2
+    assert run.figures()["all_reduce_ms"] > 0
+
+
+def test_every_example_is_in_the_training_page_and_has_a_test() -> None:
+    scripts = {path.stem for path in EXAMPLES.glob("*.py")} - {"tiny_model", "setup_ranks"}
+    page = (ROOT / "docs" / "training.md").read_text("utf-8")
+    assert all(f"](../examples/{name}.py)" in page for name in scripts)
+    # Trainer is tested in tests/integrations.
+    assert all(f'"{name}"' in Path(__file__).read_text("utf-8") for name in scripts - {"transformers_trainer"})
