@@ -97,7 +97,7 @@ def mean_over_ranks(model: Any, loss: Tensor) -> tuple[float, list[Any]]:
 
 def worst(grads: list[Any], expected: list[Tensor]) -> float:
     return max(
-        ((torch.from_numpy(grad) - right).norm() / right.norm().clamp_min(1e-6)).item()
+        float((torch.from_numpy(grad) - right).norm() / right.norm().clamp_min(1e-6))
         for grad, right in zip(grads, expected, strict=True)
     )
 
@@ -105,13 +105,13 @@ def worst(grads: list[Any], expected: list[Tensor]) -> float:
 def _step(
     rank: int, family: str, strategy: str, batch: dict[str, Tensor], hooked: bool, options: dict[str, Any]
 ) -> Any:
-    made = create(strategy, **options)
-    register(made)
+    created = create(strategy, **options)
+    register(created)
     model = build(family, "ringprof")
     if hooked:
-        shard_inputs(model, made)
+        shard_inputs(model, created)
         return mean_over_ranks(model, model(**batch).loss)
-    return mean_over_ranks(model, model(**shard_batch(batch, made)).loss)
+    return mean_over_ranks(model, model(**shard_batch(batch, created)).loss)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
