@@ -35,6 +35,8 @@ from .kernels.merge import (
 from .kernels.registry import choose_kernel
 from .kernels.uncompiled import uncompiled
 from .masks.cache_layout import CacheLayout
+from .masks.document_layouts import DocumentsLayout as DocumentsLayout
+from .masks.document_layouts import layout_for_documents
 from .masks.expected import Expectations
 from .masks.layouts import ALL, WHOLE, Block, Layout, as_contiguous, part, split_local_block
 from .masks.row_routing import RowRouting, routing_of
@@ -44,9 +46,7 @@ from .transport.gradient_ring import GradientRing
 
 GradWire = Literal["fp32", "input"]
 """Type that gradients travel in: at least float32, or the input's own."""
-DocumentsLayout = Literal["packed", "per_document"]
-"""Layout of packed documents: over the whole sequence, or over each document by itself."""
-DOCUMENTS_LAYOUT_HELP = "zigzag over the packed whole, or over each document by itself"
+DOCUMENTS_LAYOUT_HELP = "zigzag over the packed whole, or over each document by itself, or whole documents dealt"
 Documents = Sequence[int] | Tensor | None
 """Cumulative lengths of packed documents (``cu_seqlens``), from 0 to the sequence length; None: one document."""
 NO_SOFTCAP = "takes no softcap: the bundled strategies do, with a kernel that computes it (`ringprof kernels`)"
@@ -257,9 +257,9 @@ class Strategy(Expectations, ABC):
             return f"takes no packed documents and no sliding window: those that do are {', '.join(names_with_masks())}"
         try:
             mask.check(seq)
-            if mask.documents and params.get("documents_layout") == "per_document":
-                layout = cls.layout_for(size, **params).per_document(mask.documents)
-                return _indivisible(layout, seq, size)
+            if mask.documents and params.get("documents_layout", "packed") != "packed":
+                kind, layout = params["documents_layout"], cls.layout_for(size, **params)
+                return _indivisible(layout_for_documents(layout, kind, mask.documents, size), seq, size)
         except (Unsupported, ValueError) as error:
             return str(error)
         return None
@@ -289,7 +289,8 @@ class Strategy(Expectations, ABC):
 
     def layout_of(self, documents: Documents) -> Layout:
         """Return the layout of a sequence that packs these documents (None: one)."""
-        if documents is None or self.parameters.get("documents_layout") != "per_document":
+        kind = self.parameters.get("documents_layout", "packed")
+        if documents is None or kind == "packed":
             return self.layout
         packed = Mask.of(documents=documents).documents
         if packed is None:
@@ -297,7 +298,7 @@ class Strategy(Expectations, ABC):
         if packed not in self._layouts:
             while len(self._layouts) >= POSITIONS_KEPT:
                 del self._layouts[next(iter(self._layouts))]
-            self._layouts[packed] = self.layout.per_document(packed)
+            self._layouts[packed] = layout_for_documents(self.layout, kind, packed, self.comm.size)
         return self._layouts[packed]
 
     @uncompiled
@@ -398,8 +399,8 @@ class Strategy(Expectations, ABC):
     def sharded_mask(cls, mask: Mask, seq: int, size: int, **params: Any) -> ShardedMask:
         """Return the mask over ``seq`` tokens, sharded as ``size`` ranks hold them while they compute."""
         layout = cls.layout_for(size, **params)
-        if mask.documents and params.get("documents_layout") == "per_document":
-            layout = layout.per_document(mask.documents)
+        if mask.documents:
+            layout = layout_for_documents(layout, params.get("documents_layout", "packed"), mask.documents, size)
         return sharded_mask_of(mask, *cls.layout_while_computing(layout, size), seq)
 
     @classmethod

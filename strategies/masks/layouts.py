@@ -18,7 +18,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -166,6 +166,20 @@ class ZigzagLayout(Layout):
         return zigzag_per_document(documents)
 
 
+def zigzag_chunks(first: int, end: int, size: int, turn: int) -> list[tuple[int, int]]:
+    """Cut the tokens from ``first`` to ``end`` into 2 * ``size`` chunks (first, end), as equal as possible.
+
+    What does not divide goes to the ranks in turn, from rank ``turn`` on; rank r holds chunks r and 2 * ``size`` - 1 - r.
+    """
+    even, remainder = divmod(end - first, 2 * size)
+    lengths = [even] * (2 * size)
+    for extra in range(remainder):
+        # A rank's first extra token makes its late chunk longer, its second the early one.
+        rank = (turn + extra) % size
+        lengths[2 * size - 1 - rank if extra < size else rank] += 1
+    return list(pairwise(accumulate(lengths, initial=first)))
+
+
 class ZigzagPerDocumentLayout(Layout):
     """A layout of 2·N chunks per document, of which rank r holds chunks r and 2N-1-r.
 
@@ -192,17 +206,9 @@ class ZigzagPerDocumentLayout(Layout):
         pieces: list[list[Tensor]] = [[] for _ in range(size)]
         turn = 0
         for first, end in pairwise(self.documents):
-            even, remainder = divmod(end - first, 2 * size)
-            lengths = [even] * (2 * size)
-            for extra in range(remainder):
-                # A rank's first extra token makes its late chunk longer, its second the early one.
-                rank = (turn + extra) % size
-                lengths[2 * size - 1 - rank if extra < size else rank] += 1
-            turn = (turn + remainder) % size
-            start = first
-            for chunk, length in enumerate(lengths):
-                pieces[min(chunk, 2 * size - 1 - chunk)].append(torch.arange(start, start + length, device="cpu"))
-                start += length
+            for chunk, span in enumerate(zigzag_chunks(first, end, size, turn)):
+                pieces[min(chunk, 2 * size - 1 - chunk)].append(torch.arange(*span, device="cpu"))
+            turn = (turn + (end - first) % (2 * size)) % size
         return [torch.cat(piece) for piece in pieces]
 
 
