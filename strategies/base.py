@@ -46,7 +46,9 @@ from .transport.gradient_ring import GradientRing
 
 GradWire = Literal["fp32", "input"]
 """Type that gradients travel in: at least float32, or the input's own."""
-DOCUMENTS_LAYOUT_HELP = "zigzag over the packed whole, or over each document by itself, or whole documents dealt"
+DOCUMENTS_LAYOUT_HELP = (
+    "zigzag over the packed whole, over each document by itself, or whole documents dealt; auto: the best balance"
+)
 Documents = Sequence[int] | Tensor | None
 """Cumulative lengths of packed documents (``cu_seqlens``), from 0 to the sequence length; None: one document."""
 NO_SOFTCAP = "takes no softcap: the bundled strategies do, with a kernel that computes it (`ringprof kernels`)"
@@ -61,7 +63,10 @@ _COMPARED_PARTS = ("documents", *_COMPARED_OPTIONS, "q", "k", "v", "type")
 OutAndLse = tuple[Tensor, Tensor | None]
 """Output, and the LSE where it is wanted."""
 POSITIONS_KEPT = 8
-"""Number of position tensors, and of document layouts, that a strategy caches."""
+"""Number of position tensors that a strategy caches."""
+_KEPT_DOCUMENTS = 4096
+_sharded_documents: dict[int, None] = {}
+"""Hashes of the latest lists of documents whose layout this process has asked for, of any strategy."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +209,6 @@ class Strategy(Expectations, ABC):
         self._kernels: dict[Any, Kernel] = {}
         self._checked_calls: set[Any] = set()
         self._positions: dict[tuple[int, torch.device, Layout], Tensor] = {}
-        self._layouts: dict[tuple[int, ...], Layout] = {}
         self._deterministic = deterministic
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -287,19 +291,35 @@ class Strategy(Expectations, ABC):
         order = self.layout_of(documents).order(full.shape[dim], self.comm.size).to(full.device)
         return torch.empty_like(full).index_copy_(dim, order, full)
 
-    def layout_of(self, documents: Documents) -> Layout:
+    def layout_of(self, documents: Documents = None) -> Layout:
         """Return the layout of a sequence that packs these documents (None: one)."""
-        kind = self.parameters.get("documents_layout", "packed")
-        if documents is None or kind == "packed":
-            return self.layout
-        packed = Mask.of(documents=documents).documents
+        packed = None if documents is None else Mask.of(documents=documents).documents
         if packed is None:
             return self.layout
-        if packed not in self._layouts:
-            while len(self._layouts) >= POSITIONS_KEPT:
-                del self._layouts[next(iter(self._layouts))]
-            self._layouts[packed] = layout_for_documents(self.layout, kind, packed, self.comm.size)
-        return self._layouts[packed]
+        while len(_sharded_documents) >= _KEPT_DOCUMENTS:
+            del _sharded_documents[next(iter(_sharded_documents))]
+        _sharded_documents[hash(packed)] = None
+        return self._layout_for(packed)
+
+    def _layout_for(self, documents: tuple[int, ...]) -> Layout:
+        kind = self.parameters.get("documents_layout", "packed")
+        return layout_for_documents(self.layout, kind, documents, self.comm.size)
+
+    def _check_sharding(self, documents: tuple[int, ...]) -> None:
+        """Refuse documents for which ``auto`` chooses a layout that the caller cannot know of.
+
+        Without documents, `shard` and `positions` return the packed layout: results would be wrong without an error.
+        Raises `Unsupported`.
+        """
+        if self.parameters.get("documents_layout") != "auto" or hash(documents) in _sharded_documents:
+            return
+        layout = self._layout_for(documents)
+        if layout is not self.layout:
+            raise Unsupported(
+                f"documents_layout=auto takes the layout {layout.name!r} for these documents, but this process has not"
+                " sharded by it: give documents= to shard and positions, too, or create the strategy with"
+                " documents_layout='packed', the layout of shard and positions without documents"
+            )
 
     @uncompiled
     def attention(
@@ -365,6 +385,8 @@ class Strategy(Expectations, ABC):
             reason = self.why_mask_unsupported(mask, seq, size, **self.parameters)
             if reason:
                 raise Unsupported(f"{type(self).__name__} {reason}")
+            if mask.documents:
+                self._check_sharding(mask.documents)
             sharded_mask = None if mask.plain else self.sharded_mask(mask, seq, size, **self.parameters)
         needs: dict[str, Any] = {}
         if sharded_mask or softcap:

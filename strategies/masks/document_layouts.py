@@ -1,102 +1,209 @@
 """Layouts of packed documents: the sequence as one, each document by itself, or whole documents dealt to the ranks.
 
-A layout that follows the documents is chosen from their lengths and the number of ranks alone, so that all ranks, and
-all calls for the same documents, choose alike.
+With 2 ranks, documents of 10, 5, 4, 3 and 2 tokens, one letter a document:
+
+    packed          rank 0: a0-a5 c3 d0-d2 e0 e1           rank 1: a6-a9 b0-b4 c0-c2
+    per_document    rank 0: a0-a2 a8 a9 b0 b4 ...          rank 1: a3-a7 b1-b3 ...
+    dealt           rank 0: a0-a9 e0 e1                    rank 1: b0-b4 c0-c3 d0-d2
+
+The choice of ``auto`` follows from the lengths and the number of ranks alone, so that all ranks choose alike, in all
+calls for the same documents.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from heapq import heappop, heappush, heapreplace
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .layouts import Block, Grouped, Layout, ZigzagLayout, zigzag_chunks
+from .layouts import LAYOUTS, Block, Grouped, Layout, zigzag_chunks
 
 DocumentsLayout = Literal["auto", "packed", "per_document", "dealt"]
-"""Layout of packed documents: chosen by balance, over the whole sequence, each document by itself, or dealt whole."""
+"""Layout of packed documents: over the whole sequence, each document by itself, whole documents dealt to the ranks, or
+the one of them whose ranks are estimated to be done first."""
 BALANCED_ENOUGH = 1.03
-"""Estimated time, over the least of all layouts, up to which ``auto`` keeps the packed layout, or cuts fewer documents."""
+"""Estimated time, over the least possible, up to which ``auto`` is content with a layout.
+
+Less is not worth more pieces, and keys that travel."""
 _TILE = 128
-"""Rows of a kernel's tile: shorter pieces, and the ends of longer ones, fill only a part of one."""
+"""Rows of a kernel's tile. Pieces of other lengths fill some tiles only in part."""
 _ROW_COST = 2.0
-"""Time of a kernel to begin and end a row of tiles, in tiles."""
+"""Time in which a kernel begins and ends a row of tiles, in tiles."""
 
 
 class DealtLayout(Layout):
     """A layout that deals whole documents to the ranks, except the ``cut`` longest, which it cuts in zigzag.
 
-    Documents go, longest first, to the rank with the least work that has room for them. What fits no rank is cut to
-    fill up what is left, so that all ranks hold equally many tokens.
+    Documents go, the longest first, to the rank with the least work that has room for them. What fits no rank is cut
+    to fill up the room that is left, so that all ranks hold equally many tokens.
     """
 
     def __init__(self, documents: tuple[int, ...], cut: int) -> None:
-        self.name = "dealt documents" if not cut else f"dealt documents, the longest {cut} cut in zigzag"
+        self.name = "dealt documents"
+        if cut:
+            self.name += f", the longest {cut} cut in zigzag" if cut > 1 else ", the longest cut in zigzag"
         self.documents, self.cut = documents, cut
 
     def divisor(self, size: int) -> int:
         return 2 * size
 
     def positions(self, seq: int, size: int, rank: int) -> Tensor:
-        return torch.cat([torch.arange(*span, device="cpu") for span in sorted(self._deal(seq, size)[rank])])
+        return torch.cat([torch.arange(*span, device="cpu") for span in self.deal(size).spans[rank]])
 
     def causal_block(self, q_rank: int, kv_rank: int, local_seq: int) -> Block | None:
         raise NotImplementedError("a layout for documents is cut by them")
 
     @lru_cache(maxsize=4)  # noqa: B019 - layouts are few
-    def _deal(self, seq: int, size: int) -> list[list[tuple[int, int]]]:
-        """Return the spans (first, end) of global positions that each rank holds."""
+    def deal(self, size: int) -> Deal:
+        """Deal the documents to ``size`` ranks."""
         spans: list[list[tuple[int, int]]] = [[] for _ in range(size)]
-        room, work, turn = [seq // size] * size, [0] * size, 0
+        room, turn, in_zigzag = [self.documents[-1] // size] * size, 0, 0.0
 
-        def give(rank: int, first: int, end: int, begin: int) -> None:
+        def give(rank: int, first: int, end: int) -> None:
             if first < end:
                 spans[rank].append((first, end))
                 room[rank] -= end - first
-                # Pairs of a query and a key, twice.
-                work[rank] += (end - begin) * (end - begin + 1) - (first - begin) * (first - begin + 1)
 
         longest_first = sorted(pairwise(self.documents), key=lambda span: (span[0] - span[1], span))
         for first, end in longest_first[: self.cut]:
-            for chunk, (start, stop) in enumerate(zigzag_chunks(first, end, size, turn)):
-                give(min(chunk, 2 * size - 1 - chunk), start, stop, first)
+            for chunk, span in enumerate(zigzag_chunks(first, end, size, turn)):
+                give(min(chunk, 2 * size - 1 - chunk), *span)
             turn = (turn + (end - first) % (2 * size)) % size
-        left = []
+            in_zigzag += _time_in_zigzag(end - first, size)
+        least_work, rest = [(0.0, rank) for rank in range(size)], []
         for first, end in longest_first[self.cut :]:
-            rank = min((r for r in range(size) if room[r] >= end - first), key=lambda r: (work[r], r), default=None)
-            if rank is None:
-                left.append((first, end))
+            full = []
+            while least_work and room[least_work[0][1]] < end - first:
+                full.append(heappop(least_work))
+            if least_work:
+                work, rank = least_work[0]
+                give(rank, first, end)
+                heapreplace(least_work, (work + _time(end - first, end - first, triangle=True), rank))
             else:
-                give(rank, first, end, first)
-        for first, end in left:
-            start = first
-            # The first tokens see fewest keys: the busiest rank gets them.
-            for rank in sorted(range(size), key=lambda r: (-work[r], r)):
-                stop = min(end, start + room[rank])
-                give(rank, start, stop, first)
-                start = stop
-        return spans
+                rest.append((first, end))
+            for entry in full:
+                heappush(least_work, entry)
+        # The first tokens of a document see fewest keys: the busiest rank gets them.
+        steps, filling = _Steps(size, dict((rank, work) for work, rank in least_work)), sorted(least_work, reverse=True)
+        for first, end in rest:
+            pieces = []
+            for _, rank in filling:
+                stop = min(end, first + room[rank])
+                if first < stop:
+                    pieces.append((rank, stop - first))
+                    give(rank, first, stop)
+                    first = stop
+            steps.add_document(pieces)
+        return Deal([sorted(spans_of_rank) for spans_of_rank in spans], in_zigzag + steps.time())
 
 
-dealt_layout = lru_cache(maxsize=16)(DealtLayout)
-"""Return the layout that deals these documents, cached: all layers of a model use the same one."""
+class Deal(NamedTuple):
+    """Documents dealt to ranks."""
+
+    spans: list[list[tuple[int, int]]]
+    """Global positions that each rank holds: (first, end) of each piece, in local order."""
+    time: float
+    """Estimated time of the slowest rank, in tiles."""
 
 
+dealt_layout = lru_cache(maxsize=64)(DealtLayout)
+"""Return the layout that deals these documents, cached: several kinds of strategies use the same one."""
+
+
+@lru_cache(maxsize=64)
 def layout_for_documents(layout: Layout, kind: str, documents: tuple[int, ...], size: int) -> Layout:
-    """Return the layout of a sequence that packs ``documents`` (cumulative lengths), from that of one document.
+    """Return the layout of a sequence that packs ``documents`` (cumulative lengths), on ``size`` ranks; cached.
 
-    ``kind`` is a `DocumentsLayout`. Layouts other than zigzag are only ``packed``, which ``auto`` takes for them; the
-    other kinds raise `Unsupported`.
+    ``layout`` is that of one document, ``kind`` a `DocumentsLayout`. Layouts other than zigzag are always packed:
+    ``auto`` returns them as they are, and the other kinds raise `Unsupported`.
     """
     if kind == "packed":
         return layout
     if isinstance(layout, Grouped):
         ring = layout_for_documents(layout.ring, kind, documents, layout.grid.ring_degree)
         return layout if ring is layout.ring else Grouped(ring, layout.grid)
-    if not isinstance(layout, ZigzagLayout):
+    if layout is not LAYOUTS["zigzag"]:
         return layout if kind == "auto" else layout.per_document(documents)
     if kind == "per_document":
         return layout.per_document(documents)
-    return dealt_layout(documents, 0) if kind == "dealt" else dealt_layout(documents, len(documents) // 2)
+    return dealt_layout(documents, 0) if kind == "dealt" else _fastest(documents, size)
+
+
+def _fastest(documents: tuple[int, ...], size: int) -> Layout:
+    """Return the layout whose slowest rank is estimated to be done first; of similar ones, that with fewest cuts."""
+    packed = LAYOUTS["zigzag"]
+    if size == 1 or len(documents) == 2:
+        return packed
+    count = len(documents) - 1
+    least = sum(_time(end - first, 0) for first, end in pairwise(documents)) / size
+    lengths = sorted((end - first for first, end in pairwise(documents)), reverse=True)
+    least = sum(_time(length, length, triangle=True) for length in lengths) / size
+    best, best_time, cut, cutting = packed, float("inf"), 0, 0.0
+    while cut < len(lengths) and best_time > BALANCED_ENOUGH * least and best_time > least + cutting:
+        layout = dealt_layout(documents, cut)
+        if (time := layout.deal(size).time) < best_time:
+            best, best_time = layout, time
+        following = cut + 1 + cut // 4
+        for length in lengths[cut:following]:
+            cutting += _time_in_zigzag(length, size) - _time(length, length, triangle=True) / size
+        cut = following
+    if best_time > BALANCED_ENOUGH * least and least + cutting < best_time and cut >= len(lengths):
+        best, best_time = packed.per_document(documents), least + cutting
+    return packed if _time_packed(documents, size) <= BALANCED_ENOUGH * best_time else best
+
+
+class _Steps:
+    """Estimated time of each rank in each step of a ring, in tiles. Hops let no rank run ahead of the others."""
+
+    def __init__(self, size: int, local: dict[int, float] | None = None) -> None:
+        self._work: list[dict[int, float]] = [local or {}, *({} for _ in range(size - 1))]
+
+    def add_document(self, pieces: list[tuple[int, int]]) -> None:
+        """Add a document whose consecutive ``pieces`` (rank, tokens) lie on several ranks."""
+        size = len(self._work)
+        for index, (rank, tokens) in enumerate(pieces):
+            for other, keys in pieces[:index]:
+                self._add((rank - other) % size, rank, _time(tokens, keys))
+            self._add(0, rank, _time(tokens, tokens, triangle=True))
+
+    def time(self) -> float:
+        """Return the sum of the slowest ranks' times over the steps."""
+        return sum(max(work.values(), default=0.0) for work in self._work)
+
+    def _add(self, step: int, rank: int, time: float) -> None:
+        self._work[step][rank] = self._work[step].get(rank, 0.0) + time
+
+
+def _time(queries: int, keys: int, *, triangle: bool = False) -> float:
+    """Estimate the time of a rectangle of queries and keys, or of the lower ``triangle`` of a square."""
+    rows, columns = -(-queries // _TILE), -(-keys // _TILE)
+    return rows * ((columns + 1) / 2 if triangle else columns) + _ROW_COST * rows
+
+
+def _time_in_zigzag(tokens: int, size: int) -> float:
+    """Estimate the time of each rank for a document that is cut in zigzag.
+
+    A rank computes its own two chunks, and two chunks with one, or one with two, for every other rank.
+    """
+    chunk, both = -(-tokens // (2 * size)), -(-tokens // size)
+    others = (_time(chunk, both) + _time(both, chunk)) / 2
+    return _time(both, both, triangle=True) + (size - 1) * others
+
+
+def _time_packed(documents: tuple[int, ...], size: int) -> float:
+    """Estimate the time of all ranks where zigzag cuts the packed sequence."""
+    chunks, steps, chunk = zigzag_chunks(0, documents[-1], size, 0), _Steps(size), 0
+    for begin, end in pairwise(documents):
+        pieces, first = [], begin
+        while first < end:
+            while chunks[chunk][1] <= first:
+                chunk += 1
+            stop = min(end, chunks[chunk][1])
+            pieces.append((min(chunk, 2 * size - 1 - chunk), stop - first))
+            first = stop
+        steps.add_document(pieces)
+    return steps.time()

@@ -38,7 +38,7 @@ class ShardedMask:
     """
 
     def __init__(self, mask: Mask, layout: Layout, size: int, seq: int, cache: CacheLayout | None = None) -> None:
-        self.mask, self.seq, self.size, self.cache = mask, seq, size, cache
+        self.mask, self.layout, self.seq, self.size, self.cache = mask, layout, seq, size, cache
         self.stride = layout.stride(size)
         self.queries = self.keys = seq // size
         """Number of queries, and of keys, of the rank that has most."""

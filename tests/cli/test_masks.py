@@ -63,7 +63,7 @@ def test_a_prefix_lm_is_recorded_and_counted(tmp_path: Path, capsys: pytest.Capt
         (["--prefix", "8"], "--prefix 8 needs --window-size or, for a prefix LM, --no-causal"),
         (["--prefix", "8", "--no-causal", "--cp-sizes", "2,1"], "--prefix: not made for --cp-sizes"),
         (["--documents", "512x2", "--strategy", "torch-cp"], "those that do are ring, zigzag, stripe"),
-        (["--window-size", "64", "-p", "documents_layout=per_documents"], "is not packed|per_document"),
+        (["--window-size", "64", "-p", "documents_layout=per_documents"], "is not auto|packed|per_document|dealt"),
     ],
 )
 def test_contradictory_mask_options_are_a_one_line_error(

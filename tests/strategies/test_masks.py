@@ -40,6 +40,8 @@ TAKING = [
     Case("burst"),
     Case("burst", {"documents_layout": "per_document", "ring_window": 2, "optimized_backward": False}, (2, 4)),
     Case("double-ring", {"documents_layout": "per_document"}),
+    Case("zigzag", {"documents_layout": "packed"}),
+    Case("zigzag", {"documents_layout": "dealt"}),
     Case("double-ring", {"ring_window": 2}, (4,)),
     Case("double-ring", {"ulysses_degree": 2, "ring_window": 1}, (2, 4)),
     Case("megatron"),
