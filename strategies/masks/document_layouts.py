@@ -1,10 +1,10 @@
 """Layouts of packed documents: the sequence as one, each document by itself, or whole documents dealt to the ranks.
 
-With 2 ranks, documents of 10, 5, 4, 3 and 2 tokens, one letter a document:
+With 2 ranks, documents of 8, 3, 3 and 2 tokens, one letter a document:
 
-    packed          rank 0: a0-a5 c3 d0-d2 e0 e1           rank 1: a6-a9 b0-b4 c0-c2
-    per_document    rank 0: a0-a2 a8 a9 b0 b4 ...          rank 1: a3-a7 b1-b3 ...
-    dealt           rank 0: a0-a9 e0 e1                    rank 1: b0-b4 c0-c3 d0-d2
+    packed          rank 0: a0-a3 c1 c2 d0 d1             rank 1: a4-a7 b0-b2 c0
+    per_document    rank 0: a0 a1 a6 a7 b0 b2 c2 d1       rank 1: a2-a5 b1 c0 c1 d0
+    dealt           rank 0: a0-a7                         rank 1: b0-b2 c0-c2 d0 d1
 
 The choice of ``auto`` follows from the lengths and the number of ranks alone, so that all ranks choose alike, in all
 calls for the same documents.
