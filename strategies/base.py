@@ -22,7 +22,7 @@ from .annotate import ring_step
 from .catalog import names_with_masks
 from .errors import Unsupported
 from .first_order import first_order
-from .kernels.kernel import Gradients, Kernel
+from .kernels.kernel import Gradients, Kernel, allocate_adjacent
 from .kernels.merge import (
     Partial,
     Sum,
@@ -38,7 +38,7 @@ from .masks.cache_layout import CacheLayout
 from .masks.document_layouts import DocumentsLayout as DocumentsLayout
 from .masks.document_layouts import layout_for_documents
 from .masks.expected import Expectations
-from .masks.layouts import ALL, WHOLE, Block, Layout, as_contiguous, part, split_local_block
+from .masks.layouts import ALL, WHOLE, Block, Layout, as_contiguous, part, split_in_place, split_local_block
 from .masks.row_routing import RowRouting, routing_of
 from .masks.sharded_mask import ShardedMask, sharded_mask_of
 from .transport.communicator import Communicator
@@ -119,6 +119,13 @@ class Rows:
             self._parts[key] = Rows(dout, as_contiguous(part(self.lse, queries, 2)), out, delta)
         return self._parts[key]
 
+    def narrow_heads(self, first: int, count: int) -> Rows:
+        """Return the rows of some query heads; O and dO may be views."""
+        dout, out = (None if x is None else x.narrow(2, first, count) for x in (self.dout, self.out))
+        lse, delta = (None if x is None else as_contiguous(x.narrow(1, first, count)) for x in (self.lse, self.delta))
+        assert dout is not None and lse is not None
+        return Rows(dout, lse, out, delta)
+
     def pad_heads(self, head_dim: int) -> Rows:
         """Return the rows with O and dO padded with zeros to ``head_dim``; cached."""
         missing = head_dim - self.dout.shape[-1]
@@ -169,6 +176,22 @@ class AttentionCall:
             parts=block.parts,
         )  # fmt: skip
         return out[..., : v.shape[-1]].contiguous() if missing else out, lse
+
+    def backward_into(self, own: Gradients, rows: Rows, q: Tensor, k: Tensor, v: Tensor, block: Block) -> None:
+        """Compute the gradients of a block, and write them to its rows and heads of ``own``, those of q, k and v."""
+        dq, dk, dv = own
+        if block.kv_heads != ALL:
+            first, end, _ = block.kv_heads.indices(k.shape[2])
+            group = q.shape[2] // k.shape[2]
+            k, v, dk, dv = (x.narrow(2, first, end - first) for x in (k, v, dk, dv))
+            q, dq = (x.narrow(2, first * group, (end - first) * group) for x in (q, dq))
+            rows = rows.narrow_heads(first * group, (end - first) * group)
+        rows = rows.select(block.q, dense=self.kernel.dense_rows)
+        self.kernel.backward(
+            rows.dout, part(q, block.q), part(k, block.kv), part(v, block.kv), rows.lse, out=rows.out, delta=rows.delta,
+            scale=self.scale, causal=block.causal, parts=block.parts,
+            into=(part(dq, block.q), part(dk, block.kv), part(dv, block.kv)),
+        )  # fmt: skip
 
     def backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, block: Block) -> Gradients:
         """Compute dq of the block's queries, and dk and dv of the block's keys."""
@@ -511,6 +534,9 @@ class Strategy(Expectations, ABC):
 
         With ``sends_first``, dK and dV of a block are sent before its dQ is added, and all is freed once it is used.
         """
+        halves = self.split_in_place(call, q, k, v) if gradient_ring.single_last_hop else []
+        if halves:
+            return self._backward_in_place(call, rows, q, k, v, tour, gradient_ring, halves, sends_first=sends_first)
         first_block, held_back = self.split_local_block(call, q, k)
         dq = Sum(q, 2 if held_back else self.ring_size)
         local_dq: list[tuple[slice, Tensor]] = []
@@ -546,6 +572,62 @@ class Strategy(Expectations, ABC):
             dk, dv = gradient_ring.total(returned)
         del returned
         return dq.result(q.dtype) if whole_dq is None else whole_dq, dk, dv
+
+    def _backward_in_place(
+        self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor,
+        tour: Iterable[tuple[int, Sequence[Tensor]]], gradient_ring: GradientRing, halves: list[Block], *,
+        sends_first: bool,
+    ) -> Gradients:  # fmt: skip
+        """Run `backward_over_ring` with the local block in ``halves``, whose gradients one set of tensors holds.
+
+        The first half overlaps the first hop, the second half the last one. No sum is needed to join them.
+        """
+        own: Gradients = torch.empty_like(q), *allocate_adjacent(k)
+        dq = Sum(q, self.ring_size)
+        for step, (kv_rank, kv) in enumerate(tour):
+            block = self.block(call, kv_rank, q)
+            if step == 0:
+                with ring_step("bwd", step, "block"):
+                    call.backward_into(own, rows, q, kv[0], kv[1], halves[0])
+                continue
+            if block is None:
+                gradient_ring.add(step, None, ALL)
+                continue
+            with ring_step("bwd", step, "block"):
+                block_dq, *grads = call.backward(rows, q, kv[0], kv[1], block)
+            if sends_first:
+                gradient_ring.add(step, grads, block.kv)
+                del grads
+            with ring_step("bwd", step, "merge"):
+                dq.add(block_dq, block.q)
+            del block_dq
+            if not sends_first:
+                gradient_ring.add(step, grads, block.kv)
+        if sends_first:
+            del kv
+        with ring_step("bwd", self.ring_size, "block"):
+            call.backward_into(own, rows, q, k, v, halves[1])
+        gradient_ring.keep(own[1:], ALL)
+        # The sum of dQ overlaps the end of the last hop.
+        with ring_step("bwd", self.ring_size, "merge"):
+            whole_dq = dq.result(q.dtype, [(ALL, own[0])])
+        returned = gradient_ring.receive()
+        with ring_step("bwd", self.ring_size, "merge"):
+            dk, dv = gradient_ring.total(returned)
+        return whole_dq, dk, dv
+
+    def split_in_place(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
+        """Split the local block into two halves with no gradient in common; none where that gains nothing.
+
+        It needs a kernel that writes into views, and a last hop that takes longer than another kernel call.
+        """
+        if not call.kernel.writes_into or self.ring_size == 1 or k.shape != v.shape or not q.is_contiguous():
+            return []
+        routing = self.routing(call)
+        if not self.overlaps_last_hop(k if routing is None else k.narrow(1, 0, min(routing.rows, k.shape[1]))):
+            return []
+        halves = split_in_place(self.local_block(call, q), k.shape[2])
+        return halves if len(halves) == 2 else []
 
     def routing(self, call: AttentionCall, *, queries: bool = False) -> RowRouting | None:
         """Return which keys, or ``queries``, travel around the ring; None where whole shards or nothing travels."""
