@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from heapq import heappop, heappush, heapreplace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 import torch
@@ -39,7 +39,8 @@ class DealtLayout(Layout):
     """A layout that deals whole documents to the ranks, except the ``cut`` longest, which it cuts in zigzag.
 
     Documents go, the longest first, to the rank with the least work that has room for them. What fits no rank is cut
-    to fill up the room that is left, so that all ranks hold equally many tokens.
+    to fill up the room that is left. All ranks hold equally many tokens: of the longest document, if it is cut, they
+    hold what makes up for the others.
     """
 
     def __init__(self, documents: tuple[int, ...], cut: int) -> None:
@@ -60,20 +61,26 @@ class DealtLayout(Layout):
     @lru_cache(maxsize=4)  # noqa: B019 - layouts are few
     def deal(self, size: int) -> Deal:
         """Deal the documents to ``size`` ranks."""
-        spans: list[list[tuple[int, int]]] = [[] for _ in range(size)]
-        room, turn, in_zigzag = [self.documents[-1] // size] * size, 0, 0.0
+        share, longest_first = self.documents[-1] // size, self._longest_first()
+        cut: list[list[tuple[int, int]]] = [[] for _ in range(size)]
+        whole: list[list[tuple[int, int]]] = [[] for _ in range(size)]
+        length = longest_first[0][1] - longest_first[0][0]
+        room, slack, turn, in_zigzag = [share] * size, 0, 0, 0.0
 
-        def give(rank: int, first: int, end: int) -> None:
+        def give(spans: list[list[tuple[int, int]]], rank: int, first: int, end: int) -> None:
             if first < end:
                 spans[rank].append((first, end))
                 room[rank] -= end - first
 
-        longest_first = sorted(pairwise(self.documents), key=lambda span: (span[0] - span[1], span))
-        for first, end in longest_first[: self.cut]:
+        for first, end in longest_first[1 : self.cut]:
             for chunk, span in enumerate(zigzag_chunks(first, end, size, turn)):
-                give(min(chunk, 2 * size - 1 - chunk), *span)
+                give(cut, min(chunk, 2 * size - 1 - chunk), *span)
             turn = (turn + (end - first) % (2 * size)) % size
             in_zigzag += _time_in_zigzag(end - first, size)
+        if self.cut:
+            # The shares of the longest document are what the others leave, near an equal share.
+            slack = length // size // 8
+            room = [tokens - length // size for tokens in room]
         least_work, rest = [(0.0, rank) for rank in range(size)], []
         for first, end in longest_first[self.cut :]:
             full = []
@@ -81,24 +88,44 @@ class DealtLayout(Layout):
                 full.append(heappop(least_work))
             if least_work:
                 work, rank = least_work[0]
-                give(rank, first, end)
+                give(whole, rank, first, end)
                 heapreplace(least_work, (work + _time(end - first, end - first, triangle=True), rank))
             else:
                 rest.append((first, end))
             for entry in full:
                 heappush(least_work, entry)
+        work_of = {rank: work for work, rank in least_work}
+        steps = _Steps(size, work_of)
         # The first tokens of a document see fewest keys: the busiest rank gets them.
-        steps, filling = _Steps(size, dict((rank, work) for work, rank in least_work)), sorted(least_work, reverse=True)
+        filling = sorted(range(size), key=lambda rank: (-work_of[rank], rank))
         for first, end in rest:
+            roomiest = max(range(size), key=lambda rank: (room[rank], rank))
+            if room[roomiest] + slack >= end - first:
+                give(whole, roomiest, first, end)
+                steps.add(0, roomiest, _time(end - first, end - first, triangle=True))
+                continue
             pieces = []
-            for _, rank in filling:
-                stop = min(end, first + room[rank])
+            for rank in filling:
+                stop = min(end, first + max(room[rank], 0))
                 if first < stop:
                     pieces.append((rank, stop - first))
-                    give(rank, first, stop)
+                    give(cut, rank, first, stop)
                     first = stop
             steps.add_document(pieces)
-        return Deal([sorted(spans_of_rank) for spans_of_rank in spans], in_zigzag + steps.time())
+        if self.cut:
+            (first, end), time = longest_first[0], _time_in_zigzag(length, size)
+            shares = [tokens + length // size for tokens in room]
+            chunks = [*(tokens // 2 for tokens in shares), *(tokens - tokens // 2 for tokens in reversed(shares))]
+            for chunk, span in enumerate(pairwise(accumulate(chunks, initial=first))):
+                cut[min(chunk, 2 * size - 1 - chunk)].append(span)
+            for rank, tokens in enumerate(shares):
+                steps.add(0, rank, time * tokens * size / length)
+        # What is cut comes first, in one order on all ranks: a block with another rank then spans few rows.
+        spans = [sorted(x for x in cut_spans if x[0] < x[1]) + sorted(rows) for cut_spans, rows in zip(cut, whole, strict=True)]
+        return Deal(spans, in_zigzag + steps.time())
+
+    def _longest_first(self) -> list[tuple[int, int]]:
+        return sorted(pairwise(self.documents), key=lambda span: (span[0] - span[1], span))
 
 
 class Deal(NamedTuple):
@@ -167,14 +194,15 @@ class _Steps:
         size = len(self._work)
         for index, (rank, tokens) in enumerate(pieces):
             for other, keys in pieces[:index]:
-                self._add((rank - other) % size, rank, _time(tokens, keys))
-            self._add(0, rank, _time(tokens, tokens, triangle=True))
+                self.add((rank - other) % size, rank, _time(tokens, keys))
+            self.add(0, rank, _time(tokens, tokens, triangle=True))
 
     def time(self) -> float:
         """Return the sum of the slowest ranks' times over the steps."""
         return sum(max(work.values(), default=0.0) for work in self._work)
 
-    def _add(self, step: int, rank: int, time: float) -> None:
+    def add(self, step: int, rank: int, time: float) -> None:
+        """Add to the time of a rank in a step."""
         self._work[step][rank] = self._work[step].get(rank, 0.0) + time
 
 

@@ -378,17 +378,18 @@ def test_dealt_documents_have_every_token_once_and_lie_whole_where_they_fit(
     shares = [layout.positions(bounds[-1], size, rank).tolist() for rank in range(size)]
     assert sorted(itertools.chain(*shares)) == list(range(bounds[-1]))
     assert {len(share) for share in shares} == {bounds[-1] // size}
-    assert all(share == sorted(share) for share in shares)
+    assert all(x == sorted(x) for share in shares for first, end in itertools.pairwise(bounds) if (x := [y for y in share if first <= y < end]))
     held = [[sum(first <= x < end for x in share) for share in shares] for first, end in itertools.pairwise(bounds)]
     longest_first = sorted(range(len(held)), key=lambda document: (-sum(held[document]), bounds[document]))
-    for document in longest_first[:cut]:
+    share = sum(held[longest_first[0]]) // size
+    for document in longest_first[1:cut]:
         assert max(held[document]) - min(held[document]) <= 2
-    # A document that is neither cut in zigzag nor whole fitted no rank: all shorter ones that came before are there.
+    # A document that is neither cut in zigzag nor whole fitted no rank beside the longer ones.
     for number, document in enumerate(longest_first[cut:], cut):
         if max(held[document]) < sum(held[document]):
-            earlier = [x for x in longest_first[:number] if x in longest_first[:cut] or max(held[x]) == sum(held[x])]
-            room = [bounds[-1] // size - sum(held[x][rank] for x in earlier) for rank in range(size)]
-            assert max(room) < sum(held[document])
+            longer = [x for x in longest_first[:number] if x in longest_first[:cut] or max(held[x]) == sum(held[x])]
+            taken = [sum(share if cut and x == longest_first[0] else held[x][rank] for x in longer) for rank in range(size)]
+            assert bounds[-1] // size - min(taken) < sum(held[document])
 
 
 LISTS = st.lists(st.integers(1, 40), min_size=2, max_size=12)
