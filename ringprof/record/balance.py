@@ -70,6 +70,7 @@ def _balance(name: str, params: Params, workload: Workload, world: int) -> Balan
     areas = mask.areas()
     pairs = [bool(area) for rank, row in enumerate(areas) for other, area in enumerate(row) if other != rank]
     return Balance(
-        name, params, layout=mask.layout.name, busiest=busiest_over_mean(areas), steps=steps_over_mean(areas) if name in TIED else None,
+        name, params, layout=mask.layout.name, busiest=busiest_over_mean(areas),
+        steps=steps_over_mean(areas) if name in TIED else None,
         needed=sum(pairs) / len(pairs) if pairs else None,
     )  # fmt: skip

@@ -41,6 +41,7 @@ from ringprof.run import (
     Topology,
     Verification,
     Work,
+    Workload,
 )
 from ringprof.strategies import Dynamic, create, find, names
 from ringprof.strategies.base import Strategy

@@ -61,71 +61,97 @@ class DealtLayout(Layout):
     @lru_cache(maxsize=4)  # noqa: B019 - layouts are few
     def deal(self, size: int) -> Deal:
         """Deal the documents to ``size`` ranks."""
-        share, longest_first = self.documents[-1] // size, self._longest_first()
-        cut: list[list[tuple[int, int]]] = [[] for _ in range(size)]
-        whole: list[list[tuple[int, int]]] = [[] for _ in range(size)]
-        length = longest_first[0][1] - longest_first[0][0]
-        room, slack, turn, in_zigzag = [share] * size, 0, 0, 0.0
-
-        def give(spans: list[list[tuple[int, int]]], rank: int, first: int, end: int) -> None:
-            if first < end:
-                spans[rank].append((first, end))
-                room[rank] -= end - first
-
-        for first, end in longest_first[1 : self.cut]:
-            for chunk, span in enumerate(zigzag_chunks(first, end, size, turn)):
-                give(cut, min(chunk, 2 * size - 1 - chunk), *span)
-            turn = (turn + (end - first) % (2 * size)) % size
-            in_zigzag += _time_in_zigzag(end - first, size)
+        longest_first = sorted(pairwise(self.documents), key=lambda span: (span[0] - span[1], span))
+        longest, cut = longest_first[0], longest_first[1 : self.cut]
+        length = longest[1] - longest[0] if self.cut else 0
+        # The shares of the longest document are what the others leave, so that few others must be cut.
+        hands = _Hands(size, self.documents[-1] // size - length // size, slack=length // size // 8)
+        for document in cut:
+            hands.cut_in_zigzag(document)
+        rest = [document for document in longest_first[self.cut :] if not hands.give_whole(document)]
+        steps = hands.steps()
+        for document in rest:
+            hands.fill_up(document, steps)
         if self.cut:
-            # The shares of the longest document are what the others leave, near an equal share.
-            slack = length // size // 8
-            room = [tokens - length // size for tokens in room]
-        least_work, rest = [(0.0, rank) for rank in range(size)], []
-        for first, end in longest_first[self.cut :]:
-            full = []
-            while least_work and room[least_work[0][1]] < end - first:
-                full.append(heappop(least_work))
-            if least_work:
-                work, rank = least_work[0]
-                give(whole, rank, first, end)
-                heapreplace(least_work, (work + _time(end - first, end - first, triangle=True), rank))
-            else:
-                rest.append((first, end))
-            for entry in full:
-                heappush(least_work, entry)
-        work_of = {rank: work for work, rank in least_work}
-        steps = _Steps(size, work_of)
-        # The first tokens of a document see fewest keys: the busiest rank gets them.
-        filling = sorted(range(size), key=lambda rank: (-work_of[rank], rank))
-        for first, end in rest:
-            roomiest = max(range(size), key=lambda rank: (room[rank], rank))
-            if room[roomiest] + slack >= end - first:
-                give(whole, roomiest, first, end)
-                steps.add(0, roomiest, _time(end - first, end - first, triangle=True))
-                continue
-            pieces = []
-            for rank in filling:
-                stop = min(end, first + max(room[rank], 0))
-                if first < stop:
-                    pieces.append((rank, stop - first))
-                    give(cut, rank, first, stop)
-                    first = stop
-            steps.add_document(pieces)
-        if self.cut:
-            (first, end), time = longest_first[0], _time_in_zigzag(length, size)
-            shares = [tokens + length // size for tokens in room]
+            shares = [room + length // size for room in hands.room]
             chunks = [*(tokens // 2 for tokens in shares), *(tokens - tokens // 2 for tokens in reversed(shares))]
-            for chunk, span in enumerate(pairwise(accumulate(chunks, initial=first))):
-                cut[min(chunk, 2 * size - 1 - chunk)].append(span)
+            for chunk, span in enumerate(pairwise(accumulate(chunks, initial=longest[0]))):
+                hands.cut[min(chunk, 2 * size - 1 - chunk)].append(span)
             for rank, tokens in enumerate(shares):
-                steps.add(0, rank, time * tokens * size / length)
-        # What is cut comes first, in one order on all ranks: a block with another rank then spans few rows.
-        spans = [sorted(x for x in cut_spans if x[0] < x[1]) + sorted(rows) for cut_spans, rows in zip(cut, whole, strict=True)]
-        return Deal(spans, in_zigzag + steps.time())
+                steps.add(0, rank, _time_in_zigzag(length, size) * tokens * size / length)
+        in_zigzag = sum(_time_in_zigzag(end - first, size) for first, end in cut)
+        return Deal(hands.spans(), in_zigzag + steps.time())
 
-    def _longest_first(self) -> list[tuple[int, int]]:
-        return sorted(pairwise(self.documents), key=lambda span: (span[0] - span[1], span))
+
+class _Hands:
+    """The documents that ranks have been dealt so far."""
+
+    def __init__(self, size: int, room: int, slack: int) -> None:
+        """Begin with ``room`` for so many tokens on each rank, and ``slack`` for more of a document that fits none."""
+        self.room, self.slack = [room] * size, slack
+        self.cut: list[list[tuple[int, int]]] = [[] for _ in range(size)]
+        """Global positions (first, end) of the parts of documents that each rank holds."""
+        self._whole: list[list[tuple[int, int]]] = [[] for _ in range(size)]
+        self._least_work = [(0.0, rank) for rank in range(size)]
+        self._turn = 0
+
+    def cut_in_zigzag(self, document: tuple[int, int]) -> None:
+        """Give every rank its two chunks."""
+        size, (first, end) = len(self.room), document
+        for chunk, span in enumerate(zigzag_chunks(first, end, size, self._turn)):
+            self._give(self.cut, min(chunk, 2 * size - 1 - chunk), span)
+        self._turn = (self._turn + (end - first) % (2 * size)) % size
+
+    def give_whole(self, document: tuple[int, int]) -> bool:
+        """Give the document to the rank with the least work that has room for it; return False if there is none."""
+        length, full, given = document[1] - document[0], [], False
+        while self._least_work and self.room[self._least_work[0][1]] < length:
+            full.append(heappop(self._least_work))
+        if self._least_work:
+            work, rank = self._least_work[0]
+            self._give(self._whole, rank, document)
+            heapreplace(self._least_work, (work + _time(length, length, triangle=True), rank))
+            given = True
+        for entry in full:
+            heappush(self._least_work, entry)
+        return given
+
+    def steps(self) -> _Steps:
+        """Return the estimated time of what was given whole."""
+        return _Steps(len(self.room), {rank: work for work, rank in self._least_work})
+
+    def fill_up(self, document: tuple[int, int], steps: _Steps) -> None:
+        """Give a document that fits no rank to the roomiest one with the slack, or cut it to fill the ranks' room."""
+        (first, end), ranks = document, range(len(self.room))
+        roomiest = max(ranks, key=lambda rank: (self.room[rank], rank))
+        if self.room[roomiest] + self.slack >= end - first:
+            self._give(self._whole, roomiest, document)
+            steps.add(0, roomiest, _time(end - first, end - first, triangle=True))
+            return
+        pieces = []
+        # The first tokens of a document see fewest keys: the busiest rank gets them.
+        for _, rank in sorted(self._least_work, key=lambda entry: (-entry[0], entry[1])):
+            stop = min(end, first + max(self.room[rank], 0))
+            if first < stop:
+                pieces.append((rank, stop - first))
+                self._give(self.cut, rank, (first, stop))
+                first = stop
+        steps.add_document(pieces)
+
+    def spans(self) -> list[list[tuple[int, int]]]:
+        """Return the global positions of each rank in local order.
+
+        What is cut comes first, in one order on all ranks, so that a block with another rank spans few rows.
+        """
+        return [
+            sorted(span for span in cut if span[0] < span[1]) + sorted(whole)
+            for cut, whole in zip(self.cut, self._whole, strict=True)
+        ]
+
+    def _give(self, spans: list[list[tuple[int, int]]], rank: int, span: tuple[int, int]) -> None:
+        if span[0] < span[1]:
+            spans[rank].append(span)
+            self.room[rank] -= span[1] - span[0]
 
 
 class Deal(NamedTuple):
@@ -165,8 +191,6 @@ def _fastest(documents: tuple[int, ...], size: int) -> Layout:
     packed = LAYOUTS["zigzag"]
     if size == 1 or len(documents) == 2:
         return packed
-    count = len(documents) - 1
-    least = sum(_time(end - first, 0) for first, end in pairwise(documents)) / size
     lengths = sorted((end - first for first, end in pairwise(documents)), reverse=True)
     least = sum(_time(length, length, triangle=True) for length in lengths) / size
     best, best_time, cut, cutting = packed, float("inf"), 0, 0.0

@@ -171,7 +171,7 @@ class ZigzagLayout(Layout):
 def zigzag_chunks(first: int, end: int, size: int, turn: int) -> list[tuple[int, int]]:
     """Cut the tokens from ``first`` to ``end`` into 2 * ``size`` chunks (first, end), as equal as possible.
 
-    What does not divide goes to the ranks in turn, from rank ``turn`` on; rank r holds chunks r and 2 * ``size`` - 1 - r.
+    What does not divide goes to the ranks in turn, from rank ``turn`` on. Rank r holds chunks r and 2N-1-r.
     """
     even, remainder = divmod(end - first, 2 * size)
     lengths = [even] * (2 * size)

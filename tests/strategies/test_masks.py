@@ -378,7 +378,12 @@ def test_dealt_documents_have_every_token_once_and_lie_whole_where_they_fit(
     shares = [layout.positions(bounds[-1], size, rank).tolist() for rank in range(size)]
     assert sorted(itertools.chain(*shares)) == list(range(bounds[-1]))
     assert {len(share) for share in shares} == {bounds[-1] // size}
-    assert all(x == sorted(x) for share in shares for first, end in itertools.pairwise(bounds) if (x := [y for y in share if first <= y < end]))
+    assert all(
+        x == sorted(x)
+        for share in shares
+        for first, end in itertools.pairwise(bounds)
+        if (x := [y for y in share if first <= y < end])
+    )
     held = [[sum(first <= x < end for x in share) for share in shares] for first, end in itertools.pairwise(bounds)]
     longest_first = sorted(range(len(held)), key=lambda document: (-sum(held[document]), bounds[document]))
     share = sum(held[longest_first[0]]) // size
@@ -388,7 +393,9 @@ def test_dealt_documents_have_every_token_once_and_lie_whole_where_they_fit(
     for number, document in enumerate(longest_first[cut:], cut):
         if max(held[document]) < sum(held[document]):
             longer = [x for x in longest_first[:number] if x in longest_first[:cut] or max(held[x]) == sum(held[x])]
-            taken = [sum(share if cut and x == longest_first[0] else held[x][rank] for x in longer) for rank in range(size)]
+            taken = [
+                sum(share if cut and x == longest_first[0] else held[x][rank] for x in longer) for rank in range(size)
+            ]
             assert bounds[-1] // size - min(taken) < sum(held[document])
 
 

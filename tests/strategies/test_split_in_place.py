@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from ringprof.strategies import create
 from ringprof.strategies.kernels.kernel import Gradients
 from ringprof.strategies.kernels.reference import ReferenceKernel
 from ringprof.strategies.masks.layouts import ALL, WHOLE, split_in_place
-from ringprof.strategies.masks.mask_blocks import MaskBlocks
 from ringprof.workload.mask import Mask
 from tests.strategies.cases import Case, WorkloadShard, inputs, relative_error
 from tests.strategies.ranks import run_ranks
@@ -25,7 +23,8 @@ CASES = [
 ]  # fmt: skip
 MASKS = [
     Mask.of(), Mask.of(causal=False), Mask.of(documents=[0, 16, 32, 48, 64]), Mask.of(documents=[0, 1, 2, 9, 40, 64]),
-    Mask.of(causal=False, documents=[0, 5, 40, 64]), Mask.of(window=(6, 0)), Mask.of(documents=[0, 3, 30, 64], window=(8, 0)),
+    Mask.of(causal=False, documents=[0, 5, 40, 64]), Mask.of(window=(6, 0)),
+    Mask.of(documents=[0, 3, 30, 64], window=(8, 0)),
 ]  # fmt: skip
 
 
