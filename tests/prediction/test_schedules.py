@@ -306,12 +306,12 @@ def test_a_dry_run_leaves_no_state_behind() -> None:
 
 @pytest.mark.parametrize(
     ("documents", "grad_wire", "rows", "number_bytes"),
-    [((100, 412), "exact", 156, 4), ((100, 412), "input", 156, 2), (None, "exact", 256, 2)],
+    [((100, 412), "exact", 156, 2), ((100, 412), "fp32", 156, 4), (None, "exact", 256, 2)],
 )
 def test_dtype_of_gradients_sent_between_two_ranks(
     documents: tuple[int, ...] | None, grad_wire: str, rows: int, number_bytes: int
 ) -> None:
-    """One hop returns dK and dV to their rank: one kernel call's under a plain mask, the sum of several for documents.
+    """One hop returns dK and dV of one kernel call to their rank: exactly in the type to which the kernel rounds.
 
     Each rank holds 256 tokens. The second document begins with token 100, so rank 1 needs rank 0's last 156.
     """
