@@ -104,17 +104,17 @@ class _Hands:
 
     def give_whole(self, document: tuple[int, int]) -> bool:
         """Give the document to the rank with the least work that has room for it; return False if there is none."""
-        length, full, given = document[1] - document[0], [], False
+        length, full = document[1] - document[0], []
         while self._least_work and self.room[self._least_work[0][1]] < length:
             full.append(heappop(self._least_work))
-        if self._least_work:
+        fits = bool(self._least_work)
+        if fits:
             work, rank = self._least_work[0]
             self._give(self._whole, rank, document)
             heapreplace(self._least_work, (work + _time(length, length, triangle=True), rank))
-            given = True
         for entry in full:
             heappush(self._least_work, entry)
-        return given
+        return fits
 
     def steps(self) -> _Steps:
         """Return the estimated time of what was given whole."""
