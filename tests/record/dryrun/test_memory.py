@@ -70,8 +70,8 @@ SAVED_SINCE = {
 }  # fmt: skip
 """MiB that the measured code held besides.
 
-With documents new tensors for dK and dV: other ranks' parts are now added in place. With a window the gradients of 2 x 2047
-rows, and of 2 x 512 of the prefix, of 2 x 1024 numbers that travelled in 4 bytes, now in 2.
+With documents new tensors for dK and dV: other ranks' parts are now added in place. With a window the gradients of
+2 x 2047 rows, and of 2 x 512 of the prefix, each of 2 x 1024 numbers that travelled in 4 bytes, now in 2.
 """
 
 
