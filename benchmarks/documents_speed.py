@@ -35,7 +35,7 @@ from ringprof.strategies import create
 from ringprof.workload.documents import document_lengths
 
 OURS = (
-    "zigzag+documents_layout=per_document,zigzag,stripe,ring,allgather,"
+    "zigzag,zigzag+documents_layout=packed,zigzag+documents_layout=per_document,stripe,ring,allgather,"
     "allgather+layout=zigzag+documents_layout=per_document,ulysses"
 )
 SAME_TOKENS = {

@@ -67,7 +67,8 @@ def cases(world: int) -> Iterator[tuple[str, RecordRequest, str]]:
     }  # fmt: skip
     for strategy in ("zigzag", "burst", "ulysses"):
         for name, mask in masks.items():
-            yield case(name, strategy, replace(PLAIN, **mask), hops="copy")
+            packed = {"documents_layout": "packed"} if name == "documents" and strategy != "ulysses" else {}
+            yield case(name, strategy, replace(PLAIN, **mask), hops="copy", params=packed)
     yield case("MLA", "zigzag", replace(PLAIN, kv_heads=32, head_dim=192, v_head_dim=128), "torch-flash")
     yield case("fp32", "zigzag", replace(PLAIN, seq=8192, dtype="fp32"), "torch-efficient")
     yield case("bf16", "zigzag", replace(PLAIN, seq=8192), "torch-efficient")

@@ -22,7 +22,7 @@ from .annotate import ring_step
 from .catalog import names_with_masks
 from .errors import Unsupported
 from .first_order import first_order
-from .kernels.kernel import Gradients, Kernel
+from .kernels.kernel import Gradients, Kernel, allocate_adjacent
 from .kernels.merge import (
     Partial,
     Sum,
@@ -35,8 +35,10 @@ from .kernels.merge import (
 from .kernels.registry import choose_kernel
 from .kernels.uncompiled import uncompiled
 from .masks.cache_layout import CacheLayout
+from .masks.document_layouts import DocumentsLayout as DocumentsLayout
+from .masks.document_layouts import layout_for_documents
 from .masks.expected import Expectations
-from .masks.layouts import ALL, WHOLE, Block, Layout, as_contiguous, part, split_local_block
+from .masks.layouts import ALL, WHOLE, Block, Layout, as_contiguous, part, split_in_place, split_local_block
 from .masks.row_routing import RowRouting, routing_of
 from .masks.sharded_mask import ShardedMask, sharded_mask_of
 from .transport.communicator import Communicator
@@ -44,9 +46,9 @@ from .transport.gradient_ring import GradientRing
 
 GradWire = Literal["fp32", "input"]
 """Type that gradients travel in: at least float32, or the input's own."""
-DocumentsLayout = Literal["packed", "per_document"]
-"""Layout of packed documents: over the whole sequence, or over each document by itself."""
-DOCUMENTS_LAYOUT_HELP = "zigzag over the packed whole, or over each document by itself"
+DOCUMENTS_LAYOUT_HELP = (
+    "zigzag over the packed whole, over each document by itself, or whole documents dealt; auto: the best balance"
+)
 Documents = Sequence[int] | Tensor | None
 """Cumulative lengths of packed documents (``cu_seqlens``), from 0 to the sequence length; None: one document."""
 NO_SOFTCAP = "takes no softcap: the bundled strategies do, with a kernel that computes it (`ringprof kernels`)"
@@ -61,7 +63,10 @@ _COMPARED_PARTS = ("documents", *_COMPARED_OPTIONS, "q", "k", "v", "type")
 OutAndLse = tuple[Tensor, Tensor | None]
 """Output, and the LSE where it is wanted."""
 POSITIONS_KEPT = 8
-"""Number of position tensors, and of document layouts, that a strategy caches."""
+"""Number of position tensors that a strategy caches."""
+_KEPT_DOCUMENTS = 4096
+_sharded_documents: dict[int, None] = {}
+"""Hashes of the latest lists of documents whose layout this process has asked for, of any strategy."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,13 @@ class Rows:
             self._parts[key] = Rows(dout, as_contiguous(part(self.lse, queries, 2)), out, delta)
         return self._parts[key]
 
+    def narrow_heads(self, first: int, count: int) -> Rows:
+        """Return the rows of some query heads; O and dO may be views."""
+        dout, out = (None if x is None else x.narrow(2, first, count) for x in (self.dout, self.out))
+        lse, delta = (None if x is None else as_contiguous(x.narrow(1, first, count)) for x in (self.lse, self.delta))
+        assert dout is not None and lse is not None
+        return Rows(dout, lse, out, delta)
+
     def pad_heads(self, head_dim: int) -> Rows:
         """Return the rows with O and dO padded with zeros to ``head_dim``; cached."""
         missing = head_dim - self.dout.shape[-1]
@@ -165,6 +177,22 @@ class AttentionCall:
         )  # fmt: skip
         return out[..., : v.shape[-1]].contiguous() if missing else out, lse
 
+    def backward_into(self, own: Gradients, rows: Rows, q: Tensor, k: Tensor, v: Tensor, block: Block) -> None:
+        """Compute the gradients of a block, and write them to its rows and heads of ``own``, those of q, k and v."""
+        dq, dk, dv = own
+        if block.kv_heads != ALL:
+            first, end, _ = block.kv_heads.indices(k.shape[2])
+            group = q.shape[2] // k.shape[2]
+            k, v, dk, dv = (x.narrow(2, first, end - first) for x in (k, v, dk, dv))
+            q, dq = (x.narrow(2, first * group, (end - first) * group) for x in (q, dq))
+            rows = rows.narrow_heads(first * group, (end - first) * group)
+        rows = rows.select(block.q, dense=self.kernel.dense_rows)
+        self.kernel.backward(
+            rows.dout, part(q, block.q), part(k, block.kv), part(v, block.kv), rows.lse, out=rows.out, delta=rows.delta,
+            scale=self.scale, causal=block.causal, parts=block.parts,
+            into=(part(dq, block.q), part(dk, block.kv), part(dv, block.kv)),
+        )  # fmt: skip
+
     def backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, block: Block) -> Gradients:
         """Compute dq of the block's queries, and dk and dv of the block's keys."""
         k, v = part(k, block.kv), part(v, block.kv)
@@ -204,7 +232,6 @@ class Strategy(Expectations, ABC):
         self._kernels: dict[Any, Kernel] = {}
         self._checked_calls: set[Any] = set()
         self._positions: dict[tuple[int, torch.device, Layout], Tensor] = {}
-        self._layouts: dict[tuple[int, ...], Layout] = {}
         self._deterministic = deterministic
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -257,9 +284,9 @@ class Strategy(Expectations, ABC):
             return f"takes no packed documents and no sliding window: those that do are {', '.join(names_with_masks())}"
         try:
             mask.check(seq)
-            if mask.documents and params.get("documents_layout") == "per_document":
-                layout = cls.layout_for(size, **params).per_document(mask.documents)
-                return _indivisible(layout, seq, size)
+            if mask.documents and params.get("documents_layout", "packed") != "packed":
+                kind, layout = params["documents_layout"], cls.layout_for(size, **params)
+                return _indivisible(layout_for_documents(layout, kind, mask.documents, size), seq, size)
         except (Unsupported, ValueError) as error:
             return str(error)
         return None
@@ -287,18 +314,35 @@ class Strategy(Expectations, ABC):
         order = self.layout_of(documents).order(full.shape[dim], self.comm.size).to(full.device)
         return torch.empty_like(full).index_copy_(dim, order, full)
 
-    def layout_of(self, documents: Documents) -> Layout:
+    def layout_of(self, documents: Documents = None) -> Layout:
         """Return the layout of a sequence that packs these documents (None: one)."""
-        if documents is None or self.parameters.get("documents_layout") != "per_document":
-            return self.layout
-        packed = Mask.of(documents=documents).documents
+        packed = None if documents is None else Mask.of(documents=documents).documents
         if packed is None:
             return self.layout
-        if packed not in self._layouts:
-            while len(self._layouts) >= POSITIONS_KEPT:
-                del self._layouts[next(iter(self._layouts))]
-            self._layouts[packed] = self.layout.per_document(packed)
-        return self._layouts[packed]
+        while len(_sharded_documents) >= _KEPT_DOCUMENTS:
+            del _sharded_documents[next(iter(_sharded_documents))]
+        _sharded_documents[hash(packed)] = None
+        return self._layout_for(packed)
+
+    def _layout_for(self, documents: tuple[int, ...]) -> Layout:
+        kind = self.parameters.get("documents_layout", "packed")
+        return layout_for_documents(self.layout, kind, documents, self.comm.size)
+
+    def _check_sharding(self, documents: tuple[int, ...]) -> None:
+        """Refuse documents for which ``auto`` chooses a layout that the caller cannot know of.
+
+        Without documents, `shard` and `positions` return the packed layout: results would be wrong without an error.
+        Raises `Unsupported`.
+        """
+        if self.parameters.get("documents_layout") != "auto" or hash(documents) in _sharded_documents:
+            return
+        layout = self._layout_for(documents)
+        if layout is not self.layout:
+            raise Unsupported(
+                f"documents_layout=auto takes the layout {layout.name!r} for these documents, but this process has not"
+                " sharded by it: give documents= to shard and positions, too, or create the strategy with"
+                " documents_layout='packed', the layout of shard and positions without documents"
+            )
 
     @uncompiled
     def attention(
@@ -364,6 +408,8 @@ class Strategy(Expectations, ABC):
             reason = self.why_mask_unsupported(mask, seq, size, **self.parameters)
             if reason:
                 raise Unsupported(f"{type(self).__name__} {reason}")
+            if mask.documents:
+                self._check_sharding(mask.documents)
             sharded_mask = None if mask.plain else self.sharded_mask(mask, seq, size, **self.parameters)
         needs: dict[str, Any] = {}
         if sharded_mask or softcap:
@@ -398,8 +444,8 @@ class Strategy(Expectations, ABC):
     def sharded_mask(cls, mask: Mask, seq: int, size: int, **params: Any) -> ShardedMask:
         """Return the mask over ``seq`` tokens, sharded as ``size`` ranks hold them while they compute."""
         layout = cls.layout_for(size, **params)
-        if mask.documents and params.get("documents_layout") == "per_document":
-            layout = layout.per_document(mask.documents)
+        if mask.documents:
+            layout = layout_for_documents(layout, params.get("documents_layout", "packed"), mask.documents, size)
         return sharded_mask_of(mask, *cls.layout_while_computing(layout, size), seq)
 
     @classmethod
@@ -488,6 +534,9 @@ class Strategy(Expectations, ABC):
 
         With ``sends_first``, dK and dV of a block are sent before its dQ is added, and all is freed once it is used.
         """
+        halves = self.split_in_place(call, q, k, v) if gradient_ring.single_last_hop else []
+        if halves:
+            return self._backward_in_place(call, rows, q, k, v, tour, gradient_ring, halves, sends_first=sends_first)
         first_block, held_back = self.split_local_block(call, q, k)
         dq = Sum(q, 2 if held_back else self.ring_size)
         local_dq: list[tuple[slice, Tensor]] = []
@@ -523,6 +572,62 @@ class Strategy(Expectations, ABC):
             dk, dv = gradient_ring.total(returned)
         del returned
         return dq.result(q.dtype) if whole_dq is None else whole_dq, dk, dv
+
+    def _backward_in_place(
+        self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor,
+        tour: Iterable[tuple[int, Sequence[Tensor]]], gradient_ring: GradientRing, halves: list[Block], *,
+        sends_first: bool,
+    ) -> Gradients:  # fmt: skip
+        """Run `backward_over_ring` with the local block in ``halves``, whose gradients one set of tensors holds.
+
+        The first half overlaps the first hop, the second half the last one. No sum is needed to join them.
+        """
+        own: Gradients = torch.empty_like(q), *allocate_adjacent(k)
+        dq = Sum(q, self.ring_size)
+        for step, (kv_rank, kv) in enumerate(tour):
+            block = self.block(call, kv_rank, q)
+            if step == 0:
+                with ring_step("bwd", step, "block"):
+                    call.backward_into(own, rows, q, kv[0], kv[1], halves[0])
+                continue
+            if block is None:
+                gradient_ring.add(step, None, ALL)
+                continue
+            with ring_step("bwd", step, "block"):
+                block_dq, *grads = call.backward(rows, q, kv[0], kv[1], block)
+            if sends_first:
+                gradient_ring.add(step, grads, block.kv)
+                del grads
+            with ring_step("bwd", step, "merge"):
+                dq.add(block_dq, block.q)
+            del block_dq
+            if not sends_first:
+                gradient_ring.add(step, grads, block.kv)
+        if sends_first:
+            del kv
+        with ring_step("bwd", self.ring_size, "block"):
+            call.backward_into(own, rows, q, k, v, halves[1])
+        gradient_ring.keep(own[1:], ALL)
+        # The sum of dQ overlaps the end of the last hop.
+        with ring_step("bwd", self.ring_size, "merge"):
+            whole_dq = dq.result(q.dtype, [(ALL, own[0])])
+        returned = gradient_ring.receive()
+        with ring_step("bwd", self.ring_size, "merge"):
+            dk, dv = gradient_ring.total(returned)
+        return whole_dq, dk, dv
+
+    def split_in_place(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
+        """Split the local block into two halves with no gradient in common; none where that gains nothing.
+
+        It needs a kernel that writes into views, and a last hop that takes longer than another kernel call.
+        """
+        if not call.kernel.writes_into or self.ring_size == 1 or k.shape != v.shape or not q.is_contiguous():
+            return []
+        routing = self.routing(call)
+        if not self.overlaps_last_hop(k if routing is None else k.narrow(1, 0, min(routing.rows, k.shape[1]))):
+            return []
+        halves = split_in_place(self.local_block(call, q), k.shape[2])
+        return halves if len(halves) == 2 else []
 
     def routing(self, call: AttentionCall, *, queries: bool = False) -> RowRouting | None:
         """Return which keys, or ``queries``, travel around the ring; None where whole shards or nothing travels."""

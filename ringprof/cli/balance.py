@@ -17,7 +17,8 @@ from ringprof.report.text import or_dash
 from ringprof.run import Workload
 
 _COLUMNS = (
-    Column("strategy"), Column("", left=True, folds=True), Column("busiest rank\nover the mean"),
+    Column("strategy"), Column("", left=True, folds=True), Column("layout", left=True, folds=True),
+    Column("busiest rank\nover the mean"),
     Column("with waiting\nin every step"), Column("pairs of ranks\nthat need keys"),
 )  # fmt: skip
 
@@ -46,7 +47,7 @@ def command(seq: int, world: int, heads: int, form: str, output: str | None, **o
         return
     rows = [
         [
-            result.strategy, " ".join(f"{key}={value}" for key, value in result.params.items()),
+            result.strategy, " ".join(f"{key}={value}" for key, value in result.params.items()), result.layout or "",
             *(or_dash(ratio, ".3f") for ratio in (result.busiest, result.steps)), or_dash(result.needed, ".0%"),
         ]
         for result in results

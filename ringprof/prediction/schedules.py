@@ -17,7 +17,7 @@ from ringprof.record.dryrun.dispatch import Recorder
 from ringprof.record.dryrun.fakes import DryRunNetwork, dry_run_communicator
 from ringprof.record.dryrun.run import dry_run_rank, refuse_on_failure
 from ringprof.record.dryrun.schedule import Program, Schedule
-from ringprof.record.resolve import load_strategy, strategy_errors, typed_params, why_unsupported
+from ringprof.record.resolve import layout_options, load_strategy, strategy_errors, typed_params, why_unsupported
 from ringprof.run import MOST_RANKS, Workload
 from ringprof.strategies import find
 from ringprof.strategies.algorithms.ring import Ring
@@ -32,7 +32,7 @@ from ringprof.strategies.transport.gradient_ring import LocalGrads, add_and_cast
 MOST_PACKED = 64
 """Largest number of ranks for packed documents. Fewer ranks cannot stand for more, because their documents differ."""
 _MOST_ELEMENTS = 1 << 58
-_SIMILAR_KERNELS = {"flash-attn-3": "flash-attn", "flash-attn-4": "flash-attn", "ffa": "flash-attn"}
+_SIMILAR_KERNELS = {"flash-attn-4": "flash-attn", "ffa": "flash-attn"}
 """Kernels that only calibrations name, with ringprof's kernel of the same inputs and outputs."""
 
 
@@ -79,8 +79,8 @@ def schedule(
         programs.append(program)
     assert instance is not None
     return Schedule(
-        target=find(strategy).target, params=dict(instance.parameters), layout=instance.layout.name, workload=workload,
-        programs=programs,
+        target=find(strategy).target, params=dict(instance.parameters),
+        layout=instance.layout_of(**layout_options(workload)).name, workload=workload, programs=programs,
     )  # fmt: skip
 
 

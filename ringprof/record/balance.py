@@ -11,13 +11,17 @@ from ringprof.strategies.masks.sharded_mask import busiest_over_mean, steps_over
 
 CANDIDATES: tuple[tuple[str, JsonObject], ...] = (
     ("ring", {}),
+    ("zigzag", {"documents_layout": "auto"}),
     ("zigzag", {"documents_layout": "packed"}),
     ("zigzag", {"documents_layout": "per_document"}),
+    ("zigzag", {"documents_layout": "dealt"}),
     ("stripe", {}),
     ("ulysses", {}),
+    ("usp", {"documents_layout": "auto"}),
     ("usp", {"documents_layout": "packed"}),
     ("usp", {"documents_layout": "per_document"}),
     ("allgather", {"layout": "contiguous"}),
+    ("allgather", {"layout": "zigzag", "documents_layout": "auto"}),
     ("allgather", {"layout": "zigzag", "documents_layout": "packed"}),
     ("allgather", {"layout": "zigzag", "documents_layout": "per_document"}),
 )
@@ -33,6 +37,8 @@ class Balance:
     strategy: str
     params: Params
     reason: str | None = None
+    layout: str | None = None
+    """Name of the layout, which ``documents_layout=auto`` chooses by the documents."""
     busiest: float | None = None
     """Work of the busiest rank, divided by the mean over the ranks."""
     steps: float | None = None
@@ -48,7 +54,7 @@ def balances(workload: Workload, world: int) -> list[Balance]:
     candidates = [
         (name, params)
         for name, params in CANDIDATES
-        if workload.documents or params.get("documents_layout") != "per_document"
+        if workload.documents or params.get("documents_layout", "packed") == "packed"
     ]
     results = [_balance(name, params, workload, world) for name, params in candidates]
     return sorted(results, key=lambda balance: (balance.busiest is None, balance.steps or balance.busiest or 0.0))
@@ -60,9 +66,11 @@ def _balance(name: str, params: Params, workload: Workload, world: int) -> Balan
     reason = why_unsupported(strategy, workload, world, placed_params)
     if reason:
         return Balance(name, params, reason)
-    areas = strategy.sharded_mask(workload.mask(), workload.seq, world, **placed_params).areas()
+    mask = strategy.sharded_mask(workload.mask(), workload.seq, world, **placed_params)
+    areas = mask.areas()
     pairs = [bool(area) for rank, row in enumerate(areas) for other, area in enumerate(row) if other != rank]
     return Balance(
-        name, params, busiest=busiest_over_mean(areas), steps=steps_over_mean(areas) if name in TIED else None,
+        name, params, layout=mask.layout.name, busiest=busiest_over_mean(areas),
+        steps=steps_over_mean(areas) if name in TIED else None,
         needed=sum(pairs) / len(pairs) if pairs else None,
     )  # fmt: skip

@@ -82,7 +82,7 @@ def baseline_bodies(shard: WorkloadShard, null_strategy: Any) -> tuple[list[Call
 
     A single rank has only the first two kinds. Collective: every rank must call this.
     """
-    replay, no_op = Replay.record(shard), NoOpKernel()
+    replay, no_op = Replay.record(shard), NoOpKernel(writes_into=shard.kernel().writes_into)
 
     def communication_only() -> None:
         with use_kernel(shard.strategy, no_op):

@@ -353,7 +353,9 @@ def _add_description(run: Run, arguments: _CaptureArguments, ranks: GroupRanks) 
     if not strategies:
         return run
     kernels = {kernel.name for strategy in strategies for kernel in strategy.kernels() if any(kernel.calls.values())}
-    return replace(run, strategy=strategy_used(strategies[0]), kernel=" and ".join(sorted(kernels)) or None)
+    return replace(
+        run, strategy=strategy_used(strategies[0], workload=run.workload), kernel=" and ".join(sorted(kernels)) or None
+    )
 
 
 def _ranks_per_workload(arguments: _CaptureArguments, outcomes: Sequence[_Outcome]) -> int | None:

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from ringprof.common.json_object import JsonObject
 from ringprof.record.clock import clock_for
 from ringprof.record.progress import Reporter
-from ringprof.record.resolve import attention_options, kernel_options, shape_of, torch_dtype
+from ringprof.record.resolve import attention_options, kernel_options, layout_options, shape_of, torch_dtype
 from ringprof.record.telemetry import device_telemetry
 from ringprof.run import DeviceState, Sent, Work, Workload
 from ringprof.strategies.algorithms.cached import Cached
@@ -75,6 +75,8 @@ class WorkloadShard:
         sizes = ((heads, size), (kv_heads, size), (kv_heads, v_head_dim))
         q, k, v = (draw(*count).requires_grad_(trains) for count in sizes)
         sinks = drawn_sinks(workload, device)
+        # Ask for the layout, as a program does that shards its tokens by the documents.
+        strategy.layout_of(**layout_options(workload))
         return cls(
             strategy, workload.causal, q, k, v, draw(heads, v_head_dim) if trains else None, cuda_graph,
             attention_options=attention_options(workload, sinks), kernel_options=kernel_options(workload), sinks=sinks,

@@ -23,7 +23,7 @@ from ringprof.record.process_group import gather_bytes, gather_tensor, world_gro
 from ringprof.record.progress import Reporter
 from ringprof.record.remote_traces import TraceFile, gather_traces
 from ringprof.record.request import RankTask, RecordRequest, from_json, to_json
-from ringprof.record.resolve import load_strategy, strategy_errors
+from ringprof.record.resolve import layout_options, load_strategy, strategy_errors
 from ringprof.record.run_folder import publish, reduced_name, trace_name
 from ringprof.record.telemetry import device_links
 from ringprof.record.verify import verify
@@ -41,6 +41,7 @@ from ringprof.run import (
     Topology,
     Verification,
     Work,
+    Workload,
 )
 from ringprof.strategies import Dynamic, create, find, names
 from ringprof.strategies.base import Strategy
@@ -192,7 +193,7 @@ class RankRecording:
         return msgspec.structs.replace(
             run,
             workload=request.workload,
-            strategy=strategy_used(self.strategy, request.strategy, cuda_graph=request.cuda_graph),
+            strategy=strategy_used(self.strategy, request.strategy, request.workload, cuda_graph=request.cuda_graph),
             kernel=kernel,
             topology=msgspec.structs.replace(run.topology, ranks_per_host=per_host),
             verification=verification,
@@ -346,15 +347,20 @@ def _baselines_of_run(request: RecordRequest, ranks: list[BaselineTimes]) -> Bas
     return Baselines(warmup=request.warmup or 0, rounds=ranks[0].rounds, solo_flops=flops, **times)
 
 
-def strategy_used(strategy: Strategy, name: str = "", *, cuda_graph: bool = False) -> StrategyUsed:
-    """Describe a strategy and its parameters for the run; ``name`` is the one that the user gave, or empty."""
+def strategy_used(
+    strategy: Strategy, name: str = "", workload: Workload | None = None, *, cuda_graph: bool = False
+) -> StrategyUsed:
+    """Describe a strategy and its parameters for the run; ``name`` is the one that the user gave, or empty.
+
+    The layout is that of the ``workload``'s documents, if it has some.
+    """
     target = f"{type(strategy).__module__}:{type(strategy).__name__}"
     bundled = (spec.name for spec in map(find, names()) if spec.target == target)
     return StrategyUsed(
         name=name or next(bundled, target),
         target=find(name).target if name else target,
         params=dict(strategy.parameters),
-        layout=strategy.layout.name,
+        layout=(strategy.layout_of(**layout_options(workload)) if workload else strategy.layout).name,
         hops=strategy.comm.hop_transport,
         cuda_graph=cuda_graph,
     )

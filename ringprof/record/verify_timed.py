@@ -167,7 +167,7 @@ class _RowSample:
         self._softcap, self._sinks = workload.softcap or 0.0, shard.sinks
         self._mask, shared = workload.mask(), layout_options(workload)
         self._positions = shard.strategy.positions(workload.seq, **shared).to(self._device)
-        self._layout = shard.strategy.layout_of(**shared) if shared else shard.strategy.layout
+        self._layout = shard.strategy.layout_of(**shared)
         self.count = min(SAMPLED_ROWS, len(self._positions))
         generator = torch.Generator().manual_seed(SEED + self._comm.rank)
         chosen = torch.randperm(len(self._positions), generator=generator)[: self.count]

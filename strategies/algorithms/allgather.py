@@ -62,7 +62,7 @@ class AllGather(Strategy):
 
     def __init__(
         self, context: Context, *, layout: Literal["contiguous", "zigzag"] = "contiguous",
-        documents_layout: DocumentsLayout = "packed", heads_at_a_time: int | None = None,
+        documents_layout: DocumentsLayout = "auto", heads_at_a_time: int | None = None,
         grad_wire: GradWire = "input", deterministic: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(context, deterministic=deterministic)

@@ -55,7 +55,7 @@ class Burst(Strategy):
     def __init__(
         self, context: Context, *, double_ring: bool | None = None, ring_window: int | None = None,
         optimized_backward: bool = True, grad_wire: GradWire = "input",
-        documents_layout: DocumentsLayout = "packed", deterministic: bool = False,
+        documents_layout: DocumentsLayout = "auto", deterministic: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(context, deterministic=deterministic)
         per_host = self.comm.ranks_per_host()

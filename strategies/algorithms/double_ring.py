@@ -58,7 +58,7 @@ class LoongDoubleRing(Strategy):
         self, context: Context, *, ring_window: int | None = None,
         placement: Literal["head-first", "context-first"] = "head-first", ulysses_degree: int = 1,
         grad_wire: Literal["mixed", "fp32", "input"] = "mixed",
-        documents_layout: DocumentsLayout = "packed", deterministic: bool = False,
+        documents_layout: DocumentsLayout = "auto", deterministic: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(context, deterministic=deterministic)
         grouped = self.layout_for(self.comm.size, ulysses_degree=ulysses_degree, placement=placement)

@@ -57,7 +57,7 @@ class Megatron(Strategy):
     }
 
     def __init__(
-        self, context: Context, *, grad_wire: GradWire = "input", documents_layout: DocumentsLayout = "packed",
+        self, context: Context, *, grad_wire: GradWire = "input", documents_layout: DocumentsLayout = "auto",
         deterministic: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(context, deterministic=deterministic)

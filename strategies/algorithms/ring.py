@@ -55,7 +55,9 @@ class Ring(Strategy):
     def backward(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         routing = self.routing(call)
         direct_ring = self.back_ring if routing is not None and routing.last_step == 1 else None
-        wire, single_hop = self.parameters["grad_wire"], self.ring_size == 2 and call.sharded_mask is None
+        wire, single_hop = self.parameters["grad_wire"], self.ring_size == 2
+        if single_hop and call.sharded_mask is not None:
+            single_hop = not call.sharded_mask.shares_keys
         # Over a single hop, "exact" is the input's type, because the kernel has already rounded to it.
         wire_dtype = wire_type("input" if wire == "exact" and single_hop else wire, k)
         gradient_ring = GradientRing(self.dkv_ring, None, (k, v), wire_dtype, routing, direct_ring)

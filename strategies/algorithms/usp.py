@@ -38,7 +38,7 @@ class USP(Ring):
     def __init__(
         self, context: Context, *, ulysses_degree: int | None = None, ring_degree: int | None = None,
         placement: Placement = "head-first", layout: RingLayout = "zigzag", grad_wire: RingWire = "exact",
-        documents_layout: DocumentsLayout = "packed", deterministic: bool = False,
+        documents_layout: DocumentsLayout = "auto", deterministic: bool = False,
     ) -> None:  # fmt: skip
         Strategy.__init__(self, context, deterministic=deterministic)
         size = self.comm.size

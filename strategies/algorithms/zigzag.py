@@ -26,7 +26,7 @@ class Zigzag(Ring):
     }
 
     def __init__(
-        self, context: Context, *, grad_wire: RingWire = "exact", documents_layout: DocumentsLayout = "packed",
+        self, context: Context, *, grad_wire: RingWire = "exact", documents_layout: DocumentsLayout = "auto",
         deterministic: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(context, grad_wire=grad_wire, deterministic=deterministic)

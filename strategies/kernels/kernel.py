@@ -7,7 +7,7 @@ logarithm). A block is full, or causal and square, or a set of rectangles (`Mask
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,6 +44,10 @@ class Kernel(ABC):
     """Whether the kernel can replace a score with softcap · tanh(score / softcap)."""
     pairs_gradients = False
     """Whether dK and dV of one block are adjacent in memory, as `allocate_adjacent` returns them."""
+    writes_into = False
+    """Whether the backward pass can write its gradients into views of larger tensors, such as of some heads or rows.
+
+    Other kernels allocate them, and they are copied."""
     grouped_heads = True
     """Whether fewer kv heads than heads are supported directly.
 
@@ -127,8 +131,9 @@ class Kernel(ABC):
         scale: float,
         causal: bool,
         parts: MaskBlocks | None = None,
+        into: Gradients | None = None,
     ) -> Gradients:
-        """Compute the gradients dq, dk, dv of one block, in the inputs' type.
+        """Compute the gradients dq, dk, dv of one block, in the inputs' type, and write them ``into`` tensors if given.
 
         With ``parts``, compute only those rectangles; the gradients may then have a wider type. ``lse`` and ``out``
         (or ``delta``, (B, H, Sq) float32) are those of the whole row over all blocks. This makes the gradient of each
@@ -141,11 +146,20 @@ class Kernel(ABC):
         original_k = k
         if not self.grouped_heads:
             k, v = self._match_heads(q, k, v)
+        writes = into is not None and self.writes_into and k is original_k
+        options: dict[str, Any] = {"into": into} if writes else {}
         if parts is None:
-            dq, dk, dv = self._backward(dout, q, k, v, lse, out, delta, scale, causal)
+            dq, dk, dv = self._backward(dout, q, k, v, lse, out, delta, scale, causal, **options)
         else:
-            dq, dk, dv = self._backward_parts(dout, q, k, v, lse, out, delta, scale, parts)
-        return (dq, dk, dv) if k is original_k else (dq, *(_sum_groups(x, original_k.shape[2]) for x in (dk, dv)))  # type: ignore[return-value]
+            dq, dk, dv = self._backward_parts(dout, q, k, v, lse, out, delta, scale, parts, **options)
+        if k is not original_k:
+            dk, dv = (_sum_groups(x, original_k.shape[2]) for x in (dk, dv))
+        if into is None:
+            return dq, dk, dv
+        for target, gradient in zip(into, (dq, dk, dv), strict=True):
+            if gradient is not target:
+                target.copy_(gradient)
+        return into
 
     @abstractmethod
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]: ...

@@ -143,7 +143,8 @@ class Sum:
 
     def result(self, dtype: torch.dtype, rest: Sequence[_Part] = ()) -> Tensor:
         """Return the sum in ``dtype``, including the last blocks, ``rest``."""
-        if self._total is None and not rest:
+        if self._total is None and len(self._waiting) + len(rest) <= 2:
+            self._waiting += rest
             return self._sum_waiting(dtype)
         total, self._total = self._sum_waiting(wide_type(self._like)) if self._total is None else self._total, None
         return add_and_cast(total, rest, dtype)

@@ -45,6 +45,7 @@ class FlashAttn3Kernel(VarlenKernel):
     name = "flash-attn-3"
     pairs_gradients = True
     dense_rows = False
+    writes_into = True
     takes_windows = "LOCAL" not in _DISABLED
     takes_softcap = "SOFTCAP" not in _DISABLED
     # A smaller head_dim is computed with the next larger size that was compiled.
@@ -71,9 +72,9 @@ class FlashAttn3Kernel(VarlenKernel):
 
     def _backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
-        out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
+        out: Tensor | None, delta: Tensor | None, scale: float, causal: bool, into: Gradients | None = None,
     ) -> Gradients:  # fmt: skip
-        dq, (dk, dv) = torch.empty_like(q), allocate_adjacent(k)
+        dq, dk, dv = into or (torch.empty_like(q), *allocate_adjacent(k))
         _operators().bwd.default(
             dout, q, k, v, out, lse, dq, dk, dv, softmax_scale=scale, is_causal=causal, softcap=self.softcap,
             deterministic=self.deterministic,
@@ -91,9 +92,9 @@ class FlashAttn3Kernel(VarlenKernel):
 
     def _varlen_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, batch: Batch,
-        scale: float,
+        scale: float, into: Gradients | None = None,
     ) -> Gradients:  # fmt: skip
-        dq, (dk, dv) = torch.empty_like(q), allocate_adjacent(k)
+        dq, dk, dv = into or (torch.empty_like(q), *allocate_adjacent(k))
         _operators().bwd.default(
             dout, q, k, v, out, lse, dq, dk, dv, softmax_scale=scale, is_causal=batch.causal, softcap=self.softcap,
             deterministic=self.deterministic, **_varlen(lengths, batch),

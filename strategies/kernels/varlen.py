@@ -39,10 +39,10 @@ class VarlenKernel(Kernel):
 
     def _backward_parts(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
-        out: Tensor | None, delta: Tensor | None, scale: float, parts: MaskBlocks,
+        out: Tensor | None, delta: Tensor | None, scale: float, parts: MaskBlocks, into: Gradients | None = None,
     ) -> Gradients:  # fmt: skip
         assert out is not None
-        return backward(self._varlen_backward, dout, q, k, v, lse, out, scale, parts)
+        return backward(self._varlen_backward, dout, q, k, v, lse, out, scale, parts, into)
 
 
 def forward(call: _Call, q: Tensor, k: Tensor, v: Tensor, scale: float, parts: MaskBlocks) -> tuple[Tensor, Tensor]:
@@ -82,10 +82,12 @@ def backward(
     out: Tensor,
     scale: float,
     parts: MaskBlocks,
+    into: Gradients | None = None,
 ) -> Gradients:
     """Compute the gradients of ``parts``, as `Kernel.backward` returns them.
 
-    ``call(dout, q, k, v, out, lse, lengths, batch, scale)`` computes those of one batch of packed rows.
+    ``call(dout, q, k, v, out, lse, lengths, batch, scale)`` computes those of one batch of packed rows. With ``into``
+    it takes them as a keyword, too, and writes a single batch that covers all rows of one batch entry there.
     """
     by_head = lse.transpose(0, 1).flatten(1)
     totals: list[Tensor] = []
@@ -94,8 +96,12 @@ def backward(
         dout_, q_, out_ = (_pack(x, lengths.q) for x in (dout, q, out))
         k_, v_ = (_pack(x, lengths.kv) for x in (k, v))
         some_lse = by_head[:, lengths.q].contiguous()
+        covers_all = len(parts.batches) == 1 and len(q_) == rows and len(k_) == k.shape[0] * k.shape[1]
+        if covers_all and into is not None and q.shape[0] == 1:
+            call(dout_, q_, k_, v_, out_, some_lse, lengths, batch, scale, into=[x.squeeze(0) for x in into])
+            return into
         gradients = call(dout_, q_, k_, v_, out_, some_lse, lengths, batch, scale)
-        if len(parts.batches) == 1 and len(q_) == rows and len(k_) == k.shape[0] * k.shape[1]:
+        if covers_all:
             return tuple(x.view(like.shape) for x, like in zip(gradients, (q, k, v), strict=True))
         totals = totals or _zeros(q, k, v, parts)
         for total, index, gradient in zip(totals, (lengths.q, lengths.kv, lengths.kv), gradients, strict=True):

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -56,6 +56,8 @@ class Block:
     """Whether only the lower triangle of a square block is computed; otherwise every query sees every key."""
     parts: MaskBlocks | None = None
     """The parts of the block that are computed, where that is neither the triangle nor everything."""
+    kv_heads: slice = field(default_factory=lambda: ALL)
+    """The kv heads, each with all its query heads."""
 
 
 WHOLE = {causal: Block(causal=causal) for causal in (False, True)}
@@ -166,6 +168,20 @@ class ZigzagLayout(Layout):
         return zigzag_per_document(documents)
 
 
+def zigzag_chunks(first: int, end: int, size: int, turn: int) -> list[tuple[int, int]]:
+    """Cut the tokens from ``first`` to ``end`` into 2 * ``size`` chunks (first, end), as equal as possible.
+
+    What does not divide goes to the ranks in turn, from rank ``turn`` on. Rank r holds chunks r and 2N-1-r.
+    """
+    even, remainder = divmod(end - first, 2 * size)
+    lengths = [even] * (2 * size)
+    for extra in range(remainder):
+        # A rank's first extra token makes its late chunk longer, its second the early one.
+        rank = (turn + extra) % size
+        lengths[2 * size - 1 - rank if extra < size else rank] += 1
+    return list(pairwise(accumulate(lengths, initial=first)))
+
+
 class ZigzagPerDocumentLayout(Layout):
     """A layout of 2·N chunks per document, of which rank r holds chunks r and 2N-1-r.
 
@@ -192,17 +208,9 @@ class ZigzagPerDocumentLayout(Layout):
         pieces: list[list[Tensor]] = [[] for _ in range(size)]
         turn = 0
         for first, end in pairwise(self.documents):
-            even, remainder = divmod(end - first, 2 * size)
-            lengths = [even] * (2 * size)
-            for extra in range(remainder):
-                # A rank's first extra token makes its late chunk longer, its second the early one.
-                rank = (turn + extra) % size
-                lengths[2 * size - 1 - rank if extra < size else rank] += 1
-            turn = (turn + remainder) % size
-            start = first
-            for chunk, length in enumerate(lengths):
-                pieces[min(chunk, 2 * size - 1 - chunk)].append(torch.arange(start, start + length, device="cpu"))
-                start += length
+            for chunk, span in enumerate(zigzag_chunks(first, end, size, turn)):
+                pieces[min(chunk, 2 * size - 1 - chunk)].append(torch.arange(*span, device="cpu"))
+            turn = (turn + (end - first) % (2 * size)) % size
         return [torch.cat(piece) for piece in pieces]
 
 
@@ -316,6 +324,26 @@ class Grouped(Layout):
 
     def causal_block(self, q_rank: int, kv_rank: int, local_seq: int) -> Block | None:
         return self.ring.causal_block(q_rank, kv_rank, local_seq)
+
+
+def split_in_place(block: Block, kv_heads: int) -> list[Block]:
+    """Split a local block into two halves with no gradient in common; one block where there are no such halves.
+
+    The halves are half of the kv heads each, or of packed documents the first ones and the others.
+    """
+    if block.parts is not None:
+        parts, area, first = sorted(block.parts, key=lambda x: x.q_first), 0, 0
+        while first < len(parts) and area + parts[first].area / 2 < block.parts.area / 2:
+            area += parts[first].area
+            first += 1
+        halves = [block_of(half, block.parts.queries, block.parts.keys) for half in (parts[:first], parts[first:])]
+        below, above = halves
+        if len(block.parts.batches) == 1 and below is not None and above is not None:
+            return [below, above]
+    elif kv_heads > 1:
+        half = kv_heads // 2
+        return [replace(block, kv_heads=heads) for heads in (slice(0, half), slice(half, kv_heads))]
+    return [block]
 
 
 def split_local_block(local_seq: int, *, causal: bool) -> tuple[Block, list[Block]]:

@@ -38,7 +38,7 @@ class ShardedMask:
     """
 
     def __init__(self, mask: Mask, layout: Layout, size: int, seq: int, cache: CacheLayout | None = None) -> None:
-        self.mask, self.seq, self.size, self.cache = mask, seq, size, cache
+        self.mask, self.layout, self.seq, self.size, self.cache = mask, layout, seq, size, cache
         self.stride = layout.stride(size)
         self.queries = self.keys = seq // size
         """Number of queries, and of keys, of the rank that has most."""
@@ -94,6 +94,13 @@ class ShardedMask:
         )
         return 1 + next(needed, 0)
 
+    @cached_property
+    def shares_keys(self) -> bool:
+        """Whether gradients of some key are added within a block of two different ranks."""
+        ranks = range(self.size)
+        blocks = (self.block(q_rank, kv_rank) for q_rank in ranks for kv_rank in ranks if q_rank != kv_rank)
+        return any(block is not None and block.parts is not None and block.parts.share_keys for block in blocks)
+
     def area(self, q_rank: int, kv_rank: int) -> int:
         """Count the (query, key) pairs of these two ranks that are computed."""
         return sum(part.area for part in self.parts(q_rank, kv_rank))
@@ -109,7 +116,8 @@ class ShardedMask:
         if own and self.cache is None and (self.mask.left, self.mask.right, self.mask.prefix) == (NO_LIMIT, 0, 0):
             # In every layout, a rank's own rows lie in the order of their positions.
             first, end = q_pieces[0].row, q_pieces[-1].row + q_pieces[-1].tokens
-            return [AttnRectangle(first, end, first, end, right=0 if end - first > 1 else NO_LIMIT)]
+            # A single row, too, is called a triangle: one call of a varlen kernel then computes all documents.
+            return [AttnRectangle(first, end, first, end, right=0)]
         parts = (part for q in q_pieces for kv in kv_pieces for part in self._pair(q, kv, begin))
         return joined([piece for part in parts if part for piece in split_rows(part)])
 

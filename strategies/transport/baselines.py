@@ -88,6 +88,7 @@ class RecordingKernel(Kernel):
         super().__init__(deterministic=kernel.deterministic)
         self.kernel = kernel
         self.name, self.takes_delta, self.dense_rows = kernel.name, kernel.takes_delta, kernel.dense_rows
+        self.writes_into = kernel.writes_into
         self.recorded_calls: list[KernelCall] = []
         """All calls so far, in order."""
 
@@ -106,7 +107,7 @@ class RecordingKernel(Kernel):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, *,
         out: Tensor | None = None, delta: Tensor | None = None, scale: float, causal: bool,
-        parts: MaskBlocks | None = None,
+        parts: MaskBlocks | None = None, into: Gradients | None = None,
     ) -> Gradients:  # fmt: skip
         by_delta = delta is not None and self.takes_delta
         # Turning delta into an output is extra work: a replay of the block passes such an output directly.
@@ -117,7 +118,9 @@ class RecordingKernel(Kernel):
         self.recorded_calls.append(
             KernelCall(TensorView.of(q), TensorView.of(k), TensorView.of(v), scale, causal, parts, rows)
         )
-        return self.kernel.backward(dout, q, k, v, lse, out=out, delta=delta, scale=scale, causal=causal, parts=parts)
+        return self.kernel.backward(
+            dout, q, k, v, lse, out=out, delta=delta, scale=scale, causal=causal, parts=parts, into=into
+        )
 
     def _forward(self, *_: Any) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("the other kernel computes")
@@ -133,6 +136,11 @@ class NoOpKernel(Kernel):
     takes_delta = True
     dense_rows = False
 
+    def __init__(self, *, writes_into: bool = False) -> None:
+        """Create the kernel; ``writes_into`` is that of the kernel in whose place it is, so that merges are alike."""
+        super().__init__()
+        self.writes_into = writes_into
+
     @classmethod
     def why_unsupported(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         return None
@@ -145,9 +153,9 @@ class NoOpKernel(Kernel):
 
     def _backward_parts(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
-        out: Tensor | None, delta: Tensor | None, scale: float, parts: MaskBlocks,
+        out: Tensor | None, delta: Tensor | None, scale: float, parts: MaskBlocks, into: Gradients | None = None,
     ) -> Gradients:  # fmt: skip
-        return self._backward(dout, q, k, v, lse, out, delta, scale, False)
+        return self._backward(dout, q, k, v, lse, out, delta, scale, False, into)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
         batch, seq, heads, _ = q.shape
@@ -155,9 +163,9 @@ class NoOpKernel(Kernel):
 
     def _backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
-        out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
+        out: Tensor | None, delta: Tensor | None, scale: float, causal: bool, into: Gradients | None = None,
     ) -> Gradients:  # fmt: skip
-        return torch.empty_like(q), *allocate_adjacent(k)
+        return into or (torch.empty_like(q), *allocate_adjacent(k))
 
 
 # --- transport ----------------------------------------------------------------------------------------

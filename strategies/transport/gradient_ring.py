@@ -55,6 +55,11 @@ class GradientRing:
         self._step = 0
         self._local: LocalGrads = []
 
+    @property
+    def single_last_hop(self) -> bool:
+        """Whether a single hop follows the last block with another rank's rows, and gradients of own rows stay."""
+        return self._outer is None and not self._start_at_owner and not self._full_turns
+
     def add(self, step: int, grads: Sequence[Tensor] | None, rows: slice) -> None:
         """Send on the gradients that have arrived, plus those of this step's block.
 
@@ -118,10 +123,15 @@ class GradientRing:
         assert returned is not None, "some row has travelled"
         rank = self._inner.rank + (0 if self._outer is None else self._outer.rank * self._inner.size)
         ((_, own),) = self._local
-        return [
-            add_and_cast(total, self._routing.split_by_own_rows(rank, x), like.dtype)
-            for total, x, like in zip(own, returned.tensors, self._like, strict=True)
-        ]
+        totals = []
+        for total, x, like in zip(own, returned.tensors, self._like, strict=True):
+            parts = self._routing.split_by_own_rows(rank, x)
+            if total.dtype == like.dtype:
+                # The parts have no row in common, so that each is added and rounded once.
+                for rows, gradient in parts:
+                    accumulate(part(total, rows), gradient)
+            totals.append(total if total.dtype == like.dtype else add_and_cast(total, parts, like.dtype))
+        return totals
 
     def _sum_of_step(self, turn: int, step: int, grads: Sequence[Tensor] | None, rows: slice) -> Message | None:
         """Return the gradients that have arrived plus those of a block; None where none of their rows leave."""

@@ -24,7 +24,7 @@ from tests.record.fake_launcher import FakeLauncher
         ("runs TRACES", "runs", "rows",
          "path created strategy seq world_size ranks_per_host kernel dtype iteration_ms tflops verified"),
         ("balance --seq 64 --documents 40,24 --world 4", "balance", "rows",
-         "strategy params reason busiest steps needed"),
+         "strategy params reason layout busiest steps needed"),
         ("kernels", "kernels", "rows",
          "kernel here types head_dim tried windows documents softcap deterministic delta grouped_heads"),
         ("calibrate --rates --device cpu --seq 64 --heads 2 --head-dim 8", "kernel-rates", "rates",

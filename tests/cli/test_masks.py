@@ -34,7 +34,23 @@ def test_record_packed_documents_with_window(tmp_path: Path, capsys: pytest.Capt
     assert cli.run(["report", output, "--width", "200"]) == 0
     shown = capsys.readouterr().out
     assert "causal, 5 documents of 100 to 424 tokens, window of 64" in shown
-    assert "attention work over the ranks: 1.0" in shown
+    assert "attention work over the ranks: 1.0" in shown and "on rank 0; layout: contiguous" in shown
+
+
+@pytest.mark.processes
+def test_record_names_the_layout_that_auto_chooses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each rank has half of the long document, and two of the four short ones: the same work, to a pair."""
+    output = str(tmp_path / "run.json")
+    options = ["--seq", "2048", "--documents", "256x4,1024"]
+    assert cli.run(["record", "--strategy", "zigzag", *options, *CPU, "-o", output]) == 0
+    run = read_run(output)
+    assert run.strategy is not None and run.work is not None
+    assert (run.strategy.params["documents_layout"], run.strategy.layout) == (
+        "auto", "dealt documents, the longest cut in zigzag"
+    )  # fmt: skip
+    assert {work.block_flops for work in run.work} == {14 * 4 * 8 * (256 * 257 + 1024 * 1025 // 4)}
+    assert cli.run(["report", output, "--width", "200"]) == 0
+    assert "; layout: dealt documents, the longest cut in zigzag" in capsys.readouterr().out
 
 
 @pytest.mark.processes
@@ -63,7 +79,7 @@ def test_a_prefix_lm_is_recorded_and_counted(tmp_path: Path, capsys: pytest.Capt
         (["--prefix", "8"], "--prefix 8 needs --window-size or, for a prefix LM, --no-causal"),
         (["--prefix", "8", "--no-causal", "--cp-sizes", "2,1"], "--prefix: not made for --cp-sizes"),
         (["--documents", "512x2", "--strategy", "torch-cp"], "those that do are ring, zigzag, stripe"),
-        (["--window-size", "64", "-p", "documents_layout=per_documents"], "is not packed|per_document"),
+        (["--window-size", "64", "-p", "documents_layout=per_documents"], "is not auto|packed|per_document|dealt"),
     ],
 )
 def test_contradictory_mask_options_are_a_one_line_error(

@@ -45,9 +45,15 @@ def test_dry_run_has_blocks_and_bytes_of_the_recording(path: Path) -> None:
     dry_run = schedule_of_run(run)
     assert run.work and run.strategy
     # Parameters that did not exist when the run was recorded have their defaults.
-    assert dry_run.params | run.strategy.params == dry_run.params and dry_run.layout == run.strategy.layout
+    assert dry_run.params | run.strategy.params == dry_run.params
+    # The run of packed documents was recorded before run.json named their layout.
+    assert dry_run.layout in (run.strategy.layout, f"{run.strategy.layout} per document")
     for program, work in zip(dry_run.programs, run.work, strict=True):
-        assert by_name(program.work.sent) == by_name(work.sent)
+        # When the run with a prefix was recorded, gradients over a single hop travelled in float32 beside every mask.
+        wide = path.parent.name == "h200x2-zigzag-65536-prefix"
+        recorded = by_name(work.sent)
+        recorded = [(*x[:5], x[5] // 2 if wide and x[0].startswith("dkv") else x[5]) for x in recorded]
+        assert by_name(program.work.sent) == recorded
         assert program.work.block_flops == work.block_flops
         if run.topology.device_type == "cuda":
             # A dry run is of GPUs, where a small block is not split to overlap its last hop.
@@ -304,12 +310,12 @@ def test_a_dry_run_leaves_no_state_behind() -> None:
 
 @pytest.mark.parametrize(
     ("documents", "grad_wire", "rows", "number_bytes"),
-    [((100, 412), "exact", 156, 4), ((100, 412), "input", 156, 2), (None, "exact", 256, 2)],
+    [((100, 412), "exact", 156, 2), ((100, 412), "fp32", 156, 4), (None, "exact", 256, 2)],
 )
 def test_dtype_of_gradients_sent_between_two_ranks(
     documents: tuple[int, ...] | None, grad_wire: str, rows: int, number_bytes: int
 ) -> None:
-    """One hop returns dK and dV to their rank: one kernel call's under a plain mask, the sum of several for documents.
+    """One hop returns dK and dV of one kernel call to their rank: exactly in the type to which the kernel rounds.
 
     Each rank holds 256 tokens. The second document begins with token 100, so rank 1 needs rank 0's last 156.
     """

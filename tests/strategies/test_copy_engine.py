@@ -117,10 +117,10 @@ def _one_carried(case: Case, mask: Mask) -> tuple[set[str], float]:
     strategy = create(case.name, kernel="reference", **case.params)
     for _ in range(2):
         # The second pass uses the memory that the first has left.
-        mine = [strategy.shard(x).requires_grad_() for x in qkv]
+        mine = [strategy.shard(x, documents=mask.documents).requires_grad_() for x in qkv]
         out = strategy.attention(*mine, documents=mask.documents, window_size=mask.window, prefix=mask.prefix)
-        out.backward(strategy.shard(dout))
-    results = [strategy.unshard(x) for x in (out, *(x.grad for x in mine))]
+        out.backward(strategy.shard(dout, documents=mask.documents))
+    results = [strategy.unshard(x, documents=mask.documents) for x in (out, *(x.grad for x in mine))]
     exact = dense(problem) if mask.plain else masked(problem, mask)
     error = max(relative_error(x, true) for x, true in zip(results, exact, strict=True))
     return {operation for _, _, operation, _ in strategy.comm.meter.sent}, error

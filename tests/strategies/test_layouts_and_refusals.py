@@ -321,7 +321,7 @@ def test_every_parameter_is_described_and_listed(name):
 def test_parameter_types_of_every_strategy():
     """The types are those that `ringprof strategies NAME` lists and command lines use; all have `deterministic`."""
     of_rings = {"grad_wire": "exact|fp32|input"}
-    packed, narrow = {"documents_layout": "packed|per_document"}, {"grad_wire": "fp32|input"}
+    packed, narrow = {"documents_layout": "auto|packed|per_document|dealt"}, {"grad_wire": "fp32|input"}
     expected = {
         "ring": of_rings,
         "zigzag": of_rings | packed,

@@ -14,10 +14,11 @@ from torch import Tensor
 from ringprof.strategies import Unsupported, create, find, names
 from ringprof.strategies.kernels import varlen
 from ringprof.strategies.kernels.reference import ReferenceKernel
+from ringprof.strategies.masks.document_layouts import dealt_layout, layout_for_documents
 from ringprof.strategies.masks.layouts import LAYOUTS, zigzag_per_document
 from ringprof.strategies.masks.mask_blocks import AttnRectangle, MaskBlocks, band, band_mask, joined, split_rows
 from ringprof.strategies.masks.row_routing import routing_of
-from ringprof.strategies.masks.sharded_mask import sharded_mask_of
+from ringprof.strategies.masks.sharded_mask import sharded_mask_of, steps_over_mean
 from ringprof.workload.mask import NO_LIMIT, Mask
 from tests.strategies.cases import Case, WorkloadShard, inputs, relative_error
 from tests.strategies.ranks import run_ranks
@@ -40,6 +41,12 @@ TAKING = [
     Case("burst"),
     Case("burst", {"documents_layout": "per_document", "ring_window": 2, "optimized_backward": False}, (2, 4)),
     Case("double-ring", {"documents_layout": "per_document"}),
+    Case("zigzag", {"documents_layout": "packed"}),
+    Case("zigzag", {"documents_layout": "dealt"}),
+    Case("usp", {"ulysses_degree": 2, "documents_layout": "dealt"}, (2, 4)),
+    Case("burst", {"documents_layout": "dealt"}, (2, 4)),
+    Case("allgather", {"layout": "zigzag", "documents_layout": "dealt"}),
+    Case("megatron", {"documents_layout": "dealt"}, (2,)),
     Case("double-ring", {"ring_window": 2}, (4,)),
     Case("double-ring", {"ulysses_degree": 2, "ring_window": 1}, (2, 4)),
     Case("megatron"),
@@ -216,16 +223,16 @@ def sink_errors(rank: int, kernel: str, sinks: Tensor, truths: dict[Mask, list[T
         for name in names():
             if not mask.plain and not find(name).load().takes_masks:
                 continue
-            strategy = create(name, kernel=kernel)
-            *qkv, dout = (strategy.shard(x) for x in inputs(problem))
+            strategy, documents = create(name, kernel=kernel), mask.documents
+            *qkv, dout = (strategy.shard(x, documents=documents) for x in inputs(problem))
             leaves = [x.requires_grad_() for x in (*qkv, sinks.clone())]
             out, lse = strategy.attention(
-                *leaves[:3], documents=mask.documents, window_size=mask.window, sinks=leaves[3], return_lse=True
+                *leaves[:3], documents=documents, window_size=mask.window, sinks=leaves[3], return_lse=True
             )
             out.backward(dout)
             torch.distributed.all_reduce(leaves[3].grad)
-            whole = [strategy.unshard(x) for x in (out, *(leaf.grad for leaf in leaves[:3]))]
-            whole += [leaves[3].grad, strategy.unshard(lse, 2)]
+            whole = [strategy.unshard(x, documents=documents) for x in (out, *(leaf.grad for leaf in leaves[:3]))]
+            whole += [leaves[3].grad, strategy.unshard(lse, 2, documents=documents)]
             worst = max(relative_error(value.detach(), exact) for value, exact in zip(whole, truth, strict=True))
             errors.append((f"{name}, {mask}", worst))
     return errors
@@ -359,6 +366,83 @@ def test_zigzag_per_document_assigns_tokens_evenly(lengths: list[int], size: int
             # At most one token more in either chunk than an even cut.
             assert (end - first) // chunks * 2 <= len(held) <= (end - first) // chunks * 2 + 2, rank
             assert held.tolist() == sorted(held.tolist())
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(sum), st.integers(1, 5), st.integers(0, 9))
+def test_dealt_documents_have_every_token_once_and_lie_whole_where_they_fit(
+    lengths: list[int], size: int, cut: int
+) -> None:
+    lengths.append(-sum(lengths) % (2 * size))
+    bounds = (0, *itertools.accumulate(lengths))
+    layout = dealt_layout(bounds, cut)
+    shares = [layout.positions(bounds[-1], size, rank).tolist() for rank in range(size)]
+    assert sorted(itertools.chain(*shares)) == list(range(bounds[-1]))
+    assert {len(share) for share in shares} == {bounds[-1] // size}
+    assert all(
+        x == sorted(x)
+        for share in shares
+        for first, end in itertools.pairwise(bounds)
+        if (x := [y for y in share if first <= y < end])
+    )
+    held = [[sum(first <= x < end for x in share) for share in shares] for first, end in itertools.pairwise(bounds)]
+    longest_first = sorted(range(len(held)), key=lambda document: (-sum(held[document]), bounds[document]))
+    share = sum(held[longest_first[0]]) // size
+    for document in longest_first[1:cut]:
+        assert max(held[document]) - min(held[document]) <= 2
+    # A document that is neither cut in zigzag nor whole fitted no rank beside the longer ones.
+    for number, document in enumerate(longest_first[cut:], cut):
+        if max(held[document]) < sum(held[document]):
+            longer = [x for x in longest_first[:number] if x in longest_first[:cut] or max(held[x]) == sum(held[x])]
+            taken = [
+                sum(share if cut and x == longest_first[0] else held[x][rank] for x in longer) for rank in range(size)
+            ]
+            assert bounds[-1] // size - min(taken) < sum(held[document])
+
+
+LISTS = st.lists(st.integers(1, 40), min_size=2, max_size=12)
+
+
+@given(LISTS, st.sampled_from([2, 3, 4]))
+@settings(max_examples=60, deadline=None)
+def test_auto_is_as_even_as_the_best_layout_by_the_exact_area(lengths: list[int], size: int) -> None:
+    """Long documents, in which tiles do not matter; work is counted step by step, since hops tie the ranks."""
+    bounds = tuple(2 * size * 2048 * bound for bound in (0, *itertools.accumulate(lengths)))
+    mask, zigzag = Mask.of(documents=bounds), LAYOUTS["zigzag"]
+
+    def unevenness(kind: str) -> float:
+        layout = layout_for_documents(zigzag, kind, bounds, size)
+        return steps_over_mean(sharded_mask_of(mask, layout, size, bounds[-1]).areas())
+
+    # 3 % are not worth more pieces, and twice that where the estimate of a layout counts pieces of tiles.
+    assert unevenness("auto") <= 1.07 * min(map(unevenness, ("packed", "per_document", "dealt")))
+
+
+def test_auto_chooses_by_the_lengths() -> None:
+    def name(lengths: list[int], size: int = 2) -> str:
+        bounds = (0, *itertools.accumulate(lengths))
+        return layout_for_documents(LAYOUTS["zigzag"], "auto", bounds, size).name
+
+    # Equal halves, and one document, are even as they are; on one rank everything is.
+    assert name([65536, 65536]) == name([131072]) == name([90000, 41072], 1) == "zigzag"
+    # The long one is too much for one rank, and the last of the three short ones would be.
+    assert name([40960, 13312, 13312, 14336]) == "dealt documents, the longest 2 cut in zigzag"
+    # Two pairs of like documents, side by side: one of each goes to each rank.
+    assert name([40960, 40960, 8192, 8192]) == "dealt documents"
+    assert name([131072] * 3, 8) == "zigzag per document"
+
+
+@pytest.mark.processes
+def test_auto_refuses_documents_that_were_not_sharded_by_them() -> None:
+    run_ranks(2, refuses_unsharded)
+
+
+def refuses_unsharded(rank: int) -> None:
+    bounds = (0, 4096, 4300, 4500, 4700, 5000, 6144, 8192)
+    strategy, x = create("zigzag", kernel="reference"), torch.zeros(1, 4096, 1, 1)
+    with pytest.raises(Unsupported, match="documents_layout='packed'"):
+        strategy.attention(x, x, x, documents=bounds)
+    packed = create("zigzag", kernel="reference", documents_layout="packed")
+    assert torch.equal(packed.positions(8192), packed.positions(8192, documents=bounds))
 
 
 @given(*(st.integers(1, 7),) * 2, *(st.one_of(st.none(), st.integers(-9, 9)),) * 2)
@@ -514,6 +598,8 @@ def test_packed_zigzag_computes_full_rectangles_between_ranks_and_triangles_on_t
 def rows_sent(rank: int, name: str, mask: Mask, **params: Any) -> dict[str, tuple[int, int]]:
     """Return the hops of each channel, and the number of tokens whose K and V, or dK and dV, they carried."""
     problem = WorkloadShard(seq=64)
+    if name == "zigzag":
+        params["documents_layout"] = "packed"
     strategy = create(name, kernel="reference", **params)
     *qkv, dout = (strategy.shard(x).requires_grad_() for x in inputs(problem))
     options = {"documents": mask.documents, "window_size": mask.window, "prefix": mask.prefix}

@@ -40,14 +40,14 @@ def errors(
         for name in names():
             if not mask.plain and not find(name).load().takes_masks:
                 continue
-            strategy = create(name, kernel=kernel)
-            *qkv, dout = (strategy.shard(x) for x in inputs(problem))
+            strategy, held = create(name, kernel=kernel), {"documents": mask.documents}
+            *qkv, dout = (strategy.shard(x, **held) for x in inputs(problem))
             leaves = [x.requires_grad_() for x in qkv]
-            how = {"documents": mask.documents, "window_size": mask.window, "softcap": softcap}
+            how = held | {"window_size": mask.window, "softcap": softcap}
             out, lse = strategy.attention(*leaves, causal=mask.causal, return_lse=True, **how)
             out.backward(dout)
-            whole = [strategy.unshard(x.detach()) for x in (out, *(leaf.grad for leaf in leaves))]
-            whole.append(strategy.unshard(lse.detach(), 2))
+            whole = [strategy.unshard(x.detach(), **held) for x in (out, *(leaf.grad for leaf in leaves))]
+            whole.append(strategy.unshard(lse.detach(), 2, **held))
             worst = max(relative_error(value, exact) for value, exact in zip(whole, truth, strict=True))
             errors_.append((f"{name}, {mask}", worst))
     return errors_

@@ -60,11 +60,13 @@ class _RecordingKernel(Kernel):
     def _backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
         out: Tensor | None, delta: Tensor | None, scale: float, causal: bool, *_: Tensor,
+        into: Gradients | None = None,
     ) -> Gradients:  # fmt: skip
         if not self.production:
             self.recorder.attention("backward", q, k, 0, causal=causal)
             return super()._backward(dout, q, k, v, lse, out, delta, scale, causal)  # type: ignore[safe-super]
-        dq, (dk, dv) = _like(q), allocate_adjacent(k) if self.pairs_gradients else (_like(k), _like(v))
+        pair = allocate_adjacent if self.pairs_gradients else lambda k: (_like(k), _like(v))
+        dq, dk, dv = into or (_like(q), *pair(k))
         self.recorder.attention("backward", q, k, _scratch_bytes(self.name, q, k), causal=causal)
         return dq, dk, dv
 
@@ -77,12 +79,12 @@ class _RecordingKernel(Kernel):
 
     def _backward_parts(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
-        out: Tensor | None, delta: Tensor | None, scale: float, parts: MaskBlocks,
+        out: Tensor | None, delta: Tensor | None, scale: float, parts: MaskBlocks, into: Gradients | None = None,
     ) -> Gradients:  # fmt: skip
         if not self.varlen:
             return super()._backward_parts(dout, q, k, v, lse, out, delta, scale, parts)
         assert out is not None
-        return varlen.backward(self._packed_backward, dout, q, k, v, lse, out, scale, parts)
+        return varlen.backward(self._packed_backward, dout, q, k, v, lse, out, scale, parts, into)
 
     def _packed_forward(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, batch: Batch, scale: float
@@ -95,9 +97,9 @@ class _RecordingKernel(Kernel):
 
     def _packed_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, batch: Batch,
-        scale: float,
+        scale: float, into: Gradients | None = None,
     ) -> Gradients:  # fmt: skip
-        gradients = _like(q), _like(k), _like(v)
+        gradients = into or (_like(q), _like(k), _like(v))
         pairs, sequences = _pairs_and_sequences(batch, q.shape[0])
         scratch = _scratch_bytes(self.name, q[None], k[None], sequences)
         self.recorder.attention("backward", q[None], k[None], scratch, pairs, sequences, causal=batch.causal)

@@ -150,6 +150,11 @@ def _balance_lines(run: Run) -> list[str]:
     return [
         f"attention work over the ranks: {flops[busiest] / mean:.3f} of the mean on rank {busiest}, "
         f"{flops[least_busy] / mean:.3f} on rank {least_busy}"
+        + (
+            f"; layout: {run.strategy.layout}"
+            if run.workload.documents and run.strategy and run.strategy.layout
+            else ""
+        )
     ]
 
 

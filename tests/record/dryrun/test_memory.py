@@ -64,10 +64,22 @@ def test_planned_memory_is_within_5_percent_of_committed_runs(name: str) -> None
     assert peak_bytes(request, run.workload, run.kernel, 2) / MIB == pytest.approx(RUNS[name], rel=0.05)
 
 
+SAVED_SINCE = {
+    "zigzag documents flash-attn copy": 2 * 64, "zigzag window flash-attn copy": 16,
+    "zigzag window and prefix flash-attn copy": 20,
+}  # fmt: skip
+"""MiB that the measured code held besides.
+
+With documents new tensors for dK and dV: other ranks' parts are now added in place. With a window the gradients of
+2 x 2047 rows, and of 2 x 512 of the prefix, each of 2 x 1024 numbers that travelled in 4 bytes, now in 2.
+"""
+
+
 def measured_cases() -> list[Any]:
     """Return the cases of benchmarks/plan_memory.py on 2 H200: MiB at the peak, and MiB in earlier workspaces."""
     with (ROOT / "benchmarks" / "data" / "h200_plan_memory.csv").open() as file:
-        held = {row["case"]: (float(row["held_mib"]), float(row["rest_mib"])) for row in csv.DictReader(file)}
+        rows = list(csv.DictReader(file))
+    held = {x["case"]: (float(x["held_mib"]) - SAVED_SINCE.get(x["case"], 0), float(x["rest_mib"])) for x in rows}
     return [
         pytest.param(request, kernel, *held[name], id=name)
         for name, request, kernel in plan_memory.cases(2) if name in held

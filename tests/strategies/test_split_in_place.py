@@ -1,0 +1,90 @@
+"""Local blocks in two halves whose gradients a kernel writes into one set of tensors, against dense float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from ringprof.strategies import create
+from ringprof.strategies.kernels.kernel import Gradients
+from ringprof.strategies.kernels.reference import ReferenceKernel
+from ringprof.strategies.masks.layouts import ALL, WHOLE, split_in_place
+from ringprof.workload.mask import Mask
+from tests.strategies.cases import Case, WorkloadShard, inputs, relative_error
+from tests.strategies.ranks import run_ranks
+from tests.strategies.test_masks import dense
+
+CASES = [
+    Case("ring"), Case("zigzag"), Case("zigzag", {"documents_layout": "dealt"}), Case("stripe"),
+    Case("zigzag", {"grad_wire": "input"}), Case("usp", {"ulysses_degree": 2}, (4,)),
+    Case("double-ring", {"ring_window": 2}, (4,)),
+]  # fmt: skip
+MASKS = [
+    Mask.of(), Mask.of(causal=False), Mask.of(documents=[0, 16, 32, 48, 64]), Mask.of(documents=[0, 1, 2, 9, 40, 64]),
+    Mask.of(causal=False, documents=[0, 5, 40, 64]), Mask.of(window=(6, 0)),
+    Mask.of(documents=[0, 3, 30, 64], window=(8, 0)),
+]  # fmt: skip
+
+
+class WritingKernel(ReferenceKernel):
+    """The reference, which writes gradients into the tensors that it is given, and counts these calls."""
+
+    name = "writing"
+    writes_into = True
+    written = 0
+
+    def _backward(self, *args: Any, into: Gradients | None = None) -> Gradients:
+        return self._write(super()._backward(*args), into)
+
+    def _backward_parts(self, *args: Any, into: Gradients | None = None) -> Gradients:
+        return self._write(super()._backward_parts(*args), into)
+
+    def _write(self, gradients: Gradients, into: Gradients | None) -> Gradients:
+        if into is None:
+            return gradients
+        self.written += 1
+        for target, gradient in zip(into, gradients, strict=True):
+            target.copy_(gradient)
+        return into
+
+
+def errors_of(rank: int, cases: list[Case], problem: WorkloadShard, truths: dict[Mask, list[Tensor]]) -> list[Any]:
+    rows = []
+    for mask, truth in truths.items():
+        for case in cases:
+            kernel = WritingKernel()
+            strategy = create(case.name, kernel="reference", **case.params)
+            strategy.kernel_for = lambda q, kernel=kernel, **_: kernel
+            *qkv, dout = (strategy.shard(x, documents=mask.documents) for x in inputs(problem))
+            for tensor in qkv:
+                tensor.requires_grad_()
+            out = strategy.attention(*qkv, causal=mask.causal, documents=mask.documents, window_size=mask.window)
+            out.backward(dout)
+            whole = [strategy.unshard(x, documents=mask.documents) for x in (out, *(x.grad for x in qkv))]
+            worst = max(relative_error(value, exact) for value, exact in zip(whole, truth, strict=True))
+            rows.append((f"{case} {mask}", worst, kernel.written))
+    return rows
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("world", "kv_heads"), [(2, 8), (2, 4), (4, 8)])
+def test_gradients_of_halves_are_exact(world: int, kv_heads: int) -> None:
+    """With fewer kv heads than heads the reference repeats them, and its gradients are copied."""
+    problem = WorkloadShard(seq=64, batch=2, heads=8, kv_heads=kv_heads)
+    truths = {mask: dense(problem, mask) for mask in MASKS}
+    for rows in run_ranks(world, errors_of, [case for case in CASES if world in case.worlds], problem, truths):
+        assert {name: error for name, error, _ in rows if not error < 1e-12} == {}
+        written = {name: count for name, _, count in rows}
+        assert written[f"zigzag {MASKS[0]}"] == written[f"zigzag {MASKS[1]}"] == (2 if kv_heads == 8 else 0)
+        # A double ring has two last hops, and a window bands: both keep what they had.
+        assert all(count in (0, 2) for count in written.values())
+        assert not any(count for name, count in written.items() if name.startswith("double-ring"))
+
+
+def test_halves_share_no_row_of_documents_and_no_head() -> None:
+    heads = split_in_place(WHOLE[True], 5)
+    assert [block.kv_heads for block in heads] == [slice(0, 2), slice(2, 5)]
+    assert all(block.causal and (block.q, block.kv) == (ALL, ALL) for block in heads)
+    assert split_in_place(WHOLE[True], 1) == [WHOLE[True]]
