@@ -104,6 +104,7 @@ PEERS = {
             "cp_comm_type all_gather",
             _TRANSFORMER_ENGINE,
         ),
+        _peer("transformer-engine/a2a+p2p", "TransformerEngineA2AP2P", "cp_comm_type a2a+p2p", _TRANSFORMER_ENGINE),
         _peer("magi", "Magi", "MagiAttention, with its own dispatch of tokens", _MAGI),
     )
 }

@@ -144,7 +144,7 @@ class FlashAttn4Kernel(Kernel):
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
         from flash_attn.cute import interface
 
-        out, lse = interface._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
+        out, lse, *_ = interface._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
         return out, lse
 
     def _backward(

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..base import Context
+from ..base import AttentionCall, Context
 from ..errors import Unsupported
 from ..masks.layouts import Layout
 from .call import PeerStrategy
@@ -38,11 +38,11 @@ class Magi(PeerStrategy):
     def layout_for(cls, size: int, **params: Any) -> Layout:
         return _Chunks(params.get("chunk_size", 512))
 
-    def call(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+    def call(self, q: Tensor, k: Tensor, v: Tensor, attention: AttentionCall) -> Tensor:
         from magi_attention.api import calc_attn
 
-        key = self._keys(q.shape[1] * self.comm.size, causal, q.shape[2], k.shape[2], q.shape[3])
-        out: Tensor = _call_with_known(calc_attn, q=q[0], k=k[0], v=v[0], key=key, softmax_scale=scale)[0]
+        key = self._keys(q.shape[1] * self.comm.size, attention.causal, q.shape[2], k.shape[2], q.shape[3])
+        out: Tensor = _call_with_known(calc_attn, q=q[0], k=k[0], v=v[0], key=key, softmax_scale=attention.scale)[0]
         return out.unsqueeze(0)
 
     def positions_of(self, seq: int) -> Tensor:
