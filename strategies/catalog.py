@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any
 
@@ -29,6 +29,13 @@ class Spec:
         """Return which required packages are not installed, and how to install them; None where none is missing."""
         lacking = [package for package in self.packages if find_spec(package) is None]
         return f"needs {' and '.join(lacking)}: {self.install}" if lacking else None
+
+    def version(self) -> str | None:
+        """Return the installed version of the first required package; None where none is required or known."""
+        try:
+            return metadata.version(self.packages[0]) if self.packages else None
+        except metadata.PackageNotFoundError:
+            return None
 
     def load(self) -> Any:
         """Import the class. Raises `UnknownName` where the module, the class or a required package is missing."""

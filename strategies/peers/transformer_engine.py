@@ -42,6 +42,11 @@ class _TransformerEngine(PeerStrategy):
         self._cu_seqlens = lru_cache(maxsize=8)(_cumulative_lengths)
         self._stream: Any = None
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # Every kind of communication holds the same layout.
+        cls.imbalance = vars(_TransformerEngine)["imbalance"]  # type: ignore[method-assign]
+
     @classmethod
     def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:
         return 1.0
@@ -68,7 +73,7 @@ class _TransformerEngine(PeerStrategy):
         return self.layout if packed is None else self.layout.per_document(packed)
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, attention: AttentionCall) -> Tensor:
-        _select_backend(attention.kernel.name, deterministic=self._deterministic)
+        select_backend(attention.kernel.name, deterministic=self._deterministic)
         mask = None if attention.sharded_mask is None else attention.sharded_mask.mask
         documents = None if mask is None else mask.documents
         kind = "thd" if documents else "bshd", _mask_type(attention.causal, packed=documents is not None)
@@ -188,7 +193,7 @@ def _cumulative_lengths(documents: tuple[int, ...], batch: int, device: torch.de
     return torch.tensor([0, *ends], dtype=torch.int32, device=device)
 
 
-def _select_backend(kernel: str, *, deterministic: bool) -> None:
+def select_backend(kernel: str, *, deterministic: bool) -> None:
     """Set the environment so that the package can choose only the backend of this kernel.
 
     The package remembers its last choice, by shapes alone, and is told to choose again where the environment changed.
