@@ -55,7 +55,7 @@ OURS = "zigzag,burst,ring,stripe,ulysses,usp,double-ring,megatron,allgather"
 PEERS = (
     "torch-cp,torch-cp+rotate=alltoall,ring-flash-attn/zigzag,ring-flash-attn/stripe,ring-flash-attn/ring,"
     "ring-flash-attn/llama3,yunchang/ulysses,yunchang/usp,transformer-engine/p2p,transformer-engine/a2a,"
-    "transformer-engine/all_gather,transformer-engine/a2a+p2p,magi"
+    "transformer-engine/all_gather,transformer-engine/a2a+p2p"
 )
 REPOINTED = "ring-flash-attn/zigzag", "flash-attn-3"
 """Peer that calls flash-attn 2, and the kernel that it is measured with as well (`ring_flash_attn_3`)."""

@@ -85,7 +85,6 @@ CACHED = {
 _RING_FLASH_ATTN = ("ring_flash_attn", "flash_attn"), "pip install ring-flash-attn flash-attn"
 _YUNCHANG = ("yunchang", "flash_attn"), "pip install yunchang flash-attn"
 _TRANSFORMER_ENGINE = ("transformer_engine",), "pip install --no-build-isolation 'transformer_engine[pytorch]'"
-_MAGI = ("magi_attention",), "build it from https://github.com/SandAI-org/MagiAttention"
 
 
 def _peer(name: str, attribute: str, summary: str, source: tuple[tuple[str, ...], str] = ((), "")) -> Spec:
@@ -112,7 +111,6 @@ PEERS = {
             _TRANSFORMER_ENGINE,
         ),
         _peer("transformer-engine/a2a+p2p", "TransformerEngineA2AP2P", "cp_comm_type a2a+p2p", _TRANSFORMER_ENGINE),
-        _peer("magi", "Magi", "MagiAttention, with its own dispatch of tokens", _MAGI),
     )
 }
 """Strategies of other projects (peers), available where their packages are installed."""

@@ -34,8 +34,6 @@ def install() -> None:
     _module("transformer_engine", pytorch=pytorch)
     _module("transformer_engine.pytorch.attention")
     _module("transformer_engine.pytorch.attention.dot_product_attention", _attention_backends={})
-    api = _module("magi_attention.api", calc_attn=_calc_attn, get_position_ids=_ids, magi_attn_varlen_key=_Key)
-    _module("magi_attention", api=api)
 
 
 def _module(name: str, **content: Any) -> ModuleType:
@@ -61,12 +59,6 @@ def _two_chunks(seq: int, size: int, rank: int) -> list[int]:
 
 def _striped(seq: int, size: int, rank: int) -> list[int]:
     return list(range(rank, seq, size))
-
-
-def _dealt(seq: int, size: int, rank: int, chunk: int) -> list[int]:
-    """Return every size-th chunk, from the last one down."""
-    chunks = range(seq // chunk - 1 - rank, -1, -size)
-    return [token for first in chunks for token in range(first * chunk, (first + 1) * chunk)]
 
 
 class _Dense(torch.autograd.Function):
@@ -259,30 +251,3 @@ def _in_window(seq: int, window: tuple[int, int] | None) -> Tensor:
     back = torch.arange(seq)[:, None] - torch.arange(seq)
     left, right = (seq, seq) if window is None else window
     return (back <= left) & (back >= -right)
-
-
-# --- MagiAttention ------------------------------------------------------------------------------------
-
-
-class _Key:
-    def __init__(
-        self, cu_seqlens_q, cu_seqlens_k, num_heads_q, num_heads_kv, head_dim, pad_size, cp_group_or_mesh,
-        causal=False, window_size=(-1, -1), dist_attn_config=None, chunk_size=None, head_dim_v=None,
-    ):  # fmt: skip
-        assert pad_size == 0 and cu_seqlens_q.tolist() == cu_seqlens_k.tolist()
-        self.seq, self.causal, self.chunk, self.group = int(cu_seqlens_q[-1]), causal, chunk_size, cp_group_or_mesh
-        self.heads = num_heads_q, num_heads_kv, head_dim
-
-    def layout(self, seq: int, size: int, rank: int) -> list[int]:
-        return _dealt(seq, size, rank, self.chunk)
-
-
-def _ids(key):
-    size, rank = dist.get_world_size(key.group), dist.get_rank(key.group)
-    return torch.tensor(key.layout(key.seq, size, rank), dtype=torch.int32)
-
-
-def _calc_attn(q, k, v, key, sink=None, softmax_scale=None, softcap=0.0):
-    assert key.heads == (q.shape[1], k.shape[1], q.shape[2])
-    q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-    return _dense(key.layout, q, k, v, key.causal, softmax_scale, key.group).squeeze(0), None

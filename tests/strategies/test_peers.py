@@ -45,7 +45,6 @@ PEERS = [
     Case("transformer-engine/all_gather"),
     Case("transformer-engine/a2a+p2p"),
     Case("transformer-engine/a2a+p2p", {"ulysses_degree": 1}),
-    Case("magi", {"chunk_size": 4}),
 ]
 FULL = ["ring-flash-attn/ring", "transformer-engine/p2p"]
 """Peers that support a full mask, too."""
