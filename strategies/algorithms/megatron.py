@@ -1,8 +1,8 @@
 """Megatron's context parallelism, as Transformer Engine's "p2p": a zigzag ring with its own schedule.
 
 K and V are sent in one packed message. In the forward pass, the blocks of odd and even steps run on two CUDA streams,
-so the last wave of one attention kernel overlaps the first wave of the next. The output of every step is kept; at the
-end, all are scaled by exp(lse_step - lse) and added once. The memory therefore grows with the number of ranks.
+so the last wave of one attention kernel overlaps the first wave of the next. The output of every step is kept, and
+all are merged at the end. The memory therefore grows with the number of ranks.
 
 The backward pass starts with the keys of the last forward step and goes round in the opposite direction, so every
 rank's own block, the diagonal one, comes last. dK and dV follow one step behind their K and V in the same message:
@@ -14,8 +14,9 @@ rank's own block, the diagonal one, comes last. dK and dV follow one step behind
 With a mask that needs only some rows to be sent, the last step holds no complete keys: both passes then go in the same
 direction.
 
-Source: NVIDIA/TransformerEngine, attn_forward_func_with_cp with cp_comm_type="p2p". There outputs and dQ accumulate in
-the input's type; here, sums that stay on a rank accumulate in float32.
+Source: NVIDIA/TransformerEngine, attn_forward_func_with_cp with cp_comm_type="p2p". There (2.20) each output is merged
+while the next block runs, and outputs and dQ accumulate in the input's type. Here, sums that stay on a rank accumulate
+in float32.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from ..transport.streams import SideStreams, side_streams
 
 
 class Megatron(Strategy):
-    """Zigzag ring with K and V in one message, one final merge, and a reversed backward pass with the diagonal last."""
+    """Zigzag ring with K and V in one message, merges at the end, and a reversed backward pass, diagonal last."""
 
     layout = LAYOUTS["zigzag"]
     takes_masks = True
