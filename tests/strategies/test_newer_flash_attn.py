@@ -226,7 +226,7 @@ def _bwd4(
     )[:3]  # fmt: skip
 
 
-def _limits(left: int | None, right: int | None) -> dict[str, int]:
+def _limits(left: int | None, right: int | None) -> dict[str, Any]:
     """Return a window in flash-attn 3's form; in flash-attn 4's, None stands for no limit."""
     assert all(side is None or side >= 0 for side in (left, right))
     return {
@@ -341,3 +341,17 @@ def _flash_attn_3_built_without(monkeypatch: pytest.MonkeyPatch, disabled: tuple
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.FlashAttn3Kernel
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "supported"),
+    [(9, 256, True), (9, 192, True), (10, 128, True), (10, 256, True), (10, 192, False), (10, 264, False)],
+)
+def test_head_sizes_of_flash_attn_4_depend_on_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, capability: int, head_dim: int, supported: bool
+) -> None:
+    kernel = newer_flash_attn.FlashAttn4Kernel
+    monkeypatch.setattr(kernel, "missing", classmethod(lambda cls, device: None))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    reason = kernel.why_unsupported(torch.device("cuda"), torch.bfloat16, head_dim)
+    assert (reason is None) == supported and (supported or f"not {head_dim}" in str(reason))
