@@ -68,7 +68,7 @@ class _TransformerEngine(PeerStrategy):
     def sharded_mask(cls, mask: Mask, seq: int, size: int, **params: Any) -> ShardedMask:
         return super().sharded_mask(mask, seq, size, **params, documents_layout="per_document")
 
-    def layout_of(self, documents: Documents) -> Layout:
+    def layout_of(self, documents: Documents = None) -> Layout:
         packed = None if documents is None else Mask.of(documents=documents).documents
         return self.layout if packed is None else self.layout.per_document(packed)
 
