@@ -5,10 +5,10 @@
     torchrun --nproc-per-node 2 benchmarks/strategy_speed.py --grid --ours zigzag --no-solo --seconds-in-all 500
 
 Forward alone, and forward and backward, bf16, head_dim 128, causal. All competitors of a configuration are timed
-interleaved, because a hot GPU is several percent slower than a cool one. Every round begins with another competitor,
-and the first call of each is not counted: it suffers from the heat of its predecessor. Solo is the kernel-only
-baseline: the strategy's own blocks back to back, without merging and communication. Peers are third-party strategies
-(`ringprof strategies` lists them) that are installed.
+interleaved, because a hot GPU is several percent slower than a cool one. Every round begins with another competitor.
+The first call of each is not counted unless it takes 0.2 s: it suffers from the heat of its predecessor. Solo is the
+kernel-only baseline: the strategy's own blocks back to back, without merging and communication. Peers are third-party
+strategies (`ringprof strategies` lists them) that are installed.
 
 Before the timing, the output and gradients of every competitor are verified against float64; a wrong one is not timed.
 A rate above the device's peak is marked, since it cannot be the whole work. Speed is the model FLOPs (docs/metrics.md)
@@ -39,6 +39,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from on_gpus import leave, say, start, timed
+from ring_flash_attn_3 import point_at_flash_attn_3
 
 from ringprof.errors import VerificationError
 from ringprof.record.baselines import Replay
@@ -54,8 +55,12 @@ OURS = "zigzag,burst,ring,stripe,ulysses,usp,double-ring,megatron,allgather"
 PEERS = (
     "torch-cp,torch-cp+rotate=alltoall,ring-flash-attn/zigzag,ring-flash-attn/stripe,ring-flash-attn/ring,"
     "ring-flash-attn/llama3,yunchang/ulysses,yunchang/usp,transformer-engine/p2p,transformer-engine/a2a,"
-    "transformer-engine/all_gather,magi"
+    "transformer-engine/all_gather,transformer-engine/a2a+p2p"
 )
+REPOINTED = "ring-flash-attn/zigzag", "flash-attn-3"
+"""Peer that calls flash-attn 2, and the kernel that it is measured with as well (`ring_flash_attn_3`)."""
+LONG_NS = 200_000_000
+"""Time of an iteration from which every call counts."""
 TOKENS = (1024, 2048, 4096, 8192, 16384, 65536)
 HEADS = ((40, 40), (32, 8), (24, 4), (64, 1))
 
@@ -103,13 +108,15 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--config", action="append", default=[], help="SEQ:HEADS:KV_HEADS, repeatable")
     parser.add_argument("--grid", action="store_true", help="lengths and ratios of heads, from small to large")
     parser.add_argument("--seconds-in-all", type=float, help="start no configuration that is not likely to end in time")
-    parser.add_argument("--ours", default=OURS, help="names, with parameters as burst+ring_window=4")
+    parser.add_argument("--ours", default=OURS, help="names, with parameters and kernel as burst+ring_window=4:cudnn")
     parser.add_argument("--peers", default=PEERS, help="names, as --ours; none: leave them out")
     parser.add_argument("--kernels", default="cudnn,flash-attn")
     parser.add_argument("--hops", default="copy,nccl", help="intra-node transports of our strategies, one row each")
     parser.add_argument("--ranks-per-host", type=int)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.5, help="timed per competitor and round, about")
+    parser.add_argument("--least", type=int, default=2, help="fewest calls that are timed per competitor and round")
+    parser.add_argument("--no-forward", action="store_true", help="time no forward pass by itself")
     parser.add_argument("--no-solo", action="store_true")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--out", help="write the rows as JSON, too")
@@ -149,27 +156,45 @@ class Entry:
         return self.text if self.hops == "nccl" else f"{self.text} (copied hops)"
 
     def create(self, options: argparse.Namespace) -> Any:
-        name, *items = self.text.split("+")
+        name, items = _name_and_items(self.text)
         params = {key: _value(value) for key, value in (item.split("=") for item in items)}
-        return create(name, kernel=self.kernel, ranks_per_host=options.ranks_per_host, hops=self.hops, **params)
+        repointed = (name, self.kernel) == REPOINTED
+        kernel = "flash-attn" if repointed else self.kernel
+        strategy = create(name, kernel=kernel, ranks_per_host=options.ranks_per_host, hops=self.hops, **params)
+        if repointed:
+            point_at_flash_attn_3(strategy)
+        return strategy
 
 
 def _entries(options: argparse.Namespace) -> list[Entry]:
     entries = []
-    for text in options.ours.split(","):
+    for text, kernels in _with_kernels(options.ours, options):
         # Only rings have hops that copy engines can carry; Megatron's hops keep the received buffers.
         ring = text.split("+")[0] not in ("ulysses", "megatron", "allgather")
-        for kernel in options.kernels.split(","):
+        for kernel in kernels:
             entries += [Entry(text, kernel, hops, False) for hops in (options.hops.split(",") if ring else ["nccl"])]
-    for text in options.peers.split(",") if options.peers != "none" else []:
-        spec = find(text.split("+")[0])
+    for text, wanted in _with_kernels(options.peers, options) if options.peers != "none" else []:
+        spec = find(_name_and_items(text)[0])
         missing = spec.missing()
         if missing:
             say(f"{spec.name} is not measured: it {missing}")
             continue
-        kernels = [kernel for kernel in options.kernels.split(",") if kernel in spec.load().KERNELS]
+        supported = {*spec.load().KERNELS, *REPOINTED[1:] * (spec.name == REPOINTED[0])}
+        kernels = [kernel for kernel in wanted if kernel in supported]
         entries += [Entry(text, kernel, "nccl", True) for kernel in kernels]
     return entries
+
+
+def _with_kernels(texts: str, options: argparse.Namespace) -> list[tuple[str, list[str]]]:
+    """Return every strategy in a list with its kernels: those after a colon, as ``zigzag:cudnn``, or all."""
+    split = [text.partition(":") for text in texts.split(",")]
+    return [(text, [only] if only else options.kernels.split(",")) for text, _, only in split]
+
+
+def _name_and_items(text: str) -> tuple[str, list[str]]:
+    """Return the name of a strategy, which may contain a plus sign, and its parameters as KEY=VALUE."""
+    parts = text.split("+")
+    return "+".join(part for part in parts if "=" not in part), [part for part in parts if "=" in part]
 
 
 def _value(text: str) -> Any:
@@ -218,25 +243,33 @@ def _measure(config: str, entries: list[Entry], device: torch.device, options: a
     workload = Workload(batch=1, seq=seq, heads=heads, kv_heads=kv_heads, head_dim=128, causal=True, dtype="bf16")
     candidates = _competitors(workload, entries, device, options)
     competitors = [competitor for competitor in candidates if _prepare(competitor, device, solo=not options.no_solo)]
-    counts = [max(2, round(options.seconds * 1e9 / competitor.times_ns.pop())) for competitor in competitors]
-    turns = list(zip(competitors, counts, strict=True))
+    turns = [(competitor, _calls(competitor.times_ns.pop(), options)) for competitor in competitors]
     for number in range(options.rounds):
         first = number * len(turns) // options.rounds
-        for competitor, count in turns[first:] + turns[:first]:
-            competitor.times_ns += _warmed(competitor.problem.run_iteration, device, count)
-            with torch.no_grad():
-                competitor.forward_ns += _warmed(partial(_forward, competitor.problem), device, count)
+        for competitor, calls in turns[first:] + turns[:first]:
+            competitor.times_ns += _warmed(competitor.problem.run_iteration, device, *calls)
+            if not options.no_forward:
+                with torch.no_grad():
+                    competitor.forward_ns += _warmed(partial(_forward, competitor.problem), device, *calls)
             if competitor.solo is not None:
-                competitor.solo_ns += _warmed(competitor.solo, device, count)
+                competitor.solo_ns += _warmed(competitor.solo, device, *calls)
     rows = [_row(competitor, workload, device) for competitor in competitors]
     say(*_lines(rows, workload))
     torch.cuda.empty_cache()
     return rows
 
 
-def _warmed(body: Callable[[], Any], device: torch.device, count: int) -> list[int]:
-    """Return the times of ``count`` calls after one that is not counted, since its predecessor left caches and heat."""
-    return timed(body, device, count + 1)[1:]
+def _calls(first_ns: int, options: argparse.Namespace) -> tuple[int, int]:
+    """Return the numbers of calls per round that are counted, and of those before them that are not.
+
+    The first call suffers from the caches and the heat that its predecessor left, but by little where it is long.
+    """
+    return max(options.least, round(options.seconds * 1e9 / first_ns)), int(first_ns < LONG_NS)
+
+
+def _warmed(body: Callable[[], Any], device: torch.device, count: int, uncounted: int) -> list[int]:
+    """Return the times of ``count`` calls after those that are not counted."""
+    return timed(body, device, count + uncounted)[uncounted:]
 
 
 def _forward(problem: WorkloadShard) -> None:
@@ -309,8 +342,9 @@ def _row(competitor: Competitor, workload: Workload, device: torch.device) -> di
         "strategy": competitor.name, "kernel": competitor.kernel, "peer": competitor.is_peer,
         "seq": workload.seq, "heads": workload.heads, "kv_heads": workload.kv_heads,
         "ms": median / 1e6, "p10_ms": _quantile(times, 0.1) / 1e6, "p90_ms": _quantile(times, 0.9) / 1e6,
-        "forward_ms": statistics.median(forward) / 1e6,
-        "forward_p10_ms": _quantile(forward, 0.1) / 1e6, "forward_p90_ms": _quantile(forward, 0.9) / 1e6,
+        "forward_ms": statistics.median(forward) / 1e6 if forward else None,
+        "forward_p10_ms": _quantile(forward, 0.1) / 1e6 if forward else None,
+        "forward_p90_ms": _quantile(forward, 0.9) / 1e6 if forward else None,
         "world": dist.get_world_size(), "iterations": len(times), "tflops": flops / median / 1e3,
         "above_peak": peak_rate is not None and flops / _quantile(times, 0.1) / 1e3 > peak_rate.tflops,
         "solo_ms": solo / 1e6 if solo else None, "solo_tflops": flops / solo / 1e3 if solo else None,
@@ -328,7 +362,7 @@ def _lines(rows: list[dict[str, Any]], workload: Workload) -> list[str]:
     heads = f"{workload.heads} heads" + (f" / {workload.kv_heads} kv" if workload.kv_heads != workload.heads else "")
     lines = [
         "", f"{workload.seq} tokens, {heads}, {dist.get_world_size()} GPUs",
-        f"{'strategy':<40}{'kernel':<11}{'fwd ms':>9}{'f+b ms':>9}{'p10':>9}{'p90':>9}{'TFLOP/s':>9}"
+        f"{'strategy':<40}{'kernel':<13}{'fwd ms':>9}{'f+b ms':>9}{'p10':>9}{'p90':>9}{'TFLOP/s':>9}"
         f"{'solo':>8}{'of solo':>9}{'peak MiB':>10}" + (f"{'MB to other hosts':>19}" if crossing else ""),
     ]  # fmt: skip
     for row in sorted(rows, key=lambda row: (row["kernel"], -row["tflops"])):
@@ -337,7 +371,7 @@ def _lines(rows: list[dict[str, Any]], workload: Workload) -> list[str]:
             "" if not crossing else f"{'-' if row['crossing_mb'] is None else format(row['crossing_mb'], ',.0f'):>19}"
         )
         lines.append(
-            f"{row['strategy']:<40}{row['kernel']:<11}{row['forward_ms']:>9.3f}{row['ms']:>9.3f}"
+            f"{row['strategy']:<40}{row['kernel']:<13}{format(row['forward_ms'] or 0.0, '9.3f')}{row['ms']:>9.3f}"
             f"{row['p10_ms']:>9.3f}{row['p90_ms']:>9.3f}{row['tflops']:>9.1f}{solo}{row['peak_mib']:>10.0f}{sent}"
             + ("  IMPOSSIBLE: above the device's peak" if row["above_peak"] else "")
         )

@@ -11,7 +11,7 @@ TRACES = Path(__file__).resolve().parent.parent / "traces"
 
 def main() -> None:
     print("| folder | ranks | command |\n| --- | --- | --- |")
-    for path in sorted([*TRACES.glob("cpu*/run.json"), *TRACES.glob("h200*/run.json")]):
+    for path in sorted([*TRACES.glob("cpu*/run.json"), *TRACES.glob("h[12]00*/run.json")]):
         run = read_run(path)
         where = f"{run.topology.world_size} x {run.environment.devices[0]}"
         hosts = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any
 
@@ -29,6 +29,13 @@ class Spec:
         """Return which required packages are not installed, and how to install them; None where none is missing."""
         lacking = [package for package in self.packages if find_spec(package) is None]
         return f"needs {' and '.join(lacking)}: {self.install}" if lacking else None
+
+    def version(self) -> str | None:
+        """Return the installed version of the first required package; None where none is required or known."""
+        try:
+            return metadata.version(self.packages[0]) if self.packages else None
+        except metadata.PackageNotFoundError:
+            return None
 
     def load(self) -> Any:
         """Import the class. Raises `UnknownName` where the module, the class or a required package is missing."""
@@ -78,7 +85,6 @@ CACHED = {
 _RING_FLASH_ATTN = ("ring_flash_attn", "flash_attn"), "pip install ring-flash-attn flash-attn"
 _YUNCHANG = ("yunchang", "flash_attn"), "pip install yunchang flash-attn"
 _TRANSFORMER_ENGINE = ("transformer_engine",), "pip install --no-build-isolation 'transformer_engine[pytorch]'"
-_MAGI = ("magi_attention",), "build it from https://github.com/SandAI-org/MagiAttention"
 
 
 def _peer(name: str, attribute: str, summary: str, source: tuple[tuple[str, ...], str] = ((), "")) -> Spec:
@@ -104,7 +110,7 @@ PEERS = {
             "cp_comm_type all_gather",
             _TRANSFORMER_ENGINE,
         ),
-        _peer("magi", "Magi", "MagiAttention, with its own dispatch of tokens", _MAGI),
+        _peer("transformer-engine/a2a+p2p", "TransformerEngineA2AP2P", "cp_comm_type a2a+p2p", _TRANSFORMER_ENGINE),
     )
 }
 """Strategies of other projects (peers), available where their packages are installed."""

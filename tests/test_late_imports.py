@@ -24,7 +24,7 @@ OWN_SLOW = {
 }  # fmt: skip
 """Modules of ringprof that a report of a trace in a terminal does not need (tests/cli/test_start.py)."""
 NOT_EVERYWHERE = {
-    "pynvml", "zstandard", "compression", "flash_attn", "flash_attn_interface", "magi_attention", "ring_flash_attn",
+    "pynvml", "zstandard", "compression", "flash_attn", "flash_attn_interface", "ring_flash_attn",
     "transformer_engine", "yunchang",
 }  # fmt: skip
 OTHERWISE = {

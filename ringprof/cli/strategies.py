@@ -6,7 +6,7 @@ import click
 
 from ringprof.cli.values import INFERENCE, STRATEGIES, StrategyName
 from ringprof.cli.write import text_style
-from ringprof.strategies.catalog import ALIASES, CACHED, PEERS, SPECS, find
+from ringprof.strategies.catalog import ALIASES, CACHED, PEERS, SPECS, Spec, find
 
 
 @click.command("strategies")
@@ -33,9 +33,17 @@ def _listing() -> list[str]:
         *(f"{spec.name:<{width}}  {spec.summary} ({spec.reference})" for spec in inference),
         "",
         "third-party implementations, called unchanged:",
-        *(f"{spec.name:<{width}}  {spec.summary} ({'not ' * bool(spec.missing())}installed)" for spec in peers),
+        *(f"{spec.name:<{width}}  {spec.summary} ({_installation(spec)})" for spec in peers),
         *(f"to get {name}: {install}" for name, install in missing.items()),
     ]
+
+
+def _installation(spec: Spec) -> str:
+    """Return whether the packages of a strategy are installed, and in which version."""
+    if spec.missing():
+        return "not installed"
+    version = spec.version()
+    return f"installed, {version}" if version else "installed"
 
 
 def _parameters(name: str) -> list[str]:

@@ -24,7 +24,7 @@ STRATEGIES, INFERENCE = tuple(SPECS), tuple(CACHED)
 # These names repeat those of the kernels' classes, since importing torch takes seconds and shell completion must be
 # fast. A test compares the two.
 KERNEL_NAMES = (
-    "auto", "flash-attn-3", "cudnn", "flash-attn", "flash-attn-4", "torch-flash", "torch-efficient", "cpu-flash",
+    "auto", "flash-attn-3", "flash-attn-4", "cudnn", "flash-attn", "torch-flash", "torch-efficient", "cpu-flash",
     "flex", "reference",
 )  # fmt: skip
 

@@ -49,11 +49,12 @@ _MAX_DRY_RUNS = 8
 TIME_LIMIT_S, TIME_LIMIT_FACTOR = 600.0, 10.0
 
 KERNEL_SHARES = {
-    "flash-attn-3": (0.62, 1200.0), "cudnn": (0.56, 1200.0), "flash-attn": (0.58, 340.0), "torch-flash": (0.55, 325.0),
+    "flash-attn-3": (0.62, 1200.0), "flash-attn-4": (0.62, 1200.0), "cudnn": (0.56, 1200.0),
+    "flash-attn": (0.58, 340.0), "torch-flash": (0.55, 325.0),
 }  # fmt: skip
 """Assumed rate of each kernel, forward and backward together: share of the device's peak, and largest TFLOP/s.
 
-Measured on H200 and A100. flash-attn 2, which torch contains, makes no use of features newer than Ampere."""
+Measured on H200, H100 and A100. flash-attn 2, which torch contains, makes no use of features newer than Ampere."""
 REFERENCE_RATE = 2.0
 """Rate of the float64 reference kernel on any GPU, in TFLOP/s."""
 UNKNOWN_RATE = 100.0

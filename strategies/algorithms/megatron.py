@@ -1,8 +1,8 @@
 """Megatron's context parallelism, as Transformer Engine's "p2p": a zigzag ring with its own schedule.
 
 K and V are sent in one packed message. In the forward pass, the blocks of odd and even steps run on two CUDA streams,
-so the last wave of one attention kernel overlaps the first wave of the next. The output of every step is kept; at the
-end, all are scaled by exp(lse_step - lse) and added once. The memory therefore grows with the number of ranks.
+so the last wave of one attention kernel overlaps the first wave of the next. The output of every step is kept, and
+all are merged at the end. The memory therefore grows with the number of ranks.
 
 The backward pass starts with the keys of the last forward step and goes round in the opposite direction, so every
 rank's own block, the diagonal one, comes last. dK and dV follow one step behind their K and V in the same message:
@@ -14,8 +14,9 @@ rank's own block, the diagonal one, comes last. dK and dV follow one step behind
 With a mask that needs only some rows to be sent, the last step holds no complete keys: both passes then go in the same
 direction.
 
-Source: NVIDIA/TransformerEngine, attn_forward_func_with_cp with cp_comm_type="p2p". There outputs and dQ accumulate in
-the input's type; here, sums that stay on a rank accumulate in float32.
+Source: NVIDIA/TransformerEngine, attn_forward_func_with_cp with cp_comm_type="p2p". There (2.20) each output is merged
+while the next block runs, and outputs and dQ accumulate in the input's type. Here, sums that stay on a rank accumulate
+in float32.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from ..base import (
     wire_type,
 )
 from ..kernels.kernel import Gradients
-from ..kernels.merge import Sum
+from ..kernels.merge import Partial, Sum
 from ..masks.layouts import ALL, LAYOUTS, Block
 from ..transport.gradient_ring import GradientRing, add_and_cast_all, add_block_grads
 from ..transport.message import Message, unstacked
@@ -45,7 +46,7 @@ from ..transport.streams import SideStreams, side_streams
 
 
 class Megatron(Strategy):
-    """Zigzag ring with K and V in one message, one final merge, and a reversed backward pass with the diagonal last."""
+    """Zigzag ring with K and V in one message, merges at the end, and a reversed backward pass, diagonal last."""
 
     layout = LAYOUTS["zigzag"]
     takes_masks = True
@@ -90,16 +91,10 @@ class Megatron(Strategy):
         streams.join(result for step in steps for result in (step.out, step.lse))
         call.saved = (q, kv[0], kv[1]) if routing is None else ()
         with ring_step("fwd", self.comm.size, "merge"):
-            # lse = log Σ exp(lse_step); out = Σ exp(lse_step - lse) · out_step. The first step covers all queries.
-            lse = steps[0].lse.clone()
-            for result in steps[1:]:
-                queries = lse[..., result.block.q]
-                queries.copy_(torch.logaddexp(queries, result.lse))
-            out = torch.zeros(steps[0].out.shape, dtype=lse.dtype, device=lse.device)
-            for result in steps:
-                weight = (result.lse - lse[..., result.block.q]).exp().transpose(1, 2).unsqueeze(-1)
-                out[:, result.block.q].addcmul_(result.out.to(lse.dtype), weight)
-            return out.to(q.dtype), lse
+            result = Partial()
+            for step_result in steps:
+                result.merge(step_result.out, step_result.lse, step_result.block.q)
+            return result.result(q.dtype)
 
     def backward(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         """Compute dq, dk and dv. ``k`` and ``v`` are those of the last forward step, which belong to the next rank.
@@ -112,17 +107,17 @@ class Megatron(Strategy):
             tour = routing.tour(self.ring, None, [k, v])
             return self.backward_over_ring(call, rows, q, k, v, tour, gradient_ring)
         dq, last = Sum(q), self.comm.size - 1
-        current = _StepMessage(k, wire)
-        torch.stack([k, v], out=current.kv)
+        # K and V of the forward pass are sent from where they lie, next to each other.
+        outgoing, keys_and_values = Message.pack([k, v]), (k, v)
         for step in range(self.comm.size):
             incoming = _StepMessage(k, wire)
             part = "whole" if 0 < step < last else "dkv" if step else "kv"
-            hop = self.back_ring.post(current.message(part), into=incoming.message(part))
+            hop = self.back_ring.post(outgoing, into=incoming.message(part))
             kv_rank = (self.comm.rank + 1 + step) % self.comm.size
             block, grads = call.block_between(self.layout, self.comm.rank, kv_rank, q.shape[1]), None
             if block is not None:
                 with ring_step("bwd", step, "block"):
-                    grads = call.backward(rows, q, current.kv[0], current.kv[1], block)
+                    grads = call.backward(rows, q, *keys_and_values, block)
             hop.wait()
             with ring_step("bwd", step, "merge"):
                 if block is not None and grads is not None:
@@ -130,7 +125,8 @@ class Megatron(Strategy):
                 dkv = Message([incoming.dkv], unstacked)
                 if step < last:
                     add_block_grads(dkv, grads and grads[1:], block.kv if block else ALL, first=step == 0)
-            current = incoming
+                    part = "whole" if step + 1 < last else "dkv"
+                    outgoing, keys_and_values = incoming.message(part), (incoming.kv[0], incoming.kv[1])
         assert block is not None and grads is not None, "a token sees itself"
         with ring_step("bwd", last, "merge"):
             whole_dq, returned = dq.result(q.dtype), None if self.comm.size == 1 else dkv

@@ -1,4 +1,4 @@
-"""Kernels of flash-attn 3 and 4, written from the signatures in their public repository.
+"""Kernels of flash-attn 3 and 4, called by the functions below their autograd.
 
 A recording checks the results of every kernel before it measures them, including these.
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..masks.mask_blocks import Batch, Lengths
-from .kernel import Gradients, Kernel, allocate_adjacent
+from .kernel import Gradients, allocate_adjacent
 from .varlen import VarlenKernel
 
 
@@ -119,18 +119,18 @@ def _operators() -> Any:
     return flash_attn_interface.flash_attn_3_gpu
 
 
-class FlashAttn4Kernel(Kernel):
-    """Kernel of flash-attn 4, written in CuTe's Python (package ``flash_attn.cute``): one full or causal block per
-    call.
+class FlashAttn4Kernel(VarlenKernel):
+    """Kernel of flash-attn 4, written in CuTe's Python (package ``flash_attn.cute``).
 
-    The backward pass on Hopper supports no windows, no packed documents and no deterministic mode.
+    It compiles its operators when they are first called with a new set of features, in 2 to 7 seconds on H100. The
+    environment variable FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 keeps them for later processes.
     """
 
     name = "flash-attn-4"
-    tested = False
+    pairs_gradients = True
     dense_rows = False
-    has_deterministic_mode = False
-    most_head_dim = 128
+    takes_windows = True
+    most_head_dim = 256
 
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
@@ -139,20 +139,58 @@ class FlashAttn4Kernel(Kernel):
         package = find_spec("flash_attn")
         folders = [] if package is None else list(package.submodule_search_locations or ())
         if not any(os.path.isdir(os.path.join(folder, "cute")) for folder in folders) or find_spec("cutlass") is None:
-            return "needs flash-attn 4: pip install flash-attn-4"
+            return "needs flash-attn 4: pip install --pre 'flash-attn-4[cu13]'"
         return None if torch.cuda.get_device_capability(device)[0] >= 9 else "needs capability 9.0 or higher"
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-        from flash_attn.cute import interface
+    @classmethod
+    def why_unsupported(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        reason = super().why_unsupported(device, dtype, head_dim)
+        if reason is None and 128 < head_dim < 256 and torch.cuda.get_device_capability(device)[0] > 9:
+            return f"takes head_dim up to 128, or 256, on GPUs newer than Hopper: not {head_dim}"
+        return reason
 
-        out, lse = interface._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = _interface()._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
         return out, lse
 
     def _backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
         out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
     ) -> Gradients:  # fmt: skip
-        from flash_attn.cute import interface
-
-        dq, dk, dv = interface._flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=scale, causal=causal)
+        dk, dv = allocate_adjacent(k)
+        dq, *_ = _interface()._flash_attn_bwd(
+            q, k, v, out, dout, lse, softmax_scale=scale, causal=causal, deterministic=self.deterministic, dk=dk, dv=dv
+        )
         return dq, dk, dv
+
+    def _varlen_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, batch: Batch, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = _interface()._flash_attn_fwd(
+            q, k, v, softmax_scale=scale, causal=batch.causal, return_lse=True, **_with_none(_varlen(lengths, batch))
+        )
+        return out, lse
+
+    def _varlen_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, batch: Batch,
+        scale: float,
+    ) -> Gradients:  # fmt: skip
+        dk, dv = allocate_adjacent(k)
+        dq, *_ = _interface()._flash_attn_bwd(
+            q, k, v, out, dout, lse, softmax_scale=scale, causal=batch.causal, deterministic=self.deterministic, dk=dk,
+            dv=dv, **_with_none(_varlen(lengths, batch)),
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+def _with_none(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of packed sequences with None for a window without a limit, as flash-attn 4 takes it."""
+    sides = {name: None for name in ("window_size_left", "window_size_right") if arguments[name] < 0}
+    return {**arguments, **sides}
+
+
+def _interface() -> Any:
+    """Return the module of flash-attn 4's functions."""
+    from flash_attn.cute import interface
+
+    return interface

@@ -20,14 +20,15 @@ from .torch_kernels import (
 )
 
 # Fastest first, as measured on H200 (docs/workloads.md): flash-attn 3 takes 0.6 to 1.1 of cuDNN's time from 256 tokens
-# on, mostly less than 1, and cuDNN about 0.6 of flash-attn 2's. flash-attn 4 as its authors state.
+# on, mostly less than 1, and cuDNN about 0.6 of flash-attn 2's. On H100, forward and backward of flash-attn 4 take 0.95
+# to 1.01 of flash-attn 3's time from 2,048 to 32,768 tokens, but it compiles for seconds when it is first called.
 KERNELS: dict[str, type[Kernel]] = {
     kernel.name: kernel
     for kernel in (
         FlashAttn3Kernel,
+        FlashAttn4Kernel,
         CudnnKernel,
         FlashAttnKernel,
-        FlashAttn4Kernel,
         TorchFlashKernel,
         TorchEfficientKernel,
         CpuFlashKernel,

@@ -27,8 +27,11 @@ class PeerStrategy(Strategy):
     """Whether the package supports only batch size 1."""
 
     @abstractmethod
-    def call(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
-        """Compute the differentiable output (B, S/N, H, D) of this rank's queries; see `Strategy.attention`."""
+    def call(self, q: Tensor, k: Tensor, v: Tensor, attention: AttentionCall) -> Tensor:
+        """Compute the differentiable output (B, S/N, H, D) of this rank's queries.
+
+        The package runs its own kernel; that of ``attention`` only has the name of the one that it shall run.
+        """
 
     def differentiable(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> OutAndLse:
         name = type(self).__name__
@@ -39,7 +42,7 @@ class PeerStrategy(Strategy):
         if self.WORLD_ONLY and not self.comm.is_world:
             raise Unsupported(f"{name} makes groups of all ranks: it cannot run over some of them")
         q, k, v = (as_kernel_input(x) for x in (q, k, v))
-        return self.call(q, k, v, causal=call.causal, scale=call.scale), None
+        return self.call(q, k, v, call), None
 
     @classmethod
     def why_unsupported(cls, shape: Shape, size: int, **params: Any) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..base import Context, Shape
+from ..base import AttentionCall, Context, Shape
 from ..masks.layouts import LAYOUTS
 from .call import PeerStrategy
 
@@ -39,10 +39,11 @@ class _RingFlashAttn(PeerStrategy):
         super().__init__(context, deterministic=deterministic)
         self._function: Callable[..., Tensor] = getattr(_package(), self.FUNCTION)
 
-    def call(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+    def call(self, q: Tensor, k: Tensor, v: Tensor, attention: AttentionCall) -> Tensor:
         return self._function(
-            q, k, v, softmax_scale=scale, causal=causal, deterministic=self._deterministic, group=self.comm.group
-        )
+            q, k, v, softmax_scale=attention.scale, causal=attention.causal, deterministic=self._deterministic,
+            group=self.comm.group,
+        )  # fmt: skip
 
 
 class RingFlashAttnRing(_RingFlashAttn):
@@ -91,11 +92,12 @@ class RingFlashAttnLlama3(_RingFlashAttn):
             return f"heads_k_stride {stride} does not divide {shape.kv_heads} kv heads"
         return super().why_unsupported(shape, size, **params)
 
-    def call(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
-        prepared = self._cu_seqlens(q.shape[1] * self.comm.size, causal, q.device)
+    def call(self, q: Tensor, k: Tensor, v: Tensor, attention: AttentionCall) -> Tensor:
+        prepared = self._cu_seqlens(q.shape[1] * self.comm.size, attention.causal, q.device)
         out = self._function(
-            q[0], k[0], v[0], *prepared[:4], self.parameters["heads_k_stride"], prepared[4], softmax_scale=scale,
-            causal=causal, deterministic=self._deterministic, group=self.comm.group,
+            q[0], k[0], v[0], *prepared[:4], self.parameters["heads_k_stride"], prepared[4],
+            softmax_scale=attention.scale, causal=attention.causal, deterministic=self._deterministic,
+            group=self.comm.group,
         )  # fmt: skip
         return out.unsqueeze(0)
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..algorithms.usp import USP, Placement
-from ..base import Context, Shape
+from ..base import AttentionCall, Context, Shape
 from ..masks.layouts import LAYOUTS, Grouped, Layout
 from .call import PeerStrategy
 
@@ -59,8 +59,10 @@ class YunchangUSP(PeerStrategy):
             return f"a Ulysses degree of {degree} must divide {shape.heads} heads and {shape.kv_heads} kv heads"
         return None
 
-    def call(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
-        out: Tensor = self._layer(q, k, v, softmax_scale=scale, causal=causal, deterministic=self._deterministic)
+    def call(self, q: Tensor, k: Tensor, v: Tensor, attention: AttentionCall) -> Tensor:
+        out: Tensor = self._layer(
+            q, k, v, softmax_scale=attention.scale, causal=attention.causal, deterministic=self._deterministic
+        )
         return out
 
     def _build_layer(self, ulysses: int, ring: int, head_first: bool) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from importlib.machinery import ModuleSpec
+from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -29,9 +30,10 @@ def install() -> None:
         "yunchang", set_seq_parallel_pg=_set_groups(held), LongContextAttention=_LongContextAttention,
         globals=SimpleNamespace(PROCESS_GROUP=held), kernels=SimpleNamespace(AttnType=SimpleNamespace(FA="fa")),
     )  # fmt: skip
-    _module("transformer_engine", pytorch=_module("transformer_engine.pytorch", DotProductAttention=_DotProduct))
-    api = _module("magi_attention.api", calc_attn=_calc_attn, get_position_ids=_ids, magi_attn_varlen_key=_Key)
-    _module("magi_attention", api=api)
+    pytorch = _module("transformer_engine.pytorch", DotProductAttention=_DotProduct)
+    _module("transformer_engine", pytorch=pytorch)
+    _module("transformer_engine.pytorch.attention")
+    _module("transformer_engine.pytorch.attention.dot_product_attention", _attention_backends={})
 
 
 def _module(name: str, **content: Any) -> ModuleType:
@@ -59,18 +61,13 @@ def _striped(seq: int, size: int, rank: int) -> list[int]:
     return list(range(rank, seq, size))
 
 
-def _dealt(seq: int, size: int, rank: int, chunk: int) -> list[int]:
-    """Return every size-th chunk, from the last one down."""
-    chunks = range(seq // chunk - 1 - rank, -1, -size)
-    return [token for first in chunks for token in range(first * chunk, (first + 1) * chunk)]
-
-
 class _Dense(torch.autograd.Function):
     """Attention of this rank's queries over the keys of all ranks of a group."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, held: list[list[int]], causal: bool, scale: float, group: Any
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, held: list[list[int]], causal: bool, scale: float, group: Any,
+        attends: Tensor | None,
     ) -> Tensor:  # fmt: skip
         ctx.full = [_whole(x, held, group).requires_grad_() for x in (q, k, v)]
         ctx.held, ctx.group, ctx.mine = held, group, held[dist.get_rank(group)]
@@ -79,6 +76,8 @@ class _Dense(torch.autograd.Function):
             scores = torch.einsum("bqhd,bkhd->bhqk", wide[0], wide[1]) * scale
             if causal:
                 scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), float("-inf"))
+            if attends is not None:
+                scores = scores.masked_fill(~attends, float("-inf"))
             ctx.out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), wide[2])
         out: Tensor = ctx.out.detach()[:, ctx.mine].to(q.dtype)
         return out
@@ -86,7 +85,7 @@ class _Dense(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
         whole = torch.autograd.grad(ctx.out, ctx.full, _whole(dout, ctx.held, ctx.group))
-        return (*(x[:, ctx.mine].to(dout.dtype) for x in whole), None, None, None, None)
+        return (*(x[:, ctx.mine].to(dout.dtype) for x in whole), None, None, None, None, None)
 
 
 def _whole(x: Tensor, held: list[list[int]], group: Any) -> Tensor:
@@ -96,10 +95,13 @@ def _whole(x: Tensor, held: list[list[int]], group: Any) -> Tensor:
     return torch.cat(parts, 1).double()[:, order.argsort()]
 
 
-def _dense(layout: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, group: Any) -> Tensor:
+def _dense(
+    layout: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, group: Any,
+    attends: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     size = dist.get_world_size(group)
     held = [layout(q.shape[1] * size, size, rank) for rank in range(size)]
-    out: Tensor = _Dense.apply(q, k, v, held, causal, q.shape[-1] ** -0.5 if scale is None else scale, group)
+    out: Tensor = _Dense.apply(q, k, v, held, causal, q.shape[-1] ** -0.5 if scale is None else scale, group, attends)
     return out
 
 
@@ -200,43 +202,52 @@ class _DotProduct(torch.nn.Module):
         attn_mask_type="causal", window_size=None, sequence_parallel=False, softmax_scale=None,
     ):  # fmt: skip
         super().__init__()
-        assert qkv_format == "bshd" and attention_dropout == 0.0
+        assert attention_dropout == 0.0
         self.sizes = num_attention_heads, num_gqa_groups, kv_channels
-        self.causal, self.scale = {"causal": True, "no_mask": False}[attn_mask_type], softmax_scale
+        self.packed = {"bshd": False, "thd": True}[qkv_format]
+        masks = ("padding", "padding_causal") if self.packed else ("no_mask", "causal")
+        self.causal, self.scale = bool(masks.index(attn_mask_type)), softmax_scale
 
     def set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type="p2p"):
-        assert cp_comm_type in ("p2p", "all_gather", "a2a")
-        assert cp_global_ranks == dist.get_process_group_ranks(cp_group)
-        self.group = cp_group
+        world = dist.group.WORLD
+        if cp_comm_type == "a2a+p2p":
+            a2a, p2p = (dist.get_process_group_ranks(group) for group in cp_group)
+            assert len(a2a) * len(p2p) == len(cp_global_ranks) and len(a2a) > 1 and len(p2p) > 1
+            assert a2a == list(range(a2a[0], a2a[0] + len(a2a))) and p2p[1] - p2p[0] == len(a2a)
+        else:
+            assert cp_comm_type in ("p2p", "all_gather", "a2a")
+            assert cp_global_ranks == dist.get_process_group_ranks(cp_group)
+        self.group, self.comm_type = world, cp_comm_type
 
-    def forward(self, query_layer, key_layer, value_layer):
-        assert self.sizes == (query_layer.shape[2], key_layer.shape[2], query_layer.shape[3])
-        out = _dense(_two_chunks, query_layer, key_layer, value_layer, self.causal, self.scale, self.group)
-        return out.flatten(2)
-
-
-# --- MagiAttention ------------------------------------------------------------------------------------
-
-
-class _Key:
-    def __init__(
-        self, cu_seqlens_q, cu_seqlens_k, num_heads_q, num_heads_kv, head_dim, pad_size, cp_group_or_mesh,
-        causal=False, window_size=(-1, -1), dist_attn_config=None, chunk_size=None, head_dim_v=None,
+    def forward(
+        self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, cu_seqlens_q=None,
+        cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None,
+        attn_mask_type=None, window_size=None,
     ):  # fmt: skip
-        assert pad_size == 0 and cu_seqlens_q.tolist() == cu_seqlens_k.tolist()
-        self.seq, self.causal, self.chunk, self.group = int(cu_seqlens_q[-1]), causal, chunk_size, cp_group_or_mesh
-        self.heads = num_heads_q, num_heads_kv, head_dim
+        tensors = query_layer, key_layer, value_layer
+        assert self.sizes == (query_layer.shape[-2], key_layer.shape[-2], query_layer.shape[-1])
+        assert window_size is None or (self.comm_type in ("a2a", "all_gather") and window_size[1] == 0)
+        if not self.packed:
+            seq = query_layer.shape[1] * dist.get_world_size(self.group)
+            out = _dense(_two_chunks, *tensors, self.causal, self.scale, self.group, _in_window(seq, window_size))
+            return out.flatten(2)
+        # The package finds no padding between sequences where both lengths are one object.
+        assert cu_seqlens_q is cu_seqlens_q_padded and cu_seqlens_kv is cu_seqlens_kv_padded
+        assert cu_seqlens_q.dtype == torch.int32 and query_layer.dim() == 3
+        ends = cu_seqlens_q.tolist()
+        assert max_seqlen_q == max_seqlen_kv == max(end - first for first, end in pairwise(ends))
 
-    def layout(self, seq: int, size: int, rank: int) -> list[int]:
-        return _dealt(seq, size, rank, self.chunk)
+        def layout(seq: int, size: int, rank: int) -> list[int]:
+            assert seq == ends[-1]
+            return [first + token for first, end in pairwise(ends) for token in _two_chunks(end - first, size, rank)]
+
+        document = torch.bucketize(torch.arange(ends[-1]), torch.tensor(ends[1:]), right=True)
+        attends = (document[:, None] == document) & _in_window(ends[-1], window_size)
+        q, k, v = (x.unsqueeze(0) for x in tensors)
+        return _dense(layout, q, k, v, self.causal, self.scale, self.group, attends).squeeze(0).flatten(1)
 
 
-def _ids(key):
-    size, rank = dist.get_world_size(key.group), dist.get_rank(key.group)
-    return torch.tensor(key.layout(key.seq, size, rank), dtype=torch.int32)
-
-
-def _calc_attn(q, k, v, key, sink=None, softmax_scale=None, softcap=0.0):
-    assert key.heads == (q.shape[1], k.shape[1], q.shape[2])
-    q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-    return _dense(key.layout, q, k, v, key.causal, softmax_scale, key.group).squeeze(0), None
+def _in_window(seq: int, window: tuple[int, int] | None) -> Tensor:
+    back = torch.arange(seq)[:, None] - torch.arange(seq)
+    left, right = (seq, seq) if window is None else window
+    return (back <= left) & (back >= -right)

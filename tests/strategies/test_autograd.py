@@ -347,7 +347,7 @@ def test_descriptions_of_kernel_dtypes_and_head_sizes():
         "cudnn": (of_16_bits, "up to 128 in steps of 8"),
         "flash-attn-3": (of_16_bits, "up to 256 in steps of 8"),
         "flash-attn": (of_16_bits, "up to 256 in steps of 8"),
-        "flash-attn-4": (of_16_bits, "up to 128 in steps of 8"),
+        "flash-attn-4": (of_16_bits, "up to 256 in steps of 8"),
         "torch-flash": (of_16_bits, "up to 256 in steps of 8"),
         "torch-efficient": ("fp32, bf16 and fp16", "in steps of 8"),
         "cpu-flash": ("any", "any"),
@@ -358,14 +358,16 @@ def test_descriptions_of_kernel_dtypes_and_head_sizes():
 
 def test_feature_flags_of_kernels():
     """The flags match the libraries: torch's operators have no softcap and, except for flash, no windows."""
-    own_and_flash = {"flash-attn-3", "flash-attn", "torch-flash", "cpu-flash", "flex", "reference"}
+    own_and_flash = {
+        "flash-attn-3", "flash-attn-4", "flash-attn", "torch-flash", "cpu-flash", "flex", "reference",
+    }  # fmt: skip
     able = {
         "takes_windows": own_and_flash,
-        "varlen": {"flash-attn-3", "flash-attn", "torch-flash", "flex"},
+        "varlen": {"flash-attn-3", "flash-attn-4", "flash-attn", "torch-flash", "flex"},
         "takes_softcap": {"flash-attn-3", "flash-attn", "flex", "reference"},
         "has_deterministic_mode": own_and_flash,
         "takes_delta": {"reference"},
-        "tested": set(KERNELS) - {"flash-attn-4"},
+        "tested": set(KERNELS),
         "production": set(KERNELS) - {"reference"},
     }
     for flag, those in able.items():

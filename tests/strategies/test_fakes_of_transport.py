@@ -242,7 +242,7 @@ def test_additive_mask_is_on_the_device_of_the_tensors():
     [
         ("flash-attn", True, False, True, True),
         ("flash-attn-3", True, False, True, True),
-        ("flash-attn-4", True, False, False, False),
+        ("flash-attn-4", True, False, True, True),
         ("cudnn", True, True, False, False),
         ("torch-flash", False, True, True, True),
         ("torch-efficient", False, True, False, False),

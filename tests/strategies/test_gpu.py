@@ -16,8 +16,10 @@ from ringprof.strategies.kernels.registry import KERNELS
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # flash-attn 4 and the packages that it compiles with warn of each other.
+    pytest.mark.filterwarnings("default"),
 ]
-GPU_KERNELS = ["cudnn", "flash-attn-3", "flash-attn", "torch-flash", "torch-efficient"]
+GPU_KERNELS = ["cudnn", "flash-attn-3", "flash-attn-4", "flash-attn", "torch-flash", "torch-efficient"]
 # batch, heads, kv heads, queries, keys, causal
 BLOCKS = [(1, 8, 8, 512, 512, True), (2, 8, 2, 500, 500, True), (2, 8, 8, 256, 512, False), (1, 8, 2, 512, 256, False)]
 
@@ -92,7 +94,7 @@ def test_misaligned_inputs_compute_the_bits_of_aligned_ones(name):
     assert all(torch.equal(result[0], results[0][0]) for result in results)
 
 
-@pytest.mark.parametrize("name", ["flash-attn-3", "flash-attn", "torch-flash"])
+@pytest.mark.parametrize("name", ["flash-attn-3", "flash-attn-4", "flash-attn", "torch-flash"])
 def test_the_deterministic_mode_gives_the_same_bits(name):
     _kernel(name)
     strategy = create("zigzag", kernel=name, deterministic=True)

@@ -224,7 +224,7 @@ EXPECTED = {
     "host numbers": "hosts of 3 ranks for a world of 4",
     "wider v": "expected q (B, S, H, D), k and v (B, S, Hkv, D): got (1, 8, 4, 4), (1, 8, 4, 4), (1, 8, 4, 8)",
     "kernel": "needs a CUDA device",
-    "unknown kernel": "there are: auto, flash-attn-3, cudnn",
+    "unknown kernel": "there are: auto, flash-attn-3, flash-attn-4",
     "hosts": "ranks_per_host 3 does not divide",
     "parameter": "no parameter 'windows'; it has: grad_wire, deterministic",
 }

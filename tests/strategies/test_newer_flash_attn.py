@@ -2,7 +2,7 @@
 
 Signatures of Dao-AILab/flash-attention: flash_attn/flash_attn_interface.py, hopper/flash_api_stable.cpp and
 flash_attn/cute/interface.py; and of torch's aten/src/ATen/native/native_functions.yaml. What the real ones compute is
-not tested here: `test_gpu` does, but for flash-attn 4, which was not run.
+not tested here: `test_gpu` does.
 """
 
 from __future__ import annotations
@@ -197,27 +197,41 @@ class _Aten:
 
 
 def _fwd4(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, seqused_q: Any = None,
-    seqused_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, page_table: Any = None,
-    softmax_scale: float | None = None, causal: bool = False, softcap: float | None = None,
-    window_size_left: int | None = None, window_size_right: int | None = None, learnable_sink: Any = None,
-    m_block_size: int = 128, n_block_size: int = 128, num_threads: int = 384, num_splits: int = 1,
-    pack_gqa: Any = None, _arch: int | None = None, score_mod: Any = None, mask_mod: Any = None,
-    block_sparse_tensors: Any = None, return_lse: bool = False, out: Any = None, lse: Any = None,
-    aux_tensors: Any = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    assert softmax_scale is not None
-    result, result_lse = ReferenceKernel().forward(q, k, v, scale=softmax_scale, causal=causal)
-    return result, result_lse if return_lse else None
+    q: Tensor, k: Tensor, v: Tensor, qv: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
+    seqused_q: Any = None, seqused_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    min_seqlen_k: int | None = None, page_table: Any = None, softmax_scale: float | None = None, causal: bool = False,
+    softcap: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None,
+    learnable_sink: Any = None, return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None, None, None, None]:  # fmt: skip
+    out, lse, *_ = _fwd3(
+        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k, softmax_scale=softmax_scale, is_causal=causal, num_splits=1,
+        **_limits(window_size_left, window_size_right),
+    )  # fmt: skip
+    return out, lse if return_lse else None, None, None, None
 
 
 def _bwd4(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, softmax_scale: float | None = None,
     causal: bool = False, softcap: float = 0.0, window_size_left: int | None = None,
-    window_size_right: int | None = None, deterministic: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    assert softmax_scale is not None and not deterministic
-    return ReferenceKernel().backward(dout, q, k, v, lse, out=out, scale=softmax_scale, causal=causal)
+    window_size_right: int | None = None, *, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, deterministic: bool = False,
+    dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    dq, dk, dv = (torch.empty_like(x) if target is None else target for x, target in ((q, dq), (k, dk), (v, dv)))
+    return _bwd3(
+        dout, q, k, v, out, lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k, softmax_scale=softmax_scale, is_causal=causal,
+        **_limits(window_size_left, window_size_right),
+    )[:3]  # fmt: skip
+
+
+def _limits(left: int | None, right: int | None) -> dict[str, Any]:
+    """Return a window in flash-attn 3's form; in flash-attn 4's, None stands for no limit."""
+    assert all(side is None or side >= 0 for side in (left, right))
+    return {
+        name: -1 if side is None else side for name, side in (("window_size_left", left), ("window_size_right", right))
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -259,7 +273,7 @@ PARTS = [
         ("flash-attn", 2.0, WHOLE + PARTS),
         ("flash-attn-3", 0.0, WHOLE + PARTS),
         ("flash-attn-3", 2.0, WHOLE + PARTS),
-        ("flash-attn-4", 0.0, WHOLE + PARTS[:1]),
+        ("flash-attn-4", 0.0, WHOLE + PARTS),
     ],
 )
 def test_arguments_passed_to_kernels_match_the_mask(name: str, softcap: float, masks: list[Mask]) -> None:
@@ -279,8 +293,7 @@ def test_arguments_passed_to_kernels_match_the_mask(name: str, softcap: float, m
 
 
 def test_unsupported_features_of_newer_flash_attn() -> None:
-    assert (KERNELS["flash-attn-4"].takes_windows, KERNELS["flash-attn-4"].takes_softcap) == (False, False)
-    assert not KERNELS["flash-attn-4"].has_deterministic_mode
+    assert not KERNELS["flash-attn-4"].takes_softcap
     for name in ("flash-attn-3", "flash-attn-4"):
         assert KERNELS[name].missing(CPU) == "needs a CUDA device"
 
@@ -328,3 +341,17 @@ def _flash_attn_3_built_without(monkeypatch: pytest.MonkeyPatch, disabled: tuple
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.FlashAttn3Kernel
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "supported"),
+    [(9, 256, True), (9, 192, True), (10, 128, True), (10, 256, True), (10, 192, False), (10, 264, False)],
+)
+def test_head_sizes_of_flash_attn_4_depend_on_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, capability: int, head_dim: int, supported: bool
+) -> None:
+    kernel = newer_flash_attn.FlashAttn4Kernel
+    monkeypatch.setattr(kernel, "missing", classmethod(lambda cls, device: None))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    reason = kernel.why_unsupported(torch.device("cuda"), torch.bfloat16, head_dim)
+    assert (reason is None) == supported and (supported or f"not {head_dim}" in str(reason))

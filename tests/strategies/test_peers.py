@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -10,14 +11,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.tensor.experimental
+from torch import Tensor
 
 from ringprof.strategies import UnknownName, Unsupported, create, find, parameters, peer_names
 from ringprof.strategies.kernels.flash_attn import FlashAttnKernel
+from ringprof.strategies.kernels.newer_flash_attn import FlashAttn3Kernel
 from ringprof.strategies.kernels.torch_kernels import CudnnKernel
-from ringprof.strategies.peers.transformer_engine import TransformerEngineP2P
+from ringprof.strategies.peers.transformer_engine import (
+    TransformerEngineA2A,
+    TransformerEngineA2AP2P,
+    TransformerEngineP2P,
+    select_backend,
+)
+from ringprof.workload.mask import Mask
 from tests.strategies.cases import Case, WorkloadShard, dense, over_the_ranks, relative_error
 from tests.strategies.fake_packages import install
 from tests.strategies.ranks import run_ranks
+from tests.strategies.test_masks import dense as dense_masked
+from tests.strategies.test_masks import over_the_ranks as over_the_ranks_masked
 
 PEERS = [
     Case("ring-flash-attn/ring"),
@@ -32,7 +43,8 @@ PEERS = [
     Case("transformer-engine/p2p"),
     Case("transformer-engine/a2a"),
     Case("transformer-engine/all_gather"),
-    Case("magi", {"chunk_size": 4}),
+    Case("transformer-engine/a2a+p2p"),
+    Case("transformer-engine/a2a+p2p", {"ulysses_degree": 1}),
 ]
 FULL = ["ring-flash-attn/ring", "transformer-engine/p2p"]
 """Peers that support a full mask, too."""
@@ -41,7 +53,7 @@ FULL = ["ring-flash-attn/ring", "transformer-engine/p2p"]
 def _pretend() -> None:
     """Install the stand-ins. The kernels of the real packages are looked up, and never called."""
     install()
-    for kernel in (FlashAttnKernel, CudnnKernel):
+    for kernel in (FlashAttnKernel, FlashAttn3Kernel, CudnnKernel):
         kernel.why_unsupported = classmethod(lambda *_: None)  # type: ignore[assignment]
 
 
@@ -108,18 +120,77 @@ def test_torch_context_parallel_uses_the_rotate_method(rotate: str, method: str)
         assert ring._cp_options.rotate_method is ring._RotateMethod[method]
 
 
-@pytest.mark.parametrize(("kernel", "fused", "flash"), [("cudnn", "1", "0"), ("flash-attn", "0", "1")])
-def test_transformer_engine_kernel_is_set_by_environment(
-    kernel: str, fused: str, flash: str, monkeypatch: pytest.MonkeyPatch
+TRANSFORMER_ENGINE = [Case(f"transformer-engine/{kind}") for kind in ("p2p", "a2a", "all_gather", "a2a+p2p")]
+PACKED = [Mask.of(documents=[0, 8, 48, 64]), Mask.of(causal=False, documents=[0, 24, 64])]
+WINDOWS = [Mask.of(window=(6, 0)), Mask.of(documents=[0, 40, 64], window=(8, 0))]
+
+
+def _masked_errors(rank: int, problem: WorkloadShard, truths: dict[Mask, list[Tensor]]) -> dict[str, float]:
+    _pretend()
+    errors = {}
+    for mask, truth in truths.items():
+        for case in TRANSFORMER_ENGINE[1:3] if mask.windowed else TRANSFORMER_ENGINE:
+            results, _ = over_the_ranks_masked(case, problem, mask)
+            pairs = zip(results, truth, strict=True)
+            errors[f"{case} {mask}"] = max(relative_error(result, true) for result, true in pairs)
+    return errors
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world", [2, 4])
+def test_transformer_engine_takes_packed_documents_and_windows(world: int) -> None:
+    problem = WorkloadShard(seq=64, batch=2, heads=8, kv_heads=4, kernel="auto")
+    truths = {mask: dense_masked(problem, mask) for mask in [*PACKED, *WINDOWS]}
+    (errors, *_) = run_ranks(world, _masked_errors, problem, truths)
+    assert {name: error for name, error in errors.items() if not error < 1e-12} == {}
+    assert len(errors) == 2 * 4 + 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "mask", "reason"),
+    [
+        ("p2p", Mask.of(window=(6, 0)), "no such window"),
+        ("a2a+p2p", Mask.of(window=(6, 0)), "no such window"),
+        ("a2a", Mask.of(causal=False, window=(6, 6)), "no such window"),
+        ("a2a", Mask.of(window=(6, 0), prefix=2), "prefix"),
+        ("p2p", Mask.of(documents=[0, 6, 64]), "multiple of 4 tokens on 2 ranks: one has 6"),
+        ("p2p", Mask.of(documents=[0, 8, 60]), "60"),
+        ("a2a", Mask.of(documents=[0, 8, 64], window=(6, 0)), None),
+        ("p2p", Mask.of(documents=[0, 8, 64]), None),
+    ],
+)
+def test_transformer_engine_masks_that_are_refused(name: str, mask: Mask, reason: str | None) -> None:
+    kind: Any = {"p2p": TransformerEngineP2P, "a2a": TransformerEngineA2A, "a2a+p2p": TransformerEngineA2AP2P}[name]
+    refused = kind.why_mask_unsupported(mask, 64, 2)
+    assert refused is None if reason is None else reason in refused
+
+
+def test_transformer_engine_balances_causal_work() -> None:
+    for kind in (TransformerEngineP2P, TransformerEngineA2A, TransformerEngineA2AP2P):
+        assert kind.imbalance(4, causal=True) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("kernel", "enabled"),
+    [("cudnn", "FUSED_ATTN"), ("flash-attn", "FLASH_ATTN_V2"), ("flash-attn-3", "FLASH_ATTN_V3")],
+)
+def test_transformer_engine_backend_is_set_by_environment(
+    kernel: str, enabled: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"):
-        monkeypatch.setenv(name, "unset")
-    strategy: Any = object.__new__(TransformerEngineP2P)
-    kernel_stub = SimpleNamespace(name=kernel)
-    vars(strategy).update(kernel_for=lambda q: kernel_stub, _deterministic=False, _module=lambda *_: lambda q, k, v: q)
-    x = torch.zeros(1, 4, 2, 8)
-    assert strategy.call(x, x, x, causal=True, scale=1.0).shape == x.shape
-    assert (os.environ["NVTE_FUSED_ATTN"], os.environ["NVTE_FLASH_ATTN"]) == (fused, flash)
+    names = ("FUSED_ATTN", "FLASH_ATTN", "FLASH_ATTN_V2", "FLASH_ATTN_V3", "FLASH_ATTN_V4", "UNFUSED_ATTN")
+    for name in (*names, "ALLOW_NONDETERMINISTIC_ALGO"):
+        monkeypatch.setenv(f"NVTE_{name}", "unset")
+    chosen: dict[str, bool] = {}
+    module = SimpleNamespace(_attention_backends=chosen)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.attention.dot_product_attention", module)
+    select_backend(kernel, deterministic=True)
+    on = {name for name in names if os.environ[f"NVTE_{name}"] == "1"}
+    assert on == ({enabled} if kernel == "cudnn" else {enabled, "FLASH_ATTN"})
+    assert os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
+    # The package is told to choose again where the environment changed, and only there.
+    assert chosen.pop("backend_selection_requires_update")
+    select_backend(kernel, deterministic=True)
+    assert not chosen
 
 
 def test_peers_are_deterministic_only_on_request() -> None:
