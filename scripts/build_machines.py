@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from ringprof.prediction.calibration import (
+    PERSISTENT_KERNELS,
     Calibration,
     Host,
     HostPass,
@@ -190,20 +191,19 @@ def published(name: str, device: str, hardware: str, multiprocessors: int, memor
     """Build a machine from kernel_curves.csv; other figures are the H200's, scaled by the data sheets."""
     reference = fit_h200()
     kernels = {"cudnn": "cudnn", "fa2": "flash-attn", "fa3": "flash-attn-3", "fa4": "flash-attn-4"}
-    fills = ("cudnn", "flash-attn-3", "flash-attn-4")
     kernel_figures = []
     for source_name, kernel_name in kernels.items():
         samples = _samples(hardware, source_name)
         if samples:
             tail = (
                 _as_h200(reference.kernel("cudnn").tail, 1.0)
-                if kernel_name in fills
+                if kernel_name in PERSISTENT_KERNELS
                 else Value(0.0, 0.5, "assumed", "many blocks")
             )
             lead = _as_h200(reference.kernel("cudnn").lead, 1.0)
             kernel_figures.append(
                 KernelFigures(
-                    name=kernel_name, fills_device=kernel_name in fills, tail=tail, lead=lead, samples=samples
+                    name=kernel_name, fills_device=kernel_name in PERSISTENT_KERNELS, tail=tail, lead=lead, samples=samples
                 )
             )
     memory, nvlink = {"H100": (3.35 / 4.8, 1.0), "B200": (8.0 / 4.8, 2.0)}[hardware]

@@ -21,9 +21,11 @@ from ringprof.run import Size
 
 _SCHEMA = "ringprof.calibration/1"
 BUNDLED = ("h200", "h100", "b200", "a800")
-TIME_SHARES = {"kernels": 0.55, "host": 0.15, "memory": 0.01, "links": 0.16, "heat": 0.13}
+TIME_SHARES = {"kernels": 0.55, "host": 0.15, "memory": 0.01, "matmul": 0.02, "links": 0.15, "heat": 0.12}
 """Parts that `ringprof calibrate` measures, with the share of the time limit that each gets."""
 
+PERSISTENT_KERNELS = ("cudnn", "flash-attn-3", "flash-attn-4")
+"""Kernels of which one call is one wave of blocks that fill the device until its end."""
 COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter")
 Origin = Literal["measured", "published", "assumed"]
 Positive = Annotated[float, msgspec.Meta(gt=0, lt=1e18)]
@@ -187,6 +189,10 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str]
     """Versions of the driver, torch, NCCL, cuDNN and flash-attn that the figures were measured with."""
     kernels: list[KernelFigures]
+    matmul_tflops: Value | None = None
+    """TFLOP/s of a large bfloat16 matrix product on a device that always computes; None if not measured."""
+    matmul_clock_mhz: Positive | None = None
+    """Median clock of the multiprocessors during those matrix products; None if the driver did not report it."""
     memory_gb_s: Value
     """GB/s of kernels that only move memory, reads and writes added."""
     reorder_gb_s: Value
@@ -307,7 +313,8 @@ def assumed_calibration(name: str, device: str, multiprocessors: int, memory_byt
         return KernelFigures(name=name, fills_device=fills, tail=tail, lead=lead, samples=[])
 
     kernels = [
-        kernel(kernel_name, fills=kernel_name == "cudnn") for kernel_name in ("cudnn", "flash-attn", "torch-flash")
+        kernel(kernel_name, fills=kernel_name in PERSISTENT_KERNELS)
+        for kernel_name in ("cudnn", "flash-attn-3", "flash-attn", "torch-flash")
     ]
     host = Host(
         call_us=typical(2.0), launch_us=typical(12.0), forward_us=typical(60.0), backward_us=typical(100.0),
