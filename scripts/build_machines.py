@@ -32,6 +32,7 @@ from ringprof.prediction.calibration import (
 )
 from ringprof.prediction.fit import calibrate_from, observed_run
 from ringprof.prediction.host_model import fit_host_times
+from ringprof.prediction.rates import with_rates
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "benchmarks" / "data"
@@ -75,6 +76,11 @@ TRANSFER_MARGIN = {
 NOISE_SOURCE = "the same runs: with so much those of 2 to 8 ms lie within as often as longer ones"
 
 
+MATMUL = Value(
+    790.0, 0.02, "measured", "a bfloat16 matrix product in a loop on an H200 at its power limit, 2026-11-23"
+)  # fmt: skip
+
+
 def h200() -> Calibration:
     """Return the H200 fitted to runs, with kernels and better isolated figures from ``calibrate``.
 
@@ -94,7 +100,7 @@ def h200() -> Calibration:
         machine, created="2026-11-22", transfer_margin=TRANSFER_MARGIN,
         memory_gb_s=Value(4176.0, 0.02, "measured", CALIBRATED),
         reorder_gb_s=Value(1002.0, 0.1, "measured", CALIBRATED),
-        run_to_run_noise_us=Value(200.0, 0.3, "measured", NOISE_SOURCE),
+        run_to_run_noise_us=Value(200.0, 0.3, "measured", NOISE_SOURCE), matmul_tflops=MATMUL,
     )  # fmt: skip
 
 
@@ -151,7 +157,7 @@ def _with_host(machine: Calibration) -> Calibration:
     host = {
         name: msgspec.structs.replace(getattr(fitted.host, name), spread=HOST_SPREAD)
         for name in fitted.host.__struct_fields__
-        if name != "host_variation"
+        if name not in ("host_variation", "pass_spread")
     }  # fmt: skip
     return msgspec.structs.replace(fitted, host=Host(**host, host_variation=HOST_VARIATION), passes=[])
 
@@ -203,7 +209,11 @@ def published(name: str, device: str, hardware: str, multiprocessors: int, memor
             lead = _as_h200(reference.kernel("cudnn").lead, 1.0)
             kernel_figures.append(
                 KernelFigures(
-                    name=kernel_name, fills_device=kernel_name in PERSISTENT_KERNELS, tail=tail, lead=lead, samples=samples
+                    name=kernel_name,
+                    fills_device=kernel_name in PERSISTENT_KERNELS,
+                    tail=tail,
+                    lead=lead,
+                    samples=samples,
                 )
             )
     memory, nvlink = {"H100": (3.35 / 4.8, 1.0), "B200": (8.0 / 4.8, 2.0)}[hardware]
@@ -323,5 +333,5 @@ BUILD = {
 if __name__ == "__main__":
     MACHINES.mkdir(exist_ok=True)
     for chosen in sys.argv[1:] or BUILD:
-        (MACHINES / f"{chosen}.json").write_bytes(calibration_json(BUILD[chosen]()))
+        (MACHINES / f"{chosen}.json").write_bytes(calibration_json(with_rates(BUILD[chosen]())))
         print(f"Wrote {MACHINES / chosen}.json")

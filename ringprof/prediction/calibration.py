@@ -17,6 +17,7 @@ import msgspec
 
 from ringprof.common.decoding import decode_json, read_small
 from ringprof.errors import InputError, UsageError
+from ringprof.kernel_rates import KernelRate
 from ringprof.run import Size
 
 _SCHEMA = "ringprof.calibration/1"
@@ -229,6 +230,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
         default=Value(200.0, 0.5, "assumed", "as on H200: of runs of 2 to 8 ms that were held out"), name="unsteady_us"
     )
     """Part of the run-to-run noise that does not shrink with the length of the run, in microseconds."""
+    kernel_rates: list[KernelRate] = []
+    """Rates of the kernels at square blocks, by the curves of ``kernels``: what reports compare a run with."""
     unmeasured: list[str] = []
     """Parts that could not be measured, each with the reason."""
 

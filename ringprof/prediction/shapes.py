@@ -64,8 +64,7 @@ def kernel_cases(kernels: Sequence[str]) -> list[KernelCase]:
         if KERNELS[kernel].takes_windows and KERNELS[kernel].varlen:
             cases += _masked_cases(kernel)
     random.Random(0).shuffle(cases)
-    # Take the same fraction of every kernel's cases, so that none is left out if time is short. Each kernel's cases stay
-    # shuffled.
+    # Take the same fraction of every kernel's cases, so that none is left out if time is short.
     totals, counts = Counter(case.kernel for case in cases), dict.fromkeys(kernels, 0)
     order = []
     for number, kernel in enumerate(case.kernel for case in cases):
