@@ -93,10 +93,10 @@ def block_times(
     is not known, so a block counts as the mean of both, with their difference in the spread. The result is empty for
     workloads that rates do not cover: packed documents, windows, a softcap, other data types, decode.
     """
-    if not _is_covered(workload) or not calls.get("forward") or not flops:
-        return {}
     # A pair costs 4 FLOPs per head dimension forward and 10 backward.
-    factors = {"forward": 4, "backward": 10} if calls.get("backward") else {"forward": 4}
+    factors = {"forward": 4, "backward": 10} if workload.backward else {"forward": 4}
+    if not _is_covered(workload) or not flops or not all(calls.get(phase) for phase in factors):
+        return {}
     flops_per_pair = workload.batch * workload.heads * workload.head_dim * sum(factors.values())
     pairs = flops / flops_per_pair
     times = {}
