@@ -1,8 +1,9 @@
 """Write the calibrations that come with the package, ringprof/prediction/machines/*.json.
 
 h200 is measured: from the committed runs, from benchmarks/data/h200_links.csv and from `ringprof calibrate`.
-benchmarks/data/h200_kernels.csv has the kernels of the latter, and h200_heads.csv those of other head sizes. h100, b200
-and a800 are assembled from published figures by the rules below; docs/prediction.md says which. No data enters that
+benchmarks/data/h200_kernels.csv has the kernels of the latter, and h200_heads.csv those of other head sizes. Its
+flash-attn 3 is that of h100, of which h100_kernels.csv has cuDNN and flash-attn 3. The rest of h100, b200 and a800 are
+assembled from published figures by the rules below; docs/prediction.md says which. No data enters that
 docs/prediction.md scores a prediction against, except the rows that it names.
 
     python -m scripts.build_machines [NAME...]
@@ -11,6 +12,7 @@ docs/prediction.md scores a prediction against, except the rows that it names.
 from __future__ import annotations
 
 import csv
+import math
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -81,6 +83,18 @@ MATMUL = Value(
 )  # fmt: skip
 
 
+ON_H100 = "ringprof calibrate, 2 H100 of 700 W, 2026-11-25, torch 2.11 (benchmarks/data/h100_kernels.csv)"
+H200_AS_H100 = 0.03
+"""Relative difference of a kernel between an H200 and an H100: both have the same chip and power limit.
+
+cuDNN's curves of the two differ by 3.7 % in the mean from 4096 tokens on, flash-attn 3 in four calls by 0.9 to 2.7 %."""
+FLASH_ATTN_3_ON_H200 = (
+    ("forward", 32768, 40, 40, 658.0), ("backward", 32768, 40, 40, 597.0), ("forward", 65536, 24, 4, 653.0),
+    ("backward", 65536, 24, 4, 601.0),
+)  # fmt: skip
+"""Phase, tokens, heads, kv heads and TFLOP/s of one causal call."""
+
+
 def h200() -> Calibration:
     """Return the H200 fitted to runs, with kernels and better isolated figures from ``calibrate``.
 
@@ -95,12 +109,65 @@ def h200() -> Calibration:
         )
         for kernel in machine.kernels
     ]
+    kernels = [_derived_flash_attn_3() if kernel.name == "flash-attn-3" else kernel for kernel in kernels]
     machine = _with_host(msgspec.structs.replace(machine, kernels=kernels))
     return msgspec.structs.replace(
         machine, created="2026-11-22", transfer_margin=TRANSFER_MARGIN,
         memory_gb_s=Value(4176.0, 0.02, "measured", CALIBRATED),
         reorder_gb_s=Value(1002.0, 0.1, "measured", CALIBRATED),
         run_to_run_noise_us=Value(200.0, 0.3, "measured", NOISE_SOURCE), matmul_tflops=MATMUL,
+    )  # fmt: skip
+
+
+def _derived_flash_attn_3() -> KernelFigures:
+    """Return flash-attn 3 on H200: samples of an H100, which has the same chip, and four calls on an H200 itself."""
+    derived = [
+        msgspec.structs.replace(
+            sample, spread=math.hypot(sample.spread, H200_AS_H100), origin="assumed", source=f"as on H100: {ON_H100}"
+        )
+        for sample in _h100_samples("flash-attn-3")
+    ]  # fmt: skip
+    measured = [
+        KernelSample(
+            phase=phase, q=tokens, kv=tokens, heads=heads, kv_heads=kv_heads, head_dim=128, causal=True, spread=0.01,
+            ns=(4 if phase == "forward" else 10) * tokens**2 / 2 * heads * 128 / tflops / 1e3, origin="measured",
+            source="one H200, the kernel alone, 2026-11-23",
+        )
+        for phase, tokens, heads, kv_heads, tflops in FLASH_ATTN_3_ON_H200
+    ]  # type: ignore[arg-type]  # fmt: skip
+    return msgspec.structs.replace(_flash_attn_3([]), samples=[*measured, *derived])
+
+
+def _flash_attn_3(samples: list[KernelSample]) -> KernelFigures:
+    """Return flash-attn 3 on Hopper: its forward pass fills the device, its backward pass has many blocks."""
+    probe = "2 H100: a hop posted during a call of 4 to 22 ms, 2026-11-25"
+    return KernelFigures(
+        name="flash-attn-3", fills_device=True, fills_backward=False, samples=samples,
+        tail=Value(0.005, 1.0, "measured", probe), lead=Value(0.0, 0.5, "assumed", "no kernel waits for its blocks"),
+    )  # fmt: skip
+
+
+def _h100_samples(kernel: str) -> list[KernelSample]:
+    """Return samples from devices that had computed for 0.3 s before each, which counts as a long time."""
+    return [
+        KernelSample(
+            phase=row["phase"], causal=row["causal"] == "1", ns=float(row["us"]) * 1e3, spread=float(row["spread"]),
+            head_dim=128, origin="measured", source=ON_H100, pairs=int(row["pairs"]) if row["pairs"] else None,
+            sequences=int(row["sequences"] or 1),
+            **{name: int(row[name]) for name in ("q", "kv", "heads", "kv_heads", "count")},
+        )  # type: ignore[arg-type]
+        for row in _rows("h100_kernels.csv") if row["kernel"] == kernel
+    ]  # fmt: skip
+
+
+def h100() -> Calibration:
+    """Return the H100: cuDNN and flash-attn 3 as measured, flash-attn 2 as published, everything else as on H200."""
+    machine = published("h100", "NVIDIA H100 80GB HBM3", "H100", 132, 80 << 30)
+    measured = {"flash-attn-3": _flash_attn_3(_h100_samples("flash-attn-3"))}
+    measured["cudnn"] = msgspec.structs.replace(machine.kernel("cudnn"), samples=_h100_samples("cudnn"))
+    return msgspec.structs.replace(
+        machine, created="2026-11-25", kernels=[measured.get(kernel.name, kernel) for kernel in machine.kernels],
+        matmul_tflops=Value(699.5, 0.043, "measured", ON_H100), matmul_clock_mhz=1470.0,
     )  # fmt: skip
 
 
@@ -324,7 +391,7 @@ def _rows(name: str) -> Iterable[dict[str, str]]:
 
 BUILD = {
     "h200": h200,
-    "h100": lambda: published("h100", "NVIDIA H100 80GB HBM3", "H100", 132, 80 << 30),
+    "h100": h100,
     "b200": lambda: published("b200", "NVIDIA B200", "B200", 148, 180 << 30),
     "a800": a800,
 }

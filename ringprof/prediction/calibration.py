@@ -85,6 +85,8 @@ class KernelFigures(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     fills_device: bool
     """Whether the kernel is one wave of persistent blocks, so that a later transfer kernel waits for its end."""
+    fills_backward: bool | None = None
+    """``fills_device`` of backward calls, if it differs from that of forward calls."""
     tail: Value
     """Fraction of a call, at its end, in which the device drains and other kernels can start."""
     lead: Value
@@ -96,6 +98,10 @@ class KernelFigures(msgspec.Struct, frozen=True, kw_only=True):
     forward_us: Value | None = None
     """Host time per forward call, in microseconds; None means `Host.forward_us`."""
     backward_us: Value | None = None
+
+    def fills(self, phase: str) -> bool:
+        """Return whether calls of a phase fill the device."""
+        return self.fills_device if phase == "forward" or self.fills_backward is None else self.fills_backward
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):

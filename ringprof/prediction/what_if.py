@@ -183,7 +183,7 @@ class _Replay:
         if self._changed_curves is not self._curves:
             total_ns *= self._changed_curves.estimate(block).ns / self._curves.estimate(block).ns
         lead_ns = self._kernel.lead.value * total_ns if block.phase == "backward" else 0.0
-        return BlockTime(total_ns, lead_ns, self._kernel.tail.value * total_ns, self._kernel.fills_device)
+        return BlockTime(total_ns, lead_ns, self._kernel.tail.value * total_ns, self._kernel.fills(block.phase))
 
     def memory_op_ns(self, rank: int, op_index: int, op: MemoryOp) -> float:
         return op.bytes / self._memory[rank]
