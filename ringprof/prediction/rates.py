@@ -12,13 +12,13 @@ from ringprof.prediction.kernel_model import OutsideCalibration
 from ringprof.prediction.machine import Curves
 from ringprof.record.dryrun.schedule import AttentionOp
 
-_TOKENS = tuple(2**octave for octave in range(10, 18))
+_TOKENS = tuple(2**octave for octave in range(10, 19))
 _GROUPS = (1, 4, 8)
 _HEADS = 32
 
 
 def with_rates(calibration: Calibration) -> Calibration:
-    """Return the calibration with the rates of its kernels at square blocks of 1024 to 131,072 tokens.
+    """Return the calibration with the rates of its kernels at square blocks of 1024 to 262,144 tokens.
 
     Lengths and numbers of heads per kv head that no sample of the kernel is near to are left out.
     """

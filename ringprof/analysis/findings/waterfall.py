@@ -20,6 +20,7 @@ Parts that the evidence cannot separate are shown as one part with a name of its
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from statistics import fmean
 
 import msgspec
@@ -226,11 +227,12 @@ def find_waterfall(attribution: Attribution, summary: Summary) -> Waterfall:
         "launch_gaps": sum(parts.host_bound_ns for parts in rank_parts),
         "blocked": sum(parts.blocked_ns for parts in rank_parts),
     }
-    # The means are whole nanoseconds that sum to the mean of all: those with the largest remainders are rounded up.
-    times_ns = {name: time // len(ranks) for name, time in totals.items()}
-    missing_ns = sum(totals.values()) // len(ranks) - sum(times_ns.values())
-    for name in sorted(totals, key=lambda name: -(totals[name] % len(ranks)))[:missing_ns]:
-        times_ns[name] += 1
+    # However far attention is split, all other parts are the same.
+    attention = {name: total for name, total in totals.items() if name in ATTENTION_PARTS}
+    others = {name: total for name, total in totals.items() if name not in ATTENTION_PARTS}
+    whole_ns = sum(totals.values()) // len(ranks)
+    times_ns = _means({"attention": sum(attention.values()), **others}, len(ranks), whole_ns)
+    times_ns |= _means(attention, len(ranks), times_ns.pop("attention"))
     wall_ns = slowest.breakdown.wall_ns
     mean_ns = -(-sum(parts.busy_ns for parts in rank_parts) // len(rank_parts))
     run = attribution.run
@@ -250,6 +252,18 @@ def find_waterfall(attribution: Attribution, summary: Summary) -> Waterfall:
         tflops=flops / wall_ns / 1e3 if flops and wall_ns else None,
         kernels=work.kernels if work else NOTHING_KNOWN,
     )
+
+
+def _means(totals: Mapping[str, int], count: int, whole: int) -> dict[str, int]:
+    """Divide totals by ``count`` into whole numbers that sum to ``whole``, which is the mean of all, rounded.
+
+    Those with the largest remainders are rounded up.
+    """
+    means = {name: total // count for name, total in totals.items()}
+    missing = whole - sum(means.values())
+    for name in sorted(totals, key=lambda name: -(totals[name] % count))[:missing]:
+        means[name] += 1
+    return means
 
 
 def _rank_parts(rank: Rank, wall_ns: int, longest_compute_ns: int) -> _RankParts:
