@@ -358,11 +358,9 @@ def assert_gain(case: Case, part: str, step: dict[str, int], shown: str | None) 
         milliseconds(shown, step["time_ns"])
 
 
-@rule("next", rf"Attention kernels take {MS} of {MS}")
-def _attention_of_wall(case: Case, m: re.Match[str]) -> None:
+@rule("next", r"In the attention kernels")
+def _in_attention(case: Case, m: re.Match[str]) -> None:
     step = case.summary["next_step"]
-    milliseconds(m[1], case.of(*ATTENTION_PARTS))
-    milliseconds(m[2], case.wall)
     assert step["part"] in ("kernel", "kernel_limit") and not case.on_cpu
     outside = [case.of(name) for name in case.parts if name not in (*ATTENTION_PARTS, "background")]
     assert max(outside) < MIN_LOSS_SHARE * case.wall and case.of("slower_kernel") < MIN_LOSS_SHARE * case.wall
@@ -461,8 +459,8 @@ def _unknown_kernels(case: Case, m: re.Match[str]) -> None:
     assert not m[4] or case.run["strategy"]["params"]["deterministic"]
 
 
-@rule("evidence", rf"a plain matrix product reaches {R} TFLOP/s(?: at {R} MHz)? \(calibration (\w+)\): nothing "
-      r"computes faster on this device")  # fmt: skip
+@rule("evidence", rf"a plain matrix product reaches {R} TFLOP/s(?: at {R} MHz)? by calibration (\w+): a distance that no "
+      r"change of the program removes")  # fmt: skip
 def _matrix_product(case: Case, m: re.Match[str]) -> None:
     machine = machine_of(case, m[3])
     three_digits(m[1], machine["matmul_tflops"]["value"])

@@ -29,6 +29,10 @@ class KernelComparison(msgspec.Struct, frozen=True, kw_only=True):
     matmul_clock_mhz: float | None = None
     fastest: str = ""
     """The fastest kernel known for the blocks, which may be the run's own; empty if the run's own is not known."""
+    fastest_ns: float | None = None
+    """Calibrated time of the blocks of one iteration with ``fastest``, mean over ranks; None if it is not known."""
+    own_ns: float | None = None
+    """Calibrated time of the blocks of one iteration with the run's own kernel, mean over ranks."""
     saved_share: float = 0.0
     """Share of the time of the blocks alone that ``fastest`` saves; 0 if the difference is not significant."""
     gains_with_tokens: bool = False
@@ -71,14 +75,16 @@ def compare_kernels(run: Run, devices: Sequence[str]) -> KernelComparison:
     # Twice as many tokens per rank: four times the pairs of each block.
     longer_ns, longer_spread = _times(run, rates, 4).get(fastest, (math.inf, 0.0))
     gain = 1 - longer_ns / 4 / times[fastest][0]
+    rank_count = run.topology.world_size
+    fastest_ns, own_ns = times[fastest][0] / rank_count, own_ns / rank_count
     evidence = (
         f"by calibration {rates.name} no kernel is known to be faster than {run.kernel} for these blocks"
         if fastest == run.kernel else
-        f"by calibration {rates.name} the blocks of an iteration take {_ms(ns / run.topology.world_size)} per GPU with"
-        f" {fastest}, {_ms(own_ns / run.topology.world_size)} with {run.kernel}"
+        f"by calibration {rates.name} the blocks of an iteration take {_ms(fastest_ns)} per GPU with {fastest}, "
+        f"{_ms(own_ns)} with {run.kernel}"
     )  # fmt: skip
     return msgspec.structs.replace(
-        known, fastest=fastest, saved_share=saved_share, evidence=evidence,
+        known, fastest=fastest, fastest_ns=fastest_ns, own_ns=own_ns, saved_share=saved_share, evidence=evidence,
         gains_with_tokens=gain > _SIGNIFICANT * longer_spread,
     )  # fmt: skip
 

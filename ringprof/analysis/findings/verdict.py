@@ -457,10 +457,9 @@ def _next_step_text(facts: Facts, part: WaterfallPart, gain_ns: int, recommendat
         return f"Largest loss: {name}, {loss} of {wall}: {evidence}. To try: {recommendation}."
     if part.part in ("kernel", "kernel_limit"):
         # The distance to a peak is no loss that a change is known to remove.
-        attention, known = milliseconds(waterfall.of(*ATTENTION_PARTS)), waterfall.kernels.evidence
-        reason = known or waterfall.kernels.unknown
+        reason = waterfall.kernels.evidence or waterfall.kernels.unknown
         advice = f". To try: {recommendation}" if part.remedy else ""
-        return f"Attention kernels take {attention} of {wall}: {reason}{advice}."
+        return f"In the attention kernels: {reason}{advice}."
     if part.part in ATTENTION_PARTS:
         tenth = milliseconds(waterfall.of(*ATTENTION_PARTS) / 10)
         text = f"Largest loss: {WATERFALL_LABELS[part.part]}, {loss} of {wall}. To try: {recommendation}"

@@ -5,7 +5,7 @@ Each rank's time up to the slowest rank's wall time is split into these parts, a
 - Attention kernels: the needed work at peak, the loss of the kernel alone against the peak, repeated work, and the
   slow-down beside communication. Where the device is calibrated, the loss of the kernel is split: up to what a plain
   matrix product reaches, from there to the fastest kernel known for the blocks, and from there to the run's own kernel.
-  Only the last has a remedy; the first is no loss of the program at all.
+  Only the last has a remedy; the first is no loss of the program.
 - Exposed communication. An exposed instant counts as wire before wait before memory before idle. A rank's waiting is
   its exposed waiting and the time from its last activity until the slowest rank is done. Imbalance is the part of the
   waiting up to the difference between the longest computation of any rank and the rank's own. Peer wait is the rest.
@@ -335,7 +335,7 @@ def _attention_parts(spent_ns: int, work: _AttentionWork | None) -> dict[str, in
     totals["kernel"] = kernel_ns = spent_ns - sum(totals.values())
     if work.kernels.matmul_tflops is None:
         return totals
-    # Slower than the peak, faster than the kernel: the limit of any program on this device.
+    # A matrix product is slower than the peak; a kernel that is faster still has no distance to it.
     at_matmul_ns = work.needed / min(work.kernels.matmul_tflops, work.peak.tflops) / 1e3
     totals["vendor_peak"] = min(max(round(at_matmul_ns) - totals["peak"], 0), max(kernel_ns, 0))
     if work.kernels.fastest_known:
@@ -451,7 +451,7 @@ def _kernel_evidence(kernels: KernelComparison) -> dict[str, str]:
     clock = "" if kernels.matmul_clock_mhz is None else f" at {kernels.matmul_clock_mhz:,.0f} MHz"
     product = f"a plain matrix product reaches {kernels.matmul_tflops:,.0f} TFLOP/s{clock}"
     return {
-        "vendor_peak": f"{product} (calibration {kernels.calibration}): nothing computes faster on this device",
+        "vendor_peak": f"{product} by calibration {kernels.calibration}: a distance that no change of the program removes",
         "slower_kernel": kernels.evidence,
     }
 
