@@ -2,7 +2,8 @@
 
     python benchmarks/prediction.py [PART...]
 
-Parts: shapes, host, later, masks, other_heads, h100_shapes, h100_masks, grid, grid_host, runs, strategies, lengths, eight, replays, h100, a800.
+Parts: shapes, host, later, masks, other_heads, h100_shapes, h100_masks, grid, grid_host, runs, strategies, lengths,
+eight, replays, h100, a800.
 The first two are the runs of benchmarks/data/h200_shapes.csv (recorded by benchmarks/prediction_truth.py), of shapes
 that no committed run has. later and masks are those of h200_shapes_2.csv. grid and grid_host are the cells of
 h200_grid.csv (benchmarks/strategy_speed.py, zigzag on 4 H200). h100 and a800 are the published rows of attention.csv.

@@ -87,7 +87,8 @@ ON_H100 = "ringprof calibrate, 2 H100 of 700 W, 2026-11-25, torch 2.11 (benchmar
 H200_AS_H100 = 0.03
 """Relative difference of a kernel between an H200 and an H100: both have the same chip and power limit.
 
-cuDNN's curves of the two differ by 3.7 % in the mean from 4096 tokens on, flash-attn 3 in four calls by 0.9 to 2.7 %."""
+cuDNN's curves of the two differ by 3.7 % in the mean from 4096 tokens on, flash-attn 3 in four calls by 0.9 to 2.7 %.
+"""
 FLASH_ATTN_3_ON_H200 = (
     ("forward", 32768, 40, 40, 658.0), ("backward", 32768, 40, 40, 597.0), ("forward", 65536, 24, 4, 653.0),
     ("backward", 65536, 24, 4, 601.0),

@@ -14,7 +14,7 @@ from ringprof.run import Workload
 
 PLAIN = Workload(seq=4096, heads=8, kv_heads=8, head_dim=128, backward=False, causal=False)
 FLOPS = 4 * 8 * 128 * 4096 * 4096
-"""Of one full block of 4096 tokens, forward."""
+"""FLOPs of one full block of 4096 tokens, forward."""
 
 
 def rate(tokens: int, tflops: float, **changes: Any) -> KernelRate:
@@ -45,7 +45,7 @@ def test_between_two_lengths_the_rate_is_linear_in_the_logarithm() -> None:
 
 
 def test_of_a_causal_workload_a_block_is_the_mean_of_causal_and_full() -> None:
-    """As many pairs are a causal square of 1.41 times the length; the difference of both is uncertainty."""
+    """A causal square of 1.41 times the length has as many pairs; the difference of both is uncertainty."""
     causal = msgspec.structs.replace(PLAIN, causal=True)
     both = rates(rate(4096, 500.0), *(rate(tokens, 250.0, causal=True) for tokens in (4096, 8192)))
     times = block_times(both, causal, {"forward": 1}, FLOPS)["a"]

@@ -444,8 +444,8 @@ def _fastest(case: Case, m: re.Match[str]) -> None:
 
 
 UNKNOWN = r"there is no calibration of (.+?)|calibration (\w+) does not cover these blocks by ([a-z0-9-]+)|the run " \
-    r"does not name its strategy and kernel|the strategy is not ringprof's own and may support other kernels only|(no " \
-    r"kernel is calibrated in its deterministic mode)"  # fmt: skip
+    r"does not name its strategy and kernel|the strategy is not ringprof's own and may support other kernels only|" \
+    r"(no kernel is calibrated in its deterministic mode)"  # fmt: skip
 
 
 @rule("next|evidence", rf"what another kernel takes is not known: (?:{UNKNOWN})(?=\. |\.$|$)")
@@ -459,8 +459,8 @@ def _unknown_kernels(case: Case, m: re.Match[str]) -> None:
     assert not m[4] or case.run["strategy"]["params"]["deterministic"]
 
 
-@rule("evidence", rf"a plain matrix product reaches {R} TFLOP/s(?: at {R} MHz)? by calibration (\w+): a distance that no "
-      r"change of the program removes")  # fmt: skip
+@rule("evidence", rf"a plain matrix product reaches {R} TFLOP/s(?: at {R} MHz)? by calibration (\w+): a distance that "
+      r"no change of the program removes")  # fmt: skip
 def _matrix_product(case: Case, m: re.Match[str]) -> None:
     machine = machine_of(case, m[3])
     three_digits(m[1], machine["matmul_tflops"]["value"])

@@ -115,7 +115,7 @@ def test_scaling_plot_has_a_line_per_number_of_hosts():
 
 
 def test_plots_have_titles_of_run_and_content():
-    """The figures are the report's: rank 1 exposes most, 7.0 %; most of the rest is lost to cuDNN, which is slower than flash-attn 3."""
+    """The figures are the report's: rank 1 exposes most, 7.0 %; most is lost to a kernel slower than flash-attn 3."""
     run = analysis(RUN)
     titles = {kind: getattr(run.plot, kind)().get_title(loc="left") for kind in KINDS}
     assert all(title.startswith("zigzag") and "65536 tokens" in title for title in titles.values())

@@ -20,7 +20,7 @@ _PEERS = "ringprof.strategies.peers"
 
 
 class KernelComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """What a calibration tells of a run's attention blocks."""
+    """Calibrated times of a run's attention blocks, by its own kernel and by the fastest one known."""
 
     calibration: str = ""
     """Name of the calibration."""

@@ -127,7 +127,7 @@ class Waterfall(msgspec.Struct, frozen=True):
     tflops: float | None
     """Needed work per device over the wall time, in TFLOP/s; None where the work is not known."""
     kernels: KernelComparison = NOTHING_KNOWN
-    """What a calibration of the device tells of the attention blocks."""
+    """Comparison of the attention kernel with others that a calibration of the device knows."""
 
     def __post_init__(self) -> None:
         assert sum(part.time_ns for part in self.parts) == self.wall_ns
@@ -205,7 +205,7 @@ class _AttentionWork(msgspec.Struct, frozen=True):
     solo_tflops: float | None
     """TFLOP/s of the same blocks without communication; None where they were not measured."""
     kernels: KernelComparison
-    """What calibrations tell of these blocks on this device."""
+    """Comparison of the kernel with others that a calibration of the device knows."""
 
 
 def find_waterfall(attribution: Attribution, summary: Summary) -> Waterfall:
@@ -450,8 +450,9 @@ def _kernel_evidence(kernels: KernelComparison) -> dict[str, str]:
         return {}
     clock = "" if kernels.matmul_clock_mhz is None else f" at {kernels.matmul_clock_mhz:,.0f} MHz"
     product = f"a plain matrix product reaches {kernels.matmul_tflops:,.0f} TFLOP/s{clock}"
+    no_loss = "a distance that no change of the program removes"
     return {
-        "vendor_peak": f"{product} by calibration {kernels.calibration}: a distance that no change of the program removes",
+        "vendor_peak": f"{product} by calibration {kernels.calibration}: {no_loss}",
         "slower_kernel": kernels.evidence,
     }
 

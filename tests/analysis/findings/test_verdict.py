@@ -223,7 +223,11 @@ def step_of(*builders):
     ],
 )
 def test_remedies_leave_out_the_strategy_of_the_run(run, remedy):
-    assert remedy in analysis(TRACES / run).report()["summary"]["next_step"]["text"]
+    """A faster kernel may save more; then the remedy stands in the waterfall alone."""
+    report = analysis(TRACES / run).report()
+    step, waterfall = report["summary"]["next_step"], {row["part"]: row for row in report["waterfall"]}
+    outside = [row for part, row in waterfall.items() if part not in ATTENTION_PARTS and row["remedy"] == remedy]
+    assert remedy in step["text"] or (step["part"] == "slower_kernel" and outside)
 
 
 def test_the_rate_that_would_hide_the_wire_is_its_bytes_over_the_computation():
