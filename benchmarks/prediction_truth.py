@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 benchmarks/prediction_truth.py FOLDER [SECONDS [LIST,LIST...]]
 
-Lists: host, masks, device, flash-attn-3, short (default: all). All runs share one launcher, so that each takes seconds. Each writes a run.json; failures and runs without time left are
-named on stderr.
+Lists: host, masks, device, flash-attn-3, short (default: all). All runs share one launcher, so that each takes seconds.
+Each writes a run.json; failures and runs without time left are named on stderr.
 """
 
 from __future__ import annotations

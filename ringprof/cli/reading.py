@@ -26,6 +26,8 @@ _OPTIONS = all_of(
                  help="Analyse the communication of these process groups only: names or descriptions (* and ? match"
                  " any text), or the ranks of a group (0,1,2,3); repeatable."),
     click.option("--rules", type=click.Path(dir_okay=False), help="File of your own rules for the kinds of kernels."),
+    click.option("--machine", type=click.Path(dir_okay=False), metavar="FILE",
+                 help="Calibration of the device, to compare its kernels with.  [default: the bundled one]"),
     click.option("--mixed-runs", is_flag=True,
                  help="Accept traces that do not overlap in time, such as those of two runs."),
     click.option("--ranks-per-host", type=click.IntRange(min=1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Literal
 
 import msgspec
 
@@ -15,6 +16,7 @@ from ringprof.record.dryrun.schedule import AttentionOp
 _TOKENS = tuple(2**octave for octave in range(10, 19))
 _GROUPS = (1, 4, 8)
 _HEADS = 32
+_PHASES: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
 
 
 def with_rates(calibration: Calibration) -> Calibration:
@@ -30,13 +32,13 @@ def with_rates(calibration: Calibration) -> Calibration:
             lengths = [min(sample.q, sample.kv) for sample in plain if sample.head_dim == head_dim]
             groups = {sample.heads / sample.kv_heads for sample in plain if sample.head_dim == head_dim}
             near_groups = [group for group in _GROUPS if any(group / 2 <= known <= 2 * group for known in groups)]
-            for phase, group, causal, tokens in product(("forward", "backward"), near_groups, (True, False), _TOKENS):
+            for phase, group, causal, tokens in product(_PHASES, near_groups, (True, False), _TOKENS):
                 if not min(lengths) <= tokens <= 2 * max(lengths):
                     continue
                 block = AttentionOp(
                     label="", phase=phase, batch=1, q=tokens, kv=tokens, heads=_HEADS, kv_heads=_HEADS // group,
                     head_dim=head_dim, causal=causal,
-                )  # type: ignore[arg-type]  # fmt: skip
+                )  # fmt: skip
                 try:
                     estimate = curves.estimate(block)
                 except OutsideCalibration:

@@ -50,10 +50,13 @@ class KernelComparison(msgspec.Struct, frozen=True, kw_only=True):
 NOTHING_KNOWN = KernelComparison()
 
 
-def compare_kernels(run: Run, devices: Sequence[str]) -> KernelComparison:
-    """Compare the kernel of a run on GPUs with those that the bundled calibration of its device knows."""
+def compare_kernels(run: Run, devices: Sequence[str], calibration: DeviceRates | None = None) -> KernelComparison:
+    """Compare the kernel of a run on GPUs with those that a calibration of its device knows.
+
+    ``calibration``: the user's own; the bundled one counts if there is none, or if it is of another device.
+    """
     device = next(iter(devices), "")
-    rates = bundled_rates(device)
+    rates = calibration if calibration and calibration.device == device else bundled_rates(device)
     if rates is None:
         reason = f"what another kernel takes is not known: there is no calibration of {device or 'the device'}"
         return KernelComparison(unknown=reason)

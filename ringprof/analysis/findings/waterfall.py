@@ -32,6 +32,7 @@ from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, MEMORY
 from ringprof.analysis.rank import Rank
 from ringprof.common.formatting import milliseconds, three_digits
+from ringprof.kernel_rates import DeviceRates
 from ringprof.workload.devices import Peak, peak_of
 from ringprof.workload_checks import workload_fits
 
@@ -208,13 +209,15 @@ class _AttentionWork(msgspec.Struct, frozen=True):
     """Comparison of the kernel with others that a calibration of the device knows."""
 
 
-def find_waterfall(attribution: Attribution, summary: Summary) -> Waterfall:
-    """Compute the waterfall of a run."""
+def find_waterfall(
+    attribution: Attribution, summary: Summary, calibration: DeviceRates | None = None
+) -> Waterfall:  # fmt: skip
+    """Compute the waterfall of a run; ``calibration``: the user's own of the device, None: the bundled one."""
     ranks = attribution.ranks
     slowest = next(rank for rank in ranks if rank.rank == summary.slowest_rank)
     longest_compute_ns = max(rank.breakdown.compute_ns for rank in ranks)
     rank_parts = [_rank_parts(rank, slowest.breakdown.wall_ns, longest_compute_ns) for rank in ranks]
-    work = _attention_work(attribution, summary)
+    work = _attention_work(attribution, summary, calibration)
     totals = _attention_parts(sum(parts.attention_ns for parts in rank_parts), work)
     totals |= {
         "imbalance": sum(parts.imbalance_ns for parts in rank_parts),
@@ -301,7 +304,9 @@ def _rank_parts(rank: Rank, wall_ns: int, longest_compute_ns: int) -> _RankParts
 # --- the attention kernels' time ----------------------------------------------------------------------
 
 
-def _attention_work(attribution: Attribution, summary: Summary) -> _AttentionWork | None:
+def _attention_work(
+    attribution: Attribution, summary: Summary, calibration: DeviceRates | None
+) -> _AttentionWork | None:  # fmt: skip
     """Return the attention FLOPs and rates over all ranks; None where the work of every rank is not known."""
     run, ranks = attribution.run, attribution.ranks
     if run is None or run.workload is None or run.topology.world_size != len(ranks) or attribution.on_cpu:
@@ -318,7 +323,7 @@ def _attention_work(attribution: Attribution, summary: Summary) -> _AttentionWor
     # Attention faster than the peak cannot be that of the stated workload, so there is no peak to compare with.
     if peak is None or needed_flops / peak.tflops / 1e3 > attention_ns or len(set(summary.devices)) > 1:
         peak = None
-    kernels = compare_kernels(run, summary.devices) if peak else NOTHING_KNOWN
+    kernels = compare_kernels(run, summary.devices, calibration) if peak else NOTHING_KNOWN
     return _AttentionWork(peak, needed_flops, done_flops, summary.rates.solo_tflops, kernels)
 
 
