@@ -240,7 +240,7 @@ def load(
     - ``group``: process groups whose communication to analyse: names or descriptions separated by commas, with ``*``
       and ``?`` as wildcards, or the ranks of a group (``0,1,2,3``). Semicolons separate several of these.
     - ``rules``: file of your own rules for the kinds of kernels, see `ringprof.analysis.kinds.user_rules`.
-    - ``machine``: calibration file of the device, whose kernels the run's is compared with (default: the bundled one).
+    - ``machine``: calibration of the device, to compare its kernels with the run's (default: the bundled one).
     - ``mixed_runs``: accept traces that do not overlap in time, such as those of two runs.
     - ``ranks_per_host``: ranks per host, used if neither the run nor the traces name the hosts.
     - ``memory_bytes``: maximum memory per process for reading and analysing, in bytes (default 1 GiB).
@@ -253,8 +253,8 @@ def load(
     kernel tables are read by `load_tables`.
     """
     loaded = load_any(paths, LoadOptions(
-        window=window, between=between, group=group, rules=rules, machine=machine, mixed_runs=mixed_runs, ranks_per_host=ranks_per_host,
-        memory_bytes=memory_bytes, limit_bytes=limit_bytes, jobs=jobs, scheduler=scheduler, notify=notify,
+        window=window, between=between, group=group, rules=rules, machine=machine, mixed_runs=mixed_runs,
+        ranks_per_host=ranks_per_host, memory_bytes=memory_bytes, limit_bytes=limit_bytes, jobs=jobs, scheduler=scheduler, notify=notify,
     ))  # fmt: skip
     if not isinstance(loaded, Analysis):
         raise KernelTableError(f"{loaded.name}: text with printed kernel tables: read it with ringprof.load_tables")

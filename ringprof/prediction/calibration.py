@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
@@ -44,7 +45,7 @@ class Value(msgspec.Struct, frozen=True):
     """The measurement or the publication behind the value, or the reason why it is assumed."""
 
 
-class KernelSample(msgspec.Struct, frozen=True, kw_only=True):
+class KernelSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Measured time of one attention call, helper kernels included, on a device that does nothing else."""
 
     phase: Literal["forward", "backward"]
@@ -307,8 +308,9 @@ def named_values(owner: Any, prefix: str = "") -> Iterator[tuple[str, Value]]:
 
 
 def calibration_json(calibration: Calibration) -> bytes:
-    """Return the text of a calibration file."""
-    return msgspec.json.format(msgspec.json.encode(calibration), indent=1) + b"\n"
+    """Return the text of a calibration file, with each sample, rate and figure on one line."""
+    text = msgspec.json.format(msgspec.json.encode(calibration), indent=1)
+    return re.sub(rb"\{[^{}]*\}", lambda innermost: re.sub(rb"\n\s*", b" ", innermost[0]), text) + b"\n"
 
 
 def assumed_calibration(name: str, device: str, multiprocessors: int, memory_bytes: int) -> Calibration:
