@@ -254,7 +254,8 @@ def load(
     """
     loaded = load_any(paths, LoadOptions(
         window=window, between=between, group=group, rules=rules, machine=machine, mixed_runs=mixed_runs,
-        ranks_per_host=ranks_per_host, memory_bytes=memory_bytes, limit_bytes=limit_bytes, jobs=jobs, scheduler=scheduler, notify=notify,
+        ranks_per_host=ranks_per_host, memory_bytes=memory_bytes, limit_bytes=limit_bytes, jobs=jobs,
+        scheduler=scheduler, notify=notify,
     ))  # fmt: skip
     if not isinstance(loaded, Analysis):
         raise KernelTableError(f"{loaded.name}: text with printed kernel tables: read it with ringprof.load_tables")
