@@ -38,7 +38,7 @@ NAMES = {
     "imbalance": "imbalance between ranks", "exposed_wire": "exposed wire", "peer_wait": "peer wait",
     "exposed_unsplit": "exposed wire, wait and imbalance", "other_groups": "other groups' communication",
     "attention": "attention kernels", "kernel": "attention kernel below peak", "repeated": "repeated work",
-    "slower_kernel": "slower than the fastest known kernel",
+    "slower_kernel": "kernel slower than the fastest known",
     "slowdown": "slow-down beside communication", "launch_gaps": "host-bound idle", "blocked": "blocked idle",
     "matrix_products": "matrix products", "optimizer": "the optimizer",
     "other_compute": "computation other than attention",

@@ -121,7 +121,7 @@ def test_plots_have_titles_of_run_and_content():
     assert all(title.startswith("zigzag") and "65536 tokens" in title for title in titles.values())
     assert all("4 ranks, NVIDIA H200" in title.replace("\n", " ") for title in titles.values())
     assert titles["breakdown"].endswith("most on rank 1, 7.0 %")
-    assert titles["waterfall"].endswith("lost to: slower than the fastest known kernel")
+    assert titles["waterfall"].endswith("lost to: kernel slower than the fastest known")
     frame = run.steps()
     worst = frame.loc[frame["exposed_ns"].idxmax()]
     assert titles["waiting"].endswith(

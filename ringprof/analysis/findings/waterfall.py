@@ -40,7 +40,7 @@ WATERFALL_LABELS: dict[str, str] = {
     "peak": "needed work at peak",
     "vendor_peak": "matrix product below peak",
     "kernel_limit": "attention below a matrix product",
-    "slower_kernel": "slower than the fastest known kernel",
+    "slower_kernel": "kernel slower than the fastest known",
     "kernel": "attention kernel below peak",
     "repeated": "repeated work",
     "slowdown": "slow-down beside communication",
