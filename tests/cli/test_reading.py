@@ -104,9 +104,10 @@ def test_plot_uses_the_chosen_times(tmp_path: Path) -> None:
     assert 9 < axes.dataLim.x1 <= 10 and axes.dataLim.x0 >= 0
 
 
+@pytest.mark.parametrize("matmul", [800.0, None])
 @pytest.mark.parametrize(("device", "name"), [("NVIDIA H200", "mine"), ("NVIDIA H100 80GB HBM3", "h200")])
 def test_kernels_are_compared_by_the_users_own_calibration_of_the_device(
-    device: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    device: str, name: str, matmul: float | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It has another kernel at ten times cuDNN's rate. A calibration of another device is not used."""
     rows = [
@@ -115,14 +116,15 @@ def test_kernels_are_compared_by_the_users_own_calibration_of_the_device(
         for kernel, tflops in (("cudnn", 60), ("flash-attn", 600))
         for phase in ("forward", "backward") for causal in (True, False)
     ]  # fmt: skip
-    machine = {"name": "mine", "device": device, "kernel_rates": rows, "matmul_tflops": {"value": 800}}
+    machine = {"name": "mine", "device": device, "kernel_rates": rows, "matmul_tflops": matmul and {"value": matmul}}
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(machine))
     assert cli.run(["report", RUN, "--machine", str(path), "--format", "json"]) == 0
-    summary = json.loads(capsys.readouterr().out)["summary"]
-    assert summary["other_kernels"]["calibration"] == name
+    report = json.loads(capsys.readouterr().out)
+    other, parts = report["summary"]["other_kernels"], {row["part"] for row in report["waterfall"]}
+    assert other["calibration"] == name and "slower_kernel" in parts
     if name == "mine":
-        other = summary["other_kernels"]
-        assert (other["fastest"], other["matmul_tflops"]) == ("flash-attn", 800)
+        assert (other["fastest"], other["matmul_tflops"]) == ("flash-attn", matmul)
+        assert ("kernel" in parts, "kernel_limit" in parts) == (matmul is None, matmul is not None)
         assert other["saved_share"] == pytest.approx(0.9) and other["own_ns"] == pytest.approx(10 * other["fastest_ns"])
-        assert summary["next_step"]["text"].endswith("To try: --kernel flash-attn (ringprof kernels).")
+        assert report["summary"]["next_step"]["text"].endswith("To try: --kernel flash-attn (ringprof kernels).")

@@ -320,8 +320,8 @@ def _largest_loss(case: Case, m: re.Match[str]) -> None:
     assert (m[5] or m[2]) in (names_of(case, part) if part == "merge_and_copies" else {NAMES[part]})
     others = [name for name in losses if name not in ATTENTION_PARTS]
     if part == "slower_kernel":
-        rivals = [case.of(*COMMUNICATION_PARTS), *(case.of(name) for name in others if name not in COMMUNICATION_PARTS)]
-        assert case.of(part) > max(*rivals, MIN_LOSS_SHARE * case.wall) or case.of(part) == step["time_ns"]
+        outside = [case.of(*COMMUNICATION_PARTS), *(case.of(name) for name in others if name not in COMMUNICATION_PARTS)]
+        assert case.of(part) > max(*outside, MIN_LOSS_SHARE * case.wall) or case.of(part) == step["time_ns"]
         assert not m[1] and case.of(part) >= MIN_LOSS_SHARE * case.wall
         return
     if part in ATTENTION_PARTS:

@@ -60,8 +60,8 @@ WATERFALL_LABELS: dict[str, str] = {
 }
 """Labels of all parts that a waterfall may have, in order.
 
-``vendor_peak``, ``kernel_limit`` and ``slower_kernel`` replace ``kernel`` where the rate of a matrix product on the
-device is known; ``slower_kernel`` is absent where no other kernel is known for the blocks. ``kernel``, or else
+``vendor_peak`` and ``kernel_limit`` replace ``kernel`` where the rate of a matrix product on the device is known;
+``slower_kernel`` is absent where no other kernel is known for the blocks. ``kernel``, or else
 ``kernel_limit``, contains ``slowdown`` where there is no solo rate. ``attention`` replaces all of these where the
 needed work or the peak is not known. ``exposed_unsplit`` is exposed communication whose wait and wire are not known.
 ``other_groups`` is exposed communication of process groups other than the chosen one. ``background`` is time of
@@ -337,19 +337,19 @@ def _attention_parts(spent_ns: int, work: _AttentionWork | None) -> dict[str, in
         totals["repeated"] = round((work.done - work.needed) / rate_tflops / 1e3)
     if work.done is not None and work.solo_tflops:
         totals["slowdown"] = spent_ns - round(work.done / work.solo_tflops / 1e3)
-    totals["kernel"] = kernel_ns = spent_ns - sum(totals.values())
+    kernel_ns = spent_ns - sum(totals.values())
+    split = {}
+    if work.kernels.fastest_known:
+        # The saved share is of the needed blocks alone.
+        saved_ns = round((totals["peak"] + kernel_ns) * work.kernels.saved_share)
+        split["slower_kernel"] = min(saved_ns, max(kernel_ns, 0))
     if work.kernels.matmul_tflops is None:
-        return totals
+        return {**totals, **split, "kernel": kernel_ns - sum(split.values())}
     # A matrix product is slower than the peak; a kernel that is faster still has no distance to it.
     at_matmul_ns = work.needed / min(work.kernels.matmul_tflops, work.peak.tflops) / 1e3
-    totals["vendor_peak"] = min(max(round(at_matmul_ns) - totals["peak"], 0), max(kernel_ns, 0))
-    if work.kernels.fastest_known:
-        alone_ns = totals["peak"] + kernel_ns
-        saved_ns = round(alone_ns * work.kernels.saved_share)
-        totals["slower_kernel"] = min(saved_ns, max(kernel_ns - totals["vendor_peak"], 0))
-    totals["kernel_limit"] = kernel_ns - totals["vendor_peak"] - totals.get("slower_kernel", 0)
-    del totals["kernel"]
-    return totals
+    left_ns = max(kernel_ns - sum(split.values()), 0)
+    split["vendor_peak"] = min(max(round(at_matmul_ns) - totals["peak"], 0), left_ns)
+    return {**totals, **split, "kernel_limit": kernel_ns - sum(split.values())}
 
 
 def _waterfall_parts(
@@ -452,7 +452,7 @@ def _work_evidence(attribution: Attribution, work: _AttentionWork | None) -> dic
 def _kernel_evidence(kernels: KernelComparison) -> dict[str, str]:
     """Return the evidence for the parts that follow from calibrated rates."""
     if kernels.matmul_tflops is None:
-        return {}
+        return {"slower_kernel": kernels.evidence}
     clock = "" if kernels.matmul_clock_mhz is None else f" at {kernels.matmul_clock_mhz:,.0f} MHz"
     product = f"a plain matrix product reaches {kernels.matmul_tflops:,.0f} TFLOP/s{clock}"
     no_loss = "a distance that no change of the program removes"
