@@ -115,13 +115,14 @@ class Query:
             )
         if not calibrated:
             raise InputError(f"machine {machine.name!r}: no kernel has been measured on it")
-        names = same_head_dim or [name for name, _ in calibrated]
+        if not same_head_dim:
+            return calibrated[0][0]
         documents, deterministic = self.workload.documents is not None, is_set(self.params.get("deterministic"))
         at_run_time = (
             kernel.name for kernel in auto_order(self.workload.head_dim, documents=documents)
-            if kernel.name in names and (kernel.has_deterministic_mode or not deterministic)
+            if kernel.name in same_head_dim and (kernel.has_deterministic_mode or not deterministic)
         )  # fmt: skip
-        return next(at_run_time, names[0])
+        return next(at_run_time, same_head_dim[0])
 
 
 def is_set(value: object) -> bool:

@@ -109,7 +109,7 @@ def test_plot_uses_the_chosen_times(tmp_path: Path) -> None:
 def test_kernels_are_compared_by_the_users_own_calibration_of_the_device(
     device: str, name: str, matmul: float | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It has another kernel at ten times cuDNN's rate. A calibration of another device is not used."""
+    """Another kernel has ten times cuDNN's rate there. A calibration of another device is not used."""
     rows = [
         {"kernel": kernel, "phase": phase, "head_dim": 128, "group": 1, "causal": causal, "tokens": 16384,
          "tflops": tflops, "spread": 0.01}

@@ -320,7 +320,8 @@ def _largest_loss(case: Case, m: re.Match[str]) -> None:
     assert (m[5] or m[2]) in (names_of(case, part) if part == "merge_and_copies" else {NAMES[part]})
     others = [name for name in losses if name not in ATTENTION_PARTS]
     if part == "slower_kernel":
-        outside = [case.of(*COMMUNICATION_PARTS), *(case.of(name) for name in others if name not in COMMUNICATION_PARTS)]
+        singles = [case.of(name) for name in others if name not in COMMUNICATION_PARTS]
+        outside = [case.of(*COMMUNICATION_PARTS), *singles]
         assert case.of(part) == step["time_ns"] > max(*outside, MIN_LOSS_SHARE * case.wall)
         assert not m[1] and case.of(part) >= MIN_LOSS_SHARE * case.wall
         return
