@@ -2,7 +2,8 @@
 
     python benchmarks/prediction.py [PART...]
 
-Parts: shapes, host, later, masks, other_heads, grid, grid_host, runs, strategies, lengths, eight, replays, h100, a800.
+Parts: shapes, host, later, masks, other_heads, h100_shapes, h100_masks, grid, grid_host, runs, strategies, lengths,
+eight, replays, h100, a800.
 The first two are the runs of benchmarks/data/h200_shapes.csv (recorded by benchmarks/prediction_truth.py), of shapes
 that no committed run has. later and masks are those of h200_shapes_2.csv. grid and grid_host are the cells of
 h200_grid.csv (benchmarks/strategy_speed.py, zigzag on 4 H200). h100 and a800 are the published rows of attention.csv.
@@ -154,9 +155,19 @@ def later_shapes() -> list[Shape]:
     return recorded_shapes("h200_shapes_2.csv")
 
 
-def _predicted_shapes(chosen: Iterable[Shape]) -> Iterator[Score]:
+def _predicted_shapes(chosen: Iterable[Shape], machine: str = "h200") -> Iterator[Score]:
     for shape in chosen:
-        yield scored(shape.name, shape.ms, predict(shape.query, read_calibration("h200"), schedule_of))
+        yield scored(shape.name, shape.ms, predict(shape.query, read_calibration(machine), schedule_of))
+
+
+def h100_shapes() -> Iterator[Score]:
+    """Score flash-attn 3 and cuDNN on 2 H100, by the bundled h100, whose curves of them are of the same session."""
+    yield from _predicted_shapes((shape for shape in recorded_shapes("h100_shapes.csv") if shape.plain), "h100")
+
+
+def h100_masks() -> Iterator[Score]:
+    """Score packed documents and windows with flash-attn 3 in the same session."""
+    yield from _predicted_shapes((shape for shape in recorded_shapes("h100_shapes.csv") if not shape.plain), "h100")
 
 
 def other_heads() -> Iterator[Score]:

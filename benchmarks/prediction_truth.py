@@ -1,9 +1,9 @@
 """Record runs for tests of predictions: shapes, masks and kernels that no committed run has, and host-bound ones.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/prediction_truth.py FOLDER [SECONDS [host,masks,device,short]]
+    torchrun --standalone --nproc-per-node 2 benchmarks/prediction_truth.py FOLDER [SECONDS [LIST,LIST...]]
 
-All runs share one launcher, so that each takes seconds. Each writes a run.json; failures and runs without time left are
-named on stderr.
+Lists: host, masks, device, flash-attn-3, short (default: all). All runs share one launcher, so that each takes seconds.
+Each writes a run.json; failures and runs without time left are named on stderr.
 """
 
 from __future__ import annotations
@@ -117,6 +117,28 @@ CASES = {
         Case("burst", 12288, 16, 16),
         Case("stripe", 16384, 12, 12),
         Case("ulysses", 16384, 8, 8),
+    ),
+    "flash-attn-3": (
+        Case("zigzag", 65536, 40, 40, "flash-attn-3"),
+        Case("burst", 65536, 40, 40, "flash-attn-3"),
+        Case("ulysses", 65536, 32, 8, "flash-attn-3"),
+        Case("zigzag", 131072, 32, 8, "flash-attn-3", hops="copy"),
+        Case("ring", 32768, 40, 40, "flash-attn-3", causal=False),
+        Case("stripe", 49152, 24, 4, "flash-attn-3"),
+        Case("megatron", 65536, 32, 8, "flash-attn-3"),
+        Case("zigzag", 98304, 24, 4, "flash-attn-3", hops="copy"),
+        Case("double-ring", 32768, 40, 40, "flash-attn-3"),
+        Case("usp", 57344, 20, 20, "flash-attn-3"),
+        Case("allgather", 57344, 16, 4, "flash-attn-3", params={"layout": "zigzag"}),
+        Case("ring", 49152, 24, 8, "flash-attn-3", window=6144),
+        Case("zigzag", 49152, 32, 8, "flash-attn-3", documents=_PACKED),
+        Case("ulysses", 49152, 16, 16, "flash-attn-3", documents=_PACKED),
+        Case("zigzag", 16384, 40, 40, "flash-attn-3"),
+        Case("zigzag", 8192, 32, 8, "flash-attn-3", hops="copy"),
+        # Today's default before it, for the ratio of the two.
+        Case("zigzag", 65536, 40, 40),
+        Case("zigzag", 98304, 24, 4, hops="copy"),
+        Case("ulysses", 65536, 32, 8),
     ),
     "short": (
         Case("zigzag", 10240, 32, 32),

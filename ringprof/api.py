@@ -224,6 +224,7 @@ def load(
     between: str | None = None,
     group: str | None = None,
     rules: str | os.PathLike[str] | None = None,
+    machine: str | os.PathLike[str] | None = None,
     mixed_runs: bool = False,
     ranks_per_host: int | None = None,
     memory_bytes: int | None = None,
@@ -239,6 +240,7 @@ def load(
     - ``group``: process groups whose communication to analyse: names or descriptions separated by commas, with ``*``
       and ``?`` as wildcards, or the ranks of a group (``0,1,2,3``). Semicolons separate several of these.
     - ``rules``: file of your own rules for the kinds of kernels, see `ringprof.analysis.kinds.user_rules`.
+    - ``machine``: calibration of the device, to compare its kernels with the run's (default: the bundled one).
     - ``mixed_runs``: accept traces that do not overlap in time, such as those of two runs.
     - ``ranks_per_host``: ranks per host, used if neither the run nor the traces name the hosts.
     - ``memory_bytes``: maximum memory per process for reading and analysing, in bytes (default 1 GiB).
@@ -251,8 +253,9 @@ def load(
     kernel tables are read by `load_tables`.
     """
     loaded = load_any(paths, LoadOptions(
-        window=window, between=between, group=group, rules=rules, mixed_runs=mixed_runs, ranks_per_host=ranks_per_host,
-        memory_bytes=memory_bytes, limit_bytes=limit_bytes, jobs=jobs, scheduler=scheduler, notify=notify,
+        window=window, between=between, group=group, rules=rules, machine=machine, mixed_runs=mixed_runs,
+        ranks_per_host=ranks_per_host, memory_bytes=memory_bytes, limit_bytes=limit_bytes, jobs=jobs,
+        scheduler=scheduler, notify=notify,
     ))  # fmt: skip
     if not isinstance(loaded, Analysis):
         raise KernelTableError(f"{loaded.name}: text with printed kernel tables: read it with ringprof.load_tables")
@@ -273,7 +276,9 @@ def load_any(
         return _load_text(
             read_whole(source.paths[0], reading.limits(), TEXT_SHARE), source.paths[0], wall_ns, iterations
         )
+    calibration = reading.calibration()
     analysis = _load_run(source.run, source, reading) if source.run else _load_traces(source, reading)
+    analysis.findings = msgspec.structs.replace(analysis.findings, calibration=calibration)
     analysis.given = tuple(names)
     return analysis
 

@@ -12,6 +12,7 @@ from ringprof.common.files import read_whole
 from ringprof.common.limits import EXPANDED_BYTES, MEMORY_BYTES, Limits
 from ringprof.common.validation import refuse_below_one
 from ringprof.errors import InputError, UsageError
+from ringprof.kernel_rates import DeviceRates, read_rates
 from ringprof.scale.workers import Notify
 
 _TEXTS = {"window": "train_step*", "between": "10ms,20ms", "group": "cp,dp"}
@@ -26,6 +27,7 @@ class LoadOptions:
     between: str | None = None
     group: str | None = None
     rules: str | os.PathLike[str] | None = None
+    machine: str | os.PathLike[str] | None = None
     mixed_runs: bool = False
     ranks_per_host: int | None = None
     memory_bytes: int | None = None
@@ -57,6 +59,10 @@ class LoadOptions:
             rules=_read_rules(self.rules) if self.rules else (),
             mixed_runs=self.mixed_runs,
         )
+
+    def calibration(self) -> DeviceRates | None:
+        """Return the user's calibration; None for the bundled ones. Raises `InputError`."""
+        return read_rates(self.machine) if self.machine else None
 
 
 def _read_rules(path: str | os.PathLike[str]) -> tuple[Rule, ...]:

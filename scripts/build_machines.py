@@ -1,8 +1,9 @@
 """Write the calibrations that come with the package, ringprof/prediction/machines/*.json.
 
 h200 is measured: from the committed runs, from benchmarks/data/h200_links.csv and from `ringprof calibrate`.
-benchmarks/data/h200_kernels.csv has the kernels of the latter, and h200_heads.csv those of other head sizes. h100, b200
-and a800 are assembled from published figures by the rules below; docs/prediction.md says which. No data enters that
+benchmarks/data/h200_kernels.csv has the kernels of the latter, and h200_heads.csv those of other head sizes. Its
+flash-attn 3 is that of h100, of which h100_kernels.csv has cuDNN and flash-attn 3. The rest of h100, b200 and a800 are
+assembled from published figures by the rules below; docs/prediction.md says which. No data enters that
 docs/prediction.md scores a prediction against, except the rows that it names.
 
     python -m scripts.build_machines [NAME...]
@@ -11,6 +12,7 @@ docs/prediction.md scores a prediction against, except the rows that it names.
 from __future__ import annotations
 
 import csv
+import math
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from ringprof.prediction.calibration import (
+    PERSISTENT_KERNELS,
     Calibration,
     Host,
     HostPass,
@@ -31,6 +34,7 @@ from ringprof.prediction.calibration import (
 )
 from ringprof.prediction.fit import calibrate_from, observed_run
 from ringprof.prediction.host_model import fit_host_times
+from ringprof.prediction.rates import with_rates
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "benchmarks" / "data"
@@ -74,6 +78,24 @@ TRANSFER_MARGIN = {
 NOISE_SOURCE = "the same runs: with so much those of 2 to 8 ms lie within as often as longer ones"
 
 
+MATMUL = Value(
+    790.0, 0.02, "measured", "a bfloat16 matrix product in a loop on an H200 at its power limit, 2026-11-23"
+)  # fmt: skip
+
+
+ON_H100 = "ringprof calibrate, 2 H100 of 700 W, 2026-11-25, torch 2.11 (benchmarks/data/h100_kernels.csv)"
+H200_AS_H100 = 0.03
+"""Relative difference of a kernel between an H200 and an H100: both have the same chip and power limit.
+
+cuDNN's curves of the two differ by 3.7 % in the mean from 4096 tokens on, flash-attn 3 in four calls by 0.9 to 2.7 %.
+"""
+FLASH_ATTN_3_ON_H200 = (
+    ("forward", 32768, 40, 40, 658.0), ("backward", 32768, 40, 40, 597.0), ("forward", 65536, 24, 4, 653.0),
+    ("backward", 65536, 24, 4, 601.0),
+)  # fmt: skip
+"""Phase, tokens, heads, kv heads and TFLOP/s of one causal call."""
+
+
 def h200() -> Calibration:
     """Return the H200 fitted to runs, with kernels and better isolated figures from ``calibrate``.
 
@@ -88,12 +110,65 @@ def h200() -> Calibration:
         )
         for kernel in machine.kernels
     ]
+    kernels = [_derived_flash_attn_3() if kernel.name == "flash-attn-3" else kernel for kernel in kernels]
     machine = _with_host(msgspec.structs.replace(machine, kernels=kernels))
     return msgspec.structs.replace(
         machine, created="2026-11-22", transfer_margin=TRANSFER_MARGIN,
         memory_gb_s=Value(4176.0, 0.02, "measured", CALIBRATED),
         reorder_gb_s=Value(1002.0, 0.1, "measured", CALIBRATED),
-        run_to_run_noise_us=Value(200.0, 0.3, "measured", NOISE_SOURCE),
+        run_to_run_noise_us=Value(200.0, 0.3, "measured", NOISE_SOURCE), matmul_tflops=MATMUL,
+    )  # fmt: skip
+
+
+def _derived_flash_attn_3() -> KernelFigures:
+    """Return flash-attn 3 on H200: samples of an H100, which has the same chip, and four calls on an H200 itself."""
+    derived = [
+        msgspec.structs.replace(
+            sample, spread=math.hypot(sample.spread, H200_AS_H100), origin="assumed", source=f"as on H100: {ON_H100}"
+        )
+        for sample in _h100_samples("flash-attn-3")
+    ]  # fmt: skip
+    measured = [
+        KernelSample(
+            phase=phase, q=tokens, kv=tokens, heads=heads, kv_heads=kv_heads, head_dim=128, causal=True, spread=0.01,
+            ns=(4 if phase == "forward" else 10) * tokens**2 / 2 * heads * 128 / tflops / 1e3, origin="measured",
+            source="one H200, the kernel alone, 2026-11-23",
+        )
+        for phase, tokens, heads, kv_heads, tflops in FLASH_ATTN_3_ON_H200
+    ]  # type: ignore[arg-type]  # fmt: skip
+    return msgspec.structs.replace(_flash_attn_3([]), samples=[*measured, *derived])
+
+
+def _flash_attn_3(samples: list[KernelSample]) -> KernelFigures:
+    """Return flash-attn 3 on Hopper: its forward pass fills the device, its backward pass has many blocks."""
+    probe = "2 H100: a hop posted during a call of 4 to 22 ms, 2026-11-25"
+    return KernelFigures(
+        name="flash-attn-3", fills_device=True, fills_backward=False, samples=samples,
+        tail=Value(0.005, 1.0, "measured", probe), lead=Value(0.0, 0.5, "assumed", "no kernel waits for its blocks"),
+    )  # fmt: skip
+
+
+def _h100_samples(kernel: str) -> list[KernelSample]:
+    """Return samples from devices that had computed for 0.3 s before each, which counts as a long time."""
+    return [
+        KernelSample(
+            phase=row["phase"], causal=row["causal"] == "1", ns=float(row["us"]) * 1e3, spread=float(row["spread"]),
+            head_dim=128, origin="measured", source=ON_H100, pairs=int(row["pairs"]) if row["pairs"] else None,
+            sequences=int(row["sequences"] or 1),
+            **{name: int(row[name]) for name in ("q", "kv", "heads", "kv_heads", "count")},
+        )  # type: ignore[arg-type]
+        for row in _rows("h100_kernels.csv") if row["kernel"] == kernel
+    ]  # fmt: skip
+
+
+def h100() -> Calibration:
+    """Return the H100: cuDNN and flash-attn 3 as measured, flash-attn 2 as published, everything else as on H200."""
+    machine = published("h100", "NVIDIA H100 80GB HBM3", "H100", 132, 80 << 30)
+    measured = {"flash-attn-3": _flash_attn_3(_h100_samples("flash-attn-3"))}
+    measured["cudnn"] = msgspec.structs.replace(machine.kernel("cudnn"), samples=_h100_samples("cudnn"))
+    return msgspec.structs.replace(
+        machine, created="2026-11-25", kernels=[measured.get(kernel.name, kernel) for kernel in machine.kernels],
+        matmul_tflops=Value(699.5, 0.043, "measured", ON_H100), matmul_clock_mhz=1470.0,
     )  # fmt: skip
 
 
@@ -150,7 +225,7 @@ def _with_host(machine: Calibration) -> Calibration:
     host = {
         name: msgspec.structs.replace(getattr(fitted.host, name), spread=HOST_SPREAD)
         for name in fitted.host.__struct_fields__
-        if name != "host_variation"
+        if name not in ("host_variation", "pass_spread")
     }  # fmt: skip
     return msgspec.structs.replace(fitted, host=Host(**host, host_variation=HOST_VARIATION), passes=[])
 
@@ -190,20 +265,23 @@ def published(name: str, device: str, hardware: str, multiprocessors: int, memor
     """Build a machine from kernel_curves.csv; other figures are the H200's, scaled by the data sheets."""
     reference = fit_h200()
     kernels = {"cudnn": "cudnn", "fa2": "flash-attn", "fa3": "flash-attn-3", "fa4": "flash-attn-4"}
-    fills = ("cudnn", "flash-attn-3", "flash-attn-4")
     kernel_figures = []
     for source_name, kernel_name in kernels.items():
         samples = _samples(hardware, source_name)
         if samples:
             tail = (
                 _as_h200(reference.kernel("cudnn").tail, 1.0)
-                if kernel_name in fills
+                if kernel_name in PERSISTENT_KERNELS
                 else Value(0.0, 0.5, "assumed", "many blocks")
             )
             lead = _as_h200(reference.kernel("cudnn").lead, 1.0)
             kernel_figures.append(
                 KernelFigures(
-                    name=kernel_name, fills_device=kernel_name in fills, tail=tail, lead=lead, samples=samples
+                    name=kernel_name,
+                    fills_device=kernel_name in PERSISTENT_KERNELS,
+                    tail=tail,
+                    lead=lead,
+                    samples=samples,
                 )
             )
     memory, nvlink = {"H100": (3.35 / 4.8, 1.0), "B200": (8.0 / 4.8, 2.0)}[hardware]
@@ -314,7 +392,7 @@ def _rows(name: str) -> Iterable[dict[str, str]]:
 
 BUILD = {
     "h200": h200,
-    "h100": lambda: published("h100", "NVIDIA H100 80GB HBM3", "H100", 132, 80 << 30),
+    "h100": h100,
     "b200": lambda: published("b200", "NVIDIA B200", "B200", 148, 180 << 30),
     "a800": a800,
 }
@@ -323,5 +401,5 @@ BUILD = {
 if __name__ == "__main__":
     MACHINES.mkdir(exist_ok=True)
     for chosen in sys.argv[1:] or BUILD:
-        (MACHINES / f"{chosen}.json").write_bytes(calibration_json(BUILD[chosen]()))
+        (MACHINES / f"{chosen}.json").write_bytes(calibration_json(with_rates(BUILD[chosen]())))
         print(f"Wrote {MACHINES / chosen}.json")

@@ -29,6 +29,7 @@ from ringprof.prediction.calibration import (
 )
 from ringprof.prediction.fit import calibrate_from, observed_run
 from ringprof.prediction.query import find_run
+from ringprof.prediction.rates import with_rates
 from ringprof.prediction.text import calibration_text
 from ringprof.record.launcher import launcher_rank
 from ringprof.report.text import clean, shell_words
@@ -86,6 +87,7 @@ def command(
     else:
         refuse_unwritable(str(path))
         _measure(path, name, base, kernels, parts, seconds)
+    write_atomically(path, calibration_json(with_rates(read_calibration(path))))
     output = str(path)
     click.echo(calibration_text(read_calibration(path), text_style(None)), nl=False)
     say(f"Wrote {output}: ringprof predict --machine {shell_words([output])}")

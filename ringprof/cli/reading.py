@@ -27,6 +27,8 @@ _OPTIONS = all_of(
                  " any text), or the ranks of a group (0,1,2,3); repeatable."),
     click.option("--rules", cls=Advanced, type=click.Path(dir_okay=False),
                  help="File of your own rules for the kinds of kernels."),
+    click.option("--machine", cls=Advanced, type=click.Path(dir_okay=False), metavar="FILE",
+                 help="Calibration of the device, to compare its kernels with.  [default: the bundled one]"),
     click.option("--mixed-runs", cls=Advanced, is_flag=True,
                  help="Accept traces that do not overlap in time, such as those of two runs."),
     click.option("--ranks-per-node", "ranks_per_host", cls=Advanced, type=click.IntRange(min=1),

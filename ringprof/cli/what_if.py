@@ -9,6 +9,7 @@ import click
 from ringprof.cli.options import Advanced, Command, OneOf
 from ringprof.cli.progress import show_progress
 from ringprof.cli.recording import params_of
+from ringprof.cli.values import KERNEL_NAMES, Known
 from ringprof.cli.write import formats
 from ringprof.common.formatting import percent
 from ringprof.common.json_object import json_text
@@ -35,6 +36,8 @@ _NOTABLE = 0.05
 )  # fmt: skip
 @click.option("--slow", multiple=True, metavar="RANK=FACTOR", help="Slow the blocks of a rank down, such as 3=1.25.")
 @click.option("--kernel-speed", default="1x", show_default=True, metavar="FACTOR", help="Speed up attention kernels.")
+@click.option("--kernel", type=Known(tuple(name for name in KERNEL_NAMES if name != "auto")),
+              help="Attention kernel; the calibration must have its curves and those of the run's kernel.")  # fmt: skip
 @click.option("--hops", type=OneOf(["nccl", "copy"]), help="Intra-node transport: NCCL or CUDA copy engines.")
 @click.option(
     "--ranks-per-node",
@@ -60,8 +63,8 @@ def command(**options: Any) -> int:
     changes = Changes(
         links={_LINKS.get(name, name): _factor("--link", value) for name, value in _pairs(options["links"], "--link")},
         slow={_rank(name): _factor("--slow", value) for name, value in _pairs(options["slow"], "--slow")},
-        kernel_speed=_factor("--kernel-speed", options["kernel_speed"]), hops=options["hops"],
-        hosts_of=options["ranks_per_host"],
+        kernel_speed=_factor("--kernel-speed", options["kernel_speed"]), kernel=options["kernel"],
+        hops=options["hops"], hosts_of=options["ranks_per_host"],
         kv_heads=options["kv_heads"], params=params_of(options["params"], "KEY=VALUE"),
     )  # fmt: skip
     with show_progress("replaying"):
@@ -76,7 +79,7 @@ def _text(result: WhatIf, changes: Changes) -> str:
         f"replayed  {duration(result.replayed_ns)}: off by {percent(result.replay_error)}",
     ]
     if changes == Changes():
-        lines.append("nothing changed: name --link, --slow, --kernel-speed, --hops or --ranks-per-node")
+        lines.append("nothing changed: name --link, --slow, --kernel-speed, --kernel, --hops or --ranks-per-node")
     else:
         word = "less" if result.gain >= 0 else "more"
         low, high = map(duration, result.range_ns)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
@@ -17,13 +18,16 @@ import msgspec
 
 from ringprof.common.decoding import decode_json, read_small
 from ringprof.errors import InputError, UsageError, nearest
+from ringprof.kernel_rates import KernelRate
 from ringprof.run import Size
 
 _SCHEMA = "ringprof.calibration/1"
 BUNDLED = ("h200", "h100", "b200", "a800")
-TIME_SHARES = {"kernels": 0.55, "host": 0.15, "memory": 0.01, "links": 0.16, "heat": 0.13}
+TIME_SHARES = {"kernels": 0.55, "host": 0.15, "memory": 0.01, "matmul": 0.02, "links": 0.15, "heat": 0.12}
 """Parts that `ringprof calibrate` measures, with the share of the time limit that each gets."""
 
+PERSISTENT_KERNELS = ("cudnn", "flash-attn-3", "flash-attn-4")
+"""Kernels of which one call is one wave of blocks that fill the device until its end."""
 COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter")
 Origin = Literal["measured", "published", "assumed"]
 Positive = Annotated[float, msgspec.Meta(gt=0, lt=1e18)]
@@ -41,7 +45,7 @@ class Value(msgspec.Struct, frozen=True):
     """The measurement or the publication behind the value, or the reason why it is assumed."""
 
 
-class KernelSample(msgspec.Struct, frozen=True, kw_only=True):
+class KernelSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Measured time of one attention call, helper kernels included, on a device that does nothing else."""
 
     phase: Literal["forward", "backward"]
@@ -82,6 +86,8 @@ class KernelFigures(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     fills_device: bool
     """Whether the kernel is one wave of persistent blocks, so that a later transfer kernel waits for its end."""
+    fills_backward: bool | None = None
+    """``fills_device`` of backward calls, if it differs from that of forward calls."""
     tail: Value
     """Fraction of a call, at its end, in which the device drains and other kernels can start."""
     lead: Value
@@ -93,6 +99,10 @@ class KernelFigures(msgspec.Struct, frozen=True, kw_only=True):
     forward_us: Value | None = None
     """Host time per forward call, in microseconds; None means `Host.forward_us`."""
     backward_us: Value | None = None
+
+    def fills(self, phase: str) -> bool:
+        """Return whether calls of a phase fill the device."""
+        return self.fills_device if phase == "forward" or self.fills_backward is None else self.fills_backward
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,6 +197,10 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str]
     """Versions of the driver, torch, NCCL, cuDNN and flash-attn that the figures were measured with."""
     kernels: list[KernelFigures]
+    matmul_tflops: Value | None = None
+    """TFLOP/s of a large bfloat16 matrix product on a device that always computes; None if not measured."""
+    matmul_clock_mhz: Positive | None = None
+    """Median clock of the multiprocessors during those matrix products; None if the driver did not report it."""
     memory_gb_s: Value
     """GB/s of kernels that only move memory, reads and writes added."""
     reorder_gb_s: Value
@@ -223,6 +237,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
         default=Value(200.0, 0.5, "assumed", "as on H200: of runs of 2 to 8 ms that were held out"), name="unsteady_us"
     )
     """Part of the run-to-run noise that does not shrink with the length of the run, in microseconds."""
+    kernel_rates: list[KernelRate] = []
+    """Rates of the kernels at square blocks, by the curves of ``kernels``: what reports compare a run with."""
     unmeasured: list[str] = []
     """Parts that could not be measured, each with the reason."""
 
@@ -296,8 +312,9 @@ def named_values(owner: Any, prefix: str = "") -> Iterator[tuple[str, Value]]:
 
 
 def calibration_json(calibration: Calibration) -> bytes:
-    """Return the text of a calibration file."""
-    return msgspec.json.format(msgspec.json.encode(calibration), indent=1) + b"\n"
+    """Return the text of a calibration file, with each sample, rate and figure on one line."""
+    text = msgspec.json.format(msgspec.json.encode(calibration), indent=1)
+    return re.sub(rb"\{[^{}]*\}", lambda innermost: re.sub(rb"\n\s*", b" ", innermost[0]), text) + b"\n"
 
 
 def assumed_calibration(name: str, device: str, multiprocessors: int, memory_bytes: int) -> Calibration:
@@ -311,7 +328,8 @@ def assumed_calibration(name: str, device: str, multiprocessors: int, memory_byt
         return KernelFigures(name=name, fills_device=fills, tail=tail, lead=lead, samples=[])
 
     kernels = [
-        kernel(kernel_name, fills=kernel_name == "cudnn") for kernel_name in ("cudnn", "flash-attn", "torch-flash")
+        kernel(kernel_name, fills=kernel_name in PERSISTENT_KERNELS)
+        for kernel_name in ("cudnn", "flash-attn-3", "flash-attn", "torch-flash")
     ]
     host = Host(
         call_us=typical(2.0), launch_us=typical(12.0), forward_us=typical(60.0), backward_us=typical(100.0),

@@ -118,7 +118,7 @@ class CalibratedMachine:
         random_factor = self._jitter[rank, op_index] * self._device_factors[rank] if self._draw.seed else 1.0
         total_ns = self._curves.estimate(block).ns * cool_factor * random_factor
         lead_ns = kernel.lead.value * total_ns if block.phase == "backward" else 0.0
-        return BlockTime(total_ns, lead_ns, kernel.tail.value * total_ns, kernel.fills_device)
+        return BlockTime(total_ns, lead_ns, kernel.tail.value * total_ns, kernel.fills(block.phase))
 
     def memory_op_ns(self, rank: int, op_index: int, op: MemoryOp) -> float:
         calibration = self._calibration

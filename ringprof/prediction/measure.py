@@ -35,6 +35,7 @@ from ringprof.prediction.network import channels
 from ringprof.prediction.shapes import COLLECTIVE_BYTES, MESSAGES, KernelCase, kernel_cases
 from ringprof.record.dryrun.schedule import AttentionOp
 from ringprof.record.machine import versions
+from ringprof.record.telemetry import device_telemetry
 from ringprof.strategies.kernels.merge import accumulate
 from ringprof.strategies.kernels.registry import KERNELS
 from ringprof.strategies.transport.communicator import Communicator
@@ -55,6 +56,8 @@ If the transfer covered only a part of the block, the loss would be smaller than
 """
 _CONTENTION_TURNS, _START_CYCLES = 15, 400_000
 _COPY_BYTES = 256 << 20
+_MATMUL_SIZE, _MATMUL_CALLS = 8192, 50
+"""Rows and columns of the matrix product, and calls between two looks at the time left."""
 
 
 def measure_machine(
@@ -96,6 +99,7 @@ def measure_machine(
     steps: tuple[tuple[str, str, Callable[[], JsonObject]], ...] = (
         ("host", "host", lambda: _host(bench, calibration, kernels, ends["host"])),
         ("memory", "memory", lambda: _memory(bench, 1e3 * calibration.memory_op_us.value)),
+        ("matmul", "matmul", lambda: _matmul(bench, ends["matmul"])),
         ("links", "links", lambda: {"same_host": _links(bench, calibration, ends["links"])}),
         ("links", "contention", lambda: _contention(bench, calibration, heating_kernel)),
         ("links", "copied hops", lambda: {"same_host": _copy_rate(bench, calibration.same_host)}),
@@ -235,6 +239,30 @@ def _memory(bench: Bench, memory_op_ns: float) -> dict[str, Value]:
         "memory_gb_s": _value(moved_bytes / max(add_ns - memory_op_ns, add_ns / 2), add_spread),
         "reorder_gb_s": _value(2 * block.numel() * 2 / max(pack_ns - memory_op_ns, pack_ns / 2), max(pack_spread, 0.1)),
     }
+
+
+def _matmul(bench: Bench, deadline: float) -> JsonObject:
+    """Measure the rate of a large matrix product until the deadline, and the clock that the device keeps meanwhile.
+
+    The first half of the calls warms the device. The slowest device's rate counts.
+    """
+    if bench.device.type != "cuda":
+        return {}
+    a, b = (bench.random_tensor(_MATMUL_SIZE, _MATMUL_SIZE) for _ in range(2))
+    out = torch.empty_like(a)
+    times: list[float] = []
+    with device_telemetry(bench.device) as telemetry:
+        while not times or time.monotonic() < deadline:
+            times += bench.times_ns(lambda: torch.mm(a, b, out=out), _MATMUL_CALLS)
+    state = None if telemetry is None else telemetry.state()
+    warm = times[len(times) // 2 :]
+    tflops = 2 * _MATMUL_SIZE**3 / median(warm) / 1e3
+    # Random numbers: a product of zeros toggles fewer wires, draws less power and keeps a higher clock.
+    ranks = bench.gather(
+        (tflops, pstdev(warm) / median(warm), state and state.sm_clock_mhz), tuple[float, float, int | None]
+    )
+    slowest_tflops, spread, clock_mhz = min(ranks, key=lambda rank: rank[0])
+    return {"matmul_tflops": _value(slowest_tflops, spread), "matmul_clock_mhz": clock_mhz}
 
 
 def _value(value: float, spread: float) -> Value:

@@ -394,7 +394,8 @@ def inputs(prediction: PredictionResult) -> dict[str, Value]:
         shape = phase, query.workload.head_dim
         samples = [sample for sample in kernel.samples if (sample.phase, sample.head_dim) == shape]
         spread = math.sqrt(prediction.variance_by_input.get(f"{phase} kernel", 0.0))
-        origin: Origin = "measured" if all(sample.origin == "measured" for sample in samples) else "published"
+        origins: tuple[Origin, ...] = ("assumed", "published", "measured")
+        origin = min((sample.origin for sample in samples), key=origins.index)
         sources = sorted({sample.source for sample in samples})
         source = sources[0] if len(sources) == 1 else f"{len(sources)} sources, such as {sources[0]}"
         values[f"{phase}_kernel_samples"] = Value(len(samples), spread, origin, source)

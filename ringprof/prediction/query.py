@@ -60,8 +60,8 @@ class Query:
     workload: Workload
     cluster: Cluster
     kernel: str = "auto"
-    """Name of the kernel; ``auto`` is the first one that was measured on the machine, if possible with this head size.
-    """
+    """Name of the kernel; ``auto`` is the one of those measured on the machine, if possible with this head size, that
+    ``auto`` prefers at run time where all of them are installed."""
     hops: str = "nccl"
     """``nccl``, ``copy`` or ``auto``, which selects copy engines if the machine has a rate for them."""
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -100,17 +100,31 @@ class Query:
         """Return the kernel's name. Raises `InputError` or `UnsupportedWorkloadError` if none is calibrated."""
         if self.kernel != "auto":
             return self.kernel
-        masked = not self.workload.mask().plain
+        from ringprof.strategies.kernels.registry import auto_order
+
+        mask = self.workload.mask()
         calibrated = [
             (kernel.name, sample.head_dim) for kernel in machine.kernels
-            for sample in kernel.samples if sample.pairs is not None or not masked
+            for sample in kernel.samples if sample.pairs is not None or mask.plain
         ]  # fmt: skip
         same_head_dim = [name for name, head_dim in calibrated if head_dim == self.workload.head_dim]
-        if masked and not calibrated:
+        if not calibrated and not mask.plain:
             raise UnsupportedWorkloadError(
                 f"machine {machine.name!r}: no kernel is calibrated for packed documents and windows"
                 " (ringprof calibrate, with flash-attn installed)"
             )
         if not calibrated:
             raise InputError(f"machine {machine.name!r}: no kernel has been measured on it")
-        return (same_head_dim or [name for name, _ in calibrated])[0]
+        if not same_head_dim:
+            return calibrated[0][0]
+        documents, deterministic = self.workload.documents is not None, is_set(self.params.get("deterministic"))
+        at_run_time = (
+            kernel.name for kernel in auto_order(self.workload.head_dim, documents=documents)
+            if kernel.name in same_head_dim and (kernel.has_deterministic_mode or not deterministic)
+        )  # fmt: skip
+        return next(at_run_time, same_head_dim[0])
+
+
+def is_set(value: object) -> bool:
+    """Return whether a parameter of a strategy, as a value or as typed by a user, is true."""
+    return value is True or str(value).lower() in ("true", "1", "yes", "on")

@@ -7,6 +7,7 @@ also measured on packed documents and sliding windows.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -63,12 +64,12 @@ def kernel_cases(kernels: Sequence[str]) -> list[KernelCase]:
         if KERNELS[kernel].takes_windows and KERNELS[kernel].varlen:
             cases += _masked_cases(kernel)
     random.Random(0).shuffle(cases)
-    # Alternate between kernels, so that none is left out if time is short. Each kernel's cases stay shuffled.
-    counts = dict.fromkeys(kernels, 0)
+    # Take the same fraction of every kernel's cases, so that none is left out if time is short.
+    totals, counts = Counter(case.kernel for case in cases), dict.fromkeys(kernels, 0)
     order = []
     for number, kernel in enumerate(case.kernel for case in cases):
         counts[kernel] += 1
-        order.append((counts[kernel], number))
+        order.append((counts[kernel] / totals[kernel], number))
     return [cases[index] for _, index in sorted(order)]
 
 

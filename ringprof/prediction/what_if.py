@@ -20,6 +20,7 @@ from ringprof.common.json_object import JsonObject
 from ringprof.errors import UsageError
 from ringprof.prediction.calibration import Calibration
 from ringprof.prediction.fit import Observed, contended_ns
+from ringprof.prediction.machine import curves_of
 from ringprof.prediction.network import Cluster, Links
 from ringprof.prediction.observed_schedule import memory_op_bytes
 from ringprof.prediction.predict import time_breakdown
@@ -42,6 +43,8 @@ class Changes:
     slow: Mapping[int, float] = field(default_factory=dict)
     """Factor on the time of a rank's blocks, per rank."""
     kernel_speed: float = 1.0
+    kernel: str | None = None
+    """Attention kernel; blocks take as much more or less time as by the machine's curves of both kernels."""
     hops: str | None = None
     """Intra-node transport: ``copy`` for copy engines, ``nccl`` for NCCL kernels."""
     hosts_of: int | None = None
@@ -164,6 +167,9 @@ def _check_changes(observed: Observed, machine: Calibration, changes: Changes) -
             raise UsageError(f"--slow {rank}: the run has no such rank with a trace")
     if changes.hops == "copy" and machine.same_host.copy_gb_s is None:
         raise UsageError(f"--hops copy: machine {machine.name!r} has no rate of copied hops")
+    if changes.kernel is not None:
+        machine.kernel(changes.kernel)
+        machine.kernel(observed.run.kernel or "")
     if changes.hosts_of is not None and machine.other_host.total_gb_s.origin == "assumed":
         raise UsageError(f"--ranks-per-node: machine {machine.name!r} does not say how nodes are joined")
 
@@ -208,7 +214,9 @@ class _Replay:
         self._links = Links(machine, cluster)
         self.device_share = self._links.device_share
         self.handover_ns = machine.handover_us.value * 1e3
-        self._kernel = machine.kernel(observed.run.kernel or "")
+        self._curves = curves_of(machine, observed.run.kernel or "")
+        self._changed_curves = curves_of(machine, changes.kernel or observed.run.kernel or "")
+        self._kernel = self._changed_curves.kernel
         self._memory = {
             number: memory_op_bytes(rank.program) / max(rank.memory_total_ns, 1) for number, rank in self._ranks.items()
         }
@@ -231,8 +239,10 @@ class _Replay:
         lost_ns = self._machine.contention.value * contended_ns(self._observed, self._ranks[rank], observed_index)
         total_ns = observed_block.end_ns - observed_block.start_ns - lost_ns
         total_ns *= self._changes.slow.get(rank, 1.0) / self._changes.kernel_speed
+        if self._changed_curves is not self._curves:
+            total_ns *= self._changed_curves.estimate(block).ns / self._curves.estimate(block).ns
         lead_ns = self._kernel.lead.value * total_ns if block.phase == "backward" else 0.0
-        return BlockTime(total_ns, lead_ns, self._kernel.tail.value * total_ns, self._kernel.fills_device)
+        return BlockTime(total_ns, lead_ns, self._kernel.tail.value * total_ns, self._kernel.fills(block.phase))
 
     def memory_op_ns(self, rank: int, op_index: int, op: MemoryOp) -> float:
         return op.bytes / self._memory[rank]

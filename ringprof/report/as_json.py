@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from ringprof.analysis.findings.findings import Findings
+from ringprof.analysis.findings.kernel_comparison import NOTHING_KNOWN
 from ringprof.analysis.findings.metric_table import METRICS, Use
 from ringprof.analysis.findings.summary import Communication
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS
@@ -71,6 +72,7 @@ def _explanation(findings: Findings) -> JsonObject:
             "all_hidden": bounds.hidden_ns,
         },
         "peak": {"tflops": waterfall.peak.tflops, "source": waterfall.peak.source} if waterfall.peak else None,
+        "other_kernels": msgspec.to_builtins(waterfall.kernels) if waterfall.kernels != NOTHING_KNOWN else None,
         "kernels": kernels.items(findings),
         "annotations": annotated.items(findings),
         "inference": msgspec.to_builtins(findings.inference),

@@ -23,6 +23,9 @@ PART_COLOURS = {row.name: row.colour for row in TIMES if row.colour}
 
 WATERFALL_COLOURS: dict[str, str] = {
     "peak": GREEN,
+    "vendor_peak": "#B4BCC5",
+    "kernel_limit": "#8FB3D9",
+    "slower_kernel": BLUE,
     "kernel": BLUE,
     "repeated": SKY,
     "slowdown": SKY,

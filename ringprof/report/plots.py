@@ -17,7 +17,7 @@ from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.metric import Measurement
 from ringprof.analysis.findings.time_table import PARTS
 from ringprof.analysis.findings.uncertainty import own_interval
-from ringprof.analysis.findings.waterfall import WATERFALL_LABELS
+from ringprof.analysis.findings.waterfall import LIMITS, WATERFALL_LABELS
 from ringprof.analysis.steps.steps import Step
 from ringprof.analysis.timeline.idle import causes_of_ranks
 from ringprof.common.formatting import percent
@@ -76,7 +76,7 @@ class Plots:
             end_ns += part.time_ns
         ax.margins(x=LABEL_MARGIN)
         _label_rows(ax, [WATERFALL_LABELS[part.part] for part in parts])
-        losses = [part for part in parts if part.part not in ("peak", "attention")]
+        losses = [part for part in parts if part.part not in LIMITS]
         largest_loss = max(losses, key=lambda part: part.time_ns, default=None)
         answer = f"of {duration(end_ns)} most is lost to: {WATERFALL_LABELS[largest_loss.part]}" if largest_loss else ""
         return self._titled(_finish(ax, "ms of the slowest rank's wall"), answer)

@@ -65,11 +65,8 @@ def choose_kernel(
         raise Unsupported(
             f"kernel {name!r}: this strategy computes blocks in its own way; it supports {', '.join(among)}"
         )
-    allowed = [kernel for kernel in KERNELS.values() if kernel.production and (not among or kernel.name in among)]
-    if head_dim > _FLASH_ATTN_3_FASTEST_TO:
-        allowed.sort(key=lambda kernel: kernel is not FlashAttnKernel)
-    if documents and device.type == "cuda":
-        allowed.sort(key=lambda kernel: not kernel.varlen)
+    preferred = auto_order(head_dim, documents=documents and device.type == "cuda")
+    allowed = [kernel for kernel in preferred if not among or kernel.name in among]
     candidates = [KERNELS[name]] if name != "auto" else allowed
     requirements = {"windows": windows, "deterministic": deterministic, "softcap": bool(softcap)}
     reasons = {kernel: reason_against(kernel, device, dtype, head_dim, **requirements) for kernel in candidates}
@@ -86,6 +83,16 @@ def choose_kernel(
         raise Unsupported(f"kernel {name!r} is not available: it {reason}{hint}")
     explanation = "; ".join(f"{kernel.name} {reason}" for kernel, reason in reasons.items())
     raise Unsupported(f"no kernel takes {dtype} with head_dim {head_dim} on {device.type}: {explanation}")
+
+
+def auto_order(head_dim: int, *, documents: bool = False) -> list[type[Kernel]]:
+    """Return the kernels that ``auto`` may choose, in the order in which it prefers them; see `choose_kernel`."""
+    order = [kernel for kernel in KERNELS.values() if kernel.production]
+    if head_dim > _FLASH_ATTN_3_FASTEST_TO:
+        order.sort(key=lambda kernel: kernel is not FlashAttnKernel)
+    if documents:
+        order.sort(key=lambda kernel: not kernel.varlen)
+    return order
 
 
 def reason_against(

@@ -17,7 +17,7 @@ from tests.paths import DATA, ROOT
 
 FOLDER = str(DATA / NVLINK)
 RUN = str(ROOT / "traces" / "h200x4-zigzag-65536")
-NAMES = ("window", "between", "group", "rules", "ranks_per_host", "limit_bytes", "jobs", "scheduler")
+NAMES = ("window", "between", "group", "rules", "machine", "ranks_per_host", "limit_bytes", "jobs", "scheduler")
 READERS = {
     "report": ["report", FOLDER],
     "compare": ["compare", FOLDER, FOLDER],
@@ -50,6 +50,7 @@ def test_reading_commands_share_the_options_of_report(name: str) -> None:
         (["--between", "500s,501s"], "nothing ran"),
         (["--between", "1,2"], "write two times with units"),
         (["--rules", "nowhere.txt"], "nowhere.txt"),
+        (["--machine", "nowhere.json"], "nowhere.json"),
         (["--scheduler", "nowhere"], "--scheduler nowhere"),
     ],
 )
@@ -101,3 +102,29 @@ def test_plot_uses_the_chosen_times(tmp_path: Path) -> None:
     """Check that the axis of a timeline ends with the chosen interval."""
     axes = analysis(RUN, between="10ms,20ms").plot.timeline()
     assert 9 < axes.dataLim.x1 <= 10 and axes.dataLim.x0 >= 0
+
+
+@pytest.mark.parametrize("matmul", [800.0, None])
+@pytest.mark.parametrize(("device", "name"), [("NVIDIA H200", "mine"), ("NVIDIA H100 80GB HBM3", "h200")])
+def test_kernels_are_compared_by_the_users_own_calibration_of_the_device(
+    device: str, name: str, matmul: float | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another kernel has ten times cuDNN's rate there. A calibration of another device is not used."""
+    rows = [
+        {"kernel": kernel, "phase": phase, "head_dim": 128, "group": 1, "causal": causal, "tokens": 16384,
+         "tflops": tflops, "spread": 0.01}
+        for kernel, tflops in (("cudnn", 60), ("flash-attn", 600))
+        for phase in ("forward", "backward") for causal in (True, False)
+    ]  # fmt: skip
+    machine = {"name": "mine", "device": device, "kernel_rates": rows, "matmul_tflops": matmul and {"value": matmul}}
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(machine))
+    assert cli.run(["report", RUN, "--machine", str(path), "--format", "json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    other, parts = report["summary"]["other_kernels"], {row["part"] for row in report["waterfall"]}
+    assert other["calibration"] == name and "slower_kernel" in parts
+    if name == "mine":
+        assert (other["fastest"], other["matmul_tflops"]) == ("flash-attn", matmul)
+        assert ("kernel" in parts, "kernel_limit" in parts) == (matmul is None, matmul is not None)
+        assert other["saved_share"] == pytest.approx(0.9) and other["own_ns"] == pytest.approx(10 * other["fastest_ns"])
+        assert report["summary"]["next_step"]["text"].endswith("To try: --kernel flash-attn (ringprof kernels).")

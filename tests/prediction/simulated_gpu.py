@@ -49,6 +49,10 @@ class Truth:
     """Time saved per doubling of the query heads that share a kv head, as a fraction of the call."""
     noise: float = 0.01
     """Standard deviation of one call, as a fraction of its time."""
+    matmul_flops_per_ns: float = 800e3
+    """Rate of matrix products on a cool device."""
+    clock_mhz: int | None = 1500
+    """The clock that the driver reports; None: it reports nothing."""
     throttling: float = 0.1
     """Slowdown of a hot device, as a fraction of the time on a cool device."""
     throttling_ns: float = 0.1e9
@@ -204,6 +208,12 @@ def _synchronize() -> None:
     device.host_ns = max(device.host_ns, device.stream_ns, device.side_ns)
 
 
+@contextmanager
+def _telemetry(device: object) -> Iterator[Any]:
+    clock_mhz = gpu().truth.clock_mhz
+    yield None if clock_mhz is None else SimpleNamespace(state=lambda: SimpleNamespace(sm_clock_mhz=clock_mhz))
+
+
 class _OnMeta(TorchFunctionMode):
     """Function mode that puts CUDA tensors on the meta device; additions and stacks take the time of their bytes."""
 
@@ -213,7 +223,10 @@ class _OnMeta(TorchFunctionMode):
             kwargs["device"] = "meta"
         result = func(*args, **kwargs)
         name, truth = getattr(func, "__name__", ""), gpu().truth
-        if name == "stack":
+        if name == "mm":
+            (rows, inner), (_, columns) = args[0].shape, args[1].shape
+            gpu().launch(2 * rows * inner * columns / truth.matmul_flops_per_ns)
+        elif name == "stack":
             gpu().launch(gpu().noisy(truth.memory_op_ns + 2 * result.nbytes / truth.reorder_gb_s), computes=False)
         elif name in ("__iadd__", "add_"):
             moved_bytes = 2 * args[0].nbytes + args[1].nbytes
@@ -346,6 +359,7 @@ def simulate_torch(patch: pytest.MonkeyPatch) -> None:
         "empty_cache": lambda: None, "_sleep": lambda cycles: gpu().launch(cycles / _CYCLES_PER_NS, computes=False),
     }.items():  # fmt: skip
         patch.setattr(torch.cuda, name, value)
+    patch.setattr(measure, "device_telemetry", _telemetry)
     patch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     patch.setattr(measure, "KERNELS", {name: lambda name=name: _Kernel(name) for name in ("cudnn", "flash-attn")})
     patch.setattr(measure, "Communicator", _Communicator)

@@ -171,9 +171,9 @@ def test_prediction_survives_a_write_and_a_read(tmp_path: Path) -> None:
 def test_uncalibrated_masks_are_refused_by_name() -> None:
     windowed = ringprof.Workload(seq=131072, heads=16, kv_heads=8, head_dim=128, window=4096)
     with pytest.raises(UnsupportedWorkloadError, match="no kernel is calibrated for packed documents and windows"):
-        ringprof.predict("zigzag", windowed, machine="h100")
+        ringprof.predict("zigzag", windowed, machine="b200")
     with pytest.raises(UsageError, match="of documents and windows': nothing measured"):
-        ringprof.predict("zigzag", windowed, machine="h100", kernel="flash-attn-3")
+        ringprof.predict("zigzag", windowed, machine="b200", kernel="flash-attn-4")
 
 
 def choice(label: str, **parts_ms: float) -> Any:

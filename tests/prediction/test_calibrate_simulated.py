@@ -315,3 +315,17 @@ def test_unwritable_calibration_output_is_refused_at_once(
     missing = tmp_path / "missing" / "machine.json"
     assert cli.run(["calibrate", "-o", str(missing)]) == 2
     assert capsys.readouterr().err == f"ringprof: {missing}: cannot be written: No such file or directory\n"
+
+
+@pytest.mark.parametrize(("ranks", "clock_mhz"), [(1, 1500), (2, None)])
+def test_a_matrix_product_is_measured_on_a_hot_device(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, clock_mhz: int | None
+) -> None:
+    """The rate is that of the true one, slowed by all of the throttling, with the clock where the driver tells it."""
+    truth = Truth(matmul_flops_per_ns=700e3, throttling=0.12, clock_mhz=clock_mhz)
+    calibration = calibrate(monkeypatch, truth, ["matmul"], ranks=ranks, seconds=5)
+    assert calibration.matmul_tflops is not None and calibration.matmul_tflops.origin == "measured"
+    assert calibration.matmul_tflops.value == pytest.approx(700 / 1.12, rel=0.01)
+    assert calibration.matmul_clock_mhz == clock_mhz
+    assert parse_calibration(calibration_json(calibration), "saved") == calibration
+    assert "matmul_tflops" in calibration_text(calibration, TextStyle())

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 pytest.importorskip("torch", reason="a prediction runs strategies on shapes")
 
@@ -15,7 +16,11 @@ from benchmarks import prediction
 from benchmarks.prediction import Score
 from ringprof.prediction.calibration import read_calibration
 from ringprof.prediction.lognormal import Lognormal, MaxLognormal
+from ringprof.prediction.network import Cluster
+from ringprof.prediction.predict import predict
+from ringprof.prediction.query import Query
 from ringprof.prediction.schedules import schedule_of
+from ringprof.run import Workload
 
 
 def within(scores: Sequence[Score], mean: float, most: float) -> bool:
@@ -64,6 +69,30 @@ def test_difference_between_two_processes_on_one_host() -> None:
     device = [difference for name, difference in differences.items() if name in by_device]
     assert sum(host) / len(host) == pytest.approx(0.162, abs=0.001)
     assert sum(device) / len(device) == pytest.approx(0.009, abs=0.001)
+
+
+def test_error_on_h100_with_flash_attn_3() -> None:
+    """The curves are of the same session, but no run is fitted to; documents and windows are further off."""
+    scores, masked = list(prediction.h100_shapes()), list(prediction.h100_masks())
+    assert len(scores) == 16 and within(scores, 0.022, 0.06) and inside(scores) == 1.0
+    assert len(masked) == 3 and within(masked, 0.065, 0.08)
+    long = [score for score in scores if score.measured > prediction.HOST_MS and "flash-attn-3" in score.name]
+    assert len(long) == 12 and within(long, 0.02, 0.05)
+
+
+def test_error_on_h200_with_flash_attn_3_that_no_curve_is_fitted_to() -> None:
+    """Its curves are those of H100: 611 and 524 TFLOP/s on 2 GPUs, and 12.83 and 12.92 ms of two recordings on one."""
+    plain = Workload(seq=131072, heads=40, kv_heads=40, head_dim=128)
+    windowed = replace(plain, window=4096)
+    grouped = replace(plain, seq=16384, heads=32, kv_heads=8)
+    queries = [
+        Query("zigzag", workload, Cluster(1, ranks), "flash-attn-3", "copy" if ranks > 1 else "nccl")
+        for workload, ranks in ((plain, 2), (windowed, 2), (grouped, 1))
+    ]
+    first, second, third = (predict(query, read_calibration("h200"), schedule_of) for query in queries)
+    assert first.tflops(first.median_ns) == pytest.approx(611, rel=0.04)
+    assert second.tflops(second.median_ns) == pytest.approx(524, rel=0.04)
+    assert third.median_ns / 1e6 == pytest.approx(12.88, rel=0.02)
 
 
 def test_error_on_packed_documents_and_windows() -> None:
@@ -163,16 +192,17 @@ def test_error_of_replays_from_recorded_blocks() -> None:
 def test_error_on_published_h100_cells() -> None:
     """Causal backward passes on 16 GPUs, in which the best one leads by 2 %; the benchmark has all 60 cells."""
     scores = list(prediction.h100("V0241", "V0242", "V0243", "V0244", "V0245"))
-    assert len(scores) == 5 and within(scores, 0.06, 0.09)
+    # Megatron's ring is 11.8 % too fast; the others are within 1 %.
+    assert len(scores) == 5 and within(scores, 0.04, 0.12) and sum(abs(score.error) < 0.01 for score in scores) == 4
     assert prediction.ranking(scores) == (1, 1)
 
 
 @pytest.mark.long
 def test_error_on_all_published_h100_cells() -> None:
     scores = list(prediction.h100())
-    assert len(scores) == 60 and within(scores, 0.06, 0.27)
+    assert len(scores) == 60 and within(scores, 0.06, 0.275)
     good, cells = prediction.ranking(scores)
-    assert cells == 12 and good >= 10
+    assert cells == 12 and good >= 11
 
 
 @pytest.mark.long

@@ -137,6 +137,20 @@ def test_predicted_copied_hops_match_the_recorded_ones(capsys: pytest.CaptureFix
     assert json.loads(out)["changed_ms"] == pytest.approx(75.15, rel=0.05)
 
 
+def test_what_if_with_another_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nearly all of the time is attention, and cuDNN takes 0.62 of flash-attn 2's time for such blocks on H200."""
+    _, out, _ = run(capsys, "what-if", ZIGZAG, "--format", "json", "--kernel", "flash-attn")
+    slower = json.loads(out)
+    assert 1.5 < slower["changed_ms"] / slower["replayed_ms"] < 1.75
+    _, out, _ = run(capsys, "what-if", ZIGZAG, "--format", "json", "--kernel", "flash-attn-3")
+    faster = json.loads(out)
+    assert 0.83 < faster["changed_ms"] / faster["replayed_ms"] < 0.93
+    _, out, _ = run(capsys, "what-if", ZIGZAG, "--format", "json", "--kernel", "cudnn")
+    assert json.loads(out)["changed_ms"] == json.loads(out)["replayed_ms"]
+    code, _, err = run(capsys, "what-if", ZIGZAG, "--kernel", "flex")
+    assert code == 2 and "no curves of kernel 'flex': it has cudnn" in err
+
+
 def test_what_if_with_ten_times_faster_sockets(capsys: pytest.CaptureFixture[str]) -> None:
     """The wire is the bound of this run: 1,631 ms of which the blocks take 60."""
     path = str(TRACES / "h200x4-zigzag-65536-two-hosts")

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pytest
+
+import ringprof
 from ringprof.analysis.kinds.kinds import COMPUTE, COMPUTE_PARTS, KIND, MEMORY
 from tests.report.raw_facts import LONG_NS
 from tests.report.sentence_rules import (
     ATTENTION_PARTS,
     COMMUNICATION_PARTS,
     IDLE_PARTS,
+    KERNEL_PARTS,
     MIN_LOSS_SHARE,
     MS,
     Case,
@@ -23,11 +31,14 @@ from tests.report.sentence_rules import (
     three_digits,
 )
 
+PHASES = {True: {"forward", "backward"}, False: {"forward"}}
+MACHINES = Path(ringprof.__file__).parent / "prediction" / "machines"
 RATE = rf" \({R} ([PTG])FLOP/s( at most: attention masks are not recorded)?\)"
 NAMES = {
     "imbalance": "imbalance between ranks", "exposed_wire": "exposed wire", "peer_wait": "peer wait",
     "exposed_unsplit": "exposed wire, wait and imbalance", "other_groups": "other groups' communication",
     "attention": "attention kernels", "kernel": "attention kernel below peak", "repeated": "repeated work",
+    "slower_kernel": "kernel slower than the fastest known",
     "slowdown": "slow-down beside communication", "launch_gaps": "host-bound idle", "blocked": "blocked idle",
     "matrix_products": "matrix products", "optimizer": "the optimizer",
     "other_compute": "computation other than attention",
@@ -300,19 +311,28 @@ OF_WHICH = rf"(?:, of which free communication would gain {MS})?"
 def _largest_loss(case: Case, m: re.Match[str]) -> None:
     step = case.summary["next_step"]
     part, losses = step["part"], [name for name in case.parts if name not in ("peak", "background", "attention")]
+    assert part not in ("peak", "vendor_peak", "kernel_limit", "kernel"), "no loss that a change is known to remove"
     attention = case.of(*ATTENTION_PARTS)
     loss_parts = COMMUNICATION_PARTS if m[5] else (part,)
     milliseconds(m[3], case.of(*loss_parts))
     assert 0 < case.of(*loss_parts) <= case.wall
     milliseconds(m[4], case.wall)
     assert (m[5] or m[2]) in (names_of(case, part) if part == "merge_and_copies" else {NAMES[part]})
+    others = [name for name in losses if name not in ATTENTION_PARTS]
+    if part == "slower_kernel":
+        singles = [case.of(name) for name in others if name not in COMMUNICATION_PARTS]
+        outside = [case.of(*COMMUNICATION_PARTS), *singles]
+        assert case.of(part) == step["time_ns"] > max(*outside, MIN_LOSS_SHARE * case.wall)
+        assert not m[1] and case.of(part) >= MIN_LOSS_SHARE * case.wall
+        return
     if part in ATTENTION_PARTS:
         assert (
             all(case.of(name) < MIN_LOSS_SHARE * case.wall for name in losses if name not in ATTENTION_PARTS)
             and not m[1]
         )
-        assert case.of(part) == max(case.of(name) for name in [*losses, "attention"])
+        assert case.of(part) == max(case.of(name) for name in [*losses, "attention"] if name != "vendor_peak")
         return
+    assert case.of("slower_kernel") <= max(case.of(*loss_parts), case.of(*COMMUNICATION_PARTS)), "attention loses more"
     assert bool(m[1]) == (attention > case.of(*loss_parts))
     rivals = [name for name in losses if name not in (*ATTENTION_PARTS, *loss_parts)]
     assert case.of(*loss_parts) >= max((case.of(name) for name in rivals), default=0), "another part is longer"
@@ -337,6 +357,118 @@ def assert_gain(case: Case, part: str, step: dict[str, int], shown: str | None) 
     assert bool(shown) == (step["time_ns"] < case.of(part))
     if shown:
         milliseconds(shown, step["time_ns"])
+
+
+@rule("next", r"In the attention kernels")
+def _in_attention(case: Case, m: re.Match[str]) -> None:
+    step = case.summary["next_step"]
+    assert step["part"] in ("kernel", "kernel_limit") and not case.on_cpu
+    outside = [case.of(name) for name in case.parts if name not in (*ATTENTION_PARTS, "background")]
+    assert max(outside) < MIN_LOSS_SHARE * case.wall and case.of("slower_kernel") < MIN_LOSS_SHARE * case.wall
+
+
+def machine_of(case: Case, name: str) -> dict[str, Any]:
+    """Return the bundled calibration of this name, which is one of the run's device, as plain JSON."""
+    machine: dict[str, Any] = json.loads((MACHINES / f"{name}.json").read_bytes())
+    assert {machine["device"]} == set(case.run["environment"]["devices"])
+    return machine
+
+
+def calibrated_ms(case: Case, machine: dict[str, Any], kernel: str) -> float | None:
+    """Return milliseconds per GPU and iteration of a kernel for the run's blocks; None if a rank's are not covered.
+
+    By the machine's rates at square blocks with as many pairs as the run's blocks have in the mean, causal and full.
+    """
+    work, total = case.run["workload"], 0.0
+    if not all(
+        rank["block_flops"] and rank["block_calls"].keys() >= PHASES[work["backward"]] for rank in case.run["work"]
+    ):
+        return None
+    factors = {"forward": 4, "backward": 10} if work["backward"] else {"forward": 4}
+    group = work["heads"] / work["kv_heads"]
+    for rank in case.run["work"]:
+        pairs = rank["block_flops"] / (sum(factors.values()) * work["batch"] * work["heads"] * work["head_dim"])
+        for phase, factor in factors.items():
+            flops = factor / sum(factors.values()) * rank["block_flops"]
+            times = []
+            for causal in {True, work["causal"]} & {work["causal"]} | {False}:
+                rows = [
+                    row for row in machine["kernel_rates"]
+                    if row["kernel"] == kernel and row["phase"] == phase and row["causal"] == causal
+                    and row["head_dim"] == work["head_dim"] and max(row["group"] / group, group / row["group"]) <= 2
+                ]  # fmt: skip
+                if not rows:
+                    continue
+                nearest = min((abs(np.log(row["group"] / group)), row["group"]) for row in rows)[1]
+                curve = sorted((row["tokens"], row["tflops"]) for row in rows if row["group"] == nearest)
+                tokens = np.sqrt(pairs / rank["block_calls"][phase] * (1 + causal))
+                if curve[0][0] / 2 <= tokens <= 2 * curve[-1][0]:
+                    rate = np.interp(np.log(tokens), np.log([x for x, _ in curve]), [y for _, y in curve])
+                    times.append(flops / rate / 1e9)
+            if not times:
+                return None
+            total += mean(times)
+    return total / len(case.run["work"])
+
+
+@rule("next|evidence", rf"by calibration (\w+) the blocks of an iteration take {R} ms per GPU with ([a-z0-9-]+), "
+      rf"{R} ms with ([a-z0-9-]+)")  # fmt: skip
+def _faster_kernel(case: Case, m: re.Match[str]) -> None:
+    machine = machine_of(case, m[1])
+    fast, own = calibrated_ms(case, machine, m[3]), calibrated_ms(case, machine, m[5])
+    assert fast and own and m[5] == case.run["kernel"] and fast < own
+    three_digits(m[2], fast)
+    three_digits(m[4], own)
+    rivals = [calibrated_ms(case, machine, kernel["name"]) for kernel in machine["kernels"]]
+    assert fast == pytest.approx(min(time for time in rivals if time))
+    assert plain_training(case) and not case.run["strategy"]["params"].get("deterministic")
+    # What the part says is that share of the run's own kernels, without repeated work and what is slower beside hops.
+    alone_ns = case.of("peak", *KERNEL_PARTS)
+    assert abs(case.of("slower_kernel") - alone_ns * (1 - fast / own)) <= 2
+
+
+def plain_training(case: Case) -> bool:
+    """Return whether a run's blocks are those that rates of plain blocks of 16-bit attention tell."""
+    work = case.run["workload"]
+    unusual = ("documents", "window", "prefix", "softcap", "v_head_dim", "sequences", "kv_length")
+    return work["phase"] == "training" and work["dtype"] == "bf16" and not any(work[name] for name in unusual)
+
+
+@rule("next|evidence", r"by calibration (\w+) no kernel is known to be faster than ([a-z0-9-]+) for these blocks")
+def _fastest(case: Case, m: re.Match[str]) -> None:
+    machine = machine_of(case, m[1])
+    times = [calibrated_ms(case, machine, kernel["name"]) for kernel in machine["kernels"]]
+    own = calibrated_ms(case, machine, m[2])
+    # None is faster by more than twice what both are uncertain by.
+    assert own and m[2] == case.run["kernel"] and min(time for time in times if time) > 0.8 * own
+    assert not case.of("slower_kernel") and plain_training(case)
+
+
+UNKNOWN = r"there is no calibration of (.+?)|calibration (\w+) does not cover these blocks by ([a-z0-9-]+)|the run " \
+    r"does not name its strategy and kernel|the strategy is not ringprof's own and may support other kernels only|" \
+    r"(no kernel is calibrated in its deterministic mode)"  # fmt: skip
+
+
+@rule("next|evidence", rf"what another kernel takes is not known: (?:{UNKNOWN})(?=\. |\.$|$)")
+def _unknown_kernels(case: Case, m: re.Match[str]) -> None:
+    devices = {json.loads(path.read_bytes())["device"] for path in MACHINES.glob("*.json")}
+    used = case.run["environment"]["devices"][0]
+    assert (used in devices) != bool(m[1]) and "slower_kernel" not in case.parts
+    if m[2]:
+        machine = machine_of(case, m[2])
+        assert not plain_training(case) or not calibrated_ms(case, machine, m[3])
+    assert not m[4] or case.run["strategy"]["params"]["deterministic"]
+
+
+@rule("evidence", rf"a plain matrix product reaches {R} TFLOP/s(?: at {R} MHz)? by calibration (\w+): a distance that "
+      r"no change of the program removes")  # fmt: skip
+def _matrix_product(case: Case, m: re.Match[str]) -> None:
+    machine = machine_of(case, m[3])
+    three_digits(m[1], machine["matmul_tflops"]["value"])
+    assert bool(m[2]) == bool(machine["matmul_clock_mhz"])
+    if case.of("kernel_limit") > 0:
+        at_product_ns = case.of("peak") * case.summary["peak"]["tflops"] / machine["matmul_tflops"]["value"]
+        assert abs(case.of("peak", "vendor_peak") - at_product_ns) <= 2
 
 
 @rule("next", r"To try: (.*?)(?=\.$|; 10 % faster|; [\d,.]+ ms of comp)")

@@ -28,9 +28,15 @@ def _attention(case: Case, m: re.Match[str]) -> None:
     assert case.of("attention") > 0
 
 
-@rule("remedy", r"another kernel \(ringprof kernels\)")
+@rule("remedy", r"another kernel \(ringprof kernels --measure\)")
 def _kernel(case: Case, m: re.Match[str]) -> None:
-    assert case.run["strategy"] and case.of("kernel") > 0
+    assert case.run["strategy"] and case.of("kernel", "kernel_limit") > 0 and "slower_kernel" not in case.parts
+
+
+@rule("remedy", r"--kernel ([a-z0-9-]+) \(ringprof kernels\)")
+def _faster_kernel(case: Case, m: re.Match[str]) -> None:
+    recorded_strategy(case)
+    assert case.of("slower_kernel") > 0 and m[1] != case.run["kernel"]
 
 
 @rule("remedy", r"more tokens per rank")

@@ -23,7 +23,8 @@ from tests.report.raw_facts import RawRank
 
 P, MS, R = r"(-?[\d.]+) %", r"(-?[\d,]+\.\d+ m?s)", r"([\d,.]+)"
 COMMUNICATION_PARTS = ("imbalance", "exposed_wire", "peer_wait", "exposed_unsplit")
-ATTENTION_PARTS = ("attention", "peak", "kernel", "repeated", "slowdown")
+KERNEL_PARTS = ("kernel", "vendor_peak", "kernel_limit", "slower_kernel")
+ATTENTION_PARTS = ("attention", "peak", *KERNEL_PARTS, "repeated", "slowdown")
 IDLE_PARTS = ("launch_gaps", "blocked")
 MIN_LOSS_SHARE = 0.02
 
@@ -139,10 +140,14 @@ _SEPARATOR = re.compile(r"; |, |: |\. |\.$")
 
 
 def rule(category: str, pattern: str) -> Callable[[Check], Check]:
-    """Add a rule for clauses of a category: ``verdict``, ``next``, ``evidence``, ``remedy`` or ``warning``."""
+    """Add a rule for clauses of a category: ``verdict``, ``next``, ``evidence``, ``remedy`` or ``warning``.
+
+    Clauses of several categories: their names with ``|`` between them.
+    """
 
     def add(check: Check) -> Check:
-        RULES[category].append((re.compile(pattern), check))
+        for name in category.split("|"):
+            RULES[name].append((re.compile(pattern), check))
         return check
 
     return add

@@ -14,6 +14,7 @@ from ringprof.analysis.findings.summary import Summary, summarise
 from ringprof.analysis.findings.verdict import NextStep, next_step_of, verdict_of
 from ringprof.analysis.findings.waterfall import Waterfall, find_waterfall
 from ringprof.analysis.steps.steps import ExposedBySteps, Step, StepFinder, steps_in_memory
+from ringprof.kernel_rates import DeviceRates
 
 
 class Findings(msgspec.Struct, frozen=True, dict=True):
@@ -21,6 +22,8 @@ class Findings(msgspec.Struct, frozen=True, dict=True):
 
     attribution: Attribution
     finder: StepFinder
+    calibration: DeviceRates | None = None
+    """The user's own calibration of the device, used instead of the bundled one; None: the bundled one."""
 
     @cached_property
     def summary(self) -> Summary:
@@ -60,7 +63,7 @@ class Findings(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def waterfall(self) -> Waterfall:
         """Parts of the slowest rank's wall time."""
-        return find_waterfall(self.attribution, self.summary)
+        return find_waterfall(self.attribution, self.summary, self.calibration)
 
     @cached_property
     def verdict(self) -> tuple[str, ...]:

@@ -85,12 +85,13 @@ class Measurement(msgspec.Struct, frozen=True):
 # --- waterfalls that separate different parts -------------------------------------------------------
 
 _COARSE = {
-    "attention": ("peak", "kernel", "repeated", "slowdown"),
+    "attention": ("peak", "vendor_peak", "kernel_limit", "slower_kernel", "kernel", "repeated", "slowdown"),
+    "kernel": ("vendor_peak", "kernel_limit", "slower_kernel"),
     "exposed_unsplit": ("imbalance", "exposed_wire", "peer_wait"),
 }
 """Coarse parts, each with the finer parts that it contains where a run does not separate them."""
-_OF_KERNEL = ("repeated", "slowdown")
-"""Parts that ``kernel`` contains where a run does not separate them from it."""
+_OF_KERNEL = ("slower_kernel", "repeated", "slowdown")
+"""Parts that ``kernel``, or else ``kernel_limit``, contains where a run does not separate them from it."""
 
 
 def shared_parts(waterfalls: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
@@ -114,13 +115,10 @@ def merged_parts(waterfalls: Sequence[Collection[str]]) -> dict[str, str]:
     for coarse, fine in _COARSE.items():
         present = [part for part in fine if any(part in parts for parts in waterfalls)]
         if any(coarse in parts for parts in waterfalls):
-            merged |= dict.fromkeys(present, coarse)
-    with_kernel = [parts for parts in waterfalls if "kernel" in parts]
+            merged = dict.fromkeys(present, coarse) | merged
+    split = [parts for parts in waterfalls if "kernel" in parts or "kernel_limit" in parts]
+    coarse = "kernel" if any("kernel" in parts for parts in split) else "kernel_limit"
     for part in _OF_KERNEL:
-        if (
-            part not in merged
-            and any(part in parts for parts in with_kernel)
-            and not all(part in parts for parts in with_kernel)
-        ):
-            merged[part] = "kernel"
+        if part not in merged and any(part in parts for parts in split) and not all(part in parts for parts in split):
+            merged[part] = coarse
     return merged

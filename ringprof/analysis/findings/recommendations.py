@@ -20,6 +20,7 @@ from ringprof.analysis.findings.idle_text import (
     largest_host_cause,
     total_idle_causes,
 )
+from ringprof.analysis.findings.kernel_comparison import KernelComparison
 from ringprof.analysis.findings.summary import Communication, Summary
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, MEMORY
 from ringprof.analysis.transfers.hops import OTHER_HOST
@@ -42,10 +43,12 @@ MIN_LATE_SHARE = 0.2
 """Smallest share of all waiting that a rank must cause to be named."""
 
 
-def recommendations_of(attribution: Attribution, summary: Summary) -> dict[str, str]:
+def recommendations_of(attribution: Attribution, summary: Summary, kernels: KernelComparison) -> dict[str, str]:
     """Return a recommendation for each part of a waterfall; parts without one are left out."""
     by_part = {
-        "kernel": f"another kernel (ringprof kernels){_more_tokens_clause(attribution)}",
+        "slower_kernel": f"--kernel {kernels.fastest} (ringprof kernels)",
+        "kernel_limit": _kernel_limit_advice(attribution, kernels),
+        "kernel": f"another kernel (ringprof kernels --measure){_more_tokens_clause(attribution)}",
         "attention": f"a faster attention kernel{_more_tokens_clause(attribution)}",
         "repeated": _repeated_advice(attribution),
         "slowdown": _slowdown_advice(attribution),
@@ -71,6 +74,14 @@ def _more_tokens_clause(attribution: Attribution) -> str:
     run = attribution.run
     decodes = run is not None and run.workload is not None and run.workload.phase == "decode"
     return f", {_MORE_TOKENS}" if has_hops(attribution) and not decodes else ""
+
+
+def _kernel_limit_advice(attribution: Attribution, kernels: KernelComparison) -> str:
+    """Recommend what may bring attention nearer to a matrix product: longer blocks, or to look for another kernel."""
+    longer_blocks = _more_tokens_clause(attribution).removeprefix(", ")
+    if not kernels.fastest_known:
+        return f"another kernel (ringprof kernels --measure){_more_tokens_clause(attribution)}"
+    return longer_blocks if kernels.gains_with_tokens else ""
 
 
 def _repeated_advice(attribution: Attribution) -> str:

@@ -114,7 +114,7 @@ def _cost_line(facts: Facts) -> str:
 def _cause_line(facts: Facts) -> str:
     """Name the cause of the largest loss of an attention job, or the attention kernels if no loss is worth naming."""
     waterfall = facts.waterfall
-    largest = waterfall.largest_loss()
+    largest = waterfall.largest_outside()
     # Waiting includes the time from a rank's end to the slowest rank's, so it is a share of the slowest's wall time.
     is_wait = largest in ("imbalance", "peer_wait", "exposed_unsplit")
     share = (
@@ -422,12 +422,12 @@ class NextStep(msgspec.Struct, frozen=True):
 def next_step_of(facts: Facts) -> NextStep | None:
     """Return the largest loss with a recommendation; None without a loss, or where nothing can be said about it."""
     waterfall, attribution = facts.waterfall, facts.attribution
-    name, attention_parts = waterfall.largest_loss(), ("attention", "kernel", "repeated", "slowdown")
+    name = waterfall.largest_loss()
     is_small = waterfall.of(name) < WORTH_NAMING * waterfall.wall_ns
     if is_small and is_attention(attribution):
-        name = max(attention_parts, key=waterfall.of)
+        name = waterfall.attention_loss()
     part = next((candidate for candidate in waterfall.parts if candidate.part == name), None)
-    if attribution.lacks_device or part is None or (is_small and name not in attention_parts):
+    if attribution.lacks_device or part is None or (is_small and name not in ATTENTION_PARTS):
         return None
     recommendation = part.remedy or _why_no_recommendation(facts, name)
     if not recommendation:
@@ -439,6 +439,8 @@ def next_step_of(facts: Facts) -> NextStep | None:
 
 def _why_no_recommendation(facts: Facts, part: str) -> str:
     """Explain why there is no recommendation for a part; empty where there is nothing to say."""
+    if part == "kernel_limit":
+        return facts.waterfall.kernels.evidence
     if part == "blocked":
         return "what most of it waits for is not recorded"
     if part == "exposed_unsplit" and facts.attribution.on_cpu:
@@ -450,6 +452,14 @@ def _next_step_text(facts: Facts, part: WaterfallPart, gain_ns: int, recommendat
     """Write the sentence of `NextStep.text`."""
     waterfall = facts.waterfall
     loss, wall = milliseconds(part.time_ns), milliseconds(waterfall.wall_ns)
+    if part.part == "slower_kernel":
+        name, evidence = WATERFALL_LABELS[part.part], waterfall.kernels.evidence
+        return f"Largest loss: {name}, {loss} of {wall}: {evidence}. To try: {recommendation}."
+    if part.part in ("kernel", "kernel_limit"):
+        # The distance to a peak is no loss that a change is known to remove.
+        reason = waterfall.kernels.evidence or waterfall.kernels.unknown
+        advice = f". To try: {recommendation}" if part.remedy else ""
+        return f"In the attention kernels: {reason}{advice}."
     if part.part in ATTENTION_PARTS:
         tenth = milliseconds(waterfall.of(*ATTENTION_PARTS) / 10)
         text = f"Largest loss: {WATERFALL_LABELS[part.part]}, {loss} of {wall}. To try: {recommendation}"

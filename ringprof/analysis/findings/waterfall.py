@@ -3,7 +3,9 @@
 Each rank's time up to the slowest rank's wall time is split into these parts, and every part is the mean over ranks:
 
 - Attention kernels: the needed work at peak, the loss of the kernel alone against the peak, repeated work, and the
-  slow-down beside communication.
+  slow-down beside communication. Where the device is calibrated, the loss of the kernel is split: up to what a plain
+  matrix product reaches, from there to the fastest kernel known for the blocks, and from there to the run's own kernel.
+  Only the last has a remedy; the first is no loss of the program.
 - Exposed communication. An exposed instant counts as wire before wait before memory before idle. A rank's waiting is
   its exposed waiting and the time from its last activity until the slowest rank is done. Imbalance is the part of the
   waiting up to the difference between the longest computation of any rank and the rank's own. Peer wait is the rest.
@@ -18,21 +20,27 @@ Parts that the evidence cannot separate are shown as one part with a name of its
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from statistics import fmean
 
 import msgspec
 
 from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.kernel_comparison import NOTHING_KNOWN, KernelComparison, compare_kernels
 from ringprof.analysis.findings.recommendations import recommendations_of
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, MEMORY
 from ringprof.analysis.rank import Rank
 from ringprof.common.formatting import milliseconds, three_digits
+from ringprof.kernel_rates import DeviceRates
 from ringprof.workload.devices import Peak, peak_of
 from ringprof.workload_checks import workload_fits
 
 WATERFALL_LABELS: dict[str, str] = {
     "peak": "needed work at peak",
+    "vendor_peak": "matrix product below peak",
+    "kernel_limit": "attention below a matrix product",
+    "slower_kernel": "kernel slower than the fastest known",
     "kernel": "attention kernel below peak",
     "repeated": "repeated work",
     "slowdown": "slow-down beside communication",
@@ -52,8 +60,10 @@ WATERFALL_LABELS: dict[str, str] = {
 }
 """Labels of all parts that a waterfall may have, in order.
 
-``kernel`` contains ``slowdown`` where there is no solo rate. ``attention`` replaces the first four where the needed
-work or the peak is not known. ``exposed_unsplit`` is exposed communication whose wait and wire are not known.
+``vendor_peak`` and ``kernel_limit`` replace ``kernel`` where the rate of a matrix product on the device is known;
+``slower_kernel`` is absent where no other kernel is known for the blocks. ``kernel``, or else
+``kernel_limit``, contains ``slowdown`` where there is no solo rate. ``attention`` replaces all of these where the
+needed work or the peak is not known. ``exposed_unsplit`` is exposed communication whose wait and wire are not known.
 ``other_groups`` is exposed communication of process groups other than the chosen one. ``background`` is time of
 activities outside the window, where the window is a part of the run.
 """
@@ -62,8 +72,12 @@ COMMUNICATION_PARTS = ("imbalance", "exposed_wire", "peer_wait", "exposed_unspli
 """Parts in which ranks wait or send: one loss with several causes."""
 IDLE_PARTS = ("launch_gaps", "blocked")
 """Parts in which the device idles."""
-ATTENTION_PARTS = ("attention", "peak", "kernel", "repeated", "slowdown")
+ATTENTION_PARTS = (
+    "attention", "peak", "vendor_peak", "kernel_limit", "slower_kernel", "kernel", "repeated", "slowdown",
+)  # fmt: skip
 """Parts in which attention kernels run."""
+LIMITS = ("peak", "vendor_peak", "kernel_limit", "kernel", "attention")
+"""Parts that no change of the program is known to remove: needed work, and distances of attention to a faster rate."""
 WORTH_NAMING = 0.02
 """Smallest share of the time that is called a loss."""
 
@@ -113,6 +127,8 @@ class Waterfall(msgspec.Struct, frozen=True):
     """Peak of the device; None where it is not known, or is no bound of the measured rate."""
     tflops: float | None
     """Needed work per device over the wall time, in TFLOP/s; None where the work is not known."""
+    kernels: KernelComparison = NOTHING_KNOWN
+    """Comparison of the attention kernel with others that a calibration of the device knows."""
 
     def __post_init__(self) -> None:
         assert sum(part.time_ns for part in self.parts) == self.wall_ns
@@ -121,6 +137,10 @@ class Waterfall(msgspec.Struct, frozen=True):
         """Return the total nanoseconds of some parts."""
         return sum(part.time_ns for part in self.parts if part.part in names)
 
+    def attention_loss(self) -> str:
+        """Return the longest loss in the attention kernels: a part that is not needed work or the peak's own limit."""
+        return max((part for part in ATTENTION_PARTS if part not in ("peak", "vendor_peak")), key=self.of)
+
     def gain_ns(self, part: str) -> int:
         """Return by how much the slowest rank's wall time could shrink at most without a part, within the bounds."""
         bound_of_part = {"imbalance": self.bounds.balanced_ns}
@@ -128,6 +148,16 @@ class Waterfall(msgspec.Struct, frozen=True):
         return max(0, min(self.of(part), self.wall_ns - bound_of_part.get(part, 0)))
 
     def largest_loss(self) -> str:
+        """Return the longest part outside the attention kernels, or ``slower_kernel`` if that is longer.
+
+        `largest_outside` says which part outside the attention kernels counts.
+        """
+        outside = self.largest_outside()
+        together = self.of(*COMMUNICATION_PARTS) if outside in COMMUNICATION_PARTS else self.of(outside)
+        slower_kernel_ns = self.of("slower_kernel")
+        return "slower_kernel" if slower_kernel_ns > max(together, WORTH_NAMING * self.wall_ns) else outside
+
+    def largest_outside(self) -> str:
         """Return the longest part outside the attention kernels.
 
         The parts of communication count together, and the longest of them is returned if they exceed every other part.
@@ -175,15 +205,19 @@ class _AttentionWork(msgspec.Struct, frozen=True):
     """FLOPs of the computed blocks; None where the run did not count them."""
     solo_tflops: float | None
     """TFLOP/s of the same blocks without communication; None where they were not measured."""
+    kernels: KernelComparison
+    """Comparison of the kernel with others that a calibration of the device knows."""
 
 
-def find_waterfall(attribution: Attribution, summary: Summary) -> Waterfall:
-    """Compute the waterfall of a run."""
+def find_waterfall(
+    attribution: Attribution, summary: Summary, calibration: DeviceRates | None = None
+) -> Waterfall:  # fmt: skip
+    """Compute the waterfall of a run; ``calibration``: the user's own of the device, None: the bundled one."""
     ranks = attribution.ranks
     slowest = next(rank for rank in ranks if rank.rank == summary.slowest_rank)
     longest_compute_ns = max(rank.breakdown.compute_ns for rank in ranks)
     rank_parts = [_rank_parts(rank, slowest.breakdown.wall_ns, longest_compute_ns) for rank in ranks]
-    work = _attention_work(attribution, summary)
+    work = _attention_work(attribution, summary, calibration)
     totals = _attention_parts(sum(parts.attention_ns for parts in rank_parts), work)
     totals |= {
         "imbalance": sum(parts.imbalance_ns for parts in rank_parts),
@@ -196,11 +230,12 @@ def find_waterfall(attribution: Attribution, summary: Summary) -> Waterfall:
         "launch_gaps": sum(parts.host_bound_ns for parts in rank_parts),
         "blocked": sum(parts.blocked_ns for parts in rank_parts),
     }
-    # The means are whole nanoseconds that sum to the mean of all: those with the largest remainders are rounded up.
-    times_ns = {name: time // len(ranks) for name, time in totals.items()}
-    missing_ns = sum(totals.values()) // len(ranks) - sum(times_ns.values())
-    for name in sorted(totals, key=lambda name: -(totals[name] % len(ranks)))[:missing_ns]:
-        times_ns[name] += 1
+    # However far attention is split, all other parts are the same.
+    attention = {name: total for name, total in totals.items() if name in ATTENTION_PARTS}
+    others = {name: total for name, total in totals.items() if name not in ATTENTION_PARTS}
+    whole_ns = sum(totals.values()) // len(ranks)
+    times_ns = _means({"attention": sum(attention.values()), **others}, len(ranks), whole_ns)
+    times_ns |= _means(attention, len(ranks), times_ns.pop("attention"))
     wall_ns = slowest.breakdown.wall_ns
     mean_ns = -(-sum(parts.busy_ns for parts in rank_parts) // len(rank_parts))
     run = attribution.run
@@ -218,7 +253,20 @@ def find_waterfall(attribution: Attribution, summary: Summary) -> Waterfall:
         ),
         peak=work.peak if work else None,
         tflops=flops / wall_ns / 1e3 if flops and wall_ns else None,
+        kernels=work.kernels if work else NOTHING_KNOWN,
     )
+
+
+def _means(totals: Mapping[str, int], count: int, whole: int) -> dict[str, int]:
+    """Divide totals by ``count`` into whole numbers that sum to ``whole``, which is the mean of all, rounded.
+
+    Those with the largest remainders are rounded up.
+    """
+    means = {name: total // count for name, total in totals.items()}
+    missing = whole - sum(means.values())
+    for name in sorted(totals, key=lambda name: -(totals[name] % count))[:missing]:
+        means[name] += 1
+    return means
 
 
 def _rank_parts(rank: Rank, wall_ns: int, longest_compute_ns: int) -> _RankParts:
@@ -256,7 +304,9 @@ def _rank_parts(rank: Rank, wall_ns: int, longest_compute_ns: int) -> _RankParts
 # --- the attention kernels' time ----------------------------------------------------------------------
 
 
-def _attention_work(attribution: Attribution, summary: Summary) -> _AttentionWork | None:
+def _attention_work(
+    attribution: Attribution, summary: Summary, calibration: DeviceRates | None
+) -> _AttentionWork | None:  # fmt: skip
     """Return the attention FLOPs and rates over all ranks; None where the work of every rank is not known."""
     run, ranks = attribution.run, attribution.ranks
     if run is None or run.workload is None or run.topology.world_size != len(ranks) or attribution.on_cpu:
@@ -273,7 +323,8 @@ def _attention_work(attribution: Attribution, summary: Summary) -> _AttentionWor
     # Attention faster than the peak cannot be that of the stated workload, so there is no peak to compare with.
     if peak is None or needed_flops / peak.tflops / 1e3 > attention_ns or len(set(summary.devices)) > 1:
         peak = None
-    return _AttentionWork(peak, needed_flops, done_flops, summary.rates.solo_tflops)
+    kernels = compare_kernels(run, summary.devices, calibration) if peak else NOTHING_KNOWN
+    return _AttentionWork(peak, needed_flops, done_flops, summary.rates.solo_tflops, kernels)
 
 
 def _attention_parts(spent_ns: int, work: _AttentionWork | None) -> dict[str, int]:
@@ -286,8 +337,19 @@ def _attention_parts(spent_ns: int, work: _AttentionWork | None) -> dict[str, in
         totals["repeated"] = round((work.done - work.needed) / rate_tflops / 1e3)
     if work.done is not None and work.solo_tflops:
         totals["slowdown"] = spent_ns - round(work.done / work.solo_tflops / 1e3)
-    totals["kernel"] = spent_ns - sum(totals.values())
-    return totals
+    kernel_ns = spent_ns - sum(totals.values())
+    split = {}
+    if work.kernels.fastest_known:
+        # The saved share is of the needed blocks alone.
+        saved_ns = round((totals["peak"] + kernel_ns) * work.kernels.saved_share)
+        split["slower_kernel"] = min(saved_ns, max(kernel_ns, 0))
+    if work.kernels.matmul_tflops is None:
+        return {**totals, **split, "kernel": kernel_ns - sum(split.values())}
+    # A matrix product is slower than the peak; a kernel that is faster still has no distance to it.
+    at_matmul_ns = work.needed / min(work.kernels.matmul_tflops, work.peak.tflops) / 1e3
+    left_ns = max(kernel_ns - sum(split.values()), 0)
+    split["vendor_peak"] = min(max(round(at_matmul_ns) - totals["peak"], 0), left_ns)
+    return {**totals, **split, "kernel_limit": kernel_ns - sum(split.values())}
 
 
 def _waterfall_parts(
@@ -299,9 +361,10 @@ def _waterfall_parts(
     flops: float | None,
 ) -> tuple[WaterfallPart, ...]:
     """Build the parts in order; ``flops``: needed FLOPs per device, None where they give no rate."""
-    evidence, recommendations = _part_evidence(attribution, summary, work), recommendations_of(attribution, summary)
+    evidence = _part_evidence(attribution, summary, work)
+    recommendations = recommendations_of(attribution, summary, work.kernels if work else NOTHING_KNOWN)
     # These are shown even if they take no time, since that is worth knowing.
-    always_shown = {"merge_and_copies", "launch_gaps", "kernel", "repeated", "slowdown", "peak", "attention"}
+    always_shown = {"merge_and_copies", "launch_gaps", *ATTENTION_PARTS}
     if len(attribution.ranks) > 1 and any(row.timed for rank in attribution.ranks for row in rank.link_totals):
         always_shown |= {"imbalance", "exposed_wire", "peer_wait"}
     rows, total_ns = [], 0
@@ -369,20 +432,34 @@ def _work_evidence(attribution: Attribution, work: _AttentionWork | None) -> dic
     done_flops = work.done or work.needed
     rate_tflops = done_flops / attention_ns / 1e3 if attention_ns else 0.0
     peak = work.peak
-    words = {
+    words = _kernel_evidence(work.kernels) | {
         "peak": f"{work.needed / rank_count / 1e12:,.1f} TFLOP a device at {peak.tflops:g} TFLOP/s ({peak.source})",
         "repeated": f"blocks of {done_flops / work.needed:.4f} times the work that the mask needs",
     }
     if work.solo_tflops:
         share = work.solo_tflops / peak.tflops
-        words["kernel"] = f"the same blocks alone: {work.solo_tflops:,.1f} TFLOP/s, {share:.0%} of peak"
+        kernel_words = f"the same blocks alone: {work.solo_tflops:,.1f} TFLOP/s, {share:.0%} of peak"
         words["slowdown"] = f"{rate_tflops:,.1f} TFLOP/s in the run against {work.solo_tflops:,.1f} alone"
     else:
         other_cause = "" if work.done is not None else " repeated work and"
-        words["kernel"] = (
+        kernel_words = (
             f"{rate_tflops:,.1f} TFLOP/s in the run; no solo rate:{other_cause} slow-down beside communication is in it"
         )
-    return words
+    unknown = f"; {work.kernels.unknown}" if work.kernels.unknown else ""
+    return {**words, "kernel": kernel_words + unknown, "kernel_limit": kernel_words + unknown}
+
+
+def _kernel_evidence(kernels: KernelComparison) -> dict[str, str]:
+    """Return the evidence for the parts that follow from calibrated rates."""
+    if kernels.matmul_tflops is None:
+        return {"slower_kernel": kernels.evidence}
+    clock = "" if kernels.matmul_clock_mhz is None else f" at {kernels.matmul_clock_mhz:,.0f} MHz"
+    product = f"a plain matrix product reaches {kernels.matmul_tflops:,.0f} TFLOP/s{clock}"
+    no_loss = "a distance that no change of the program removes"
+    return {
+        "vendor_peak": f"{product} by calibration {kernels.calibration}: {no_loss}",
+        "slower_kernel": kernels.evidence,
+    }
 
 
 def _compute_evidence(summary: Summary, kinds: tuple[str, ...]) -> str:

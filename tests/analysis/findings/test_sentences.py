@@ -227,8 +227,10 @@ def test_the_evidence_of_a_run_against_the_devices_peak(counted):
     assert words["peak"].evidence == "0.0 TFLOP a device at 989 TFLOP/s (H200, dense bf16, vendor's figure)"
     rate = (done if counted else needed) / spent / 1e3
     merged = "" if counted else " repeated work and"
-    assert words["kernel"].evidence == (
-        f"{rate:,.1f} TFLOP/s in the run; no solo rate:{merged} slow-down beside communication is in it"
+    # The calibration of H200 has no blocks as short as 16 tokens.
+    assert words["kernel_limit"].evidence == (
+        f"{rate:,.1f} TFLOP/s in the run; no solo rate:{merged} slow-down beside communication is in it; "
+        "what another kernel takes is not known: calibration h200 does not cover these blocks by cudnn"
     )
     assert ("repeated" in words) is counted
     if counted:

@@ -12,6 +12,9 @@ from tests.loaded import analysis
 from tests.paths import TRACES
 from tests.renamed import with_gpu_named
 
+SPLIT = {"peak": 50.0, "vendor_peak": 8.0, "kernel_limit": 20.0, "slower_kernel": 12.0, "repeated": 3.0,
+         "slowdown": -2.0, "exposed_wire": 9.0}  # fmt: skip
+NO_OTHER_KERNEL = {name: value for name, value in SPLIT.items() if name != "slower_kernel"}
 WHOLE = {"peak": 50.0, "kernel": 40.0, "repeated": 3.0, "slowdown": -2.0, "exposed_wire": 9.0}
 
 
@@ -39,6 +42,20 @@ def test_compared_parts_are_those_both_runs_distinguish(other, one_then, other_t
         assert sum(parts.values()) in (sum(WHOLE.values()), sum(other.values()))
 
 
+def test_parts_of_the_kernel_are_compared_where_both_sides_know_them():
+    assert shared_parts([SPLIT, SPLIT]) == [SPLIT, SPLIT] and shared_parts([SPLIT, WHOLE]) == [WHOLE, WHOLE]
+    # No other kernel is known on one side: what another one would save is in the rest there.
+    together = {**NO_OTHER_KERNEL, "kernel_limit": 32.0}
+    assert shared_parts([SPLIT, NO_OTHER_KERNEL]) == [together, NO_OTHER_KERNEL]
+    # No solo rate on one side: the slow-down is in the rest there.
+    without = {name: value for name, value in SPLIT.items() if name != "slowdown"}
+    assert shared_parts([SPLIT, without]) == [{**without, "kernel_limit": 18.0}, without]
+    assert shared_parts([SPLIT, {"attention": 91.0, "exposed_wire": 9.0}])[0] == {
+        "attention": 91.0,
+        "exposed_wire": 9.0,
+    }
+
+
 def test_only_present_parts_are_merged():
     assert merged_parts([{"attention"}, {"attention", "launch_gaps"}]) == {}
     assert merged_parts([{"attention"}, {"peak", "kernel"}]) == {"peak": "attention", "kernel": "attention"}
@@ -64,7 +81,8 @@ def test_unknown_peak_does_not_change_the_comparison(tmp_path):
         for measurement in comparison.entries:
             values = measurement.values()
             assert "waterfall.peak" not in values and "waterfall.attention" in values
-        assert comparison.merged == dict.fromkeys(("peak", "kernel", "repeated", "slowdown"), "attention")
+        split = ("peak", "vendor_peak", "kernel_limit", "slower_kernel", "repeated", "slowdown")
+        assert comparison.merged == dict.fromkeys(split, "attention")
 
 
 def test_parts_are_merged_per_recording():

@@ -12,7 +12,7 @@ import pytest
 
 from ringprof.analysis.exposure import exposure_of
 from ringprof.analysis.findings.summary import summarise
-from ringprof.analysis.findings.waterfall import WATERFALL_LABELS, find_waterfall
+from ringprof.analysis.findings.waterfall import ATTENTION_PARTS, WATERFALL_LABELS, find_waterfall
 from ringprof.analysis.intervals import length_ns
 from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, KINDS, MEMORY
 from ringprof.run import Work
@@ -31,7 +31,7 @@ RUNS = [
     *sorted((ROOT / "tests" / "data").glob("waits-*")),
 ]
 NONE: MappingProxyType[int, Any] = MappingProxyType({})
-ATTENTION = {"peak", "kernel", "repeated", "slowdown", "attention"}
+ATTENTION = set(ATTENTION_PARTS)
 FIRST = {
     "attention": {"flash_fwd", "flash_bwd"},
     "matrix_products": {"gemm", "convolution"},
@@ -238,9 +238,10 @@ def test_waterfall_starts_at_the_device_peak():
     assert first.time_ns == pytest.approx(flops / 989e12 * 1e9, rel=1e-6)
     assert first.tflops == pytest.approx(989, rel=1e-6)
     assert waterfall.tflops == pytest.approx(flops / waterfall.wall_ns / 1e3)
-    # With a solo rate the kernel's loss ends at it, repeated work left out (there is none).
     after = {part.part: part.tflops for part in waterfall.parts}
-    assert after["kernel"] == pytest.approx(run.summary.rates.solo_tflops, rel=2e-4)
+    assert after["vendor_peak"] == pytest.approx(790, rel=1e-6)
+    # With a solo rate the kernel's loss ends at it, repeated work left out (there is none).
+    assert after["slower_kernel"] == pytest.approx(run.summary.rates.solo_tflops, rel=2e-4)
     assert waterfall.parts[-1].tflops == pytest.approx(waterfall.tflops)
 
 
