@@ -62,12 +62,20 @@ def terminal(findings: Findings, style: TextStyle, listing: Listing) -> list[str
     ]
 
 
-def describe_run(run: Run) -> str:
-    """Describe strategy, workload and kernel in one line."""
+def describe_run(run: Run, *, in_title: bool = False) -> str:
+    """Describe strategy, workload and kernel in one line.
+
+    A title names only parameters that are numbers, such as degrees, and in words: ``usp, ulysses degree 2``.
+    """
     parts = []
     if run.strategy:
-        parameters = ", ".join(f"{key}={value}" for key, value in run.strategy.params.items())
-        parts.append(run.strategy.name + (f" ({parameters})" if parameters else ""))
+        params = run.strategy.params.items()
+        if in_title:
+            degrees = [f"{key.replace('_', ' ')} {value}" for key, value in params if type(value) in (int, float)]
+            parts.append(", ".join([run.strategy.name, *degrees]))
+        else:
+            parameters = ", ".join(f"{key}={value}" for key, value in params)
+            parts.append(run.strategy.name + (f" ({parameters})" if parameters else ""))
     if run.workload:
         parts += _describe_workload(run, run.workload)
     if run.kernel:
