@@ -96,7 +96,7 @@ FRAMES: dict[str, dict[str, str]] = {
         "share": "share of the rank's idle_ns, 0..1",
     },
     "gemms": {
-        "batch": "number of products of (m, k) by (k, n) per call; missing, like m, n and k, where no shape is recorded",
+        "batch": "products of (m, k) by (k, n) per call; missing, like m, n and k, where no shape is recorded",
         "m": "rows of the left factor",
         "n": "columns of the right factor",
         "k": "columns of the left factor",

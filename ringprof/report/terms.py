@@ -31,10 +31,10 @@ MEANINGS: dict[str, str] = {
     "kinds": "What ran, by kind, mean over ranks. Kinds may run at the same time, so they need not sum to the wall.",
     "speed": "Timed without the profiler, unless said otherwise; controls took turns with ordinary iterations.",
     "kernels": "Activities on the device by name, over all ranks, with the kind that they count as.",
-    "gemms": "Calls of matrix products by the shape that the profiler recorded, (m, k) by (k, n), mean over ranks: the time "
-    "of their kernels, and FLOPs over that time against the device's peak.",
-    "collectives": "Kernels and copies of communication by kind, process group and size of one operation, mean over ranks. "
-    "Sizes and bus bandwidth are those of nccl-tests; waiting for peers counts in the last column alone.",
+    "gemms": "Calls of matrix products by the shape that the profiler recorded, (m, k) by (k, n), mean over ranks: the "
+    "time of their kernels, and FLOPs over that time against the device's peak.",
+    "collectives": "Kernels and copies of communication by kind, process group and size of one operation, mean over "
+    "ranks. Sizes and bus bandwidth are those of nccl-tests; waiting for peers counts in the last column alone.",
     "hops": "A hop is one transfer with neighbours. It waits until its peers have arrived; the rest is wire.",
     "settings": "What was run, where, and with which versions.",
     "comparison": "Measurements side by side. Noise: the measurements do not prove a difference (95 % interval of the "

@@ -1,4 +1,4 @@
-"""Longest stretches of exposed communication and of idle time: where a rank computes nothing, one span after another."""
+"""Longest stretches of exposed communication and of idle time, in which a rank computes nothing."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ class PageTable(msgspec.Struct, frozen=True):
     rows: Sequence[Sequence[Cell]]
     note: str = ""
     bars_by: str = ""
-    """How a row leads to bars of the timeline: ``name`` (the first cell is the name of an activity), ``kind`` (the first
-    cell is the label of a kind), ``span`` (by ``spans``); empty where rows do not."""
+    """How a row leads to bars of the timeline: ``name`` or ``kind`` (the first cell is the name of an activity, or the
+    label of a kind), ``span`` (by ``spans``); empty where rows do not."""
     spans: Sequence[TimeSpan] = ()
     """One per row, where rows lead to bars by their time."""
 

@@ -160,7 +160,8 @@ def timeline(timeline_data: DrawnTimeline, ranks: Sequence[int], marks: Sequence
             nonselection_fill_alpha=0.2, nonselection_line_alpha=0.2,
         )  # fmt: skip
     plot.add_layout(BoxAnnotation(
-        name="selection", visible=False, fill_color=palette.BLUE, fill_alpha=0.12, line_color=palette.BLUE, level="overlay"
+        name="selection", visible=False, level="overlay", fill_color=palette.BLUE, fill_alpha=0.12,
+        line_color=palette.BLUE,
     ))  # fmt: skip
     plot.tags = [{"timeline": True, "texts": texts.texts, "end": end}]
     _label_ranks(plot, {rank: bottom[rank] + height[rank] / 2 for rank in ranks if rank in bottom})
