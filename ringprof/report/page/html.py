@@ -17,14 +17,18 @@ from ringprof.report.page.document import Document
 
 
 def render(document: Document) -> str:
-    """Render the page as text. Raises `MissingExtraError` where Bokeh is not installed."""
+    """Render the page as text. Raises `MissingExtraError` where Bokeh is needed and not installed."""
     # Jinja2 and Bokeh are imported where they are needed: both imports take longer than most reports.
     from jinja2 import Environment, StrictUndefined
 
-    bokeh = _import_bokeh()
     figures = [section.content.figure for section in document.sections if section.content.figure is not None]
-    script, figure_elements = bokeh.components(figures, wrap_script=False) if figures else ("", ())
-    scripts = [_escape_script(source) for source in (*bokeh.library, script, _read_asset("page.js"))]
+    sources = [_read_asset("page.js")]
+    figure_elements: Sequence[str] = ()
+    if figures:
+        bokeh = _import_bokeh()
+        script, figure_elements = bokeh.components(figures, wrap_script=False)
+        sources = [*bokeh.library, script, *sources]
+    scripts = [_escape_script(source) for source in sources]
     elements = iter(figure_elements)
     sections_with_figures = [
         (section, next(elements) if section.content.figure is not None else "") for section in document.sections

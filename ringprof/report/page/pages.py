@@ -42,7 +42,7 @@ from ringprof.report.sweep import COLUMNS
 from ringprof.report.tables import Column, Table
 from ringprof.report.terminal import header_of
 from ringprof.report.terms import LABELS, MEANINGS
-from ringprof.report.text import LONGEST_SENTENCE, binary_size, clean, duration, rate
+from ringprof.report.text import LONGEST_SENTENCE, binary_size, clean, duration, rate, short_count
 from ringprof.report.timeline import legend_of, timeline_of
 from ringprof.trace.columns import NOTES
 
@@ -281,43 +281,85 @@ def sweep_document(rows: Sequence[Mapping[str, Any]], name: str) -> Document:
 
     The kernels' own rate is drawn above the speeds as their ceiling.
     """
-    figures = drawing()
-
     done = [row for row in rows if row["status"] == "ok"]
     sections = []
     if done:
-        speed: defaultdict[str, Series] = defaultdict(list)
-        memory: defaultdict[str, Series] = defaultdict(list)
-        ceiling: dict[float, float] = {}
-        for row in done:
-            speed[_series_name(row)].append((row["seq"], row["tflops"]))
-            if row["memory_mib"] is not None:
-                memory[_series_name(row)].append((row["seq"], row["memory_mib"]))
-            if row["of_kernel_rate"]:
-                ceiling[row["seq"]] = max(ceiling.get(row["seq"], 0.0), row["tflops"] / row["of_kernel_rate"])
-        ceiling_name = "the kernel's own rate"
-        lines = {**speed, **({ceiling_name: list(ceiling.items())} if ceiling else {})}
-        peers = {_series_name(row) for row in done if row.get("peer")}
-        content = Content(figures.lines(*_with_unit(lines), ceiling_name, peers))
-        sections.append(PageSection("speed", "Speed", MEANINGS["sweep_speed"], content))
+        speed, memory = _speed_content(done), _memory_content(done)
+        sections.append(PageSection("speed", "Speed", MEANINGS["sweep_speed"], speed))
         content = Content(charts=[_sweep_share_chart(done)])
         sections.append(PageSection("shares", "Where the time went", MEANINGS["shares"], content))
         if memory:
-            content = Content(figures.lines("MiB", memory, "", peers))
-            sections.append(PageSection("memory", "Peak memory", MEANINGS["peak_memory"], content))
+            sections.append(PageSection("memory", "Peak memory", MEANINGS["peak_memory"], memory))
     sections.append(PageSection("rows", "Every row", MEANINGS["sweep"], Content(tables=[_row_table(rows)])))
-    counts = f"{len(rows)} rows, {len(rows) - len(done)} of them without a result"
-    return _answered(Document(clean(name), counts, _fastest_lines(done), [], sections))
+    counts = f"{clean(name)} · {len(rows)} rows, {len(rows) - len(done)} of them without a result"
+    return _answered(Document(_sweep_title(rows), counts, _fastest_lines(done), [], sections))
 
 
-def _with_unit(lines: Mapping[str, Series]) -> tuple[str, Mapping[str, Series]]:
-    """Choose TFLOP/s or GFLOP/s by the largest speed, and convert all lines to it.
+_MOST_NAMED = 4
+"""Number of strategies up to which the title of a sweep names each."""
+
+
+def _sweep_title(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Name the strategies and lengths of a sweep."""
+    names = list(dict.fromkeys(str(row["strategy"]) for row in rows))
+    lengths = sorted({row["seq"] for row in rows})
+    which = ", ".join(names) if len(names) <= _MOST_NAMED else f"{len(names)} strategies"
+    ends = [short_count(length) for length in (lengths[0], lengths[-1])] if lengths else []
+    return clean(f"Benchmark: {which}" + (f" at {' to '.join(dict.fromkeys(ends))} tokens" if ends else ""))
+
+
+def _speed_content(done: Sequence[Mapping[str, Any]]) -> Content:
+    """Draw speed over length below the kernel's own rate; of one length, a bar per strategy."""
+    if len({row["seq"] for row in done}) == 1:
+        rows = sorted(done, key=lambda row: -row["tflops"])
+        of_kernel = [
+            f"{rate(row['tflops'])}"
+            + (f", {percent(of)} of the kernel's own rate" if (of := row["of_kernel_rate"]) else "")
+            for row in rows
+        ]
+        names = [_series_name(row) for row in rows]
+        unit, (values,) = _in_unit_of_speed([[row["tflops"] for row in rows]])
+        return Content(charts=[bars.stacked(names, _single_part(unit, values), unit, of_kernel)])
+    speed: defaultdict[str, Series] = defaultdict(list)
+    ceiling: dict[float, float] = {}
+    for row in done:
+        speed[_series_name(row)].append((row["seq"], row["tflops"]))
+        if row["of_kernel_rate"]:
+            ceiling[row["seq"]] = max(ceiling.get(row["seq"], 0.0), row["tflops"] / row["of_kernel_rate"])
+    ceiling_name = "the kernel's own rate"
+    lines = {**speed, **({ceiling_name: list(ceiling.items())} if ceiling else {})}
+    unit, converted = _in_unit_of_speed([[value for _, value in points] for points in lines.values()])
+    lines = {
+        name: [(seq, value) for (seq, _), value in zip(points, values, strict=True)]
+        for (name, points), values in zip(lines.items(), converted, strict=True)
+    }
+    return Content(drawing().lines(unit, lines, ceiling_name, _peers(done)))
+
+
+def _memory_content(done: Sequence[Mapping[str, Any]]) -> Content | None:
+    """Draw peak memory over length, of one length a bar per strategy; None where no row has it."""
+    known = [row for row in done if row["memory_mib"] is not None]
+    if len({row["seq"] for row in known}) == 1:
+        values = _single_part("MiB", [row["memory_mib"] for row in known])
+        return Content(charts=[bars.stacked([_series_name(row) for row in known], values, "MiB")])
+    memory: defaultdict[str, Series] = defaultdict(list)
+    for row in known:
+        memory[_series_name(row)].append((row["seq"], row["memory_mib"]))
+    return Content(drawing().lines("MiB", memory, "", _peers(done))) if memory else None
+
+
+def _peers(done: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Return the names of other people's code, whose lines are dotted."""
+    return {_series_name(row) for row in done if row.get("peer")}
+
+
+def _in_unit_of_speed(lines: Sequence[Sequence[float]]) -> tuple[str, list[list[float]]]:
+    """Choose TFLOP/s or GFLOP/s by the largest speed, and convert all values to it.
 
     GFLOP/s keeps the axis readable for runs on a CPU.
     """
-    if max(speed for points in lines.values() for _, speed in points) >= 1:
-        return "TFLOP/s", lines
-    return "GFLOP/s", {name: [(seq, 1e3 * speed) for seq, speed in points] for name, points in lines.items()}
+    unit, scale = ("TFLOP/s", 1.0) if max(value for line in lines for value in line) >= 1 else ("GFLOP/s", 1e3)
+    return unit, [[scale * value for value in line] for line in lines]
 
 
 def _fastest_lines(done: Sequence[Mapping[str, Any]]) -> list[str]:
