@@ -10,7 +10,7 @@ from ringprof.prediction.text import PART_LABELS, cluster_text, described, remar
 from ringprof.report import palette
 from ringprof.report.page import bars
 from ringprof.report.page.document import Content, Document, PageSection, PageTable, number, text
-from ringprof.report.text import LONGEST_SENTENCE, binary_size, clean, duration, rate
+from ringprof.report.text import LONGEST_SENTENCE, binary_size, clean, duration, rate, strategy_in_title
 
 _COLOURS = {
     "kernel": palette.PART_COLOURS["compute"],
@@ -29,7 +29,7 @@ def document(prediction: PredictionResult) -> Document:
     """Return the page of a prediction."""
     query = prediction.query
     low_ns, median_ns, high_ns = prediction.interval_ns
-    label = f"{query.strategy} ({', '.join(f'{key}={value}' for key, value in prediction.schedule.params.items())})"
+    label = strategy_in_title(query.strategy, prediction.schedule.params)
     answer = (
         f"Predicted: {duration(median_ns)} per iteration ({duration(low_ns)} to {duration(high_ns)} in four of five "
         f"cases), {rate(prediction.tflops(median_ns))} per GPU; {percent(prediction.exposed_share)} of the time waits "

@@ -8,7 +8,7 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -31,6 +31,12 @@ def short_count(value: float) -> str:
         if value >= size and value % size == 0:
             return f"{value / size:g}{unit}"
     return f"{value:,g}"
+
+
+def strategy_in_title(name: str, params: Mapping[str, Any]) -> str:
+    """Name a strategy with the parameters that are numbers, such as degrees, in words: ``usp, ulysses degree 2``."""
+    degrees = [f"{key.replace('_', ' ')} {value}" for key, value in params.items() if type(value) in (int, float)]
+    return ", ".join([name, *degrees])
 
 
 LONGEST_SENTENCE = 1_000

@@ -28,6 +28,12 @@ class Cell(msgspec.Struct, frozen=True):
     numeric: bool = False
 
     @property
+    def exact(self) -> str:
+        """The number with all its digits, where the text does not show them; a page of many ranks has many cells."""
+        full = f"{self.key:.10g}" if self.numeric else ""
+        return "" if full == self.text.replace(",", "") else full
+
+    @property
     def long(self) -> bool:
         """Whether the text may be broken anywhere, such as the name of a kernel."""
         return len(self.text) > LONG_CELL

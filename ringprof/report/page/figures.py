@@ -31,7 +31,7 @@ LETTER_PIXELS = 7.2
 """Approximate width in pixels of a letter of `FONT_SIZE`, in a wide font."""
 LANE_PIXELS, MIN_LANE_PIXELS, RANK_GAP = 22, 5, 0.5
 """Height in pixels of a lane of a timeline, of one among very many, and the gap between two ranks in lanes."""
-MAX_TIMELINE_PIXELS, MAX_OVERVIEW_PIXELS = 1100, 200
+MAX_TIMELINE_PIXELS, MAX_OVERVIEW_PIXELS = 1100, 130
 """Approximate largest height in pixels of a timeline and of its overview."""
 LABEL_PIXELS = 64
 """Width in pixels of the labels beside a timeline."""
@@ -185,7 +185,7 @@ class _TextTable:
 
 def _overview(plot: Any, ranks: Sequence[int], marks: Sequence[tuple[str, TimeSpan]], end: float) -> Any:
     """Draw a row per rank with stretches of exposed communication and idle time; a box selects what ``plot`` shows."""
-    row_pixels = min(16, max(3, MAX_OVERVIEW_PIXELS // len(ranks)))
+    row_pixels = min(16, max(2, MAX_OVERVIEW_PIXELS // len(ranks)))
     row_of = {rank: -row for row, rank in enumerate(ranks)}
     overview = _new_plot(
         "", row_pixels * len(ranks) + 30, x_range=(0, end), y_range=(0.5 - len(ranks), 0.5), tools="",

@@ -24,6 +24,7 @@ from ringprof.report.text import (
     in_unit,
     rate,
     slower_or_faster,
+    strategy_in_title,
     unit_for,
 )
 from ringprof.run import Run, Verification, Workload
@@ -69,13 +70,9 @@ def describe_run(run: Run, *, in_title: bool = False) -> str:
     """
     parts = []
     if run.strategy:
-        params = run.strategy.params.items()
-        if in_title:
-            degrees = [f"{key.replace('_', ' ')} {value}" for key, value in params if type(value) in (int, float)]
-            parts.append(", ".join([run.strategy.name, *degrees]))
-        else:
-            parameters = ", ".join(f"{key}={value}" for key, value in params)
-            parts.append(run.strategy.name + (f" ({parameters})" if parameters else ""))
+        parameters = ", ".join(f"{key}={value}" for key, value in run.strategy.params.items())
+        in_full = run.strategy.name + (f" ({parameters})" if parameters else "")
+        parts.append(strategy_in_title(run.strategy.name, run.strategy.params) if in_title else in_full)
     if run.workload:
         parts += _describe_workload(run, run.workload)
     if run.kernel:

@@ -17,8 +17,9 @@ for (const link of all("nav a")) link.addEventListener("click", () => reveal(doc
 addEventListener("beforeprint", () => all("details").forEach((element) => (element.open = true)));
 
 // --- tables: sort, filter, save --------------------------------------------------------------------------------------
-// Numbers sort by value; dashes are below all numbers.
-const numberOf = (cell) => (cell.dataset.key === "-inf" ? -Infinity : Number(cell.dataset.key));
+// The value of a number with all its digits; dashes are below all numbers.
+const digitsOf = (cell) => cell.dataset.key ?? cell.textContent.replaceAll(",", "");
+const numberOf = (cell) => (digitsOf(cell) === "-inf" ? -Infinity : Number(digitsOf(cell)));
 const SELECTABLE = /^(rank|what|kind|group|pass|link|bound by|class|dtype)$/i;
 const MOST_CHOICES = 64;
 for (const scroll of all(".scroll")) {
@@ -80,7 +81,7 @@ for (const scroll of all(".scroll")) {
   tools.querySelector(".csv").addEventListener("click", () => {
     const cell = (element) => {
       const text = element.textContent.trim();
-      const plain = element.dataset.key !== undefined ? (text === "-" ? "" : element.dataset.key) : text.replace(/^[=+\-@]/, "'$&");
+      const plain = element.tagName === "TD" && element.classList.contains("number") ? (text === "-" ? "" : digitsOf(element)) : text.replace(/^[=+\-@]/, "'$&");
       return /[",\n]/.test(plain) ? '"' + plain.replace(/"/g, '""') + '"' : plain;
     };
     const lines = all("tr", table).filter((row) => !row.hidden).map((row) => [...row.cells].map(cell).join(","));
