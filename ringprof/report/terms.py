@@ -22,9 +22,9 @@ MEANINGS: dict[str, str] = {
     "waterfall": "From the device's peak matrix rate down to the speed achieved: what each loss takes of the slowest "
     "rank's wall, mean over ranks. The parts sum to that wall.",
     "timeline": "Every rank's device over time, a lane a stream: computation above, below it communication, split into "
-    "waiting for a peer and bytes on the wire where the traces tell. Shaded: every other ring step. Idle stretches that "
-    "are wide enough to be seen are grey, with their cause. The overview above marks stretches without computation; "
-    "the table below lists the longest of them.",
+    "waiting for a peer and bytes on the wire where the traces tell. Shaded: every other ring step. Idle stretches "
+    "that are wide enough to be seen are grey, with their cause. The overview above marks stretches without "
+    "computation; the table below lists the longest of them.",
     "steps": "A ring step is one block of attention and the hops that it should hide. Exposed is communication in the "
     "step with nothing computing beside it; a step is bound by compute, by the wire or by a peer.",
     "waiting": "What each ring step of each rank exposes: the brightest cell costs most.",

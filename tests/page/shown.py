@@ -1,4 +1,4 @@
-"""What a number in a cell may be: rounded correctly, with three or four significant digits."""
+"""Check of a number in a cell: rounded correctly, with three or four significant digits."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ def stretches_of(ranks: Iterable[Rank], most: int) -> list[Stretch]:
 
     All stretches of a rank sum to its exposed communication and its idle time.
     """
-    found = [stretch for rank in ranks if not rank.on_cpu for stretch in _longest_of(rank, most)]
-    return sorted(found, key=lambda stretch: (-stretch.time_ns, stretch.rank, stretch.start_ns))
+    stretches = [stretch for rank in ranks if not rank.on_cpu for stretch in _longest_of(rank, most)]
+    return sorted(stretches, key=lambda stretch: (-stretch.time_ns, stretch.rank, stretch.start_ns))
 
 
 def _longest_of(rank: Rank, most: int) -> Sequence[Stretch]:

@@ -18,7 +18,7 @@ from ringprof.trace.columns import CommRecord
 
 
 class CollectiveKey(NamedTuple):
-    """What operations have in common that are summed up together."""
+    """Kind, group, size and link of operations that are summed up together."""
 
     kind: str
     group: str
@@ -86,13 +86,14 @@ def collectives_of(classified: Classified, splits: Iterable[Split]) -> tuple[Col
 
 def _totals_of(calls: Calls, split: Split) -> CollectiveTotals:
     transfer = split.transfer
+    size: int | None = transfer.sent_bytes
+    bus: float | None
     ranks = next((size for call in calls if (size := call.group_size or len(call.group_ranks or ()))), None)
     if transfer.kind in ("send_recv", "copy_engine"):
-        size = transfer.sent_bytes
-        bus: float | None = size
+        bus = size
     else:
         sizes = [_size_bytes(call, transfer.kind, ranks) for call in calls]
-        size = None if not sizes or None in sizes else sum(one for one in sizes if one is not None)
+        size = None if not sizes or None in sizes else sum(part for part in sizes if part is not None)
         factor = _factor(transfer.kind, ranks)
         # Of an all-to-all of unequal parts, what a rank keeps is not traffic.
         exact = transfer.kind == "all_to_all" and transfer.sent_bytes is not None

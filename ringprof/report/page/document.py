@@ -24,7 +24,7 @@ class Cell(msgspec.Struct, frozen=True):
 
     text: str
     key: float | str
-    """What the column is sorted by: a number in the unit that is shown, or the text in lower case."""
+    """Sort key of the column: a number in the unit that is shown, or the text in lower case."""
     numeric: bool = False
 
     @property

@@ -43,7 +43,7 @@ def product_trace(rng: random.Random, rank: int) -> TraceText:
             ("aten::bmm", [[batch, m, k], [batch, k, n]]),
             ("aten::gelu", [[m, k]]),
         ))  # fmt: skip
-        inputs = {"Input Dims": dims, "Input type": [dtype] * len(dims)}
+        inputs: dict[str, Any] = {"Input Dims": dims, "Input type": [dtype] * len(dims)}
         if rng.random() < 0.3:
             # A tensor of a whole mesh around its shard: the inner call did the work.
             whole = [[2 * size for size in shape] for shape in dims]
@@ -94,11 +94,11 @@ def test_products_by_shape_are_those_of_a_loop_over_kernels(seed: int, tmp_path:
     run = analysis(tmp_path)
     frame = run.gemms()
     rows = frame.astype(object).where(frame.notna(), None).itertuples(index=False)
-    found = {
+    by_shape = {
         None if row.m is None else (row.batch, row.m, row.n, row.k, row.dtype): [row.calls, row.time_ns, row.flops or 0]
         for row in rows
     }
-    assert found == truth
+    assert by_shape == truth
     kind_ns = sum(rank["kinds_ns"].get("gemm", 0) for rank in run.report()["ranks"])
     assert frame.time_ns.sum() == kind_ns
     rates = frame.dropna(subset=["m"])
@@ -109,7 +109,8 @@ def test_products_by_shape_are_those_of_a_loop_over_kernels(seed: int, tmp_path:
 def test_share_of_peak_is_of_the_devices_dense_rate(tmp_path: Path) -> None:
     """One product of 8192 cubed in 2 ms on an H100, whose data sheet says 989.4 TFLOP/s (SXM, dense bf16)."""
     trace = TraceText()
-    trace.event("cpu_op", "aten::mm", 0, 500, **{"Input Dims": [[8192, 8192]] * 2, "Input type": [BF16] * 2})
+    inputs: dict[str, Any] = {"Input Dims": [[8192, 8192]] * 2, "Input type": [BF16] * 2}
+    trace.event("cpu_op", "aten::mm", 0, 500, **inputs)
     trace.run(1000, 2_001_000, (100, 200), name=GEMM)
     text = json.loads(trace.text()) | {"deviceProperties": [{"id": 0, "name": "NVIDIA H100 80GB HBM3"}]}
     (tmp_path / "rank0.json").write_text(json.dumps(text))
@@ -188,10 +189,10 @@ def test_collectives_by_size_are_those_of_a_loop_over_kernels(seed: int, tmp_pat
         trace.write(tmp_path)
     truth = collectives_by_hand(traces)
     frame = analysis(tmp_path).collectives()
-    found = {(row.kind, row.group, row.ranks, row.size_bytes): row for row in frame.itertuples(index=False)}
-    assert found.keys() == truth.keys()
+    by_key = {(row.kind, row.group, row.ranks, row.size_bytes): row for row in frame.itertuples(index=False)}
+    assert by_key.keys() == truth.keys()
     for key, (calls, time_ns, wait_ns, bus_bytes) in truth.items():
-        row = found[key]
+        row = by_key[key]
         assert (row.calls, row.time_ns, row.wait_ns) == (calls, time_ns, wait_ns)
         assert row.busbw_gbps == pytest.approx(float(bus_bytes / time_ns))
         assert row.wire_busbw_gbps == pytest.approx(float(bus_bytes / (time_ns - wait_ns)))

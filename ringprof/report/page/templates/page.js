@@ -40,7 +40,7 @@ for (const scroll of all(".scroll")) {
     })
   );
   // Every word must occur in the row: anywhere, in a column ("kind:flash"), or as a bound on a number ("exposed>1").
-  const testOf = (word) => {
+  const parseWord = (word) => {
     const [, name, sign, value] = /^(.+?)([:<>])(.+)$/.exec(word) ?? [];
     const column = name ? titles.findIndex((title) => title.replaceAll(" ", "").startsWith(name)) : -1;
     if (column < 0) return (row) => row.textContent.toLowerCase().includes(word);
@@ -50,7 +50,7 @@ for (const scroll of all(".scroll")) {
   };
   const filter = tools.querySelector(".filter"), chosen = new Map();
   const apply = () => {
-    const tests = (filter?.value ?? "").toLowerCase().split(/\s+/).filter(Boolean).map(testOf);
+    const tests = (filter?.value ?? "").toLowerCase().split(/\s+/).filter(Boolean).map(parseWord);
     let shown = 0;
     for (const row of rows) {
       row.hidden = !tests.every((test) => test(row)) || ![...chosen].every(([column, value]) => !value || row.cells[column].textContent === value);
