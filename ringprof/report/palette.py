@@ -22,11 +22,11 @@ IDLE = "#B4BCC5"
 
 BUSY = "#BFD7EA"
 """Colour of computation in an overview, behind `STRETCH_COLOURS`."""
-STRETCH_COLOURS = {EXPOSED: VERMILION, IDLE_STRETCH: "#4D4D4D"}
-"""Colour of stretches without computation in an overview."""
-
 PART_COLOURS = {row.name: row.colour for row in TIMES if row.colour}
 """Colour of each part of a rank's time."""
+
+STRETCH_COLOURS = {what: PART_COLOURS[what] for what in (EXPOSED, IDLE_STRETCH)}
+"""Colour of stretches without computation in an overview."""
 
 WATERFALL_COLOURS: dict[str, str] = {
     "peak": GREEN,
