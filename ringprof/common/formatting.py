@@ -33,5 +33,5 @@ def significant(value: float, digits: int = 4) -> str:
     if not math.isfinite(rounded) or abs(rounded) < 0.5 / 10**_MOST_DECIMALS:
         return "0" if math.isfinite(rounded) else str(value)
     decimals = digits - 1 - math.floor(math.log10(abs(rounded)))
-    text = f"{value if decimals < 0 else rounded:,.{min(max(decimals, 0), _MOST_DECIMALS)}f}"
+    text = f"{value:,.{min(max(decimals, 0), _MOST_DECIMALS)}f}"
     return text.rstrip("0") if abs(rounded) < 0.1 else text

@@ -165,7 +165,14 @@ def timeline(timeline_data: DrawnTimeline, ranks: Sequence[int], marks: Sequence
     ))  # fmt: skip
     plot.tags = [{"timeline": True, "texts": texts.texts, "end": end}]
     _label_ranks(plot, {rank: bottom[rank] + height[rank] / 2 for rank in ranks if rank in bottom})
-    return column(_overview(plot, ranks, marks, end), plot, sizing_mode="stretch_width") if marks else plot
+    if not marks:
+        return plot
+    ends: dict[int, tuple[int, int]] = {}
+    for bar in timeline_data.bars:
+        start_ns, end_ns = ends.get(bar.rank, (bar.start_ns, bar.end_ns))
+        ends[bar.rank] = min(start_ns, bar.start_ns), max(end_ns, bar.end_ns)
+    spans = [TimeSpan(rank, ends[rank][0] / 1e6, ends[rank][1] / 1e6) for rank in ranks if rank in ends]
+    return column(_overview(plot, spans, marks), plot, sizing_mode="stretch_width")
 
 
 class _TextTable:
@@ -183,16 +190,23 @@ class _TextTable:
         return list(self._number)
 
 
-def _overview(plot: Any, ranks: Sequence[int], marks: Sequence[tuple[str, TimeSpan]], end: float) -> Any:
-    """Draw a row per rank with stretches of exposed communication and idle time; a box selects what ``plot`` shows."""
+def _overview(plot: Any, ranks: Sequence[TimeSpan], marks: Sequence[tuple[str, TimeSpan]]) -> Any:
+    """Draw a row per rank from its first to its last activity, with stretches without computation.
+
+    A box selects the times that ``plot`` shows.
+    """
     row_pixels = min(16, max(2, MAX_OVERVIEW_PIXELS // len(ranks)))
-    row_of = {rank: -row for row, rank in enumerate(ranks)}
+    row_of = {span.rank: -row for row, span in enumerate(ranks)}
+    end = plot.x_range.end
     overview = _new_plot(
         "", row_pixels * len(ranks) + 30, x_range=(0, end), y_range=(0.5 - len(ranks), 0.5), tools="",
         output_backend="canvas",
     )  # fmt: skip
     overview.tags = [{"overview": True}]
-    overview.hbar(y=list(row_of.values()), left=0, right=end, height=0.8, color=palette.BUSY, line_color=None)
+    overview.hbar(
+        y=list(row_of.values()), left=[span.start_ms for span in ranks], right=[span.end_ms for span in ranks],
+        height=0.8, color=palette.BUSY, line_color=None,
+    )  # fmt: skip
     for what in (IDLE, EXPOSED):
         # Shorter ones would be less than half a pixel wide on most screens.
         spans = [span for kind, span in marks if kind == what and span.end_ms - span.start_ms > end / 3000]

@@ -124,8 +124,7 @@ class Timeline {
       const data = renderer.data_source.data;
       return { renderer, data, label: renderer.name, colour: renderer.glyph.fill_color.value, count: data.left.length };
     });
-    const frame = model.renderers[0];
-    return { model, layers, frame, texts: model.tags[0].texts, box: model.center.find((part) => part.name === "selection") };
+    return { model, layers, texts: model.tags[0].texts, box: model.center.find((part) => part.name === "selection") };
   }
 
   // Return the plot and the position in its data below a point of the window; null beside all plots.
@@ -254,7 +253,6 @@ class Timeline {
       const bar = this.matches[match], length = Math.max(20 * (bar.to - bar.from), 1e-3);
       this.show((bar.from + bar.to - length) / 2, (bar.from + bar.to + length) / 2);
     });
-    for (const event of ["resize"]) addEventListener(event, () => (this.pointer = null));
   }
 
   layers() {
