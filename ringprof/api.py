@@ -130,6 +130,16 @@ class Analysis:
         return frames.frame_of(self.findings, "idle")
 
     @frames.documents_columns
+    def gemms(self) -> pd.DataFrame:
+        """Return matrix products: one row per shape, longest time first; empty without ``record_shapes=True``."""
+        return frames.frame_of(self.findings, "gemms")
+
+    @frames.documents_columns
+    def collectives(self) -> pd.DataFrame:
+        """Return communication: one row per kind, group, size and link, longest time first; empty on CPU."""
+        return frames.frame_of(self.findings, "collectives")
+
+    @frames.documents_columns
     def annotations(self) -> pd.DataFrame:
         """Return the user's annotated ranges: one row per name; empty on CPU."""
         return frames.frame_of(self.findings, "annotations")

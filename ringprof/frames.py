@@ -16,7 +16,7 @@ from ringprof.analysis.timeline.breakdown import Breakdown
 from ringprof.analysis.transfers.hops import TimedHop
 from ringprof.common.json_object import JsonObject
 from ringprof.errors import MissingExtraError
-from ringprof.report.sections import idle
+from ringprof.report.sections import by_shape, idle
 from ringprof.report.terms import LABELS
 from ringprof.report.text import csv_text
 from ringprof.trace.columns import NONE
@@ -94,6 +94,31 @@ FRAMES: dict[str, dict[str, str]] = {
         "name": "innermost host event; for blocked time, what it waited for, if known; may be empty",
         "time_ns": "idle time with this cause, class and name; all rows of a rank sum to its idle_ns",
         "share": "share of the rank's idle_ns, 0..1",
+    },
+    "gemms": {
+        "batch": "products of (m, k) by (k, n) per call; missing, like m, n and k, where no shape is recorded",
+        "m": "rows of the left factor",
+        "n": "columns of the right factor",
+        "k": "columns of the left factor",
+        "dtype": "data type of the factors; missing where it is not recorded",
+        "calls": "operator calls over all ranks; kernels where no shape is recorded",
+        "time_ns": "sum of the durations of their matrix-product kernels over all ranks; on CPU, of the calls",
+        "share": "share of the time of all matrix products, 0..1",
+        "flops": "floating-point operations of all calls",
+        "tflops": "TFLOP/s per device while the kernels ran",
+        "peak_share": "tflops over the device's peak, 0..1; missing where the peak is not known",
+    },
+    "collectives": {
+        "kind": "kind of communication",
+        "group": "description or name of the process group; empty where it is not recorded",
+        "ranks": "number of ranks of the group",
+        "size_bytes": "size of one operation as nccl-tests count it: of an all-gather, the whole output",
+        "link": "slowest link used: same_host, other_host or unknown",
+        "calls": "kernels or copies over all ranks",
+        "time_ns": "sum of their durations over all ranks, waiting included",
+        "wait_ns": "part of time_ns until the last rank of each operation had begun; missing where that is not known",
+        "busbw_gbps": "bus bandwidth of nccl-tests over time_ns, GB/s; missing where the size is not known",
+        "wire_busbw_gbps": "bus bandwidth without waiting, GB/s; missing where waiting is not known",
     },
     "annotations": {
         "name": "name of the ranges",
@@ -224,6 +249,8 @@ _ROWS: dict[str, Callable[[Findings], list[JsonObject]]] = {
     "steps": lambda findings: [msgspec.structs.asdict(step) for step in findings.steps],
     "kernels": _kernel_rows,
     "idle": idle.rows,
+    "gemms": by_shape.gemm_items,
+    "collectives": by_shape.collective_items,
     "annotations": lambda findings: [{**row._asdict(), "hidden": row.hidden} for row in findings.annotations],
     "hops": lambda findings: [_hop_row(hop) for rank in findings.attribution.ranks for hop in rank.hops],
     "waterfall": lambda findings: [msgspec.structs.asdict(part) for part in findings.waterfall.parts],
@@ -255,13 +282,17 @@ def write_parquet(frame: pd.DataFrame, path: str | os.PathLike[str]) -> None:
     frame.to_parquet(path, engine="pyarrow", index=False)
 
 
+_WHOLE_COLUMNS = ("batch", "m", "n", "k", "flops", "ranks")
+"""Columns of whole numbers beside times and bytes."""
+
+
 def frame_of(findings: Findings, name: str) -> pd.DataFrame:
     """Build the frame ``name`` of `FRAMES`."""
     import pandas as pd  # imported here, because the import takes longer than most reports
 
     frame = pd.DataFrame(_ROWS[name](findings), columns=list(FRAMES[name]))
     for column in frame.columns:
-        if (column.endswith("_ns") and column != "mean_ns") or column.endswith("bytes"):
+        if (column.endswith("_ns") and column != "mean_ns") or column.endswith("bytes") or column in _WHOLE_COLUMNS:
             frame[column] = frame[column].astype("Int64")
     frame.attrs["columns"] = dict(FRAMES[name])
     return frame

@@ -1,8 +1,11 @@
 """Formatting of figures in sentences."""
 
+import random
+from decimal import Decimal
+
 import pytest
 
-from ringprof.common.formatting import milliseconds, percent, three_digits
+from ringprof.common.formatting import milliseconds, percent, significant, three_digits
 
 
 @pytest.mark.parametrize(
@@ -31,3 +34,17 @@ def test_a_time_has_fewer_digits_the_longer_it_is(time_ns: int, shown: str) -> N
 
 def test_a_share_is_in_percent() -> None:
     assert (percent(0.1234), percent(0.126, 0), percent(1.0)) == ("12.3 %", "13 %", "100.0 %")
+
+
+@pytest.mark.parametrize("digits", [3, 4])
+def test_significant_digits_are_those_of_the_rounded_decimal(digits: int) -> None:
+    rng = random.Random(digits)
+    for _ in range(2_000):
+        value = rng.choice((-1, 1)) * rng.uniform(1, 10) * 10 ** rng.randint(-6, 8)
+        text = significant(value, digits)
+        exact = Decimal(value)
+        # Whole numbers are shown in full; nothing has more than six decimals.
+        place = max(-6, min(0, exact.adjusted() - digits + 1))
+        assert abs(Decimal(text.replace(",", "")) - exact) <= Decimal(10) ** place / 2 * Decimal("1.001")
+        assert "e" not in text and len(text.partition(".")[2]) <= 6
+    assert [significant(value) for value in (0, 0.003, 9.9996, 1186.187)] == ["0", "0.003", "10.00", "1,186"]

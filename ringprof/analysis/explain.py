@@ -27,9 +27,11 @@ from ringprof.analysis.timeline.cpu import (
 )
 from ringprof.analysis.timeline.idle import idle_causes
 from ringprof.analysis.timeline.kernels import RankKernel, launch_statistics, rank_kernels
+from ringprof.analysis.timeline.products import cpu_products, device_products
 from ringprof.analysis.timeline.rows import DeviceActivities, timed_activities
 from ringprof.analysis.timeline.window import Focus, Window, find_window
 from ringprof.analysis.timeline.work import cpu_work, device_work
+from ringprof.analysis.transfers.collectives import collectives_of
 from ringprof.analysis.transfers.hops import PeerBlock, Split, TimedHop, group_into_hops, hop_totals, spans_of, total
 from ringprof.analysis.transfers.transfers import Transfer, transfers_of
 from ringprof.errors import TraceFormatError, UsageError
@@ -119,6 +121,7 @@ def explain(
             None if np.any(sizes == NONE) else int(sizes.sum()),
         ),
         part_work=device_work(classified, rows),
+        products=device_products(classified, rows),
     )
     detail, kernels = Detail(classified, window, device), rank_kernels(rows, background, trace)
     return Explained(metrics, detail, transfers, tuple(warnings), in_group, kernels)
@@ -175,6 +178,7 @@ def _explain_cpu(
         blocked_ns=blocked_by_channel(trace, window),
         exposed=ExposedTime(by_group=exposed_by_group),
         part_work=cpu_work(trace, window),
+        products=cpu_products(trace, window),
     )
     return metrics, Detail(classified, window, cpu_iterations=iterations)
 
@@ -239,6 +243,7 @@ def with_communication(rank: Rank, detail: Detail, waited_for: Mapping[int, int]
         breakdown=breakdown,
         idle=idle,
         hop_totals=hop_totals(detail.hops),
+        collectives=collectives_of(detail.classified, detail.splits),
         link_totals=sum_by_link(detail.splits, detail.blocks),
         exposed=exposed,
         hop_peers=frozenset(sends),

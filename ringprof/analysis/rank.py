@@ -12,9 +12,11 @@ from ringprof.analysis.kinds.classify import Classified
 from ringprof.analysis.timeline.breakdown import Breakdown, break_down
 from ringprof.analysis.timeline.idle import IdleCauses, IdleParts, idle_parts
 from ringprof.analysis.timeline.kernels import LaunchStatistics
+from ringprof.analysis.timeline.products import Product
 from ringprof.analysis.timeline.rows import DeviceActivities, TimedActivities, timed_activities
 from ringprof.analysis.timeline.window import Window
 from ringprof.analysis.timeline.work import PartWork
+from ringprof.analysis.transfers.collectives import CollectiveTotals
 from ringprof.analysis.transfers.hops import HopTotals, PeerBlock, Split, TimedHop, hop_totals, spans_of, total
 
 
@@ -124,6 +126,10 @@ class Rank:
     """Channel -> time blocked in waiting for it; CPU ranks only."""
     part_work: tuple[PartWork, ...] = ()
     """FLOPs and time of attention and matrix products; empty where the trace holds no shapes."""
+    products: tuple[Product, ...] = ()
+    """Matrix products by shape; empty where the trace holds no shapes."""
+    collectives: tuple[CollectiveTotals, ...] = ()
+    """Communication by kind, group and size; empty on CPU."""
     hop_totals: HopTotals = field(default_factory=lambda: hop_totals(()))
     link_totals: tuple[LinkTotals, ...] = ()
     """Communication totals by kind and link, in the order of their first kernel."""

@@ -67,6 +67,6 @@ def command(
     if form != "terminal":
         click.echo(_FORMATS[form](rows), nl=False)
     if page:
-        write_text(page, html.render(sweep_document(rows, Path(output).stem)))
+        write_text(page, html.render(sweep_document(rows, Path(output).name)))
     statuses = {row["status"] for row in rows}
     return 3 if "failed" in statuses or "ok" not in statuses else 0

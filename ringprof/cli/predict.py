@@ -13,16 +13,18 @@ from ringprof.cli.options import Advanced, Command, OneOf, all_of, options_set
 from ringprof.cli.progress import show_progress
 from ringprof.cli.recording import masks, params_of, scores_and_heads, workload_of, workload_options
 from ringprof.cli.values import KERNEL_NAMES, STRATEGIES, Known, Number, StrategyName, Tokens
-from ringprof.cli.write import formats, say, text_style
+from ringprof.cli.write import OutputFile, formats, say, text_style, write_text
 from ringprof.common.json_object import Options, json_text
 from ringprof.errors import UsageError
 from ringprof.prediction.as_run import write_prediction
 from ringprof.prediction.calibration import read_calibration
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import predict, prediction_dict
+from ringprof.prediction.prediction_page import document
 from ringprof.prediction.query import Query, find_run
 from ringprof.prediction.score import check_rows, check_text, read_rows, unknown_columns
 from ringprof.prediction.text import prediction_text
+from ringprof.report.page.html import render as page
 from ringprof.report.text import shell_words
 from ringprof.run import Workload
 
@@ -79,6 +81,7 @@ def cluster_of(options: Options) -> Cluster:
 @click.option("--check", type=click.Path(), metavar="CSV", help="Compare published measurements with predictions.")
 @click.option("-o", "--output", type=click.Path(file_okay=False), metavar="FOLDER",
               help="Also write the prediction as run.json and traces, which every other command reads.")  # fmt: skip
+@click.option("--html", type=OutputFile(), help="Also write the prediction as one HTML page.")
 def command(**options: Any) -> int:
     """Predict the performance of a run on a given cluster: time with an interval, memory, exposed communication.
 
@@ -104,6 +107,8 @@ def command(**options: Any) -> int:
         prediction = predict(query, machine, schedule_of)
     as_json = options["form"] == "json"
     click.echo(json_text(prediction_dict(prediction)) if as_json else prediction_text(prediction, style), nl=False)
+    if options["html"]:
+        write_text(options["html"], page(document(prediction)))
     if options["output"]:
         write_prediction(prediction, Path(options["output"]), ["ringprof", *sys.argv[1:]])
         say(f"Wrote {options['output']}: ringprof report {shell_words([options['output']])}")
@@ -111,7 +116,7 @@ def command(**options: Any) -> int:
 
 
 _NETWORK = ("nic_gbit", "gpus_per_nic", "oversubscription", "net_channels")
-_ALWAYS_ALLOWED = {"machine", "form", "output", *_NETWORK}
+_ALWAYS_ALLOWED = {"machine", "form", "output", "html", *_NETWORK}
 
 
 def _refuse_conflicts(options: Options) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 def milliseconds(time_ns: float) -> str:
     """Format a time for a sentence: in ms, from 1 s up in seconds with as many digits as ms have below.
@@ -21,3 +23,20 @@ def percent(share: float, digits: int = 1) -> str:
 def three_digits(value: float) -> str:
     """Format a number with three significant digits and no exponent (``4,100``, not ``4.1e+03``)."""
     return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
+
+
+_MOST_DECIMALS = 6
+"""Decimals of the smallest numbers: a nanosecond in ms."""
+
+
+def significant(value: float, digits: int = 4) -> str:
+    """Format a number with so many significant digits, no exponent and all digits before the point.
+
+    Numbers below 0.1 have no zeros at their end; a number that rounds to zero at six decimals is ``0``.
+    """
+    rounded = float(f"{value:.{digits - 1}e}") if math.isfinite(value) else value
+    if not math.isfinite(rounded) or abs(rounded) < 0.5 / 10**_MOST_DECIMALS:
+        return "0" if math.isfinite(rounded) else str(value)
+    decimals = digits - 1 - math.floor(math.log10(abs(rounded)))
+    text = f"{value:,.{min(max(decimals, 0), _MOST_DECIMALS)}f}"
+    return text.rstrip("0") if abs(rounded) < 0.1 else text

@@ -14,7 +14,7 @@ from ringprof.common.json_object import JsonObject
 from ringprof.common.validation import refuse_below_one
 from ringprof.errors import UsageError
 from ringprof.frames import PREDICTION_COLUMNS
-from ringprof.prediction import recommendation_text
+from ringprof.prediction import prediction_page, recommendation_text
 from ringprof.prediction.advise import Advice, advice_dict
 from ringprof.prediction.advise import advise as _advise
 from ringprof.prediction.as_run import write_prediction
@@ -146,6 +146,10 @@ class Prediction:
     def to_terminal(self, style: TextStyle | None = None) -> str:
         """Return the text that ``ringprof predict`` prints."""
         return prediction_text(self.prediction, style or TextStyle())
+
+    def to_html(self) -> str:
+        """Return the page that ``ringprof predict --html`` writes."""
+        return page(prediction_page.document(self.prediction))
 
     def __repr__(self) -> str:
         low, middle, high = self.interval_ms

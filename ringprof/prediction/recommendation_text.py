@@ -9,11 +9,12 @@ from ringprof.common.formatting import percent
 from ringprof.prediction.advise import HIDDEN, Advice, Point, compared, crossings
 from ringprof.prediction.predict import PredictionResult
 from ringprof.prediction.text import cluster_text, described, remarks
+from ringprof.report.page import bars
 from ringprof.report.page.document import Content, Document, PageSection, PageTable, number, text
 from ringprof.report.page.html import drawing
 from ringprof.report.palette import Interval
 from ringprof.report.tables import Column, text_table
-from ringprof.report.text import TextStyle, binary_size, clean, duration
+from ringprof.report.text import LONGEST_SENTENCE, TextStyle, binary_size, clean, duration
 
 MOST_SHOWN, MOST_REFUSED = 12, 3
 _COLUMNS = (
@@ -103,7 +104,6 @@ def _two_digits(value: float) -> str:
 
 def document(advice: Advice) -> Document:
     """Return the page: the recommendation, all choices, and speed over length, nodes and NICs."""
-    figures = drawing()
     first = advice.first.prediction
     shown = advice.choices[:MOST_SHOWN]
     names = [choice.label for choice in shown]
@@ -113,8 +113,8 @@ def document(advice: Advice) -> Document:
             "The dot is the middle of the prediction; in four of five cases the time lies within the bar."
             + (" The slowest are in the table alone." if len(advice.choices) > MOST_SHOWN else ""),
             Content(
-                figures.intervals(names, [choice.prediction.interval_ms for choice in shown], "ms an iteration"),
-                [_table(advice)],
+                tables=[_table(advice)],
+                charts=[bars.intervals(names, [choice.prediction.interval_ms for choice in shown], "ms per iteration")],
             ),
         ),
         PageSection(
@@ -131,8 +131,8 @@ def document(advice: Advice) -> Document:
         f"{first.tflops(first.median_ns):,.0f} TFLOP/s per GPU, {binary_size(first.peak_bytes)} a GPU; "
         f"the fastest in {percent(advice.first.best, 0)} of cases"
     )
+    answer = (_nothing_fits(advice) or [choose])[0]
     lines = [
-        *(_nothing_fits(advice) or [choose]),
         advice.why_not_the_second(),
         *_crossing_lines(advice),
         f"to be surer: {advice.what_to_measure()}",
@@ -143,7 +143,10 @@ def document(advice: Advice) -> Document:
         (percent(advice.first.best, 0), "to be the fastest"),
     ]
     subtitle = f"{cluster_text(first.query.cluster, first.machine.device)} · {described(first.query.workload)}"
-    return Document(f"Predicted: {advice.first.label}", subtitle, [clean(line) for line in lines], tiles, sections)
+    lines = [clean(line) for line in lines]
+    return Document(
+        f"Predicted: {advice.first.label}", subtitle, lines, tiles, sections, clean(answer, LONGEST_SENTENCE)
+    )
 
 
 SPEED = "TFLOP/s per GPU, predicted"
@@ -211,8 +214,8 @@ def _table(advice: Advice) -> PageTable:
         prediction = choice.prediction
         low, middle, high = prediction.interval_ms
         rows.append([
-            text(choice.label), number(100 * choice.best, 0), number(middle), number(low), number(high),
-            number(prediction.tflops(prediction.median_ns), 1), number(100 * prediction.exposed_share, 1),
-            number(prediction.peak_bytes / 2**20, 0), text("yes" if choice.on_front else ""),
+            text(choice.label), number(100 * choice.best, 3), number(middle), number(low), number(high),
+            number(prediction.tflops(prediction.median_ns)), number(100 * prediction.exposed_share, 3),
+            number(prediction.peak_bytes / 2**20), text("yes" if choice.on_front else ""),
         ])  # fmt: skip
     return PageTable(titles, rows, "Predicted, not measured.")

@@ -48,6 +48,7 @@ def _section_height(section: PageSection) -> int:
     figure = getattr(content.figure, "height", None) or 0
     if figure == 0 and content.figure is not None:
         figure = sum(child.height for child in content.figure.children)
+    figure += sum(_ROW_PIXELS * (len(chart.rows) + 3) for chart in content.charts)
     tables = sum(min(_MAX_TABLE_PIXELS, _ROW_PIXELS * (len(table.rows) + 3)) for table in content.tables)
     return _HEADING_PIXELS + figure + tables + _ROW_PIXELS * len(content.lines)
 

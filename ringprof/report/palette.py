@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ringprof.analysis.findings.stretches import EXPOSED
+from ringprof.analysis.findings.stretches import IDLE as IDLE_STRETCH
 from ringprof.analysis.findings.time_table import TIMES
 from ringprof.analysis.kinds.kinds import BLUE as BLUE
 from ringprof.analysis.kinds.kinds import GREEN, KIND, ORANGE, PURPLE, SKY, VERMILION, YELLOW
@@ -12,14 +14,19 @@ from ringprof.analysis.timeline.idle import BLOCKED, GAP
 Interval = tuple[float, float, float]
 """Lower end, middle and upper end of a bar or a band."""
 
-WIRE, WAIT, UNSPLIT = ORANGE, VERMILION, "#A6761D"
+WIRE, WAIT, UNSPLIT = ORANGE, "#C9283E", "#A6761D"
 """Colours of communication on the wire, of waiting for a peer, and of communication that cannot be split."""
 
 IDLE = "#B4BCC5"
 """Colour of idle time on a timeline: lighter than that of any activity."""
 
+BUSY = "#BFD7EA"
+"""Colour of computation in an overview, behind `STRETCH_COLOURS`."""
 PART_COLOURS = {row.name: row.colour for row in TIMES if row.colour}
 """Colour of each part of a rank's time."""
+
+STRETCH_COLOURS = {what: PART_COLOURS[what] for what in (EXPOSED, IDLE_STRETCH)}
+"""Colour of stretches without computation in an overview."""
 
 WATERFALL_COLOURS: dict[str, str] = {
     "peak": GREEN,
@@ -32,7 +39,7 @@ WATERFALL_COLOURS: dict[str, str] = {
     "attention": BLUE,
     "imbalance": VERMILION,
     "exposed_wire": ORANGE,
-    "peer_wait": VERMILION,
+    "peer_wait": WAIT,
     "exposed_unsplit": UNSPLIT,
     "other_groups": "#C7B8A3",
     "matrix_products": KIND["gemm"].colour,

@@ -5,8 +5,8 @@ No plot is shown automatically. Text from traces is drawn literally: no dollar s
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from ringprof.analysis.findings.uncertainty import own_interval
 from ringprof.analysis.findings.waterfall import LIMITS, WATERFALL_LABELS
 from ringprof.analysis.steps.steps import Step
 from ringprof.analysis.timeline.idle import causes_of_ranks
-from ringprof.common.formatting import percent
+from ringprof.common.formatting import percent, significant
 from ringprof.report import palette
 from ringprof.report.palette import Interval
 from ringprof.report.sections.idle import PEER_LABEL, class_label, known_idle, stacked_parts, time_by_class
@@ -50,8 +50,10 @@ INCHES_PER_ROW = 0.32
 MAX_INCHES = 14.0
 POINTS_PER_LABEL = 12.0
 """Height in points that a row's label needs."""
-LABEL_MARGIN = 0.16
+LABEL_MARGIN = 0.2
 """Margin for the figure at the end of the longest bar, as a share of that bar."""
+LABEL_ROOM = 0.24
+"""Room that the text beside a bar needs, as a share of the axis."""
 TITLE_WIDTH = 88
 MAX_NUMBERED_CELLS = 256
 """Number of cells up to which a heat map shows numbers; with more they would not be readable."""
@@ -71,10 +73,12 @@ class Plots:
         end_ns = 0
         for row, part in enumerate(parts):
             colour = palette.WATERFALL_COLOURS[part.part]
-            bar = ax.barh(row, part.time_ns / 1e6, left=end_ns / 1e6, color=colour, height=0.7)
-            ax.bar_label(bar, [f"{part.time_ns / 1e6:,.2f} ms, {percent(part.share)}"], padding=4)
+            ax.barh(row, part.time_ns / 1e6, left=end_ns / 1e6, color=colour, height=0.7)
+            span = end_ns / 1e6, (end_ns + part.time_ns) / 1e6
+            text = f"{significant(part.time_ns / 1e6)} ms, {percent(part.share)}"
+            _label_bar(ax, row, span, text, self._findings.waterfall.wall_ns / 1e6)
             end_ns += part.time_ns
-        ax.margins(x=LABEL_MARGIN)
+        ax.margins(x=0.02)
         _label_rows(ax, [WATERFALL_LABELS[part.part] for part in parts])
         losses = [part for part in parts if part.part not in LIMITS]
         largest_loss = max(losses, key=lambda part: part.time_ns, default=None)
@@ -201,10 +205,8 @@ class Plots:
         devices = ", ".join(dict.fromkeys(clean(rank.device or "CPU") for rank in attribution.ranks))
         count = len(attribution.ranks)
         where = f"{count} rank{'s' if count > 1 else ''}, {devices}"
-        description = f"{describe_run(attribution.run)} · {where}" if attribution.run else where
-        lines = [*textwrap.wrap(description, TITLE_WIDTH), *([answer] if answer else [])]
-        ax.set_title(_escape_dollars("\n".join(lines)), loc="left", fontsize="medium")
-        return ax
+        description = f"{describe_run(attribution.run, in_title=True)} · {where}" if attribution.run else where
+        return _set_title(ax, [*_title_lines(description), *([answer] if answer else [])])
 
 
 def comparison(result: Comparison, ax: Axes | None = None) -> Axes:
@@ -219,8 +221,20 @@ def comparison(result: Comparison, ax: Axes | None = None) -> Axes:
         bar = ax.barh(row, figure.value, xerr=ends, color=palette.BLUE, height=0.7)
         ax.bar_label(bar, [f"{figure.value:,.1f}" if figure.value >= 10 else f"{figure.value:.3g}"], padding=6)
     ax.margins(x=LABEL_MARGIN)
-    _label_rows(ax, [clean(entry.label) for entry in entries])
+    prefix, names = without_common_prefix([clean(entry.label) for entry in entries])
+    _label_rows(ax, names)
+    _set_title(ax, [f"Speed of {len(entries)} runs" + (f": {prefix}…" if prefix else "")])
     return _finish(ax, "TFLOP/s per device; whiskers: 95 % interval (of one recording: of its iterations)")
+
+
+def without_common_prefix(names: Sequence[str]) -> tuple[str, list[str]]:
+    """Split names into the prefix of whole words that all of them share and what differs, which is never empty."""
+    shared = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
+    prefix = "".join(letters[0] for letters in shared)
+    end = max(prefix.rfind(separator) for separator in "-_/. ") + 1 if len(names) > 1 else 0
+    if any(len(name) <= end for name in names):
+        return "", [*names]
+    return prefix[:end], [name[end:] for name in names]
 
 
 def scaling(result: Comparison, ax: Axes | None = None) -> Axes:
@@ -228,7 +242,8 @@ def scaling(result: Comparison, ax: Axes | None = None) -> Axes:
 
     Each line goes through the median of the runs of one length. The dashed line is the attention kernels' own rate.
     """
-    ax = _axes_or_new(ax, 14)
+    lengths = {entry.settings.get("seq") for entry in result.entries}
+    ax = _axes_or_new(ax, 14 if len(lengths) > 1 else len(result.entries))
     speed: dict[str, dict[int, list[float]]] = {}
     ceiling: dict[int, float] = {}
     for entry in result.entries:
@@ -239,6 +254,8 @@ def scaling(result: Comparison, ax: Axes | None = None) -> Axes:
         kernel_rate = figures.get("solo_tflops") or figures.get("block_tflops")
         if kernel_rate is not None:
             ceiling[int(seq)] = max(kernel_rate.value, ceiling.get(int(seq), 0.0))
+    if len({seq for points in speed.values() for seq in points}) == 1:
+        return _bars_of_one_length(ax, {name: median(*points.values()) for name, points in speed.items()}, ceiling)
     if ceiling:
         x, y = zip(*sorted(ceiling.items()), strict=True)
         ax.plot(x, y, "--", color=palette.GREY, label="the kernels' own rate")
@@ -257,6 +274,19 @@ def scaling(result: Comparison, ax: Axes | None = None) -> Axes:
     ax.set_ylabel("TFLOP/s per device")
     ax.grid(axis="y")
     return _finish(ax, "tokens", legend=True)
+
+
+def _bars_of_one_length(ax: Axes, speed: Mapping[str, float], ceiling: Mapping[int, float]) -> Axes:
+    """Plot one bar per name, fastest first, and the kernels' own rate as a dashed line."""
+    names = sorted(speed, key=lambda name: -speed[name])
+    for row, name in enumerate(names):
+        ax.barh(row, speed[name], color=palette.LINES[0], height=0.7)
+        # Inside the bar, where the dashed line does not cross it.
+        _label_bar(ax, row, (0.0, speed[name]), significant(speed[name], 3), speed[name])
+    for rate in ceiling.values():
+        ax.axvline(rate, color=palette.GREY, linestyle="--", label="the kernels' own rate")
+    _label_rows(ax, names)
+    return _finish(ax, "TFLOP/s per device", legend=bool(ceiling))
 
 
 def _line_name(entry: Measurement) -> str:
@@ -341,6 +371,32 @@ def _label_rows(ax: Axes, names: Sequence[str]) -> None:
     stride = max(1, -(-len(names) * POINTS_PER_LABEL // _height_points(ax)))
     labelled = range(0, len(names), int(stride))
     ax.set_yticks(list(labelled), [_escape_dollars(clean(names[row])) for row in labelled])
+
+
+def _label_bar(ax: Axes, row: int, span: tuple[float, float], text: str, longest: float) -> None:
+    """Write a text beside a bar: behind its end, or before its start, or in it, so that the text stays in the axes."""
+    left, right = sorted(span)
+    room = LABEL_ROOM * longest
+    if right + room <= longest:
+        ax.annotate(text, (right, row), (4, 0), textcoords="offset points", va="center")
+    elif left >= room:
+        ax.annotate(text, (left, row), (-4, 0), textcoords="offset points", va="center", ha="right")
+    else:
+        ax.annotate(text, (right, row), (-4, 0), textcoords="offset points", va="center", ha="right", color="white")
+
+
+def _title_lines(description: str) -> list[str]:
+    """Break a description between its parts, without a separator at the end of a line."""
+    lines = [""]
+    for part in description.split(" · "):
+        joined = f"{lines[-1]} · {part}" if lines[-1] else part
+        lines[-1:] = [joined] if len(joined) <= TITLE_WIDTH or not lines[-1] else [lines[-1], part]
+    return lines
+
+
+def _set_title(ax: Axes, lines: Sequence[str]) -> Axes:
+    ax.set_title(_escape_dollars("\n".join(lines)), loc="left", fontsize="medium")
+    return ax
 
 
 def _escape_dollars(text: str) -> str:

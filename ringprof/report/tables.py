@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ringprof.common.formatting import percent, three_digits
-from ringprof.report.page.document import MAX_PAGE_ROWS, Cell, PageTable, number, text
-from ringprof.report.text import LONGEST_KERNEL, TextStyle, clean, duration, in_unit, unit_for
+from ringprof.report.page.document import MAX_PAGE_ROWS, Cell, PageTable, TimeSpan, number, text
+from ringprof.report.text import LONGEST_KERNEL, LONGEST_NAME, TextStyle, clean, duration, in_unit, unit_for
 
 COLUMN_GAP = 2
 """Number of spaces between two columns."""
@@ -142,7 +142,7 @@ class Listing(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Format of a value: a function for the terminal; digits and scale for the page."""
+    """Format of a value: a function for the terminal; significant digits and scale for the page."""
 
     in_terminal: Callable[[Any], str]
     digits: int
@@ -153,18 +153,20 @@ class Unit(NamedTuple):
 
 UNITS = {
     "text": Unit(lambda value: clean(str(value), LONGEST_KERNEL), 0),
-    "count": Unit(lambda value: f"{value:,.0f}", 0),
-    "rough count": Unit(lambda value: f"{value:,.0f}" if value == int(value) else f"{value:,.1f}", 1),
-    "bytes": Unit(lambda value: f"{value / 1e6:,.1f}", 1, 1e6),
-    "MiB": Unit(lambda value: f"{value / 2**20:,.1f}", 1, 2**20, " MiB"),
-    "share": Unit(percent, 1, 0.01, " %"),
-    "rough share": Unit(lambda value: percent(value, 0), 1, 0.01, " %"),
-    "rate": Unit(three_digits, 1),
-    "time": Unit(str, 3, 1e6, " ms"),
-    "short time": Unit(lambda value: duration(value, 1), 1, 1e3, " µs"),
+    "name": Unit(lambda value: clean(str(value), LONGEST_KERNEL), 0),
+    "count": Unit(lambda value: f"{value:,.0f}", 4),
+    "rough count": Unit(lambda value: f"{value:,.0f}" if value == int(value) else f"{value:,.1f}", 4),
+    "bytes": Unit(lambda value: f"{value / 1e6:,.1f}", 4, 1e6),
+    "MiB": Unit(lambda value: f"{value / 2**20:,.1f}", 4, 2**20, " MiB"),
+    "share": Unit(percent, 3, 0.01, " %"),
+    "rough share": Unit(lambda value: percent(value, 0), 3, 0.01, " %"),
+    "rate": Unit(three_digits, 4),
+    "time": Unit(str, 4, 1e6, " ms"),
+    "short time": Unit(lambda value: duration(value, 1), 4, 1e3, " µs"),
 }
 """Units of columns. A ``time`` is in nanoseconds; in the terminal all times of a table share the unit that suits the
-longest. A ``rate`` is in the unit that the title names."""
+longest. A ``rate`` is in the unit that the title names. A ``name`` is a text that identifies an activity,
+however long."""
 
 
 class Table(NamedTuple):
@@ -211,17 +213,18 @@ class Table(NamedTuple):
             rows = [*known_rows, *(row for row in rows if row[index] is None)]
         return self._replace(rows=rows).text(style, listing.top or (None if listing.everything else default_rows))
 
-    def page(self) -> PageTable:
-        """Build a sortable table for the page."""
+    def page(self, bars_by: str = "", spans: Sequence[TimeSpan] = ()) -> PageTable:
+        """Build a table for the page; ``bars_by`` and ``spans``: how its rows lead to bars of the timeline."""
         kinds = [column.unit for column in self.columns]
         rows = [[*map(_cell, row, kinds)] for row in self.rows[:MAX_PAGE_ROWS]]
         left_out = len(self.rows) - MAX_PAGE_ROWS
         note = f"{left_out} more rows are left out; {self.whole} has all." if left_out > 0 else ""
-        return PageTable([column.page_title for column in self.columns], rows, note)
+        return PageTable([column.page_title for column in self.columns], rows, note, bars_by, spans[:MAX_PAGE_ROWS])
 
 
 def _cell(value: Any, unit: str) -> Cell:
-    if unit == "text":
-        return text("-" if value is None else value)
-    is_whole = unit == "rough count" and value is not None and value == int(value)
-    return number(value, 0 if is_whole else UNITS[unit].digits, UNITS[unit].scale)
+    if unit in ("text", "name"):
+        return text("-" if value is None else value, LONGEST_KERNEL if unit == "name" else LONGEST_NAME)
+    if unit.endswith("count") and value is not None and value == int(value):
+        value = int(value)
+    return number(value, UNITS[unit].digits, UNITS[unit].scale)

@@ -67,6 +67,11 @@ def _further_options(findings: Findings, shown: Sequence[str]) -> list[str]:
 _HAS_CONTENT: dict[str, Callable[[Findings], bool]] = {
     "steps": lambda findings: bool(findings.exposed_by_step),
     "hops": lambda findings: any(rank.hop_totals.count for rank in findings.attribution.ranks),
+    "gemms": lambda findings: bool(findings.gemms),
+    # Hops have a section of their own.
+    "collectives": lambda findings: any(
+        row.key.kind not in ("send_recv", "copy_engine") for row in findings.collectives
+    ),
     "idle": lambda findings: any(
         part.name == "idle" and part.share >= MIN_IDLE_SHARE for part in findings.summary.parts
     ),

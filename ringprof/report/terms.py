@@ -22,8 +22,9 @@ MEANINGS: dict[str, str] = {
     "waterfall": "From the device's peak matrix rate down to the speed achieved: what each loss takes of the slowest "
     "rank's wall, mean over ranks. The parts sum to that wall.",
     "timeline": "Every rank's device over time, a lane a stream: computation above, below it communication, split into "
-    "waiting for a peer and bytes on the wire where the traces tell. Shaded: every other ring step. Scroll to zoom, "
-    "drag to move. Idle stretches that are wide enough to be seen are grey, with their cause.",
+    "waiting for a peer and bytes on the wire where the traces tell. Shaded: every other ring step. Idle stretches "
+    "that are wide enough to be seen are grey, with their cause. The overview above marks stretches without "
+    "computation; the table below lists the longest of them.",
     "steps": "A ring step is one block of attention and the hops that it should hide. Exposed is communication in the "
     "step with nothing computing beside it; a step is bound by compute, by the wire or by a peer.",
     "waiting": "What each ring step of each rank exposes: the brightest cell costs most.",
@@ -31,6 +32,10 @@ MEANINGS: dict[str, str] = {
     "kinds": "What ran, by kind, mean over ranks. Kinds may run at the same time, so they need not sum to the wall.",
     "speed": "Timed without the profiler, unless said otherwise; controls took turns with ordinary iterations.",
     "kernels": "Activities on the device by name, over all ranks, with the kind that they count as.",
+    "gemms": "Calls of matrix products by the shape that the profiler recorded, (m, k) by (k, n), mean over ranks: the "
+    "time of their kernels, and FLOPs over that time against the device's peak.",
+    "collectives": "Kernels and copies of communication by kind, process group and size of one operation, mean over "
+    "ranks. Sizes and bus bandwidth are those of nccl-tests; waiting for peers counts in the last column alone.",
     "hops": "A hop is one transfer with neighbours. It waits until its peers have arrived; the rest is wire.",
     "settings": "What was run, where, and with which versions.",
     "comparison": "Measurements side by side. Noise: the measurements do not prove a difference (95 % interval of the "

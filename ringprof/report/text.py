@@ -8,7 +8,7 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,8 +18,10 @@ from ringprof.common.formatting import percent
 BLOCKS = " ▏▎▍▌▋▊▉█"
 _TO_ASCII = str.maketrans({"·": "|", "█": "#", "…": "~", "µ": "u"})
 _TIME_UNITS = ((10e9, 1e9, "s"), (1e6, 1e6, "ms"), (0.0, 1e3, "µs"))
-_MAX_NAME_LENGTH = 200
+LONGEST_NAME = 200
+"""Length in characters up to which a name from a file is kept."""
 LONGEST_KERNEL = 2_000
+"""Length in characters up to which the name of a kernel is kept where it identifies the kernel."""
 _NAMESPACE = re.compile(r"(?:\b\w{1,100}::|\(anonymous namespace\)::)+(?=\w)")
 
 
@@ -31,11 +33,17 @@ def short_count(value: float) -> str:
     return f"{value:,g}"
 
 
+def strategy_in_title(name: str, params: Mapping[str, Any]) -> str:
+    """Name a strategy with the parameters that are numbers, such as degrees, in words: ``usp, ulysses degree 2``."""
+    degrees = [f"{key.replace('_', ' ')} {value}" for key, value in params.items() if type(value) in (int, float)]
+    return ", ".join([name, *degrees])
+
+
 LONGEST_SENTENCE = 1_000
 """Length in characters up to which a line that contains names from a file is kept."""
 
 
-def clean(text: str, longest: int = _MAX_NAME_LENGTH) -> str:
+def clean(text: str, longest: int = LONGEST_NAME) -> str:
     """Make a name from a file safe to print: one line, no control or direction characters, limited length."""
     plain = " ".join(printable(text).split())
     return plain if len(plain) <= longest else plain[: longest - 1] + "…"

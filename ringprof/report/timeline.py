@@ -11,6 +11,7 @@ import numpy as np
 from ringprof.analysis import intervals
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.findings import Findings
+from ringprof.analysis.findings.stretches import Stretch, stretches_of
 from ringprof.analysis.kinds.kinds import COMMUNICATION, KIND, KINDS
 from ringprof.analysis.rank import Detail, Rank
 from ringprof.analysis.steps.blocks import StepKey
@@ -20,7 +21,8 @@ from ringprof.analysis.transfers.hops import gbps
 from ringprof.analysis.transfers.transfers import Message
 from ringprof.common.formatting import three_digits
 from ringprof.report import palette
-from ringprof.report.page.document import Content, PageContext
+from ringprof.report.page.document import Content, PageContext, PageTable, TimeSpan
+from ringprof.report.tables import Column, Table
 from ringprof.report.terms import LABELS
 
 MAX_BARS = 12_000
@@ -286,14 +288,77 @@ def _joined_bars(bars: Iterable[Bar], gap_ns: int) -> Iterable[Bar]:
     yield from open_bars.values()
 
 
-_THINNED_NOTE = "Neighbouring short activities are drawn as one bar, so that the page stays quick."
+# --- page ---------------------------------------------------------------------------------------------
+
+_THINNED_NOTE = (
+    "Neighbouring short activities are drawn as one bar, so that the page stays quick; sums over an area count the "
+    "gaps between them."
+)
+_MARKED_PER_RANK, MOST_STRETCHES = 400, 50
+"""Number of stretches of a rank that the overview marks, and of rows in the table of stretches."""
+_STRETCH_COLUMNS = (
+    Column("rank", "count"), Column("what"), Column("start", "time"), Column("length", "time"),
+    Column("of wall", "share"), Column("waiting", "time"), Column("wire", "time"), Column("ring step"), Column("cause"),
+)  # fmt: skip
+
+
+def legend_of(bars: Iterable[Bar]) -> list[tuple[str, str]]:
+    """Return label and colour of the categories that occur, in drawing order."""
+    return [label_and_colour(category) for category in CATEGORY_ORDER if category in {bar.category for bar in bars}]
+
+
+def span_of(rank: int, start_ns: int, end_ns: int, origin_ns: Mapping[int, int]) -> TimeSpan:
+    """Return a time of one rank on the axis of the timeline."""
+    return TimeSpan(rank, (start_ns - origin_ns[rank]) / 1e6, (end_ns - origin_ns[rank]) / 1e6)
 
 
 def html(findings: Findings, page: PageContext) -> Content | None:
-    """Draw the timeline; None on CPU, whose traces hold no device activities, and for very many ranks."""
+    """Draw overview and timeline, and list the longest stretches without computation.
+
+    None on CPU, whose traces hold no device activities, and for very many ranks.
+    """
     attribution = findings.attribution
     if attribution.on_cpu or not findings.lists_steps:
         return None
     drawn = timeline_of(attribution, findings.steps, findings.finder.by_activity)
     ranks = [rank.rank for rank in attribution.ranks]
-    return Content(page.figures.timeline(drawn, ranks), lines=[_THINNED_NOTE] if drawn.thinned else [])
+    stretches = stretches_of(attribution.ranks, _MARKED_PER_RANK)
+    marks = [(stretch.what, span_of(*stretch[:1], *stretch[2:4], drawn.origin_ns)) for stretch in stretches]
+    table = _stretch_table(findings, stretches[:MOST_STRETCHES], [span for _, span in marks[:MOST_STRETCHES]])
+    return Content(
+        page.figures.timeline(drawn, ranks, marks),
+        [table] if stretches else [],
+        [_THINNED_NOTE] if drawn.thinned else [],
+        legend=legend_of(drawn.bars),
+        key=[
+            ("computation", palette.BUSY),
+            *((LABELS[what], colour) for what, colour in palette.STRETCH_COLOURS.items()),
+        ],
+    )
+
+
+def _stretch_table(findings: Findings, stretches: Sequence[Stretch], spans: Sequence[TimeSpan]) -> PageTable:
+    """Build the table of the longest stretches of exposed communication and idle time."""
+    wall_ns = findings.summary.slowest_wall_ns or 1
+    rows = []
+    for stretch, span in zip(stretches, spans, strict=True):
+        split = stretch.wait_ns + stretch.wire_ns > 0
+        rows.append([
+            stretch.rank, LABELS[stretch.what], round(1e6 * span.start_ms), stretch.time_ns, stretch.time_ns / wall_ns,
+            stretch.wait_ns if split else None, stretch.wire_ns if split else None,
+            _step_around(findings.steps, stretch) or "-", stretch.cause or "-",
+        ])  # fmt: skip
+    return Table("", _STRETCH_COLUMNS, rows).page("span", spans)
+
+
+def _step_around(steps: Sequence[Step], stretch: Stretch) -> str:
+    """Return the name of the rank's ring step that overlaps most of a stretch; empty where none does."""
+    overlaps = {
+        min(step.end_ns, stretch.end_ns) - max(step.start_ns, stretch.start_ns): step
+        for step in steps if step.rank == stretch.rank
+    }  # fmt: skip
+    longest = max(overlaps, default=0)
+    if longest <= 0:
+        return ""
+    step = overlaps[longest]
+    return step_name(StepKey(step.iteration, step.phase, step.call, step.step))

@@ -89,6 +89,8 @@ def _find_problem(table: Any, trace: Trace) -> str | None:
         return "one is of an unknown category"
     if not _in_range(columns.get("flops"), 0, FLOPS_LIMIT + 1):
         return "a number of FLOPs is out of range"
+    if not all(_in_range(columns.get(name), NONE, FLOPS_LIMIT + 1) for name in ("batch", "m", "n", "k")):
+        return "a shape is out of range"
     if not _in_range(columns.get("dtype"), NONE, len(FLOP_DTYPES)) or not _in_range(columns.get("causal"), NONE, 2):
         return "a data type or a mask is unknown"
     return None

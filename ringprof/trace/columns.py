@@ -183,6 +183,11 @@ class FlopRecords(msgspec.Struct, frozen=True):
     causal: Int8
     """1 where the count excludes what a causal mask or a window hides; 0 where nothing is hidden. `NONE` for an
     attention operator whose mask is not recorded: its count is dense."""
+    batch: Int64
+    """Number of products of matrices (m, k) and (k, n); `NONE` for other operators, like ``m``, ``n`` and ``k``."""
+    m: Int64
+    n: Int64
+    k: Int64
 
 
 class Device(msgspec.Struct, frozen=True):

@@ -59,6 +59,10 @@ class OperatorFlops(NamedTuple):
     """Index into `FLOP_DTYPES`, or `NONE` where the input types are not recorded."""
     causal: int
     """Value of `FlopRecords.causal`: 1 if masked pairs are excluded, 0 if nothing is masked, `NONE` if not recorded."""
+    batch: int = NONE
+    m: int = NONE
+    n: int = NONE
+    k: int = NONE
 
 
 _Count = tuple[int, int]
@@ -120,13 +124,19 @@ def _twice_pairs(positions: _Attention, call: Call, queries: int, keys: int) -> 
 
 def _product(first: int, call: Call) -> _Count | None:
     """Count the FLOPs of a matrix-matrix, matrix-vector or inner product; ``first``: position of the left factor."""
+    shape = _product_shape(first, call)
+    return (2 * prod(shape), 0) if shape else None
+
+
+def _product_shape(first: int, call: Call) -> tuple[int, int, int, int] | None:
+    """Return batch, m, n and k of a product; None where its factors do not fit each other."""
     left, right = call.shape(first), call.shape(first + 1)
     vector = len(right) == 1
     if not left or not right or left[-1] != right[0 if vector else -2]:
         return None
     if not vector and (len(left) != len(right) or left[:-2] != right[:-2]):
         return None
-    return 2 * prod(left) * (1 if vector else right[-1]), 0
+    return prod(left[:-2]), left[-2] if len(left) > 1 else 1, 1 if vector else right[-1], left[-1]
 
 
 def _convolution(call: Call) -> _Count | None:
@@ -193,10 +203,12 @@ _PRODUCTS = {
     **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation"), 1),
 }
 """Position of the left factor, by operator."""
+_FIRST_FACTOR = {f"aten::{name}{end}": first for name, first in _PRODUCTS.items() for end in ("", "_")}
+"""Position of the left factor, by operator name in a trace."""
 
 FORMULAS: dict[str, Callable[[Call], _Count | None]] = {
     **{name: partial(_attention, positions) for name, positions in _ATTENTION.items()},
-    **{f"aten::{name}{end}": partial(_product, first) for name, first in _PRODUCTS.items() for end in ("", "_")},
+    **{name: partial(_product, first) for name, first in _FIRST_FACTOR.items()},
     **dict.fromkeys(("aten::convolution", "aten::_convolution"), _convolution),
     "aten::convolution_backward": _convolution_backward,
 }
@@ -221,4 +233,7 @@ def flops_of(name: str, call: Call) -> OperatorFlops | None:
     type_name = next((type_name for shape, type_name in zip(call.sizes, call.types, strict=False) if shape), "")
     if count is None or not 0 <= count[0] <= FLOPS_LIMIT or (type_name and type_name not in _DTYPES):
         return None
-    return OperatorFlops(count[0], FLOP_DTYPES.index(_DTYPES[type_name]) if type_name else NONE, count[1])
+    dtype = FLOP_DTYPES.index(_DTYPES[type_name]) if type_name else NONE
+    first = _FIRST_FACTOR.get(name)
+    shape = _product_shape(first, call) if first is not None else None
+    return OperatorFlops(*(count[0], dtype, count[1]), *(shape if shape and max(shape) <= FLOPS_LIMIT else ()))

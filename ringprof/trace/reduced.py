@@ -88,7 +88,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
 
 _MAY_BE_MISSING = frozenset({"memory", "host_events", "flop_records"})
 """Tables that are stored only if they have rows. Older files never have them."""
-_COLUMNS_MAY_BE_MISSING = frozenset({"target_device"})
+_COLUMNS_MAY_BE_MISSING = frozenset({"target_device", "batch", "m", "n", "k"})
 """Columns that older files lack; they are filled with `NONE`."""
 _METADATA = ("rank", "world_size", "host", "base_ns", "events_total", "events_skipped", "devices")
 

@@ -33,6 +33,7 @@ class Browser:
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self._process = subprocess.Popen(
             [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+             "--disable-quic", "--no-first-run", "--disable-component-update", "--disable-sync",
              "--remote-debugging-port=0", "--remote-allow-origins=*", f"--user-data-dir={self._folder.name}",
              "--window-size=1280,1000", "about:blank"],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "TMPDIR": self._folder.name},
@@ -107,6 +108,8 @@ class Browser:
         """Open a file and wait until its figures are drawn."""
         self.call("Page.navigate", url=path.resolve().as_uri())
         self.until("document.readyState === 'complete' && (!window.Bokeh || Bokeh.documents.every(d => d.is_idle))")
+        # A page of ringprof says when its script has taken over the figures.
+        self.until("!document.querySelector('.tip') || document.documentElement.hasAttribute('data-ready')")
 
     def run(self, script: str) -> Any:
         """Evaluate an expression in the page through the debugger, which no content policy restricts."""

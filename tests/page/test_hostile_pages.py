@@ -171,6 +171,10 @@ def test_no_payload_runs_in_any_page(written: dict[str, Path], name: str, kind: 
             for x_step in range(1, 12):
                 for y_share in (0.15, 0.35, 0.5, 0.7, 0.9):
                     tab.mouse("mouseMoved", x + width * x_step / 12, y + height * y_share)
+        # Clicked bars, searches and rows show names, too.
+        tab.run("""(() => { for (const field of document.querySelectorAll('.find, .filter')) {
+            field.value = '<'; field.dispatchEvent(new Event('input')); } })()""")
+        tab.run("document.querySelectorAll('[data-bars-by] tbody tr:first-child').forEach(row => row.click())")
         assert tab.run(FIND_TRACES) == [0, False, []]
         assert tab.messages == []
         assert [url for url in tab.requests if not url.startswith(("file:", "data:", "blob:"))] == []

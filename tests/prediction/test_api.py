@@ -19,7 +19,10 @@ import ringprof
 from ringprof.errors import UnknownStrategyError, UnsupportedWorkloadError, UsageError
 from ringprof.prediction.advise import Advice, Choice, Point, _on_front, crossings
 from ringprof.prediction.api import Prediction, Recommendation
+from ringprof.prediction.predict import inputs
 from ringprof.report import plots
+from tests.page.shown import shows
+from tests.page.test_page import Page
 
 PROBLEM = ringprof.Workload(seq=131072, heads=16, kv_heads=8, head_dim=128)
 TWO_HOSTS = ringprof.Cluster(hosts=2, gpus_per_host=2, nic_gbit=200.0)
@@ -159,6 +162,20 @@ def test_choice_is_on_the_pareto_front_of_time_and_memory(ms: float, peak_bytes:
     other: Any = SimpleNamespace(median_ns=1.0, peak_bytes=100)
     choice: Any = SimpleNamespace(median_ns=ms, peak_bytes=peak_bytes)
     assert _on_front(choice, [other, choice]) is on_front
+
+
+def test_page_of_a_prediction_shows_its_times_and_inputs() -> None:
+    page = Page(prediction().to_html())
+    low, middle, high = prediction().interval_ms
+    rows = {(row[0], row[1]): row[2] for row in page.tables["Where the time goes"][1:]}
+    frame = prediction().parts()
+    assert len(rows) == len(frame)
+    assert all(shows(rows[row.phase, row.part], row.time_ms) for row in frame.itertuples())
+    assert [row[0] for row in page.tables["What it rests on"][1:]] == list(inputs(prediction().prediction))
+    text = prediction().to_html()
+    assert f"Predicted: {middle:,.2f} ms per iteration ({low:,.2f} ms to {high:,.2f} ms" in text
+    # It needs no plotting library.
+    assert len(text) < 100_000 and "Bokeh.register" not in text
 
 
 def test_prediction_survives_a_write_and_a_read(tmp_path: Path) -> None:

@@ -52,6 +52,13 @@ def test_a_prediction_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert parts == pytest.approx(time["p50"], rel=0.05)
 
 
+def test_a_prediction_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "predicted.html"
+    code, _, err = run(capsys, "predict", "--like", ZIGZAG, "--machine", "h200", "--html", str(path))
+    assert (code, err) == (0, f"Wrote {path}\n")
+    assert "per iteration" in path.read_text(encoding="utf-8")
+
+
 def test_a_prediction_is_read_as_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "predicted"
     code, out, err = run(capsys, "predict", "--like", ZIGZAG, "--machine", "h200", "-o", str(folder))

@@ -282,11 +282,11 @@ def test_page_shows_the_idle_figures_of_the_json_report() -> None:
     assert content is not None
     by_rank, by_name = content.tables
     assert [[cell.text for cell in row[:7]] for row in by_rank.rows] == [
-        ["0", "0.000", "0.002", "0.000", "0.002", "0.4", "0.200"],
-        ["1", "0.000", "0.004", "0.000", "0.004", "0.8", "0.050"],
+        ["0", "0", "0.002", "0", "0.002", "0.400", "0.2000"],
+        ["1", "0", "0.004", "0", "0.004", "0.800", "0.05"],
     ]
     (gaps,) = by_name.rows
-    assert [cell.text for cell in gaps] == ["(gaps between activities)", "gap", "0.003", "100.0"]
+    assert [cell.text for cell in gaps] == ["(gaps between activities)", "gap", "0.003", "100"]
     assert idle.html(findings_of(cpu_example()), PageContext(drawing(), ["x"])) is None
 
 

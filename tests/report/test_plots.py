@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 import ringprof
 from ringprof import cli
 from ringprof.analysis.findings.findings import findings_in_memory
-from ringprof.report import plots
+from ringprof.report import palette, plots
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, Builder
 from tests.analysis.rings import ring_pass
@@ -133,9 +133,63 @@ def test_bar_labels_show_their_figures():
     run = analysis(RUN)
     labels = [text.get_text() for text in run.plot.waterfall().texts]
     assert labels[0] == f"{run.findings.waterfall.parts[0].time_ns / 1e6:.2f} ms, 48.5 %"
+    assert len(labels) == sum(1 for part in run.findings.waterfall.parts if part.time_ns)
     assert [text.get_text() for text in run.plot.breakdown().texts] == [
         f"{100 * rank.breakdown.exposed_comm_share:.1f} % exposed" for rank in run.attribution.ranks
     ]
+
+
+@pytest.mark.parametrize("name", ["h200x4-zigzag-262144", "h200x4-usp-65536-two-hosts", "h200x2-decode-1048576"])
+@pytest.mark.parametrize("kind", ["waterfall", "breakdown", "steps"])
+def test_labels_of_bars_stay_inside_the_axes(kind, name):
+    run = analysis(ROOT / "traces" / name)
+    if kind == "steps" and not run.findings.steps:
+        pytest.skip("this run has no ring steps")
+    ax = getattr(run.plot, kind)()
+    ax.get_figure().draw_without_rendering()
+    axes = ax.get_window_extent()
+    boxes = [text.get_window_extent() for text in ax.texts]
+    assert boxes and all(box.x0 >= axes.x0 - 1 and box.x1 <= axes.x1 + 1 for box in boxes)
+
+
+@pytest.mark.parametrize("name", ["h200x4-zigzag-262144", "h200x4-usp-262144"])
+def test_titles_have_words_and_no_python(name):
+    title = analysis(ROOT / "traces" / name).plot.waterfall().get_title(loc="left")
+    assert "=" not in title and "False" not in title and "_" not in title
+    assert not any(line.startswith("·") or line.endswith("·") for line in title.split("\n"))
+    assert ("ulysses degree 2" in title) is ("usp" in name)
+
+
+def lightness(colour: str) -> float:
+    """Return L* of CIELAB of a colour, by its definition in CIE 15."""
+    red, green, blue = (int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5))
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in (red, green, blue)]
+    y = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return float(116 * y ** (1 / 3) - 16)
+
+
+def test_waiting_and_wire_differ_in_lightness_too():
+    """With any colour vision: two colours that are neighbours on a timeline are told apart by 20 of 100 steps."""
+    assert abs(lightness(palette.WAIT) - lightness(palette.WIRE)) > 20
+
+
+def test_names_lose_the_words_that_all_of_them_share():
+    assert plots.without_common_prefix(["runs/a-zigzag-1", "runs/a-zigzag-1-copied"]) == (
+        "runs/a-zigzag-", ["1", "1-copied"],
+    )  # fmt: skip
+    assert plots.without_common_prefix(["zigzag", "zig"]) == ("", ["zigzag", "zig"])
+    assert plots.without_common_prefix(["a-b"]) == ("", ["a-b"])
+    assert plots.without_common_prefix(["a-", "a-b"]) == ("", ["a-", "a-b"])
+
+
+def test_scaling_of_one_length_draws_a_bar_per_strategy():
+    names = ("h200x4-zigzag-262144", "h200x4-burst-262144", "h200x4-usp-262144")
+    comparison = ringprof.compare(*(ROOT / "traces" / name for name in names))
+    ax: Any = plots.scaling(comparison)
+    values = [entry.figures["tflops"].value for entry in comparison.entries]
+    assert [width for _, width in bars(ax)] == pytest.approx(sorted(values, reverse=True))
+    labels = [label.get_text() for label in ax.get_yticklabels()]
+    assert sorted(labels) == ["burst", "usp", "zigzag"]
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])

@@ -92,6 +92,10 @@ def pool(run: Analysis) -> np.ndarray[Any, np.dtype[np.float64]]:
         time = kernel["time_ns"]
         values += [time / kernel["calls"], time / len(ranks), time / kernels_ns, kernel["calls"] / len(ranks)]
         values += [(kernel["exposed_ns"] or 0) / len(ranks)]
+    by_shape = [*report["summary"]["gemms"], *report["summary"]["collectives"]]
+    for entry in by_shape:
+        values += [(entry[name] or 0) / len(ranks) for name in ("calls", "time_ns", "wait_ns") if name in entry]
+        values += [entry["time_ns"] / entry["calls"]]
     ranges = report["summary"]["annotations"]
     values += [time / len(ranks) for entry in ranges for name, time in entry.items() if name.endswith("_ns")]
     states = [state for state in (report["run"] or {}).get("device_states") or () if state]

@@ -121,7 +121,7 @@ def _kernel_rows(findings: Findings) -> dict[str, tuple[int, int]]:
     sums: dict[str, tuple[int, int]] = {}
     for row in content.tables[0].rows:
         calls, time = sums.get(labels[row[1].text], (0, 0))
-        sums[labels[row[1].text]] = calls + int(row[2].key), time + int(row[3].key)
+        sums[labels[row[1].text]] = calls + int(row[2].key), time + round(1e6 * float(row[3].key))
     return sums
 
 

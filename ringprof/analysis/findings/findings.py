@@ -8,12 +8,14 @@ import msgspec
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.annotations import Annotation, annotations_of
+from ringprof.analysis.findings.by_shape import Gemm, collectives_of_run, gemms_of
 from ringprof.analysis.findings.inference import Inference, inference_of
 from ringprof.analysis.findings.step_rates import StepRates, step_rates_of
 from ringprof.analysis.findings.summary import Summary, summarise
 from ringprof.analysis.findings.verdict import NextStep, next_step_of, verdict_of
 from ringprof.analysis.findings.waterfall import Waterfall, find_waterfall
 from ringprof.analysis.steps.steps import ExposedBySteps, Step, StepFinder, steps_in_memory
+from ringprof.analysis.transfers.collectives import CollectiveTotals
 from ringprof.kernel_rates import DeviceRates
 
 
@@ -39,6 +41,16 @@ class Findings(msgspec.Struct, frozen=True, dict=True):
     def step_rates(self) -> StepRates | None:
         """Rates of a step by recorded shapes; None where no trace holds shapes."""
         return step_rates_of(self.attribution)
+
+    @cached_property
+    def gemms(self) -> tuple[Gemm, ...]:
+        """Matrix products by shape over all ranks; empty without recorded shapes."""
+        return gemms_of(self.attribution)
+
+    @cached_property
+    def collectives(self) -> tuple[CollectiveTotals, ...]:
+        """Communication by kind, group and size over all ranks; empty on CPU."""
+        return collectives_of_run(self.attribution)
 
     @property
     def lists_steps(self) -> bool:

@@ -57,8 +57,8 @@ def device_work(classified: Classified, rows: TimedActivities) -> tuple[PartWork
     records = classified.trace.flop_records
     if not len(records.start_ns):
         return ()
-    nesting, part = _find_nesting(records), _part_numbers(rows.kind)
-    root = _roots_of_activities(classified, rows.activity, nesting)
+    nesting, part = find_nesting(records), _part_numbers(rows.kind)
+    root = owners_of_activities(classified, rows.activity, nesting.root_row, nesting.root)
     # The last element stands for activities outside of all operators.
     part_of_root = np.full(len(nesting.root_row) + 1, NONE, np.int64)
     # Attention is assigned last: matrix products inside an attention operator are part of it.
@@ -73,7 +73,7 @@ def cpu_work(trace: Trace, window: Window) -> tuple[PartWork, ...]:
     records = trace.flop_records
     if not len(records.start_ns):
         return ()
-    nesting = _find_nesting(records)
+    nesting = find_nesting(records)
     window_start, window_end = window_bounds(trace, window, None)
     start, end, kind, thread = outermost_operators(trace)
     part, covered = _part_numbers(kind), np.zeros(len(kind), np.bool_)
@@ -129,7 +129,7 @@ def _sum_flops(records: FlopRecords, chosen: npt.NDArray[np.bool_]) -> int:
     return sum(records.flops[chosen].tolist())
 
 
-def _find_nesting(records: FlopRecords) -> _Nesting:
+def find_nesting(records: FlopRecords) -> _Nesting:
     """Find which records lie inside others on their thread."""
     order = np.lexsort((-records.end_ns, records.start_ns, records.thread))
     start, end, thread = records.start_ns[order], records.end_ns[order], records.thread[order]
@@ -145,16 +145,20 @@ def _find_nesting(records: FlopRecords) -> _Nesting:
     return _Nesting(root, innermost, order[outermost])
 
 
-def _roots_of_activities(classified: Classified, activities: Int64, nesting: _Nesting) -> Int64:
-    """Return the outermost operator that each activity was launched in, else the one that it names, else `NONE`."""
+def owners_of_activities(classified: Classified, activities: Int64, chosen: Int64, number_of: Int64) -> Int64:
+    """Return the operator that each activity was launched in, else the one that it names, else `NONE`.
+
+    ``chosen``: rows of operators with FLOPs, disjoint on each thread; the result holds indices into it. ``number_of``:
+    for each operator with FLOPs, the index that an activity which names it gets.
+    """
     trace, records = classified.trace, classified.trace.flop_records
-    root = np.full(len(activities), NONE, np.int64)
+    owner = np.full(len(activities), NONE, np.int64)
     launch = classified.launch[activities]
     with_launch = np.flatnonzero(launch != NONE)
-    rows, launched = nesting.root_row, launch[with_launch]
-    roots = records.start_ns[rows], records.end_ns[rows], records.thread[rows]
-    root[with_launch] = intervals.enclosing_rows(
-        roots, trace.launches.start_ns[launched], trace.launches.thread[launched]
+    launched = launch[with_launch]
+    spans = records.start_ns[chosen], records.end_ns[chosen], records.thread[chosen]
+    owner[with_launch] = intervals.enclosing_rows(
+        spans, trace.launches.start_ns[launched], trace.launches.thread[launched]
     )
     named = np.flatnonzero((launch == NONE) & (trace.activities.external_id[activities] != NONE))
     ids = np.flatnonzero(records.external_id != NONE)
@@ -163,5 +167,5 @@ def _roots_of_activities(classified: Classified, activities: Int64, nesting: _Ne
         wanted, known = trace.activities.external_id[activities[named]], records.external_id[ids]
         index = np.minimum(np.searchsorted(known, wanted), len(ids) - 1)
         equal = known[index] == wanted
-        root[named[equal]] = nesting.root[ids[index[equal]]]
-    return root
+        owner[named[equal]] = number_of[ids[index[equal]]]
+    return owner

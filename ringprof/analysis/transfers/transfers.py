@@ -123,16 +123,16 @@ def _messages(calls: Calls, kind: str, rank: int) -> tuple[tuple[Message, ...], 
     for call in calls if kind == "send_recv" else ():
         rotation = single_peer(call, rank)
         if rotation:
-            sends.append(Message(rotation[0], _size_bytes(call, call.in_elements)))
-            receives.append(Message(rotation[1], _size_bytes(call, call.out_elements)))
+            sends.append(Message(rotation[0], size_bytes_of(call, call.in_elements)))
+            receives.append(Message(rotation[1], size_bytes_of(call, call.out_elements)))
         elif "send" in call.name and call.destination_rank is not None:
-            sends.append(Message(call.destination_rank, _size_bytes(call, call.in_elements)))
+            sends.append(Message(call.destination_rank, size_bytes_of(call, call.in_elements)))
         elif "recv" in call.name and call.source_rank is not None:
-            receives.append(Message(call.source_rank, _size_bytes(call, call.out_elements)))
+            receives.append(Message(call.source_rank, size_bytes_of(call, call.out_elements)))
     return tuple(sends), tuple(receives)
 
 
-def _size_bytes(call: CommRecord, elements: int | None) -> int | None:
+def size_bytes_of(call: CommRecord, elements: int | None) -> int | None:
     """Return the bytes of a call's elements; None where number or data type is unknown."""
     if elements is None or call.dtype is None:
         return None
@@ -158,7 +158,7 @@ def _sent_bytes(calls: Calls, kind: str, sends: tuple[Message, ...], rank: int) 
 
 def _collective_sent_bytes(call: CommRecord, kind: str, rank: int) -> int | None:
     """Return the bytes that one rank sends in a collective, by its ring or pairwise algorithm."""
-    size, group_size = _size_bytes(call, call.in_elements), call.group_size or len(call.group_ranks or ())
+    size, group_size = size_bytes_of(call, call.in_elements), call.group_size or len(call.group_ranks or ())
     if kind == "all_to_all" and call.name in ("send", "recv"):
         return size if call.name == "send" and call.destination_rank != rank else 0
     if size is None or group_size < 1:

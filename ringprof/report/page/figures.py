@@ -1,54 +1,61 @@
-"""Interactive figures of a page, as Bokeh models: wheel to zoom, drag to pan, hover to see values."""
+"""Interactive figures of a page, as Bokeh models. Bar charts are in `ringprof.report.page.bars`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from textwrap import shorten
 from typing import Any
 
+import numpy as np
 from bokeh.layouts import column
-from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, LinearColorMapper
-from bokeh.models.annotations import Label, Span
+from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, LinearColorMapper, RangeTool
+from bokeh.models.annotations import BoxAnnotation, Label, Span
 from bokeh.palettes import Viridis256
 from bokeh.plotting import figure
 
-from ringprof.analysis.findings.changes import Change
-from ringprof.analysis.findings.time_table import PARTS
-from ringprof.analysis.findings.waterfall import WATERFALL_LABELS, Waterfall, WaterfallPart
+from ringprof.analysis.findings.stretches import EXPOSED
 from ringprof.analysis.steps.steps import Step
 from ringprof.report import palette
+from ringprof.report.page.document import TimeSpan
 from ringprof.report.palette import Interval
 from ringprof.report.terms import LABELS
-from ringprof.report.text import clean, rate, short_count
-from ringprof.report.timeline import CATEGORY_ORDER, IDLE, Bar, DrawnTimeline, label_and_colour, lanes_of
+from ringprof.report.text import LONGEST_KERNEL, clean, short_count
+from ringprof.report.timeline import CATEGORY_ORDER, IDLE, DrawnTimeline, label_and_colour, lanes_of
 
-_MAX_REMEDY_LENGTH = 60
-"""Characters of a remedy above a bar, which fit a narrow window; the tooltip has the whole text."""
 MAX_LABELS = 32
 """Number of ranks up to which each has a label beside an axis."""
 NARROW_SCREEN_PIXELS = 375
 """Width in pixels of a figure on the narrowest screen, a telephone."""
 LEGEND_ROW_PIXELS = 24
 """Height in pixels of a row of a legend."""
-LETTER_PIXELS = 5.3
-"""Approximate width in pixels of a letter."""
-LANE_PIXELS, RANK_GAP = 22, 0.5
-"""Height in pixels of a lane of a timeline, and the gap between two ranks in lanes."""
-MIN_BAR_SHARE = 0.0005
-"""Least share of the wall that gets a bar in a waterfall or a chart of changes."""
+LETTER_PIXELS = 7.2
+"""Approximate width in pixels of a letter of `FONT_SIZE`, in a wide font."""
+LANE_PIXELS, MIN_LANE_PIXELS, RANK_GAP = 22, 5, 0.5
+"""Height in pixels of a lane of a timeline, of one among very many, and the gap between two ranks in lanes."""
+MAX_TIMELINE_PIXELS, MAX_OVERVIEW_PIXELS = 1100, 130
+"""Approximate largest height in pixels of a timeline and of its overview."""
+LABEL_PIXELS = 64
+"""Width in pixels of the labels beside a timeline."""
+FONT, FONT_SIZE = "system-ui, 'Segoe UI', Roboto, sans-serif", "12px"
+"""Font of the page (``page.css``)."""
+INK = "#555d66"
+"""Colour of text in figures; the script of the page replaces it on a dark background, as no colour suits both."""
 _GREY = "#757575"
-"""Colour of axes and labels: readable on white and on near-black."""
+"""Colour of axes and grids, on white and on near-black."""
 
 
-def _new_plot(title: str, height: int, tools: str = "xpan,xwheel_zoom,box_zoom,reset", **options: Any) -> Any:
+def _new_plot(title: str, height: int, tools: str = "xpan,box_zoom,reset", **options: Any) -> Any:
     plot: Any = figure(
-        title=title, height=height, sizing_mode="stretch_width", tools=tools, toolbar_location="above",
-        background_fill_alpha=0, border_fill_alpha=0, outline_line_color=None, **options,
+        title=title, height=height, sizing_mode="stretch_width", tools=tools,
+        toolbar_location="above" if tools else None, background_fill_alpha=0, border_fill_alpha=0,
+        outline_line_color=None, **options,
     )  # fmt: skip
     plot.toolbar.logo = None
-    plot.title.text_color = plot.xaxis.axis_label_text_color = plot.yaxis.axis_label_text_color = _GREY
+    plot.title.text_color, plot.title.text_font, plot.title.text_font_size = INK, FONT, "14px"
     for axis in plot.axis:
-        axis.major_label_text_color, axis.axis_line_color, axis.major_tick_line_color = _GREY, _GREY, _GREY
+        axis.major_label_text_color = axis.axis_label_text_color = INK
+        axis.major_label_text_font = axis.axis_label_text_font = FONT
+        axis.major_label_text_font_size = axis.axis_label_text_font_size = FONT_SIZE
+        axis.axis_line_color, axis.major_tick_line_color = _GREY, _GREY
         axis.minor_tick_line_color = None
         axis.axis_label_text_font_style = "normal"
     plot.grid.grid_line_color, plot.grid.grid_line_alpha = _GREY, 0.2
@@ -68,69 +75,6 @@ def _label_rows(plot: Any, names: Sequence[str]) -> None:
     plot.ygrid.grid_line_color = None
 
 
-def waterfall(waterfall_data: Waterfall) -> Any:
-    """Draw bars that each start where the previous one ended, under its cost and what would shorten it.
-
-    A negative loss goes back to the left; parts that take no time are left to the table.
-    """
-    start_of, start_ns = {}, 0
-    for part in waterfall_data.parts:
-        start_of[part.part] = start_ns
-        start_ns += part.time_ns
-    parts = [
-        part for part in waterfall_data.parts if abs(part.time_ns) >= MIN_BAR_SHARE * (waterfall_data.wall_ns or 1)
-    ]
-    plot = _new_plot("", 58 * len(parts) + 90, x_axis_label="ms of the slowest rank's wall")
-    source = ColumnDataSource({
-        "y": [-row for row in range(len(parts))],
-        "left": [start_of[part.part] / 1e6 for part in parts],
-        "right": [(start_of[part.part] + part.time_ns) / 1e6 for part in parts],
-        "colour": [palette.WATERFALL_COLOURS[part.part] for part in parts],
-        "part": [WATERFALL_LABELS[part.part] for part in parts],
-        "time": [f"{part.time_ns / 1e6:,.3f} ms" for part in parts],
-        "share": [f"{100 * part.share:.1f} %" for part in parts],
-        "speed": ["-" if part.tflops is None else rate(part.tflops) for part in parts],
-        "action": [part.remedy for part in parts],
-        "shown": [shorten(part.remedy, _MAX_REMEDY_LENGTH, placeholder=" …") for part in parts],
-        "line": [_waterfall_line(part) for part in parts],
-        "offset": [-24 if part.remedy else -11 for part in parts],
-    })  # fmt: skip
-    bars = plot.hbar(y="y", left="left", right="right", height=0.32, color="colour", source=source)
-    for text, offset in (("line", "offset"), ("shown", -11)):
-        plot.text(x=0, y="y", text=text, y_offset=offset, text_font_size="12px", text_color=_GREY, source=source)
-    _add_hover(plot, [bars], ("part", "@part"), ("time", "@time"), ("of wall", "@share"), ("speed after it", "@speed"),
-           ("shorter by", "@action"))  # fmt: skip
-    plot.yaxis.visible, plot.ygrid.grid_line_color = False, None
-    plot.y_range.start, plot.y_range.end = -len(parts) + 0.6, 0.7
-    plot.x_range.start = 0
-    return plot
-
-
-def _waterfall_line(part: WaterfallPart) -> str:
-    line = f"{WATERFALL_LABELS[part.part]}: {part.time_ns / 1e6:,.1f} ms"
-    if part.tflops is not None:
-        line += f", {rate(part.tflops)} after it"
-    return line
-
-
-def changes(changes_by_part: Sequence[Change], labels: Mapping[str, str]) -> Any:
-    """Draw one bar per part: to the left for less time than in the base, to the right for more."""
-    shown = [change for change in changes_by_part if abs(change.share) >= MIN_BAR_SHARE] or list(changes_by_part[:1])
-    plot = _new_plot("", 34 * len(shown) + 90, x_axis_label="ms more than the base")
-    source = ColumnDataSource({
-        "y": [-row for row in range(len(shown))],
-        "right": [(change.other_ns - change.base_ns) / 1e6 for change in shown],
-        "colour": [palette.WATERFALL_COLOURS[change.what] for change in shown],
-        "part": [labels[change.what] for change in shown],
-        "change": [f"{(change.other_ns - change.base_ns) / 1e6:+,.3f} ms" for change in shown],
-        "share": [f"{100 * change.share:+.1f} %" for change in shown],
-    })  # fmt: skip
-    bars = plot.hbar(y="y", left=0, right="right", height=0.7, color="colour", source=source)
-    _add_hover(plot, [bars], ("part", "@part"), ("change", "@change"), ("of the base's wall", "@share"))
-    _label_rows(plot, [f"{labels[change.what]} {100 * change.share:+.1f} %" for change in shown])
-    return plot
-
-
 def timelines(runs: Sequence[tuple[DrawnTimeline, Sequence[int]]], names: Sequence[str]) -> Any:
     """Draw the timelines of several runs below each other, on one time axis."""
     plots = [timeline(run, ranks) for run, ranks in runs]
@@ -142,16 +86,6 @@ def timelines(runs: Sequence[tuple[DrawnTimeline, Sequence[int]]], names: Sequen
     return column(*plots, sizing_mode="stretch_width")
 
 
-def breakdown(ranks: Sequence[Mapping[str, Any]]) -> Any:
-    """Draw one stacked bar per rank; ``ranks`` are those of the JSON report."""
-    parts = {}
-    for part in PARTS[:-1]:
-        times = [(rank.get(f"{part}_ns") or 0) / 1e6 for rank in ranks]
-        if any(times):
-            parts[LABELS[part]] = palette.PART_COLOURS[part], times
-    return stacked([f"rank {rank['rank']}" for rank in ranks], parts, "ms", digits=3)
-
-
 def _place_legend(plot: Any) -> None:
     if not plot.legend:
         return
@@ -161,7 +95,8 @@ def _place_legend(plot: Any) -> None:
     # A legend takes its rows from the plot's height: make the plot higher, so that the bars keep theirs.
     plot.height += LEGEND_ROW_PIXELS * (-(-len(plot.legend[0].items) // columns) - 1)
     plot.legend.background_fill_alpha, plot.legend.border_line_color = 0, None
-    plot.legend.label_text_color, plot.legend.label_text_font_size = _GREY, "9pt"
+    plot.legend.label_text_color = INK
+    plot.legend.label_text_font, plot.legend.label_text_font_size = FONT, FONT_SIZE
     plot.legend.click_policy = "hide"
 
 
@@ -181,45 +116,113 @@ def _legend_width(labels: Sequence[str], columns: int) -> float:
     return sum(28 + LETTER_PIXELS * max(map(len, labels[column::columns])) for column in range(columns))
 
 
-def timeline(timeline_data: DrawnTimeline, ranks: Sequence[int]) -> Any:
-    """Draw one lane per stream, computation above communication, with every other ring step shaded."""
+def timeline(timeline_data: DrawnTimeline, ranks: Sequence[int], marks: Sequence[tuple[str, TimeSpan]] = ()) -> Any:
+    """Draw one lane per stream, computation above communication, with every other ring step shaded.
+
+    ``marks`` are stretches of exposed communication and idle time. With marks, an overview that selects the times to be
+    drawn comes first. The script of the page zooms, selects and shows details; the first tag has what it needs.
+    """
     lanes = lanes_of(timeline_data.bars)
     bottom, height = _rank_bands(lanes, ranks)
     end, lowest = max((bar.end_ns for bar in timeline_data.bars), default=1) / 1e6, min(bottom.values(), default=0)
+    lane_pixels = min(LANE_PIXELS, max(MIN_LANE_PIXELS, MAX_TIMELINE_PIXELS / (1 - lowest)))
     plot = _new_plot(
-        "", round(130 - LANE_PIXELS * lowest), x_axis_label="ms from the first activity", x_range=(0, end),
-        y_range=(lowest - RANK_GAP, 0), tools="xpan,pan,xwheel_zoom,wheel_zoom,box_zoom,reset",
-        active_scroll="xwheel_zoom", active_drag="xpan", output_backend="canvas",
+        "", round(50 - lane_pixels * lowest), x_axis_label="ms from the first activity", x_range=(0, end),
+        y_range=(lowest - RANK_GAP, 0), tools="", output_backend="canvas",
     )  # fmt: skip
     _shade_steps(plot, timeline_data, bottom, height)
+    texts = _TextTable()
     for category in CATEGORY_ORDER:
         bars = [bar for bar in timeline_data.bars if bar.category == category]
         if not bars:
             continue
-        lane_bottoms = [bottom[bar.rank] + height[bar.rank] - lanes[bar.rank, bar.lane, bar.stream] - 1 for bar in bars]
-        source = ColumnDataSource({
-            "left": [round(bar.start_ns / 1e6, 6) for bar in bars],
-            "right": [round(bar.end_ns / 1e6, 6) for bar in bars],
-            "bottom": [lane_bottom + 0.06 for lane_bottom in lane_bottoms],
-            "top": [lane_bottom + 0.94 for lane_bottom in lane_bottoms],
-            "where": [f"rank {bar.rank}" + (f", stream {bar.stream}" if category != IDLE else "") for bar in bars],
-            "kind": [LABELS.get(bar.kind, bar.kind) for bar in bars],
-            "start": [f"{bar.start_ns / 1e6:,.3f} ms" for bar in bars],
-            "time": [f"{(bar.end_ns - bar.start_ns) / 1e6:,.3f} ms" for bar in bars],
-            "step": [bar.step or "-" for bar in bars],
-            "sent": [bar.sent or "-" for bar in bars],
-            "name": [_bar_name(bar) for bar in bars],
-        })  # fmt: skip
         label, colour = label_and_colour(category)
-        quads = plot.quad("left", "right", "top", "bottom", color=colour, source=source, legend_label=label)
-        rows = [("", "@where"), ("", f"@kind, {label}"), ("start", "@start"), ("time", "@time"), ("step", "@step")]
-        if category == IDLE:
-            rows = [("", "@where"), ("idle", "@name"), ("start", "@start"), ("time", "@time")]
-        sent = [("sent", "@sent")] if bars[0].lane == "communication" else []
-        _add_hover(plot, [quads], *rows, *sent, *([("", "@name")] if category != IDLE else []))
+        lane = [bottom[bar.rank] + height[bar.rank] - lanes[bar.rank, bar.lane, bar.stream] - 0.5 for bar in bars]
+        source = ColumnDataSource({
+            "left": np.array([bar.start_ns for bar in bars]) / 1e6,
+            "right": np.array([bar.end_ns for bar in bars]) / 1e6,
+            "y": np.array(lane, np.float32),
+            "rank": np.array([bar.rank for bar in bars], np.int32),
+            "stream": np.array([bar.stream if category != IDLE else -1 for bar in bars], np.int32),
+            "count": np.array([bar.activities for bar in bars], np.int32),
+            **{
+                column: np.array([texts.index(text) for text in values], np.int32)
+                for column, values in (
+                    ("kind", [LABELS.get(bar.kind, bar.kind) for bar in bars]),
+                    ("step", [bar.step for bar in bars]),
+                    ("sent", [bar.sent for bar in bars]),
+                    ("name", [clean(bar.name, LONGEST_KERNEL) for bar in bars]),
+                )
+            },
+        })  # fmt: skip
+        plot.hbar(
+            y="y", left="left", right="right", height=0.88, color=colour, source=source, name=label,
+            nonselection_fill_alpha=0.2, nonselection_line_alpha=0.2,
+        )  # fmt: skip
+    plot.add_layout(BoxAnnotation(
+        name="selection", visible=False, level="overlay", fill_color=palette.BLUE, fill_alpha=0.12,
+        line_color=palette.BLUE,
+    ))  # fmt: skip
+    plot.tags = [{"timeline": True, "texts": texts.texts, "end": end}]
     _label_ranks(plot, {rank: bottom[rank] + height[rank] / 2 for rank in ranks if rank in bottom})
-    _place_legend(plot)
-    return plot
+    if not marks:
+        return plot
+    ends: dict[int, tuple[int, int]] = {}
+    for bar in timeline_data.bars:
+        start_ns, end_ns = ends.get(bar.rank, (bar.start_ns, bar.end_ns))
+        ends[bar.rank] = min(start_ns, bar.start_ns), max(end_ns, bar.end_ns)
+    spans = [TimeSpan(rank, ends[rank][0] / 1e6, ends[rank][1] / 1e6) for rank in ranks if rank in ends]
+    return column(_overview(plot, spans, marks), plot, sizing_mode="stretch_width")
+
+
+class _TextTable:
+    """Texts that bars refer to by number, each stored once."""
+
+    def __init__(self) -> None:
+        self._number: dict[str, int] = {}
+
+    def index(self, text: str) -> int:
+        """Return the number of a text."""
+        return self._number.setdefault(text, len(self._number))
+
+    @property
+    def texts(self) -> list[str]:
+        return list(self._number)
+
+
+def _overview(plot: Any, ranks: Sequence[TimeSpan], marks: Sequence[tuple[str, TimeSpan]]) -> Any:
+    """Draw a row per rank from its first to its last activity, with stretches without computation.
+
+    A box selects the times that ``plot`` shows.
+    """
+    row_pixels = min(16, max(2, MAX_OVERVIEW_PIXELS // len(ranks)))
+    row_of = {span.rank: -row for row, span in enumerate(ranks)}
+    end = plot.x_range.end
+    overview = _new_plot(
+        "", row_pixels * len(ranks) + 30, x_range=(0, end), y_range=(0.5 - len(ranks), 0.5), tools="",
+        output_backend="canvas",
+    )  # fmt: skip
+    overview.tags = [{"overview": True}]
+    overview.hbar(
+        y=list(row_of.values()), left=[span.start_ms for span in ranks], right=[span.end_ms for span in ranks],
+        height=0.8, color=palette.BUSY, line_color=None,
+    )  # fmt: skip
+    for what in (IDLE, EXPOSED):
+        # Shorter ones would be less than half a pixel wide on most screens.
+        spans = [span for kind, span in marks if kind == what and span.end_ms - span.start_ms > end / 3000]
+        if spans:
+            overview.hbar(
+                y=[row_of[span.rank] for span in spans], left=[span.start_ms for span in spans],
+                right=[span.end_ms for span in spans], height=0.8, color=palette.STRETCH_COLOURS[what], line_width=0.5,
+            )  # fmt: skip
+    tool = RangeTool(x_range=plot.x_range)
+    # Older Bokeh moves and resizes the box only.
+    if "start_gesture" in RangeTool.properties():
+        tool.start_gesture = "pan"
+    tool.overlay.fill_color, tool.overlay.fill_alpha, tool.overlay.line_color = palette.BLUE, 0.1, palette.BLUE
+    overview.add_tools(tool)
+    _label_ranks(overview, {rank: float(row) for rank, row in row_of.items()}, MAX_OVERVIEW_PIXELS // 14)
+    return overview
 
 
 def _rank_bands(
@@ -237,17 +240,14 @@ def _rank_bands(
     return bottom, height
 
 
-def _label_ranks(plot: Any, middles: Mapping[int, float]) -> None:
-    """Label each rank at its middle; where there are many, only every n-th."""
-    ranks = list(middles)[:: -(-len(middles) // MAX_LABELS) or 1]
+def _label_ranks(plot: Any, middles: Mapping[int, float], most: int = MAX_LABELS) -> None:
+    """Label each rank at its middle; where there are more than ``most``, only every n-th."""
+    ranks = list(middles)[:: -(-len(middles) // most) or 1]
     plot.yaxis.ticker = FixedTicker(ticks=[middles[rank] for rank in ranks])
     plot.yaxis.major_label_overrides = {middles[rank]: f"rank {rank}" for rank in ranks}
     plot.ygrid.grid_line_color = None
-
-
-def _bar_name(bar: Bar) -> str:
-    name = clean(bar.name)[:80]
-    return f"{name} and {bar.activities - 1} more" if bar.activities > 1 else name
+    # Overview and timeline have one time axis: labels of both take this width.
+    plot.min_border_left, plot.min_border_right = LABEL_PIXELS, 12
 
 
 def _shade_steps(
@@ -274,9 +274,7 @@ def waiting(steps: Sequence[Step], ranks: Sequence[int]) -> Any | None:
     row_of = {rank: -index for index, rank in enumerate(ranks)}
     column_of = {column: index for index, column in enumerate(columns)}
     largest_ms = max(step.exposed_ns / 1e6 for step in known) or 1.0
-    plot = _new_plot(
-        "", min(900, 20 * len(ranks) + 130), x_axis_label="ring step", tools="pan,wheel_zoom,box_zoom,reset"
-    )
+    plot = _new_plot("", min(900, 20 * len(ranks) + 130), x_axis_label="ring step", tools="pan,box_zoom,reset")
     source = ColumnDataSource({
         "x": [column_of[step.iteration, step.phase, step.call, step.step] for step in known],
         "y": [row_of[step.rank] for step in known],
@@ -292,7 +290,13 @@ def waiting(steps: Sequence[Step], ranks: Sequence[int]) -> Any | None:
     )
     plot.add_layout(
         cells.construct_color_bar(
-            width=10, title="ms exposed", background_fill_alpha=0, major_label_text_color=_GREY, title_text_color=_GREY
+            width=10,
+            title="ms exposed",
+            background_fill_alpha=0,
+            major_label_text_color=INK,
+            title_text_color=INK,
+            major_label_text_font=FONT,
+            title_text_font=FONT,
         ),
         "right",
     )
@@ -350,49 +354,6 @@ def memory(series: Mapping[str, Sequence[tuple[float, float]]]) -> Any:
     return plot
 
 
-def stacked(names: Sequence[str], parts: Mapping[str, tuple[str, Sequence[float]]], unit: str, digits: int = 1) -> Any:
-    """Draw one stacked bar per name; each part is (colour, one value per name)."""
-    plot = _new_plot("", min(900, 22 * len(names) + 110), x_axis_label=unit)
-    left = [0.0] * len(names)
-    for part, (colour, values) in parts.items():
-        right = [a + b for a, b in zip(left, values, strict=True)]
-        source = ColumnDataSource({
-            "y": [-row for row in range(len(names))], "left": left, "right": right,
-            "name": [clean(name) for name in names], "shown": [f"{value:,.{digits}f} {unit}" for value in values],
-        })  # fmt: skip
-        bars = plot.hbar(y="y", left="left", right="right", height=0.8, color=colour, source=source, legend_label=part)
-        _add_hover(plot, [bars], ("", "@name"), (part, "@shown"))
-        left = right
-    _label_rows(plot, names)
-    plot.x_range.start = 0
-    if len(parts) > 1:
-        _place_legend(plot)
-    else:
-        plot.legend.visible = False
-        plot.text(x="right", y="y", text="shown", x_offset=-6, text_align="right", text_baseline="middle",
-                  text_font_size="11px", text_color="white", source=source)  # fmt: skip
-    return plot
-
-
-def intervals(names: Sequence[str], values: Sequence[Interval], axis: str) -> Any:
-    """Draw a marker and its interval for each name."""
-    plot = _new_plot("", 26 * len(names) + 100, x_axis_label=axis)
-    source = ColumnDataSource({
-        "y": [-row for row in range(len(names))],
-        "low": [low for low, _, _ in values],
-        "middle": [middle for _, middle, _ in values],
-        "high": [high for _, _, high in values],
-        "name": list(names),
-    })  # fmt: skip
-    plot.segment(x0="low", x1="high", y0="y", y1="y", line_width=6, color=palette.BLUE, alpha=0.4, source=source)
-    marks = plot.scatter(x="middle", y="y", size=9, color=palette.BLUE, source=source)
-    ends = (("from", "@low{0,0.000}"), ("to", "@high{0,0.000}"))
-    _add_hover(plot, [marks], ("", "@name"), (axis, "@middle{0,0.000}"), *ends)
-    plot.xaxis.ticker.desired_num_ticks = 4
-    _label_rows(plot, names)
-    return plot
-
-
 def bands(
     x_label: str, y_label: str, series: Mapping[str, Sequence[tuple[float, Interval]]],
     marks: Sequence[tuple[float, str]] = (),
@@ -426,7 +387,8 @@ def bands(
         text_on_left = x * x > ticks[0] * ticks[-1]
         plot.add_layout(Label(
             x=x, y=label_height, y_units="screen", x_offset=-4 if text_on_left else 4,
-            text_align="right" if text_on_left else "left", text=label, text_color=_GREY, text_font_size="11px",
+            text_align="right" if text_on_left else "left", text=label, text_color=INK,
+            text_font=FONT, text_font_size=FONT_SIZE,
         ))  # fmt: skip
     _place_legend(plot)
     return plot

@@ -18,14 +18,18 @@ from ringprof.report.page.document import Document
 def render(document: Document) -> str:
     """Render the page as text."""
     # Jinja2 and Bokeh are imported where they are needed: both imports take longer than most reports.
-    from bokeh.embed import components
-    from bokeh.resources import Resources
     from jinja2 import Environment, StrictUndefined
 
     figures = [section.content.figure for section in document.sections if section.content.figure is not None]
-    script, figure_elements = components(figures, wrap_script=False) if figures else ("", ())
-    library = Resources(mode="inline", components=["bokeh"]).js_raw
-    scripts = [_escape_script(source) for source in (*library, script, _read_asset("page.js"))]
+    sources = [_read_asset("page.js")]
+    figure_elements: Sequence[str] = ()
+    if figures:
+        from bokeh.embed import components
+        from bokeh.resources import Resources
+
+        script, figure_elements = components(figures, wrap_script=False)
+        sources = [*Resources(mode="inline", components=["bokeh"]).js_raw, script, *sources]
+    scripts = [_escape_script(source) for source in sources]
     elements = iter(figure_elements)
     sections_with_figures = [
         (section, next(elements) if section.content.figure is not None else "") for section in document.sections

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from msgspec.structs import replace
+
 from ringprof.analysis.findings.changes import Change
 from ringprof.analysis.findings.comparison import Comparison, Difference
 from ringprof.analysis.findings.findings import Findings
@@ -16,12 +18,23 @@ from ringprof.analysis.findings.metric_table import METRICS
 from ringprof.analysis.findings.recording_spread import SAME_SESSION
 from ringprof.analysis.findings.time_table import USUAL_PARTS
 from ringprof.analysis.findings.uncertainty import ratio_interval, significantly_different
-from ringprof.analysis.findings.waterfall import WATERFALL_LABELS
-from ringprof.common.formatting import percent
+from ringprof.analysis.findings.waterfall import ATTENTION_PARTS, WATERFALL_LABELS
+from ringprof.common.formatting import milliseconds, percent, significant
 from ringprof.errors import UsageError, nearest
 from ringprof.report import palette
 from ringprof.report.comparison import merged_notice, missing_setting_text, spread_notices, verdict_lines, work_notices
-from ringprof.report.page.document import Cell, Content, Document, PageContext, PageSection, PageTable, number, text
+from ringprof.report.page import bars
+from ringprof.report.page.document import (
+    BarChart,
+    Cell,
+    Content,
+    Document,
+    PageContext,
+    PageSection,
+    PageTable,
+    number,
+    text,
+)
 from ringprof.report.page.html import drawing
 from ringprof.report.sections import SECTIONS
 from ringprof.report.sections.run import describe_run
@@ -29,12 +42,16 @@ from ringprof.report.sweep import COLUMNS
 from ringprof.report.tables import Column, Table
 from ringprof.report.terminal import header_of
 from ringprof.report.terms import LABELS, MEANINGS
-from ringprof.report.text import LONGEST_SENTENCE, binary_size, clean, duration, rate
-from ringprof.report.timeline import timeline_of
+from ringprof.report.text import LONGEST_SENTENCE, binary_size, clean, duration, rate, short_count
+from ringprof.report.timeline import legend_of, timeline_of
 from ringprof.trace.columns import NOTES
 
 _DEFAULT_SECTIONS = ("timeline", "waterfall")
 """Sections that a part of a page shows where none are named."""
+_FIRST_SECTIONS = ("breakdown", "timeline", "waterfall")
+"""Sections that answer where the time went; the others follow in the order of `SECTIONS`."""
+_OPEN_SECTIONS = (*_FIRST_SECTIONS, "rates")
+"""Sections that are open on a run's page; the others show their headings until a reader opens them."""
 
 
 def run_document(findings: Findings, paths: Sequence[str], name: str) -> Document:
@@ -43,15 +60,31 @@ def run_document(findings: Findings, paths: Sequence[str], name: str) -> Documen
     for section in SECTIONS:
         content = section.html(findings, page) if section.html else None
         if content is not None:
-            sections.append(PageSection(section.name, section.title, MEANINGS.get(section.name, ""), content))
+            folded = section.name not in _OPEN_SECTIONS
+            meaning = MEANINGS.get(section.name, "")
+            sections.append(PageSection(section.name, section.title, meaning, content, folded))
     attribution = findings.attribution
+    first: tuple[str, ...] = _FIRST_SECTIONS
     if any(warning.code not in NOTES for warning in attribution.warnings):
         # Warnings come first: they change how everything after them is to be read.
-        sections.sort(key=lambda shown: shown.anchor != "warnings")
+        first = ("warnings", *first)
+        sections = [section if section.anchor != "warnings" else replace(section, folded=False) for section in sections]
+    sections.sort(key=lambda shown: first.index(shown.anchor) if shown.anchor in first else len(first))
     header = header_of(attribution, findings.summary)
-    subtitle = f"{describe_run(attribution.run)} · {header}" if attribution.run else header
-    step = clean(findings.next_step.text, LONGEST_SENTENCE) if findings.next_step else ""
-    return Document(clean(name), subtitle, findings.verdict, _tiles(findings), sections, step)
+    subtitle = f"{describe_run(attribution.run, in_title=True)} · {header}" if attribution.run else header
+    return Document(clean(name), subtitle, findings.verdict, _tiles(findings), sections, _headline(findings))
+
+
+def _headline(findings: Findings) -> str:
+    """Return the largest loss, what to do about it and what that gains; without a loss, the verdict's first line."""
+    step, waterfall = findings.next_step, findings.waterfall
+    if step is None:
+        return clean(findings.verdict[0], LONGEST_SENTENCE) if findings.verdict else ""
+    line = clean(step.text, LONGEST_SENTENCE)
+    # Of attention, the sentence says what a faster kernel saves; of a bounded part, what free communication gains.
+    says_gain = step.part in ATTENTION_PARTS or step.time_ns < waterfall.of(step.part)
+    gain = f" By itself it is worth at most {milliseconds(step.time_ns)}, {percent(step.share)} of the time."
+    return line if says_gain else line + gain
 
 
 def part_document(findings: Findings, paths: Sequence[str], name: str, wanted: Sequence[str] = ()) -> Document:
@@ -65,7 +98,8 @@ def part_document(findings: Findings, paths: Sequence[str], name: str, wanted: S
     for section in shown:
         if section not in by_name:
             raise UsageError(f"no section {section!r}{nearest(section, by_name)}; there are: {', '.join(by_name)}")
-    return Document(page.title, page.subtitle, (), (), [by_name[section] for section in shown])
+    opened = [replace(by_name[section], folded=False) for section in shown]
+    return Document(page.title, page.subtitle, (), (), opened)
 
 
 _TILE_FORMATS: dict[str, Callable[[Any], str]] = {"TFLOP/s": rate, "share": percent, "bytes": binary_size}
@@ -95,21 +129,21 @@ def comparison_document(comparison: Comparison) -> Document:
     sections = _change_sections(comparison, figures)
     speeds = [(entry.label, entry.figures["tflops"].value) for entry in comparison.entries if "tflops" in entry.figures]
     if speeds:
-        bars = figures.stacked(
+        chart = bars.stacked(
             [name for name, _ in speeds], _single_part("TFLOP/s", [value for _, value in speeds]), "TFLOP/s"
         )
-        sections.append(PageSection("speed", "Speed", MEANINGS["tflops"], Content(bars)))
+        sections.append(PageSection("speed", "Speed", MEANINGS["tflops"], Content(charts=[chart])))
     entries_with_times = [
         entry for entry in comparison.entries if all(f"{name}_ms" in entry.figures for name in USUAL_PARTS)
     ]
     if entries_with_times:
-        content = Content(_share_figure(entries_with_times, figures))
+        content = Content(charts=[_share_chart(entries_with_times)])
         sections.append(PageSection("shares", "Where the time went", MEANINGS["parts"], content))
     entries_with_memory = [entry for entry in comparison.entries if "peak_memory_mib" in entry.figures]
     if entries_with_memory:
         values = _single_part("MiB", [entry.figures["peak_memory_mib"].value for entry in entries_with_memory])
-        bars = figures.stacked([entry.label for entry in entries_with_memory], values, "MiB")
-        sections.append(PageSection("memory", "Peak memory", MEANINGS["peak_memory"], Content(bars)))
+        chart = bars.stacked([entry.label for entry in entries_with_memory], values, "MiB")
+        sections.append(PageSection("memory", "Peak memory", MEANINGS["peak_memory"], Content(charts=[chart])))
     all_figures = Content(
         tables=[figure_table(comparison)], lines=[*merged_notice(comparison), *spread_notices(comparison)]
     )
@@ -119,7 +153,15 @@ def comparison_document(comparison: Comparison) -> Document:
     warnings = [clean(f"{entry.label}: {text}") for entry in comparison.entries for text in entry.warnings]
     subtitle = " · ".join(f"{index or 'base'}: {clean(name)}" for index, name in enumerate(names))
     verdict = [*work_notices(comparison), *warnings, *verdict_lines(comparison, [clean(name) for name in names])]
-    return Document("Comparison", subtitle, [clean(line, LONGEST_SENTENCE) for line in verdict], [], sections)
+    return _answered(
+        Document("Comparison", subtitle, [clean(line, LONGEST_SENTENCE) for line in verdict], [], sections)
+    )
+
+
+def _answered(document: Document) -> Document:
+    """Return a document with the first line of its verdict as the headline."""
+    first, *rest = document.verdict or ("",)
+    return replace(document, headline=first, verdict=rest)
 
 
 def _change_sections(comparison: Comparison, figures: Any) -> list[PageSection]:
@@ -128,11 +170,11 @@ def _change_sections(comparison: Comparison, figures: Any) -> list[PageSection]:
         return []
     parts, steps, kernels = comparison.changes.parts, comparison.changes.steps, comparison.changes.kernels
     by_part = _change_table("part", parts, WATERFALL_LABELS)
-    content = Content(figures.changes(parts, WATERFALL_LABELS), [by_part], merged_notice(comparison))
+    content = Content(tables=[by_part], lines=merged_notice(comparison), charts=[bars.changes(parts, WATERFALL_LABELS)])
     sections = [PageSection("changes", "What changed", MEANINGS["changes"], content)]
-    timelines = _timelines_figure(comparison, figures)
-    if timelines is not None:
-        sections.append(PageSection("timelines", "Both timelines", MEANINGS["timelines"], Content(timelines)))
+    content_or_none = _timelines(comparison, figures)
+    if content_or_none is not None:
+        sections.append(PageSection("timelines", "Both timelines", MEANINGS["timelines"], content_or_none))
     for anchor, title, rows in (("steps", "By ring step", steps), ("kernels", "By kernel", kernels)):
         if rows:
             table = Content(tables=[_change_table(anchor.removesuffix("s"), rows, {})])
@@ -140,7 +182,7 @@ def _change_sections(comparison: Comparison, figures: Any) -> list[PageSection]:
     return sections
 
 
-def _timelines_figure(comparison: Comparison, figures: Any) -> Any | None:
+def _timelines(comparison: Comparison, figures: Any) -> Content | None:
     """Draw the timelines of all runs; None where a run has no device activities or too many ranks."""
     if any(run.attribution.on_cpu or not run.lists_steps for run in comparison.runs):
         return None
@@ -148,7 +190,8 @@ def _timelines_figure(comparison: Comparison, figures: Any) -> Any | None:
         (timeline_of(run.attribution, run.steps, run.finder.by_activity), [rank.rank for rank in run.attribution.ranks])
         for run in comparison.runs
     ]
-    return figures.timelines(runs, [entry.label for entry in comparison.entries])
+    legend = legend_of([bar for drawn, _ in runs for bar in drawn.bars])
+    return Content(figures.timelines(runs, [entry.label for entry in comparison.entries]), legend=legend)
 
 
 def _change_table(title: str, rows: Sequence[Change], labels: Mapping[str, str]) -> PageTable:
@@ -171,7 +214,7 @@ def _single_part(name: str, values: Sequence[float]) -> dict[str, tuple[str, Seq
     return {name: (palette.BLUE, values)}
 
 
-def _share_figure(entries: Sequence[Measurement], figures: Any) -> Any:
+def _share_chart(entries: Sequence[Measurement]) -> BarChart:
     parts = {}
     for name in USUAL_PARTS:
         values = []
@@ -179,7 +222,8 @@ def _share_figure(entries: Sequence[Measurement], figures: Any) -> Any:
             whole = sum(entry.figures[f"{part}_ms"].value for part in USUAL_PARTS) or 1.0
             values.append(100 * entry.figures[f"{name}_ms"].value / whole)
         parts[LABELS[name]] = (palette.PART_COLOURS[name], values)
-    return figures.stacked([entry.label for entry in entries], parts, "%")
+    exposed = [f"exposed {significant(value, 3)} %" for value in parts[LABELS["exposed_comm"]][1]]
+    return bars.stacked([entry.label for entry in entries], parts, "% of the mean wall", exposed)
 
 
 def figure_table(comparison: Comparison) -> PageTable:
@@ -237,43 +281,85 @@ def sweep_document(rows: Sequence[Mapping[str, Any]], name: str) -> Document:
 
     The kernels' own rate is drawn above the speeds as their ceiling.
     """
-    figures = drawing()
-
     done = [row for row in rows if row["status"] == "ok"]
     sections = []
     if done:
-        speed: defaultdict[str, Series] = defaultdict(list)
-        memory: defaultdict[str, Series] = defaultdict(list)
-        ceiling: dict[float, float] = {}
-        for row in done:
-            speed[_series_name(row)].append((row["seq"], row["tflops"]))
-            if row["memory_mib"] is not None:
-                memory[_series_name(row)].append((row["seq"], row["memory_mib"]))
-            if row["of_kernel_rate"]:
-                ceiling[row["seq"]] = max(ceiling.get(row["seq"], 0.0), row["tflops"] / row["of_kernel_rate"])
-        ceiling_name = "the kernel's own rate"
-        lines = {**speed, **({ceiling_name: list(ceiling.items())} if ceiling else {})}
-        peers = {_series_name(row) for row in done if row.get("peer")}
-        content = Content(figures.lines(*_with_unit(lines), ceiling_name, peers))
-        sections.append(PageSection("speed", "Speed", MEANINGS["sweep_speed"], content))
-        content = Content(_sweep_share_figure(done, figures))
+        speed, memory = _speed_content(done), _memory_content(done)
+        sections.append(PageSection("speed", "Speed", MEANINGS["sweep_speed"], speed))
+        content = Content(charts=[_sweep_share_chart(done)])
         sections.append(PageSection("shares", "Where the time went", MEANINGS["shares"], content))
         if memory:
-            content = Content(figures.lines("MiB", memory, "", peers))
-            sections.append(PageSection("memory", "Peak memory", MEANINGS["peak_memory"], content))
+            sections.append(PageSection("memory", "Peak memory", MEANINGS["peak_memory"], memory))
     sections.append(PageSection("rows", "Every row", MEANINGS["sweep"], Content(tables=[_row_table(rows)])))
-    counts = f"{len(rows)} rows, {len(rows) - len(done)} of them without a result"
-    return Document(clean(name), counts, _fastest_lines(done), [], sections)
+    counts = f"{clean(name)} · {len(rows)} rows, {len(rows) - len(done)} of them without a result"
+    return _answered(Document(_sweep_title(rows), counts, _fastest_lines(done), [], sections))
 
 
-def _with_unit(lines: Mapping[str, Series]) -> tuple[str, Mapping[str, Series]]:
-    """Choose TFLOP/s or GFLOP/s by the largest speed, and convert all lines to it.
+_MOST_NAMED = 4
+"""Number of strategies up to which the title of a sweep names each."""
+
+
+def _sweep_title(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Name the strategies and lengths of a sweep."""
+    names = list(dict.fromkeys(str(row["strategy"]) for row in rows))
+    lengths = sorted({row["seq"] for row in rows})
+    which = ", ".join(names) if len(names) <= _MOST_NAMED else f"{len(names)} strategies"
+    ends = [short_count(length) for length in (lengths[0], lengths[-1])] if lengths else []
+    return clean(f"Benchmark: {which}" + (f" at {' to '.join(dict.fromkeys(ends))} tokens" if ends else ""))
+
+
+def _speed_content(done: Sequence[Mapping[str, Any]]) -> Content:
+    """Draw speed over length below the kernel's own rate; of one length, a bar per strategy."""
+    if len({row["seq"] for row in done}) == 1:
+        rows = sorted(done, key=lambda row: -row["tflops"])
+        of_kernel = [
+            f"{rate(row['tflops'])}"
+            + (f", {percent(of)} of the kernel's own rate" if (of := row["of_kernel_rate"]) else "")
+            for row in rows
+        ]
+        names = [_series_name(row) for row in rows]
+        unit, (values,) = _in_unit_of_speed([[row["tflops"] for row in rows]])
+        return Content(charts=[bars.stacked(names, _single_part(unit, values), unit, of_kernel)])
+    speed: defaultdict[str, Series] = defaultdict(list)
+    ceiling: dict[float, float] = {}
+    for row in done:
+        speed[_series_name(row)].append((row["seq"], row["tflops"]))
+        if row["of_kernel_rate"]:
+            ceiling[row["seq"]] = max(ceiling.get(row["seq"], 0.0), row["tflops"] / row["of_kernel_rate"])
+    ceiling_name = "the kernel's own rate"
+    lines = {**speed, **({ceiling_name: list(ceiling.items())} if ceiling else {})}
+    unit, converted = _in_unit_of_speed([[value for _, value in points] for points in lines.values()])
+    lines = {
+        name: [(seq, value) for (seq, _), value in zip(points, values, strict=True)]
+        for (name, points), values in zip(lines.items(), converted, strict=True)
+    }
+    return Content(drawing().lines(unit, lines, ceiling_name, _peers(done)))
+
+
+def _memory_content(done: Sequence[Mapping[str, Any]]) -> Content | None:
+    """Draw peak memory over length, of one length a bar per strategy; None where no row has it."""
+    known = [row for row in done if row["memory_mib"] is not None]
+    if len({row["seq"] for row in known}) == 1:
+        values = _single_part("MiB", [row["memory_mib"] for row in known])
+        return Content(charts=[bars.stacked([_series_name(row) for row in known], values, "MiB")])
+    memory: defaultdict[str, Series] = defaultdict(list)
+    for row in known:
+        memory[_series_name(row)].append((row["seq"], row["memory_mib"]))
+    return Content(drawing().lines("MiB", memory, "", _peers(done))) if memory else None
+
+
+def _peers(done: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Return the names of other people's code, whose lines are dotted."""
+    return {_series_name(row) for row in done if row.get("peer")}
+
+
+def _in_unit_of_speed(lines: Sequence[Sequence[float]]) -> tuple[str, list[list[float]]]:
+    """Choose TFLOP/s or GFLOP/s by the largest speed, and convert all values to it.
 
     GFLOP/s keeps the axis readable for runs on a CPU.
     """
-    if max(speed for points in lines.values() for _, speed in points) >= 1:
-        return "TFLOP/s", lines
-    return "GFLOP/s", {name: [(seq, 1e3 * speed) for seq, speed in points] for name, points in lines.items()}
+    unit, scale = ("TFLOP/s", 1.0) if max(value for line in lines for value in line) >= 1 else ("GFLOP/s", 1e3)
+    return unit, [[scale * value for value in line] for line in lines]
 
 
 def _fastest_lines(done: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -320,7 +406,7 @@ def _series_name(row: Mapping[str, Any]) -> str:
     return " ".join(str(part) for part in (row["strategy"], row["params"], row["kernel"]) if part)
 
 
-def _sweep_share_figure(rows: Sequence[Mapping[str, Any]], figures: Any) -> Any:
+def _sweep_share_chart(rows: Sequence[Mapping[str, Any]]) -> BarChart:
     compute = [100 * (row["compute_share"] or 0.0) for row in rows]
     exposed = [100 * (row["exposed_comm_share"] or 0.0) for row in rows]
     rest = [max(0.0, 100 - a - b) for a, b in zip(compute, exposed, strict=True)]
@@ -329,8 +415,9 @@ def _sweep_share_figure(rows: Sequence[Mapping[str, Any]], figures: Any) -> Any:
         "exposed communication": (palette.WIRE, exposed),
         "memory operations and idle": (palette.GREY, rest),
     }
-    return figures.stacked(
-        [f"{_series_name(row)} · {row['seq']:,}" for row in rows], parts, "% of the profiled iteration"
+    names = [f"{_series_name(row)} · {row['seq']:,}" for row in rows]
+    return bars.stacked(
+        names, parts, "% of the profiled iteration", [f"exposed {significant(a, 3)} %" for a in exposed]
     )
 
 

@@ -12,6 +12,7 @@ from ringprof.analysis.kinds.kinds import OTHER_GROUPS
 from ringprof.analysis.rank import Rank
 from ringprof.common.formatting import percent
 from ringprof.common.json_object import JsonObject
+from ringprof.report.page import bars
 from ringprof.report.page.document import Content, PageContext, PageTable, ReportParts
 from ringprof.report.sections import idle
 from ringprof.report.tables import COLUMN_GAP, Column, Listing, Table, text_table
@@ -196,9 +197,10 @@ def html(findings: Findings, page: PageContext) -> Content:
     """Build the chart of the breakdown and a table with one row per rank."""
     ranks = json(findings)["ranks"]
     return Content(
-        page.figures.breakdown(ranks),
-        [rank_table(ranks, findings.summary.communication)],
-        [] if findings.lists_steps else [_MANY_RANKS_NOTE],
+        tables=[rank_table(ranks, findings.summary.communication)],
+        lines=[] if findings.lists_steps else [_MANY_RANKS_NOTE],
+        charts=[bars.breakdown(ranks)],
+        folds_tables=True,
     )
 
 
@@ -210,4 +212,4 @@ def kinds_html(findings: Findings, page: PageContext) -> Content | None:
         [LABELS[row.kind], row.time_ns, row.share, row.calls, row.average_ns, row.hidden]
         for row in findings.summary.kinds
     ]
-    return Content(tables=[Table("", columns, rows).page()]) if rows else None
+    return Content(tables=[Table("", columns, rows).page("kind")]) if rows else None

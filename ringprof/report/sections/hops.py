@@ -13,6 +13,7 @@ from ringprof.report.sections.steps import WORST
 from ringprof.report.tables import Column, Listing, Table
 from ringprof.report.terms import LABELS
 from ringprof.report.text import TextStyle
+from ringprof.report.timeline import origins_of, span_of
 
 _FIGURE_COLUMNS = (
     Column("MB", "bytes"), Column("start", "time", 3), Column("duration", "time", 2), Column("wait", "time"),
@@ -101,4 +102,7 @@ def html(findings: Findings, page: PageContext) -> Content | None:
          hop.end_ns - hop.start_ns, hop.wait_ns, hop.wire_ns, hop.wire_gbps, hop.exposed_ns]
         for hop in hops
     ]  # fmt: skip
-    return Content(tables=[Table("", _LINK_COLUMNS, links).page(), Table("", columns, rows, "run.hops()").page()])
+    origin = origins_of(findings.attribution)
+    spans = [span_of(hop.rank, hop.start_ns, hop.end_ns, origin) for hop in hops]
+    table = Table("", columns, rows, "run.hops()").page("span", spans)
+    return Content(tables=[Table("", _LINK_COLUMNS, links).page(), table])

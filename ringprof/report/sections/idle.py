@@ -16,6 +16,7 @@ from ringprof.analysis.timeline.host_activity import HOST_CLASSES
 from ringprof.analysis.timeline.idle import BLOCKED, CAUSES, GAP, GAP_NS, HOST, IdleCauses, IdleEvent, causes_of_ranks
 from ringprof.common.json_object import JsonObject
 from ringprof.report import palette
+from ringprof.report.page import bars
 from ringprof.report.page.document import Content, PageContext
 from ringprof.report.tables import Column, Listing, Table, text_table
 from ringprof.report.terms import LABELS
@@ -243,8 +244,8 @@ def html(findings: Findings, page: PageContext) -> Content | None:
     labels = [f"rank {idle_rank.rank.rank}" for idle_rank in ranks]
     by_rank = Table("", _RANK_COLUMNS, [_page_row(idle_rank) for idle_rank in ranks], "report --format json").page()
     by_name = Table("", COLUMNS, _name_rows(causes, len(ranks)), "run.idle()").page()
-    figure = page.figures.stacked(labels, stacked_parts(ranks), "ms", digits=3)
-    return Content(figure, [by_rank, by_name], ["By name: means over ranks."] if len(ranks) > 1 else [])
+    note = ["By name: means over ranks."] if len(ranks) > 1 else []
+    return Content(tables=[by_rank, by_name], lines=note, charts=[bars.stacked(labels, stacked_parts(ranks), "ms")])
 
 
 def _page_row(idle_rank: KnownIdle) -> list[Any]:

@@ -17,7 +17,7 @@ COLUMNS = (
     Column("exposed", "time", 2),
 )  # fmt: skip
 _PAGE_COLUMNS = (
-    Column("name"), Column("kind"), Column("calls", "count"), Column("", "time", on_page="ms"),
+    Column("name", "name"), Column("kind"), Column("calls", "count"), Column("", "time", on_page="ms"),
     Column("mean", "short time", on_page="mean µs"), Column("share", "share", on_page="% of all"),
     Column("hidden", "share", on_page="% hidden"), Column("exposed", "time"),
 )  # fmt: skip
@@ -64,4 +64,4 @@ def html(findings: Findings, page: PageContext) -> Content | None:
         f"{short_name(kernel.name)} {duration(kernel.time_ns)}" for kernel in findings.attribution.largest_of_other
     ]
     lines = [f"Largest of {LABELS['other']}: {'; '.join(largest_of_other)}."] if largest_of_other else []
-    return Content(tables=[Table("", _PAGE_COLUMNS, rows, "run.kernels()").page()], lines=lines)
+    return Content(tables=[Table("", _PAGE_COLUMNS, rows, "run.kernels()").page("name")], lines=lines)

@@ -280,10 +280,10 @@ def html(findings: Findings, page: PageContext) -> Content | None:
         return Content(lines=links) if links else None
     rows = [
         [
-            number(rank, 0),
-            number(state.looks, 0),
-            *(number(value, 0) for value in (state.sm_clock_mhz, state.least_sm_clock_mhz, state.rated_sm_clock_mhz)),
-            *(number(value, 0) for value in (state.power_w, state.power_limit_w, state.hottest_celsius)),
+            number(rank),
+            number(state.looks),
+            *(number(value) for value in (state.sm_clock_mhz, state.least_sm_clock_mhz, state.rated_sm_clock_mhz)),
+            *(number(value, 3) for value in (state.power_w, state.power_limit_w, state.hottest_celsius)),
             text(", ".join(f"{reason} {percent(share, 0)}" for reason, share in state.held_back.items()) or "nothing"),
         ]
         for rank, state in states.items()

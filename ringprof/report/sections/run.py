@@ -24,6 +24,7 @@ from ringprof.report.text import (
     in_unit,
     rate,
     slower_or_faster,
+    strategy_in_title,
     unit_for,
 )
 from ringprof.run import Run, Verification, Workload
@@ -62,12 +63,16 @@ def terminal(findings: Findings, style: TextStyle, listing: Listing) -> list[str
     ]
 
 
-def describe_run(run: Run) -> str:
-    """Describe strategy, workload and kernel in one line."""
+def describe_run(run: Run, *, in_title: bool = False) -> str:
+    """Describe strategy, workload and kernel in one line.
+
+    A title names only parameters that are numbers, such as degrees, and in words: ``usp, ulysses degree 2``.
+    """
     parts = []
     if run.strategy:
         parameters = ", ".join(f"{key}={value}" for key, value in run.strategy.params.items())
-        parts.append(run.strategy.name + (f" ({parameters})" if parameters else ""))
+        in_full = run.strategy.name + (f" ({parameters})" if parameters else "")
+        parts.append(strategy_in_title(run.strategy.name, run.strategy.params) if in_title else in_full)
     if run.workload:
         parts += _describe_workload(run, run.workload)
     if run.kernel:

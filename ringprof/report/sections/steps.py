@@ -16,6 +16,7 @@ from ringprof.report.page.document import Content, PageContext, ReportParts
 from ringprof.report.tables import Column, Listing, Table
 from ringprof.report.terms import MEANINGS
 from ringprof.report.text import TextStyle
+from ringprof.report.timeline import origins_of, span_of
 
 _SOURCE_NOTES = {
     "ringprof": "as ringprof's strategies named them",
@@ -107,5 +108,7 @@ def html(findings: Findings, page: PageContext) -> Content | None:
         for step in findings.steps
     ]  # fmt: skip
     heat_map = page.figures.waiting(findings.steps, [rank.rank for rank in findings.attribution.ranks])
-    table = Table("", columns, rows, "run.steps()").page()
+    origin = origins_of(findings.attribution)
+    spans = [span_of(step.rank, step.start_ns, step.end_ns, origin) for step in findings.steps]
+    table = Table("", columns, rows, "run.steps()").page("span", spans)
     return Content(heat_map, [table], [MEANINGS["waiting"]] if heat_map else [])

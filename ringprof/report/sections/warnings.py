@@ -24,7 +24,7 @@ def html(findings: Findings, page: PageContext) -> Content | None:
     """Build a table with one row per warning; None where there are none."""
     rows = [
         [text("all" if warning.rank is None else warning.rank), text(warning.code),
-         text(warning.message), number(warning.count, 0)]
+         text(warning.message), number(warning.count)]
         for warning in findings.attribution.warnings
     ]  # fmt: skip
     return Content(tables=[PageTable(["rank", "code", "what", "times"], rows)]) if rows else None

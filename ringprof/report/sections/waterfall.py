@@ -7,6 +7,7 @@ import msgspec
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS, Waterfall
 from ringprof.common.formatting import percent
+from ringprof.report.page import bars
 from ringprof.report.page.document import Content, PageContext, ReportParts
 from ringprof.report.tables import Column, Listing, Table, text_table
 from ringprof.report.text import TextStyle, clean, duration, in_unit, rate, rounded_to_sum, unit_for
@@ -67,4 +68,6 @@ def html(findings: Findings, page: PageContext) -> Content:
         for part in waterfall.parts
     ]
     lines = [f"Bounds on the wall of {duration(waterfall.wall_ns)}: {_bounds(waterfall)}."]
-    return Content(page.figures.waterfall(waterfall), [Table("", columns, rows).page()], lines)
+    return Content(
+        tables=[Table("", columns, rows).page()], lines=lines, charts=bars.waterfall(waterfall), folds_tables=True
+    )

@@ -7,7 +7,7 @@ import random
 import numpy as np
 
 from ringprof.analysis.intervals import enclosing_rows
-from ringprof.analysis.timeline.work import _find_nesting
+from ringprof.analysis.timeline.work import find_nesting
 from ringprof.trace.columns import NONE, FlopRecords
 
 
@@ -31,7 +31,7 @@ def records_of(rows):
     zeros = np.zeros(len(columns), np.int64)
     return FlopRecords(
         columns[:, 0], columns[:, 1], zeros.astype(np.int32), columns[:, 2], zeros, zeros,
-        zeros.astype(np.int8), zeros.astype(np.int8),
+        zeros.astype(np.int8), zeros.astype(np.int8), zeros, zeros, zeros, zeros,
     )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def test_operators_nest_on_their_own_thread():
     for seed in range(60):
         rng = random.Random(seed)
         rows = sorted({row for thread in (5, 1, 9)[: rng.randint(1, 3)] for row in nested(rng, 0, 120, 3, thread)})
-        nesting = _find_nesting(records_of(rows))
+        nesting = find_nesting(records_of(rows))
         for number, row in enumerate(rows):
             assert nesting.innermost[number] == (not any(inside(other, row) for other in rows))
             root = rows[nesting.root_row[nesting.root[number]]]
