@@ -44,7 +44,7 @@ def test_significant_digits_are_those_of_the_rounded_decimal(digits: int) -> Non
         text = significant(value, digits)
         exact = Decimal(value)
         # Whole numbers are shown in full; nothing has more than six decimals.
-        place = max(-6, min(0, exact.adjusted() - digits + 1))
-        assert abs(Decimal(text.replace(",", "")) - exact) <= Decimal(10) ** place / 2 * Decimal("1.001")
+        exponent = max(-6, min(0, exact.adjusted() - digits + 1))
+        assert abs(Decimal(text.replace(",", "")) - exact) <= Decimal(10) ** exponent / 2 * Decimal("1.001")
         assert "e" not in text and len(text.partition(".")[2]) <= 6
     assert [significant(value) for value in (0, 0.003, 9.9996, 1186.187)] == ["0", "0.003", "10.00", "1,186"]
