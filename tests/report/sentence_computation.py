@@ -411,14 +411,15 @@ def calibrated_ms(case: Case, machine: dict[str, Any], kernel: str) -> float | N
     return total / len(case.run["work"])
 
 
-@rule("next|evidence", rf"by calibration (\w+) the blocks of an iteration take {R} ms per GPU with ([a-z0-9-]+), "
-      rf"{R} ms with ([a-z0-9-]+)")  # fmt: skip
+@rule("next|evidence", rf"([a-z0-9-]+) takes {P} less time than ([a-z0-9-]+) for these blocks "
+      rf"\({R} ms against {R} ms per GPU by calibration (\w+)\)")  # fmt: skip
 def _faster_kernel(case: Case, m: re.Match[str]) -> None:
-    machine = machine_of(case, m[1])
-    fast, own = calibrated_ms(case, machine, m[3]), calibrated_ms(case, machine, m[5])
-    assert fast and own and m[5] == case.run["kernel"] and fast < own
-    three_digits(m[2], fast)
-    three_digits(m[4], own)
+    machine = machine_of(case, m[6])
+    fast, own = calibrated_ms(case, machine, m[1]), calibrated_ms(case, machine, m[3])
+    assert fast and own and m[3] == case.run["kernel"] and fast < own
+    assert float(m[2]) == pytest.approx(100 * (1 - fast / own), abs=0.051)
+    three_digits(m[4], fast)
+    three_digits(m[5], own)
     rivals = [calibrated_ms(case, machine, kernel["name"]) for kernel in machine["kernels"]]
     assert fast == pytest.approx(min(time for time in rivals if time))
     assert plain_training(case) and not case.run["strategy"]["params"].get("deterministic")

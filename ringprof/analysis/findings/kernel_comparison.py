@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ringprof.common.formatting import three_digits
+from ringprof.common.formatting import percent, three_digits
 from ringprof.kernel_rates import DeviceRates, block_times, bundled_rates
 from ringprof.run import Run
 
@@ -83,8 +83,8 @@ def compare_kernels(run: Run, devices: Sequence[str], calibration: DeviceRates |
     evidence = (
         f"by calibration {rates.name} no kernel is known to be faster than {run.kernel} for these blocks"
         if fastest == run.kernel else
-        f"by calibration {rates.name} the blocks of an iteration take {_ms(fastest_ns)} per GPU with {fastest}, "
-        f"{_ms(own_ns)} with {run.kernel}"
+        f"{fastest} takes {percent(saved_share)} less time than {run.kernel} for these blocks ({_ms(fastest_ns)} "
+        f"against {_ms(own_ns)} per GPU by calibration {rates.name})"
     )  # fmt: skip
     return msgspec.structs.replace(
         known, fastest=fastest, fastest_ns=fastest_ns, own_ns=own_ns, saved_share=saved_share, evidence=evidence,
