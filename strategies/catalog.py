@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -32,6 +32,8 @@ class Spec:
 
     def version(self) -> str | None:
         """Return the installed version of the first required package; None where none is required or known."""
+        from importlib import metadata  # takes longer than the list of strategies
+
         try:
             return metadata.version(self.packages[0]) if self.packages else None
         except metadata.PackageNotFoundError:

@@ -113,7 +113,7 @@ RULES = [
     Rule("strategies/masks/sharded_mask.py",
          "if keys and high is not None and not self.mask.causal:", "if keys and high is not None:",
          "prefixes of causal masks are cut wrongly"),
-    Rule("strategies/algorithms/ring.py", "self.ring_size == 2 and call.sharded_mask is None", "self.ring_size == 2",
+    Rule("strategies/algorithms/ring.py", "if single_hop and call.sharded_mask is not None:", "if False:",
          "packed documents on two ranks: exact gradients are sent in the input's type",
          test="tests/prediction/test_schedules.py"),
     Rule("strategies/transport/gradient_ring.py",

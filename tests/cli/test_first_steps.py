@@ -47,8 +47,14 @@ def test_command_without_arguments_prints_help(capsys: pytest.CaptureFixture[str
         (["report", "--json"], "No such option '--json'. (use --format json; see: ringprof report --help)"),
         (["compare", "--csv"], "(use --format csv; see: "),
         (["report", RUN, "--csv", "brekdown"], "(did you mean 'breakdown'?)"),
-        (["report", RUN, "--top", "5"], "--top 5: limits --steps, --idle, --kernels, --annotations and --hops: ask"),
-        (["report", RUN, "--all"], "--all: completes --steps, --idle, --kernels, --annotations and --hops: ask"),
+        (
+            ["report", RUN, "--top", "5"],
+            "--top 5: limits --steps, --idle, --kernels, --gemms, --collectives, --annotations and --hops: ask",
+        ),
+        (
+            ["report", RUN, "--all"],
+            "--all: completes --steps, --idle, --kernels, --gemms, --collectives, --annotations and --hops: ask",
+        ),
         (["report", RUN.replace("traces", "tracs")], "no such file or folder (did you mean 'traces'?)"),
         (["plot", "timline", RUN], "(did you mean 'timeline'?)"),
         (["predict", "--strategy", "ring_attention", "--seq", "64", "--machine", "h100"], "(did you mean 'ring'?)"),

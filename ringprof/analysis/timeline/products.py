@@ -14,7 +14,7 @@ from ringprof.analysis.timeline.cpu import outermost_operators, window_bounds
 from ringprof.analysis.timeline.rows import TimedActivities
 from ringprof.analysis.timeline.window import Window
 from ringprof.analysis.timeline.work import find_nesting, owners_of_activities
-from ringprof.trace.columns import FLOP_DTYPES, NONE, FlopRecords, Int64, Trace
+from ringprof.trace.columns import FLOP_DTYPES, NONE, FlopRecords, Int64, Trace, distinct
 
 GEMM = "gemm"
 
@@ -61,7 +61,7 @@ def device_products(classified: Classified, rows: TimedActivities) -> tuple[Prod
     owned = owner != NONE
     time_of_record = np.zeros(len(chosen), np.int64)
     np.add.at(time_of_record, owner[owned], time_ns[owned])
-    launching = np.unique(owner[owned])
+    launching = distinct(owner[owned])
     products = _by_shape(records, chosen[launching], time_of_record[launching])
     unknown = int(np.count_nonzero(~owned))
     return (*products, Product(UNKNOWN_SHAPE, unknown, int(time_ns[~owned].sum()), 0)) if unknown else products

@@ -86,7 +86,7 @@ def test_page_shows_peak_memory_and_export_has_a_counter(run: ringprof.Analysis)
     assert content is not None
     # The kernel begins at 100 us, the peak is 10 us after it.
     assert [[cell.text for cell in row] for row in content.tables[0].rows] == [
-        ["0", "host", "0.0", "-0.005", "-", "1"], ["0", "cuda 0", "30.0", "0.010", "64.0", "3"],
+        ["0", "host", f"{4096 / MIB:.4g}", "-0.005", "-", "1"], ["0", "cuda 0", "30.00", "0.01", "64.00", "3"],
     ]  # fmt: skip
     assert "Memory over time" in run.to_html()
     counters = [event for event in events_of(run.findings) if event["ph"] == "C"]
