@@ -162,7 +162,8 @@ RULES = [
          "min(shift_ns, origin[rank.rank] - first)",
          "launches before the first kernel have negative times, which Perfetto drops"),
     # --- strategies -------------------------------------------------------------------------------------
-    Rule("strategies/masks/layouts.py", "turn = (turn + (end - first) % (2 * size)) % size", "turn = (end - first) % (2 * size) % size",
+    Rule("strategies/masks/layouts.py", "turn = (turn + (end - first) % (2 * size)) % size",
+         "turn = (end - first) % (2 * size) % size",
          "with three documents or more ranks hold different numbers of tokens",
          test="tests/strategies/test_masks.py"),
     Rule("strategies/masks/layouts.py", "return math.lcm(size, self.ring.divisor(self.grid.ring_degree))",

@@ -333,8 +333,8 @@ def test_condition_on_a_part_requires_it_in_both_runs(capsys, tmp_path):
         assert (code, err) == (0, "")
         assert "1: the same" in out.splitlines() and "of the base's profiled wall" not in out
         assert (
-            "waterfall: attention holds peak, vendor_peak, kernel_limit, slower_kernel, repeated, slowdown: not every entry tells these apart"
-            in flat(out)
+            "waterfall: attention holds peak, vendor_peak, kernel_limit, slower_kernel, repeated, slowdown: not every"
+            " entry tells these apart" in flat(out)
         )
     code, _, err = run(capsys, unknown, str(known), "--fail-if", "waterfall.peak_ms > 1.01 * base")
     assert code == 2 and "waterfall.peak_ms" in err
