@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,12 @@ from torch import Tensor
 
 
 def setup() -> torch.device:
-    """Join the process group, with NCCL on GPUs and gloo on CPU, and return this rank's device."""
+    """Join the process group, with NCCL on GPUs and gloo on CPU, and return this rank's device.
+
+    Ends the program with a line of usage unless it was given one folder to write to.
+    """
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: torchrun --nproc-per-node 2 {sys.argv[0]} FOLDER")
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")

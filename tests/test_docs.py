@@ -79,12 +79,9 @@ def test_readme_hop_example_equals_the_committed_run() -> None:
     hops = recorded("zigzag").hops()
     hop = hops[(hops["rank"] == 0) & (hops["hop"] == 1)].iloc[0]
     wait, wire = hop.wait_ns / 1e6, hop.wire_ns / 1e6
-    best = max(recorded("zigzag").hops()["wire_gbps"])
     text = " ".join(README.split())
-    assert f"A send/recv kernel of {wait + wire:.1f} ms is {wait:.1f} ms waiting for a peer" in text
-    assert (
-        f"and {wire:.1f} ms on the wire at {hop.wire_gbps:.0f} GB/s; the best seen on this link is {best:.0f}." in text
-    )
+    assert f"hop 1 of rank 0 takes {wait + wire:.1f} ms: {wait:.1f} ms waiting for a peer" in text
+    assert f"and {wire:.1f} ms on the wire at {hop.wire_gbps:.0f} GB/s" in text
 
 
 @pytest.mark.parametrize("name", commands.COMMANDS)

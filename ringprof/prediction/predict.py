@@ -397,7 +397,7 @@ def inputs(prediction: PredictionResult) -> dict[str, Value]:
         origins: tuple[Origin, ...] = ("assumed", "published", "measured")
         origin = min((sample.origin for sample in samples), key=origins.index)
         sources = sorted({sample.source for sample in samples})
-        source = sources[0] if len(sources) == 1 else f"{len(sources)} sources, such as {sources[0]}"
+        source = sources[0] if len(sources) == 1 else f"{len(sources)} sources, the first: {sources[0]}"
         values[f"{phase}_kernel_samples"] = Value(len(samples), spread, origin, source)
     if query.cluster.size > 1:
         values["hop_gb_s"] = machine.same_host.hop_gb_s

@@ -243,9 +243,11 @@ def baselines(findings: Findings, style: TextStyle, listing: Listing) -> list[st
     )
     lines = [f"The run reaches {ideal_text}{percent(metrics.of_solo)} of the solo rate"]
     if metrics.flash_slowdown is not None:
+        # Communication cannot make kernels faster: what was measured so is the clock, or noise.
         lines.append(
             f"its attention kernels are {slower_or_faster(metrics.flash_slowdown)} beside communication than alone"
-        )
+            if metrics.flash_slowdown >= 0 else "its attention kernels are no slower beside communication than alone"
+        )  # fmt: skip
     return [text_table(columns, cells, style), style.wrap("; ".join(lines) + f" ({repetitions}).")]
 
 
