@@ -88,7 +88,7 @@ def _totals_of(calls: Calls, split: Split) -> CollectiveTotals:
     transfer = split.transfer
     size: int | None = transfer.sent_bytes
     bus: float | None
-    ranks = next((size for call in calls if (size := call.group_size or len(call.group_ranks or ()))), None)
+    ranks = next((count for call in calls if (count := call.group_size or len(call.group_ranks or ()))), None)
     if transfer.kind in ("send_recv", "copy_engine"):
         bus = size
     else:

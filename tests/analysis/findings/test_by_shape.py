@@ -207,6 +207,23 @@ def test_communication_by_size_sums_to_the_kinds_of_committed_runs() -> None:
         assert by_kind == {kind: sum(rank["kinds_ns"][kind] for rank in ranks) for kind in kinds}
 
 
+@pytest.mark.parametrize("name", ["h200x4-zigzag-262144", "h200x4-ring-262144", "h200x4-zigzag-65536-copied"])
+def test_send_and_receive_have_the_bytes_and_times_of_the_hops(name: str) -> None:
+    run = analysis(TRACES / name)
+    rows = run.collectives()
+    rows = rows[rows["kind"].isin(["send_recv", "copy_engine"])]
+    hops = run.hops().groupby("bytes").agg(calls=("bytes", "size"), wait=("wait_ns", "sum"), wire=("wire_ns", "sum"))
+    sizes = dict(zip(rows["size_bytes"], rows["calls"], strict=True))
+    if not name.endswith("copied"):
+        assert sizes == hops["calls"].to_dict()
+        for row in rows.itertuples():
+            hop = hops.loc[row.size_bytes]
+            assert (row.time_ns, row.wait_ns) == (hop.wait + hop.wire, hop.wait)
+            assert row.wire_busbw_gbps == pytest.approx(row.size_bytes * hop.calls / hop.wire)
+    # A copied hop may be several copies.
+    assert sum(size * calls for size, calls in sizes.items()) == run.hops()["bytes"].sum()
+
+
 def test_report_lists_both_and_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     product_trace(random.Random(1), 0).write(tmp_path)
     assert cli.run(["report", str(tmp_path), "--gemms", "--collectives"]) == 0
