@@ -134,6 +134,8 @@ MERGES = [
      "weights sum to less than 1, as with 8 more keys of score 0 for every query"),
     (EVERY - TOTAL + math.log(1.5),
      "weights of a query sum to more than 1: from 1.5 to 1.5, the median is 1.5"),
+    (EVERY - TOTAL + torch.tensor([1.5, 0.5]).log()[:, None, None],
+     "weights of a query do not sum to 1: from 0.5 to 1.5, the median is 0.5"),
     (-LSES, PARTIAL + "are added as they are, not weighted by their LSE"),
     (-LSES - HAS_KEYS.sum(1, keepdim=True).log(), PARTIAL + "are averaged, not weighted by their LSE"),
     (-up_to_own_hop(1),

@@ -15,6 +15,8 @@ from ringprof.record.check.visible_keys import relative_rank
 
 TOLERANCE = 0.05
 """Largest difference between logarithms of weights that rounding explains."""
+PARTIAL_OUTPUTS = "the ranks' partial outputs"
+"""First words of the sentences about factors that differ between the ranks that hold the keys."""
 
 
 def merge_mistake(
@@ -35,7 +37,7 @@ def merge_mistake(
         divisor = -torch.where(has_keys, factors, 0.0).sum(2) / has_keys.sum(1)
         return _wrong_sum(divisor, lses, has_keys, {text: x[:, rows] for text, x in (other_sums or {}).items()})
     lses = torch.where(has_keys, lses, -torch.inf)
-    return f"the ranks' partial outputs {_wrong_weighting(factors, lses, has_keys, own_rank)}"
+    return f"{PARTIAL_OUTPUTS} {_wrong_weighting(factors, lses, has_keys, own_rank)}"
 
 
 def _small(difference: Tensor, limit: float = TOLERANCE) -> bool:
@@ -72,8 +74,8 @@ def _wrong_sum(divisor: Tensor, lses: Tensor, has_keys: Tensor, other_sums: dict
         return f"weights sum to less than 1, as with one more key for every query, an attention sink of score {score}"
     sums_of_weights = (total - divisor).exp()
     low, middle, high = (float(x) for x in (sums_of_weights.min(), sums_of_weights.median(), sums_of_weights.max()))
-    relation = "less" if middle < 1 else "more"
-    return f"weights of a query sum to {relation} than 1: from {low:.3g} to {high:.3g}, the median is {middle:.3g}"
+    relation = "sum to less than 1" if high < 1 else "sum to more than 1" if low > 1 else "do not sum to 1"
+    return f"weights of a query {relation}: from {low:.3g} to {high:.3g}, the median is {middle:.3g}"
 
 
 def _wrong_weighting(factors: Tensor, lses: Tensor, has_keys: Tensor, own_rank: int) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ringprof.record.check.dense import Tensors, relative_rms
-from ringprof.record.check.merging import merge_mistake
+from ringprof.record.check.merging import PARTIAL_OUTPUTS, merge_mistake
 from ringprof.record.check.result import QueryAndKey, Seen
 from ringprof.record.check.user_attention import AttentionResults, UserAttention
 from ringprof.record.check.visible_keys import mask_mistake, shown_by_mask
@@ -283,6 +283,9 @@ class _ScoreFit:
             sums[ZERO_V] = all_scores.masked_fill(~(seen | unseen), -torch.inf).logsumexp(2)
             sums[ZERO_K_AND_V] = (lses.logsumexp(2).exp() + unseen.sum(1)).log()
         mistake = merge_mistake(log_factors, lses, self.key_count > 0.5, self.own_rank, sums)
+        # Where keys are not seen, a rank's keys may have come twice, in the place of these: no mistake of the merge.
+        if unseen.any() and mistake.startswith(PARTIAL_OUTPUTS):
+            return _Fit(scale=slope, heads=heads)
         received = mistake not in (ZERO_V, ZERO_K_AND_V)
         return _Fit(
             scale=slope, scores=hidden, merge=mistake, explains_seen=not hidden, received=received, heads=heads
