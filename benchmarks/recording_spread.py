@@ -48,7 +48,7 @@ def pairs_in_two_sessions() -> Pairs:
 
 def _timed_twice() -> Pairs:
     """Return the medians of the timed iterations of committed runs and of the ordinary ones among their baselines."""
-    runs = (json.loads(path.read_text("utf-8")) for path in sorted((ROOT / "traces").glob("*/run.json")))
+    runs = (json.loads(path.read_text("utf-8")) for path in sorted((ROOT / "traces").glob("h200*/run.json")))
     parts = [(run["timings"]["iterations_ns"], run["controls"]["ordinary_ns"]) for run in runs if run.get("controls")]
     return [(_slowest_median_ms(timed), _slowest_median_ms(ordinary)) for timed, ordinary in parts]
 

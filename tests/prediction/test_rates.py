@@ -91,7 +91,7 @@ def test_auto_predicts_the_kernel_that_auto_takes_at_run_time(
 def test_bundled_hopper_machines_predict_flash_attn_3_by_auto() -> None:
     query = Query("zigzag", PLAIN, Cluster(1, 4))
     assert [query.kernel_on(read_calibration(name)) for name in BUNDLED] == [
-        "flash-attn-3", "flash-attn-3", "cudnn", "flash-attn"
+        "flash-attn-3", "flash-attn-3", "flash-attn-4", "flash-attn"
     ]  # fmt: skip
 
 

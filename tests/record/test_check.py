@@ -813,7 +813,7 @@ LENGTHS = (5, 40, 19)
 def packed(rank: int) -> list[Check]:
     own = positions("zigzag")
     document = torch.bucketize(torch.arange(SEQ), torch.tensor(LENGTHS).cumsum(0), right=True)
-    strategy = create("zigzag")
+    strategy = create("zigzag", documents_layout="packed")
     arguments: dict[str, Any] = {"documents": LENGTHS, **SHAPE}
 
     def heeding(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ def checked(
 def right(rank: int) -> list[ModelCheck]:
     documents = torch.tensor([0, 5, 20, SEQ])
     numbers = torch.searchsorted(documents, torch.arange(SEQ), right=True)
-    zigzag = create("zigzag")
+    zigzag = create("zigzag", documents_layout="packed")
     packed = checked(
         "zigzag", attention=lambda q, k, v: zigzag.attention(q, k, v, documents=documents, window_size=(3, 0)),
         truth=lambda q, k, v: dense(q, k, v, visible(torch.arange(SEQ), numbers, 4)),

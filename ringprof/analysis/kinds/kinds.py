@@ -40,7 +40,7 @@ _RECORDS = (
     Kind("convolution", "convolution", "compute", "#8F9A2E"),
     Kind("embedding", "embedding", "compute", "#8C2D9E"),
     Kind("norm", "norm", "compute", "#4B4FC4"),
-    Kind("softmax", "softmax", "compute", "#C2185B"),
+    Kind("softmax", "softmax", "compute", "#A5A5FF"),
     Kind("elementwise", "elementwise", "compute", "#B5DB8C"),
     Kind("reduction", "reduction", "compute", "#3F6B14"),
     Kind("cast", "cast and quantize", "compute", "#F4A58A"),
