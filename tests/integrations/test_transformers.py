@@ -124,7 +124,7 @@ def test_loss_and_gradients_equal_those_of_one_process(family: str, strategy: st
         assert worst(own, grads) < 1e-5
 
 
-@pytest.mark.parametrize("layout", ["packed", "per_document"])
+@pytest.mark.parametrize("layout", ["auto", "packed", "per_document", "dealt"])
 @pytest.mark.parametrize("family", ["llama", "gpt-oss, sinks"])
 def test_positions_that_restart_separate_documents(family: str, layout: str) -> None:
     batch = whole_batch(1)
