@@ -66,7 +66,7 @@ POSITIONS_KEPT = 8
 """Number of position tensors that a strategy caches."""
 _KEPT_DOCUMENTS = 4096
 _sharded_documents: dict[int, None] = {}
-"""Hashes of the latest lists of documents whose layout this process has asked for, of any strategy."""
+"""Hashes of the latest lists of documents and their layouts that this process has asked for, of any strategy."""
 
 
 @dataclass(frozen=True)
@@ -321,8 +321,9 @@ class Strategy(Expectations, ABC):
             return self.layout
         while len(_sharded_documents) >= _KEPT_DOCUMENTS:
             del _sharded_documents[next(iter(_sharded_documents))]
-        _sharded_documents[hash(packed)] = None
-        return self._layout_for(packed)
+        layout = self._layout_for(packed)
+        _sharded_documents[hash((packed, layout.name, self.comm.size))] = None
+        return layout
 
     def _layout_for(self, documents: tuple[int, ...]) -> Layout:
         kind = self.parameters.get("documents_layout", "packed")
@@ -334,10 +335,11 @@ class Strategy(Expectations, ABC):
         Without documents, `shard` and `positions` return the packed layout: results would be wrong without an error.
         Raises `Unsupported`.
         """
-        if self.parameters.get("documents_layout") != "auto" or hash(documents) in _sharded_documents:
+        if self.parameters.get("documents_layout") != "auto":
             return
         layout = self._layout_for(documents)
-        if layout is not self.layout:
+        sharded = hash((documents, layout.name, self.comm.size)) in _sharded_documents
+        if layout is not self.layout and not sharded:
             raise Unsupported(
                 f"documents_layout=auto takes the layout {layout.name!r} for these documents, but this process has not"
                 " sharded by it: give documents= to shard and positions, too, or create the strategy with"

@@ -466,3 +466,19 @@ def test_the_output_is_as_wide_as_v(of_v):
     v = torch.arange(8.0).view(1, 8, 1, 1).expand(1, 8, 2, of_v).contiguous()
     out = create("ring", kernel="reference").attention(q, k, v, causal=False)
     assert out.shape == (1, 8, 2, of_v) and torch.allclose(out, torch.full_like(out, 3.5))
+
+
+def sharded_by_another(rank: int) -> str:
+    documents, x = (0, 5, 45, 64), torch.ones(1, 64, 2, 16)
+    create("zigzag", documents_layout="packed").shard(x, documents=documents)
+    strategy, local = create("zigzag"), x[:, :32]
+    with pytest.raises(Unsupported) as error:
+        strategy.attention(local, local, local, documents=documents)
+    strategy.shard(x, documents=documents)
+    strategy.attention(local, local, local, documents=documents)
+    return str(error.value)
+
+
+@pytest.mark.processes
+def test_documents_that_another_layout_sharded_are_refused():
+    assert all("has not sharded by it" in text for text in run_ranks(2, sharded_by_another))
