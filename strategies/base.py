@@ -628,7 +628,8 @@ class Strategy(Expectations, ABC):
 
         It needs a kernel that writes into views, and a last hop that takes longer than another kernel call.
         """
-        if not call.kernel.writes_into or self.ring_size == 1 or k.shape != v.shape or not q.is_contiguous():
+        padded = not call.kernel.takes_v_head_dim(k.shape[-1], v.shape[-1])
+        if not call.kernel.writes_into or self.ring_size == 1 or padded or not q.is_contiguous():
             return []
         routing = self.routing(call)
         if not self.overlaps_last_hop(k if routing is None else k.narrow(1, 0, min(routing.rows, k.shape[1]))):
