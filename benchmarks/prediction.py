@@ -171,7 +171,7 @@ def h100_masks() -> Iterator[Score]:
 
 
 def h200_later() -> Iterator[Score]:
-    """Score runs on 2 H200 of 2026-11-26, most with flash-attn 3, by the bundled h200, which none of them has entered."""
+    """Score runs on 2 H200 of 2026-11-26, 16 with flash-attn 3, by the bundled h200, which none of them has entered."""
     yield from _predicted_shapes(recorded_shapes("h200_shapes_6.csv"))
 
 

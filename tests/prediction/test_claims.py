@@ -104,7 +104,7 @@ def test_error_on_h200_with_flash_attn_3_that_no_curve_is_fitted_to() -> None:
 def test_error_on_other_h200_of_another_day() -> None:
     """No curve is fitted to these runs; those of flash-attn 3 are of H100."""
     scores = list(prediction.h200_later())
-    assert len(scores) == 9 and within(scores, 0.02, 0.032) and inside(scores) == 1.0
+    assert len(scores) == 19 and within(scores, 0.0235, 0.053) and inside(scores) == 17 / 19
     assert all(score.error < 0 for score in scores)
 
 
