@@ -23,7 +23,7 @@ from typing import Any
 
 from covering import Covering
 from fork import Watch, copy_checkout, in_fork, preload, run_pytest
-from sample import ROOT, Mutant, sample
+from sample import Mutant, sample
 
 PACKAGES = [*(f"ringprof/{name}" for name in ("analysis", "prediction", "record", "report", "trace")), "strategies"]
 EQUIVALENT = Path(__file__).with_name("equivalent.md")
