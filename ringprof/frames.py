@@ -185,7 +185,7 @@ PREDICTION_COLUMNS: dict[str, dict[str, str]] = {
         " missing where ranks do not wait for each other in every step",
         "needed": "share of the ordered pairs of ranks of which the first needs keys of the second, 0..1",
     },
-    "over": {**_CHOICE, "at": "tokens, hosts, or Gbit/s of a NIC", **_INTERVAL},
+    "over": {**_CHOICE, "at": "tokens, hosts, or Gbit/s per NIC", **_INTERVAL},
     "parts": {
         "phase": "forward or backward",
         "part": "part of the time",

@@ -98,7 +98,7 @@ class Advice:
         return _first_hidden(self.nics)
 
     def why_not_the_second(self) -> str:
-        """Name the largest loss of the runner-up, and its largest gain where the loss exceeds the difference."""
+        """Say how much longer the runner-up takes, by part of its slowest rank's time, largest first."""
         if len(self.choices) < 2:
             return "there is no other"
         first, second = (choice.prediction for choice in self.choices[:2])
@@ -106,11 +106,13 @@ class Advice:
             part: second.breakdown.total(part) - first.breakdown.total(part)
             for part in ("kernel", "memory", "same_host", "other_host", "peers", "host")
         }
-        largest, smallest = max(excess, key=lambda name: excess[name]), min(excess, key=lambda name: excess[name])
         difference = second.median_ns - first.median_ns
-        shown = [largest, smallest] if excess[smallest] < 0 and excess[largest] > difference else [largest]
+        largest_first = sorted(excess, key=lambda part: -abs(excess[part]))
         behind = f"{100 * difference / first.median_ns:.1f} % ({difference / 1e6:.2f} ms)"
-        parts = ", ".join(f"{excess[part] / 1e6:+.2f} ms of {_PART_NAMES[part]}" for part in shown)
+        parts = ", ".join(
+            f"{excess[part] / 1e6:+.2f} ms of {_PART_NAMES[part]}" for part in largest_first
+            if abs(excess[part]) >= _SHOWN_NS
+        )  # fmt: skip
         return f"{self.choices[1].label} takes {behind} longer: {parts}"
 
     def what_to_measure(self) -> str:
@@ -121,6 +123,8 @@ class Advice:
         return f"{_HOW_TO_MEASURE.get(largest, largest)}: the interval would be {100 * remaining:.0f} % as wide"
 
 
+_SHOWN_NS = 5_000
+"""Shortest time of a part that two decimals of a millisecond show."""
 _PART_NAMES = {
     "kernel": "attention", "memory": "merges and copies", "same_host": "bytes inside nodes",
     "other_host": "bytes between nodes", "peers": "waiting for peers", "host": "launching",

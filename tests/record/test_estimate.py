@@ -336,7 +336,7 @@ def test_iterations_of_ten_minutes_are_refused_on_cpu_only() -> None:
 def test_plan_is_described_in_text() -> None:
     first, second = describe(request(device="cuda"), plan())
     assert first.startswith("zigzag on 4 x NVIDIA H200: sequence 1024") and "forward and backward" in first
-    assert "1 PFLOPs an iteration, about 2 s each (500 TFLOP/s cudnn, assumed)" in second
+    assert "1 PFLOPs per iteration, about 2 s each (500 TFLOP/s cudnn, assumed)" in second
     assert "about 10.0 GiB of memory" in second
     assert describe(request(world=1), plan())[-1] == "one device: nothing is communicated"
 

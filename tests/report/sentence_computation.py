@@ -142,7 +142,7 @@ def _blocked_in_hops(case: Case, m: re.Match[str]) -> None:
     assert abs(float(m[1]) + float(m[3]) - 100 * mean(case.exposed) / case.mean_wall) < 0.11
 
 
-@rule("verdict", rf"{R} MB leave each host (?:an iteration|in the captured block), {R} MB/s")
+@rule("verdict", rf"{R} MB leave each host (?:per iteration|in the captured block), {R} MB/s")
 def _leaving(case: Case, m: re.Match[str]) -> None:
     hosts = len(set(case.run["topology"]["hosts"]))
     bytes_per_host = (
