@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -235,6 +236,10 @@ _RANKS = ("--nproc", "--nproc-per-node", "--nproc_per_node", "--world-size", "--
 """Options of other launchers for the number of ranks."""
 
 
+_NUMBERS = {"float(?: range)?": "a number", "integer(?: range)?": "a whole number"}
+"""Words for what click calls a valid float range and the like."""
+
+
 def _usage_message(error: click.ClickException) -> str:
     """Return the message of a usage error: what is wrong, the option that was meant if it is known, where help is."""
     if not isinstance(error, click.UsageError) or not error.ctx:
@@ -242,7 +247,10 @@ def _usage_message(error: click.ClickException) -> str:
     help_line = f"see: {error.ctx.command_path} --help"
     if isinstance(error, click.NoSuchOption) and (meant := _meant_option(error.option_name, error.ctx.command)):
         return f"{error.message} ({meant}; {help_line})"
-    return f"{error.format_message()} ({help_line})"
+    message = error.format_message()
+    for types, meaning in _NUMBERS.items():
+        message = re.sub(f"is not a valid {types}\\.", f"is not {meaning}", message)
+    return f"{message} ({help_line})"
 
 
 def _meant_option(name: str, command: click.Command) -> str:

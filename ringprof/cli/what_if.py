@@ -91,7 +91,7 @@ def _text(result: WhatIf, changes: Changes) -> str:
             " confidence interval: the model's own errors are not in it",
         ]
         if abs(result.gain) < abs(result.replay_error):
-            lines.append("the change is smaller than what the replay is off by")
+            lines.append("the change is smaller than the replay's error")
     return "\n".join(lines) + "\n"
 
 

@@ -39,7 +39,7 @@ def advice_text(advice: Advice, style: TextStyle) -> str:
             if hidden_choices
             else []
         ),
-        "* nothing is faster with as little memory",
+        "* no choice is faster with as little memory (Pareto-optimal)",
         "",
         *_nothing_fits(advice),
         f"runner-up: {clean(advice.why_not_the_second())}",

@@ -205,7 +205,7 @@ def _time_text(estimate: RecordingEstimate) -> str:
     if estimate.available_share >= BUSY_BELOW:
         return f"{_seconds(idle_s)} each"
     busy_s = idle_s / estimate.available_share
-    return f"{_seconds(idle_s)} each on a quiet machine, {_seconds(busy_s)} on one as busy as this is now"
+    return f"{_seconds(idle_s)} each on a quiet machine, {_seconds(busy_s)} at the current load"
 
 
 def raise_if_too_large(request: RecordRequest, estimate: RecordingEstimate) -> None:

@@ -81,7 +81,7 @@ def test_plan_reports_a_busy_machine() -> None:
     quiet = plan(rate=5e15, available_share=0.95)
     assert "about 200 ms each (" in describe(recording, quiet)[1]
     busy = describe(recording, plan(rate=5e15, available_share=0.1))[1]
-    assert "about 200 ms each on a quiet machine, 2 s on one as busy as this is now (" in busy
+    assert "about 200 ms each on a quiet machine, 2 s at the current load (" in busy
     assert plan(available_share=0.1).time_limit == 600 + 10 * plan().total_seconds * 10
 
 

@@ -17,7 +17,7 @@ def _cpu_attention(case: Case, m: re.Match[str]) -> None:
 
 
 @rule("evidence", r"union of the attention kernels; (?:the traces do not tell the work|no peak is known that fits|the "
-      r"stated workload does not fit the counted FLOPs): not held against a peak")  # fmt: skip
+      r"stated workload does not fit the counted FLOPs): not compared with a peak")  # fmt: skip
 def _union(case: Case, m: re.Match[str]) -> None:
     assert case.summary["peak"] is None
     assert abs(case.of("attention") - mean(raw.attention_ns for raw in case.raw.values())) < 1

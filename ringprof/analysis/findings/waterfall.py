@@ -398,7 +398,7 @@ def _part_evidence(attribution: Attribution, summary: Summary, work: _AttentionW
         reason = "the traces do not tell the work" if work is None else "no peak is known that fits"
         if attribution.run is not None and not workload_fits(attribution.run):
             reason = "the stated workload does not fit the counted FLOPs"
-        attention = f"union of the attention kernels; {reason}: not held against a peak"
+        attention = f"union of the attention kernels; {reason}: not compared with a peak"
         unsplit = "its kernels have no wait and wire (see warnings): exposed wire, peer wait and imbalance in one"
     least = min(ranks, key=lambda rank: rank.breakdown.compute_ns)
     most = max(ranks, key=lambda rank: rank.breakdown.compute_ns)

@@ -113,7 +113,7 @@ def test_evidence_text_of_every_waterfall_part():
         b.run(MERGE, 250 * MS, 260 * MS, launched=200)
     waterfall = findings_in_memory(attribute([b.trace() for b in builders])).waterfall
     assert {part.part: (part.time_ns // MS, part.evidence) for part in waterfall.parts} == {
-        "attention": (150, "union of the attention kernels; the traces do not tell the work: not held against a peak"),
+        "attention": (150, "union of the attention kernels; the traces do not tell the work: not compared with a peak"),
         "imbalance": (50, "rank 0 computes 110.0 ms, rank 1 computes 210.0 ms"),
         "exposed_wire": (50, "on the wire with no computation beside it; send_recv 5 GB/s"),
         "peer_wait": (0, "waiting beyond what the ranks' computation differs by"),
