@@ -47,7 +47,7 @@ from .transport.gradient_ring import GradientRing
 GradWire = Literal["fp32", "input"]
 """Type that gradients travel in: at least float32, or the input's own."""
 DOCUMENTS_LAYOUT_HELP = (
-    "zigzag over the packed whole, over each document by itself, or whole documents dealt; auto: the best balance"
+    "zigzag over the packed sequence or over each document, or whole documents dealt; auto: the fastest by estimate"
 )
 Documents = Sequence[int] | Tensor | None
 """Cumulative lengths of packed documents (``cu_seqlens``), from 0 to the sequence length; None: one document."""

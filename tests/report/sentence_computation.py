@@ -152,8 +152,8 @@ def _leaving(case: Case, m: re.Match[str]) -> None:
     three_digits(m[2], bytes_per_host / 1e6 / (case.mean_wall / case.summary["iterations"] / 1e9))
 
 
-@rule("verdict", rf"{P} of the slowest rank's time others are blocked, or done before it; what of it is waiting is not "
-      r"recorded on CPU")  # fmt: skip
+@rule("verdict", rf"On CPU ranks are blocked or done on average for {P} of the slowest rank's time: waiting and "
+      r"transfer cannot be separated")  # fmt: skip
 def _cpu_blocked(case: Case, m: re.Match[str]) -> None:
     percent(m[1], case.of("exposed_unsplit") / case.wall)
     assert case.on_cpu
