@@ -422,7 +422,8 @@ def trace_analysis(paths: Mapping[int, str]) -> Any:
         from hta.trace_analysis import TraceAnalysis
     except ImportError as error:
         raise MissingExtraError(
-            f"HolisticTraceAnalysis cannot be imported ({error}): pip install 'ringprof[hta]' 'pandas<3'"
+            f"HolisticTraceAnalysis cannot be imported ({error}): pip install '.[hta]' 'pandas<3'"
+            " in a clone of ringprof"
         ) from None
     # HTA joins each path to trace_dir, which leaves absolute paths unchanged.
     return TraceAnalysis(trace_files={rank: str(Path(path).resolve()) for rank, path in paths.items()}, trace_dir="/")

@@ -273,7 +273,7 @@ def require_pyarrow() -> None:
     try:
         import pyarrow  # noqa: F401  (the error of pandas would be a paragraph long)
     except ImportError:
-        raise MissingExtraError("Parquet files need pyarrow: pip install 'ringprof[parquet]'") from None
+        raise MissingExtraError("Parquet files need pyarrow: pip install '.[parquet]' in a clone of ringprof") from None
 
 
 def write_parquet(frame: pd.DataFrame, path: str | os.PathLike[str]) -> None:

@@ -145,7 +145,7 @@ def test_commands_needing_torch_explain_how_to_install_it(tmp_path: Path) -> Non
     messages = done.stderr.splitlines()
     assert len(messages) == len(lines), done.stderr
     for line, message in zip(lines, messages, strict=True):
-        assert message.endswith("pip install 'ringprof[record]'"), (line, message)
+        assert message.endswith("pip install '.[record]' in a clone of ringprof"), (line, message)
 
 
 def test_strategies_are_listed_without_torch() -> None:

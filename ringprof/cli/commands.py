@@ -223,7 +223,8 @@ def run(args: list[str]) -> int:
     except ImportError as error:
         package = str(error.name).partition(".")[0]
         if isinstance(error, ModuleNotFoundError) and package in ("torch", "psutil"):
-            return _fail(f"this needs {package}, which is not installed: pip install 'ringprof[record]'", 2)
+            advice = "pip install '.[record]' in a clone of ringprof"
+            return _fail(f"this needs {package}, which is not installed: {advice}", 2)
         # The package is installed but broken: a system library is missing, or there is not enough memory.
         return _fail(f"a package cannot be loaded: {error}", 2)
     except OSError as error:

@@ -28,7 +28,8 @@ class FlashAttnKernel(VarlenKernel):
     def missing(cls, device: torch.device) -> str | None:
         if device.type != "cuda":
             return "needs a CUDA device"
-        return None if find_spec("flash_attn") else "needs the flash-attn package: pip install 'ringprof[flash]'"
+        advice = "pip install '.[flash]' in a clone of ringprof"
+        return None if find_spec("flash_attn") else f"needs the flash-attn package: {advice}"
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _flash_attn().fwd(q, k, v, None, None, 0.0, scale, causal, -1, -1, self.softcap, False, None)
