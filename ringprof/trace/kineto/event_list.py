@@ -28,6 +28,7 @@ class _Row(msgspec.Struct, gc=False):
     pid: int | str | float | None = None
     tid: int | str | float | None = None
     args: msgspec.Raw = EMPTY
+    id: int | str | float | None = None
 
 
 class Event(_Row, gc=False):
@@ -44,9 +45,9 @@ def _struct_of_phase(phase: str, base: type[msgspec.Struct] = msgspec.Struct) ->
 
 decode_event = msgspec.json.Decoder(Event).decode
 _decode_any = msgspec.json.Decoder(list[Event]).decode
-# Nearly all events begin with their phase. Arrows, counters and other unused phases decode to empty structs.
+# Nearly all events begin with their phase. Counters and other unused phases decode to empty structs.
 _BY_PHASE = reduce(
-    or_, [*(_struct_of_phase(phase, _Row) for phase in "XMi"), *(_struct_of_phase(phase) for phase in "sftCBEbneNODRP")]
+    or_, [*(_struct_of_phase(phase, _Row) for phase in "XMisf"), *(_struct_of_phase(phase) for phase in "tCBEbneNODRP")]
 )
 _decode_known = msgspec.json.Decoder(list[_BY_PHASE]).decode  # type: ignore[valid-type]
 
