@@ -37,7 +37,7 @@ def named_layers(model: nn.Module | None) -> Iterator[None]:
         # Bound as defaults, since the loop's variables change.
         def enter(*_: Any, name: str = name, opened: list[record_function] = opened) -> None:
             opened.append(record_function(NAMED_LAYER + name))
-            opened[-1].__enter__()
+            opened[-1].__enter__()  # type: ignore[no-untyped-call]
 
         def leave(*_: Any, opened: list[record_function] = opened) -> None:
             if opened:

@@ -29,9 +29,9 @@ def layers_of_run(attribution: Attribution) -> tuple[LayerTotals, ...]:
         return ()
     rows: dict[str, list[tuple[int, LayerTime]]] = {}
     for rank in ranks:
-        times = rank.breakdown
+        parts = rank.breakdown
         without_layers = LayerTime(
-            OUTSIDE, times.flash_ns, times.comm_ns, times.exposed_comm_ns, 0, rank.exposed.wait_ns, rank.exposed.wire_ns
+            OUTSIDE, parts.flash_ns, parts.comm_ns, parts.exposed_comm_ns, 0, rank.exposed.wait_ns, rank.exposed.wire_ns
         )
         for time in rank.layers or (without_layers,):
             rows.setdefault(time.layer, []).append((rank.rank, time))

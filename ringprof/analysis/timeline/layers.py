@@ -67,73 +67,91 @@ class _Calls(NamedTuple):
     """Index into the names of the layers."""
 
 
+class _Points(NamedTuple):
+    """Times on threads, and for those within calls of autograd nodes the place of the forward operator."""
+
+    time_ns: Int64
+    thread: Int64
+    forward_ns: Int64
+    forward_thread: Int64
+    in_backward: npt.NDArray[np.bool_]
+    """Whether a point lies within the call of a node; recomputed forward operators do, too."""
+
+    def take(self, rows: npt.NDArray[np.intp]) -> _Points:
+        """Return the points of some rows."""
+        return _Points(
+            self.time_ns[rows], self.thread[rows], self.forward_ns[rows], self.forward_thread[rows],
+            self.in_backward[rows],
+        )  # fmt: skip
+
+    def owners(self, calls: _Calls) -> Int64:
+        """Return each point's layer among ``calls`` or `NONE`: directly, else by the forward operator."""
+        row = intervals.enclosing_rows(calls[:3], self.time_ns, self.thread)
+        by_node = np.flatnonzero((row == NONE) & (self.forward_ns != NONE))
+        row[by_node] = intervals.enclosing_rows(calls[:3], self.forward_ns[by_node], self.forward_thread[by_node])
+        owner: Int64 = np.append(calls.layer, NONE)[row]
+        return owner
+
+
 class Layers:
     """The layers of one rank's trace; ``names`` is empty where it shows none."""
 
     def __init__(self, trace: Trace, attention_ns: Int64, thread: Int64) -> None:
         """Find the layers; ``attention_ns`` are the times at which attention was launched, ``thread`` the threads."""
-        self._backward = nodes = trace.backward_calls
+        self._nodes = nodes = trace.backward_calls
         self._node_levels = _by_depth(nodes.start_ns, nodes.end_ns, nodes.thread)
         self.names: list[str] = []
         self._calls: list[_Calls] = []
-        left = np.ones(len(attention_ns), np.bool_)
         candidates = _candidates(trace) if len(attention_ns) else []
-        while left.any():
-            owners = [self._owners(calls, attention_ns[left], thread[left])[0] for _, calls in candidates]
+        if not candidates:
+            return
+        left = self._points(attention_ns, thread)
+        while candidates and len(left.time_ns):
+            owners = [left.owners(calls) for _, calls in candidates]
             counts = [len(distinct(owner[owner != NONE])) for owner in owners]
             # Of classes with equally many layers, the outermost takes the most time.
-            best = max(
-                range(len(candidates)),
-                key=lambda number: (counts[number], int((candidates[number][1][1] - candidates[number][1][0]).sum())),
-                default=None,
-            )
-            if best is None or counts[best] < 2 or len(self.names) + counts[best] > MOST_LAYERS:
+            times = [int((calls.end_ns - calls.start_ns).sum()) for _, calls in candidates]
+            best = max(range(len(candidates)), key=lambda number: (counts[number], times[number]))
+            if counts[best] < 2 or len(self.names) + counts[best] > MOST_LAYERS:
                 break
-            names, calls = candidates[best]
+            names, calls = candidates.pop(best)
             self._calls.append(calls._replace(layer=calls.layer + len(self.names)))
             self.names += names
-            left[np.flatnonzero(left)[owners[best] != NONE]] = False
+            left = left.take(np.flatnonzero(owners[best] == NONE))
 
     def of(self, times_ns: Int64, thread: Int64) -> tuple[Int64, npt.NDArray[np.bool_]]:
         """Return the layer of what runs at each time on its thread (`NONE`: of none), and whether a backward pass."""
-        layer, in_backward = np.full(len(times_ns), NONE, np.int64), np.zeros(len(times_ns), np.bool_)
+        points = self._points(times_ns, thread)
+        layer = np.full(len(times_ns), NONE, np.int64)
         for calls in self._calls:
-            owner, backward = self._owners(calls, times_ns, thread)
-            is_new = (layer == NONE) & (owner != NONE)
-            layer[is_new], in_backward[is_new] = owner[is_new], backward[is_new]
-        return layer, in_backward
+            layer = np.where(layer == NONE, points.owners(calls), layer)
+        return layer, points.in_backward
 
     def spans(self) -> tuple[Int64, Int64, Int64, npt.NDArray[np.bool_]]:
         """Return start, end, layer and pass (backward or not) of the calls of layers and of their autograd nodes."""
-        nodes = self._backward
+        nodes = self._nodes
         layer, _ = self.of(nodes.forward_ns, nodes.forward_thread)
-        kept = (layer != NONE) & (nodes.forward_ns != NONE)
-        start, end, _, number = (np.concatenate(column) for column in zip(*self._calls, strict=True))
-        is_node = np.append(np.zeros(len(start), np.bool_), np.ones(int(kept.sum()), np.bool_))
+        layer[nodes.forward_ns == NONE] = NONE
+        of_layer = layer != NONE
+        start, end, thread, number = (np.concatenate(column) for column in zip(*self._calls, strict=True))
+        in_backward = np.append(self._points(start, thread).in_backward, np.ones(int(of_layer.sum()), np.bool_))
         return (
-            np.append(start, nodes.start_ns[kept]), np.append(end, nodes.end_ns[kept]),
-            np.append(number, layer[kept]), is_node,
+            np.append(start, nodes.start_ns[of_layer]), np.append(end, nodes.end_ns[of_layer]),
+            np.append(number, layer[of_layer]), in_backward,
         )  # fmt: skip
 
-    def _owners(self, calls: _Calls, times_ns: Int64, thread: Int64) -> tuple[Int64, npt.NDArray[np.bool_]]:
-        """Return each point's layer among ``calls``, directly or by the forward operator of the node around it."""
-        rows = calls[:3]
-        row = intervals.enclosing_rows(rows, times_ns, thread)
-        nodes = self._backward
-        node = np.full(len(times_ns), NONE, np.int64)
+    def _points(self, times_ns: Int64, thread: Int64) -> _Points:
+        """Find the innermost call of a node around each time on its thread."""
+        nodes, node = self._nodes, np.full(len(times_ns), NONE, np.int64)
         for level in self._node_levels:
-            found = intervals.enclosing_rows(
-                (nodes.start_ns[level], nodes.end_ns[level], nodes.thread[level]), times_ns, thread
-            )
+            rows = nodes.start_ns[level], nodes.end_ns[level], nodes.thread[level]
+            found = intervals.enclosing_rows(rows, times_ns, thread)
             node = np.where(found == NONE, node, np.append(level, NONE)[found])
-        by_node = np.flatnonzero((row == NONE) & (node != NONE))
-        node = node[by_node]
-        forward = intervals.enclosing_rows(rows, nodes.forward_ns[node], nodes.forward_thread[node])
-        forward[nodes.forward_ns[node] == NONE] = NONE
-        row[by_node] = forward
-        in_backward = np.zeros(len(row), np.bool_)
-        in_backward[by_node] = True
-        return np.where(row == NONE, NONE, np.append(calls.layer, NONE)[row]), in_backward
+        forward_ns, forward_thread = (
+            np.append(nodes.forward_ns, NONE)[node],
+            np.append(nodes.forward_thread, NONE)[node],
+        )
+        return _Points(times_ns, thread, forward_ns, forward_thread, node != NONE)
 
 
 _DEEPEST = 8
@@ -145,7 +163,8 @@ def _by_depth(start: Int64, end: Int64, thread: Int64) -> list[npt.NDArray[np.in
 
     The intervals of a thread nest or are disjoint.
     """
-    levels, left = [], np.lexsort((-end, start, thread))
+    levels: list[npt.NDArray[np.intp]] = []
+    left = np.lexsort((-end, start, thread))
     while len(levels) < _DEEPEST and (len(left) or not levels):
         outermost = np.ones(len(left), np.bool_)
         for number in distinct(thread[left]):
@@ -236,7 +255,7 @@ def device_layers(
     row_of = {activity: row for row, activity in enumerate(rows.activity.tolist())} if blocked else {}
     for block in blocked:
         row = row_of.get(block.activity, NONE)
-        owner = np.array([NONE if row == NONE else layer[row]])
+        owner = layer[[row]] if row != NONE else np.array([NONE])
         length = np.array([block.time_ns])
         times.add("exposed", owner, length)
         if row != NONE and in_backward[row]:
@@ -264,7 +283,7 @@ def cpu_layers(trace: Trace, window: Window) -> tuple[LayerTime, ...]:
     computes = is_kind(kind, *COMPUTE)
     compute = intervals.subtraction(intervals.union(start[computes], end[computes]), found.blocked)
     flash = intervals.union(start[attention], end[attention])
-    open_start, open_end, number, is_node = layers.spans()
+    open_start, open_end, number, in_backward = layers.spans()
     every = np.ones(len(open_start), np.bool_)
     tile_start, tile_end, row = _tiles(open_start, open_end, every)
     times = _Times(layers.names)
@@ -275,7 +294,7 @@ def cpu_layers(trace: Trace, window: Window) -> tuple[LayerTime, ...]:
         times.add(column, number[row], covered)
         times.add(column, np.array([NONE]), np.array([intervals.length_ns(covering) - int(covered.sum())]))
         if column == "exposed":
-            times.add("exposed_backward", number[row], np.where(is_node[row], covered, 0))
+            times.add("exposed_backward", number[row], np.where(in_backward[row], covered, 0))
     return times.rows()
 
 

@@ -26,7 +26,7 @@ class ForwardArrows:
     def keep(self, events: Sequence[Event]) -> None:
         """Add events of phase ``s`` (forward operator) or ``f`` (call of the node); incomplete ones are left out."""
         whole = [event for event in events if type(event.id) is int and type(event.tid) is int]
-        whole = [event for event in whole if abs(event.id) < 2**63 and abs(event.tid) < 2**63]  # type: ignore[arg-type,operator]
+        whole = [event for event in whole if abs(event.id) < 2**63 and abs(event.tid) < 2**63]  # type: ignore[arg-type]
         if not whole:
             return
         self._take(_BYTES * len(whole))
@@ -37,7 +37,7 @@ class ForwardArrows:
             np.array([event.tid for event in whole], np.int64),
             np.array([event.ph == "f" for event in whole], np.int64),
         )
-        self._chunks.append(tuple(column[time != NOT_A_TIME] for column in columns))  # type: ignore[arg-type]
+        self._chunks.append(tuple(column[time != NOT_A_TIME] for column in columns))
 
     def columns(self, base_ns: int, calls: dict[str, Int64]) -> dict[str, Int64]:
         """Return the columns ``forward_ns`` and ``forward_thread`` of the calls of nodes, which are sorted by start.
