@@ -112,12 +112,12 @@ def test_waits_belong_to_the_layer_by_the_sequence_number_of_the_forward_operato
     prefix = layer_ranges.NAMED_LAYER if how == "capture" else "nn.Module: Layer_"
     for rank in analysis.attribution.ranks:
         label = "" if how == "capture" else "Layer_"
-        found = {row.layer.removeprefix(label): row.exposed_ns for row in rank.layers if row.exposed_ns}
+        layers = {row.layer.removeprefix(label): row.exposed_ns for row in rank.layers if row.exposed_ns}
         expected = waits_by_layer(folder / f"rank{rank.rank}.json.gz", prefix)
-        assert found.keys() == expected.keys()
-        for layer, exposed_ns in found.items():
+        assert layers.keys() == expected.keys()
+        for layer, exposed_ns in layers.items():
             assert exposed_ns == pytest.approx(expected[layer], rel=0.01, abs=20_000)
-        assert sum(found.values()) == rank.breakdown.exposed_comm_ns
+        assert sum(layers.values()) == rank.breakdown.exposed_comm_ns
     frame = analysis.layers()
     waiting = frame[frame["rank"] == 0].set_index("layer")["exposed_ns"]
     assert str(waiting.idxmax()).endswith(str(SLOW)) and waiting.max() > DELAY_S * 0.9e9

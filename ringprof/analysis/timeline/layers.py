@@ -145,8 +145,8 @@ class Layers:
         nodes, node = self._nodes, np.full(len(times_ns), NONE, np.int64)
         for level in self._node_levels:
             rows = nodes.start_ns[level], nodes.end_ns[level], nodes.thread[level]
-            found = intervals.enclosing_rows(rows, times_ns, thread)
-            node = np.where(found == NONE, node, np.append(level, NONE)[found])
+            enclosing = intervals.enclosing_rows(rows, times_ns, thread)
+            node = np.where(enclosing == NONE, node, np.append(level, NONE)[enclosing])
         forward_ns, forward_thread = (
             np.append(nodes.forward_ns, NONE)[node],
             np.append(nodes.forward_thread, NONE)[node],
@@ -279,16 +279,17 @@ def cpu_layers(trace: Trace, window: Window) -> tuple[LayerTime, ...]:
     layers = Layers(trace, start[attention], thread[attention])
     if not layers.names:
         return ()
-    found = find_communication(trace, window_start, window_end)
+    communication = find_communication(trace, window_start, window_end)
     computes = is_kind(kind, *COMPUTE)
-    compute = intervals.subtraction(intervals.union(start[computes], end[computes]), found.blocked)
+    compute = intervals.subtraction(intervals.union(start[computes], end[computes]), communication.blocked)
     flash = intervals.union(start[attention], end[attention])
     open_start, open_end, number, in_backward = layers.spans()
     every = np.ones(len(open_start), np.bool_)
     tile_start, tile_end, row = _tiles(open_start, open_end, every)
     times = _Times(layers.names)
     for column, covering in (
-        ("attention", flash), ("communication", found.everything), ("exposed", found.exposed_beside(compute)),
+        ("attention", flash), ("communication", communication.everything),
+        ("exposed", communication.exposed_beside(compute)),
     ):  # fmt: skip
         covered = intervals.covered_ns(covering, tile_start, tile_end)
         times.add(column, number[row], covered)

@@ -92,7 +92,7 @@ def brute_force(events: list[Event], prefix: str) -> dict[str, list[int]]:
         if direct or not nodes:
             return direct, bool(nodes)
         start, end = max(nodes)
-        inside = [number for on, at, number in heads if on == thread and start <= at < end]
+        inside = [number for on, time, number in heads if on == thread and start <= time < end]
         return (layer_at(*tails[min(inside)]) if inside else ""), True
 
     launches = {event["args"]["correlation"]: (on, start) for name, on, start, _, event in spans
@@ -131,10 +131,10 @@ def random_step(seed: int, named: str) -> Step:
         else:
             step.event("user_annotation", f"model.layers.{layer}", MAIN, begin, begin + 180)
         for _ in range(3):
-            at = begin + draw.randrange(10, 150)
-            start_on_device = max(start_on_device, at) + draw.randrange(40)
-            step.kernel(FLASH, at, MAIN, start_on_device, start_on_device + draw.randrange(1, 90), 7)
-            step.kernel(NCCL, at + 1, MAIN, start_on_device + draw.randrange(60), start_on_device + 130, 9)
+            launched = begin + draw.randrange(10, 150)
+            start_on_device = max(start_on_device, launched) + draw.randrange(40)
+            step.kernel(FLASH, launched, MAIN, start_on_device, start_on_device + draw.randrange(1, 90), 7)
+            step.kernel(NCCL, launched + 1, MAIN, start_on_device + draw.randrange(60), start_on_device + 130, 9)
             start_on_device += 90
     for node, layer in enumerate(reversed(range(4))):
         begin = 1500 + 200 * node
@@ -142,10 +142,10 @@ def random_step(seed: int, named: str) -> Step:
         if draw.random() < 0.8:
             step.arrow((MAIN, 100 + 200 * layer + draw.randrange(10, 150)), (AUTOGRAD, begin + 2))
         for _ in range(2):
-            at = begin + draw.randrange(5, 140)
-            start_on_device = max(start_on_device, at) + draw.randrange(40)
-            step.kernel(FLASH, at, AUTOGRAD, start_on_device, start_on_device + draw.randrange(1, 90), 7)
-            step.kernel(NCCL, at + 1, AUTOGRAD, start_on_device + draw.randrange(60), start_on_device + 130, 9)
+            launched = begin + draw.randrange(5, 140)
+            start_on_device = max(start_on_device, launched) + draw.randrange(40)
+            step.kernel(FLASH, launched, AUTOGRAD, start_on_device, start_on_device + draw.randrange(1, 90), 7)
+            step.kernel(NCCL, launched + 1, AUTOGRAD, start_on_device + draw.randrange(60), start_on_device + 130, 9)
             start_on_device += 90
     # Gradients are reduced after the backward pass, outside of all layers.
     step.kernel(NCCL, 2400, MAIN, start_on_device + 50, start_on_device + 300, 9)
@@ -158,10 +158,10 @@ def test_layers_equal_a_scan_of_the_raw_events(seed, named):
     step = random_step(seed, named)
     expected = brute_force(step.events, "nn.Module: Layer_" if named == "modules" else "model.layers.")
     trace = step.trace()
-    found = layers_of(trace)
-    assert found == {layer: tuple(row) for layer, row in expected.items() if any(row)}
-    assert len(found) == 5
-    assert layers_of(parse_reduced(reduce_trace(trace))) == found
+    layers = layers_of(trace)
+    assert layers == {layer: tuple(row) for layer, row in expected.items() if any(row)}
+    assert len(layers) == 5
+    assert layers_of(parse_reduced(reduce_trace(trace))) == layers
 
 
 def test_the_sums_over_ranks_are_those_of_the_run_also_where_a_rank_names_no_layers():
@@ -220,8 +220,8 @@ def test_the_class_with_the_most_instances_is_the_layer_and_of_several_the_outer
         step.event("python_function", f"nn.Module: Layer_{number}", MAIN, begin + 1, begin + 90)
         step.event("python_function", f"nn.Module: Attention_{number}", MAIN, begin + 5, begin + 60)
         for projection in range(3):
-            at = begin + 60 + 10 * projection
-            step.event("python_function", f"nn.Module: Linear_{3 * number + projection}", MAIN, at, at + 5)
+            begins = begin + 60 + 10 * projection
+            step.event("python_function", f"nn.Module: Linear_{3 * number + projection}", MAIN, begins, begins + 5)
         step.kernel(FLASH, begin + 10, MAIN, begin + 20, begin + 60, 7)
     for stage in range(2):
         step.event("python_function", f"nn.Module: Stage_{stage}", MAIN, 200 * stage, 200 * stage + 199)
