@@ -254,11 +254,11 @@ def device_layers(
             times.add("wire", layer[row], intervals.covered_ns(exposed.wire, start, end))
     row_of = {activity: row for row, activity in enumerate(rows.activity.tolist())} if blocked else {}
     for block in blocked:
-        row = row_of.get(block.activity, NONE)
-        owner = layer[[row]] if row != NONE else np.array([NONE])
+        index = row_of.get(block.activity, NONE)
+        owner = layer[[index]] if index != NONE else np.array([NONE])
         length = np.array([block.time_ns])
         times.add("exposed", owner, length)
-        if row != NONE and in_backward[row]:
+        if index != NONE and in_backward[index]:
             times.add("exposed_backward", owner, length)
         if block.part in ("wait", "wire"):
             times.add(block.part, owner, length)

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 from ringprof.analysis.findings.findings import findings_in_memory
+from ringprof.run import read_run
 from ringprof.scale.pipeline import attribute
-from ringprof.trace.columns import Trace
-from ringprof.trace.kineto import parse_trace
+from ringprof.trace.columns import Ranges, Trace, table_of
+from ringprof.trace.kineto import parse_trace, read_trace
 from ringprof.trace.reduced import parse_reduced, reduce_trace
 from tests.analysis.build import FLASH, NCCL
+from tests.paths import ROOT
 
 MAIN, AUTOGRAD = 100, 101
 WALL = 3000
@@ -279,3 +281,39 @@ def test_only_modules_are_kept_of_python_functions():
     after = step.trace()
     assert np.array_equal(before.modules.start_ns, after.modules.start_ns)
     assert before.names == after.names
+
+
+def with_ranges(trace: Trace, names: list[str]) -> Trace:
+    """Cut the times of a trace's launches into equal ranges of these names, on every thread that launches."""
+    launches, old = trace.launches, trace.annotations
+    edges = np.linspace(launches.start_ns.min() - 1, launches.end_ns.max() + 1, len(names) + 1).astype(np.int64)
+    threads = np.unique(launches.thread)
+    count = len(names) * len(threads)
+    columns = {
+        "start_ns": np.tile(edges[:-1], len(threads)), "end_ns": np.tile(edges[1:], len(threads)),
+        "name": np.tile(np.arange(len(names)) + len(trace.names), len(threads)),
+        "thread": np.repeat(threads, len(names)), "device": np.full(count, -1), "external_id": np.full(count, -1),
+    }  # fmt: skip
+    order = np.argsort(np.append(old.start_ns, columns["start_ns"]), kind="stable")
+    joined = {name: np.append(getattr(old, name), column)[order] for name, column in columns.items()}
+    return msgspec.structs.replace(trace, names=[*trace.names, *names], annotations=table_of(Ranges, joined))
+
+
+@pytest.mark.parametrize("folder", ["waits-copies", "waits-nccl", "h200x8-zigzag-131072"])
+def test_layers_of_real_runs_sum_to_the_run(folder):
+    """Hops by copy engines let the device idle for a peer; that time belongs to the layer of the hop."""
+    paths = sorted((ROOT / "tests/data" / folder).glob("rank*.json.gz"))
+    run = read_run(paths[0].parent / "run.json") if (paths[0].parent / "run.json").exists() else None
+    traces = [with_ranges(read_trace(path), [f"layers.{number}" for number in range(4)]) for path in paths]
+    attribution = attribute(traces, run)
+    plain = attribute([read_trace(path) for path in paths], run)
+    for rank, without in zip(attribution.ranks, plain.ranks, strict=True):
+        assert rank.breakdown == without.breakdown and not without.layers
+        columns = [sum(column) for column in zip(*(row[1:] for row in rank.layers), strict=True)]
+        attention_ns, communication_ns, exposed_ns, _, wait_ns, wire_ns = columns
+        assert (attention_ns, communication_ns) == (rank.breakdown.flash_ns, rank.breakdown.comm_ns)
+        assert exposed_ns == rank.breakdown.exposed_comm_ns
+        assert (wait_ns, wire_ns) == (rank.exposed.wait_ns, rank.exposed.wire_ns)
+        assert len([row for row in rank.layers if row.layer]) >= 2
+    blocked_ns = sum(rank.breakdown.blocked_on_peer_ns for rank in attribution.ranks)
+    assert (blocked_ns > 0) == (folder == "waits-copies")
