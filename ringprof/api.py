@@ -140,6 +140,11 @@ class Analysis:
         return frames.frame_of(self.findings, "collectives")
 
     @frames.documents_columns
+    def layers(self) -> pd.DataFrame:
+        """Return times by layer of the model: one row per rank and layer; empty where the traces name no layers."""
+        return frames.frame_of(self.findings, "layers")
+
+    @frames.documents_columns
     def annotations(self) -> pd.DataFrame:
         """Return the user's annotated ranges: one row per name; empty on CPU."""
         return frames.frame_of(self.findings, "annotations")

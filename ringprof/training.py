@@ -49,6 +49,7 @@ def capture(
     name: str | None = None,
     group: ProcessGroup | DeviceMesh | None = None,
     strategy: Strategy | Sequence[Strategy] | None = None,
+    model: torch.nn.Module | None = None,
     record_shapes: bool = False,
 ) -> AbstractContextManager[None]:
     """Profile a block of your own program on every rank that runs it; see `ringprof.record.capture.capture`.
@@ -60,8 +61,9 @@ def capture(
     from ringprof.record.capture import capture as profile  # here, because it imports torch
 
     return profile(
-        folder, workload, name=name, group=group, strategy=strategy, record_shapes=record_shapes, reduce=reduce_file
-    )
+        folder, workload, name=name, group=group, strategy=strategy, model=model, record_shapes=record_shapes,
+        reduce=reduce_file,
+    )  # fmt: skip
 
 
 def check(

@@ -15,7 +15,7 @@ from ringprof.common.json_object import JsonObject
 from ringprof.errors import RingprofError, UnknownStrategyError, UnsupportedWorkloadError, nearest
 from ringprof.prediction.calibration import Calibration
 from ringprof.prediction.network import Cluster
-from ringprof.prediction.predict import PredictionResult, ScheduleOf, predict, prediction_dict
+from ringprof.prediction.predict import PredictionResult, ScheduleOf, predict, prediction_dict, warnings_of
 from ringprof.prediction.query import Query
 from ringprof.run import Workload
 from ringprof.scale.workers import Notify, ignore_progress
@@ -343,6 +343,7 @@ def advice_dict(advice: Advice) -> JsonObject:
     return {
         "schema": _SCHEMA,
         "predicted": True,
+        "warnings": [warning._asdict() for warning in warnings_of(advice.first.prediction)],
         "choices": [
             {
                 "label": choice.label, "probability_best": round(choice.best, 4), "on_front": choice.on_front,

@@ -23,6 +23,8 @@ from ringprof.record.dryrun.schedule import CommStart
 
 MESSAGE_BYTES_PER_CHANNEL = 16 << 20
 NIC_GB_S_PER_CHANNEL = 14
+GPUS_PER_SWITCH = 8
+"""Largest number of GPUs per node that calibrations are measured on: rates in larger nodes are assumed to be equal."""
 RANKS_PER_NODE = 8
 """Number of ranks that NCCL 2.29 assumes per host when it counts hosts."""
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median, pstdev, pvariance
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,10 +21,11 @@ from ringprof.prediction.host_model import host_ns, times_us
 from ringprof.prediction.kernel_model import OutsideCalibration
 from ringprof.prediction.lognormal import NO_TIME, Lognormal, MaxLognormal
 from ringprof.prediction.machine import LIKELIEST, CalibratedMachine, Curves, Draw, curves_of
-from ringprof.prediction.network import Cluster, Links
+from ringprof.prediction.network import GPUS_PER_SWITCH, Cluster, Links
 from ringprof.prediction.query import Query
 from ringprof.prediction.simulator import Timeline, simulate
 from ringprof.record.dryrun.schedule import AttentionOp, CommStart, CommWait, MemoryOp, Op, Program, Schedule
+from ringprof.report.text import binary_size
 
 _SCHEMA = "ringprof.prediction/1"
 MAX_SIMULATED_RANKS = 64
@@ -92,6 +94,11 @@ class PredictionResult:
     @property
     def median_ns(self) -> float:
         return self.time.median_ns
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak memory fits into a GPU."""
+        return self.peak_bytes <= self.machine.memory_bytes
 
     @property
     def host_bound(self) -> bool:
@@ -337,9 +344,11 @@ def _variances(
 
 
 def _resized(cluster: Cluster, ranks: int) -> Cluster:
-    """Return the cluster with about ``ranks`` ranks: fewer hosts, or fewer GPUs if there is only one host."""
+    """Return the cluster with about ``ranks`` ranks: fewer hosts, or fewer GPUs per host if hosts are few or large."""
     if cluster.hosts == 1:
         return replace(cluster, gpus_per_host=ranks)
+    if cluster.gpus_per_host > SMALL_RANKS:
+        return replace(cluster, hosts=2, gpus_per_host=ranks // 2)
     return replace(cluster, hosts=max(ranks // cluster.gpus_per_host, ranks // SMALL_RANKS * 2))
 
 
@@ -382,6 +391,33 @@ def _extrapolate(
     )  # fmt: skip
 
 
+# --- what to know about it ---------------------------------------------------------------------------
+
+
+class PredictionWarning(NamedTuple):
+    """Reason to distrust a prediction, or not to run it."""
+
+    code: str
+    """``does_not_fit`` or ``larger_node``."""
+    message: str
+
+
+def warnings_of(prediction: PredictionResult) -> list[PredictionWarning]:
+    """Return what is wrong with a prediction: more memory than a GPU has, and nodes larger than any measured one."""
+    machine, warnings = prediction.machine, []
+    if not prediction.fits:
+        message = f"this does not fit: a GPU has {binary_size(machine.memory_bytes)}"
+        warnings.append(PredictionWarning("does_not_fit", message))
+    gpus = prediction.query.cluster.gpus_per_host
+    if gpus > GPUS_PER_SWITCH:
+        message = (
+            f"nodes of {gpus} GPUs are predicted with the rates of nodes of {GPUS_PER_SWITCH}, which machine"
+            f" {machine.name!r} was measured on: its links inside a node are assumed for a larger switch"
+        )
+        warnings.append(PredictionWarning("larger_node", message))
+    return warnings
+
+
 # --- what it rests on -------------------------------------------------------------------------------
 
 
@@ -421,6 +457,9 @@ def prediction_dict(prediction: PredictionResult, *, whole: bool = True) -> Json
         "schema": _SCHEMA,
         "predicted": True,
         "evidence": prediction.evidence,
+        "warnings": [warning._asdict() for warning in warnings_of(prediction)],
+        "fits": prediction.fits,
+        "device_memory_mib": round(prediction.machine.memory_bytes / 2**20, 1),
         "inputs": [{"name": name, **msgspec.to_builtins(value)} for name, value in inputs(prediction).items()],
     }
     figures = {

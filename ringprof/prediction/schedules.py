@@ -158,12 +158,16 @@ def _stand_in_params(query: Query, workload: Workload, cluster: Cluster) -> Json
 
 
 def _instantiate(query: Query, cluster: Cluster, params: JsonObject) -> tuple[JsonObject, dict[str, int]]:
-    """Return the parameters that a strategy resolves on a cluster, and how its channels lie over the hosts."""
+    """Return the parameters that a strategy resolves on a cluster, and how its channels lie over the hosts.
+
+    The latter is the number of a channel's members on one host, with one number for all of a host whatever its size.
+    """
     network = DryRunNetwork(Recorder())
     comm = dry_run_communicator(network.connect, 0, cluster.size, cluster.gpus_per_host, query.hops)
     with strategy_errors():
         instance = load_strategy(query.strategy)(Context(comm, query.kernel), **params)
-    return instance.parameters, network.spread
+    whole_host = cluster.gpus_per_host
+    return instance.parameters, {name: -1 if count == whole_host else count for name, count in network.spread.items()}
 
 
 class ScheduleCache:

@@ -11,9 +11,11 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice
-from typing import Any
+from functools import lru_cache
+from itertools import islice, product
+from typing import Any, Literal
 
 import msgspec
 
@@ -23,9 +25,12 @@ from ringprof.common.json_object import Params, json_text
 from ringprof.common.validation import whole
 from ringprof.errors import InputError, RingprofError
 from ringprof.prediction.calibration import Calibration
+from ringprof.prediction.kernel_model import OutsideCalibration
+from ringprof.prediction.machine import Curves, curves_of
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import ScheduleOf, predict
 from ringprof.prediction.query import Query
+from ringprof.record.dryrun.schedule import AttentionOp
 from ringprof.report.text import TextStyle, clean
 from ringprof.run import Workload
 from ringprof.scale.workers import Notify, ignore_progress
@@ -35,7 +40,7 @@ from ringprof.workload.devices import device_named, peak_of
 _SCHEMA = "ringprof.check/1"
 _MOST_ROWS = 20_000
 SLACK = 1.05
-"""Factor by which a rate may exceed the best one that was measured of a kernel."""
+"""Factor by which a rate may exceed a kernel's best at any length."""
 _LENGTH_TOLERANCE = 0.25
 """Largest relative difference at which a time is attributed to another sequence length."""
 _NUMBER = re.compile(r"[0-9]{1,18}(\.[0-9]{0,18})?([eE][+-]?[0-9]{1,2})?")
@@ -288,12 +293,35 @@ def _flag_impossible_rates(row: _Measurement, machine: Calibration) -> list[tupl
         return [("above_peak", f"{row.tflops:.0f} TFLOP/s per GPU, the device's peak is {peak.tflops:.0f}")]
     kernel_name = row.query.kernel if row.query else "auto"
     kernels = [kernel for kernel in machine.kernels if kernel.name == kernel_name] or machine.kernels
-    phases = {"fwd": ("forward",), "bwd": ("backward",)}.get(row.part, ("forward", "backward"))
-    rates = (sample.tflops for kernel in kernels for sample in kernel.samples if sample.phase in phases)
-    best = max(rates, default=float("inf"))
-    if row.tflops > SLACK * best:
+    phases = _PHASES.get(row.part, ("forward", "backward"))
+    curves = [curves_of(machine, kernel.name) for kernel in kernels]
+    best = max((_best_tflops(curve, phase) for curve in curves for phase in phases), default=0.0)
+    if best and row.tflops > SLACK * best:
         return [("above_kernel", f"{row.tflops:.0f} TFLOP/s per GPU, the kernel alone reaches {best:.0f} at its best")]
     return []
+
+
+Phase = Literal["forward", "backward"]
+_PHASES: Mapping[str, tuple[Phase, ...]] = {"fwd": ("forward",), "bwd": ("backward",)}
+_LENGTHS = tuple(2**octave for octave in range(12, 21))
+"""Lengths of square blocks at which a kernel's curve is evaluated: beyond the longest, rates no longer grow."""
+
+
+@lru_cache(maxsize=16)
+def _best_tflops(curves: Curves, phase: Phase) -> float:
+    """Return a kernel's best rate in TFLOP/s at any length: of its samples, or of its curve; 0 without samples."""
+    samples = [sample for sample in curves.kernel.samples if sample.phase == phase]
+    rates = [sample.tflops for sample in samples]
+    heads = {(sample.head_dim, sample.heads, sample.kv_heads) for sample in samples if sample.pairs is None}
+    for (head_dim, heads_q, kv_heads), causal, tokens in product(heads, (True, False), _LENGTHS):
+        block = AttentionOp(
+            label="", phase=phase, batch=1, q=tokens, kv=tokens, heads=heads_q, kv_heads=kv_heads, head_dim=head_dim,
+            causal=causal,
+        )  # fmt: skip
+        # A length that no sample is near to has no estimate.
+        with suppress(OutsideCalibration):
+            rates.append(block.flops() / curves.estimate(block).ns / 1e3)
+    return max(rates, default=0.0)
 
 
 def _flag_other_length(

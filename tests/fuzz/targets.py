@@ -47,6 +47,7 @@ def report_of(trace: Trace, run: Run | None = None) -> None:
     parts = times.compute_ns + times.exposed_comm_ns + times.exposed_memory_ns
     parts += times.exposed_other_groups_ns + times.idle_ns + times.background_ns
     assert parts == times.wall_ns, (parts, times.wall_ns)
+    assert not rank.layers or sum(row.exposed_ns for row in rank.layers) == times.exposed_comm_ns
     report = as_json.as_dict(findings_in_memory(attribution), source="trace", paths=["rank0.json"])
     json.loads(json_text(report))
 
