@@ -315,8 +315,8 @@ class CallComparison:
         numbers = self._words[self._numbers_from : -1].tolist()
         for number in range(min(numbers), max(numbers) - _HISTORY, -1):
             row = self._row(number)
-            made = all(word >> _NUMBER_FROM == number % 2**32 for word in row)
-            if not made or len(set(row)) == 1 or not any(word & _PASSES for word in row):
+            is_there = all(word >> _NUMBER_FROM == number % 2**32 for word in row)
+            if not is_there or len(set(row)) == 1 or not any(word & _PASSES for word in row):
                 break
             refused = number
         return int(refused)

@@ -96,7 +96,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 
 def loops(rank: int, device: str, dtype: torch.dtype) -> dict[str, ModelCheck]:
     if device == "cpu":
-        torchs_ring.custom_ops |= dict.fromkeys(ON_CPU, ring_on_cpu)
+        handlers: dict[Any, Any] = dict.fromkeys(ON_CPU, ring_on_cpu)
+        torchs_ring.custom_ops |= handlers
     checks = {"right": in_torch_cp(device, dtype)}
     return checks | {name: in_torch_cp(device, dtype, **options) for name, (options, _) in MISTAKES.items()}
 
@@ -108,10 +109,10 @@ ON_CPU = [
 """Operators that torch's context parallelism does not replace, as it does those of GPUs."""
 
 
-def ring_on_cpu(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def ring_on_cpu(op: Any, args: Any, kwargs: dict[str, Any]) -> object:
     """Send one of `ON_CPU` through torch's ring."""
     mesh = next(x for x in args if isinstance(x, DTensor)).device_mesh
-    local = [x.to_local() if isinstance(x, DTensor) else x for x in args]
+    local: list[Any] = [x.to_local() if isinstance(x, DTensor) else x for x in args]
     if op is ON_CPU[0]:
         q, k, v, _, causal = local
         results = torchs_ring._templated_ring_attention(
