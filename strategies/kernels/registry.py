@@ -106,4 +106,7 @@ def reason_against(
     for feature, required in wants.items():
         if required and not supported[feature]:
             return _LACKS[feature]
-    return kernel.why_unsupported(device, dtype, head_dim)
+    reason = kernel.why_unsupported(device, dtype, head_dim)
+    if reason is None and wants.get("softcap") and not kernel.build_takes_softcap(device):
+        return _LACKS["softcap"]
+    return reason

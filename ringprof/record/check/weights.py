@@ -277,12 +277,15 @@ class _ScoreFit:
             all_scores = torch.where(self.shown, all_scores, hidden_scores(all_scores))
             seen = ~unseen
         by_rank = self.holder == torch.arange(self.holder_one_hot.shape[1], device=self.holder.device)[:, None]
-        lses = all_scores[:, :, None].masked_fill(~(seen[:, None] & by_rank), -torch.inf).logsumexp(3)
+        scores_by_rank = all_scores[:, :, None].masked_fill(~(seen[:, None] & by_rank), -torch.inf)
+        lses = scores_by_rank.logsumexp(3)
         sums = {AFTER_SOFTMAX: all_scores.logsumexp(2)}
         if unseen.any():
             sums[ZERO_V] = all_scores.masked_fill(~(seen | unseen), -torch.inf).logsumexp(2)
             sums[ZERO_K_AND_V] = (lses.logsumexp(2).exp() + unseen.sum(1)).log()
-        mistake = merge_mistake(log_factors, lses, self.key_count > 0.5, self.own_rank, sums)
+        mistake = merge_mistake(
+            log_factors, lses, scores_by_rank.amax(3), self.key_count > 0.5, self.own_rank, sums
+        )  # fmt: skip
         # Where keys are not seen, a rank's keys may have come twice, in the place of these: no mistake of the merge.
         if unseen.any() and mistake.startswith(PARTIAL_OUTPUTS):
             return _Fit(scale=slope, heads=heads)
