@@ -2,8 +2,8 @@
 
     python benchmarks/prediction.py [PART...]
 
-Parts: shapes, host, later, masks, other_heads, h100_shapes, h100_masks, grid, grid_host, runs, strategies, lengths,
-eight, replays, h100, a800.
+Parts: shapes, host, later, masks, other_heads, h100_shapes, h100_masks, h200_later, grid, grid_host, runs, strategies,
+lengths, eight, replays, h100, a800.
 The first two are the runs of benchmarks/data/h200_shapes.csv (recorded by benchmarks/prediction_truth.py), of shapes
 that no committed run has. later and masks are those of h200_shapes_2.csv. grid and grid_host are the cells of
 h200_grid.csv (benchmarks/strategy_speed.py, zigzag on 4 H200). h100 and a800 are the published rows of attention.csv.
@@ -168,6 +168,11 @@ def h100_shapes() -> Iterator[Score]:
 def h100_masks() -> Iterator[Score]:
     """Score packed documents and windows with flash-attn 3 in the same session."""
     yield from _predicted_shapes((shape for shape in recorded_shapes("h100_shapes.csv") if not shape.plain), "h100")
+
+
+def h200_later() -> Iterator[Score]:
+    """Score runs on 2 H200 of 2026-11-26, most with flash-attn 3, by the bundled h200, which none of them has entered."""
+    yield from _predicted_shapes(recorded_shapes("h200_shapes_6.csv"))
 
 
 def other_heads() -> Iterator[Score]:
@@ -383,7 +388,8 @@ def ranking(scores: Sequence[Score], slack: float = 0.03) -> tuple[int, int]:
 
 PARTS: dict[str, Callable[[], Iterator[Score]]] = {
     "shapes": shapes, "short": short, "host": host, "host_elsewhere": host_elsewhere, "later": later, "last": last,
-    "masks": masks, "other_heads": other_heads, "grid": grid, "grid_host": grid_host, "runs": runs,
+    "masks": masks, "other_heads": other_heads, "h100_shapes": h100_shapes, "h100_masks": h100_masks,
+    "h200_later": h200_later, "grid": grid, "grid_host": grid_host, "runs": runs,
     "strategies": strategies, "lengths": lengths, "eight": eight,
     "replays": replays, "h100": h100, "a800": a800,
 }  # fmt: skip

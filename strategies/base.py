@@ -139,8 +139,8 @@ class Rows:
 class AttentionCall:
     """One call of `Strategy.attention`: its kernel, scale and mask, and the computation of its blocks.
 
-    Heads of v that are smaller than those of q and k are padded with zeros only for the kernel. They travel, and are
-    merged, without padding.
+    Heads of v that are smaller than those of q and k are padded with zeros only for kernels that do not take them.
+    They travel, and are merged, without padding.
     """
 
     kernel: Kernel
@@ -170,7 +170,7 @@ class AttentionCall:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """Compute the output and LSE of the block's queries over the block's keys alone."""
         k, v = part(k, block.kv), part(v, block.kv)
-        missing = k.shape[-1] - v.shape[-1]
+        missing = self._v_padding(k, v)
         out, lse = self.kernel.forward(
             part(q, block.q), k, pad(v, (0, missing)) if missing else v, scale=self.scale, causal=block.causal,
             parts=block.parts,
@@ -193,10 +193,15 @@ class AttentionCall:
             into=(part(dq, block.q), part(dk, block.kv), part(dv, block.kv)),
         )  # fmt: skip
 
+    def _v_padding(self, k: Tensor, v: Tensor) -> int:
+        """Return by how much the kernel needs the heads of ``v`` padded."""
+        missing = k.shape[-1] - v.shape[-1]
+        return 0 if not missing or self.kernel.takes_v_head_dim(k.shape[-1], v.shape[-1]) else missing
+
     def backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, block: Block) -> Gradients:
         """Compute dq of the block's queries, and dk and dv of the block's keys."""
         k, v = part(k, block.kv), part(v, block.kv)
-        missing = k.shape[-1] - v.shape[-1]
+        missing = self._v_padding(k, v)
         rows = (rows.pad_heads(k.shape[-1]) if missing else rows).select(block.q, dense=self.kernel.dense_rows)
         dq, dk, dv = self.kernel.backward(
             rows.dout, part(q, block.q), k, pad(v, (0, missing)) if missing else v, rows.lse, out=rows.out,
@@ -370,7 +375,7 @@ class Strategy(Expectations, ABC):
         q is (B, S/N, H, D), k and v are (B, S/N, Hkv, D), sharded by `shard`. Returns out (B, S/N, H, D), or (out, lse)
         with lse (B, H, S/N) in float32. Raises `Unsupported` for shapes, types and options that the strategy does not
         support. Heads of v may be smaller (MLA): they travel without padding, but a block's work is that of the larger
-        size. Under autocast q, k and v are cast as `scaled_dot_product_attention` casts them.
+        size unless the kernel takes both. Under autocast q, k and v are cast as `scaled_dot_product_attention` does it.
 
         * ``documents``, or ``cu_seqlens`` as in flash-attn: cumulative lengths, from 0 to S, of the documents that
           every batch entry packs. Tokens see only their own document. A tensor on a GPU makes the host wait for it.
@@ -538,7 +543,7 @@ class Strategy(Expectations, ABC):
         """
         # Two halves, whose gradients one set of tensors holds, overlap the first hop and the last; no sum joins them.
         halves = self.split_in_place(call, q, k, v) if gradient_ring.single_last_hop else []
-        own = (torch.empty_like(q), *allocate_adjacent(k)) if halves else None
+        own = (torch.empty_like(q), *allocate_adjacent(k, v)) if halves else None
         first_block, held_back = (halves[0], halves[1:]) if halves else self.split_local_block(call, q, k)
         dq = Sum(q, 2 if held_back and own is None else self.ring_size)
         local_dq: list[tuple[slice, Tensor]] = []
@@ -591,7 +596,8 @@ class Strategy(Expectations, ABC):
 
         It needs a kernel that writes into views, and a last hop that takes longer than another kernel call.
         """
-        if not call.kernel.writes_into or self.ring_size == 1 or k.shape != v.shape or not q.is_contiguous():
+        padded = not call.kernel.takes_v_head_dim(k.shape[-1], v.shape[-1])
+        if not call.kernel.writes_into or self.ring_size == 1 or padded or not q.is_contiguous():
             return []
         routing = self.routing(call)
         if not self.overlaps_last_hop(k if routing is None else k.narrow(1, 0, min(routing.rows, k.shape[1]))):

@@ -44,7 +44,7 @@ class FlashAttnKernel(VarlenKernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
         out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
     ) -> Gradients:  # fmt: skip
-        dk, dv = allocate_adjacent(k)
+        dk, dv = allocate_adjacent(k, v)
         dq, *_ = _flash_attn().bwd(
             dout, q, k, v, out, lse, None, dk, dv, None, 0.0, scale, causal, -1, -1, self.softcap, self.deterministic,
             None, None,
