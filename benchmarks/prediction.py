@@ -310,6 +310,10 @@ def replays() -> Iterator[Score]:
         )  # fmt: skip
 
 
+FITTED_ROWS = {"V0109": "NIC of a800", **dict.fromkeys(("V1001", "V1021", "V1041", "V1061"), "kernel of b200")}
+"""Published rows that a bundled machine was fitted to, and which of its figures they are; they are not scored."""
+
+
 def h100(*ids: str) -> Iterator[Score]:
     """Score published cells of MagiAttention on 8 to 64 H100, for the strategies that ringprof has."""
     yield from _published("H100", "h100", Cluster(nic_gbit=400.0), ids)
@@ -326,8 +330,12 @@ def a800(*ids: str) -> Iterator[Score]:
 
 
 def _published(hardware: str, machine: str, cluster: Cluster, ids: Sequence[str]) -> Iterator[Score]:
-    """Yield the rows of ``ids``, or all of the hardware."""
-    chosen = [row for row in rows() if row["hardware"].startswith(hardware) and (not ids or row["id"] in ids)]
+    """Yield the rows of ``ids``, or all of the hardware, except those that its machine was fitted to."""
+    chosen = [
+        row
+        for row in rows()
+        if row["hardware"].startswith(hardware) and row["id"] not in FITTED_ROWS and (not ids or row["id"] in ids)
+    ]
     for checked in check_rows(chosen, read_calibration(machine), schedule_of, cluster):
         if checked.predicted_ms and checked.row.measured_ms:
             low, median_ms, high = checked.predicted_ms
@@ -422,7 +430,7 @@ FITTED = {
     "eight": "the committed runs of 4 GPUs",
     "replays": "the run itself: its own blocks and hops",
     "h100": "the bundled h100: curves of calibrate on 2 H100, links published or as on H200; none of these rows",
-    "b200": "the bundled b200: published curves of single kernels, all else scaled from H200; none of these rows",
+    "b200": "the bundled b200: kernel from published curves and V1001, V1021, V1041, V1061; all else scaled from H200",
     "a800": "the bundled a800: kernel from the table beside V0135, NIC from V0109; no other row",
 }  # fmt: skip
 """What the machine that predicts a part was fitted to, and whether rows that are scored are among it."""
