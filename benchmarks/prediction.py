@@ -1,13 +1,13 @@
 """Every error of a prediction against a measurement, with its sign: predicted over measured, minus 1.
 
-    python benchmarks/prediction.py [PART...]
+    python benchmarks/prediction.py [PART...]              # every row, then the errors by family, machine and pass
+    python benchmarks/prediction.py --csv FILE [PART...]   # the rows as a table, which scripts/scoreboard.py reads
 
-Parts: shapes, host, later, masks, other_heads, h100_shapes, h100_masks, h200_later, grid, grid_host, runs, strategies,
-lengths, eight, replays, h100, a800.
+Parts are the keys of `PARTS`; each prints what the machine that predicts it was fitted to (`FITTED`).
 The first two are the runs of benchmarks/data/h200_shapes.csv (recorded by benchmarks/prediction_truth.py), of shapes
 that no committed run has. later and masks are those of h200_shapes_2.csv. grid and grid_host are the cells of
-h200_grid.csv (benchmarks/strategy_speed.py, zigzag on 4 H200). h100 and a800 are the published rows of attention.csv.
-All others are the committed runs. docs/prediction.md says what was fitted to which rows.
+h200_grid.csv (benchmarks/strategy_speed.py, zigzag on 4 H200). h100, b200 and a800 are the published rows of
+attention.csv. All others are the committed runs.
 """
 
 from __future__ import annotations
@@ -49,10 +49,21 @@ class Score:
     """Lower end of the 80 % interval; ``high`` is its upper end."""
     high: float | None = None
     prediction: PredictionResult | None = None
+    family: str = ""
+    """Name of the strategy; ``machine`` is the name of the machine that predicts it."""
+    machine: str = ""
+    part: str = ""
+    """Pass that was timed: ``fwd``, ``bwd`` or ``fwd+bwd``."""
+    hosts: int = 1
 
     @property
     def error(self) -> float:
         return self.predicted / self.measured - 1
+
+    @property
+    def group(self) -> tuple[str, str, str]:
+        """Family, machine and pass, by which errors are summarised."""
+        return self.family, self.machine, self.part
 
     @property
     def inside(self) -> bool | None:
@@ -236,7 +247,11 @@ def measured_ms(run: Run) -> float:
 
 def scored(name: str, measured: float, prediction: PredictionResult) -> Score:
     low, median_ms, high = prediction.interval_ms
-    return Score(name, measured, median_ms, low, high, prediction)
+    query = prediction.query
+    return Score(
+        name, measured, median_ms, low, high, prediction, query.strategy, prediction.machine.name,
+        "fwd+bwd" if query.workload.backward else "fwd", query.cluster.hosts,
+    )  # fmt: skip
 
 
 def from_others(name: str, others: Sequence[Observed]) -> Score:
@@ -293,12 +308,25 @@ def replays() -> Iterator[Score]:
     machine = calibrate_from(list(observed().values()), base())
     for name, run in observed().items():
         replay = what_if(run, machine, Changes())
-        yield Score(name, replay.recorded_ns / 1e6, replay.replayed_ns / 1e6)
+        assert run.run.strategy is not None
+        yield Score(
+            name, replay.recorded_ns / 1e6, replay.replayed_ns / 1e6, family=run.run.strategy.name,
+            machine=machine.name, part="fwd+bwd", hosts=run.links.cluster.hosts,
+        )  # fmt: skip
+
+
+FITTED_ROWS = {"V0109": "NIC of a800", **dict.fromkeys(("V1001", "V1021", "V1041", "V1061"), "kernel of b200")}
+"""Published rows that a bundled machine was fitted to, and which of its figures they are; they are not scored."""
 
 
 def h100(*ids: str) -> Iterator[Score]:
-    """Score published multi-host cells of MagiAttention on H100, for the strategies that ringprof has."""
+    """Score published cells of MagiAttention on 8 to 64 H100, for the strategies that ringprof has."""
     yield from _published("H100", "h100", Cluster(nic_gbit=400.0), ids)
+
+
+def b200(*ids: str) -> Iterator[Score]:
+    """Score published cells of MagiAttention on 8 to 64 B200, for the strategies that ringprof has."""
+    yield from _published("B200", "b200", Cluster(nic_gbit=400.0), ids)
 
 
 def a800(*ids: str) -> Iterator[Score]:
@@ -307,21 +335,21 @@ def a800(*ids: str) -> Iterator[Score]:
 
 
 def _published(hardware: str, machine: str, cluster: Cluster, ids: Sequence[str]) -> Iterator[Score]:
-    """Yield rows on several hosts: those of ``ids``, or all."""
-    chosen = [row for row in rows() if row["hardware"].startswith(hardware) and int(row["hosts"]) > 1]
-    chosen = [row for row in chosen if not ids or row["id"] in ids]
+    """Yield the rows of ``ids``, or all of the hardware, except those that its machine was fitted to."""
+    chosen = [
+        row
+        for row in rows()
+        if row["hardware"].startswith(hardware) and row["id"] not in FITTED_ROWS and (not ids or row["id"] in ids)
+    ]
     for checked in check_rows(chosen, read_calibration(machine), schedule_of, cluster):
         if checked.predicted_ms and checked.row.measured_ms:
             low, median_ms, high = checked.predicted_ms
             row = chosen[checked.row.number - 2]
             name = f"{row['id']} {row['strategy']} {row['n_gpus']} {row['seq_global']} {row['pass']}"
             yield Score(
-                f"{name} {'causal' if row['causal'] == 'True' else 'full'}",
-                checked.row.measured_ms,
-                median_ms,
-                low,
-                high,
-            )
+                f"{name} {'causal' if row['causal'] == 'True' else 'full'}", checked.row.measured_ms, median_ms, low,
+                high, family=row["strategy"], machine=machine, part=row["pass"], hosts=int(row["hosts"]),
+            )  # fmt: skip
 
 
 @cache
@@ -389,28 +417,89 @@ def ranking(scores: Sequence[Score], slack: float = 0.03) -> tuple[int, int]:
 PARTS: dict[str, Callable[[], Iterator[Score]]] = {
     "shapes": shapes, "short": short, "host": host, "host_elsewhere": host_elsewhere, "later": later, "last": last,
     "masks": masks, "other_heads": other_heads, "h100_shapes": h100_shapes, "h100_masks": h100_masks,
-    "h200_later": h200_later, "grid": grid, "grid_host": grid_host, "runs": runs,
-    "strategies": strategies, "lengths": lengths, "eight": eight,
-    "replays": replays, "h100": h100, "a800": a800,
+    "h200_later": h200_later, "grid": grid, "grid_host": grid_host, "runs": runs, "strategies": strategies,
+    "lengths": lengths, "eight": eight, "replays": replays, "h100": h100, "b200": b200, "a800": a800,
 }  # fmt: skip
+
+_H200 = "the bundled h200: curves of the committed runs and of calibrate; none of these rows, except for the width"
+_H100 = "the bundled h100: curves of calibrate in the same session; none of these rows"
+FITTED = {
+    **dict.fromkeys(("shapes", "short", "host_elsewhere", "later", "last", "grid", "grid_host"), f"{_H200} (margins)"),
+    "host": f"{_H200} (margins); host times of other passes on this host",
+    "masks": f"{_H200}; curves of documents and windows of the same session",
+    "other_heads": f"{_H200}; curves of these head sizes of the same session",
+    "h100_shapes": _H100, "h100_masks": _H100,
+    "h200_later": "the bundled h200: flash-attn 3's curves derived from H100; none of these rows",
+    "runs": "the committed runs, without the one that is scored",
+    "strategies": "the committed runs of other strategies",
+    "lengths": "the committed runs of other lengths",
+    "eight": "the committed runs of 4 GPUs",
+    "replays": "the run itself: its own blocks and hops",
+    "h100": "the bundled h100: curves of calibrate on 2 H100, links published or as on H200; none of these rows",
+    "b200": "the bundled b200: kernel from published curves and V1001, V1021, V1041, V1061; all else scaled from H200",
+    "a800": "the bundled a800: kernel from the table beside V0135, NIC from V0109; no other row",
+}  # fmt: skip
+"""What the machine that predicts a part was fitted to, and whether rows that are scored are among it."""
 
 
 def show(name: str, scores: Sequence[Score]) -> None:
-    print(f"\n{name}: {(PARTS[name].__doc__ or '').splitlines()[0]}")
+    print(f"\n{name}: {(PARTS[name].__doc__ or '').splitlines()[0]}\n  fitted to: {FITTED[name]}")
     for score in scores:
         position = {True: "inside", False: "outside", None: ""}[score.inside]
         times = f"{score.measured:12.2f} ms {score.predicted:12.2f}"
         print(f"  {score.name:48} {times} {100 * score.error:+7.1f} %  {position}")
-    errors = [100 * score.error for score in scores]
-    flags = [score.inside for score in scores if score.inside is not None]
-    mean, bias = sum(map(abs, errors)) / len(errors), sum(errors) / len(errors)
-    print(f"  {len(scores)}: mean error {mean:.2f} %, most {max(map(abs, errors)):.1f} %, bias {bias:+.2f} %", end="")
-    print(f", {100 * sum(flags) / len(flags):.0f} % inside the 80 % interval" if flags else "")
-    if name == "h100":
+    print(f"  {summary(scores)}")
+    if name in ("h100", "b200"):
         good, cells = ranking(scores)
         print(f"  the best, or one within 3 % of it, is chosen in {good} of {cells} cells")
 
 
+def summary(scores: Sequence[Score]) -> str:
+    """Return number, mean error, bias, range and coverage of some scores in one line."""
+    errors = [100 * score.error for score in scores]
+    flags = [score.inside for score in scores if score.inside is not None]
+    mean, bias = sum(map(abs, errors)) / len(errors), sum(errors) / len(errors)
+    inside_text = f", {100 * sum(flags) / len(flags):.0f} % inside the 80 % interval" if flags else ""
+    return (
+        f"{len(scores):3}: mean error {mean:5.2f} %, bias {bias:+6.2f} %, {min(errors):+6.1f} to {max(errors):+6.1f} %"
+        f"{inside_text}"
+    )
+
+
+def show_groups(scores: Sequence[Score]) -> None:
+    """Print the errors by family, machine and pass."""
+    groups: dict[tuple[str, ...], list[Score]] = {}
+    for score in scores:
+        groups.setdefault(score.group, []).append(score)
+    print("\nby family, machine and pass:")
+    for (family, machine, part), members in sorted(groups.items()):
+        print(f"  {family:12} {machine:5} {part:8} {summary(members)}")
+
+
+COLUMNS = ("part", "name", "family", "machine", "pass", "hosts", "measured_ms", "predicted_ms", "low_ms", "high_ms")
+
+
+def write_csv(path: str, scores_by_part: dict[str, list[Score]]) -> None:
+    """Write every score as a row of a table."""
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for part, scores in scores_by_part.items():
+            for score in scores:
+                times = (score.measured, score.predicted, score.low, score.high)
+                writer.writerow([part, score.name, *score.group, score.hosts, *(t and f"{t:.5g}" for t in times)])
+
+
+def main(arguments: Sequence[str]) -> None:
+    path, parts = (arguments[1], arguments[2:]) if arguments[:1] == ["--csv"] else ("", arguments)
+    scores_by_part = {}
+    for part in parts or PARTS:
+        scores_by_part[part] = list(PARTS[part]())
+        show(part, scores_by_part[part])
+    show_groups([score for part, scores in scores_by_part.items() if part != "replays" for score in scores])
+    if path:
+        write_csv(path, scores_by_part)
+
+
 if __name__ == "__main__":
-    for part in sys.argv[1:] or PARTS:
-        show(part, list(PARTS[part]()))
+    main(sys.argv[1:])

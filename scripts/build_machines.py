@@ -34,7 +34,12 @@ from ringprof.prediction.calibration import (
 )
 from ringprof.prediction.fit import calibrate_from, observed_run
 from ringprof.prediction.host_model import fit_host_times
+from ringprof.prediction.network import Cluster
+from ringprof.prediction.predict import predict
+from ringprof.prediction.query import Query
 from ringprof.prediction.rates import with_rates
+from ringprof.prediction.schedules import schedule_of
+from ringprof.run import Workload
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "benchmarks" / "data"
@@ -302,6 +307,40 @@ def published(name: str, device: str, hardware: str, multiprocessors: int, memor
     )  # fmt: skip
 
 
+B200_ROWS = ("V1001", "V1021", "V1041", "V1061")
+"""Ulysses on 8 B200, full and causal, forward and backward: the rows that tell what a published kernel does in runs.
+
+Standalone figures of one device are 10 % above runs in the forward pass, and 8 % below them in the backward pass.
+"""
+
+
+def b200() -> Calibration:
+    """Return the B200: published figures of kernels alone, and of both passes in runs (`B200_ROWS`)."""
+    machine = published("b200", "NVIDIA B200", "B200", 148, 180 << 30)
+    rows = [row for row in _rows("attention.csv") if row["id"] in B200_ROWS]
+    samples = [_sample_of_ulysses(row, machine) for row in rows]
+    kernels = [
+        msgspec.structs.replace(kernel, samples=[*kernel.samples, *samples]) if kernel.name == "cudnn" else kernel
+        for kernel in machine.kernels
+    ]
+    return msgspec.structs.replace(machine, created="2026-11-26", kernels=kernels)
+
+
+def _sample_of_ulysses(row: dict[str, str], machine: Calibration) -> KernelSample:
+    """Return the kernel's part of a published pass: what is left after the predicted time of everything else."""
+    seq, heads, kv_heads, ranks = (int(row[name]) for name in ("seq_global", "heads", "kv_heads", "n_gpus"))
+    causal, phase = row["causal"] == "True", "forward" if row["pass"] == "fwd" else "backward"
+    workload = Workload(seq=seq, heads=heads, kv_heads=kv_heads, head_dim=128, causal=causal)
+    breakdown = predict(Query("ulysses", workload, Cluster(1, ranks), "cudnn"), machine, schedule_of).breakdown
+    rest_ns = sum(ns for part, ns in getattr(breakdown, phase).items() if part != "kernel")
+    flops = (4 if phase == "forward" else 10) * seq * seq / (2 if causal else 1) * heads * 128
+    ns = flops / ranks / float(row["tflops_per_gpu_printed"]) / 1e3 - rest_ns
+    return KernelSample(
+        phase=phase, q=seq, kv=seq, heads=heads // ranks, kv_heads=kv_heads // ranks, head_dim=128, causal=causal,
+        ns=ns, spread=0.03, origin="published", source=f"attention.csv, {row['id']}: Ulysses on {ranks} B200",
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
 def a800() -> Calibration:
     """Build the A800: its kernel from the table beside row V0135, its NIC from row V0109's flat ring, NVLink by data
     sheet."""
@@ -398,7 +437,7 @@ def _rows(name: str) -> Iterable[dict[str, str]]:
 BUILD = {
     "h200": h200,
     "h100": h100,
-    "b200": lambda: published("b200", "NVIDIA B200", "B200", 148, 180 << 30),
+    "b200": b200,
     "a800": a800,
 }
 

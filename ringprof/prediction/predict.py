@@ -194,10 +194,12 @@ def _simulate_draws(
 ) -> PredictionResult:  # fmt: skip
     """Simulate a schedule on several draws of the machine and return the prediction."""
     programs, cluster = schedule.programs, cluster or query.cluster
-    links = Links(machine, cluster)
+    links = Links(machine, replace(cluster, pairwise=query.pairwise))
 
     def run(draw: Draw, utilisation: Mapping[int, float] | None, lead_ns: float = math.inf) -> list[Timeline]:
-        machine_draw = CalibratedMachine(machine, links, curves, draw, utilisation, query.busy_s)
+        machine_draw = CalibratedMachine(
+            machine, links, curves, draw, utilisation, query.busy_s, hops_first=query.pairwise
+        )
         return simulate(programs, machine_draw, lead_ns=lead_ns)
 
     timelines = run(LIKELIEST, None)
