@@ -202,8 +202,16 @@ def test_a_pickle_that_would_run_code_is_refused(protocol: int) -> None:
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_plain_values_are_decoded_as_the_standard_library_does(protocol: int) -> None:
     shared = {"name": "f", "line": 7}
-    value = {"a": [1, -1, 255, 256, 65_536, -(2**31), 2**63, 1.5, None, True, False, "é\n", "x" * 300], "b": ((), (1,), (1, 2),
-             (1, 2, 3), (1, 2, 3, 4)), "c": {}, "d": [], "e": [shared, shared], "f": [*range(2000)]}  # fmt: skip
+    numbers = [1, -1, 255, 256, 65_536, -(2**31), 2**63, 1.5, None, True, False]
+    tuples = ((), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4))
+    value = {
+        "a": [*numbers, "é\n", "x" * 300],
+        "b": tuples,
+        "c": {},
+        "d": [],
+        "e": [shared, shared],
+        "f": [*range(2000)],
+    }
     assert decode_values(pickle.dumps(value, protocol), "x", 1 << 24) == value
 
 
@@ -230,13 +238,11 @@ def test_a_wrong_field_is_named(path: tuple[Any, ...], value: Any, field: str) -
         assert "\n" not in str(refused.value)
 
 
+LARGE = [entry("all_reduce", 1, 0, input_sizes=[[1]] * 20_000)]
 BOMBS = {
     "a memo index of 4 billion": b"\x80\x02}r\xff\xff\xff\xff.",
     "40 million empty lists": b"\x80\x02}X\x07\x00\x00\x00entries(" + b"]" * 40_000_000,
-    "one entry a million times": pickle.dumps(
-        {"version": "2.10", "pg_config": {}, "entries": [entry("all_reduce", 1, 0, input_sizes=[[1]] * 20_000)] * 1_000_000},
-        protocol=2,
-    ),
+    "one entry a million times": pickle.dumps({"version": "2.10", "pg_config": {}, "entries": LARGE * 1_000_000}, 2),
     "lists of lists of lists": b"\x80\x02}X\x07\x00\x00\x00entries" + b"]q\x01(" + b"h\x01h\x01" * 1000 + b"es.",
     "nested deeply": b"\x80\x02}X\x07\x00\x00\x00version" + b"]" * 1_000_000 + b"a" * 999_999 + b"s.",
     "a text of 4 GB": b"\x80\x02}X\xff\xff\xff\xffab",
