@@ -17,7 +17,7 @@ from ringprof.analysis.findings.measurements import measurement_of_run
 from ringprof.analysis.findings.metric import Measurement
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.transfers.clocks import Clocks
-from ringprof.comm_logs.read import find_comm_logs
+from ringprof.comm_logs.detect import find_comm_logs
 from ringprof.common.files import exists, folder_of, is_url, read_whole, size_of, within
 from ringprof.common.limits import MemoryBudget
 from ringprof.common.log_lines import TEXT_SHARE

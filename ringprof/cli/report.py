@@ -29,7 +29,7 @@ from ringprof.cli.write import (
     write_text,
     written,
 )
-from ringprof.comm_logs.read import find_comm_logs
+from ringprof.comm_logs.detect import find_comm_logs
 from ringprof.common.files import is_file, read_within, within
 from ringprof.common.json_object import json_text
 from ringprof.common.scratch import abandon, scratch_folder
@@ -136,9 +136,7 @@ def _load(paths: Sequence[str], reading: LoadOptions, options: Mapping[str, Any]
             f"these are {len(paths)} runs: set them side by side with: ringprof compare {shell_words(paths)}"
         )
     if paths and (logs := find_comm_logs(paths)):
-        from ringprof.comm_logs.comm_log_report import (
-            analyse_comm_logs,
-        )  # imported here, since few inputs are such logs
+        from ringprof.comm_logs.comm_log_report import analyse_comm_logs  # imported here, since few inputs are logs
 
         return analyse_comm_logs(paths, logs, reading.limits())
     with show_progress("reading") as notify:

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ringprof.comm_logs.analyse import CommLogFindings, OperationRow, SizeRow, analyse, place_of, words
-from ringprof.comm_logs.read import find_comm_logs, read_comm_logs
+from ringprof.comm_logs.detect import find_comm_logs
+from ringprof.comm_logs.read import read_comm_logs
 from ringprof.common.json_object import JsonObject
 from ringprof.common.limits import MEMORY_BYTES, Limits
 from ringprof.errors import InputError

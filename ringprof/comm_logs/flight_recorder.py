@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from ringprof.comm_logs.detect import is_pickle
 from ringprof.comm_logs.operations import (
     COMPLETED,
     SCHEDULED,
@@ -23,7 +24,7 @@ from ringprof.comm_logs.operations import (
     RankLog,
     bytes_of,
 )
-from ringprof.comm_logs.pickle_values import decode_values, is_pickle
+from ringprof.comm_logs.pickle_values import decode_values
 from ringprof.common.decoding import UNREADABLE, decode_json, reason
 from ringprof.common.limits import MemoryBudget, MemoryLimitError
 from ringprof.errors import InputError
@@ -35,7 +36,6 @@ _Sizes = list[Annotated[list[_Size], msgspec.Meta(max_length=64)]]
 _Types = list[Annotated[str, msgspec.Meta(max_length=64)]]
 _Text = Annotated[str, msgspec.Meta(max_length=4096)]
 _WHAT = "a Flight Recorder dump"
-_MARKS = (b'"pg_config"', b'"record_id"', b'"comm_lib_version"')
 
 
 class _Entry(msgspec.Struct, kw_only=True):
@@ -70,13 +70,6 @@ class _Dump(msgspec.Struct):
     comm_lib_version: _Text = ""
     nccl_version: _Text = ""
     entries: list[_Entry] = []
-
-
-def is_flight_recorder(head: bytes) -> bool:
-    """Return whether content begins as a dump of the Flight Recorder, given its first bytes."""
-    if is_pickle(head):
-        return any(key in head for key in (b"pg_config", b"profiling_name", b"nccl_version", b"pg_status"))
-    return head.lstrip()[:1] == b"{" and b'"traceEvents"' not in head and sum(mark in head for mark in _MARKS) >= 1
 
 
 def parse_dump(data: bytes, name: str, rank: int, budget: MemoryBudget) -> RankLog:

@@ -79,11 +79,6 @@ class _Line(msgspec.Struct):
     p2p_perf: _P2p | None = None
 
 
-def is_inspector(head: bytes) -> bool:
-    """Return whether content begins as a file of NCCL Inspector, given its first bytes."""
-    return head.lstrip()[:1] == b"{" and b'"inspector_output_format_version"' in head[:4096]
-
-
 def parse_inspector(data: bytes, name: str, budget: MemoryBudget) -> RankLog:
     """Parse the file of one process. Raises `InputError` that names the file, the line and the field.
 
@@ -209,19 +204,17 @@ def _times(exec_us: int, source: str, trace: _Times | None) -> KnownTimes:
     """Return the times of an operation, in nanoseconds.
 
     The printed time is that of the slowest channel, by the GPU's clock and with its fraction of a microsecond cut
-    off. The operation takes at least as long. Times on the host's clock are when a thread of NCCL saw the event.
+    off. Times on the host's clock are when a thread of NCCL saw the event.
     """
     by_gpu = source == "kernel_gpu"
     channels = trace.kernel_events if trace else []
     starts = [channel.kernel_start_ts for channel in channels if channel.kernel_start_ts]
     stops = [channel.kernel_stop_ts for channel in channels if channel.kernel_stop_ts]
     posted = ((trace.coll_start_ts or trace.p2p_start_ts) if trace else 0) or None
-    completed = (max(stops) + 1) * 1000 if stops and len(stops) == len(channels) else None
-    posted_ns = posted * 1000 if posted else None
     return {
-        "posted_ns": posted_ns, "started_by_ns": (min(starts) + 1) * 1000 if starts else None,
-        "completed_by_ns": completed, "least_ns": exec_us * 1000 if by_gpu else None,
-        "most_ns": max(0, completed - posted_ns) if completed and posted_ns else None,
+        "posted_ns": posted * 1000 if posted else None, "started_by_ns": (min(starts) + 1) * 1000 if starts else None,
+        "completed_by_ns": (max(stops) + 1) * 1000 if stops and len(stops) == len(channels) else None,
+        "least_ns": exec_us * 1000 if by_gpu else None, "most_ns": (exec_us + 1) * 1000 if by_gpu else None,
         "shown_ns": exec_us * 1000 if by_gpu else None,
     }  # fmt: skip
 

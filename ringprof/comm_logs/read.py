@@ -1,4 +1,4 @@
-"""Detection and reading of communication logs: which files of a folder they are, and the log of every rank."""
+"""Reader of communication logs: the log of every rank."""
 
 from __future__ import annotations
 
@@ -6,65 +6,21 @@ import os
 import re
 from collections.abc import Sequence
 
-from ringprof.comm_logs.flight_recorder import is_flight_recorder, parse_dump
-from ringprof.comm_logs.nccl_inspector import is_inspector, parse_inspector, with_job_ranks
+from ringprof.comm_logs.detect import source_of
+from ringprof.comm_logs.flight_recorder import parse_dump
+from ringprof.comm_logs.nccl_inspector import parse_inspector, with_job_ranks
 from ringprof.comm_logs.operations import RankLog
-from ringprof.common.files import files_in, is_file, is_folder, leading_out, within
 from ringprof.common.limits import Limits, MemoryBudget, size_text
 from ringprof.errors import InputError
 from ringprof.trace.checks import RANKS_LIMIT
 from ringprof.trace.columns import Notice
-from ringprof.trace.formats import format_of
-from ringprof.trace.kineto.byte_source import ByteSource, first_bytes
+from ringprof.trace.kineto.byte_source import ByteSource
 from ringprof.trace.one_run import rank_in_name
 
 _SHARE = 24
 """Memory that a decoded log takes, as a multiple of its text."""
 _OPERATION_BYTES = 1_000
-_MOST_FILES = 20_000
 _DIGITS_AT_END = re.compile(r"([0-9]{1,7})(?:\.(?:json|pkl|pickle|pt|bin|trace))?(?:\.gz)?$")
-
-
-def source_of(path: str) -> str | None:
-    """Return the kind of communication log that a file is, ``flight_recorder`` or ``nccl_inspector``; else None."""
-    try:
-        head = first_bytes(path, path)
-    except InputError:
-        return None
-    if is_inspector(head):
-        return "nccl_inspector"
-    return "flight_recorder" if format_of(head) is None and is_flight_recorder(head) else None
-
-
-def find_comm_logs(paths: Sequence[str]) -> list[str]:
-    """Return the communication logs among some files, or in a folder that holds neither a run nor a trace.
-
-    Returns an empty list where there is none.
-    """
-    if len(paths) == 1 and is_folder(paths[0]):
-        folder = paths[0]
-        if is_file(within(folder, "run.json")):
-            return []
-        prefix = os.path.join(folder, "")
-        files = sorted(files_in(folder))[:_MOST_FILES]
-        unsafe = dict(leading_out(within(folder, "run.json"), (file.removeprefix(prefix) for file in files)))
-        logs = []
-        for file in files:
-            if file.removeprefix(prefix) in unsafe:
-                continue
-            if source_of(file) is not None:
-                logs.append(file)
-            elif _is_trace(file):
-                return []
-        return logs
-    return [*paths] if paths and all(is_file(path) and source_of(path) is not None for path in paths) else []
-
-
-def _is_trace(path: str) -> bool:
-    try:
-        return format_of(first_bytes(path, path)) is not None
-    except InputError:
-        return False
 
 
 def read_comm_logs(paths: Sequence[str], limits: Limits | None = None) -> tuple[list[RankLog], list[Notice]]:

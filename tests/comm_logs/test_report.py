@@ -16,7 +16,7 @@ import pytest
 import ringprof
 from ringprof.cli import run as run_command
 from ringprof.comm_logs.comm_log_report import load_comm_logs
-from ringprof.comm_logs.read import find_comm_logs
+from ringprof.comm_logs.detect import find_comm_logs
 from ringprof.errors import InputError
 from tests.comm_logs.strip import write_dumps
 from tests.comm_logs.test_flight_recorder import OPEN, dump, entry, hop
