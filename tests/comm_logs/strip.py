@@ -129,7 +129,7 @@ def write_inspector_files(analysis: Analysis, folder: Path, random: Random, *, v
         for split in stripped_splits(rank):
             transfer = split.transfer
             name, ranks = transfer.group[0] or "0", transfer.group[1]
-            messages = [("Send", message) for message in transfer.sends]
+            messages: list[tuple[str, Any]] = [("Send", message) for message in transfer.sends]
             messages += [("Recv", message) for message in transfer.receives]
             for kind, message in messages or [(COLLECTIVES[transfer.kind][1], None)]:
                 counter = (name, "p2p" if message else kind)
