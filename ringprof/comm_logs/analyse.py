@@ -50,7 +50,7 @@ class RankRow(msgspec.Struct, frozen=True):
     compared: int
     """Operations of which it is known which rank came last."""
     last: int
-    """Those in which this rank came last."""
+    """Operations in which this rank came last."""
     late_median_ns: int | None
     late_most_ns: int | None
     wait_least_ns: int | None
@@ -118,8 +118,8 @@ def analyse(logs: Sequence[RankLog], notices: Sequence[Notice] = ()) -> CommLogF
     standings = _standings(logs, rows, matches, labels)
     warnings = [*notices, *(notice for log in logs for notice in log.notices), *matches.notices]
     if matches.clock_conflicts:
-        one, other, excess = max(matches.clock_conflicts, key=lambda conflict: conflict[2])
-        text = f"the clocks of ranks {one} and {other} differ by at least {milliseconds(excess)}"
+        first, second, excess = max(matches.clock_conflicts, key=lambda conflict: conflict[2])
+        text = f"the clocks of ranks {first} and {second} differ by at least {milliseconds(excess)}"
         warnings.append(Notice("clocks_differ", f"{text}: who came late and how long ranks waited is left out"))
     elif len(hosts) > 1 and late_by == "posted":
         text = f"times of {len(hosts)} hosts are compared as their clocks give them: lateness is as exact as these"

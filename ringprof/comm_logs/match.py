@@ -62,7 +62,7 @@ def _members(logs: Sequence[RankLog]) -> dict[str, Group]:
 
 def _collectives(logs: Sequence[RankLog], groups: dict[str, Group]) -> tuple[list[Meeting], dict[Key, tuple[Key, ...]]]:
     """Match collectives by group and sequence number, with NCCL Inspector also by name, as it numbers them."""
-    found: dict[tuple[str, str, int], list[Key]] = defaultdict(list)
+    by_number: dict[tuple[str, str, int], list[Key]] = defaultdict(list)
     last: dict[tuple[str, str, int], int] = {}
     users: dict[str, set[int]] = defaultdict(set)
     for log in logs:
@@ -70,12 +70,12 @@ def _collectives(logs: Sequence[RankLog], groups: dict[str, Group]) -> tuple[lis
             users[operation.group].add(log.rank)
             if not operation.is_hop:
                 name = operation.name if log.source == "nccl_inspector" else ""
-                found[operation.group, name, operation.sequence].append((log.rank, index))
+                by_number[operation.group, name, operation.sequence].append((log.rank, index))
                 line = (operation.group, name, log.rank)
                 last[line] = max(last.get(line, 0), operation.sequence)
     by_rank = {log.rank: log for log in logs}
     meetings, peers = [], {}
-    for (group, name, sequence), keys in found.items():
+    for (group, name, sequence), keys in by_number.items():
         members = groups[group].ranks or tuple(sorted(users[group]))
         ranks = {rank for rank, _ in keys}
         absent = [rank for rank in members if rank not in ranks]
@@ -126,10 +126,10 @@ def _hops(logs: Sequence[RankLog]) -> tuple[list[Meeting], dict[Key, tuple[Key, 
             out, into, left_out = _aligned(out, into)
             unknown.update(left_out)
             unmatched += len(left_out)
-        for (one, size, _), (other, other_size, _) in zip(out, into, strict=False):
-            peers[one][other] = peers[other][one] = None
+        for (sender, size, _), (receiver, other_size, _) in zip(out, into, strict=False):
+            peers[sender][receiver] = peers[receiver][sender] = None
             if size is not None and other_size is not None and size != other_size:
-                differ.update((one, other))
+                differ.update((sender, receiver))
         for key, *_ in out[len(into) :]:
             missing[key][target] = None
         for key, *_ in into[len(out) :]:

@@ -230,4 +230,4 @@ def _missing(lines: Iterable[_Line]) -> int:
             numbers[line.header.id, line.coll_perf.coll].add(line.coll_perf.coll_sn)
         elif line.p2p_perf is not None:
             numbers[line.header.id, "p2p"].add(line.p2p_perf.p2p_sn)
-    return sum(max(found) - min(found) + 1 - len(found) for found in numbers.values())
+    return sum(max(listed) - min(listed) + 1 - len(listed) for listed in numbers.values())

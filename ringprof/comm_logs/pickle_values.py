@@ -1,7 +1,7 @@
 """Decoder of pickles of plain values: dictionaries, lists, tuples, text, numbers, booleans and None.
 
 A pickle is a program for a small machine. Flight Recorder dumps need about thirty of its instructions, none of which
-can name a function or a class. Every other instruction is refused here, so a pickle from a stranger runs no code. The
+can name a function or a class. Every other instruction is refused here, so an untrusted pickle runs no code. The
 standard library's decoder is not used: without its dangerous instructions, too, a pickle of ten bytes can make it
 allocate tens of gigabytes.
 """

@@ -153,9 +153,9 @@ def test_finished_dumps_have_no_word_on_a_hang(tmp_path: Path) -> None:
 
 
 def test_disagreeing_sizes_and_collectives_are_named(tmp_path: Path) -> None:
-    zero, one = hop(0, 1, 0), hop(1, 1, 0)
-    one[1]["output_sizes"] = [[2, 65]]
-    text = " ".join(write(tmp_path / "sizes", [dump(zero), dump(one)]).verdict)
+    first, second = hop(0, 1, 0), hop(1, 1, 0)
+    second[1]["output_sizes"] = [[2, 65]]
+    text = " ".join(write(tmp_path / "sizes", [dump(first), dump(second)]).verdict)
     assert "The ranks disagree in 1 operation of group cp, first in number 1" in text
     pair = [dump([entry("all_reduce", 1, 0, **OPEN)]), dump([entry("broadcast", 1, 0, **OPEN)])]
     text = " ".join(write(tmp_path / "names", pair).verdict)
@@ -264,14 +264,14 @@ def test_damaged_pickles_are_read_or_refused_in_one_line() -> None:
     for _ in range(3000):
         data = bytearray(sound)
         for _ in range(random.choice((1, 2, 8))):
-            place = random.randrange(len(data))
+            offset = random.randrange(len(data))
             choice = random.randrange(3)
             if choice == 0:
-                data[place] = random.randrange(256)
+                data[offset] = random.randrange(256)
             elif choice == 1:
-                del data[place : place + random.randrange(1, 9)]
+                del data[offset : offset + random.randrange(1, 9)]
             else:
-                data[place:place] = bytes(random.randrange(256) for _ in range(random.randrange(1, 9)))
+                data[offset:offset] = bytes(random.randrange(256) for _ in range(random.randrange(1, 9)))
         try:
             log = parse_dump(bytes(data), "dump_0", 0, MemoryBudget(Limits(1 << 26)))
             assert log.rank == 0
