@@ -39,7 +39,7 @@ def entry(name: str, number: int, posted_ms: float, **changes: Any) -> dict[str,
     return fields | changes
 
 
-OPEN = {
+OPEN: dict[str, Any] = {
     "state": "scheduled",
     "time_discovered_started_ns": None,
     "time_discovered_completed_ns": None,
