@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 
 from ringprof.common.files import files_in, is_file, is_folder, leading_out, within
@@ -11,6 +12,8 @@ from ringprof.trace.formats import format_of
 from ringprof.trace.kineto.byte_source import first_bytes
 
 _MOST_FILES = 20_000
+_NAMES = re.compile(r"([0-9]|\.(json|pkl|pickle|pt|bin|trace|log))(\.gz)?$")
+"""Names of files in a folder that are opened: they end in a rank, or as dumps and logs do."""
 _MARKS = (b'"pg_config"', b'"record_id"', b'"comm_lib_version"')
 
 
@@ -52,7 +55,7 @@ def find_comm_logs(paths: Sequence[str]) -> list[str]:
         if is_file(within(folder, "run.json")):
             return []
         prefix = os.path.join(folder, "")
-        files = sorted(files_in(folder))[:_MOST_FILES]
+        files = [file for file in sorted(files_in(folder)) if _NAMES.search(file)][:_MOST_FILES]
         unsafe = dict(leading_out(within(folder, "run.json"), (file.removeprefix(prefix) for file in files)))
         logs = []
         for file in files:
