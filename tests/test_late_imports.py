@@ -21,6 +21,7 @@ SLOW = {
 OWN_SLOW = {
     "ringprof.report.page.html", "ringprof.report.page.pages", "ringprof.report.plots", "ringprof.report.notebook",
     "ringprof.kernel_tables", "ringprof.benchmark_logs", "ringprof.prediction", "ringprof.record",
+    "ringprof.comm_logs.analyse",
 }  # fmt: skip
 """Modules of ringprof that a report of a trace in a terminal does not need (tests/cli/test_start.py)."""
 NOT_EVERYWHERE = {
