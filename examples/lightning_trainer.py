@@ -60,7 +60,7 @@ tokens = [torch.randint(256, (SEQ,), generator=torch.Generator().manual_seed(ste
 trainer = Trainer(
     # Every rank gets the same batches: the ranks share sequences, not the dataset.
     strategy="ddp", use_distributed_sampler=False, accelerator="auto", devices=dist.get_world_size(), max_epochs=1,
-    callbacks=[MonitorCallback(folder / "exposed.jsonl", every=2), ProveCallback(strategy, log=folder / "proofs.jsonl")],
+    callbacks=[MonitorCallback(folder / "exposed.jsonl", every=2), ProveCallback(strategy, log=folder / "proofs")],
     logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
 )  # fmt: skip
 trainer.fit(Module(), torch.utils.data.DataLoader([{"input_ids": row, "labels": row} for row in tokens]))

@@ -39,7 +39,7 @@ def shard_batch(batch: Mapping[str, Any], strategy: Strategy, *, pad_token_id: i
     positions = batch.get("position_ids")
     if positions is None:
         positions = torch.arange(length, device=device)[None]
-    documents = _documents_of(batch, positions, length)
+    documents = documents_of(batch, positions, length)
     extra = -length % strategy.layout.divisor(strategy.comm.size)
     if extra and documents is not None:
         documents = [*documents, length + extra]
@@ -94,7 +94,7 @@ def _check_mask(mask: Tensor | None) -> None:
         raise Unsupported("attention_mask hides tokens before others (left padding): pad on the right")
 
 
-def _documents_of(batch: Mapping[str, Any], positions: Tensor, length: int) -> list[int] | None:
+def documents_of(batch: Mapping[str, Any], positions: Tensor, length: int) -> list[int] | None:
     """Return the cumulative lengths of packed documents, None where there is one document."""
     if batch.get("cu_seq_lens_q") is not None:
         documents = [int(end) for end in batch["cu_seq_lens_q"].tolist()]

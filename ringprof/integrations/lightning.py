@@ -39,7 +39,7 @@ class _AroundTraining(_lightning().Callback):  # type: ignore[misc]
     def __init__(self, context: Callable[[Any, Any], AbstractContextManager[Any]]) -> None:
         self._context, self._entered = context, ExitStack()
         self.running: Any = None
-        """What the context yields while the training runs: the `Monitor` or `Prover`."""
+        """The `Monitor` or `Prover` of the latest training; None before the first."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Enter the context."""
