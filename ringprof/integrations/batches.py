@@ -24,7 +24,7 @@ def shard_batch(batch: Mapping[str, Any], strategy: Strategy, *, pad_token_id: i
     that a token at the end of a shard has the next rank's token as its label. They become ``shift_labels``, and
     ``num_items_in_batch`` becomes the number of labels over the size of the group: the mean of the ranks' losses, and
     of their gradients as DDP and FSDP compute it, is then that of the whole batch. A ``num_items_in_batch`` of the
-    caller is kept, divided by the size of the group.
+    caller, by which the sum of this rank's losses is divided, is kept.
 
     Packed documents come from ``cu_seq_lens_q``, or else from ``position_ids`` that restart. Without ``position_ids``
     they count from 0. A length that the layout cannot divide is padded at its end with ``pad_token_id`` and ignored
@@ -58,8 +58,7 @@ def shard_batch(batch: Mapping[str, Any], strategy: Strategy, *, pad_token_id: i
             labels = labels.index_fill(1, last, IGNORED)
         shard["labels"] = shard["shift_labels"] = local(labels, IGNORED)
         count = batch.get("num_items_in_batch")
-        count = (labels != IGNORED).sum() if count is None else count
-        shard["num_items_in_batch"] = count / strategy.comm.size
+        shard["num_items_in_batch"] = (labels != IGNORED).sum() / strategy.comm.size if count is None else count
     if documents is not None:
         longest = max(end - begin for begin, end in pairwise(documents))
         lengths = torch.tensor(documents, dtype=torch.int32)
