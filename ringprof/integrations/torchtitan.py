@@ -63,7 +63,7 @@ def with_strategy(config: Any, name: str, **options: Any) -> Any:
     """
     spec = config.model_spec
     for layer in spec.model.layers:
-        attention = getattr(layer, "attention", None)
+        attention: Any = getattr(layer, "attention", None)
         if type(attention) is not GQAttention.Config:
             raise Unsupported(f"layers with {type(attention).__qualname__} are not supported: only GQAttention is")
         attention.inner_attention = StrategyAttention.Config()
@@ -93,7 +93,7 @@ def _parallelize(
     parallel = original(model, parallel_dims=parallel_dims, compile_config=compile_config, **others)
     for module in attentions:
         # Where torchtitan has wrapped the forward pass to gather keys and values, restore that of the class.
-        vars(module).pop("forward", None)
+        module.__dict__.pop("forward", None)
     # Trainer and validator look the function up in their own modules.
     trainer.prepare_context_parallel_input = validate.prepare_context_parallel_input = partial(shard_inputs, strategy)
     return parallel
