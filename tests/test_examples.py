@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -94,8 +95,11 @@ def test_example_trains_as_one_process_does(name: str, ranks: int, replicas: int
     assert ("block_tflops" in run.figures(), "tflops" in run.figures()) == (True, name == "dp_cp_mesh")
 
 
-def test_hugging_face_example_trains_as_one_process_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["hugging_face", "lightning_trainer"])
+def test_hugging_face_example_trains_as_one_process_does(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="the dev extra is not installed")
+    if name == "lightning_trainer":
+        pytest.importorskip("pytorch_lightning", reason="pytorch-lightning is not installed")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -109,8 +113,12 @@ def test_hugging_face_example_trains_as_one_process_does(tmp_path: Path) -> None
         return torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:])
 
     folder = tmp_path / "run"
-    assert_equal(printed(run_example("hugging_face", 2, folder)), trained_alone(model, loss_of))
-    assert len(ringprof.load(folder).breakdown()) == 2
+    assert_equal(printed(run_example(name, 2, folder)), trained_alone(model, loss_of))
+    if name == "hugging_face":
+        assert len(ringprof.load(folder).breakdown()) == 2
+    else:
+        (sample,) = map(json.loads, (folder / "exposed.jsonl").read_text("utf-8").splitlines())
+        assert sample["step"] == STEPS and sample["ranks"] == 2
 
 
 def test_profiler_example_writes_traces_that_a_report_reads(tmp_path: Path) -> None:
@@ -124,5 +132,6 @@ def test_every_example_is_in_the_training_page_and_has_a_test() -> None:
     scripts = {path.stem for path in EXAMPLES.glob("*.py")} - {"tiny_model", "setup_ranks"}
     page = (ROOT / "docs" / "training.md").read_text("utf-8")
     assert all(f"](../examples/{name}.py)" in page for name in scripts)
-    # Trainer is tested in tests/integrations.
-    assert all(f'"{name}"' in Path(__file__).read_text("utf-8") for name in scripts - {"transformers_trainer"})
+    # Those that need GPUs are tested in tests/integrations.
+    on_gpus = {"transformers_trainer", "torchtitan_llama"}
+    assert all(f'"{name}"' in Path(__file__).read_text("utf-8") for name in scripts - on_gpus)
