@@ -9,7 +9,8 @@ to fla's kernel alone, on as many tokens per GPU and without communication. bf16
 
 fla refuses gated backward passes on Hopper with Triton 3.4 to 3.7.0, which computes wrong gradients for tiles of 64 key
 channels (its issue 640). Heads of 128 have tiles of 128: this script removes the refusal, and verifies the gradients.
-Compiling takes minutes: --warm I/N compiles one N-th of all kernel variants, for N processes at a time.
+Compiling takes minutes: --warm I compiles the I-th variant of every kernel, for a process per variant. Tile sizes are
+tuned once per kernel and type, at its first use, which is the kernel alone; --check takes the first variant.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ def check(rank: int, device: Any) -> None:
     """Print the largest error of every operator, strategy and type, relative to the largest number of the truth."""
     exact = create_recurrent("state-ring", kernel="reference")
     made = {name: create_recurrent(name, kernel="fla") for name in STRATEGIES}
+    fla_kernels.LEAST_CHUNKS = 4
     local = 1024
     seq = local * exact.comm.size
     for operator in (*OPERATORS, "mamba2"):
@@ -154,36 +156,55 @@ def speed(rank: int, device: Any, operator: str, tokens: int, rounds: int) -> No
             )
 
 
-def warm(part: str) -> None:
-    """Compile every N-th variant of all kernels, on one GPU."""
-    index, count = map(int, part.split("/"))
+def tune(index: int | None) -> None:
+    """Take variant ``index`` of every kernel where it fits the GPU, else the first; None: the fastest, found once."""
     tuner = triton.runtime.autotuner.Autotuner
-    choose = tuner.prune_configs
+    choose, run_tuned = tuner.prune_configs, tuner.run
 
-    def some(self: Any, kwargs: Any) -> Any:
+    def prune(self: Any, kwargs: Any) -> Any:
         configs = choose(self, kwargs)
-        return configs[index % len(configs) :: count]
+        return configs if index is None else [configs[0 if getattr(self, "first", False) else index % len(configs)]]
 
-    tuner.prune_configs = some
+    def run_once(self: Any, *args: Any, **kwargs: Any) -> Any:
+        every = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
+        types = [str(x.dtype) for name, x in every.items() if name in self.arg_names and hasattr(x, "dtype")]
+        values = [every[name] for name in self.keys if name in every]
+        known = self.__dict__.setdefault("known", {})
+        key, short = (*values, *types), (*values, types[0])
+        if short in known:
+            self.cache.setdefault(key, known[short])
+        try:
+            result = run_tuned(self, *args, **kwargs)
+        except Exception:
+            if index is None:
+                raise
+            self.first = True
+            self.cache.clear()
+            result = run_tuned(self, *args, **kwargs)
+        if key in self.cache:
+            known[short] = self.cache[key]
+        return result
+
+    tuner.prune_configs, tuner.run = prune, run_once
+
+
+def warm(index: int, operator: str, dtype: torch.dtype) -> None:
+    """Compile one variant of every kernel of an operator."""
     device = torch.device("cuda", index % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    dtypes = (torch.bfloat16, torch.float32)
-    one = create_recurrent("state-ring", kernel="fla")
+    tune(index)
     fla_kernels.LEAST_CHUNKS = 1
-    for dtype in dtypes:
+    inputs = inputs_of(operator, 256, dtype, device)
+    one = create_recurrent("state-ring", kernel="fla")
+    for function in (OPERATORS[operator], getattr(one, operator)):
+        run(function, inputs, torch.randn_like(inputs[2]))
+    if operator == "gated_delta_rule":
         flat = torch.zeros(1, 256, HEADS, SIZE, dtype=dtype, device=device)
         maps = torch.zeros(2, HEADS, SIZE, 2 * SIZE, device=device)
         g, bounds = flat[..., 0].float(), torch.tensor([0, 256], device=device)
         chunk_cp_fwd_h(flat, flat, flat, maps[0], g=g, cu_seqlens=bounds)
         chunk_cp_bwd_dh(flat, flat, flat, flat, flat, maps[0], g=g, scale=1.0, cu_seqlens=bounds)
         chunk_cp_merge(torch.zeros(HEADS, SIZE, SIZE, device=device), maps, 1, 1)
-        for operator, kernel in OPERATORS.items():
-            inputs = inputs_of(operator, 256, dtype, device)
-            for function in (kernel, getattr(one, operator)):
-                try:
-                    run(function, inputs, torch.randn_like(inputs[2]))
-                except Exception as error:  # a variant that does not fit the GPU is the tuner's to skip
-                    print("warm", index, operator, dtype, repr(error)[:200], flush=True)
 
 
 def main() -> None:
@@ -193,12 +214,14 @@ def main() -> None:
     parser.add_argument("--tokens", default="")
     parser.add_argument("--operators", default="gated_delta_rule")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--warm", default="")
+    parser.add_argument("--warm", type=int)
+    parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
     begin = time.monotonic()
-    if options.warm:
-        warm(options.warm)
+    if options.warm is not None:
+        warm(options.warm, options.operators, getattr(torch, options.dtype))
         return
+    tune(0 if options.check else None)
     rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
