@@ -36,7 +36,7 @@ from fla.ops.utils import chunk_local_cumsum, prepare_chunk_indices
 from fla.ops.utils.constant import RCP_LN2
 from torch import Tensor
 
-from .kernel import Carry, Inputs, Shard
+from .kernel import Carry, Inputs, Saved, Shard
 
 CHUNK = 64
 LEAST_CHUNKS = 32
@@ -65,7 +65,8 @@ class Pieces:
 @lru_cache(maxsize=32)
 def pieces_of(bounds: tuple[int, ...], batch: int, piece: int, device: torch.device, *, always: bool) -> Pieces:
     """Return the pieces of at most ``piece`` tokens; with ``always``, their bounds even where there is only one."""
-    cuts, starts = [], []
+    cuts: list[int] = []
+    starts: list[int] = []
     for first, end in pairwise(bounds):
         starts.append(len(cuts))
         cuts += range(first, end, piece)
@@ -89,7 +90,8 @@ def fold(
     Return what comes before every piece, None where nothing does, and after the last. With ``depends`` the first part
     is affine in the state before it: its results are [C | M], (B, H, K, V + K); others are states (B, H, K, V).
     """
-    before, size, current = [], states.shape[-1], None
+    before: list[Tensor | None] = []
+    size, current = states.shape[-1], None
     for piece in order:
         if piece in starts:
             current = None
@@ -141,14 +143,13 @@ class FlaDeltaRule:
             batch, heads, keys, values = x.state_shape
             maps = k.new_empty(batch * pieces.count, heads, keys, values + keys, dtype=torch.float32)
             chunk_cp_fwd_h(k=k, w=w, u=u, hm=maps, g=total, cu_seqlens=pieces.bounds, multi_seqs=True)
-            states, transitions = maps.unflatten(0, (batch, -1)).split((values, keys), -1)
+            combined = maps.view(batch, -1, *maps.shape[1:])
+            states, transitions = combined[..., :values], combined[..., values:]
             before, after = fold(states, transitions, range(pieces.count), pieces.starts, depends=shard.receives)
             carry = Carry(after[..., :values].contiguous(), after[..., values:] if shard.spans else None)
         return (pieces, k, w, u, total, solved, maps, before), carry
 
-    def finish(
-        self, x: Inputs, shard: Shard, local: Any, incoming: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    def finish(self, x: Inputs, shard: Shard, local: Any, incoming: Tensor | None) -> tuple[Tensor, Saved]:
         pieces, k, w, u, total, solved, maps, before = local
         initial = None
         if before is not None or incoming is not None:
@@ -159,9 +160,7 @@ class FlaDeltaRule:
         out = chunk_fwd_o(q=_flat(x.q, pieces), k=k, v=written, h=h, g=total, scale=x.scale, **pieces.options)
         return out.view(x.v.shape), (total, solved, maps, initial)
 
-    def begin_backward(
-        self, x: Inputs, shard: Shard, saved: tuple[Tensor | None, ...], incoming: Tensor | None, dout: Tensor
-    ) -> tuple[Any, Tensor | None]:
+    def begin_backward(self, x: Inputs, shard: Shard, saved: Saved, dout: Tensor) -> tuple[Any, Tensor | None]:
         assert x.beta is not None
         total, solved, maps, initial = saved
         pieces = self._pieces(x, shard)
@@ -177,7 +176,7 @@ class FlaDeltaRule:
         gradients = self._states_backward(x, local, total, zeros.flatten(0, 1), None)[1].view_as(zeros)
         if maps is None:
             return (*local, None), gradients[:, 0]
-        transitions = maps.unflatten(0, (batch, -1))[..., values:].mT
+        transitions = maps.view(batch, -1, *maps.shape[1:])[..., values:].mT
         # Backward a part begins with its last piece.
         starts = frozenset((start - 1) % pieces.count for start in pieces.starts)
         order = range(pieces.count)[::-1]
@@ -185,9 +184,8 @@ class FlaDeltaRule:
         return (*local, before), after[..., :values] if shard.receives else None
 
     def finish_backward(
-        self, x: Inputs, shard: Shard, saved: tuple[Tensor | None, ...], incoming: Tensor | None, dout: Tensor,
-        local: Any, doutgoing: Tensor | None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        self, x: Inputs, shard: Shard, saved: Saved, local: Any, doutgoing: Tensor | None
+    ) -> tuple[Tensor, ...]:
         total, solved, _, _ = saved
         *local, before = local
         pieces, q, k, v, beta, dout, w, h, written, _ = local
@@ -230,13 +228,11 @@ class FlaLinearAttention:
         if shard.receives and not shard.sends:
             return (*local, None), Carry()
         h, last = self._states(x, local, None, wide=False)
-        state = last.unflatten(0, (x.v.shape[0], -1))[:, -1] if shard.sends else None
+        state = last.view(x.v.shape[0], -1, *last.shape[1:])[:, -1] if shard.sends else None
         transition = x.g.sum(1).exp().unsqueeze(-1) if shard.spans else None
         return (*local, h), Carry(state, transition)
 
-    def finish(
-        self, x: Inputs, shard: Shard, local: Any, incoming: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    def finish(self, x: Inputs, shard: Shard, local: Any, incoming: Tensor | None) -> tuple[Tensor, Saved]:
         *local, h = local
         pieces, q, k, v, total = local
         initial = self._at(x, pieces, 0, incoming)
@@ -251,9 +247,7 @@ class FlaLinearAttention:
             out = chunk_fwd_o(q=q, k=k, v=v, **options)
         return out.view(x.v.shape).to(x.v.dtype), (total, scores, initial)
 
-    def begin_backward(
-        self, x: Inputs, shard: Shard, saved: tuple[Tensor | None, ...], incoming: Tensor | None, dout: Tensor
-    ) -> tuple[Any, Tensor | None]:
+    def begin_backward(self, x: Inputs, shard: Shard, saved: Saved, dout: Tensor) -> tuple[Any, Tensor | None]:
         total, _, initial = saved
         pieces = pieces_of(shard.bounds, x.v.shape[0], shard.bounds[-1], x.q.device, always=False)
         q, k, v, dout = (_flat(tensor, pieces) for tensor in (x.q, x.k, x.v, dout))
@@ -263,12 +257,11 @@ class FlaLinearAttention:
             return (*local, None), None
         zeros = torch.zeros_like(initial) if initial is not None else None
         dh, first = self._states_backward(x, local, total, zeros, None)
-        return (*local, dh), first.unflatten(0, (x.v.shape[0], -1))[:, 0] if shard.receives else None
+        return (*local, dh), first.view(x.v.shape[0], -1, *first.shape[1:])[:, 0] if shard.receives else None
 
     def finish_backward(
-        self, x: Inputs, shard: Shard, saved: tuple[Tensor | None, ...], incoming: Tensor | None, dout: Tensor,
-        local: Any, doutgoing: Tensor | None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        self, x: Inputs, shard: Shard, saved: Saved, local: Any, doutgoing: Tensor | None
+    ) -> tuple[Tensor, ...]:
         total, scores, _ = saved
         *local, dh = local
         pieces, q, k, v, dout, h = local

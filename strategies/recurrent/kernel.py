@@ -1,4 +1,4 @@
-"""What one rank computes of a linear recurrence, and how stretches of tokens combine.
+"""Interface of a recurrence's kernel: one rank's computation, and how stretches of tokens combine.
 
 Every head keeps a state S (K, V). Token t updates it and reads from it:
 
@@ -19,6 +19,7 @@ Shapes: B batch, S tokens of this rank, H heads, K and V the sizes of a head's k
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -40,6 +41,12 @@ class Inputs:
     g: Tensor
     beta: Tensor | None
     scale: float
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], scale: float) -> Inputs:
+        """Return inputs with these `tensors`."""
+        q, k, v, g, *beta = tensors
+        return cls(q, k, v, g, beta[0] if beta else None, scale)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -132,10 +139,14 @@ def transposed(transition: Tensor | None) -> Tensor | None:
     return transition if transition is None or transition.shape[-1] == 1 else transition.mT
 
 
+Saved = tuple[Tensor | None, ...]
+"""Tensors that a forward pass keeps for the backward pass."""
+
+
 class RecurrenceKernel(Protocol):
     """Computation of one rank's part, in two phases each way, so that a state can travel between the phases.
 
-    ``local`` and ``saved`` are whatever tensors the kernel passes from one phase to the next.
+    ``local`` is whatever the kernel passes from the first phase to the second.
     """
 
     name: str
@@ -143,20 +154,15 @@ class RecurrenceKernel(Protocol):
     def begin(self, x: Inputs, shard: Shard) -> tuple[Any, Carry]:
         """Compute what needs no incoming state. Return (local, carry): C where the shard sends, M where it spans."""
 
-    def finish(
-        self, x: Inputs, shard: Shard, local: Any, incoming: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    def finish(self, x: Inputs, shard: Shard, local: Any, incoming: Tensor | None) -> tuple[Tensor, Saved]:
         """Compute the output (B, S, H, V) in v's type. Return it and what the backward pass needs."""
 
-    def begin_backward(
-        self, x: Inputs, shard: Shard, saved: tuple[Tensor | None, ...], incoming: Tensor | None, dout: Tensor
-    ) -> tuple[Any, Tensor | None]:
+    def begin_backward(self, x: Inputs, shard: Shard, saved: Saved, dout: Tensor) -> tuple[Any, Tensor | None]:
         """Compute what needs no gradient of the outgoing state. Return (local, D), D where the shard receives."""
 
     def finish_backward(
-        self, x: Inputs, shard: Shard, saved: tuple[Tensor | None, ...], incoming: Tensor | None, dout: Tensor,
-        local: Any, doutgoing: Tensor | None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        self, x: Inputs, shard: Shard, saved: Saved, local: Any, doutgoing: Tensor | None
+    ) -> tuple[Tensor, ...]:
         """Compute the gradients of `Inputs.tensors`, in their order."""
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.merge import wide_type
-from .kernel import Carry, Inputs, Shard, zero_state
+from .kernel import Carry, Inputs, Saved, Shard, zero_state
 
 CHUNK = 32
 """Tokens per chunk."""
@@ -34,36 +34,29 @@ class ReferenceRecurrence:
 
     def begin(self, x: Inputs, shard: Shard) -> tuple[Any, Carry]:
         rows = _Rows(x)
-        last = shard.bounds[-2:]
-        state = rows.compute(*last, zero_state(x, rows.dtype))[1] if shard.sends else None
-        return None, Carry(state, rows.transition(*last) if shard.spans else None)
+        first, end = shard.bounds[-2:]
+        state = rows.compute(first, end, zero_state(x, rows.dtype))[1] if shard.sends else None
+        return None, Carry(state, rows.transition(first, end) if shard.spans else None)
 
-    def finish(
-        self, x: Inputs, shard: Shard, local: Any, incoming: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        return _forward(x, shard, incoming)[0], ()
+    def finish(self, x: Inputs, shard: Shard, local: Any, incoming: Tensor | None) -> tuple[Tensor, Saved]:
+        return _forward(x, shard, incoming)[0], (incoming,)
 
-    def begin_backward(
-        self, x: Inputs, shard: Shard, saved: tuple[Tensor | None, ...], incoming: Tensor | None, dout: Tensor
-    ) -> tuple[Any, Tensor | None]:
+    def begin_backward(self, x: Inputs, shard: Shard, saved: Saved, dout: Tensor) -> tuple[Any, Tensor | None]:
         with torch.enable_grad():
             leaves = [tensor.detach().requires_grad_() for tensor in x.tensors]
-            before = None if incoming is None else incoming.detach().requires_grad_()
-            beta = leaves[4] if x.beta is not None else None
-            out, outgoing = _forward(Inputs(*leaves[:4], beta, x.scale), shard, before)
-        local = leaves, out, outgoing
+            before = None if saved[0] is None else saved[0].detach().requires_grad_()
+            out, outgoing = _forward(Inputs.of(leaves, x.scale), shard, before)
+        local = leaves, (out, outgoing), dout
         if before is None:
             return local, None
         return local, torch.autograd.grad(out, before, dout, retain_graph=True)[0]
 
     def finish_backward(
-        self, x: Inputs, shard: Shard, saved: tuple[Tensor | None, ...], incoming: Tensor | None, dout: Tensor,
-        local: Any, doutgoing: Tensor | None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        leaves, out, outgoing = local
-        if doutgoing is None:
-            return torch.autograd.grad(out, leaves, dout)
-        return torch.autograd.grad((out, outgoing), leaves, (dout, doutgoing))
+        self, x: Inputs, shard: Shard, saved: Saved, local: Any, doutgoing: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        leaves, results, dout = local
+        count = 1 if doutgoing is None else 2
+        return tuple(torch.autograd.grad(results[:count], leaves, (dout, doutgoing)[:count]))
 
 
 def _forward(x: Inputs, shard: Shard, incoming: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -287,8 +287,8 @@ class StateRing(RecurrentStrategy):
     def __init__(self, comm: Communicator, kernel: str = "auto") -> None:
         super().__init__(comm, kernel)
         members = list(range(comm.size))
-        self._chains = Chain("state", members, comm, keeps=True), None
-        self._chains = self._chains[0], Chain("state", members[::-1], comm, shares=self._chains[0], keeps=True)
+        onward = Chain("state", members, comm, keeps=True)
+        self._chains = onward, Chain("state", members[::-1], comm, shares=onward, keeps=True)
 
     def pass_state(
         self, carry: Carry, takes: bool, gives: bool, known: Tensor | None, x: Inputs, reach: int, *, reverse: bool
@@ -418,7 +418,7 @@ class _Recurrence(torch.autograd.Function):
         ctx: Any, strategy: RecurrentStrategy, call: _Call, initial: Tensor | None, *tensors: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         strategy.comm.meter.phase = "forward"
-        x, shard = _inputs(tensors, call.scale), call.shard
+        x, shard = Inputs.of(tensors, call.scale), call.shard
         known = initial[:, call.own] if initial is not None and call.first else None
         with ring_step("fwd", 0, "local"):
             local, carry = call.kernel.begin(x, shard)
@@ -433,7 +433,7 @@ class _Recurrence(torch.autograd.Function):
         for hop in sent:
             hop.wait()
         ctx.strategy, ctx.call, ctx.count = strategy, call, len(tensors)
-        ctx.save_for_backward(*tensors, incoming, carry.transition, *saved)
+        ctx.save_for_backward(*tensors, carry.transition, *saved)
         return out, final
 
     @staticmethod
@@ -441,19 +441,19 @@ class _Recurrence(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
         strategy, call = ctx.strategy, ctx.call
         strategy.comm.meter.phase = "backward"
-        tensors, (incoming, transition, *saved) = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-        x, shard = _inputs(tensors, call.scale), call.shard
+        tensors, (transition, *saved) = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        x, shard = Inputs.of(tensors, call.scale), call.shard
         known = None
         if call.final:
             assert dfinal is not None
             dfinal = strategy.sum_over_ranks(dfinal)
             known = dfinal[:, call.own] if call.last else None
         with ring_step("bwd", 0, "local"):
-            local, state_grad = call.kernel.begin_backward(x, shard, tuple(saved), incoming, dout)
+            local, state_grad = call.kernel.begin_backward(x, shard, tuple(saved), dout)
         carry = Carry(state_grad, transposed(transition))
         doutgoing, sent = strategy.pass_state(carry, shard.sends, shard.receives, known, x, call.reach, reverse=True)
         with ring_step("bwd", 0, "block"):
-            gradients = call.kernel.finish_backward(x, shard, tuple(saved), incoming, dout, local, doutgoing)
+            gradients = call.kernel.finish_backward(x, shard, tuple(saved), local, doutgoing)
         dinitial = _share(carry.after(doutgoing) if call.first else None, x, call) if call.initial else None
         for hop in sent:
             hop.wait()
@@ -483,12 +483,8 @@ class _Halo(torch.autograd.Function):
         if reach:
             (arrived,) = ring.post(ring.pack([rows.contiguous()])).wait().tensors
             if arrives:
-                return arrived  # type: ignore[no-any-return]
+                return arrived
         return torch.zeros_like(rows)
-
-
-def _inputs(tensors: Sequence[Tensor], scale: float) -> Inputs:
-    return Inputs(*tensors[:4], tensors[4] if len(tensors) > 4 else None, scale)
 
 
 def _share(state: Tensor | None, x: Inputs, call: _Call) -> Tensor:
@@ -515,13 +511,13 @@ def _problem(
     initial: Tensor | None,
 ) -> str | None:  # fmt: skip
     """Return why shapes do not fit together; None where they do."""
-    given = f"got q {q}, k {k}, v {v}, g {g}" + "".join(f", beta {shape}" for shape in beta)
+    shapes = f"got q {q}, k {k}, v {v}, g {g}" + "".join(f", beta {shape}" for shape in beta)
     if len(q) != 4 or q != k or len(v) != 4 or q[:2] != v[:2] or not all(q) or not all(v):
-        return f"expected q and k (B, S, Hk, K), and v (B, S, H, V): {given}"
+        return f"expected q and k (B, S, Hk, K), and v (B, S, H, V): {shapes}"
     if v[2] % q[2]:
         return f"{v[2]} heads are not a multiple of {q[2]} heads of keys"
     if g[:3] != v[:3] or g[3:] not in ((1,), q[3:]) or any(shape != v[:3] for shape in beta):
-        return f"expected g (B, S, H), or (B, S, H, K) with gla, and beta (B, S, H): {given}"
+        return f"expected g (B, S, H), or (B, S, H, K) with gla, and beta (B, S, H): {shapes}"
     state = v[0], v[2], q[3], v[3]
     if initial is not None and tuple(initial.shape) != state:
         return f"expected initial_state {state}: got {tuple(initial.shape)}"

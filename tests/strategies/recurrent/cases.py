@@ -17,8 +17,8 @@ TOLERANCE = 1e-10
 
 def errors_of_cases(rank: int, size: int, seeds: list[int]) -> list[tuple[str, float]]:
     """Run the cases with these seeds on every rank. Return, on rank 0, each case and its largest relative error."""
-    made: dict[str, Any] = {}
-    return [error_of_case(rank, size, seed, made) for seed in seeds]
+    strategies: dict[str, Any] = {}
+    return [error_of_case(rank, size, seed, strategies) for seed in seeds]
 
 
 def documents_of(draw: random.Random, local: int, size: int) -> list[int] | None:
@@ -34,14 +34,14 @@ def documents_of(draw: random.Random, local: int, size: int) -> list[int] | None
     return [0, *sorted(inner), seq]
 
 
-def error_of_case(rank: int, size: int, seed: int, made: dict[str, Any]) -> tuple[str, float]:
+def error_of_case(rank: int, size: int, seed: int, strategies: dict[str, Any]) -> tuple[str, float]:
     """Run one case; every rank must call it with the same seed."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     name, operator = draw.choice(list(STRATEGIES)), draw.choice(OPERATORS)
-    if name not in made:
-        made[name] = create_recurrent(name, kernel="reference")
-    strategy = made[name]
+    if name not in strategies:
+        strategies[name] = create_recurrent(name, kernel="reference")
+    strategy = strategies[name]
     batch, local = draw.choice([1, 1, 2]), draw.choice([1, 2, 5, 16, 31, 32, 33, draw.randrange(3, 50)])
     groups = draw.choice([1, 2, 3])
     heads = groups * draw.choice([1, 2])
@@ -113,7 +113,11 @@ def error_of_case(rank: int, size: int, seed: int, made: dict[str, Any]) -> tupl
     if final:
         loss = loss + (last * final_weight).sum()
     loss.backward()
-    expected = {"out": out.detach(), "final": last.detach(), **{f"d{key}": x.grad for key, x in whole.items()}}
+    expected: dict[str, Any] = {
+        "out": out.detach(),
+        "final": last.detach(),
+        **{f"d{key}": x.grad for key, x in whole.items()},
+    }
     if first is not None:
         expected["dinitial"] = torch.zeros_like(first) if first.grad is None else first.grad
     errors = [(x - expected[key]).abs().max() / (1 + expected[key].abs().max()) for key, x in actual.items()]
