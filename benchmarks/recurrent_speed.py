@@ -74,7 +74,7 @@ def call(strategy: Any, operator: str, documents: Any, *x: Tensor) -> Any:
 def check(rank: int, device: Any) -> None:
     """Print the largest error of every operator, strategy and type, relative to the largest number of the truth."""
     exact = create_recurrent("state-ring", kernel="reference")
-    made = {name: create_recurrent(name, kernel="fla") for name in STRATEGIES}
+    strategies = {name: create_recurrent(name, kernel="fla") for name in STRATEGIES}
     fla_kernels.LEAST_CHUNKS = 4
     local = 1024
     seq = local * exact.comm.size
@@ -92,7 +92,7 @@ def check(rank: int, device: Any) -> None:
 
                 exact_inputs = [x.double() for x in own]
                 truth = run(partial(call, exact, operator, documents), exact_inputs, dout.double())
-                for name, strategy in made.items():
+                for name, strategy in strategies.items():
                     result = run(partial(call, strategy, operator, documents), own, dout.to(dtype))
                     errors = [
                         float((x.double() - y).abs().max() / y.abs().max()) for x, y in zip(result, truth, strict=True)
@@ -112,8 +112,8 @@ def speed(rank: int, device: Any, operator: str, tokens: int, rounds: int) -> No
     inputs = inputs_of(operator, tokens, torch.bfloat16, device)
     dout = torch.randn_like(inputs[2])
     competitors: dict[str, Callable[..., Any]] = {"kernel alone": kernel}
-    one = create_recurrent("state-ring", group=alone, kernel="fla")
-    competitors["kernel in pieces"] = getattr(one, operator)
+    own = create_recurrent("state-ring", group=alone, kernel="fla")
+    competitors["kernel in pieces"] = getattr(own, operator)
     for name in STRATEGIES:
         competitors[name] = getattr(create_recurrent(name, kernel="fla"), operator)
     if operator == "gated_delta_rule":
@@ -195,8 +195,8 @@ def warm(index: int, operator: str, dtype: torch.dtype) -> None:
     tune(index)
     fla_kernels.LEAST_CHUNKS = 1
     inputs = inputs_of(operator, 256, dtype, device)
-    one = create_recurrent("state-ring", kernel="fla")
-    for function in (OPERATORS[operator], getattr(one, operator)):
+    own = create_recurrent("state-ring", kernel="fla")
+    for function in (OPERATORS[operator], getattr(own, operator)):
         run(function, inputs, torch.randn_like(inputs[2]))
     if operator == "gated_delta_rule":
         flat = torch.zeros(1, 256, HEADS, SIZE, dtype=dtype, device=device)
