@@ -362,7 +362,7 @@ class StateA2A(RecurrentStrategy):
 
     def __init__(self, comm: Communicator, kernel: str = "auto") -> None:
         super().__init__(comm, kernel)
-        self._exchange = HeadExchange(comm.collective("heads"))
+        self._heads = HeadExchange(comm.collective("heads"))
 
     def placement(self, heads: int) -> tuple[int, int, slice]:
         if heads % self.comm.size:
@@ -378,10 +378,10 @@ class StateA2A(RecurrentStrategy):
         repeats = math.lcm(x.k.shape[2], size) // x.k.shape[2]
         q, k = (_repeat_heads(tensor, repeats * tensor.shape[2]) for tensor in (x.q, x.k))
         beta = () if x.beta is None else (x.beta.unsqueeze(-1),)
-        q, k, v, g, *rest = self._exchange._exchange(True, q, k, x.v, x.g, *beta)
+        q, k, v, g, *rest = self._heads.exchange(True, q, k, x.v, x.g, *beta)
         exchanged = Inputs(q, k, v, g, rest[0].squeeze(-1) if rest else None, x.scale)
         out, final = super().compute(exchanged, call, initial)
-        return self._exchange._exchange(False, out)[0], final
+        return self._heads.exchange(False, out)[0], final
 
     def pass_state(
         self, carry: Carry, takes: bool, gives: bool, known: Tensor | None, x: Inputs, reach: int, *, reverse: bool
