@@ -11,7 +11,6 @@ parallelism, there for inference.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -36,7 +35,7 @@ from fla.ops.utils import chunk_local_cumsum, prepare_chunk_indices
 from fla.ops.utils.constant import RCP_LN2
 from torch import Tensor
 
-from .kernel import Carry, Inputs, Saved, Shard
+from .kernel import Carry, Inputs, Saved, Shard, entering, fold
 
 CHUNK = 64
 LEAST_CHUNKS = 32
@@ -80,44 +79,6 @@ def pieces_of(bounds: tuple[int, ...], batch: int, piece: int, device: torch.dev
 def _flat(x: Tensor, pieces: Pieces) -> Tensor:
     """Return a dense tensor of one batch entry, (1, B S, ...), where there are bounds."""
     return x.contiguous() if pieces.bounds is None else x.flatten(0, 1).unsqueeze(0).contiguous()
-
-
-def fold(
-    states: Tensor, transitions: Tensor, order: Sequence[int], starts: frozenset[int], *, depends: bool
-) -> tuple[list[Tensor | None], Tensor]:
-    """Combine the pieces in ``order``: states (B, P, H, K, V), transitions (B, P, H, K, K).
-
-    Return what comes before every piece, None where nothing does, and after the last. With ``depends`` the first part
-    is affine in the state before it: its results are [C | M], (B, H, K, V + K); others are states (B, H, K, V).
-    """
-    before: list[Tensor | None] = []
-    size, current = states.shape[-1], None
-    for piece in order:
-        if piece in starts:
-            current = None
-        before.append(current)
-        if current is None:
-            own = states[:, piece]
-            current = torch.cat([own, transitions[:, piece]], -1) if depends and len(before) == 1 else own
-        else:
-            current = transitions[:, piece] @ current
-            current[..., :size] += states[:, piece]
-    assert current is not None
-    return before, current
-
-
-def entering(before: list[Tensor | None], order: Sequence[int], state: Tensor | None, like: Tensor) -> Tensor:
-    """Return the state before every piece, (B P, H, K, V), from the results of `fold` and the first piece's state."""
-    result, size = torch.zeros_like(like), like.shape[-1]
-    for piece, known in zip(order, before, strict=True):
-        if known is None:
-            if piece == order[0] and state is not None:
-                result[:, piece] = state
-        elif known.shape[-1] > size and state is not None:
-            torch.add(known[..., :size], known[..., size:] @ state, out=result[:, piece])
-        else:
-            result[:, piece] = known[..., :size]
-    return result.flatten(0, 1)
 
 
 class FlaDeltaRule:

@@ -139,6 +139,44 @@ def transposed(transition: Tensor | None) -> Tensor | None:
     return transition if transition is None or transition.shape[-1] == 1 else transition.mT
 
 
+def fold(
+    states: Tensor, transitions: Tensor, order: Sequence[int], starts: frozenset[int], *, depends: bool
+) -> tuple[list[Tensor | None], Tensor]:
+    """Combine the pieces in ``order``: states (B, P, H, K, V), transitions (B, P, H, K, K).
+
+    Return what comes before every piece, None where nothing does, and after the last. With ``depends`` the first part
+    is affine in the state before it: its results are [C | M], (B, H, K, V + K); others are states (B, H, K, V).
+    """
+    before: list[Tensor | None] = []
+    size, current = states.shape[-1], None
+    for piece in order:
+        if piece in starts:
+            current = None
+        before.append(current)
+        if current is None:
+            own = states[:, piece]
+            current = torch.cat([own, transitions[:, piece]], -1) if depends and len(before) == 1 else own
+        else:
+            current = transitions[:, piece] @ current
+            current[..., :size] += states[:, piece]
+    assert current is not None
+    return before, current
+
+
+def entering(before: list[Tensor | None], order: Sequence[int], state: Tensor | None, like: Tensor) -> Tensor:
+    """Return the state before every piece, (B P, H, K, V), from the results of `fold` and the first piece's state."""
+    result, size = torch.zeros_like(like), like.shape[-1]
+    for piece, known in zip(order, before, strict=True):
+        if known is None:
+            if piece == order[0] and state is not None:
+                result[:, piece] = state
+        elif known.shape[-1] > size and state is not None:
+            torch.add(known[..., :size], known[..., size:] @ state, out=result[:, piece])
+        else:
+            result[:, piece] = known[..., :size]
+    return result.flatten(0, 1)
+
+
 Saved = tuple[Tensor | None, ...]
 """Tensors that a forward pass keeps for the backward pass."""
 

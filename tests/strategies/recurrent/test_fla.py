@@ -9,11 +9,34 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringprof.strategies.recurrent.kernel import Inputs, RecurrenceKernel, Shard
+from ringprof.strategies.recurrent.kernel import Inputs, RecurrenceKernel, Shard, entering, fold
 from ringprof.strategies.recurrent.kernels import choose_kernel
 from ringprof.strategies.recurrent.reference import ReferenceRecurrence
 
 SIZE = 128
+
+
+@pytest.mark.parametrize("depends", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("starts", [{0}, {0, 2}, {0, 1, 4}])
+def test_pieces_combine_to_the_states_between_them(starts: set[int], reverse: bool, depends: bool) -> None:
+    torch.manual_seed(0)
+    states = torch.randn(2, 5, 3, 4, 6, dtype=torch.float64)
+    transitions = torch.randn(2, 5, 3, 4, 4, dtype=torch.float64)
+    order = range(5)[::-1] if reverse else range(5)
+    before, after = fold(states, transitions, order, frozenset({order[start] for start in starts}), depends=depends)
+    first = torch.randn(2, 3, 4, 6, dtype=torch.float64) if depends else None
+    known = entering(before, order, first, states).view_as(states)
+    state = torch.zeros_like(states[:, 0]) if first is None else first
+    for step, piece in enumerate(order):
+        if step in starts and step:
+            state = torch.zeros_like(state)
+        assert torch.allclose(known[:, piece], state)
+        state = transitions[:, piece] @ state + states[:, piece]
+    if after.shape[-1] > 6:
+        assert first is not None and starts == {0}
+        after = after[..., :6] + after[..., 6:] @ first
+    assert torch.allclose(after, state)
 
 
 def phases(kernel: RecurrenceKernel, x: Inputs, shard: Shard, *tensors: Tensor | None) -> list[Tensor | None]:
@@ -29,6 +52,7 @@ def phases(kernel: RecurrenceKernel, x: Inputs, shard: Shard, *tensors: Tensor |
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-3), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("operator", ["gated_delta_rule", "simple_gla", "gla"])
 def test_phases_of_fla_equal_the_reference(
