@@ -33,6 +33,7 @@ OTHERWISE = {
     "ringprof.entry_points.spawn": "the path is set first",
     "ringprof.strategies.catalog": "versions are asked for by the list of strategies alone",
     "ringprof.strategies.kernels.merge": "compiles kernels where there is Triton",
+    "ringprof.strategies.recurrent.kernels": "flash-linear-attention may be missing, and imports Triton",
 }
 
 

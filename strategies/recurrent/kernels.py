@@ -1,0 +1,49 @@
+"""Choice of the kernel for a recurrence."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+from ..errors import UnknownName, Unsupported
+from .kernel import Inputs, RecurrenceKernel
+from .reference import ReferenceRecurrence
+
+NAMES = ("auto", "fla", "reference")
+_FLA_KEY_DIM = 256
+"""Largest head size of keys that the kernels of flash-linear-attention take."""
+
+
+def choose_kernel(name: str, x: Inputs) -> RecurrenceKernel:
+    """Return the kernel called ``name``; ``auto`` is ``fla`` where it is installed and takes these inputs.
+
+    Raises `UnknownName`, and `Unsupported` where the kernel cannot compute these inputs.
+    """
+    if name not in NAMES:
+        raise UnknownName(f"no kernel {name!r} for recurrences; there are: {', '.join(NAMES)}")
+    problem = _why_not_fla(x) if name != "reference" else "not asked for"
+    if name == "fla" and problem:
+        raise Unsupported(f"kernel fla: {problem}")
+    if problem:
+        return ReferenceRecurrence()
+    from .fla import FlaDeltaRule, FlaLinearAttention  # imports Triton
+
+    return FlaLinearAttention() if x.beta is None else FlaDeltaRule()
+
+
+def _why_not_fla(x: Inputs) -> str | None:
+    """Return why the kernels of flash-linear-attention cannot compute these inputs; None where they can."""
+    if not x.q.is_cuda:
+        return "needs tensors on a GPU"
+    if x.q.dtype == torch.float64:
+        return "computes no float64"
+    if x.k.shape[-1] > _FLA_KEY_DIM:
+        return f"takes keys of at most {_FLA_KEY_DIM} numbers per head"
+    if find_spec("fla") is None:
+        return "needs flash-linear-attention: pip install 'ringprof[fla]'"
+    from fla.ops.common import chunk_o  # imports Triton
+
+    if chunk_o.IS_NVIDIA_HOPPER and chunk_o.TRITON_ABOVE_3_4_0 and not chunk_o.TRITON_ABOVE_3_7_1:
+        return "refuses gradients on Hopper with Triton 3.4 to 3.7.0, which compiles them wrongly: install Triton 3.7.1"
+    return None
