@@ -5,7 +5,7 @@
 
 One Llama 3 of the 8B model's layers, with random weights, under FSDP2 and bf16. ``flex`` and ``sdpa`` are torchtitan's
 own inner attentions, which gather keys and values; ``sdpa`` knows no documents. Prints the steps of the slowest rank in
-ms, the losses, and peak memory.
+ms, and the losses.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def main() -> None:
         timed = times[2:]
         print(
             f"{options.attention}: {median(timed):.1f} ms ({min(timed):.1f} to {max(timed):.1f}), losses "
-            f"{' '.join(f'{loss:.5f}' for loss in losses)}, peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB",
+            f"{' '.join(f'{loss:.5f}' for loss in losses)}",
             flush=True,
         )
     trainer.close()

@@ -22,10 +22,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-import ringprof
 from ringprof.record.process_group import GroupRanks
 from ringprof.strategies import Unsupported
 from ringprof.strategies.base import Strategy
+from ringprof.training import monitor, prove
 
 
 def _lightning() -> Any:
@@ -69,7 +69,7 @@ class MonitorCallback(_AroundTraining):
                 for logger in trainer.loggers:
                     logger.log_metrics({f"ringprof/{name}": value for name, value in figures.items()}, step)
 
-            return ringprof.monitor(log, every=every, sinks=[*sinks, to_loggers], **options)
+            return monitor(log, every=every, sinks=[*sinks, to_loggers], **options)
 
         super().__init__(context)
 
@@ -84,7 +84,7 @@ class ProveCallback(_AroundTraining):
 
     def __init__(self, strategy: Strategy | None = None, **options: Any) -> None:
         self._strategy, self._compared = strategy, False
-        super().__init__(lambda trainer, module: ringprof.prove(strategy or module.strategy, **options))
+        super().__init__(lambda trainer, module: prove(strategy or module.strategy, **options))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Compare the first batch of the ranks of a group."""

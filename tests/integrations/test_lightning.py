@@ -54,7 +54,7 @@ def fit(module: Any, callback: Any, folder: Path, **options: Any) -> Logger:
     _lightning().Trainer(
         accelerator="cpu", max_epochs=1, callbacks=[callback], logger=logger, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, **options,
-    ).fit(module, [torch.ones(8)] * 8)  # fmt: skip
+    ).fit(module, torch.ones(8, 1, 8))  # fmt: skip
     return logger
 
 

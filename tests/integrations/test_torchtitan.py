@@ -37,8 +37,8 @@ def _modules() -> Any:
         "torchtitan.models.llama3": ["model_registry"],
         "ringprof.integrations.torchtitan": ["trainer", "with_strategy"],
     }
-    found = {name: getattr(import_module(module), name) for module, named in names.items() for name in named}
-    return SimpleNamespace(**found)
+    imported = {name: getattr(import_module(module), name) for module, named in names.items() for name in named}
+    return SimpleNamespace(**imported)
 
 
 def _config(titan: Any) -> Any:
