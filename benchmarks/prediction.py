@@ -182,7 +182,7 @@ def h100_masks() -> Iterator[Score]:
 
 
 def h200_later() -> Iterator[Score]:
-    """Score runs on 2 H200 of 2026-11-26, most with flash-attn 3, by the bundled h200, which none of them has entered."""
+    """Score runs on 2 H200 of 2026-11-26, most with flash-attn 3, by the bundled h200, fitted to none of them."""
     yield from _predicted_shapes(recorded_shapes("h200_shapes_6.csv"))
 
 
@@ -439,7 +439,7 @@ FITTED = {
     "b200": "the bundled b200: kernel from published curves and V1001, V1021, V1041, V1061; all else scaled from H200",
     "a800": "the bundled a800: kernel from the table beside V0135, NIC from V0109; no other row",
 }  # fmt: skip
-"""What the machine that predicts a part was fitted to, and whether rows that are scored are among it."""
+"""Rows that the machine that predicts a part was fitted to, and whether scored rows are among them."""
 
 
 def show(name: str, scores: Sequence[Score]) -> None:
