@@ -91,7 +91,7 @@ def test_recording_has_the_size_and_time_of_every_step(tmp_path: Path) -> None:
     assert sum(rank["block_flops"] for rank in run_data["work"]) == 14 * 4 * 16 * pairs
     shown = run(["report", "traces/run.json"], tmp_path).stdout
     assert "step 1: 2 ranks per sequence, 1 of 512 tokens" in shown
-    assert "step 2: 1 rank a sequence, 2 of 256 tokens" in shown
+    assert "step 2: 1 rank per sequence, 2 of 256 tokens" in shown
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def _union(case: Case, m: re.Match[str]) -> None:
     assert abs(case.of("attention") - mean(raw.attention_ns for raw in case.raw.values())) < 1
 
 
-@rule("evidence", rf"{R} TFLOP a device at {R} TFLOP/s \([^)]*\)")
+@rule("evidence", rf"{R} TFLOP per device at {R} TFLOP/s \([^)]*\)")
 def _needed(case: Case, m: re.Match[str]) -> None:
     peak = case.summary["peak"]["tflops"]
     assert float(m[2]) == peak and abs(case.of("peak") * peak * 1e3 - float(m[1].replace(",", "")) * 1e12) <= 0.051e12

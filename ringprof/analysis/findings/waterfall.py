@@ -433,7 +433,7 @@ def _work_evidence(attribution: Attribution, work: _AttentionWork | None) -> dic
     rate_tflops = done_flops / attention_ns / 1e3 if attention_ns else 0.0
     peak = work.peak
     words = _kernel_evidence(work.kernels) | {
-        "peak": f"{work.needed / rank_count / 1e12:,.1f} TFLOP a device at {peak.tflops:g} TFLOP/s ({peak.source})",
+        "peak": f"{work.needed / rank_count / 1e12:,.1f} TFLOP per device at {peak.tflops:g} TFLOP/s ({peak.source})",
         "repeated": f"blocks of {done_flops / work.needed:.4f} times the work that the mask needs",
     }
     if work.solo_tflops:

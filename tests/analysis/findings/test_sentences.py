@@ -224,7 +224,7 @@ def test_the_evidence_of_a_run_against_the_devices_peak(counted):
     summary = replace(summarise(attribution), devices=("NVIDIA H200",))
     needed, done, spent = 14 * 8 * 64 * 136, 4 * 10**9, 4600
     words = {part.part: part for part in find_waterfall(attribution, summary).parts}
-    assert words["peak"].evidence == "0.0 TFLOP a device at 989 TFLOP/s (H200, dense bf16, vendor's figure)"
+    assert words["peak"].evidence == "0.0 TFLOP per device at 989 TFLOP/s (H200, dense bf16, vendor's figure)"
     rate = (done if counted else needed) / spent / 1e3
     merged = "" if counted else " repeated work and"
     # The calibration of H200 has no blocks as short as 16 tokens.
