@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -55,10 +56,13 @@ class RankRow(msgspec.Struct, frozen=True):
     late_most_ns: int | None
     wait_least_ns: int | None
     """Sum of the least waiting of all operations of which it is known."""
+    excess_ns: int | None
+    """Time beyond the shortest of the same operation on any rank, summed: waiting, if operations end on all ranks
+    together; None where no times on the device are known."""
 
 
 class SizeRow(msgspec.Struct, frozen=True):
-    """Figures of all operations of one group with the same name and size, over all ranks."""
+    """Medians of the bounds of all operations of one group with the same name and size, over all ranks."""
 
     group: str
     name: str
@@ -66,14 +70,8 @@ class SizeRow(msgspec.Struct, frozen=True):
     ranks: int
     """Number of ranks of the group."""
     count: int
-    time_least_ns: float | None
-    """Mean of the least times, of the operations that have one."""
-    time_most_ns: float | None
-    wait_least_ns: float | None
-    wait_most_ns: float | None
-    rate_least: float | None
-    """All bytes over all largest times on the wire, in GB/s."""
-    rate_most: float | None
+    bounds: Mapping[str, float | None]
+    """Each field of `Bounds` for the median of the operations that have ended."""
     bus_factor: float | None
 
 
@@ -127,16 +125,21 @@ def analyse(logs: Sequence[RankLog], notices: Sequence[Notice] = ()) -> CommLogF
     untimed = sum(row.bounds.time_most_ns is None for row in rows.values() if row.operation.state == COMPLETED)
     if untimed:
         text = f"{untimed:,} of {len(rows):,} operations have no time on the device"
-        why = "gloo records none" if not any("NCCL" in version for log in logs for version in log.versions) else (
-            "times of NCCL's Inspector need the GPU's timer" if logs[0].source == "nccl_inspector"
-            else "the dump names no end of them")  # fmt: skip
+        if not any("NCCL" in version for log in logs for version in log.versions):
+            why = "gloo records none"
+        elif logs[0].source == "nccl_inspector":
+            why = "the host timed them (kernel_cpu, collective_cpu), which bounds nothing"
+        else:
+            why = "the dump does not say when they ended"
         warnings.append(Notice("untimed", f"{text}: {why}", count=untimed))
     ordered = tuple(rows.values())
+    excess = _excess(matches, by_key)
+    ranks = tuple(_rank_row(log, ordered, late, excess) for log in logs)
     return CommLogFindings(
         source=logs[0].source, versions=tuple(dict.fromkeys(version for log in logs for version in log.versions)),
-        logs=tuple(logs), rows=ordered, ranks=tuple(_rank_row(log, ordered, late) for log in logs),
+        logs=tuple(logs), rows=ordered, ranks=ranks,
         sizes=_size_rows(ordered, logs, labels), late=tuple(late), late_by=late_by if late else "",
-        standings=standings, verdict=tuple(_verdict(standings, matches, rows, late, late_by, labels)),
+        standings=standings, verdict=tuple(_verdict(standings, matches, rows, late, late_by, labels, ranks)),
         warnings=tuple(warnings),
     )  # fmt: skip
 
@@ -196,7 +199,20 @@ _LONGEST_PERIOD = 2_000
 """Length of sequences up to which a repetition is looked for: that of the Flight Recorder's own buffer."""
 
 
-def _rank_row(log: RankLog, rows: Sequence[OperationRow], late: Sequence[Lateness]) -> RankRow:
+def _excess(matches: Matches, by_key: Mapping[Key, Operation]) -> dict[int, int]:
+    """Return each rank's time on the device beyond that of the shortest rank in the same operation, summed."""
+    excess: dict[int, int] = defaultdict(int)
+    for meeting in matches.meetings:
+        times = {key: time for key in meeting.members if (time := by_key[key].shown_ns) is not None}
+        if meeting.complete and len(times) == len(meeting.members):
+            for (rank, _), time in times.items():
+                excess[rank] += time - min(times.values())
+    return excess
+
+
+def _rank_row(
+    log: RankLog, rows: Sequence[OperationRow], late: Sequence[Lateness], excess: Mapping[int, int]
+) -> RankRow:
     own = [row for row in rows if row.operation.rank == log.rank]
     hops = [row.operation for row in own if row.operation.is_hop]
     sent = [sum_known([message.size_bytes for message in hop.sends]) for hop in hops if hop.sends]
@@ -206,39 +222,37 @@ def _rank_row(log: RankLog, rows: Sequence[OperationRow], late: Sequence[Latenes
         rank=log.rank, operations=len(own), hops=len(hops), sent_bytes=sum_known(sent) if sent else 0,
         unfinished=sum(row.operation.state != COMPLETED for row in own), compared=len(late), last=len(last),
         late_median_ns=round(statistics.median(last)) if last else None, late_most_ns=max(last, default=None),
-        wait_least_ns=sum(waits) if waits else None,
+        wait_least_ns=sum(waits) if waits else None, excess_ns=excess.get(log.rank),
     )  # fmt: skip
 
 
 def _size_rows(rows: Sequence[OperationRow], logs: Sequence[RankLog], labels: dict[str, str]) -> tuple[SizeRow, ...]:
     """Gather operations of the same group, name and size, those that moved most bytes first."""
     sizes = {key: group.size for log in logs for key, group in log.groups.items()}
+    gathered = []
     alike: dict[tuple[str, str, int | None], list[OperationRow]] = defaultdict(list)
     for row in rows:
         alike[row.operation.group, row.operation.name, row.operation.counted_bytes].append(row)
     users: dict[str, set[int]] = defaultdict(set)
     for row in rows:
         users[row.operation.group].add(row.operation.rank)
-    gathered = []
     for (group, name, size), members in alike.items():
-        bounds = [row.bounds for row in members]
-        timed = [item for item in bounds if item.wire_most_ns]
-        counted = [item for item in bounds if item.time_least_ns]
         world = sizes.get(group, 0) or len(users[group])
-        gathered.append(SizeRow(
-            labels.get(group, group), name, size, world, len(members),
-            _mean(item.time_least_ns for item in bounds), _mean(item.time_most_ns for item in bounds),
-            _mean(item.wait_least_ns for item in bounds), _mean(item.wait_most_ns for item in bounds),
-            len(timed) * size / sum(item.wire_most_ns or 0 for item in timed) if size and timed else None,
-            len(counted) * size / sum(item.time_least_ns or 0 for item in counted) if size and counted else None,
-            bus_factor(name, world),
-        ))  # fmt: skip
+        ended = [row.bounds for row in members if row.operation.state == COMPLETED]
+        medians = {field: _median_bound(field, ended) for field in Bounds.__struct_fields__}
+        row = SizeRow(labels.get(group, group), name, size, world, len(members), medians, bus_factor(name, world))
+        gathered.append(row)
     return tuple(sorted(gathered, key=lambda row: (-(row.size_bytes or 0) * row.count, row.group, row.name)))
 
 
-def _mean(values: Iterable[int | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+def _median_bound(field: str, bounds: Sequence[Bounds]) -> float | None:
+    """Return the median of bounds, with 0 for a missing lower one and infinity for a missing upper one."""
+    values = [getattr(item, field) for item in bounds]
+    if all(value is None for value in values):
+        return None
+    missing = 0 if "least" in field else math.inf
+    median = statistics.median(missing if value is None else value for value in values)
+    return median if math.isfinite(median) else None
 
 
 # --- who came late ------------------------------------------------------------------------------------
@@ -298,15 +312,15 @@ def words(name: str) -> str:
 
 def place_of(row: OperationRow) -> str:
     """Say where an operation stands in its group: ``send/recv 6, step 2 of 4``."""
-    step = f", step {row.step} of {row.steps}" if row.step is not None else ""
+    step = f", step {row.step} of {row.steps}" if row.steps is not None and row.steps > 1 else ""
     return f"{words(row.operation.name)} {row.operation.sequence}{step}"
 
 
 def _verdict(
     standings: Sequence[Standing], matches: Matches, rows: dict[Key, OperationRow], late: Sequence[Lateness],
-    late_by: str, labels: dict[str, str],
+    late_by: str, labels: dict[str, str], ranks: Sequence[RankRow],
 ) -> Iterable[str]:  # fmt: skip
-    """Yield the sentences of the report: what is not complete and for whom it waits, and who came late."""
+    """Yield the sentences of the report: what is not complete and for whom it waits, who waited, and who came late."""
     unfinished = [key for key, row in rows.items() if row.operation.state != COMPLETED]
     if unfinished:
         yield from _unfinished_sentences(unfinished, standings, matches, rows, labels)
@@ -318,14 +332,20 @@ def _verdict(
             f"The ranks disagree in {len(disagreeing):,} operation{'s' * (len(disagreeing) > 1)} of group"
             f" {labels.get(first[0].operation.group, '')}, first in number {first[0].operation.sequence}: {listed}."
         )
+    longest = max(ranks, key=lambda row: row.excess_ns or 0)
+    if longest.excess_ns:
+        yield (
+            f"Rank {longest.rank} spent {milliseconds(longest.excess_ns)} more on its device in these operations than"
+            " the rank with the shortest time in each: waiting, where an operation ends on all ranks together."
+        )
     if not late:
         return
-    ranks = [item.rank for item in late]
-    often = max(dict.fromkeys(ranks), key=ranks.count)
+    last = [item.rank for item in late]
+    often = max(dict.fromkeys(last), key=last.count)
     worst = max(late, key=lambda item: item.late_ns)
     label = labels.get(worst.operation.group, worst.operation.group)
     named = f"{words(worst.operation.name)} {worst.operation.sequence} of {label}"
-    count = f"{ranks.count(often):,} of {len(late):,}"
+    count = f"{last.count(often):,} of {len(late):,}"
     own = [item.late_ns for item in late if item.rank == often]
     if late_by == "posted":
         yield (
@@ -355,7 +375,7 @@ def _unfinished_sentences(
     gave_up = f" PyTorch gave up on {timed_out:,} of them." if timed_out else ""
     yield f"{count:,} operation{'s' * (count > 1)} had not ended when the dumps were written.{gave_up}"
     explained = set()
-    for standing in standings:
+    for standing in sorted(standings, key=lambda item: item.row.operation.posted_ns or 0):
         operation = standing.row.operation
         for rank in standing.waits_for:
             if (rank, operation.group) in explained:

@@ -240,7 +240,7 @@ def _times(entry: _Entry, posted: int) -> KnownTimes:
         most = max(0, completed - posted)
     return {
         "posted_ns": posted, "started_by_ns": started, "completed_by_ns": completed, "least_ns": least,
-        "most_ns": most,
+        "most_ns": most, "shown_ns": None if time_ns is None else round(time_ns),
     }  # fmt: skip
 
 
