@@ -120,6 +120,16 @@ def test_profiler_example_writes_traces_that_a_report_reads(tmp_path: Path) -> N
     assert run.figures()["all_reduce_ms"] > 0
 
 
+@pytest.mark.gpu
+def test_stamps_within_a_fused_ring_show_injected_delays(tmp_path: Path) -> None:
+    """The example itself compares the stamps with the delays, to 2 µs; its ranges are in the traces."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    text = run_example("fused_ring_stamps", 2, tmp_path / "traces")
+    assert text.count("waits") == 12 and "MISSED" not in text
+    assert len(ringprof.load(tmp_path / "traces").annotations()) > 0
+
+
 def test_every_example_is_in_the_training_page_and_has_a_test() -> None:
     scripts = {path.stem for path in EXAMPLES.glob("*.py")} - {"tiny_model", "setup_ranks"}
     page = (ROOT / "docs" / "training.md").read_text("utf-8")
