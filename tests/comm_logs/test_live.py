@@ -2,8 +2,8 @@
 
 A training loop with a ring of ``batch_isend_irecv`` (K and V in one batch) and an all-reduce per step. Flight Recorder
 with event timing, the Inspector plugin of NCCL 2.30 with verbose times, and torch.profiler ran at once for four steps.
-In the first of these rank 1 slept 50 ms, in the second rank 0 20 ms. In another job rank 1 stopped before its sixth hop;
-PyTorch wrote the dumps when the watchdog of rank 0 gave up.
+In the first of these rank 1 slept 50 ms, in the second rank 0 20 ms. In another job rank 1 stopped before its sixth
+hop; PyTorch wrote the dumps when the watchdog of rank 0 gave up.
 """
 
 from __future__ import annotations
