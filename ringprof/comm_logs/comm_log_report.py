@@ -95,7 +95,9 @@ def _text(findings: CommLogFindings, style: TextStyle) -> str:
     blocks = [style.fit(title), *(style.wrap(clean(sentence, 1_000)) for sentence in findings.verdict)]
     if findings.standings:
         blocks.append(_standing_table(findings).text(style, _MOST_RANKS))
-    blocks += [_rank_table(findings).text(style, _MOST_RANKS), _size_table(findings).text(style, _MOST_SIZES)]
+    blocks.append(_rank_table(findings).text(style, _MOST_RANKS))
+    if findings.sizes:
+        blocks.append(_size_table(findings).text(style, _MOST_SIZES))
     notes = [f"warning: {clean(notice.message, 1_000)} [{notice.code}]" for notice in findings.warnings]
     if len(notes) > _MOST_WARNINGS:
         notes[_MOST_WARNINGS:] = [f"and {len(notes) - _MOST_WARNINGS} more warnings: --format json"]
