@@ -133,8 +133,8 @@ def analyse(logs: Sequence[RankLog], notices: Sequence[Notice] = ()) -> CommLogF
             why = "the dump does not say when they ended"
         warnings.append(Notice("untimed", f"{text}: {why}", count=untimed))
     ordered = tuple(rows.values())
-    excess = _excess(matches, by_key)
-    ranks = tuple(_rank_row(log, ordered, late, excess) for log in logs)
+    excess_ns = _excess(matches, by_key)
+    ranks = tuple(_rank_row(log, ordered, late, excess_ns) for log in logs)
     return CommLogFindings(
         source=logs[0].source, versions=tuple(dict.fromkeys(version for log in logs for version in log.versions)),
         logs=tuple(logs), rows=ordered, ranks=ranks,
@@ -229,7 +229,7 @@ def _rank_row(
 def _size_rows(rows: Sequence[OperationRow], logs: Sequence[RankLog], labels: dict[str, str]) -> tuple[SizeRow, ...]:
     """Gather operations of the same group, name and size, those that moved most bytes first."""
     sizes = {key: group.size for log in logs for key, group in log.groups.items()}
-    gathered = []
+    gathered: list[SizeRow] = []
     alike: dict[tuple[str, str, int | None], list[OperationRow]] = defaultdict(list)
     for row in rows:
         alike[row.operation.group, row.operation.name, row.operation.counted_bytes].append(row)
@@ -240,8 +240,8 @@ def _size_rows(rows: Sequence[OperationRow], logs: Sequence[RankLog], labels: di
         world = sizes.get(group, 0) or len(users[group])
         ended = [row.bounds for row in members if row.operation.state == COMPLETED]
         medians = {field: _median_bound(field, ended) for field in Bounds.__struct_fields__}
-        row = SizeRow(labels.get(group, group), name, size, world, len(members), medians, bus_factor(name, world))
-        gathered.append(row)
+        label = labels.get(group, group)
+        gathered.append(SizeRow(label, name, size, world, len(members), medians, bus_factor(name, world)))
     return tuple(sorted(gathered, key=lambda row: (-(row.size_bytes or 0) * row.count, row.group, row.name)))
 
 
