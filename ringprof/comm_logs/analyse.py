@@ -134,7 +134,10 @@ def analyse(logs: Sequence[RankLog], notices: Sequence[Notice] = ()) -> CommLogF
         warnings.append(Notice("untimed", f"{text}: {why}", count=untimed))
     ordered = tuple(rows.values())
     excess_ns = _excess(matches, by_key)
-    ranks = tuple(_rank_row(log, ordered, late, excess_ns) for log in logs)
+    of_rank: dict[int, list[OperationRow]] = defaultdict(list)
+    for row in ordered:
+        of_rank[row.operation.rank].append(row)
+    ranks = tuple(_rank_row(log.rank, of_rank[log.rank], late, excess_ns) for log in logs)
     return CommLogFindings(
         source=logs[0].source, versions=tuple(dict.fromkeys(version for log in logs for version in log.versions)),
         logs=tuple(logs), rows=ordered, ranks=ranks,
@@ -183,13 +186,18 @@ def _signature(operation: Operation) -> tuple[object, ...]:
 def _repetition(signatures: Sequence[object]) -> tuple[int, int | None]:
     """Return the start and the length of the shortest sequence that is repeated to the end.
 
-    The repetition must hold at least two whole sequences and half of all operations; (0, None) without one.
+    The repetition must hold at least two whole sequences and half of all operations; (0, None) without one, and where
+    looking for it takes too many comparisons.
     """
     count = len(signatures)
+    left = _MOST_COMPARISONS
     for period in range(1, min(count // 2, _LONGEST_PERIOD) + 1):
         start = count - period
         while start > 0 and signatures[start - 1] == signatures[start - 1 + period]:
             start -= 1
+        left -= count - start
+        if left < 0:
+            break
         if count - start >= max(2 * period, count / 2):
             return start, period
     return 0, None
@@ -197,6 +205,7 @@ def _repetition(signatures: Sequence[object]) -> tuple[int, int | None]:
 
 _LONGEST_PERIOD = 2_000
 """Length of sequences up to which a repetition is looked for: that of the Flight Recorder's own buffer."""
+_MOST_COMPARISONS = 10_000_000
 
 
 def _excess(matches: Matches, by_key: Mapping[Key, Operation]) -> dict[int, int]:
@@ -210,19 +219,16 @@ def _excess(matches: Matches, by_key: Mapping[Key, Operation]) -> dict[int, int]
     return excess
 
 
-def _rank_row(
-    log: RankLog, rows: Sequence[OperationRow], late: Sequence[Lateness], excess: Mapping[int, int]
-) -> RankRow:
-    own = [row for row in rows if row.operation.rank == log.rank]
+def _rank_row(rank: int, own: Sequence[OperationRow], late: Sequence[Lateness], excess: Mapping[int, int]) -> RankRow:
     hops = [row.operation for row in own if row.operation.is_hop]
     sent = [sum_known([message.size_bytes for message in hop.sends]) for hop in hops if hop.sends]
-    last = [item.late_ns for item in late if item.rank == log.rank]
+    last = [item.late_ns for item in late if item.rank == rank]
     waits = [row.bounds.wait_least_ns for row in own if row.bounds.wait_least_ns is not None]
     return RankRow(
-        rank=log.rank, operations=len(own), hops=len(hops), sent_bytes=sum_known(sent) if sent else 0,
+        rank=rank, operations=len(own), hops=len(hops), sent_bytes=sum_known(sent) if sent else 0,
         unfinished=sum(row.operation.state != COMPLETED for row in own), compared=len(late), last=len(last),
         late_median_ns=round(statistics.median(last)) if last else None, late_most_ns=max(last, default=None),
-        wait_least_ns=sum(waits) if waits else None, excess_ns=excess.get(log.rank),
+        wait_least_ns=sum(waits) if waits else None, excess_ns=excess.get(rank),
     )  # fmt: skip
 
 
@@ -290,11 +296,15 @@ def _standings(
     open_groups = dict.fromkeys(row.operation.group for row in rows.values() if row.operation.state != COMPLETED)
     members = {key: group.ranks for log in logs for key, group in log.groups.items() if group.ranks}
     standings = []
+    used: dict[tuple[int, str], list[Key]] = defaultdict(list)
+    for key, row in rows.items():
+        if row.operation.group in open_groups:
+            used[key[0], row.operation.group].append(key)
     for group in open_groups:
         for log in logs:
             if group in members and log.rank not in members[group]:
                 continue
-            own = [(log.rank, index) for index, item in enumerate(log.operations) if item.group == group]
+            own = used.get((log.rank, group), [])
             unfinished = [key for key in own if rows[key].operation.state != COMPLETED]
             if not own:
                 continue
@@ -329,8 +339,8 @@ def _verdict(
         first = [rows[key] for key in disagreeing[0].members]
         listed = ", ".join(f"rank {row.operation.rank} {_sized(row.operation)}" for row in first[:4])
         yield (
-            f"The ranks disagree in {len(disagreeing):,} operation{'s' * (len(disagreeing) > 1)} of group"
-            f" {labels.get(first[0].operation.group, '')}, first in number {first[0].operation.sequence}: {listed}."
+            f"The ranks disagree in {len(disagreeing):,} operation{'s' * (len(disagreeing) > 1)}, first in number"
+            f" {first[0].operation.sequence} of group {labels.get(first[0].operation.group, '')}: {listed}."
         )
     longest = max(ranks, key=lambda row: row.excess_ns or 0)
     if longest.excess_ns:
@@ -362,7 +372,11 @@ def _verdict(
 
 
 def _sized(operation: Operation) -> str:
-    size = operation.counted_bytes
+    if operation.is_hop:
+        sizes = [sum_known([message.size_bytes for message in ends]) for ends in (operation.sends, operation.receives)]
+        sent, received = (f"{size or 0:,} bytes" for size in sizes)
+        return f"sends {sent} and receives {received}"
+    size = operation.size_bytes
     return f"{words(operation.name)} of {'unknown size' if size is None else f'{size:,} bytes'}"
 
 

@@ -184,6 +184,7 @@ def _bus_rates(row: SizeRow) -> list[float | None]:
 
 
 def _report(findings: CommLogFindings, paths: Sequence[str]) -> JsonObject:
+    groups = {log.rank: log.groups for log in findings.logs}
     return {
         "schema": SCHEMA,
         "source": {"type": findings.source, "versions": list(findings.versions), "paths": list(paths)},
@@ -208,16 +209,15 @@ def _report(findings: CommLogFindings, paths: Sequence[str]) -> JsonObject:
             for item in findings.standings
         ],
         "operations": [
-            {"group": _label(findings, row), **_operation(row), **_bounds(msgspec.structs.asdict(row.bounds))}
+            {
+                "group": groups[row.operation.rank][row.operation.group].label,
+                **_operation(row),
+                **_bounds(msgspec.structs.asdict(row.bounds)),
+            }
             for row in findings.rows
         ],
         "warnings": [{"code": notice.code, "message": notice.message} for notice in findings.warnings],
     }  # fmt: skip
-
-
-def _label(findings: CommLogFindings, row: OperationRow) -> str:
-    log = next(log for log in findings.logs if log.rank == row.operation.rank)
-    return log.groups[row.operation.group].label
 
 
 def _operation(row: OperationRow) -> JsonObject:
