@@ -115,6 +115,7 @@ def analyse(logs: Sequence[RankLog], notices: Sequence[Notice] = ()) -> CommLogF
     labels = {key: group.label for log in logs for key, group in log.groups.items()}
     standings = _standings(logs, rows, matches, labels)
     warnings = [*notices, *(notice for log in logs for notice in log.notices), *matches.notices]
+    warnings += _missing_ranks(logs)
     if matches.clock_conflicts:
         first, second, excess = max(matches.clock_conflicts, key=lambda conflict: conflict[2])
         text = f"the clocks of ranks {first} and {second} differ by at least {milliseconds(excess)}"
@@ -145,6 +146,19 @@ def analyse(logs: Sequence[RankLog], notices: Sequence[Notice] = ()) -> CommLogF
         standings=standings, verdict=tuple(_verdict(standings, matches, rows, late, late_by, labels, ranks)),
         warnings=tuple(warnings),
     )  # fmt: skip
+
+
+def _missing_ranks(logs: Sequence[RankLog]) -> list[Notice]:
+    """Warn of ranks that are members of a group and have no log."""
+    present = {log.rank for log in logs}
+    members = {rank for log in logs for group in log.groups.values() for rank in group.ranks}
+    size = max([len(present | members), *(group.size for log in logs for group in log.groups.values())])
+    absent = size - len(present)
+    if absent <= 0:
+        return []
+    named = sorted(members - present)[:8]
+    listed = f": {', '.join(map(str, named))}{', ...' if absent > len(named) else ''}" if named else ""
+    return [Notice("missing_ranks", f"{absent} of {size} ranks have no log here{listed}", count=absent)]
 
 
 # --- rows ---------------------------------------------------------------------------------------------
