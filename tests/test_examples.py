@@ -128,6 +128,27 @@ def test_profiler_example_writes_traces_that_a_report_reads(tmp_path: Path) -> N
     assert run.figures()["all_reduce_ms"] > 0
 
 
+@pytest.mark.gpu
+def test_stamps_within_a_fused_ring_show_injected_delays(tmp_path: Path) -> None:
+    """The example itself compares the stamps with the delays, to 2 µs; its ranges are in the traces."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    text = run_example("fused_ring_stamps", 2, tmp_path / "traces")
+    assert text.count("waits") == 12 and "MISSED" not in text
+    for path in (tmp_path / "traces").iterdir():
+        assert_steps_are_within_kernels(json.loads(path.read_text("utf-8"))["traceEvents"])
+
+
+def assert_steps_are_within_kernels(events: list[dict[str, Any]]) -> None:
+    """Assert that the ranges of all 12 steps of 12 launches lie within the ring's kernels, to 1 µs."""
+    kernels = [event for event in events if event.get("cat") == "kernel" and "ring_kernel" in event["name"]]
+    steps = [event for event in events if event["name"].startswith("ring step ")]
+    assert len(kernels) == 12 and len(steps) == 2 * 12 * 12
+    spans = [(event["ts"] - 1, event["ts"] + event["dur"] + 1) for event in kernels]
+    for step in steps:
+        assert any(start <= step["ts"] and step["ts"] + step["dur"] <= end for start, end in spans)
+
+
 def test_every_example_is_in_the_training_page_and_has_a_test() -> None:
     scripts = {path.stem for path in EXAMPLES.glob("*.py")} - {"tiny_model", "setup_ranks"}
     page = (ROOT / "docs" / "training.md").read_text("utf-8")

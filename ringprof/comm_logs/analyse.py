@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -55,10 +56,13 @@ class RankRow(msgspec.Struct, frozen=True):
     late_most_ns: int | None
     wait_least_ns: int | None
     """Sum of the least waiting of all operations of which it is known."""
+    excess_ns: int | None
+    """Time beyond the shortest of the same operation on any rank, summed: waiting, if operations end on all ranks
+    together; None where no times on the device are known."""
 
 
 class SizeRow(msgspec.Struct, frozen=True):
-    """Figures of all operations of one group with the same name and size, over all ranks."""
+    """Medians of the bounds of all operations of one group with the same name and size, over all ranks."""
 
     group: str
     name: str
@@ -66,14 +70,8 @@ class SizeRow(msgspec.Struct, frozen=True):
     ranks: int
     """Number of ranks of the group."""
     count: int
-    time_least_ns: float | None
-    """Mean of the least times, of the operations that have one."""
-    time_most_ns: float | None
-    wait_least_ns: float | None
-    wait_most_ns: float | None
-    rate_least: float | None
-    """All bytes over all largest times on the wire, in GB/s."""
-    rate_most: float | None
+    bounds: Mapping[str, float | None]
+    """Each field of `Bounds` for the median of the operations that have ended."""
     bus_factor: float | None
 
 
@@ -117,6 +115,7 @@ def analyse(logs: Sequence[RankLog], notices: Sequence[Notice] = ()) -> CommLogF
     labels = {key: group.label for log in logs for key, group in log.groups.items()}
     standings = _standings(logs, rows, matches, labels)
     warnings = [*notices, *(notice for log in logs for notice in log.notices), *matches.notices]
+    warnings += _missing_ranks(logs)
     if matches.clock_conflicts:
         first, second, excess = max(matches.clock_conflicts, key=lambda conflict: conflict[2])
         text = f"the clocks of ranks {first} and {second} differ by at least {milliseconds(excess)}"
@@ -127,18 +126,39 @@ def analyse(logs: Sequence[RankLog], notices: Sequence[Notice] = ()) -> CommLogF
     untimed = sum(row.bounds.time_most_ns is None for row in rows.values() if row.operation.state == COMPLETED)
     if untimed:
         text = f"{untimed:,} of {len(rows):,} operations have no time on the device"
-        why = "gloo records none" if not any("NCCL" in version for log in logs for version in log.versions) else (
-            "times of NCCL's Inspector need the GPU's timer" if logs[0].source == "nccl_inspector"
-            else "the dump names no end of them")  # fmt: skip
+        if not any("NCCL" in version for log in logs for version in log.versions):
+            why = "gloo records none"
+        elif logs[0].source == "nccl_inspector":
+            why = "the host timed them (kernel_cpu, collective_cpu), which bounds nothing"
+        else:
+            why = "the dump does not say when they ended"
         warnings.append(Notice("untimed", f"{text}: {why}", count=untimed))
     ordered = tuple(rows.values())
+    excess_ns = _excess(matches, by_key)
+    of_rank: dict[int, list[OperationRow]] = defaultdict(list)
+    for row in ordered:
+        of_rank[row.operation.rank].append(row)
+    ranks = tuple(_rank_row(log.rank, of_rank[log.rank], late, excess_ns) for log in logs)
     return CommLogFindings(
         source=logs[0].source, versions=tuple(dict.fromkeys(version for log in logs for version in log.versions)),
-        logs=tuple(logs), rows=ordered, ranks=tuple(_rank_row(log, ordered, late) for log in logs),
+        logs=tuple(logs), rows=ordered, ranks=ranks,
         sizes=_size_rows(ordered, logs, labels), late=tuple(late), late_by=late_by if late else "",
-        standings=standings, verdict=tuple(_verdict(standings, matches, rows, late, late_by, labels)),
+        standings=standings, verdict=tuple(_verdict(standings, matches, rows, late, late_by, labels, ranks)),
         warnings=tuple(warnings),
     )  # fmt: skip
+
+
+def _missing_ranks(logs: Sequence[RankLog]) -> list[Notice]:
+    """Warn of ranks that are members of a group and have no log."""
+    present = {log.rank for log in logs}
+    members = {rank for log in logs for group in log.groups.values() for rank in group.ranks}
+    size = max([len(present | members), *(group.size for log in logs for group in log.groups.values())])
+    absent = size - len(present)
+    if absent <= 0:
+        return []
+    named = sorted(members - present)[:8]
+    listed = f": {', '.join(map(str, named))}{', ...' if absent > len(named) else ''}" if named else ""
+    return [Notice("missing_ranks", f"{absent} of {size} ranks have no log here{listed}", count=absent)]
 
 
 # --- rows ---------------------------------------------------------------------------------------------
@@ -180,13 +200,18 @@ def _signature(operation: Operation) -> tuple[object, ...]:
 def _repetition(signatures: Sequence[object]) -> tuple[int, int | None]:
     """Return the start and the length of the shortest sequence that is repeated to the end.
 
-    The repetition must hold at least two whole sequences and half of all operations; (0, None) without one.
+    The repetition must hold at least two whole sequences and half of all operations; (0, None) without one, and where
+    looking for it takes too many comparisons.
     """
     count = len(signatures)
+    left = _MOST_COMPARISONS
     for period in range(1, min(count // 2, _LONGEST_PERIOD) + 1):
         start = count - period
         while start > 0 and signatures[start - 1] == signatures[start - 1 + period]:
             start -= 1
+        left -= count - start
+        if left < 0:
+            break
         if count - start >= max(2 * period, count / 2):
             return start, period
     return 0, None
@@ -194,51 +219,60 @@ def _repetition(signatures: Sequence[object]) -> tuple[int, int | None]:
 
 _LONGEST_PERIOD = 2_000
 """Length of sequences up to which a repetition is looked for: that of the Flight Recorder's own buffer."""
+_MOST_COMPARISONS = 10_000_000
 
 
-def _rank_row(log: RankLog, rows: Sequence[OperationRow], late: Sequence[Lateness]) -> RankRow:
-    own = [row for row in rows if row.operation.rank == log.rank]
+def _excess(matches: Matches, by_key: Mapping[Key, Operation]) -> dict[int, int]:
+    """Return each rank's time on the device beyond that of the shortest rank in the same operation, summed."""
+    excess: dict[int, int] = defaultdict(int)
+    for meeting in matches.meetings:
+        times = {key: time for key in meeting.members if (time := by_key[key].shown_ns) is not None}
+        if meeting.complete and len(times) == len(meeting.members):
+            for (rank, _), time in times.items():
+                excess[rank] += time - min(times.values())
+    return excess
+
+
+def _rank_row(rank: int, own: Sequence[OperationRow], late: Sequence[Lateness], excess: Mapping[int, int]) -> RankRow:
     hops = [row.operation for row in own if row.operation.is_hop]
     sent = [sum_known([message.size_bytes for message in hop.sends]) for hop in hops if hop.sends]
-    last = [item.late_ns for item in late if item.rank == log.rank]
+    last = [item.late_ns for item in late if item.rank == rank]
     waits = [row.bounds.wait_least_ns for row in own if row.bounds.wait_least_ns is not None]
     return RankRow(
-        rank=log.rank, operations=len(own), hops=len(hops), sent_bytes=sum_known(sent) if sent else 0,
+        rank=rank, operations=len(own), hops=len(hops), sent_bytes=sum_known(sent) if sent else 0,
         unfinished=sum(row.operation.state != COMPLETED for row in own), compared=len(late), last=len(last),
         late_median_ns=round(statistics.median(last)) if last else None, late_most_ns=max(last, default=None),
-        wait_least_ns=sum(waits) if waits else None,
+        wait_least_ns=sum(waits) if waits else None, excess_ns=excess.get(rank),
     )  # fmt: skip
 
 
 def _size_rows(rows: Sequence[OperationRow], logs: Sequence[RankLog], labels: dict[str, str]) -> tuple[SizeRow, ...]:
     """Gather operations of the same group, name and size, those that moved most bytes first."""
     sizes = {key: group.size for log in logs for key, group in log.groups.items()}
+    gathered: list[SizeRow] = []
     alike: dict[tuple[str, str, int | None], list[OperationRow]] = defaultdict(list)
     for row in rows:
         alike[row.operation.group, row.operation.name, row.operation.counted_bytes].append(row)
     users: dict[str, set[int]] = defaultdict(set)
     for row in rows:
         users[row.operation.group].add(row.operation.rank)
-    gathered = []
     for (group, name, size), members in alike.items():
-        bounds = [row.bounds for row in members]
-        timed = [item for item in bounds if item.wire_most_ns]
-        counted = [item for item in bounds if item.time_least_ns]
         world = sizes.get(group, 0) or len(users[group])
-        gathered.append(SizeRow(
-            labels.get(group, group), name, size, world, len(members),
-            _mean(item.time_least_ns for item in bounds), _mean(item.time_most_ns for item in bounds),
-            _mean(item.wait_least_ns for item in bounds), _mean(item.wait_most_ns for item in bounds),
-            len(timed) * size / sum(item.wire_most_ns or 0 for item in timed) if size and timed else None,
-            len(counted) * size / sum(item.time_least_ns or 0 for item in counted) if size and counted else None,
-            bus_factor(name, world),
-        ))  # fmt: skip
+        ended = [row.bounds for row in members if row.operation.state == COMPLETED]
+        medians = {field: _median_bound(field, ended) for field in Bounds.__struct_fields__}
+        label = labels.get(group, group)
+        gathered.append(SizeRow(label, name, size, world, len(members), medians, bus_factor(name, world)))
     return tuple(sorted(gathered, key=lambda row: (-(row.size_bytes or 0) * row.count, row.group, row.name)))
 
 
-def _mean(values: Iterable[int | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+def _median_bound(field: str, bounds: Sequence[Bounds]) -> float | None:
+    """Return the median of bounds, with 0 for a missing lower one and infinity for a missing upper one."""
+    values = [getattr(item, field) for item in bounds]
+    if all(value is None for value in values):
+        return None
+    missing = 0 if "least" in field else math.inf
+    median = statistics.median(missing if value is None else value for value in values)
+    return median if math.isfinite(median) else None
 
 
 # --- who came late ------------------------------------------------------------------------------------
@@ -276,11 +310,15 @@ def _standings(
     open_groups = dict.fromkeys(row.operation.group for row in rows.values() if row.operation.state != COMPLETED)
     members = {key: group.ranks for log in logs for key, group in log.groups.items() if group.ranks}
     standings = []
+    used: dict[tuple[int, str], list[Key]] = defaultdict(list)
+    for key, row in rows.items():
+        if row.operation.group in open_groups:
+            used[key[0], row.operation.group].append(key)
     for group in open_groups:
         for log in logs:
             if group in members and log.rank not in members[group]:
                 continue
-            own = [(log.rank, index) for index, item in enumerate(log.operations) if item.group == group]
+            own = used.get((log.rank, group), [])
             unfinished = [key for key in own if rows[key].operation.state != COMPLETED]
             if not own:
                 continue
@@ -298,15 +336,15 @@ def words(name: str) -> str:
 
 def place_of(row: OperationRow) -> str:
     """Say where an operation stands in its group: ``send/recv 6, step 2 of 4``."""
-    step = f", step {row.step} of {row.steps}" if row.step is not None else ""
+    step = f", step {row.step} of {row.steps}" if row.steps is not None and row.steps > 1 else ""
     return f"{words(row.operation.name)} {row.operation.sequence}{step}"
 
 
 def _verdict(
     standings: Sequence[Standing], matches: Matches, rows: dict[Key, OperationRow], late: Sequence[Lateness],
-    late_by: str, labels: dict[str, str],
+    late_by: str, labels: dict[str, str], ranks: Sequence[RankRow],
 ) -> Iterable[str]:  # fmt: skip
-    """Yield the sentences of the report: what is not complete and for whom it waits, and who came late."""
+    """Yield the sentences of the report: what is not complete and for whom it waits, who waited, and who came late."""
     unfinished = [key for key, row in rows.items() if row.operation.state != COMPLETED]
     if unfinished:
         yield from _unfinished_sentences(unfinished, standings, matches, rows, labels)
@@ -315,17 +353,23 @@ def _verdict(
         first = [rows[key] for key in disagreeing[0].members]
         listed = ", ".join(f"rank {row.operation.rank} {_sized(row.operation)}" for row in first[:4])
         yield (
-            f"The ranks disagree in {len(disagreeing):,} operation{'s' * (len(disagreeing) > 1)} of group"
-            f" {labels.get(first[0].operation.group, '')}, first in number {first[0].operation.sequence}: {listed}."
+            f"The ranks disagree in {len(disagreeing):,} operation{'s' * (len(disagreeing) > 1)}, first in number"
+            f" {first[0].operation.sequence} of group {labels.get(first[0].operation.group, '')}: {listed}."
+        )
+    longest = max(ranks, key=lambda row: row.excess_ns or 0)
+    if longest.excess_ns:
+        yield (
+            f"Rank {longest.rank} spent {milliseconds(longest.excess_ns)} more on its device in these operations than"
+            " the rank with the shortest time in each: waiting, where an operation ends on all ranks together."
         )
     if not late:
         return
-    ranks = [item.rank for item in late]
-    often = max(dict.fromkeys(ranks), key=ranks.count)
+    last = [item.rank for item in late]
+    often = max(dict.fromkeys(last), key=last.count)
     worst = max(late, key=lambda item: item.late_ns)
     label = labels.get(worst.operation.group, worst.operation.group)
     named = f"{words(worst.operation.name)} {worst.operation.sequence} of {label}"
-    count = f"{ranks.count(often):,} of {len(late):,}"
+    count = f"{last.count(often):,} of {len(late):,}"
     own = [item.late_ns for item in late if item.rank == often]
     if late_by == "posted":
         yield (
@@ -342,7 +386,11 @@ def _verdict(
 
 
 def _sized(operation: Operation) -> str:
-    size = operation.counted_bytes
+    if operation.is_hop:
+        sizes = [sum_known([message.size_bytes for message in ends]) for ends in (operation.sends, operation.receives)]
+        sent, received = (f"{size or 0:,} bytes" for size in sizes)
+        return f"sends {sent} and receives {received}"
+    size = operation.size_bytes
     return f"{words(operation.name)} of {'unknown size' if size is None else f'{size:,} bytes'}"
 
 
@@ -355,7 +403,7 @@ def _unfinished_sentences(
     gave_up = f" PyTorch gave up on {timed_out:,} of them." if timed_out else ""
     yield f"{count:,} operation{'s' * (count > 1)} had not ended when the dumps were written.{gave_up}"
     explained = set()
-    for standing in standings:
+    for standing in sorted(standings, key=lambda item: item.row.operation.posted_ns or 0):
         operation = standing.row.operation
         for rank in standing.waits_for:
             if (rank, operation.group) in explained:

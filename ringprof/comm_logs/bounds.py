@@ -21,11 +21,16 @@ class Bounds(msgspec.Struct, frozen=True):
     time_most_ns: int | None
     wait_least_ns: int | None
     wait_most_ns: int | None
+    wire_least_ns: int | None
     wire_most_ns: int | None
     rate_least: float | None
-    """Bytes over the largest time on the wire."""
+    """Bytes over the largest time of the operation, waiting included."""
     rate_most: float | None
-    """Bytes over the least time of the whole operation, waiting included; None where no least time is known."""
+    """Bytes over its least time; None where no least time above 0 is known."""
+    wire_rate_least: float | None
+    """Bytes over the largest time on the wire."""
+    wire_rate_most: float | None
+    """Bytes over the least time on the wire."""
 
 
 def bounds_of(operation: Operation, peers: Iterable[Operation], further: Iterable[Operation], *, all_known: bool,
@@ -54,11 +59,10 @@ def bounds_of(operation: Operation, peers: Iterable[Operation], further: Iterabl
     if same_clock and known_posts and operation.completed_by_ns is not None and most is not None:
         ready = max(known_posts)
         wire_most = min(most, max(0, operation.completed_by_ns - ready)) if operation.completed_by_ns > ready else most
+    wire_least = max(0, least - wait_most) if least is not None and wait_most is not None else None
     size = operation.counted_bytes
-    return Bounds(
-        least, most, wait_least, wait_most, wire_most,
-        size / wire_most if size and wire_most else None, size / least if size and least else None,
-    )  # fmt: skip
+    rates = (size / time if size and time else None for time in (most, least, wire_most, wire_least))
+    return Bounds(least, most, wait_least, wait_most, wire_least, wire_most, *rates)
 
 
 def _begun_by(operation: Operation) -> int | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from ringprof.comm_logs.analyse import CommLogFindings, OperationRow, SizeRow, analyse, place_of, words
 from ringprof.comm_logs.detect import find_comm_logs
@@ -93,7 +95,9 @@ def _text(findings: CommLogFindings, style: TextStyle) -> str:
     blocks = [style.fit(title), *(style.wrap(clean(sentence, 1_000)) for sentence in findings.verdict)]
     if findings.standings:
         blocks.append(_standing_table(findings).text(style, _MOST_RANKS))
-    blocks += [_rank_table(findings).text(style, _MOST_RANKS), _size_table(findings).text(style, _MOST_SIZES)]
+    blocks.append(_rank_table(findings).text(style, _MOST_RANKS))
+    if findings.sizes:
+        blocks.append(_size_table(findings).text(style, _MOST_SIZES))
     notes = [f"warning: {clean(notice.message, 1_000)} [{notice.code}]" for notice in findings.warnings]
     if len(notes) > _MOST_WARNINGS:
         notes[_MOST_WARNINGS:] = [f"and {len(notes) - _MOST_WARNINGS} more warnings: --format json"]
@@ -129,31 +133,39 @@ def _rank_table(findings: CommLogFindings) -> Table:
         Column("open", "count"), Column("shortest\nin" if by_time else "last\nin", "count"), Column("of", "count"),
         Column("shorter by,\nmedian" if by_time else "late,\nmedian", "time"),
         Column("shorter by,\nmost" if by_time else "late,\nmost", "time"), Column("waited\nat least", "time"),
+        Column("over the\nshortest", "time"),
     )  # fmt: skip
     rows = [
         [f"rank {row.rank}", row.operations, row.hops or None, row.sent_bytes if row.hops else None, row.unfinished,
          row.last if row.compared else None, row.compared or None, row.late_median_ns, row.late_most_ns,
-         row.wait_least_ns]
+         row.wait_least_ns, row.excess_ns]
         for row in findings.ranks
     ]  # fmt: skip
     return _without_empty(Table("by rank", columns, rows, _ALL))
 
 
+_BOUND_COLUMNS = {
+    "time_least_ns": ("time\nat least", "time", 0), "time_most_ns": ("time\nat most", "time", 0),
+    "wait_least_ns": ("wait\nat least", "time", 4), "wait_most_ns": ("wait\nat most", "time", 3),
+    "rate_least": ("GB/s\nat least", "rate", 0), "rate_most": ("GB/s\nat most", "rate", 0),
+    "wire_rate_least": ("on wire\nat least", "rate", 1), "wire_rate_most": ("on wire\nat most", "rate", 2),
+}  # fmt: skip
+"""Field of `Bounds` -> title, unit, and when the column is left out on a narrow terminal."""
+
+
 def _size_table(findings: CommLogFindings) -> Table:
     columns = (
         Column(""), Column("group", left=True), Column("size"), Column("count", "count"),
-        Column("time\nat least", "time"), Column("time\nat most", "time"), Column("wait\nat least", "time", drop=2),
-        Column("wait\nat most", "time", drop=1), Column("GB/s\nat least", "rate"), Column("GB/s\nat most", "rate"),
-        Column("bus GB/s\nat least", "rate", drop=3), Column("bus GB/s\nat most", "rate", drop=4),
+        *(Column(title, unit, drop=drop) for title, unit, drop in _BOUND_COLUMNS.values()),
+        Column("bus GB/s\nat least", "rate", drop=5), Column("bus GB/s\nat most", "rate", drop=5),
     )  # fmt: skip
     rows = [
         [words(clean(row.name, 40)), clean(row.group, 40),
-         None if row.size_bytes is None else binary_size(row.size_bytes), row.count, row.time_least_ns,
-         row.time_most_ns, row.wait_least_ns, row.wait_most_ns, row.rate_least, row.rate_most,
-         *_bus_rates(row)]
+         None if row.size_bytes is None else binary_size(row.size_bytes), row.count,
+         *(row.bounds[field] for field in _BOUND_COLUMNS), *_bus_rates(row)]
         for row in findings.sizes
     ]  # fmt: skip
-    return _without_empty(Table("by size", columns, rows, _ALL))
+    return _without_empty(Table("by size, medians", columns, rows, _ALL))
 
 
 def _without_empty(table: Table) -> Table:
@@ -164,14 +176,15 @@ def _without_empty(table: Table) -> Table:
 
 
 def _bus_rates(row: SizeRow) -> list[float | None]:
-    factor = row.bus_factor
-    return [None if factor is None or rate is None else rate * factor for rate in (row.rate_least, row.rate_most)]
+    factor, rates = row.bus_factor, (row.bounds["rate_least"], row.bounds["rate_most"])
+    return [None if factor is None or rate is None else rate * factor for rate in rates]
 
 
 # --- JSON ---------------------------------------------------------------------------------------------
 
 
 def _report(findings: CommLogFindings, paths: Sequence[str]) -> JsonObject:
+    groups = {log.rank: log.groups for log in findings.logs}
     return {
         "schema": SCHEMA,
         "source": {"type": findings.source, "versions": list(findings.versions), "paths": list(paths)},
@@ -182,14 +195,12 @@ def _report(findings: CommLogFindings, paths: Sequence[str]) -> JsonObject:
              "operations": row.operations, "hops": row.hops, "sent_bytes": row.sent_bytes,
              "unfinished": row.unfinished, "compared": row.compared, "last": row.last,
              "late_median_ns": row.late_median_ns, "late_most_ns": row.late_most_ns,
-             "wait_least_ns": row.wait_least_ns}
+             "wait_least_ns": row.wait_least_ns, "excess_ns": row.excess_ns}
             for row, log in zip(findings.ranks, findings.logs, strict=True)
         ],
         "sizes": [
             {"group": row.group, "operation": row.name, "size_bytes": row.size_bytes, "ranks": row.ranks,
-             "count": row.count, "time_least_ns": row.time_least_ns, "time_most_ns": row.time_most_ns,
-             "wait_least_ns": row.wait_least_ns, "wait_most_ns": row.wait_most_ns, "gbps_least": row.rate_least,
-             "gbps_most": row.rate_most, "bus_factor": row.bus_factor}
+             "count": row.count, "bus_factor": row.bus_factor, **_bounds(row.bounds)}
             for row in findings.sizes
         ],
         "standings": [
@@ -198,15 +209,15 @@ def _report(findings: CommLogFindings, paths: Sequence[str]) -> JsonObject:
             for item in findings.standings
         ],
         "operations": [
-            {"group": _label(findings, row), **_operation(row), **_bounds(row)} for row in findings.rows
+            {
+                "group": groups[row.operation.rank][row.operation.group].label,
+                **_operation(row),
+                **_bounds(msgspec.structs.asdict(row.bounds)),
+            }
+            for row in findings.rows
         ],
         "warnings": [{"code": notice.code, "message": notice.message} for notice in findings.warnings],
     }  # fmt: skip
-
-
-def _label(findings: CommLogFindings, row: OperationRow) -> str:
-    log = next(log for log in findings.logs if log.rank == row.operation.rank)
-    return log.groups[row.operation.group].label
 
 
 def _operation(row: OperationRow) -> JsonObject:
@@ -224,10 +235,11 @@ def _message(peer: int, size_bytes: int | None) -> dict[str, Any]:
     return {"peer": peer if peer >= 0 else None, "size_bytes": size_bytes}
 
 
-def _bounds(row: OperationRow) -> JsonObject:
-    bounds = row.bounds
-    return {
-        "time_least_ns": bounds.time_least_ns, "time_most_ns": bounds.time_most_ns,
-        "wait_least_ns": bounds.wait_least_ns, "wait_most_ns": bounds.wait_most_ns,
-        "wire_most_ns": bounds.wire_most_ns, "gbps_least": bounds.rate_least, "gbps_most": bounds.rate_most,
-    }  # fmt: skip
+_RATES = {
+    "rate_least": "gbps_least", "rate_most": "gbps_most", "wire_rate_least": "wire_gbps_least",
+    "wire_rate_most": "wire_gbps_most",
+}  # fmt: skip
+
+
+def _bounds(bounds: Mapping[str, Any]) -> JsonObject:
+    return {_RATES.get(field, field): value for field, value in bounds.items()}

@@ -89,8 +89,9 @@ def parse_dump(data: bytes, name: str, rank: int, budget: MemoryBudget) -> RankL
     entries, notices = dump.entries, []
     from_start = not entries or entries[0].record_id == 0
     if not from_start:
-        text = f"rank {rank}: {entries[0].record_id:,} earlier operations were overwritten: the dump holds the newest"
-        notices.append(Notice("overwritten", f"{text} {len(entries):,} (TORCH_FR_BUFFER_SIZE sets how many)", rank))
+        text = f"rank {rank}: {entries[0].record_id:,} earlier entries are not in the dump: overwritten by newer ones"
+        why = "TORCH_FR_BUFFER_SIZE sets how many are kept, or left out of a dump of active operations"
+        notices.append(Notice("overwritten", f"{text} ({why})", rank))
     library = dump.comm_lib_version or dump.nccl_version
     backend = entries[0].profiling_name.partition(":")[0] if entries else ""
     return RankLog(
@@ -162,7 +163,7 @@ def _batches(entries: Iterable[_Entry]) -> Iterator[tuple[list[_Entry], _Entry]]
             members = [*batches.pop((key[0], True), []), *batches.pop((key[0], False), [])]
             alike = [member for member in members if _same_batch(member, entry)]
             yield from (([member], member) for member in members if member not in alike)
-            yield alike, entry
+            yield alike or [entry], entry
             continue
         if entry.time_discovered_completed_ns or entry.time_discovered_started_ns or entry.retired:
             yield from (([member], member) for member in batches.pop(key, []))
@@ -240,7 +241,7 @@ def _times(entry: _Entry, posted: int) -> KnownTimes:
         most = max(0, completed - posted)
     return {
         "posted_ns": posted, "started_by_ns": started, "completed_by_ns": completed, "least_ns": least,
-        "most_ns": most,
+        "most_ns": most, "shown_ns": None if time_ns is None else round(time_ns),
     }  # fmt: skip
 
 
@@ -255,6 +256,8 @@ def _collective_bytes(members: Iterable[_Entry]) -> int | None:
     """Return the size of collectives: the larger of what enters and what leaves one rank."""
     total = 0
     for member in members:
+        if not member.input_sizes and not member.output_sizes:
+            return None
         into = bytes_of(member.input_sizes, member.input_dtypes)
         out = bytes_of(member.output_sizes, member.output_dtypes)
         if into is None or out is None:

@@ -21,7 +21,7 @@ _TEXTS = {0x58: "<I", 0x8C: "<B", 0x8D: "<Q"}
 """Opcodes followed by a length and UTF-8 text: BINUNICODE, SHORT_BINUNICODE, BINUNICODE8."""
 _CONSTANTS = {0x4E: None, 0x88: True, 0x89: False}
 _TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
-_GETS, _PUTS = {0x68: "<B", 0x6A: "<I"}, {0x71: "<B", 0x72: "<I"}
+_GETS, _PUTS = {0x6A: "<I"}, {0x71: "<B", 0x72: "<I"}
 
 
 def decode_values(data: bytes, name: str, most_bytes: int) -> Any:
@@ -71,7 +71,10 @@ def _decode(data: bytes, name: str, most_bytes: int) -> Any:
             )
         code = data[position]
         position += 1
-        if code in _TEXTS:
+        if code == 0x68:  # BINGET, most frequent by far
+            stack.append(memo[data[position]])
+            position += 1
+        elif code in _TEXTS:
             size = number(_TEXTS[code])
             if size > len(data) - position:
                 raise IndexError

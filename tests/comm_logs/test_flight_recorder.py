@@ -156,7 +156,8 @@ def test_disagreeing_sizes_and_collectives_are_named(tmp_path: Path) -> None:
     first, second = hop(0, 1, 0), hop(1, 1, 0)
     second[1]["output_sizes"] = [[2, 65]]
     text = " ".join(write(tmp_path / "sizes", [dump(first), dump(second)]).verdict)
-    assert "The ranks disagree in 1 operation of group cp, first in number 1" in text
+    assert "The ranks disagree in 1 operation, first in number 1 of group cp: rank 0 sends 256 bytes" in text
+    assert "rank 1 sends 256 bytes and receives 260 bytes" in text
     pair = [dump([entry("all_reduce", 1, 0, **OPEN)]), dump([entry("broadcast", 1, 0, **OPEN)])]
     text = " ".join(write(tmp_path / "names", pair).verdict)
     assert "rank 0 all-reduce of 256 bytes, rank 1 broadcast of 256 bytes" in text

@@ -142,3 +142,16 @@ def test_names_from_a_dump_cannot_control_the_terminal(tmp_path: Path) -> None:
     (tmp_path / "trace_rank_0").write_bytes(pickle.dumps(dump([bad]), protocol=2))
     text = load_comm_logs(tmp_path).to_terminal()
     assert not set(text) & {"\x1b", "\x07"}
+
+
+def test_ranks_without_a_log_are_warned_of(tmp_path: Path) -> None:
+    folder = dumps(tmp_path / "dumps")
+    (folder / "trace_rank_1").unlink()
+    assert "missing_ranks" in [notice.code for notice in load_comm_logs(folder).warnings]
+    assert "1 of 2 ranks have no log here: 1" in load_comm_logs(folder).to_terminal()
+    lone = tmp_path / "lone"
+    lone.mkdir()
+    (lone / "node-pid1.log").write_bytes(text_of([line(0, 1, 10)]))
+    assert "1 of 2 ranks have no log here" in load_comm_logs(lone).to_terminal()
+    whole = load_comm_logs(dumps(tmp_path / "whole")).warnings
+    assert "missing_ranks" not in [notice.code for notice in whole]
