@@ -154,5 +154,5 @@ def test_every_example_is_in_the_training_page_and_has_a_test() -> None:
     page = (ROOT / "docs" / "training.md").read_text("utf-8")
     assert all(f"](../examples/{name}.py)" in page for name in scripts)
     # Those that need GPUs are tested in tests/integrations.
-    on_gpus = {"transformers_trainer", "torchtitan_llama"}
+    on_gpus = {"transformers_trainer", "torchtitan_llama", "megatron_gpt"}
     assert all(f'"{name}"' in Path(__file__).read_text("utf-8") for name in scripts - on_gpus)

@@ -34,16 +34,16 @@ def _modules() -> Any:
         "torchtitan.config": ["CompileConfig", "ParallelismConfig", "TrainingConfig"],
         "torchtitan.distributed": ["ParallelDims"],
         "torchtitan.models.common.attention": ["ScaledDotProductAttention"],
-        "torchtitan.models.llama3": ["model_registry"],
         "ringprof.integrations.torchtitan": ["trainer", "with_strategy"],
     }
     imported = {name: getattr(import_module(module), name) for module, named in names.items() for name in named}
     return SimpleNamespace(**imported)
 
 
-def _config(titan: Any) -> Any:
-    """Return what `with_strategy` changes of a Trainer.Config: a Llama of two layers."""
-    spec = copy.deepcopy(titan.model_registry("debugmodel", attn_backend="flex"))
+def _config(titan: Any, family: str = "llama3") -> Any:
+    """Return what `with_strategy` changes of a Trainer.Config: a model of two layers."""
+    registry = import_module(f"torchtitan.models.{family}").model_registry
+    spec = copy.deepcopy(registry("debugmodel", attn_backend="flex"))
     spec.model.layers = spec.model.layers[:2]
     spec.model.vocab_size = spec.model.tok_embeddings.num_embeddings = spec.model.lm_head.out_features = VOCABULARY
     return SimpleNamespace(model_spec=spec, training=titan.TrainingConfig())
@@ -66,9 +66,9 @@ def _summed(logits: Any, labels: Any) -> Any:
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-def _dense(titan: Any, documents: tuple[int, ...]) -> tuple[float, list[Any]]:
+def _dense(titan: Any, family: str, documents: tuple[int, ...]) -> tuple[float, list[Any]]:
     """Return the summed loss and its gradients, each document alone through torchtitan's own attention."""
-    config = _config(titan)
+    config = _config(titan, family)
     for layer in config.model_spec.model.layers:
         layer.attention.inner_attention = titan.ScaledDotProductAttention.Config()
     model = _model(config)
@@ -78,10 +78,10 @@ def _dense(titan: Any, documents: tuple[int, ...]) -> tuple[float, list[Any]]:
     return loss.item(), [parameter.grad for parameter in model.parameters()]
 
 
-def _step(rank: int, strategy: str, documents: tuple[int, ...]) -> tuple[float, float]:
+def _step(rank: int, family: str, strategy: str, documents: tuple[int, ...]) -> tuple[float, float]:
     titan = _modules()
     parallelism = titan.ParallelismConfig(context_parallel_degree=2, spmd_backend="partial_dtensor")
-    config = titan.with_strategy(_config(titan), strategy)
+    config = titan.with_strategy(_config(titan, family), strategy)
     model, dims = _model(config), titan.ParallelDims.from_config(parallelism, 2)
     # FSDP is left out: gloo cannot reduce as torchtitan asks it to. Gradients are summed below.
     apply = config.model_spec.parallelize_fn.args[0].__globals__
@@ -97,7 +97,7 @@ def _step(rank: int, strategy: str, documents: tuple[int, ...]) -> tuple[float, 
     assert tokens.shape == labels.shape == (1, SEQ // 2)
     loss = _summed(model(tokens, **extra), labels)
     loss.backward()
-    truth, expected = _dense(titan, documents)
+    truth, expected = _dense(titan, family, documents)
     total, worst = loss.detach().clone(), 0.0
     torch.distributed.all_reduce(total)
     for parameter, right in zip(model.parameters(), expected, strict=True):
@@ -106,12 +106,18 @@ def _step(rank: int, strategy: str, documents: tuple[int, ...]) -> tuple[float, 
     return total.item() / truth - 1, worst
 
 
-@pytest.mark.parametrize("strategy", ["zigzag", "stripe", "ulysses"])
-@pytest.mark.parametrize("documents", [(SEQ,), (10, 1, 29, 24)], ids=["whole", "packed"])
-def test_loss_and_gradients_equal_those_of_one_process(strategy: str, documents: tuple[int, ...]) -> None:
-    if strategy == "stripe" and len(documents) > 1:
-        pytest.skip("stripe takes no packed documents")
-    for loss, worst in run_ranks(2, _step, strategy, documents):
+@pytest.mark.parametrize(
+    ("family", "strategy", "documents"),
+    [
+        ("llama3", "zigzag", (SEQ,)),
+        ("llama3", "stripe", (SEQ,)),
+        ("llama3", "zigzag", (10, 1, 29, 24)),
+        ("llama3", "ulysses", (10, 1, 29, 24)),
+        ("qwen3", "zigzag", (10, 1, 29, 24)),
+    ],
+)
+def test_loss_and_gradients_equal_those_of_one_process(family: str, strategy: str, documents: tuple[int, ...]) -> None:
+    for loss, worst in run_ranks(2, _step, family, strategy, documents):
         assert abs(loss) < 1e-5
         assert worst < 1e-5
 

@@ -209,7 +209,8 @@ def test_what_would_be_wrong_is_refused_by_name() -> None:
             assert name in message
 
 
-def _trained(rank: int, folder: str) -> Any:
+def parallelism_on_cpu(rank: int) -> tuple[Any, Any]:
+    """Let accelerate take this rank for one of two; return a registered strategy and the ParallelismConfig."""
     from accelerate.parallelism_config import ParallelismConfig
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -218,10 +219,15 @@ def _trained(rank: int, folder: str) -> Any:
     ParallelismConfig._validate_accelerator = lambda self, accelerator: None
     strategy = create("zigzag")
     register(strategy)
+    return strategy, ParallelismConfig(cp_size=2)
+
+
+def _trained(rank: int, folder: str) -> Any:
+    strategy, parallelism = parallelism_on_cpu(rank)
     model = build("llama", "ringprof")
     trainer = transformers.Trainer(
         model,
-        trainer_arguments(folder, parallelism_config=ParallelismConfig(cp_size=2), ddp_backend="gloo"),
+        trainer_arguments(folder, parallelism_config=parallelism, ddp_backend="gloo"),
         train_dataset=examples(),
     )
     use_with_trainer(trainer, strategy)

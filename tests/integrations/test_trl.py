@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -16,9 +15,8 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer, pack_dataset
 
-from ringprof.integrations.transformers import register, use_with_trainer
-from ringprof.strategies import create
-from tests.integrations.test_transformers import VOCAB, build
+from ringprof.integrations.transformers import use_with_trainer
+from tests.integrations.test_transformers import VOCAB, build, parallelism_on_cpu
 from tests.strategies.ranks import run_ranks
 
 # datasets and TRL use what others call deprecated.
@@ -32,14 +30,7 @@ def documents() -> list[list[int]]:
 
 
 def _trained(rank: int, folder: str) -> Any:
-    from accelerate.parallelism_config import ParallelismConfig
-
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # read, but the process group is there already
-    # accelerate refuses a ParallelismConfig on CPU ranks; all else that a trainer does with one works there.
-    ParallelismConfig._validate_accelerator = lambda self, accelerator: None
-    strategy = create("zigzag")
-    register(strategy)
+    strategy, parallelism = parallelism_on_cpu(rank)
     model = build("llama", "ringprof")
     packed = pack_dataset(Dataset.from_dict({"input_ids": documents()}), PACK)
     assert len(packed) == 2
@@ -51,7 +42,7 @@ def _trained(rank: int, folder: str) -> Any:
         folder, padding_free=True, max_length=None, num_train_epochs=2, per_device_train_batch_size=1,
         gradient_accumulation_steps=2, learning_rate=0.1, optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.0,
         report_to=[], save_strategy="no", logging_strategy="no", use_cpu=True, disable_tqdm=True, bf16=False,
-        gradient_checkpointing=False, ddp_backend="gloo", parallelism_config=ParallelismConfig(cp_size=2),
+        gradient_checkpointing=False, ddp_backend="gloo", parallelism_config=parallelism,
     )  # fmt: skip
     trainer = SFTTrainer(model, arguments, train_dataset=packed, processing_class=tokenizer)
     use_with_trainer(trainer, strategy)
