@@ -44,6 +44,8 @@ class Cluster:
     """Value of ``NCCL_NCHANNELS_PER_NET_PEER``."""
     stretch: float = 1.0
     """Size of the real communicators across hosts, relative to the simulated ones that stand for them."""
+    host_stretch: float = 1.0
+    """Size of the real communicators of all ranks of a host, relative to the simulated ones that stand for them."""
 
     def __post_init__(self) -> None:
         """Check the counts. Raises `UsageError` for a count below 1."""
@@ -208,5 +210,7 @@ class Links:
     def _channels(self, comm_op: CommStart, message: int) -> int:
         hosts = self.cluster.hosts_of(comm_op.members)
         crosses_hosts = hosts > 1 or len(comm_op.members) == self.cluster.size
-        ranks = round(len(comm_op.members) * self.cluster.stretch) if crosses_hosts else len(comm_op.members)
+        fills_host = len(comm_op.members) == self.cluster.gpus_per_host
+        stretch = self.cluster.stretch if crosses_hosts else self.cluster.host_stretch if fills_host else 1.0
+        ranks = round(len(comm_op.members) * stretch)
         return channels(message, ranks, hosts, self._nccl, self.nic_gb_s, self.cluster.net_channels)
