@@ -46,7 +46,8 @@ def median_ms(path: Path) -> float:
     timings = json.loads((path / "run.json").read_text())["timings"]
     slowest = sorted(max(times) for times in zip(*timings["iterations_ns"], strict=True))
     middle = len(slowest) // 2
-    return (slowest[middle] if len(slowest) % 2 else (slowest[middle - 1] + slowest[middle]) / 2) / 1e6
+    result: float = (slowest[middle] if len(slowest) % 2 else (slowest[middle - 1] + slowest[middle]) / 2) / 1e6
+    return result
 
 
 @pytest.mark.parametrize(
@@ -143,8 +144,9 @@ def test_what_is_no_forecast_or_no_measurement_is_refused(tmp_path: Path, capsys
     assert code == 2 and "nothing to score" in err and "strategy ring instead of zigzag" in err
     code, _, err = run(capsys, "settle", save(tmp_path, forecast_of(ZIGZAG, (90.0, 80.0, 70.0))), str(ZIGZAG))
     assert code == 2 and "not a saved prediction" in err
-    for damage in ({"schema": "ringprof.prediction/1"}, {"schema": "ringprof.prediction/1", "question": []}, []):
-        code, _, err = run(capsys, "settle", save(tmp_path, damage), str(ZIGZAG))  # type: ignore[arg-type]
+    damaged: list[Any] = [{"schema": "ringprof.prediction/1"}, {"schema": "ringprof.prediction/1", "question": []}, []]
+    for damage in damaged:
+        code, _, err = run(capsys, "settle", save(tmp_path, damage), str(ZIGZAG))
         assert code == 2 and err.count("\n") == 1 and "Traceback" not in err
 
 
