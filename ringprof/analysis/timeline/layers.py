@@ -196,15 +196,16 @@ def _range_name(text: str) -> _LayerName | None:
     """Return the layer that a range may be by its name; None without the number of a layer."""
     if text.startswith(NAMED_LAYER):
         text = text.removeprefix(NAMED_LAYER)
-        *_, place = [None, *(match.span() for match in _NUMBER.finditer(text))]
+        places = [match.span() for match in _NUMBER.finditer(text)][-1:]
     else:
         match = None if text.startswith(_NOT_USER_RANGES) else _LAYER_NUMBER.search(text)
-        place = match.span(1) if match else None
-    if place is None:
+        places = [match.span(1)] if match else []
+    if not places:
         return None
+    begin, end = places[0]
     # Other numbers in a name, such as that of a step, do not tell layers apart.
-    before, after = (_NUMBER.sub("*", part) for part in (text[: place[0]], text[place[1] :]))
-    number = text[place[0] : place[1]]
+    before, after = (_NUMBER.sub("*", part) for part in (text[:begin], text[end:]))
+    number = text[begin:end]
     return _LayerName(f"{before}{number}{after}", int(number[:18]), f"{before}#{after}")
 
 
