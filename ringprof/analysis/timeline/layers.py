@@ -33,8 +33,8 @@ NAMED_LAYER = "ringprof::layer "
 _MODULE = "nn.Module: "
 """Start of the names of modules, which end in the number of the instance, as in ``nn.Module: Linear_3``."""
 _NOT_USER_RANGES = ("ringprof::", "nccl:", "gloo:", "c10d::")
-_LAYER_NUMBER = re.compile(r"(?:layer|block|attn|attention|decoder|encoder|\bh)s?[ ._:#(\[/-]{0,4}(\d+)", re.IGNORECASE)
-_NUMBER = re.compile(r"\d+")
+_LAYER_NUMBER = re.compile(r"(?:layer|block|attn|attention|decoder|encoder|\bh)s?[ ._:#(\[/-]{0,4}([0-9]+)", re.IGNORECASE)
+_NUMBER = re.compile("[0-9]+")
 _LONGEST_NAME = 1000
 
 
@@ -187,7 +187,7 @@ class _LayerName(NamedTuple):
 def _module_name(text: str) -> _LayerName | None:
     """Return the layer that a module's call may be; None for a name of another form."""
     class_name, _, number = text.removeprefix(_MODULE).rpartition("_")
-    if not class_name or not number.isdecimal():
+    if not class_name or not (number.isascii() and number.isdecimal()):
         return None
     return _LayerName(f"{class_name}_{number}", int(number[:18]), class_name)
 
