@@ -33,7 +33,9 @@ NAMED_LAYER = "ringprof::layer "
 _MODULE = "nn.Module: "
 """Start of the names of modules, which end in the number of the instance, as in ``nn.Module: Linear_3``."""
 _NOT_USER_RANGES = ("ringprof::", "nccl:", "gloo:", "c10d::")
-_LAYER_NUMBER = re.compile(r"(?:layer|block|attn|attention|decoder|encoder|\bh)s?[ ._:#(\[/-]{0,4}([0-9]+)", re.IGNORECASE)
+_LAYER_NUMBER = re.compile(
+    r"(?:layer|block|attn|attention|decoder|encoder|\bh)s?[ ._:#(\[/-]{0,4}([0-9]+)", re.IGNORECASE
+)
 _NUMBER = re.compile("[0-9]+")
 _LONGEST_NAME = 1000
 
