@@ -20,7 +20,7 @@ from tests.paths import ROOT, TRACES
 from tests.report.schema_walk import SCHEMA, alternatives
 
 SKILL = (ROOT / "SKILL.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```bash\n(.*?)^```", SKILL, re.MULTILINE | re.DOTALL)
+BLOCKS: list[str] = re.findall(r"^```bash\n(.*?)^```", SKILL, re.MULTILINE | re.DOTALL)
 ENVIRONMENT = os.environ | {
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     "PYTHONPATH": str(ROOT),

@@ -30,6 +30,9 @@ from ringprof.report.text import binary_size
 _SCHEMA = "ringprof.prediction/1"
 MAX_SIMULATED_RANKS = 64
 """Number of ranks up to which every rank is simulated."""
+MAX_SAMPLED_RANKS = 8192
+"""Largest number of ranks of which a few are simulated where no smaller cluster can stand for it: their programs have a
+step per rank, and take half a minute."""
 _HOST_DRAWS = 101
 """Monte Carlo draws of the variation between hosts."""
 SMALL_RANKS, LARGE_RANKS = 16, 32
@@ -162,11 +165,15 @@ def _gains_ring_steps(query: Query, schedule_of: ScheduleOf, small: Cluster, lar
     """Return whether a larger cluster adds ring steps of the same kind.
 
     Otherwise programs have the same length on any number of ranks, or a smaller cluster cannot have such degrees. Some
-    ranks of the full cluster then stand for all.
+    ranks of the full cluster then stand for all. Raises `UnsupportedWorkloadError` where their programs are too long.
     """
     try:
         small_ops, large_ops = (len(schedule_of(query, cluster, [0]).programs[0].ops) for cluster in (small, large))
-    except UnsupportedWorkloadError:
+    except UnsupportedWorkloadError as error:
+        if query.cluster.size > MAX_SAMPLED_RANKS:
+            raise UnsupportedWorkloadError(
+                f"{query.cluster.size} ranks are too many to simulate some of them step by step: {error}"
+            ) from None
         return False
     return small_ops < large_ops
 
@@ -368,7 +375,10 @@ def _extrapolate(
     small, large = (
         _simulate_draws(
             query, machine, curves, schedule_of(query, cluster, None), draws,
-            replace(cluster, stretch=ranks / cluster.size),
+            replace(
+                cluster, stretch=ranks / cluster.size,
+                host_stretch=query.cluster.gpus_per_host / cluster.gpus_per_host,
+            ),
         )
         for cluster in clusters
     )  # fmt: skip

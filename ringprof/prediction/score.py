@@ -66,7 +66,7 @@ _KNOWN = {*_NAMES, *_TIMES, *_COUNTS, *_CLUSTER_COLUMNS, *_SPELLINGS}
 
 
 @dataclass(frozen=True)
-class _Measurement:
+class Measurement:
     """One row of the table."""
 
     number: int
@@ -86,7 +86,7 @@ class _Measurement:
 class CheckedRow:
     """A measurement with its prediction and its flags."""
 
-    row: _Measurement
+    row: Measurement
     predicted_ms: tuple[float, float, float] | None
     """10th, 50th and 90th percentile in milliseconds; None if the row cannot be predicted."""
     reason: str = ""
@@ -133,7 +133,7 @@ def check_rows(
     checked = []
     for number, row in enumerate(rows):
         notify("rows", number, len(rows))
-        checked.append(_check(_read_row(number + 2, row, machine, cluster), machine, schedule_of, cache))
+        checked.append(_check(read_row(number + 2, row, machine.device, cluster), machine, schedule_of, cache))
     return checked
 
 
@@ -174,10 +174,10 @@ class _UnreadableRowError(Exception):
     """A value of a row is missing or not understood."""
 
 
-def _read_row(number: int, row: Mapping[str, str | None], machine: Calibration, cluster: Cluster) -> _Measurement:
-    """Read one row of the table."""
+def read_row(number: int, row: Mapping[str, str | None], device: str, cluster: Cluster) -> Measurement:
+    """Read one row of the table; a row that was measured on another ``device`` has no query."""
     cells = {key: value.strip() for key, value in row.items() if key and isinstance(value, str) and value.strip()}
-    measurement = _Measurement(number, cells.get("id") or cells.get("strategy") or "", None, None, None, "")
+    measurement = Measurement(number, cells.get("id") or cells.get("strategy") or "", None, None, None, "")
     try:
         part, workload, cluster = _read_workload(cells, cluster)
         speeds = {name: _number(name, cells[name]) for name in _TIMES if name in cells}
@@ -189,7 +189,7 @@ def _read_row(number: int, row: Mapping[str, str | None], machine: Calibration, 
         measurement = replace(
             measurement, part=part, measured_ms=measured_ms, tflops=flops / measured_ms if measured_ms else None
         )
-        return replace(measurement, query=_query_of(cells, workload, cluster, machine))
+        return replace(measurement, query=_query_of(cells, workload, cluster, device))
     except _UnreadableRowError as error:
         return replace(measurement, unreadable_reason=str(error))
 
@@ -235,12 +235,12 @@ def _read_workload(cells: Mapping[str, str], cluster: Cluster) -> tuple[str, Wor
     return meanings["pass"], workload, replace(cluster, hosts=hosts, gpus_per_host=per_host)
 
 
-def _query_of(cells: Mapping[str, str], workload: Workload, cluster: Cluster, machine: Calibration) -> Query:
+def _query_of(cells: Mapping[str, str], workload: Workload, cluster: Cluster, device: str) -> Query:
     """Return the query of a row. Raises `_UnreadableRowError` for an unknown strategy or another device."""
     name = cells.get("strategy", "").lower().replace("_", "-")
     if name not in SPECS:
         raise _UnreadableRowError("a strategy that ringprof has not")
-    measured_device, machine_device = (device_named(device) for device in (cells.get("hardware"), machine.device))
+    measured_device, machine_device = map(device_named, (cells.get("hardware"), device))
     if measured_device and machine_device and measured_device != machine_device:
         raise _UnreadableRowError(f"measured on {measured_device}, and the machine is {machine_device}")
     params: Params = {}
@@ -273,7 +273,7 @@ def _kernel_name(text: str) -> str:
     return name or "auto"
 
 
-def _check(row: _Measurement, machine: Calibration, schedule_of: ScheduleOf, cache: dict[Any, Any]) -> CheckedRow:
+def _check(row: Measurement, machine: Calibration, schedule_of: ScheduleOf, cache: dict[Any, Any]) -> CheckedRow:
     """Predict a measurement and flag it if the times cannot belong together."""
     flags = list(_flag_impossible_rates(row, machine))
     if row.query is None:
@@ -291,7 +291,7 @@ def _check(row: _Measurement, machine: Calibration, schedule_of: ScheduleOf, cac
     return checked
 
 
-def _flag_impossible_rates(row: _Measurement, machine: Calibration) -> list[tuple[str, str]]:
+def _flag_impossible_rates(row: Measurement, machine: Calibration) -> list[tuple[str, str]]:
     """Flag rates that no such device has reached with any strategy."""
     if row.tflops is None:
         return []
@@ -332,7 +332,7 @@ def _best_tflops(curves: Curves, phase: Phase) -> float:
 
 
 def _flag_other_length(
-    row: _Measurement, machine: Calibration, schedule_of: ScheduleOf, cache: dict[Any, Any]
+    row: Measurement, machine: Calibration, schedule_of: ScheduleOf, cache: dict[Any, Any]
 ) -> list[tuple[str, str]]:
     """Flag a time that fits a sequence two or four times as long or as short."""
     assert row.query is not None and row.measured_ms
@@ -349,7 +349,7 @@ def _flag_other_length(
 
 
 def _predicted_ms(
-    row: _Measurement, query: Query, machine: Calibration, schedule_of: ScheduleOf, cache: dict[Any, Any]
+    row: Measurement, query: Query, machine: Calibration, schedule_of: ScheduleOf, cache: dict[Any, Any]
 ) -> tuple[float, float, float]:
     """Return percentiles in milliseconds of the row's pass; a backward pass is what it adds to the forward pass."""
 

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("torch", reason="a prediction runs strategies on shapes")
 
+from ringprof.errors import UnsupportedWorkloadError
 from ringprof.prediction.calibration import read_calibration
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import PredictionResult, predict, warnings_of
@@ -77,3 +78,35 @@ def test_nodes_larger_than_measured_ones_are_named(capsys: pytest.CaptureFixture
     options = [*LARGE[2:], "--seq", str(72 * 2048), "--gpus-per-node", "72", "--forward-only"]
     code, out, _ = run(capsys, "predict", *options)
     assert code == 0 and "nodes of 72 GPUs are predicted with the rates of nodes of 8" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "params", "tolerance"),
+    [
+        ("burst", {}, 0.01),
+        pytest.param("zigzag", {}, 0.01, marks=pytest.mark.long),
+        pytest.param("usp", {"ulysses_degree": 8}, 0.02, marks=pytest.mark.long),
+        pytest.param("megatron", {}, 0.03, marks=pytest.mark.long),
+    ],
+)
+def test_nodes_of_8_and_16_ranks_stand_for_larger_ones(
+    strategy: str, params: dict[str, int], tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against all 64 ranks of 2 nodes of 32, simulated one by one. A double ring has a ring of 32 inside a node."""
+    workload = Workload(seq=TOKENS * 64, heads=64, kv_heads=8, head_dim=128, backward=False)
+    cluster = Cluster(hosts=2, gpus_per_host=32, nic_gbit=400.0, net_channels=2)
+    query = Query(strategy, workload, cluster, "cudnn", "nccl", params)
+    simulated = predict(query, read_calibration("h100"), schedule_of, draws=3)
+    monkeypatch.setattr("ringprof.prediction.predict.MAX_SIMULATED_RANKS", 16)
+    extrapolated = predict(query, read_calibration("h100"), schedule_of, draws=3)
+    assert (len(simulated.timelines), len(extrapolated.timelines)) == (64, 32)
+    assert extrapolated.median_ns == pytest.approx(simulated.median_ns, rel=tolerance)
+
+
+def test_too_many_ranks_that_none_can_stand_for_are_refused_at_once() -> None:
+    """Rings over all ranks of a node and all-to-alls between nodes have no smaller cluster of the same form."""
+    workload = Workload(seq=TOKENS * 16384, heads=64, kv_heads=8, head_dim=128)
+    cluster = Cluster(hosts=16, gpus_per_host=1024, nic_gbit=400.0)
+    params = {"ulysses_degree": 8, "placement": "ring-first"}
+    with pytest.raises(UnsupportedWorkloadError, match="16384 ranks are too many to simulate some of them"):
+        predict(Query("usp", workload, cluster, "cudnn", "nccl", params), read_calibration("h100"), schedule_of)

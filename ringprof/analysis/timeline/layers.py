@@ -30,12 +30,14 @@ MOST_LAYERS = 1000
 
 NAMED_LAYER = "ringprof::layer "
 """Start of the names of the ranges that `ringprof.capture` opens around the layers of a model."""
-_MODULE = re.compile(r"nn\.Module: (.+)_(\d+)", re.DOTALL)
-_CAPTURED = re.compile(re.escape(NAMED_LAYER) + r"(.*?)(\d+)(\D*)", re.DOTALL)
-_NUMBERED = re.compile(
-    r"(?!ringprof::|nccl:|gloo:|c10d::)(.*?(?:layer|block|attn|attention|decoder|encoder|\bh)s?[ ._:#(\[/-]*)(\d+)(.*)",
-    re.DOTALL | re.IGNORECASE,
+_MODULE = "nn.Module: "
+"""Start of the names of modules, which end in the number of the instance, as in ``nn.Module: Linear_3``."""
+_NOT_USER_RANGES = ("ringprof::", "nccl:", "gloo:", "c10d::")
+_LAYER_NUMBER = re.compile(
+    r"(?:layer|block|attn|attention|decoder|encoder|\bh)s?[ ._:#(\[/-]{0,4}([0-9]+)", re.IGNORECASE
 )
+_NUMBER = re.compile("[0-9]+")
+_LONGEST_NAME = 1000
 
 
 class LayerTime(NamedTuple):
@@ -176,34 +178,59 @@ def _by_depth(start: Int64, end: Int64, thread: Int64) -> list[npt.NDArray[np.in
     return levels
 
 
+class _LayerName(NamedTuple):
+    """Name of a layer, and what it has in common with the others of its class."""
+
+    name: str
+    number: int
+    class_name: str
+
+
+def _module_name(text: str) -> _LayerName | None:
+    """Return the layer that a module's call may be; None for a name of another form."""
+    class_name, _, number = text.removeprefix(_MODULE).rpartition("_")
+    if not class_name or not (number.isascii() and number.isdecimal()):
+        return None
+    return _LayerName(f"{class_name}_{number}", int(number[:18]), class_name)
+
+
+def _range_name(text: str) -> _LayerName | None:
+    """Return the layer that a range may be by its name; None without the number of a layer."""
+    if text.startswith(NAMED_LAYER):
+        text = text.removeprefix(NAMED_LAYER)
+        places = [match.span() for match in _NUMBER.finditer(text)][-1:]
+    else:
+        match = None if text.startswith(_NOT_USER_RANGES) else _LAYER_NUMBER.search(text)
+        places = [match.span(1)] if match else []
+    if not places:
+        return None
+    begin, end = places[0]
+    # Other numbers in a name, such as that of a step, do not tell layers apart.
+    before, after = (_NUMBER.sub("*", part) for part in (text[:begin], text[end:]))
+    number = text[begin:end]
+    return _LayerName(f"{before}{number}{after}", int(number[:18]), f"{before}#{after}")
+
+
 def _candidates(trace: Trace) -> list[tuple[list[str], _Calls]]:
     """Return the classes of modules and ranges that may be layers, with the names of the instances and their calls."""
-    classes: dict[tuple[str, str], dict[int, tuple[str, int]]] = {}
-    for ranges, patterns in ((trace.modules, (_MODULE,)), (trace.annotations, (_CAPTURED, _NUMBERED))):
-        for index in distinct(ranges.name).tolist():
-            text = trace.names[index]
-            match = next((match for pattern in patterns if (match := pattern.fullmatch(text))), None)
-            if match:
-                before, number, *after = match.groups()
-                # Other numbers in a name, such as that of a step, do not tell layers apart.
-                parts = [re.sub(r"\d+", "*", part) for part in (before, *after)]
-                is_module = patterns == (_MODULE,)
-                name = f"{before}_{number}" if is_module else f"{parts[0]}{number}{''.join(parts[1:])}"
-                key = ("module" if is_module else "range", before if is_module else "#".join(parts))
-                classes.setdefault(key, {})[index] = name, int(number[:18])
     result = []
-    for (source, _), instances in classes.items():
-        names = [name for name, _ in sorted(set(instances.values()), key=lambda item: (item[1], item[0]))]
-        if len(names) < 2:
-            continue
-        ranges = trace.modules if source == "module" else trace.annotations
-        number_of = {index: names.index(name) for index, (name, _) in instances.items()}
-        table = np.full(len(trace.names), NONE, np.int64)
-        table[list(number_of)] = list(number_of.values())
-        rows = np.flatnonzero(table[ranges.name] != NONE)
-        rows = rows[_by_depth(ranges.start_ns[rows], ranges.end_ns[rows], ranges.thread[rows])[0]]
-        layer = table[ranges.name[rows]]
-        result.append((names, _Calls(ranges.start_ns[rows], ranges.end_ns[rows], ranges.thread[rows], layer)))
+    for ranges, name_of in ((trace.modules, _module_name), (trace.annotations, _range_name)):
+        classes: dict[str, dict[int, _LayerName]] = {}
+        for index in distinct(ranges.name).tolist():
+            layer_name = name_of(trace.names[index][:_LONGEST_NAME])
+            if layer_name:
+                classes.setdefault(layer_name.class_name, {})[index] = layer_name
+        for instances in classes.values():
+            names = [name for name, *_ in sorted(set(instances.values()), key=lambda item: (item.number, item.name))]
+            if len(names) < 2:
+                continue
+            position = {name: number for number, name in enumerate(names)}
+            layer_of_name = np.full(len(trace.names), NONE, np.int64)
+            layer_of_name[list(instances)] = [position[instance.name] for instance in instances.values()]
+            rows = np.flatnonzero(layer_of_name[ranges.name] != NONE)
+            rows = rows[_by_depth(ranges.start_ns[rows], ranges.end_ns[rows], ranges.thread[rows])[0]]
+            layer = layer_of_name[ranges.name[rows]]
+            result.append((names, _Calls(ranges.start_ns[rows], ranges.end_ns[rows], ranges.thread[rows], layer)))
     return result
 
 
