@@ -499,7 +499,7 @@ FITTED = {
     "b200": "the bundled b200: kernel from published curves and V1001, V1021, V1041, V1061; all else scaled from H200",
     "a800": "the bundled a800: kernel from the table beside V0135, NIC from V0109; no other row",
 }  # fmt: skip
-"""What the machine that predicts a part was fitted to, and whether rows that are scored are among it."""
+"""Data that the machine which predicts a part was fitted to, and whether rows that are scored are among it."""
 
 
 def show(name: str, scores: Sequence[Score]) -> None:

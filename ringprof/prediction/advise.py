@@ -15,6 +15,7 @@ import numpy as np
 from ringprof.common.json_object import JsonObject
 from ringprof.errors import RingprofError, UnknownStrategyError, UnsupportedWorkloadError, nearest
 from ringprof.prediction.calibration import Calibration
+from ringprof.prediction.launch_commands import megatron_flags, record_command
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import PredictionResult, ScheduleOf, predict, prediction_dict
 from ringprof.prediction.query import Query
@@ -127,6 +128,18 @@ class Advice:
         behind = f"{100 * difference / first.median_ns:.1f} % ({difference / 1e6:.2f} ms)"
         parts = ", ".join(f"{excess[part] / 1e6:+.2f} ms of {_PART_NAMES[part]}" for part in shown)
         return f"{self.choices[1].label} takes {behind} longer: {parts}"
+
+    def commands(self) -> dict[str, str]:
+        """Return what runs the first choice, and the best choice that Megatron-LM has, by program."""
+        own = record_command(self.first.prediction.query)
+        commands = {"ringprof": own} if own else {}
+        for choice in self.choices:
+            flags = megatron_flags(choice.prediction.query)
+            if flags and choice.fits:
+                slower = choice.prediction.median_ns / self.first.prediction.median_ns - 1
+                behind = f", {slower:.1%} longer than the first" if choice is not self.first else ""
+                return commands | {f"Megatron-LM's {choice.label}{behind}": flags}
+        return commands
 
     def what_to_measure(self) -> str:
         """Name the input whose measurement would narrow the first choice's interval most."""
@@ -378,5 +391,6 @@ def advice_dict(advice: Advice) -> JsonObject:
         "hidden_from_gbit": advice.hidden_from_gbit(),
         "undecided": [choice.label for choice in advice.undecided()],
         "why_not_the_second": advice.why_not_the_second(),
+        "commands": advice.commands(),
         "what_to_measure": advice.what_to_measure(),
     }  # fmt: skip

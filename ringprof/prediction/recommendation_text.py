@@ -47,6 +47,7 @@ def advice_text(advice: Advice, style: TextStyle) -> str:
         *(f"crossing: {line}" for line in _crossing_lines(advice)),
         *(f"first: {line}" for line in remarks(advice.first.prediction) if line),
         f"to be surer: {advice.what_to_measure()}",
+        *(f"to run it with {clean(program)}: {command}" for program, command in advice.commands().items()),
     ]
     # Each strategy is named once.
     refused = [f"{label}: {why.partition(' cannot run this: ')[2] or why}" for label, why in advice.refused]
