@@ -358,6 +358,72 @@ def rows() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+NOT_COMPARABLE = {
+    **dict.fromkeys(
+        ("V0001", "V0002", "V0003", "V0004", "V0005", "V0006"), "a log whose times beat the kernel alone or the NICs"
+    ),
+    **dict.fromkeys(
+        ("V0019", "V0020", "V0021", "V0022", "V0023", "V0024"), "ranks idle: grows with the square of the length, twice"
+    ),
+}
+"""Published rows that are scored, and that no spread is fitted to, each with the reason."""
+_LEAST_ROWS = 10
+"""Rows of a family on a machine from which they have a spread of their own."""
+_Z_80 = 1.2816
+
+
+def family_spreads(scores: Sequence[Score]) -> dict[str, dict[str, float]]:
+    """Return the relative spread by machine and family with which four of five published rows lie inside.
+
+    Families with few rows on a machine have that of all machines, ``other`` is that of all rows of the machine.
+    """
+    usable = [score for score in scores if score.name.split()[0] not in NOT_COMPARABLE]
+    families = sorted({score.family for score in usable})
+    result: dict[str, dict[str, float]] = {}
+    for machine in sorted({score.machine for score in usable}):
+        own = [score for score in usable if score.machine == machine]
+        result[machine] = {"other": family_spread(own)}
+        for family in families:
+            rows_here = [score for score in own if score.family == family]
+            enough = len(rows_here) >= _LEAST_ROWS
+            chosen = rows_here if enough else [score for score in usable if score.family == family]
+            result[machine][family] = family_spread(chosen)
+    return result
+
+
+def family_spread(scores: Sequence[Score], share: float = 0.8) -> float:
+    """Return the smallest spread of a family, in steps of 0.001, with which a ``share`` of the rows lies inside."""
+    needed = math.ceil(len(scores) * share)
+    return next(
+        step / 1000 for step in range(2000) if sum(inside_with(score, step / 1000) for score in scores) >= needed
+    )
+
+
+def inside_with(score: Score, family: float) -> bool:
+    """Return whether a published row lies within its interval if its family has another spread."""
+    assert score.low is not None and score.high is not None
+    spread = math.log(score.high / score.low) / 2 / _Z_80
+    own = max(0.0, spread**2 - read_calibration(score.machine).family_variance(score.family, score.hosts))
+    return abs(math.log(score.measured / score.predicted)) <= _Z_80 * math.sqrt(own + family**2)
+
+
+def left_out(scores: Sequence[Score]) -> Iterator[tuple[str, int, int, int]]:
+    """Yield by family its rows, and how many lie inside by the spreads of other machines and of other families."""
+    usable = [score for score in scores if score.name.split()[0] not in NOT_COMPARABLE]
+    for family in sorted({score.family for score in scores}):
+        own, by_machine, by_family = [score for score in scores if score.family == family], 0, 0
+        for score in own:
+            same = [other for other in usable if other.family == family and other.machine != score.machine]
+            others = [other for other in usable if other.family != family and other.machine == score.machine]
+            elsewhere = [other for other in usable if other.family != family and other.machine != score.machine]
+            by_machine += inside_with(score, _cached_spread(tuple(same or elsewhere)))
+            by_family += inside_with(score, _cached_spread(tuple(others)))
+        yield family, len(own), by_machine, by_family
+
+
+_cached_spread = cache(family_spread)
+
+
 def transfer_margin(scores: Sequence[Score], bound: str, share: float = 0.8) -> float:
     """Return the factor by which intervals must be widened to contain a ``share`` of further cases: split conformal.
 
@@ -439,7 +505,7 @@ FITTED = {
     "b200": "the bundled b200: kernel from published curves and V1001, V1021, V1041, V1061; all else scaled from H200",
     "a800": "the bundled a800: kernel from the table beside V0135, NIC from V0109; no other row",
 }  # fmt: skip
-"""Rows that the machine that predicts a part was fitted to, and whether scored rows are among them."""
+"""Data that the machine which predicts a part was fitted to, and whether rows that are scored are among it."""
 
 
 def show(name: str, scores: Sequence[Score]) -> None:
@@ -488,6 +554,23 @@ def write_csv(path: str, scores_by_part: dict[str, list[Score]]) -> None:
             for score in scores:
                 times = (score.measured, score.predicted, score.low, score.high)
                 writer.writerow([part, score.name, *score.group, score.hosts, *(t and f"{t:.5g}" for t in times)])
+
+
+def read_csv(path: Path) -> dict[str, list[Score]]:
+    """Return the scores by part of a table that `write_csv` wrote."""
+    scores: dict[str, list[Score]] = {}
+    with open(path, encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            measured, predicted, low, high = (
+                float(row[f"{name}_ms"]) if row[f"{name}_ms"] else None
+                for name in ("measured", "predicted", "low", "high")
+            )
+            assert measured is not None and predicted is not None
+            scores.setdefault(row["part"], []).append(Score(
+                row["name"], measured, predicted, low, high, None, row["family"], row["machine"], row["pass"],
+                int(row["hosts"]),
+            ))  # fmt: skip
+    return scores
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from ringprof.report.palette import Interval
 from ringprof.report.tables import Column, text_table
 from ringprof.report.text import LONGEST_SENTENCE, TextStyle, binary_size, clean, duration
 
-MOST_SHOWN, MOST_REFUSED = 12, 3
+MOST_SHOWN, MOST_REFUSED, MOST_UNDECIDED = 12, 3, 3
 _COLUMNS = (
     Column("strategy"), Column("best"), Column("ms"), Column("80 % within"), Column("TFLOP/s"),
     Column("exposed"), Column("memory"),
@@ -42,10 +42,12 @@ def advice_text(advice: Advice, style: TextStyle) -> str:
         "* no choice is faster with as little memory (Pareto-optimal)",
         "",
         *_nothing_fits(advice),
+        *(f"cannot tell: {clean(line)}" for line in _undecided_lines(advice)),
         f"runner-up: {clean(advice.why_not_the_second())}",
         *_crossing_lines(advice),
         *(f"first: {line}" for line in remarks(advice.first.prediction) if line),
         f"to narrow the interval: {advice.what_to_measure()}",
+        *(f"to run it with {clean(program)}: {command}" for program, command in advice.commands().items()),
     ]
     # Each strategy is named once.
     refused = [f"{label}: {why.partition(' cannot run this: ')[2] or why}" for label, why in advice.refused]
@@ -63,6 +65,17 @@ def advice_text(advice: Advice, style: TextStyle) -> str:
         ])  # fmt: skip
     table = text_table(_COLUMNS, rows, style)
     return style.finish(style.fit("\n".join(head)) + "\n\n" + table + "\n" + style.fit("\n".join(tail)))
+
+
+def _undecided_lines(advice: Advice) -> list[str]:
+    """Return a line that names the choices which the first one does not beat in four of five cases."""
+    labels = [choice.label for choice in advice.undecided()]
+    if not labels:
+        return []
+    more = f" and {len(labels) - MOST_UNDECIDED} more" if len(labels) > MOST_UNDECIDED else ""
+    return [
+        f"{advice.first.label} beats these in less than four of five cases: {'; '.join(labels[:MOST_UNDECIDED])}{more}"
+    ]
 
 
 def _nothing_fits(advice: Advice) -> list[str]:
@@ -126,13 +139,18 @@ def document(advice: Advice) -> Document:
         if points_of(advice, name):
             sections.append(PageSection(name, title, "Predicted, as above.", Content(_bands(advice, name))))
     low, middle, high = (duration(1e6 * time_ms) for time_ms in first.interval_ms)
+    undecided = advice.undecided()
     choose = (
-        f"choose {advice.first.label}: {middle} per iteration ({low} to {high} in four of five cases), "
+        f"cannot tell {advice.first.label} from {undecided[0].label}" if undecided else f"choose {advice.first.label}"
+    )
+    choose = (
+        f"{choose}: {middle} per iteration ({low} to {high} in four of five cases), "
         f"{first.tflops(first.median_ns):,.0f} TFLOP/s per GPU, {binary_size(first.peak_bytes)} per GPU; "
         f"the fastest in {percent(advice.first.best, 0)} of cases"
     )
     answer = (_nothing_fits(advice) or [choose])[0]
     lines = [
+        *(f"cannot tell: {line}" for line in _undecided_lines(advice)),
         f"runner-up: {advice.why_not_the_second()}",
         *_crossing_lines(advice),
         f"to narrow the interval: {advice.what_to_measure()}",

@@ -248,6 +248,8 @@ def _query_of(cells: Mapping[str, str], workload: Workload, cluster: Cluster, de
     ulysses, window = re.search(r"ulysses=([0-9]{1,9})", degrees), re.search(r"window=([0-9]{1,9})", degrees)
     if ulysses and name in ("usp", "double-ring"):
         params["ulysses_degree"] = int(ulysses[1])
+    if name == "usp" and "ring-first" in degrees:
+        params["placement"] = "ring-first"
     if window and name in ("burst", "double-ring"):
         params["ring_window"] = int(window[1])
     if "flat ring" in degrees and name == "burst":
