@@ -9,8 +9,9 @@ to fla's kernel alone, on as many tokens per GPU and without communication. bf16
 
 fla refuses gated backward passes on Hopper with Triton 3.4 to 3.7.0, which computes wrong gradients for tiles of 64 key
 channels (its issue 640). Heads of 128 have tiles of 128: this script removes the refusal, and verifies the gradients.
-Compiling takes minutes: --warm I compiles the I-th variant of every kernel, for a process per variant. Tile sizes are
-tuned once per kernel and type, at its first use, which is the kernel alone; --check takes the first variant.
+Compiling takes minutes, so kernels are tuned among four of their variants, once per kernel and type, at its first use,
+which is the kernel alone; --check takes the first variant. --warm I compiles the I-th variant of every kernel of the
+--part that is named, for a process per variant and part.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from torch import Tensor
 from ringprof.strategies.recurrent import fla as fla_kernels
 from ringprof.strategies.recurrent.state_strategies import STRATEGIES, create_recurrent
 
-HEADS, SIZE = 16, 128
+HEADS, SIZE, VARIANTS = 16, 128, 4
 OPERATORS = {"gated_delta_rule": chunk_gated_delta_rule, "simple_gla": chunk_simple_gla, "gla": chunk_gla}
 chunk_o.TRITON_ABOVE_3_7_1 = True
 
@@ -114,7 +115,7 @@ def speed(rank: int, device: Any, operator: str, tokens: int, rounds: int) -> No
     competitors: dict[str, Callable[..., Any]] = {"kernel alone": kernel}
     own = create_recurrent("state-ring", group=alone, kernel="fla")
     competitors["kernel in pieces"] = getattr(own, operator)
-    for name in STRATEGIES:
+    for name in STRATEGIES if operator == "gated_delta_rule" else ("state-ring", "state-scan"):
         competitors[name] = getattr(create_recurrent(name, kernel="fla"), operator)
     if operator == "gated_delta_rule":
         bounds = torch.tensor([0, tokens * size], device=device)
@@ -136,6 +137,8 @@ def speed(rank: int, device: Any, operator: str, tokens: int, rounds: int) -> No
                 out.backward(dout)
                 events[2].record()
                 torch.cuda.synchronize()
+                if rank == 0 and not turn + repeat:
+                    print(f"first call of {name}: {events[0].elapsed_time(events[2]) / 1e3:.1f} s", flush=True)
                 if repeat:
                     times[name].append((events[0].elapsed_time(events[1]), events[1].elapsed_time(events[2])))
     base = 0.0
@@ -157,20 +160,24 @@ def speed(rank: int, device: Any, operator: str, tokens: int, rounds: int) -> No
 
 
 def tune(index: int | None) -> None:
-    """Take variant ``index`` of every kernel where it fits the GPU, else the first; None: the fastest, found once."""
+    """Take variant ``index`` of four of every kernel where it fits the GPU, else the first; None: the fastest."""
     tuner = triton.runtime.autotuner.Autotuner
     choose, run_tuned = tuner.prune_configs, tuner.run
 
     def prune(self: Any, kwargs: Any) -> Any:
         configs = choose(self, kwargs)
-        return configs if index is None else [configs[0 if getattr(self, "first", False) else index % len(configs)]]
+        some = list(dict.fromkeys(part * len(configs) // VARIANTS for part in range(VARIANTS)))
+        if index is None:
+            return [configs[place] for place in some]
+        return [configs[0 if getattr(self, "first", False) else some[index % len(some)]]]
 
     def run_once(self: Any, *args: Any, **kwargs: Any) -> Any:
         every = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
         types = [str(x.dtype) for name, x in every.items() if name in self.arg_names and hasattr(x, "dtype")]
         values = [every[name] for name in self.keys if name in every]
+        sizes = [every[name] for name in self.keys if name in every and name not in ("H", "HV")]
         known = self.__dict__.setdefault("known", {})
-        key, short = (*values, *types), (*values, types[0])
+        key, short = (*values, *types), (*sizes, types[0])
         if short in known:
             self.cache.setdefault(key, known[short])
         try:
@@ -188,23 +195,30 @@ def tune(index: int | None) -> None:
     tuner.prune_configs, tuner.run = prune, run_once
 
 
-def warm(index: int, operator: str, dtype: torch.dtype) -> None:
-    """Compile one variant of every kernel of an operator."""
+def warm(index: int, operator: str, dtype: torch.dtype, part: str) -> None:
+    """Compile one variant of the kernels of an operator: ``alone``, ``phases``, ``half`` the heads, or fla's ``cp``."""
     device = torch.device("cuda", index % torch.cuda.device_count())
     torch.cuda.set_device(device)
     tune(index)
     fla_kernels.LEAST_CHUNKS = 1
-    inputs = inputs_of(operator, 256, dtype, device)
-    own = create_recurrent("state-ring", kernel="fla")
-    for function in (OPERATORS[operator], getattr(own, operator)):
-        run(function, inputs, torch.randn_like(inputs[2]))
-    if operator == "gated_delta_rule":
+    if part == "cp":
         flat = torch.zeros(1, 256, HEADS, SIZE, dtype=dtype, device=device)
         maps = torch.zeros(2, HEADS, SIZE, 2 * SIZE, device=device)
         g, bounds = flat[..., 0].float(), torch.tensor([0, 256], device=device)
         chunk_cp_fwd_h(flat, flat, flat, maps[0], g=g, cu_seqlens=bounds)
         chunk_cp_bwd_dh(flat, flat, flat, flat, flat, maps[0], g=g, scale=1.0, cu_seqlens=bounds)
         chunk_cp_merge(torch.zeros(HEADS, SIZE, SIZE, device=device), maps, 1, 1)
+        return
+    inputs = inputs_of(operator, 256, dtype, device)
+    if part == "alone":
+        run(OPERATORS[operator], inputs, torch.randn_like(inputs[2]))
+        return
+    if part == "half":
+        inputs = [x[:, :, : HEADS // 2].contiguous() for x in inputs]
+    own = getattr(create_recurrent("state-ring", kernel="fla"), operator)
+    state = torch.zeros(1, inputs[2].shape[2], SIZE, SIZE, device=device)
+    for options in ({}, {"cu_seqlens": [0, 100, 256]}, {"initial_state": state, "return_final_state": True}):
+        run(partial(own, **options), inputs, torch.randn_like(inputs[2]))
 
 
 def main() -> None:
@@ -216,10 +230,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warm", type=int)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--part", default="phases")
     options = parser.parse_args()
     begin = time.monotonic()
     if options.warm is not None:
-        warm(options.warm, options.operators, getattr(torch, options.dtype))
+        warm(options.warm, options.operators, getattr(torch, options.dtype), options.part)
         return
     tune(0 if options.check else None)
     rank = int(os.environ["LOCAL_RANK"])
