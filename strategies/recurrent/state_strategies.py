@@ -339,7 +339,7 @@ class StateScan(RecurrentStrategy):
             arrived = list(ring.post(ring.pack(message)).wait().tensors)
             return Carry(*arrived)
 
-        own = Carry(carry.after(known) if gives else None, None if position == 0 else carry.transition)
+        own = Carry(carry.after(known) if gives else None, carry.transition)
         before = hop(1, own, with_transition=reach > 1)
         if position == 0:
             before = Carry(nothing, no_transition)
