@@ -1,6 +1,6 @@
 """Verify and time recurrences over this machine's GPUs, beside flash-linear-attention's own context parallelism.
 
-    torchrun --nproc-per-node 2 benchmarks/recurrent_speed.py --check
+    torchrun --nproc-per-node 2 benchmarks/recurrent_speed.py --check --tokens 16384
     torchrun --nproc-per-node 2 benchmarks/recurrent_speed.py --tokens 16384,65536
 
 Needs flash-linear-attention (fla). With --check, the outputs and gradients of every operator and strategy are compared
@@ -9,7 +9,7 @@ to fla's kernel alone, on as many tokens per GPU and without communication. bf16
 
 fla refuses gated backward passes on Hopper with Triton 3.4 to 3.7.0, which computes wrong gradients for tiles of 64 key
 channels (its issue 640). Heads of 128 have tiles of 128: this script removes the refusal, and verifies the gradients.
-Compiling takes minutes, so kernels are tuned among four of their variants, once per kernel and type, at its first use,
+Compiling takes minutes, so kernels are tuned among three of their variants, once per kernel and type, at its first use,
 which is the kernel alone; --check takes the first variant. --warm I compiles the I-th variant of every kernel of the
 --part that is named, for a process per variant and part.
 """
@@ -20,7 +20,7 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,8 +40,9 @@ from torch import Tensor
 from ringprof.strategies.recurrent import fla as fla_kernels
 from ringprof.strategies.recurrent.state_strategies import STRATEGIES, create_recurrent
 
-HEADS, SIZE, VARIANTS = 16, 128, 4
+HEADS, SIZE = 16, 128
 OPERATORS = {"gated_delta_rule": chunk_gated_delta_rule, "simple_gla": chunk_simple_gla, "gla": chunk_gla}
+ORIGINAL = triton.runtime.autotuner.Autotuner.prune_configs, triton.runtime.autotuner.Autotuner.run
 chunk_o.TRITON_ABOVE_3_7_1 = True
 
 
@@ -72,15 +73,15 @@ def call(strategy: Any, operator: str, documents: Any, *x: Tensor) -> Any:
     return strategy.mamba2(x[0], x[1], a, x[2], x[3], cu_seqlens=documents)
 
 
-def check(rank: int, device: Any) -> None:
+def check(rank: int, device: Any, operators: Sequence[str], dtypes: Sequence[torch.dtype]) -> None:
     """Print the largest error of every operator, strategy and type, relative to the largest number of the truth."""
     exact = create_recurrent("state-ring", kernel="reference")
     strategies = {name: create_recurrent(name, kernel="fla") for name in STRATEGIES}
-    fla_kernels.LEAST_CHUNKS = 4
+    least, fla_kernels.LEAST_CHUNKS = fla_kernels.LEAST_CHUNKS, 4
     local = 1024
     seq = local * exact.comm.size
-    for operator in (*OPERATORS, "mamba2"):
-        for dtype in (torch.bfloat16, torch.float32):
+    for operator in operators:
+        for dtype in dtypes:
             for documents in (None, [0, 500, local, local + 70, seq]):
                 torch.manual_seed(5)
                 base = "simple_gla" if operator == "mamba2" else operator
@@ -104,6 +105,7 @@ def check(rank: int, device: Any) -> None:
                         shown = " ".join(f"{x:.1e}" for x in gathered.tolist())
                         kind = "one document" if documents is None else "documents"
                         print(f"check {operator} {name} {dtype} {kind}: {shown}", flush=True)
+    fla_kernels.LEAST_CHUNKS = least
 
 
 def speed(rank: int, device: Any, operator: str, tokens: int, rounds: int) -> None:
@@ -160,15 +162,16 @@ def speed(rank: int, device: Any, operator: str, tokens: int, rounds: int) -> No
 
 
 def tune(index: int | None) -> None:
-    """Take variant ``index`` of four of every kernel where it fits the GPU, else the first; None: the fastest."""
+    """Take variant ``index`` of three of every kernel where it fits the GPU, else the first; None: the fastest."""
     tuner = triton.runtime.autotuner.Autotuner
-    choose, run_tuned = tuner.prune_configs, tuner.run
+    choose, run_tuned = ORIGINAL
+    round_of_tuning = object()
 
     def prune(self: Any, kwargs: Any) -> Any:
         configs = choose(self, kwargs)
-        some = list(dict.fromkeys(part * len(configs) // VARIANTS for part in range(VARIANTS)))
+        some = [0, len(configs) // 2, len(configs) - 1]
         if index is None:
-            return [configs[place] for place in some]
+            return [configs[place] for place in dict.fromkeys(some)]
         return [configs[0 if getattr(self, "first", False) else some[index % len(some)]]]
 
     def run_once(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +179,10 @@ def tune(index: int | None) -> None:
         types = [str(x.dtype) for name, x in every.items() if name in self.arg_names and hasattr(x, "dtype")]
         values = [every[name] for name in self.keys if name in every]
         sizes = [every[name] for name in self.keys if name in every and name not in ("H", "HV")]
-        known = self.__dict__.setdefault("known", {})
+        if self.__dict__.get("tuned_in") is not round_of_tuning:
+            self.tuned_in, self.known = round_of_tuning, {}
+            self.cache.clear()
+        known = self.known
         key, short = (*values, *types), (*sizes, types[0])
         if short in known:
             self.cache.setdefault(key, known[short])
@@ -236,20 +242,26 @@ def main() -> None:
     if options.warm is not None:
         warm(options.warm, options.operators, getattr(torch, options.dtype), options.part)
         return
-    tune(0 if options.check else None)
     rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     if rank == 0:
         print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, flush=True)
-    for operator in options.operators.split(","):
+    timed, half = options.operators.split(","), torch.bfloat16
+    if options.check:
+        tune(0)
+        check(rank, device, timed, [half])
+    tune(None)
+    for operator in timed:
         for tokens in filter(None, options.tokens.split(",")):
             speed(rank, device, operator, int(tokens), options.rounds)
             if rank == 0:
                 print(f"after {time.monotonic() - begin:.0f} s", flush=True)
     if options.check:
-        check(rank, device)
+        tune(0)
+        check(rank, device, [name for name in (*OPERATORS, "mamba2") if name not in timed], [half])
+        check(rank, device, (*OPERATORS, "mamba2"), [torch.float32])
     dist.barrier()
     os._exit(0)
 
