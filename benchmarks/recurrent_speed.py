@@ -171,7 +171,7 @@ def tune(index: int | None) -> None:
         configs = choose(self, kwargs)
         some = [0, len(configs) // 2, len(configs) - 1]
         if index is None:
-            return [configs[place] for place in dict.fromkeys(some)]
+            return [configs[choice] for choice in dict.fromkeys(some)]
         return [configs[0 if getattr(self, "first", False) else some[index % len(some)]]]
 
     def run_once(self: Any, *args: Any, **kwargs: Any) -> Any:

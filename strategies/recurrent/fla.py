@@ -1,9 +1,9 @@
 """The kernels of flash-linear-attention (Triton) for recurrences, in the two phases of `RecurrenceKernel`.
 
-The delta rule passes states from chunk to chunk, one thread block per head and 32 or 64 columns: 16 heads of 128 fill a
-quarter of an H100 or less. So each document's part on a rank is split once more, into pieces that run side by side. The
-pieces' transitions are computed first, and combined like those of ranks, here on one GPU. Linear attention needs no
-pieces: its kernels split the rows of a state, too.
+The delta rule passes states from chunk to chunk, one thread block per head and 32 or 64 columns: 16 heads of 128 keep 32
+or 64 of an H100's 132 multiprocessors busy. So each document's part on a rank is split once more, into pieces that run
+side by side. The pieces' transitions are computed first, and combined like those of ranks, here on one GPU. Linear
+attention needs no pieces: its kernels split the rows of a state, too.
 
 Source: flash-linear-attention 0.6, whose functions do the work; the split within a GPU is its intra-card context
 parallelism, there for inference.
