@@ -1,7 +1,7 @@
 """The kernels of flash-linear-attention (Triton) for recurrences, in the two phases of `RecurrenceKernel`.
 
-The delta rule passes states from chunk to chunk, one thread block per head and 32 or 64 columns: 16 heads of 128 keep 32
-or 64 of an H100's 132 multiprocessors busy. So each document's part on a rank is split once more, into pieces that run
+The delta rule passes states from chunk to chunk, one thread block per head and 32 or 64 columns: 16 heads of 128 keep
+32 or 64 of an H100's 132 multiprocessors busy. So each document's part on a rank is split once more, into pieces that run
 side by side. The pieces' transitions are computed first, and combined like those of ranks, here on one GPU. Linear
 attention needs no pieces: its kernels split the rows of a state, too.
 
