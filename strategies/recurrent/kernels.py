@@ -28,17 +28,17 @@ def choose_kernel(name: str, x: Inputs) -> RecurrenceKernel:
         if name == "auto" and x.q.is_cuda:
             warnings.warn(f"the recurrence runs in plain torch, which is slow: kernel fla {problem}", stacklevel=4)
         return ReferenceRecurrence()
-    from .fla import FlaDeltaRule, FlaLinearAttention  # imports Triton
+    from .fla import FlaDeltaRule  # imports Triton
 
-    return FlaLinearAttention() if x.beta is None else FlaDeltaRule()
+    return FlaDeltaRule()
 
 
 def _why_not_fla(x: Inputs) -> str | None:
     """Return why the kernels of flash-linear-attention cannot compute these inputs; None where they can."""
     if not x.q.is_cuda:
         return "needs tensors on a GPU"
-    if x.q.dtype == torch.float64:
-        return "computes no float64"
+    if x.beta is None or x.q.dtype != torch.bfloat16:
+        return "computes the gated delta rule in bfloat16 alone"
     if x.k.shape[-1] > _FLA_KEY_DIM:
         return f"takes keys of at most {_FLA_KEY_DIM} numbers per head"
     if find_spec("fla") is None:
