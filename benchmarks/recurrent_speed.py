@@ -1,16 +1,15 @@
-"""Verify and time recurrences over this machine's GPUs, beside flash-linear-attention's own context parallelism.
+"""Verify and time the gated delta rule over this machine's GPUs, beside flash-linear-attention's context parallelism.
 
     torchrun --nproc-per-node 2 benchmarks/recurrent_speed.py --check
     torchrun --nproc-per-node 2 benchmarks/recurrent_speed.py --tokens 16384,65536
 
-Needs flash-linear-attention (fla). With --check, the outputs and gradients of every operator and strategy are compared
-with float64. Times are medians of the slowest rank, forward and backward, of competitors that take turns; a ratio is
-to fla's kernel alone, on as many tokens per GPU and without communication. bf16, heads of 128.
+Needs flash-linear-attention (fla), which compiles and tunes its kernels for minutes at their first use. bf16, 16 heads
+of 128. With --check, outputs and gradients of every strategy are compared with float64. Times are medians of the
+slowest rank over competitors that take turns; a ratio is to fla's kernel alone, on as many tokens per GPU and without
+communication.
 
 fla refuses gated backward passes on Hopper with Triton 3.4 to 3.7.0, which computes wrong gradients for tiles of 64 key
-channels (its issue 640). Heads of 128 have tiles of 128: this script removes the refusal, and verifies the gradients.
-Compiling takes minutes: --warm I compiles the I-th variant of every kernel, for a process per variant. Tile sizes are
-tuned once per kernel and type, at its first use, which is the kernel alone; --check takes the first variant.
+channels (its issue 640). Heads of 128 have tiles of 128: this script removes the refusal, and --check verifies them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -28,30 +26,23 @@ import torch.distributed as dist
 import triton
 from fla.ops.common import chunk_o
 from fla.ops.cp import build_cp_context
-from fla.ops.cp.chunk_bwd import chunk_cp_bwd_dh
-from fla.ops.cp.chunk_fwd import chunk_cp_fwd_h
-from fla.ops.cp.chunk_merge import chunk_cp_merge
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-from fla.ops.gla import chunk_gla
-from fla.ops.simple_gla import chunk_simple_gla
 from torch import Tensor
 
 from ringprof.strategies.recurrent import fla as fla_kernels
 from ringprof.strategies.recurrent.state_strategies import STRATEGIES, create_recurrent
 
 HEADS, SIZE = 16, 128
-OPERATORS = {"gated_delta_rule": chunk_gated_delta_rule, "simple_gla": chunk_simple_gla, "gla": chunk_gla}
+DTYPE = torch.bfloat16
 chunk_o.TRITON_ABOVE_3_7_1 = True
 
 
-def inputs_of(operator: str, tokens: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
-    """Return random q, k, v, g, and beta for the delta rule."""
-    shape = (1, tokens, HEADS, SIZE)
-    q, k, v = (torch.randn(shape, device=device) for _ in range(3))
+def inputs_of(tokens: int, device: Any) -> list[Tensor]:
+    """Return random q, k, v, g and beta."""
+    q, k, v = (torch.randn(1, tokens, HEADS, SIZE, device=device) for _ in range(3))
     k = torch.nn.functional.normalize(k, dim=-1)
-    g = torch.nn.functional.logsigmoid(torch.randn(shape if operator == "gla" else shape[:3], device=device) + 4)
-    beta = [torch.rand(shape[:3], device=device)] if operator == "gated_delta_rule" else []
-    return [q.to(dtype), k.to(dtype), v.to(dtype), g, *beta]
+    g = torch.nn.functional.logsigmoid(torch.randn(1, tokens, HEADS, device=device) + 4)
+    return [q.to(DTYPE), k.to(DTYPE), v.to(DTYPE), g, torch.rand(1, tokens, HEADS, device=device)]
 
 
 def run(function: Callable[..., Any], inputs: list[Tensor], dout: Tensor) -> list[Tensor]:
@@ -63,63 +54,42 @@ def run(function: Callable[..., Any], inputs: list[Tensor], dout: Tensor) -> lis
     return [out.detach(), *(x.grad for x in leaves)]
 
 
-def call(strategy: Any, operator: str, documents: Any, *x: Tensor) -> Any:
-    """Call an operator of a strategy; Mamba-2 with a decay of exp(-dt)."""
-    if operator != "mamba2":
-        return getattr(strategy, operator)(*x, cu_seqlens=documents)
-    a = -torch.ones(HEADS, device=x[1].device, dtype=x[1].dtype)
-    return strategy.mamba2(x[0], x[1], a, x[2], x[3], cu_seqlens=documents)
-
-
 def check(rank: int, device: Any) -> None:
-    """Print the largest error of every operator, strategy and type, relative to the largest number of the truth."""
+    """Print the largest errors of every strategy, relative to the largest number of the truth: out, dq, dk, ..."""
     exact = create_recurrent("state-ring", kernel="reference")
-    strategies = {name: create_recurrent(name, kernel="fla") for name in STRATEGIES}
+    # Several pieces even of short sequences.
     fla_kernels.LEAST_CHUNKS = 4
     local = 1024
     seq = local * exact.comm.size
-    for operator in (*OPERATORS, "mamba2"):
-        for dtype in (torch.bfloat16, torch.float32):
-            for documents in (None, [0, 500, local, local + 70, seq]):
-                torch.manual_seed(5)
-                base = "simple_gla" if operator == "mamba2" else operator
-                inputs = inputs_of(base, seq, dtype, device)
-                if operator == "mamba2":
-                    q, k, v, g = inputs
-                    inputs = [v, -g, k[:, :, :1].contiguous(), q[:, :, :1].contiguous()]
-                dout = exact.shard(torch.randn(1, seq, HEADS, SIZE, device=device))
-                own = [exact.shard(x) for x in inputs]
-
-                exact_inputs = [x.double() for x in own]
-                truth = run(partial(call, exact, operator, documents), exact_inputs, dout.double())
-                for name, strategy in strategies.items():
-                    result = run(partial(call, strategy, operator, documents), own, dout.to(dtype))
-                    errors = [
-                        float((x.double() - y).abs().max() / y.abs().max()) for x, y in zip(result, truth, strict=True)
-                    ]
-                    gathered = torch.tensor(errors, device=device)
-                    dist.all_reduce(gathered, dist.ReduceOp.MAX)
-                    if rank == 0:
-                        shown = " ".join(f"{x:.1e}" for x in gathered.tolist())
-                        kind = "one document" if documents is None else "documents"
-                        print(f"check {operator} {name} {dtype} {kind}: {shown}", flush=True)
+    for documents in (None, [0, 500, local, local + 70, seq]):
+        torch.manual_seed(5)
+        own = [exact.shard(x) for x in inputs_of(seq, device)]
+        dout = exact.shard(torch.randn(1, seq, HEADS, SIZE, device=device))
+        truth = run(partial(exact.gated_delta_rule, cu_seqlens=documents), [x.double() for x in own], dout.double())
+        for name in STRATEGIES:
+            strategy = create_recurrent(name, kernel="fla")
+            result = run(partial(strategy.gated_delta_rule, cu_seqlens=documents), own, dout.to(DTYPE))
+            errors = [float((x.double() - y).abs().max() / y.abs().max()) for x, y in zip(result, truth, strict=True)]
+            largest = torch.tensor(errors, device=device)
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            if rank == 0:
+                kind = "one document" if documents is None else "documents"
+                print(f"check {name} {kind}: {' '.join(f'{x:.1e}' for x in largest.tolist())}", flush=True)
 
 
-def speed(rank: int, device: Any, operator: str, tokens: int, rounds: int) -> None:
+def speed(rank: int, device: Any, tokens: int, rounds: int) -> None:
     """Print the times of the kernel alone, every strategy, and fla's own context parallelism."""
-    kernel, size = OPERATORS[operator], dist.get_world_size()
+    size = dist.get_world_size()
     alone = [dist.new_group([other]) for other in range(size)][rank]
-    inputs = inputs_of(operator, tokens, torch.bfloat16, device)
+    inputs = inputs_of(tokens, device)
     dout = torch.randn_like(inputs[2])
-    competitors: dict[str, Callable[..., Any]] = {"kernel alone": kernel}
-    own = create_recurrent("state-ring", group=alone, kernel="fla")
-    competitors["kernel in pieces"] = getattr(own, operator)
-    for name in STRATEGIES:
-        competitors[name] = getattr(create_recurrent(name, kernel="fla"), operator)
-    if operator == "gated_delta_rule":
-        bounds = torch.tensor([0, tokens * size], device=device)
-        context = build_cp_context(bounds, group=dist.group.WORLD)
-        competitors["fla cp"] = lambda *x: kernel(*x, cp_context=context)
+    context = build_cp_context(torch.tensor([0, tokens * size], device=device), group=dist.group.WORLD)
+    competitors: dict[str, Callable[..., Any]] = {
+        "kernel alone": chunk_gated_delta_rule,
+        "kernel in pieces": create_recurrent("state-ring", group=alone, kernel="fla").gated_delta_rule,
+        **{name: create_recurrent(name, kernel="fla").gated_delta_rule for name in STRATEGIES},
+        "fla cp": partial(chunk_gated_delta_rule, cp_context=context),
+    }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in competitors}
     names = list(competitors)
     for turn in range(rounds):
@@ -149,62 +119,11 @@ def speed(rank: int, device: Any, operator: str, tokens: int, rounds: int) -> No
         base = base or whole
         if rank == 0:
             print(
-                f"speed {operator} {tokens} {name}: forward {forward:.3f} backward {backward:.3f} both {whole:.3f} ms"
+                f"speed {tokens} {name}: forward {forward:.3f} backward {backward:.3f} both {whole:.3f} ms"
                 f" (quartiles {spread[0]:.3f} {spread[2]:.3f}) ratio {whole / base:.3f}"
                 f" memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB",
                 flush=True,
             )
-
-
-def tune(index: int | None) -> None:
-    """Take variant ``index`` of every kernel where it fits the GPU, else the first; None: the fastest, found once."""
-    tuner = triton.runtime.autotuner.Autotuner
-    choose, run_tuned = tuner.prune_configs, tuner.run
-
-    def prune(self: Any, kwargs: Any) -> Any:
-        configs = choose(self, kwargs)
-        return configs if index is None else [configs[0 if getattr(self, "first", False) else index % len(configs)]]
-
-    def run_once(self: Any, *args: Any, **kwargs: Any) -> Any:
-        every = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
-        types = [str(x.dtype) for name, x in every.items() if name in self.arg_names and hasattr(x, "dtype")]
-        values = [every[name] for name in self.keys if name in every]
-        known = self.__dict__.setdefault("known", {})
-        key, short = (*values, *types), (*values, types[0])
-        if short in known:
-            self.cache.setdefault(key, known[short])
-        try:
-            result = run_tuned(self, *args, **kwargs)
-        except Exception:
-            if index is None:
-                raise
-            self.first = True
-            self.cache.clear()
-            result = run_tuned(self, *args, **kwargs)
-        if key in self.cache:
-            known[short] = self.cache[key]
-        return result
-
-    tuner.prune_configs, tuner.run = prune, run_once
-
-
-def warm(index: int, operator: str, dtype: torch.dtype) -> None:
-    """Compile one variant of every kernel of an operator."""
-    device = torch.device("cuda", index % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    tune(index)
-    fla_kernels.LEAST_CHUNKS = 1
-    inputs = inputs_of(operator, 256, dtype, device)
-    own = create_recurrent("state-ring", kernel="fla")
-    for function in (OPERATORS[operator], getattr(own, operator)):
-        run(function, inputs, torch.randn_like(inputs[2]))
-    if operator == "gated_delta_rule":
-        flat = torch.zeros(1, 256, HEADS, SIZE, dtype=dtype, device=device)
-        maps = torch.zeros(2, HEADS, SIZE, 2 * SIZE, device=device)
-        g, bounds = flat[..., 0].float(), torch.tensor([0, 256], device=device)
-        chunk_cp_fwd_h(flat, flat, flat, maps[0], g=g, cu_seqlens=bounds)
-        chunk_cp_bwd_dh(flat, flat, flat, flat, flat, maps[0], g=g, scale=1.0, cu_seqlens=bounds)
-        chunk_cp_merge(torch.zeros(HEADS, SIZE, SIZE, device=device), maps, 1, 1)
 
 
 def main() -> None:
@@ -212,29 +131,18 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--tokens", default="")
-    parser.add_argument("--operators", default="gated_delta_rule")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--warm", type=int)
-    parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
-    begin = time.monotonic()
-    if options.warm is not None:
-        warm(options.warm, options.operators, getattr(torch, options.dtype))
-        return
-    tune(0 if options.check else None)
     rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     if rank == 0:
         print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, flush=True)
-    for operator in options.operators.split(","):
-        for tokens in filter(None, options.tokens.split(",")):
-            speed(rank, device, operator, int(tokens), options.rounds)
-            if rank == 0:
-                print(f"after {time.monotonic() - begin:.0f} s", flush=True)
     if options.check:
         check(rank, device)
+    for tokens in filter(None, options.tokens.split(",")):
+        speed(rank, device, int(tokens), options.rounds)
     dist.barrier()
     os._exit(0)
 

@@ -1,9 +1,8 @@
-"""The kernels of flash-linear-attention (Triton) for recurrences, in the two phases of `RecurrenceKernel`.
+"""The kernels of flash-linear-attention (Triton) for the gated delta rule, in the two phases of `RecurrenceKernel`.
 
-The delta rule passes states from chunk to chunk, one thread block per head and 32 or 64 columns: 16 heads of 128 fill a
-quarter of an H100 or less. So each document's part on a rank is split once more, into pieces that run side by side. The
-pieces' transitions are computed first, and combined like those of ranks, here on one GPU. Linear attention needs no
-pieces: its kernels split the rows of a state, too.
+They pass states from chunk to chunk, one thread block per head and 32 or 64 columns: 16 heads of 128 keep 32 or 64 of
+an H100's 132 multiprocessors busy. So each document's part on a rank is split once more, into pieces that run side by
+side. The pieces' transitions are computed first, and combined like those of ranks, here on one GPU.
 
 Source: flash-linear-attention 0.6, whose functions do the work; the split within a GPU is its intra-card context
 parallelism, there for inference.
@@ -18,19 +17,10 @@ from typing import Any
 
 import torch
 from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu, chunk_gated_delta_rule_fwd_h
-from fla.ops.common.chunk_h import chunk_bwd_dh, chunk_fwd_h
-from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv, chunk_bwd_dv_local, chunk_fwd_o
+from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv_local, chunk_fwd_o
 from fla.ops.cp.chunk_fwd import chunk_cp_fwd_h
 from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
 from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
-from fla.ops.gla.chunk import (
-    chunk_gla_bwd_dA,
-    chunk_gla_bwd_dqk_intra,
-    chunk_gla_bwd_dqkg,
-    chunk_gla_bwd_dv,
-    chunk_gla_fwd_intra_gk,
-    chunk_gla_fwd_o_gk,
-)
 from fla.ops.utils import chunk_local_cumsum, prepare_chunk_indices
 from fla.ops.utils.constant import RCP_LN2
 from torch import Tensor
@@ -50,10 +40,10 @@ class Pieces:
     """Pieces of one batch entry."""
     starts: frozenset[int]
     """Pieces that begin a document's part."""
-    bounds: Any
-    """Cumulative lengths (int64, on the device) of all pieces; None where each batch entry is one piece."""
+    bounds: Tensor
+    """Cumulative lengths (int64, on the device) of all pieces."""
     chunks: Any
-    """Index of every chunk, as the kernels want it; None with ``bounds``."""
+    """Index of every chunk, as the kernels want it."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -62,23 +52,21 @@ class Pieces:
 
 
 @lru_cache(maxsize=32)
-def pieces_of(bounds: tuple[int, ...], batch: int, piece: int, device: torch.device, *, always: bool) -> Pieces:
-    """Return the pieces of at most ``piece`` tokens; with ``always``, their bounds even where there is only one."""
+def pieces_of(bounds: tuple[int, ...], batch: int, piece: int, device: torch.device) -> Pieces:
+    """Return the pieces of at most ``piece`` tokens."""
     cuts: list[int] = []
     starts: list[int] = []
     for first, end in pairwise(bounds):
         starts.append(len(cuts))
         cuts += range(first, end, piece)
-    if len(cuts) == 1 and not always:
-        return Pieces(1, frozenset(starts), None, None)
     every = [entry * bounds[-1] + cut for entry in range(batch) for cut in cuts]
     cumulative = torch.tensor([*every, batch * bounds[-1]], device=device)
     return Pieces(len(cuts), frozenset(starts), cumulative, prepare_chunk_indices(cumulative, CHUNK))
 
 
-def _flat(x: Tensor, pieces: Pieces) -> Tensor:
-    """Return a dense tensor of one batch entry, (1, B S, ...), where there are bounds."""
-    return x.contiguous() if pieces.bounds is None else x.flatten(0, 1).unsqueeze(0).contiguous()
+def _flat(x: Tensor) -> Tensor:
+    """Return a dense tensor of one batch entry, (1, B S, ...)."""
+    return x.flatten(0, 1).unsqueeze(0).contiguous()
 
 
 class FlaDeltaRule:
@@ -91,12 +79,12 @@ class FlaDeltaRule:
         parallel = 2 * heads * batch
         wanted = max(1, torch.cuda.get_device_properties(x.q.device).multi_processor_count // parallel)
         chunks = max(LEAST_CHUNKS, -(-tokens // (wanted * CHUNK)))
-        return pieces_of(shard.bounds, batch, chunks * CHUNK, x.q.device, always=True)
+        return pieces_of(shard.bounds, batch, chunks * CHUNK, x.q.device)
 
     def begin(self, x: Inputs, shard: Shard) -> tuple[Any, Carry]:
         assert x.beta is not None
         pieces = self._pieces(x, shard)
-        k, v, g, beta = (_flat(tensor, pieces) for tensor in (x.k, x.v, x.g.squeeze(-1), x.beta))
+        k, v, g, beta = (_flat(tensor) for tensor in (x.k, x.v, x.g.squeeze(-1), x.beta))
         total = chunk_local_cumsum(g, CHUNK, scale=RCP_LN2, **pieces.options)
         w, u, solved = chunk_gated_delta_rule_fwd_intra(k=k, v=v, g=total, beta=beta, **pieces.options)
         maps, before, carry = None, None, Carry()
@@ -118,14 +106,14 @@ class FlaDeltaRule:
             like = k.new_empty(batch, pieces.count, heads, keys, values, dtype=torch.float32)
             initial = entering(before or [None] * pieces.count, range(pieces.count), incoming, like)
         h, written, _ = chunk_gated_delta_rule_fwd_h(k=k, w=w, u=u, g=total, initial_state=initial, **pieces.options)
-        out = chunk_fwd_o(q=_flat(x.q, pieces), k=k, v=written, h=h, g=total, scale=x.scale, **pieces.options)
+        out = chunk_fwd_o(q=_flat(x.q), k=k, v=written, h=h, g=total, scale=x.scale, **pieces.options)
         return out.view(x.v.shape), (total, solved, maps, initial)
 
     def begin_backward(self, x: Inputs, shard: Shard, saved: Saved, dout: Tensor) -> tuple[Any, Tensor | None]:
         assert x.beta is not None
         total, solved, maps, initial = saved
         pieces = self._pieces(x, shard)
-        q, k, v, beta, dout = (_flat(tensor, pieces) for tensor in (x.q, x.k, x.v, x.beta, dout))
+        q, k, v, beta, dout = (_flat(tensor) for tensor in (x.q, x.k, x.v, x.beta, dout))
         w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=solved, g=total, **pieces.options)
         h, written, _ = chunk_gated_delta_rule_fwd_h(k=k, w=w, u=u, g=total, initial_state=initial, **pieces.options)
         dwritten = chunk_bwd_dv_local(q=q, k=k, g=total, do=dout, scale=x.scale, **pieces.options)
@@ -174,101 +162,3 @@ class FlaDeltaRule:
         return chunk_gated_delta_rule_bwd_dhu(
             q=q, k=k, w=w, g=total, h0=zeros, dht=terminal, do=dout, dv=dwritten, scale=x.scale, **pieces.options
         )
-
-
-class FlaLinearAttention:
-    """Kernel for linear attention, with a decay per head or per key channel."""
-
-    name = "fla"
-
-    def begin(self, x: Inputs, shard: Shard) -> tuple[Any, Carry]:
-        pieces = pieces_of(shard.bounds, x.v.shape[0], shard.bounds[-1], x.q.device, always=False)
-        q, k, v, g = (_flat(tensor, pieces) for tensor in x.tensors)
-        total = chunk_local_cumsum(g if self._by_channel(x) else g.squeeze(-1), CHUNK, scale=RCP_LN2, **pieces.options)
-        local = pieces, q, k, v, total
-        if shard.receives and not shard.sends:
-            return (*local, None), Carry()
-        h, last = self._states(x, local, None, wide=False)
-        state = last.view(x.v.shape[0], -1, *last.shape[1:])[:, -1] if shard.sends else None
-        transition = x.g.sum(1).exp().unsqueeze(-1) if shard.spans else None
-        return (*local, h), Carry(state, transition)
-
-    def finish(self, x: Inputs, shard: Shard, local: Any, incoming: Tensor | None) -> tuple[Tensor, Saved]:
-        *local, h = local
-        pieces, q, k, v, total = local
-        initial = self._at(x, pieces, 0, incoming)
-        if initial is not None or h is None:
-            h = self._states(x, local, initial, wide=False)[0]
-        options = {"h": h, "g": total, "scale": x.scale, **pieces.options}
-        scores = None
-        if self._by_channel(x):
-            scores = chunk_gla_fwd_intra_gk(q=q, k=k, g=total, scale=x.scale, **pieces.options)
-            out = chunk_gla_fwd_o_gk(q=q, v=v, A=scores, **options)
-        else:
-            out = chunk_fwd_o(q=q, k=k, v=v, **options)
-        return out.view(x.v.shape).to(x.v.dtype), (total, scores, initial)
-
-    def begin_backward(self, x: Inputs, shard: Shard, saved: Saved, dout: Tensor) -> tuple[Any, Tensor | None]:
-        total, _, initial = saved
-        pieces = pieces_of(shard.bounds, x.v.shape[0], shard.bounds[-1], x.q.device, always=False)
-        q, k, v, dout = (_flat(tensor, pieces) for tensor in (x.q, x.k, x.v, dout))
-        h = self._states(x, (pieces, q, k, v, total), initial, wide=True)[0]
-        local = pieces, q, k, v, dout, h
-        if shard.sends and not shard.receives:
-            return (*local, None), None
-        zeros = torch.zeros_like(initial) if initial is not None else None
-        dh, first = self._states_backward(x, local, total, zeros, None)
-        return (*local, dh), first.view(x.v.shape[0], -1, *first.shape[1:])[:, 0] if shard.receives else None
-
-    def finish_backward(
-        self, x: Inputs, shard: Shard, saved: Saved, local: Any, doutgoing: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        total, scores, _ = saved
-        *local, dh = local
-        pieces, q, k, v, dout, h = local
-        terminal = self._at(x, pieces, -1, doutgoing)
-        if terminal is not None or dh is None:
-            dh = self._states_backward(x, local, total, None, terminal)[0]
-        common = {"do": dout, "g": total, **pieces.options}
-        if self._by_channel(x):
-            dv = chunk_gla_bwd_dv(k=k, A=scores, dh=dh, **common)
-            dscores = chunk_gla_bwd_dA(v=v, do=dout, scale=x.scale, **pieces.options)
-            dq, dk = chunk_gla_bwd_dqk_intra(q=q, k=k, g=total, dA=dscores, **pieces.options)
-            dq, dk, dg = chunk_gla_bwd_dqkg(q=q, k=k, v=v, h=h, dh=dh, dq=dq, dk=dk, scale=x.scale, **common)
-        else:
-            dq, dk, _, dg = chunk_bwd_dqkwg(q=q, k=k, v=v, h=h, dh=dh, scale=x.scale, **common)
-            dv = chunk_bwd_dv(q=q, k=k, dh=dh, scale=x.scale, **common)
-            dg = chunk_local_cumsum(dg, CHUNK, reverse=True, **pieces.options)
-        return tuple(dx.view(y.shape).to(y.dtype) for dx, y in zip((dq, dk, dv, dg), x.tensors, strict=True))
-
-    @staticmethod
-    def _by_channel(x: Inputs) -> bool:
-        return x.g.shape[-1] > 1
-
-    def _at(self, x: Inputs, pieces: Pieces, piece: int, state: Tensor | None) -> Tensor | None:
-        """Return states of zeros for all pieces, but ``state`` for one; None without it."""
-        if state is None:
-            return None
-        batch, *shape = x.state_shape
-        result = state.new_zeros(batch, pieces.count, *shape)
-        result[:, piece] = state
-        return result.flatten(0, 1)
-
-    def _gates(self, x: Inputs, total: Any) -> dict[str, Any]:
-        return {"g": None, "gk": total} if self._by_channel(x) else {"g": total, "gk": None}
-
-    def _states(self, x: Inputs, local: Any, initial: Tensor | None, *, wide: bool) -> Any:
-        """Return the states before all chunks, and the last ones."""
-        pieces, _, k, v, total = local
-        return chunk_fwd_h(
-            k=k, v=v, **self._gates(x, total), h0=initial, output_final_state=not wide, cu_seqlens=pieces.bounds,
-            states_in_fp32=wide,
-        )  # fmt: skip
-
-    def _states_backward(self, x: Inputs, local: Any, total: Any, zeros: Tensor | None, terminal: Tensor | None) -> Any:
-        """Return the gradients of the states after all chunks, and of the first states where ``zeros`` are given."""
-        pieces, q, k, v, dout, _ = local
-        return chunk_bwd_dh(
-            q=q, k=k, v=v, **self._gates(x, total), do=dout, h0=zeros, dht=terminal, scale=x.scale,
-            cu_seqlens=pieces.bounds, states_in_fp32=True,
-        )  # fmt: skip

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib.util import find_spec
 
 import torch
 
-from ..errors import UnknownName, Unsupported
+from ..errors import Unsupported
 from .kernel import Inputs, RecurrenceKernel
 from .reference import ReferenceRecurrence
 
@@ -18,26 +19,26 @@ _FLA_KEY_DIM = 256
 def choose_kernel(name: str, x: Inputs) -> RecurrenceKernel:
     """Return the kernel called ``name``; ``auto`` is ``fla`` where it is installed and takes these inputs.
 
-    Raises `UnknownName`, and `Unsupported` where the kernel cannot compute these inputs.
+    Raises `Unsupported` where the kernel cannot compute these inputs. Warns where ``auto`` leaves a GPU to plain torch.
     """
-    if name not in NAMES:
-        raise UnknownName(f"no kernel {name!r} for recurrences; there are: {', '.join(NAMES)}")
     problem = _why_not_fla(x) if name != "reference" else "not asked for"
     if name == "fla" and problem:
         raise Unsupported(f"kernel fla: {problem}")
     if problem:
+        if name == "auto" and x.q.is_cuda:
+            warnings.warn(f"the recurrence runs in plain torch, which is slow: kernel fla {problem}", stacklevel=4)
         return ReferenceRecurrence()
-    from .fla import FlaDeltaRule, FlaLinearAttention  # imports Triton
+    from .fla import FlaDeltaRule  # imports Triton
 
-    return FlaLinearAttention() if x.beta is None else FlaDeltaRule()
+    return FlaDeltaRule()
 
 
 def _why_not_fla(x: Inputs) -> str | None:
     """Return why the kernels of flash-linear-attention cannot compute these inputs; None where they can."""
     if not x.q.is_cuda:
         return "needs tensors on a GPU"
-    if x.q.dtype == torch.float64:
-        return "computes no float64"
+    if x.beta is None or x.q.dtype != torch.bfloat16:
+        return "computes the gated delta rule in bfloat16 alone"
     if x.k.shape[-1] > _FLA_KEY_DIM:
         return f"takes keys of at most {_FLA_KEY_DIM} numbers per head"
     if find_spec("fla") is None:

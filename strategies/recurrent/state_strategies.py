@@ -46,7 +46,7 @@ from .kernel import (
     shard_of,
     transposed,
 )
-from .kernels import choose_kernel
+from .kernels import NAMES, choose_kernel
 
 Documents = Sequence[int] | Tensor | None
 Result = Tensor | tuple[Tensor, Tensor]
@@ -241,7 +241,7 @@ class RecurrentStrategy(ABC):
         return out if last is None else (out, last)
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        """Return the sum of all ranks' tensors. Each rank holds two tensors at most, whatever the number of ranks."""
+        """Return the sum of all ranks' tensors, in memory that does not grow with the number of ranks."""
         size, count = self.comm.size, tensor.numel()
         if size == 1:
             return tensor
@@ -305,8 +305,8 @@ class StateRing(RecurrentStrategy):
 class StateScan(RecurrentStrategy):
     """States and transitions of all ranks are combined by a scan: hops over 1, 1, 2, 4, ... ranks.
 
-    A rank holds two states and two transitions at a time, whatever the number of ranks. Where no document continues
-    over more than one rank border, the hop carries states alone.
+    The memory of a rank does not grow with the number of ranks. Where no document continues over more than one rank
+    border, the one hop carries states alone.
     """
 
     def __init__(self, comm: Communicator, kernel: str = "auto") -> None:
@@ -339,7 +339,7 @@ class StateScan(RecurrentStrategy):
             arrived = list(ring.post(ring.pack(message)).wait().tensors)
             return Carry(*arrived)
 
-        own = Carry(carry.after(known) if gives else None, None if position == 0 else carry.transition)
+        own = Carry(carry.after(known) if gives else None, carry.transition)
         before = hop(1, own, with_transition=reach > 1)
         if position == 0:
             before = Carry(nothing, no_transition)
@@ -401,11 +401,10 @@ def create_recurrent(name: str, group: Any = None, kernel: str = "auto") -> Recu
     Collective: all ranks call it with the same arguments. Raises `UnknownName` and `Unsupported`.
     """
     problem = None
-    if name not in STRATEGIES:
-        known = ", ".join(STRATEGIES)
-        problem = UnknownName(
-            f"no strategy {name!r} for recurrences{nearest_name(name, STRATEGIES)}; there are: {known}"
-        )
+    for kind, value, known in (("strategy", name, STRATEGIES), ("kernel", kernel, NAMES)):
+        if value not in known:
+            listed = f"{nearest_name(value, known)}; there are: {', '.join(known)}"
+            problem = UnknownName(f"no {kind} {value!r} for recurrences{listed}")
     comm = Communicator(group, hops="nccl", request=f"{name} with kernel {kernel}", problem=problem)
     return STRATEGIES[name](comm, kernel)
 

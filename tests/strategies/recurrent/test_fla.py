@@ -53,11 +53,7 @@ def phases(kernel: RecurrenceKernel, x: Inputs, shard: Shard, *tensors: Tensor |
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-3), (torch.bfloat16, 3e-2)])
-@pytest.mark.parametrize("operator", ["gated_delta_rule", "simple_gla", "gla"])
-def test_phases_of_fla_equal_the_reference(
-    operator: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_phases_of_fla_equal_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fla")
     from ringprof.strategies.recurrent import fla
 
@@ -66,15 +62,14 @@ def test_phases_of_fla_equal_the_reference(
     torch.manual_seed(0)
     for bounds, receives, sends, batch in product([(0, 700), (0, 300, 310, 700)], [False, True], [False, True], [1, 2]):
 
-        def normal(*shape: int, like: torch.dtype = torch.float32) -> Tensor:
-            return torch.randn(shape, device="cuda").to(like)
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, device="cuda")
 
         tokens, heads = bounds[-1], 4
-        q, k, v, dout = (normal(batch, tokens, heads, SIZE, like=dtype) for _ in range(4))
-        k = torch.nn.functional.normalize(k.float(), dim=-1).to(dtype)
-        g = -0.1 * torch.rand(batch, tokens, heads, SIZE if operator == "gla" else 1, device="cuda")
-        beta = [torch.rand(batch, tokens, heads, device="cuda")] if operator == "gated_delta_rule" else []
-        x = Inputs.of([q, k, v, g, *beta], SIZE**-0.5)
+        q, k, v, dout = (normal(batch, tokens, heads, SIZE).bfloat16() for _ in range(4))
+        k = torch.nn.functional.normalize(k.float(), dim=-1).bfloat16()
+        g = -0.1 * torch.rand(batch, tokens, heads, 1, device="cuda")
+        x = Inputs.of([q, k, v, g, torch.rand(batch, tokens, heads, device="cuda")], SIZE**-0.5)
         states = [normal(batch, heads, SIZE, SIZE) if present else None for present in (receives, sends)]
         shard = Shard(bounds, receives, sends)
         try:
@@ -88,4 +83,4 @@ def test_phases_of_fla_equal_the_reference(
         for result, truth in zip(actual, expected, strict=True):
             assert (result is None) == (truth is None)
             if result is not None and truth is not None:
-                assert float((result.double() - truth).abs().max() / truth.abs().max()) < tolerance
+                assert float((result.double() - truth).abs().max() / truth.abs().max()) < 3e-2

@@ -137,6 +137,7 @@ def refusals(rank: int) -> list[str]:
         lambda: heads.simple_gla(q, q, v, g),
         lambda: create_recurrent("state-scan", kernel="fla").simple_gla(q, q, v, g),
         lambda: create_recurrent("state-rng"),
+        lambda: create_recurrent("state-scan", kernel="triton"),
     ):
         try:
             call()
@@ -153,6 +154,7 @@ def test_calls_that_cannot_be_meant_are_refused_on_every_rank() -> None:
         "expected g (B, S, H)", "expected initial_state (1, 3, 2, 5): got (1, 3, 5, 2)",
         "3 heads are not a multiple of 2 heads of keys", "with S at least 3", "2 ranks do not divide 3 heads",
         "kernel fla: needs tensors on a GPU", "did you mean 'state-ring'",
+        "no kernel 'triton' for recurrences; there are: auto, fla, reference",
     )  # fmt: skip
     for messages in run_ranks(2, refusals):
         assert len(messages) == len(expected)
