@@ -560,6 +560,7 @@ class Strategy(Expectations, ABC):
             del block_dq
             if not sends_first:
                 gradient_ring.add(step, block_dkv, block.kv)
+                del block_dkv
         if sends_first:
             del kv
         for block in held_back:
