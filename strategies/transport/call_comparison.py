@@ -144,7 +144,8 @@ class CallComparison:
         else:
             # Before the count, since the thread that looks reads the count first.
             self._waited = self._waited[1], self._calls + 1
-        self._recent.append((self._calls + 1, call))
+        if self._words is None or self._lets_pass:
+            self._recent.append((self._calls + 1, call))
         self._calls += 1
         raise_if_refused(group)
         if self._lost:
