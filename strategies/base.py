@@ -548,7 +548,7 @@ class Strategy(Expectations, ABC):
         dq = Sum(q, 2 if held_back and own is None else self.ring_size)
         local_dq: list[tuple[slice, Tensor]] = []
         for step, (kv_rank, kv) in enumerate(tour):
-            block = first_block if step == 0 else self.block(call, kv_rank, q)
+            block, grads = first_block if step == 0 else self.block(call, kv_rank, q), None
             if block is None:
                 gradient_ring.add(step, None, ALL)
                 continue
@@ -556,27 +556,29 @@ class Strategy(Expectations, ABC):
                 if own is not None and step == 0:
                     call.backward_into(own, rows, q, kv[0], kv[1], block)
                     continue
-                block_dq, *block_dkv = call.backward(rows, q, kv[0], kv[1], block)
+                grads = call.backward(rows, q, kv[0], kv[1], block)
             if sends_first:
-                gradient_ring.add(step, block_dkv, block.kv)
-                del block_dkv
-            with ring_step("bwd", step, "merge"):
-                dq.add(block_dq, block.q)
-            del block_dq
-            if not sends_first:
-                gradient_ring.add(step, block_dkv, block.kv)
+                gradient_ring.add(step, grads[1:], block.kv)
+                block_dq, grads = grads[0], None
+                with ring_step("bwd", step, "merge"):
+                    dq.add(block_dq, block.q)
+                del block_dq
+            else:
+                with ring_step("bwd", step, "merge"):
+                    dq.add(grads[0], block.q)
+                gradient_ring.add(step, grads[1:], block.kv)
         if sends_first:
             del kv
         for block in held_back:
             # These blocks overlap the last hops of dK and dV.
             with ring_step("bwd", self.ring_size, "block"):
                 if own is None:
-                    grads, q_rows, kv_rows = call.backward(rows, q, k, v, block), block.q, block.kv
+                    (own_dq, *own_dkv), q_rows, kv_rows = call.backward(rows, q, k, v, block), block.q, block.kv
                 else:
                     call.backward_into(own, rows, q, k, v, block)
-                    grads, q_rows, kv_rows = own, ALL, ALL
-            gradient_ring.keep(grads[1:], kv_rows)
-            local_dq.append((q_rows, grads[0]))
+                    (own_dq, *own_dkv), q_rows, kv_rows = own, ALL, ALL
+            gradient_ring.keep(own_dkv, kv_rows)
+            local_dq.append((q_rows, own_dq))
             gradient_ring.post_last_hop()
         whole_dq = None
         if own is not None:

@@ -122,6 +122,8 @@ class CallComparison:
         """Number and parts of this rank's last calls."""
         self._waited = 0, 0
         """Numbers of the last two calls in which this rank waited for the others."""
+        self._lost = ""
+        """Which rank has ended, as the thread has seen; empty while all exist."""
         self._lets_pass = may_pass
         """Whether a thread looks for ranks that wait in a call that this one has passed."""
         if self._words is None or may_pass:
@@ -142,9 +144,12 @@ class CallComparison:
         else:
             # Before the count, since the thread that looks reads the count first.
             self._waited = self._waited[1], self._calls + 1
-        self._recent.append((self._calls + 1, call))
+        if self._words is None or self._lets_pass:
+            self._recent.append((self._calls + 1, call))
         self._calls += 1
         raise_if_refused(group)
+        if self._lost:
+            raise PeerLost(self._lost)
         self._hash = hash((self._hash, digest, None if passes else documents))
         digest_bits = self._hash % (1 << _HASH_BITS)
         if self._words is not None:
@@ -213,7 +218,7 @@ class CallComparison:
             now = time.monotonic()
             if now > looked_at:
                 looked_at = now + 1
-                ended = [rank for rank in ranks if not os.path.exists(f"/proc/{self._processes[rank]}")]
+                ended = self._ended(ranks)
                 if ended or now - begin > timeout().total_seconds():
                     problem = "has ended" if ended else "does not come"
                     raise PeerLost(f"rank {(ended or ranks)[0]} {problem}: {_WAITED}")
@@ -224,6 +229,10 @@ class CallComparison:
                 os.sched_yield()  # time.sleep(0) takes the 50 us of the timer's slack
             else:
                 time.sleep(1e-4)
+
+    def _ended(self, ranks: Sequence[int]) -> list[int]:
+        """Return those of some ranks whose process has ended."""
+        return [rank for rank in ranks if not os.path.exists(f"/proc/{self._processes[rank]}")]
 
     def _connect_store(self, key: str, group: dist.ProcessGroup) -> None:
         """Connect this rank to the store, and start the thread that looks for ranks which wait. Collective."""
@@ -272,6 +281,9 @@ class CallComparison:
         """
         store, key = self._thread_store, self._key
         refused = self._refused_in_store() if self._words is None else self._refused_in_memory()
+        if not refused and self._words is not None and (ended := self._ended(self._ranks)):
+            self._lost = f"rank {ended[0]} has ended: {_WAITED}"
+            return False
         if not refused:
             return True
         refused = int(store.compare_set(f"{key}:refused", "0", str(refused)))

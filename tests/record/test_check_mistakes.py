@@ -17,12 +17,11 @@ from ringprof.record.check.backward_mistakes import (
     gradient_parts,
     gradients_under,
     head_parts_mistake,
-    holder_of,
     rank_parts_mistake,
 )
 from ringprof.record.check.dense import Tensors
 from ringprof.record.check.merging import merge_mistake
-from ringprof.record.check.visible_keys import mask_mistake
+from ringprof.record.check.visible_keys import holder_of, mask_mistake
 from ringprof.run import Workload
 from ringprof.strategies.masks.layouts import LAYOUTS
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -88,7 +89,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "labels of the shard": ({"local_labels": True}, "the labels are shifted across shard borders: "),
     "positions of the shard": ({"local_positions": True}, "local positions, which restart on every rank"),
-    "window dropped": ({"truth": windowed}, "the window of 200 tokens is dropped"),
+    # In bf16 the first token's difference is within rounding, and a later one does not tell a window from documents.
+    "window dropped": ({"truth": windowed}, "the (window of 200 tokens|.* of a window) is dropped"),
     "averaged over context-parallel ranks": ({"scale": 0.5}, "0.5, 1 / "),
     "mean over own tokens": ({"own_mean": True}, "the ranks' losses are weighted unequally"),
 }  # fmt: skip
@@ -131,7 +133,7 @@ def check_verdicts(by_rank: list[dict[str, ModelCheck]]) -> None:
     assert right.equal and right.reasons == [] and right.loss_is == "mean", str(right)
     for name, check in by_rank[0].items():
         assert not check.equal
-        assert check.reasons and MISTAKES[name][1] in check.reasons[0], f"{name}: {check}"
+        assert check.reasons and re.search(MISTAKES[name][1], check.reasons[0]), f"{name}: {check}"
 
 
 @pytest.mark.processes

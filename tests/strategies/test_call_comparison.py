@@ -160,6 +160,26 @@ def test_a_rank_that_does_not_come_is_named():
     )
 
 
+def beside_one_that_has_ended(rank: int) -> str:
+    processes = create("ring").comm.processes
+    group: Any = dist.group.WORLD
+    with patch.object(call_comparison, "INTERVAL_S", 0.02):
+        compare_call(group, {"documents": ()}, processes, may_pass=True)
+        if rank == 0:
+            call_comparison._comparisons[group]._processes[1] = 2**30  # above every process ID
+            with pytest.raises(PeerLost) as lost:
+                for _ in range(500):
+                    time.sleep(0.01)
+                    compare_call(group, {"documents": ()}, processes, may_pass=True)
+            return str(lost.value)
+    return ""
+
+
+@pytest.mark.processes
+def test_a_rank_whose_calls_pass_is_told_that_another_has_ended():
+    assert run_ranks(2, beside_one_that_has_ended)[0].startswith("rank 1 has ended: the ranks of its group compare")
+
+
 def test_the_message_names_ranks_and_the_first_bound_that_differs():
     long = tuple(range(0, 100, 10))
     text = difference({4: {"documents": long}, 5: {"documents": (*long[:3], 25, *long[4:])}, 6: {"documents": long}})
