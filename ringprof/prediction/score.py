@@ -1,8 +1,9 @@
 """Score published or own measurements against a machine: the predicted time, and values that it cannot have reached.
 
 The CSV has the columns ``strategy, seq_global, heads, n_gpus`` and ``time_ms`` or ``tflops`` (per GPU). Optional
-columns are ``hardware, hosts, gpus_per_host, kv_heads, head_dim, batch, causal, dtype, pass, kernel, degrees``. A row
-with an unknown value is not predicted.
+columns are ``hardware, hosts, gpus_per_host, kv_heads, head_dim, batch, causal, dtype, pass, kernel, degrees, system``.
+A row with an unknown value is not predicted. A ``system`` that names Transformer Engine or Megatron sends its hops as
+`Query.pairwise` says.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice
-from typing import Any
+from functools import lru_cache
+from itertools import islice, product
+from typing import Any, Literal
 
 import msgspec
 
@@ -23,9 +26,12 @@ from ringprof.common.json_object import Params, json_text
 from ringprof.common.validation import whole
 from ringprof.errors import InputError, RingprofError
 from ringprof.prediction.calibration import Calibration
+from ringprof.prediction.kernel_model import OutsideCalibration
+from ringprof.prediction.machine import Curves, curves_of
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import ScheduleOf, predict
 from ringprof.prediction.query import Query
+from ringprof.record.dryrun.schedule import AttentionOp
 from ringprof.report.text import TextStyle, clean
 from ringprof.run import Workload
 from ringprof.scale.workers import Notify, ignore_progress
@@ -35,7 +41,7 @@ from ringprof.workload.devices import device_named, peak_of
 _SCHEMA = "ringprof.check/1"
 _MOST_ROWS = 20_000
 SLACK = 1.05
-"""Factor by which a rate may exceed the best one that was measured of a kernel."""
+"""Factor by which a rate may exceed a kernel's best at any length."""
 _LENGTH_TOLERANCE = 0.25
 """Largest relative difference at which a time is attributed to another sequence length."""
 _NUMBER = re.compile(r"[0-9]{1,18}(\.[0-9]{0,18})?([eE][+-]?[0-9]{1,2})?")
@@ -53,11 +59,14 @@ _SPELLINGS: Mapping[str, Mapping[str, str]] = {
 }  # fmt: skip
 """Accepted spellings of a column, with their meaning."""
 _FLASH = re.compile(r"(?:fa|flash[-_ ]?att(?:entio)?n)[-_ v]*([234]?)(?![0-9])")
-_KNOWN = {"id", "strategy", "degrees", "kernel", "hardware", *_TIMES, *_COUNTS, *_CLUSTER_COLUMNS, *_SPELLINGS}
+_PAIRWISE = re.compile(r"transformer ?engine|\bte\b|megatron|magiattention cp_benchmark: (ring_p2p|usp|loongtrain)")
+"""Programs that send by Transformer Engine's ``flash_attn_p2p_communicate`` or a copy of it, in lower case."""
+_NAMES = ("id", "system", "strategy", "degrees", "kernel", "hardware")
+_KNOWN = {*_NAMES, *_TIMES, *_COUNTS, *_CLUSTER_COLUMNS, *_SPELLINGS}
 
 
 @dataclass(frozen=True)
-class _Measurement:
+class Measurement:
     """One row of the table."""
 
     number: int
@@ -77,7 +86,7 @@ class _Measurement:
 class CheckedRow:
     """A measurement with its prediction and its flags."""
 
-    row: _Measurement
+    row: Measurement
     predicted_ms: tuple[float, float, float] | None
     """10th, 50th and 90th percentile in milliseconds; None if the row cannot be predicted."""
     reason: str = ""
@@ -124,7 +133,7 @@ def check_rows(
     checked = []
     for number, row in enumerate(rows):
         notify("rows", number, len(rows))
-        checked.append(_check(_read_row(number + 2, row, machine, cluster), machine, schedule_of, cache))
+        checked.append(_check(read_row(number + 2, row, machine.device, cluster), machine, schedule_of, cache))
     return checked
 
 
@@ -165,10 +174,10 @@ class _UnreadableRowError(Exception):
     """A value of a row is missing or not understood."""
 
 
-def _read_row(number: int, row: Mapping[str, str | None], machine: Calibration, cluster: Cluster) -> _Measurement:
-    """Read one row of the table."""
+def read_row(number: int, row: Mapping[str, str | None], device: str, cluster: Cluster) -> Measurement:
+    """Read one row of the table; a row that was measured on another ``device`` has no query."""
     cells = {key: value.strip() for key, value in row.items() if key and isinstance(value, str) and value.strip()}
-    measurement = _Measurement(number, cells.get("id") or cells.get("strategy") or "", None, None, None, "")
+    measurement = Measurement(number, cells.get("id") or cells.get("strategy") or "", None, None, None, "")
     try:
         part, workload, cluster = _read_workload(cells, cluster)
         speeds = {name: _number(name, cells[name]) for name in _TIMES if name in cells}
@@ -180,7 +189,7 @@ def _read_row(number: int, row: Mapping[str, str | None], machine: Calibration, 
         measurement = replace(
             measurement, part=part, measured_ms=measured_ms, tflops=flops / measured_ms if measured_ms else None
         )
-        return replace(measurement, query=_query_of(cells, workload, cluster, machine))
+        return replace(measurement, query=_query_of(cells, workload, cluster, device))
     except _UnreadableRowError as error:
         return replace(measurement, unreadable_reason=str(error))
 
@@ -226,12 +235,12 @@ def _read_workload(cells: Mapping[str, str], cluster: Cluster) -> tuple[str, Wor
     return meanings["pass"], workload, replace(cluster, hosts=hosts, gpus_per_host=per_host)
 
 
-def _query_of(cells: Mapping[str, str], workload: Workload, cluster: Cluster, machine: Calibration) -> Query:
+def _query_of(cells: Mapping[str, str], workload: Workload, cluster: Cluster, device: str) -> Query:
     """Return the query of a row. Raises `_UnreadableRowError` for an unknown strategy or another device."""
     name = cells.get("strategy", "").lower().replace("_", "-")
     if name not in SPECS:
         raise _UnreadableRowError("a strategy that ringprof has not")
-    measured_device, machine_device = (device_named(device) for device in (cells.get("hardware"), machine.device))
+    measured_device, machine_device = map(device_named, (cells.get("hardware"), device))
     if measured_device and machine_device and measured_device != machine_device:
         raise _UnreadableRowError(f"measured on {measured_device}, and the machine is {machine_device}")
     params: Params = {}
@@ -239,13 +248,18 @@ def _query_of(cells: Mapping[str, str], workload: Workload, cluster: Cluster, ma
     ulysses, window = re.search(r"ulysses=([0-9]{1,9})", degrees), re.search(r"window=([0-9]{1,9})", degrees)
     if ulysses and name in ("usp", "double-ring"):
         params["ulysses_degree"] = int(ulysses[1])
+    if name == "usp" and "ring-first" in degrees:
+        params["placement"] = "ring-first"
     if window and name in ("burst", "double-ring"):
         params["ring_window"] = int(window[1])
     if "flat ring" in degrees and name == "burst":
         params["double_ring"] = False
     if name == "allgather" and workload.causal:
         params["layout"] = "zigzag"
-    return Query(name, workload, cluster, _kernel_name(cells.get("kernel", "").lower()), params=params)
+    pairwise = _PAIRWISE.search(cells.get("system", "").lower()) is not None
+    return Query(
+        name, workload, cluster, _kernel_name(cells.get("kernel", "").lower()), params=params, pairwise=pairwise
+    )
 
 
 def _kernel_name(text: str) -> str:
@@ -261,7 +275,7 @@ def _kernel_name(text: str) -> str:
     return name or "auto"
 
 
-def _check(row: _Measurement, machine: Calibration, schedule_of: ScheduleOf, cache: dict[Any, Any]) -> CheckedRow:
+def _check(row: Measurement, machine: Calibration, schedule_of: ScheduleOf, cache: dict[Any, Any]) -> CheckedRow:
     """Predict a measurement and flag it if the times cannot belong together."""
     flags = list(_flag_impossible_rates(row, machine))
     if row.query is None:
@@ -279,7 +293,7 @@ def _check(row: _Measurement, machine: Calibration, schedule_of: ScheduleOf, cac
     return checked
 
 
-def _flag_impossible_rates(row: _Measurement, machine: Calibration) -> list[tuple[str, str]]:
+def _flag_impossible_rates(row: Measurement, machine: Calibration) -> list[tuple[str, str]]:
     """Flag rates that no such device has reached with any strategy."""
     if row.tflops is None:
         return []
@@ -288,16 +302,39 @@ def _flag_impossible_rates(row: _Measurement, machine: Calibration) -> list[tupl
         return [("above_peak", f"{row.tflops:.0f} TFLOP/s per GPU, the device's peak is {peak.tflops:.0f}")]
     kernel_name = row.query.kernel if row.query else "auto"
     kernels = [kernel for kernel in machine.kernels if kernel.name == kernel_name] or machine.kernels
-    phases = {"fwd": ("forward",), "bwd": ("backward",)}.get(row.part, ("forward", "backward"))
-    rates = (sample.tflops for kernel in kernels for sample in kernel.samples if sample.phase in phases)
-    best = max(rates, default=float("inf"))
-    if row.tflops > SLACK * best:
+    phases = _PHASES.get(row.part, ("forward", "backward"))
+    curves = [curves_of(machine, kernel.name) for kernel in kernels]
+    best = max((_best_tflops(curve, phase) for curve in curves for phase in phases), default=0.0)
+    if best and row.tflops > SLACK * best:
         return [("above_kernel", f"{row.tflops:.0f} TFLOP/s per GPU, the kernel alone reaches {best:.0f} at its best")]
     return []
 
 
+Phase = Literal["forward", "backward"]
+_PHASES: Mapping[str, tuple[Phase, ...]] = {"fwd": ("forward",), "bwd": ("backward",)}
+_LENGTHS = tuple(2**octave for octave in range(12, 21))
+"""Lengths of square blocks at which a kernel's curve is evaluated: beyond the longest, rates no longer grow."""
+
+
+@lru_cache(maxsize=16)
+def _best_tflops(curves: Curves, phase: Phase) -> float:
+    """Return a kernel's best rate in TFLOP/s at any length: of its samples, or of its curve; 0 without samples."""
+    samples = [sample for sample in curves.kernel.samples if sample.phase == phase]
+    rates = [sample.tflops for sample in samples]
+    heads = {(sample.head_dim, sample.heads, sample.kv_heads) for sample in samples if sample.pairs is None}
+    for (head_dim, heads_q, kv_heads), causal, tokens in product(heads, (True, False), _LENGTHS):
+        block = AttentionOp(
+            label="", phase=phase, batch=1, q=tokens, kv=tokens, heads=heads_q, kv_heads=kv_heads, head_dim=head_dim,
+            causal=causal,
+        )  # fmt: skip
+        # A length that no sample is near to has no estimate.
+        with suppress(OutsideCalibration):
+            rates.append(block.flops() / curves.estimate(block).ns / 1e3)
+    return max(rates, default=0.0)
+
+
 def _flag_other_length(
-    row: _Measurement, machine: Calibration, schedule_of: ScheduleOf, cache: dict[Any, Any]
+    row: Measurement, machine: Calibration, schedule_of: ScheduleOf, cache: dict[Any, Any]
 ) -> list[tuple[str, str]]:
     """Flag a time that fits a sequence two or four times as long or as short."""
     assert row.query is not None and row.measured_ms
@@ -314,21 +351,25 @@ def _flag_other_length(
 
 
 def _predicted_ms(
-    row: _Measurement, query: Query, machine: Calibration, schedule_of: ScheduleOf, cache: dict[Any, Any]
+    row: Measurement, query: Query, machine: Calibration, schedule_of: ScheduleOf, cache: dict[Any, Any]
 ) -> tuple[float, float, float]:
     """Return percentiles in milliseconds of the row's pass; a backward pass is what it adds to the forward pass."""
 
     def prediction(*, backward: bool) -> Any:
         phase_query = replace(query, workload=msgspec.structs.replace(query.workload, backward=backward))
-        params = tuple(sorted(query.params.items()))
-        key = phase_query.strategy, phase_query.workload, phase_query.cluster, phase_query.kernel, params
+        key = (
+            query.strategy, phase_query.workload, query.cluster, query.kernel, tuple(sorted(query.params.items())),
+            query.pairwise,
+        )  # fmt: skip
         if key not in cache:
             cache[key] = predict(phase_query, machine, schedule_of)
         return cache[key]
 
     full = prediction(backward=row.part != "fwd")
     forward_ns = prediction(backward=False).median_ns if row.part == "bwd" else 0.0
-    low, middle, high = ((ns - forward_ns) / 1e6 for ns in full.interval_ns)
+    # A backward pass alone is known as well, relative to its time, as both passes are.
+    share = (full.median_ns - forward_ns) / full.median_ns
+    low, middle, high = (ns * share / 1e6 for ns in full.interval_ns)
     return low, middle, high
 
 
