@@ -28,7 +28,7 @@ _SATURATED = 1e-9
 
 @dataclass(frozen=True)
 class Subject:
-    """What was predicted or measured; None for what is not stated."""
+    """Strategy, workload and cluster of a prediction or a measurement; None for values that are not stated."""
 
     strategy: str
     workload: Workload
@@ -252,11 +252,10 @@ def settlement_text(settlement: Settlement, style: TextStyle) -> str:
         low, middle, high = (duration(ms * 1e6) for ms in (forecast.p10_ms, forecast.p50_ms, forecast.p90_ms))
         amount = percent(abs(score.error))
         verdict = f"{amount} too {'long' if score.error > 0 else 'short'}" if round(score.error, 3) else "exact"
-        place = "inside" if score.inside else "outside"
+        side = "inside" if score.inside else "outside"
         lines += [
             f"{clean(score.observation.source)}: {clean(forecast.label or forecast.subject.strategy)}",
-            f"  measured {duration(measured_ns)}, predicted {middle} ({low} to {high}): {verdict}, {place}"
-            " the interval",
+            f"  measured {duration(measured_ns)}, predicted {middle} ({low} to {high}): {verdict}, {side} the interval",
         ]
     count = len(settlement.scores)
     if count > 1:
