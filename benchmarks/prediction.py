@@ -1,13 +1,13 @@
 """Every error of a prediction against a measurement, with its sign: predicted over measured, minus 1.
 
-    python benchmarks/prediction.py [PART...]
+    python benchmarks/prediction.py [PART...]              # every row, then the errors by family, machine and pass
+    python benchmarks/prediction.py --csv FILE [PART...]   # the rows as a table, which scripts/scoreboard.py reads
 
-Parts: shapes, host, later, masks, other_heads, h100_shapes, h100_masks, grid, grid_host, runs, strategies, lengths,
-eight, replays, h100, a800.
+Parts are the keys of `PARTS`; each prints what the machine that predicts it was fitted to (`FITTED`).
 The first two are the runs of benchmarks/data/h200_shapes.csv (recorded by benchmarks/prediction_truth.py), of shapes
 that no committed run has. later and masks are those of h200_shapes_2.csv. grid and grid_host are the cells of
-h200_grid.csv (benchmarks/strategy_speed.py, zigzag on 4 H200). h100 and a800 are the published rows of attention.csv.
-All others are the committed runs. docs/prediction.md says what was fitted to which rows.
+h200_grid.csv (benchmarks/strategy_speed.py, zigzag on 4 H200). h100, b200 and a800 are the published rows of
+attention.csv. All others are the committed runs.
 """
 
 from __future__ import annotations
@@ -49,10 +49,21 @@ class Score:
     """Lower end of the 80 % interval; ``high`` is its upper end."""
     high: float | None = None
     prediction: PredictionResult | None = None
+    family: str = ""
+    """Name of the strategy; ``machine`` is the name of the machine that predicts it."""
+    machine: str = ""
+    part: str = ""
+    """Pass that was timed: ``fwd``, ``bwd`` or ``fwd+bwd``."""
+    hosts: int = 1
 
     @property
     def error(self) -> float:
         return self.predicted / self.measured - 1
+
+    @property
+    def group(self) -> tuple[str, str, str]:
+        """Family, machine and pass, by which errors are summarised."""
+        return self.family, self.machine, self.part
 
     @property
     def inside(self) -> bool | None:
@@ -170,6 +181,11 @@ def h100_masks() -> Iterator[Score]:
     yield from _predicted_shapes((shape for shape in recorded_shapes("h100_shapes.csv") if not shape.plain), "h100")
 
 
+def h200_later() -> Iterator[Score]:
+    """Score runs on 2 H200 of 2026-11-26, most with flash-attn 3, by the bundled h200, fitted to none of them."""
+    yield from _predicted_shapes(recorded_shapes("h200_shapes_6.csv"))
+
+
 def other_heads() -> Iterator[Score]:
     """Score other head sizes, MLA and sinks, on 2 H200; the curves of these sizes are of the same session."""
     yield from _predicted_shapes(
@@ -231,7 +247,11 @@ def measured_ms(run: Run) -> float:
 
 def scored(name: str, measured: float, prediction: PredictionResult) -> Score:
     low, median_ms, high = prediction.interval_ms
-    return Score(name, measured, median_ms, low, high, prediction)
+    query = prediction.query
+    return Score(
+        name, measured, median_ms, low, high, prediction, query.strategy, prediction.machine.name,
+        "fwd+bwd" if query.workload.backward else "fwd", query.cluster.hosts,
+    )  # fmt: skip
 
 
 def from_others(name: str, others: Sequence[Observed]) -> Score:
@@ -288,12 +308,25 @@ def replays() -> Iterator[Score]:
     machine = calibrate_from(list(observed().values()), base())
     for name, run in observed().items():
         replay = what_if(run, machine, Changes())
-        yield Score(name, replay.recorded_ns / 1e6, replay.replayed_ns / 1e6)
+        assert run.run.strategy is not None
+        yield Score(
+            name, replay.recorded_ns / 1e6, replay.replayed_ns / 1e6, family=run.run.strategy.name,
+            machine=machine.name, part="fwd+bwd", hosts=run.links.cluster.hosts,
+        )  # fmt: skip
+
+
+FITTED_ROWS = {"V0109": "NIC of a800", **dict.fromkeys(("V1001", "V1021", "V1041", "V1061"), "kernel of b200")}
+"""Published rows that a bundled machine was fitted to, and which of its figures they are; they are not scored."""
 
 
 def h100(*ids: str) -> Iterator[Score]:
-    """Score published multi-host cells of MagiAttention on H100, for the strategies that ringprof has."""
+    """Score published cells of MagiAttention on 8 to 64 H100, for the strategies that ringprof has."""
     yield from _published("H100", "h100", Cluster(nic_gbit=400.0), ids)
+
+
+def b200(*ids: str) -> Iterator[Score]:
+    """Score published cells of MagiAttention on 8 to 64 B200, for the strategies that ringprof has."""
+    yield from _published("B200", "b200", Cluster(nic_gbit=400.0), ids)
 
 
 def a800(*ids: str) -> Iterator[Score]:
@@ -302,27 +335,93 @@ def a800(*ids: str) -> Iterator[Score]:
 
 
 def _published(hardware: str, machine: str, cluster: Cluster, ids: Sequence[str]) -> Iterator[Score]:
-    """Yield rows on several hosts: those of ``ids``, or all."""
-    chosen = [row for row in rows() if row["hardware"].startswith(hardware) and int(row["hosts"]) > 1]
-    chosen = [row for row in chosen if not ids or row["id"] in ids]
+    """Yield the rows of ``ids``, or all of the hardware, except those that its machine was fitted to."""
+    chosen = [
+        row
+        for row in rows()
+        if row["hardware"].startswith(hardware) and row["id"] not in FITTED_ROWS and (not ids or row["id"] in ids)
+    ]
     for checked in check_rows(chosen, read_calibration(machine), schedule_of, cluster):
         if checked.predicted_ms and checked.row.measured_ms:
             low, median_ms, high = checked.predicted_ms
             row = chosen[checked.row.number - 2]
             name = f"{row['id']} {row['strategy']} {row['n_gpus']} {row['seq_global']} {row['pass']}"
             yield Score(
-                f"{name} {'causal' if row['causal'] == 'True' else 'full'}",
-                checked.row.measured_ms,
-                median_ms,
-                low,
-                high,
-            )
+                f"{name} {'causal' if row['causal'] == 'True' else 'full'}", checked.row.measured_ms, median_ms, low,
+                high, family=row["strategy"], machine=machine, part=row["pass"], hosts=int(row["hosts"]),
+            )  # fmt: skip
 
 
 @cache
 def rows() -> list[dict[str, str]]:
     with open(DATA / "attention.csv", encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
+
+
+NOT_COMPARABLE = {
+    **dict.fromkeys(
+        ("V0001", "V0002", "V0003", "V0004", "V0005", "V0006"), "a log whose times beat the kernel alone or the NICs"
+    ),
+    **dict.fromkeys(
+        ("V0019", "V0020", "V0021", "V0022", "V0023", "V0024"), "ranks idle: grows with the square of the length, twice"
+    ),
+}
+"""Published rows that are scored, and that no spread is fitted to, each with the reason."""
+_LEAST_ROWS = 10
+"""Rows of a family on a machine from which they have a spread of their own."""
+_Z_80 = 1.2816
+
+
+def family_spreads(scores: Sequence[Score]) -> dict[str, dict[str, float]]:
+    """Return the relative spread by machine and family with which four of five published rows lie inside.
+
+    Families with few rows on a machine have that of all machines, ``other`` is that of all rows of the machine.
+    """
+    usable = [score for score in scores if score.name.split()[0] not in NOT_COMPARABLE]
+    families = sorted({score.family for score in usable})
+    result: dict[str, dict[str, float]] = {}
+    for machine in sorted({score.machine for score in usable}):
+        own = [score for score in usable if score.machine == machine]
+        result[machine] = {"other": family_spread(own)}
+        for family in families:
+            rows_here = [score for score in own if score.family == family]
+            enough = len(rows_here) >= _LEAST_ROWS
+            chosen = rows_here if enough else [score for score in usable if score.family == family]
+            result[machine][family] = family_spread(chosen)
+    return result
+
+
+def family_spread(scores: Sequence[Score], share: float = 0.8) -> float:
+    """Return the smallest spread of a family, in steps of 0.001, with which a ``share`` of the rows lies inside."""
+    needed = math.ceil(len(scores) * share)
+    return next(
+        step / 1000 for step in range(2000) if sum(inside_with(score, step / 1000) for score in scores) >= needed
+    )
+
+
+def inside_with(score: Score, family: float) -> bool:
+    """Return whether a published row lies within its interval if its family has another spread."""
+    assert score.low is not None and score.high is not None
+    spread = math.log(score.high / score.low) / 2 / _Z_80
+    own = max(0.0, spread**2 - read_calibration(score.machine).family_variance(score.family, score.hosts))
+    return abs(math.log(score.measured / score.predicted)) <= _Z_80 * math.sqrt(own + family**2)
+
+
+def left_out(scores: Sequence[Score]) -> Iterator[tuple[str, int, int, int]]:
+    """Yield by family its rows, and how many lie inside by the spreads of other machines and of other families."""
+    usable = [score for score in scores if score.name.split()[0] not in NOT_COMPARABLE]
+    for family in sorted({score.family for score in scores}):
+        own, by_machine, by_family = [score for score in scores if score.family == family], 0, 0
+        for score in own:
+            same = [other for other in usable if other.family == family and other.machine != score.machine]
+            others = [other for other in usable if other.family != family and other.machine == score.machine]
+            elsewhere = [other for other in usable if other.family != family and other.machine != score.machine]
+            by_machine += inside_with(score, _cached_spread(tuple(same or elsewhere)))
+            by_family += inside_with(score, _cached_spread(tuple(others)))
+        yield family, len(own), by_machine, by_family
+
+
+_cached_spread = cache(family_spread)
 
 
 def transfer_margin(scores: Sequence[Score], bound: str, share: float = 0.8) -> float:
@@ -383,28 +482,107 @@ def ranking(scores: Sequence[Score], slack: float = 0.03) -> tuple[int, int]:
 
 PARTS: dict[str, Callable[[], Iterator[Score]]] = {
     "shapes": shapes, "short": short, "host": host, "host_elsewhere": host_elsewhere, "later": later, "last": last,
-    "masks": masks, "other_heads": other_heads, "grid": grid, "grid_host": grid_host, "runs": runs,
-    "strategies": strategies, "lengths": lengths, "eight": eight,
-    "replays": replays, "h100": h100, "a800": a800,
+    "masks": masks, "other_heads": other_heads, "h100_shapes": h100_shapes, "h100_masks": h100_masks,
+    "h200_later": h200_later, "grid": grid, "grid_host": grid_host, "runs": runs, "strategies": strategies,
+    "lengths": lengths, "eight": eight, "replays": replays, "h100": h100, "b200": b200, "a800": a800,
 }  # fmt: skip
+
+_H200 = "the bundled h200: curves of the committed runs and of calibrate; none of these rows, except for the width"
+_H100 = "the bundled h100: curves of calibrate in the same session; none of these rows"
+FITTED = {
+    **dict.fromkeys(("shapes", "short", "host_elsewhere", "later", "last", "grid", "grid_host"), f"{_H200} (margins)"),
+    "host": f"{_H200} (margins); host times of other passes on this host",
+    "masks": f"{_H200}; curves of documents and windows of the same session",
+    "other_heads": f"{_H200}; curves of these head sizes of the same session",
+    "h100_shapes": _H100, "h100_masks": _H100,
+    "h200_later": "the bundled h200: flash-attn 3's curves derived from H100; none of these rows",
+    "runs": "the committed runs, without the one that is scored",
+    "strategies": "the committed runs of other strategies",
+    "lengths": "the committed runs of other lengths",
+    "eight": "the committed runs of 4 GPUs",
+    "replays": "the run itself: its own blocks and hops",
+    "h100": "the bundled h100: curves of calibrate on 2 H100, links published or as on H200; none of these rows",
+    "b200": "the bundled b200: kernel from published curves and V1001, V1021, V1041, V1061; all else scaled from H200",
+    "a800": "the bundled a800: kernel from the table beside V0135, NIC from V0109; no other row",
+}  # fmt: skip
+"""Data that the machine which predicts a part was fitted to, and whether rows that are scored are among it."""
 
 
 def show(name: str, scores: Sequence[Score]) -> None:
-    print(f"\n{name}: {(PARTS[name].__doc__ or '').splitlines()[0]}")
+    print(f"\n{name}: {(PARTS[name].__doc__ or '').splitlines()[0]}\n  fitted to: {FITTED[name]}")
     for score in scores:
         position = {True: "inside", False: "outside", None: ""}[score.inside]
         times = f"{score.measured:12.2f} ms {score.predicted:12.2f}"
         print(f"  {score.name:48} {times} {100 * score.error:+7.1f} %  {position}")
-    errors = [100 * score.error for score in scores]
-    flags = [score.inside for score in scores if score.inside is not None]
-    mean, bias = sum(map(abs, errors)) / len(errors), sum(errors) / len(errors)
-    print(f"  {len(scores)}: mean error {mean:.2f} %, most {max(map(abs, errors)):.1f} %, bias {bias:+.2f} %", end="")
-    print(f", {100 * sum(flags) / len(flags):.0f} % inside the 80 % interval" if flags else "")
-    if name == "h100":
+    print(f"  {summary(scores)}")
+    if name in ("h100", "b200"):
         good, cells = ranking(scores)
         print(f"  the best, or one within 3 % of it, is chosen in {good} of {cells} cells")
 
 
+def summary(scores: Sequence[Score]) -> str:
+    """Return number, mean error, bias, range and coverage of some scores in one line."""
+    errors = [100 * score.error for score in scores]
+    flags = [score.inside for score in scores if score.inside is not None]
+    mean, bias = sum(map(abs, errors)) / len(errors), sum(errors) / len(errors)
+    inside_text = f", {100 * sum(flags) / len(flags):.0f} % inside the 80 % interval" if flags else ""
+    return (
+        f"{len(scores):3}: mean error {mean:5.2f} %, bias {bias:+6.2f} %, {min(errors):+6.1f} to {max(errors):+6.1f} %"
+        f"{inside_text}"
+    )
+
+
+def show_groups(scores: Sequence[Score]) -> None:
+    """Print the errors by family, machine and pass."""
+    groups: dict[tuple[str, ...], list[Score]] = {}
+    for score in scores:
+        groups.setdefault(score.group, []).append(score)
+    print("\nby family, machine and pass:")
+    for (family, machine, part), members in sorted(groups.items()):
+        print(f"  {family:12} {machine:5} {part:8} {summary(members)}")
+
+
+COLUMNS = ("part", "name", "family", "machine", "pass", "hosts", "measured_ms", "predicted_ms", "low_ms", "high_ms")
+
+
+def write_csv(path: str, scores_by_part: dict[str, list[Score]]) -> None:
+    """Write every score as a row of a table."""
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for part, scores in scores_by_part.items():
+            for score in scores:
+                times = (score.measured, score.predicted, score.low, score.high)
+                writer.writerow([part, score.name, *score.group, score.hosts, *(t and f"{t:.5g}" for t in times)])
+
+
+def read_csv(path: Path) -> dict[str, list[Score]]:
+    """Return the scores by part of a table that `write_csv` wrote."""
+    scores: dict[str, list[Score]] = {}
+    with open(path, encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            measured, predicted, low, high = (
+                float(row[f"{name}_ms"]) if row[f"{name}_ms"] else None
+                for name in ("measured", "predicted", "low", "high")
+            )
+            assert measured is not None and predicted is not None
+            scores.setdefault(row["part"], []).append(Score(
+                row["name"], measured, predicted, low, high, None, row["family"], row["machine"], row["pass"],
+                int(row["hosts"]),
+            ))  # fmt: skip
+    return scores
+
+
+def main(arguments: Sequence[str]) -> None:
+    path, parts = (arguments[1], arguments[2:]) if arguments[:1] == ["--csv"] else ("", arguments)
+    scores_by_part = {}
+    for part in parts or PARTS:
+        scores_by_part[part] = list(PARTS[part]())
+        show(part, scores_by_part[part])
+    show_groups([score for part, scores in scores_by_part.items() if part != "replays" for score in scores])
+    if path:
+        write_csv(path, scores_by_part)
+
+
 if __name__ == "__main__":
-    for part in sys.argv[1:] or PARTS:
-        show(part, list(PARTS[part]()))
+    main(sys.argv[1:])

@@ -195,7 +195,7 @@ PREDICTION_COLUMNS: dict[str, dict[str, str]] = {
         " missing where ranks do not wait for each other in every step",
         "needed": "share of the ordered pairs of ranks of which the first needs keys of the second, 0..1",
     },
-    "over": {**_CHOICE, "at": "tokens, hosts, or Gbit/s of a NIC", **_INTERVAL},
+    "over": {**_CHOICE, "at": "tokens, hosts, or Gbit/s per NIC", **_INTERVAL},
     "parts": {
         "phase": "forward or backward",
         "part": "part of the time",
@@ -284,7 +284,7 @@ def require_pyarrow() -> None:
     try:
         import pyarrow  # noqa: F401  (the error of pandas would be a paragraph long)
     except ImportError:
-        raise MissingExtraError("Parquet files need pyarrow: pip install 'ringprof[parquet]'") from None
+        raise MissingExtraError("Parquet files need pyarrow: pip install '.[parquet]' in a clone of ringprof") from None
 
 
 def write_parquet(frame: pd.DataFrame, path: str | os.PathLike[str]) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from ringprof.analysis import intervals
-from ringprof.analysis.cross_checks import warn_of_overfull_streams
+from ringprof.analysis.cross_checks import warn_of_fused_kernels, warn_of_overfull_streams
 from ringprof.analysis.exposure import exposure_of
 from ringprof.analysis.kinds import groups
 from ringprof.analysis.kinds.classify import Classified, classify
@@ -95,6 +95,7 @@ def explain(
         warnings.append(Notice("several_devices", message, rank))
     rows = timed_activities(classified, in_window, device, between_ns)
     warnings += warn_of_overfull_streams(rows, trace, rank)
+    warnings += warn_of_fused_kernels(rows, trace, rank)
     background = DeviceActivities(classified, device).background(rows)
     # Hops are matched over the whole window: within chosen times the ranks would count different hops.
     on_device = in_window[trace.activities.device[in_window] == device]

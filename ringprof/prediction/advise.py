@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import NormalDist
 
 import msgspec
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from ringprof.common.json_object import JsonObject
 from ringprof.errors import RingprofError, UnknownStrategyError, UnsupportedWorkloadError, nearest
 from ringprof.prediction.calibration import Calibration
+from ringprof.prediction.launch_commands import megatron_flags, record_command
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import PredictionResult, ScheduleOf, predict, prediction_dict, warnings_of
 from ringprof.prediction.query import Query
@@ -39,7 +41,12 @@ _LENGTH_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 _NIC_FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 _HOST_FACTORS = (0.25, 0.5, 1, 2, 4)
 _SHARED_INPUTS = ("forward kernel", "backward kernel", "memory", "unexplained", "host")
-"""Uncertain inputs that two strategies on one machine share: an error moves both alike."""
+"""Uncertain inputs that two strategies on one machine share: an error moves both alike.
+
+Candidates of one strategy share the error of their family, too.
+"""
+_SURE = 0.8
+"""Probability from which one of two choices is said to be faster."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +104,17 @@ class Advice:
         """Return the NIC rate from which the first choice's transfers are hidden; None if at no rate examined."""
         return _first_hidden(self.nics)
 
+    def undecided(self) -> list[Choice]:
+        """Return the choices that fit and are not slower than the first one in four of five cases."""
+        first = self.first.prediction
+        return [
+            choice
+            for choice in self.choices[1:]
+            if choice.fits == self.first.fits and probability_faster(first, choice.prediction) < _SURE
+        ]
+
     def why_not_the_second(self) -> str:
-        """Name the largest loss of the runner-up, and its largest gain where the loss exceeds the difference."""
+        """Say how much longer the runner-up takes, by part of its slowest rank's time, largest first."""
         if len(self.choices) < 2:
             return "there is no other"
         first, second = (choice.prediction for choice in self.choices[:2])
@@ -106,12 +122,26 @@ class Advice:
             part: second.breakdown.total(part) - first.breakdown.total(part)
             for part in ("kernel", "memory", "same_host", "other_host", "peers", "host")
         }
-        largest, smallest = max(excess, key=lambda name: excess[name]), min(excess, key=lambda name: excess[name])
         difference = second.median_ns - first.median_ns
-        shown = [largest, smallest] if excess[smallest] < 0 and excess[largest] > difference else [largest]
+        largest_first = sorted(excess, key=lambda part: -abs(excess[part]))
         behind = f"{100 * difference / first.median_ns:.1f} % ({difference / 1e6:.2f} ms)"
-        parts = ", ".join(f"{excess[part] / 1e6:+.2f} ms of {_PART_NAMES[part]}" for part in shown)
+        parts = ", ".join(
+            f"{excess[part] / 1e6:+.2f} ms of {_PART_NAMES[part]}" for part in largest_first
+            if abs(excess[part]) >= _SHOWN_NS
+        )  # fmt: skip
         return f"{self.choices[1].label} takes {behind} longer: {parts}"
+
+    def commands(self) -> dict[str, str]:
+        """Return what runs the first choice, and the best choice that Megatron-LM has, by program."""
+        own = record_command(self.first.prediction.query)
+        commands = {"ringprof": own} if own else {}
+        for choice in self.choices:
+            flags = megatron_flags(choice.prediction.query)
+            if flags and choice.fits:
+                slower = choice.prediction.median_ns / self.first.prediction.median_ns - 1
+                behind = f", {slower:.1%} longer than the first" if choice is not self.first else ""
+                return commands | {f"Megatron-LM's {choice.label}{behind}": flags}
+        return commands
 
     def what_to_measure(self) -> str:
         """Name the input whose measurement would narrow the first choice's interval most."""
@@ -121,6 +151,8 @@ class Advice:
         return f"{_HOW_TO_MEASURE.get(largest, largest)}: the interval would be {100 * remaining:.0f} % as wide"
 
 
+_SHOWN_NS = 5_000
+"""Shortest time of a part that two decimals of a millisecond show."""
 _PART_NAMES = {
     "kernel": "attention", "memory": "merges and copies", "same_host": "bytes inside nodes",
     "other_host": "bytes between nodes", "peers": "waiting for peers", "host": "launching",
@@ -130,6 +162,7 @@ _HOW_TO_MEASURE = {
     "backward kernel": "calibrate the kernel's backward pass at these shapes (ringprof calibrate on one GPU)",
     "unexplained": "record one run on such a machine, and calibrate from it",
     "other_host": "measure the rate between two nodes with all GPUs sending",
+    "family": "record one run of this strategy on such nodes, and calibrate from it",
     "same_host": "calibrate the links on two GPUs", "chance": "nothing: it is the chance of one run against another",
 }  # fmt: skip
 
@@ -225,9 +258,12 @@ def probabilities_of_being_best(predictions: Sequence[PredictionResult]) -> list
         return []
     generator = np.random.default_rng(0)
     shared = {name: generator.standard_normal(_DRAWS) for name in _SHARED_INPUTS}
+    families = dict.fromkeys(prediction.query.strategy for prediction in predictions)
+    by_family = {family: generator.standard_normal(_DRAWS) for family in families}
     times = []
     for prediction in predictions:
         variances = prediction.device_variance
+        shared["family"] = by_family[prediction.query.strategy]
         shared_shift = sum(math.sqrt(variance) * shared[name] for name, variance in variances.items() if name in shared)
         own_spread = math.sqrt(sum(variance for name, variance in variances.items() if name not in shared))
         device = prediction.time.device.median_ns * np.exp(
@@ -314,12 +350,19 @@ def crossings(points: Sequence[Point]) -> list[tuple[float, int]]:
 def _spread_of_ratio(first: PredictionResult, second: PredictionResult) -> float:
     """Return the log standard deviation of the ratio of two predictions, whose `_SHARED_INPUTS` move both alike."""
     variances = first.device_variance, second.device_variance
+    shared = {*_SHARED_INPUTS, *(["family"] if first.query.strategy == second.query.strategy else [])}
     names = dict.fromkeys(name for of_one in variances for name in of_one)
     pairs = {name: [of_one.get(name, 0.0) for of_one in variances] for name in names}
     return math.sqrt(sum(
-        (math.sqrt(pair[0]) - math.sqrt(pair[1])) ** 2 if name in _SHARED_INPUTS else sum(pair)
+        (math.sqrt(pair[0]) - math.sqrt(pair[1])) ** 2 if name in shared else sum(pair)
         for name, pair in pairs.items()
     ))  # fmt: skip
+
+
+def probability_faster(first: PredictionResult, second: PredictionResult) -> float:
+    """Return the probability that the first prediction's time is the shorter one."""
+    spread, log_ratio = _spread_of_ratio(first, second), math.log(second.median_ns / first.median_ns)
+    return NormalDist().cdf(log_ratio / spread) if spread else float(log_ratio > 0)
 
 
 def _zero_crossing(a: float, b: float, at_a: float, at_b: float) -> float:
@@ -351,6 +394,8 @@ def advice_dict(advice: Advice) -> JsonObject:
         "refused": [{"label": label, "reason": reason} for label, reason in advice.refused],
         "hidden_from_tokens": advice.hidden_from_tokens(),
         "hidden_from_gbit": advice.hidden_from_gbit(),
+        "undecided": [choice.label for choice in advice.undecided()],
         "why_not_the_second": advice.why_not_the_second(),
+        "commands": advice.commands(),
         "what_to_measure": advice.what_to_measure(),
     }  # fmt: skip

@@ -222,6 +222,14 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
     It is chosen so that four of five held-out runs lie within their interval. The calibrated machine itself needs none.
     """
+    family_spread: dict[str, Value] = {}
+    """Relative spread of a time that only the strategy's family explains, by the strategy's name, or ``other``.
+
+    Programs of one strategy share it, those of different strategies do not. It is chosen so that four of five published
+    rows lie within their interval (scripts/build_machines.py).
+    """
+    family_spread_from_hosts: Size = 2
+    """Number of hosts from which ``family_spread`` applies: on fewer, the machine's own runs say more."""
     handover_us: Value
     """Microseconds from an event on one stream to the start of another stream that waited for it."""
     throttling: Value = msgspec.field(name="heat")
@@ -241,6 +249,11 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """Rates of the kernels at square blocks, by the curves of ``kernels``: what reports compare a run with."""
     unmeasured: list[str] = []
     """Parts that could not be measured, each with the reason."""
+
+    def family_variance(self, strategy: str, hosts: int) -> float:
+        """Return the log-variance that programs of one strategy share on ``hosts`` hosts."""
+        spread = self.family_spread.get(strategy, self.family_spread.get("other"))
+        return 0.0 if spread is None or hosts < self.family_spread_from_hosts else float(spread.value) ** 2
 
     def slowdown(self, kernel: KernelFigures, utilisation: float, busy_s: float | None) -> float:
         """Return the factor by which a block is slower than on a cool device.

@@ -85,6 +85,7 @@ def calibrate_from(runs: Sequence[Observed], base: Calibration) -> Calibration:
         "memory_gb_s": _memory(runs, strided=False) or base.memory_gb_s,
         "reorder_gb_s": _memory(runs, strided=True) or base.reorder_gb_s,
         "same_host": _same_host(runs, base.same_host), "transfer_margin": {},
+        "family_spread_from_hosts": max(2, base.family_spread_from_hosts),
     }  # fmt: skip
     return msgspec.structs.replace(base, **measured)
 

@@ -96,8 +96,10 @@ class Curve:
             return Estimate(float(np.exp(self._form(block))), EXTRAPOLATED_SPREAD, extrapolated=True)
         amplitude, length_scale, weights, inverse = self._process
         covariances = _covariance(point[None], self._coordinates, amplitude, length_scale)[0]
+        # Longer blocks stay at the plateau of the longest samples, whose distance from the form they keep.
+        on_plateau = np.minimum(point, [*self._coordinates[:, :2].max(axis=0), *point[2:]])
         with _one_thread():
-            residual = float(covariances @ weights)
+            residual = float(_covariance(on_plateau[None], self._coordinates, amplitude, length_scale)[0] @ weights)
             variance = amplitude**2 - float(covariances @ inverse @ covariances)
             # The same estimate with uncertain parameters of the form: see `_uncertain_form_process`.
             sensitivity = self._form_sensitivities([block])[0]

@@ -93,14 +93,18 @@ class CalibratedMachine:
 
     def __init__(
         self, calibration: Calibration, links: Links, curves: Curves, draw: Draw = LIKELIEST,
-        utilisation: Mapping[int, float] | None = None, busy_s: float | None = None,
+        utilisation: Mapping[int, float] | None = None, busy_s: float | None = None, *, hops_first: bool = False,
     ) -> None:  # fmt: skip
-        """Set up one draw; ``busy_s`` is how long the devices have computed, None means a long time."""
+        """Set up one draw; ``busy_s`` is how long the devices have computed, None means a long time.
+
+        ``hops_first`` says that a hop always starts before a block that became ready at the same time.
+        """
         self._calibration, self._curves, self._draw = calibration, curves, draw
         self.transfer, self.collective_ns = links.transfer, links.collective_ns
         self.device_share, self.capacity = links.device_share, links.capacity
         self.handover_ns = calibration.handover_us.value * 1e3
         self._utilisation, self._busy_s = utilisation or {}, busy_s
+        self._hop_first = 1.0 if hops_first else calibration.hop_first.value
         self._random = random.Random(draw.seed)
         self._jitter: dict[tuple[int, int], float] = defaultdict(lambda: self._random.gauss(1.0, JITTER))
         self._device_factors: dict[int, float] = defaultdict(
@@ -126,7 +130,7 @@ class CalibratedMachine:
         return calibration.memory_op_us.value * 1e3 + op.bytes / rate
 
     def hop_starts_first(self, rank: int, op_index: int) -> bool:
-        return self._random.random() < self._calibration.hop_first.value
+        return self._random.random() < self._hop_first
 
     def host_ns_per_op(self, program: Program) -> list[float]:
         factor = self._draw.host * (self._host_factors[program.rank] if self._draw.seed else 1.0)

@@ -80,6 +80,7 @@ def measure_machine(
         created=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
         nccl=_nccl(base.nccl, bench),
         transfer_margin={},
+        family_spread_from_hosts=max(2, base.family_spread_from_hosts),
         environment=versions(bench.device),
     )
     heating_kernel, warm_up_failures = kernels[0], list[str]()

@@ -7,6 +7,10 @@ largest message allow, and each channel has its own rate (NCCL 2.28, `addP2pToPl
   more than 16 MiB of a message;
 * several hosts, up to 2.28: 2 channels, halved beyond 4 x channels ranks; from 2.29: ceil(NIC GB/s / 14), halved while
   channels x hosts (of 8 ranks) exceed them. Hops inside a host get no more in such a communicator.
+
+torch's ``isend`` and ``irecv`` outside a batch use a communicator of the two ranks (`ProcessGroupNCCL::pointToPoint`).
+The number of ranks in the ring then does not matter, and hops inside a host keep all their channels. Transformer
+Engine's ring sends this way; ringprof's own strategies and ring-flash-attn send in batches, in the ring's communicator.
 """
 
 from __future__ import annotations
@@ -42,6 +46,8 @@ class Cluster:
     """Rate of a host's NICs divided by the rate of its up-links."""
     net_channels: int | None = None
     """Value of ``NCCL_NCHANNELS_PER_NET_PEER``."""
+    pairwise: bool = False
+    """Whether each hop has a communicator of its two ranks instead of the ring's."""
     stretch: float = 1.0
     """Size of the real communicators across hosts, relative to the simulated ones that stand for them."""
     host_stretch: float = 1.0
@@ -135,7 +141,10 @@ class Links:
             assert self._copy is not None, "refused before"
             max_rate = self._copy.value
         else:
-            max_rate = total_bytes / sum(size / self._message_gb_s(comm_op, size, link) for size in comm_op.messages)
+            ends = sender, receiver
+            max_rate = total_bytes / sum(
+                size / self._message_gb_s(comm_op, size, link, ends) for size in comm_op.messages
+            )
         return Transfer(total_bytes, max_rate, link.latency_us.value * 1e3, self._path(sender, receiver))
 
     def collective_ns(self, comm_op: CommStart) -> float:
@@ -172,9 +181,10 @@ class Links:
         """Return the number of channels of a transfer; each is a thread block of its kernel."""
         if comm_op.operation in ("all_gather", "reduce_scatter"):
             return self._nccl.collective_channels
-        per_peer = max(self._channels(comm_op, message) for message in comm_op.messages)
+        per_peer = max(self._channels(comm_op, message, comm_op.members[:2]) for message in comm_op.messages)
         if comm_op.operation == "send_recv":
-            return per_peer
+            # Send and receive are two kernels where each has its own communicator.
+            return 2 * per_peer if self.cluster.pairwise else per_peer
         return min(per_peer * (len(comm_op.members) - 1), self._nccl.peer_channels)
 
     def capacity(self, link: Hashable) -> float:
@@ -189,7 +199,8 @@ class Links:
 
     def hop_gb_s(self, comm_op: CommStart) -> float:
         """Return the GB/s that NCCL's channels allow one hop between hosts."""
-        return min(self._message_gb_s(comm_op, message, self._other_host) for message in comm_op.messages)
+        ends = 0, self.cluster.gpus_per_host
+        return min(self._message_gb_s(comm_op, message, self._other_host, ends) for message in comm_op.messages)
 
     def _path(self, sender: int, receiver: int) -> tuple[Hashable, ...]:
         """Return the links that a transfer crosses."""
@@ -204,13 +215,18 @@ class Links:
             path += [("up", nics[0][0]), ("down", nics[1][0])]
         return tuple(path)
 
-    def _message_gb_s(self, comm_op: CommStart, message: int, link: Link) -> float:
-        return min(self._channels(comm_op, message) * link.channel_gb_s.value, link.hop_gb_s.value)
+    def _message_gb_s(self, comm_op: CommStart, message: int, link: Link, ends: Sequence[int]) -> float:
+        return min(self._channels(comm_op, message, ends) * link.channel_gb_s.value, link.hop_gb_s.value)
 
-    def _channels(self, comm_op: CommStart, message: int) -> int:
-        hosts = self.cluster.hosts_of(comm_op.members)
-        crosses_hosts = hosts > 1 or len(comm_op.members) == self.cluster.size
-        fills_host = len(comm_op.members) == self.cluster.gpus_per_host
-        stretch = self.cluster.stretch if crosses_hosts else self.cluster.host_stretch if fills_host else 1.0
-        ranks = round(len(comm_op.members) * stretch)
+    def _channels(self, comm_op: CommStart, message: int, ends: Sequence[int]) -> int:
+        """Return the number of channels of a message; ``ends`` are sender and receiver of a hop."""
+        members = ends if self.cluster.pairwise and comm_op.operation == "send_recv" else comm_op.members
+        hosts = self.cluster.hosts_of(members)
+        stretch = 1.0
+        if members is comm_op.members:
+            if hosts > 1 or len(members) == self.cluster.size:
+                stretch = self.cluster.stretch
+            elif len(members) == self.cluster.gpus_per_host:
+                stretch = self.cluster.host_stretch
+        ranks = round(len(members) * stretch)
         return channels(message, ranks, hosts, self._nccl, self.nic_gb_s, self.cluster.net_channels)

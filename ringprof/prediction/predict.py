@@ -74,7 +74,7 @@ class PredictionResult:
     machine: Calibration
     time: MaxLognormal
     device_variance: dict[str, float]
-    """Log-variance of the device time by uncertain input (kernels, memory, links, noise)."""
+    """Log-variance of the device time by uncertain input (kernels, memory, links, noise, family of strategies)."""
     breakdown: _Breakdown
     """Time of the slowest rank by phase and part."""
     exposed_share: float
@@ -201,10 +201,12 @@ def _simulate_draws(
 ) -> PredictionResult:  # fmt: skip
     """Simulate a schedule on several draws of the machine and return the prediction."""
     programs, cluster = schedule.programs, cluster or query.cluster
-    links = Links(machine, cluster)
+    links = Links(machine, replace(cluster, pairwise=query.pairwise))
 
     def run(draw: Draw, utilisation: Mapping[int, float] | None, lead_ns: float = math.inf) -> list[Timeline]:
-        machine_draw = CalibratedMachine(machine, links, curves, draw, utilisation, query.busy_s)
+        machine_draw = CalibratedMachine(
+            machine, links, curves, draw, utilisation, query.busy_s, hops_first=query.pairwise
+        )
         return simulate(programs, machine_draw, lead_ns=lead_ns)
 
     timelines = run(LIKELIEST, None)
@@ -231,8 +233,11 @@ def _simulate_draws(
     breakdown = time_breakdown(programs[slowest], timelines[slowest], cluster)
     variances = _variances(machine, curves, programs[slowest], breakdown, timelines[slowest].end_ns)
     variances["chance"] = run_variance
-    margin = _transfer_margin(machine, "device")
-    device = Lognormal(device_ns, margin * math.sqrt(sum(variances.values())))
+    # Margins below 1 come from runs without documents and windows, whose curves are less well known.
+    margin = max(_transfer_margin(machine, "device"), 0.0 if query.workload.mask().plain else 1.0)
+    variances = {name: margin**2 * part for name, part in variances.items()}
+    variances["family"] = machine.family_variance(query.strategy, query.cluster.hosts)
+    device = Lognormal(device_ns, math.sqrt(sum(variances.values())))
     time = MaxLognormal(device, replace(host, spread=host.spread * _transfer_margin(machine, "host")))
     exposed_shares = [
         time_breakdown(program, timeline, cluster).total("same_host", "other_host", "peers") / timeline.end_ns
@@ -241,7 +246,7 @@ def _simulate_draws(
     peak = max(programs, key=lambda program: program.peak_bytes)
     return PredictionResult(
         query=query, machine=machine, time=time,
-        device_variance={name: margin**2 * part for name, part in variances.items()}, breakdown=breakdown,
+        device_variance=variances, breakdown=breakdown,
         exposed_share=sum(exposed_shares) / len(exposed_shares), peak_bytes=peak.peak_bytes, peak_label=peak.peak_label,
         lead_ns=lead_ns, schedule=schedule, timelines=timelines,
     )  # fmt: skip

@@ -67,6 +67,11 @@ class Query:
     params: Mapping[str, Any] = field(default_factory=dict)
     legacy_schedule: bool = False
     """Whether to use the legacy backward schedule; see `uses_legacy_schedule`."""
+    pairwise: bool = False
+    """Whether hops are sent as by Transformer Engine, by torch's ``isend`` and ``irecv`` outside a batch.
+
+    Each hop then has a communicator of its two ranks, and it starts before the block that becomes ready with it: copies
+    of half tensors and the block counts of variable-length calls run between the two."""
     busy_s: float | None = None
     """Seconds for which the devices have computed when the time is taken; None means a long time, as in training."""
 

@@ -1,8 +1,9 @@
 """Score published or own measurements against a machine: the predicted time, and values that it cannot have reached.
 
 The CSV has the columns ``strategy, seq_global, heads, n_gpus`` and ``time_ms`` or ``tflops`` (per GPU). Optional
-columns are ``hardware, hosts, gpus_per_host, kv_heads, head_dim, batch, causal, dtype, pass, kernel, degrees``. A row
-with an unknown value is not predicted.
+columns are ``hardware, hosts, gpus_per_host, kv_heads, head_dim, batch, causal, dtype, pass, kernel, degrees, system``.
+A row with an unknown value is not predicted. A ``system`` that names Transformer Engine or Megatron sends its hops as
+`Query.pairwise` says.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ _SPELLINGS: Mapping[str, Mapping[str, str]] = {
 }  # fmt: skip
 """Accepted spellings of a column, with their meaning."""
 _FLASH = re.compile(r"(?:fa|flash[-_ ]?att(?:entio)?n)[-_ v]*([234]?)(?![0-9])")
-_KNOWN = {"id", "strategy", "degrees", "kernel", "hardware", *_TIMES, *_COUNTS, *_CLUSTER_COLUMNS, *_SPELLINGS}
+_PAIRWISE = re.compile(r"transformer ?engine|\bte\b|megatron|magiattention cp_benchmark: (ring_p2p|usp|loongtrain)")
+"""Programs that send by Transformer Engine's ``flash_attn_p2p_communicate`` or a copy of it, in lower case."""
+_NAMES = ("id", "system", "strategy", "degrees", "kernel", "hardware")
+_KNOWN = {*_NAMES, *_TIMES, *_COUNTS, *_CLUSTER_COLUMNS, *_SPELLINGS}
 
 
 @dataclass(frozen=True)
@@ -244,13 +248,18 @@ def _query_of(cells: Mapping[str, str], workload: Workload, cluster: Cluster, de
     ulysses, window = re.search(r"ulysses=([0-9]{1,9})", degrees), re.search(r"window=([0-9]{1,9})", degrees)
     if ulysses and name in ("usp", "double-ring"):
         params["ulysses_degree"] = int(ulysses[1])
+    if name == "usp" and "ring-first" in degrees:
+        params["placement"] = "ring-first"
     if window and name in ("burst", "double-ring"):
         params["ring_window"] = int(window[1])
     if "flat ring" in degrees and name == "burst":
         params["double_ring"] = False
     if name == "allgather" and workload.causal:
         params["layout"] = "zigzag"
-    return Query(name, workload, cluster, _kernel_name(cells.get("kernel", "").lower()), params=params)
+    pairwise = _PAIRWISE.search(cells.get("system", "").lower()) is not None
+    return Query(
+        name, workload, cluster, _kernel_name(cells.get("kernel", "").lower()), params=params, pairwise=pairwise
+    )
 
 
 def _kernel_name(text: str) -> str:
@@ -348,15 +357,19 @@ def _predicted_ms(
 
     def prediction(*, backward: bool) -> Any:
         phase_query = replace(query, workload=msgspec.structs.replace(query.workload, backward=backward))
-        params = tuple(sorted(query.params.items()))
-        key = phase_query.strategy, phase_query.workload, phase_query.cluster, phase_query.kernel, params
+        key = (
+            query.strategy, phase_query.workload, query.cluster, query.kernel, tuple(sorted(query.params.items())),
+            query.pairwise,
+        )  # fmt: skip
         if key not in cache:
             cache[key] = predict(phase_query, machine, schedule_of)
         return cache[key]
 
     full = prediction(backward=row.part != "fwd")
     forward_ns = prediction(backward=False).median_ns if row.part == "bwd" else 0.0
-    low, middle, high = ((ns - forward_ns) / 1e6 for ns in full.interval_ns)
+    # A backward pass alone is known as well, relative to its time, as both passes are.
+    share = (full.median_ns - forward_ns) / full.median_ns
+    low, middle, high = (ns * share / 1e6 for ns in full.interval_ns)
     return low, middle, high
 
 

@@ -28,7 +28,7 @@ _SATURATED = 1e-9
 
 @dataclass(frozen=True)
 class Subject:
-    """Strategy, workload and cluster of a prediction or a measurement; None for values that are not stated."""
+    """Work, strategy and cluster that were predicted or measured; None for what is not stated."""
 
     strategy: str
     workload: Workload
@@ -255,7 +255,8 @@ def settlement_text(settlement: Settlement, style: TextStyle) -> str:
         side = "inside" if score.inside else "outside"
         lines += [
             f"{clean(score.observation.source)}: {clean(forecast.label or forecast.subject.strategy)}",
-            f"  measured {duration(measured_ns)}, predicted {middle} ({low} to {high}): {verdict}, {side} the interval",
+            f"  measured {duration(measured_ns)}, predicted {middle} ({low} to {high}): {verdict}, {side}"
+            " the interval",
         ]
     count = len(settlement.scores)
     if count > 1:

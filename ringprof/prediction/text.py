@@ -59,7 +59,7 @@ def prediction_text(prediction: PredictionResult, style: TextStyle) -> str:
         f" {duration(high_ns)}",
         f"rate      {rate(prediction.tflops(median_ns))} per GPU ({rate(prediction.tflops(high_ns))} to"
         f" {rate(prediction.tflops(low_ns))}){of_peak}",
-        f"memory    {binary_size(prediction.peak_bytes)} a GPU at most{peak_place}",
+        f"memory    {binary_size(prediction.peak_bytes)} per GPU at most{peak_place}",
         f"exposed   {percent(prediction.exposed_share)} of the time waits for transfers and peers (mean of ranks)",
         f"bound by  {', '.join(f'{phase}: {PART_LABELS[part]}' for phase, part in prediction.bound_by.items())}",
     ]

@@ -32,7 +32,6 @@ from ringprof.record.measure import ITERATION, counted_work, profiler, profiler_
 from ringprof.record.process_group import GroupRanks, one_line
 from ringprof.record.recording import RankResult, build_run, gather_trace_files, strategy_used
 from ringprof.record.remote_traces import TraceFile
-from ringprof.record.request import from_json
 from ringprof.record.run_folder import RUN_FILE, discard, reduced_name, trace_name
 from ringprof.run import Run, Workload, write_run
 from ringprof.workload_checks import workload_problems
@@ -174,7 +173,7 @@ class _Recorder:
             message = _create_staging(self._run_folder(), self._staging)
             self._owns_staging = not message.refusal
         try:
-            messages = [from_json(data, _Opening) for data in self._ranks.gather_structs(message)]
+            messages = self._ranks.gather_structs(message)
         except RuntimeError as error:
             self._give_up(error)
             return
@@ -210,7 +209,7 @@ class _Recorder:
             return
         outcome = self._outcome()
         try:
-            outcomes = [from_json(data, _Outcome) for data in self._ranks.gather_structs(outcome)]
+            outcomes = self._ranks.gather_structs(outcome)
             self._write(outcomes)
         except RuntimeError as error:
             self._give_up(error)

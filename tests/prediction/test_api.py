@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 import ringprof
 from ringprof.errors import UnknownStrategyError, UnsupportedWorkloadError, UsageError
-from ringprof.prediction.advise import Advice, Choice, Point, _on_front, crossings
+from ringprof.prediction.advise import Advice, Choice, Point, _on_front, crossings, probability_faster
 from ringprof.prediction.api import Prediction, Recommendation
 from ringprof.prediction.predict import inputs
 from ringprof.report import plots
@@ -149,9 +149,34 @@ def test_crossing_points_by_hand(
     assert [value for value, _ in crossings(points)] == pytest.approx(expected)
 
 
-def _prediction_of(ms: float, variance: dict[str, float]) -> Any:
+def _prediction_of(ms: float, variance: dict[str, float], strategy: str = "usp") -> Any:
     """Return a stand-in for a prediction that has only a time and its log-variance by input."""
-    return SimpleNamespace(median_ns=ms * 1e6, device_variance=variance)
+    return SimpleNamespace(median_ns=ms * 1e6, device_variance=variance, query=SimpleNamespace(strategy=strategy))
+
+
+@pytest.mark.parametrize(("strategy", "probability"), [("usp", 1.0), ("megatron", 0.6620)])
+def test_error_of_a_family_is_shared_within_it_only(strategy: str, probability: float) -> None:
+    """3 % apart, 5 % per family: log 1.03 over sqrt(2) x 5 % is 0.418 standard deviations between two families."""
+    first, second = _prediction_of(1.0, {"family": 0.0025}), _prediction_of(1.03, {"family": 0.0025}, strategy)
+    assert probability_faster(first, second) == pytest.approx(probability, abs=1e-3)
+    choices: Any = [SimpleNamespace(prediction=prediction, fits=True) for prediction in (first, second)]
+    assert len(Advice(tuple(choices), (), (), (), ()).undecided()) == (probability < 0.8)
+    choices[1].fits = False
+    assert Advice(tuple(choices), (), (), (), ()).undecided() == []
+
+
+def test_advice_says_what_it_cannot_tell() -> None:
+    """Two choices of equal time, of two families: neither is faster in four of five cases."""
+    advice = recommendation().advice
+    first = advice.first.prediction
+    rival = dataclasses.replace(
+        first, query=dataclasses.replace(first.query, strategy="rival"),
+        device_variance={**first.device_variance, "family": 0.01},
+    )  # fmt: skip
+    tie = dataclasses.replace(advice, choices=(advice.first, dataclasses.replace(advice.first, prediction=rival)))
+    assert [choice.label for choice in tie.undecided()] == [Recommendation(tie).advice.choices[1].label]
+    assert "cannot tell: " in Recommendation(tie).to_terminal() and "rival" in Recommendation(tie).to_terminal()
+    assert "cannot tell " in Recommendation(tie).to_html()
 
 
 @pytest.mark.parametrize(
@@ -206,6 +231,8 @@ def choice(label: str, **parts_ms: float) -> Any:
         ({"kernel": 1100.0, "peers": 10.0}, "b takes 0.9 % (10.00 ms) longer: +100.00 ms of attention, -90.00 ms of "
          "waiting for peers"),
         ({"kernel": 1010.0, "peers": 100.0}, "b takes 0.9 % (10.00 ms) longer: +10.00 ms of attention"),
+        ({"kernel": 1030.0, "memory": 5.0, "peers": 75.0}, "b takes 0.9 % (10.00 ms) longer: +30.00 ms of attention, "
+         "-25.00 ms of waiting for peers, +5.00 ms of merges and copies"),
     ],
 )  # fmt: skip
 def test_why_not_the_second_choice_names_gain_and_loss(other: dict[str, float], expected: str) -> None:

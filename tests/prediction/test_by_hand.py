@@ -94,6 +94,16 @@ def test_variance_is_relative_noise_plus_fixed_noise() -> None:
     assert unexplained == pytest.approx(0.01**2 + (200e3 / slowest_ns) ** 2)
 
 
+def test_spread_of_a_family_counts_across_nodes_of_a_measured_machine() -> None:
+    """On one node h200 has runs of its own; over nodes it has the spread of published rows, outside the margin."""
+    machine = read_calibration("h200")
+    for hosts, spread in ((1, 0.0), (2, 0.124)):
+        query = Query("megatron", problem(65536, 16), Cluster(hosts, 4, nic_gbit=400.0), "cudnn")
+        assert predict(query, machine, schedule_of, draws=1).device_variance["family"] == pytest.approx(spread**2)
+    other = machine.family_spread["other"].value
+    assert machine.family_variance("zigzag", 2) == other**2 and machine.family_variance("zigzag", 1) == 0.0
+
+
 def test_ring_of_128_takes_its_hops_and_one_block() -> None:
     """K and V of 16384 tokens over 6.25 GB/s, 127 times; the prediction extrapolates from fewer simulated ranks."""
     ring = problem(16384 * 128, 32, backward=False, causal=False)

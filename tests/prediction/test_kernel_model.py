@@ -72,6 +72,19 @@ def test_spread_grows_with_distance_from_samples() -> None:
     assert spreads == sorted(spreads) and spreads[0] < 0.5 * spreads[-1]
 
 
+@pytest.mark.parametrize("length", [65536, 262144])
+def test_longer_blocks_stay_at_the_plateau_of_the_samples(length: int) -> None:
+    """A rate that is flat from 8192 tokens on, and a short call that costs more than the form has: no rise beyond."""
+
+    def flat(op: AttentionOp) -> float:
+        return op.flops() / 600e3 + (2e5 if op.q == 1024 else 0.0)
+
+    estimate = curve(flat, SQUARES).estimate(block(length, length))
+    assert estimate.ns == pytest.approx(flat(block(length, length)), rel=0.04)
+    # How sure that is falls with the distance.
+    assert estimate.spread > 3 * curve(flat, SQUARES).estimate(block(32768, 32768)).spread
+
+
 def test_short_mask_part_is_extrapolated_with_its_spread() -> None:
     """Pieces of a mask that are too short: 600 TFLOP/s plus the rest of `law`, on a device that is not full."""
     masked = [replace(op, pairs=op.q * op.kv // 2) for op in SQUARES if not op.causal]

@@ -39,6 +39,35 @@ def test_inter_node_channel_counts() -> None:
     assert channels(64 * MIB, 128, 16, HOPPER, 50.0, net_channels=4) == 4
 
 
+def test_hops_with_communicators_of_two_ranks_are_as_fast_on_any_number_of_ranks() -> None:
+    """torch's isend outside a batch: 16 channels inside a host, 2 between hosts, in rings of 16 and of 1,024 ranks.
+
+    In the ring's own communicator both have 2 channels, and 1 beyond 64 ranks.
+    """
+    machine = read_calibration("h100")
+    inside, outside = machine.same_host.channel_gb_s.value, machine.other_host.channel_gb_s.value
+    for hosts, shared in ((2, 2), (128, 1)):
+        comm_op = hop(*range(8 * hosts))
+        pairs, ring = (
+            Links(machine, Cluster(hosts=hosts, nic_gbit=400.0, pairwise=pairwise)) for pairwise in (True, False)
+        )
+        assert [pairs.transfer(comm_op, 0, 1).cap, pairs.transfer(comm_op, 7, 8).cap] == pytest.approx(
+            [16 * inside, 2 * outside]
+        )
+        assert [ring.transfer(comm_op, 0, 1).cap, ring.transfer(comm_op, 7, 8).cap] == pytest.approx(
+            [shared * inside, shared * outside]
+        )
+        # A send and a receive kernel of 16 channels each, on 132 multiprocessors.
+        assert pairs.held_share(comm_op) == pytest.approx(32 / 132)
+
+
+def test_collectives_have_the_communicator_of_all_ranks_either_way() -> None:
+    machine, comm_op = read_calibration("h100"), hop(*range(16), operation="all_to_all")
+    links = [Links(machine, Cluster(hosts=2, nic_gbit=400.0, pairwise=pairwise)) for pairwise in (True, False)]
+    assert links[0].collective_ns(comm_op) == links[1].collective_ns(comm_op)
+    assert links[0].held_share(comm_op) == links[1].held_share(comm_op)
+
+
 def test_h200_hop_times_equal_measurements() -> None:
     """Messages from 64 MiB, in communicators of 2 and 4, of one and two tensors: within 16 %, 7 % on average."""
     links = Links(read_calibration("h200"), Cluster(gpus_per_host=8))

@@ -104,6 +104,16 @@ def test_tables_written_by_spreadsheets_are_read(text: str, tmp_path: Path) -> N
     assert rows == [{**ROW, "window": ""}] and unknown_columns(rows) == ["window"]
 
 
+@pytest.mark.parametrize(
+    ("system", "pairwise"),
+    [("TransformerEngine p2p", True), ("Megatron-RingAttention (TE p2p)", True), ("BurstAttention (torch)", False),
+     ("MagiAttention cp_benchmark: ring_p2p", True), ("MagiAttention cp_benchmark: ulysses", False), ("", False)],
+)  # fmt: skip
+def test_programs_that_send_outside_a_batch_are_known_by_name(system: str, pairwise: bool) -> None:
+    assert query_of(system=system)[0].pairwise == pairwise
+    assert unknown_columns([{**ROW, "system": system}]) == []
+
+
 def test_a_table_without_a_time_is_refused(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text("strategy,seq_global,heads,n_gpus,time_s\nzigzag,65536,40,8,0.04\n")
     with pytest.raises(InputError, match="it needs strategy, seq_global, heads, n_gpus, time_ms"):

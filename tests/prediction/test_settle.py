@@ -117,7 +117,7 @@ def test_rows_of_a_table_are_scored_only_where_they_are_what_was_predicted(
 
 
 def test_advice_and_predicted_folders_are_forecasts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Score the choice of an advice that was run, and no other."""
+    """Score the choice of an advice that was run."""
     right = forecast_of(ZIGZAG, (70.0, 80.0, 90.0))
     ring = forecast_of(ZIGZAG, (1.0, 2.0, 3.0))
     ring["question"]["strategy"] = "ring"
