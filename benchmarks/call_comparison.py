@@ -3,10 +3,11 @@
     python benchmarks/call_comparison.py                                    # on CPUs: ranks are forked, gloo
     torchrun --nproc-per-node 4 benchmarks/call_comparison.py               # on GPUs: the comparison in shared memory
 
-Prints the median time of one comparison for groups of --ranks: in shared memory, in the store of torch.distributed with
-new documents in every call, and in the store with the documents of the call before, as in all layers of a model but the
-first. Then its share of a forward and backward pass of --tokens tokens in all, 16 documents, on 2 ranks (torchrun: on
-all), and the same pass measured with and without the comparison.
+Prints the median time of one comparison for groups of --ranks, in shared memory and in the store of torch.distributed:
+with new documents in every call, and with the documents of the call before, as in all layers of a model but the first.
+(Strategies on a CPU compare every call as if its documents were new.) Then its share of a forward and backward pass of
+--tokens tokens in all, 16 documents, on 2 ranks (torchrun: on all), and the same pass measured with and without the
+comparison.
 With more ranks than processor cores, a comparison mostly waits for its turn on a core.
 """
 
@@ -43,7 +44,7 @@ def median_us(body: Callable[[int], Any], count: int) -> float:
 
 
 BY_STORE = patch.object(call_comparison.CallComparison, "_map", lambda *_: None)
-MEANS = ("memory", "store, new documents", "store, same documents")
+MEANS = tuple(f"{means}, {documents} documents" for means in ("memory", "store") for documents in ("new", "same"))
 
 
 def comparison_us(means: str, count: int) -> float:
@@ -53,11 +54,11 @@ def comparison_us(means: str, count: int) -> float:
     documents = tuple(range(0, 4097, 256))
 
     def compare(index: int) -> None:
-        last = 4096 if means == "store, same documents" else 4096 + index
+        last = 4096 if "same" in means else 4096 + index
         call = {"documents": (*documents, last), "causal": True, "softmax_scale": 0.1, "q": (1, 4096, 32, 128)}
         call_comparison.compare_call(group, call, processes, may_pass=True)
 
-    with nullcontext() if means == "memory" else BY_STORE:
+    with BY_STORE if "store" in means else nullcontext():
         return median_us(compare, count)
 
 

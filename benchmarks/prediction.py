@@ -181,6 +181,11 @@ def h100_masks() -> Iterator[Score]:
     yield from _predicted_shapes((shape for shape in recorded_shapes("h100_shapes.csv") if not shape.plain), "h100")
 
 
+def h200_later() -> Iterator[Score]:
+    """Score runs on 2 H200 of 2026-11-26, most with flash-attn 3, by the bundled h200, fitted to none of them."""
+    yield from _predicted_shapes(recorded_shapes("h200_shapes_6.csv"))
+
+
 def other_heads() -> Iterator[Score]:
     """Score other head sizes, MLA and sinks, on 2 H200; the curves of these sizes are of the same session."""
     yield from _predicted_shapes(
@@ -477,9 +482,9 @@ def ranking(scores: Sequence[Score], slack: float = 0.03) -> tuple[int, int]:
 
 PARTS: dict[str, Callable[[], Iterator[Score]]] = {
     "shapes": shapes, "short": short, "host": host, "host_elsewhere": host_elsewhere, "later": later, "last": last,
-    "masks": masks, "other_heads": other_heads, "h100_shapes": h100_shapes, "h100_masks": h100_masks, "grid": grid,
-    "grid_host": grid_host, "runs": runs, "strategies": strategies, "lengths": lengths, "eight": eight,
-    "replays": replays, "h100": h100, "b200": b200, "a800": a800,
+    "masks": masks, "other_heads": other_heads, "h100_shapes": h100_shapes, "h100_masks": h100_masks,
+    "h200_later": h200_later, "grid": grid, "grid_host": grid_host, "runs": runs, "strategies": strategies,
+    "lengths": lengths, "eight": eight, "replays": replays, "h100": h100, "b200": b200, "a800": a800,
 }  # fmt: skip
 
 _H200 = "the bundled h200: curves of the committed runs and of calibrate; none of these rows, except for the width"
@@ -490,6 +495,7 @@ FITTED = {
     "masks": f"{_H200}; curves of documents and windows of the same session",
     "other_heads": f"{_H200}; curves of these head sizes of the same session",
     "h100_shapes": _H100, "h100_masks": _H100,
+    "h200_later": "the bundled h200: flash-attn 3's curves derived from H100; none of these rows",
     "runs": "the committed runs, without the one that is scored",
     "strategies": "the committed runs of other strategies",
     "lengths": "the committed runs of other lengths",

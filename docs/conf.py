@@ -15,7 +15,7 @@ copyright = "The ringprof authors, Apache-2.0"
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 # The sources are those of the repository, so that links between pages and to files are the same here and on GitHub.
 root_doc = "docs/index"
-include_patterns = ["docs/*.md", "docs/*.rst", "CHANGELOG.md", "CONTRIBUTING.md", "traces/README.md"]
+include_patterns = ["docs/*.md", "docs/*.rst", "SKILL.md", "CHANGELOG.md", "CONTRIBUTING.md", "traces/README.md"]
 exclude_patterns = [".*", "build", "dist", "ringprof", "strategies", "tests", "notebooks"]
 html_theme = "furo"
 html_title = f"ringprof {ringprof.__version__}"

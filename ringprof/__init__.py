@@ -12,6 +12,7 @@ run.view()                                  # in a notebook: interactive timelin
 
 ringprof.compare("traces/main", "traces/branch").frame()
 ringprof.load_tables("some.log").report()   # printed kernel tables
+print(ringprof.load_comm_logs("dumps").to_terminal())   # Flight Recorder dumps, NCCL Inspector files
 
 with ringprof.capture("traces/mine"):       # in your own torchrun script
     step()
@@ -45,6 +46,7 @@ from ringprof._version import __version__
 if TYPE_CHECKING:
     from ringprof.api import Analysis, load
     from ringprof.benchmark_logs.logs import logs
+    from ringprof.comm_logs.comm_log_report import CommLogAnalysis, load_comm_logs
     from ringprof.comparison import compare
     from ringprof.kernel_tables.table_analysis import TableAnalysis, load_tables
     from ringprof.options import LoadOptions
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Analysis": "ringprof.api",
     "Cluster": "ringprof.prediction.network",
+    "CommLogAnalysis": "ringprof.comm_logs.comm_log_report",
     "LoadOptions": "ringprof.options",
     "TableAnalysis": "ringprof.kernel_tables.table_analysis",
     "Workload": "ringprof.run",
@@ -66,6 +69,7 @@ _HOME = {
     "check_model": "ringprof.training",
     "compare": "ringprof.comparison",
     "load": "ringprof.api",
+    "load_comm_logs": "ringprof.comm_logs.comm_log_report",
     "load_tables": "ringprof.kernel_tables.table_analysis",
     "logs": "ringprof.benchmark_logs.logs",
     "monitor": "ringprof.training",
@@ -76,6 +80,7 @@ _HOME = {
 __all__ = [
     "Analysis",
     "Cluster",
+    "CommLogAnalysis",
     "LoadOptions",
     "TableAnalysis",
     "Workload",
@@ -87,6 +92,7 @@ __all__ = [
     "check_model",
     "compare",
     "load",
+    "load_comm_logs",
     "load_tables",
     "logs",
     "monitor",

@@ -17,6 +17,7 @@ from ringprof.analysis.findings.measurements import measurement_of_run
 from ringprof.analysis.findings.metric import Measurement
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.transfers.clocks import Clocks
+from ringprof.comm_logs.detect import find_comm_logs
 from ringprof.common.files import exists, folder_of, is_url, read_whole, size_of, within
 from ringprof.common.limits import MemoryBudget
 from ringprof.common.log_lines import TEXT_SHARE
@@ -138,6 +139,11 @@ class Analysis:
     def collectives(self) -> pd.DataFrame:
         """Return communication: one row per kind, group, size and link, longest time first; empty on CPU."""
         return frames.frame_of(self.findings, "collectives")
+
+    @frames.documents_columns
+    def layers(self) -> pd.DataFrame:
+        """Return times by layer of the model: one row per rank and layer; empty where the traces name no layers."""
+        return frames.frame_of(self.findings, "layers")
 
     @frames.documents_columns
     def annotations(self) -> pd.DataFrame:
@@ -281,7 +287,13 @@ def load_any(
 ) -> Analysis | TableAnalysis:
     """Load runs, traces or printed kernel tables, as `load` and `load_tables` do, depending on the input."""
     names = [os.fspath(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
-    source = detect(names)
+    try:
+        source = detect(names)
+    except InputError:
+        if find_comm_logs(names):
+            text = "Flight Recorder dumps or NCCL Inspector files: read them with 'ringprof report'"
+            raise InputError(f"{names[0]}: {text} or ringprof.load_comm_logs") from None
+        raise
     if source.type == "text":
         return _load_text(
             read_whole(source.paths[0], reading.limits(), TEXT_SHARE), source.paths[0], wall_ns, iterations
@@ -422,7 +434,8 @@ def trace_analysis(paths: Mapping[int, str]) -> Any:
         from hta.trace_analysis import TraceAnalysis
     except ImportError as error:
         raise MissingExtraError(
-            f"HolisticTraceAnalysis cannot be imported ({error}): pip install 'ringprof[hta]' 'pandas<3'"
+            f"HolisticTraceAnalysis cannot be imported ({error}): pip install '.[hta]' 'pandas<3'"
+            " in a clone of ringprof"
         ) from None
     # HTA joins each path to trace_dir, which leaves absolute paths unchanged.
     return TraceAnalysis(trace_files={rank: str(Path(path).resolve()) for rank, path in paths.items()}, trace_dir="/")

@@ -16,7 +16,7 @@ from ringprof.analysis.timeline.breakdown import Breakdown
 from ringprof.analysis.transfers.hops import TimedHop
 from ringprof.common.json_object import JsonObject
 from ringprof.errors import MissingExtraError
-from ringprof.report.sections import by_shape, idle
+from ringprof.report.sections import by_shape, idle, layers
 from ringprof.report.terms import LABELS
 from ringprof.report.text import csv_text
 from ringprof.trace.columns import NONE
@@ -120,6 +120,16 @@ FRAMES: dict[str, dict[str, str]] = {
         "busbw_gbps": "bus bandwidth of nccl-tests over time_ns, GB/s; missing where the size is not known",
         "wire_busbw_gbps": "bus bandwidth without waiting, GB/s; missing where waiting is not known",
     },
+    "layers": {
+        **_RANK,
+        "layer": "name of the module or range; missing for what no layer launched",
+        "attention_ns": "time of attention kernels; the rows of a rank sum to its flash time",
+        "communication_ns": "time of communication; of transfers that overlap, the first has the time",
+        "exposed_ns": "exposed communication; the rows of a rank sum to its exposed_comm_ns",
+        "exposed_backward_ns": "part of exposed_ns that the backward pass launched",
+        "wait_ns": "part of exposed_ns spent waiting for a peer; missing where that is not known",
+        "wire_ns": "part of exposed_ns with bytes on the wire; missing where that is not known",
+    },
     "annotations": {
         "name": "name of the ranges",
         "calls": "ranges in which something was launched, over all ranks",
@@ -185,7 +195,7 @@ PREDICTION_COLUMNS: dict[str, dict[str, str]] = {
         " missing where ranks do not wait for each other in every step",
         "needed": "share of the ordered pairs of ranks of which the first needs keys of the second, 0..1",
     },
-    "over": {**_CHOICE, "at": "tokens, hosts, or Gbit/s of a NIC", **_INTERVAL},
+    "over": {**_CHOICE, "at": "tokens, hosts, or Gbit/s per NIC", **_INTERVAL},
     "parts": {
         "phase": "forward or backward",
         "part": "part of the time",
@@ -251,6 +261,7 @@ _ROWS: dict[str, Callable[[Findings], list[JsonObject]]] = {
     "idle": idle.rows,
     "gemms": by_shape.gemm_items,
     "collectives": by_shape.collective_items,
+    "layers": layers.frame_rows,
     "annotations": lambda findings: [{**row._asdict(), "hidden": row.hidden} for row in findings.annotations],
     "hops": lambda findings: [_hop_row(hop) for rank in findings.attribution.ranks for hop in rank.hops],
     "waterfall": lambda findings: [msgspec.structs.asdict(part) for part in findings.waterfall.parts],
@@ -273,7 +284,7 @@ def require_pyarrow() -> None:
     try:
         import pyarrow  # noqa: F401  (the error of pandas would be a paragraph long)
     except ImportError:
-        raise MissingExtraError("Parquet files need pyarrow: pip install 'ringprof[parquet]'") from None
+        raise MissingExtraError("Parquet files need pyarrow: pip install '.[parquet]' in a clone of ringprof") from None
 
 
 def write_parquet(frame: pd.DataFrame, path: str | os.PathLike[str]) -> None:

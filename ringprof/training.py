@@ -20,12 +20,14 @@ from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.common.formatting import percent
 from ringprof.common.json_object import JsonObject
 from ringprof.common.validation import refuse_below_one
-from ringprof.errors import MissingExtraError, RingprofError, UsageError
+from ringprof.errors import RingprofError, UsageError
 from ringprof.record.check.model_result import ModelCheck
 from ringprof.record.check.result import CALLS, TIME_LIMIT_S, Check, CheckRequest
 from ringprof.record.request import require_packages
 from ringprof.run import Workload
 from ringprof.scale.pipeline import attribute
+from ringprof.sinks import Sink
+from ringprof.sinks import tensorboard as tensorboard_sink
 from ringprof.strategies.catalog import LAYOUT_ALIASES
 from ringprof.trace.kineto import read_trace
 from ringprof.trace.reduced import parse_reduced, reduce_file, reduce_trace
@@ -49,6 +51,7 @@ def capture(
     name: str | None = None,
     group: ProcessGroup | DeviceMesh | None = None,
     strategy: Strategy | Sequence[Strategy] | None = None,
+    model: torch.nn.Module | None = None,
     record_shapes: bool = False,
 ) -> AbstractContextManager[None]:
     """Profile a block of your own program on every rank that runs it; see `ringprof.record.capture.capture`.
@@ -60,8 +63,9 @@ def capture(
     from ringprof.record.capture import capture as profile  # here, because it imports torch
 
     return profile(
-        folder, workload, name=name, group=group, strategy=strategy, record_shapes=record_shapes, reduce=reduce_file
-    )
+        folder, workload, name=name, group=group, strategy=strategy, model=model, record_shapes=record_shapes,
+        reduce=reduce_file,
+    )  # fmt: skip
 
 
 def check(
@@ -180,6 +184,7 @@ def monitor(
     every: int = 200,
     group: ProcessGroup | DeviceMesh | None = None,
     tensorboard: str | os.PathLike[str] | None = None,
+    sinks: Sequence[Sink] = (),
 ) -> Iterator[Monitor]:
     """Profile one step of the loop in the block every ``every`` steps, and report the cost of its communication.
 
@@ -192,10 +197,13 @@ def monitor(
     (without the profiler), ``wall_ms`` (slowest rank), ``exposed_comm_share`` (``mean``, ``worst``, ``rank``),
     ``wait_ms`` and ``wire_ms`` (mean over ranks; null if unknown), ``waited_for`` (by rank, the ms that others waited
     for it), ``straggler`` (the rank waited for most), ``looks`` (consecutive samples with this straggler) and
-    ``interval`` (steps). The logger ``ringprof.monitor`` writes a sentence per sample. With ``tensorboard``, a folder,
-    TensorBoard gets the figures.
+    ``interval`` (steps). The logger ``ringprof.monitor`` writes a sentence per sample. Each of the ``sinks`` is called
+    with the figures by name and the step; `ringprof.sinks` has those for Weights & Biases, MLflow, TensorBoard,
+    Prometheus and OpenTelemetry. ``tensorboard``, a folder, stands for ``sinks.tensorboard(folder)``.
 
     No sample is taken while a rank uses its own torch.profiler, or has one scheduled: a process can have only one.
+
+    A sink that fails is logged and ends nothing.
 
     Raises `MissingExtraError` without torch or, with ``tensorboard``, without TensorBoard. Raises `UsageError` on a
     rank outside ``group``, for ``every`` below 1, and on the first rank if ``log`` cannot be written.
@@ -206,7 +214,9 @@ def monitor(
     from ringprof.record.process_group import GroupRanks
 
     ranks = GroupRanks(group)
-    samples = SampleLog(log, _tensorboard_writer(tensorboard)) if ranks.rank == 0 else SampleLog(None)
+    samples = SampleLog(None)
+    if ranks.rank == 0:
+        samples = SampleLog(log, [*sinks, *([] if tensorboard is None else [tensorboard_sink(tensorboard)])])
     running = Monitor(every, ranks, reduced_or_empty, samples.add)
     try:
         yield running
@@ -290,10 +300,10 @@ def reduced_or_empty(path: Path) -> bytes:
 
 
 class SampleLog:
-    """Log of samples on the first rank: JSON lines, log messages and TensorBoard scalars."""
+    """Log of samples on the first rank: JSON lines, log messages, and sinks."""
 
-    def __init__(self, log: str | os.PathLike[str] | None, writer: Any = None) -> None:
-        self._log, self._writer = log, writer
+    def __init__(self, log: str | os.PathLike[str] | None, sinks: Sequence[Sink] = ()) -> None:
+        self._log, self._sinks = log, sinks
         if log is not None:
             refuse_unwritable(log)
         self._straggler: int | None = None
@@ -314,10 +324,12 @@ class SampleLog:
             with Path(self._log).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         _log.info("%s", _sentence(line))
-        if self._writer is not None:
-            self._writer.add_scalar("ringprof/exposed_comm_share", line["exposed_comm_share"]["mean"], step)
-            self._writer.add_scalar("ringprof/step_ms", line["step_ms"], step)
-            self._writer.flush()
+        figures = _numbers(line)
+        for sink in self._sinks:
+            try:
+                sink(figures, step)
+            except Exception as error:  # one sink must neither end the training nor keep figures from the others
+                _log.warning("step %d: the sink %s failed: %s", step, getattr(sink, "__name__", sink), error)
 
 
 def sample_figures(attribution: Attribution) -> JsonObject:
@@ -359,11 +371,10 @@ def _sentence(line: JsonObject) -> str:
     return text
 
 
-def _tensorboard_writer(folder: str | os.PathLike[str] | None) -> Any:
-    if folder is None:
-        return None
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise MissingExtraError(f"TensorBoard cannot be imported ({error}): pip install tensorboard") from None
-    return SummaryWriter(str(folder))
+def _numbers(line: JsonObject) -> dict[str, float]:
+    """Return the figures of one sample that are known numbers, by the names that sinks show."""
+    share, straggler = line["exposed_comm_share"], line["straggler"]
+    figures = {name: line[name] for name in ("step_ms", "wall_ms", "wait_ms", "wire_ms")}
+    figures |= {"exposed_comm_share": share["mean"], "exposed_comm_share_worst": share["worst"], "straggler": straggler}
+    figures["straggler_ms"] = None if straggler is None else line["waited_for"][str(straggler)]
+    return {name: float(value) for name, value in figures.items() if value is not None}

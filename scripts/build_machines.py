@@ -167,35 +167,40 @@ def _derived_flash_attn_3() -> KernelFigures:
         )
         for phase, tokens, heads, kv_heads, tflops in FLASH_ATTN_3_ON_H200
     ]  # type: ignore[arg-type]  # fmt: skip
-    return msgspec.structs.replace(_flash_attn_3([]), samples=[*measured, *derived])
+    return _newer_flash_attn("flash-attn-3", [*measured, *derived])
 
 
-def _flash_attn_3(samples: list[KernelSample]) -> KernelFigures:
-    """Return flash-attn 3 on Hopper: its forward pass fills the device, its backward pass has many blocks."""
+def _newer_flash_attn(name: str, samples: list[KernelSample]) -> KernelFigures:
+    """Return flash-attn 3 or 4 on Hopper: its forward pass fills the device, its backward pass has many blocks.
+
+    That was probed for flash-attn 3, and is assumed of flash-attn 4.
+    """
     probe = "2 H100: a hop posted during a call of 4 to 22 ms, 2026-11-25"
+    origin, source = ("measured", probe) if name == "flash-attn-3" else ("assumed", "as flash-attn 3")
     return KernelFigures(
-        name="flash-attn-3", fills_device=True, fills_backward=False, samples=samples,
-        tail=Value(0.005, 1.0, "measured", probe), lead=Value(0.0, 0.5, "assumed", "no kernel waits for its blocks"),
+        name=name, fills_device=True, fills_backward=False, samples=samples,
+        tail=Value(0.005, 1.0, origin, source),  # type: ignore[arg-type]
+        lead=Value(0.0, 0.5, "assumed", "no kernel waits for its blocks"),
     )  # fmt: skip
 
 
-def _h100_samples(kernel: str) -> list[KernelSample]:
+def _h100_samples(kernel: str, file: str = "h100_kernels.csv", source: str = ON_H100) -> list[KernelSample]:
     """Return samples from devices that had computed for 0.3 s before each, which counts as a long time."""
     return [
         KernelSample(
             phase=row["phase"], causal=row["causal"] == "1", ns=float(row["us"]) * 1e3, spread=float(row["spread"]),
-            head_dim=128, origin="measured", source=ON_H100, pairs=int(row["pairs"]) if row["pairs"] else None,
+            head_dim=128, origin="measured", source=source, pairs=int(row["pairs"]) if row["pairs"] else None,
             sequences=int(row["sequences"] or 1),
             **{name: int(row[name]) for name in ("q", "kv", "heads", "kv_heads", "count")},
         )  # type: ignore[arg-type]
-        for row in _rows("h100_kernels.csv") if row["kernel"] == kernel
+        for row in _rows(file) if row["kernel"] == kernel
     ]  # fmt: skip
 
 
 def h100() -> Calibration:
     """Return the H100: cuDNN and flash-attn 3 as measured, flash-attn 2 as published, everything else as on H200."""
     machine = published("h100", "NVIDIA H100 80GB HBM3", "H100", 132, 80 << 30)
-    measured = {"flash-attn-3": _flash_attn_3(_h100_samples("flash-attn-3"))}
+    measured = {"flash-attn-3": _newer_flash_attn("flash-attn-3", _h100_samples("flash-attn-3"))}
     measured["cudnn"] = msgspec.structs.replace(machine.kernel("cudnn"), samples=_h100_samples("cudnn"))
     return msgspec.structs.replace(
         machine, created="2026-11-25", kernels=[measured.get(kernel.name, kernel) for kernel in machine.kernels],

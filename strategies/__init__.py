@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .algorithms.redistribute import redistribute_cache
     from .catalog import Spec, find
     from .errors import PeerLost, UnknownName, Unsupported, WrongGradient
+    from .recurrent.state_strategies import create_recurrent
     from .registry import Parameter, create, for_inference, names, parameters, peer_names
 
 _MODULES = {
@@ -29,6 +30,7 @@ _MODULES = {
     "Unsupported": "errors",
     "WrongGradient": "errors",
     "create": "registry",
+    "create_recurrent": "recurrent.state_strategies",
     "find": "catalog",
     "for_inference": "registry",
     "names": "registry",
@@ -47,6 +49,7 @@ __all__ = [
     "Unsupported",
     "WrongGradient",
     "create",
+    "create_recurrent",
     "find",
     "for_inference",
     "names",

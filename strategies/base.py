@@ -47,7 +47,7 @@ from .transport.gradient_ring import GradientRing
 GradWire = Literal["fp32", "input"]
 """Type that gradients travel in: at least float32, or the input's own."""
 DOCUMENTS_LAYOUT_HELP = (
-    "zigzag over the packed whole, over each document by itself, or whole documents dealt; auto: the best balance"
+    "zigzag over the packed sequence or over each document, or whole documents dealt; auto: the fastest by estimate"
 )
 Documents = Sequence[int] | Tensor | None
 """Cumulative lengths of packed documents (``cu_seqlens``), from 0 to the sequence length; None: one document."""
@@ -139,8 +139,8 @@ class Rows:
 class AttentionCall:
     """One call of `Strategy.attention`: its kernel, scale and mask, and the computation of its blocks.
 
-    Heads of v that are smaller than those of q and k are padded with zeros only for the kernel. They travel, and are
-    merged, without padding.
+    Heads of v that are smaller than those of q and k are padded with zeros only for kernels that do not take them.
+    They travel, and are merged, without padding.
     """
 
     kernel: Kernel
@@ -170,7 +170,7 @@ class AttentionCall:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """Compute the output and LSE of the block's queries over the block's keys alone."""
         k, v = part(k, block.kv), part(v, block.kv)
-        missing = k.shape[-1] - v.shape[-1]
+        missing = self._v_padding(k, v)
         out, lse = self.kernel.forward(
             part(q, block.q), k, pad(v, (0, missing)) if missing else v, scale=self.scale, causal=block.causal,
             parts=block.parts,
@@ -193,10 +193,15 @@ class AttentionCall:
             into=(part(dq, block.q), part(dk, block.kv), part(dv, block.kv)),
         )  # fmt: skip
 
+    def _v_padding(self, k: Tensor, v: Tensor) -> int:
+        """Return by how much the kernel needs the heads of ``v`` padded."""
+        missing = k.shape[-1] - v.shape[-1]
+        return 0 if not missing or self.kernel.takes_v_head_dim(k.shape[-1], v.shape[-1]) else missing
+
     def backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, block: Block) -> Gradients:
         """Compute dq of the block's queries, and dk and dv of the block's keys."""
         k, v = part(k, block.kv), part(v, block.kv)
-        missing = k.shape[-1] - v.shape[-1]
+        missing = self._v_padding(k, v)
         rows = (rows.pad_heads(k.shape[-1]) if missing else rows).select(block.q, dense=self.kernel.dense_rows)
         dq, dk, dv = self.kernel.backward(
             rows.dout, part(q, block.q), k, pad(v, (0, missing)) if missing else v, rows.lse, out=rows.out,
@@ -370,7 +375,7 @@ class Strategy(Expectations, ABC):
         q is (B, S/N, H, D), k and v are (B, S/N, Hkv, D), sharded by `shard`. Returns out (B, S/N, H, D), or (out, lse)
         with lse (B, H, S/N) in float32. Raises `Unsupported` for shapes, types and options that the strategy does not
         support. Heads of v may be smaller (MLA): they travel without padding, but a block's work is that of the larger
-        size. Under autocast q, k and v are cast as `scaled_dot_product_attention` casts them.
+        size unless the kernel takes both. Under autocast q, k and v are cast as `scaled_dot_product_attention` does it.
 
         * ``documents``, or ``cu_seqlens`` as in flash-attn: cumulative lengths, from 0 to S, of the documents that
           every batch entry packs. Tokens see only their own document. A tensor on a GPU makes the host wait for it.
@@ -536,11 +541,11 @@ class Strategy(Expectations, ABC):
 
         With ``sends_first``, dK and dV of a block are sent before its dQ is added, and all is freed once it is used.
         """
+        # Two halves, whose gradients one set of tensors holds, overlap the first hop and the last; no sum joins them.
         halves = self.split_in_place(call, q, k, v) if gradient_ring.single_last_hop else []
-        if halves:
-            return self._backward_in_place(call, rows, q, k, v, tour, gradient_ring, halves, sends_first=sends_first)
-        first_block, held_back = self.split_local_block(call, q, k)
-        dq = Sum(q, 2 if held_back else self.ring_size)
+        own = (torch.empty_like(q), *allocate_adjacent(k, v)) if halves else None
+        first_block, held_back = (halves[0], halves[1:]) if halves else self.split_local_block(call, q, k)
+        dq = Sum(q, 2 if held_back and own is None else self.ring_size)
         local_dq: list[tuple[slice, Tensor]] = []
         for step, (kv_rank, kv) in enumerate(tour):
             block, grads = first_block if step == 0 else self.block(call, kv_rank, q), None
@@ -548,6 +553,9 @@ class Strategy(Expectations, ABC):
                 gradient_ring.add(step, None, ALL)
                 continue
             with ring_step("bwd", step, "block"):
+                if own is not None and step == 0:
+                    call.backward_into(own, rows, q, kv[0], kv[1], block)
+                    continue
                 grads = call.backward(rows, q, kv[0], kv[1], block)
             if sends_first:
                 gradient_ring.add(step, grads[1:], block.kv)
@@ -564,66 +572,34 @@ class Strategy(Expectations, ABC):
         for block in held_back:
             # These blocks overlap the last hops of dK and dV.
             with ring_step("bwd", self.ring_size, "block"):
-                own_dq, *own_dkv = call.backward(rows, q, k, v, block)
-            gradient_ring.keep(own_dkv, block.kv)
-            local_dq.append((block.q, own_dq))
+                if own is None:
+                    (own_dq, *own_dkv), q_rows, kv_rows = call.backward(rows, q, k, v, block), block.q, block.kv
+                else:
+                    call.backward_into(own, rows, q, k, v, block)
+                    (own_dq, *own_dkv), q_rows, kv_rows = own, ALL, ALL
+            gradient_ring.keep(own_dkv, kv_rows)
+            local_dq.append((q_rows, own_dq))
             gradient_ring.post_last_hop()
+        whole_dq = None
+        if own is not None:
+            # The sum of dQ overlaps the end of the last hop.
+            with ring_step("bwd", self.ring_size, "merge"):
+                whole_dq = dq.result(q.dtype, local_dq)
         returned = gradient_ring.receive()
         with ring_step("bwd", self.ring_size, "merge"):
-            whole_dq = dq.result(q.dtype, local_dq) if self.routing(call) is None else None
+            if whole_dq is None and self.routing(call) is None:
+                whole_dq = dq.result(q.dtype, local_dq)
             dk, dv = gradient_ring.total(returned)
         del returned
         return dq.result(q.dtype) if whole_dq is None else whole_dq, dk, dv
-
-    def _backward_in_place(
-        self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor,
-        tour: Iterable[tuple[int, Sequence[Tensor]]], gradient_ring: GradientRing, halves: list[Block], *,
-        sends_first: bool,
-    ) -> Gradients:  # fmt: skip
-        """Run `backward_over_ring` with the local block in ``halves``, whose gradients one set of tensors holds.
-
-        The first half overlaps the first hop, the second half the last one. No sum is needed to join them.
-        """
-        own: Gradients = torch.empty_like(q), *allocate_adjacent(k)
-        dq = Sum(q, self.ring_size)
-        for step, (kv_rank, kv) in enumerate(tour):
-            block = self.block(call, kv_rank, q)
-            if step == 0:
-                with ring_step("bwd", step, "block"):
-                    call.backward_into(own, rows, q, kv[0], kv[1], halves[0])
-                continue
-            if block is None:
-                gradient_ring.add(step, None, ALL)
-                continue
-            with ring_step("bwd", step, "block"):
-                block_dq, *grads = call.backward(rows, q, kv[0], kv[1], block)
-            if sends_first:
-                gradient_ring.add(step, grads, block.kv)
-                del grads
-            with ring_step("bwd", step, "merge"):
-                dq.add(block_dq, block.q)
-            del block_dq
-            if not sends_first:
-                gradient_ring.add(step, grads, block.kv)
-        if sends_first:
-            del kv
-        with ring_step("bwd", self.ring_size, "block"):
-            call.backward_into(own, rows, q, k, v, halves[1])
-        gradient_ring.keep(own[1:], ALL)
-        # The sum of dQ overlaps the end of the last hop.
-        with ring_step("bwd", self.ring_size, "merge"):
-            whole_dq = dq.result(q.dtype, [(ALL, own[0])])
-        returned = gradient_ring.receive()
-        with ring_step("bwd", self.ring_size, "merge"):
-            dk, dv = gradient_ring.total(returned)
-        return whole_dq, dk, dv
 
     def split_in_place(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
         """Split the local block into two halves with no gradient in common; none where that gains nothing.
 
         It needs a kernel that writes into views, and a last hop that takes longer than another kernel call.
         """
-        if not call.kernel.writes_into or self.ring_size == 1 or k.shape != v.shape or not q.is_contiguous():
+        padded = not call.kernel.takes_v_head_dim(k.shape[-1], v.shape[-1])
+        if not call.kernel.writes_into or self.ring_size == 1 or padded or not q.is_contiguous():
             return []
         routing = self.routing(call)
         if not self.overlaps_last_hop(k if routing is None else k.narrow(1, 0, min(routing.rows, k.shape[1]))):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -94,8 +95,11 @@ def test_example_trains_as_one_process_does(name: str, ranks: int, replicas: int
     assert ("block_tflops" in run.figures(), "tflops" in run.figures()) == (True, name == "dp_cp_mesh")
 
 
-def test_hugging_face_example_trains_as_one_process_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["hugging_face", "lightning_trainer"])
+def test_hugging_face_example_trains_as_one_process_does(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="the dev extra is not installed")
+    if name == "lightning_trainer":
+        pytest.importorskip("pytorch_lightning", reason="pytorch-lightning is not installed")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -109,8 +113,12 @@ def test_hugging_face_example_trains_as_one_process_does(tmp_path: Path) -> None
         return torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:])
 
     folder = tmp_path / "run"
-    assert_equal(printed(run_example("hugging_face", 2, folder)), trained_alone(model, loss_of))
-    assert len(ringprof.load(folder).breakdown()) == 2
+    assert_equal(printed(run_example(name, 2, folder)), trained_alone(model, loss_of))
+    if name == "hugging_face":
+        assert len(ringprof.load(folder).breakdown()) == 2
+    else:
+        (sample,) = map(json.loads, (folder / "exposed.jsonl").read_text("utf-8").splitlines())
+        assert sample["step"] == STEPS and sample["ranks"] == 2
 
 
 def test_profiler_example_writes_traces_that_a_report_reads(tmp_path: Path) -> None:
@@ -120,9 +128,31 @@ def test_profiler_example_writes_traces_that_a_report_reads(tmp_path: Path) -> N
     assert run.figures()["all_reduce_ms"] > 0
 
 
+@pytest.mark.gpu
+def test_stamps_within_a_fused_ring_show_injected_delays(tmp_path: Path) -> None:
+    """The example itself compares the stamps with the delays, to 2 µs; its ranges are in the traces."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    text = run_example("fused_ring_stamps", 2, tmp_path / "traces")
+    assert text.count("waits") == 12 and "MISSED" not in text
+    for path in (tmp_path / "traces").iterdir():
+        assert_steps_are_within_kernels(json.loads(path.read_text("utf-8"))["traceEvents"])
+
+
+def assert_steps_are_within_kernels(events: list[dict[str, Any]]) -> None:
+    """Assert that the ranges of all 12 steps of 12 launches lie within the ring's kernels, to 1 µs."""
+    kernels = [event for event in events if event.get("cat") == "kernel" and "ring_kernel" in event["name"]]
+    steps = [event for event in events if event["name"].startswith("ring step ")]
+    assert len(kernels) == 12 and len(steps) == 2 * 12 * 12
+    spans = [(event["ts"] - 1, event["ts"] + event["dur"] + 1) for event in kernels]
+    for step in steps:
+        assert any(start <= step["ts"] and step["ts"] + step["dur"] <= end for start, end in spans)
+
+
 def test_every_example_is_in_the_training_page_and_has_a_test() -> None:
     scripts = {path.stem for path in EXAMPLES.glob("*.py")} - {"tiny_model", "setup_ranks"}
     page = (ROOT / "docs" / "training.md").read_text("utf-8")
     assert all(f"](../examples/{name}.py)" in page for name in scripts)
-    # Trainer is tested in tests/integrations.
-    assert all(f'"{name}"' in Path(__file__).read_text("utf-8") for name in scripts - {"transformers_trainer"})
+    # Those that need GPUs are tested in tests/integrations.
+    on_gpus = {"transformers_trainer", "torchtitan_llama", "megatron_gpt"}
+    assert all(f'"{name}"' in Path(__file__).read_text("utf-8") for name in scripts - on_gpus)

@@ -43,6 +43,33 @@ def warn_of_overfull_streams(rows: TimedActivities, trace: Trace, rank: int) -> 
     return warnings
 
 
+_COMMUNICATES = re.compile(r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|send_?recv", re.IGNORECASE)
+_COMPUTES = re.compile(r"gemm|matmul|attn|attention|fmha|norm|residual|fusion_?kernel", re.IGNORECASE)
+_BASE_NAME = re.compile(r"(?:.{0,1000}[ :])?([A-Za-z_][A-Za-z0-9_]{0,200})")
+
+
+def warn_of_fused_kernels(rows: TimedActivities, trace: Trace, rank: int) -> list[Notice]:
+    """Warn of kernels that communicate and compute, by their names: a trace cannot split the time within a kernel.
+
+    A half of such a pair of kernels, which says so at the end of its name (``..._comm``), is none.
+    """
+    used = distinct(trace.activities.name[rows.activity]).tolist()
+    names = [match[1] for index in used if (match := _BASE_NAME.match(re.split(r"[<(]", trace.names[index])[0]))]
+    fused = [
+        name
+        for name in names
+        if _COMMUNICATES.search(name) and _COMPUTES.search(name) and not name.lower().endswith("_comm")
+    ]
+    if not fused:
+        return []
+    listed = ", ".join(dict.fromkeys(name[:80] for name in fused[:3]))
+    message = (
+        f"by their names, kernels communicate and compute at once ({listed}): a trace shows each as one bar, so what of"
+        " it is waiting, wire and computing is not known, and all of it counts as one kind"
+    )
+    return [Notice("fused_communication", message, rank)]
+
+
 def warn_of_other_counts(
     run: Run | None, rank: int, trace: Trace, window: Window, transfers: Sequence[Transfer]
 ) -> list[Notice]:

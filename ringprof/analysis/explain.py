@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from ringprof.analysis import intervals
-from ringprof.analysis.cross_checks import warn_of_overfull_streams
+from ringprof.analysis.cross_checks import warn_of_fused_kernels, warn_of_overfull_streams
 from ringprof.analysis.exposure import exposure_of
 from ringprof.analysis.kinds import groups
 from ringprof.analysis.kinds.classify import Classified, classify
@@ -27,6 +27,7 @@ from ringprof.analysis.timeline.cpu import (
 )
 from ringprof.analysis.timeline.idle import idle_causes
 from ringprof.analysis.timeline.kernels import RankKernel, launch_statistics, rank_kernels
+from ringprof.analysis.timeline.layers import Blocked, ExposedSpans, cpu_layers, device_layers
 from ringprof.analysis.timeline.products import cpu_products, device_products
 from ringprof.analysis.timeline.rows import DeviceActivities, timed_activities
 from ringprof.analysis.timeline.window import Focus, Window, find_window
@@ -94,6 +95,7 @@ def explain(
         warnings.append(Notice("several_devices", message, rank))
     rows = timed_activities(classified, in_window, device, between_ns)
     warnings += warn_of_overfull_streams(rows, trace, rank)
+    warnings += warn_of_fused_kernels(rows, trace, rank)
     background = DeviceActivities(classified, device).background(rows)
     # Hops are matched over the whole window: within chosen times the ranks would count different hops.
     on_device = in_window[trace.activities.device[in_window] == device]
@@ -179,6 +181,7 @@ def _explain_cpu(
         exposed=ExposedTime(by_group=exposed_by_group),
         part_work=cpu_work(trace, window),
         products=cpu_products(trace, window),
+        layers=cpu_layers(trace, window),
     )
     return metrics, Detail(classified, window, cpu_iterations=iterations)
 
@@ -220,9 +223,16 @@ def with_communication(rank: Rank, detail: Detail, waited_for: Mapping[int, int]
 
     ``waited_for``: peer -> nanoseconds that the rank's kernels waited for it.
     """
-    exposed, breakdown, idle = rank.exposed, rank.breakdown, None
+    exposed, breakdown, idle, layers = rank.exposed, rank.breakdown, None, rank.layers
     if not rank.on_cpu:
-        exposure = exposure_of(detail, detail.rows())
+        rows = detail.rows()
+        exposure = exposure_of(detail, rows)
+        layers = device_layers(
+            detail.classified,
+            rows,
+            ExposedSpans(exposure.everything, exposure.wait, exposure.wire),
+            [Blocked(block.hop, block.time_ns, block.part) for block in detail.blocks],
+        )
         breakdown = breakdown.with_blocked(spans_of(detail.blocks))
         idle = idle_causes(detail.idle_parts(), detail.classified.trace.names)
         # Time waited by kernels, and by the idle device.
@@ -247,4 +257,5 @@ def with_communication(rank: Rank, detail: Detail, waited_for: Mapping[int, int]
         link_totals=sum_by_link(detail.splits, detail.blocks),
         exposed=exposed,
         hop_peers=frozenset(sends),
+        layers=layers,
     )

@@ -12,6 +12,7 @@ from ringprof.analysis.kinds.classify import Classified
 from ringprof.analysis.timeline.breakdown import Breakdown, break_down
 from ringprof.analysis.timeline.idle import IdleCauses, IdleParts, idle_parts
 from ringprof.analysis.timeline.kernels import LaunchStatistics
+from ringprof.analysis.timeline.layers import LayerTime
 from ringprof.analysis.timeline.products import Product
 from ringprof.analysis.timeline.rows import DeviceActivities, TimedActivities, timed_activities
 from ringprof.analysis.timeline.window import Window
@@ -130,6 +131,8 @@ class Rank:
     """Matrix products by shape; empty where the trace holds no shapes."""
     collectives: tuple[CollectiveTotals, ...] = ()
     """Communication by kind, group and size; empty on CPU."""
+    layers: tuple[LayerTime, ...] = ()
+    """Times by layer of the model; empty where the trace does not name layers."""
     hop_totals: HopTotals = field(default_factory=lambda: hop_totals(()))
     link_totals: tuple[LinkTotals, ...] = ()
     """Communication totals by kind and link, in the order of their first kernel."""

@@ -113,7 +113,7 @@ def _audit_rate(row: LogRow, rate: Rate) -> tuple[JudgedRow, list[Flag]]:
             time = work / rate.tflops * 1e3
             message = (
                 f"{rate.name}: the time is rounded to {rate.time_ms:g} ms (+-{rate.time_step / 2:g}); "
-                f"{work:.4f} TFLOP a GPU / {rate.tflops:g} TFLOP/s = {time:.2f} ms"
+                f"{work:.4f} TFLOP per GPU / {rate.tflops:g} TFLOP/s = {time:.2f} ms"
             )
             rounded_time = flag(row, "rounded_time", "note", message, rate.time_ms, round(time, 4))
             return JudgedRow(row, "rounding", computed, rate.tflops), [rounded_time]

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ringprof.cli.options import Command
-from ringprof.cli.predict import cluster_of, predicted_workload, prediction_options
+from ringprof.cli.predict import DOES_NOT_FIT, cluster_of, predicted_workload, prediction_options
 from ringprof.cli.progress import show_progress
 from ringprof.cli.write import OutputFile, text_style, write_text
 from ringprof.common.json_object import json_text
@@ -47,7 +47,7 @@ def command(**options: Any) -> int:
     click.echo(json_text(advice_dict(advice)) if as_json else advice_text(advice, text_style(None)), nl=False)
     if options["html"]:
         write_text(options["html"], page(document(advice)))
-    return 0
+    return 0 if advice.first.fits else DOES_NOT_FIT
 
 
 def _size(text: str) -> int:

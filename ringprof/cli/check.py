@@ -67,7 +67,9 @@ def command(**options: Any) -> int:
     if options.pop("of_model"):
         return _check(ModelRequest(**_model_options(options)), form)
     if options["layout"] is None:
-        raise UsageError("--layout is missing: it says which tokens a rank holds (with --model it is found)")
+        raise UsageError(
+            "--layout is missing: which tokens each rank holds, such as zigzag (--model finds it by itself)"
+        )
     if options["documents"] and options["seq"] is None:
         raise UsageError("--documents needs --seq, the length that they fill")
     options |= mask_of(options, options["seq"])

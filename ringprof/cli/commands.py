@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ GROUPS = {
     "Plan": {
         "predict": "Predict the performance of a run on a given cluster.",
         "advise": "Recommend a strategy and its degrees for a given cluster.",
+        "settle": "Score a saved prediction against measurements.",
         "what-if": "Replay a recorded run with changes, such as faster links.",
         "balance": "Compare the load balance of layouts for packed documents.",
     },
@@ -222,7 +224,8 @@ def run(args: list[str]) -> int:
     except ImportError as error:
         package = str(error.name).partition(".")[0]
         if isinstance(error, ModuleNotFoundError) and package in ("torch", "psutil"):
-            return _fail(f"this needs {package}, which is not installed: pip install 'ringprof[record]'", 2)
+            advice = "pip install '.[record]' in a clone of ringprof"
+            return _fail(f"this needs {package}, which is not installed: {advice}", 2)
         # The package is installed but broken: a system library is missing, or there is not enough memory.
         return _fail(f"a package cannot be loaded: {error}", 2)
     except OSError as error:
@@ -235,6 +238,10 @@ _RANKS = ("--nproc", "--nproc-per-node", "--nproc_per_node", "--world-size", "--
 """Options of other launchers for the number of ranks."""
 
 
+_NUMBERS = {"float(?: range)?": "a number", "integer(?: range)?": "a whole number"}
+"""Words for what click calls a valid float range and the like."""
+
+
 def _usage_message(error: click.ClickException) -> str:
     """Return the message of a usage error: what is wrong, the option that was meant if it is known, where help is."""
     if not isinstance(error, click.UsageError) or not error.ctx:
@@ -242,7 +249,10 @@ def _usage_message(error: click.ClickException) -> str:
     help_line = f"see: {error.ctx.command_path} --help"
     if isinstance(error, click.NoSuchOption) and (meant := _meant_option(error.option_name, error.ctx.command)):
         return f"{error.message} ({meant}; {help_line})"
-    return f"{error.format_message()} ({help_line})"
+    message = error.format_message()
+    for types, meaning in _NUMBERS.items():
+        message = re.sub(f"is not a valid {types}\\.", f"is not {meaning}", message)
+    return f"{message} ({help_line})"
 
 
 def _meant_option(name: str, command: click.Command) -> str:

@@ -22,7 +22,7 @@ _FEATURES: tuple[tuple[str, Column, Callable[[type[Kernel]], object]], ...] = (
     ("head_dim", Column("head_dim", left=True, drop=4), lambda kernel: kernel.head_dims()),
     ("tried", Column("tried", left=True), lambda kernel: kernel.tested),
     ("windows", Column("windows", left=True), lambda kernel: kernel.takes_windows),
-    ("documents", Column("documents", left=True), lambda kernel: "in one call" if kernel.varlen else "a call each"),
+    ("documents", Column("documents", left=True), lambda kernel: "in one call" if kernel.varlen else "one call each"),
     ("softcap", Column("softcap", left=True), lambda kernel: kernel.takes_softcap),
     ("deterministic", Column("determi-\nnistic", left=True, drop=1), lambda kernel: kernel.has_deterministic_mode),
     ("delta", Column("delta", left=True, drop=3), lambda kernel: kernel.takes_delta),

@@ -28,6 +28,9 @@ from ringprof.report.page.html import render as page
 from ringprof.report.text import shell_words
 from ringprof.run import Workload
 
+DOES_NOT_FIT = 1
+"""Exit code of a prediction, or of advice, of which nothing fits into memory."""
+
 prediction_options = all_of(
     click.option("--seq", type=Tokens(), help="Global sequence length in tokens: 131072 or 128k."),
     workload_options(),
@@ -112,7 +115,7 @@ def command(**options: Any) -> int:
     if options["output"]:
         write_prediction(prediction, Path(options["output"]), ["ringprof", *sys.argv[1:]])
         say(f"Wrote {options['output']}: ringprof report {shell_words([options['output']])}")
-    return 0
+    return 0 if prediction.fits else DOES_NOT_FIT
 
 
 _NETWORK = ("nic_gbit", "gpus_per_nic", "oversubscription", "net_channels")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
@@ -29,6 +29,7 @@ from ringprof.cli.write import (
     write_text,
     written,
 )
+from ringprof.comm_logs.detect import find_comm_logs
 from ringprof.common.files import is_file, read_within, within
 from ringprof.common.json_object import json_text
 from ringprof.common.scratch import abandon, scratch_folder
@@ -43,8 +44,10 @@ from ringprof.trace.columns import NOTES, Notice
 if TYPE_CHECKING:
     import pandas as pd
 
+    from ringprof.comm_logs.comm_log_report import CommLogAnalysis
     from ringprof.kernel_tables.table_analysis import TableAnalysis  # loaded only where there is a printed table
 
+_Loaded: TypeAlias = "Analysis | TableAnalysis | CommLogAnalysis"
 *_MOST, _LAST = (f"--{name}" for name, section in OPTIONAL.items() if section.columns)
 _SORTED = f"{', '.join(_MOST)} and {_LAST}"
 """Options of the sections whose rows can be sorted."""
@@ -83,8 +86,9 @@ def command(
     """Show where the time of a run or trace went.
 
     PATH is a run.json, the folder of a run, a Kineto trace (.json, .json.gz), a folder of traces, several traces of one
-    run, a log with printed kernel tables, or - for a trace or log from a pipe. It may be a URL that fsspec supports
-    (s3://...). The default is traces/run.json, the newest run.
+    run, a log with printed kernel tables, or - for a trace or log from a pipe. A folder of Flight Recorder dumps or of
+    NCCL Inspector files gets a report of its communication. PATH may be a URL that fsspec supports (s3://...). The
+    default is traces/run.json, the newest run.
 
     \b
     ringprof report traces/run.json
@@ -118,7 +122,7 @@ def command(
     return (_strict_exit_code(analysis.warnings) if strict else 0) or (1 if failed else 0)
 
 
-def _load(paths: Sequence[str], reading: LoadOptions, options: Mapping[str, Any]) -> Analysis | TableAnalysis:
+def _load(paths: Sequence[str], reading: LoadOptions, options: Mapping[str, Any]) -> _Loaded:
     """Load the paths, the newest run if there are none, or a pipe for ``-``. Raises `UsageError`, `InputError`."""
     wall_ns = round(options["wall"] * 1e6) if options["wall"] else None
     table_options = {"wall_ns": wall_ns, "iterations": options["iters"]}
@@ -131,11 +135,15 @@ def _load(paths: Sequence[str], reading: LoadOptions, options: Mapping[str, Any]
         raise UsageError(
             f"these are {len(paths)} runs: set them side by side with: ringprof compare {shell_words(paths)}"
         )
+    if paths and (logs := find_comm_logs(paths)):
+        from ringprof.comm_logs.comm_log_report import analyse_comm_logs  # imported here, since few inputs are logs
+
+        return analyse_comm_logs(paths, logs, reading.limits())
     with show_progress("reading") as notify:
         return load_any(newest_or(paths), replace(reading, notify=notify), **table_options)
 
 
-def _text(analysis: Analysis | TableAnalysis, sections: Sequence[str], options: Mapping[str, Any]) -> str:
+def _text(analysis: _Loaded, sections: Sequence[str], options: Mapping[str, Any]) -> str:
     if options["frame"]:
         return as_csv(_frame(analysis, options["frame"]))
     if options["form"] == "json":
@@ -146,18 +154,19 @@ def _text(analysis: Analysis | TableAnalysis, sections: Sequence[str], options: 
     return analysis.to_terminal(style)
 
 
-def _frame(analysis: Analysis | TableAnalysis, name: str) -> pd.DataFrame:
+def _frame(analysis: _Loaded, name: str) -> pd.DataFrame:
     frame: pd.DataFrame = getattr(_refuse_table(analysis), name)()
     if frame.empty:
         say(f"ringprof: {name}: no rows, only column names: the traces hold nothing of the kind")
     return frame
 
 
-def _refuse_table(analysis: Analysis | TableAnalysis) -> Analysis:
-    """Return the analysis. Raises `UsageError` for a printed kernel table, which has no page and no frames."""
+def _refuse_table(analysis: _Loaded) -> Analysis:
+    """Return the analysis. Raises `UsageError` for printed kernel tables and communication logs, which have no page."""
     if not isinstance(analysis, Analysis):
         options = "--html, --open, --csv and --parquet"
-        raise UsageError(f"{options}: a printed table has no page and no frames: give a run or traces")
+        text = "a printed table has" if hasattr(analysis, "reports") else "communication logs have"
+        raise UsageError(f"{options}: {text} no page and no frames: give a run or traces")
     return analysis
 
 

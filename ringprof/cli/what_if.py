@@ -87,10 +87,11 @@ def _text(result: WhatIf, changes: Changes) -> str:
             f"PREDICTED {duration(result.changed_ns)} ({low} to {high}): {percent(abs(result.gain))} {word} than the"
             " replay",
             f"change    {_change(result)}",
-            "range     what the replay is off by, and the spread of the machine's figures",
+            "range     middle 80 % over draws of the machine's figures, widened by the replay's error; not a"
+            " confidence interval: the model's own errors are not in it",
         ]
         if abs(result.gain) < abs(result.replay_error):
-            lines.append("the change is smaller than what the replay is off by")
+            lines.append("the change is smaller than the replay's error")
     return "\n".join(lines) + "\n"
 
 

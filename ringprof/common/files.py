@@ -213,7 +213,8 @@ def _system_of(name: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
     except ImportError:
-        raise MissingExtraError(f"{name}: URLs need one more package: pip install 'ringprof[cluster]'") from None
+        advice = "pip install '.[cluster]' in a clone of ringprof"
+        raise MissingExtraError(f"{name}: URLs need one more package: {advice}") from None
     system, path = url_to_fs(name)
     return system, str(path)
 

@@ -22,5 +22,5 @@ def json_text(value: object) -> str:
 
 
 def rows_json(schema: str, rows: object) -> str:
-    """Format the rows of a listing as JSON, with the name of their schema (docs/metrics.md)."""
+    """Format the rows of a listing as JSON, with the name of their schema (docs/file-formats.md)."""
     return json_text({"schema": schema, "rows": rows})

@@ -24,7 +24,7 @@ def shard_batch(batch: Mapping[str, Any], strategy: Strategy, *, pad_token_id: i
     that a token at the end of a shard has the next rank's token as its label. They become ``shift_labels``, and
     ``num_items_in_batch`` becomes the number of labels over the size of the group: the mean of the ranks' losses, and
     of their gradients as DDP and FSDP compute it, is then that of the whole batch. A ``num_items_in_batch`` of the
-    caller is kept, divided by the size of the group.
+    caller, by which the sum of this rank's losses is divided, is kept.
 
     Packed documents come from ``cu_seq_lens_q``, or else from ``position_ids`` that restart. Without ``position_ids``
     they count from 0. A length that the layout cannot divide is padded at its end with ``pad_token_id`` and ignored
@@ -39,7 +39,7 @@ def shard_batch(batch: Mapping[str, Any], strategy: Strategy, *, pad_token_id: i
     positions = batch.get("position_ids")
     if positions is None:
         positions = torch.arange(length, device=device)[None]
-    documents = _documents_of(batch, positions, length)
+    documents = documents_of(batch, positions, length)
     extra = -length % strategy.layout.divisor(strategy.comm.size)
     if extra and documents is not None:
         documents = [*documents, length + extra]
@@ -58,8 +58,7 @@ def shard_batch(batch: Mapping[str, Any], strategy: Strategy, *, pad_token_id: i
             labels = labels.index_fill(1, last, IGNORED)
         shard["labels"] = shard["shift_labels"] = local(labels, IGNORED)
         count = batch.get("num_items_in_batch")
-        count = (labels != IGNORED).sum() if count is None else count
-        shard["num_items_in_batch"] = count / strategy.comm.size
+        shard["num_items_in_batch"] = (labels != IGNORED).sum() / strategy.comm.size if count is None else count
     if documents is not None:
         longest = max(end - begin for begin, end in pairwise(documents))
         lengths = torch.tensor(documents, dtype=torch.int32)
@@ -94,7 +93,7 @@ def _check_mask(mask: Tensor | None) -> None:
         raise Unsupported("attention_mask hides tokens before others (left padding): pad on the right")
 
 
-def _documents_of(batch: Mapping[str, Any], positions: Tensor, length: int) -> list[int] | None:
+def documents_of(batch: Mapping[str, Any], positions: Tensor, length: int) -> list[int] | None:
     """Return the cumulative lengths of packed documents, None where there is one document."""
     if batch.get("cu_seq_lens_q") is not None:
         documents = [int(end) for end in batch["cu_seq_lens_q"].tolist()]

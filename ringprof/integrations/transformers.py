@@ -38,14 +38,6 @@ def register(strategy: Strategy, name: str = "ringprof") -> None:
     AttentionMaskInterface.register(name, _no_mask)
 
 
-def shard_inputs(model: nn.Module, strategy: Strategy, *, pad_token_id: int = 0) -> Any:
-    """Shard every batch that ``model`` is called with by `shard_batch`, for loops that pass whole batches.
-
-    Returns the handle of the hook, whose ``remove()`` ends it. Logits in the model's output are those of the shard.
-    """
-    return _hook(model, lambda batch: shard_batch(batch, strategy, pad_token_id=pad_token_id))
-
-
 def use_with_trainer(trainer: Any, strategy: Strategy, *, pad_token_id: int = 0) -> None:
     """Make a transformers or TRL Trainer train with a strategy; call this once, before ``trainer.train()``.
 
@@ -63,24 +55,10 @@ def use_with_trainer(trainer: Any, strategy: Strategy, *, pad_token_id: int = 0)
     accelerator._prepare_cp = lambda *objects: objects
     accelerator.maybe_context_parallel = lambda **buffers: nullcontext()
 
-    def shard(batch: dict[str, Any]) -> dict[str, Any]:
-        # The trainer has counted the labels over all ranks, and divided by cp_size.
-        count = batch.get("num_items_in_batch")
-        batch = batch if count is None else {**batch, "num_items_in_batch": count * size}
-        return shard_batch(batch, strategy, pad_token_id=pad_token_id)
+    def shard(module: nn.Module, args: Any, batch: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, shard_batch(batch, strategy, pad_token_id=pad_token_id)
 
-    _hook(trainer.model, shard)
-
-
-def _hook(model: nn.Module, shard: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Register a hook that shards the keyword arguments of every call."""
-
-    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if args:
-            raise Unsupported("call the model with keyword arguments: inputs without a name cannot be sharded")
-        return args, shard(kwargs)
-
-    return model.register_forward_pre_hook(hook, with_kwargs=True)
+    trainer.model.register_forward_pre_hook(shard, with_kwargs=True)
 
 
 class _Attention:

@@ -136,7 +136,7 @@ def _table_text(report: TableReport, style: TextStyle) -> str:
         lines += ["", f"iterations: {iterations.cpu} in the CPU rows ({_SOURCES[iterations.source]})"]
         if iterations.leak:
             counts = [f"{c.launch} {c.launched:,} launched, {c.ran:,} ran" for c in iterations.counts]
-            counts += [f"{LABELS[f.kind]} {f.calls} calls, {f.per_iteration} an iteration" for f in iterations.flash]
+            counts += [f"{LABELS[f.kind]} {f.calls} calls, {f.per_iteration} per iteration" for f in iterations.flash]
             low, high = iterations.device_range
             lines[-1] += f", {low:.1f} to {high:.1f} in the device rows ({'; '.join(counts)})"
     if report.shares:
@@ -153,7 +153,7 @@ def _table_text(report: TableReport, style: TextStyle) -> str:
 
 def _kind_lines(report: TableReport) -> list[str]:
     """Format the table of times by kind."""
-    iteration_title = f"{'an iteration':>14}" if report.iterations is not None else ""
+    iteration_title = f"{'per iteration':>14}" if report.iterations is not None else ""
     unit_ns, unit = unit_for(max((kind.time_ns for kind in report.kinds), default=0))
     whole_ns = report.whole_ns or 1
     lines = [f"{'by kind':<22}{'time':>13}{'share':>9}{'calls':>9}{'average':>13}{iteration_title}"]

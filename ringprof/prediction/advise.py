@@ -17,7 +17,7 @@ from ringprof.errors import RingprofError, UnknownStrategyError, UnsupportedWork
 from ringprof.prediction.calibration import Calibration
 from ringprof.prediction.launch_commands import megatron_flags, record_command
 from ringprof.prediction.network import Cluster
-from ringprof.prediction.predict import PredictionResult, ScheduleOf, predict, prediction_dict
+from ringprof.prediction.predict import PredictionResult, ScheduleOf, predict, prediction_dict, warnings_of
 from ringprof.prediction.query import Query
 from ringprof.run import Workload
 from ringprof.scale.workers import Notify, ignore_progress
@@ -114,7 +114,7 @@ class Advice:
         ]
 
     def why_not_the_second(self) -> str:
-        """Name the largest loss of the runner-up, and its largest gain where the loss exceeds the difference."""
+        """Say how much longer the runner-up takes, by part of its slowest rank's time, largest first."""
         if len(self.choices) < 2:
             return "there is no other"
         first, second = (choice.prediction for choice in self.choices[:2])
@@ -122,11 +122,13 @@ class Advice:
             part: second.breakdown.total(part) - first.breakdown.total(part)
             for part in ("kernel", "memory", "same_host", "other_host", "peers", "host")
         }
-        largest, smallest = max(excess, key=lambda name: excess[name]), min(excess, key=lambda name: excess[name])
         difference = second.median_ns - first.median_ns
-        shown = [largest, smallest] if excess[smallest] < 0 and excess[largest] > difference else [largest]
+        largest_first = sorted(excess, key=lambda part: -abs(excess[part]))
         behind = f"{100 * difference / first.median_ns:.1f} % ({difference / 1e6:.2f} ms)"
-        parts = ", ".join(f"{excess[part] / 1e6:+.2f} ms of {_PART_NAMES[part]}" for part in shown)
+        parts = ", ".join(
+            f"{excess[part] / 1e6:+.2f} ms of {_PART_NAMES[part]}" for part in largest_first
+            if abs(excess[part]) >= _SHOWN_NS
+        )  # fmt: skip
         return f"{self.choices[1].label} takes {behind} longer: {parts}"
 
     def commands(self) -> dict[str, str]:
@@ -149,6 +151,8 @@ class Advice:
         return f"{_HOW_TO_MEASURE.get(largest, largest)}: the interval would be {100 * remaining:.0f} % as wide"
 
 
+_SHOWN_NS = 5_000
+"""Shortest time of a part that two decimals of a millisecond show."""
 _PART_NAMES = {
     "kernel": "attention", "memory": "merges and copies", "same_host": "bytes inside nodes",
     "other_host": "bytes between nodes", "peers": "waiting for peers", "host": "launching",
@@ -378,6 +382,7 @@ def advice_dict(advice: Advice) -> JsonObject:
     return {
         "schema": _SCHEMA,
         "predicted": True,
+        "warnings": [warning._asdict() for warning in warnings_of(advice.first.prediction)],
         "choices": [
             {
                 "label": choice.label, "probability_best": round(choice.best, 4), "on_front": choice.on_front,

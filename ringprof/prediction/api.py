@@ -221,7 +221,7 @@ class RecommendationPlots:
         """Plot the predicted interval of every choice in ms per iteration."""
         choices = self._advice.choices[: recommendation_text.MOST_SHOWN]
         names, values = [choice.label for choice in choices], [choice.prediction.interval_ms for choice in choices]
-        return plots.intervals(names, values, "ms an iteration, predicted; 80 % within the bar", ax)
+        return plots.intervals(names, values, "ms per iteration, predicted; 80 % within the bar", ax)
 
     def tokens(self, ax: Axes | None = None) -> Axes:
         """Plot predicted TFLOP/s of the compared choices over the sequence length, with intervals and crossings."""

@@ -27,6 +27,8 @@ from ringprof.record.dryrun.schedule import CommStart
 
 MESSAGE_BYTES_PER_CHANNEL = 16 << 20
 NIC_GB_S_PER_CHANNEL = 14
+GPUS_PER_SWITCH = 8
+"""Largest number of GPUs per node that calibrations are measured on: rates in larger nodes are assumed to be equal."""
 RANKS_PER_NODE = 8
 """Number of ranks that NCCL 2.29 assumes per host when it counts hosts."""
 
@@ -48,6 +50,8 @@ class Cluster:
     """Whether each hop has a communicator of its two ranks instead of the ring's."""
     stretch: float = 1.0
     """Size of the real communicators across hosts, relative to the simulated ones that stand for them."""
+    host_stretch: float = 1.0
+    """Size of the real communicators of all ranks of a host, relative to the simulated ones that stand for them."""
 
     def __post_init__(self) -> None:
         """Check the counts. Raises `UsageError` for a count below 1."""
@@ -218,8 +222,11 @@ class Links:
         """Return the number of channels of a message; ``ends`` are sender and receiver of a hop."""
         members = ends if self.cluster.pairwise and comm_op.operation == "send_recv" else comm_op.members
         hosts = self.cluster.hosts_of(members)
-        crosses_hosts = hosts > 1 or len(members) == self.cluster.size
-        ranks = len(members)
-        if crosses_hosts and members is comm_op.members:
-            ranks = round(ranks * self.cluster.stretch)
+        stretch = 1.0
+        if members is comm_op.members:
+            if hosts > 1 or len(members) == self.cluster.size:
+                stretch = self.cluster.stretch
+            elif len(members) == self.cluster.gpus_per_host:
+                stretch = self.cluster.host_stretch
+        ranks = round(len(members) * stretch)
         return channels(message, ranks, hosts, self._nccl, self.nic_gb_s, self.cluster.net_channels)

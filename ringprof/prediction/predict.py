@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median, pstdev, pvariance
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,14 +21,18 @@ from ringprof.prediction.host_model import host_ns, times_us
 from ringprof.prediction.kernel_model import OutsideCalibration
 from ringprof.prediction.lognormal import NO_TIME, Lognormal, MaxLognormal
 from ringprof.prediction.machine import LIKELIEST, CalibratedMachine, Curves, Draw, curves_of
-from ringprof.prediction.network import Cluster, Links
+from ringprof.prediction.network import GPUS_PER_SWITCH, Cluster, Links
 from ringprof.prediction.query import Query
 from ringprof.prediction.simulator import Timeline, simulate
 from ringprof.record.dryrun.schedule import AttentionOp, CommStart, CommWait, MemoryOp, Op, Program, Schedule
+from ringprof.report.text import binary_size
 
 _SCHEMA = "ringprof.prediction/1"
 MAX_SIMULATED_RANKS = 64
 """Number of ranks up to which every rank is simulated."""
+MAX_SAMPLED_RANKS = 8192
+"""Largest number of ranks of which a few are simulated where no smaller cluster can stand for it: their programs have a
+step per rank, and take half a minute."""
 _HOST_DRAWS = 101
 """Monte Carlo draws of the variation between hosts."""
 SMALL_RANKS, LARGE_RANKS = 16, 32
@@ -94,6 +99,11 @@ class PredictionResult:
         return self.time.median_ns
 
     @property
+    def fits(self) -> bool:
+        """Whether the peak memory fits into a GPU."""
+        return self.peak_bytes <= self.machine.memory_bytes
+
+    @property
     def host_bound(self) -> bool:
         return self.lead_ns < math.inf
 
@@ -155,11 +165,15 @@ def _gains_ring_steps(query: Query, schedule_of: ScheduleOf, small: Cluster, lar
     """Return whether a larger cluster adds ring steps of the same kind.
 
     Otherwise programs have the same length on any number of ranks, or a smaller cluster cannot have such degrees. Some
-    ranks of the full cluster then stand for all.
+    ranks of the full cluster then stand for all. Raises `UnsupportedWorkloadError` where their programs are too long.
     """
     try:
         small_ops, large_ops = (len(schedule_of(query, cluster, [0]).programs[0].ops) for cluster in (small, large))
-    except UnsupportedWorkloadError:
+    except UnsupportedWorkloadError as error:
+        if query.cluster.size > MAX_SAMPLED_RANKS:
+            raise UnsupportedWorkloadError(
+                f"{query.cluster.size} ranks are too many to simulate some of them step by step: {error}"
+            ) from None
         return False
     return small_ops < large_ops
 
@@ -342,9 +356,11 @@ def _variances(
 
 
 def _resized(cluster: Cluster, ranks: int) -> Cluster:
-    """Return the cluster with about ``ranks`` ranks: fewer hosts, or fewer GPUs if there is only one host."""
+    """Return the cluster with about ``ranks`` ranks: fewer hosts, or fewer GPUs per host if hosts are few or large."""
     if cluster.hosts == 1:
         return replace(cluster, gpus_per_host=ranks)
+    if cluster.gpus_per_host > SMALL_RANKS:
+        return replace(cluster, hosts=2, gpus_per_host=ranks // 2)
     return replace(cluster, hosts=max(ranks // cluster.gpus_per_host, ranks // SMALL_RANKS * 2))
 
 
@@ -362,7 +378,10 @@ def _extrapolate(
     small, large = (
         _simulate_draws(
             query, machine, curves, schedule_of(query, cluster, None), draws,
-            replace(cluster, stretch=ranks / cluster.size),
+            replace(
+                cluster, stretch=ranks / cluster.size,
+                host_stretch=query.cluster.gpus_per_host / cluster.gpus_per_host,
+            ),
         )
         for cluster in clusters
     )  # fmt: skip
@@ -385,6 +404,33 @@ def _extrapolate(
         )), breakdown=_Breakdown(phase("forward"), phase("backward")),
         peak_bytes=round(large.peak_bytes + (peaks[1] - peaks[0]) * (ranks / large_ranks - 1)),
     )  # fmt: skip
+
+
+# --- what to know about it ---------------------------------------------------------------------------
+
+
+class PredictionWarning(NamedTuple):
+    """Reason to distrust a prediction, or not to run it."""
+
+    code: str
+    """``does_not_fit`` or ``larger_node``."""
+    message: str
+
+
+def warnings_of(prediction: PredictionResult) -> list[PredictionWarning]:
+    """Return what is wrong with a prediction: more memory than a GPU has, and nodes larger than any measured one."""
+    machine, warnings = prediction.machine, []
+    if not prediction.fits:
+        message = f"this does not fit: a GPU has {binary_size(machine.memory_bytes)}"
+        warnings.append(PredictionWarning("does_not_fit", message))
+    gpus = prediction.query.cluster.gpus_per_host
+    if gpus > GPUS_PER_SWITCH:
+        message = (
+            f"nodes of {gpus} GPUs are predicted with the rates of nodes of {GPUS_PER_SWITCH}, which machine"
+            f" {machine.name!r} was measured on: its links inside a node are assumed for a larger switch"
+        )
+        warnings.append(PredictionWarning("larger_node", message))
+    return warnings
 
 
 # --- what it rests on -------------------------------------------------------------------------------
@@ -426,6 +472,9 @@ def prediction_dict(prediction: PredictionResult, *, whole: bool = True) -> Json
         "schema": _SCHEMA,
         "predicted": True,
         "evidence": prediction.evidence,
+        "warnings": [warning._asdict() for warning in warnings_of(prediction)],
+        "fits": prediction.fits,
+        "device_memory_mib": round(prediction.machine.memory_bytes / 2**20, 1),
         "inputs": [{"name": name, **msgspec.to_builtins(value)} for name, value in inputs(prediction).items()],
     }
     figures = {

@@ -83,7 +83,7 @@ def _parts(prediction: PredictionResult) -> Content:
 
 def _certainty(prediction: PredictionResult) -> Content:
     """Draw the interval of the time, and the share of each uncertain input."""
-    chart = bars.intervals(["an iteration"], [prediction.interval_ms], "ms")
+    chart = bars.intervals(["one iteration"], [prediction.interval_ms], "ms")
     sources = {
         name: math.sqrt(value) for name, value in prediction.variance_by_input.items() if value > _LEAST_VARIANCE
     }

@@ -28,7 +28,7 @@ def advice_text(advice: Advice, style: TextStyle) -> str:
     query, machine = advice.first.prediction.query, advice.first.prediction.machine
     head = [
         f"PREDICTED for {cluster_text(query.cluster, machine.device)}, machine {machine.name}",
-        described(query.workload),
+        f"{described(query.workload)} · kernel {query.kernel}",
     ]
     # One more row takes no more space than the line that says there is one.
     shown_choices = advice.choices if len(advice.choices) == MOST_SHOWN + 1 else advice.choices[:MOST_SHOWN]
@@ -39,14 +39,14 @@ def advice_text(advice: Advice, style: TextStyle) -> str:
             if hidden_choices
             else []
         ),
-        "* nothing is faster with as little memory",
+        "* no choice is faster with as little memory (Pareto-optimal)",
         "",
         *_nothing_fits(advice),
         *(f"cannot tell: {clean(line)}" for line in _undecided_lines(advice)),
-        f"why not the second: {clean(advice.why_not_the_second())}",
-        *(f"crossing: {line}" for line in _crossing_lines(advice)),
+        f"runner-up: {clean(advice.why_not_the_second())}",
+        *_crossing_lines(advice),
         *(f"first: {line}" for line in remarks(advice.first.prediction) if line),
-        f"to be surer: {advice.what_to_measure()}",
+        f"to narrow the interval: {advice.what_to_measure()}",
         *(f"to run it with {clean(program)}: {command}" for program, command in advice.commands().items()),
     ]
     # Each strategy is named once.
@@ -92,19 +92,19 @@ def _nothing_fits(advice: Advice) -> list[str]:
 
 def _crossing_lines(advice: Advice) -> list[str]:
     tokens, gbit = advice.hidden_from_tokens(), advice.hidden_from_gbit()
-    hidden = f"transfers are hidden (under {percent(HIDDEN, 0)} of the time)"
+    hidden = f"transfers: hidden (under {percent(HIDDEN, 0)} of the time)"
     if tokens is not None:
         lines = [f"{hidden} from about {_two_digits(tokens)} tokens on"]
     else:
-        lines = ["transfers are not hidden at any length up to four times this one"]
+        lines = ["transfers: not hidden at any length up to four times this one"]
     if gbit is not None:
         lines.append(f"{hidden} from about {_two_digits(gbit)} Gbit/s per NIC on, {_two_digits(gbit / 8)} GB/s")
     elif advice.nics:
-        lines.append("transfers would not be hidden by NICs four times as fast")
+        lines.append("transfers: not hidden by NICs four times as fast, either")
     names = [clean(choice.label) for choice in compared(advice.choices)]
     for points, what in ((advice.lengths, "tokens"), (advice.hosts, "nodes"), (advice.nics, "Gbit/s")):
         lines += [
-            f"at about {_two_digits(value)} {what} {names[index]} is as fast as {names[0]}"
+            f"crossover: at about {_two_digits(value)} {what} {names[index]} is as fast as {names[0]}"
             for value, index in crossings(points)
         ]
     return lines
@@ -145,22 +145,23 @@ def document(advice: Advice) -> Document:
     )
     choose = (
         f"{choose}: {middle} per iteration ({low} to {high} in four of five cases), "
-        f"{first.tflops(first.median_ns):,.0f} TFLOP/s per GPU, {binary_size(first.peak_bytes)} a GPU; "
+        f"{first.tflops(first.median_ns):,.0f} TFLOP/s per GPU, {binary_size(first.peak_bytes)} per GPU; "
         f"the fastest in {percent(advice.first.best, 0)} of cases"
     )
     answer = (_nothing_fits(advice) or [choose])[0]
     lines = [
         *(f"cannot tell: {line}" for line in _undecided_lines(advice)),
-        advice.why_not_the_second(),
+        f"runner-up: {advice.why_not_the_second()}",
         *_crossing_lines(advice),
-        f"to be surer: {advice.what_to_measure()}",
+        f"to narrow the interval: {advice.what_to_measure()}",
     ]
     tiles = [
-        (duration(first.median_ns), "predicted, an iteration"),
+        (duration(first.median_ns), "predicted, per iteration"),
         (f"{first.tflops(first.median_ns):,.0f}", "TFLOP/s per GPU"),
         (percent(advice.first.best, 0), "to be the fastest"),
     ]
-    subtitle = f"{cluster_text(first.query.cluster, first.machine.device)} · {described(first.query.workload)}"
+    cluster, kernel = cluster_text(first.query.cluster, first.machine.device), first.query.kernel
+    subtitle = f"{cluster} · {described(first.query.workload)} · kernel {kernel}"
     lines = [clean(line) for line in lines]
     return Document(
         f"Predicted: {advice.first.label}", subtitle, lines, tiles, sections, clean(answer, LONGEST_SENTENCE)
@@ -168,7 +169,7 @@ def document(advice: Advice) -> Document:
 
 
 SPEED = "TFLOP/s per GPU, predicted"
-ACROSS = {"tokens": "tokens", "hosts": "nodes", "nic": "Gbit/s of a NIC"}
+ACROSS = {"tokens": "tokens", "hosts": "nodes", "nic": "Gbit/s per NIC"}
 """Axis label of each sweep, by the name of its plot."""
 
 
@@ -226,7 +227,7 @@ def _bands(advice: Advice, name: str) -> Any:
 
 
 def _table(advice: Advice) -> PageTable:
-    titles = ["strategy", "best %", "ms", "10 %", "90 %", "TFLOP/s", "exposed %", "MiB a GPU", "front"]
+    titles = ["strategy", "best %", "ms", "10 %", "90 %", "TFLOP/s", "exposed %", "MiB per GPU", "front"]
     rows = []
     for choice in advice.choices:
         prediction = choice.prediction

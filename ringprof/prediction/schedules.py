@@ -146,9 +146,8 @@ def _stand_in_params(query: Query, workload: Workload, cluster: Cluster) -> Json
     without = [{key: value for key, value in resolved.items() if key != name} for name in reversed(largest_last)]
     for params in (typed, resolved, *without):
         placed_params = strategy_class.with_placement(cluster.size, cluster.gpus_per_host, **params)
-        if (
-            why_unsupported(strategy_class, workload, cluster.size, placed_params) is None
-            and _instantiate(query, cluster, placed_params)[1] == hosts_per_channel
+        if why_unsupported(strategy_class, workload, cluster.size, placed_params) is None and _lies_alike(
+            _instantiate(query, cluster, placed_params)[1], cluster, hosts_per_channel, query.cluster
         ):
             return dict(params)
     resolved_text = ", ".join(f"{name}={value}" for name, value in resolved.items())
@@ -157,8 +156,19 @@ def _stand_in_params(query: Query, workload: Workload, cluster: Cluster) -> Json
     )
 
 
+def _lies_alike(small: dict[str, int], cluster: Cluster, large: dict[str, int], whole: Cluster) -> bool:
+    """Return whether channels lie over the hosts alike: as many members on each, or as large a part of each."""
+    return small.keys() == large.keys() and all(
+        count == large[name] or count * whole.gpus_per_host == large[name] * cluster.gpus_per_host
+        for name, count in small.items()
+    )
+
+
 def _instantiate(query: Query, cluster: Cluster, params: JsonObject) -> tuple[JsonObject, dict[str, int]]:
-    """Return the parameters that a strategy resolves on a cluster, and how its channels lie over the hosts."""
+    """Return the parameters that a strategy resolves on a cluster, and how its channels lie over the hosts.
+
+    The latter is the largest number of a channel's members on one host, 0 for a channel within a host.
+    """
     network = DryRunNetwork(Recorder())
     comm = dry_run_communicator(network.connect, 0, cluster.size, cluster.gpus_per_host, query.hops)
     with strategy_errors():

@@ -12,9 +12,11 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice
-from typing import Any
+from functools import lru_cache
+from itertools import islice, product
+from typing import Any, Literal
 
 import msgspec
 
@@ -24,9 +26,12 @@ from ringprof.common.json_object import Params, json_text
 from ringprof.common.validation import whole
 from ringprof.errors import InputError, RingprofError
 from ringprof.prediction.calibration import Calibration
+from ringprof.prediction.kernel_model import OutsideCalibration
+from ringprof.prediction.machine import Curves, curves_of
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import ScheduleOf, predict
 from ringprof.prediction.query import Query
+from ringprof.record.dryrun.schedule import AttentionOp
 from ringprof.report.text import TextStyle, clean
 from ringprof.run import Workload
 from ringprof.scale.workers import Notify, ignore_progress
@@ -36,7 +41,7 @@ from ringprof.workload.devices import device_named, peak_of
 _SCHEMA = "ringprof.check/1"
 _MOST_ROWS = 20_000
 SLACK = 1.05
-"""Factor by which a rate may exceed the best one that was measured of a kernel."""
+"""Factor by which a rate may exceed a kernel's best at any length."""
 _LENGTH_TOLERANCE = 0.25
 """Largest relative difference at which a time is attributed to another sequence length."""
 _NUMBER = re.compile(r"[0-9]{1,18}(\.[0-9]{0,18})?([eE][+-]?[0-9]{1,2})?")
@@ -61,7 +66,7 @@ _KNOWN = {*_NAMES, *_TIMES, *_COUNTS, *_CLUSTER_COLUMNS, *_SPELLINGS}
 
 
 @dataclass(frozen=True)
-class _Measurement:
+class Measurement:
     """One row of the table."""
 
     number: int
@@ -81,7 +86,7 @@ class _Measurement:
 class CheckedRow:
     """A measurement with its prediction and its flags."""
 
-    row: _Measurement
+    row: Measurement
     predicted_ms: tuple[float, float, float] | None
     """10th, 50th and 90th percentile in milliseconds; None if the row cannot be predicted."""
     reason: str = ""
@@ -128,7 +133,7 @@ def check_rows(
     checked = []
     for number, row in enumerate(rows):
         notify("rows", number, len(rows))
-        checked.append(_check(_read_row(number + 2, row, machine, cluster), machine, schedule_of, cache))
+        checked.append(_check(read_row(number + 2, row, machine.device, cluster), machine, schedule_of, cache))
     return checked
 
 
@@ -169,10 +174,10 @@ class _UnreadableRowError(Exception):
     """A value of a row is missing or not understood."""
 
 
-def _read_row(number: int, row: Mapping[str, str | None], machine: Calibration, cluster: Cluster) -> _Measurement:
-    """Read one row of the table."""
+def read_row(number: int, row: Mapping[str, str | None], device: str, cluster: Cluster) -> Measurement:
+    """Read one row of the table; a row that was measured on another ``device`` has no query."""
     cells = {key: value.strip() for key, value in row.items() if key and isinstance(value, str) and value.strip()}
-    measurement = _Measurement(number, cells.get("id") or cells.get("strategy") or "", None, None, None, "")
+    measurement = Measurement(number, cells.get("id") or cells.get("strategy") or "", None, None, None, "")
     try:
         part, workload, cluster = _read_workload(cells, cluster)
         speeds = {name: _number(name, cells[name]) for name in _TIMES if name in cells}
@@ -184,7 +189,7 @@ def _read_row(number: int, row: Mapping[str, str | None], machine: Calibration, 
         measurement = replace(
             measurement, part=part, measured_ms=measured_ms, tflops=flops / measured_ms if measured_ms else None
         )
-        return replace(measurement, query=_query_of(cells, workload, cluster, machine))
+        return replace(measurement, query=_query_of(cells, workload, cluster, device))
     except _UnreadableRowError as error:
         return replace(measurement, unreadable_reason=str(error))
 
@@ -230,12 +235,12 @@ def _read_workload(cells: Mapping[str, str], cluster: Cluster) -> tuple[str, Wor
     return meanings["pass"], workload, replace(cluster, hosts=hosts, gpus_per_host=per_host)
 
 
-def _query_of(cells: Mapping[str, str], workload: Workload, cluster: Cluster, machine: Calibration) -> Query:
+def _query_of(cells: Mapping[str, str], workload: Workload, cluster: Cluster, device: str) -> Query:
     """Return the query of a row. Raises `_UnreadableRowError` for an unknown strategy or another device."""
     name = cells.get("strategy", "").lower().replace("_", "-")
     if name not in SPECS:
         raise _UnreadableRowError("a strategy that ringprof has not")
-    measured_device, machine_device = (device_named(device) for device in (cells.get("hardware"), machine.device))
+    measured_device, machine_device = map(device_named, (cells.get("hardware"), device))
     if measured_device and machine_device and measured_device != machine_device:
         raise _UnreadableRowError(f"measured on {measured_device}, and the machine is {machine_device}")
     params: Params = {}
@@ -270,7 +275,7 @@ def _kernel_name(text: str) -> str:
     return name or "auto"
 
 
-def _check(row: _Measurement, machine: Calibration, schedule_of: ScheduleOf, cache: dict[Any, Any]) -> CheckedRow:
+def _check(row: Measurement, machine: Calibration, schedule_of: ScheduleOf, cache: dict[Any, Any]) -> CheckedRow:
     """Predict a measurement and flag it if the times cannot belong together."""
     flags = list(_flag_impossible_rates(row, machine))
     if row.query is None:
@@ -288,7 +293,7 @@ def _check(row: _Measurement, machine: Calibration, schedule_of: ScheduleOf, cac
     return checked
 
 
-def _flag_impossible_rates(row: _Measurement, machine: Calibration) -> list[tuple[str, str]]:
+def _flag_impossible_rates(row: Measurement, machine: Calibration) -> list[tuple[str, str]]:
     """Flag rates that no such device has reached with any strategy."""
     if row.tflops is None:
         return []
@@ -297,16 +302,39 @@ def _flag_impossible_rates(row: _Measurement, machine: Calibration) -> list[tupl
         return [("above_peak", f"{row.tflops:.0f} TFLOP/s per GPU, the device's peak is {peak.tflops:.0f}")]
     kernel_name = row.query.kernel if row.query else "auto"
     kernels = [kernel for kernel in machine.kernels if kernel.name == kernel_name] or machine.kernels
-    phases = {"fwd": ("forward",), "bwd": ("backward",)}.get(row.part, ("forward", "backward"))
-    rates = (sample.tflops for kernel in kernels for sample in kernel.samples if sample.phase in phases)
-    best = max(rates, default=float("inf"))
-    if row.tflops > SLACK * best:
+    phases = _PHASES.get(row.part, ("forward", "backward"))
+    curves = [curves_of(machine, kernel.name) for kernel in kernels]
+    best = max((_best_tflops(curve, phase) for curve in curves for phase in phases), default=0.0)
+    if best and row.tflops > SLACK * best:
         return [("above_kernel", f"{row.tflops:.0f} TFLOP/s per GPU, the kernel alone reaches {best:.0f} at its best")]
     return []
 
 
+Phase = Literal["forward", "backward"]
+_PHASES: Mapping[str, tuple[Phase, ...]] = {"fwd": ("forward",), "bwd": ("backward",)}
+_LENGTHS = tuple(2**octave for octave in range(12, 21))
+"""Lengths of square blocks at which a kernel's curve is evaluated: beyond the longest, rates no longer grow."""
+
+
+@lru_cache(maxsize=16)
+def _best_tflops(curves: Curves, phase: Phase) -> float:
+    """Return a kernel's best rate in TFLOP/s at any length: of its samples, or of its curve; 0 without samples."""
+    samples = [sample for sample in curves.kernel.samples if sample.phase == phase]
+    rates = [sample.tflops for sample in samples]
+    heads = {(sample.head_dim, sample.heads, sample.kv_heads) for sample in samples if sample.pairs is None}
+    for (head_dim, heads_q, kv_heads), causal, tokens in product(heads, (True, False), _LENGTHS):
+        block = AttentionOp(
+            label="", phase=phase, batch=1, q=tokens, kv=tokens, heads=heads_q, kv_heads=kv_heads, head_dim=head_dim,
+            causal=causal,
+        )  # fmt: skip
+        # A length that no sample is near to has no estimate.
+        with suppress(OutsideCalibration):
+            rates.append(block.flops() / curves.estimate(block).ns / 1e3)
+    return max(rates, default=0.0)
+
+
 def _flag_other_length(
-    row: _Measurement, machine: Calibration, schedule_of: ScheduleOf, cache: dict[Any, Any]
+    row: Measurement, machine: Calibration, schedule_of: ScheduleOf, cache: dict[Any, Any]
 ) -> list[tuple[str, str]]:
     """Flag a time that fits a sequence two or four times as long or as short."""
     assert row.query is not None and row.measured_ms
@@ -323,7 +351,7 @@ def _flag_other_length(
 
 
 def _predicted_ms(
-    row: _Measurement, query: Query, machine: Calibration, schedule_of: ScheduleOf, cache: dict[Any, Any]
+    row: Measurement, query: Query, machine: Calibration, schedule_of: ScheduleOf, cache: dict[Any, Any]
 ) -> tuple[float, float, float]:
     """Return percentiles in milliseconds of the row's pass; a backward pass is what it adds to the forward pass."""
 

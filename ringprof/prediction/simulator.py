@@ -125,6 +125,7 @@ class Simulator:
         self.machine, self.ranks = machine, ranks
         self.flows = Flows(machine.capacity, self.call_at)
         self._transfers: dict[tuple[str, int], _RunningTransfer] = {}
+        self._groups: dict[int, tuple[dict[int, int], dict[int, int], int]] = {}
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = count()
 
@@ -135,6 +136,17 @@ class Simulator:
         while self._events:
             time_ns, _, callback = heapq.heappop(self._events)
             callback(time_ns)
+
+    def group_of(self, comm_op: CommStart) -> tuple[dict[int, int], dict[int, int], int]:
+        """Return the next and the previous member of each member, and how many members are simulated.
+
+        Groups may have thousands of members, and each of their operations asks. So the key is the tuple's identity,
+        which lasts as long as the programs.
+        """
+        key = id(comm_op.members)
+        if key not in self._groups:
+            self._groups[key] = *_neighbours(comm_op.members), len(self.ranks.intersection(comm_op.members))
+        return self._groups[key]
 
     def running_transfer(self, comm_op: CommStart, number: int) -> _RunningTransfer:
         """Return the ``number``-th transfer of a communicator; all members start them in the same order."""
@@ -264,8 +276,7 @@ class _RunningTransfer:
         self._simulator, self._comm_op = simulator, comm_op
         self.device_share = simulator.machine.device_share(comm_op)
         self._kernels: dict[int, _TransferKernel] = {}
-        self._next, self._previous = _neighbours(comm_op.members)
-        self._expected = len(simulator.ranks.intersection(comm_op.members))
+        self._next, self._previous, self._expected = simulator.group_of(comm_op)
 
     def arrive(self, kernel: _TransferKernel, now: float) -> None:
         """Register a member's kernel, and start what all its peers are ready for."""

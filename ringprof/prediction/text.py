@@ -7,10 +7,10 @@ import math
 from ringprof.common.formatting import percent
 from ringprof.prediction.calibration import Calibration, Value, named_values
 from ringprof.prediction.network import Cluster, Links
-from ringprof.prediction.predict import PredictionResult, inputs
+from ringprof.prediction.predict import PredictionResult, inputs, warnings_of
 from ringprof.record.dryrun.schedule import CommStart
 from ringprof.report.tables import Column, Table
-from ringprof.report.text import TextStyle, binary_size, clean, duration, rate
+from ringprof.report.text import LONGEST_SENTENCE, TextStyle, binary_size, clean, duration, rate
 from ringprof.run import Workload
 from ringprof.workload.devices import peak_of
 
@@ -59,7 +59,7 @@ def prediction_text(prediction: PredictionResult, style: TextStyle) -> str:
         f" {duration(high_ns)}",
         f"rate      {rate(prediction.tflops(median_ns))} per GPU ({rate(prediction.tflops(high_ns))} to"
         f" {rate(prediction.tflops(low_ns))}){of_peak}",
-        f"memory    {binary_size(prediction.peak_bytes)} a GPU at most{peak_place}",
+        f"memory    {binary_size(prediction.peak_bytes)} per GPU at most{peak_place}",
         f"exposed   {percent(prediction.exposed_share)} of the time waits for transfers and peers (mean of ranks)",
         f"bound by  {', '.join(f'{phase}: {PART_LABELS[part]}' for phase, part in prediction.bound_by.items())}",
     ]
@@ -99,8 +99,7 @@ def remarks(prediction: PredictionResult) -> list[str]:
         lines.append(_channels_line(prediction))
     if spans.total("same_host") > _NOTABLE * time_ns and prediction.query.hops == "nccl":
         lines.append("hops inside a node are exposed: --hops copy keeps NCCL's kernels off the multiprocessors")
-    if prediction.peak_bytes > prediction.machine.memory_bytes:
-        lines.append(f"this does not fit: a GPU has {binary_size(prediction.machine.memory_bytes)}")
+    lines += [clean(warning.message, LONGEST_SENTENCE) for warning in warnings_of(prediction)]
     return [*lines, ""] if lines else []
 
 

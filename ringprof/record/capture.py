@@ -19,18 +19,19 @@ from typing import Any
 
 import msgspec
 from msgspec.structs import replace
+from torch import nn
 from torch.profiler import record_function
 
 from ringprof.common.scratch import lock, remove_abandoned, unlock
 from ringprof.common.validation import whole
 from ringprof.errors import UsageError
 from ringprof.record.launcher import launcher_rank
+from ringprof.record.layer_ranges import named_layers
 from ringprof.record.machine import RankHost, device_name, distinct_host_names, host_name
 from ringprof.record.measure import ITERATION, counted_work, profiler, profiler_is_busy, reset_counts
 from ringprof.record.process_group import GroupRanks, one_line
 from ringprof.record.recording import RankResult, build_run, gather_trace_files, strategy_used
 from ringprof.record.remote_traces import TraceFile
-from ringprof.record.request import from_json
 from ringprof.record.run_folder import RUN_FILE, discard, reduced_name, trace_name
 from ringprof.run import Run, Workload, write_run
 from ringprof.workload_checks import workload_problems
@@ -47,6 +48,7 @@ def capture(
     name: str | None = None,
     group: Any = None,
     strategy: Any = None,
+    model: nn.Module | None = None,
     record_shapes: bool = False,
     reduce: _Reduce | None = None,
 ) -> Iterator[None]:
@@ -64,6 +66,8 @@ def capture(
     strategy, or a list of several where layers have their own. It adds the kernel, the work that it counted, the bytes
     that it sent, and the size of the context-parallel group. With data parallelism each such group computes a workload
     of its own. A capture has no verification and no timings without the profiler.
+    ``model`` has the calls of its layers, which are the members of its ``ModuleList``, named in the trace, so that a
+    report tells which layer's communication is exposed.
     ``record_shapes`` makes the profiler record the shapes of operators. From them a report computes the rates of
     attention and matrix products and the MFU. Recording shapes slows down the CPU.
 
@@ -77,6 +81,8 @@ def capture(
     """
     if workload is not None and not isinstance(workload, Workload):
         raise UsageError(f"workload is a ringprof.Workload, not {workload!r}")
+    if model is not None and not isinstance(model, nn.Module):
+        raise UsageError(f"model is a torch.nn.Module, not {model!r}")
     arguments = _CaptureArguments(
         Path(folder).absolute(),
         name,
@@ -91,7 +97,7 @@ def capture(
         recorder.open()
         recorder.start()
         try:
-            with record_function(ITERATION):
+            with named_layers(model), record_function(ITERATION):
                 yield
         except BaseException as error:
             recorder.abandon(error)
@@ -167,7 +173,7 @@ class _Recorder:
             message = _create_staging(self._run_folder(), self._staging)
             self._owns_staging = not message.refusal
         try:
-            messages = [from_json(data, _Opening) for data in self._ranks.gather_structs(message)]
+            messages = self._ranks.gather_structs(message)
         except RuntimeError as error:
             self._give_up(error)
             return
@@ -203,7 +209,7 @@ class _Recorder:
             return
         outcome = self._outcome()
         try:
-            outcomes = [from_json(data, _Outcome) for data in self._ranks.gather_structs(outcome)]
+            outcomes = self._ranks.gather_structs(outcome)
             self._write(outcomes)
         except RuntimeError as error:
             self._give_up(error)

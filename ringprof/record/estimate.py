@@ -174,14 +174,14 @@ def describe(request: RecordRequest, estimate: RecordingEstimate) -> list[str]:
     tokens = f"sequence {workload.seq}"
     if workload.kv_length is not None:
         new = "1 new token" if workload.seq == 1 else f"{workload.seq} new tokens"
-        tokens = f"{workload.phase} of {new} a sequence over {workload.kv_length} keys"
+        tokens = f"{workload.phase} of {new} per sequence over {workload.kv_length} keys"
     size, note = estimate.memory_bytes, estimate.memory_note
     memory = f"memory unknown: {note}" if size is None else f"about {_bytes(size)} of memory{note}"
     lines = [
         f"{request.strategy} on {devices}: {tokens}, batch {workload.batch},"
         f" {workload.heads_in_words()}, {', '.join([mask, *workload.extras()])}, {workload.dtype},"
         f" {'forward and backward' if workload.backward else 'forward only'}",
-        f"plan per device: {_si(estimate.flops_per_device)}FLOPs an iteration,"
+        f"plan per device: {_si(estimate.flops_per_device)}FLOPs per iteration,"
         f" about {_time_text(estimate)} ({_si(estimate.rate)}FLOP/s {estimate.kernel},"
         f" {estimate.rate_source}), {memory}",
     ]
@@ -189,7 +189,7 @@ def describe(request: RecordRequest, estimate: RecordingEstimate) -> list[str]:
         lines.append("flex is compiled first, forward and backward: some 15 s before the first check")
     if request.cp_sizes:
         sizes = ", ".join(map(str, request.cp_sizes))
-        lines.append(f"steps of an iteration: {sizes} ranks a sequence, as many tokens a rank in each")
+        lines.append(f"steps of an iteration: {sizes} ranks per sequence, with equal tokens per rank")
     if workload.layer is not None:
         lines.append(f"{workload.layers} x {workload.layer}")
     if estimate.imbalance is None:
@@ -205,7 +205,7 @@ def _time_text(estimate: RecordingEstimate) -> str:
     if estimate.available_share >= BUSY_BELOW:
         return f"{_seconds(idle_s)} each"
     busy_s = idle_s / estimate.available_share
-    return f"{_seconds(idle_s)} each on a quiet machine, {_seconds(busy_s)} on one as busy as this is now"
+    return f"{_seconds(idle_s)} each on a quiet machine, {_seconds(busy_s)} at the current load"
 
 
 def raise_if_too_large(request: RecordRequest, estimate: RecordingEstimate) -> None:
@@ -231,7 +231,7 @@ def raise_if_too_large(request: RecordRequest, estimate: RecordingEstimate) -> N
         longest = with_keys(_largest_count(request, estimate, with_keys, cached)).kv_length
         advice = f"--kv-length {longest} fits" if longest != workload.seq else "no cache fits"
         raise UnsupportedWorkloadError(
-            f"{workload.kv_length} keys a sequence {reason}; {advice} (--force runs it anyway)"
+            f"{workload.kv_length} keys per sequence {reason}; {advice} (--force runs it anyway)"
         )
     largest = largest_seq(request, estimate)
     advice = f"the largest sequence that fits is {largest}" if largest else "no sequence fits"

@@ -276,6 +276,6 @@ def _explain(error: BaseException, readers: list[ProgressLogReader], scratch: Pa
         # All logged errors are consequences: the cause is a rank that ended without an error, whatever its exit code.
         rank = max(unexplained, key=lambda rank: statuses[rank] != 0)
         log = log_path(scratch, rank)
-        return RecordError(f"rank {rank} ended with exit code {statuses[rank]} and said nothing; log: {log}")
+        return RecordError(f"rank {rank} exited with code {statuses[rank]} and printed no error; log: {log}")
     rank = min(outcomes, key=lambda rank: (outcomes[rank].effect, failed[rank]["at"]))
     return rank_error(rank, outcomes[rank], f"; log: {log_path(scratch, rank)}")

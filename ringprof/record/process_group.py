@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ringprof.errors import UsageError
 from ringprof.record.launcher import RankInfo, slurm_rendezvous
-from ringprof.record.request import to_json
+from ringprof.record.request import from_json, to_json
 from ringprof.strategies.transport.groups import uses_nccl
 
 
@@ -60,6 +60,7 @@ def gather_tensor(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]
     return parts
 
 
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _EXIT_NOTICE = "ringprof/left/"
 _CAPTURE_KEY = "ringprof/capture/"
 _MOST_NAMED = 8
@@ -144,9 +145,9 @@ class GroupRanks:
                 return str(store.get(_EXIT_NOTICE + token), "utf-8", "replace")
         return None
 
-    def gather_structs(self, value: msgspec.Struct) -> list[bytes]:
-        """Gather every rank's ``value``, as JSON."""
-        return self.gather_bytes(to_json(value))
+    def gather_structs(self, value: _Struct) -> list[_Struct]:
+        """Gather every rank's ``value``, in rank order."""
+        return [from_json(part, type(value)) for part in self.gather_bytes(to_json(value))]
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Gather every rank's ``data``."""

@@ -36,7 +36,6 @@ from ringprof.record.check.on_ranks import record_sent
 from ringprof.record.check.result import SentInCall
 from ringprof.record.monitor import StepCounter, interval_for
 from ringprof.record.process_group import GroupRanks
-from ringprof.record.request import from_json
 from ringprof.strategies.base import Strategy
 from ringprof.strategies.kernels.reference import KeyStretches, capped
 from ringprof.strategies.kernels.uncompiled import uncompiled
@@ -316,7 +315,7 @@ class Prover(StepCounter):
             ready, problem = self._prepare(ranks)
         except Exception as error:  # also torch.OutOfMemoryError
             ready = _Ready(self._problem or f"{type(error).__name__}: {error}")
-        by_rank = [from_json(part, _Ready) for part in ranks.gather_structs(ready)]
+        by_rank = ranks.gather_structs(ready)
         line: JsonObject = {"step": self.steps, "time": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"}
         calls = self._calls_per_step
         line |= {"ranks": ranks.numbers, "call": self.proofs % max(1, calls), "calls": calls}
@@ -401,7 +400,7 @@ class Prover(StepCounter):
                 )  # fmt: skip
         except Exception as error:
             result = _RankResult(failed=f"{type(error).__name__}: {error}")
-        by_rank = [from_json(part, _RankResult) for part in ranks.gather_structs(result)]
+        by_rank = ranks.gather_structs(result)
         failing = [f"rank {n}: {x.failed}" for n, x in zip(ranks.numbers, by_rank, strict=True) if x.failed]
         if failing:
             return {"problem": f"the proof failed on {failing[0]}"}

@@ -27,7 +27,7 @@ def require_packages(*packages: str) -> None:
     """Check that these packages are installed, before modules that import them. Raises `MissingExtraError`."""
     for package in packages:
         if find_spec(package) is None:
-            raise MissingExtraError(f"recording needs {package}: pip install 'ringprof[record]'")
+            raise MissingExtraError(f"recording needs {package}: pip install '.[record]' in a clone of ringprof")
 
 
 class RecordRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from ringprof.analysis.findings.summary import Communication
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS
 from ringprof.common.json_object import JsonObject
 from ringprof.report.page.document import Report, ReportParts
-from ringprof.report.sections import SECTIONS, annotated, by_shape, kernels
+from ringprof.report.sections import SECTIONS, annotated, by_shape, kernels, layers
 from ringprof.trace.columns import Notice
 
 REPORT_SCHEMA = "ringprof.report/1"
@@ -75,6 +75,7 @@ def _explanation(findings: Findings) -> JsonObject:
         "other_kernels": msgspec.to_builtins(waterfall.kernels) if waterfall.kernels != NOTHING_KNOWN else None,
         "kernels": kernels.items(findings),
         "annotations": annotated.items(findings),
+        "layers": layers.items(findings),
         "gemms": by_shape.gemm_items(findings),
         "collectives": by_shape.collective_items(findings),
         "inference": msgspec.to_builtins(findings.inference),

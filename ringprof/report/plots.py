@@ -75,7 +75,7 @@ class Plots:
             colour = palette.WATERFALL_COLOURS[part.part]
             ax.barh(row, part.time_ns / 1e6, left=end_ns / 1e6, color=colour, height=0.7)
             span = end_ns / 1e6, (end_ns + part.time_ns) / 1e6
-            text = f"{significant(part.time_ns / 1e6)} ms, {percent(part.share)}"
+            text = f"{significant(part.time_ns / 1e6, 3)} ms, {percent(part.share)}"
             _label_bar(ax, row, span, text, self._findings.waterfall.wall_ns / 1e6)
             end_ns += part.time_ns
         ax.margins(x=0.02)

@@ -68,6 +68,7 @@ _HAS_CONTENT: dict[str, Callable[[Findings], bool]] = {
     "steps": lambda findings: bool(findings.exposed_by_step),
     "hops": lambda findings: any(rank.hop_totals.count for rank in findings.attribution.ranks),
     "gemms": lambda findings: bool(findings.gemms),
+    "layers": lambda findings: bool(findings.layers),
     # Hops have a section of their own.
     "collectives": lambda findings: any(
         row.key.kind not in ("send_recv", "copy_engine") for row in findings.collectives

@@ -36,6 +36,9 @@ MEANINGS: dict[str, str] = {
     "time of their kernels, and FLOPs over that time against the device's peak.",
     "collectives": "Kernels and copies of communication by kind, process group and size of one operation, mean over "
     "ranks. Sizes and bus bandwidth are those of nccl-tests; waiting for peers counts in the last column alone.",
+    "layers": "Attention and communication by layer of the model, mean over ranks: work belongs to the layer that "
+    "launched it, in the backward pass to the layer of the forward operator. Of transfers that overlap, the first "
+    "has the time, so that the rows sum to the run's.",
     "hops": "A hop is one transfer with neighbours. It waits until its peers have arrived; the rest is wire.",
     "settings": "What was run, where, and with which versions.",
     "comparison": "Measurements side by side. Noise: the measurements do not prove a difference (95 % interval of the "

@@ -32,7 +32,7 @@ class DaskCluster:
         try:
             import distributed
         except ImportError:
-            raise MissingExtraError("--scheduler needs Dask: pip install 'ringprof[cluster]'") from None
+            raise MissingExtraError("--scheduler needs Dask: pip install '.[cluster]' in a clone of ringprof") from None
         self._address = address
         if not _ADDRESS.fullmatch(address):
             raise self._usage_error("an address is tcp://HOST:PORT (or tls, ws, wss, ucx)")

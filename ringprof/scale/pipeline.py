@@ -122,7 +122,7 @@ def explain_stored(
             raise
     except OSError as error:
         reason = error.strerror or " ".join(str(error).split())
-        message = f"a report of many ranks keeps about 2 MB a rank in the folder that TMPDIR names: {reason}"
+        message = f"a report of many ranks keeps about 2 MB per rank in the folder that TMPDIR names: {reason}"
         raise InputError(message) from None
 
 

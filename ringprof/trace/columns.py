@@ -190,6 +190,17 @@ class FlopRecords(msgspec.Struct, frozen=True):
     k: Int64
 
 
+class BackwardCalls(msgspec.Struct, frozen=True):
+    """Calls of autograd nodes in a backward pass, sorted by start, each with the forward operator that created it."""
+
+    start_ns: Int64
+    end_ns: Int64
+    thread: Int64
+    forward_ns: Int64
+    """Start of the forward operator, from the profiler's ``fwdbwd`` arrows; `NONE` where no arrow ends in the call."""
+    forward_thread: Int64
+
+
 class Device(msgspec.Struct, frozen=True):
     """One device as the trace describes it."""
 
@@ -200,7 +211,7 @@ class Device(msgspec.Struct, frozen=True):
 TABLES: dict[str, type[Any]] = {
     "activities": Activities, "launches": Launches, "annotations": Ranges, "device_annotations": Ranges,
     "operators": Ranges, "comm_records": CommRecords, "memory": MemoryEvents, "host_events": HostEvents,
-    "flop_records": FlopRecords,
+    "flop_records": FlopRecords, "modules": Ranges, "backward_calls": BackwardCalls,
 }  # fmt: skip
 """Fields of `Trace` that hold columns, with the type of each table."""
 
@@ -288,6 +299,9 @@ class Trace(msgspec.Struct, frozen=True):
     host_events: HostEvents = _empty(HostEvents)
     flop_records: FlopRecords = _empty(FlopRecords)
     """Matrix products, convolutions and attention of known shape; empty where the profiler recorded no shapes."""
+    modules: Ranges = _empty(Ranges)
+    """Calls of ``torch.nn`` modules, which torch.profiler records with its option ``with_stack``."""
+    backward_calls: BackwardCalls = _empty(BackwardCalls)
 
     @property
     def lacks_device(self) -> bool:

@@ -92,14 +92,18 @@ def _detect_file(name: str) -> Input:
 
 
 def _suggestion(name: str) -> str:
-    """Suggest a name for the first missing part of a path, from the first 500 names of its folder; may be empty."""
+    """Suggest a name for the first missing part of a path, from the first 500 names of its folder; may be empty.
+
+    Where no name is similar and a run is missing, name the command that lists runs.
+    """
     if is_url(name):
         return ""
     folder, base_name = os.path.split(os.path.abspath(name))
     while not os.path.lexists(folder):
         folder, base_name = os.path.split(folder)
     with suppress(OSError), os.scandir(folder) as entries:
-        return nearest(base_name, [entry.name for entry in islice(entries, 500)])
+        similar = nearest(base_name, [entry.name for entry in islice(entries, 500)])
+        return similar or (" (list recorded runs with: ringprof runs)" if base_name == "run.json" else "")
     return ""
 
 

@@ -68,7 +68,8 @@ def take_analysis(trace: Trace, budget: MemoryBudget) -> Trace:
     rows = trace.activities
     communicates = np.array([_COMMUNICATES.search(name[:1000]) is not None for name in trace.names], np.bool_)
     hops = int(np.count_nonzero(communicates[rows.name] | (rows.collective != NONE)))
-    ranges = sum(len(table.start_ns) for table in (trace.annotations, trace.operators, trace.flop_records))
+    tables = (trace.annotations, trace.operators, trace.flop_records, trace.modules, trace.backward_calls)
+    ranges = sum(len(table.start_ns) for table in tables)
     size = _ANALYSED_ACTIVITY * len(rows.start_ns) + _ANALYSED_HOP * hops + _ANALYSED_RANGE * ranges
     budget.take(size, trace.path)
     return trace

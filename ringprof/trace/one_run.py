@@ -146,7 +146,7 @@ def _run_warnings(facts: Sequence[TraceFacts]) -> list[Notice]:
     if disjoint:
         first, second = (trace_facts.path for trace_facts in disjoint)
         names = f"{first} and {second}" if first != second else f"{first}: two of its processes"
-        warnings.append(Notice("mixed_runs", f"{names} have no moment in common: are they of one run?"))
+        warnings.append(Notice("mixed_runs", f"{names} do not overlap in time: are they from one run?"))
     return warnings
 
 

@@ -86,7 +86,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
     columns: Annotated[dict[str, Annotated[dict[str, memoryview], _FEW]], _FEW]
 
 
-_MAY_BE_MISSING = frozenset({"memory", "host_events", "flop_records"})
+_MAY_BE_MISSING = frozenset({"memory", "host_events", "flop_records", "modules", "backward_calls"})
 """Tables that are stored only if they have rows. Older files never have them."""
 _COLUMNS_MAY_BE_MISSING = frozenset({"target_device", "batch", "m", "n", "k"})
 """Columns that older files lack; they are filled with `NONE`."""

@@ -94,15 +94,15 @@ class HeadExchange:
         if self.degree == 1:
             return attention(call, q, k, v)
         repeats = math.lcm(k.shape[2], self.degree) // k.shape[2]
-        q, k, v = self._exchange(True, q, _repeat(k, repeats), _repeat(v, repeats))
+        q, k, v = self.exchange(True, q, _repeat(k, repeats), _repeat(v, repeats))
         out, lse = attention(call, q, k, v)
         if lse is None:
-            return self._exchange(False, out)[0], None
+            return self.exchange(False, out)[0], None
         # Exchange both in one call. A rank whose loss uses only one of them then still exchanges both gradients.
-        out, rows = self._exchange(False, out, lse.transpose(1, 2).unsqueeze(-1))
+        out, rows = self.exchange(False, out, lse.transpose(1, 2).unsqueeze(-1))
         return out, rows.squeeze(-1).transpose(1, 2)
 
-    def _exchange(self, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def exchange(self, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Exchange tensors with autograd support; ``to_heads``: from sequence shards to head shards, else back."""
         result: tuple[Tensor, ...] = _Exchange.apply(self, to_heads, *tensors)  # type: ignore[no-untyped-call]
         return result

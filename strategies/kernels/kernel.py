@@ -18,8 +18,8 @@ from .merge import accumulate, merge_rows, output_with_delta, wide_type
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-FLOPS_PER_PAIR = {"forward": 4, "backward": 10}
-"""FLOPs per query-key pair and head dimension, by pass."""
+FLOPS_PER_PAIR = {"forward": (2, 2), "backward": (6, 4)}
+"""FLOPs per query-key pair, by pass: per number of a head of q and k, and per number of a head of v."""
 
 
 class Kernel(ABC):
@@ -61,6 +61,11 @@ class Kernel(ABC):
         self.flops = 0
         self.calls = {"forward": 0, "backward": 0}
 
+    @classmethod
+    def build_takes_softcap(cls, device: torch.device) -> bool:
+        """Return whether the installed build of the kernel computes a softcap; asked only if it ``takes_softcap``."""
+        return cls.takes_softcap
+
     dtypes: ClassVar[tuple[torch.dtype, ...] | None] = (torch.bfloat16, torch.float16)
     """Supported data types; None: any."""
     most_head_dim: ClassVar[int | None] = None
@@ -84,6 +89,14 @@ class Kernel(ABC):
         if cls.dtypes is not None and dtype not in cls.dtypes:
             return f"takes {cls.types()}, not {dtype}"
         return None
+
+    @classmethod
+    def takes_v_head_dim(cls, head_dim: int, v_head_dim: int) -> bool:
+        """Return whether heads of v may have ``v_head_dim``, where those of q and k have ``head_dim``.
+
+        Otherwise the caller pads v with zeros to ``head_dim``.
+        """
+        return v_head_dim == head_dim
 
     @classmethod
     def head_dims(cls) -> str:
@@ -112,7 +125,7 @@ class Kernel(ABC):
         With ``parts``, compute only those rectangles. The output may then have a wider type. In rows outside of all
         rectangles, the output is 0 and the LSE is -inf.
         """
-        self._count("forward", q, k, causal, parts)
+        self._count("forward", q, k, v, causal, parts)
         q, k, v = (as_kernel_input(x) for x in (q, k, v))
         if not self.grouped_heads:
             k, v = self._match_heads(q, k, v)
@@ -139,7 +152,7 @@ class Kernel(ABC):
         (or ``delta``, (B, H, Sq) float32) are those of the whole row over all blocks. This makes the gradient of each
         block independent of the others.
         """  # fmt: skip
-        self._count("backward", q, k, causal, parts)
+        self._count("backward", q, k, v, causal, parts)
         if delta is not None and not self.takes_delta:
             out, delta = output_with_delta(dout, delta), None
         dout, q, k, v = (as_kernel_input(x) for x in (dout, q, k, v))
@@ -230,11 +243,12 @@ class Kernel(ABC):
     ) -> Gradients:  # fmt: skip
         raise NotImplementedError(f"kernel {self.name} takes no windows")
 
-    def _count(self, phase: str, q: Tensor, k: Tensor, causal: bool, parts: MaskBlocks | None = None) -> None:
+    def _count(self, phase: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, parts: MaskBlocks | None) -> None:
         """Add one call and its FLOPs to the counters; ``phase`` is ``forward`` or ``backward``."""
         batch, seq, heads, head_dim = q.shape
         pairs = parts.area if parts else seq * (seq + 1) // 2 if causal else seq * k.shape[1]
-        self.flops += FLOPS_PER_PAIR[phase] * batch * heads * head_dim * pairs
+        per_qk, per_v = FLOPS_PER_PAIR[phase]
+        self.flops += (per_qk * head_dim + per_v * v.shape[3]) * batch * heads * pairs
         self.calls[phase] += 1
 
     def _match_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -263,8 +277,10 @@ _ALIGNMENT = 16
 """Bytes that GPU kernels load at once."""
 
 
-def allocate_adjacent(k: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate dK and dV adjacent in memory, so that later operations can process both at once."""
+def allocate_adjacent(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate dK and dV; where k and v have one shape, adjacent in memory, so that one operation can process both."""
+    if k.shape != v.shape:
+        return k.new_empty(k.shape), v.new_empty(v.shape)
     dk, dv = torch.empty((2, *k.shape), dtype=k.dtype, device=k.device).unbind(0)
     return dk, dv
 

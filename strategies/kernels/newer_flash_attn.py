@@ -51,6 +51,7 @@ class FlashAttn3Kernel(VarlenKernel):
     # A smaller head_dim is computed with the next larger size that was compiled.
     most_head_dim = max((size for size in (64, 96, 128, 192, 256) if f"HDIM{size}" not in _DISABLED), default=0)
     dtypes = (torch.bfloat16,) if "FP16" in _DISABLED else (torch.bfloat16, torch.float16)
+    _takes_192_and_128 = "HDIMDIFF192" not in _DISABLED
 
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
@@ -63,6 +64,12 @@ class FlashAttn3Kernel(VarlenKernel):
                 return f"needs a flash-attn 3 that was built without FLASHATTENTION_DISABLE_{feature}"
         return None if torch.cuda.get_device_capability(device)[0] == 9 else "needs a Hopper GPU (capability 9.0)"
 
+    @classmethod
+    def takes_v_head_dim(cls, head_dim: int, v_head_dim: int) -> bool:
+        if not cls._takes_192_and_128 or v_head_dim == head_dim:
+            return v_head_dim == head_dim
+        return 128 < head_dim <= 192 and 96 < v_head_dim <= 128 and v_head_dim % cls.head_dim_step == 0
+
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
         # By default the operator may split the keys where there are few queries, which not every build can do.
         out, lse, *_ = _operators().fwd.default(
@@ -74,7 +81,7 @@ class FlashAttn3Kernel(VarlenKernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
         out: Tensor | None, delta: Tensor | None, scale: float, causal: bool, into: Gradients | None = None,
     ) -> Gradients:  # fmt: skip
-        dq, dk, dv = into or (torch.empty_like(q), *allocate_adjacent(k))
+        dq, dk, dv = into or (torch.empty_like(q), *allocate_adjacent(k, v))
         _operators().bwd.default(
             dout, q, k, v, out, lse, dq, dk, dv, softmax_scale=scale, is_causal=causal, softcap=self.softcap,
             deterministic=self.deterministic,
@@ -94,7 +101,7 @@ class FlashAttn3Kernel(VarlenKernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, batch: Batch,
         scale: float, into: Gradients | None = None,
     ) -> Gradients:  # fmt: skip
-        dq, dk, dv = into or (torch.empty_like(q), *allocate_adjacent(k))
+        dq, dk, dv = into or (torch.empty_like(q), *allocate_adjacent(k, v))
         _operators().bwd.default(
             dout, q, k, v, out, lse, dq, dk, dv, softmax_scale=scale, is_causal=batch.causal, softcap=self.softcap,
             deterministic=self.deterministic, **_varlen(lengths, batch),
@@ -149,6 +156,11 @@ class FlashAttn4Kernel(VarlenKernel):
             return f"takes head_dim up to 128, or 256, on GPUs newer than Hopper: not {head_dim}"
         return reason
 
+    @classmethod
+    def takes_v_head_dim(cls, head_dim: int, v_head_dim: int) -> bool:
+        # What it takes on Hopper and on newer GPUs.
+        return v_head_dim == head_dim or (head_dim, v_head_dim) == (192, 128)
+
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _interface()._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
         return out, lse
@@ -157,7 +169,7 @@ class FlashAttn4Kernel(VarlenKernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
         out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
     ) -> Gradients:  # fmt: skip
-        dk, dv = allocate_adjacent(k)
+        dk, dv = allocate_adjacent(k, v)
         dq, *_ = _interface()._flash_attn_bwd(
             q, k, v, out, dout, lse, softmax_scale=scale, causal=causal, deterministic=self.deterministic, dk=dk, dv=dv
         )
@@ -175,7 +187,7 @@ class FlashAttn4Kernel(VarlenKernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, batch: Batch,
         scale: float,
     ) -> Gradients:  # fmt: skip
-        dk, dv = allocate_adjacent(k)
+        dk, dv = allocate_adjacent(k, v)
         dq, *_ = _interface()._flash_attn_bwd(
             q, k, v, out, dout, lse, softmax_scale=scale, causal=batch.causal, deterministic=self.deterministic, dk=dk,
             dv=dv, **_with_none(_varlen(lengths, batch)),

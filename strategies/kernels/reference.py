@@ -27,6 +27,10 @@ class ReferenceKernel(Kernel):
     dtypes = None
     head_dim_step = 1
 
+    @classmethod
+    def takes_v_head_dim(cls, head_dim: int, v_head_dim: int) -> bool:
+        return True
+
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
         return self.forward_masked(q, k, v, scale, self._visible_keys(q, causal))
 

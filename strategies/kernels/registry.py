@@ -19,7 +19,7 @@ from .torch_kernels import (
     TorchFlashKernel,
 )
 
-# Fastest first, as measured on H200 (docs/workloads.md): flash-attn 3 takes 0.6 to 1.1 of cuDNN's time from 256 tokens
+# Fastest first, as measured on H200 (docs/kernels.md): flash-attn 3 takes 0.6 to 1.1 of cuDNN's time from 256 tokens
 # on, mostly less than 1, and cuDNN about 0.6 of flash-attn 2's. On H100, forward and backward of flash-attn 4 take 0.95
 # to 1.01 of flash-attn 3's time from 2,048 to 32,768 tokens, but it compiles for seconds when it is first called.
 KERNELS: dict[str, type[Kernel]] = {
@@ -106,4 +106,7 @@ def reason_against(
     for feature, required in wants.items():
         if required and not supported[feature]:
             return _LACKS[feature]
-    return kernel.why_unsupported(device, dtype, head_dim)
+    reason = kernel.why_unsupported(device, dtype, head_dim)
+    if reason is None and wants.get("softcap") and not kernel.build_takes_softcap(device):
+        return _LACKS["softcap"]
+    return reason

@@ -89,6 +89,7 @@ class RecordingKernel(Kernel):
         self.kernel = kernel
         self.name, self.takes_delta, self.dense_rows = kernel.name, kernel.takes_delta, kernel.dense_rows
         self.writes_into = kernel.writes_into
+        self.takes_v_head_dim = kernel.takes_v_head_dim  # type: ignore[method-assign]
         self.recorded_calls: list[KernelCall] = []
         """All calls so far, in order."""
 
@@ -145,7 +146,11 @@ class NoOpKernel(Kernel):
     def why_unsupported(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         return None
 
-    def _count(self, phase: str, q: Tensor, k: Tensor, causal: bool, parts: MaskBlocks | None = None) -> None:
+    @classmethod
+    def takes_v_head_dim(cls, head_dim: int, v_head_dim: int) -> bool:
+        return True
+
+    def _count(self, phase: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, parts: MaskBlocks | None) -> None:
         """Count nothing: there is no work."""
 
     def _forward_parts(self, q: Tensor, k: Tensor, v: Tensor, scale: float, parts: MaskBlocks) -> tuple[Tensor, Tensor]:
@@ -159,13 +164,14 @@ class NoOpKernel(Kernel):
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
         batch, seq, heads, _ = q.shape
-        return torch.empty_like(q), torch.empty(batch, heads, seq, dtype=wide_type(q), device=q.device)
+        out = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype, device=q.device)
+        return out, torch.empty(batch, heads, seq, dtype=wide_type(q), device=q.device)
 
     def _backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
         out: Tensor | None, delta: Tensor | None, scale: float, causal: bool, into: Gradients | None = None,
     ) -> Gradients:  # fmt: skip
-        return into or (torch.empty_like(q), *allocate_adjacent(k))
+        return into or (torch.empty_like(q), *allocate_adjacent(k, v))
 
 
 # --- transport ----------------------------------------------------------------------------------------

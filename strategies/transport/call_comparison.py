@@ -4,16 +4,19 @@ Packed documents change with every batch, and lengths of caches with every decod
 
 Where all ranks of the group are on one host, each writes a hash of its call into memory that the ranks share, and waits
 for those of all others before anything is sent, which takes some microseconds. NCCL and the GPU take no part.
+Otherwise, hashes are summed in the store of torch.distributed, three requests per rank.
 
-Otherwise, hashes are summed in the store of torch.distributed, three requests per rank. On GPUs a rank takes part only
-where its documents differ from those of its call before, or its options are new to the group: once per batch and not
-once per layer. It says in the store which call it waits in. The other ranks send at once, and a thread of each looks
-twice a second whether a rank waits in a call that its own rank has passed. If so, every rank raises the same error from
-the call in which it waits, or from its next call or backward pass. Communicators of the group are aborted then, since
-what some ranks have sent is never received, and the group can make no further call. On a CPU, where a rank that sends
-waits for its peers, every call is compared before anything is sent.
+On GPUs a rank waits only where its documents differ from those of its call before, or its options are new to the group:
+once per batch and not once per layer. It says, in the memory or in the store, which call it waits in. The other ranks
+send at once, and a thread of each looks twice a second whether a rank waits in a call that its own rank has passed. If
+so, every rank raises the same error from the call in which it waits, or from its next call or backward pass.
+Communicators of the group are aborted then, since what some ranks have sent is never received, and the group can make
+no further call. On a CPU, where a rank that sends waits for its peers, every call is compared before anything is sent.
 
-Where hashes differ, the ranks gather what they were called with, and all raise the same error.
+A hash covers the calls before it. Ranks that have passed calls with different options find out in the memory within
+half a second, and in the store when they next wait.
+
+Where hashes of ranks that wait differ, the ranks gather what they were called with, and all raise the same error.
 """
 
 from __future__ import annotations
@@ -25,8 +28,10 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
+from itertools import compress
 from typing import Any
 from weakref import WeakKeyDictionary, finalize, ref
 
@@ -38,10 +43,13 @@ from .copy_engine import stop_copies
 from .groups import abort_channels, timeout
 from .handshake import WARNED_AFTER_S
 
-_HASH_BITS = 48
-"""Bits of a call's hash in a shared word; the other 16 number the call."""
-_SUMMAND_BITS = 32
-"""Bits of a call's hash that the store adds up; the sum of those of 4096 ranks leaves room to count the ranks."""
+_HASH_BITS = 31
+"""Bits of a call's hash, in a shared word and in the store; the sum of 4096 of them leaves room to count the ranks."""
+_PASSES = 1 << _HASH_BITS
+"""Bit of a shared word: the rank has not waited for the others. The bits above it number the call."""
+_NUMBER_FROM = _HASH_BITS + 1
+_HISTORY = 1024
+"""Calls of each rank that the shared memory keeps. A rank that would overwrite what another may still read waits."""
 _COUNT_FROM = 44
 """Bit of a sum in the store from which on it counts ranks."""
 _SPINNING_S = 1e-3
@@ -72,7 +80,7 @@ def compare_call(
     does not come.
     """
     if group not in _comparisons:
-        _comparisons[group] = CallComparison(group, processes)
+        _comparisons[group] = CallComparison(group, processes, may_pass=may_pass)
     _comparisons[group].check(group, call, may_pass=may_pass)
 
 
@@ -85,15 +93,18 @@ def raise_if_refused(group: dist.ProcessGroup) -> None:
 class CallComparison:
     """The calls of the ranks of one group, counted and compared."""
 
-    def __init__(self, group: dist.ProcessGroup, processes: Mapping[int, int | None]) -> None:
+    def __init__(self, group: dist.ProcessGroup, processes: Mapping[int, int | None], *, may_pass: bool) -> None:
         """Connect the ranks. Collective. Strategies over the same group, and so one thread per group, share it."""
         # The group is the key of a weak dictionary and must not be kept.
         self._ranks: Sequence[int] = dist.get_process_group_ranks(group)
         self._rank, self._size, self._calls = dist.get_rank(group), dist.get_world_size(group), 0
         self._processes = {rank: processes.get(rank) for rank in self._ranks}
+        # A row of words per call, the number of each rank's last call, and of the call that is refused.
+        self._numbers_from = _HISTORY * self._size
+        self._bytes = 8 * (self._numbers_from + self._size + 1)
         own_file = os.memfd_create("ringprof") if hasattr(os, "memfd_create") and self._rank == 0 else None
         if own_file is not None:
-            os.ftruncate(own_file, 16 * self._size)
+            os.ftruncate(own_file, self._bytes)
         token, file = _gather(group, (uuid.uuid4().hex, own_file))[0]
         self._words = self._map(file)
         if not all(_gather(group, self._words is not None)):
@@ -103,75 +114,125 @@ class CallComparison:
         self.refusal: str | None = None
         """Why no further call is possible; None while the ranks' calls are equal as far as this rank knows."""
         self._documents: Any = self  # no documents are equal to it
-        self._kinds: set[tuple[Any, ...]] = set()
-        """All other parts of the calls that the ranks have compared."""
-        self._waited: list[tuple[int, Mapping[str, Any]]] = [(0, {})]
-        """Number and parts of the last two calls in which this rank waited for the others."""
-        if self._words is None:
+        self._kinds: dict[tuple[Any, ...], int] = {}
+        """All other parts of the calls that the ranks have compared, with their hashes."""
+        self._hash = 0
+        """Hash of this rank's calls since one was refused."""
+        self._recent = deque[tuple[int, Mapping[str, Any]]]([(0, {})], _HISTORY)
+        """Number and parts of this rank's last calls."""
+        self._waited = 0, 0
+        """Numbers of the last two calls in which this rank waited for the others."""
+        self._lost = ""
+        """Which rank has ended, as the thread has seen; empty while all exist."""
+        self._lets_pass = may_pass
+        """Whether a thread looks for ranks that wait in a call that this one has passed."""
+        if self._words is None or may_pass:
             self._connect_store(f"ringprof:calls:{token}", group)
 
     def check(self, group: dist.ProcessGroup, call: Mapping[str, Any], *, may_pass: bool) -> None:
         """Compare one call of ``group``, as `compare_call` does."""
+        may_pass &= self._lets_pass
         kind = tuple(value for name, value in call.items() if name != "documents")
-        passes = may_pass and self._words is None and call["documents"] == self._documents and kind in self._kinds
-        if not passes:
+        digest, documents = self._kinds.get(kind), call.get("documents", ())
+        passes = may_pass and digest is not None and documents == self._documents
+        if digest is None:
+            # Hashes of integers are equal in all processes, those of strings are not.
+            values = [hash(value) if isinstance(value, tuple) else value for value in kind]
+            digest = int.from_bytes(blake2b(repr(values).encode(), digest_size=7).digest(), "little")
+        if passes:
+            call = {**call, "documents": self._documents}  # not one more copy of them
+        else:
             # Before the count, since the thread that looks reads the count first.
-            self._waited = [*self._waited[-1:], (self._calls + 1, call)]
+            self._waited = self._waited[1], self._calls + 1
+        if self._words is None or self._lets_pass:
+            self._recent.append((self._calls + 1, call))
         self._calls += 1
         raise_if_refused(group)
+        if self._lost:
+            raise PeerLost(self._lost)
+        self._hash = hash((self._hash, digest, None if passes else documents))
+        digest_bits = self._hash % (1 << _HASH_BITS)
+        if self._words is not None:
+            self._words[self._calls % _HISTORY * self._size + self._rank] = (
+                (self._calls % 2**32) << _NUMBER_FROM | passes << _HASH_BITS | digest_bits
+            )
+            self._words[self._numbers_from + self._rank] = self._calls
         if passes:
+            if self._words is not None and self._calls % (_HISTORY // 4) == 0:
+                self._wait_for(self._ranks_behind)
             return
-        # Hashes of integers are equal in all processes, those of strings are not.
-        values = [hash(value) if isinstance(value, tuple) else value for value in call.values()]
-        digest = int.from_bytes(blake2b(repr(values).encode(), digest_size=8).digest(), "little")
-        equal = self._compare_in_store(digest) if self._words is None else self._compare_in_memory(digest)
+        equal = self._compare_in_store(digest_bits) if self._words is None else self._compare_in_memory()
         if not equal:
+            self._hash = 0
             raise Unsupported(difference(dict(zip(self._ranks, _gather(group, dict(call)), strict=True))))
-        if self._words is None:
-            self._documents = call.get("documents", self)
-            if may_pass:
-                self._kinds.add(kind)
+        if may_pass:
+            self._documents, self._kinds[kind] = documents, digest
 
     def _map(self, file: int | None) -> Any:
-        """Return the 2 x N words of the first rank's ``file``; None where this rank cannot share them."""
+        """Return the words in the first rank's ``file``; None where this rank cannot share them."""
         process = self._processes[self._ranks[0]]
         if file is None or process is None:
             return None
         try:
             with open(f"/proc/{process}/fd/{file}", "r+b") as shared:
-                return memoryview(mmap.mmap(shared.fileno(), 16 * self._size)).cast("Q")
+                return memoryview(mmap.mmap(shared.fileno(), self._bytes)).cast("Q")
         except (OSError, ValueError):
             return None
 
-    def _compare_in_memory(self, digest: int) -> bool:
-        """Write this rank's word and wait for those of the others.
+    def _row(self, number: int) -> list[int]:
+        """Return every rank's word of the call of this number, or of the call `_HISTORY` before it."""
+        first = number % _HISTORY * self._size
+        words: list[int] = self._words[first : first + self._size].tolist()
+        return words
 
-        Words of even and odd calls have places of their own: a rank can be one call ahead of another, never two.
+    def _compare_in_memory(self) -> bool:
+        """Wait for the words of all ranks; return whether they are equal.
+
+        Raises `Unsupported` where a rank has passed the call.
         """
-        number = self._calls % 2**16
-        word = number << _HASH_BITS | digest % 2**_HASH_BITS
-        first = self._calls % 2 * self._size
-        self._words[first + self._rank] = word
+        number = self._calls % 2**32
+
+        def missing() -> list[int]:
+            words = self._row(self._calls)
+            passing = [word & _PASSES and word >> _NUMBER_FROM == number for word in words]
+            if any(passing):
+                self._words[-1] = self._calls  # every rank's thread sees it, and this one's provides the error
+                return list(compress(self._ranks, passing))
+            return [rank for rank, word in zip(self._ranks, words, strict=True) if word >> _NUMBER_FROM != number]
+
+        self._wait_for(missing)
+        return len(set(self._row(self._calls))) == 1
+
+    def _ranks_behind(self) -> list[int]:
+        """Return the ranks whose words this rank must not overwrite yet."""
+        numbers = self._words[self._numbers_from : -1].tolist()
+        return [rank for rank, number in zip(self._ranks, numbers, strict=True) if number < self._calls - _HISTORY // 2]
+
+    def _wait_for(self, missing: Callable[[], list[int]]) -> None:
+        """Wait until no rank is missing. Raises `PeerLost` where one does not come, and `Unsupported` if refused."""
         begin = time.monotonic()
         warned_at, looked_at = begin + WARNED_AFTER_S, begin + 1
-        while True:
-            words = self._words[first : first + self._size].tolist()
-            if words.count(word) == self._size:
-                return True
-            missing = [rank for rank, x in zip(self._ranks, words, strict=True) if x >> _HASH_BITS != number]
-            if not missing:
-                return False
+        while ranks := missing():
+            if self.refusal is not None:
+                raise Unsupported(self.refusal)
             now = time.monotonic()
             if now > looked_at:
                 looked_at = now + 1
-                ended = [rank for rank in missing if not os.path.exists(f"/proc/{self._processes[rank]}")]
+                ended = self._ended(ranks)
                 if ended or now - begin > timeout().total_seconds():
                     problem = "has ended" if ended else "does not come"
-                    raise PeerLost(f"rank {(ended or missing)[0]} {problem}: {_WAITED}")
+                    raise PeerLost(f"rank {(ended or ranks)[0]} {problem}: {_WAITED}")
                 if now > warned_at:
                     warned_at = float("inf")
-                    warnings.warn(f"rank {dist.get_rank()} waits for rank {missing[0]}: {_WAITED}", stacklevel=2)
-            time.sleep(0 if now - begin < _SPINNING_S else 1e-4)
+                    warnings.warn(f"rank {dist.get_rank()} waits for rank {ranks[0]}: {_WAITED}", stacklevel=2)
+            if now - begin < _SPINNING_S:
+                os.sched_yield()  # time.sleep(0) takes the 50 us of the timer's slack
+            else:
+                time.sleep(1e-4)
+
+    def _ended(self, ranks: Sequence[int]) -> list[int]:
+        """Return those of some ranks whose process has ended."""
+        return [rank for rank in ranks if not os.path.exists(f"/proc/{self._processes[rank]}")]
 
     def _connect_store(self, key: str, group: dist.ProcessGroup) -> None:
         """Connect this rank to the store, and start the thread that looks for ranks which wait. Collective."""
@@ -181,7 +242,8 @@ class CallComparison:
         self._store, self._thread_store = store.clone(), store.clone()
         self._refused = threading.Event()
         self._obsolete: list[str] = []
-        self._store.set(f"{key}:waits:{self._rank}", "0")
+        if self._words is None:
+            self._store.set(f"{key}:waits:{self._rank}", "0")
         if self._rank == 0:
             self._store.set(f"{key}:refused", "0")
         _gather(group, True)
@@ -191,9 +253,8 @@ class CallComparison:
         # At the latest when the interpreter exits: a thread must not be inside the store then.
         finalize(self, _stop, thread, stopped)
 
-    def _compare_in_store(self, digest: int) -> bool:
+    def _compare_in_store(self, summand: int) -> bool:
         """Add this rank's hash and a count of 1 to the sum in the store, and wait for the sum of all ranks."""
-        summand = digest % 2**_SUMMAND_BITS
         key = f"{self._key}:{self._calls}"
         try:
             self._store.set(f"{self._key}:waits:{self._rank}", str(self._calls))
@@ -201,7 +262,7 @@ class CallComparison:
             if total >> _COUNT_FROM == self._size:
                 self._store.set(f"{key}:sum", str(total))
                 # All ranks are here, so none waits for the sum of the call before.
-                before = f"{self._key}:{self._waited[0][0]}"
+                before = f"{self._key}:{self._waited[0]}"
                 self._obsolete += [before, f"{before}:sum"]
             else:
                 total = int(self._store.get(f"{key}:sum"))
@@ -219,16 +280,17 @@ class CallComparison:
         store has ended.
         """
         store, key = self._thread_store, self._key
-        # Read before the store: a number that is older than these two cannot be there any more.
-        calls, waited = self._calls, self._waited
-        while self._obsolete:
-            store.delete_key(self._obsolete.pop())
-        *waits, refused = _values(store, [*(f"{key}:waits:{rank}" for rank in range(self._size)), f"{key}:refused"])
-        passed = [number for number in waits if number <= calls and number not in {own for own, _ in waited}]
-        if not refused and not passed:
+        refused = self._refused_in_store() if self._words is None else self._refused_in_memory()
+        if not refused and self._words is not None and (ended := self._ended(self._ranks)):
+            self._lost = f"rank {ended[0]} has ended: {_WAITED}"
+            return False
+        if not refused:
             return True
-        refused = refused or int(store.compare_set(f"{key}:refused", "0", str(passed[0])))
-        _, call = next(entry for entry in reversed(self._waited) if entry[0] <= refused)
+        refused = int(store.compare_set(f"{key}:refused", "0", str(refused)))
+        if self._words is not None:
+            self._words[-1] = refused
+        recent = list(self._recent)
+        _, call = next((entry for entry in reversed(recent) if entry[0] <= refused), recent[0])
         parts = {name: list(value) if isinstance(value, tuple) else str(value) for name, value in call.items()}
         store.set(f"{key}:call:{self._rank}", json.dumps(parts))
         try:
@@ -238,11 +300,38 @@ class CallComparison:
         except RuntimeError as error:
             self.refusal = f"the ranks make different calls, and one has ended: {_WAITED} ({error})"
         self._refused.set()
-        store.set(f"{key}:{self._waited[-1][0]}:sum", "0")
+        if self._words is None:
+            store.set(f"{key}:{self._waited[-1]}:sum", "0")
         # Streams of this process may wait for what no rank sends.
         stop_copies(self.refusal)
         abort_channels(self._group_name)
         return False
+
+    def _refused_in_store(self) -> int:
+        """Return the number of the call that is refused, or in which a rank waits that this one has passed; else 0."""
+        store, key = self._thread_store, self._key
+        # Read before the store: a number that is older than these two cannot be there any more.
+        calls, waited = self._calls, self._waited
+        while self._obsolete:
+            store.delete_key(self._obsolete.pop())
+        *waits, refused = _values(store, [*(f"{key}:waits:{rank}" for rank in range(self._size)), f"{key}:refused"])
+        return refused or next((number for number in waits if number <= calls and number not in waited), 0)
+
+    def _refused_in_memory(self) -> int:
+        """Return the number of the call that is refused, or that a rank has passed and another made otherwise; else 0.
+
+        Hashes cover the calls before, so the last call that all ranks have made shows any difference.
+        """
+        if refused := self._words[-1]:
+            return int(refused)
+        numbers = self._words[self._numbers_from : -1].tolist()
+        for number in range(min(numbers), max(numbers) - _HISTORY, -1):
+            row = self._row(number)
+            is_there = all(word >> _NUMBER_FROM == number % 2**32 for word in row)
+            if not is_there or len(set(row)) == 1 or not any(word & _PASSES for word in row):
+                break
+            refused = number
+        return int(refused)
 
 
 def _values(store: Any, keys: Sequence[str]) -> list[int]:

@@ -222,18 +222,19 @@ class CopyRing:
     def release(self) -> None:
         """Let the waiting streams continue with NaN.
 
-        A new stream may queue behind one that waits, so several are tried.
+        A new stream may queue behind one that waits, so several are tried. The watchdog's thread calls it: there, the
+        current device is the first one, whichever this rank uses.
         """
         if self.slots is None:
             return
         for _ in range(FEWEST_QUEUES):
-            stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream: Any = torch.cuda.Stream(self.slots.memory.device)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):
                 # Bytes of 255 are NaN in every type that is sent.
                 self.slots.memory[: self.slots.counters].fill_(255)
-            for counter in (_ARRIVED, _FREE):
-                address = self.slots.own + self.slots.counters + counter
-                _check(_cuda()[1](stream.cuda_stream, address, self.slots.number + _RELEASED, 0))
+                for counter in (_ARRIVED, _FREE):
+                    address = self.slots.own + self.slots.counters + counter
+                    _check(_cuda()[1](stream.cuda_stream, address, self.slots.number + _RELEASED, 0))
 
     def _slots_for(self, shapes: Shapes) -> _Slots:
         """Return slots large enough for a hop of these shapes.

@@ -104,7 +104,7 @@ def test_ranks_of_a_recorded_run_need_not_overlap():
     ]
     traces = [b.trace() for b in builders]
     facts = checked_facts([facts_of(trace) for trace in traces])
-    with pytest.raises(InputError, match="have no moment in common"):
+    with pytest.raises(InputError, match="do not overlap in time"):
         read_run_info(facts, None, None, EVERYTHING)
     run = recorded_run(world_size=2)
     assert read_run_info(facts, run, None, EVERYTHING).warnings == ()
@@ -216,7 +216,7 @@ def test_traces_of_two_runs_need_the_mixed_runs_option(tmp_path):
         info = {"backend": "nccl", "rank": rank, "world_size": 2}
         text = document([kernel(number, ts=start + 100 * number) for number in range(10)], distributedInfo=info)
         (tmp_path / f"rank{rank}.json").write_bytes(text)
-    with pytest.raises(InputError, match=r"rank0.json and .*rank1.json have no moment in common.*--mixed-runs"):
+    with pytest.raises(InputError, match=r"rank0.json and .*rank1.json do not overlap in time.*--mixed-runs"):
         ringprof.load(tmp_path)
     assert "mixed_runs" in [warning.code for warning in ringprof.load(tmp_path, mixed_runs=True).warnings]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, Builder
 from tests.analysis.recorded import recorded_run
 from tests.analysis.rings import BACKWARD
-from tests.paths import TRACES
+from tests.paths import DATA, TRACES
 
 Event = dict[str, Any]
 RUN = TRACES / "h200x2-zigzag-65536"
@@ -174,3 +175,49 @@ def test_concurrent_streams_are_not_a_warning():
     for stream in (7, 8, 9):
         builder.run(BACKWARD, 0, 1000, stream=stream)
     assert not attribute([builder.trace()]).warnings
+
+
+FUSED = {
+    "gemm_one_shot_all_reduce_kernel": "gemm_one_shot_all_reduce_kernel",
+    "void aiter::allreduce_fusion_kernel_1stage<__hip_bfloat16, 8, 512>(aiter::RankData*)": (
+        "allreduce_fusion_kernel_1stage"
+    ),
+    "void flashinfer::trtllm_mnnvl_allreduce::oneshotAllreduceFusionKernel<8, true>(int*)": (
+        "oneshotAllreduceFusionKernel"
+    ),
+    "iris_stage_one_shot_allreduce_residual_attnres_gluon_kernel": (
+        "iris_stage_one_shot_allreduce_residual_attnres_gluon_kernel"
+    ),
+}
+"""Names of kernels that do both, from tests/data/kernel_kinds.csv, and what the warning calls them."""
+SEPARATE = [
+    "void flashinfer::trtllm_mnnvl_allreduce::twoshotAllreduceKernel<8, __nv_bfloat16>(__nv_bfloat16*)",
+    "_all_gather_matmul_kernel_comm", "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", BACKWARD,
+    "void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*)",
+    "void at::native::elementwise_kernel<all_reduce, gemm>(int)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_kernel_that_communicates_and_computes_is_a_warning(name: str) -> None:
+    traces = [Builder(rank=rank, world_size=2).run(name, 0, 1000, stream=7).trace() for rank in (0, 1)]
+    (warning,) = [item for item in attribute(traces).warnings if item.code == "fused_communication"]
+    assert f"compute at once ({FUSED[name]}):" in warning.message and warning.count == 2
+
+
+@pytest.mark.parametrize("name", SEPARATE)
+def test_a_kernel_that_does_one_of_both_is_no_warning(name: str) -> None:
+    builder = Builder(world_size=1).run(name, 0, 1000, stream=7)
+    assert "fused_communication" not in codes(attribute([builder.trace()]))
+
+
+def test_fused_kernels_of_the_list_of_kernels_are_communication() -> None:
+    """No attention kernel and no matrix product of the list is called fused; all that are count as communication."""
+    with (DATA / "kernel_kinds.csv").open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.reader(file) if len(row) > 1]
+    fused = {}
+    for name, kind, *_ in rows[1:]:
+        trace = Builder(world_size=1).run(name, 0, 1000, stream=7).trace()
+        if "fused_communication" in codes(attribute([trace])):
+            fused[name] = kind
+    assert len(fused) == 8 and set(fused.values()) == {"all_reduce"}

@@ -49,11 +49,11 @@ def test_command_without_arguments_prints_help(capsys: pytest.CaptureFixture[str
         (["report", RUN, "--csv", "brekdown"], "(did you mean 'breakdown'?)"),
         (
             ["report", RUN, "--top", "5"],
-            "--top 5: limits --steps, --idle, --kernels, --gemms, --collectives, --annotations and --hops: ask",
+            "--top 5: limits --steps, --idle, --kernels, --gemms, --collectives, --layers, --annotations and --hops",
         ),
         (
             ["report", RUN, "--all"],
-            "--all: completes --steps, --idle, --kernels, --gemms, --collectives, --annotations and --hops: ask",
+            "--all: completes --steps, --idle, --kernels, --gemms, --collectives, --layers, --annotations and --hops",
         ),
         (["report", RUN.replace("traces", "tracs")], "no such file or folder (did you mean 'traces'?)"),
         (["plot", "timline", RUN], "(did you mean 'timeline'?)"),

@@ -1,4 +1,4 @@
-"""JSON of commands: each names its schema, has its fields, and the schema is in docs/metrics.md."""
+"""JSON of commands: each names its schema, has its fields, and the schema is in docs/file-formats.md."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_json_has_the_fields_of_its_schema(
 def test_every_schema_is_documented() -> None:
     source = "".join(path.read_text() for path in (ROOT / "ringprof").rglob("*.py"))
     used = set(re.findall(r"\"(ringprof\.[a-z-]+/[0-9])\"", source))
-    documented = re.findall(r"`(ringprof\.[a-z-]+/[0-9])`", (ROOT / "docs/metrics.md").read_text())
+    documented = re.findall(r"`(ringprof\.[a-z-]+/[0-9])`", (ROOT / "docs/file-formats.md").read_text())
     assert len(used) >= 15 and used == {*documented} and len(documented) == len(used)
 
 

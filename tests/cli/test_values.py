@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 import pytest
 
+from ringprof import cli
 from ringprof.cli.values import INFERENCE, KERNEL_NAMES, STRATEGIES, ListOf, Tokens
 from tests.paths import ROOT
 from tests.record.command import HANGS_S
@@ -28,6 +29,20 @@ def test_lengths_in_tokens(text: str, tokens: int) -> None:
 def test_invalid_token_counts_are_refused(text: str) -> None:
     with pytest.raises(click.BadParameter, match="such as 131072 or 128k"):
         Tokens().convert(text, None, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["advise", "--seq", "1m", "--machine", "h100", "--nic", "50GB"], "'--nic': '50GB' is not a number ("),
+        (["balance", "--seq", "64k", "--world", "x"], "'--world': 'x' is not a whole number ("),
+    ],
+)
+def test_text_in_place_of_a_number_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(arguments) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_completion_names_equal_the_registries() -> None:

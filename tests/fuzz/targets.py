@@ -10,6 +10,11 @@ from pathlib import Path
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.benchmark_logs.audit import audit
 from ringprof.benchmark_logs.read import parse_log
+from ringprof.comm_logs.analyse import analyse
+from ringprof.comm_logs.comm_log_report import CommLogAnalysis
+from ringprof.comm_logs.detect import is_inspector
+from ringprof.comm_logs.flight_recorder import parse_dump
+from ringprof.comm_logs.nccl_inspector import parse_inspector
 from ringprof.common.json_object import json_text
 from ringprof.common.limits import Limits, MemoryBudget
 from ringprof.errors import RingprofError
@@ -47,6 +52,7 @@ def report_of(trace: Trace, run: Run | None = None) -> None:
     parts = times.compute_ns + times.exposed_comm_ns + times.exposed_memory_ns
     parts += times.exposed_other_groups_ns + times.idle_ns + times.background_ns
     assert parts == times.wall_ns, (parts, times.wall_ns)
+    assert not rank.layers or sum(row.exposed_ns for row in rank.layers) == times.exposed_comm_ns
     report = as_json.as_dict(findings_in_memory(attribution), source="trace", paths=["rank0.json"])
     json.loads(json_text(report))
 
@@ -67,12 +73,22 @@ def read_run(data: bytes) -> None:
     report_of(SOUND, parse_run(data, "/nowhere/run.json"))
 
 
+def read_comm_log(data: bytes) -> None:
+    """Read a Flight Recorder dump or a file of NCCL Inspector, analyse it alone, and format its report."""
+    budget = MemoryBudget(Limits(1 << 28))
+    parsed = parse_inspector(data, "x.log", budget) if is_inspector(data) else parse_dump(data, "dump_0", 0, budget)
+    result = CommLogAnalysis("dump_0", ["dump_0"], analyse([parsed]))
+    assert result.to_terminal()
+    json.loads(json_text(result.report()))
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "trace": read_trace,
     "reduced": read_reduced,
     "table": read_table,
     "log": read_log,
     "run": read_run,
+    "comm_log": read_comm_log,
 }
 
 

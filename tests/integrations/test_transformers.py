@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 
 from ringprof.integrations.batches import shard_batch
-from ringprof.integrations.transformers import register, shard_inputs, use_with_trainer
+from ringprof.integrations.transformers import register, use_with_trainer
 from ringprof.strategies import Unsupported, create
 from tests.strategies.ranks import run_ranks
 
@@ -102,15 +102,10 @@ def worst(grads: list[Any], expected: list[Tensor]) -> float:
     )
 
 
-def _step(
-    rank: int, family: str, strategy: str, batch: dict[str, Tensor], hooked: bool, options: dict[str, Any]
-) -> Any:
+def _step(rank: int, family: str, strategy: str, batch: dict[str, Tensor], options: dict[str, Any]) -> Any:
     created = create(strategy, **options)
     register(created)
     model = build(family, "ringprof")
-    if hooked:
-        shard_inputs(model, created)
-        return mean_over_ranks(model, model(**batch).loss)
     return mean_over_ranks(model, model(**shard_batch(batch, created)).loss)
 
 
@@ -119,7 +114,7 @@ def _step(
 def test_loss_and_gradients_equal_those_of_one_process(family: str, strategy: str) -> None:
     batch = whole_batch(2)
     loss, grads = truth(family, batch)
-    for mean, own in run_ranks(2, _step, family, strategy, batch, False, {}):
+    for mean, own in run_ranks(2, _step, family, strategy, batch, {}):
         assert mean == pytest.approx(loss, rel=1e-5)
         assert worst(own, grads) < 1e-5
 
@@ -130,7 +125,7 @@ def test_positions_that_restart_separate_documents(family: str, layout: str) -> 
     batch = whole_batch(1)
     loss, grads = truth(family, batch, DOCUMENTS)
     packed = {**batch, "position_ids": restarting()}
-    for mean, own in run_ranks(2, _step, family, "zigzag", packed, True, {"documents_layout": layout}):
+    for mean, own in run_ranks(2, _step, family, "zigzag", packed, {"documents_layout": layout}):
         assert mean == pytest.approx(loss, rel=1e-5)
         assert worst(own, grads) < 1e-5
 
@@ -139,7 +134,7 @@ def test_a_length_that_does_not_divide_is_padded() -> None:
     batch = whole_batch(2, 61)
     loss, grads = truth("llama", batch)
     mask = torch.ones(2, 61, dtype=torch.long)
-    for mean, own in run_ranks(2, _step, "llama", "zigzag", {**batch, "attention_mask": mask}, False, {}):
+    for mean, own in run_ranks(2, _step, "llama", "zigzag", {**batch, "attention_mask": mask}, {}):
         assert mean == pytest.approx(loss, rel=1e-5)
         assert worst(own, grads) < 1e-5
 
@@ -214,7 +209,8 @@ def test_what_would_be_wrong_is_refused_by_name() -> None:
             assert name in message
 
 
-def _trained(rank: int, folder: str) -> Any:
+def parallelism_on_cpu(rank: int) -> tuple[Any, Any]:
+    """Let accelerate take this rank for one of two; return a registered strategy and the ParallelismConfig."""
     from accelerate.parallelism_config import ParallelismConfig
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -223,10 +219,15 @@ def _trained(rank: int, folder: str) -> Any:
     ParallelismConfig._validate_accelerator = lambda self, accelerator: None
     strategy = create("zigzag")
     register(strategy)
+    return strategy, ParallelismConfig(cp_size=2)
+
+
+def _trained(rank: int, folder: str) -> Any:
+    strategy, parallelism = parallelism_on_cpu(rank)
     model = build("llama", "ringprof")
     trainer = transformers.Trainer(
         model,
-        trainer_arguments(folder, parallelism_config=ParallelismConfig(cp_size=2), ddp_backend="gloo"),
+        trainer_arguments(folder, parallelism_config=parallelism, ddp_backend="gloo"),
         train_dataset=examples(),
     )
     use_with_trainer(trainer, strategy)

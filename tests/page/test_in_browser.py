@@ -6,6 +6,7 @@ import base64
 from collections import defaultdict
 from collections.abc import Iterator
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.loaded import analysis
 from tests.page.shown import shows
 from tests.page.test_page import HOSTILE, page_of
 from tests.paths import COMMITTED, TRACES
+from tests.scale.runs import write_ring
 
 browser = pytest.importorskip("tests.page.browser", reason="websocket-client is not installed", exc_type=ImportError)
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium here")]
@@ -238,9 +240,17 @@ def test_every_table_filters_its_rows(tab: Any, tmp_path: Path) -> None:
     assert tab.messages == []
 
 
-def test_the_first_screen_has_the_answer_the_bars_and_the_overview(tab: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("world", [4, 8, 20, 64])
+def test_the_first_screen_has_the_answer_the_bars_and_the_overview(tab: Any, tmp_path: Path, world: int) -> None:
     tab.call("Emulation.setDeviceMetricsOverride", width=1280, height=800, deviceScaleFactor=1, mobile=False)
-    open_page(tab, TRACES / "h200x4-zigzag-262144", tmp_path)
+    folder = TRACES / "h200x4-zigzag-262144"
+    if world > 4:
+        (folder := tmp_path / "ring").mkdir()
+        write_ring(folder, world)
+    open_page(tab, folder, tmp_path)
+    labelled = tab.run("""[...document.querySelectorAll('#breakdown .bar-row:not(.axis) .label')].filter(
+      label => getComputedStyle(label).visibility == 'visible').map(label => label.getBoundingClientRect().top)""")
+    assert len(labelled) >= min(world, 5) and all(b - a > 10 for a, b in pairwise(labelled))
     bottoms = tab.run("""['.headline', '#breakdown .bars', '#timeline .figure'].map(
       selector => document.querySelector(selector).getBoundingClientRect()).map(box => box.bottom)""")
     assert bottoms[0] < bottoms[1] < 800

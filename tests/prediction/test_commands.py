@@ -337,7 +337,7 @@ def test_advise_names_the_least_memory_where_nothing_fits(capsys: pytest.Capture
     """6 GPUs with 14 heads: no degree of 3 or 6 divides those; q, k and v of 1536 tokens take 16.5 of the 20 MB."""
     cluster = ("--gpus-per-node", "6", "--machine", "h100", "--seq", "9216", "--heads", "14", "--forward-only")
     code, out, _ = run(capsys, "advise", *cluster, "--memory", "20MB")
-    assert code == 0 and "nothing fits: the least that any needs is" in out and out.count("does not fit") > 3
+    assert code == 1 and "nothing fits: the least that any needs is" in out and out.count("does not fit") > 3
     assert "not predicted: ulysses: a Ulysses degree of 6 does not divide 14 heads" in out
 
 

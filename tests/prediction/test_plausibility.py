@@ -19,7 +19,7 @@ def test_rates_above_the_flash_kernel_are_flagged(tmp_path: Path, capsys: pytest
     """Transformer Engine's rows of 343.59 and 1303.94 ms are 224 and 236 TFLOP/s per A800.
 
     By hand: 4 x 262144^2 x 40 x 128 / 2 x 3.5 / 32 / 0.34359 s. The flash kernel of the same source reaches at most
-    200. The first row is slower.
+    200 at the lengths that were measured, by its curve 206 at longer ones. The first row is slower.
     """
     log = tmp_path / "te.txt"
     log.write_text("".join(LOG.read_text().splitlines(keepends=True)[:7]))
@@ -28,8 +28,8 @@ def test_rates_above_the_flash_kernel_are_flagged(tmp_path: Path, capsys: pytest
     code, out, _ = run(capsys, "logs", str(log), *options, "--machine", "a800")
     output = " ".join(out.split())
     assert code == 0
-    assert "224 TFLOP/s per GPU, the kernel alone reaches 200 at its best [above_kernel]" in output
-    assert "236 TFLOP/s per GPU, the kernel alone reaches 200 at its best [above_kernel]" in output
+    assert "224 TFLOP/s per GPU, the kernel alone reaches 206 at its best [above_kernel]" in output
+    assert "236 TFLOP/s per GPU, the kernel alone reaches 206 at its best [above_kernel]" in output
     assert output.count("[above_kernel]") == 2
 
 

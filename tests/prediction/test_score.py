@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 pytest.importorskip("torch", reason="names of strategies and kernels")
 
 from ringprof.errors import InputError, UsageError
-from ringprof.prediction.calibration import read_calibration
+from ringprof.prediction.calibration import KernelSample, assumed_calibration, read_calibration
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.score import check_rows, read_rows, unknown_columns
+from tests.prediction.test_kernel_model import block, law
 
 ROW = {"strategy": "zigzag", "seq_global": "65536", "heads": "40", "n_gpus": "8", "time_ms": "40"}
 
@@ -116,3 +118,27 @@ def test_a_table_without_a_time_is_refused(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text("strategy,seq_global,heads,n_gpus,time_s\nzigzag,65536,40,8,0.04\n")
     with pytest.raises(InputError, match="it needs strategy, seq_global, heads, n_gpus, time_ms"):
         read_rows(str(tmp_path / "table.csv"))
+
+
+def test_a_rate_is_compared_with_the_kernel_at_any_length_not_with_the_longest_sample() -> None:
+    """The samples are of 1024 to 4096 tokens, and the kernel's rate still grows: 600 TFLOP/s x L / (L + 300).
+
+    At a million tokens it reaches 600: published rows between that and the longest sample's rate are possible.
+    """
+    samples = []
+    for op in [block(length, length) for length in (1024, 2048, 4096)]:
+        shape = {name: getattr(op, name) for name in ("phase", "q", "kv", "heads", "kv_heads", "head_dim", "causal")}
+        samples.append(KernelSample(ns=law(op), origin="measured", source="a law", **shape))
+    base = assumed_calibration("made-up", "a device of no known peak", 132, 80 << 30)
+    kernel = replace(base.kernels[0], name="cudnn", samples=samples)
+    machine = replace(base, kernels=[kernel], throttling=replace(base.throttling, value=0.0))
+    longest_sample = max(sample.tflops for sample in samples)
+    assert longest_sample < 560
+
+    def flags(tflops: float) -> list[str]:
+        row = {"strategy": "zigzag", "seq_global": "1048576", "heads": "32", "n_gpus": "1", "kernel": "cudnn",
+               "pass": "fwd", "tflops": str(tflops)}  # fmt: skip
+        (checked,) = check_rows([row], machine, lambda *_: (_ for _ in ()).throw(UsageError("no schedule")), Cluster())
+        return [code for code, _ in checked.flags]
+
+    assert 1.05 * longest_sample < 595 and flags(595) == [] and flags(700) == ["above_kernel"]

@@ -100,7 +100,7 @@ def decoded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = ["record", "--strategy", "dcp", "--phase", "decode", "--kv-length", "4097", *SMALL]
     process = run(command, folder)
     assert process.returncode == 0, process.stderr
-    assert "decode of 1 new token a sequence over 4097 keys, batch 4" in process.stderr
+    assert "decode of 1 new token per sequence over 4097 keys, batch 4" in process.stderr
     return folder
 
 

@@ -414,6 +414,22 @@ def merged_by_maximum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhqk,bkhd->bqhd", (scores - lses.amax(0)[..., None]).exp(), v.float()).to(q.dtype)
 
 
+def not_rescaled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Merge hops under a running maximum that rescales the sum of weights, but not the sum of outputs."""
+    k, v = (gathered(x).repeat_interleave(HEADS // KV_HEADS, 2) for x in (k, v))
+    every = torch.cat([_positions_of(rank) for rank in range(2)])
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), k.float()) * HEAD_DIM**-0.5
+    parts = scores.masked_fill(positions("zigzag")[:, None] < every, -torch.inf).chunk(2, -1)
+    maximum = parts[dist.get_rank()].amax(-1, keepdim=True)
+    out, total = torch.zeros(()), torch.zeros(())
+    for rank in (dist.get_rank(), 1 - dist.get_rank()):
+        before, maximum = maximum, torch.maximum(maximum, parts[rank].amax(-1, keepdim=True))
+        weights = (parts[rank] - maximum).exp()
+        total = total * (before - maximum).exp() + weights.sum(-1, keepdim=True)
+        out = out + torch.einsum("bhqk,bkhd->bhqd", weights, v.float().chunk(2, 1)[rank])
+    return (out / total).transpose(1, 2).to(q.dtype)
+
+
 def gradients_one_hop_too_far(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     def exchanged(gradient: Tensor) -> Tensor:
         pieces = [torch.empty_like(gradient) for _ in range(2)]
@@ -450,6 +466,9 @@ WRONG: list[tuple[Attention, set[str], str]] = [
     (averaged, {"dk", "dv"}, "dk is the right one times 0.5 (1 / ranks or 1 / query heads per kv head)"),
     (merged_by_maximum, OUTPUT,
      "partial outputs are merged with the maximum of the ranks' LSEs, not with the LSE of all"),
+    (not_rescaled, OUTPUT,
+     "the ranks' partial outputs are not rescaled when a later one has a larger score: each keeps the running maximum"
+     " of its own hop"),
     (gradients_one_hop_too_far, {"dk"}, "dk is that of the tokens of the next rank"),
     (off_on_rank_1, OUTPUT, f"{ALONE} (on rank 1)"),
 ]  # fmt: skip

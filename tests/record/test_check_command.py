@@ -137,7 +137,7 @@ def test_error_on_one_rank_ends_the_check(folder: Path) -> None:
 def test_check_fails_if_ranks_exit_early_with_code_0(folder: Path) -> None:
     done = run(["check", "mine:leaves", "--world", "2", *SMALL], folder)
     assert done.returncode == 3 and done.stdout == ""
-    assert done.stderr.startswith("ringprof: rank 0 ended with exit code 0 and said nothing; log: ")
+    assert done.stderr.startswith("ringprof: rank 0 exited with code 0 and printed no error; log: ")
 
 
 def test_check_shortens_an_error_of_10_mb(folder: Path) -> None:

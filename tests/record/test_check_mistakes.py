@@ -17,12 +17,11 @@ from ringprof.record.check.backward_mistakes import (
     gradient_parts,
     gradients_under,
     head_parts_mistake,
-    holder_of,
     rank_parts_mistake,
 )
 from ringprof.record.check.dense import Tensors
 from ringprof.record.check.merging import merge_mistake
-from ringprof.record.check.visible_keys import mask_mistake
+from ringprof.record.check.visible_keys import holder_of, mask_mistake
 from ringprof.run import Workload
 from ringprof.strategies.masks.layouts import LAYOUTS
 
@@ -103,6 +102,8 @@ HAS_KEYS = torch.ones(40, RANKS, dtype=torch.bool)
 HAS_KEYS[:10, 2:] = False
 LSES[:, ~HAS_KEYS] = -torch.inf
 TOTAL = LSES.logsumexp(2, keepdim=True)
+# The LSE of n keys is at most log(n) above the largest score.
+LARGEST = LSES - math.log(20) * torch.rand(LSES.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
 EVERY = torch.zeros_like(LSES)
 PARTIAL = "the ranks' partial outputs "
 
@@ -116,12 +117,22 @@ def up_to_own_hop(own: int) -> Tensor:
     return running
 
 
+def kept_maximum(of_rank: Tensor, order: list[int]) -> Tensor:
+    """Factors of an accumulator that adds up exp(score - running maximum) and is never rescaled, as its sum is."""
+    running, maximum = torch.zeros_like(LSES), torch.full_like(TOTAL[..., 0], -torch.inf)
+    for rank in order:
+        maximum = torch.maximum(maximum, of_rank[..., rank])
+        running[..., rank] = maximum
+    return maximum[..., None] - running - TOTAL
+
+
 def counted_twice(offset: int) -> Tensor:
     twice = EVERY.clone()
     twice[..., (1 + offset) % RANKS] = math.log(2)
     return twice - (LSES + twice).logsumexp(2, keepdim=True)
 
 
+KEPT = "are not rescaled when a later one has a larger {}: each keeps the running maximum of its own hop"
 MERGES = [
     (EVERY - TOTAL, ""),
     (EVERY - LSES.amax(2, keepdim=True),
@@ -140,6 +151,10 @@ MERGES = [
     (-LSES - HAS_KEYS.sum(1, keepdim=True).log(), PARTIAL + "are averaged, not weighted by their LSE"),
     (-up_to_own_hop(1),
      PARTIAL + "are not rescaled when later ones are merged: each is weighted by the LSE up to its own hop"),
+    (kept_maximum(LARGEST, [1, 0, *range(RANKS - 1, 1, -1)]), PARTIAL + KEPT.format("score")),
+    (kept_maximum(LARGEST, list(range(RANKS))), PARTIAL + KEPT.format("score")),
+    (kept_maximum(LSES, [*range(1, RANKS), 0]), PARTIAL + KEPT.format("LSE")),
+    (kept_maximum(LARGEST, list(range(RANKS))) + EVERY.cumsum(0) + 1.0, PARTIAL + KEPT.format("score")),
     (counted_twice(0),
      PARTIAL + "are not weighted by their LSE: for a rank's queries, keys of the rank itself weigh 2 times too much"),
     (counted_twice(3),
@@ -155,7 +170,7 @@ MERGES = [
 def test_weights_name_the_merge_that_gives_them(factors: Tensor, sentence: str) -> None:
     noise = 0.01 * torch.randn(factors.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     factors = torch.where(HAS_KEYS, factors + noise * (sentence == ""), 0.0)
-    assert merge_mistake(factors, LSES, HAS_KEYS, 1) == sentence
+    assert merge_mistake(factors, LSES, LARGEST, HAS_KEYS, 1) == sentence
 
 
 # --- backward passes --------------------------------------------------------------------------

@@ -78,7 +78,7 @@ SMALL = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--device", "cpu
 def test_recording_has_the_size_and_time_of_every_step(tmp_path: Path) -> None:
     process = run(["record", "--strategy", "zigzag", "--cp-sizes", "2,1", *SMALL], tmp_path)
     assert process.returncode == 0, process.stderr
-    assert "steps of an iteration: 2, 1 ranks a sequence" in process.stderr
+    assert "steps of an iteration: 2, 1 ranks per sequence" in process.stderr
     run_data = json.loads((tmp_path / "traces/run.json").read_text())
     assert run_data["workload"]["sequences"] == [1, 2]
     assert [len(rank) for rank in run_data["timings"]["steps_ns"]] == [2, 2]
@@ -90,8 +90,8 @@ def test_recording_has_the_size_and_time_of_every_step(tmp_path: Path) -> None:
     pairs = 512 * 513 // 2 + 2 * 256 * 257 // 2
     assert sum(rank["block_flops"] for rank in run_data["work"]) == 14 * 4 * 16 * pairs
     shown = run(["report", "traces/run.json"], tmp_path).stdout
-    assert "step 1: 2 ranks a sequence, 1 of 512 tokens" in shown
-    assert "step 2: 1 rank a sequence, 2 of 256 tokens" in shown
+    assert "step 1: 2 ranks per sequence, 1 of 512 tokens" in shown
+    assert "step 2: 1 rank per sequence, 2 of 256 tokens" in shown
 
 
 @pytest.mark.parametrize(

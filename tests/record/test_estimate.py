@@ -81,7 +81,7 @@ def test_plan_reports_a_busy_machine() -> None:
     quiet = plan(rate=5e15, available_share=0.95)
     assert "about 200 ms each (" in describe(recording, quiet)[1]
     busy = describe(recording, plan(rate=5e15, available_share=0.1))[1]
-    assert "about 200 ms each on a quiet machine, 2 s on one as busy as this is now (" in busy
+    assert "about 200 ms each on a quiet machine, 2 s at the current load (" in busy
     assert plan(available_share=0.1).time_limit == 600 + 10 * plan().total_seconds * 10
 
 
@@ -336,7 +336,7 @@ def test_iterations_of_ten_minutes_are_refused_on_cpu_only() -> None:
 def test_plan_is_described_in_text() -> None:
     first, second = describe(request(device="cuda"), plan())
     assert first.startswith("zigzag on 4 x NVIDIA H200: sequence 1024") and "forward and backward" in first
-    assert "1 PFLOPs an iteration, about 2 s each (500 TFLOP/s cudnn, assumed)" in second
+    assert "1 PFLOPs per iteration, about 2 s each (500 TFLOP/s cudnn, assumed)" in second
     assert "about 10.0 GiB of memory" in second
     assert describe(request(world=1), plan())[-1] == "one device: nothing is communicated"
 

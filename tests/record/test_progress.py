@@ -79,7 +79,7 @@ def test_own_error_of_a_rank_outranks_an_earlier_lost_connection(tmp_path: Path)
 def test_rank_that_exited_is_the_cause_of_quoted_lost_connections(tmp_path: Path) -> None:
     written, readers = open_logs(tmp_path, 2)
     fail(written[0], "RecordError", f"rank 0 failed in call 1 of the attention: {LOST_PEER}")
-    assert str(cause({0: 3, 1: 0}, readers, tmp_path)).startswith("rank 1 ended with exit code 0 and said nothing")
+    assert str(cause({0: 3, 1: 0}, readers, tmp_path)).startswith("rank 1 exited with code 0 and printed no error")
     own = "rank 0 failed in call 1 of the attention: ValueError: no gloo"
     fail(written[0], "RecordError", own)
     assert str(cause({0: 3, 1: 0}, readers, tmp_path)).startswith(own)
@@ -104,7 +104,7 @@ def test_ringprofs_own_errors_keep_their_class_and_exit_code(tmp_path: Path) -> 
 
 def test_rank_without_an_error_message_is_named_with_its_log(tmp_path: Path) -> None:
     _, readers = open_logs(tmp_path, 2)
-    assert "rank 1 ended with exit code 1 and said nothing" in str(cause({0: 0, 1: 1}, readers, tmp_path))
+    assert "rank 1 exited with code 1 and printed no error" in str(cause({0: 0, 1: 1}, readers, tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_work_equals_the_closed_formulas(recorded: tuple[Path, Run, str]) -> Non
 def test_record_prints_plan_and_result(recorded: tuple[Path, Run, str]) -> None:
     _, _, printed = recorded
     assert "burst on 4 CPU processes: sequence 512" in printed
-    assert "FLOPs an iteration" in printed and "of memory" in printed
+    assert "FLOPs per iteration" in printed and "of memory" in printed
     assert (
         " ms per iteration, " in printed
         and "FLOP/s per device" in printed

@@ -41,7 +41,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
     """Apply rotary embeddings to (B, S, H, D) at positions (B, S) or (S)."""
     half = x.shape[-1] // 2
-    angles = positions.double()[..., None] * 100.0 ** -(torch.arange(half).double() / half)
+    angles = positions.double()[..., None] * 100.0 ** -(torch.arange(half, device=positions.device).double() / half)
     angles = (angles if angles.dim() == 3 else angles[None])[:, :, None]
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     first, second = x.chunk(2, -1)

@@ -142,7 +142,7 @@ def _blocked_in_hops(case: Case, m: re.Match[str]) -> None:
     assert abs(float(m[1]) + float(m[3]) - 100 * mean(case.exposed) / case.mean_wall) < 0.11
 
 
-@rule("verdict", rf"{R} MB leave each host (?:an iteration|in the captured block), {R} MB/s")
+@rule("verdict", rf"{R} MB leave each host (?:per iteration|in the captured block), {R} MB/s")
 def _leaving(case: Case, m: re.Match[str]) -> None:
     hosts = len(set(case.run["topology"]["hosts"]))
     bytes_per_host = (
@@ -152,8 +152,8 @@ def _leaving(case: Case, m: re.Match[str]) -> None:
     three_digits(m[2], bytes_per_host / 1e6 / (case.mean_wall / case.summary["iterations"] / 1e9))
 
 
-@rule("verdict", rf"{P} of the slowest rank's time others are blocked, or done before it; what of it is waiting is not "
-      r"recorded on CPU")  # fmt: skip
+@rule("verdict", rf"On CPU ranks are blocked or done on average for {P} of the slowest rank's time: waiting and "
+      r"transfer cannot be separated")  # fmt: skip
 def _cpu_blocked(case: Case, m: re.Match[str]) -> None:
     percent(m[1], case.of("exposed_unsplit") / case.wall)
     assert case.on_cpu

@@ -17,13 +17,13 @@ def _cpu_attention(case: Case, m: re.Match[str]) -> None:
 
 
 @rule("evidence", r"union of the attention kernels; (?:the traces do not tell the work|no peak is known that fits|the "
-      r"stated workload does not fit the counted FLOPs): not held against a peak")  # fmt: skip
+      r"stated workload does not fit the counted FLOPs): not compared with a peak")  # fmt: skip
 def _union(case: Case, m: re.Match[str]) -> None:
     assert case.summary["peak"] is None
     assert abs(case.of("attention") - mean(raw.attention_ns for raw in case.raw.values())) < 1
 
 
-@rule("evidence", rf"{R} TFLOP a device at {R} TFLOP/s \([^)]*\)")
+@rule("evidence", rf"{R} TFLOP per device at {R} TFLOP/s \([^)]*\)")
 def _needed(case: Case, m: re.Match[str]) -> None:
     peak = case.summary["peak"]["tflops"]
     assert float(m[2]) == peak and abs(case.of("peak") * peak * 1e3 - float(m[1].replace(",", "")) * 1e12) <= 0.051e12

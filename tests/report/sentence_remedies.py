@@ -28,7 +28,7 @@ def _attention(case: Case, m: re.Match[str]) -> None:
     assert case.of("attention") > 0
 
 
-@rule("remedy", r"another kernel \(ringprof kernels --measure\)")
+@rule("remedy", r"another kernel \(ringprof calibrate --rates\)")
 def _kernel(case: Case, m: re.Match[str]) -> None:
     assert case.run["strategy"] and case.of("kernel", "kernel_limit") > 0 and "slower_kernel" not in case.parts
 

@@ -71,7 +71,8 @@ def test_missing_pyarrow_error_says_what_to_install(analysis, monkeypatch, tmp_p
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     path = tmp_path / "hops.parquet"
     assert cli.run(["report", str(DATA / NVLINK), "--parquet", "hops", "-o", str(path)]) == 2
-    assert capsys.readouterr().err == "ringprof: Parquet files need pyarrow: pip install 'ringprof[parquet]'\n"
+    advice = "pip install '.[parquet]' in a clone of ringprof"
+    assert capsys.readouterr().err == f"ringprof: Parquet files need pyarrow: {advice}\n"
     assert not path.exists()
     assert cli.run(["report", str(DATA / NVLINK), "--parquet", "hops"]) == 2
     assert "--output FILE" in capsys.readouterr().err

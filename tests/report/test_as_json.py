@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.resources import files
 
 import jsonschema
 import pytest
@@ -21,8 +20,7 @@ from tests.analysis.recorded import recorded_run
 from tests.analysis.test_real_runs import NVLINK, TWO_HOSTS, attribution_of
 from tests.analysis.timeline.test_cpu import example as cpu_example
 from tests.paths import ROOT
-
-SCHEMA = json.loads(files("ringprof.report").joinpath("schema/report-1.schema.json").read_text(encoding="utf-8"))
+from tests.report.schema_walk import SCHEMA, properties_without_description, undescribed
 
 
 def report_of(attribution):
@@ -53,8 +51,16 @@ CASES = {
 }
 
 
-def test_report_schema_is_valid():
+def test_report_schema_is_valid_and_describes_every_field():
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    assert list(properties_without_description(SCHEMA)) == []
+
+
+def test_a_field_without_description_is_found():
+    report = report_of(traced(cpu_example()))
+    assert list(undescribed(report, SCHEMA)) == []
+    report["ranks"][0]["speed"] = report["summary"]["clocks"]["drift"] = 1
+    assert list(undescribed(report, SCHEMA)) == ["summary.clocks.drift", "ranks[].speed"]
 
 
 def test_every_metric_is_in_the_schema_and_in_the_documents():

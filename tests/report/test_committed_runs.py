@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import gzip
 import json
-from pathlib import Path
 
 import jsonschema
 import pytest
 
 import ringprof
 from ringprof.analysis.findings.verdict_text import blocked_by_link
+from ringprof.common.json_object import json_text
 from ringprof.run import read_run
 from tests.analysis.idle_oracle import run_traces_of
 from tests.analysis.sweep import sweep
 from tests.analysis.test_real_runs import nanoseconds
 from tests.loaded import analysis
 from tests.paths import TRACES
+from tests.report.schema_walk import SCHEMA, undescribed
 
-SCHEMA = Path(ringprof.__file__).parent / "report" / "schema" / "report-1.schema.json"
 RUNS = sorted(path.parent for path in TRACES.glob("h200*/run.json"))
+OTHERS = [
+    *sorted(path.parent for path in TRACES.glob("[!h]*/run.json")),
+    *sorted(path.parent for path in TRACES.glob("h100*/run.json")),
+]
 
 
 def raw_events(path):
@@ -60,8 +64,9 @@ def test_committed_run_is_verified_and_consistent(folder):
     assert (folder.name in unverified) == (run.verification is None)
     assert run.verification is None or run.verification.passed
     loaded = ringprof.load(folder)
-    report, copies = loaded.report(), run_traces_of(loaded, folder)
-    jsonschema.validate(report, json.loads(SCHEMA.read_text()))
+    report, copies = json.loads(json_text(loaded.report())), run_traces_of(loaded, folder)
+    jsonschema.validate(report, SCHEMA)
+    assert list(undescribed(report, SCHEMA)) == []
     assert run.work is not None and run.profiled is not None
     for rank, trace in zip(report["ranks"], run.traces, strict=True):
         expected = sweep(raw_events(folder / trace.path))
@@ -74,6 +79,13 @@ def test_committed_run_is_verified_and_consistent(folder):
         sent = [entry for entry in run.work[rank["rank"]].sent or [] if entry.operation in {"send_recv", "copy"}]
         counted = sum(entry.sent_bytes for entry in sent) * iterations
         assert (rank["hops"]["bytes"] if rank["hops"] else 0) == counted
+
+
+@pytest.mark.parametrize("folder", OTHERS, ids=lambda path: path.name)
+def test_every_other_committed_run_matches_the_schema_which_describes_each_of_its_fields(folder):
+    report = json.loads(json_text(ringprof.load(folder).report()))
+    jsonschema.validate(report, SCHEMA)
+    assert list(undescribed(report, SCHEMA)) == []
 
 
 ELEMENTS = 4096 // 4 * 4 * 64
@@ -98,7 +110,6 @@ def test_a_committed_run_on_two_hosts_names_the_wire_between_them(name, leaving)
     folder = TRACES / f"cpu4-{name}-4096-two-hosts"
     run = read_run(folder / "run.json")
     report = ringprof.load(folder).report()
-    jsonschema.validate(report, json.loads(SCHEMA.read_text()))
     assert run.topology.hosts == ["host0", "host0", "host1", "host1"] and run.work is not None
     links = blocked_by_link(analysis(folder).attribution)
     assert links is not None and links.leaving_bytes == leaving * ELEMENTS

@@ -13,7 +13,7 @@ from ringprof.run import DeviceState
 from ringprof.scale.pipeline import attribute
 from tests.analysis.recorded import recorded_run
 from tests.analysis.transfers.test_hops import ring
-from tests.report.test_as_json import SCHEMA
+from tests.report.schema_walk import SCHEMA
 
 STATES = [
     DeviceState(looks=9, sm_clock_mhz=1900, least_sm_clock_mhz=1800, rated_sm_clock_mhz=1980, power_w=650.0,

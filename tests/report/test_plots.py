@@ -132,7 +132,7 @@ def test_plots_have_titles_of_run_and_content():
 def test_bar_labels_show_their_figures():
     run = analysis(RUN)
     labels = [text.get_text() for text in run.plot.waterfall().texts]
-    assert labels[0] == f"{run.findings.waterfall.parts[0].time_ns / 1e6:.2f} ms, 48.5 %"
+    assert labels[0] == f"{run.findings.waterfall.parts[0].time_ns / 1e6:.1f} ms, 48.5 %"
     assert len(labels) == sum(1 for part in run.findings.waterfall.parts if part.time_ns)
     assert [text.get_text() for text in run.plot.breakdown().texts] == [
         f"{100 * rank.breakdown.exposed_comm_share:.1f} % exposed" for rank in run.attribution.ranks

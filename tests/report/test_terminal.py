@@ -106,10 +106,10 @@ def test_many_ranks_are_summarised():
 def test_a_run_shows_its_workload_check_and_speed():
     text = shown_traces(*ring_with_compute(), run=recorded_run(), width=200)
     assert "burst (double_ring=False) · 1024 tokens, 8 heads of 64 · causal · bf16 · kernel cudnn" in text
-    assert "nearest its bound: relative error of out 2.0e-03" in text
+    assert "worst error: out, 2.0e-03 relative" in text
     assert "GFLOP/s per device achieved (median of 3," in text
     assert "its attention kernels run at" in text
-    assert "3.00 ms an iteration without the profiler, 10.0 % slower with it; peak memory 1.0 GiB a device" in text
+    assert "3.00 ms per iteration without the profiler, 10.0 % slower with it; peak memory 1.0 GiB per device" in text
 
 
 def test_warnings_are_shown_with_their_code():

@@ -20,6 +20,7 @@ class WorkloadShard:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 8
+    v_head_dim: int | None = None
     causal: bool = True
     dtype: torch.dtype = torch.float64
     kernel: str = "reference"
@@ -83,11 +84,13 @@ def inputs(problem: WorkloadShard) -> list[Tensor]:
     """Return the full q, k, v and dout, equal on every rank."""
     generator = torch.Generator().manual_seed(problem.seed)
 
-    def draw(heads: int) -> Tensor:
-        shape = (problem.batch, problem.seq, heads, problem.head_dim)
+    def draw(heads: int, size: int) -> Tensor:
+        shape = (problem.batch, problem.seq, heads, size)
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(problem.dtype)
 
-    return [draw(problem.heads), draw(problem.kv_heads), draw(problem.kv_heads), draw(problem.heads)]
+    heads, kv_heads, size = problem.heads, problem.kv_heads, problem.head_dim
+    v_size = problem.v_head_dim or size
+    return [draw(heads, size), draw(kv_heads, size), draw(kv_heads, v_size), draw(heads, v_size)]
 
 
 def dense(problem: WorkloadShard) -> list[Tensor]:

@@ -45,6 +45,10 @@ class WorkloadShard(NamedTuple):
     def mask(self) -> Mask:
         return Mask.of(window=self.window, causal=self.causal, prefix=self.prefix)
 
+    def flops_per_pair(self) -> int:
+        """Count the FLOPs of one pair over all heads, by a kernel that takes both sizes of heads."""
+        return 2 * self.batch * self.heads * (self.head_dim + (self.v_head_dim or self.head_dim))
+
 
 DECODE = [
     Case("dcp", {"merge": merge, "queries": queries})
@@ -119,7 +123,7 @@ def errors(
         rows = range(problem.keys - problem.new, problem.keys)
         area = sum(sees(problem.mask(), row, key) for row in rows for key in range(problem.keys))
         assert problem.mask().area(problem.keys, problem.new) == area
-        if int(counted) != 4 * problem.batch * problem.heads * problem.head_dim * area:
+        if int(counted) != problem.flops_per_pair() * area:
             error = math.inf
         results.append((f"{case} {problem}", error))
     return results
@@ -195,7 +199,7 @@ def chunked_errors(rank: int, problems: list[ChunkedProblem]) -> list[float]:
         counted = torch.tensor(sum(kernel.flops for kernel in strategy.kernels()))
         torch.distributed.all_reduce(counted)
         area = problem.mask().area(problem.keys, problem.new)
-        assert int(counted) == 4 * problem.batch * problem.heads * problem.head_dim * area, (case, problem)
+        assert int(counted) == problem.flops_per_pair() * area, (case, problem)
         largest.append(float(wrong.abs().max()))
     return largest
 

@@ -124,21 +124,22 @@ def test_exactly_the_calls_that_differ_are_refused(means):
     assert run_ranks(4, many_calls, means, 200) == [expected] * 4
 
 
-def call_number_70000(rank: int) -> bool:
+def calls_beyond_32_bits(rank: int) -> bool:
     processes = create("ring").comm.processes
     group: Any = dist.group.WORLD
     compare_call(group, {"documents": ()}, processes)
     comparison = call_comparison._comparisons[group]
     assert comparison._words is not None
-    for count in (2**16 - 3, 2**16 - 2, 2**16 - 1, 2**16):
-        comparison._calls = count
+    # From the first row of the memory on, so that none is empty when the numbers begin again.
+    comparison._calls = 2**32 - call_comparison._HISTORY - 1
+    for count in range(call_comparison._HISTORY + 3):
         compare_call(group, {"documents": (0, count)}, processes)
     return True
 
 
 @pytest.mark.processes
 def test_the_number_of_a_call_may_exceed_its_bits():
-    assert run_ranks(2, call_number_70000) == [True, True]
+    assert run_ranks(2, calls_beyond_32_bits) == [True, True]
 
 
 def without_rank_1(rank: int) -> str:
@@ -159,6 +160,26 @@ def test_a_rank_that_does_not_come_is_named():
     )
 
 
+def beside_one_that_has_ended(rank: int) -> str:
+    processes = create("ring").comm.processes
+    group: Any = dist.group.WORLD
+    with patch.object(call_comparison, "INTERVAL_S", 0.02):
+        compare_call(group, {"documents": ()}, processes, may_pass=True)
+        if rank == 0:
+            call_comparison._comparisons[group]._processes[1] = 2**30  # above every process ID
+            with pytest.raises(PeerLost) as lost:
+                for _ in range(500):
+                    time.sleep(0.01)
+                    compare_call(group, {"documents": ()}, processes, may_pass=True)
+            return str(lost.value)
+    return ""
+
+
+@pytest.mark.processes
+def test_a_rank_whose_calls_pass_is_told_that_another_has_ended():
+    assert run_ranks(2, beside_one_that_has_ended)[0].startswith("rank 1 has ended: the ranks of its group compare")
+
+
 def test_the_message_names_ranks_and_the_first_bound_that_differs():
     long = tuple(range(0, 100, 10))
     text = difference({4: {"documents": long}, 5: {"documents": (*long[:3], 25, *long[4:])}, 6: {"documents": long}})
@@ -177,12 +198,12 @@ PASSING: list[tuple[tuple[int, ...], bool]] = [
 ]  # fmt: skip
 
 
-def passing_ranks(rank: int, changes: dict[int, int]) -> list[str]:
+def passing_ranks(rank: int, means: str, changes: dict[int, int]) -> list[str]:
     """Make calls that may pass, with other documents from call ``changes[rank]`` on; return what each raised."""
     group: Any = dist.group.WORLD
     processes = create("ring").comm.processes
     raised = []
-    with BY_STORE, patch.object(call_comparison, "INTERVAL_S", 0.02):
+    with by(means), patch.object(call_comparison, "INTERVAL_S", 0.02):
         for number, (documents, may_pass) in enumerate(PASSING):
             documents = (0, 4, 32) if changes.get(rank) == number else documents
             try:
@@ -190,25 +211,30 @@ def passing_ranks(rank: int, changes: dict[int, int]) -> list[str]:
                 raised.append("")
             except Unsupported as error:
                 raised.append(str(error))
-        # What a rank does next, long after it has passed the call.
-        for _ in range(500):
-            try:
-                call_comparison.raise_if_refused(group)
-            except Unsupported as error:
-                return [*raised, str(error)]
-            time.sleep(0.01)
-    return raised
+        return [*raised, later_refusal(group)]
+
+
+def later_refusal(group: Any) -> str:
+    """Return what a rank is told some time after it has passed a call; empty where nothing is refused."""
+    for _ in range(500):
+        try:
+            call_comparison.raise_if_refused(group)
+        except Unsupported as error:
+            return str(error)
+        time.sleep(0.01)
+    return ""
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("means", MEANS)
 @pytest.mark.parametrize("changed", [1, 2, 3, 4])
-def test_a_rank_that_passed_a_call_is_refused_later(changed):
+def test_a_rank_that_passed_a_call_is_refused_later(changed, means):
     """Rank 1 comes with documents of its own in one call; the other two may have passed that call."""
-    results = run_ranks(3, passing_ranks, {1: changed})
+    results = run_ranks(3, passing_ranks, means, {1: changed})
     before = "0, 8, 32" if changed < 2 else "0, 16, 32"
     expected = f"the ranks call with different documents: ranks 0, 2: [{before}]; rank 1: [0, 4, 32]; {ADVICE}"
     if changed in (2, 3):  # calls in which every rank waits: all go on
-        assert results == [[expected * (number == changed) for number in range(len(PASSING))]] * 3
+        assert results == [[*(expected * (number == changed) for number in range(len(PASSING))), ""]] * 3
     else:
         assert results[1][changed] == expected and not any(results[1][:changed])
         for result in results:
@@ -216,8 +242,89 @@ def test_a_rank_that_passed_a_call_is_refused_later(changed):
 
 
 @pytest.mark.processes
-def test_ranks_that_change_documents_at_different_calls_do_not_wait_for_each_other():
+@pytest.mark.parametrize("means", MEANS)
+def test_ranks_that_change_documents_at_different_calls_do_not_wait_for_each_other(means):
     """Each of two ranks waits in a call that the other has passed, or will pass."""
-    results = run_ranks(2, passing_ranks, {0: 4, 1: 1})
+    results = run_ranks(2, passing_ranks, means, {0: 4, 1: 1})
     assert results[0][-1] == results[1][-1]
     assert all(any(result) and set(result) <= {"", result[-1]} for result in results)
+
+
+def passed_options(rank: int, means: str) -> tuple[list[str], str]:
+    """Pass calls that all ranks know, with another window on one rank; then come with new documents."""
+    group: Any = dist.group.WORLD
+    processes = create("ring").comm.processes
+    raised = []
+    windows = [(3, 0), (4, 0), (3, 0), (3 + rank // 2, 0), (3, 0), (4, 0)]
+    with by(means), patch.object(call_comparison, "INTERVAL_S", 0.02):
+        for window in windows:
+            compare_call(group, {"documents": (0, 8, 32), "window_size": window}, processes, may_pass=True)
+        refusal = later_refusal(group) if means == "memory" else ""
+        for number in range(2):
+            try:
+                compare_call(group, {"documents": (0, number, 32), "window_size": (3, 0)}, processes, may_pass=True)
+                raised.append("")
+            except Unsupported as error:
+                raised.append(str(error))
+    return raised, refusal
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("means", MEANS)
+def test_options_that_differ_in_a_call_that_all_pass_are_refused(means):
+    """In shared memory soon, with what differed; in the store when the ranks wait for each other the next time."""
+    results = run_ranks(3, passed_options, means)
+    assert results[0] == results[1] == results[2]
+    raised, refusal = results[0]
+    if means == "memory":
+        assert refusal == raised[0] == raised[1] == (
+            "the ranks call with different window_size: ranks 0, 1: [3, 0]; rank 2: [4, 0]; all must make the same call"
+        )  # fmt: skip
+    else:
+        assert raised[0].startswith("the ranks change from one call to another") and raised[1] == ""
+
+
+def far_ahead(rank: int) -> tuple[int, str]:
+    """Pass many calls while rank 1 stops after one and comes with other documents; return the number of calls."""
+    group: Any = dist.group.WORLD
+    processes = create("ring").comm.processes
+    with patch.object(call_comparison, "INTERVAL_S", 0.02), pytest.raises(Unsupported) as refusal:
+        for number in range(3000):
+            if number and rank:
+                time.sleep(0.3)
+            documents = (0, 4 if number and rank else 8, 32)
+            compare_call(group, {"documents": documents}, processes, may_pass=True)
+    return number, str(refusal.value)
+
+
+@pytest.mark.processes
+def test_a_rank_passes_many_calls_but_not_more_than_the_memory_keeps():
+    (calls, refusal), (_, of_other) = run_ranks(2, far_ahead)
+    assert call_comparison._HISTORY // 2 <= calls < call_comparison._HISTORY
+    assert (
+        refusal
+        == of_other
+        == (f"the ranks call with different documents: rank 0: [0, 8, 32]; rank 1: [0, 4, 32]; {ADVICE}")
+    )
+
+
+def at_random_speeds(rank: int, count: int) -> int:
+    """Make the same calls as the other rank, most of which pass, at speeds of its own."""
+    group: Any = dist.group.WORLD
+    processes = create("ring").comm.processes
+    common, own = random.Random(0), random.Random(rank + 1)
+    documents = 0
+    with patch.object(call_comparison, "INTERVAL_S", 1e-3):
+        for number in range(count):
+            documents += common.random() < 0.002
+            if own.random() < 0.001:
+                time.sleep(own.random() / 50)
+            call = {"documents": (0, documents, 9999), "window_size": (number % 3, 0)}
+            compare_call(group, call, processes, may_pass=True)
+    return documents
+
+
+@pytest.mark.processes
+def test_equal_calls_are_never_refused():
+    results = run_ranks(4, at_random_speeds, 20_000)
+    assert len(set(results)) == 1 and results[0] > 10

@@ -264,13 +264,13 @@ def test_ring_reserves_two_slots_of_its_largest_hop():
         assert right
 
 
-def _after_a_peer_died(rank: int) -> str:
-    """Return the error on rank 0 after rank 1 has exited between two calls: rank 0 must not wait forever."""
+def _after_a_peer_died(rank: int, dead: int) -> str:
+    """Return the error of the other rank after ``dead`` has exited between two calls: it must not wait forever."""
     strategy = create("zigzag", kernel="torch-flash", hops="copy")
     q = torch.randn(1, 1024, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     strategy.attention(q, q, q).sum().backward()
     torch.cuda.synchronize()
-    if rank == 1:
+    if rank == dead:
         os._exit(0)
     try:
         for _ in range(100):
@@ -283,10 +283,13 @@ def _after_a_peer_died(rank: int) -> str:
 
 @pytest.mark.gpu
 @needs_two_gpus
-def test_wait_for_a_hop_ends_when_the_peer_dies():
-    message, ended = run_gpu_ranks(2, _after_a_peer_died, limit_s=90)
-    assert message.startswith("rank 1 has ended (process ") and message.endswith("the last output has NaN: True")
-    assert ended == "gone"
+@pytest.mark.parametrize("dead", [0, 1])
+def test_wait_for_a_hop_ends_when_the_peer_dies(dead):
+    """On the first GPU and on another: a new thread's current device is the first."""
+    results = run_gpu_ranks(2, _after_a_peer_died, dead, limit_s=90)
+    assert results[dead] == "gone"
+    message = results[1 - dead]
+    assert message.startswith(f"rank {dead} has ended (process ") and message.endswith("the last output has NaN: True")
 
 
 def _captured(rank: int) -> str:

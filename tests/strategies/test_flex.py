@@ -166,7 +166,7 @@ def test_strategies_are_exact_with_flex() -> None:
 
 
 def test_values_of_one_document_do_not_change_another() -> None:
-    """Only NaN may pass, within a tile, as docs/workloads.md says."""
+    """Only NaN may pass, within a tile, as docs/kernels.md says."""
     strategy, results = create("zigzag", kernel="flex"), []
     for factor in (1.0, -1.5):
         *qkv, dout = inputs(WorkloadShard(seq=64, dtype=torch.float32))

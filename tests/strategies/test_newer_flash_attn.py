@@ -265,21 +265,27 @@ PARTS = [
 
 
 @pytest.mark.parametrize(
-    ("name", "softcap", "masks"),
+    ("name", "softcap", "masks", "sizes"),
     [
-        ("torch-flash", 0.0, WHOLE + PARTS),
-        ("cudnn", 0.0, WHOLE + PARTS[:1]),
-        ("flash-attn", 0.0, WHOLE + PARTS),
-        ("flash-attn", 2.0, WHOLE + PARTS),
-        ("flash-attn-3", 0.0, WHOLE + PARTS),
-        ("flash-attn-3", 2.0, WHOLE + PARTS),
-        ("flash-attn-4", 0.0, WHOLE + PARTS),
+        ("torch-flash", 0.0, WHOLE + PARTS, (8, 8)),
+        ("cudnn", 0.0, WHOLE + PARTS[:1], (8, 8)),
+        ("flash-attn", 0.0, WHOLE + PARTS, (8, 8)),
+        ("flash-attn", 2.0, WHOLE + PARTS, (8, 8)),
+        ("flash-attn-3", 0.0, WHOLE + PARTS, (8, 8)),
+        ("flash-attn-3", 2.0, WHOLE + PARTS, (8, 8)),
+        ("flash-attn-3", 0.0, WHOLE + PARTS, (192, 128)),
+        ("flash-attn-4", 0.0, WHOLE + PARTS, (8, 8)),
+        ("flash-attn-4", 0.0, WHOLE + PARTS, (192, 128)),
     ],
 )
-def test_arguments_passed_to_kernels_match_the_mask(name: str, softcap: float, masks: list[Mask]) -> None:
+def test_arguments_passed_to_kernels_match_the_mask(
+    name: str, softcap: float, masks: list[Mask], sizes: tuple[int, int]
+) -> None:
+    assert KERNELS[name].takes_v_head_dim(*sizes)
     generator = torch.Generator().manual_seed(3)
     q, k, v, dout, out = (
-        torch.randn(2, 24, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2, 4, 4)
+        torch.randn(2, 24, heads, size, generator=generator, dtype=torch.float64)
+        for heads, size in zip((4, 2, 2, 4, 4), (sizes[0], *sizes, sizes[1], sizes[1]), strict=True)
     )
     for mask in masks:
         block = sharded_mask_of(mask, LAYOUTS["contiguous"], 1, 24).block(0, 0)
@@ -307,7 +313,7 @@ SIZES = ("HDIM64", "HDIM96", "HDIM128", "HDIM192", "HDIM256")
         ((), True, True, 256, (torch.bfloat16, torch.float16)),
         (("SOFTCAP", "FP16", "HDIM64", "HDIM192", "HDIM256"), True, False, 128, (torch.bfloat16,)),
         (("LOCAL", "HDIM256"), False, True, 192, (torch.bfloat16, torch.float16)),
-        (SIZES, True, True, 0, (torch.bfloat16, torch.float16)),
+        ((*SIZES, "HDIMDIFF192"), True, True, 0, (torch.bfloat16, torch.float16)),
     ],
 )
 def test_flash_attn_3_offers_only_the_features_it_was_compiled_with(
@@ -317,6 +323,8 @@ def test_flash_attn_3_offers_only_the_features_it_was_compiled_with(
     kernel = _flash_attn_3_built_without(monkeypatch, disabled)
     assert (kernel.takes_windows, kernel.takes_softcap) == (windows, softcap)
     assert (kernel.most_head_dim, kernel.dtypes) == (most_head_dim, dtypes)
+    taken = [sizes for sizes in ((192, 128), (192, 96), (192, 64), (128, 64)) if kernel.takes_v_head_dim(*sizes)]
+    assert taken == ([] if "HDIMDIFF192" in disabled else [(192, 128)])
     # A device of no GPU: whether it is found here must not matter.
     assert kernel.missing(CPU) == "needs a CUDA device"
 
@@ -331,7 +339,7 @@ def test_a_flash_attn_3_without_backward_or_varlen_is_not_used(monkeypatch: pyte
 
 def _flash_attn_3_built_without(monkeypatch: pytest.MonkeyPatch, disabled: tuple[str, ...]) -> Any:
     """Load the kernels' module beside a ``flash_attn_config`` as setup.py writes it; return its flash-attn 3 kernel."""
-    names = ("BACKWARD", "LOCAL", "SOFTCAP", "FP16", "VARLEN", "SPLIT", *SIZES)
+    names = ("BACKWARD", "LOCAL", "SOFTCAP", "FP16", "VARLEN", "SPLIT", "HDIMDIFF192", *SIZES)
     flags = {f"FLASHATTENTION_DISABLE_{name}": name in disabled for name in names}
     config = ModuleType("flash_attn_config")
     config.CONFIG = {"build_flags": {**flags, "FLASHATTENTION_ENABLE_VCOLMAJOR": True}}  # type: ignore[attr-defined]

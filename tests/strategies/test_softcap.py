@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringprof.strategies import Unsupported, create, find, names
+from ringprof.strategies.kernels import flash_attn
+from ringprof.strategies.kernels.flash_attn import FlashAttnKernel
 from ringprof.strategies.kernels.registry import KERNELS, choose_kernel
 from ringprof.workload.mask import Mask
 from tests.strategies.cases import WorkloadShard, inputs, relative_error
@@ -131,3 +135,28 @@ def test_strategy_computes_with_and_without_softcap() -> None:
     assert not torch.allclose(capped, strategy.attention(x, x, x))
     assert torch.equal(capped, strategy.attention(x, x, x, softcap=0.5))
     assert len(strategy.kernels()) == 2
+
+
+@pytest.mark.parametrize("build", ["whole", "without", "old"])
+def test_flash_attn_2_is_asked_whether_its_build_takes_a_softcap(build: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fwd(q: Tensor, k: Tensor, v: Tensor, out: None, alibi: None, p: float, scale: float, *rest: object) -> object:
+        if build == "old" and len(rest) > 5:
+            raise TypeError("fwd(): incompatible function arguments")
+        if build == "without" and rest[3]:
+            raise RuntimeError("This flash attention build does not support softcap.")
+        return q, torch.zeros(1, 1, 1)
+
+    monkeypatch.setattr(flash_attn, "_flash_attn", lambda: SimpleNamespace(fwd=fwd))
+    monkeypatch.setattr(FlashAttnKernel, "missing", classmethod(lambda cls, device: None))
+    cpu, bf16 = torch.device("cpu"), torch.bfloat16
+    flash_attn._takes_softcap.cache_clear()
+    try:
+        if build == "whole":
+            assert choose_kernel("auto", cpu, bf16, 64, softcap=5.0) is FlashAttnKernel
+        else:
+            assert choose_kernel("auto", cpu, bf16, 64, softcap=5.0).name == "flex"
+            with pytest.raises(Unsupported, match=r"'flash-attn' is not available: it takes no softcap \(.*flex"):
+                choose_kernel("flash-attn", cpu, bf16, 64, softcap=5.0)
+        assert choose_kernel("flash-attn", cpu, bf16, 64) is FlashAttnKernel
+    finally:
+        flash_attn._takes_softcap.cache_clear()

@@ -69,10 +69,10 @@ def errors_of(rank: int, cases: list[Case], problem: WorkloadShard, truths: dict
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("world", "kv_heads"), [(2, 8), (2, 4), (4, 8)])
-def test_gradients_of_halves_are_exact(world: int, kv_heads: int) -> None:
+@pytest.mark.parametrize(("world", "kv_heads", "v_head_dim"), [(2, 8, None), (2, 4, None), (4, 8, None), (2, 8, 6)])
+def test_gradients_of_halves_are_exact(world: int, kv_heads: int, v_head_dim: int | None) -> None:
     """With fewer kv heads than heads the reference repeats them, and its gradients are copied."""
-    problem = WorkloadShard(seq=64, batch=2, heads=8, kv_heads=kv_heads)
+    problem = WorkloadShard(seq=64, batch=2, heads=8, kv_heads=kv_heads, v_head_dim=v_head_dim)
     truths = {mask: dense(problem, mask) for mask in MASKS}
     for rows in run_ranks(world, errors_of, [case for case in CASES if world in case.worlds], problem, truths):
         assert {name: error for name, error, _ in rows if not error < 1e-12} == {}

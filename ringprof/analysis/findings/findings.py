@@ -8,6 +8,7 @@ import msgspec
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.annotations import Annotation, annotations_of
+from ringprof.analysis.findings.by_layer import LayerTotals, layers_of_run
 from ringprof.analysis.findings.by_shape import Gemm, collectives_of_run, gemms_of
 from ringprof.analysis.findings.inference import Inference, inference_of
 from ringprof.analysis.findings.step_rates import StepRates, step_rates_of
@@ -51,6 +52,11 @@ class Findings(msgspec.Struct, frozen=True, dict=True):
     def collectives(self) -> tuple[CollectiveTotals, ...]:
         """Communication by kind, group and size over all ranks; empty on CPU."""
         return collectives_of_run(self.attribution)
+
+    @cached_property
+    def layers(self) -> tuple[LayerTotals, ...]:
+        """Attention and communication by layer of the model; empty where the traces name no layers."""
+        return layers_of_run(self.attribution)
 
     @property
     def lists_steps(self) -> bool:

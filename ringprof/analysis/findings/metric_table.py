@@ -168,7 +168,7 @@ SHARES = (
     MetricRow("slowest_excess", "share", Use.CONDITIONS, lambda f: f.summary.slowest_excess),
     MetricRow("shapes_known", "share", Use.CONDITIONS, lambda f: f.step_rates and f.step_rates.coverage),
     MetricRow("peak_memory_bytes", "bytes", Use.CONDITIONS, lambda f: f.summary.rates.peak_memory_bytes,
-              tile="peak memory a device"),
+              tile="peak memory per device"),
     MetricRow("warnings", "count", Use.CONDITIONS, lambda f: sum(notice.count for notice in f.attribution.warnings)),
     MetricRow("tokens_per_second", "tokens/s", Use.CONDITIONS, lambda f: f.inference and f.inference.tokens_per_second),
     MetricRow("read_gbps", "GB/s", Use.CONDITIONS, lambda f: f.inference and f.inference.read_gbps),

@@ -48,7 +48,7 @@ def recommendations_of(attribution: Attribution, summary: Summary, kernels: Kern
     by_part = {
         "slower_kernel": f"--kernel {kernels.fastest} (ringprof kernels)",
         "kernel_limit": _kernel_limit_advice(attribution, kernels),
-        "kernel": f"another kernel (ringprof kernels --measure){_more_tokens_clause(attribution)}",
+        "kernel": f"another kernel (ringprof calibrate --rates){_more_tokens_clause(attribution)}",
         "attention": f"a faster attention kernel{_more_tokens_clause(attribution)}",
         "repeated": _repeated_advice(attribution),
         "slowdown": _slowdown_advice(attribution),
@@ -80,7 +80,7 @@ def _kernel_limit_advice(attribution: Attribution, kernels: KernelComparison) ->
     """Recommend what may bring attention nearer to a matrix product: longer blocks, or to look for another kernel."""
     longer_blocks = _more_tokens_clause(attribution).removeprefix(", ")
     if not kernels.fastest_known:
-        return f"another kernel (ringprof kernels --measure){_more_tokens_clause(attribution)}"
+        return f"another kernel (ringprof calibrate --rates){_more_tokens_clause(attribution)}"
     return longer_blocks if kernels.gains_with_tokens else ""
 
 

@@ -323,8 +323,8 @@ def _unsplit_line(facts: Facts, share: float) -> str:
     """
     if facts.attribution.on_cpu:
         # The share includes the time from a rank's own end to the slowest rank's.
-        blocked = f"{percent(share)} of the slowest rank's time others are blocked, or done before it"
-        return cpu_blocked_sentence(facts.attribution) or f"{blocked}; what of it is waiting is not recorded on CPU."
+        blocked = f"ranks are blocked or done on average for {percent(share)} of the slowest rank's time"
+        return cpu_blocked_sentence(facts.attribution) or f"On CPU {blocked}: waiting and transfer cannot be separated."
     return f"How much of it is waiting and how much wire is not known (see warnings){_worst_step_clause(facts)}."
 
 

@@ -122,7 +122,7 @@ def cpu_blocked_sentence(attribution: Attribution) -> str:
         return ""
     walls = [rank.breakdown.wall_ns for rank in attribution.ranks]
     iterations = fmean(len(rank.iteration_ns) or 1 for rank in attribution.ranks)
-    period = "in the captured block" if attribution.run and attribution.run.captured else "an iteration"
+    period = "in the captured block" if attribution.run and attribution.run.captured else "per iteration"
     between_share, within_share = links.between_hosts_ns / fmean(walls), links.within_host_ns / fmean(walls)
     sent_mb, period_s = links.leaving_bytes / 1e6, fmean(walls) / iterations / 1e9
     return (

@@ -398,7 +398,7 @@ def _part_evidence(attribution: Attribution, summary: Summary, work: _AttentionW
         reason = "the traces do not tell the work" if work is None else "no peak is known that fits"
         if attribution.run is not None and not workload_fits(attribution.run):
             reason = "the stated workload does not fit the counted FLOPs"
-        attention = f"union of the attention kernels; {reason}: not held against a peak"
+        attention = f"union of the attention kernels; {reason}: not compared with a peak"
         unsplit = "its kernels have no wait and wire (see warnings): exposed wire, peer wait and imbalance in one"
     least = min(ranks, key=lambda rank: rank.breakdown.compute_ns)
     most = max(ranks, key=lambda rank: rank.breakdown.compute_ns)
@@ -433,7 +433,7 @@ def _work_evidence(attribution: Attribution, work: _AttentionWork | None) -> dic
     rate_tflops = done_flops / attention_ns / 1e3 if attention_ns else 0.0
     peak = work.peak
     words = _kernel_evidence(work.kernels) | {
-        "peak": f"{work.needed / rank_count / 1e12:,.1f} TFLOP a device at {peak.tflops:g} TFLOP/s ({peak.source})",
+        "peak": f"{work.needed / rank_count / 1e12:,.1f} TFLOP per device at {peak.tflops:g} TFLOP/s ({peak.source})",
         "repeated": f"blocks of {done_flops / work.needed:.4f} times the work that the mask needs",
     }
     if work.solo_tflops:

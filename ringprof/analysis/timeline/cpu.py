@@ -83,6 +83,15 @@ class CpuCommunication(msgspec.Struct, frozen=True):
         """Union of the ranges that no mark replaces."""
         return intervals.union(self.start_ns, self.end_ns)
 
+    @property
+    def everything(self) -> Spans:
+        """Time that is marked as blocked or in a range."""
+        return intervals.merged(self.blocked, self.ranges)
+
+    def exposed_beside(self, compute: Spans) -> Spans:
+        """Return the exposed part: blocked time, and time of ranges in which nothing computes."""
+        return intervals.merged(self.blocked, intervals.subtraction(self.ranges, compute))
+
     def of(self, kind: str) -> Spans:
         """Return the union of these ranges of one kind."""
         rows = self.kind == CODE[kind]
@@ -165,7 +174,7 @@ def break_down_cpu(trace: Trace, window: Window, number: int | None = None) -> B
     communication = find_communication(trace, window_start, window_end)
     blocked = communication.blocked
     compute = intervals.subtraction(_spans_of_kinds(start, end, kind, COMPUTE), blocked)
-    all_exposed = intervals.merged(blocked, intervals.subtraction(communication.ranges, compute))
+    all_exposed = communication.exposed_beside(compute)
     memory = intervals.subtraction(_spans_of_kinds(start, end, kind, MEMORY), intervals.merged(compute, all_exposed))
     exposed = intervals.length_ns(all_exposed)
     busy = intervals.length_ns(compute) + exposed + intervals.length_ns(memory)
@@ -173,7 +182,7 @@ def break_down_cpu(trace: Trace, window: Window, number: int | None = None) -> B
         start_ns=window_start,
         end_ns=window_end,
         compute_ns=intervals.length_ns(compute),
-        comm_ns=intervals.length_ns(intervals.merged(blocked, communication.ranges)),
+        comm_ns=intervals.length_ns(communication.everything),
         overlapped_ns=None,
         exposed_comm_ns=exposed,
         exposed_memory_ns=intervals.length_ns(memory),

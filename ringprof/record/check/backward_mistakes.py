@@ -60,13 +60,6 @@ def _groups(full: Tensors, workload: Workload, scale: float) -> Iterator[_Group]
             yield _Group(batch, kv_head, heads, q, k, dout, q @ k.T * scale, dout @ v.T)
 
 
-def holder_of(order: Tensor) -> Tensor:
-    """Return the rank (S) that holds each token, from the positions (N, S/N) that each rank holds."""
-    holder = torch.empty_like(order.flatten())
-    holder[order.flatten()] = torch.arange(len(order), device=order.device).repeat_interleave(order.shape[1])
-    return holder
-
-
 def _weights_and_dscores(
     group: _Group, mask: Tensor, holder: Tensor, scale: float, mistake: str = "", other_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -102,11 +102,11 @@ def kernel_results(
     """Call a kernel over a whole sequence; return its output and, with ``dout``, its gradients, by name.
 
     ``block`` is a `whole_block`. With ``sinks`` (H) there is ``dsinks`` (B, 1, H, 1), to be summed over B. If v has
-    smaller heads than q, they are padded as a strategy pads them, except for the reference kernel.
+    smaller heads than q, they are padded as a strategy pads them, unless the kernel takes them.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     v_head_dim = v.shape[-1]
-    padding = (0, q.shape[-1] - v_head_dim if kernel.production else 0)
+    padding = (0, 0 if kernel.takes_v_head_dim(q.shape[-1], v_head_dim) else q.shape[-1] - v_head_dim)
     v = pad(v, padding)
     out, lse = kernel.forward(q, k, v, scale=scale, **block)
     # The kernel's output has a wider type if a row is in several parts of the mask.

@@ -18,13 +18,12 @@ from ringprof.record.check.backward_mistakes import (
     gradient_parts,
     gradients_under,
     head_parts_mistake,
-    holder_of,
     rank_parts_mistake,
 )
 from ringprof.record.check.dense import References, Tensors, gather_numbers, reference_results, relative_rms
 from ringprof.record.check.result import TensorCheck
 from ringprof.record.check.user_attention import UserAttention
-from ringprof.record.check.visible_keys import relative_rank, shown_by_mask
+from ringprof.record.check.visible_keys import holder_of, relative_rank, shown_by_mask
 from ringprof.run import Workload
 from ringprof.strategies.masks.layouts import LAYOUTS
 

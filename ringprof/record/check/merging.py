@@ -20,24 +20,26 @@ PARTIAL_OUTPUTS = "the ranks' partial outputs"
 
 
 def merge_mistake(
-    log_factors: Tensor, lses: Tensor, has_keys: Tensor, own_rank: int, other_sums: dict[str, Tensor] | None = None
-) -> str:
+    log_factors: Tensor, lses: Tensor, largest_scores: Tensor, has_keys: Tensor, own_rank: int,
+    other_sums: dict[str, Tensor] | None = None,
+) -> str:  # fmt: skip
     """Return a sentence about a wrong merge; empty where the merge is right.
 
     ``log_factors`` (H, R, N) are the logarithms of the weights less the scores, which in a right merge are minus the
-    LSE of the whole row. ``lses`` (H, R, N) are the LSEs over each rank's keys, ``has_keys`` (R, N) says for which
-    ranks there are factors, and ``own_rank`` holds the queries. ``other_sums`` (H, R) are LSEs over other keys, by the
+    LSE of the whole row. ``lses`` (H, R, N) are the LSEs over each rank's keys, ``largest_scores`` (H, R, N) the
+    largest of their scores, ``has_keys`` (R, N) says for which ranks there are factors, and ``own_rank`` holds the
+    queries. ``other_sums`` (H, R) are LSEs over other keys, by the
     sentence that is true where they are in the place of the right ones.
     """
     rows = has_keys.any(1)
     factors, has_keys = log_factors[:, rows], has_keys[rows]
-    lses = lses[:, rows]
+    lses, largest_scores = lses[:, rows], largest_scores[:, rows]
     largest, smallest = (torch.where(has_keys, factors, -sign * torch.inf) for sign in (1, -1))
     if _small((largest.amax(2) - smallest.amin(2))[:, has_keys.sum(1) > 1]):
         divisor = -torch.where(has_keys, factors, 0.0).sum(2) / has_keys.sum(1)
         return _wrong_sum(divisor, lses, has_keys, {text: x[:, rows] for text, x in (other_sums or {}).items()})
-    lses = torch.where(has_keys, lses, -torch.inf)
-    return f"{PARTIAL_OUTPUTS} {_wrong_weighting(factors, lses, has_keys, own_rank)}"
+    lses, largest_scores = (torch.where(has_keys, x, -torch.inf) for x in (lses, largest_scores))
+    return f"{PARTIAL_OUTPUTS} {_wrong_weighting(factors, lses, largest_scores, has_keys, own_rank)}"
 
 
 def _small(difference: Tensor, limit: float = TOLERANCE) -> bool:
@@ -78,10 +80,13 @@ def _wrong_sum(divisor: Tensor, lses: Tensor, has_keys: Tensor, other_sums: dict
     return f"weights of a query {relation}: from {low:.3g} to {high:.3g}, the median is {middle:.3g}"
 
 
-def _wrong_weighting(factors: Tensor, lses: Tensor, has_keys: Tensor, own_rank: int) -> str:
+def _wrong_weighting(
+    factors: Tensor, lses: Tensor, largest_scores: Tensor, has_keys: Tensor, own_rank: int
+) -> str:  # fmt: skip
     """Explain weights whose factors differ between the ranks that hold the keys. Arguments as in `merge_mistake`."""
     several = has_keys.sum(1) > 1
-    factors, lses, has_keys = factors[:, several], lses[:, several], has_keys[several]
+    factors, lses, largest_scores = (x[:, several] for x in (factors, lses, largest_scores))
+    has_keys = has_keys[several]
     visible = has_keys.expand_as(factors)
     masses = factors + torch.where(has_keys, lses, 0.0)
     counts = has_keys.sum(1, keepdim=True).double()
@@ -90,16 +95,25 @@ def _wrong_weighting(factors: Tensor, lses: Tensor, has_keys: Tensor, own_rank: 
     if _small((masses + counts.log())[visible]):
         return "are averaged, not weighted by their LSE"
     size = has_keys.shape[1]
-    for direction in (-1, 1):
-        ring = [(own_rank + direction * hop) % size for hop in range(size)]
-        running = torch.empty_like(lses)
-        running[..., ring] = lses[..., ring].logcumsumexp(2)
-        if _small((factors + running)[visible]):
-            return "are not rescaled when later ones are merged: each is weighted by the LSE up to its own hop"
 
     def mean(x: Tensor, where: Tensor) -> Tensor:
         return torch.where(where, x, 0.0).sum(2) / where.sum(1).clamp_min(1)
 
+    for step in (-1, 1, 0):  # a ring in either direction, or the ranks from the first to the last
+        order = [(own_rank + step * hop) % size if step else hop for hop in range(size)]
+        running, maximum = torch.empty_like(lses), torch.empty_like(lses)
+        running[..., order] = lses[..., order].logcumsumexp(2)
+        if _small((factors + running)[visible]):
+            return "are not rescaled when later ones are merged: each is weighted by the LSE up to its own hop"
+        for of_rank, words in ((largest_scores, "score"), (lses, "LSE")):
+            maximum[..., order] = of_rank[..., order].cummax(2).values
+            # Whatever they are divided by at the end.
+            rest = torch.where(has_keys, factors + maximum, 0.0)
+            if _small((rest - mean(rest, has_keys)[..., None])[visible]):
+                return (
+                    f"are not rescaled when a later one has a larger {words}: each keeps the running maximum of its own"
+                    " hop"
+                )
     for offset in range(size):
         other = has_keys.clone()
         other[:, (own_rank + offset) % size] = False

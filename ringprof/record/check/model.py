@@ -18,24 +18,25 @@ from ringprof.record.check.model_reasons import explain
 from ringprof.record.check.model_result import ModelCheck, ModuleDifference, ParameterCheck
 from ringprof.record.check.model_run import NOISE_RUNS, ModelRun, allowed_error, run_on_ranks
 from ringprof.record.check.model_step import Step, full_parameters
-from ringprof.record.check.on_ranks import record_sent
+from ringprof.record.check.on_ranks import gather_sent, record_sent
 from ringprof.record.check.result import TIME_LIMIT_S, SentInCall, TensorCheck
 from ringprof.record.check.tokens import find_tokens
 from ringprof.record.process_group import GroupRanks
 from ringprof.record.progress import Reporter, SilentReporter
-from ringprof.record.request import from_json
 
 UNSTABLE = 0.5
 """Relative change of the output by rounding, from which the reference is taken for random (dropout)."""
 
 
 class _Names(msgspec.Struct, frozen=True):
-    """Names that must be alike on all ranks, and a digest of the batch."""
+    """Names that must be alike on all ranks, a digest of the batch, and the rank's tokens."""
 
     modules: list[str]
     parameters: list[str]
     batch: str
     problem: str
+    tokens: list[int]
+    """Index of each local token among the tokens of all rows."""
 
 
 def check_model_on_ranks(
@@ -87,15 +88,13 @@ def check_model_on_ranks(
     parameters = _parameter_errors(run, noisy)
     losses, loss, loss_is = _compare_losses(run, noisy)
     holders = torch.bincount(torch.cat(run.every_token), minlength=math.prod(reference_step.shape))
-    own_sent = sent[0] if sent else SentInCall(operations={}, size_bytes=-1)
-    sent_by_rank = [from_json(part, SentInCall) for part in ranks.gather_structs(own_sent)]
     check = ModelCheck(
         equal=bool((holders == 1).all()) and not wrong and not weights and (loss is None or loss_is is not None)
         and all(error.rms <= error.allowed_rms for error in parameters.values()),
         ranks=ranks.size, batch=reference_step.shape, dtype=_dtype(parallel_step), device=ranks.device.type,
         logits=logits, modules=len(run.modules), first_difference=first, loss=loss, losses=losses, loss_is=loss_is,
         parameters=parameters, reasons=weights,
-        sent=None if any(rank.size_bytes == -1 for rank in sent_by_rank) else sent_by_rank,
+        sent=gather_sent(sent, ranks),
     )  # fmt: skip
     if not check.equal:
         reporter.start("explanations", 1)
@@ -122,8 +121,9 @@ def _aligned(
         sorted(own.gradients),
         _digest(batch),
         problem,
+        tokens.tolist(),
     )
-    by_rank = [from_json(part, _Names) for part in ranks.gather_structs(names)]
+    by_rank = ranks.gather_structs(names)
     for number, other in zip(ranks.numbers, by_rank, strict=True):
         if other.problem:
             raise UsageError(f"rank {number}: {other.problem}")
@@ -136,10 +136,7 @@ def _aligned(
         raise UsageError(f"the models have different parameters: {', '.join(strange[:3])} is only in one of them")
     common = set(names.modules).intersection(*(other.modules for other in by_rank))
     modules = [(name, call) for name in whole.outputs for call in range(len(whole.outputs[name])) if name in common]
-    lengths = [int(row[0]) for row in gather_numbers([len(tokens)], ranks)] if ranks.size > 1 else [len(tokens)]
-    padded = torch.full((max(lengths),), -1, dtype=torch.int64, device=ranks.device)
-    padded[: len(tokens)] = tokens.to(ranks.device)
-    every = [part[:length].cpu() for part, length in zip(ranks.gather_tensor(padded), lengths, strict=True)]
+    every = [torch.tensor(other.tokens, dtype=torch.int64) for other in by_rank]
     return ModelRun(ranks, barrier, parallel, reference, own, whole, tokens, every, modules)
 
 

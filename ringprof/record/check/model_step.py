@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_map_only
 
 from ringprof.errors import UsageError
 
@@ -31,7 +32,7 @@ class Step:
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    """Arguments of the model's call."""
+    """Arguments of the model's call, with copies of their tensors."""
     outputs: dict[str, list[Tensor]]
     """Detached outputs with a row per token (tokens, features), by module and call, in the order of return."""
     output_gradient: Tensor | None
@@ -154,6 +155,8 @@ class _Recorder:
             name: [rows[1] for rows in (rows_of(call, shape) for call in calls) if rows is not None]
             for name, calls in self.outputs.items()
         }
+        # Copies, since torch's context parallelism restores its sharded buffers in place after the step.
+        args, kwargs = tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
         step = Step(model, args, kwargs, {name: x for name, x in outputs.items() if x}, None, None, shape)
         rows = rows_of(output, shape)
         if rows is not None and rows[0].requires_grad:

@@ -55,7 +55,7 @@ from ringprof.record.check.weights import read_weights
 from ringprof.record.measure import profiler_is_busy
 from ringprof.record.process_group import GroupRanks
 from ringprof.record.progress import Reporter, SilentReporter
-from ringprof.record.request import DTYPES, from_json
+from ringprof.record.request import DTYPES
 from ringprof.record.resolve import torch_dtype
 from ringprof.record.shutdown.rank_errors import error_line
 from ringprof.run import Workload
@@ -168,17 +168,13 @@ def check_on_ranks(
             reasons = reasons_from_weights
     if not seen or seen.right:
         reasons = reasons or reported.lost_digits
-    own_sent = calls.sent[0] if calls.sent else SentInCall(operations={}, size_bytes=-1)
-    sent_by_rank = [from_json(part, SentInCall) for part in ranks.gather_structs(own_sent)]
-    # The size is -1 where another profiler was running on a rank.
-    known = all(rank.size_bytes != -1 for rank in sent_by_rank)
     # What queries see is unknown and has a reason where the output differs from call to call.
     weights_right = seen.right if seen else not reasons_from_weights
     return Check(
         equal=all(result.equal for result in calls.results) and weights_right, workload=workload, ranks=ranks.size,
         layout=request.layout, device=ranks.device.type, calls=len(calls.results),
         call=reported.call.number, variant=reported.call.variant, errors=reported.errors,
-        sent=sent_by_rank if known else None, seen=seen, reasons=reasons,
+        sent=gather_sent(calls.sent, ranks), seen=seen, reasons=reasons,
         skipped=[reason for reason in skipped if reason],
     )  # fmt: skip
 
@@ -360,11 +356,9 @@ class _Calls:
     def _compare(self, call: _PlannedCall, full: Tensors, results: AttentionResults, shape_problem: str) -> _CallResult:
         """Compare one call's results with the references on all ranks; explain the first wrong ones. Collective."""
         ranks, workload, scale = self.attention.ranks, call.workload, self.request.softmax_scale
-        gathered = ranks.gather_structs(_ShapeProblem(shape_problem))
-        shape_problems = [from_json(encoded, _ShapeProblem).text for encoded in gathered]
-        if any(shape_problems):
-            rank, text = next((rank, text) for rank, text in enumerate(shape_problems) if text)
-            return _CallResult(call, {}, [f"on rank {rank} {text}"])
+        for rank, problem in enumerate(ranks.gather_structs(_ShapeProblem(shape_problem))):
+            if problem.text:
+                return _CallResult(call, {}, [f"on rank {rank} {problem.text}"])
         try:
             requirements: Any = workload.mask().asks_of_kernels()
             kernel = choose_kernel("auto", full.q.device, full.q.dtype, workload.head_dim, **requirements)()
@@ -419,6 +413,13 @@ def record_sent(sent_in_calls: list[SentInCall]) -> Iterator[None]:
         with hidden_profiler_lines():
             recording.__exit__(*sys.exc_info())
     sent_in_calls.append(_sent_in_events(recording.kineto_results.events()))
+
+
+def gather_sent(sent_in_calls: list[SentInCall], ranks: GroupRanks) -> list[SentInCall] | None:
+    """Gather what each rank sent in the first recorded call; None where another profiler ran on a rank. Collective."""
+    unknown = SentInCall(operations={}, size_bytes=-1)
+    by_rank = ranks.gather_structs(sent_in_calls[0] if sent_in_calls else unknown)
+    return None if unknown in by_rank else by_rank
 
 
 @contextmanager

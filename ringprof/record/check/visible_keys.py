@@ -23,6 +23,11 @@ def shown_by_mask(workload: Workload, queries: Tensor, keys: Tensor) -> Tensor:
     return KeyStretches.of(workload.mask(), queries, workload.seq).shown(keys)
 
 
+def holder_of(order: Tensor) -> Tensor:
+    """Return the rank (S) that holds each token, from the positions (N, S/N) that each rank holds."""
+    return order.flatten().argsort() // order.shape[1]
+
+
 def relative_rank(offset: int, size: int) -> str:
     """Name the rank ``offset`` after a rank, among ``size`` ranks in a ring."""
     if offset == 0:
@@ -42,8 +47,7 @@ def mask_mistake(sees: Tensor, keys: Tensor, order: Tensor, workload: Workload) 
     shown = shown_by_mask(workload, positions, keys)
     if torch.equal(sees, shown):
         return ""
-    holder = torch.empty_like(positions)
-    holder[order.flatten()] = torch.arange(len(order), device=sees.device).repeat_interleave(order.shape[1])
+    holder = holder_of(order)
     same_rank = holder[:, None] == holder[keys]
     distance = positions[:, None] - keys
     return (

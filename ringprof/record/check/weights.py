@@ -21,8 +21,7 @@ from ringprof.record.check.dense import Tensors, relative_rms
 from ringprof.record.check.merging import PARTIAL_OUTPUTS, merge_mistake
 from ringprof.record.check.result import QueryAndKey, Seen
 from ringprof.record.check.user_attention import AttentionResults, UserAttention
-from ringprof.record.check.visible_keys import mask_mistake, shown_by_mask
-from ringprof.record.request import from_json
+from ringprof.record.check.visible_keys import holder_of, mask_mistake, shown_by_mask
 from ringprof.run import Workload
 
 MOST_CALLS = 16
@@ -107,8 +106,9 @@ def read_weights(
     rank_weights = _RankWeights(attention, full, workload, keys, weights)
     sees = torch.empty(workload.seq, len(keys), dtype=torch.bool, device=keys.device)
     sees[attention.order.flatten()] = torch.cat(attention.ranks.gather_tensor(rank_weights.sees[0].byte())).bool()
-    rank_findings = rank_weights.findings(repeat_difference if math.isfinite(repeat_difference) else 0.0)
-    findings_by_rank = [from_json(encoded, _RankFindings) for encoded in attention.ranks.gather_structs(rank_findings)]
+    findings_by_rank = attention.ranks.gather_structs(
+        rank_weights.findings(repeat_difference if math.isfinite(repeat_difference) else 0.0)
+    )
     repeat_difference = max(findings.repeat_difference for findings in findings_by_rank)
     if repeat_difference > TOLERANCE:
         difference = f"out differs between two calls with the same tensors, by {repeat_difference:.2g}"
@@ -221,8 +221,7 @@ class _ScoreFit:
         """Distances (R, T) from a key to the query."""
         self.scores = torch.einsum("rhd,tkd->hkrt", q, k)
         """Products q·k (H, Hkv, R, T) of every pair of heads, without a scale."""
-        holder = torch.empty(workload.seq, dtype=torch.int64, device=rank_weights.keys.device)
-        holder[attention.order.flatten()] = torch.arange(workload.seq, device=holder.device) // attention.order.shape[1]
+        holder = holder_of(attention.order)
         self.holder_one_hot = torch.nn.functional.one_hot(holder[rank_weights.keys], attention.ranks.size).double()
         """Rank that holds each key, one-hot (T, N)."""
         self.key_count = (self.visible.double() @ self.holder_one_hot).clamp_min(1e-9)
@@ -277,12 +276,15 @@ class _ScoreFit:
             all_scores = torch.where(self.shown, all_scores, hidden_scores(all_scores))
             seen = ~unseen
         by_rank = self.holder == torch.arange(self.holder_one_hot.shape[1], device=self.holder.device)[:, None]
-        lses = all_scores[:, :, None].masked_fill(~(seen[:, None] & by_rank), -torch.inf).logsumexp(3)
+        scores_by_rank = all_scores[:, :, None].masked_fill(~(seen[:, None] & by_rank), -torch.inf)
+        lses = scores_by_rank.logsumexp(3)
         sums = {AFTER_SOFTMAX: all_scores.logsumexp(2)}
         if unseen.any():
             sums[ZERO_V] = all_scores.masked_fill(~(seen | unseen), -torch.inf).logsumexp(2)
             sums[ZERO_K_AND_V] = (lses.logsumexp(2).exp() + unseen.sum(1)).log()
-        mistake = merge_mistake(log_factors, lses, self.key_count > 0.5, self.own_rank, sums)
+        mistake = merge_mistake(
+            log_factors, lses, scores_by_rank.amax(3), self.key_count > 0.5, self.own_rank, sums
+        )  # fmt: skip
         # Where keys are not seen, a rank's keys may have come twice, in the place of these: no mistake of the merge.
         if unseen.any() and mistake.startswith(PARTIAL_OUTPUTS):
             return _Fit(scale=slope, heads=heads)

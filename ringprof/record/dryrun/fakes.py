@@ -52,7 +52,7 @@ class _RecordingKernel(Kernel):
             self.recorder.attention("forward", q, k, 0, causal=causal)
             return super()._forward(q, k, v, scale, causal)  # type: ignore[safe-super]
         batch, seq, heads = q.shape[:3]
-        out = _like(q)
+        out = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype, device=q.device)
         lse = torch.empty(batch, heads, seq, dtype=wide_type(q), device=q.device)
         self.recorder.attention("forward", q, k, _split_bytes(self.name, q, k), causal=causal)
         return out, lse
@@ -65,8 +65,7 @@ class _RecordingKernel(Kernel):
         if not self.production:
             self.recorder.attention("backward", q, k, 0, causal=causal)
             return super()._backward(dout, q, k, v, lse, out, delta, scale, causal)  # type: ignore[safe-super]
-        pair = allocate_adjacent if self.pairs_gradients else lambda k: (_like(k), _like(v))
-        dq, dk, dv = into or (_like(q), *pair(k))
+        dq, dk, dv = into or (_like(q), *(allocate_adjacent(k, v) if self.pairs_gradients else (_like(k), _like(v))))
         self.recorder.attention("backward", q, k, _scratch_bytes(self.name, q, k), causal=causal)
         return dq, dk, dv
 
@@ -89,7 +88,8 @@ class _RecordingKernel(Kernel):
     def _packed_forward(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, batch: Batch, scale: float
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _like(q), torch.empty(q.shape[1], q.shape[0], dtype=wide_type(q), device=q.device)
+        out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[1], q.shape[0], dtype=wide_type(q), device=q.device)
         self.recorder.attention(
             "forward", q[None], k[None], 0, *_pairs_and_sequences(batch, q.shape[0]), causal=batch.causal
         )

@@ -82,7 +82,7 @@ def _peak_over_ranks(setup: _Setup, workload: Workload) -> int:
     if world > MAX_SAMPLED_RANKS:
         if workload.documents is not None:
             raise UnsupportedWorkloadError(
-                f"packed documents on {world} ranks: reckoned on at most {MAX_SAMPLED_RANKS}"
+                f"packed documents on {world} ranks: memory is estimated for at most {MAX_SAMPLED_RANKS}"
             )
         step = per_host * -(-_MIN_EXTRAPOLATION_RANKS // per_host) if per_host < world else _MIN_EXTRAPOLATION_RANKS
         with suppress(UnsupportedWorkloadError):

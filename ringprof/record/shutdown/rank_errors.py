@@ -172,7 +172,7 @@ class FailedRun:
             if outcome.reason:
                 stopped_rank = f"rank {rank} was stopped by {outcome.reason} in {outcome.where}"
                 return RecordError(f"{stopped_rank}; nothing was recorded")
-        return RecordError("a rank ended and said nothing; nothing was recorded")
+        return RecordError("a rank exited without an error; nothing was recorded")
 
     def log(self, command: Sequence[str]) -> str:
         """Return the text of the log: the command, the cause, and every rank's outcome with its traceback."""
@@ -180,7 +180,7 @@ class FailedRun:
         for rank, host in enumerate(self.hosts):
             outcome = self.outcomes.get(rank)
             if outcome is None:
-                text = "gone without a word" if rank in self.disconnected else "said nothing"
+                text = "connection lost" if rank in self.disconnected else "no message"
             else:
                 posted = "" if outcome.hops is None else f", {outcome.hops} hops posted"
                 position = f" in {outcome.where}{posted}" if outcome.where else ""

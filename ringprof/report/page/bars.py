@@ -48,11 +48,12 @@ class _Axis:
 
 
 def stacked(
-    names: Sequence[str], parts: Mapping[str, tuple[str, Sequence[float]]], unit: str, values: Sequence[str] = ()
-) -> BarChart:
+    names: Sequence[str], parts: Mapping[str, tuple[str, Sequence[float]]], unit: str, values: Sequence[str] = (),
+    *, of_ranks: bool = False,
+) -> BarChart:  # fmt: skip
     """Return one stacked bar per name; each part is (colour, one value per name).
 
-    ``values``: text beside each bar; by default the bar's sum.
+    ``values``: text beside each bar; by default the bar's sum. ``of_ranks``: whether the names are ranks.
     """
     sums = [sum(numbers) for numbers in zip(*(numbers for _, numbers in parts.values()), strict=True)] or [0.0] * len(
         names
@@ -68,7 +69,7 @@ def stacked(
                 left += numbers[row]
         rows.append(BarRow(clean(name), bars, values[row] if values else significant(sums[row])))
     legend = [(clean(part), colour) for part, (colour, _) in parts.items()] if len(parts) > 1 else []
-    return BarChart(rows, axis.ticks, unit, legend)
+    return BarChart(rows, axis.ticks, unit, legend, of_ranks=of_ranks)
 
 
 def breakdown(ranks: Sequence[Mapping[str, Any]]) -> BarChart:
@@ -79,7 +80,7 @@ def breakdown(ranks: Sequence[Mapping[str, Any]]) -> BarChart:
         if any(times):
             parts[LABELS[part]] = palette.PART_COLOURS[part], times
     losses = [f"exposed {_share(rank, 'exposed_comm_ns')}, idle {_share(rank, 'idle_ns')}" for rank in ranks]
-    return stacked([f"rank {rank['rank']}" for rank in ranks], parts, "ms", losses)
+    return stacked([f"rank {rank['rank']}" for rank in ranks], parts, "ms", losses, of_ranks=True)
 
 
 def _share(rank: Mapping[str, Any], name: str) -> str:

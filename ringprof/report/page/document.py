@@ -15,6 +15,9 @@ LONG_CELL = 60
 """Length in characters above which a cell may be broken anywhere, so that it does not widen its table."""
 MAX_LABELLED_ROWS = 20
 """Number of rows of a bar chart above which rows are thin, and only every n-th has its label."""
+MAX_LABELLED_RANKS = 10
+"""Number of rows above which a chart of ranks labels only every n-th: all its rows share one fixed height, which leaves
+room for the overview on the first screen."""
 MAX_PAGE_ROWS = 2_000
 """Number of rows that a page shows per table; a note says how many are left out."""
 
@@ -95,11 +98,17 @@ class BarChart(msgspec.Struct, frozen=True):
     legend: Sequence[tuple[str, str]] = ()
     """Pairs (label, colour); empty where all bars mean the same."""
     title: str = ""
+    of_ranks: bool = False
+    """Whether each row is a rank: the rows then share a fixed height, however many they are."""
 
     @property
-    def dense(self) -> bool:
-        """Whether rows are too many to label each of them."""
-        return len(self.rows) > MAX_LABELLED_ROWS
+    def form(self) -> str:
+        """Classes of the chart's element: ``ranks``; ``dense`` and ``by-N`` where only every N-th row has a label."""
+        count = len(self.rows)
+        classes = ["ranks"] if self.of_ranks else []
+        if count > (MAX_LABELLED_RANKS if self.of_ranks else MAX_LABELLED_ROWS):
+            classes += ["dense", "by-4" if count <= 4 * MAX_LABELLED_RANKS else "by-8"]
+        return " ".join(classes)
 
 
 class Content(msgspec.Struct, frozen=True):

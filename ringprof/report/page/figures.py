@@ -31,7 +31,7 @@ LETTER_PIXELS = 7.2
 """Approximate width in pixels of a letter of `FONT_SIZE`, in a wide font."""
 LANE_PIXELS, MIN_LANE_PIXELS, RANK_GAP = 22, 5, 0.5
 """Height in pixels of a lane of a timeline, of one among very many, and the gap between two ranks in lanes."""
-MAX_TIMELINE_PIXELS, MAX_OVERVIEW_PIXELS = 1100, 130
+MAX_TIMELINE_PIXELS, MAX_OVERVIEW_PIXELS = 1100, 96
 """Approximate largest height in pixels of a timeline and of its overview."""
 LABEL_PIXELS = 64
 """Width in pixels of the labels beside a timeline."""
@@ -195,17 +195,18 @@ def _overview(plot: Any, ranks: Sequence[TimeSpan], marks: Sequence[tuple[str, T
 
     A box selects the times that ``plot`` shows.
     """
-    row_pixels = min(16, max(2, MAX_OVERVIEW_PIXELS // len(ranks)))
+    height = min(16 * len(ranks), max(MAX_OVERVIEW_PIXELS, len(ranks)))
+    bar_height = 0.8 if height >= 4 * len(ranks) else 1.0
     row_of = {span.rank: -row for row, span in enumerate(ranks)}
     end = plot.x_range.end
     overview = _new_plot(
-        "", row_pixels * len(ranks) + 30, x_range=(0, end), y_range=(0.5 - len(ranks), 0.5), tools="",
+        "", height + 30, x_range=(0, end), y_range=(0.5 - len(ranks), 0.5), tools="",
         output_backend="canvas",
     )  # fmt: skip
     overview.tags = [{"overview": True}]
     overview.hbar(
         y=list(row_of.values()), left=[span.start_ms for span in ranks], right=[span.end_ms for span in ranks],
-        height=0.8, color=palette.BUSY, line_color=None,
+        height=bar_height, color=palette.BUSY, line_color=None,
     )  # fmt: skip
     for what in (IDLE, EXPOSED):
         # Shorter ones would be less than half a pixel wide on most screens.
@@ -213,7 +214,8 @@ def _overview(plot: Any, ranks: Sequence[TimeSpan], marks: Sequence[tuple[str, T
         if spans:
             overview.hbar(
                 y=[row_of[span.rank] for span in spans], left=[span.start_ms for span in spans],
-                right=[span.end_ms for span in spans], height=0.8, color=palette.STRETCH_COLOURS[what], line_width=0.5,
+                right=[span.end_ms for span in spans], height=bar_height, color=palette.STRETCH_COLOURS[what],
+                line_width=0.5,
             )  # fmt: skip
     tool = RangeTool(x_range=plot.x_range)
     # Older Bokeh moves and resizes the box only.
@@ -221,7 +223,7 @@ def _overview(plot: Any, ranks: Sequence[TimeSpan], marks: Sequence[tuple[str, T
         tool.start_gesture = "pan"
     tool.overlay.fill_color, tool.overlay.fill_alpha, tool.overlay.line_color = palette.BLUE, 0.1, palette.BLUE
     overview.add_tools(tool)
-    _label_ranks(overview, {rank: float(row) for rank, row in row_of.items()}, MAX_OVERVIEW_PIXELS // 14)
+    _label_ranks(overview, {rank: float(row) for rank, row in row_of.items()}, MAX_OVERVIEW_PIXELS // 12)
     return overview
 
 

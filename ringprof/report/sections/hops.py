@@ -47,7 +47,7 @@ def terminal(findings: Findings, style: TextStyle, listing: Listing) -> list[str
         for number in sorted(groups)
     ]
     table = Table(f"hops, mean of {len(starts)} ranks", (COLUMNS[0], *_FIGURE_COLUMNS, *WORST), rows, "--all")
-    note = style.wrap("the n-th of every rank in one row; every rank's, with its peers: --all", "dim")
+    note = style.wrap("a row is the mean of all ranks' n-th hops; --all lists every hop, with its peers", "dim")
     return [table.listed(style, listing) + "\n" + note]
 
 

@@ -28,15 +28,15 @@ def _summary_lines(figures: Inference) -> list[str]:
     """State the time and bytes per token, how fast the cache is read, and what bounds a step."""
     token_ns = figures.step_ns / figures.new_tokens
     cost = (
-        f"{figures.phase}, one attention layer: {duration(figures.step_ns)} a step of {figures.new_tokens:,} new"
-        f" tokens, {duration(token_ns)} a token ({figures.tokens_per_second:,.0f} tokens/s)"
+        f"{figures.phase}, one attention layer: {duration(figures.step_ns)} per step of {figures.new_tokens:,} new"
+        f" tokens, {duration(token_ns)} per token ({figures.tokens_per_second:,.0f} tokens/s)"
     )
     if figures.sent_bytes_per_token is not None:
-        cost += f"; {figures.sent_bytes_per_token:,.0f} bytes sent a token, by all ranks"
+        cost += f"; {figures.sent_bytes_per_token:,.0f} bytes sent per token, by all ranks"
     lines = [cost]
     if figures.cache_bytes is not None and figures.read_gbps is not None:
         size = binary_size(figures.cache_bytes)
-        read = f"a rank reads {size} of keys and values a step, at {figures.read_gbps:,.0f} GB/s"
+        read = f"a rank reads {size} of keys and values per step, at {figures.read_gbps:,.0f} GB/s"
         if figures.of_bandwidth is not None:
             read += f" while its attention kernels run: {percent(figures.of_bandwidth)} of the memory's rate"
         lines.append(read)

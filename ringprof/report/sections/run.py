@@ -121,10 +121,10 @@ def _verification_line(check: Verification) -> str:
     timed = check.timed
     errors = [*check.errors.items(), *(timed.errors.items() if timed else ())]
     name, worst_error = max(errors, key=lambda item: item[1].rms / (item[1].allowed_rms or 1.0))
-    positions = f", and at {timed.places} places a rank of the timed {timed.seq}" if timed else ""
+    positions = f", and at {timed.places} positions per rank of the timed {timed.seq}" if timed else ""
     return (
-        f"{outcome} against float64 at {check.seq} tokens{positions}; nearest its bound: relative error of {name} "
-        f"{worst_error.rms:.1e} (allowed {worst_error.allowed_rms:.1e}; the kernel alone {worst_error.kernel_rms:.1e})"
+        f"{outcome} against float64 at {check.seq} tokens{positions}; worst error: {name}, {worst_error.rms:.1e} "
+        f"relative (tolerance {worst_error.allowed_rms:.1e}, kernel alone {worst_error.kernel_rms:.1e})"
     )
 
 
@@ -167,7 +167,7 @@ def _cp_step_lines(run: Run) -> list[str]:
     lines = []
     for number, step in enumerate(_cp_steps(run) or (), 1):
         size = step["ranks"]
-        line = f"step {number}: {size} rank{'s' * (size > 1)} a sequence, {step['sequences']} of {step['seq']} tokens"
+        line = f"step {number}: {size} rank{'s' * (size > 1)} per sequence, {step['sequences']} of {step['seq']} tokens"
         if step["slowest_ns"] is not None:
             line += f", {duration(step['slowest_ns'])}, {rate(step['tflops'])} per device"
         lines.append(line)
@@ -195,9 +195,9 @@ def _cost_lines(run: Run, rates: Rates) -> list[str]:
     if rates.profiler_overhead is not None and rates.slowest_median_ns is not None:
         condition = f"without the profiler, {slower_or_faster(rates.profiler_overhead)} with it"
         condition = f"predicted by machine {clean(run.predicted.machine)}" if run.predicted else condition
-        parts.append(f"{duration(rates.slowest_median_ns)} an iteration {condition}")
+        parts.append(f"{duration(rates.slowest_median_ns)} per iteration {condition}")
     if rates.peak_memory_bytes:
-        parts.append(f"peak memory {binary_size(rates.peak_memory_bytes)} a device")
+        parts.append(f"peak memory {binary_size(rates.peak_memory_bytes)} per device")
     return ["; ".join(parts)] if parts else []
 
 
@@ -254,7 +254,7 @@ def baselines(findings: Findings, style: TextStyle, listing: Listing) -> list[st
 def _baseline_rows(metrics: BaselineMetrics) -> list[tuple[str, float, str]]:
     bound_by = "compute only" if metrics.ideal_ns == metrics.compute_only_ns else "communication only"
     rows = (
-        ("an iteration, in turns with these", metrics.iteration_ns, ""),
+        ("ordinary iteration, interleaved", metrics.iteration_ns, ""),
         ("compute only: nothing sent", metrics.compute_only_ns, ""),
         ("communication only: nothing computed", metrics.communication_only_ns, ""),
         ("ideal: the larger of the two", metrics.ideal_ns, bound_by),

@@ -45,12 +45,12 @@ def _speed(waterfall: Waterfall, tflops: float | None, unknown: str = "-") -> li
 def _bounds(waterfall: Waterfall) -> str:
     """State lower bounds on the wall; a bound that would change nothing is left out."""
     bounds, wall = waterfall.bounds, duration(waterfall.wall_ns)
-    candidates = [("if communication were free", bounds.free_ns), ("if ranks were balanced", bounds.balanced_ns)]
+    candidates = [("with free communication", bounds.free_ns), ("with perfect balance", bounds.balanced_ns)]
     if not waterfall.of("exposed_unsplit"):
         # How much communication can be hidden is known only if its time on the wire is known.
-        candidates.append(("if they were and all were hidden that can be", bounds.hidden_ns))
+        candidates.append(("with perfect balance and overlap", bounds.hidden_ns))
     lower_bounds = [f"{duration(bound)} {condition}" for condition, bound in candidates if duration(bound) != wall]
-    return ", ".join(lower_bounds) or "neither free communication nor balanced ranks would shorten it"
+    return ", ".join(lower_bounds) or "neither free communication nor perfect balance would shorten it"
 
 
 def json(findings: Findings) -> ReportParts:

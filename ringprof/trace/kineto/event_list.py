@@ -34,6 +34,16 @@ class Event(_Row, gc=False):
     """One event with its phase."""
 
     ph: str = ""
+    id: int | str | float | None = None
+
+
+class _ArrowEnd(msgspec.Struct, gc=False):
+    """Fields of one end of an arrow: a trace has more of them than kernels, and most are dropped."""
+
+    cat: str | None = ""
+    id: int | str | float | None = None
+    tid: int | str | float | None = None
+    ts: msgspec.Raw = EMPTY
 
 
 def _struct_of_phase(phase: str, base: type[msgspec.Struct] = msgspec.Struct) -> Any:
@@ -44,9 +54,14 @@ def _struct_of_phase(phase: str, base: type[msgspec.Struct] = msgspec.Struct) ->
 
 decode_event = msgspec.json.Decoder(Event).decode
 _decode_any = msgspec.json.Decoder(list[Event]).decode
-# Nearly all events begin with their phase. Arrows, counters and other unused phases decode to empty structs.
+# Nearly all events begin with their phase. Counters and other unused phases decode to empty structs.
 _BY_PHASE = reduce(
-    or_, [*(_struct_of_phase(phase, _Row) for phase in "XMi"), *(_struct_of_phase(phase) for phase in "sftCBEbneNODRP")]
+    or_,
+    [
+        *(_struct_of_phase(phase, _Row) for phase in "XMi"),
+        *(_struct_of_phase(phase, _ArrowEnd) for phase in "sf"),
+        *(_struct_of_phase(phase) for phase in "tCBEbneNODRP"),
+    ],
 )
 _decode_known = msgspec.json.Decoder(list[_BY_PHASE]).decode  # type: ignore[valid-type]
 

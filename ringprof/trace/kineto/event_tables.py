@@ -42,6 +42,7 @@ from ringprof.trace.kineto.collectives import (
     whole_number,
 )
 from ringprof.trace.kineto.event_list import EMPTY, UNREADABLE, Event, decode_fields
+from ringprof.trace.kineto.forward_arrows import FORWARD_ARROW, ForwardArrows
 from ringprof.trace.kineto.host_rows import HostRows
 from ringprof.trace.kineto.shapes import ShapeReader, has_shapes
 from ringprof.trace.kineto.times import NOT_A_TIME, to_ns
@@ -62,6 +63,8 @@ MOST_SOURCES = 1 << 10
 
 COMM_RECORD = "record_param_comms"
 MEMORY_EVENT = "[memory]"
+MODULE = "nn.Module: "
+"""Start of the name of a ``python_function`` event that is a call of a module."""
 _HOST_MEMORY = 0
 """Device type of host memory in torch."""
 
@@ -69,7 +72,7 @@ _DEVICE_CATEGORY = re.compile(r"(?:(?:gpu|cuda|hip|device|concurrent)[ _])?(kern
 _DEVICE_CATEGORIES = {"kernel": KERNEL, "memcpy": MEMCPY, "memset": MEMSET}
 _ANNOTATIONS = {"user_annotation": "annotations", "gpu_user_annotation": "device_annotations", "nvtx": "annotations"}
 _IGNORED = re.compile(
-    r"python_function|overhead|trace|(en|de)queue|ac2g|fwdbwd|async_cpu_to_gpu|cpu_instant_event|external_correlation|collective_comm|fee"
+    r"overhead|trace|(en|de)queue|ac2g|fwdbwd|async_cpu_to_gpu|cpu_instant_event|external_correlation|collective_comm|fee"
     r"|\w+_(sync|event|profiler_range)"
 )
 """Categories of rows that repeat others or take no time of their own: from Kineto, and from VizTracer (``fee``)."""
@@ -101,21 +104,25 @@ _TRITON_FILE = re.compile(rb'"kernel_file"\s*:\s*"(?:[^"\\]*/)?([\w.-]{1,200})"'
 
 _ARGS: dict[str, type[Args]] = {
     "activities": DeviceArgs, "launches": Args, "annotations": Args, "device_annotations": DeviceArgs,
-    "operators": Args, "comm_records": CommArgs, "memory": MemoryArgs,
+    "operators": Args, "comm_records": CommArgs, "memory": MemoryArgs, "modules": Args, "backward_calls": Args,
 }  # fmt: skip
 
 
-_CLASSIFIES, _MAY_NAME_A_FILE, _RECORDS = 1, 2, 3
-"""Results of `_operator_use`; 0 stands for an operator without use."""
+_CLASSIFIES, _MAY_NAME_A_FILE, _RECORDS, _RUNS_A_NODE = 1, 2, 4, 8
+"""Flags in the result of `_operator_use`; 0 stands for an operator without use."""
 
 
 def _operator_use(name: str | None, *, every_operator: bool) -> int:
-    """Return the use of an operator, by name: it classifies kernels, may name a file, records a call, or (0) none."""
+    """Return the uses of an operator, by name, as a sum of flags.
+
+    An operator classifies kernels, may name a file, records a call, or runs a node of the autograd graph.
+    """
     if name == COMM_RECORD:
         return _RECORDS
+    runs_a_node = _RUNS_A_NODE * (name or "").startswith("autograd::engine::evaluate_function")
     if every_operator or _CLASSIFYING_OPERATORS.search(name or ""):
-        return _CLASSIFIES
-    return 0 if "::" in (name or "::") else _MAY_NAME_A_FILE
+        return _CLASSIFIES | runs_a_node
+    return runs_a_node if "::" in (name or "::") else _MAY_NAME_A_FILE
 
 
 def _name_by_file(event: Event) -> Event | None:
@@ -152,6 +159,8 @@ def _table_for(category: str | None) -> str | None:
         return "launches"
     if key in ("cpu_op", "operator"):
         return "operators"
+    if key == "python_function":
+        return "modules"
     return _ANNOTATIONS.get(key)
 
 
@@ -185,6 +194,7 @@ class Collector:
     def __init__(self, take: Callable[[int], None], *, every_operator: bool) -> None:
         self.every_operator = every_operator
         self.host_rows = HostRows(take)
+        self._forward_arrows = ForwardArrows(take)
         self.take = partial(_take_or_drop, take, self.host_rows)
         self.names: dict[str, int] = {}
         self.collectives: dict[CommRecord, int] = {}
@@ -255,6 +265,7 @@ class Collector:
         launches, operators, comm_records = (queued[table] for table in ("launches", "operators", "comm_records"))
         # A CPU trace has no idle device, so it needs no host events.
         host_events = [] if self.every_operator else queued["host_events"]
+        modules, backward_calls, arrows = queued["modules"], queued["backward_calls"], list[Event]()
         others, begin_end_count = list[Event](), 0
         for event in events:
             phase = event.ph
@@ -267,18 +278,26 @@ class Collector:
                 elif table == "operators":
                     host_events.append(event)
                     use = operator_use[event.name]
-                    if use == _CLASSIFIES:
+                    if use & _CLASSIFIES:
                         operators.append(event)
                     elif use == _RECORDS:
                         comm_records.append(event)
-                    elif use and (renamed := _name_by_file(event)):
+                    elif use == _MAY_NAME_A_FILE and (renamed := _name_by_file(event)):
                         operators.append(renamed)
+                    if use & _RUNS_A_NODE:
+                        backward_calls.append(event)
+                elif table == "modules":
+                    if event.name and event.name.startswith(MODULE):
+                        modules.append(event)
                 elif table:
                     queued[table].append(event)
                     if table == "annotations":
                         host_events.append(event)
                 elif table is None:
                     others.append(event)
+            elif phase == "s" or phase == "f":
+                if event.cat == FORWARD_ARROW:
+                    arrows.append(event)
             elif phase == "M":
                 others.append(event)
             elif phase == "i" and event.name == MEMORY_EVENT:
@@ -287,6 +306,7 @@ class Collector:
                 begin_end_count += 1
         if begin_end_count:
             self.oddities["begin_end_events"] += begin_end_count
+        self._forward_arrows.keep(arrows)
         return others
 
     def flush(self) -> None:
@@ -394,7 +414,7 @@ class Collector:
             self._launches_by_process.update(event.pid for event in events)
         on_device = _ARGS[table] is DeviceArgs
         absent = set() if on_device or table == "memory" else {"device"}
-        names = dtypes_of(TABLES[table]).keys() - {"start_ns", "end_ns"} - absent
+        names = dtypes_of(TABLES[table]).keys() - {"start_ns", "end_ns", "forward_ns", "forward_thread"} - absent
         return {name: self._column(name, events, args, on_device=on_device) for name in names}
 
     def _column(self, name: str, events: list[Event], args: list[Any], *, on_device: bool) -> npt.NDArray[Any]:
@@ -497,6 +517,8 @@ class Collector:
         activities, launches = rows["activities"], rows["launches"]
         if activities and launches:
             rows["host_events"] = self.host_rows.columns(self._base_ns, activities, launches, self._name_index)
+        if rows["backward_calls"]:
+            rows["backward_calls"] |= self._forward_arrows.columns(self._base_ns, rows["backward_calls"])
         if rows["memory"]:
             rows["memory"] = _select(rows["memory"], rows["memory"]["allocated_bytes"] >= 0)
         if rows["comm_records"]:

@@ -180,7 +180,7 @@ def _trace(reading: _PassResult, name: str) -> Trace:
 def _why_empty(reading: _PassResult) -> str:
     """Explain why a trace has nothing to analyse."""
     if reading.skipped or reading.cut_at is not None:
-        return f"no event in it can be read ({reading.skipped} damaged, {reading.collector.total} of no use)"
+        return f"no event can be read ({reading.skipped} damaged, {reading.collector.total} ignored)"
     if reading.collector.oddities["begin_end_events"]:
         return "only begin/end events, which PyTorch does not write: export the trace with torch.profiler"
     summary = f"{reading.collector.total} events, none of them a kernel, operator or annotation"

@@ -123,7 +123,7 @@ def test_json_report_has_every_control_figure():
 
 def test_terminal_shows_controls_as_times_shares_and_sentence():
     text = " ".join(render(findings_of(), TextStyle(width=100)).split())
-    assert "an iteration, in turns with these 2.200 µs 100.0 %" in text
+    assert "ordinary iteration, interleaved 2.200 µs 100.0 %" in text
     assert "ideal: the larger of the two 1.800 µs 81.8 % compute only" in text
     assert "the same blocks alone 1.050 µs 47.7 % 952.4 TFLOP/s" in text
     assert "The run reaches 81.8 % of its ideal and 47.7 % of the solo rate" in text

@@ -113,7 +113,7 @@ def test_evidence_text_of_every_waterfall_part():
         b.run(MERGE, 250 * MS, 260 * MS, launched=200)
     waterfall = findings_in_memory(attribute([b.trace() for b in builders])).waterfall
     assert {part.part: (part.time_ns // MS, part.evidence) for part in waterfall.parts} == {
-        "attention": (150, "union of the attention kernels; the traces do not tell the work: not held against a peak"),
+        "attention": (150, "union of the attention kernels; the traces do not tell the work: not compared with a peak"),
         "imbalance": (50, "rank 0 computes 110.0 ms, rank 1 computes 210.0 ms"),
         "exposed_wire": (50, "on the wire with no computation beside it; send_recv 5 GB/s"),
         "peer_wait": (0, "waiting beyond what the ranks' computation differs by"),
@@ -224,7 +224,7 @@ def test_the_evidence_of_a_run_against_the_devices_peak(counted):
     summary = replace(summarise(attribution), devices=("NVIDIA H200",))
     needed, done, spent = 14 * 8 * 64 * 136, 4 * 10**9, 4600
     words = {part.part: part for part in find_waterfall(attribution, summary).parts}
-    assert words["peak"].evidence == "0.0 TFLOP a device at 989 TFLOP/s (H200, dense bf16, vendor's figure)"
+    assert words["peak"].evidence == "0.0 TFLOP per device at 989 TFLOP/s (H200, dense bf16, vendor's figure)"
     rate = (done if counted else needed) / spent / 1e3
     merged = "" if counted else " repeated work and"
     # The calibration of H200 has no blocks as short as 16 tokens.

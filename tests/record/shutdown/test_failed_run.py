@@ -73,7 +73,7 @@ def test_the_log_has_every_rank(tmp_path: Path) -> None:
     text = failed_run.log(["ringprof", "record"])
     assert text.splitlines()[0] == "$ ringprof record"
     assert "rank 1 on a: failed: m\n    line 1\n    line 2\n" in text
-    assert "rank 2 on b: gone without a word" in text and "rank 3 on b: said nothing" in text
+    assert "rank 2 on b: connection lost" in text and "rank 3 on b: no message" in text
     written = write_log(text, tmp_path / "run.json", "mine")
     assert written == tmp_path / "mine.failed.log" and written.read_text() == text
 

@@ -1,0 +1,427 @@
+"""Analysis of communication logs: figures by rank and by size, who came late, and where ranks stand in a hang."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from ringprof.comm_logs.bounds import Bounds, bounds_of, bus_factor, sum_known
+from ringprof.comm_logs.match import Key, Matches, Meeting, match
+from ringprof.comm_logs.operations import COMPLETED, Operation, RankLog
+from ringprof.common.formatting import milliseconds
+from ringprof.trace.columns import Notice
+
+
+class OperationRow(msgspec.Struct, frozen=True):
+    """One operation of one rank with its bounds."""
+
+    operation: Operation
+    number: int
+    """Number of the operation among those of its group on its rank, from 1; by the log, which may begin late."""
+    step: int | None
+    """Position in the sequence of operations that the group repeats, from 1; None where none is found."""
+    steps: int | None
+    """Length of that sequence."""
+    bounds: Bounds
+
+
+class Lateness(msgspec.Struct, frozen=True):
+    """One operation of several ranks that one of them reached last."""
+
+    rank: int
+    late_ns: int
+    """Time after the first rank."""
+    operation: Operation
+    """Operation of the last rank."""
+
+
+class RankRow(msgspec.Struct, frozen=True):
+    """Figures of one rank."""
+
+    rank: int
+    operations: int
+    hops: int
+    sent_bytes: int | None
+    """Bytes sent in hops."""
+    unfinished: int
+    compared: int
+    """Operations of which it is known which rank came last."""
+    last: int
+    """Operations in which this rank came last."""
+    late_median_ns: int | None
+    late_most_ns: int | None
+    wait_least_ns: int | None
+    """Sum of the least waiting of all operations of which it is known."""
+    excess_ns: int | None
+    """Time beyond the shortest of the same operation on any rank, summed: waiting, if operations end on all ranks
+    together; None where no times on the device are known."""
+
+
+class SizeRow(msgspec.Struct, frozen=True):
+    """Medians of the bounds of all operations of one group with the same name and size, over all ranks."""
+
+    group: str
+    name: str
+    size_bytes: int | None
+    ranks: int
+    """Number of ranks of the group."""
+    count: int
+    bounds: Mapping[str, float | None]
+    """Each field of `Bounds` for the median of the operations that have ended."""
+    bus_factor: float | None
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """Where one rank stands in a group in which an operation is not complete."""
+
+    rank: int
+    group: str
+    row: OperationRow
+    """First operation that is not complete; the newest one where all of this rank's are complete."""
+    unfinished: int
+    waits_for: tuple[int, ...]
+    """Ranks that have not posted their part of it."""
+
+
+class CommLogFindings(msgspec.Struct, frozen=True):
+    """All results."""
+
+    source: str
+    versions: tuple[str, ...]
+    logs: tuple[RankLog, ...]
+    rows: tuple[OperationRow, ...]
+    ranks: tuple[RankRow, ...]
+    sizes: tuple[SizeRow, ...]
+    late: tuple[Lateness, ...]
+    late_by: str
+    """``posted``: by the time of posting; ``time``: by the time on the device; empty where ranks are not compared."""
+    standings: tuple[Standing, ...]
+    verdict: tuple[str, ...]
+    warnings: tuple[Notice, ...]
+
+
+def analyse(logs: Sequence[RankLog], notices: Sequence[Notice] = ()) -> CommLogFindings:
+    """Analyse the logs of the ranks of one job."""
+    matches = match(logs)
+    by_key = {(log.rank, index): operation for log in logs for index, operation in enumerate(log.operations)}
+    hosts = {log.host for log in logs if log.host}
+    same_clock = not matches.clock_conflicts
+    rows = {row_key: row for log in logs for row_key, row in _rows(log, by_key, matches, same_clock=same_clock)}
+    late, late_by = _lateness(matches, by_key, same_clock=same_clock)
+    labels = {key: group.label for log in logs for key, group in log.groups.items()}
+    standings = _standings(logs, rows, matches, labels)
+    warnings = [*notices, *(notice for log in logs for notice in log.notices), *matches.notices]
+    warnings += _missing_ranks(logs)
+    if matches.clock_conflicts:
+        first, second, excess = max(matches.clock_conflicts, key=lambda conflict: conflict[2])
+        text = f"the clocks of ranks {first} and {second} differ by at least {milliseconds(excess)}"
+        warnings.append(Notice("clocks_differ", f"{text}: who came late and how long ranks waited is left out"))
+    elif len(hosts) > 1 and late_by == "posted":
+        text = f"times of {len(hosts)} hosts are compared as their clocks give them: lateness is as exact as these"
+        warnings.append(Notice("clocks_compared", text))
+    untimed = sum(row.bounds.time_most_ns is None for row in rows.values() if row.operation.state == COMPLETED)
+    if untimed:
+        text = f"{untimed:,} of {len(rows):,} operations have no time on the device"
+        if not any("NCCL" in version for log in logs for version in log.versions):
+            why = "gloo records none"
+        elif logs[0].source == "nccl_inspector":
+            why = "the host timed them (kernel_cpu, collective_cpu), which bounds nothing"
+        else:
+            why = "the dump does not say when they ended"
+        warnings.append(Notice("untimed", f"{text}: {why}", count=untimed))
+    ordered = tuple(rows.values())
+    excess_ns = _excess(matches, by_key)
+    of_rank: dict[int, list[OperationRow]] = defaultdict(list)
+    for row in ordered:
+        of_rank[row.operation.rank].append(row)
+    ranks = tuple(_rank_row(log.rank, of_rank[log.rank], late, excess_ns) for log in logs)
+    return CommLogFindings(
+        source=logs[0].source, versions=tuple(dict.fromkeys(version for log in logs for version in log.versions)),
+        logs=tuple(logs), rows=ordered, ranks=ranks,
+        sizes=_size_rows(ordered, logs, labels), late=tuple(late), late_by=late_by if late else "",
+        standings=standings, verdict=tuple(_verdict(standings, matches, rows, late, late_by, labels, ranks)),
+        warnings=tuple(warnings),
+    )  # fmt: skip
+
+
+def _missing_ranks(logs: Sequence[RankLog]) -> list[Notice]:
+    """Warn of ranks that are members of a group and have no log."""
+    present = {log.rank for log in logs}
+    members = {rank for log in logs for group in log.groups.values() for rank in group.ranks}
+    size = max([len(present | members), *(group.size for log in logs for group in log.groups.values())])
+    absent = size - len(present)
+    if absent <= 0:
+        return []
+    named = sorted(members - present)[:8]
+    listed = f": {', '.join(map(str, named))}{', ...' if absent > len(named) else ''}" if named else ""
+    return [Notice("missing_ranks", f"{absent} of {size} ranks have no log here{listed}", count=absent)]
+
+
+# --- rows ---------------------------------------------------------------------------------------------
+
+
+def _rows(
+    log: RankLog, by_key: dict[Key, Operation], matches: Matches, *, same_clock: bool
+) -> Iterable[tuple[Key, OperationRow]]:
+    """Yield the operations of a rank with their bounds and their places in their groups."""
+    of_group: dict[str, list[int]] = defaultdict(list)
+    for index, operation in enumerate(log.operations):
+        of_group[operation.group].append(index)
+    places: dict[int, tuple[int, int | None, int | None]] = {}
+    for indices in of_group.values():
+        first, period = _repetition([_signature(log.operations[index]) for index in indices])
+        for number, index in enumerate(indices):
+            regular = period and number >= first and log.from_start
+            step = (number - first) % period + 1 if regular and period else None
+            places[index] = number + 1, step, period if regular else None
+    for index, operation in enumerate(log.operations):
+        key = (log.rank, index)
+        others = matches.peers.get(key, ())
+        # Waiting for a peer includes waiting for the peers that it waits for.
+        further = {*others, *(last for other in others for last in matches.peers.get(other, ()))} - {key}
+        # NCCL Inspector does not say which other messages a kernel carries, and so not for whom it waits.
+        alone = log.source == "flight_recorder" or not operation.is_hop
+        all_known = alone and matches.meetings[matches.meeting_of[key]].complete
+        bounds = bounds_of(
+            operation, [by_key[other] for other in others], [by_key[other] for other in sorted(further)],
+            all_known=all_known, same_clock=same_clock,
+        )  # fmt: skip
+        yield key, OperationRow(operation, *places[index], bounds)
+
+
+def _signature(operation: Operation) -> tuple[object, ...]:
+    return operation.name, operation.sends, operation.receives, operation.size_bytes
+
+
+def _repetition(signatures: Sequence[object]) -> tuple[int, int | None]:
+    """Return the start and the length of the shortest sequence that is repeated to the end.
+
+    The repetition must hold at least two whole sequences and half of all operations; (0, None) without one, and where
+    looking for it takes too many comparisons.
+    """
+    count = len(signatures)
+    left = _MOST_COMPARISONS
+    for period in range(1, min(count // 2, _LONGEST_PERIOD) + 1):
+        start = count - period
+        while start > 0 and signatures[start - 1] == signatures[start - 1 + period]:
+            start -= 1
+        left -= count - start
+        if left < 0:
+            break
+        if count - start >= max(2 * period, count / 2):
+            return start, period
+    return 0, None
+
+
+_LONGEST_PERIOD = 2_000
+"""Length of sequences up to which a repetition is looked for: that of the Flight Recorder's own buffer."""
+_MOST_COMPARISONS = 10_000_000
+
+
+def _excess(matches: Matches, by_key: Mapping[Key, Operation]) -> dict[int, int]:
+    """Return each rank's time on the device beyond that of the shortest rank in the same operation, summed."""
+    excess: dict[int, int] = defaultdict(int)
+    for meeting in matches.meetings:
+        times = {key: time for key in meeting.members if (time := by_key[key].shown_ns) is not None}
+        if meeting.complete and len(times) == len(meeting.members):
+            for (rank, _), time in times.items():
+                excess[rank] += time - min(times.values())
+    return excess
+
+
+def _rank_row(rank: int, own: Sequence[OperationRow], late: Sequence[Lateness], excess: Mapping[int, int]) -> RankRow:
+    hops = [row.operation for row in own if row.operation.is_hop]
+    sent = [sum_known([message.size_bytes for message in hop.sends]) for hop in hops if hop.sends]
+    last = [item.late_ns for item in late if item.rank == rank]
+    waits = [row.bounds.wait_least_ns for row in own if row.bounds.wait_least_ns is not None]
+    return RankRow(
+        rank=rank, operations=len(own), hops=len(hops), sent_bytes=sum_known(sent) if sent else 0,
+        unfinished=sum(row.operation.state != COMPLETED for row in own), compared=len(late), last=len(last),
+        late_median_ns=round(statistics.median(last)) if last else None, late_most_ns=max(last, default=None),
+        wait_least_ns=sum(waits) if waits else None, excess_ns=excess.get(rank),
+    )  # fmt: skip
+
+
+def _size_rows(rows: Sequence[OperationRow], logs: Sequence[RankLog], labels: dict[str, str]) -> tuple[SizeRow, ...]:
+    """Gather operations of the same group, name and size, those that moved most bytes first."""
+    sizes = {key: group.size for log in logs for key, group in log.groups.items()}
+    gathered: list[SizeRow] = []
+    alike: dict[tuple[str, str, int | None], list[OperationRow]] = defaultdict(list)
+    for row in rows:
+        alike[row.operation.group, row.operation.name, row.operation.counted_bytes].append(row)
+    users: dict[str, set[int]] = defaultdict(set)
+    for row in rows:
+        users[row.operation.group].add(row.operation.rank)
+    for (group, name, size), members in alike.items():
+        world = sizes.get(group, 0) or len(users[group])
+        ended = [row.bounds for row in members if row.operation.state == COMPLETED]
+        medians = {field: _median_bound(field, ended) for field in Bounds.__struct_fields__}
+        label = labels.get(group, group)
+        gathered.append(SizeRow(label, name, size, world, len(members), medians, bus_factor(name, world)))
+    return tuple(sorted(gathered, key=lambda row: (-(row.size_bytes or 0) * row.count, row.group, row.name)))
+
+
+def _median_bound(field: str, bounds: Sequence[Bounds]) -> float | None:
+    """Return the median of bounds, with 0 for a missing lower one and infinity for a missing upper one."""
+    values = [getattr(item, field) for item in bounds]
+    if all(value is None for value in values):
+        return None
+    missing = 0 if "least" in field else math.inf
+    median = statistics.median(missing if value is None else value for value in values)
+    return median if math.isfinite(median) else None
+
+
+# --- who came late ------------------------------------------------------------------------------------
+
+
+def _lateness(matches: Matches, by_key: dict[Key, Operation], *, same_clock: bool) -> tuple[list[Lateness], str]:
+    """Return which rank came last in each operation that all its ranks are known of.
+
+    By the times of posting where they are known. Else by the times on the device: an operation that ends on all ranks
+    together takes least time on the rank that began it last.
+    """
+    complete = [meeting for meeting in matches.meetings if meeting.complete]
+    posted = [item for meeting in complete if same_clock and (item := _last(meeting, by_key, "posted_ns", 1))]
+    if posted:
+        return posted, "posted"
+    return [item for meeting in complete if (item := _last(meeting, by_key, "shown_ns", -1))], "time"
+
+
+def _last(meeting: Meeting, by_key: dict[Key, Operation], field: str, sign: int) -> Lateness | None:
+    operations = [by_key[key] for key in meeting.members]
+    values = [getattr(operation, field) for operation in operations]
+    if None in values or len({operation.rank for operation in operations}) < 2 or min(values) == max(values):
+        return None
+    last = max(range(len(values)), key=lambda index: sign * values[index])
+    return Lateness(operations[last].rank, max(values) - min(values), operations[last])
+
+
+# --- where the ranks stand ----------------------------------------------------------------------------
+
+
+def _standings(
+    logs: Sequence[RankLog], rows: dict[Key, OperationRow], matches: Matches, labels: dict[str, str]
+) -> tuple[Standing, ...]:
+    """Return where every rank stands in each group that has an operation which is not complete."""
+    open_groups = dict.fromkeys(row.operation.group for row in rows.values() if row.operation.state != COMPLETED)
+    members = {key: group.ranks for log in logs for key, group in log.groups.items() if group.ranks}
+    standings = []
+    used: dict[tuple[int, str], list[Key]] = defaultdict(list)
+    for key, row in rows.items():
+        if row.operation.group in open_groups:
+            used[key[0], row.operation.group].append(key)
+    for group in open_groups:
+        for log in logs:
+            if group in members and log.rank not in members[group]:
+                continue
+            own = used.get((log.rank, group), [])
+            unfinished = [key for key in own if rows[key].operation.state != COMPLETED]
+            if not own:
+                continue
+            key = unfinished[0] if unfinished else own[-1]
+            waits_for = matches.meetings[matches.meeting_of[key]].missing if unfinished else ()
+            others = tuple(rank for rank in waits_for if rank != log.rank)
+            standings.append(Standing(log.rank, labels.get(group, group), rows[key], len(unfinished), others))
+    return tuple(standings)
+
+
+def words(name: str) -> str:
+    """Write the name of an operation in words: ``send/recv``, ``all-reduce``."""
+    return "send/recv" if name == "send_recv" else name.replace("_", "-")
+
+
+def place_of(row: OperationRow) -> str:
+    """Say where an operation stands in its group: ``send/recv 6, step 2 of 4``."""
+    step = f", step {row.step} of {row.steps}" if row.steps is not None and row.steps > 1 else ""
+    return f"{words(row.operation.name)} {row.operation.sequence}{step}"
+
+
+def _verdict(
+    standings: Sequence[Standing], matches: Matches, rows: dict[Key, OperationRow], late: Sequence[Lateness],
+    late_by: str, labels: dict[str, str], ranks: Sequence[RankRow],
+) -> Iterable[str]:  # fmt: skip
+    """Yield the sentences of the report: what is not complete and for whom it waits, who waited, and who came late."""
+    unfinished = [key for key, row in rows.items() if row.operation.state != COMPLETED]
+    if unfinished:
+        yield from _unfinished_sentences(unfinished, standings, matches, rows, labels)
+    disagreeing = [meeting for meeting in matches.meetings if meeting.sizes_differ]
+    if disagreeing:
+        first = [rows[key] for key in disagreeing[0].members]
+        listed = ", ".join(f"rank {row.operation.rank} {_sized(row.operation)}" for row in first[:4])
+        yield (
+            f"The ranks disagree in {len(disagreeing):,} operation{'s' * (len(disagreeing) > 1)}, first in number"
+            f" {first[0].operation.sequence} of group {labels.get(first[0].operation.group, '')}: {listed}."
+        )
+    longest = max(ranks, key=lambda row: row.excess_ns or 0)
+    if longest.excess_ns:
+        yield (
+            f"Rank {longest.rank} spent {milliseconds(longest.excess_ns)} more on its device in these operations than"
+            " the rank with the shortest time in each: waiting, where an operation ends on all ranks together."
+        )
+    if not late:
+        return
+    last = [item.rank for item in late]
+    often = max(dict.fromkeys(last), key=last.count)
+    worst = max(late, key=lambda item: item.late_ns)
+    label = labels.get(worst.operation.group, worst.operation.group)
+    named = f"{words(worst.operation.name)} {worst.operation.sequence} of {label}"
+    count = f"{last.count(often):,} of {len(late):,}"
+    own = [item.late_ns for item in late if item.rank == often]
+    if late_by == "posted":
+        yield (
+            f"Rank {often} posted its part last in {count} operations, {milliseconds(statistics.median(own))} after the"
+            f" first rank in the median. The latest was rank {worst.rank} in {named}: {milliseconds(worst.late_ns)}"
+            " after the first."
+        )
+    else:
+        yield (
+            f"Rank {often} has the shortest time in {count} operations. Where an operation ends on all ranks together,"
+            f" the shortest began last. The largest difference is that of rank {worst.rank} in {named}:"
+            f" {milliseconds(worst.late_ns)}, within 1 µs."
+        )
+
+
+def _sized(operation: Operation) -> str:
+    if operation.is_hop:
+        sizes = [sum_known([message.size_bytes for message in ends]) for ends in (operation.sends, operation.receives)]
+        sent, received = (f"{size or 0:,} bytes" for size in sizes)
+        return f"sends {sent} and receives {received}"
+    size = operation.size_bytes
+    return f"{words(operation.name)} of {'unknown size' if size is None else f'{size:,} bytes'}"
+
+
+def _unfinished_sentences(
+    unfinished: Sequence[Key], standings: Sequence[Standing], matches: Matches, rows: dict[Key, OperationRow],
+    labels: dict[str, str],
+) -> Iterable[str]:  # fmt: skip
+    count = len(unfinished)
+    timed_out = sum(rows[key].operation.timed_out for key in unfinished)
+    gave_up = f" PyTorch gave up on {timed_out:,} of them." if timed_out else ""
+    yield f"{count:,} operation{'s' * (count > 1)} had not ended when the dumps were written.{gave_up}"
+    explained = set()
+    for standing in sorted(standings, key=lambda item: item.row.operation.posted_ns or 0):
+        operation = standing.row.operation
+        for rank in standing.waits_for:
+            if (rank, operation.group) in explained:
+                continue
+            explained.add((rank, operation.group))
+            other = next((item for item in standings if item.rank == rank and item.group == standing.group), None)
+            stands = f", and stands at {place_of(other.row)}" if other is not None else ""
+            from_ = f" from {operation.location}" if operation.location else ""
+            yield (
+                f"Rank {rank} had not posted its part of {place_of(standing.row)} of group {standing.group}, which rank"
+                f" {operation.rank} posted{from_}{stands}."
+            )
+    waiting = [key for key in unfinished if matches.meetings[matches.meeting_of[key]].missing]
+    together = [key for key in unfinished if key not in waiting and matches.meetings[matches.meeting_of[key]].complete]
+    if together and not explained:
+        first = rows[together[0]]
+        label = labels.get(first.operation.group, first.operation.group)
+        yield (
+            f"All ranks had posted {place_of(first)} of group {label}: it was running, or the network or a kernel"
+            " before it stands. Two dumps some seconds apart tell these apart."
+        )

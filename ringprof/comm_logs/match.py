@@ -1,0 +1,206 @@
+"""Matching of operations between ranks: the members of a collective, and the two ends of every message."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import msgspec
+
+from ringprof.comm_logs.operations import SYNCHRONISING, Group, Operation, RankLog
+from ringprof.trace.columns import Notice
+
+Key = tuple[int, int]
+"""Rank of an operation, and its index in the rank's log."""
+
+
+class Meeting(msgspec.Struct):
+    """Operations of different ranks that belong together: one collective, or the hops that exchange messages."""
+
+    members: list[Key]
+    missing: tuple[int, ...] = ()
+    """Ranks that did not post their part, although their logs are complete up to their end."""
+    complete: bool = False
+    """Whether the logs hold the part of every rank."""
+    sizes_differ: bool = False
+    """Whether two ranks disagree on the size of a message or on which collective it is."""
+
+
+class Matches(msgspec.Struct):
+    """Which operations belong together."""
+
+    meetings: list[Meeting]
+    meeting_of: dict[Key, int]
+    """Index of the meeting of every operation."""
+    peers: dict[Key, tuple[Key, ...]]
+    """Operations at the other ends of an operation's messages, or the other members of a collective."""
+    clock_conflicts: list[tuple[int, int, int]]
+    """Pairs of ranks whose clocks differ by at least so many nanoseconds: by them the first ended an operation before
+    the second had posted its part."""
+    notices: list[Notice]
+
+
+def match(logs: Sequence[RankLog]) -> Matches:
+    """Match the operations of all ranks."""
+    groups = _members(logs)
+    meetings, peers = _collectives(logs, groups)
+    hops, hop_peers, notices = _hops(logs)
+    meetings += hops
+    peers |= hop_peers
+    meeting_of = {key: index for index, meeting in enumerate(meetings) for key in meeting.members}
+    return Matches(meetings, meeting_of, peers, _conflicts(logs, peers), notices)
+
+
+def _members(logs: Sequence[RankLog]) -> dict[str, Group]:
+    groups: dict[str, Group] = {}
+    for log in logs:
+        for key, group in log.groups.items():
+            if key not in groups or (group.ranks and not groups[key].ranks):
+                groups[key] = group
+    return groups
+
+
+def _collectives(logs: Sequence[RankLog], groups: dict[str, Group]) -> tuple[list[Meeting], dict[Key, tuple[Key, ...]]]:
+    """Match collectives by group and sequence number, with NCCL Inspector also by name, as it numbers them."""
+    by_number: dict[tuple[str, str, int], list[Key]] = defaultdict(list)
+    last: dict[tuple[str, str, int], int] = {}
+    users: dict[str, set[int]] = defaultdict(set)
+    for log in logs:
+        for index, operation in enumerate(log.operations):
+            users[operation.group].add(log.rank)
+            if not operation.is_hop:
+                name = operation.name if log.source == "nccl_inspector" else ""
+                by_number[operation.group, name, operation.sequence].append((log.rank, index))
+                line = (operation.group, name, log.rank)
+                last[line] = max(last.get(line, 0), operation.sequence)
+    by_rank = {log.rank: log for log in logs}
+    meetings, peers = [], {}
+    for (group, name, sequence), keys in by_number.items():
+        members = groups[group].ranks or tuple(sorted(users[group]))
+        ranks = {rank for rank, _ in keys}
+        absent = [rank for rank in members if rank not in ranks]
+        # A rank whose newest collective of the group is older has not posted this one.
+        missing = tuple(
+            rank for rank in absent
+            if rank in by_rank and by_rank[rank].source == "flight_recorder"
+            and last.get((group, name, rank), 0) < sequence
+        )  # fmt: skip
+        operations = [_at(by_rank, key) for key in keys]
+        differ = len({operation.name for operation in operations}) > 1
+        meetings.append(Meeting(keys, missing, complete=not absent and len(members) > 1, sizes_differ=differ))
+        if len(keys) == len(ranks):
+            for key in keys:
+                peers[key] = tuple(other for other in keys if other != key)
+    return meetings, peers
+
+
+def _hops(logs: Sequence[RankLog]) -> tuple[list[Meeting], dict[Key, tuple[Key, ...]], list[Notice]]:
+    """Match the n-th message from one rank to another in a group with the n-th that the other receives from it."""
+    sent: dict[tuple[str, int, int], list[tuple[Key, int | None, int]]] = defaultdict(list)
+    received: dict[tuple[str, int, int], list[tuple[Key, int | None, int]]] = defaultdict(list)
+    by_rank = {log.rank: log for log in logs}
+    keys = []
+    for log in logs:
+        for index, operation in enumerate(log.operations):
+            if not operation.is_hop:
+                continue
+            keys.append((log.rank, index))
+            for message in operation.sends:
+                end = ((log.rank, index), message.size_bytes, operation.sequence)
+                sent[operation.group, log.rank, message.peer].append(end)
+            for message in operation.receives:
+                end = ((log.rank, index), message.size_bytes, operation.sequence)
+                received[operation.group, message.peer, log.rank].append(end)
+    peers: dict[Key, dict[Key, None]] = {key: {} for key in keys}
+    missing: dict[Key, dict[int, None]] = defaultdict(dict)
+    differ: set[Key] = set()
+    unknown: set[Key] = set()
+    unmatched = 0
+    for pair in dict.fromkeys([*sent, *received]):
+        _, source, target = pair
+        out, into = sent.get(pair, []), received.get(pair, [])
+        if source not in by_rank or target not in by_rank:
+            unknown.update(key for key, *_ in out + into)
+            continue
+        if not (by_rank[source].from_start and by_rank[target].from_start):
+            out, into, left_out = _aligned(out, into)
+            unknown.update(left_out)
+            unmatched += len(left_out)
+        for (sender, size, _), (receiver, other_size, _) in zip(out, into, strict=False):
+            peers[sender][receiver] = peers[receiver][sender] = None
+            if size is not None and other_size is not None and size != other_size:
+                differ.update((sender, receiver))
+        for key, *_ in out[len(into) :]:
+            missing[key][target] = None
+        for key, *_ in into[len(out) :]:
+            missing[key][source] = None
+    meetings = []
+    for members in _components(peers):
+        ranks = {rank for key in members for rank in missing.get(key, ())}
+        complete = not ranks and not unknown.intersection(members) and len(members) > 1
+        meetings.append(Meeting(members, tuple(sorted(ranks)), complete, not differ.isdisjoint(members)))
+    notices = []
+    if unmatched:
+        text = f"{unmatched:,} sends and receives have no known counterpart, since logs do not begin with the job"
+        notices.append(Notice("unmatched_messages", text, count=unmatched))
+    return meetings, {key: tuple(others) for key, others in peers.items()}, notices
+
+
+_End = tuple[Key, int | None, int]
+
+
+def _aligned(out: list[_End], into: list[_End]) -> tuple[list[_End], list[_End], list[Key]]:
+    """Align the two ends of a line of messages by sequence number, where logs begin late.
+
+    In a ring every rank numbers its hops alike. Where the numbers of the two ends do not agree, nothing is matched.
+    """
+    numbers, others = {end[2] for end in out}, {end[2] for end in into}
+    start = max(min(numbers, default=0), min(others, default=0))
+    stop = min(max(numbers, default=-1), max(others, default=-1))
+    early = [end[0] for end in out + into if end[2] < start]
+    kept_out, kept_into = [end for end in out if end[2] >= start], [end for end in into if end[2] >= start]
+    both_out, both_into = ([end[2] for end in ends if end[2] <= stop] for ends in (kept_out, kept_into))
+    if not numbers or not others or both_out != both_into:
+        return [], [], [end[0] for end in out + into]
+    return kept_out, kept_into, early
+
+
+def _components(peers: dict[Key, dict[Key, None]]) -> list[list[Key]]:
+    """Return the operations that exchange messages, directly or through others, in order of their first member."""
+    seen: set[Key] = set()
+    components = []
+    for key in peers:
+        if key in seen:
+            continue
+        seen.add(key)
+        members = [key]
+        for member in members:
+            for other in peers[member]:
+                if other not in seen:
+                    seen.add(other)
+                    members.append(other)
+        components.append(sorted(members))
+    return components
+
+
+def _conflicts(logs: Sequence[RankLog], peers: dict[Key, tuple[Key, ...]]) -> list[tuple[int, int, int]]:
+    """Return pairs of ranks whose clocks disagree: by them an operation ended before a peer had posted its part."""
+    by_rank = {log.rank: log for log in logs}
+    worst: dict[tuple[int, int], int] = {}
+    for key, others in peers.items():
+        operation = _at(by_rank, key)
+        if operation.completed_by_ns is None or not (operation.receives or operation.name in SYNCHRONISING):
+            continue
+        for other_key in others:
+            other = _at(by_rank, other_key)
+            # A send may end before its receiver posts; a receive cannot end before its sender has posted.
+            if operation.is_hop and all(message.peer != other.rank for message in operation.receives):
+                continue
+            if other.posted_ns is not None and other.posted_ns > operation.completed_by_ns:
+                pair, excess = (operation.rank, other.rank), other.posted_ns - operation.completed_by_ns
+                worst[pair] = max(worst.get(pair, 0), excess)
+    return [(*pair, excess) for pair, excess in worst.items()]
+
+
+def _at(by_rank: dict[int, RankLog], key: Key) -> Operation:
+    return by_rank[key[0]].operations[key[1]]

@@ -1,0 +1,209 @@
+"""Interface of a recurrence's kernel: one rank's computation, and how stretches of tokens combine.
+
+Every head keeps a state S (K, V). Token t updates it and reads from it:
+
+    gated delta rule   S_t = exp(g_t) (S_{t-1} - beta_t k_t k_t^T S_{t-1}) + beta_t k_t v_t^T
+    linear attention   S_t = exp(g_t) S_{t-1} + k_t v_t^T, with g_t one number per head, or one per row of S
+    output             o_t = scale * S_t^T q_t
+
+Each update is affine in the state, so a stretch of tokens acts on the state before it as S_end = M S_start + C. M, the
+transition, is a K x K matrix for the delta rule, and a decay for linear attention. For gradients the stretch acts in
+reverse: dS_start = M^T dS_end + D. A `Carry` holds (C, M), or (D, M^T).
+
+Sources: Gated Delta Networks (arXiv 2412.06464); gated linear attention (arXiv 2312.06635); Mamba-2, the structured
+state space duality (arXiv 2405.21060, section 8.2 for the split over ranks).
+
+Shapes: B batch, S tokens of this rank, H heads, K and V the sizes of a head's keys and values.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Inputs of a recurrence: q and k (B, S, H, K), v (B, S, H, V), g (B, S, H, 1 or K), beta (B, S, H) or None.
+
+    g is the logarithm of the decay, at most 0. Without beta the recurrence is linear attention.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor | None
+    scale: float
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], scale: float) -> Inputs:
+        """Return inputs with these `tensors`."""
+        q, k, v, g, *beta = tensors
+        return cls(q, k, v, g, beta[0] if beta else None, scale)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that can have gradients, in the order of the fields."""
+        return (self.q, self.k, self.v, self.g) if self.beta is None else (self.q, self.k, self.v, self.g, self.beta)
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        """Shape (B, H, K, V) of the states of one token."""
+        batch, _, heads, key_dim = self.k.shape
+        return batch, heads, key_dim, self.v.shape[-1]
+
+    @property
+    def transition_shape(self) -> tuple[int, int, int, int]:
+        """Shape of a transition: (B, H, K, K) for the delta rule, else (B, H, 1 or K, 1)."""
+        batch, heads, key_dim, _ = self.state_shape
+        return (batch, heads, self.g.shape[-1], 1) if self.beta is None else (batch, heads, key_dim, key_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of the packed documents that one rank holds."""
+
+    bounds: tuple[int, ...]
+    """Cumulative lengths of the documents' parts on this rank, from 0 to S."""
+    receives: bool
+    """Whether the first part continues from a state."""
+    sends: bool
+    """Whether the state after the last part is needed."""
+
+    @property
+    def spans(self) -> bool:
+        """Whether the state after the last token depends on the state before the first."""
+        return self.receives and self.sends and len(self.bounds) == 2
+
+
+@lru_cache(maxsize=64)
+def shard_of(documents: tuple[int, ...], rank: int, size: int, *, initial: bool, final: bool) -> Shard:
+    """Return the shard of ``rank`` of ``size`` for documents with these cumulative lengths, split contiguously.
+
+    ``initial``: whether the first document continues from a state. ``final``: whether the last state is needed.
+    """
+    local = documents[-1] // size
+    first, end = rank * local, (rank + 1) * local
+    inner = documents[bisect_right(documents, first) : bisect_left(documents, end)]
+    bounds = tuple(sorted({0, *(bound - first for bound in inner), local}))
+    receives = initial if rank == 0 else not _is_bound(documents, first)
+    sends = final if rank == size - 1 else not _is_bound(documents, end)
+    return Shard(bounds, receives, sends)
+
+
+@lru_cache(maxsize=64)
+def reach_of(documents: tuple[int, ...], size: int) -> int:
+    """Return over how many rank borders in a row some document continues: the ranks before it that a rank needs."""
+    longest = run = 0
+    for rank in range(1, size):
+        run = 0 if _is_bound(documents, documents[-1] // size * rank) else run + 1
+        longest = max(longest, run)
+    return longest
+
+
+def _is_bound(documents: tuple[int, ...], position: int) -> bool:
+    return documents[bisect_left(documents, position)] == position
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """The effect of a stretch of tokens on a state: `after` returns M S + C."""
+
+    state: Tensor | None = None
+    """C (B, H, K, V), in at least float32; None where it is not needed."""
+    transition: Tensor | None = None
+    """M, of `Inputs.transition_shape`; None where the stretch does not depend on the state before it."""
+
+    def after(self, before: Tensor | None) -> Tensor:
+        """Return the state after the stretch; ``before`` is the state before it, None for zeros."""
+        assert self.state is not None
+        if before is None or self.transition is None:
+            return self.state
+        return self.state + apply_transition(self.transition, before)
+
+
+def apply_transition(transition: Tensor, state: Tensor) -> Tensor:
+    """Apply a transition to a state, or to a transition before it."""
+    return transition * state if transition.shape[-1] == 1 else transition @ state
+
+
+def transposed(transition: Tensor | None) -> Tensor | None:
+    """Return the transition of gradients."""
+    return transition if transition is None or transition.shape[-1] == 1 else transition.mT
+
+
+def fold(
+    states: Tensor, transitions: Tensor, order: Sequence[int], starts: frozenset[int], *, depends: bool
+) -> tuple[list[Tensor | None], Tensor]:
+    """Combine the pieces in ``order``: states (B, P, H, K, V), transitions (B, P, H, K, K).
+
+    Return what comes before every piece, None where nothing does, and after the last. With ``depends`` the first part
+    is affine in the state before it: its results are [C | M], (B, H, K, V + K); others are states (B, H, K, V).
+    """
+    before: list[Tensor | None] = []
+    size, current = states.shape[-1], None
+    for piece in order:
+        if piece in starts:
+            current = None
+        before.append(current)
+        if current is None:
+            own = states[:, piece]
+            current = torch.cat([own, transitions[:, piece]], -1) if depends and len(before) == 1 else own
+        else:
+            current = transitions[:, piece] @ current
+            current[..., :size] += states[:, piece]
+    assert current is not None
+    return before, current
+
+
+def entering(before: list[Tensor | None], order: Sequence[int], state: Tensor | None, like: Tensor) -> Tensor:
+    """Return the state before every piece, (B P, H, K, V), from the results of `fold` and the first piece's state."""
+    result, size = torch.zeros_like(like), like.shape[-1]
+    for piece, known in zip(order, before, strict=True):
+        if known is None:
+            if piece == order[0] and state is not None:
+                result[:, piece] = state
+        elif known.shape[-1] > size and state is not None:
+            torch.add(known[..., :size], known[..., size:] @ state, out=result[:, piece])
+        else:
+            result[:, piece] = known[..., :size]
+    return result.flatten(0, 1)
+
+
+Saved = tuple[Tensor | None, ...]
+"""Tensors that a forward pass keeps for the backward pass."""
+
+
+class RecurrenceKernel(Protocol):
+    """Computation of one rank's part, in two phases each way, so that a state can travel between the phases.
+
+    ``local`` is whatever the kernel passes from the first phase to the second.
+    """
+
+    name: str
+
+    def begin(self, x: Inputs, shard: Shard) -> tuple[Any, Carry]:
+        """Compute what needs no incoming state. Return (local, carry): C where the shard sends, M where it spans."""
+
+    def finish(self, x: Inputs, shard: Shard, local: Any, incoming: Tensor | None) -> tuple[Tensor, Saved]:
+        """Compute the output (B, S, H, V) in v's type. Return it and what the backward pass needs."""
+
+    def begin_backward(self, x: Inputs, shard: Shard, saved: Saved, dout: Tensor) -> tuple[Any, Tensor | None]:
+        """Compute what needs no gradient of the outgoing state. Return (local, D), D where the shard receives."""
+
+    def finish_backward(
+        self, x: Inputs, shard: Shard, saved: Saved, local: Any, doutgoing: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Compute the gradients of `Inputs.tensors`, in their order."""
+
+
+def zero_state(x: Inputs, dtype: torch.dtype) -> Tensor:
+    """Return a state of zeros."""
+    return torch.zeros(x.state_shape, dtype=dtype, device=x.q.device)

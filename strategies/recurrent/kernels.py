@@ -1,0 +1,50 @@
+"""Choice of the kernel for a recurrence."""
+
+from __future__ import annotations
+
+import warnings
+from importlib.util import find_spec
+
+import torch
+
+from ..errors import Unsupported
+from .kernel import Inputs, RecurrenceKernel
+from .reference import ReferenceRecurrence
+
+NAMES = ("auto", "fla", "reference")
+_FLA_KEY_DIM = 256
+"""Largest head size of keys that the kernels of flash-linear-attention take."""
+
+
+def choose_kernel(name: str, x: Inputs) -> RecurrenceKernel:
+    """Return the kernel called ``name``; ``auto`` is ``fla`` where it is installed and takes these inputs.
+
+    Raises `Unsupported` where the kernel cannot compute these inputs. Warns where ``auto`` leaves a GPU to plain torch.
+    """
+    problem = _why_not_fla(x) if name != "reference" else "not asked for"
+    if name == "fla" and problem:
+        raise Unsupported(f"kernel fla: {problem}")
+    if problem:
+        if name == "auto" and x.q.is_cuda:
+            warnings.warn(f"the recurrence runs in plain torch, which is slow: kernel fla {problem}", stacklevel=4)
+        return ReferenceRecurrence()
+    from .fla import FlaDeltaRule  # imports Triton
+
+    return FlaDeltaRule()
+
+
+def _why_not_fla(x: Inputs) -> str | None:
+    """Return why the kernels of flash-linear-attention cannot compute these inputs; None where they can."""
+    if not x.q.is_cuda:
+        return "needs tensors on a GPU"
+    if x.beta is None or x.q.dtype != torch.bfloat16:
+        return "computes the gated delta rule in bfloat16 alone"
+    if x.k.shape[-1] > _FLA_KEY_DIM:
+        return f"takes keys of at most {_FLA_KEY_DIM} numbers per head"
+    if find_spec("fla") is None:
+        return "needs flash-linear-attention: pip install 'ringprof[fla]'"
+    from fla.ops.common import chunk_o  # imports Triton
+
+    if chunk_o.IS_NVIDIA_HOPPER and chunk_o.TRITON_ABOVE_3_4_0 and not chunk_o.TRITON_ABOVE_3_7_1:
+        return "refuses gradients on Hopper with Triton 3.4 to 3.7.0, which compiles them wrongly: install Triton 3.7.1"
+    return None

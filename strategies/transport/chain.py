@@ -1,0 +1,38 @@
+"""Channels in which one message passes from the first rank to the last, each rank adding to it."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..annotate import annotate
+from .ring_channel import Channel, Hop
+from .torch_transport import TorchTransport
+
+
+class Chain(Channel):
+    """A line of ranks: each receives from the one before it and sends to the one after it. Both ends do one of them.
+
+    Needs a process group: baselines and dry runs have no chains.
+    """
+
+    def receive(self, like: Tensor) -> Tensor:
+        """Receive a tensor of the shape and type of ``like`` from the member before this one."""
+        received = torch.empty_like(like, memory_format=torch.contiguous_format)
+        work = dist.irecv(received, self.previous, group=self._group())
+        hop = Hop([work], [], received, self.channel)
+        return hop.wait()  # type: ignore[no-any-return]
+
+    def send(self, tensor: Tensor) -> Hop:
+        """Start to send a tensor to the member after this one; it must not be written to before `Hop.wait`."""
+        tensor = tensor.contiguous()
+        self.meter.add(self.channel, "send_recv", self.link, tensor.nbytes)
+        with annotate("send", self.channel):
+            work = dist.isend(tensor, self.following, group=self._group())
+        return Hop([work], [tensor], None, self.channel)
+
+    def _group(self) -> dist.ProcessGroup:
+        assert isinstance(self.transport, TorchTransport)
+        group: dist.ProcessGroup = self.transport.group
+        return group
