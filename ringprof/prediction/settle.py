@@ -255,8 +255,7 @@ def settlement_text(settlement: Settlement, style: TextStyle) -> str:
         side = "inside" if score.inside else "outside"
         lines += [
             f"{clean(score.observation.source)}: {clean(forecast.label or forecast.subject.strategy)}",
-            f"  measured {duration(measured_ns)}, predicted {middle} ({low} to {high}): {verdict}, {side}"
-            " the interval",
+            f"  measured {duration(measured_ns)}, predicted {middle} ({low} to {high}): {verdict}, {side} the interval",
         ]
     count = len(settlement.scores)
     if count > 1:
