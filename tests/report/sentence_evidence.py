@@ -20,7 +20,9 @@ def _cpu_attention(case: Case, m: re.Match[str]) -> None:
       r"stated workload does not fit the counted FLOPs): not compared with a peak")  # fmt: skip
 def _union(case: Case, m: re.Match[str]) -> None:
     assert case.summary["peak"] is None
-    assert abs(case.of("attention") - mean(raw.attention_ns for raw in case.raw.values())) < 1
+    by_name = mean(raw.attention_ns for raw in case.raw.values())
+    # Calls of attention also launch kernels that fill a tensor, whose names say nothing of attention.
+    assert by_name - 1 < case.of("attention") < by_name * (1.01 if case.findings.layers else 1) + 1
 
 
 @rule("evidence", rf"{R} TFLOP per device at {R} TFLOP/s \([^)]*\)")
