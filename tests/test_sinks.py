@@ -101,9 +101,11 @@ def test_opentelemetry_reader_collects_the_gauges() -> None:
     sink = sinks.opentelemetry(MeterProvider([reader]).get_meter("training"))
     for step in (100, 200):
         sink(FIGURES, step)
-        (resource,) = reader.get_metrics_data().resource_metrics
-        metrics = resource.scope_metrics[0].metrics
-        values = {metric.name: metric.data.data_points[0].value for metric in metrics}
+        data = reader.get_metrics_data()
+        assert data is not None
+        (resource,) = json.loads(data.to_json())["resource_metrics"]
+        metrics = resource["scope_metrics"][0]["metrics"]
+        values = {metric["name"]: metric["data"]["data_points"][0]["value"] for metric in metrics}
         assert values == {f"ringprof.{name}": value for name, value in {**FIGURES, "step": step}.items()}
 
 
