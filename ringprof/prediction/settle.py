@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from ringprof.common.decoding import UNREADABLE
-from ringprof.common.files import is_folder, read_whole
+from ringprof.common.decoding import UNREADABLE, decode_file
+from ringprof.common.files import is_folder
 from ringprof.common.formatting import percent
 from ringprof.common.json_object import JsonObject
 from ringprof.errors import InputError, RingprofError
@@ -101,9 +101,9 @@ def read_forecasts(path: str) -> list[Forecast]:
     Raises `InputError` for anything else.
     """
     if not is_folder(path):
+        data = decode_file(path, dict[str, Any], "a saved prediction")
         try:
-            data = msgspec.json.decode(read_whole(path))
-            schema = data.get("schema") if isinstance(data, dict) else None
+            schema = data.get("schema")
             if schema == "ringprof.prediction/1":
                 return [_forecast("", data)]
             if schema == "ringprof.advice/1":

@@ -77,8 +77,10 @@ class DealtLayout(Layout):
             chunks = [*(tokens // 2 for tokens in shares), *(tokens - tokens // 2 for tokens in reversed(shares))]
             for chunk, span in enumerate(pairwise(accumulate(chunks, initial=longest[0]))):
                 hands.cut[min(chunk, 2 * size - 1 - chunk)].append(span)
+            # Work is spread over the steps: ranks with more tokens delay the others in each.
             for rank, tokens in enumerate(shares):
-                steps.add(0, rank, _time_in_zigzag(length, size) * tokens * size / length)
+                for step in range(size):
+                    steps.add(step, rank, _time_in_zigzag(length, size) * tokens / length)
         in_zigzag = sum(_time_in_zigzag(end - first, size) for first, end in cut)
         return Deal(hands.spans(), in_zigzag + steps.time())
 

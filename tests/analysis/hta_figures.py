@@ -21,6 +21,10 @@ def figures_of(folder: str) -> dict[str, Any]:
     """Return by rank the overlap in percent and the temporal breakdown in microseconds."""
     # HolisticTraceAnalysis knows no marked iterations: both analyse the whole trace.
     hta = analysis(folder, window="trace").hta()
+    # HolisticTraceAnalysis takes CUDA's waits on a stream, in which nothing runs, for activities of the device.
+    waits = hta.t.symbol_table.get_sym_id_map().get("cuda_sync")
+    for rank, frame in hta.t.traces.items():
+        hta.t.traces[rank] = frame[frame["cat"] != waits]
     overlap = hta.get_comm_comp_overlap(visualize=False).set_index("rank")["comp_comm_overlap_pctg"]
     temporal = hta.get_temporal_breakdown(visualize=False).set_index("rank")
     return {

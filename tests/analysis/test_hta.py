@@ -86,7 +86,7 @@ def test_temporal_breakdown_is_within_2_us_per_activity_of_hta(path: Path, hta_f
 
 def test_missing_hta_error_shows_the_pip_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "hta.trace_analysis", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'ringprof\[hta\]' 'pandas<3'"):
+    with pytest.raises(MissingExtraError, match=r"pip install '\.\[hta\]' 'pandas<3'"):
         analysis(RUNS[0]).hta()
 
 
