@@ -62,7 +62,8 @@ def with_strategy(config: Any, name: str, **options: Any) -> Any:
     ``options`` are those of `ringprof.strategies.create`. The strategy is created when torchtitan parallelizes the
     model. CUDA graphs are switched off. Raises `Unsupported` for layers whose attention is not torchtitan's
     ``GQAttention``, such as MLA and linear attention. When the model is parallelized, `Unsupported` is raised for
-    tensor and pipeline parallelism, a compiled model, and a context-parallel degree of 1.
+    tensor and pipeline parallelism, a compiled model, and a context-parallel degree of 1. The mask is causal, within
+    documents: masks that a model makes for its layers, such as windows or chunks, are not read.
     """
     spec = config.model_spec
     for layer in spec.model.layers:
