@@ -28,7 +28,11 @@ TOLERANCE_US = 2.0
 
 @triton.jit
 def ring_kernel(block, peer_block, flags, peer_flags, delays, stamps, out, first, steps, SIZE: tl.constexpr):
-    """Add up the blocks that come round the ring. Stamps of a step: begun, sent (after a delay), arrived."""
+    """Add up the blocks that come round the ring, and stamp the GPU's timer in ns.
+
+    A program's part of a block has SIZE elements. ``delays`` (steps): ns to wait before sending. ``stamps`` (steps,
+    programs, 3): when a step began, had sent, and had its next block. ``first`` counts the steps of earlier launches.
+    """
     program, programs = tl.program_id(0), tl.num_programs(0)
     lanes = program * SIZE + tl.arange(0, SIZE)
     half = programs * SIZE  # a block is read in one half of the buffer while the next arrives in the other
@@ -108,7 +112,7 @@ def main(folder: str) -> None:
 
     both = [torch.zeros_like(measured, device=device) for _ in range(2)]
     dist.all_gather(both, (measured + offset).to(device))
-    failed = check([item.cpu() for item in both]) if rank == 0 else False
+    failed = delay_missed([item.cpu() for item in both]) if rank == 0 else False
     dist.destroy_process_group()
     sys.exit(1 if failed else 0)
 
@@ -124,7 +128,10 @@ def kernels_of(trace: dict) -> list[tuple[int, int, dict]]:
 
 
 def clock_offset(trace: dict, stamps: torch.Tensor) -> tuple[int, float]:
-    """Return what to add to the stamps, and its largest error: all stamps of a launch lie within its kernel."""
+    """Return the ns to add to the stamps for the profiler's clock, and the largest error of that number in ns.
+
+    All stamps of a launch lie within its kernel, which bounds the difference of the clocks from both sides.
+    """
     kernels = kernels_of(trace)
     assert len(kernels) == len(stamps), f"{len(kernels)} kernels in the trace, {len(stamps)} launches"
     least = max(start - int(own.min()) for (start, _, _), own in zip(kernels, stamps, strict=True))
@@ -133,7 +140,10 @@ def clock_offset(trace: dict, stamps: torch.Tensor) -> tuple[int, float]:
 
 
 def add_ranges(trace: dict, stamps: torch.Tensor, peer: int) -> None:
-    """Add each step's computing, and its waiting for the peer, as ranges of the device below the kernel."""
+    """Add ranges of the device to a trace: each step's computing, and its waiting for rank ``peer``.
+
+    ``stamps`` (launches, STEPS, PROGRAMS, 3) are in ns on the profiler's clock.
+    """
     base = int(trace.get("baseTimeNanoseconds", 0))
     for (_, _, event), launch in zip(kernels_of(trace), stamps, strict=True):
         for step, programs in enumerate(launch):
@@ -145,8 +155,11 @@ def add_ranges(trace: dict, stamps: torch.Tensor, peer: int) -> None:
                 })  # fmt: skip
 
 
-def check(both: list[torch.Tensor]) -> bool:
-    """Print each injected delay beside the one that the other rank's stamps show; return whether one is missed."""
+def delay_missed(both: list[torch.Tensor]) -> bool:
+    """Print each injected delay beside the one that the other rank's stamps show.
+
+    Returns True where they differ by more than TOLERANCE_US. ``both`` holds the stamps of rank 0 and of rank 1.
+    """
     failed, step = False, STEPS // 2
     for number in range(len(both[0])):
         delay, late = DELAYS_US[number // 2], number % 2

@@ -1,4 +1,4 @@
-"""Where `ringprof.monitor` sends its figures, beside its log: TensorBoard, Weights & Biases, MLflow, and others.
+"""Sinks for the figures of `ringprof.monitor`: TensorBoard, Weights & Biases, MLflow, Prometheus, OpenTelemetry.
 
     with ringprof.monitor("exposed.jsonl", sinks=[sinks.wandb(), sinks.prometheus("/var/lib/node_exporter/job.prom")]):
         train()
@@ -19,7 +19,7 @@ from typing import Any
 from ringprof.errors import MissingExtraError, UsageError
 
 Sink = Callable[[Mapping[str, float], int], None]
-"""Function that stores the figures of one sample, by name, and its step."""
+"""Function that stores the figures of one sample, by name, and the sample's step."""
 _HELP = {
     "exposed_comm_share": "Mean over ranks of the share of the step that is exposed communication (0 to 1).",
     "exposed_comm_share_worst": "Largest share of exposed communication of any rank (0 to 1).",
@@ -90,8 +90,8 @@ def prometheus(path: str | os.PathLike[str], labels: Mapping[str, str] | None = 
     """Return a sink that replaces a text file of gauges ``ringprof_NAME``, as node_exporter's collector reads it.
 
     ``path`` ends in ``.prom`` and lies in the folder of ``--collector.textfile.directory``. The file is replaced
-    as a whole, so that no scrape sees half of it. ``labels`` are added to every gauge. Raises `UsageError` for
-    another ending.
+    as a whole, so that no scrape sees half of it. ``labels`` are added to every gauge; the gauge ``ringprof_step`` is
+    the sample's step. Raises `UsageError` for another ending.
     """
     target = Path(path)
     if target.suffix != ".prom":
@@ -113,7 +113,10 @@ def prometheus(path: str | os.PathLike[str], labels: Mapping[str, str] | None = 
 
 
 def opentelemetry(meter: Any = None) -> Sink:
-    """Return a sink that sets gauges ``ringprof.NAME`` of an OpenTelemetry meter (None: of the global provider)."""
+    """Return a sink that sets gauges ``ringprof.NAME`` of an OpenTelemetry meter (None: of the global provider).
+
+    The gauge ``ringprof.step`` is the sample's step.
+    """
     metrics = _imported("opentelemetry.metrics", "opentelemetry-api")
     meter = meter or metrics.get_meter("ringprof")
     gauges: dict[str, Any] = {}

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from ringprof.comm_logs.bounds import Bounds, bounds_of, bus_factor, sum_known
+from ringprof.comm_logs.bounds import Bounds, bounds_of, bus_factor, sum_if_known
 from ringprof.comm_logs.match import Key, Matches, Meeting, match
 from ringprof.comm_logs.operations import COMPLETED, Operation, RankLog
 from ringprof.common.formatting import milliseconds
@@ -21,58 +21,70 @@ class OperationRow(msgspec.Struct, frozen=True):
 
     operation: Operation
     number: int
-    """Number of the operation among those of its group on its rank, from 1; by the log, which may begin late."""
+    """Position among the operations of its group in its rank's log, from 1; a log may begin late."""
     step: int | None
-    """Position in the sequence of operations that the group repeats, from 1; None where none is found."""
+    """Position in the sequence of operations that the group repeats, from 1; None without one, and if the log begins
+    late."""
     steps: int | None
-    """Length of that sequence."""
+    """Number of operations in the sequence that the group repeats."""
     bounds: Bounds
 
 
 class Lateness(msgspec.Struct, frozen=True):
-    """One operation of several ranks that one of them reached last."""
+    """Operation of several ranks, and which of them came last, by the measure `CommLogFindings.late_by`."""
 
     rank: int
+    """Rank that posted its part last, or else the rank with the shortest time on the device."""
     late_ns: int
-    """Time after the first rank."""
+    """Time from the first rank's posting to the last rank's, or else the longest time minus the shortest."""
     operation: Operation
-    """Operation of the last rank."""
+    """Part of that rank."""
 
 
 class RankRow(msgspec.Struct, frozen=True):
-    """Figures of one rank."""
+    """Figures of one rank, summed over its operations."""
 
     rank: int
     operations: int
+    """Number of operations in the log, hops included."""
     hops: int
+    """Number of hops: batches of sends and receives, and single ones."""
     sent_bytes: int | None
-    """Bytes sent in hops."""
+    """Bytes sent in hops; None where the size of a message is unknown."""
     unfinished: int
+    """Number of operations that had not ended when the log was written."""
     compared: int
-    """Operations of which it is known which rank came last."""
+    """Number of operations of the job of which it is known which rank came last; equal on all ranks."""
     last: int
-    """Operations in which this rank came last."""
+    """Number of operations in which this rank came last."""
     late_median_ns: int | None
+    """Median of `Lateness.late_ns` where this rank came last; None where it never did."""
     late_most_ns: int | None
+    """Largest `Lateness.late_ns` where this rank came last; None where it never did."""
     wait_least_ns: int | None
-    """Sum of the least waiting of all operations of which it is known."""
+    """Sum of the lower bounds on waiting; None where no operation has one."""
     excess_ns: int | None
-    """Time beyond the shortest of the same operation on any rank, summed: waiting, if operations end on all ranks
-    together; None where no times on the device are known."""
+    """Time on the device beyond that of the shortest rank in the same operation: waiting, if operations end on all
+    ranks together. None where no times on the device are known."""
 
 
 class SizeRow(msgspec.Struct, frozen=True):
     """Medians of the bounds of all operations of one group with the same name and size, over all ranks."""
 
     group: str
+    """Label of the group."""
     name: str
+    """Name as in `Operation.name`."""
     size_bytes: int | None
+    """Size as in `Operation.counted_bytes`."""
     ranks: int
     """Number of ranks of the group."""
     count: int
+    """Number of operations, those that have not ended included."""
     bounds: Mapping[str, float | None]
-    """Each field of `Bounds` for the median of the operations that have ended."""
+    """Bounds on the medians of the operations that have ended, by field of `Bounds`; None: not bounded."""
     bus_factor: float | None
+    """Bus bandwidth over algorithmic bandwidth, as in `bus_factor`."""
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -80,15 +92,17 @@ class Standing(msgspec.Struct, frozen=True):
 
     rank: int
     group: str
+    """Label of the group."""
     row: OperationRow
     """First operation that is not complete; the newest one where all of this rank's are complete."""
     unfinished: int
+    """Number of this rank's operations in the group that are not complete."""
     waits_for: tuple[int, ...]
-    """Ranks that have not posted their part of it."""
+    """Other ranks that have not posted their part of ``row``."""
 
 
 class CommLogFindings(msgspec.Struct, frozen=True):
-    """All results."""
+    """Results of the analysis of the logs of one job. The figures are those of the JSON report."""
 
     source: str
     versions: tuple[str, ...]
@@ -98,14 +112,14 @@ class CommLogFindings(msgspec.Struct, frozen=True):
     sizes: tuple[SizeRow, ...]
     late: tuple[Lateness, ...]
     late_by: str
-    """``posted``: by the time of posting; ``time``: by the time on the device; empty where ranks are not compared."""
+    """How ``late`` compares ranks: ``posted``: when they posted; ``time``: time on the device; empty: not at all."""
     standings: tuple[Standing, ...]
     verdict: tuple[str, ...]
     warnings: tuple[Notice, ...]
 
 
 def analyse(logs: Sequence[RankLog], notices: Sequence[Notice] = ()) -> CommLogFindings:
-    """Analyse the logs of the ranks of one job."""
+    """Analyse the logs of the ranks of one job, at least one. ``notices`` are warnings to keep in the result."""
     matches = match(logs)
     by_key = {(log.rank, index): operation for log in logs for index, operation in enumerate(log.operations)}
     hosts = {log.host for log in logs if log.host}
@@ -235,11 +249,11 @@ def _excess(matches: Matches, by_key: Mapping[Key, Operation]) -> dict[int, int]
 
 def _rank_row(rank: int, own: Sequence[OperationRow], late: Sequence[Lateness], excess: Mapping[int, int]) -> RankRow:
     hops = [row.operation for row in own if row.operation.is_hop]
-    sent = [sum_known([message.size_bytes for message in hop.sends]) for hop in hops if hop.sends]
+    sent = [sum_if_known([message.size_bytes for message in hop.sends]) for hop in hops if hop.sends]
     last = [item.late_ns for item in late if item.rank == rank]
     waits = [row.bounds.wait_least_ns for row in own if row.bounds.wait_least_ns is not None]
     return RankRow(
-        rank=rank, operations=len(own), hops=len(hops), sent_bytes=sum_known(sent) if sent else 0,
+        rank=rank, operations=len(own), hops=len(hops), sent_bytes=sum_if_known(sent) if sent else 0,
         unfinished=sum(row.operation.state != COMPLETED for row in own), compared=len(late), last=len(last),
         late_median_ns=round(statistics.median(last)) if last else None, late_most_ns=max(last, default=None),
         wait_least_ns=sum(waits) if waits else None, excess_ns=excess.get(rank),
@@ -330,12 +344,12 @@ def _standings(
 
 
 def words(name: str) -> str:
-    """Write the name of an operation in words: ``send/recv``, ``all-reduce``."""
+    """Return the name of an operation as reports print it: ``send/recv`` for ``send_recv``, else hyphens."""
     return "send/recv" if name == "send_recv" else name.replace("_", "-")
 
 
 def place_of(row: OperationRow) -> str:
-    """Say where an operation stands in its group: ``send/recv 6, step 2 of 4``."""
+    """Return the name, sequence number and step of an operation, as in ``send/recv 6, step 2 of 4``."""
     step = f", step {row.step} of {row.steps}" if row.steps is not None and row.steps > 1 else ""
     return f"{words(row.operation.name)} {row.operation.sequence}{step}"
 
@@ -387,7 +401,9 @@ def _verdict(
 
 def _sized(operation: Operation) -> str:
     if operation.is_hop:
-        sizes = [sum_known([message.size_bytes for message in ends]) for ends in (operation.sends, operation.receives)]
+        sizes = [
+            sum_if_known([message.size_bytes for message in ends]) for ends in (operation.sends, operation.receives)
+        ]
         sent, received = (f"{size or 0:,} bytes" for size in sizes)
         return f"sends {sent} and receives {received}"
     size = operation.size_bytes

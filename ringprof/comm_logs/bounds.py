@@ -15,7 +15,7 @@ from ringprof.comm_logs.operations import COMPLETED, Operation
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """Bounds on the figures of one operation in nanoseconds and bytes per nanosecond (GB/s); None: not bounded."""
+    """Bounds on the times of one operation in ns, and on its rates in bytes per ns (GB/s); None: not bounded."""
 
     time_least_ns: int | None
     time_most_ns: int | None
@@ -35,10 +35,11 @@ class Bounds(msgspec.Struct, frozen=True):
 
 def bounds_of(operation: Operation, peers: Iterable[Operation], further: Iterable[Operation], *, all_known: bool,
               same_clock: bool) -> Bounds:  # fmt: skip
-    """Bound the figures of an operation.
+    """Return bounds on the time, the waiting and the rates of an operation.
 
-    ``peers`` are the operations that it meets, ``further`` also those that these meet. ``all_known`` says whether the
-    logs hold every one of them, ``same_clock`` whether times of different ranks may be compared.
+    ``peers`` are the operations at the other ends of its messages, or the other members of its collective.
+    ``further`` are these and their own peers. ``all_known`` says whether the logs hold every one of them,
+    ``same_clock`` whether times of different ranks may be compared.
     """
     least, most = operation.least_ns, operation.most_ns
     begun_by = _begun_by(operation)
@@ -74,8 +75,8 @@ def _begun_by(operation: Operation) -> int | None:
     return min(known) if known else None
 
 
-def sum_known(values: Iterable[int | None]) -> int | None:
-    """Add values; None if one of them is None, or there are none."""
+def sum_if_known(values: Iterable[int | None]) -> int | None:
+    """Return the sum of values; None if one of them is None, or there are none."""
     listed = [*values]
     return None if not listed or None in listed else sum(value for value in listed if value is not None)
 
@@ -89,7 +90,10 @@ An all-to-all has none: the logs do not say how much of it goes to whom."""
 
 
 def bus_factor(name: str, ranks: int) -> float | None:
-    """Return the ratio of bus bandwidth to algorithmic bandwidth of a collective; None for others."""
+    """Return bus bandwidth over algorithmic bandwidth of a collective, named as in `Operation`, on ``ranks`` ranks.
+
+    Returns None for hops, all-to-alls and other names without a factor in `BUS_FACTORS`.
+    """
     if name not in BUS_FACTORS or ranks < 1:
         return None
     scale, shift = BUS_FACTORS[name]

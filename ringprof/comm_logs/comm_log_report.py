@@ -1,4 +1,4 @@
-"""Public result of reading communication logs: a report as text and as JSON, and figures for conditions."""
+"""Public result of reading communication logs: a report as text and as JSON, and figures for ``--fail-if``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ class CommLogAnalysis:
         return _report(self.findings, self.paths)
 
     def figures(self) -> dict[str, float]:
-        """Return figures by name, for conditions."""
+        """Return the figures that a condition may name: ``operations`` and ``unfinished``, counts, and ``late_ms``.
+
+        ``late_ms`` is the largest lateness in milliseconds; it is left out where ranks are not compared.
+        """
         ranks, late = self.findings.ranks, self.findings.late
         figures = {"operations": float(len(self.findings.rows)), "unfinished": float(sum(r.unfinished for r in ranks))}
         if late:
@@ -68,7 +71,8 @@ def load_comm_logs(
 ) -> CommLogAnalysis:
     """Load Flight Recorder dumps or NCCL Inspector files: a folder with those of all ranks, or the files.
 
-    ``memory_bytes`` is the most memory that reading may take. Raises `InputError` where there are none, and for damage.
+    ``memory_bytes`` is the most memory that reading may take. Raises `InputError` for a folder without such files, for
+    another file, for a damaged file, for two files of one rank, and where the memory does not suffice.
     """
     names = [os.fspath(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
     logs = find_comm_logs(names)
@@ -78,7 +82,10 @@ def load_comm_logs(
 
 
 def analyse_comm_logs(names: Sequence[str], paths: Sequence[str], limits: Limits | None = None) -> CommLogAnalysis:
-    """Analyse the communication logs in some files, which the user named as ``names``."""
+    """Analyse the communication logs ``paths``, which the user named as ``names``: the files or their folder.
+
+    Raises `InputError` as `load_comm_logs`.
+    """
     logs, notices = read_comm_logs(paths, limits)
     return CommLogAnalysis(names[0], [log.path for log in logs], analyse(logs, notices))
 

@@ -18,24 +18,27 @@ _MARKS = (b'"pg_config"', b'"record_id"', b'"comm_lib_version"')
 
 
 def is_pickle(head: bytes) -> bool:
-    """Return whether content begins as a pickle of protocol 2 to 5 that holds a dictionary."""
+    """Return whether the first bytes of a file begin a pickle of protocol 2 to 5: a dictionary or a frame."""
     return len(head) > 3 and head[0] == 0x80 and 2 <= head[1] <= 5 and (head[2] == 0x7D or head[2] == 0x95)
 
 
 def is_flight_recorder(head: bytes) -> bool:
-    """Return whether content begins as a dump of the Flight Recorder, given its first bytes."""
+    """Return whether the first bytes of a file are those of a Flight Recorder dump, a pickle or JSON."""
     if is_pickle(head):
         return any(key in head for key in (b"pg_config", b"profiling_name", b"nccl_version", b"pg_status"))
     return head.lstrip()[:1] == b"{" and b'"traceEvents"' not in head and sum(mark in head for mark in _MARKS) >= 1
 
 
 def is_inspector(head: bytes) -> bool:
-    """Return whether content begins as a file of NCCL Inspector, given its first bytes."""
+    """Return whether the first bytes of a file are those of NCCL Inspector's JSON lines."""
     return head.lstrip()[:1] == b"{" and b'"inspector_output_format_version"' in head[:4096]
 
 
 def source_of(path: str) -> str | None:
-    """Return the kind of communication log that a file is, ``flight_recorder`` or ``nccl_inspector``; else None."""
+    """Return the kind of communication log in a file, ``flight_recorder`` or ``nccl_inspector``.
+
+    Returns None for other files, and for files that cannot be read.
+    """
     try:
         head = first_bytes(path, path)
     except InputError:
@@ -46,9 +49,9 @@ def source_of(path: str) -> str | None:
 
 
 def find_comm_logs(paths: Sequence[str]) -> list[str]:
-    """Return the communication logs among some files, or in a folder that holds neither a run nor a trace.
+    """Return the paths of communication logs: those in one folder, or the given files if all are logs.
 
-    Returns an empty list where there is none.
+    Returns an empty list for a folder that has none or also holds a run or a trace, and if a given file is not a log.
     """
     if len(paths) == 1 and is_folder(paths[0]):
         folder = paths[0]

@@ -73,7 +73,10 @@ class _Dump(msgspec.Struct):
 
 
 def parse_dump(data: bytes, name: str, rank: int, budget: MemoryBudget) -> RankLog:
-    """Parse one rank's dump. Raises `InputError` that names the file and the field that is wrong."""
+    """Parse the content of one rank's dump, a pickle or JSON; ``name`` is the file's name in messages.
+
+    Raises `InputError` that names the file and the field that is wrong, and where ``budget`` does not suffice.
+    """
     if is_pickle(data):
         values = decode_values(data, name, budget.left)
         _refuse_expansion(values, name, budget)
@@ -195,7 +198,7 @@ _NAMES = {
 
 
 def _operation(members: list[_Entry], timed: _Entry, groups: Mapping[str, Group], rank: int) -> Operation:
-    """Convert the entries of one kernel, whose times are those of ``timed``, to an operation."""
+    """Convert the entries of one kernel to an operation; its times are those of the entry ``timed``."""
     group, _ = timed.process_group
     ranks = groups[group].ranks
     sends: list[Message] = []

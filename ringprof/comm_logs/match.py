@@ -19,29 +19,29 @@ class Meeting(msgspec.Struct):
 
     members: list[Key]
     missing: tuple[int, ...] = ()
-    """Ranks that did not post their part, although their logs are complete up to their end."""
+    """Ranks with a log that does not hold their part, because they had not posted it."""
     complete: bool = False
-    """Whether the logs hold the part of every rank."""
+    """Whether the logs hold the part of every rank, of two or more."""
     sizes_differ: bool = False
     """Whether two ranks disagree on the size of a message or on which collective it is."""
 
 
 class Matches(msgspec.Struct):
-    """Which operations belong together."""
+    """Matches of all operations of a job with those of other ranks."""
 
     meetings: list[Meeting]
     meeting_of: dict[Key, int]
-    """Index of the meeting of every operation."""
+    """Index into ``meetings`` by operation."""
     peers: dict[Key, tuple[Key, ...]]
     """Operations at the other ends of an operation's messages, or the other members of a collective."""
     clock_conflicts: list[tuple[int, int, int]]
-    """Pairs of ranks whose clocks differ by at least so many nanoseconds: by them the first ended an operation before
-    the second had posted its part."""
+    """Pairs of ranks, and by how many ns their clocks differ at least: by their clocks, the first rank ended an
+    operation before the second had posted its part."""
     notices: list[Notice]
 
 
 def match(logs: Sequence[RankLog]) -> Matches:
-    """Match the operations of all ranks."""
+    """Match operations between ranks: collectives by their sequence numbers, messages by their order."""
     groups = _members(logs)
     meetings, peers = _collectives(logs, groups)
     hops, hop_peers, notices = _hops(logs)

@@ -80,9 +80,11 @@ class _Line(msgspec.Struct):
 
 
 def parse_inspector(data: bytes, name: str, budget: MemoryBudget) -> RankLog:
-    """Parse the file of one process. Raises `InputError` that names the file, the line and the field.
+    """Parse the content of one process's file, which messages call ``name``.
 
-    An incomplete last line, as of a process that was killed, is left out with a warning.
+    The rank of the result is that in the widest communicator; `with_job_ranks` makes it the rank in the job. An
+    incomplete last line, as of a process that was killed, is left out with a warning. Raises `InputError` that names
+    the file, the line and the field, and where ``budget`` does not suffice.
     """
     lines, notices = [], []
     rows = data.split(b"\n")
@@ -163,7 +165,7 @@ def with_job_ranks(logs: Sequence[RankLog]) -> tuple[list[RankLog], list[Notice]
 
 
 def _renumbered(operation: Operation, rank: int, members: Mapping[str, Mapping[int, int]]) -> Operation:
-    """Set an operation's rank, and the ranks of its messages' peers; the files of a peer outside are missing: -1."""
+    """Set an operation's rank, and its peers by their ranks in the job; -1 for a peer that has no file."""
     known = members[operation.group]
     sends, receives = (
         tuple(msgspec.structs.replace(message, peer=known.get(message.peer, -1)) for message in messages)

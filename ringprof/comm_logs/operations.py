@@ -1,4 +1,4 @@
-"""Content of the communication log of one rank: operations with the times that are known of them."""
+"""Content of one rank's communication log: operations, with those of their times that the log knows."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ELEMENT_BYTES = {
 
 
 class Message(msgspec.Struct, frozen=True, gc=False):
-    """One message of a hop: the rank at its other end (-1: unknown), and its size in bytes (None: of unknown type)."""
+    """One message of a hop: the rank at its other end (-1: unknown), and its size in bytes (None: unknown)."""
 
     peer: int
     size_bytes: int | None
 
 
 class KnownTimes(TypedDict, total=False):
-    """Fields of an `Operation` that a log fills in as far as it knows them."""
+    """Times of an `Operation` that a log knows, in nanoseconds; the fields are those of `Operation`."""
 
     posted_ns: int | None
     started_by_ns: int | None
@@ -65,9 +65,9 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     completed_by_ns: int | None = None
     """Time at which the operation was seen to be over; it ended then or earlier."""
     least_ns: int | None = None
-    """Least time of the operation on the device."""
+    """Lower bound on the time of the operation on the device."""
     most_ns: int | None = None
-    """Largest time of the operation on the device."""
+    """Upper bound on the time of the operation on the device."""
     shown_ns: int | None = None
     """Time on the device that the log states, by which ranks can be compared where nothing else is known."""
     timed_out: bool = False
@@ -77,6 +77,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_hop(self) -> bool:
+        """Whether this is a send, a receive or a batch of them, not a collective."""
         return self.name in HOPS
 
     @property
@@ -87,7 +88,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def counted_bytes(self) -> int | None:
-        """Bytes that count for a rate: those sent by a hop, or the size of a collective."""
+        """Bytes that rates count: `sent_bytes` of a hop, `size_bytes` of a collective; None where unknown."""
         return self.sent_bytes if self.is_hop else self.size_bytes
 
 
@@ -103,7 +104,7 @@ class Group(msgspec.Struct, frozen=True):
 
 
 class RankLog(msgspec.Struct, kw_only=True):
-    """Log of one rank."""
+    """Communication log of one rank."""
 
     path: str
     source: str
@@ -126,7 +127,10 @@ class RankLog(msgspec.Struct, kw_only=True):
 
 
 def bytes_of(sizes: list[list[int]], types: list[str]) -> int | None:
-    """Return the bytes of some tensors; None where a type is unknown or has no size."""
+    """Return the bytes of tensors of these shapes and types, named as in `ELEMENT_BYTES`.
+
+    Returns None where a type is missing or not in `ELEMENT_BYTES`, or where a tensor has 2^62 bytes or more.
+    """
     total = 0
     for index, shape in enumerate(sizes):
         element = ELEMENT_BYTES.get(types[index]) if index < len(types) else None

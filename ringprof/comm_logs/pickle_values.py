@@ -27,7 +27,8 @@ _GETS, _PUTS = {0x6A: "<I"}, {0x71: "<B", 0x72: "<I"}
 def decode_values(data: bytes, name: str, most_bytes: int) -> Any:
     """Decode a pickle of plain values that takes at most about ``most_bytes`` of memory beside its text.
 
-    Raises `InputError` for damage, for every instruction that could run code, and for more memory.
+    ``name`` is the file's name in messages. Raises `InputError` for damage, for every instruction that could run code,
+    and where ``most_bytes`` do not suffice.
     """
     try:
         return _decode(data, name, most_bytes)

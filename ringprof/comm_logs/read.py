@@ -24,7 +24,12 @@ _DIGITS_AT_END = re.compile(r"([0-9]{1,7})(?:\.(?:json|pkl|pickle|pt|bin|trace))
 
 
 def read_comm_logs(paths: Sequence[str], limits: Limits | None = None) -> tuple[list[RankLog], list[Notice]]:
-    """Read the logs of all ranks. Raises `InputError` for a damaged file and for two different logs of one rank."""
+    """Read the logs of all ranks; return them by rank, with warnings.
+
+    A JSON dump beside its pickle is not read, and neither are files of NCCL Inspector beside dumps. Raises `InputError`
+    for a damaged file, for two logs of one rank, for a dump whose name states no rank, and where the memory of
+    ``limits`` does not suffice.
+    """
     budget, notices = MemoryBudget(limits), []
     sources = {path: source_of(path) for path in paths}
     kinds = {source for source in sources.values() if source}

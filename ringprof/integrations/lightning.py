@@ -55,10 +55,10 @@ class _AroundTraining(_lightning().Callback):  # type: ignore[misc]
 
 
 class MonitorCallback(_AroundTraining):
-    """Callback that samples one training step out of ``every`` by `ringprof.monitor`.
+    """Callback that profiles one training step every ``every`` steps by `ringprof.monitor`.
 
-    The figures of every sample also go to the trainer's loggers as ``ringprof/NAME``. ``options`` are those of
-    `ringprof.monitor`. A step is an optimizer step.
+    ``log`` is the file for the samples; None: no file. The figures of every sample also go to the trainer's loggers as
+    ``ringprof/NAME``. ``options`` are those of `ringprof.monitor`. A step is an optimizer step.
     """
 
     def __init__(self, log: str | os.PathLike[str] | None = None, *, every: int = 200, **options: Any) -> None:
@@ -75,9 +75,9 @@ class MonitorCallback(_AroundTraining):
 
 
 class ProveCallback(_AroundTraining):
-    """Callback that proves at intervals, by `ringprof.prove`, that a strategy computes dense attention.
+    """Callback that checks at intervals, by `ringprof.prove`, that a strategy computes dense attention.
 
-    ``strategy`` None is the module's attribute ``strategy``, for modules that create it in ``configure_model``.
+    ``strategy`` None: the attribute ``strategy`` of the module, for modules that create it in ``configure_model``.
     ``options`` are those of `ringprof.prove`. Raises `Unsupported` at the first batch if the ranks of the strategy's
     group did not get the same one, as with Lightning's own distributed sampler.
     """

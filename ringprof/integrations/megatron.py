@@ -25,8 +25,10 @@ from ringprof.strategies.masks.layouts import ZigzagLayout
 def core_attention(name: str = "zigzag", **options: Any) -> Callable[..., nn.Module]:
     """Return a builder of Megatron's core attention, for ``core_attention`` of a layer's submodules.
 
-    ``options`` are those of `ringprof.strategies.create`. All layers of a group share one strategy. Raises
-    `Unsupported` when the model is built, for strategies in another order than zigzag and for attention dropout.
+    ``options`` are those of `ringprof.strategies.create`. All layers of a group share one strategy. When the model is
+    built, `Unsupported` is raised for strategies in another order than zigzag, attention dropout, windows, query-key
+    layer scaling and softmax offsets; when it runs, for masks that are not causal, biases, and context-parallel groups
+    that change with the batch.
     """
     created: dict[Any, Strategy] = {}
 

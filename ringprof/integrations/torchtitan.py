@@ -29,8 +29,8 @@ from ringprof.strategies.base import Strategy
 class StrategyAttention(FlexAttention):  # type: ignore[misc]
     """Inner attention of torchtitan that a strategy computes, over the ranks of the mesh dimension ``cp``.
 
-    It is a FlexAttention because torchtitan accepts no other module with context parallelism. Its configuration is
-    none, so that torchtitan makes no block masks.
+    The class derives from FlexAttention because torchtitan accepts no other module with context parallelism. Its
+    ``Config`` does not, so that torchtitan makes no block masks.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -45,7 +45,10 @@ class StrategyAttention(FlexAttention):  # type: ignore[misc]
         self, q: Tensor, k: Tensor, v: Tensor, *, attention_masks: VarlenMetadata | None = None,
         scale: float | None = None, is_causal: bool = True, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
-        """Return attention of q (B, S/N, H, D) over k and v (B, S/N, Hkv, D) of all ranks, in the shape of q."""
+        """Return attention of q (B, S/N, H, D) over k and v (B, S/N, Hkv, D) of all ranks, in the shape of q.
+
+        Raises `Unsupported` without context parallelism.
+        """
         if self.strategy is None:
             raise Unsupported("the strategy has no ranks: pass --parallelism.context_parallel_degree 2 or more")
         documents = None if attention_masks is None else attention_masks.cu_seq_q_host
@@ -54,12 +57,13 @@ class StrategyAttention(FlexAttention):  # type: ignore[misc]
 
 
 def with_strategy(config: Any, name: str, **options: Any) -> Any:
-    """Make a ``Trainer.Config`` train with the strategy ``name`` of ringprof; return it.
+    """Change a ``Trainer.Config`` so that it trains with the strategy ``name`` of ringprof; return the same object.
 
     ``options`` are those of `ringprof.strategies.create`. The strategy is created when torchtitan parallelizes the
-    model. CUDA graphs are switched off. Raises `Unsupported` for layers other than grouped-query attention over whole
-    documents (windows, MLA and linear attention), and, when the model is parallelized, for tensor and pipeline
-    parallelism, a compiled model, and a context-parallel degree of 1.
+    model. CUDA graphs are switched off. Raises `Unsupported` for layers whose attention is not torchtitan's
+    ``GQAttention``, such as MLA and linear attention. When the model is parallelized, `Unsupported` is raised for
+    tensor and pipeline parallelism, a compiled model, and a context-parallel degree of 1. The mask is causal, within
+    documents: masks that a model makes for its layers, such as windows or chunks, are not read.
     """
     spec = config.model_spec
     for layer in spec.model.layers:
@@ -102,9 +106,11 @@ def _parallelize(
 def shard_inputs(
     strategy: Strategy, inputs: Tensor, labels: Tensor, extra_kwargs: dict[str, Any], *unused: Any
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Shard a batch (B, S) by the strategy's layout, where torchtitan's ``prepare_context_parallel_input`` stands.
+    """Shard a batch by the strategy's layout, in place of torchtitan's ``prepare_context_parallel_input``.
 
-    Documents come from ``positions`` that restart. Raises `Unsupported` for batch entries that pack different ones.
+    ``inputs``, ``labels`` and ``extra_kwargs["positions"]`` are (B, S) and become (B, S/N). Documents begin where
+    positions restart; they go into ``attention_masks``, None for one document. Raises `Unsupported` for batch entries
+    that pack different documents.
     """
     positions = extra_kwargs["positions"]
     documents = documents_of({}, positions, inputs.shape[1])

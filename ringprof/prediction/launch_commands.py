@@ -11,7 +11,10 @@ _CP_COMM_TYPES = {"megatron": "p2p", "ulysses": "a2a", "allgather": "all_gather"
 
 
 def record_command(query: Query) -> str | None:
-    """Return the command that records a query; None for documents, windows and other masks."""
+    """Return the shell command that records a query; None for documents, windows and other masks.
+
+    On several nodes the command runs on each of them, with ``HEAD_NODE`` replaced by the name of the first.
+    """
     workload, cluster = query.workload, query.cluster
     if not workload.mask().plain:
         return None
@@ -38,9 +41,10 @@ def record_command(query: Query) -> str | None:
 
 
 def megatron_flags(query: Query) -> str | None:
-    """Return Megatron-LM's flags for a query; None if it has no such strategy.
+    """Return Megatron-LM's command-line flags for a query; None if Megatron-LM has no such strategy.
 
-    The first of two hierarchical sizes is that of adjacent GPUs, which exchange heads: no ring-first placement.
+    With ``usp`` the flags give two sizes: of the groups of adjacent GPUs, which exchange heads, and of the rings over
+    these groups. Megatron-LM has no ring-first placement.
     """
     comm_type = _CP_COMM_TYPES.get(query.strategy)
     if comm_type is None or query.params.get("placement", "head-first") != "head-first":

@@ -1,4 +1,4 @@
-"""Scores of saved predictions against what was measured later: the error, and whether the interval holds it."""
+"""Scores of saved predictions against later measurements: the error, and whether the interval holds the measurement."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SATURATED = 1e-9
 
 @dataclass(frozen=True)
 class Subject:
-    """Work, strategy and cluster that were predicted or measured; None for what is not stated."""
+    """Workload, strategy and cluster of a prediction or a measurement; None for what it does not state."""
 
     strategy: str
     workload: Workload
@@ -41,9 +41,10 @@ class Subject:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A saved prediction of the time per iteration, in milliseconds."""
+    """Saved prediction of the time per iteration: its percentiles in milliseconds."""
 
     label: str
+    """Name of the choice in the advice that holds it; empty for a single prediction."""
     subject: Subject
     machine: str
     device: str
@@ -54,33 +55,37 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Observation:
-    """A measured time per iteration, in milliseconds."""
+    """Measured time per iteration, in milliseconds."""
 
     source: str
+    """Path of the run, or path and line of the table."""
     subject: Subject
     measured_ms: float
 
 
 @dataclass(frozen=True)
 class Score:
-    """A forecast beside what was measured."""
+    """Forecast, and the measurement that it is compared with."""
 
     forecast: Forecast
     observation: Observation
 
     @property
     def error(self) -> float:
-        """Predicted over measured time, minus 1."""
+        """Relative error: the predicted median over the measured time, minus 1."""
         return self.forecast.p50_ms / self.observation.measured_ms - 1
 
     @property
     def inside(self) -> bool:
-        """Whether the measured time lies in the interval, which four of five should."""
+        """Whether the measured time lies between the 10th and the 90th percentile, as four of five should."""
         return self.forecast.p10_ms <= self.observation.measured_ms <= self.forecast.p90_ms
 
     @property
     def deviations(self) -> float | None:
-        """Measured time's distance from the median, in standard deviations of a lognormal; positive: it took longer."""
+        """Distance of the measured time from the predicted median, in standard deviations of a lognormal distribution.
+
+        Positive where the run took longer than predicted; None where the interval has no width.
+        """
         spread = math.log(self.forecast.p90_ms / self.forecast.p10_ms) / (2 * 1.2816)
         ratio = math.log(self.observation.measured_ms / self.forecast.p50_ms)
         return ratio / spread if spread > _SATURATED else None
@@ -88,15 +93,15 @@ class Score:
 
 @dataclass(frozen=True)
 class Settlement:
-    """All scores, and measurements that no forecast is of."""
+    """Scores of all measurements that match a forecast, and the other measurements."""
 
     scores: Sequence[Score]
     others: Sequence[tuple[str, str]]
-    """Pairs of (source, reason)."""
+    """Source of each measurement that is not scored, and the reason."""
 
 
 def read_forecasts(path: str) -> list[Forecast]:
-    """Read what ``predict`` or ``advise`` saved with ``--format json``, or the folder of ``predict -o``.
+    """Read predictions: what ``predict`` or ``advise`` printed with ``--format json``, or the folder of ``predict -o``.
 
     Raises `InputError` for anything else.
     """
@@ -142,9 +147,10 @@ def _subject_of(run: Run, path: str) -> Subject:
 
 
 def settle(forecasts: Sequence[Forecast], measured: Sequence[str]) -> Settlement:
-    """Score forecasts against recorded runs and tables of measurements, named by their paths.
+    """Score forecasts, at least one, against recorded runs and tables of measurements, given by their paths.
 
-    Raises `InputError` where nothing that was measured is what a forecast is of.
+    A measurement is scored against the first forecast of the same workload, strategy and cluster. Raises `InputError`
+    where no measurement has such a forecast.
     """
     scores: list[Score] = []
     others: list[tuple[str, str]] = []
@@ -200,7 +206,10 @@ def _observations(path: str, forecast: Forecast) -> Iterator[tuple[str, Observat
 
 
 def differences(predicted: Subject, measured: Subject) -> list[str]:
-    """Return in words what was measured otherwise than predicted; what one side does not state is no difference."""
+    """Return the differences in workload, strategy and cluster in words, as ``GPUs 4 instead of 8``.
+
+    A kernel, transport or parameter that one side does not state is no difference.
+    """
     pairs: list[tuple[str, Any, Any]] = [
         ("strategy", canonical_name(predicted.strategy), canonical_name(measured.strategy)),
         ("GPUs", predicted.hosts * predicted.gpus_per_host, measured.hosts * measured.gpus_per_host),

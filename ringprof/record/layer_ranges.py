@@ -1,4 +1,4 @@
-"""Ranges in a trace around the calls of a model's layers, by hooks. Loads torch."""
+"""Ranges in a trace around the calls of a model's layers, opened by hooks. Imports torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import nn
 from torch.profiler import record_function
 
 NAMED_LAYER = "ringprof::layer "
-"""Start of the ranges' names."""
+"""Start of the names of these ranges; the layer's name follows."""
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers of a model by name: members of its outermost module lists of two or more modules."""
+    """Return the layers of a model by name: the members of its outermost `nn.ModuleList`s of two or more modules."""
     layers: dict[str, nn.Module] = {}
     for list_name, modules in model.named_modules():
         if isinstance(modules, nn.ModuleList) and len(modules) > 1:
@@ -26,9 +26,9 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def named_layers(model: nn.Module | None) -> Iterator[None]:
-    """Open a range around each call of a layer in the block; nothing is done without a model.
+    """Open a range in the trace around each call of a layer, for as long as the block runs; does nothing for None.
 
-    Calls under `torch.compile` of the whole model may open none, since the compiler may drop the hooks.
+    Where `torch.compile` compiles the whole model, calls may open no range, since the compiler may drop the hooks.
     """
     handles: list[Any] = []
     for name, layer in layers_of(model).items() if model is not None else ():

@@ -29,7 +29,7 @@ from .kernel import Carry, Inputs, Saved, Shard, entering, fold
 
 CHUNK = 64
 LEAST_CHUNKS = 32
-"""Chunks of a piece, at least: shorter ones would spend their time on combining."""
+"""Least number of chunks in a piece: shorter pieces would spend their time on combining."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,16 @@ class Pieces:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of the kernels."""
+        """Keyword arguments that tell the kernels where the pieces are."""
         return {"cu_seqlens": self.bounds, "chunk_indices": self.chunks}
 
 
 @lru_cache(maxsize=32)
 def pieces_of(bounds: tuple[int, ...], batch: int, piece: int, device: torch.device) -> Pieces:
-    """Return the pieces of at most ``piece`` tokens."""
+    """Split the parts of the documents into pieces of at most ``piece`` tokens.
+
+    ``bounds`` are the cumulative lengths of the parts in one of ``batch`` entries, as in `Shard`.
+    """
     cuts: list[int] = []
     starts: list[int] = []
     for first, end in pairwise(bounds):
@@ -70,7 +73,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 class FlaDeltaRule:
-    """Kernel for the gated delta rule."""
+    """`RecurrenceKernel` for the gated delta rule in bfloat16, on a GPU, by flash-linear-attention."""
 
     name = "fla"
 

@@ -44,7 +44,7 @@ class Inputs:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], scale: float) -> Inputs:
-        """Return inputs with these `tensors`."""
+        """Return the inputs whose `tensors` these are: q, k, v, g and, for the delta rule, beta."""
         q, k, v, g, *beta = tensors
         return cls(q, k, v, g, beta[0] if beta else None, scale)
 
@@ -55,7 +55,7 @@ class Inputs:
 
     @property
     def state_shape(self) -> tuple[int, int, int, int]:
-        """Shape (B, H, K, V) of the states of one token."""
+        """Shape (B, H, K, V) of the states of all batch entries and heads."""
         batch, _, heads, key_dim = self.k.shape
         return batch, heads, key_dim, self.v.shape[-1]
 
@@ -100,7 +100,11 @@ def shard_of(documents: tuple[int, ...], rank: int, size: int, *, initial: bool,
 
 @lru_cache(maxsize=64)
 def reach_of(documents: tuple[int, ...], size: int) -> int:
-    """Return over how many rank borders in a row some document continues: the ranks before it that a rank needs."""
+    """Return the largest number of consecutive rank borders that lie inside documents; 0 where none does.
+
+    No rank depends on more ranks before it. The number is an upper bound: two consecutive borders may lie inside
+    different documents, and then the rank between them does not pass on what it receives.
+    """
     longest = run = 0
     for rank in range(1, size):
         run = 0 if _is_bound(documents, documents[-1] // size * rank) else run + 1
@@ -114,7 +118,7 @@ def _is_bound(documents: tuple[int, ...], position: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Carry:
-    """The effect of a stretch of tokens on a state: `after` returns M S + C."""
+    """Effect of a stretch of tokens on a state S, as the pair (C, M): `after` returns M S + C."""
 
     state: Tensor | None = None
     """C (B, H, K, V), in at least float32; None where it is not needed."""
@@ -130,22 +134,24 @@ class Carry:
 
 
 def apply_transition(transition: Tensor, state: Tensor) -> Tensor:
-    """Apply a transition to a state, or to a transition before it."""
+    """Apply a transition, of `Inputs.transition_shape`, to a state (B, H, K, V) or to an earlier transition."""
     return transition * state if transition.shape[-1] == 1 else transition @ state
 
 
 def transposed(transition: Tensor | None) -> Tensor | None:
-    """Return the transition of gradients."""
+    """Return M^T, the transition that gradients take in reverse; None for None."""
     return transition if transition is None or transition.shape[-1] == 1 else transition.mT
 
 
 def fold(
     states: Tensor, transitions: Tensor, order: Sequence[int], starts: frozenset[int], *, depends: bool
 ) -> tuple[list[Tensor | None], Tensor]:
-    """Combine the pieces in ``order``: states (B, P, H, K, V), transitions (B, P, H, K, K).
+    """Compute the state before every piece of a rank's tokens, and the state after the last piece.
 
-    Return what comes before every piece, None where nothing does, and after the last. With ``depends`` the first part
-    is affine in the state before it: its results are [C | M], (B, H, K, V + K); others are states (B, H, K, V).
+    ``states`` (B, P, H, K, V) and ``transitions`` (B, P, H, K, K) are C and M of the P pieces, which follow each other
+    in ``order``. A piece of ``starts`` begins a document's part, so its state before is None. Other states are
+    (B, H, K, V). With ``depends``, the state before the first piece is not known yet: results that depend on it are
+    pairs [C | M], (B, H, K, V + K), for `entering` to apply.
     """
     before: list[Tensor | None] = []
     size, current = states.shape[-1], None
@@ -164,7 +170,11 @@ def fold(
 
 
 def entering(before: list[Tensor | None], order: Sequence[int], state: Tensor | None, like: Tensor) -> Tensor:
-    """Return the state before every piece, (B P, H, K, V), from the results of `fold` and the first piece's state."""
+    """Return the states before all pieces, (B P, H, K, V), once the state before the first piece is known.
+
+    ``before`` and ``order`` are those of `fold`. ``state`` (B, H, K, V) precedes the first piece; None for zeros.
+    ``like`` (B, P, H, K, V) gives shape, type and device.
+    """
     result, size = torch.zeros_like(like), like.shape[-1]
     for piece, known in zip(order, before, strict=True):
         if known is None:
@@ -190,13 +200,19 @@ class RecurrenceKernel(Protocol):
     name: str
 
     def begin(self, x: Inputs, shard: Shard) -> tuple[Any, Carry]:
-        """Compute what needs no incoming state. Return (local, carry): C where the shard sends, M where it spans."""
+        """Compute what needs no incoming state. Return (local, carry).
+
+        The carry holds C where ``shard.sends``, and M where ``shard.spans``.
+        """
 
     def finish(self, x: Inputs, shard: Shard, local: Any, incoming: Tensor | None) -> tuple[Tensor, Saved]:
         """Compute the output (B, S, H, V) in v's type. Return it and what the backward pass needs."""
 
     def begin_backward(self, x: Inputs, shard: Shard, saved: Saved, dout: Tensor) -> tuple[Any, Tensor | None]:
-        """Compute what needs no gradient of the outgoing state. Return (local, D), D where the shard receives."""
+        """Compute what needs no gradient of the outgoing state. Return (local, D).
+
+        D (B, H, K, V) is None unless ``shard.receives``.
+        """
 
     def finish_backward(
         self, x: Inputs, shard: Shard, saved: Saved, local: Any, doutgoing: Tensor | None
@@ -205,5 +221,5 @@ class RecurrenceKernel(Protocol):
 
 
 def zero_state(x: Inputs, dtype: torch.dtype) -> Tensor:
-    """Return a state of zeros."""
+    """Return zeros of `Inputs.state_shape`, on the device of q."""
     return torch.zeros(x.state_shape, dtype=dtype, device=x.q.device)

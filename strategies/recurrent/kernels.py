@@ -17,9 +17,10 @@ _FLA_KEY_DIM = 256
 
 
 def choose_kernel(name: str, x: Inputs) -> RecurrenceKernel:
-    """Return the kernel called ``name``; ``auto`` is ``fla`` where it is installed and takes these inputs.
+    """Return the kernel ``name``, one of `NAMES`, for these inputs.
 
-    Raises `Unsupported` where the kernel cannot compute these inputs. Warns where ``auto`` leaves a GPU to plain torch.
+    ``auto`` is ``fla`` where flash-linear-attention is installed and takes these inputs, else ``reference``; on a GPU
+    it warns of the latter, which is slow. Raises `Unsupported` where ``fla`` is named and cannot compute these inputs.
     """
     problem = _why_not_fla(x) if name != "reference" else "not asked for"
     if name == "fla" and problem:

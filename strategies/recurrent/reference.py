@@ -28,7 +28,10 @@ CHUNK = 32
 
 
 class ReferenceRecurrence:
-    """Kernel in plain torch, in at least float32. Its backward pass is torch's, over a second forward pass."""
+    """`RecurrenceKernel` in plain torch, in at least float32.
+
+    The backward pass repeats the forward pass under autograd.
+    """
 
     name = "reference"
 

@@ -1,7 +1,7 @@
 """Strategies for recurrences over a sequence that is split over ranks in the contiguous layout.
 
-* `StateRing` passes the state from rank to rank. What a rank can compute without it is done while it waits.
-* `StateScan` combines the transitions of all ranks in about log2(N) hops, the first of which carries states alone.
+* `StateRing` passes the state from rank to rank. A rank computes what it can without the state before it waits for it.
+* `StateScan` combines the transitions of all ranks in about log2(N) hops, the last of which carries states alone.
 * `StateA2A` exchanges heads for tokens, so that each rank computes the whole sequence for some heads.
 
 With `StateRing` and `StateScan` the messages do not grow with the sequence. Both finish a rank's part once its
@@ -54,7 +54,7 @@ Result = Tensor | tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call: its kernel, this rank's shard, and how many ranks a state passes."""
+    """One call: its kernel, this rank's shard, and how many ranks a state passes at most (`reach_of`)."""
 
     kernel: RecurrenceKernel
     shard: Shard
@@ -72,7 +72,10 @@ class _Call:
 
 
 class RecurrentStrategy(ABC):
-    """A strategy for recurrences over a sequence that is split over ranks: rank r of N holds the r-th piece."""
+    """Strategy for recurrences over a sequence of S tokens, of which rank r of N holds the r-th S/N.
+
+    Created by `create_recurrent`.
+    """
 
     layout = LAYOUTS["contiguous"]
 
@@ -105,12 +108,13 @@ class RecurrentStrategy(ABC):
         """Compute a gated delta net's recurrence for this rank's tokens. Differentiable.
 
         q and k are (B, S/N, Hk, K), v (B, S/N, H, V) with H a multiple of Hk, g and beta (B, S/N, H). g is the
-        logarithm of the decay, at most 0. Keys are normalised by the caller. Returns out (B, S/N, H, V), or with
-        ``return_final_state`` (out, the state (B, H, K, V) after the last token, the same on every rank).
+        logarithm of the decay, at most 0. Keys are normalised by the caller. Returns out (B, S/N, H, V) in v's type.
+        With ``return_final_state`` it returns (out, state): the state (B, H, K, V) after the last token, in at least
+        float32 and the same on every rank. Its gradients are summed over the ranks.
 
-        * ``scale``: of the queries; None: 1/√K.
-        * ``initial_state`` (B, H, K, V): before the first token, the same on every rank. Its gradient is this rank's
-          share, to be summed over the ranks.
+        * ``scale``: factor of the queries; None: 1/√K.
+        * ``initial_state`` (B, H, K, V): state before the first token, the same on every rank. Its gradient is this
+          rank's share: sum it over the ranks.
         * ``cu_seqlens``: cumulative lengths, from 0 to S, of the documents that every batch entry packs. Every document
           but the first starts from a state of zeros; empty ones are ignored. A tensor on a GPU makes the host wait.
 
@@ -123,7 +127,11 @@ class RecurrentStrategy(ABC):
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, scale: float | None = None,
         initial_state: Tensor | None = None, return_final_state: bool = False, cu_seqlens: Documents = None,
     ) -> Result:  # fmt: skip
-        """Compute linear attention with one decay per head, g (B, S/N, H). The rest is as in `gated_delta_rule`."""
+        """Compute linear attention with one decay per head for this rank's tokens. Differentiable.
+
+        q and k are (B, S/N, Hk, K), v (B, S/N, H, V), and g (B, S/N, H) is the logarithm of the decay. Options,
+        results and errors are those of `gated_delta_rule`.
+        """
         return self._run(q, k, v, g.unsqueeze(-1), None, scale, initial_state, return_final_state, cu_seqlens)
 
     @uncompiled
@@ -131,9 +139,10 @@ class RecurrentStrategy(ABC):
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, scale: float | None = None,
         initial_state: Tensor | None = None, return_final_state: bool = False, cu_seqlens: Documents = None,
     ) -> Result:  # fmt: skip
-        """Compute linear attention with a decay per key channel, g (B, S/N, H, K).
+        """Compute linear attention with one decay per head and key channel for this rank's tokens. Differentiable.
 
-        The rest is as in `gated_delta_rule`.
+        q and k are (B, S/N, Hk, K), v (B, S/N, H, V), and g (B, S/N, H, K) is the logarithm of the decay. Options,
+        results and errors are those of `gated_delta_rule`.
         """
         return self._run(q, k, v, g, None, scale, initial_state, return_final_state, cu_seqlens)
 
@@ -144,9 +153,10 @@ class RecurrentStrategy(ABC):
     ) -> Result:  # fmt: skip
         """Compute Mamba-2's recurrence for this rank's tokens. Differentiable.
 
-        It is linear attention with g = dt * a, q = c, k = b, v = dt * x and scale 1. x is (B, S/N, H, P), dt (B, S/N,
-        H) after its softplus, a (H) negative, b and c (B, S/N, G, N) with H a multiple of G, d (H) the weight of x in
-        the output. States are (B, H, N, P). The rest is as in `gated_delta_rule`.
+        This is linear attention with g = dt * a, q = c, k = b, v = dt * x and scale 1. x is (B, S/N, H, P), dt (B, S/N,
+        H) after its softplus, a (H) negative, b and c (B, S/N, G, K) with H a multiple of G and K the state size, d (H)
+        the weight of x in the output. Returns out (B, S/N, H, P). States are (B, H, K, P). Options and errors are those
+        of `gated_delta_rule`.
         """
         v = (x * dt.unsqueeze(-1)).to(x.dtype)
         result = self._run(c, b, v, (dt * a).unsqueeze(-1), None, 1.0, initial_state, return_final_state, cu_seqlens)
@@ -162,7 +172,9 @@ class RecurrentStrategy(ABC):
         """Compute the causal depthwise convolution of x (B, S/N, C) with weight (C, W) and bias (C). Differentiable.
 
         The last of the W weights is the token's own. Tokens before a document's first count as zeros. Each rank sends
-        its last W - 1 tokens to the next. Raises `Unsupported` where a rank has fewer tokens.
+        its last W - 1 tokens to the next. Returns (B, S/N, C). ``cu_seqlens`` is that of `gated_delta_rule`. Raises
+        `Unsupported` where a rank has fewer than W - 1 tokens, for shapes that do not fit, and where ranks make
+        different calls.
         """
         width, tokens = weight.shape[1], x.shape[1]
         if x.dim() != 3 or weight.shape[0] != x.shape[2] or tokens < width - 1:
@@ -200,14 +212,15 @@ class RecurrentStrategy(ABC):
     def pass_state(
         self, carry: Carry, takes: bool, gives: bool, known: Tensor | None, x: Inputs, reach: int, *, reverse: bool
     ) -> tuple[Tensor | None, list[Hop]]:
-        """Return the state that comes to this rank's part, None for zeros, and the transfers to wait for at the end.
+        """Return the state before this rank's part, None for zeros, and the transfers to wait for at the end.
 
-        ``takes`` and ``gives``: whether a state comes, and whether one goes on. ``known`` is that of the first rank in
-        the direction of travel: forward, or with ``reverse`` from the last rank to the first.
+        ``carry`` is the effect of this rank's part. ``takes``: whether its result depends on a state from before.
+        ``gives``: whether the state after it is needed. States travel forward, or with ``reverse`` from the last rank
+        to the first; ``known`` is the state that the first of them starts from. ``reach`` is that of `reach_of`.
         """
 
     def compute(self, x: Inputs, call: _Call, initial: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Compute the output and, if the call wants it, the final state."""
+        """Compute the output (B, S/N, H, V) and the final state (B, H, K, V), None unless the call wants it."""
         heads = x.v.shape[2]
         q, k = _repeat_heads(x.q, heads), _repeat_heads(x.k, heads)
         rest = (q, k, *x.tensors[2:])
@@ -282,7 +295,10 @@ class RecurrentStrategy(ABC):
 
 
 class StateRing(RecurrentStrategy):
-    """States pass from rank to rank; a rank sends its own as soon as it has the one before it."""
+    """Strategy that passes states from rank to rank: a rank sends its state once it has the previous rank's.
+
+    Sends nothing over a rank border at which a document ends.
+    """
 
     def __init__(self, comm: Communicator, kernel: str = "auto") -> None:
         super().__init__(comm, kernel)
@@ -303,10 +319,10 @@ class StateRing(RecurrentStrategy):
 
 
 class StateScan(RecurrentStrategy):
-    """States and transitions of all ranks are combined by a scan: hops over 1, 1, 2, 4, ... ranks.
+    """Strategy that combines the states and transitions of all ranks by a scan: hops over 1, 1, 2, 4, ... ranks.
 
-    The memory of a rank does not grow with the number of ranks. Where no document continues over more than one rank
-    border, the one hop carries states alone.
+    The number of hops is 1 + log2(`reach_of`), rounded up; none where every rank border is a document's. The last hop
+    carries states alone. The memory of a rank does not grow with the number of ranks.
     """
 
     def __init__(self, comm: Communicator, kernel: str = "auto") -> None:
@@ -358,7 +374,11 @@ class StateScan(RecurrentStrategy):
 
 
 class StateA2A(RecurrentStrategy):
-    """An all-to-all turns a part of the sequence with all heads into the whole sequence with some heads, and back."""
+    """Strategy that exchanges heads for tokens: each rank computes the whole sequence for its share of the heads.
+
+    An all-to-all brings the inputs there, and another one the outputs back. Raises `Unsupported` where the number of
+    ranks does not divide the heads.
+    """
 
     def __init__(self, comm: Communicator, kernel: str = "auto") -> None:
         super().__init__(comm, kernel)
@@ -398,7 +418,9 @@ def create_recurrent(name: str, group: Any = None, kernel: str = "auto") -> Recu
     """Create a strategy for recurrences over the ranks of ``group``: a process group or a DeviceMesh (None: the world).
 
     ``name`` is ``state-ring``, ``state-scan`` or ``state-a2a``. ``kernel`` is ``reference``, ``fla`` or ``auto``.
-    Collective: all ranks call it with the same arguments. Raises `UnknownName` and `Unsupported`.
+    Collective: all ranks call it with the same arguments. Without torch.distributed, this process is the only rank.
+    Raises `UnknownName` for other names, and `Unsupported` for a mesh of several dimensions, on a rank outside the
+    group, and where the arguments differ between ranks.
     """
     problem = None
     for kind, value, known in (("strategy", name, STRATEGIES), ("kernel", kernel, NAMES)):

@@ -12,20 +12,20 @@ from .torch_transport import TorchTransport
 
 
 class Chain(Channel):
-    """A line of ranks: each receives from the one before it and sends to the one after it. Both ends do one of them.
+    """Line of ranks: each receives from the rank before it and sends to the rank after it.
 
-    Needs a process group: baselines and dry runs have no chains.
+    The first rank only sends, and the last only receives. Needs a process group: baselines and dry runs have no chains.
     """
 
     def receive(self, like: Tensor) -> Tensor:
-        """Receive a tensor of the shape and type of ``like`` from the member before this one."""
+        """Receive a tensor of the shape and type of ``like`` from the rank before this one; wait for it."""
         received = torch.empty_like(like, memory_format=torch.contiguous_format)
         work = dist.irecv(received, self.previous, group=self._group())
         hop = Hop([work], [], received, self.channel)
         return hop.wait()  # type: ignore[no-any-return]
 
     def send(self, tensor: Tensor) -> Hop:
-        """Start to send a tensor to the member after this one; it must not be written to before `Hop.wait`."""
+        """Start to send a tensor to the rank after this one; do not write to the tensor before `Hop.wait`."""
         tensor = tensor.contiguous()
         self.meter.add(self.channel, "send_recv", self.link, tensor.nbytes)
         with annotate("send", self.channel):

@@ -9,20 +9,25 @@ from ringprof.analysis.timeline.layers import OUTSIDE, LayerTime
 
 
 class LayerTotals(NamedTuple):
-    """Times of one layer, summed over all ranks, and the rank that exposes most in it."""
+    """Times of one layer, summed over all ranks, and the rank that exposes most communication in it."""
 
     time: LayerTime
+    """Sums over all ranks; read waiting and wire time from the fields below."""
     wait_ns: int | None
-    """Part of the exposed time spent waiting; None where exposed time of any layer is not known to wait or to send."""
+    """Part of the exposed time spent waiting; None if part of any layer's exposed time is neither waiting nor wire."""
     wire_ns: int | None
+    """Part of the exposed time with bytes on the wire; None where ``wait_ns`` is."""
     worst_rank: int
+    """Rank with the most exposed communication in the layer."""
     worst_exposed_ns: int
+    """Exposed communication of that rank in the layer."""
 
 
 def layers_of_run(attribution: Attribution) -> tuple[LayerTotals, ...]:
-    """Sum up the times of all ranks by layer, in the order of the layers; empty where no trace names layers.
+    """Sum the times of all ranks by layer, in the order of the layers; empty where no trace names layers.
 
-    What a rank without layers exposes counts as outside of all layers, so that the sums are those of the run.
+    The last item holds times outside of all layers, if there are any. All times of a rank whose trace names no layers
+    count there, so that the sums over the layers are those of the run.
     """
     ranks = attribution.ranks
     if not any(rank.layers for rank in ranks):

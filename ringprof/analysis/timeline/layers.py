@@ -1,9 +1,10 @@
 """Attention and communication of one rank by layer of the model.
 
-A layer is a call of a module, or a range of the user's whose name has the number of a layer, such as ``layers.3``.
-Which modules are the layers follows from the trace: those of one class of which the most instances run attention, and
-of several such classes the outermost. Work belongs to the layer that launched it. In the backward pass it belongs to
-the layer of the forward operator whose autograd node launched it.
+A layer is a module, or a range of the user whose name has the number of a layer, such as ``layers.3``. The trace shows
+which ones are layers: those of the class with the most instances that launch attention, at least two; of classes with
+equally many, the outermost. Attention outside of them is searched for layers of further classes in the same way. Work
+belongs to the layer that launched it. In the backward pass it belongs to the layer of the forward operator whose
+autograd node launched it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _LONGEST_NAME = 1000
 
 
 class LayerTime(NamedTuple):
-    """Times of one layer on one rank, in nanoseconds. Those of all layers and of the rest sum to the rank's."""
+    """Times of one layer on one rank, in nanoseconds. All layers and the rest together sum to the rank's times."""
 
     layer: str
     """Name of the module or range; `OUTSIDE` for the rest."""
@@ -50,7 +51,7 @@ class LayerTime(NamedTuple):
     communication_ns: int
     """Time of communication; of transfers that overlap, the one that began first has the time."""
     exposed_ns: int
-    """Exposed communication: part of ``communication_ns``, and what the device idled for a peer's copy."""
+    """Exposed communication: part of ``communication_ns``, plus time that the device idled for a peer's copy."""
     exposed_backward_ns: int
     """Part of ``exposed_ns`` that the backward pass launched."""
     wait_ns: int
@@ -70,14 +71,14 @@ class _Calls(NamedTuple):
 
 
 class _Points(NamedTuple):
-    """Times on threads, and for those within calls of autograd nodes the place of the forward operator."""
+    """Times on threads; for those within calls of autograd nodes also time and thread of the forward operator."""
 
     time_ns: Int64
     thread: Int64
     forward_ns: Int64
     forward_thread: Int64
     in_backward: npt.NDArray[np.bool_]
-    """Whether a point lies within the call of a node; recomputed forward operators do, too."""
+    """Whether a point lies within the call of a node, as recomputed forward operators do, too."""
 
     def take(self, rows: npt.NDArray[np.intp]) -> _Points:
         """Return the points of some rows."""
@@ -99,7 +100,7 @@ class Layers:
     """The layers of one rank's trace; ``names`` is empty where it shows none."""
 
     def __init__(self, trace: Trace, attention_ns: Int64, thread: Int64) -> None:
-        """Find the layers; ``attention_ns`` are the times at which attention was launched, ``thread`` the threads."""
+        """Find the layers. Attention was launched at the times ``attention_ns`` on the threads ``thread``."""
         self._nodes = nodes = trace.backward_calls
         self._node_levels = _by_depth(nodes.start_ns, nodes.end_ns, nodes.thread)
         self.names: list[str] = []
@@ -122,7 +123,10 @@ class Layers:
             left = left.take(np.flatnonzero(owners[best] == NONE))
 
     def of(self, times_ns: Int64, thread: Int64) -> tuple[Int64, npt.NDArray[np.bool_]]:
-        """Return the layer of what runs at each time on its thread (`NONE`: of none), and whether a backward pass."""
+        """Return the layer open at each time on its thread, and whether the backward pass runs then.
+
+        The layer is an index into ``names``, or `NONE`.
+        """
         points = self._points(times_ns, thread)
         layer = np.full(len(times_ns), NONE, np.int64)
         for calls in self._calls:
@@ -130,7 +134,10 @@ class Layers:
         return layer, points.in_backward
 
     def spans(self) -> tuple[Int64, Int64, Int64, npt.NDArray[np.bool_]]:
-        """Return start, end, layer and pass (backward or not) of the calls of layers and of their autograd nodes."""
+        """Return the calls of layers and of their autograd nodes: start, end, layer, and whether in the backward pass.
+
+        The layer is an index into ``names``, which must not be empty.
+        """
         nodes = self._nodes
         layer, _ = self.of(nodes.forward_ns, nodes.forward_thread)
         layer[nodes.forward_ns == NONE] = NONE
@@ -235,7 +242,7 @@ def _candidates(trace: Trace) -> list[tuple[list[str], _Calls]]:
 
 
 class ExposedSpans(NamedTuple):
-    """Exposed communication of one rank, and the parts of it that are known."""
+    """Exposed communication of one rank as intervals, and its parts that are known to wait or to be on the wire."""
 
     everything: Spans
     wait: Spans
@@ -243,19 +250,22 @@ class ExposedSpans(NamedTuple):
 
 
 class Blocked(NamedTuple):
-    """Time that the device idled because of a peer's copy: the hop's own copy, the length, and what it was."""
+    """Time that a device idled because of a peer's copy."""
 
     activity: int
+    """Index of the hop's own copy among the activities of the trace."""
     time_ns: int
     part: str
+    """``wait``, ``wire``, or ``unsplit`` where it is not known which."""
 
 
 def device_layers(
     classified: Classified, rows: TimedActivities, exposed: ExposedSpans, blocked: list[Blocked]
 ) -> tuple[LayerTime, ...]:
-    """Return the times of a GPU rank's layers, and last those outside of all; empty where the trace shows no layers.
+    """Return the times of a GPU rank's layers, then those outside of all; empty where the trace shows no layers.
 
     ``rows``: the window's activities. ``exposed``: exposed communication without the time that ``blocked`` lists.
+    Layers whose times are all 0 are left out.
     """
     trace, launch = classified.trace, classified.launch[rows.activity]
     if not (len(trace.modules.start_ns) or len(trace.annotations.start_ns)):
@@ -293,9 +303,10 @@ def device_layers(
 
 
 def cpu_layers(trace: Trace, window: Window) -> tuple[LayerTime, ...]:
-    """Return the times of a CPU rank's layers, and last those outside of all; empty where the trace shows no layers.
+    """Return the times of a CPU rank's layers, then those outside of all; empty where the trace shows no layers.
 
-    Communication belongs to the layer that is open at the time. Waiting and wire time are not known on CPU.
+    Communication belongs to the layer that is open at the time. Waiting and wire time are 0: they are not known on CPU.
+    Layers whose times are all 0 are left out.
     """
     if not (len(trace.modules.start_ns) or len(trace.annotations.start_ns)):
         return ()
@@ -327,9 +338,9 @@ def cpu_layers(trace: Trace, window: Window) -> tuple[LayerTime, ...]:
 
 
 def _tiles(start: Int64, end: Int64, mask: npt.NDArray[np.bool_]) -> tuple[Int64, Int64, Int64]:
-    """Cut the marked intervals so that they are disjoint; time in several belongs to the one that began first.
+    """Trim the intervals of ``mask`` so that they are disjoint; time in several belongs to the one that began first.
 
-    Returns start and end of each piece and the index of its interval.
+    Returns start, end and index of each interval, by start.
     """
     row = np.flatnonzero(mask)
     row = row[np.argsort(start[row], kind="stable")]
@@ -341,7 +352,7 @@ def _tiles(start: Int64, end: Int64, mask: npt.NDArray[np.bool_]) -> tuple[Int64
 
 
 class _Times:
-    """Sums of times by layer; the last one is for what is outside of all layers."""
+    """Sums of times by layer; the last sum is for time outside of all layers."""
 
     def __init__(self, names: list[str]) -> None:
         self._names = names

@@ -1,4 +1,4 @@
-"""Attention and communication by layer of the model."""
+"""Section of the report: attention and communication by layer of the model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLUMNS = (
 
 
 def terminal(findings: Findings, style: TextStyle, listing: Listing) -> list[str]:
-    """List the layers in their order, as means over ranks."""
+    """Build the terminal table of the layers, as means over ranks, or a hint where the traces name none."""
     if not findings.layers:
         return [style.wrap(_NO_LAYERS)]
     count = len(findings.attribution.ranks)
@@ -49,7 +49,7 @@ def _rows(findings: Findings) -> list[list[Any]]:
 
 
 def items(findings: Findings) -> list[JsonObject]:
-    """Build one item per layer, summed over all ranks, for JSON."""
+    """Build one item per layer for JSON: nanoseconds, summed over all ranks, and the rank that exposes most."""
     return [
         {**row.time._asdict(), "layer": row.time.layer or None, "wait_ns": row.wait_ns, "wire_ns": row.wire_ns,
          "worst_rank": row.worst_rank, "worst_exposed_ns": row.worst_exposed_ns}
@@ -58,7 +58,7 @@ def items(findings: Findings) -> list[JsonObject]:
 
 
 def frame_rows(findings: Findings) -> list[JsonObject]:
-    """Build one row per rank and layer for the data frame."""
+    """Build one row per rank and layer for the data frame; times in nanoseconds, None where not known."""
     known = any(row.wait_ns is not None for row in findings.layers)
     unknown = {} if known else {"wait_ns": None, "wire_ns": None}
     return [

@@ -16,7 +16,7 @@ _BYTES = 3 * 4 * 8
 
 
 class ForwardArrows:
-    """The ends of all arrows as columns."""
+    """Both ends of all forward-to-backward arrows of one trace, collected event by event."""
 
     def __init__(self, take: Callable[[int], None]) -> None:
         """``take`` charges bytes to the memory budget."""
@@ -40,9 +40,10 @@ class ForwardArrows:
         self._chunks.append(tuple(column[time != NOT_A_TIME] for column in columns))
 
     def columns(self, base_ns: int, calls: dict[str, Int64]) -> dict[str, Int64]:
-        """Return the columns ``forward_ns`` and ``forward_thread`` of the calls of nodes, which are sorted by start.
+        """Return time and thread of the forward operator of each call of a node: ``forward_ns``, ``forward_thread``.
 
-        An arrow belongs to the innermost call around its end. ``base_ns`` is added to its times.
+        ``calls`` has the columns ``start_ns``, ``end_ns`` and ``thread``, sorted by start. An arrow belongs to the
+        innermost call around its end; calls without one get `NONE`. ``base_ns`` is added to the arrows' times.
         """
         forward_ns, forward_thread = (np.full(len(calls["start_ns"]), NONE, np.int64) for _ in range(2))
         if self._chunks:
