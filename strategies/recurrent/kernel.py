@@ -22,6 +22,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -100,16 +101,12 @@ def shard_of(documents: tuple[int, ...], rank: int, size: int, *, initial: bool,
 
 @lru_cache(maxsize=64)
 def reach_of(documents: tuple[int, ...], size: int) -> int:
-    """Return the largest number of consecutive rank borders that lie inside documents; 0 where none does.
+    """Return the largest number of rank borders that lie inside one document; 0 where none does.
 
-    No rank depends on more ranks before it. The number is an upper bound: two consecutive borders may lie inside
-    different documents, and then the rank between them does not pass on what it receives.
+    No rank depends on more ranks before it.
     """
-    longest = run = 0
-    for rank in range(1, size):
-        run = 0 if _is_bound(documents, documents[-1] // size * rank) else run + 1
-        longest = max(longest, run)
-    return longest
+    share = documents[-1] // size
+    return max((end - 1) // share - first // share for first, end in pairwise(documents) if first < end)
 
 
 def _is_bound(documents: tuple[int, ...], position: int) -> bool:

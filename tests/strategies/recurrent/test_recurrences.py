@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ringprof.strategies import UnknownName, Unsupported
+from ringprof.strategies.recurrent.kernel import reach_of
 from ringprof.strategies.recurrent.state_strategies import create_recurrent
 from tests.strategies.ranks import run_ranks
 from tests.strategies.recurrent import oracle
@@ -148,6 +149,21 @@ def refusals(rank: int) -> list[str]:
 
 
 @pytest.mark.processes
+def test_reach_is_the_number_of_ranks_before_one_that_hold_its_documents() -> None:
+    """Count, for the first token of every rank, the earlier ranks that hold tokens of its document."""
+    rng = random.Random(3)
+    for _ in range(300):
+        size, share = rng.randint(1, 8), rng.randint(1, 4)
+        seq = size * share
+        bounds = tuple(sorted({0, seq, *rng.sample(range(seq + 1), rng.randint(0, seq))}))
+        document = [sum(bound <= token for bound in bounds) for token in range(seq)]
+        before = [
+            {token // share for token in range(rank * share) if document[token] == document[rank * share]}
+            for rank in range(size)
+        ]
+        assert reach_of(bounds, size) == max(map(len, before))
+
+
 def test_calls_that_cannot_be_meant_are_refused_on_every_rank() -> None:
     expected = (
         "the ranks call with different documents", "the documents end at 7, and the sequence has 8 tokens",
