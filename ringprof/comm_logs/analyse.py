@@ -119,6 +119,8 @@ def analyse(logs: Sequence[RankLog], notices: Sequence[Notice] = ()) -> CommLogF
     if matches.clock_conflicts:
         first, second, excess = max(matches.clock_conflicts, key=lambda conflict: conflict[2])
         text = f"the clocks of ranks {first} and {second} differ by at least {milliseconds(excess)}"
+        if excess > _MOST_OFFSET_NS:
+            text += ", or the logs are of different jobs"
         warnings.append(Notice("clocks_differ", f"{text}: who came late and how long ranks waited is left out"))
     elif len(hosts) > 1 and late_by == "posted":
         text = f"times of {len(hosts)} hosts are compared as their clocks give them: lateness is as exact as these"
@@ -146,6 +148,10 @@ def analyse(logs: Sequence[RankLog], notices: Sequence[Notice] = ()) -> CommLogF
         standings=standings, verdict=tuple(_verdict(standings, matches, rows, late, late_by, labels, ranks)),
         warnings=tuple(warnings),
     )  # fmt: skip
+
+
+_MOST_OFFSET_NS = 1_000_000_000
+"""Difference of two clocks beyond which logs of two jobs are the likelier cause."""
 
 
 def _missing_ranks(logs: Sequence[RankLog]) -> list[Notice]:

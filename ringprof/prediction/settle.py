@@ -217,9 +217,11 @@ def differences(predicted: Subject, measured: Subject) -> list[str]:
     pairs += [(name, first[name], second[name]) for name in first if name not in ("layers", "steps")]
     pairs += [
         (name, a, b)
-        for name, a, b in (("kernel", predicted.kernel, measured.kernel), ("hops", predicted.hops, measured.hops),
-                           ("device", *(device_named(subject.device) or subject.device
-                                        for subject in (predicted, measured))))
+        for name, a, b in (
+            ("kernel", predicted.kernel, measured.kernel),
+            ("hops", predicted.hops, measured.hops),
+            ("device", *(device_named(subject.device) or subject.device for subject in (predicted, measured))),
+        )
         if a is not None and b is not None
     ]
     shared = predicted.params.keys() & measured.params.keys()
