@@ -187,8 +187,10 @@ def _rows(
     for index, operation in enumerate(log.operations):
         key = (log.rank, index)
         others = matches.peers.get(key, ())
-        # Waiting for a peer includes waiting for the peers that it waits for.
-        further = {*others, *(last for other in others for last in matches.peers.get(other, ()))} - {key}
+        # Waiting for a peer includes waiting for the peers that it waits for. All of a collective are peers already.
+        further = {*others}
+        if operation.is_hop:
+            further |= {last for other in others for last in matches.peers.get(other, ())} - {key}
         # NCCL Inspector does not say which other messages a kernel carries, and so not for whom it waits.
         alone = log.source == "flight_recorder" or not operation.is_hop
         all_known = alone and matches.meetings[matches.meeting_of[key]].complete

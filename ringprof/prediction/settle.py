@@ -215,15 +215,12 @@ def differences(predicted: Subject, measured: Subject) -> list[str]:
     first, second = (msgspec.to_builtins(subject.workload) for subject in (predicted, measured))
     # Layers and steps of a capture do not change the time of one iteration of a recording.
     pairs += [(name, first[name], second[name]) for name in first if name not in ("layers", "steps")]
-    pairs += [
-        (name, a, b)
-        for name, a, b in (
-            ("kernel", predicted.kernel, measured.kernel),
-            ("hops", predicted.hops, measured.hops),
-            ("device", *(device_named(subject.device) or subject.device for subject in (predicted, measured))),
-        )
-        if a is not None and b is not None
-    ]
+    first_device, second_device = (device_named(subject.device) or subject.device for subject in (predicted, measured))
+    stated: list[tuple[str, Any, Any]] = [
+        ("kernel", predicted.kernel, measured.kernel), ("hops", predicted.hops, measured.hops), 
+        ("device", first_device, second_device),
+    ]  # fmt: skip
+    pairs += [(name, a, b) for name, a, b in stated if a is not None and b is not None]
     shared = predicted.params.keys() & measured.params.keys()
     pairs += [(name, predicted.params[name], measured.params[name]) for name in sorted(shared)]
     return [f"{name} {b} instead of {a}" for name, a, b in pairs if a != b]
