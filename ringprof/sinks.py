@@ -11,6 +11,7 @@ warning and never ends the training. A missing library raises `MissingExtraError
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -91,12 +92,16 @@ def prometheus(path: str | os.PathLike[str], labels: Mapping[str, str] | None = 
 
     ``path`` ends in ``.prom`` and lies in the folder of ``--collector.textfile.directory``. The file is replaced
     as a whole, so that no scrape sees half of it. ``labels`` are added to every gauge; the gauge ``ringprof_step`` is
-    the sample's step. Raises `UsageError` for another ending.
+    the sample's step. Raises `UsageError` for another ending, and for a name of a label with which node_exporter would
+    refuse the whole file.
     """
     target = Path(path)
     if target.suffix != ".prom":
         raise UsageError(f"{target}: node_exporter reads files that end in .prom")
-    escaped = {name: value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    for name in labels or {}:
+        if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", name):
+            raise UsageError(f"label {name!r}: names of labels have letters, digits and _ only, no digit first")
+    escaped = {name: str(value).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
                for name, value in (labels or {}).items()}  # fmt: skip
     suffix = "{" + ",".join(f'{name}="{value}"' for name, value in escaped.items()) + "}" if escaped else ""
 

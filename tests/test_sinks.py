@@ -92,6 +92,17 @@ def test_prometheus_file_needs_the_ending_that_node_exporter_reads() -> None:
         sinks.prometheus("job.txt")
 
 
+@pytest.mark.parametrize("name", ["a b", "1st", "", "job-id", 'a="b",c'])
+def test_a_label_that_would_spoil_the_prometheus_file_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="names of labels"):
+        sinks.prometheus("job.prom", {name: "x"})
+
+
+def test_numbers_as_labels_are_written(tmp_path: Path) -> None:
+    sinks.prometheus(tmp_path / "job.prom", {"rank": 3})({"step_ms": 1.5}, 1)  # type: ignore[dict-item]
+    assert 'ringprof_step_ms{rank="3"} 1.5' in (tmp_path / "job.prom").read_text()
+
+
 def test_opentelemetry_reader_collects_the_gauges() -> None:
     pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk is not installed")
     from opentelemetry.sdk.metrics import MeterProvider

@@ -51,6 +51,7 @@ _Loaded: TypeAlias = "Analysis | TableAnalysis | CommLogAnalysis"
 *_MOST, _LAST = (f"--{name}" for name, section in OPTIONAL.items() if section.columns)
 _SORTED = f"{', '.join(_MOST)} and {_LAST}"
 """Options of the sections whose rows can be sorted."""
+_NO_PAGE = "--html, --open, --csv and --parquet: {} no page and no frames: give a run or traces"
 _PAGE_STAYS_S = 3600.0
 """Least age in seconds of a temporary page that a later ``--open`` removes."""
 
@@ -138,9 +139,23 @@ def _load(paths: Sequence[str], reading: LoadOptions, options: Mapping[str, Any]
     if paths and (logs := find_comm_logs(paths)):
         from ringprof.comm_logs.comm_log_report import analyse_comm_logs  # imported here, since few inputs are logs
 
+        _refuse_for_comm_logs(reading, options)
         return analyse_comm_logs(paths, logs, reading.limits())
     with show_progress("reading") as notify:
         return load_any(newest_or(paths), replace(reading, notify=notify), **table_options)
+
+
+def _refuse_for_comm_logs(reading: LoadOptions, options: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for options that would change nothing in a report of communication logs."""
+    limiting = {"window": reading.window, "between": reading.between, "group": reading.group, "rules": reading.rules,
+                "ranks-per-node": reading.ranks_per_host}  # fmt: skip
+    unused = [
+        f"--{name}" for name, value in {**limiting, **{name: options[name] for name in OPTIONAL}}.items() if value
+    ]
+    if unused:
+        raise UsageError(f"{', '.join(unused)}: for traces only; communication logs have one report of all operations")
+    if options["page"] or options["opens"]:
+        raise UsageError(_NO_PAGE.format("communication logs have"))
 
 
 def _text(analysis: _Loaded, sections: Sequence[str], options: Mapping[str, Any]) -> str:
@@ -164,9 +179,9 @@ def _frame(analysis: _Loaded, name: str) -> pd.DataFrame:
 def _refuse_table(analysis: _Loaded) -> Analysis:
     """Return the analysis. Raises `UsageError` for printed kernel tables and communication logs, which have no page."""
     if not isinstance(analysis, Analysis):
-        options = "--html, --open, --csv and --parquet"
-        text = "a printed table has" if hasattr(analysis, "reports") else "communication logs have"
-        raise UsageError(f"{options}: {text} no page and no frames: give a run or traces")
+        raise UsageError(
+            _NO_PAGE.format("a printed table has" if hasattr(analysis, "reports") else "communication logs have")
+        )
     return analysis
 
 

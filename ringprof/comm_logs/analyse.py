@@ -133,6 +133,8 @@ def analyse(logs: Sequence[RankLog], notices: Sequence[Notice] = ()) -> CommLogF
     if matches.clock_conflicts:
         first, second, excess = max(matches.clock_conflicts, key=lambda conflict: conflict[2])
         text = f"the clocks of ranks {first} and {second} differ by at least {milliseconds(excess)}"
+        if excess > _MOST_OFFSET_NS:
+            text += ", or the logs are of different jobs"
         warnings.append(Notice("clocks_differ", f"{text}: who came late and how long ranks waited is left out"))
     elif len(hosts) > 1 and late_by == "posted":
         text = f"times of {len(hosts)} hosts are compared as their clocks give them: lateness is as exact as these"
@@ -160,6 +162,10 @@ def analyse(logs: Sequence[RankLog], notices: Sequence[Notice] = ()) -> CommLogF
         standings=standings, verdict=tuple(_verdict(standings, matches, rows, late, late_by, labels, ranks)),
         warnings=tuple(warnings),
     )  # fmt: skip
+
+
+_MOST_OFFSET_NS = 1_000_000_000
+"""Difference of two clocks beyond which logs of two jobs are the likelier cause."""
 
 
 def _missing_ranks(logs: Sequence[RankLog]) -> list[Notice]:
@@ -195,8 +201,10 @@ def _rows(
     for index, operation in enumerate(log.operations):
         key = (log.rank, index)
         others = matches.peers.get(key, ())
-        # Waiting for a peer includes waiting for the peers that it waits for.
-        further = {*others, *(last for other in others for last in matches.peers.get(other, ()))} - {key}
+        # Waiting for a peer includes waiting for the peers that it waits for. All of a collective are peers already.
+        further = {*others}
+        if operation.is_hop:
+            further |= {last for other in others for last in matches.peers.get(other, ())} - {key}
         # NCCL Inspector does not say which other messages a kernel carries, and so not for whom it waits.
         alone = log.source == "flight_recorder" or not operation.is_hop
         all_known = alone and matches.meetings[matches.meeting_of[key]].complete
@@ -418,7 +426,7 @@ def _unfinished_sentences(
     timed_out = sum(rows[key].operation.timed_out for key in unfinished)
     gave_up = f" PyTorch gave up on {timed_out:,} of them." if timed_out else ""
     yield f"{count:,} operation{'s' * (count > 1)} had not ended when the dumps were written.{gave_up}"
-    explained = set()
+    explained, recorded = set(), {standing.rank for standing in standings}
     for standing in sorted(standings, key=lambda item: item.row.operation.posted_ns or 0):
         operation = standing.row.operation
         for rank in standing.waits_for:
@@ -428,8 +436,9 @@ def _unfinished_sentences(
             other = next((item for item in standings if item.rank == rank and item.group == standing.group), None)
             stands = f", and stands at {place_of(other.row)}" if other is not None else ""
             from_ = f" from {operation.location}" if operation.location else ""
+            lacks = "had not posted" if rank in recorded else "has no record of"
             yield (
-                f"Rank {rank} had not posted its part of {place_of(standing.row)} of group {standing.group}, which rank"
+                f"Rank {rank} {lacks} its part of {place_of(standing.row)} of group {standing.group}, which rank"
                 f" {operation.rank} posted{from_}{stands}."
             )
     waiting = [key for key in unfinished if matches.meetings[matches.meeting_of[key]].missing]

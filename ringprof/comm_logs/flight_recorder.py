@@ -95,6 +95,15 @@ def parse_dump(data: bytes, name: str, rank: int, budget: MemoryBudget) -> RankL
         text = f"rank {rank}: {entries[0].record_id:,} earlier entries are not in the dump: overwritten by newer ones"
         why = "TORCH_FR_BUFFER_SIZE sets how many are kept, or left out of a dump of active operations"
         notices.append(Notice("overwritten", f"{text} ({why})", rank))
+    if not entries:
+        text = f"rank {rank}: the dump holds no operation: the rank posted none, or its Flight Recorder was off"
+        notices.append(Notice("no_operations", f"{text} (TORCH_FR_BUFFER_SIZE)", rank))
+    foreign = next((groups[entry.process_group[0]] for entry in entries
+                    if rank not in (groups[entry.process_group[0]].ranks or (rank,))), None)  # fmt: skip
+    if foreign is not None:
+        listed = ", ".join(map(str, foreign.ranks[:8])) + ", ..." * (len(foreign.ranks) > 8)
+        text = f"{name}: rank {rank} by the file's name, but its group {foreign.label} has ranks {listed}"
+        notices.append(Notice("wrong_rank", f"{text}: rename the file after the rank in the job", rank))
     library = dump.comm_lib_version or dump.nccl_version
     backend = entries[0].profiling_name.partition(":")[0] if entries else ""
     return RankLog(
@@ -108,7 +117,7 @@ def parse_dump(data: bytes, name: str, rank: int, budget: MemoryBudget) -> RankL
 
 
 _LISTS = ("input_sizes", "output_sizes", "input_dtypes", "output_dtypes", "frames")
-_VALUE_BYTES = 100
+_VALUE_BYTES, _LENGTH_BYTES = 100, 40
 _ENTRY_BYTES = 1_500
 
 
@@ -118,10 +127,11 @@ def _refuse_expansion(values: Any, name: str, budget: MemoryBudget) -> None:
     total = 0
     for entry in entries if type(entries) is list else ():
         if type(entry) is dict:
-            lists = [
-                entry.get(key) for key in ("input_sizes", "output_sizes", "input_dtypes", "output_dtypes", "frames")
-            ]
-            total += _ENTRY_BYTES + _VALUE_BYTES * sum(len(item) for item in lists if type(item) is list)
+            lists = [value for key in _LISTS if type(value := entry.get(key)) is list]
+            shapes = [entry.get(key) for key in ("input_sizes", "output_sizes")]
+            lengths = sum(len(shape) for sizes in shapes if type(sizes) is list for shape in sizes
+                          if type(shape) is list)  # fmt: skip
+            total += _ENTRY_BYTES + _VALUE_BYTES * sum(map(len, lists)) + _LENGTH_BYTES * lengths
         if total > budget.left:
             raise MemoryLimitError(
                 f"{name}: needs more than {budget.left:,} bytes of memory; if you trust the file, raise the limit with"

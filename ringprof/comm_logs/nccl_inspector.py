@@ -137,9 +137,17 @@ def with_job_ranks(logs: Sequence[RankLog]) -> tuple[list[RankLog], list[Notice]
     """Number the processes as ranks of the job, and the members and peers of every communicator by these numbers.
 
     A file states ranks within communicators only. The rank in the widest is taken as the rank in the job; where two
-    processes have the same, no communicator spans the job, and processes are numbered by host and process id.
+    processes have the same, no communicator spans the job, and processes are numbered by host and process id. Raises
+    `InputError` for two files of one process.
     """
     notices = []
+    files: dict[tuple[str, int], str] = {}
+    for log in logs:
+        for communicator in log.own_ranks.items():
+            if (other := files.setdefault(communicator, log.path)) != log.path:
+                key, own = communicator
+                text = f"{log.path}: rank {own} of communicator {key[:40]} again, as in {other}"
+                raise InputError(f"{text}: give each process's file once")
     if len({log.rank for log in logs}) < len(logs):
         logs = sorted(logs, key=lambda log: (log.host or "", log.process or 0, log.path))
         numbers = [*range(len(logs))]

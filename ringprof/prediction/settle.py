@@ -21,6 +21,7 @@ from ringprof.prediction.score import read_row, read_rows
 from ringprof.report.text import TextStyle, clean, duration
 from ringprof.run import Run, Workload
 from ringprof.strategies.catalog import canonical_name
+from ringprof.workload.devices import device_named
 
 _SCHEMA = "ringprof.settlement/1"
 _SATURATED = 1e-9
@@ -37,6 +38,8 @@ class Subject:
     kernel: str | None
     hops: str | None
     params: JsonObject
+    device: str | None = None
+    """Name of the GPU."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,9 @@ def read_forecasts(path: str) -> list[Forecast]:
                 return [_forecast("", data)]
             if schema == "ringprof.advice/1":
                 return [_forecast(choice["label"], choice) for choice in data["choices"]]
-        except (*UNREADABLE, LookupError, TypeError) as error:
+        except LookupError as error:
+            raise InputError(f"{path}: not a saved prediction: it has no field {error}") from None
+        except (*UNREADABLE, TypeError) as error:
             raise InputError(f"{path}: not a saved prediction: {error}") from None
     run = find_run(path)
     if run.predicted is None:
@@ -128,6 +133,7 @@ def _forecast(label: str, data: JsonObject) -> Forecast:
     subject = Subject(
         question["strategy"], msgspec.convert(question["workload"], Workload), question["hosts"],
         question["gpus_per_host"], question["kernel"], question["hops"], question["params"],
+        question["device"] or None,
     )  # fmt: skip
     percentiles = (float(times[name]) for name in ("p10", "p50", "p90"))
     low, middle, high = percentiles
@@ -142,7 +148,7 @@ def _subject_of(run: Run, path: str) -> Subject:
     used, per_host = run.strategy, min(run.topology.ranks_per_host, run.topology.world_size)
     return Subject(
         used.name, run.workload, -(-run.topology.world_size // per_host), per_host, run.kernel, used.hops,
-        dict(used.params),
+        dict(used.params), next(iter(run.environment.devices), None),
     )  # fmt: skip
 
 
@@ -218,11 +224,12 @@ def differences(predicted: Subject, measured: Subject) -> list[str]:
     first, second = (msgspec.to_builtins(subject.workload) for subject in (predicted, measured))
     # Layers and steps of a capture do not change the time of one iteration of a recording.
     pairs += [(name, first[name], second[name]) for name in first if name not in ("layers", "steps")]
-    pairs += [
-        (name, a, b)
-        for name, a, b in (("kernel", predicted.kernel, measured.kernel), ("hops", predicted.hops, measured.hops))
-        if a is not None and b is not None
-    ]
+    first_device, second_device = (device_named(subject.device) or subject.device for subject in (predicted, measured))
+    stated: list[tuple[str, Any, Any]] = [
+        ("kernel", predicted.kernel, measured.kernel), ("hops", predicted.hops, measured.hops), 
+        ("device", first_device, second_device),
+    ]  # fmt: skip
+    pairs += [(name, a, b) for name, a, b in stated if a is not None and b is not None]
     shared = predicted.params.keys() & measured.params.keys()
     pairs += [(name, predicted.params[name], measured.params[name]) for name in sorted(shared)]
     return [f"{name} {b} instead of {a}" for name, a, b in pairs if a != b]

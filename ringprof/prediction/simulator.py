@@ -405,6 +405,8 @@ class _Rank:
 
     def _waits_for_stream(self, stream: int, op_index: int, op: StreamWait, now: float) -> bool:
         """Return whether the other stream is behind this operation; if so, check again when it advances."""
+        if op.after not in self._streams:
+            return False  # no operation was ever put on it
         other_indices, next_position = self._streams[op.after], self._next[op.after]
         if next_position == len(other_indices) or other_indices[next_position] > op_index:
             return False

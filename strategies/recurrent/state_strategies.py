@@ -176,12 +176,13 @@ class RecurrentStrategy(ABC):
         `Unsupported` where a rank has fewer than W - 1 tokens, for shapes that do not fit, and where ranks make
         different calls.
         """
+        shapes = f"got {tuple(x.shape)} and {tuple(weight.shape)}"
+        if x.dim() != 3 or weight.dim() != 2 or weight.shape[0] != x.shape[2] or not weight.shape[1]:
+            squeeze = ": squeeze the weight of an nn.Conv1d" if weight.dim() == 3 else ""
+            raise Unsupported(f"expected x (B, S, C) and weight (C, W): {shapes}{squeeze}")
         width, tokens = weight.shape[1], x.shape[1]
-        if x.dim() != 3 or weight.shape[0] != x.shape[2] or tokens < width - 1:
-            raise Unsupported(
-                f"expected x (B, S, C) with S at least {width - 1}, and weight (C, W):"
-                f" got {tuple(x.shape)} and {tuple(weight.shape)}"
-            )
+        if tokens < width - 1:
+            raise Unsupported(f"expected x (B, S, C) with S at least {width - 1}, and weight (C, W): {shapes}")
         documents = self._documents(cu_seqlens, tokens)
         self._check_call("causal_conv1d", documents, (x, weight))
         shard = shard_of(documents, self.comm.rank, self.comm.size, initial=False, final=False)
@@ -289,6 +290,8 @@ class RecurrentStrategy(ABC):
             raise Unsupported("all tensors must be on one device")
         if len({tensor.dtype for tensor in tensors[:3]}) > 1 and len(shapes) > 2:
             raise Unsupported(f"q, k and v must share a type: got {', '.join(str(x.dtype) for x in tensors[:3])}")
+        if not tensors[0].is_floating_point():
+            raise Unsupported(f"recurrences compute in floating point: got {tensors[0].dtype}")
         if self.comm.size > 1:
             kind = f"{operator} of shapes {shapes}, {tensors[0].dtype}, {final=}, initial={initial is not None}"
             self.comm.compare_call({"documents": documents, "call": kind}, may_pass=tensors[0].is_cuda)

@@ -244,6 +244,9 @@ BOMBS = {
     "a memo index of 4 billion": b"\x80\x02}r\xff\xff\xff\xff.",
     "four million empty lists": b"\x80\x02}X\x07\x00\x00\x00entries(" + b"]" * 4_000_000,
     "one entry a million times": pickle.dumps({"version": "2.10", "pg_config": {}, "entries": LARGE * 1_000_000}, 2),
+    "one shape of 64 lengths many times": pickle.dumps(
+        {"version": "2.10", "pg_config": {}, "entries": [entry("x", 1, 0, input_sizes=[[1] * 64] * 1_000)] * 1_000}, 2
+    ),
     "lists of lists of lists": b"\x80\x02}X\x07\x00\x00\x00entries" + b"]q\x01(" + b"h\x01h\x01" * 1000 + b"es.",
     "nested deeply": b"\x80\x02}X\x07\x00\x00\x00version" + b"]" * 100_000 + b"a" * 99_999 + b"s.",
     "a text of 4 GB": b"\x80\x02}X\xff\xff\xff\xffab",

@@ -79,6 +79,16 @@ def test_conditions_apply_to_the_figures(run: Run, tmp_path: Path) -> None:
 def test_pages_and_frames_are_refused(arguments: list[str], run: Run, tmp_path: Path) -> None:
     code, text = run("report", str(dumps(tmp_path)), *arguments)
     assert code == 2 and "communication logs have no page and no frames" in text
+    assert text.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--layers"], ["--window", "x"], ["--group", "cp"], ["--between", "1ms,2ms"], ["--idle", "--hops"]]
+)
+def test_options_for_traces_are_refused(arguments: list[str], run: Run, tmp_path: Path) -> None:
+    code, text = run("report", str(dumps(tmp_path)), *arguments)
+    options = ", ".join(argument for argument in arguments if argument.startswith("--"))
+    assert code == 2 and f"{options}: for traces only" in " ".join(text.split()) and text.count("\n") == 1
 
 
 def test_other_functions_name_the_right_one(tmp_path: Path) -> None:
@@ -118,6 +128,31 @@ def test_two_dumps_of_a_rank_are_an_error(tmp_path: Path) -> None:
     (folder / "later_rank_0").write_bytes((folder / "trace_rank_0").read_bytes())
     with pytest.raises(InputError, match=r"rank 0 again, as in .*later_rank_0: give the files of one dump"):
         load_comm_logs(folder)
+
+
+def test_two_files_of_a_process_of_inspector_are_an_error(tmp_path: Path) -> None:
+    for name in ("a.log", "b.log"):
+        (tmp_path / name).write_bytes(text_of([line(0, 1, 10)]))
+    with pytest.raises(InputError, match=r"b\.log: rank 0 of communicator 0xab again, as in .*a\.log"):
+        load_comm_logs(tmp_path)
+
+
+def test_a_dump_without_operations_and_one_of_another_rank_are_warned_of(tmp_path: Path) -> None:
+    folder = dumps(tmp_path)
+    (folder / "trace_rank_1").write_bytes(pickle.dumps(dump([]), protocol=2))
+    text = " ".join(load_comm_logs(folder).to_terminal().split())
+    assert "rank 1: the dump holds no operation: the rank posted none, or its Flight Recorder was off" in text
+    assert "Rank 1 has no record of its part of " in text and "had not posted" not in text
+    (folder / "trace_rank_1").rename(folder / "trace_rank_7")
+    (folder / "trace_rank_7").write_bytes(pickle.dumps(dump(hop(1, 1, 1)), protocol=2))
+    codes = {notice.code: notice.message for notice in load_comm_logs(folder).warnings}
+    assert "trace_rank_7: rank 7 by the file's name, but its group cp has ranks 0, 1" in codes["wrong_rank"]
+
+
+def test_clocks_that_are_far_apart_may_be_two_jobs(run: Run) -> None:
+    logs = DATA / "comm-logs"
+    code, text = run("report", str(logs / "hang" / "timeout_rank_0"), str(logs / "flight-recorder" / "trace_rank_1"))
+    assert code == 0 and "or the logs are of different jobs" in " ".join(text.split())
 
 
 def test_both_sources_in_one_folder(tmp_path: Path) -> None:

@@ -52,6 +52,12 @@ def test_a_prediction_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert parts == pytest.approx(time["p50"], rel=0.05)
 
 
+def test_a_window_without_hops_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """With a window of one token no rank needs keys of another: nothing runs on the stream that merges would await."""
+    code, out, err = run(capsys, "advise", *SMALL[2:], "--machine", "h100", "--window-size", "1")
+    assert code == 2 and not out and "no strategy can run this" in err and err.count("\n") == 1
+
+
 def test_a_prediction_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "predicted.html"
     code, _, err = run(capsys, "predict", "--like", ZIGZAG, "--machine", "h200", "--html", str(path))

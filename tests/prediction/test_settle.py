@@ -144,10 +144,16 @@ def test_what_is_no_forecast_or_no_measurement_is_refused(tmp_path: Path, capsys
     assert code == 2 and "nothing to score" in err and "strategy ring instead of zigzag" in err
     code, _, err = run(capsys, "settle", save(tmp_path, forecast_of(ZIGZAG, (90.0, 80.0, 70.0))), str(ZIGZAG))
     assert code == 2 and "not a saved prediction" in err
+    elsewhere = forecast_of(ZIGZAG, (70.0, 80.0, 90.0))
+    elsewhere["question"]["device"] = "NVIDIA H100 80GB HBM3"
+    code, _, err = run(capsys, "settle", save(tmp_path, elsewhere), str(ZIGZAG))
+    assert code == 2 and "device H200 instead of H100" in err
     damaged: list[Any] = [{"schema": "ringprof.prediction/1"}, {"schema": "ringprof.prediction/1", "question": []}, []]
     for damage in damaged:
         code, _, err = run(capsys, "settle", save(tmp_path, damage), str(ZIGZAG))
         assert code == 2 and err.count("\n") == 1 and "Traceback" not in err
+    _, _, err = run(capsys, "settle", save(tmp_path, damaged[0]), str(ZIGZAG))
+    assert "it has no field 'question'" in err
 
 
 def test_a_run_without_timings_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

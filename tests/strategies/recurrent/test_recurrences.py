@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from ringprof.strategies import UnknownName, Unsupported
 from ringprof.strategies.recurrent.kernel import reach_of
@@ -135,6 +136,10 @@ def refusals(rank: int) -> list[str]:
         lambda: strategy.simple_gla(q, q, v, g, initial_state=torch.zeros(1, 3, 5, 2)),
         lambda: strategy.gated_delta_rule(q[:, :, :2], q[:, :, :2], v, g, g),
         lambda: strategy.causal_conv1d(torch.randn(1, 2, 6), torch.randn(6, 4)),
+        lambda: strategy.causal_conv1d(torch.randn(1, 4, 6), nn.Conv1d(6, 6, 4, groups=6).weight),
+        lambda: strategy.causal_conv1d(torch.randn(1, 4, 6), torch.randn(6, 0)),
+        lambda: strategy.causal_conv1d(torch.randn(1, 4, 6).mT, torch.randn(6, 4)),
+        lambda: strategy.simple_gla(q.int(), q.int(), v.int(), g),
         lambda: heads.simple_gla(q, q, v, g),
         lambda: create_recurrent("state-scan", kernel="fla").simple_gla(q, q, v, g),
         lambda: create_recurrent("state-rng"),
@@ -168,7 +173,9 @@ def test_calls_that_cannot_be_meant_are_refused_on_every_rank() -> None:
     expected = (
         "the ranks call with different documents", "the documents end at 7, and the sequence has 8 tokens",
         "expected g (B, S, H)", "expected initial_state (1, 3, 2, 5): got (1, 3, 5, 2)",
-        "3 heads are not a multiple of 2 heads of keys", "with S at least 3", "2 ranks do not divide 3 heads",
+        "3 heads are not a multiple of 2 heads of keys", "with S at least 3",
+        "squeeze the weight of an nn.Conv1d", "got (1, 4, 6) and (6, 0)", "got (1, 6, 4) and (6, 4)",
+        "floating point: got torch.int32", "2 ranks do not divide 3 heads",
         "kernel fla: needs tensors on a GPU", "did you mean 'state-ring'",
         "no kernel 'triton' for recurrences; there are: auto, fla, reference",
     )  # fmt: skip
