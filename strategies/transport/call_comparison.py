@@ -150,7 +150,7 @@ class CallComparison:
         raise_if_refused(group)
         if self._lost:
             raise PeerLost(self._lost)
-        self._hash = hash((self._hash, digest, None if passes else documents))
+        self._hash = _hash_after(self._hash, digest, () if passes else documents)
         digest_bits = self._hash % (1 << _HASH_BITS)
         if self._words is not None:
             self._words[self._calls % _HISTORY * self._size + self._rank] = (
@@ -332,6 +332,14 @@ class CallComparison:
                 break
             refused = number
         return int(refused)
+
+
+def _hash_after(before: int, digest: int, documents: tuple[int, ...]) -> int:
+    """Return the hash of all calls up to one, from that ``before`` it and its parts.
+
+    Only of integers: hashes of strings, and before Python 3.12 of None, differ between processes.
+    """
+    return hash((before, digest, documents))
 
 
 def _values(store: Any, keys: Sequence[str]) -> list[int]:

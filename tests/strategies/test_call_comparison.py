@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -17,6 +20,7 @@ from ringprof.strategies import Unsupported, create, names
 from ringprof.strategies.errors import PeerLost
 from ringprof.strategies.transport import call_comparison
 from ringprof.strategies.transport.call_comparison import CallComparison, compare_call, difference
+from tests.paths import ROOT
 from tests.strategies.ranks import run_ranks
 
 SEQ = 32
@@ -178,6 +182,30 @@ def beside_one_that_has_ended(rank: int) -> str:
 @pytest.mark.processes
 def test_a_rank_whose_calls_pass_is_told_that_another_has_ended():
     assert run_ranks(2, beside_one_that_has_ended)[0].startswith("rank 1 has ended: the ranks of its group compare")
+
+
+@pytest.mark.processes
+def test_processes_that_share_no_memory_hash_calls_alike():
+    """Tests fork ranks, in which even addresses are equal. A call that passes and one that waits are hashed."""
+    code = (
+        "from unittest.mock import patch\n"
+        "from ringprof.strategies.transport.call_comparison import CallComparison\n"
+        "ranks = CallComparison.__new__(CallComparison)\n"
+        "words = [0] * 1026\n"
+        "vars(ranks).update(_lets_pass=True, _kinds={}, _documents=(), _waited=(0, 0), _calls=0, _recent=[], _hash=0,"
+        " _lost='', _words=words, _size=1, _rank=0, _numbers_from=1024)\n"
+        "module = 'ringprof.strategies.transport.call_comparison.'\n"
+        "with patch(module + 'raise_if_refused'), patch.object(CallComparison, '_compare_in_memory', lambda _: True):\n"
+        "    for documents in ((0, 3, 8), (0, 3, 8), (0, 8)):\n"
+        "        ranks.check(None, {'documents': documents, 'window': None, 'type': 'bf16'}, may_pass=True)\n"
+        "print([word for word in words if word])\n"
+    )
+    printed = {
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        for _ in range(3)
+    }
+    (words,) = printed
+    assert len(json.loads(words)) == 4
 
 
 def test_the_message_names_ranks_and_the_first_bound_that_differs():
