@@ -78,9 +78,10 @@ class DealtLayout(Layout):
             for chunk, span in enumerate(pairwise(accumulate(chunks, initial=longest[0]))):
                 hands.cut[min(chunk, 2 * size - 1 - chunk)].append(span)
             # Work is spread over the steps: ranks with more tokens delay the others in each.
+            in_longest = _time_in_zigzag(length, size)
             for rank, tokens in enumerate(shares):
                 for step in range(size):
-                    steps.add(step, rank, _time_in_zigzag(length, size) * tokens / length)
+                    steps.add(step, rank, in_longest * tokens / length)
         in_zigzag = sum(_time_in_zigzag(end - first, size) for first, end in cut)
         return Deal(hands.spans(), in_zigzag + steps.time())
 
