@@ -97,6 +97,17 @@ def test_sinks_add_kernels_and_v_is_padded() -> None:
     assert {op.head_dim for op in mla.ops if isinstance(op, AttentionOp)} == {16}
 
 
+def test_flash_attn_4_is_dry_run_with_its_own_features() -> None:
+    """Like flash-attn 3 it writes gradients into views, so that the local block is split beside the last hop."""
+    workload = Workload(seq=65536, heads=32, kv_heads=8, head_dim=128)
+    four, three, two = (
+        schedule("zigzag", workload, 2, kernel=kernel, hops="copy").programs[0]
+        for kernel in ("flash-attn-4", "flash-attn-3", "flash-attn")
+    )
+    assert four.ops == three.ops and four.peak_bytes == three.peak_bytes
+    assert len(two.ops) > len(four.ops)
+
+
 def test_the_operations_of_a_small_ring_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks with 32 tokens each, 2 heads, 1 kv head, bf16: K and V are 32 x 8 x 2 = 512 bytes each."""
     workload = Workload(seq=64, heads=2, kv_heads=1, head_dim=8, backward=False)
