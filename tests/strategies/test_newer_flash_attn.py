@@ -300,6 +300,7 @@ def test_arguments_passed_to_kernels_match_the_mask(
 
 
 def test_unsupported_features_of_newer_flash_attn() -> None:
+    assert not KERNELS["flash-attn-4"].takes_softcap
     for name in ("flash-attn-3", "flash-attn-4"):
         assert KERNELS[name].missing(CPU) == "needs a CUDA device"
 
