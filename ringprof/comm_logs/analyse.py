@@ -127,8 +127,8 @@ def analyse(logs: Sequence[RankLog], notices: Sequence[Notice] = ()) -> CommLogF
     same_clock = matches.clock_conflict is None
     around = _around(logs, by_key, matches) if same_clock else {}
     rows = {row_key: row for log in logs for row_key, row in _rows(log, around)}
-    stranger = _stranger_sentence(logs, matches)
-    late, late_by = ([], "") if stranger else _lateness(matches, by_key, same_clock=same_clock)
+    two_jobs = _two_jobs_sentence(logs, matches)
+    late, late_by = ([], "") if two_jobs else _lateness(matches, by_key, same_clock=same_clock)
     labels = {key: group.label for log in logs for key, group in log.groups.items()}
     warnings = [*notices, *(notice for log in logs for notice in log.notices), *matches.notices]
     warnings += _missing_ranks(logs)
@@ -152,13 +152,13 @@ def analyse(logs: Sequence[RankLog], notices: Sequence[Notice] = ()) -> CommLogF
             why = "the dump does not say when they ended"
         warnings.append(Notice("untimed", f"{text}: {why}", count=untimed))
     ordered = tuple(rows.values())
-    excess_ns = {} if stranger else _excess(matches, by_key)
+    excess_ns = {} if two_jobs else _excess(matches, by_key)
     of_rank: dict[int, list[OperationRow]] = defaultdict(list)
     for row in ordered:
         of_rank[row.operation.rank].append(row)
     ranks = tuple(_rank_row(log.rank, of_rank[log.rank], late, excess_ns) for log in logs)
-    standings = _standings(logs, rows, matches, labels, one_job=not stranger)
-    verdict = (stranger,) if stranger else tuple(_verdict(standings, matches, rows, late, late_by, labels, ranks))
+    standings = _standings(logs, rows, matches, labels, one_job=not two_jobs)
+    verdict = (two_jobs,) if two_jobs else tuple(_verdict(standings, matches, rows, late, late_by, labels, ranks))
     return CommLogFindings(
         source=logs[0].source, versions=tuple(dict.fromkeys(version for log in logs for version in log.versions)),
         logs=tuple(logs), rows=ordered, ranks=ranks,
@@ -171,7 +171,7 @@ _MOST_OFFSET_NS = 1_000_000_000
 """Difference of two clocks beyond which logs of two jobs are the likelier cause."""
 
 
-def _stranger_sentence(logs: Sequence[RankLog], matches: Matches) -> str:
+def _two_jobs_sentence(logs: Sequence[RankLog], matches: Matches) -> str:
     """Return why no rank can be judged, where logs are of two jobs by the times that they state; else empty."""
     if matches.clock_conflict is None or matches.clock_conflict[2] <= _MOST_OFFSET_NS:
         return ""
@@ -247,12 +247,12 @@ def _around(
     # Waiting for a peer of a hop includes waiting for the peers that it waits for.
     near = {key: _Latest({other: begun[other] for other in others}) for key, others in matches.hop_peers.items()}
     for key, others in matches.hop_peers.items():
-        posts = [time for other in others if (time := posted[other]) is not None]
+        peer_posts = [time for other in others if (time := posted[other]) is not None]
         # NCCL Inspector does not say which other messages a kernel carries, and so not for whom it waits.
         known = sources[key[0]] == "flight_recorder" and matches.meetings[matches.meeting_of[key]].complete
         known = known and all(begun[other] is not None and near[other].all_known_without(key) for other in others)
         times = [time for other in others for time in (begun[other], near[other].without(key)) if time is not None]
-        around[key] = max(posts, default=None), max(times, default=None) if known else None
+        around[key] = max(peer_posts, default=None), max(times, default=None) if known else None
     return around
 
 

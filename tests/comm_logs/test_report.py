@@ -168,8 +168,8 @@ def test_a_cut_dump_is_left_out_and_named(run: Run, tmp_path: Path) -> None:
     text = " ".join(text.split())
     assert code == 0 and "trace_rank_1: " in text and ": left out [damaged]" in text
     assert "1 of 2 ranks have no log here: 1" in text and "had not posted" not in text
-    found, expected = (load_comm_logs(path).findings for path in (folder, without))
-    assert (found.rows, found.verdict, found.standings) == (expected.rows, expected.verdict, expected.standings)
+    left, expected = (load_comm_logs(path).findings for path in (folder, without))
+    assert (left.rows, left.verdict, left.standings) == (expected.rows, expected.verdict, expected.standings)
     (folder / "trace_rank_0").write_bytes(b"\x80\x02}q\x00X\x09\x00\x00\x00pg_config")
     code, text = run("report", str(folder))
     assert code == 2 and "trace_rank_0" in text and "Traceback" not in text
