@@ -5,6 +5,8 @@ ring owns two slots to receive in, in symmetric memory. The previous member copi
 the same memory say what has arrived and which slot is free. Streams wait for the counters and set them without a kernel
 (CUDA stream memory operations), so a hop takes no multiprocessor at all.
 
+The ring's own stream waits for what arrives, too, so that the computation waits for a single event.
+
 A received message lies in a slot. It is valid until a message is reserved on the ring, or the second next hop is
 posted. A slot is as large as the largest hop so far; all strategies of a process that use a ring share its slots.
 
@@ -169,6 +171,7 @@ class CopyRing:
         self._in_flight: deque[tuple[float, Any]] = deque()
         """(time of the wait, event after the hop) of each hop that may not be over."""
         self._free_events: list[Any] = []
+        """Events of hops that are over, to be recorded again."""
         self._lock = threading.Lock()
 
     def post(self, message: Message) -> CopyHop:
@@ -201,11 +204,11 @@ class CopyRing:
         A graph repeats its operations, so there a counter is 1 or 0, and the wait clears it: nobody sets it again
         before, since this stream posts the next hop after the wait. Returns 0, or CUDA's error code.
         """
-        place, number = slots.counters + counter, slots.number
+        offset, number = slots.counters + counter, slots.number
         if captured:
-            place, number = place + _IN_GRAPH, 1
-        self._write[1], self._write[2] = peer + place, number
-        self._wait[1], self._wait[2], self._clear[1] = slots.own + place, number, slots.own + place
+            offset, number = offset + _IN_GRAPH, 1
+        self._write[1], self._write[2] = peer + offset, number
+        self._wait[1], self._wait[2], self._clear[1] = slots.own + offset, number, slots.own + offset
         failed: int = _cuda().operations(self._raw_stream, 3 if captured else 2, self._operations, 0)
         return failed
 
@@ -213,10 +216,11 @@ class CopyRing:
         """Make the current stream wait for the event ``over``, after a hop that has been sent and has arrived."""
         _watchdog.raise_if_lost()
         _check(_cuda().wait_event(_current_stream(self._device), over.cuda_event, 0))
+        if torch.cuda.is_current_stream_capturing():
+            return
         if len(self._in_flight) >= _MOST_IN_FLIGHT:
             self.waiting_since()
-        if not torch.cuda.is_current_stream_capturing():
-            self._in_flight.append((time.monotonic(), over))
+        self._in_flight.append((time.monotonic(), over))
 
     def free_slot(self, shapes: Shapes) -> list[Tensor]:
         """Return tensors in the slot where the last hop arrived, to be sent next.
