@@ -12,8 +12,9 @@ import os
 import random
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -159,6 +160,10 @@ def test_routed_rows_are_exact_with_reused_copy_buffers(mask):
         assert {case: error for case, (_, error) in carried.items() if not error < 1e-12} == {}
 
 
+def _reached(counter: ctypes.c_uint32, value: int) -> bool:
+    return counter.value >= value
+
+
 class _Streams:
     """CUDA's streams and events over ordinary memory: operations are queued, and run in any order that is allowed."""
 
@@ -176,9 +181,9 @@ class _Streams:
         for kind, address, value, *_rest in [list(words[number]) for number in range(count)]:
             counter = ctypes.c_uint32.from_address(address)
             if kind == copy_engine._WAIT:
-                self.queue(stream, lambda: None, lambda counter=counter, value=value: counter.value >= value)
+                self.queue(stream, bool, partial(_reached, counter, value))
             else:
-                self.queue(stream, lambda counter=counter, value=value: setattr(counter, "value", value))
+                self.queue(stream, partial(setattr, counter, "value", value))
         return 0
 
     def copy(self, target: int, source: int, size_bytes: int, _: int, stream: Any) -> int:
@@ -208,29 +213,33 @@ class _Member:
         own, following, previous = (memory[(rank + step) % self.size].data_ptr() for step in (0, 1, -1))
         stream = SimpleNamespace(cuda_stream=("copy", rank), device_index=rank)
         with patch.object(torch.cuda, "Stream", lambda priority: stream):
-            self._ring: Any = copy_engine.CopyRing(None, 0, 0, {})  # type: ignore[arg-type]
-        self.slots = self._ring.slots = SimpleNamespace(
+            self._ring = cast(Any, copy_engine.CopyRing(cast(Any, None), 0, 0, {}))
+        self.slots: Any = SimpleNamespace(
             slot_bytes=256, counters=2 * 256, number=0, own=own, following=following, previous=previous,
             received=lambda shapes, number: copy_engine.views_in_slot(memory[rank], 256, shapes, number % 2),
         )  # fmt: skip
+        self._ring.slots = self.slots
         self._tensors = [torch.empty(4, dtype=torch.float64) for _ in range(2)]
         self.log: list[float] = []
 
     def post_pass(self, value: float) -> None:
         """Queue a tour of a message of ``value``, and a hop of ``value`` + 0.5 beside the last of the tour."""
         for tensor, number in zip(self._tensors, (value, value + 0.5), strict=True):
-            self._streams.queue(self._compute, lambda tensor=tensor, number=number: tensor.fill_(number))
-        current = Message(self._tensors[:1])
+            self._streams.queue(self._compute, partial(tensor.fill_, number))
+        current, late = Message(self._tensors[:1]), None
         for step in range(self.size - 1):
             hop = self._ring.post(current)
             self._read(current)
-            late = self._ring.post(Message(self._tensors[1:])) if step + 2 == self.size else None
+            if step + 2 == self.size:
+                late = self._ring.post(Message(self._tensors[1:]))
             current = hop.wait()
         self._read(current)
+        assert late is not None
         self._read(late.wait())
 
     def _read(self, message: Message) -> None:
-        self._streams.queue(self._compute, lambda x=message.buffers[0]: self.log.append(float(x.mean())))
+        buffer = message.buffers[0]
+        self._streams.queue(self._compute, lambda: self.log.append(float(buffer.mean())))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
