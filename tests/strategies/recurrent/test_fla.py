@@ -68,7 +68,7 @@ def test_phases_of_fla_equal_the_reference(operator: str, monkeypatch: pytest.Mo
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, device="cuda")
 
-        tokens, heads = bounds[-1], 4
+        tokens, heads = bounds[-1], 16
         q, k, v, dout = (normal(batch, tokens, heads, SIZE).bfloat16() for _ in range(4))
         k = torch.nn.functional.normalize(k.float(), dim=-1).bfloat16()
         g = -0.1 * torch.rand(batch, tokens, heads, SIZE if operator == "gla" else 1, device="cuda")
