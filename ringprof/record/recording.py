@@ -219,7 +219,7 @@ class RankRecording:
         request = self.task.request
         if self.dynamic is not None:
             return DynamicCpShard.from_dynamic(self.dynamic, request.workload, request.cp_sizes, device)
-        kind = WorkloadShard if request.workload.layer is None else LayersShard
+        kind: type[WorkloadShard] = WorkloadShard if request.workload.layer is None else LayersShard
         kind = RecurrenceShard if request.workload.recurrent else kind
         return kind.create(self.strategy, request.workload, device, cuda_graph=request.cuda_graph)
 
@@ -375,13 +375,11 @@ def strategy_used(
     """
     target = f"{type(strategy).__module__}:{type(strategy).__name__}"
     bundled = (spec.name for spec in map(find, (*names(), *for_recurrences())) if spec.target == target)
-    recurrent = isinstance(strategy, RecurrentStrategy)
-    layout = strategy.layout if recurrent or not workload else strategy.layout_of(**layout_options(workload))
     return StrategyUsed(
         name=name or next(bundled, target),
         target=find(name).target if name else target,
-        params={} if recurrent else dict(strategy.parameters),
-        layout=layout.name,
+        params=dict(strategy.parameters),
+        layout=(strategy.layout_of(**layout_options(workload)) if workload else strategy.layout).name,
         hops=strategy.comm.hop_transport,
         cuda_graph=cuda_graph,
     )
