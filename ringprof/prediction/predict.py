@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -57,6 +56,7 @@ class _Breakdown:
         return sum(phase.get(part, 0.0) for phase in (self.forward, self.backward) for part in parts)
 
 
+_PHASES = ("backward", "forward")
 _PARTS = ("kernel", "memory", "same_host", "other_host", "peers", "host")
 """Parts of a rank's time, in order of precedence.
 
@@ -284,18 +284,24 @@ def _busy_share(program: Program, timeline: Timeline, iteration_ns: float) -> fl
 
 def time_breakdown(program: Program, timeline: Timeline, cluster: Cluster) -> _Breakdown:
     """Return a rank's time by phase and part; concurrent activities count as the first of `_PARTS`."""
-    events: list[tuple[float, int, tuple[int, str]]] = []
+    # At each moment the smallest running key counts: by part, and of equal parts the backward pass.
+    keys = {(part, phase): 2 * _PARTS.index(part) + (phase == "forward") for part in _PARTS for phase in _PHASES}
+    events: list[tuple[float, int, int]] = []
     for start, end, part, phase in _busy_pieces(program, timeline, cluster):
         if end > start:
-            events += [(start, 1, (_PARTS.index(part), phase)), (end, -1, (_PARTS.index(part), phase))]
+            key = keys[part, phase]
+            events += [(start, 1, key), (end, -1, key)]
     phases: dict[str, dict[str, float]] = {"forward": {}, "backward": {}}
-    active: Counter[tuple[int, str]] = Counter()
+    active = [0] * len(keys)
     last_ns, phase = 0.0, "forward"
     for time_ns, change, key in sorted(events):
         if time_ns > last_ns:
-            running = (active_key for active_key, count in active.items() if count)
-            part_index, phase = min(running, default=(_PARTS.index("host"), phase))
-            phases[phase][_PARTS[part_index]] = phases[phase].get(_PARTS[part_index], 0.0) + time_ns - last_ns
+            part = "host"
+            for index, count in enumerate(active):
+                if count:
+                    part, phase = _PARTS[index // 2], _PHASES[index % 2]
+                    break
+            phases[phase][part] = phases[phase].get(part, 0.0) + time_ns - last_ns
         active[key] += change
         last_ns = time_ns
     return _Breakdown(phases["forward"], phases["backward"])
