@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor
 from ringprof.common.json_object import JsonObject, Params
 from ringprof.errors import UnsupportedWorkloadError, UsageError, nearest
 from ringprof.prediction.network import Cluster
-from ringprof.prediction.program_scaling import rescaled
 from ringprof.prediction.query import Query
 from ringprof.record.dryrun.dispatch import Recorder
 from ringprof.record.dryrun.fakes import DryRunNetwork, dry_run_communicator
@@ -182,60 +180,28 @@ class ScheduleCache:
     """Cached equivalent of `schedule_of`: every rank's program is created once per workload and cluster.
 
     `ringprof.prediction.advise` asks for the same program with other links, other machines, fewer ranks, or as many
-    tokens per rank on more hosts. Another length needs other programs: the merge kernels and the division into blocks
-    depend on it. But then a few ranks' dry runs usually tell all the others' operations (`rescaled`); work and peak
-    memory of these others are those of a rank that ran.
+    tokens per rank on more hosts. Another length needs a new program: the merge kernels and the division into blocks
+    depend on it.
     """
 
     def __init__(self) -> None:
         self._schedules: dict[Any, tuple[Schedule, dict[int, Program]]] = {}
-        self._lengths: dict[Any, list[dict[int, Program]]] = {}
-        """Programs at each length, by the rest of the key."""
 
     def of(self, query: Query, cluster: Cluster, ranks: Sequence[int] | None) -> Schedule:
         """Return the programs of ``ranks`` (all if None). Raises like `schedule_of`."""
         workload, params = stand_in_workload(query, cluster)
-        but_length = (
-            query.strategy, cluster.size, cluster.gpus_per_host, query.kernel, query.hops, tuple(sorted(params.items())),
-            query.legacy_schedule, *(item for item in msgspec.structs.asdict(workload).items() if item[0] != "seq"),
+        key = (
+            query.strategy, workload, cluster.size, cluster.gpus_per_host, query.kernel, query.hops,
+            tuple(sorted(params.items())), query.legacy_schedule,
         )  # fmt: skip
-        key = (workload.seq, *but_length)
         wanted_ranks = range(cluster.size) if ranks is None else ranks
         known, programs = self._schedules.get(key, (None, {}))
         missing_ranks = [rank for rank in wanted_ranks if rank not in programs]
-        other_lengths = self._lengths.setdefault(but_length, [])
-
-        def add(ranks: Sequence[int]) -> Schedule:
-            schedule = stand_in_schedule(query, cluster, workload, params, ranks)
-            programs.update((program.rank, program) for program in schedule.programs)
-            return schedule
-
-        references = [other for other in other_lengths if {*missing_ranks} <= {*other}]
-        examples = [missing_ranks[index] for index in (0, len(missing_ranks) // 2, -1)] if missing_ranks else []
-        while references and len(missing_ranks) > len(examples):
-            known = add(examples)
-            references = [other for other in references if _add_rescaled(programs, other, missing_ranks)]
-            missing_ranks = [rank for rank in missing_ranks if rank not in programs]
-            examples = missing_ranks[len(missing_ranks) // 2 :][:1]
         if missing_ranks or known is None:
-            known = add(missing_ranks)
-        if key not in self._schedules:
-            other_lengths.append(programs)
-        self._schedules[key] = known, programs
+            known = stand_in_schedule(query, cluster, workload, params, missing_ranks)
+            programs |= {program.rank: program for program in known.programs}
+            self._schedules[key] = known, programs
         return msgspec.structs.replace(known, programs=[programs[rank] for rank in wanted_ranks])
-
-
-def _add_rescaled(programs: dict[int, Program], reference: Mapping[int, Program], ranks: Sequence[int]) -> bool:
-    """Add the programs of ``ranks`` that follow from those of another length and from the programs that are there.
-
-    Return whether the other length tells anything.
-    """
-    program_of = rescaled(reference, [program for rank, program in programs.items() if rank in reference])
-    for rank in ranks if program_of else ():
-        if rank not in programs:
-            with suppress(KeyError):
-                programs[rank] = program_of(rank)
-    return program_of is not None
 
 
 def _use_legacy_schedule(strategy: Strategy) -> None:

@@ -128,7 +128,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate an uninitialised tensor, counted like `torch.empty` through the dispatcher, which takes twice as long."""
+        """Allocate an uninitialised tensor; count it as if the dispatcher had seen it, which takes twice as long."""
         if device.type != "meta":
             return torch.empty(*shape, dtype=dtype, device=device)
         with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
