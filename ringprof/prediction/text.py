@@ -8,6 +8,7 @@ from ringprof.common.formatting import percent
 from ringprof.prediction.calibration import Calibration, Value, named_values
 from ringprof.prediction.network import Cluster, Links
 from ringprof.prediction.predict import PredictionResult, inputs, warnings_of
+from ringprof.prediction.whole_steps import StepPrediction
 from ringprof.record.dryrun.schedule import CommStart
 from ringprof.report.tables import Column, Table
 from ringprof.report.text import LONGEST_SENTENCE, TextStyle, binary_size, clean, duration, rate
@@ -17,6 +18,10 @@ from ringprof.workload.devices import peak_of
 PART_LABELS = {
     "kernel": "attention", "memory": "merges, copies", "same_host": "wire in node", "other_host": "wire between",
     "peers": "waiting for peers", "host": "launching",
+}  # fmt: skip
+_STEP_LABELS = {
+    "attention": "attention, by the simulation below", "layers": "layers outside attention", "optimizer": "optimizer",
+    "once": "embeddings, head and loss", "traffic": "exposed parameters and gradients",
 }  # fmt: skip
 _NOTABLE = 0.02
 """Fraction of the time from which a transfer gets a remark."""
@@ -75,6 +80,21 @@ def prediction_text(prediction: PredictionResult, style: TextStyle) -> str:
     ]  # fmt: skip
     sections = [style.fit("\n".join(head)), _table(prediction).text(style), style.fit("\n".join(tail))]
     return style.finish("\n\n".join(sections))
+
+
+def step_text(step: StepPrediction, style: TextStyle) -> str:
+    """Return the text of a whole step's prediction, followed by that of one layer's attention."""
+    low_ns, median_ns, high_ns = step.interval_ns
+    layers = f"{step.layers} layers" if step.layers > 1 else "one layer"
+    rows = [[_STEP_LABELS[part], f"{ns / 1e6:,.3f}", percent(ns / median_ns)] for part, ns in step.parts_ns.items()]
+    head = (
+        f"PREDICTED STEP: {layers} of {clean(step.figures.target)} with {step.parallel.upper()}:"
+        f" {duration(median_ns)}; in four of five cases {duration(low_ns)} to {duration(high_ns)}"
+    )
+    table = Table("", [Column("", left=True), Column("ms"), Column("share")], rows).text(style)
+    note = "The memory below is that of one layer's attention: a step holds more."
+    attention = prediction_text(step.attention, style)
+    return style.finish("\n\n".join([style.fit(head), table, style.fit(note), attention.rstrip("\n")]))
 
 
 def _table(prediction: PredictionResult) -> Table:
