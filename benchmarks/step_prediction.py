@@ -80,7 +80,7 @@ def main() -> None:
     batch = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
 
     def step() -> None:
-        model(**batch, use_cache=False).loss.backward()
+        model(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
