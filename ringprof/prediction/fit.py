@@ -23,6 +23,7 @@ from ringprof.prediction.observed_schedule import ObservedRank, observe
 from ringprof.prediction.query import busy_s, cluster_of, uses_legacy_schedule
 from ringprof.record.dryrun.schedule import AttentionOp, MemoryOp, Schedule
 from ringprof.run import Run
+from ringprof.strategies.catalog import PEERS
 
 LARGE_BYTES = 16 << 20
 """Bytes from which a kernel's rate counts; smaller kernels are bound by their launch."""
@@ -46,6 +47,11 @@ def schedule_of_run(run: Run) -> Schedule:
 
     if run.strategy is None or run.workload is None or run.kernel is None:
         raise InputError(f"run {run.name}: it does not name its strategy, kernel and workload")
+    if run.strategy.name in PEERS:
+        raise UnsupportedWorkloadError(
+            f"{run.strategy.name} is another project's code, whose traces do not name ring steps: a run of it cannot"
+            " be taken apart"
+        )
     return schedule(
         run.strategy.name, run.workload, run.topology.world_size, ranks_per_host=run.topology.ranks_per_host,
         kernel=run.kernel, hops=run.strategy.hops, params=run.strategy.params,

@@ -22,6 +22,7 @@ from ringprof.prediction.kernel_model import OutsideCalibration
 from ringprof.prediction.lognormal import NO_TIME, Lognormal, MaxLognormal
 from ringprof.prediction.machine import LIKELIEST, CalibratedMachine, Curves, Draw, curves_of
 from ringprof.prediction.network import GPUS_PER_SWITCH, Cluster, Links
+from ringprof.prediction.peers import stand_in
 from ringprof.prediction.query import Query
 from ringprof.prediction.simulator import Timeline, simulate
 from ringprof.record.dryrun.schedule import AttentionOp, CommStart, CommWait, MemoryOp, Op, Program, Schedule
@@ -148,7 +149,7 @@ def predict(query: Query, machine: Calibration, schedule_of: ScheduleOf, *, draw
     Raises `UnsupportedWorkloadError` if the strategy cannot run this way, `OutsideCalibration` if the machine's file
     does not cover it.
     """
-    cluster = query.cluster
+    query, cluster = stand_in(query), query.cluster
     refuse_unsupported(query, machine)
     query = replace(query, kernel=query.kernel_on(machine), hops=query.hops_on(machine))
     curves = curves_of(machine, query.kernel)
@@ -413,7 +414,7 @@ class PredictionWarning(NamedTuple):
     """Reason to distrust a prediction, or not to run it."""
 
     code: str
-    """``does_not_fit`` or ``larger_node``."""
+    """``does_not_fit``, ``larger_node`` or ``stand_in``."""
     message: str
 
 
@@ -423,7 +424,11 @@ def warnings_of(prediction: PredictionResult) -> list[PredictionWarning]:
     if not prediction.fits:
         message = f"this does not fit: a GPU has {binary_size(machine.memory_bytes)}"
         warnings.append(PredictionWarning("does_not_fit", message))
-    gpus = prediction.query.cluster.gpus_per_host
+    query = prediction.query
+    if query.stands_for is not None:
+        message = f"{query.stands_for} is predicted as ringprof's {query.strategy}: its own code cannot be dry-run"
+        warnings.append(PredictionWarning("stand_in", message))
+    gpus = query.cluster.gpus_per_host
     if gpus > GPUS_PER_SWITCH:
         message = (
             f"nodes of {gpus} GPUs are predicted with the rates of nodes of {GPUS_PER_SWITCH}, which machine"

@@ -11,6 +11,7 @@ from ringprof.errors import InputError, UnsupportedWorkloadError, UsageError
 from ringprof.prediction.calibration import Calibration
 from ringprof.prediction.network import Cluster
 from ringprof.run import Run, Workload, read_run
+from ringprof.strategies.catalog import PEERS
 from ringprof.trace.inputs import detect
 
 
@@ -74,6 +75,8 @@ class Query:
     of half tensors and the block counts of variable-length calls run between the two."""
     busy_s: float | None = None
     """Seconds for which the devices have computed when the time is taken; None means a long time, as in training."""
+    stands_for: str | None = None
+    """Name of another project's strategy that this query stands for (`ringprof.prediction.peers`)."""
 
     @classmethod
     def of_run(cls, run: Run) -> Query:
@@ -88,9 +91,12 @@ class Query:
                 f"run {run.name}: recorded on CPU processes, whose speed cannot be predicted"
             )
         used = run.strategy
+        peer = used.name in PEERS
+        # Earlier recordings of torch-cp name a type of gradients, which is no parameter.
+        params = {name: value for name, value in used.params.items() if not (peer and name == "grad_wire")}
         return cls(
-            used.name, run.workload, cluster_of(run), run.kernel, used.hops, used.params, uses_legacy_schedule(run),
-            busy_s=busy_s(run),
+            used.name, run.workload, cluster_of(run), run.kernel, "nccl" if peer else used.hops, params,
+            uses_legacy_schedule(run), busy_s=busy_s(run),
         )  # fmt: skip
 
     def hops_on(self, machine: Calibration) -> str:

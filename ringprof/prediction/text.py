@@ -13,6 +13,7 @@ from ringprof.record.dryrun.schedule import CommStart
 from ringprof.report.tables import Column, Table
 from ringprof.report.text import LONGEST_SENTENCE, TextStyle, binary_size, clean, duration, rate
 from ringprof.run import Workload
+from ringprof.strategies.catalog import PEERS
 from ringprof.workload.devices import peak_of
 
 PART_LABELS = {
@@ -113,11 +114,12 @@ def remarks(prediction: PredictionResult) -> list[str]:
     """Return notes on the prediction: the host as the bound, exposed hops with a remedy, too little memory."""
     spans, lines = prediction.breakdown, []
     time_ns = prediction.median_ns
+    peer = prediction.query.stands_for is not None or prediction.query.strategy in PEERS
     if prediction.host_bound:
         lines.append("the host is the bound: it needs longer to launch than the devices to compute")
     if spans.total("other_host") > _NOTABLE * time_ns:
         lines.append(_channels_line(prediction))
-    if spans.total("same_host") > _NOTABLE * time_ns and prediction.query.hops == "nccl":
+    if spans.total("same_host") > _NOTABLE * time_ns and prediction.query.hops == "nccl" and not peer:
         lines.append("hops inside a node are exposed: --hops copy keeps NCCL's kernels off the multiprocessors")
     lines += [clean(warning.message, LONGEST_SENTENCE) for warning in warnings_of(prediction)]
     return [*lines, ""] if lines else []
