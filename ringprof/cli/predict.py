@@ -11,7 +11,7 @@ import click
 
 from ringprof.cli.options import Advanced, Command, OneOf, all_of, options_set
 from ringprof.cli.progress import show_progress
-from ringprof.cli.recording import masks, params_of, scores_and_heads, workload_of, workload_options
+from ringprof.cli.recording import masks, params_of, phases, scores_and_heads, workload_of, workload_options
 from ringprof.cli.values import KERNEL_NAMES, STRATEGIES, Known, Number, StrategyName, Tokens
 from ringprof.cli.write import OutputFile, formats, say, text_style, write_text
 from ringprof.common.json_object import Options, json_text
@@ -61,9 +61,9 @@ prediction_options = all_of(
 
 def predicted_workload(options: Options) -> Workload:
     """Build the workload from `prediction_options`. Raises `UsageError` without a sequence length."""
-    if options["seq"] is None:
+    if options["seq"] is None and options.get("phase") != "decode":
         raise UsageError("--seq: the sequence length is needed, in tokens")
-    return workload_of(options, options["seq"], backward=not options["forward_only"])
+    return workload_of(options, options["seq"] or 1, backward=not options["forward_only"])
 
 
 def cluster_of(options: Options) -> Cluster:
@@ -76,6 +76,7 @@ def cluster_of(options: Options) -> Cluster:
               help="Context-parallel strategy: a name from `ringprof strategies`, or package.module:Class."
               )  # fmt: skip
 @prediction_options
+@phases
 @click.option("-p", "--param", "params", multiple=True, metavar="KEY=VALUE", help="Parameter of the strategy.")
 @click.option("--layer", type=OneOf(["ddp", "fsdp2"]),
               help="Also predict a step of whole layers, with gradients reduced by DDP or FSDP2; the machine's file"

@@ -100,6 +100,8 @@ class KernelFigures(msgspec.Struct, frozen=True, kw_only=True):
     forward_us: Value | None = None
     """Host time per forward call, in microseconds; None means `Host.forward_us`."""
     backward_us: Value | None = None
+    cache_gb_s: Value | None = None
+    """GB/s at which a call of few queries reads its keys and values, as in decode; None if it is not known."""
 
     def fills(self, phase: str) -> bool:
         """Return whether calls of a phase fill the device."""

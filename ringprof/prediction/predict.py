@@ -446,7 +446,10 @@ def inputs(prediction: PredictionResult) -> dict[str, Value]:
     machine, query = prediction.machine, prediction.query
     kernel = machine.kernel(query.kernel)
     values = {"memory_gb_s": machine.memory_gb_s, "contention": machine.contention, "heat": machine.throttling}
-    for phase in ("forward", "backward") if query.workload.backward else ("forward",):
+    if query.workload.phase == "decode" and kernel.cache_gb_s is not None:
+        values["cache_gb_s"] = kernel.cache_gb_s
+    phases = ("forward", "backward") if query.workload.backward else ("forward",)
+    for phase in phases if "cache_gb_s" not in values else ():
         shape = phase, query.workload.head_dim
         samples = [sample for sample in kernel.samples if (sample.phase, sample.head_dim) == shape]
         spread = math.sqrt(prediction.variance_by_input.get(f"{phase} kernel", 0.0))

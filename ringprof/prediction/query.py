@@ -114,6 +114,16 @@ class Query:
         from ringprof.strategies.kernels.registry import auto_order
 
         mask = self.workload.mask()
+        if self.workload.phase == "decode":
+            from ringprof.strategies.algorithms.dcp import SPLITTING
+
+            rated = [kernel.name for kernel in machine.kernels if kernel.cache_gb_s is not None]
+            if not rated:
+                raise UnsupportedWorkloadError(
+                    f"machine {machine.name!r} has no rate at which a kernel reads a cache of keys: decode cannot be"
+                    " predicted on it"
+                )
+            return next((name for name in SPLITTING if name in rated), rated[0])
         calibrated = [
             (kernel.name, sample.head_dim) for kernel in machine.kernels
             for sample in kernel.samples if sample.pairs is not None or mask.plain

@@ -30,6 +30,7 @@ from ringprof.prediction.query import Query
 from ringprof.prediction.schedules import schedule_of
 from ringprof.prediction.whole_steps import StepPrediction, predict_step
 from ringprof.run import LayerAround, Workload
+from tests.paths import ROOT
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 16, 4, 2, 4
 EMBEDDING_NS, FORWARD_NS, BACKWARD_NS, OPTIMIZER_NS = 5, 7, 11, 1000
@@ -248,6 +249,16 @@ def test_traffic_that_is_longer_than_a_layer_is_exposed() -> None:
     reduce_ns = huge / 2 / H200.same_host.collective_gb_s["reduce_scatter"].value
     assert sum(step.parts_ns.values()) == pytest.approx(LAYERS * (2 * gather_ns + reduce_ns), rel=0.4)
     assert step.parts_ns["traffic"] > LAYERS * (2 * gather_ns + reduce_ns - 17e6 - 1.3 * attention_ns)
+
+
+@pytest.mark.parametrize(("seq", "measured_ms"), [(16384, 262.9), (32768, 614.1)])
+def test_measured_steps_of_four_layers_are_predicted(seq: int, measured_ms: float) -> None:
+    """benchmarks/step_prediction.py on one H200, in another process than the layers were measured in."""
+    figures = msgspec.json.decode((ROOT / "benchmarks/data/h200_llama_layers.json").read_bytes(), type=ModelFigures)
+    one_gpu = query(1, seq)
+    four = replace(one_gpu, workload=msgspec.structs.replace(one_gpu.workload, layers=4))
+    low, middle, high = predict_step(four, msgspec.structs.replace(H200, model=figures), schedule_of).interval_ns
+    assert middle / 1e6 == pytest.approx(measured_ms, rel=0.04) and low / 1e6 < measured_ms < high / 1e6
 
 
 @pytest.mark.parametrize(
