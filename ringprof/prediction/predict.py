@@ -20,7 +20,7 @@ from ringprof.prediction.calibration import Calibration, Origin, Value
 from ringprof.prediction.host_model import host_ns, times_us
 from ringprof.prediction.kernel_model import OutsideCalibration
 from ringprof.prediction.lognormal import NO_TIME, Lognormal, MaxLognormal
-from ringprof.prediction.machine import LIKELIEST, CalibratedMachine, Curves, Draw, curves_of
+from ringprof.prediction.machine import LIKELIEST, MASKED_OVER_PLAIN, CalibratedMachine, Curves, Draw, curves_of
 from ringprof.prediction.network import GPUS_PER_SWITCH, Cluster, Links
 from ringprof.prediction.peers import stand_in
 from ringprof.prediction.query import Query
@@ -458,6 +458,13 @@ def inputs(prediction: PredictionResult) -> dict[str, Value]:
         sources = sorted({sample.source for sample in samples})
         source = sources[0] if len(sources) == 1 else f"{len(sources)} sources, the first: {sources[0]}"
         values[f"{phase}_kernel_samples"] = Value(len(samples), spread, origin, source)
+    curves = curves_of(machine, query.kernel)
+    masked_phases = {
+        op.phase for op in prediction.schedule.programs[0].ops if isinstance(op, AttentionOp) and op.pairs is not None
+    }
+    for phase, ratio in MASKED_OVER_PLAIN.items():
+        if phase in masked_phases and not curves.has_masked(phase):
+            values[f"{phase}_masked_over_plain"] = ratio
     if query.cluster.size > 1:
         values["hop_gb_s"] = machine.same_host.hop_gb_s
         if query.hops == "copy" and machine.same_host.copy_gb_s is not None:

@@ -111,7 +111,7 @@ class Query:
         """Return the kernel's name. Raises `InputError` or `UnsupportedWorkloadError` if none is calibrated."""
         if self.kernel != "auto":
             return self.kernel
-        from ringprof.strategies.kernels.registry import auto_order
+        from ringprof.strategies.kernels.registry import KERNELS, auto_order
 
         mask = self.workload.mask()
         if self.workload.phase == "decode":
@@ -127,6 +127,10 @@ class Query:
         calibrated = [
             (kernel.name, sample.head_dim) for kernel in machine.kernels
             for sample in kernel.samples if sample.pairs is not None or mask.plain
+        ] or [
+            # Those that compute several lengths in one call, from their plain curves.
+            (kernel.name, sample.head_dim) for kernel in machine.kernels
+            if kernel.name in KERNELS and KERNELS[kernel.name].varlen for sample in kernel.samples
         ]  # fmt: skip
         same_head_dim = [name for name, head_dim in calibrated if head_dim == self.workload.head_dim]
         if not calibrated and not mask.plain:
