@@ -92,7 +92,7 @@ class _Begin(torch.autograd.Function):
         return tuple(x.view_as(x) for x in qkv)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         ctx.timer.end("backward")
         return None, *gradients
 
@@ -107,7 +107,7 @@ class _End(torch.autograd.Function):
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor) -> tuple[None, Tensor]:
         ctx.timer.begin("backward")
         return None, dout
 
@@ -135,8 +135,8 @@ def timed_attention(timer_of: Callable[[], StepTimer]) -> Iterator[None]:
     def timed_strategy(self: Strategy, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         return timed(of_strategy.__get__(self), q, k, v, 2, **options)
 
-    functional.scaled_dot_product_attention = timed_sdpa  # type: ignore[assignment]
-    Strategy.attention = timed_strategy  # type: ignore[assignment, method-assign]
+    functional.scaled_dot_product_attention = timed_sdpa
+    Strategy.attention = timed_strategy  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -95,5 +95,5 @@ def _difference_spread(step: ModelStep) -> float:
     """Return the standard error of a layer's time, the difference of two medians, as a fraction of it."""
     if not step.layer_ns:
         return 0.0
-    error_ns = step.spread * (step.one_layer_ns**2 + step.two_layers_ns**2) ** 0.5 / step.count**0.5
+    error_ns: float = step.spread * (step.one_layer_ns**2 + step.two_layers_ns**2) ** 0.5 / step.count**0.5
     return min(1.0, error_ns / step.layer_ns)

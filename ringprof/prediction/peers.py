@@ -16,7 +16,7 @@ from ringprof.strategies.catalog import PEERS
 
 _FP32_RING: Mapping[str, Any] = {"grad_wire": "fp32"}
 _ZIGZAG_USP: Mapping[str, Any] = {**_FP32_RING, "layout": "zigzag"}
-_STAND_INS: dict[str, tuple[str, Mapping[str, Any], dict[str, bool]]] = {
+_STAND_INS: dict[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
     # These rings send dK and dV in float32 from the first block on, one hop per rank.
     "ring-flash-attn/ring": ("ring", _FP32_RING, {"legacy_schedule": True}),
     "ring-flash-attn/zigzag": ("zigzag", _FP32_RING, {"legacy_schedule": True}),

@@ -77,7 +77,7 @@ def predict_step(query: Query, machine: Calibration, schedule_of: ScheduleOf, *,
         "backward": (calls["forward"] - 1) * per_pass["forward"] + calls["backward"] * per_pass["backward"],
     }
     for phase in ("forward", "backward") if workload.backward else ("forward",):
-        layer_ns, once_ns, spread = figures.times_ns(phase, tokens)  # type: ignore[arg-type]
+        layer_ns, once_ns, spread = figures.times_ns(phase, tokens)
         slowed, exposed = traffic.beside(phase, layer_ns + attention_ns[phase], workload.layers)
         parts["attention"] += workload.layers * attention_ns[phase]
         parts["layers"] += workload.layers * (layer_ns + slowed)

@@ -76,7 +76,7 @@ class TorchContextParallel(Strategy):
 
         module: Any = ring
         options, rotations = ring._cp_options, ring._RotateMethod
-        saved = options.enable_load_balance, options.rotate_method, ring.dist, ring._create_rotater
+        saved = options.enable_load_balance, options.rotate_method, module.dist, ring._create_rotater
         options.enable_load_balance = causal
         by_gather = self.parameters["rotate"] == "allgather"
         options.rotate_method = rotations.ALL_GATHER if by_gather else rotations.ALL_TO_ALL

@@ -23,7 +23,7 @@ from ringprof.errors import UnsupportedWorkloadError, UsageError
 from ringprof.prediction import measure_model as measuring
 from ringprof.prediction.calibration import Calibration, calibration_json, read_calibration
 from ringprof.prediction.measure_model import measure_model
-from ringprof.prediction.model_layers import ModelFigures, ModelStep
+from ringprof.prediction.model_layers import ModelFigures, ModelStep, Phase
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import predict
 from ringprof.prediction.query import Query
@@ -58,7 +58,7 @@ class Takes(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, Tensor]:
         # Makes a checkpoint compute the layer again up to here.
         assert ctx.saved_tensors
         ctx.clock.now += ctx.backward_ns
@@ -109,7 +109,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     def attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
         assert is_causal and k.shape[1] == KV_HEADS
         mixed = q + k.repeat_interleave(2, 1) + v.repeat_interleave(2, 1)
-        return Takes.apply(clock, q.shape[2] ** 2, 2 * q.shape[2] ** 2, mixed)
+        out: Tensor = Takes.apply(clock, q.shape[2] ** 2, 2 * q.shape[2] ** 2, mixed)
+        return out
 
     monkeypatch.setattr(functional, "scaled_dot_product_attention", attention)
     monkeypatch.setattr(measuring, "time", clock)
@@ -167,7 +168,7 @@ def test_functions_that_measure_nothing_are_refused(function: Any, message: str)
 
 H200 = read_calibration("h200")
 SEQ, LAYERS = 32768, 3
-TIMES_MS = {"forward": (9.0, 15.0), "backward": (18.0, 29.0), "optimizer": (3.0, 5.0)}
+TIMES_MS: dict[Phase, tuple[float, float]] = {"forward": (9.0, 15.0), "backward": (18.0, 29.0), "optimizer": (3.0, 5.0)}
 """Milliseconds of one and of two layers outside attention."""
 LAYER_BYTES, REST_BYTES = 400 << 20, 200 << 20
 
@@ -176,7 +177,7 @@ def machine(**changes: Any) -> Calibration:
     steps = [
         ModelStep(
             phase=phase, tokens=SEQ // 2, one_layer_ns=single * 1e6, two_layers_ns=double * 1e6, spread=0.0, count=5
-        )  # type: ignore[arg-type]
+        )
         for phase, (single, double) in TIMES_MS.items()
     ]
     figures = ModelFigures(
