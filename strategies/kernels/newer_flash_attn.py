@@ -136,6 +136,7 @@ class FlashAttn4Kernel(VarlenKernel):
     name = "flash-attn-4"
     pairs_gradients = True
     dense_rows = False
+    writes_into = True
     takes_windows = True
     most_head_dim = 256
 

@@ -16,7 +16,6 @@ from ringprof.prediction.fit import schedule_of_run
 from ringprof.prediction.schedules import schedule
 from ringprof.record.dryrun.schedule import AttentionOp, CommStart, CommWait, MemoryOp
 from ringprof.run import Sent, Workload, read_run
-from ringprof.strategies.kernels.registry import KERNELS
 
 RUNS = [
     path for path in sorted(TRACES.glob("*/run.json"))
@@ -98,9 +97,8 @@ def test_sinks_add_kernels_and_v_is_padded() -> None:
     assert {op.head_dim for op in mla.ops if isinstance(op, AttentionOp)} == {16}
 
 
-def test_flash_attn_4_is_dry_run_with_its_own_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it wrote gradients into views as flash-attn 3 does, the local block would be split beside the last hop."""
-    monkeypatch.setattr(KERNELS["flash-attn-4"], "writes_into", True)
+def test_flash_attn_4_is_dry_run_with_its_own_features() -> None:
+    """Like flash-attn 3 it writes gradients into views, so that the local block is split beside the last hop."""
     workload = Workload(seq=65536, heads=32, kv_heads=8, head_dim=128)
     four, three, two = (
         schedule("zigzag", workload, 2, kernel=kernel, hops="copy").programs[0]
