@@ -186,6 +186,11 @@ def h200_later() -> Iterator[Score]:
     yield from _predicted_shapes(recorded_shapes("h200_shapes_6.csv"))
 
 
+def h200_kernels() -> Iterator[Score]:
+    """Score zigzag on 2 of 4 H200 with flash-attn 4, 3, 2 and cuDNN, recorded after the bundled h200 had its curves."""
+    yield from _predicted_shapes(recorded_shapes("h200_shapes_7.csv"))
+
+
 def other_heads() -> Iterator[Score]:
     """Score other head sizes, MLA and sinks, on 2 H200; the curves of these sizes are of the same session."""
     yield from _predicted_shapes(
@@ -483,7 +488,8 @@ def ranking(scores: Sequence[Score], slack: float = 0.03) -> tuple[int, int]:
 PARTS: dict[str, Callable[[], Iterator[Score]]] = {
     "shapes": shapes, "short": short, "host": host, "host_elsewhere": host_elsewhere, "later": later, "last": last,
     "masks": masks, "other_heads": other_heads, "h100_shapes": h100_shapes, "h100_masks": h100_masks,
-    "h200_later": h200_later, "grid": grid, "grid_host": grid_host, "runs": runs, "strategies": strategies,
+    "h200_later": h200_later, "h200_kernels": h200_kernels, "grid": grid, "grid_host": grid_host, "runs": runs,
+    "strategies": strategies,
     "lengths": lengths, "eight": eight, "replays": replays, "h100": h100, "b200": b200, "a800": a800,
 }  # fmt: skip
 
@@ -496,6 +502,7 @@ FITTED = {
     "other_heads": f"{_H200}; curves of these head sizes of the same session",
     "h100_shapes": _H100, "h100_masks": _H100,
     "h200_later": "the bundled h200: flash-attn 3's curves of another session and of H100; none of these rows",
+    "h200_kernels": "the bundled h200: curves of flash-attn 3 and 4 of another session; none of these rows",
     "runs": "the committed runs, without the one that is scored",
     "strategies": "the committed runs of other strategies",
     "lengths": "the committed runs of other lengths",

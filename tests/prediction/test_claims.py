@@ -110,6 +110,15 @@ def test_error_on_other_h200_of_another_session() -> None:
     assert sum(score.error < 0 for score in scores) == 18
 
 
+def test_error_on_h200_by_kernel() -> None:
+    """No curve is fitted to these runs; 8192 tokens take 2.7 ms, where the host has its part."""
+    scores = list(prediction.h200_kernels())
+    assert len(scores) == 15 and within(scores, 0.025, 0.143) and inside(scores) == 13 / 15
+    newer = [score for score in scores if "flash-attn-3" in score.name or "flash-attn-4" in score.name]
+    plain = [score for score in newer if "window" not in score.name and score.measured > prediction.HOST_MS]
+    assert len(newer) == 13 and len(plain) == 11 and within(plain, 0.02, 0.042)
+
+
 def test_error_on_packed_documents_and_windows() -> None:
     """The all-gather run converted dQ to float32 once more, which takes half a millisecond of its 12.8."""
     scores = list(prediction.masks())
