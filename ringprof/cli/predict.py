@@ -111,10 +111,11 @@ def command(**options: Any) -> int:
         return 0
     query = _query(options)
     with show_progress("predicting"):
-        from ringprof.prediction.schedules import schedule_of  # imports torch, which takes seconds
+        from ringprof.prediction.schedules import ScheduleCache  # imports torch, which takes seconds
 
-        step = predict_step(query, machine, schedule_of) if query.workload.layer else None
-        prediction = predict(query, machine, schedule_of) if step is None else step.attention
+        cached_schedule_of = ScheduleCache().of
+        step = predict_step(query, machine, cached_schedule_of) if query.workload.layer else None
+        prediction = predict(query, machine, cached_schedule_of) if step is None else step.attention
     if options["form"] == "json":
         whole_step = {} if step is None else {"step": step_dict(step)}
         click.echo(json_text({**prediction_dict(prediction), **whole_step}), nl=False)
