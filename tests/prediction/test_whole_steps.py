@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ringprof import cli
-from ringprof.errors import UnsupportedWorkloadError, UsageError
+from ringprof.errors import InputError, UnsupportedWorkloadError, UsageError
 from ringprof.prediction import measure_model as measuring
 from ringprof.prediction.calibration import Calibration, calibration_json, read_calibration
 from ringprof.prediction.measure_model import measure_model
@@ -303,3 +303,22 @@ def test_the_command_measures_layers(
     assert figures is not None and {step.tokens for step in figures.steps} == {8, 16} and figures.heads == 2
     assert cli.run([*command, "--parts", "host"]) == 2
     assert "--parts: not with --model" in capsys.readouterr().err
+
+
+def test_files_that_hold_one_layers_attention_are_not_written_for_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "machine.json"
+    path.write_bytes(calibration_json(machine()))
+    command = ["predict", "--strategy", "zigzag", "--seq", "32k", "--machine", str(path), "--layer", "ddp"]
+    assert cli.run([*command, "-o", str(tmp_path / "run")]) == 2
+    assert "leave --layer out" in capsys.readouterr().err
+
+
+def test_a_file_whose_model_lacks_a_phase_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    whole = machine()
+    assert whole.model is not None
+    path.write_bytes(calibration_json(machine(steps=whole.model.steps[:2])))
+    with pytest.raises(InputError, match="its model lacks a phase"):
+        read_calibration(path)
