@@ -31,7 +31,7 @@ from ringprof.prediction.query import Query
 from ringprof.prediction.schedules import schedule_of
 from ringprof.prediction.score import check_rows
 from ringprof.prediction.what_if import Changes, what_if
-from ringprof.run import Run, Workload
+from ringprof.run import Run, Workload, read_run
 
 ROOT = Path(__file__).parents[1]
 TRACES, DATA = ROOT / "traces", ROOT / "benchmarks" / "data"
@@ -193,6 +193,36 @@ def other_heads() -> Iterator[Score]:
     )
 
 
+def plain_masks() -> Iterator[Score]:
+    """Score packed documents and windows by machines without their samples of such calls."""
+    for file, name in (("h200_shapes_2.csv", "h200"), ("h200_shapes_6.csv", "h200"), ("h100_shapes.csv", "h100")):
+        machine = without_masks(read_calibration(name))
+        for shape in recorded_shapes(file):
+            if not shape.plain:
+                yield scored(shape.name, shape.ms, predict(shape.query, machine, schedule_of))
+
+
+def without_masks(machine: Calibration) -> Calibration:
+    """Return a machine without its samples of calls of documents and windows."""
+    kernels = [
+        msgspec.structs.replace(kernel, samples=[sample for sample in kernel.samples if sample.pairs is None])
+        for kernel in machine.kernels
+    ]
+    return msgspec.structs.replace(machine, kernels=kernels)
+
+
+def peers() -> Iterator[Score]:
+    """Score other projects' strategies on 4 H200 (docs/speed.md)."""
+    yield from _predicted_shapes(recorded_shapes("h200_peers.csv"))
+
+
+def inference() -> Iterator[Score]:
+    """Score the committed runs of prefill and decode on 2 H200."""
+    for name in ("h200x2-decode-1048576", "h200x2-decode-1048576-window", "h200x2-ring-prefill-262144"):
+        run = read_run(TRACES / name / "run.json")
+        yield scored(name, measured_ms(run), predict(Query.of_run(run), read_calibration("h200"), schedule_of))
+
+
 def grid() -> Iterator[Score]:
     """Score device-bound cells of zigzag on 4 H200: two kernels, both transports, two sessions, by the bundled h200."""
     yield from _grid(host_bound=False)
@@ -249,7 +279,7 @@ def scored(name: str, measured: float, prediction: PredictionResult) -> Score:
     low, median_ms, high = prediction.interval_ms
     query = prediction.query
     return Score(
-        name, measured, median_ms, low, high, prediction, query.strategy, prediction.machine.name,
+        name, measured, median_ms, low, high, prediction, query.stands_for or query.strategy, prediction.machine.name,
         "fwd+bwd" if query.workload.backward else "fwd", query.cluster.hosts,
     )  # fmt: skip
 
@@ -485,6 +515,7 @@ PARTS: dict[str, Callable[[], Iterator[Score]]] = {
     "masks": masks, "other_heads": other_heads, "h100_shapes": h100_shapes, "h100_masks": h100_masks,
     "h200_later": h200_later, "grid": grid, "grid_host": grid_host, "runs": runs, "strategies": strategies,
     "lengths": lengths, "eight": eight, "replays": replays, "h100": h100, "b200": b200, "a800": a800,
+    "plain_masks": plain_masks, "peers": peers, "inference": inference,
 }  # fmt: skip
 
 _H200 = "the bundled h200: curves of the committed runs and of calibrate; none of these rows, except for the width"
@@ -496,6 +527,9 @@ FITTED = {
     "other_heads": f"{_H200}; curves of these head sizes of the same session",
     "h100_shapes": _H100, "h100_masks": _H100,
     "h200_later": "the bundled h200: flash-attn 3's curves of another session and of H100; none of these rows",
+    "plain_masks": "the bundled machines without calls of documents and windows; the ratio by those calls, not by runs",
+    "peers": f"{_H200} (margins)",
+    "inference": f"{_H200} (margins); the rate of reading a cache by benchmarks/decode_kernels.py",
     "runs": "the committed runs, without the one that is scored",
     "strategies": "the committed runs of other strategies",
     "lengths": "the committed runs of other lengths",
