@@ -25,13 +25,15 @@ import msgspec
 import ringprof
 from ringprof.prediction.calibration import Calibration, read_calibration
 from ringprof.prediction.fit import Observed, calibrate_from, observed_run
+from ringprof.prediction.model_layers import ModelFigures
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import PredictionResult, predict
 from ringprof.prediction.query import Query
 from ringprof.prediction.schedules import schedule_of
 from ringprof.prediction.score import check_rows
 from ringprof.prediction.what_if import Changes, what_if
-from ringprof.run import Run, Workload, read_run
+from ringprof.prediction.whole_steps import predict_step
+from ringprof.run import LayerAround, Run, Workload, read_run
 
 ROOT = Path(__file__).parents[1]
 TRACES, DATA = ROOT / "traces", ROOT / "benchmarks" / "data"
@@ -214,6 +216,24 @@ def without_masks(machine: Calibration) -> Calibration:
 def peers() -> Iterator[Score]:
     """Score other projects' strategies on 4 H200 (docs/speed.md)."""
     yield from _predicted_shapes(recorded_shapes("h200_peers.csv"))
+
+
+def steps() -> Iterator[Score]:
+    """Score steps of four Llama layers with FSDP2 on one and two H200, by the layers measured on one."""
+    figures = msgspec.json.decode((DATA / "h200_llama_layers.json").read_bytes(), type=ModelFigures)
+    machine = msgspec.structs.replace(read_calibration("h200"), model=figures)
+    with open(DATA / "h200_steps.csv", encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            sizes = {name: int(row[name]) for name in ("seq", "heads", "kv_heads", "layers")}
+            layer = LayerAround(parallel="fsdp2", mlp_size=14336)
+            workload = Workload(**sizes, head_dim=128, layer=layer)  # type: ignore[arg-type]
+            query = Query(row["strategy"], workload, Cluster(1, int(row["ranks"])), row["kernel"], row["hops"])
+            step = predict_step(query, machine, schedule_of)
+            low, middle, high = (ns / 1e6 for ns in step.interval_ns)
+            yield Score(
+                f"{row['ranks']} x H200, {row['seq']} tokens", float(row["median_ms"]), middle, low, high,
+                family="whole step", machine="h200", part="fwd+bwd", hosts=1,
+            )  # fmt: skip
 
 
 def inference() -> Iterator[Score]:
@@ -515,7 +535,7 @@ PARTS: dict[str, Callable[[], Iterator[Score]]] = {
     "masks": masks, "other_heads": other_heads, "h100_shapes": h100_shapes, "h100_masks": h100_masks,
     "h200_later": h200_later, "grid": grid, "grid_host": grid_host, "runs": runs, "strategies": strategies,
     "lengths": lengths, "eight": eight, "replays": replays, "h100": h100, "b200": b200, "a800": a800,
-    "plain_masks": plain_masks, "peers": peers, "inference": inference,
+    "plain_masks": plain_masks, "peers": peers, "inference": inference, "steps": steps,
 }  # fmt: skip
 
 _H200 = "the bundled h200: curves of the committed runs and of calibrate; none of these rows, except for the width"
@@ -529,6 +549,7 @@ FITTED = {
     "h200_later": "the bundled h200: flash-attn 3's curves of another session and of H100; none of these rows",
     "plain_masks": "the bundled machines without calls of documents and windows; the ratio by those calls, not by runs",
     "peers": f"{_H200} (margins)",
+    "steps": f"{_H200} (margins); layers measured on one H200; FSDP2's copies were added after these were seen",
     "inference": f"{_H200} (margins); the rate of reading a cache by benchmarks/decode_kernels.py",
     "runs": "the committed runs, without the one that is scored",
     "strategies": "the committed runs of other strategies",
