@@ -96,6 +96,12 @@ def test_peers_have_no_hops_by_copy_engine() -> None:
     ).query.hops == "nccl"  # fmt: skip
 
 
+def test_a_stand_ins_parameters_are_not_those_of_the_peer() -> None:
+    query = Query("ring-flash-attn/zigzag", SMALL, Cluster(1, 4), "flash-attn", params={"grad_wire": "input"})
+    with pytest.raises(UnsupportedWorkloadError, match="'ring-flash-attn/zigzag' has no parameter 'grad_wire'"):
+        predict(query, read_calibration("h200"), schedule_of)
+
+
 def test_the_command_says_what_stands_for_a_peer(capsys: pytest.CaptureFixture[str]) -> None:
     code = cli.run([
         "predict", "--strategy", "ring-flash-attn/zigzag", "--seq", "64k", "--gpus-per-node", "4", "--machine", "h200",
