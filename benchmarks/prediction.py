@@ -225,13 +225,14 @@ def steps() -> Iterator[Score]:
     with open(DATA / "h200_steps.csv", encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             sizes = {name: int(row[name]) for name in ("seq", "heads", "kv_heads", "layers")}
-            layer = LayerAround(parallel="fsdp2", mlp_size=14336)
+            layer = LayerAround(parallel=row["parallel"], mlp_size=14336)  # type: ignore[arg-type]
             workload = Workload(**sizes, head_dim=128, layer=layer)  # type: ignore[arg-type]
             query = Query(row["strategy"], workload, Cluster(1, int(row["ranks"])), row["kernel"], row["hops"])
             step = predict_step(query, machine, schedule_of)
             low, middle, high = (ns / 1e6 for ns in step.interval_ns)
             yield Score(
-                f"{row['ranks']} x H200, {row['seq']} tokens", float(row["median_ms"]), middle, low, high,
+                f"{row['ranks']} x H200, {row['seq']} tokens, {row['strategy']}, {row['parallel']}", float(row["median_ms"]),
+                middle, low, high,
                 family="whole step", machine="h200", part="fwd+bwd", hosts=1,
             )  # fmt: skip
 
