@@ -231,8 +231,8 @@ def steps() -> Iterator[Score]:
             step = predict_step(query, machine, schedule_of)
             low, middle, high = (ns / 1e6 for ns in step.interval_ns)
             yield Score(
-                f"{row['ranks']} x H200, {row['seq']} tokens, {row['strategy']}, {row['parallel']}", float(row["median_ms"]),
-                middle, low, high,
+                f"{row['ranks']} x H200, {row['seq']} tokens, {row['strategy']}, {row['parallel']}",
+                float(row["median_ms"]), middle, low, high,
                 family="whole step", machine="h200", part="fwd+bwd", hosts=1,
             )  # fmt: skip
 
