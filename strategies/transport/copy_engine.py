@@ -51,6 +51,8 @@ all counters.
 The first counts hops that have arrived here, the second hops that the next member can receive."""
 _DEVICE_TO_DEVICE = 3
 """CUDA's ``cudaMemcpyDeviceToDevice``."""
+_THREAD_LOCAL = 1
+"""CUDA's ``cudaStreamCaptureModeThreadLocal``."""
 _WAIT, _WRITE = 1, 2
 """CUDA's kinds of stream memory operations: wait for at least a value of 32 bits, and write one."""
 _OPERATION_WORDS = 6
@@ -63,7 +65,7 @@ _MOST_IN_FLIGHT = 32
 _rings: WeakValueDictionary[tuple[dist.ProcessGroup, str], CopyRing] = WeakValueDictionary()
 _owners: WeakValueDictionary[int, _Slots] = WeakValueDictionary()
 """Slots by the address of their memory."""
-_watchdog = CopyWatchdog()
+_watchdog = CopyWatchdog(prepare_thread=lambda: _query_beside_captures())
 
 
 def stop_copies(reason: str) -> None:
@@ -337,6 +339,8 @@ class _Cuda(NamedTuple):
     """cudaEventRecord"""
     wait_event: Any
     """cudaStreamWaitEvent"""
+    capture_mode: Any
+    """cudaThreadExchangeStreamCaptureMode"""
 
 
 @lru_cache(maxsize=1)
@@ -347,7 +351,7 @@ def _cuda() -> Any:
         runtime = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10_cuda.so"))
         cuda = _Cuda(
             driver.cuStreamWriteValue32_v2, driver.cuStreamBatchMemOp_v2, runtime.cudaMemcpyAsync,
-            runtime.cudaEventRecord, runtime.cudaStreamWaitEvent,
+            runtime.cudaEventRecord, runtime.cudaStreamWaitEvent, runtime.cudaThreadExchangeStreamCaptureMode,
         )  # fmt: skip
     except (OSError, AttributeError):
         return None
@@ -357,6 +361,11 @@ def _cuda() -> Any:
     cuda.copy.argtypes = [pointer, pointer, ctypes.c_size_t, ctypes.c_int, pointer]
     cuda.record.argtypes, cuda.wait_event.argtypes = [pointer, pointer], [pointer, pointer, ctypes.c_uint]
     return cuda
+
+
+def _query_beside_captures() -> None:
+    """Let this thread query events while another one captures a CUDA graph: in torch's default mode that would fail."""
+    _cuda().capture_mode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
 
 
 def _current_stream(device: int) -> int:

@@ -108,7 +108,8 @@ def graphed(rank: int, kernel: str, hops: str) -> list[str]:
                 once()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        # NCCL's watchdog queries events at the same time, that of copied hops does so in every mode.
+        with torch.cuda.graph(graph, capture_error_mode="global" if hops == "copy" else "thread_local"):
             results = once()
         with torch.no_grad():
             for target, x in zip(held, draws[1], strict=True):
