@@ -113,7 +113,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--kernels", default="cudnn,flash-attn")
     parser.add_argument("--hops", default="copy,nccl", help="intra-node transports of our strategies, one row each")
     parser.add_argument("--ranks-per-host", type=int)
-    parser.add_argument("--graphs", action="store_true", help="a row more for each of ours: as a CUDA graph")
+    parser.add_argument("--graphs", action="store_true", help="a row more for each of ours by NCCL: as a CUDA graph")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.5, help="timed per competitor and round, about")
     parser.add_argument("--least", type=int, default=2, help="fewest calls that are timed per competitor and round")
@@ -176,9 +176,8 @@ def _entries(options: argparse.Namespace) -> list[Entry]:
         # Only rings have hops that copy engines can carry; Megatron's hops keep the received buffers.
         ring = text.split("+")[0] not in ("ulysses", "megatron", "allgather")
         for kernel in kernels:
-            for hops in options.hops.split(",") if ring else ["nccl"]:
-                graphs = (False, True) if options.graphs else (False,)
-                entries += [Entry(text, kernel, hops, False, graph) for graph in graphs]
+            entries += [Entry(text, kernel, hops, False) for hops in (options.hops.split(",") if ring else ["nccl"])]
+            entries += [Entry(text, kernel, "nccl", False, graph=True)] if options.graphs else []
     for text, wanted in _with_kernels(options.peers, options) if options.peers != "none" else []:
         spec = find(_name_and_items(text)[0])
         missing = spec.missing()

@@ -35,11 +35,7 @@ class WatchedRing(Protocol):
 class CopyWatchdog:
     """A thread that watches rings, and releases them when a peer has ended or a hop exceeds the group's timeout."""
 
-    def __init__(
-        self, clock: Callable[[], float] = time.monotonic, prepare_thread: Callable[[], object] = bool
-    ) -> None:
-        """``prepare_thread`` is called once, in the thread."""
-        self._prepare_thread = prepare_thread
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._rings: WeakSet[WatchedRing] = WeakSet()
         self._clock = clock
         self._thread: threading.Thread | None = None
@@ -89,7 +85,6 @@ class CopyWatchdog:
         )
 
     def _check_forever(self) -> None:
-        self._prepare_thread()
         while True:
             time.sleep(INTERVAL_S)
             self.check()
