@@ -1,6 +1,6 @@
 """Time one rank of a strategy over many GPUs of a host, on two GPUs.
 
-    torchrun --nproc-per-node 2 examples/two_gpus_as_many.py --ranks 8 --strategy zigzag --seq 131072 --kernel cudnn
+    torchrun --nproc-per-node 2 benchmarks/two_gpus_as_many.py --ranks 8 --strategy zigzag --seq 131072 --kernel cudnn
 
 Each process runs one real rank of the strategy over ``--ranks`` ranks: its blocks, merges and hops, with their real
 sizes. Every hop goes to the other process, which stands for the next and the previous rank, and a hop of the other
@@ -34,11 +34,11 @@ from ringprof.strategies.registry import parse_parameter
 from ringprof.strategies.transport.communicator import Communicator
 from ringprof.strategies.transport.groups import process_group
 from ringprof.strategies.transport.hosts import Hosts
-from ringprof.strategies.transport.ring_channel import Channel, Hop, RankGroup, Transport
+from ringprof.strategies.transport.ring_channel import Channel, Hop, RankGroup
 from ringprof.strategies.transport.torch_transport import CopyTransport, TorchTransport
 
 
-def exchange(channel: Channel, comm: RankGroup, shares: Transport | None, keeps: bool) -> TorchTransport:
+def exchange(channel: Channel, comm: RankGroup, shares: Any, keeps: Any) -> TorchTransport:
     """Connect a channel of many ranks to the other process, which stands for all its other members; a `Connect`."""
     count, own = dist.get_world_size(), dist.get_rank()
     copies = comm.hops == "copy" and not keeps
@@ -97,7 +97,6 @@ def iteration_ms(shard: WorkloadShard, device: torch.device, warmup: int, iters:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", nargs="?", help="ignored: all examples take the folder of their output")
     parser.add_argument("--strategy", default="zigzag")
     parser.add_argument("--param", "-p", action="append", default=[], help="parameter of the strategy, NAME=VALUE")
     parser.add_argument("--ranks", type=int, default=4, help="ranks that the two processes stand for")
