@@ -40,7 +40,8 @@ def scoreboard() -> str:
         " measured, less 1.", "",
         f"{len(apart)} published rows are scored apart, {', '.join(score.name.split()[0] for score in apart)}: they are"
         f" of one program in one log, of which `predict --check` finds some faster than the kernel alone."
-        f" {sum(bool(score.inside) for score in apart)} of them lie inside; their mean error is {_mean(apart):.0f} %.", "",
+        f" {sum(bool(score.inside) for score in apart)} of them lie inside; their mean error is {_mean(apart):.0f} %.",
+        "",
         "**Families over all published rows**, those outside 75 to 85 % first. *Other machines* and *other families*:"
         " inside, if the family's spread is taken from these alone.", "",
         "| family | rows | inside | other machines | other families | mean error |",
