@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import re
 from collections.abc import Sequence
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -250,6 +252,19 @@ def test_rows_scored_apart_are_those_of_a_log_that_beats_the_kernel() -> None:
     }  # fmt: skip
     apart = [row["id"] for row in a800 if any(row["system"] == s and log in row["note"] for s, log in impossible)]
     assert tuple(apart) == prediction.BEATS_KERNEL
+
+
+def test_two_gpus_that_stand_for_four_are_within_three_percent_of_them() -> None:
+    with open(ROOT / "benchmarks" / "data" / "two_gpus_as_many.csv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    errors: dict[str, list[float]] = {"two_ms": [], "other_two_ms": []}
+    for row, (name, values) in product(rows, errors.items()):
+        four = [float(row[column]) for column in ("four_ms", "four_again_ms") if row[column]]
+        if row[name]:
+            values.append(float(row[name]) / (sum(four) / len(four)) - 1)
+    first, other = errors.values()
+    assert len(first) == 10 and sum(map(abs, first)) / 10 < 0.007 and max(map(abs, first)) < 0.0165
+    assert len(other) == 7 and -0.03 <= min(other) and max(other) < -0.0075
 
 
 def test_scoreboard_is_that_of_the_committed_table() -> None:

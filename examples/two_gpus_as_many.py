@@ -1,14 +1,15 @@
-"""Time one rank of a strategy over many GPUs of a host, on two GPUs.
+"""Time a strategy over the many GPUs of one host on two of them.
 
-    torchrun --nproc-per-node 2 benchmarks/two_gpus_as_many.py --ranks 8 --strategy zigzag --seq 131072 --kernel cudnn
+    torchrun --nproc-per-node 2 examples/two_gpus_as_many.py --ranks 8 --strategy zigzag --seq 131072 --heads 40
 
 Each process runs one real rank of the strategy over ``--ranks`` ranks: its blocks, merges and hops, with their real
-sizes. Every hop goes to the other process, which stands for the next and the previous rank, and a hop of the other
-process arrives. Both do as much work as the ranks that they stand for, so a message is sent when the neighbour would
-send it. What is sent has the right size and the wrong values: the results are not those of attention.
+sizes. Every hop goes to the other process, which stands for the next and for the previous rank, and the hop of that
+process arrives. Both compute as much as the ranks that they stand for, so a message is sent when a neighbour would send
+it. The messages have the right sizes and the wrong values: the results are not those of attention.
 
-The time of an iteration is that of the slower process. It holds for GPUs that are all connected by NVLink switches,
-where each pair has the bandwidth that it has alone.
+The time of an iteration is that of the slower process. It holds for GPUs that NVLink switches connect, where each pair
+has the bandwidth that it has alone, and for strategies that send in rings and all-to-alls. The slowest of many GPUs is
+slower than the slower of two: docs/prediction.md has the differences from runs on four GPUs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -40,16 +42,14 @@ from ringprof.strategies.transport.torch_transport import CopyTransport, TorchTr
 
 def exchange(channel: Channel, comm: RankGroup, shares: Any, keeps: Any) -> TorchTransport:
     """Connect a channel of many ranks to the other process, which stands for all its other members; a `Connect`."""
-    count, own = dist.get_world_size(), dist.get_rank()
+    own = dist.get_rank()
     copies = comm.hops == "copy" and not keeps
     group = None if copies else getattr(shares, "group", None)
     if group is None:
         # Two members share one ring of copies per group: channels that have rings of their own need own groups.
-        group = process_group(channel.channel, tuple(range(count)), "two GPUs as many", dist.group.WORLD)
-    other: Any = SimpleNamespace(
-        channel=channel.channel, size=count, following=(own + 1) % count, previous=(own - 1) % count
-    )
-    return CopyTransport(other, group, dict.fromkeys(range(count))) if copies else Exchange(other, group)
+        group = process_group(channel.channel, (0, 1), "two GPUs as many", dist.group.WORLD)
+    pair: Any = SimpleNamespace(channel=channel.channel, size=2, following=1 - own, previous=1 - own)
+    return CopyTransport(pair, group, {0: None, 1: None}) if copies else Exchange(pair, group)
 
 
 class Exchange(TorchTransport):
@@ -59,8 +59,8 @@ class Exchange(TorchTransport):
         """Start an all-to-all in which the piece of every other member goes to, and comes from, the other process."""
         if operation != "all_to_all":
             raise Unsupported(f"{operation}: two GPUs stand for more in rings and all-to-alls only")
-        count, own, size = dist.get_world_size(), dist.get_rank(), channel.size
-        pieces = [1 if process == own else size - 1 for process in range(count)]
+        size = channel.size
+        pieces = [1 if process == dist.get_rank() else size - 1 for process in (0, 1)]
         received = torch.empty_like(tensor)
         into, out = received.view(size, -1), tensor.view(size, -1)
         if not self._has_nccl:
@@ -100,7 +100,9 @@ def main() -> None:
     parser.add_argument("--strategy", default="zigzag")
     parser.add_argument("--param", "-p", action="append", default=[], help="parameter of the strategy, NAME=VALUE")
     parser.add_argument("--ranks", type=int, default=4, help="ranks that the two processes stand for")
-    parser.add_argument("--as-ranks", help="ranks that the processes run, as 0,3; default: the first and the last")
+    parser.add_argument(
+        "--as-ranks", type=int, nargs=2, help="ranks that the processes run (default: the first and the last)"
+    )
     parser.add_argument("--seq", type=int, default=1024, help="tokens over all ranks")
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int)
@@ -115,19 +117,28 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
-    stands_for = [int(rank) for rank in (options.as_ranks or f"0,{options.ranks - 1}").split(",")][dist.get_rank()]
+    if dist.get_world_size() != 2:
+        raise SystemExit("two processes stand for all ranks: torchrun --nproc-per-node 2")
+    stands_for = (options.as_ranks or [0, options.ranks - 1])[dist.get_rank()]
     workload = Workload(
         seq=options.seq, heads=options.heads, kv_heads=options.kv_heads or options.heads, head_dim=options.head_dim
     )
     shard = rank_shard(
         options.strategy, options.param, workload, stands_for, options.ranks, options.kernel, options.hops, device
     )
-    times = iteration_ms(shard, device, options.warmup, options.iters)
+    try:
+        times = iteration_ms(shard, device, options.warmup, options.iters)
+    except Unsupported as refusal:
+        raise SystemExit(str(refusal)) from None
+    sent_bytes = sum(size for _, size in shard.strategy.comm.meter.sent.values()) / (options.warmup + options.iters)
     if dist.get_rank() == 0:
         print(f"{options.strategy} over {options.ranks} ranks: {statistics.median(times):.2f} ms an iteration")
         print(f"shortest {min(times):.2f} ms, longest {max(times):.2f} ms")
+        print(f"{sent_bytes / 1e6:.3f} MB sent per iteration and rank")
     dist.barrier()
-    dist.destroy_process_group()
+    sys.stdout.flush()
+    # torch can abort a process that ends while the groups of the channels still have threads.
+    os._exit(0)
 
 
 if __name__ == "__main__":
