@@ -22,7 +22,6 @@ import torch
 from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu, chunk_gated_delta_rule_fwd_h
 from fla.ops.common.chunk_h import chunk_bwd_dh, chunk_fwd_h
 from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv, chunk_bwd_dv_local, chunk_fwd_o
-from fla.ops.cp.chunk_fwd import chunk_cp_fwd_h
 from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
 from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
 from fla.ops.gla.chunk import (
@@ -37,9 +36,9 @@ from fla.ops.utils import chunk_local_cumsum, prepare_chunk_indices
 from fla.ops.utils.constant import RCP_LN2
 from torch import Tensor
 
+from .delta_effects import CHUNK, effects_backward_of, effects_of
 from .kernel import Carry, Inputs, Saved, Shard, states_between, transposed
 
-CHUNK = 64
 LEAST_CHUNKS = 32
 """Least number of chunks in a piece: shorter pieces would spend their time on combining."""
 _WHOLE = 2**30
@@ -138,8 +137,7 @@ class FlaKernel(ABC):
         every = [Carry()] * pieces.count
         if shard.receives or pieces.count > len(pieces.starts):
             batch, *shape = x.state_shape
-            states = x.q.new_empty(batch * pieces.count, *shape, dtype=torch.float32)
-            states = self.effects_backward(x, pieces, local, states).view(batch, -1, *shape)
+            states = self.effects_backward(x, pieces, local).view(batch, -1, *shape)
             every = _carries(states, transitions, range(pieces.count)[::-1])
         before, after = None, None
         if shard.receives or not shard.sends:
@@ -182,11 +180,8 @@ class FlaKernel(ABC):
         """Compute what needs no gradient of a state after a piece."""
 
     @abstractmethod
-    def effects_backward(self, x: Inputs, pieces: Pieces, local: Any, like: Tensor) -> Tensor:
-        """Return the gradients of the states before all pieces, where those after them have none.
-
-        They have the shape (B P, H, K, V) and type of ``like``.
-        """
+    def effects_backward(self, x: Inputs, pieces: Pieces, local: Any) -> Tensor:
+        """Return the gradients (B P, H, K, V) of the states before all pieces, where those after them have none."""
 
     @abstractmethod
     def backward(self, x: Inputs, pieces: Pieces, local: Any, terminal: Tensor | None) -> Sequence[Tensor]:
@@ -210,11 +205,9 @@ class FlaDeltaRule(FlaKernel):
         return k, w, u, total, solved
 
     def effects(self, x: Inputs, pieces: Pieces, local: Any) -> tuple[Tensor, Tensor]:
-        batch, heads, keys, values = x.state_shape
-        maps = x.k.new_empty(batch * pieces.count, heads, keys, values + keys, dtype=torch.float32)
-        k, w, u, total = (tensor.flatten(0, 1).unsqueeze(0) for tensor in local[:4])
-        chunk_cp_fwd_h(k=k, w=w, u=u, hm=maps, g=total, cu_seqlens=pieces.bounds, multi_seqs=True)
-        maps = maps.view(batch, -1, *maps.shape[1:])
+        k, w, u, total = (tensor.flatten(0, 1) for tensor in local[:4])
+        maps, values = effects_of(k, w, u, total, pieces.bounds), x.v.shape[-1]
+        maps = maps.view(x.v.shape[0], -1, *maps.shape[1:])
         return maps[..., :values], maps[..., values:]
 
     def forward(self, x: Inputs, pieces: Pieces, local: Any, initial: Tensor | None) -> tuple[Tensor, Saved]:
@@ -232,13 +225,17 @@ class FlaDeltaRule(FlaKernel):
         dwritten = chunk_bwd_dv_local(q=q, k=k, g=total, do=dout, scale=x.scale, **pieces.options)
         return q, k, v, total, beta, solved, w, h, written, dout, dwritten
 
-    def effects_backward(self, x: Inputs, pieces: Pieces, local: Any, like: Tensor) -> Tensor:
-        gradients: Tensor = self._pass_back(x, pieces, local, like, None)[1]
-        return gradients
+    def effects_backward(self, x: Inputs, pieces: Pieces, local: Any) -> Tensor:
+        q, k, _, total, _, _, w, _, _, dout, dwritten = local
+        q, k, w, dout, dwritten, total = (tensor.flatten(0, 1) for tensor in (q, k, w, dout, dwritten, total))
+        return effects_backward_of(q, k, w, dout, dwritten, total, pieces.bounds, x.scale)
 
     def backward(self, x: Inputs, pieces: Pieces, local: Any, terminal: Tensor | None) -> Sequence[Tensor]:
-        q, k, v, total, beta, solved, w, h, written, dout, _ = local
-        dh, _, dwritten = self._pass_back(x, pieces, local, None, terminal)
+        q, k, v, total, beta, solved, w, h, written, dout, dwritten = local
+        names = "q", "k", "w", "do", "dv", "g"
+        split = dict(zip(names, map(pieces.split, (q, k, w, dout, dwritten, total)), strict=True))
+        dh, _, passed = chunk_gated_delta_rule_bwd_dhu(**split, dht=terminal, scale=x.scale, **pieces.options)
+        dwritten = passed.view_as(dwritten)
         dq, dk, dw, dg = chunk_bwd_dqkwg(
             q=q, k=k, v=written, w=w, g=total, h=h, dv=dwritten, do=dout, dh=dh, scale=x.scale, **pieces.options
         )
@@ -247,16 +244,6 @@ class FlaDeltaRule(FlaKernel):
         )
         dg = chunk_local_cumsum(dg.add_(dg_too), CHUNK, reverse=True, **pieces.options)
         return dq, dk.add_(dk_too), dv, dg, dbeta
-
-    @staticmethod
-    def _pass_back(x: Inputs, pieces: Pieces, local: Any, like: Tensor | None, terminal: Tensor | None) -> Any:
-        """Return the gradients of all chunks' states, of the first ones where ``like`` is given, and of u."""
-        q, k, _, total, _, _, w, _, _, *rest = local
-        q, k, total, w, dout, dwritten = (pieces.split(tensor) for tensor in (q, k, total, w, *rest))
-        dh, dfirst, dwritten = chunk_gated_delta_rule_bwd_dhu(
-            q=q, k=k, w=w, g=total, h0=like, dht=terminal, do=dout, dv=dwritten, scale=x.scale, **pieces.options
-        )
-        return dh, dfirst, dwritten.view_as(rest[1])
 
 
 class FlaLinearAttention(FlaKernel):
@@ -295,7 +282,9 @@ class FlaLinearAttention(FlaKernel):
         h = self._states(x, pieces, (k, v, kept[0]), initial, states_in_fp32=True)[0]
         return q, k, v, kept, h, dout
 
-    def effects_backward(self, x: Inputs, pieces: Pieces, local: Any, like: Tensor) -> Tensor:
+    def effects_backward(self, x: Inputs, pieces: Pieces, local: Any) -> Tensor:
+        batch, *shape = x.state_shape
+        like = x.q.new_empty(batch * pieces.count, *shape, dtype=torch.float32)
         gradients: Tensor = self._pass_back(x, pieces, local, like, None, split_size=_WHOLE)[1]
         return gradients
 
