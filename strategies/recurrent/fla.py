@@ -39,7 +39,7 @@ from torch import Tensor
 from .delta_effects import CHUNK, effects_backward_of, effects_of
 from .kernel import Carry, Inputs, Saved, Shard, states_between, transposed
 
-LEAST_CHUNKS = 32
+LEAST_CHUNKS = 64
 """Least number of chunks in a piece: shorter pieces would spend their time on combining."""
 _WHOLE = 2**30
 """Split size, in tokens, at which the kernels of linear attention store one state per piece."""
@@ -191,7 +191,7 @@ class FlaKernel(ABC):
 class FlaDeltaRule(FlaKernel):
     """Kernel for the gated delta rule."""
 
-    BLOCKS_PER_PROCESSOR = 1
+    BLOCKS_PER_PROCESSOR = 2
 
     def blocks(self, x: Inputs) -> int:
         batch, heads, _, values = x.state_shape
