@@ -31,7 +31,7 @@ from fla.ops.gla import chunk_gla
 from fla.ops.simple_gla import chunk_simple_gla
 from torch import Tensor
 
-from ringprof.strategies.recurrent import fla as fla_kernels
+from ringprof.strategies.recurrent import pieces
 from ringprof.strategies.recurrent.state_strategies import PEERS, STRATEGIES, create_recurrent
 
 HEADS, SIZE = 16, 128
@@ -94,7 +94,7 @@ def check(rank: int, device: Any, operators: list[str]) -> None:
     """
     exact = create_recurrent("state-ring", kernel="reference")
     # Several pieces even of short sequences.
-    fla_kernels.LEAST_CHUNKS = 4
+    pieces.LEAST_CHUNKS = 4
     local = 1024
     seq = local * exact.comm.size
     documents = [0, 500, local, local + 70, seq]

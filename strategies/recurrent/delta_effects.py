@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK = 64
+from .pieces import CHUNK
+
 _CONFIGS = [
     triton.Config({"COLUMNS": columns}, num_warps=warps, num_stages=stages)
     for columns, warps in ((32, 4), (64, 4), (64, 8))
