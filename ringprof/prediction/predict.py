@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,8 +19,9 @@ from ringprof.prediction.calibration import Calibration, Origin, Value
 from ringprof.prediction.host_model import host_ns, times_us
 from ringprof.prediction.kernel_model import OutsideCalibration
 from ringprof.prediction.lognormal import NO_TIME, Lognormal, MaxLognormal
-from ringprof.prediction.machine import LIKELIEST, CalibratedMachine, Curves, Draw, curves_of
+from ringprof.prediction.machine import LIKELIEST, MASKED_OVER_PLAIN, CalibratedMachine, Curves, Draw, curves_of
 from ringprof.prediction.network import GPUS_PER_SWITCH, Cluster, Links
+from ringprof.prediction.peers import stand_in
 from ringprof.prediction.query import Query
 from ringprof.prediction.simulator import Timeline, simulate
 from ringprof.record.dryrun.schedule import AttentionOp, CommStart, CommWait, MemoryOp, Op, Program, Schedule
@@ -33,6 +33,8 @@ MAX_SIMULATED_RANKS = 64
 MAX_SAMPLED_RANKS = 8192
 """Largest number of ranks of which a few are simulated where no smaller cluster can stand for it: their programs have a
 step per rank, and take half a minute."""
+DRAWS = 15
+"""Largest number of Monte Carlo draws of the machine by default."""
 _HOST_DRAWS = 101
 """Monte Carlo draws of the variation between hosts."""
 SMALL_RANKS, LARGE_RANKS = 16, 32
@@ -57,6 +59,7 @@ class _Breakdown:
         return sum(phase.get(part, 0.0) for phase in (self.forward, self.backward) for part in parts)
 
 
+_PHASES = ("backward", "forward")
 _PARTS = ("kernel", "memory", "same_host", "other_host", "peers", "host")
 """Parts of a rank's time, in order of precedence.
 
@@ -86,6 +89,8 @@ class PredictionResult:
     schedule: Schedule
     """Programs of the ranks that were simulated last."""
     timelines: list[Timeline]
+    few_ranks: bool = False
+    """Whether fewer ranks were simulated than usual: see `predict`. Such a time is a little too short."""
 
     def representative_of(self, rank: int) -> int:
         """Return the simulated rank that stands for ``rank``: the nearest one, if possible with the same local rank."""
@@ -142,13 +147,18 @@ class PredictionResult:
         return next(origin for origin in ("assumed", "published", "measured") if origin in origins)
 
 
-def predict(query: Query, machine: Calibration, schedule_of: ScheduleOf, *, draws: int = 15) -> PredictionResult:
+def predict(
+    query: Query, machine: Calibration, schedule_of: ScheduleOf, *, draws: int = DRAWS, few_ranks: bool = False
+) -> PredictionResult:
     """Predict one run from at most ``draws`` Monte Carlo draws.
+
+    With ``few_ranks``, smaller clusters that stand for a larger one are simulated by four of their ranks each, whose
+    peers are taken to be ready when they are. This takes a fifth of the time.
 
     Raises `UnsupportedWorkloadError` if the strategy cannot run this way, `OutsideCalibration` if the machine's file
     does not cover it.
     """
-    cluster = query.cluster
+    query, cluster = stand_in(query), query.cluster
     refuse_unsupported(query, machine)
     query = replace(query, kernel=query.kernel_on(machine), hops=query.hops_on(machine))
     curves = curves_of(machine, query.kernel)
@@ -156,9 +166,13 @@ def predict(query: Query, machine: Calibration, schedule_of: ScheduleOf, *, draw
         return _simulate_draws(query, machine, curves, schedule_of(query, cluster, None), draws)
     small, large = _resized(cluster, SMALL_RANKS), _resized(cluster, LARGE_RANKS)
     if _gains_ring_steps(query, schedule_of, small, large):
-        return _extrapolate(query, machine, curves, schedule_of, (small, large), draws)
-    sample_ranks = sorted({0, 1, cluster.size // 2, cluster.size - 1})
-    return _simulate_draws(query, machine, curves, schedule_of(query, cluster, sample_ranks), draws)
+        return _extrapolate(query, machine, curves, schedule_of, (small, large), draws, few_ranks=few_ranks)
+    return _simulate_draws(query, machine, curves, schedule_of(query, cluster, _sample_ranks(cluster)), draws)
+
+
+def _sample_ranks(cluster: Cluster) -> list[int]:
+    """Return the ranks that stand for all where not all are simulated."""
+    return sorted({0, 1, cluster.size // 2, cluster.size - 1})
 
 
 def _gains_ring_steps(query: Query, schedule_of: ScheduleOf, small: Cluster, large: Cluster) -> bool:
@@ -215,7 +229,7 @@ def _simulate_draws(
         program.rank: _busy_share(program, timeline, end_ns)
         for program, timeline in zip(programs, timelines, strict=True)
     }
-    max_draws = 15 if len(programs) <= 8 else 7 if len(programs) <= LARGE_RANKS else 3
+    max_draws = DRAWS if len(programs) <= 8 else 7 if len(programs) <= LARGE_RANKS else 3
     draws = [run(Draw(seed=seed), utilisation) for seed in range(1, 1 + min(most_draws, max_draws))]
     ends_ns = [_latest_end_ns(drawn) for drawn in draws]
     device_ns, run_variance = median(ends_ns), pvariance([math.log(end_ns) for end_ns in ends_ns])
@@ -284,18 +298,24 @@ def _busy_share(program: Program, timeline: Timeline, iteration_ns: float) -> fl
 
 def time_breakdown(program: Program, timeline: Timeline, cluster: Cluster) -> _Breakdown:
     """Return a rank's time by phase and part; concurrent activities count as the first of `_PARTS`."""
-    events: list[tuple[float, int, tuple[int, str]]] = []
+    # At each moment the smallest running key counts: by part, and of equal parts the backward pass.
+    keys = {(part, phase): 2 * _PARTS.index(part) + (phase == "forward") for part in _PARTS for phase in _PHASES}
+    events: list[tuple[float, int, int]] = []
     for start, end, part, phase in _busy_pieces(program, timeline, cluster):
         if end > start:
-            events += [(start, 1, (_PARTS.index(part), phase)), (end, -1, (_PARTS.index(part), phase))]
+            key = keys[part, phase]
+            events += [(start, 1, key), (end, -1, key)]
     phases: dict[str, dict[str, float]] = {"forward": {}, "backward": {}}
-    active: Counter[tuple[int, str]] = Counter()
+    active = [0] * len(keys)
     last_ns, phase = 0.0, "forward"
     for time_ns, change, key in sorted(events):
         if time_ns > last_ns:
-            running = (active_key for active_key, count in active.items() if count)
-            part_index, phase = min(running, default=(_PARTS.index("host"), phase))
-            phases[phase][_PARTS[part_index]] = phases[phase].get(_PARTS[part_index], 0.0) + time_ns - last_ns
+            part = "host"
+            for index, count in enumerate(active):
+                if count:
+                    part, phase = _PARTS[index // 2], _PHASES[index % 2]
+                    break
+            phases[phase][part] = phases[phase].get(part, 0.0) + time_ns - last_ns
         active[key] += change
         last_ns = time_ns
     return _Breakdown(phases["forward"], phases["backward"])
@@ -366,7 +386,7 @@ def _resized(cluster: Cluster, ranks: int) -> Cluster:
 
 def _extrapolate(
     query: Query, machine: Calibration, curves: Curves, schedule_of: ScheduleOf,
-    clusters: tuple[Cluster, Cluster], draws: int,
+    clusters: tuple[Cluster, Cluster], draws: int, *, few_ranks: bool,
 ) -> PredictionResult:  # fmt: skip
     """Extrapolate from two smaller clusters, where each rank has the same share and messages but fewer ring steps.
 
@@ -377,7 +397,7 @@ def _extrapolate(
     small_ranks, large_ranks = (cluster.size for cluster in clusters)
     small, large = (
         _simulate_draws(
-            query, machine, curves, schedule_of(query, cluster, None), draws,
+            query, machine, curves, schedule_of(query, cluster, _sample_ranks(cluster) if few_ranks else None), draws,
             replace(
                 cluster, stretch=ranks / cluster.size,
                 host_stretch=query.cluster.gpus_per_host / cluster.gpus_per_host,
@@ -398,7 +418,7 @@ def _extrapolate(
         for cluster in (clusters[1], _resized(clusters[1], 2 * LARGE_RANKS))
     ]
     return replace(
-        large, time=MaxLognormal(*(
+        large, few_ranks=few_ranks, time=MaxLognormal(*(
             Lognormal(extrapolate(small_time.median_ns, large_time.median_ns), large_time.spread)
             for small_time, large_time in ((small.time.device, large.time.device), (small.time.host, large.time.host))
         )), breakdown=_Breakdown(phase("forward"), phase("backward")),
@@ -413,7 +433,7 @@ class PredictionWarning(NamedTuple):
     """Reason to distrust a prediction, or not to run it."""
 
     code: str
-    """``does_not_fit`` or ``larger_node``."""
+    """``does_not_fit``, ``larger_node`` or ``stand_in``."""
     message: str
 
 
@@ -423,7 +443,11 @@ def warnings_of(prediction: PredictionResult) -> list[PredictionWarning]:
     if not prediction.fits:
         message = f"this does not fit: a GPU has {binary_size(machine.memory_bytes)}"
         warnings.append(PredictionWarning("does_not_fit", message))
-    gpus = prediction.query.cluster.gpus_per_host
+    query = prediction.query
+    if query.stands_for is not None:
+        message = f"{query.stands_for} is predicted as ringprof's {query.strategy}: its own code cannot be dry-run"
+        warnings.append(PredictionWarning("stand_in", message))
+    gpus = query.cluster.gpus_per_host
     if gpus > GPUS_PER_SWITCH:
         message = (
             f"nodes of {gpus} GPUs are predicted with the rates of nodes of {GPUS_PER_SWITCH}, which machine"
@@ -441,7 +465,10 @@ def inputs(prediction: PredictionResult) -> dict[str, Value]:
     machine, query = prediction.machine, prediction.query
     kernel = machine.kernel(query.kernel)
     values = {"memory_gb_s": machine.memory_gb_s, "contention": machine.contention, "heat": machine.throttling}
-    for phase in ("forward", "backward") if query.workload.backward else ("forward",):
+    if query.workload.phase == "decode" and kernel.cache_gb_s is not None:
+        values["cache_gb_s"] = kernel.cache_gb_s
+    phases = ("forward", "backward") if query.workload.backward else ("forward",)
+    for phase in phases if "cache_gb_s" not in values else ():
         shape = phase, query.workload.head_dim
         samples = [sample for sample in kernel.samples if (sample.phase, sample.head_dim) == shape]
         spread = math.sqrt(prediction.variance_by_input.get(f"{phase} kernel", 0.0))
@@ -450,6 +477,13 @@ def inputs(prediction: PredictionResult) -> dict[str, Value]:
         sources = sorted({sample.source for sample in samples})
         source = sources[0] if len(sources) == 1 else f"{len(sources)} sources, the first: {sources[0]}"
         values[f"{phase}_kernel_samples"] = Value(len(samples), spread, origin, source)
+    curves = curves_of(machine, query.kernel)
+    masked_phases = {
+        op.phase for op in prediction.schedule.programs[0].ops if isinstance(op, AttentionOp) and op.pairs is not None
+    }
+    for phase, ratio in MASKED_OVER_PLAIN.items():
+        if phase in masked_phases and not curves.has_masked(phase):
+            values[f"{phase}_masked_over_plain"] = ratio
     if query.cluster.size > 1:
         values["hop_gb_s"] = machine.same_host.hop_gb_s
         if query.hops == "copy" and machine.same_host.copy_gb_s is not None:
