@@ -82,12 +82,12 @@ def run(function: Callable[..., Any], inputs: list[Tensor], dout: Tensor) -> lis
     return [out.detach(), *(x.detach() for x in last), *(x.grad for x in leaves)]
 
 
-def competitors_of(operator: str) -> list[str]:
-    """Return the strategies that compute the operator."""
-    return [*STRATEGIES, *(PEERS if operator == "gated_delta_rule" else ())]
+def competitors_of(operator: str, names: list[str]) -> list[str]:
+    """Return those of the strategies that compute the operator."""
+    return [name for name in names if name not in PEERS or operator == "gated_delta_rule"]
 
 
-def check(rank: int, device: Any, operators: list[str]) -> None:
+def check(rank: int, device: Any, operators: list[str], names: list[str]) -> None:
     """Print the largest errors of every strategy, relative to the largest number of the truth: out, gradients.
 
     With states, the initial state is the last result, and the final state the second.
@@ -115,7 +115,7 @@ def check(rank: int, device: Any, operators: list[str]) -> None:
                 return getattr(strategy, name)(*(x[:-1] if states else x), cu_seqlens=bounds, **options)
 
             truth = run(partial(call, exact), [x.double() for x in own], dout.double())
-            for name in competitors_of(operator):
+            for name in competitors_of(operator, names):
                 if states and name in PEERS:
                     continue
                 result = run(partial(call, create_recurrent(name, kernel="fla")), own, dout.to(DTYPE))
@@ -131,7 +131,7 @@ def check(rank: int, device: Any, operators: list[str]) -> None:
                     )
 
 
-def speed(rank: int, device: Any, operator: str, tokens: int, rounds: int) -> None:
+def speed(rank: int, device: Any, operator: str, names: list[str], tokens: int, rounds: int) -> None:
     """Print the times of the kernel alone, every strategy, and fla's own context parallelism."""
     size = dist.get_world_size()
     single = [dist.new_group([other]) for other in range(size)][rank]
@@ -140,13 +140,13 @@ def speed(rank: int, device: Any, operator: str, tokens: int, rounds: int) -> No
     competitors: dict[str, Callable[..., Any]] = {
         "kernel alone": alone(operator),
         "kernel in pieces": getattr(create_recurrent("state-ring", group=single, kernel="fla"), operator),
-        **{name: getattr(create_recurrent(name, kernel="fla"), operator) for name in competitors_of(operator)},
+        **{name: getattr(create_recurrent(name, kernel="fla"), operator) for name in competitors_of(operator, names)},
     }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in competitors}
     memory = dict.fromkeys(competitors, 0)
-    names = list(competitors)
+    order = list(competitors)
     for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        for name in order[turn % len(order) :] + order[: turn % len(order)]:
             for repeat in range(5):
                 leaves = [x.detach().requires_grad_() for x in inputs]
                 dist.barrier()
@@ -189,6 +189,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--tokens", default="")
     parser.add_argument("--operators", default=",".join(OPERATORS))
+    parser.add_argument("--strategies", default=",".join([*STRATEGIES, *PEERS]))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--allow-triton", action="store_true")
     options = parser.parse_args()
@@ -198,14 +199,14 @@ def main() -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    operators = options.operators.split(",")
+    operators, names = options.operators.split(","), options.strategies.split(",")
     if rank == 0:
         print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, flush=True)
     for tokens in filter(None, options.tokens.split(",")):
         for operator in operators:
-            speed(rank, device, operator, int(tokens), options.rounds)
+            speed(rank, device, operator, names, int(tokens), options.rounds)
     if options.check:
-        check(rank, device, operators)
+        check(rank, device, operators, names)
     dist.barrier()
     os._exit(0)
 
