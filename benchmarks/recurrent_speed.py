@@ -93,6 +93,7 @@ def check(rank: int, device: Any, operators: list[str], names: list[str]) -> Non
     With states, the initial state is the last result, and the final state the second.
     """
     exact = create_recurrent("state-ring", kernel="reference")
+    strategies = {name: create_recurrent(name, kernel="fla") for name in names}
     # Several pieces even of short sequences.
     pieces.LEAST_CHUNKS = 4
     local = 1024
@@ -118,7 +119,7 @@ def check(rank: int, device: Any, operators: list[str], names: list[str]) -> Non
             for name in competitors_of(operator, names):
                 if states and name in PEERS:
                     continue
-                result = run(partial(call, create_recurrent(name, kernel="fla")), own, dout.to(DTYPE))
+                result = run(partial(call, strategies[name]), own, dout.to(DTYPE))
                 errors = [
                     float((x.double() - y).abs().max() / y.abs().max().clamp(min=1e-12))
                     for x, y in zip(result, truth, strict=True)
