@@ -82,18 +82,17 @@ def run(function: Callable[..., Any], inputs: list[Tensor], dout: Tensor) -> lis
     return [out.detach(), *(x.detach() for x in last), *(x.grad for x in leaves)]
 
 
-def competitors_of(operator: str, names: list[str]) -> list[str]:
+def competitors_of(operator: str, strategies: dict[str, Any]) -> dict[str, Any]:
     """Return those of the strategies that compute the operator."""
-    return [name for name in names if name not in PEERS or operator == "gated_delta_rule"]
+    return {name: x for name, x in strategies.items() if name not in PEERS or operator == "gated_delta_rule"}
 
 
-def check(rank: int, device: Any, operators: list[str], names: list[str]) -> None:
+def check(rank: int, device: Any, operators: list[str], strategies: dict[str, Any]) -> None:
     """Print the largest errors of every strategy, relative to the largest number of the truth: out, gradients.
 
     With states, the initial state is the last result, and the final state the second.
     """
     exact = create_recurrent("state-ring", kernel="reference")
-    strategies = {name: create_recurrent(name, kernel="fla") for name in names}
     # Several pieces even of short sequences.
     pieces.LEAST_CHUNKS = 4
     local = 1024
@@ -116,10 +115,10 @@ def check(rank: int, device: Any, operators: list[str], names: list[str]) -> Non
                 return getattr(strategy, name)(*(x[:-1] if states else x), cu_seqlens=bounds, **options)
 
             truth = run(partial(call, exact), [x.double() for x in own], dout.double())
-            for name in competitors_of(operator, names):
+            for name, strategy in competitors_of(operator, strategies).items():
                 if states and name in PEERS:
                     continue
-                result = run(partial(call, strategies[name]), own, dout.to(DTYPE))
+                result = run(partial(call, strategy), own, dout.to(DTYPE))
                 errors = [
                     float((x.double() - y).abs().max() / y.abs().max().clamp(min=1e-12))
                     for x, y in zip(result, truth, strict=True)
@@ -132,16 +131,13 @@ def check(rank: int, device: Any, operators: list[str], names: list[str]) -> Non
                     )
 
 
-def speed(rank: int, device: Any, operator: str, names: list[str], tokens: int, rounds: int) -> None:
+def speed(rank: int, device: Any, operator: str, strategies: dict[str, Any], tokens: int, rounds: int) -> None:
     """Print the times of the kernel alone, every strategy, and fla's own context parallelism."""
-    size = dist.get_world_size()
-    single = [dist.new_group([other]) for other in range(size)][rank]
     inputs = inputs_of(operator, tokens, device)
     dout = torch.randn(1, tokens, HEADS, SIZE, device=device, dtype=DTYPE)
     competitors: dict[str, Callable[..., Any]] = {
         "kernel alone": alone(operator),
-        "kernel in pieces": getattr(create_recurrent("state-ring", group=single, kernel="fla"), operator),
-        **{name: getattr(create_recurrent(name, kernel="fla"), operator) for name in competitors_of(operator, names)},
+        **{name: getattr(strategy, operator) for name, strategy in competitors_of(operator, strategies).items()},
     }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in competitors}
     memory = dict.fromkeys(competitors, 0)
@@ -200,14 +196,17 @@ def main() -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    operators, names = options.operators.split(","), options.strategies.split(",")
+    operators = options.operators.split(",")
+    single = [dist.new_group([other]) for other in range(dist.get_world_size())][rank]
+    strategies = {name: create_recurrent(name, kernel="fla") for name in options.strategies.split(",")}
+    in_pieces = {"kernel in pieces": create_recurrent("state-ring", group=single, kernel="fla")}
     if rank == 0:
         print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, flush=True)
     for tokens in filter(None, options.tokens.split(",")):
         for operator in operators:
-            speed(rank, device, operator, names, int(tokens), options.rounds)
+            speed(rank, device, operator, in_pieces | strategies, int(tokens), options.rounds)
     if options.check:
-        check(rank, device, operators, names)
+        check(rank, device, operators, strategies)
     dist.barrier()
     os._exit(0)
 
