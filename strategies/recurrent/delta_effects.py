@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from fla.utils import autotune_cache_kwargs
 from torch import Tensor
 
 from .pieces import CHUNK
@@ -61,7 +62,7 @@ def effects_backward_of(
     return gradients
 
 
-@triton.autotune(configs=_CONFIGS, key=["H", "K", "V"], cache_results=True)
+@triton.autotune(configs=_CONFIGS, key=["H", "K", "V"], **autotune_cache_kwargs)
 @triton.jit
 def _effects(
     k, w, u, total, bounds, maps,
@@ -95,7 +96,7 @@ def _effects(
     tl.store(target, state, mask=inside)
 
 
-@triton.autotune(configs=_CONFIGS, key=["H", "K", "V"], cache_results=True)
+@triton.autotune(configs=_CONFIGS, key=["H", "K", "V"], **autotune_cache_kwargs)
 @triton.jit
 def _effects_backward(
     q, k, w, dout, dwritten, total, bounds, gradients, scale,
