@@ -164,11 +164,11 @@ class _ShortCheck:
         results = dict(zip(("out", "final_state"), (x.detach() for x in outputs), strict=False))
         if backward:
             gradients = [x.to(y) for x, y in zip((dout, dfinal), outputs, strict=False)]
-            found = torch.autograd.grad(outputs, list(leaves.values()), gradients, allow_unused=True)
+            gradients_of_leaves = torch.autograd.grad(outputs, list(leaves.values()), gradients, allow_unused=True)
             # An initial state that a first document of no tokens leaves unused has no gradient.
             results |= {
                 f"d{name}": torch.zeros_like(leaf) if x is None else x
-                for (name, leaf), x in zip(leaves.items(), found, strict=True)
+                for (name, leaf), x in zip(leaves.items(), gradients_of_leaves, strict=True)
             }
         return results
 
@@ -260,6 +260,6 @@ def _group_results(
         out = call_operator(target, workload, leaves)
     results = {"out": out.detach()}
     if "dout" in inputs:
-        found = torch.autograd.grad(out, list(leaves.values()), inputs["dout"].to(out))
-        results |= {f"d{name}": x for name, x in zip(leaves, found, strict=True)}
+        gradients_of_leaves = torch.autograd.grad(out, list(leaves.values()), inputs["dout"].to(out))
+        results |= {f"d{name}": x for name, x in zip(leaves, gradients_of_leaves, strict=True)}
     return results

@@ -179,9 +179,9 @@ def test_one_head_of_keys_computes_its_part_of_the_whole(operator: Any, width: i
     dout = torch.randn_like(out)
     gradients = torch.autograd.grad(out, list(inputs.values()), dout)
     whole = {"out": out, **{f"d{name}": x for name, x in zip(inputs, gradients, strict=True)}}
-    part, one = select_group(work, {**{name: x.detach() for name, x in inputs.items()}, **whole}, 1)
+    part, one_group = select_group(work, {**{name: x.detach() for name, x in inputs.items()}, **whole}, 1)
     leaves = {name: part[name].clone().requires_grad_() for name in inputs}
-    out = call_operator(DenseRecurrence(), one, leaves)
+    out = call_operator(DenseRecurrence(), one_group, leaves)
     torch.testing.assert_close(out, part["out"])
     gradients = torch.autograd.grad(out, list(leaves.values()), dout[:, :, 2:])
     for name, gradient in zip(leaves, gradients, strict=True):

@@ -83,7 +83,7 @@ def test_a_recurrence_is_not_spoken_of_as_attention(name):
     case = Case(findings, raw)
     texts = [text for _, _, text in sentences(case)]
     texts += render(findings, TextStyle(width=200), ["waterfall"]).splitlines()
-    assert not [text for text in texts if re.search("attention|flash|rotat|zigzag|ring step", text)]
+    assert not [text for text in texts if re.search("attention|flash|rotation|zigzag|ring step", text)]
 
 
 def test_audit_fails_on_a_sentence_without_a_rule():
