@@ -357,8 +357,8 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     passed: bool
     seq: Count
     errors: dict[str, TensorError]
-    """Errors by tensor: ``out`` and, with backward, ``dq``, ``dk``, ``dv``; of a recurrence ``out``, ``final_state``, and
-    the gradients of its inputs and of ``initial_state``."""
+    """Errors by tensor: ``out`` and, with backward, ``dq``, ``dk``, ``dv``; of a recurrence ``out``, ``final_state``,
+    and the gradients of its inputs and of ``initial_state``."""
     timed: TimedVerification | None = None
     """Result of the check after timing; None in runs recorded before it existed."""
 
@@ -490,8 +490,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """Work of one rank in one iteration, counted by the kernel and the communicator at run time."""
 
     block_flops: Count | None
-    """FLOPs of its attention blocks, forward and backward, from exact mask areas, or of its recurrence; None if the strategy uses kernels
-    that do not count, such as those of third-party code."""
+    """FLOPs of its attention blocks, forward and backward, from exact mask areas, or of its recurrence; None if the
+    strategy uses kernels that do not count, such as those of third-party code."""
     block_calls: dict[str, Count]
     """Number of blocks computed, by ``forward`` and ``backward``."""
     sent: list[Sent] | None
