@@ -32,7 +32,7 @@ def scoreboard() -> str:
     own = [
         score
         for part, scores in scores_by_part.items()
-        if part not in (*PUBLISHED, "replays", "strategies", "lengths")
+        if part not in (*PUBLISHED, "replays", "strategies", "lengths", "plain_masks")
         for score in scores
     ]
     lines = [

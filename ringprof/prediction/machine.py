@@ -39,11 +39,11 @@ JITTER = 0.01
 
 
 class Curves:
-    """Fitted curves of one kernel on one machine, with a cache of their estimates."""
+    """Fitted curves of one kernel on one machine, with a cache of their estimates; see `Curve` for ``pieces``."""
 
-    def __init__(self, calibration: Calibration, kernel: str) -> None:
+    def __init__(self, calibration: Calibration, kernel: str, *, pieces: bool = False) -> None:
         self.kernel: KernelFigures = calibration.kernel(kernel)
-        self._calibration = calibration
+        self._calibration, self._pieces = calibration, pieces
         self._curves: dict[tuple[str, int], Curve] = {}
         self._estimates: dict[tuple[object, ...], Estimate] = {}
 
@@ -54,8 +54,9 @@ class Curves:
             block.pairs, block.sequences,
         )  # fmt: skip
         if key not in self._estimates:
-            if reads_cache(block):
-                self._estimates[key] = self._cache_estimate(block)
+            rate = self.kernel.cache_gb_s
+            if rate is not None and reads_cache(block):
+                self._estimates[key] = self._cache_estimate(block, rate)
             elif block.pairs is not None and not self.has_masked(block.phase):
                 plain = self._curve(block.phase, block.head_dim, masked=False).estimate(block)
                 ratio = MASKED_OVER_PLAIN[block.phase]
@@ -71,14 +72,8 @@ class Curves:
         """Return whether calls of documents and windows were measured."""
         return any(sample.phase == phase and sample.pairs is not None for sample in self.kernel.samples)
 
-    def _cache_estimate(self, block: AttentionOp) -> Estimate:
-        """Estimate a call that is bound by reading its keys and values. Raises `OutsideCalibration` without a rate."""
-        rate = self.kernel.cache_gb_s
-        if rate is None:
-            raise OutsideCalibration(
-                f"machine {self._calibration.name!r} has no rate at which kernel {self.kernel.name!r} reads a cache of"
-                " keys: decode cannot be predicted with it"
-            )
+    def _cache_estimate(self, block: AttentionOp, rate: Value) -> Estimate:
+        """Estimate a call that is bound by reading its keys and values."""
         call = self._calibration.memory_op_us
         ns, call_ns = cache_bytes(block) / rate.value, 1e3 * call.value
         return Estimate(ns + call_ns, math.hypot(ns * rate.spread, call_ns * call.spread) / (ns + call_ns))
@@ -94,7 +89,9 @@ class Curves:
             if samples and head_dim not in head_dims:
                 raise OutsideCalibration(f"kernel {name!r} is calibrated for head_dim {head_dims}, not {head_dim}")
             samples = [sample for sample in samples if sample.head_dim == head_dim]
-            self._curves[name, head_dim] = Curve(name, samples, self._calibration.multiprocessors, self._cool_speedup)
+            self._curves[name, head_dim] = Curve(
+                name, samples, self._calibration.multiprocessors, self._cool_speedup, pieces=self._pieces
+            )
         return self._curves[name, head_dim]
 
     def _cool_speedup(self, sample: KernelSample) -> float:
@@ -113,19 +110,19 @@ def reads_cache(block: AttentionOp) -> bool:
     return block.phase == "forward" and block.pairs is None and block.q < CACHE_ROWS
 
 
-_CACHE: deque[tuple[Calibration, str, Curves]] = deque(maxlen=4)
+_CACHE: deque[tuple[Calibration, tuple[str, bool], Curves]] = deque(maxlen=4)
 
 
-def curves_of(calibration: Calibration, kernel: str) -> Curves:
+def curves_of(calibration: Calibration, kernel: str, *, pieces: bool = False) -> Curves:
     """Return the fitted curves of a kernel, cached for later queries: fitting takes a tenth of a second.
 
     Raises `UsageError` if the file has none.
     """
-    for machine, name, curves in _CACHE:
-        if machine is calibration and name == kernel:
+    for machine, key, curves in _CACHE:
+        if machine is calibration and key == (kernel, pieces):
             return curves
-    curves = Curves(calibration, kernel)
-    _CACHE.append((calibration, kernel, curves))
+    curves = Curves(calibration, kernel, pieces=pieces)
+    _CACHE.append((calibration, (kernel, pieces), curves))
     return curves
 
 

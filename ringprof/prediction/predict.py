@@ -170,7 +170,12 @@ def predict(
     query, cluster = stand_in(query), query.cluster
     refuse_unsupported(query, machine)
     query = replace(query, kernel=query.kernel_on(machine), hops=query.hops_on(machine))
-    curves = curves_of(machine, query.kernel)
+    if query.workload.phase == "decode" and machine.kernel(query.kernel).cache_gb_s is None:
+        raise UnsupportedWorkloadError(
+            f"machine {machine.name!r} has no rate at which kernel {query.kernel!r} reads a cache of keys: decode"
+            " cannot be predicted with it"
+        )
+    curves = curves_of(machine, query.kernel, pieces=query.workload.documents is not None)
     if cluster.size <= MAX_SIMULATED_RANKS:
         return _simulate_draws(query, machine, curves, schedule_of(query, cluster, None), draws)
     small, large = _resized(cluster, SMALL_RANKS), _resized(cluster, LARGE_RANKS)

@@ -111,7 +111,7 @@ def test_error_on_h200_with_flash_attn_3_that_no_curve_is_fitted_to() -> None:
 def test_error_on_other_h200_of_another_session() -> None:
     """No curve is fitted to these runs."""
     scores = list(prediction.h200_later())
-    assert len(scores) == 19 and within(scores, 0.0215, 0.0505) and inside(scores) == 17 / 19
+    assert len(scores) == 19 and within(scores, 0.0215, 0.051) and inside(scores) == 17 / 19
     assert sum(score.error < 0 for score in scores) == 18
 
 
