@@ -19,7 +19,8 @@ from ringprof.record.dryrun.schedule import AttentionOp, MemoryOp, Program
 GATHER_RATE, SCATTER_RATE, FILL_RATE = 0.86, 0.35, 0.75
 """Rates of torch's ``gather`` and ``scatter_`` of whole rows and of ``zeros``, relative to a copy's.
 
-Measured on an H200, bf16 rows of 8 and 64 heads: 3,490 to 3,730, 1,400 to 1,470 and 3,120 to 3,310 of 4,176 GB/s."""
+Measured on an H200 by benchmarks/packed_calls.py, bf16 rows of 8 and 64 heads: 3,490 to 3,730, 1,400 to 1,470 and 3,120
+to 3,310 of 4,176 GB/s."""
 VARLEN_FORWARD = 1.045
 """Time of flash-attn 3's forward call with ``cu_seqlens`` of one sequence, relative to the call without them.
 
