@@ -12,10 +12,12 @@ from statistics import NormalDist
 import msgspec
 import numpy as np
 
+from ringprof.common.formatting import significant
 from ringprof.common.json_object import JsonObject
 from ringprof.errors import RingprofError, UnknownStrategyError, UnsupportedWorkloadError, nearest
 from ringprof.prediction.calibration import Calibration
-from ringprof.prediction.launch_commands import megatron_flags, record_command
+from ringprof.prediction.experiment import deciding_experiment
+from ringprof.prediction.launch_commands import framework_flags, record_command
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import (
     DRAWS,
@@ -58,6 +60,8 @@ _SHARED_INPUTS = ("forward kernel", "backward kernel", "memory", "unexplained", 
 
 Candidates of one strategy share the error of their family, too.
 """
+_MOST_RIVALS = 5
+"""Number of choices behind the first one that an experiment may put first."""
 _SURE = 0.8
 """Probability from which one of two choices is said to be faster."""
 
@@ -137,24 +141,41 @@ class Advice:
         }
         difference = second.median_ns - first.median_ns
         largest_first = sorted(excess, key=lambda part: -abs(excess[part]))
-        behind = f"{100 * difference / first.median_ns:.1f} % ({difference / 1e6:.2f} ms)"
+        behind = f"{significant(100 * difference / first.median_ns, 3)} % ({significant(difference / 1e6, 3)} ms)"
         parts = ", ".join(
-            f"{excess[part] / 1e6:+.2f} ms of {_PART_NAMES[part]}" for part in largest_first
+            f"{'+' if excess[part] > 0 else ''}{significant(excess[part] / 1e6, 3)} ms of {_PART_NAMES[part]}"
+            for part in largest_first
             if abs(excess[part]) >= _SHOWN_NS
-        )  # fmt: skip
+        )
         return f"{self.choices[1].label} takes {behind} longer: {parts}"
 
     def commands(self) -> dict[str, str]:
-        """Return what runs the first choice, and the best choice that Megatron-LM has, by program."""
+        """Return what runs the first choice, and the best choice that each other program has, by program."""
         own = record_command(self.first.prediction.query)
         commands = {"ringprof": own} if own else {}
-        for choice in self.choices:
-            flags = megatron_flags(choice.prediction.query)
-            if flags and choice.fits:
-                slower = choice.prediction.median_ns / self.first.prediction.median_ns - 1
-                behind = f", {slower:.1%} longer than the first" if choice is not self.first else ""
-                return commands | {f"Megatron-LM's {choice.label}{behind}": flags}
+        done: set[str] = set()
+        for choice in self.choices if self.first.fits else ():
+            for program, flags in framework_flags(choice.prediction.query).items() if choice.fits else ():
+                if program not in done:
+                    slower = choice.prediction.median_ns / self.first.prediction.median_ns - 1
+                    behind = (
+                        f", {significant(100 * slower, 3)} % longer than the first" if choice is not self.first else ""
+                    )
+                    commands[f"{program}'s {choice.label}{behind}"] = flags
+                    done.add(program)
         return commands
+
+    def experiment(self) -> str:
+        """Describe the measurement on one or two GPUs that most likely puts another choice first."""
+        first = self.first.prediction
+        rivals = [choice for choice in self.choices[1:] if choice.fits == self.first.fits][:_MOST_RIVALS]
+        experiments = [
+            (found, rival) for rival in rivals if (found := deciding_experiment(first, rival.prediction)) is not None
+        ]
+        if not experiments:
+            return "no input that one or two GPUs can measure is likely to change the order (ringprof tune measures it)"
+        found, rival = max(experiments, key=lambda pair: pair[0].probability)
+        return f"{rival.label} may be faster: {found.sentence()}"
 
     def what_to_measure(self) -> str:
         """Name the input whose measurement would narrow the first choice's interval most."""
@@ -237,7 +258,9 @@ def advise(
     to_compare = [choice.prediction for choice in compared(choices)]
     gbit = cluster.nic_gbit
     sweeps: dict[str, Sequence[float]] = {
-        "lengths": [int(workload.seq * factor) for factor in _LENGTH_FACTORS],
+        "lengths": [
+            int(workload.seq * factor) for factor in _LENGTH_FACTORS if factor >= 1 or workload.documents is None
+        ],
         "NICs": [gbit * factor for factor in _NIC_FACTORS] if gbit is not None and cluster.hosts > 1 else [],
         "hosts": sorted({round(cluster.hosts * factor) for factor in _HOST_FACTORS} - {0})
         if gbit is not None or cluster.hosts > 1 else [],
@@ -306,7 +329,11 @@ def _sweep(
 
     def changed(query: Query, value: float) -> Query:
         if axis == "lengths":
-            return replace(query, workload=msgspec.structs.replace(query.workload, seq=int(value)))
+            workload, documents = query.workload, query.workload.documents
+            if documents is not None:
+                # A longer batch holds the documents several times.
+                documents = documents * (int(value) // workload.seq)
+            return replace(query, workload=msgspec.structs.replace(workload, seq=int(value), documents=documents))
         changes: JsonObject = {"nic_gbit": value} if axis == "NICs" else {"hosts": int(value)}
         return replace(query, cluster=replace(query.cluster, **changes))
 
@@ -413,4 +440,5 @@ def advice_dict(advice: Advice) -> JsonObject:
         "why_not_the_second": advice.why_not_the_second(),
         "commands": advice.commands(),
         "what_to_measure": advice.what_to_measure(),
+        "experiment": advice.experiment(),
     }  # fmt: skip
