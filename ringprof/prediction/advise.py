@@ -81,7 +81,7 @@ class Choice:
     @property
     def label(self) -> str:
         """Strategy with its parameters, as shown in tables."""
-        return _label(self.prediction.query)
+        return label_of(self.prediction.query)
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,34 @@ def advise(
     workload: Workload, cluster: Cluster, machine: Calibration, schedule_of: ScheduleOf, *, kernel: str = "auto",
     memory_bytes: int | None = None, strategies: Sequence[str] = (), notify: Notify = ignore_progress,
 ) -> Advice:  # fmt: skip
-    """Predict all candidates, or those of ``strategies`` only, and order them by time.
+    """Order all candidates, or those of ``strategies`` only, by time, and find what would change the order.
+
+    Raises the errors of `ranked_choices`.
+    """
+    choices, refusals = ranked_choices(
+        workload, cluster, machine, schedule_of, kernel=kernel, memory_bytes=memory_bytes, strategies=strategies,
+        notify=notify,
+    )  # fmt: skip
+    to_compare = [choice.prediction for choice in compared(choices)]
+    gbit = cluster.nic_gbit
+    sweeps: dict[str, Sequence[float]] = {
+        "lengths": [
+            int(workload.seq * factor) for factor in _LENGTH_FACTORS if factor >= 1 or workload.documents is None
+        ],
+        "NICs": [gbit * factor for factor in _NIC_FACTORS] if gbit is not None and cluster.hosts > 1 else [],
+        "hosts": sorted({round(cluster.hosts * factor) for factor in _HOST_FACTORS} - {0})
+        if gbit is not None or cluster.hosts > 1 else [],
+    }  # fmt: skip
+    points = (tuple(_sweep(axis, values, to_compare, machine, schedule_of, notify)) for axis, values in sweeps.items())
+    return Advice(choices, refusals, *points)
+
+
+def ranked_choices(
+    workload: Workload, cluster: Cluster, machine: Calibration, schedule_of: ScheduleOf, *, kernel: str = "auto",
+    memory_bytes: int | None = None, strategies: Sequence[str] = (), notify: Notify = ignore_progress,
+) -> tuple[tuple[Choice, ...], tuple[tuple[str, str], ...]]:  # fmt: skip
+    """Predict all candidates, or those of ``strategies`` only; return them ordered by time, and (label, reason) of
+    those that cannot be predicted.
 
     Raises `UnsupportedWorkloadError` if none can run and `UnknownStrategyError` for a name that no candidate has.
     """
@@ -225,7 +252,7 @@ def advise(
         try:
             predictions.append(predict(query, machine, schedule_of, draws=_FIRST_PASS_DRAWS, few_ranks=True))
         except RingprofError as error:
-            refusals.append((_label(query), str(error)))
+            refusals.append((label_of(query), str(error)))
     if not predictions:
         reasons = dict.fromkeys(why for _, why in refusals)
         raise UnsupportedWorkloadError(f"no strategy can run this: {'; '.join(list(reasons)[:3])}")
@@ -255,18 +282,7 @@ def advise(
         )
         for index, prediction in enumerate(predictions)
     )
-    to_compare = [choice.prediction for choice in compared(choices)]
-    gbit = cluster.nic_gbit
-    sweeps: dict[str, Sequence[float]] = {
-        "lengths": [
-            int(workload.seq * factor) for factor in _LENGTH_FACTORS if factor >= 1 or workload.documents is None
-        ],
-        "NICs": [gbit * factor for factor in _NIC_FACTORS] if gbit is not None and cluster.hosts > 1 else [],
-        "hosts": sorted({round(cluster.hosts * factor) for factor in _HOST_FACTORS} - {0})
-        if gbit is not None or cluster.hosts > 1 else [],
-    }  # fmt: skip
-    points = (tuple(_sweep(axis, values, to_compare, machine, schedule_of, notify)) for axis, values in sweeps.items())
-    return Advice(choices, tuple(refusals), *points)
+    return choices, tuple(refusals)
 
 
 def candidates(workload: Workload, cluster: Cluster, machine: Calibration, kernel: str) -> Iterator[Query]:
@@ -412,7 +428,7 @@ def _zero_crossing(a: float, b: float, at_a: float, at_b: float) -> float:
     return float(a * (b / a) ** (at_a / (at_a - at_b)))
 
 
-def _label(query: Query) -> str:
+def label_of(query: Query) -> str:
     """Return the strategy with its parameters and its transport."""
     params = ", ".join(f"{key}={value}" for key, value in query.params.items())
     copy_note = ", hops copied" if query.hops == "copy" else ""
