@@ -1,10 +1,11 @@
 """Write the calibrations that come with the package, ringprof/prediction/machines/*.json.
 
 h200 is measured: from the committed runs, from benchmarks/data/h200_links.csv and from `ringprof calibrate`.
-benchmarks/data/h200_kernels.csv has the kernels of the latter, and h200_heads.csv those of other head sizes. Its
-flash-attn 3 is that of h100, of which h100_kernels.csv has cuDNN and flash-attn 3. The rest of h100, b200 and a800 are
-assembled from published figures by the rules below; docs/prediction.md says which. No data enters that
-docs/prediction.md scores a prediction against, except the rows that it names.
+benchmarks/data/h200_kernels.csv has the kernels of the latter, h200_heads.csv those of other head sizes, and
+h200_newer_kernels.csv flash-attn 3 and 4. h100_kernels.csv has cuDNN and flash-attn 3 of h100. What one of the two
+lacks of flash-attn 3 and 4 is taken from the other. The rest of h100, b200 and a800 are assembled from published
+figures by the rules below; docs/prediction.md says which. No data enters that docs/prediction.md scores a prediction
+against, except the rows that it names.
 
     python -m scripts.build_machines [NAME...]
 """
@@ -115,10 +116,11 @@ MATMUL = Value(
 
 
 ON_H100 = "ringprof calibrate, 2 H100 of 700 W, 2026-11-25, torch 2.11 (benchmarks/data/h100_kernels.csv)"
+ON_H200 = "ringprof calibrate, one H200, 2026-11-26, torch 2.11 (benchmarks/data/h200_newer_kernels.csv)"
 H200_AS_H100 = 0.03
 """Relative difference of a kernel between an H200 and an H100: both have the same chip and power limit.
 
-cuDNN's curves of the two differ by 3.7 % in the mean from 4096 tokens on, flash-attn 3 in four calls by 0.9 to 2.7 %.
+cuDNN's curves of the two differ by 3.7 % in the mean from 4096 tokens on, 17 blocks of flash-attn 3 by 2.5 %.
 """
 FLASH_ATTN_3_ON_H200 = (
     ("forward", 32768, 40, 40, 658.0), ("backward", 32768, 40, 40, 597.0), ("forward", 65536, 24, 4, 653.0),
@@ -141,7 +143,8 @@ def h200() -> Calibration:
         )
         for kernel in machine.kernels
     ]
-    kernels = [_derived_flash_attn_3() if kernel.name == "flash-attn-3" else kernel for kernel in kernels]
+    kernels = [_flash_attn_3_on_h200() if kernel.name == "flash-attn-3" else kernel for kernel in kernels]
+    kernels.append(_newer_flash_attn("flash-attn-4", _hot_samples("flash-attn-4", "h200_newer_kernels.csv", ON_H200)))
     machine = _with_host(msgspec.structs.replace(machine, kernels=kernels))
     return msgspec.structs.replace(
         machine, created="2026-11-22", transfer_margin=TRANSFER_MARGIN, family_spread=family_spread("h200"),
@@ -151,14 +154,19 @@ def h200() -> Calibration:
     )  # fmt: skip
 
 
-def _derived_flash_attn_3() -> KernelFigures:
-    """Return flash-attn 3 on H200: samples of an H100, which has the same chip, and four calls on an H200 itself."""
-    derived = [
+def _on_other_hopper(samples: list[KernelSample], device: str) -> list[KernelSample]:
+    """Return samples of the other of H100 and H200, which have the same chip, as assumed ones of this device."""
+    return [
         msgspec.structs.replace(
-            sample, spread=math.hypot(sample.spread, H200_AS_H100), origin="assumed", source=f"as on H100: {ON_H100}"
+            sample, spread=math.hypot(sample.spread, H200_AS_H100), origin="assumed",
+            source=f"as on {device}: {sample.source}",
         )
-        for sample in _h100_samples("flash-attn-3")
+        for sample in samples
     ]  # fmt: skip
+
+
+def _flash_attn_3_on_h200() -> KernelFigures:
+    """Return flash-attn 3 on H200: its own samples, and those of an H100 for shapes that they lack."""
     measured = [
         KernelSample(
             phase=phase, q=tokens, kv=tokens, heads=heads, kv_heads=kv_heads, head_dim=128, causal=True, spread=0.01,
@@ -167,7 +175,16 @@ def _derived_flash_attn_3() -> KernelFigures:
         )
         for phase, tokens, heads, kv_heads, tflops in FLASH_ATTN_3_ON_H200
     ]  # type: ignore[arg-type]  # fmt: skip
-    return _newer_flash_attn("flash-attn-3", [*measured, *derived])
+    measured += _hot_samples("flash-attn-3", "h200_newer_kernels.csv", ON_H200)
+    shapes = {_shape(sample) for sample in measured}
+    others = [sample for sample in _hot_samples("flash-attn-3") if _shape(sample) not in shapes]
+    return _newer_flash_attn("flash-attn-3", [*measured, *_on_other_hopper(others, "H100")])
+
+
+def _shape(sample: KernelSample) -> tuple[object, ...]:
+    return (
+        sample.phase, sample.q, sample.kv, sample.heads, sample.kv_heads, sample.causal, sample.pairs, sample.sequences,
+    )  # fmt: skip
 
 
 def _newer_flash_attn(name: str, samples: list[KernelSample]) -> KernelFigures:
@@ -184,8 +201,8 @@ def _newer_flash_attn(name: str, samples: list[KernelSample]) -> KernelFigures:
     )  # fmt: skip
 
 
-def _h100_samples(kernel: str, file: str = "h100_kernels.csv", source: str = ON_H100) -> list[KernelSample]:
-    """Return samples from devices that had computed for 0.3 s before each, which counts as a long time."""
+def _hot_samples(kernel: str, file: str = "h100_kernels.csv", source: str = ON_H100) -> list[KernelSample]:
+    """Return samples from devices that had computed for 0.2 s or more before each, which counts as a long time."""
     return [
         KernelSample(
             phase=row["phase"], causal=row["causal"] == "1", ns=float(row["us"]) * 1e3, spread=float(row["spread"]),
@@ -198,12 +215,15 @@ def _h100_samples(kernel: str, file: str = "h100_kernels.csv", source: str = ON_
 
 
 def h100() -> Calibration:
-    """Return the H100: cuDNN and flash-attn 3 as measured, flash-attn 2 as published, everything else as on H200."""
+    """Return the H100: cuDNN and flash-attn 3 as measured, flash-attn 2 as published, all else as on H200."""
     machine = published("h100", "NVIDIA H100 80GB HBM3", "H100", 132, 80 << 30)
-    measured = {"flash-attn-3": _newer_flash_attn("flash-attn-3", _h100_samples("flash-attn-3"))}
-    measured["cudnn"] = msgspec.structs.replace(machine.kernel("cudnn"), samples=_h100_samples("cudnn"))
+    measured = {"flash-attn-3": _newer_flash_attn("flash-attn-3", _hot_samples("flash-attn-3"))}
+    measured["cudnn"] = msgspec.structs.replace(machine.kernel("cudnn"), samples=_hot_samples("cudnn"))
+    flash_attn_4 = _hot_samples("flash-attn-4", "h200_newer_kernels.csv", ON_H200)
+    kernels = [measured.get(kernel.name, kernel) for kernel in machine.kernels]
+    kernels.append(_newer_flash_attn("flash-attn-4", _on_other_hopper(flash_attn_4, "H200")))
     return msgspec.structs.replace(
-        machine, created="2026-11-25", kernels=[measured.get(kernel.name, kernel) for kernel in machine.kernels],
+        machine, created="2026-11-26", kernels=kernels,
         matmul_tflops=Value(699.5, 0.043, "measured", ON_H100), matmul_clock_mhz=1470.0,
     )  # fmt: skip
 
@@ -433,6 +453,31 @@ def a800() -> Calibration:
     )  # fmt: skip
 
 
+CACHE_GB_S = {"flash-attn": 4562.0, "torch-flash": 4518.0, "cudnn": 2795.0}
+"""GB/s at which kernels read a cache on one H200; runs of decode are scored by it."""
+_CACHE_SOURCE = "benchmarks/decode_kernels.py, one H200: one token of 8 sequences over 524288 keys"
+
+
+CACHE_SCALE = {"h200": 1.0, "h100": 3352 / 4800}
+"""Memory bandwidth of the machines by the data sheets, as a fraction of an H200's."""
+
+
+def with_cache_rates(calibration: Calibration) -> Calibration:
+    """Return the calibration with the rates at which its kernels read a cache, where they are known."""
+    scale = CACHE_SCALE.get(calibration.name)
+    if scale is None:
+        return calibration
+    rates = {name: Value(rate, 0.03, "measured", _CACHE_SOURCE) for name, rate in CACHE_GB_S.items()}
+    kernels = [
+        msgspec.structs.replace(
+            kernel, cache_gb_s=rates[kernel.name] if scale == 1.0 else _as_h200(rates[kernel.name], scale)
+        )
+        if kernel.name in rates else kernel
+        for kernel in calibration.kernels
+    ]  # fmt: skip
+    return msgspec.structs.replace(calibration, kernels=kernels)
+
+
 def _samples(hardware: str, kernel: str) -> list[KernelSample]:
     samples = []
     for row in _rows("kernel_curves.csv"):
@@ -481,5 +526,5 @@ BUILD = {
 if __name__ == "__main__":
     MACHINES.mkdir(exist_ok=True)
     for chosen in sys.argv[1:] or BUILD:
-        (MACHINES / f"{chosen}.json").write_bytes(calibration_json(with_rates(BUILD[chosen]())))
+        (MACHINES / f"{chosen}.json").write_bytes(calibration_json(with_rates(with_cache_rates(BUILD[chosen]()))))
         print(f"Wrote {MACHINES / chosen}.json")

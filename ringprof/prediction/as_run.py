@@ -32,7 +32,7 @@ _ATTENTION_KERNELS = {
     "cudnn": ("cudnn_sdpa_flash_fprop", "cudnn_sdpa_flash_bprop"),
     "torch-flash": ("pytorch_flash::flash_fwd_kernel", "pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel"),
     "flash-attn-3": ("FlashAttnFwdSm90", "FlashAttnBwdSm90"),
-    "flash-attn-4": ("FlashAttentionForwardSm100", "FlashAttentionBackwardSm100"),
+    "flash-attn-4": ("flash_attncuteflash_fwd", "flash_attncuteflash_bwd"),
 }
 _DEFAULT_ATTENTION_KERNELS = ("flash_fwd_kernel", "flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel")
 _TRANSFER_KERNELS = {

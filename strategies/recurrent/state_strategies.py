@@ -18,13 +18,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, pad
 
 from ringprof.workload.mask import Mask
+from ringprof.workload.recurrences import recurrence_flops
 
 from ..algorithms.ulysses import HeadExchange
 from ..annotate import ring_step
@@ -32,7 +34,7 @@ from ..errors import UnknownName, Unsupported, nearest_name
 from ..first_order import first_order
 from ..kernels.merge import wide_type
 from ..kernels.uncompiled import uncompiled
-from ..masks.layouts import LAYOUTS
+from ..masks.layouts import LAYOUTS, Layout
 from ..transport.chain import Chain
 from ..transport.communicator import Communicator
 from ..transport.ring_channel import Hop, HopRing
@@ -41,7 +43,6 @@ from .kernel import (
     Inputs,
     RecurrenceKernel,
     Shard,
-    apply_transition,
     reach_of,
     shard_of,
     transposed,
@@ -71,6 +72,27 @@ class _Call:
     final: bool
 
 
+class ComputeMeter:
+    """Counts of what a rank has computed: FLOPs by `ringprof.workload.recurrences`, and calls by pass."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        """Name of the kernel of the latest call."""
+        self.flops = 0
+        self.calls = {"forward": 0, "backward": 0}
+
+    def add(self, phase: str, x: Inputs, kernel: RecurrenceKernel) -> None:
+        """Count one pass, ``forward`` or ``backward``, over the tokens of ``x``."""
+        batch, tokens, heads, values = x.v.shape
+        passes = 2 if phase == "backward" else 1
+        delta_rule = x.beta is not None
+        self.name = kernel.name
+        self.flops += recurrence_flops(
+            batch * tokens, heads, x.k.shape[3], values, delta_rule=delta_rule, passes=passes
+        )
+        self.calls[phase] += 1
+
+
 class RecurrentStrategy(ABC):
     """Strategy for recurrences over a sequence of S tokens, of which rank r of N holds the r-th S/N.
 
@@ -78,13 +100,22 @@ class RecurrentStrategy(ABC):
     """
 
     layout = LAYOUTS["contiguous"]
+    takes_states: ClassVar[bool] = True
+    """Whether the operators take ``initial_state`` and ``return_final_state``."""
+    parameters: ClassVar[dict[str, Any]] = {}
+    """Parameters as a `Strategy` has them: none."""
 
     def __init__(self, comm: Communicator, kernel: str = "auto") -> None:
-        self.comm, self._kernel_name = comm, kernel
+        self.comm, self.kernel_name = comm, kernel
+        self.computed = ComputeMeter()
         self._sums = comm.collective("state_sum")
         self._halos = _both_ways(comm, "halo", range(comm.size))
 
     # --- called by users ----------------------------------------------------------------------
+
+    def layout_of(self, documents: Documents = None) -> Layout:
+        """Return the layout of packed documents: contiguous, whatever they are."""
+        return self.layout
 
     def positions(self, seq: int) -> Tensor:
         """Return the global positions (int64) of this rank's tokens. Raises `Unsupported` where N does not divide S."""
@@ -207,6 +238,21 @@ class RecurrentStrategy(ABC):
         out: Tensor = sum(terms[1:], terms[0])
         return out if bias is None else out + bias
 
+    def kernels(self) -> list[ComputeMeter]:
+        """Return the meters of all computation, as a `Strategy` returns its kernels."""
+        return [self.computed]
+
+    def kernel_for(self, x: Inputs) -> RecurrenceKernel:
+        """Return the kernel that computes these inputs. Raises `Unsupported` where the kernel asked for cannot."""
+        return choose_kernel(self.kernel_name, x)
+
+    @classmethod
+    def why_unsupported(cls, seq: int, heads: int, size: int) -> str | None:
+        """Return why the strategy cannot run ``seq`` tokens of ``heads`` heads on ``size`` ranks; None if it can."""
+        if seq % size == 0:
+            return None
+        return f"{size} ranks do not divide a sequence of {seq} tokens (try {max(size, seq // size * size)})"
+
     # --- to be implemented by a strategy ------------------------------------------------------
 
     @abstractmethod
@@ -247,7 +293,7 @@ class RecurrentStrategy(ABC):
         heads = v.shape[2]
         rank, size, own = self.placement(heads)
         call = _Call(
-            choose_kernel(self._kernel_name, x),
+            self.kernel_for(x),
             shard_of(documents, rank, size, initial=initial is not None, final=final), reach_of(documents, size),
             scale, heads, own, rank == 0, rank == size - 1, initial is not None, final,
         )  # fmt: skip
@@ -325,7 +371,7 @@ class StateScan(RecurrentStrategy):
     """Strategy that combines the states and transitions of all ranks by a scan: hops over 1, 1, 2, 4, ... ranks.
 
     The number of hops is 1 + log2(`reach_of`), rounded up; none where every rank border is a document's. The last hop
-    carries states alone. The memory of a rank does not grow with the number of ranks.
+    carries states alone. The memory of a rank grows by one message, a state and a transition, when the ranks double.
     """
 
     def __init__(self, comm: Communicator, kernel: str = "auto") -> None:
@@ -366,10 +412,7 @@ class StateScan(RecurrentStrategy):
         while distance < reach:
             earlier = hop(distance, before, with_transition=2 * distance < reach)
             if position > distance:
-                transition = before.transition
-                if earlier.transition is not None and transition is not None:
-                    transition = apply_transition(transition, earlier.transition)
-                before = Carry(before.after(earlier.state), transition)
+                before = earlier.then(before)
             distance *= 2
         if position == 0:
             return known, []
@@ -386,6 +429,12 @@ class StateA2A(RecurrentStrategy):
     def __init__(self, comm: Communicator, kernel: str = "auto") -> None:
         super().__init__(comm, kernel)
         self._heads = HeadExchange(comm.collective("heads"))
+
+    @classmethod
+    def why_unsupported(cls, seq: int, heads: int, size: int) -> str | None:
+        return super().why_unsupported(seq, heads, size) or (
+            f"{size} ranks do not divide {heads} heads" if heads % size else None
+        )
 
     def placement(self, heads: int) -> tuple[int, int, slice]:
         if heads % self.comm.size:
@@ -415,22 +464,31 @@ class StateA2A(RecurrentStrategy):
 STRATEGIES: dict[str, type[RecurrentStrategy]] = {
     "state-ring": StateRing, "state-scan": StateScan, "state-a2a": StateA2A,
 }  # fmt: skip
+PEERS = ("fla/cp",)
+"""Strategies of other packages: `peers.FlaContextParallel`."""
 
 
 def create_recurrent(name: str, group: Any = None, kernel: str = "auto") -> RecurrentStrategy:
     """Create a strategy for recurrences over the ranks of ``group``: a process group or a DeviceMesh (None: the world).
 
-    ``name`` is ``state-ring``, ``state-scan`` or ``state-a2a``. ``kernel`` is ``reference``, ``fla`` or ``auto``.
+    ``name`` is ``state-ring``, ``state-scan`` or ``state-a2a``, or ``fla/cp``, flash-linear-attention's context
+    parallelism of the gated delta rule. ``kernel`` is ``reference``, ``fla`` or ``auto``.
     Collective: all ranks call it with the same arguments. Without torch.distributed, this process is the only rank.
     Raises `UnknownName` for other names, and `Unsupported` for a mesh of several dimensions, on a rank outside the
-    group, and where the arguments differ between ranks.
+    group, where the arguments differ between ranks, and for a peer whose package is not installed.
     """
-    problem = None
-    for kind, value, known in (("strategy", name, STRATEGIES), ("kernel", kernel, NAMES)):
+    problem: Exception | None = None
+    for kind, value, known in (("strategy", name, (*STRATEGIES, *PEERS)), ("kernel", kernel, NAMES)):
         if value not in known:
             listed = f"{nearest_name(value, known)}; there are: {', '.join(known)}"
             problem = UnknownName(f"no {kind} {value!r} for recurrences{listed}")
+    if name in PEERS and find_spec("fla") is None:
+        problem = Unsupported(f"{name} needs flash-linear-attention: pip install '.[fla]' in a clone of ringprof")
     comm = Communicator(group, hops="nccl", request=f"{name} with kernel {kernel}", problem=problem)
+    if name in PEERS:
+        from .peers import FlaContextParallel  # imports Triton
+
+        return FlaContextParallel(comm, kernel)
     return STRATEGIES[name](comm, kernel)
 
 
@@ -444,9 +502,13 @@ class _Recurrence(torch.autograd.Function):
         strategy.comm.meter.phase = "forward"
         x, shard = Inputs.of(tensors, call.scale), call.shard
         known = initial[:, call.own] if initial is not None and call.first else None
+        strategy.computed.add("forward", x, call.kernel)
         with ring_step("fwd", 0, "local"):
             local, carry = call.kernel.begin(x, shard)
-        incoming, sent = strategy.pass_state(carry, shard.receives, shard.sends, known, x, call.reach, reverse=False)
+        with ring_step("fwd", 0, "state"):
+            incoming, sent = strategy.pass_state(
+                carry, shard.receives, shard.sends, known, x, call.reach, reverse=False
+            )
         with ring_step("fwd", 0, "block"):
             out, saved = call.kernel.finish(x, shard, local, incoming)
         final = (
@@ -472,10 +534,14 @@ class _Recurrence(torch.autograd.Function):
             assert dfinal is not None
             dfinal = strategy.sum_over_ranks(dfinal)
             known = dfinal[:, call.own] if call.last else None
+        strategy.computed.add("backward", x, call.kernel)
         with ring_step("bwd", 0, "local"):
             local, state_grad = call.kernel.begin_backward(x, shard, tuple(saved), dout)
         carry = Carry(state_grad, transposed(transition))
-        doutgoing, sent = strategy.pass_state(carry, shard.sends, shard.receives, known, x, call.reach, reverse=True)
+        with ring_step("bwd", 0, "state"):
+            doutgoing, sent = strategy.pass_state(
+                carry, shard.sends, shard.receives, known, x, call.reach, reverse=True
+            )
         with ring_step("bwd", 0, "block"):
             gradients = call.kernel.finish_backward(x, shard, tuple(saved), local, doutgoing)
         dinitial = _share(carry.after(doutgoing) if call.first else None, x, call) if call.initial else None
