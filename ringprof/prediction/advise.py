@@ -47,10 +47,11 @@ _DRAWS, _FIRST_PASS_DRAWS, _REDRAW_FACTOR = 4000, 1, 1.1
 
 Choices within ``_REDRAW_FACTOR`` of the fastest are then predicted again with the usual number of draws.
 """
-_FEW_RANKS_FACTOR = 2.0
-"""Multiple of the fastest time from which a choice keeps the prediction from few ranks.
+_FAR_BEHIND = 2.0
+"""Multiple of the fastest time from which a choice is far behind.
 
-Those were at most 12 % too fast (double rings, whose ranks wait for each other), so they do not reach the fastest.
+It keeps the prediction from few ranks, which was at most 12 % too fast (double rings, whose ranks wait for each other),
+and is not compared over lengths, hosts and NICs.
 """
 _LENGTH_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 _NIC_FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
@@ -170,12 +171,14 @@ class Advice:
         first = self.first.prediction
         rivals = [choice for choice in self.choices[1:] if choice.fits == self.first.fits][:_MOST_RIVALS]
         experiments = [
-            (found, rival) for rival in rivals if (found := deciding_experiment(first, rival.prediction)) is not None
+            (experiment, rival)
+            for rival in rivals
+            if (experiment := deciding_experiment(first, rival.prediction)) is not None
         ]
         if not experiments:
             return "no input that one or two GPUs can measure is likely to change the order (ringprof tune measures it)"
-        found, rival = max(experiments, key=lambda pair: pair[0].probability)
-        return f"{rival.label} may be faster: {found.sentence()}"
+        experiment, rival = max(experiments, key=lambda pair: pair[0].probability)
+        return f"{rival.label} may be faster: {experiment.sentence()}"
 
     def what_to_measure(self) -> str:
         """Name the input whose measurement would narrow the first choice's interval most."""
@@ -261,7 +264,7 @@ def ranked_choices(
     def order(prediction: PredictionResult) -> tuple[bool, float]:
         return prediction.peak_bytes > available_bytes, prediction.median_ns
 
-    for factor, draws in ((_FEW_RANKS_FACTOR, _FIRST_PASS_DRAWS), (_REDRAW_FACTOR, DRAWS)):
+    for factor, draws in ((_FAR_BEHIND, _FIRST_PASS_DRAWS), (_REDRAW_FACTOR, DRAWS)):
         if draws == DRAWS or cluster.size > MAX_SIMULATED_RANKS:
             exceeds_memory, fastest_ns = min(map(order, predictions))
             predictions = [
@@ -378,10 +381,12 @@ def _first_hidden(points: Sequence[Point]) -> float | None:
 def compared(choices: Sequence[Choice]) -> list[Choice]:
     """Return the first choice and the best choice of each of the next strategies.
 
-    Choices of one strategy differ little from each other, so one of each is enough.
+    Choices of one strategy differ little from each other, so one of each is enough. Those far behind are left out.
     """
+    limit_ns = _FAR_BEHIND * choices[0].prediction.median_ns
     best = {choice.prediction.query.strategy: choice for choice in reversed(choices)}
-    return sorted(best.values(), key=choices.index)[:_MAX_COMPARED]
+    near = [choice for choice in best.values() if choice.prediction.median_ns <= limit_ns]
+    return sorted(near, key=choices.index)[:_MAX_COMPARED]
 
 
 def crossings(points: Sequence[Point]) -> list[tuple[float, int]]:

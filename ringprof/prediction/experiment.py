@@ -22,7 +22,7 @@ class Experiment:
     """A measurement of one input, and the result of it that would make the second choice the faster one."""
 
     measured: str
-    """What is measured, such as ``the rate of hops inside a node``."""
+    """Name of the measured quantity, such as ``the rate of hops inside a node``."""
     command: str
     gpus: int
     """Number of GPUs that it needs."""
@@ -48,7 +48,7 @@ class _Input:
     command: str
     gpus: int
     value: Callable[[Calibration, PredictionResult], tuple[float, str] | None] = lambda machine, prediction: None
-    """What is assumed, with its unit, for a rate; None for times of kernels and hosts."""
+    """Assumed rate with its unit; None for times of kernels and hosts."""
 
 
 _CALIBRATE = "ringprof calibrate --parts {} -o machine.json"

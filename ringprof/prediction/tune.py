@@ -86,14 +86,15 @@ class Tuning:
         first = self.trials[0]
         if first.median_ns is None:
             return f"nothing was recorded: {first.label}: {first.failure}"
+        after = f"after {self.rounds} round{'s' if self.rounds > 1 else ''}"
         others = [trial for trial in self.undecided if trial is not first]
         if others:
             names = "; ".join(trial.label for trial in others)
-            return f"cannot tell after {self.rounds} rounds: {first.label} is not significantly faster than {names}"
+            return f"cannot tell {after}: {first.label} is not significantly faster than {names}"
         compared = [trial for trial in self.trials if trial is not first and trial.failure is None]
         if not compared:
             return f"{first.label} is the only one that was recorded"
-        return f"{first.label} is the fastest of {len(compared) + 1} after {self.rounds} rounds"
+        return f"{first.label} is the fastest of {len(compared) + 1} {after}"
 
 
 def tune(

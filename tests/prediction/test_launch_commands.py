@@ -70,7 +70,7 @@ def test_flags_are_those_that_the_programs_have(strategy: str, params: dict[str,
     values: dict[str, list[str]] = {}
     for word in words:
         values.setdefault(word, []) if word.startswith("--") else values[[*values][-1]].append(word)
-    assert {name: len(given) for name, given in values.items()}.items() <= MEGATRON.items()
+    assert {name: len(texts) for name, texts in values.items()}.items() <= MEGATRON.items()
     assert values["--context-parallel-size"] == ["16"] and values["--cp-comm-type"] == [comm_type]
     # Of 16 ranks four adjacent ones exchange heads, and four such groups form rings.
     assert values.get("--hierarchical-context-parallel-sizes") == (["4", "4"] if strategy == "usp" else None)

@@ -56,9 +56,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Times]
     """Function that returns a `Machine` of given times, which `tune` records on."""
 
     def with_times(times: Times) -> Machine:
-        made = Machine(tmp_path, times)
-        monkeypatch.setattr(tuning_module, "record", made.record)
-        return made
+        recorder = Machine(tmp_path, times)
+        monkeypatch.setattr(tuning_module, "record", recorder.record)
+        return recorder
 
     return with_times
 
@@ -72,23 +72,25 @@ def test_it_ends_when_one_is_left_and_drift_cancels(machine: Callable[[Times], M
     """Differences of 5 and 10 % with a scatter of 0.2 % separate in three rounds, beside a drift of 6 %."""
     scatter = {"zigzag": (0, 1, -1), "ulysses": (1, 0, 0), "allgather": (-1, 1, 0)}
     base = {"zigzag": 10.0, "ulysses": 11.0, "allgather": 10.5}
-    made = machine(lambda name, count: base[name] * drift(count) * (1 + 0.002 * scatter[name][count]))
-    tuning = made.tune()
-    assert [request.strategy for request in made.requests] == [*STRATEGIES] * 3 or len(made.requests) == 9
+    recorder = machine(lambda name, count: base[name] * drift(count) * (1 + 0.002 * scatter[name][count]))
+    tuning = recorder.tune()
+    assert [request.strategy for request in recorder.requests] == [*STRATEGIES] * 3 or len(recorder.requests) == 9
     assert [trial.query.strategy for trial in tuning.trials] == ["zigzag", "allgather", "ulysses"]
     assert (tuning.rounds, tuning.stopped_by, len(tuning.undecided)) == (3, "decided", 1)
-    assert [request.verify for request in made.requests] == [True] * 3 + [False] * 6
+    assert [request.verify for request in recorder.requests] == [True] * 3 + [False] * 6
     low, high = tuning.trials[1].slower or (0, 0)
     assert low < 1.05 < high and low > 1.04
-    saved = json.loads((made.folder / "tune.json").read_text())
+    saved = json.loads((recorder.folder / "tune.json").read_text())
     assert saved == json.loads(json.dumps(tuning_dict(tuning))) and saved["decided"]
     assert "zigzag is the fastest of 3 after 3 rounds" in tuning_text(tuning, TextStyle())
 
 
 def test_equal_choices_cannot_be_told_apart(machine: Callable[[Times], Machine]) -> None:
     """Two alternate in being 1 % faster; the third is 20 % slower and is recorded no longer than needed."""
-    made = machine(lambda name, count: 12.0 if name == "ulysses" else 10.0 + 0.1 * ((count + (name == "zigzag")) % 2))
-    tuning = made.tune(rounds=6)
+    recorder = machine(
+        lambda name, count: 12.0 if name == "ulysses" else 10.0 + 0.1 * ((count + (name == "zigzag")) % 2)
+    )
+    tuning = recorder.tune(rounds=6)
     assert tuning.stopped_by == "rounds" and {trial.query.strategy for trial in tuning.undecided} == {
         "zigzag", "allgather"
     }  # fmt: skip
@@ -96,18 +98,18 @@ def test_equal_choices_cannot_be_told_apart(machine: Callable[[Times], Machine])
     assert "cannot tell after 6 rounds" in tuning.verdict() and "stopped by --rounds" in tuning_text(
         tuning, TextStyle()
     )
-    made = machine(lambda name, count: 10.0)
-    assert made.tune(minutes=1e-9).stopped_by == "minutes"
+    recorder = machine(lambda name, count: 10.0)
+    assert recorder.tune(minutes=1e-9).stopped_by == "minutes"
 
 
 def test_a_choice_dropped_against_an_early_leader_returns(machine: Callable[[Times], Machine]) -> None:
     """Zigzag is ahead for three rounds and slow from then on: all-gather, dropped after them, is recorded again."""
-    made = machine(
+    recorder = machine(
         lambda name, count: {
             "zigzag": 10.0 if count < 3 else 20.0, "allgather": 10.5, "ulysses": 10.01 + 0.02 * (count % 2)
         }[name]
     )  # fmt: skip
-    tuning = made.tune(rounds=8)
+    tuning = recorder.tune(rounds=8)
     assert tuning.trials[0].query.strategy == "ulysses"
     assert 3 in tuning.trials[1].recordings_ns and tuning.trials[1].query.strategy == "allgather"
 
