@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -176,7 +176,8 @@ class Advice:
             if (experiment := deciding_experiment(first, rival.prediction)) is not None
         ]
         if not experiments:
-            return "no input that one or two GPUs can measure is likely to change the order (ringprof tune measures it)"
+            here = " (ringprof tune records the choices on one node)" if first.query.cluster.hosts == 1 else ""
+            return f"no input that one or two GPUs can measure is likely to change the order{here}"
         experiment, rival = max(experiments, key=lambda pair: pair[0].probability)
         return f"{rival.label} may be faster: {experiment.sentence()}"
 
@@ -239,16 +240,7 @@ def ranked_choices(
 
     Raises `UnsupportedWorkloadError` if none can run and `UnknownStrategyError` for a name that no candidate has.
     """
-    selected = [canonical_name(name) for name in ((strategies,) if isinstance(strategies, str) else strategies)]
-    all_queries = [*candidates(workload, cluster, machine, kernel)]
-    known_names = dict.fromkeys(query.strategy for query in all_queries)
-    for name in selected:
-        if name not in known_names:
-            hint = nearest(name, known_names)
-            raise UnknownStrategyError(
-                f"advise has no strategy {name!r} to choose{hint}; it has: {', '.join(known_names)}"
-            )
-    queries = [query for query in all_queries if not selected or query.strategy in selected]
+    queries = chosen_queries(candidates(workload, cluster, machine, kernel), strategies)
     predictions, refusals = [], []
     for number, query in enumerate(queries):
         notify("strategies", number, len(queries))
@@ -286,6 +278,18 @@ def ranked_choices(
         for index, prediction in enumerate(predictions)
     )
     return choices, tuple(refusals)
+
+
+def chosen_queries(queries: Iterable[Query], strategies: Sequence[str]) -> list[Query]:
+    """Return the queries of the named strategies, all if none is named. Raises `UnknownStrategyError`."""
+    selected = [canonical_name(name) for name in ((strategies,) if isinstance(strategies, str) else strategies)]
+    all_queries = [*queries]
+    known_names = dict.fromkeys(query.strategy for query in all_queries)
+    for name in selected:
+        if name not in known_names:
+            hint = nearest(name, known_names)
+            raise UnknownStrategyError(f"no strategy {name!r} to choose{hint}; there are: {', '.join(known_names)}")
+    return [query for query in all_queries if not selected or query.strategy in selected]
 
 
 def candidates(workload: Workload, cluster: Cluster, machine: Calibration, kernel: str) -> Iterator[Query]:

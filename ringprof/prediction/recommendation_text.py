@@ -163,6 +163,7 @@ def document(advice: Advice) -> Document:
         *_crossing_lines(advice),
         f"to narrow the interval: {advice.what_to_measure()}",
         f"experiment: {advice.experiment()}",
+        *(f"to run it with {program}: {command}" for program, command in advice.commands().items()),
     ]
     tiles = [
         (duration(first.median_ns), "predicted, per iteration"),
@@ -242,7 +243,18 @@ def _bands(advice: Advice, name: str) -> Any:
 
 
 def _table(advice: Advice) -> PageTable:
-    titles = ["strategy", "best %", "ms", "10 %", "90 %", "TFLOP/s", "exposed %", "MiB per GPU", "front"]
+    titles = [
+        "strategy",
+        "best %",
+        "ms",
+        "10 %",
+        "90 %",
+        "TFLOP/s",
+        "exposed %",
+        "launch-bound %",
+        "MiB per GPU",
+        "front",
+    ]
     rows = []
     for choice in advice.choices:
         prediction = choice.prediction
@@ -250,6 +262,7 @@ def _table(advice: Advice) -> PageTable:
         rows.append([
             text(choice.label), number(100 * choice.best, 3), number(middle), number(low), number(high),
             number(prediction.tflops(prediction.median_ns)), number(100 * prediction.exposed_share, 3),
+            number(100 * prediction.time.host_share, 3),
             number(prediction.peak_bytes / 2**20), text("yes" if choice.on_front else ""),
         ])  # fmt: skip
     return PageTable(titles, rows, "Predicted, not measured.")

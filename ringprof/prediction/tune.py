@@ -14,7 +14,7 @@ from ringprof.analysis.findings.uncertainty import ratio_interval
 from ringprof.common.files import write_atomically
 from ringprof.common.json_object import JsonObject
 from ringprof.errors import Interrupted, RecordError, RingprofError, UnsupportedWorkloadError, UsageError
-from ringprof.prediction.advise import Choice, candidates, label_of, ranked_choices
+from ringprof.prediction.advise import Choice, candidates, chosen_queries, label_of, ranked_choices
 from ringprof.prediction.calibration import Calibration, base_for
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import prediction_dict
@@ -23,7 +23,6 @@ from ringprof.record import RecordRequest, record
 from ringprof.record.launcher import launcher_rank
 from ringprof.record.progress import Reporter
 from ringprof.run import slowest
-from ringprof.strategies.catalog import canonical_name
 
 SCHEMA = "ringprof.tuning/1"
 _LEAST_ROUNDS = 3
@@ -147,22 +146,18 @@ def _trials(
     cluster = Cluster(world // (base.ranks_per_host or world), base.ranks_per_host or world)
     # The kernel that a recording would take, for every strategy the same.
     kernel = kernel_class(resolve(msgspec.structs.replace(base, strategy="zigzag"), None)).name
-    chosen = machine or base_for(name)
-    trials: list[Trial] = []
+    calibration = machine or base_for(name)
+    queries = chosen_queries(candidates(base.workload, cluster, calibration, kernel), strategies)
+    trials = [Trial(query, None) for query in queries if query.hops != "copy"]
     try:
         if device == "cpu":
             raise UnsupportedWorkloadError("no calibration covers CPU ranks")
         choices, _ = ranked_choices(
-            base.workload, cluster, chosen, ScheduleCache().of, kernel=kernel, strategies=strategies
+            base.workload, cluster, calibration, ScheduleCache().of, kernel=kernel, strategies=strategies
         )
         trials = [Trial(choice.prediction.query, choice) for choice in choices if choice.fits]
     except RingprofError as error:
         reporter.say(f"not ordered by a prediction: {error}")
-        names = [canonical_name(strategy) for strategy in strategies]
-        trials = [
-            Trial(query, None) for query in candidates(base.workload, cluster, chosen, kernel)
-            if query.hops != "copy" and (not names or query.strategy in names)
-        ]  # fmt: skip
     runnable = []
     for trial in trials:
         try:
@@ -176,7 +171,7 @@ def _trials(
     ordered = runnable[0].forecast is not None
     if len(runnable) > top and not ordered:
         reporter.say(f"left out: {', '.join(trial.label for trial in runnable[top:])} (--top)")
-    return runnable[:top], name, chosen if ordered else None
+    return runnable[:top], name, calibration if ordered else None
 
 
 def _request(trial: Trial, base: RecordRequest, folder: Path) -> RecordRequest:

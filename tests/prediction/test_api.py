@@ -248,7 +248,7 @@ def test_invalid_prediction_arguments_are_refused() -> None:
         ringprof.predict("zigzag", PROBLEM, machine="h200", hops="zz")
     with pytest.raises(UsageError, match="hosts must be at least 1, not 0"):
         ringprof.Cluster(hosts=0)
-    with pytest.raises(UnknownStrategyError, match="advise has no strategy 'nope' to choose; it has: zigzag, stripe, "):
+    with pytest.raises(UnknownStrategyError, match="no strategy 'nope' to choose; there are: zigzag, stripe, "):
         ringprof.advise(PROBLEM, machine="h200", strategies=("nope",))
     assert set(ringprof.advise(PROBLEM, machine="h200", strategies="zigzag").choices().choice) == {
         "zigzag", "zigzag, hops copied"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,6 +124,20 @@ def test_a_failed_choice_is_named(machine: Callable[[Times], Machine]) -> None:
     tuning = machine(times).tune()
     assert tuning.trials[-1].failure == "dq differs" and tuning.undecided == [tuning.trials[0]]
     assert "failed: dq differs" in tuning_text(tuning, TextStyle())
+
+
+def test_settle_scores_the_predictions_of_a_tuning(capsys: pytest.CaptureFixture[str]) -> None:
+    """Three choices recorded on 2 H200: each prediction against the median of its own iterations."""
+    path = Path(__file__).parents[1] / "data" / "h200x2-tune-131072.json"
+    trials = json.loads(path.read_text())["trials"]
+    assert run(["settle", str(path), str(path), "--format", "json"]) == 0
+    scores = json.loads(capsys.readouterr().out)["scores"]
+    expected = {
+        trial["label"]: trial["forecast"]["iteration_ms"]["p50"] / median(trial["iterations_ms"][0]) - 1
+        for trial in trials
+    }
+    assert {score["forecast"]: score["error"] for score in scores} == pytest.approx(expected, abs=1e-4)
+    assert len(expected) == 3 and all(score["inside"] for score in scores)
 
 
 @pytest.mark.processes
