@@ -36,6 +36,7 @@ GROUPS = {
     "Plan": {
         "predict": "Predict the performance of a run on a given cluster.",
         "advise": "Recommend a strategy and its degrees for a given cluster.",
+        "tune": "Record the best predicted choices in turns until one is faster.",
         "settle": "Score a saved prediction against measurements.",
         "what-if": "Replay a recorded run with changes, such as faster links.",
         "balance": "Compare the load balance of layouts for packed documents.",

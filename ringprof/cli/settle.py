@@ -19,8 +19,8 @@ from ringprof.prediction.settle import read_forecasts, settle, settlement_dict, 
 def command(forecast: str, measured: tuple[str, ...], **options: Any) -> int:
     """Score a saved prediction against recorded runs or a table of measurements.
 
-    FORECAST is what `predict` or `advise` printed with --format json, or the folder of `predict -o`. Runs and rows of
-    another workload, strategy or cluster are named and not scored.
+    FORECAST is what `predict` or `advise` printed with --format json, the folder of `predict -o`, or the file of
+    `tune`, which is also a measurement. Runs and rows of another workload, strategy or cluster are named, not scored.
 
     \b
     ringprof predict --like traces/mine --machine h200 --format json > forecast.json

@@ -87,8 +87,10 @@ def _text(result: WhatIf, changes: Changes) -> str:
             f"PREDICTED {duration(result.changed_ns)} ({low} to {high}): {percent(abs(result.gain))} {word} than the"
             " replay",
             f"change    {_change(result)}",
-            "range     middle 80 % over draws of the machine's figures, widened by the replay's error; not a"
-            " confidence interval: the model's own errors are not in it",
+            "range     80 % interval, by three recorded pairs that differ in the transport of hops"
+            if result.is_interval
+            else "range     middle 80 % over draws of the machine's figures, widened by the replay's error; not a"
+            " confidence interval: no recorded pair shows the model's error for such a change",
         ]
         if abs(result.gain) < abs(result.replay_error):
             lines.append("the change is smaller than the replay's error")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -12,10 +12,12 @@ from statistics import NormalDist
 import msgspec
 import numpy as np
 
+from ringprof.common.formatting import significant
 from ringprof.common.json_object import JsonObject
 from ringprof.errors import RingprofError, UnknownStrategyError, UnsupportedWorkloadError, nearest
 from ringprof.prediction.calibration import Calibration
-from ringprof.prediction.launch_commands import megatron_flags, record_command
+from ringprof.prediction.experiment import deciding_experiment
+from ringprof.prediction.launch_commands import framework_flags, record_command
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import (
     DRAWS,
@@ -45,10 +47,11 @@ _DRAWS, _FIRST_PASS_DRAWS, _REDRAW_FACTOR = 4000, 1, 1.1
 
 Choices within ``_REDRAW_FACTOR`` of the fastest are then predicted again with the usual number of draws.
 """
-_FEW_RANKS_FACTOR = 2.0
-"""Multiple of the fastest time from which a choice keeps the prediction from few ranks.
+_FAR_BEHIND = 2.0
+"""Multiple of the fastest time from which a choice is far behind.
 
-Those were at most 12 % too fast (double rings, whose ranks wait for each other), so they do not reach the fastest.
+It keeps the prediction from few ranks, which was at most 12 % too fast (double rings, whose ranks wait for each other),
+and is not compared over lengths, hosts and NICs.
 """
 _LENGTH_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 _NIC_FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
@@ -58,6 +61,8 @@ _SHARED_INPUTS = ("forward kernel", "backward kernel", "memory", "unexplained", 
 
 Candidates of one strategy share the error of their family, too.
 """
+_MOST_RIVALS = 5
+"""Number of choices behind the first one that an experiment may put first."""
 _SURE = 0.8
 """Probability from which one of two choices is said to be faster."""
 
@@ -77,7 +82,7 @@ class Choice:
     @property
     def label(self) -> str:
         """Strategy with its parameters, as shown in tables."""
-        return _label(self.prediction.query)
+        return label_of(self.prediction.query)
 
 
 @dataclass(frozen=True)
@@ -137,24 +142,44 @@ class Advice:
         }
         difference = second.median_ns - first.median_ns
         largest_first = sorted(excess, key=lambda part: -abs(excess[part]))
-        behind = f"{100 * difference / first.median_ns:.1f} % ({difference / 1e6:.2f} ms)"
+        behind = f"{significant(100 * difference / first.median_ns, 3)} % ({significant(difference / 1e6, 3)} ms)"
         parts = ", ".join(
-            f"{excess[part] / 1e6:+.2f} ms of {_PART_NAMES[part]}" for part in largest_first
+            f"{'+' if excess[part] > 0 else ''}{significant(excess[part] / 1e6, 3)} ms of {_PART_NAMES[part]}"
+            for part in largest_first
             if abs(excess[part]) >= _SHOWN_NS
-        )  # fmt: skip
+        )
         return f"{self.choices[1].label} takes {behind} longer: {parts}"
 
     def commands(self) -> dict[str, str]:
-        """Return what runs the first choice, and the best choice that Megatron-LM has, by program."""
+        """Return what runs the first choice, and the best choice that each other program has, by program."""
         own = record_command(self.first.prediction.query)
         commands = {"ringprof": own} if own else {}
-        for choice in self.choices:
-            flags = megatron_flags(choice.prediction.query)
-            if flags and choice.fits:
-                slower = choice.prediction.median_ns / self.first.prediction.median_ns - 1
-                behind = f", {slower:.1%} longer than the first" if choice is not self.first else ""
-                return commands | {f"Megatron-LM's {choice.label}{behind}": flags}
+        done: set[str] = set()
+        for choice in self.choices if self.first.fits else ():
+            for program, flags in framework_flags(choice.prediction.query).items() if choice.fits else ():
+                if program not in done:
+                    slower = choice.prediction.median_ns / self.first.prediction.median_ns - 1
+                    behind = (
+                        f", {significant(100 * slower, 3)} % longer than the first" if choice is not self.first else ""
+                    )
+                    commands[f"{program}'s {choice.label}{behind}"] = flags
+                    done.add(program)
         return commands
+
+    def experiment(self) -> str:
+        """Describe the measurement on one or two GPUs that most likely puts another choice first."""
+        first = self.first.prediction
+        rivals = [choice for choice in self.choices[1:] if choice.fits == self.first.fits][:_MOST_RIVALS]
+        experiments = [
+            (experiment, rival)
+            for rival in rivals
+            if (experiment := deciding_experiment(first, rival.prediction)) is not None
+        ]
+        if not experiments:
+            here = " (ringprof tune records the choices on one node)" if first.query.cluster.hosts == 1 else ""
+            return f"no input that one or two GPUs can measure is likely to change the order{here}"
+        experiment, rival = max(experiments, key=lambda pair: pair[0].probability)
+        return f"{rival.label} may be faster: {experiment.sentence()}"
 
     def what_to_measure(self) -> str:
         """Name the input whose measurement would narrow the first choice's interval most."""
@@ -184,27 +209,45 @@ def advise(
     workload: Workload, cluster: Cluster, machine: Calibration, schedule_of: ScheduleOf, *, kernel: str = "auto",
     memory_bytes: int | None = None, strategies: Sequence[str] = (), notify: Notify = ignore_progress,
 ) -> Advice:  # fmt: skip
-    """Predict all candidates, or those of ``strategies`` only, and order them by time.
+    """Order all candidates, or those of ``strategies`` only, by time, and find what would change the order.
+
+    Raises the errors of `ranked_choices`.
+    """
+    choices, refusals = ranked_choices(
+        workload, cluster, machine, schedule_of, kernel=kernel, memory_bytes=memory_bytes, strategies=strategies,
+        notify=notify,
+    )  # fmt: skip
+    to_compare = [choice.prediction for choice in compared(choices)]
+    gbit = cluster.nic_gbit
+    sweeps: dict[str, Sequence[float]] = {
+        "lengths": [
+            int(workload.seq * factor) for factor in _LENGTH_FACTORS if factor >= 1 or workload.documents is None
+        ],
+        "NICs": [gbit * factor for factor in _NIC_FACTORS] if gbit is not None and cluster.hosts > 1 else [],
+        "hosts": sorted({round(cluster.hosts * factor) for factor in _HOST_FACTORS} - {0})
+        if gbit is not None or cluster.hosts > 1 else [],
+    }  # fmt: skip
+    points = (tuple(_sweep(axis, values, to_compare, machine, schedule_of, notify)) for axis, values in sweeps.items())
+    return Advice(choices, refusals, *points)
+
+
+def ranked_choices(
+    workload: Workload, cluster: Cluster, machine: Calibration, schedule_of: ScheduleOf, *, kernel: str = "auto",
+    memory_bytes: int | None = None, strategies: Sequence[str] = (), notify: Notify = ignore_progress,
+) -> tuple[tuple[Choice, ...], tuple[tuple[str, str], ...]]:  # fmt: skip
+    """Predict all candidates, or those of ``strategies`` only; return them ordered by time, and (label, reason) of
+    those that cannot be predicted.
 
     Raises `UnsupportedWorkloadError` if none can run and `UnknownStrategyError` for a name that no candidate has.
     """
-    selected = [canonical_name(name) for name in ((strategies,) if isinstance(strategies, str) else strategies)]
-    all_queries = [*candidates(workload, cluster, machine, kernel)]
-    known_names = dict.fromkeys(query.strategy for query in all_queries)
-    for name in selected:
-        if name not in known_names:
-            hint = nearest(name, known_names)
-            raise UnknownStrategyError(
-                f"advise has no strategy {name!r} to choose{hint}; it has: {', '.join(known_names)}"
-            )
-    queries = [query for query in all_queries if not selected or query.strategy in selected]
+    queries = chosen_queries(candidates(workload, cluster, machine, kernel), strategies)
     predictions, refusals = [], []
     for number, query in enumerate(queries):
         notify("strategies", number, len(queries))
         try:
             predictions.append(predict(query, machine, schedule_of, draws=_FIRST_PASS_DRAWS, few_ranks=True))
         except RingprofError as error:
-            refusals.append((_label(query), str(error)))
+            refusals.append((label_of(query), str(error)))
     if not predictions:
         reasons = dict.fromkeys(why for _, why in refusals)
         raise UnsupportedWorkloadError(f"no strategy can run this: {'; '.join(list(reasons)[:3])}")
@@ -213,7 +256,7 @@ def advise(
     def order(prediction: PredictionResult) -> tuple[bool, float]:
         return prediction.peak_bytes > available_bytes, prediction.median_ns
 
-    for factor, draws in ((_FEW_RANKS_FACTOR, _FIRST_PASS_DRAWS), (_REDRAW_FACTOR, DRAWS)):
+    for factor, draws in ((_FAR_BEHIND, _FIRST_PASS_DRAWS), (_REDRAW_FACTOR, DRAWS)):
         if draws == DRAWS or cluster.size > MAX_SIMULATED_RANKS:
             exceeds_memory, fastest_ns = min(map(order, predictions))
             predictions = [
@@ -234,16 +277,19 @@ def advise(
         )
         for index, prediction in enumerate(predictions)
     )
-    to_compare = [choice.prediction for choice in compared(choices)]
-    gbit = cluster.nic_gbit
-    sweeps: dict[str, Sequence[float]] = {
-        "lengths": [int(workload.seq * factor) for factor in _LENGTH_FACTORS],
-        "NICs": [gbit * factor for factor in _NIC_FACTORS] if gbit is not None and cluster.hosts > 1 else [],
-        "hosts": sorted({round(cluster.hosts * factor) for factor in _HOST_FACTORS} - {0})
-        if gbit is not None or cluster.hosts > 1 else [],
-    }  # fmt: skip
-    points = (tuple(_sweep(axis, values, to_compare, machine, schedule_of, notify)) for axis, values in sweeps.items())
-    return Advice(choices, tuple(refusals), *points)
+    return choices, tuple(refusals)
+
+
+def chosen_queries(queries: Iterable[Query], strategies: Sequence[str]) -> list[Query]:
+    """Return the queries of the named strategies, all if none is named. Raises `UnknownStrategyError`."""
+    selected = [canonical_name(name) for name in ((strategies,) if isinstance(strategies, str) else strategies)]
+    all_queries = [*queries]
+    known_names = dict.fromkeys(query.strategy for query in all_queries)
+    for name in selected:
+        if name not in known_names:
+            hint = nearest(name, known_names)
+            raise UnknownStrategyError(f"no strategy {name!r} to choose{hint}; there are: {', '.join(known_names)}")
+    return [query for query in all_queries if not selected or query.strategy in selected]
 
 
 def candidates(workload: Workload, cluster: Cluster, machine: Calibration, kernel: str) -> Iterator[Query]:
@@ -306,7 +352,11 @@ def _sweep(
 
     def changed(query: Query, value: float) -> Query:
         if axis == "lengths":
-            return replace(query, workload=msgspec.structs.replace(query.workload, seq=int(value)))
+            workload, documents = query.workload, query.workload.documents
+            if documents is not None:
+                # A longer batch holds the documents several times.
+                documents = documents * (int(value) // workload.seq)
+            return replace(query, workload=msgspec.structs.replace(workload, seq=int(value), documents=documents))
         changes: JsonObject = {"nic_gbit": value} if axis == "NICs" else {"hosts": int(value)}
         return replace(query, cluster=replace(query.cluster, **changes))
 
@@ -335,10 +385,12 @@ def _first_hidden(points: Sequence[Point]) -> float | None:
 def compared(choices: Sequence[Choice]) -> list[Choice]:
     """Return the first choice and the best choice of each of the next strategies.
 
-    Choices of one strategy differ little from each other, so one of each is enough.
+    Choices of one strategy differ little from each other, so one of each is enough. Those far behind are left out.
     """
+    limit_ns = _FAR_BEHIND * choices[0].prediction.median_ns
     best = {choice.prediction.query.strategy: choice for choice in reversed(choices)}
-    return sorted(best.values(), key=choices.index)[:_MAX_COMPARED]
+    near = [choice for choice in best.values() if choice.prediction.median_ns <= limit_ns]
+    return sorted(near, key=choices.index)[:_MAX_COMPARED]
 
 
 def crossings(points: Sequence[Point]) -> list[tuple[float, int]]:
@@ -385,7 +437,7 @@ def _zero_crossing(a: float, b: float, at_a: float, at_b: float) -> float:
     return float(a * (b / a) ** (at_a / (at_a - at_b)))
 
 
-def _label(query: Query) -> str:
+def label_of(query: Query) -> str:
     """Return the strategy with its parameters and its transport."""
     params = ", ".join(f"{key}={value}" for key, value in query.params.items())
     copy_note = ", hops copied" if query.hops == "copy" else ""
@@ -413,4 +465,5 @@ def advice_dict(advice: Advice) -> JsonObject:
         "why_not_the_second": advice.why_not_the_second(),
         "commands": advice.commands(),
         "what_to_measure": advice.what_to_measure(),
+        "experiment": advice.experiment(),
     }  # fmt: skip

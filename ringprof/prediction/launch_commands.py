@@ -40,17 +40,28 @@ def record_command(query: Query) -> str | None:
     return " ".join(map(quote, words))
 
 
-def megatron_flags(query: Query) -> str | None:
-    """Return Megatron-LM's command-line flags for a query; None if Megatron-LM has no such strategy.
+def framework_flags(query: Query) -> dict[str, str]:
+    """Return what makes other programs run a query, by program; nothing for programs that lack the strategy.
 
-    With ``usp`` the flags give two sizes: of the groups of adjacent GPUs, which exchange heads, and of the rings over
-    these groups. Megatron-LM has no ring-first placement.
+    Megatron-LM's flags are of its command line. With ``usp`` they give two sizes: of the groups of adjacent GPUs, which
+    exchange heads, and of the rings over these groups; there is no ring-first placement. Transformer Engine takes
+    arguments of `DotProductAttention.set_context_parallel_group`, for ``usp`` two groups. torchtitan 0.3 gathers keys
+    and values, with a zigzag layout (``headtail``) or a contiguous one.
     """
+    flags: dict[str, str] = {}
+    size, params = query.cluster.size, query.params
     comm_type = _CP_COMM_TYPES.get(query.strategy)
-    if comm_type is None or query.params.get("placement", "head-first") != "head-first":
-        return None
-    flags = f"--context-parallel-size {query.cluster.size} --cp-comm-type {comm_type}"
-    if query.strategy != "usp":
-        return flags
-    degree = int(query.params["ulysses_degree"])
-    return f"{flags} --hierarchical-context-parallel-sizes {degree} {query.cluster.size // degree}"
+    if comm_type is not None and params.get("placement", "head-first") == "head-first":
+        flags["Megatron-LM"] = f"--context-parallel-size {size} --cp-comm-type {comm_type}"
+        groups = "group, ranks"
+        if query.strategy == "usp":
+            degree = int(params["ulysses_degree"])
+            flags["Megatron-LM"] += f" --hierarchical-context-parallel-sizes {degree} {size // degree}"
+            groups = f"[group_of_{degree}, group_of_{size // degree}], ranks"
+        flags["Transformer Engine"] = f'set_context_parallel_group({groups}, stream, cp_comm_type="{comm_type}")'
+    balancer = {"zigzag": "headtail", "contiguous": "None"}.get(str(params.get("layout")))
+    if query.strategy == "allgather" and balancer and query.workload.documents is None:
+        flags["torchtitan"] = (
+            f"--parallelism.context_parallel_degree {size} --parallelism.context_parallel_load_balancer {balancer}"
+        )
+    return flags

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ringprof.common.formatting import percent
+from ringprof.common.formatting import percent, significant
 from ringprof.prediction.advise import HIDDEN, Advice, Point, compared, crossings
 from ringprof.prediction.predict import PredictionResult
 from ringprof.prediction.text import cluster_text, described, remarks
@@ -19,7 +19,7 @@ from ringprof.report.text import LONGEST_SENTENCE, TextStyle, binary_size, clean
 MOST_SHOWN, MOST_REFUSED, MOST_UNDECIDED = 12, 3, 3
 _COLUMNS = (
     Column("strategy"), Column("best"), Column("ms"), Column("80 % within"), Column("TFLOP/s"),
-    Column("exposed"), Column("memory"),
+    Column("exposed"), Column("launch-\nbound"), Column("per GPU"),
 )  # fmt: skip
 
 
@@ -51,6 +51,7 @@ def advice_text(advice: Advice, style: TextStyle) -> str:
         *_crossing_lines(advice),
         *(f"first: {line}" for line in remarks(advice.first.prediction) if line),
         f"to narrow the interval: {advice.what_to_measure()}",
+        f"experiment: {clean(advice.experiment())}",
         *(f"to run it with {clean(program)}: {command}" for program, command in advice.commands().items()),
     ]
     # Each strategy is named once.
@@ -65,8 +66,10 @@ def advice_text(advice: Advice, style: TextStyle) -> str:
         middle = f"~{middle}" if prediction.few_ranks else middle
         rows.append([
             f"{'*' if choice.on_front else ' '} {clean(choice.label)}{'' if choice.fits else ', does not fit'}",
-            percent(choice.best, 0), middle, f"{low} to {high}", f"{prediction.tflops(prediction.median_ns):.1f}",
-            percent(prediction.exposed_share), binary_size(prediction.peak_bytes),
+            percent(choice.best, 0), middle, f"{low} to {high}",
+            significant(prediction.tflops(prediction.median_ns), 3),
+            f"{significant(100 * prediction.exposed_share, 3)} %", percent(prediction.time.host_share, 0),
+            _memory(prediction.peak_bytes),
         ])  # fmt: skip
     table = text_table(_COLUMNS, rows, style)
     return style.finish(style.fit("\n".join(head)) + "\n\n" + table + "\n" + style.fit("\n".join(tail)))
@@ -159,6 +162,8 @@ def document(advice: Advice) -> Document:
         f"runner-up: {advice.why_not_the_second()}",
         *_crossing_lines(advice),
         f"to narrow the interval: {advice.what_to_measure()}",
+        f"experiment: {advice.experiment()}",
+        *(f"to run it with {program}: {command}" for program, command in advice.commands().items()),
     ]
     tiles = [
         (duration(first.median_ns), "predicted, per iteration"),
@@ -224,7 +229,13 @@ def marks(advice: Advice, name: str) -> list[tuple[float, str]]:
 
 def _ms(time: float) -> str:
     """Format milliseconds with no more digits than a prediction supports."""
-    return f"{time:,.{0 if time >= 1000 else 1 if time >= 100 else 2 if time >= 10 else 3}f}"
+    return significant(time, 3)
+
+
+def _memory(size_bytes: int) -> str:
+    """Format bytes in GiB or MiB with three significant digits."""
+    gib = size_bytes / 2**30
+    return f"{significant(gib, 3)} GiB" if gib >= 1 else f"{significant(1024 * gib, 3)} MiB"
 
 
 def _bands(advice: Advice, name: str) -> Any:
@@ -232,7 +243,18 @@ def _bands(advice: Advice, name: str) -> Any:
 
 
 def _table(advice: Advice) -> PageTable:
-    titles = ["strategy", "best %", "ms", "10 %", "90 %", "TFLOP/s", "exposed %", "MiB per GPU", "front"]
+    titles = [
+        "strategy",
+        "best %",
+        "ms",
+        "10 %",
+        "90 %",
+        "TFLOP/s",
+        "exposed %",
+        "launch-bound %",
+        "MiB per GPU",
+        "front",
+    ]
     rows = []
     for choice in advice.choices:
         prediction = choice.prediction
@@ -240,6 +262,7 @@ def _table(advice: Advice) -> PageTable:
         rows.append([
             text(choice.label), number(100 * choice.best, 3), number(middle), number(low), number(high),
             number(prediction.tflops(prediction.median_ns)), number(100 * prediction.exposed_share, 3),
+            number(100 * prediction.time.host_share, 3),
             number(prediction.peak_bytes / 2**20), text("yes" if choice.on_front else ""),
         ])  # fmt: skip
     return PageTable(titles, rows, "Predicted, not measured.")

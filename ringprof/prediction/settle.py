@@ -24,6 +24,7 @@ from ringprof.strategies.catalog import canonical_name
 from ringprof.workload.devices import device_named
 
 _SCHEMA = "ringprof.settlement/1"
+_TUNING = "ringprof.tuning/1"
 _SATURATED = 1e-9
 
 
@@ -104,7 +105,8 @@ class Settlement:
 
 
 def read_forecasts(path: str) -> list[Forecast]:
-    """Read predictions: what ``predict`` or ``advise`` printed with ``--format json``, or the folder of ``predict -o``.
+    """Read predictions: what ``predict`` or ``advise`` printed with ``--format json``, the folder of ``predict -o``, or
+    the file of ``tune``.
 
     Raises `InputError` for anything else.
     """
@@ -116,6 +118,11 @@ def read_forecasts(path: str) -> list[Forecast]:
                 return [_forecast("", data)]
             if schema == "ringprof.advice/1":
                 return [_forecast(choice["label"], choice) for choice in data["choices"]]
+            if schema == _TUNING:
+                known = [_forecast(trial["label"], trial["forecast"]) for trial in data["trials"] if trial["forecast"]]
+                if not known:
+                    raise InputError(f"{path}: a tuning without predictions: no calibration covers its device")
+                return known
         except LookupError as error:
             raise InputError(f"{path}: not a saved prediction: it has no field {error}") from None
         except (*UNREADABLE, TypeError) as error:
@@ -179,6 +186,10 @@ def settle(forecasts: Sequence[Forecast], measured: Sequence[str]) -> Settlement
 
 def _observations(path: str, forecast: Forecast) -> Iterator[tuple[str, Observation | str]]:
     """Yield each measurement of a run or a table with its source, or the reason why it is none."""
+    tuning = _read_tuning(path)
+    if tuning is not None:
+        yield from _observations_of(tuning, path)
+        return
     try:
         run = find_run(path)
     except RingprofError:
@@ -209,6 +220,32 @@ def _observations(path: str, forecast: Forecast) -> Iterator[tuple[str, Observat
         yield path, "no iteration was timed without the profiler"
     else:
         yield path, Observation(path, _subject_of(run, path), median_ns / 1e6)
+
+
+def _read_tuning(path: str) -> JsonObject | None:
+    """Read the file of ``tune``; None for anything else."""
+    if is_folder(path) or not path.endswith(".json"):
+        return None
+    data = decode_file(path, dict[str, Any], "a measurement")
+    return data if data.get("schema") == _TUNING else None
+
+
+def _observations_of(tuning: JsonObject, path: str) -> Iterator[tuple[str, Observation | str]]:
+    """Yield each trial's median over its recordings."""
+    try:
+        device = None if tuning["device"] == "cpu" else tuning["device"]
+        for trial in tuning["trials"]:
+            source = f"{path}: {trial['label']}"
+            if trial["median_ms"] is None:
+                yield source, trial["failure"] or "no time"
+                continue
+            subject = Subject(
+                trial["strategy"], msgspec.convert(trial["workload"], Workload), trial["hosts"], trial["gpus_per_host"],
+                trial["kernel"], trial["hops"], trial["params"], device,
+            )  # fmt: skip
+            yield source, Observation(source, subject, float(trial["median_ms"]))
+    except (LookupError, *UNREADABLE, TypeError) as error:
+        raise InputError(f"{path}: not a tuning of ringprof tune: {error}") from None
 
 
 def differences(predicted: Subject, measured: Subject) -> list[str]:

@@ -32,6 +32,11 @@ _SCHEMA = "ringprof.what-if/1"
 _LINKS = ("same_host", "other_host")
 _DRAWS = 15
 """Number of machines drawn for the range of a prediction."""
+HOPS_SPREAD = 0.029
+"""Root mean square of the log errors for another transport of hops, over both directions of the recorded pairs that
+differ in it alone. `tests/prediction/test_what_if_interval.py` computes it from the recordings."""
+_Z_80 = 1.2816
+"""Standard deviations from the middle of a normal distribution to the ends of its 80 % interval."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,11 @@ class Changes:
     """Parameters of the strategy, such as its placement."""
 
     @property
+    def hops_alone(self) -> bool:
+        """Whether only the transport of hops differs: recorded pairs show how far such a prediction is off."""
+        return self.hops is not None and self == Changes(hops=self.hops)
+
+    @property
     def changes_program(self) -> bool:
         """Whether ranks run other operations than recorded, not only at another speed."""
         return bool(self.hops or self.hosts_of or self.kv_heads or self.params)
@@ -72,6 +82,8 @@ class WhatIf:
     """Time without any waiting: compute time averaged over the ranks."""
     range_ns: tuple[float, float]
     """`changed_ns` with the error of the replay, and with the spread of the machine's figures (see `what_if`)."""
+    is_interval: bool
+    """Whether the range is an 80 % interval, with the errors of recorded pairs in it (`HOPS_SPREAD`)."""
     parts_ns: Mapping[str, float]
     """Change of the slowest rank's time per part of `time_breakdown`; their sum is the whole change."""
 
@@ -91,6 +103,7 @@ class WhatIf:
             "replayed_ms": round(self.replayed_ns / 1e6, 4), "replay_error": round(self.replay_error, 5),
             "changed_ms": round(self.changed_ns / 1e6, 4), "change": round(-self.gain, 5),
             "range_ms": [round(end_ns / 1e6, 4) for end_ns in self.range_ns],
+            "is_80_percent_interval": self.is_interval,
             "parts_ms": {part: round(ns / 1e6, 4) for part, ns in self.parts_ns.items()},
         }  # fmt: skip
 
@@ -100,7 +113,8 @@ def what_if(observed: Observed, machine: Calibration, changes: Changes) -> WhatI
 
     The range has two sources. The replay itself is off by a known factor, in which the changed run may be off, too, in
     either direction. And what is not taken from the run comes from the machine's figures: both replays are repeated
-    with `_DRAWS` machines whose figures lie apart by their spreads, and the middle four fifths of the ratios count.
+    with `_DRAWS` machines whose figures lie apart by their spreads, and the middle four fifths of the ratios count. For
+    another transport of hops alone, the errors of recorded pairs are added in squares, which makes it an 80 % interval.
     """
     _check_changes(observed, machine, changes)
     recorded = max(rank.wall_ns for rank in observed.ranks)
@@ -118,11 +132,16 @@ def what_if(observed: Observed, machine: Calibration, changes: Changes) -> WhatI
               for parts in (replay(_drawn(machine, generator)) for _ in range(_DRAWS))]  # fmt: skip
     tenths = quantiles([*ratios, changed_ns / replayed_ns], n=10)
     error = 1 + abs(replayed_ns / recorded - 1)
+    low, high = min(tenths[0], changed_ns / replayed_ns) / error, max(tenths[-1], changed_ns / replayed_ns) * error
+    if changes.hops_alone:
+        low, high = (
+            changed_ns / replayed_ns
+            * math.exp(math.copysign(math.hypot(math.log(end * replayed_ns / changed_ns), _Z_80 * HOPS_SPREAD), sign))
+            for end, sign in ((low, -1), (high, 1))
+        )  # fmt: skip
     return WhatIf(
-        recorded, replayed_ns, changed_ns, _balanced_ns(observed),
-        (replayed_ns * min(tenths[0], changed_ns / replayed_ns) / error,
-         replayed_ns * max(tenths[-1], changed_ns / replayed_ns) * error),
-        {part: after.get(part, 0.0) - before.get(part, 0.0) for part in before | after},
+        recorded, replayed_ns, changed_ns, _balanced_ns(observed), (replayed_ns * low, replayed_ns * high),
+        changes.hops_alone, {part: after.get(part, 0.0) - before.get(part, 0.0) for part in before | after},
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def test_help_lists_every_command_once_under_its_heading(capsys: pytest.CaptureF
     assert listed == {
         "Analyze": ["report", "compare", "plot", "export", "logs"],
         "Record": ["record", "bench", "check", "calibrate"],
-        "Plan": ["predict", "advise", "settle", "what-if", "balance"],
+        "Plan": ["predict", "advise", "tune", "settle", "what-if", "balance"],
         "List": ["runs", "strategies", "kernels"],
     }
     modules = {path.stem.replace("_", "-") for path in (ROOT / "ringprof" / "cli").glob("*.py")}

@@ -131,7 +131,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Allocate an uninitialised tensor; count it as if the dispatcher had seen it, which takes twice as long."""
         if device.type != "meta":
             return torch.empty(*shape, dtype=dtype, device=device)
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        with torch._C._DisableTorchDispatch():
             tensor = torch.empty(shape, dtype=dtype, device=device)
         self._calls += 1
         self.track(tensor)

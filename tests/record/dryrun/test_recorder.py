@@ -69,7 +69,7 @@ def test_shortcuts_past_the_dispatcher_change_no_program(
 
     def is_dense(tensor: torch.Tensor) -> bool:
         # The recorder counts this view, too; the caller's own count is taken back.
-        recorder = _get_current_dispatch_mode()
+        recorder: Any = _get_current_dispatch_mode()
         dense = tensor[0].is_contiguous()
         recorder.repeated(-1)
         return dense

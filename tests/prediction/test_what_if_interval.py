@@ -1,0 +1,50 @@
+"""The interval of ``what-if --hops`` against recorded pairs of runs that differ in the transport of hops alone."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="a dry run gives the operations")
+
+from ringprof.prediction.calibration import read_calibration
+from ringprof.prediction.fit import observed_run
+from ringprof.prediction.what_if import HOPS_SPREAD, Changes, what_if
+
+TRACES = Path(__file__).parents[2] / "traces"
+PAIRS = ("h200x4-burst-262144", "h200x4-zigzag-262144", "h200x4-zigzag-65536")
+
+
+def test_recorded_pairs_lie_inside_the_interval() -> None:
+    """Both directions of three pairs: the spread is their errors', and left out pair by pair, 5 of 6 lie inside."""
+    machine = read_calibration("h200")
+    errors: dict[str, list[float]] = {}
+    inside = 0
+    for pair in PAIRS:
+        runs = {
+            hops: observed_run(TRACES / name, machine) for hops, name in (("nccl", pair), ("copy", f"{pair}-copied"))
+        }
+        for before, after in (("nccl", "copy"), ("copy", "nccl")):
+            assert runs[before].run.workload == runs[after].run.workload
+            answer = what_if(runs[before], machine, Changes(hops=after))
+            measured_ns = max(rank.wall_ns for rank in runs[after].ranks)
+            errors.setdefault(pair, []).append(math.log(answer.changed_ns / measured_ns))
+            inside += answer.is_interval and answer.range_ns[0] <= measured_ns <= answer.range_ns[1]
+    everything = [error for pair in PAIRS for error in errors[pair]]
+    assert math.sqrt(sum(error**2 for error in everything) / 6) == pytest.approx(HOPS_SPREAD, abs=0.0015)
+    left_out = 0
+    for pair in PAIRS:
+        others = [error for other in PAIRS if other != pair for error in errors[other]]
+        spread = math.sqrt(sum(error**2 for error in others) / len(others))
+        left_out += sum(abs(error) <= 1.2816 * spread for error in errors[pair])
+    assert (inside, left_out) == (5, 5)
+
+
+def test_other_changes_have_no_interval() -> None:
+    """No recorded pair differs in a link or in the speed of a rank."""
+    machine = read_calibration("h200")
+    run = observed_run(TRACES / "h200x4-zigzag-65536", machine)
+    assert not what_if(run, machine, Changes(slow={0: 1.1})).is_interval
+    assert not Changes(hops="copy", slow={0: 1.1}).hops_alone and Changes(hops="copy").hops_alone
