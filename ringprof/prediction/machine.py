@@ -12,8 +12,9 @@ from ringprof.prediction.calibration import Calibration, KernelFigures, KernelSa
 from ringprof.prediction.host_model import host_ns
 from ringprof.prediction.kernel_model import Curve, Estimate, OutsideCalibration
 from ringprof.prediction.network import Links
+from ringprof.prediction.recurrence_curves import RecurrenceCurves
 from ringprof.prediction.simulator import BlockTime
-from ringprof.record.dryrun.schedule import AttentionOp, MemoryOp, Program
+from ringprof.record.dryrun.schedule import AttentionOp, ComputeOp, MemoryOp, Program
 
 JITTER = 0.01
 """Relative standard deviation of a block's time from one call to the next."""
@@ -59,6 +60,15 @@ class Curves:
         return slowdown(self.kernel, 1.0, None) / slowdown(self.kernel, sample.utilisation, sample.busy_s)
 
 
+AnyCurves = Curves | RecurrenceCurves
+"""Curves of an attention kernel, or of a recurrence's."""
+
+
+def estimate(curves: AnyCurves, op: ComputeOp) -> Estimate:
+    """Estimate the time of an operation of the kernel that the curves are of. Raises `OutsideCalibration`."""
+    return curves.estimate(op)  # type: ignore[arg-type]
+
+
 _CACHE: deque[tuple[Calibration, str, Curves]] = deque(maxlen=4)
 
 
@@ -92,7 +102,7 @@ class CalibratedMachine:
     (`Calibration.throttling`)."""
 
     def __init__(
-        self, calibration: Calibration, links: Links, curves: Curves, draw: Draw = LIKELIEST,
+        self, calibration: Calibration, links: Links, curves: AnyCurves, draw: Draw = LIKELIEST,
         utilisation: Mapping[int, float] | None = None, busy_s: float | None = None, *, hops_first: bool = False,
     ) -> None:  # fmt: skip
         """Set up one draw; ``busy_s`` is how long the devices have computed, None means a long time.
@@ -115,12 +125,12 @@ class CalibratedMachine:
             lambda: hosts.gauss(1.0, calibration.host.host_variation.value)
         )
 
-    def attention_time(self, rank: int, op_index: int, block: AttentionOp) -> BlockTime:
+    def compute_time(self, rank: int, op_index: int, block: ComputeOp) -> BlockTime:
         slowdown = self._calibration.slowdown
         kernel = self._curves.kernel
         cool_factor = slowdown(kernel, self._utilisation.get(rank, 1.0), self._busy_s) / slowdown(kernel, 1.0, None)
         random_factor = self._jitter[rank, op_index] * self._device_factors[rank] if self._draw.seed else 1.0
-        total_ns = self._curves.estimate(block).ns * cool_factor * random_factor
+        total_ns = estimate(self._curves, block).ns * cool_factor * random_factor
         lead_ns = kernel.lead.value * total_ns if block.phase == "backward" else 0.0
         return BlockTime(total_ns, lead_ns, kernel.tail.value * total_ns, kernel.fills(block.phase))
 

@@ -232,6 +232,10 @@ class RecurrentStrategy(ABC):
         """Return this rank's position in the sequence while it computes, the number of positions, and its heads."""
         return self.comm.rank, self.comm.size, slice(0, heads)
 
+    def kernel_for(self, x: Inputs) -> RecurrenceKernel:
+        """Return the kernel that computes these inputs. Raises `Unsupported` where the named one cannot."""
+        return choose_kernel(self._kernel_name, x)
+
     # --- checks -------------------------------------------------------------------------------
 
     def _run(
@@ -247,7 +251,7 @@ class RecurrentStrategy(ABC):
         heads = v.shape[2]
         rank, size, own = self.placement(heads)
         call = _Call(
-            choose_kernel(self._kernel_name, x),
+            self.kernel_for(x),
             shard_of(documents, rank, size, initial=initial is not None, final=final), reach_of(documents, size),
             scale, heads, own, rank == 0, rank == size - 1, initial is not None, final,
         )  # fmt: skip

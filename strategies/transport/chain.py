@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,11 +16,14 @@ from .torch_transport import TorchTransport
 class Chain(Channel):
     """Line of ranks: each receives from the rank before it and sends to the rank after it.
 
-    The first rank only sends, and the last only receives. Needs a process group: baselines and dry runs have no chains.
+    The first rank only sends, and the last only receives. Needs a process group, or a dry run's transport.
     """
 
     def receive(self, like: Tensor) -> Tensor:
         """Receive a tensor of the shape and type of ``like`` from the rank before this one; wait for it."""
+        if not isinstance(self.transport, TorchTransport):
+            untyped: Any = self.transport
+            return untyped.receive(self, like)  # type: ignore[no-any-return]
         received = torch.empty_like(like, memory_format=torch.contiguous_format)
         work = dist.irecv(received, self.previous, group=self._group())
         hop = Hop([work], [], received, self.channel)
@@ -27,6 +32,9 @@ class Chain(Channel):
     def send(self, tensor: Tensor) -> Hop:
         """Start to send a tensor to the rank after this one; do not write to the tensor before `Hop.wait`."""
         tensor = tensor.contiguous()
+        if not isinstance(self.transport, TorchTransport):
+            untyped: Any = self.transport
+            return untyped.send(self, tensor)  # type: ignore[no-any-return]
         self.meter.add(self.channel, "send_recv", self.link, tensor.nbytes)
         with annotate("send", self.channel):
             work = dist.isend(tensor, self.following, group=self._group())
