@@ -24,11 +24,13 @@ from ringprof.strategies.recurrent.kernels import choose_kernel
 
 OPERATORS = ("gated_delta_rule", "simple_gla", "gla")
 HEAD_DIM = 128
-_HEADS = (16, 32)
 _TOKENS = (16384, 65536, 4096, 131072, 8192, 32768, 2048)
 """Tokens of a rank, ordered so that every prefix of the list is useful."""
 _ENDS = ((False, False), (True, True), (False, True), (True, False))
 """Whether a rank receives a state, and whether it sends one: a rank alone, one between others, the first, the last."""
+_HEADS = ((16, _ENDS), (8, _ENDS[:1]), (32, _ENDS), (4, _ENDS[:1]))
+"""Heads with the ends they are measured with. After an all-to-all a rank has few heads, and no state enters or leaves.
+"""
 _PARTS = (("forward", "local"), ("forward", "block"), ("backward", "local"), ("backward", "block"))
 _PASSES, _WARM_NS = 7, 60_000_000
 _AHEAD_CYCLES = 30_000_000
@@ -46,10 +48,10 @@ class RecurrenceCase(NamedTuple):
 
 
 def recurrence_cases(operators: Sequence[str] = OPERATORS) -> list[RecurrenceCase]:
-    """Return the shapes to measure: all tokens with 16 heads for every operator, then 32 heads."""
+    """Return the shapes to measure: all tokens with 16 heads for every operator, then other numbers of heads."""
     return [
         RecurrenceCase(operator, tokens, heads, *ends)
-        for heads in _HEADS for operator in operators for tokens in _TOKENS for ends in _ENDS
+        for heads, every_end in _HEADS for operator in operators for tokens in _TOKENS for ends in every_end
     ]  # fmt: skip
 
 
