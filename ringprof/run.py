@@ -22,6 +22,7 @@ from ringprof.common.json_object import Params
 from ringprof.common.limits import Limits
 from ringprof.errors import RunFormatError
 from ringprof.workload.mask import NO_LIMIT, Mask
+from ringprof.workload.recurrences import RECURRENCES, Operator, recurrence_flops
 
 _SCHEMA = "ringprof.run/1"
 
@@ -61,7 +62,12 @@ class LayerAround(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """One attention problem, shared by the ranks of one context-parallel group (`Run.workload_ranks`)."""
+    """One attention or recurrence, shared by the ranks of one context-parallel group (`Run.workload_ranks`).
+
+    With a recurrence, ``heads`` are those of values and states, and ``kv_heads`` those of queries and keys (the groups
+    of Mamba-2). ``head_dim`` is the size of a key (Mamba-2's state size), ``v_head_dim`` that of a value (Mamba-2's head
+    size). The mask is causal.
+    """
 
     batch: Size = 1
     seq: Size
@@ -97,15 +103,23 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """The rest of each of the ``layers``; None: attention alone."""
 
     v_head_dim: Size | None = None
-    """Head size of v if it is smaller than that of q and k (MLA)."""
+    """Head size of v if it differs from that of q and k: smaller in attention (MLA), any with a recurrence."""
     softcap: Annotated[float, msgspec.Meta(gt=0, le=1e9)] | None = None
     """Soft cap: scores s become softcap · tanh(s / softcap); None: no cap."""
     sinks: Literal["learned"] | None = None
     """Attention sinks: with ``learned``, one learned logit per head takes part in the softmax and gets a gradient."""
+    operator: Operator = "attention"
+    """``attention``, or a recurrence: ``gdn`` (gated delta net), ``mamba2``, ``simple-gla`` or ``gla``."""
+    conv_width: Size | None = None
+    """Tokens that the short causal convolution before a recurrence reads; None: no convolution."""
 
     def __post_init__(self) -> None:
         self._check_phase()
-        if self.v_head_dim is not None and self.v_head_dim > self.head_dim:
+        if self.recurrent:
+            self._check_recurrence()
+        elif self.conv_width is not None:
+            raise ValueError("attention has no convolution before it")
+        elif self.v_head_dim is not None and self.v_head_dim > self.head_dim:
             raise ValueError(f"heads of v are at most as large as those of q and k: {self.v_head_dim}, {self.head_dim}")
         if self.sequences is not None and any(self.seq % count for count in self.sequences):
             raise ValueError(f"{self.seq} tokens are no even sequences, {self.sequences} of them")
@@ -115,6 +129,27 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.documents is not None and sum(self.documents) != self.seq:
             raise ValueError(f"the documents are {sum(self.documents)} tokens together, the sequence has {self.seq}")
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether the operator is a recurrence."""
+        return self.operator in RECURRENCES
+
+    @property
+    def value_dim(self) -> int:
+        """Head size of v."""
+        return self.v_head_dim or self.head_dim
+
+    def _check_recurrence(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} heads are not a multiple of {self.kv_heads} heads of keys")
+        softmax_alone = {
+            "a full mask": not self.causal, "a window": self.window, "a prefix": self.prefix,
+            "a soft cap": self.softcap, "sinks": self.sinks, "a cache": self.kv_length,
+        }  # fmt: skip
+        for name, value in softmax_alone.items():
+            if value:
+                raise ValueError(f"{name} belongs to attention, and the operator is {self.operator}")
 
     def _check_phase(self) -> None:
         if (self.phase == "training") != (self.kv_length is None):
@@ -151,23 +186,31 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         """Count the FLOPs of one iteration over all ranks: forward 4·B·S²·H·D, half if causal; backward 2.5 times that.
 
         If the heads of v have another size E, forward uses 2·(D + E) instead of 4·D, and backward 2·(3·D + 2·E) instead
-        of 10·D. S² is summed over the documents; with a window and in inference, the exact mask area replaces it. All
-        steps and layers of a captured block are included, and for whole layers their matrix products.
+        of 10·D. S² is summed over the documents; with a window and in inference, the exact mask area replaces it. For a
+        recurrence it is the count of `ringprof.workload.recurrences`. All steps and layers of a captured block are
+        included, and for whole layers their matrix products.
         """
         if self.sequences is not None:
             return sum(count * self.step(count).model_flops() for count in self.sequences)
         return self._attention_flops() + self._flops_around()
 
     def _attention_flops(self) -> int:
-        if self.mask().windowed or self.kv_length is not None:
+        if self.recurrent or self.mask().windowed or self.kv_length is not None:
             return self.exact_flops()
         squares = sum(length**2 for length in self.documents or (self.seq,))
         return self._flops(squares if self.causal else 2 * squares)
 
     def exact_flops(self) -> int:
-        """Count the FLOPs of attention alone from the exact mask area: S(S+1)/2 per causal document, not S²/2."""
+        """Count the FLOPs of attention alone from the exact mask area: S(S+1)/2 per causal document, not S²/2.
+
+        For a recurrence the count equals `model_flops` without the rest of a layer.
+        """
         if self.sequences is not None:
             return sum(count * self.step(count).exact_flops() for count in self.sequences)
+        if self.recurrent:
+            tokens, passes = self.batch * self.seq * self.layers * self.steps, 3 if self.backward else 1
+            sizes = self.heads, self.head_dim, self.value_dim
+            return recurrence_flops(tokens, *sizes, delta_rule=self.operator == "gdn", passes=passes)
         return self._flops(2 * self.pairs())
 
     def pairs(self) -> int:
@@ -203,13 +246,20 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return self.batch * twice_the_area * self.heads * flops_per_pair * self.layers * self.steps
 
     def extras(self) -> list[str]:
-        """Describe the soft cap and the sinks, if any, in words."""
+        """Describe the soft cap, the sinks and the convolution, if any, in words."""
         words = [] if self.softcap is None else [f"softcap {self.softcap:g}"]
+        words += [] if self.conv_width is None else [f"convolution of {self.conv_width} tokens"]
         return words + ([] if self.sinks is None else [f"{self.sinks} sinks"])
 
+    def mask_in_words(self) -> str:
+        """Describe the mask, or the recurrence and its documents: ``causal, 3 documents of 100 to 900 tokens``."""
+        words = str(self.mask())
+        return words.replace("causal", RECURRENCES[self.operator], 1) if self.recurrent else words
+
     def mask_in_short(self) -> str:
-        """Describe the mask, the soft cap and the sinks in a few words: ``causal, 15 documents, window 4096``."""
+        """Describe the mask or recurrence, with its options, in a few words: ``causal, 15 documents, window 4096``."""
         parts = ["causal" if self.causal else "prefix LM" if self.prefix and not self.window else "full"]
+        parts = [self.operator] if self.recurrent else parts
         parts += [f"{len(self.documents)} documents"] if self.documents else []
         parts += [f"window {self.window}"] if self.window else []
         parts += [f"prefix {self.prefix}"] if self.prefix else []
@@ -217,7 +267,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     def heads_in_words(self) -> str:
         """Describe the heads: ``40 heads (8 kv) of 128`` or, with another size of v, ``16 heads of 192 (v 128)``."""
-        grouped = f" ({self.kv_heads} kv)" if self.kv_heads != self.heads else ""
+        grouped = f" ({self.kv_heads} {'of keys' if self.recurrent else 'kv'})" if self.kv_heads != self.heads else ""
         v_size = f" (v {self.v_head_dim})" if self.v_head_dim else ""
         return f"{self.heads} heads{grouped} of {self.head_dim}{v_size}"
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .catalog import Spec, find
     from .errors import PeerLost, UnknownName, Unsupported, WrongGradient
     from .recurrent.state_strategies import create_recurrent
-    from .registry import Parameter, create, for_inference, names, parameters, peer_names
+    from .registry import Parameter, create, for_inference, for_recurrences, names, parameters, peer_names
 
 _MODULES = {
     "Dynamic": "algorithms.dynamic",
@@ -33,6 +33,7 @@ _MODULES = {
     "create_recurrent": "recurrent.state_strategies",
     "find": "catalog",
     "for_inference": "registry",
+    "for_recurrences": "registry",
     "names": "registry",
     "parameters": "registry",
     "peer_names": "registry",
@@ -52,6 +53,7 @@ __all__ = [
     "create_recurrent",
     "find",
     "for_inference",
+    "for_recurrences",
     "names",
     "parameters",
     "peer_names",

@@ -84,6 +84,16 @@ CACHED = {
 }
 """Strategies for inference over a KV cache, which have no backward pass."""
 
+RECURRENT = {
+    name: Spec(name, f"{__package__}.recurrent.state_strategies:{attribute}", summary, reference)
+    for name, attribute, summary, reference in (
+        ("state-ring", "StateRing", "states travel from rank to rank, one after another", "arXiv 2405.21060, 8.2"),
+        ("state-scan", "StateScan", "states and transitions, combined in a scan", "flash-linear-attention, maxtext"),
+        ("state-a2a", "StateA2A", "all-to-all from sequence to heads and back", "Megatron-LM"),
+    )
+}
+"""Strategies for linear recurrences: gated delta net, Mamba-2, gated linear attention."""
+
 _RING_FLASH_ATTN = ("ring_flash_attn", "flash_attn"), "pip install ring-flash-attn flash-attn"
 _YUNCHANG = ("yunchang", "flash_attn"), "pip install yunchang flash-attn"
 _TRANSFORMER_ENGINE = ("transformer_engine",), "pip install --no-build-isolation 'transformer_engine[pytorch]'"
@@ -145,7 +155,7 @@ def find(name: str) -> Spec:
 
     Also accepts the `ALIASES`.
     """
-    known = {**SPECS, **CACHED, **PEERS}
+    known = {**SPECS, **CACHED, **RECURRENT, **PEERS}
     name = canonical_name(name)
     if name in known:
         return known[name]

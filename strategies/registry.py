@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from .base import Context
-from .catalog import CACHED, PEERS, SPECS, canonical_name, canonical_parameters, find
+from .catalog import CACHED, PEERS, RECURRENT, SPECS, canonical_name, canonical_parameters, find
 from .errors import UnknownName, Unsupported, nearest_name
 from .transport.communicator import Communicator
 
@@ -36,6 +36,11 @@ def names() -> list[str]:
 def for_inference() -> list[str]:
     """Return the names of the bundled strategies for inference over a KV cache."""
     return list(CACHED)
+
+
+def for_recurrences() -> list[str]:
+    """Return the names of the bundled strategies for linear recurrences."""
+    return list(RECURRENT)
 
 
 def peer_names() -> list[str]:
@@ -136,6 +141,8 @@ def create(
     name, params = canonical_name(name), canonical_parameters(params)
     strategy, problem = None, None
     try:
+        if name in RECURRENT:
+            raise UnknownName(f"strategy {name!r} is for recurrences: create_recurrent({name!r})")
         strategy = find(name).load()
         check_parameters(strategy, name, params)
     except (Unsupported, UnknownName) as error:

@@ -8,8 +8,27 @@ import click
 
 from ringprof.cli.options import Advanced, Command
 from ringprof.cli.progress import reporter
-from ringprof.cli.recording import layers, masks, params_of, phases, records, request_of, run_on_ranks, scores_and_heads
-from ringprof.cli.values import INFERENCE, KERNEL_NAMES, STRATEGIES, Known, ListOf, StrategyName, Tokens
+from ringprof.cli.recording import (
+    layers,
+    masks,
+    params_of,
+    phases,
+    records,
+    recurrences,
+    request_of,
+    run_on_ranks,
+    scores_and_heads,
+)
+from ringprof.cli.values import (
+    FOR_RECURRENCES,
+    INFERENCE,
+    KERNEL_NAMES,
+    STRATEGIES,
+    Known,
+    ListOf,
+    StrategyName,
+    Tokens,
+)
 from ringprof.common.json_object import Options
 from ringprof.errors import RecordError
 from ringprof.record import RecordRequest, record
@@ -20,13 +39,14 @@ from ringprof.trace.reduced import reduce_file
 
 @click.command("record", cls=Command)
 @click.option(
-    "--strategy", required=True, metavar="NAME", type=StrategyName(STRATEGIES + INFERENCE),
+    "--strategy", required=True, metavar="NAME", type=StrategyName(STRATEGIES + INFERENCE + FOR_RECURRENCES),
     help="Context-parallel strategy: a name from `ringprof strategies`, or package.module:Class for your own. The"
     " latter imports the module, which runs code that is not part of ringprof.",
 )  # fmt: skip
 @click.option(
     "--seq", type=Tokens(), help="Global sequence length in tokens: 131072 or 128k; for inference, the new tokens."
 )
+@recurrences
 @phases
 @click.option("--cp-sizes", cls=Advanced, type=ListOf(click.IntRange(min=1)), metavar="N,N,...",
               help="Dynamic context parallelism: an iteration has one step per size N, in which each group of N ranks"
@@ -39,7 +59,8 @@ from ringprof.trace.reduced import reduce_file
 @click.option("-p", "--param", "params", multiple=True, metavar="KEY=VALUE",
               help="Parameter of the strategy (see `ringprof strategies NAME`); repeatable.")  # fmt: skip
 @click.option("--kernel", default="auto", show_default=True, type=Known(KERNEL_NAMES),
-              help=f"Attention kernel: {', '.join(KERNEL_NAMES[1:])}; auto: the fastest supported one.")  # fmt: skip
+              help=f"Attention kernel: {', '.join(KERNEL_NAMES[1:])}; auto: the fastest supported one. Of recurrences:"
+              " fla, reference.")  # fmt: skip
 @click.option("--cuda-graph", cls=Advanced, is_flag=True,
               help="Capture an iteration in a CUDA graph and time its replays, without host overhead.")  # fmt: skip
 @click.option("--profile-iters", cls=Advanced, default=1, show_default=True, help="Number of profiled iterations.")
@@ -56,6 +77,7 @@ def command(**options: Any) -> int:
     \b
     ringprof record --strategy burst --seq 512k
     ringprof record --strategy zigzag --seq 8192 --heads 4 --head-dim 64 --device cpu
+    ringprof record --operator gdn --strategy state-scan --seq 128k --heads 16 --conv-width 4
     ringprof record --strategy dcp --phase decode --kv-length 1m --batch 32 --kv-heads 8
     torchrun --nnodes 2 --nproc-per-node 8 ... -m ringprof record --strategy burst --seq 1048576
     """

@@ -22,6 +22,7 @@ from ringprof.record.launcher import launcher_rank
 from ringprof.record.request import DTYPES
 from ringprof.run import LayerAround, Phase, Workload
 from ringprof.workload.documents import document_lengths
+from ringprof.workload.recurrences import OPERATORS
 
 _REQUEST_OPTIONS = ("hops", "device", "world", "ranks_per_host", "warmup", "iters", "controls", "verify")
 """Options that are fields of a request under the same name."""
@@ -97,6 +98,16 @@ phases = all_of(
 )  # fmt: skip
 """Decorator that adds the options of prefill and decode."""
 
+recurrences = all_of(
+    click.option("--operator", type=OneOf(OPERATORS), default="attention", show_default=True,
+                 help="What mixes the tokens: softmax attention, gated delta net (gdn), Mamba-2 or gated linear"
+                 " attention. The last four take the strategies for recurrences (`ringprof strategies`); --kv-heads are"
+                 " the heads of queries and keys, --head-dim is the size of a key, --v-head-dim that of a value."),
+    click.option("--conv-width", cls=Advanced, type=click.IntRange(min=1),
+                 help="Tokens that a short causal convolution before the recurrence reads.  [default: no convolution]"),
+)  # fmt: skip
+"""Decorator that adds the options of linear recurrences."""
+
 layers = all_of(
     click.option("--layer", cls=Advanced, type=OneOf(["ddp", "fsdp2"]),
                  help="Run whole transformer layers, with their gradients reduced by DDP or FSDP2."),
@@ -111,7 +122,7 @@ layers = all_of(
 
 scores_and_heads = all_of(
     click.option("--v-head-dim", cls=Advanced, type=click.IntRange(min=1),
-                 help="Head size of v, if it is smaller (MLA)."),
+                 help="Head size of v, if it is smaller (MLA); with a recurrence, if it differs."),
     click.option("--softcap", cls=Advanced, type=Number(min=0, min_open=True, max=1e9),
                  help="Soft cap on the scores: s becomes softcap * tanh(s / softcap)."),
     click.option("--sinks", cls=Advanced, type=OneOf(["learned"]),
@@ -124,14 +135,34 @@ def workload_of(options: Options, seq: int, *, backward: bool = True) -> Workloa
     """Build the workload that the options describe."""
     heads, kv_heads = options["heads"], options["kv_heads"]
     fields = {"backward": backward, **phase_of(options, seq), **layer_of(options), **mask_of(options, seq)}
+    fields |= operator_of(options)
     head_dim, v_size = options["head_dim"], options.get("v_head_dim")
-    if v_size is not None and v_size > head_dim:
+    if v_size is not None and v_size > head_dim and "operator" not in fields:
         raise UsageError(f"--v-head-dim {v_size}: heads of v are at most as large as those of q and k, {head_dim}")
     return Workload(
         batch=options["batch"], seq=seq, heads=heads, kv_heads=heads if kv_heads is None else kv_heads,
         head_dim=head_dim, v_head_dim=None if v_size == head_dim else v_size,
         dtype=options["dtype"], softcap=options.get("softcap"), sinks=options.get("sinks"), **fields,
     )  # fmt: skip
+
+
+def operator_of(options: Options) -> JsonObject:
+    """Return the workload's fields for a recurrence; empty for attention. Raises `UsageError`."""
+    operator, width = options.get("operator", "attention"), options.get("conv_width")
+    if operator == "attention":
+        if width is not None:
+            raise UsageError(f"--conv-width {width} goes with a recurrence, such as --operator gdn")
+        return {}
+    softmax_alone = ("window_size", "prefix", "softcap", "sinks", "kv_length", "layer")
+    _refuse_together(options, f"--operator {operator}", softmax_alone)
+    if not options["causal"]:
+        raise UsageError(f"--no-causal: --operator {operator} reads the tokens in their order")
+    heads, groups = options["heads"], options["kv_heads"] or options["heads"]
+    if heads % groups:
+        raise UsageError(
+            f"--kv-heads {groups} does not divide the {heads} heads: those of queries and keys are repeated"
+        )
+    return {"operator": operator, "conv_width": width}
 
 
 def _refuse_together(options: Options, other: str, names: Iterable[str]) -> None:

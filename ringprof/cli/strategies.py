@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import click
 
-from ringprof.cli.values import INFERENCE, STRATEGIES, StrategyName
+from ringprof.cli.values import FOR_RECURRENCES, INFERENCE, STRATEGIES, StrategyName
 from ringprof.cli.write import text_style
-from ringprof.strategies.catalog import ALIASES, CACHED, PEERS, SPECS, Spec, find
+from ringprof.strategies.catalog import ALIASES, CACHED, PEERS, RECURRENT, SPECS, Spec, find
+from ringprof.workload.recurrences import RECURRENCES
 
 
 @click.command("strategies")
-@click.argument("name", required=False, type=StrategyName(STRATEGIES + INFERENCE))
+@click.argument("name", required=False, type=StrategyName(STRATEGIES + INFERENCE + FOR_RECURRENCES))
 def command(name: str | None) -> None:
     """List the strategies, or the parameters of strategy NAME, which `ringprof record -p key=value` sets.
 
@@ -22,8 +23,8 @@ def command(name: str | None) -> None:
 
 def _listing() -> list[str]:
     """List all strategies in lines: ringprof's own, those for inference, and third-party ones."""
-    own, inference, peers = (list(specs.values()) for specs in (SPECS, CACHED, PEERS))
-    width = max(len(spec.name) for spec in own + inference + peers)
+    own, inference, recurrent, peers = (list(specs.values()) for specs in (SPECS, CACHED, RECURRENT, PEERS))
+    width = max(len(spec.name) for spec in own + inference + recurrent + peers)
     missing = {spec.name.partition("/")[0]: spec.install for spec in peers if spec.missing()}
     return [
         *(f"{spec.name:<{width}}  {spec.summary} ({spec.reference})" for spec in own),
@@ -31,6 +32,9 @@ def _listing() -> list[str]:
         "",
         "for --phase prefill and decode, forward only:",
         *(f"{spec.name:<{width}}  {spec.summary} ({spec.reference})" for spec in inference),
+        "",
+        f"for linear recurrences, --operator {', '.join(RECURRENCES)}:",
+        *(f"{spec.name:<{width}}  {spec.summary} ({spec.reference})" for spec in recurrent),
         "",
         "third-party implementations, called unchanged:",
         *(f"{spec.name:<{width}}  {spec.summary} ({_installation(spec)})" for spec in peers),
@@ -48,10 +52,10 @@ def _installation(spec: Spec) -> str:
 
 def _parameters(name: str) -> list[str]:
     """List the parameters of a strategy in lines, with type, default and help."""
-    from ringprof.record.resolve import load_strategy, strategy_errors
+    from ringprof.record.resolve import load_any_strategy, strategy_errors
     from ringprof.strategies.registry import parameters
 
-    strategy = load_strategy(name)
+    strategy = load_any_strategy(name)
     with strategy_errors():
         spec, listed = find(name), parameters(strategy)
     lines = [f"{name}: {spec.summary}" + (f" ({spec.reference})" if spec.reference else "")]

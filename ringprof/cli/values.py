@@ -16,11 +16,11 @@ import click
 from click.shell_completion import CompletionItem
 
 from ringprof.errors import UnknownStrategyError, UsageError, nearest
-from ringprof.strategies.catalog import CACHED, SPECS, find
+from ringprof.strategies.catalog import CACHED, RECURRENT, SPECS, find
 from ringprof.strategies.errors import UnknownName
 from ringprof.workload.documents import FACTORS
 
-STRATEGIES, INFERENCE = tuple(SPECS), tuple(CACHED)
+STRATEGIES, INFERENCE, FOR_RECURRENCES = tuple(SPECS), tuple(CACHED), tuple(RECURRENT)
 # These names repeat those of the kernels' classes, since importing torch takes seconds and shell completion must be
 # fast. A test compares the two.
 KERNEL_NAMES = (

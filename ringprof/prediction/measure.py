@@ -107,9 +107,11 @@ def measure_machine(
         ("links", "contention", lambda: _contention(bench, calibration, heating_kernel)),
         ("links", "copied hops", lambda: {"same_host": _copy_rate(bench, calibration.same_host)}),
         ("heat", "heat", lambda: _throttling(bench, heating_kernel, ends["heat"])),
-        ("recurrences", "recurrences", lambda: {
-            "recurrences": measure_recurrences(bench, ends["recurrences"]) or calibration.recurrences
-        }),
+        (
+            "recurrences",
+            "recurrences",
+            lambda: {"recurrences": measure_recurrences(bench, ends["recurrences"]) or calibration.recurrences},
+        ),
     )
     for part, name, measure in steps:
         if part in chosen:

@@ -103,6 +103,10 @@ class Query:
 
     def kernel_on(self, machine: Calibration) -> str:
         """Return the kernel's name. Raises `InputError` or `UnsupportedWorkloadError` if none is calibrated."""
+        if self.workload.recurrent:
+            if self.kernel not in ("auto", "fla"):
+                raise UsageError(f"--kernel {self.kernel}: recurrences are predicted with kernel fla alone")
+            return "fla"
         if self.kernel != "auto":
             return self.kernel
         from ringprof.strategies.kernels.registry import auto_order

@@ -17,8 +17,10 @@ from ringprof.common.json_object import Params
 from ringprof.record.clock import clock_for
 from ringprof.record.measure import WorkloadShard
 from ringprof.record.progress import Reporter
-from ringprof.record.resolve import load_strategy
+from ringprof.record.recurrence import RecurrenceShard, recurrence_bodies
+from ringprof.record.resolve import load_any_strategy
 from ringprof.strategies.base import Context
+from ringprof.strategies.recurrent.state_strategies import RecurrentStrategy
 from ringprof.strategies.transport.baselines import (
     KernelCall,
     NoOpKernel,
@@ -82,6 +84,8 @@ def baseline_bodies(shard: WorkloadShard, null_strategy: Any) -> tuple[list[Call
 
     A single rank has only the first two kinds. Collective: every rank must call this.
     """
+    if isinstance(shard, RecurrenceShard):
+        return recurrence_bodies(shard, null_strategy)
     replay, no_op = Replay.record(shard), NoOpKernel(writes_into=shard.kernel().writes_into)
 
     def communication_only() -> None:
@@ -99,7 +103,10 @@ def strategy_without_transport(
 ) -> Any:
     """Create a strategy by name or ``package.module:Class`` on a communicator that sends nothing."""
     communicator = Communicator(ranks_per_host=ranks_per_host, hosts=hosts, connect=NullTransport)
-    return load_strategy(name)(Context(communicator, kernel), **params)
+    strategy: Any = load_any_strategy(name)
+    if issubclass(strategy, RecurrentStrategy):
+        return strategy(communicator, kernel)
+    return strategy(Context(communicator, kernel), **params)
 
 
 class Replay:

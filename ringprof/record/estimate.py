@@ -21,12 +21,14 @@ from ringprof.common.process_pool import cpu_count
 from ringprof.errors import UnsupportedWorkloadError
 from ringprof.record.dryrun.fakes import KNOWN_KERNELS
 from ringprof.record.dryrun.memory import peak_bytes
+from ringprof.record.recurrence import RecurrenceShard, alone
 from ringprof.record.request import RecordRequest
 from ringprof.record.resolve import kernel_class, load_strategy, torch_dtype, why_unsupported
 from ringprof.run import Workload
 from ringprof.strategies.base import Strategy
 from ringprof.strategies.masks.sharded_mask import busiest_over_mean
 from ringprof.workload.devices import bandwidth_of, peak_of
+from ringprof.workload.recurrences import CHUNK
 
 CPU_LIMIT_S = 600.0
 BUSY_BELOW = 0.8
@@ -58,6 +60,8 @@ Measured on H200, H100 and A100. flash-attn 2, which torch contains, makes no us
 REFERENCE_RATE = 2.0
 """Rate of the float64 reference kernel on any GPU, in TFLOP/s."""
 UNKNOWN_RATE = 100.0
+RECURRENCE_RATE, RECURRENCE_REFERENCE_RATE = 60.0, 0.5
+"""Assumed TFLOP/s of a recurrence on a GPU, forward and backward: by Triton kernels, and in plain torch."""
 
 _Device = tuple[str, "int | None", float, str, float]
 """Device name, available bytes of memory, FLOP/s, source of the FLOP/s, and share of them available now (0 to 1)."""
@@ -116,6 +120,8 @@ def estimate_of(request: RecordRequest, per_host: int | None = None) -> Recordin
     On CPU this times the kernel on a small block, for `SAMPLE_S` seconds.
     """
     assert request.world is not None and request.warmup is not None and request.iters is not None
+    if request.workload.recurrent:
+        return _estimate_of_recurrence(request)
     kernel, strategy = kernel_class(request), load_strategy(request.strategy)
     on_gpu = request.device == "cuda"
     peak_memory_of = partial(peak_bytes, request, kernel=kernel.name, per_host=per_host or request.world)
@@ -130,9 +136,6 @@ def estimate_of(request: RecordRequest, per_host: int | None = None) -> Recordin
     )
     # On CPU the measured peak is that of the whole process, so the estimate includes what a process holds anyway.
     other_bytes = 0 if on_gpu else psutil.Process().memory_info().rss
-    profiled = PROFILED_SLOWDOWN * (1 + request.profile_iters)
-    # Ordinary iterations and three baselines in four rounds, and three warm-ups; none costs more than an ordinary one.
-    baselines = 3 * request.warmup + 4 * (request.iters + 3) if request.controls else 0
     return RecordingEstimate(
         device=name,
         kernel=kernel.name,
@@ -143,12 +146,62 @@ def estimate_of(request: RecordRequest, per_host: int | None = None) -> Recordin
         memory_note=note,
         memory_of=lambda workload: peak_memory_of(workload) + other_bytes,
         memory_limit=limit,
-        iterations=round(request.warmup + request.iters + profiled + baselines),
+        iterations=_weighted_iterations(request),
         start_s=GPU_START_S if on_gpu else CPU_START_S,
         imbalance=_imbalance(strategy, request),
         reading_s=_reading_s(request.workload, request.world, name) if on_gpu else 0.0,
         available_share=available_share,
     )
+
+
+def _weighted_iterations(request: RecordRequest) -> int:
+    """Return the weighted count of all iterations of a resolved request."""
+    assert request.warmup is not None and request.iters is not None
+    profiled = PROFILED_SLOWDOWN * (1 + request.profile_iters)
+    # Ordinary iterations and three baselines in four rounds, and three warm-ups; none costs more than an ordinary one.
+    baselines = 3 * request.warmup + 4 * (request.iters + 3) if request.controls else 0
+    return round(request.warmup + request.iters + profiled + baselines)
+
+
+def _estimate_of_recurrence(request: RecordRequest) -> RecordingEstimate:
+    """Estimate a resolved request of a recurrence; its memory only for kernels that do not run under autograd."""
+    assert request.world is not None
+    world, workload, on_gpu = request.world, request.workload, request.device == "cuda"
+    in_torch = request.kernel == "reference"
+
+    def memory_of(workload: Workload) -> int:
+        return recurrence_bytes(workload, world)
+
+    if on_gpu:
+        rate = (RECURRENCE_REFERENCE_RATE if in_torch else RECURRENCE_RATE) * 1e12
+        name, limit, _, _, share = _describe_gpu(request, request.kernel)
+        source = "assumed"
+    else:
+        name, limit = "CPU process", psutil.virtual_memory().available // world
+        rate, share = _measure_cpu_rate(lambda: None, workload, world, _time_recurrence)
+        source = "measured on a short sequence"
+    return RecordingEstimate(
+        device=name, kernel=request.kernel, flops_per_device=workload.model_flops() // world, rate=rate,
+        rate_source=source, memory_bytes=None if in_torch else memory_of(workload),
+        memory_note="plain torch keeps what autograd needs" if in_torch else "", memory_limit=limit,
+        iterations=_weighted_iterations(request), start_s=GPU_START_S if on_gpu else CPU_START_S, imbalance=1.0,
+        available_share=share, memory_of=memory_of,
+    )  # fmt: skip
+
+
+def recurrence_bytes(workload: Workload, world: int) -> int:
+    """Estimate the peak memory of a rank that computes a recurrence by kernels: about what they hold at once.
+
+    That is inputs, outputs and gradients twice, as a layer's projections and the kernel's products of the same size,
+    and the states of all chunks, of which the backward pass holds two sets.
+    """
+    tokens, width = workload.batch * workload.seq // world, 4 if workload.dtype == "fp32" else 2
+    keys, values = workload.kv_heads * workload.head_dim, workload.heads * workload.value_dim
+    repeated = workload.heads * workload.head_dim
+    numbers = 2 * keys + 2 * values + 2 * repeated
+    states = 2 * workload.heads * workload.head_dim * workload.value_dim // CHUNK
+    copies = 4 if workload.backward else 2
+    return tokens * width * (copies * numbers + states)
 
 
 def _reading_s(workload: Workload, world: int, device: str) -> float:
@@ -170,7 +223,7 @@ def describe(request: RecordRequest, estimate: RecordingEstimate) -> list[str]:
     """Describe the request and its estimate for the user, as lines of text."""
     workload, world = request.workload, request.world
     devices = f"{world} x {estimate.device}" if request.device == "cuda" else f"{world} CPU processes"
-    mask = "full attention" if workload.mask().plain and not workload.causal else str(workload.mask())
+    mask = "full attention" if workload.mask().plain and not workload.causal else workload.mask_in_words()
     tokens = f"sequence {workload.seq}"
     if workload.kv_length is not None:
         new = "1 new token" if workload.seq == 1 else f"{workload.seq} new tokens"
@@ -240,8 +293,13 @@ def raise_if_too_large(request: RecordRequest, estimate: RecordingEstimate) -> N
 
 def largest_seq(request: RecordRequest, estimate: RecordingEstimate) -> int:
     """Return the longest sequence, divisible as the layout needs it, that memory and time allow; 0 if none fits."""
-    strategy = load_strategy(request.strategy)
     assert request.world is not None
+    if request.workload.recurrent:
+        workload, world = request.workload, request.world
+        return world * _largest_count(
+            request, estimate, lambda count: workload.at(count * world), workload.seq // world
+        )
+    strategy = load_strategy(request.strategy)
     divisor = strategy.layout_for(request.world, **request.params).divisor(request.world)
     best = _largest_count(
         request, estimate, lambda count: request.workload.at(count * divisor), request.workload.seq // divisor
@@ -329,7 +387,9 @@ def kernel_rate(device: str, kernel: str, dtype: str) -> tuple[float, str]:
     return min(share * peak.tflops, max_tflops) * 1e12, f"assumed from the peak of {device}"
 
 
-def _measure_cpu_rate(kernel: Any, workload: Workload, world: int) -> tuple[float, float]:
+def _measure_cpu_rate(
+    kernel: Any, workload: Workload, world: int, time_sample: Callable[[Any, Workload], tuple[float, int]] | None = None
+) -> tuple[float, float]:
     """Measure the FLOP/s of one rank on an idle machine, and the share of them that is available now.
 
     Times full blocks on a single thread: on a busy machine, threads that wait for each other take a thousand times as
@@ -339,7 +399,7 @@ def _measure_cpu_rate(kernel: Any, workload: Workload, world: int) -> tuple[floa
     torch.set_num_threads(1)
     try:
         wall_start, cpu_start = time.perf_counter(), time.process_time()
-        seconds, flops = _time_block(kernel(), workload)
+        seconds, flops = (time_sample or _time_block)(kernel(), workload)
         cpu_share = (time.process_time() - cpu_start) / (time.perf_counter() - wall_start)
     finally:
         torch.set_num_threads(threads_before)
@@ -373,6 +433,20 @@ def _time_block(kernel: Any, workload: Workload) -> tuple[float, int]:
             kernel.backward(q, q, q, q, lse, out=out, scale=scale, causal=False)
         best = min(best, time.perf_counter() - start)
     return best, int(kernel.flops)
+
+
+def _time_recurrence(_: None, workload: Workload) -> tuple[float, int]:
+    """Return the shortest time of a short sequence in seconds (with its backward pass, if any), and its FLOPs."""
+    short = msgspec.structs.replace(
+        workload, batch=1, seq=min(SAMPLE_TOKENS, workload.seq), documents=None, heads=1, kv_heads=1, conv_width=None
+    )
+    shard = RecurrenceShard.create(alone("reference"), short, torch.device("cpu"))
+    best, end, calls = float("inf"), time.perf_counter() + SAMPLE_S, 0
+    while calls < 3 or time.perf_counter() < end:
+        calls, start = calls + 1, time.perf_counter()
+        shard.run_iteration()
+        best = min(best, time.perf_counter() - start)
+    return best, short.model_flops()
 
 
 def _si(value: float) -> str:

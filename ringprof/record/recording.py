@@ -21,12 +21,14 @@ from ringprof.record.machine import device_name, driver_version, host_name, host
 from ringprof.record.measure import Measurement, WorkloadShard, counted_work, measure, profile_iterations
 from ringprof.record.process_group import gather_bytes, gather_tensor, world_group
 from ringprof.record.progress import Reporter
+from ringprof.record.recurrence import RecurrenceShard
 from ringprof.record.remote_traces import TraceFile, gather_traces
 from ringprof.record.request import RankTask, RecordRequest, from_json, to_json
-from ringprof.record.resolve import layout_options, load_strategy, strategy_errors
+from ringprof.record.resolve import layout_options, load_any_strategy, strategy_errors
 from ringprof.record.run_folder import publish, reduced_name, trace_name
 from ringprof.record.telemetry import device_links
 from ringprof.record.verify import verify
+from ringprof.record.verify_recurrence import verify_recurrence, verify_timed_recurrence
 from ringprof.record.verify_timed import verify_timed
 from ringprof.run import (
     Baselines,
@@ -43,8 +45,10 @@ from ringprof.run import (
     Work,
     Workload,
 )
-from ringprof.strategies import Dynamic, create, find, names
+from ringprof.strategies import Dynamic, create, find, for_recurrences, names
 from ringprof.strategies.base import Strategy
+from ringprof.strategies.recurrent.state_strategies import RecurrentStrategy
+from ringprof.strategies.transport.communicator import Communicator
 
 Reduce = Callable[[Path, Path], bool]
 """Function that writes the reduced form of a trace (first path) to the second path, and returns whether it could."""
@@ -137,8 +141,14 @@ class RankRecording:
         request = self.task.request
         with strategy_errors():
             # The class is loaded first, so that the user's own modules are found.
-            load_strategy(request.strategy)
-            if request.cp_sizes:
+            strategy_class: Any = load_any_strategy(request.strategy)
+            if request.workload.recurrent:
+                comm = Communicator(
+                    ranks_per_host=request.ranks_per_host, hosts=self._host_numbers(),
+                    request=f"{request.strategy} with kernel {request.kernel}",
+                )  # fmt: skip
+                self.strategy = strategy_class(comm, request.kernel)
+            elif request.cp_sizes:
                 self.dynamic = Dynamic(request.strategy, kernel=request.kernel, hops=request.hops, **request.params)
                 self.strategy = self.dynamic.of(request.cp_sizes[0])
             else:
@@ -210,6 +220,7 @@ class RankRecording:
         if self.dynamic is not None:
             return DynamicCpShard.from_dynamic(self.dynamic, request.workload, request.cp_sizes, device)
         kind = WorkloadShard if request.workload.layer is None else LayersShard
+        kind = RecurrenceShard if request.workload.recurrent else kind
         return kind.create(self.strategy, request.workload, device, cuda_graph=request.cuda_graph)
 
     def _host_numbers(self) -> list[int] | None:
@@ -222,6 +233,8 @@ class RankRecording:
         request = self.task.request
         if self.dynamic is not None:
             verification = verify_steps(self.dynamic, request.workload, request.cp_sizes, device)
+        elif request.workload.recurrent:
+            verification = verify_recurrence(self.strategy, request.workload, device)
         else:
             verification = verify(self.strategy, request.workload, device)
         self.reporter.advance()
@@ -239,6 +252,8 @@ class RankRecording:
         workload = self.task.request.workload
         if isinstance(shard, DynamicCpShard):
             verification = verify_timed_steps(shard, measured, before)
+        elif isinstance(shard, RecurrenceShard):
+            verification = verify_timed_recurrence(shard, measured, before)
         else:
             verification = verify_timed(shard, measured.first_rows, measured.last, workload, before)
         self.reporter.advance()
@@ -348,19 +363,25 @@ def _baselines_of_run(request: RecordRequest, ranks: list[BaselineTimes]) -> Bas
 
 
 def strategy_used(
-    strategy: Strategy, name: str = "", workload: Workload | None = None, *, cuda_graph: bool = False
+    strategy: Strategy | RecurrentStrategy,
+    name: str = "",
+    workload: Workload | None = None,
+    *,
+    cuda_graph: bool = False,
 ) -> StrategyUsed:
     """Describe a strategy and its parameters for the run; ``name`` is the one that the user gave, or empty.
 
     The layout is that of the ``workload``'s documents, if it has some.
     """
     target = f"{type(strategy).__module__}:{type(strategy).__name__}"
-    bundled = (spec.name for spec in map(find, names()) if spec.target == target)
+    bundled = (spec.name for spec in map(find, (*names(), *for_recurrences())) if spec.target == target)
+    recurrent = isinstance(strategy, RecurrentStrategy)
+    layout = strategy.layout if recurrent or not workload else strategy.layout_of(**layout_options(workload))
     return StrategyUsed(
         name=name or next(bundled, target),
         target=find(name).target if name else target,
-        params=dict(strategy.parameters),
-        layout=(strategy.layout_of(**layout_options(workload)) if workload else strategy.layout).name,
+        params={} if recurrent else dict(strategy.parameters),
+        layout=layout.name,
         hops=strategy.comm.hop_transport,
         cuda_graph=cuda_graph,
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,9 +19,13 @@ from ringprof.errors import RecordError, UnknownStrategyError, UnsupportedWorklo
 from ringprof.record.launcher import RankInfo
 from ringprof.record.request import DTYPES, MIN_GPU_WARMUP, RecordRequest, check_numbers
 from ringprof.run import Workload
-from ringprof.strategies import UnknownName, Unsupported, find, for_inference, names
+from ringprof.strategies import UnknownName, Unsupported, find, for_inference, for_recurrences, names
 from ringprof.strategies.base import NO_SOFTCAP, Shape, Strategy
 from ringprof.strategies.kernels.kernel import Kernel
+from ringprof.strategies.recurrent.kernel import Inputs
+from ringprof.strategies.recurrent.kernels import NAMES as RECURRENCE_KERNELS
+from ringprof.strategies.recurrent.kernels import choose_kernel
+from ringprof.strategies.recurrent.state_strategies import RecurrentStrategy
 from ringprof.strategies.registry import check_parameters, parse_parameter
 
 CPU_RANKS = 4
@@ -39,10 +44,31 @@ def strategy_errors() -> Iterator[None]:
 
 
 def load_strategy(name: str) -> type[Strategy]:
-    """Return the class of a strategy by name or ``package.module:Class``, also from modules of the current folder.
+    """Return the class of a strategy for attention by name or ``package.module:Class``.
 
-    Importing a class by its path runs that module's code. Raises `UnknownStrategyError`.
+    Modules of the current folder are found, too. Importing a class by its path runs that module's code. Raises
+    `UnknownStrategyError`, also for a strategy for recurrences.
     """
+    loaded = load_any_strategy(name)
+    if not issubclass(loaded, Strategy):
+        raise UnknownStrategyError(f"strategy {name!r} is for recurrences: ringprof record --operator gdn")
+    return loaded
+
+
+def load_recurrent_strategy(name: str, operator: str) -> type[RecurrentStrategy]:
+    """Return the class of a strategy for recurrences, as `load_strategy` does; ``operator`` is that of the request.
+
+    Raises `UnknownStrategyError`, also for a strategy for attention.
+    """
+    loaded = load_any_strategy(name)
+    if not issubclass(loaded, RecurrentStrategy):
+        known = ", ".join(for_recurrences())
+        raise UnknownStrategyError(f"strategy {name!r} is for attention; for --operator {operator} there are: {known}")
+    return loaded
+
+
+def load_any_strategy(name: str) -> type[Strategy] | type[RecurrentStrategy]:
+    """Return the class of a strategy for attention or for recurrences. Raises `UnknownStrategyError`."""
     if ":" in name and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     with strategy_errors():
@@ -55,7 +81,7 @@ def load_strategy(name: str) -> type[Strategy]:
             raise UnknownStrategyError(
                 f"strategy {name!r} cannot be imported: {type(error).__name__}: {error}"
             ) from error
-    if not (isinstance(loaded, type) and issubclass(loaded, Strategy)):
+    if not (isinstance(loaded, type) and issubclass(loaded, (Strategy, RecurrentStrategy))):
         raise UnknownStrategyError(f"strategy {name!r} is not a class derived from ringprof.strategies.base.Strategy")
     return loaded
 
@@ -69,6 +95,8 @@ def resolve(request: RecordRequest, rank_info: RankInfo | None) -> RecordRequest
     check_numbers(request)
     if request.workload.dtype not in DTYPES:
         raise UsageError(f"--dtype {request.workload.dtype!r} is not one of {', '.join(DTYPES)}")
+    if request.workload.recurrent:
+        return _resolve_recurrence(request, rank_info)
     strategy = load_strategy(request.strategy)
     _check_phase(strategy, request)
     _check_combinations(request)
@@ -101,11 +129,56 @@ def resolve(request: RecordRequest, rank_info: RankInfo | None) -> RecordRequest
             reason = why_unsupported(strategy, request.workload, world, params)
         if reason:
             raise UnsupportedWorkloadError(f"strategy {request.strategy!r} cannot run this: {reason}")
+    return msgspec.structs.replace(request, device=device, world=world, params=params, **_iterations(request, device))
+
+
+def _iterations(request: RecordRequest, device: str) -> dict[str, int]:
+    """Return the numbers of warm-up and timed iterations by field. Raises `UsageError`."""
     warmup = request.warmup if request.warmup is not None else (MIN_GPU_WARMUP if device == "cuda" else 1)
     if device == "cuda" and warmup < MIN_GPU_WARMUP:
         raise UsageError(f"--warmup {warmup}: at least {MIN_GPU_WARMUP} on GPUs, the first iterations set things up")
-    iters = request.iters or (10 if device == "cuda" else 3)
-    return msgspec.structs.replace(request, device=device, world=world, params=params, warmup=warmup, iters=iters)
+    return {"warmup": warmup, "iters": request.iters or (10 if device == "cuda" else 3)}
+
+
+def _resolve_recurrence(request: RecordRequest, rank_info: RankInfo | None) -> RecordRequest:
+    """Resolve the request of a recurrence. Raises `UsageError` and its subclasses."""
+    workload = request.workload
+    strategy = load_recurrent_strategy(request.strategy, workload.operator)
+    unused = {
+        "cp-sizes": request.cp_sizes, "cuda-graph": request.cuda_graph, "layer": workload.layer,
+        "hops copy": request.hops == "copy", "param": request.params,
+    }  # fmt: skip
+    for option, value in unused.items():
+        if value:
+            raise UsageError(f"--{option}: not made for --operator {workload.operator} (record it without --{option})")
+    if request.kernel not in RECURRENCE_KERNELS:
+        raise UsageError(f"no kernel {request.kernel!r} for recurrences; there are: {', '.join(RECURRENCE_KERNELS)}")
+    device = resolve_device(request.device)
+    world = resolve_world_size(request.world, device, rank_info)
+    if request.ranks_per_host is not None and world % request.ranks_per_host:
+        raise UnsupportedWorkloadError(f"--ranks-per-node {request.ranks_per_host} does not divide the {world} ranks")
+    reason = strategy.why_unsupported(workload.seq, workload.heads, world)
+    local = workload.seq // world
+    if workload.conv_width is not None and local < workload.conv_width - 1:
+        reason = reason or f"{local} tokens per rank are fewer than the {workload.conv_width - 1} that a rank sends on"
+    if reason:
+        raise UnsupportedWorkloadError(f"strategy {request.strategy!r} cannot run this: {reason}")
+    kernel = recurrence_kernel(request.kernel, workload, device)
+    return msgspec.structs.replace(
+        request, device=device, world=world, hops="nccl", kernel=kernel, **_iterations(request, device)
+    )
+
+
+def recurrence_kernel(name: str, workload: Workload, device: str) -> str:
+    """Return the name of the kernel that ``name`` (perhaps ``auto``) stands for. Raises `UnsupportedWorkloadError`."""
+    sizes = (workload.heads, workload.head_dim), (workload.heads, workload.value_dim)
+    k, v = (torch.empty(1, 1, *size, dtype=torch_dtype(workload), device=device) for size in sizes)
+    gate = torch.empty(1, 1, workload.heads, workload.head_dim if workload.operator == "gla" else 1, device=device)
+    beta = gate.squeeze(-1) if workload.operator == "gdn" else None
+    with strategy_errors(), warnings.catch_warnings():
+        # The plan names the kernel, and the ranks warn of a slow one.
+        warnings.simplefilter("ignore")
+        return choose_kernel(name, Inputs(k, k, v, gate, beta, 1.0)).name
 
 
 def _with_sequences(strategy: type[Strategy], request: RecordRequest, params: Params, world: int) -> RecordRequest:

@@ -18,13 +18,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, pad
 
 from ringprof.workload.mask import Mask
+from ringprof.workload.recurrences import recurrence_flops
 
 from ..algorithms.ulysses import HeadExchange
 from ..annotate import ring_step
@@ -71,6 +72,27 @@ class _Call:
     final: bool
 
 
+class ComputeMeter:
+    """Counts of what a rank has computed: FLOPs by `ringprof.workload.recurrences`, and calls by pass."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        """Name of the kernel of the latest call."""
+        self.flops = 0
+        self.calls = {"forward": 0, "backward": 0}
+
+    def add(self, phase: str, x: Inputs, kernel: RecurrenceKernel) -> None:
+        """Count one pass, ``forward`` or ``backward``, over the tokens of ``x``."""
+        batch, tokens, heads, values = x.v.shape
+        passes = 2 if phase == "backward" else 1
+        delta_rule = x.beta is not None
+        self.name = kernel.name
+        self.flops += recurrence_flops(
+            batch * tokens, heads, x.k.shape[3], values, delta_rule=delta_rule, passes=passes
+        )
+        self.calls[phase] += 1
+
+
 class RecurrentStrategy(ABC):
     """Strategy for recurrences over a sequence of S tokens, of which rank r of N holds the r-th S/N.
 
@@ -78,9 +100,12 @@ class RecurrentStrategy(ABC):
     """
 
     layout = LAYOUTS["contiguous"]
+    takes_states: ClassVar[bool] = True
+    """Whether the operators take ``initial_state`` and ``return_final_state``."""
 
     def __init__(self, comm: Communicator, kernel: str = "auto") -> None:
-        self.comm, self._kernel_name = comm, kernel
+        self.comm, self.kernel_name = comm, kernel
+        self.computed = ComputeMeter()
         self._sums = comm.collective("state_sum")
         self._halos = _both_ways(comm, "halo", range(comm.size))
 
@@ -207,6 +232,21 @@ class RecurrentStrategy(ABC):
         out: Tensor = sum(terms[1:], terms[0])
         return out if bias is None else out + bias
 
+    def kernels(self) -> list[ComputeMeter]:
+        """Return the meters of all computation, as a `Strategy` returns its kernels."""
+        return [self.computed]
+
+    def kernel_for(self, x: Inputs) -> RecurrenceKernel:
+        """Return the kernel that computes these inputs. Raises `Unsupported` where the kernel asked for cannot."""
+        return choose_kernel(self.kernel_name, x)
+
+    @classmethod
+    def why_unsupported(cls, seq: int, heads: int, size: int) -> str | None:
+        """Return why the strategy cannot run ``seq`` tokens of ``heads`` heads on ``size`` ranks; None if it can."""
+        if seq % size == 0:
+            return None
+        return f"{size} ranks do not divide a sequence of {seq} tokens (try {max(size, seq // size * size)})"
+
     # --- to be implemented by a strategy ------------------------------------------------------
 
     @abstractmethod
@@ -231,10 +271,6 @@ class RecurrentStrategy(ABC):
     def placement(self, heads: int) -> tuple[int, int, slice]:
         """Return this rank's position in the sequence while it computes, the number of positions, and its heads."""
         return self.comm.rank, self.comm.size, slice(0, heads)
-
-    def kernel_for(self, x: Inputs) -> RecurrenceKernel:
-        """Return the kernel that computes these inputs. Raises `Unsupported` where the named one cannot."""
-        return choose_kernel(self._kernel_name, x)
 
     # --- checks -------------------------------------------------------------------------------
 
@@ -391,6 +427,12 @@ class StateA2A(RecurrentStrategy):
         super().__init__(comm, kernel)
         self._heads = HeadExchange(comm.collective("heads"))
 
+    @classmethod
+    def why_unsupported(cls, seq: int, heads: int, size: int) -> str | None:
+        return super().why_unsupported(seq, heads, size) or (
+            f"{size} ranks do not divide {heads} heads" if heads % size else None
+        )
+
     def placement(self, heads: int) -> tuple[int, int, slice]:
         if heads % self.comm.size:
             raise Unsupported(f"{self.comm.size} ranks do not divide {heads} heads")
@@ -448,9 +490,13 @@ class _Recurrence(torch.autograd.Function):
         strategy.comm.meter.phase = "forward"
         x, shard = Inputs.of(tensors, call.scale), call.shard
         known = initial[:, call.own] if initial is not None and call.first else None
+        strategy.computed.add("forward", x, call.kernel)
         with ring_step("fwd", 0, "local"):
             local, carry = call.kernel.begin(x, shard)
-        incoming, sent = strategy.pass_state(carry, shard.receives, shard.sends, known, x, call.reach, reverse=False)
+        with ring_step("fwd", 0, "state"):
+            incoming, sent = strategy.pass_state(
+                carry, shard.receives, shard.sends, known, x, call.reach, reverse=False
+            )
         with ring_step("fwd", 0, "block"):
             out, saved = call.kernel.finish(x, shard, local, incoming)
         final = (
@@ -476,10 +522,14 @@ class _Recurrence(torch.autograd.Function):
             assert dfinal is not None
             dfinal = strategy.sum_over_ranks(dfinal)
             known = dfinal[:, call.own] if call.last else None
+        strategy.computed.add("backward", x, call.kernel)
         with ring_step("bwd", 0, "local"):
             local, state_grad = call.kernel.begin_backward(x, shard, tuple(saved), dout)
         carry = Carry(state_grad, transposed(transition))
-        doutgoing, sent = strategy.pass_state(carry, shard.sends, shard.receives, known, x, call.reach, reverse=True)
+        with ring_step("bwd", 0, "state"):
+            doutgoing, sent = strategy.pass_state(
+                carry, shard.sends, shard.receives, known, x, call.reach, reverse=True
+            )
         with ring_step("bwd", 0, "block"):
             gradients = call.kernel.finish_backward(x, shard, tuple(saved), local, doutgoing)
         dinitial = _share(carry.after(doutgoing) if call.first else None, x, call) if call.initial else None

@@ -27,7 +27,7 @@ times that error is allowed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,19 +199,21 @@ def allowed_rms(kernel_rms: float, dtype: torch.dtype, hops: int, explained_rms:
 def compare_results(
     results: dict[str, Tensor], references: References, positions: Tensor, dtype: torch.dtype,
     hops: Callable[[str], int], ranks: GroupRanks, explained_rms: float = 0.0,
+    not_by_token: Collection[str] = ("dsinks",),
 ) -> tuple[dict[str, TensorCheck], dict[str, bool]]:  # fmt: skip
     """Compare each result with the references; return its error over all ranks and whether it is wrong on this rank.
 
     ``positions`` are those of this rank's tokens, ``hops`` returns the roundings between ranks of a tensor, and
-    ``explained_rms`` is that of `allowed_rms`. Collective.
+    ``explained_rms`` is that of `allowed_rms`. Tensors are (B, S/N, H, D), except those of ``not_by_token``, which have
+    no dimension of tokens. Collective.
     """
     rows = {}
     for name, x in results.items():
         exact = references.exact[name]
         kernel_difference = references.kernel[name].double() - exact
         kernel_rms = relative_rms(kernel_difference, exact)
-        if name == "dsinks":
-            # This sum over all rows has too few numbers to estimate the effect of rounding from.
+        if name in not_by_token:
+            # A sum over all rows may have too few numbers to estimate the effect of rounding from.
             rows[name] = error_row(x, exact, max(kernel_rms, torch.finfo(dtype).eps / 2))
             continue
         own_rms, kernel_rms_by_token, error_by_token = (

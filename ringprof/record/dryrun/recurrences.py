@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -10,12 +9,14 @@ from torch import Tensor
 
 from ringprof.record.dryrun.dispatch import Recorder
 from ringprof.record.dryrun.fakes import DryRunNetwork, dry_run_communicator
-from ringprof.record.dryrun.run import recording
+from ringprof.record.dryrun.run import META, recording
 from ringprof.record.dryrun.schedule import Program
-from ringprof.record.measure import counted_work
+from ringprof.record.measure import counted_work, reset_counts
+from ringprof.record.recurrence import RecurrenceShard
+from ringprof.run import Workload
 from ringprof.strategies.kernels.merge import wide_type
 from ringprof.strategies.recurrent.kernel import Carry, Inputs, Saved, Shard
-from ringprof.strategies.recurrent.state_strategies import STRATEGIES, RecurrentStrategy
+from ringprof.strategies.recurrent.state_strategies import RecurrentStrategy
 
 _CHUNK = 64
 """Tokens per chunk of flash-linear-attention's kernels, which keep a state per chunk."""
@@ -97,27 +98,24 @@ def _transition(x: Inputs) -> Tensor:
 
 
 def dry_run_recurrence(
-    name: str, rank_position: tuple[int, int, int], hops: str,
-    create: Callable[[RecurrentStrategy], Callable[[], object]],
-) -> tuple[Program, RecurrentStrategy]:  # fmt: skip
-    """Return the program of one rank of strategy ``name``, and the strategy that ran.
+    strategy_class: type[RecurrentStrategy], workload: Workload, rank_position: tuple[int, int, int], hops: str
+) -> Program:
+    """Return the program of one rank of a workload with a recurrence.
 
-    ``rank_position`` is the rank, the number of ranks and the number of ranks per host. ``create`` gets the strategy
-    and returns its iteration on ``meta`` tensors. Raises whatever the strategy raises.
+    ``rank_position`` is the rank, the number of ranks and the number of ranks per host. Raises whatever the strategy
+    raises: see `ringprof.record.dryrun.run.refuse_on_failure`.
     """
     recorder = Recorder()
     with recording(recorder):
         comm = dry_run_communicator(DryRunNetwork(recorder).connect, *rank_position, hops)
-        strategy = STRATEGIES[name](comm)
+        strategy = strategy_class(comm)
         untyped: Any = strategy
         untyped.kernel_for = lambda x: RecordingRecurrence(recorder)
-        untyped.kernels = list
-        iteration = create(strategy)
+        shard = RecurrenceShard.create(strategy, workload, META)
         recorder.start()
-        comm.meter.clear()
-        iteration()
-    program = Program(
+        reset_counts([strategy])
+        shard.run_iteration()
+    return Program(
         rank=rank_position[0], ops=recorder.ops, work=counted_work([strategy]), peak_bytes=recorder.peak_bytes,
         peak_label=recorder.peak_label,
     )  # fmt: skip
-    return program, strategy

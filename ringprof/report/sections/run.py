@@ -90,7 +90,7 @@ def _describe_workload(run: Run, workload: Workload) -> list[str]:
         tokens += f" per group of {run.sharing_ranks} rank{'s' if run.sharing_ranks > 1 else ''}"
     return [
         f"{tokens}, {workload.heads_in_words()}" + (f", batch {workload.batch}" if workload.batch > 1 else ""),
-        ", ".join([str(workload.mask()), *workload.extras()]),
+        ", ".join([workload.mask_in_words(), *workload.extras()]),
         workload.dtype + ("" if workload.backward else ", forward only"),
         *([] if workload.layer is None else [f"{workload.layers} x {workload.layer}"]),
     ]

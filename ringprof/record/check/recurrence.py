@@ -1,0 +1,342 @@
+"""Recurrences token by token in float64, as their papers write them, and the results of known mistakes over ranks.
+
+This module reads nothing of `ringprof.strategies.recurrent`. A wrong result is compared with the result that each
+mistake gives; where one equals it, the mistake is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+_SEGMENT = 16
+"""Tokens whose states autograd keeps at a time; those before are computed again in the backward pass."""
+Documents = Sequence[int] | None
+
+
+class DenseRecurrence:
+    """Operators of a `RecurrentStrategy` over a whole sequence on one device, in float64.
+
+    Inputs, options and results are those of the strategy's methods. The convolution sees ``world`` ranks only in
+    mistakes.
+    """
+
+    def __init__(self, world: int = 1) -> None:
+        self.world = world
+
+    def gated_delta_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
+        """Compute S = exp(g) (S - beta k kᵀ S) + beta k vᵀ and out = Sᵀ q / √K for every token."""
+        return self._run(q, k, v, g.unsqueeze(-1), beta, q.shape[-1] ** -0.5, **options)
+
+    def simple_gla(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any) -> Any:
+        """Compute S = exp(g) S + k vᵀ and out = Sᵀ q / √K for every token, with one decay per head."""
+        return self._run(q, k, v, g.unsqueeze(-1), None, q.shape[-1] ** -0.5, **options)
+
+    def gla(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any) -> Any:
+        """Compute S = exp(g) S + k vᵀ and out = Sᵀ q / √K for every token, with a decay per head and key channel."""
+        return self._run(q, k, v, g, None, q.shape[-1] ** -0.5, **options)
+
+    def mamba2(
+        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None = None, **options: Any
+    ) -> Any:
+        """Compute S = exp(dt a) S + dt b xᵀ and out = Sᵀ c + d x for every token."""
+        result = self._run(c, b, x * dt.unsqueeze(-1), (dt * a).unsqueeze(-1), None, 1.0, **options)
+        if d is None:
+            return result
+        skipped = x * d.unsqueeze(-1)
+        return (result[0] + skipped, result[1]) if isinstance(result, tuple) else result + skipped
+
+    def causal_conv1d(self, x: Tensor, weight: Tensor, *, cu_seqlens: Documents = None) -> Tensor:
+        """Compute the causal depthwise convolution of x (B, S, C) with weight (C, W) in every document."""
+        bounds = self.conv_bounds(_bounds(x, cu_seqlens))
+        parts = []
+        for first, end in pairwise(bounds):
+            out = torch.zeros_like(x[:, first:end])
+            for back in range(min(weight.shape[1], end - first)):
+                shifted = torch.zeros_like(out)
+                shifted[:, back:] = x[:, first : end - back]
+                out = out + self.conv_input(shifted, first, end, back) * weight[:, weight.shape[1] - 1 - back]
+            parts.append(out)
+        return torch.cat(parts, 1)
+
+    # --- replaced by mistakes -----------------------------------------------------------------
+
+    def conv_bounds(self, bounds: list[int]) -> list[int]:
+        """Return the cumulative lengths of the stretches that the convolution sees."""
+        return bounds
+
+    def conv_input(self, shifted: Tensor, first: int, end: int, back: int) -> Tensor:
+        """Return the convolution's input ``back`` tokens before each token from ``first`` to ``end``."""
+        return shifted
+
+    def over_ranks(
+        self, scan: Callable[[int, int, Tensor | None], tuple[Tensor, Tensor]], bounds: list[int],
+        initial: Tensor | None, tokens: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Return the output of all tokens and the last state; ``scan`` computes tokens from a state, None for zeros."""
+        return scan(0, tokens, initial)
+
+    # --- token by token -----------------------------------------------------------------------
+
+    def _run(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float, *,
+        initial_state: Tensor | None = None, return_final_state: bool = False, cu_seqlens: Documents = None,
+    ) -> Any:  # fmt: skip
+        heads = v.shape[2]
+        q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
+        bounds = self.state_bounds(_bounds(v, cu_seqlens))
+        starts = set(bounds[1:-1])
+
+        def scan(first: int, end: int, state: Tensor | None, *, values: bool = True) -> tuple[Tensor, Tensor]:
+            state = v.new_zeros(v.shape[0], heads, k.shape[3], v.shape[3]) if state is None else state
+            own = v if values else torch.zeros_like(v)
+            outputs = []
+            for start in range(first, end, _SEGMENT):
+                part = slice(start, min(start + _SEGMENT, end))
+                tensors = [q[:, part], k[:, part], own[:, part], g[:, part], None if beta is None else beta[:, part]]
+                resets = frozenset(
+                    bound - start for bound in starts if part.start <= bound < part.stop and bound > first
+                )
+                run = checkpoint if torch.is_grad_enabled() else _call
+                options = {"use_reentrant": False} if torch.is_grad_enabled() else {}
+                out, state = run(_scan, state, scale, resets, *tensors, **options)
+                outputs.append(out)
+            return torch.cat(outputs, 1), state
+
+        out, last = self.over_ranks(scan, bounds, initial_state, v.shape[1])
+        return (out, last) if return_final_state else out
+
+    def state_bounds(self, bounds: list[int]) -> list[int]:
+        """Return the cumulative lengths of the documents between which the state is reset."""
+        return bounds
+
+
+def _call(function: Any, *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+def _scan(
+    state: Tensor, scale: float, resets: frozenset[int], q: Tensor, k: Tensor, v: Tensor, g: Tensor,
+    beta: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the output of each token and the last state; the state is set to zeros before the tokens ``resets``."""
+    outputs = []
+    for t in range(v.shape[1]):
+        if t in resets:
+            state = torch.zeros_like(state)
+        state = g[:, t].exp().unsqueeze(-1) * state
+        written = v[:, t]
+        if beta is not None:
+            written = beta[:, t].unsqueeze(-1) * (written - torch.einsum("bhkv,bhk->bhv", state, k[:, t]))
+        state = state + k[:, t].unsqueeze(-1) * written.unsqueeze(-2)
+        outputs.append(scale * torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
+    return torch.stack(outputs, 1), state
+
+
+def _bounds(x: Tensor, documents: Documents) -> list[int]:
+    return [0, x.shape[1]] if documents is None else sorted(set(documents))
+
+
+# --- mistakes ---------------------------------------------------------------------------------------
+
+
+class _Mistake(DenseRecurrence):
+    """A recurrence over ranks with a mistake in what a rank gets from the one before it."""
+
+    says: str = ""
+    """What the mistake is, after "the result is what it is if"."""
+
+    def over_ranks(
+        self, scan: Any, bounds: list[int], initial: Tensor | None, tokens: int
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        local = tokens // self.world
+        outputs, state, last = [], initial, initial
+        for rank in range(self.world):
+            first, end = rank * local, (rank + 1) * local
+            # A document's border at the rank's first token resets the state, as inside the rank.
+            before = state if rank == 0 or first not in bounds else None
+            out, last = self.rank_output(scan, first, end, before, initial)
+            outputs.append(out)
+            whole = not any(first < bound < end for bound in bounds)
+            state = self.sent(scan, first, end, before, last, whole=whole)
+        assert last is not None
+        return torch.cat(outputs, 1), last
+
+    def rank_output(
+        self, scan: Any, first: int, end: int, before: Tensor | None, initial: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return a rank's output and last state; ``before`` is the state that it got."""
+        out: tuple[Tensor, Tensor] = scan(first, end, before)
+        return out
+
+    def sent(
+        self, scan: Any, first: int, end: int, before: Tensor | None, last: Tensor, *, whole: bool
+    ) -> Tensor | None:  # fmt: skip
+        """Return what a rank passes on; ``whole``: no document ends inside the rank."""
+        return last
+
+
+class _NotPassed(_Mistake):
+    says = "the state does not pass from rank to rank: every rank starts from zeros"
+
+    def sent(self, scan: Any, first: int, end: int, before: Any, last: Tensor, *, whole: bool) -> Tensor | None:
+        return None
+
+
+class _OneRank(_Mistake):
+    says = "a rank gets the state of the previous rank's own tokens alone: the states of ranks before it are lost"
+
+    def sent(self, scan: Any, first: int, end: int, before: Any, last: Tensor, *, whole: bool) -> Tensor | None:
+        state: Tensor = scan(first, end, None)[1]
+        return state
+
+
+class _NotDecayed(_Mistake):
+    says = "states of earlier ranks are added without the decay of the ranks between: their transitions are missing"
+
+    def sent(self, scan: Any, first: int, end: int, before: Any, last: Tensor, *, whole: bool) -> Tensor | None:
+        own: Tensor = scan(first, end, None)[1]
+        return own if before is None or not whole else own + before
+
+
+class _Twice(_Mistake):
+    says = "a rank applies its transition twice to the state that it passes on"
+
+    def sent(self, scan: Any, first: int, end: int, before: Any, last: Tensor, *, whole: bool) -> Tensor | None:
+        if before is None or not whole:
+            return last
+        once = scan(first, end, before, values=False)[1]
+        twice: Tensor = scan(first, end, once, values=False)[1]
+        return last - once + twice
+
+
+class _TwiceOnArrival(_Mistake):
+    says = "a rank applies its transition to the state that it gets before it starts from it, and so applies it twice"
+
+    def rank_output(
+        self, scan: Any, first: int, end: int, before: Tensor | None, initial: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if before is not None and first:
+            before = scan(first, end, before, values=False)[1]
+        return super().rank_output(scan, first, end, before, initial)
+
+
+class _InitialEverywhere(_Mistake):
+    says = "every rank starts from the initial state of the sequence"
+
+    def rank_output(
+        self, scan: Any, first: int, end: int, before: Tensor | None, initial: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return super().rank_output(scan, first, end, initial, initial)
+
+
+class _NoInitial(DenseRecurrence):
+    says = "the initial state is left out"
+
+    def over_ranks(
+        self, scan: Any, bounds: list[int], initial: Tensor | None, tokens: int
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        return super().over_ranks(scan, bounds, None, tokens)
+
+
+class _NoReset(DenseRecurrence):
+    says = "the state is not reset where a document ends"
+
+    def state_bounds(self, bounds: list[int]) -> list[int]:
+        return [0, bounds[-1]]
+
+
+class _LateReset(DenseRecurrence):
+    says = "the state is reset one token late where a document ends"
+
+    def state_bounds(self, bounds: list[int]) -> list[int]:
+        return [0, *(bound + 1 for bound in bounds[1:-1] if bound + 1 < bounds[-1]), bounds[-1]]
+
+
+class _ResetInsideOnly(_Mistake):
+    says = "the state is reset where a document ends inside a rank, and not where it ends on a rank's border"
+
+    def state_bounds(self, bounds: list[int]) -> list[int]:
+        local = bounds[-1] // self.world
+        return [bound for bound in bounds if bound % local or bound in (0, bounds[-1])]
+
+
+class _NoHalo(DenseRecurrence):
+    says = "the convolution does not see the last tokens of the rank before: its halo is missing"
+
+    def conv_bounds(self, bounds: list[int]) -> list[int]:
+        local = bounds[-1] // self.world
+        return sorted({*bounds, *range(0, bounds[-1], local)})
+
+
+class _HaloOverDocuments(DenseRecurrence):
+    says = "the convolution sees tokens of the document before"
+
+    def conv_bounds(self, bounds: list[int]) -> list[int]:
+        return [0, bounds[-1]]
+
+
+# Mistakes in the backward pass: the output is right.
+
+
+class _GradientNotPassed(_Mistake):
+    says = "the gradient of the state does not pass back from rank to rank"
+
+    def sent(self, scan: Any, first: int, end: int, before: Any, last: Tensor, *, whole: bool) -> Tensor | None:
+        return last.detach()
+
+
+class _GradientOfOneRank(_Mistake):
+    says = "the gradient of the state passes back over one rank alone"
+
+    def sent(self, scan: Any, first: int, end: int, before: Any, last: Tensor, *, whole: bool) -> Tensor | None:
+        state: Tensor = scan(first, end, None if before is None else before.detach())[1]
+        return state
+
+
+class _GradientNotDecayed(_Mistake):
+    says = "the gradient of the state passes back over a rank without that rank's transition"
+
+    def sent(self, scan: Any, first: int, end: int, before: Any, last: Tensor, *, whole: bool) -> Tensor | None:
+        if before is None or not whole:
+            return last
+        state: Tensor = scan(first, end, before.detach())[1] + before - before.detach()
+        return state
+
+
+class _HaloGradientLost(DenseRecurrence):
+    says = "the convolution's gradient does not go back to the rank before: the halo's gradient is lost"
+
+    def conv_input(self, shifted: Tensor, first: int, end: int, back: int) -> Tensor:
+        # Document borders shift where ranks begin: positions are global.
+        positions = torch.arange(first, end, device=shifted.device)
+        local = self.tokens // self.world
+        crosses = (positions % local < back) & (positions - back >= first)
+        return torch.where(crosses[:, None], shifted.detach(), shifted)
+
+    def causal_conv1d(self, x: Tensor, weight: Tensor, *, cu_seqlens: Documents = None) -> Tensor:
+        self.tokens = x.shape[1]
+        return super().causal_conv1d(x, weight, cu_seqlens=cu_seqlens)
+
+
+FORWARD_MISTAKES: tuple[Any, ...] = (
+    _NotPassed, _OneRank, _NotDecayed, _Twice, _TwiceOnArrival, _InitialEverywhere, _NoInitial, _NoReset, _LateReset,
+    _ResetInsideOnly, _NoHalo, _HaloOverDocuments,
+)  # fmt: skip
+BACKWARD_MISTAKES: tuple[Any, ...] = (
+    _GradientNotPassed, _GradientOfOneRank, _GradientNotDecayed, _HaloGradientLost,
+)  # fmt: skip
+
+
+def mistakes(world: int, *, backward: bool) -> Iterator[tuple[str, DenseRecurrence]]:
+    """Yield what each known mistake over ``world`` ranks is, and the recurrence that makes it.
+
+    With ``backward`` they are those whose output is right and whose gradients are wrong.
+    """
+    for kind in BACKWARD_MISTAKES if backward else FORWARD_MISTAKES:
+        yield kind.says, kind(world)

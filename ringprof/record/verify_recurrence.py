@@ -1,0 +1,263 @@
+"""Verification of recurrences, before and after timing, on the ranks that are timed.
+
+Before timing, a short sequence is compared as a whole: output, every gradient, the final state and the gradient of the
+initial state, against the recurrence token by token in float64 (`ringprof.record.check.recurrence`). The bounds are
+those of `ringprof.record.check.dense`: the kernel alone is the strategy's own kernel over the whole sequence on one
+device. A wrong result is compared with those of known mistakes, and the message names the one that it equals.
+
+After timing, every rank compares its share of the last timed results for one head of keys, and all heads of values that
+read it, of the first batch entry. The reference is the chunkwise recurrence in float64 over the whole sequence, which
+tests hold against the one token by token. Results must also be finite.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ringprof.errors import VerificationError
+from ringprof.record.check.dense import (
+    SEED,
+    TOKENS_PER_RANK,
+    References,
+    allowed_rms,
+    compare_results,
+    error_row,
+    errors_over_ranks,
+    gather_numbers,
+    relative_rms,
+)
+from ringprof.record.check.recurrence import DenseRecurrence, mistakes
+from ringprof.record.check.result import TensorCheck
+from ringprof.record.measure import Measurement, row_sums
+from ringprof.record.process_group import GroupRanks, gather_tensor
+from ringprof.record.recurrence import SHARED, RecurrenceShard, alone, call_operator, draw_inputs, select_group
+from ringprof.record.resolve import torch_dtype
+from ringprof.record.verify import raise_if_wrong, size_in_words, summed_over_ranks
+from ringprof.run import TimedVerification, Verification, Workload
+from ringprof.strategies.recurrent.state_strategies import StateA2A
+
+MOST_TOKENS = 2048
+"""Most tokens that are compared token by token before timing, unless the ranks are more."""
+MATCH_FACTOR = 1.5
+"""A result equals that of a mistake if its error against it is at most this many times the error allowed otherwise."""
+_MOST_ITERATIONS = 2
+_STATES = ("final_state", "dinitial_state")
+
+
+def verify_recurrence(strategy: Any, workload: Workload, device: torch.device) -> Verification:
+    """Verify a strategy before it is timed. Collective: every rank must call this, and gets the same answer.
+
+    Raises `VerificationError`, which names the worst rank and tensor and, where it is known, the mistake.
+    """
+    world = strategy.comm.size
+    tokens = min(max(1, MOST_TOKENS // world), TOKENS_PER_RANK[device.type], workload.seq // world)
+    workload = workload.at(world * max(tokens, (workload.conv_width or 1) - 1))
+    check = _ShortCheck(strategy, workload, device)
+    errors, wrong = check.compare()
+    ending = f"{size_in_words(workload)}; nothing was timed"
+    if any(gather_numbers([float(any(wrong.values()))], GroupRanks(None))[rank][0] for rank in range(world)):
+        ending += check.reason(wrong)
+    return Verification(passed=True, seq=workload.seq, errors=raise_if_wrong(errors, ending))
+
+
+class _ShortCheck:
+    """Comparison of a short sequence with the recurrence token by token."""
+
+    def __init__(self, strategy: Any, workload: Workload, device: torch.device) -> None:
+        self._strategy, self._workload, self._device = strategy, workload, device
+        self._world, self._rank = strategy.comm.size, strategy.comm.rank
+        generator = torch.Generator().manual_seed(SEED)
+        self._full = draw_inputs(workload, workload.seq, torch.device("cpu"), generator)
+        shape = (workload.batch, workload.heads, workload.head_dim, workload.value_dim)
+
+        def normal(*sizes: int) -> Tensor:
+            return torch.randn(sizes, generator=generator)
+
+        self._full |= {"initial_state": normal(*shape)} if strategy.takes_states else {}
+        self._dout = normal(workload.batch, workload.seq, workload.heads, workload.value_dim).to(torch_dtype(workload))
+        self._dfinal = normal(*shape)
+        self._results = self._over_ranks()
+        self._exact = self._share(self._whole(DenseRecurrence(), torch.float64))
+        kernel = alone(strategy.kernel_name)
+        self._kernel = self._share(self._whole(kernel, None))
+
+    def compare(self) -> tuple[dict[str, TensorCheck], dict[str, bool]]:
+        """Return the errors over all ranks, and whether each tensor is wrong on this rank. Collective."""
+        local = self._workload.seq // self._world
+        positions = torch.arange(local, device=self._device) + self._rank * local
+        by_rank = [f"d{name}" for name in SHARED]
+        return compare_results(
+            self._results, References(self._exact, self._kernel), positions, torch_dtype(self._workload),
+            self._hops, GroupRanks(None), not_by_token=(*by_rank, *_STATES),
+        )  # fmt: skip
+
+    def reason(self, wrong: Mapping[str, bool]) -> str:
+        """Return which known mistake gives the wrong results, to be appended to a sentence; empty if none. Collective.
+
+        A mistake must give all wrong tensors of the pass on every rank.
+        """
+        ranks, dtype = GroupRanks(None), torch_dtype(self._workload)
+        flags = gather_numbers([float(wrong[name]) for name in self._results], ranks)
+        wrong_names = {name for index, name in enumerate(self._results) if any(row[index] for row in flags)}
+        outputs = wrong_names & {"out", "final_state"}
+        names = outputs or wrong_names
+        for sentence, mistaken in mistakes(self._world, backward=not outputs):
+            # Forward mistakes are compared by their outputs alone, which take no gradients.
+            whole = self._share(self._whole(mistaken, torch.float64, backward=not outputs))
+            matches = all(
+                relative_rms(self._results[name].double() - whole[name], self._exact[name])
+                <= MATCH_FACTOR * allowed_rms(self._kernel_rms(name), dtype, self._hops(name))
+                for name in names
+            )
+            if all(row[0] for row in gather_numbers([float(matches)], ranks)):
+                return f"; the result is what it is if {sentence}"
+        return ""
+
+    def _kernel_rms(self, name: str) -> float:
+        return relative_rms(self._kernel[name].double() - self._exact[name], self._exact[name])
+
+    def _hops(self, name: str) -> int:
+        """Return how often a tensor is rounded to the input's type between ranks."""
+        workload = self._workload
+        if self._world == 1 or name in ("out", *_STATES):
+            return 0
+        repeated = isinstance(self._strategy, StateA2A) and workload.kv_heads % self._world
+        return self._world if name.removeprefix("d") in SHARED or repeated else 0
+
+    def _over_ranks(self) -> dict[str, Tensor]:
+        """Run the strategy over the ranks, and return this rank's results by name."""
+        local = self._workload.seq // self._world
+        own = slice(self._rank * local, (self._rank + 1) * local)
+        inputs = {name: x if name in (*SHARED, "initial_state") else x[:, own] for name, x in self._full.items()}
+        # The gradient of the final state is a sum over the ranks, here in unequal shares.
+        share = 2 * (self._rank + 1) / (self._world * (self._world + 1))
+        results = self._run(self._strategy, inputs, self._dout[:, own], self._dfinal * share, None)
+        for name in [name for name in results if name.removeprefix("d") in (*SHARED, "initial_state")]:
+            results[name] = summed_over_ranks(results[name])
+        return _with_heads(results)
+
+    def _whole(self, target: Any, dtype: torch.dtype | None, *, backward: bool = True) -> dict[str, Tensor]:
+        """Run ``target`` over the whole sequence, in ``dtype`` (None: the inputs' own)."""
+        return self._run(target, self._full, self._dout, self._dfinal, dtype, backward=backward)
+
+    def _run(
+        self, target: Any, inputs: Mapping[str, Tensor], dout: Tensor, dfinal: Tensor, dtype: torch.dtype | None, *,
+        backward: bool = True,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        leaves = {name: x.to(self._device, dtype or x.dtype).clone() for name, x in inputs.items()}
+        backward = backward and self._workload.backward
+        for leaf in leaves.values():
+            leaf.requires_grad_(backward)
+        operands = dict(leaves)
+        initial = operands.pop("initial_state", None)
+        options = {} if initial is None else {"initial_state": initial, "return_final_state": True}
+        with torch.set_grad_enabled(backward):
+            result = call_operator(target, self._workload, operands, **options)
+        outputs = result if isinstance(result, tuple) else (result,)
+        results = dict(zip(("out", "final_state"), (x.detach() for x in outputs), strict=False))
+        if backward:
+            gradients = [x.to(y) for x, y in zip((dout, dfinal), outputs, strict=False)]
+            found = torch.autograd.grad(outputs, list(leaves.values()), gradients, allow_unused=True)
+            # An initial state that a first document of no tokens leaves unused has no gradient.
+            results |= {
+                f"d{name}": torch.zeros_like(leaf) if x is None else x
+                for (name, leaf), x in zip(leaves.items(), found, strict=True)
+            }
+        return results
+
+    def _share(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return this rank's share of results over the whole sequence."""
+        local = self._workload.seq // self._world
+        own = slice(self._rank * local, (self._rank + 1) * local)
+        complete = (*(f"d{name}" for name in SHARED), *_STATES)
+        return _with_heads({name: x if name in complete else x[:, own] for name, x in whole.items()})
+
+
+def _with_heads(results: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the results with four dimensions each, as comparisons by token take them."""
+    return {name: x.reshape(*x.shape, *[1] * (4 - x.dim())) for name, x in results.items()}
+
+
+# --- after timing -------------------------------------------------------------------------------------
+
+
+def verify_timed_recurrence(shard: RecurrenceShard, measured: Measurement, before: Verification) -> Verification:
+    """Verify the last timed results and add the outcome to ``before``, the verification before timing.
+
+    Collective: every rank must call this, and gets the same answer. Raises `VerificationError`, which names the worst
+    rank and tensor, if a result is wrong.
+    """
+    begin, ranks, workload = time.perf_counter_ns(), GroupRanks(None), shard.workload
+    last: Any = measured.last
+    ending = f"in the last timed iteration, {size_in_words(workload)}; nothing was recorded"
+    results = {name: x.detach() for name, x in last.named().items()}
+    flags = [
+        *(bool(x.isfinite().all()) for x in results.values()), torch.equal(measured.first_rows, row_sums(last.out))
+    ]  # fmt: skip
+    flags_by_rank = gather_numbers(flags, ranks)
+    for rank, finite in enumerate(flags_by_rank):
+        for name in (name for name, is_finite in zip(results, finite, strict=False) if not is_finite):
+            raise VerificationError(f"wrong result on rank {rank}: {name} is not finite, {ending}")
+    if shard.dout is not None and shard.dout.is_cuda:
+        # Device memory that the iterations have cached is needed here.
+        torch.cuda.empty_cache()
+    group = int(torch.randint(workload.kv_heads, (), generator=torch.Generator().manual_seed(SEED)))
+    own, one_group = select_group(workload, {**shard.inputs, **results}, group)
+    if shard.dout is not None:
+        own["dout"] = select_group(workload, {"out": shard.dout}, group)[0]["out"]
+    sums = [name for name in own if name.removeprefix("d") in SHARED and name not in SHARED]
+    for name in sums:
+        own[name] = summed_over_ranks(own[name])
+    gathered = {
+        name: x if name in SHARED else torch.cat(gather_tensor(x.detach().contiguous()), 1)
+        for name, x in own.items() if name in shard.inputs or name == "dout"
+    }  # fmt: skip
+    exact = _group_results(alone("reference"), one_group, gathered, torch.float64)
+    rank, local = shard.strategy.comm.rank, workload.seq // shard.strategy.comm.size
+    share = slice(rank * local, (rank + 1) * local)
+    kernel_alone: dict[str, Tensor] = {}
+    iterations = shard.strategy.comm.size * one_group.heads / (workload.heads * workload.batch)
+    if iterations <= _MOST_ITERATIONS:
+        kernel_alone = _group_results(alone(shard.strategy.kernel_name), one_group, gathered, None)
+    rows, unit = {}, torch.finfo(torch_dtype(workload)).eps / 2
+    for name, x in exact.items():
+        kernel_rms = before.errors[name].kernel_rms
+        if name in kernel_alone:
+            kernel_rms = relative_rms(kernel_alone[name].double() - x, x)
+        rows[name] = error_row(own[name], x if name in sums else x[:, share], max(kernel_rms, unit))
+
+    def hops(name: str) -> int:
+        return shard.strategy.comm.size if name in sums else 0
+
+    errors = errors_over_ranks(rows, torch_dtype(workload), hops, ranks)
+    timed = TimedVerification(
+        seq=workload.seq, places=local, kv_head=group, same_output=all(flags[-1] for flags in flags_by_rank),
+        errors=raise_if_wrong(errors, ending), took_ns=time.perf_counter_ns() - begin,
+    )  # fmt: skip
+    return msgspec.structs.replace(before, timed=timed)
+
+
+def _group_results(
+    target: Any, workload: Workload, inputs: Mapping[str, Tensor], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """Compute output and gradients over the whole sequence, in ``dtype`` (None: the inputs' own), by name.
+
+    ``inputs`` hold ``dout``, too, where gradients are wanted.
+    """
+    leaves = {
+        name: x.detach().to(dtype or x.dtype).requires_grad_("dout" in inputs)
+        for name, x in inputs.items() if name != "dout"
+    }  # fmt: skip
+    with torch.set_grad_enabled("dout" in inputs):
+        out = call_operator(target, workload, leaves)
+    results = {"out": out.detach()}
+    if "dout" in inputs:
+        found = torch.autograd.grad(out, list(leaves.values()), inputs["dout"].to(out))
+        results |= {f"d{name}": x for name, x in zip(leaves, found, strict=True)}
+    return results
