@@ -1,15 +1,16 @@
-"""Verify and time the gated delta rule over this machine's GPUs, beside flash-linear-attention's context parallelism.
+"""Verify and time recurrences over this machine's GPUs, beside flash-linear-attention's context parallelism.
 
     torchrun --nproc-per-node 2 benchmarks/recurrent_speed.py --check
-    torchrun --nproc-per-node 2 benchmarks/recurrent_speed.py --tokens 16384,65536
+    torchrun --nproc-per-node 2 benchmarks/recurrent_speed.py --tokens 16384,65536 --operators gated_delta_rule,gla
 
-Needs flash-linear-attention (fla), which compiles and tunes its kernels for minutes at their first use. bf16, 16 heads
-of 128. With --check, outputs and gradients of every strategy are compared with float64. Times are medians of the
-slowest rank over competitors that take turns; a ratio is to fla's kernel alone, on as many tokens per GPU and without
-communication.
+Needs flash-linear-attention (fla), which compiles and tunes its kernels for minutes at their first use; Triton keeps
+them in TRITON_CACHE_DIR. bf16, 16 heads of 128; Mamba-2 with one group. With --check, outputs and gradients of every
+operator and strategy are compared with float64. Times are medians of the slowest rank over competitors that take turns;
+a ratio is to fla's kernel alone, on as many tokens per GPU and without communication. The memory is the most that a
+pass allocates beyond its inputs.
 
-fla refuses gated backward passes on Hopper with Triton 3.4 to 3.7.0, which computes wrong gradients for tiles of 64 key
-channels (its issue 640). Heads of 128 have tiles of 128: this script removes the refusal, and --check verifies them.
+fla refuses backward passes on Hopper with Triton 3.4 to 3.7.0, except of GLA. Its issue 640 tells of wrong gradients
+for tiles of 64 key channels; heads of 128 have tiles of 128. --allow-triton removes the refusal, for --check to verify.
 """
 
 from __future__ import annotations
@@ -25,72 +26,122 @@ import torch
 import torch.distributed as dist
 import triton
 from fla.ops.common import chunk_o
-from fla.ops.cp import build_cp_context
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+from fla.ops.gla import chunk_gla
+from fla.ops.simple_gla import chunk_simple_gla
 from torch import Tensor
 
 from ringprof.strategies.recurrent import fla as fla_kernels
-from ringprof.strategies.recurrent.state_strategies import STRATEGIES, create_recurrent
+from ringprof.strategies.recurrent.state_strategies import PEERS, STRATEGIES, create_recurrent
 
 HEADS, SIZE = 16, 128
 DTYPE = torch.bfloat16
-chunk_o.TRITON_ABOVE_3_7_1 = True
+OPERATORS = "gated_delta_rule", "simple_gla", "gla", "mamba2"
 
 
-def inputs_of(tokens: int, device: Any) -> list[Tensor]:
-    """Return random q, k, v, g and beta."""
+def inputs_of(operator: str, tokens: int, device: Any) -> list[Tensor]:
+    """Return random q, k, v, g, and beta for the delta rule; for Mamba-2 x, dt, a, b and c."""
     q, k, v = (torch.randn(1, tokens, HEADS, SIZE, device=device) for _ in range(3))
     k = torch.nn.functional.normalize(k, dim=-1)
-    g = torch.nn.functional.logsigmoid(torch.randn(1, tokens, HEADS, device=device) + 4)
-    return [q.to(DTYPE), k.to(DTYPE), v.to(DTYPE), g, torch.rand(1, tokens, HEADS, device=device)]
+    shape = (1, tokens, HEADS, SIZE) if operator == "gla" else (1, tokens, HEADS)
+    g = torch.nn.functional.logsigmoid(torch.randn(shape, device=device) + 4)
+    if operator == "mamba2":
+        a = -torch.ones(HEADS, device=device)
+        return [v.to(DTYPE), -g, a, k[:, :, :1].to(DTYPE), q[:, :, :1].to(DTYPE)]
+    beta = [torch.rand(1, tokens, HEADS, device=device)] if operator == "gated_delta_rule" else []
+    return [q.to(DTYPE), k.to(DTYPE), v.to(DTYPE), g, *beta]
+
+
+def alone(operator: str) -> Callable[..., Any]:
+    """Return fla's own function for the operator."""
+    if operator == "mamba2":
+
+        def mamba2(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Any:
+            q, k = (y.expand(-1, -1, HEADS, -1) for y in (c, b))
+            return chunk_simple_gla(q, k, (x * dt.unsqueeze(-1)).to(DTYPE), dt * a, scale=1.0)
+
+        return mamba2
+    functions = {"gated_delta_rule": chunk_gated_delta_rule, "simple_gla": chunk_simple_gla, "gla": chunk_gla}
+    return functions[operator]
 
 
 def run(function: Callable[..., Any], inputs: list[Tensor], dout: Tensor) -> list[Tensor]:
-    """Return the output and all gradients."""
+    """Return the output, a final state where there is one, and all gradients."""
     leaves = [x.detach().requires_grad_() for x in inputs]
-    out = function(*leaves)
-    out = out[0] if isinstance(out, tuple) else out
-    out.backward(dout)
-    return [out.detach(), *(x.grad for x in leaves)]
+    result = function(*leaves)
+    out, *last = result if isinstance(result, tuple) else (result,)
+    loss = (out * dout).sum()
+    # All ranks have the final state, and its gradients are summed over them.
+    for state in last:
+        loss = loss + (state * state.detach().double().cos()).sum() / dist.get_world_size()
+    loss.backward()
+    if last and leaves[-1].grad is not None:
+        dist.all_reduce(leaves[-1].grad)  # every rank has a share of the initial state's gradient
+    return [out.detach(), *(x.detach() for x in last), *(x.grad for x in leaves)]
 
 
-def check(rank: int, device: Any) -> None:
-    """Print the largest errors of every strategy, relative to the largest number of the truth: out, dq, dk, ..."""
+def competitors_of(operator: str) -> list[str]:
+    """Return the strategies that compute the operator."""
+    return [*STRATEGIES, *(PEERS if operator == "gated_delta_rule" else ())]
+
+
+def check(rank: int, device: Any, operators: list[str]) -> None:
+    """Print the largest errors of every strategy, relative to the largest number of the truth: out, gradients.
+
+    With states, the initial state is the last result, and the final state the second.
+    """
     exact = create_recurrent("state-ring", kernel="reference")
     # Several pieces even of short sequences.
     fla_kernels.LEAST_CHUNKS = 4
     local = 1024
     seq = local * exact.comm.size
-    for documents in (None, [0, 500, local, local + 70, seq]):
-        torch.manual_seed(5)
-        own = [exact.shard(x) for x in inputs_of(seq, device)]
-        dout = exact.shard(torch.randn(1, seq, HEADS, SIZE, device=device))
-        truth = run(partial(exact.gated_delta_rule, cu_seqlens=documents), [x.double() for x in own], dout.double())
-        for name in STRATEGIES:
-            strategy = create_recurrent(name, kernel="fla")
-            result = run(partial(strategy.gated_delta_rule, cu_seqlens=documents), own, dout.to(DTYPE))
-            errors = [float((x.double() - y).abs().max() / y.abs().max()) for x, y in zip(result, truth, strict=True)]
-            largest = torch.tensor(errors, device=device)
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
-            if rank == 0:
-                kind = "one document" if documents is None else "documents"
-                print(f"check {name} {kind}: {' '.join(f'{x:.1e}' for x in largest.tolist())}", flush=True)
+    documents = [0, 500, local, local + 70, seq]
+    cases = {"one document": (None, False), "documents": (documents, False), "states": (None, True),
+             "documents and states": ([0, 500, local + 70, seq], True)}  # fmt: skip
+    for operator in operators:
+        for case, (bounds, states) in cases.items():
+            torch.manual_seed(5)
+            own = [x if x.dim() == 1 else exact.shard(x) for x in inputs_of(operator, seq, device)]
+            dout = exact.shard(torch.randn(1, seq, HEADS, SIZE, device=device))
+            if states:
+                own.append(torch.randn(1, HEADS, SIZE, SIZE, device=device))
+
+            def call(
+                strategy: Any, *x: Tensor, bounds: Any = bounds, states: bool = states, name: str = operator
+            ) -> Any:
+                options = {"initial_state": x[-1], "return_final_state": True} if states else {}
+                return getattr(strategy, name)(*(x[:-1] if states else x), cu_seqlens=bounds, **options)
+
+            truth = run(partial(call, exact), [x.double() for x in own], dout.double())
+            for name in competitors_of(operator):
+                if states and name in PEERS:
+                    continue
+                result = run(partial(call, create_recurrent(name, kernel="fla")), own, dout.to(DTYPE))
+                errors = [
+                    float((x.double() - y).abs().max() / y.abs().max().clamp(min=1e-12))
+                    for x, y in zip(result, truth, strict=True)
+                ]
+                largest = torch.tensor(errors, device=device)
+                dist.all_reduce(largest, dist.ReduceOp.MAX)
+                if rank == 0:
+                    print(
+                        f"check {operator} {name} {case}: {' '.join(f'{x:.1e}' for x in largest.tolist())}", flush=True
+                    )
 
 
-def speed(rank: int, device: Any, tokens: int, rounds: int) -> None:
+def speed(rank: int, device: Any, operator: str, tokens: int, rounds: int) -> None:
     """Print the times of the kernel alone, every strategy, and fla's own context parallelism."""
     size = dist.get_world_size()
-    alone = [dist.new_group([other]) for other in range(size)][rank]
-    inputs = inputs_of(tokens, device)
-    dout = torch.randn_like(inputs[2])
-    context = build_cp_context(torch.tensor([0, tokens * size], device=device), group=dist.group.WORLD)
+    single = [dist.new_group([other]) for other in range(size)][rank]
+    inputs = inputs_of(operator, tokens, device)
+    dout = torch.randn(1, tokens, HEADS, SIZE, device=device, dtype=DTYPE)
     competitors: dict[str, Callable[..., Any]] = {
-        "kernel alone": chunk_gated_delta_rule,
-        "kernel in pieces": create_recurrent("state-ring", group=alone, kernel="fla").gated_delta_rule,
-        **{name: create_recurrent(name, kernel="fla").gated_delta_rule for name in STRATEGIES},
-        "fla cp": partial(chunk_gated_delta_rule, cp_context=context),
+        "kernel alone": alone(operator),
+        "kernel in pieces": getattr(create_recurrent("state-ring", group=single, kernel="fla"), operator),
+        **{name: getattr(create_recurrent(name, kernel="fla"), operator) for name in competitors_of(operator)},
     }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in competitors}
+    memory = dict.fromkeys(competitors, 0)
     names = list(competitors)
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
@@ -98,6 +149,8 @@ def speed(rank: int, device: Any, tokens: int, rounds: int) -> None:
                 leaves = [x.detach().requires_grad_() for x in inputs]
                 dist.barrier()
                 torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
                 events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
                 events[0].record()
                 out = competitors[name](*leaves)
@@ -106,6 +159,8 @@ def speed(rank: int, device: Any, tokens: int, rounds: int) -> None:
                 out.backward(dout)
                 events[2].record()
                 torch.cuda.synchronize()
+                memory[name] = torch.cuda.max_memory_allocated() - before
+                del out
                 if repeat:
                     times[name].append((events[0].elapsed_time(events[1]), events[1].elapsed_time(events[2])))
     base = 0.0
@@ -119,9 +174,9 @@ def speed(rank: int, device: Any, tokens: int, rounds: int) -> None:
         base = base or whole
         if rank == 0:
             print(
-                f"speed {tokens} {name}: forward {forward:.3f} backward {backward:.3f} both {whole:.3f} ms"
+                f"speed {operator} {tokens} {name}: forward {forward:.3f} backward {backward:.3f} both {whole:.3f} ms"
                 f" (quartiles {spread[0]:.3f} {spread[2]:.3f}) ratio {whole / base:.3f}"
-                f" memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB",
+                f" memory {memory[name] / 2**30:.2f} GiB",
                 flush=True,
             )
 
@@ -131,18 +186,24 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--tokens", default="")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--operators", default=",".join(OPERATORS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--allow-triton", action="store_true")
     options = parser.parse_args()
+    if options.allow_triton:
+        chunk_o.TRITON_ABOVE_3_7_1 = True
     rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
+    operators = options.operators.split(",")
     if rank == 0:
         print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, flush=True)
-    if options.check:
-        check(rank, device)
     for tokens in filter(None, options.tokens.split(",")):
-        speed(rank, device, int(tokens), options.rounds)
+        for operator in operators:
+            speed(rank, device, operator, int(tokens), options.rounds)
+    if options.check:
+        check(rank, device, operators)
     dist.barrier()
     os._exit(0)
 

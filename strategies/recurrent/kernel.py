@@ -19,7 +19,7 @@ Shapes: B batch, S tokens of this rank, H heads, K and V the sizes of a head's k
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -124,10 +124,21 @@ class Carry:
 
     def after(self, before: Tensor | None) -> Tensor:
         """Return the state after the stretch; ``before`` is the state before it, None for zeros."""
-        assert self.state is not None
-        if before is None or self.transition is None:
-            return self.state
-        return self.state + apply_transition(self.transition, before)
+        state, transition = self.state, self.transition
+        assert state is not None
+        if before is None or transition is None:
+            return state
+        if transition.shape[-1] == 1:
+            return torch.addcmul(state, transition, before)
+        batches = (x.flatten(0, 1) for x in (state, transition, before))
+        return torch.baddbmm(*batches).view(state.shape)
+
+    def then(self, later: Carry) -> Carry:
+        """Return the effect of this stretch and, after it, ``later``."""
+        transition = later.transition
+        if transition is not None and self.transition is not None:
+            transition = apply_transition(transition, self.transition)
+        return Carry(later.after(self.state), transition if self.transition is not None else None)
 
 
 def apply_transition(transition: Tensor, state: Tensor) -> Tensor:
@@ -140,48 +151,22 @@ def transposed(transition: Tensor | None) -> Tensor | None:
     return transition if transition is None or transition.shape[-1] == 1 else transition.mT
 
 
-def fold(
-    states: Tensor, transitions: Tensor, order: Sequence[int], starts: frozenset[int], *, depends: bool
-) -> tuple[list[Tensor | None], Tensor]:
-    """Compute the state before every piece of a rank's tokens, and the state after the last piece.
+def states_between(
+    pieces: Sequence[Carry], starts: Collection[int], first: Tensor | None
+) -> tuple[list[Tensor | None], Tensor | None]:
+    """Compute the state before each of the pieces, which follow each other, and the one after the last piece.
 
-    ``states`` (B, P, H, K, V) and ``transitions`` (B, P, H, K, K) are C and M of the P pieces, which follow each other
-    in ``order``. A piece of ``starts`` begins a document's part, so its state before is None. Other states are
-    (B, H, K, V). With ``depends``, the state before the first piece is not known yet: results that depend on it are
-    pairs [C | M], (B, H, K, V + K), for `entering` to apply.
+    A piece of ``starts`` begins a document's part, so the state before it is None, which stands for zeros. ``first`` is
+    the state before the first piece. A piece whose state C is None must be the last, or come before one of ``starts``.
     """
     before: list[Tensor | None] = []
-    size, current = states.shape[-1], None
-    for piece in order:
-        if piece in starts:
+    current = first
+    for index, piece in enumerate(pieces):
+        if index in starts and index:
             current = None
         before.append(current)
-        if current is None:
-            own = states[:, piece]
-            current = torch.cat([own, transitions[:, piece]], -1) if depends and len(before) == 1 else own
-        else:
-            current = transitions[:, piece] @ current
-            current[..., :size] += states[:, piece]
-    assert current is not None
+        current = None if piece.state is None else piece.after(current)
     return before, current
-
-
-def entering(before: list[Tensor | None], order: Sequence[int], state: Tensor | None, like: Tensor) -> Tensor:
-    """Return the states before all pieces, (B P, H, K, V), once the state before the first piece is known.
-
-    ``before`` and ``order`` are those of `fold`. ``state`` (B, H, K, V) precedes the first piece; None for zeros.
-    ``like`` (B, P, H, K, V) gives shape, type and device.
-    """
-    result, size = torch.zeros_like(like), like.shape[-1]
-    for piece, known in zip(order, before, strict=True):
-        if known is None:
-            if piece == order[0] and state is not None:
-                result[:, piece] = state
-        elif known.shape[-1] > size and state is not None:
-            torch.add(known[..., :size], known[..., size:] @ state, out=result[:, piece])
-        else:
-            result[:, piece] = known[..., :size]
-    return result.flatten(0, 1)
 
 
 Saved = tuple[Tensor | None, ...]

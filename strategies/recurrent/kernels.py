@@ -29,21 +29,23 @@ def choose_kernel(name: str, x: Inputs) -> RecurrenceKernel:
         if name == "auto" and x.q.is_cuda:
             warnings.warn(f"the recurrence runs in plain torch, which is slow: kernel fla {problem}", stacklevel=4)
         return ReferenceRecurrence()
-    from .fla import FlaDeltaRule  # imports Triton
+    from .fla import FlaDeltaRule, FlaLinearAttention  # imports Triton
 
-    return FlaDeltaRule()
+    return FlaLinearAttention() if x.beta is None else FlaDeltaRule()
 
 
 def _why_not_fla(x: Inputs) -> str | None:
     """Return why the kernels of flash-linear-attention cannot compute these inputs; None where they can."""
     if not x.q.is_cuda:
         return "needs tensors on a GPU"
-    if x.beta is None or x.q.dtype != torch.bfloat16:
-        return "computes the gated delta rule in bfloat16 alone"
+    if x.q.dtype != torch.bfloat16:
+        return f"computes in bfloat16, not {str(x.q.dtype).removeprefix('torch.')}"
     if x.k.shape[-1] > _FLA_KEY_DIM:
         return f"takes keys of at most {_FLA_KEY_DIM} numbers per head"
     if find_spec("fla") is None:
-        return "needs flash-linear-attention: pip install 'ringprof[fla]'"
+        return "needs flash-linear-attention: pip install '.[fla]' in a clone of ringprof"
+    if x.g.shape[-1] > 1:
+        return None
     from fla.ops.common import chunk_o  # imports Triton
 
     if chunk_o.IS_NVIDIA_HOPPER and chunk_o.TRITON_ABOVE_3_4_0 and not chunk_o.TRITON_ABOVE_3_7_1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from itertools import product
 from typing import Any
 
@@ -9,34 +10,34 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringprof.strategies.recurrent.kernel import Inputs, RecurrenceKernel, Shard, entering, fold
+from ringprof.strategies.recurrent.kernel import Carry, Inputs, RecurrenceKernel, Shard, states_between
 from ringprof.strategies.recurrent.kernels import choose_kernel
 from ringprof.strategies.recurrent.reference import ReferenceRecurrence
 
 SIZE = 128
 
 
-@pytest.mark.parametrize("depends", [False, True])
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("decays", [False, True])
 @pytest.mark.parametrize("starts", [{0}, {0, 2}, {0, 1, 4}])
-def test_pieces_combine_to_the_states_between_them(starts: set[int], reverse: bool, depends: bool) -> None:
+def test_pieces_combine_to_the_states_between_them(starts: set[int], decays: bool) -> None:
     torch.manual_seed(0)
-    states = torch.randn(2, 5, 3, 4, 6, dtype=torch.float64)
-    transitions = torch.randn(2, 5, 3, 4, 4, dtype=torch.float64)
-    order = range(5)[::-1] if reverse else range(5)
-    before, after = fold(states, transitions, order, frozenset({order[start] for start in starts}), depends=depends)
-    first = torch.randn(2, 3, 4, 6, dtype=torch.float64) if depends else None
-    known = entering(before, order, first, states).view_as(states)
-    state = torch.zeros_like(states[:, 0]) if first is None else first
-    for step, piece in enumerate(order):
+    states = torch.randn(5, 2, 3, 4, 6, dtype=torch.float64)
+    transitions = torch.randn(5, 2, 3, 4, 1 if decays else 4, dtype=torch.float64)
+    first = torch.randn(2, 3, 4, 6, dtype=torch.float64)
+    pieces = [Carry(state, transition) for state, transition in zip(states, transitions, strict=True)]
+    before, after = states_between(pieces, starts, first)
+    state = first
+    for step in range(5):
         if step in starts and step:
             state = torch.zeros_like(state)
-        assert torch.allclose(known[:, piece], state)
-        state = transitions[:, piece] @ state + states[:, piece]
-    if after.shape[-1] > 6:
-        assert first is not None and starts == {0}
-        after = after[..., :6] + after[..., 6:] @ first
-    assert torch.allclose(after, state)
+        known = before[step]
+        assert torch.equal(torch.zeros_like(state) if known is None else known, state) or torch.allclose(known, state)
+        matrix = torch.diag_embed(transitions[step][..., 0]) if decays else transitions[step]
+        state = matrix @ state + states[step]
+    assert after is not None and torch.allclose(after, state)
+    whole = reduce(Carry.then, pieces)
+    if starts == {0}:
+        assert torch.allclose(whole.after(first), state)
 
 
 def phases(kernel: RecurrenceKernel, x: Inputs, shard: Shard, *tensors: Tensor | None) -> list[Tensor | None]:
@@ -53,14 +54,16 @@ def phases(kernel: RecurrenceKernel, x: Inputs, shard: Shard, *tensors: Tensor |
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_phases_of_fla_equal_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("operator", ["gated_delta_rule", "simple_gla", "gla"])
+def test_phases_of_fla_equal_the_reference(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fla")
     from ringprof.strategies.recurrent import fla
 
     # Several pieces even of short sequences.
     monkeypatch.setattr(fla, "LEAST_CHUNKS", 2)
     torch.manual_seed(0)
-    for bounds, receives, sends, batch in product([(0, 700), (0, 300, 310, 700)], [False, True], [False, True], [1, 2]):
+    bounds_of_cases = [(0, 768), (0, 700), (0, 300, 310, 700)]
+    for bounds, receives, sends, batch in product(bounds_of_cases, [False, True], [False, True], [1, 2]):
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, device="cuda")
@@ -68,8 +71,9 @@ def test_phases_of_fla_equal_the_reference(monkeypatch: pytest.MonkeyPatch) -> N
         tokens, heads = bounds[-1], 4
         q, k, v, dout = (normal(batch, tokens, heads, SIZE).bfloat16() for _ in range(4))
         k = torch.nn.functional.normalize(k.float(), dim=-1).bfloat16()
-        g = -0.1 * torch.rand(batch, tokens, heads, 1, device="cuda")
-        x = Inputs.of([q, k, v, g, torch.rand(batch, tokens, heads, device="cuda")], SIZE**-0.5)
+        g = -0.1 * torch.rand(batch, tokens, heads, SIZE if operator == "gla" else 1, device="cuda")
+        beta = [torch.rand(batch, tokens, heads, device="cuda")] if operator == "gated_delta_rule" else []
+        x = Inputs.of([q, k, v, g, *beta], SIZE**-0.5)
         states = [normal(batch, heads, SIZE, SIZE) if present else None for present in (receives, sends)]
         shard = Shard(bounds, receives, sends)
         try:
