@@ -17,6 +17,7 @@ from ringprof.run import Workload
 from ringprof.strategies.kernels.merge import wide_type
 from ringprof.strategies.recurrent.kernel import Carry, Inputs, Saved, Shard
 from ringprof.strategies.recurrent.state_strategies import RecurrentStrategy
+from ringprof.strategies.transport.communicator import Communicator
 
 _CHUNK = 64
 """Tokens per chunk of flash-linear-attention's kernels, which keep a state per chunk."""
@@ -97,6 +98,15 @@ def _transition(x: Inputs) -> Tensor:
     return torch.empty(x.transition_shape, dtype=wide_type(x.q), device=x.q.device)
 
 
+def recording_recurrent_strategy(
+    strategy_class: type[RecurrentStrategy], recorder: Recorder, comm: Communicator
+) -> RecurrentStrategy:
+    """Return a strategy for recurrences without devices, whose kernel is a `RecordingRecurrence`."""
+    strategy: Any = strategy_class(comm)
+    strategy.kernel_for = lambda x: RecordingRecurrence(recorder)
+    return strategy  # type: ignore[no-any-return]
+
+
 def dry_run_recurrence(
     strategy_class: type[RecurrentStrategy], workload: Workload, rank_position: tuple[int, int, int], hops: str
 ) -> Program:
@@ -108,9 +118,7 @@ def dry_run_recurrence(
     recorder = Recorder()
     with recording(recorder):
         comm = dry_run_communicator(DryRunNetwork(recorder).connect, *rank_position, hops)
-        strategy = strategy_class(comm)
-        untyped: Any = strategy
-        untyped.kernel_for = lambda x: RecordingRecurrence(recorder)
+        strategy = recording_recurrent_strategy(strategy_class, recorder, comm)
         shard = RecurrenceShard.create(strategy, workload, META)
         recorder.start()
         reset_counts([strategy])
