@@ -72,8 +72,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """One attention or recurrence, shared by the ranks of one context-parallel group (`Run.workload_ranks`).
 
     With a recurrence, ``heads`` are those of values and states, and ``kv_heads`` those of queries and keys (the groups
-    of Mamba-2). ``head_dim`` is the size of a key (Mamba-2's state size), ``v_head_dim`` that of a value (Mamba-2's
-    head size). The mask is causal.
+    of Mamba-2). ``head_dim`` is the size of a key (Mamba-2's state size), ``v_head_dim`` that of a value (the head size
+    of Mamba-2). The mask is causal.
     """
 
     batch: Size = 1

@@ -230,7 +230,7 @@ class RankRecording:
             return LayersShard.create(self.strategy, request.workload, device, recurrent=self.recurrent)
         if self.dynamic is not None:
             return DynamicCpShard.from_dynamic(self.dynamic, request.workload, request.cp_sizes, device)
-        kind = RecurrenceShard if request.workload.recurrent else WorkloadShard
+        kind: type[WorkloadShard] = RecurrenceShard if request.workload.recurrent else WorkloadShard
         return kind.create(self.strategy, request.workload, device, cuda_graph=request.cuda_graph)
 
     def _host_numbers(self) -> list[int] | None:
@@ -390,13 +390,11 @@ def strategy_used(
     """
     target = f"{type(strategy).__module__}:{type(strategy).__name__}"
     bundled = (spec.name for spec in map(find, (*names(), *for_recurrences())) if spec.target == target)
-    recurrent = isinstance(strategy, RecurrentStrategy)
-    layout = strategy.layout if recurrent or not workload else strategy.layout_of(**layout_options(workload))
     return StrategyUsed(
         name=name or next(bundled, target),
         target=find(name).target if name else target,
-        params={} if recurrent else dict(strategy.parameters),
-        layout=layout.name,
+        params=dict(strategy.parameters),
+        layout=(strategy.layout_of(**layout_options(workload)) if workload else strategy.layout).name,
         hops=strategy.comm.hop_transport,
         cuda_graph=cuda_graph,
     )

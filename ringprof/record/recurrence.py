@@ -103,8 +103,8 @@ def _split_channels(workload: Workload, channels: Tensor) -> dict[str, Tensor]:
     shapes = (
         {"x": values, "b": keys, "c": keys} if workload.operator == "mamba2" else {"q": keys, "k": keys, "v": values}
     )
-    parts = channels.split([heads * size for heads, size in shapes.values()], -1)
-    tensors = {name: part.unflatten(-1, shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+    parts = torch.split(channels, [heads * size for heads, size in shapes.values()], -1)
+    tensors = {name: x.view(*x.shape[:2], *shape) for (name, shape), x in zip(shapes.items(), parts, strict=True)}
     if workload.operator == "gdn":
         tensors["k"] = functional.normalize(tensors["k"].to(wide_type(channels)), dim=-1).to(channels.dtype)
     return tensors

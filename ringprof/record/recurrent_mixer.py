@@ -77,6 +77,7 @@ class RecurrentMixer(nn.Module):
         inputs = {"channels": channels.contiguous(), "weight": self.conv.clone()}
         rates, bias = -self.log_rates.to(gates.dtype).exp(), self.bias.to(gates.dtype)
         if part.operator == "mamba2":
-            return inputs | {"dt": functional.softplus(gates + bias), "a": rates, "d": self.skip.to(gates.dtype, copy=True)}
+            skip = self.skip.to(gates.dtype, copy=True)
+            return inputs | {"dt": functional.softplus(gates + bias), "a": rates, "d": skip}
         decay, beta = gates.chunk(2, -1)
         return inputs | {"g": rates * functional.softplus(decay + bias), "beta": beta.sigmoid()}

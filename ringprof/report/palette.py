@@ -42,6 +42,7 @@ WATERFALL_COLOURS: dict[str, str] = {
     "peer_wait": WAIT,
     "exposed_unsplit": UNSPLIT,
     "other_groups": "#C7B8A3",
+    "recurrence": KIND["recurrence"].colour,
     "matrix_products": KIND["gemm"].colour,
     "optimizer": KIND["optimizer"].colour,
     "other_compute": KIND["elementwise"].colour,

@@ -34,7 +34,7 @@ from ..errors import UnknownName, Unsupported, nearest_name
 from ..first_order import first_order
 from ..kernels.merge import wide_type
 from ..kernels.uncompiled import uncompiled
-from ..masks.layouts import LAYOUTS
+from ..masks.layouts import LAYOUTS, Layout
 from ..transport.chain import Chain
 from ..transport.communicator import Communicator
 from ..transport.ring_channel import Hop, HopRing
@@ -102,6 +102,8 @@ class RecurrentStrategy(ABC):
     layout = LAYOUTS["contiguous"]
     takes_states: ClassVar[bool] = True
     """Whether the operators take ``initial_state`` and ``return_final_state``."""
+    parameters: ClassVar[dict[str, Any]] = {}
+    """Parameters as a `Strategy` has them: none."""
 
     def __init__(self, comm: Communicator, kernel: str = "auto") -> None:
         self.comm, self.kernel_name = comm, kernel
@@ -110,6 +112,10 @@ class RecurrentStrategy(ABC):
         self._halos = _both_ways(comm, "halo", range(comm.size))
 
     # --- called by users ----------------------------------------------------------------------
+
+    def layout_of(self, documents: Documents = None) -> Layout:
+        """Return the layout of packed documents: contiguous, whatever they are."""
+        return self.layout
 
     def positions(self, seq: int) -> Tensor:
         """Return the global positions (int64) of this rank's tokens. Raises `Unsupported` where N does not divide S."""

@@ -40,7 +40,7 @@ NAMES = {
     "attention": "attention kernels", "kernel": "attention kernel below peak", "repeated": "repeated work",
     "slower_kernel": "kernel slower than the fastest known",
     "slowdown": "slow-down beside communication", "launch_gaps": "host-bound idle", "blocked": "blocked idle",
-    "matrix_products": "matrix products", "optimizer": "the optimizer",
+    "recurrence": "linear recurrences", "matrix_products": "matrix products", "optimizer": "the optimizer",
     "other_compute": "computation other than attention",
 }  # fmt: skip
 """Name of each part of the waterfall in a sentence; merges and copies have names of their own."""

@@ -79,13 +79,14 @@ def _workload_settings(work: Workload) -> dict[str, str | None]:
     """Return the settings of a workload as text; defaults that add nothing are left out."""
     return {
         "seq": str(work.seq),
+        **({"operator": work.operator} if work.recurrent else {}),
         **({} if work.kv_length is None else {"phase": work.phase, "kv_length": str(work.kv_length)}),
         "batch": str(work.batch),
         "heads": str(work.heads),
         "kv_heads": str(work.kv_heads),
         "head_dim": str(work.head_dim),
         "causal": str(work.causal).lower(),
-        **({} if work.mask().plain else {"mask": f"{work.mask()}: {work.mask().area(work.seq)} pairs"}),
+        **({} if work.mask().plain else {"mask": _mask_setting(work)}),
         **({} if work.sequences is None else {"sequences": ", ".join(map(str, work.sequences))}),
         **({} if work.layer is None else {"layer": str(work.layer)}),
         **({"v_head_dim": str(work.v_head_dim)} if work.v_head_dim else {}),
@@ -94,6 +95,11 @@ def _workload_settings(work: Workload) -> dict[str, str | None]:
         "passes": "forward and backward" if work.backward else "forward",
         **_unless_one("layers", work.layers),
     }
+
+
+def _mask_setting(work: Workload) -> str:
+    """Return a mask as text; for a recurrence the documents, which have no pairs of queries and keys."""
+    return work.mask_in_words() if work.recurrent else f"{work.mask()}: {work.mask().area(work.seq)} pairs"
 
 
 def _unless_one(name: str, count: int | Fraction) -> dict[str, str | None]:

@@ -356,6 +356,7 @@ def _part_name(facts: Facts, part: str) -> str:
 
 
 _COMPUTE_NAMES = {
+    "recurrence": "linear recurrences",
     "matrix_products": "matrix products",
     "optimizer": "the optimizer",
     "other_compute": "computation other than attention",

@@ -11,7 +11,7 @@ Each rank's time up to the slowest rank's wall time is split into these parts, a
   waiting up to the difference between the longest computation of any rank and the rank's own. Peer wait is the rest.
   The reference is the rank that computes longest, not the one with the longest wall time: where all ranks end at one
   transfer, the latter may be any rank.
-- Matrix products, the optimizer, other computation, and merges and copies (with exposed memory). An instant in which
+- Linear recurrences, matrix products, the optimizer, other computation, and merges and copies (with exposed memory). An instant in which
   several of them run counts for the first of them.
 - Idle time: before the launch of the next activity and in gaps below 5 us (host-bound), or after the launch (blocked).
 
@@ -50,6 +50,7 @@ WATERFALL_LABELS: dict[str, str] = {
     "peer_wait": "peer wait",
     "exposed_unsplit": "exposed wire, wait and imbalance",
     "other_groups": "other groups' communication",
+    "recurrence": "linear recurrences",
     "matrix_products": "matrix products",
     "optimizer": "optimizer",
     "other_compute": "other computation",

@@ -35,6 +35,7 @@ class Kind(NamedTuple):
 _RECORDS = (
     Kind("flash_fwd", "flash forward", "attention", BLUE),
     Kind("flash_bwd", "flash backward", "attention", SKY),
+    Kind("recurrence", "linear recurrence", "compute", "#2DE1E1"),
     Kind("merge", "merge", "compute", GREEN),
     Kind("gemm", "matrix product", "compute", YELLOW),
     Kind("convolution", "convolution", "compute", "#8F9A2E"),
@@ -78,6 +79,7 @@ MEMORY = _kinds_in("memory")
 OTHER_GROUPS = "other_groups"
 """Communication of process groups that the user did not choose; occurs only where a group was chosen."""
 _NAMED = {
+    "recurrence": ("recurrence",),
     "matrix_products": ("gemm", "convolution"),
     "optimizer": ("optimizer",),
     "merge_and_copies": ("merge", "permute"),

@@ -114,11 +114,13 @@ RULES: tuple[Rule, ...] = (
     Rule("permute", "", r"thd_(read_half_tensor|partition_indices|reorder)"),
     Rule("norm", "", r"rms_?norm|layer_?norm|qk_?norm|(?<![a-z])[qk]_norm|[qk]norm(_|rope)|(?<![a-z])rms_"),
     Rule("elementwise", "", r"rotary|(?<![a-z])(?<!stage1_)m?rope(?![a-z])|(fused|apply)_?m?rope|kn_entry_\dc_sbhd"),
-    # Linear attention and state-space models have no attention scores, and fit no other kind either.
+    # Linear attention, delta rules and state-space models.
     *_rules(
-        "other",
+        "recurrence",
         ("linear attention", r"delta_rule|gated_delta|linear_?attention|linear_?attn|lightning_?attn|recompute_w_u"),
         ("linear attention", r"chunk_(fwd|bwd)_kernel|chunk_scaled_dot|(?<![a-z])wkv\d|retention_(fwd|bwd)"),
+        ("linear attention", r"chunk_((simple_)?gla|kda|cp|delta)_|(?<![a-z])fused_(recurrent|chunk)_|parallel_simple_gla"),
+        ("linear attention", r"prepare_wy_repr|solve_tril|merge_16x16_to_\d\dx\d\d_inverse"),
         ("state space", r"selective_s(can|tate)|chunk_(scan|state)|state_passing|(?<![a-z])ssd_(fwd|bwd|chunk)|_mamba"),
     ),
     # --- attention, backward: its names often contain those of the forward pass ---

@@ -201,7 +201,8 @@ class _NotDecayed(_Mistake):
 
     def sent(self, scan: Any, first: int, end: int, before: Any, last: Tensor, *, whole: bool) -> Tensor | None:
         own: Tensor = scan(first, end, None)[1]
-        return own if before is None or not whole else own + before
+        total: Tensor = own if before is None or not whole else own + before
+        return total
 
 
 class _Twice(_Mistake):
@@ -211,8 +212,8 @@ class _Twice(_Mistake):
         if before is None or not whole:
             return last
         once = scan(first, end, before, values=False)[1]
-        twice: Tensor = scan(first, end, once, values=False)[1]
-        return last - once + twice
+        corrected: Tensor = last - once + scan(first, end, once, values=False)[1]
+        return corrected
 
 
 class _TwiceOnArrival(_Mistake):

@@ -34,6 +34,7 @@ NONE: MappingProxyType[int, Any] = MappingProxyType({})
 ATTENTION = set(ATTENTION_PARTS)
 FIRST = {
     "attention": {"flash_fwd", "flash_bwd"},
+    "recurrence": {"recurrence"},
     "matrix_products": {"gemm", "convolution"},
     "optimizer": {"optimizer"},
     "merge_and_copies": {"merge", "permute"},

@@ -145,11 +145,18 @@ NAMES = {
         "void cutlass::device_kernel<Unknown",
         "main_kernel",
         "kernel_0",
-        # State-space models and linear attention fit no other kind.
+    ],
+    "recurrence": [
         "_chunk_scan_fwd_kernel",
         "chunk_gated_delta_rule_fwd_kernel_h_blockdim64",
         "fused_sigmoid_gating_delta_rule_update_kernel",
         "_bmm_chunk_fwd_kernel_mamba",
+        "chunk_gla_fwd_A_kernel_intra_sub_inter",
+        "chunk_cp_fwd_kernel_h",
+        "prepare_wy_repr_bwd_kernel",
+        "merge_16x16_to_64x64_inverse_kernel",
+        "fused_recurrent_fwd_kernel",
+        "parallel_simple_gla_bwd_kernel_dkv",
     ],
 }
 
@@ -157,8 +164,8 @@ NAMES = {
 GROUPS = {
     "attention": ["flash_fwd", "flash_bwd"],
     "compute": [
-        "merge", "gemm", "convolution", "embedding", "norm", "softmax", "elementwise", "reduction", "cast", "permute",
-        "optimizer", "other",
+        "recurrence", "merge", "gemm", "convolution", "embedding", "norm", "softmax", "elementwise", "reduction",
+        "cast", "permute", "optimizer", "other",
     ],
     "communication": [
         "send_recv", "all_to_all", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "copy_engine",
@@ -242,7 +249,8 @@ OF_OTHER_JOBS = {
     "all_reduce": ["all-reduce-start.1"],
     "all_gather": ["all-gather-start"],
     "all_to_all": ["ragged-all-to-all", "pplx::a2a dispatchKernel", "EpDispatchIntraNodeKernel"],
-    "other": ["_get_attention_mask_kernel", "linear_attention_chunk_fwd", "allocate_kernel"],
+    "other": ["_get_attention_mask_kernel", "allocate_kernel"],
+    "recurrence": ["linear_attention_chunk_fwd"],
 }
 
 EVERY_NAME = [(kind, name) for table in (NAMES, OF_OTHER_JOBS) for kind, names in table.items() for name in names]

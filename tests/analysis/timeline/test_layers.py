@@ -314,8 +314,9 @@ def test_layers_of_real_runs_sum_to_the_run(folder):
     for rank, without in zip(attribution.ranks, plain.ranks, strict=True):
         assert rank.breakdown == without.breakdown and not without.layers
         columns = [sum(column) for column in zip(*(row[1:] for row in rank.layers), strict=True)]
-        attention_ns, communication_ns, exposed_ns, _, wait_ns, wire_ns = columns
+        attention_ns, communication_ns, exposed_ns, _, wait_ns, wire_ns, compute_ns = columns
         assert (attention_ns, communication_ns) == (rank.breakdown.flash_ns, rank.breakdown.comm_ns)
+        assert compute_ns == rank.breakdown.compute_ns
         assert exposed_ns == rank.breakdown.exposed_comm_ns
         assert (wait_ns, wire_ns) == (rank.exposed.wait_ns, rank.exposed.wire_ns)
         assert len([row for row in rank.layers if row.layer]) >= 2
