@@ -376,6 +376,8 @@ def test_layers_of_a_captured_llama_equal_those_by_sequence_numbers():
         # The barrier before the captured block is no part of it.
         expected.pop("", None)
         layers = {row.layer: row for row in rank.layers}
+        # The optimizer and the loss compute outside of all layers.
+        assert layers.pop("").attention_ns == 0
         assert list(layers) == sorted(expected) == [f"model.layers.{number}" for number in range(4)]
         for layer, (attention_ns, communication_ns) in expected.items():
             assert layers[layer].communication_ns == communication_ns
