@@ -1,7 +1,8 @@
 """Write the calibrations that come with the package, ringprof/prediction/machines/*.json.
 
 h200 is measured: from the committed runs, from benchmarks/data/h200_links.csv and from `ringprof calibrate`.
-benchmarks/data/h200_kernels.csv has the kernels of the latter, and h200_heads.csv those of other head sizes. Its
+benchmarks/data/h200_kernels.csv has the kernels of the latter, h200_heads.csv those of other head sizes, and
+h200_recurrences.csv those of linear recurrences. Its
 flash-attn 3 is that of h100, of which h100_kernels.csv has cuDNN and flash-attn 3. The rest of h100, b200 and a800 are
 assembled from published figures by the rules below; docs/prediction.md says which. No data enters that
 docs/prediction.md scores a prediction against, except the rows that it names.
@@ -28,6 +29,7 @@ from ringprof.prediction.calibration import (
     KernelSample,
     Link,
     Nccl,
+    RecurrenceSample,
     Value,
     assumed_calibration,
     calibration_json,
@@ -57,6 +59,7 @@ NIC = Link(
 
 CALIBRATED = "ringprof calibrate, 2 H200, 2026-11-22"
 OTHER_HEADS = "ringprof calibrate, 2 H200, 2026-11-22, torch 2.11 (benchmarks/data/h200_heads.csv)"
+RECURRENCES = "ringprof calibrate, one H200, 2026-11-26, Triton 3.7.1, fla 0.6"
 THROTTLING_SOURCE = (
     "ringprof calibrate, 2 H200: 89 shapes of cuDNN, 61 of flash-attn, by how long the device had computed before"
 )
@@ -148,7 +151,20 @@ def h200() -> Calibration:
         memory_gb_s=Value(4176.0, 0.02, "measured", CALIBRATED),
         reorder_gb_s=Value(1002.0, 0.1, "measured", CALIBRATED),
         run_to_run_noise_us=Value(200.0, 0.3, "measured", NOISE_SOURCE), matmul_tflops=MATMUL,
+        recurrences=_recurrences(),
     )  # fmt: skip
+
+
+def _recurrences() -> list[RecurrenceSample]:
+    return [
+        RecurrenceSample(
+            kernel="fla", operator=row["operator"], phase=row["phase"], part=row["part"],  # type: ignore[arg-type]
+            v_head_dim=int(row["head_dim"]), receives=row["receives"] == "1", sends=row["sends"] == "1",
+            ns=float(row["us"]) * 1e3, spread=float(row["spread"]), host_us=float(row["host_us"]), origin="measured",
+            source=RECURRENCES, **{name: int(row[name]) for name in ("tokens", "heads", "head_dim", "count")},
+        )
+        for row in _rows("h200_recurrences.csv")
+    ]  # fmt: skip
 
 
 def _derived_flash_attn_3() -> KernelFigures:

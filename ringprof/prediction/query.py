@@ -97,6 +97,10 @@ class Query:
         """Return ``nccl`` or ``copy``. Raises `UsageError` if the query names another transport."""
         if self.hops not in ("auto", "nccl", "copy"):
             raise UsageError(f"hops {self.hops!r} is not one of auto, nccl, copy")
+        if self.workload.recurrent:
+            if self.hops == "copy":
+                raise UsageError("--hops copy: the strategies for recurrences send by NCCL alone")
+            return "nccl"
         if self.hops != "auto":
             return self.hops
         return "nccl" if machine.same_host.copy_gb_s is None else "copy"

@@ -284,7 +284,8 @@ class _RunningTransfer:
         self._kernels[rank] = kernel
         if self._comm_op.operation == "chain":
             kernel.unfinished = 1
-            self._send(*self._comm_op.members, now)
+            sender, receiver = self._comm_op.members
+            self._send(sender, receiver, now)
             return
         if self._comm_op.operation not in RINGS:
             kernel.unfinished = 1

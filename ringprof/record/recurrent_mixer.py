@@ -70,9 +70,10 @@ class RecurrentMixer(nn.Module):
         """Return the inputs of `call_operator` from the convolution's channels and the gates, in at least float32."""
         part = self.part
         if part.conv_width is None:
-            q, k, v = channels.unflatten(-1, (-1, part.head_dim)).chunk(3, 2)
+            shape = (*channels.shape[:2], part.heads, part.head_dim)
+            q, k, v = (x.reshape(shape) for x in channels.chunk(3, -1))
             g = functional.logsigmoid(gates) / _GATE_DIVISOR
-            return {"q": q, "k": k, "v": v, "g": g.unflatten(-1, (part.heads, -1)) if part.operator == "gla" else g}
+            return {"q": q, "k": k, "v": v, "g": g.view(shape) if part.operator == "gla" else g}
         # Copies outlive what FSDP frees, and have gradients of their own, before data parallelism reduces them.
         inputs = {"channels": channels.contiguous(), "weight": self.conv.clone()}
         rates, bias = -self.log_rates.to(gates.dtype).exp(), self.bias.to(gates.dtype)

@@ -173,7 +173,7 @@ def every_way(rank: int, workload: Workload) -> dict[str, list[float]]:
             msgspec.structs.replace(
                 workload,
                 layer=msgspec.structs.replace(
-                    AROUND, parallel=parallel, checkpoint=recomputed, recurrent_strategy=name  # type: ignore[arg-type]
+                    AROUND, parallel=parallel, checkpoint=recomputed, recurrent_strategy=name
                 ),
             ),
             "ring",
