@@ -61,7 +61,9 @@ def alone(operator: str) -> Callable[..., Any]:
             return chunk_simple_gla(q, k, (x * dt.unsqueeze(-1)).to(DTYPE), dt * a, scale=1.0)
 
         return mamba2
-    functions = {"gated_delta_rule": chunk_gated_delta_rule, "simple_gla": chunk_simple_gla, "gla": chunk_gla}
+    functions: dict[str, Callable[..., Any]] = {
+        "gated_delta_rule": chunk_gated_delta_rule, "simple_gla": chunk_simple_gla, "gla": chunk_gla,
+    }  # fmt: skip
     return functions[operator]
 
 
@@ -151,7 +153,7 @@ def speed(rank: int, device: Any, operator: str, tokens: int, rounds: int) -> No
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
-                events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+                events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(3)]  # type: ignore[no-untyped-call]
                 events[0].record()
                 out = competitors[name](*leaves)
                 out = out[0] if isinstance(out, tuple) else out

@@ -24,6 +24,8 @@ class Spec:
     """Third-party packages that it needs."""
     install: str = ""
     """Command that installs these packages."""
+    distribution: str = ""
+    """Name under which the first package is installed, if it differs from that of its module."""
 
     def missing(self) -> str | None:
         """Return which required packages are not installed, and how to install them; None where none is missing."""
@@ -35,7 +37,7 @@ class Spec:
         from importlib import metadata  # takes longer than the list of strategies
 
         try:
-            return metadata.version(self.packages[0]) if self.packages else None
+            return metadata.version(self.distribution or self.packages[0]) if self.packages else None
         except metadata.PackageNotFoundError:
             return None
 
@@ -93,6 +95,14 @@ RECURRENT = {
     )
 }
 """Strategies for linear recurrences: gated delta net, Mamba-2, gated linear attention."""
+
+RECURRENT_PEERS = {
+    "fla/cp": Spec(
+        "fla/cp", f"{__package__}.recurrent.peers:FlaContextParallel", "all-gather of transitions; gated delta rule",
+        "", ("fla",), "pip install '.[fla]' in a clone of ringprof", "fla-core",
+    )
+}  # fmt: skip
+"""Strategies of other projects for linear recurrences."""
 
 _RING_FLASH_ATTN = ("ring_flash_attn", "flash_attn"), "pip install ring-flash-attn flash-attn"
 _YUNCHANG = ("yunchang", "flash_attn"), "pip install yunchang flash-attn"
@@ -155,7 +165,7 @@ def find(name: str) -> Spec:
 
     Also accepts the `ALIASES`.
     """
-    known = {**SPECS, **CACHED, **RECURRENT, **PEERS}
+    known = {**SPECS, **CACHED, **RECURRENT, **PEERS, **RECURRENT_PEERS}
     name = canonical_name(name)
     if name in known:
         return known[name]

@@ -70,6 +70,11 @@ class Attribution(msgspec.Struct, frozen=True, dict=True):
         """Unit that a time stands for after division by the iterations, in words: ``one iteration`` and others."""
         return times_are_of(self.ranks, self.run)
 
+    @property
+    def recurrent(self) -> bool:
+        """Whether the run is a recorded recurrence, which has no attention."""
+        return self.run is not None and self.run.workload is not None and self.run.workload.recurrent
+
     @cached_property
     def on_cpu(self) -> bool:
         """Whether every rank ran on CPU."""

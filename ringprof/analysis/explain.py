@@ -29,6 +29,7 @@ from ringprof.analysis.timeline.idle import idle_causes
 from ringprof.analysis.timeline.kernels import RankKernel, launch_statistics, rank_kernels
 from ringprof.analysis.timeline.layers import Blocked, ExposedSpans, cpu_layers, device_layers
 from ringprof.analysis.timeline.products import cpu_products, device_products
+from ringprof.analysis.timeline.recurrence import cpu_recurrence, device_recurrence
 from ringprof.analysis.timeline.rows import DeviceActivities, timed_activities
 from ringprof.analysis.timeline.window import Focus, Window, find_window
 from ringprof.analysis.timeline.work import cpu_work, device_work
@@ -182,6 +183,7 @@ def _explain_cpu(
         part_work=cpu_work(trace, window),
         products=cpu_products(trace, window),
         layers=cpu_layers(trace, window),
+        recurrence=cpu_recurrence(trace, window),
     )
     return metrics, Detail(classified, window, cpu_iterations=iterations)
 
@@ -224,6 +226,7 @@ def with_communication(rank: Rank, detail: Detail, waited_for: Mapping[int, int]
     ``waited_for``: peer -> nanoseconds that the rank's kernels waited for it.
     """
     exposed, breakdown, idle, layers = rank.exposed, rank.breakdown, None, rank.layers
+    recurrence = rank.recurrence
     if not rank.on_cpu:
         rows = detail.rows()
         exposure = exposure_of(detail, rows)
@@ -233,6 +236,7 @@ def with_communication(rank: Rank, detail: Detail, waited_for: Mapping[int, int]
             ExposedSpans(exposure.everything, exposure.wait, exposure.wire),
             [Blocked(block.hop, block.time_ns, block.part) for block in detail.blocks],
         )
+        recurrence = device_recurrence(detail.classified, rows, exposure.everything, detail.splits)
         breakdown = breakdown.with_blocked(spans_of(detail.blocks))
         idle = idle_causes(detail.idle_parts(), detail.classified.trace.names)
         # Time waited by kernels, and by the idle device.
@@ -258,4 +262,5 @@ def with_communication(rank: Rank, detail: Detail, waited_for: Mapping[int, int]
         exposed=exposed,
         hop_peers=frozenset(sends),
         layers=layers,
+        recurrence=recurrence,
     )

@@ -14,6 +14,7 @@ from ringprof.analysis.timeline.idle import IdleCauses, IdleParts, idle_parts
 from ringprof.analysis.timeline.kernels import LaunchStatistics
 from ringprof.analysis.timeline.layers import LayerTime
 from ringprof.analysis.timeline.products import Product
+from ringprof.analysis.timeline.recurrence import RecurrencePart
 from ringprof.analysis.timeline.rows import DeviceActivities, TimedActivities, timed_activities
 from ringprof.analysis.timeline.window import Window
 from ringprof.analysis.timeline.work import PartWork
@@ -133,6 +134,8 @@ class Rank:
     """Communication by kind, group and size; empty on CPU."""
     layers: tuple[LayerTime, ...] = ()
     """Times by layer of the model; empty where the trace does not name layers."""
+    recurrence: tuple[RecurrencePart, ...] = ()
+    """Parts of a recurrence over ranks; empty where the trace marks none."""
     hop_totals: HopTotals = field(default_factory=lambda: hop_totals(()))
     link_totals: tuple[LinkTotals, ...] = ()
     """Communication totals by kind and link, in the order of their first kernel."""

@@ -6,7 +6,7 @@ import click
 
 from ringprof.cli.values import FOR_RECURRENCES, INFERENCE, STRATEGIES, StrategyName
 from ringprof.cli.write import text_style
-from ringprof.strategies.catalog import ALIASES, CACHED, PEERS, RECURRENT, SPECS, Spec, find
+from ringprof.strategies.catalog import ALIASES, CACHED, PEERS, RECURRENT, RECURRENT_PEERS, SPECS, Spec, find
 from ringprof.workload.recurrences import RECURRENCES
 
 
@@ -23,7 +23,9 @@ def command(name: str | None) -> None:
 
 def _listing() -> list[str]:
     """List all strategies in lines: ringprof's own, those for inference, and third-party ones."""
-    own, inference, recurrent, peers = (list(specs.values()) for specs in (SPECS, CACHED, RECURRENT, PEERS))
+    own, inference, recurrent, peers = (
+        list(specs.values()) for specs in (SPECS, CACHED, RECURRENT, {**PEERS, **RECURRENT_PEERS})
+    )
     width = max(len(spec.name) for spec in own + inference + recurrent + peers)
     missing = {spec.name.partition("/")[0]: spec.install for spec in peers if spec.missing()}
     return [

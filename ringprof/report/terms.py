@@ -25,6 +25,9 @@ MEANINGS: dict[str, str] = {
     "waiting for a peer and bytes on the wire where the traces tell. Shaded: every other ring step. Idle stretches "
     "that are wide enough to be seen are grey, with their cause. The overview above marks stretches without "
     "computation; the table below lists the longest of them.",
+    "recurrence": "Local scan: what a rank computes without the states of other ranks. States: combining those of "
+    "ranks and passing them on. Output: what needs the incoming state. Work belongs to the part that launched it, and "
+    "waiting and wire time may be hidden behind computation.",
     "steps": "A ring step is one block of attention and the hops that it should hide. Exposed is communication in the "
     "step with nothing computing beside it; a step is bound by compute, by the wire or by a peer.",
     "waiting": "What each ring step of each rank exposes: the brightest cell costs most.",
@@ -54,7 +57,8 @@ MEANINGS: dict[str, str] = {
     "at once. 1 MiB is 1,048,576 bytes.",
     "sweep_speed": "Model FLOPs (backward 2.5 times forward, causal half) per device over the slowest rank's time. "
     "Dashed: what the kernel alone reaches, the ceiling; dotted: other people's code.",
-    "tflops": "Model FLOPs (backward 2.5 times forward, causal half) per device over the slowest rank's time.",
+    "tflops": "Model FLOPs (attention: backward 2.5 times forward, causal half) per device over the slowest rank's "
+    "time.",
     "shares": "What the time of the profiled iteration went into, mean over ranks: shares of the mean wall, as in the "
     "table below. The profiler makes iterations longer, so they are no shares of the times there.",
     "peak_memory": "The most that a device held in the timed iterations.",

@@ -55,7 +55,7 @@ class Pieces:
     starts: frozenset[int]
     """Pieces that begin a document's part."""
     even: bool
-    """Whether all pieces have the same length. They are the batch entries of a kernel's call then."""
+    """Whether all pieces have the same length: whole chunks, unless there is one piece only."""
     bounds: Tensor
     """Cumulative lengths (int64, on the device) of the pieces of all batch entries, one after another."""
     ends: Tensor
@@ -70,10 +70,13 @@ class Pieces:
         """Keyword arguments that tell the kernels where the pieces are."""
         return {} if self.even else {"cu_seqlens": self.bounds, "chunk_indices": self.chunks}
 
+    def whole(self, x: Tensor) -> Tensor:
+        """Return a dense tensor (B, S, ...) for kernels that compute chunks apart: if not even, (1, B S, ...)."""
+        return x.contiguous() if self.even else x.contiguous().view(1, -1, *x.shape[2:])
+
     def split(self, x: Tensor) -> Tensor:
-        """Return a dense tensor (B, S, ...) as the kernels want it: (B P, S/P, ...), or (1, B S, ...) if not even."""
-        entries = x.shape[0] * self.count if self.even else 1
-        return x.contiguous().view(entries, -1, *x.shape[2:])
+        """Return what `whole` returned for kernels that pass states: (B P, S/P, ...), or unchanged if not even."""
+        return x.view(x.shape[0] * self.count, -1, *x.shape[2:]) if self.even else x
 
 
 @lru_cache(maxsize=32)
@@ -131,7 +134,7 @@ class FlaKernel(ABC):
     def begin_backward(self, x: Inputs, shard: Shard, saved: Saved, dout: Tensor) -> tuple[Any, Tensor | None]:
         initial, transitions, *kept = saved
         pieces = self._pieces(x, shard)
-        local = self.prepare_backward(x, pieces, kept, initial, pieces.split(dout))
+        local = self.prepare_backward(x, pieces, kept, initial, pieces.whole(dout))
         every = [Carry()] * pieces.count
         if shard.receives or pieces.count > len(pieces.starts):
             batch, *shape = x.state_shape
@@ -154,7 +157,7 @@ class FlaKernel(ABC):
 
     def _pieces(self, x: Inputs, shard: Shard) -> Pieces:
         processors = torch.cuda.get_device_properties(x.q.device).multi_processor_count
-        wanted = max(1, self.BLOCKS_PER_PROCESSOR * processors // self.blocks(x))
+        wanted = max(1, int(self.BLOCKS_PER_PROCESSOR * processors) // self.blocks(x))
         chunks = max(LEAST_CHUNKS, -(-x.v.shape[1] // (wanted * CHUNK)))
         return pieces_of(shard.bounds, x.v.shape[0], chunks * CHUNK, x.q.device)
 
@@ -201,7 +204,7 @@ class FlaDeltaRule(FlaKernel):
 
     def prepare(self, x: Inputs, pieces: Pieces) -> Any:
         assert x.beta is not None
-        k, v, g, beta = (pieces.split(tensor) for tensor in (x.k, x.v, x.g.squeeze(-1), x.beta))
+        k, v, g, beta = (pieces.whole(tensor) for tensor in (x.k, x.v, x.g.squeeze(-1), x.beta))
         total = chunk_local_cumsum(g, CHUNK, scale=RCP_LN2, **pieces.options)
         w, u, solved = chunk_gated_delta_rule_fwd_intra(k=k, v=v, g=total, beta=beta, **pieces.options)
         return k, w, u, total, solved
@@ -216,16 +219,16 @@ class FlaDeltaRule(FlaKernel):
 
     def forward(self, x: Inputs, pieces: Pieces, local: Any, initial: Tensor | None) -> tuple[Tensor, Saved]:
         k, w, u, total, solved = local
-        h, written, _ = chunk_gated_delta_rule_fwd_h(k=k, w=w, u=u, g=total, initial_state=initial, **pieces.options)
-        out = chunk_fwd_o(q=pieces.split(x.q), k=k, v=written, h=h, g=total, scale=x.scale, **pieces.options)
+        h, written = _delta_states(pieces, k, w, u, total, initial)
+        out = chunk_fwd_o(q=pieces.whole(x.q), k=k, v=written, h=h, g=total, scale=x.scale, **pieces.options)
         return out, (total, solved)
 
     def prepare_backward(self, x: Inputs, pieces: Pieces, kept: Any, initial: Tensor | None, dout: Tensor) -> Any:
         assert x.beta is not None
         total, solved = kept
-        q, k, v, beta = (pieces.split(tensor) for tensor in (x.q, x.k, x.v, x.beta))
+        q, k, v, beta = (pieces.whole(tensor) for tensor in (x.q, x.k, x.v, x.beta))
         w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=solved, g=total, **pieces.options)
-        h, written, _ = chunk_gated_delta_rule_fwd_h(k=k, w=w, u=u, g=total, initial_state=initial, **pieces.options)
+        h, written = _delta_states(pieces, k, w, u, total, initial)
         dwritten = chunk_bwd_dv_local(q=q, k=k, g=total, do=dout, scale=x.scale, **pieces.options)
         return q, k, v, total, beta, solved, w, h, written, dout, dwritten
 
@@ -248,10 +251,12 @@ class FlaDeltaRule(FlaKernel):
     @staticmethod
     def _pass_back(x: Inputs, pieces: Pieces, local: Any, like: Tensor | None, terminal: Tensor | None) -> Any:
         """Return the gradients of all chunks' states, of the first ones where ``like`` is given, and of u."""
-        q, k, _, total, _, _, w, _, _, dout, dwritten = local
-        return chunk_gated_delta_rule_bwd_dhu(
+        q, k, _, total, _, _, w, _, _, *rest = local
+        q, k, total, w, dout, dwritten = (pieces.split(tensor) for tensor in (q, k, total, w, *rest))
+        dh, dfirst, dwritten = chunk_gated_delta_rule_bwd_dhu(
             q=q, k=k, w=w, g=total, h0=like, dht=terminal, do=dout, dv=dwritten, scale=x.scale, **pieces.options
         )
+        return dh, dfirst, dwritten.view_as(rest[1])
 
 
 class FlaLinearAttention(FlaKernel):
@@ -264,7 +269,7 @@ class FlaLinearAttention(FlaKernel):
         return batch * heads * -(-keys // 64) * -(-values // 64)
 
     def prepare(self, x: Inputs, pieces: Pieces) -> Any:
-        k, v, g = (pieces.split(tensor) for tensor in (x.k, x.v, x.g))
+        k, v, g = (pieces.whole(tensor) for tensor in (x.k, x.v, x.g))
         return k, v, chunk_local_cumsum(g if _by_channel(x) else g.squeeze(-1), CHUNK, scale=RCP_LN2, **pieces.options)
 
     def effects(self, x: Inputs, pieces: Pieces, local: Any) -> tuple[Tensor, Tensor]:
@@ -277,7 +282,7 @@ class FlaLinearAttention(FlaKernel):
 
     def forward(self, x: Inputs, pieces: Pieces, local: Any, initial: Tensor | None) -> tuple[Tensor, Saved]:
         k, v, total = local
-        q = pieces.split(x.q)
+        q = pieces.whole(x.q)
         h = self._states(x, pieces, local, initial)[0]
         options = {"h": h, "g": total, "scale": x.scale, **pieces.options}
         if not _by_channel(x):
@@ -286,7 +291,7 @@ class FlaLinearAttention(FlaKernel):
         return chunk_gla_fwd_o_gk(q=q, v=v, A=scores, **options), (total, scores)
 
     def prepare_backward(self, x: Inputs, pieces: Pieces, kept: Any, initial: Tensor | None, dout: Tensor) -> Any:
-        q, k, v = (pieces.split(tensor) for tensor in (x.q, x.k, x.v))
+        q, k, v = (pieces.whole(tensor) for tensor in (x.q, x.k, x.v))
         h = self._states(x, pieces, (k, v, kept[0]), initial, states_in_fp32=True)[0]
         return q, k, v, kept, h, dout
 
@@ -311,7 +316,7 @@ class FlaLinearAttention(FlaKernel):
     @staticmethod
     def _states(x: Inputs, pieces: Pieces, local: Any, initial: Tensor | None, **options: Any) -> Any:
         """Return the states before all chunks, and the last ones of all pieces where the options want them."""
-        k, v, total = local
+        k, v, total = map(pieces.split, local)
         return chunk_fwd_h(k=k, v=v, **_gates(x, total), h0=initial, **_lengths(pieces), **options)
 
     @staticmethod
@@ -320,10 +325,20 @@ class FlaLinearAttention(FlaKernel):
     ) -> Any:
         """Return the gradients of the states after all chunks, and of the first states where ``like`` is given."""
         q, k, v, (total, *_), _, dout = local
+        q, k, v, total, dout = map(pieces.split, (q, k, v, total, dout))
         return chunk_bwd_dh(
             q=q, k=k, v=v, **_gates(x, total), do=dout, h0=like, dht=terminal, scale=x.scale, states_in_fp32=True,
             **_lengths(pieces), **options,
         )  # fmt: skip
+
+
+def _delta_states(
+    pieces: Pieces, k: Tensor, w: Tensor, u: Tensor, total: Tensor, initial: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the states before all chunks, and what the tokens write, of u's shape."""
+    k, w, values, total = map(pieces.split, (k, w, u, total))
+    h, written, _ = chunk_gated_delta_rule_fwd_h(k=k, w=w, u=values, g=total, initial_state=initial, **pieces.options)
+    return h, written.view_as(u)
 
 
 def _by_channel(x: Inputs) -> bool:

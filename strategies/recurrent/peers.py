@@ -26,6 +26,8 @@ class FlaContextParallel(RecurrentStrategy):
     Takes one batch entry, and no initial or final states.
     """
 
+    takes_states = False
+
     def __init__(self, comm: Communicator, kernel: str = "auto") -> None:
         super().__init__(comm, kernel)
         if kernel == "reference":

@@ -371,7 +371,7 @@ class StateScan(RecurrentStrategy):
     """Strategy that combines the states and transitions of all ranks by a scan: hops over 1, 1, 2, 4, ... ranks.
 
     The number of hops is 1 + log2(`reach_of`), rounded up; none where every rank border is a document's. The last hop
-    carries states alone. The memory of a rank does not grow with the number of ranks.
+    carries states alone. The memory of a rank grows by one message, a state and a transition, when the ranks double.
     """
 
     def __init__(self, comm: Communicator, kernel: str = "auto") -> None:

@@ -28,7 +28,10 @@ PACKED = {"documents": (20, 28, 30, 18)}
 class _NotPassed(StateRing):
     def pass_state(self, carry: Carry, takes: bool, gives: bool, known: Any, *rest: Any, reverse: bool) -> Any:
         incoming, sent = super().pass_state(carry, takes, gives, known, *rest, reverse=reverse)
-        return (incoming if reverse or self.comm.rank == 0 else torch.zeros_like(incoming)), sent
+        if reverse or self.comm.rank == 0:
+            return incoming, sent
+        assert incoming is not None
+        return torch.zeros_like(incoming), sent
 
 
 class _NotDecayed(StateRing):
@@ -138,8 +141,8 @@ def test_the_gates_reference_is_the_recurrence_token_by_token(operator: Any, doc
     )
     bounds = documents or (0, 24)
     if operator == "mamba2":
-        names = ("x", "dt", "a", "b", "c", "d")
-        expected, expected_last = oracle.mamba2(*(inputs[name] for name in names), bounds, initial)
+        x, dt, a, b, c, d = (inputs[name] for name in ("x", "dt", "a", "b", "c", "d"))
+        expected, expected_last = oracle.mamba2(x, dt, a, b, c, d, bounds, initial)
     else:
         q, k = (inputs[name].repeat_interleave(2, 2) for name in "qk")
         expected, expected_last = oracle.recurrence(

@@ -106,7 +106,7 @@ def _copy_hops_option(attribution: Attribution, *, suffix: str) -> str:
     Copy engines need GPUs of one host, and hops that the recorder's communicator sends, which it counts.
     """
     run = attribution.run
-    if run is None or run.strategy is None or run.captured or attribution.on_cpu:
+    if run is None or run.strategy is None or run.captured or attribution.on_cpu or attribution.recurrent:
         return ""
     sends = any(entry.operation == "send_recv" for work in run.work or () for entry in work.sent or ())
     possible = sends and len(set(run.topology.hosts)) == 1
@@ -193,7 +193,7 @@ def _imbalance_advice(attribution: Attribution) -> str:
         return "zigzag or stripe (the same causal work for all)"
     if rises_with_rank(attribution):
         return "the same causal work for every rank, as zigzag has"
-    if run and run.workload and run.workload.documents:
+    if run and run.workload and run.workload.documents and not attribution.recurrent:
         return "another layout (ringprof balance compares them)"
     if not _same_work(attribution):
         return "the same work for every rank"
@@ -203,7 +203,7 @@ def _imbalance_advice(attribution: Attribution) -> str:
     least, most = by_time[0], by_time[-1]
     if 2 * (most.flash_ns - least.flash_ns) >= most.compute_ns - least.compute_ns:
         return "look at the GPUs' clocks (same work, other speed)"
-    return "compare what ranks compute beside attention (--kernels)"
+    return f"compare what ranks compute{'' if attribution.recurrent else ' beside attention'} (--kernels)"
 
 
 def _wire_advice(attribution: Attribution, row: Communication | None) -> str:
@@ -211,6 +211,8 @@ def _wire_advice(attribution: Attribution, row: Communication | None) -> str:
     strategy = _strategy(attribution)
     if strategy is None:
         return "fewer bytes, more computation beside them"
+    if attribution.recurrent:
+        return _state_advice(attribution, strategy)
     if strategy.name in ("allgather", "ulysses") and _is_training(attribution):
         return "zigzag, burst or usp (hops beside blocks)"
     if row is not None and row.link == OTHER_HOST:
@@ -219,8 +221,18 @@ def _wire_advice(attribution: Attribution, row: Communication | None) -> str:
     return f"{copy_hops}{fewer_bytes}{_more_tokens_clause(attribution)}"
 
 
+def _state_advice(attribution: Attribution, strategy: StrategyUsed) -> str:
+    """Recommend a way to shorten what a recurrence sends, or the waiting for it."""
+    if strategy.name == "state-a2a":
+        return "state-scan (messages that do not grow with the sequence)"
+    one_after_another = strategy.name == "state-ring" and attribution.world_size > 2
+    return "state-scan (about log2(N) hops in place of N - 1)" if one_after_another else _MORE_TOKENS
+
+
 def _links_between_hosts_advice(attribution: Attribution, strategy: StrategyUsed) -> str:
     """Recommend a strategy that moves less between hosts, or faster links for strategies that do so already."""
+    if attribution.recurrent:
+        return _state_advice(attribution, strategy)
     if strategy.name in ("double-ring", "usp") or strategy.params.get("double_ring") or not _is_training(attribution):
         return f"faster links, {_fewer_bytes(attribution, strategy)}{_more_tokens_clause(attribution)}"
     alternatives = [name for name in ("double-ring", "burst", "usp") if name != strategy.name]
@@ -268,6 +280,9 @@ def _waiting_advice(attribution: Attribution, summary: Summary) -> str:
         if _strategy(attribution) is None:
             return "faster links, fewer bytes over the slow ones"
         return _wire_advice(attribution, longest_on_wire(summary))
+    if attribution.run and attribution.run.strategy and attribution.run.strategy.name == "state-ring":
+        # Ranks pass the state one after another, so each is waited for by those behind it.
+        return _state_advice(attribution, attribution.run.strategy)
     late = late_ranks(attribution)
     if not late:
         return ""
@@ -351,5 +366,5 @@ def _launch_idle_advice(attribution: Attribution) -> str:
 def _may_capture(run: Run, strategy: StrategyUsed) -> bool:
     """Return whether `ringprof record --cuda-graph` accepts the run and was not used for it."""
     work = run.workload
-    is_refused = work is not None and (work.layer is not None or work.sequences is not None)
+    is_refused = work is not None and (work.layer is not None or work.sequences is not None or work.recurrent)
     return not strategy.cuda_graph and strategy.hops != "copy" and not is_refused

@@ -21,7 +21,18 @@ if TYPE_CHECKING:
 
 WORK = ("seq", "batch", "heads", "kv_heads", "head_dim", "causal", "dtype", "world_size", "passes")
 """Settings that determine the amount of work and the number of ranks."""
-_UNLESS_STATED = ("operator", "layers", "steps", "mask", "v_head_dim", "scores", "phase", "kv_length", "sequences", "layer")
+_UNLESS_STATED = (
+    "operator",
+    "layers",
+    "steps",
+    "mask",
+    "v_head_dim",
+    "scores",
+    "phase",
+    "kv_length",
+    "sequences",
+    "layer",
+)
 """Further settings that determine the work, with a default if they are not stated.
 
 The defaults: one layer and step, causal or full mask, v heads as large as those of q and k, plain scores, no key-value

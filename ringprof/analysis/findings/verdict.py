@@ -352,6 +352,8 @@ def _part_name(facts: Facts, part: str) -> str:
     kinds = {row.kind for row in _kinds_of(facts, part)} if part == "merge_and_copies" else set()
     if kinds and "merge" not in kinds:
         return "copies and permutations" if len(kinds) > 1 else KIND[kinds.pop()].label
+    if part == "other_compute" and facts.attribution.recurrent:
+        return WATERFALL_LABELS[part]
     return _COMPUTE_NAMES.get(part, WATERFALL_LABELS[part])
 
 

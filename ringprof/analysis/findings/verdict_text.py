@@ -26,7 +26,7 @@ MIN_SHARE = 0.001
 def is_attention(attribution: Attribution) -> bool:
     """Return whether the job is attention: a recorded strategy, or attention for at least half of the computation."""
     run = attribution.run
-    if run is not None and run.workload is not None and run.workload.recurrent:
+    if attribution.recurrent:
         return False
     if run is not None and run.strategy is not None and (run.workload is None or run.workload.layer is None):
         return True

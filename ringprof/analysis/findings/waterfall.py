@@ -11,8 +11,8 @@ Each rank's time up to the slowest rank's wall time is split into these parts, a
   waiting up to the difference between the longest computation of any rank and the rank's own. Peer wait is the rest.
   The reference is the rank that computes longest, not the one with the longest wall time: where all ranks end at one
   transfer, the latter may be any rank.
-- Linear recurrences, matrix products, the optimizer, other computation, and merges and copies (with exposed memory). An instant in which
-  several of them run counts for the first of them.
+- Linear recurrences, matrix products, the optimizer, other computation, and merges and copies (with exposed memory).
+  An instant in which several of them run counts for the first of them.
 - Idle time: before the launch of the next activity and in gaps below 5 us (host-bound), or after the launch (blocked).
 
 Parts that the evidence cannot separate are shown as one part with a name of its own.
@@ -310,7 +310,13 @@ def _attention_work(
 ) -> _AttentionWork | None:  # fmt: skip
     """Return the attention FLOPs and rates over all ranks; None where the work of every rank is not known."""
     run, ranks = attribution.run, attribution.ranks
-    if run is None or run.workload is None or run.topology.world_size != len(ranks) or attribution.on_cpu:
+    if (
+        run is None
+        or run.workload is None
+        or attribution.recurrent
+        or run.topology.world_size != len(ranks)
+        or attribution.on_cpu
+    ):
         return None
     iterations = {len(rank.iteration_ns) for rank in ranks}
     if len(iterations) != 1 or attribution.partial_window or not workload_fits(run):
@@ -365,7 +371,7 @@ def _waterfall_parts(
     evidence = _part_evidence(attribution, summary, work)
     recommendations = recommendations_of(attribution, summary, work.kernels if work else NOTHING_KNOWN)
     # These are shown even if they take no time, since that is worth knowing.
-    always_shown = {"merge_and_copies", "launch_gaps", *ATTENTION_PARTS}
+    always_shown = {"merge_and_copies", "launch_gaps", *(() if attribution.recurrent else ATTENTION_PARTS)}
     if len(attribution.ranks) > 1 and any(row.timed for rank in attribution.ranks for row in rank.link_totals):
         always_shown |= {"imbalance", "exposed_wire", "peer_wait"}
     rows, total_ns = [], 0
@@ -407,6 +413,7 @@ def _part_evidence(attribution: Attribution, summary: Summary, work: _AttentionW
     rates = [
         f"{row.kind} {three_digits(row.wire_gbps)} GB/s" for row in summary.communication if row.wire_gbps is not None
     ]
+    beside = "" if attribution.recurrent else "not beside attention; "
     host_bound = "nothing ran on the device before the next activity was launched, and in gaps below 5 us"
     return {
         "attention": attention,
@@ -416,8 +423,8 @@ def _part_evidence(attribution: Attribution, summary: Summary, work: _AttentionW
         "peer_wait": "waiting beyond what the ranks' computation differs by",
         "exposed_unsplit": unsplit,
         "other_groups": "communication of groups that were not asked for, with nothing beside it",
-        **{part: _compute_evidence(summary, kinds) for part, kinds in COMPUTE_PARTS.items()},
-        "merge_and_copies": _compute_evidence(summary, (*COMPUTE_PARTS["merge_and_copies"], *MEMORY)),
+        **{part: f"{beside}{_compute_evidence(summary, kinds)}" for part, kinds in COMPUTE_PARTS.items()},
+        "merge_and_copies": beside + _compute_evidence(summary, (*COMPUTE_PARTS["merge_and_copies"], *MEMORY)),
         "background": "other work of the device runs, launched outside the window",
         "launch_gaps": host_bound if not on_cpu else "neither computing nor blocked",
         "blocked": "nothing ran on the device, although the next activity had been launched, or no launch is recorded",
@@ -466,4 +473,4 @@ def _kernel_evidence(kernels: KernelComparison) -> dict[str, str]:
 def _compute_evidence(summary: Summary, kinds: tuple[str, ...]) -> str:
     """Give the mean time of each kind that a part consists of."""
     times = [f"{row.kind} {milliseconds(row.time_ns)}" for row in summary.kinds if row.kind in kinds]
-    return f"not beside attention; mean of all: {', '.join(times) or 'none'}"
+    return f"mean of all: {', '.join(times) or 'none'}"

@@ -119,8 +119,8 @@ RULES: tuple[Rule, ...] = (
         "recurrence",
         ("linear attention", r"delta_rule|gated_delta|linear_?attention|linear_?attn|lightning_?attn|recompute_w_u"),
         ("linear attention", r"chunk_(fwd|bwd)_kernel|chunk_scaled_dot|(?<![a-z])wkv\d|retention_(fwd|bwd)"),
-        ("linear attention", r"chunk_((simple_)?gla|kda|cp|delta)_|(?<![a-z])fused_(recurrent|chunk)_|parallel_simple_gla"),
-        ("linear attention", r"prepare_wy_repr|solve_tril|merge_16x16_to_\d\dx\d\d_inverse"),
+        ("linear attention", r"chunk_((simple_)?gla|kda|cp|delta)_|(?<![a-z])fused_(recurrent|chunk)_"),
+        ("linear attention", r"parallel_simple_gla|prepare_wy_repr|solve_tril|merge_16x16_to_\d\dx\d\d_inverse"),
         ("state space", r"selective_s(can|tate)|chunk_(scan|state)|state_passing|(?<![a-z])ssd_(fwd|bwd|chunk)|_mamba"),
     ),
     # --- attention, backward: its names often contain those of the forward pass ---

@@ -147,7 +147,7 @@ def _speed_lines(run: Run, rates: Rates, iterations: int | None) -> list[str]:
 def _balance_lines(run: Run) -> list[str]:
     """State how evenly a mask's work is spread over the ranks, if the mask is neither causal nor full."""
     flops = run.block_flops()
-    if not flops or run.workload is None or run.workload.mask().plain:
+    if not flops or run.workload is None or run.workload.mask().plain or run.workload.recurrent:
         return []
     mean = sum(flops.values()) / len(flops)
     busiest = max(flops, key=lambda rank: flops[rank])
@@ -231,7 +231,7 @@ def baselines(findings: Findings, style: TextStyle, listing: Listing) -> list[st
     if metrics is None:
         return []
     unit_ns, unit = unit_for(metrics.iteration_ns)
-    rows = _baseline_rows(metrics)
+    rows = _baseline_rows(metrics, recurrent=findings.attribution.recurrent)
     cells = [
         [name, f"{in_unit(time, unit_ns)} {unit}", percent(time / metrics.iteration_ns), note]
         for name, time, note in rows
@@ -251,14 +251,15 @@ def baselines(findings: Findings, style: TextStyle, listing: Listing) -> list[st
     return [text_table(columns, cells, style), style.wrap("; ".join(lines) + f" ({repetitions}).")]
 
 
-def _baseline_rows(metrics: BaselineMetrics) -> list[tuple[str, float, str]]:
+def _baseline_rows(metrics: BaselineMetrics, *, recurrent: bool) -> list[tuple[str, float, str]]:
     bound_by = "compute only" if metrics.ideal_ns == metrics.compute_only_ns else "communication only"
+    alone = "the tokens by the kernel alone" if recurrent else "the same blocks alone"
     rows = (
         ("ordinary iteration, interleaved", metrics.iteration_ns, ""),
         ("compute only: nothing sent", metrics.compute_only_ns, ""),
         ("communication only: nothing computed", metrics.communication_only_ns, ""),
         ("ideal: the larger of the two", metrics.ideal_ns, bound_by),
-        ("the same blocks alone", metrics.solo_ns, rate(metrics.solo_tflops)),
+        (alone, metrics.solo_ns, rate(metrics.solo_tflops)),
     )
     return [(name, time, note) for name, time, note in rows if time is not None]
 
@@ -269,7 +270,10 @@ def _baseline_tables(findings: Findings) -> list[PageTable]:
     if metrics is None:
         return []
     columns = (Column("controls"), Column("", "time", on_page="ms"), Column("of an iteration", "share"), Column("note"))
-    rows = [[name, time, time / metrics.iteration_ns, note] for name, time, note in _baseline_rows(metrics)]
+    rows = [
+        [name, time, time / metrics.iteration_ns, note]
+        for name, time, note in _baseline_rows(metrics, recurrent=findings.attribution.recurrent)
+    ]
     return [Table("", columns, rows).page()]
 
 

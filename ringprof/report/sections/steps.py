@@ -38,6 +38,8 @@ def terminal(findings: Findings, style: TextStyle, listing: Listing) -> list[str
     With ``listing.everything``, list one rank and step per row.
     """
     steps = findings.steps
+    if not steps and any(rank.recurrence for rank in findings.attribution.ranks):
+        return [style.wrap("ring steps: a recurrence has none; its parts are listed above")]
     if not steps:
         if findings.attribution.on_cpu:
             return [style.wrap("ring steps: a CPU trace does not tell when a transfer ran, so none are listed")]

@@ -31,7 +31,7 @@ def test_pieces_combine_to_the_states_between_them(starts: set[int], decays: boo
         if step in starts and step:
             state = torch.zeros_like(state)
         known = before[step]
-        assert torch.equal(torch.zeros_like(state) if known is None else known, state) or torch.allclose(known, state)
+        assert torch.allclose(torch.zeros_like(state) if known is None else known, state)
         matrix = torch.diag_embed(transitions[step][..., 0]) if decays else transitions[step]
         state = matrix @ state + states[step]
     assert after is not None and torch.allclose(after, state)
@@ -68,7 +68,7 @@ def test_phases_of_fla_equal_the_reference(operator: str, monkeypatch: pytest.Mo
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, device="cuda")
 
-        tokens, heads = bounds[-1], 4
+        tokens, heads = bounds[-1], 16
         q, k, v, dout = (normal(batch, tokens, heads, SIZE).bfloat16() for _ in range(4))
         k = torch.nn.functional.normalize(k.float(), dim=-1).bfloat16()
         g = -0.1 * torch.rand(batch, tokens, heads, SIZE if operator == "gla" else 1, device="cuda")

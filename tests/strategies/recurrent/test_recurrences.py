@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import normalize
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ringprof.strategies import UnknownName, Unsupported
 from ringprof.strategies.recurrent.kernel import reach_of
@@ -183,3 +187,48 @@ def test_calls_that_cannot_be_meant_are_refused_on_every_rank() -> None:
         assert len(messages) == len(expected)
         for message, part in zip(messages, expected, strict=True):
             assert part in message
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations made and that are still there; ``most`` is their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.most = 0
+        self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **kwargs or {})
+        for tensor in tree_leaves(result):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage not in self._known:
+                self._known[storage] = size = storage.nbytes()
+                self.live += size
+                weakref.finalize(storage, self._freed, size)
+        self.most = max(self.most, self.live)
+        return result
+
+    def _freed(self, size: int) -> None:
+        self.live -= size
+
+
+def peak_states(rank: int, name: str) -> float:
+    """Return the peak memory of a pass of one document over all ranks, in states."""
+    strategy = create_recurrent(name, kernel="reference")
+    torch.manual_seed(rank)
+    q, k, v = (torch.randn(1, 2, 2, 32, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    g = -torch.rand(1, 2, 2, dtype=torch.float64)
+    with LiveBytes() as memory:
+        for _ in range(2):
+            out = strategy.gated_delta_rule(q, normalize(k, dim=-1), v, g, torch.rand_like(g))
+            assert isinstance(out, torch.Tensor)
+            out.sum().backward()
+    return memory.most / (2 * 32 * 32 * 8)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("name", "messages"), [("state-ring", 0), ("state-scan", 1)])
+def test_memory_grows_by_at_most_one_message_when_the_ranks_double(name: str, messages: int) -> None:
+    """From 4 to 8 ranks an all-gather would add 4 messages; one holds a state and a transition, here of equal size."""
+    four, eight = (max(run_ranks(size, peak_states, name)) for size in (4, 8))
+    assert 4 < four and eight - four <= 2 * messages + 0.1, (four, eight)
