@@ -13,7 +13,8 @@ from ringprof.report.text import TextStyle
 _MAX_LISTED = 100
 
 COLUMNS = (
-    Column("layer", folds=True), Column("compute", "time", 2), Column("attention", "time", 2), Column("comm", "time", 1), Column("exposed", "time"),
+    Column("layer", folds=True), Column("compute", "time", 2), Column("attention", "time", 2),
+    Column("comm", "time", 1), Column("exposed", "time"),
     Column("of all", "share", on_page="% of exposed"), Column("in backward", "time", 4), Column("waiting", "time", 3),
     Column("wire", "time", 3), Column("worst\nrank", "count", 5), Column("its\nexposed", "time", 5),
 )  # fmt: skip
