@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from statistics import median
 
 from ringprof.errors import UsageError
 from ringprof.prediction.calibration import Calibration, KernelFigures, RecurrenceSample, Value
@@ -18,6 +19,7 @@ from ringprof.record.dryrun.schedule import RecurrenceOp
 
 _MAX_OCTAVES = 2.0
 """Largest distance of tokens or heads from the samples, in powers of two."""
+_HOST_OCTAVES = 3.0
 _SPREAD, _SPREAD_PER_OCTAVE = 0.03, 0.1
 """Relative error assumed between samples, and what every power of two beyond them adds."""
 _Curve = Mapping[int, Sequence[RecurrenceSample]]
@@ -60,11 +62,20 @@ class RecurrenceCurves:
             )
         noise = max(sample.spread for row in curve.values() for sample in row)
         spread = math.hypot(_SPREAD, min(noise, _SPREAD_PER_OCTAVE)) + _SPREAD_PER_OCTAVE * beyond
-        return Estimate(_between(op, curve, lambda sample: sample.ns), spread)
+        by_heads = {
+            heads: _interpolate(op.tokens, {sample.tokens: sample.ns for sample in row}) for heads, row in curve.items()
+        }
+        return Estimate(_interpolate(op.batch * op.heads, by_heads), spread)
 
     def host_us(self, op: RecurrenceOp) -> float:
-        """Return the microseconds until the calls of a part return. Raises like `estimate`."""
-        return _between(op, self._curve(op), lambda sample: sample.host_us, grows=False)
+        """Return the microseconds until the calls of a part return. Raises like `estimate`.
+
+        They hardly depend on tokens and heads, and differ by half from one measurement to the next: the median of all
+        samples of up to `_HOST_OCTAVES` more or fewer tokens.
+        """
+        every = [sample for row in self._curve(op).values() for sample in row]
+        near = [sample for sample in every if abs(math.log2(sample.tokens / op.tokens)) <= _HOST_OCTAVES]
+        return median(sample.host_us for sample in near or every)
 
     def samples(self, phase: str, operator: str) -> list[RecurrenceSample]:
         """Return the samples of a phase of one operator."""
@@ -90,23 +101,13 @@ def _key(shape: RecurrenceOp | RecurrenceSample) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def _between(
-    op: RecurrenceOp, curve: _Curve, value: Callable[[RecurrenceSample], float], *, grows: bool = True
-) -> float:  # fmt: skip
-    """Interpolate a value of the samples in tokens, then in heads; with ``grows``, continue it with the work beyond."""
-    by_heads = {}
-    for heads, row in curve.items():
-        by_heads[heads] = _interpolate(op.tokens, {sample.tokens: value(sample) for sample in row}, grows=grows)
-    return _interpolate(op.batch * op.heads, by_heads, grows=grows)
-
-
-def _interpolate(size: int, values: Mapping[int, float], *, grows: bool) -> float:
-    """Interpolate between logarithms. Below all sizes the value stays, above it grows with the size if ``grows``."""
+def _interpolate(size: int, values: Mapping[int, float]) -> float:
+    """Interpolate between logarithms. Below all sizes the value stays, above it grows with the size."""
     sizes = sorted(values)
     if size <= sizes[0]:
         return values[sizes[0]]
     if size >= sizes[-1]:
-        return values[sizes[-1]] * (size / sizes[-1] if grows else 1.0)
+        return values[sizes[-1]] * size / sizes[-1]
     above = next(known for known in sizes if known >= size)
     below = max(known for known in sizes if known < size)
     weight = math.log(size / below) / math.log(above / below)
