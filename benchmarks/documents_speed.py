@@ -7,8 +7,9 @@ Forward and backward, bf16, head_dim 128, causal; tokens are per GPU. All compet
 round; the time of an iteration is that of the slowest rank. Each of ringprof's strategies is first verified against
 float64 with the same mask, at a short length. The output and gradients of a peer must equal those of the ringprof
 strategy that holds the same tokens. Lengths are rounded to what the peers support: multiples of twice the number of
-GPUs. The last column is the time that the mask's exact area would take at the rate of plain zigzag on the same GPUs, as
-a share of the measured time.
+GPUs. The last columns are shares of the measured time: the time that the mask's exact area would take at the rate of
+plain zigzag on the same GPUs, and the time of the kernel alone, one call per pass over the same mask with each GPU's
+share of the heads and nothing sent.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ from ringprof.record.measure import WorkloadShard
 from ringprof.record.verify import verify
 from ringprof.run import Workload
 from ringprof.strategies import create
+from ringprof.strategies.algorithms.zigzag import Zigzag
 from ringprof.workload.documents import document_lengths
 
+ALONE = "kernel alone"
 OURS = (
     "zigzag,zigzag+documents_layout=packed,zigzag+documents_layout=per_document,stripe,ring,allgather,"
     "allgather+layout=zigzag+documents_layout=per_document,ulysses"
@@ -102,7 +105,10 @@ def _measure(workload: Workload, options: argparse.Namespace, device: torch.devi
     say(f"\n{workload.seq} tokens on {dist.get_world_size()} GPUs, {workload.heads}/{workload.kv_heads} heads, "
          f"{workload.mask()}: {workload.mask().area(workload.seq) / workload.seq**2:.3%} of the square")  # fmt: skip
     plain = Workload(seq=workload.seq, heads=workload.heads, kv_heads=workload.kv_heads, head_dim=128, dtype="bf16")
-    competitors = [Competitor("zigzag, plain causal", _iteration("zigzag", plain, options, device))]
+    competitors = [
+        Competitor("zigzag, plain causal", _iteration("zigzag", plain, options, device)),
+        Competitor(ALONE, _kernel_alone(workload, options, device)),
+    ]
     for name in options.ours.split(","):
         body = _verified_iteration(name, workload, options, device)
         if body is not None:
@@ -114,18 +120,21 @@ def _measure(workload: Workload, options: argparse.Namespace, device: torch.devi
         for competitor, count in zip(competitors, counts, strict=True):
             competitor.times_ns += timed(competitor.body, device, count)
     rate = plain.exact_flops() / statistics.median(competitors[0].times_ns)
-    return [_row(item, plain if item is competitors[0] else workload, rate) for item in competitors]
+    alone_ns = statistics.median(competitors[1].times_ns)
+    return [_row(item, plain if item is competitors[0] else workload, rate, alone_ns) for item in competitors]
 
 
-def _row(competitor: Competitor, workload: Workload, rate: float) -> dict[str, Any]:
+def _row(competitor: Competitor, workload: Workload, rate: float, alone_ns: float) -> dict[str, Any]:
     times = sorted(competitor.times_ns)
     median = statistics.median(times)
     share = workload.exact_flops() / rate / median
-    say(f"{competitor.name:<58}{median / 1e6:>9.3f} ms{times[0] / 1e6:>9.3f} to {times[-1] / 1e6:<9.3f}{share:>8.1%}")
+    of_alone = alone_ns / median if workload.documents or workload.window else None
+    shares = f"{share:>8.1%}" + ("" if of_alone is None else f"{of_alone:>8.1%}")
+    say(f"{competitor.name:<58}{median / 1e6:>9.3f} ms{times[0] / 1e6:>9.3f} to {times[-1] / 1e6:<9.3f}{shares}")
     return {
         "name": competitor.name, "seq": workload.seq, "heads": workload.heads, "kv_heads": workload.kv_heads,
         "mask": str(workload.mask()), "ms": median / 1e6, "least_ms": times[0] / 1e6, "most_ms": times[-1] / 1e6,
-        "of_plain_rate": share, "iterations": len(times),
+        "of_plain_rate": share, "of_kernel_alone": of_alone, "iterations": len(times),
     }  # fmt: skip
 
 
@@ -159,6 +168,22 @@ def _iteration(
 ) -> Callable[[], list[Tensor]]:
     problem = WorkloadShard.create(_strategy(text, options), workload, device)
     return lambda: [tensor for tensor in vars(problem.run_iteration()).values() if tensor is not None]
+
+
+def _kernel_alone(workload: Workload, options: argparse.Namespace, device: torch.device) -> Callable[[], list[Tensor]]:
+    """Return the function that computes the whole mask in one call per pass, for this rank's share of the heads."""
+    size, block = dist.get_world_size(), Zigzag.sharded_mask(workload.mask(), workload.seq, 1).block(0, 0)
+    assert block is not None
+    counts = workload.heads // size, workload.kv_heads // size, workload.kv_heads // size, workload.heads // size
+    q, k, v, dout = (torch.randn(1, workload.seq, heads, 128, device=device).bfloat16() for heads in counts)
+    kernel = _strategy("zigzag", options).kernel_for(q, windows=workload.window is not None, documents=True)
+    mask: dict[str, Any] = {"scale": 128**-0.5, "causal": block.causal, "parts": block.parts}
+
+    def body() -> list[Tensor]:
+        out, lse = kernel.forward(q, k, v, **mask)
+        return [out, *kernel.backward(dout, q, k, v, lse, out=out, **mask)]
+
+    return body
 
 
 # --- ring-flash-attn --------------------------------------------------------------------------------

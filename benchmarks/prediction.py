@@ -495,7 +495,7 @@ FITTED = {
     "masks": f"{_H200}; curves of documents and windows of the same session",
     "other_heads": f"{_H200}; curves of these head sizes of the same session",
     "h100_shapes": _H100, "h100_masks": _H100,
-    "h200_later": "the bundled h200: flash-attn 3's curves derived from H100; none of these rows",
+    "h200_later": "the bundled h200: flash-attn 3's curves of another session and of H100; none of these rows",
     "runs": "the committed runs, without the one that is scored",
     "strategies": "the committed runs of other strategies",
     "lengths": "the committed runs of other lengths",

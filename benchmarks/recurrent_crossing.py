@@ -89,7 +89,8 @@ def table(machine: Calibration, counts: list[int], heads: int) -> str:
         rows = [row(machine, gpus, tokens, heads) for tokens in LENGTHS if tokens // gpus >= 2048]
         lines += [
             f"| {each.gpus} | {each.tokens:,} | {each.attention_ms:.2f} ({each.strategy}) |"
-            f" {each.attention_share:.0%} | {each.recurrence_ms:.2f} | {each.recurrence_share:.0%} | {each.attention_ms / each.recurrence_ms:.1f} |"
+            f" {each.attention_share:.0%} | {each.recurrence_ms:.2f} | {each.recurrence_share:.0%} |"
+            f" {each.attention_ms / each.recurrence_ms:.1f} |"
             for each in rows
         ]
         tokens = crossing(rows)

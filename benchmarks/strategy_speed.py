@@ -113,6 +113,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--kernels", default="cudnn,flash-attn")
     parser.add_argument("--hops", default="copy,nccl", help="intra-node transports of our strategies, one row each")
     parser.add_argument("--ranks-per-host", type=int)
+    parser.add_argument("--graphs", action="store_true", help="a row more for each of ours by NCCL: as a CUDA graph")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.5, help="timed per competitor and round, about")
     parser.add_argument("--least", type=int, default=2, help="fewest calls that are timed per competitor and round")
@@ -150,10 +151,13 @@ class Entry:
     kernel: str
     hops: str
     is_peer: bool
+    graph: bool = False
+    """Whether the timed iterations are replays of a captured CUDA graph."""
 
     @property
     def label(self) -> str:
-        return self.text if self.hops == "nccl" else f"{self.text} (copied hops)"
+        suffix = " (CUDA graph)" if self.graph else ""
+        return self.text + suffix if self.hops == "nccl" else f"{self.text} (copied hops)"
 
     def create(self, options: argparse.Namespace) -> Any:
         name, items = _name_and_items(self.text)
@@ -173,6 +177,7 @@ def _entries(options: argparse.Namespace) -> list[Entry]:
         ring = text.split("+")[0] not in ("ulysses", "megatron", "allgather")
         for kernel in kernels:
             entries += [Entry(text, kernel, hops, False) for hops in (options.hops.split(",") if ring else ["nccl"])]
+            entries += [Entry(text, kernel, "nccl", False, graph=True)] if options.graphs else []
     for text, wanted in _with_kernels(options.peers, options) if options.peers != "none" else []:
         spec = find(_name_and_items(text)[0])
         missing = spec.missing()
@@ -248,7 +253,7 @@ def _measure(config: str, entries: list[Entry], device: torch.device, options: a
         first = number * len(turns) // options.rounds
         for competitor, calls in turns[first:] + turns[:first]:
             competitor.times_ns += _warmed(competitor.problem.run_iteration, device, *calls)
-            if not options.no_forward:
+            if not options.no_forward and not competitor.problem.cuda_graph:
                 with torch.no_grad():
                     competitor.forward_ns += _warmed(partial(_forward, competitor.problem), device, *calls)
             if competitor.solo is not None:
@@ -287,6 +292,7 @@ def _competitors(
             if inputs is None
             else WorkloadShard(strategy, True, *inputs)
         )
+        problem.cuda_graph = entry.graph
         inputs = inputs or (problem.q, problem.k, problem.v, problem.dout)
         rows.append(Competitor(entry.label, entry.kernel, strategy, problem, entry.is_peer))
     return rows
@@ -314,6 +320,10 @@ def _prepare(competitor: Competitor, device: torch.device, *, solo: bool) -> boo
                 replay = Replay.record(competitor.problem)
                 competitor.solo = replay.run
                 timed(replay.run, device, 1)
+            if competitor.problem.cuda_graph:
+                competitor.problem.capture_graph()
+                timed(competitor.problem.run_iteration, device, 1)
+                competitor.times_ns = timed(competitor.problem.run_iteration, device, 1)
     except Unsupported as error:
         reason = str(error)
     except Exception as error:

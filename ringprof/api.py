@@ -21,7 +21,7 @@ from ringprof.comm_logs.detect import find_comm_logs
 from ringprof.common.files import exists, folder_of, is_url, read_whole, size_of, within
 from ringprof.common.limits import MemoryBudget
 from ringprof.common.log_lines import TEXT_SHARE
-from ringprof.errors import InputError, KernelTableError, MissingExtraError, NoKernelTableError
+from ringprof.errors import InputError, KernelTableError, MissingExtraError, NoKernelTableError, install_command
 from ringprof.options import LoadOptions
 from ringprof.report import as_json, terminal
 from ringprof.report.page.document import Report
@@ -433,9 +433,7 @@ def trace_analysis(paths: Mapping[int, str]) -> Any:
     try:
         from hta.trace_analysis import TraceAnalysis
     except ImportError as error:
-        raise MissingExtraError(
-            f"HolisticTraceAnalysis cannot be imported ({error}): pip install '.[hta]' 'pandas<3'"
-            " in a clone of ringprof"
-        ) from None
+        advice = install_command("hta", "pandas<3")
+        raise MissingExtraError(f"HolisticTraceAnalysis cannot be imported ({error}): {advice}") from None
     # HTA joins each path to trace_dir, which leaves absolute paths unchanged.
     return TraceAnalysis(trace_files={rank: str(Path(path).resolve()) for rank, path in paths.items()}, trace_dir="/")

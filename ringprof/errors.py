@@ -88,6 +88,11 @@ class Interrupted(RecordError):
     exit_code = 130
 
 
+def install_command(extra: str, *packages: str) -> str:
+    """Return what installs one of ringprof's optional dependencies, and further packages with it, for a message."""
+    return " ".join([f"pip install '.[{extra}]'", *map(repr, packages), "in a clone of ringprof"])
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return a hint for an error message, `` (did you mean 'NAME'?)``; empty if no known name is similar.
 

@@ -15,7 +15,7 @@ from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.timeline.breakdown import Breakdown
 from ringprof.analysis.transfers.hops import TimedHop
 from ringprof.common.json_object import JsonObject
-from ringprof.errors import MissingExtraError
+from ringprof.errors import MissingExtraError, install_command
 from ringprof.report.sections import by_shape, idle, layers
 from ringprof.report.terms import LABELS
 from ringprof.report.text import csv_text
@@ -285,7 +285,7 @@ def require_pyarrow() -> None:
     try:
         import pyarrow  # noqa: F401  (the error of pandas would be a paragraph long)
     except ImportError:
-        raise MissingExtraError("Parquet files need pyarrow: pip install '.[parquet]' in a clone of ringprof") from None
+        raise MissingExtraError(f"Parquet files need pyarrow: {install_command('parquet')}") from None
 
 
 def write_parquet(frame: pd.DataFrame, path: str | os.PathLike[str]) -> None:

@@ -2,9 +2,9 @@
 
 h200 is measured: from the committed runs, from benchmarks/data/h200_links.csv and from `ringprof calibrate`.
 benchmarks/data/h200_kernels.csv has the kernels of the latter, h200_heads.csv those of other head sizes, and
-h200_recurrences.csv those of linear recurrences. Its
-flash-attn 3 is that of h100, of which h100_kernels.csv has cuDNN and flash-attn 3. The rest of h100, b200 and a800 are
-assembled from published figures by the rules below; docs/prediction.md says which. No data enters that
+h200_newer_kernels.csv flash-attn 3 and 4; h200_recurrences.csv has linear recurrences. h100_kernels.csv has cuDNN and
+flash-attn 3 of h100. What one of the two lacks of flash-attn 3 and 4 is taken from the other. The rest of h100, b200
+and a800 are assembled from published figures by the rules below; docs/prediction.md says which. No data enters that
 docs/prediction.md scores a prediction against, except the rows that it names.
 
     python -m scripts.build_machines [NAME...]
@@ -29,13 +29,14 @@ from ringprof.prediction.calibration import (
     KernelSample,
     Link,
     Nccl,
-    RecurrenceSample,
+    RecurrenceCurve,
     Value,
     assumed_calibration,
     calibration_json,
 )
 from ringprof.prediction.fit import calibrate_from, observed_run
 from ringprof.prediction.host_model import fit_host_times
+from ringprof.prediction.measure_recurrences import RecurrenceSample, curves_from
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import predict
 from ringprof.prediction.query import Query
@@ -118,10 +119,11 @@ MATMUL = Value(
 
 
 ON_H100 = "ringprof calibrate, 2 H100 of 700 W, 2026-11-25, torch 2.11 (benchmarks/data/h100_kernels.csv)"
+ON_H200 = "ringprof calibrate, one H200, 2026-11-26, torch 2.11 (benchmarks/data/h200_newer_kernels.csv)"
 H200_AS_H100 = 0.03
 """Relative difference of a kernel between an H200 and an H100: both have the same chip and power limit.
 
-cuDNN's curves of the two differ by 3.7 % in the mean from 4096 tokens on, flash-attn 3 in four calls by 0.9 to 2.7 %.
+cuDNN's curves of the two differ by 3.7 % in the mean from 4096 tokens on, 17 blocks of flash-attn 3 by 2.5 %.
 """
 FLASH_ATTN_3_ON_H200 = (
     ("forward", 32768, 40, 40, 658.0), ("backward", 32768, 40, 40, 597.0), ("forward", 65536, 24, 4, 653.0),
@@ -144,7 +146,8 @@ def h200() -> Calibration:
         )
         for kernel in machine.kernels
     ]
-    kernels = [_derived_flash_attn_3() if kernel.name == "flash-attn-3" else kernel for kernel in kernels]
+    kernels = [_flash_attn_3_on_h200() if kernel.name == "flash-attn-3" else kernel for kernel in kernels]
+    kernels.append(_newer_flash_attn("flash-attn-4", _hot_samples("flash-attn-4", "h200_newer_kernels.csv", ON_H200)))
     machine = _with_host(msgspec.structs.replace(machine, kernels=kernels))
     return msgspec.structs.replace(
         machine, created="2026-11-22", transfer_margin=TRANSFER_MARGIN, family_spread=family_spread("h200"),
@@ -155,26 +158,31 @@ def h200() -> Calibration:
     )  # fmt: skip
 
 
-def _recurrences() -> list[RecurrenceSample]:
-    return [
+def _recurrences() -> list[RecurrenceCurve]:
+    samples = [
         RecurrenceSample(
-            kernel="fla", operator=row["operator"], phase=row["phase"], part=row["part"],  # type: ignore[arg-type]
-            v_head_dim=int(row["head_dim"]), receives=row["receives"] == "1", sends=row["sends"] == "1",
-            ns=float(row["us"]) * 1e3, spread=float(row["spread"]), host_us=float(row["host_us"]), origin="measured",
-            source=RECURRENCES, **{name: int(row[name]) for name in ("tokens", "heads", "head_dim", "count")},
+            "fla", row["operator"], row["phase"], row["part"], int(row["tokens"]), int(row["heads"]),
+            row["receives"] == "1", row["sends"] == "1", round(float(row["us"]) * 1e3), float(row["spread"]),
+            float(row["host_us"]),
         )
         for row in _rows("h200_recurrences.csv")
     ]  # fmt: skip
+    return curves_from(samples, RECURRENCES)
 
 
-def _derived_flash_attn_3() -> KernelFigures:
-    """Return flash-attn 3 on H200: samples of an H100, which has the same chip, and four calls on an H200 itself."""
-    derived = [
+def _on_other_hopper(samples: list[KernelSample], device: str) -> list[KernelSample]:
+    """Return samples of the other of H100 and H200, which have the same chip, as assumed ones of this device."""
+    return [
         msgspec.structs.replace(
-            sample, spread=math.hypot(sample.spread, H200_AS_H100), origin="assumed", source=f"as on H100: {ON_H100}"
+            sample, spread=math.hypot(sample.spread, H200_AS_H100), origin="assumed",
+            source=f"as on {device}: {sample.source}",
         )
-        for sample in _h100_samples("flash-attn-3")
+        for sample in samples
     ]  # fmt: skip
+
+
+def _flash_attn_3_on_h200() -> KernelFigures:
+    """Return flash-attn 3 on H200: its own samples, and those of an H100 for shapes that they lack."""
     measured = [
         KernelSample(
             phase=phase, q=tokens, kv=tokens, heads=heads, kv_heads=kv_heads, head_dim=128, causal=True, spread=0.01,
@@ -183,7 +191,16 @@ def _derived_flash_attn_3() -> KernelFigures:
         )
         for phase, tokens, heads, kv_heads, tflops in FLASH_ATTN_3_ON_H200
     ]  # type: ignore[arg-type]  # fmt: skip
-    return _newer_flash_attn("flash-attn-3", [*measured, *derived])
+    measured += _hot_samples("flash-attn-3", "h200_newer_kernels.csv", ON_H200)
+    shapes = {_shape(sample) for sample in measured}
+    others = [sample for sample in _hot_samples("flash-attn-3") if _shape(sample) not in shapes]
+    return _newer_flash_attn("flash-attn-3", [*measured, *_on_other_hopper(others, "H100")])
+
+
+def _shape(sample: KernelSample) -> tuple[object, ...]:
+    return (
+        sample.phase, sample.q, sample.kv, sample.heads, sample.kv_heads, sample.causal, sample.pairs, sample.sequences,
+    )  # fmt: skip
 
 
 def _newer_flash_attn(name: str, samples: list[KernelSample]) -> KernelFigures:
@@ -200,8 +217,8 @@ def _newer_flash_attn(name: str, samples: list[KernelSample]) -> KernelFigures:
     )  # fmt: skip
 
 
-def _h100_samples(kernel: str, file: str = "h100_kernels.csv", source: str = ON_H100) -> list[KernelSample]:
-    """Return samples from devices that had computed for 0.3 s before each, which counts as a long time."""
+def _hot_samples(kernel: str, file: str = "h100_kernels.csv", source: str = ON_H100) -> list[KernelSample]:
+    """Return samples from devices that had computed for 0.2 s or more before each, which counts as a long time."""
     return [
         KernelSample(
             phase=row["phase"], causal=row["causal"] == "1", ns=float(row["us"]) * 1e3, spread=float(row["spread"]),
@@ -214,12 +231,15 @@ def _h100_samples(kernel: str, file: str = "h100_kernels.csv", source: str = ON_
 
 
 def h100() -> Calibration:
-    """Return the H100: cuDNN and flash-attn 3 as measured, flash-attn 2 as published, everything else as on H200."""
+    """Return the H100: cuDNN and flash-attn 3 as measured, flash-attn 2 as published, all else as on H200."""
     machine = published("h100", "NVIDIA H100 80GB HBM3", "H100", 132, 80 << 30)
-    measured = {"flash-attn-3": _newer_flash_attn("flash-attn-3", _h100_samples("flash-attn-3"))}
-    measured["cudnn"] = msgspec.structs.replace(machine.kernel("cudnn"), samples=_h100_samples("cudnn"))
+    measured = {"flash-attn-3": _newer_flash_attn("flash-attn-3", _hot_samples("flash-attn-3"))}
+    measured["cudnn"] = msgspec.structs.replace(machine.kernel("cudnn"), samples=_hot_samples("cudnn"))
+    flash_attn_4 = _hot_samples("flash-attn-4", "h200_newer_kernels.csv", ON_H200)
+    kernels = [measured.get(kernel.name, kernel) for kernel in machine.kernels]
+    kernels.append(_newer_flash_attn("flash-attn-4", _on_other_hopper(flash_attn_4, "H200")))
     return msgspec.structs.replace(
-        machine, created="2026-11-25", kernels=[measured.get(kernel.name, kernel) for kernel in machine.kernels],
+        machine, created="2026-11-26", kernels=kernels,
         matmul_tflops=Value(699.5, 0.043, "measured", ON_H100), matmul_clock_mhz=1470.0,
     )  # fmt: skip
 

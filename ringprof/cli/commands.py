@@ -17,7 +17,7 @@ from click.shell_completion import CompletionItem, FishComplete, add_completion_
 
 from ringprof._version import __version__
 from ringprof.cli.write import say
-from ringprof.errors import RingprofError, UsageError, nearest
+from ringprof.errors import RingprofError, UsageError, install_command, nearest
 
 GROUPS = {
     "Analyze": {
@@ -224,8 +224,7 @@ def run(args: list[str]) -> int:
     except ImportError as error:
         package = str(error.name).partition(".")[0]
         if isinstance(error, ModuleNotFoundError) and package in ("torch", "psutil"):
-            advice = "pip install '.[record]' in a clone of ringprof"
-            return _fail(f"this needs {package}, which is not installed: {advice}", 2)
+            return _fail(f"this needs {package}, which is not installed: {install_command('record')}", 2)
         # The package is installed but broken: a system library is missing, or there is not enough memory.
         return _fail(f"a package cannot be loaded: {error}", 2)
     except OSError as error:

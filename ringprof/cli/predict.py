@@ -107,9 +107,9 @@ def command(**options: Any) -> int:
         return 0
     query = _query(options)
     with show_progress("predicting"):
-        from ringprof.prediction.schedules import schedule_of  # imports torch, which takes seconds
+        from ringprof.prediction.schedules import ScheduleCache  # imports torch, which takes seconds
 
-        prediction = predict(query, machine, schedule_of)
+        prediction = predict(query, machine, ScheduleCache().of)
     as_json = options["form"] == "json"
     click.echo(json_text(prediction_dict(prediction)) if as_json else prediction_text(prediction, style), nl=False)
     if options["html"]:

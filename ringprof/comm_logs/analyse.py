@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from ringprof.comm_logs.bounds import Bounds, bounds_of, bus_factor, sum_if_known
+from ringprof.comm_logs.bounds import Bounds, begun_by_of, bounds_of, bus_factor, sum_if_known
 from ringprof.comm_logs.match import Key, Matches, Meeting, match
 from ringprof.comm_logs.operations import COMPLETED, Operation, RankLog
 from ringprof.common.formatting import milliseconds
@@ -123,15 +124,16 @@ def analyse(logs: Sequence[RankLog], notices: Sequence[Notice] = ()) -> CommLogF
     matches = match(logs)
     by_key = {(log.rank, index): operation for log in logs for index, operation in enumerate(log.operations)}
     hosts = {log.host for log in logs if log.host}
-    same_clock = not matches.clock_conflicts
-    rows = {row_key: row for log in logs for row_key, row in _rows(log, by_key, matches, same_clock=same_clock)}
-    late, late_by = _lateness(matches, by_key, same_clock=same_clock)
+    same_clock = matches.clock_conflict is None
+    around = _around(logs, by_key, matches) if same_clock else {}
+    rows = {row_key: row for log in logs for row_key, row in _rows(log, around)}
+    two_jobs = _two_jobs_sentence(logs, matches)
+    late, late_by = ([], "") if two_jobs else _lateness(matches, by_key, same_clock=same_clock)
     labels = {key: group.label for log in logs for key, group in log.groups.items()}
-    standings = _standings(logs, rows, matches, labels)
     warnings = [*notices, *(notice for log in logs for notice in log.notices), *matches.notices]
     warnings += _missing_ranks(logs)
-    if matches.clock_conflicts:
-        first, second, excess = max(matches.clock_conflicts, key=lambda conflict: conflict[2])
+    if matches.clock_conflict is not None:
+        first, second, excess = matches.clock_conflict
         text = f"the clocks of ranks {first} and {second} differ by at least {milliseconds(excess)}"
         if excess > _MOST_OFFSET_NS:
             text += ", or the logs are of different jobs"
@@ -150,22 +152,44 @@ def analyse(logs: Sequence[RankLog], notices: Sequence[Notice] = ()) -> CommLogF
             why = "the dump does not say when they ended"
         warnings.append(Notice("untimed", f"{text}: {why}", count=untimed))
     ordered = tuple(rows.values())
-    excess_ns = _excess(matches, by_key)
+    excess_ns = {} if two_jobs else _excess(matches, by_key)
     of_rank: dict[int, list[OperationRow]] = defaultdict(list)
     for row in ordered:
         of_rank[row.operation.rank].append(row)
     ranks = tuple(_rank_row(log.rank, of_rank[log.rank], late, excess_ns) for log in logs)
+    standings = _standings(logs, rows, matches, labels, one_job=not two_jobs)
+    verdict = (two_jobs,) if two_jobs else tuple(_verdict(standings, matches, rows, late, late_by, labels, ranks))
     return CommLogFindings(
         source=logs[0].source, versions=tuple(dict.fromkeys(version for log in logs for version in log.versions)),
         logs=tuple(logs), rows=ordered, ranks=ranks,
         sizes=_size_rows(ordered, logs, labels), late=tuple(late), late_by=late_by if late else "",
-        standings=standings, verdict=tuple(_verdict(standings, matches, rows, late, late_by, labels, ranks)),
-        warnings=tuple(warnings),
+        standings=standings, verdict=verdict, warnings=tuple(warnings),
     )  # fmt: skip
 
 
 _MOST_OFFSET_NS = 1_000_000_000
 """Difference of two clocks beyond which logs of two jobs are the likelier cause."""
+
+
+def _two_jobs_sentence(logs: Sequence[RankLog], matches: Matches) -> str:
+    """Return why no rank can be judged, where logs are of two jobs by the times that they state; else empty."""
+    if matches.clock_conflict is None or matches.clock_conflict[2] <= _MOST_OFFSET_NS:
+        return ""
+    first, second, excess = matches.clock_conflict
+    spans = []
+    for log in logs:
+        times = [
+            time for operation in log.operations if log.rank in (first, second)
+            for time in (operation.posted_ns, operation.started_by_ns, operation.completed_by_ns) if time is not None
+        ]  # fmt: skip
+        if times:
+            spans.append((min(times), max(times)))
+    if max(begin for begin, _ in spans) <= min(end for _, end in spans):
+        return ""
+    return (
+        f"No rank is judged: the logs of ranks {min(first, second)} and {max(first, second)} do not overlap in time."
+        f" They are of two jobs, or the clocks of these ranks are at least {milliseconds(excess)} apart."
+    )
 
 
 def _missing_ranks(logs: Sequence[RankLog]) -> list[Notice]:
@@ -184,10 +208,59 @@ def _missing_ranks(logs: Sequence[RankLog]) -> list[Notice]:
 # --- rows ---------------------------------------------------------------------------------------------
 
 
-def _rows(
-    log: RankLog, by_key: dict[Key, Operation], matches: Matches, *, same_clock: bool
-) -> Iterable[tuple[Key, OperationRow]]:
-    """Yield the operations of a rank with their bounds and their places in their groups."""
+class _Latest:
+    """Latest of the times of several operations, with any one of them left out."""
+
+    def __init__(self, times: Mapping[Key, int | None]) -> None:
+        known = ((time, key) for key, time in times.items() if time is not None)
+        self._two = heapq.nlargest(2, known)
+        self._unknown = {key for key, time in times.items() if time is None}
+
+    def without(self, key: Key) -> int | None:
+        """Return the latest known time of the others; None where no time is known."""
+        return next((time for time, other in self._two if other != key), None)
+
+    def all_known_without(self, key: Key) -> bool:
+        """Return whether the times of all others are known."""
+        return not self._unknown or self._unknown == {key}
+
+
+def _around(
+    logs: Sequence[RankLog], by_key: dict[Key, Operation], matches: Matches
+) -> dict[Key, tuple[int | None, int | None]]:
+    """Return two times of other ranks for each operation, as `bounds_of` takes them.
+
+    They are the latest known posting of a peer, and a time by which all that the operation waits for have begun. Linear
+    in the number of operations and messages: each collective is gone through once, not once per member.
+    """
+    sources = {log.rank: log.source for log in logs}
+    posted = {key: operation.posted_ns for key, operation in by_key.items()}
+    begun = {key: begun_by_of(operation) for key, operation in by_key.items()}
+    around: dict[Key, tuple[int | None, int | None]] = {}
+    for meeting in matches.meetings:
+        if meeting.is_collective:
+            posts = _Latest({key: posted[key] for key in meeting.members})
+            begins = _Latest({key: begun[key] for key in meeting.members})
+            for key in meeting.members:
+                known = meeting.complete and begins.all_known_without(key)
+                around[key] = posts.without(key), begins.without(key) if known else None
+    # Waiting for a peer of a hop includes waiting for the peers that it waits for.
+    near = {key: _Latest({other: begun[other] for other in others}) for key, others in matches.hop_peers.items()}
+    for key, others in matches.hop_peers.items():
+        peer_posts = [time for other in others if (time := posted[other]) is not None]
+        # NCCL Inspector does not say which other messages a kernel carries, and so not for whom it waits.
+        known = sources[key[0]] == "flight_recorder" and matches.meetings[matches.meeting_of[key]].complete
+        known = known and all(begun[other] is not None and near[other].all_known_without(key) for other in others)
+        times = [time for other in others for time in (begun[other], near[other].without(key)) if time is not None]
+        around[key] = max(peer_posts, default=None), max(times, default=None) if known else None
+    return around
+
+
+def _rows(log: RankLog, around: Mapping[Key, tuple[int | None, int | None]]) -> Iterable[tuple[Key, OperationRow]]:
+    """Yield the operations of a rank with their bounds and their places in their groups.
+
+    ``around`` has two times of other ranks for each operation, as `bounds_of` takes them; none where it lacks one.
+    """
     of_group: dict[str, list[int]] = defaultdict(list)
     for index, operation in enumerate(log.operations):
         of_group[operation.group].append(index)
@@ -200,19 +273,7 @@ def _rows(
             places[index] = number + 1, step, period if regular else None
     for index, operation in enumerate(log.operations):
         key = (log.rank, index)
-        others = matches.peers.get(key, ())
-        # Waiting for a peer includes waiting for the peers that it waits for. All of a collective are peers already.
-        further = {*others}
-        if operation.is_hop:
-            further |= {last for other in others for last in matches.peers.get(other, ())} - {key}
-        # NCCL Inspector does not say which other messages a kernel carries, and so not for whom it waits.
-        alone = log.source == "flight_recorder" or not operation.is_hop
-        all_known = alone and matches.meetings[matches.meeting_of[key]].complete
-        bounds = bounds_of(
-            operation, [by_key[other] for other in others], [by_key[other] for other in sorted(further)],
-            all_known=all_known, same_clock=same_clock,
-        )  # fmt: skip
-        yield key, OperationRow(operation, *places[index], bounds)
+        yield key, OperationRow(operation, *places[index], bounds_of(operation, *around.get(key, (None, None))))
 
 
 def _signature(operation: Operation) -> tuple[object, ...]:
@@ -250,8 +311,9 @@ def _excess(matches: Matches, by_key: Mapping[Key, Operation]) -> dict[int, int]
     for meeting in matches.meetings:
         times = {key: time for key in meeting.members if (time := by_key[key].shown_ns) is not None}
         if meeting.complete and len(times) == len(meeting.members):
+            shortest = min(times.values())
             for (rank, _), time in times.items():
-                excess[rank] += time - min(times.values())
+                excess[rank] += time - shortest
     return excess
 
 
@@ -326,9 +388,12 @@ def _last(meeting: Meeting, by_key: dict[Key, Operation], field: str, sign: int)
 
 
 def _standings(
-    logs: Sequence[RankLog], rows: dict[Key, OperationRow], matches: Matches, labels: dict[str, str]
+    logs: Sequence[RankLog], rows: dict[Key, OperationRow], matches: Matches, labels: dict[str, str], *, one_job: bool
 ) -> tuple[Standing, ...]:
-    """Return where every rank stands in each group that has an operation which is not complete."""
+    """Return where every rank stands in each group that has an operation which is not complete.
+
+    For whom it waits is left out where the logs may be of two jobs.
+    """
     open_groups = dict.fromkeys(row.operation.group for row in rows.values() if row.operation.state != COMPLETED)
     members = {key: group.ranks for log in logs for key, group in log.groups.items() if group.ranks}
     standings = []
@@ -345,7 +410,7 @@ def _standings(
             if not own:
                 continue
             key = unfinished[0] if unfinished else own[-1]
-            waits_for = matches.meetings[matches.meeting_of[key]].missing if unfinished else ()
+            waits_for = matches.meetings[matches.meeting_of[key]].missing if unfinished and one_job else ()
             others = tuple(rank for rank in waits_for if rank != log.rank)
             standings.append(Standing(log.rank, labels.get(group, group), rows[key], len(unfinished), others))
     return tuple(standings)
@@ -386,12 +451,12 @@ def _verdict(
         )
     if not late:
         return
-    last = [item.rank for item in late]
-    often = max(dict.fromkeys(last), key=last.count)
+    last = Counter(item.rank for item in late)
+    often, times_last = last.most_common(1)[0]
     worst = max(late, key=lambda item: item.late_ns)
     label = labels.get(worst.operation.group, worst.operation.group)
     named = f"{words(worst.operation.name)} {worst.operation.sequence} of {label}"
-    count = f"{last.count(often):,} of {len(late):,}"
+    count = f"{times_last:,} of {len(late):,}"
     own = [item.late_ns for item in late if item.rank == often]
     if late_by == "posted":
         yield (
@@ -427,13 +492,14 @@ def _unfinished_sentences(
     gave_up = f" PyTorch gave up on {timed_out:,} of them." if timed_out else ""
     yield f"{count:,} operation{'s' * (count > 1)} had not ended when the dumps were written.{gave_up}"
     explained, recorded = set(), {standing.rank for standing in standings}
+    by_place = {(standing.rank, standing.group): standing for standing in standings}
     for standing in sorted(standings, key=lambda item: item.row.operation.posted_ns or 0):
         operation = standing.row.operation
         for rank in standing.waits_for:
             if (rank, operation.group) in explained:
                 continue
             explained.add((rank, operation.group))
-            other = next((item for item in standings if item.rank == rank and item.group == standing.group), None)
+            other = by_place.get((rank, standing.group))
             stands = f", and stands at {place_of(other.row)}" if other is not None else ""
             from_ = f" from {operation.location}" if operation.location else ""
             lacks = "had not posted" if rank in recorded else "has no record of"
@@ -441,8 +507,8 @@ def _unfinished_sentences(
                 f"Rank {rank} {lacks} its part of {place_of(standing.row)} of group {standing.group}, which rank"
                 f" {operation.rank} posted{from_}{stands}."
             )
-    waiting = [key for key in unfinished if matches.meetings[matches.meeting_of[key]].missing]
-    together = [key for key in unfinished if key not in waiting and matches.meetings[matches.meeting_of[key]].complete]
+    meetings = ((key, matches.meetings[matches.meeting_of[key]]) for key in unfinished)
+    together = [key for key, meeting in meetings if meeting.complete and not meeting.missing]
     if together and not explained:
         first = rows[together[0]]
         label = labels.get(first.operation.group, first.operation.group)

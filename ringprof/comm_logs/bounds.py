@@ -33,40 +33,36 @@ class Bounds(msgspec.Struct, frozen=True):
     """Bytes over the least time on the wire."""
 
 
-def bounds_of(operation: Operation, peers: Iterable[Operation], further: Iterable[Operation], *, all_known: bool,
-              same_clock: bool) -> Bounds:  # fmt: skip
+def bounds_of(operation: Operation, last_post_ns: int | None, all_begun_ns: int | None) -> Bounds:
     """Return bounds on the time, the waiting and the rates of an operation.
 
-    ``peers`` are the operations at the other ends of its messages, or the other members of its collective.
-    ``further`` are these and their own peers. ``all_known`` says whether the logs hold every one of them,
-    ``same_clock`` whether times of different ranks may be compared.
+    ``last_post_ns`` is the latest time at which one of its peers was posted, of those that are known: the operations at
+    the other ends of its messages, or the other members of its collective. ``all_begun_ns`` is a time by which all
+    of these and their own peers have begun on their devices. Both are None where they are not known, or are not on
+    this operation's clock.
     """
     least, most = operation.least_ns, operation.most_ns
-    begun_by = _begun_by(operation)
+    begun_by = begun_by_of(operation)
     wait_least = wait_most = None
     wire_most = most
-    posted = [other.posted_ns for other in peers]
-    known_posts = [time for time in posted if time is not None]
-    if same_clock and known_posts and begun_by is not None:
-        wait_least = max(0, max(known_posts) - begun_by)
+    if last_post_ns is not None and begun_by is not None:
+        wait_least = max(0, last_post_ns - begun_by)
         if operation.state == COMPLETED:
             wait_least = min(wait_least, least or 0)
-    if same_clock and all_known and operation.posted_ns is not None:
-        begun = [_begun_by(other) for other in further]
-        if begun and None not in begun:
-            wait_most = max(0, max(time for time in begun if time is not None) - operation.posted_ns)
+    if all_begun_ns is not None and operation.posted_ns is not None:
+        wait_most = max(0, all_begun_ns - operation.posted_ns)
     if most is not None:
         wait_most = most if wait_most is None else min(wait_most, most)
-    if same_clock and known_posts and operation.completed_by_ns is not None and most is not None:
-        ready = max(known_posts)
-        wire_most = min(most, max(0, operation.completed_by_ns - ready)) if operation.completed_by_ns > ready else most
+    if last_post_ns is not None and operation.completed_by_ns is not None and most is not None:
+        after_post = operation.completed_by_ns - last_post_ns
+        wire_most = min(most, after_post) if after_post > 0 else most
     wire_least = max(0, least - wait_most) if least is not None and wait_most is not None else None
     size = operation.counted_bytes
     rates = (size / time if size and time else None for time in (most, least, wire_most, wire_least))
     return Bounds(least, most, wait_least, wait_most, wire_least, wire_most, *rates)
 
 
-def _begun_by(operation: Operation) -> int | None:
+def begun_by_of(operation: Operation) -> int | None:
     """Return a time by which an operation has begun on its device; None where none is known."""
     times = [operation.started_by_ns]
     if operation.completed_by_ns is not None:

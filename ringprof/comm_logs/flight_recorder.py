@@ -98,8 +98,8 @@ def parse_dump(data: bytes, name: str, rank: int, budget: MemoryBudget) -> RankL
     if not entries:
         text = f"rank {rank}: the dump holds no operation: the rank posted none, or its Flight Recorder was off"
         notices.append(Notice("no_operations", f"{text} (TORCH_FR_BUFFER_SIZE)", rank))
-    foreign = next((groups[entry.process_group[0]] for entry in entries
-                    if rank not in (groups[entry.process_group[0]].ranks or (rank,))), None)  # fmt: skip
+    used = (groups[name] for name in dict.fromkeys(entry.process_group[0] for entry in entries))
+    foreign = next((group for group in used if group.ranks and rank not in group.ranks), None)
     if foreign is not None:
         listed = ", ".join(map(str, foreign.ranks[:8])) + ", ..." * (len(foreign.ranks) > 8)
         text = f"{name}: rank {rank} by the file's name, but its group {foreign.label} has ranks {listed}"

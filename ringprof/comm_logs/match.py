@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -24,6 +24,8 @@ class Meeting(msgspec.Struct):
     """Whether the logs hold the part of every rank, of two or more."""
     sizes_differ: bool = False
     """Whether two ranks disagree on the size of a message or on which collective it is."""
+    is_collective: bool = False
+    """Whether this is one collective, of which every member is a peer of every other."""
 
 
 class Matches(msgspec.Struct):
@@ -32,23 +34,24 @@ class Matches(msgspec.Struct):
     meetings: list[Meeting]
     meeting_of: dict[Key, int]
     """Index into ``meetings`` by operation."""
-    peers: dict[Key, tuple[Key, ...]]
-    """Operations at the other ends of an operation's messages, or the other members of a collective."""
-    clock_conflicts: list[tuple[int, int, int]]
-    """Pairs of ranks, and by how many ns their clocks differ at least: by their clocks, the first rank ended an
-    operation before the second had posted its part."""
+    hop_peers: dict[Key, tuple[Key, ...]]
+    """Operations at the other ends of a hop's messages."""
+    clock_conflict: tuple[int, int, int] | None
+    """Two ranks whose clocks disagree most, and by how many ns they differ at least; None where none disagree. By
+    their clocks, the first rank ended an operation before the second had posted its part."""
     notices: list[Notice]
 
 
 def match(logs: Sequence[RankLog]) -> Matches:
     """Match operations between ranks: collectives by their sequence numbers, messages by their order."""
     groups = _members(logs)
-    meetings, peers = _collectives(logs, groups)
+    meetings = _collectives(logs, groups)
     hops, hop_peers, notices = _hops(logs)
+    conflicts = [*_conflicts_of_collectives(logs, meetings), *_conflicts_of_hops(logs, hop_peers)]
     meetings += hops
-    peers |= hop_peers
     meeting_of = {key: index for index, meeting in enumerate(meetings) for key in meeting.members}
-    return Matches(meetings, meeting_of, peers, _conflicts(logs, peers), notices)
+    worst = max(conflicts, key=lambda conflict: conflict[2], default=None)
+    return Matches(meetings, meeting_of, hop_peers, worst, notices)
 
 
 def _members(logs: Sequence[RankLog]) -> dict[str, Group]:
@@ -60,7 +63,7 @@ def _members(logs: Sequence[RankLog]) -> dict[str, Group]:
     return groups
 
 
-def _collectives(logs: Sequence[RankLog], groups: dict[str, Group]) -> tuple[list[Meeting], dict[Key, tuple[Key, ...]]]:
+def _collectives(logs: Sequence[RankLog], groups: dict[str, Group]) -> list[Meeting]:
     """Match collectives by group and sequence number, with NCCL Inspector also by name, as it numbers them."""
     by_number: dict[tuple[str, str, int], list[Key]] = defaultdict(list)
     last: dict[tuple[str, str, int], int] = {}
@@ -74,7 +77,7 @@ def _collectives(logs: Sequence[RankLog], groups: dict[str, Group]) -> tuple[lis
                 line = (operation.group, name, log.rank)
                 last[line] = max(last.get(line, 0), operation.sequence)
     by_rank = {log.rank: log for log in logs}
-    meetings, peers = [], {}
+    meetings = []
     for (group, name, sequence), keys in by_number.items():
         members = groups[group].ranks or tuple(sorted(users[group]))
         ranks = {rank for rank, _ in keys}
@@ -87,11 +90,10 @@ def _collectives(logs: Sequence[RankLog], groups: dict[str, Group]) -> tuple[lis
         )  # fmt: skip
         operations = [_at(by_rank, key) for key in keys]
         differ = len({operation.name for operation in operations}) > 1
-        meetings.append(Meeting(keys, missing, complete=not absent and len(members) > 1, sizes_differ=differ))
-        if len(keys) == len(ranks):
-            for key in keys:
-                peers[key] = tuple(other for other in keys if other != key)
-    return meetings, peers
+        # A rank with two operations of one number shows that the numbers do not tell which belong together.
+        is_collective, complete = len(keys) == len(ranks), not absent and len(members) > 1
+        meetings.append(Meeting(keys, missing, complete, differ, is_collective))
+    return meetings
 
 
 def _hops(logs: Sequence[RankLog]) -> tuple[list[Meeting], dict[Key, tuple[Key, ...]], list[Notice]]:
@@ -183,23 +185,46 @@ def _components(peers: dict[Key, dict[Key, None]]) -> list[list[Key]]:
     return components
 
 
-def _conflicts(logs: Sequence[RankLog], peers: dict[Key, tuple[Key, ...]]) -> list[tuple[int, int, int]]:
-    """Return pairs of ranks whose clocks disagree: by them an operation ended before a peer had posted its part."""
+def _conflicts_of_collectives(logs: Sequence[RankLog], meetings: Sequence[Meeting]) -> Iterable[tuple[int, int, int]]:
+    """Yield for each collective the two ranks whose clocks disagree most, and by how many ns.
+
+    By their clocks it ended on the first rank before the second had posted its part.
+    """
     by_rank = {log.rank: log for log in logs}
-    worst: dict[tuple[int, int], int] = {}
-    for key, others in peers.items():
-        operation = _at(by_rank, key)
-        if operation.completed_by_ns is None or not (operation.receives or operation.name in SYNCHRONISING):
+    for meeting in meetings:
+        operations = [_at(by_rank, key) for key in meeting.members]
+        ended = [
+            (operation.completed_by_ns, operation.rank) for operation in operations
+            if operation.completed_by_ns is not None and operation.name in SYNCHRONISING
+        ]  # fmt: skip
+        posted = [(operation.posted_ns, operation.rank) for operation in operations if operation.posted_ns is not None]
+        if not meeting.is_collective or not ended or not posted or min(ended)[0] >= max(posted)[0]:
             continue
+        # A rank has no conflict with itself: the two earliest ends and the two latest postings hold the worst pair.
+        pairs = [
+            (end, other, late - early)
+            for early, end in sorted(ended)[:2]
+            for late, other in sorted(posted)[-2:]
+            if end != other and late > early
+        ]
+        yield from sorted(pairs, key=lambda pair: -pair[2])[:1]
+
+
+def _conflicts_of_hops(
+    logs: Sequence[RankLog], hop_peers: dict[Key, tuple[Key, ...]]
+) -> Iterable[tuple[int, int, int]]:
+    """Yield the ranks of hops whose clocks disagree, and by how many ns: one received before the other had sent."""
+    by_rank = {log.rank: log for log in logs}
+    for key, others in hop_peers.items():
+        operation = _at(by_rank, key)
+        if operation.completed_by_ns is None:
+            continue
+        sources = {message.peer for message in operation.receives}
         for other_key in others:
             other = _at(by_rank, other_key)
             # A send may end before its receiver posts; a receive cannot end before its sender has posted.
-            if operation.is_hop and all(message.peer != other.rank for message in operation.receives):
-                continue
-            if other.posted_ns is not None and other.posted_ns > operation.completed_by_ns:
-                pair, excess = (operation.rank, other.rank), other.posted_ns - operation.completed_by_ns
-                worst[pair] = max(worst.get(pair, 0), excess)
-    return [(*pair, excess) for pair, excess in worst.items()]
+            if other.rank in sources and other.posted_ns is not None and other.posted_ns > operation.completed_by_ns:
+                yield operation.rank, other.rank, other.posted_ns - operation.completed_by_ns
 
 
 def _at(by_rank: dict[int, RankLog], key: Key) -> Operation:

@@ -10,7 +10,7 @@ from ringprof.comm_logs.detect import source_of
 from ringprof.comm_logs.flight_recorder import parse_dump
 from ringprof.comm_logs.nccl_inspector import parse_inspector, with_job_ranks
 from ringprof.comm_logs.operations import RankLog
-from ringprof.common.limits import Limits, MemoryBudget, size_text
+from ringprof.common.limits import Limits, MemoryBudget, MemoryLimitError, size_text
 from ringprof.errors import InputError
 from ringprof.trace.checks import RANKS_LIMIT
 from ringprof.trace.columns import Notice
@@ -26,9 +26,9 @@ _DIGITS_AT_END = re.compile(r"([0-9]{1,7})(?:\.(?:json|pkl|pickle|pt|bin|trace))
 def read_comm_logs(paths: Sequence[str], limits: Limits | None = None) -> tuple[list[RankLog], list[Notice]]:
     """Read the logs of all ranks; return them by rank, with warnings.
 
-    A JSON dump beside its pickle is not read, and neither are files of NCCL Inspector beside dumps. Raises `InputError`
-    for a damaged file, for two logs of one rank, for a dump whose name states no rank, and where the memory of
-    ``limits`` does not suffice.
+    A JSON dump beside its pickle is not read, and neither are files of NCCL Inspector beside dumps. A damaged file is
+    left out with a warning. Raises `InputError` if all are damaged, for two logs of one rank, for a dump whose name
+    states no rank, and where the memory of ``limits`` does not suffice.
     """
     budget, notices = MemoryBudget(limits), []
     sources = {path: source_of(path) for path in paths}
@@ -37,10 +37,22 @@ def read_comm_logs(paths: Sequence[str], limits: Limits | None = None) -> tuple[
         paths = [path for path in paths if sources[path] == "flight_recorder"]
         text = "the files of NCCL Inspector in this folder are left out: give them as paths of their own"
         notices.append(Notice("two_sources", text))
-    read = []
+    read, damage = [], list[InputError]()
     for path in _without_copies(paths):
-        read.append(_read(path, sources[path], budget))
+        rank = 0 if sources[path] == "nccl_inspector" else _rank_of(path)
+        if rank is None:
+            raise InputError(f"{path}: its name does not end in a rank: rename it, for instance to trace_rank_0")
+        try:
+            read.append(_read(path, sources[path], rank, budget))
+        except MemoryLimitError:
+            raise
+        except InputError as error:
+            damage.append(error)
+            continue
         budget.take(_OPERATION_BYTES * len(read[-1].operations), path)
+    if not read:
+        raise damage[0]
+    notices += [Notice("damaged", f"{error}: left out") for error in damage]
     if kinds == {"nccl_inspector"}:
         read, numbered = with_job_ranks(read)
         notices += numbered
@@ -66,14 +78,14 @@ def _without_copies(paths: Sequence[str]) -> list[str]:
     ]
 
 
-def _read(path: str, source: str | None, budget: MemoryBudget) -> RankLog:
+def _read(path: str, source: str | None, rank: int, budget: MemoryBudget) -> RankLog:
     most = min(budget.left // _SHARE, budget.limits.expanded_bytes)
     data = bytearray()
     pieces = ByteSource(path, path, max(most, 1))
     for piece in pieces:
         data += piece
         if len(data) > most:
-            raise InputError(
+            raise MemoryLimitError(
                 f"{path}: with the other files it needs more than {size_text(budget.limits.memory_bytes)} of memory;"
                 " if you trust the files, raise the limit with --max-memory"
             )
@@ -81,9 +93,6 @@ def _read(path: str, source: str | None, budget: MemoryBudget) -> RankLog:
         raise InputError(f"{path}: {pieces.damage}: copy the file again")
     if source == "nccl_inspector":
         return parse_inspector(bytes(data), path, budget)
-    rank = _rank_of(path)
-    if rank is None:
-        raise InputError(f"{path}: its name does not end in a rank: rename it, for instance to trace_rank_0")
     return parse_dump(bytes(data), path, rank, budget)
 
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, cast
 from urllib.parse import unquote
 
 from ringprof.common.limits import Limits
-from ringprof.errors import InputError, MissingExtraError, RingprofError
+from ringprof.errors import InputError, MissingExtraError, RingprofError, install_command
 
 # At least two letters, since a Windows path begins with one letter and a colon.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::[A-Za-z0-9+.:/-]+)?://")
@@ -213,8 +213,7 @@ def _system_of(name: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
     except ImportError:
-        advice = "pip install '.[cluster]' in a clone of ringprof"
-        raise MissingExtraError(f"{name}: URLs need one more package: {advice}") from None
+        raise MissingExtraError(f"{name}: URLs need one more package: {install_command('cluster')}") from None
     system, path = url_to_fs(name)
     return system, str(path)
 

@@ -17,7 +17,15 @@ from ringprof.errors import RingprofError, UnknownStrategyError, UnsupportedWork
 from ringprof.prediction.calibration import Calibration
 from ringprof.prediction.launch_commands import megatron_flags, record_command
 from ringprof.prediction.network import Cluster
-from ringprof.prediction.predict import PredictionResult, ScheduleOf, predict, prediction_dict, warnings_of
+from ringprof.prediction.predict import (
+    DRAWS,
+    MAX_SIMULATED_RANKS,
+    PredictionResult,
+    ScheduleOf,
+    predict,
+    prediction_dict,
+    warnings_of,
+)
 from ringprof.prediction.query import Query
 from ringprof.run import Workload
 from ringprof.scale.workers import Notify, ignore_progress
@@ -36,6 +44,11 @@ _DRAWS, _FIRST_PASS_DRAWS, _REDRAW_FACTOR = 4000, 1, 1.1
 """Monte Carlo draws: for ranking all choices, and for the first, cheap pass over each.
 
 Choices within ``_REDRAW_FACTOR`` of the fastest are then predicted again with the usual number of draws.
+"""
+_FEW_RANKS_FACTOR = 2.0
+"""Multiple of the fastest time from which a choice keeps the prediction from few ranks.
+
+Those were at most 12 % too fast (double rings, whose ranks wait for each other), so they do not reach the fastest.
 """
 _LENGTH_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 _NIC_FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
@@ -189,7 +202,7 @@ def advise(
     for number, query in enumerate(queries):
         notify("strategies", number, len(queries))
         try:
-            predictions.append(predict(query, machine, schedule_of, draws=_FIRST_PASS_DRAWS))
+            predictions.append(predict(query, machine, schedule_of, draws=_FIRST_PASS_DRAWS, few_ranks=True))
         except RingprofError as error:
             refusals.append((_label(query), str(error)))
     if not predictions:
@@ -200,12 +213,14 @@ def advise(
     def order(prediction: PredictionResult) -> tuple[bool, float]:
         return prediction.peak_bytes > available_bytes, prediction.median_ns
 
-    exceeds_memory, fastest_ns = min(map(order, predictions))
-    redraw = [order(prediction) < (exceeds_memory, _REDRAW_FACTOR * fastest_ns) for prediction in predictions]
-    predictions = [
-        predict(prediction.query, machine, schedule_of) if again else prediction
-        for prediction, again in zip(predictions, redraw, strict=True)
-    ]
+    for factor, draws in ((_FEW_RANKS_FACTOR, _FIRST_PASS_DRAWS), (_REDRAW_FACTOR, DRAWS)):
+        if draws == DRAWS or cluster.size > MAX_SIMULATED_RANKS:
+            exceeds_memory, fastest_ns = min(map(order, predictions))
+            predictions = [
+                predict(prediction.query, machine, schedule_of, draws=draws)
+                if order(prediction) < (exceeds_memory, factor * fastest_ns) else prediction
+                for prediction in predictions
+            ]  # fmt: skip
     predictions.sort(key=order)
     probabilities = probabilities_of_being_best(
         [prediction for prediction in predictions if prediction.peak_bytes <= available_bytes]

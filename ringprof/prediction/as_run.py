@@ -33,7 +33,7 @@ _ATTENTION_KERNELS = {
     "torch-flash": ("pytorch_flash::flash_fwd_kernel", "pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel"),
     "flash-attn-3": ("FlashAttnFwdSm90", "FlashAttnBwdSm90"),
     "fla": ("chunk_gated_delta_rule_fwd_kernel", "chunk_gated_delta_rule_bwd_kernel"),
-    "flash-attn-4": ("FlashAttentionForwardSm100", "FlashAttentionBackwardSm100"),
+    "flash-attn-4": ("flash_attncuteflash_fwd", "flash_attncuteflash_bwd"),
 }
 _DEFAULT_ATTENTION_KERNELS = ("flash_fwd_kernel", "flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel")
 _TRANSFER_KERNELS = {

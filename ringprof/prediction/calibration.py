@@ -109,32 +109,41 @@ class KernelFigures(msgspec.Struct, frozen=True, kw_only=True):
         return self.fills_device if phase == "forward" or self.fills_backward is None else self.fills_backward
 
 
-class RecurrenceSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Measured time of one part of a recurrence's kernel, on a device that does nothing else.
+class RecurrencePoint(msgspec.Struct, frozen=True, array_like=True):
+    """Measured time of one part of a recurrence's kernel over ``tokens`` tokens."""
 
-    The shape is that of `ringprof.record.dryrun.schedule.RecurrenceOp`.
+    tokens: Size
+    ns: Positive
+    spread: Share
+    """Standard deviation over the calls, as a fraction of the time."""
+    host_us: Positive
+    """Microseconds of the host until its calls return."""
+
+
+class RecurrenceCurve(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured times of one part of a recurrence's kernel by tokens, on a device that does nothing else.
+
+    The shape is that of `ringprof.record.dryrun.schedule.RecurrenceOp`, with one batch entry.
     """
 
     kernel: str
     operator: Literal["gated_delta_rule", "simple_gla", "gla"]
     phase: Literal["forward", "backward"]
     part: Literal["local", "block"]
-    batch: Size = 1
-    tokens: Size
     heads: Size
     head_dim: Size
     v_head_dim: Size
     receives: bool
     sends: bool
-    ns: Positive
-    spread: Share = 0.01
-    """Standard deviation over the calls, as a fraction of the time."""
-    host_us: Positive
-    """Microseconds of the host until its calls return."""
-    count: Size = 1
-    """Number of calls."""
+    points: list[RecurrencePoint]
+    """Times in the order of tokens."""
     origin: Origin
     source: str
+
+    def __post_init__(self) -> None:
+        tokens = [point.tokens for point in self.points]
+        if not tokens or tokens != sorted(set(tokens)):
+            raise ValueError("a curve has points, in the order of their tokens")
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,7 +238,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str]
     """Versions of the driver, torch, NCCL, cuDNN and flash-attn that the figures were measured with."""
     kernels: list[KernelFigures]
-    recurrences: list[RecurrenceSample] = []
+    recurrences: list[RecurrenceCurve] = []
     """Times of the kernels of linear recurrences; empty where they were not measured."""
     matmul_tflops: Value | None = None
     """TFLOP/s of a large bfloat16 matrix product on a device that always computes; None if not measured."""

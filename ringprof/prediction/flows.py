@@ -38,9 +38,16 @@ class Flows:
     def begin(self, flow: Flow, now: float) -> None:
         """Start a flow; ``flow.done`` is called when all its bytes have arrived."""
         flow.since = now
+        alone = True
         for link in flow.links:
-            self._flows_on.setdefault(link, {})[flow] = None
-        self._share([flow], now)
+            others = self._flows_on.setdefault(link, {})
+            alone = alone and not others
+            others[flow] = None
+        if alone:
+            # Most flows share no link.
+            self._set_rate(flow, max_min([flow], self._capacity)[flow], now)
+        else:
+            self._share([flow], now)
 
     def _end(self, flow: Flow, version: int, now: float) -> None:
         if version != flow.version:
@@ -63,12 +70,14 @@ class Flows:
                         reached[other] = None
                         queue.append(other)
         for flow, rate in max_min(queue, self._capacity).items():
-            if rate == flow.rate and flow.version:
-                continue
-            flow.left -= flow.rate * (now - flow.since)
-            flow.since, flow.rate = now, rate
-            flow.version += 1
-            self._call_at(now + max(flow.left, 0.0) / rate, partial(self._end, flow, flow.version))
+            if rate != flow.rate or not flow.version:
+                self._set_rate(flow, rate, now)
+
+    def _set_rate(self, flow: Flow, rate: float, now: float) -> None:
+        flow.left -= flow.rate * (now - flow.since)
+        flow.since, flow.rate = now, rate
+        flow.version += 1
+        self._call_at(now + max(flow.left, 0.0) / rate, partial(self._end, flow, flow.version))
 
 
 def max_min(flows: Sequence[Flow], capacity: Callable[[Hashable], float]) -> Mapping[Flow, float]:

@@ -114,6 +114,7 @@ class CalibratedMachine:
         self.device_share, self.capacity = links.device_share, links.capacity
         self.handover_ns = calibration.handover_us.value * 1e3
         self._utilisation, self._busy_s = utilisation or {}, busy_s
+        self._cool_factors: dict[int, float] = {}
         self._hop_first = 1.0 if hops_first else calibration.hop_first.value
         self._random = random.Random(draw.seed)
         self._jitter: dict[tuple[int, int], float] = defaultdict(lambda: self._random.gauss(1.0, JITTER))
@@ -126,9 +127,11 @@ class CalibratedMachine:
         )
 
     def compute_time(self, rank: int, op_index: int, block: ComputeOp) -> BlockTime:
-        slowdown = self._calibration.slowdown
         kernel = self._curves.kernel
-        cool_factor = slowdown(kernel, self._utilisation.get(rank, 1.0), self._busy_s) / slowdown(kernel, 1.0, None)
+        if rank not in self._cool_factors:
+            slowdown, utilisation = self._calibration.slowdown, self._utilisation.get(rank, 1.0)
+            self._cool_factors[rank] = slowdown(kernel, utilisation, self._busy_s) / slowdown(kernel, 1.0, None)
+        cool_factor = self._cool_factors[rank]
         random_factor = self._jitter[rank, op_index] * self._device_factors[rank] if self._draw.seed else 1.0
         total_ns = estimate(self._curves, block).ns * cool_factor * random_factor
         lead_ns = kernel.lead.value * total_ns if block.phase == "backward" else 0.0

@@ -7,15 +7,16 @@ ones.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from statistics import median, pstdev
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch.nn.functional import logsigmoid, normalize
 
-from ringprof.prediction.calibration import RecurrenceSample
+from ringprof.prediction.calibration import RecurrenceCurve, RecurrencePoint
 from ringprof.prediction.microbenchmark import Bench
 from ringprof.strategies.errors import Unsupported
 from ringprof.strategies.kernels.merge import wide_type
@@ -35,6 +36,22 @@ _PARTS = (("forward", "local"), ("forward", "block"), ("backward", "local"), ("b
 _PASSES, _WARM_NS = 7, 60_000_000
 _AHEAD_CYCLES = 30_000_000
 """Device cycles, more than ten milliseconds, in which the host gets ahead by a pass."""
+
+
+class RecurrenceSample(msgspec.Struct, frozen=True):
+    """Measured time of one part of a case; the fields are those of `RecurrenceCurve` and its points."""
+
+    kernel: str
+    operator: str
+    phase: str
+    part: str
+    tokens: int
+    heads: int
+    receives: bool
+    sends: bool
+    ns: float
+    spread: float
+    host_us: float
 
 
 class RecurrenceCase(NamedTuple):
@@ -57,7 +74,7 @@ def recurrence_cases(operators: Sequence[str] = OPERATORS) -> list[RecurrenceCas
 
 def measure_recurrences(
     bench: Bench, deadline: float, kernel: str = "fla", cases: Sequence[RecurrenceCase] | None = None
-) -> list[RecurrenceSample]:
+) -> list[RecurrenceCurve]:
     """Measure the cases (None: `recurrence_cases`) until the deadline of `time.monotonic`; the ranks divide them.
 
     An operator that the kernel refuses is left out. Raises `Unsupported` where it refuses all.
@@ -77,7 +94,26 @@ def measure_recurrences(
                 torch.cuda.empty_cache()
     if len(refusals) == len({case.operator for case in every}):
         raise next(iter(refusals.values()))
-    return [sample for own in bench.gather(samples, list[RecurrenceSample]) for sample in own]
+    gathered = [sample for own in bench.gather(samples, list[RecurrenceSample]) for sample in own]
+    return curves_from(gathered, "ringprof calibrate")
+
+
+def curves_from(samples: Iterable[RecurrenceSample], source: str) -> list[RecurrenceCurve]:
+    """Join the samples of all tokens to curves; keys and values have heads of `HEAD_DIM`."""
+    points: dict[tuple[Any, ...], list[RecurrencePoint]] = {}
+    for sample in sorted(samples, key=lambda sample: sample.tokens):
+        key = (
+            sample.kernel, sample.operator, sample.phase, sample.part, sample.heads, sample.receives, sample.sends
+        )  # fmt: skip
+        point = RecurrencePoint(sample.tokens, sample.ns, sample.spread, sample.host_us)
+        points.setdefault(key, []).append(point)
+    return [
+        RecurrenceCurve(
+            kernel=kernel, operator=operator, phase=phase, part=part, heads=heads, head_dim=HEAD_DIM,
+            v_head_dim=HEAD_DIM, receives=receives, sends=sends, points=own, origin="measured", source=source,
+        )
+        for (kernel, operator, phase, part, heads, receives, sends), own in points.items()
+    ]  # fmt: skip
 
 
 def sample_recurrence(bench: Bench, kernel_name: str, case: RecurrenceCase) -> list[RecurrenceSample]:
@@ -99,11 +135,9 @@ def sample_recurrence(bench: Bench, kernel_name: str, case: RecurrenceCase) -> l
         device_ns, host_ns = ([each[kind][number] for each in times] for kind in (0, 1))
         typical = median(device_ns)
         samples.append(RecurrenceSample(
-            kernel=kernel.name, operator=case.operator, phase=phase, part=part, tokens=case.tokens,  # type: ignore[arg-type]
-            heads=case.heads, head_dim=HEAD_DIM, v_head_dim=HEAD_DIM, receives=case.receives, sends=case.sends,
+            kernel.name, case.operator, phase, part, case.tokens, case.heads, case.receives, case.sends,
             ns=max(round(typical), 1), spread=min(round(pstdev(device_ns) / max(typical, 1.0), 4), 1.0),
-            host_us=max(round(median(host_ns) / 1e3, 1), 0.1), count=len(times), origin="measured",
-            source="ringprof calibrate",
+            host_us=max(round(median(host_ns) / 1e3), 1),
         ))  # fmt: skip
     return samples
 

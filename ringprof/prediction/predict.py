@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +15,7 @@ import msgspec
 
 from ringprof.common.json_object import JsonObject
 from ringprof.errors import UnsupportedWorkloadError
-from ringprof.prediction.calibration import Calibration, KernelFigures, KernelSample, Origin, RecurrenceSample, Value
+from ringprof.prediction.calibration import Calibration, KernelFigures, KernelSample, Origin, RecurrenceCurve, Value
 from ringprof.prediction.host_model import host_ns, times_us
 from ringprof.prediction.kernel_model import OutsideCalibration
 from ringprof.prediction.lognormal import NO_TIME, Lognormal, MaxLognormal
@@ -43,6 +42,8 @@ MAX_SIMULATED_RANKS = 64
 MAX_SAMPLED_RANKS = 8192
 """Largest number of ranks of which a few are simulated where no smaller cluster can stand for it: their programs have a
 step per rank, and take half a minute."""
+DRAWS = 15
+"""Largest number of Monte Carlo draws of the machine by default."""
 _HOST_DRAWS = 101
 """Monte Carlo draws of the variation between hosts."""
 SMALL_RANKS, LARGE_RANKS = 16, 32
@@ -67,6 +68,7 @@ class _Breakdown:
         return sum(phase.get(part, 0.0) for phase in (self.forward, self.backward) for part in parts)
 
 
+_PHASES = ("backward", "forward")
 _PARTS = ("kernel", "memory", "same_host", "other_host", "peers", "host")
 """Parts of a rank's time, in order of precedence.
 
@@ -96,6 +98,8 @@ class PredictionResult:
     schedule: Schedule
     """Programs of the ranks that were simulated last."""
     timelines: list[Timeline]
+    few_ranks: bool = False
+    """Whether fewer ranks were simulated than usual: see `predict`. Such a time is a little too short."""
 
     def representative_of(self, rank: int) -> int:
         """Return the simulated rank that stands for ``rank``: the nearest one, if possible with the same local rank."""
@@ -152,8 +156,13 @@ class PredictionResult:
         return next(origin for origin in ("assumed", "published", "measured") if origin in origins)
 
 
-def predict(query: Query, machine: Calibration, schedule_of: ScheduleOf, *, draws: int = 15) -> PredictionResult:
+def predict(
+    query: Query, machine: Calibration, schedule_of: ScheduleOf, *, draws: int = DRAWS, few_ranks: bool = False
+) -> PredictionResult:
     """Predict one run from at most ``draws`` Monte Carlo draws.
+
+    With ``few_ranks``, smaller clusters that stand for a larger one are simulated by four of their ranks each, whose
+    peers are taken to be ready when they are. This takes a fifth of the time.
 
     Raises `UnsupportedWorkloadError` if the strategy cannot run this way, `OutsideCalibration` if the machine's file
     does not cover it.
@@ -166,9 +175,13 @@ def predict(query: Query, machine: Calibration, schedule_of: ScheduleOf, *, draw
         return _simulate_draws(query, machine, curves, schedule_of(query, cluster, None), draws)
     small, large = _resized(cluster, SMALL_RANKS), _resized(cluster, LARGE_RANKS)
     if not query.workload.recurrent and _gains_ring_steps(query, schedule_of, small, large):
-        return _extrapolate(query, machine, curves, schedule_of, (small, large), draws)
-    sample_ranks = sorted({0, 1, cluster.size // 2, cluster.size - 1})
-    return _simulate_draws(query, machine, curves, schedule_of(query, cluster, sample_ranks), draws)
+        return _extrapolate(query, machine, curves, schedule_of, (small, large), draws, few_ranks=few_ranks)
+    return _simulate_draws(query, machine, curves, schedule_of(query, cluster, _sample_ranks(cluster)), draws)
+
+
+def _sample_ranks(cluster: Cluster) -> list[int]:
+    """Return the ranks that stand for all where not all are simulated."""
+    return sorted({0, 1, cluster.size // 2, cluster.size - 1})
 
 
 def _curves(query: Query, machine: Calibration) -> AnyCurves:
@@ -236,7 +249,7 @@ def _simulate_draws(
         program.rank: _busy_share(program, timeline, end_ns)
         for program, timeline in zip(programs, timelines, strict=True)
     }
-    max_draws = 15 if len(programs) <= 8 else 7 if len(programs) <= LARGE_RANKS else 3
+    max_draws = DRAWS if len(programs) <= 8 else 7 if len(programs) <= LARGE_RANKS else 3
     draws = [run(Draw(seed=seed), utilisation) for seed in range(1, 1 + min(most_draws, max_draws))]
     ends_ns = [_latest_end_ns(drawn) for drawn in draws]
     device_ns, run_variance = median(ends_ns), pvariance([math.log(end_ns) for end_ns in ends_ns])
@@ -305,18 +318,24 @@ def _busy_share(program: Program, timeline: Timeline, iteration_ns: float) -> fl
 
 def time_breakdown(program: Program, timeline: Timeline, cluster: Cluster) -> _Breakdown:
     """Return a rank's time by phase and part; concurrent activities count as the first of `_PARTS`."""
-    events: list[tuple[float, int, tuple[int, str]]] = []
+    # At each moment the smallest running key counts: by part, and of equal parts the backward pass.
+    keys = {(part, phase): 2 * _PARTS.index(part) + (phase == "forward") for part in _PARTS for phase in _PHASES}
+    events: list[tuple[float, int, int]] = []
     for start, end, part, phase in _busy_pieces(program, timeline, cluster):
         if end > start:
-            events += [(start, 1, (_PARTS.index(part), phase)), (end, -1, (_PARTS.index(part), phase))]
+            key = keys[part, phase]
+            events += [(start, 1, key), (end, -1, key)]
     phases: dict[str, dict[str, float]] = {"forward": {}, "backward": {}}
-    active: Counter[tuple[int, str]] = Counter()
+    active = [0] * len(keys)
     last_ns, phase = 0.0, "forward"
     for time_ns, change, key in sorted(events):
         if time_ns > last_ns:
-            running = (active_key for active_key, count in active.items() if count)
-            part_index, phase = min(running, default=(_PARTS.index("host"), phase))
-            phases[phase][_PARTS[part_index]] = phases[phase].get(_PARTS[part_index], 0.0) + time_ns - last_ns
+            part = "host"
+            for index, count in enumerate(active):
+                if count:
+                    part, phase = _PARTS[index // 2], _PHASES[index % 2]
+                    break
+            phases[phase][part] = phases[phase].get(part, 0.0) + time_ns - last_ns
         active[key] += change
         last_ns = time_ns
     return _Breakdown(phases["forward"], phases["backward"])
@@ -387,7 +406,7 @@ def _resized(cluster: Cluster, ranks: int) -> Cluster:
 
 def _extrapolate(
     query: Query, machine: Calibration, curves: AnyCurves, schedule_of: ScheduleOf,
-    clusters: tuple[Cluster, Cluster], draws: int,
+    clusters: tuple[Cluster, Cluster], draws: int, *, few_ranks: bool,
 ) -> PredictionResult:  # fmt: skip
     """Extrapolate from two smaller clusters, where each rank has the same share and messages but fewer ring steps.
 
@@ -398,7 +417,7 @@ def _extrapolate(
     small_ranks, large_ranks = (cluster.size for cluster in clusters)
     small, large = (
         _simulate_draws(
-            query, machine, curves, schedule_of(query, cluster, None), draws,
+            query, machine, curves, schedule_of(query, cluster, _sample_ranks(cluster) if few_ranks else None), draws,
             replace(
                 cluster, stretch=ranks / cluster.size,
                 host_stretch=query.cluster.gpus_per_host / cluster.gpus_per_host,
@@ -419,7 +438,7 @@ def _extrapolate(
         for cluster in (clusters[1], _resized(clusters[1], 2 * LARGE_RANKS))
     ]
     return replace(
-        large, time=MaxLognormal(*(
+        large, few_ranks=few_ranks, time=MaxLognormal(*(
             Lognormal(extrapolate(small_time.median_ns, large_time.median_ns), large_time.spread)
             for small_time, large_time in ((small.time.device, large.time.device), (small.time.host, large.time.host))
         )), breakdown=_Breakdown(phase("forward"), phase("backward")),
@@ -468,7 +487,8 @@ def inputs(prediction: PredictionResult) -> dict[str, Value]:
         origin = min((sample.origin for sample in samples), key=origins.index)
         sources = sorted({sample.source for sample in samples})
         source = sources[0] if len(sources) == 1 else f"{len(sources)} sources, the first: {sources[0]}"
-        values[f"{phase}_kernel_samples"] = Value(len(samples), spread, origin, source)
+        counted = "curves" if query.workload.recurrent else "samples"
+        values[f"{phase}_kernel_{counted}"] = Value(len(samples), spread, origin, source)
     if query.cluster.size > 1:
         values["hop_gb_s"] = machine.same_host.hop_gb_s
         if query.hops == "copy" and machine.same_host.copy_gb_s is not None:
@@ -483,13 +503,13 @@ def inputs(prediction: PredictionResult) -> dict[str, Value]:
     return values
 
 
-def _samples(prediction: PredictionResult, phase: str) -> Sequence[KernelSample | RecurrenceSample]:
-    """Return the samples of the kernel that a phase is predicted by."""
+def _samples(prediction: PredictionResult, phase: str) -> Sequence[KernelSample | RecurrenceCurve]:
+    """Return the samples of the kernel, or the curves of the recurrence, that a phase is predicted by."""
     query, machine = prediction.query, prediction.machine
     if query.workload.recurrent:
         ops = prediction.schedule.programs[0].ops
         operator = next(op.operator for op in ops if isinstance(op, RecurrenceOp))
-        return recurrence_curves_of(machine, query.kernel).samples(phase, operator)
+        return recurrence_curves_of(machine, query.kernel).curves(phase, operator)
     shape = phase, query.workload.head_dim
     return [sample for sample in machine.kernel(query.kernel).samples if (sample.phase, sample.head_dim) == shape]
 

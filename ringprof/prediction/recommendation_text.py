@@ -23,6 +23,9 @@ _COLUMNS = (
 )  # fmt: skip
 
 
+_FEW_RANKS = "~ far behind, so predicted from four ranks alone: up to 12 % more where ranks wait for each other"
+
+
 def advice_text(advice: Advice, style: TextStyle) -> str:
     """Return the choices and what would change them, ending with a newline."""
     query, machine = advice.first.prediction.query, advice.first.prediction.machine
@@ -40,6 +43,7 @@ def advice_text(advice: Advice, style: TextStyle) -> str:
             else []
         ),
         "* no choice is faster with as little memory (Pareto-optimal)",
+        *([_FEW_RANKS] if any(choice.prediction.few_ranks for choice in shown_choices) else []),
         "",
         *_nothing_fits(advice),
         *(f"cannot tell: {clean(line)}" for line in _undecided_lines(advice)),
@@ -58,6 +62,7 @@ def advice_text(advice: Advice, style: TextStyle) -> str:
     for choice in shown_choices:
         prediction = choice.prediction
         low, middle, high = map(_ms, prediction.interval_ms)
+        middle = f"~{middle}" if prediction.few_ranks else middle
         rows.append([
             f"{'*' if choice.on_front else ' '} {clean(choice.label)}{'' if choice.fits else ', does not fit'}",
             percent(choice.best, 0), middle, f"{low} to {high}", f"{prediction.tflops(prediction.median_ns):.1f}",

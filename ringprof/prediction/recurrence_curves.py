@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from ringprof.errors import UsageError
-from ringprof.prediction.calibration import Calibration, KernelFigures, RecurrenceSample, Value
+from ringprof.prediction.calibration import Calibration, KernelFigures, RecurrenceCurve, RecurrencePoint, Value
 from ringprof.prediction.kernel_model import Estimate, OutsideCalibration
 from ringprof.record.dryrun.schedule import RecurrenceOp
 
@@ -22,18 +22,18 @@ _MAX_OCTAVES = 2.0
 _HOST_OCTAVES = 3.0
 _SPREAD, _SPREAD_PER_OCTAVE = 0.03, 0.1
 """Relative error assumed between samples, and what every power of two beyond them adds."""
-_Curve = Mapping[int, Sequence[RecurrenceSample]]
-"""Samples of one part by its heads, each list in the order of tokens."""
+_ByHeads = Mapping[int, RecurrenceCurve]
+"""Curves of one part by its heads."""
 
 
 class RecurrenceCurves:
-    """Samples of one kernel of linear recurrences, by operator, part, head sizes, and states that enter and leave."""
+    """Curves of one kernel of linear recurrences, by operator, part, head sizes, and states that enter and leave."""
 
     def __init__(self, calibration: Calibration, kernel: str) -> None:
-        """Sort the samples. Raises `UsageError` if the machine has none of this kernel."""
-        samples = [sample for sample in calibration.recurrences if sample.kernel == kernel]
-        if not samples:
-            known = sorted({sample.kernel for sample in calibration.recurrences})
+        """Sort the curves. Raises `UsageError` if the machine has none of this kernel."""
+        curves = [curve for curve in calibration.recurrences if curve.kernel == kernel]
+        if not curves:
+            known = sorted({curve.kernel for curve in calibration.recurrences})
             raise UsageError(
                 f"machine {calibration.name!r} has no curves of recurrences with kernel {kernel!r}: it has"
                 f" {', '.join(known) or 'none'} (ringprof calibrate --parts recurrences)"
@@ -44,28 +44,28 @@ class RecurrenceCurves:
         )
         """Figures that the simulator reads: blocks neither fill the device nor heat it beyond the samples."""
         self._machine = calibration.name
-        self._curves: dict[tuple[object, ...], dict[int, list[RecurrenceSample]]] = defaultdict(dict)
-        for sample in sorted(samples, key=lambda sample: sample.tokens):
-            self._curves[_key(sample)].setdefault(sample.batch * sample.heads, []).append(sample)
+        self._curves: dict[tuple[object, ...], dict[int, RecurrenceCurve]] = defaultdict(dict)
+        for curve in curves:
+            self._curves[_key(curve)][curve.heads] = curve
 
     def estimate(self, op: RecurrenceOp) -> Estimate:
         """Estimate the device's time of one part. Raises `OutsideCalibration` if it is too far from all samples."""
-        curve = self._curve(op)
-        beyond = _octaves_outside(op.tokens, [sample.tokens for row in curve.values() for sample in row])
-        beyond += _octaves_outside(op.batch * op.heads, list(curve))
+        by_heads, heads = self._by_heads(op), op.batch * op.heads
+        points = _points(by_heads)
+        tokens = [point.tokens for point in points]
+        beyond = _octaves_outside(op.tokens, tokens) + _octaves_outside(heads, list(by_heads))
         if beyond > _MAX_OCTAVES:
-            heads = " and ".join(str(count) for count in sorted(curve))
-            tokens = sorted({sample.tokens for row in curve.values() for sample in row})
             raise OutsideCalibration(
-                f"{op.tokens} tokens of {op.batch * op.heads} heads on a rank are too far from what machine"
-                f" {self._machine!r} was measured with: {tokens[0]} to {tokens[-1]} tokens, {heads} heads"
+                f"{op.tokens} tokens of {heads} heads on a rank are too far from what machine {self._machine!r} was"
+                f" measured with: {min(tokens)} to {max(tokens)} tokens, {min(by_heads)} to {max(by_heads)} heads"
             )
-        noise = max(sample.spread for row in curve.values() for sample in row)
+        noise = max(point.spread for point in points)
         spread = math.hypot(_SPREAD, min(noise, _SPREAD_PER_OCTAVE)) + _SPREAD_PER_OCTAVE * beyond
-        by_heads = {
-            heads: _interpolate(op.tokens, {sample.tokens: sample.ns for sample in row}) for heads, row in curve.items()
+        times_ns = {
+            count: _interpolate(op.tokens, {point.tokens: point.ns for point in curve.points})
+            for count, curve in by_heads.items()
         }
-        return Estimate(_interpolate(op.batch * op.heads, by_heads), spread)
+        return Estimate(_interpolate(heads, times_ns), spread)
 
     def host_us(self, op: RecurrenceOp) -> float:
         """Return the microseconds until the calls of a part return. Raises like `estimate`.
@@ -73,18 +73,18 @@ class RecurrenceCurves:
         They hardly depend on tokens and heads, and differ by half from one measurement to the next: the median of all
         samples of up to `_HOST_OCTAVES` more or fewer tokens.
         """
-        every = [sample for row in self._curve(op).values() for sample in row]
-        near = [sample for sample in every if abs(math.log2(sample.tokens / op.tokens)) <= _HOST_OCTAVES]
-        return median(sample.host_us for sample in near or every)
+        every = _points(self._by_heads(op))
+        near = [point for point in every if abs(math.log2(point.tokens / op.tokens)) <= _HOST_OCTAVES]
+        return median(point.host_us for point in near or every)
 
-    def samples(self, phase: str, operator: str) -> list[RecurrenceSample]:
-        """Return the samples of a phase of one operator."""
-        rows = (row for curve in self._curves.values() for row in curve.values())
-        return [sample for row in rows for sample in row if (sample.phase, sample.operator) == (phase, operator)]
+    def curves(self, phase: str, operator: str) -> list[RecurrenceCurve]:
+        """Return the curves of a phase of one operator."""
+        every = (curve for by_heads in self._curves.values() for curve in by_heads.values())
+        return [curve for curve in every if (curve.phase, curve.operator) == (phase, operator)]
 
-    def _curve(self, op: RecurrenceOp) -> _Curve:
-        curve = self._curves.get(_key(op))
-        if curve is None:
+    def _by_heads(self, op: RecurrenceOp) -> _ByHeads:
+        by_heads = self._curves.get(_key(op))
+        if by_heads is None:
             operators = sorted({str(key[0]) for key in self._curves})
             sizes = sorted({f"{key[3]} and {key[4]}" for key in self._curves if key[0] == op.operator})
             known = f"heads of {', '.join(sizes)}" if sizes else f"curves of {', '.join(operators)} alone"
@@ -92,10 +92,14 @@ class RecurrenceCurves:
                 f"machine {self._machine!r} has no curve of {op.operator} with keys of {op.head_dim} and values of"
                 f" {op.v_head_dim}: it has {known} (ringprof calibrate --parts recurrences)"
             )
-        return curve
+        return by_heads
 
 
-def _key(shape: RecurrenceOp | RecurrenceSample) -> tuple[object, ...]:
+def _points(by_heads: _ByHeads) -> list[RecurrencePoint]:
+    return [point for curve in by_heads.values() for point in curve.points]
+
+
+def _key(shape: RecurrenceOp | RecurrenceCurve) -> tuple[object, ...]:
     return (
         shape.operator, shape.phase, shape.part, shape.head_dim, shape.v_head_dim, shape.receives, shape.sends
     )  # fmt: skip

@@ -34,7 +34,7 @@ from ringprof.strategies.transport.gradient_ring import LocalGrads, add_and_cast
 MOST_PACKED = 64
 """Largest number of ranks for packed documents. Fewer ranks cannot stand for more, because their documents differ."""
 _MOST_ELEMENTS = 1 << 58
-_SIMILAR_KERNELS = {"flash-attn-4": "flash-attn", "ffa": "flash-attn"}
+_SIMILAR_KERNELS = {"ffa": "flash-attn"}
 """Kernels that only calibrations name, with ringprof's kernel of the same inputs and outputs."""
 
 

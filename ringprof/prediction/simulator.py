@@ -373,6 +373,8 @@ class _Rank:
     def _finish(self, stream: int, op_index: int, start: float, end: float) -> None:
         self.timeline.ops[op_index] = (start, end)
         self._next[stream] += 1
+        if not self._stream_waits:
+            return
         stream_waits, self._stream_waits = self._stream_waits, []
         for other, advance in stream_waits:
             if other == stream:

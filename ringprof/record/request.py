@@ -11,7 +11,7 @@ import msgspec
 
 from ringprof.common.json_object import Params
 from ringprof.common.validation import refuse_below_one
-from ringprof.errors import MissingExtraError, UsageError
+from ringprof.errors import MissingExtraError, UsageError, install_command
 from ringprof.record.run_folder import discard
 from ringprof.run import Run, Workload, read_run
 
@@ -27,7 +27,7 @@ def require_packages(*packages: str) -> None:
     """Check that these packages are installed, before modules that import them. Raises `MissingExtraError`."""
     for package in packages:
         if find_spec(package) is None:
-            raise MissingExtraError(f"recording needs {package}: pip install '.[record]' in a clone of ringprof")
+            raise MissingExtraError(f"recording needs {package}: {install_command('record')}")
 
 
 class RecordRequest(msgspec.Struct, frozen=True, kw_only=True):

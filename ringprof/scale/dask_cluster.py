@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ringprof.common.process_pool import results_in_order
-from ringprof.errors import MissingExtraError, RingprofError, UsageError
+from ringprof.errors import MissingExtraError, RingprofError, UsageError, install_command
 
 PATIENCE_S = 10
 """Seconds to wait for a scheduler to answer and to have a worker."""
@@ -32,7 +32,7 @@ class DaskCluster:
         try:
             import distributed
         except ImportError:
-            raise MissingExtraError("--scheduler needs Dask: pip install '.[cluster]' in a clone of ringprof") from None
+            raise MissingExtraError(f"--scheduler needs Dask: {install_command('cluster')}") from None
         self._address = address
         if not _ADDRESS.fullmatch(address):
             raise self._usage_error("an address is tcp://HOST:PORT (or tls, ws, wss, ucx)")

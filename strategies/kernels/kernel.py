@@ -7,6 +7,7 @@ logarithm). A block is full, or causal and square, or a set of rectangles (`Mask
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from math import gcd
 from typing import Any, ClassVar
 
 import torch
@@ -126,7 +127,7 @@ class Kernel(ABC):
         rectangles, the output is 0 and the LSE is -inf.
         """
         self._count("forward", q, k, v, causal, parts)
-        q, k, v = (as_kernel_input(x) for x in (q, k, v))
+        q, k, v = as_kernel_input(q), as_kernel_input(k), as_kernel_input(v)
         if not self.grouped_heads:
             k, v = self._match_heads(q, k, v)
         return self._forward(q, k, v, scale, causal) if parts is None else self._forward_parts(q, k, v, scale, parts)
@@ -155,7 +156,7 @@ class Kernel(ABC):
         self._count("backward", q, k, v, causal, parts)
         if delta is not None and not self.takes_delta:
             out, delta = output_with_delta(dout, delta), None
-        dout, q, k, v = (as_kernel_input(x) for x in (dout, q, k, v))
+        dout, q, k, v = as_kernel_input(dout), as_kernel_input(q), as_kernel_input(k), as_kernel_input(v)
         original_k = k
         if not self.grouped_heads:
             k, v = self._match_heads(q, k, v)
@@ -267,8 +268,7 @@ def as_kernel_input(x: Tensor) -> Tensor:
     """
     strides = x.stride()
     dense = strides[-1] == 1 and 0 not in strides
-    step = _ALIGNMENT // x.element_size()
-    if dense and x.is_cuda and (x.data_ptr() % _ALIGNMENT or any(stride % step for stride in strides[:-1])):
+    if dense and x.is_cuda and (x.data_ptr() % _ALIGNMENT or gcd(*strides[:-1]) * x.element_size() % _ALIGNMENT):
         return x.clone(memory_format=torch.contiguous_format)
     return x if dense else x.contiguous()
 

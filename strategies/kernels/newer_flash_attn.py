@@ -162,35 +162,39 @@ class FlashAttn4Kernel(VarlenKernel):
         return v_head_dim == head_dim or (head_dim, v_head_dim) == (192, 128)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = _interface()._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
+        out, lse, *_ = _interface()._flash_attn_fwd(
+            q, k, v, softmax_scale=scale, causal=causal, softcap=self.softcap, return_lse=True
+        )
         return out, lse
 
     def _backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
-        out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
+        out: Tensor | None, delta: Tensor | None, scale: float, causal: bool, into: Gradients | None = None,
     ) -> Gradients:  # fmt: skip
-        dk, dv = allocate_adjacent(k, v)
-        dq, *_ = _interface()._flash_attn_bwd(
-            q, k, v, out, dout, lse, softmax_scale=scale, causal=causal, deterministic=self.deterministic, dk=dk, dv=dv
-        )
+        dq, dk, dv = into or (torch.empty_like(q), *allocate_adjacent(k, v))
+        _interface()._flash_attn_bwd(
+            q, k, v, out, dout, lse, softmax_scale=scale, causal=causal, softcap=self.softcap,
+            deterministic=self.deterministic, dq=dq, dk=dk, dv=dv,
+        )  # fmt: skip
         return dq, dk, dv
 
     def _varlen_forward(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, batch: Batch, scale: float
     ) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _interface()._flash_attn_fwd(
-            q, k, v, softmax_scale=scale, causal=batch.causal, return_lse=True, **_with_none(_varlen(lengths, batch))
-        )
+            q, k, v, softmax_scale=scale, causal=batch.causal, softcap=self.softcap, return_lse=True,
+            **_with_none(_varlen(lengths, batch)),
+        )  # fmt: skip
         return out, lse
 
     def _varlen_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, batch: Batch,
-        scale: float,
+        scale: float, into: Gradients | None = None,
     ) -> Gradients:  # fmt: skip
-        dk, dv = allocate_adjacent(k, v)
-        dq, *_ = _interface()._flash_attn_bwd(
-            q, k, v, out, dout, lse, softmax_scale=scale, causal=batch.causal, deterministic=self.deterministic, dk=dk,
-            dv=dv, **_with_none(_varlen(lengths, batch)),
+        dq, dk, dv = into or (torch.empty_like(q), *allocate_adjacent(k, v))
+        _interface()._flash_attn_bwd(
+            q, k, v, out, dout, lse, softmax_scale=scale, causal=batch.causal, softcap=self.softcap,
+            deterministic=self.deterministic, dq=dq, dk=dk, dv=dv, **_with_none(_varlen(lengths, batch)),
         )  # fmt: skip
         return dq, dk, dv
 

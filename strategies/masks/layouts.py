@@ -332,18 +332,25 @@ def split_in_place(block: Block, kv_heads: int) -> list[Block]:
     The halves are half of the kv heads each, or of packed documents the first ones and the others.
     """
     if block.parts is not None:
-        parts, area, first = sorted(block.parts, key=lambda x: x.q_first), 0, 0
-        while first < len(parts) and area + parts[first].area / 2 < block.parts.area / 2:
-            area += parts[first].area
-            first += 1
-        halves = [block_of(half, block.parts.queries, block.parts.keys) for half in (parts[:first], parts[first:])]
-        below, above = halves
-        if len(block.parts.batches) == 1 and below is not None and above is not None:
-            return [below, above]
-    elif kv_heads > 1:
+        # Kept with the parts: each half keeps its lengths on the device, and a new one would copy them there again.
+        kept = block.parts.kernel_cache
+        if "halves" not in kept:
+            kept["halves"] = _halves(block.parts)
+        return kept["halves"] or [block]
+    if kv_heads > 1:
         half = kv_heads // 2
         return [replace(block, kv_heads=heads) for heads in (slice(0, half), slice(half, kv_heads))]
     return [block]
+
+
+def _halves(parts: MaskBlocks) -> list[Block]:
+    """Return the first parts and the others, of about equal area, as two blocks; an empty list where they overlap."""
+    ordered, area, first = sorted(parts, key=lambda x: x.q_first), 0, 0
+    while first < len(ordered) and area + ordered[first].area / 2 < parts.area / 2:
+        area += ordered[first].area
+        first += 1
+    below, above = (block_of(half, parts.queries, parts.keys) for half in (ordered[:first], ordered[first:]))
+    return [below, above] if len(parts.batches) == 1 and below is not None and above is not None else []
 
 
 def split_local_block(local_seq: int, *, causal: bool) -> tuple[Block, list[Block]]:

@@ -180,7 +180,7 @@ class MaskBlocks:
     queries: int
     keys: int
     kernel_cache: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    """Data that a kernel has prepared for these parts, by device."""
+    """Data prepared for these parts: by a kernel, by device, and their ``halves``."""
 
     def __iter__(self) -> Iterator[AttnRectangle]:
         return iter(self.parts)
@@ -268,11 +268,13 @@ def _rows(spans: list[tuple[int, int]], batch: int, count: int, device: torch.de
     if (batch == 1 or (first, end) == (0, count)) and all(a[1] == b[0] for a, b in pairwise(spans)):
         return slice(first, end + (batch - 1) * count)
     rows = torch.cat([torch.arange(*span, device="cpu") for span in spans])
-    return (count * torch.arange(batch, device="cpu")[:, None] + rows).flatten().to(device)
+    return (count * torch.arange(batch, device="cpu")[:, None] + rows).flatten().to(device, non_blocking=True)
 
 
 def _cumulative(lengths: list[int], batch: int, device: torch.device) -> Tensor:
-    return torch.tensor([0, *lengths * batch], device="cpu").cumsum(0).to(device=device, dtype=torch.int32)
+    # Not blocking: the host would wait for the device. CUDA has read pageable memory when the call returns.
+    cumulative = torch.tensor([0, *lengths * batch], device="cpu").cumsum(0)
+    return cumulative.to(dtype=torch.int32).to(device, non_blocking=True)
 
 
 def _overlap(spans: list[tuple[int, int]]) -> bool:

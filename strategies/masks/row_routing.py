@@ -99,14 +99,16 @@ class RowRouting:
         return self.inner_slices[step - 1] if step % self.window else self.outer_slices[step // self.window - 1]
 
     def pack_rows(self, rank: int, x: Tensor, dim: int = 1) -> Tensor:
-        """Return the rows of ``x`` that leave ``rank``, in message order; gaps are filled with any row.
+        """Return the rows of ``x`` that leave ``rank``, in message order, as a view where they lie so in ``x``.
 
-        ``dim`` is the dimension of rows of ``x``.
+        Gaps are filled with any row. ``dim`` is the dimension of rows of ``x``.
         """
-        if self._stretches[rank] == [_Stretch(0, x.shape[dim], 0)]:
-            return x
+        stretches = self._stretches[rank]
+        if len(stretches) == 1 and stretches[0].offset == 0 and stretches[0].first + self.rows <= x.shape[dim]:
+            # Where a single stretch is all, nothing needs a copy: the rows that follow it fill the message up.
+            return x if self.rows == x.shape[dim] else x.narrow(dim, stretches[0].first, self.rows)
         pieces, end, one_row = [], 0, x.narrow(dim, 0, 1)
-        for stretch in [*self._stretches[rank], _Stretch(0, 0, self.rows)]:
+        for stretch in [*stretches, _Stretch(0, 0, self.rows)]:
             filling = one_row.expand(*(stretch.offset - end if axis == dim else -1 for axis in range(x.dim())))
             pieces += [filling, x.narrow(dim, stretch.first, stretch.end - stretch.first)]
             end = stretch.offset + stretch.end - stretch.first

@@ -5,6 +5,8 @@ ring owns two slots to receive in, in symmetric memory. The previous member copi
 the same memory say what has arrived and which slot is free. Streams wait for the counters and set them without a kernel
 (CUDA stream memory operations), so a hop takes no multiprocessor at all.
 
+The ring's own stream waits for what arrives, too, so that the computation waits for a single event.
+
 A received message lies in a slot. It is valid until a message is reserved on the ring, or the second next hop is
 posted. A slot is as large as the largest hop so far; all strategies of a process that use a ring share its slots.
 
@@ -21,7 +23,7 @@ from collections import deque
 from collections.abc import Mapping
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -29,7 +31,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..annotate import annotate
-from ..errors import Unsupported
 from .copy_watchdog import CopyWatchdog
 from .groups import timeout, uses_nccl
 from .hosts import int_from_environment
@@ -43,12 +44,17 @@ _ALIGNED = 256
 """Bytes: tensors begin at a multiple of this in a slot."""
 _GROWS_BY = 2**21
 """Bytes: the size of a slot is a multiple of this."""
-_ARRIVED, _FREE, _COUNTERS = 0, 64, 256
-"""Byte offsets of the two counters at the end of a member's memory, and bytes of all counters.
+_ARRIVED, _FREE, _IN_GRAPH, _COUNTERS = 0, 64, 128, 256
+"""Byte offsets of the two counters at the end of a member's memory, from them to those of captured hops, and bytes of
+all counters.
 
 The first counts hops that have arrived here, the second hops that the next member can receive."""
 _DEVICE_TO_DEVICE = 3
 """CUDA's ``cudaMemcpyDeviceToDevice``."""
+_WAIT, _WRITE = 1, 2
+"""CUDA's kinds of stream memory operations: wait for at least a value of 32 bits, and write one."""
+_OPERATION_WORDS = 6
+"""64-bit words of a CUstreamBatchMemOpParams: the kind of operation, address, value, flags, and two more."""
 _RELEASED = 2**30
 """Added to a counter to release the streams that wait for it: more than any number of hops."""
 _MOST_IN_FLIGHT = 32
@@ -126,8 +132,9 @@ def copy_if_in_other_slot(message: Message, ring: CopyRing | None) -> Message:
 class CopyHop:
     """One transfer in flight. `wait` returns what arrived, once."""
 
-    def __init__(self, ring: CopyRing, slots: _Slots, sent: Message, shapes: Shapes) -> None:
-        self._ring, self._slots, self._number, self._shapes = ring, slots, slots.number, shapes
+    def __init__(self, ring: CopyRing, slots: _Slots, sent: Message, shapes: Shapes, over: Any) -> None:
+        """Hold what is ``sent`` until `wait`; ``over`` is an event after the hop, on the ring's stream."""
+        self._ring, self._slots, self._number, self._shapes, self._over = ring, slots, slots.number, shapes, over
         # The message in flight must outlive the transfer.
         self._sent: Message | None = sent
 
@@ -140,7 +147,7 @@ class CopyHop:
             raise RuntimeError("wait called twice on one hop")
         sent, self._sent = self._sent, None
         with annotate("wait"):
-            self._ring.wait(self._slots.own + self._slots.counters + _ARRIVED, self._number)
+            self._ring.wait(self._over)
         return sent.with_buffers(self._slots.received(self._shapes, self._number))
 
 
@@ -155,51 +162,65 @@ class CopyRing:
         self.timeout_s = timeout().total_seconds()
         self.slots: _Slots | None = None
         self._stream: Any = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
-        # Both events are recorded again for every hop: a wait covers what was recorded before the wait was queued.
-        self._ready, self._sent = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
+        self._raw_stream, self._device = self._stream.cuda_stream, self._stream.device_index
+        self._operations = (ctypes.c_uint64 * _OPERATION_WORDS * 3)()
+        self._write, self._wait, self._clear = self._operations
+        self._write[0], self._wait[0], self._clear[0] = _WRITE, _WAIT, _WRITE
+        # Recorded again for every hop: a wait covers what was recorded before the wait was queued.
+        self._ready = _event()
         self._in_flight: deque[tuple[float, Any]] = deque()
-        """(time of the wait, event at its end) of each hop that may not be over."""
+        """(time of the wait, event after the hop) of each hop that may not be over."""
+        self._free_events: list[Any] = []
+        """Events of hops that are over, to be recorded again."""
         self._lock = threading.Lock()
 
     def post(self, message: Message) -> CopyHop:
         """Start copying a message to the next member. All members post the same shapes in the same order.
 
-        Raises `PeerLost`. Raises `Unsupported` while a CUDA graph is captured: a graph would repeat the same counter
-        values, which must increase.
+        Raises `PeerLost`. A hop that is captured in a CUDA graph is not watched when the graph is replayed.
         """
-        if torch.cuda.is_current_stream_capturing():
-            raise Unsupported("hops by copy engine cannot be captured in a CUDA graph: use hops='nccl'")
+        captured = torch.cuda.is_current_stream_capturing()
         _watchdog.raise_if_lost()
-        wait, write, copy = _cuda()
-        shapes = shapes_of(message.buffers)
-        slots, stream = self._slots_for(shapes), self._stream.cuda_stream
+        cuda, shapes = _cuda(), shapes_of(message.buffers)
+        slots, stream = self._slots_for(shapes), self._raw_stream
         slots.number += 1
+        ready = self._ready.cuda_event
         # The message to send is computed, and the slot that the previous member will fill is no longer read.
-        self._ready.record(torch.cuda.current_stream())
-        self._ready.wait(self._stream)
-        failed = write(stream, slots.previous + slots.counters + _FREE, slots.number, 0)
-        failed |= wait(stream, slots.own + slots.counters + _FREE, slots.number, 0)
+        failed = cuda.record(ready, _current_stream(self._device)) | cuda.wait_event(stream, ready, 0)
+        failed |= self._write_and_wait(slots, slots.previous, _FREE, captured=captured)
         target = slots.following + slots.number % SLOTS * slots.slot_bytes
         for buffer, offset in zip(message.buffers, slot_offsets(shapes)[0], strict=True):
             assert buffer.is_contiguous()
-            failed |= copy(target + offset, buffer.data_ptr(), buffer.nbytes, _DEVICE_TO_DEVICE, stream)
+            failed |= cuda.copy(target + offset, buffer.data_ptr(), buffer.nbytes, _DEVICE_TO_DEVICE, stream)
         # The counter is written after all copies before it, which are then visible to the other GPU.
-        _check(failed | write(stream, slots.following + slots.counters + _ARRIVED, slots.number, 0))
-        self._sent.record(self._stream)
-        return CopyHop(self, slots, message, shapes)
+        failed |= self._write_and_wait(slots, slots.following, _ARRIVED, captured=captured)
+        over = self._free_events.pop() if self._free_events else _event()
+        _check(failed | cuda.record(over.cuda_event, stream))
+        return CopyHop(self, slots, message, shapes, over)
 
-    def wait(self, counter: int, number: int) -> None:
-        """Make the current stream wait until this rank's hops are sent and a counter has reached ``number``.
+    def _write_and_wait(self, slots: _Slots, peer: int, counter: int, *, captured: bool) -> int:
+        """Let the ring's stream set a ``counter`` of the member at the address ``peer``, then wait for this rank's own.
 
-        ``counter`` is the address of the counter.
+        A graph repeats its operations, so there a counter is 1 or 0, and the wait clears it: nobody sets it again
+        before, since this stream posts the next hop after the wait. Returns 0, or CUDA's error code.
         """
+        offset, number = slots.counters + counter, slots.number
+        if captured:
+            offset, number = offset + _IN_GRAPH, 1
+        self._write[1], self._write[2] = peer + offset, number
+        self._wait[1], self._wait[2], self._clear[1] = slots.own + offset, number, slots.own + offset
+        failed: int = _cuda().operations(self._raw_stream, 3 if captured else 2, self._operations, 0)
+        return failed
+
+    def wait(self, over: Any) -> None:
+        """Make the current stream wait for the event ``over``, after a hop that has been sent and has arrived."""
         _watchdog.raise_if_lost()
-        stream = torch.cuda.current_stream()
-        self._sent.wait(stream)
-        _check(_cuda()[0](stream.cuda_stream, counter, number, 0))
+        _check(_cuda().wait_event(_current_stream(self._device), over.cuda_event, 0))
+        if torch.cuda.is_current_stream_capturing():
+            return
         if len(self._in_flight) >= _MOST_IN_FLIGHT:
             self.waiting_since()
-        self._in_flight.append((time.monotonic(), stream.record_event()))
+        self._in_flight.append((time.monotonic(), over))
 
     def free_slot(self, shapes: Shapes) -> list[Tensor]:
         """Return tensors in the slot where the last hop arrived, to be sent next.
@@ -216,7 +237,7 @@ class CopyRing:
         """
         with self._lock:
             while self._in_flight and self._in_flight[0][1].query():
-                self._in_flight.popleft()
+                self._free_events.append(self._in_flight.popleft()[1])
             return self._in_flight[0][0] if self._in_flight else None
 
     def release(self) -> None:
@@ -234,7 +255,7 @@ class CopyRing:
                 self.slots.memory[: self.slots.counters].fill_(255)
                 for counter in (_ARRIVED, _FREE):
                     address = self.slots.own + self.slots.counters + counter
-                    _check(_cuda()[1](stream.cuda_stream, address, self.slots.number + _RELEASED, 0))
+                    _check(_cuda().write(stream.cuda_stream, address, self.slots.number + _RELEASED, 0))
 
     def _slots_for(self, shapes: Shapes) -> _Slots:
         """Return slots large enough for a hop of these shapes.
@@ -300,23 +321,55 @@ def slot_offsets(shapes: Shapes) -> tuple[list[int], int]:
 # --- direct calls to CUDA -----------------------------------------------------------------------------
 
 
+class _Cuda(NamedTuple):
+    """Functions of CUDA; each queues its operation and returns 0 or an error code.
+
+    The copy is that of the CUDA runtime that torch has loaded: only such a call is linked to its kernel by a profiler.
+    """
+
+    write: Any
+    """cuStreamWriteValue32"""
+    operations: Any
+    """cuStreamBatchMemOp"""
+    copy: Any
+    """cudaMemcpyAsync"""
+    record: Any
+    """cudaEventRecord"""
+    wait_event: Any
+    """cudaStreamWaitEvent"""
+
+
 @lru_cache(maxsize=1)
 def _cuda() -> Any:
-    """Return (cuStreamWaitValue32, cuStreamWriteValue32, cudaMemcpyAsync); None where one of them is missing.
-
-    Each queues its operation and returns 0 or an error code. A stream waits until a counter has at least the value. The
-    copy is that of the CUDA runtime that torch has loaded: only such a call is linked to its kernel by a profiler.
-    """
+    """Return the functions of CUDA, a `_Cuda`; None where one of them is missing."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-        stream_operations = driver.cuStreamWaitValue32_v2, driver.cuStreamWriteValue32_v2
-        copy = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10_cuda.so")).cudaMemcpyAsync
+        runtime = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10_cuda.so"))
+        cuda = _Cuda(
+            driver.cuStreamWriteValue32_v2, driver.cuStreamBatchMemOp_v2, runtime.cudaMemcpyAsync,
+            runtime.cudaEventRecord, runtime.cudaStreamWaitEvent,
+        )  # fmt: skip
     except (OSError, AttributeError):
         return None
-    for function in stream_operations:
-        function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-    copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
-    return *stream_operations, copy
+    pointer = ctypes.c_void_p
+    cuda.write.argtypes = [pointer, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+    cuda.operations.argtypes = [pointer, ctypes.c_uint, pointer, ctypes.c_uint]
+    cuda.copy.argtypes = [pointer, pointer, ctypes.c_size_t, ctypes.c_int, pointer]
+    cuda.record.argtypes, cuda.wait_event.argtypes = [pointer, pointer], [pointer, pointer, ctypes.c_uint]
+    return cuda
+
+
+def _current_stream(device: int) -> int:
+    """Return the address of the current stream; `torch.cuda.current_stream` makes an object first."""
+    stream: int = torch._C._cuda_getCurrentRawStream(device)
+    return stream
+
+
+def _event() -> Any:
+    """Return an event, made at once: torch makes one when it is first recorded."""
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 def _check(result: int) -> None:

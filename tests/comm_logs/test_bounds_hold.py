@@ -9,8 +9,11 @@ from random import Random
 import pytest
 
 import ringprof
-from ringprof.comm_logs.analyse import OperationRow
+from ringprof.comm_logs.analyse import OperationRow, analyse
+from ringprof.comm_logs.bounds import begun_by_of, bounds_of
 from ringprof.comm_logs.comm_log_report import load_comm_logs
+from ringprof.comm_logs.match import match
+from ringprof.comm_logs.operations import Group, Message, Operation, RankLog
 from tests.comm_logs.strip import Truth, stripped_splits, truth_of, write_dumps, write_inspector_files
 from tests.paths import COMMITTED, DATA
 
@@ -106,3 +109,63 @@ def test_bounds_of_a_measured_ring_are_close(tmp_path: Path) -> None:
         assert rank.excess_ns is not None
         time_ns = sum(truth.time_ns for truth in known)
         assert abs(rank.excess_ns - sum(truth.wait_ns for truth in known)) < 0.35 * time_ns
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_other_ranks_times_are_those_of_every_pair(seed: int) -> None:
+    """Bounds are those of brute force, which compares every operation with every other one that it waits for."""
+    random = Random(seed)
+    count = random.randint(2, 6)
+    groups = {"g": Group("g", tuple(range(count)))}
+    logs = [
+        RankLog(path="", source="flight_recorder", rank=rank, operations=[], groups=groups) for rank in range(count)
+    ]
+    for number in range(1, 9):
+        ring = random.random() < 0.5
+        for rank, log in enumerate(logs):
+            posted = 1_000 * number + random.randrange(300)
+            ended = random.choice([None, posted + 400 + random.randrange(200)])
+            sends, receives = ((Message((rank + step) % count, 8),) * ring for step in (1, -1))
+            log.operations.append(Operation(
+                rank=rank, group="g", name="send_recv" if ring else "all_gather", sequence=number,
+                state="completed" if ended else "started", posted_ns=random.choice([None, posted, posted]),
+                started_by_ns=random.choice([None, posted + random.randrange(90)]), completed_by_ns=ended,
+                most_ns=None if ended is None else ended - posted, least_ns=random.choice([None, 100]),
+                size_bytes=8, sends=sends, receives=receives,
+            ))  # fmt: skip
+    rows = analyse(logs).rows
+    for row in rows:
+        operation, rank = row.operation, row.operation.rank
+        alike = [log.operations[operation.sequence - 1] for log in logs]
+        near = {(rank + 1) % count, (rank - 1) % count} if operation.is_hop else set(range(count))
+        waited_for = {(rank + step) % count for step in (-2, -1, 1, 2)} if operation.is_hop else near
+        posts = [time for other in near - {rank} if (time := alike[other].posted_ns) is not None]
+        begun = [begun_by_of(alike[other]) for other in waited_for - {rank}]
+        last_begun = None if None in begun else max(time for time in begun if time is not None)
+        assert row.bounds == bounds_of(operation, max(posts, default=None), last_begun)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_worst_pair_of_clocks_is_that_of_every_pair(seed: int) -> None:
+    random = Random(seed)
+    logs = [
+        RankLog(path="", source="flight_recorder", rank=rank, operations=[], groups={"g": Group("g", (0, 1, 2, 3))})
+        for rank in range(4)
+    ]
+    times: list[list[tuple[int, int]]] = []  # of each operation and rank: when it was posted and when it ended
+    for number in range(1, 6):
+        times.append([])
+        for log in logs:
+            posted = random.randrange(1_000)
+            ended = posted + random.randrange(600)
+            times[-1].append((posted, ended))
+            log.operations.append(Operation(rank=log.rank, group="g", name="all_reduce", sequence=number,
+                                            state="completed", posted_ns=posted, completed_by_ns=ended))  # fmt: skip
+    conflicts = {
+        (first, second, of_ranks[second][0] - of_ranks[first][1])
+        for of_ranks in times for first in range(4) for second in range(4) if first != second
+    }  # fmt: skip
+    most = max(excess for *_, excess in conflicts)
+    worst = match(logs).clock_conflict
+    assert worst in conflicts if most > 0 else worst is None
+    assert worst is None or worst[2] == most

@@ -152,7 +152,27 @@ def test_a_dump_without_operations_and_one_of_another_rank_are_warned_of(tmp_pat
 def test_clocks_that_are_far_apart_may_be_two_jobs(run: Run) -> None:
     logs = DATA / "comm-logs"
     code, text = run("report", str(logs / "hang" / "timeout_rank_0"), str(logs / "flight-recorder" / "trace_rank_1"))
-    assert code == 0 and "or the logs are of different jobs" in " ".join(text.split())
+    text = " ".join(text.split())
+    assert code == 0 and "or the logs are of different jobs" in text
+    assert "No rank is judged: the logs of ranks 0 and 1 do not overlap in time." in text
+    for claim in ("had not posted", "posted its part last", "more on its device", "waits for"):
+        assert claim not in text
+
+
+def test_a_cut_dump_is_left_out_and_named(run: Run, tmp_path: Path) -> None:
+    """The other ranks' figures are those of a folder without the damaged file, which blames no rank."""
+    folder, without = dumps(tmp_path / "cut"), dumps(tmp_path / "without")
+    (folder / "trace_rank_1").write_bytes((folder / "trace_rank_1").read_bytes()[:-20])
+    (without / "trace_rank_1").unlink()
+    code, text = run("report", str(folder))
+    text = " ".join(text.split())
+    assert code == 0 and "trace_rank_1: " in text and ": left out [damaged]" in text
+    assert "1 of 2 ranks have no log here: 1" in text and "had not posted" not in text
+    left, expected = (load_comm_logs(path).findings for path in (folder, without))
+    assert (left.rows, left.verdict, left.standings) == (expected.rows, expected.verdict, expected.standings)
+    (folder / "trace_rank_0").write_bytes(b"\x80\x02}q\x00X\x09\x00\x00\x00pg_config")
+    code, text = run("report", str(folder))
+    assert code == 2 and "trace_rank_0" in text and "Traceback" not in text
 
 
 def test_both_sources_in_one_folder(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_error_on_h100_with_flash_attn_3() -> None:
 
 
 def test_error_on_h200_with_flash_attn_3_that_no_curve_is_fitted_to() -> None:
-    """Its curves are those of H100: 611 and 524 TFLOP/s on 2 GPUs, and 12.83 and 12.92 ms of two recordings on one."""
+    """611 and 524 TFLOP/s on 2 GPUs, and 12.83 and 12.92 ms of two recordings on one."""
     plain = Workload(seq=131072, heads=40, kv_heads=40, head_dim=128)
     windowed = replace(plain, window=4096)
     grouped = replace(plain, seq=16384, heads=32, kv_heads=8)
@@ -103,11 +103,11 @@ def test_error_on_h200_with_flash_attn_3_that_no_curve_is_fitted_to() -> None:
     assert third.median_ns / 1e6 == pytest.approx(12.88, rel=0.02)
 
 
-def test_error_on_other_h200_of_another_day() -> None:
-    """No curve is fitted to these runs; those of flash-attn 3 are of H100."""
+def test_error_on_other_h200_of_another_session() -> None:
+    """No curve is fitted to these runs."""
     scores = list(prediction.h200_later())
-    assert len(scores) == 19 and within(scores, 0.0235, 0.053) and inside(scores) == 17 / 19
-    assert all(score.error < 0 for score in scores)
+    assert len(scores) == 19 and within(scores, 0.0215, 0.049) and inside(scores) == 17 / 19
+    assert sum(score.error < 0 for score in scores) == 18
 
 
 def test_error_on_packed_documents_and_windows() -> None:

@@ -6,11 +6,12 @@ import pytest
 
 pytest.importorskip("torch", reason="a prediction runs strategies on shapes")
 
+from ringprof.prediction.advise import advise
 from ringprof.prediction.calibration import read_calibration
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import predict
 from ringprof.prediction.query import Query
-from ringprof.prediction.schedules import schedule_of
+from ringprof.prediction.schedules import ScheduleCache, schedule_of
 from ringprof.run import Workload
 
 
@@ -29,3 +30,29 @@ def test_usp_ring_runs_at_the_rate_of_its_slowest_link(placement: str) -> None:
     hops_ms = 15 * 2 * 8192 * 5 * 128 * 2 / (100 / 8 * 43 / 50) / 1e6
     assert hops_ms == pytest.approx(29.26, abs=0.01)
     assert hops_ms < predict(query, read_calibration("h100"), schedule_of).median_ns / 1e6 < hops_ms + 9
+
+
+def test_few_ranks_rank_the_slow_choices_and_all_ranks_the_fast_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few ranks wait for fewer peers: they are never slower than all, and here at most 12 % faster."""
+    monkeypatch.setattr("ringprof.prediction.advise._sweep", lambda *_: iter(()))
+    workload = Workload(seq=1 << 20, heads=16, kv_heads=8, head_dim=128)
+    cluster, machine, cache = (
+        Cluster(hosts=16, gpus_per_host=8, nic_gbit=100.0),
+        read_calibration("h100"),
+        ScheduleCache(),
+    )
+    names = ("double-ring", "megatron")
+    choices = advise(workload, cluster, machine, cache.of, strategies=names).choices
+    fastest_ns = choices[0].prediction.median_ns
+    few_ranks = 0
+    for choice in choices:
+        prediction = choice.prediction
+        full = predict(prediction.query, machine, cache.of, draws=1)
+        if prediction.few_ranks:
+            few_ranks += 1
+            assert prediction.median_ns > 1.7 * fastest_ns
+            assert 0.88 <= prediction.median_ns / full.median_ns <= 1.005
+        else:
+            assert prediction.median_ns in (full.median_ns, predict(prediction.query, machine, cache.of).median_ns)
+        assert prediction.peak_bytes == full.peak_bytes
+    assert few_ranks

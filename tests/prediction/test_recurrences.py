@@ -21,13 +21,18 @@ from ringprof.errors import UnsupportedWorkloadError, UsageError
 from ringprof.prediction.as_run import write_prediction
 from ringprof.prediction.calibration import (
     Calibration,
-    RecurrenceSample,
     calibration_json,
     parse_calibration,
     read_calibration,
 )
 from ringprof.prediction.kernel_model import OutsideCalibration
-from ringprof.prediction.measure_recurrences import RecurrenceCase, measure_recurrences, recurrence_cases
+from ringprof.prediction.measure_recurrences import (
+    RecurrenceCase,
+    RecurrenceSample,
+    curves_from,
+    measure_recurrences,
+    recurrence_cases,
+)
 from ringprof.prediction.microbenchmark import Bench
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import predict, prediction_dict
@@ -112,14 +117,13 @@ def made_up(operators: tuple[Operator, ...] = ("gdn",)) -> Calibration:
     kernels = {"gdn": "gated_delta_rule", "simple-gla": "simple_gla", "gla": "gla"}
     samples = [
         RecurrenceSample(
-            kernel="fla", operator=case.operator, phase=phase, part=part, tokens=case.tokens, heads=case.heads,  # type: ignore[arg-type]
-            head_dim=128, v_head_dim=128, receives=case.receives, sends=case.sends,
-            ns=ns * case.tokens * case.heads, host_us=HOST_US, origin="measured", source="made up",
+            "fla", case.operator, phase, part, case.tokens, case.heads, case.receives, case.sends,
+            ns * case.tokens * case.heads, 0.01, HOST_US,
         )
         for case in recurrence_cases([kernels[name] for name in operators])
         for (phase, part), ns in NS_PER_TOKEN_AND_HEAD.items()
     ]  # fmt: skip
-    return msgspec.structs.replace(read_calibration("h200"), recurrences=samples)
+    return msgspec.structs.replace(read_calibration("h200"), recurrences=curves_from(samples, "made up"))
 
 
 def part(tokens: int, heads: int, **changes: Any) -> RecurrenceOp:
@@ -176,7 +180,7 @@ def test_one_gpu_takes_the_time_of_its_curves() -> None:
     kernel_ns = prediction.breakdown.total("kernel")
     assert kernel_ns == pytest.approx(expected_ns, rel=0.05)
     assert prediction.breakdown.total("peers", "same_host") == 0
-    assert prediction_dict(prediction)["inputs"][3]["name"] == "forward_kernel_samples"
+    assert prediction_dict(prediction)["inputs"][3]["name"] == "forward_kernel_curves"
 
 
 def test_a_ring_of_states_waits_for_all_ranks_before_it() -> None:
@@ -242,8 +246,9 @@ def test_the_command_predicts_a_recurrence(tmp_path: Path, capsys: Any) -> None:
 
 def test_every_part_is_measured_on_a_device() -> None:
     cases = [RecurrenceCase("gated_delta_rule", 64, 1, *ends) for ends in ((False, False), (True, True))]
-    samples = measure_recurrences(Bench(torch.device("cpu")), math.inf, "reference", cases)
-    parts = {(sample.phase, sample.part, sample.receives) for sample in samples}
-    assert len(samples) == len(parts) == 8
-    assert all(sample.ns > 0 and sample.host_us > 0 and sample.kernel == "reference" for sample in samples)
+    curves = measure_recurrences(Bench(torch.device("cpu")), math.inf, "reference", cases)
+    parts = {(curve.phase, curve.part, curve.receives) for curve in curves}
+    assert len(curves) == len(parts) == 8
+    assert all(curve.kernel == "reference" and curve.points[0].tokens == 64 for curve in curves)
+    assert all(point.ns > 0 and point.host_us > 0 for curve in curves for point in curve.points)
     assert measure_recurrences(Bench(torch.device("cpu")), 0.0, "reference", cases) == []

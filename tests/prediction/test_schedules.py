@@ -16,6 +16,7 @@ from ringprof.prediction.fit import schedule_of_run
 from ringprof.prediction.schedules import schedule
 from ringprof.record.dryrun.schedule import AttentionOp, CommStart, CommWait, MemoryOp
 from ringprof.run import Sent, Workload, read_run
+from ringprof.strategies.kernels.registry import KERNELS
 
 RUNS = [
     path for path in sorted(TRACES.glob("*/run.json"))
@@ -95,6 +96,18 @@ def test_sinks_add_kernels_and_v_is_padded() -> None:
     (sent,) = mla.work.sent or []
     assert sent.sent_bytes == 32 * 2 * (16 + 8) * 2
     assert {op.head_dim for op in mla.ops if isinstance(op, AttentionOp)} == {16}
+
+
+def test_flash_attn_4_is_dry_run_with_its_own_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it wrote gradients into views as flash-attn 3 does, the local block would be split beside the last hop."""
+    monkeypatch.setattr(KERNELS["flash-attn-4"], "writes_into", True)
+    workload = Workload(seq=65536, heads=32, kv_heads=8, head_dim=128)
+    four, three, two = (
+        schedule("zigzag", workload, 2, kernel=kernel, hops="copy").programs[0]
+        for kernel in ("flash-attn-4", "flash-attn-3", "flash-attn")
+    )
+    assert four.ops == three.ops and four.peak_bytes == three.peak_bytes
+    assert len(two.ops) > len(four.ops)
 
 
 def test_the_operations_of_a_small_ring_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:

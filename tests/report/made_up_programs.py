@@ -254,6 +254,24 @@ def with_run(make: Callable[[], Sequence[Builder]], **fields: Any) -> Program:
     return builders, recorded(len(builders), **fields)
 
 
+SCAN = "chunk_gated_delta_rule_fwd_kernel_h_blockdim64"
+GDN = Workload(seq=1024, heads=8, kv_heads=8, head_dim=64, operator="gdn")
+
+
+def recurrence(
+    name: str, make: Callable[[], Sequence[Builder]], hosts: Sequence[str] = (), *, counted: bool = True, **fields: Any
+) -> Program:
+    """Return a recorded recurrence; without ``counted``, one of a peer that counts neither FLOPs nor bytes."""
+    builders, run = with_run(make, strategy=strategy(name, layout="contiguous"), **{"workload": GDN, **fields})
+    assert run is not None
+    if hosts:
+        run = msgspec.structs.replace(run, topology=msgspec.structs.replace(run.topology, hosts=list(hosts)))
+    if not counted:
+        work = [msgspec.structs.replace(rank_work, block_flops=None, sent=None) for rank_work in run.work or []]
+        run = msgspec.structs.replace(run, work=work)
+    return builders, run
+
+
 def at_random(seed: int) -> Program:
     """Return ranks that compute, idle, copy and communicate at random, with kernels of random kinds."""
     generator = random.Random(seed)
@@ -360,5 +378,23 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
         lambda: ring(*UNEVEN), flops=(10**9, 3 * 10**9), strategy=strategy("ring", layout="contiguous"),
         workload=Workload(seq=1024, heads=8, kv_heads=8, head_dim=64, documents=(1000, 24)),
     ),
+    "recurrence, a late rank": lambda: recurrence("state-ring", lambda: ring(*UNEVEN, kernel=SCAN)),
+    "recurrence, 4 ranks one after another": lambda: recurrence("state-ring", lambda: ring(
+        [100] * 4, [(100, 110), (100, 200), (100, 300), (100, 400)], after=[10, 100, 200, 300], kernel=SCAN)),
+    "recurrence, slow all-to-all": lambda: recurrence("state-a2a", lambda: ring(*SLOW, kernel=SCAN)),
+    "recurrence, exposed wire": lambda: recurrence(
+        "state-scan", lambda: ring([300, 300], [(300, 900), (300, 900)], kernel=SCAN)),
+    "recurrence, exposed all-to-all": lambda: recurrence(
+        "state-a2a", lambda: ring([300, 300], [(300, 900), (300, 900)], kernel=SCAN)),
+    "recurrence, launch-bound": lambda: recurrence("state-scan", lambda: launch_bound()[0]),
+    "recurrence, documents": lambda: recurrence("state-scan", lambda: ring(*UNEVEN, kernel=SCAN),
+        workload=msgspec.structs.replace(GDN, documents=(1000, 24))),
+    "recurrence, of a peer": lambda: recurrence("fla/cp", lambda: ring(*UNEVEN, kernel=SCAN), counted=False),
+    "recurrence, between hosts": lambda: recurrence(
+        "state-scan", lambda: ring([300, 300], [(300, 900), (300, 900)], kernel=SCAN), ["a", "b"]),
+    "recurrence, controls": lambda: recurrence(
+        "state-scan", lambda: ring([1000, 1000], [(0, 990), (0, 990)], kernel=SCAN), controls=SOLO),
+    "recurrence, beside products": lambda: recurrence(
+        "state-scan", lambda: ring([900, 900], [(900, 910), (900, 910)], kernel=GEMM, after=[100, 100])),
     **{f"at random, {seed}": partial(at_random, seed) for seed in range(40)},
 }  # fmt: skip

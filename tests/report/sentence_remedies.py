@@ -57,13 +57,15 @@ def _hops_copy(case: Case, m: re.Match[str]) -> None:
     used = recorded_strategy(case)
     assert not case.on_cpu and used["hops"] != "copy" and not used["cuda_graph"] and sends_by_nccl(case)
     assert len(set(case.run["topology"]["hosts"])) == 1 and case.run["timings"]
+    assert case.run["workload"]["operator"] == "attention", "states are not copied"
 
 
 @rule("remedy", r"--cuda-graph")
 def _cuda_graph(case: Case, m: re.Match[str]) -> None:
     used = recorded_strategy(case)
     assert not case.on_cpu and used["hops"] != "copy" and not used["cuda_graph"] and case.run["timings"]
-    assert not (case.run["workload"]["layer"] or case.run["workload"]["sequences"]), "refused together"
+    work = case.run["workload"]
+    assert not (work["layer"] or work["sequences"] or work["operator"] != "attention"), "refused together"
 
 
 @rule("remedy", r"fewer NCCL channels")
@@ -74,6 +76,7 @@ def _channels(case: Case, m: re.Match[str]) -> None:
 @rule("remedy", r"zigzag or stripe \(the same causal work for all\)")
 def _zigzag(case: Case, m: re.Match[str]) -> None:
     work, used = case.run["workload"], case.run["strategy"]
+    assert work["operator"] == "attention"
     assert work["causal"] and used["layout"] == "contiguous" and work["phase"] == "training"
     assert not work["documents"] and not work["window"]
     flops = [rank_work["block_flops"] for rank_work in case.run["work"] or []]
@@ -88,7 +91,7 @@ def _as_zigzag(case: Case, m: re.Match[str]) -> None:
 
 @rule("remedy", r"another layout \(ringprof balance compares them\)")
 def _layout(case: Case, m: re.Match[str]) -> None:
-    assert case.run["workload"]["documents"]
+    assert case.run["workload"]["documents"] and case.run["workload"]["operator"] == "attention"
 
 
 @rule("remedy", r"look at the GPUs' clocks \(same work, other speed\)")
@@ -108,6 +111,21 @@ def _beside_attention(case: Case, m: re.Match[str]) -> None:
     assert longest.attention_ns - shortest.attention_ns < difference / 2
 
 
+@rule("remedy", r"compare what ranks compute \(--kernels\)")
+def _compute_of_recurrence(case: Case, m: re.Match[str]) -> None:
+    assert case.run["workload"]["operator"] != "attention" and not case.on_cpu
+    flops = {rank_work["block_flops"] for rank_work in case.run["work"]}
+    assert len(flops) == 1, "every token costs the same"
+
+
+@rule("remedy", r"state-scan \((messages that do not grow with the sequence|about log2\(N\) hops in place of N - 1)\)")
+def _state_scan(case: Case, m: re.Match[str]) -> None:
+    used = recorded_strategy(case)["name"]
+    assert used == ("state-a2a" if "messages" in m[1] else "state-ring")
+    # On two ranks both pass one state in one hop.
+    assert used == "state-a2a" or case.run["topology"]["world_size"] > 2
+
+
 @rule("remedy", r"the same work for every rank")
 def _same_work(case: Case, m: re.Match[str]) -> None:
     compute = [row["compute_ns"] for row in case.ranks.values()]
@@ -118,6 +136,7 @@ def _same_work(case: Case, m: re.Match[str]) -> None:
       r"\((hops beside blocks|less between hosts)\)")  # fmt: skip
 def _strategies(case: Case, m: re.Match[str]) -> None:
     used = case.run["strategy"]
+    assert case.run["workload"]["operator"] == "attention"
     assert used["name"] not in re.split(", | or ", m[1]) and case.run["workload"]["phase"] == "training"
     if m[2] == "hops beside blocks":
         assert used["name"] in ("allgather", "ulysses")

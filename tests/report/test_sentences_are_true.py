@@ -6,11 +6,14 @@ with "no rule for", add the rule of the new sentence to `tests.report.sentence_r
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from ringprof.analysis.findings.findings import findings_in_memory
+from ringprof.report.terminal import render
+from ringprof.report.text import TextStyle
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import Builder
 from tests.loaded import analysis
@@ -64,6 +67,21 @@ def test_every_sentence_of_a_synthetic_program_is_true(name):
     raws = [of_builder(builder) if isinstance(builder, Builder) else of_events(builder.events) for builder in builders]
     raw = {rank.rank: events for rank, events in zip(findings.attribution.ranks, raws, strict=True)}
     assert false_sentences(Case(findings, raw)) == []
+
+
+RECURRENCES = [name for name in PROGRAMS if name.startswith("recurrence")]
+
+
+@pytest.mark.parametrize("name", RECURRENCES)
+def test_a_recurrence_is_not_spoken_of_as_attention(name):
+    builders, run = PROGRAMS[name]()
+    findings = findings_in_memory(attribute([builder.trace() for builder in builders], run))
+    case = Case(
+        findings, {rank.rank: of_builder(b) for rank, b in zip(findings.attribution.ranks, builders, strict=True)}
+    )
+    texts = [text for _, _, text in sentences(case)]
+    texts += render(findings, TextStyle(width=200), ["waterfall"]).splitlines()
+    assert not [text for text in texts if re.search("attention|flash|rotat|zigzag|ring step", text)]
 
 
 def test_audit_fails_on_a_sentence_without_a_rule():

@@ -81,6 +81,24 @@ def test_a_kernel_agrees_with_float64(name, dtype, head_dim, v_head_dim):
     assert wrong == []
 
 
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("name", [name for name in GPU_KERNELS if KERNELS[name].writes_into])
+def test_gradients_written_into_views_are_those_of_new_tensors(name, kv_heads):
+    """Strategies let such a kernel write the gradients of some heads and rows into those of all."""
+    kernel = _kernel(name)
+    q, k, v, dout = _tensors(1, 8, kv_heads, 512, 512)
+    out, lse = kernel.forward(q, k, v, scale=0.1, causal=True)
+    how = {"out": out, "scale": 0.1, "causal": True}
+    wide = [torch.full((1, 700, x.shape[2] + 3, 128), 7.0, device="cuda", dtype=x.dtype) for x in (q, k, v)]
+    views = tuple(whole[:, 100:612, 2:-1] for whole in wide)
+    assert all(x is view for x, view in zip(kernel.backward(dout, q, k, v, lse, into=views, **how), views, strict=True))
+    for view, fresh in zip(views, kernel.backward(dout, q, k, v, lse, **how), strict=True):
+        assert _error(view, fresh.double()) < 1e-3
+    for whole, view in zip(wide, views, strict=True):
+        view.fill_(7.0)
+        assert (whole == 7.0).all(), "a value outside of the view was overwritten"
+
+
 @pytest.mark.parametrize("name", GPU_KERNELS)
 def test_misaligned_inputs_compute_the_bits_of_aligned_ones(name):
     """A view from an odd offset was computed wrongly by cuDNN without an error, or ended the process."""

@@ -205,7 +205,7 @@ def _fwd4(
 ) -> tuple[Tensor, Tensor | None, None, None, None]:  # fmt: skip
     out, lse, *_ = _fwd3(
         q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k, softmax_scale=softmax_scale, is_causal=causal, num_splits=1,
+        max_seqlen_k=max_seqlen_k, softmax_scale=softmax_scale, is_causal=causal, num_splits=1, softcap=softcap or 0.0,
         **_limits(window_size_left, window_size_right),
     )  # fmt: skip
     return out, lse if return_lse else None, None, None, None
@@ -221,7 +221,7 @@ def _bwd4(
     dq, dk, dv = (torch.empty_like(x) if target is None else target for x, target in ((q, dq), (k, dk), (v, dv)))
     return _bwd3(
         dout, q, k, v, out, lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k, softmax_scale=softmax_scale, is_causal=causal,
+        max_seqlen_k=max_seqlen_k, softmax_scale=softmax_scale, is_causal=causal, softcap=softcap,
         **_limits(window_size_left, window_size_right),
     )[:3]  # fmt: skip
 
@@ -275,6 +275,7 @@ PARTS = [
         ("flash-attn-3", 2.0, WHOLE + PARTS, (8, 8)),
         ("flash-attn-3", 0.0, WHOLE + PARTS, (192, 128)),
         ("flash-attn-4", 0.0, WHOLE + PARTS, (8, 8)),
+        ("flash-attn-4", 2.0, WHOLE + PARTS, (8, 8)),
         ("flash-attn-4", 0.0, WHOLE + PARTS, (192, 128)),
     ],
 )

@@ -89,12 +89,11 @@ def test_cudnn_is_exact_in_any_order_of_calls(size, seed):
         assert wrong == []
 
 
-def graphed(rank: int, kernel: str) -> list[str]:
+def graphed(rank: int, kernel: str, hops: str) -> list[str]:
     """Return the cases whose replayed pass differs from an ordinary one, on inputs set after the capture."""
     wrong = []
     for case in [case for case in CASES if 2 in case.worlds]:
-        # Copied hops, which `auto` takes beside cuDNN, cannot be captured.
-        strategy = create(case.name, kernel=kernel, hops="nccl", **case.params)
+        strategy = create(case.name, kernel=kernel, hops=hops, **case.params)
         draws = [full_inputs(1, 8, 4), [x.flip(1) for x in full_inputs(1, 8, 4)]]
         held = [strategy.shard(x).requires_grad_(i < 3) for i, x in enumerate(draws[0])]
 
@@ -125,9 +124,9 @@ def graphed(rank: int, kernel: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("kernel", ["torch-flash", "cudnn"])
-def test_a_pass_can_be_captured_in_a_cuda_graph(kernel):
-    for wrong in run_gpu_ranks(2, graphed, kernel):
+@pytest.mark.parametrize(("kernel", "hops"), [("torch-flash", "nccl"), ("cudnn", "nccl"), ("cudnn", "copy")])
+def test_a_pass_can_be_captured_in_a_cuda_graph(kernel, hops):
+    for wrong in run_gpu_ranks(2, graphed, kernel, hops):
         assert wrong == []
 
 
@@ -151,4 +150,27 @@ def without_waiting(rank: int) -> list[str]:
 
 def test_forward_and_backward_do_not_synchronize_the_device():
     for waiting in run_gpu_ranks(2, without_waiting):
+        assert waiting == []
+
+
+def documents_without_waiting(rank: int) -> list[str]:
+    """Return the layouts in which a pass over packed documents waits for the GPU after the first calls."""
+    waiting = []
+    for layout in ("packed", "per_document", "dealt", "auto"):
+        strategy = create("zigzag", documents_layout=layout)
+        strategy.overlaps_last_hop = lambda travelling: True
+        documents = [0, SEQ // 8, SEQ // 8 + 24, SEQ // 2, SEQ]
+        leaves = [strategy.shard(x, documents=documents).requires_grad_() for x in full_inputs(1, 8, 4)[:3]]
+        for turn in range(3):
+            torch.cuda.set_sync_debug_mode("error" if turn == 2 else "default")
+            try:
+                strategy.attention(*leaves, documents=documents).float().sum().backward()
+            except RuntimeError as problem:
+                waiting.append(f"{layout}: {problem}")
+            torch.cuda.set_sync_debug_mode("default")
+    return waiting
+
+
+def test_packed_documents_do_not_synchronize_the_device_in_later_calls():
+    for waiting in run_gpu_ranks(2, documents_without_waiting):
         assert waiting == []

@@ -8,6 +8,7 @@ import pytest
 from torch import Tensor
 
 from ringprof.strategies import create
+from ringprof.strategies.algorithms.zigzag import Zigzag
 from ringprof.strategies.kernels.kernel import Gradients
 from ringprof.strategies.kernels.reference import ReferenceKernel
 from ringprof.strategies.masks.layouts import ALL, WHOLE, split_in_place
@@ -88,3 +89,11 @@ def test_halves_share_no_row_of_documents_and_no_head() -> None:
     assert [block.kv_heads for block in heads] == [slice(0, 2), slice(2, 5)]
     assert all(block.causal and (block.q, block.kv) == (ALL, ALL) for block in heads)
     assert split_in_place(WHOLE[True], 1) == [WHOLE[True]]
+
+
+def test_halves_of_documents_are_made_once() -> None:
+    """Each half keeps its lengths on the device: a new one would copy them there, and the host would wait."""
+    block = Zigzag.sharded_mask(MASKS[2], 64, 2, documents_layout="dealt").block(0, 0)
+    assert block is not None
+    first, again = split_in_place(block, 4), split_in_place(block, 4)
+    assert len(first) == 2 and all(half is same for half, same in zip(first, again, strict=True))

@@ -116,7 +116,7 @@ def _copy_hops_option(attribution: Attribution, *, suffix: str) -> str:
 def known_contiguous(attribution: Attribution) -> bool:
     """Return whether the run has contiguous pieces under a plain causal mask, so that the work rises with the rank."""
     run = attribution.run
-    if run is None or run.strategy is None or run.workload is None or not run.workload.causal:
+    if run is None or run.strategy is None or run.workload is None or not run.workload.causal or run.workload.recurrent:
         return False
     if run.workload.documents or run.workload.window or run.workload.phase != "training":
         return False  # their work is not a triangle
@@ -193,7 +193,10 @@ def _imbalance_advice(attribution: Attribution) -> str:
         return "zigzag or stripe (the same causal work for all)"
     if rises_with_rank(attribution):
         return "the same causal work for every rank, as zigzag has"
-    if run and run.workload and run.workload.documents and not attribution.recurrent:
+    if attribution.recurrent:
+        # Every rank has as many tokens, and each costs the same.
+        return "" if attribution.on_cpu else "compare what ranks compute (--kernels)"
+    if run and run.workload and run.workload.documents:
         return "another layout (ringprof balance compares them)"
     if not _same_work(attribution):
         return "the same work for every rank"
@@ -203,7 +206,7 @@ def _imbalance_advice(attribution: Attribution) -> str:
     least, most = by_time[0], by_time[-1]
     if 2 * (most.flash_ns - least.flash_ns) >= most.compute_ns - least.compute_ns:
         return "look at the GPUs' clocks (same work, other speed)"
-    return f"compare what ranks compute{'' if attribution.recurrent else ' beside attention'} (--kernels)"
+    return "compare what ranks compute beside attention (--kernels)"
 
 
 def _wire_advice(attribution: Attribution, row: Communication | None) -> str:

@@ -52,8 +52,8 @@ class _RecordingKernel(Kernel):
             self.recorder.attention("forward", q, k, 0, causal=causal)
             return super()._forward(q, k, v, scale, causal)  # type: ignore[safe-super]
         batch, seq, heads = q.shape[:3]
-        out = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype, device=q.device)
-        lse = torch.empty(batch, heads, seq, dtype=wide_type(q), device=q.device)
+        out = self.recorder.empty((*q.shape[:3], v.shape[3]), q.dtype, q.device)
+        lse = self.recorder.empty((batch, heads, seq), wide_type(q), q.device)
         self.recorder.attention("forward", q, k, _split_bytes(self.name, q, k), causal=causal)
         return out, lse
 
@@ -65,9 +65,21 @@ class _RecordingKernel(Kernel):
         if not self.production:
             self.recorder.attention("backward", q, k, 0, causal=causal)
             return super()._backward(dout, q, k, v, lse, out, delta, scale, causal)  # type: ignore[safe-super]
-        dq, dk, dv = into or (_like(q), *(allocate_adjacent(k, v) if self.pairs_gradients else (_like(k), _like(v))))
+        dq, dk, dv = into or (self._like(q), *self._kv_gradients(k, v))
         self.recorder.attention("backward", q, k, _scratch_bytes(self.name, q, k), causal=causal)
         return dq, dk, dv
+
+    def _kv_gradients(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Allocate dK and dV as the kernel does: see `allocate_adjacent`."""
+        if not self.pairs_gradients:
+            return self._like(k), self._like(v)
+        if k.shape != v.shape:
+            return allocate_adjacent(k, v)
+        dk, dv = self.recorder.empty((2, *k.shape), k.dtype, k.device).unbind(0)
+        return dk, dv
+
+    def _like(self, tensor: Tensor) -> Tensor:
+        return self.recorder.empty(tensor.shape, tensor.dtype, tensor.device)
 
     # Varlen kernels get all sequences at once, packed: q (T, H, D), k and v (T', Hkv, D).
 
@@ -88,8 +100,8 @@ class _RecordingKernel(Kernel):
     def _packed_forward(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, batch: Batch, scale: float
     ) -> tuple[Tensor, Tensor]:
-        out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[1], q.shape[0], dtype=wide_type(q), device=q.device)
+        out = self.recorder.empty((*q.shape[:2], v.shape[2]), q.dtype, q.device)
+        lse = self.recorder.empty((q.shape[1], q.shape[0]), wide_type(q), q.device)
         self.recorder.attention(
             "forward", q[None], k[None], 0, *_pairs_and_sequences(batch, q.shape[0]), causal=batch.causal
         )
@@ -99,7 +111,7 @@ class _RecordingKernel(Kernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, batch: Batch,
         scale: float, into: Gradients | None = None,
     ) -> Gradients:  # fmt: skip
-        gradients = into or (_like(q), _like(k), _like(v))
+        gradients = into or (self._like(q), self._like(k), self._like(v))
         pairs, sequences = _pairs_and_sequences(batch, q.shape[0])
         scratch = _scratch_bytes(self.name, q[None], k[None], sequences)
         self.recorder.attention("backward", q[None], k[None], scratch, pairs, sequences, causal=batch.causal)
@@ -195,7 +207,7 @@ class RecordingTransport:
             # `ringprof.strategies.transport.copy_engine.copy_ring`.
             pair = channel.size == 2
             self.communicator = f"{self.communicator if pair else own_name}/copy"
-            self.slots = shares.slots if shares is not None and pair else _ReceiveSlots(network.slots)
+            self.slots = shares.slots if shares is not None and pair else _ReceiveSlots(network)
             self.free_slot = self.slots.last
 
     def hop(self, ring: Channel, message: Message, into: Message | None) -> Hop:
@@ -206,7 +218,7 @@ class RecordingTransport:
         if not all(slots is None or slots is self.slots for slots in owners):
             message = message.with_buffers([buffer.clone() for buffer in message.buffers])
         if self.slots is None:
-            operation, buffers = "send_recv", [_like(x) for x in message.buffers]
+            operation, buffers = "send_recv", [self._like(x) for x in message.buffers]
         else:
             self.slots.number += 1
             operation, buffers = "copy", self.slots.last(shapes_of(message.buffers))
@@ -220,9 +232,9 @@ class RecordingTransport:
         piece_bytes = tensor.nbytes if operation == "all_gather" else tensor.nbytes // channel.size
         channel.count_collective(operation, piece_bytes)
         if operation == "all_gather":
-            received = torch.empty((channel.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+            received = self._recorder.empty((channel.size, *tensor.shape), tensor.dtype, tensor.device)
         else:
-            received = _like(tensor if operation == "all_to_all" else tensor[0])
+            received = self._like(tensor if operation == "all_to_all" else tensor[0])
         return self._start(channel, operation, [piece_bytes], [tensor], [received])
 
     def send(self, chain: Channel, tensor: Tensor) -> Hop:
@@ -232,7 +244,7 @@ class RecordingTransport:
 
     def receive(self, chain: Channel, like: Tensor) -> Tensor:
         """Record a message from the previous rank of a chain, and the wait for it."""
-        hop = self._chained(chain, (chain.previous, chain.ranks[chain.rank]), like, _like(like))
+        hop = self._chained(chain, (chain.previous, chain.ranks[chain.rank]), like, self._like(like))
         return hop.wait()  # type: ignore[no-any-return]
 
     def _chained(self, chain: Channel, ends: tuple[int, int], tensor: Tensor, received: Tensor | None) -> Hop:
@@ -240,6 +252,9 @@ class RecordingTransport:
         pair = f"{self.communicator}/{min(ends)},{max(ends)}"
         number = self._recorder.comm_start(chain.channel, chain.meter.phase, "chain", ends, pair, [tensor.nbytes])
         return _RecordedHop(self._recorder, number, [tensor], received)
+
+    def _like(self, tensor: Tensor) -> Tensor:
+        return self._recorder.empty(tensor.shape, tensor.dtype, tensor.device)
 
     def _start(self, channel: Channel, operation: str, sizes: list[int], sent: list[Tensor], received: Any) -> Hop:
         number = self._recorder.comm_start(
@@ -251,9 +266,11 @@ class RecordingTransport:
 class _ReceiveSlots:
     """Memory that copied hops are received in, in rotation."""
 
-    def __init__(self, owners: dict[StorageWeakRef, _ReceiveSlots]) -> None:
-        """Create empty slots; ``owners`` maps their memory to them."""
-        self._owners, self._memory, self.number = owners, torch.empty(0, dtype=torch.uint8, device="meta"), 0
+    def __init__(self, network: DryRunNetwork) -> None:
+        """Create empty slots; ``network.slots`` maps their memory to them."""
+        self._owners, self._recorder, self.number = network.slots, network.recorder, 0
+        self._memory = torch.empty(0, dtype=torch.uint8, device="meta")
+        self._views: dict[tuple[Shapes, int], tuple[list[Tensor], int]] = {}
 
     def last(self, shapes: Shapes) -> list[Tensor]:
         """Return the slot of the last counted hop; reallocate all slots if they are too small."""
@@ -261,7 +278,16 @@ class _ReceiveSlots:
         if self._memory.numel() < SLOTS * size:
             self._memory = torch.empty(SLOTS * size, dtype=torch.uint8, device="meta")
             self._owners[_storage_key(self._memory)] = self
-        return views_in_slot(self._memory, self._memory.numel() // SLOTS, shapes, self.number % SLOTS)
+            self._views.clear()
+        key = shapes, self.number % SLOTS
+        if key in self._views:
+            views, calls = self._views[key]
+            self._recorder.repeated(calls)
+        else:
+            calls = self._recorder.calls
+            views = views_in_slot(self._memory, self._memory.numel() // SLOTS, shapes, self.number % SLOTS)
+            self._views[key] = views, self._recorder.calls - calls
+        return list(views)
 
 
 def _storage_key(tensor: Tensor) -> StorageWeakRef:
@@ -280,8 +306,3 @@ class _RecordedHop(Hop):
         arrived = super().wait()
         self._recorder.comm_wait(self._number)
         return arrived
-
-
-def _like(tensor: Tensor) -> Tensor:
-    """Return a dense empty tensor, like `torch.empty_like`, which takes ten times as long on ``meta``."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
 pytest.importorskip("torch", reason="a dry run runs strategies on shapes")
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ringprof.prediction.schedules import schedule
+from ringprof.record.dryrun import dispatch, fakes
 from ringprof.record.dryrun.dispatch import Recorder, _allocated_bytes
 from ringprof.record.dryrun.fakes import _split_bytes
+from ringprof.run import Workload
 
 
 def test_bytes_are_rounded_as_by_the_cuda_allocator() -> None:
@@ -42,3 +49,33 @@ def test_host_tensors_are_computed_in_a_dry_run() -> None:
         assert torch.stack([held, held]).sum().item() == 2 * (0 + 1 + 2 + 7 + 8)
         assert torch.add(held, 1, out=torch.empty_like(held)).tolist() == [1, 2, 3, 8, 9]
     assert recorder.ops == []
+
+
+@pytest.mark.parametrize(("strategy", "hops"), [("burst", "copy"), ("zigzag", "copy"), ("usp", "nccl")])
+def test_shortcuts_past_the_dispatcher_change_no_program(
+    strategy: str, hops: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Allocate through torch's dispatcher, cut every receive slot anew and take every view: operations, host calls and
+    memory stay equal."""
+    workload = Workload(seq=16384, heads=16, kv_heads=8, head_dim=128)
+    fast = schedule(strategy, workload, 8, kernel="flash-attn-3", hops=hops, ranks=[0, 3])
+
+    def empty(self: Recorder, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def last(self: Any, shapes: Any) -> list[torch.Tensor]:
+        self._views.clear()
+        return last_of_slots(self, shapes)
+
+    def is_dense(tensor: torch.Tensor) -> bool:
+        # The recorder counts this view, too; the caller's own count is taken back.
+        recorder = _get_current_dispatch_mode()
+        dense = tensor[0].is_contiguous()
+        recorder.repeated(-1)
+        return dense
+
+    last_of_slots = fakes._ReceiveSlots.last
+    monkeypatch.setattr(Recorder, "empty", empty)
+    monkeypatch.setattr(fakes._ReceiveSlots, "last", last)
+    monkeypatch.setattr(dispatch, "_first_entry_is_dense", is_dense)
+    assert schedule(strategy, workload, 8, kernel="flash-attn-3", hops=hops, ranks=[0, 3]) == fast
