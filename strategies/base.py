@@ -221,6 +221,8 @@ class Strategy(Expectations, ABC):
     """Whether the strategy supports packed documents and sliding windows."""
     sends_smaller_v: ClassVar[bool] = True
     """Whether heads of v that are smaller than those of q and k travel without padding."""
+    GRAD_WIRE: ClassVar[str] = "input"
+    """Type in which gradients are sent, where it is no parameter: ``fp32``, or ``input`` (the input's, or unknown)."""
     takes_softcap: ClassVar[bool] = True
     """Whether the blocks are computed by ringprof's kernels, some of which support a softcap."""
     PARAMETERS: ClassVar[dict[str, str]] = {"deterministic": "the kernel's deterministic mode: same bits every call"}

@@ -15,7 +15,7 @@ import msgspec
 from ringprof.cli.kernel_rates import rate_options, rates_text
 from ringprof.cli.options import Advanced, Command, options_set
 from ringprof.cli.progress import show_progress
-from ringprof.cli.values import Number
+from ringprof.cli.values import ListOf, Number, Tokens, refuse_missing_module
 from ringprof.cli.write import OutputFile, formats, print_or_write, refuse_unwritable, say, text_style
 from ringprof.common.files import write_atomically
 from ringprof.errors import UsageError, nearest
@@ -33,6 +33,7 @@ from ringprof.prediction.fit import calibrate_from, observed_run
 from ringprof.prediction.query import find_run
 from ringprof.prediction.rates import with_rates
 from ringprof.prediction.text import calibration_text
+from ringprof.record.check.launch import load_function
 from ringprof.record.launcher import launcher_rank
 from ringprof.report.text import clean, shell_words
 
@@ -53,27 +54,43 @@ _OUTPUT = "machine.json"
               f"  [default: all but {', '.join(OPTIONAL_SHARES)}]")  # fmt: skip
 @click.option("--seconds", type=Number(min=5), default=400.0, show_default=True,
               help="Approximate duration of the measurement on GPUs.")  # fmt: skip
+@click.option("--model", metavar="MODULE:FUNCTION",
+              help="Measure the layers of a model instead: FUNCTION(layers) returns the model, and a function of a"
+              " number of tokens that returns its keyword arguments.")  # fmt: skip
+@click.option("--tokens", type=ListOf(Tokens()), default="8k,32k", show_default=True,
+              help="With --model: tokens per GPU, separated by commas.")  # fmt: skip
 @click.option("--rates", is_flag=True,
               help="Instead of a calibration, time every kernel on every mask, on one GPU or CPU.")  # fmt: skip
 @rate_options(cls=Advanced)
 @formats("json", cls=Advanced)
 def command(
     runs: tuple[str, ...], output: str | None, name: str | None, base: str | None, kernels: str | None,
-    parts: str | None, seconds: float, form: str, *, rates: bool, **sizes: Any,
+    parts: str | None, seconds: float, model: str | None, tokens: list[int], form: str, *, rates: bool, **sizes: Any,
 ) -> None:  # fmt: skip
     """Measure a machine on all GPUs of this node, or take its figures from recorded runs.
 
     With two or more GPUs, the links are measured, too. Every result is written as soon as it is available.
 
+    With --model, steps of a model with one and two layers are timed on one GPU, and their difference outside attention
+    is added to --base; `ringprof predict --layer` then predicts whole steps. The module is imported, also from the
+    current folder: this runs code that is not part of ringprof.
+
     \b
     ringprof calibrate
     ringprof calibrate traces/h200x4-* -o machine.json
+    ringprof calibrate --model mine:layers --base h200 -o machine.json
     ringprof calibrate --rates
     """
     others = {option: shown for option, shown in options_set().items() if option not in ("output", "rates")}
     unused = next((shown for option, shown in others.items() if (option in (*sizes, "form")) is not rates), None)
     if unused:
         raise UsageError(f"{unused}: {'not with' if rates else 'goes with'} --rates")
+    if model:
+        for option in ("runs", "kernels", "parts", "seconds"):
+            if option in others:
+                raise UsageError(f"{others[option]}: not with --model, which measures layers alone")
+    elif "tokens" in others:
+        raise UsageError("--tokens goes with --model")
     if rates:
         print_or_write(rates_text(form, output, **sizes), output)
         return
@@ -86,6 +103,9 @@ def command(
                 notify("runs", number, len(runs))
                 observed.append(observed_run(run, known))
             _save(calibrate_from(observed, known), name, path)
+    elif model:
+        refuse_unwritable(str(path))
+        _measure_model(path, name, base, model, tokens)
     else:
         refuse_unwritable(str(path))
         _measure(path, name, base, kernels, parts, seconds)
@@ -136,6 +156,24 @@ def _measure(
         run(Bench(own_device, rank.rank, rank.world_size))
     if rank.rank != 0:
         sys.exit(0)
+
+
+def _measure_model(path: Path, name: str | None, base: str | None, target: str, tokens: list[int]) -> None:
+    """Measure the layers of a model on this process's device, and write them with the figures of the base."""
+    import torch
+
+    from ringprof.prediction.measure_model import measure_model
+
+    refuse_missing_module(target)
+    function = load_function(target)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    known = read_calibration(base) if base else base_for(device_name)
+    if known.device != device_name:
+        raise UsageError(f"--base {base}: of {known.device}, and this device is {device_name}")
+    with show_progress("measuring layers") as notify:
+        figures = measure_model(function, target, device, sorted(set(tokens)), notify=notify)
+    _save(msgspec.structs.replace(known, model=figures), name, path)
 
 
 def _split_names(text: str, known: Collection[str], option: str) -> list[str]:

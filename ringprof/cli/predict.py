@@ -11,7 +11,15 @@ import click
 
 from ringprof.cli.options import Advanced, Command, OneOf, all_of, options_set
 from ringprof.cli.progress import show_progress
-from ringprof.cli.recording import masks, params_of, recurrences, scores_and_heads, workload_of, workload_options
+from ringprof.cli.recording import (
+    masks,
+    params_of,
+    phases,
+    recurrences,
+    scores_and_heads,
+    workload_of,
+    workload_options,
+)
 from ringprof.cli.values import FOR_RECURRENCES, KERNEL_NAMES, STRATEGIES, Known, Number, StrategyName, Tokens
 from ringprof.cli.write import OutputFile, formats, say, text_style, write_text
 from ringprof.common.json_object import Options, json_text
@@ -23,7 +31,8 @@ from ringprof.prediction.predict import predict, prediction_dict
 from ringprof.prediction.prediction_page import document
 from ringprof.prediction.query import Query, find_run
 from ringprof.prediction.score import check_rows, check_text, read_rows, unknown_columns
-from ringprof.prediction.text import prediction_text
+from ringprof.prediction.text import prediction_text, step_text
+from ringprof.prediction.whole_steps import predict_step, step_dict
 from ringprof.report.page.html import render as page
 from ringprof.report.text import shell_words
 from ringprof.run import Workload
@@ -60,9 +69,9 @@ prediction_options = all_of(
 
 def predicted_workload(options: Options) -> Workload:
     """Build the workload from `prediction_options`. Raises `UsageError` without a sequence length."""
-    if options["seq"] is None:
+    if options["seq"] is None and options.get("phase") != "decode":
         raise UsageError("--seq: the sequence length is needed, in tokens")
-    return workload_of(options, options["seq"], backward=not options["forward_only"])
+    return workload_of(options, options["seq"] or 1, backward=not options["forward_only"])
 
 
 def cluster_of(options: Options) -> Cluster:
@@ -76,7 +85,12 @@ def cluster_of(options: Options) -> Cluster:
               )  # fmt: skip
 @recurrences
 @prediction_options
+@phases
 @click.option("-p", "--param", "params", multiple=True, metavar="KEY=VALUE", help="Parameter of the strategy.")
+@click.option("--layer", type=OneOf(["ddp", "fsdp2"]),
+              help="Also predict a step of whole layers, with gradients reduced by DDP or FSDP2; the machine's file"
+              " must have a model (ringprof calibrate --model).")  # fmt: skip
+@click.option("--layers", type=int, help="With --layer: number of layers.  [default: 1]")
 @click.option("--hops", type=OneOf(["auto", "nccl", "copy"]), default="auto", show_default=True,
               help="Intra-node transport: NCCL or CUDA copy engines (auto: copy engines if supported).")  # fmt: skip
 @click.option(
@@ -109,9 +123,14 @@ def command(**options: Any) -> int:
     with show_progress("predicting"):
         from ringprof.prediction.schedules import ScheduleCache  # imports torch, which takes seconds
 
-        prediction = predict(query, machine, ScheduleCache().of)
-    as_json = options["form"] == "json"
-    click.echo(json_text(prediction_dict(prediction)) if as_json else prediction_text(prediction, style), nl=False)
+        cached_schedule_of = ScheduleCache().of
+        step = predict_step(query, machine, cached_schedule_of) if query.workload.layer else None
+        prediction = predict(query, machine, cached_schedule_of) if step is None else step.attention
+    if options["form"] == "json":
+        whole_step = {} if step is None else {"step": step_dict(step)}
+        click.echo(json_text({**prediction_dict(prediction), **whole_step}), nl=False)
+    else:
+        click.echo(prediction_text(prediction, style) if step is None else step_text(step, style), nl=False)
     if options["html"]:
         write_text(options["html"], page(document(prediction)))
     if options["output"]:

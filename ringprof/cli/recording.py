@@ -192,7 +192,8 @@ def layer_of(options: Options) -> JsonObject:
     refuse_below_one({"--layers": values["layers"], "--mlp-size": values["mlp_size"]})
     hidden = options["heads"] * options["head_dim"]
     mlp = values["mlp_size"] or -(-8 * hidden // 3 // 256) * 256
-    layer = LayerAround(parallel=options["layer"], mlp_size=mlp, checkpoint=options["checkpoint"], **_pattern(options))
+    checkpoint = bool(values["checkpoint"])
+    layer = LayerAround(parallel=options["layer"], mlp_size=mlp, checkpoint=checkpoint, **_pattern(options))
     return {"layer": layer, "layers": (values["layers"] or 1) * len(layer.pattern or (1,))}
 
 

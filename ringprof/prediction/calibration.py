@@ -19,6 +19,7 @@ import msgspec
 from ringprof.common.decoding import decode_json, read_small
 from ringprof.errors import InputError, UsageError, nearest
 from ringprof.kernel_rates import KernelRate
+from ringprof.prediction.model_layers import ModelFigures
 from ringprof.run import Size
 
 _SCHEMA = "ringprof.calibration/1"
@@ -103,6 +104,8 @@ class KernelFigures(msgspec.Struct, frozen=True, kw_only=True):
     forward_us: Value | None = None
     """Host time per forward call, in microseconds; None means `Host.forward_us`."""
     backward_us: Value | None = None
+    cache_gb_s: Value | None = None
+    """GB/s at which a call of few queries reads its keys and values, as in decode; None if it is not known."""
 
     def fills(self, phase: str) -> bool:
         """Return whether calls of a phase fill the device."""
@@ -290,6 +293,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """Part of the run-to-run noise that does not shrink with the length of the run, in microseconds."""
     kernel_rates: list[KernelRate] = []
     """Rates of the kernels at square blocks, by the curves of ``kernels``: what reports compare a run with."""
+    model: ModelFigures | None = None
+    """Layers of a model, measured outside attention; None where ``calibrate --model`` did not run."""
     unmeasured: list[str] = []
     """Parts that could not be measured, each with the reason."""
 

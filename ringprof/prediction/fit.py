@@ -18,11 +18,13 @@ import numpy as np
 from ringprof.api import Analysis, load
 from ringprof.errors import InputError, UnsupportedWorkloadError, UsageError
 from ringprof.prediction.calibration import Calibration, KernelFigures, KernelSample, Link, Value
+from ringprof.prediction.machine import cache_bytes, reads_cache
 from ringprof.prediction.network import Links
 from ringprof.prediction.observed_schedule import ObservedRank, observe
 from ringprof.prediction.query import busy_s, cluster_of, uses_legacy_schedule
 from ringprof.record.dryrun.schedule import AttentionOp, MemoryOp, Schedule
 from ringprof.run import Run
+from ringprof.strategies.catalog import PEERS
 
 LARGE_BYTES = 16 << 20
 """Bytes from which a kernel's rate counts; smaller kernels are bound by their launch."""
@@ -46,6 +48,11 @@ def schedule_of_run(run: Run) -> Schedule:
 
     if run.strategy is None or run.workload is None or run.kernel is None:
         raise InputError(f"run {run.name}: it does not name its strategy, kernel and workload")
+    if run.strategy.name in PEERS:
+        raise UnsupportedWorkloadError(
+            f"{run.strategy.name} is another project's code, whose traces do not name ring steps: a run of it cannot"
+            " be taken apart"
+        )
     return schedule(
         run.strategy.name, run.workload, run.topology.world_size, ranks_per_host=run.topology.ranks_per_host,
         kernel=run.kernel, hops=run.strategy.hops, params=run.strategy.params,
@@ -100,6 +107,7 @@ def _kernels(runs: Sequence[Observed], base: Calibration, contention: float) -> 
         assert name is not None
         observed_runs = [observed for observed in runs if observed.run.kernel == name]
         samples = [sample for observed in observed_runs for sample in _samples(observed, contention)]
+        rates = [rate for observed in observed_runs for rate in _cache_rates(observed)]
         current = by_name.get(name) or KernelFigures(
             name=name, fills_device=False, tail=Value(0.0, 0.5, "assumed", "a kernel of many short blocks"),
             lead=Value(0.0, 0.5, "assumed", "not seen"), samples=[],
@@ -117,7 +125,10 @@ def _kernels(runs: Sequence[Observed], base: Calibration, contention: float) -> 
         ]  # fmt: skip
         by_name[name] = msgspec.structs.replace(
             current,
-            samples=samples,
+            # Runs of inference have no backward pass, and those of decode no blocks of many queries.
+            samples=samples
+            + [sample for sample in current.samples if sample.phase not in {measured.phase for measured in samples}],
+            cache_gb_s=_median_value(rates, observed_runs) or current.cache_gb_s,
             tail=_median_value(tails, observed_runs) or current.tail,
             lead=_median_value(leads, observed_runs) or current.lead,
         )
@@ -128,6 +139,8 @@ def _samples(observed: Observed, contention: float) -> list[KernelSample]:
     """Return one sample per shape of a run: the median over ranks and steps of the block's time without contention."""
     times_by_shape: dict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)
     for rank, op, duration_ns, contended in _observed_blocks(observed):
+        if reads_cache(op):
+            continue
         shape = (op.phase, op.batch, op.q, op.kv, op.heads, op.kv_heads, op.head_dim, op.causal)
         times_by_shape[shape].append((duration_ns - contention * contended, rank.utilisation))
     names = ("phase", "batch", "q", "kv", "heads", "kv_heads", "head_dim", "causal")
@@ -141,6 +154,11 @@ def _samples(observed: Observed, contention: float) -> list[KernelSample]:
         )
         for shape, times in times_by_shape.items()
     ]  # fmt: skip
+
+
+def _cache_rates(observed: Observed) -> list[float]:
+    """Return the GB/s at which the calls of few queries read their keys and values."""
+    return [cache_bytes(op) / duration_ns for _, op, duration_ns, _ in _observed_blocks(observed) if reads_cache(op)]
 
 
 def _observed_blocks(observed: Observed) -> Iterator[tuple[ObservedRank, AttentionOp, int, float]]:

@@ -3,12 +3,13 @@ uncertainties."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections import defaultdict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ringprof.prediction.calibration import Calibration, KernelFigures, KernelSample
+from ringprof.prediction.calibration import Calibration, KernelFigures, KernelSample, Value
 from ringprof.prediction.host_model import host_ns
 from ringprof.prediction.kernel_model import Curve, Estimate, OutsideCalibration
 from ringprof.prediction.network import Links
@@ -16,6 +17,15 @@ from ringprof.prediction.recurrence_curves import RecurrenceCurves
 from ringprof.prediction.simulator import BlockTime
 from ringprof.record.dryrun.schedule import AttentionOp, ComputeOp, MemoryOp, Program
 
+CACHE_ROWS = 64
+"""Number of query rows below which reading keys and values bounds a call: a kernel computes a tile of as many rows in
+less time."""
+_MASKED_SOURCE = "32 forward and 31 backward calls of documents and windows: flash-attn on H200, flash-attn 3 on H100"
+MASKED_OVER_PLAIN = {
+    "forward": Value(1.24, 0.15, "assumed", _MASKED_SOURCE), "backward": Value(1.05, 0.15, "assumed", _MASKED_SOURCE)
+}  # fmt: skip
+"""Time of a call of documents or of a window, divided by that of a plain call with as many keys per query by the same
+kernel; for kernels of which no such call was measured."""
 JITTER = 0.01
 """Relative standard deviation of a block's time from one call to the next."""
 
@@ -36,9 +46,34 @@ class Curves:
             block.pairs, block.sequences,
         )  # fmt: skip
         if key not in self._estimates:
-            curve = self._curve(block.phase, block.head_dim, masked=block.pairs is not None)
-            self._estimates[key] = curve.estimate(block)
+            if reads_cache(block):
+                self._estimates[key] = self._cache_estimate(block)
+            elif block.pairs is not None and not self.has_masked(block.phase):
+                plain = self._curve(block.phase, block.head_dim, masked=False).estimate(block)
+                ratio = MASKED_OVER_PLAIN[block.phase]
+                self._estimates[key] = replace(
+                    plain, ns=plain.ns * ratio.value, spread=math.hypot(plain.spread, ratio.spread)
+                )
+            else:
+                curve = self._curve(block.phase, block.head_dim, masked=block.pairs is not None)
+                self._estimates[key] = curve.estimate(block)
         return self._estimates[key]
+
+    def has_masked(self, phase: str) -> bool:
+        """Return whether calls of documents and windows were measured."""
+        return any(sample.phase == phase and sample.pairs is not None for sample in self.kernel.samples)
+
+    def _cache_estimate(self, block: AttentionOp) -> Estimate:
+        """Estimate a call that is bound by reading its keys and values. Raises `OutsideCalibration` without a rate."""
+        rate = self.kernel.cache_gb_s
+        if rate is None:
+            raise OutsideCalibration(
+                f"machine {self._calibration.name!r} has no rate at which kernel {self.kernel.name!r} reads a cache of"
+                " keys: decode cannot be predicted with it"
+            )
+        call = self._calibration.memory_op_us
+        ns, call_ns = cache_bytes(block) / rate.value, 1e3 * call.value
+        return Estimate(ns + call_ns, math.hypot(ns * rate.spread, call_ns * call.spread) / (ns + call_ns))
 
     def _curve(self, phase: str, head_dim: int, *, masked: bool) -> Curve:
         """Return the curve of a phase and head size; fit it on first use."""
@@ -58,6 +93,16 @@ class Curves:
         """Return how much faster than on a hot device a sample ran."""
         slowdown = self._calibration.slowdown
         return slowdown(self.kernel, 1.0, None) / slowdown(self.kernel, sample.utilisation, sample.busy_s)
+
+
+def cache_bytes(block: AttentionOp) -> int:
+    """Return the bytes of a call's keys and values, in a type of two bytes."""
+    return 4 * block.batch * block.kv * block.kv_heads * block.head_dim
+
+
+def reads_cache(block: AttentionOp) -> bool:
+    """Return whether a call has so few queries that reading its keys and values bounds it."""
+    return block.phase == "forward" and block.pairs is None and block.q < CACHE_ROWS
 
 
 AnyCurves = Curves | RecurrenceCurves
@@ -131,7 +176,8 @@ class CalibratedMachine:
         if rank not in self._cool_factors:
             slowdown, utilisation = self._calibration.slowdown, self._utilisation.get(rank, 1.0)
             self._cool_factors[rank] = slowdown(kernel, utilisation, self._busy_s) / slowdown(kernel, 1.0, None)
-        cool_factor = self._cool_factors[rank]
+        # The memory's clock is not throttled.
+        cool_factor = 1.0 if isinstance(block, AttentionOp) and reads_cache(block) else self._cool_factors[rank]
         random_factor = self._jitter[rank, op_index] * self._device_factors[rank] if self._draw.seed else 1.0
         total_ns = estimate(self._curves, block).ns * cool_factor * random_factor
         lead_ns = kernel.lead.value * total_ns if block.phase == "backward" else 0.0

@@ -19,12 +19,22 @@ from ringprof.prediction.calibration import Calibration, KernelFigures, KernelSa
 from ringprof.prediction.host_model import host_ns, times_us
 from ringprof.prediction.kernel_model import OutsideCalibration
 from ringprof.prediction.lognormal import NO_TIME, Lognormal, MaxLognormal
-from ringprof.prediction.machine import LIKELIEST, AnyCurves, CalibratedMachine, Draw, curves_of, estimate
+from ringprof.prediction.machine import (
+    LIKELIEST,
+    MASKED_OVER_PLAIN,
+    AnyCurves,
+    CalibratedMachine,
+    Draw,
+    curves_of,
+    estimate,
+)
 from ringprof.prediction.network import GPUS_PER_SWITCH, Cluster, Links
+from ringprof.prediction.peers import stand_in
 from ringprof.prediction.query import Query
 from ringprof.prediction.recurrence_curves import recurrence_curves_of
 from ringprof.prediction.simulator import Timeline, simulate
 from ringprof.record.dryrun.schedule import (
+    AttentionOp,
     CommStart,
     CommWait,
     ComputeOp,
@@ -167,7 +177,7 @@ def predict(
     Raises `UnsupportedWorkloadError` if the strategy cannot run this way, `OutsideCalibration` if the machine's file
     does not cover it.
     """
-    cluster = query.cluster
+    query, cluster = stand_in(query), query.cluster
     refuse_unsupported(query, machine)
     query = replace(query, kernel=query.kernel_on(machine), hops=query.hops_on(machine))
     curves = _curves(query, machine)
@@ -453,7 +463,7 @@ class PredictionWarning(NamedTuple):
     """Reason to distrust a prediction, or not to run it."""
 
     code: str
-    """``does_not_fit`` or ``larger_node``."""
+    """``does_not_fit``, ``larger_node`` or ``stand_in``."""
     message: str
 
 
@@ -463,7 +473,11 @@ def warnings_of(prediction: PredictionResult) -> list[PredictionWarning]:
     if not prediction.fits:
         message = f"this does not fit: a GPU has {binary_size(machine.memory_bytes)}"
         warnings.append(PredictionWarning("does_not_fit", message))
-    gpus = prediction.query.cluster.gpus_per_host
+    query = prediction.query
+    if query.stands_for is not None:
+        message = f"{query.stands_for} is predicted as ringprof's {query.strategy}: its own code cannot be dry-run"
+        warnings.append(PredictionWarning("stand_in", message))
+    gpus = query.cluster.gpus_per_host
     if gpus > GPUS_PER_SWITCH:
         message = (
             f"nodes of {gpus} GPUs are predicted with the rates of nodes of {GPUS_PER_SWITCH}, which machine"
@@ -480,7 +494,10 @@ def inputs(prediction: PredictionResult) -> dict[str, Value]:
     """Return the figures that a prediction rests on, with their origins."""
     machine, query = prediction.machine, prediction.query
     values = {"memory_gb_s": machine.memory_gb_s, "contention": machine.contention, "heat": machine.throttling}
-    for phase in ("forward", "backward") if query.workload.backward else ("forward",):
+    if query.workload.phase == "decode" and machine.kernel(query.kernel).cache_gb_s is not None:
+        values["cache_gb_s"] = machine.kernel(query.kernel).cache_gb_s
+    phases = ("forward", "backward") if query.workload.backward else ("forward",)
+    for phase in phases if "cache_gb_s" not in values else ():
         samples = _samples(prediction, phase)
         spread = math.sqrt(prediction.variance_by_input.get(f"{phase} kernel", 0.0))
         origins: tuple[Origin, ...] = ("assumed", "published", "measured")
@@ -489,6 +506,12 @@ def inputs(prediction: PredictionResult) -> dict[str, Value]:
         source = sources[0] if len(sources) == 1 else f"{len(sources)} sources, the first: {sources[0]}"
         counted = "curves" if query.workload.recurrent else "samples"
         values[f"{phase}_kernel_{counted}"] = Value(len(samples), spread, origin, source)
+    masked_phases = {
+        op.phase for op in prediction.schedule.programs[0].ops if isinstance(op, AttentionOp) and op.pairs is not None
+    }
+    for phase, ratio in MASKED_OVER_PLAIN.items():
+        if phase in masked_phases and not curves_of(machine, query.kernel).has_masked(phase):
+            values[f"{phase}_masked_over_plain"] = ratio
     if query.cluster.size > 1:
         values["hop_gb_s"] = machine.same_host.hop_gb_s
         if query.hops == "copy" and machine.same_host.copy_gb_s is not None:

@@ -11,6 +11,7 @@ from ringprof.errors import InputError, UnsupportedWorkloadError, UsageError
 from ringprof.prediction.calibration import Calibration
 from ringprof.prediction.network import Cluster
 from ringprof.run import Run, Workload, read_run
+from ringprof.strategies.catalog import PEERS
 from ringprof.trace.inputs import detect
 
 
@@ -74,6 +75,8 @@ class Query:
     of half tensors and the block counts of variable-length calls run between the two."""
     busy_s: float | None = None
     """Seconds for which the devices have computed when the time is taken; None means a long time, as in training."""
+    stands_for: str | None = None
+    """Name of another project's strategy that this query stands for (`ringprof.prediction.peers`)."""
 
     @classmethod
     def of_run(cls, run: Run) -> Query:
@@ -88,9 +91,12 @@ class Query:
                 f"run {run.name}: recorded on CPU processes, whose speed cannot be predicted"
             )
         used = run.strategy
+        peer = used.name in PEERS
+        # Earlier recordings of torch-cp name a type of gradients, which is no parameter.
+        params = {name: value for name, value in used.params.items() if not (peer and name == "grad_wire")}
         return cls(
-            used.name, run.workload, cluster_of(run), run.kernel, used.hops, used.params, uses_legacy_schedule(run),
-            busy_s=busy_s(run),
+            used.name, run.workload, cluster_of(run), run.kernel, "nccl" if peer else used.hops, params,
+            uses_legacy_schedule(run), busy_s=busy_s(run),
         )  # fmt: skip
 
     def hops_on(self, machine: Calibration) -> str:
@@ -113,12 +119,26 @@ class Query:
             return "fla"
         if self.kernel != "auto":
             return self.kernel
-        from ringprof.strategies.kernels.registry import auto_order
+        from ringprof.strategies.kernels.registry import KERNELS, auto_order
 
         mask = self.workload.mask()
+        if self.workload.phase == "decode":
+            from ringprof.strategies.algorithms.dcp import SPLITTING
+
+            rated = [kernel.name for kernel in machine.kernels if kernel.cache_gb_s is not None]
+            if not rated:
+                raise UnsupportedWorkloadError(
+                    f"machine {machine.name!r} has no rate at which a kernel reads a cache of keys: decode cannot be"
+                    " predicted on it"
+                )
+            return next((name for name in SPLITTING if name in rated), rated[0])
         calibrated = [
             (kernel.name, sample.head_dim) for kernel in machine.kernels
             for sample in kernel.samples if sample.pairs is not None or mask.plain
+        ] or [
+            # Those that compute several lengths in one call, from their plain curves.
+            (kernel.name, sample.head_dim) for kernel in machine.kernels
+            if kernel.name in KERNELS and KERNELS[kernel.name].varlen for sample in kernel.samples
         ]  # fmt: skip
         same_head_dim = [name for name, head_dim in calibrated if head_dim == self.workload.head_dim]
         if not calibrated and not mask.plain:

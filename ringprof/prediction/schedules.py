@@ -62,10 +62,8 @@ def schedule(
     if size % per_host:
         raise UnsupportedWorkloadError(f"{per_host} ranks a host do not divide {size} ranks")
     strategy_class = load_strategy(strategy)
-    if strategy_class.phase != "training":
-        raise UnsupportedWorkloadError(
-            f"strategy {strategy!r} is for {strategy_class.phase}; only training's attention can be predicted"
-        )
+    if strategy_class.phase != workload.phase:
+        raise UnsupportedWorkloadError(f"strategy {strategy!r} is for {strategy_class.phase}, not {workload.phase}")
     placed_params = strategy_class.with_placement(
         size, per_host, **typed_params(strategy_class, strategy, params or {})
     )
@@ -126,10 +124,8 @@ def recurrent_strategy(name: str) -> type[RecurrentStrategy]:
 
 def _refuse_unsupported(workload: Workload) -> None:
     """Refuse workloads that cannot be predicted. Raises `UnsupportedWorkloadError`."""
-    if workload.kv_length is not None or workload.layer is not None or workload.sequences is not None:
-        raise UnsupportedWorkloadError(
-            "only training's attention can be predicted: no prefill, decode, whole layers and changing sizes"
-        )
+    if workload.layer is not None or workload.sequences is not None:
+        raise UnsupportedWorkloadError("whole layers of a recording and changing sizes cannot be predicted")
     if workload.softcap:
         raise UnsupportedWorkloadError("a softcap cannot be predicted: no kernel is calibrated with one")
 
@@ -159,9 +155,11 @@ def stand_in_workload(query: Query, cluster: Cluster) -> tuple[Workload, Params]
     _refuse_unsupported(workload)
     if size > MOST_RANKS:
         raise UnsupportedWorkloadError(f"{size} ranks cannot be predicted: at most {MOST_RANKS}")
-    if workload.seq < size:
+    if workload.seq < size and workload.phase != "decode":
         raise UnsupportedWorkloadError(f"{workload.seq} tokens on {size} ranks are less than one each")
     if cluster.size != size:
+        if workload.kv_length is not None:
+            raise UnsupportedWorkloadError(f"fewer ranks cannot stand for {workload.phase} on {size}")
         if workload.documents is not None:
             raise UnsupportedWorkloadError(
                 f"packed documents on {size} ranks cannot be predicted: on {MOST_PACKED} at most"

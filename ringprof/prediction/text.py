@@ -8,10 +8,12 @@ from ringprof.common.formatting import percent
 from ringprof.prediction.calibration import Calibration, Value, named_values
 from ringprof.prediction.network import Cluster, Links
 from ringprof.prediction.predict import PredictionResult, inputs, warnings_of
+from ringprof.prediction.whole_steps import StepPrediction
 from ringprof.record.dryrun.schedule import CommStart
 from ringprof.report.tables import Column, Table
 from ringprof.report.text import LONGEST_SENTENCE, TextStyle, binary_size, clean, duration, rate
 from ringprof.run import Workload
+from ringprof.strategies.catalog import PEERS
 from ringprof.workload.devices import peak_of
 
 PART_LABELS = {
@@ -19,6 +21,10 @@ PART_LABELS = {
     "peers": "waiting for peers", "host": "launching",
 }  # fmt: skip
 _RECURRENCE_LABELS = PART_LABELS | {"kernel": "recurrence", "memory": "other kernels"}
+_STEP_LABELS = {
+    "attention": "attention, by the simulation below", "layers": "layers outside attention", "optimizer": "optimizer",
+    "once": "embeddings, head and loss", "traffic": "exposed parameters and gradients",
+}  # fmt: skip
 _NOTABLE = 0.02
 """Fraction of the time from which a transfer gets a remark."""
 
@@ -89,6 +95,21 @@ def prediction_text(prediction: PredictionResult, style: TextStyle) -> str:
     return style.finish("\n\n".join(sections))
 
 
+def step_text(step: StepPrediction, style: TextStyle) -> str:
+    """Return the text of a whole step's prediction, followed by that of one layer's attention."""
+    low_ns, median_ns, high_ns = step.interval_ns
+    layers = f"{step.layers} layers" if step.layers > 1 else "one layer"
+    rows = [[_STEP_LABELS[part], f"{ns / 1e6:,.3f}", percent(ns / median_ns)] for part, ns in step.parts_ns.items()]
+    head = (
+        f"PREDICTED STEP: {layers} of {clean(step.figures.target)} with {step.parallel.upper()}:"
+        f" {duration(median_ns)}; in four of five cases {duration(low_ns)} to {duration(high_ns)}"
+    )
+    table = Table("", [Column("", left=True), Column("ms"), Column("share")], rows).text(style)
+    note = "The memory below is that of one layer's attention: a step holds more."
+    attention = prediction_text(step.attention, style)
+    return style.finish("\n\n".join([style.fit(head), table, style.fit(note), attention.rstrip("\n")]))
+
+
 def _table(prediction: PredictionResult) -> Table:
     """Return the slowest rank's time by phase and part."""
     spans, labels = prediction.breakdown, part_labels(prediction.query.workload)
@@ -105,11 +126,12 @@ def remarks(prediction: PredictionResult) -> list[str]:
     """Return notes on the prediction: the host as the bound, exposed hops with a remedy, too little memory."""
     spans, lines = prediction.breakdown, []
     time_ns = prediction.median_ns
+    peer = prediction.query.stands_for is not None or prediction.query.strategy in PEERS
     if prediction.host_bound:
         lines.append("the host is the bound: it needs longer to launch than the devices to compute")
     if spans.total("other_host") > _NOTABLE * time_ns:
         lines.append(_channels_line(prediction))
-    if spans.total("same_host") > _NOTABLE * time_ns and prediction.query.hops == "nccl":
+    if spans.total("same_host") > _NOTABLE * time_ns and prediction.query.hops == "nccl" and not peer:
         lines.append("hops inside a node are exposed: --hops copy keeps NCCL's kernels off the multiprocessors")
     lines += [clean(warning.message, LONGEST_SENTENCE) for warning in warnings_of(prediction)]
     return [*lines, ""] if lines else []

@@ -149,7 +149,7 @@ def roundings(name: str, strategy: Any, *, sinks: bool = False) -> int:
     if isinstance(strategy, Cached):
         return strategy.out_roundings + int(sinks)
     # A strategy that mixes types, or does not state them, may round gradients at every hop.
-    rounds_gradients = strategy.parameters.get("grad_wire", "input") not in ("exact", "fp32")
+    rounds_gradients = strategy.parameters.get("grad_wire", strategy.GRAD_WIRE) not in ("exact", "fp32")
     return strategy.comm.size if rounds_gradients and name not in ("out", "dsinks") and strategy.comm.size > 1 else 0
 
 

@@ -17,6 +17,9 @@ from ..base import AttentionCall, Context, Rows, Strategy
 from ..kernels.kernel import Gradients, Kernel
 from ..kernels.merge import lift_tiny_rows, output_with_delta
 from ..masks.layouts import LAYOUTS
+from ..transport.collectives import Collective
+from ..transport.message import Message
+from ..transport.ring_channel import HopRing
 
 Rotate = Literal["allgather", "alltoall"]
 _SEQ_DIM = 2
@@ -27,6 +30,7 @@ class TorchContextParallel(Strategy):
 
     layout = LAYOUTS["zigzag"]
     sends_smaller_v = False
+    GRAD_WIRE = "fp32"
     KERNELS = ("cudnn", "torch-flash", "torch-efficient", "cpu-flash", "reference")
     PARAMETERS: ClassVar[dict[str, str]] = {
         "rotate": "how keys and values are sent: torch's default, allgather, or alltoall",
@@ -35,7 +39,12 @@ class TorchContextParallel(Strategy):
 
     def __init__(self, context: Context, *, rotate: Rotate = "allgather", deterministic: bool = False) -> None:
         super().__init__(context, deterministic=deterministic)
-        self.parameters |= {"rotate": rotate, "grad_wire": "fp32"}
+        self.parameters["rotate"] = rotate
+        self._channels: Any = None
+        if self.comm.group is None:
+            # A dry run: torch's loop sends over ringprof's channels.
+            ring = self.comm.ring("kv")
+            self._channels = ring, self.comm.ring("dkv", shares=ring), self.comm.collective("kv")
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         op = _Operator(call.kernel, call.scale)
@@ -65,15 +74,65 @@ class TorchContextParallel(Strategy):
         """Provide torch's module with its options set for this strategy; they are process-wide, and restored later."""
         from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
+        module: Any = ring
         options, rotations = ring._cp_options, ring._RotateMethod
-        saved = options.enable_load_balance, options.rotate_method
+        saved = options.enable_load_balance, options.rotate_method, module.dist, ring._create_rotater
         options.enable_load_balance = causal
         by_gather = self.parameters["rotate"] == "allgather"
         options.rotate_method = rotations.ALL_GATHER if by_gather else rotations.ALL_TO_ALL
+        if self._channels is not None:
+            kv_ring, dkv_ring, gathering = self._channels
+            module.dist = _NoProcessGroup(self.comm.rank, self.comm.size)
+            # Only gradients are rotated by a method that the caller names.
+            module._create_rotater = lambda group, dim, method=None: (
+                _Rotater(dkv_ring) if method else _Rotater(kv_ring, gathering if by_gather else None)
+            )
         try:
             yield ring
         finally:
-            options.enable_load_balance, options.rotate_method = saved
+            options.enable_load_balance, options.rotate_method, module.dist, module._create_rotater = saved
+
+
+class _NoProcessGroup:
+    """Answers to what torch's loop asks of torch.distributed, for one rank of a dry run, whose group is None."""
+
+    ProcessGroup = type(None)
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def get_rank(self, group: None) -> int:
+        return self._rank
+
+    def get_world_size(self, group: None) -> int:
+        return self._size
+
+
+class _Rotater:
+    """Rotation of one buffer per step over a ring, or by one all-gather, in a dry run; has the methods of torch's."""
+
+    def __init__(self, ring: HopRing, gathering: Collective | None = None) -> None:
+        self._ring, self._gathering = ring, gathering
+        self._hop: Any = None
+        self._gathered: Any = None
+        self._step = 0
+
+    def exchange_buffers(self, curr_buffer: Tensor) -> None:
+        self._step += 1
+        if self._gathering is None:
+            self._hop = self._ring.post(Message([curr_buffer.contiguous()]))
+        elif self._hop is None:
+            self._hop = self._gathering.all_gather(curr_buffer.contiguous())
+
+    def next_buffer(self) -> Tensor:
+        if self._gathering is None:
+            (received,) = self._hop.wait().tensors
+        else:
+            if self._gathered is None:
+                (self._gathered,) = self._hop.wait()
+            received = self._gathered[self._ring.rank - self._step]
+        arrived: Tensor = received
+        return arrived
 
 
 class _Operator:

@@ -295,7 +295,7 @@ def test_network_options_apply_beside_like(capsys: pytest.CaptureFixture[str]) -
 def test_calibrate_error_names_the_unsuitable_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layer = str(TRACES / "h200x2-zigzag-65536-layer")
     code, _, err = run(capsys, "calibrate", ZIGZAG, layer, "-o", str(tmp_path / "machine.json"))
-    assert code == 2 and err.startswith(f"ringprof: {layer}: only training's attention can be predicted")
+    assert code == 2 and err.startswith(f"ringprof: {layer}: whole layers of a recording")
 
 
 def test_hosts_with_unequal_rank_counts_are_refused() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ringprof.prediction.schedules import schedule
 from ringprof.run import read_run
 from tests.record.command import run
 
@@ -19,4 +20,8 @@ def test_torchs_ring_is_verified_timed_and_profiled(tmp_path: Path) -> None:
     assert recorded.verification is not None and recorded.verification.passed
     assert recorded.strategy is not None and recorded.strategy.params["rotate"] == "alltoall"
     assert recorded.timings is not None and [len(times) for times in recorded.timings.iterations_ns] == [2, 2]
+    assert recorded.workload is not None and recorded.work is not None
+    dry_run = schedule("torch-cp", recorded.workload, 2, kernel="cpu-flash", params=recorded.strategy.params)
+    for work, program in zip(recorded.work, dry_run.programs, strict=True):
+        assert (work.block_flops, work.block_calls) == (program.work.block_flops, program.work.block_calls)
     assert all((tmp_path / "traces" / trace.path).exists() for trace in recorded.traces)

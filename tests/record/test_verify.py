@@ -109,5 +109,5 @@ def test_unsupported_workload_has_no_verification_size() -> None:
 def test_only_gradients_sent_in_the_input_dtype_are_rounded(
     parameters: dict[str, str], name: str, size: int, count: int
 ) -> None:
-    strategy: Any = SimpleNamespace(parameters=parameters, comm=SimpleNamespace(size=size))
+    strategy: Any = SimpleNamespace(GRAD_WIRE="input", parameters=parameters, comm=SimpleNamespace(size=size))
     assert roundings(name, strategy) == count

@@ -173,6 +173,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = meta_result(func, info, args, kwargs)
         if isinstance(result, Tensor) and not is_meta(result):
             # A CPU tensor, such as the rows that a rank holds.
+            self._calls += 1
             return result
         self._calls += 1
         new_tensors = self.track(result) if not info.is_view else []

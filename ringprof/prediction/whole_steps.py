@@ -1,0 +1,166 @@
+"""Predict a whole training step: attention by the simulator, everything else by measured steps of one and two layers.
+
+Both passes of a layer take the measured time outside attention over the rank's tokens, plus the predicted attention.
+FSDP2 gathers a layer's parameters in both passes and reduce-scatters its gradients; DDP reduces them in the backward
+pass. This traffic overlaps with the computation of neighbouring layers, whose kernels it slows down; a step waits for
+what is longer, for the first gather and for the last reduction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import msgspec
+
+from ringprof.common.json_object import JsonObject
+from ringprof.errors import UnsupportedWorkloadError
+from ringprof.prediction.calibration import Calibration
+from ringprof.prediction.lognormal import Lognormal
+from ringprof.prediction.model_layers import ModelFigures
+from ringprof.prediction.network import Links
+from ringprof.prediction.predict import PredictionResult, ScheduleOf, predict
+from ringprof.prediction.query import Query
+from ringprof.record.dryrun.schedule import CommStart
+
+LAYER_SPREAD, TRAFFIC_SPREAD = 0.03, 0.3
+"""Assumed relative standard deviations of a layer's time on another device and in a deeper model, and of exposed
+traffic of parameters."""
+_NORMAL_80 = 1.2816
+"""Standard deviations from the median to the ends of the middle 80 %."""
+
+
+@dataclass(frozen=True)
+class StepPrediction:
+    """Predicted time of one training step of a whole model."""
+
+    attention: PredictionResult
+    """Prediction of the attention of one layer."""
+    figures: ModelFigures
+    layers: int
+    parallel: str
+    """``ddp`` or ``fsdp2``."""
+    parts_ns: Mapping[str, float]
+    """Nanoseconds by part: ``attention``, ``layers``, ``optimizer``, ``once`` (embeddings, head and loss), ``traffic``
+    (exposed)."""
+    time: Lognormal
+
+    @cached_property
+    def interval_ns(self) -> tuple[float, float, float]:
+        """Nanoseconds per step as 10th, 50th and 90th percentile."""
+        low, middle, high = map(self.time.quantile_ns, (0.1, 0.5, 0.9))
+        return low, middle, high
+
+
+def predict_step(query: Query, machine: Calibration, schedule_of: ScheduleOf, *, draws: int = 15) -> StepPrediction:
+    """Predict a step of a query whose workload has whole layers.
+
+    Raises like `ringprof.prediction.predict.predict`, and `UnsupportedWorkloadError` for a machine whose file has no
+    model, or a model with other heads, and for other numbers of tokens per rank than were measured.
+    """
+    workload, layer = query.workload, query.workload.layer
+    assert layer is not None
+    figures = model_of(machine, query)
+    alone = msgspec.structs.replace(workload, layer=None, layers=1)
+    attention = predict(replace(query, workload=alone), machine, schedule_of, draws=draws)
+    tokens = workload.batch * workload.seq // query.cluster.size
+    parts, variances = {"attention": 0.0, "layers": 0.0, "optimizer": 0.0, "once": 0.0, "traffic": 0.0}, 0.0
+    calls = figures.attention_calls
+    traffic = _Traffic(figures, machine, query, layer.parallel)
+    total_ns = {phase: sum(getattr(attention.breakdown, phase).values()) for phase in ("forward", "backward")}
+    per_pass = {phase: attention.median_ns * ns / sum(total_ns.values()) for phase, ns in total_ns.items()}
+    # A layer that is computed again has a second forward call, in the backward pass.
+    attention_ns = {
+        "forward": per_pass["forward"],
+        "backward": (calls["forward"] - 1) * per_pass["forward"] + calls["backward"] * per_pass["backward"],
+    }
+    for phase in ("forward", "backward") if workload.backward else ("forward",):
+        layer_ns, once_ns, spread = figures.times_ns(phase, tokens)
+        slowed, exposed = traffic.beside(phase, layer_ns + attention_ns[phase], workload.layers)
+        parts["attention"] += workload.layers * attention_ns[phase]
+        parts["layers"] += workload.layers * (layer_ns + slowed)
+        parts["once"] += once_ns
+        parts["traffic"] += exposed
+        variances += (workload.layers * layer_ns * spread) ** 2
+    if workload.backward:
+        layer_ns, once_ns, spread = figures.times_ns("optimizer", tokens)
+        share = traffic.sharded
+        parts["optimizer"] = share * (workload.layers * layer_ns + once_ns)
+        variances += (share * workload.layers * layer_ns * spread) ** 2
+    median_ns = sum(parts.values())
+    low, _, high = attention.interval_ns
+    variances += (parts["attention"] * math.log(high / low) / (2 * _NORMAL_80)) ** 2
+    variances += ((parts["layers"] + parts["optimizer"] + parts["once"]) * LAYER_SPREAD) ** 2
+    variances += (parts["traffic"] * TRAFFIC_SPREAD) ** 2
+    return StepPrediction(
+        attention, figures, workload.layers, layer.parallel, parts, Lognormal(median_ns, variances**0.5 / median_ns)
+    )
+
+
+def model_of(machine: Calibration, query: Query) -> ModelFigures:
+    """Return the measured model of a machine's file that fits a query. Raises `UnsupportedWorkloadError`."""
+    workload, figures = query.workload, machine.model
+    if figures is None:
+        raise UnsupportedWorkloadError(
+            f"machine {machine.name!r} has no measured layers: ringprof calibrate --model MODULE:FUNCTION on one GPU"
+        )
+    if figures.device != machine.device:
+        raise UnsupportedWorkloadError(
+            f"the layers of {figures.target} were measured on {figures.device}, machine {machine.name!r} is"
+            f" {machine.device}"
+        )
+    if (workload.heads, workload.kv_heads, workload.head_dim) != (figures.heads, figures.kv_heads, figures.head_dim):
+        raise UnsupportedWorkloadError(
+            f"{workload.heads_in_words()}: the attention of {figures.target} has {figures.heads} heads,"
+            f" {figures.kv_heads} kv heads, head_dim {figures.head_dim}"
+        )
+    return figures
+
+
+class _Traffic:
+    """Traffic of parameters and gradients of one step, by the closed formulas of ring collectives."""
+
+    def __init__(self, figures: ModelFigures, machine: Calibration, query: Query, parallel: str) -> None:
+        self._links, self._parallel, self._cluster = Links(machine, query.cluster), parallel, query.cluster
+        self._layer_bytes, self._rest_bytes = figures.layer_bytes, figures.rest_bytes
+        size = query.cluster.size
+        self.sharded = 1 / size if parallel == "fsdp2" else 1.0
+        """Part of the optimizer's work that a rank has."""
+
+    def beside(self, phase: str, layer_ns: float, layers: int) -> tuple[float, float]:
+        """Return by how much a layer's computation of ``layer_ns`` is slowed down, and the exposed time of all layers,
+        both in nanoseconds."""
+        operations = {("fsdp2", "forward"): ["all_gather"], ("fsdp2", "backward"): ["all_gather", "reduce_scatter"]}
+        # An all-reduce is a reduce-scatter and an all-gather.
+        default = ["reduce_scatter", "all_gather"] if phase == "backward" else []
+        chosen = operations.get((self._parallel, phase), default)
+        if self._cluster.size == 1 or not chosen:
+            return 0.0, 0.0
+        per_layer = [self._collective(operation, self._layer_bytes) for operation in chosen]
+        rest_ns = sum(self._collective(operation, self._rest_bytes)[0] for operation in chosen)
+        traffic_ns = sum(ns for ns, _ in per_layer)
+        slowed_ns = sum(min(ns, layer_ns) * share for ns, share in per_layer)
+        # Forward, the first gather has nothing to overlap with; backward, the last reduction.
+        edge_ns = per_layer[-1][0]
+        return slowed_ns, layers * max(0.0, traffic_ns - layer_ns - slowed_ns) + edge_ns + rest_ns
+
+    def _collective(self, operation: str, whole_bytes: int) -> tuple[float, float]:
+        """Return a collective's nanoseconds, and the share of a kernel's rate that it takes."""
+        size = self._cluster.size
+        started = CommStart(
+            id=0, channel="parameters", phase="", operation=operation, members=tuple(range(size)),
+            communicator="parameters", messages=(max(1, whole_bytes // size),),
+        )  # fmt: skip
+        return self._links.collective_ns(started), self._links.device_share(started)
+
+
+def step_dict(step: StepPrediction) -> JsonObject:
+    """Return what a prediction's JSON has of a whole step."""
+    low, middle, high = step.interval_ns
+    return {
+        "model": step.figures.target, "layers": step.layers, "parallel": step.parallel,
+        "step_ms": {"p10": round(low / 1e6, 4), "p50": round(middle / 1e6, 4), "p90": round(high / 1e6, 4)},
+        "parts_ms": {part: round(ns / 1e6, 4) for part, ns in step.parts_ns.items()},
+    }  # fmt: skip

@@ -1,0 +1,305 @@
+"""Steps of whole layers: what is measured of a model with a known clock, and what is predicted from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("torch", reason="a model is measured")
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from ringprof import cli
+from ringprof.errors import UnsupportedWorkloadError, UsageError
+from ringprof.prediction import measure_model as measuring
+from ringprof.prediction.calibration import Calibration, calibration_json, read_calibration
+from ringprof.prediction.measure_model import measure_model
+from ringprof.prediction.model_layers import ModelFigures, ModelStep, Phase
+from ringprof.prediction.network import Cluster
+from ringprof.prediction.predict import predict
+from ringprof.prediction.query import Query
+from ringprof.prediction.schedules import schedule_of
+from ringprof.prediction.whole_steps import StepPrediction, predict_step
+from ringprof.run import LayerAround, Workload
+from tests.paths import ROOT
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 16, 4, 2, 4
+EMBEDDING_NS, FORWARD_NS, BACKWARD_NS, OPTIMIZER_NS = 5, 7, 11, 1000
+"""Nanoseconds per token of the embedding and of a layer's passes, and of the optimizer per layer."""
+
+
+class Clock:
+    """Time that passes only when a model says so."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def perf_counter_ns(self) -> int:
+        return self.now
+
+
+class Takes(torch.autograd.Function):
+    """Identity that takes ``forward`` and ``backward`` nanoseconds."""
+
+    @staticmethod
+    def forward(ctx: Any, clock: Clock, forward: int, backward: int, x: Tensor) -> Tensor:
+        ctx.clock, ctx.backward_ns = clock, backward
+        ctx.save_for_backward(x)
+        clock.now += forward
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, Tensor]:
+        # Makes a checkpoint compute the layer again up to here.
+        assert ctx.saved_tensors
+        ctx.clock.now += ctx.backward_ns
+        return None, None, None, gradient
+
+
+class Layer(nn.Module):
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock, self.weight = clock, nn.Linear(HIDDEN, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.shape[1]
+        x = Takes.apply(self.clock, tokens * FORWARD_NS, tokens * BACKWARD_NS, self.weight(x))
+        heads = x.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2)
+        out = functional.scaled_dot_product_attention(heads, heads[:, :KV_HEADS], heads[:, :KV_HEADS], is_causal=True)
+        out = out.transpose(1, 2).flatten(2)
+        return out * out
+
+
+class Model(nn.Module):
+    def __init__(self, clock: Clock, layers: int, recomputed: bool) -> None:
+        super().__init__()
+        self.clock, self.recomputed = clock, recomputed
+        self.layers = nn.ModuleList(Layer(clock) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Takes.apply(self.clock, x.shape[1] * EMBEDDING_NS, 0, x.requires_grad_())
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.recomputed else layer(x)
+        return x.square().mean()
+
+
+class Optimizer(torch.optim.SGD):
+    def __init__(self, model: Model) -> None:
+        super().__init__(model.parameters(), lr=0.0)
+        self.model = model
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.model.clock.now += OPTIMIZER_NS * len(self.model.layers)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A clock that attention moves by the square of the tokens, twice as far in the backward pass."""
+    clock = Clock()
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
+        assert is_causal and k.shape[1] == KV_HEADS
+        mixed = q + k.repeat_interleave(2, 1) + v.repeat_interleave(2, 1)
+        out: Tensor = Takes.apply(clock, q.shape[2] ** 2, 2 * q.shape[2] ** 2, mixed)
+        return out
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(measuring, "time", clock)
+    return clock
+
+
+def measured(clock: Clock, *, recomputed: bool = False, tokens: tuple[int, ...] = (8, 32)) -> ModelFigures:
+    def function(layers: int) -> tuple[Model, Callable[[int], dict[str, Tensor]], Optimizer]:
+        model = Model(clock, layers, recomputed)
+        return model, lambda count: {"x": torch.ones(1, count, HIDDEN)}, Optimizer(model)
+
+    return measure_model(function, "made:up", torch.device("cpu"), tokens)
+
+
+def test_a_layers_time_is_what_a_second_layer_adds_without_attention(clock: Clock) -> None:
+    figures = measured(clock)
+    for tokens in (8, 20, 32):
+        assert figures.times_ns("forward", tokens) == (tokens * FORWARD_NS, tokens * EMBEDDING_NS, 0.0)
+        assert figures.times_ns("backward", tokens) == (tokens * BACKWARD_NS, 0.0, 0.0)
+        assert figures.times_ns("optimizer", tokens) == (OPTIMIZER_NS, 0.0, 0.0)
+    assert figures.attention_ns == {"forward": [(8, 64), (32, 1024)], "backward": [(8, 128), (32, 2048)]}
+    assert figures.attention_calls == {"forward": 1, "backward": 1}
+    assert (figures.heads, figures.kv_heads, figures.head_dim) == (HEADS, KV_HEADS, HEAD_DIM)
+    assert figures.layer_bytes == 4 * HIDDEN**2 and figures.rest_bytes == 0
+
+
+def test_layers_that_are_computed_again_have_a_second_forward_call_in_the_backward_pass(clock: Clock) -> None:
+    figures = measured(clock, recomputed=True)
+    assert figures.attention_calls == {"forward": 2, "backward": 1}
+    assert figures.times_ns("forward", 8)[0] == 8 * FORWARD_NS
+    assert figures.times_ns("backward", 8)[0] == 8 * (BACKWARD_NS + FORWARD_NS)
+
+
+def test_beyond_twice_the_measured_lengths_is_refused(clock: Clock) -> None:
+    figures = measured(clock)
+    assert figures.times_ns("forward", 64)[0] == 64 * FORWARD_NS and figures.times_ns("forward", 4)[0] == 4 * FORWARD_NS
+    for tokens in (3, 65):
+        with pytest.raises(UnsupportedWorkloadError, match=f"^{tokens} tokens per GPU: .* measured with 8 to 32"):
+            figures.times_ns("forward", tokens)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda layers: nn.Linear(2, 2), "must return a model and a function"),
+        (lambda layers: (nn.Linear(2, 2), lambda tokens: {"input": torch.ones(tokens, 2)}), "no attention call"),
+    ],
+)
+def test_functions_that_measure_nothing_are_refused(function: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        measure_model(function, "made:up", torch.device("cpu"), [4])
+
+
+# --- predictions ---------------------------------------------------------------------------------------
+
+H200 = read_calibration("h200")
+SEQ, LAYERS = 32768, 3
+TIMES_MS: dict[Phase, tuple[float, float]] = {"forward": (9.0, 15.0), "backward": (18.0, 29.0), "optimizer": (3.0, 5.0)}
+"""Milliseconds of one and of two layers outside attention."""
+LAYER_BYTES, REST_BYTES = 400 << 20, 200 << 20
+
+
+def machine(**changes: Any) -> Calibration:
+    steps = [
+        ModelStep(
+            phase=phase, tokens=SEQ // 2, one_layer_ns=single * 1e6, two_layers_ns=double * 1e6, spread=0.0, count=5
+        )
+        for phase, (single, double) in TIMES_MS.items()
+    ]
+    figures = ModelFigures(
+        target="mine:layers", device=H200.device, heads=32, kv_heads=8, head_dim=128, dtype="bfloat16",
+        layer_bytes=LAYER_BYTES, rest_bytes=REST_BYTES, attention_calls={"forward": 1, "backward": 1},
+        attention_ns={}, steps=steps,
+    )  # fmt: skip
+    return msgspec.structs.replace(H200, model=msgspec.structs.replace(figures, **changes))
+
+
+def query(size: int, seq: int = SEQ, parallel: Any = "fsdp2") -> Query:
+    layer = LayerAround(parallel=parallel, mlp_size=14336)
+    workload = Workload(seq=seq, heads=32, kv_heads=8, head_dim=128, layers=LAYERS, layer=layer)
+    return Query("zigzag", workload, Cluster(1, size), "flash-attn-3", "copy")
+
+
+def predicted(size: int, machine: Calibration, parallel: str = "fsdp2") -> tuple[StepPrediction, float]:
+    whole = query(size, SEQ * size // 2, parallel)
+    alone = msgspec.structs.replace(whole.workload, layer=None, layers=1)
+    attention_ns = predict(replace(whole, workload=alone), machine, schedule_of).median_ns
+    return predict_step(whole, machine, schedule_of), attention_ns
+
+
+def test_a_step_on_one_gpu_is_the_sum_of_its_layers() -> None:
+    step, attention_ns = predicted(1, machine())
+    layers_ms, once_ms = LAYERS * (6 + 11), 3 + 7
+    assert step.parts_ns == pytest.approx(
+        {"attention": LAYERS * attention_ns, "layers": layers_ms * 1e6, "optimizer": (LAYERS * 2 + 1) * 1e6,
+         "once": once_ms * 1e6, "traffic": 0.0}
+    )  # fmt: skip
+    low, middle, high = step.interval_ns
+    assert low < middle < high and middle == pytest.approx(sum(step.parts_ns.values()))
+
+
+def test_recomputed_attention_is_counted_once_more() -> None:
+    once, attention_ns = predicted(1, machine())
+    again, _ = predicted(1, machine(attention_calls={"forward": 2, "backward": 1}))
+    forward = sum(once.attention.breakdown.forward.values()) / (
+        sum(once.attention.breakdown.forward.values()) + sum(once.attention.breakdown.backward.values())
+    )
+    assert again.parts_ns["attention"] - once.parts_ns["attention"] == pytest.approx(LAYERS * forward * attention_ns)
+
+
+@pytest.mark.parametrize("parallel", ["fsdp2", "ddp"])
+def test_traffic_is_that_of_ring_collectives(parallel: str) -> None:
+    """Half of the parameters leave each of two ranks per collective; all but the first and last overlap."""
+    step, _ = predicted(2, machine(), parallel)
+    rates = {name: H200.same_host.collective_gb_s[name].value for name in ("all_gather", "reduce_scatter")}
+
+    def ns(operation: str, size: int) -> float:
+        return size / 2 / rates[operation] + 1e3 * H200.same_host.latency_us.value
+
+    rest = ns("all_gather", REST_BYTES) + ns("reduce_scatter", REST_BYTES)
+    gather, reduce = ns("all_gather", LAYER_BYTES), ns("reduce_scatter", LAYER_BYTES)
+    taken = H200.contention.value * H200.nccl.collective_channels / H200.multiprocessors
+    if parallel == "fsdp2":
+        exposed = gather + ns("all_gather", REST_BYTES) + reduce + rest
+        slowed, optimizer_ms = LAYERS * taken * (2 * gather + reduce), (LAYERS * 2 + 1) / 2
+    else:
+        exposed, slowed, optimizer_ms = gather + rest, LAYERS * taken * (gather + reduce), LAYERS * 2 + 1
+    assert step.parts_ns["traffic"] == pytest.approx(exposed)
+    assert step.parts_ns["layers"] == pytest.approx(LAYERS * 17e6 + slowed)
+    assert step.parts_ns["optimizer"] == pytest.approx(optimizer_ms * 1e6)
+
+
+def test_traffic_that_is_longer_than_a_layer_is_exposed() -> None:
+    huge = 64 << 30
+    step, attention_ns = predicted(2, machine(layer_bytes=huge))
+    gather_ns = huge / 2 / H200.same_host.collective_gb_s["all_gather"].value
+    reduce_ns = huge / 2 / H200.same_host.collective_gb_s["reduce_scatter"].value
+    assert sum(step.parts_ns.values()) == pytest.approx(LAYERS * (2 * gather_ns + reduce_ns), rel=0.4)
+    assert step.parts_ns["traffic"] > LAYERS * (2 * gather_ns + reduce_ns - 17e6 - 1.3 * attention_ns)
+
+
+@pytest.mark.parametrize(("seq", "measured_ms"), [(16384, 262.9), (32768, 614.1)])
+def test_measured_steps_of_four_layers_are_predicted(seq: int, measured_ms: float) -> None:
+    """benchmarks/step_prediction.py on one H200, in another process than the layers were measured in."""
+    figures = msgspec.json.decode((ROOT / "benchmarks/data/h200_llama_layers.json").read_bytes(), type=ModelFigures)
+    one_gpu = query(1, seq)
+    four = replace(one_gpu, workload=msgspec.structs.replace(one_gpu.workload, layers=4))
+    low, middle, high = predict_step(four, msgspec.structs.replace(H200, model=figures), schedule_of).interval_ns
+    assert middle / 1e6 == pytest.approx(measured_ms, rel=0.04) and low / 1e6 < measured_ms < high / 1e6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device": "NVIDIA H100 80GB HBM3"}, "were measured on NVIDIA H100"),
+        ({"heads": 40}, "the attention of mine:layers has 40 heads"),
+    ],
+)
+def test_models_of_other_devices_and_heads_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedWorkloadError, match=message):
+        predict_step(query(2), machine(**changes), schedule_of)
+
+
+def test_the_command_predicts_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "machine.json"
+    path.write_bytes(calibration_json(machine()))
+    command = [
+        "predict", "--strategy", "zigzag", "--seq", str(SEQ), "--heads", "32", "--kv-heads", "8", "--gpus-per-node",
+        "2", "--machine", str(path), "--layer", "fsdp2", "--layers", str(LAYERS),
+    ]  # fmt: skip
+    assert cli.run([*command, "--format", "json"]) == 0
+    step = json.loads(capsys.readouterr().out)["step"]
+    assert (step["layers"], step["parallel"], step["model"]) == (LAYERS, "fsdp2", "mine:layers")
+    assert step["step_ms"]["p50"] == pytest.approx(sum(step["parts_ms"].values()), rel=1e-3)
+    assert cli.run(command) == 0
+    assert f"PREDICTED STEP: {LAYERS} layers of mine:layers with FSDP2" in capsys.readouterr().out
+    without = [*command[:-6], "--machine", "h200", *command[-4:]]
+    assert cli.run(without) == 2
+    assert "ringprof calibrate --model" in capsys.readouterr().err
+
+
+def test_the_command_measures_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(Path(__file__).parent)
+    path = tmp_path / "machine.json"
+    command = ["calibrate", "--model", "tiny_layers:layers", "--tokens", "8,16", "-o", str(path)]
+    assert cli.run(command) == 0
+    figures = read_calibration(path).model
+    assert figures is not None and {step.tokens for step in figures.steps} == {8, 16} and figures.heads == 2
+    assert cli.run([*command, "--parts", "host"]) == 2
+    assert "--parts: not with --model" in capsys.readouterr().err
