@@ -494,8 +494,8 @@ def inputs(prediction: PredictionResult) -> dict[str, Value]:
     """Return the figures that a prediction rests on, with their origins."""
     machine, query = prediction.machine, prediction.query
     values = {"memory_gb_s": machine.memory_gb_s, "contention": machine.contention, "heat": machine.throttling}
-    if query.workload.phase == "decode" and machine.kernel(query.kernel).cache_gb_s is not None:
-        values["cache_gb_s"] = machine.kernel(query.kernel).cache_gb_s
+    if query.workload.phase == "decode" and (cache_gb_s := machine.kernel(query.kernel).cache_gb_s) is not None:
+        values["cache_gb_s"] = cache_gb_s
     phases = ("forward", "backward") if query.workload.backward else ("forward",)
     for phase in phases if "cache_gb_s" not in values else ():
         samples = _samples(prediction, phase)
