@@ -188,6 +188,8 @@ def advise(
 
     Raises `UnsupportedWorkloadError` if none can run and `UnknownStrategyError` for a name that no candidate has.
     """
+    if workload.recurrent:
+        raise UnsupportedWorkloadError("only strategies for attention are compared: predict those for recurrences")
     selected = [canonical_name(name) for name in ((strategies,) if isinstance(strategies, str) else strategies)]
     all_queries = [*candidates(workload, cluster, machine, kernel)]
     known_names = dict.fromkeys(query.strategy for query in all_queries)

@@ -18,6 +18,7 @@ import torch
 from ringprof.api import load
 from ringprof.cli import run as run_command
 from ringprof.errors import UnsupportedWorkloadError, UsageError
+from ringprof.prediction.advise import advise
 from ringprof.prediction.as_run import write_prediction
 from ringprof.prediction.calibration import (
     Calibration,
@@ -224,6 +225,11 @@ def test_refusals_in_one_line() -> None:
         Query("state-scan", WORK, Cluster(hosts=1, gpus_per_host=2), kernel="cudnn").kernel_on(made_up())
     with pytest.raises(UnsupportedWorkloadError, match="3 ranks do not divide"):
         schedule("state-a2a", msgspec.structs.replace(WORK, seq=96), 3)
+
+
+def test_advice_is_for_attention() -> None:
+    with pytest.raises(UnsupportedWorkloadError, match="only strategies for attention"):
+        advise(query("state-scan", 2).workload, Cluster(hosts=1, gpus_per_host=2), made_up(), schedule_of)
 
 
 def test_the_command_predicts_a_recurrence(tmp_path: Path, capsys: Any) -> None:
