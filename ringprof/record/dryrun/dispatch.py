@@ -92,16 +92,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def recurrence(
         self, phase: Any, part: Any, state_shape: Sequence[int], tokens: int, operator: Any, *, receives: bool,
-        sends: bool,
+        sends: bool, scratch_bytes: int,
     ) -> None:  # fmt: skip
-        """Record a part of a recurrence's kernel; the arguments are those of `RecurrenceOp`."""
+        """Record a part of a recurrence's kernel, which holds ``scratch_bytes`` while it runs.
+
+        The other arguments are those of `RecurrenceOp`.
+        """
         batch, heads, head_dim, v_head_dim = state_shape
         self.ops.append(RecurrenceOp(
             label=self.label, phase=phase, part=part, operator=operator, batch=batch, tokens=tokens, heads=heads,
             head_dim=head_dim, v_head_dim=v_head_dim, receives=receives, sends=sends, stream=self.stream,
             calls=self._host_calls(),
         ))  # fmt: skip
-        self._update_peak()
+        self._update_peak(scratch_bytes)
 
     def comm_start(
         self, channel: str, phase: str, operation: str, members: Sequence[int], communicator: str,
