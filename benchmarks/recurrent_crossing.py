@@ -84,7 +84,7 @@ def table(machine: Calibration, counts: list[int], heads: int) -> str:
         "| GPUs | tokens | attention, ms | waits | gated delta net, ms | waits | attention / gated delta net |",
         "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    found = []
+    crossings = []
     for gpus in counts:
         rows = [row(machine, gpus, tokens, heads) for tokens in LENGTHS if tokens // gpus >= 2048]
         lines += [
@@ -95,12 +95,12 @@ def table(machine: Calibration, counts: list[int], heads: int) -> str:
         ]
         tokens = crossing(rows)
         shortest = rows[0].tokens
-        found.append(
+        crossings.append(
             f"about {tokens / 1024:.0f}k tokens on {gpus} GPUs" if tokens is not None
             else f"{'below' if rows[0].attention_ms > rows[0].recurrence_ms else 'not above'} {shortest / 1024:.0f}k"
             f" tokens on {gpus} GPUs"
         )  # fmt: skip
-    return "\n".join([*lines, "", f"The times are equal at {', '.join(found)}."])
+    return "\n".join([*lines, "", f"The times are equal at {', '.join(crossings)}."])
 
 
 def main() -> None:

@@ -110,6 +110,18 @@ def test_a_chain_of_two_ranks_matches_on_both() -> None:
     assert ends[0] == ends[1] == [((0, 1), "state:0,1/0,1"), ((1, 0), "state:0,1/0,1")]
 
 
+@pytest.mark.parametrize(
+    ("operator", "ranks", "measured_mib"),
+    [("gdn", 1, 8791), ("gdn", 3, 9820), ("simple-gla", 1, 7410), ("simple-gla", 3, 8435), ("gla", 1, 13679),
+     ("gla", 3, 14704)],
+)  # fmt: skip
+def test_memory_is_the_peak_of_the_allocator_on_an_h200(operator: Operator, ranks: int, measured_mib: int) -> None:
+    """65,536 tokens of 16 heads: a rank alone, and one that gets a state and passes one on."""
+    workload = Workload(seq=65_536 * ranks, heads=16, kv_heads=16, head_dim=128, operator=operator)
+    program = schedule("state-scan", workload, ranks).programs[ranks // 2]
+    assert program.peak_bytes / 2**20 == pytest.approx(measured_mib, rel=0.015)
+
+
 # --- curves -----------------------------------------------------------------------------------------
 
 
