@@ -232,7 +232,7 @@ def test_a_pattern_that_is_none_is_refused(changes: Any) -> None:
     [
         (["--strategy", "zigzag", "--pattern", "gdn,attention"], "strategies with the contiguous layout are"),
         (["--strategy", "ring", "--pattern", "gdn,gdn"], "needs a layer of attention"),
-        (["--strategy", "ring", "--pattern", "gdn,atention"], "attention"),
+        (["--strategy", "ring", "--pattern", "gdnn,attention"], "gdn"),
         (["--strategy", "ring", "--recurrent-strategy", "state-a2a"], "goes with a --pattern"),
         (["--strategy", "ring", "--pattern", "gdn,attention", "--no-causal"], "in their order"),
         (["--strategy", "ring", "--pattern", "gdn,attention", "--recurrent-strategy", "state-a2a", "--heads", "3",
