@@ -31,7 +31,7 @@ from fla.ops.gla import chunk_gla
 from fla.ops.simple_gla import chunk_simple_gla
 from torch import Tensor
 
-from ringprof.strategies.recurrent import fla as fla_kernels
+from ringprof.strategies.recurrent import pieces
 from ringprof.strategies.recurrent.state_strategies import PEERS, STRATEGIES, create_recurrent
 
 HEADS, SIZE = 16, 128
@@ -82,19 +82,19 @@ def run(function: Callable[..., Any], inputs: list[Tensor], dout: Tensor) -> lis
     return [out.detach(), *(x.detach() for x in last), *(x.grad for x in leaves)]
 
 
-def competitors_of(operator: str) -> list[str]:
-    """Return the strategies that compute the operator."""
-    return [*STRATEGIES, *(PEERS if operator == "gated_delta_rule" else ())]
+def competitors_of(operator: str, strategies: dict[str, Any]) -> dict[str, Any]:
+    """Return those of the strategies that compute the operator."""
+    return {name: x for name, x in strategies.items() if name not in PEERS or operator == "gated_delta_rule"}
 
 
-def check(rank: int, device: Any, operators: list[str]) -> None:
+def check(rank: int, device: Any, operators: list[str], strategies: dict[str, Any]) -> None:
     """Print the largest errors of every strategy, relative to the largest number of the truth: out, gradients.
 
     With states, the initial state is the last result, and the final state the second.
     """
     exact = create_recurrent("state-ring", kernel="reference")
     # Several pieces even of short sequences.
-    fla_kernels.LEAST_CHUNKS = 4
+    pieces.LEAST_CHUNKS = 4
     local = 1024
     seq = local * exact.comm.size
     documents = [0, 500, local, local + 70, seq]
@@ -115,10 +115,10 @@ def check(rank: int, device: Any, operators: list[str]) -> None:
                 return getattr(strategy, name)(*(x[:-1] if states else x), cu_seqlens=bounds, **options)
 
             truth = run(partial(call, exact), [x.double() for x in own], dout.double())
-            for name in competitors_of(operator):
+            for name, strategy in competitors_of(operator, strategies).items():
                 if states and name in PEERS:
                     continue
-                result = run(partial(call, create_recurrent(name, kernel="fla")), own, dout.to(DTYPE))
+                result = run(partial(call, strategy), own, dout.to(DTYPE))
                 errors = [
                     float((x.double() - y).abs().max() / y.abs().max().clamp(min=1e-12))
                     for x, y in zip(result, truth, strict=True)
@@ -131,22 +131,19 @@ def check(rank: int, device: Any, operators: list[str]) -> None:
                     )
 
 
-def speed(rank: int, device: Any, operator: str, tokens: int, rounds: int) -> None:
+def speed(rank: int, device: Any, operator: str, strategies: dict[str, Any], tokens: int, rounds: int) -> None:
     """Print the times of the kernel alone, every strategy, and fla's own context parallelism."""
-    size = dist.get_world_size()
-    single = [dist.new_group([other]) for other in range(size)][rank]
     inputs = inputs_of(operator, tokens, device)
     dout = torch.randn(1, tokens, HEADS, SIZE, device=device, dtype=DTYPE)
     competitors: dict[str, Callable[..., Any]] = {
         "kernel alone": alone(operator),
-        "kernel in pieces": getattr(create_recurrent("state-ring", group=single, kernel="fla"), operator),
-        **{name: getattr(create_recurrent(name, kernel="fla"), operator) for name in competitors_of(operator)},
+        **{name: getattr(strategy, operator) for name, strategy in competitors_of(operator, strategies).items()},
     }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in competitors}
     memory = dict.fromkeys(competitors, 0)
-    names = list(competitors)
+    order = list(competitors)
     for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        for name in order[turn % len(order) :] + order[: turn % len(order)]:
             for repeat in range(5):
                 leaves = [x.detach().requires_grad_() for x in inputs]
                 dist.barrier()
@@ -189,6 +186,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--tokens", default="")
     parser.add_argument("--operators", default=",".join(OPERATORS))
+    parser.add_argument("--strategies", default=",".join([*STRATEGIES, *PEERS]))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--allow-triton", action="store_true")
     options = parser.parse_args()
@@ -199,13 +197,16 @@ def main() -> None:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     operators = options.operators.split(",")
+    single = [dist.new_group([other]) for other in range(dist.get_world_size())][rank]
+    strategies = {name: create_recurrent(name, kernel="fla") for name in options.strategies.split(",")}
+    in_pieces = {"kernel in pieces": create_recurrent("state-ring", group=single, kernel="fla")}
     if rank == 0:
         print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, flush=True)
     for tokens in filter(None, options.tokens.split(",")):
         for operator in operators:
-            speed(rank, device, operator, int(tokens), options.rounds)
+            speed(rank, device, operator, in_pieces | strategies, int(tokens), options.rounds)
     if options.check:
-        check(rank, device, operators)
+        check(rank, device, operators, strategies)
     dist.barrier()
     os._exit(0)
 

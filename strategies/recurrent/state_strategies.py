@@ -392,31 +392,32 @@ class StateScan(RecurrentStrategy):
         position = size - 1 - self.comm.rank if reverse else self.comm.rank
         if not reach:
             return known, []
-        dtype, device = wide_type(x.q), x.q.device
-        nothing = torch.zeros(x.state_shape, dtype=dtype, device=device)
-        no_transition = torch.zeros(x.transition_shape, dtype=dtype, device=device)
+        shapes = x.state_shape, x.transition_shape
+        pending: list[Any] = []
 
-        def hop(distance: int, sent: Carry, *, with_transition: bool) -> Carry:
+        def hop(distance: int, sent: Carry, needed: bool, *, last: bool) -> Carry | None:
             ring = self._rings[distance][reverse]
-            state = nothing if sent.state is None else sent.state
-            message = [state, no_transition if sent.transition is None else sent.transition]
-            message = [tensor.contiguous() for tensor in message[: 1 + with_transition]]
-            arrived = list(ring.post(ring.pack(message)).wait().tensors)
-            return Carry(*arrived)
+            message = [
+                torch.zeros(shape, dtype=wide_type(x.q), device=x.q.device) if tensor is None else tensor.contiguous()
+                for tensor, shape in zip((sent.state, sent.transition)[: 2 - last], shapes, strict=False)
+            ]
+            posted = ring.post(ring.pack(message))
+            if last and not (needed and takes):
+                pending.append(posted)  # no wait before the computation for what this rank does not need
+                return None
+            arrived = posted.wait().tensors
+            return Carry(*arrived) if needed else None
 
         own = Carry(carry.after(known) if gives else None, carry.transition)
-        before = hop(1, own, with_transition=reach > 1)
-        if position == 0:
-            before = Carry(nothing, no_transition)
+        before = hop(1, own, position > 0, last=reach == 1) or Carry()
         distance = 1
         while distance < reach:
-            earlier = hop(distance, before, with_transition=2 * distance < reach)
-            if position > distance:
+            if earlier := hop(distance, before, position > distance, last=2 * distance >= reach):
                 before = earlier.then(before)
             distance *= 2
         if position == 0:
-            return known, []
-        return before.state if takes else None, []
+            return known, pending
+        return before.state if takes else None, pending
 
 
 class StateA2A(RecurrentStrategy):

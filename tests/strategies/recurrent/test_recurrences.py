@@ -223,7 +223,7 @@ def peak_states(rank: int, name: str) -> float:
             out = strategy.gated_delta_rule(q, normalize(k, dim=-1), v, g, torch.rand_like(g))
             assert isinstance(out, torch.Tensor)
             out.sum().backward()
-    return memory.most / (2 * 32 * 32 * 8)
+    return float(memory.most / (2 * 32 * 32 * 8))
 
 
 @pytest.mark.processes
