@@ -159,6 +159,10 @@ def _resolve_recurrence(request: RecordRequest, rank_info: RankInfo | None) -> R
     if request.ranks_per_host is not None and world % request.ranks_per_host:
         raise UnsupportedWorkloadError(f"--ranks-per-node {request.ranks_per_host} does not divide the {world} ranks")
     reason = strategy.why_unsupported(workload.seq, workload.heads, world)
+    if workload.operator not in strategy.operators:
+        reason = f"it computes {', '.join(strategy.operators)} alone"
+    elif workload.batch > 1 and not strategy.takes_batches:
+        reason = f"it takes one batch entry, not {workload.batch}"
     local = workload.seq // world
     if workload.conv_width is not None and local < workload.conv_width - 1:
         reason = reason or f"{local} tokens per rank are fewer than the {workload.conv_width - 1} that a rank sends on"

@@ -99,7 +99,7 @@ def baselines(rank: int, name: str) -> dict[str, Any]:
     silent = STRATEGIES[name](Communicator(connect=NullTransport), "reference")
     shard = RecurrenceShard.create(strategy, msgspec.structs.replace(WORK, conv_width=4), CPU)
     bodies, flops = recurrence_bodies(shard, silent)
-    counts = {"solo_flops": flops}
+    counts: dict[str, Any] = {"solo_flops": flops}
     for kind, body in zip(("ordinary", "solo", "compute_only", "communication_only"), bodies, strict=True):
         reset_counts([strategy, silent])
         body()

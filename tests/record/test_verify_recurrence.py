@@ -17,6 +17,7 @@ from ringprof.run import Workload
 from ringprof.strategies.recurrent.kernel import Carry
 from ringprof.strategies.recurrent.state_strategies import STRATEGIES, RecurrentStrategy, StateRing
 from ringprof.strategies.transport.communicator import Communicator
+from ringprof.workload.recurrences import RECURRENCES
 from tests.strategies.ranks import run_ranks
 from tests.strategies.recurrent import oracle
 
@@ -85,45 +86,52 @@ class _ResetInsideOnly(StateRing):
         return tuple(bound for bound in documents if bound % local or bound in (0, documents[-1]))
 
 
-def _planted(rank: int, mistake: type[RecurrentStrategy], workload: Workload) -> str:
-    try:
-        verify_recurrence(mistake(Communicator(), "reference"), workload, torch.device("cpu"))
-    except VerificationError as error:
-        return str(error)
-    return ""
+def _refusals(rank: int, cases: list[tuple[type[RecurrentStrategy], Workload]]) -> list[str]:
+    """Return what the gate says of each strategy and workload; empty where it passes."""
+    said = []
+    for strategy, workload in cases:
+        try:
+            verify_recurrence(strategy(Communicator(), "reference"), workload, torch.device("cpu"))
+            said.append("")
+        except VerificationError as error:
+            said.append(str(error))
+    return said
+
+
+MISTAKES: list[tuple[type[RecurrentStrategy], dict[str, Any], str]] = [
+    (_NotPassed, {}, "the state does not pass from rank to rank"),
+    (_NotPassed, {"operator": "mamba2", "conv_width": 4}, "the state does not pass from rank to rank"),
+    (_NotDecayed, {}, "their transitions are missing"),
+    (_NotDecayed, {"operator": "gla"}, "their transitions are missing"),
+    (_OneRank, {}, "the states of ranks before it are lost"),
+    (_Twice, {}, "applies its transition twice"),
+    (_Twice, {"operator": "simple-gla"}, "applies its transition twice"),
+    (_DocumentsIgnored, PACKED, "the state is not reset where a document ends"),
+    (_ResetInsideOnly, PACKED, "not where it ends on a rank's border"),
+    (_GradientNotPassed, {}, "the gradient of the state does not pass back"),
+    (_NoHalo, {"conv_width": 4}, "its halo is missing"),
+]
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("mistake", "options", "says"),
-    [
-        (_NotPassed, {}, "the state does not pass from rank to rank"),
-        (_NotPassed, {"operator": "mamba2", "conv_width": 4}, "the state does not pass from rank to rank"),
-        (_NotDecayed, {}, "their transitions are missing"),
-        (_NotDecayed, {"operator": "gla"}, "their transitions are missing"),
-        (_OneRank, {}, "the states of ranks before it are lost"),
-        (_Twice, {}, "applies its transition twice"),
-        (_Twice, {"operator": "simple-gla"}, "applies its transition twice"),
-        (_DocumentsIgnored, PACKED, "the state is not reset where a document ends"),
-        (_ResetInsideOnly, PACKED, "not where it ends on a rank's border"),
-        (_GradientNotPassed, {}, "the gradient of the state does not pass back"),
-        (_NoHalo, {"conv_width": 4}, "its halo is missing"),
-    ],
-)
-def test_a_planted_mistake_is_named(mistake: type[RecurrentStrategy], options: dict[str, Any], says: str) -> None:
-    workload = replace(WORK, **options)
-    for text in run_ranks(4, _planted, mistake, workload):
-        assert says in text, text
-        assert "wrong result on rank" in text
+def test_planted_mistakes_are_named() -> None:
+    cases = [(mistake, replace(WORK, **options)) for mistake, options, _ in MISTAKES]
+    for said in run_ranks(4, _refusals, cases):
+        for (mistake, options, says), text in zip(MISTAKES, said, strict=True):
+            assert says in text and "wrong result on rank" in text, (mistake.__name__, options, text)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("operator", ["gdn", "mamba2", "gla", "simple-gla"])
-def test_the_bundled_strategies_pass(operator: Any) -> None:
-    for name in STRATEGIES:
-        for options in ({}, {"conv_width": 3, "kv_heads": 4, **PACKED}, {"dtype": "bf16", "backward": False}):
-            workload = replace(WORK, operator=operator, **options)
-            assert run_ranks(2, _planted, STRATEGIES[name], workload) == ["", ""], (name, workload)
+def test_the_bundled_strategies_pass() -> None:
+    variants: list[dict[str, Any]] = [
+        {}, {"conv_width": 3, "kv_heads": 4, **PACKED}, {"dtype": "bf16", "backward": False}
+    ]  # fmt: skip
+    cases = [
+        (strategy, replace(WORK, operator=operator, **options))
+        for operator in RECURRENCES for strategy in STRATEGIES.values() for options in variants
+    ]  # fmt: skip
+    for said in run_ranks(2, _refusals, cases):
+        assert {text: case for text, case in zip(said, cases, strict=True) if text} == {}
 
 
 @pytest.mark.parametrize("documents", [None, (0, 7, 20, 24)])
@@ -171,9 +179,9 @@ def test_one_head_of_keys_computes_its_part_of_the_whole(operator: Any, width: i
     dout = torch.randn_like(out)
     gradients = torch.autograd.grad(out, list(inputs.values()), dout)
     whole = {"out": out, **{f"d{name}": x for name, x in zip(inputs, gradients, strict=True)}}
-    part, one = select_group(work, {**{name: x.detach() for name, x in inputs.items()}, **whole}, 1)
+    part, one_group = select_group(work, {**{name: x.detach() for name, x in inputs.items()}, **whole}, 1)
     leaves = {name: part[name].clone().requires_grad_() for name in inputs}
-    out = call_operator(DenseRecurrence(), one, leaves)
+    out = call_operator(DenseRecurrence(), one_group, leaves)
     torch.testing.assert_close(out, part["out"])
     gradients = torch.autograd.grad(out, list(leaves.values()), dout[:, :, 2:])
     for name, gradient in zip(leaves, gradients, strict=True):

@@ -149,7 +149,7 @@ class _Mistake(DenseRecurrence):
     """A recurrence over ranks with a mistake in what a rank gets from the one before it."""
 
     says: str = ""
-    """What the mistake is, after "the result is what it is if"."""
+    """Sentence about the mistake, after "the result is what it is if"."""
 
     def over_ranks(
         self, scan: Any, bounds: list[int], initial: Tensor | None, tokens: int
