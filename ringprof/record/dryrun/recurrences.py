@@ -22,9 +22,9 @@ from ringprof.strategies.transport.communicator import Communicator
 _CHUNK = 64
 """Tokens per chunk of flash-linear-attention's kernels, which keep a state per chunk."""
 
-_SCRATCH, _SCRATCH_OF_STATES = {"gated_delta_rule": 18, "simple_gla": 16, "gla": 34}, 4
-"""Tensors as large as v that the last part of a backward pass holds besides what is allocated here, and how many more
-where states enter or leave: by the allocator's peak on an H200 at 65,536 tokens, 16 heads of 128."""
+_SCRATCH = {"gated_delta_rule": 3, "simple_gla": 3, "gla": 11}
+"""Tensors as large as v that the last part of a backward pass holds besides what is allocated here: by the allocator's
+peak on an H200 at 65,536 tokens, 16 heads of 128; of the delta rule as of ``simple_gla``."""
 
 
 class RecordingRecurrence:
@@ -72,8 +72,7 @@ class RecordingRecurrence:
     ) -> None:
         operator, scratch = operator_of(x), 0
         if (phase, part) == ("backward", "block"):
-            passes = shard.receives or shard.sends
-            scratch = (_SCRATCH[operator] + _SCRATCH_OF_STATES * passes) * x.v.nbytes
+            scratch = _SCRATCH[operator] * x.v.nbytes
         self._recorder.recurrence(
             phase, part, x.state_shape, x.q.shape[1], operator, receives=shard.receives, sends=shard.sends,
             scratch_bytes=scratch,
