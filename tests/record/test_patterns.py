@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ringprof.api import load
 from ringprof.cli import run as run_command
 from ringprof.record import RecordRequest, record
 from ringprof.record.layer import Layers, LayersShard, parallelize, rotation
 from ringprof.record.verify_layers import recurrences_of
-from ringprof.run import LayerAround, Run, Workload, read_run
+from ringprof.run import LayerAround, Run, Workload, read_run, write_run
 from ringprof.strategies import create, create_recurrent
+from tests.paths import ROOT
 from tests.strategies.ranks import run_ranks
 
 AROUND = LayerAround(
@@ -319,3 +321,36 @@ def timed_of(verification: Any) -> Any:
 @pytest.mark.processes
 def test_a_state_that_is_lost_in_the_timed_step_is_found() -> None:
     assert "wrong result on rank" in run_ranks(2, wrong_timed)[0]
+
+
+# --- a step of two H200 -------------------------------------------------------------------------------
+
+HYBRID = ROOT / "tests/data/h200x2-hybrid"
+"""Reduced traces of gdn,gdn,gdn,attention with FSDP2, 32,768 tokens, `state-scan` and ulysses."""
+
+
+def test_a_recorded_step_is_explained_by_layer() -> None:
+    run = load(HYBRID)
+    assert not run.warnings
+    layers, breakdown = run.layers(), run.breakdown().set_index("rank")
+    for rank, rows in layers.groupby("rank"):
+        assert rows["compute_ns"].sum() == breakdown.loc[rank, "compute_ns"]
+        assert rows["exposed_ns"].sum() == breakdown.loc[rank, "exposed_comm_ns"]
+        attention = rows.set_index("layer")["attention_ns"]
+        assert list(attention.index[attention > 0]) == ["layers.3"]
+    text = run.to_terminal(sections=["layers"])
+    for number, operator in enumerate(("gdn", "gdn", "gdn", "attention")):
+        assert f"layers.{number} {operator} " in text
+
+
+def test_a_trace_with_more_recurrences_than_the_pattern_has_is_warned_of(tmp_path: Path) -> None:
+    for path in HYBRID.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    run = read_run(HYBRID / "run.json")
+    assert run.workload is not None
+    assert run.workload.layer is not None
+    layer = msgspec.structs.replace(run.workload.layer, pattern=("gdn", "gdn", "attention"))
+    workload = msgspec.structs.replace(run.workload, layer=layer, layers=3)
+    write_run(msgspec.structs.replace(run, workload=workload), tmp_path / "run.json")
+    (warning, *_) = load(tmp_path).warnings
+    assert "4 forward blocks, run.json counts 3" in warning.message
