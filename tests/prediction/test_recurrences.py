@@ -15,6 +15,7 @@ pytest.importorskip("torch", reason="dry runs need torch")
 
 import torch
 
+from benchmarks import recurrent_prediction
 from ringprof.api import load
 from ringprof.cli import run as run_command
 from ringprof.errors import UnsupportedWorkloadError, UsageError
@@ -253,6 +254,16 @@ def test_the_command_predicts_a_recurrence(tmp_path: Path, capsys: Any) -> None:
     assert "attention" not in capsys.readouterr().out
     assert run_command([*options, "--strategy", "zigzag", "--machine", str(path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_errors_of_timed_shapes_are_those_that_the_page_states() -> None:
+    scores = recurrent_prediction.scores(read_calibration("h200"))
+    errors = [score.error for score in scores]
+    assert len(scores) == 18
+    assert -0.115 < sum(errors) / 18 < -0.09
+    assert min(errors) > -0.36
+    assert 11 <= sum(score.inside for score in scores) <= 13
+    assert all(-0.1 < score.error < 0 for score in scores if score.name.startswith("mamba2"))
 
 
 # --- calibration ------------------------------------------------------------------------------------
