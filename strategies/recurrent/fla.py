@@ -6,6 +6,7 @@ Source: flash-linear-attention 0.6, whose functions do the work.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from fla.ops.utils import chunk_local_cumsum
 from fla.ops.utils.constant import RCP_LN2
 from torch import Tensor
 
-from .delta_effects import effects_backward_of, effects_of
 from .kernel import Inputs, Saved
 from .pieces import CHUNK, PieceKernel, Pieces
 
@@ -52,10 +52,17 @@ class FlaDeltaRule(PieceKernel):
         return k, w, u, total, solved
 
     def effects(self, x: Inputs, pieces: Pieces, local: Any) -> tuple[Tensor, Tensor]:
-        k, w, u, total = (tensor.flatten(0, 1) for tensor in local[:4])
-        maps, values = effects_of(k, w, u, total, pieces.bounds), x.v.shape[-1]
-        maps = maps.view(x.v.shape[0], -1, *maps.shape[1:])
-        return maps[..., :values], maps[..., values:]
+        k, w, u, total = map(pieces.split, local[:4])
+        batch, heads, keys, values = x.state_shape
+        options = {"k": k, "w": w, "g": total, "output_final_state": True, "save_new_value": False, **pieces.options}
+        states = chunk_gated_delta_rule_fwd_h(u=u, **options)[2]
+        # The transition is what becomes of the identity where nothing is written.
+        transitions = chunk_gated_delta_rule_fwd_h(
+            u=u.new_zeros(*u.shape[:3], keys),
+            initial_state=_identities(batch * pieces.count * heads, keys, x.q.device).view(-1, heads, keys, keys),
+            **options,
+        )[2]
+        return states.view(batch, -1, heads, keys, values), transitions.view(batch, -1, heads, keys, keys)
 
     def forward(self, x: Inputs, pieces: Pieces, local: Any, initial: Tensor | None) -> tuple[Tensor, Saved]:
         k, w, u, total, solved = local
@@ -73,15 +80,14 @@ class FlaDeltaRule(PieceKernel):
         return q, k, v, total, beta, solved, w, h, written, dout, dwritten
 
     def effects_backward(self, x: Inputs, pieces: Pieces, local: Any) -> Tensor:
-        q, k, _, total, _, _, w, _, _, dout, dwritten = local
-        q, k, w, dout, dwritten, total = (tensor.flatten(0, 1) for tensor in (q, k, w, dout, dwritten, total))
-        return effects_backward_of(q, k, w, dout, dwritten, total, pieces.bounds, x.scale)
+        batch, *shape = x.state_shape
+        like = x.q.new_empty(batch * pieces.count, *shape, dtype=torch.float32)
+        gradients: Tensor = self._pass_back(x, pieces, local, h0=like)[1]
+        return gradients
 
     def backward(self, x: Inputs, pieces: Pieces, local: Any, terminal: Tensor | None) -> Sequence[Tensor]:
         q, k, v, total, beta, solved, w, h, written, dout, dwritten = local
-        names = "q", "k", "w", "do", "dv", "g"
-        split = dict(zip(names, map(pieces.split, (q, k, w, dout, dwritten, total)), strict=True))
-        dh, _, passed = chunk_gated_delta_rule_bwd_dhu(**split, dht=terminal, scale=x.scale, **pieces.options)
+        dh, _, passed = self._pass_back(x, pieces, local, dht=terminal)
         dwritten = passed.view_as(dwritten)
         dq, dk, dw, dg = chunk_bwd_dqkwg(
             q=q, k=k, v=written, w=w, g=total, h=h, dv=dwritten, do=dout, dh=dh, scale=x.scale, **pieces.options
@@ -91,6 +97,15 @@ class FlaDeltaRule(PieceKernel):
         )
         dg = chunk_local_cumsum(dg.add_(dg_too), CHUNK, reverse=True, **pieces.options)
         return dq, dk.add_(dk_too), dv, dg, dbeta
+
+    @staticmethod
+    def _pass_back(x: Inputs, pieces: Pieces, local: Any, **states: Tensor | None) -> Any:
+        """Return the gradients of all chunks' states, of the first ones where ``h0`` has their shape, and of u."""
+        q, k, _, total, _, _, w, _, _, dout, dwritten = local
+        q, k, w, total, dout, dwritten = map(pieces.split, (q, k, w, total, dout, dwritten))
+        return chunk_gated_delta_rule_bwd_dhu(
+            q=q, k=k, w=w, g=total, do=dout, dv=dwritten, scale=x.scale, **states, **pieces.options
+        )
 
 
 class FlaLinearAttention(PieceKernel):
@@ -167,6 +182,12 @@ class FlaLinearAttention(PieceKernel):
             q=q, k=k, v=v, **_gates(x, total), do=dout, h0=like, dht=terminal, scale=x.scale, states_in_fp32=True,
             **_lengths(pieces), **options,
         )  # fmt: skip
+
+
+@lru_cache(maxsize=4)
+def _identities(count: int, size: int, device: torch.device) -> Tensor:
+    """Return ``count`` identity matrices (count, size, size), in float32."""
+    return torch.eye(size, device=device).repeat(count, 1, 1)
 
 
 def _delta_states(

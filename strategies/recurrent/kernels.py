@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
@@ -34,6 +35,11 @@ def choose_kernel(name: str, x: Inputs) -> RecurrenceKernel:
     return FlaLinearAttention() if x.beta is None else FlaDeltaRule()
 
 
+@lru_cache(maxsize=1)
+def _is_installed() -> bool:
+    return find_spec("fla") is not None
+
+
 def _why_not_fla(x: Inputs) -> str | None:
     """Return why the kernels of flash-linear-attention cannot compute these inputs; None where they can."""
     if not x.q.is_cuda:
@@ -42,7 +48,7 @@ def _why_not_fla(x: Inputs) -> str | None:
         return f"computes in bfloat16, not {str(x.q.dtype).removeprefix('torch.')}"
     if x.k.shape[-1] > _FLA_KEY_DIM:
         return f"takes keys of at most {_FLA_KEY_DIM} numbers per head"
-    if find_spec("fla") is None:
+    if not _is_installed():
         return "needs flash-linear-attention: pip install '.[fla]' in a clone of ringprof"
     if x.g.shape[-1] > 1:
         return None

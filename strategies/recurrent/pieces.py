@@ -97,7 +97,7 @@ class PieceKernel(ABC):
         every, transitions = [Carry()] * pieces.count, None
         if shard.sends or pieces.count > len(pieces.starts):
             states, transitions = self.effects(x, pieces, local)
-            every = _carries(states, transitions, range(pieces.count))
+            every = _carries(states, transitions)
         if shard.spans:
             return (pieces, local, every, transitions, None), reduce(Carry.then, every)
         before, after = None, None
@@ -121,7 +121,7 @@ class PieceKernel(ABC):
         if shard.receives or pieces.count > len(pieces.starts):
             batch, *shape = x.state_shape
             states = self.effects_backward(x, pieces, local).view(batch, -1, *shape)
-            every = _carries(states, transitions, range(pieces.count)[::-1])
+            every = _carries(states, transitions, reverse=True)
         before, after = None, None
         if shard.receives or not shard.sends:
             before, after = states_between(every if shard.receives else [*every[:-1], Carry()], _reversed(pieces), None)
@@ -172,19 +172,15 @@ class PieceKernel(ABC):
         """Return the gradients of `Inputs.tensors`; ``terminal`` (B P, H, K, V) are those after the pieces."""
 
 
-def _carries(states: Tensor, transitions: Tensor | None, order: range) -> list[Carry]:
-    """Return the effects of the pieces in this order; in reverse the transitions are transposed."""
-    return [
-        Carry(
-            states[:, piece],
-            None
-            if transitions is None
-            else transposed(transitions[:, piece])
-            if order.step < 0
-            else transitions[:, piece],
-        )
-        for piece in order
-    ]
+def _carries(states: Tensor, transitions: Tensor | None, *, reverse: bool = False) -> list[Carry]:
+    """Return the effects of the pieces, in reverse with transposed transitions, from the last piece to the first."""
+    if transitions is None:
+        carries = [Carry(state) for state in states.unbind(1)]
+    else:
+        maps = transposed(transitions) if reverse else transitions
+        assert maps is not None
+        carries = [Carry(*pair) for pair in zip(states.unbind(1), maps.unbind(1), strict=True)]
+    return carries[::-1] if reverse else carries
 
 
 def _reversed(pieces: Pieces) -> set[int]:
