@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from ringprof.errors import VerificationError
-from ringprof.record.check.recurrence import DenseRecurrence
+from ringprof.record.check.recurrence import ChunkedRecurrence, DenseRecurrence
 from ringprof.record.recurrence import call_operator, draw_inputs, select_group
 from ringprof.record.verify_recurrence import verify_recurrence
 from ringprof.run import Workload
@@ -134,20 +134,17 @@ def test_the_bundled_strategies_pass() -> None:
         assert {text: case for text, case in zip(said, cases, strict=True) if text} == {}
 
 
-@pytest.mark.parametrize("documents", [None, (0, 7, 20, 24)])
+@pytest.mark.parametrize("kind", [DenseRecurrence, ChunkedRecurrence])
+@pytest.mark.parametrize("documents", [None, (0, 7, 90, 150)])
 @pytest.mark.parametrize("operator", ["gdn", "mamba2", "gla", "simple-gla"])
-def test_the_gates_reference_is_the_recurrence_token_by_token(operator: Any, documents: Any) -> None:
-    work = replace(WORK, seq=24, operator=operator)
-    inputs = {
-        name: x.double()
-        for name, x in draw_inputs(work, 24, torch.device("cpu"), torch.Generator().manual_seed(1)).items()
-    }
+def test_the_gates_references_are_the_recurrence_token_by_token(kind: Any, operator: Any, documents: Any) -> None:
+    work = replace(WORK, seq=150, operator=operator)
+    drawn = draw_inputs(work, 150, torch.device("cpu"), torch.Generator().manual_seed(1))
+    inputs = {name: x.double() for name, x in drawn.items()}
     initial = torch.randn(1, 4, 8, 12, dtype=torch.float64)
     method = {"gdn": "gated_delta_rule", "simple-gla": "simple_gla"}.get(operator, operator)
-    out, last = getattr(DenseRecurrence(), method)(
-        **inputs, initial_state=initial, return_final_state=True, cu_seqlens=documents
-    )
-    bounds = documents or (0, 24)
+    out, last = getattr(kind(), method)(**inputs, initial_state=initial, return_final_state=True, cu_seqlens=documents)
+    bounds = documents or (0, 150)
     if operator == "mamba2":
         x, dt, a, b, c, d = (inputs[name] for name in ("x", "dt", "a", "b", "c", "d"))
         expected, expected_last = oracle.mamba2(x, dt, a, b, c, d, bounds, initial)
@@ -167,6 +164,21 @@ def test_the_gates_convolution_is_torchs() -> None:
         rows = torch.nn.functional.pad(x[:, first:end].mT, (3, 0))
         expected = torch.nn.functional.conv1d(rows, weight.unsqueeze(1), groups=6).mT
         torch.testing.assert_close(out[:, first:end], expected)
+
+
+@pytest.mark.parametrize("operator", ["gdn", "mamba2", "gla", "simple-gla"])
+@pytest.mark.parametrize("width", [None, 4])
+def test_the_chunked_reference_has_the_gradients_of_the_dense_one(operator: Any, width: int | None) -> None:
+    work = replace(WORK, seq=150, operator=operator, conv_width=width, documents=(70, 80))
+    gradients = []
+    for target in (DenseRecurrence(), ChunkedRecurrence()):
+        inputs = draw_inputs(work, 150, torch.device("cpu"), torch.Generator().manual_seed(1))
+        leaves = [x.double().requires_grad_() for x in inputs.values()]
+        out = call_operator(target, work, dict(zip(inputs, leaves, strict=True)))
+        weight = torch.linspace(-99, 99, out.numel(), dtype=torch.float64).view(out.shape).sin()
+        gradients.append(torch.autograd.grad(out, leaves, weight))
+    for dense, chunked in zip(*gradients, strict=True):
+        torch.testing.assert_close(chunked, dense, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("operator", ["gdn", "mamba2", "gla", "simple-gla"])
