@@ -43,6 +43,7 @@ from ringprof.record.dryrun.schedule import (
     Program,
     RecurrenceOp,
     Schedule,
+    StreamWait,
 )
 from ringprof.report.text import binary_size
 
@@ -180,6 +181,11 @@ def predict(
     query, cluster = stand_in(query), query.cluster
     refuse_unsupported(query, machine)
     query = replace(query, kernel=query.kernel_on(machine), hops=query.hops_on(machine))
+    if query.workload.phase == "decode" and machine.kernel(query.kernel).cache_gb_s is None:
+        raise UnsupportedWorkloadError(
+            f"machine {machine.name!r} has no rate at which kernel {query.kernel!r} reads a cache of keys: decode"
+            " cannot be predicted with it"
+        )
     curves = _curves(query, machine)
     if cluster.size <= MAX_SIMULATED_RANKS:
         return _simulate_draws(query, machine, curves, schedule_of(query, cluster, None), draws)
@@ -196,8 +202,9 @@ def _sample_ranks(cluster: Cluster) -> list[int]:
 
 def _curves(query: Query, machine: Calibration) -> AnyCurves:
     """Return the curves of a query's kernel, whose name is resolved. Raises `UsageError` if there are none."""
-    find: Callable[[Calibration, str], AnyCurves] = recurrence_curves_of if query.workload.recurrent else curves_of
-    return find(machine, query.kernel)
+    if query.workload.recurrent:
+        return recurrence_curves_of(machine, query.kernel)
+    return curves_of(machine, query.kernel, pieces=query.workload.documents is not None)
 
 
 def kernel_figures(machine: Calibration, query: Query) -> KernelFigures:
@@ -244,12 +251,14 @@ def _simulate_draws(
     cluster: Cluster | None = None,
 ) -> PredictionResult:  # fmt: skip
     """Simulate a schedule on several draws of the machine and return the prediction."""
+    if query.one_stream:
+        schedule = msgspec.structs.replace(schedule, programs=list(map(_on_one_stream, schedule.programs)))
     programs, cluster = schedule.programs, cluster or query.cluster
     links = Links(machine, replace(cluster, pairwise=query.pairwise))
 
     def run(draw: Draw, utilisation: Mapping[int, float] | None, lead_ns: float = math.inf) -> list[Timeline]:
         machine_draw = CalibratedMachine(
-            machine, links, curves, draw, utilisation, query.busy_s, hops_first=query.pairwise
+            machine, links, curves, draw, utilisation, query.busy_s, hops_first=query.pairwise, repacks=query.repacks
         )
         return simulate(programs, machine_draw, lead_ns=lead_ns)
 
@@ -294,6 +303,12 @@ def _simulate_draws(
         exposed_share=sum(exposed_shares) / len(exposed_shares), peak_bytes=peak.peak_bytes, peak_label=peak.peak_label,
         lead_ns=lead_ns, schedule=schedule, timelines=timelines,
     )  # fmt: skip
+
+
+def _on_one_stream(program: Program) -> Program:
+    """Return the program with all operations on one stream, in their order."""
+    ops = [msgspec.structs.replace(op, stream=0) for op in program.ops if not isinstance(op, StreamWait)]
+    return msgspec.structs.replace(program, ops=ops)
 
 
 def _latest_end_ns(timelines: Sequence[Timeline]) -> float:

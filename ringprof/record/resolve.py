@@ -107,7 +107,7 @@ def resolve(request: RecordRequest, rank_info: RankInfo | None) -> RecordRequest
         if device == "cpu":
             raise UsageError("--cuda-graph needs GPUs")
         if request.hops == "copy":
-            raise UsageError("--cuda-graph: in replays a trace does not tell hops from other copies: use --hops nccl")
+            raise UsageError("--cuda-graph: copied hops count on, and a graph repeats itself: use --hops nccl")
         if request.controls:
             raise UsageError("--cuda-graph: the controls run other calls than the graph: leave --controls out")
     if request.hops == "auto" and (device == "cpu" or request.cuda_graph):
