@@ -325,7 +325,7 @@ def test_a_state_that_is_lost_in_the_timed_step_is_found() -> None:
 
 # --- a step of two H200 -------------------------------------------------------------------------------
 
-HYBRID = ROOT / "tests/data/h200x2-hybrid"
+HYBRID = ROOT / "tests/data/hybrid-4-layers"
 """Reduced traces of gdn,gdn,gdn,attention with FSDP2, 32,768 tokens, `state-scan` and ulysses."""
 
 
