@@ -129,6 +129,7 @@ FRAMES: dict[str, dict[str, str]] = {
         "exposed_backward_ns": "part of exposed_ns that the backward pass launched",
         "wait_ns": "part of exposed_ns spent waiting for a peer; missing where that is not known",
         "wire_ns": "part of exposed_ns with bytes on the wire; missing where that is not known",
+        "compute_ns": "time of all computation, attention included; the rows of a rank sum to its compute_ns",
     },
     "annotations": {
         "name": "name of the ranges",

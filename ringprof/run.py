@@ -44,6 +44,8 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 Phase = Literal["training", "prefill", "decode"]
+PATTERN_CONVOLUTION = 4
+"""Tokens that the convolution of a pattern's gated delta nets and Mamba-2 layers reads, as in Qwen3-Next."""
 
 
 class LayerAround(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,10 +57,15 @@ class LayerAround(msgspec.Struct, frozen=True, kw_only=True):
     """Intermediate size of the gated MLP."""
     checkpoint: bool = False
     """Whether the backward pass recomputes each layer (activation checkpointing)."""
+    pattern: tuple[Operator, ...] | None = None
+    """Operators of a hybrid model's layers, in order, repeated over all layers; None: attention in all of them."""
+    recurrent_strategy: str | None = None
+    """Strategy of the pattern's recurrences; None without a pattern."""
 
     def __str__(self) -> str:
         recomputed = ", computed again in the backward pass" if self.checkpoint else ""
-        return f"whole layer: MLP of {self.mlp_size}, {self.parallel.upper()}{recomputed}"
+        hybrid = f", pattern {','.join(self.pattern)} with {self.recurrent_strategy}" if self.pattern else ""
+        return f"whole layer: MLP of {self.mlp_size}, {self.parallel.upper()}{recomputed}{hybrid}"
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,8 +134,37 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(
                 f"a prefix of {self.prefix} tokens goes with a window, or without a causal mask (prefix LM)"
             )
+        if self.layer is not None and self.layer.pattern is not None:
+            recurrent = any(operator in RECURRENCES for operator in self.layer.pattern)
+            if "attention" not in self.layer.pattern or recurrent != (self.layer.recurrent_strategy is not None):
+                raise ValueError("a pattern has attention, and with recurrences a strategy for them")
+        if self.layers % len(self.pattern):
+            raise ValueError(f"{self.layers} layers are no multiple of the pattern {','.join(self.pattern)}")
         if self.documents is not None and sum(self.documents) != self.seq:
             raise ValueError(f"the documents are {sum(self.documents)} tokens together, the sequence has {self.seq}")
+
+    @property
+    def pattern(self) -> tuple[Operator, ...]:
+        """Operators of the layers, in order, repeated over all of them."""
+        return (self.layer and self.layer.pattern) or (self.operator,)
+
+    def part(self, operator: Operator) -> Workload | None:
+        """Return what the layers of one operator compute, without the rest of a layer; None without such layers.
+
+        A pattern's recurrences have as many heads of keys as of values, of one size, and Mamba-2 one group. Windows and
+        other options of the softmax belong to its attention alone.
+        """
+        count = self.pattern.count(operator) * (self.layers // len(self.pattern))
+        if not count:
+            return None
+        if len(set(self.pattern)) == 1 or operator == "attention":
+            return msgspec.structs.replace(self, layer=None, layers=count)
+        return Workload(
+            batch=self.batch, seq=self.seq, heads=self.heads, kv_heads=1 if operator == "mamba2" else self.heads,
+            head_dim=self.head_dim, dtype=self.dtype, backward=self.backward, layers=count, steps=self.steps,
+            documents=self.documents, operator=operator,
+            conv_width=PATTERN_CONVOLUTION if operator in ("gdn", "mamba2") else None,
+        )  # fmt: skip
 
     @property
     def recurrent(self) -> bool:
@@ -192,7 +228,14 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.sequences is not None:
             return sum(count * self.step(count).model_flops() for count in self.sequences)
-        return self._attention_flops() + self._flops_around()
+        parts = self._parts()
+        own = sum(part.model_flops() for part in parts) if parts else self._attention_flops()
+        return own + self._flops_around()
+
+    def _parts(self) -> list[Workload]:
+        """Return what the layers of each operator of a pattern compute; empty for layers of one operator."""
+        kinds = dict.fromkeys(self.pattern)
+        return [part for kind in kinds if (part := self.part(kind))] if len(kinds) > 1 else []
 
     def _attention_flops(self) -> int:
         if self.recurrent or self.mask().windowed or self.kv_length is not None:
@@ -203,10 +246,13 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     def exact_flops(self) -> int:
         """Count the FLOPs of attention alone from the exact mask area: S(S+1)/2 per causal document, not S²/2.
 
-        For a recurrence the count equals `model_flops` without the rest of a layer.
+        For a recurrence the count equals `model_flops` without the rest of a layer. A pattern's are left out.
         """
         if self.sequences is not None:
             return sum(count * self.step(count).exact_flops() for count in self.sequences)
+        if self._parts():
+            attention = self.part("attention")
+            return 0 if attention is None else attention.exact_flops()
         if self.recurrent:
             tokens, passes = self.batch * self.seq * self.layers * self.steps, 3 if self.backward else 1
             sizes = self.heads, self.head_dim, self.value_dim
@@ -217,15 +263,28 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         """Count the pairs of a query and a key that it attends to, for one head of one sequence."""
         return self.mask().area(self.kv_length or self.seq, None if self.kv_length is None else self.seq)
 
-    def parameters(self) -> int:
-        """Count the parameters of the matrices of one layer: q, k, v, output, and the three of the gated MLP."""
+    def parameters(self, operator: Operator = "attention") -> int:
+        """Count the parameters of the matrices of one layer of a pattern.
+
+        They are q, k, v, output, and the three of the gated MLP. A recurrence also has a gate as large as its output,
+        and projections to its decays and writing strengths.
+        """
         if self.layer is None:
             return 0
-        hidden = self.heads * self.head_dim
-        return hidden * (2 * hidden + 2 * self.kv_heads * self.head_dim + 3 * self.layer.mlp_size)
+        hidden, size = self.heads * self.head_dim, self.head_dim
+        kv, gates = {
+            "attention": (2 * self.kv_heads * size, 0), "gdn": (2 * hidden, hidden + 2 * self.heads),
+            "mamba2": (2 * size, hidden + self.heads), "simple-gla": (2 * hidden, hidden + self.heads),
+            "gla": (2 * hidden, 2 * hidden),
+        }[operator]  # fmt: skip
+        return hidden * (2 * hidden + kv + gates + 3 * self.layer.mlp_size)
+
+    def all_parameters(self) -> int:
+        """Count the parameters of the matrices of all layers."""
+        return sum(map(self.parameters, self.pattern)) * (self.layers // len(self.pattern))
 
     def _flops_around(self) -> int:
-        forward = 2 * self.batch * self.seq * self.parameters() * self.layers * self.steps
+        forward = 2 * self.batch * self.seq * self.all_parameters() * self.steps
         return 3 * forward if self.backward else forward
 
     def cache_bytes(self) -> int:

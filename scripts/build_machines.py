@@ -2,10 +2,10 @@
 
 h200 is measured: from the committed runs, from benchmarks/data/h200_links.csv and from `ringprof calibrate`.
 benchmarks/data/h200_kernels.csv has the kernels of the latter, h200_heads.csv those of other head sizes, and
-h200_newer_kernels.csv flash-attn 3 and 4. h100_kernels.csv has cuDNN and flash-attn 3 of h100. What one of the two
-lacks of flash-attn 3 and 4 is taken from the other. The rest of h100, b200 and a800 are assembled from published
-figures by the rules below; docs/prediction.md says which. No data enters that docs/prediction.md scores a prediction
-against, except the rows that it names.
+h200_newer_kernels.csv flash-attn 3 and 4; h200_recurrences.csv has linear recurrences. h100_kernels.csv has cuDNN and
+flash-attn 3 of h100. What one of the two lacks of flash-attn 3 and 4 is taken from the other. The rest of h100, b200
+and a800 are assembled from published figures by the rules below; docs/prediction.md says which. No data enters that
+docs/prediction.md scores a prediction against, except the rows that it names.
 
     python -m scripts.build_machines [NAME...]
 """
@@ -29,12 +29,14 @@ from ringprof.prediction.calibration import (
     KernelSample,
     Link,
     Nccl,
+    RecurrenceCurve,
     Value,
     assumed_calibration,
     calibration_json,
 )
 from ringprof.prediction.fit import calibrate_from, observed_run
 from ringprof.prediction.host_model import fit_host_times
+from ringprof.prediction.measure_recurrences import RecurrenceSample, curves_from
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import predict
 from ringprof.prediction.query import Query
@@ -58,6 +60,7 @@ NIC = Link(
 
 CALIBRATED = "ringprof calibrate, 2 H200, 2026-11-22"
 OTHER_HEADS = "ringprof calibrate, 2 H200, 2026-11-22, torch 2.11 (benchmarks/data/h200_heads.csv)"
+RECURRENCES = "ringprof calibrate, one H200, 2026-11-26, Triton 3.7.1, fla 0.6"
 THROTTLING_SOURCE = (
     "ringprof calibrate, 2 H200: 89 shapes of cuDNN, 61 of flash-attn, by how long the device had computed before"
 )
@@ -151,7 +154,20 @@ def h200() -> Calibration:
         memory_gb_s=Value(4176.0, 0.02, "measured", CALIBRATED),
         reorder_gb_s=Value(1002.0, 0.1, "measured", CALIBRATED),
         run_to_run_noise_us=Value(200.0, 0.3, "measured", NOISE_SOURCE), matmul_tflops=MATMUL,
+        recurrences=_recurrences(),
     )  # fmt: skip
+
+
+def _recurrences() -> list[RecurrenceCurve]:
+    samples = [
+        RecurrenceSample(
+            "fla", row["operator"], row["phase"], row["part"], int(row["tokens"]), int(row["heads"]),
+            row["receives"] == "1", row["sends"] == "1", round(float(row["us"]) * 1e3), float(row["spread"]),
+            float(row["host_us"]),
+        )
+        for row in _rows("h200_recurrences.csv")
+    ]  # fmt: skip
+    return curves_from(samples, RECURRENCES)
 
 
 def _on_other_hopper(samples: list[KernelSample], device: str) -> list[KernelSample]:

@@ -19,8 +19,8 @@ MEASURE = ("05_your_own_training_step", "07_before_you_buy")
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
-def test_notebooks_are_numbered_01_to_07() -> None:
-    assert [path.name[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04", "05", "06", "07"]
+def test_notebooks_are_numbered_01_to_08() -> None:
+    assert [path.name[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04", "05", "06", "07", "08"]
 
 
 # The Jupyter client warns of future changes and of unencrypted local sockets.

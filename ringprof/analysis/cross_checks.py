@@ -13,7 +13,7 @@ from ringprof.analysis.timeline.rows import TimedActivities
 from ringprof.analysis.timeline.window import Window
 from ringprof.analysis.transfers.hops import total
 from ringprof.analysis.transfers.transfers import Transfer
-from ringprof.run import Run
+from ringprof.run import Run, Workload
 from ringprof.trace.columns import CUT_OFF, NONE, Notice, Trace, distinct
 
 _BLOCK = re.compile(r"ringprof::(fwd|bwd)/(?:.*/)?block")
@@ -120,7 +120,9 @@ def warn_of_other_counts(
             )
         )
     if run.strategy and run.strategy.target.startswith(_OWN_STRATEGIES):
-        differences += _block_differences(work.block_calls, trace, window, iterations)
+        recurrences = _recurrences(run.workload)
+        calls = {phase: count + recurrences.get(phase, 0) for phase, count in work.block_calls.items()}
+        differences += _block_differences(calls, trace, window, iterations)
     return [
         Notice(
             "run_counts_differ",
@@ -130,6 +132,16 @@ def warn_of_other_counts(
         )
         for in_trace, in_run in differences
     ]
+
+
+def _recurrences(workload: Workload | None) -> dict[str, int]:
+    """Return the calls of recurrences in a hybrid model's iteration by pass: ``run.json`` counts attention alone."""
+    if workload is None or workload.layer is None:
+        return {}
+    layers = sum(operator != "attention" for operator in workload.pattern) * workload.layers // len(workload.pattern)
+    calls = layers * workload.steps
+    # Checkpointing repeats the forward pass.
+    return {"forward": calls * (2 if workload.layer.checkpoint and workload.backward else 1), "backward": calls}
 
 
 def _block_differences(calls: dict[str, int], trace: Trace, window: Window, iterations: int) -> list[tuple[str, str]]:

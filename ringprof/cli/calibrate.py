@@ -20,6 +20,8 @@ from ringprof.cli.write import OutputFile, formats, print_or_write, refuse_unwri
 from ringprof.common.files import write_atomically
 from ringprof.errors import UsageError, nearest
 from ringprof.prediction.calibration import (
+    OPTIONAL_SHARES,
+    PART_SHARES,
     TIME_SHARES,
     Calibration,
     assumed_calibration,
@@ -48,8 +50,8 @@ _OUTPUT = "machine.json"
               help="Calibration that supplies the other figures.  [default: by the device]")  # fmt: skip
 @click.option("--kernels", metavar="NAMES", help="Kernels to measure, separated by commas.  [default: all that run]")
 @click.option("--parts", metavar="NAMES",
-              help=f"Parts to measure, separated by commas: {', '.join(TIME_SHARES)}; the base supplies the rest."
-              "  [default: all]")  # fmt: skip
+              help=f"Parts to measure, separated by commas: {', '.join(PART_SHARES)}; the base supplies the rest."
+              f"  [default: all but {', '.join(OPTIONAL_SHARES)}]")  # fmt: skip
 @click.option("--seconds", type=Number(min=5), default=400.0, show_default=True,
               help="Approximate duration of the measurement on GPUs.")  # fmt: skip
 @click.option("--model", metavar="MODULE:FUNCTION",
@@ -119,7 +121,7 @@ def _measure(
     """Measure on all GPUs of this host: one process per GPU, started with torchrun if there are several."""
     import torch
 
-    chosen_parts = _split_names(parts or ",".join(TIME_SHARES), TIME_SHARES, "--parts")
+    chosen_parts = _split_names(parts or ",".join(TIME_SHARES), PART_SHARES, "--parts")
     if not torch.cuda.is_available():
         raise UsageError("calibrate measures GPUs and there is none here: name recorded runs, or --rates of kernels")
     rank = launcher_rank()

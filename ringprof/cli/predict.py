@@ -11,8 +11,16 @@ import click
 
 from ringprof.cli.options import Advanced, Command, OneOf, all_of, options_set
 from ringprof.cli.progress import show_progress
-from ringprof.cli.recording import masks, params_of, phases, scores_and_heads, workload_of, workload_options
-from ringprof.cli.values import KERNEL_NAMES, STRATEGIES, Known, Number, StrategyName, Tokens
+from ringprof.cli.recording import (
+    masks,
+    params_of,
+    phases,
+    recurrences,
+    scores_and_heads,
+    workload_of,
+    workload_options,
+)
+from ringprof.cli.values import FOR_RECURRENCES, KERNEL_NAMES, STRATEGIES, Known, Number, StrategyName, Tokens
 from ringprof.cli.write import OutputFile, formats, say, text_style, write_text
 from ringprof.common.json_object import Options, json_text
 from ringprof.errors import UsageError
@@ -72,9 +80,10 @@ def cluster_of(options: Options) -> Cluster:
 
 
 @click.command("predict", cls=Command)
-@click.option("--strategy", metavar="NAME", type=StrategyName(STRATEGIES),
+@click.option("--strategy", metavar="NAME", type=StrategyName(STRATEGIES + FOR_RECURRENCES),
               help="Context-parallel strategy: a name from `ringprof strategies`, or package.module:Class."
               )  # fmt: skip
+@recurrences
 @prediction_options
 @phases
 @click.option("-p", "--param", "params", multiple=True, metavar="KEY=VALUE", help="Parameter of the strategy.")
@@ -97,6 +106,7 @@ def command(**options: Any) -> int:
     \b
     ringprof predict --strategy burst --seq 8388608 --heads 64 --kv-heads 8 --nodes 128 --machine h100 --nic 400
     ringprof predict --like traces/h200x4-zigzag-262144 --machine h200 -o traces/predicted
+    ringprof predict --operator gdn --strategy state-scan --seq 1m --heads 16 --machine h200
     """
     _refuse_conflicts(options)
     machine = read_calibration(options["machine"])

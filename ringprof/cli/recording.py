@@ -11,7 +11,7 @@ from typing import Any, get_args
 import click
 
 from ringprof.cli.options import Advanced, Decorator, OneOf, all_of
-from ringprof.cli.values import Number, Tokens
+from ringprof.cli.values import FOR_RECURRENCES, ListOf, Number, Tokens
 from ringprof.cli.write import say
 from ringprof.common.json_object import JsonObject, Options
 from ringprof.common.validation import refuse_below_one
@@ -111,7 +111,13 @@ recurrences = all_of(
 layers = all_of(
     click.option("--layer", cls=Advanced, type=OneOf(["ddp", "fsdp2"]),
                  help="Run whole transformer layers, with their gradients reduced by DDP or FSDP2."),
-    click.option("--layers", cls=Advanced, type=int, help="With --layer: number of layers.  [default: 1]"),
+    click.option("--layers", cls=Advanced, type=int,
+                 help="With --layer: number of layers, or of repetitions of --pattern.  [default: 1]"),
+    click.option("--pattern", cls=Advanced, type=ListOf(OneOf(OPERATORS)), metavar="OPERATOR,...",
+                 help="With --layer: operators of a hybrid model's layers, such as gdn,gdn,gdn,attention. --strategy is"
+                 " that of its attention, with the contiguous layout."),
+    click.option("--recurrent-strategy", cls=Advanced, type=OneOf(FOR_RECURRENCES),
+                 help="With --pattern: strategy of its recurrences.  [default: state-scan]"),
     click.option("--mlp-size", cls=Advanced, type=int,
                  help="With --layer: intermediate size of the gated MLP.  [default: 8/3 of heads x head-dim, rounded up"
                  " to a multiple of 256]"),
@@ -174,7 +180,7 @@ def _refuse_together(options: Options, other: str, names: Iterable[str]) -> None
 
 def layer_of(options: Options) -> JsonObject:
     """Return the workload's fields for whole layers; empty for attention alone. Raises `UsageError`."""
-    values = {name: options.get(name) for name in ("layers", "mlp_size", "checkpoint")}
+    values = {name: options.get(name) for name in ("layers", "mlp_size", "checkpoint", "pattern")}
     if options.get("layer") is None:
         unused = next((name for name, value in values.items() if value), None)
         if unused:
@@ -186,8 +192,23 @@ def layer_of(options: Options) -> JsonObject:
     refuse_below_one({"--layers": values["layers"], "--mlp-size": values["mlp_size"]})
     hidden = options["heads"] * options["head_dim"]
     mlp = values["mlp_size"] or -(-8 * hidden // 3 // 256) * 256
-    layer = LayerAround(parallel=options["layer"], mlp_size=mlp, checkpoint=bool(values["checkpoint"]))
-    return {"layer": layer, "layers": values["layers"] or 1}
+    checkpoint = bool(values["checkpoint"])
+    layer = LayerAround(parallel=options["layer"], mlp_size=mlp, checkpoint=checkpoint, **_pattern(options))
+    return {"layer": layer, "layers": (values["layers"] or 1) * len(layer.pattern or (1,))}
+
+
+def _pattern(options: Options) -> JsonObject:
+    """Return the fields of a pattern of layers; empty without one, or where all its layers have attention."""
+    pattern, strategy = tuple(options.get("pattern") or ()), options.get("recurrent_strategy")
+    if not set(pattern) - {"attention"}:
+        if strategy is not None:
+            raise UsageError("--recurrent-strategy goes with a --pattern that has recurrences, such as gdn,attention")
+        return {"pattern": pattern or None}
+    if "attention" not in pattern:
+        raise UsageError(f"--pattern {','.join(pattern)}: needs a layer of attention, which --strategy computes")
+    if not options["causal"]:
+        raise UsageError("--no-causal: a pattern's recurrences read the tokens in their order")
+    return {"pattern": pattern, "recurrent_strategy": strategy or "state-scan"}
 
 
 def phase_of(options: Options, seq: int) -> JsonObject:

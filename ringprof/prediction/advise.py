@@ -240,6 +240,8 @@ def ranked_choices(
 
     Raises `UnsupportedWorkloadError` if none can run and `UnknownStrategyError` for a name that no candidate has.
     """
+    if workload.recurrent:
+        raise UnsupportedWorkloadError("only strategies for attention are compared: predict those for recurrences")
     queries = chosen_queries(candidates(workload, cluster, machine, kernel), strategies)
     predictions, refusals = [], []
     for number, query in enumerate(queries):

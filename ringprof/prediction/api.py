@@ -23,7 +23,7 @@ from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import PredictionResult, prediction_dict
 from ringprof.prediction.predict import predict as _predict
 from ringprof.prediction.query import Query
-from ringprof.prediction.text import PART_LABELS, prediction_text
+from ringprof.prediction.text import part_labels, prediction_text
 from ringprof.report import plots
 from ringprof.report.page.html import render as page
 from ringprof.report.text import TextStyle
@@ -120,7 +120,7 @@ class Prediction:
     def parts(self) -> pd.DataFrame:
         """Return the time of the slowest rank, with one row per phase and part."""
         rows = [
-            {"phase": phase, "part": PART_LABELS[part], "time_ms": ns / 1e6}
+            {"phase": phase, "part": part_labels(self.prediction.query.workload)[part], "time_ms": ns / 1e6}
             for phase, parts in self._phases().items() for part, ns in parts.items()
         ]  # fmt: skip
         return _frame("parts", rows)
@@ -128,7 +128,7 @@ class Prediction:
     def plot(self, ax: Axes | None = None) -> Axes:
         """Plot where the time goes, with one stacked bar per phase."""
         rows = {
-            phase: {PART_LABELS[part]: ns / 1e6 for part, ns in parts.items()}
+            phase: {part_labels(self.prediction.query.workload)[part]: ns / 1e6 for part, ns in parts.items()}
             for phase, parts in self._phases().items()
         }
         axes = plots.parts(rows, "ms of the slowest rank, predicted", ax)

@@ -20,9 +20,9 @@ from ringprof.analysis.transfers.hops import EMULATED
 from ringprof.common.files import write_atomically
 from ringprof.common.json_object import JsonObject
 from ringprof.prediction.host_model import host_ns
-from ringprof.prediction.predict import PredictionResult
+from ringprof.prediction.predict import PredictionResult, kernel_figures
 from ringprof.prediction.simulator import RINGS, Timeline
-from ringprof.record.dryrun.schedule import AttentionOp, CommStart, CommWait, MemoryOp, Op, Program, StreamWait
+from ringprof.record.dryrun.schedule import CommStart, CommWait, ComputeOp, MemoryOp, Op, Program, StreamWait
 from ringprof.run import Environment, Predicted, Profiled, RankTrace, Run, StrategyUsed, Timings, Topology, write_run
 
 MARK = "(predicted)"
@@ -32,11 +32,12 @@ _ATTENTION_KERNELS = {
     "cudnn": ("cudnn_sdpa_flash_fprop", "cudnn_sdpa_flash_bprop"),
     "torch-flash": ("pytorch_flash::flash_fwd_kernel", "pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel"),
     "flash-attn-3": ("FlashAttnFwdSm90", "FlashAttnBwdSm90"),
+    "fla": ("chunk_gated_delta_rule_fwd_kernel", "chunk_gated_delta_rule_bwd_kernel"),
     "flash-attn-4": ("flash_attncuteflash_fwd", "flash_attncuteflash_bwd"),
 }
 _DEFAULT_ATTENTION_KERNELS = ("flash_fwd_kernel", "flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel")
 _TRANSFER_KERNELS = {
-    "send_recv": "ncclDevKernel_SendRecv", "all_to_all": "ncclDevKernel_SendRecv",
+    "send_recv": "ncclDevKernel_SendRecv", "chain": "ncclDevKernel_SendRecv", "all_to_all": "ncclDevKernel_SendRecv",
     "all_gather": "ncclDevKernel_AllGather_RING_LL", "reduce_scatter": "ncclDevKernel_ReduceScatter_Sum_RING_LL",
 }  # fmt: skip
 _COLLECTIVE_NAMES = {
@@ -129,7 +130,7 @@ def trace_of(prediction: PredictionResult, program: Program, timeline: Timeline)
 
 def _events(prediction: PredictionResult, program: Program, timeline: Timeline) -> Iterator[_Event]:
     machine = prediction.machine
-    host = list(accumulate(host_ns(machine, machine.kernel(prediction.query.kernel), program)))
+    host = list(accumulate(host_ns(machine, kernel_figures(machine, prediction.query), program)))
     origin = _ORIGIN_NS + round(min(prediction.lead_ns, host[-1]))
     writer = _Writer(prediction, program, timeline, origin)
     begin = _ORIGIN_NS
@@ -157,10 +158,10 @@ class _Writer:
             destination = f"/to={_neighbours(self._program.rank, op)[0]}" if op.operation == "copy" else ""
             yield self.range(f"ringprof::send/{op.channel}{destination}", begin, end)
             yield from self._transfer(op_index, op, begin, end)
-        elif isinstance(op, AttentionOp | MemoryOp):
+        elif isinstance(op, ComputeOp | MemoryOp):
             if op.label:
                 yield self.range(f"ringprof::{op.label}", begin, end)
-            name = self._names[op.phase] if isinstance(op, AttentionOp) else op.name
+            name = self._names[op.phase] if isinstance(op, ComputeOp) else op.name
             start, stop = self._timeline.ops[op_index]
             yield from self._kernel(name, _COMPUTE_STREAM + op.stream, start, stop, begin, end)
         elif isinstance(op, CommWait):
@@ -201,6 +202,11 @@ class _Writer:
             for size in comm_op.messages:
                 calls.append({"Collective name": "send", "Dst Rank": following, **_sizes(comm_op, size, size)})
                 calls.append({"Collective name": "recv", "Src Rank": previous, **_sizes(comm_op, size, size)})
+        elif comm_op.operation == "chain":
+            (size,), (sender, receiver) = comm_op.messages, comm_op.members
+            call = {"send": ("Dst Rank", receiver)} if rank == sender else {"recv": ("Src Rank", sender)}
+            for name, (key, peer) in call.items():
+                calls.append({"Collective name": name, key: peer, **_sizes(comm_op, size, size)})
         else:
             args = _collective_args(rank, comm_op)
             calls.append(args)

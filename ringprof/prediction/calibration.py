@@ -29,6 +29,10 @@ TIME_SHARES = {"kernels": 0.55, "host": 0.15, "memory": 0.01, "matmul": 0.02, "l
 
 PERSISTENT_KERNELS = ("cudnn", "flash-attn-3", "flash-attn-4")
 """Kernels of which one call is one wave of blocks that fill the device until its end."""
+OPTIONAL_SHARES = {"recurrences": 0.3}
+"""Parts that `ringprof calibrate` measures on request alone, because Triton compiles their kernels for minutes."""
+PART_SHARES = {**TIME_SHARES, **OPTIONAL_SHARES}
+
 COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter")
 Origin = Literal["measured", "published", "assumed"]
 Positive = Annotated[float, msgspec.Meta(gt=0, lt=1e18)]
@@ -106,6 +110,43 @@ class KernelFigures(msgspec.Struct, frozen=True, kw_only=True):
     def fills(self, phase: str) -> bool:
         """Return whether calls of a phase fill the device."""
         return self.fills_device if phase == "forward" or self.fills_backward is None else self.fills_backward
+
+
+class RecurrencePoint(msgspec.Struct, frozen=True, array_like=True):
+    """Measured time of one part of a recurrence's kernel over ``tokens`` tokens."""
+
+    tokens: Size
+    ns: Positive
+    spread: Share
+    """Standard deviation over the calls, as a fraction of the time."""
+    host_us: Positive
+    """Microseconds of the host until its calls return."""
+
+
+class RecurrenceCurve(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured times of one part of a recurrence's kernel by tokens, on a device that does nothing else.
+
+    The shape is that of `ringprof.record.dryrun.schedule.RecurrenceOp`, with one batch entry.
+    """
+
+    kernel: str
+    operator: Literal["gated_delta_rule", "simple_gla", "gla"]
+    phase: Literal["forward", "backward"]
+    part: Literal["local", "block"]
+    heads: Size
+    head_dim: Size
+    v_head_dim: Size
+    receives: bool
+    sends: bool
+    points: list[RecurrencePoint]
+    """Times in the order of tokens."""
+    origin: Origin
+    source: str
+
+    def __post_init__(self) -> None:
+        tokens = [point.tokens for point in self.points]
+        if not tokens or tokens != sorted(set(tokens)):
+            raise ValueError("a curve has points, in the order of their tokens")
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,6 +241,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str]
     """Versions of the driver, torch, NCCL, cuDNN and flash-attn that the figures were measured with."""
     kernels: list[KernelFigures]
+    recurrences: list[RecurrenceCurve] = []
+    """Times of the kernels of linear recurrences; empty where they were not measured."""
     matmul_tflops: Value | None = None
     """TFLOP/s of a large bfloat16 matrix product on a device that always computes; None if not measured."""
     matmul_clock_mhz: Positive | None = None

@@ -70,6 +70,8 @@ def observed_run(path: str | os.PathLike[str], base: Calibration) -> Observed:
         raise InputError(f"{os.fspath(path)}: not a recorded run: name its folder or its run.json")
     if run.topology.device_type != "cuda":
         raise UsageError(f"{os.fspath(path)}: recorded on CPU processes, which cannot be predicted")
+    if run.workload and run.workload.recurrent:
+        raise UsageError(f"{os.fspath(path)}: runs of recurrences are not taken apart")
     if run.workload and not run.workload.mask().plain:
         raise UsageError(f"{os.fspath(path)}: runs of packed documents and windows are not taken apart")
     try:

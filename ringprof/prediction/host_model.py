@@ -18,9 +18,10 @@ import msgspec
 import numpy as np
 
 from ringprof.prediction.calibration import Calibration, Host, HostPass, KernelFigures, Value
-from ringprof.record.dryrun.schedule import AttentionOp, CommStart, MemoryOp, Op, Program
+from ringprof.prediction.recurrence_curves import recurrence_curves_of
+from ringprof.record.dryrun.schedule import CommStart, ComputeOp, MemoryOp, Op, Program, RecurrenceOp
 
-_START_KINDS = {"send_recv": "post_us", "copy": "copy_us"}
+_START_KINDS = {"send_recv": "post_us", "chain": "post_us", "copy": "copy_us"}
 _KERNEL_KINDS = ("forward_us", "backward_us")
 _PRIOR_WEIGHT = 0.3
 """Weight that holds the kinds to their usual proportions, in units of relative errors of passes."""
@@ -34,7 +35,7 @@ _MIN_SPREAD = 0.05
 
 def op_kind(op: Op) -> str:
     """Return the field name of `Host` with the time of an operation."""
-    if isinstance(op, AttentionOp):
+    if isinstance(op, ComputeOp):
         return f"{op.phase}_us"
     if isinstance(op, CommStart):
         return _START_KINDS.get(op.operation, "collective_us")
@@ -52,7 +53,13 @@ def count_kinds(program: Program) -> Counter[str]:
 def host_ns(calibration: Calibration, kernel: KernelFigures, program: Program) -> list[float]:
     """Return the host time of each operation of a pass, including the calls into torch before it."""
     us_by_kind = times_us(calibration, kernel)
-    times_ns = [(us_by_kind[op_kind(op)] + op.calls * us_by_kind["call_us"]) * 1e3 for op in program.ops]
+
+    def own_us(op: Op) -> float:
+        if isinstance(op, RecurrenceOp):
+            return recurrence_curves_of(calibration, kernel.name).host_us(op)
+        return us_by_kind[op_kind(op)]
+
+    times_ns = [(own_us(op) + op.calls * us_by_kind["call_us"]) * 1e3 for op in program.ops]
     first = _first_backward(program)
     if first is not None:
         times_ns[first] += us_by_kind["autograd_us"] * 1e3

@@ -13,8 +13,9 @@ from ringprof.prediction.calibration import Calibration, KernelFigures, KernelSa
 from ringprof.prediction.host_model import host_ns
 from ringprof.prediction.kernel_model import Curve, Estimate, OutsideCalibration
 from ringprof.prediction.network import Links
+from ringprof.prediction.recurrence_curves import RecurrenceCurves
 from ringprof.prediction.simulator import BlockTime
-from ringprof.record.dryrun.schedule import AttentionOp, MemoryOp, Program
+from ringprof.record.dryrun.schedule import AttentionOp, ComputeOp, MemoryOp, Program
 
 GATHER_RATE, SCATTER_RATE, FILL_RATE = 0.86, 0.35, 0.75
 """Rates of torch's ``gather`` and ``scatter_`` of whole rows and of ``zeros``, relative to a copy's.
@@ -110,6 +111,15 @@ def reads_cache(block: AttentionOp) -> bool:
     return block.phase == "forward" and block.pairs is None and block.q < CACHE_ROWS
 
 
+AnyCurves = Curves | RecurrenceCurves
+"""Curves of an attention kernel, or of a recurrence's."""
+
+
+def estimate(curves: AnyCurves, op: ComputeOp) -> Estimate:
+    """Estimate the time of an operation of the kernel that the curves are of. Raises `OutsideCalibration`."""
+    return curves.estimate(op)  # type: ignore[arg-type]
+
+
 _CACHE: deque[tuple[Calibration, tuple[str, bool], Curves]] = deque(maxlen=4)
 
 
@@ -143,7 +153,7 @@ class CalibratedMachine:
     (`Calibration.throttling`)."""
 
     def __init__(
-        self, calibration: Calibration, links: Links, curves: Curves, draw: Draw = LIKELIEST,
+        self, calibration: Calibration, links: Links, curves: AnyCurves, draw: Draw = LIKELIEST,
         utilisation: Mapping[int, float] | None = None, busy_s: float | None = None, *, hops_first: bool = False,
         repacks: bool = False,
     ) -> None:  # fmt: skip
@@ -170,18 +180,18 @@ class CalibratedMachine:
             lambda: hosts.gauss(1.0, calibration.host.host_variation.value)
         )
 
-    def attention_time(self, rank: int, op_index: int, block: AttentionOp) -> BlockTime:
+    def compute_time(self, rank: int, op_index: int, block: ComputeOp) -> BlockTime:
         kernel = self._curves.kernel
         if rank not in self._cool_factors:
             slowdown, utilisation = self._calibration.slowdown, self._utilisation.get(rank, 1.0)
             self._cool_factors[rank] = slowdown(kernel, utilisation, self._busy_s) / slowdown(kernel, 1.0, None)
         # The memory's clock is not throttled.
-        cool_factor = 1.0 if reads_cache(block) else self._cool_factors[rank]
+        cool_factor = 1.0 if isinstance(block, AttentionOp) and reads_cache(block) else self._cool_factors[rank]
         random_factor = self._jitter[rank, op_index] * self._device_factors[rank] if self._draw.seed else 1.0
-        total_ns = self._curves.estimate(block).ns * cool_factor * random_factor
+        total_ns = estimate(self._curves, block).ns * cool_factor * random_factor
         lead_ns = kernel.lead.value * total_ns if block.phase == "backward" else 0.0
         before_ns = after_ns = 0.0
-        if self._repacks:
+        if self._repacks and isinstance(block, AttentionOp):
             before_ns, after_ns = self._repacking_ns(block)
             total_ns *= VARLEN_FORWARD if block.phase == "forward" else 1.0
         return BlockTime(

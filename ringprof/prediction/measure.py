@@ -20,6 +20,7 @@ from ringprof.common.json_object import JsonObject
 from ringprof.errors import UsageError
 from ringprof.prediction.calibration import (
     COLLECTIVES,
+    PART_SHARES,
     TIME_SHARES,
     Calibration,
     KernelFigures,
@@ -30,6 +31,7 @@ from ringprof.prediction.calibration import (
 )
 from ringprof.prediction.host_model import fit_host_times
 from ringprof.prediction.host_timing import measure_passes
+from ringprof.prediction.measure_recurrences import measure_recurrences
 from ringprof.prediction.microbenchmark import Bench, call_of
 from ringprof.prediction.network import channels
 from ringprof.prediction.shapes import COLLECTIVE_BYTES, MESSAGES, KernelCase, kernel_cases
@@ -64,15 +66,15 @@ def measure_machine(
     base: Calibration, bench: Bench, kernels: Sequence[str], seconds: float, save: Save,
     chosen: Collection[str] = TIME_SHARES.keys(),
 ) -> Calibration:  # fmt: skip
-    """Measure the ``chosen`` parts of `TIME_SHARES` within about ``seconds``; other figures of the base stay.
+    """Measure the ``chosen`` parts of `PART_SHARES` within about ``seconds``; other figures of the base stay.
 
     ``save`` is called on rank 0 with the calibration so far. Raises `UsageError` without kernels.
     """
     if not kernels:
         raise UsageError("no attention kernel runs on this GPU: name recorded runs instead")
     start = time.monotonic()
-    ends, share, total_share = {}, 0.0, sum(TIME_SHARES[name] for name in chosen)
-    for name, part_share in TIME_SHARES.items():
+    ends, share, total_share = {}, 0.0, sum(PART_SHARES[name] for name in chosen)
+    for name, part_share in PART_SHARES.items():
         share += part_share * (name in chosen)
         ends[name] = start + share / total_share * seconds
     calibration = msgspec.structs.replace(
@@ -105,6 +107,11 @@ def measure_machine(
         ("links", "contention", lambda: _contention(bench, calibration, heating_kernel)),
         ("links", "copied hops", lambda: {"same_host": _copy_rate(bench, calibration.same_host)}),
         ("heat", "heat", lambda: _throttling(bench, heating_kernel, ends["heat"])),
+        (
+            "recurrences",
+            "recurrences",
+            lambda: {"recurrences": measure_recurrences(bench, ends["recurrences"]) or calibration.recurrences},
+        ),
     )
     for part, name, measure in steps:
         if part in chosen:

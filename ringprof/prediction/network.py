@@ -182,6 +182,8 @@ class Links:
         if comm_op.operation in ("all_gather", "reduce_scatter"):
             return self._nccl.collective_channels
         per_peer = max(self._channels(comm_op, message, comm_op.members[:2]) for message in comm_op.messages)
+        if comm_op.operation == "chain":
+            return per_peer
         if comm_op.operation == "send_recv":
             # Send and receive are two kernels where each has its own communicator.
             return 2 * per_peer if self.cluster.pairwise else per_peer

@@ -15,22 +15,33 @@ import msgspec
 
 from ringprof.common.json_object import JsonObject
 from ringprof.errors import UnsupportedWorkloadError
-from ringprof.prediction.calibration import Calibration, Origin, Value
+from ringprof.prediction.calibration import Calibration, KernelFigures, KernelSample, Origin, RecurrenceCurve, Value
 from ringprof.prediction.host_model import host_ns, times_us
 from ringprof.prediction.kernel_model import OutsideCalibration
 from ringprof.prediction.lognormal import NO_TIME, Lognormal, MaxLognormal
-from ringprof.prediction.machine import LIKELIEST, MASKED_OVER_PLAIN, CalibratedMachine, Curves, Draw, curves_of
+from ringprof.prediction.machine import (
+    LIKELIEST,
+    MASKED_OVER_PLAIN,
+    AnyCurves,
+    CalibratedMachine,
+    Draw,
+    curves_of,
+    estimate,
+)
 from ringprof.prediction.network import GPUS_PER_SWITCH, Cluster, Links
 from ringprof.prediction.peers import stand_in
 from ringprof.prediction.query import Query
+from ringprof.prediction.recurrence_curves import recurrence_curves_of
 from ringprof.prediction.simulator import Timeline, simulate
 from ringprof.record.dryrun.schedule import (
     AttentionOp,
     CommStart,
     CommWait,
+    ComputeOp,
     MemoryOp,
     Op,
     Program,
+    RecurrenceOp,
     Schedule,
     StreamWait,
 )
@@ -175,11 +186,11 @@ def predict(
             f"machine {machine.name!r} has no rate at which kernel {query.kernel!r} reads a cache of keys: decode"
             " cannot be predicted with it"
         )
-    curves = curves_of(machine, query.kernel, pieces=query.workload.documents is not None)
+    curves = _curves(query, machine)
     if cluster.size <= MAX_SIMULATED_RANKS:
         return _simulate_draws(query, machine, curves, schedule_of(query, cluster, None), draws)
     small, large = _resized(cluster, SMALL_RANKS), _resized(cluster, LARGE_RANKS)
-    if _gains_ring_steps(query, schedule_of, small, large):
+    if not query.workload.recurrent and _gains_ring_steps(query, schedule_of, small, large):
         return _extrapolate(query, machine, curves, schedule_of, (small, large), draws, few_ranks=few_ranks)
     return _simulate_draws(query, machine, curves, schedule_of(query, cluster, _sample_ranks(cluster)), draws)
 
@@ -187,6 +198,18 @@ def predict(
 def _sample_ranks(cluster: Cluster) -> list[int]:
     """Return the ranks that stand for all where not all are simulated."""
     return sorted({0, 1, cluster.size // 2, cluster.size - 1})
+
+
+def _curves(query: Query, machine: Calibration) -> AnyCurves:
+    """Return the curves of a query's kernel, whose name is resolved. Raises `UsageError` if there are none."""
+    if query.workload.recurrent:
+        return recurrence_curves_of(machine, query.kernel)
+    return curves_of(machine, query.kernel, pieces=query.workload.documents is not None)
+
+
+def kernel_figures(machine: Calibration, query: Query) -> KernelFigures:
+    """Return a machine's figures of a query's kernel, whose name is resolved. Raises `UsageError` if it has none."""
+    return _curves(query, machine).kernel
 
 
 def _gains_ring_steps(query: Query, schedule_of: ScheduleOf, small: Cluster, large: Cluster) -> bool:
@@ -224,7 +247,7 @@ def refuse_unsupported(query: Query, machine: Calibration) -> None:
 
 
 def _simulate_draws(
-    query: Query, machine: Calibration, curves: Curves, schedule: Schedule, most_draws: int,
+    query: Query, machine: Calibration, curves: AnyCurves, schedule: Schedule, most_draws: int,
     cluster: Cluster | None = None,
 ) -> PredictionResult:  # fmt: skip
     """Simulate a schedule on several draws of the machine and return the prediction."""
@@ -314,7 +337,7 @@ def _host_time(machine: Calibration, issued_ns: Sequence[float]) -> Lognormal:
 
 def _busy_share(program: Program, timeline: Timeline, iteration_ns: float) -> float:
     """Return the fraction of an iteration in which a rank computes attention."""
-    spans = (timeline.ops[op_index] for op_index, op in enumerate(program.ops) if isinstance(op, AttentionOp))
+    spans = (timeline.ops[op_index] for op_index, op in enumerate(program.ops) if isinstance(op, ComputeOp))
     return min(1.0, sum(stop - start for start, stop in spans) / iteration_ns) if iteration_ns else 0.0
 
 
@@ -355,13 +378,13 @@ def _busy_pieces(program: Program, timeline: Timeline, cluster: Cluster) -> Iter
             ready_ns = min(max(timeline.kernels[comm_index][1], start), end)
             yield start, ready_ns, "peers", phase
             yield ready_ns, end, "other_host" if cluster.hosts_of(comm_op.members) > 1 else "same_host", phase
-        elif isinstance(op, AttentionOp | MemoryOp):
-            yield start, end, "kernel" if isinstance(op, AttentionOp) else "memory", phase
+        elif isinstance(op, ComputeOp | MemoryOp):
+            yield start, end, "kernel" if isinstance(op, ComputeOp) else "memory", phase
 
 
 def _phase(op: Op, comm_ops: Mapping[int, tuple[int, CommStart]], current: str) -> str:
     """Return the phase of an operation; ``current`` if the operation does not say."""
-    if isinstance(op, AttentionOp | CommStart):
+    if isinstance(op, ComputeOp | CommStart):
         return op.phase
     if isinstance(op, CommWait):
         return comm_ops[op.id][1].phase
@@ -369,20 +392,20 @@ def _phase(op: Op, comm_ops: Mapping[int, tuple[int, CommStart]], current: str) 
 
 
 def _variances(
-    machine: Calibration, curves: Curves, program: Program, breakdown: _Breakdown, end_ns: float
+    machine: Calibration, curves: AnyCurves, program: Program, breakdown: _Breakdown, end_ns: float
 ) -> dict[str, float]:
     """Return the log-variance of the time by input; an input counts by the share of the time that depends on it."""
     variances = {}
     for phase in ("forward", "backward"):
-        estimates = [curves.estimate(op) for op in program.ops if isinstance(op, AttentionOp) and op.phase == phase]
+        estimates = [estimate(curves, op) for op in program.ops if isinstance(op, ComputeOp) and op.phase == phase]
         if estimates:
-            total_ns = sum(estimate.ns for estimate in estimates)
-            extrapolated_share = sum(estimate.ns for estimate in estimates if estimate.extrapolated) / total_ns
+            total_ns = sum(each.ns for each in estimates)
+            extrapolated_share = sum(each.ns for each in estimates if each.extrapolated) / total_ns
             if extrapolated_share > MAX_EXTRAPOLATED_SHARE:
                 raise OutsideCalibration(
                     f"{extrapolated_share:.0%} of the {phase} pass are parts of the mask shorter than calibrated"
                 )
-            spread = sum(estimate.ns * estimate.spread for estimate in estimates) / total_ns
+            spread = sum(each.ns * each.spread for each in estimates) / total_ns
             share = (breakdown.forward if phase == "forward" else breakdown.backward).get("kernel", 0.0) / end_ns
             variances[f"{phase} kernel"] = (share * spread) ** 2
     for part, value in (
@@ -407,7 +430,7 @@ def _resized(cluster: Cluster, ranks: int) -> Cluster:
 
 
 def _extrapolate(
-    query: Query, machine: Calibration, curves: Curves, schedule_of: ScheduleOf,
+    query: Query, machine: Calibration, curves: AnyCurves, schedule_of: ScheduleOf,
     clusters: tuple[Cluster, Cluster], draws: int, *, few_ranks: bool,
 ) -> PredictionResult:  # fmt: skip
     """Extrapolate from two smaller clusters, where each rank has the same share and messages but fewer ring steps.
@@ -485,26 +508,24 @@ def warnings_of(prediction: PredictionResult) -> list[PredictionWarning]:
 def inputs(prediction: PredictionResult) -> dict[str, Value]:
     """Return the figures that a prediction rests on, with their origins."""
     machine, query = prediction.machine, prediction.query
-    kernel = machine.kernel(query.kernel)
     values = {"memory_gb_s": machine.memory_gb_s, "contention": machine.contention, "heat": machine.throttling}
-    if query.workload.phase == "decode" and kernel.cache_gb_s is not None:
-        values["cache_gb_s"] = kernel.cache_gb_s
+    if query.workload.phase == "decode" and (cache_gb_s := machine.kernel(query.kernel).cache_gb_s) is not None:
+        values["cache_gb_s"] = cache_gb_s
     phases = ("forward", "backward") if query.workload.backward else ("forward",)
     for phase in phases if "cache_gb_s" not in values else ():
-        shape = phase, query.workload.head_dim
-        samples = [sample for sample in kernel.samples if (sample.phase, sample.head_dim) == shape]
+        samples = _samples(prediction, phase)
         spread = math.sqrt(prediction.variance_by_input.get(f"{phase} kernel", 0.0))
         origins: tuple[Origin, ...] = ("assumed", "published", "measured")
         origin = min((sample.origin for sample in samples), key=origins.index)
         sources = sorted({sample.source for sample in samples})
         source = sources[0] if len(sources) == 1 else f"{len(sources)} sources, the first: {sources[0]}"
-        values[f"{phase}_kernel_samples"] = Value(len(samples), spread, origin, source)
-    curves = curves_of(machine, query.kernel)
+        counted = "curves" if query.workload.recurrent else "samples"
+        values[f"{phase}_kernel_{counted}"] = Value(len(samples), spread, origin, source)
     masked_phases = {
         op.phase for op in prediction.schedule.programs[0].ops if isinstance(op, AttentionOp) and op.pairs is not None
     }
     for phase, ratio in MASKED_OVER_PLAIN.items():
-        if phase in masked_phases and not curves.has_masked(phase):
+        if phase in masked_phases and not curves_of(machine, query.kernel).has_masked(phase):
             values[f"{phase}_masked_over_plain"] = ratio
     if query.cluster.size > 1:
         values["hop_gb_s"] = machine.same_host.hop_gb_s
@@ -518,6 +539,17 @@ def inputs(prediction: PredictionResult) -> dict[str, Value]:
     if prediction.host_bound:
         values["launch_us"] = machine.host.launch_us
     return values
+
+
+def _samples(prediction: PredictionResult, phase: str) -> Sequence[KernelSample | RecurrenceCurve]:
+    """Return the samples of the kernel, or the curves of the recurrence, that a phase is predicted by."""
+    query, machine = prediction.query, prediction.machine
+    if query.workload.recurrent:
+        ops = prediction.schedule.programs[0].ops
+        operator = next(op.operator for op in ops if isinstance(op, RecurrenceOp))
+        return recurrence_curves_of(machine, query.kernel).curves(phase, operator)
+    shape = phase, query.workload.head_dim
+    return [sample for sample in machine.kernel(query.kernel).samples if (sample.phase, sample.head_dim) == shape]
 
 
 def prediction_dict(prediction: PredictionResult, *, whole: bool = True) -> JsonObject:

@@ -6,7 +6,7 @@ import math
 
 from ringprof.common.formatting import percent
 from ringprof.prediction.predict import PredictionResult, inputs
-from ringprof.prediction.text import PART_LABELS, cluster_text, described, remarks
+from ringprof.prediction.text import cluster_text, described, part_labels, remarks
 from ringprof.report import palette
 from ringprof.report.page import bars
 from ringprof.report.page.document import Content, Document, PageSection, PageTable, number, text
@@ -20,7 +20,7 @@ _COLOURS = {
     "peers": palette.WAIT,
     "host": palette.GREY,
 }
-"""Colour of each part of `PART_LABELS`."""
+"""Colour of each part of `part_labels`."""
 _LEAST_VARIANCE = 1e-6
 """Variance below which an input does not count as a source of uncertainty."""
 
@@ -35,7 +35,8 @@ def document(prediction: PredictionResult) -> Document:
         f"cases), {rate(prediction.tflops(median_ns))} per GPU; {percent(prediction.exposed_share)} of the time waits "
         "for transfers and peers."
     )
-    bound = ", ".join(f"{phase}: {PART_LABELS[part]}" for phase, part in prediction.bound_by.items())
+    labels = part_labels(query.workload)
+    bound = ", ".join(f"{phase}: {labels[part]}" for phase, part in prediction.bound_by.items())
     tiles = [
         (duration(median_ns), "per iteration, predicted"),
         (rate(prediction.tflops(median_ns)), "per GPU"),
@@ -60,17 +61,17 @@ def document(prediction: PredictionResult) -> Document:
 
 def _parts(prediction: PredictionResult) -> Content:
     """Draw one stacked bar per phase, with a table of the same times."""
-    spans = prediction.breakdown
+    spans, labels = prediction.breakdown, part_labels(prediction.query.workload)
     phases = {name: parts for name, parts in (("forward", spans.forward), ("backward", spans.backward)) if parts}
     stacked = {
         label: (_COLOURS[part], [phase.get(part, 0.0) / 1e6 for phase in phases.values()])
-        for part, label in PART_LABELS.items()
+        for part, label in labels.items()
         if spans.total(part) > 0
     }
     rows = [
         [
             text(phase),
-            text(PART_LABELS[part]),
+            text(labels[part]),
             number(time_ns, scale=1e6),
             number(time_ns / prediction.median_ns, 3, 0.01),
         ]

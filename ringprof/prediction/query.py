@@ -107,12 +107,20 @@ class Query:
         """Return ``nccl`` or ``copy``. Raises `UsageError` if the query names another transport."""
         if self.hops not in ("auto", "nccl", "copy"):
             raise UsageError(f"hops {self.hops!r} is not one of auto, nccl, copy")
+        if self.workload.recurrent:
+            if self.hops == "copy":
+                raise UsageError("--hops copy: the strategies for recurrences send by NCCL alone")
+            return "nccl"
         if self.hops != "auto":
             return self.hops
         return "nccl" if machine.same_host.copy_gb_s is None else "copy"
 
     def kernel_on(self, machine: Calibration) -> str:
         """Return the kernel's name. Raises `InputError` or `UnsupportedWorkloadError` if none is calibrated."""
+        if self.workload.recurrent:
+            if self.kernel not in ("auto", "fla"):
+                raise UsageError(f"--kernel {self.kernel}: recurrences are predicted with kernel fla alone")
+            return "fla"
         if self.kernel != "auto":
             return self.kernel
         from ringprof.strategies.kernels.registry import KERNELS, auto_order

@@ -15,8 +15,9 @@ from ringprof.prediction.network import Cluster
 from ringprof.prediction.query import Query
 from ringprof.record.dryrun.dispatch import Recorder
 from ringprof.record.dryrun.fakes import DryRunNetwork, dry_run_communicator
+from ringprof.record.dryrun.recurrences import dry_run_recurrence
 from ringprof.record.dryrun.run import dry_run_rank, refuse_on_failure
-from ringprof.record.dryrun.schedule import Program, Schedule
+from ringprof.record.dryrun.schedule import CommStart, Program, Schedule
 from ringprof.record.resolve import layout_options, load_strategy, strategy_errors, typed_params, why_unsupported
 from ringprof.run import MOST_RANKS, Workload
 from ringprof.strategies import find
@@ -27,6 +28,7 @@ from ringprof.strategies.kernels.kernel import Gradients
 from ringprof.strategies.kernels.merge import Sum
 from ringprof.strategies.kernels.registry import KERNELS
 from ringprof.strategies.masks.layouts import ALL
+from ringprof.strategies.recurrent.state_strategies import STRATEGIES, RecurrentStrategy
 from ringprof.strategies.transport.gradient_ring import LocalGrads, add_and_cast_all, forward_grads
 
 MOST_PACKED = 64
@@ -47,6 +49,8 @@ def schedule(
     `_use_legacy_schedule`. Raises `UnknownStrategyError`, `UsageError` and `UnsupportedWorkloadError`, the last also if
     the strategy's operations depend on tensor values.
     """
+    if workload.recurrent:
+        return _recurrence_schedule(strategy, workload, size, ranks_per_host or size, hops, params or {}, ranks)
     dry_run_kernel = _SIMILAR_KERNELS.get(kernel, kernel)
     if dry_run_kernel not in KERNELS:
         known = dict.fromkeys((*KERNELS, *_SIMILAR_KERNELS))
@@ -80,6 +84,42 @@ def schedule(
         target=find(strategy).target, params=dict(instance.parameters),
         layout=instance.layout_of(**layout_options(workload)).name, workload=workload, programs=programs,
     )  # fmt: skip
+
+
+def _recurrence_schedule(
+    name: str, workload: Workload, size: int, per_host: int, hops: str, params: Params, ranks: Iterable[int] | None
+) -> Schedule:  # fmt: skip
+    """Dry-run the ranks of a workload with a recurrence; the arguments are those of `schedule`."""
+    _refuse_unsupported(workload)
+    strategy_class = recurrent_strategy(name)
+    if size % per_host:
+        raise UnsupportedWorkloadError(f"{per_host} ranks a host do not divide {size} ranks")
+    if params:
+        raise UsageError(f"strategy {name!r} has no parameters: leave out {next(iter(params))}")
+    if reason := strategy_class.why_unsupported(workload.seq, workload.heads, size):
+        raise UnsupportedWorkloadError(f"strategy {name!r} cannot run this: {reason}")
+    programs = []
+    for rank in range(size) if ranks is None else ranks:
+        with refuse_on_failure(name), strategy_errors():
+            programs.append(dry_run_recurrence(strategy_class, workload, (rank, size, per_host), hops))
+    if len(programs) < size and any(
+        isinstance(op, CommStart) and op.operation == "chain" for program in programs for op in program.ops
+    ):
+        raise UnsupportedWorkloadError(
+            f"strategy {name!r} on {size} ranks cannot be predicted: a rank waits for all before it, and some ranks"
+            " cannot stand for all"
+        )
+    return Schedule(
+        target=find(name).target, params={}, layout=strategy_class.layout.name, workload=workload, programs=programs
+    )
+
+
+def recurrent_strategy(name: str) -> type[RecurrentStrategy]:
+    """Return the strategy for recurrences of this name. Raises `UsageError` if there is none."""
+    if name not in STRATEGIES:
+        listed = f"{nearest(name, STRATEGIES)}; there are: {', '.join(STRATEGIES)}"
+        raise UsageError(f"no strategy {name!r} for recurrences{listed}")
+    return STRATEGIES[name]
 
 
 def _refuse_unsupported(workload: Workload) -> None:

@@ -23,7 +23,7 @@ from itertools import accumulate, count
 from typing import Protocol
 
 from ringprof.prediction.flows import Flow, Flows
-from ringprof.record.dryrun.schedule import AttentionOp, CommStart, CommWait, MemoryOp, Op, Program, StreamWait
+from ringprof.record.dryrun.schedule import CommStart, CommWait, ComputeOp, MemoryOp, Op, Program, StreamWait
 
 RINGS = ("send_recv", "copy")
 """Operations in which every member sends to the next one; in other operations all members exchange data."""
@@ -31,7 +31,7 @@ RINGS = ("send_recv", "copy")
 
 @dataclass(frozen=True)
 class BlockTime:
-    """Time of one attention call on an otherwise idle device."""
+    """Time of one compute operation on an otherwise idle device."""
 
     total_ns: float
     lead_ns: float = 0.0
@@ -62,8 +62,8 @@ class Machine(Protocol):
     handover_ns: float
     """Nanoseconds from an event on one stream to the start of another stream that waited for it."""
 
-    def attention_time(self, rank: int, op_index: int, block: AttentionOp) -> BlockTime:
-        """Return the time of an attention operation."""
+    def compute_time(self, rank: int, op_index: int, block: ComputeOp) -> BlockTime:
+        """Return the time of an operation of an attention kernel, or of a recurrence's."""
 
     def memory_op_ns(self, rank: int, op_index: int, op: MemoryOp) -> float:
         """Return the nanoseconds of a memory operation."""
@@ -282,6 +282,11 @@ class _RunningTransfer:
         """Register a member's kernel, and start what all its peers are ready for."""
         rank = kernel.rank.number
         self._kernels[rank] = kernel
+        if self._comm_op.operation == "chain":
+            kernel.unfinished = 1
+            sender, receiver = self._comm_op.members
+            self._send(sender, receiver, now)
+            return
         if self._comm_op.operation not in RINGS:
             kernel.unfinished = 1
             if len(self._kernels) == self._expected:
@@ -386,8 +391,8 @@ class _Rank:
         if isinstance(op, MemoryOp):
             end = now + self.simulator.machine.memory_op_ns(self.number, op_index, op)
             self.simulator.call_at(end, partial(self._finish_and_advance, stream, op_index, now))
-        elif isinstance(op, AttentionOp):
-            times = self.simulator.machine.attention_time(self.number, op_index, op)
+        elif isinstance(op, ComputeOp):
+            times = self.simulator.machine.compute_time(self.number, op_index, op)
             begin = partial(self._begin_block, stream, op_index, times)
             self.device.when_admitted(now, begin)
         elif isinstance(op, CommStart):

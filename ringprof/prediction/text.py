@@ -20,6 +20,7 @@ PART_LABELS = {
     "kernel": "attention", "memory": "merges, copies", "same_host": "wire in node", "other_host": "wire between",
     "peers": "waiting for peers", "host": "launching",
 }  # fmt: skip
+_RECURRENCE_LABELS = PART_LABELS | {"kernel": "recurrence", "memory": "other kernels"}
 _STEP_LABELS = {
     "attention": "attention, by the simulation below", "layers": "layers outside attention", "optimizer": "optimizer",
     "once": "embeddings, head and loss", "traffic": "exposed parameters and gradients",
@@ -28,11 +29,21 @@ _NOTABLE = 0.02
 """Fraction of the time from which a transfer gets a remark."""
 
 
+def part_labels(workload: Workload) -> dict[str, str]:
+    """Return the label of each part of a breakdown: recurrences have a convolution, and no merges."""
+    return _RECURRENCE_LABELS if workload.recurrent else PART_LABELS
+
+
 def described(workload: Workload) -> str:
     """Describe a workload in a few words."""
     batch = f"batch {workload.batch}, " if workload.batch > 1 else ""
+    if workload.recurrent:
+        return _joined(workload, batch, workload.mask_in_short())
     mask = str(workload.mask()) if workload.causal or not workload.mask().plain else "full attention"
-    mask = ", ".join([mask, *workload.extras()])
+    return _joined(workload, batch, ", ".join([mask, *workload.extras()]))
+
+
+def _joined(workload: Workload, batch: str, mask: str) -> str:
     passes = "forward and backward" if workload.backward else "forward only"
     return f"{workload.seq} tokens, {batch}{workload.heads_in_words()} · {mask} · {workload.dtype} · {passes}"
 
@@ -56,10 +67,11 @@ def prediction_text(prediction: PredictionResult, style: TextStyle) -> str:
     peak_place = f", in {clean(prediction.peak_label)}" if prediction.peak_label else ""
     peak = peak_of(machine.device, query.workload.dtype)
     of_peak = f", {percent(prediction.tflops(median_ns) / peak.tflops, 0)} of the device's peak" if peak else ""
+    labels = part_labels(query.workload)
     head = [
         f"PREDICTED: {clean(query.strategy)} on {cluster_text(query.cluster, machine.device)}",
         f"{described(query.workload)} · kernel {query.kernel}{hops}",
-        f"{clean(params)}",
+        *([clean(params)] if params else []),
         "",
         f"time      {duration(median_ns)} per iteration; in four of five cases {duration(low_ns)} to"
         f" {duration(high_ns)}",
@@ -67,7 +79,7 @@ def prediction_text(prediction: PredictionResult, style: TextStyle) -> str:
         f" {rate(prediction.tflops(low_ns))}){of_peak}",
         f"memory    {binary_size(prediction.peak_bytes)} per GPU at most{peak_place}",
         f"exposed   {percent(prediction.exposed_share)} of the time waits for transfers and peers (mean of ranks)",
-        f"bound by  {', '.join(f'{phase}: {PART_LABELS[part]}' for phase, part in prediction.bound_by.items())}",
+        f"bound by  {', '.join(f'{phase}: {labels[part]}' for phase, part in prediction.bound_by.items())}",
     ]
     tail = [
         *remarks(prediction),
@@ -104,14 +116,14 @@ def step_text(step: StepPrediction, style: TextStyle) -> str:
 
 def _table(prediction: PredictionResult) -> Table:
     """Return the slowest rank's time by phase and part."""
-    spans = prediction.breakdown
-    present = [part for part in PART_LABELS if spans.total(part) > 0]
+    spans, labels = prediction.breakdown, part_labels(prediction.query.workload)
+    present = [part for part in labels if spans.total(part) > 0]
     rows = [
         [name, *(f"{parts.get(part, 0.0) / 1e6:,.3f}" for part in present)]
         for name, parts in (("forward", spans.forward), ("backward", spans.backward))
         if parts
     ]
-    return Table("slowest rank, ms", [Column(""), *(Column(PART_LABELS[part]) for part in present)], rows)
+    return Table("slowest rank, ms", [Column(""), *(Column(labels[part]) for part in present)], rows)
 
 
 def remarks(prediction: PredictionResult) -> list[str]:

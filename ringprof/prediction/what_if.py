@@ -26,7 +26,7 @@ from ringprof.prediction.observed_schedule import memory_op_bytes
 from ringprof.prediction.predict import time_breakdown
 from ringprof.prediction.query import uses_legacy_schedule
 from ringprof.prediction.simulator import BlockTime, Transfer, simulate
-from ringprof.record.dryrun.schedule import AttentionOp, CommStart, MemoryOp, Program
+from ringprof.record.dryrun.schedule import AttentionOp, CommStart, ComputeOp, MemoryOp, Program
 
 _SCHEMA = "ringprof.what-if/1"
 _LINKS = ("same_host", "other_host")
@@ -252,7 +252,8 @@ class _Replay:
             for program in programs
         }  # fmt: skip
 
-    def attention_time(self, rank: int, op_index: int, block: AttentionOp) -> BlockTime:
+    def compute_time(self, rank: int, op_index: int, block: ComputeOp) -> BlockTime:
+        assert isinstance(block, AttentionOp)
         observed_index = self._observed_indices[rank][op_index]
         observed_block = self._ranks[rank].blocks[observed_index]
         lost_ns = self._machine.contention.value * contended_ns(self._observed, self._ranks[rank], observed_index)

@@ -1,5 +1,7 @@
 """Whole layers around a strategy's attention, to measure the overlap with other operations of a layer, too.
 
+Layers of a hybrid model follow a pattern of attention and recurrences (`ringprof.record.recurrent_mixer`).
+
 A layer is RMSNorm, projections to q, k and v, rotary embedding by the strategy's own positions, the strategy's
 attention, an output projection, RMSNorm and a gated MLP, with two residuals. Each rank has its share of the tokens of
 every sequence. All ranks have the same parameters, whose gradients DDP or FSDP2 reduces over all ranks.
@@ -20,10 +22,15 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ringprof.record.measure import Results, WorkloadShard, seeded
+from ringprof.record.measure import Results, WorkloadShard, row_sums, seeded
+from ringprof.record.recurrence import RecurrenceResults, RecurrenceShard
+from ringprof.record.recurrent_mixer import RecurrentMixer
 from ringprof.record.resolve import attention_options, layout_options, torch_dtype
 from ringprof.run import Workload
 from ringprof.strategies.base import Strategy
+from ringprof.strategies.recurrent.state_strategies import RecurrentStrategy
+from ringprof.strategies.transport.communicator import Communicator
+from ringprof.workload.recurrences import Operator
 
 ROPE_BASE = 10_000.0
 PARAMETERS_SEED = 0
@@ -31,13 +38,13 @@ PARAMETERS_SEED = 0
 
 @dataclass
 class _KeptCall:
-    """Inputs and output of one attention call, with their gradients (dq, dk, dv, dout)."""
+    """Inputs and output of one call of attention or of a recurrence, with their gradients (dq, ..., dout)."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
-    def keep(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    def keep(self, **tensors: Tensor) -> None:
         """Keep the tensors of a call, unless an earlier call was kept, as it is if the layer is recomputed."""
-        for name, tensor in {"q": q, "k": k, "v": v, "out": out}.items():
+        for name, tensor in tensors.items():
             if name not in self.tensors:
                 self.tensors[name] = tensor.detach()
                 if tensor.requires_grad:
@@ -52,25 +59,36 @@ class _KeptCall:
 
 
 class Layer(nn.Module):
-    """Decoder layer whose attention runs over all ranks."""
+    """Decoder layer whose attention, or recurrence, runs over all ranks."""
 
-    def __init__(self, workload: Workload, strategy: Strategy) -> None:
+    def __init__(self, workload: Workload, strategy: Any, operator: Operator = "attention") -> None:
+        """Create the parameters; ``strategy`` is one for the layer's ``operator``."""
         super().__init__()
         assert workload.layer is not None
         hidden, mlp = workload.heads * workload.head_dim, workload.layer.mlp_size
         kv = workload.kv_heads * workload.head_dim
         self.workload, self.strategy = workload, strategy
         self.kept: _KeptCall | None = None
-        """Storage of the next attention call's tensors; None: they are not kept."""
+        """Storage of the next call's tensors; None: they are not kept."""
         self.before_attention, self.before_mlp = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
-        self.qkv = nn.Linear(hidden, hidden + 2 * kv, bias=False)
-        self.out = nn.Linear(hidden, hidden, bias=False)
+        self.mixer: RecurrentMixer | None = None
+        if operator == "attention":
+            self.qkv = nn.Linear(hidden, hidden + 2 * kv, bias=False)
+            self.out = nn.Linear(hidden, hidden, bias=False)
+        else:
+            part = workload.part(operator)
+            assert part is not None
+            self.mixer = RecurrentMixer(part, strategy)
         self.gate_up = nn.Linear(hidden, 2 * mlp, bias=False)
         self.down = nn.Linear(mlp, hidden, bias=False)
 
     def forward(self, x: Tensor, cos_sin: Tensor) -> Tensor:
         """Compute the layer for x (B, S/N, hidden), with the `rotation` of the rank's positions."""
-        x = x + self.out(self._attention(self.before_attention(x), cos_sin).flatten(2))
+        normed = self.before_attention(x)
+        if self.mixer is None:
+            x = x + self.out(self._attention(normed, cos_sin).flatten(2))
+        else:
+            x = x + self.mixer(normed, self.kept)
         gate, up = self.gate_up(self.before_mlp(x)).chunk(2, -1)
         after: Tensor = x + self.down(functional.silu(gate) * up)
         return after
@@ -85,18 +103,22 @@ class Layer(nn.Module):
         q, k, v = rotated(q, cos_sin), rotated(k, cos_sin), v.contiguous()
         out: Tensor = self.strategy.attention(q, k, v, causal=workload.causal, **attention_options(workload))
         if self.kept is not None:
-            self.kept.keep(q, k, v, out)
+            self.kept.keep(q=q, k=k, v=v, out=out)
         return out
 
 
 class Layers(nn.Module):
     """Sequence of layers, recomputed in the backward pass if the workload says so."""
 
-    def __init__(self, workload: Workload, strategy: Strategy) -> None:
+    def __init__(self, workload: Workload, strategy: Strategy, recurrent: RecurrentStrategy | None = None) -> None:
+        """Create the layers; ``recurrent`` is the strategy of those with a recurrence, if the pattern has some."""
         super().__init__()
         assert workload.layer is not None
         self.recomputes = workload.layer.checkpoint
-        self.layers = nn.ModuleList(Layer(workload, strategy) for _ in range(workload.layers))
+        self.layers = nn.ModuleList(
+            Layer(workload, strategy if operator == "attention" else recurrent, operator)
+            for operator in workload.pattern * (workload.layers // len(workload.pattern))
+        )
 
     def forward(self, x: Tensor, cos_sin: Tensor) -> Tensor:
         for layer in self.layers:
@@ -137,25 +159,39 @@ def parallelize(model: Layers, how: str, device: torch.device) -> nn.Module:
 
 @dataclass(kw_only=True)
 class LayersShard(WorkloadShard):
-    """One rank's share of whole layers; q, k, v and dout are those of the first layer's attention, once kept."""
+    """One rank's share of whole layers; q, k, v and dout are those of the first attention, once kept."""
 
     model: nn.Module
-    first: Layer
+    first: dict[Operator, Layer]
+    """First layer of each operator."""
     x: Tensor
     dx: Tensor | None
     """Gradient of the layers' output; None: forward only."""
     cos_sin: Tensor
+    recurrent: RecurrentStrategy | None = None
+    """Strategy of a pattern's recurrences."""
+    recurrences: dict[Operator, RecurrenceShard] = field(default_factory=dict)
+    """Recurrence of the first layer of each operator, with its inputs, once kept."""
+    kept_results: dict[Operator, RecurrenceResults] = field(default_factory=dict)
+    """Results of `recurrences`."""
+    first_rows: dict[Operator, Tensor] = field(default_factory=dict)
+    """`row_sums` of the first kept output of each recurrence."""
 
     @classmethod
     def create(
-        cls, strategy: Strategy, workload: Workload, device: torch.device, *, cuda_graph: bool = False
+        cls, strategy: Strategy, workload: Workload, device: torch.device, *, cuda_graph: bool = False,
+        recurrent: RecurrentStrategy | None = None,
     ) -> LayersShard:  # fmt: skip
-        """Create layers with the same parameters on all ranks, and random tokens."""
+        """Create layers with the same parameters on all ranks, and random tokens.
+
+        ``recurrent`` is the strategy of a pattern's recurrences.
+        """
         assert workload.layer is not None and not cuda_graph
         torch.manual_seed(PARAMETERS_SEED)
         with device if device.type == "meta" else nullcontext():
-            model = Layers(workload, strategy).to(device=device, dtype=torch_dtype(workload))
-        first: Any = model.layers[0]
+            model = Layers(workload, strategy, recurrent).to(device=device, dtype=torch_dtype(workload))
+        layers: Any = model.layers
+        first = {operator: layers[workload.pattern.index(operator)] for operator in dict.fromkeys(workload.pattern)}
         generator = seeded(device, 1 + strategy.comm.rank)
         shape = (workload.batch, workload.seq // strategy.comm.size, workload.heads * workload.head_dim)
         x, dx = (torch.randn(shape, generator=generator, device=device, dtype=torch_dtype(workload)) for _ in range(2))
@@ -166,11 +202,12 @@ class LayersShard(WorkloadShard):
             attention_options=attention_options(workload), kernel_options=workload.mask().asks_of_kernels(),
             model=parallelize(model, workload.layer.parallel, device), first=first, x=x,
             dx=dx if workload.backward else None, cos_sin=rotation(positions, workload.head_dim, x.dtype),
+            recurrent=recurrent,
         )  # fmt: skip
 
     def kernel(self) -> Any:
         """Return the kernel that computes the attention blocks."""
-        like = torch.empty(1, 1, 1, self.first.workload.head_dim, dtype=self.x.dtype, device=self.x.device)
+        like = torch.empty(1, 1, 1, self.first["attention"].workload.head_dim, dtype=self.x.dtype, device=self.x.device)
         return self.strategy.kernel_for(like, **self.kernel_options)
 
     def run_iteration(self) -> None:  # type: ignore[override]
@@ -182,13 +219,45 @@ class LayersShard(WorkloadShard):
             self.model.zero_grad(set_to_none=True)
 
     def run_for_verification(self) -> Results:
-        """Run one iteration and return the first layer's attention output and gradients.
+        """Run one iteration and return the first attention's output and gradients.
 
-        Also sets q, k, v and dout to those of that attention call.
+        Also sets q, k, v and dout to those of that call, and `recurrences` to the first call of each recurrence.
         """
-        kept = self.first.kept = _KeptCall()
+        calls = {operator: _KeptCall() for operator in self.first}
+        for operator, layer in self.first.items():
+            layer.kept = calls[operator]
         self.run_iteration()
-        self.first.kept = None
-        tensors = kept.tensors
+        for layer in self.first.values():
+            layer.kept = None
+        tensors = calls.pop("attention").tensors
+        for operator, call in calls.items():
+            self._keep_recurrence(operator, call.tensors)
         self.q, self.k, self.v, self.dout = tensors["q"], tensors["k"], tensors["v"], tensors.get("dout")
         return Results(tensors["out"], *(tensors.get(name) for name in ("dq", "dk", "dv")))
+
+    def _keep_recurrence(self, operator: Operator, tensors: dict[str, Tensor]) -> None:
+        """Set what is kept of an operator's first call: its inputs, and its results."""
+        mixer = self.first[operator].mixer
+        assert mixer is not None
+        gradients = {name: x for name, x in tensors.items() if name.startswith("d") and name[1:] in tensors}
+        inputs = {name: x for name, x in tensors.items() if name not in gradients and name != "out"}
+        dout, out = gradients.pop("dout", None), tensors["out"]
+        self.recurrences[operator] = RecurrenceShard.of(self.recurrent, mixer.part, inputs, dout)
+        self.kept_results[operator] = RecurrenceResults(out, gradients=gradients)
+        self.first_rows.setdefault(operator, row_sums(out))
+
+    @property
+    def strategies(self) -> list[Any]:
+        """Strategy of the attention, and the communication of the recurrences, whose blocks are none of attention."""
+        return [self.strategy, *([] if self.recurrent is None else [_Communication(self.recurrent.comm)])]
+
+
+@dataclass(frozen=True)
+class _Communication:
+    """Counters of a strategy without those of its kernels."""
+
+    comm: Communicator
+
+    @staticmethod
+    def kernels() -> list[Any]:
+        return []

@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from ringprof.common.json_object import JsonObject
 from ringprof.record.clock import clock_for
+from ringprof.record.layer_ranges import named_layers
 from ringprof.record.progress import Reporter
 from ringprof.record.resolve import attention_options, kernel_options, layout_options, shape_of, torch_dtype
 from ringprof.record.telemetry import device_telemetry
@@ -262,7 +263,7 @@ def profile_iterations(
     warmup_clock, clock = clock_for(device), clock_for(device)
 
     def run_marked() -> None:
-        with record_function(ITERATION):
+        with record_function(ITERATION), named_layers(getattr(shard, "model", None)):
             shard.run_iteration()
 
     with profiler() as recording:

@@ -28,6 +28,7 @@ from ringprof.record.resolve import layout_options, load_any_strategy, strategy_
 from ringprof.record.run_folder import publish, reduced_name, trace_name
 from ringprof.record.telemetry import device_links
 from ringprof.record.verify import verify
+from ringprof.record.verify_layers import joined, recurrences_of, verify_timed_layers
 from ringprof.record.verify_recurrence import verify_recurrence, verify_timed_recurrence
 from ringprof.record.verify_timed import verify_timed
 from ringprof.run import (
@@ -92,6 +93,8 @@ class RankRecording:
     reduce: Reduce | None = None
     strategy: Any = None
     """Strategy of this rank; None until it is created. With dynamic CP, that of the first step."""
+    recurrent: Any = None
+    """Strategy of a pattern's recurrences; None without a pattern."""
     dynamic: Any = None
     """Strategies of all sizes, a `Dynamic`, if the number of ranks per sequence changes; else None."""
 
@@ -143,11 +146,7 @@ class RankRecording:
             # The class is loaded first, so that the user's own modules are found.
             strategy_class: Any = load_any_strategy(request.strategy)
             if request.workload.recurrent:
-                comm = Communicator(
-                    ranks_per_host=request.ranks_per_host, hosts=self._host_numbers(),
-                    request=f"{request.strategy} with kernel {request.kernel}",
-                )  # fmt: skip
-                self.strategy = strategy_class(comm, request.kernel)
+                self.strategy = self._recurrent_strategy(strategy_class, request.kernel)
             elif request.cp_sizes:
                 self.dynamic = Dynamic(request.strategy, kernel=request.kernel, hops=request.hops, **request.params)
                 self.strategy = self.dynamic.of(request.cp_sizes[0])
@@ -156,6 +155,9 @@ class RankRecording:
                     request.strategy, kernel=request.kernel, ranks_per_host=request.ranks_per_host, hops=request.hops,
                     hosts=self._host_numbers(), **request.params,
                 )  # fmt: skip
+                if (layer := request.workload.layer) and layer.recurrent_strategy:
+                    recurrent_class: Any = load_any_strategy(layer.recurrent_strategy)
+                    self.recurrent = self._recurrent_strategy(recurrent_class, "auto")
             verification = self._verify(device)
             if verification is not None and request.controls:
                 # The counts of the short verification show this before the long run.
@@ -215,12 +217,20 @@ class RankRecording:
             controls=_baselines_of_run(request, [r.controls for r in results if r.controls is not None]),
         )
 
+    def _recurrent_strategy(self, strategy_class: type[RecurrentStrategy], kernel: str) -> RecurrentStrategy:
+        comm = Communicator(
+            ranks_per_host=self.task.request.ranks_per_host, hosts=self._host_numbers(),
+            request=f"{strategy_class.__name__} with kernel {kernel}",
+        )  # fmt: skip
+        return strategy_class(comm, kernel)
+
     def _create_shard(self, device: torch.device) -> WorkloadShard:
         request = self.task.request
+        if request.workload.layer is not None:
+            return LayersShard.create(self.strategy, request.workload, device, recurrent=self.recurrent)
         if self.dynamic is not None:
             return DynamicCpShard.from_dynamic(self.dynamic, request.workload, request.cp_sizes, device)
-        kind: type[WorkloadShard] = WorkloadShard if request.workload.layer is None else LayersShard
-        kind = RecurrenceShard if request.workload.recurrent else kind
+        kind: type[WorkloadShard] = RecurrenceShard if request.workload.recurrent else WorkloadShard
         return kind.create(self.strategy, request.workload, device, cuda_graph=request.cuda_graph)
 
     def _host_numbers(self) -> list[int] | None:
@@ -237,6 +247,8 @@ class RankRecording:
             verification = verify_recurrence(self.strategy, request.workload, device)
         else:
             verification = verify(self.strategy, request.workload, device)
+            for part in recurrences_of(request.workload):
+                verification = joined(verification, verify_recurrence(self.recurrent, part, device), part.operator)
         self.reporter.advance()
         if device.type == "cuda":
             # The reference's tensors must not stay in the allocator while the strategy is timed.
@@ -253,9 +265,12 @@ class RankRecording:
         if isinstance(shard, DynamicCpShard):
             verification = verify_timed_steps(shard, measured, before)
         elif isinstance(shard, RecurrenceShard):
-            verification = verify_timed_recurrence(shard, measured, before)
+            last: Any = measured.last
+            verification = verify_timed_recurrence(shard, last, measured.first_rows, before)
         else:
             verification = verify_timed(shard, measured.first_rows, measured.last, workload, before)
+            if isinstance(shard, LayersShard):
+                verification = verify_timed_layers(shard, before, verification)
         self.reporter.advance()
         return verification
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 from ringprof.record.measure import Results, WorkloadShard, seeded
 from ringprof.record.resolve import torch_dtype
 from ringprof.run import Workload
+from ringprof.strategies.kernels.merge import wide_type
 from ringprof.strategies.recurrent.baselines import NoOpRecurrence, RecordingRecurrence, use_kernel
 from ringprof.strategies.recurrent.state_strategies import RecurrentStrategy, StateRing
 from ringprof.strategies.transport.communicator import Communicator
@@ -105,7 +106,7 @@ def _split_channels(workload: Workload, channels: Tensor) -> dict[str, Tensor]:
     parts = torch.split(channels, [heads * size for heads, size in shapes.values()], -1)
     tensors = {name: x.view(*x.shape[:2], *shape) for (name, shape), x in zip(shapes.items(), parts, strict=True)}
     if workload.operator == "gdn":
-        tensors["k"] = functional.normalize(tensors["k"].float(), dim=-1).to(channels.dtype)
+        tensors["k"] = functional.normalize(tensors["k"].to(wide_type(channels)), dim=-1).to(channels.dtype)
     return tensors
 
 

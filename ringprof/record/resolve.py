@@ -129,6 +129,7 @@ def resolve(request: RecordRequest, rank_info: RankInfo | None) -> RecordRequest
             reason = why_unsupported(strategy, request.workload, world, params)
         if reason:
             raise UnsupportedWorkloadError(f"strategy {request.strategy!r} cannot run this: {reason}")
+        _check_pattern(strategy, request, world)
     return msgspec.structs.replace(request, device=device, world=world, params=params, **_iterations(request, device))
 
 
@@ -281,6 +282,28 @@ def _check_phase(strategy: type[Strategy], request: RecordRequest) -> None:
         raise UsageError(
             f"strategy {request.strategy!r} is for {strategy.phase}; for --phase {phase} there are: {listing}"
         )
+
+
+def _check_pattern(strategy: type[Strategy], request: RecordRequest, world: int) -> None:
+    """Refuse a pattern of layers that its strategies cannot run. Raises `UsageError` and `UnsupportedWorkloadError`."""
+    workload, layer = request.workload, request.workload.layer
+    if layer is None or layer.recurrent_strategy is None:
+        return
+    if strategy.layout.name != "contiguous" or request.params.get("layout", "contiguous") != "contiguous":
+        contiguous = ", ".join(name for name in names() if find(name).load().layout.name == "contiguous")
+        raise UsageError(
+            f"--pattern: recurrences take the tokens in their order, and strategy {request.strategy!r} spreads them;"
+            f" strategies with the contiguous layout are {contiguous}"
+        )
+    recurrent = load_recurrent_strategy(layer.recurrent_strategy, "recurrences")
+    for operator in dict.fromkeys(workload.pattern):
+        part = workload.part(operator)
+        if part is not None and part.recurrent:
+            reason = recurrent.why_unsupported(part.seq, part.heads, world)
+            if part.conv_width is not None and part.seq // world < part.conv_width - 1:
+                reason = reason or f"{part.seq // world} tokens per rank are fewer than the convolution reads"
+            if reason:
+                raise UnsupportedWorkloadError(f"strategy {layer.recurrent_strategy!r} cannot run this: {reason}")
 
 
 def _check_combinations(request: RecordRequest) -> None:

@@ -36,9 +36,17 @@ from ringprof.record.check.dense import (
 )
 from ringprof.record.check.recurrence import ChunkedRecurrence, DenseRecurrence, mistakes
 from ringprof.record.check.result import TensorCheck
-from ringprof.record.measure import Measurement, row_sums
+from ringprof.record.measure import row_sums
 from ringprof.record.process_group import GroupRanks, gather_tensor
-from ringprof.record.recurrence import SHARED, RecurrenceShard, alone, call_operator, draw_inputs, select_group
+from ringprof.record.recurrence import (
+    SHARED,
+    RecurrenceResults,
+    RecurrenceShard,
+    alone,
+    call_operator,
+    draw_inputs,
+    select_group,
+)
 from ringprof.record.resolve import torch_dtype
 from ringprof.record.verify import raise_if_wrong, size_in_words, summed_over_ranks
 from ringprof.run import TimedVerification, Verification, Workload
@@ -191,18 +199,19 @@ def _with_heads(results: dict[str, Tensor]) -> dict[str, Tensor]:
 # --- after timing -------------------------------------------------------------------------------------
 
 
-def verify_timed_recurrence(shard: RecurrenceShard, measured: Measurement, before: Verification) -> Verification:
+def verify_timed_recurrence(
+    shard: RecurrenceShard, last: RecurrenceResults, first_rows: Tensor, before: Verification
+) -> Verification:
     """Verify the last timed results and add the outcome to ``before``, the verification before timing.
 
-    Collective: every rank must call this, and gets the same answer. Raises `VerificationError`, which names the worst
-    rank and tensor, if a result is wrong.
+    ``first_rows`` are the `row_sums` of the first output. Collective: every rank must call this, and gets the same
+    answer. Raises `VerificationError`, which names the worst rank and tensor, if a result is wrong.
     """
     begin, ranks, workload = time.perf_counter_ns(), GroupRanks(None), shard.workload
-    last: Any = measured.last
     ending = f"in the last timed iteration, {size_in_words(workload)}; nothing was recorded"
     results = {name: x.detach() for name, x in last.named().items()}
     flags = [
-        *(bool(x.isfinite().all()) for x in results.values()), torch.equal(measured.first_rows, row_sums(last.out))
+        *(bool(x.isfinite().all()) for x in results.values()), torch.equal(first_rows, row_sums(last.out))
     ]  # fmt: skip
     flags_by_rank = gather_numbers(flags, ranks)
     for rank, finite in enumerate(flags_by_rank):

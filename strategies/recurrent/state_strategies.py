@@ -534,7 +534,9 @@ class _Recurrence(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
         strategy, call = ctx.strategy, ctx.call
         strategy.comm.meter.phase = "backward"
-        tensors, (transition, *saved) = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        # Read once: checkpoint refuses to compute the tensors again a second time.
+        kept = ctx.saved_tensors
+        tensors, (transition, *saved) = kept[: ctx.count], kept[ctx.count :]
         x, shard = Inputs.of(tensors, call.scale), call.shard
         known = None
         if call.final:

@@ -87,6 +87,12 @@ class Transport(Protocol):
     def collective(self, channel: Channel, operation: str, tensor: Tensor) -> Hop:
         """Start the `Collective` method called ``operation`` among several ranks; ``tensor`` is contiguous."""
 
+    def send(self, chain: Channel, tensor: Tensor) -> Hop:
+        """Start to send a contiguous tensor to the next rank of a `Chain`."""
+
+    def receive(self, chain: Channel, like: Tensor) -> Tensor:
+        """Receive a contiguous tensor like ``like`` from the previous rank of a `Chain`; wait for it."""
+
 
 Connect = Callable[["Channel", "RankGroup", Transport | None, bool], Transport]
 """A function or a class that returns the transport of a new channel of a communicator; collective over the channel.

@@ -87,6 +87,19 @@ class TorchTransport:
                 self._posted += works
         return Hop(works, message.buffers, arriving, ring.channel, self._posted)
 
+    def send(self, chain: Channel, tensor: Tensor) -> Hop:
+        """Start to send a tensor to the next rank of a chain."""
+        chain.meter.add(chain.channel, "send_recv", chain.link, tensor.nbytes)
+        with annotate("send", chain.channel):
+            work = dist.isend(tensor, chain.following, group=self.group)
+        return Hop([work], [tensor], None, chain.channel)
+
+    def receive(self, chain: Channel, like: Tensor) -> Tensor:
+        """Receive a tensor from the previous rank of a chain; wait for it."""
+        received = torch.empty_like(like, memory_format=torch.contiguous_format)
+        work = dist.irecv(received, chain.previous, group=self.group)
+        return Hop([work], [], received, chain.channel).wait()  # type: ignore[no-any-return]
+
     def collective(self, channel: Channel, operation: str, tensor: Tensor) -> Hop:
         """Start a collective. gloo supports few types, so it sends bytes."""
         piece_bytes = tensor.nbytes if operation == "all_gather" else tensor.nbytes // channel.size

@@ -10,7 +10,16 @@ from dataclasses import dataclass
 import pytest
 
 from ringprof.prediction.simulator import BlockTime, Timeline, Transfer, simulate
-from ringprof.record.dryrun.schedule import AttentionOp, CommStart, CommWait, MemoryOp, Op, Program, StreamWait
+from ringprof.record.dryrun.schedule import (
+    AttentionOp,
+    CommStart,
+    CommWait,
+    ComputeOp,
+    MemoryOp,
+    Op,
+    Program,
+    StreamWait,
+)
 from ringprof.run import Work
 
 NOTHING = Work(block_flops=0, block_calls={}, sent=[])
@@ -58,7 +67,7 @@ class Machine:
     host_ns: float = 0.0
     collective_time_ns: float = 70.0
 
-    def attention_time(self, rank: int, op_index: int, block: AttentionOp) -> BlockTime:
+    def compute_time(self, rank: int, op_index: int, block: ComputeOp) -> BlockTime:
         return BlockTime(self.blocks(rank, op_index), self.lead_ns, self.tail_ns, self.fills)
 
     def memory_op_ns(self, rank: int, op_index: int, op: MemoryOp) -> float:

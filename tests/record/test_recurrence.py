@@ -19,7 +19,7 @@ import torch
 import ringprof
 from ringprof import cli
 from ringprof.errors import VerificationError
-from ringprof.record.measure import Measurement, counted_work, reset_counts, row_sums
+from ringprof.record.measure import counted_work, reset_counts, row_sums
 from ringprof.record.recurrence import RecurrenceResults, RecurrenceShard, recurrence_bodies
 from ringprof.record.verify_recurrence import verify_recurrence, verify_timed_recurrence
 from ringprof.run import Workload, read_run
@@ -135,9 +135,8 @@ def damaged(rank: int, name: str, operator: Any, damage: str) -> str:
         last = replace(last, gradients={**last.gradients, damage: last.gradients[damage] * 1.05})
     if rank == 1 and damage == "out":
         last = replace(last, out=last.out * 1.05)
-    measured = Measurement([1], None, counted_work([strategy]), row_sums(first.out), last)
     try:
-        timed = verify_timed_recurrence(shard, measured, before).timed
+        timed = verify_timed_recurrence(shard, last, row_sums(first.out), before).timed
     except VerificationError as error:
         return str(error)
     assert timed is not None and timed.places == 32

@@ -36,7 +36,14 @@ def layers_of_run(attribution: Attribution) -> tuple[LayerTotals, ...]:
     for rank in ranks:
         parts = rank.breakdown
         without_layers = LayerTime(
-            OUTSIDE, parts.flash_ns, parts.comm_ns, parts.exposed_comm_ns, 0, rank.exposed.wait_ns, rank.exposed.wire_ns
+            OUTSIDE,
+            parts.flash_ns,
+            parts.comm_ns,
+            parts.exposed_comm_ns,
+            0,
+            rank.exposed.wait_ns,
+            rank.exposed.wire_ns,
+            parts.compute_ns,
         )
         for time in rank.layers or (without_layers,):
             rows.setdefault(time.layer, []).append((rank.rank, time))

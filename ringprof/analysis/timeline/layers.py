@@ -2,7 +2,8 @@
 
 A layer is a module, or a range of the user whose name has the number of a layer, such as ``layers.3``. The trace shows
 which ones are layers: those of the class with the most instances that launch attention, at least two; of classes with
-equally many, the outermost. Attention outside of them is searched for layers of further classes in the same way. Work
+equally many, the outermost. Attention outside of them is searched for layers of further classes in the same way.
+Ranges that ringprof names as layers are layers if one launches attention: others may have recurrences. Work
 belongs to the layer that launched it. In the backward pass it belongs to the layer of the forward operator whose
 autograd node launched it.
 """
@@ -58,6 +59,8 @@ class LayerTime(NamedTuple):
     """Part of ``exposed_ns`` spent waiting for a peer, as far as it is known."""
     wire_ns: int
     """Part of ``exposed_ns`` with bytes on the wire, as far as it is known."""
+    compute_ns: int
+    """Time of all computation, attention included; of kernels that overlap, the one that began first has the time."""
 
 
 class _Calls(NamedTuple):
@@ -110,14 +113,14 @@ class Layers:
             return
         left = self._points(attention_ns, thread)
         while candidates and len(left.time_ns):
-            owners = [left.owners(calls) for _, calls in candidates]
+            owners = [left.owners(calls) for _, calls, _ in candidates]
             counts = [len(distinct(owner[owner != NONE])) for owner in owners]
             # Of classes with equally many layers, the outermost takes the most time.
-            times = [int((calls.end_ns - calls.start_ns).sum()) for _, calls in candidates]
+            times = [int((calls.end_ns - calls.start_ns).sum()) for _, calls, _ in candidates]
             best = max(range(len(candidates)), key=lambda number: (counts[number], times[number]))
-            if counts[best] < 2 or len(self.names) + counts[best] > MOST_LAYERS:
+            names, calls, fewest = candidates.pop(best)
+            if counts[best] < fewest or len(self.names) + counts[best] > MOST_LAYERS:
                 break
-            names, calls = candidates.pop(best)
             self._calls.append(calls._replace(layer=calls.layer + len(self.names)))
             self.names += names
             left = left.take(np.flatnonzero(owners[best] == NONE))
@@ -218,8 +221,9 @@ def _range_name(text: str) -> _LayerName | None:
     return _LayerName(f"{before}{number}{after}", int(number[:18]), f"{before}#{after}")
 
 
-def _candidates(trace: Trace) -> list[tuple[list[str], _Calls]]:
-    """Return the classes of modules and ranges that may be layers, with the names of the instances and their calls."""
+def _candidates(trace: Trace) -> list[tuple[list[str], _Calls, int]]:
+    """Return the classes of modules and ranges that may be layers: the instances' names, their calls, and how many of
+    them must launch attention."""
     result = []
     for ranges, name_of in ((trace.modules, _module_name), (trace.annotations, _range_name)):
         classes: dict[str, dict[int, _LayerName]] = {}
@@ -237,7 +241,9 @@ def _candidates(trace: Trace) -> list[tuple[list[str], _Calls]]:
             rows = np.flatnonzero(layer_of_name[ranges.name] != NONE)
             rows = rows[_by_depth(ranges.start_ns[rows], ranges.end_ns[rows], ranges.thread[rows])[0]]
             layer = layer_of_name[ranges.name[rows]]
-            result.append((names, _Calls(ranges.start_ns[rows], ranges.end_ns[rows], ranges.thread[rows], layer)))
+            calls = _Calls(ranges.start_ns[rows], ranges.end_ns[rows], ranges.thread[rows], layer)
+            named = any(trace.names[index].startswith(NAMED_LAYER) for index in instances)
+            result.append((names, calls, 1 if named else 2))
     return result
 
 
@@ -280,7 +286,10 @@ def device_layers(
     layer, in_backward = layers.of(time, thread)
     layer[~launched], in_backward[~launched] = NONE, False
     times = _Times(layers.names)
-    for column, mask in (("attention", rows.of(*ATTENTION)), ("communication", communication)):
+    computes = rows.of(*COMPUTE)
+    for column, mask in (
+        ("attention", rows.of(*ATTENTION)), ("compute", computes), ("communication", communication),
+    ):  # fmt: skip
         start, end, row = _tiles(rows.start_ns, rows.end_ns, mask)
         times.add(column, layer[row], end - start)
         if column == "communication":
@@ -326,7 +335,7 @@ def cpu_layers(trace: Trace, window: Window) -> tuple[LayerTime, ...]:
     tile_start, tile_end, row = _tiles(open_start, open_end, every)
     times = _Times(layers.names)
     for column, covering in (
-        ("attention", flash), ("communication", communication.everything),
+        ("attention", flash), ("compute", compute), ("communication", communication.everything),
         ("exposed", communication.exposed_beside(compute)),
     ):  # fmt: skip
         covered = intervals.covered_ns(covering, tile_start, tile_end)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringprof.record.dryrun.meta_results import OpInfo, is_meta, meta_result, op_info
-from ringprof.record.dryrun.schedule import AttentionOp, CommStart, CommWait, MemoryOp, Op, StreamWait
+from ringprof.record.dryrun.schedule import AttentionOp, CommStart, CommWait, MemoryOp, Op, RecurrenceOp, StreamWait
 from ringprof.strategies.transport.streams import SideStreams
 
 _ROUNDING, _LARGE_BLOCK, _SEGMENT_SIZE, _SPLIT_LIMIT = 512, 10 << 20, 2 << 20, 1 << 20
@@ -88,6 +88,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             calls=self._host_calls(),
         )  # fmt: skip
         self.ops.append(op)
+        self._update_peak(scratch_bytes)
+
+    def recurrence(
+        self, phase: Any, part: Any, state_shape: Sequence[int], tokens: int, operator: Any, *, receives: bool,
+        sends: bool, scratch_bytes: int,
+    ) -> None:  # fmt: skip
+        """Record a part of a recurrence's kernel, which holds ``scratch_bytes`` while it runs.
+
+        The other arguments are those of `RecurrenceOp`.
+        """
+        batch, heads, head_dim, v_head_dim = state_shape
+        self.ops.append(RecurrenceOp(
+            label=self.label, phase=phase, part=part, operator=operator, batch=batch, tokens=tokens, heads=heads,
+            head_dim=head_dim, v_head_dim=v_head_dim, receives=receives, sends=sends, stream=self.stream,
+            calls=self._host_calls(),
+        ))  # fmt: skip
         self._update_peak(scratch_bytes)
 
     def comm_start(

@@ -241,6 +241,22 @@ class RecordingTransport:
             received = self._like(tensor if operation == "all_to_all" else tensor[0])
         return self._start(channel, operation, [piece_bytes], [tensor], [received])
 
+    def send(self, chain: Channel, tensor: Tensor) -> Hop:
+        """Record the start of a message to the next rank of a chain."""
+        chain.meter.add(chain.channel, "send_recv", chain.link, tensor.nbytes)
+        return self._chained(chain, (chain.ranks[chain.rank], chain.following), tensor, None)
+
+    def receive(self, chain: Channel, like: Tensor) -> Tensor:
+        """Record a message from the previous rank of a chain, and the wait for it."""
+        hop = self._chained(chain, (chain.previous, chain.ranks[chain.rank]), like, self._like(like))
+        return hop.wait()  # type: ignore[no-any-return]
+
+    def _chained(self, chain: Channel, ends: tuple[int, int], tensor: Tensor, received: Tensor | None) -> Hop:
+        # torch gives each pair of ranks that send outside a batch a communicator of its own.
+        pair = f"{self.communicator}/{min(ends)},{max(ends)}"
+        number = self._recorder.comm_start(chain.channel, chain.meter.phase, "chain", ends, pair, [tensor.nbytes])
+        return _RecordedHop(self._recorder, number, [tensor], received)
+
     def _like(self, tensor: Tensor) -> Tensor:
         return self._recorder.empty(tensor.shape, tensor.dtype, tensor.device)
 

@@ -20,16 +20,24 @@ from ringprof.errors import UnsupportedWorkloadError
 from ringprof.record.baselines import baseline_bodies
 from ringprof.record.dryrun.dispatch import Recorder
 from ringprof.record.dryrun.fakes import DryRunNetwork, dry_run_communicator
+from ringprof.record.dryrun.recurrences import recording_recurrent_strategy
 from ringprof.record.dryrun.run import META, dry_run_iterations, recording, recording_strategy, refuse_on_failure
 from ringprof.record.dynamic_cp import DynamicCpShard
 from ringprof.record.measure import WorkloadShard
 from ringprof.record.process_group import one_line
 from ringprof.record.request import RecordRequest
-from ringprof.record.resolve import load_strategy, strategy_errors, torch_dtype, why_unsupported
+from ringprof.record.resolve import (
+    load_recurrent_strategy,
+    load_strategy,
+    strategy_errors,
+    torch_dtype,
+    why_unsupported,
+)
 from ringprof.run import Workload
 from ringprof.strategies.masks.expected import is_bundled
 from ringprof.strategies.peers.call import PeerStrategy
 from ringprof.strategies.transport.baselines import NullTransport
+from ringprof.strategies.transport.communicator import Communicator
 from ringprof.strategies.transport.ring_channel import Connect
 
 MAX_ALL_RANKS, MAX_SAMPLED_RANKS = 8, 48
@@ -150,14 +158,17 @@ class _RankDryRun:
         return self.of(self._world).comm
 
     def _create(self, size: int, connect: Connect | None = None) -> Any:
-        request, kernel, per_host = self._setup
-        ranks_per_host = min(per_host, size)
-        rank_position = self._rank % size, size, size if size % ranks_per_host else ranks_per_host
-        connect = connect or DryRunNetwork(self._recorder).connect
-        comm = dry_run_communicator(connect, *rank_position, self._setup.hops)
+        request, kernel, _ = self._setup
+        comm = self._communicator(size, connect)
         return recording_strategy(
             load_strategy(request.strategy), request.params, self._recorder, comm, kernel, self._workload.softcap
         )[0]
+
+    def _communicator(self, size: int, connect: Connect | None = None) -> Communicator:
+        ranks_per_host = min(self._setup.per_host, size)
+        rank_position = self._rank % size, size, size if size % ranks_per_host else ranks_per_host
+        connect = connect or DryRunNetwork(self._recorder).connect
+        return dry_run_communicator(connect, *rank_position, self._setup.hops)
 
     def _shard(self) -> WorkloadShard:
         workload, world = self._workload, self._world
@@ -169,7 +180,12 @@ class _RankDryRun:
             # Imported late: it loads FSDP, which takes half a second.
             from ringprof.record.layer import LayersShard
 
-            return _with_fused_norms(LayersShard.create(self.of(world), workload, META))
+            recurrent = None
+            if workload.layer.recurrent_strategy:
+                kind = load_recurrent_strategy(workload.layer.recurrent_strategy, "recurrences")
+                recurrent = recording_recurrent_strategy(kind, self._recorder, self._communicator(world))
+            shard = LayersShard.create(self.of(world), workload, META, recurrent=recurrent)
+            return _with_fused_norms(shard)
         return WorkloadShard.create(self.of(world), workload, META)
 
 
@@ -186,7 +202,7 @@ def _untracked_bytes(setup: _Setup, workload: Workload) -> int:
     workspace_bytes = (matmul_workspaces or int(request.verify or kernel == "cudnn")) * _CUBLAS_BYTES
     if layer is None:
         return workspace_bytes
-    layer_parameters, all_parameters = workload.parameters(), workload.parameters() * workload.layers
+    layer_parameters, all_parameters = max(map(workload.parameters, workload.pattern)), workload.all_parameters()
     extra_elements = (
         all_parameters
         if layer.parallel == "ddp"

@@ -1,4 +1,4 @@
-"""The program of one rank: attention, memory and communication operations of one iteration, in the host's order.
+"""The program of one rank: compute, memory and communication operations of one iteration, in the host's order.
 
 `ringprof.record.dryrun.run` creates one in a dry run; `ringprof.prediction.simulator` computes when each operation
 begins and ends on a machine.
@@ -45,6 +45,31 @@ class AttentionOp(msgspec.Struct, frozen=True, kw_only=True, tag="block"):
         return (4 if self.phase == "forward" else 10) * self.batch * self.heads * self.head_dim * pairs
 
 
+class RecurrenceOp(msgspec.Struct, frozen=True, kw_only=True, tag="recurrence"):
+    """One part of a linear recurrence's kernel over the ``tokens`` of a rank (`ringprof.strategies.recurrent`)."""
+
+    label: str
+    """Step as in a trace: ``fwd/step=0/local``, ``fwd/step=0/block``, and the same of ``bwd``."""
+    phase: Literal["forward", "backward"]
+    part: Literal["local", "block"]
+    """``local`` needs no state of another rank; ``block`` follows once the state before the rank's tokens is known."""
+    operator: Literal["gated_delta_rule", "simple_gla", "gla"]
+    """The kernel's recurrence; Mamba-2 is ``simple_gla``."""
+    batch: int
+    tokens: int
+    heads: int
+    head_dim: int
+    """Size of a head's keys: rows of its state."""
+    v_head_dim: int
+    """Size of a head's values: columns of its state."""
+    receives: bool
+    """Whether the first tokens continue from another rank's state."""
+    sends: bool
+    """Whether the state after the last token is needed."""
+    stream: int = 0
+    calls: int = 0
+
+
 class MemoryOp(msgspec.Struct, frozen=True, kw_only=True, tag="touch"):
     """One kernel that only moves memory: a merge, a conversion, a fill or a copy."""
 
@@ -67,7 +92,8 @@ class CommStart(msgspec.Struct, frozen=True, kw_only=True, tag="post"):
     phase: str
     """``forward`` or ``backward``."""
     operation: str
-    """``send_recv``, ``copy``, ``all_to_all``, ``all_gather`` or ``reduce_scatter``."""
+    """``send_recv``, ``copy``, ``all_to_all``, ``all_gather``, ``reduce_scatter``, or ``chain``: from the first of two
+    members to the second."""
     members: tuple[int, ...]
     """Global ranks of the ring or group, in its order."""
     communicator: str
@@ -96,7 +122,9 @@ class StreamWait(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
     calls: int = 0
 
 
-Op = AttentionOp | MemoryOp | CommStart | CommWait | StreamWait
+ComputeOp = AttentionOp | RecurrenceOp
+"""Operation of an attention kernel, or of a recurrence's."""
+Op = ComputeOp | MemoryOp | CommStart | CommWait | StreamWait
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):

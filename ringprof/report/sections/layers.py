@@ -13,7 +13,8 @@ from ringprof.report.text import TextStyle
 _MAX_LISTED = 100
 
 COLUMNS = (
-    Column("layer", folds=True), Column("attention", "time", 2), Column("comm", "time", 1), Column("exposed", "time"),
+    Column("layer", folds=True), Column("compute", "time", 2), Column("attention", "time", 2),
+    Column("comm", "time", 1), Column("exposed", "time"),
     Column("of all", "share", on_page="% of exposed"), Column("in backward", "time", 4), Column("waiting", "time", 3),
     Column("wire", "time", 3), Column("worst\nrank", "count", 5), Column("its\nexposed", "time", 5),
 )  # fmt: skip
@@ -35,11 +36,21 @@ _NO_LAYERS = (
 OUTSIDE_LAYERS = "outside of all layers"
 
 
+def _label(layer: str, findings: Findings) -> str:
+    """Return a layer's name, in a recorded hybrid model with the layer's operator."""
+    run, number = findings.attribution.run, layer.rpartition(".")[2]
+    pattern = run.workload.pattern if run and run.workload and run.workload.layer else ()
+    if len(set(pattern)) < 2 or not (number.isascii() and number.isdecimal()):
+        return layer or OUTSIDE_LAYERS
+    return f"{layer} {pattern[int(number[:18]) % len(pattern)]}"
+
+
 def _rows(findings: Findings) -> list[list[Any]]:
     count = len(findings.attribution.ranks)
     exposed_ns = sum(row.time.exposed_ns for row in findings.layers)
     return [
-        [row.time.layer or OUTSIDE_LAYERS, row.time.attention_ns / count, row.time.communication_ns / count,
+        [_label(row.time.layer, findings), row.time.compute_ns / count, row.time.attention_ns / count,
+         row.time.communication_ns / count,
          row.time.exposed_ns / count, row.time.exposed_ns / exposed_ns if exposed_ns else None,
          row.time.exposed_backward_ns / count,
          *(None if part is None else part / count for part in (row.wait_ns, row.wire_ns)),

@@ -314,8 +314,9 @@ def test_layers_of_real_runs_sum_to_the_run(folder):
     for rank, without in zip(attribution.ranks, plain.ranks, strict=True):
         assert rank.breakdown == without.breakdown and not without.layers
         columns = [sum(column) for column in zip(*(row[1:] for row in rank.layers), strict=True)]
-        attention_ns, communication_ns, exposed_ns, _, wait_ns, wire_ns = columns
+        attention_ns, communication_ns, exposed_ns, _, wait_ns, wire_ns, compute_ns = columns
         assert (attention_ns, communication_ns) == (rank.breakdown.flash_ns, rank.breakdown.comm_ns)
+        assert compute_ns == rank.breakdown.compute_ns
         assert exposed_ns == rank.breakdown.exposed_comm_ns
         assert (wait_ns, wire_ns) == (rank.exposed.wait_ns, rank.exposed.wire_ns)
         assert len([row for row in rank.layers if row.layer]) >= 2
@@ -375,6 +376,8 @@ def test_layers_of_a_captured_llama_equal_those_by_sequence_numbers():
         # The barrier before the captured block is no part of it.
         expected.pop("", None)
         layers = {row.layer: row for row in rank.layers}
+        # The optimizer and the loss compute outside of all layers.
+        assert layers.pop("").attention_ns == 0
         assert list(layers) == sorted(expected) == [f"model.layers.{number}" for number in range(4)]
         for layer, (attention_ns, communication_ns) in expected.items():
             assert layers[layer].communication_ns == communication_ns

@@ -1,0 +1,138 @@
+"""Dry run of linear recurrences: a kernel that computes nothing and records its parts, and the run of one rank."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ringprof.record.dryrun.dispatch import Recorder
+from ringprof.record.dryrun.fakes import DryRunNetwork, dry_run_communicator
+from ringprof.record.dryrun.run import META, recording
+from ringprof.record.dryrun.schedule import Program
+from ringprof.record.measure import counted_work, reset_counts
+from ringprof.record.recurrence import RecurrenceShard
+from ringprof.run import Workload
+from ringprof.strategies.kernels.merge import wide_type
+from ringprof.strategies.recurrent.kernel import Carry, Inputs, Saved, Shard
+from ringprof.strategies.recurrent.state_strategies import RecurrentStrategy
+from ringprof.strategies.transport.communicator import Communicator
+
+_CHUNK = 64
+"""Tokens per chunk of flash-linear-attention's kernels, which keep a state per chunk."""
+
+_SCRATCH = {"gated_delta_rule": 3, "simple_gla": 3, "gla": 11}
+"""Tensors as large as v that the last part of a backward pass holds besides what is allocated here: by the allocator's
+peak on an H200 at 65,536 tokens, 16 heads of 128; of the delta rule as of ``simple_gla``."""
+
+
+class RecordingRecurrence:
+    """`RecurrenceKernel` that records its parts and returns tensors without values.
+
+    It holds what flash-linear-attention's kernels hold: the states of all chunks, and of the delta rule its w and u.
+    The last part holds more, by `_SCRATCH`.
+    """
+
+    name = "recording"
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def begin(self, x: Inputs, shard: Shard) -> tuple[Any, Carry]:
+        held = self._delta_rule_rows(x)
+        carry = Carry(_state(x) if shard.sends else None, _transition(x) if shard.spans else None)
+        self._record("forward", "local", x, shard)
+        return held, carry
+
+    def finish(self, x: Inputs, shard: Shard, local: Any, incoming: Tensor | None) -> tuple[Tensor, Saved]:
+        states, out = self._chunk_states(x), torch.empty_like(x.v)
+        self._record("forward", "block", x, shard)
+        del states
+        kept = (torch.empty_like(x.g), local[0] if local else None, incoming)
+        return out, kept
+
+    def begin_backward(self, x: Inputs, shard: Shard, saved: Saved, dout: Tensor) -> tuple[Any, Tensor | None]:
+        held = self._delta_rule_rows(x), self._chunk_states(x), torch.empty_like(x.v)
+        gradient = _state(x) if shard.receives else None
+        self._record("backward", "local", x, shard)
+        return held, gradient
+
+    def finish_backward(
+        self, x: Inputs, shard: Shard, saved: Saved, local: Any, doutgoing: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        states = self._chunk_states(x)
+        gradients = tuple(torch.empty_like(tensor) for tensor in x.tensors)
+        self._record("backward", "block", x, shard)
+        del states
+        return gradients
+
+    def _record(
+        self, phase: Literal["forward", "backward"], part: Literal["local", "block"], x: Inputs, shard: Shard
+    ) -> None:
+        operator, scratch = operator_of(x), 0
+        if (phase, part) == ("backward", "block"):
+            scratch = _SCRATCH[operator] * x.v.nbytes
+        self._recorder.recurrence(
+            phase, part, x.state_shape, x.q.shape[1], operator, receives=shard.receives, sends=shard.sends,
+            scratch_bytes=scratch,
+        )  # fmt: skip
+
+    @staticmethod
+    def _delta_rule_rows(x: Inputs) -> tuple[Tensor, ...]:
+        """Allocate the solved systems of all chunks, w and u; nothing for linear attention."""
+        if x.beta is None:
+            return ()
+        batch, tokens, heads = x.beta.shape
+        return x.k.new_empty(batch, tokens, heads, _CHUNK), torch.empty_like(x.k), torch.empty_like(x.v)
+
+    @staticmethod
+    def _chunk_states(x: Inputs) -> Tensor:
+        batch, heads, keys, values = x.state_shape
+        return x.k.new_empty(batch, -(-x.k.shape[1] // _CHUNK), heads, keys, values)
+
+
+def operator_of(x: Inputs) -> Literal["gated_delta_rule", "simple_gla", "gla"]:
+    """Return the kernel's recurrence for these inputs."""
+    if x.beta is not None:
+        return "gated_delta_rule"
+    return "simple_gla" if x.g.shape[-1] == 1 else "gla"
+
+
+def _state(x: Inputs) -> Tensor:
+    return torch.empty(x.state_shape, dtype=wide_type(x.q), device=x.q.device)
+
+
+def _transition(x: Inputs) -> Tensor:
+    return torch.empty(x.transition_shape, dtype=wide_type(x.q), device=x.q.device)
+
+
+def recording_recurrent_strategy(
+    strategy_class: type[RecurrentStrategy], recorder: Recorder, comm: Communicator
+) -> RecurrentStrategy:
+    """Return a strategy for recurrences without devices, whose kernel is a `RecordingRecurrence`."""
+    strategy: Any = strategy_class(comm)
+    strategy.kernel_for = lambda x: RecordingRecurrence(recorder)
+    return strategy  # type: ignore[no-any-return]
+
+
+def dry_run_recurrence(
+    strategy_class: type[RecurrentStrategy], workload: Workload, rank_position: tuple[int, int, int], hops: str
+) -> Program:
+    """Return the program of one rank of a workload with a recurrence.
+
+    ``rank_position`` is the rank, the number of ranks and the number of ranks per host. Raises whatever the strategy
+    raises: see `ringprof.record.dryrun.run.refuse_on_failure`.
+    """
+    recorder = Recorder()
+    with recording(recorder):
+        comm = dry_run_communicator(DryRunNetwork(recorder).connect, *rank_position, hops)
+        strategy = recording_recurrent_strategy(strategy_class, recorder, comm)
+        shard = RecurrenceShard.create(strategy, workload, META)
+        recorder.start()
+        reset_counts([strategy])
+        shard.run_iteration()
+    return Program(
+        rank=rank_position[0], ops=recorder.ops, work=counted_work([strategy]), peak_bytes=recorder.peak_bytes,
+        peak_label=recorder.peak_label,
+    )  # fmt: skip
