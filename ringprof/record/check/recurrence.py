@@ -142,7 +142,7 @@ class ChunkedRecurrence(DenseRecurrence):
         def chunks(x: Tensor) -> Tensor:
             """Reshape (B, S, H, ...) to (chunks, B, H, C, ...), with zeros where a document fills no chunk."""
             x = torch.cat([x, x.new_zeros(batch, 1, *x.shape[2:])], 1)
-            return x.index_select(1, index).unflatten(1, (-1, size)).movedim(1, 0).transpose(2, 3)
+            return x.index_select(1, index).view(batch, -1, size, *x.shape[2:]).movedim(1, 0).transpose(2, 3)
 
         q, k = (chunks(x.repeat_interleave(heads // x.shape[2], 2)) for x in (q, k))
         v, total = chunks(v), chunks(g).cumsum(-2)
