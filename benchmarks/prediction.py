@@ -25,13 +25,15 @@ import msgspec
 import ringprof
 from ringprof.prediction.calibration import Calibration, read_calibration
 from ringprof.prediction.fit import Observed, calibrate_from, observed_run
+from ringprof.prediction.model_layers import ModelFigures
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import PredictionResult, predict
 from ringprof.prediction.query import Query
 from ringprof.prediction.schedules import schedule_of
 from ringprof.prediction.score import check_rows
 from ringprof.prediction.what_if import Changes, what_if
-from ringprof.run import Run, Workload
+from ringprof.prediction.whole_steps import predict_step
+from ringprof.run import LayerAround, Run, Workload, read_run
 
 ROOT = Path(__file__).parents[1]
 TRACES, DATA = ROOT / "traces", ROOT / "benchmarks" / "data"
@@ -193,6 +195,55 @@ def other_heads() -> Iterator[Score]:
     )
 
 
+def plain_masks() -> Iterator[Score]:
+    """Score packed documents and windows by machines without their samples of such calls."""
+    for file, name in (("h200_shapes_2.csv", "h200"), ("h200_shapes_6.csv", "h200"), ("h100_shapes.csv", "h100")):
+        machine = without_masks(read_calibration(name))
+        for shape in recorded_shapes(file):
+            if not shape.plain:
+                yield scored(shape.name, shape.ms, predict(shape.query, machine, schedule_of))
+
+
+def without_masks(machine: Calibration) -> Calibration:
+    """Return a machine without its samples of calls of documents and windows."""
+    kernels = [
+        msgspec.structs.replace(kernel, samples=[sample for sample in kernel.samples if sample.pairs is None])
+        for kernel in machine.kernels
+    ]
+    return msgspec.structs.replace(machine, kernels=kernels)
+
+
+def peers() -> Iterator[Score]:
+    """Score other projects' strategies on 4 H200 (docs/speed.md)."""
+    yield from _predicted_shapes(recorded_shapes("h200_peers.csv"))
+
+
+def steps() -> Iterator[Score]:
+    """Score steps of four Llama layers with FSDP2 on one and two H200, by the layers measured on one."""
+    figures = msgspec.json.decode((DATA / "h200_llama_layers.json").read_bytes(), type=ModelFigures)
+    machine = msgspec.structs.replace(read_calibration("h200"), model=figures)
+    with open(DATA / "h200_steps.csv", encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            sizes = {name: int(row[name]) for name in ("seq", "heads", "kv_heads", "layers")}
+            layer = LayerAround(parallel=row["parallel"], mlp_size=14336)  # type: ignore[arg-type]
+            workload = Workload(**sizes, head_dim=128, layer=layer)  # type: ignore[arg-type]
+            query = Query(row["strategy"], workload, Cluster(1, int(row["ranks"])), row["kernel"], row["hops"])
+            step = predict_step(query, machine, schedule_of)
+            low, middle, high = (ns / 1e6 for ns in step.interval_ns)
+            yield Score(
+                f"{row['ranks']} x H200, {row['seq']} tokens, {row['strategy']}, {row['parallel']}",
+                float(row["median_ms"]), middle, low, high,
+                family="whole step", machine="h200", part="fwd+bwd", hosts=1,
+            )  # fmt: skip
+
+
+def inference() -> Iterator[Score]:
+    """Score the committed runs of prefill and decode on 2 H200."""
+    for name in ("h200x2-decode-1048576", "h200x2-decode-1048576-window", "h200x2-ring-prefill-262144"):
+        run = read_run(TRACES / name / "run.json")
+        yield scored(name, measured_ms(run), predict(Query.of_run(run), read_calibration("h200"), schedule_of))
+
+
 def grid() -> Iterator[Score]:
     """Score device-bound cells of zigzag on 4 H200: two kernels, both transports, two sessions, by the bundled h200."""
     yield from _grid(host_bound=False)
@@ -249,7 +300,7 @@ def scored(name: str, measured: float, prediction: PredictionResult) -> Score:
     low, median_ms, high = prediction.interval_ms
     query = prediction.query
     return Score(
-        name, measured, median_ms, low, high, prediction, query.strategy, prediction.machine.name,
+        name, measured, median_ms, low, high, prediction, query.stands_for or query.strategy, prediction.machine.name,
         "fwd+bwd" if query.workload.backward else "fwd", query.cluster.hosts,
     )  # fmt: skip
 
@@ -358,15 +409,15 @@ def rows() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+BEATS_KERNEL = ("V0001", "V0002", "V0003", "V0004", "V0005", "V0006")
+"""Published rows that are scored apart: of one system in one log, of which the audit flags any `above_kernel`."""
 NOT_COMPARABLE = {
-    **dict.fromkeys(
-        ("V0001", "V0002", "V0003", "V0004", "V0005", "V0006"), "a log whose times beat the kernel alone or the NICs"
-    ),
+    **dict.fromkeys(BEATS_KERNEL, "a log of which three rows are faster than the kernel alone"),
     **dict.fromkeys(
         ("V0019", "V0020", "V0021", "V0022", "V0023", "V0024"), "ranks idle: grows with the square of the length, twice"
     ),
 }
-"""Published rows that are scored, and that no spread is fitted to, each with the reason."""
+"""Published rows that no spread is fitted to, each with the reason."""
 _LEAST_ROWS = 10
 """Rows of a family on a machine from which they have a spread of their own."""
 _Z_80 = 1.2816
@@ -485,6 +536,7 @@ PARTS: dict[str, Callable[[], Iterator[Score]]] = {
     "masks": masks, "other_heads": other_heads, "h100_shapes": h100_shapes, "h100_masks": h100_masks,
     "h200_later": h200_later, "grid": grid, "grid_host": grid_host, "runs": runs, "strategies": strategies,
     "lengths": lengths, "eight": eight, "replays": replays, "h100": h100, "b200": b200, "a800": a800,
+    "plain_masks": plain_masks, "peers": peers, "inference": inference, "steps": steps,
 }  # fmt: skip
 
 _H200 = "the bundled h200: curves of the committed runs and of calibrate; none of these rows, except for the width"
@@ -496,6 +548,10 @@ FITTED = {
     "other_heads": f"{_H200}; curves of these head sizes of the same session",
     "h100_shapes": _H100, "h100_masks": _H100,
     "h200_later": "the bundled h200: flash-attn 3's curves of another session and of H100; none of these rows",
+    "plain_masks": "the bundled machines without calls of documents and windows; the ratio by those calls, not by runs",
+    "peers": f"{_H200} (margins)",
+    "steps": f"{_H200} (margins); layers measured on one H200; FSDP2's copies were added after these were seen",
+    "inference": f"{_H200} (margins); the rate of reading a cache by benchmarks/decode_kernels.py",
     "runs": "the committed runs, without the one that is scored",
     "strategies": "the committed runs of other strategies",
     "lengths": "the committed runs of other lengths",

@@ -47,6 +47,7 @@ def main() -> None:
     import torch.distributed as dist
     from on_gpus import leave, say, start, timed
     from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
 
     from ringprof.integrations.transformers import register, shard_batch
     from ringprof.prediction.calibration import read_calibration
@@ -63,6 +64,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--strategy", default="zigzag")
     parser.add_argument("--kernel", default="auto")
+    parser.add_argument("--parallel", choices=["fsdp2", "ddp"], default="fsdp2")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--out", type=Path, help="append a row as JSON, too")
     options = parser.parse_args()
@@ -72,9 +74,12 @@ def main() -> None:
     register(strategy)
     torch.manual_seed(0)
     model, inputs = llama(options.layers, attention="ringprof")
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+    if options.parallel == "fsdp2":
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    else:
+        model = DistributedDataParallel(model, device_ids=[device.index])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     batch = shard_batch({name: x for name, x in inputs(options.seq).items() if name != "use_cache"}, strategy)
     batch = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
@@ -91,14 +96,14 @@ def main() -> None:
         machine = read_calibration(options.machine)
         workload = Workload(
             seq=options.seq, heads=32, kv_heads=8, head_dim=128, layers=options.layers,
-            layer=LayerAround(parallel="fsdp2", mlp_size=4096 * 7 // 2),
+            layer=LayerAround(parallel=options.parallel, mlp_size=4096 * 7 // 2),
         )  # fmt: skip
         kernel = strategy.kernel_for(torch.empty(1, 1, 1, 128, dtype=torch.bfloat16, device=device)).name
         query = Query(options.strategy, workload, Cluster(1, size), kernel, strategy.comm.hops)
         prediction = predict_step(query, machine, schedule_of)
         low, middle, high = (ns / 1e6 for ns in prediction.interval_ns)
         say(
-            f"{options.strategy} {options.seq} tokens, {options.layers} layers, {size} x"
+            f"{options.strategy} {options.parallel} {options.seq} tokens, {options.layers} layers, {size} x"
             f" {torch.cuda.get_device_name(device)}, {kernel}: predicted {middle:.1f} ms ({low:.1f} to {high:.1f}),"
             f" measured {measured_ms:.1f} ({min(times) / 1e6:.1f} to {max(times) / 1e6:.1f}): error"
             f" {middle / measured_ms - 1:+.1%}, {'inside' if low <= measured_ms <= high else 'outside'}"

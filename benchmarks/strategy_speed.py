@@ -156,8 +156,8 @@ class Entry:
 
     @property
     def label(self) -> str:
-        suffix = " (CUDA graph)" if self.graph else ""
-        return self.text + suffix if self.hops == "nccl" else f"{self.text} (copied hops)"
+        notes = ["copied hops"] * (self.hops == "copy") + ["CUDA graph"] * self.graph
+        return f"{self.text} ({', '.join(notes)})" if notes else self.text
 
     def create(self, options: argparse.Namespace) -> Any:
         name, items = _name_and_items(self.text)

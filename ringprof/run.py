@@ -338,9 +338,11 @@ class TimedVerification(msgspec.Struct, frozen=True, kw_only=True):
 
     seq: Count
     places: Count
-    """Number of query rows of ``out`` and ``dq``, and of keys of ``dk`` and ``dv``, that each rank compared."""
+    """Number of query rows of ``out`` and ``dq``, and of keys of ``dk`` and ``dv``, that each rank compared; of a
+    recurrence, the tokens of each rank."""
     kv_head: Count
-    """Index of the kv head whose keys were compared; query rows were compared for all heads."""
+    """Index of the kv head whose keys were compared; query rows were compared for all heads. Of a recurrence, the head
+    of keys that was compared, with the heads of values that read it."""
     same_output: bool
     """Whether the output is bitwise equal to that of the first iteration at this length."""
     errors: dict[str, TensorError]
@@ -355,7 +357,8 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     passed: bool
     seq: Count
     errors: dict[str, TensorError]
-    """Errors by tensor: ``out`` and, with backward, ``dq``, ``dk``, ``dv``."""
+    """Errors by tensor: ``out`` and, with backward, ``dq``, ``dk``, ``dv``; of a recurrence ``out``, ``final_state``,
+    and the gradients of its inputs and of ``initial_state``."""
     timed: TimedVerification | None = None
     """Result of the check after timing; None in runs recorded before it existed."""
 
@@ -449,7 +452,7 @@ class Baselines(msgspec.Struct, frozen=True, kw_only=True):
     """Times of ordinary iterations."""
     solo_ns: list[list[Nanoseconds]]
     """Times of the kernel-only baseline: the same kernel calls back to back on all ranks at once, without merging and
-    communication."""
+    communication; of a recurrence, the kernel over each rank's tokens as if they were a whole sequence."""
     compute_only_ns: list[list[Nanoseconds]] | None = None
     """Times of the strategy on a communicator that sends nothing; None with a single rank."""
     communication_only_ns: list[list[Nanoseconds]] | None = None
@@ -487,8 +490,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """Work of one rank in one iteration, counted by the kernel and the communicator at run time."""
 
     block_flops: Count | None
-    """FLOPs of its attention blocks, forward and backward, from exact mask areas; None if the strategy uses kernels
-    that do not count, such as those of third-party code."""
+    """FLOPs of its attention blocks, forward and backward, from exact mask areas, or of its recurrence; None if the
+    strategy uses kernels that do not count, such as those of third-party code."""
     block_calls: dict[str, Count]
     """Number of blocks computed, by ``forward`` and ``backward``."""
     sent: list[Sent] | None

@@ -64,11 +64,12 @@ def _flops_differ(run: Run, ratio: float) -> WorkloadProblem:
         advice = "correct its batch, heads, layers or steps"
     if run.workload_ranks is None and world > 1:
         advice = "pass strategy=, state the work of one context-parallel group"
+    operator = "recurrence" if run.workload is not None and run.workload.recurrent else "attention"
     recomputed = _most_recomputed(run)
     if 1 < ratio <= (1 + _TOLERANCE) * recomputed:
         advice = f"checkpointing explains up to {three_digits(recomputed)} times, else correct it"
     message = (
-        f"attention FLOPs of {world} rank{'s' if world > 1 else ''} ({group} per workload): {_flop(needed)} stated, "
+        f"{operator} FLOPs of {world} rank{'s' if world > 1 else ''} ({group} per workload): {_flop(needed)} stated, "
         f"{_flop(counted)} counted ({three_digits(ratio)} times); TFLOP/s use the stated workload: {advice}"
     )
     return WorkloadProblem("workload_flops_differ", message)

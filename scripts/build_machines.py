@@ -89,8 +89,8 @@ PUBLISHED_MARGIN = {
 }
 """Factor on the spread of kernels and links far from all samples, which was three times what rows are off."""
 _ON_H100 = {
-    "other": 0.044, "allgather": 0.057, "burst": 0.031, "double-ring": 0.024, "megatron": 0.124, "ulysses": 0.024,
-    "usp": 0.022,
+    "other": 0.026, "allgather": 0.024, "burst": 0.031, "double-ring": 0.0, "megatron": 0.056, "ulysses": 0.0,
+    "usp": 0.015,
 }  # fmt: skip
 FAMILY_SPREAD = {
     "h100": _ON_H100,
@@ -100,8 +100,8 @@ FAMILY_SPREAD = {
         "usp": 0.016,
     },
     "a800": {
-        "other": 0.053, "allgather": 0.047, "burst": 0.031, "double-ring": 0.037, "megatron": 0.113, "ulysses": 0.038,
-        "usp": 0.165,
+        "other": 0.052, "allgather": 0.024, "burst": 0.031, "double-ring": 0.037, "megatron": 0.051, "ulysses": 0.015,
+        "usp": 0.164,
     },
 }  # fmt: skip
 """Relative spread by machine and family; ``benchmarks/prediction.py`` computes them (`family_spreads`)."""
@@ -217,7 +217,9 @@ def _hot_samples(kernel: str, file: str = "h100_kernels.csv", source: str = ON_H
 def h100() -> Calibration:
     """Return the H100: cuDNN and flash-attn 3 as measured, flash-attn 2 as published, all else as on H200."""
     machine = published("h100", "NVIDIA H100 80GB HBM3", "H100", 132, 80 << 30)
-    measured = {"flash-attn-3": _newer_flash_attn("flash-attn-3", _hot_samples("flash-attn-3"))}
+    on_h200 = _hot_samples("flash-attn-3", "h200_flash_attn_3.csv", "one H200, the kernel alone, 2026-11-26")
+    samples = [*_hot_samples("flash-attn-3"), *_on_other_hopper(on_h200, "H200")]
+    measured = {"flash-attn-3": _newer_flash_attn("flash-attn-3", samples)}
     measured["cudnn"] = msgspec.structs.replace(machine.kernel("cudnn"), samples=_hot_samples("cudnn"))
     flash_attn_4 = _hot_samples("flash-attn-4", "h200_newer_kernels.csv", ON_H200)
     kernels = [measured.get(kernel.name, kernel) for kernel in machine.kernels]

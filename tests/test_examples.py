@@ -24,11 +24,11 @@ EXAMPLES = ROOT / "examples"
 STEPS, SEQ = 4, 128
 
 
-def run_example(name: str, ranks: int, folder: Path) -> str:
-    """Run an example under torchrun and return what it printed."""
+def run_example(name: str, ranks: int, folder: Path, *options: str) -> str:
+    """Run an example under torchrun and return what it printed; without options it gets the folder of its output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
-        [*command, str(EXAMPLES / f"{name}.py"), str(folder)],
+        [*command, str(EXAMPLES / f"{name}.py"), *(options or (str(folder),))],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -156,3 +156,16 @@ def test_every_example_is_in_the_training_page_and_has_a_test() -> None:
     # Those that need GPUs are tested in tests/integrations.
     on_gpus = {"transformers_trainer", "torchtitan_llama", "megatron_gpt"}
     assert all(f'"{name}"' in Path(__file__).read_text("utf-8") for name in scripts - on_gpus)
+
+
+def test_two_processes_send_what_a_rank_of_four_sends(tmp_path: Path) -> None:
+    """Zigzag sends K and V three times forward, and three times backward, with dK and dV in float32 three times.
+
+    K and V of 256 tokens, 4 heads of 128 in bfloat16 have 524,288 bytes; a float32 hop has twice as many.
+    """
+    text = run_example("two_gpus_as_many", 2, tmp_path, "--ranks", "4", "--iters", "2", "--warmup", "1")
+    bytes_sent = 3 * 524_288 + 3 * 524_288 + 3 * 2 * 524_288
+    assert f"{bytes_sent / 1e6:.3f} MB sent per iteration and rank" in text, text
+    ulysses = run_example("two_gpus_as_many", 2, tmp_path, "--strategy", "ulysses", "--iters", "1")
+    # Three of four pieces of q, k, v and the output leave a rank, and as much of their gradients.
+    assert f"{2 * 4 * 262_144 * 3 / 4 / 1e6:.3f} MB sent per iteration and rank" in ulysses, ulysses

@@ -6,14 +6,18 @@ from typing import Any
 
 import click
 
-from ringprof.cli.options import Command
+from ringprof.cli.options import Command, options_set
 from ringprof.cli.progress import show_progress
 from ringprof.cli.recording import mask_of, masks
-from ringprof.cli.values import Tokens
+from ringprof.cli.values import STRATEGIES, ListOf, Number, StrategyName, Tokens
 from ringprof.cli.write import formats, print_or_write, text_style, to_file
-from ringprof.common.json_object import rows_json
+from ringprof.common.formatting import percent
+from ringprof.common.json_object import Options, rows_json
+from ringprof.errors import UsageError
+from ringprof.prediction.calibration import read_calibration
+from ringprof.prediction.network import Cluster
 from ringprof.report.tables import Column, Table
-from ringprof.report.text import or_dash
+from ringprof.report.text import duration, or_dash
 from ringprof.run import Workload
 
 _COLUMNS = (
@@ -28,15 +32,42 @@ _COLUMNS = (
 @masks
 @click.option("--world", default=8, show_default=True, type=click.IntRange(min=1), help="Number of ranks.")
 @click.option("--heads", default=40, show_default=True, type=click.IntRange(min=1), help="Query heads.")
+@click.option("--cp-sizes", metavar="N,N,...", type=ListOf(click.IntRange(min=1)),
+              help="Dynamic context parallelism: put each of the --documents on the smallest of these numbers of ranks"
+              " that holds it.")  # fmt: skip
+@click.option("--tokens-per-rank", type=Tokens(), help="With --cp-sizes: tokens that a rank holds at most in a step.")
+@click.option("--machine", metavar="FILE_OR_NAME",
+              help="With --cp-sizes: also predict the time of one layer's attention on this machine.")  # fmt: skip
+@click.option(
+    "--kv-heads", type=click.IntRange(min=1), help="With --machine: key and value heads.  [default: as --heads]"
+)
+@click.option("--strategy", type=StrategyName(STRATEGIES), default="zigzag", show_default=True,
+              help="With --machine: strategy of sequences on several ranks.")  # fmt: skip
+@click.option("--gpus-per-node", type=click.IntRange(1, 1024), default=8, show_default=True,
+              help="With --machine: GPUs per node.")  # fmt: skip
+@click.option("--nic", type=Number(min=0, min_open=True), metavar="GBIT",
+              help="With --machine: line rate of a GPU's NIC in Gbit/s.")  # fmt: skip
 @click.option("--causal/--no-causal", default=True, show_default=True, help="Causal mask or full attention.")
 @formats("json")
 @to_file
-def command(seq: int, world: int, heads: int, form: str, output: str | None, **options: Any) -> None:
+def command(
+    seq: int, world: int, heads: int, cp_sizes: list[int] | None, form: str, output: str | None, **options: Any
+) -> None:
     """Compare the load balance of strategies and layouts for packed documents or a window. Needs no GPU.
+
+    With --cp-sizes, --seq is the number of tokens of a batch of documents: the table shows on how many ranks they run,
+    in how many steps, how balanced, and on a machine how fast.
 
     \b
     ringprof balance --seq 512k --documents lognormal:mean=8192,sigma=1.2,seed=7 --world 8
+    ringprof balance --seq 8m --documents lengths.txt --world 8 --cp-sizes 1,2,4,8 --tokens-per-rank 64k --machine h200
     """
+    if cp_sizes:
+        _balance_sizes(seq, world, heads, cp_sizes, form, output, options)
+        return
+    unused = next((shown for name, shown in options_set().items() if name in _OF_SIZES), None)
+    if unused:
+        raise UsageError(f"{unused} goes with --cp-sizes")
     workload = Workload(seq=seq, heads=heads, kv_heads=heads, head_dim=128, **mask_of(options, seq))
     with show_progress("balancing"):
         from ringprof.record.balance import balances  # imports torch, which takes seconds
@@ -59,4 +90,58 @@ def command(seq: int, world: int, heads: int, form: str, output: str | None, **o
     )
     omitted = [f"{result.strategy} left out: {result.reason}" for result in results if result.reason]
     text = "\n".join([heading, "", Table("", _COLUMNS, rows).text(style), *omitted])
+    print_or_write(text + "\n", output)
+
+
+_OF_SIZES = ("tokens_per_rank", "machine", "kv_heads", "strategy", "gpus_per_node", "nic")
+_SIZE_COLUMNS = (
+    Column("ranks"), Column("documents"), Column("share"), Column("tokens"), Column("FLOPs"), Column("sequences"),
+    Column("steps"), Column("filled"), Column("busiest rank\nover the mean"),
+)  # fmt: skip
+
+
+def _balance_sizes(
+    seq: int, world: int, heads: int, sizes: list[int], form: str, output: str | None, options: Options
+) -> None:
+    """Print the plan of dynamic context parallelism. Raises `UsageError` and what a prediction raises."""
+    mask = mask_of(options, seq)
+    if mask["documents"] is None or options["tokens_per_rank"] is None:
+        missing = "documents" if mask["documents"] is None else "tokens-per-rank"
+        raise UsageError(f"--cp-sizes needs --{missing}")
+    if mask["window"] or mask["prefix"] or not mask["causal"]:
+        raise UsageError("--cp-sizes: for documents with a causal mask, without a window or a prefix")
+    with show_progress("planning"):
+        from ringprof.prediction.cp_sizes import plan, times_on  # imports torch, which takes seconds
+
+        time_of = None
+        if options["machine"]:
+            workload = Workload(seq=seq, heads=heads, kv_heads=options["kv_heads"] or heads, head_dim=128)
+            cluster = Cluster(1, options["gpus_per_node"], nic_gbit=options["nic"])
+            time_of = times_on(read_calibration(options["machine"]), workload, options["strategy"], cluster)
+        result = plan(mask["documents"], world, sizes, options["tokens_per_rank"], time_of)
+    labelled = [
+        *((str(row.size), row) for row in result.sizes), ("all", result.total),
+        (f"all on {result.largest_alone.size}", result.largest_alone),
+    ]  # fmt: skip
+    if form == "json":
+        rows = [{"ranks": label, **vars(row)} for label, row in labelled]
+        print_or_write(rows_json("ringprof.cp-sizes/1", rows), output)
+        return
+    timed = options["machine"] is not None
+    table = [
+        [
+            label, f"{row.documents:,}", percent(row.documents_share), percent(row.tokens_share),
+            percent(row.flops_share), f"{row.sequences:,}", f"{row.steps:,}", percent(row.filled),
+            f"{row.busiest:.3f}", *(["-" if row.time_ns is None else duration(row.time_ns)] if timed else []),
+        ]
+        for label, row in labelled
+    ]  # fmt: skip
+    columns = (*_SIZE_COLUMNS, Column("predicted\nattention")) if timed else _SIZE_COLUMNS
+    lengths = mask["documents"]
+    heading = (
+        f"{len(lengths):,} documents of {min(lengths):,} to {max(lengths):,} tokens, {sum(lengths):,} together, on"
+        f" {world} ranks of {options['tokens_per_rank']:,} tokens"
+    )
+    reasons = [f"no time on {label}: {row.reason}" for label, row in labelled if row.reason]
+    text = "\n".join([heading, "", Table("", columns, table).text(text_style(output)), *reasons])
     print_or_write(text + "\n", output)

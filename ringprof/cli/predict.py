@@ -110,6 +110,8 @@ def command(**options: Any) -> int:
         click.echo(check_text(scores, unknown_columns(rows), options["form"], style), nl=False)
         return 0
     query = _query(options)
+    if query.workload.layer and (options["output"] or options["html"]):
+        raise UsageError("--output and --html hold the attention of one layer: leave --layer out")
     with show_progress("predicting"):
         from ringprof.prediction.schedules import ScheduleCache  # imports torch, which takes seconds
 

@@ -55,12 +55,15 @@ def _installation(spec: Spec) -> str:
 def _parameters(name: str) -> list[str]:
     """List the parameters of a strategy in lines, with type, default and help."""
     from ringprof.record.resolve import load_any_strategy, strategy_errors
+    from ringprof.strategies.recurrent.state_strategies import RecurrentStrategy
     from ringprof.strategies.registry import parameters
 
     strategy = load_any_strategy(name)
     with strategy_errors():
         spec, listed = find(name), parameters(strategy)
     lines = [f"{name}: {spec.summary}" + (f" ({spec.reference})" if spec.reference else "")]
+    if issubclass(strategy, RecurrentStrategy):
+        lines.append(f"  for --operator {', '.join(strategy.operators)}")
     if not listed:
         return [*lines, "  no parameters"]
     width = max(len(parameter.name) for parameter in listed)

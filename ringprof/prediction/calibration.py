@@ -19,7 +19,7 @@ import msgspec
 from ringprof.common.decoding import decode_json, read_small
 from ringprof.errors import InputError, UsageError, nearest
 from ringprof.kernel_rates import KernelRate
-from ringprof.prediction.model_layers import ModelFigures
+from ringprof.prediction.model_layers import PHASES, ModelFigures
 from ringprof.run import Size
 
 _SCHEMA = "ringprof.calibration/1"
@@ -308,6 +308,11 @@ def parse_calibration(data: bytes, path: str) -> Calibration:
         raise InputError(f"{path}: schema {calibration.schema!r} is not {_SCHEMA!r}: calibrate again")
     if not all(math.isfinite(sample.ns) for kernel in calibration.kernels for sample in kernel.samples):
         raise InputError(f"{path}: not a calibration: a time is not finite")
+    model = calibration.model
+    if model is not None and (
+        {step.phase for step in model.steps} != set(PHASES) or not {"forward", "backward"} <= set(model.attention_calls)
+    ):
+        raise InputError(f"{path}: not a calibration: its model lacks a phase")
     missing = (f"same_host.{name}_gb_s" for name in COLLECTIVES if name not in calibration.same_host.collective_gb_s)
     not_positive = (
         figure for figure, value in named_values(calibration) if figure.endswith("_gb_s") and not value.value

@@ -75,14 +75,18 @@ class Curve:
         samples: Sequence[KernelSample],
         multiprocessors: int,
         cool_speedup: Callable[[KernelSample], float],
+        *,
+        pieces: bool = False,
     ) -> None:
         """Fit the samples; ``cool_speedup`` is how much faster than on a hot device a sample ran.
+
+        With ``pieces``, blocks may be pieces of a mask, of which short ones are extrapolated instead of refused.
 
         Raises `OutsideCalibration` without samples.
         """
         if not samples:
             raise OutsideCalibration(f"kernel {name!r}: nothing measured of this phase")
-        self.name = name
+        self.name, self._pieces = name, pieces
         self._samples, self._multiprocessors = list(samples), multiprocessors
         self._blocks = [AttentionOp(label="", **{name: getattr(sample, name) for name in _SHAPE}) for sample in samples]
         self._log_ns = np.log([sample.ns * cool_speedup(sample) for sample in samples])
@@ -122,7 +126,9 @@ class Curve:
         too_short = bool(
             (np.maximum(distance / MAX_OCTAVES_ABOVE, -distance / MAX_OCTAVES_BELOW).max(axis=1) > 1).all()
         )
-        if too_short and (block.pairs is None or (distance.max(axis=1) > MAX_OCTAVES_ABOVE).all()):
+        if too_short and (
+            (block.pairs is None and not self._pieces) or (distance.max(axis=1) > MAX_OCTAVES_ABOVE).all()
+        ):
             q, kv = [sample.q for sample in self._blocks], [sample.kv for sample in self._blocks]
             raise OutsideCalibration(
                 f"kernel {self.name!r}: a block of {block.q} x {block.kv} tokens is too unlike those that are"

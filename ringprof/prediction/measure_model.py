@@ -186,7 +186,9 @@ def _created(
     torch.manual_seed(0)
     created = function(layers)
     if not isinstance(created, tuple) or len(created) not in (2, 3) or not isinstance(created[0], nn.Module):
-        raise UsageError(f"{target}: it must return a model and a function of the number of tokens (README: calibrate)")
+        raise UsageError(
+            f"{target}: it must return a model and a function of the number of tokens, not {type(created).__name__}"
+        )
     model: nn.Module = created[0].to(device)
     optimizer = created[2] if len(created) > 2 else torch.optim.AdamW(model.parameters(), lr=0.0)
     return model, created[1], optimizer

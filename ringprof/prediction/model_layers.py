@@ -70,8 +70,6 @@ class ModelFigures(msgspec.Struct, frozen=True, kw_only=True):
         the optimizer's. Raises `UnsupportedWorkloadError` beyond `REACH` times the measured lengths.
         """
         steps = sorted((step for step in self.steps if step.phase == phase), key=lambda step: step.tokens)
-        if not steps:
-            return 0.0, 0.0, 0.0
         shortest, longest = steps[0], steps[-1]
         if not shortest.tokens / REACH <= tokens <= longest.tokens * REACH:
             raise UnsupportedWorkloadError(

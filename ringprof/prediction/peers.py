@@ -47,4 +47,8 @@ def stand_in(query: Query) -> Query:
             f"strategy {peer!r} cannot be predicted: its code runs on GPUs alone, and no bundled strategy sends alike"
         )
     name, params, options = _STAND_INS[peer]
+    own = {"deterministic", *(("ulysses_degree", "ring_degree", "placement") if name == "usp" else ())}
+    unknown = next((key for key in query.params if key not in own), None)
+    if unknown is not None:
+        raise UnsupportedWorkloadError(f"strategy {peer!r} has no parameter {unknown!r}")
     return replace(query, strategy=name, params={**params, **query.params}, hops="nccl", stands_for=peer, **options)

@@ -24,7 +24,16 @@ from ringprof.prediction.network import GPUS_PER_SWITCH, Cluster, Links
 from ringprof.prediction.peers import stand_in
 from ringprof.prediction.query import Query
 from ringprof.prediction.simulator import Timeline, simulate
-from ringprof.record.dryrun.schedule import AttentionOp, CommStart, CommWait, MemoryOp, Op, Program, Schedule
+from ringprof.record.dryrun.schedule import (
+    AttentionOp,
+    CommStart,
+    CommWait,
+    MemoryOp,
+    Op,
+    Program,
+    Schedule,
+    StreamWait,
+)
 from ringprof.report.text import binary_size
 
 _SCHEMA = "ringprof.prediction/1"
@@ -161,7 +170,12 @@ def predict(
     query, cluster = stand_in(query), query.cluster
     refuse_unsupported(query, machine)
     query = replace(query, kernel=query.kernel_on(machine), hops=query.hops_on(machine))
-    curves = curves_of(machine, query.kernel)
+    if query.workload.phase == "decode" and machine.kernel(query.kernel).cache_gb_s is None:
+        raise UnsupportedWorkloadError(
+            f"machine {machine.name!r} has no rate at which kernel {query.kernel!r} reads a cache of keys: decode"
+            " cannot be predicted with it"
+        )
+    curves = curves_of(machine, query.kernel, pieces=query.workload.documents is not None)
     if cluster.size <= MAX_SIMULATED_RANKS:
         return _simulate_draws(query, machine, curves, schedule_of(query, cluster, None), draws)
     small, large = _resized(cluster, SMALL_RANKS), _resized(cluster, LARGE_RANKS)
@@ -214,12 +228,14 @@ def _simulate_draws(
     cluster: Cluster | None = None,
 ) -> PredictionResult:  # fmt: skip
     """Simulate a schedule on several draws of the machine and return the prediction."""
+    if query.one_stream:
+        schedule = msgspec.structs.replace(schedule, programs=list(map(_on_one_stream, schedule.programs)))
     programs, cluster = schedule.programs, cluster or query.cluster
     links = Links(machine, replace(cluster, pairwise=query.pairwise))
 
     def run(draw: Draw, utilisation: Mapping[int, float] | None, lead_ns: float = math.inf) -> list[Timeline]:
         machine_draw = CalibratedMachine(
-            machine, links, curves, draw, utilisation, query.busy_s, hops_first=query.pairwise
+            machine, links, curves, draw, utilisation, query.busy_s, hops_first=query.pairwise, repacks=query.repacks
         )
         return simulate(programs, machine_draw, lead_ns=lead_ns)
 
@@ -264,6 +280,12 @@ def _simulate_draws(
         exposed_share=sum(exposed_shares) / len(exposed_shares), peak_bytes=peak.peak_bytes, peak_label=peak.peak_label,
         lead_ns=lead_ns, schedule=schedule, timelines=timelines,
     )  # fmt: skip
+
+
+def _on_one_stream(program: Program) -> Program:
+    """Return the program with all operations on one stream, in their order."""
+    ops = [msgspec.structs.replace(op, stream=0) for op in program.ops if not isinstance(op, StreamWait)]
+    return msgspec.structs.replace(program, ops=ops)
 
 
 def _latest_end_ns(timelines: Sequence[Timeline]) -> float:

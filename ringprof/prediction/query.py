@@ -73,6 +73,10 @@ class Query:
 
     Each hop then has a communicator of its two ranks, and it starts before the block that becomes ready with it: copies
     of half tensors and the block counts of variable-length calls run between the two."""
+    one_stream: bool = False
+    """Whether all blocks run on the stream of the hops, which a strategy of two compute streams does not do."""
+    repacks: bool = False
+    """Whether each attention call gathers its inputs from padded rows, and scatters its results to padded rows."""
     busy_s: float | None = None
     """Seconds for which the devices have computed when the time is taken; None means a long time, as in training."""
     stands_for: str | None = None

@@ -3,7 +3,9 @@
 The CSV has the columns ``strategy, seq_global, heads, n_gpus`` and ``time_ms`` or ``tflops`` (per GPU). Optional
 columns are ``hardware, hosts, gpus_per_host, kv_heads, head_dim, batch, causal, dtype, pass, kernel, degrees, system``.
 A row with an unknown value is not predicted. A ``system`` that names Transformer Engine or Megatron sends its hops as
-`Query.pairwise` says.
+`Query.pairwise` says. The baselines of MagiAttention's ``cp_benchmark`` run their blocks on one stream and, with
+flash-attn 3, gather and scatter around each of them (``exps/dist_attn/baselines`` at 2c64135: ``ring_attn.py`` and
+``_fa3_varlen_forward`` of ``utils_cp.py``).
 """
 
 from __future__ import annotations
@@ -256,10 +258,14 @@ def _query_of(cells: Mapping[str, str], workload: Workload, cluster: Cluster, de
         params["double_ring"] = False
     if name == "allgather" and workload.causal:
         params["layout"] = "zigzag"
-    pairwise = _PAIRWISE.search(cells.get("system", "").lower()) is not None
+    system = cells.get("system", "").lower()
+    pairwise = _PAIRWISE.search(system) is not None
+    kernel = _kernel_name(cells.get("kernel", "").lower())
+    one_stream = "magiattention cp_benchmark" in system
     return Query(
-        name, workload, cluster, _kernel_name(cells.get("kernel", "").lower()), params=params, pairwise=pairwise
-    )
+        name, workload, cluster, kernel, params=params, pairwise=pairwise, one_stream=one_stream,
+        repacks=one_stream and kernel == "flash-attn-3",
+    )  # fmt: skip
 
 
 def _kernel_name(text: str) -> str:
@@ -359,7 +365,7 @@ def _predicted_ms(
         phase_query = replace(query, workload=msgspec.structs.replace(query.workload, backward=backward))
         key = (
             query.strategy, phase_query.workload, query.cluster, query.kernel, tuple(sorted(query.params.items())),
-            query.pairwise,
+            query.pairwise, query.one_stream, query.repacks,
         )  # fmt: skip
         if key not in cache:
             cache[key] = predict(phase_query, machine, schedule_of)

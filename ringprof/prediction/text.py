@@ -93,7 +93,11 @@ def step_text(step: StepPrediction, style: TextStyle) -> str:
         f" {duration(median_ns)}; in four of five cases {duration(low_ns)} to {duration(high_ns)}"
     )
     table = Table("", [Column("", left=True), Column("ms"), Column("share")], rows).text(style)
-    note = "The memory below is that of one layer's attention: a step holds more."
+    tokens = " and ".join(f"{count:,}" for count in sorted({timed.tokens for timed in step.figures.steps}))
+    note = (
+        f"Outside attention: steps of one and two layers with {tokens} tokens, measured on one {step.figures.device}."
+        " The memory below is that of one layer's attention: a step holds more."
+    )
     attention = prediction_text(step.attention, style)
     return style.finish("\n\n".join([style.fit(head), table, style.fit(note), attention.rstrip("\n")]))
 

@@ -3,7 +3,8 @@
 Both passes of a layer take the measured time outside attention over the rank's tokens, plus the predicted attention.
 FSDP2 gathers a layer's parameters in both passes and reduce-scatters its gradients; DDP reduces them in the backward
 pass. This traffic overlaps with the computation of neighbouring layers, whose kernels it slows down; a step waits for
-what is longer, for the first gather and for the last reduction.
+what is longer, for the first gather and for the last reduction. Among the layers' kernels, FSDP2 copies what it gathers
+out of one buffer, and gradients into one (`torch.distributed.fsdp._fully_shard._fsdp_collectives`).
 """
 
 from __future__ import annotations
@@ -125,6 +126,7 @@ class _Traffic:
     def __init__(self, figures: ModelFigures, machine: Calibration, query: Query, parallel: str) -> None:
         self._links, self._parallel, self._cluster = Links(machine, query.cluster), parallel, query.cluster
         self._layer_bytes, self._rest_bytes = figures.layer_bytes, figures.rest_bytes
+        self._memory_gb_s = machine.memory_gb_s.value
         size = query.cluster.size
         self.sharded = 1 / size if parallel == "fsdp2" else 1.0
         """Part of the optimizer's work that a rank has."""
@@ -136,15 +138,21 @@ class _Traffic:
         # An all-reduce is a reduce-scatter and an all-gather.
         default = ["reduce_scatter", "all_gather"] if phase == "backward" else []
         chosen = operations.get((self._parallel, phase), default)
+        layer_copies_ns, rest_copies_ns = (
+            2 * len(chosen) * size_bytes / self._memory_gb_s if self._parallel == "fsdp2" else 0.0
+            for size_bytes in (self._layer_bytes, self._rest_bytes)
+        )
         if self._cluster.size == 1 or not chosen:
-            return 0.0, 0.0
+            return layer_copies_ns, rest_copies_ns
+        layer_ns += layer_copies_ns
         per_layer = [self._collective(operation, self._layer_bytes) for operation in chosen]
         rest_ns = sum(self._collective(operation, self._rest_bytes)[0] for operation in chosen)
         traffic_ns = sum(ns for ns, _ in per_layer)
-        slowed_ns = sum(min(ns, layer_ns) * share for ns, share in per_layer)
+        slowed_ns = sum(min(ns, layer_ns) * share for ns, share in per_layer) + layer_copies_ns
         # Forward, the first gather has nothing to overlap with; backward, the last reduction.
         edge_ns = per_layer[-1][0]
-        return slowed_ns, layers * max(0.0, traffic_ns - layer_ns - slowed_ns) + edge_ns + rest_ns
+        longer_ns = layers * max(0.0, traffic_ns - layer_ns - slowed_ns + layer_copies_ns)
+        return slowed_ns, longer_ns + edge_ns + rest_ns + rest_copies_ns
 
     def _collective(self, operation: str, whole_bytes: int) -> tuple[float, float]:
         """Return a collective's nanoseconds, and the share of a kernel's rate that it takes."""

@@ -347,7 +347,8 @@ def counted_work(strategies: Sequence[Any]) -> Work:
         Sent(channel=channel, phase=phase, operation=operation, link=link, to=to, count=count, sent_bytes=size)
         for (channel, phase, operation, link, to), (count, size) in sent.items()
     ]
-    alone = all(strategy.comm.size == 1 for strategy in strategies)
+    # A recurrence sends nothing where every border of ranks is one of documents.
+    alone = all(strategy.comm.size == 1 or getattr(strategy, "counts_all_sent", False) for strategy in strategies)
     computed = bool(sum(calls.values()))
     return Work(
         block_flops=flops if computed else None, block_calls=dict(calls), sent=entries if entries or alone else None

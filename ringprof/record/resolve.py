@@ -107,7 +107,7 @@ def resolve(request: RecordRequest, rank_info: RankInfo | None) -> RecordRequest
         if device == "cpu":
             raise UsageError("--cuda-graph needs GPUs")
         if request.hops == "copy":
-            raise UsageError("--cuda-graph: in replays a trace does not tell hops from other copies: use --hops nccl")
+            raise UsageError("--cuda-graph: copied hops count on, and a graph repeats itself: use --hops nccl")
         if request.controls:
             raise UsageError("--cuda-graph: the controls run other calls than the graph: leave --controls out")
     if request.hops == "auto" and (device == "cpu" or request.cuda_graph):
@@ -158,6 +158,10 @@ def _resolve_recurrence(request: RecordRequest, rank_info: RankInfo | None) -> R
     if request.ranks_per_host is not None and world % request.ranks_per_host:
         raise UnsupportedWorkloadError(f"--ranks-per-node {request.ranks_per_host} does not divide the {world} ranks")
     reason = strategy.why_unsupported(workload.seq, workload.heads, world)
+    if workload.operator not in strategy.operators:
+        reason = f"it computes {', '.join(strategy.operators)} alone"
+    elif workload.batch > 1 and not strategy.takes_batches:
+        reason = f"it takes one batch entry, not {workload.batch}"
     local = workload.seq // world
     if workload.conv_width is not None and local < workload.conv_width - 1:
         reason = reason or f"{local} tokens per rank are fewer than the {workload.conv_width - 1} that a rank sends on"

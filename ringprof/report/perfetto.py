@@ -99,7 +99,8 @@ def _run_settings(run: Run) -> JsonObject:
         settings |= {"strategy": strategy.name, "hops": strategy.hops, **strategy.params}
     if work:
         settings |= {"tokens": work.seq, "heads": work.heads, "kv heads": work.kv_heads, "head dim": work.head_dim,
-                  "batch": work.batch, "dtype": work.dtype, "causal": work.causal}  # fmt: skip
+                  "batch": work.batch, "dtype": work.dtype, "causal": work.causal,
+                  "operator": work.operator}  # fmt: skip
     settings |= run.environment.versions | {"driver": run.environment.driver}
     return {clean(key): clean(value) if isinstance(value, str) else value for key, value in settings.items()}
 

@@ -235,6 +235,10 @@ class _Pipeline(msgspec.Struct, dict=True):
         warnings += communicators.warnings()
         rank_warnings = [*self.info.warnings]
         rank_warnings += (warning for explained_rank in explained.values() for warning in explained_rank.warnings)
+        run = self.context.run()
+        if run is not None and run.work and all(work.sent == [] for work in run.work):
+            # Where a document ends at every border of ranks, nothing is sent, and so there is no wait to be marked.
+            rank_warnings = [warning for warning in rank_warnings if warning.code != "cpu_no_wait_marks"]
         rank_warnings += steps_warning(ranks, self.context.run())
         return Attribution(
             ranks=finished,

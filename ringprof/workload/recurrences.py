@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 Operator = Literal["attention", "gdn", "mamba2", "simple-gla", "gla"]
-"""What mixes the tokens: softmax attention, or a recurrence."""
+"""Operator that mixes the tokens: softmax attention, or a recurrence."""
 RECURRENCES: dict[Operator, str] = {
     "gdn": "gated delta net", "mamba2": "Mamba-2", "simple-gla": "simple gated linear attention",
     "gla": "gated linear attention",

@@ -136,6 +136,7 @@ class FlashAttn4Kernel(VarlenKernel):
     name = "flash-attn-4"
     pairs_gradients = True
     dense_rows = False
+    writes_into = True
     takes_windows = True
     most_head_dim = 256
 
@@ -191,12 +192,17 @@ class FlashAttn4Kernel(VarlenKernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, batch: Batch,
         scale: float, into: Gradients | None = None,
     ) -> Gradients:  # fmt: skip
-        dq, dk, dv = into or (torch.empty_like(q), *allocate_adjacent(k, v))
+        dq, dk, dv = torch.empty_like(q), *allocate_adjacent(k, v)
         _interface()._flash_attn_bwd(
             q, k, v, out, dout, lse, softmax_scale=scale, causal=batch.causal, softcap=self.softcap,
             deterministic=self.deterministic, dq=dq, dk=dk, dv=dv, **_with_none(_varlen(lengths, batch)),
         )  # fmt: skip
-        return dq, dk, dv
+        if into is None:
+            return dq, dk, dv
+        # Whether packed gradients may be written into views was not tested on a GPU.
+        for target, gradient in zip(into, (dq, dk, dv), strict=True):
+            target.copy_(gradient)
+        return into
 
 
 def _with_none(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from .torch_kernels import (
 )
 
 # Fastest first, as measured on H200 (docs/kernels.md): flash-attn 3 takes 0.6 to 1.1 of cuDNN's time from 256 tokens
-# on, mostly less than 1, and cuDNN about 0.6 of flash-attn 2's. On H100, forward and backward of flash-attn 4 take 0.95
-# to 1.01 of flash-attn 3's time from 2,048 to 32,768 tokens, but it compiles for seconds when it is first called.
+# on, mostly less than 1, and cuDNN about 0.6 of flash-attn 2's. Forward and backward of flash-attn 4 take 0.96 to 1.05
+# of flash-attn 3's time from 4,096 tokens on, and it compiles for seconds when it is first called.
 KERNELS: dict[str, type[Kernel]] = {
     kernel.name: kernel
     for kernel in (

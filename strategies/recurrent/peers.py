@@ -26,7 +26,10 @@ class FlaContextParallel(RecurrentStrategy):
     Takes one batch entry, and no initial or final states.
     """
 
+    operators = ("gdn",)
+    takes_batches = False
     takes_states = False
+    counts_all_sent = False
 
     def __init__(self, comm: Communicator, kernel: str = "auto") -> None:
         super().__init__(comm, kernel)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import conv1d, pad
 
 from ringprof.workload.mask import Mask
-from ringprof.workload.recurrences import recurrence_flops
+from ringprof.workload.recurrences import RECURRENCES, recurrence_flops
 
 from ..algorithms.ulysses import HeadExchange
 from ..annotate import ring_step
@@ -100,8 +100,14 @@ class RecurrentStrategy(ABC):
     """
 
     layout = LAYOUTS["contiguous"]
+    operators: ClassVar[Sequence[str]] = tuple(RECURRENCES)
+    """Operators that the strategy computes, by their names in `ringprof.workload.recurrences`."""
+    takes_batches: ClassVar[bool] = True
+    """Whether there may be several batch entries."""
     takes_states: ClassVar[bool] = True
     """Whether the operators take ``initial_state`` and ``return_final_state``."""
+    counts_all_sent: ClassVar[bool] = True
+    """Whether the communicator counts everything that is sent."""
     parameters: ClassVar[dict[str, Any]] = {}
     """Parameters as a `Strategy` has them: none."""
 

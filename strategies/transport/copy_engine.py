@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..annotate import annotate
+from ..errors import Unsupported
 from .copy_watchdog import CopyWatchdog
 from .groups import timeout, uses_nccl
 from .hosts import int_from_environment
@@ -44,9 +45,8 @@ _ALIGNED = 256
 """Bytes: tensors begin at a multiple of this in a slot."""
 _GROWS_BY = 2**21
 """Bytes: the size of a slot is a multiple of this."""
-_ARRIVED, _FREE, _IN_GRAPH, _COUNTERS = 0, 64, 128, 256
-"""Byte offsets of the two counters at the end of a member's memory, from them to those of captured hops, and bytes of
-all counters.
+_ARRIVED, _FREE, _COUNTERS = 0, 64, 256
+"""Byte offsets of the two counters at the end of a member's memory, and bytes of all counters.
 
 The first counts hops that have arrived here, the second hops that the next member can receive."""
 _DEVICE_TO_DEVICE = 3
@@ -163,9 +163,9 @@ class CopyRing:
         self.slots: _Slots | None = None
         self._stream: Any = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
         self._raw_stream, self._device = self._stream.cuda_stream, self._stream.device_index
-        self._operations = (ctypes.c_uint64 * _OPERATION_WORDS * 3)()
-        self._write, self._wait, self._clear = self._operations
-        self._write[0], self._wait[0], self._clear[0] = _WRITE, _WAIT, _WRITE
+        self._operations = (ctypes.c_uint64 * _OPERATION_WORDS * 2)()
+        self._write, self._wait = self._operations
+        self._write[0], self._wait[0] = _WRITE, _WAIT
         # Recorded again for every hop: a wait covers what was recorded before the wait was queued.
         self._ready = _event()
         self._in_flight: deque[tuple[float, Any]] = deque()
@@ -177,9 +177,11 @@ class CopyRing:
     def post(self, message: Message) -> CopyHop:
         """Start copying a message to the next member. All members post the same shapes in the same order.
 
-        Raises `PeerLost`. A hop that is captured in a CUDA graph is not watched when the graph is replayed.
+        Raises `PeerLost`. Raises `Unsupported` while a CUDA graph is captured: a graph would repeat the same counter
+        values, which must increase.
         """
-        captured = torch.cuda.is_current_stream_capturing()
+        if torch.cuda.is_current_stream_capturing():
+            raise Unsupported("hops by copy engine cannot be captured in a CUDA graph: use hops='nccl'")
         _watchdog.raise_if_lost()
         cuda, shapes = _cuda(), shapes_of(message.buffers)
         slots, stream = self._slots_for(shapes), self._raw_stream
@@ -187,37 +189,32 @@ class CopyRing:
         ready = self._ready.cuda_event
         # The message to send is computed, and the slot that the previous member will fill is no longer read.
         failed = cuda.record(ready, _current_stream(self._device)) | cuda.wait_event(stream, ready, 0)
-        failed |= self._write_and_wait(slots, slots.previous, _FREE, captured=captured)
+        failed |= self._write_and_wait(slots, slots.previous, _FREE)
         target = slots.following + slots.number % SLOTS * slots.slot_bytes
         for buffer, offset in zip(message.buffers, slot_offsets(shapes)[0], strict=True):
             assert buffer.is_contiguous()
             failed |= cuda.copy(target + offset, buffer.data_ptr(), buffer.nbytes, _DEVICE_TO_DEVICE, stream)
         # The counter is written after all copies before it, which are then visible to the other GPU.
-        failed |= self._write_and_wait(slots, slots.following, _ARRIVED, captured=captured)
+        failed |= self._write_and_wait(slots, slots.following, _ARRIVED)
         over = self._free_events.pop() if self._free_events else _event()
         _check(failed | cuda.record(over.cuda_event, stream))
         return CopyHop(self, slots, message, shapes, over)
 
-    def _write_and_wait(self, slots: _Slots, peer: int, counter: int, *, captured: bool) -> int:
+    def _write_and_wait(self, slots: _Slots, peer: int, counter: int) -> int:
         """Let the ring's stream set a ``counter`` of the member at the address ``peer``, then wait for this rank's own.
 
-        A graph repeats its operations, so there a counter is 1 or 0, and the wait clears it: nobody sets it again
-        before, since this stream posts the next hop after the wait. Returns 0, or CUDA's error code.
+        Returns 0, or CUDA's error code.
         """
-        offset, number = slots.counters + counter, slots.number
-        if captured:
-            offset, number = offset + _IN_GRAPH, 1
-        self._write[1], self._write[2] = peer + offset, number
-        self._wait[1], self._wait[2], self._clear[1] = slots.own + offset, number, slots.own + offset
-        failed: int = _cuda().operations(self._raw_stream, 3 if captured else 2, self._operations, 0)
+        offset = slots.counters + counter
+        self._write[1], self._write[2] = peer + offset, slots.number
+        self._wait[1], self._wait[2] = slots.own + offset, slots.number
+        failed: int = _cuda().operations(self._raw_stream, 2, self._operations, 0)
         return failed
 
     def wait(self, over: Any) -> None:
         """Make the current stream wait for the event ``over``, after a hop that has been sent and has arrived."""
         _watchdog.raise_if_lost()
         _check(_cuda().wait_event(_current_stream(self._device), over.cuda_event, 0))
-        if torch.cuda.is_current_stream_capturing():
-            return
         if len(self._in_flight) >= _MOST_IN_FLIGHT:
             self.waiting_since()
         self._in_flight.append((time.monotonic(), over))

@@ -25,6 +25,8 @@ from tests.record.fake_launcher import FakeLauncher
          "path created strategy seq world_size ranks_per_host kernel dtype iteration_ms tflops verified"),
         ("balance --seq 64 --documents 40,24 --world 4", "balance", "rows",
          "strategy params reason layout busiest steps needed"),
+        ("balance --seq 64 --documents 40,24 --world 4 --cp-sizes 2,4 --tokens-per-rank 16", "cp-sizes", "rows",
+         "ranks size documents documents_share tokens_share flops_share sequences steps filled busiest time_ns reason"),
         ("kernels", "kernels", "rows",
          "kernel here types head_dim tried windows documents softcap deterministic delta grouped_heads"),
         ("calibrate --rates --device cpu --seq 64 --heads 2 --head-dim 8", "kernel-rates", "rates",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import math
+import re
 from collections.abc import Sequence
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +17,14 @@ pytest.importorskip("torch", reason="a prediction runs strategies on shapes")
 
 from benchmarks import prediction
 from benchmarks.prediction import Score
+from ringprof.errors import UsageError
 from ringprof.prediction.calibration import read_calibration
 from ringprof.prediction.lognormal import Lognormal, MaxLognormal
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import predict
 from ringprof.prediction.query import Query
 from ringprof.prediction.schedules import schedule_of
+from ringprof.prediction.score import check_rows
 from ringprof.run import Workload
 from scripts.scoreboard import with_scoreboard
 from tests.paths import ROOT
@@ -80,7 +85,7 @@ def test_difference_between_two_processes_on_one_host() -> None:
 def test_error_on_h100_with_flash_attn_3() -> None:
     """The curves are of the same session, but no run is fitted to; documents and windows are further off."""
     scores, masked = list(prediction.h100_shapes()), list(prediction.h100_masks())
-    assert len(scores) == 16 and within(scores, 0.023, 0.07) and inside(scores) == 1.0
+    assert len(scores) == 16 and within(scores, 0.023, 0.072) and inside(scores) == 14 / 16
     # Measured before a rank's own block was computed in two halves, which leaves out sums of gradients.
     assert len(masked) == 3 and within(masked, 0.07, 0.09)
     long = [score for score in scores if score.measured > prediction.HOST_MS and "flash-attn-3" in score.name]
@@ -106,7 +111,7 @@ def test_error_on_h200_with_flash_attn_3_that_no_curve_is_fitted_to() -> None:
 def test_error_on_other_h200_of_another_session() -> None:
     """No curve is fitted to these runs."""
     scores = list(prediction.h200_later())
-    assert len(scores) == 19 and within(scores, 0.0215, 0.049) and inside(scores) == 17 / 19
+    assert len(scores) == 19 and within(scores, 0.0215, 0.051) and inside(scores) == 17 / 19
     assert sum(score.error < 0 for score in scores) == 18
 
 
@@ -207,8 +212,8 @@ def test_error_of_replays_from_recorded_blocks() -> None:
 def test_error_on_published_h100_cells() -> None:
     """Causal backward passes on 16 GPUs, in which the best one leads by 2 %; the benchmark has all 60 cells."""
     scores = list(prediction.h100("V0241", "V0242", "V0243", "V0244", "V0245"))
-    # Megatron's ring is 3.3 % too fast; the others are within 1 %.
-    assert len(scores) == 5 and within(scores, 0.02, 0.04) and sum(abs(score.error) < 0.01 for score in scores) >= 3
+    # Megatron's ring is 8 % too slow, with the copies that the program makes around each block.
+    assert len(scores) == 5 and within(scores, 0.035, 0.085) and sum(abs(score.error) < 0.025 for score in scores) >= 3
     assert prediction.ranking(scores) == (1, 1)
 
 
@@ -219,15 +224,47 @@ def test_transformer_engines_ring_is_as_fast_on_32_as_on_16_b200() -> None:
 
 
 def test_intervals_hold_four_of_five_published_rows_of_every_family() -> None:
-    """The bundled spreads are those of the committed table; six of megatron's 43 rows cannot be true."""
+    """The bundled spreads are those of the committed table; rows of a log that beats the kernel are apart."""
     table = prediction.read_csv(ROOT / "benchmarks" / "data" / "prediction_scores.csv")
     scores = [score for part in ("h100", "b200", "a800") for score in table[part]]
     for machine, spreads in prediction.family_spreads(scores).items():
         bundled = {name: value.value for name, value in read_calibration(machine).family_spread.items()}
         assert bundled == pytest.approx(spreads, abs=0.0021)
     for family in {score.family for score in scores}:
-        members = [score for score in scores if score.family == family]
+        members = [
+            score for score in scores
+            if score.family == family and score.name.split()[0] not in prediction.BEATS_KERNEL
+        ]  # fmt: skip
         assert 0.74 <= inside(members) <= 0.85, family
+
+
+def test_rows_scored_apart_are_those_of_a_log_that_beats_the_kernel() -> None:
+    """All rows of one system in one log, of which the audit finds a row faster than the kernel alone at any length."""
+    a800 = [row for row in prediction.rows() if row["hardware"].startswith("A800")]
+
+    def refuse(*_: object) -> Any:
+        raise UsageError("rates are judged without a prediction")
+
+    checked = check_rows(a800, read_calibration("a800"), refuse, Cluster(nic_gbit=200.0, gpus_per_nic=2))
+    impossible = {
+        (row["system"], re.findall(r"log [0-9]+", row["note"])[0])
+        for row, result in zip(a800, checked, strict=True) if any(code == "above_kernel" for code, _ in result.flags)
+    }  # fmt: skip
+    apart = [row["id"] for row in a800 if any(row["system"] == s and log in row["note"] for s, log in impossible)]
+    assert tuple(apart) == prediction.BEATS_KERNEL
+
+
+def test_two_gpus_that_stand_for_four_are_within_three_percent_of_them() -> None:
+    with open(ROOT / "benchmarks" / "data" / "two_gpus_as_many.csv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    errors: dict[str, list[float]] = {"two_ms": [], "other_two_ms": []}
+    for row, (name, values) in product(rows, errors.items()):
+        four = [float(row[column]) for column in ("four_ms", "four_again_ms") if row[column]]
+        if row[name]:
+            values.append(float(row[name]) / (sum(four) / len(four)) - 1)
+    first, other = errors.values()
+    assert len(first) == 10 and sum(map(abs, first)) / 10 < 0.007 and max(map(abs, first)) < 0.0165
+    assert len(other) == 7 and -0.03 <= min(other) and max(other) < -0.0075
 
 
 def test_scoreboard_is_that_of_the_committed_table() -> None:
@@ -244,10 +281,16 @@ def test_spread_of_a_family_by_hand() -> None:
     assert prediction.family_spread(rows) == pytest.approx(0.01 * math.sqrt(7), abs=0.001)
 
 
+def test_megatrons_ring_on_h100_forward_with_the_copies_of_the_program_that_was_timed() -> None:
+    """Without the gathers and scatters around its blocks the ring came out 12 to 28 % too fast."""
+    scores = list(prediction.h100("V0138", "V0146", "V0202", "V0210"))
+    assert len(scores) == 4 and within(scores, 0.065, 0.085)
+
+
 @pytest.mark.long
 def test_error_on_all_published_h100_cells() -> None:
     scores = [score for score in prediction.h100() if score.hosts > 1]
-    assert len(scores) == 60 and within(scores, 0.06, 0.275)
+    assert len(scores) == 60 and within(scores, 0.035, 0.085)
     good, cells = prediction.ranking(scores)
     assert cells == 12 and good >= 11
 

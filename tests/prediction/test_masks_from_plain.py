@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 
-import msgspec
 import pytest
 
 pytest.importorskip("torch", reason="a dry run needs it")
 
-from benchmarks.prediction import Score, recorded_shapes, scored
-from ringprof.prediction.calibration import Calibration, read_calibration
+from benchmarks.prediction import plain_masks, without_masks
+from ringprof.prediction.calibration import read_calibration
 from ringprof.prediction.kernel_model import OutsideCalibration
 from ringprof.prediction.machine import MASKED_OVER_PLAIN, curves_of
 from ringprof.prediction.network import Cluster
@@ -21,20 +20,10 @@ from ringprof.record.dryrun.schedule import AttentionOp
 from ringprof.run import Workload
 
 
-def without_masks(name: str) -> Calibration:
-    """Return a bundled machine without its samples of documents and windows."""
-    machine = read_calibration(name)
-    kernels = [
-        msgspec.structs.replace(kernel, samples=[sample for sample in kernel.samples if sample.pairs is None])
-        for kernel in machine.kernels
-    ]
-    return msgspec.structs.replace(machine, kernels=kernels)
-
-
 @pytest.mark.parametrize(("machine", "kernel"), [("h200", "flash-attn"), ("h100", "flash-attn-3")])
 def test_the_ratios_are_those_of_the_measured_calls(machine: str, kernel: str) -> None:
     """Nine of ten samples lie within two spreads of the estimate from plain calls."""
-    curves = curves_of(without_masks(machine), kernel)
+    curves = curves_of(without_masks(read_calibration(machine)), kernel)
     off = []
     for sample in read_calibration(machine).kernel(kernel).samples:
         if sample.pairs is None or sample.head_dim != 128:
@@ -45,16 +34,8 @@ def test_the_ratios_are_those_of_the_measured_calls(machine: str, kernel: str) -
     assert len(off) >= 19 and sum(distance <= 2 for distance in off) >= 0.9 * len(off)
 
 
-def scores_without_masks() -> list[Score]:
-    files = (("h200_shapes_2.csv", "h200"), ("h200_shapes_6.csv", "h200"), ("h100_shapes.csv", "h100"))
-    return [
-        scored(shape.name, shape.ms, predict(shape.query, without_masks(machine), schedule_of))
-        for file, machine in files for shape in recorded_shapes(file) if not shape.plain
-    ]  # fmt: skip
-
-
 def test_recorded_runs_are_predicted_from_plain_calls() -> None:
-    scores = scores_without_masks()
+    scores = list(plain_masks())
     assert len(scores) == 9 and all(abs(score.error) < 0.12 and score.inside for score in scores)
     assert sum(abs(score.error) for score in scores) / len(scores) < 0.05
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import product
 
 import pytest
@@ -18,7 +17,6 @@ from ringprof.prediction.machine import Curves
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.query import Query
 from ringprof.prediction.rates import with_rates
-from ringprof.prediction.shapes import HEADS
 from ringprof.prediction.what_if import Changes
 from ringprof.record.dryrun.schedule import AttentionOp
 from ringprof.run import Workload, read_run
@@ -101,26 +99,20 @@ def test_bundled_hopper_machines_predict_flash_attn_3_by_auto() -> None:
 
 
 @pytest.mark.parametrize("name", ["h200", "h100"])
-def test_auto_prefers_the_kernel_that_is_fastest_by_the_bundled_curves(name: str) -> None:
-    """A later kernel of its order is faster than the first by no more than both are uncertain by, from 512 tokens on.
-
-    On an H200 forward and backward of flash-attn 4 take 0.95 to 1.14 of flash-attn 3's time.
-    """
+def test_auto_takes_a_kernel_within_3_percent_of_the_fastest_by_the_bundled_curves(name: str) -> None:
+    """Forward and backward together, from 2048 tokens on: the host decides where blocks are shorter."""
     machine = read_calibration(name)
     curves = {kernel.name: Curves(machine, kernel.name) for kernel in machine.kernels}
-    chosen, *later = (kernel.name for kernel in auto_order(128) if kernel.name in curves)
-    assert chosen == "flash-attn-3" and later[0] == "flash-attn-4"
-    for tokens, (heads, kv_heads), causal in product((512, 2048, 8192, 32768, 65536), HEADS[:2], (True, False)):
+    order = [kernel.name for kernel in auto_order(128) if kernel.name in curves]
+    assert order[:2] == ["flash-attn-3", "flash-attn-4"]
+    for tokens, (heads, kv_heads), causal in product((2048, 8192, 32768, 65536), ((40, 40), (24, 4)), (True, False)):
         block = AttentionOp(
             label="", phase="forward", batch=1, q=tokens, kv=tokens, heads=heads, kv_heads=kv_heads, head_dim=128,
             causal=causal,
         )  # fmt: skip
-        passes = [block, msgspec.structs.replace(block, phase="backward")]
-        times = {kernel: [curves[kernel].estimate(op) for op in passes] for kernel in (chosen, *later)}
-        own_ns, own_spread = sum(e.ns for e in times[chosen]), max(e.spread for e in times[chosen])
-        for kernel in later:
-            ns, spread = sum(e.ns for e in times[kernel]), max(e.spread for e in times[kernel])
-            assert own_ns / ns - 1 < 2 * math.hypot(own_spread, spread), (kernel, block)
+        passes = block, msgspec.structs.replace(block, phase="backward")
+        ns = [sum(curves[kernel].estimate(op).ns for op in passes) for kernel in order]
+        assert ns[0] < 1.03 * min(ns), block
 
 
 def test_a_kernel_that_fills_the_device_forward_only() -> None:

@@ -114,6 +114,18 @@ def test_programs_that_send_outside_a_batch_are_known_by_name(system: str, pairw
     assert unknown_columns([{**ROW, "system": system}]) == []
 
 
+@pytest.mark.parametrize(
+    ("system", "kernel", "one_stream", "repacks"),
+    [("MagiAttention cp_benchmark: ring_p2p", "flash-attn 3 (FFA for magi)", True, True),
+     ("MagiAttention cp_benchmark: ring_p2p", "cudnn", True, False), ("TransformerEngine p2p", "fa3", False, False)],
+)  # fmt: skip
+def test_programs_with_copies_around_their_blocks_are_known_by_name(
+    system: str, kernel: str, one_stream: bool, repacks: bool
+) -> None:
+    query = query_of(system=system, kernel=kernel)[0]
+    assert (query.one_stream, query.repacks) == (one_stream, repacks)
+
+
 def test_a_table_without_a_time_is_refused(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text("strategy,seq_global,heads,n_gpus,time_s\nzigzag,65536,40,8,0.04\n")
     with pytest.raises(InputError, match="it needs strategy, seq_global, heads, n_gpus, time_ms"):

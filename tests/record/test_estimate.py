@@ -136,16 +136,16 @@ def peak_of_tensors(strategy: Any, workload: Workload) -> int:
 
 
 class KernelsRoom(NoOpKernel):
-    """Kernel that computes nothing and allocates flash attention's buffers.
+    """Kernel that computes nothing and allocates flash-attn 3's buffers.
 
-    They hold the sum of dQ in float32, the rows' sums, and dK and dV of every query head."""
+    They hold the sum of dQ in float32, the rows' sums, and the sums of dK and dV over a group in float32."""
 
     takes_delta = False
 
     def _backward(self, dout: Any, q: Any, k: Any, *arguments: Any) -> Any:
         buffers = [torch.empty(q.shape, dtype=torch.float32), torch.empty(q.shape[:3])]
         if q.shape[2] != k.shape[2]:
-            buffers.append(torch.empty((2, *q.shape), dtype=q.dtype))
+            buffers.append(torch.empty((2, *k.shape), dtype=torch.float32))
         gradients = super()._backward(dout, q, k, *arguments)
         del buffers
         return gradients

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from ringprof.strategies.recurrent.state_strategies import STRATEGIES
 from ringprof.strategies.transport.baselines import NullTransport
 from ringprof.strategies.transport.communicator import Communicator
 from ringprof.workload.recurrences import CHUNK, RECURRENCES, forward_flops_per_token
+from tests.record.command import HANGS_S, RINGPROF
 from tests.strategies.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -99,7 +102,7 @@ def baselines(rank: int, name: str) -> dict[str, Any]:
     silent = STRATEGIES[name](Communicator(connect=NullTransport), "reference")
     shard = RecurrenceShard.create(strategy, msgspec.structs.replace(WORK, conv_width=4), CPU)
     bodies, flops = recurrence_bodies(shard, silent)
-    counts = {"solo_flops": flops}
+    counts: dict[str, Any] = {"solo_flops": flops}
     for kind, body in zip(("ordinary", "solo", "compute_only", "communication_only"), bodies, strict=True):
         reset_counts([strategy, silent])
         body()
@@ -181,3 +184,16 @@ def test_a_recording_is_verified_and_reported(tmp_path: Path, capsys: Any) -> No
     assert "parts of the recurrence" in (cli.run(["report", str(output)]), capsys.readouterr().out)[1]
     assert len(ringprof.load(output).breakdown()) == 2
     assert set(RECURRENCES) == {"gdn", "mamba2", "simple-gla", "gla"}
+
+
+@pytest.mark.gpu
+@pytest.mark.processes
+@pytest.mark.skipif(find_spec("fla") is None, reason="needs flash-linear-attention")
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "fla/cp"])
+def test_a_recording_on_gpus_is_verified(strategy: str, tmp_path: Path) -> None:
+    output = tmp_path / "run.json"
+    options = ["--strategy", strategy, "--seq", "4096", "--heads", "4", "--iters", "2", "-o", str(output)]
+    assert subprocess.run([*RINGPROF, "record", "--operator", "gdn", *options], timeout=HANGS_S).returncode == 0
+    run = read_run(output)
+    assert run.verification is not None and run.verification.timed is not None
+    assert run.kernel == (None if strategy == "fla/cp" else "fla")

@@ -10,13 +10,14 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from ringprof.errors import VerificationError
-from ringprof.record.check.recurrence import DenseRecurrence
+from ringprof.record.check.recurrence import ChunkedRecurrence, DenseRecurrence
 from ringprof.record.recurrence import call_operator, draw_inputs, select_group
 from ringprof.record.verify_recurrence import verify_recurrence
 from ringprof.run import Workload
 from ringprof.strategies.recurrent.kernel import Carry
 from ringprof.strategies.recurrent.state_strategies import STRATEGIES, RecurrentStrategy, StateRing
 from ringprof.strategies.transport.communicator import Communicator
+from ringprof.workload.recurrences import RECURRENCES
 from tests.strategies.ranks import run_ranks
 from tests.strategies.recurrent import oracle
 
@@ -85,61 +86,65 @@ class _ResetInsideOnly(StateRing):
         return tuple(bound for bound in documents if bound % local or bound in (0, documents[-1]))
 
 
-def _planted(rank: int, mistake: type[RecurrentStrategy], workload: Workload) -> str:
-    try:
-        verify_recurrence(mistake(Communicator(), "reference"), workload, torch.device("cpu"))
-    except VerificationError as error:
-        return str(error)
-    return ""
+def _refusals(rank: int, cases: list[tuple[type[RecurrentStrategy], Workload]]) -> list[str]:
+    """Return what the gate says of each strategy and workload; empty where it passes."""
+    said = []
+    for strategy, workload in cases:
+        try:
+            verify_recurrence(strategy(Communicator(), "reference"), workload, torch.device("cpu"))
+            said.append("")
+        except VerificationError as error:
+            said.append(str(error))
+    return said
+
+
+MISTAKES: list[tuple[type[RecurrentStrategy], dict[str, Any], str]] = [
+    (_NotPassed, {}, "the state does not pass from rank to rank"),
+    (_NotPassed, {"operator": "mamba2", "conv_width": 4}, "the state does not pass from rank to rank"),
+    (_NotDecayed, {}, "their transitions are missing"),
+    (_NotDecayed, {"operator": "gla"}, "their transitions are missing"),
+    (_OneRank, {}, "the states of ranks before it are lost"),
+    (_Twice, {}, "applies its transition twice"),
+    (_Twice, {"operator": "simple-gla"}, "applies its transition twice"),
+    (_DocumentsIgnored, PACKED, "the state is not reset where a document ends"),
+    (_ResetInsideOnly, PACKED, "not where it ends on a rank's border"),
+    (_GradientNotPassed, {}, "the gradient of the state does not pass back"),
+    (_NoHalo, {"conv_width": 4}, "its halo is missing"),
+]
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("mistake", "options", "says"),
-    [
-        (_NotPassed, {}, "the state does not pass from rank to rank"),
-        (_NotPassed, {"operator": "mamba2", "conv_width": 4}, "the state does not pass from rank to rank"),
-        (_NotDecayed, {}, "their transitions are missing"),
-        (_NotDecayed, {"operator": "gla"}, "their transitions are missing"),
-        (_OneRank, {}, "the states of ranks before it are lost"),
-        (_Twice, {}, "applies its transition twice"),
-        (_Twice, {"operator": "simple-gla"}, "applies its transition twice"),
-        (_DocumentsIgnored, PACKED, "the state is not reset where a document ends"),
-        (_ResetInsideOnly, PACKED, "not where it ends on a rank's border"),
-        (_GradientNotPassed, {}, "the gradient of the state does not pass back"),
-        (_NoHalo, {"conv_width": 4}, "its halo is missing"),
-    ],
-)
-def test_a_planted_mistake_is_named(mistake: type[RecurrentStrategy], options: dict[str, Any], says: str) -> None:
-    workload = replace(WORK, **options)
-    for text in run_ranks(4, _planted, mistake, workload):
-        assert says in text, text
-        assert "wrong result on rank" in text
+def test_planted_mistakes_are_named() -> None:
+    cases = [(mistake, replace(WORK, **options)) for mistake, options, _ in MISTAKES]
+    for said in run_ranks(4, _refusals, cases):
+        for (mistake, options, says), text in zip(MISTAKES, said, strict=True):
+            assert says in text and "wrong result on rank" in text, (mistake.__name__, options, text)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("operator", ["gdn", "mamba2", "gla", "simple-gla"])
-def test_the_bundled_strategies_pass(operator: Any) -> None:
-    for name in STRATEGIES:
-        for options in ({}, {"conv_width": 3, "kv_heads": 4, **PACKED}, {"dtype": "bf16", "backward": False}):
-            workload = replace(WORK, operator=operator, **options)
-            assert run_ranks(2, _planted, STRATEGIES[name], workload) == ["", ""], (name, workload)
+def test_the_bundled_strategies_pass() -> None:
+    variants: list[dict[str, Any]] = [
+        {}, {"conv_width": 3, "kv_heads": 4, **PACKED}, {"dtype": "bf16", "backward": False}
+    ]  # fmt: skip
+    cases = [
+        (strategy, replace(WORK, operator=operator, **options))
+        for operator in RECURRENCES for strategy in STRATEGIES.values() for options in variants
+    ]  # fmt: skip
+    for said in run_ranks(2, _refusals, cases):
+        assert {text: case for text, case in zip(said, cases, strict=True) if text} == {}
 
 
-@pytest.mark.parametrize("documents", [None, (0, 7, 20, 24)])
+@pytest.mark.parametrize("kind", [DenseRecurrence, ChunkedRecurrence])
+@pytest.mark.parametrize("documents", [None, (0, 7, 90, 150)])
 @pytest.mark.parametrize("operator", ["gdn", "mamba2", "gla", "simple-gla"])
-def test_the_gates_reference_is_the_recurrence_token_by_token(operator: Any, documents: Any) -> None:
-    work = replace(WORK, seq=24, operator=operator)
-    inputs = {
-        name: x.double()
-        for name, x in draw_inputs(work, 24, torch.device("cpu"), torch.Generator().manual_seed(1)).items()
-    }
+def test_the_gates_references_are_the_recurrence_token_by_token(kind: Any, operator: Any, documents: Any) -> None:
+    work = replace(WORK, seq=150, operator=operator)
+    drawn = draw_inputs(work, 150, torch.device("cpu"), torch.Generator().manual_seed(1))
+    inputs = {name: x.double() for name, x in drawn.items()}
     initial = torch.randn(1, 4, 8, 12, dtype=torch.float64)
     method = {"gdn": "gated_delta_rule", "simple-gla": "simple_gla"}.get(operator, operator)
-    out, last = getattr(DenseRecurrence(), method)(
-        **inputs, initial_state=initial, return_final_state=True, cu_seqlens=documents
-    )
-    bounds = documents or (0, 24)
+    out, last = getattr(kind(), method)(**inputs, initial_state=initial, return_final_state=True, cu_seqlens=documents)
+    bounds = documents or (0, 150)
     if operator == "mamba2":
         x, dt, a, b, c, d = (inputs[name] for name in ("x", "dt", "a", "b", "c", "d"))
         expected, expected_last = oracle.mamba2(x, dt, a, b, c, d, bounds, initial)
@@ -163,6 +168,21 @@ def test_the_gates_convolution_is_torchs() -> None:
 
 @pytest.mark.parametrize("operator", ["gdn", "mamba2", "gla", "simple-gla"])
 @pytest.mark.parametrize("width", [None, 4])
+def test_the_chunked_reference_has_the_gradients_of_the_dense_one(operator: Any, width: int | None) -> None:
+    work = replace(WORK, seq=150, operator=operator, conv_width=width, documents=(70, 80))
+    gradients = []
+    for target in (DenseRecurrence(), ChunkedRecurrence()):
+        inputs = draw_inputs(work, 150, torch.device("cpu"), torch.Generator().manual_seed(1))
+        leaves = [x.double().requires_grad_() for x in inputs.values()]
+        out = call_operator(target, work, dict(zip(inputs, leaves, strict=True)))
+        weight = torch.linspace(-99, 99, out.numel(), dtype=torch.float64).view(out.shape).sin()
+        gradients.append(torch.autograd.grad(out, leaves, weight))
+    for dense, chunked in zip(*gradients, strict=True):
+        torch.testing.assert_close(chunked, dense, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("operator", ["gdn", "mamba2", "gla", "simple-gla"])
+@pytest.mark.parametrize("width", [None, 4])
 def test_one_head_of_keys_computes_its_part_of_the_whole(operator: Any, width: int | None) -> None:
     work = replace(WORK, seq=24, operator=operator, conv_width=width)
     inputs = draw_inputs(work, 24, torch.device("cpu"), torch.Generator().manual_seed(1))
@@ -171,9 +191,9 @@ def test_one_head_of_keys_computes_its_part_of_the_whole(operator: Any, width: i
     dout = torch.randn_like(out)
     gradients = torch.autograd.grad(out, list(inputs.values()), dout)
     whole = {"out": out, **{f"d{name}": x for name, x in zip(inputs, gradients, strict=True)}}
-    part, one = select_group(work, {**{name: x.detach() for name, x in inputs.items()}, **whole}, 1)
+    part, one_group = select_group(work, {**{name: x.detach() for name, x in inputs.items()}, **whole}, 1)
     leaves = {name: part[name].clone().requires_grad_() for name in inputs}
-    out = call_operator(DenseRecurrence(), one, leaves)
+    out = call_operator(DenseRecurrence(), one_group, leaves)
     torch.testing.assert_close(out, part["out"])
     gradients = torch.autograd.grad(out, list(leaves.values()), dout[:, :, 2:])
     for name, gradient in zip(leaves, gradients, strict=True):

@@ -386,7 +386,9 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
         "state-scan", lambda: ring([300, 300], [(300, 900), (300, 900)], kernel=SCAN)),
     "recurrence, exposed all-to-all": lambda: recurrence(
         "state-a2a", lambda: ring([300, 300], [(300, 900), (300, 900)], kernel=SCAN)),
-    "recurrence, launch-bound": lambda: recurrence("state-scan", lambda: launch_bound()[0]),
+    "recurrence, launch-bound": lambda: recurrence(
+        "state-scan", lambda: [one_gpu(*((ADD, 50 * n, 50 * n + 10, 50 * n - 8) for n in range(1, 100)))]
+    ),
     "recurrence, documents": lambda: recurrence("state-scan", lambda: ring(*UNEVEN, kernel=SCAN),
         workload=msgspec.structs.replace(GDN, documents=(1000, 24))),
     "recurrence, of a peer": lambda: recurrence("fla/cp", lambda: ring(*UNEVEN, kernel=SCAN), counted=False),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from typing import Any
 
 import pytest
 import torch
@@ -88,9 +89,10 @@ def test_gradients_written_into_views_are_those_of_new_tensors(name, kv_heads):
     kernel = _kernel(name)
     q, k, v, dout = _tensors(1, 8, kv_heads, 512, 512)
     out, lse = kernel.forward(q, k, v, scale=0.1, causal=True)
-    how = {"out": out, "scale": 0.1, "causal": True}
+    how: dict[str, Any] = {"out": out, "scale": 0.1, "causal": True}
     wide = [torch.full((1, 700, x.shape[2] + 3, 128), 7.0, device="cuda", dtype=x.dtype) for x in (q, k, v)]
-    views = tuple(whole[:, 100:612, 2:-1] for whole in wide)
+    dq, dk, dv = (whole[:, 100:612, 2:-1] for whole in wide)
+    views = dq, dk, dv
     assert all(x is view for x, view in zip(kernel.backward(dout, q, k, v, lse, into=views, **how), views, strict=True))
     for view, fresh in zip(views, kernel.backward(dout, q, k, v, lse, **how), strict=True):
         assert _error(view, fresh.double()) < 1e-3

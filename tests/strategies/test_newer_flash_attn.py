@@ -275,7 +275,6 @@ PARTS = [
         ("flash-attn-3", 2.0, WHOLE + PARTS, (8, 8)),
         ("flash-attn-3", 0.0, WHOLE + PARTS, (192, 128)),
         ("flash-attn-4", 0.0, WHOLE + PARTS, (8, 8)),
-        ("flash-attn-4", 2.0, WHOLE + PARTS, (8, 8)),
         ("flash-attn-4", 0.0, WHOLE + PARTS, (192, 128)),
     ],
 )

@@ -239,7 +239,9 @@ def _difference(name: str, index: int, base: Measurement, other: Measurement, *,
     base_metric, metric = base.figures.get(name), other.figures.get(name)
     if base_metric is None or metric is None:
         return Difference(name, index, None, None, "missing")
-    if base_metric.depends_on_work and not same_work:
+    # FLOPs of attention and of a recurrence are counts of their own, so rates of two operators have no ratio.
+    operators = {side.settings.get("operator") or "attention" for side in (base, other)}
+    if (base_metric.depends_on_work and not same_work) or (base_metric.unit == "TFLOP/s" and len(operators) > 1):
         return Difference(name, index, None, None, "not comparable")
     # Imported here, so that logs are read without numpy.
     from ringprof.analysis.findings.uncertainty import ratio_interval, significantly_different

@@ -108,7 +108,9 @@ def same_evidence(base: WorkEvidence | None, other: WorkEvidence | None) -> bool
 
 def _setting_difference(name: str, base: Measurement, other: Measurement) -> str:
     """State the other's and the base's value of a setting."""
-    base_value, other_value = (entry.settings.get(name) or "not stated" for entry in (base, other))
+    # A program without a recurrence states no operator.
+    unstated = "attention" if name == "operator" else "not stated"
+    base_value, other_value = (entry.settings.get(name) or unstated for entry in (base, other))
     return f"{name} {other_value} against {base_value}"
 
 

@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-_SEGMENT = 16
-"""Tokens whose states autograd keeps at a time; those before are computed again in the backward pass."""
+_SEGMENT, _KEPT_BYTES = 16, 2**31
+"""Tokens whose states autograd keeps at a time where those of all tokens take more bytes than this; the others are
+computed again in the backward pass."""
+_CHUNK, _CHUNK_OF_CHANNELS = 64, 16
+"""Tokens per chunk of `ChunkedRecurrence`, with one decay per head and with one per channel."""
 Documents = Sequence[int] | None
 
 
@@ -96,14 +99,17 @@ class DenseRecurrence:
             state = v.new_zeros(v.shape[0], heads, k.shape[3], v.shape[3]) if state is None else state
             own = v if values else torch.zeros_like(v)
             outputs = []
-            for start in range(first, end, _SEGMENT):
-                part = slice(start, min(start + _SEGMENT, end))
+            # Five tensors of the size of a state are kept for each token.
+            recomputes = torch.is_grad_enabled() and 5 * (end - first) * state.nbytes > _KEPT_BYTES
+            step = _SEGMENT if recomputes else max(end - first, 1)
+            for start in range(first, end, step):
+                part = slice(start, min(start + step, end))
                 tensors = [q[:, part], k[:, part], own[:, part], g[:, part], None if beta is None else beta[:, part]]
                 resets = frozenset(
                     bound - start for bound in starts if part.start <= bound < part.stop and bound > first
                 )
-                run = checkpoint if torch.is_grad_enabled() else _call
-                options = {"use_reentrant": False} if torch.is_grad_enabled() else {}
+                run = checkpoint if recomputes else _call
+                options = {"use_reentrant": False} if recomputes else {}
                 out, state = run(_scan, state, scale, resets, *tensors, **options)
                 outputs.append(out)
             return torch.cat(outputs, 1), state
@@ -114,6 +120,84 @@ class DenseRecurrence:
     def state_bounds(self, bounds: list[int]) -> list[int]:
         """Return the cumulative lengths of the documents between which the state is reset."""
         return bounds
+
+
+class ChunkedRecurrence(DenseRecurrence):
+    """`DenseRecurrence` in chunks, for long sequences: all chunks at once, but for the states that pass between them.
+
+    Within a chunk, row j of u is what token j writes into the state S before the chunk. With the sums G of g up to each
+    token, (I + A) u = beta (v - exp(G) K S), where A_ij = beta_i exp(G_i - G_j) k_i . k_j for j < i. Without beta, u is
+    v.
+    """
+
+    def _run(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float, *,
+        initial_state: Tensor | None = None, return_final_state: bool = False, cu_seqlens: Documents = None,
+    ) -> Any:  # fmt: skip
+        batch, tokens, heads, _ = v.shape
+        size = _CHUNK if g.shape[-1] == 1 else _CHUNK_OF_CHANNELS
+        rows, starts = _padded_rows(_bounds(v, cu_seqlens), size)
+        index = torch.tensor(rows, device=v.device)
+
+        def chunks(x: Tensor) -> Tensor:
+            """Reshape (B, S, H, ...) to (chunks, B, H, C, ...), with zeros where a document fills no chunk."""
+            x = torch.cat([x, x.new_zeros(batch, 1, *x.shape[2:])], 1)
+            return x.index_select(1, index).unflatten(1, (-1, size)).movedim(1, 0).transpose(2, 3)
+
+        q, k = (chunks(x.repeat_interleave(heads // x.shape[2], 2)) for x in (q, k))
+        v, total = chunks(v), chunks(g).cumsum(-2)
+        earlier = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
+        # (chunks, B, H, C, C, 1 or K): the decay from token j to token i.
+        decay = (total.unsqueeze(-2) - total.unsqueeze(-3)).masked_fill(~earlier[..., None], -torch.inf).exp()
+        read, end = q * total.exp(), total[..., -1:, :]
+        attended = _pairs(q, k, decay)
+        into_state, kept = (k * (end - total).exp()).mT, end.exp().mT
+        from_state = None
+        if beta is not None:
+            weight = chunks(beta.unsqueeze(-1))
+            solved = torch.linalg.solve_triangular(
+                (weight * _pairs(k, k, decay)).tril(-1), weight * torch.cat([v, k * total.exp()], -1),
+                upper=False, unitriangular=True,
+            )  # fmt: skip
+            v, from_state = solved.split([v.shape[-1], k.shape[-1]], -1)
+        state = v.new_zeros(*v.shape[1:3], k.shape[-1], v.shape[-1]) if initial_state is None else initial_state
+        states, written = [], []
+        pieces = zip(v.unbind(), from_state.unbind() if from_state is not None else [None] * len(v), strict=True)
+        for number, ((values, corrects), keys, keeps) in enumerate(
+            zip(pieces, into_state.unbind(), kept.unbind(), strict=True)
+        ):
+            if number in starts:
+                state = torch.zeros_like(state)
+            states.append(state)
+            written.append(values if corrects is None else values - corrects @ state)
+            state = keeps * state + keys @ written[-1]
+        out = scale * (read @ torch.stack(states) + attended @ torch.stack(written))
+        out = out.transpose(2, 3).movedim(0, 1).flatten(1, 2)
+        positions = torch.tensor([position for position, row in enumerate(rows) if row < tokens], device=v.device)
+        out = out.index_select(1, positions)
+        return (out, state) if return_final_state else out
+
+
+def _padded_rows(bounds: list[int], size: int) -> tuple[list[int], set[int]]:
+    """Return the token in each row of all chunks, and the chunks that begin a document other than the first.
+
+    A document fills whole chunks of ``size`` rows; rows without a token have the number of all tokens.
+    """
+    rows: list[int] = []
+    starts = set()
+    for first, end in pairwise(bounds):
+        if first:
+            starts.add(len(rows) // size)
+        rows += range(first, end)
+        rows += [bounds[-1]] * (-len(rows) % size)
+    return rows, starts
+
+
+def _pairs(rows: Tensor, columns: Tensor, decay: Tensor) -> Tensor:
+    """Return the products of rows and columns (..., C, K), each with its decay (..., C, C, 1 or K): (..., C, C)."""
+    if decay.shape[-1] == 1:
+        return rows @ columns.mT * decay[..., 0]
+    return torch.einsum("...ik,...jk,...ijk->...ij", rows, columns, decay)
 
 
 def _call(function: Any, *arguments: Any) -> Any:
@@ -149,7 +233,7 @@ class _Mistake(DenseRecurrence):
     """A recurrence over ranks with a mistake in what a rank gets from the one before it."""
 
     says: str = ""
-    """What the mistake is, after "the result is what it is if"."""
+    """Sentence about the mistake, after "the result is what it is if"."""
 
     def over_ranks(
         self, scan: Any, bounds: list[int], initial: Tensor | None, tokens: int

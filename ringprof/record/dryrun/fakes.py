@@ -24,7 +24,7 @@ from ringprof.strategies.transport.hosts import Hosts
 from ringprof.strategies.transport.message import Message, Shapes, shapes_of
 from ringprof.strategies.transport.ring_channel import Channel, Connect, Hop, RankGroup
 
-KNOWN_KERNELS = ("cudnn", "flash-attn", "torch-flash", "cpu-flash", "reference")
+KNOWN_KERNELS = ("cudnn", "flash-attn-3", "flash-attn-4", "flash-attn", "torch-flash", "cpu-flash", "reference")
 """Kernels whose temporary memory is known; others are assumed to hold what flash attention holds."""
 _RESIDENT_BLOCKS = 2 * 132
 """Number of thread blocks that flash-attn 2 assumes to run at once on a Hopper GPU."""
@@ -129,14 +129,18 @@ def _scratch_bytes(kernel: str, q: Tensor, k: Tensor, sequences: int = 0) -> int
 
     Flash attention accumulates dQ in float32 and keeps rowsum(dO · O) of its rows. flash-attn 2 rounds the rows up to a
     tile's 128, or adds as many for each packed sequence (``mha_bwd`` and ``mha_varlen_bwd`` of its flash_api.cpp). It
-    and cuDNN keep dK and dV of every query head before they reduce them over a group.
+    and cuDNN keep dK and dV of every query head before they reduce them over a group; flash-attn 3 and 4 accumulate
+    those of a group in float32.
     """
     if kernel == "cpu-flash":
         # One buffer per thread, independent of the block's length.
         return 0
     batch, rows, heads, head_dim = q.shape
     rounded_rows = -(-rows // 128) * 128 if kernel == "flash-attn" and not sequences else rows + 128 * sequences
-    group_bytes = 2 * q.nbytes // rows * k.shape[1] if heads != k.shape[2] else 0
+    group_bytes = 0
+    if heads != k.shape[2]:
+        newer = kernel in ("flash-attn-3", "flash-attn-4")
+        group_bytes = 2 * 4 * k.numel() if newer else 2 * q.nbytes // rows * k.shape[1]
     return 4 * batch * rounded_rows * heads * (head_dim + 1) + group_bytes
 
 

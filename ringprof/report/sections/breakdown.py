@@ -149,6 +149,7 @@ def _rank(rank: Rank) -> JsonObject:
         "waits": _waits(rank),
         "hops": _hops(rank),
         **idle.rank_fields(rank),
+        "recurrence": [part._asdict() for part in rank.recurrence] or None,
     }
 
 

@@ -56,6 +56,13 @@ def test_unproved_difference_is_noise(base, other, verdict):
     assert difference.ratio == other.value / base.value
 
 
+def test_rates_of_two_operators_are_not_compared():
+    entries = [measurement("a", x=rate(100, 1)), measurement("b", {**SETTINGS, "operator": "gdn"}, x=rate(110, 1))]
+    assert [difference.verdict for difference in compare_measurements(entries).differences] == ["not comparable"]
+    assert match_work(*entries).text == "operator gdn against attention"
+    assert compare_measurements(entries[1:] * 2).differences[0].verdict == "same"
+
+
 def test_compare_times_only_of_the_same_work():
     time = Metric(5, "ms", higher_is_better=False, depends_on_work=True)
     longer = measurement("b", SETTINGS | {"seq": "2"}, t=replace(time, value=10))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,7 @@ def drawn(seed: int) -> tuple[list[Builder], list[list[Row]]]:
                 rows.append((start, start + length, False, name))
             if name in PARTS and not name.endswith(("local", "block")):
                 start, length = first + draw.randrange(2000), 500 + draw.randrange(900)
-                fields = {"group_ranks": (0, 1), "group_size": 2, "tensors": 1}
+                fields: dict[str, Any] = {"group_ranks": (0, 1), "group_size": 2, "tensors": 1}
                 b.batch(first + 800, start, start + length, to=1 - rank, source=1 - rank, **fields)
                 # A batch is launched by the default thread.
                 launched = name if number % 2 == 0 else ""
@@ -73,7 +74,7 @@ def test_times_of_the_parts_are_those_of_single_nanoseconds(seed: int) -> None:
                 for x in rank.recurrence} == expected  # fmt: skip
         for part in rank.recurrence:
             transfers = sum(end - start for start, end, sends, name in rows if sends and PARTS.get(name) == part[:2])
-            assert None not in (part.wait_ns, part.wire_ns)
+            assert part.wait_ns is not None and part.wire_ns is not None
             assert part.wait_ns + part.wire_ns == transfers
             assert part.sent_bytes == 2000 * part.transfers
 
