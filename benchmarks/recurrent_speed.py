@@ -7,7 +7,9 @@ Needs flash-linear-attention (fla), which compiles and tunes its kernels for min
 them in TRITON_CACHE_DIR. bf16, 16 heads of 128; Mamba-2 with one group. With --check, outputs and gradients of every
 operator and strategy are compared with float64. Times are medians of the slowest rank over competitors that take turns;
 a ratio is to fla's kernel alone, on as many tokens per GPU and without communication. The memory is the most that a
-pass allocates beyond its inputs. Passes are queued without a wait between them.
+pass allocates beyond its inputs. Five passes follow each other without a wait. For lines `speed` the GPU is kept busy
+before them, so that the host runs ahead, as in a step with much other work: these are times of the GPU. For lines
+`queued` the GPU is idle before, so that the time to launch short kernels counts, too.
 
 fla refuses backward passes on Hopper with Triton 3.4 to 3.7.0, except of GLA. Its issue 640 tells of wrong gradients
 for tiles of 64 key channels; heads of 128 have tiles of 128. --allow-triton removes the refusal, for --check to verify.
@@ -36,6 +38,8 @@ from ringprof.strategies.recurrent.state_strategies import PEERS, STRATEGIES, cr
 
 HEADS, SIZE = 16, 128
 DTYPE = torch.bfloat16
+HOST_LEAD = 80_000_000
+"""Clock cycles for which the GPU is busy before the passes, about 45 ms."""
 OPERATORS = "gated_delta_rule", "simple_gla", "gla", "mamba2"
 
 
@@ -139,18 +143,22 @@ def speed(rank: int, device: Any, operator: str, strategies: dict[str, Any], tok
         "kernel alone": alone(operator),
         **{name: getattr(strategy, operator) for name, strategy in competitors_of(operator, strategies).items()},
     }
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in competitors}
+    times: dict[tuple[str, str], list[tuple[float, float]]] = {
+        (kind, name): [] for kind in ("speed", "queued") for name in competitors
+    }
     memory = dict.fromkeys(competitors, 0)
-    order = list(competitors)
+    order = list(times)
     for turn in range(rounds):
-        for name in order[turn % len(order) :] + order[: turn % len(order)]:
+        for kind, name in order[turn % len(order) :] + order[: turn % len(order)]:
             dist.barrier()
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            # The passes queue up, as those of a model's layers do. The first one fills the queue and is not counted.
+            if kind == "speed":
+                torch.cuda._sleep(HOST_LEAD)  # type: ignore[no-untyped-call]
+            # The first of the passes is not counted.
             passes = []
-            for _ in range(6):
+            for _ in range(5):
                 leaves = [x.detach().requires_grad_() for x in inputs]
                 events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(3)]  # type: ignore[no-untyped-call]
                 events[0].record()
@@ -163,19 +171,19 @@ def speed(rank: int, device: Any, operator: str, strategies: dict[str, Any], tok
                 del out, leaves
             torch.cuda.synchronize()
             memory[name] = torch.cuda.max_memory_allocated() - before
-            times[name] += [(a.elapsed_time(b), b.elapsed_time(c)) for a, b, c in passes[1:]]
-    base = 0.0
-    for name, each in times.items():
+            times[kind, name] += [(a.elapsed_time(b), b.elapsed_time(c)) for a, b, c in passes[1:]]
+    bases: dict[str, float] = {}
+    for (kind, name), each in times.items():
         slowest = torch.tensor(each, device=device)
         total = slowest.sum(1, keepdim=True)
         slowest = torch.cat([slowest, total], 1)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         forward, backward, whole = slowest.median(0).values.tolist()
         spread = statistics.quantiles(slowest[:, 2].tolist(), n=4)
-        base = base or whole
+        base = bases.setdefault(kind, whole)
         if rank == 0:
             print(
-                f"speed {operator} {tokens} {name}: forward {forward:.3f} backward {backward:.3f} both {whole:.3f} ms"
+                f"{kind} {operator} {tokens} {name}: forward {forward:.3f} backward {backward:.3f} both {whole:.3f} ms"
                 f" (quartiles {spread[0]:.3f} {spread[2]:.3f}) ratio {whole / base:.3f}"
                 f" memory {memory[name] / 2**30:.2f} GiB",
                 flush=True,
