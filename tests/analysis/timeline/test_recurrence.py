@@ -15,7 +15,7 @@ from tests.analysis.build import MAIN, Builder
 from tests.loaded import analysis
 from tests.paths import DATA
 
-FOLDER = DATA / "cpu2-state-scan"
+FOLDER, ON_GPUS = DATA / "cpu2-state-scan", DATA / "h200x2-state-scan"
 SCAN, ADD = "chunk_gated_delta_rule_fwd_kernel_h_blockdim64", "elementwise_kernel"
 PARTS = {
     "ringprof::fwd/step=0/local": ("fwd", "local"), "ringprof::fwd/step=0/state": ("fwd", "state"),
@@ -111,3 +111,33 @@ def test_blocked_time_of_a_recorded_run_is_that_of_its_waits() -> None:
         assert sum(measured.values()) == pytest.approx(rank.breakdown.exposed_comm_ns / 1e3, abs=0.01)
     assert {row.part for row in ranks[0].recurrence} == {"local", "state", "output", "halo"}
     assert KIND["recurrence"].group == "compute"
+
+
+def test_parts_of_a_run_on_gpus_add_up_to_its_kernels() -> None:
+    for rank in analysis(ON_GPUS).findings.attribution.ranks:
+        events = json.loads(gzip.decompress((ON_GPUS / f"rank{rank.rank}.json.gz").read_bytes()))["traceEvents"]
+        ranges = [event for event in events if event.get("cat") == "user_annotation" and event["name"] in PARTS]
+        (iteration,) = [event for event in events if event.get("name") == "ringprof::iteration"]
+        calls = [event for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")]
+        launches = {event["args"]["correlation"]: event for event in calls}
+        expected: dict[tuple[str, str], list[float]] = {PARTS[event["name"]]: [0.0, 0.0] for event in ranges}
+        for kernel in events:
+            launch = launches.get(kernel["args"]["correlation"]) if kernel.get("cat") == "kernel" else None
+            # A barrier comes before the iteration.
+            if launch is None or launch["ts"] < iteration["ts"]:
+                continue
+            (owner,) = [
+                PARTS[event["name"]] for event in ranges
+                if event["tid"] == launch["tid"] and event["ts"] <= launch["ts"] < event["ts"] + event["dur"]
+            ]  # fmt: skip
+            # Kernels of one kind run one after another: their times add up.
+            expected[owner][kernel["name"].startswith("nccl")] += kernel["dur"]
+        measured = {
+            (row.phase, row.part): [row.compute_ns / 1e3, row.communication_ns / 1e3] for row in rank.recurrence
+        }  # fmt: skip
+        assert measured.keys() == expected.keys()
+        for part, times in expected.items():
+            assert measured[part] == pytest.approx(times, abs=0.01), part
+        assert sum(row.compute_ns for row in rank.recurrence) == rank.breakdown.compute_ns
+        assert sum(row.exposed_ns for row in rank.recurrence) == rank.breakdown.exposed_comm_ns
+        assert [row.sent_bytes for row in rank.recurrence if row.transfers] == [16 * 128 * 128 * 4] * 2
