@@ -306,7 +306,7 @@ def test_two_gpus_are_within_three_percent_of_recordings_of_four_and_eight() -> 
 
 
 def test_channels_between_two_ranks_explain_what_two_gpus_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By NCCL's rule a hop of 84 MB has 16 channels between two ranks and 8 among four, one of 168 MB equally many."""
+    """NCCL's rule: a hop of 84 MB has 16 channels between two ranks and 8 among four, one of 168 MB equally many."""
 
     def predicted_ms(seq: int) -> float:
         workload = Workload(seq=seq, heads=40, kv_heads=40, head_dim=128)
