@@ -27,7 +27,8 @@ from ringprof.report.text import shell_words
               help="Calibration that orders the choices.  [default: by the device; on CPU: none]")  # fmt: skip
 @click.option("--strategy", "strategies", multiple=True, metavar="NAME",
               help="Consider only this strategy (or p2p, a2a, all_gather, a2a+p2p); repeatable.")  # fmt: skip
-@click.option("--top", default=3, show_default=True, type=click.IntRange(min=2), help="Number of strategies (with parameters and transport) to record.")
+@click.option("--top", default=3, show_default=True, type=click.IntRange(min=2),
+              help="Number of choices to record: strategies with parameters and transport.")  # fmt: skip
 @click.option("--rounds", default=8, show_default=True, type=click.IntRange(min=3),
               help="Largest number of recordings of each choice; they are compared from the third on.")  # fmt: skip
 @click.option("--minutes", default=10.0, show_default=True, type=Number(min=0, min_open=True),

@@ -35,7 +35,7 @@ class Experiment:
         """Return the experiment as one sentence."""
         where = {1: "on one GPU", 2: "on two GPUs"}[self.gpus]
         return (
-            f"{self.measured} ({where}: {self.command}): {self.overturned_by} would overturn it,"
+            f"{self.measured} ({where}: {self.command}): {self.overturned_by} would put it first,"
             f" with a probability of {percent(self.probability, 0)}"
         )
 

@@ -352,3 +352,26 @@ def test_ulysses_degrees_go_up_to_the_query_heads() -> None:
     workload = Workload(seq=65536, heads=8, kv_heads=2, head_dim=128)
     queries = candidates(workload, Cluster(gpus_per_host=16), read_calibration("h200"), "cudnn")
     assert {query.params["ulysses_degree"] for query in queries if query.strategy == "usp"} == {2, 4, 8}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "helps"),
+    [
+        (("--strategy", "zigzag", "--kv-heads", "16"), True),
+        (("--strategy", "ulysses"), False),  # an all-to-all has no hops
+        (("--strategy", "state-scan", "--operator", "gdn"), False),  # recurrences send by NCCL alone
+    ],
+)
+def test_copy_engines_are_advised_only_where_they_apply(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], helps: bool
+) -> None:
+    cluster = ("--seq", "16k", "--heads", "16", "--gpus-per-node", "4", "--machine", "h200", "--hops", "nccl")
+    code, out, _ = run(capsys, "predict", *arguments, *cluster)
+    waits = [line for line in out.splitlines() if "wire in node" in line]
+    assert code == 0 and waits and ("--hops copy" in out) is helps
+
+
+def test_the_sentences_of_advice_are_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "advise", "--seq", "128k", "--heads", "32", "--kv-heads", "8", "--machine", "h200")
+    assert code == 0 and "…" not in out
+    assert re.search(r"would put it first, with a probability of \d+ %\n", re.sub(r"\n +", " ", out) + "\n")
