@@ -371,6 +371,26 @@ def test_copy_engines_are_advised_only_where_they_apply(
     assert code == 0 and waits and ("--hops copy" in out) is helps
 
 
+@pytest.mark.parametrize(
+    ("arguments", "heat"),
+    [
+        (("--strategy", "zigzag", "--kernel", "cudnn"), 0.16),
+        (("--strategy", "zigzag", "--kernel", "flash-attn"), 0.04),  # the file has a figure of this kernel's own
+        (("--strategy", "state-ring", "--operator", "mamba2"), None),
+    ],
+)
+def test_the_figures_of_a_prediction_are_those_it_used(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], heat: float | None
+) -> None:
+    """The bundled `h200` states heat of 0.16, of flash-attn 0.04; curves of recurrences know none."""
+    code, out, _ = run(
+        capsys, "predict", *arguments, "--seq", "64k", "--heads", "16", "--gpus-per-node", "2", "--machine", "h200",
+        "--format", "json",
+    )  # fmt: skip
+    values = {row["name"]: row["value"] for row in json.loads(out)["inputs"]}
+    assert code == 0 and values.get("heat") == heat
+
+
 def test_the_sentences_of_advice_are_whole(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "advise", "--seq", "128k", "--heads", "32", "--kv-heads", "8", "--machine", "h200")
     assert code == 0 and "…" not in out
