@@ -241,7 +241,8 @@ def describe(request: RecordRequest, estimate: RecordingEstimate) -> list[str]:
     if estimate.kernel == "flex" and request.device == "cuda":
         lines.append("flex is compiled first, forward and backward: some 15 s before the first check")
     if estimate.kernel == "fla":
-        lines.append("fla's kernels are compiled and tuned on their first use, which takes minutes; Triton keeps the result")
+        text = "fla's kernels are compiled and tuned on their first use, which takes minutes; Triton keeps the result"
+        lines.append(text)
     if request.cp_sizes:
         sizes = ", ".join(map(str, request.cp_sizes))
         lines.append(f"steps of an iteration: {sizes} ranks per sequence, with equal tokens per rank")
