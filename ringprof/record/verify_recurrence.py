@@ -222,8 +222,8 @@ def verify_timed_recurrence(
         # Device memory that the iterations have cached is needed here.
         torch.cuda.empty_cache()
     group = int(torch.randint(workload.kv_heads, (), generator=torch.Generator().manual_seed(SEED)))
-    given = {"dout": shard.dout} if shard.dout is not None else {}
-    own, one_group = select_group(workload, {**shard.inputs, **given, **results}, group)
+    output_gradient = {} if shard.dout is None else {"dout": shard.dout}
+    own, one_group = select_group(workload, {**shard.inputs, **output_gradient, **results}, group)
     sums = [name for name in own if name.removeprefix("d") in SHARED and name not in SHARED]
     for name in sums:
         own[name] = summed_over_ranks(own[name])
