@@ -130,12 +130,13 @@ def remarks(prediction: PredictionResult) -> list[str]:
     """Return notes on the prediction: the host as the bound, exposed hops with a remedy, too little memory."""
     spans, lines = prediction.breakdown, []
     time_ns = prediction.median_ns
-    peer = prediction.query.stands_for is not None or prediction.query.strategy in PEERS
+    query = prediction.query
+    has_copied_hops = not (query.workload.recurrent or query.stands_for is not None or query.strategy in PEERS)
     if prediction.host_bound:
         lines.append("the host is the bound: it needs longer to launch than the devices to compute")
     if spans.total("other_host") > _NOTABLE * time_ns:
         lines.append(_channels_line(prediction))
-    if spans.total("same_host") > _NOTABLE * time_ns and prediction.query.hops == "nccl" and not peer:
+    if spans.total("same_host") > _NOTABLE * time_ns and query.hops == "nccl" and has_copied_hops:
         lines.append("hops inside a node are exposed: --hops copy keeps NCCL's kernels off the multiprocessors")
     lines += [clean(warning.message, LONGEST_SENTENCE) for warning in warnings_of(prediction)]
     return [*lines, ""] if lines else []

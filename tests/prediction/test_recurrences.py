@@ -41,6 +41,7 @@ from ringprof.prediction.predict import predict, prediction_dict
 from ringprof.prediction.query import Query
 from ringprof.prediction.recurrence_curves import RecurrenceCurves
 from ringprof.prediction.schedules import schedule, schedule_of
+from ringprof.prediction.text import remarks
 from ringprof.record.dryrun.schedule import CommStart, RecurrenceOp
 from ringprof.record.measure import counted_work, reset_counts
 from ringprof.record.recurrence import RecurrenceShard
@@ -254,6 +255,15 @@ def test_the_command_predicts_a_recurrence(tmp_path: Path, capsys: Any) -> None:
     assert "attention" not in capsys.readouterr().out
     assert run_command([*options, "--strategy", "zigzag", "--machine", str(path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_no_remedy_is_named_that_recording_refuses() -> None:
+    """A recurrence's hops go by NCCL alone, so copied hops are no remedy for hops that are exposed."""
+    heads_travel = query("state-a2a", 4)
+    result = predict(heads_travel, made_up(), schedule_of, draws=3)
+    assert heads_travel.hops == "nccl"
+    assert result.breakdown.total("same_host") > 0.2 * result.median_ns
+    assert "copy" not in "".join(remarks(result))
 
 
 def test_errors_of_timed_shapes_are_those_that_the_page_states() -> None:
