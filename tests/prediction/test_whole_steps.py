@@ -161,6 +161,10 @@ def test_beyond_twice_the_measured_lengths_is_refused(clock: Clock) -> None:
     [
         (lambda layers: nn.Linear(2, 2), "must return a model and a function"),
         (lambda layers: (nn.Linear(2, 2), lambda tokens: {"input": torch.ones(tokens, 2)}), "no attention call"),
+        (lambda: None, r"made:up: with 1 layer fails with TypeError: .* takes 0 positional arguments .*py:\d+\)$"),
+        (lambda layers: (nn.Linear(2, 2), lambda tokens: 1 / 0), r"number of tokens fails with ZeroDivisionError"),
+        (lambda layers: (nn.Linear(2, 2), lambda tokens: {"x": 1}), "a step over 4 tokens fails with TypeError"),
+        (lambda layers: (nn.ReLU(), lambda tokens: {}), "the model has no parameters"),
     ],
 )
 def test_functions_that_measure_nothing_are_refused(function: Any, message: str) -> None:
