@@ -22,9 +22,9 @@ MEANINGS: dict[str, str] = {
     "waterfall": "From the device's peak matrix rate down to the speed achieved: what each loss takes of the slowest "
     "rank's wall, mean over ranks. The parts sum to that wall.",
     "timeline": "Every rank's device over time, a lane a stream: computation above, below it communication, split into "
-    "waiting for a peer and bytes on the wire where the traces tell. Shaded: every other ring step. Idle stretches "
-    "that are wide enough to be seen are grey, with their cause. The overview above marks stretches without "
-    "computation; the table below lists the longest of them.",
+    "waiting for a peer and bytes on the wire where the traces tell. Shaded: every other ring step, if there are any. "
+    "Idle stretches that are wide enough to be seen are grey, with their cause. The overview above marks stretches "
+    "without computation; the table below lists the longest of them.",
     "recurrence": "Local scan: what a rank computes without the states of other ranks. States: combining those of "
     "ranks and passing them on. Output: what needs the incoming state. Work belongs to the part that launched it, and "
     "waiting and wire time may be hidden behind computation.",

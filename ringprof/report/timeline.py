@@ -296,9 +296,10 @@ _THINNED_NOTE = (
 )
 _MARKED_PER_RANK, MOST_STRETCHES = 400, 50
 """Number of stretches of a rank that the overview marks, and of rows in the table of stretches."""
+_STEP_COLUMN = Column("ring step")
 _STRETCH_COLUMNS = (
     Column("rank", "count"), Column("what"), Column("start", "time"), Column("length", "time"),
-    Column("of wall", "share"), Column("waiting", "time"), Column("wire", "time"), Column("ring step"), Column("cause"),
+    Column("of wall", "share"), Column("waiting", "time"), Column("wire", "time"), _STEP_COLUMN, Column("cause"),
 )  # fmt: skip
 
 
@@ -346,9 +347,10 @@ def _stretch_table(findings: Findings, stretches: Sequence[Stretch], spans: Sequ
         rows.append([
             stretch.rank, LABELS[stretch.what], round(1e6 * span.start_ms), stretch.time_ns, stretch.time_ns / wall_ns,
             stretch.wait_ns if split else None, stretch.wire_ns if split else None,
-            _step_around(findings.steps, stretch) or "-", stretch.cause or "-",
+            *([_step_around(findings.steps, stretch) or "-"] if findings.steps else []), stretch.cause or "-",
         ])  # fmt: skip
-    return Table("", _STRETCH_COLUMNS, rows).page("span", spans)
+    columns = [column for column in _STRETCH_COLUMNS if findings.steps or column is not _STEP_COLUMN]
+    return Table("", columns, rows).page("span", spans)
 
 
 def _step_around(steps: Sequence[Step], stretch: Stretch) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import re
 from statistics import fmean, median
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.loaded import analysis
 from tests.paths import DATA, TRACES
 
 FOLDER, ON_GPUS = DATA / "cpu2-state-scan", DATA / "h200x2-state-scan"
+RING = TRACES / "h200x2-zigzag-65536"
 SCAN, ADD = "chunk_gated_delta_rule_fwd_kernel_h_blockdim64", "elementwise_kernel"
 PARTS = {
     "ringprof::fwd/step=0/local": ("fwd", "local"), "ringprof::fwd/step=0/state": ("fwd", "state"),
@@ -166,4 +168,11 @@ def test_a_run_that_the_profiler_slows_says_how_long_it_computes() -> None:
         f"computation takes {compute:.2f} ms of {wall:.2f} ms with the profiler (mean of ranks), and about as much of"
         f" the {timed:.2f} ms without it"
     ) in text
-    assert "computation takes" not in render(analysis(TRACES / "h200x2-zigzag-65536").findings, TextStyle(width=200))
+    assert "computation takes" not in render(analysis(RING).findings, TextStyle(width=200))
+
+
+def test_the_page_of_a_recurrence_has_no_column_for_ring_steps() -> None:
+    title = re.compile(r"<th[^>]*><button[^>]*>(.*?)</button>")
+    columns = [title.findall(analysis(folder).to_html()) for folder in (ON_GPUS, RING)]
+    assert ["ring step" in titles for titles in columns] == [False, True]
+    assert all("cause" in titles for titles in columns)
