@@ -8,6 +8,7 @@ call begins and ends, in the forward and the backward pass, so attention is subt
 from __future__ import annotations
 
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -150,21 +151,24 @@ def measure_model(
     """Measure a model's steps with one and two layers over each number of ``tokens`` on ``device``.
 
     ``function`` is as in this module's docstring; models are moved to the device. ``notify`` gets the name of a
-    measurement, its number from 0, and the number of all. Raises `UsageError` for a function that returns something
-    else, for two layers without more parameters than one, and for a model whose attention calls are not seen or differ
-    in their heads.
+    measurement, its number from 0, and the number of all. Raises `UsageError` for a function or a model that fails, for
+    a function that returns something else, for two layers without more parameters than one, and for a model whose
+    attention calls are not seen or differ in their heads.
     """
     measured: dict[tuple[int, int], list[StepTimer]] = {}
     bytes_of: dict[int, int] = {}
     dtype = ""
     for layers in (1, 2):
-        model, inputs, optimizer = _created(function, layers, target, device)
+        with _errors_named(f"{target}: with {layers} layer{'s' if layers > 1 else ''}"):
+            model, inputs, optimizer = _created(function, layers, target, device)
         bytes_of[layers] = sum(x.nbytes for x in model.parameters())
         dtype = str(next(model.parameters()).dtype).split(".")[-1]
         for number, count in enumerate(tokens):
             notify(f"{layers} layers, {count} tokens", (layers - 1) * len(tokens) + number, 2 * len(tokens))
-            batch = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs(count).items()}
-            timers = [run_step(model, batch, optimizer, device) for _ in range(WARMUP + steps)]
+            with _errors_named(f"{target}: its function of the number of tokens"):
+                batch = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs(count).items()}
+            with _errors_named(f"{target}: a step over {count} tokens"):
+                timers = [run_step(model, batch, optimizer, device) for _ in range(WARMUP + steps)]
             measured[layers, count] = timers[WARMUP:]
             if not all(timer.attention for timer in timers):
                 raise UsageError(
@@ -179,6 +183,19 @@ def measure_model(
     return _figures(measured, target, device, tokens, bytes_of, dtype)
 
 
+@contextmanager
+def _errors_named(part: str) -> Iterator[None]:
+    """Raise any error of the user's code in the context as a `UsageError` with its file and line."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        kind = type(error).__name__
+        raise UsageError(f"{part} fails with {kind}: {error} ({frame.filename}:{frame.lineno})") from error
+
+
 def _created(
     function: Callable[[int], Any], layers: int, target: str, device: torch.device
 ) -> tuple[nn.Module, Callable[[int], dict[str, Any]], torch.optim.Optimizer]:
@@ -190,6 +207,8 @@ def _created(
             f"{target}: it must return a model and a function of the number of tokens, not {type(created).__name__}"
         )
     model: nn.Module = created[0].to(device)
+    if next(model.parameters(), None) is None:
+        raise UsageError(f"{target}: the model has no parameters")
     optimizer = created[2] if len(created) > 2 else torch.optim.AdamW(model.parameters(), lr=0.0)
     return model, created[1], optimizer
 

@@ -111,11 +111,13 @@ def _split_channels(workload: Workload, channels: Tensor) -> dict[str, Tensor]:
 
 
 def select_group(workload: Workload, tensors: Mapping[str, Tensor], group: int) -> tuple[dict[str, Tensor], Workload]:
-    """Return the part of inputs, gradients and output that belongs to one head of keys, in the first batch entry.
+    """Return the part of inputs, gradients and output that belongs to one head of keys.
 
     ``tensors`` are named as in `draw_inputs`, gradients with a ``d`` before the name. Also returns the workload of that
-    part: one batch entry, one head of keys, and the heads of values that read it.
+    part: one head of keys, and the heads of values that read it, in the first batch entry. With gradients of
+    parameters, which are sums over the batch, the part has all batch entries.
     """
+    entries = workload.batch if any(f"d{name}" in tensors for name in SHARED) else 1
     repeats, mamba2 = workload.heads // workload.kv_heads, workload.operator == "mamba2"
     values, keys = slice(group * repeats, (group + 1) * repeats), slice(group, group + 1)
     own = {"q": keys, "k": keys, "b": keys, "c": keys}
@@ -135,11 +137,11 @@ def select_group(workload: Workload, tensors: Mapping[str, Tensor], group: int) 
             return x[channels.to(x.device)]
         if name in ("a", "d"):
             return x[values]
-        return x[:1, :, channels.to(x.device)] if name == "channels" else x[:1, :, own.get(name, values)]
+        return x[:entries, :, channels.to(x.device) if name == "channels" else own.get(name, values)]
 
     inputs = (*own, *SHARED, "v", "x", "g", "beta", "dt", "channels", "out")
     selected = {name: select(name if name in inputs else name[1:], x) for name, x in tensors.items()}
-    return selected, msgspec.structs.replace(workload, batch=1, heads=repeats, kv_heads=1)
+    return selected, msgspec.structs.replace(workload, batch=entries, heads=repeats, kv_heads=1)
 
 
 @dataclass(kw_only=True)

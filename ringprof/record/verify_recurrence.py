@@ -7,9 +7,10 @@ the kernel alone is the strategy's own kernel over the whole sequence on one dev
 those of known mistakes, and the message names the one that it equals.
 
 After timing, every rank compares its share of the last timed results for one head of keys, and all heads of values that
-read it, of the first batch entry. The reference is the chunkwise recurrence in float64 over the whole sequence, which
-tests hold against the one token by token. Results must also be finite. The error of the kernel alone is that of the
-check before timing, except in plain torch, where it is that of one call over the whole sequence.
+read it, of the first batch entry; of all entries where parameters have gradients, which are sums over the batch. The
+reference is the chunkwise recurrence in float64 over the whole sequence, which tests hold against the one token by
+token. Results must also be finite. The error of the kernel alone is that of the check before timing, except in plain
+torch, where it is that of one call over the whole sequence.
 """
 
 from __future__ import annotations
@@ -221,9 +222,8 @@ def verify_timed_recurrence(
         # Device memory that the iterations have cached is needed here.
         torch.cuda.empty_cache()
     group = int(torch.randint(workload.kv_heads, (), generator=torch.Generator().manual_seed(SEED)))
-    own, one_group = select_group(workload, {**shard.inputs, **results}, group)
-    if shard.dout is not None:
-        own["dout"] = select_group(workload, {"out": shard.dout}, group)[0]["out"]
+    output_gradient = {} if shard.dout is None else {"dout": shard.dout}
+    own, one_group = select_group(workload, {**shard.inputs, **output_gradient, **results}, group)
     sums = [name for name in own if name.removeprefix("d") in SHARED and name not in SHARED]
     for name in sums:
         own[name] = summed_over_ranks(own[name])
@@ -235,7 +235,7 @@ def verify_timed_recurrence(
     rank, local = shard.strategy.comm.rank, workload.seq // shard.strategy.comm.size
     share = slice(rank * local, (rank + 1) * local)
     kernel_alone: dict[str, Tensor] = {}
-    iterations = shard.strategy.comm.size * one_group.heads / (workload.heads * workload.batch)
+    iterations = shard.strategy.comm.size * one_group.heads * one_group.batch / (workload.heads * workload.batch)
     # A Triton kernel would be compiled for the one head: minutes. Its error is that of the check before timing.
     if iterations <= _MOST_ITERATIONS and shard.kernel().name == "reference":
         kernel_alone = _group_results(single_rank_strategy("reference"), one_group, gathered, None)

@@ -7,22 +7,27 @@ from collections.abc import Sequence
 from ringprof.analysis.findings.comparison import Comparison, Difference
 from ringprof.analysis.findings.metric import WATERFALL_PREFIX, Metric
 from ringprof.analysis.findings.recording_spread import MOST_RECORDINGS
+from ringprof.analysis.findings.same_work import missing_setting_text
 from ringprof.analysis.findings.uncertainty import own_interval
 from ringprof.common.json_object import JsonObject, json_text
 from ringprof.report.tables import Column, table_width, text_table
 from ringprof.report.text import LONGEST_SENTENCE, TextStyle, clean, csv_text
 
 _SCHEMA = "ringprof.compare/1"
-PARAMETER_PREFIX = "-p "
-"""Prefix of the name of a setting that is a parameter of a strategy."""
 _LARGE_RATIO = 10.0
 """Ratio to the base above which a change is reported as a multiple instead of a percentage."""
 _SIGNS = {"better": "+", "worse": "-", "noise": "~", "same": "=", "differs": " "}
 
 
-def missing_setting_text(name: str) -> str:
-    """Return what stands for a setting that an entry lacks: a dash for a strategy's parameter, else ``unknown``."""
-    return "-" if name.startswith(PARAMETER_PREFIX) else "unknown"
+def differing_settings(comparison: Comparison) -> dict[str, list[str]]:
+    """Return the settings that differ, by name, with a text for every entry."""
+    return {
+        name: [
+            value or missing_setting_text(name, entry.settings)
+            for value, entry in zip(values, comparison.entries, strict=True)
+        ]
+        for name, values in comparison.differing.items()
+    }
 
 
 def _as_dict(comparison: Comparison) -> JsonObject:
@@ -85,8 +90,8 @@ def render_markdown(comparison: Comparison) -> str:
     blocks = [
         [f"**{clean(line, LONGEST_SENTENCE)}**  " for line in (*work_notices(comparison), *verdict_lines(comparison))],
         [f"- {name}: {_as_code(entry.label)}" for name, entry in entries],
-        [f"- {_as_code(name)}: {', '.join(_as_code(value or missing_setting_text(name)) for value in values)}"
-         for name, values in comparison.differing.items()],
+        [f"- {_as_code(name)}: {', '.join(map(_as_code, values))}"
+         for name, values in differing_settings(comparison).items()],
         ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows],
         _legend_lines(comparison),
     ]  # fmt: skip
@@ -113,8 +118,7 @@ def render(comparison: Comparison, style: TextStyle) -> str:
     messages = [*verdict_lines(comparison), *_warning_lines(comparison)]
     lines += ["", *map(style.wrap, messages)] if messages else []
     if comparison.differing:
-        rows = [[clean(name), *(clean(value or missing_setting_text(name)) for value in values)]
-                for name, values in comparison.differing.items()]  # fmt: skip
+        rows = [[clean(name), *map(clean, values)] for name, values in differing_settings(comparison).items()]
         lines += ["", _table_that_fits("what differs", rows, comparison, style)]
     parts = [name for name in _shown_figures(comparison) if name.startswith(WATERFALL_PREFIX)]
     rows = [_figure_row(comparison, name) for name in _shown_figures(comparison) if name not in parts]
@@ -266,7 +270,9 @@ def _figure_row(comparison: Comparison, name: str) -> list[str]:
 
 def _format_value(figure: Metric) -> str:
     value = 100 * figure.value if figure.unit == "share" else figure.value
-    return f"{value:,.3f}" if abs(value) < 100 else f"{value:,.1f}"
+    # A rate of CPU ranks may be a thousandth of a TFLOP/s.
+    small = figure.unit == "TFLOP/s" and abs(value) < 0.1
+    return f"{value:.3g}" if small else f"{value:,.3f}" if abs(value) < 100 else f"{value:,.1f}"
 
 
 def _ratio_cell(difference: Difference | None) -> str:

@@ -126,7 +126,8 @@ def test_baselines_leave_out_what_they_say(name: str) -> None:
 def damaged(rank: int, name: str, operator: Any, damage: str) -> str:
     """Verify the last of two iterations after one rank's tensor ``damage`` is changed; return the error."""
     strategy = STRATEGIES[name](Communicator(), "reference")
-    work = msgspec.structs.replace(WORK, operator=operator, conv_width=3)
+    # Gradients of parameters are sums over both batch entries.
+    work = msgspec.structs.replace(WORK, operator=operator, conv_width=3, batch=2)
     before = verify_recurrence(strategy, work, CPU)
     shard = RecurrenceShard.create(strategy, work, CPU)
     first, last = shard.run_iteration(), shard.run_iteration()

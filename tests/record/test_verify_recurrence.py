@@ -183,8 +183,9 @@ def test_the_chunked_reference_has_the_gradients_of_the_dense_one(operator: Any,
 
 @pytest.mark.parametrize("operator", ["gdn", "mamba2", "gla", "simple-gla"])
 @pytest.mark.parametrize("width", [None, 4])
-def test_one_head_of_keys_computes_its_part_of_the_whole(operator: Any, width: int | None) -> None:
-    work = replace(WORK, seq=24, operator=operator, conv_width=width)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_one_head_of_keys_computes_its_part_of_the_whole(operator: Any, width: int | None, batch: int) -> None:
+    work = replace(WORK, seq=24, operator=operator, conv_width=width, batch=batch)
     inputs = draw_inputs(work, 24, torch.device("cpu"), torch.Generator().manual_seed(1))
     inputs = {name: x.double().requires_grad_() for name, x in inputs.items()}
     out = call_operator(DenseRecurrence(), work, inputs)
@@ -195,6 +196,6 @@ def test_one_head_of_keys_computes_its_part_of_the_whole(operator: Any, width: i
     leaves = {name: part[name].clone().requires_grad_() for name in inputs}
     out = call_operator(DenseRecurrence(), one_group, leaves)
     torch.testing.assert_close(out, part["out"])
-    gradients = torch.autograd.grad(out, list(leaves.values()), dout[:, :, 2:])
+    gradients = torch.autograd.grad(out, list(leaves.values()), dout[: one_group.batch, :, 2:])
     for name, gradient in zip(leaves, gradients, strict=True):
         torch.testing.assert_close(gradient, part[f"d{name}"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
+from msgspec.structs import replace
+
 from ringprof.analysis.findings.conditions import metrics_of
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.metric import WATERFALL_PREFIX, Measurement, Metric
@@ -77,6 +79,7 @@ def _run_settings(run: Run, iterations: int | None) -> dict[str, str | None]:
 
 def _workload_settings(work: Workload) -> dict[str, str | None]:
     """Return the settings of a workload as text; defaults that add nothing are left out."""
+    scores = replace(work, conv_width=None).extras()
     return {
         "seq": str(work.seq),
         **({"operator": work.operator} if work.recurrent else {}),
@@ -90,7 +93,8 @@ def _workload_settings(work: Workload) -> dict[str, str | None]:
         **({} if work.sequences is None else {"sequences": ", ".join(map(str, work.sequences))}),
         **({} if work.layer is None else {"layer": str(work.layer)}),
         **({"v_head_dim": str(work.v_head_dim)} if work.v_head_dim else {}),
-        **({"scores": ", ".join(work.extras())} if work.extras() else {}),
+        **({"scores": ", ".join(scores)} if scores else {}),
+        **({} if work.conv_width is None else {"conv_width": str(work.conv_width)}),
         "dtype": work.dtype,
         "passes": "forward and backward" if work.backward else "forward",
         **_unless_one("layers", work.layers),

@@ -9,6 +9,7 @@ choose them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -21,23 +22,33 @@ if TYPE_CHECKING:
 
 WORK = ("seq", "batch", "heads", "kv_heads", "head_dim", "causal", "dtype", "world_size", "passes")
 """Settings that determine the amount of work and the number of ranks."""
-_UNLESS_STATED = (
-    "operator",
-    "layers",
-    "steps",
-    "mask",
-    "v_head_dim",
-    "scores",
-    "phase",
-    "kv_length",
-    "sequences",
-    "layer",
-)
-"""Further settings that determine the work, with a default if they are not stated.
+_DEFAULTS = {
+    "operator": "attention",
+    "layers": "1",
+    "steps": "1",
+    "mask": "plain",
+    "v_head_dim": "as head_dim",
+    "scores": "plain",
+    "conv_width": "none",
+    "phase": "training",
+    "kv_length": "none",
+    "sequences": "one",
+    "layer": "none",
+}
+"""Further settings that determine the work, and what a workload has that does not state them."""
+PARAMETER_PREFIX = "-p "
+"""Prefix of the name of a setting that is a parameter of a strategy."""
 
-The defaults: one layer and step, causal or full mask, v heads as large as those of q and k, plain scores, no key-value
-cache, one sequence length, attention alone.
-"""
+
+def missing_setting_text(name: str, settings: Mapping[str, str | None]) -> str:
+    """Return what stands for a setting that a measurement with these ``settings`` lacks.
+
+    A dash for a strategy's parameter, the default where the workload is stated, else ``unknown``.
+    """
+    if name.startswith(PARAMETER_PREFIX):
+        return "-"
+    stated = all(settings.get(setting) is not None for setting in WORK)
+    return _DEFAULTS.get(name, "unknown") if stated else "unknown"
 
 
 class WorkMatch(msgspec.Struct, frozen=True):
@@ -80,7 +91,7 @@ def match_work(base: Measurement, other: Measurement, *, did_same_work: bool = F
     if did_same_work:
         return WorkMatch(same=True, by="user")
     is_stated = [all(entry.settings.get(name) is not None for name in WORK) for entry in (base, other)]
-    differing = [name for name in (*WORK, *_UNLESS_STATED) if base.settings.get(name) != other.settings.get(name)]
+    differing = [name for name in (*WORK, *_DEFAULTS) if base.settings.get(name) != other.settings.get(name)]
     if not all(is_stated):
         differing = [name for name in differing if None not in (base.settings.get(name), other.settings.get(name))]
     if differing:
@@ -108,9 +119,9 @@ def same_evidence(base: WorkEvidence | None, other: WorkEvidence | None) -> bool
 
 def _setting_difference(name: str, base: Measurement, other: Measurement) -> str:
     """State the other's and the base's value of a setting."""
-    # A program without a recurrence states no operator.
-    unstated = "attention" if name == "operator" else "not stated"
-    base_value, other_value = (entry.settings.get(name) or unstated for entry in (base, other))
+    base_value, other_value = (
+        entry.settings.get(name) or missing_setting_text(name, entry.settings) for entry in (base, other)
+    )
     return f"{name} {other_value} against {base_value}"
 
 

@@ -22,7 +22,7 @@ from ringprof.analysis.findings.waterfall import ATTENTION_PARTS, WATERFALL_LABE
 from ringprof.common.formatting import milliseconds, percent, significant
 from ringprof.errors import UsageError, nearest
 from ringprof.report import palette
-from ringprof.report.comparison import merged_notice, missing_setting_text, spread_notices, verdict_lines, work_notices
+from ringprof.report.comparison import differing_settings, merged_notice, spread_notices, verdict_lines, work_notices
 from ringprof.report.page import bars
 from ringprof.report.page.document import (
     BarChart,
@@ -265,10 +265,7 @@ def _difference_cells(difference: Difference | None) -> list[Cell]:
 
 
 def _settings_table(comparison: Comparison) -> PageTable:
-    rows = [
-        [text(name), *(text(value or missing_setting_text(name)) for value in values)]
-        for name, values in comparison.differing.items()
-    ]
+    rows = [[text(name), *map(text, values)] for name, values in differing_settings(comparison).items()]
     return PageTable(["setting", *(clean(entry.label) for entry in comparison.entries)], rows)
 
 

@@ -9,7 +9,7 @@ from ringprof.analysis.findings.comparison import combine_recordings, compare_me
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.analysis.findings.measurements import measurement_of_run
 from ringprof.analysis.findings.metric import Measurement, Metric
-from ringprof.analysis.findings.same_work import WORK, WorkMatch, match_work
+from ringprof.analysis.findings.same_work import WORK, WorkMatch, match_work, missing_setting_text
 from ringprof.report.comparison import render_json, verdict_lines, work_notices
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import MEMCPY
@@ -131,7 +131,11 @@ def test_stated_workloads_decide_before_traces() -> None:
     cached = [replace(job(), settings={**stated, "kv_length": length}) for length in ("1024", "2048")]
     assert match_work(*cached) == WorkMatch(same=False, by="settings", text="kv_length 2048 against 1024")
     masked = match_work(base, replace(job(), settings={**stated, "mask": "window"}))
-    assert masked.text == "mask window against not stated"
+    assert masked.text == "mask window against plain"
+    assert [missing_setting_text(name, stated) for name in ("operator", "kernel", "-p chunk")] == [
+        "attention", "unknown", "-"
+    ]  # fmt: skip
+    assert missing_setting_text("operator", {"seq": "1"}) == "unknown"
     # One side states a length, the other nothing: the traces decide.
     assert match_work(base, job()).by == "traces"
     assert match_work(base, replace(job(), settings={"seq": "2"})).text == "seq 2 against 1"
