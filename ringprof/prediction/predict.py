@@ -516,7 +516,7 @@ def inputs(prediction: PredictionResult) -> dict[str, Value]:
     phases = ("forward", "backward") if query.workload.backward else ("forward",)
     for phase in phases if "cache_gb_s" not in values else ():
         samples = _samples(prediction, phase)
-        spread = math.sqrt(prediction.variance_by_input.get(f"{phase} kernel", 0.0))
+        spread = math.sqrt(prediction.device_variance.get(f"{phase} kernel", 0.0))
         origins: tuple[Origin, ...] = ("assumed", "published", "measured")
         origin = min((sample.origin for sample in samples), key=origins.index)
         sources = sorted({sample.source for sample in samples})

@@ -51,7 +51,7 @@ def document(prediction: PredictionResult) -> Document:
         PageSection("inputs", "What it rests on", "Figures of the machine file, with spread and origin.",
                     Content(tables=[_inputs(prediction)])),
     ]  # fmt: skip
-    lines = [clean(line, LONGEST_SENTENCE) for line in (*remarks(prediction), f"bound by {bound}") if line]
+    lines = [clean(line, LONGEST_SENTENCE) for line in (*remarks(prediction), f"longest part: {bound}") if line]
     subtitle = f"{cluster_text(query.cluster, prediction.machine.device)} · {described(query.workload)}"
     return Document(
         clean(f"Predicted: {label}"), clean(f"{subtitle} · kernel {query.kernel}", LONGEST_SENTENCE), lines, tiles,

@@ -79,7 +79,7 @@ def prediction_text(prediction: PredictionResult, style: TextStyle) -> str:
         f" {rate(prediction.tflops(low_ns))}){of_peak}",
         f"memory    {binary_size(prediction.peak_bytes)} per GPU at most{peak_place}",
         f"exposed   {percent(prediction.exposed_share)} of the time waits for transfers and peers (mean of ranks)",
-        f"bound by  {', '.join(f'{phase}: {labels[part]}' for phase, part in prediction.bound_by.items())}",
+        f"longest   {', '.join(f'{phase}: {labels[part]}' for phase, part in prediction.bound_by.items())}",
     ]
     tail = [
         *remarks(prediction),

@@ -387,8 +387,19 @@ def test_the_figures_of_a_prediction_are_those_it_used(
         capsys, "predict", *arguments, "--seq", "64k", "--heads", "16", "--gpus-per-node", "2", "--machine", "h200",
         "--format", "json",
     )  # fmt: skip
-    values = {row["name"]: row["value"] for row in json.loads(out)["inputs"]}
-    assert code == 0 and values.get("heat") == heat
+    rows = {row["name"]: row for row in json.loads(out)["inputs"]}
+    assert code == 0 and (rows["heat"]["value"] if "heat" in rows else None) == heat
+
+
+def test_a_kernels_spread_stays_where_the_host_is_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    """The host then decides the time, but the curves are known no better for it: not within 0.0 %."""
+    code, out, _ = run(
+        capsys, "predict", "--strategy", "state-scan", "--operator", "gdn", "--seq", "8k", "--heads", "16",
+        "--gpus-per-node", "1", "--machine", "h200", "--format", "json",
+    )  # fmt: skip
+    report = json.loads(out)
+    spreads = [row["spread"] for row in report["inputs"] if row["name"].endswith("_kernel_curves")]
+    assert code == 0 and len(spreads) == 2 and min(spreads) > 0.01
 
 
 def test_the_sentences_of_advice_are_whole(capsys: pytest.CaptureFixture[str]) -> None:

@@ -191,7 +191,7 @@ def test_one_gpu_takes_the_time_of_its_curves() -> None:
     kernel_ns = prediction.breakdown.total("kernel")
     assert kernel_ns == pytest.approx(expected_ns, rel=0.05)
     assert prediction.breakdown.total("peers", "same_host") == 0
-    assert prediction_dict(prediction)["inputs"][3]["name"] == "forward_kernel_curves"
+    assert "forward_kernel_curves" in [row["name"] for row in prediction_dict(prediction)["inputs"]]
 
 
 def test_a_ring_of_states_waits_for_all_ranks_before_it() -> None:

@@ -11,23 +11,17 @@ pytest.importorskip("torch", reason="recording needs torch")
 import msgspec
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ringprof.record.layer import Layers, LayersShard, parallelize, rotated, rotation
 from ringprof.run import LayerAround, Workload
 from ringprof.strategies import create, names
+from tests.record.layer_training import losses_of_one_process, losses_over_ranks
 from tests.strategies.ranks import run_ranks
 
 WORK = Workload(
     batch=2, seq=32, heads=4, kv_heads=2, head_dim=8, layers=2, layer=LayerAround(parallel="ddp", mlp_size=24)
 )
-STEPS, RATE = 4, 0.5
-
-
-def data() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    x, target = (torch.randn(2, 32, 32, generator=generator, dtype=torch.float64) for _ in range(2))
-    return x, target
+RATE = 0.5
 
 
 def create_layers(strategy: Any, workload: Workload = WORK) -> Layers:
@@ -35,26 +29,8 @@ def create_layers(strategy: Any, workload: Workload = WORK) -> Layers:
     return Layers(workload, strategy).double()
 
 
-def losses_of_one_process() -> list[float]:
-    """Train the layers in one process on plain tensors: complex rotation, masked softmax, no modules."""
-    weights = {
-        name: tensor.detach().clone().requires_grad_() for name, tensor in create_layers(None).named_parameters()
-    }
-    x, target = data()
-    losses = []
-    for _ in range(STEPS):
-        loss = functional.mse_loss(plain_layers(x, weights), target)
-        loss.backward()
-        losses.append(loss.item())
-        with torch.no_grad():
-            for tensor in weights.values():
-                assert tensor.grad is not None
-                tensor -= RATE * tensor.grad
-                tensor.grad = None
-    return losses
-
-
 def plain_layers(x: Tensor, weights: dict[str, Tensor]) -> Tensor:
+    """Compute the layers without modules: complex rotation, masked softmax."""
     turn = torch.polar(
         torch.ones(32, 4, dtype=torch.float64),
         torch.arange(32)[:, None] * 10_000.0 ** -(torch.arange(4, dtype=torch.float64) / 4),
@@ -89,19 +65,7 @@ def losses(rank: int, name: str, parallel: Any, recomputed: bool) -> list[float]
     model = parallelize(
         create_layers(strategy, msgspec.structs.replace(WORK, layer=around)), parallel, torch.device("cpu")
     )
-    x, target = (strategy.shard(whole) for whole in data())
-    cos_sin = rotation(strategy.positions(32), 8, torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), RATE)
-    totals = []
-    for _ in range(STEPS):
-        loss = functional.mse_loss(model(x, cos_sin), target)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        total = loss.detach().clone()
-        torch.distributed.all_reduce(total)
-        totals.append(total.item() / torch.distributed.get_world_size())
-    return totals
+    return losses_over_ranks(model, strategy, RATE)
 
 
 def every_strategy(rank: int) -> dict[str, list[float]]:
@@ -115,7 +79,7 @@ def every_way(rank: int) -> dict[str, list[float]]:
 
 @pytest.mark.processes
 def test_every_strategy_trains_to_the_losses_of_one_process() -> None:
-    truth = losses_of_one_process()
+    truth = losses_of_one_process(create_layers(None), plain_layers, RATE)
     assert truth[-1] < truth[0] - 0.05, "it learns"
     by_strategy = run_ranks(4, every_strategy)[0]
     assert len(by_strategy) == 9
@@ -125,7 +89,7 @@ def test_every_strategy_trains_to_the_losses_of_one_process() -> None:
 
 @pytest.mark.processes
 def test_ddp_and_fsdp2_with_and_without_recomputation_train_alike() -> None:
-    truth = losses_of_one_process()
+    truth = losses_of_one_process(create_layers(None), plain_layers, RATE)
     for way, mine in run_ranks(2, every_way)[0].items():
         assert mine == pytest.approx(truth, rel=1e-9), way
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,16 @@ pytest.importorskip("torch", reason="recording needs torch")
 import msgspec
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ringprof.api import load
 from ringprof.cli import run as run_command
 from ringprof.record import RecordRequest, record
-from ringprof.record.layer import Layers, LayersShard, parallelize, rotation
+from ringprof.record.layer import Layers, LayersShard, parallelize
 from ringprof.record.verify_layers import recurrences_of
 from ringprof.run import LayerAround, Run, Workload, read_run, write_run
 from ringprof.strategies import create, create_recurrent
 from tests.paths import ROOT
+from tests.record.layer_training import losses_of_one_process, losses_over_ranks
 from tests.strategies.ranks import run_ranks
 
 AROUND = LayerAround(
@@ -30,38 +31,12 @@ AROUND = LayerAround(
 )  # fmt: skip
 WORK = Workload(batch=2, seq=32, heads=4, kv_heads=2, head_dim=8, layers=5, layer=AROUND)
 DOCUMENTS = msgspec.structs.replace(WORK, documents=(5, 11, 16))
-STEPS, RATE = 4, 0.1
-
-
-def data() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    x, target = (torch.randn(2, 32, 32, generator=generator, dtype=torch.float64) for _ in range(2))
-    return x, target
+RATE = 0.1
 
 
 def create_layers(strategy: Any, recurrent: Any, workload: Workload) -> Layers:
     torch.manual_seed(0)
     return Layers(workload, strategy, recurrent).double()
-
-
-def losses_of_one_process(workload: Workload) -> list[float]:
-    """Train the layers in one process on plain tensors; every recurrence goes token by token."""
-    weights = {
-        name: tensor.detach().clone().requires_grad_()
-        for name, tensor in create_layers(None, None, workload).named_parameters()
-    }
-    x, target = data()
-    losses = []
-    for _ in range(STEPS):
-        loss = functional.mse_loss(plain_layers(x, weights, workload), target)
-        loss.backward()
-        losses.append(loss.item())
-        with torch.no_grad():
-            for tensor in weights.values():
-                assert tensor.grad is not None
-                tensor -= RATE * tensor.grad
-                tensor.grad = None
-    return losses
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -152,19 +127,7 @@ def losses(rank: int, workload: Workload, attention: str) -> list[float]:
     strategy = create(attention, kernel="reference")
     recurrent = create_recurrent(str(workload.layer.recurrent_strategy), kernel="reference")
     model = parallelize(create_layers(strategy, recurrent, workload), workload.layer.parallel, torch.device("cpu"))
-    x, target = (recurrent.shard(whole) for whole in data())
-    cos_sin = rotation(recurrent.positions(32), 8, torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), RATE)
-    totals = []
-    for _ in range(STEPS):
-        loss = functional.mse_loss(model(x, cos_sin), target)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        total = loss.detach().clone()
-        torch.distributed.all_reduce(total)
-        totals.append(total.item() / torch.distributed.get_world_size())
-    return totals
+    return losses_over_ranks(model, recurrent, RATE)
 
 
 def every_way(rank: int, workload: Workload) -> dict[str, list[float]]:
@@ -187,7 +150,7 @@ def every_way(rank: int, workload: Workload) -> dict[str, list[float]]:
 @pytest.mark.processes
 @pytest.mark.parametrize("workload", [WORK, DOCUMENTS], ids=["one document", "documents"])
 def test_hybrid_layers_train_to_the_losses_of_one_process(workload: Workload) -> None:
-    truth = losses_of_one_process(workload)
+    truth = losses_of_one_process(create_layers(None, None, workload), partial(plain_layers, workload=workload), RATE)
     assert truth[-1] < truth[0] - 0.02, "it learns"
     for way, mine in run_ranks(2, every_way, workload)[0].items():
         assert mine == pytest.approx(truth, rel=1e-9), way
