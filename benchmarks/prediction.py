@@ -224,7 +224,7 @@ def peers() -> Iterator[Score]:
 
 
 def steps() -> Iterator[Score]:
-    """Score steps of four Llama layers with FSDP2 on one and two H200, by the layers measured on one."""
+    """Score steps of four Llama layers with FSDP2 and DDP on one and two H200, by the layers measured on one."""
     figures = msgspec.json.decode((DATA / "h200_llama_layers.json").read_bytes(), type=ModelFigures)
     machine = msgspec.structs.replace(read_calibration("h200"), model=figures)
     with open(DATA / "h200_steps.csv", encoding="utf-8", newline="") as file:
@@ -557,7 +557,7 @@ FITTED = {
     "h200_kernels": "the bundled h200: curves of flash-attn 3 and 4 of another session; none of these rows",
     "plain_masks": "the bundled machines without calls of documents and windows; the ratio by those calls, not by runs",
     "peers": f"{_H200} (margins)",
-    "steps": f"{_H200} (margins); layers measured on one H200; FSDP2's copies were added after these were seen",
+    "steps": f"{_H200} (margins); layers measured on one H200; the spread of a whole step by these rows",
     "inference": f"{_H200} (margins); the rate of reading a cache by benchmarks/decode_kernels.py",
     "runs": "the committed runs, without the one that is scored",
     "strategies": "the committed runs of other strategies",

@@ -246,7 +246,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     def exact_flops(self) -> int:
         """Count the FLOPs of attention alone from the exact mask area: S(S+1)/2 per causal document, not S²/2.
 
-        For a recurrence the count equals `model_flops` without the rest of a layer. A pattern's are left out.
+        For a recurrence the count equals `model_flops` without the rest of a layer. With a pattern of layers, only
+        those with attention count.
         """
         if self.sequences is not None:
             return sum(count * self.step(count).exact_flops() for count in self.sequences)

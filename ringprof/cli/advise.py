@@ -28,7 +28,7 @@ _UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}
               help="Consider only this strategy (or p2p, a2a, all_gather, a2a+p2p); repeatable.")  # fmt: skip
 @click.option("--html", type=OutputFile(), help="Also write an HTML page with plots.")
 def command(**options: Any) -> int:
-    """Predict the performance of every strategy, degree, placement, window and transport, and recommend the best.
+    """Predict every bundled strategy with its degrees, placements and transports, and recommend the fastest.
 
     \b
     ringprof advise --seq 1048576 --heads 40 --nodes 16 --gpus-per-node 8 --machine h100 --nic 400

@@ -31,15 +31,15 @@ _COLUMNS = (
 @click.option("--seq", required=True, type=Tokens(), help="Global sequence length in tokens: 131072 or 128k.")
 @masks
 @click.option("--world", default=8, show_default=True, type=click.IntRange(min=1), help="Number of ranks.")
-@click.option("--heads", default=40, show_default=True, type=click.IntRange(min=1), help="Query heads.")
+@click.option("--heads", default=40, show_default=True, type=click.IntRange(min=1), help="Number of query heads.")
 @click.option("--cp-sizes", metavar="N,N,...", type=ListOf(click.IntRange(min=1)),
-              help="Dynamic context parallelism: put each of the --documents on the smallest of these numbers of ranks"
+              help="Dynamic context parallelism: run each of the --documents on the smallest of these numbers of ranks"
               " that holds it.")  # fmt: skip
-@click.option("--tokens-per-rank", type=Tokens(), help="With --cp-sizes: tokens that a rank holds at most in a step.")
+@click.option("--tokens-per-rank", type=Tokens(), help="With --cp-sizes: largest number of tokens of a rank in a step.")
 @click.option("--machine", metavar="FILE_OR_NAME",
               help="With --cp-sizes: also predict the time of one layer's attention on this machine.")  # fmt: skip
 @click.option(
-    "--kv-heads", type=click.IntRange(min=1), help="With --machine: key and value heads.  [default: as --heads]"
+    "--kv-heads", type=click.IntRange(min=1), help="With --machine: number of key and value heads.  [default: --heads]"
 )
 @click.option("--strategy", type=StrategyName(STRATEGIES), default="zigzag", show_default=True,
               help="With --machine: strategy of sequences on several ranks.")  # fmt: skip
@@ -55,8 +55,8 @@ def command(
 ) -> None:
     """Compare the load balance of strategies and layouts for packed documents or a window. Needs no GPU.
 
-    With --cp-sizes, --seq is the number of tokens of a batch of documents: the table shows on how many ranks they run,
-    in how many steps, how balanced, and on a machine how fast.
+    With --cp-sizes, --seq is the number of tokens in a batch of documents. The table then shows, for each number of
+    ranks, the documents that run on it, their steps and balance, and with --machine the predicted time.
 
     \b
     ringprof balance --seq 512k --documents lognormal:mean=8192,sigma=1.2,seed=7 --world 8

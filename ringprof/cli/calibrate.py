@@ -55,8 +55,8 @@ _OUTPUT = "machine.json"
 @click.option("--seconds", type=Number(min=5), default=400.0, show_default=True,
               help="Approximate duration of the measurement on GPUs.")  # fmt: skip
 @click.option("--model", metavar="MODULE:FUNCTION",
-              help="Measure the layers of a model instead: FUNCTION(layers) returns the model, and a function of a"
-              " number of tokens that returns its keyword arguments.")  # fmt: skip
+              help="Measure the layers of a model instead: FUNCTION(layers) returns the model and a function that turns"
+              " a number of tokens into the model's keyword arguments.")  # fmt: skip
 @click.option("--tokens", type=ListOf(Tokens()), default="8k,32k", show_default=True,
               help="With --model: tokens per GPU, separated by commas.")  # fmt: skip
 @click.option("--rates", is_flag=True,
@@ -71,9 +71,9 @@ def command(
 
     With two or more GPUs, the links are measured, too. Every result is written as soon as it is available.
 
-    With --model, steps of a model with one and two layers are timed on one GPU, and their difference outside attention
-    is added to --base; `ringprof predict --layer` then predicts whole steps. The module is imported, also from the
-    current folder: this runs code that is not part of ringprof.
+    With --model, training steps of a model with one and with two layers are timed on one GPU. Their times outside
+    attention are added to --base; `ringprof predict --layer` then predicts whole steps. The module is imported, also
+    from the current folder: this runs code that is not part of ringprof.
 
     \b
     ringprof calibrate

@@ -59,8 +59,8 @@ from ringprof.trace.reduced import reduce_file
 @click.option("-p", "--param", "params", multiple=True, metavar="KEY=VALUE",
               help="Parameter of the strategy (see `ringprof strategies NAME`); repeatable.")  # fmt: skip
 @click.option("--kernel", default="auto", show_default=True, type=Known(KERNEL_NAMES),
-              help=f"Attention kernel: {', '.join(KERNEL_NAMES[1:])}; auto: the fastest supported one. Of recurrences:"
-              " fla, reference.")  # fmt: skip
+              help=f"Attention kernel: {', '.join(KERNEL_NAMES[1:])}; auto: the fastest supported one. For"
+              " recurrences: fla, reference.")  # fmt: skip
 @click.option("--cuda-graph", cls=Advanced, is_flag=True,
               help="Capture an iteration in a CUDA graph and time its replays, without host overhead.")  # fmt: skip
 @click.option("--profile-iters", cls=Advanced, default=1, show_default=True, help="Number of profiled iterations.")

@@ -100,11 +100,12 @@ phases = all_of(
 
 recurrences = all_of(
     click.option("--operator", type=OneOf(OPERATORS), default="attention", show_default=True,
-                 help="What mixes the tokens: softmax attention, gated delta net (gdn), Mamba-2 or gated linear"
-                 " attention. The last four take the strategies for recurrences (`ringprof strategies`); --kv-heads are"
-                 " the heads of queries and keys, --head-dim is the size of a key, --v-head-dim that of a value."),
+                 help="What mixes the tokens: softmax attention, or a linear recurrence: gated delta net (gdn),"
+                 " Mamba-2, gated linear attention with one decay per head (simple-gla) or per key channel (gla). For a"
+                 " recurrence, `ringprof strategies` lists the strategies; --heads counts the heads of values,"
+                 " --kv-heads those of queries and keys; --head-dim is the size of a key, --v-head-dim of a value."),
     click.option("--conv-width", cls=Advanced, type=click.IntRange(min=1),
-                 help="Tokens that a short causal convolution before the recurrence reads.  [default: no convolution]"),
+                 help="Width in tokens of the causal convolution before the recurrence.  [default: no convolution]"),
 )  # fmt: skip
 """Decorator that adds the options of linear recurrences."""
 
@@ -114,10 +115,10 @@ layers = all_of(
     click.option("--layers", cls=Advanced, type=int,
                  help="With --layer: number of layers, or of repetitions of --pattern.  [default: 1]"),
     click.option("--pattern", cls=Advanced, type=ListOf(OneOf(OPERATORS)), metavar="OPERATOR,...",
-                 help="With --layer: operators of a hybrid model's layers, such as gdn,gdn,gdn,attention. --strategy is"
-                 " that of its attention, with the contiguous layout."),
+                 help="With --layer: operators of a hybrid model's layers, such as gdn,gdn,gdn,attention. --strategy"
+                 " computes the attention and must have the contiguous layout."),
     click.option("--recurrent-strategy", cls=Advanced, type=OneOf(FOR_RECURRENCES),
-                 help="With --pattern: strategy of its recurrences.  [default: state-scan]"),
+                 help="With --pattern: strategy of the recurrences.  [default: state-scan]"),
     click.option("--mlp-size", cls=Advanced, type=int,
                  help="With --layer: intermediate size of the gated MLP.  [default: 8/3 of heads x head-dim, rounded up"
                  " to a multiple of 256]"),
@@ -128,7 +129,7 @@ layers = all_of(
 
 scores_and_heads = all_of(
     click.option("--v-head-dim", cls=Advanced, type=click.IntRange(min=1),
-                 help="Head size of v, if it is smaller (MLA); with a recurrence, if it differs."),
+                 help="Head size of v, if it is smaller than --head-dim (MLA); with a recurrence, if it differs."),
     click.option("--softcap", cls=Advanced, type=Number(min=0, min_open=True, max=1e9),
                  help="Soft cap on the scores: s becomes softcap * tanh(s / softcap)."),
     click.option("--sinks", cls=Advanced, type=OneOf(["learned"]),

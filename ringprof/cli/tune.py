@@ -24,22 +24,23 @@ from ringprof.report.text import shell_words
 @records
 @click.option("--forward-only", is_flag=True, help="Skip the backward pass.")
 @click.option("--machine", metavar="FILE_OR_NAME",
-              help="Calibration that chooses what to record.  [default: by the device; on CPU: none]")  # fmt: skip
+              help="Calibration that orders the choices.  [default: by the device; on CPU: none]")  # fmt: skip
 @click.option("--strategy", "strategies", multiple=True, metavar="NAME",
               help="Consider only this strategy (or p2p, a2a, all_gather, a2a+p2p); repeatable.")  # fmt: skip
-@click.option("--top", default=3, show_default=True, type=click.IntRange(min=2), help="Number of choices to record.")
+@click.option("--top", default=3, show_default=True, type=click.IntRange(min=2),
+              help="Number of choices to record: strategies with parameters and transport.")  # fmt: skip
 @click.option("--rounds", default=8, show_default=True, type=click.IntRange(min=3),
-              help="Largest number of recordings of each choice; three are needed to compare.")  # fmt: skip
+              help="Largest number of recordings of each choice; they are compared from the third on.")  # fmt: skip
 @click.option("--minutes", default=10.0, show_default=True, type=Number(min=0, min_open=True),
               help="Begin no further round after this time.")  # fmt: skip
 @formats("json")
 @click.option("-o", "--output", default="traces/tune/tune.json", show_default=True, type=click.Path(dir_okay=False),
-              help="File of the outcome; its runs are stored next to it.")  # fmt: skip
+              help="File for the result; the runs are stored next to it.")  # fmt: skip
 def command(seq: int, kernel: str, strategies: tuple[str, ...], form: str, output: str, **options: Any) -> int:
-    """Record the choices that `advise` puts first on this node, in turns, until one is significantly faster.
+    """Find the fastest strategy on this node: record several in turns until one is significantly faster.
 
-    Each choice is verified in the first round. The exit code is 3 if a choice failed, and 1 if the fastest cannot be
-    told. `ringprof settle FILE FILE` scores the predictions.
+    On GPUs, `advise` chooses which ones. Each is verified in the first round, and dropped once it is significantly
+    slower than the fastest (95 % interval). The exit code is 1 if more than one is left, and 3 if a recording failed.
 
     \b
     ringprof tune --seq 128k --heads 32 --kv-heads 8

@@ -125,8 +125,8 @@ def analyse(logs: Sequence[RankLog], notices: Sequence[Notice] = ()) -> CommLogF
     by_key = {(log.rank, index): operation for log in logs for index, operation in enumerate(log.operations)}
     hosts = {log.host for log in logs if log.host}
     same_clock = matches.clock_conflict is None
-    around = _around(logs, by_key, matches) if same_clock else {}
-    rows = {row_key: row for log in logs for row_key, row in _rows(log, around)}
+    peer_times = _peer_times(logs, by_key, matches) if same_clock else {}
+    rows = {row_key: row for log in logs for row_key, row in _rows(log, peer_times)}
     two_jobs = _two_jobs_sentence(logs, matches)
     late, late_by = ([], "") if two_jobs else _lateness(matches, by_key, same_clock=same_clock)
     labels = {key: group.label for log in logs for key, group in log.groups.items()}
@@ -225,25 +225,26 @@ class _Latest:
         return not self._unknown or self._unknown == {key}
 
 
-def _around(
+def _peer_times(
     logs: Sequence[RankLog], by_key: dict[Key, Operation], matches: Matches
 ) -> dict[Key, tuple[int | None, int | None]]:
     """Return two times of other ranks for each operation, as `bounds_of` takes them.
 
-    They are the latest known posting of a peer, and a time by which all that the operation waits for have begun. Linear
-    in the number of operations and messages: each collective is gone through once, not once per member.
+    The two are the latest known posting of a peer, and a time by which all that the operation waits for have begun, in
+    nanoseconds on the ranks' common clock. Takes time linear in the number of operations and messages: each collective
+    is gone through once, not once per member.
     """
     sources = {log.rank: log.source for log in logs}
     posted = {key: operation.posted_ns for key, operation in by_key.items()}
     begun = {key: begun_by_of(operation) for key, operation in by_key.items()}
-    around: dict[Key, tuple[int | None, int | None]] = {}
+    peer_times: dict[Key, tuple[int | None, int | None]] = {}
     for meeting in matches.meetings:
         if meeting.is_collective:
             posts = _Latest({key: posted[key] for key in meeting.members})
             begins = _Latest({key: begun[key] for key in meeting.members})
             for key in meeting.members:
                 known = meeting.complete and begins.all_known_without(key)
-                around[key] = posts.without(key), begins.without(key) if known else None
+                peer_times[key] = posts.without(key), begins.without(key) if known else None
     # Waiting for a peer of a hop includes waiting for the peers that it waits for.
     near = {key: _Latest({other: begun[other] for other in others}) for key, others in matches.hop_peers.items()}
     for key, others in matches.hop_peers.items():
@@ -252,14 +253,14 @@ def _around(
         known = sources[key[0]] == "flight_recorder" and matches.meetings[matches.meeting_of[key]].complete
         known = known and all(begun[other] is not None and near[other].all_known_without(key) for other in others)
         times = [time for other in others for time in (begun[other], near[other].without(key)) if time is not None]
-        around[key] = max(peer_posts, default=None), max(times, default=None) if known else None
-    return around
+        peer_times[key] = max(peer_posts, default=None), max(times, default=None) if known else None
+    return peer_times
 
 
-def _rows(log: RankLog, around: Mapping[Key, tuple[int | None, int | None]]) -> Iterable[tuple[Key, OperationRow]]:
+def _rows(log: RankLog, peer_times: Mapping[Key, tuple[int | None, int | None]]) -> Iterable[tuple[Key, OperationRow]]:
     """Yield the operations of a rank with their bounds and their places in their groups.
 
-    ``around`` has two times of other ranks for each operation, as `bounds_of` takes them; none where it lacks one.
+    ``peer_times`` has two times of other ranks for each operation, as `bounds_of` takes them; none where it lacks one.
     """
     of_group: dict[str, list[int]] = defaultdict(list)
     for index, operation in enumerate(log.operations):
@@ -273,7 +274,7 @@ def _rows(log: RankLog, around: Mapping[Key, tuple[int | None, int | None]]) -> 
             places[index] = number + 1, step, period if regular else None
     for index, operation in enumerate(log.operations):
         key = (log.rank, index)
-        yield key, OperationRow(operation, *places[index], bounds_of(operation, *around.get(key, (None, None))))
+        yield key, OperationRow(operation, *places[index], bounds_of(operation, *peer_times.get(key, (None, None))))
 
 
 def _signature(operation: Operation) -> tuple[object, ...]:

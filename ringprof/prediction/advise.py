@@ -295,7 +295,7 @@ def chosen_queries(queries: Iterable[Query], strategies: Sequence[str]) -> list[
 
 
 def candidates(workload: Workload, cluster: Cluster, machine: Calibration, kernel: str) -> Iterator[Query]:
-    """Yield every strategy with the degrees, placements, windows and transports that differ on this cluster."""
+    """Yield every strategy with the degrees, placements and transports that differ on this cluster."""
     world_size, per_host = cluster.size, cluster.gpus_per_host
     engines = ("nccl", "copy") if machine.same_host.copy_gb_s is not None and per_host > 1 else ("nccl",)
     multi_host = cluster.hosts > 1

@@ -61,7 +61,7 @@ def advise(
     workload: Workload, cluster: Cluster = ONE_HOST, *, machine: MachineLike, kernel: str = "auto",
     memory_bytes: int | None = None, strategies: Sequence[str] = (),
 ) -> Recommendation:  # fmt: skip
-    """Predict every strategy, degree, placement, window and transport, and order them by time.
+    """Predict every bundled strategy with its degrees, placements and transports, and order them by time.
 
     Raises the errors of `predict`.
     """

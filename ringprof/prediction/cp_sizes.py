@@ -24,7 +24,7 @@ from ringprof.run import Workload
 
 Documents = tuple[int, ...]
 TimeOf = Callable[[Documents, int], float]
-"""Function that returns the nanoseconds of one sequence of documents on a number of ranks."""
+"""Function that returns the predicted nanoseconds of a sequence of documents on a number of ranks."""
 TIMED_STEPS = 6
 """Largest number of steps of one size whose time is predicted; the others are interpolated by their work."""
 
@@ -42,9 +42,9 @@ class SizePlan:
     """Number of packed sequences, each on ``size`` ranks."""
     steps: int
     filled: float
-    """Share of the capacity of all ranks in these steps that tokens take."""
+    """Tokens over the capacity of all ranks in these steps, 0 to 1."""
     busiest: float
-    """Work of the busiest rank of each step, summed over the steps and divided by the mean rank's total."""
+    """Work of the busiest group of each step, summed over the steps, over the mean group's sum; 1 is balanced."""
     time_ns: float | None = None
     """Nanoseconds of attention in these steps, one layer; None without a machine, or if it cannot be predicted."""
     reason: str | None = None
@@ -66,7 +66,9 @@ def plan(
 ) -> Plan:
     """Plan a batch of documents of these ``lengths`` on ``world`` ranks of ``capacity`` tokens.
 
-    Raises `UsageError` for a size that does not divide the world, and for a document that no size holds.
+    ``sizes`` are the allowed numbers of ranks per document, in any order. Without ``time_of``, times are None.
+    Raises `UsageError` for a size that does not divide the world, and for a document longer than the largest size
+    holds.
     """
     wrong = next((size for size in sizes if size < 1 or world % size), None)
     if wrong is not None:
@@ -156,10 +158,11 @@ def _total(plans: Sequence[SizePlan], world: int) -> SizePlan:
 
 
 def _time_ns(busiest: Sequence[Documents], size: int, time_of: TimeOf) -> float:
-    """Return the time of the steps whose busiest sequences these are, most work first.
+    """Return the nanoseconds of the steps whose busiest sequences these are, most work first.
 
-    Sequences of short documents that the curves do not reach take the time of the last one that they do, if they have
-    little of the work. Raises what ``time_of`` raises.
+    At most `TIMED_STEPS` sequences are predicted; the others are interpolated by their pairs. Sequences of documents
+    too short for the curves count as the shortest one that could be predicted, if they hold at most
+    `MAX_EXTRAPOLATED_SHARE` of the work. Raises what ``time_of`` raises.
     """
     count = min(len(busiest), TIMED_STEPS)
     chosen = sorted({round(index * (len(busiest) - 1) / max(1, count - 1)) for index in range(count)})
@@ -171,11 +174,11 @@ def _time_ns(busiest: Sequence[Documents], size: int, time_of: TimeOf) -> float:
             if not points or sum(work[chosen[number - 1] + 1 :]) > MAX_EXTRAPOLATED_SHARE * sum(work):
                 raise
             break
-    return sum(_interpolated(pairs, points[::-1]) for pairs in work)
+    return sum(_interpolate(pairs, points[::-1]) for pairs in work)
 
 
-def _interpolated(pairs: int, points: Sequence[tuple[int, float]]) -> float:
-    """Interpolate the time of so many pairs between ``points``, by rising pairs, which hold the ends."""
+def _interpolate(pairs: int, points: Sequence[tuple[int, float]]) -> float:
+    """Interpolate nanoseconds between ``points`` of (pairs, ns) in ascending order; beyond them the nearest counts."""
     low = max((point for point in points if point[0] <= pairs), default=points[0])
     high = min((point for point in points if point[0] >= pairs), default=points[-1])
     if low[0] == high[0]:
@@ -185,10 +188,10 @@ def _interpolated(pairs: int, points: Sequence[tuple[int, float]]) -> float:
 
 
 def times_on(machine: Calibration, workload: Workload, strategy: str, cluster: Cluster) -> TimeOf:
-    """Return a function that predicts a sequence's time on neighbouring ranks of a ``cluster``.
+    """Return a function that predicts the median time of one layer's attention on neighbouring ranks of ``cluster``.
 
-    ``workload`` has the heads; the sequence is filled up to a length that the strategy can divide. The function raises
-    like `ringprof.prediction.predict.predict`.
+    ``workload`` has the heads and the passes. The first document is lengthened until the strategy can divide the
+    sequence. The function raises like `ringprof.prediction.predict.predict`.
     """
 
     def time_of(documents: Documents, size: int) -> float:

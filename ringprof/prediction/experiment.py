@@ -27,7 +27,7 @@ class Experiment:
     gpus: int
     """Number of GPUs that it needs."""
     overturned_by: str
-    """The result that would overturn the order, beside what is assumed."""
+    """Result that would put the second choice first, with the assumed value."""
     probability: float
     """Probability of such a result, by the input's spread."""
 
@@ -35,7 +35,7 @@ class Experiment:
         """Return the experiment as one sentence."""
         where = {1: "on one GPU", 2: "on two GPUs"}[self.gpus]
         return (
-            f"{self.measured} ({where}: {self.command}): {self.overturned_by} would overturn it,"
+            f"{self.measured} ({where}: {self.command}): {self.overturned_by} would put it first,"
             f" with a probability of {percent(self.probability, 0)}"
         )
 
@@ -116,7 +116,7 @@ def _spread(name: str, first: PredictionResult, second: PredictionResult, shifts
 
 
 def _result(value: tuple[float, str] | None, factor: float) -> str:
-    """Say which measured value changes a time by ``factor``."""
+    """Describe the measured value that changes a time by ``factor``; a rate changes by its inverse."""
     more = factor > 1
     if value is None:
         return f"a time {significant(100 * abs(factor - 1), 3)} % {'longer' if more else 'shorter'} than assumed"

@@ -52,8 +52,8 @@ def schedule_of_run(run: Run) -> Schedule:
         raise InputError(f"run {run.name}: it does not name its strategy, kernel and workload")
     if run.strategy.name in PEERS:
         raise UnsupportedWorkloadError(
-            f"{run.strategy.name} is another project's code, whose traces do not name ring steps: a run of it cannot"
-            " be taken apart"
+            f"{run.strategy.name} is another project's code, whose traces name no ring steps: the blocks and hops of a"
+            " run cannot be told apart"
         )
     return schedule(
         run.strategy.name, run.workload, run.topology.world_size, ranks_per_host=run.topology.ranks_per_host,
@@ -71,9 +71,14 @@ def observed_run(path: str | os.PathLike[str], base: Calibration) -> Observed:
     if run.topology.device_type != "cuda":
         raise UsageError(f"{os.fspath(path)}: recorded on CPU processes, which cannot be predicted")
     if run.workload and run.workload.recurrent:
-        raise UsageError(f"{os.fspath(path)}: runs of recurrences are not taken apart")
+        raise UsageError(
+            f"{os.fspath(path)}: runs of recurrences cannot be replayed or calibrated from; ringprof calibrate --parts"
+            " recurrences measures their kernels"
+        )
     if run.workload and not run.workload.mask().plain:
-        raise UsageError(f"{os.fspath(path)}: runs of packed documents and windows are not taken apart")
+        raise UsageError(
+            f"{os.fspath(path)}: runs of packed documents and windows cannot be replayed or calibrated from"
+        )
     try:
         ranks, links = observe(analysis.attribution, schedule_of_run(run)), Links(base, cluster_of(run))
     except UnsupportedWorkloadError as error:

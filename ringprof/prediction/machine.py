@@ -20,12 +20,13 @@ from ringprof.record.dryrun.schedule import AttentionOp, ComputeOp, MemoryOp, Pr
 GATHER_RATE, SCATTER_RATE, FILL_RATE = 0.86, 0.35, 0.75
 """Rates of torch's ``gather`` and ``scatter_`` of whole rows and of ``zeros``, relative to a copy's.
 
-Measured on an H200 by benchmarks/packed_calls.py, bf16 rows of 8 and 64 heads: 3,490 to 3,730, 1,400 to 1,470 and 3,120
-to 3,310 of 4,176 GB/s."""
+Measured on two H200 of two hosts by benchmarks/packed_calls.py, bf16 rows of 8 and 64 heads, 67 MB and more: 3,490 to
+3,730, 1,400 to 1,470 and 3,120 to 3,310 of 4,176 GB/s. Tensors of 17 MB are slower, copies (2,910 to 3,040) too."""
 VARLEN_FORWARD = 1.045
 """Time of flash-attn 3's forward call with ``cu_seqlens`` of one sequence, relative to the call without them.
 
-The mean of twelve pairs on an H200, 64/8 heads of 4096 and 8192 tokens and 8/1 heads of 65536; backward it is 1.00."""
+The mean of twelve pairs on an H200, 64/8 heads of 4096 and 8192 tokens and 8/1 heads of 65536; backward it is 1.00.
+Six pairs on another H200 have 0.99 to 1.07, 1.04 in the mean; backward 0.97 to 1.02, 1.00 in the mean."""
 CACHE_ROWS = 64
 """Number of query rows below which reading keys and values bounds a call: a kernel computes a tile of as many rows in
 less time."""

@@ -31,14 +31,14 @@ STEPS, WARMUP = 5, 2
 
 @dataclass
 class StepTimer:
-    """Time stamps of one step: ends of its phases, and begin and end of each attention call."""
+    """Time stamps of one step: ends of its phases, and start and end of each attention call."""
 
     device: torch.device
     phase: Phase = "forward"
     ends: list[Any] = field(default_factory=list)
     """Time stamps at the start of the step and at the end of each phase."""
     attention: list[tuple[Phase, Pass, Any, Any]] = field(default_factory=list)
-    """Phase, pass, begin and end of each attention call."""
+    """Phase, pass, and time stamps of start and end of each attention call."""
     shapes: set[tuple[int, int, int]] = field(default_factory=set)
     """Query heads, kv heads and head size of the calls."""
     _begun: dict[Pass, Any] = field(default_factory=dict)
@@ -52,22 +52,21 @@ class StepTimer:
         return event
 
     def begin(self, direction: Pass) -> None:
-        """Note the begin of an attention call."""
+        """Record the start of an attention call."""
         self._begun[direction] = self.stamp()
 
     def end(self, direction: Pass) -> None:
-        """Note the end of the attention call that began last."""
+        """Record the end of the attention call of this pass that began last."""
         self.attention.append((self.phase, direction, self._begun.pop(direction), self.stamp()))
 
     def next_phase(self) -> None:
-        """Note the end of a phase, or at the first call the start of the step."""
+        """Record the end of a phase; the first call records the start of the step."""
         self.ends.append(self.stamp())
         if len(self.ends) <= len(PHASES):
             self.phase = PHASES[len(self.ends) - 1]
 
     def times_ns(self) -> tuple[dict[Phase, float], dict[Pass, list[float]]]:
-        """Return nanoseconds outside attention by phase, and those of each attention call by pass; wait for the
-        device."""
+        """Wait for the device; return nanoseconds outside attention by phase, and of each attention call by pass."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         outside = {
@@ -84,7 +83,7 @@ class StepTimer:
 
 
 class _Begin(torch.autograd.Function):
-    """Identity on q, k and v that notes the begin of the forward and the end of the backward call."""
+    """Identity on q, k and v that records the start of the forward and the end of the backward call."""
 
     @staticmethod
     def forward(ctx: Any, timer: StepTimer, *qkv: Tensor) -> tuple[Tensor, ...]:
@@ -99,7 +98,7 @@ class _Begin(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """Identity on the output that notes the end of the forward and the begin of the backward call."""
+    """Identity on the output that records the end of the forward and the start of the backward call."""
 
     @staticmethod
     def forward(ctx: Any, timer: StepTimer, out: Tensor) -> Tensor:
@@ -151,9 +150,10 @@ def measure_model(
 ) -> ModelFigures:  # fmt: skip
     """Measure a model's steps with one and two layers over each number of ``tokens`` on ``device``.
 
-    ``function`` is as in this module's docstring; models are moved to the device. ``notify`` gets a name, a number and
-    the count of what is measured. Raises `UsageError` for a function that fails or returns something else, and for a
-    model that fails or whose attention is not seen.
+    ``function`` is as in this module's docstring; models are moved to the device. ``notify`` gets the name of a
+    measurement, its number from 0, and the number of all. Raises `UsageError` for a function or a model that fails, for
+    a function that returns something else, for two layers without more parameters than one, and for a model whose
+    attention calls are not seen or differ in their heads.
     """
     measured: dict[tuple[int, int], list[StepTimer]] = {}
     bytes_of: dict[int, int] = {}
@@ -199,7 +199,7 @@ def _errors_named(part: str) -> Iterator[None]:
 def _created(
     function: Callable[[int], Any], layers: int, target: str, device: torch.device
 ) -> tuple[nn.Module, Callable[[int], dict[str, Any]], torch.optim.Optimizer]:
-    """Return model, inputs and optimizer of a number of layers. Raises `UsageError`."""
+    """Return model, inputs and optimizer of ``layers`` layers. Raises `UsageError` where ``function`` does not."""
     torch.manual_seed(0)
     created = function(layers)
     if not isinstance(created, tuple) or len(created) not in (2, 3) or not isinstance(created[0], nn.Module):
@@ -236,7 +236,10 @@ def _figures(
     measured: dict[tuple[int, int], list[StepTimer]], target: str, device: torch.device, tokens: Sequence[int],
     bytes_of: dict[int, int], dtype: str,
 ) -> ModelFigures:  # fmt: skip
-    """Return the figures of timed steps, by number of layers and tokens. Raises `UsageError` for unlike layers."""
+    """Return the figures of ``measured`` steps, which are by (layers, tokens); ``bytes_of`` has parameters by layers.
+
+    Raises `UsageError` for attention calls that differ in their heads.
+    """
     steps: list[ModelStep] = []
     attention_ns: dict[str, list[tuple[int, float]]] = {"forward": [], "backward": []}
     calls: Counter[str] = Counter()

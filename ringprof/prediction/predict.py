@@ -494,7 +494,7 @@ class PredictionWarning(NamedTuple):
 
 
 def warnings_of(prediction: PredictionResult) -> list[PredictionWarning]:
-    """Return what is wrong with a prediction: more memory than a GPU has, and nodes larger than any measured one."""
+    """Return reasons to distrust a prediction: too little memory, a peer's stand-in, nodes larger than measured."""
     machine, warnings = prediction.machine, []
     if not prediction.fits:
         message = f"this does not fit: a GPU has {binary_size(machine.memory_bytes)}"
@@ -519,7 +519,9 @@ def warnings_of(prediction: PredictionResult) -> list[PredictionWarning]:
 def inputs(prediction: PredictionResult) -> dict[str, Value]:
     """Return the figures that a prediction rests on, with their origins."""
     machine, query = prediction.machine, prediction.query
-    values = {"memory_gb_s": machine.memory_gb_s, "contention": machine.contention, "heat": machine.throttling}
+    values = {"memory_gb_s": machine.memory_gb_s, "contention": machine.contention}
+    if not query.workload.recurrent:  # a recurrence's kernels are taken not to heat the device
+        values["heat"] = machine.kernel(query.kernel).throttling or machine.throttling
     if query.workload.phase == "decode" and (cache_gb_s := machine.kernel(query.kernel).cache_gb_s) is not None:
         values["cache_gb_s"] = cache_gb_s
     phases = ("forward", "backward") if query.workload.backward else ("forward",)

@@ -18,8 +18,8 @@ from ringprof.report.text import LONGEST_SENTENCE, TextStyle, binary_size, clean
 
 MOST_SHOWN, MOST_REFUSED, MOST_UNDECIDED = 12, 3, 3
 _COLUMNS = (
-    Column("strategy"), Column("best"), Column("ms"), Column("80 % within"), Column("TFLOP/s"),
-    Column("exposed"), Column("launch-\nbound"), Column("per GPU"),
+    Column("strategy"), Column("fastest\nin"), Column("ms"), Column("80 %\ninterval"), Column("TFLOP/s"),
+    Column("exposed"), Column("launch-\nbound"), Column("memory\nper GPU"),
 )  # fmt: skip
 
 
@@ -47,11 +47,11 @@ def advice_text(advice: Advice, style: TextStyle) -> str:
         "",
         *_nothing_fits(advice),
         *(f"cannot tell: {clean(line)}" for line in _undecided_lines(advice)),
-        f"runner-up: {clean(advice.why_not_the_second())}",
+        f"runner-up: {clean(advice.why_not_the_second(), LONGEST_SENTENCE)}",
         *_crossing_lines(advice),
         *(f"first: {line}" for line in remarks(advice.first.prediction) if line),
         f"to narrow the interval: {advice.what_to_measure()}",
-        f"experiment: {clean(advice.experiment())}",
+        f"experiment: {clean(advice.experiment(), LONGEST_SENTENCE)}",
         *(f"to run it with {clean(program)}: {command}" for program, command in advice.commands().items()),
     ]
     # Each strategy is named once.

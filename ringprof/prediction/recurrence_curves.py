@@ -49,7 +49,10 @@ class RecurrenceCurves:
             self._curves[_key(curve)][curve.heads] = curve
 
     def estimate(self, op: RecurrenceOp) -> Estimate:
-        """Estimate the device's time of one part. Raises `OutsideCalibration` if it is too far from all samples."""
+        """Estimate the nanoseconds of one part on the device, and their relative spread.
+
+        Raises `OutsideCalibration` for a shape that is too far from all samples.
+        """
         by_heads, heads = self._by_heads(op), op.batch * op.heads
         points = _points(by_heads)
         tokens = [point.tokens for point in points]
@@ -68,10 +71,10 @@ class RecurrenceCurves:
         return Estimate(_interpolate(heads, times_ns), spread)
 
     def host_us(self, op: RecurrenceOp) -> float:
-        """Return the microseconds until the calls of a part return. Raises like `estimate`.
+        """Return the host's microseconds until the calls of a part return. Raises like `estimate`.
 
-        They hardly depend on tokens and heads, and differ by half from one measurement to the next: the median of all
-        samples of up to `_HOST_OCTAVES` more or fewer tokens.
+        This is the median of all samples within `_HOST_OCTAVES` octaves of the tokens: host times hardly depend on
+        tokens and heads, and differ by half from one measurement to the next.
         """
         every = _points(self._by_heads(op))
         near = [point for point in every if abs(math.log2(point.tokens / op.tokens)) <= _HOST_OCTAVES]
@@ -106,7 +109,7 @@ def _key(shape: RecurrenceOp | RecurrenceCurve) -> tuple[object, ...]:
 
 
 def _interpolate(size: int, values: Mapping[int, float]) -> float:
-    """Interpolate between logarithms. Below all sizes the value stays, above it grows with the size."""
+    """Interpolate ``values`` by size, between logarithms. Below all sizes the value stays, above it grows."""
     sizes = sorted(values)
     if size <= sizes[0]:
         return values[sizes[0]]

@@ -9,7 +9,7 @@ from ringprof.prediction.calibration import Calibration, Value, named_values
 from ringprof.prediction.network import Cluster, Links
 from ringprof.prediction.predict import PredictionResult, inputs, warnings_of
 from ringprof.prediction.whole_steps import StepPrediction
-from ringprof.record.dryrun.schedule import CommStart
+from ringprof.record.dryrun.schedule import CommStart, CommWait
 from ringprof.report.tables import Column, Table
 from ringprof.report.text import LONGEST_SENTENCE, TextStyle, binary_size, clean, duration, rate
 from ringprof.run import Workload
@@ -133,16 +133,30 @@ def remarks(prediction: PredictionResult) -> list[str]:
     """Return notes on the prediction: the host as the bound, exposed hops with a remedy, too little memory."""
     spans, lines = prediction.breakdown, []
     time_ns = prediction.median_ns
-    query = prediction.query
-    has_copied_hops = not (query.workload.recurrent or query.stands_for is not None or query.strategy in PEERS)
     if prediction.host_bound:
         lines.append("the host is the bound: it needs longer to launch than the devices to compute")
     if spans.total("other_host") > _NOTABLE * time_ns:
         lines.append(_channels_line(prediction))
-    if spans.total("same_host") > _NOTABLE * time_ns and query.hops == "nccl" and has_copied_hops:
+    if spans.total("same_host") > _NOTABLE * time_ns and _copy_engines_may_help(prediction):
         lines.append("hops inside a node are exposed: --hops copy keeps NCCL's kernels off the multiprocessors")
     lines += [clean(warning.message, LONGEST_SENTENCE) for warning in warnings_of(prediction)]
     return [*lines, ""] if lines else []
+
+
+def _copy_engines_may_help(prediction: PredictionResult) -> bool:
+    """Return whether ``--hops copy`` applies to most of what the ranks wait for inside a node."""
+    query, machine = prediction.query, prediction.machine
+    peer = query.stands_for is not None or query.strategy in PEERS
+    if query.hops != "nccl" or peer or query.workload.recurrent or machine.same_host.copy_gb_s is None:
+        return False
+    waited_ns = {"send_recv": 0.0, "collective": 0.0}
+    for program, timeline in zip(prediction.schedule.programs, prediction.timelines, strict=True):
+        started = {op.id: op for op in program.ops if isinstance(op, CommStart)}
+        for op, (start, end) in zip(program.ops, timeline.ops, strict=True):
+            if isinstance(op, CommWait) and query.cluster.hosts_of(started[op.id].members) == 1:
+                hop = started[op.id].operation == "send_recv"
+                waited_ns["send_recv" if hop else "collective"] += end - start
+    return waited_ns["send_recv"] > waited_ns["collective"]
 
 
 def _channels_line(prediction: PredictionResult) -> str:

@@ -41,11 +41,14 @@ class Trial:
     recordings_ns: dict[int, list[int]] = field(default_factory=dict)
     """Times of the slowest rank in nanoseconds, by round and iteration."""
     failure: str | None = None
-    """Reason why it could not be recorded, such as a wrong result."""
+    """Reason why the choice could not be recorded, such as a wrong result; None if it could."""
     dropped_after: int | None = None
-    """Round after which it was significantly slower than the fastest; None while it was not."""
+    """First round after which it was significantly slower than the fastest; None while it is not."""
     slower: tuple[float, float] | None = None
-    """95 % interval of its time over that of the fastest trial, by the rounds that both have."""
+    """95 % interval of its time over that of the fastest trial, from the rounds that both have.
+
+    None for the fastest, and with fewer than `_LEAST_ROUNDS` common rounds.
+    """
 
     @property
     def label(self) -> str:
@@ -54,12 +57,12 @@ class Trial:
 
     @property
     def running(self) -> bool:
-        """Whether it is still recorded."""
+        """Whether further rounds record the choice."""
         return self.failure is None and self.dropped_after is None
 
     @property
     def median_ns(self) -> float | None:
-        """Median over the recordings of their medians; None without a recording."""
+        """Median nanoseconds per iteration: over the recordings, of the median of each; None without a recording."""
         return median(map(median, self.recordings_ns.values())) if self.recordings_ns else None
 
 

@@ -3,14 +3,14 @@
 Both passes of a layer take the measured time outside attention over the rank's tokens, plus the predicted attention.
 FSDP2 gathers a layer's parameters in both passes and reduce-scatters its gradients; DDP reduces them in the backward
 pass. This traffic overlaps with the computation of neighbouring layers, whose kernels it slows down; a step waits for
-what is longer, for the first gather and for the last reduction. Among the layers' kernels, FSDP2 copies what it gathers
-out of one buffer, and gradients into one (`torch.distributed.fsdp._fully_shard._fsdp_collectives`).
+what is longer, for the first gather and for the last reduction. Among the layers' kernels, both copy parameters and
+gradients into and out of the buffers of their collectives.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -29,6 +29,12 @@ from ringprof.record.dryrun.schedule import CommStart
 LAYER_SPREAD, TRAFFIC_SPREAD = 0.03, 0.3
 """Assumed relative standard deviations of a layer's time on another device and in a deeper model, and of exposed
 traffic of parameters."""
+STEP_SPREAD = 0.034
+"""Relative standard deviation of a whole step, beside that of its parts, on another host than the layers'.
+
+With so much, five of the six steps of benchmarks/data/h200_steps.csv lie inside where each is left out, and four where
+both of a host are.
+"""
 _NORMAL_80 = 1.2816
 """Standard deviations from the median to the ends of the middle 80 %."""
 
@@ -94,7 +100,7 @@ def predict_step(query: Query, machine: Calibration, schedule_of: ScheduleOf, *,
     low, _, high = attention.interval_ns
     variances += (parts["attention"] * math.log(high / low) / (2 * _NORMAL_80)) ** 2
     variances += ((parts["layers"] + parts["optimizer"] + parts["once"]) * LAYER_SPREAD) ** 2
-    variances += (parts["traffic"] * TRAFFIC_SPREAD) ** 2
+    variances += (parts["traffic"] * TRAFFIC_SPREAD) ** 2 + (median_ns * STEP_SPREAD) ** 2
     return StepPrediction(
         attention, figures, workload.layers, layer.parallel, parts, Lognormal(median_ns, variances**0.5 / median_ns)
     )
@@ -138,21 +144,35 @@ class _Traffic:
         # An all-reduce is a reduce-scatter and an all-gather.
         default = ["reduce_scatter", "all_gather"] if phase == "backward" else []
         chosen = operations.get((self._parallel, phase), default)
-        layer_copies_ns, rest_copies_ns = (
-            2 * len(chosen) * size_bytes / self._memory_gb_s if self._parallel == "fsdp2" else 0.0
-            for size_bytes in (self._layer_bytes, self._rest_bytes)
-        )
+        # FSDP2 keeps the parameters of the outermost module between the passes.
+        of_rest = ["reduce_scatter"] if (self._parallel, phase) == ("fsdp2", "backward") else chosen
+        layer_copies_ns = self._copies_ns(chosen, self._layer_bytes)
+        rest_copies_ns = self._copies_ns(of_rest, self._rest_bytes)
         if self._cluster.size == 1 or not chosen:
             return layer_copies_ns, rest_copies_ns
         layer_ns += layer_copies_ns
         per_layer = [self._collective(operation, self._layer_bytes) for operation in chosen]
-        rest_ns = sum(self._collective(operation, self._rest_bytes)[0] for operation in chosen)
+        rest_ns = sum(self._collective(operation, self._rest_bytes)[0] for operation in of_rest)
         traffic_ns = sum(ns for ns, _ in per_layer)
         slowed_ns = sum(min(ns, layer_ns) * share for ns, share in per_layer) + layer_copies_ns
         # Forward, the first gather has nothing to overlap with; backward, the last reduction.
         edge_ns = per_layer[-1][0]
         longer_ns = layers * max(0.0, traffic_ns - layer_ns - slowed_ns + layer_copies_ns)
         return slowed_ns, longer_ns + edge_ns + rest_ns + rest_copies_ns
+
+    def _copies_ns(self, operations: Sequence[str], whole_bytes: int) -> float:
+        """Return the nanoseconds of the copies around collectives of ``whole_bytes``, each read and written once.
+
+        FSDP2 copies its shard into the buffer of a gather and the result out of it, and gradients into the buffer of a
+        reduction; on one GPU also out of it, and a gather is one copy (`torch.distributed.fsdp._fully_shard`). DDP
+        copies gradients into its buckets and back (``gradient_as_bucket_view=False``).
+        """
+        size = self._cluster.size
+        if self._parallel == "fsdp2":
+            copies = {"all_gather": 1 + (1 / size if size > 1 else 0), "reduce_scatter": 1 if size > 1 else 2}
+        else:
+            copies = {"all_gather": 1, "reduce_scatter": 1}
+        return sum(2 * copies[operation] * whole_bytes / self._memory_gb_s for operation in operations)
 
     def _collective(self, operation: str, whole_bytes: int) -> tuple[float, float]:
         """Return a collective's nanoseconds, and the share of a kernel's rate that it takes."""

@@ -21,7 +21,7 @@ from ringprof.common.process_pool import cpu_count
 from ringprof.errors import UnsupportedWorkloadError
 from ringprof.record.dryrun.fakes import KNOWN_KERNELS
 from ringprof.record.dryrun.memory import peak_bytes
-from ringprof.record.recurrence import RecurrenceShard, alone
+from ringprof.record.recurrence import RecurrenceShard, single_rank_strategy
 from ringprof.record.request import RecordRequest
 from ringprof.record.resolve import kernel_class, load_strategy, torch_dtype, why_unsupported
 from ringprof.run import Workload
@@ -241,8 +241,7 @@ def describe(request: RecordRequest, estimate: RecordingEstimate) -> list[str]:
     if estimate.kernel == "flex" and request.device == "cuda":
         lines.append("flex is compiled first, forward and backward: some 15 s before the first check")
     if estimate.kernel == "fla":
-        text = "fla's kernels are compiled and tuned on their first use, which takes minutes; Triton keeps the result"
-        lines.append(text)
+        lines.append("fla's kernels are compiled and tuned on first use, which takes minutes; Triton keeps the result")
     if request.cp_sizes:
         sizes = ", ".join(map(str, request.cp_sizes))
         lines.append(f"steps of an iteration: {sizes} ranks per sequence, with equal tokens per rank")
@@ -443,7 +442,7 @@ def _time_recurrence(_: None, workload: Workload) -> tuple[float, int]:
     short = msgspec.structs.replace(
         workload, batch=1, seq=min(SAMPLE_TOKENS, workload.seq), documents=None, heads=1, kv_heads=1, conv_width=None
     )
-    shard = RecurrenceShard.create(alone("reference"), short, torch.device("cpu"))
+    shard = RecurrenceShard.create(single_rank_strategy("reference"), short, torch.device("cpu"))
     best, end, calls = float("inf"), time.perf_counter() + SAMPLE_S, 0
     while calls < 3 or time.perf_counter() < end:
         calls, start = calls + 1, time.perf_counter()

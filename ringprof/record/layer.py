@@ -248,13 +248,13 @@ class LayersShard(WorkloadShard):
 
     @property
     def strategies(self) -> list[Any]:
-        """Strategy of the attention, and the communication of the recurrences, whose blocks are none of attention."""
+        """Strategies whose work is counted: that of attention, and the communication alone of the recurrences'."""
         return [self.strategy, *([] if self.recurrent is None else [_Communication(self.recurrent.comm)])]
 
 
 @dataclass(frozen=True)
 class _Communication:
-    """Counters of a strategy without those of its kernels."""
+    """Communication of a strategy without its kernels, for `ringprof.record.measure.counted_work`."""
 
     comm: Communicator
 

@@ -28,7 +28,7 @@ from ringprof.record.resolve import layout_options, load_any_strategy, strategy_
 from ringprof.record.run_folder import publish, reduced_name, trace_name
 from ringprof.record.telemetry import device_links
 from ringprof.record.verify import verify
-from ringprof.record.verify_layers import joined, recurrences_of, verify_timed_layers
+from ringprof.record.verify_layers import join_verifications, recurrences_of, verify_timed_layers
 from ringprof.record.verify_recurrence import verify_recurrence, verify_timed_recurrence
 from ringprof.record.verify_timed import verify_timed
 from ringprof.run import (
@@ -248,7 +248,9 @@ class RankRecording:
         else:
             verification = verify(self.strategy, request.workload, device)
             for part in recurrences_of(request.workload):
-                verification = joined(verification, verify_recurrence(self.recurrent, part, device), part.operator)
+                verification = join_verifications(
+                    verification, verify_recurrence(self.recurrent, part, device), part.operator
+                )
         self.reporter.advance()
         if device.type == "cuda":
             # The reference's tensors must not stay in the allocator while the strategy is timed.

@@ -187,8 +187,8 @@ class RecurrenceShard(WorkloadShard):
         return RecurrenceResults(out, gradients={f"d{name}": x for name, x in zip(self.inputs, gradients, strict=True)})
 
 
-def alone(kernel: str) -> RecurrentStrategy:
-    """Return a strategy of this rank alone, which computes whole sequences and sends nothing."""
+def single_rank_strategy(kernel: str) -> RecurrentStrategy:
+    """Return a strategy over this rank alone: it computes whole sequences with ``kernel`` and sends nothing."""
     return StateRing(Communicator(dry_run=(0, Hosts({0: 0}))), kernel)
 
 

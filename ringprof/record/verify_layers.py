@@ -16,8 +16,8 @@ def recurrences_of(workload: Workload) -> list[Workload]:
     return [part for operator in operators if (part := workload.part(operator)) and part.recurrent]
 
 
-def joined(attention: Verification, recurrence: Verification, operator: Operator) -> Verification:
-    """Return the verification of both; the errors of the recurrence's tensors have its operator before their names."""
+def join_verifications(attention: Verification, recurrence: Verification, operator: Operator) -> Verification:
+    """Add a recurrence's errors to those of attention, with the operator before their names: ``gdn dq``."""
     errors = attention.errors | _named(recurrence.errors, operator)
     return msgspec.structs.replace(attention, seq=min(attention.seq, recurrence.seq), errors=errors)
 

@@ -43,10 +43,10 @@ from ringprof.record.recurrence import (
     SHARED,
     RecurrenceResults,
     RecurrenceShard,
-    alone,
     call_operator,
     draw_inputs,
     select_group,
+    single_rank_strategy,
 )
 from ringprof.record.resolve import torch_dtype
 from ringprof.record.verify import raise_if_wrong, size_in_words, summed_over_ranks
@@ -78,7 +78,7 @@ def verify_recurrence(strategy: Any, workload: Workload, device: torch.device) -
 
 
 class _ShortCheck:
-    """Comparison of a short sequence with the recurrence token by token."""
+    """Comparison of a short sequence with the recurrence in float64: token by token on CPU, in chunks on a GPU."""
 
     def __init__(self, strategy: Any, workload: Workload, device: torch.device) -> None:
         self._strategy, self._workload, self._device = strategy, workload, device
@@ -97,7 +97,7 @@ class _ShortCheck:
         # Token by token, a GPU would wait for the launches of some 100,000 kernels.
         exact = ChunkedRecurrence() if device.type == "cuda" else DenseRecurrence()
         self._exact = self._share(self._whole(exact, torch.float64))
-        kernel = alone(strategy.kernel_name)
+        kernel = single_rank_strategy(strategy.kernel_name)
         self._kernel = self._share(self._whole(kernel, None))
 
     def compare(self) -> tuple[dict[str, TensorCheck], dict[str, bool]]:
@@ -129,7 +129,7 @@ class _ShortCheck:
                 for name in names
             )
             if all(row[0] for row in gather_numbers([float(matches)], ranks)):
-                return f"; the result is what it is if {sentence}"
+                return f"; the result equals that of a known mistake: {sentence}"
         return ""
 
     def _kernel_rms(self, name: str) -> float:
@@ -238,7 +238,7 @@ def verify_timed_recurrence(
     iterations = shard.strategy.comm.size * one_group.heads * one_group.batch / (workload.heads * workload.batch)
     # A Triton kernel would be compiled for the one head: minutes. Its error is that of the check before timing.
     if iterations <= _MOST_ITERATIONS and shard.kernel().name == "reference":
-        kernel_alone = _group_results(alone("reference"), one_group, gathered, None)
+        kernel_alone = _group_results(single_rank_strategy("reference"), one_group, gathered, None)
     rows, unit = {}, torch.finfo(torch_dtype(workload)).eps / 2
     for name, x in exact.items():
         kernel_rms = before.errors[name].kernel_rms

@@ -80,7 +80,7 @@ class RecordingRecurrence:
     def replay(self) -> None:
         """Compute the recorded passes again, as if this rank's tokens were a whole sequence: without states.
 
-        This is what the kernel alone takes for the tokens, with nothing to send and nothing to correct.
+        Measures the kernel alone: nothing is sent, and no state of another rank is added.
         """
         with torch.no_grad():
             saved_of_call = []

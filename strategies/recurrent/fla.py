@@ -100,7 +100,7 @@ class FlaDeltaRule(PieceKernel):
 
     @staticmethod
     def _pass_back(x: Inputs, pieces: Pieces, local: Any, **states: Tensor | None) -> Any:
-        """Return the gradients of all chunks' states, of the first ones where ``h0`` has their shape, and of u."""
+        """Return gradients: of the states after all chunks, of those before the pieces if ``h0`` is given, and of u."""
         q, k, _, total, _, _, w, _, _, dout, dwritten = local
         q, k, w, total, dout, dwritten = map(pieces.split, (q, k, w, total, dout, dwritten))
         return chunk_gated_delta_rule_bwd_dhu(

@@ -103,7 +103,7 @@ def shard_of(documents: tuple[int, ...], rank: int, size: int, *, initial: bool,
 def reach_of(documents: tuple[int, ...], size: int) -> int:
     """Return the largest number of rank borders that lie inside one document; 0 where none does.
 
-    No rank depends on more ranks before it.
+    A rank depends on at most that many ranks before it.
     """
     share = documents[-1] // size
     return max((end - 1) // share - first // share for first, end in pairwise(documents) if first < end)

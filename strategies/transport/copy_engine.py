@@ -363,7 +363,7 @@ def _current_stream(device: int) -> int:
 
 
 def _event() -> Any:
-    """Return an event, made at once: torch makes one when it is first recorded."""
+    """Return an event that CUDA has created: torch creates one only when it is first recorded."""
     event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event

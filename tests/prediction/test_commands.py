@@ -352,3 +352,46 @@ def test_ulysses_degrees_go_up_to_the_query_heads() -> None:
     workload = Workload(seq=65536, heads=8, kv_heads=2, head_dim=128)
     queries = candidates(workload, Cluster(gpus_per_host=16), read_calibration("h200"), "cudnn")
     assert {query.params["ulysses_degree"] for query in queries if query.strategy == "usp"} == {2, 4, 8}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "helps"),
+    [
+        (("--strategy", "zigzag", "--kv-heads", "16"), True),
+        (("--strategy", "ulysses"), False),  # an all-to-all has no hops
+        (("--strategy", "state-scan", "--operator", "gdn"), False),  # recurrences send by NCCL alone
+    ],
+)
+def test_copy_engines_are_advised_only_where_they_apply(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], helps: bool
+) -> None:
+    cluster = ("--seq", "16k", "--heads", "16", "--gpus-per-node", "4", "--machine", "h200", "--hops", "nccl")
+    code, out, _ = run(capsys, "predict", *arguments, *cluster)
+    waits = [line for line in out.splitlines() if "wire in node" in line]
+    assert code == 0 and waits and ("--hops copy" in out) is helps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "heat"),
+    [
+        (("--strategy", "zigzag", "--kernel", "cudnn"), 0.16),
+        (("--strategy", "zigzag", "--kernel", "flash-attn"), 0.04),  # the file has a figure of this kernel's own
+        (("--strategy", "state-ring", "--operator", "mamba2"), None),
+    ],
+)
+def test_the_figures_of_a_prediction_are_those_it_used(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], heat: float | None
+) -> None:
+    """The bundled `h200` states heat of 0.16, of flash-attn 0.04; curves of recurrences know none."""
+    code, out, _ = run(
+        capsys, "predict", *arguments, "--seq", "64k", "--heads", "16", "--gpus-per-node", "2", "--machine", "h200",
+        "--format", "json",
+    )  # fmt: skip
+    values = {row["name"]: row["value"] for row in json.loads(out)["inputs"]}
+    assert code == 0 and values.get("heat") == heat
+
+
+def test_the_sentences_of_advice_are_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "advise", "--seq", "128k", "--heads", "32", "--kv-heads", "8", "--machine", "h200")
+    assert code == 0 and "…" not in out
+    assert re.search(r"would put it first, with a probability of \d+ %\n", re.sub(r"\n +", " ", out) + "\n")

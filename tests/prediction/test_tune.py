@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ from ringprof.run import Workload
 Times = Callable[[str, int], float]
 """Milliseconds of an iteration, by strategy and number of its recording from 0."""
 STRATEGIES = ("zigzag", "ulysses", "allgather")
+DATA = Path(__file__).parents[1] / "data"
 
 
 class Machine:
@@ -157,18 +159,33 @@ def test_a_failed_choice_is_named(machine: Callable[[Times], Machine]) -> None:
     assert "failed: dq differs" in tuning_text(tuning, TextStyle())
 
 
-def test_settle_scores_the_predictions_of_a_tuning(capsys: pytest.CaptureFixture[str]) -> None:
-    """Three choices recorded on 2 H200: each prediction against the median of its own iterations."""
-    path = Path(__file__).parents[1] / "data" / "h200x2-tune-131072.json"
+@pytest.mark.parametrize(("name", "count"), [("h200x2-tune-131072", 3), ("h200x2-tune-131072-decided", 2)])
+def test_settle_scores_the_predictions_of_a_tuning(name: str, count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Choices recorded on 2 H200: each prediction against the median of its own recordings."""
+    path = DATA / f"{name}.json"
     trials = json.loads(path.read_text())["trials"]
     assert run(["settle", str(path), str(path), "--format", "json"]) == 0
     scores = json.loads(capsys.readouterr().out)["scores"]
     expected = {
-        trial["label"]: trial["forecast"]["iteration_ms"]["p50"] / median(trial["iterations_ms"][0]) - 1
+        trial["label"]: trial["forecast"]["iteration_ms"]["p50"] / median(map(median, trial["iterations_ms"])) - 1
         for trial in trials
     }
     assert {score["forecast"]: score["error"] for score in scores} == pytest.approx(expected, abs=1e-4)
-    assert len(expected) == 3 and all(score["inside"] for score in scores)
+    assert len(expected) == count and all(score["inside"] for score in scores)
+
+
+def test_a_choice_recorded_on_gpus_is_dropped_by_the_t_test_of_its_rounds() -> None:
+    """Ulysses on 2 H200 in three rounds: log ratios of the recordings' medians, by Student's t of two degrees."""
+    tuning = json.loads((DATA / "h200x2-tune-131072-decided.json").read_text())
+    zigzag, ulysses = tuning["trials"]
+    logs = [
+        math.log(median(slower) / median(faster))
+        for faster, slower in zip(zigzag["iterations_ms"], ulysses["iterations_ms"], strict=True)
+    ]
+    margin = 4.3027 * stdev(logs) / len(logs) ** 0.5
+    low, high = (math.exp(mean(logs) + sign * margin) for sign in (-1, 1))
+    assert ulysses["over_the_fastest"] == pytest.approx([low, high], abs=1e-4) and low > 1.007
+    assert (ulysses["dropped_after"], tuning["decided"], tuning["stopped_by"]) == (3, True, "decided")
 
 
 @pytest.mark.processes

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import msgspec
@@ -22,6 +25,7 @@ from benchmarks import prediction
 from ringprof import cli
 from ringprof.errors import InputError, UnsupportedWorkloadError, UsageError
 from ringprof.prediction import measure_model as measuring
+from ringprof.prediction import whole_steps
 from ringprof.prediction.calibration import Calibration, calibration_json, read_calibration
 from ringprof.prediction.measure_model import measure_model
 from ringprof.prediction.model_layers import ModelFigures, ModelStep, Phase
@@ -205,17 +209,18 @@ def predicted(size: int, machine: Calibration, parallel: str = "fsdp2") -> tuple
     return predict_step(whole, machine, schedule_of), attention_ns
 
 
-def copies_ns(size: int) -> float:
-    """Return the time of FSDP2's copies: two gathers and a reduction, each read and written."""
-    return 6 * size / H200.memory_gb_s.value
+def copies_ns(parameter_bytes: int, copies: float) -> float:
+    """Return the time of so many copies, each read and written."""
+    return 2 * copies * parameter_bytes / H200.memory_gb_s.value
 
 
 def test_a_step_on_one_gpu_is_the_sum_of_its_layers() -> None:
+    """FSDP2 copies a layer's parameters twice and its gradients in and out; it keeps the other parameters."""
     step, attention_ns = predicted(1, machine())
-    layers_ns, once_ms = LAYERS * (17e6 + copies_ns(LAYER_BYTES)), 3 + 7
+    layers_ns, once_ms = LAYERS * (17e6 + copies_ns(LAYER_BYTES, 4)), 3 + 7
     assert step.parts_ns == pytest.approx(
         {"attention": LAYERS * attention_ns, "layers": layers_ns, "optimizer": (LAYERS * 2 + 1) * 1e6,
-         "once": once_ms * 1e6, "traffic": copies_ns(REST_BYTES)}
+         "once": once_ms * 1e6, "traffic": copies_ns(REST_BYTES, 3)}
     )  # fmt: skip
     low, middle, high = step.interval_ns
     assert low < middle < high and middle == pytest.approx(sum(step.parts_ns.values()))
@@ -243,10 +248,14 @@ def test_traffic_is_that_of_ring_collectives(parallel: str) -> None:
     gather, reduce = ns("all_gather", LAYER_BYTES), ns("reduce_scatter", LAYER_BYTES)
     taken = H200.contention.value * H200.nccl.collective_channels / H200.multiprocessors
     if parallel == "fsdp2":
-        exposed = gather + ns("all_gather", REST_BYTES) + reduce + rest + copies_ns(REST_BYTES)
-        slowed, optimizer_ms = LAYERS * (taken * (2 * gather + reduce) + copies_ns(LAYER_BYTES)), (LAYERS * 2 + 1) / 2
+        # Two gathers of a layer with a shard's and a whole copy each; one of the rest, which stays for both passes.
+        exposed = gather + reduce + rest + copies_ns(REST_BYTES, 1.5 + 1)
+        slowed = LAYERS * (taken * (2 * gather + reduce) + copies_ns(LAYER_BYTES, 2 * 1.5 + 1))
+        optimizer_ms = (LAYERS * 2 + 1) / 2
     else:
-        exposed, slowed, optimizer_ms = gather + rest, LAYERS * taken * (gather + reduce), LAYERS * 2 + 1
+        # Gradients are copied into the buckets and back.
+        exposed, optimizer_ms = gather + rest + copies_ns(REST_BYTES, 2), LAYERS * 2 + 1
+        slowed = LAYERS * (taken * (gather + reduce) + copies_ns(LAYER_BYTES, 2))
     assert step.parts_ns["traffic"] == pytest.approx(exposed)
     assert step.parts_ns["layers"] == pytest.approx(LAYERS * 17e6 + slowed)
     assert step.parts_ns["optimizer"] == pytest.approx(optimizer_ms * 1e6)
@@ -258,13 +267,41 @@ def test_traffic_that_is_longer_than_a_layer_is_exposed() -> None:
     gather_ns = huge / 2 / H200.same_host.collective_gb_s["all_gather"].value
     reduce_ns = huge / 2 / H200.same_host.collective_gb_s["reduce_scatter"].value
     assert sum(step.parts_ns.values()) == pytest.approx(LAYERS * (2 * gather_ns + reduce_ns), rel=0.4)
-    assert step.parts_ns["traffic"] > LAYERS * (2 * gather_ns + reduce_ns - copies_ns(huge) - 17e6 - 1.3 * attention_ns)
+    assert step.parts_ns["traffic"] > LAYERS * (
+        2 * gather_ns + reduce_ns - copies_ns(huge, 4) - 17e6 - 1.3 * attention_ns
+    )
 
 
 def test_measured_steps_of_four_layers_are_predicted() -> None:
-    """Steps of benchmarks/step_prediction.py on one and two H200, in other processes than the layers."""
+    """Steps of benchmarks/step_prediction.py on one and two H200, in other processes than the layers.
+
+    All come out too fast; the spread of a whole step is such that they lie inside.
+    """
     scores = list(prediction.steps())
-    assert len(scores) == 4 and all(-0.04 < score.error < 0 and score.inside for score in scores)
+    assert len(scores) == 6 and all(-0.055 < score.error < -0.015 and score.inside for score in scores)
+
+
+def test_the_spread_of_a_step_holds_five_of_six_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The spread is the most that a step needs beyond that of its parts; so are five by others, four by other hosts."""
+    spread = whole_steps.STEP_SPREAD
+    monkeypatch.setattr(whole_steps, "STEP_SPREAD", 0.0)
+    needed, normal_80 = [], NormalDist().inv_cdf(0.9)
+    for score in prediction.steps():
+        assert score.low and score.high
+        of_parts = math.log(score.high / score.low) / (2 * normal_80)
+        needed.append(max(0.0, (math.log(score.predicted / score.measured) / normal_80) ** 2 - of_parts**2) ** 0.5)
+    with open(prediction.DATA / "h200_steps.csv", encoding="utf-8", newline="") as file:
+        hosts = [row["host"] for row in csv.DictReader(file)]
+
+    def inside(groups: Sequence[object]) -> int:
+        """Count the steps that need no more than the most that those of other groups need."""
+        return sum(
+            need <= max(other for other, there in zip(needed, groups, strict=True) if there != group)
+            for need, group in zip(needed, groups, strict=True)
+        )
+
+    assert inside(range(6)) == 5 and inside(hosts) == 4
+    assert max(needed) <= spread == pytest.approx(max(needed), abs=1e-3)
 
 
 @pytest.mark.parametrize(

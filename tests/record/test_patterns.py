@@ -301,12 +301,14 @@ def wrong_timed(rank: int) -> str:
 
 def verified_before(strategy: Any, recurrent: Any, workload: Workload) -> Any:
     from ringprof.record.verify import verify
-    from ringprof.record.verify_layers import joined
+    from ringprof.record.verify_layers import join_verifications
     from ringprof.record.verify_recurrence import verify_recurrence
 
     (part,) = recurrences_of(workload)
     device = torch.device("cpu")
-    verification = joined(verify(strategy, workload, device), verify_recurrence(recurrent, part, device), "gdn")
+    verification = join_verifications(
+        verify(strategy, workload, device), verify_recurrence(recurrent, part, device), "gdn"
+    )
     return msgspec.structs.replace(verification, timed=timed_of(verification))
 
 

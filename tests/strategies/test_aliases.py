@@ -12,6 +12,7 @@ from ringprof.cli import run
 from ringprof.cli.values import INFERENCE, STRATEGIES, Known, StrategyName
 from ringprof.errors import UnknownStrategyError, UsageError
 from ringprof.prediction.advise import advise
+from ringprof.run import Workload
 from ringprof.strategies import Unsupported, create, find, names
 from ringprof.strategies.registry import parse_parameter
 from tests.record.fake_launcher import FakeLauncher
@@ -40,7 +41,7 @@ def test_advise_takes_the_aliases(monkeypatch):
     monkeypatch.setattr("ringprof.prediction.advise.candidates", lambda *_: iter(queries))
     nothing: Any = None
     with pytest.raises(UnknownStrategyError, match="no strategy 'megatron'"):
-        advise(nothing, nothing, nothing, nothing, strategies=["p2p"])
+        advise(Workload(seq=4096, heads=8, kv_heads=8, head_dim=64), nothing, nothing, nothing, strategies=["p2p"])
 
 
 def test_striped_is_the_stripe_layout():

@@ -41,9 +41,9 @@ class RecurrencePart(NamedTuple):
     communication_ns: int
     """Time in which communication of the part runs; on CPU, time blocked in waiting for it."""
     exposed_ns: int
-    """Part of ``communication_ns`` with no computation of any part beside it."""
+    """Part of ``communication_ns`` during which the device computes nothing at all; on CPU all of it."""
     transfers: int
-    """Number of kernels of communication; on CPU, of waits."""
+    """Number of communication kernels; on CPU, number of waits."""
     sent_bytes: int | None
     """Bytes sent; None where they are not known."""
     wait_ns: int | None
@@ -113,7 +113,10 @@ def cpu_recurrence(trace: Trace, window: Window) -> tuple[RecurrencePart, ...]:
 
 
 def _ranges(trace: Trace) -> dict[tuple[str, str], tuple[Int64, Int64, Int64]]:
-    """Return start, end and thread of the ranges of each (pass, part), in their order; empty without a local scan."""
+    """Return starts and ends (ns) and threads of the ranges of each (pass, part), in the order of `RecurrencePart`.
+
+    Empty without a local scan.
+    """
     annotations = trace.annotations
     keys: dict[tuple[str, str], list[int]] = {}
     for index, name in enumerate(trace.names):

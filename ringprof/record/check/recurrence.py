@@ -25,8 +25,8 @@ Documents = Sequence[int] | None
 class DenseRecurrence:
     """Operators of a `RecurrentStrategy` over a whole sequence on one device, in float64.
 
-    Inputs, options and results are those of the strategy's methods. The convolution sees ``world`` ranks only in
-    mistakes.
+    Inputs, options and results are those of the strategy's methods. ``world`` is the number of ranks, which subclasses
+    with a mistake read; the recurrence itself is the same for any number.
     """
 
     def __init__(self, world: int = 1) -> None:
@@ -81,7 +81,10 @@ class DenseRecurrence:
         self, scan: Callable[[int, int, Tensor | None], tuple[Tensor, Tensor]], bounds: list[int],
         initial: Tensor | None, tokens: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return the output of all tokens and the last state; ``scan`` computes tokens from a state, None for zeros."""
+        """Return the output of all tokens and the last state; mistakes compute them rank by rank.
+
+        ``scan(first, end, state)`` returns output and last state of tokens from a state; None stands for zeros.
+        """
         return scan(0, tokens, initial)
 
     # --- token by token -----------------------------------------------------------------------
@@ -233,7 +236,7 @@ class _Mistake(DenseRecurrence):
     """A recurrence over ranks with a mistake in what a rank gets from the one before it."""
 
     says: str = ""
-    """Sentence about the mistake, after "the result is what it is if"."""
+    """Clause that describes the mistake, for the message of a wrong result."""
 
     def over_ranks(
         self, scan: Any, bounds: list[int], initial: Tensor | None, tokens: int

@@ -20,7 +20,7 @@ from ringprof.errors import UnsupportedWorkloadError
 from ringprof.record.baselines import baseline_bodies
 from ringprof.record.dryrun.dispatch import Recorder
 from ringprof.record.dryrun.fakes import DryRunNetwork, dry_run_communicator
-from ringprof.record.dryrun.recurrences import recording_recurrent_strategy
+from ringprof.record.dryrun.recurrences import dry_run_recurrent_strategy
 from ringprof.record.dryrun.run import META, dry_run_iterations, recording, recording_strategy, refuse_on_failure
 from ringprof.record.dynamic_cp import DynamicCpShard
 from ringprof.record.measure import WorkloadShard
@@ -183,7 +183,7 @@ class _RankDryRun:
             recurrent = None
             if workload.layer.recurrent_strategy:
                 kind = load_recurrent_strategy(workload.layer.recurrent_strategy, "recurrences")
-                recurrent = recording_recurrent_strategy(kind, self._recorder, self._communicator(world))
+                recurrent = dry_run_recurrent_strategy(kind, self._recorder, self._communicator(world))
             shard = LayersShard.create(self.of(world), workload, META, recurrent=recurrent)
             return _with_fused_norms(shard)
         return WorkloadShard.create(self.of(world), workload, META)

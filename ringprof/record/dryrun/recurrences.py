@@ -27,7 +27,7 @@ _SCRATCH = {"gated_delta_rule": 3, "simple_gla": 3, "gla": 11}
 peak on an H200 at 65,536 tokens, 16 heads of 128; of the delta rule as of ``simple_gla``."""
 
 
-class RecordingRecurrence:
+class DryRunRecurrence:
     """`RecurrenceKernel` that records its parts and returns tensors without values.
 
     It holds what flash-linear-attention's kernels hold: the states of all chunks, and of the delta rule its w and u.
@@ -107,12 +107,12 @@ def _transition(x: Inputs) -> Tensor:
     return torch.empty(x.transition_shape, dtype=wide_type(x.q), device=x.q.device)
 
 
-def recording_recurrent_strategy(
+def dry_run_recurrent_strategy(
     strategy_class: type[RecurrentStrategy], recorder: Recorder, comm: Communicator
 ) -> RecurrentStrategy:
-    """Return a strategy for recurrences without devices, whose kernel is a `RecordingRecurrence`."""
+    """Return a strategy for recurrences without devices, whose kernel is a `DryRunRecurrence`."""
     strategy: Any = strategy_class(comm)
-    strategy.kernel_for = lambda x: RecordingRecurrence(recorder)
+    strategy.kernel_for = lambda x: DryRunRecurrence(recorder)
     return strategy  # type: ignore[no-any-return]
 
 
@@ -127,7 +127,7 @@ def dry_run_recurrence(
     recorder = Recorder()
     with recording(recorder):
         comm = dry_run_communicator(DryRunNetwork(recorder).connect, *rank_position, hops)
-        strategy = recording_recurrent_strategy(strategy_class, recorder, comm)
+        strategy = dry_run_recurrent_strategy(strategy_class, recorder, comm)
         shard = RecurrenceShard.create(strategy, workload, META)
         recorder.start()
         reset_counts([strategy])

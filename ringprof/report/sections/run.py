@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -30,6 +31,8 @@ from ringprof.report.text import (
 from ringprof.run import Run, Verification, Workload
 
 _PARTIAL_NOTE = "a part of the run was chosen: rates, controls and memory of whole iterations are left out"
+_LARGE_OVERHEAD = 0.25
+"""Least slow-down by the profiler, as a share, for which the time of a GPU run's computation is stated."""
 _MIN_KIND_SHARE = 0.01
 """Least share of computation for which a kind is named."""
 _JSON_FIELDS = ("name", "created", "workload", "workload_ranks", "topology", "strategy", "kernel", "verification",
@@ -57,6 +60,7 @@ def terminal(findings: Findings, style: TextStyle, listing: Listing) -> list[str
                     *_attention_share_lines(findings),
                     *partial_note,
                     *_cost_lines(run, rates),
+                    *_slowed_host_lines(findings),
                 ]
             )
         )
@@ -204,6 +208,25 @@ def _cost_lines(run: Run, rates: Rates) -> list[str]:
     return ["; ".join(parts)] if parts else []
 
 
+def _slowed_host_lines(findings: Findings) -> list[str]:
+    """State the time of computation, where a GPU run is much slower with the profiler than without it."""
+    attribution, rates = findings.attribution, findings.summary.rates
+    overhead, timed_ns = rates.profiler_overhead, rates.slowest_median_ns
+    recorded = attribution.run is not None and attribution.run.predicted is None and not attribution.on_cpu
+    complete = recorded and len(attribution.ranks) == attribution.world_size
+    if overhead is None or timed_ns is None or overhead < _LARGE_OVERHEAD or not complete:
+        return []
+    iterations = findings.summary.times_divisor
+    compute_ns = fmean(rank.breakdown.compute_ns for rank in attribution.ranks) / iterations
+    wall_ns = fmean(rank.breakdown.wall_ns for rank in attribution.ranks) / iterations
+    if not compute_ns < timed_ns:
+        return []
+    return [
+        f"computation takes {duration(compute_ns)} of {duration(wall_ns)} with the profiler (mean of ranks), and about"
+        f" as much of the {duration(timed_ns)} without it"
+    ]
+
+
 def communication(findings: Findings, style: TextStyle, listing: Listing) -> list[str]:
     """Describe waiting and wire time of each kind of communication; empty on CPU, where they are not known."""
     attribution, rows = findings.attribution, findings.summary.communication
@@ -330,6 +353,7 @@ def speed_html(findings: Findings, page: PageContext) -> Content | None:
             *_balance_lines(run),
             *_attention_share_lines(findings),
             *_cost_lines(run, rates),
+            *_slowed_host_lines(findings),
         ]
     lines += [line for block in blocks for line in block.split("\n")]
     tables = _baseline_tables(findings)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import gzip
 import json
 import random
+from statistics import fmean, median
 from typing import Any
 
 import pytest
 
 from ringprof.analysis.kinds.kinds import KIND
+from ringprof.report.terminal import render
+from ringprof.report.text import TextStyle
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import MAIN, Builder
 from tests.loaded import analysis
-from tests.paths import DATA
+from tests.paths import DATA, TRACES
 
-FOLDER = DATA / "cpu2-state-scan"
+FOLDER, ON_GPUS = DATA / "cpu2-state-scan", DATA / "h200x2-state-scan"
 SCAN, ADD = "chunk_gated_delta_rule_fwd_kernel_h_blockdim64", "elementwise_kernel"
 PARTS = {
     "ringprof::fwd/step=0/local": ("fwd", "local"), "ringprof::fwd/step=0/state": ("fwd", "state"),
@@ -111,3 +114,56 @@ def test_blocked_time_of_a_recorded_run_is_that_of_its_waits() -> None:
         assert sum(measured.values()) == pytest.approx(rank.breakdown.exposed_comm_ns / 1e3, abs=0.01)
     assert {row.part for row in ranks[0].recurrence} == {"local", "state", "output", "halo"}
     assert KIND["recurrence"].group == "compute"
+
+
+def test_parts_of_a_run_on_gpus_add_up_to_its_kernels() -> None:
+    for rank in analysis(ON_GPUS).findings.attribution.ranks:
+        events = json.loads(gzip.decompress((ON_GPUS / f"rank{rank.rank}.json.gz").read_bytes()))["traceEvents"]
+        ranges = [event for event in events if event.get("cat") == "user_annotation" and event["name"] in PARTS]
+        (iteration,) = [event for event in events if event.get("name") == "ringprof::iteration"]
+        calls = [event for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")]
+        launches = {event["args"]["correlation"]: event for event in calls}
+        expected: dict[tuple[str, str], list[float]] = {PARTS[event["name"]]: [0.0, 0.0] for event in ranges}
+        for kernel in events:
+            launch = launches.get(kernel["args"]["correlation"]) if kernel.get("cat") == "kernel" else None
+            # A barrier comes before the iteration.
+            if launch is None or launch["ts"] < iteration["ts"]:
+                continue
+            (owner,) = [
+                PARTS[event["name"]] for event in ranges
+                if event["tid"] == launch["tid"] and event["ts"] <= launch["ts"] < event["ts"] + event["dur"]
+            ]  # fmt: skip
+            # Kernels of one kind run one after another: their times add up.
+            expected[owner][kernel["name"].startswith("nccl")] += kernel["dur"]
+        measured = {
+            (row.phase, row.part): [row.compute_ns / 1e3, row.communication_ns / 1e3] for row in rank.recurrence
+        }  # fmt: skip
+        assert measured.keys() == expected.keys()
+        for part, times in expected.items():
+            assert measured[part] == pytest.approx(times, abs=0.01), part
+        assert sum(row.compute_ns for row in rank.recurrence) == rank.breakdown.compute_ns
+        assert sum(row.exposed_ns for row in rank.recurrence) == rank.breakdown.exposed_comm_ns
+        assert [row.sent_bytes for row in rank.recurrence if row.transfers] == [16 * 128 * 128 * 4] * 2
+
+
+def test_a_run_that_the_profiler_slows_says_how_long_it_computes() -> None:
+    run = json.loads((ON_GPUS / "run.json").read_bytes())
+    timed = median(map(max, *run["timings"]["iterations_ns"])) / 1e6
+    computing, walls = [], []
+    for rank in (0, 1):
+        events = json.loads(gzip.decompress((ON_GPUS / f"rank{rank}.json.gz").read_bytes()))["traceEvents"]
+        (started,) = [event["ts"] for event in events if event.get("name") == "ringprof::iteration"]
+        kernels = [event for event in events if "stream" in event.get("args", {}) and event["ts"] > started]
+        kernels = [event for event in kernels if event.get("cat") in ("kernel", "gpu_memcpy")]
+        first, last = min(event["ts"] for event in kernels), max(event["ts"] + event["dur"] for event in kernels)
+        walls.append((last - first) / 1e3)
+        computing.append(
+            sum(event["dur"] / 1e3 for event in kernels if not event["name"].startswith(("nccl", "Memcpy")))
+        )
+    compute, wall = fmean(computing), fmean(walls)
+    text = " ".join(render(analysis(ON_GPUS).findings, TextStyle(width=200)).split())
+    assert (
+        f"computation takes {compute:.2f} ms of {wall:.2f} ms with the profiler (mean of ranks), and about as much of"
+        f" the {timed:.2f} ms without it"
+    ) in text
+    assert "computation takes" not in render(analysis(TRACES / "h200x2-zigzag-65536").findings, TextStyle(width=200))

@@ -15,11 +15,15 @@ from ringprof.strategies.recurrent.kernels import choose_kernel
 from ringprof.strategies.recurrent.reference import ReferenceRecurrence
 from tests.strategies.recurrent.test_pieces import phases
 
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # fla imports parts of torch that warn of each other.
+    pytest.mark.filterwarnings("default"),
+]
 SIZE = 128
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("operator", ["gated_delta_rule", "simple_gla", "gla"])
 def test_phases_of_fla_equal_the_reference(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fla")
