@@ -87,3 +87,8 @@ def test_invalid_masks_are_refused():
 def test_one_document_is_a_plain_mask():
     assert Mask.of(documents=[0, 8]) == Mask() and Mask().plain and Mask(causal=False).plain
     assert not Mask.of(documents=[0, 4, 8]).plain and not Mask.of(window=(3, 0)).plain
+
+
+def test_documents_of_one_length_are_described_by_it() -> None:
+    assert str(Mask.of([0, 256, 512], (-1, -1), causal=True)) == "causal, 2 documents of 256 tokens"
+    assert str(Mask.of([0, 100, 512], (-1, -1), causal=True)) == "causal, 2 documents of 100 to 412 tokens"

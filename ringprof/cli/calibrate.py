@@ -164,6 +164,8 @@ def _measure_model(path: Path, name: str | None, base: str | None, target: str, 
 
     from ringprof.prediction.measure_model import measure_model
 
+    if min(tokens) < 1:
+        raise UsageError("--tokens 0: steps over at least one token are timed")
     refuse_missing_module(target)
     function = load_function(target)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

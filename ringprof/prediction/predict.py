@@ -17,7 +17,7 @@ from ringprof.common.json_object import JsonObject
 from ringprof.errors import UnsupportedWorkloadError
 from ringprof.prediction.calibration import Calibration, KernelFigures, KernelSample, Origin, RecurrenceCurve, Value
 from ringprof.prediction.host_model import host_ns, times_us
-from ringprof.prediction.kernel_model import OutsideCalibration
+from ringprof.prediction.kernel_model import Estimate, OutsideCalibration
 from ringprof.prediction.lognormal import NO_TIME, Lognormal, MaxLognormal
 from ringprof.prediction.machine import (
     LIKELIEST,
@@ -397,7 +397,7 @@ def _variances(
     """Return the log-variance of the time by input; an input counts by the share of the time that depends on it."""
     variances = {}
     for phase in ("forward", "backward"):
-        estimates = [estimate(curves, op) for op in program.ops if isinstance(op, ComputeOp) and op.phase == phase]
+        estimates = _estimates(curves, program, phase)
         if estimates:
             total_ns = sum(each.ns for each in estimates)
             extrapolated_share = sum(each.ns for each in estimates if each.extrapolated) / total_ns
@@ -405,7 +405,7 @@ def _variances(
                 raise OutsideCalibration(
                     f"{extrapolated_share:.0%} of the {phase} pass are parts of the mask shorter than calibrated"
                 )
-            spread = sum(each.ns * each.spread for each in estimates) / total_ns
+            spread = _spread_of(estimates)
             share = (breakdown.forward if phase == "forward" else breakdown.backward).get("kernel", 0.0) / end_ns
             variances[f"{phase} kernel"] = (share * spread) ** 2
     for part, value in (
@@ -415,6 +415,17 @@ def _variances(
         variances[part] = (breakdown.total(part) / end_ns * value.spread) ** 2
     variances["unexplained"] = machine.noise.value**2 + (1e3 * machine.run_to_run_noise_us.value / end_ns) ** 2
     return variances
+
+
+def _estimates(curves: AnyCurves, program: Program, phase: str) -> list[Estimate]:
+    """Return the estimate of each of the kernel's calls in a phase."""
+    return [estimate(curves, op) for op in program.ops if isinstance(op, ComputeOp) and op.phase == phase]
+
+
+def _spread_of(estimates: Sequence[Estimate]) -> float:
+    """Return the spread of the kernel's time in all calls together, as a share of that time; errors are shared."""
+    total_ns = sum(each.ns for each in estimates)
+    return sum(each.ns * each.spread for each in estimates) / total_ns if total_ns else 0.0
 
 
 # --- more ranks than are simulated ------------------------------------------------------------------
@@ -514,9 +525,10 @@ def inputs(prediction: PredictionResult) -> dict[str, Value]:
     if query.workload.phase == "decode" and (cache_gb_s := machine.kernel(query.kernel).cache_gb_s) is not None:
         values["cache_gb_s"] = cache_gb_s
     phases = ("forward", "backward") if query.workload.backward else ("forward",)
+    curves = _curves(query, machine)
     for phase in phases if "cache_gb_s" not in values else ():
         samples = _samples(prediction, phase)
-        spread = math.sqrt(prediction.device_variance.get(f"{phase} kernel", 0.0))
+        spread = _spread_of(_estimates(curves, prediction.schedule.programs[0], phase))
         origins: tuple[Origin, ...] = ("assumed", "published", "measured")
         origin = min((sample.origin for sample in samples), key=origins.index)
         sources = sorted({sample.source for sample in samples})

@@ -45,7 +45,10 @@ def described(workload: Workload) -> str:
 
 def _joined(workload: Workload, batch: str, mask: str) -> str:
     passes = "forward and backward" if workload.backward else "forward only"
-    return f"{workload.seq} tokens, {batch}{workload.heads_in_words()} · {mask} · {workload.dtype} · {passes}"
+    tokens = f"{workload.seq} token{'s' if workload.seq > 1 else ''}"
+    if workload.kv_length is not None:
+        tokens = f"{workload.phase} of {tokens} over {workload.kv_length} keys"
+    return f"{tokens}, {batch}{workload.heads_in_words()} · {mask} · {workload.dtype} · {passes}"
 
 
 def cluster_text(cluster: Cluster, device: str) -> str:

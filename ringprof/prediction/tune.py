@@ -118,9 +118,14 @@ def tune(
     trials, device, machine = _trials(base, machine, strategies, top, reporter)
     number, stopped_by = 0, "rounds"
     for number in range(1, rounds + 1):
-        for trial in trials:
-            if trial.running:
-                _record(trial, number, base, path.parent, reporter)
+        try:
+            for trial in trials:
+                if trial.running:
+                    _record(trial, number, base, path.parent, reporter)
+        except Interrupted:
+            rounds_before = f"{number - 1} round{'s' if number > 2 else ''}"
+            kept = f"{path} holds the {rounds_before} before it" if number > 1 else "no result was written"
+            raise Interrupted(f"interrupted in round {number}; {kept}") from None
         tuning = _judged(trials, number, "rounds", device, machine)
         if len(tuning.undecided) <= 1:
             stopped_by = "decided"

@@ -111,8 +111,10 @@ def slower_or_faster(excess: float) -> str:
 
 
 def rate(tflops: float) -> str:
-    """Format a rate of floating-point operations, in GFLOP/s below 1 TFLOP/s."""
-    return f"{tflops:,.1f} TFLOP/s" if tflops >= 1 else f"{1000 * tflops:,.1f} GFLOP/s"
+    """Format a rate of floating-point operations: in TFLOP/s from 1 TFLOP/s up, else in GFLOP/s or MFLOP/s."""
+    if tflops >= 1:
+        return f"{tflops:,.1f} TFLOP/s"
+    return f"{1e3 * tflops:,.1f} GFLOP/s" if tflops >= 1e-3 or tflops <= 0 else f"{1e6 * tflops:,.3g} MFLOP/s"
 
 
 def captured_in_words(iterations: int | None) -> str:

@@ -123,7 +123,8 @@ class Mask:
         parts = ["causal" if self.causal else "prefix LM" if is_prefix_lm else "full"]
         if self.documents is not None:
             lengths = [end - first for first, end in self.spans(self.documents[-1])]
-            parts.append(f"{len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens")
+            sizes = f"{min(lengths)} to {max(lengths)}" if min(lengths) < max(lengths) else f"{min(lengths)}"
+            parts.append(f"{len(lengths)} document{'s' if len(lengths) > 1 else ''} of {sizes} tokens")
         if self.windowed and not is_prefix_lm:
             parts.append(f"window {self.left}, {self.right}" if not self.causal else f"window of {self.left + 1}")
         if self.prefix:

@@ -97,9 +97,11 @@ def test_the_command_predicts_decode_and_prefill(capsys: pytest.CaptureFixture[s
     assert cli.run([*decode, *sizes]) == 0
     text = capsys.readouterr().out
     assert "cache_gb_s" in text and "kernel_samples" not in text
+    assert "decode of 1 token over 1048576 keys, batch 8" in text
     prefill = ["predict", "--strategy", "ring-prefill", "--phase", "prefill", "--seq", "32k", "--kv-length", "256k"]
     assert cli.run([*prefill, *sizes]) == 0
-    assert "forward_kernel_samples" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "forward_kernel_samples" in text and "prefill of 32768 tokens over 262144 keys" in text
 
 
 def test_a_run_of_decode_calibrates_the_rate_and_nothing_else() -> None:

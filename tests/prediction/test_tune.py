@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("torch", reason="choices are strategies")
 
 from ringprof.cli import run
-from ringprof.errors import RecordError
+from ringprof.errors import Interrupted, RecordError
 from ringprof.prediction import tune as tuning_module
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.query import Query
@@ -146,6 +146,23 @@ def test_how_often_it_is_right() -> None:
     assert all(decided(0.01, seed) for seed in range(40))
     false_answers = sum(decided(0.0, seed) is not None for seed in range(150))
     assert 0.05 < false_answers / 150 < 0.22
+
+
+@pytest.mark.parametrize(("rounds_before", "kept"), [(0, "no result was written"), (2, "holds the 2 rounds before it")])
+def test_an_interrupted_tuning_says_what_is_kept(
+    machine: Callable[[Times], Machine], rounds_before: int, kept: str
+) -> None:
+    def times(name: str, count: int) -> float:
+        if name == "ulysses" and count == rounds_before:
+            raise Interrupted("interrupted; nothing was recorded")
+        return 10.0
+
+    recorder = machine(times)
+    with pytest.raises(Interrupted, match=f"^interrupted in round {rounds_before + 1}; .*{kept}$"):
+        recorder.tune()
+    path = recorder.folder / "tune.json"
+    assert path.exists() == bool(rounds_before)
+    assert not rounds_before or json.loads(path.read_text())["rounds"] == rounds_before
 
 
 def test_a_failed_choice_is_named(machine: Callable[[Times], Machine]) -> None:

@@ -345,6 +345,9 @@ def test_the_command_measures_layers(
     assert figures is not None and {step.tokens for step in figures.steps} == {8, 16} and figures.heads == 2
     assert cli.run([*command, "--parts", "host"]) == 2
     assert "--parts: not with --model" in capsys.readouterr().err
+    before = path.read_bytes()
+    assert cli.run([*command, "--tokens", "0,8"]) == 2
+    assert "--tokens 0: steps over at least one token" in capsys.readouterr().err and path.read_bytes() == before
 
 
 def test_files_that_hold_one_layers_attention_are_not_written_for_a_step(

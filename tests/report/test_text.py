@@ -84,7 +84,9 @@ def test_largest_remainders_are_rounded_up_to_the_sum(values, digits, rounded):
     assert text.rounded_to_sum(values, sum(values), digits) == pytest.approx(rounded)
 
 
-@pytest.mark.parametrize(("tflops", "shown"), [(520.04, "520.0 TFLOP/s"), (0.0101, "10.1 GFLOP/s")])
+@pytest.mark.parametrize(
+    ("tflops", "shown"), [(520.04, "520.0 TFLOP/s"), (0.0101, "10.1 GFLOP/s"), (4e-5, "40 MFLOP/s")]
+)
 def test_formatted_rates(tflops, shown):
     assert text.rate(tflops) == shown
 

@@ -125,7 +125,10 @@ def _verification_line(check: Verification) -> str:
     timed = check.timed
     errors = [*check.errors.items(), *(timed.errors.items() if timed else ())]
     name, worst_error = max(errors, key=lambda item: item[1].rms / (item[1].allowed_rms or 1.0))
-    positions = f", and at {timed.places} positions per rank of the timed {timed.seq}" if timed else ""
+    positions = ""
+    if timed:
+        plural = "s" if timed.places > 1 else ""
+        positions = f", and at {timed.places} position{plural} per rank of the timed {timed.seq}"
     return (
         f"{outcome} against float64 at {check.seq} tokens{positions}; worst error: {name}, {worst_error.rms:.1e} "
         f"relative (tolerance {worst_error.allowed_rms:.1e}, kernel alone {worst_error.kernel_rms:.1e})"
