@@ -90,6 +90,8 @@ class Tuning:
             return f"nothing was recorded: {first.label}: {first.failure}"
         after = f"after {self.rounds} round{'s' if self.rounds > 1 else ''}"
         others = [trial for trial in self.undecided if trial is not first]
+        if others and self.rounds < _LEAST_ROUNDS:
+            return f"cannot tell {after}: choices are compared from round {_LEAST_ROUNDS} on"
         if others:
             names = "; ".join(trial.label for trial in others)
             return f"cannot tell {after}: {first.label} is not significantly faster than {names}"

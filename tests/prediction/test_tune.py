@@ -105,7 +105,8 @@ def test_equal_choices_cannot_be_told_apart(machine: Callable[[Times], Machine])
         tuning, TextStyle()
     )
     recorder = machine(lambda name, count: 10.0)
-    assert recorder.tune(minutes=1e-9).stopped_by == "minutes"
+    short = recorder.tune(minutes=1e-9)
+    assert short.stopped_by == "minutes" and "compared from round 3 on" in short.verdict()
 
 
 def test_a_choice_dropped_against_an_early_leader_returns(machine: Callable[[Times], Machine]) -> None:
