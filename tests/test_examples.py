@@ -149,10 +149,10 @@ def assert_steps_are_within_kernels(events: list[dict[str, Any]]) -> None:
         assert any(start <= step["ts"] and step["ts"] + step["dur"] <= end for start, end in spans)
 
 
-def test_every_example_is_in_the_training_page_and_has_a_test() -> None:
+def test_every_example_is_in_the_docs_and_has_a_test() -> None:
     scripts = {path.stem for path in EXAMPLES.glob("*.py")} - {"tiny_model", "setup_ranks"}
-    page = (ROOT / "docs" / "training.md").read_text("utf-8")
-    assert all(f"](../examples/{name}.py)" in page for name in scripts)
+    pages = "".join((ROOT / "docs" / name).read_text("utf-8") for name in ("training.md", "prediction.md"))
+    assert all(f"](../examples/{name}.py)" in pages for name in scripts)
     # Those that need GPUs are tested in tests/integrations.
     on_gpus = {"transformers_trainer", "torchtitan_llama", "megatron_gpt"}
     assert all(f'"{name}"' in Path(__file__).read_text("utf-8") for name in scripts - on_gpus)
