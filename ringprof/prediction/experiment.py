@@ -82,9 +82,10 @@ def deciding_experiment(first: PredictionResult, second: PredictionResult) -> Ex
     shifts by the difference of the two, and a shift as large as the predicted log ratio overturns the order.
     """
     log_ratio = math.log(second.median_ns / first.median_ns)
+    variances = first.variance_by_input, second.variance_by_input
     experiments = []
     for name, measured in _INPUTS.items():
-        shifts = [math.sqrt(prediction.variance_by_input.get(name, 0.0)) for prediction in (first, second)]
+        shifts = [math.sqrt(by_input.get(name, 0.0)) for by_input in variances]
         shift = shifts[1] - shifts[0]
         if abs(shift) < _EQUAL:
             continue

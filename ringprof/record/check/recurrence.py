@@ -326,9 +326,7 @@ class _InitialEverywhere(_Mistake):
 class _NoInitial(DenseRecurrence):
     says = "the initial state is left out"
 
-    def over_ranks(
-        self, scan: Any, bounds: list[int], initial: Tensor | None, tokens: int
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def over_ranks(self, scan: Any, bounds: list[int], initial: Tensor | None, tokens: int) -> tuple[Tensor, Tensor]:
         return super().over_ranks(scan, bounds, None, tokens)
 
 
