@@ -11,7 +11,7 @@ import msgspec
 from ringprof.analysis.rank import Detail
 from ringprof.analysis.transfers.hops import PeerBlock, Split
 from ringprof.analysis.transfers.matching import Matches
-from ringprof.analysis.transfers.transfers import Message, Transfer
+from ringprof.analysis.transfers.transfers import Group, Message, Transfer
 from ringprof.trace.columns import Trace
 from ringprof.trace.reduced import read_reduced
 
@@ -72,15 +72,8 @@ class MemoryStore(msgspec.Struct, frozen=True):
 # --- files: shared by processes of one run of this program, not a format for others -----------------------
 
 
-class _Content(msgspec.Struct, frozen=True):
-    """Data that many transfers of a rank share."""
-
-    kind: str
-    group: tuple[str | None, tuple[int, ...]]
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
-    sent_bytes: int | None
-    source: str
+_Content = tuple[str, tuple[Group, tuple[Message, ...], tuple[Message, ...], int | None, str]]
+"""Kind, then group, sends, receives, bytes sent and source, which many transfers of a rank share."""
 
 
 class _Transfers(msgspec.Struct, frozen=True):
@@ -127,20 +120,17 @@ class DiskStore(msgspec.Struct, frozen=True, weakref=True):
             # Compared by identity where possible: a group can have as many members as the run has ranks.
             index = index_of.setdefault((item.kind, id(item.group), *others), len(index_of))
             if index == len(file.contents):
-                file.contents.append(_Content(item.kind, item.group, *others))
+                file.contents.append((item.kind, (item.group, *others)))
             file.rows.append((index, item.activity, item.start_ns, item.end_ns, item.stream, item.launched))
         self._write("transfers", rank, file)
 
     def transfers(self, rank: int) -> list[Transfer]:
         file: _Transfers = self._read("transfers", rank, _Transfers)
+        contents = file.contents
         return [
-            Transfer(
-                rank, activity, content.kind, start, end, stream, launched,
-                content.group, content.sends, content.receives, content.sent_bytes, content.source,
-            )
+            Transfer(rank, activity, contents[index][0], start, end, stream, launched, *contents[index][1])
             for index, activity, start, end, stream, launched in file.rows
-            for content in (file.contents[index],)
-        ]  # fmt: skip
+        ]
 
     def put_splits(self, rank: int, splits: Sequence[Split]) -> None:
         self._write("splits", rank, [(split.link, split.ready_ns, split.wait_ns, split.wire_ns) for split in splits])

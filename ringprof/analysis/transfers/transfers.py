@@ -55,13 +55,8 @@ class Transfer(msgspec.Struct, frozen=True, gc=False):
         return self.end_ns - self.start_ns
 
 
-class _Content(msgspec.Struct, frozen=True, gc=False):
-    """Messages and group of a kernel, shared by all kernels that execute the same calls."""
-
-    group: Group
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
-    sent_bytes: int | None
+_Content = tuple[Group, tuple[Message, ...], tuple[Message, ...], int | None]
+"""Group, sends, receives and bytes sent of a transfer, which all transfers with the same calls share."""
 
 
 def transfers_of(classified: Classified, activities: Int64, rank: int) -> list[Transfer]:
@@ -79,26 +74,18 @@ def transfers_of(classified: Classified, activities: Int64, rank: int) -> list[T
         *(column.tolist() for column in columns), strict=True
     ):
         kind, calls = KINDS[code], classified.calls.get(activity, ())
+        content: _Content
         if kind == "copy_engine":
-            content, source = _Content((None, ()), (), (), size if size != NONE else None), "copy"
+            content, source = ((None, ()), (), (), size if size != NONE else None), "copy"
         else:
             # Equal batches share one calls object (`classify`), which lives as long as ``classified``.
-            content = contents.get((id(calls), code)) or _content_of(trace, calls, kind, rank)
-            contents[id(calls), code] = content
-            source = EVIDENCE[evidence] if calls else "none"
-        result.append(
-            Transfer(
-                rank, activity, kind, begin, end, stream, launched,
-                content.group, content.sends, content.receives, content.sent_bytes, source,
-            )
-        )  # fmt: skip
+            if (id(calls), code) not in contents:
+                sends, receives = _messages(calls, kind, rank)
+                sent_bytes = _sent_bytes(calls, kind, sends, rank)
+                contents[id(calls), code] = _group_of(trace, calls), sends, receives, sent_bytes
+            content, source = contents[id(calls), code], EVIDENCE[evidence] if calls else "none"
+        result.append(Transfer(rank, activity, kind, begin, end, stream, launched, *content, source))
     return result
-
-
-def _content_of(trace: Trace, calls: Calls, kind: str, rank: int) -> _Content:
-    """Return group, messages and bytes of a kernel that executes ``calls``."""
-    sends, receives = _messages(calls, kind, rank)
-    return _Content(_group_of(trace, calls), sends, receives, _sent_bytes(calls, kind, sends, rank))
 
 
 def _launch_order(classified: Classified) -> Int64:
