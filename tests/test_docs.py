@@ -157,6 +157,18 @@ def test_kernel_table_equals_the_features_of_the_kernels() -> None:
     assert table.splitlines()[1:] == rows
 
 
+def test_every_warning_of_a_report_is_in_the_docs() -> None:
+    """Each code that the sources state must be on the page of its kind of input."""
+    names = ("metrics", "logs", "without-a-profiler")
+    pages = "".join((ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in names)
+    folders = [ROOT / "ringprof" / name for name in ("trace", "analysis", "scale", "comm_logs", "kernel_tables")]
+    sources = "".join(path.read_text("utf-8") for folder in folders for path in sorted(folder.rglob("*.py")))
+    tables = "".join(re.findall(r"_ODDITIES = \{(.+?)\n\}", sources, re.DOTALL))
+    codes = re.findall(r"Notice\(\s*\"([a-z_]+)\"", sources) + re.findall(r"^    \"([a-z_]+)\":", tables, re.MULTILINE)
+    assert len(codes) > 50 and "negative_duration" in codes
+    assert [code for code in codes if f"`{code}`" not in pages] == []
+
+
 def test_every_public_name_has_a_docstring() -> None:
     for module in (ringprof, ringprof.api, ringprof.comparison, ringprof.frames, ringprof.strategies):
         for name, thing in vars(module).items():
