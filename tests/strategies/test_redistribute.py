@@ -1,10 +1,8 @@
-"""Keys and values that move from prefill's layout to decode's: against the full cache, and in a whole program."""
+"""Keys and values that move from prefill's layout to decode's, against the full cache."""
 
 from __future__ import annotations
 
-import re
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +10,6 @@ import torch
 
 from ringprof.strategies import Unsupported, create, redistribute_cache
 from tests.strategies.ranks import run_ranks
-
-WORKLOADS = Path(__file__).parents[2] / "docs/workloads.md"
 
 
 def full_cache(tokens: int, kv_heads: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,20 +106,3 @@ def test_keys_move_back_and_what_cannot_be_meant_is_refused_on_every_rank() -> N
             strict=True,
         ):
             assert part in message
-
-
-def run_example(rank: int, code: str) -> float:
-    names: dict[str, Any] = {}
-    exec(code, names)
-    return float(names["error"])
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_the_program_of_the_docs_prefills_in_chunks_moves_the_cache_and_decodes(world: int) -> None:
-    (example,) = re.findall(
-        r"^    import torch\n(?:(?:    .*)?\n)+", WORKLOADS.read_text(encoding="utf-8"), re.MULTILINE
-    )
-    code = re.sub(r"^    ", "", example, flags=re.MULTILINE).replace('dist.init_process_group("gloo")', "")
-    assert "redistribute_cache(" in code
-    assert max(run_ranks(world, run_example, code)) < 1e-12
