@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from ringprof.strategies import Unsupported, create, redistribute_cache
+from tests.paths import ROOT
 from tests.strategies.ranks import run_ranks
+
+EXAMPLE = ROOT / "examples" / "prefill_to_decode.py"
 
 
 def full_cache(tokens: int, kv_heads: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,3 +109,19 @@ def test_keys_move_back_and_what_cannot_be_meant_is_refused_on_every_rank() -> N
             strict=True,
         ):
             assert part in message
+
+
+def run_example(rank: int, code: str) -> float:
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return float(names["error"])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_the_example_prefills_in_chunks_moves_the_cache_and_decodes(world: int) -> None:
+    code = EXAMPLE.read_text(encoding="utf-8")
+    for line in ('dist.init_process_group("gloo")\n', "dist.destroy_process_group()\n"):
+        assert line in code  # the ranks of the test have a group
+        code = code.replace(line, "")
+    assert max(run_ranks(world, run_example, code)) < 1e-12
