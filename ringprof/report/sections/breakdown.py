@@ -41,7 +41,7 @@ def terminal(findings: Findings, style: TextStyle, listing: Listing) -> list[str
 def _by_part(summary: Summary, style: TextStyle) -> str:
     *parts, wall = summary.parts
     unit_ns, unit = unit_for(wall.mean_ns)
-    ranks_differ = wall.min_ns != wall.max_ns
+    ranks_differ = any(part.min_ns != part.max_ns for part in summary.parts)
     times = rounded_to_sum([part.mean_ns / unit_ns for part in parts], wall.mean_ns / unit_ns, 3)
     # The verdict states the other shares, so computation absorbs the rounding error.
     shares = [round(100 * part.share, 1) for part in parts]
@@ -114,8 +114,13 @@ def _by_rank(summary: Summary) -> Table:
     has_one_link = has_waits and len(_links(summary.communication)) == 1
     if has_one_link:
         columns.append(Column("wire\nGB/s", "rate"))
+    unit_ns, _ = unit_for(max(row.wall_ns for row in summary.ranks))
+
+    def add_up(*times_ns: float) -> list[float]:
+        return [time * unit_ns for time in rounded_to_sum([t / unit_ns for t in times_ns], sum(times_ns) / unit_ns, 3)]
+
     rows = [
-        [row.label, row.wall_ns, row.compute_ns, row.exposed_comm_ns, row.exposed_memory_ns, row.idle_ns,
+        [row.label, row.wall_ns, *add_up(row.compute_ns, row.exposed_comm_ns, row.exposed_memory_ns, row.idle_ns),
          row.overlap_ratio, *([row.wait_share] if has_waits else []), *([row.wire_gbps] if has_one_link else [])]
         for row in summary.ranks
     ]  # fmt: skip
