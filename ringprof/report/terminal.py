@@ -112,7 +112,9 @@ def header_of(attribution: Attribution, summary: Summary) -> str:
         uneven = max(times) >= _UNEVEN * min(times) > 0
         # Sums over a warm-up and short steps are mostly those of the warm-up.
         spread = f" of {milliseconds(min(times))} to {milliseconds(max(times))}" if uneven else ""
-        parts.append(f"{summary.iterations} iterations{spread}")
+        fewest = min(len(rank.iteration_ns) for rank in ranks)
+        count = f"{fewest} to {summary.iterations}" if fewest < summary.iterations else summary.iterations
+        parts.append(f"{count} iterations{spread}")
     return " · ".join(parts)
 
 

@@ -346,6 +346,8 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "copies, one of 2 ranks": lambda: (copied([400, 900])[0][:1], copied([400, 900])[1]),
     "data parallel": partial(data_parallel, [600, 600, 610]),
     "data parallel, one late": partial(data_parallel, [600, 900], 20),
+    "data parallel, one computes longest": partial(data_parallel, [300, 310, 900, 305], 20),
+    "data parallel, two compute longest": partial(data_parallel, [300, 900, 310, 880, 305, 300], 20),
     "data parallel with shapes": with_shapes,
     "sharded without records": unrecorded_sharding,
     "two kinds between hosts": two_kinds_between_hosts,

@@ -373,8 +373,7 @@ def assert_gain(case: Case, part: str, step: dict[str, int], shown: str | None) 
 def _in_attention(case: Case, m: re.Match[str]) -> None:
     step = case.summary["next_step"]
     assert step["part"] in ("kernel", "kernel_limit") and not case.on_cpu
-    work = (*ATTENTION_PARTS, "background", *needed_work(case))
-    outside = [case.of(name) for name in case.parts if name not in work]
+    outside = [case.of(name) for name in case.parts if name not in (*ATTENTION_PARTS, "background")]
     assert max(outside) < MIN_LOSS_SHARE * case.wall and case.of("slower_kernel") < MIN_LOSS_SHARE * case.wall
 
 

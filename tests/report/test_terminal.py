@@ -53,6 +53,14 @@ def test_first_line_states_iterations_of_different_lengths(last, words):
     assert shown_traces(*builders, width=250).splitlines()[0].endswith(f" · {words}")
 
 
+def test_first_line_states_different_numbers_of_iterations():
+    builders = [Builder(rank=rank, world_size=2) for rank in range(2)]
+    for b, count in zip(builders, (3, 4), strict=True):
+        for start in range(0, count * 1000, 1000):
+            b.mark(f"ProfilerStep#{start}", start, start + 900).run(FLASH, start + 10, start + 800, launched=start + 5)
+    assert shown_traces(*builders, width=250).splitlines()[0].endswith(" · 3 to 4 iterations")
+
+
 def test_printed_parts_sum_to_the_wall():
     text = shown(attribution_of(NVLINK))
     rows = {}

@@ -426,8 +426,9 @@ def next_step_of(facts: Facts) -> NextStep | None:
     """Return the largest loss with a recommendation; None without a loss, or where nothing can be said about it."""
     waterfall, attribution = facts.waterfall, facts.attribution
     name = waterfall.largest_loss()
-    is_small = waterfall.of(name) < WORTH_NAMING * waterfall.wall_ns
-    if is_small and is_attention(attribution):
+    min_ns = WORTH_NAMING * waterfall.wall_ns
+    is_small = waterfall.of(name) < min_ns
+    if is_small and is_attention(attribution) and waterfall.of(*waterfall.needed_work()) < min_ns:
         name = waterfall.attention_loss()
     part = next((candidate for candidate in waterfall.parts if candidate.part == name), None)
     if attribution.lacks_device or part is None or (is_small and name not in ATTENTION_PARTS):

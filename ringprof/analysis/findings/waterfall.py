@@ -423,7 +423,9 @@ def _part_evidence(attribution: Attribution, summary: Summary, work: _AttentionW
     return {
         "attention": attention,
         **_work_evidence(attribution, work),
-        "imbalance": ", ".join(computing),
+        "imbalance": ", ".join(computing)
+        if least is not most
+        else computing[0].replace(f"rank {least.rank}", "each rank"),
         "exposed_wire": f"on the wire with no computation beside it; {', '.join(rates[:3]) or 'rates not known'}",
         "peer_wait": "waiting beyond what the ranks' computation differs by",
         "exposed_unsplit": unsplit,
