@@ -87,6 +87,9 @@ def test_printed_parts_of_each_rank_sum_to_its_wall():
     assert len(rows) == 2
     for wall, *parts in rows:
         assert sum(round(1000 * float(part)) for part in parts) == round(1000 * float(wall))
+    ends = re.findall(r"^(?:compute|exposed \w+|idle|wall) +[\d.]+ ms +([\d.]+) +([\d.]+) ", text, re.MULTILINE)
+    by_part = [*zip(*rows, strict=True)]
+    assert ends == [(min(times), max(times)) for times in [*by_part[1:], by_part[0]]]
 
 
 def test_ranks_that_end_together_have_a_smallest_and_a_largest_time():

@@ -228,7 +228,9 @@ def test_remedies_leave_out_the_strategy_of_the_run(run, remedy):
     """A faster kernel may save more; then the remedy stands in the waterfall alone."""
     report = analysis(TRACES / run).report()
     step, waterfall = report["summary"]["next_step"], {row["part"]: row for row in report["waterfall"]}
-    outside = [row for part, row in waterfall.items() if part not in ATTENTION_PARTS and row["remedy"].startswith(remedy)]
+    outside = [
+        row for part, row in waterfall.items() if part not in ATTENTION_PARTS and row["remedy"].startswith(remedy)
+    ]
     assert remedy in step["text"] or (step["part"] == "slower_kernel" and outside)
 
 
