@@ -61,6 +61,7 @@ _NO_WORK = re.compile(
 
 
 WAIT = re.compile(r"ringprof::wait\b.*")
+_SEND = re.compile(r"ringprof::send\b.*")
 _RANGE = re.compile(r"(?:gloo|mpi|ucc|xccl|nccl):(\w+)")
 _POSTING = re.compile(r"c10d::(\w+)")
 
@@ -107,10 +108,26 @@ def find_communication(trace: Trace, start_ns: int, end_ns: int) -> CpuCommunica
         tables.append(_ranges_of(trace, trace.operators, _POSTING))
     start, end, kind = (np.concatenate(columns) for columns in zip(*tables, strict=True))
     # A span contains its start but not its end.
-    ends_in_mark = intervals.contains(waits, end - 1)
+    has_mark = intervals.contains(waits, end - 1) | _marked_when_posted(trace, start, kind)
     start, end = np.clip(start, start_ns, end_ns), np.clip(end, start_ns, end_ns)
-    counted = ~ends_in_mark & (end > start)
+    counted = ~has_mark & (end > start)
     return CpuCommunication(blocked, len(waits), start[counted], end[counted], kind[counted].astype(np.int8))
+
+
+def _marked_when_posted(trace: Trace, start_ns: Int64, kind: Int64) -> npt.NDArray[np.bool_]:
+    """Return which ranges were posted inside ``ringprof::send``, so that a mark shows when the rank waits for them.
+
+    A worker of gloo runs them: a range may end before the wait begins, which then blocks the rank for no time. Ranges
+    and posting calls of a kind are matched in order; where they are not equally many, none is.
+    """
+    sends = _spans_named(trace, trace.annotations, _SEND)
+    posted_ns, _, posted_kind = _ranges_of(trace, trace.operators, _POSTING)
+    marked = np.zeros(len(start_ns), np.bool_)
+    for code in distinct(kind).tolist():
+        rows, posts = np.flatnonzero(kind == code), np.sort(posted_ns[posted_kind == code])
+        if len(rows) == len(posts):
+            marked[rows[np.argsort(start_ns[rows], kind="stable")]] = intervals.contains(sends, posts)
+    return marked
 
 
 def communication_bounds(trace: Trace) -> tuple[Int64, Int64]:
