@@ -493,13 +493,15 @@ def _tenth(case: Case, m: re.Match[str]) -> None:
     milliseconds(m[1], case.of(*ATTENTION_PARTS) / 10)
 
 
-@rule("next", rf"{MS} of computation can hide these bytes from {R} GB/s per rank on")
+@rule("next", rf"{MS} of computation can hide (?:these bytes|the bytes of ([\w ]+?) alone) from {R} GB/s per rank on")
 def _rate_to_hide(case: Case, m: re.Match[str]) -> None:
     compute = mean(row["compute_ns"] for row in case.ranks.values())
     rows = [row for row in case.summary["communication"] if row["wire_gbps"] and row["bytes"]]
     longest = max(rows, key=lambda row: row["bytes"] / row["wire_gbps"])
     milliseconds(m[1], compute)
-    three_digits(m[2], longest["bytes"] / len(case.ranks) / compute)
+    three_digits(m[3], longest["bytes"] / len(case.ranks) / compute)
+    assert (m[2] is None) == (len(case.summary["communication"]) == 1), "whose bytes these are is not said"
+    assert m[2] in (None, KIND[longest["kind"]].operation or KIND[longest["kind"]].label)
     assert longest["bytes"] / len(case.ranks) / compute > longest["wire_gbps"]
 
 

@@ -22,7 +22,7 @@ from ringprof.analysis.findings.idle_text import (
 )
 from ringprof.analysis.findings.kernel_comparison import KernelComparison
 from ringprof.analysis.findings.summary import Communication, Summary
-from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, MEMORY
+from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, MEMORY, in_a_sentence
 from ringprof.analysis.transfers.hops import OTHER_HOST
 from ringprof.common.formatting import milliseconds, percent, three_digits
 from ringprof.run import Run, StrategyUsed
@@ -169,8 +169,12 @@ def longest_on_wire(summary: Summary) -> Communication | None:
     return max(rows, key=lambda row: (row.sent_bytes or 0) / (row.wire_gbps or 1), default=None)
 
 
-def rate_to_hide(attribution: Attribution, row: Communication | None) -> str:
-    """State the lowest rate at which the computation could hide the bytes; empty where they are that fast already."""
+def rate_to_hide(attribution: Attribution, summary: Summary) -> str:
+    """State the lowest rate at which the computation could hide the bytes that take longest on the wire.
+
+    Empty where they are that fast already.
+    """
+    row, is_only = longest_on_wire(summary), len(summary.communication) == 1
     compute_ns = fmean(rank.breakdown.compute_ns for rank in attribution.ranks)
     if row is None or not row.sent_bytes or not row.wire_gbps or not compute_ns:
         return ""
@@ -178,7 +182,8 @@ def rate_to_hide(attribution: Attribution, row: Communication | None) -> str:
     if needed_gbps <= row.wire_gbps:
         return ""
     needed = three_digits(needed_gbps)
-    return f"; {milliseconds(compute_ns)} of computation can hide these bytes from {needed} GB/s per rank on"
+    whose = "these bytes" if is_only else f"the bytes of {in_a_sentence(row.kind)} alone"
+    return f"; {milliseconds(compute_ns)} of computation can hide {whose} from {needed} GB/s per rank on"
 
 
 def _strategy(attribution: Attribution) -> StrategyUsed | None:

@@ -17,7 +17,6 @@ from ringprof.analysis.findings.recommendations import (
     UNBALANCED,
     known_contiguous,
     late_ranks,
-    longest_on_wire,
     rate_to_hide,
     rises_with_rank,
     slow_between_hosts,
@@ -470,7 +469,7 @@ def _next_step_text(facts: Facts, part: WaterfallPart, gain_ns: int, recommendat
         scope = _scope(waterfall, part.time_ns)
         text = f"Largest loss{scope}: {WATERFALL_LABELS[part.part]}, {loss} of {wall}. To try: {recommendation}"
         return f"{text}; 10 % faster attention saves {tenth}."
-    hides = rate_to_hide(facts.attribution, longest_on_wire(facts.summary)) if part.part == "exposed_wire" else ""
+    hides = rate_to_hide(facts.attribution, facts.summary) if part.part == "exposed_wire" else ""
     named_parts = _parts_named_with(waterfall, part.part)
     scope = _scope(waterfall, waterfall.of(*named_parts), attention_ns=waterfall.of(*ATTENTION_PARTS))
     name = f"{_part_name(facts, part.part)}, {loss} of {wall}"

@@ -37,7 +37,7 @@ def is_attention(attribution: Attribution) -> bool:
 def exposed_shares(attribution: Attribution) -> str:
     """List the largest exposed communication by kind and process group, as shares of the mean wall time.
 
-    Empty where nothing reaches `MIN_SHARE`.
+    Empty where nothing reaches `MIN_SHARE`. Kinds and groups may overlap in time; the text says so where it shows.
     """
     exposed: dict[str, int] = defaultdict(int)
     for rank in attribution.ranks:
@@ -45,12 +45,11 @@ def exposed_shares(attribution: Attribution) -> str:
             exposed[KIND[kind].label + (f" of group {group}" if group else "")] += time
         exposed["blocked in waiting for a transfer"] += sum(rank.blocked_ns.values())
     wall = sum(rank.breakdown.wall_ns for rank in attribution.ranks)
-    texts = [
-        f"{100 * time / wall:.1f} % {label}"
-        for label, time in sorted(exposed.items(), key=lambda item: -item[1])[:MAX_NAMED]
-        if wall and time >= MIN_SHARE * wall
-    ]
-    return ", ".join(texts)
+    named = sorted(exposed.items(), key=lambda item: -item[1])[:MAX_NAMED]
+    texts = [f"{100 * time / wall:.1f} % {label}" for label, time in named if wall and time >= MIN_SHARE * wall]
+    total = sum(rank.breakdown.exposed_comm_ns for rank in attribution.ranks)
+    at_once = ", partly at the same time" if sum(time for _, time in named) > total else ""
+    return ", ".join(texts) + at_once if texts else ""
 
 
 def missing_sentence(attribution: Attribution) -> str:

@@ -22,7 +22,7 @@ from tests.analysis.test_real_runs import NVLINK, TWO_HOSTS, attribution_of
 from tests.analysis.timeline.test_cpu import example as cpu_example
 from tests.loaded import analysis
 from tests.paths import COMMITTED, TRACES
-from tests.report.made_up_programs import data_parallel
+from tests.report.made_up_programs import data_parallel, two_groups_at_once
 
 
 def verdict(*builders):
@@ -357,6 +357,17 @@ def test_ranks_that_compute_far_longer_than_all_others_are_named(computes, claus
     assert step.text.endswith(f"To try: the same work for every rank{clause}.")
 
 
+def test_overlapping_groups_are_not_told_as_parts_of_the_exposed_time():
+    """Gather for 10 ms, scatter for 10 ms, 5 ms of them at once: 15 ms of 21 ms are exposed, not 20 ms."""
+    found = findings_in_memory(attribute([builder.trace() for builder in two_groups_at_once()[0]]))
+    assert found.verdict[0] == (
+        "71.4 % of the time is exposed communication, 71.4 % at worst (rank 0): 47.6 % all-gather of group "
+        "_allgather_base, 47.6 % reduce-scatter of group _reduce_scatter_base, partly at the same time."
+    )
+    assert found.next_step is not None
+    assert "6.00 ms of computation can hide the bytes of AllGather alone from" in found.next_step.text
+
+
 def test_matrix_products_alone_have_no_next_step():
     assert step_of(Builder(world_size=1).run("ampere_sgemm_128x64_nn", 0, 600, launched=1)) is None
 
@@ -382,7 +393,7 @@ def test_no_worst_step_without_exposed_time():
 def test_communication_of_unknown_group_is_named_without_group():
     by_group = {("all_reduce", ""): 70, ("send_recv", "cp"): 30}
     rank = SimpleNamespace(
-        exposed=SimpleNamespace(by_group=by_group), blocked_ns={}, breakdown=SimpleNamespace(wall_ns=1000)
+        exposed=SimpleNamespace(by_group=by_group), blocked_ns={}, breakdown=SimpleNamespace(wall_ns=1000, exposed_comm_ns=100)
     )
     attribution: Any = SimpleNamespace(ranks=[rank])
     assert exposed_shares(attribution) == "7.0 % all-reduce, 3.0 % send/recv of group cp"
