@@ -113,8 +113,8 @@ def header_of(attribution: Attribution, summary: Summary) -> str:
         # Sums over a warm-up and short steps are mostly those of the warm-up.
         spread = f" of {milliseconds(min(times))} to {milliseconds(max(times))}" if uneven else ""
         fewest = min(len(rank.iteration_ns) for rank in ranks)
-        count = f"{fewest} to {summary.iterations}" if fewest < summary.iterations else summary.iterations
-        parts.append(f"{count} iterations{spread}")
+        fewer = f"{fewest} to " if fewest < summary.iterations else ""
+        parts.append(f"{fewer}{summary.iterations} iterations{spread}")
     return " · ".join(parts)
 
 

@@ -45,10 +45,11 @@ def exposed_shares(attribution: Attribution) -> str:
             exposed[KIND[kind].label + (f" of group {group}" if group else "")] += time
         exposed["blocked in waiting for a transfer"] += sum(rank.blocked_ns.values())
     wall = sum(rank.breakdown.wall_ns for rank in attribution.ranks)
-    named = sorted(exposed.items(), key=lambda item: -item[1])[:MAX_NAMED]
-    texts = [f"{100 * time / wall:.1f} % {label}" for label, time in named if wall and time >= MIN_SHARE * wall]
+    largest = sorted(exposed.items(), key=lambda item: -item[1])[:MAX_NAMED]
+    named = [(label, time) for label, time in largest if wall and time >= MIN_SHARE * wall]
+    texts = [f"{100 * time / wall:.1f} % {label}" for label, time in named]
     total = sum(rank.breakdown.exposed_comm_ns for rank in attribution.ranks)
-    at_once = ", partly at the same time" if sum(time for _, time in named) > total else ""
+    at_once = ", partly at the same time" if len(named) > 1 and sum(time for _, time in named) > total else ""
     return ", ".join(texts) + at_once if texts else ""
 
 

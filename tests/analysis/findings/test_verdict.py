@@ -393,7 +393,9 @@ def test_no_worst_step_without_exposed_time():
 def test_communication_of_unknown_group_is_named_without_group():
     by_group = {("all_reduce", ""): 70, ("send_recv", "cp"): 30}
     rank = SimpleNamespace(
-        exposed=SimpleNamespace(by_group=by_group), blocked_ns={}, breakdown=SimpleNamespace(wall_ns=1000, exposed_comm_ns=100)
+        exposed=SimpleNamespace(by_group=by_group),
+        blocked_ns={},
+        breakdown=SimpleNamespace(wall_ns=1000, exposed_comm_ns=100),
     )
     attribution: Any = SimpleNamespace(ranks=[rank])
     assert exposed_shares(attribution) == "7.0 % all-reduce, 3.0 % send/recv of group cp"
