@@ -135,7 +135,10 @@ def _cpu_idle(case: Case, m: re.Match[str]) -> None:
     percent(m[1], case.of("launch_gaps") / case.mean_wall)
 
 
-@rule("verdict", rf"{P} of the time ranks are blocked in hops between hosts \(([^)]*)\), {P} in hops within a host")
+@rule(
+    "verdict",
+    rf"{P} of the time ranks are blocked in channels that cross hosts \(([^)]*)\), {P} in channels within a host",
+)
 def _blocked_in_hops(case: Case, m: re.Match[str]) -> None:
     crossing = {e["channel"] for work in case.run["work"] for e in work["sent"] if e["link"] == "other_host"}
     assert set(m[2].split(", ")) <= crossing and case.on_cpu

@@ -128,8 +128,8 @@ def cpu_blocked_sentence(attribution: Attribution) -> str:
     between_share, within_share = links.between_hosts_ns / fmean(walls), links.within_host_ns / fmean(walls)
     sent_mb, period_s = links.leaving_bytes / 1e6, fmean(walls) / iterations / 1e9
     return (
-        f"{percent(between_share)} of the time ranks are blocked in hops between hosts ({', '.join(links.channels)}),"
-        f" {percent(within_share)} in hops within a host;"
+        f"{percent(between_share)} of the time ranks are blocked in channels that cross hosts"
+        f" ({', '.join(links.channels)}), {percent(within_share)} in channels within a host;"
         f" {three_digits(sent_mb)} MB leave each host {period},"
         f" {three_digits(sent_mb / period_s)} MB/s."
     )
