@@ -327,8 +327,8 @@ def _largest_loss(case: Case, m: re.Match[str]) -> None:
     longer = [name.replace("_", " ") for name in work if case.of(name) > case.of(*loss_parts)]
     if part not in ATTENTION_PARTS and attention > case.of(*loss_parts):
         longer = ["attention", *longer]
-    told = (m[1] or "").replace("other computation", "other compute").replace("linear recurrences", "recurrence")
-    assert sorted(re.split(", | and ", told)) == sorted(longer or [""])
+    scope = (m[1] or "").replace("other computation", "other compute").replace("linear recurrences", "recurrence")
+    assert sorted(re.split(", | and ", scope)) == sorted(longer or [""])
     others = [name for name in losses if name not in ATTENTION_PARTS]
     if part == "slower_kernel":
         singles = [case.of(name) for name in others if name not in COMMUNICATION_PARTS]

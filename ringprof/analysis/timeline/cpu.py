@@ -72,7 +72,7 @@ class CpuCommunication(msgspec.Struct, frozen=True):
     blocked: Spans
     """Time marked as blocked in communication."""
     blocked_of_kind: dict[str, Spans]
-    """The same by the kind of what the marked channel carries."""
+    """Time marked as blocked, by the kind of what the marked channel carries."""
     start_ns: Int64
     """Starts of the ranges that no mark replaces."""
     end_ns: Int64

@@ -46,7 +46,7 @@ def _by_part(summary: Summary, style: TextStyle) -> str:
     # The verdict states the other shares, so computation absorbs the rounding error.
     shares = [round(100 * part.share, 1) for part in parts]
     shares[0] = max(0.0, 100 * wall.share - sum(shares[1:]))
-    ends_ns = {part.name: (part.min_ns, part.max_ns) for part in summary.parts}
+    ends_ns: dict[str, tuple[float, float]] = {part.name: (part.min_ns, part.max_ns) for part in summary.parts}
     if summary.ranks[0].label.startswith("rank "):
         # The same numbers as in the table by rank.
         ends_ns |= {name: (min(times), max(times)) for name, times in _printed_ns(summary).items()}

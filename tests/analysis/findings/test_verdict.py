@@ -359,13 +359,13 @@ def test_ranks_that_compute_far_longer_than_all_others_are_named(computes, claus
 
 def test_overlapping_groups_are_not_told_as_parts_of_the_exposed_time():
     """Gather for 10 ms, scatter for 10 ms, 5 ms of them at once: 15 ms of 21 ms are exposed, not 20 ms."""
-    found = findings_in_memory(attribute([builder.trace() for builder in two_groups_at_once()[0]]))
-    assert found.verdict[0] == (
+    results = findings_in_memory(attribute([builder.trace() for builder in two_groups_at_once()[0]]))
+    assert results.verdict[0] == (
         "71.4 % of the time is exposed communication, 71.4 % at worst (rank 0): 47.6 % all-gather of group "
         "_allgather_base, 47.6 % reduce-scatter of group _reduce_scatter_base, partly at the same time."
     )
-    assert found.next_step is not None
-    assert "6.00 ms of computation can hide the bytes of AllGather alone from" in found.next_step.text
+    assert results.next_step is not None
+    assert "6.00 ms of computation can hide the bytes of AllGather alone from" in results.next_step.text
 
 
 def test_matrix_products_alone_have_no_next_step():
