@@ -282,8 +282,11 @@ def _simulate_draws(
         lead_ns = max(0.0, _latest_end_ns(run(slow_host, utilisation, 0.0)) - host.median_ns - between_ns)
         timelines = run(slow_host, utilisation, lead_ns)
         host = replace(host, median_ns=_latest_end_ns(timelines))
+    breakdowns = [
+        time_breakdown(program, timeline, cluster) for program, timeline in zip(programs, timelines, strict=True)
+    ]
     slowest = max(range(len(programs)), key=lambda index: timelines[index].end_ns)
-    breakdown = time_breakdown(programs[slowest], timelines[slowest], cluster)
+    breakdown = breakdowns[slowest]
     variances = _variances(machine, curves, programs[slowest], breakdown, timelines[slowest].end_ns)
     variances["chance"] = run_variance
     # Margins below 1 come from runs without documents and windows, whose curves are less well known.
@@ -293,8 +296,8 @@ def _simulate_draws(
     device = Lognormal(device_ns, math.sqrt(sum(variances.values())))
     time = MaxLognormal(device, replace(host, spread=host.spread * _transfer_margin(machine, "host")))
     exposed_shares = [
-        time_breakdown(program, timeline, cluster).total("same_host", "other_host", "peers") / timeline.end_ns
-        for program, timeline in zip(programs, timelines, strict=True)
+        each.total("same_host", "other_host", "peers") / timeline.end_ns
+        for each, timeline in zip(breakdowns, timelines, strict=True)
     ]
     peak = max(programs, key=lambda program: program.peak_bytes)
     return PredictionResult(
@@ -469,16 +472,18 @@ def _extrapolate(
         small_parts, large_parts = getattr(small.breakdown, name), getattr(large.breakdown, name)
         return {part: max(0.0, extrapolate(small_parts.get(part, 0.0), ns)) for part, ns in large_parts.items()}
 
-    peaks = [
-        max(program.peak_bytes for program in schedule_of(query, cluster, [0, cluster.size - 1]).programs)
-        for cluster in (clusters[1], _resized(clusters[1], 2 * LARGE_RANKS))
-    ]
+    more_bytes = 0
+    if small.peak_bytes != large.peak_bytes:
+        # Buffers that one or two hosts do not fill yet grow otherwise than those that have a part per rank.
+        programs, cluster = large.schedule.programs, _resized(query.cluster, 2 * LARGE_RANKS)
+        before, rank = max((programs[0].peak_bytes, 0), (programs[-1].peak_bytes, cluster.size - 1))
+        more_bytes = schedule_of(query, cluster, [rank]).programs[0].peak_bytes - before
     return replace(
         large, few_ranks=few_ranks, time=MaxLognormal(*(
             Lognormal(extrapolate(small_time.median_ns, large_time.median_ns), large_time.spread)
             for small_time, large_time in ((small.time.device, large.time.device), (small.time.host, large.time.host))
         )), breakdown=_Breakdown(phase("forward"), phase("backward")),
-        peak_bytes=round(large.peak_bytes + (peaks[1] - peaks[0]) * (ranks / large_ranks - 1)),
+        peak_bytes=round(large.peak_bytes + more_bytes * (ranks / large_ranks - 1)),
     )  # fmt: skip
 
 
