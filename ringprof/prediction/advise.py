@@ -12,7 +12,7 @@ from statistics import NormalDist
 import msgspec
 import numpy as np
 
-from ringprof.common.formatting import significant
+from ringprof.common.formatting import percent, rounded_percent, rounded_time
 from ringprof.common.json_object import JsonObject
 from ringprof.errors import RingprofError, UnknownStrategyError, UnsupportedWorkloadError, nearest
 from ringprof.prediction.calibration import Calibration
@@ -139,9 +139,9 @@ class Advice:
         }
         difference = second.median_ns - first.median_ns
         largest_first = sorted(excess, key=lambda part: -abs(excess[part]))
-        behind = f"{significant(100 * difference / first.median_ns, 3)} % ({significant(difference / 1e6, 3)} ms)"
+        behind = f"{rounded_percent(difference / first.median_ns)} ({rounded_time(difference)})"
         parts = ", ".join(
-            f"{'+' if excess[part] > 0 else ''}{significant(excess[part] / 1e6, 3)} ms of {_PART_NAMES[part]}"
+            f"{'+' if excess[part] > 0 else ''}{rounded_time(excess[part])} of {_PART_NAMES[part]}"
             for part in largest_first
             if abs(excess[part]) >= _SHOWN_NS
         )
@@ -156,9 +156,7 @@ class Advice:
             for program, flags in framework_flags(choice.prediction.query).items() if choice.fits else ():
                 if program not in done:
                     slower = choice.prediction.median_ns / self.first.prediction.median_ns - 1
-                    behind = (
-                        f", {significant(100 * slower, 3)} % longer than the first" if choice is not self.first else ""
-                    )
+                    behind = f", {rounded_percent(slower)} longer than the first" if choice is not self.first else ""
                     commands[f"{program}'s {choice.label}{behind}"] = flags
                     done.add(program)
         return commands
@@ -183,7 +181,7 @@ class Advice:
         variances = self.first.prediction.variance_by_input
         largest = max(variances, key=lambda name: variances[name])
         remaining = math.sqrt(sum(variances.values()) - variances[largest]) / math.sqrt(sum(variances.values()))
-        return f"{_HOW_TO_MEASURE.get(largest, largest)}: the interval would be {100 * remaining:.0f} % as wide"
+        return f"{_HOW_TO_MEASURE.get(largest, largest)}: the interval would be {percent(remaining, 0)} as wide"
 
 
 _SHOWN_NS = 5_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ringprof.common.formatting import percent, significant
+from ringprof.common.formatting import percent, rounded_percent, significant
 from ringprof.prediction.advise import HIDDEN, Advice, Point, compared, crossings
 from ringprof.prediction.predict import PredictionResult
 from ringprof.prediction.text import cluster_text, described, remarks
@@ -62,13 +62,13 @@ def advice_text(advice: Advice, style: TextStyle) -> str:
     rows = []
     for choice in shown_choices:
         prediction = choice.prediction
-        low, middle, high = map(_ms, prediction.interval_ms)
+        low, middle, high = (significant(time, 3) for time in prediction.interval_ms)
         middle = f"~{middle}" if prediction.few_ranks else middle
         rows.append([
             f"{'*' if choice.on_front else ' '} {clean(choice.label)}{'' if choice.fits else ', does not fit'}",
             percent(choice.best, 0), middle, f"{low} to {high}",
             significant(prediction.tflops(prediction.median_ns), 3),
-            f"{significant(100 * prediction.exposed_share, 3)} %", percent(prediction.time.host_share, 0),
+            rounded_percent(prediction.exposed_share), percent(prediction.time.host_share, 0),
             _memory(prediction.peak_bytes),
         ])  # fmt: skip
     table = text_table(_COLUMNS, rows, style)
@@ -225,11 +225,6 @@ def marks(advice: Advice, name: str) -> list[tuple[float, str]]:
     hidden = {"tokens": advice.hidden_from_tokens, "nic": advice.hidden_from_gbit}.get(name)
     value = hidden() if hidden else None
     return [*crossing_marks, (value, "transfers hidden")] if value is not None else crossing_marks
-
-
-def _ms(time: float) -> str:
-    """Format milliseconds with no more digits than a prediction supports."""
-    return significant(time, 3)
 
 
 def _memory(size_bytes: int) -> str:
