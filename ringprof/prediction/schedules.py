@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -247,7 +247,7 @@ class ScheduleCache:
         return msgspec.structs.replace(known, programs=[programs[rank] for rank in wanted_ranks])
 
 
-def _items(params: Params) -> tuple[tuple[str, Any], ...]:
+def _items(params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(params.items()))
 
 
