@@ -77,7 +77,7 @@ def test_points_from_few_ranks_agree_with_all_ranks() -> None:
 
 
 def test_copied_hops_are_left_out_only_where_they_are_slow() -> None:
-    """What is not tried, because the same choice over NCCL is far behind, takes more than 1.7 times as long."""
+    """Choices that are not tried, as they are far behind over NCCL, take more than 1.7 times as long as the first."""
     workload = Workload(seq=1 << 15, heads=16, kv_heads=8, head_dim=128)
     machine, cache = read_calibration("h200"), ScheduleCache()
     cluster = Cluster(hosts=4, gpus_per_host=4, nic_gbit=400.0)
