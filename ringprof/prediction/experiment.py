@@ -105,14 +105,13 @@ def _spread(name: str, first: PredictionResult, second: PredictionResult, shifts
     """Return the standard deviation of an input's log time: its shift over the share of the time that depends on it."""
     prediction, shift = max(zip((first, second), shifts, strict=True), key=lambda pair: pair[1])
     breakdown = prediction.breakdown
-    whole = sum(sum(phase.values()) for phase in (breakdown.forward, breakdown.backward))
     if name == "host":
         return prediction.time.host.spread
     if name.endswith(" kernel"):
-        part = (breakdown.forward if name == "forward kernel" else breakdown.backward).get("kernel", 0.0)
+        part = breakdown.phases.get(name.removesuffix(" kernel"), {}).get("kernel", 0.0)
     else:
         part = breakdown.total(name)
-    return shift * whole / part if part else 0.0
+    return shift * breakdown.whole_ns / part if part else 0.0
 
 
 def _result(gb_s: float | None, factor: float) -> str:

@@ -75,6 +75,16 @@ class _Breakdown:
     forward: dict[str, float]
     backward: dict[str, float]
 
+    @property
+    def phases(self) -> dict[str, dict[str, float]]:
+        """Nanoseconds per part, by the phases that were run."""
+        phases = {"forward": self.forward, "backward": self.backward}
+        return {name: parts for name, parts in phases.items() if parts}
+
+    @property
+    def whole_ns(self) -> float:
+        return sum(sum(parts.values()) for parts in self.phases.values())
+
     def total(self, *parts: str) -> float:
         return sum(phase.get(part, 0.0) for phase in (self.forward, self.backward) for part in parts)
 
@@ -157,8 +167,7 @@ class PredictionResult:
     @property
     def bound_by(self) -> dict[str, str]:
         """The part that takes most of the slowest rank's time, per phase."""
-        phases = {"forward": self.breakdown.forward, "backward": self.breakdown.backward}
-        return {name: max(parts, key=lambda part: parts[part]) for name, parts in phases.items() if parts}
+        return {name: max(parts, key=lambda part: parts[part]) for name, parts in self.breakdown.phases.items()}
 
     @cached_property
     def evidence(self) -> str:
@@ -409,7 +418,7 @@ def _variances(
                     f"{extrapolated_share:.0%} of the {phase} pass are parts of the mask shorter than calibrated"
                 )
             spread = _spread_of(estimates)
-            share = (breakdown.forward if phase == "forward" else breakdown.backward).get("kernel", 0.0) / end_ns
+            share = breakdown.phases.get(phase, {}).get("kernel", 0.0) / end_ns
             variances[f"{phase} kernel"] = (share * spread) ** 2
     for part, value in (
         ("memory", machine.memory_gb_s), ("same_host", machine.same_host.hop_gb_s),

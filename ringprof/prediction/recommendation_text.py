@@ -46,13 +46,7 @@ def advice_text(advice: Advice, style: TextStyle) -> str:
         *([_FEW_RANKS] if any(choice.prediction.few_ranks for choice in shown_choices) else []),
         "",
         *_nothing_fits(advice),
-        *(f"cannot tell: {clean(line)}" for line in _undecided_lines(advice)),
-        f"runner-up: {clean(advice.why_not_the_second(), LONGEST_SENTENCE)}",
-        *_crossing_lines(advice),
-        *(f"first: {line}" for line in remarks(advice.first.prediction) if line),
-        f"to narrow the interval: {advice.what_to_measure()}",
-        f"experiment: {clean(advice.experiment(), LONGEST_SENTENCE)}",
-        *(f"to run it with {clean(program)}: {command}" for program, command in advice.commands().items()),
+        *_sentences(advice),
     ]
     # Each strategy is named once.
     refused = [f"{label}: {why.partition(' cannot run this: ')[2] or why}" for label, why in advice.refused]
@@ -73,6 +67,19 @@ def advice_text(advice: Advice, style: TextStyle) -> str:
         ])  # fmt: skip
     table = text_table(_COLUMNS, rows, style)
     return style.finish(style.fit("\n".join(head)) + "\n\n" + table + "\n" + style.fit("\n".join(tail)))
+
+
+def _sentences(advice: Advice) -> list[str]:
+    """Return what to know about the first choice: its rivals, what would change it, and what runs it."""
+    return [
+        *(f"cannot tell: {clean(line)}" for line in _undecided_lines(advice)),
+        f"runner-up: {clean(advice.why_not_the_second(), LONGEST_SENTENCE)}",
+        *_crossing_lines(advice),
+        *(f"first: {line}" for line in remarks(advice.first.prediction) if line),
+        f"to narrow the interval: {advice.what_to_measure()}",
+        f"experiment: {clean(advice.experiment(), LONGEST_SENTENCE)}",
+        *(f"to run it with {clean(program)}: {command}" for program, command in advice.commands().items()),
+    ]
 
 
 def _undecided_lines(advice: Advice) -> list[str]:
@@ -157,14 +164,6 @@ def document(advice: Advice) -> Document:
         f"the fastest in {percent(advice.first.best, 0)} of cases"
     )
     answer = (_nothing_fits(advice) or [choose])[0]
-    lines = [
-        *(f"cannot tell: {line}" for line in _undecided_lines(advice)),
-        f"runner-up: {advice.why_not_the_second()}",
-        *_crossing_lines(advice),
-        f"to narrow the interval: {advice.what_to_measure()}",
-        f"experiment: {advice.experiment()}",
-        *(f"to run it with {program}: {command}" for program, command in advice.commands().items()),
-    ]
     tiles = [
         (duration(first.median_ns), "predicted, per iteration"),
         (f"{first.tflops(first.median_ns):,.0f}", "TFLOP/s per GPU"),
@@ -172,10 +171,10 @@ def document(advice: Advice) -> Document:
     ]
     cluster, kernel = cluster_text(first.query.cluster, first.machine.device), first.query.kernel
     subtitle = f"{cluster} · {described(first.query.workload)} · kernel {kernel}"
-    lines = [clean(line) for line in lines]
     return Document(
-        f"Predicted: {advice.first.label}", subtitle, lines, tiles, sections, clean(answer, LONGEST_SENTENCE)
-    )
+        f"Predicted: {advice.first.label}", subtitle, _sentences(advice), tiles, sections,
+        clean(answer, LONGEST_SENTENCE),
+    )  # fmt: skip
 
 
 SPEED = "TFLOP/s per GPU, predicted"
