@@ -17,13 +17,17 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
+from ..annotate import ring_step
 from ..base import AttentionCall, Context, Rows, Strategy, wire_type
-from ..kernels.kernel import Gradients
+from ..kernels.kernel import Gradients, allocate_adjacent
+from ..kernels.merge import accumulate, zero_other_rows
 from ..masks.expected import contiguous_imbalance
-from ..masks.layouts import LAYOUTS
-from ..transport.gradient_ring import GradientRing
+from ..masks.layouts import ALL, LAYOUTS, WHOLE, part
+from ..transport.gradient_ring import GradientRing, add_and_cast_all
+from ..transport.message import Message
 from ..transport.ring_channel import HopRing
 
 RingWire = Literal["exact", "fp32", "input"]
@@ -60,9 +64,41 @@ class Ring(Strategy):
             single_hop = not call.sharded_mask.shares_keys
         # Over a single hop, "exact" is the input's type, because the kernel has already rounded to it.
         wire_dtype = wire_type("input" if wire == "exact" and single_hop else wire, k)
+        if self.ring_size == 2 and wire_dtype == k.dtype and self._writes_messages(call, q, k, v):
+            return self._backward_of_pair(call, rows, q, k, v)
         gradient_ring = GradientRing(self.dkv_ring, None, (k, v), wire_dtype, routing, direct_ring)
         tour = self.tour(call, k, v)
         return self.backward_over_ring(call, rows, q, k, v, tour, gradient_ring, sends_first=routing is None)
+
+    def _writes_messages(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Return whether the kernel can write dK and dV where they are sent from, and nothing overlaps their hop."""
+        writes = call.kernel.writes_into and call.sharded_mask is None and k.shape == v.shape and q.is_contiguous()
+        return writes and not self.overlaps_last_hop(k)
+
+    def _backward_of_pair(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+        """Run `backward` on a ring of two ranks with few calls: for small tensors, the host decides how long it takes.
+
+        The kernel writes dK and dV of the other rank's keys into the message that returns them.
+        """
+        hop = self.kv_ring.post(self.kv_ring.pack((k, v)))
+        with ring_step("bwd", 0, "block"):
+            dq, *own = call.backward(rows, q, k, v, WHOLE[call.causal])
+        block, arrived = self.block(call, 1 - self.ring_rank, q), hop.wait()
+        block_dq, *sent = torch.empty_like(q), *allocate_adjacent(k, v)
+        if block is not None:
+            with ring_step("bwd", 1, "block"):
+                call.backward_into((block_dq, *sent), rows, q, *arrived.tensors, block)
+        message = Message.pack(sent)
+        with ring_step("bwd", 1, "merge"):
+            for buffer in message.buffers:
+                zero_other_rows(buffer, slice(0, 0) if block is None else block.kv)
+        hop = self.dkv_ring.post(message)
+        if block is not None:
+            with ring_step("bwd", 1, "merge"):
+                accumulate(part(dq, block.q), part(block_dq, block.q))
+        returned = hop.wait()
+        with ring_step("bwd", 2, "merge"):
+            return dq, *add_and_cast_all(returned, [(ALL, own)], k.dtype)
 
     @property
     def hop_window(self) -> int:
