@@ -22,11 +22,11 @@ from torch import Tensor
 
 from ..annotate import ring_step
 from ..base import AttentionCall, Context, Rows, Strategy, wire_type
-from ..kernels.kernel import Gradients, allocate_adjacent
+from ..kernels.kernel import Gradients
 from ..kernels.merge import accumulate, zero_other_rows
 from ..masks.expected import contiguous_imbalance
-from ..masks.layouts import ALL, LAYOUTS, WHOLE, part
-from ..transport.gradient_ring import GradientRing, add_and_cast_all
+from ..masks.layouts import LAYOUTS, WHOLE, part
+from ..transport.gradient_ring import GradientRing
 from ..transport.message import Message
 from ..transport.ring_channel import HopRing
 
@@ -81,24 +81,26 @@ class Ring(Strategy):
         The kernel writes dK and dV of the other rank's keys into the message that returns them.
         """
         hop = self.kv_ring.post(self.kv_ring.pack((k, v)))
+        dq, dkv = torch.empty_like(q), k.new_empty((2, *k.shape))
+        dk, dv = dkv.unbind(0)
         with ring_step("bwd", 0, "block"):
-            dq, *own = call.backward(rows, q, k, v, WHOLE[call.causal])
+            call.backward_into((dq, dk, dv), rows, q, k, v, WHOLE[call.causal])
         block, arrived = self.block(call, 1 - self.ring_rank, q), hop.wait()
-        block_dq, *sent = torch.empty_like(q), *allocate_adjacent(k, v)
+        sent = torch.empty_like(dkv)
         if block is not None:
+            block_dq = torch.empty_like(q)
             with ring_step("bwd", 1, "block"):
-                call.backward_into((block_dq, *sent), rows, q, *arrived.tensors, block)
-        message = Message.pack(sent)
+                call.backward_into((block_dq, *sent.unbind(0)), rows, q, *arrived.tensors, block)
         with ring_step("bwd", 1, "merge"):
-            for buffer in message.buffers:
-                zero_other_rows(buffer, slice(0, 0) if block is None else block.kv)
-        hop = self.dkv_ring.post(message)
+            zero_other_rows(sent, slice(0, 0) if block is None else block.kv)
+        hop = self.dkv_ring.post(Message([sent]))
         if block is not None:
             with ring_step("bwd", 1, "merge"):
                 accumulate(part(dq, block.q), part(block_dq, block.q))
         returned = hop.wait()
         with ring_step("bwd", 2, "merge"):
-            return dq, *add_and_cast_all(returned, [(ALL, own)], k.dtype)
+            accumulate(dkv, returned.buffers[0])
+        return dq, dk, dv
 
     @property
     def hop_window(self) -> int:

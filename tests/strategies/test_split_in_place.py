@@ -91,7 +91,7 @@ def test_gradients_of_halves_are_exact(world: int, kv_heads: int, v_head_dim: in
 @pytest.mark.processes
 @pytest.mark.parametrize(("kv_heads", "v_head_dim"), [(8, None), (4, None), (8, 6)])
 def test_gradients_of_a_ring_of_two_ranks_are_exact(kv_heads: int, v_head_dim: int | None) -> None:
-    """Where nothing overlaps the last hop, the kernel writes dK and dV of the other rank into the message."""
+    """Where nothing overlaps the last hop, the kernel writes dK and dV of both blocks where they are sent or added."""
     problem = WorkloadShard(seq=64, batch=2, heads=8, kv_heads=kv_heads, v_head_dim=v_head_dim)
     truths = {mask: dense(problem, mask) for mask in MASKS[:3]}
     cases = [case for case in CASES if 2 in case.worlds]
@@ -99,10 +99,10 @@ def test_gradients_of_a_ring_of_two_ranks_are_exact(kv_heads: int, v_head_dim: i
     for rank, rows in enumerate(by_rank):
         assert {name: error for name, error, _ in rows if not error < 1e-12} == {}
         # Under a causal mask the first rank of the contiguous layout sees no key of the other.
-        expected = {str(case): int(rank == 1 or case.name != "ring") for case in cases}
+        expected = {str(case): 1 + (rank == 1 or case.name != "ring") for case in cases}
         written = {name: count for name, _, count in rows if name.endswith(f" {MASKS[0]}")}
-        once = v_head_dim is None and kv_heads == 8
-        assert written == {f"{name} {MASKS[0]}": count * once for name, count in expected.items()}
+        writes = v_head_dim is None and kv_heads == 8
+        assert written == {f"{name} {MASKS[0]}": count * writes for name, count in expected.items()}
         assert not any(count for name, _, count in rows if name.endswith(f" {MASKS[2]}"))
 
 
