@@ -23,9 +23,9 @@ from torch import Tensor
 from ..annotate import ring_step
 from ..base import AttentionCall, Context, Rows, Strategy, wire_type
 from ..kernels.kernel import Gradients
-from ..kernels.merge import accumulate, zero_other_rows
+from ..kernels.merge import accumulate, merge_into, zero_other_rows
 from ..masks.expected import contiguous_imbalance
-from ..masks.layouts import LAYOUTS, WHOLE, part
+from ..masks.layouts import LAYOUTS, WHOLE, as_contiguous, part
 from ..transport.gradient_ring import GradientRing
 from ..transport.message import Message
 from ..transport.ring_channel import HopRing
@@ -54,6 +54,8 @@ class Ring(Strategy):
         return contiguous_imbalance(size) if causal else 1.0
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self.ring_size == 2 and call.sharded_mask is None:
+            return self._forward_of_pair(call, q, k, v)
         return self.forward_over_ring(call, q, self.tour(call, k, v))
 
     def backward(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
@@ -75,8 +77,23 @@ class Ring(Strategy):
         writes = call.kernel.writes_into and call.sharded_mask is None and k.shape == v.shape and q.is_contiguous()
         return writes and not self.overlaps_last_hop(k)
 
+    def _forward_of_pair(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Run `forward` on a ring of two ranks with few calls: for small tensors, the host decides how long it takes."""
+        hop = self.kv_ring.post(self.kv_ring.pack((k, v)))
+        with ring_step("fwd", 0, "block"):
+            out, lse = call.forward(q, k, v, WHOLE[call.causal])
+        block, arrived = self.block(call, 1 - self.ring_rank, q), hop.wait()
+        if block is None:
+            return out, lse
+        with ring_step("fwd", 1, "block"):
+            block_out, block_lse = call.forward(q, *arrived.tensors, block)
+        with ring_step("fwd", 1, "merge"):
+            out, lse = as_contiguous(out), as_contiguous(lse)
+            merge_into(out, out, lse, block_out, block_lse, block.q)
+        return out, lse
+
     def _backward_of_pair(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-        """Run `backward` on a ring of two ranks with few calls: for small tensors, the host decides how long it takes.
+        """Run `backward` on a ring of two ranks with few calls.
 
         The kernel writes dK and dV of the other rank's keys into the message that returns them.
         """
