@@ -25,10 +25,10 @@ from ..base import AttentionCall, Context, Rows, Strategy, wire_type
 from ..kernels.kernel import Gradients
 from ..kernels.merge import accumulate, merge_into, zero_other_rows
 from ..masks.expected import contiguous_imbalance
-from ..masks.layouts import LAYOUTS, WHOLE, as_contiguous, part
+from ..masks.layouts import LAYOUTS, as_contiguous, part
 from ..transport.gradient_ring import GradientRing
 from ..transport.message import Message
-from ..transport.ring_channel import HopRing
+from ..transport.ring_channel import AnyHop, HopRing
 
 RingWire = Literal["exact", "fp32", "input"]
 
@@ -77,11 +77,17 @@ class Ring(Strategy):
         writes = call.kernel.writes_into and call.sharded_mask is None and k.shape == v.shape and q.is_contiguous()
         return writes and not self.overlaps_last_hop(k)
 
+    def _post_own(self, k: Tensor, v: Tensor) -> tuple[AnyHop, Tensor, Tensor]:
+        """Post k and v to the next rank; return the hop, and both as dense tensors."""
+        message = self.kv_ring.pack((k, v))
+        hop = self.kv_ring.post(message)
+        return (hop, k, v) if k.is_contiguous() and v.is_contiguous() else (hop, *message.tensors)
+
     def _forward_of_pair(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Run `forward` on a ring of two ranks with few calls: for small tensors, the host decides how long it takes."""
-        hop = self.kv_ring.post(self.kv_ring.pack((k, v)))
+        """Run `forward` on a ring of two ranks with few calls, since the host decides how long small tensors take."""
+        hop, k, v = self._post_own(k, v)
         with ring_step("fwd", 0, "block"):
-            out, lse = call.forward(q, k, v, WHOLE[call.causal])
+            out, lse = call.forward(q, k, v, self.local_block(call, q))
         block, arrived = self.block(call, 1 - self.ring_rank, q), hop.wait()
         if block is None:
             return out, lse
@@ -97,17 +103,18 @@ class Ring(Strategy):
 
         The kernel writes dK and dV of the other rank's keys into the message that returns them.
         """
-        hop = self.kv_ring.post(self.kv_ring.pack((k, v)))
+        hop, k, v = self._post_own(k, v)
         dq, dkv = torch.empty_like(q), k.new_empty((2, *k.shape))
         dk, dv = dkv.unbind(0)
         with ring_step("bwd", 0, "block"):
-            call.backward_into((dq, dk, dv), rows, q, k, v, WHOLE[call.causal])
+            call.backward_into((dq, dk, dv), rows, q, k, v, self.local_block(call, q))
         block, arrived = self.block(call, 1 - self.ring_rank, q), hop.wait()
         sent = torch.empty_like(dkv)
         if block is not None:
             block_dq = torch.empty_like(q)
             with ring_step("bwd", 1, "block"):
                 call.backward_into((block_dq, *sent.unbind(0)), rows, q, *arrived.tensors, block)
+        del arrived
         with ring_step("bwd", 1, "merge"):
             zero_other_rows(sent, slice(0, 0) if block is None else block.kv)
         hop = self.dkv_ring.post(Message([sent]))
