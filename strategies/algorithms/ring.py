@@ -81,7 +81,9 @@ class Ring(Strategy):
         """Post k and v to the next rank; return the hop, and both as dense tensors."""
         message = self.kv_ring.pack((k, v))
         hop = self.kv_ring.post(message)
-        return (hop, k, v) if k.is_contiguous() and v.is_contiguous() else (hop, *message.tensors)
+        if not (k.is_contiguous() and v.is_contiguous()):
+            k, v = message.tensors
+        return hop, k, v
 
     def _forward_of_pair(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Run `forward` on a ring of two ranks with few calls, since the host decides how long small tensors take."""
@@ -92,7 +94,8 @@ class Ring(Strategy):
         if block is None:
             return out, lse
         with ring_step("fwd", 1, "block"):
-            block_out, block_lse = call.forward(q, *arrived.tensors, block)
+            k, v = arrived.tensors
+            block_out, block_lse = call.forward(q, k, v, block)
         with ring_step("fwd", 1, "merge"):
             out, lse = as_contiguous(out), as_contiguous(lse)
             merge_into(out, out, lse, block_out, block_lse, block.q)
@@ -111,10 +114,11 @@ class Ring(Strategy):
         block, arrived = self.block(call, 1 - self.ring_rank, q), hop.wait()
         sent = torch.empty_like(dkv)
         if block is not None:
-            block_dq = torch.empty_like(q)
+            k, v = arrived.tensors
+            block_dq, (block_dk, block_dv) = torch.empty_like(q), sent.unbind(0)
             with ring_step("bwd", 1, "block"):
-                call.backward_into((block_dq, *sent.unbind(0)), rows, q, *arrived.tensors, block)
-        del arrived
+                call.backward_into((block_dq, block_dk, block_dv), rows, q, k, v, block)
+        del arrived, k, v
         with ring_step("bwd", 1, "merge"):
             zero_other_rows(sent, slice(0, 0) if block is None else block.kv)
         hop = self.dkv_ring.post(Message([sent]))
