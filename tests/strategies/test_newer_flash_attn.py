@@ -218,6 +218,7 @@ def _bwd4(
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, deterministic: bool = False,
     dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    assert q.shape[-2] == k.shape[-2] or q.shape[-1] == v.shape[-1], "GQA backward requires head_dim == head_dim_v"
     dq, dk, dv = (torch.empty_like(x) if target is None else target for x, target in ((q, dq), (k, dk), (v, dv)))
     return _bwd3(
         dout, q, k, v, out, lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q,
