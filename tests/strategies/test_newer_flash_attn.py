@@ -354,7 +354,19 @@ def _flash_attn_3_built_without(monkeypatch: pytest.MonkeyPatch, disabled: tuple
 
 @pytest.mark.parametrize(
     ("capability", "head_dim", "supported"),
-    [(9, 256, True), (9, 192, True), (10, 128, True), (10, 256, True), (10, 192, False), (10, 264, False)],
+    [
+        (9, 256, True),
+        (9, 192, True),
+        (9, 104, False),
+        (9, 112, False),
+        (9, 120, True),
+        (9, 96, True),
+        (10, 128, True),
+        (10, 112, True),
+        (10, 256, True),
+        (10, 192, False),
+        (10, 264, False),
+    ],
 )
 def test_head_sizes_of_flash_attn_4_depend_on_the_gpu(
     monkeypatch: pytest.MonkeyPatch, capability: int, head_dim: int, supported: bool
