@@ -159,6 +159,7 @@ class FlashAttn4Kernel(_NewerFlashAttn):
 
     name = "flash-attn-4"
     takes_windows = True
+    takes_softcap = True
     most_head_dim = 256
 
     @classmethod
@@ -176,11 +177,13 @@ class FlashAttn4Kernel(_NewerFlashAttn):
         reason = super().why_unsupported(device, dtype, head_dim)
         if reason is not None:
             return reason
-        newer = torch.cuda.get_device_capability(device)[0] > 9
-        if newer and 128 < head_dim < 256:
-            return f"takes head_dim up to 128, or 256, on GPUs newer than Hopper: not {head_dim}"
-        # 4.0.0b36 does not compile the backward pass of a block without a causal mask.
-        return None if newer or head_dim not in (104, 112) else f"takes head_dim up to 96, or from 120: not {head_dim}"
+        if torch.cuda.get_device_capability(device)[0] > 9:
+            taken = head_dim <= 128 or head_dim == 256
+            return None if taken else f"takes head_dim up to 128, or 256, on GPUs newer than Hopper: not {head_dim}"
+        # 4.0.0b36 rounds sizes up to 128 to a multiple of 16 in the backward kernel, and to one of 32 before and after it.
+        # Where the two differ, gradients are wrong (seen on H100: 8, 16, 72, 80), or the kernel does not compile.
+        taken = head_dim > 128 or -(-head_dim // 16) % 2 == 0
+        return None if taken else f"takes head_dim 24, 32, 56, 64, 88, 96, or from 120, on Hopper: not {head_dim}"
 
     @classmethod
     def takes_v_head_dim(cls, head_dim: int, v_head_dim: int) -> bool:
