@@ -170,7 +170,9 @@ class FlashAttn4Kernel(_NewerFlashAttn):
         folders = [] if package is None else list(package.submodule_search_locations or ())
         if not any(os.path.isdir(os.path.join(folder, "cute")) for folder in folders) or find_spec("cutlass") is None:
             return "needs flash-attn 4: pip install --pre 'flash-attn-4[cu13]'"
-        return None if torch.cuda.get_device_capability(device)[0] >= 9 else "needs capability 9.0 or higher"
+        # On 12 (GeForce), 4.0.0b36 has neither a deterministic backward pass nor one with a softcap.
+        taken = torch.cuda.get_device_capability(device)[0] in (9, 10, 11)
+        return None if taken else "needs a Hopper or data-center Blackwell GPU (capability 9 to 11)"
 
     @classmethod
     def why_unsupported(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

@@ -365,3 +365,15 @@ def test_head_sizes_of_flash_attn_4_depend_on_the_gpu(
     reasons = {size: kernel.why_unsupported(torch.device("cuda"), torch.bfloat16, size) for size in range(8, 273, 8)}
     assert [size for size, reason in reasons.items() if reason is None] == sizes
     assert all(f"not {size}" in reason for size, reason in reasons.items() if reason)
+
+
+def test_flash_attn_4_needs_hopper_or_data_center_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = SimpleNamespace(submodule_search_locations=["flash_attn"])
+    monkeypatch.setattr(newer_flash_attn, "find_spec", lambda name: installed)
+    monkeypatch.setattr("os.path.isdir", lambda path: True)
+    taken = []
+    for capability in range(7, 14):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, major=capability: (major, 0))
+        if newer_flash_attn.FlashAttn4Kernel.missing(torch.device("cuda")) is None:
+            taken.append(capability)
+    assert taken == [9, 10, 11]
