@@ -182,7 +182,7 @@ class FlashAttn4Kernel(_NewerFlashAttn):
         if torch.cuda.get_device_capability(device)[0] > 9:
             taken = head_dim <= 128 or head_dim == 256
             return None if taken else f"takes head_dim up to 128, or 256, on GPUs newer than Hopper: not {head_dim}"
-        # 4.0.0b36 rounds sizes up to 128 to a multiple of 16 in the backward kernel and to one of 32 before and after it.
+        # 4.0.0b36 rounds sizes up to 128 to a multiple of 16 in the backward kernel, to one of 32 before and after it.
         # Where the two differ, dQ is wrong (pull request 2896 there; seen on H100: 8, 16, 72, 80), or nothing compiles.
         taken = head_dim > 128 or -(-head_dim // 16) % 2 == 0
         return None if taken else f"takes head_dim 24, 32, 56, 64, 88, 96, or from 120, on Hopper: not {head_dim}"
