@@ -18,6 +18,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -231,11 +232,7 @@ class RecurrentStrategy(ABC):
         rows = torch.cat([halo, x], 1)
         if len(shard.bounds) == 2:
             return conv1d(rows.mT, weight.unsqueeze(1), bias, groups=weight.shape[0]).mT
-        positions = torch.arange(tokens, device=x.device)
-        inner = torch.tensor(shard.bounds[1:-1], device=x.device)
-        # Tokens since the last border on this rank; those before the first border see the halo.
-        index = torch.searchsorted(inner, positions, right=True)
-        since = torch.where(index > 0, positions - inner[(index - 1).clamp(min=0)], width)
+        since = _tokens_since_border(shard.bounds, width, x.device)
         terms = [
             torch.where((since >= back)[:, None], rows[:, width - 1 - back :][:, :tokens], 0)
             * weight[:, width - 1 - back]
@@ -599,9 +596,21 @@ def _both_ways(comm: Communicator, channel: str, members: Sequence[int]) -> tupl
     return ring, comm.ring(channel, members[::-1], shares=ring, keeps=True)
 
 
+@lru_cache(maxsize=8)
+def _tokens_since_border(bounds: tuple[int, ...], most: int, device: torch.device) -> Tensor:
+    """Return the tokens between every token and the last document's border on this rank; ``most`` before the first."""
+    positions = torch.arange(bounds[-1], device=device)
+    inner = torch.tensor(bounds[1:-1], device=device)
+    index = torch.searchsorted(inner, positions, right=True)
+    return torch.where(index > 0, positions - inner[(index - 1).clamp(min=0)], most)
+
+
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:
     """Repeat each head (B, S, Hk, K) until there are ``heads``; gradients of the repeats are added."""
     times = heads // x.shape[2]
+    if x.shape[2] == 1:
+        # Without the dimension of length 1, whose sum in the backward pass is slower on a GPU.
+        return x.expand(-1, -1, heads, -1).contiguous()
     return x if times == 1 else x.unsqueeze(3).expand(-1, -1, -1, times, -1).flatten(2, 3)
 
 
