@@ -18,13 +18,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import conv1d, pad
+from torch.nn.functional import pad
 
 from ringprof.workload.mask import Mask
 from ringprof.workload.recurrences import RECURRENCES, recurrence_flops
@@ -39,6 +38,7 @@ from ..masks.layouts import LAYOUTS, Layout
 from ..transport.chain import Chain
 from ..transport.communicator import Communicator
 from ..transport.ring_channel import Hop, HopRing
+from .convolution import convolve
 from .kernel import (
     Carry,
     Inputs,
@@ -48,7 +48,7 @@ from .kernel import (
     shard_of,
     transposed,
 )
-from .kernels import NAMES, choose_kernel
+from .kernels import NAMES, choose_kernel, convolves_by_fla
 
 Documents = Sequence[int] | Tensor | None
 Result = Tensor | tuple[Tensor, Tensor]
@@ -229,17 +229,7 @@ class RecurrentStrategy(ABC):
         tail = pad(x[:, tokens - sent :], (0, 0, width - 1 - sent, 0))
         reach = reach_of(documents, self.comm.size)
         halo: Tensor = _Halo.apply(self._halos, shard, reach, tail)  # type: ignore[no-untyped-call]
-        rows = torch.cat([halo, x], 1)
-        if len(shard.bounds) == 2:
-            return conv1d(rows.mT, weight.unsqueeze(1), bias, groups=weight.shape[0]).mT
-        since = _tokens_since_border(shard.bounds, width, x.device)
-        terms = [
-            torch.where((since >= back)[:, None], rows[:, width - 1 - back :][:, :tokens], 0)
-            * weight[:, width - 1 - back]
-            for back in range(width)
-        ]
-        out: Tensor = sum(terms[1:], terms[0])
-        return out if bias is None else out + bias
+        return convolve(x, halo, weight, bias, shard.bounds, by_fla=convolves_by_fla(self.kernel_name, x, weight))
 
     def kernels(self) -> list[ComputeMeter]:
         """Return the meters of all computation, as a `Strategy` returns its kernels."""
@@ -594,15 +584,6 @@ def _both_ways(comm: Communicator, channel: str, members: Sequence[int]) -> tupl
     """Return a ring over the members, and the ring in the other direction."""
     ring = comm.ring(channel, members, keeps=True)
     return ring, comm.ring(channel, members[::-1], shares=ring, keeps=True)
-
-
-@lru_cache(maxsize=8)
-def _tokens_since_border(bounds: tuple[int, ...], most: int, device: torch.device) -> Tensor:
-    """Return the tokens between every token and the last document's border on this rank; ``most`` before the first."""
-    positions = torch.arange(bounds[-1], device=device)
-    inner = torch.tensor(bounds[1:-1], device=device)
-    index = torch.searchsorted(inner, positions, right=True)
-    return torch.where(index > 0, positions - inner[(index - 1).clamp(min=0)], most)
 
 
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:
