@@ -11,6 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, pad
 
+from .pieces import CHUNK, pieces_of
+
+_LONGEST = CHUNK * 2**24
+"""Tokens of a document that is never split into pieces."""
+
 
 def convolve(
     x: Tensor, halo: Tensor, weight: Tensor, bias: Tensor | None, bounds: tuple[int, ...], *, by_fla: bool
@@ -42,14 +47,10 @@ def _convolve_by_fla(
 
     # One state (C, W) per document: the tokens before its first, of which the earliest is never read.
     states = pad(halo.mT, (1, 0, 0, 0, 0, len(bounds) - 2))
-    lengths = None if len(bounds) == 2 else _lengths(bounds, x.device)
-    out: Tensor = causal_conv1d(x, weight, bias, initial_state=states, cu_seqlens=lengths)[0]
+    # One piece per document, or one only.
+    options = pieces_of(bounds, x.shape[0], _LONGEST, x.device).options
+    out: Tensor = causal_conv1d(x, weight, bias, initial_state=states, **options)[0]
     return out
-
-
-@lru_cache(maxsize=8)
-def _lengths(bounds: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(bounds, device=device)
 
 
 @lru_cache(maxsize=8)

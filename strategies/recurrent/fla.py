@@ -73,7 +73,8 @@ class FlaDeltaRule(PieceKernel):
     def effects(self, x: Inputs, pieces: Pieces, local: Any) -> tuple[Tensor, Tensor]:
         k, w, u, total = map(pieces.split, local[:4])
         batch, heads, keys, values = x.state_shape
-        options = {"k": k, "w": w, "g": total, "output_final_state": True, "save_new_value": False, **pieces.options}
+        options = {"k": k, "w": w, "g": total, "output_final_state": True, "save_new_value": False}
+        options |= pieces.scan_options
         states = chunk_gated_delta_rule_fwd_h(u=u, **options)[2]
         # The transition is what becomes of the identity where nothing is written.
         transitions = chunk_gated_delta_rule_fwd_h(
@@ -123,7 +124,7 @@ class FlaDeltaRule(PieceKernel):
         q, k, _, total, _, _, w, _, _, dout, dwritten = local
         q, k, w, total, dout, dwritten = map(pieces.split, (q, k, w, total, dout, dwritten))
         return chunk_gated_delta_rule_bwd_dhu(
-            q=q, k=k, w=w, g=total, do=dout, dv=dwritten, scale=x.scale, **states, **pieces.options
+            q=q, k=k, w=w, g=total, do=dout, dv=dwritten, scale=x.scale, **states, **pieces.scan_options
         )
 
 
@@ -259,7 +260,9 @@ def _delta_states(
 ) -> tuple[Tensor, Tensor]:
     """Return the states before all chunks, and what the tokens write, of u's shape."""
     k, w, values, total = map(pieces.split, (k, w, u, total))
-    h, written, _ = chunk_gated_delta_rule_fwd_h(k=k, w=w, u=values, g=total, initial_state=initial, **pieces.options)
+    h, written, _ = chunk_gated_delta_rule_fwd_h(
+        k=k, w=w, u=values, g=total, initial_state=initial, **pieces.scan_options
+    )
     return h, written.view_as(u)
 
 

@@ -54,6 +54,11 @@ class Pieces:
         """Keyword arguments that tell fla's kernels where the pieces are."""
         return {} if self.even else {"cu_seqlens": self.bounds, "chunk_indices": self.chunks}
 
+    @property
+    def scan_options(self) -> dict[str, Any]:
+        """Keyword arguments that tell fla's kernels of the delta rule, which pass states, where the pieces are."""
+        return {} if self.even else {**self.options, "chunk_offsets": self.offsets[0]}
+
     def whole(self, x: Tensor) -> Tensor:
         """Return a dense tensor (B, S, ...) for kernels that compute chunks apart: if not even, (1, B S, ...)."""
         return x.contiguous() if self.even else x.contiguous().view(1, -1, *x.shape[2:])

@@ -39,7 +39,16 @@ def test_options_that_a_cuda_graph_cannot_capture_are_refused(tmp_path: Path, op
     "what",
     [
         ["--strategy", "zigzag"],
-        ["--operator", "simple-gla", "--strategy", "state-ring", "--conv-width", "4", "--documents", "lognormal"],
+        [
+            "--operator",
+            "simple-gla",
+            "--strategy",
+            "state-ring",
+            "--conv-width",
+            "4",
+            "--documents",
+            "lognormal:mean=1024,sigma=1.2,seed=7",
+        ],
         ["--operator", "gdn", "--strategy", "state-scan"],
         ["--operator", "gla", "--strategy", "state-a2a"],
     ],
