@@ -36,6 +36,14 @@ class _NotPassed(StateRing):
         return torch.zeros_like(incoming), sent
 
 
+class _NothingEnters(StateRing):
+    """Starts every rank from zeros, in both directions."""
+
+    def pass_state(self, carry: Carry, takes: bool, gives: bool, known: Any, *rest: Any, reverse: bool) -> Any:
+        incoming, sent = super().pass_state(carry, takes, gives, known, *rest, reverse=reverse)
+        return None if incoming is None else torch.zeros_like(incoming), sent
+
+
 class _NotDecayed(StateRing):
     def pass_state(self, carry: Carry, takes: bool, gives: bool, known: Any, *rest: Any, reverse: bool) -> Any:
         if not reverse and carry.transition is not None:
@@ -102,6 +110,8 @@ def _refusals(rank: int, cases: list[tuple[type[RecurrentStrategy], Workload]]) 
 MISTAKES: list[tuple[type[RecurrentStrategy], dict[str, Any], str]] = [
     (_NotPassed, {}, "the state does not pass from rank to rank"),
     (_NotPassed, {"operator": "mamba2", "conv_width": 4}, "the state does not pass from rank to rank"),
+    (_NothingEnters, {}, "neither a state of other ranks nor the initial one"),
+    (_NothingEnters, {"operator": "mamba2", "backward": False}, "neither a state of other ranks nor the initial one"),
     (_NotDecayed, {}, "their transitions are missing"),
     (_NotDecayed, {"operator": "gla"}, "their transitions are missing"),
     (_OneRank, {}, "the states of ranks before it are lost"),

@@ -301,6 +301,15 @@ class _NotPassed(_Mistake):
         return None
 
 
+class _NothingEnters(_NotPassed):
+    says = "every rank starts from zeros, the first one, too: neither a state of other ranks nor the initial one enters"
+
+    def rank_output(
+        self, scan: Any, first: int, end: int, before: Tensor | None, initial: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return super().rank_output(scan, first, end, None, initial)
+
+
 class _OneRank(_Mistake):
     says = "a rank gets the state of the previous rank's own tokens alone: the states of ranks before it are lost"
 
@@ -437,8 +446,8 @@ class _HaloGradientLost(DenseRecurrence):
 
 
 FORWARD_MISTAKES: tuple[Any, ...] = (
-    _NotPassed, _OneRank, _NotDecayed, _Twice, _TwiceOnArrival, _InitialEverywhere, _NoInitial, _NoReset, _LateReset,
-    _ResetInsideOnly, _NoHalo, _HaloOverDocuments,
+    _NotPassed, _NothingEnters, _OneRank, _NotDecayed, _Twice, _TwiceOnArrival, _InitialEverywhere, _NoInitial,
+    _NoReset, _LateReset, _ResetInsideOnly, _NoHalo, _HaloOverDocuments,
 )  # fmt: skip
 BACKWARD_MISTAKES: tuple[Any, ...] = (
     _GradientNotPassed, _GradientOfOneRank, _GradientNotDecayed, _HaloGradientLost,
