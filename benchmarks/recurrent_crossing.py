@@ -23,7 +23,7 @@ from ringprof.prediction.query import Query
 from ringprof.prediction.schedules import schedule_of
 from ringprof.run import Workload
 
-LENGTHS = (8192, 16384, 32768, 65536, 131072, 262144, 524288)
+LENGTHS = (8192, 16384, 32768, 65536, 131072, 524288)
 ATTENTION = ("zigzag", "ulysses")
 
 
