@@ -92,6 +92,23 @@ class DryRunRecurrence:
         return x.k.new_empty(batch, -(-x.k.shape[1] // _CHUNK), heads, keys, values)
 
 
+class _Convolution(torch.autograd.Function):
+    """Convolution by flash-linear-attention's kernel, which moves the tokens once for each of its tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, recorder: Recorder, x: Tensor, halo: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, halo, weight)
+        ctx.recorder = recorder
+        recorder.memory_op("causal_conv1d", 2 * x.nbytes)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, halo, weight = ctx.saved_tensors
+        ctx.recorder.memory_op("causal_conv1d", 3 * x.nbytes)
+        return None, torch.empty_like(x), torch.empty_like(halo), torch.empty_like(weight)
+
+
 def operator_of(x: Inputs) -> Literal["gated_delta_rule", "simple_gla", "gla"]:
     """Return the kernel's recurrence for these inputs."""
     if x.beta is not None:
@@ -113,6 +130,14 @@ def dry_run_recurrent_strategy(
     """Return a strategy for recurrences without devices, whose kernel is a `DryRunRecurrence`."""
     strategy: Any = strategy_class(comm)
     strategy.kernel_for = lambda x: DryRunRecurrence(recorder)
+    in_torch = strategy.convolve
+
+    def convolve(x: Tensor, halo: Tensor, weight: Tensor, bias: Tensor | None, bounds: tuple[int, ...]) -> Tensor:
+        if x.dtype != torch.bfloat16:
+            return in_torch(x, halo, weight, bias, bounds)
+        return _Convolution.apply(recorder, x, halo, weight)  # type: ignore[no-untyped-call, no-any-return]
+
+    strategy.convolve = convolve
     return strategy  # type: ignore[no-any-return]
 
 
