@@ -15,11 +15,14 @@ from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
+import triton
 from torch import Tensor
 from triton.runtime.autotuner import Heuristics
 from triton.runtime.jit import JITFunction, KernelInterface
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_TAKES_ALL = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 4)
+"""Whether a compiled kernel is launched with all arguments, constants among them; earlier ones are left to Triton."""
 _MOST_COMPILED = 1024
 """Most sets of arguments that a kernel remembers; sequence lengths that never recur must not fill the memory."""
 _ALIGNMENT = 16
@@ -28,12 +31,12 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """A compiled kernel, and its arguments in order, with None in the places of tensors."""
+    """A compiled kernel, and its arguments in order, with None instead of tensors."""
 
     compiled: Any
     arguments: list[Any]
     tensors: list[tuple[int, str]]
-    """Place and name of the arguments that are tensors."""
+    """Index and name of the arguments that are tensors."""
     values: dict[str, Any]
     """Arguments by name, without the tensors: what a function that computes the grid reads."""
 
@@ -56,8 +59,8 @@ class CachedKernel:
             self._search(key, grid, arguments)
             return
         ordered = launch.arguments.copy()
-        for place, name in launch.tensors:
-            ordered[place] = arguments[name]
+        for index, name in launch.tensors:
+            ordered[index] = arguments[name]
         blocks = grid(launch.values) if callable(grid) else grid
         launch.compiled[(*blocks, 1, 1)[:3]](*ordered)
 
@@ -73,16 +76,16 @@ class CachedKernel:
                 values |= layer.best_config.kwargs
             layer = layer.fn
         ordered = [values.get(parameter.name, parameter.default) for parameter in layer.params]
-        if compiled is None or any(value is inspect.Parameter.empty for value in ordered):
+        if compiled is None or not _TAKES_ALL or any(value is inspect.Parameter.empty for value in ordered):
             return
         if len(self._launches) >= _MOST_COMPILED:
             self._launches.clear()
         tensors = [
-            (place, parameter.name) for place, parameter in enumerate(layer.params)
-            if isinstance(ordered[place], Tensor)
+            (index, parameter.name) for index, parameter in enumerate(layer.params)
+            if isinstance(ordered[index], Tensor)
         ]  # fmt: skip
-        for place, name in tensors:
-            ordered[place] = None
+        for index, name in tensors:
+            ordered[index] = None
             del values[name]
         self._launches[key] = _Launch(compiled, ordered, tensors, values)
 

@@ -87,8 +87,8 @@ def test_a_second_call_launches_the_compiled_kernels_without_triton(monkeypatch:
     # Other memory, the same numbers.
     second = compute(Inputs.of([tensor.clone() for tensor in (q, k, v, g)], 1.0))
     assert not searches
-    for one, other in zip(first, second, strict=True):
-        assert torch.equal(one, other)
+    for expected, actual in zip(first, second, strict=True):
+        assert torch.equal(actual, expected)
     # Another scale is another set of arguments.
     third = compute(Inputs.of([q, k, v, g], 0.5))
     assert searches and not torch.equal(third[0], first[0])
