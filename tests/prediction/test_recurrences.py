@@ -42,7 +42,7 @@ from ringprof.prediction.query import Query
 from ringprof.prediction.recurrence_curves import RecurrenceCurves
 from ringprof.prediction.schedules import schedule, schedule_of
 from ringprof.prediction.text import remarks
-from ringprof.record.dryrun.schedule import CommStart, RecurrenceOp
+from ringprof.record.dryrun.schedule import CommStart, MemoryOp, RecurrenceOp
 from ringprof.record.measure import counted_work, reset_counts
 from ringprof.record.recurrence import RecurrenceShard
 from ringprof.run import Work, Workload
@@ -104,6 +104,18 @@ def test_states_travel_whatever_the_length_and_heads_with_it() -> None:
     assert bytes_of("state-ring", 128) == bytes_of("state-ring", 1024) == 2 * 4 * 8 * 8 * 4
     assert bytes_of("state-scan", 128) == bytes_of("state-scan", 1024)
     assert bytes_of("state-a2a", 1024) == 8 * bytes_of("state-a2a", 128)
+
+
+def test_the_short_convolution_is_one_kernel_per_pass() -> None:
+    """In bfloat16; it reads the tokens and writes them, and backward reads two tensors of them and writes one."""
+    workload = msgspec.structs.replace(WORK, dtype="bf16", conv_width=4)
+    moved = [
+        op.bytes for op in schedule("state-scan", workload, 2).programs[0].ops
+        if isinstance(op, MemoryOp) and op.name == "causal_conv1d"
+    ]  # fmt: skip
+    channels = 2 * workload.kv_heads * workload.head_dim + workload.heads * workload.value_dim
+    once = workload.seq // 2 * channels * 2
+    assert moved == [2 * once, 3 * once]
 
 
 def test_a_chain_of_two_ranks_matches_on_both() -> None:
