@@ -10,7 +10,7 @@ a ratio is to fla's kernel alone, on as many tokens per GPU and without communic
 pass allocates beyond its inputs. Five passes follow each other without a wait. For lines `speed` the GPU is kept busy
 before them, so that the host runs ahead, as in a step with much other work: these are times of the GPU. For lines
 `queued` the GPU is idle before, so that the time to launch short kernels counts, too. For lines `graph` each pass is
-the replay of a CUDA graph, in which the host launches nothing; --graph asks for them.
+the replay of a CUDA graph, in which the host launches nothing; --graph asks for them, fla/cp is left out.
 
 fla refuses backward passes on Hopper with Triton 3.4 to 3.7.0, except of GLA. Its issue 640 tells of wrong gradients
 for tiles of 64 key channels; heads of 128 have tiles of 128. --allow-triton removes the refusal, for --check to verify.
@@ -195,7 +195,8 @@ def speed(
     times: dict[tuple[str, str], list[tuple[float, float, float]]] = {
         (kind, name): [] for kind in ("speed", "queued") for name in competitors
     }
-    replays = {name: Replay(function, inputs, dout) for name, function in competitors.items()} if graph else {}
+    replays = {name: Replay(function, inputs, dout) for name, function in competitors.items() if name not in PEERS}
+    replays = replays if graph else {}
     times |= {("graph", name): [] for name in replays}
     memory = dict.fromkeys(competitors, 0)
     started = time.monotonic()

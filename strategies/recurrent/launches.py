@@ -53,7 +53,9 @@ class CachedKernel:
 
     def _launch(self, grid: Any, **arguments: Any) -> None:
         device = torch.cuda.current_device()
-        key = (device, *arguments, *map(_specialisation, arguments.values()))
+        values = arguments.values()
+        # A compiled kernel can depend on the values that are no tensors and on their types: 1 is neither True nor 1.0.
+        key = (device, *arguments, *map(type, values), *map(_specialisation, values))
         launch = self._launches.get(key)
         if launch is None:
             self._search(key, grid, arguments)
@@ -91,10 +93,8 @@ class CachedKernel:
 
 
 def _specialisation(value: Any) -> Any:
-    """Return what a compiled kernel can depend on of an argument."""
-    if isinstance(value, Tensor):
-        return value.dtype, value.data_ptr() % _ALIGNMENT
-    return type(value), value
+    """Return what a compiled kernel can depend on of an argument, beside its type."""
+    return (value.dtype, value.data_ptr() % _ALIGNMENT) if isinstance(value, Tensor) else value
 
 
 @cache

@@ -54,7 +54,7 @@ def test_options_that_a_cuda_graph_cannot_capture_are_refused(tmp_path: Path, op
     ],
 )
 def test_graph_replays_are_timed_profiled_and_counted(what: list[str], tmp_path: Path) -> None:
-    size = ["--seq", "4096", "--heads", "8", "--head-dim", "128", "--world", "2", "--iters", "5"]
+    size = ["--seq", "4096", "--heads", "16", "--head-dim", "128", "--world", "2", "--iters", "5"]
     runs = []
     for options in ([] if "--operator" in what else ["--hops", "nccl"], ["--cuda-graph"]):
         ended = run(["record", *what, *size, *options], tmp_path)

@@ -389,6 +389,8 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "recurrence, launch-bound": lambda: recurrence(
         "state-scan", lambda: [one_gpu(*((ADD, 50 * n, 50 * n + 10, 50 * n - 8) for n in range(1, 100)))]
     ),
+    "recurrence, CUDA graph": lambda: (launch_bound()[0], recorded(
+        1, strategy=strategy("state-scan", layout="contiguous", cuda_graph=True), workload=GDN)),
     "recurrence, documents": lambda: recurrence("state-scan", lambda: ring(*UNEVEN, kernel=SCAN),
         workload=msgspec.structs.replace(GDN, documents=(1000, 24))),
     "recurrence, of a peer": lambda: recurrence("fla/cp", lambda: ring(*UNEVEN, kernel=SCAN), counted=False),
