@@ -2,7 +2,8 @@
 
 At each call Triton computes heuristics, looks up the tuned configuration, and inspects every argument for the compiled
 kernel that fits. For short sequences that takes longer than the kernel runs. `CachedKernel` searches once for all calls
-whose arguments differ in the addresses and shapes of tensors only.
+whose arguments differ in the addresses and shapes of tensors only. A compiled kernel does not depend on these: it is
+told lengths as numbers.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from triton.runtime.autotuner import Heuristics
 from triton.runtime.jit import JITFunction, KernelInterface
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_TAKES_ALL = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 4)
-"""Whether a compiled kernel is launched with all arguments, constants among them; earlier ones are left to Triton."""
+_KNOWS_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 4) and torch.version.hip is None
+"""Whether launches are cached. Before 3.4 compiled kernels took no constants; on AMD they depend on tensors' sizes."""
 _MOST_COMPILED = 1024
 """Most sets of arguments that a kernel remembers; sequence lengths that never recur must not fill the memory."""
 _ALIGNMENT = 16
@@ -78,7 +79,7 @@ class CachedKernel:
                 values |= layer.best_config.kwargs
             layer = layer.fn
         ordered = [values.get(parameter.name, parameter.default) for parameter in layer.params]
-        if compiled is None or not _TAKES_ALL or any(value is inspect.Parameter.empty for value in ordered):
+        if compiled is None or not _KNOWS_TRITON or any(value is inspect.Parameter.empty for value in ordered):
             return
         if len(self._launches) >= _MOST_COMPILED:
             self._launches.clear()
