@@ -107,7 +107,8 @@ def test_states_travel_whatever_the_length_and_heads_with_it() -> None:
 
 
 def test_the_short_convolution_is_one_kernel_per_pass() -> None:
-    """In bfloat16; it reads the tokens and writes them, and backward reads two tensors of them and writes one."""
+    """In bfloat16; it reads and writes the tokens, and backward reads two tensors of them and writes one; half as fast
+    as other kernels."""
     workload = msgspec.structs.replace(WORK, dtype="bf16", conv_width=4)
     moved = [
         op.bytes for op in schedule("state-scan", workload, 2).programs[0].ops
@@ -115,7 +116,7 @@ def test_the_short_convolution_is_one_kernel_per_pass() -> None:
     ]  # fmt: skip
     channels = 2 * workload.kv_heads * workload.head_dim + workload.heads * workload.value_dim
     once = workload.seq // 2 * channels * 2
-    assert moved == [2 * once, 3 * once]
+    assert moved == [2 * 2 * once, 2 * 3 * once]
 
 
 def test_a_chain_of_two_ranks_matches_on_both() -> None:
