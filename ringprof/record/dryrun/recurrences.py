@@ -97,7 +97,7 @@ class DryRunRecurrence:
 class _Convolution(torch.autograd.Function):
     """Convolution by flash-linear-attention's kernel, which moves the tokens once for each of its tensors.
 
-    It does so at half the rate of elementwise kernels (65,536 tokens of 6,144 channels on an H100), so they count twice.
+    It does so at half the rate of elementwise kernels (65,536 tokens of 6,144 channels on an H100): they count twice.
     """
 
     @staticmethod
